@@ -1,0 +1,143 @@
+"""The README is what index.ipynb says, and its builder does what it promises."""
+import base64, importlib.util, json, os, re, subprocess, sys
+from pathlib import Path
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+import capsnb
+
+root = Path(__file__).resolve().parent.parent
+spec = importlib.util.spec_from_file_location('readme', root/'.ci'/'readme.py')
+readme = importlib.util.module_from_spec(spec); spec.loader.exec_module(readme)
+
+png = base64.b64encode(b'\x89PNG fig').decode()
+def figure(): return new_output('display_data', {'image/png': png, 'text/plain': '<Figure>'})
+def markdown(text): return new_output('execute_result', {'text/markdown': text, 'text/plain': '<Markdown>'})
+
+@pytest.fixture
+def project(tmp_path):
+    "Writes nbs/index.ipynb from cells (after a title) and returns the root."
+    (tmp_path/'nbs').mkdir()
+    (tmp_path/'nbs'/'00_core.ipynb').write_text('{}')
+    (tmp_path/'LICENSE').write_text('free')
+    def write(*cells, title='# T\n\n> about T'):
+        nb = new_notebook(cells=[new_markdown_cell(title), *cells])
+        for i, c in enumerate(nb.cells): c['id'] = f'{i:08x}'
+        nbformat.write(nb, tmp_path/'nbs'/'index.ipynb')
+        return tmp_path
+    return write
+
+def text(root): return readme.build(root)['README.md'].decode()
+
+def test_readme_is_up_to_date(): assert readme.main(['--check', '--root', str(root)]) == 0
+
+def test_title_comes_first_then_the_warning(project):
+    assert text(project(new_markdown_cell('Hello.'))) == f'# T\n\n> about T\n\n{readme.warning}\n\nHello.\n'
+
+@pytest.mark.parametrize('head', ['#| hide', '#| export', '#|export', '#| exporti', '#| default_exp core', '#| include: false'])
+def test_cells_left_out(project, head):
+    assert text(project(new_code_cell(f'{head}\nsecret = 1', outputs=[markdown('secret')]))) == text(project())
+
+def test_a_shown_cell_loses_its_directives_and_hidden_lines(project):
+    cell = new_code_cell('#| slow\n#| code-fold: true\n\nx = 1  # a comment stays\ny = 2 #| hide_line\nx', outputs=[new_output('stream', text='one\ntwo\n')])
+    assert text(project(cell)).endswith('```python\nx = 1  # a comment stays\nx\n```\n\n    one\n    two\n')
+
+def test_echo_false_keeps_the_output(project):
+    got = text(project(new_code_cell('#| echo: false\nsecret()', outputs=[markdown('| a |\n|---|\n| 1 |')])))
+    assert 'secret' not in got and got.endswith('| a |\n|---|\n| 1 |\n')
+
+def test_output_false_keeps_the_code(project):
+    got = text(project(new_code_cell('#| output: false\nf()', outputs=[markdown('secret')])))
+    assert 'secret' not in got and 'f()' in got
+
+def test_streams(project):
+    shown = text(project(new_code_cell('#| echo: false\n#| output: asis\n#| filter_stream Warn\nf()', outputs=[new_output('stream', text='**bold**\nWarning!\n')])))
+    assert shown.endswith('\n\n**bold**\n')
+
+def test_figures_have_names_captions_and_the_stored_bytes(project):
+    root = project(new_code_cell('#| label: fig-x\n#| fig-cap: "What, and why."\n#| fig-alt: A dot.\nplot()', outputs=[figure(), figure()]),
+                   new_code_cell('plot()', outputs=[figure()]))
+    built = readme.build(root)
+    assert set(built) == {'README.md', 'README_files/fig-x.png', 'README_files/fig-x-1.png', 'README_files/cell-00000002.png'}
+    assert built['README_files/fig-x.png'] == b'\x89PNG fig'
+    assert '![A dot.](README_files/fig-x.png)\n\n*What, and why.*' in built['README.md'].decode()
+
+def test_links_are_moved_to_the_root_but_not_in_code(project):
+    page = '[a](00_core.ipynb#x) [b](../LICENSE) [c](https://x.org/a) [d](#why)\n\n```\n[e](nothing.md)\n```'
+    got = text(project(new_markdown_cell(page), new_code_cell('1', outputs=[markdown('[f](00_core.ipynb)')])))
+    for link in ('[a](nbs/00_core.ipynb#x)', '[b](LICENSE)', '[c](https://x.org/a)', '[d](#why)', '[e](nothing.md)', '[f](nbs/00_core.ipynb)'):
+        assert link in got
+
+@pytest.mark.parametrize('cell, message', [
+    (new_markdown_cell('[a](nothing.ipynb)'), "links to 'nothing.ipynb', which does not exist"),
+    (new_code_cell('1/0', outputs=[new_output('error', ename='ZeroDivisionError', evalue='by zero')]), 'holds an error: ZeroDivisionError: by zero')])
+def test_what_cannot_be_shown_is_an_error(project, cell, message):
+    with pytest.raises(ValueError, match=message): readme.build(project(cell))
+
+def test_a_page_without_title_is_an_error(project):
+    with pytest.raises(ValueError, match='must begin with a markdown cell'): readme.build(project(title='no title'))
+
+def test_write_check_and_stale_figures(project, capsys):
+    root = project(new_code_cell('#| label: fig-x\nplot()', outputs=[figure()]))
+    args = ['--root', str(root)]
+    assert readme.main(['--check', *args]) == 1 and not (root/'README.md').exists()
+    assert readme.main(args) == 0
+    before = (root/'README.md').stat().st_mtime_ns
+    assert readme.main(['--check', *args]) == 0 and readme.main(args) == 0
+    assert (root/'README.md').stat().st_mtime_ns == before, "an unchanged file was written again"
+    (root/'README_files'/'old.png').write_bytes(b'old')
+    assert readme.main(['--check', *args]) == 1
+    assert readme.main(args) == 0 and not (root/'README_files'/'old.png').exists()
+    (root/'README.md').write_text('edited by hand')
+    capsys.readouterr()
+    assert readme.main(['--check', *args]) == 1 and '-edited by hand' in capsys.readouterr().out
+
+def test_command_line_exit_status(project):
+    root = project()
+    run = lambda *a: subprocess.run([sys.executable, str(readme.__file__), '--root', str(root), *a], capture_output=True).returncode
+    assert [run('--check'), run(), run('--check')] == [1, 0, 0]
+
+def commands(): return re.findall(r"^pip install .*&&.*$", (root/'README.md').read_text(encoding='utf-8'), re.M)
+
+def test_the_two_commands():
+    assert commands() == ["pip install '.[train]' && capsnb demo", "pip install -e '.[dev]' && nbdev_test && pytest"]
+
+@pytest.mark.parametrize('label', ['tbl-notebooks', 'tbl-results'])
+def test_tables_show_the_files_of_today(label, monkeypatch):
+    "The stored output of a table in index.ipynb equals what its cell says now."
+    nb = nbformat.read(root/'nbs'/'index.ipynb', 4)
+    cell = next(c for c in nb.cells if readme.directives(c.source)[0].get('label') == label)
+    from IPython.display import Markdown
+    monkeypatch.chdir(root/'nbs')
+    scope = {'json': json, 'Path': Path, 'Markdown': Markdown}
+    *body, last = re.split(r'^(?=Markdown\()', cell.source, flags=re.M)
+    exec('\n'.join(body), scope)
+    assert eval(last, scope).data == cell.outputs[0].data['text/markdown'], \
+        "run nbs/index.ipynb again: jupyter nbconvert --to notebook --execute --inplace nbs/index.ipynb && nbdev_clean && python .ci/readme.py"
+
+def test_results_are_read_and_never_invented(tmp_path, monkeypatch):
+    nb = nbformat.read(root/'nbs'/'index.ipynb', 4)
+    cell = next(c for c in nb.cells if readme.directives(c.source)[0].get('label') == 'tbl-results')
+    monkeypatch.chdir(tmp_path); (tmp_path/'results').mkdir()
+    def table():
+        scope = {'json': json, 'Path': Path}
+        exec(cell.source.replace('Markdown(', 'table = (', 1), scope)
+        return scope['table'].split('\n')[2:]
+    assert len(table()) == 4 and all('| not measured here |' in r for r in table())
+    (tmp_path/'results'/'demo.json').write_text(json.dumps(dict(headline={'capsules': '97.1 %', 'CNN': '98.0 %'}, device='x86 CPU', command='capsnb demo')))
+    (tmp_path/'results'/'routing_speed.json').write_text(json.dumps(dict(device='x86 CPU')))
+    (tmp_path/'results'/'new_thing.json').write_text(json.dumps(dict(headline='3×')))
+    (tmp_path/'results'/'raw.json').write_text('{}')
+    rows = table()
+    assert sum('not measured here' in r for r in rows) == 2 and len(rows) == 6
+    assert any('capsules](results/demo.json) | 97.1 % | x86 CPU | `capsnb demo` |' in r for r in rows)
+    assert any('](results/routing_speed.json) | see the file | x86 CPU |' in r for r in rows)
+    assert rows[-1].startswith('| [new thing](results/new_thing.json) | 3× |')
+
+@pytest.mark.skipif(not hasattr(capsnb, 'Routing'), reason='capsnb exports no Routing yet')
+def test_usage_runs(capsys):
+    page = (root/'README.md').read_text(encoding='utf-8')
+    blocks = re.findall(r'^```python\n(.*?)^```', page, re.M | re.S)
+    assert blocks
+    for block in blocks: exec(block, {})
+    assert 'torch.Size([2, 10]) torch.Size([2, 10, 4, 4]) torch.Size([2, 10, 4, 4])' in capsys.readouterr().out

@@ -1,0 +1,164 @@
+"""What every notebook and module of this repository keeps to."""
+import ast, importlib, importlib.util, json, os, re, shutil, stat, subprocess, sys
+from configparser import ConfigParser
+from pathlib import Path
+import pytest
+import capsnb
+
+root = Path(__file__).resolve().parent.parent
+spec = importlib.util.spec_from_file_location('count', root/'.ci'/'count.py')
+count = importlib.util.module_from_spec(spec); spec.loader.exec_module(count)
+
+config = ConfigParser(delimiters=['='], interpolation=None)
+config.read(root/'settings.ini', encoding='utf-8')
+settings = config['DEFAULT']
+notebooks = count.notebooks(root)
+modules = sorted(p for p in (root/'capsnb').rglob('*.py'))
+each_notebook = pytest.mark.parametrize('path', notebooks, ids=lambda p: p.stem)
+each_module = pytest.mark.parametrize('path', modules, ids=lambda p: p.stem)
+
+def cells(path, kind='code'):
+    for c in json.loads(path.read_text(encoding='utf-8'))['cells']:
+        if c['cell_type'] == kind: yield ''.join(c['source']), c
+
+def test_there_are_notebooks(): assert {'00_core', 'index'} <= {p.stem for p in notebooks}
+
+@each_notebook
+def test_frontmatter(path):
+    first = next(cells(path, 'markdown'))[0]
+    assert re.match(r'# \S.*\n+> \S', first), "the first markdown cell must be '# Title', an empty line, '> description'"
+
+@each_notebook
+def test_nbdev_reads_the_frontmatter(path):
+    from nbdev.frontmatter import FrontmatterProc
+    from nbdev.process import NBProcessor
+    fm = NBProcessor(path, procs=FrontmatterProc, process=True).nb.frontmatter_
+    assert fm['title'] and fm['description']
+
+@each_notebook
+def test_exported_cells_are_short(path):
+    for source, c in cells(path):
+        if count.flags_of(source) & {'export', 'exports', 'exporti'}:
+            lines = [o for o in source.split('\n') if o.strip() and not re.match(r'\s*#\s*\|', o)]
+            assert len(lines) <= 40, f"cell {c['id']} exports {len(lines)} lines (at most 40): {lines[0]}"
+
+@each_notebook
+def test_nothing_is_switched_off_for_good(path):
+    for source, c in cells(path):
+        assert not re.search(r'^\s*#\s*\|\s*eval:?\s*false', source, re.M | re.I), f"cell {c['id']}: use a flag of tst_flags, not eval: false"
+
+@each_notebook
+def test_no_stored_errors(path):
+    for source, c in cells(path):
+        for o in c['outputs']: assert o['output_type'] != 'error', f"cell {c['id']} stores {o['ename']}: {o['evalue']}"
+
+@each_notebook
+def test_size(path):
+    assert path.stat().st_size < 1.5e6, f"{path.stat().st_size/1e6:.2f} MB; at most 1.5: fewer or smaller figures"
+
+@each_notebook
+def test_ends_with_an_export(path):
+    "so that running a notebook to its end exports it"
+    if path.stem == 'index': return
+    assert 'nbdev_export()' in list(cells(path))[-1][0]
+
+@each_notebook
+def test_no_machine_paths(path):
+    found = re.search(r'(?<![\w.~])/(home|root|Users|tmp|work)/\w', path.read_text(encoding='utf-8'))
+    assert not found, f"'{found[0]}' is a path of one machine"
+
+@each_notebook
+def test_count_reads_flags_as_nbdev_does(path):
+    from nbdev.process import NBProcessor
+    for c in NBProcessor(path).nb.cells:
+        if c.cell_type == 'code':
+            raw = next(''.join(r['source']) for r in json.loads(path.read_text(encoding='utf-8'))['cells'] if r['id'] == c['id'])
+            assert count.flags_of(raw) == {k.rstrip(':') for k in c.directives_}
+
+@each_notebook
+def test_flags_stand_where_nbdev_reads_them(path):
+    flags = settings['tst_flags'].split()
+    for source, c in cells(path):
+        for flag in re.findall(r'^\s*#\s*\|\s*([\w-]+)', source, re.M):
+            assert flag not in flags or flag in count.flags_of(source), f"cell {c['id']}: nbdev does not see '#| {flag}' below other lines"
+
+def test_count():
+    def code(s): return dict(cell_type='code', source=s.splitlines(True))
+    nb = dict(cells=[code('#| slow\nf()'), code('#|cuda\n#| slow\nf()'), code('%%time\n\n#| data\nf()'),
+                     code('# a comment\n#| data\nf()'), code('x = 1\n#| slow'), code(''),
+                     code('#| hide\nimport nbdev; nbdev.nbdev_export()'), dict(cell_type='markdown', source='#| slow')])
+    assert count.count(nb, ['slow', 'cuda', 'data']) == dict(ran=2, slow=2, data=1)
+
+def test_count_prints_the_totals(tmp_path, capsys):
+    (tmp_path/'nbs'/'_skipped').mkdir(parents=True)
+    (tmp_path/'settings.ini').write_text('[DEFAULT]\ntst_flags = slow cuda\n')
+    nb = json.dumps(dict(cells=[dict(cell_type='code', source=s) for s in ('f()', 'g()', '#| slow\nf()')]))
+    for name in ('a', 'b', '_no', '_skipped/c'): (tmp_path/'nbs'/f'{name}.ipynb').write_text(nb)
+    assert count.main(tmp_path) == 0
+    assert capsys.readouterr().out.splitlines() == ['  a.ipynb: 2 cells ran, skipped: 1 slow', '  b.ipynb: 2 cells ran, skipped: 1 slow',
+        '2 notebooks, 4 code cells ran, 2 skipped by a flag (slow: 2, cuda: 0)']
+
+def test_version(): assert capsnb.__version__ == settings['version']
+
+def test_changelog_knows_the_version(): assert settings['version'] in (root/'CHANGELOG.md').read_text(encoding='utf-8')
+
+@pytest.mark.parametrize('name', getattr(capsnb, '__all__', []))
+def test_public_names_are_there(name): assert getattr(capsnb, name) is not None
+
+def test_import_needs_only_torch_and_einops():
+    "in an interpreter that refuses every optional package"
+    code = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in refused: raise ModuleNotFoundError(f'{name} is an extra', name=name)
+refused = 'transformers datasets sklearn matplotlib typer accelerate huggingface_hub safetensors nbdev fastcore IPython pandas scipy'.split()
+sys.meta_path.insert(0, Refuse())
+import torch, einops
+before = set(sys.modules)
+import capsnb
+new = {m.split('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names)
+print(' '.join(sorted(o for o in new if not o.startswith(('torch', 'capsnb', 'einops')))))
+"""
+    done = subprocess.run([sys.executable, '-c', code], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    # what torch itself loads late, and the import hooks of an editable install
+    others = {o for o in done.stdout.split() if not o.startswith('__editable__')} - {'numpy', 'sympy', 'mpmath', 'triton', 'networkx', 'jinja2', 'typing_extensions'}
+    assert not others, f"import capsnb also loads {others}"
+
+@each_module
+def test_modules_are_python_3_10(path):
+    major, minor = map(int, settings['min_python'].split('.'))
+    ast.parse(path.read_text(encoding='utf-8'), feature_version=(major, minor))
+
+@each_module
+def test_modules_come_from_notebooks(path):
+    if path.stem not in ('__init__', '__main__', '_modidx'):
+        assert 'AUTOGENERATED! DO NOT EDIT!' in path.read_text(encoding='utf-8')
+
+def test_hooks_have_nothing_to_add():
+    "the line that nbdev_install_hooks looks for is there, so a fresh clone stays clean"
+    assert '*.ipynb merge=nbdev-merge\n' in (root/'.gitattributes').read_text()
+    ignored = (root/'.gitignore').read_text().split()
+    assert {'.gitconfig', '.last_checked', '_proc/', '_docs/'} <= set(ignored)
+
+def test_docs_can_be_prepared(tmp_path):
+    "nbdev_docs up to the point where Quarto itself renders, with a stand-in for Quarto"
+    tree, bin_ = tmp_path/'tree', tmp_path/'bin'
+    tree.mkdir(); bin_.mkdir()
+    for name in ('nbs', 'capsnb'): shutil.copytree(root/name, tree/name, ignore=shutil.ignore_patterns('__pycache__', '.ipynb_checkpoints'))
+    for name in ('settings.ini', 'README.md'): shutil.copy(root/name, tree/name)
+    (bin_/'quarto').write_text('#!/bin/sh\nexit 0\n')
+    (bin_/'quarto').chmod(0o755)
+    env = dict(os.environ, PATH=f"{bin_}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", PYTHONPATH=str(tree))
+    done = subprocess.run(['nbdev_proc_nbs', '--n_workers', '0'], cwd=tree, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    sidebar = (tree/'nbs'/'sidebar.yml').read_text()
+    listed = re.findall(r'[\w/]+\.ipynb', sidebar)
+    assert listed[0] == 'index.ipynb' and listed[1:] == sorted(listed[1:]) and set(listed) == {p.name for p in notebooks}
+    assert f"title: \"{settings['title']}\"" in (tree/'nbs'/'nbdev.yml').read_text()
+    for p in notebooks:
+        page = (tree/'_proc'/p.name).read_text(encoding='utf-8')
+        assert 'description:' in page, f"{p.name} lost its frontmatter"
+    for name in ('_quarto.yml', 'nbdev.yml', 'sidebar.yml', 'styles.css'): assert (tree/'_proc'/name).exists(), name
+    assert subprocess.run(['git', 'diff', '--no-index', '--stat', str(root/'nbs'/'_quarto.yml'), str(tree/'nbs'/'_quarto.yml')]).returncode == 0
