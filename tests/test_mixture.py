@@ -4,7 +4,7 @@ import pytest, torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 from capsnb.core import error_to
-from capsnb.mixture import (GaussianMixture, Params, covariances, e_step, em, em_sweep, features, from_moments, kmeans_pp,
+from capsnb.mixture import (GaussianMixture, Params, covariances, data_moments, e_step, em, em_sweep, features, from_moments, kmeans_pp,
                             log_joint, n_features, natural, start_params, tile_rows)
 
 f32, f64 = torch.float32, torch.float64
@@ -317,3 +317,25 @@ def test_no_graph_no_autocast_no_change_to_the_input():
 ])
 def test_errors(make, message):
     with pytest.raises(ValueError, match=message): make(points(0, 20, 2))
+
+
+@pytest.mark.parametrize('cov', covariances)
+def test_rounding_noise_is_no_variance(cov):
+    "A point mass far from the data's centre: E[x^2] - mu^2 is noise of either sign, and must come out as its size."
+    x = torch.full((37, 2), 1234.567, dtype=f32) + torch.tensor([0., .1])
+    p = from_moments(features(x, cov).mT @ torch.ones(37, 1), 2, cov)
+    eps = torch.finfo(f32).eps
+    least = (torch.linalg.eigvalsh(p.sig2) if cov == 'full' else p.sig2).min()
+    assert 3*eps*1234**2 < least < 50*eps*1235**2
+    assert natural(p, cov).isfinite().all()
+
+
+@pytest.mark.parametrize('weighted', [False, True])
+def test_data_moments_in_float32_with_a_large_mean(weighted):
+    x = (1e4 + torch.randn(1, 300_000, 2, generator=torch.Generator().manual_seed(0), dtype=f64)).float()
+    w = torch.rand(1, 300_000, generator=torch.Generator().manual_seed(1)) if weighted else None
+    mean, var = data_moments(x, w, tile=2**12)
+    w = torch.ones(1, 300_000, dtype=f64) if w is None else w.double()
+    truth = (x.double()*w[..., None]).sum(1, keepdim=True)/w.sum()
+    assert_close(mean.double(), truth, rtol=0, atol=1.5e-3)          # one unit in the last place is 1e-3
+    assert_close(var.double(), (w[..., None]*(x.double() - truth)**2).sum(1, keepdim=True)/w.sum(), rtol=1e-4, atol=0)
