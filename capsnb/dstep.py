@@ -76,7 +76,7 @@ def m_step(
 class Floor(NamedTuple):
     "What keeps variances and masses away from 0."
     rel: float # multiple of the votes' spread that is added to every variance
-    abs: float # added to every variance, in squared units of the votes (times 1 + mean V**2, if rel > 0)
+    abs: float # added to every variance, in squared units of the votes
     mass: float # added to the mass of every output, in inputs
 
 # %% ../nbs/04_dstep.ipynb #00000018
@@ -105,7 +105,8 @@ def sig2_floor(
     if floor.rel == 0: return s.new_tensor(floor.abs)
     jch = (-3, -2, -1)
     spread = s.mean(jch, keepdim=True)
-    return floor.rel*spread + floor.abs*(1 + spread + mu.square().mean(jch, keepdim=True))
+    size = spread + mu.square().mean(jch, keepdim=True)               # the mean of V**2
+    return floor.rel*spread + 1e-6*size + floor.abs
 
 # %% ../nbs/04_dstep.ipynb #0000001f
 class Routed(NamedTuple):

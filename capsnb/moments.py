@@ -175,7 +175,10 @@ def _merge(S, m, Q, V, D):
     "Add a tile with votes V and shares D to masses S [n, j], means m and sums of squared gaps Q [n, c, h, j], in place."
     S_t, D = D.sum(1)[:, None, None], D[:, :, None, None]
     m_t = (D*V).sum(1)/(S_t + 1e-30)
-    Q_t = (V - m_t[:, None]).square_().mul_(D).sum(1)
+    gap = V - m_t[:, None]
+    D_gap = D*gap
+    rest, Q_t = D_gap.sum(1), D_gap.mul_(gap).sum(1)                # rest: what rounding left of a sum that should be 0
+    S_t, m_t = S_t.to(S.dtype), m_t.to(S.dtype) + rest/(S_t + 1e-30)
     weight, gap = S_t/(S[:, None, None] + S_t + 1e-30), m_t - m
     Q.add_(Q_t).add_(gap.square()*weight*S[:, None, None]); m.add_(gap*weight); S.add_(S_t[:, 0, 0])
 
@@ -186,7 +189,7 @@ class _StreamStep(torch.autograd.Function):
     def forward(ctx, x, f, W, B, beta_use, beta_ign, eps_m, rows, cols, *state):
         (n, i, c, d), (h, j) = x.shape, W.shape[2:]
         lse = _normaliser(x, W, B, state, rows, cols) if state and len(cols) > 1 else None
-        a, S, m, Q = x.new_zeros(n, j), x.new_zeros(n, j), x.new_zeros(n, c, h, j), x.new_zeros(n, c, h, j)
+        a, S, m, Q = (x.new_zeros(shape, dtype=torch.float64) for shape in ((n, j), (n, j), (n, c, h, j), (n, c, h, j)))
         for q in cols:
             for r in rows:
                 V = _tile_votes(x[:, r], _cut(W, r, q), _cut(B, r, q))
@@ -196,19 +199,22 @@ class _StreamStep(torch.autograd.Function):
         S, total = S[:, None, None], S[:, None, None] + eps_m
         mu = m*(S/total)
         s = (Q + S*(m - mu).square())/total
-        ctx.save_for_backward(x, f, W, B, beta_use, beta_ign, lse, mu, s, total, *state)
-        ctx.eps_m, ctx.rows, ctx.cols = eps_m, rows, cols
+        drift = S*(m - mu.to(x.dtype))/total                     # sum_i D (V - mu)/total: the shortfall eps_m, and the rounding of mu
+        a, mu, s, total, drift = (p.to(x.dtype) for p in (a, mu, s, total, drift))
+        ctx.save_for_backward(x, f, W, B, beta_use, beta_ign, lse, mu, s, total, drift, *state)
+        ctx.rows, ctx.cols = rows, cols
         return a, mu, s
 
     @staticmethod
     def backward(ctx, ga, gmu, gs):
-        x, f, W, B, beta_use, beta_ign, lse, mu, s, total, *state = ctx.saved_tensors
-        g1, g2 = (gmu - 2*gs*mu*ctx.eps_m/total)/total, gs/total
+        x, f, W, B, beta_use, beta_ign, lse, mu, s, total, drift, *state = ctx.saved_tensors
+        g1, g2 = (gmu - 2*gs*drift)/total, gs/total
         weights = (g1, g2, -(g2*s).sum((1, 2)), ga)
         dot = None if lse is None else _sweep_dots(ctx, weights)
-        grads = [torch.zeros_like(p) for p in (x, f, W, B, beta_use, beta_ign, *state)]
+        grads = [torch.zeros_like(p, dtype=None if k < 2 else torch.float64) for k, p in enumerate((x, f, W, B, beta_use, beta_ign, *state))]
         for q in ctx.cols:
             for r in ctx.rows: _tile_backward(ctx, weights, dot, r, q, grads)
+        grads = [g.to(x.dtype) for g in grads]
         return (*grads[:6], None, None, None, *grads[6:])
 
 # %% ../nbs/05_moments.ipynb #00000022
@@ -221,7 +227,7 @@ def _tile_Q(V, mu, us, gs, weights, q):
 def _tile_leaves(ctx, r, q):
     "The pieces of all arguments that a tile depends on."
     x, f, W, B, us, gs, lse, *_ = ctx.saved_tensors
-    cut = [x[:, r], f[:, r], *(_cut(p, r, q) for p in (W, B, us, gs)), *(p[..., q] for p in ctx.saved_tensors[10:])]
+    cut = [x[:, r], f[:, r], *(_cut(p, r, q) for p in (W, B, us, gs)), *(p[..., q] for p in ctx.saved_tensors[11:])]
     return cut, None if lse is None else lse[:, r]
 
 def _sweep_dots(ctx, weights):
