@@ -316,8 +316,7 @@ def em(
         new = from_moments(S, x.shape[-1], covariance, reg_covar, least, p)
         p = Params(*(torch.where(active.reshape(-1, *[1]*(o.ndim - 1)), n, o) for n, o in zip(new, p)))
         n_iter, old, ll = n_iter + active, ll, torch.where(active, new_ll/total, ll)
-        active = active & ((ll - old).abs() >= tol)
-        history.append(ll)
+        active = active & ((ll - old).abs() >= tol); history.append(ll)
     return Fit(p._replace(mu=p.mu + mean), ll, n_iter, ~active, torch.stack(history, -1))
 
 # %% ../nbs/01_mixture.ipynb #00000057
