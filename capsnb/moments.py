@@ -105,7 +105,7 @@ def _fit(M, F_a, W, b, beta_use, beta_ign, eps_m):
     return beta_use*S - beta_ign*(F_a - S), t, s.clamp_min(0)
 
 # %% ../nbs/05_moments.ipynb #00000016
-_SMALL, _NARROW = 2e7, 32.   # multiply-adds of a product that is free in float64; spread/sig2 from which float64 is needed
+_SMALL, _NARROW = 2e6, 32.   # multiply-adds of a product that is free in float64; spread/sig2 from which float64 is needed
 
 def _run_moments(a_inp, mu_inp, W, B, beta_use, beta_ign, n_iters, p_model, eps, pooled, need_R):
     "`routing_ref` with one leading dimension, from moments; W must be shared by the inputs."
@@ -301,7 +301,7 @@ def _cost_moments(s):
     return 1.2e-3 + s.n*s.i*(s.j*(1.2e-10*K + 1.5e-9) + 6e-9*K)
 
 def _cost_stream(s):
-    return 6e-4 + s.n*s.i*s.j*(6e-9*s.c*s.h + 1.5e-10*s.c*s.d*s.h + 4e-9)
+    return 1.5e-3 + s.n*s.i*s.j*(4e-9*s.c*s.h + 1e-10*s.c*s.d*s.h + 4e-9)
 
 plans['moments'] = Plan(_run_moments, _refuse_moments, _cost_moments)
 plans['stream'] = Plan(_run_stream, lambda s: '', _cost_stream)
