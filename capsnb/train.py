@@ -120,7 +120,7 @@ class SingleCycle(LRScheduler):
         n_steps:int, # steps of the run
         lr:tuple=(1e-5, 5e-4), # at the ends, at the top
         warmup:float=.1, # share of the steps that climb
-        momentum:str|None='notebook' # 'paper' .999 -> .8991, 'notebook' .9 -> .81, None: left alone
+        momentum:str|None='paper' # 'paper' .999 -> .8991, 'notebook' .9 -> .81, None: left alone
     ):
         if momentum not in top_momentum: raise ValueError(f"momentum must be 'paper', 'notebook' or None, got {momentum!r}")
         self.n_steps, self.lr_range, self.warmup, self.momentum = n_steps, tuple(lr), warmup, momentum
@@ -388,7 +388,7 @@ def fit(
     out:str|Path, # folder of the run
     test=None, # the same; looked at once, at the end
     epochs:int=50, batch_size:int=20, # of the paper
-    lr:tuple=(1e-5, 5e-4), warmup:float=.1, momentum:str|None='notebook', # of `SingleCycle`
+    lr:tuple=(1e-5, 5e-4), warmup:float=.1, momentum:str|None='paper', # of `SingleCycle`
     shift:int=1, mixup:float=.2, # largest shift in pixels; alpha of mixup, 0: none
     seed:int=0, device:str|None=None, # of the order and the dice; None: the best there is
     resume:bool=False, how_to_resume:str='fit(..., resume=True)', # go on from the last whole checkpoint; how to ask for that
