@@ -14,19 +14,20 @@ from .train import Deck, Stopped, check_room, checkpoint_bytes, clear_run, fit, 
 from .vision import DStepNet, PlainCNN, n_params, rival_of
 
 # %% auto #0
-__all__ = ['recipe', 'titles', 'contestants', 'table', 'picked', 'draw_map', 'draw_scores', 'draw_column', 'picture', 'demo',
-           'how_to_resume', 'plainly', 'make_app', 'main', 'add_demo']
+__all__ = ['trunk', 'recipe', 'titles', 'contestants', 'table', 'picked', 'draw_map', 'draw_scores', 'draw_column', 'picture',
+           'demo', 'how_to_resume', 'plainly', 'make_app', 'main', 'add_demo']
 
 # %% ../nbs/50_cli.ipynb #00000006
-recipe = dict(epochs=16, batch_size=20, lr=(1e-5, 5e-3), warmup=.1, momentum='paper', shift=1, mixup=0.)   # of the demo
+trunk = dict(channels=(32, 32, 64, 64), strides=(1, 2, 1, 1))                                                         # of both networks
+recipe = dict(epochs=24, batch_size=20, lr=(1e-5, 5e-3), warmup=.1, momentum='paper', shift=1, mixup=.2)   # of the demo
 
 def contestants(
     seed:int=0 # of the weights
 ) -> dict: # name -> network
     "The demo's two networks, of (almost) equal size."
     nets = {}
-    seed_everything(seed); nets['dstep'] = DStepNet()
-    seed_everything(seed); nets['cnn'] = rival_of(n_params(nets['dstep']))
+    seed_everything(seed); nets['dstep'] = DStepNet(**trunk)
+    seed_everything(seed); nets['cnn'] = rival_of(n_params(nets['dstep']), **trunk)
     return nets
 
 # %% ../nbs/50_cli.ipynb #00000009
@@ -89,7 +90,7 @@ def draw_column(
     "One digit: itself, its scores, what two classes used, what decided between them."
     first, second = a.topk(2).indices.tolist(); decided = earned[first] - earned[second]
     axs[0].imshow(image, cmap='gray_r')
-    axs[0].set_title(f"a {label}, read as {first}", color='k' if first == label else palette[1])
+    axs[0].set_title(f"{label}, read as {first}", color='k' if first == label else palette[1])
     draw_scores(axs[1], a, first, second, label)
     limit = used[[first, second]].max().item()
     for ax, k, cmap in ((axs[2], first, 'Greens'), (axs[3], second, 'RdPu')):
@@ -131,7 +132,7 @@ def demo(
     "Train both networks on the digits, print a table, leave metrics, weights and a picture in `out`."
     kw = {**recipe, **({} if epochs is None else {'epochs': epochs})}
     if kw['epochs'] < 1: raise ValueError(f"expected at least 1 epoch, got {epochs}")
-    device, nets = str(pick_device(device)), contestants(seed)
+    pick_device(device); nets = contestants(seed)                  # a device that is not there is an error now, not later
     out = check_room(out, 2*sum(map(checkpoint_bytes, nets.values())))
     if not resume:
         for name in nets: clear_run(out/name)
@@ -145,14 +146,14 @@ def demo(
 
 # %% ../nbs/50_cli.ipynb #00000013
 def how_to_resume(
-    seed:int, out:str|Path, epochs:int|None, device:str # as given to `demo`
+    seed:int, out:str|Path, epochs:int|None, device:str|None # as given to `demo`
 ) -> str: # a command to copy
     "The command that goes on with an interrupted demo."
     import shlex
-    return shlex.join(['capsnb', 'demo', '--seed', str(seed), '--out', str(out), '--device', device,
+    return shlex.join(['capsnb', 'demo', '--seed', str(seed), '--out', str(out), *([] if device is None else ['--device', device]),
                        *([] if epochs is None else ['--epochs', str(epochs)]), '--resume'])
 
-# %% ../nbs/50_cli.ipynb #00000019
+# %% ../nbs/50_cli.ipynb #0000001b
 def plainly(
     action, # a function without arguments
     if_stopped:str # said when Ctrl-C came outside of training, where no checkpoint was written
@@ -163,7 +164,7 @@ def plainly(
     except KeyboardInterrupt: print(f"\nstopped; go on with: {if_stopped}", file=sys.stderr); raise SystemExit(130)
     except (ImportError, OSError, ValueError) as e: print(f"capsnb: {e}", file=sys.stderr); raise SystemExit(1)
 
-# %% ../nbs/50_cli.ipynb #0000001a
+# %% ../nbs/50_cli.ipynb #0000001c
 def make_app(): # typer.Typer
     "The `capsnb` command."
     typer = need('typer')
@@ -180,7 +181,7 @@ def main():
     "Entry point of `capsnb`; without Typer it says how to get it."
     plainly(lambda: make_app()(), 'the same command')
 
-# %% ../nbs/50_cli.ipynb #0000001b
+# %% ../nbs/50_cli.ipynb #0000001d
 def add_demo(
     app, typer # the Typer application, the module
 ):
@@ -199,5 +200,5 @@ def add_demo(
         Prints both accuracies on 500 digits by writers neither has seen, and draws where each class got its score from.
         No download; under a minute on a laptop. Ctrl-C leaves a checkpoint and says how to go on."""
         epochs, device = (None if epochs == recipe['epochs'] else epochs), device or None
-        results = plainly(lambda: demo(seed, out, resume, epochs, device, progress), how_to_resume(seed, out, epochs, device or 'cpu'))
+        results = plainly(lambda: demo(seed, out, resume, epochs, device, progress), how_to_resume(seed, out, epochs, device))
         print(f"\n{table(results)}\n\nlook at {out/'picture.png'}; weights: DStepNet.from_pretrained('{out/'dstep'}')")
