@@ -153,7 +153,7 @@ def how_to_resume(
     return shlex.join(['capsnb', 'demo', '--seed', str(seed), '--out', str(out), *([] if device is None else ['--device', device]),
                        *([] if epochs is None else ['--epochs', str(epochs)]), '--resume'])
 
-# %% ../nbs/50_cli.ipynb #0000001b
+# %% ../nbs/50_cli.ipynb #0000001c
 def plainly(
     action, # a function without arguments
     if_stopped:str # said when Ctrl-C came outside of training, where no checkpoint was written
@@ -164,7 +164,7 @@ def plainly(
     except KeyboardInterrupt: print(f"\nstopped; go on with: {if_stopped}", file=sys.stderr); raise SystemExit(130)
     except (ImportError, OSError, ValueError) as e: print(f"capsnb: {e}", file=sys.stderr); raise SystemExit(1)
 
-# %% ../nbs/50_cli.ipynb #0000001c
+# %% ../nbs/50_cli.ipynb #0000001d
 def make_app(): # typer.Typer
     "The `capsnb` command."
     typer = need('typer')
@@ -181,7 +181,7 @@ def main():
     "Entry point of `capsnb`; without Typer it says how to get it."
     plainly(lambda: make_app()(), 'the same command')
 
-# %% ../nbs/50_cli.ipynb #0000001d
+# %% ../nbs/50_cli.ipynb #0000001e
 def add_demo(
     app, typer # the Typer application, the module
 ):
