@@ -4,7 +4,7 @@
 
 # %% ../nbs/50_cli.ipynb #00000003
 from __future__ import annotations
-import os, sys
+import shlex, sys
 from pathlib import Path
 import torch
 from torch import nn, Tensor
@@ -149,7 +149,6 @@ def how_to_resume(
     seed:int, out:str|Path, epochs:int|None, device:str|None # as given to `demo`
 ) -> str: # a command to copy
     "The command that goes on with an interrupted demo."
-    import shlex
     return shlex.join(['capsnb', 'demo', '--seed', str(seed), '--out', str(out), *([] if device is None else ['--device', device]),
                        *([] if epochs is None else ['--epochs', str(epochs)]), '--resume'])
 
