@@ -385,8 +385,7 @@ def run_training(
 def fit(
     net:nn.Module, # trained in place; seed before you make it
     train, valid, # datasets.Dataset (or dict of tensors) with columns image and label
-    out:str|Path, # folder of the run
-    test=None, # the same; looked at once, at the end
+    out:str|Path, test=None, # folder of the run; more data, looked at once, at the end
     epochs:int=50, batch_size:int=20, # of the paper
     lr:tuple=(1e-5, 5e-4), warmup:float=.1, momentum:str|None='paper', # of `SingleCycle`
     shift:int=1, mixup:float=.2, # largest shift in pixels; alpha of mixup, 0: none
