@@ -1,0 +1,97 @@
+"""The command: help, version, bad input, a short real run, and Ctrl-C in the middle of one."""
+import json, os, re, resource, signal, subprocess, sys, time
+from pathlib import Path
+import pytest, torch
+
+pytest.importorskip('typer'); pytest.importorskip('transformers'); pytest.importorskip('sklearn')
+from typer.testing import CliRunner
+from capsnb import __version__
+from capsnb.cli import make_app
+from capsnb.train import last_whole
+from capsnb.vision import DStepNet, PlainCNN
+
+ROOT = Path(__file__).resolve().parents[1]
+ENV = {**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
+COMMAND = [sys.executable, '-c', 'from capsnb.cli import main; main()']
+
+def capsnb(*args): return CliRunner().invoke(make_app(), [str(a) for a in args])
+def call(*args, **kw): return subprocess.run([*COMMAND, *map(str, args)], env=ENV, capture_output=True, text=True, timeout=300, **kw)
+
+def test_help_and_version():
+    assert 'demo' in capsnb('--help').output and '--version' in capsnb('--help').output
+    for option in ('--seed', '--out', '--resume', '--epochs', '--device', '--progress'): assert option in capsnb('demo', '--help').output
+    assert capsnb('--version').output.strip() == f'capsnb {__version__}'
+    assert capsnb('tarin').exit_code == 2
+
+@pytest.mark.parametrize('args', [('--epochs', 0), ('--seed', -1), ('--seed', 2**32), ('--epochs', 'ten')])
+def test_bad_options(args, tmp_path):
+    assert capsnb('demo', '--out', tmp_path, *args).exit_code == 2
+    assert not list(tmp_path.iterdir())
+
+def test_bad_device(tmp_path):
+    r = capsnb('demo', '--out', tmp_path, '--device', 'cuda:99')
+    assert r.exit_code == 1 and "'cuda:99' is not available" in r.output and 'Traceback' not in r.output
+
+def test_unwritable_folder(tmp_path):
+    (tmp_path/'file').write_text('not a folder')
+    r = capsnb('demo', '--out', tmp_path/'file'/'run')
+    assert r.exit_code == 1 and 'nothing was trained' in r.output and 'cannot write' in r.output
+
+def test_full_disk(tmp_path):
+    "A limit on the size of files stands in for a disk that is full: the operating system refuses the write."
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    r = call('demo', '--out', tmp_path/'run', preexec_fn=limit)
+    assert r.returncode == 1 and 'nothing was trained' in r.stderr and 'Traceback' not in r.stderr
+    assert not [p for p in (tmp_path/'run').rglob('*') if p.is_file()]          # the probe is gone, nothing was begun
+
+def test_without_typer():
+    "A bare installation says how to get what is missing."
+    code = "import sys; sys.modules['typer'] = None; from capsnb.cli import main; main()"
+    r = subprocess.run([sys.executable, '-c', code], env=ENV, capture_output=True, text=True, timeout=120)
+    assert r.returncode == 1 and "pip install 'capsnb[train]'" in r.stderr and 'Traceback' not in r.stderr
+
+def test_without_huggingface_hub():
+    "The networks work without it; saving says what to install."
+    code = ("import sys; sys.modules['huggingface_hub'] = None\nimport torch\nfrom capsnb.vision import PlainCNN\nnet = PlainCNN(n_hidden=4)\n"
+            "assert net(torch.zeros(2, 1, 8, 8)).a.shape == (2, 10)\ntry: net.save_pretrained('x')\nexcept ImportError as e: print(e)")
+    r = subprocess.run([sys.executable, '-c', code], env=ENV, capture_output=True, text=True, timeout=120)
+    assert r.returncode == 0 and "'huggingface_hub': pip install 'capsnb[train]'" in r.stdout, r.stderr
+
+def test_importing_the_command_is_light():
+    "`capsnb --help` must not wait for transformers, datasets or matplotlib."
+    code = "import sys, capsnb.cli; print([m for m in ('transformers', 'datasets', 'matplotlib', 'sklearn', 'accelerate') if m in sys.modules])"
+    r = subprocess.run([sys.executable, '-c', code], env=ENV, capture_output=True, text=True, timeout=120)
+    assert r.stdout.strip() == '[]', r.stdout + r.stderr
+
+def check_folder(out, text):
+    metrics = json.loads((out/'metrics.json').read_text())
+    for name, kind in (('dstep', DStepNet), ('cnn', PlainCNN)):
+        m, net = metrics[name], kind.from_pretrained(out/name)
+        assert sum(p.numel() for p in net.parameters()) == m['n_params'] and f"{m['test_accuracy']:.1%}" in text
+        assert all(torch.isfinite(p).all() for p in net.parameters())
+    assert (out/'picture.png').stat().st_size > 10_000
+    return metrics
+
+def test_interrupted_and_resumed(tmp_path):
+    "One real process gets a real Ctrl-C within an epoch; what it tells us to do ends in the same place as an undisturbed run."
+    out = tmp_path/'run'
+    p = subprocess.Popen([*COMMAND, 'demo', '--epochs', '2', '--device', 'cpu', '--out', str(out)], env=ENV,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.time() + 240
+    while not (out/'dstep'/'checkpoints'/'checkpoint-50'/'seal.json').exists() and time.time() < deadline and p.poll() is None: time.sleep(.02)
+    p.send_signal(signal.SIGINT)                                               # early in the second epoch
+    text = p.communicate(timeout=240)[0]
+    assert p.returncode == 130 and 'Traceback' not in text, text
+    command = re.search(r'go on with: capsnb (.*)', text)[1].split()
+    assert '--resume' in command and 50 <= int(last_whole(out/'dstep'/'checkpoints').name[11:]) < 100
+    r = call(*command)
+    assert r.returncode == 0, r.stdout + r.stderr
+    again = check_folder(out, r.stdout)
+    r = call('demo', '--epochs', 2, '--device', 'cpu', '--out', tmp_path/'undisturbed')
+    assert r.returncode == 0, r.stdout + r.stderr
+    whole = check_folder(tmp_path/'undisturbed', r.stdout)
+    for name in ('dstep', 'cnn'):
+        for key in ('test_accuracy', 'valid_accuracy', 'best_epoch'): assert whole[name][key] == again[name][key]
+        a, b = ((folder/name/'model.safetensors').read_bytes() for folder in (out, tmp_path/'undisturbed'))
+        assert a == b, name
+    assert 'Warning' not in r.stderr and 'http' not in r.stderr, r.stderr      # quiet, and nobody was called
