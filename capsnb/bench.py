@@ -167,7 +167,7 @@ def bench_large(
     for j in n_outs:
         s = Sizes(1, n_inp, j, 1, d_inp, d_out, True)
         X = routing_inputs(s)
-        took = take_turns({'stream': lambda: routing_step('stream', s, X)}, rounds=1, warmup=0)['stream'][0]
+        took = median(take_turns({'stream': lambda: routing_step('stream', s, X)}, rounds=3, warmup=1)['stream'])
         rows.append(dict(n_out=j, seconds=took, bytes=extra_memory('stream', s)))
     return rows
 

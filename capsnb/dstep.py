@@ -154,7 +154,7 @@ def beta_start(
     "Start of the net benefit, 8/n_inp (0.03 if n_inp is not known), and of the net cost, 0."
     return (8/n_inp if n_inp else .03), 0.
 
-# %% ../nbs/04_dstep.ipynb #00000037
+# %% ../nbs/04_dstep.ipynb #00000039
 def brk_bias(
     B:Tensor, # [1|i, 1, c, h] bias shared by all outputs
     B_brk:Tensor, # [1, c, h] direction in which outputs differ
@@ -164,7 +164,7 @@ def brk_bias(
     tau = torch.linspace(-1, 1, n_out, dtype=B.dtype, device=B.device)
     return B + B_brk*tau[:, None, None]
 
-# %% ../nbs/04_dstep.ipynb #0000003b
+# %% ../nbs/04_dstep.ipynb #0000003d
 def pool(
     mu:Tensor, # [..., j, c, h] means
     sig2:Tensor, # [..., j, c, h] variances
@@ -175,7 +175,7 @@ def pool(
     var = (sig2 + (mu - one).square()).mean(dim, keepdim=True)
     return one.expand_as(mu), var.expand_as(mu)
 
-# %% ../nbs/04_dstep.ipynb #00000040
+# %% ../nbs/04_dstep.ipynb #00000042
 class Sizes(NamedTuple):
     "Sizes of a routing."
     n: int # samples: the product of all leading dimensions
@@ -192,7 +192,7 @@ class Plan(NamedTuple):
     refuses: Callable # Sizes -> '' or the reason why it cannot serve them
     cost: Callable # Sizes -> estimated seconds of one iteration, forward and backward, on the machine it was fitted on
 
-# %% ../nbs/04_dstep.ipynb #00000041
+# %% ../nbs/04_dstep.ipynb #00000043
 plans: dict[str, Plan] = {}   # filled here and in `moments`
 
 def _run_votes(a_inp, mu_inp, W, B, beta_use, beta_ign, n_iters, p_model, eps, pooled, need_R):
@@ -207,7 +207,7 @@ def choose_plan(
     if 0 in s[:3]: return 'votes'
     return min((name for name, p in plans.items() if not p.refuses(s)), key=lambda name: plans[name].cost(s))
 
-# %% ../nbs/04_dstep.ipynb #00000043
+# %% ../nbs/04_dstep.ipynb #00000045
 def _check_sizes(r):
     "Refuse a routing that cannot be."
     for name in ('d_cov', 'd_inp', 'd_out', 'n_inp', 'n_out', 'n_iters'):
@@ -222,7 +222,7 @@ def _check_sizes(r):
     if not (is_number or r.init in ('auto', 'paper')): raise ValueError(f"init must be 'auto', 'paper' or a finite number, got {r.init!r}")
     as_floor(r.eps, r.d_cov*r.d_out)
 
-# %% ../nbs/04_dstep.ipynb #00000045
+# %% ../nbs/04_dstep.ipynb #00000047
 class RoutingParameters(nn.Module):
     "Parameters of a `Routing`: W, B, beta_use, beta_ign, and B_brk when the number of outputs is variable."
     def _make(self):
@@ -252,7 +252,7 @@ class RoutingParameters(nn.Module):
         return ', '.join(f'{k}={getattr(self, k)!r}' for k in
             'd_cov d_inp d_out n_inp n_out n_iters p_model single_beta eps init plan pooled'.split())
 
-# %% ../nbs/04_dstep.ipynb #00000047
+# %% ../nbs/04_dstep.ipynb #00000049
 def _check_inputs(r, a_inp, mu_inp, n_out):
     "Refuse inputs that do not fit the layer; returns the number of outputs."
     if (n_out is None) == (r.n_out is None): raise ValueError(
@@ -270,13 +270,27 @@ def _check_inputs(r, a_inp, mu_inp, n_out):
         if not mu_inp.isfinite().all(): raise ValueError("mu_inp must be finite, got NaN or inf")
     return r.n_out or n_out
 
-# %% ../nbs/04_dstep.ipynb #00000049
+# %% ../nbs/04_dstep.ipynb #0000004b
 def _statistics_dtype(*tensors):
     dtype = torch.float32
     for t in tensors: dtype = torch.promote_types(dtype, t.dtype)
     return dtype
 
-# %% ../nbs/04_dstep.ipynb #0000004a
+# %% ../nbs/04_dstep.ipynb #0000004c
+def _route(r, a_inp, mu_inp, j, need_R):
+    "Cast to the dtype of the statistics, flatten the leading dimensions, run the plan, restore them."
+    lead, dtype = a_inp.shape[:-1], _statistics_dtype(a_inp, mu_inp, r.W)
+    a_inp = a_inp.to(dtype).reshape(math.prod(lead), a_inp.shape[-1])
+    mu_inp = mu_inp.to(dtype).reshape(*a_inp.shape, *mu_inp.shape[-2:])
+    W, B, beta_use, beta_ign = (p.to(dtype) for p in (r.W, r.B, r.beta_use,
+                                r.beta_use if r.single_beta else r.beta_ign))
+    if r.n_out is None: B = brk_bias(B, r.B_brk.to(dtype), j)
+    s = Sizes(*a_inp.shape, j, r.d_cov, r.d_inp, r.d_out, r.n_inp is None)
+    plan = choose_plan(s) if r.plan == 'auto' else r.plan
+    out = plans[plan].run(a_inp, mu_inp, W, B, beta_use, beta_ign, r.n_iters, r.p_model, as_floor(r.eps, r.d_cov*r.d_out), r.pooled, need_R)
+    return [o.reshape(*lead, *o.shape[1:]) for o in out[:3 + need_R]]
+
+# %% ../nbs/04_dstep.ipynb #0000004d
 class Routing(RoutingParameters):
     "Routing with a D-step (Heinsen 2019): any leading dimensions, any device, `a, mu, sig2 = routing(a_inp, mu_inp)`."
     def __init__(self,
@@ -307,20 +321,7 @@ class Routing(RoutingParameters):
         "Route the input capsules to the output capsules."
         j = _check_inputs(self, a_inp, mu_inp, n_out)
         with torch.autocast(mu_inp.device.type, enabled=False):
-            out = self._route(a_inp, mu_inp, j, return_R)
+            out = _route(self, a_inp, mu_inp, j, return_R)
         dtype = out[2].dtype if torch.is_autocast_enabled(mu_inp.device.type) else mu_inp.dtype
         out = [out[0].to(dtype), out[1].to(dtype), *out[2:]]
         return RoutedR(*out) if return_R else Routed(*out[:3])
-
-    def _route(self, a_inp, mu_inp, j, need_R):
-        "Cast to the dtype of the statistics, flatten the leading dimensions, run the plan, restore them."
-        lead, dtype = a_inp.shape[:-1], _statistics_dtype(a_inp, mu_inp, self.W)
-        a_inp = a_inp.to(dtype).reshape(math.prod(lead), a_inp.shape[-1])
-        mu_inp = mu_inp.to(dtype).reshape(*a_inp.shape, *mu_inp.shape[-2:])
-        W, B, beta_use, beta_ign = (p.to(dtype) for p in (self.W, self.B, self.beta_use,
-                                    self.beta_use if self.single_beta else self.beta_ign))
-        if self.n_out is None: B = brk_bias(B, self.B_brk.to(dtype), j)
-        s = Sizes(*a_inp.shape, j, self.d_cov, self.d_inp, self.d_out, self.n_inp is None)
-        plan = choose_plan(s) if self.plan == 'auto' else self.plan
-        out = plans[plan].run(a_inp, mu_inp, W, B, beta_use, beta_ign, self.n_iters, self.p_model, as_floor(self.eps, self.d_cov*self.d_out), self.pooled, need_R)
-        return [o.reshape(*lead, *o.shape[1:]) for o in out[:3 + need_R]]
