@@ -16,7 +16,7 @@ from .dstep import Sizes, as_floor, choose_plan, plans
 __all__ = ['paper_sizes', 'take_turns', 'median', 'ratio', 'routing_inputs', 'routing_step', 'floor_step', 'extra_memory',
            'bench_case', 'bench_large', 'bench_routing']
 
-# %% ../nbs/40_bench.ipynb #00000005
+# %% ../nbs/40_bench.ipynb #00000006
 def take_turns(
     contestants:dict[str, Callable], # name -> function without arguments
     rounds:int=7, # rounds that count
@@ -34,7 +34,7 @@ def take_turns(
             if k >= 0: times[name].append(took)
     return times
 
-# %% ../nbs/40_bench.ipynb #00000006
+# %% ../nbs/40_bench.ipynb #00000007
 def median(
     xs:list[float] # numbers; NaN are left out
 ) -> float: # their median
@@ -48,7 +48,7 @@ def ratio(
     "Median over rounds of slow/fast, from rounds in which both ran."
     return median([s/f for s, f in zip(slow, fast)])
 
-# %% ../nbs/40_bench.ipynb #00000009
+# %% ../nbs/40_bench.ipynb #0000000a
 def routing_inputs(
     s:Sizes, # sizes of the routing
     dtype:torch.dtype=torch.float32, # of everything
@@ -74,7 +74,7 @@ def routing_step(
     out = plans[plan].run(*X, n_iters, 'gaussian', as_floor(eps, s.c*s.h), False, False)[:3]
     if backward: torch.autograd.grad(sum(o.sum() for o in out), X)
 
-# %% ../nbs/40_bench.ipynb #0000000b
+# %% ../nbs/40_bench.ipynb #0000000c
 def floor_step(
     s:Sizes, # sizes
     X:list[Tensor], # from `routing_inputs`
@@ -93,7 +93,7 @@ def floor_step(
             for _ in range(2): torch.bmm(theta, R.transpose(1, 2), out=G)
     return run
 
-# %% ../nbs/40_bench.ipynb #0000000d
+# %% ../nbs/40_bench.ipynb #0000000e
 _CHILD = """
 import json, resource, sys, torch
 from pathlib import Path
@@ -127,7 +127,7 @@ def extra_memory(
     if done.returncode: raise RuntimeError(f"measuring {plan} at {s} failed:\n{done.stderr[-2000:]}")
     return int(done.stdout)
 
-# %% ../nbs/40_bench.ipynb #00000010
+# %% ../nbs/40_bench.ipynb #00000011
 paper_sizes = {
     'smallNORB, layer 1': Sizes(4, 5184, 64, 4, 4, 4, True),
     'smallNORB, layer 2': Sizes(20, 64, 5, 4, 4, 4, False),
@@ -155,7 +155,7 @@ def bench_case(
     return dict(sizes=s._asdict(), n_iters=n_iters, eps=eps, plans=row, auto=choose_plan(s),
                 floor=median(times['floor', True]) if s.shared else None)
 
-# %% ../nbs/40_bench.ipynb #00000012
+# %% ../nbs/40_bench.ipynb #00000013
 def bench_large(
     n_outs:tuple=(7500, 15000, 30000), # numbers of outputs
     n_inp:int=1024, # inputs
@@ -171,7 +171,7 @@ def bench_large(
         rows.append(dict(n_out=j, seconds=took, bytes=extra_memory('stream', s)))
     return rows
 
-# %% ../nbs/40_bench.ipynb #00000013
+# %% ../nbs/40_bench.ipynb #00000014
 def bench_routing(
     path:str|Path, # JSON file to write
     device:str='cpu', # where

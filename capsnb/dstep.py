@@ -14,7 +14,7 @@ __all__ = ['plans', 'votes', 'log_p', 'e_step', 'd_step', 'm_step', 'Floor', 'as
            'routing_ref', 'beta_start', 'brk_bias', 'pool', 'Sizes', 'Plan', 'choose_plan', 'RoutingParameters',
            'Routing']
 
-# %% ../nbs/04_dstep.ipynb #00000005
+# %% ../nbs/04_dstep.ipynb #00000006
 def votes(
     mu_inp:Tensor, # [..., i, c, d] input capsules
     W:Tensor, # [i|1, j|1, d, h] linear maps; 1: shared by all inputs, or by all outputs
@@ -24,7 +24,7 @@ def votes(
     W = W.expand(mu_inp.shape[-3], B.shape[1], -1, -1)
     return torch.einsum('ijdh,...icd->...ijch', W, mu_inp) + B
 
-# %% ../nbs/04_dstep.ipynb #0000000b
+# %% ../nbs/04_dstep.ipynb #0000000c
 def log_p(
     V:Tensor, # [..., i, j, c, h] votes
     mu:Tensor, # [..., j, c, h] means
@@ -36,7 +36,7 @@ def log_p(
     if p_model == 'skm': return -gap.sum((-2, -1))
     return -(gap/(2*sig2[..., None, :, :, :])).sum((-2, -1)) - .5*sig2.log().sum((-2, -1))[..., None, :]
 
-# %% ../nbs/04_dstep.ipynb #0000000c
+# %% ../nbs/04_dstep.ipynb #0000000d
 def e_step(
     V:Tensor, # [..., i, j, c, h] votes
     a:Tensor, # [..., j] scores of the outputs (logits)
@@ -47,7 +47,7 @@ def e_step(
     "Share every input out over the outputs (Heinsen 2019, eq. 2)."
     return torch.softmax(F.logsigmoid(a)[..., None, :] + log_p(V, mu, sig2, p_model), -1)
 
-# %% ../nbs/04_dstep.ipynb #00000010
+# %% ../nbs/04_dstep.ipynb #00000011
 def d_step(
     f_a:Tensor, # [..., i] activations f(a_i) of the inputs, in [0, 1]
     R:Tensor # [..., i, j] routing probabilities
@@ -56,7 +56,7 @@ def d_step(
     D_use = f_a[..., None]*R
     return D_use, f_a[..., None] - D_use
 
-# %% ../nbs/04_dstep.ipynb #00000013
+# %% ../nbs/04_dstep.ipynb #00000014
 def m_step(
     D_use:Tensor, # [..., i, j] shares used
     D_ign:Tensor, # [..., i, j] shares ignored
@@ -72,14 +72,14 @@ def m_step(
     s = torch.einsum('...ij,...ijch->...jch', D_use, (V - mu[..., None, :, :, :]).square())/S
     return a, mu, s
 
-# %% ../nbs/04_dstep.ipynb #00000017
+# %% ../nbs/04_dstep.ipynb #00000018
 class Floor(NamedTuple):
     "What keeps variances and masses away from 0."
     rel: float # multiple of the votes' spread that is added to every variance
     abs: float # added to every variance, in squared units of the votes
     mass: float # added to the mass of every output, in inputs
 
-# %% ../nbs/04_dstep.ipynb #00000018
+# %% ../nbs/04_dstep.ipynb #00000019
 def as_floor(
     eps:str|float|Floor, # 'auto'; '10%': a tenth of the votes' spread; 1e-5: absolute; 'paper': 1e-5
     n:int # components of a vote, c·h
@@ -95,7 +95,7 @@ def as_floor(
         raise ValueError(f"eps must be 'auto', 'paper', a positive number, or a percentage such as '10%', got {eps!r}")
     return Floor(value, 1e-12, 1e-12) if rel else Floor(0., value, value)
 
-# %% ../nbs/04_dstep.ipynb #0000001c
+# %% ../nbs/04_dstep.ipynb #0000001d
 def sig2_floor(
     s:Tensor, # [..., j, c, h] raw variances of the first iteration: the votes' spread
     mu:Tensor, # [..., j, c, h] means of the first iteration
@@ -108,7 +108,7 @@ def sig2_floor(
     size = spread + mu.square().mean(jch, keepdim=True)               # the mean of V**2
     return floor.rel*spread + 1e-6*size + floor.abs
 
-# %% ../nbs/04_dstep.ipynb #0000001f
+# %% ../nbs/04_dstep.ipynb #00000020
 class Routed(NamedTuple):
     "What a routing returns."
     a: Tensor # [..., j] scores (logits; apply a sigmoid for activations, or a softmax for classes)
@@ -122,7 +122,7 @@ class RoutedR(NamedTuple):
     sig2: Tensor # [..., j, c, h] variances
     R: Tensor # [..., i, j] routing probabilities of the last iteration
 
-# %% ../nbs/04_dstep.ipynb #00000020
+# %% ../nbs/04_dstep.ipynb #00000021
 def routing_ref(
     a_inp:Tensor, # [..., i] scores of the inputs (logits; -inf: absent, +inf: surely present)
     mu_inp:Tensor, # [..., i, c, d] input capsules
@@ -147,14 +147,14 @@ def routing_ref(
         model = pool(mu, sig2) if pooled and t == 0 else (mu, sig2)
     return RoutedR(a, mu, sig2, R)
 
-# %% ../nbs/04_dstep.ipynb #00000033
+# %% ../nbs/04_dstep.ipynb #00000034
 def beta_start(
     n_inp:int|None # number of inputs, if it is known
 ) -> tuple[float, float]: # where beta_use and beta_ign start
     "Start of the net benefit, 8/n_inp (0.03 if n_inp is not known), and of the net cost, 0."
     return (8/n_inp if n_inp else .03), 0.
 
-# %% ../nbs/04_dstep.ipynb #00000039
+# %% ../nbs/04_dstep.ipynb #0000003a
 def brk_bias(
     B:Tensor, # [1|i, 1, c, h] bias shared by all outputs
     B_brk:Tensor, # [1, c, h] direction in which outputs differ
@@ -164,7 +164,7 @@ def brk_bias(
     tau = torch.linspace(-1, 1, n_out, dtype=B.dtype, device=B.device)
     return B + B_brk*tau[:, None, None]
 
-# %% ../nbs/04_dstep.ipynb #0000003d
+# %% ../nbs/04_dstep.ipynb #0000003e
 def pool(
     mu:Tensor, # [..., j, c, h] means
     sig2:Tensor, # [..., j, c, h] variances
@@ -175,7 +175,7 @@ def pool(
     var = (sig2 + (mu - one).square()).mean(dim, keepdim=True)
     return one.expand_as(mu), var.expand_as(mu)
 
-# %% ../nbs/04_dstep.ipynb #00000042
+# %% ../nbs/04_dstep.ipynb #00000043
 class Sizes(NamedTuple):
     "Sizes of a routing."
     n: int # samples: the product of all leading dimensions
@@ -192,7 +192,7 @@ class Plan(NamedTuple):
     refuses: Callable # Sizes -> '' or the reason why it cannot serve them
     cost: Callable # Sizes -> estimated seconds of one iteration, forward and backward, on the machine it was fitted on
 
-# %% ../nbs/04_dstep.ipynb #00000043
+# %% ../nbs/04_dstep.ipynb #00000044
 plans: dict[str, Plan] = {}   # filled here and in `moments`
 
 def _run_votes(a_inp, mu_inp, W, B, beta_use, beta_ign, n_iters, p_model, eps, pooled, need_R):
@@ -207,7 +207,7 @@ def choose_plan(
     if 0 in s[:3]: return 'votes'
     return min((name for name, p in plans.items() if not p.refuses(s)), key=lambda name: plans[name].cost(s))
 
-# %% ../nbs/04_dstep.ipynb #00000045
+# %% ../nbs/04_dstep.ipynb #00000046
 def _check_sizes(r):
     "Refuse a routing that cannot be."
     for name in ('d_cov', 'd_inp', 'd_out', 'n_inp', 'n_out', 'n_iters'):
@@ -222,7 +222,7 @@ def _check_sizes(r):
     if not (is_number or r.init in ('auto', 'paper')): raise ValueError(f"init must be 'auto', 'paper' or a finite number, got {r.init!r}")
     as_floor(r.eps, r.d_cov*r.d_out)
 
-# %% ../nbs/04_dstep.ipynb #00000047
+# %% ../nbs/04_dstep.ipynb #00000048
 class RoutingParameters(nn.Module):
     "Parameters of a `Routing`: W, B, beta_use, beta_ign, and B_brk when the number of outputs is variable."
     def _make(self):
@@ -252,7 +252,7 @@ class RoutingParameters(nn.Module):
         return ', '.join(f'{k}={getattr(self, k)!r}' for k in
             'd_cov d_inp d_out n_inp n_out n_iters p_model single_beta eps init plan pooled'.split())
 
-# %% ../nbs/04_dstep.ipynb #00000049
+# %% ../nbs/04_dstep.ipynb #0000004a
 def _check_inputs(r, a_inp, mu_inp, n_out):
     "Refuse inputs that do not fit the layer; returns the number of outputs."
     if (n_out is None) == (r.n_out is None): raise ValueError(
@@ -270,13 +270,13 @@ def _check_inputs(r, a_inp, mu_inp, n_out):
         if not mu_inp.isfinite().all(): raise ValueError("mu_inp must be finite, got NaN or inf")
     return r.n_out or n_out
 
-# %% ../nbs/04_dstep.ipynb #0000004b
+# %% ../nbs/04_dstep.ipynb #0000004c
 def _statistics_dtype(*tensors):
     dtype = torch.float32
     for t in tensors: dtype = torch.promote_types(dtype, t.dtype)
     return dtype
 
-# %% ../nbs/04_dstep.ipynb #0000004c
+# %% ../nbs/04_dstep.ipynb #0000004d
 def _route(r, a_inp, mu_inp, j, need_R):
     "Cast to the dtype of the statistics, flatten the leading dimensions, run the plan, restore them."
     lead, dtype = a_inp.shape[:-1], _statistics_dtype(a_inp, mu_inp, r.W)
@@ -290,7 +290,7 @@ def _route(r, a_inp, mu_inp, j, need_R):
     out = plans[plan].run(a_inp, mu_inp, W, B, beta_use, beta_ign, r.n_iters, r.p_model, as_floor(r.eps, r.d_cov*r.d_out), r.pooled, need_R)
     return [o.reshape(*lead, *o.shape[1:]) for o in out[:3 + need_R]]
 
-# %% ../nbs/04_dstep.ipynb #0000004d
+# %% ../nbs/04_dstep.ipynb #0000004e
 class Routing(RoutingParameters):
     "Routing with a D-step (Heinsen 2019): any leading dimensions, any device, `a, mu, sig2 = routing(a_inp, mu_inp)`."
     def __init__(self,

@@ -12,7 +12,7 @@ from .dstep import Floor, Plan, Sizes, plans, pool, sig2_floor
 # %% auto #0
 __all__ = []
 
-# %% ../nbs/05_moments.ipynb #0000000a
+# %% ../nbs/05_moments.ipynb #0000000b
 class _Statistics(torch.autograd.Function):
     "x [n, c, d, i] -> phi [n, K, i]: products diagonal by diagonal, then x itself, then 1."
     @staticmethod
@@ -36,13 +36,13 @@ class _Statistics(torch.autograd.Function):
             gx[:, :, s:].addcmul_(gs, x[:, :, :d - s]); gx[:, :, :d - s].addcmul_(gs, x[:, :, s:])
         return gx
 
-# %% ../nbs/05_moments.ipynb #0000000d
+# %% ../nbs/05_moments.ipynb #0000000e
 def _tiles(n_rows, row, tile):
     "Slices of at most `tile` elements over `n_rows` rows of `row` elements."
     step = max(1, tile//max(1, row))
     return [slice(k, min(k + step, n_rows)) for k in range(0, n_rows, step)]
 
-# %% ../nbs/05_moments.ipynb #0000000e
+# %% ../nbs/05_moments.ipynb #0000000f
 _TILE = 1 << 18   # elements of a tile of [n, i, j]: 1 MB in float32, the size of a core's cache
 
 class _SoftmaxMoments(torch.autograd.Function):
@@ -71,7 +71,7 @@ class _SoftmaxMoments(torch.autograd.Function):
             gtheta.baddbmm_(p, gL)
         return gphi, gf, gtheta
 
-# %% ../nbs/05_moments.ipynb #00000011
+# %% ../nbs/05_moments.ipynb #00000012
 def _theta(a, t, sig2, W, p_model):
     "a [n, j], t = mu - b and sig2 [n, j, c, h], W [j, d, h] -> theta [n, K, j]."
     v = 1/(2*sig2) if p_model == 'gaussian' else torch.ones_like(sig2)
@@ -82,7 +82,7 @@ def _theta(a, t, sig2, W, p_model):
     quad = [A.diagonal(s, 2, 3).movedim(-1, 2).flatten(1, 2)*(-1 if s == 0 else -2) for s in range(W.shape[1])]
     return torch.cat([*quad, 2*u.flatten(1, 2), const[:, None]], 1)
 
-# %% ../nbs/05_moments.ipynb #00000012
+# %% ../nbs/05_moments.ipynb #00000013
 def _unpack(M, c, d):
     "M [n, K, j] -> S [n, j], first moments [n, c, d, j], second moments [n, c, d, d, j]."
     n, _, j = M.shape
@@ -93,7 +93,7 @@ def _unpack(M, c, d):
     second = pairs[:, :, place.flatten().to(M.device)].view(n, c, d, d, j)
     return M[:, -1], M[:, -c*d - 1:-1].view(n, c, d, j), second
 
-# %% ../nbs/05_moments.ipynb #00000014
+# %% ../nbs/05_moments.ipynb #00000015
 def _fit(M, F_a, W, b, beta_use, beta_ign, eps_m):
     "Moments M [n, K, j] -> a [n, j], t = mu - b and raw variance s, both [n, j, c, h]."
     S, m1, m2 = _unpack(M, b.shape[2], W.shape[1])
@@ -104,7 +104,7 @@ def _fit(M, F_a, W, b, beta_use, beta_ign, eps_m):
     s = torch.einsum('ncdej,jdh,jeh,nj->njch', m2, W, W, over) - 2*t*Wm + (1 - short)*t*t
     return beta_use*S - beta_ign*(F_a - S), t, s.clamp_min(0)
 
-# %% ../nbs/05_moments.ipynb #00000016
+# %% ../nbs/05_moments.ipynb #00000017
 _SMALL, _NARROW = 2e6, 32.   # multiply-adds of a product that is free in float64; spread/sig2 from which float64 is needed
 
 def _run_moments(a_inp, mu_inp, W, B, beta_use, beta_ign, n_iters, p_model, eps, pooled, need_R):
@@ -135,7 +135,7 @@ def _routing_probabilities(phi, theta, j, dtype):
     if theta is None: return phi.new_full((phi.shape[0], phi.shape[2], j), 1/j, dtype=dtype)
     return torch.softmax(phi.transpose(1, 2).to(theta.dtype)@theta, -1).to(dtype)
 
-# %% ../nbs/05_moments.ipynb #0000001a
+# %% ../nbs/05_moments.ipynb #0000001b
 def _tile_votes(x, W, B):
     "x [n, i, c, d], W [i|1, d, h, j], B [i|1, c, h, j] -> V [n, i, c, h, j]."
     (n, i, c, d), (h, j) = x.shape, W.shape[2:]
@@ -154,7 +154,7 @@ def _tile_shares(V, f, state, j, lse):
     L = _logits(V, state)
     return f[..., None]*(torch.softmax(L, -1) if lse is None else (L - lse[..., None]).exp())
 
-# %% ../nbs/05_moments.ipynb #0000001d
+# %% ../nbs/05_moments.ipynb #0000001e
 def _cut(p, rows, cols):
     "A tile of a parameter [i|1, ..., j]."
     return (p if p.shape[0] == 1 else p[rows])[..., cols]
@@ -170,7 +170,7 @@ def _normaliser(x, W, B, state, rows, cols):
         lse.append(part)
     return torch.cat(lse, 1)
 
-# %% ../nbs/05_moments.ipynb #0000001e
+# %% ../nbs/05_moments.ipynb #0000001f
 def _merge(S, m, Q, V, D):
     "Add a tile with votes V and shares D to masses S [n, j], means m and sums of squared gaps Q [n, c, h, j], in place."
     S_t, D = D.sum(1)[:, None, None], D[:, :, None, None]
@@ -182,7 +182,7 @@ def _merge(S, m, Q, V, D):
     weight, gap = S_t/(S[:, None, None] + S_t + 1e-30), m_t - m
     Q.add_(Q_t).add_(gap.square()*weight*S[:, None, None]); m.add_(gap*weight); S.add_(S_t[:, 0, 0])
 
-# %% ../nbs/05_moments.ipynb #00000021
+# %% ../nbs/05_moments.ipynb #00000022
 class _StreamStep(torch.autograd.Function):
     "One iteration over tiles: a [n, j], mu and raw variance s [n, c, h, j]."
     @staticmethod
@@ -217,7 +217,7 @@ class _StreamStep(torch.autograd.Function):
         grads = [g.to(x.dtype) for g in grads]
         return (*grads[:6], None, None, None, *grads[6:])
 
-# %% ../nbs/05_moments.ipynb #00000022
+# %% ../nbs/05_moments.ipynb #00000023
 def _tile_Q(V, mu, us, gs, weights, q):
     "Q [n, i, j] of a tile: what a unit of D_use is worth to the loss."
     g1, g2, g0, ga = (w[..., q] for w in weights)
@@ -240,7 +240,7 @@ def _sweep_dots(ctx, weights):
             dot[:, r] += (_tile_shares(V, f, state, 0, lse)*_tile_Q(V, mu, us, gs, weights, q)).sum(-1)
     return dot
 
-# %% ../nbs/05_moments.ipynb #00000023
+# %% ../nbs/05_moments.ipynb #00000024
 def _tile_backward(ctx, weights, dot, r, q, grads):
     "Recompute a tile with autograd on, and add its gradients to `grads`."
     cut, lse = _tile_leaves(ctx, r, q)
@@ -259,7 +259,7 @@ def _tile_backward(ctx, weights, dot, r, q, grads):
     for place, g in zip(places, got):
         if g is not None: place.add_(g)
 
-# %% ../nbs/05_moments.ipynb #00000024
+# %% ../nbs/05_moments.ipynb #00000025
 _STREAM_TILE, _STREAM_COLS = 1 << 18, 1 << 14   # elements of a tile of votes, and of one of its rows
 _STREAM_SMALL = 1 << 17                         # elements of all votes below which float64 is free
 
@@ -292,7 +292,7 @@ def _stream_R(x, f, W, B, rows, j, state):
     one = lambda x, W, B, *state: torch.softmax(_logits(_tile_votes(x, W, B), state), -1)
     return torch.cat([checkpoint(one, x[:, r], _cut(W, r, all_j), _cut(B, r, all_j), *state, use_reentrant=False) for r in rows], 1)
 
-# %% ../nbs/05_moments.ipynb #00000029
+# %% ../nbs/05_moments.ipynb #0000002a
 def _refuse_moments(s):
     return '' if s.shared else "moments need maps shared by all inputs (n_inp=None)"
 
