@@ -198,7 +198,7 @@ plans: dict[str, Plan] = {}   # filled here and in `moments`
 def _run_votes(a_inp, mu_inp, W, B, beta_use, beta_ign, n_iters, p_model, eps, pooled, need_R):
     return routing_ref(a_inp, mu_inp, W, B, beta_use, beta_ign, n_iters, p_model, eps, pooled)
 
-plans['votes'] = Plan(_run_votes, lambda s: '', lambda s: 6e-4 + 1.3e-8*s.n*s.i*s.j*s.c*s.h)
+plans['votes'] = Plan(_run_votes, lambda s: '', lambda s: 6e-4 + s.n*s.i*s.j*s.c*s.h*(1.3e-8 + 3e-10*s.d))
 
 def choose_plan(
     s:Sizes # sizes of the routing

@@ -98,3 +98,10 @@ def test_memory_stays_within_a_tile():
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
             plans[plan].run(*inputs(s, dtype=torch.float32), 5, 'gaussian', as_floor('auto', 4), False, False)
         assert kept and max(kept) < s.i*s.j
+
+@pytest.mark.parametrize('plan', ['moments', 'stream'])
+def test_a_second_derivative_is_refused_not_wrong(plan):
+    X = inputs(Sizes(1, 5, 3, 2, 2, 2, True))
+    out = plans[plan].run(*X, 3, 'gaussian', as_floor('auto', 4), False, False)[0]
+    g, = torch.autograd.grad(out.square().sum(), X[1], create_graph=True)
+    with pytest.raises(RuntimeError, match='once_differentiable'): g.sum().backward()
