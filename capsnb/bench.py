@@ -157,7 +157,7 @@ def bench_case(
 
 # %% ../nbs/40_bench.ipynb #00000013
 def bench_large(
-    n_outs:tuple=(7500, 15000, 30000), # numbers of outputs
+    n_outs:tuple=(10000, 20000, 30000), # numbers of outputs
     n_inp:int=1024, # inputs
     d_inp:int=64, # columns of an input capsule
     d_out:int=2 # columns of an output capsule

@@ -21,7 +21,8 @@ def votes(
     B:Tensor # [i|1, j, c, h] biases
 ) -> Tensor: # [..., i, j, c, h] votes
     "The vote of every input for every output (Heinsen 2019, eq. 1)."
-    W = W.expand(mu_inp.shape[-3], B.shape[1], -1, -1)
+    W = W.expand(-1, B.shape[1], -1, -1)
+    if W.shape[0] == 1: return torch.einsum('jdh,...icd->...ijch', W[0], mu_inp) + B
     return torch.einsum('ijdh,...icd->...ijch', W, mu_inp) + B
 
 # %% ../nbs/04_dstep.ipynb #0000000c
@@ -85,7 +86,7 @@ def as_floor(
     n:int # components of a vote, c·h
 ) -> Floor: # what is added where
     "Read the `eps` argument of a routing; `ValueError` unless it is positive and finite."
-    if isinstance(eps, Floor): return eps
+    if isinstance(eps, Floor) and all(0 <= v < math.inf for v in eps) and eps.mass > 0 and eps.rel + eps.abs > 0: return eps
     if eps == 'auto': return Floor(max(n**.5 - 1, .1), 1e-12, 1e-12)
     if eps == 'paper': eps = 1e-5
     rel = isinstance(eps, str) and eps.endswith('%')
@@ -198,7 +199,7 @@ plans: dict[str, Plan] = {}   # filled here and in `moments`
 def _run_votes(a_inp, mu_inp, W, B, beta_use, beta_ign, n_iters, p_model, eps, pooled, need_R):
     return routing_ref(a_inp, mu_inp, W, B, beta_use, beta_ign, n_iters, p_model, eps, pooled)
 
-plans['votes'] = Plan(_run_votes, lambda s: '', lambda s: 6e-4 + s.n*s.i*s.j*s.c*s.h*(1.3e-8 + 3e-10*s.d))
+plans['votes'] = Plan(_run_votes, lambda s: '', lambda s: 6e-4 + s.n*s.i*s.j*s.c*s.h*(1.3e-8 + 1e-10*s.d))
 
 def choose_plan(
     s:Sizes # sizes of the routing
@@ -266,6 +267,8 @@ def _check_inputs(r, a_inp, mu_inp, n_out):
     if not (a_inp.is_floating_point() and mu_inp.is_floating_point()):
         raise ValueError(f"a_inp and mu_inp must be floating point, got {a_inp.dtype} and {mu_inp.dtype}")
     if mu_inp.device.type == 'cpu' and not torch.compiler.is_compiling():
+        for name, p in r.named_parameters(recurse=False):
+            if not p.isfinite().all(): raise ValueError(f"the layer's parameter {name} must be finite, got NaN or inf")
         if a_inp.isnan().any(): raise ValueError("a_inp must not contain NaN (infinite scores are welcome)")
         if not mu_inp.isfinite().all(): raise ValueError("mu_inp must be finite, got NaN or inf")
     return r.n_out or n_out
@@ -323,5 +326,6 @@ class Routing(RoutingParameters):
         with torch.autocast(mu_inp.device.type, enabled=False):
             out = _route(self, a_inp, mu_inp, j, return_R)
         dtype = out[2].dtype if torch.is_autocast_enabled(mu_inp.device.type) else mu_inp.dtype
-        out = [out[0].to(dtype), out[1].to(dtype), *out[2:]]
+        top = torch.finfo(dtype).max                                      # a score beyond it would come out as "surely present"
+        out = [out[0].clamp(-top, top).to(dtype), out[1].to(dtype), *out[2:]]
         return RoutedR(*out) if return_R else Routed(*out[:3])

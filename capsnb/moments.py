@@ -39,9 +39,9 @@ class _Statistics(torch.autograd.Function):
         return gx
 
 # %% ../nbs/05_moments.ipynb #0000000e
-def _tiles(n_rows, row, tile):
-    "Slices of at most `tile` elements over `n_rows` rows of `row` elements."
-    step = max(1, tile//max(1, row))
+def _tiles(n_rows, row, tile, most=1 << 30):
+    "Slices of at most `tile` elements, and at most `most` rows, over `n_rows` rows of `row` elements."
+    step = max(1, min(most, tile//max(1, row)))
     return [slice(k, min(k + step, n_rows)) for k in range(0, n_rows, step)]
 
 # %% ../nbs/05_moments.ipynb #0000000f
@@ -108,35 +108,41 @@ def _fit(M, F_a, W, b, beta_use, beta_ign, eps_m):
     return beta_use*S - beta_ign*(F_a - S), t, s.clamp_min(0)
 
 # %% ../nbs/05_moments.ipynb #00000017
+def _wide(t):
+    "`t` in float64, or in float32 on a device that has no float64."
+    return t.to(torch.float32 if t.device.type == 'mps' else torch.float64)
+
 _SMALL, _NARROW = 2e6, 32.   # multiply-adds of a product that is free in float64; spread/sig2 from which float64 is needed
 
 def _run_moments(a_inp, mu_inp, W, B, beta_use, beta_ign, n_iters, p_model, eps, pooled, need_R):
     "`routing_ref` with one leading dimension, from moments; W must be shared by the inputs."
     (n, i, c, d), j = mu_inp.shape, B.shape[1]
     K = c*d*(d + 1)//2 + c*d + 1
-    work = torch.float64 if n*i*j*K < _SMALL else mu_inp.dtype
-    f, x = a_inp.to(work).sigmoid(), mu_inp.to(work)
-    x0 = (torch.einsum('ni,nicd->ncd', f, x)/(f.sum(-1) + 1e-12)[:, None, None]).detach()
-    phi = _Statistics.apply((x - x0[:, None]).permute(0, 2, 3, 1).contiguous())
-    W, B, beta_use, beta_ign = W[0].double().expand(j, -1, -1), B[0].double(), beta_use.double(), beta_ign.double()
-    b, F_a = torch.einsum('jdh,ncd->njch', W, x0.double()) + B, f.sum(-1, keepdim=True, dtype=torch.float64)
-    theta = None
+    wide = _wide(mu_inp[:0]).dtype
+    work = wide if n*i*j*K < _SMALL else mu_inp.dtype
+    f = a_inp.to(work).sigmoid()
+    x0 = (torch.einsum('ni,nicd->ncd', f, mu_inp.to(work))/(f.sum(-1) + 1e-12)[:, None, None]).detach()
+    phi_in = lambda dtype: _Statistics.apply((mu_inp.to(dtype) - x0[:, None].to(dtype)).permute(0, 2, 3, 1).contiguous())
+    phis, theta = {work: phi_in(work)}, None
+    W, B, beta_use, beta_ign = _wide(W[0]).expand(j, -1, -1), _wide(B[0]), _wide(beta_use), _wide(beta_ign)
+    b, F_a = torch.einsum('jdh,ncd->njch', W, x0.to(wide)) + B, f.sum(-1, keepdim=True, dtype=wide)
     for k in range(n_iters):
-        if k == 0: M = (torch.bmm(phi, f[..., None])/j).expand(-1, -1, j)
+        if k == 0: M = (torch.bmm(phis[work], f[..., None])/j).expand(-1, -1, j)
         else:
             mu_e, sig2_e = pool(b + t, sig2) if pooled and k == 1 else (b + t, sig2)
-            narrow = work == torch.float64 or bool(((spread + (mu_e - b).square())/sig2_e > _NARROW).any())
-            dtype, theta = torch.float64 if narrow else work, _theta(a, mu_e - b, sig2_e, W, p_model)
-            M = _SoftmaxMoments.apply(phi.to(dtype), f.to(dtype), theta.to(dtype))
-        a, t, s = _fit(M.double(), F_a, W, b, beta_use, beta_ign, eps.mass)
+            narrow = work != wide and bool(((spread + (mu_e - b).square())/sig2_e > _NARROW).any())
+            dtype, theta = wide if narrow else work, _theta(a, mu_e - b, sig2_e, W, p_model)
+            if dtype not in phis: phis[dtype] = phi_in(dtype)
+            M = _SoftmaxMoments.apply(phis[dtype], f.to(dtype), theta.to(dtype))
+        a, t, s = _fit(M.to(wide), F_a, W, b, beta_use, beta_ign, eps.mass)
         if k == 0: floor, spread = sig2_floor(s, b + t, eps), s.detach()
         sig2 = s + floor
-    R = None if not need_R else _routing_probabilities(phi, theta, j, mu_inp.dtype)
+    R = None if not need_R else _routing_probabilities(phis[dtype if theta is not None else work], theta, j, mu_inp.dtype)
     return (*(o.to(mu_inp.dtype) for o in (a, b + t, sig2)), R)
 
 def _routing_probabilities(phi, theta, j, dtype):
     if theta is None: return phi.new_full((phi.shape[0], phi.shape[2], j), 1/j, dtype=dtype)
-    return torch.softmax(phi.transpose(1, 2).to(theta.dtype)@theta, -1).to(dtype)
+    return torch.softmax(phi.transpose(1, 2)@theta.to(phi.dtype), -1).to(dtype)
 
 # %% ../nbs/05_moments.ipynb #0000001b
 def _tile_votes(x, W, B):
@@ -192,7 +198,7 @@ class _StreamStep(torch.autograd.Function):
     def forward(ctx, x, f, W, B, beta_use, beta_ign, eps_m, rows, cols, *state):
         (n, i, c, d), (h, j) = x.shape, W.shape[2:]
         lse = _normaliser(x, W, B, state, rows, cols) if state and len(cols) > 1 else None
-        a, S, m, Q = (x.new_zeros(shape, dtype=torch.float64) for shape in ((n, j), (n, j), (n, c, h, j), (n, c, h, j)))
+        a, S, m, Q = (_wide(x.new_zeros(shape)) for shape in ((n, j), (n, j), (n, c, h, j), (n, c, h, j)))
         for q in cols:
             for r in rows:
                 V = _tile_votes(x[:, r], _cut(W, r, q), _cut(B, r, q))
@@ -214,10 +220,11 @@ class _StreamStep(torch.autograd.Function):
         x, f, W, B, beta_use, beta_ign, lse, mu, s, total, drift, *state = ctx.saved_tensors
         g1, g2 = (gmu - 2*gs*drift)/total, gs/total
         weights = (g1, g2, -(g2*s).sum((1, 2)), ga)
-        dot = None if lse is None else _sweep_dots(ctx, weights)
-        grads = [torch.zeros_like(p, dtype=None if k < 2 else torch.float64) for k, p in enumerate((x, f, W, B, beta_use, beta_ign, *state))]
-        for q in ctx.cols:
-            for r in ctx.rows: _tile_backward(ctx, weights, dot, r, q, grads)
+        pieces, rows, cols = (x, f, W, B, beta_use, beta_ign, *state), ctx.rows, ctx.cols
+        dot = None if lse is None else _sweep_dots(pieces, lse, mu, weights, rows, cols)
+        grads = [torch.zeros_like(p) if k < 2 else _wide(torch.zeros_like(p)) for k, p in enumerate(pieces)]
+        for q in cols:
+            for r in rows: _tile_backward(pieces, lse, mu, weights, dot, r, q, grads)
         grads = [g.to(x.dtype) for g in grads]
         return (*grads[:6], None, None, None, *grads[6:])
 
@@ -228,32 +235,30 @@ def _tile_Q(V, mu, us, gs, weights, q):
     gap = V - mu[:, None, ..., q]
     return (gap*(g1[:, None] + gap*g2[:, None])).sum((2, 3)) + g0[:, None] + ga[:, None]*(us + gs)
 
-def _tile_leaves(ctx, r, q):
-    "The pieces of all arguments that a tile depends on."
-    x, f, W, B, us, gs, lse, *_ = ctx.saved_tensors
-    cut = [x[:, r], f[:, r], *(_cut(p, r, q) for p in (W, B, us, gs)), *(p[..., q] for p in ctx.saved_tensors[11:])]
-    return cut, None if lse is None else lse[:, r]
+def _tile_of(pieces, lse, r, q):
+    "What a tile depends on: its parts of x, f, W, B, the betas and the state; and its lse."
+    x, f, *rest = pieces
+    return [x[:, r], f[:, r], *(_cut(p, r, q) for p in rest[:4]), *(p[..., q] for p in rest[4:])], None if lse is None else lse[:, r]
 
-def _sweep_dots(ctx, weights):
+def _sweep_dots(pieces, lse, mu, weights, rows, cols):
     "sum_j D_ij Q_ij [n, i], over all tiles of outputs."
-    mu, dot = ctx.saved_tensors[7], torch.zeros_like(ctx.saved_tensors[1])
-    for r in ctx.rows:
-        for q in ctx.cols:
-            (x, f, W, B, us, gs, *state), lse = _tile_leaves(ctx, r, q)
+    dot = torch.zeros_like(pieces[1])
+    for r in rows:
+        for q in cols:
+            (x, f, W, B, us, gs, *state), part = _tile_of(pieces, lse, r, q)
             V = _tile_votes(x, W, B)
-            dot[:, r] += (_tile_shares(V, f, state, 0, lse)*_tile_Q(V, mu, us, gs, weights, q)).sum(-1)
+            dot[:, r] += (_tile_shares(V, f, state, 0, part)*_tile_Q(V, mu, us, gs, weights, q)).sum(-1)
     return dot
 
 # %% ../nbs/05_moments.ipynb #00000024
-def _tile_backward(ctx, weights, dot, r, q, grads):
+def _tile_backward(pieces, lse, mu, weights, dot, r, q, grads):
     "Recompute a tile with autograd on, and add its gradients to `grads`."
-    cut, lse = _tile_leaves(ctx, r, q)
-    mu, j = ctx.saved_tensors[7], ctx.saved_tensors[2].shape[-1]
+    (cut, part), j = _tile_of(pieces, lse, r, q), pieces[2].shape[-1]
     leaves = [p.detach().requires_grad_() for p in cut]
     with torch.enable_grad():
         x, f, W, B, us, gs, *state = leaves
         V = _tile_votes(x, W, B)
-        D, ga = _tile_shares(V, f, state, j, lse), weights[-1][:, None, q]
+        D, ga = _tile_shares(V, f, state, j, part), weights[-1][:, None, q]
         value = (D*_tile_Q(V, mu, us, gs, weights, q)).sum() - (ga*gs*f[..., None]).sum()
         if dot is not None:   # the part of the softmax that other tiles of outputs contribute
             R = D.detach()/f.detach()[..., None].clamp_min(1e-30)
@@ -270,11 +275,11 @@ _STREAM_SMALL = 1 << 17                         # elements of all votes below wh
 def _run_stream(a_inp, mu_inp, W, B, beta_use, beta_ign, n_iters, p_model, eps, pooled, need_R):
     "`routing_ref` with one leading dimension, over tiles of votes."
     (n, i, c, d), (j, _, h), dtype = mu_inp.shape, B.shape[1:], mu_inp.dtype
-    if n*i*j*c*h < _STREAM_SMALL: a_inp, mu_inp, W, B, beta_use, beta_ign = (p.double() for p in (a_inp, mu_inp, W, B, beta_use, beta_ign))
+    if n*i*j*c*h < _STREAM_SMALL: a_inp, mu_inp, W, B, beta_use, beta_ign = (_wide(p) for p in (a_inp, mu_inp, W, B, beta_use, beta_ign))
     f, W, B = a_inp.sigmoid(), W.expand(-1, j, -1, -1).permute(0, 2, 3, 1).contiguous(), B.permute(0, 2, 3, 1).contiguous()
     beta_use, beta_ign = beta_use.expand(-1, j), beta_ign.expand(-1, j)
     cols = _tiles(j, c*h, _STREAM_COLS)
-    rows = _tiles(i, n*c*h*(cols[0].stop if cols else 1), _STREAM_TILE)
+    rows = _tiles(i, n*c*h*(cols[0].stop if cols else 1), _STREAM_TILE, max(1, 1024//max(1, n)))   # sums stay short, as rounding grows with them
     state = ()
     for k in range(n_iters):
         if k: state = _stream_state(a, *(pool(mu, sig2, -1) if pooled and k == 1 else (mu, sig2)), p_model)
@@ -291,7 +296,7 @@ def _stream_state(a, mu, sig2, p_model):
 
 def _stream_R(x, f, W, B, rows, j, state):
     "R [n, i, j] on request, tile by tile."
-    if not state: return x.new_full((*f.shape, j), 1/j)
+    if not state or not rows: return x.new_full((*f.shape, j), 1/j)
     all_j = slice(None)
     one = lambda x, W, B, *state: torch.softmax(_logits(_tile_votes(x, W, B), state), -1)
     return torch.cat([checkpoint(one, x[:, r], _cut(W, r, all_j), _cut(B, r, all_j), *state, use_reentrant=False) for r in rows], 1)
@@ -305,7 +310,7 @@ def _cost_moments(s):
     return 1.2e-3 + s.n*s.i*(s.j*(1.2e-10*K + 1.5e-9) + 6e-9*K)
 
 def _cost_stream(s):
-    return 1.5e-3 + s.n*s.i*s.j*(4e-9*s.c*s.h + 1e-10*s.c*s.d*s.h + 4e-9)
+    return 2e-3 + s.n*s.i*s.j*(4e-9*s.c*s.h + 1e-10*s.c*s.d*s.h + 4e-9)
 
 plans['moments'] = Plan(_run_moments, _refuse_moments, _cost_moments)
 plans['stream'] = Plan(_run_stream, lambda s: '', _cost_stream)
