@@ -279,7 +279,7 @@ def _run_stream(a_inp, mu_inp, W, B, beta_use, beta_ign, n_iters, p_model, eps, 
     f, W, B = a_inp.sigmoid(), W.expand(-1, j, -1, -1).permute(0, 2, 3, 1).contiguous(), B.permute(0, 2, 3, 1).contiguous()
     beta_use, beta_ign = beta_use.expand(-1, j), beta_ign.expand(-1, j)
     cols = _tiles(j, c*h, _STREAM_COLS)
-    rows = _tiles(i, n*c*h*(cols[0].stop if cols else 1), _STREAM_TILE, max(1, 1024//max(1, n)))   # sums stay short, as rounding grows with them
+    rows = _tiles(i, n*c*h*(cols[0].stop if cols else 1), _STREAM_TILE, 1024)   # sums stay short, as rounding grows with them
     state = ()
     for k in range(n_iters):
         if k: state = _stream_state(a, *(pool(mu, sig2, -1) if pooled and k == 1 else (mu, sig2)), p_model)
