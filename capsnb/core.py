@@ -30,7 +30,8 @@ def pick_device(
     "The device to run on; `ValueError` when a named one is not available."
     has_mps = torch.backends.mps.is_available()
     if name is None: name = 'cuda' if torch.cuda.is_available() else 'mps' if has_mps else 'cpu'
-    device = torch.device(name)
+    try: device = torch.device(name)
+    except RuntimeError: device = torch.device('meta')              # no such kind of device, hence not there
     there = {'cuda': torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count(),
              'mps': has_mps, 'cpu': True}.get(device.type, False)
     if not there: raise ValueError(f"device '{name}' is not available; this machine has "

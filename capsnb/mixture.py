@@ -4,7 +4,7 @@
 
 # %% ../nbs/01_mixture.ipynb #00000002
 from __future__ import annotations
-import math
+import math, numbers
 from typing import NamedTuple
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ from torch import Tensor
 # %% auto #0
 __all__ = ['covariances', 'log_joint', 'e_step', 'free_energy', 'm_step', 'n_features', 'features', 'Params', 'natural',
            'central', 'floored', 'from_moments', 'responsibilities_', 'tile_rows', 'em_sweep', 'data_moments', 'draw',
-           'kmeans_pp', 'start_params', 'Fit', 'em', 'better', 'check_data', 'check_weight', 'check_start', 'posterior',
-           'GaussianMixture']
+           'kmeans_pp', 'start_params', 'Fit', 'em', 'better', 'check_data', 'check_weight', 'check_number',
+           'check_three', 'check_start', 'posterior', 'GaussianMixture']
 
 # %% ../nbs/01_mixture.ipynb #0000000d
 def log_joint(
@@ -22,7 +22,7 @@ def log_joint(
     mu:Tensor, # [..., J, D] means
     sig2:Tensor # [..., J, D] variances
 ) -> Tensor: # [..., N, J] log(pi_j N(x_i; mu_j, sig2_j)), nats
-    "Minus the energy of giving point i to component j (Hinton 2018, A.1; blog 001, eq. 12)."
+    "Minus the energy of giving point i to component j (Hinton 2018, A.1; Gebotys, eq. 12)."
     x, mu, sig2 = x[..., :, None, :], mu[..., None, :, :], sig2[..., None, :, :]
     return log_pi[..., None, :] - .5*((x - mu)**2/sig2 + (2*math.pi*sig2).log()).sum(-1)
 
@@ -33,7 +33,7 @@ def e_step(
     mu:Tensor, # [..., J, D] means
     sig2:Tensor # [..., J, D] variances
 ) -> tuple[Tensor, Tensor]: # R [..., N, J], sums to 1 over J; log-likelihood of each point [..., N], nats
-    "Responsibilities by Bayes' rule (blog 001, eqs. 14 and 18)."
+    "Responsibilities by Bayes' rule (Gebotys, eqs. 14 and 18)."
     L = log_joint(x, log_pi, mu, sig2)
     ll = L.logsumexp(-1)
     return (L - ll[..., None]).exp(), ll
@@ -59,7 +59,7 @@ def m_step(
     R:Tensor, # [..., N, J] responsibilities
     sample_weight:Tensor|None=None # [..., N] how many points each point stands for; None: one
 ) -> tuple[Tensor, Tensor, Tensor]: # pi [..., J], mu [..., J, D], sig2 [..., J, D]
-    "Proportions, means and variances of weighted points (blog 001, eqs. 16-17); a component without weight gets NaN."
+    "Proportions, means and variances of weighted points (Gebotys, eqs. 16-17); a component without weight gets NaN."
     if sample_weight is not None: R = R*sample_weight[..., None]
     n = R.sum(-2)
     mu = torch.einsum('...ij,...id->...jd', R, x)/n[..., None]
@@ -364,6 +364,25 @@ def check_weight(
     if few < max(1, n_components): raise ValueError(f"n_components={n_components} needs at least as many points of positive sample_weight, got {few}")
     return w/w.amax(-1, keepdim=True)
 
+# %% ../nbs/01_mixture.ipynb #d5548e95
+def check_number(
+    name:str, # of the argument, for the message
+    v, # what was given
+    least:float=0, # the least value allowed
+    whole:bool=False # whether it counts something
+):
+    "`ValueError` unless `v` is a finite number (an integer, if `whole`) and at least `least`; True and False are not numbers."
+    kind = numbers.Integral if whole else numbers.Real
+    if isinstance(v, bool) or not isinstance(v, kind): raise ValueError(f"{name} must be {'an integer' if whole else 'a number'}, got {v!r}")
+    if not least <= v < math.inf: raise ValueError(f"{name} must be at least {least} and finite, got {v}")
+
+def check_three(
+    start # what was given as a start
+):
+    "`ValueError` unless it is a tuple or list of three things."
+    if not isinstance(start, (tuple, list)): raise ValueError(f"start must be (pi, mu, sig2), got {start!r}"[:120])
+    if len(start) != 3: raise ValueError(f"start must be (pi, mu, sig2), got {len(start)} things")
+
 # %% ../nbs/01_mixture.ipynb #0000005c
 def check_start(
     start:Params|tuple, # pi, mu, sig2 as in `Params`
@@ -372,13 +391,14 @@ def check_start(
     covariance:str='diag' # 'diag', 'spherical' or 'full'
 ) -> Params: # leading dimension b, dtype and device of x
     "Check a start given by the user and expand it to the batch; `ValueError` says what is wrong."
-    D, lead = x.shape[-1], x.shape[:-2]
+    check_three(start); D, lead = x.shape[-1], x.shape[:-2]
     tails = dict(pi=(J,), mu=(J, D), sig2={'diag': (J, D), 'spherical': (J,), 'full': (J, D, D)}[covariance])
-    if len(start) != 3: raise ValueError(f"start must be (pi, mu, sig2), got {len(start)} things")
     flat = []
     for (name, tail), q in zip(tails.items(), start):
-        try: flat.append(torch.as_tensor(q).detach().to(x).broadcast_to(lead + tail).reshape(-1, *tail))
-        except RuntimeError: raise ValueError(f"start: {name} must broadcast to {tuple(lead + tail)}, got {tuple(torch.as_tensor(q).shape)}") from None
+        try: q = torch.as_tensor(q)
+        except (TypeError, ValueError, RuntimeError): raise ValueError(f"start: {name} must be a tensor, got {q!r:.80}") from None
+        try: flat.append(q.detach().to(x).broadcast_to(lead + tail).reshape(-1, *tail))
+        except RuntimeError: raise ValueError(f"start: {name} must broadcast to {tuple(lead + tail)}, got {tuple(q.shape)}") from None
         if not flat[-1].isfinite().all(): raise ValueError(f"start: {name} must be finite, got NaN or inf")
     pi, _, sig2 = flat
     if (pi < 0).any() or (pi.sum(-1) - 1).abs().max() > 1e-4: raise ValueError(f"start: pi must be proportions that sum to 1, got sums {pi.sum(-1).tolist()[:3]}")
@@ -494,8 +514,10 @@ class GaussianMixture(_Fits):
         tile:int|None=None # numbers per tile, the bound on memory; None: 2**17 on a CPU, 2**24 elsewhere
     ):
         n_features(1, covariance)
-        for name, v, least in (('n_components', n_components, 1), ('n_init', n_init, 1), ('max_iter', max_iter, 1), ('tol', tol, 0), ('reg_covar', reg_covar, 0), ('min_var', min_var, 0), ('tile', tile or 1, 1)):
-            if not least <= v < math.inf: raise ValueError(f"{name} must be at least {least} and finite, got {v}")
+        counts = dict(n_components=n_components, n_init=n_init, max_iter=max_iter, tile=1 if tile is None else tile)
+        for name, v in counts.items(): check_number(name, v, 1, whole=True)
+        for name, v in dict(tol=tol, reg_covar=reg_covar, min_var=min_var).items(): check_number(name, v)
+        if start is not None: check_three(start)
         if start is not None and n_init > 1: raise ValueError(f"with an explicit start all restarts are equal: n_init must be 1, got {n_init}")
         self.n_components, self.covariance, self.n_init, self.max_iter, self.tol = n_components, covariance, n_init, max_iter, tol
         self.reg_covar, self.min_var, self.start, self.seed, self.tile = reg_covar, min_var, start, seed, tile

@@ -4,7 +4,7 @@
 
 # %% ../nbs/22_train.ipynb #00000002
 from __future__ import annotations
-import json, logging, math, os, shutil, signal, threading, time, warnings
+import hashlib, json, logging, math, numbers, os, re, shutil, signal, sys, threading, time, warnings
 from contextlib import contextmanager
 from pathlib import Path
 import torch, torch.nn.functional as F
@@ -16,8 +16,9 @@ from .core import need, pick_device, run_record
 __all__ = ['top_momentum', 'load_digits_split', 'dice', 'shift_images', 'Deck', 'mixup', 'MixupCollator', 'cycle_height',
            'SingleCycle', 'checkpoint_bytes', 'check_room', 'write_json', 'seal_checkpoint', 'read_seal',
            'checkpoints_in', 'last_whole', 'DealHook', 'SealHook', 'StopHook', 'catching', 'BarHook', 'accuracy',
-           'quiet_transformers', 'training_arguments', 'make_trainer', 'Stopped', 'agree', 'clear_run', 'finished_run',
-           'load_best', 'history_of', 'run_training', 'fit', 'finish']
+           'quiet_transformers', 'training_arguments', 'make_trainer', 'check_recipe', 'fingerprint', 'check_not_empty',
+           'identity', 'classes_of', 'Stopped', 'agree', 'clear_run', 'finished_run', 'load_best', 'history_of',
+           'run_training', 'fit', 'finish', 'to_the_end']
 
 # %% ../nbs/22_train.ipynb #00000005
 def load_digits_split(): # datasets.DatasetDict with columns image [1, 8, 8] in [0, 1] and label
@@ -313,6 +314,63 @@ class _Hook:
     "Passes the trainer's calls on to a plain object."
     def __init__(self, inner): self.__dict__.update({k: getattr(inner, k) for k in dir(inner) if k.startswith('on_')})
 
+# %% ../nbs/22_train.ipynb #7f9e84fc
+def check_recipe(
+    epochs, batch_size, shift, seed, # counted
+    lr, # (at the ends, at the top)
+    warmup, mixup, momentum, # measured, and a name
+    eval_strategy='epoch', save_strategy='epoch', **more # the others are `TrainingArguments`' business
+):
+    "`ValueError` names the first argument of `fit` that makes no sense, what was expected and what came."
+    def number(x, low, high, kind=numbers.Real): return isinstance(x, kind) and not isinstance(x, bool) and low <= x <= high
+    def whole(x, low): return number(x, low, 2**32 - 1, numbers.Integral)
+    top = sys.float_info.max
+    pair = isinstance(lr, (tuple, list)) and len(lr) == 2 and all(number(r, sys.float_info.min, top) for r in lr) and lr[0] <= lr[1]
+    text = lambda x: str(getattr(x, 'value', x))                    # a name, or transformers' own constant
+    checks = [('epochs', epochs, whole(epochs, 1), 'an integer >= 1'), ('batch_size', batch_size, whole(batch_size, 1), 'an integer >= 1'),
+              ('shift', shift, whole(shift, 0), 'an integer >= 0'), ('seed', seed, whole(seed, 0), 'an integer from 0 to 2**32 - 1'),
+              ('lr', lr, pair, 'two positive numbers, the lower first'), ('warmup', warmup, number(warmup, 0, 1), 'a number from 0 to 1'),
+              ('mixup', mixup, number(mixup, 0, top), 'a number >= 0'),
+              ('momentum', momentum, momentum in list(top_momentum), "'paper', 'notebook' or None"),
+              ('eval_strategy', eval_strategy, text(eval_strategy) == 'epoch', "'epoch', since the epoch that validates best is kept"),
+              ('save_strategy', save_strategy, text(save_strategy) == 'epoch', "'epoch', since the epoch that validates best is kept")]
+    for name, value, fine, wanted in checks:
+        if not fine: raise ValueError(f"expected {name} to be {wanted}, got {value!r}")
+
+# %% ../nbs/22_train.ipynb #7799f657
+def fingerprint(
+    *things # tensors, networks, anything that prints the same when it is the same
+) -> str: # twelve hexadecimal digits
+    "Equal for equal things, and for different ones different (but for one chance in 2**48): SHA-256, shortened."
+    h = hashlib.sha256()
+    for x in things:
+        if isinstance(x, Tensor): h.update(f"{x.dtype} {tuple(x.shape)}".encode()); h.update(x.detach().cpu().contiguous().numpy().tobytes())
+        else: h.update(re.sub(r' at 0x[0-9a-f]+', '', repr(x)).encode())         # where it lies in memory is not what it is
+    return h.hexdigest()[:12]
+
+# %% ../nbs/22_train.ipynb #a8faf579
+def check_not_empty(
+    **data # name -> datasets.Dataset or dict of tensors, with columns image and label
+):
+    "`ValueError` names the data set that is empty."
+    for name, d in data.items():
+        if not len(d['label']): raise ValueError(f"expected at least one sample in {name}, got none")
+
+def identity(
+    net:nn.Module, train:Deck, valid:Deck # of a run
+) -> dict: # JSON-ready
+    "What a resumed run must have in common with the first, beside the recipe."
+    return dict(network=type(net).__name__, n_params=sum(p.numel() for p in net.parameters()), architecture=fingerprint(net),
+                train_data=fingerprint(train.images, train.labels), valid_data=fingerprint(valid.images, valid.labels))
+
+def classes_of(
+    data, # datasets.Dataset, or dict of tensors
+    *decks:Deck # of all labels there are
+) -> int: # number of classes
+    "As many as the data set says that there are; where it does not say, as the labels show."
+    named = getattr((getattr(data, 'features', None) or {}).get('label'), 'num_classes', None)
+    return named or max(int(deck.labels.max()) for deck in decks) + 1
+
 # %% ../nbs/22_train.ipynb #00000030
 class Stopped(KeyboardInterrupt):
     "Training was stopped by a signal; there is a checkpoint, and the message says how to go on."
@@ -325,7 +383,8 @@ def agree(
     "Write down the settings, or compare them with those written down; `ValueError` names what differs."
     settings = json.loads(json.dumps(settings))
     if resume and path.exists():
-        old = json.loads(path.read_text())
+        try: old = dict(json.loads(path.read_text()))
+        except (ValueError, TypeError) as e: raise ValueError(f"cannot resume in {path.parent}, {path.name} cannot be read ({e}); start anew without resume") from e
         differ = [f"{k}: {old.get(k)!r} then, {settings.get(k)!r} now" for k in {**old, **settings} if old.get(k) != settings.get(k)]
         if differ: raise ValueError(f"cannot resume in {path.parent}, the settings differ ({'; '.join(differ)}); start anew without resume")
     write_json(path, settings)
@@ -395,18 +454,18 @@ def fit(
     **more # anything else TrainingArguments knows, e.g. bf16=True
 ) -> dict: # as in metrics.json
     "Train a network as the paper does, keep the best epoch on `valid`, test once; see the table above for what it leaves."
+    recipe = dict(epochs=epochs, batch_size=batch_size, lr=lr, warmup=warmup, momentum=momentum, shift=shift, mixup=mixup, seed=seed, **more)
+    check_recipe(**recipe); check_not_empty(train=train, valid=valid)
     folder = check_room(out, 2*checkpoint_bytes(net))
-    settings = dict(network=type(net).__name__, n_params=sum(p.numel() for p in net.parameters()), epochs=epochs, batch_size=batch_size, lr=lr,
-                    warmup=warmup, momentum=momentum, shift=shift, mixup=mixup, seed=seed, **more)
     args = training_arguments(folder/'checkpoints', epochs, batch_size, seed, device, **more)
+    deck, held, stop, seal = Deck(train, seed, shift), Deck(valid), StopHook(save_steps), SealHook(folder/'checkpoints')
+    settings = {**identity(net, deck, held), **recipe}
     if not resume: clear_run(folder)
     agree(folder/'settings.json', settings, resume)
     if done := finished_run(folder, net): return done
-    deck, stop, seal = Deck(train, seed, shift), StopHook(save_steps), SealHook(folder/'checkpoints')
-    trainer = make_trainer(net, deck, Deck(valid), args, dict(lr=lr, warmup=warmup, momentum=momentum),
-                           MixupCollator(int(deck.labels.max()) + 1, mixup), [DealHook(deck), stop, seal, BarHook(name, progress)])
-    run_training(trainer, stop, last_whole(folder/'checkpoints'), how_to_resume)
-    return finish(trainer, folder, settings, seal.seconds(), test)
+    trainer = make_trainer(net, deck, held, args, dict(lr=lr, warmup=warmup, momentum=momentum),
+                           MixupCollator(classes_of(train, deck, held), mixup), [DealHook(deck), stop, seal, BarHook(name, progress)])
+    return to_the_end(trainer, stop, seal, folder, settings, test, how_to_resume)
 
 # %% ../nbs/22_train.ipynb #00000034
 def finish(
@@ -424,3 +483,13 @@ def finish(
     net.eval().save_pretrained(folder)
     write_json(folder/'metrics.json', metrics)
     return json.loads((folder/'metrics.json').read_text())
+
+def to_the_end(
+    trainer, stop:StopHook, seal:SealHook, # transformers.Trainer, and two of its hooks
+    folder:Path, settings:dict, test, how_to_resume:str # as in `finish` and `fit`
+) -> dict: # as in metrics.json
+    "Train and finish; `Stopped` also when the signal came too late to stop this run, since more may come after it."
+    run_training(trainer, stop, last_whole(folder/'checkpoints'), how_to_resume)
+    metrics = finish(trainer, folder, settings, seal.seconds(), test)
+    if stop.signal: raise Stopped(f"stopped after the last step: this run is finished ({folder.name}/metrics.json); go on with: {how_to_resume}")
+    return metrics

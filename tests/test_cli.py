@@ -28,9 +28,21 @@ def test_bad_options(args, tmp_path):
     assert capsnb('demo', '--out', tmp_path, *args).exit_code == 2
     assert not list(tmp_path.iterdir())
 
-def test_bad_device(tmp_path):
-    r = capsnb('demo', '--out', tmp_path, '--device', 'cuda:99')
-    assert r.exit_code == 1 and "'cuda:99' is not available" in r.output and 'Traceback' not in r.output
+@pytest.mark.parametrize('device', ['cuda:99', 'gpu'])
+def test_bad_device(device, tmp_path):
+    r = call('demo', '--out', tmp_path, '--device', device)
+    assert r.returncode == 1 and f"capsnb: device '{device}' is not available" in r.stderr and 'Traceback' not in r.stderr
+    assert len(r.stderr.strip().splitlines()) == 1 and not list(tmp_path.iterdir())
+
+def test_starting_anew_removes_old_results(tmp_path, monkeypatch):
+    import capsnb.cli as cli
+    class Enough(Exception): pass
+    def no_fit(*args, **kw): raise Enough
+    monkeypatch.setattr(cli, 'fit', no_fit)
+    for name in ('metrics.json', 'picture.png', 'mine.txt'): (tmp_path/name).write_text('{}')
+    for resume, left in ((True, {'metrics.json', 'picture.png', 'mine.txt'}), (False, {'mine.txt'})):
+        with pytest.raises(Enough): cli.demo(out=tmp_path, resume=resume, device='cpu', progress=False)
+        assert {p.name for p in tmp_path.iterdir() if p.is_file()} == left
 
 def test_unwritable_folder(tmp_path):
     (tmp_path/'file').write_text('not a folder')

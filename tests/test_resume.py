@@ -95,3 +95,50 @@ def test_half_written_checkpoint_is_skipped(whole, tmp_path):
     for name in (torn.name, short.name): assert f'{name} is not complete' in text
     assert same(state_of(whole)[0], state_of(tmp_path)[0]) and same(state_of(whole)[1], state_of(tmp_path)[1])
     assert len(checkpoints_in(folder)) <= 3                # the last two and the best
+
+def short(out, n=40, net=None, first=0, **kw):
+    from capsnb.core import seed_everything
+    from capsnb.train import fit, load_digits_split
+    from capsnb.vision import DStepNet
+    seed_everything(0); data = load_digits_split()
+    small = dict(channels=(8,), strides=(2,), n_types=2, n_parts=4)
+    return fit(DStepNet(**{**small, **(net or {})}), data['train'].select(range(first, first + n)), data['validation'].select(range(20)), out,
+               **{**dict(epochs=1, device='cpu', progress=False), **kw})
+
+def test_another_network_or_other_data_are_refused(tmp_path):
+    done = short(tmp_path)
+    assert short(tmp_path, resume=True) == done
+    for other, name in ((dict(net=dict(n_iters=2)), 'architecture'), (dict(net=dict(eps=1e-2)), 'architecture'), (dict(first=1), 'train_data')):
+        with pytest.raises(ValueError, match=f"cannot resume .* settings differ .*{name}"): short(tmp_path, resume=True, **other)
+    (tmp_path/'settings.json').write_text('{"network": ')
+    with pytest.raises(ValueError, match='settings.json cannot be read'): short(tmp_path, resume=True)
+
+@pytest.mark.parametrize('wrong,message', [
+    (dict(epochs=0), 'epochs to be an integer >= 1, got 0'), (dict(epochs=1.5), 'epochs'), (dict(epochs=True), 'epochs'), (dict(batch_size=0), 'batch_size'),
+    (dict(lr=1e-3), 'lr to be two positive'), (dict(lr=(1e-3, 1e-5)), 'lr'), (dict(lr=(0., 1e-3)), 'lr'), (dict(lr='ab'), 'lr'), (dict(warmup=-.1), 'warmup'),
+    (dict(momentum='memory'), "momentum .* got 'memory'"), (dict(momentum=[]), 'momentum'), (dict(mixup=-1), 'mixup'), (dict(mixup=float('nan')), 'mixup'),
+    (dict(eval_strategy='no'), "eval_strategy .* got 'no'"), (dict(n=0), 'sample in train'), (dict(device='gpu'), "'gpu' is not available")])
+def test_nonsense_is_refused_before_anything_is_removed(wrong, message, tmp_path):
+    folder = tmp_path/'checkpoints'/'checkpoint-7'; folder.mkdir(parents=True)
+    (tmp_path/'metrics.json').write_text('{}')
+    with pytest.raises(ValueError, match=message): short(tmp_path, **wrong)
+    assert folder.exists() and (tmp_path/'metrics.json').exists()
+
+def test_mixup_when_the_training_set_lacks_the_top_classes(tmp_path):
+    from capsnb.train import fit, load_digits_split
+    from capsnb.vision import PlainCNN
+    data = load_digits_split(); low = data['train'].filter(lambda row: row['label'] < 8).select(range(40))
+    for train in (low, low[:]):
+        m = fit(PlainCNN(channels=(8,), strides=(2,), n_hidden=8), train, data['validation'].select(range(40)), tmp_path, epochs=1, device='cpu', progress=False)
+        assert m['steps'] == 2
+
+def test_a_signal_at_the_last_step_is_heard(tmp_path, monkeypatch):
+    import capsnb.train as train
+    class Late(train.BarHook):
+        def on_evaluate(self, args, state, control, **kw):
+            super().on_evaluate(args, state, control, **kw)
+            if state.global_step == state.max_steps: signal.raise_signal(signal.SIGINT)
+    with monkeypatch.context() as m:
+        m.setattr(train, 'BarHook', Late)
+        with pytest.raises(train.Stopped, match='this run is finished .* go on with: that command'): short(tmp_path, how_to_resume='that command')
+    assert short(tmp_path, resume=True)['steps'] == 2
