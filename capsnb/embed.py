@@ -236,7 +236,7 @@ def sorted_batches(
     return [order[s:s + batch_size] for s in range(0, len(order), batch_size)]
 
 def embed_sorted(
-    encoder:FrozenEncoder, # below
+    encoder, # FrozenEncoder, below
     ids:list, # of lists of token ids
     batch_size:int # texts at a time
 ): # generator of (index, [n, l, m] on the CPU), the longest first
