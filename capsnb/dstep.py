@@ -301,7 +301,7 @@ class Routing(RoutingParameters):
         d_inp:int, # d: columns of an input capsule
         d_out:int, # h: columns of an output capsule
         n_inp:int|None=None, # inputs; None: any number, with maps shared by all inputs
-        n_out:int|None=None, # outputs; None: any number, given to `forward`
+        n_out:int|None=None, # outputs; None: any number, given to `forward` (they route alike unless `pooled`)
         n_iters:int=3, # iterations
         p_model:str='gaussian', # 'gaussian', or 'skm' for soft k-means
         single_beta:bool=False, # whether beta_ign is beta_use (Heinsen 2019, 3.5.1)
@@ -317,7 +317,7 @@ class Routing(RoutingParameters):
 
     def forward(self,
         a_inp:Tensor, # [..., i] scores (logits) of the inputs; -inf: absent
-        mu_inp:Tensor, # [..., i, c, d] input capsules
+        mu_inp:Tensor, # [..., i, c, d] input capsules, finite, also where they are absent
         n_out:int|None=None, # number of outputs, if the layer was made without
         return_R:bool=False # whether to return the routing probabilities too
     ) -> Routed|RoutedR: # a [..., j], mu and sig2 [..., j, c, h] (and R [..., i, j]); `ValueError` if the inputs do not fit
