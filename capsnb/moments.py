@@ -8,7 +8,7 @@ import torch, torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
-from .dstep import Floor, Plan, Sizes, plans, pool, sig2_floor
+from .dstep import Plan, Sizes, plans, pool, sig2_floor
 
 # %% auto #0
 __all__ = []
@@ -177,7 +177,7 @@ def _normaliser(x, W, B, state, rows, cols):
             L = _logits(_tile_votes(x[:, r], _cut(W, r, q), _cut(B, r, q)), [p[..., q] for p in state])
             part = torch.logaddexp(part, L.logsumexp(-1))
         lse.append(part)
-    return torch.cat(lse, 1)
+    return torch.cat(lse, 1) if lse else x.new_empty(x.shape[:2])
 
 # %% ../nbs/05_moments.ipynb #0000001f
 def _merge(S, m, Q, V, D):

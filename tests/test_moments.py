@@ -105,3 +105,8 @@ def test_a_second_derivative_is_refused_not_wrong(plan):
     out = plans[plan].run(*X, 3, 'gaussian', as_floor('auto', 4), False, False)[0]
     g, = torch.autograd.grad(out.square().sum(), X[1], create_graph=True)
     with pytest.raises(RuntimeError, match='once_differentiable'): g.sum().backward()
+
+def test_no_inputs_and_tiled_outputs(monkeypatch):
+    monkeypatch.setattr(moments, '_STREAM_COLS', 4)
+    s = Sizes(2, 0, 5, 2, 3, 2, True)
+    for p, q in zip(step(plans['stream'].run, inputs(s), need_R=False), step(routing_ref, inputs(s))): assert_close(p, q)
