@@ -256,7 +256,8 @@ class FrozenEncoder:
         device:str|None=None, # None: the best there is
         end:str|None='auto' # what closes a text: see "Where a text ends"
     ):
-        self.name, self.device, self.dtype, self._mark = str(name_or_folder), pick_device(device), _dtype(dtype or torch.float32), None
+        self.name, self.gguf_file, self.end, self._mark = str(name_or_folder), gguf_file, end, None
+        self.device, self.dtype = pick_device(device), _dtype(dtype or torch.float32)
         self.tokenizer, self.model, self._missing = load_frozen(name_or_folder, gguf_file, self.dtype, self.device)
         self.end_id, self.most = end_token(self.tokenizer, end), longest(self.model, self.tokenizer)
         self.pad_id = next((k for k in (self.tokenizer.pad_token_id, self.end_id) if k is not None), 0)
@@ -433,7 +434,7 @@ class EmbeddingCache(torch.utils.data.Dataset):
 
     def __len__(self) -> int: return len(self.index) # texts
 
-    def _look(self, k): # text k where it lies; checked the first time
+    def look(self, k:int) -> Tensor: # text k where it lies, [n, l, m], not to be written to; checked the first time
         k = range(len(self))[k]
         item = self.flat[self.starts[k]:self.starts[k] + self.lengths[k]]
         if not self.checked[k]:
@@ -442,16 +443,16 @@ class EmbeddingCache(torch.utils.data.Dataset):
             self.checked[k] = 1
         return item
 
-    def __getitem__(self, k:int) -> Tensor: return self._look(k).clone() # [n, l, m]; `ValueError` if its bytes have changed
+    def __getitem__(self, k:int) -> Tensor: return self.look(k).clone() # [n, l, m]; `ValueError` if its bytes have changed
 
     def batch(self, ks:list, dtype:torch.dtype=torch.float32, out:Tensor|None=None) -> Embedded: # `pad_embeddings` of these texts, one copy fewer
-        return pad_embeddings([self._look(k) for k in ks], dtype, out)
+        return pad_embeddings([self.look(k) for k in ks], dtype, out)
 
     def __reduce__(self): return EmbeddingCache, (self.folder,) # a worker process maps the file anew
 
     def verify(self): # reads all of it; `ValueError` at the first damaged text
         self.checked = bytearray(len(self))
-        for k in range(len(self)): self._look(k)
+        for k in range(len(self)): self.look(k)
 
 # %% ../nbs/13_embed.ipynb #0000003e
 def check_space(

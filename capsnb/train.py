@@ -18,7 +18,7 @@ __all__ = ['top_momentum', 'load_digits_split', 'dice', 'shift_images', 'Deck', 
            'checkpoints_in', 'last_whole', 'DealHook', 'SealHook', 'StopHook', 'catching', 'BarHook', 'accuracy',
            'quiet_transformers', 'training_arguments', 'make_trainer', 'check_recipe', 'fingerprint', 'check_not_empty',
            'identity', 'classes_of', 'Stopped', 'agree', 'clear_run', 'finished_run', 'load_best', 'history_of',
-           'run_training', 'fit', 'finish', 'to_the_end']
+           'run_training', 'fit_decks', 'fit', 'finish', 'to_the_end']
 
 # %% ../nbs/22_train.ipynb #00000005
 def load_digits_split(): # datasets.DatasetDict with columns image [1, 8, 8] in [0, 1] and label
@@ -63,6 +63,9 @@ class Deck(torch.utils.data.Dataset):
         self.epoch = epoch
         if self.seed is None or not self.shift: self.shifts = None
         else: self.shifts = torch.from_numpy(dice(self.seed, epoch).integers(-self.shift, self.shift + 1, (len(self), 2)))
+
+    def mark(self) -> str: # equal for equal data
+        return fingerprint(self.images, self.labels)
 
     def __len__(self) -> int: return len(self.labels)
 
@@ -361,7 +364,7 @@ def identity(
 ) -> dict: # JSON-ready
     "What a resumed run must have in common with the first, beside the recipe."
     return dict(network=type(net).__name__, n_params=sum(p.numel() for p in net.parameters()), architecture=fingerprint(net),
-                train_data=fingerprint(train.images, train.labels), valid_data=fingerprint(valid.images, valid.labels))
+                train_data=train.mark(), valid_data=valid.mark())
 
 def classes_of(
     data, # datasets.Dataset, or dict of tensors
@@ -441,6 +444,29 @@ def run_training(
         raise Stopped(f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}, with a checkpoint; go on with: {how_to_resume}")
 
 # %% ../nbs/22_train.ipynb #00000033
+def fit_decks(
+    net:nn.Module, # trained in place
+    deck, held, test, # training, validation and (or None) test data: `Deck`s, or anything that deals, marks and gives batches as they do
+    collator, # makes batches of what a deck gives
+    out:str|Path, recipe:dict, # folder of the run; what `check_recipe` checks
+    device:str|None=None, resume:bool=False, how_to_resume:str='fit(..., resume=True)', # as for `fit`
+    save_steps:int=0, name:str='training', progress:bool=True, # as for `fit`
+    **also # written down with the settings: a resumed run must share it
+) -> dict: # as in metrics.json
+    "What `fit` does, for data of any kind."
+    check_recipe(**recipe)
+    folder = check_room(out, 2*checkpoint_bytes(net))
+    more = {k: v for k, v in recipe.items() if k not in ('epochs', 'batch_size', 'lr', 'warmup', 'momentum', 'shift', 'mixup', 'seed')}
+    args = training_arguments(folder/'checkpoints', recipe['epochs'], recipe['batch_size'], recipe['seed'], device, **more)
+    stop, seal, settings = StopHook(save_steps), SealHook(folder/'checkpoints'), {**identity(net, deck, held), **also, **recipe}
+    if not resume: clear_run(folder)
+    agree(folder/'settings.json', settings, resume)
+    if done := finished_run(folder, net): return done
+    trainer = make_trainer(net, deck, held, args, {k: recipe[k] for k in ('lr', 'warmup', 'momentum')}, collator,
+                           [DealHook(deck), stop, seal, BarHook(name, progress)])
+    return to_the_end(trainer, stop, seal, folder, settings, test, how_to_resume)
+
+# %% ../nbs/22_train.ipynb #c0e094c1
 def fit(
     net:nn.Module, # trained in place; seed before you make it
     train, valid, # datasets.Dataset (or dict of tensors) with columns image and label
@@ -456,16 +482,9 @@ def fit(
     "Train a network as the paper does, keep the best epoch on `valid`, test once; see the table above for what it leaves."
     recipe = dict(epochs=epochs, batch_size=batch_size, lr=lr, warmup=warmup, momentum=momentum, shift=shift, mixup=mixup, seed=seed, **more)
     check_recipe(**recipe); check_not_empty(train=train, valid=valid)
-    folder = check_room(out, 2*checkpoint_bytes(net))
-    args = training_arguments(folder/'checkpoints', epochs, batch_size, seed, device, **more)
-    deck, held, stop, seal = Deck(train, seed, shift), Deck(valid), StopHook(save_steps), SealHook(folder/'checkpoints')
-    settings = {**identity(net, deck, held), **recipe}
-    if not resume: clear_run(folder)
-    agree(folder/'settings.json', settings, resume)
-    if done := finished_run(folder, net): return done
-    trainer = make_trainer(net, deck, held, args, dict(lr=lr, warmup=warmup, momentum=momentum),
-                           MixupCollator(classes_of(train, deck, held), mixup), [DealHook(deck), stop, seal, BarHook(name, progress)])
-    return to_the_end(trainer, stop, seal, folder, settings, test, how_to_resume)
+    deck, held = Deck(train, seed, shift), Deck(valid)
+    return fit_decks(net, deck, held, None if test is None else Deck(test), MixupCollator(classes_of(train, deck, held), mixup), out, recipe,
+                     device, resume, how_to_resume, save_steps, name, progress)
 
 # %% ../nbs/22_train.ipynb #00000034
 def finish(
@@ -473,20 +492,20 @@ def finish(
     folder:Path, # of the run
     settings:dict, # of the run
     seconds:float, # of training
-    test=None # looked at once, here
+    test=None # a deck, looked at once, here
 ) -> dict: # as in metrics.json
     "Load the best epoch, test, save the network, write metrics.json (last, so that its presence means: done)."
     step, state, net = load_best(trainer), trainer.state, trainer.model
     metrics = dict(run_record(**settings), device_used=trainer.args.device.type, seconds=round(seconds, 2), steps=state.global_step, best_epoch=round(step*settings['epochs']/state.max_steps),
                    valid_accuracy=state.best_metric, history=history_of(state))
-    if test is not None: metrics['test_accuracy'] = trainer.predict(Deck(test)).metrics['test_accuracy']
+    if test is not None: metrics['test_accuracy'] = trainer.predict(test).metrics['test_accuracy']
     net.eval().save_pretrained(folder)
     write_json(folder/'metrics.json', metrics)
     return json.loads((folder/'metrics.json').read_text())
 
 def to_the_end(
     trainer, stop:StopHook, seal:SealHook, # transformers.Trainer, and two of its hooks
-    folder:Path, settings:dict, test, how_to_resume:str # as in `finish` and `fit`
+    folder:Path, settings:dict, test, how_to_resume:str # as in `finish` and `fit_decks`
 ) -> dict: # as in metrics.json
     "Train and finish; `Stopped` also when the signal came too late to stop this run, since more may come after it."
     run_training(trainer, stop, last_whole(folder/'checkpoints'), how_to_resume)

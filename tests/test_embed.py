@@ -202,7 +202,7 @@ def test_an_item_is_yours(encoders, tmp_path):
     cache = encoders['gpt2'].cache(TEXTS, tmp_path/'c', progress=False)
     before, on_disk = cache[3].clone(), (tmp_path/'c'/'embeddings.bin').read_bytes()
     cache[3].zero_(); assert cache[3].equal(before)
-    cache._look(3).zero_(); assert (tmp_path/'c'/'embeddings.bin').read_bytes() == on_disk      # the file itself is out of reach
+    cache.look(3).zero_(); assert (tmp_path/'c'/'embeddings.bin').read_bytes() == on_disk      # the file itself is out of reach
 
 def test_works_from_a_folder_that_cannot_be_written(encoders, tmp_path):
     cache = encoders['gpt2'].cache(TEXTS, tmp_path/'c', progress=False); item = cache[0]
