@@ -12,10 +12,13 @@ from . import __version__
 from .core import need, pick_device, plot_style, palette, run_record, seed_everything
 from .train import Deck, Stopped, check_recipe, check_room, checkpoint_bytes, clear_run, fit, load_digits_split, quiet_transformers, write_json
 from .vision import DStepNet, PlainCNN, n_params, rival_of
+from .sentiment import eval_sst, load_run, train_sst
+from .text import explain
 
 # %% auto #0
 __all__ = ['trunk', 'recipe', 'titles', 'contestants', 'table', 'picked', 'draw_map', 'draw_scores', 'draw_column', 'picture',
-           'demo', 'how_to_resume', 'plainly', 'make_app', 'main', 'add_demo']
+           'demo', 'how_to_resume', 'plainly', 'make_app', 'main', 'add_demo', 'again', 'add_train', 'add_eval',
+           'add_explain']
 
 # %% ../nbs/50_cli.ipynb #00000006
 trunk = dict(channels=(32, 32, 64, 64), strides=(1, 2, 1, 1))                                                         # of both networks
@@ -175,7 +178,7 @@ def make_app(): # typer.Typer
         if wanted: typer.echo(f"capsnb {__version__}"); raise typer.Exit()
     @app.callback()
     def top(version:bool=typer.Option(False, '--version', callback=show_version, is_eager=True, help='Print the version and exit.')): pass
-    add_demo(app, typer)
+    for add in (add_demo, add_train, add_eval, add_explain): add(app, typer)
     return app
 
 def main():
@@ -203,3 +206,92 @@ def add_demo(
         epochs, device = (None if epochs == recipe['epochs'] else epochs), device or None
         results = plainly(lambda: demo(seed, out, resume, epochs, device, progress), how_to_resume(seed, out, epochs, device))
         print(f"\n{table(results)}\n\nlook at {out/'picture.png'}; weights: DStepNet.from_pretrained('{out/'dstep'}')")
+
+# %% ../nbs/50_cli.ipynb #b10c5f12
+def again(
+    command:str, **options # words of the command; options as they were given, None and False: left out
+) -> str: # a command to copy
+    "The command that goes on with an interrupted run."
+    given = [[f"--{k.replace('_', '-')}", *([] if v is True else [str(v)])] for k, v in options.items() if v is not None and v is not False]
+    return shlex.join([*command.split(), *sum(given, []), '--resume'])
+
+def add_train(
+    app, typer # the Typer application, the module
+):
+    "Add `capsnb train sst` to the application."
+    Option = typer.Option
+    group = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help='Train a network on a data set; one sub-command for each.')
+    app.add_typer(group, name='train')
+    @group.callback()
+    def top(): pass
+    @group.command('sst')
+    def command(
+        task:str=Option('sst5', help="'sst5': five labels; 'sst2': negative or positive, neutral ones left out."),
+        encoder:str=Option('gpt2-large', help='The frozen transformer: a name on the Hub, or a folder.'),
+        gguf:str=Option(None, help='Name of a GGUF file in that folder.', show_default=False),
+        roots:bool=Option(False, '--roots', help='Train on the 8,544 sentences only, not on all 159,274 phrases.'),
+        epochs:int=Option(None, min=1, help='Times through the training data; 3 if not given.', show_default=False),
+        seed:int=Option(0, min=0, max=2**32 - 1, help='Seed of the weights, the order of the data and mixup.'),
+        limit:int=Option(None, min=1, help='Only so many samples of each split: a trial.', show_default=False),
+        out:Path=Option('runs/sst', help='Folder for metrics.json, task.json and the network; made if missing.'),
+        data:Path=Option(None, help='Folder with train.txt, dev.txt and test.txt; else CAPSNB_DATA, or a download.', show_default=False),
+        cache:Path=Option(None, help="Folder for hidden states; else the user's cache.", show_default=False),
+        on_the_fly:bool=Option(False, '--on-the-fly', help='Run the transformer for every batch instead of keeping hidden states.'),
+        as_published:bool=Option(False, '--as-published', help="All of the paper's settings: learning rate, floor of the variances, start of beta, no scaling."),
+        any_treebank:bool=Option(False, '--any-treebank', help='The files need not be the Stanford Sentiment Treebank.'),
+        resume:bool=Option(False, '--resume', help='Go on where an interrupted run in this folder stopped.'),
+        device:str=Option(None, help="'cpu', 'cuda' or 'mps'; the best there is if not given.", show_default=False),
+        progress:bool=Option(True, help='Draw progress bars.')):
+        """Route a frozen transformer's hidden states to sentiments (Heinsen 2019, section 5).
+
+        Keeps the epoch that validates best and tests it once. Ctrl-C leaves a checkpoint and says how to go on."""
+        how = again('capsnb train sst', task=task, encoder=encoder, gguf=gguf, roots=roots, epochs=epochs, seed=seed, limit=limit, out=out, data=data, cache=cache,
+                    on_the_fly=on_the_fly, as_published=as_published, any_treebank=any_treebank, device=device)
+        m = plainly(lambda: train_sst(task, encoder, gguf, out, roots, epochs, seed, limit, as_published, data, False if on_the_fly else cache,
+                                      not any_treebank, device, resume, progress, how), how)
+        print(f"{task}, {m['n_params']:,} parameters, best of {m['epochs']} epochs: {m['best_epoch']}; validation {m['valid_accuracy']:.1%}, "
+              f"test {m['test_accuracy']:.1%}; {m['seconds']/m['epochs']:.1f} s per epoch; the network is in {out}")
+
+# %% ../nbs/50_cli.ipynb #002262a0
+def add_eval(
+    app, typer # the Typer application, the module
+):
+    "Add `capsnb eval` to the application."
+    Option = typer.Option
+    @app.command('eval')
+    def command(
+        run:Path=typer.Argument(help='Folder of a finished run.'),
+        split:str=Option('test', help="'train', 'validation' or 'test'."),
+        encoder:str=Option(None, help='Where the transformer lies now; where it lay in training if not given.', show_default=False),
+        data:Path=Option(None, help='Folder of the treebank, as for train.', show_default=False),
+        cache:Path=Option(None, help="Folder for hidden states; else the user's cache.", show_default=False),
+        on_the_fly:bool=Option(False, '--on-the-fly', help='Run the transformer instead of keeping hidden states.'),
+        device:str=Option(None, help="'cpu', 'cuda' or 'mps'; the best there is if not given.", show_default=False)):
+        """Accuracy of a finished run, and what it takes for what."""
+        e = plainly(lambda: eval_sst(run, split, encoder, data, False if on_the_fly else cache, device), 'the same command')
+        width = max(map(len, e['names']))
+        print(f"{e['split']}: {e['accuracy']:.1%} of {e['n']:,}\n\n{'label':{width}}  read as " + ' '.join(f'{n:>{width}}' for n in e['names']))
+        for name, row in zip(e['names'], e['confusion']): print(f"{name:{width}}          " + ' '.join(f'{k:{width},}' for k in row))
+
+def add_explain(
+    app, typer # the Typer application, the module
+):
+    "Add `capsnb explain` to the application."
+    Option = typer.Option
+    @app.command('explain')
+    def command(
+        text:str=typer.Argument(help='A sentence.'),
+        run:Path=Option('runs/sst', help='Folder of a finished run on the treebank.'),
+        encoder:str=Option(None, help='Where the transformer lies now; where it lay in training if not given.', show_default=False),
+        html:Path=Option(None, help='File for the coloured words.', show_default=False),
+        device:str=Option(None, help="'cpu', 'cuda' or 'mps'; the best there is if not given.", show_default=False)):
+        """Which words a sentiment owes its score to: a number for each word, positive against negative; their sum is the sentence's."""
+        def work():
+            net, reader, note = load_run(run, encoder, device)
+            e = explain(text, net, reader, note['names'])
+            if html: html.parent.mkdir(parents=True, exist_ok=True); html.write_text(f'<!doctype html><meta charset="utf-8"><body>{e._repr_html_()}</body>', encoding='utf-8')
+            return e
+        e = plainly(work, 'the same command'); p = torch.tensor(e.a).softmax(0)
+        print('  '.join(f'{n} {q:.0%}' for n, q in zip(e.names, p)) + '\n')
+        for word, v in e.words: print(f"{v:+8.3f}  {word}")
+        print(f"{e.leaning():+8.3f}  together")

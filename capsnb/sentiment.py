@@ -111,12 +111,12 @@ as_published = dict(eps='paper', init='paper')                                  
 def new_net(
     encoder:FrozenEncoder, deck:TextDeck, # who reads; training data
     n_classes:int, seed:int=0, published:bool=False, # of the task; of the weights; whether to do as the paper
-    n_scale:int=1000, **kw # texts on which the scale of hidden states is measured; of `SSTNet`
+    scaled:bool=False, n_scale:int=1000, **kw # whether to read hidden states in units of their spread, measured on so many texts; of `SSTNet`
 ) -> SSTNet: # not yet trained
-    "A network for the encoder's hidden states, which it reads in units of their own spread (unless `published`)."
+    "A network for the encoder's hidden states."
     seed_everything(seed)
     net = SSTNet(encoder.n_layers, encoder.d_emb, n_classes, **{**(as_published if published else {}), **kw})
-    if published: return net
+    if not scaled: return net
     some = dice(0, len(deck)).permutation(len(deck))[:n_scale].tolist()     # the same texts for every seed
     batches = (deck.__getitems__(some[k:k + 20]) for k in range(0, len(some), 20))
     return measure_scale(net, (b['embs'] if b['embs'].ndim == 3 else b['embs'][b['mask'] > 0] for b in batches))
@@ -136,6 +136,7 @@ def train_sst(
     "Train `SSTNet` on the treebank: test accuracy of the epoch that validates best."
     kw = {**recipe, **({} if published else own), **more, **({} if epochs is None else dict(epochs=epochs))}
     check_recipe(**{'shift': 0, **kw}, seed=seed); pick_device(device)
+    load_sst(folder, task, False, official)                        # what is wrong with the data is said before a transformer is loaded
     if not isinstance(encoder, FrozenEncoder): encoder = FrozenEncoder(encoder, gguf_file, device=device)
     decks = sentiment_data(task, encoder, folder, official, roots, limit, cache, seed, progress)
     names = ('negative', 'positive') if task == 'sst2' else ('very negative', 'negative', 'neutral', 'positive', 'very positive')
@@ -148,7 +149,7 @@ def train_sst(
     write_json(Path(out)/'task.json', note)
     return metrics
 
-# %% ../nbs/23_sentiment.ipynb #00000013
+# %% ../nbs/23_sentiment.ipynb #00000014
 def load_run(
     run:str|Path, # folder of a finished run
     encoder:FrozenEncoder|str|Path|None=None, # the transformer, if it lies elsewhere now
@@ -187,7 +188,7 @@ def eval_sst(
     confusion = torch.bincount(deck.labels*k + p.argmax(1), minlength=k*k).view(k, k)
     return dict(split=split, n=len(deck), accuracy=float((p.argmax(1) == deck.labels).float().mean()), names=note['names'], confusion=confusion.tolist())
 
-# %% ../nbs/23_sentiment.ipynb #00000016
+# %% ../nbs/23_sentiment.ipynb #00000017
 def mean_states(
     deck:TextDeck, # data
     batch_size:int=40 # texts at a time

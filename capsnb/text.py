@@ -19,7 +19,7 @@ from .vision import HubMixin, answer, trace_credit
 __all__ = ['mask_scores', 'layer_maps', 'read_layers', 'into_rows', 'blend', 'by_length', 'detect_parts', 'SSTNet', 'check_text',
            'measure_scale', 'published_state', 'sst_from_published', 'Credit', 'credit', 'leaning', 'words_of',
            'coloured', 'Explanation', 'explain', 'RoutingClassifier', 'classifier_from_encoder', 'save_classifier',
-           'load_classifier']
+           'load_classifier', 'layer_profile']
 
 # %% ../nbs/21_text.ipynb #00000007
 def mask_scores(
@@ -357,3 +357,16 @@ def load_classifier(
     return RoutingClassifier(reader, SSTNet.from_pretrained(folder/'head'), note['frozen']).eval()
 
 RoutingClassifier.save_pretrained, RoutingClassifier.from_pretrained = save_classifier, staticmethod(load_classifier)
+
+# %% ../nbs/21_text.ipynb #00000037
+def layer_profile(
+    told:list, # of `Explanation`
+    ax=None # matplotlib axes; None: new ones
+): # the axes
+    "Leaning of each layer, a line for each text."
+    if ax is None: _, ax = plot_style().subplots(figsize=(7, 3))
+    for k, e in enumerate(told):
+        y = torch.tensor(e.layers) @ leaning(len(e.a))
+        ax.plot(range(len(y)), y, '.-', color=palette[k % len(palette)], ls='-' if k < len(palette) else '--', label=e.text if len(e.text) < 45 else e.text[:42] + '...')
+    ax.axhline(0, color='k', lw=.8); ax.set(xlabel='hidden state (0: embeddings)', ylabel='leaning'); ax.legend(fontsize=7, loc='center left', bbox_to_anchor=(1, .5))
+    return ax
