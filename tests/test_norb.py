@@ -244,25 +244,26 @@ def damage(rng, data, gz, authentic):
 @pytest.mark.parametrize('gz', [False, True])
 @pytest.mark.parametrize('authentic', [False, True])
 def test_a_thousand_damaged_files(plain, packed, as_official, tmp_path, gz, authentic):
-    "250 in each of four ways to read them"
+    "250 in each of four ways to read them; those that are no worse for it (in a gzip file's time or name) do not count"
     rng, folder = random.Random(f'{gz} {authentic}'), packed if gz else plain
     good = {name: (folder/name).read_bytes() for name in sorted(p.name for p in folder.iterdir())}
     truth = {name: x.clone() for name, x in read_split(folder, 'train', authentic)[0].items()}
-    refused, done = 0, 0
-    while done < 250:
+    refused, harmless = 0, 0
+    while refused < 250:
         name = rng.choice([o for o in good if 'training' in o])
         bad = damage(rng, good[name], gz, authentic)
         if bad == good[name]: continue
-        done += 1
         (folder/name).write_bytes(bad)
         try: got, _ = read_split(folder, 'train', authentic)
         except ValueError as e:
             refused += 1
             assert type(e) is ValueError and re.match(re.escape(str(folder)) + r'/smallnorb-\S+( \(unpacked\))?( byte \d+)?: ', str(e)), e
             assert ' byte ' in str(e) or 'expected MD5 ' in str(e)
-        else: equal(got, truth)                # harmless, as in the time that a gzip file keeps
+        else:
+            harmless += 1
+            equal(got, truth)
         (folder/name).write_bytes(good[name])
-    assert refused >= (220 if gz else 245)
+    assert harmless < (100 if gz else 10)
     assert {name: (folder/name).read_bytes() for name in good} == good
     equal(read_split(folder, 'train', authentic)[0], truth)
     assert not list(cache_folder('smallnorb').rglob('*.unpacking'))
@@ -384,11 +385,12 @@ def test_what_has_arrived_stays(web, packed, tmp_path):
 
 def test_killed_between_download_and_unpacking(web, plain, monkeypatch):
     def dies(*args): raise KeyboardInterrupt
-    monkeypatch.setattr(norb, 'unpack', dies)
-    with pytest.raises(KeyboardInterrupt): find_smallnorb()
+    with monkeypatch.context() as m:
+        m.setattr(norb, 'unpack', dies)
+        with pytest.raises(KeyboardInterrupt): find_smallnorb()
     assert [p.name for p in cache_folder('smallnorb').iterdir()] == [f'{names[0]}.gz']
-    monkeypatch.undo()
-    monkeypatch.setenv('XDG_CACHE_HOME', str(plain.parent/'xdg'))
+    equal(read_split(find_smallnorb(), 'train')[0], read_split(plain, 'train')[0])
+    assert len(web.asked) == 6                 # each file once
 
 def test_only_what_is_needed_is_fetched(web):
     download_smallnorb(cache_folder('smallnorb'), ['test'])
