@@ -14,10 +14,10 @@ from .core import need
 from .files import cache_folder, checksum, fetch, find_folder
 
 # %% auto #0
-__all__ = ['magics', 'site', 'official', 'category_names', 'codes', 'instances', 'familiar', 'splits', 'hub_name', 'hub_revision',
-           'Header', 'parse_header', 'read_matrix', 'write_matrix', 'NorbFile', 'unpack', 'open_matrix', 'degrees',
-           'check_labels', 'tiny_smallnorb', 'read_split', 'find_smallnorb', 'download_smallnorb', 'valid_mask',
-           'viewpoint_split', 'open_smallnorb', 'load_smallnorb', 'as_tensors', 'time_opening']
+__all__ = ['magics', 'site', 'norb_files', 'category_names', 'codes', 'instances', 'familiar', 'splits', 'hub_name',
+           'hub_revision', 'Header', 'parse_header', 'read_matrix', 'write_matrix', 'NorbFile', 'unpack', 'open_matrix',
+           'degrees', 'check_labels', 'tiny_smallnorb', 'read_split', 'find_smallnorb', 'download_smallnorb',
+           'valid_mask', 'viewpoint_split', 'open_smallnorb', 'load_smallnorb', 'as_tensors']
 
 # %% ../nbs/11_norb.ipynb #00000006
 magics = {0x1E3D4C51: torch.float32, 0x1E3D4C53: torch.float64, 0x1E3D4C54: torch.int32,
@@ -45,7 +45,7 @@ def parse_header(
         if len(data) < at + 4: _wrong(name, len(data), f"a header of at least {max(20, at + 4)} bytes", "the end of the file")
         return struct.unpack_from('<I', data, at)[0]
     kind, n = word(0), word(4)
-    if kind not in magics: _wrong(name, 0, f"a magic number of {', '.join(f'{o:#X}' for o in magics)}", f'{kind:#X}')
+    if kind not in magics: _wrong(name, 0, f"a magic number of {', '.join(f'0x{o:X}' for o in magics)}", f'0x{kind:X}')
     if not 1 <= n <= 8: _wrong(name, 4, "1 to 8 dimensions", n)
     stored = [word(8 + 4*k) for k in range(max(n, 3))]
     for k, d in enumerate(stored):
@@ -94,7 +94,7 @@ class NorbFile(NamedTuple):
 
 # %% ../nbs/11_norb.ipynb #00000019
 site = 'https://cs.nyu.edu/~ylclab/data/norb-v1.0-small/'
-official = {
+norb_files = {
     ('train', 'dat'): NorbFile('smallnorb-5x46789x9x18x6x2x96x96-training-dat.mat', 131_896_188, '5ffd6272a07d32695ee1082a26a41a93a37aab8c28da047f8c34ed348d214873',
                                '66054832f9accfe74a0f4c36a75bc0a2', '8138a0902307b32dfa0025a36dfa45ec'),
     ('train', 'cat'): NorbFile('smallnorb-5x46789x9x18x6x2x96x96-training-cat.mat', 348, '2784e542c1922060691090952b6cd6278879a216c90f81476f0f00256d42cdaa',
@@ -179,7 +179,8 @@ def _note(path:Path, md5:str, stamp:list[int]):
     if time.time_ns() - stamp[1] < 2e9: return
     folder = cache_folder('smallnorb'); folder.mkdir(parents=True, exist_ok=True)
     mine = folder/f'checked.json.{os.getpid()}'
-    mine.write_text(json.dumps({**_noted(), str(path.resolve()): dict(md5=md5, stamp=stamp)}, indent=1), encoding='utf-8')
+    kept = {name: note for name, note in _noted().items() if os.path.exists(name)}
+    mine.write_text(json.dumps({**kept, str(path.resolve()): dict(md5=md5, stamp=stamp)}, indent=1), encoding='utf-8')
     os.replace(mine, folder/'checked.json')
 
 # %% ../nbs/11_norb.ipynb #00000023
@@ -197,7 +198,7 @@ def open_matrix(
             _note(path, came, stamp); _note(raw, came, _stamp(raw))
     x = read_matrix(raw)                        # header and size first: they tell more than an MD5
     if came is None: _note(path, came := checksum(path, 'md5'), stamp)
-    if md5 and came != md5: raise ValueError(f"{path}: expected MD5 {md5}, got {came}: this is another file, or a byte of it has changed")
+    if md5 and came != md5: raise ValueError(f"{path}: expected MD5 {md5}, got {came}: a byte has changed, or it is another file (official=False opens any in this format)")
     return x, came
 
 # %% ../nbs/11_norb.ipynb #00000026
@@ -257,7 +258,7 @@ def tiny_smallnorb(
         rows = torch.tensor([(c, *rest) for *rest, c in itertools.product(instances[split], elevations, azimuths, lightings, range(5))])
         image = torch.cat([_cards(part, size) for part in rows.split(500)])
         for kind, x in dict(dat=image, cat=rows[:, 0].int(), info=rows[:, 1:].int()).items():
-            write_matrix(folder/f"{official[split, kind].name}{'.gz' if gz else ''}", x)
+            write_matrix(folder/f"{norb_files[split, kind].name}{'.gz' if gz else ''}", x)
     return folder
 
 # %% ../nbs/11_norb.ipynb #00000032
@@ -272,18 +273,18 @@ def _check_kind(path:Path, x:Tensor, kind:str, n:int|None=None):
             _wrong(str(path), 8 + 4*k, f"size {want}" + (" as in the -dat file" if k == 0 else f" of dimension {k + 1}"), got)
 
 def _file(folder:Path, split:str, kind:str) -> Path:
-    plain = folder/official[split, kind].name
+    plain = folder/norb_files[split, kind].name
     return plain if plain.is_file() else plain.with_name(f'{plain.name}.gz')
 
 # %% ../nbs/11_norb.ipynb #00000033
 def read_split(
     folder:str|Path, # with the split's three files, .mat or .mat.gz
     split:str, # 'train' or 'test'
-    authentic:bool=True # the files must be smallNORB's by MD5; False: any in its format, of any length and image size
+    official:bool=True # the files must be smallNORB's by MD5; False: any in its format, of any length and image size
 ) -> tuple[dict[str, Tensor], str]: # image uint8 [n, 2, h, w], mapped, and category, instance, elevation, azimuth, lighting int64 [n]; a key for the content
     "Read a split's three files; `ValueError` names file and byte of what is wrong in any of them or between them."
     paths = {kind: _file(Path(folder), split, kind) for kind in _wanted}
-    got = {kind: open_matrix(path, official[split, kind].md5 if authentic else None) for kind, path in paths.items()}
+    got = {kind: open_matrix(path, norb_files[split, kind].md5 if official else None) for kind, path in paths.items()}
     for kind, (x, _) in got.items(): _check_kind(paths[kind], x, kind, len(got['dat'][0]))
     info = got['info'][0].long()
     columns = dict(category=got['cat'][0].long(), **{name: info[:, k] for k, name in enumerate(list(codes)[1:])})
@@ -299,7 +300,7 @@ def find_smallnorb(
     splits:Sequence[str]=('train', 'test') # which are needed
 ) -> Path: # the folder
     "Find smallNORB, or download it; `FileNotFoundError` if a named folder does not hold it, `ConnectionError` if the web does not answer."
-    names = [o.name for (split, _), o in official.items() if split in splits]
+    names = [o.name for (split, _), o in norb_files.items() if split in splits]
     return find_folder('smallnorb', names, folder, endings=('', '.gz')) or download_smallnorb(cache_folder('smallnorb'), splits)
 
 def download_smallnorb(
@@ -308,7 +309,7 @@ def download_smallnorb(
 ) -> Path: # the folder, filled
     "Download and unpack what is missing of smallNORB; `ConnectionError` or `ValueError` leave no file half-written."
     cache = Path(cache)
-    for (split, _), o in official.items():
+    for (split, _), o in norb_files.items():
         if split not in splits or (cache/o.name).is_file(): continue
         packed = cache/f'{o.name}.gz'
         try:
@@ -353,13 +354,13 @@ def open_smallnorb(
     split:str='train', # 'train', 'validation' or 'test'
     folder:str|Path|None=None, # as for find_smallnorb
     valid_instances:Sequence[int]=(9,), # instances held back from 'train' for 'validation'; (): none
-    authentic:bool=True # the files must be smallNORB's by MD5; False: any in its format
+    official:bool=True # the files must be smallNORB's by MD5; False: any in its format
 ) -> dict[str, Tensor]: # image uint8 [n, 2, 96, 96] and category, instance, elevation, azimuth, lighting int64 [n]
     "A split of smallNORB as tensors, ready for training; `ValueError` for a damaged or other file, `FileNotFoundError` for none."
     if split not in splits: raise ValueError(f"split must be one of {', '.join(splits)}, got {split!r}")
     if split == 'validation' and not len(valid_instances): raise ValueError("split 'validation' needs valid_instances, got none")
     source = 'test' if split == 'test' else 'train'
-    data, _ = read_split(find_smallnorb(folder, [source]), source, authentic)
+    data, _ = read_split(find_smallnorb(folder, [source]), source, official)
     if split == 'test' or not len(valid_instances): return data
     held = valid_mask(data, valid_instances)
     rows = (held if split == 'validation' else ~held).nonzero().flatten()
@@ -398,7 +399,7 @@ def _as_dataset(data:dict[str, Tensor], path:Path): # writes path unless it is t
 # %% ../nbs/11_norb.ipynb #0000004d
 hub_name, hub_revision = 'Ramos-Ramos/smallnorb', '7962619a7ba6dfcc7d16e4e2d948d846f9624b15'
 
-def _from_hub(name:str|Path|None, authentic:bool): # DatasetDict: train, test
+def _from_hub(name:str|Path|None, official:bool): # DatasetDict: train, test
     datasets = need('datasets')
     data = datasets.load_dataset(hub_name, revision=hub_revision) if name is None else datasets.load_dataset(str(name))
     out, name, features = datasets.DatasetDict(), name or hub_name, _features()
@@ -409,7 +410,7 @@ def _from_hub(name:str|Path|None, authentic:bool): # DatasetDict: train, test
         part = data[split].select_columns(list(features)).cast(features)
         check_labels(part, lambda column, row: f"{name}, split {split}, row {row}")
         toys = tuple(sorted(part.unique('instance')))
-        if authentic and (part.num_rows, toys) != (24_300, instances[split]):
+        if official and (part.num_rows, toys) != (24_300, instances[split]):
             raise ValueError(f"{name}, split {split}: expected 24,300 pairs of instances {instances[split]}, got {part.num_rows:,} of {toys}")
         out[split] = part
     return out
@@ -420,17 +421,17 @@ def load_smallnorb(
     split:str|None=None, # 'train', 'validation' or 'test': only that one
     valid_instances:Sequence[int]=(9,), # instances held back from 'train' for 'validation'; (): none
     source:str='files', # 'files': the six official files; 'hub': the copy on the Hub
-    authentic:bool=True # the data must be smallNORB's; False: any in its format
+    official:bool=True # the data must be smallNORB's; False: any in its format
 ): # datasets.DatasetDict (train, validation, test), or with `split` one datasets.Dataset; columns image_lt, image_rt, category, instance, elevation, azimuth, lighting
     "smallNORB as a `DatasetDict`; `ValueError` for damaged or other data, `FileNotFoundError` for none."
     names = [o for o in splits if o != 'validation' or len(valid_instances)]
     if split is not None and split not in names: raise ValueError(f"split must be None or one of {', '.join(names)}, got {split!r}")
     if source not in ('files', 'hub'): raise ValueError(f"source must be 'files' or 'hub', got {source!r}")
     wanted = [o for o in instances if split is None or o == ('test' if split == 'test' else 'train')]
-    if source == 'hub': parts = _from_hub(folder, authentic)
+    if source == 'hub': parts = _from_hub(folder, official)
     else:
         place = find_smallnorb(folder, wanted)
-        read = {o: read_split(place, o, authentic) for o in wanted}
+        read = {o: read_split(place, o, official) for o in wanted}
         parts = {o: _as_dataset(data, cache_folder('smallnorb')/'arrow'/f'{key}.arrow') for o, (data, key) in read.items()}
     out = need('datasets').DatasetDict()
     for name in names if split is None else [split]:
@@ -455,16 +456,3 @@ def as_tensors(
                 raise ValueError(f"row {k}: expected a grey image of {list(out.shape[2:])}, got mode {image.mode!r} and {list(x.shape)}")
             out[k, c] = torch.from_numpy(np.array(x))
     return dict(image=out, **{name: _column(dataset, name) for name in codes})
-
-# %% ../nbs/11_norb.ipynb #00000056
-def time_opening(
-    folder:str|Path # with files for the split 'train'
-) -> dict: # seconds: tensors, data set; first and later
-    "Time the opening of a whole training split, as tensors and as a data set, the first time and again."
-    out = {}
-    for name, load in dict(tensors=lambda: open_smallnorb('train', folder, (), authentic=False),
-                           dataset=lambda: load_smallnorb(folder, 'train', (), authentic=False)).items():
-        for when in ('first', 'again'):
-            start = time.perf_counter(); load()
-            out[f'{name}, {when}'] = round(time.perf_counter() - start, 3)
-    return out

@@ -7,13 +7,13 @@ from torch.testing import assert_close
 from capsnb import norb
 from capsnb.files import cache_folder
 from capsnb.norb import (NorbFile, as_tensors, check_labels, codes, degrees, download_smallnorb, find_smallnorb, instances, load_smallnorb, magics,
-                         official, open_matrix, open_smallnorb, parse_header, read_matrix, read_split, tiny_smallnorb, unpack, valid_mask,
+                         norb_files, open_matrix, open_smallnorb, parse_header, read_matrix, read_split, tiny_smallnorb, unpack, valid_mask,
                          viewpoint_split, write_matrix)
 from web import Web, served
 
 some = settings(max_examples=300, deadline=None, derandomize=True)
 few = settings(max_examples=60, deadline=None, derandomize=True)
-names = [o.name for o in official.values()]
+names = [o.name for o in norb_files.values()]
 
 def equal(a, b):
     assert set(a) == set(b)
@@ -38,9 +38,9 @@ def packed(tmp_path): return cards(tmp_path/'packed', gz=True)
 @pytest.fixture
 def as_official(monkeypatch, plain, packed):
     "makes the test cards the official files"
-    for key, o in list(official.items()):
+    for key, o in list(norb_files.items()):
         raw, gz = (plain/o.name).read_bytes(), (packed/f'{o.name}.gz').read_bytes()
-        monkeypatch.setitem(official, key, NorbFile(o.name, len(gz), hashlib.sha256(gz).hexdigest(), hashlib.md5(gz).hexdigest(), hashlib.md5(raw).hexdigest()))
+        monkeypatch.setitem(norb_files, key, NorbFile(o.name, len(gz), hashlib.sha256(gz).hexdigest(), hashlib.md5(gz).hexdigest(), hashlib.md5(raw).hexdigest()))
 
 
 # ---- one matrix ----
@@ -157,7 +157,7 @@ def test_a_bomb_is_not_unpacked_to_its_end(tmp_path):
 def test_interrupted_while_unpacking(packed, tmp_path, monkeypatch):
     def dies(*args): raise KeyboardInterrupt
     monkeypatch.setattr(os, 'replace', dies)
-    with pytest.raises(KeyboardInterrupt): read_split(packed, 'train', authentic=False)
+    with pytest.raises(KeyboardInterrupt): read_split(packed, 'train', official=False)
     assert not any(p.is_file() for p in cache_folder('smallnorb').rglob('*'))
 
 def test_killed_while_unpacking(packed, plain, tmp_path):
@@ -187,38 +187,38 @@ norb.unpack({str(packed/names[0])!r} + '.gz', norb.Path({str(tmp_path/'u')!r}), 
 # ---- checked once ----
 
 def test_an_unchanged_file_is_checked_once(plain, monkeypatch):
-    read_split(plain, 'train', authentic=False)
+    read_split(plain, 'train', official=False)
     for p in plain.iterdir(): os.utime(p, (1e9, 1e9))
     calls = []
     monkeypatch.setattr(norb, 'checksum', lambda path, kind, f=norb.checksum: (calls.append(path.name), f(path, kind))[1])
-    a, key = read_split(plain, 'train', authentic=False); assert sorted(calls) == sorted(names[:3])
-    b, again = read_split(plain, 'train', authentic=False); assert len(calls) == 3 and key == again
+    a, key = read_split(plain, 'train', official=False); assert sorted(calls) == sorted(names[:3])
+    b, again = read_split(plain, 'train', official=False); assert len(calls) == 3 and key == again
     equal(a, b)
     whole = bytearray((plain/names[0]).read_bytes()); whole[-1] ^= 1
     (plain/names[0]).write_bytes(whole)
-    assert read_split(plain, 'train', authentic=False)[1] != key and len(calls) == 4
+    assert read_split(plain, 'train', official=False)[1] != key and len(calls) == 4
 
 @pytest.mark.parametrize('notes', ['', '{', '[]', '{"a": 1}', '\udcff'])
 def test_spoilt_notes_are_no_notes(plain, notes):
     for p in plain.iterdir(): os.utime(p, (1e9, 1e9))
-    a, _ = read_split(plain, 'train', authentic=False)
+    a, _ = read_split(plain, 'train', official=False)
     path = cache_folder('smallnorb')/'checked.json'
     path.write_bytes(notes.encode(errors='surrogateescape'))
-    equal(read_split(plain, 'train', authentic=False)[0], a)
+    equal(read_split(plain, 'train', official=False)[0], a)
     assert len(json.loads(path.read_text())) >= 3
 
 def test_a_file_spoilt_in_the_cache_is_unpacked_again(packed, plain):
-    a, _ = read_split(packed, 'train', authentic=False)
+    a, _ = read_split(packed, 'train', official=False)
     for p in packed.iterdir(): os.utime(p, (1e9, 1e9))
-    read_split(packed, 'train', authentic=False)
+    read_split(packed, 'train', official=False)
     for p in (cache_folder('smallnorb')/'unpacked').iterdir(): p.write_bytes(bytes(p.stat().st_size))
-    equal(read_split(packed, 'train', authentic=False)[0], a)
-    equal(read_split(plain, 'train', authentic=False)[0], a)
+    equal(read_split(packed, 'train', official=False)[0], a)
+    equal(read_split(plain, 'train', official=False)[0], a)
 
 
 # ---- a thousand damaged files ----
 
-def damage(rng, data, gz, authentic):
+def damage(rng, data, gz, official):
     "one of many ways to spoil a file; without checksums only those that can be told without them"
     data, n = bytearray(data), len(data)
     start = 24 if data[4] == 4 else 20         # of the elements, where not gzipped
@@ -237,24 +237,24 @@ def damage(rng, data, gz, authentic):
     else:
         ways += [lambda: flip(0, start)]*4 + [shuffle_dims, lambda: data.__setitem__(slice(0, 4), struct.pack('<I', rng.choice(list(magics)))),
                  lambda: data.__setitem__(slice(4, 8), struct.pack('<I', rng.randrange(10))), lambda: data.__setitem__(slice(0, n), gzip.compress(bytes(data)))]
-        if authentic: ways += [lambda: flip(start, n)]*6
+        if official: ways += [lambda: flip(start, n)]*6
     rng.choice(ways)()
     return bytes(data)
 
 @pytest.mark.parametrize('gz', [False, True])
-@pytest.mark.parametrize('authentic', [False, True])
-def test_a_thousand_damaged_files(plain, packed, as_official, tmp_path, gz, authentic):
+@pytest.mark.parametrize('official', [False, True])
+def test_a_thousand_damaged_files(plain, packed, as_official, tmp_path, gz, official):
     "250 in each of four ways to read them; those that are no worse for it (in a gzip file's time or name) do not count"
-    rng, folder = random.Random(f'{gz} {authentic}'), packed if gz else plain
+    rng, folder = random.Random(f'{gz} {official}'), packed if gz else plain
     good = {name: (folder/name).read_bytes() for name in sorted(p.name for p in folder.iterdir())}
-    truth = {name: x.clone() for name, x in read_split(folder, 'train', authentic)[0].items()}
+    truth = {name: x.clone() for name, x in read_split(folder, 'train', official)[0].items()}
     refused, harmless = 0, 0
     while refused < 250:
         name = rng.choice([o for o in good if 'training' in o])
-        bad = damage(rng, good[name], gz, authentic)
+        bad = damage(rng, good[name], gz, official)
         if bad == good[name]: continue
         (folder/name).write_bytes(bad)
-        try: got, _ = read_split(folder, 'train', authentic)
+        try: got, _ = read_split(folder, 'train', official)
         except ValueError as e:
             refused += 1
             assert type(e) is ValueError and re.match(re.escape(str(folder)) + r'/smallnorb-\S+( \(unpacked\))?( byte \d+)?: ', str(e)), e
@@ -265,14 +265,14 @@ def test_a_thousand_damaged_files(plain, packed, as_official, tmp_path, gz, auth
         (folder/name).write_bytes(good[name])
     assert harmless < (100 if gz else 10)
     assert {name: (folder/name).read_bytes() for name in good} == good
-    equal(read_split(folder, 'train', authentic)[0], truth)
+    equal(read_split(folder, 'train', official)[0], truth)
     assert not list(cache_folder('smallnorb').rglob('*.unpacking'))
 
 def test_the_wrong_file_under_a_name(plain, as_official):
     for a, b, message in [(0, 1, 'byte 0: expected a matrix of torch.uint8'), (1, 2, 'byte 4: expected 1 dimensions, got 2'), (2, 1, 'byte 4: expected 2 dimensions, got 1')]:
         good = (plain/names[a]).read_bytes()
         shutil.copy(plain/names[b], plain/names[a])
-        with pytest.raises(ValueError, match=re.escape(f'{plain/names[a]} {message}')): read_split(plain, 'train', authentic=False)
+        with pytest.raises(ValueError, match=re.escape(f'{plain/names[a]} {message}')): read_split(plain, 'train', official=False)
         with pytest.raises(ValueError, match=re.escape(f'{plain/names[a]}: expected MD5')): read_split(plain, 'train')
         (plain/names[a]).write_bytes(good)
     shutil.copy(plain/names[3], plain/names[0])        # the test pictures with the training labels: only a checksum can tell
@@ -285,8 +285,8 @@ def test_the_wrong_file_under_a_name(plain, as_official):
     ('cat', torch.zeros(101, dtype=torch.int32), 'cat.mat byte 8: expected size 100 as in the -dat file, got 101'),
     ('cat', torch.zeros(100, dtype=torch.uint8), 'cat.mat byte 0: expected a matrix of torch.int32, got torch.uint8')])
 def test_files_that_disagree(plain, kind, x, message):
-    write_matrix(plain/official['train', kind].name, x)
-    with pytest.raises(ValueError, match=re.escape(message)): read_split(plain, 'train', authentic=False)
+    write_matrix(plain/norb_files['train', kind].name, x)
+    with pytest.raises(ValueError, match=re.escape(message)): read_split(plain, 'train', official=False)
 
 
 # ---- labels ----
@@ -337,11 +337,11 @@ def test_order_of_places(plain, packed, tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"\(CAPSNB_DATA\) or its sub-folder 'smallnorb', found \['smallnorb-5x46789"): find_smallnorb()
     assert find_smallnorb(splits=['train']) == data
     shutil.copy(packed/f'{names[5]}.gz', data)
-    equal(open_smallnorb('test', authentic=False), open_smallnorb('test', plain, authentic=False))
+    equal(open_smallnorb('test', official=False), open_smallnorb('test', plain, official=False))
 
 def test_a_plain_file_goes_before_its_gzipped_form(plain, packed):
     for p in packed.iterdir(): shutil.copy(p, plain)
-    open_smallnorb('train', plain, (), authentic=False)
+    open_smallnorb('train', plain, (), official=False)
     assert not (cache_folder('smallnorb')/'unpacked').exists()
 
 def test_nothing_to_be_had(tmp_path):
@@ -361,7 +361,7 @@ def web(packed, as_official, monkeypatch):
 
 @pytest.mark.parametrize('ranges', [True, False])
 def test_download_goes_on_where_it_broke_off(web, plain, tmp_path, ranges):
-    web.breaks, web.ranges, size = 2, ranges, official['train', 'dat'].size
+    web.breaks, web.ranges, size = 2, ranges, norb_files['train', 'dat'].size
     for have in ([size//3, size//3 + (size - size//3)//3] if ranges else [size//3]*2):
         with pytest.raises(ConnectionError, match=rf'training-dat.mat.gz broke off after {have:,} of {size:,} bytes'): find_smallnorb()
         assert [(p.name, p.stat().st_size) for p in cache_folder('smallnorb').iterdir()] == [(f'{names[0]}.gz.part', have)]
@@ -400,7 +400,7 @@ def test_a_changed_byte_in_the_cache_is_noticed(web):
     place = find_smallnorb()
     data = bytearray((place/names[0]).read_bytes()); data[-1] ^= 4
     (place/names[0]).write_bytes(data)
-    with pytest.raises(ValueError, match='training-dat.mat: expected MD5 .* a byte of it has changed'): open_smallnorb()
+    with pytest.raises(ValueError, match='training-dat.mat: expected MD5 .* a byte has changed, or it is another file'): open_smallnorb()
 
 
 # ---- the data set ----
@@ -411,20 +411,20 @@ datasets = pytest.importorskip('datasets')
 @pytest.mark.parametrize('held', [(), (9,), (4, 8)])
 def test_dataset_and_tensors_are_the_same(plain, packed, gz, held):
     folder = packed if gz else plain
-    loaded = load_smallnorb(folder, valid_instances=held, authentic=False)
+    loaded = load_smallnorb(folder, valid_instances=held, official=False)
     assert list(loaded) == (['train', 'validation', 'test'] if held else ['train', 'test'])
     for split, part in loaded.items():
-        tensors = open_smallnorb(split, folder, held, authentic=False)
+        tensors = open_smallnorb(split, folder, held, official=False)
         equal(as_tensors(part), tensors)
-        assert as_tensors(load_smallnorb(folder, split, held, authentic=False))['image'].shape == tensors['image'].shape
+        assert as_tensors(load_smallnorb(folder, split, held, official=False))['image'].shape == tensors['image'].shape
         for by in ('azimuth', 'elevation'): assert_close(viewpoint_split(part, by), viewpoint_split(tensors, by))
     assert sum(o.num_rows for o in loaded.values()) == 2*100
 
 def test_images_of_more_than_one_batch_and_odd_size(tmp_path):
     folder = tiny_smallnorb(tmp_path/'big', size=7, elevations=range(9), azimuths=range(0, 36, 6), lightings=(0, 5), splits=['test'])
-    part = load_smallnorb(folder, 'test', authentic=False)
+    part = load_smallnorb(folder, 'test', official=False)
     assert part.num_rows == 2700 and part[2600]['image_lt'].size == (7, 7)
-    equal(as_tensors(part), open_smallnorb('test', folder, authentic=False))
+    equal(as_tensors(part), open_smallnorb('test', folder, official=False))
 
 def test_the_arrow_file_is_written_once_and_whole(plain, monkeypatch):
     replace = os.replace
@@ -432,41 +432,41 @@ def test_the_arrow_file_is_written_once_and_whole(plain, monkeypatch):
         if str(b).endswith('.arrow'): raise KeyboardInterrupt
         replace(a, b)
     monkeypatch.setattr(os, 'replace', dies)
-    with pytest.raises(KeyboardInterrupt): load_smallnorb(plain, 'test', authentic=False)
+    with pytest.raises(KeyboardInterrupt): load_smallnorb(plain, 'test', official=False)
     assert not list((cache_folder('smallnorb')/'arrow').iterdir())
     monkeypatch.setattr(os, 'replace', replace)
-    load_smallnorb(plain, 'test', authentic=False)
+    load_smallnorb(plain, 'test', official=False)
     [path] = (cache_folder('smallnorb')/'arrow').iterdir()
     stamp = path.stat().st_mtime_ns
-    assert load_smallnorb(plain, 'test', authentic=False).num_rows == 100 and path.stat().st_mtime_ns == stamp
+    assert load_smallnorb(plain, 'test', official=False).num_rows == 100 and path.stat().st_mtime_ns == stamp
 
 @pytest.fixture
 def parquet(plain, tmp_path):
     def write(change=lambda split, rows: rows, splits=('train', 'test')):
         folder = tmp_path/'parquet'; shutil.rmtree(folder, ignore_errors=True); folder.mkdir()
         for split in splits:
-            rows = change(split, load_smallnorb(plain, split, (), authentic=False).cast_column('image_lt', datasets.Image()).to_list())
+            rows = change(split, load_smallnorb(plain, split, (), official=False).cast_column('image_lt', datasets.Image()).to_list())
             features = datasets.Features({name: datasets.Image() if name.startswith('image') else datasets.Value('int64') for name in rows[0]})
             datasets.Dataset.from_list(rows, features=features).to_parquet(str(folder/f'{split}-00000-of-00001.parquet'))
         return folder
     return write
 
 def test_a_copy_in_parquet(plain, parquet):
-    hub = load_smallnorb(parquet(), source='hub', authentic=False)
+    hub = load_smallnorb(parquet(), source='hub', official=False)
     for split, part in hub.items():
-        equal(as_tensors(part), open_smallnorb(split, plain, authentic=False))
-        assert part.features == load_smallnorb(plain, split, authentic=False).features
+        equal(as_tensors(part), open_smallnorb(split, plain, official=False))
+        assert part.features == load_smallnorb(plain, split, official=False).features
     with pytest.raises(ValueError, match='expected 24,300 pairs of instances'): load_smallnorb(parquet(), source='hub')
 
 def test_a_copy_that_is_not_one(parquet):
     def drop(split, rows): return [{k: v for k, v in row.items() if k != 'azimuth'} for row in rows]
-    with pytest.raises(ValueError, match='split train: expected the columns .* lacks azimuth'): load_smallnorb(parquet(drop), source='hub', authentic=False)
+    with pytest.raises(ValueError, match='split train: expected the columns .* lacks azimuth'): load_smallnorb(parquet(drop), source='hub', official=False)
     def in_degrees(split, rows): return [{**row, 'azimuth': 10*row['azimuth']} for row in rows]
-    with pytest.raises(ValueError, match=r'split train, row \d+: expected azimuth in \[0, 2, .* got 200'): load_smallnorb(parquet(in_degrees), source='hub', authentic=False)
-    with pytest.raises(ValueError, match='expected the splits train, test, got train'): load_smallnorb(parquet(splits=['train']), source='hub', authentic=False)
+    with pytest.raises(ValueError, match=r'split train, row \d+: expected azimuth in \[0, 2, .* got 200'): load_smallnorb(parquet(in_degrees), source='hub', official=False)
+    with pytest.raises(ValueError, match='expected the splits train, test, got train'): load_smallnorb(parquet(splits=['train']), source='hub', official=False)
 
 def test_images_that_are_not_grey(plain):
-    rows = load_smallnorb(plain, 'test', authentic=False).select(range(3)).to_list()
+    rows = load_smallnorb(plain, 'test', official=False).select(range(3)).to_list()
     part = datasets.Dataset.from_list([{k: v for k, v in row.items() if not k.startswith('image')} for row in rows])
     from PIL import Image
     images = [Image.new('L', (8, 8)), Image.new('RGB', (8, 8)), Image.new('L', (8, 8))]
