@@ -257,7 +257,7 @@ def read_sst(
     return trees
 
 def _check(trees:list[Tree], path:Path, split:str):
-    hint = "load with official=False if this is another treebank"
+    hint = "load with official=False (on the command line: --any-treebank) if this is another one"
     if len(trees) != sizes[split]: raise ValueError(f"{path} line {len(trees)}: expected {sizes[split]:,} trees, got {len(trees):,}; {hint}")
     came = hashlib.sha256(''.join(f'{t}\n' for t in trees).encode()).hexdigest()
     if came != _sums[split]: raise ValueError(f"{path}: expected trees with SHA-256 {_sums[split]}, got {came}: a word or label differs; {hint}")
