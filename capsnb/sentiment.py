@@ -4,7 +4,7 @@
 
 # %% ../nbs/23_sentiment.ipynb #00000002
 from __future__ import annotations
-import json, math, os, time
+import contextlib, io, json, os
 from pathlib import Path
 import torch, torch.nn.functional as F
 from torch import nn, Tensor
@@ -162,7 +162,8 @@ def load_run(
     if not isinstance(encoder, FrozenEncoder): encoder = FrozenEncoder(encoder or note['encoder'], note['gguf_file'], note['layers'], device=device, end=note['end'])
     if encoder.fingerprint != note['fingerprint']:
         raise ValueError(f"the run was trained on '{note['encoder']}', fingerprint {note['fingerprint'][:8]}; '{encoder.name}' is another transformer, {encoder.fingerprint[:8]}")
-    return SSTNet.from_pretrained(run).to(pick_device(device)).eval(), encoder, note
+    with contextlib.redirect_stdout(io.StringIO()): net = SSTNet.from_pretrained(run)                # it says where from
+    return net.to(pick_device(device)).eval(), encoder, note
 
 @torch.no_grad()
 def predict_deck(
