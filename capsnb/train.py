@@ -18,7 +18,7 @@ __all__ = ['top_momentum', 'load_digits_split', 'dice', 'shift_images', 'Deck', 
            'checkpoints_in', 'last_whole', 'DealHook', 'SealHook', 'StopHook', 'catching', 'BarHook', 'accuracy',
            'quiet_transformers', 'training_arguments', 'make_trainer', 'check_recipe', 'fingerprint', 'check_not_empty',
            'identity', 'classes_of', 'Stopped', 'agree', 'clear_run', 'finished_run', 'load_best', 'history_of',
-           'run_training', 'fit_decks', 'fit', 'finish', 'to_the_end']
+           'run_training', 'fit_decks', 'fit', 'finish', 'to_the_end', 'repeat', 'summary', 'in_words']
 
 # %% ../nbs/22_train.ipynb #00000005
 def load_digits_split(): # datasets.DatasetDict with columns image [1, 8, 8] in [0, 1] and label
@@ -307,6 +307,8 @@ def make_trainer(
         def create_scheduler(self, num_training_steps, optimizer=None):
             self.lr_scheduler = SingleCycle(optimizer or self.optimizer, num_training_steps, **cycle)
             return self.lr_scheduler
+        def _prepare_inputs(self, inputs):                          # what the collator leaves for the device that trains
+            return getattr(collator, 'on_device', dict)(super()._prepare_inputs(inputs))
     callbacks = [type(type(h).__name__, (_Hook, tf.TrainerCallback), {})(h) for h in hooks]
     trainer = CycleTrainer(model=net, args=args, train_dataset=train, eval_dataset=valid, data_collator=collator, compute_metrics=accuracy,
                            callbacks=callbacks, optimizers=(torch.optim.RAdam(net.parameters(), lr=cycle['lr'][0]), None))
@@ -512,3 +514,42 @@ def to_the_end(
     metrics = finish(trainer, folder, settings, seal.seconds(), test)
     if stop.signal: raise Stopped(f"stopped after the last step: this run is finished ({folder.name}/metrics.json); go on with: {how_to_resume}")
     return metrics
+
+# %% ../nbs/22_train.ipynb #6b7b0f09
+def repeat(
+    train, # function of `seed`, `out` and `kw` that gives metrics: `fit` with data, `train_sst`, `train_objects`
+    path:str|Path, # JSON file that collects the runs
+    name:str, # of the setting
+    seeds:tuple=(0, 1, 2), # one run each
+    runs:str|Path='runs', # folder of the runs themselves
+    command:str|None=None, # that repeats the study, for the record
+    **kw # of `train`
+) -> list: # of metrics, one a seed
+    "Train a setting over seeds; runs in the file are kept."
+    path = Path(path)
+    def read(): return json.loads(path.read_text()) if path.exists() else {**run_record(), 'command': command, 'headline': {}, 'runs': {}}
+    for key, seed in ((f'{name} seed {s}', s) for s in seeds):
+        if key in read()['runs']: continue
+        row = {k: v for k, v in train(seed=seed, out=Path(runs)/key.replace(' ', '-'), **kw).items() if k not in ('train_data', 'valid_data', 'architecture', 'fingerprint', 'command')}
+        if 'encoder' in row: row['encoder'] = Path(row['encoder']).name    # its place on this machine is nobody's business
+        found = read(); found['runs'][key] = row                           # read again: another process may have finished a run meanwhile
+        found['headline'][name] = in_words(summary([found['runs'][k] for s in seeds if (k := f'{name} seed {s}') in found['runs']]))
+        write_json(path, found)
+    return [read()['runs'][f'{name} seed {s}'] for s in seeds]
+
+# %% ../nbs/22_train.ipynb #bce42b17
+def summary(
+    rows:list # of metrics
+) -> dict: # n; mean and standard deviation of validation and test accuracy in percent; seconds per epoch
+    "Mean and standard deviation over seeds."
+    out, mean = dict(n=len(rows)), lambda x: math.fsum(x)/len(x)
+    for key in ('valid', 'test'):
+        x = [100*r[f'{key}_accuracy'] for r in rows]; out[key] = m = mean(x)
+        out[f'{key}_sd'] = math.sqrt(sum((v - m)**2 for v in x)/(len(x) - 1)) if len(x) > 1 else math.nan
+    return out | dict(seconds=mean([r['seconds']/r['epochs'] for r in rows]))
+
+def in_words(
+    s:dict # of `summary`
+) -> str: # for a table
+    "Mean and spread of the test accuracy."
+    return f"test {s['test']:.1f} ± {s['test_sd']:.1f} %, {s['n']} seeds" if s['n'] > 1 else f"test {s['test']:.1f} %, one seed"
