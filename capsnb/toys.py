@@ -15,10 +15,11 @@ from .core import need
 
 # %% auto #0
 __all__ = ['categories', 'instances', 'factors', 'kinds', 'distance', 'half_angle', 'field', 'lightings', 'ground_white',
-           'builders', 'compose', 'sincos', 'Dice', 'shift', 'turn', 'inverse', 'Part', 'Toy', 'flatten', 'view_matrix',
-           'project', 'intersect', 'bounds', 'cast', 'Lamp', 'cast_shadow', 'World', 'grain_table', 'render', 'shape',
-           'limb', 'group', 'animal', 'human', 'airplane', 'truck', 'car', 'reach', 'build_toy', 'ground_of',
-           'object_pose']
+           'builders', 'columns', 'version', 'compose', 'sincos', 'Dice', 'shift', 'turn', 'inverse', 'Part', 'Toy',
+           'flatten', 'view_matrix', 'project', 'intersect', 'bounds', 'cast', 'Lamp', 'cast_shadow', 'World',
+           'grain_table', 'render', 'shape', 'limb', 'group', 'animal', 'human', 'airplane', 'truck', 'car', 'reach',
+           'build_toy', 'ground_of', 'object_pose', 'draw', 'plan', 'cache_of', 'ToysTensors', 'toys_tensors',
+           'load_toys']
 
 # %% ../nbs/10_toys.ipynb #00000006
 categories = ('animal', 'human', 'airplane', 'truck', 'car')       # smallNORB's categories 0 to 4
@@ -504,8 +505,9 @@ def _wheels(name:str, places:Sequence[float], track:float, radius:float, width:f
 
 def truck(d:Dice) -> Part:
     "A truck."
-    L, W, wheel = d('length', .75, 1.15), d('width', .25, .37), d('wheel', .11, .19)
-    cab, top, hood = d('cab', .17, .26), d('cab height', .24, .46), d('hood', .12, .25) if d.unit('hood?') < .45 else 0.
+    L, W, wheel, pickup = d('length', .75, 1.15), d('width', .25, .37), d('wheel', .11, .19), d.unit('pick-up') < .2
+    cab, top = d('cab', .17, .26), d('cab height', .24, .46)*(.7 if pickup else 1)
+    hood = d('hood', .12, .25) if pickup or d.unit('hood?') < .4 else 0.
     floor = wheel*1.25
     front, back = L - cab - 2*hood, -L                                     # middle of the cab; rear end
     load = front - cab - d('gap', .02, .1)                                 # where the load may begin
@@ -515,12 +517,11 @@ def truck(d:Dice) -> Part:
     if hood: parts.append(shape('hood', 'box', (hood, W*.8, top*.48), (L - hood, 0, floor + top*.48)))
     else: parts.append(shape('windscreen', 'box', (.05, W*.9, top*.5), (front + cab*.88, 0, floor + 1.45*top), ('y', -12)))
     if d.unit('stack') < .35: parts.append(shape('stack', 'cylinder', (.03, .03, top*.8), (load + .03, W*.75, floor + 1.7*top)))
-    return group('truck', *parts, *_load(d, load, back, W, floor, top))
+    return group('truck', *parts, *_load(d, load, back, W, floor, 'bed' if pickup else d.pick('load', 'box', 'box', 'bed', 'tank', 'tipper', 'logs')))
 
 # %% ../nbs/10_toys.ipynb #00000054
-def _load(d:Dice, x1:float, x0:float, W:float, floor:float, top:float) -> list[Part]: # what a truck carries between x0 and x1
-    half, mid, what = (x1 - x0)/2, (x1 + x0)/2, d.pick('load', 'box', 'box', 'bed', 'tank', 'tipper', 'logs')
-    tall, base = d('load height', .24, .5), floor + .05
+def _load(d:Dice, x1:float, x0:float, W:float, floor:float, what:str) -> list[Part]: # what a truck carries between x0 and x1
+    half, mid, tall, base = (x1 - x0)/2, (x1 + x0)/2, d('load height', .2, .48), floor + .05
     if what == 'box': return [shape('box', 'box', (half, W, tall), (mid, 0, base + tall))]
     if what == 'tank':
         r = min(W, .75*tall + .1)
@@ -541,9 +542,10 @@ def car(d:Dice) -> Part:
     L, W, wheel = d('length', .68, .98), d('width', .3, .42), d('wheel', .12, .19)
     tall, floor = d('body height', .1, .19), wheel*d('clearance', .6, 1.)
     axle = d('axle', .55, .7)*L
-    style = d.pick('style', 'saloon', 'saloon', 'estate', 'beetle', 'open', 'van')
-    body = [shape('body', 'box', (L, W, tall), (0, 0, floor + tall)), *_wheels('wheel', (axle, -axle), W*.95, wheel, .07)]
-    if d.unit('round') < .5: body += [shape(f'{end} end', 'cylinder', (tall, .16, W*.98), (s*L, 0, floor + tall), ('x', 90)) for s, end in ((1, 'front'), (-1, 'rear'))]
+    style = d.pick('style', 'saloon', 'estate', 'beetle', 'open', 'van')
+    hull = ('ellipsoid', (L*1.12, W*1.08, tall*1.5)) if style == 'beetle' else ('box', (L, W, tall))
+    body = [shape('body', *hull, (0, 0, floor + tall)), *_wheels('wheel', (axle, -axle), W*.95, wheel, .07)]
+    if style != 'beetle' and d.unit('round') < .5: body += [shape(f'{end} end', 'cylinder', (tall, .16, W*.98), (s*L, 0, floor + tall), ('x', 90)) for s, end in ((1, 'front'), (-1, 'rear'))]
     deck = floor + 2*tall
     if d.unit('spoiler') < .3:
         body.append(shape('spoiler', 'box', (.09, W*.95, .02), (-L*.93, 0, deck + .13)))
@@ -553,10 +555,11 @@ def car(d:Dice) -> Part:
 # %% ../nbs/10_toys.ipynb #00000057
 def _cabin(d:Dice, style:str, L:float, W:float, deck:float) -> list[Part]: # what stands on a car's body
     high, back = d('cabin height', .12, .2), d('cabin place', -.3, 0.)*L
-    if style == 'beetle': return [shape('cabin', 'ellipsoid', (L*d('cabin', .55, .75), W*.88, high*2.1), (back, 0, deck - .02))]
+    if style == 'beetle': return [shape('cabin', 'ellipsoid', (L*d('cabin', .5, .68), W*.85, high*1.9), (back, 0, deck + .04))]
     if style == 'open':
         return [shape('windscreen', 'box', (.02, W*.85, .12), (.2*L, 0, deck + .08), ('y', -30)),
-                *(shape(f'{side} seat', 'box', (.05, W*.3, .12), (-.2*L, s*W*.42, deck + .06), ('y', -12)) for s, side in ((1, 'left'), (-1, 'right')))]
+                *(shape(f'{side} {row} seat', 'box', (.06, W*.33, .13), (x*L, s*W*.42, deck + .06), ('y', -15))
+                  for s, side in ((1, 'left'), (-1, 'right')) for x, row in ((-.15, 'front'), (-.5, 'back')))]
     half = L*(dict(saloon=d('cabin', .3, .42), estate=d('cabin', .5, .62), van=d('cabin', .62, .8))[style])
     if style == 'van': high *= 1.5
     place = dict(saloon=back, estate=-L*.97 + half + .04, van=-L*.98 + half)[style]
@@ -596,10 +599,11 @@ def build_toy(
     toy = flatten(builders[name](d))
     far = reach(toy)
     low, high = (toy.poses[:, :3, 3] - far).amin(0), (toy.poses[:, :3, 3] + far).amax(0)
-    half = (high - low)/2
-    scale = d('scale', .92, 1.08)/(half[0]*half[0] + half[1]*half[1] + half[2]*half[2]).sqrt()
     poses = toy.poses.clone()
-    poses[:, :3, 3] = (poses[:, :3, 3] - (low + high)/2)*scale
+    poses[:, :3, 3] -= (low + high)/2
+    far = poses[:, :3, 3].abs() + far
+    scale = d('scale', .92, 1.08)/(far[:, 0]*far[:, 0] + far[:, 1]*far[:, 1] + far[:, 2]*far[:, 2]).sqrt().max()
+    poses[:, :3, 3] *= scale
     return toy._replace(poses=poses, sizes=toy.sizes*scale)
 
 # %% ../nbs/10_toys.ipynb #0000005c
@@ -618,3 +622,221 @@ def object_pose(
     d = Dice(seed, categories[category] if category in range(5) else category, instance, 'place')
     off = [d(axis, -1, 1)*world.jitter for axis in 'xya']
     return compose(turn('z', azimuth), shift(off[0], off[1]), turn('z', 100*off[2]))
+
+# %% ../nbs/10_toys.ipynb #0000005e
+def draw(
+    category:int|str, instance:int, # which toy
+    rows:Tensor, # [n, 3], long: codes of elevation, azimuth (0 to 34, even) and lighting
+    size:int=96, seed:int=0, world:World=World(), # pixels per side; which fifty toys; the knobs
+    grain:Tensor|None=None, # `grain_table(seed, 2**20 + size**2)`, to save making it
+    tile:int|None=None # views at a time; never changes the result
+) -> Tensor: # [n, 2, size, size], uint8
+    "Stereo pairs of one of the fifty toys, from codes as in smallNORB; `ValueError` for codes that do not exist."
+    for k, name in enumerate(('elevation', 'azimuth', 'lighting')):
+        odd = [o for o in rows[:, k].tolist() if o not in factors[name]]
+        if odd: raise ValueError(f"{name} must be one of {factors[name]}, got {odd[0]}")
+    toy, grain = build_toy(category, instance, seed, world), grain_table(seed, 2**20 + size**2) if grain is None else grain
+    name = categories[category] if category in range(5) else category
+    view = rows[:, 1]//2*9 + rows[:, 0]                                  # 0 to 161, azimuth by azimuth
+    raw = hashlib.shake_128(f'starts/{seed}/{name}/{instance}'.encode()).digest(162*6*2*4)
+    starts = torch.tensor(memoryview(raw).cast('I').tolist()).view(162, 6, 2)[view, rows[:, 2]] % 2**20
+    out, ground = torch.empty(len(rows), 2, size, size, dtype=torch.uint8), ground_of(toy)
+    some = view.unique()
+    for now in some.split(tile or max(4, min(36, 9*96**2//size**2))):
+        at = torch.isin(view, now).nonzero()[:, 0]
+        objects = torch.stack([object_pose(category, instance, 20*(v//9), seed, world) for v in now.tolist()])
+        pairs = torch.stack([torch.searchsorted(now, view[at]), rows[at, 2]], 1)
+        out[at] = render(toy, objects, [30 + 5*(v % 9) for v in now.tolist()], pairs, size, ground, world, grain, starts[at])
+    return out
+
+# %% ../nbs/10_toys.ipynb #00000064
+columns = ('category', 'instance', 'elevation', 'azimuth', 'lighting')
+
+def plan(
+    split:str, # 'train' or 'test'
+    subset:int|dict|None=None, # how many pairs; or codes to keep, and 'pairs'; None: all
+    seed:int=0 # of the draw
+) -> Tensor: # [n, 5], long: category, instance, elevation, azimuth, lighting
+    "The rows of a split or of a stated part of it; `ValueError` for a split, factor or number that does not exist."
+    if split not in instances: raise ValueError(f"split must be 'train' or 'test', got {split!r}")
+    keep = dict(subset) if isinstance(subset, dict) else dict(pairs=subset)
+    pairs, every = keep.pop('pairs', None), dict(category=tuple(range(5)), **factors)
+    for name, codes in keep.items():
+        if name not in every: raise ValueError(f"subset: expected pairs, {', '.join(every)}, got {name!r}")
+        odd = [o for o in codes if o not in every[name]]
+        if odd or not len(codes): raise ValueError(f"subset: {name} must be some of {every[name]}, got {odd[0] if odd else 'none'}")
+        every[name] = [o for o in every[name] if o in codes]
+    rows = itertools.product(every['category'], instances[split], every['azimuth'], every['elevation'], every['lighting'])
+    rows = torch.tensor([(c, i, e, a, l) for c, i, a, e, l in rows])
+    if pairs is None: return rows
+    if isinstance(pairs, bool) or not isinstance(pairs, int) or not 0 < pairs <= len(rows):
+        raise ValueError(f"subset: number of pairs must be between 1 and {len(rows):,}, got {pairs!r}")
+    return rows[_spread(rows, pairs, f'{split}/{seed}')]
+
+# %% ../nbs/10_toys.ipynb #00000065
+def _spread(rows:Tensor, pairs:int, key:str) -> Tensor: # indices of a draw, the toys taking turns
+    chance = [hashlib.blake2b(f"{key}/{'/'.join(map(str, row))}".encode(), digest_size=8).digest() for row in rows.tolist()]
+    turns, order = {}, []
+    for at in sorted(range(len(rows)), key=chance.__getitem__):
+        toy = tuple(rows[at, :2].tolist())
+        turns[toy] = turns.get(toy, -1) + 1
+        order.append((turns[toy], at))                                     # all toys' first draws, then all their second ones
+    first = sorted(range(len(order)), key=lambda n: (order[n][0], n))[:pairs]
+    return torch.tensor(sorted(order[n][1] for n in first))
+
+# %% ../nbs/10_toys.ipynb #00000068
+version = 1                     # of the world: another number for any change that changes a byte
+
+def cache_of(
+    split:str, size:int, subset, seed:int, world:World, # as for load_toys
+    cache:str|Path|None=None # None: XDG_CACHE_HOME or ~/.cache, capsnb/toys
+) -> tuple[Path, dict]: # the folder, and what its bytes depend on
+    "Where a split is kept."
+    root = Path(cache) if cache is not None else Path(os.environ.get('XDG_CACHE_HOME') or '~/.cache').expanduser()/'capsnb'/'toys'
+    rows = plan(split, subset, seed)
+    made = dict(version=version, size=size, seed=seed, split=split, pairs=len(rows), world=list(world),
+                rows=hashlib.sha256(json.dumps(rows.tolist()).encode()).hexdigest())
+    return root.expanduser()/f"{split}-{size}-{len(rows)}-{hashlib.sha256(json.dumps(made).encode()).hexdigest()[:12]}", made
+
+def _pgm(size:int) -> bytes: return f'P5\n{size} {size}\n255\n'.encode()
+
+def _put(path:Path, chunks): # write, then rename: there is the whole file or none
+    mine = path.with_name(f'{path.name}.{os.getpid()}')
+    with open(mine, 'wb') as f:
+        for chunk in chunks: f.write(chunk)
+    os.replace(mine, path)
+
+# %% ../nbs/10_toys.ipynb #00000069
+def _part(path:Path, sign:bytes) -> bytes|None: # a toy's pictures, or None if they are not there, or not whole, or of something else
+    try: raw = path.read_bytes()
+    except FileNotFoundError: return None
+    return raw[32:] if hashlib.sha256(sign + raw[32:]).digest() == raw[:32] else None
+
+def _draw_part(path:Path, rows:Tensor, size:int, seed:int, world:World, grain:Tensor, sign:bytes) -> int: # draws a toy; how many pairs
+    pictures = draw(*rows[0, :2].tolist(), rows[:, 2:], size, seed, world, grain)
+    head = torch.frombuffer(bytearray(_pgm(size)), dtype=torch.uint8)
+    out = torch.cat([head.expand(2, len(rows), -1), pictures.transpose(0, 1).flatten(2)], 2)
+    raw = out.contiguous().numpy().tobytes()
+    _put(path, (hashlib.sha256(sign + raw).digest(), raw))
+    return len(rows)
+
+# %% ../nbs/10_toys.ipynb #0000006a
+def _fill(folder:Path, made:dict, rows:Tensor, world:World, workers:int|None, progress:bool): # draw what is missing, then join
+    folder.mkdir(parents=True, exist_ok=True)
+    size, seed, sign = made['size'], made['seed'], json.dumps(made).encode()
+    toys = [rows[(rows[:, :2] == toy).all(1)] for toy in rows[:, :2].unique_consecutive(dim=0)]
+    paths = [folder/f'part-{n:02d}' for n in range(len(toys))]
+    todo = [n for n, path in enumerate(paths) if _part(path, sign) is None]
+    left, grain, threads = sum(len(toys[n]) for n in todo), grain_table(seed, 2**20 + size**2), torch.get_num_threads()
+    workers = workers or (len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1)
+    bar = need('tqdm').tqdm(total=len(rows), initial=len(rows) - left, disable=not progress, unit=' pairs', mininterval=.5, desc=f"drawing toys ({made['split']})")
+    pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))     # one core each
+    try:
+        for done in as_completed([pool.submit(_draw_part, paths[n], toys[n], size, seed, world, grain, sign) for n in todo]): bar.update(done.result())
+    finally:
+        pool.shutdown(cancel_futures=True); torch.set_num_threads(threads); bar.close()
+    _join(folder, made, paths, sign)
+
+# %% ../nbs/10_toys.ipynb #0000006b
+def _join(folder:Path, made:dict, paths:list[Path], sign:bytes): # one file from the toys' files: left pictures, then right ones
+    digest = hashlib.sha256()
+    def halves():
+        for eye in (0, 1):
+            for path in paths:
+                raw = _part(path, sign)
+                if raw is None: raise ValueError(f"{path}: changed while it was being read; call again to draw it anew")
+                half = raw[eye*len(raw)//2:(eye + 1)*len(raw)//2]
+                digest.update(half)
+                yield half
+    _put(folder/'pictures', halves())
+    _put(folder/'info.json', (json.dumps(dict(made, sha256=digest.hexdigest()), indent=1).encode(),))
+    for path in paths: path.unlink(missing_ok=True)
+
+def _check(folder:Path, made:dict): # the cache is whole, and of what was asked
+    hint = f"remove the folder '{folder}' to draw it anew"
+    try: info = json.loads((folder/'info.json').read_text(encoding='utf-8'))
+    except ValueError as e: raise ValueError(f"info.json is damaged ({e}); {hint}") from e
+    if not isinstance(info, dict) or {k: v for k, v in info.items() if k != 'sha256'} != made:
+        raise ValueError(f"expected toys of {made}, got an info.json of {info}; {hint}")
+    path, length = folder/'pictures', 2*made['pairs']*(len(_pgm(made['size'])) + made['size']**2)
+    came = path.stat().st_size if path.exists() else 0
+    if came != length: raise ValueError(f"pictures: expected {length:,} bytes, got {came:,}; {hint}")
+    with open(path, 'rb') as f: digest = hashlib.file_digest(f, 'sha256') if hasattr(hashlib, 'file_digest') else hashlib.sha256(f.read())
+    if digest.hexdigest() != info.get('sha256'): raise ValueError(f"pictures: expected SHA-256 {info.get('sha256')}, got {digest.hexdigest()}; {hint}")
+
+# %% ../nbs/10_toys.ipynb #0000006c
+def _find(split:str, size:int, subset, seed:int, world:World, cache, workers, progress) -> tuple[Path, dict, Tensor]: # folder, its info, rows
+    if isinstance(size, bool) or not isinstance(size, int) or not 16 <= size <= 256: raise ValueError(f"size must be a whole number from 16 to 256, got {size!r}")
+    if not isinstance(world.samples, int) or world.samples < 1: raise ValueError(f"samples must be a whole number, at least 1, got {world.samples!r}")
+    if not 0 <= world.spread <= 1 or not 0 <= world.contrast < 1 or world.noise < 0 or not 0 <= world.jitter <= .2:
+        raise ValueError(f"expected spread in [0, 1], contrast in [0, 1), noise at least 0 and jitter in [0, 0.2], got {world}")
+    folder, made = cache_of(split, size, subset, seed, world, cache)
+    rows = plan(split, subset, seed)
+    if not (folder/'info.json').exists(): _fill(folder, made, rows, world, workers, progress)
+    _check(folder, made)
+    return folder, made, rows
+
+# %% ../nbs/10_toys.ipynb #0000006e
+class ToysTensors(NamedTuple):
+    "A split, ready for training."
+    images:Tensor # [n, 2, size, size], uint8, memory-mapped: left, right
+    category:Tensor # [n], long: 0 to 4
+    instance:Tensor # [n], long: 0 to 9
+    elevation:Tensor # [n], long: 0 to 8 for 30° to 70°
+    azimuth:Tensor # [n], long: 0 to 34, times 10°
+    lighting:Tensor # [n], long: 0 to 5
+    view:Tensor # [n, 4, 4], float32: world → camera in the middle between the eyes
+    object_pose:Tensor # [n, 4, 4], float32: toy → world
+
+def _poses(rows:Tensor, seed:int, world:World) -> tuple[Tensor, Tensor]: # view and object pose of each row
+    views = torch.stack([view_matrix(30 + 5*e) for e in range(9)]).float()
+    where, back = rows[:, [0, 1, 3]].unique(dim=0, return_inverse=True)
+    return views[rows[:, 2]], torch.stack([object_pose(c, i, 10*a, seed, world) for c, i, a in where.tolist()]).float()[back]
+
+# %% ../nbs/10_toys.ipynb #0000006f
+def toys_tensors(
+    split:str, # 'train' or 'test'
+    size:int=96, subset:int|dict|None=None, seed:int=0, world:World=World(), # as for load_toys
+    cache:str|Path|None=None, workers:int|None=None, progress:bool=True # as for load_toys
+) -> ToysTensors: # memory-mapped pictures, labels and poses
+    "A split of the toys as tensors; drawn first if it is not in the cache. Errors as for `load_toys`."
+    folder, made, rows = _find(split, size, subset, seed, world, cache, workers, progress)
+    n, head = len(rows), len(_pgm(size))
+    raw = torch.from_file(str(folder/'pictures'), shared=False, size=2*n*(head + size**2), dtype=torch.uint8)
+    images = raw.view(2, n, head + size**2)[:, :, head:].unflatten(2, (size, size)).transpose(0, 1)
+    return ToysTensors(images, *rows.T.contiguous(), *_poses(rows, seed, world))
+
+# %% ../nbs/10_toys.ipynb #00000071
+def load_toys(
+    size:int=96, # pixels per side, 16 to 256
+    split:str|None=None, # 'train' or 'test'; None: both
+    subset:int|dict|None=None, # pairs of each split, or codes to keep (see `plan`); None: all 24,300
+    seed:int=0, # which fifty toys
+    world:World=World(), # knobs of difficulty
+    cache:str|Path|None=None, # folder; None: XDG_CACHE_HOME or ~/.cache, capsnb/toys
+    workers:int|None=None, # threads; None: one for each core
+    progress:bool=True # whether to draw a bar
+): # datasets.DatasetDict with 'train' and 'test'; with `split`, that Dataset
+    "The toys as a data set; `ValueError` for what does not exist, and for a cache that is damaged or of something else."
+    datasets = need('datasets')
+    if split is None: return datasets.DatasetDict({s: load_toys(size, s, subset, seed, world, cache, workers, progress) for s in instances})
+    folder, made, rows = _find(split, size, subset, seed, world, cache, workers, progress)
+    pa, pose = need('pyarrow'), datasets.Array2D((4, 4), 'float32')
+    view, obj = _poses(rows, seed, world)
+    toys = {toy: build_toy(*toy, seed, world).poses.float().numpy() for toy in map(tuple, rows[:, :2].unique(dim=0).tolist())}
+    rest = dict(zip(columns, rows.int().T.numpy()), view=view.numpy(), object_pose=obj.numpy(), part_poses=[toys[tuple(o)] for o in rows[:, :2].tolist()])
+    features = datasets.Features({**{name: datasets.Value('int32') for name in columns}, 'view': pose, 'object_pose': pose,
+                                  'part_poses': datasets.Array3D((None, 4, 4), 'float32')})
+    table = datasets.Dataset.from_dict(rest, features=features).data.table
+    table = pa.table([*_images(folder/'pictures', len(rows), size), *table.columns], names=['image_lt', 'image_rt', *table.column_names])
+    features = datasets.Features({'image_lt': datasets.Image(), 'image_rt': datasets.Image(), **features})
+    return datasets.Dataset(datasets.table.InMemoryTable(table), info=datasets.DatasetInfo(features=features),
+                            split=datasets.NamedSplit(split), fingerprint=folder.name[-12:])
+
+# %% ../nbs/10_toys.ipynb #00000072
+def _images(path:Path, n:int, size:int) -> list: # two Arrow columns of PGM bytes on the memory-mapped file
+    pa = need('pyarrow')
+    raw, each = pa.memory_map(str(path)).read_buffer(), len(_pgm(size)) + size**2
+    offsets = pa.array([k*each for k in range(n + 1)], pa.int32()).buffers()[1]
+    data = [pa.BinaryArray.from_buffers(pa.binary(), n, [None, offsets, raw.slice(eye*n*each, n*each)]) for eye in (0, 1)]
+    return [pa.StructArray.from_arrays([o, pa.nulls(n, pa.string())], ['bytes', 'path']) for o in data]
