@@ -268,7 +268,7 @@ class Lamp(NamedTuple):
         return torch.tensor([ce*ca, ce*sa, se], dtype=torch.float64)
 
 lightings = (Lamp(250, 60, .75, .35), Lamp(160, 50, .65, .40), Lamp(20, 50, .65, .40),
-             Lamp(290, 35, .80, .30), Lamp(100, 60, .55, .55), Lamp(215, 75, .45, .65))   # codes 0 to 5
+             Lamp(320, 35, .80, .30), Lamp(100, 60, .55, .55), Lamp(215, 75, .45, .65))   # codes 0 to 5
 
 # %% ../nbs/10_toys.ipynb #0000003b
 def cast_shadow(
@@ -543,9 +543,9 @@ def car(d:Dice) -> Part:
     tall, floor = d('body height', .1, .19), wheel*d('clearance', .6, 1.)
     axle = d('axle', .55, .7)*L
     style = d.pick('style', 'saloon', 'estate', 'beetle', 'open', 'van')
-    hull = ('ellipsoid', (L*1.12, W*1.08, tall*1.5)) if style == 'beetle' else ('box', (L, W, tall))
-    body = [shape('body', *hull, (0, 0, floor + tall)), *_wheels('wheel', (axle, -axle), W*.95, wheel, .07)]
-    if style != 'beetle' and d.unit('round') < .5: body += [shape(f'{end} end', 'cylinder', (tall, .16, W*.98), (s*L, 0, floor + tall), ('x', 90)) for s, end in ((1, 'front'), (-1, 'rear'))]
+    body = [shape('body', 'box', (L*(.85 if style == 'beetle' else 1), W, tall), (0, 0, floor + tall)), *_wheels('wheel', (axle, -axle), W*.95, wheel, .07)]
+    if style == 'beetle': body += [shape(name, 'ellipsoid', (.42*L, W*.9, tall*1.7), (x*L, 0, floor + tall)) for x, name in ((.68, 'hood'), (-.68, 'boot'))]
+    elif d.unit('round') < .5: body += [shape(f'{end} end', 'cylinder', (tall, .16, W*.98), (s*L, 0, floor + tall), ('x', 90)) for s, end in ((1, 'front'), (-1, 'rear'))]
     deck = floor + 2*tall
     if d.unit('spoiler') < .3:
         body.append(shape('spoiler', 'box', (.09, W*.95, .02), (-L*.93, 0, deck + .13)))
@@ -555,7 +555,7 @@ def car(d:Dice) -> Part:
 # %% ../nbs/10_toys.ipynb #00000057
 def _cabin(d:Dice, style:str, L:float, W:float, deck:float) -> list[Part]: # what stands on a car's body
     high, back = d('cabin height', .12, .2), d('cabin place', -.3, 0.)*L
-    if style == 'beetle': return [shape('cabin', 'ellipsoid', (L*d('cabin', .5, .68), W*.85, high*1.9), (back, 0, deck + .04))]
+    if style == 'beetle': return [shape('cabin', 'ellipsoid', (L*d('cabin', .5, .68), W*.88, high*2.), (.5*back, 0, deck))]
     if style == 'open':
         return [shape('windscreen', 'box', (.02, W*.85, .12), (.2*L, 0, deck + .08), ('y', -30)),
                 *(shape(f'{side} {row} seat', 'box', (.06, W*.33, .13), (x*L, s*W*.42, deck + .06), ('y', -15))
