@@ -4,7 +4,7 @@
 
 # %% ../nbs/10_toys.ipynb #00000002
 from __future__ import annotations
-import hashlib, itertools, json, math, os, shutil
+import hashlib, itertools, json, math, os, threading, time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -15,8 +15,8 @@ from .core import need
 
 # %% auto #0
 __all__ = ['categories', 'instances', 'factors', 'kinds', 'distance', 'half_angle', 'field', 'lightings', 'ground_white',
-           'builders', 'columns', 'version', 'compose', 'sincos', 'Dice', 'shift', 'turn', 'inverse', 'Part', 'Toy',
-           'flatten', 'view_matrix', 'project', 'intersect', 'bounds', 'cast', 'Lamp', 'cast_shadow', 'World',
+           'builders', 'columns', 'version', 'root', 'compose', 'sincos', 'Dice', 'shift', 'turn', 'inverse', 'Part',
+           'Toy', 'flatten', 'view_matrix', 'project', 'intersect', 'bounds', 'cast', 'Lamp', 'cast_shadow', 'World',
            'grain_table', 'render', 'shape', 'limb', 'group', 'animal', 'human', 'airplane', 'truck', 'car', 'reach',
            'build_toy', 'ground_of', 'object_pose', 'draw', 'plan', 'cache_of', 'ToysTensors', 'toys_tensors',
            'load_toys']
@@ -27,6 +27,14 @@ instances = dict(train=(4, 6, 7, 8, 9), test=(0, 1, 2, 3, 5))      # smallNORB's
 factors = dict(elevation=tuple(range(9)), azimuth=tuple(range(0, 36, 2)), lighting=tuple(range(6)))   # codes: 30° + 5° elevation, 10° azimuth
 
 # %% ../nbs/10_toys.ipynb #00000009
+def root(
+    x:Tensor # any shape, float32 or float64
+) -> Tensor: # its square root
+    "Square root, rounded as IEEE 754 says on every machine."
+    if x.dtype == torch.float32: return x.double().sqrt().float()
+    return torch.tensor([math.sqrt(o) for o in x.flatten().tolist()], dtype=x.dtype).view(x.shape)
+
+# %% ../nbs/10_toys.ipynb #0000000c
 def compose(
     *poses:Tensor # [..., 4, 4], outermost first
 ) -> Tensor: # [..., 4, 4]: their product
@@ -37,7 +45,7 @@ def compose(
         out = terms[0] + terms[1] + terms[2] + terms[3]
     return out
 
-# %% ../nbs/10_toys.ipynb #0000000c
+# %% ../nbs/10_toys.ipynb #0000000f
 def sincos(
     degrees:float # any angle
 ) -> tuple[float, float]: # its sine and cosine
@@ -50,7 +58,7 @@ def sincos(
     s *= x
     return [(s, c), (c, -s), (-s, -c), (-c, s)][quarter % 4]
 
-# %% ../nbs/10_toys.ipynb #0000000f
+# %% ../nbs/10_toys.ipynb #00000012
 class Dice:
     "Seeded draws by name; `spread` in [0, 1] pulls them to the middle of their range."
     def __init__(self, *key, spread:float=1.): self.key, self.spread = '/'.join(map(str, key)), spread
@@ -67,7 +75,7 @@ class Dice:
         "One of the options."
         return options[int(self.unit(name)*len(options))]
 
-# %% ../nbs/10_toys.ipynb #00000012
+# %% ../nbs/10_toys.ipynb #00000015
 def shift(x:float=0., y:float=0., z:float=0.) -> Tensor: # [4, 4], float64
     "The pose that moves by (x, y, z)."
     pose = torch.eye(4, dtype=torch.float64)
@@ -85,7 +93,7 @@ def turn(
     pose[i, i], pose[i, j], pose[j, i], pose[j, j] = c, -s, s, c
     return pose
 
-# %% ../nbs/10_toys.ipynb #00000013
+# %% ../nbs/10_toys.ipynb #00000016
 def inverse(
     pose:Tensor # [..., 4, 4], rigid
 ) -> Tensor: # [..., 4, 4]
@@ -96,7 +104,7 @@ def inverse(
     out[..., :3, 3] = -(R[..., 0]*t[..., 0, None] + R[..., 1]*t[..., 1, None] + R[..., 2]*t[..., 2, None])
     return out
 
-# %% ../nbs/10_toys.ipynb #00000016
+# %% ../nbs/10_toys.ipynb #00000019
 kinds = ('ellipsoid', 'box', 'cylinder')
 
 class Part(NamedTuple):
@@ -114,7 +122,7 @@ class Toy(NamedTuple):
     poses:Tensor # [k, 4, 4], float64, rigid
     sizes:Tensor # [k, 3], float64
 
-# %% ../nbs/10_toys.ipynb #00000017
+# %% ../nbs/10_toys.ipynb #0000001a
 def flatten(
     part:Part, # root of a tree
     above:Tensor|None=None # [4, 4]: pose of the parent; None: the identity
@@ -128,7 +136,7 @@ def flatten(
     names, kind, poses, sizes = zip(*own, *rest) if own or rest else ((), (), (), ())
     return Toy(names, kind, torch.stack(poses) if poses else torch.zeros(0, 4, 4).double(), torch.stack(sizes) if sizes else torch.zeros(0, 3).double())
 
-# %% ../nbs/10_toys.ipynb #0000001b
+# %% ../nbs/10_toys.ipynb #0000001e
 distance, half_angle, field = 7., 2.5, 1.14   # D; δ in degrees (smallNORB's rig has a few degrees too); half-width of the picture at distance D
 
 def view_matrix(
@@ -141,7 +149,7 @@ def view_matrix(
     view[1, 1], view[1, 2], view[2, 1], view[2, 2], view[2, 3] = -s, -c, c, -s, distance
     return compose(shift(z=distance), turn('y', eye*half_angle), shift(z=-distance), view)
 
-# %% ../nbs/10_toys.ipynb #0000001e
+# %% ../nbs/10_toys.ipynb #00000021
 def project(
     points:Tensor, # [..., 3] in the camera
     size:int # S
@@ -149,21 +157,21 @@ def project(
     "Where points appear in a picture of S × S pixels."
     return torch.stack([points[..., 1]/points[..., 2], points[..., 0]/points[..., 2]], -1)*(size*distance/(2*field)) + (size/2 - .5)
 
-# %% ../nbs/10_toys.ipynb #00000021
+# %% ../nbs/10_toys.ipynb #00000024
 def _quadric(p:Sequence[Tensor], d:Sequence[Tensor], axes:Sequence[int]) -> tuple[Tensor, Tensor]: # where the ray enters and leaves
     a, b, c = ([f(k) for k in axes] for f in (lambda k: d[k]*d[k], lambda k: p[k]*d[k], lambda k: p[k]*p[k]))
     a, b, c = ((o[0] + o[1] if len(o) == 2 else o[0] + o[1] + o[2]) for o in (a, b, c))
     a = a.clamp(min=1e-12)                                     # a ray along the axis of a cylinder
     disc = b*b - a*(c - 1)
-    root = disc.clamp(min=0).sqrt()
-    return torch.where(disc < 0, math.inf, (-b - root)/a), (root - b)/a
+    s = root(disc.clamp(min=0))
+    return torch.where(disc < 0, math.inf, (-b - s)/a), (s - b)/a
 
 def _slab(p:Tensor, d:Tensor) -> tuple[Tensor, Tensor]: # where the ray enters and leaves
     d = torch.where(d.abs() < 1e-9, 1e-9, d)                   # a ray along the slab
     one, two = (-1 - p)/d, (1 - p)/d
     return torch.minimum(one, two), torch.maximum(one, two)
 
-# %% ../nbs/10_toys.ipynb #00000022
+# %% ../nbs/10_toys.ipynb #00000025
 _shapes = dict(ellipsoid=((0, 1, 2), ()), box=((), (0, 1, 2)), cylinder=((0, 1), (2,)))   # axes of the quadric, axes of the slabs
 
 def intersect(
@@ -178,7 +186,7 @@ def intersect(
     for near, far in spans[1:]: enter, leave = torch.maximum(enter, near), torch.minimum(leave, far)
     return enter, leave
 
-# %% ../nbs/10_toys.ipynb #00000026
+# %% ../nbs/10_toys.ipynb #00000029
 def _normal(kind:str, p:Sequence[Tensor], d:Sequence[Tensor], enter:Tensor) -> list[Tensor]: # three components, where the part has unit size
     quadric, slabs = _shapes[kind]
     zero, g = torch.zeros_like(enter), [None]*3
@@ -190,7 +198,7 @@ def _normal(kind:str, p:Sequence[Tensor], d:Sequence[Tensor], enter:Tensor) -> l
     for k in quadric: g[k] = torch.where(open_, p[k] + enter*d[k], zero)
     return g
 
-# %% ../nbs/10_toys.ipynb #00000029
+# %% ../nbs/10_toys.ipynb #0000002c
 _corners = torch.tensor(list(itertools.product((-1., 1.), repeat=3)), dtype=torch.float64)   # [8, 3]
 
 def bounds(
@@ -207,15 +215,15 @@ def bounds(
     a, out = t[..., 2]**2 - dot(2, 2), []
     for i in (0, 1):
         b, c = t[..., i]*t[..., 2] - dot(i, 2), t[..., i]**2 - dot(i, i)
-        root = (b*b - a*c).clamp(min=0).sqrt()
-        out += [(b - root)/a, (b + root)/a]
+        s = (b*b - a*c).clamp(min=0).sqrt()
+        out += [(b - s)/a, (b + s)/a]
     return torch.stack(out, -1)
 
-# %% ../nbs/10_toys.ipynb #0000002d
+# %% ../nbs/10_toys.ipynb #00000030
 def _window(box:Tensor, S:int) -> tuple[Tensor, Tensor, Tensor]: # box [v, 4] -> index [v, h, w], x [v, 1, w], y [v, h, 1]
     step = 2*field/(S*distance)
-    low = (box[:, ::2]/step + (S/2 - .5)).floor().long().clamp(0, S - 1)        # first column and row
-    high = (box[:, 1::2]/step + (S/2 - .5)).ceil().long().clamp(0, S - 1)
+    low = (box[:, ::2]/step + (S/2 - .51)).floor().long().clamp(0, S - 1)       # first column and row; .01 more for rounding
+    high = (box[:, 1::2]/step + (S/2 - .49)).ceil().long().clamp(0, S - 1)
     w, h = ((high - low).amax(0) + 1).tolist()
     col = torch.minimum(low[:, :1], torch.tensor(S - w)) + torch.arange(w)
     row = torch.minimum(low[:, 1:], torch.tensor(S - h)) + torch.arange(h)
@@ -223,7 +231,7 @@ def _window(box:Tensor, S:int) -> tuple[Tensor, Tensor, Tensor]: # box [v, 4] ->
     x, y = (((o.double() - (S/2 - .5))*step).float() for o in (col, row))
     return index, x[:, None, :], y[:, :, None]
 
-# %% ../nbs/10_toys.ipynb #00000030
+# %% ../nbs/10_toys.ipynb #00000033
 def _local(G:Tensor, t:Tensor, x:Tensor, y:Tensor) -> list[Tensor]: # G [v, 3, 3], t [v, 3] -> three of [v, h, w]: G (x, y, 1) + t
     G, t = G.float()[..., None, None], (G[:, :, 2] + t).float()[..., None, None]
     return [G[:, k, 0]*x + (G[:, k, 1]*y + t[:, k]) for k in range(3)]
@@ -253,7 +261,7 @@ def cast(
         for k in range(3): normal[k, at] = R[:, k, 0]*g[0] + R[:, k, 1]*g[1] + R[:, k, 2]*g[2]
     return depth.view(-1, S, S), normal.view(3, -1, S, S).permute(1, 2, 3, 0)
 
-# %% ../nbs/10_toys.ipynb #00000038
+# %% ../nbs/10_toys.ipynb #0000003b
 class Lamp(NamedTuple):
     "One lighting: a lamp far away, and the sky."
     azimuth:float # degrees, 0: from the right, 90: from behind the toy
@@ -270,7 +278,7 @@ class Lamp(NamedTuple):
 lightings = (Lamp(250, 60, .75, .35), Lamp(160, 50, .65, .40), Lamp(20, 50, .65, .40),
              Lamp(320, 35, .80, .30), Lamp(100, 60, .55, .55), Lamp(215, 75, .45, .65))   # codes 0 to 5
 
-# %% ../nbs/10_toys.ipynb #0000003b
+# %% ../nbs/10_toys.ipynb #0000003e
 def cast_shadow(
     toy:Toy, # k parts
     views:Tensor, # [v, 4, 4], float64: world → camera
@@ -299,7 +307,7 @@ def cast_shadow(
         dark[index[enter <= leave]] = True
     return dark.view(-1, S, S)
 
-# %% ../nbs/10_toys.ipynb #0000003f
+# %% ../nbs/10_toys.ipynb #00000042
 class World(NamedTuple):
     "The knobs; results carry them with them."
     spread:float=1. # of proportions, 0 to 1
@@ -310,7 +318,7 @@ class World(NamedTuple):
 
 ground_white = .8   # reflectance of the ground
 
-# %% ../nbs/10_toys.ipynb #00000041
+# %% ../nbs/10_toys.ipynb #00000044
 _grain_sd = (4*(256**2 - 1)/12)**.5
 
 def grain_table(
@@ -321,7 +329,7 @@ def grain_table(
     raw = torch.frombuffer(bytearray(hashlib.shake_128(f'grain/{seed}'.encode()).digest(4*n)), dtype=torch.uint8).view(n, 4).short()
     return ((raw[:, 0] + raw[:, 1] + raw[:, 2] + raw[:, 3]) - 510).float()*(1/_grain_sd)
 
-# %% ../nbs/10_toys.ipynb #00000044
+# %% ../nbs/10_toys.ipynb #00000047
 def render(
     toy:Toy, # k parts
     objects:Tensor, # [v, 4, 4], float64: toy → world, one for each view
@@ -340,7 +348,7 @@ def render(
     depth, normal = cast(toy, views, objects, S)
     on = depth.view(-1).isfinite().nonzero()[:, 0]
     n = normal.permute(3, 0, 1, 2).reshape(3, -1)[:, on]
-    n = n/(n[0]*n[0] + n[1]*n[1] + n[2]*n[2]).sqrt()
+    n = n/root(n[0]*n[0] + n[1]*n[1] + n[2]*n[2])
     out = torch.empty(len(pairs), 2, size, size, dtype=torch.uint8)
     for code in pairs[:, 1].unique().tolist():
         rows = (pairs[:, 1] == code).nonzero()[:, 0]
@@ -352,7 +360,7 @@ def render(
         out[rows] = (grey + .5).floor().clamp(0, 255).to(torch.uint8).view(-1, 2, size, size)
     return out
 
-# %% ../nbs/10_toys.ipynb #00000045
+# %% ../nbs/10_toys.ipynb #00000048
 def _shade(on:Tensor, n:Tensor, dark:Tensor, eyes:Tensor, n_views:int, lamp:Lamp, world:World) -> Tensor: # [e, S, S]: light of each ray
     S = dark.shape[-1]
     slot = torch.full((n_views,), -1).index_put((eyes,), torch.arange(len(eyes)))[on // (S*S)]      # of all views, those asked for
@@ -367,7 +375,7 @@ def _shade(on:Tensor, n:Tensor, dark:Tensor, eyes:Tensor, n_views:int, lamp:Lamp
     light.view(-1)[slot*(S*S) + on % (S*S)] = toy
     return light
 
-# %% ../nbs/10_toys.ipynb #00000047
+# %% ../nbs/10_toys.ipynb #0000004a
 def shape(name:str, kind:str, size:tuple, at:tuple=(0, 0, 0), *turns:tuple, children:Sequence[Part]=()) -> Part:
     "A shape at a place of its parent, turned by ('axis', degrees) in turn."
     return Part(name, kind, size, compose(shift(*at), *(turn(*o) for o in turns)), tuple(children))
@@ -381,7 +389,7 @@ def group(name:str, *children:Part, at:tuple=(0, 0, 0), turns:Sequence[tuple]=()
     "A joint with children."
     return shape(name, None, (0, 0, 0), at, *turns, children=children)
 
-# %% ../nbs/10_toys.ipynb #0000004a
+# %% ../nbs/10_toys.ipynb #0000004d
 def animal(d:Dice) -> Part:
     "A four-legged animal."
     L, H, leg, r = d('body length', .55, .95), d('body height', .2, .36), d('leg', .4, .95), d('leg radius', .055, .11)
@@ -400,7 +408,7 @@ def animal(d:Dice) -> Part:
                  [limb(f'{side} hind leg', leg, r*1.1, (-.7*L, .62*s*W, -.3*H), ('y', s*stride))])
     return group('animal', *body, *legs, _neck(d, L, H, W, sits*tilt), _tail(d, L, H, sits), turns=[('y', -tilt)])
 
-# %% ../nbs/10_toys.ipynb #0000004b
+# %% ../nbs/10_toys.ipynb #0000004e
 def _neck(d:Dice, L:float, H:float, W:float, tilt:float) -> Part: # neck and head of an animal
     length, up, h = d('neck', .25, .95), d('neck angle', 25, 75), d('head', .16, .25)
     nose, look = d('snout', .35, 1.), d('look', -10, 25) + tilt
@@ -421,7 +429,7 @@ def _tail(d:Dice, L:float, H:float, sits:bool) -> Part:
     length, angle, r = d('tail', .15, .9), d('tail angle', 15, 120), d('tail radius', .03, .07)
     return limb('tail', length, r, (-.95*L, 0, .4*H if not sits else -.2*H), ('y', angle if not sits else 60))
 
-# %% ../nbs/10_toys.ipynb #0000004d
+# %% ../nbs/10_toys.ipynb #00000050
 def human(d:Dice) -> Part:
     "A human figure."
     thigh, shin, r = d('thigh', .42, .58), d('shin', .4, .55), d('leg radius', .07, .13)
@@ -441,7 +449,7 @@ def human(d:Dice) -> Part:
     upper = group('waist', torso, *_arms(d, pose, lean, tall, wide), _head(d, tall, lean), turns=[('y', lean)])
     return group('human', hips, *legs, upper)
 
-# %% ../nbs/10_toys.ipynb #0000004e
+# %% ../nbs/10_toys.ipynb #00000051
 def _arms(d:Dice, pose:str, lean:float, tall:float, wide:float) -> list[Part]: # both arms of a human
     r, upper, lower = d('arm radius', .055, .09), d('upper arm', .32, .46), d('lower arm', .3, .44)
     arms = []
@@ -461,7 +469,7 @@ def _head(d:Dice, tall:float, lean:float) -> Part: # head of a human, perhaps wi
     if hat == 'helmet': parts.append(shape('helmet', 'ellipsoid', (1.2*h, 1.1*h, .9*h), (0, 0, 1.9*h)))
     return group('nape', *parts, at=(0, 0, 2*tall), turns=[('y', -.5*lean)])
 
-# %% ../nbs/10_toys.ipynb #00000050
+# %% ../nbs/10_toys.ipynb #00000053
 def airplane(d:Dice) -> Part:
     "An airplane."
     r, nose = d('fuselage radius', .09, .2), d('nose', .12, .4)
@@ -480,7 +488,7 @@ def airplane(d:Dice) -> Part:
         if double: parts.append(shape(f'{side} strut', 'cylinder', (.025, .025, 1.45*r), (at, .6*s*span, .65*r)))
     return group('airplane', *parts, *_tailplane(d, r))
 
-# %% ../nbs/10_toys.ipynb #00000051
+# %% ../nbs/10_toys.ipynb #00000054
 def _engines(d:Dice, span:float, chord:float, r:float, s:int, side:str) -> list[Part]: # under one wing
     n, big = d.pick('engines', 0, 0, 1, 1, 2), d('engine', .055, .095)
     return [shape(f'{side} engine {i + 1}', 'cylinder', (big, big, d('engine length', .12, .22)), (.7*chord, s*span*(.34 + .3*i), -.9*big), ('y', 90)) for i in range(n)]
@@ -498,7 +506,7 @@ def _tailplane(d:Dice, r:float) -> list[Part]: # fin, tailplane, and a propeller
                   shape('hub', 'ellipsoid', (.07, .05, .05), (.6 + d('nose', .12, .4), 0, 0))]
     return parts
 
-# %% ../nbs/10_toys.ipynb #00000053
+# %% ../nbs/10_toys.ipynb #00000056
 def _wheels(name:str, places:Sequence[float], track:float, radius:float, width:float) -> list[Part]: # a pair at each place
     return [shape(f'{side} {name} {i + 1}', 'cylinder', (radius, radius, width), (x, s*track, radius), ('x', 90))
             for i, x in enumerate(places) for s, side in ((1, 'left'), (-1, 'right'))]
@@ -519,7 +527,7 @@ def truck(d:Dice) -> Part:
     if d.unit('stack') < .35: parts.append(shape('stack', 'cylinder', (.03, .03, top*.8), (load + .03, W*.75, floor + 1.7*top)))
     return group('truck', *parts, *_load(d, load, back, W, floor, 'bed' if pickup else d.pick('load', 'box', 'box', 'bed', 'tank', 'tipper', 'logs')))
 
-# %% ../nbs/10_toys.ipynb #00000054
+# %% ../nbs/10_toys.ipynb #00000057
 def _load(d:Dice, x1:float, x0:float, W:float, floor:float, what:str) -> list[Part]: # what a truck carries between x0 and x1
     half, mid, tall, base = (x1 - x0)/2, (x1 + x0)/2, d('load height', .2, .48), floor + .05
     if what == 'box': return [shape('box', 'box', (half, W, tall), (mid, 0, base + tall))]
@@ -536,7 +544,7 @@ def _load(d:Dice, x1:float, x0:float, W:float, floor:float, what:str) -> list[Pa
     if what == 'tipper': walls.append(shape('heap', 'ellipsoid', (.75*half, .8*W, side*1.25), (half, 0, side*.6)))
     return [group('bed joint', *walls, at=(x0, 0, base), turns=[('y', -angle)])]
 
-# %% ../nbs/10_toys.ipynb #00000056
+# %% ../nbs/10_toys.ipynb #00000059
 def car(d:Dice) -> Part:
     "A car."
     L, W, wheel = d('length', .68, .98), d('width', .3, .42), d('wheel', .12, .19)
@@ -552,7 +560,7 @@ def car(d:Dice) -> Part:
         body += [shape(f'{side} stay', 'box', (.03, .02, .07), (-L*.93, s*W*.6, deck + .06)) for s, side in ((1, 'left'), (-1, 'right'))]
     return group('car', *body, *_cabin(d, style, L, W, deck))
 
-# %% ../nbs/10_toys.ipynb #00000057
+# %% ../nbs/10_toys.ipynb #0000005a
 def _cabin(d:Dice, style:str, L:float, W:float, deck:float) -> list[Part]: # what stands on a car's body
     high, back = d('cabin height', .12, .2), d('cabin place', -.3, 0.)*L
     if style == 'beetle': return [shape('cabin', 'ellipsoid', (L*d('cabin', .5, .68), W*.88, high*2.), (.5*back, 0, deck))]
@@ -572,17 +580,17 @@ def _cabin(d:Dice, style:str, L:float, W:float, deck:float) -> list[Part]: # wha
     if d.unit('rack') < .25: parts += [shape(f'rack {i + 1}', 'box', (.02, W*.8, .02), (place + x*half, 0, deck + 2*high + .05)) for i, x in enumerate((-.5, .5))]
     return parts
 
-# %% ../nbs/10_toys.ipynb #00000059
+# %% ../nbs/10_toys.ipynb #0000005c
 def reach(
     toy:Toy # k parts
 ) -> Tensor: # [k, 3]: how far each part reaches from its centre along x, y and z
     "Half-sizes of the upright boxes around the parts."
     A = toy.poses[:, :3, :3]*toy.sizes[:, None]
     a, b, c = (A[..., k]*A[..., k] for k in range(3))
-    of = dict(ellipsoid=(a + b + c).sqrt(), box=A[..., 0].abs() + A[..., 1].abs() + A[..., 2].abs(), cylinder=(a + b).sqrt() + A[..., 2].abs())
+    of = dict(ellipsoid=root(a + b + c), box=A[..., 0].abs() + A[..., 1].abs() + A[..., 2].abs(), cylinder=root(a + b) + A[..., 2].abs())
     return torch.stack([of[kind][i] for i, kind in enumerate(toy.kinds)])
 
-# %% ../nbs/10_toys.ipynb #0000005b
+# %% ../nbs/10_toys.ipynb #0000005e
 builders = dict(zip(categories, (animal, human, airplane, truck, car)))
 
 def build_toy(
@@ -602,11 +610,11 @@ def build_toy(
     poses = toy.poses.clone()
     poses[:, :3, 3] -= (low + high)/2
     far = poses[:, :3, 3].abs() + far
-    scale = d('scale', .92, 1.08)/(far[:, 0]*far[:, 0] + far[:, 1]*far[:, 1] + far[:, 2]*far[:, 2]).sqrt().max()
+    scale = d('scale', .92, 1.08)/root(far[:, 0]*far[:, 0] + far[:, 1]*far[:, 1] + far[:, 2]*far[:, 2]).max()
     poses[:, :3, 3] *= scale
     return toy._replace(poses=poses, sizes=toy.sizes*scale)
 
-# %% ../nbs/10_toys.ipynb #0000005c
+# %% ../nbs/10_toys.ipynb #0000005f
 def ground_of(
     toy:Toy # a toy
 ) -> float: # height of the ground it stands on
@@ -623,7 +631,7 @@ def object_pose(
     off = [d(axis, -1, 1)*world.jitter for axis in 'xya']
     return compose(turn('z', azimuth), shift(off[0], off[1]), turn('z', 100*off[2]))
 
-# %% ../nbs/10_toys.ipynb #0000005e
+# %% ../nbs/10_toys.ipynb #00000061
 def draw(
     category:int|str, instance:int, # which toy
     rows:Tensor, # [n, 3], long: codes of elevation, azimuth (0 to 34, even) and lighting
@@ -649,7 +657,7 @@ def draw(
         out[at] = render(toy, objects, [30 + 5*(v % 9) for v in now.tolist()], pairs, size, ground, world, grain, starts[at])
     return out
 
-# %% ../nbs/10_toys.ipynb #00000064
+# %% ../nbs/10_toys.ipynb #00000067
 columns = ('category', 'instance', 'elevation', 'azimuth', 'lighting')
 
 def plan(
@@ -673,7 +681,7 @@ def plan(
         raise ValueError(f"subset: number of pairs must be between 1 and {len(rows):,}, got {pairs!r}")
     return rows[_spread(rows, pairs, f'{split}/{seed}')]
 
-# %% ../nbs/10_toys.ipynb #00000065
+# %% ../nbs/10_toys.ipynb #00000068
 def _spread(rows:Tensor, pairs:int, key:str) -> Tensor: # indices of a draw, the toys taking turns
     chance = [hashlib.blake2b(f"{key}/{'/'.join(map(str, row))}".encode(), digest_size=8).digest() for row in rows.tolist()]
     turns, order = {}, []
@@ -684,7 +692,7 @@ def _spread(rows:Tensor, pairs:int, key:str) -> Tensor: # indices of a draw, the
     first = sorted(range(len(order)), key=lambda n: (order[n][0], n))[:pairs]
     return torch.tensor(sorted(order[n][1] for n in first))
 
-# %% ../nbs/10_toys.ipynb #00000068
+# %% ../nbs/10_toys.ipynb #0000006b
 version = 1                     # of the world: another number for any change that changes a byte
 
 def cache_of(
@@ -701,12 +709,12 @@ def cache_of(
 def _pgm(size:int) -> bytes: return f'P5\n{size} {size}\n255\n'.encode()
 
 def _put(path:Path, chunks): # write, then rename: there is the whole file or none
-    mine = path.with_name(f'{path.name}.{os.getpid()}')
+    mine = path.with_name(f'{path.name}.{os.getpid()}.{threading.get_ident()}')
     with open(mine, 'wb') as f:
         for chunk in chunks: f.write(chunk)
     os.replace(mine, path)
 
-# %% ../nbs/10_toys.ipynb #00000069
+# %% ../nbs/10_toys.ipynb #0000006c
 def _part(path:Path, sign:bytes) -> bytes|None: # a toy's pictures, or None if they are not there, or not whole, or of something else
     try: raw = path.read_bytes()
     except FileNotFoundError: return None
@@ -720,7 +728,7 @@ def _draw_part(path:Path, rows:Tensor, size:int, seed:int, world:World, grain:Te
     _put(path, (hashlib.sha256(sign + raw).digest(), raw))
     return len(rows)
 
-# %% ../nbs/10_toys.ipynb #0000006a
+# %% ../nbs/10_toys.ipynb #0000006d
 def _fill(folder:Path, made:dict, rows:Tensor, world:World, workers:int|None, progress:bool): # draw what is missing, then join
     folder.mkdir(parents=True, exist_ok=True)
     size, seed, sign = made['size'], made['seed'], json.dumps(made).encode()
@@ -735,9 +743,11 @@ def _fill(folder:Path, made:dict, rows:Tensor, world:World, workers:int|None, pr
         for done in as_completed([pool.submit(_draw_part, paths[n], toys[n], size, seed, world, grain, sign) for n in todo]): bar.update(done.result())
     finally:
         pool.shutdown(cancel_futures=True); torch.set_num_threads(threads); bar.close()
-    _join(folder, made, paths, sign)
+    try: _join(folder, made, paths, sign)
+    except ValueError:
+        if not (folder/'info.json').exists(): raise                        # else another process was first, with the same bytes
 
-# %% ../nbs/10_toys.ipynb #0000006b
+# %% ../nbs/10_toys.ipynb #0000006e
 def _join(folder:Path, made:dict, paths:list[Path], sign:bytes): # one file from the toys' files: left pictures, then right ones
     digest = hashlib.sha256()
     def halves():
@@ -750,7 +760,8 @@ def _join(folder:Path, made:dict, paths:list[Path], sign:bytes): # one file from
                 yield half
     _put(folder/'pictures', halves())
     _put(folder/'info.json', (json.dumps(dict(made, sha256=digest.hexdigest()), indent=1).encode(),))
-    for path in paths: path.unlink(missing_ok=True)
+    for path in folder.glob('*'):                                          # the toys' files, and what killed runs left behind
+        if path in paths or '.' in path.name and path.suffix != '.json' and path.stat().st_mtime < time.time() - 3600: path.unlink(missing_ok=True)
 
 def _check(folder:Path, made:dict): # the cache is whole, and of what was asked
     hint = f"remove the folder '{folder}' to draw it anew"
@@ -764,7 +775,7 @@ def _check(folder:Path, made:dict): # the cache is whole, and of what was asked
     with open(path, 'rb') as f: digest = hashlib.file_digest(f, 'sha256') if hasattr(hashlib, 'file_digest') else hashlib.sha256(f.read())
     if digest.hexdigest() != info.get('sha256'): raise ValueError(f"pictures: expected SHA-256 {info.get('sha256')}, got {digest.hexdigest()}; {hint}")
 
-# %% ../nbs/10_toys.ipynb #0000006c
+# %% ../nbs/10_toys.ipynb #0000006f
 def _find(split:str, size:int, subset, seed:int, world:World, cache, workers, progress) -> tuple[Path, dict, Tensor]: # folder, its info, rows
     if isinstance(size, bool) or not isinstance(size, int) or not 16 <= size <= 256: raise ValueError(f"size must be a whole number from 16 to 256, got {size!r}")
     if not isinstance(world.samples, int) or world.samples < 1: raise ValueError(f"samples must be a whole number, at least 1, got {world.samples!r}")
@@ -776,7 +787,7 @@ def _find(split:str, size:int, subset, seed:int, world:World, cache, workers, pr
     _check(folder, made)
     return folder, made, rows
 
-# %% ../nbs/10_toys.ipynb #0000006e
+# %% ../nbs/10_toys.ipynb #00000071
 class ToysTensors(NamedTuple):
     "A split, ready for training."
     images:Tensor # [n, 2, size, size], uint8, memory-mapped: left, right
@@ -793,7 +804,7 @@ def _poses(rows:Tensor, seed:int, world:World) -> tuple[Tensor, Tensor]: # view 
     where, back = rows[:, [0, 1, 3]].unique(dim=0, return_inverse=True)
     return views[rows[:, 2]], torch.stack([object_pose(c, i, 10*a, seed, world) for c, i, a in where.tolist()]).float()[back]
 
-# %% ../nbs/10_toys.ipynb #0000006f
+# %% ../nbs/10_toys.ipynb #00000072
 def toys_tensors(
     split:str, # 'train' or 'test'
     size:int=96, subset:int|dict|None=None, seed:int=0, world:World=World(), # as for load_toys
@@ -806,7 +817,7 @@ def toys_tensors(
     images = raw.view(2, n, head + size**2)[:, :, head:].unflatten(2, (size, size)).transpose(0, 1)
     return ToysTensors(images, *rows.T.contiguous(), *_poses(rows, seed, world))
 
-# %% ../nbs/10_toys.ipynb #00000071
+# %% ../nbs/10_toys.ipynb #00000074
 def load_toys(
     size:int=96, # pixels per side, 16 to 256
     split:str|None=None, # 'train' or 'test'; None: both
@@ -833,7 +844,7 @@ def load_toys(
     return datasets.Dataset(datasets.table.InMemoryTable(table), info=datasets.DatasetInfo(features=features),
                             split=datasets.NamedSplit(split), fingerprint=folder.name[-12:])
 
-# %% ../nbs/10_toys.ipynb #00000072
+# %% ../nbs/10_toys.ipynb #00000075
 def _images(path:Path, n:int, size:int) -> list: # two Arrow columns of PGM bytes on the memory-mapped file
     pa = need('pyarrow')
     raw, each = pa.memory_map(str(path)).read_buffer(), len(_pgm(size)) + size**2
