@@ -482,7 +482,7 @@ def airplane(d:Dice) -> Part:
     for s, side in ((1, 'left'), (-1, 'right')):
         for level in ((-.8*r, 2.1*r) if double else (height,)):
             angle = 0 if double else sweep
-            wing = shape(f'{side} wing', 'box', (chord, span/2, .028), (0, s*span/2, 0))
+            wing = shape(f"{side} {'upper ' if level == 2.1*r else ''}wing", 'box', (chord, span/2, .028), (0, s*span/2, 0))
             hung = _engines(d, span, chord, r, s, side) if level != 2.1*r else []
             parts.append(group(f'{side} wing root', wing, *hung, at=(at, 0, level), turns=[('z', s*angle), ('x', s*dihedral)]))
         if double: parts.append(shape(f'{side} strut', 'cylinder', (.025, .025, 1.45*r), (at, .6*s*span, .65*r)))
