@@ -4,7 +4,9 @@
 
 # %% ../nbs/20_vision.ipynb #00000002
 from __future__ import annotations
-from typing import NamedTuple
+import copy, io, re, statistics, time
+from pathlib import Path
+from typing import Callable, NamedTuple
 import torch, torch.nn.functional as F
 from torch import nn, Tensor
 from einops import rearrange
@@ -14,7 +16,8 @@ import capsnb.moments                       # the fast plans of `Routing`
 
 # %% auto #0
 __all__ = ['stack_coordinates', 'normed_conv', 'ConvTrunk', 'CapsuleHeads', 'Scores', 'answer', 'trace_credit', 'DStepNet',
-           'credit_maps', 'PlainCNN', 'n_params', 'rival_of']
+           'credit_maps', 'norb_trunk', 'SmallNORBNet', 'published_name', 'read_published', 'load_published',
+           'PlainCNN', 'n_params', 'rival_of', 'BaselineCNN', 'timed_step', 'step_shares']
 
 # %% ../nbs/20_vision.ipynb #00000005
 def stack_coordinates(
@@ -22,6 +25,7 @@ def stack_coordinates(
 ) -> Tensor: # [b, channels + 2, m, n]: the image, then the row's and the column's place in [-1, 1]
     "Stack a vertical and a horizontal coordinate on the channels of an image (Heinsen 2019, fig. 3b)."
     if images.ndim != 4: raise ValueError(f"expected images [b, channels, m, n], got shape {tuple(images.shape)}")
+    if not images.is_floating_point(): raise ValueError(f"expected images of a floating dtype (divide bytes by 255), got {images.dtype}")
     b, _, m, n = images.shape
     rows, cols = (torch.linspace(-1, 1, k, dtype=images.dtype, device=images.device) for k in (m, n))
     grid = torch.stack(torch.meshgrid(rows, cols, indexing='ij')).expand(b, 2, m, n)
@@ -52,10 +56,13 @@ class ConvTrunk(nn.Module):
         super().__init__()
         if len(channels) != len(strides) or not channels:
             raise ValueError(f"expected as many strides as channels (at least 1), got {len(channels)} channels and {len(strides)} strides")
-        widths = [in_channels + 2, *channels]
+        self.in_channels, self.least, widths = in_channels, 1, [in_channels + 2, *channels]
+        for s in reversed(strides): self.least = max(1, (self.least - 1)*s + 3 - 2*padding)   # side of the smallest image
         self.stages = nn.ModuleList(normed_conv(p, q, 3, s, padding) for p, q, s in zip(widths, channels, strides))
 
     def forward(self, images:Tensor) -> Tensor: # [b, in_channels, m, n] -> [b, channels[-1], m', n']
+        if images.ndim != 4 or images.shape[1] != self.in_channels or min(images.shape[2:]) < self.least:
+            raise ValueError(f"expected images [b, {self.in_channels}, m, n], m and n at least {self.least}, got shape {tuple(images.shape)}")
         x = stack_coordinates(images)
         for stage in self.stages: x = F.silu(stage(x))
         return x
@@ -159,6 +166,71 @@ def credit_maps(
     return rearrange(trace_credit(D1, D2), 'b (t m n) k -> t b k m n', m=x.shape[-2], n=x.shape[-1]).sum(0)
 
 # %% ../nbs/20_vision.ipynb #0000001f
+def norb_trunk(
+    channels:int=64, # of every convolution
+    in_channels:int=2 # 2: a stereo pair
+) -> dict: # arguments that `DStepNet`, `PlainCNN` and `rival_of` share
+    "The trunk of Heinsen (2019), fig. 3c: six convolutions, strides 1, 2, 1, 2, 1, 2, no padding."
+    return dict(in_channels=in_channels, channels=(channels,)*6, strides=(1, 2)*3, padding=0)
+
+# %% ../nbs/20_vision.ipynb #00000020
+class SmallNORBNet(DStepNet, library_name='capsnb', tags=['capsules', 'routing', 'smallnorb']):
+    "The network of Heinsen (2019), fig. 3, for pairs of images of any size from 29x29 up; 271,688 parameters."
+    def __init__(self,
+        n_classes:int=5, n_parts:int=64, channels:int=64, # classes; part types, and capsules between the routing layers; of the convolutions
+        in_channels:int=2, # 2: a stereo pair
+        n_iters:int=3, eps:float|str|None=None, init:str='auto' # of `Routing`; eps=None: its default, 'paper': the author's
+    ):
+        super().__init__(n_classes, n_types=n_parts, n_parts=n_parts, n_iters=n_iters, eps=eps, init=init, **norb_trunk(channels, in_channels))
+
+    @classmethod
+    def from_published(cls,
+        path:str|Path, # of the state dict, e.g. smallNORB_pretrained_model_state_dict.pt
+        n_classes:int=5, n_parts:int=64, channels:int=64 # of the network in it
+    ) -> SmallNORBNet: # in evaluation mode, with the author's floor (eps='paper')
+        "The network with the author's weights; `ValueError` lists missing, extra and misshapen entries."
+        net = cls(n_classes, n_parts, channels, eps='paper')
+        return load_published(net, read_published(path), published_name).eval()
+
+# %% ../nbs/20_vision.ipynb #00000023
+def published_name(
+    name:str # of an entry of our state dict
+) -> str: # of the same entry in the author's
+    "`trunk.stages.2.1.bias` is the author's `convolve.7.bias`; `heads.compute_a.0.bias` is `compute_a.0.bias`."
+    m = re.match(r'trunk\.stages\.(\d+)\.(\d)\.(.*)', name)
+    return f"convolve.{3*int(m[1]) + int(m[2])}.{m[3]}" if m else name.removeprefix('heads.')
+
+# %% ../nbs/20_vision.ipynb #00000025
+def read_published(
+    path:str|Path # of a file that torch.save has written
+) -> dict: # name -> tensor, on the CPU
+    "Read a state dict, running nothing that is in the file; `ValueError` for anything else in it."
+    content = io.BytesIO(Path(path).read_bytes())                      # OSError here: there is no such file
+    try: state = torch.load(content, map_location='cpu', weights_only=True)
+    except Exception as e: raise ValueError(f"expected a state dict in '{path}', got a file that cannot be read as one "
+                                            f"({type(e).__name__}: {(str(e).splitlines() or [''])[0][:100]})") from e
+    if not isinstance(state, dict) or not state or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items()):
+        raise ValueError(f"expected a dict of named tensors in '{path}', got {type(state).__name__}{' of other things' if isinstance(state, dict) else ''}")
+    bad = [k for k, v in state.items() if not v.isfinite().all()]
+    if bad: raise ValueError(f"expected finite numbers in '{path}', got NaN or inf in {', '.join(bad)}")
+    return state
+
+# %% ../nbs/20_vision.ipynb #00000026
+def load_published(
+    net:nn.Module, # gets the weights
+    state:dict, # name -> tensor, from `read_published`; the author's constants (CONST_...) are passed over
+    name_of:Callable # our name -> the author's
+) -> nn.Module: # the network
+    "Load a published state dict; `ValueError` lists missing, extra and misshapen entries, and then nothing is loaded."
+    ours, given = {name_of(k): v for k, v in net.state_dict().items()}, {k: v for k, v in state.items() if 'CONST_' not in k}
+    wrong = dict(missing=[k for k in ours if k not in given], extra=[k for k in given if k not in ours],
+                 misshapen=[f"{k} {tuple(given[k].shape)} instead of {tuple(v.shape)}" for k, v in ours.items() if k in given and given[k].shape != v.shape])
+    if any(wrong.values()):
+        raise ValueError(f"expected the weights of this {type(net).__name__}, got others; " + '; '.join(f"{k}: {', '.join(v)}" for k, v in wrong.items() if v))
+    net.load_state_dict({k: given[name_of(k)] for k in net.state_dict()})
+    return net
+
+# %% ../nbs/20_vision.ipynb #0000002c
 class PlainCNN(nn.Module, HubMixin, library_name='capsnb', tags=['cnn']):
     "The same trunk without capsules: one more convolution, the mean over places, a linear layer."
     def __init__(self,
@@ -171,9 +243,12 @@ class PlainCNN(nn.Module, HubMixin, library_name='capsnb', tags=['cnn']):
         self.classify = nn.Linear(n_hidden, n_classes)
 
     def forward(self, images:Tensor, labels:Tensor|None=None): # images [b, channels, m, n]; labels [b] or [b, n_classes]
-        return answer(Scores(self.classify(F.silu(self.hidden(self.trunk(images))).mean((-1, -2)))), labels)
+        return answer(Scores(self.classify(self.features(images))), labels)
 
-# %% ../nbs/20_vision.ipynb #00000020
+    def features(self, images:Tensor) -> Tensor: # [b, n_hidden]: what the linear layer reads
+        return F.silu(self.hidden(self.trunk(images))).mean((-1, -2))
+
+# %% ../nbs/20_vision.ipynb #0000002d
 def n_params(
     net:nn.Module # any network
 ) -> int: # trainable numbers in it
@@ -187,3 +262,62 @@ def rival_of(
     "A `PlainCNN` as large as another network."
     one, two = (n_params(PlainCNN(n_hidden=h, **kw)) for h in (1, 2))
     return PlainCNN(n_hidden=max(1, round((n - one)/(two - one)) + 1), **kw)   # each channel costs the same
+
+# %% ../nbs/20_vision.ipynb #00000032
+class BaselineCNN(nn.Module, HubMixin, library_name='capsnb', tags=['cnn']):
+    "The baseline of Hinton et al. (2018), section 5: two convolutions with pooling, 1024 hidden units; for one size of images."
+    def __init__(self,
+        n_classes:int=5, in_channels:int=2, # classes; channels of the image
+        size:int|tuple=32, # side of the image, or (m, n), at least 4
+        dropout:float=.5 # share of the hidden units that is left out in training
+    ):
+        super().__init__()
+        self.in_channels, self.size = in_channels, (size, size) if isinstance(size, int) else tuple(size)
+        if len(self.size) != 2 or min(self.size) < 4: raise ValueError(f"expected a size (m, n), both at least 4, got {size}")
+        widths = (in_channels, 32, 64)
+        self.convs = nn.Sequential(*[layer for p, q in zip(widths, widths[1:])
+                                     for layer in (nn.Conv2d(p, q, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2))])
+        self.hidden, self.dropout = nn.Linear(64*(self.size[0]//4)*(self.size[1]//4), 1024), nn.Dropout(dropout)
+        self.classify = nn.Linear(1024, n_classes)
+
+    def forward(self, images:Tensor, labels:Tensor|None=None): # images [b, channels, m, n]; labels [b] or [b, n_classes]
+        return answer(Scores(self.classify(self.dropout(self.features(images)))), labels)
+
+    def features(self, images:Tensor) -> Tensor: # [b, 1024]: what the last layer reads
+        if images.shape[1:] != (self.in_channels, *self.size):
+            raise ValueError(f"expected images [b, {self.in_channels}, {self.size[0]}, {self.size[1]}], got shape {tuple(images.shape)}")
+        return F.relu(self.hidden(self.convs(images).flatten(1)))
+
+# %% ../nbs/20_vision.ipynb #0000003b
+def timed_step(
+    net:DStepNet, # in training mode
+    deal:Callable # () -> images, labels
+) -> dict: # seconds for 'data', 'convolutions' (trunk and heads) and 'routing' (with the loss), forward and backward; gradients stay in `net`
+    "One training step, without the optimizer's, cut where routing begins."
+    def now():
+        if torch.cuda.is_available(): torch.cuda.synchronize()
+        return time.perf_counter()
+    clock = [now()]
+    images, labels = deal(); clock.append(now())
+    caps = net.heads(net.trunk(images)); clock.append(now())
+    cut = out = [x.detach().requires_grad_() for x in caps]
+    for routing in net.routings: out = routing(out[0], out[1])
+    answer(out, labels)['loss'].backward(); clock.append(now())
+    torch.autograd.backward(caps, [x.grad for x in cut]); clock.append(now())
+    d = [t - s for s, t in zip(clock, clock[1:])]
+    return dict(data=d[0], convolutions=d[1] + d[3], routing=d[2])
+
+# %% ../nbs/20_vision.ipynb #0000003c
+def step_shares(
+    net:DStepNet, # stays as it is: a copy of it is timed
+    deal:Callable, # () -> images, labels: one batch
+    rounds:int=5, # steps that count
+    warmup:int=1 # steps before them that do not
+) -> dict: # median seconds of each part, their sum 'step', and each part's share of it under 'shares'
+    "What share of a training step the data, the convolutions and the routing take."
+    net, times = copy.deepcopy(net).train(), []
+    for _ in range(warmup + rounds):
+        net.zero_grad(); times.append(timed_step(net, deal))
+    parts = {k: statistics.median(t[k] for t in times[warmup:]) for k in times[0]}
+    total = sum(parts.values())
+    return dict(parts, step=total, shares={k: v/total for k, v in parts.items()})
