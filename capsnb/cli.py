@@ -4,7 +4,7 @@
 
 # %% ../nbs/50_cli.ipynb #00000003
 from __future__ import annotations
-import shlex, sys
+import json, shlex, sys
 from pathlib import Path
 import torch
 from torch import nn, Tensor
@@ -12,13 +12,15 @@ from . import __version__
 from .core import need, pick_device, plot_style, palette, run_record, seed_everything
 from .train import Deck, Stopped, check_recipe, check_room, checkpoint_bytes, clear_run, fit, load_digits_split, quiet_transformers, write_json
 from .vision import DStepNet, PlainCNN, n_params, rival_of
+import capsnb.objects as objects
+from .poses import class_pose, mds_path, plot_paths, poses_of, viewpoint_grid
 from .sentiment import eval_sst, load_run, train_sst
 from .text import explain
 
 # %% auto #0
 __all__ = ['trunk', 'recipe', 'titles', 'contestants', 'table', 'picked', 'draw_map', 'draw_scores', 'draw_column', 'picture',
-           'demo', 'how_to_resume', 'plainly', 'make_app', 'main', 'add_demo', 'again', 'add_train', 'add_eval',
-           'add_explain']
+           'demo', 'how_to_resume', 'plainly', 'make_app', 'main', 'add_demo', 'pose_picture', 'add_objects', 'again',
+           'add_train', 'add_eval', 'add_explain']
 
 # %% ../nbs/50_cli.ipynb #00000006
 trunk = dict(channels=(32, 32, 64, 64), strides=(1, 2, 1, 1))                                                         # of both networks
@@ -207,6 +209,50 @@ def add_demo(
         results = plainly(lambda: demo(seed, out, resume, epochs, device, progress), how_to_resume(seed, out, epochs, device))
         print(f"\n{table(results)}\n\nlook at {out/'picture.png'}; weights: DStepNet.from_pretrained('{out/'dstep'}')")
 
+# %% ../nbs/50_cli.ipynb #ea8a4c84
+@torch.no_grad()
+def pose_picture(
+    net, data:str, size:int, # with class capsules; 'toys' or 'smallnorb'; pixels
+    path:Path, **kw # where to save it; of `open_objects`
+):
+    "How the class capsule's four pose vectors move as a toy nobody trained on turns: one toy of each category (Heinsen 2019, figure 4)."
+    turn = dict(instance=(0,), elevation=(3,), lighting=(0,))
+    x = objects.open_objects(data, 'test', size, {k: turn[k] for k in ('elevation', 'lighting')} if data == 'toys' else None, **kw)
+    keep = torch.stack([torch.isin(x[k], torch.tensor(v)) for k, v in turn.items()]).all(0)
+    x = {k: v[keep] for k, v in x.items()}
+    grid = viewpoint_grid(class_pose(poses_of(net, x['images']), x['category']), x, 'azimuth', dict(elevation=3, lighting=0))
+    fig = plot_paths({objects.categories[int(c)]: mds_path(p) for p, (c, _) in zip(grid.x, grid.toys)})
+    fig.suptitle('Pose vectors of the class capsule while a toy turns once around (multidimensional scaling)', fontsize=9); fig.savefig(path, dpi=120)
+
+def add_objects(
+    group, typer, data:str # the group of `capsnb train`, the module, 'toys' or 'smallnorb'
+):
+    "Add `capsnb train toys` or `capsnb train smallnorb`."
+    Option, toys = typer.Option, data == 'toys'
+    @group.command(data, help=f"""Train on {'toys that the library draws itself' if toys else 'smallNORB'} (Heinsen 2019, section 4).
+
+    Keeps the epoch that validates best on instances held back, tests it once, and draws how poses move. Ctrl-C leaves a checkpoint and says how to go on.""")
+    def command(
+        net:str=Option('dstep', help="'dstep': the paper's network; 'cnn': a CNN as large; 'baseline': the baseline CNN of Hinton et al. (2018)."),
+        size:int=Option(96, min=29, help='Pixels per side (smallNORB has 96).'),
+        pairs:int=Option(None, min=10, help='Toys: only so many pairs of each split; all 24,300 if not given.', show_default=False),
+        epochs:int=Option(None, min=1, help='Times through the training data; 50 if not given.', show_default=False),
+        seed:int=Option(0, min=0, max=2**32 - 1, help='Seed of the weights, the order of the data, shifts and mixup.'),
+        out:Path=Option(f'runs/{data}', help='Folder for metrics.json, task.json, poses.png and the network; made if missing.'),
+        folder:Path=Option(None, '--data', help='smallNORB: folder of its six files; else CAPSNB_DATA, or a download.', show_default=False),
+        cache:Path=Option(None, help="Toys: folder for drawn pictures; else the user's cache.", show_default=False),
+        as_published:bool=Option(False, '--as-published', help="All of the paper's settings: learning rate, floor of the variances, start of beta."),
+        any_files:bool=Option(False, '--any-files', help="smallNORB: the files need not be the official ones, only in their format."),
+        resume:bool=Option(False, '--resume', help='Go on where an interrupted run in this folder stopped.'),
+        device:str=Option(None, help="'cpu', 'cuda' or 'mps'; the best there is if not given.", show_default=False),
+        progress:bool=Option(True, help='Draw progress bars.')):
+        how = again(f'capsnb train {data}', net=net, size=size, pairs=pairs, epochs=epochs, seed=seed, out=out, data=folder, cache=cache,
+                    as_published=as_published, any_files=any_files, device=device)
+        m = plainly(lambda: objects.train_objects(data, net, out, size, pairs, folder, not any_files, cache, epochs, seed, as_published, device, resume, progress, how), how)
+        if net == 'dstep': plainly(lambda: pose_picture(objects.load_objects_run(out, device)[0], data, size, out/'poses.png', folder=folder, official=not any_files, cache=cache, progress=progress), how)
+        print(f"{data}, {net}, {m['n_params']:,} parameters, best of {m['epochs']} epochs: {m['best_epoch']}; validation {m['valid_accuracy']:.1%}, test {m['test_accuracy']:.1%}; "
+              f"{m['seconds']/m['epochs']:.1f} s per epoch; the network is in {out}{', look at ' + str(out/'poses.png') if net == 'dstep' else ''}")
+
 # %% ../nbs/50_cli.ipynb #b10c5f12
 def again(
     command:str, **options # words of the command; options as they were given, None and False: left out
@@ -218,12 +264,13 @@ def again(
 def add_train(
     app, typer # the Typer application, the module
 ):
-    "Add `capsnb train sst` to the application."
+    "Add `capsnb train` to the application."
     Option = typer.Option
     group = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help='Train a network on a data set; one sub-command for each.')
     app.add_typer(group, name='train')
     @group.callback()
     def top(): pass
+    for data in ('toys', 'smallnorb'): add_objects(group, typer, data)
     @group.command('sst')
     def command(
         task:str=Option('sst5', help="'sst5': five labels; 'sst2': negative or positive, neutral ones left out."),
@@ -263,12 +310,16 @@ def add_eval(
         run:Path=typer.Argument(help='Folder of a finished run.'),
         split:str=Option('test', help="'train', 'validation' or 'test'."),
         encoder:str=Option(None, help='Where the transformer lies now; where it lay in training if not given.', show_default=False),
-        data:Path=Option(None, help='Folder of the treebank, as for train.', show_default=False),
-        cache:Path=Option(None, help="Folder for hidden states; else the user's cache.", show_default=False),
+        data:Path=Option(None, help='Folder of the data, as for train.', show_default=False),
+        cache:Path=Option(None, help="Folder for hidden states or drawn toys; else the user's cache.", show_default=False),
         on_the_fly:bool=Option(False, '--on-the-fly', help='Run the transformer instead of keeping hidden states.'),
         device:str=Option(None, help="'cpu', 'cuda' or 'mps'; the best there is if not given.", show_default=False)):
         """Accuracy of a finished run, and what it takes for what."""
-        e = plainly(lambda: eval_sst(run, split, encoder, data, False if on_the_fly else cache, device), 'the same command')
+        def work():
+            if not (run/'task.json').is_file(): raise ValueError(f"'{run}' holds no finished run (no task.json): train one with capsnb train")
+            if 'kind' in json.loads((run/'task.json').read_text()): return objects.eval_objects(run, split, data, cache, device)
+            return eval_sst(run, split, encoder, data, False if on_the_fly else cache, device)
+        e = plainly(work, 'the same command')
         width = max(map(len, e['names']))
         print(f"{e['split']}: {e['accuracy']:.1%} of {e['n']:,}\n\n{'label':{width}}  read as " + ' '.join(f'{n:>{width}}' for n in e['names']))
         for name, row in zip(e['names'], e['confusion']): print(f"{name:{width}}          " + ' '.join(f'{k:{width},}' for k in row))

@@ -13,13 +13,13 @@ from .core import need, palette, plot_style
 from .dstep import Routing
 import capsnb.moments                       # the fast plans of `Routing`
 from .embed import FrozenEncoder, fingerprint, hidden_states, known_ids, tokenize
-from .vision import HubMixin, answer, trace_credit
+from .vision import HubMixin, answer, load_published, read_published, trace_credit
 
 # %% auto #0
 __all__ = ['mask_scores', 'layer_maps', 'read_layers', 'into_rows', 'blend', 'by_length', 'detect_parts', 'SSTNet', 'check_text',
-           'measure_scale', 'published_state', 'sst_from_published', 'Credit', 'credit', 'leaning', 'words_of',
-           'coloured', 'Explanation', 'explain', 'RoutingClassifier', 'classifier_from_encoder', 'save_classifier',
-           'load_classifier', 'layer_profile']
+           'measure_scale', 'sst_from_published', 'Credit', 'credit', 'leaning', 'words_of', 'coloured', 'Explanation',
+           'explain', 'RoutingClassifier', 'classifier_from_encoder', 'save_classifier', 'load_classifier',
+           'layer_profile']
 
 # %% ../nbs/21_text.ipynb #00000007
 def mask_scores(
@@ -161,31 +161,18 @@ def measure_scale(
     return net
 
 # %% ../nbs/21_text.ipynb #0000001f
-def published_state(
-    path:str|Path, # a state dict saved by torch.save
-    keys:set # that it must have
-) -> dict: # name -> tensor
-    "Read published weights (nothing in the file is executed); `ValueError` names missing and extra keys."
-    try: state = torch.load(path, map_location='cpu', weights_only=True)
-    except FileNotFoundError: raise
-    except Exception as e: raise ValueError(f"'{path}' is no state dict that can be read safely: {str(e).splitlines()[0]}") from e
-    if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()): raise ValueError(f"expected a dict of tensors in '{path}', got {type(state).__name__}")
-    state = {k: v for k, v in state.items() if '.CONST_' not in k}        # the author's constants
-    missing, extra = sorted(keys - set(state)), sorted(set(state) - keys)
-    if missing or extra: raise ValueError(f"'{path}' does not fit the network: missing {missing or 'nothing'}, extra {extra or 'nothing'}")
-    return state
-
 def sst_from_published(
     path:str|Path # of the state dict
-) -> SSTNet: # in evaluation mode
-    "The paper's network for text with its published weights."
-    keys = {k for k in SSTNet(2, 2, d_feat=2, n_parts=2).state_dict() if not k.startswith('emb_')}
-    state = published_state(path, keys)
-    (l, m), (d, _), W1, W2 = state['depth_emb'].shape, state['detect_parts.0.weight'].shape, state['routings.0.W'], state['routings.1.W']
-    net = SSTNet(l, m, n_classes=W2.shape[1], d_feat=d, d_cap=W1.shape[3], n_parts=W1.shape[1], eps='paper', init='paper')
-    try: net.load_state_dict(state, strict=False)
-    except RuntimeError as e: raise ValueError(f"the shapes in '{path}' do not fit together: {str(e).splitlines()[1].strip()}") from e
-    return net.eval()
+) -> SSTNet: # in evaluation mode, with the author's floor (eps='paper')
+    "The network for text with the author's weights; `ValueError` lists missing, extra and misshapen entries."
+    state = read_published(path)
+    shapes = {k: v.shape for k, v in state.items() if k in ('depth_emb', 'detect_parts.0.weight', 'routings.0.W', 'routings.1.W')}
+    if len(shapes) < 4 or any(len(v) != n for v, n in zip((shapes[k] for k in sorted(shapes)), (2, 2, 4, 4))):
+        raise ValueError(f"expected the weights of a network for text in '{path}', got {sorted(state)[:6]}...")
+    (l, m), d, W1, K = shapes['depth_emb'], shapes['detect_parts.0.weight'][0], shapes['routings.0.W'], shapes['routings.1.W'][1]
+    net = SSTNet(l, m, K, d_feat=d, d_cap=W1[3], n_parts=W1[1], eps='paper', init='paper')
+    scale = {k: v for k, v in net.state_dict().items() if k.startswith('emb_')}      # ours: nothing measured
+    return load_published(net, state | scale, str).eval()
 
 SSTNet.from_published = staticmethod(sst_from_published)
 

@@ -39,8 +39,9 @@ def test_published_weights_give_the_published_outputs(tmp_path):
     for name in ('a', 'mu', 'sig2'): assert_close(getattr(out, name), golden[name], atol=1e-4, rtol=1e-4)
 
 @pytest.mark.parametrize('change, what', [
-    (lambda s: s.pop('routings.1.W'), "missing ['routings.1.W'], extra nothing"), (lambda s: s.update(more=torch.ones(1)), "extra ['more']"),
-    (lambda s: s.update({'routings.0.B': torch.ones(1, 2, 1, 2)}), 'routings.0.B')])
+    (lambda s: s.pop('routings.1.W'), "expected the weights of a network for text"), (lambda s: s.pop('routings.1.B'), "missing: routings.1.B"),
+    (lambda s: s.update(more=torch.ones(1)), "extra: more"), (lambda s: s.update({'routings.0.B': torch.ones(1, 2, 1, 2)}), 'misshapen: routings.0.B (1, 2, 1, 2) instead of'),
+    (lambda s: s.update({'routings.0.W': torch.ones(2)}), "expected the weights of a network for text")])
 def test_a_state_dict_that_does_not_fit_is_refused(tmp_path, change, what):
     state = dict(golden['state']); change(state); torch.save(state, tmp_path/'w.pt')
     with pytest.raises(ValueError) as e: SSTNet.from_published(tmp_path/'w.pt')
@@ -48,7 +49,7 @@ def test_a_state_dict_that_does_not_fit_is_refused(tmp_path, change, what):
 
 def test_files_that_are_no_state_dict_are_refused(tmp_path):
     (tmp_path/'junk.pt').write_bytes(b'junk'); torch.save([1, 2], tmp_path/'list.pt'); torch.save(SSTNet(2, 4), tmp_path/'module.pt')
-    for name, what in (('junk', 'no state dict'), ('list', 'expected a dict of tensors'), ('module', 'no state dict')):
+    for name, what in (('junk', 'cannot be read'), ('list', 'expected a dict of named tensors'), ('module', 'cannot be read')):
         with pytest.raises(ValueError, match=what): SSTNet.from_published(tmp_path/f'{name}.pt')
     with pytest.raises(FileNotFoundError): SSTNet.from_published(tmp_path/'none.pt')
 
