@@ -4,13 +4,14 @@
 
 # %% ../nbs/00_core.ipynb #00000002
 from __future__ import annotations
-import importlib, json, math, os, platform, random, subprocess, sys, time
+import functools, importlib, json, math, os, platform, random, subprocess, sys, time
 from pathlib import Path
 import torch
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['palette', 'seed_everything', 'pick_device', 'need', 'error_to', 'assert_as_exact', 'run_record', 'plot_style']
+__all__ = ['palette', 'seed_everything', 'pick_device', 'need', 'error_to', 'assert_as_exact', 'run_record', 'keep_freed_memory',
+           'plot_style']
 
 # %% ../nbs/00_core.ipynb #00000007
 def seed_everything(
@@ -89,6 +90,13 @@ def run_record(
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     return dict(command=' '.join([Path(sys.argv[0]).name, *sys.argv[1:]]), seed=seed, commit=commit or None, device=device,
                 python=platform.python_version(), torch=torch.__version__, date=time.strftime('%Y-%m-%d'), **extra)
+
+# %% ../nbs/00_core.ipynb #5dcb0c00
+@functools.cache
+def keep_freed_memory(
+) -> None:
+    "Let glibc keep freed blocks of up to 32 MB for the next tensor, once per process; no effect with another C library."
+    torch.empty(32*2**20 - 2**13, dtype=torch.uint8)                # asked for, not touched, freed
 
 # %% ../nbs/00_core.ipynb #00000018
 palette = ['#4477AA', '#EE6677', '#228833', '#CCBB44', '#66CCEE', '#AA3377', '#BBBBBB']   # Paul Tol's "bright"

@@ -8,6 +8,7 @@ import math
 from typing import Callable, NamedTuple
 import torch, torch.nn.functional as F
 from torch import Tensor, nn
+from .core import keep_freed_memory
 
 # %% auto #0
 __all__ = ['plans', 'votes', 'log_p', 'e_step', 'd_step', 'm_step', 'Floor', 'as_floor', 'sig2_floor', 'Routed', 'RoutedR',
@@ -282,6 +283,7 @@ def _statistics_dtype(*tensors):
 # %% ../nbs/04_dstep.ipynb #0000004d
 def _route(r, a_inp, mu_inp, j, need_R):
     "Cast to the dtype of the statistics, flatten the leading dimensions, run the plan, restore them."
+    if a_inp.device.type == 'cpu' and not torch.compiler.is_compiling(): keep_freed_memory()
     lead, dtype = a_inp.shape[:-1], _statistics_dtype(a_inp, mu_inp, r.W)
     a_inp = a_inp.to(dtype).reshape(math.prod(lead), a_inp.shape[-1])
     mu_inp = mu_inp.to(dtype).reshape(*a_inp.shape, *mu_inp.shape[-2:])

@@ -252,21 +252,44 @@ def _sweep_dots(pieces, lse, mu, weights, rows, cols):
 
 # %% ../nbs/05_moments.ipynb #00000024
 def _tile_backward(pieces, lse, mu, weights, dot, r, q, grads):
-    "Recompute a tile with autograd on, and add its gradients to `grads`."
-    (cut, part), j = _tile_of(pieces, lse, r, q), pieces[2].shape[-1]
-    leaves = [p.detach().requires_grad_() for p in cut]
-    with torch.enable_grad():
-        x, f, W, B, us, gs, *state = leaves
-        V = _tile_votes(x, W, B)
-        D, ga = _tile_shares(V, f, state, j, part), weights[-1][:, None, q]
-        value = (D*_tile_Q(V, mu, us, gs, weights, q)).sum() - (ga*gs*f[..., None]).sum()
-        if dot is not None:   # the part of the softmax that other tiles of outputs contribute
-            R = D.detach()/f.detach()[..., None].clamp_min(1e-30)
-            value = value - (dot[:, r, None]*R*_logits(V, state)).sum()
-    got = torch.autograd.grad(value, leaves, allow_unused=True)
+    "Add the gradients of a tile to `grads`."
+    (x, f, W, B, us, gs, *state), part = _tile_of(pieces, lse, r, q)
+    g1, g2, g0, ga = (w[..., q][:, None] for w in weights)
+    V = _tile_votes(x, W, B)
+    gap = V - mu[:, None, ..., q]; dV = torch.addcmul(g1, g2, gap)          # so far g1 + g2·gap
+    Q = (gap*dV).sum((2, 3)) + g0 + ga*(us + gs)
+    R, old, pull = _tile_pull(V, state, part, pieces[2].shape[-1])
+    D, worth = f[..., None]*R, (R*Q).sum(-1)
+    dV.addcmul_(g2, gap).mul_(D[:, :, None, None])
+    to_f, to_state = worth - (ga*gs).sum(-1), ()
+    if state:
+        dL = D*(Q - (worth if dot is None else dot[:, r]/f.clamp_min(1e-30))[..., None])
+        pull.mul_(2*dL[:, :, None, None]); dV.sub_(pull)
+        to_state = (dL.sum(1), pull.sum(1), -old.square_().mul_(dL[:, :, None, None]).sum(1))
+    to_x, to_W, to_B = _tile_votes_backward(dV, x, W, B)
+    by_input = (lambda t: t.sum(1, keepdim=True).sum(0)) if us.shape[0] == 1 else (lambda t: t.sum(0))
+    got = (to_x, to_f, to_W, to_B, by_input(D*ga), by_input((D - f[..., None])*ga), *to_state)
     places = [grads[0][:, r], grads[1][:, r], *(_cut(g, r, q) for g in grads[2:6]), *(g[..., q] for g in grads[6:])]
-    for place, g in zip(places, got):
-        if g is not None: place.add_(g)
+    for place, g in zip(places, got): place.add_(g)
+
+def _tile_pull(V, state, lse, j):
+    "R [n, i, j] of a tile, and what its logits' gradient needs: V - mu of the last iteration, and that times v. V is used up."
+    if not state: return V.new_full((), 1/j).expand(*V.shape[:2], V.shape[-1]), None, None
+    k, mu, v = state
+    old = V.sub_(mu[:, None]); pull = old*v[:, None]
+    L = k[:, None] - (old*pull).sum((2, 3))
+    return torch.softmax(L, -1) if lse is None else (L - lse[..., None]).exp(), old, pull
+
+def _tile_votes_backward(dV, x, W, B):
+    "Gradients of x, W and B from those of the votes: the transpose of `_tile_votes`."
+    (n, i, c, d), (h, j) = x.shape, W.shape[2:]
+    if W.shape[0] == 1:
+        to_B = dV.sum(1, dtype=_wide(dV[:0]).dtype).sum(0, keepdim=True)       # large terms that nearly cancel
+        flat, W = dV.reshape(-1, h*j), W[0].reshape(d, h*j)
+        return (flat@W.T).view(x.shape), (x.reshape(-1, d).T@flat).view(1, d, h, j), to_B
+    flat, W = dV.transpose(0, 1).reshape(i, n*c, h*j), W.reshape(i, d, h*j)
+    to_x = torch.bmm(flat, W.transpose(1, 2)).view(i, n, c, d).transpose(0, 1)
+    return to_x, torch.bmm(x.transpose(0, 1).reshape(i, n*c, d).transpose(1, 2), flat).view(i, d, h, j), dV.sum(0)
 
 # %% ../nbs/05_moments.ipynb #00000025
 _STREAM_TILE, _STREAM_COLS = 1 << 18, 1 << 14   # elements of a tile of votes, and of one of its rows

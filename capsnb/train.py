@@ -10,7 +10,7 @@ from pathlib import Path
 import torch, torch.nn.functional as F
 from torch import nn, Tensor
 from torch.optim.lr_scheduler import LRScheduler
-from .core import need, pick_device, run_record
+from .core import keep_freed_memory, need, pick_device, run_record
 
 # %% auto #0
 __all__ = ['top_momentum', 'load_digits_split', 'dice', 'shift_images', 'Deck', 'mixup', 'MixupCollator', 'cycle_height',
@@ -456,7 +456,7 @@ def fit_decks(
     **also # written down with the settings: a resumed run must share it
 ) -> dict: # as in metrics.json
     "What `fit` does, for data of any kind."
-    check_recipe(**recipe)
+    check_recipe(**recipe); keep_freed_memory()
     folder = check_room(out, 2*checkpoint_bytes(net))
     more = {k: v for k, v in recipe.items() if k not in ('epochs', 'batch_size', 'lr', 'warmup', 'momentum', 'shift', 'mixup', 'seed')}
     args = training_arguments(folder/'checkpoints', recipe['epochs'], recipe['batch_size'], recipe['seed'], device, **more)
