@@ -178,10 +178,10 @@ def _votes_back(V, terms, origin):
     g_x, g_W = torch.empty_like(x), torch.zeros_like(W)
     for t in V.tiles:
         g = ((V[t] - origin[t][..., None]).mul_(B[t]@U[t])).add_(A[t]@U[t])
-        g = g.unflatten(2, (x.shape[1], W.shape[2]))                                            # [q, j, c, h, s]
+        g = g.unflatten(2, (x.shape[1], W.shape[2])).transpose(1, 2).flatten(2, 3)              # [q, c, j·h, s]: sums over j·h in one go
         for e in range(len(W)):
-            g_x[t][:, :, e] = (g*W[e][:, None]).sum((1, 3))
-            g_W[e] += (g*x[t][:, None, :, None, e]).sum((0, 2))
+            g_x[t][:, :, e] = (g*W[e].flatten(0, 1)).sum(2)
+            g_W[e] += (g*x[t][:, :, e, None]).sum((0, 1)).view_as(W[e])
     return g_x, g_W
 
 # %% ../nbs/06_layers.ipynb #0000001a
