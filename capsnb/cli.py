@@ -336,7 +336,7 @@ def add_explain(
         encoder:str=Option(None, help='Where the transformer lies now; where it lay in training if not given.', show_default=False),
         html:Path=Option(None, help='File for the coloured words.', show_default=False),
         device:str=Option(None, help="'cpu', 'cuda' or 'mps'; the best there is if not given.", show_default=False)):
-        """Which words a sentiment owes its score to: a number for each word, positive against negative; their sum is the sentence's."""
+        """Which words a sentiment owes its score to, positive against negative: each word's credit, which adds up to the sentence's, and what is lost without the word."""
         def work():
             net, reader, note = load_run(run, encoder, device)
             e = explain(text, net, reader, note['names'])
@@ -344,5 +344,6 @@ def add_explain(
             return e
         e = plainly(work, 'the same command'); p = torch.tensor(e.a).softmax(0)
         print('  '.join(f'{n} {q:.0%}' for n, q in zip(e.names, p)) + '\n')
-        for word, v in e.words: print(f"{v:+8.3f}  {word}")
-        print(f"{e.leaning():+8.3f}  together")
+        print('  credit   lost without')
+        for (word, v), (_, lost) in zip(e.words, e.without): print(f"{v:+8.3f} {lost:+8.3f}  {word}")
+        print(f"{e.leaning():+8.3f}           together")

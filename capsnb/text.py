@@ -17,9 +17,9 @@ from .vision import HubMixin, answer, load_published, read_published, trace_cred
 
 # %% auto #0
 __all__ = ['mask_scores', 'layer_maps', 'read_layers', 'into_rows', 'blend', 'by_length', 'detect_parts', 'SSTNet', 'check_text',
-           'measure_scale', 'sst_from_published', 'Credit', 'credit', 'leaning', 'words_of', 'coloured', 'Explanation',
-           'explain', 'RoutingClassifier', 'classifier_from_encoder', 'save_classifier', 'load_classifier',
-           'layer_profile']
+           'measure_scale', 'sst_from_published', 'Credit', 'credit', 'leaning', 'words_of', 'without_each', 'coloured',
+           'Explanation', 'explain', 'RoutingClassifier', 'classifier_from_encoder', 'save_classifier',
+           'load_classifier', 'layer_profile']
 
 # %% ../nbs/21_text.ipynb #00000007
 def mask_scores(
@@ -204,19 +204,34 @@ def leaning(
     return torch.linspace(-1, 1, n_classes)
 
 def words_of(
-    pieces:list, # of str: a text's tokens as text; a new word starts with a blank
-    values:list # one number a token
-) -> list: # of (word, sum of its tokens' numbers)
-    "Join tokens to words: those that begin with a blank begin a word (as in GPT-2), or continue one with ## (as in BERT)."
+    pieces:list # of str: a text's tokens as text; a new word starts with a blank, or, as in BERT, goes on with ##
+) -> list: # of (word, numbers of its tokens)
+    "Join tokens to words."
     bert, out = not any(p[:1].isspace() for p in pieces[1:]), []
-    for piece, v in zip(pieces, values):
+    for k, piece in enumerate(pieces):
         new = not out or (not piece.startswith('##') if bert else piece[:1].isspace())
         text = piece.removeprefix('##') if bert else piece.strip()
-        if new: out.append([text, v])
-        else: out[-1][0] += text; out[-1][1] += v
-    return [tuple(w) for w in out]
+        if new: out.append((text, [k]))
+        else: out[-1] = (out[-1][0] + text, out[-1][1] + [k])
+    return out
 
-# %% ../nbs/21_text.ipynb #00000027
+# %% ../nbs/21_text.ipynb #00000028
+@torch.no_grad()
+def without_each(
+    net:SSTNet, # trained
+    mask:Tensor, embs:Tensor, # [1, n] and [1, n, l, m]: one text
+    groups:list # of lists of token numbers, such as a word's
+) -> Tensor: # [groups, k] what the class scores lose without a group; all of them, if nothing is left
+    "Take tokens away, one group after the other, and route again."
+    was = net.training
+    mask, x = net.eval().features(mask, embs); net.train(was)
+    left = mask.repeat(len(groups), 1)
+    for row, tokens in zip(left, groups): row[tokens] = 0
+    a = net.route(mask, x).a.repeat(len(groups), 1); some = left.any(1)
+    if some.any(): a[some] -= net.route(left[some], x.expand(int(some.sum()), -1, -1, -1)).a
+    return a
+
+# %% ../nbs/21_text.ipynb #0000002a
 def coloured(
     words:list, # of (word, number)
     limit:float|None=None # the number of the strongest colour; None: the largest there is
@@ -229,35 +244,44 @@ def coloured(
         return f'<span title="{v:+.3f}" style="background:rgba({rgb},{strength:.2f});color:{"#fff" if strength > .5 else "inherit"};padding:1px 3px;border-radius:3px">{html.escape(word)}</span>'
     return '<div style="line-height:1.9;font-size:15px">' + ' '.join(one(w, v) for w, v in words) + '</div>'
 
-# %% ../nbs/21_text.ipynb #0000002a
+# %% ../nbs/21_text.ipynb #0000002d
 class Explanation(NamedTuple):
     "A text, its class scores and where they come from; shows itself in a notebook."
     text: str # as given
     names: tuple # of the classes
     a: list # [k] scores
-    words: list # of (word, leaning); they sum to the text's leaning
+    words: list # of (word, leaning of its credit); they sum to the text's leaning
+    without: list # of (word, leaning that the text loses without it)
     layers: list # [l][k] credit of each layer; sums to a over layers
 
     def leaning(self) -> float: # of the text: positive against negative
         return sum(v for _, v in self.words)
 
+    def beyond(self) -> list: # of (word, leaning beyond an equal share of it)
+        return [(w, v - self.leaning()/len(self.words)) for w, v in self.words]
+
     def _repr_html_(self):
         p = torch.tensor(self.a).softmax(0)
-        return coloured(self.words) + f'<small>{html.escape(self.names[int(p.argmax())])} ({p.max():.0%}); leaning {self.leaning():+.2f}</small>'
+        row = lambda title, words: f'<tr><td style="text-align:left">{title}</td><td style="text-align:left">{coloured(words)}</td></tr>'
+        return (f'<b>{html.escape(self.names[int(p.argmax())])}</b> ({p.max():.0%}); leaning {self.leaning():+.2f}'
+                f'<table>{row("lost without it", self.without)}{row("credit beyond an equal share", self.beyond())}</table>')
 
 def explain(
     text:str, # a sentence
     net:SSTNet, encoder:FrozenEncoder, # trained, and what it was trained on
-    names:tuple|None=None # of the classes; None: numbers
+    names:tuple|None=None # of the classes, from the most negative to the most positive; None: numbers
 ) -> Explanation: # of the text
     "Which words and layers a class owes its score to; `ValueError` for an empty text."
     mask, embs = encoder([text]); device = net.depth_emb.device
     if embs.shape[2:] != net.depth_emb.shape: raise ValueError(f"the network reads hidden states [{', '.join(map(str, net.depth_emb.shape))}], the encoder '{encoder.name}' gives {list(embs.shape[2:])}")
-    c = credit(net, mask.float().to(device), embs.float().to(device)); shares = c.shares[0].double().cpu()
-    words = words_of(encoder.pieces(text), (shares.sum(1) @ leaning(c.a.shape[1]).double()).tolist())
-    return Explanation(text, tuple(names or map(str, range(c.a.shape[1]))), c.a[0].tolist(), words, shares.sum(0).tolist())
+    mask, embs = mask.float().to(device), embs.float().to(device)
+    c = credit(net, mask, embs); shares, w = c.shares[0].double().cpu(), leaning(c.a.shape[1]).double()
+    special = set(encoder.tokenizer.all_special_ids)                   # an end token is a word of its own
+    words, groups = zip(*words_of([f' {p}' if k in special else p for k, p in zip(encoder.tokens([text])[0], encoder.pieces(text))]))
+    earned, lost = [float(shares[g].sum((0, 1)) @ w) for g in groups], (without_each(net, mask, embs, groups).double().cpu() @ w).tolist()
+    return Explanation(text, tuple(names or map(str, range(len(w)))), c.a[0].tolist(), list(zip(words, earned)), list(zip(words, lost)), shares.sum(0).tolist())
 
-# %% ../nbs/21_text.ipynb #0000002e
+# %% ../nbs/21_text.ipynb #00000031
 class RoutingClassifier(nn.Module):
     "A transformer whose hidden states are routed to classes; for `transformers.Trainer`, or your own loop. See `from_encoder`."
     def __init__(self,
@@ -296,7 +320,7 @@ class RoutingClassifier(nn.Module):
         self.train(was)
         return torch.cat(p) if p else torch.empty(0, self.head.routings[1].n_out)
 
-# %% ../nbs/21_text.ipynb #00000030
+# %% ../nbs/21_text.ipynb #00000033
 def classifier_from_encoder(
     name_or_folder:str|Path, # as for `FrozenEncoder`
     n_classes:int=2, # of the task
@@ -313,7 +337,7 @@ def classifier_from_encoder(
 
 RoutingClassifier.from_encoder = staticmethod(classifier_from_encoder)
 
-# %% ../nbs/21_text.ipynb #00000031
+# %% ../nbs/21_text.ipynb #00000034
 def save_classifier(
     self:RoutingClassifier,
     folder:str|Path, # made if missing
@@ -345,7 +369,7 @@ def load_classifier(
 
 RoutingClassifier.save_pretrained, RoutingClassifier.from_pretrained = save_classifier, staticmethod(load_classifier)
 
-# %% ../nbs/21_text.ipynb #00000037
+# %% ../nbs/21_text.ipynb #0000003a
 def layer_profile(
     told:list, # of `Explanation`
     ax=None # matplotlib axes; None: new ones
@@ -354,6 +378,7 @@ def layer_profile(
     if ax is None: _, ax = plot_style().subplots(figsize=(7, 3))
     for k, e in enumerate(told):
         y = torch.tensor(e.layers) @ leaning(len(e.a))
-        ax.plot(range(len(y)), y, '.-', color=palette[k % len(palette)], ls='-' if k < len(palette) else '--', label=e.text if len(e.text) < 45 else e.text[:42] + '...')
+        style = dict(color=palette[k % len(palette)], ls='-' if k < len(palette) else '--')
+        ax.plot(range(len(y)), y, marker='.', label=e.text if len(e.text) < 45 else e.text[:42] + '...', **style)
     ax.axhline(0, color='k', lw=.8); ax.set(xlabel='hidden state (0: embeddings)', ylabel='leaning'); ax.legend(fontsize=7, loc='center left', bbox_to_anchor=(1, .5))
     return ax

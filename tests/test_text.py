@@ -8,7 +8,7 @@ from torch.testing import assert_close
 pytest.importorskip('transformers'); pytest.importorskip('tokenizers')
 from capsnb.core import error_to, seed_everything
 from capsnb.embed import FrozenEncoder, tiny_transformer
-from capsnb.text import (RoutingClassifier, SSTNet, blend, coloured, credit, explain, into_rows, mask_scores, measure_scale, words_of)
+from capsnb.text import (RoutingClassifier, SSTNet, blend, coloured, credit, explain, into_rows, mask_scores, measure_scale, without_each)
 
 WORDS = 'a warm , funny and deeply humane film that never finds its feet but laughs twice .'.split()
 golden = torch.load(Path(__file__).parent/'data'/'heinsen2019_sst.pt', weights_only=True)
@@ -143,7 +143,7 @@ def test_words_come_back_with_all_of_their_credit(encoders, kind):
     for r in net.routings: torch.nn.init.normal_(r.beta_use)
     e = explain(text, net, enc)
     assert abs(e.leaning() - float(torch.tensor(e.a) @ torch.linspace(-1, 1, 5))) < 1e-5
-    got = [w for w, _ in e.words]
+    got = [w for w, _ in e.words]; assert got == [w for w, _ in e.without] and abs(sum(v for _, v in e.beyond())) < 1e-6
     assert 'deeply' in got and 'film' in got and '<' not in coloured(e.words).replace('<span', '').replace('</span', '').replace('<div', '').replace('</div', '')
     with pytest.raises(ValueError, match='is empty'): explain('  ', net, enc)
     with pytest.raises(ValueError, match='the encoder'): explain(text, SSTNet(7, 8), enc)
@@ -171,3 +171,11 @@ def test_another_transformer_left_padding_and_empty_folders_are_refused(encoders
     with pytest.raises(ValueError, match='padding on the right'): rc(torch.zeros(1, 3, dtype=torch.long), torch.tensor([[0, 1, 1]]))
     with pytest.raises(ValueError, match='expected a head'): RoutingClassifier(encoders['gpt2'], SSTNet(9, 9))
     assert rc.predict([]).shape == (0, 2)
+
+def test_without_a_token_is_the_text_that_lacks_it():
+    torch.manual_seed(0); net = SSTNet(3, 8).eval(); mask, embs = ragged([6], dtype=torch.float32)
+    lost = without_each(net, mask, embs, [[k] for k in range(6)])
+    for k in range(6):
+        keep = [i for i in range(6) if i != k]
+        assert_close(lost[k], (net(mask, embs).a - net(mask[:, keep], embs[:, keep]).a)[0], atol=1e-5, rtol=1e-4)
+    assert_close(without_each(net, mask[:, :1], embs[:, :1], [[0]]), net(mask[:, :1], embs[:, :1]).a)        # nothing is left
