@@ -10,7 +10,7 @@ import torch
 from torch import nn, Tensor
 from . import __version__
 from .core import need, pick_device, plot_style, palette, run_record, seed_everything
-from .train import Deck, Stopped, check_recipe, check_room, checkpoint_bytes, clear_run, fit, load_digits_split, quiet_transformers, write_json
+from .train import Deck, Stopped, check_recipe, check_room, checkpoint_bytes, clear_run, fit, load_digits_split, quiet_transformers, repeat, summary, write_json
 from .vision import DStepNet, PlainCNN, n_params, rival_of
 import capsnb.objects as objects
 from .poses import class_pose, mds_path, plot_paths, poses_of, viewpoint_grid
@@ -279,12 +279,13 @@ def add_train(
         roots:bool=Option(False, '--roots', help='Train on the 8,544 sentences only, not on all 159,274 phrases.'),
         epochs:int=Option(None, min=1, help='Times through the training data; 3 if not given.', show_default=False),
         seed:int=Option(0, min=0, max=2**32 - 1, help='Seed of the weights, the order of the data and mixup.'),
+        seeds:int=Option(1, min=1, help='How many seeds, from --seed on; more than one: each in a folder of its own below --out, finished ones are kept.'),
         limit:int=Option(None, min=1, help='Only so many samples of each split: a trial.', show_default=False),
         out:Path=Option('runs/sst', help='Folder for metrics.json, task.json and the network; made if missing.'),
         data:Path=Option(None, help='Folder with train.txt, dev.txt and test.txt; else CAPSNB_DATA, or a download.', show_default=False),
         cache:Path=Option(None, help="Folder for hidden states; else the user's cache.", show_default=False),
         on_the_fly:bool=Option(False, '--on-the-fly', help='Run the transformer for every batch instead of keeping hidden states.'),
-        as_published:bool=Option(False, '--as-published', help="All of the paper's settings: learning rate, floor of the variances, start of beta, no scaling."),
+        as_published:bool=Option(False, '--as-published', help="All of the paper's settings: learning rate, floor of the variances, start of beta."),
         any_treebank:bool=Option(False, '--any-treebank', help='The files need not be the Stanford Sentiment Treebank.'),
         resume:bool=Option(False, '--resume', help='Go on where an interrupted run in this folder stopped.'),
         device:str=Option(None, help="'cpu', 'cuda' or 'mps'; the best there is if not given.", show_default=False),
@@ -292,10 +293,15 @@ def add_train(
         """Route a frozen transformer's hidden states to sentiments (Heinsen 2019, section 5).
 
         Keeps the epoch that validates best and tests it once. Ctrl-C leaves a checkpoint and says how to go on."""
-        how = again('capsnb train sst', task=task, encoder=encoder, gguf=gguf, roots=roots, epochs=epochs, seed=seed, limit=limit, out=out, data=data, cache=cache,
-                    on_the_fly=on_the_fly, as_published=as_published, any_treebank=any_treebank, device=device)
-        m = plainly(lambda: train_sst(task, encoder, gguf, out, roots, epochs, seed, limit, as_published, data, False if on_the_fly else cache,
-                                      not any_treebank, device, resume, progress, how), how)
+        how = again('capsnb train sst', task=task, encoder=encoder, gguf=gguf, roots=roots, epochs=epochs, seed=seed, seeds=seeds if seeds > 1 else None, limit=limit, out=out, data=data,
+                    cache=cache, on_the_fly=on_the_fly, as_published=as_published, any_treebank=any_treebank, device=device)
+        if not progress: quiet_transformers().utils.logging.disable_progress_bar()
+        kw = dict(task=task, gguf_file=gguf, roots=roots, epochs=epochs, limit=limit, published=as_published, folder=data, cache=False if on_the_fly else cache, official=not any_treebank,
+                  device=device, progress=progress, how_to_resume=how)
+        if seeds > 1:
+            rows = plainly(lambda: repeat(train_sst, check_room(out, 2**20)/'runs.json', task, tuple(range(seed, seed + seeds)), out, again('capsnb train sst', task=task, roots=roots, seeds=seeds), encoder=encoder, resume=True, **kw), how)
+            s = summary(rows); print(f"{task}, seeds {seed} to {seed + seeds - 1}: test {s['test']:.1f} ± {s['test_sd']:.1f} %, validation {s['valid']:.1f} ± {s['valid_sd']:.1f} %; runs in {out}"); return
+        m = plainly(lambda: train_sst(encoder=encoder, out=out, seed=seed, resume=resume, **kw), how)
         print(f"{task}, {m['n_params']:,} parameters, best of {m['epochs']} epochs: {m['best_epoch']}; validation {m['valid_accuracy']:.1%}, "
               f"test {m['test_accuracy']:.1%}; {m['seconds']/m['epochs']:.1f} s per epoch; the network is in {out}")
 
@@ -338,6 +344,7 @@ def add_explain(
         device:str=Option(None, help="'cpu', 'cuda' or 'mps'; the best there is if not given.", show_default=False)):
         """Which words a sentiment owes its score to, positive against negative: each word's credit, which adds up to the sentence's, and what is lost without the word."""
         def work():
+            quiet_transformers().utils.logging.disable_progress_bar()
             net, reader, note = load_run(run, encoder, device)
             e = explain(text, net, reader, note['names'])
             if html: html.parent.mkdir(parents=True, exist_ok=True); html.write_text(f'<!doctype html><meta charset="utf-8"><body>{e._repr_html_()}</body>', encoding='utf-8')

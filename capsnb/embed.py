@@ -4,7 +4,7 @@
 
 # %% ../nbs/13_embed.ipynb #00000002
 from __future__ import annotations
-import contextlib, hashlib, json, math, os, shutil, time, zlib
+import contextlib, hashlib, json, math, os, re, shutil, time, zlib
 from pathlib import Path
 from typing import NamedTuple
 import torch
@@ -13,9 +13,9 @@ from .core import need, pick_device, run_record, seed_everything
 
 # %% auto #0
 __all__ = ['tiny_transformer', 'load_frozen', 'end_token', 'longest', 'tokenize', 'Embedded', 'pad_embeddings', 'hidden_states',
-           'fingerprint', 'pick_layers', 'probe', 'known_ids', 'sorted_batches', 'embed_sorted', 'FrozenEncoder',
-           'make_index', 'make_header', 'lay_out', 'read_cache', 'compare', 'narrow', 'CacheWriter', 'read_finished',
-           'EmbeddingCache', 'check_space', 'fill_cache', 'make_cache', 'norms_by_layer']
+           'fingerprint', 'pick_layers', 'probe', 'known_ids', 'sorted_batches', 'embed_sorted', 'words_of',
+           'FrozenEncoder', 'make_index', 'make_header', 'lay_out', 'read_cache', 'compare', 'narrow', 'CacheWriter',
+           'read_finished', 'EmbeddingCache', 'check_space', 'fill_cache', 'make_cache', 'norms_by_layer']
 
 # %% ../nbs/13_embed.ipynb #00000006
 def _tiny_bytes(texts): # a tokenizer of byte pairs, as GPT-2's: nothing is unknown to it, and it adds nothing
@@ -166,7 +166,9 @@ def hidden_states(
     if not ids: raise ValueError("expected at least one text, got none")
     n = max(map(len, ids))
     rows, mask = (torch.tensor([f(r) + [fill]*(n - len(r)) for r in ids], device=model.device) for f, fill in ((list, pad_id), (lambda r: [1]*len(r), 0)))
+    was = model.training
     states = model.eval()(input_ids=rows, attention_mask=mask, output_hidden_states=True, return_dict=True).hidden_states
+    model.train(was)
     embs = torch.stack([states[k] for k in (range(len(states)) if layers is None else layers)], 2)
     return Embedded(mask.to(embs.dtype), embs.masked_fill_(mask[:, :, None, None] == 0, 0))
 
@@ -245,6 +247,22 @@ def embed_sorted(
         embs = hidden_states(encoder.model, [ids[k] for k in batch], encoder.layers, encoder.pad_id).embs.cpu()
         for k, e in zip(batch, embs): yield k, e[:len(ids[k])]
 
+# %% ../nbs/13_embed.ipynb #b1ed8ebc
+def words_of(
+    text:str, # as given to the tokenizer
+    spans:list, # (start, end) of each token in it; tokens without text have start == end
+    pieces:list # of str, one a token, and perhaps more at the end: how to show what has no text
+) -> list: # of (word, numbers of its tokens), in the order of tokens
+    "Which tokens make a word: words are what stands between blanks in the text."
+    starts = [m.span() for m in re.finditer(r'\S+', text)]
+    out = []
+    for k, piece in enumerate(pieces):
+        a, b = spans[k] if k < len(spans) else (0, 0)
+        at = next(((s, e) for s, e in starts if s < b <= e), None) if b > a else None      # a span may begin with the blank before
+        if at and out and out[-1][0] == at: out[-1][1].append(k)
+        else: out.append([at, [k]])
+    return [(text[slice(*at)] if at else pieces[ks[0]].strip() or '·', ks) for at, ks in out]
+
 # %% ../nbs/13_embed.ipynb #00000028
 class FrozenEncoder:
     "All hidden states of a transformer that is never trained (Heinsen 2019, 5.1.2): `mask, embs = encoder(texts)`."
@@ -265,6 +283,7 @@ class FrozenEncoder:
 
     @property
     def fingerprint(self) -> str: # computed once: GPT-2-large has 3 GB of weights
+        if any(p.requires_grad for p in self.model.parameters()): return fingerprint(self.model, self._missing)   # it may change
         if self._mark is None: self._mark = fingerprint(self.model, self._missing)
         return self._mark
 
@@ -275,6 +294,9 @@ class FrozenEncoder:
 
     def pieces(self, text:str) -> list: # one str for each token, as along mask
         return [self.tokenizer.decode([k]) for k in self.tokens([text])[0]]
+
+    def words(self, text:str) -> list: # of (word of the text, numbers of its tokens); a token without text, such as the end token, stands alone
+        return words_of(text, self.tokenizer(text, return_offsets_mapping=True, verbose=False)['offset_mapping'], self.pieces(text))
 
     def __call__(self, texts:list) -> Embedded: # mask [b, n], embs [b, n, l, m]; one batch, on the device
         return hidden_states(self.model, self.tokens(texts), self.layers, self.pad_id)
@@ -376,7 +398,7 @@ def narrow(
     top = item.abs().amax((0, 2)); bad = layers[int(top.argmax())]
     if not item.isfinite().all(): raise ValueError(f"the transformer itself gives inf or NaN, first in layer {layers[int((~item.isfinite()).any(2).any(0).int().argmax())]}: try dtype='float32' for it")
     raise ValueError(f"hidden states of layer {bad} reach {top.max():,.0f}, more than {str(dtype)[6:]} can hold ({torch.finfo(dtype).max:,.0f}): "
-                     f"choose dtype='bfloat16' or 'float32' for the cache, or leave that layer out")
+                     f"choose dtype='bfloat16' or 'float32' for the cache, leave that layer out, or read on the fly, without a cache")
 
 # %% ../nbs/13_embed.ipynb #00000039
 class CacheWriter:
@@ -488,6 +510,7 @@ def make_cache(
 ) -> EmbeddingCache: # of all texts
     "Compute what is not there yet and open the cache; `ValueError` when the folder holds another one, `OSError` when there is no room."
     folder, texts, dtype = Path(folder).expanduser().absolute(), texts if isinstance(texts, str) else list(texts), _dtype(dtype)
+    if any(p.requires_grad for p in encoder.model.parameters()): raise ValueError("expected a frozen transformer, got one that is being trained: what it says now cannot be kept")
     if not texts: raise ValueError("expected at least one text to cache, got none")
     ids = encoder.tokens(texts); index = make_index(texts, ids); header = make_header(encoder, index, dtype)
     if fresh := not folder.exists() or not any(folder.iterdir()): ticks = 0*index[:, 0]

@@ -11,7 +11,7 @@ from torch import nn, Tensor
 from .core import need, pick_device, run_record, seed_everything
 from .sst import load_sst
 from .embed import EmbeddingCache, FrozenEncoder
-from .text import SSTNet, explain, measure_scale
+from .text import SSTNet, encoder_note, measure_scale, noted_encoder
 from .train import check_recipe, check_room, checkpoint_bytes, dice, fingerprint, fit_decks, write_json
 
 # %% auto #0
@@ -43,35 +43,46 @@ class TextDeck(torch.utils.data.Dataset):
 
     def __getitem__(self, k:int) -> dict: return self.__getitems__([k])
 
-    def __getitems__(self, ks:list) -> dict: # a whole batch: mask [b, n], embs [t, l, m] or [b, n, l, m], labels, and where the dice stand
-        mask, embs = packed(self.source, [self.rows[k] for k in ks]) if isinstance(self.source, EmbeddingCache) else self.source[0]([self.source[1][self.rows[k]] for k in ks])
-        return dict(mask=mask.float(), embs=embs.float(), labels=self.labels[ks], draw=None if self.seed is None else (self.seed, self.epoch, int(ks[0])))
+    def __getitems__(self, ks:list) -> dict: # a whole batch: mask [b, n] and embs [t, l, m], or texts and their encoder; labels, and where the dice stand
+        rows, out = [self.rows[k] for k in ks], dict(labels=self.labels[ks], draw=None if self.seed is None else (self.seed, self.epoch, int(ks[0])))
+        if isinstance(self.source, EmbeddingCache): return {**out, **packed(self.source, rows)}
+        return {**out, 'texts': [self.source[1][r] for r in rows]}
+
+    def read(self, ks:list) -> tuple: # mask [b, n] and embs [t, l, m] or [b, n, l, m], whichever way they come
+        batch = self.__getitems__(ks)
+        return (batch['mask'], batch['embs']) if 'mask' in batch else tuple(e.float() for e in self.source[0](batch['texts']))
 
 def packed(
     cache:EmbeddingCache, # finished
     ks:list # which texts
-) -> tuple: # mask [b, n] and embs [t, l, m], both float32
+) -> dict: # mask [b, n] and embs [t, l, m], both float32
     "Texts of a cache, one after the other: one pass over the file, no padding."
     items = [cache.look(k) for k in ks]; lengths = torch.tensor([len(e) for e in items])
     embs = torch.empty(int(lengths.sum()), *cache.shape)
     for row, e in zip(embs.split(lengths.tolist()), items): row.copy_(e)
-    return (torch.arange(int(lengths.max())) < lengths[:, None]).float(), embs
+    return dict(mask=(torch.arange(int(lengths.max())) < lengths[:, None]).float(), embs=embs)
 
 # %% ../nbs/23_sentiment.ipynb #00000008
 class TextMixup:
-    "Makes the trainer's batches: soft labels, mixup's share and partners (Zhang et al. 2017)."
+    "Makes the trainer's batches: soft labels, mixup's share and partners (Zhang et al. 2017), and hidden states where a cache has none."
     def __init__(self,
         n_classes:int, # width of the soft labels
-        alpha:float=.2 # of the Beta distribution; 0: no mixup
+        alpha:float=.2, # of the Beta distribution; 0: no mixup
+        encoder:FrozenEncoder|None=None # reads texts that come without hidden states
     ):
-        self.n_classes, self.alpha = n_classes, alpha
+        self.n_classes, self.alpha, self.encoder = n_classes, alpha, encoder
 
-    def __call__(self, batch:dict) -> dict: # mask, embs, labels; and in training lam, partner
-        out = {k: batch[k] for k in ('mask', 'embs', 'labels')}; draw = batch['draw']
+    def __call__(self, batch:dict) -> dict: # mask and embs, or texts; labels; and in training lam, partner
+        out = {k: v for k, v in batch.items() if k != 'draw'}; draw = batch['draw']
         if draw is None or not self.alpha: return out
         die, y = dice(*draw, 1), F.one_hot(batch['labels'], self.n_classes).float()
         lam, partner = torch.tensor(die.beta(self.alpha, self.alpha), dtype=torch.float32), torch.from_numpy(die.permutation(len(y)))
         return {**out, 'labels': lam*y + (1 - lam)*y[partner], 'lam': lam, 'partner': partner}
+
+    def on_device(self, batch:dict) -> dict: # what the network takes
+        if 'texts' not in batch: return dict(batch)
+        mask, embs = self.encoder(batch['texts'])
+        return {**{k: v for k, v in batch.items() if k != 'texts'}, 'mask': mask.float(), 'embs': embs.float()}
 
 # %% ../nbs/23_sentiment.ipynb #0000000b
 def cache_folder(
@@ -87,13 +98,13 @@ def sentiment_data(
     folder:str|Path|None=None, official:bool=True, # of the treebank, as for `load_sst`
     roots:bool=False, limit:int|None=None, # train on sentences, not phrases; at most so many samples of each split
     cache:str|Path|bool|None=None, # root of the caches; None: the user's cache folder; False: on the fly
-    seed:int=0, progress:bool=True # of mixup; whether to draw bars
+    seed:int=0, progress:bool=True, splits:tuple=('train', 'validation', 'test') # of mixup; whether to draw bars; which
 ) -> dict: # name of a split -> TextDeck
     "Decks of training, validation and test; hidden states are computed for what no cache holds."
     whole, part = (load_sst(folder, t, not roots, official) for t in ('sst5', task))
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1): raise ValueError(f"expected limit to be an integer >= 1, got {limit!r}")
     decks = {}
-    for split, mine in part.items():
+    for split, mine in ((s, part[s]) for s in splits):
         n, texts = min(len(mine), limit or len(mine)), list(whole[split]['text'])
         where = {k: row for row, k in enumerate(zip(*(whole[split][c] for c in ('tree', 'start', 'end'))))}
         rows = [where[k] for k in zip(*(mine[c][:n] for c in ('tree', 'start', 'end')))]
@@ -118,8 +129,8 @@ def new_net(
     net = SSTNet(encoder.n_layers, encoder.d_emb, n_classes, **{**(as_published if published else {}), **kw})
     if not scaled: return net
     some = dice(0, len(deck)).permutation(len(deck))[:n_scale].tolist()     # the same texts for every seed
-    batches = (deck.__getitems__(some[k:k + 20]) for k in range(0, len(some), 20))
-    return measure_scale(net, (b['embs'] if b['embs'].ndim == 3 else b['embs'][b['mask'] > 0] for b in batches))
+    batches = (deck.read(some[k:k + 20]) for k in range(0, len(some), 20))
+    return measure_scale(net, (embs if embs.ndim == 3 else embs[mask > 0] for mask, embs in batches))
 
 # %% ../nbs/23_sentiment.ipynb #0000000f
 def train_sst(
@@ -142,9 +153,8 @@ def train_sst(
     names = ('negative', 'positive') if task == 'sst2' else ('very negative', 'negative', 'neutral', 'positive', 'very positive')
     model = new_net(encoder, decks['train'], len(names), seed, published, **(net or {}))
     kw = dict(shift=0, seed=seed, per_device_eval_batch_size=40, **kw); out = check_room(out, 2*checkpoint_bytes(model))
-    note = dict(task=task, names=names, encoder=encoder.name, gguf_file=encoder.gguf_file, fingerprint=encoder.fingerprint, layers=encoder.layers,
-                end=encoder.end, roots=roots, limit=limit, published=published, treebank='SST' if official else 'another')
-    metrics = fit_decks(model, decks['train'], decks['validation'], decks['test'], TextMixup(len(names), kw['mixup']), out, kw, device, resume,
+    note = dict(task=task, names=names, **encoder_note(encoder), roots=roots, limit=limit, published=published, treebank='SST' if official else 'another')
+    metrics = fit_decks(model, decks['train'], decks['validation'], decks['test'], TextMixup(len(names), kw['mixup'], encoder), out, kw, device, resume,
                         how_to_resume, name=f'{task} seed {seed}', progress=progress, **note)
     write_json(Path(out)/'task.json', note)
     return metrics
@@ -157,9 +167,9 @@ def load_run(
 ) -> tuple: # network in evaluation mode, encoder, note of the task
     "What a run was trained as and on; `ValueError` when the run is not finished, or the transformer another one."
     run = Path(run)
-    if not (run/'task.json').is_file(): raise ValueError(f"'{run}' holds no finished run on the treebank (no task.json): train one with capsnb train sst")
+    if not all((run/f).is_file() for f in ('task.json', 'metrics.json')): raise ValueError(f"'{run}' holds no finished run on the treebank (no task.json and metrics.json): train one with capsnb train sst")
     note = json.loads((run/'task.json').read_text())
-    if not isinstance(encoder, FrozenEncoder): encoder = FrozenEncoder(encoder or note['encoder'], note['gguf_file'], note['layers'], device=device, end=note['end'])
+    if not isinstance(encoder, FrozenEncoder): encoder = noted_encoder(note, encoder, device)
     if encoder.fingerprint != note['fingerprint']:
         raise ValueError(f"the run was trained on '{note['encoder']}', fingerprint {note['fingerprint'][:8]}; '{encoder.name}' is another transformer, {encoder.fingerprint[:8]}")
     with contextlib.redirect_stdout(io.StringIO()): net = SSTNet.from_pretrained(run)                # it says where from
@@ -173,8 +183,8 @@ def predict_deck(
     "Class probabilities of all samples."
     net.eval(); device, out = net.depth_emb.device, []
     for k in range(0, len(deck), batch_size):
-        b = deck.__getitems__(list(range(k, min(k + batch_size, len(deck)))))
-        out.append(net(b['mask'].to(device), b['embs'].to(device)).a.softmax(-1).cpu())
+        mask, embs = deck.read(list(range(k, min(k + batch_size, len(deck)))))
+        out.append(net(mask.to(device), embs.to(device)).a.softmax(-1).cpu())
     return torch.cat(out)
 
 def eval_sst(
@@ -184,7 +194,7 @@ def eval_sst(
     "Accuracy of a finished run, and what is taken for what."
     if split not in ('train', 'validation', 'test'): raise ValueError(f"split must be 'train', 'validation' or 'test', got {split!r}")
     net, encoder, note = load_run(run, encoder, device)
-    deck = sentiment_data(note['task'], encoder, folder, note['treebank'] == 'SST', True, None, cache, progress=progress)[split]
+    deck = sentiment_data(note['task'], encoder, folder, note['treebank'] == 'SST', True, None, cache, progress=progress, splits=(split,))[split]
     p, k = predict_deck(net, deck), len(note['names'])
     confusion = torch.bincount(deck.labels*k + p.argmax(1), minlength=k*k).view(k, k)
     return dict(split=split, n=len(deck), accuracy=float((p.argmax(1) == deck.labels).float().mean()), names=note['names'], confusion=confusion.tolist())
@@ -197,8 +207,8 @@ def mean_states(
     "Each layer's hidden states, averaged over the tokens of each text."
     out = []
     for k in range(0, len(deck), batch_size):
-        b = deck.__getitems__(list(range(k, min(k + batch_size, len(deck)))))
-        rows = b['embs'].split(b['mask'].sum(1).long().tolist()) if b['embs'].ndim == 3 else [e[m > 0] for e, m in zip(b['embs'], b['mask'])]
+        mask, embs = deck.read(list(range(k, min(k + batch_size, len(deck)))))
+        rows = embs.split(mask.sum(1).long().tolist()) if embs.ndim == 3 else [e[m > 0] for e, m in zip(embs, mask)]
         out += [e.mean(0).cpu() for e in rows]
     return torch.stack(out).numpy()
 

@@ -4,7 +4,7 @@
 
 # %% ../nbs/21_text.ipynb #00000002
 from __future__ import annotations
-import html, json, math, os
+import contextlib, html, io, json
 from pathlib import Path
 from typing import NamedTuple
 import torch, torch.nn.functional as F
@@ -12,14 +12,14 @@ from torch import nn, Tensor
 from .core import need, palette, plot_style
 from .dstep import Routing
 import capsnb.moments                       # the fast plans of `Routing`
-from .embed import FrozenEncoder, fingerprint, hidden_states, known_ids, tokenize
+from .embed import FrozenEncoder
 from .vision import HubMixin, answer, load_published, read_published, trace_credit
 
 # %% auto #0
 __all__ = ['mask_scores', 'layer_maps', 'read_layers', 'into_rows', 'blend', 'by_length', 'detect_parts', 'SSTNet', 'check_text',
-           'measure_scale', 'sst_from_published', 'Credit', 'credit', 'leaning', 'words_of', 'without_each', 'coloured',
-           'Explanation', 'explain', 'RoutingClassifier', 'classifier_from_encoder', 'save_classifier',
-           'load_classifier', 'layer_profile']
+           'measure_scale', 'sst_from_published', 'Credit', 'credit', 'leaning', 'without_each', 'coloured',
+           'Explanation', 'explain', 'RoutingClassifier', 'classifier_from_encoder', 'encoder_note', 'noted_encoder',
+           'save_classifier', 'load_classifier', 'layer_profile']
 
 # %% ../nbs/21_text.ipynb #00000007
 def mask_scores(
@@ -34,13 +34,13 @@ def mask_scores(
 
 # %% ../nbs/21_text.ipynb #0000000a
 def layer_maps(
-    A:Tensor, b:Tensor, # [d, m] and [d]: the affine map
+    A:Tensor, u:Tensor, # [d, m] and [d]: the affine map
     depth:Tensor, # [l, m]: depth-of-layer parameter
     mean:Tensor, size:Tensor # [l, m]: what is subtracted from hidden states, and what they are divided by
-) -> tuple: # one map a layer: A_l [l, d, m], b_l [l, d]
+) -> tuple: # one map a layer: A_l [l, d, m], u_l [l, d]
     "The affine map, the depth-of-layer parameter and the scale of hidden states as one affine map per layer."
     A_l = A/size[:, None]
-    return A_l, b + depth @ A.T - torch.einsum('ldm,lm->ld', A_l, mean)
+    return A_l, u + depth @ A.T - torch.einsum('ldm,lm->ld', A_l, mean)
 
 def read_layers(
     embs:Tensor, # [..., l, m] hidden states
@@ -56,9 +56,11 @@ def into_rows(
     mask:Tensor # [b, n], t ones, the padding on the right
 ) -> Tensor: # [b, n, ...], 0 at padding
     "Tokens to their places in a batch; `ValueError` when the mask has another number of tokens, or a shape that is not a batch of texts."
-    lengths = mask.sum(1).long().tolist()
+    lengths = (mask != 0).sum(1).tolist()
     if sum(lengths) != len(x) or max(lengths) != mask.shape[1]:
         raise ValueError(f"expected as many tokens as the mask has ones, {sum(lengths)}, the longest text {mask.shape[1]}, got {len(x)} tokens and a longest text of {max(lengths)}")
+    if not torch.equal(mask, (torch.arange(mask.shape[1], device=mask.device) < mask.new_tensor(lengths)[:, None]).to(mask.dtype)):
+        raise ValueError("expected a mask of ones with zeros on the right, for tokens that come without padding")
     return nn.utils.rnn.pad_sequence(x.split(lengths), batch_first=True)
 
 def blend(
@@ -118,13 +120,14 @@ class SSTNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'rout
         return answer(by_length(mask, x, self.route, n_groups), labels)
 
     def features(self, mask:Tensor, embs:Tensor, lam:Tensor|None=None, partner:Tensor|None=None) -> tuple: # mask [b, n] and x [b, n, l, d], blended; see `forward`
-        check_text(self, mask, embs)
+        check_text(self, mask, embs, lam, partner)
         linear = self.detect_parts[0]
-        A_l, b_l = layer_maps(linear.weight, linear.bias, self.depth_emb, self.emb_mean, self.emb_size)
+        A_l, u_l = layer_maps(linear.weight, linear.bias, self.depth_emb, self.emb_mean, self.emb_size)
+        if embs.ndim == 4: embs = embs.masked_fill(mask[:, :, None, None] == 0, 0)     # whatever stands at padding
         x = read_layers(embs.to(A_l.dtype), A_l)
-        x = into_rows(x, mask) if embs.ndim == 3 else x.masked_fill(mask[:, :, None, None] == 0, 0)
+        if embs.ndim == 3: x = into_rows(x, mask)
         if lam is not None: mask, x = blend(mask, lam, partner), blend(x, lam, partner)
-        return mask, self.dropout(self.detect_parts[2](self.detect_parts[1](x + b_l)))
+        return mask, self.dropout(self.detect_parts[2](self.detect_parts[1](x + u_l)))
 
     def route(self, mask:Tensor, x:Tensor, return_R:bool=False): # [b, n] and [b, n, l, d] to Routed of the classes; with R: of both routings
         a = mask_scores(mask)[:, :, None].expand(x.shape[:3]).flatten(1)
@@ -134,15 +137,17 @@ class SSTNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'rout
 
 # %% ../nbs/21_text.ipynb #00000014
 def check_text(
-    net:SSTNet, mask:Tensor, embs:Tensor # as for `SSTNet.forward`
+    net:SSTNet, mask:Tensor, embs:Tensor, lam=None, partner=None # as for `SSTNet.forward`
 ):
-    "`ValueError` when mask, hidden states and network do not fit together."
+    "`ValueError` when mask, hidden states, mixup and network do not fit together."
+    if (lam is None) != (partner is None) or lam is not None and (lam.numel() != 1 or partner.shape != mask.shape[:1]):
+        raise ValueError(f"expected lam [] and partner [b], or neither, got {lam if lam is None else tuple(lam.shape)} and {partner if partner is None else tuple(partner.shape)} for b = {len(mask)}")
     want = (*mask.shape, *net.depth_emb.shape) if embs.ndim != 3 else (int(mask.sum()) if mask.device.type == 'cpu' else len(embs), *net.depth_emb.shape)
     if mask.ndim != 2 or 0 in mask.shape: raise ValueError(f"expected a mask [b, n] of at least one text, got shape {tuple(mask.shape)}")
     if tuple(embs.shape) != want: raise ValueError(f"expected hidden states of shape {tuple(want)} for a mask {tuple(mask.shape)}, got {tuple(embs.shape)}")
     if not embs.is_floating_point(): raise ValueError(f"expected floating-point hidden states, got {embs.dtype}")
 
-# %% ../nbs/21_text.ipynb #0000001c
+# %% ../nbs/21_text.ipynb #0000001e
 @torch.no_grad()
 def measure_scale(
     net:SSTNet, # whose emb_mean and emb_size are set
@@ -151,8 +156,8 @@ def measure_scale(
     "Let a network read hidden states in units of their own spread; `ValueError` for no items, or for what is not finite."
     n, total, square = 0, 0., 0.
     for e in items:
-        if e.shape[1:] != net.emb_mean.shape: raise ValueError(f"expected hidden states [n, {', '.join(map(str, net.emb_mean.shape))}], got {tuple(e.shape)}")
-        e = e.double(); n, total, square = n + len(e), total + e.sum(0), square + e.square().sum(0)
+        if e.ndim != 3 or e.shape[1:] != net.emb_mean.shape: raise ValueError(f"expected hidden states [n, {', '.join(map(str, net.emb_mean.shape))}], got {tuple(e.shape)}")
+        e = e.cpu().double(); n, total, square = n + len(e), total + e.sum(0), square + e.square().sum(0)
     if n == 0: raise ValueError("expected hidden states of at least one text to measure their scale, got none")
     mean = total/n; size = (square/n - mean.square()).clamp_min(0).sqrt()
     size = size + 1e-3*size.mean(1, keepdim=True) + 1e-12
@@ -160,7 +165,7 @@ def measure_scale(
     net.emb_mean.copy_(mean); net.emb_size.copy_(size)
     return net
 
-# %% ../nbs/21_text.ipynb #0000001f
+# %% ../nbs/21_text.ipynb #00000021
 def sst_from_published(
     path:str|Path # of the state dict
 ) -> SSTNet: # in evaluation mode, with the author's floor (eps='paper')
@@ -176,7 +181,7 @@ def sst_from_published(
 
 SSTNet.from_published = staticmethod(sst_from_published)
 
-# %% ../nbs/21_text.ipynb #00000022
+# %% ../nbs/21_text.ipynb #00000024
 class Credit(NamedTuple):
     "Class scores, and what they are sums of."
     a: Tensor # [b, k] scores
@@ -196,26 +201,14 @@ def credit(
     earned = r.beta_use*D2 - (r.beta_use if r.single_beta else r.beta_ign)*(f_a - D2)   # eqs. 6, 8
     return Credit(two.a, trace_credit(D1, earned).unflatten(1, x.shape[1:3]))
 
-# %% ../nbs/21_text.ipynb #00000025
+# %% ../nbs/21_text.ipynb #00000027
 def leaning(
     n_classes:int # ordered from the most negative to the most positive
 ) -> Tensor: # [k] from -1 to 1, summing to 0
     "Weights that turn class scores into one number: positive against negative."
     return torch.linspace(-1, 1, n_classes)
 
-def words_of(
-    pieces:list # of str: a text's tokens as text; a new word starts with a blank, or, as in BERT, goes on with ##
-) -> list: # of (word, numbers of its tokens)
-    "Join tokens to words."
-    bert, out = not any(p[:1].isspace() for p in pieces[1:]), []
-    for k, piece in enumerate(pieces):
-        new = not out or (not piece.startswith('##') if bert else piece[:1].isspace())
-        text = piece.removeprefix('##') if bert else piece.strip()
-        if new: out.append((text, [k]))
-        else: out[-1] = (out[-1][0] + text, out[-1][1] + [k])
-    return out
-
-# %% ../nbs/21_text.ipynb #00000028
+# %% ../nbs/21_text.ipynb #0000002a
 @torch.no_grad()
 def without_each(
     net:SSTNet, # trained
@@ -231,7 +224,7 @@ def without_each(
     if some.any(): a[some] -= net.route(left[some], x.expand(int(some.sum()), -1, -1, -1)).a
     return a
 
-# %% ../nbs/21_text.ipynb #0000002a
+# %% ../nbs/21_text.ipynb #0000002c
 def coloured(
     words:list, # of (word, number)
     limit:float|None=None # the number of the strongest colour; None: the largest there is
@@ -244,7 +237,7 @@ def coloured(
         return f'<span title="{v:+.3f}" style="background:rgba({rgb},{strength:.2f});color:{"#fff" if strength > .5 else "inherit"};padding:1px 3px;border-radius:3px">{html.escape(word)}</span>'
     return '<div style="line-height:1.9;font-size:15px">' + ' '.join(one(w, v) for w, v in words) + '</div>'
 
-# %% ../nbs/21_text.ipynb #0000002d
+# %% ../nbs/21_text.ipynb #0000002f
 class Explanation(NamedTuple):
     "A text, its class scores and where they come from; shows itself in a notebook."
     text: str # as given
@@ -263,8 +256,9 @@ class Explanation(NamedTuple):
     def _repr_html_(self):
         p = torch.tensor(self.a).softmax(0)
         row = lambda title, words: f'<tr><td style="text-align:left">{title}</td><td style="text-align:left">{coloured(words)}</td></tr>'
+        layers = [(str(k), v) for k, v in enumerate((torch.tensor(self.layers) @ leaning(len(self.a))).tolist())]
         return (f'<b>{html.escape(self.names[int(p.argmax())])}</b> ({p.max():.0%}); leaning {self.leaning():+.2f}'
-                f'<table>{row("lost without it", self.without)}{row("credit beyond an equal share", self.beyond())}</table>')
+                f'<table>{row("lost without it", self.without)}{row("credit beyond an equal share", self.beyond())}{row("credit of each layer", layers)}</table>')
 
 def explain(
     text:str, # a sentence
@@ -275,13 +269,12 @@ def explain(
     mask, embs = encoder([text]); device = net.depth_emb.device
     if embs.shape[2:] != net.depth_emb.shape: raise ValueError(f"the network reads hidden states [{', '.join(map(str, net.depth_emb.shape))}], the encoder '{encoder.name}' gives {list(embs.shape[2:])}")
     mask, embs = mask.float().to(device), embs.float().to(device)
-    c = credit(net, mask, embs); shares, w = c.shares[0].double().cpu(), leaning(c.a.shape[1]).double()
-    special = set(encoder.tokenizer.all_special_ids)                   # an end token is a word of its own
-    words, groups = zip(*words_of([f' {p}' if k in special else p for k, p in zip(encoder.tokens([text])[0], encoder.pieces(text))]))
-    earned, lost = [float(shares[g].sum((0, 1)) @ w) for g in groups], (without_each(net, mask, embs, groups).double().cpu() @ w).tolist()
+    c = credit(net, mask, embs); shares, w = c.shares[0].cpu().double(), leaning(c.a.shape[1]).double()
+    words, groups = zip(*encoder.words(text))
+    earned, lost = [float(shares[g].sum((0, 1)) @ w) for g in groups], (without_each(net, mask, embs, groups).cpu().double() @ w).tolist()
     return Explanation(text, tuple(names or map(str, range(len(w)))), c.a[0].tolist(), list(zip(words, earned)), list(zip(words, lost)), shares.sum(0).tolist())
 
-# %% ../nbs/21_text.ipynb #00000031
+# %% ../nbs/21_text.ipynb #00000033
 class RoutingClassifier(nn.Module):
     "A transformer whose hidden states are routed to classes; for `transformers.Trainer`, or your own loop. See `from_encoder`."
     def __init__(self,
@@ -320,7 +313,7 @@ class RoutingClassifier(nn.Module):
         self.train(was)
         return torch.cat(p) if p else torch.empty(0, self.head.routings[1].n_out)
 
-# %% ../nbs/21_text.ipynb #00000033
+# %% ../nbs/21_text.ipynb #00000035
 def classifier_from_encoder(
     name_or_folder:str|Path, # as for `FrozenEncoder`
     n_classes:int=2, # of the task
@@ -337,7 +330,25 @@ def classifier_from_encoder(
 
 RoutingClassifier.from_encoder = staticmethod(classifier_from_encoder)
 
-# %% ../nbs/21_text.ipynb #00000034
+# %% ../nbs/21_text.ipynb #00000036
+def encoder_note(
+    encoder:FrozenEncoder # any
+) -> dict: # JSON-ready
+    "What it takes to find the same transformer again."
+    name = str(Path(encoder.name).expanduser().absolute()) if Path(encoder.name).expanduser().is_dir() else encoder.name
+    return dict(encoder=name, gguf_file=encoder.gguf_file, fingerprint=encoder.fingerprint, layers=encoder.layers, end=encoder.end, dtype=str(encoder.dtype)[6:])
+
+def noted_encoder(
+    note:dict, # of `encoder_note`
+    where:str|Path|None=None, device:str|None=None # if it lies elsewhere now; None: the best there is
+) -> FrozenEncoder: # the same
+    "Load a transformer from a note; `ValueError` when another one lies there."
+    found = FrozenEncoder(where or note['encoder'], note['gguf_file'], note['layers'], note['dtype'], device, note['end'])
+    if found.fingerprint != note['fingerprint']:
+        raise ValueError(f"trained on '{note['encoder']}', fingerprint {note['fingerprint'][:8]}; '{found.name}' is another transformer, {found.fingerprint[:8]}")
+    return found
+
+# %% ../nbs/21_text.ipynb #00000037
 def save_classifier(
     self:RoutingClassifier,
     folder:str|Path, # made if missing
@@ -349,8 +360,8 @@ def save_classifier(
     self.head.save_pretrained(folder/'head')
     if with_encoder:
         for part in (self.encoder, r.tokenizer): part.save_pretrained(folder/'encoder')
-    note = dict(format='capsnb routing classifier 1', encoder=None if with_encoder else r.name, gguf_file=None if with_encoder else r.gguf_file,
-                fingerprint=fingerprint(self.encoder, r._missing), layers=r.layers, end=r.end, frozen=self.frozen)
+    note = dict(format='capsnb routing classifier 1', frozen=self.frozen, **encoder_note(r))
+    if with_encoder: note |= dict(encoder=None, gguf_file=None)
     (folder/'classifier.json').write_text(json.dumps(note, indent=1))
 
 def load_classifier(
@@ -362,14 +373,13 @@ def load_classifier(
     folder = Path(folder)
     if not (folder/'classifier.json').is_file(): raise ValueError(f"'{folder}' holds no classifier (no classifier.json)")
     note = json.loads((folder/'classifier.json').read_text())
-    reader = FrozenEncoder(encoder or note['encoder'] or folder/'encoder', note['gguf_file'], note['layers'], None, device, note['end'])
-    if (now := fingerprint(reader.model, reader._missing)) != note['fingerprint']:
-        raise ValueError(f"the transformer '{reader.name}' has the fingerprint {now[:8]}, the classifier in '{folder}' was trained on {note['fingerprint'][:8]}")
-    return RoutingClassifier(reader, SSTNet.from_pretrained(folder/'head'), note['frozen']).eval()
+    reader = noted_encoder({**note, 'encoder': note['encoder'] or str(folder/'encoder')}, encoder, device)
+    with contextlib.redirect_stdout(io.StringIO()): head = SSTNet.from_pretrained(folder/'head')     # it says where from
+    return RoutingClassifier(reader, head, note['frozen']).eval()
 
 RoutingClassifier.save_pretrained, RoutingClassifier.from_pretrained = save_classifier, staticmethod(load_classifier)
 
-# %% ../nbs/21_text.ipynb #0000003a
+# %% ../nbs/21_text.ipynb #0000003d
 def layer_profile(
     told:list, # of `Explanation`
     ax=None # matplotlib axes; None: new ones

@@ -324,7 +324,7 @@ def check_recipe(
     epochs, batch_size, shift, seed, # counted
     lr, # (at the ends, at the top)
     warmup, mixup, momentum, # measured, and a name
-    eval_strategy='epoch', save_strategy='epoch', **more # the others are `TrainingArguments`' business
+    eval_strategy='epoch', save_strategy='epoch', dataloader_persistent_workers=False, **more # the others are `TrainingArguments`' business
 ):
     "`ValueError` names the first argument of `fit` that makes no sense, what was expected and what came."
     def number(x, low, high, kind=numbers.Real): return isinstance(x, kind) and not isinstance(x, bool) and low <= x <= high
@@ -337,6 +337,7 @@ def check_recipe(
               ('lr', lr, pair, 'two positive numbers, the lower first'), ('warmup', warmup, number(warmup, 0, 1), 'a number from 0 to 1'),
               ('mixup', mixup, number(mixup, 0, top), 'a number >= 0'),
               ('momentum', momentum, momentum in list(top_momentum), "'paper', 'notebook' or None"),
+              ('dataloader_persistent_workers', dataloader_persistent_workers, not dataloader_persistent_workers, "False, since such workers keep the first epoch's dice"),
               ('eval_strategy', eval_strategy, text(eval_strategy) == 'epoch', "'epoch', since the epoch that validates best is kept"),
               ('save_strategy', save_strategy, text(save_strategy) == 'epoch', "'epoch', since the epoch that validates best is kept")]
     for name, value, fine, wanted in checks:
@@ -400,7 +401,7 @@ def clear_run(
 ):
     "Remove what an earlier run left: checkpoints, metrics, settings, network."
     for old in checkpoints_in(folder/'checkpoints'): shutil.rmtree(old)
-    for name in ('metrics.json', 'settings.json', 'model.safetensors', 'config.json'): (folder/name).unlink(missing_ok=True)
+    for name in ('metrics.json', 'settings.json', 'task.json', 'model.safetensors', 'config.json'): (folder/name).unlink(missing_ok=True)
 
 def finished_run(
     folder:Path, # of a run

@@ -8,7 +8,7 @@ pytest.importorskip('transformers'); pytest.importorskip('datasets'); pytest.imp
 from typer.testing import CliRunner
 from capsnb.cli import make_app
 from capsnb.embed import FrozenEncoder, tiny_transformer
-from capsnb.sentiment import TextDeck, TextMixup, eval_sst, load_run, packed, sentiment_data, train_sst
+from capsnb.sentiment import TextDeck, TextMixup, eval_sst, linear_probes, load_run, sentiment_data, train_sst
 from capsnb.sst import load_sst, tiny_treebank
 from capsnb.text import SSTNet
 
@@ -29,9 +29,9 @@ def test_cache_and_on_the_fly_give_the_network_the_same(world, encoder):
     a, b = data(world, encoder), data(world, encoder, cache=False)
     net = SSTNet(encoder.n_layers, encoder.d_emb)
     for split in a:
-        x, y = (d[split].__getitems__(list(range(4))) for d in (a, b))
-        assert torch.equal(x['labels'], y['labels'])
-        assert_close(net(x['mask'], x['embs']).a, net(y['mask'], y['embs']).a, atol=1e-3, rtol=1e-3)      # half precision on disk
+        x, y = (d[split].read(list(range(4))) for d in (a, b))
+        assert torch.equal(a[split].labels, b[split].labels)
+        assert_close(net(*x).a, net(*y).a, atol=1e-3, rtol=1e-3)                                           # half precision on disk
 
 @pytest.mark.parametrize('task', ['sst5', 'sst2'])
 @pytest.mark.parametrize('roots', [True, False])
@@ -41,8 +41,8 @@ def test_every_sample_has_its_own_text_and_label(world, encoder, task, roots, li
     for split, deck in decks.items():
         texts, labels = list(wanted[split]['text'])[:limit], list(wanted[split]['label'])[:limit]
         assert len(deck) == len(texts) and deck.labels.tolist() == labels
-        for k in range(0, len(deck), 3): assert deck.__getitem__(k)['embs'].shape[0] == len(encoder.tokens([texts[k]])[0])
-        k = len(deck) - 1; assert_close(deck.__getitem__(k)['embs'], encoder([texts[k]]).embs[0], atol=2e-3, rtol=2e-3)
+        for k in range(0, len(deck), 3): assert deck.read([k])[1].shape[0] == len(encoder.tokens([texts[k]])[0])
+        k = len(deck) - 1; assert_close(deck.read([k])[1], encoder([texts[k]]).embs[0], atol=2e-3, rtol=2e-3)
 
 def test_mixup_is_the_blend_it_says(world, encoder):
     deck = data(world, encoder)['train']; deck.deal(2); raw = deck.__getitems__([0, 1, 2, 3, 4]); out = TextMixup(5)(raw)
@@ -52,7 +52,7 @@ def test_mixup_is_the_blend_it_says(world, encoder):
     assert set(TextMixup(5, 0.)(raw)) == {'mask', 'embs', 'labels'}
 
 @pytest.mark.parametrize('kw, what', [(dict(task='sst3'), "task must be 'sst5' or 'sst2'"), (dict(epochs=0), 'expected epochs'), (dict(limit=0), 'expected limit'),
-                                      (dict(lr=(1, .1)), 'expected lr'), (dict(device='cuda:77'), 'is not available'), (dict(encoder='./nowhere'), 'no folder')])
+                                      (dict(lr=(1, .1)), 'expected lr'), (dict(dataloader_persistent_workers=True, dataloader_num_workers=1), 'persistent_workers to be False'), (dict(device='cuda:77'), 'is not available'), (dict(encoder='./nowhere'), 'no folder')])
 def test_what_makes_no_sense_is_refused_before_anything_is_written(world, encoder, tmp_path, kw, what):
     with pytest.raises(ValueError, match=what):
         train_sst(**{**dict(encoder=encoder, out=tmp_path/'run', roots=True, folder=world['trees'], official=False, cache=False, progress=False), **kw})
@@ -63,6 +63,45 @@ def test_decks_refuse_what_does_not_fit(world, encoder):
     with pytest.raises(ValueError, match='one label for each'): TextDeck(source, [0, 1], [3])
     with pytest.raises(ValueError, match='of the source'): TextDeck(source, [0], [99])
     with pytest.raises(ValueError, match='at least one'): TextDeck(source, [], [])
+
+def test_on_the_fly_trains_as_from_a_cache(world, encoder, tmp_path):
+    kw = dict(task='sst5', encoder=encoder, roots=True, epochs=2, folder=world['trees'], official=False, progress=False, device='cpu')
+    a, b = (train_sst(out=tmp_path/f'{k}', cache=c, **kw) for k, c in enumerate((False, world['root']/'cache')))
+    for x, y in zip(a['history'], b['history']): assert abs(x['loss'] - y['loss']) < 1e-2
+    batch = sentiment_data('sst5', encoder, world['trees'], False, True, cache=False)['train'].__getitems__([0, 1])
+    assert not any(isinstance(v, torch.Tensor) and v.requires_grad for v in batch.values()) and batch['texts'] == world['texts'][:2]   # nothing on a device before it is time
+
+def test_only_what_is_asked_for_is_encoded(world, encoder, tmp_path):
+    sentiment_data('sst5', encoder, world['trees'], False, True, cache=tmp_path, progress=False, splits=('test',))
+    assert [p.name for p in next(tmp_path.iterdir()).iterdir()] == ['test']
+
+def test_published_and_own_recipe_differ_where_they_say(world, encoder, tmp_path):
+    kw = dict(task='sst5', encoder=encoder, roots=True, epochs=1, folder=world['trees'], official=False, cache=False, progress=False, device='cpu')
+    a, b = (train_sst(out=tmp_path/f'{p}', published=p, **kw) for p in (True, False))
+    assert a['lr'] == [1e-5, 5e-4] and b['lr'] == [1e-5, 2e-3] and a['architecture'] != b['architecture']
+    net = lambda p: load_run(tmp_path/f'{p}', encoder, 'cpu')[0].routings[0]
+    assert (net(True).eps, net(True).init, net(False).eps) == ('paper', 'paper', 'auto')
+
+def test_layers_dtype_and_place_are_remembered(world, tmp_path, monkeypatch):
+    monkeypatch.chdir(world['root'])
+    encoder = FrozenEncoder('model', layers=[2, 0], dtype='bfloat16', device='cpu')
+    train_sst('sst5', encoder, out=tmp_path, roots=True, epochs=1, folder=world['trees'], official=False, cache=False, progress=False, device='cpu')
+    monkeypatch.chdir('/')
+    net, found, _ = load_run(tmp_path, None, 'cpu')
+    assert found.layers == [2, 0] and found.dtype == torch.bfloat16 and net.depth_emb.shape[0] == 2 and torch.equal(found(['A play.']).embs, encoder(['A play.']).embs)
+
+def test_a_stopped_rerun_does_not_pass_for_the_old_one(world, encoder, tmp_path):
+    kw = dict(task='sst5', encoder=encoder, roots=True, epochs=1, folder=world['trees'], official=False, cache=False, progress=False, device='cpu')
+    train_sst(out=tmp_path, **kw)
+    with pytest.raises(Exception, match='nothing'): train_sst(out=tmp_path, **{**kw, 'optim': 'nothing'})
+    with pytest.raises(ValueError, match='no finished run'): load_run(tmp_path, encoder, 'cpu')
+
+def test_probes_are_ranked_by_validation_and_fitted_on_training_data(world, encoder):
+    decks = data(world, encoder, 'sst2'); rows = linear_probes(decks, strengths=(.1, 10.))
+    assert [r['valid_accuracy'] for r in rows] == sorted((r['valid_accuracy'] for r in rows), reverse=True) and len(rows) == 6
+    swapped = linear_probes({**decks, 'validation': decks['test'], 'test': decks['validation']}, strengths=(.1, 10.))
+    key = lambda r: (r['layer'], r['C'])
+    for r, q in zip(sorted(rows, key=key), sorted(swapped, key=key)): assert (r['valid_accuracy'], r['test_accuracy']) == (q['test_accuracy'], q['valid_accuracy'])
 
 def test_a_run_belongs_to_its_encoder(world, encoder, tmp_path):
     m = train_sst('sst2', encoder, out=tmp_path, roots=True, epochs=1, folder=world['trees'], official=False, cache=False, progress=False, device='cpu')

@@ -108,6 +108,9 @@ def test_bad_input_is_named(mask, embs, what):
     assert what in str(e.value)
 
 def test_packed_tokens_must_fit_the_mask():
+    for mask in ([[1., 0, 1], [1, 1, 1]], [[0., 1, 1], [1, 1, 1]], [[1., .5, .5], [1, 1, 1]]):
+        n = int((torch.tensor(mask) != 0).sum())
+        with pytest.raises(ValueError, match='ones with zeros on the right'): into_rows(torch.arange(float(n)), torch.tensor(mask))
     with pytest.raises(ValueError, match='longest text'): into_rows(torch.ones(3, 2), torch.tensor([[1., 1, 0], [1, 0, 0]]))
 
 def test_saved_and_read_again_with_its_scale(tmp_path):
@@ -179,3 +182,31 @@ def test_without_a_token_is_the_text_that_lacks_it():
         keep = [i for i in range(6) if i != k]
         assert_close(lost[k], (net(mask, embs).a - net(mask[:, keep], embs[:, keep]).a)[0], atol=1e-5, rtol=1e-4)
     assert_close(without_each(net, mask[:, :1], embs[:, :1], [[0]]), net(mask[:, :1], embs[:, :1]).a)        # nothing is left
+
+def test_nan_at_padding_reaches_neither_scores_nor_gradients():
+    torch.manual_seed(0); net = SSTNet(3, 8); mask, embs = ragged([4, 2], dtype=torch.float32)
+    want = net(mask, embs).a; embs[mask == 0] = math.nan
+    out = net(mask, embs).a; assert_close(out, want); out.sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in net.parameters())
+
+def test_holes_in_a_mask_are_absent_tokens():
+    torch.manual_seed(0); net = SSTNet(3, 8); mask, embs = ragged([5], dtype=torch.float32); mask[0, 2] = 0
+    assert_close(net(mask, embs).a, net(mask[:, mask[0] > 0], embs[:, mask[0] > 0]).a, atol=1e-5, rtol=1e-5)
+
+def test_mixup_needs_both_share_and_partners():
+    mask, embs = ragged([4, 2], dtype=torch.float32)
+    for kw in (dict(lam=torch.tensor(.5)), dict(lam=torch.tensor(.5), partner=torch.tensor([0])), dict(lam=torch.rand(3), partner=torch.tensor([1, 0]))):
+        with pytest.raises(ValueError, match='or neither'): SSTNet(3, 8)(mask, embs, **kw)
+
+def test_a_layer_subset_and_many_batches_give_the_right_rows(encoders):
+    enc = FrozenEncoder(encoders['gpt2'].name, layers=[2, 0], device='cpu'); texts = some_texts(7, 9)
+    torch.manual_seed(0); rc = RoutingClassifier(enc, SSTNet(2, enc.d_emb, 3, d_feat=8, n_parts=4))
+    one = torch.cat([rc.head.eval()(*enc([t])).a.softmax(-1) for t in texts])
+    for size in (2, 7): assert_close(rc.predict(texts, size), one, atol=1e-5, rtol=1e-4)
+
+def test_a_transformer_in_training_is_not_cached_and_its_mode_stays(encoders, tmp_path):
+    rc = RoutingClassifier.from_encoder(encoders['bert'].name, 2, frozen=False, device='cpu', d_feat=8, n_parts=4).train()
+    before = rc.reader.fingerprint; rc.reader(['a film']); assert rc.encoder.training
+    with pytest.raises(ValueError, match='being trained'): rc.reader.cache(['a film'], tmp_path/'c')
+    with torch.no_grad(): next(rc.encoder.parameters()).add_(1.)
+    assert rc.reader.fingerprint != before
