@@ -90,10 +90,12 @@ def test_layers_dtype_and_place_are_remembered(world, tmp_path, monkeypatch):
     net, found, _ = load_run(tmp_path, None, 'cpu')
     assert found.layers == [2, 0] and found.dtype == torch.bfloat16 and net.depth_emb.shape[0] == 2 and torch.equal(found(['A play.']).embs, encoder(['A play.']).embs)
 
-def test_a_stopped_rerun_does_not_pass_for_the_old_one(world, encoder, tmp_path):
+def test_a_stopped_rerun_does_not_pass_for_the_old_one(world, encoder, tmp_path, monkeypatch):
     kw = dict(task='sst5', encoder=encoder, roots=True, epochs=1, folder=world['trees'], official=False, cache=False, progress=False, device='cpu')
     train_sst(out=tmp_path, **kw)
-    with pytest.raises(Exception, match='nothing'): train_sst(out=tmp_path, **{**kw, 'optim': 'nothing'})
+    def stop(*args, **kw): raise KeyboardInterrupt
+    monkeypatch.setattr('capsnb.train.make_trainer', stop)
+    with pytest.raises(KeyboardInterrupt): train_sst(out=tmp_path, **kw)
     with pytest.raises(ValueError, match='no finished run'): load_run(tmp_path, encoder, 'cpu')
 
 def test_probes_are_ranked_by_validation_and_fitted_on_training_data(world, encoder):
