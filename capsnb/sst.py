@@ -4,17 +4,17 @@
 
 # %% ../nbs/12_sst.ipynb #00000002
 from __future__ import annotations
-import contextlib, hashlib, http.client, os, re, shutil, zipfile
+import hashlib, os, re, zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
-from urllib.request import Request, urlopen
 from .core import need
+from .files import cache_folder, fetch, find_folder
 
 # %% auto #0
 __all__ = ['label_names', 'label_colours', 'label_signs', 'files', 'archive', 'sizes', 'Tree', 'parse_tree', 'restore',
            'phrase_text', 'tree_layout', 'plot_tree', 'tiny_treebank', 'read_trees', 'unique_phrases', 'find_sst',
-           'fetch', 'download_sst', 'read_sst', 'load_sst']
+           'download_sst', 'read_sst', 'load_sst']
 
 # %% ../nbs/12_sst.ipynb #00000008
 label_names = ('very negative', 'negative', 'neutral', 'positive', 'very positive')   # of labels 0 to 4
@@ -212,57 +212,11 @@ def unique_phrases(
 # %% ../nbs/12_sst.ipynb #0000002a
 files = dict(train='train.txt', validation='dev.txt', test='test.txt')   # split: name of its file
 
-def _holds(folder:Path) -> list[str]: return [name for name in files.values() if (folder/name).is_file()]
-
 def find_sst(
     folder:str|Path|None=None # folder with the three files, or whose sub-folder `sst` or `trees` has them; None: CAPSNB_DATA, the cache, the web
 ) -> Path: # the folder with train.txt, dev.txt and test.txt
     "Find the treebank, or download it; `FileNotFoundError` if a named folder does not hold it, `ConnectionError` if the web does not answer."
-    given = folder is not None
-    named = folder if given else os.environ.get('CAPSNB_DATA')
-    if given or named:
-        places = [Path(named).expanduser()/sub for sub in ('', 'sst', 'trees')]
-        place = max(places, key=lambda p: len(_holds(p)))
-        if len(_holds(place)) == 3: return place
-        if given or _holds(place) or not places[0].is_dir():
-            raise FileNotFoundError(f"expected {', '.join(files.values())} in '{places[0]}'{'' if given else ' (CAPSNB_DATA)'} "
-                                    f"or its sub-folder 'sst', found {_holds(place) or 'none of them'}")
-    cache = Path(os.environ.get('XDG_CACHE_HOME') or '~/.cache').expanduser()/'capsnb'/'sst'
-    return cache if len(_holds(cache)) == 3 else download_sst(cache)
-
-# %% ../nbs/12_sst.ipynb #0000002d
-def fetch(
-    url:str, # where from
-    path:Path, # where to; the file appears only when it is whole
-    size:int, # its bytes
-    sha256:str, # its checksum, hexadecimal
-    timeout:float=30. # seconds without an answer
-) -> Path: # path
-    "Download a file; `ConnectionError` if it breaks off (the next call goes on from there), `ValueError` if it is another file."
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part, mine = (path.with_name(f'{path.name}.{o}') for o in ('part', os.getpid()))
-    with contextlib.suppress(FileNotFoundError): os.replace(part, mine)
-    try:
-        if _size(mine) < size: _download(url, mine, timeout)
-        if _size(mine) < size: raise ConnectionError(f"{url} broke off after {_size(mine):,} of {size:,} bytes; the next call goes on from there")
-        came = hashlib.sha256(mine.read_bytes()).hexdigest()
-        if came != sha256:
-            mine.unlink()
-            raise ValueError(f"{url}: expected SHA-256 {sha256}, got {came}; nothing was kept")
-        os.replace(mine, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError): os.replace(mine, part)
-    return path
-
-# %% ../nbs/12_sst.ipynb #0000002e
-def _size(path:Path) -> int: return path.stat().st_size if path.exists() else 0
-
-def _download(url:str, path:Path, timeout:float):
-    have = _size(path)
-    request = Request(url, headers={'Range': f'bytes={have}-'} if have else {})
-    try:
-        with urlopen(request, timeout=timeout) as r, open(path, 'ab' if r.status == 206 else 'wb') as f: shutil.copyfileobj(r, f)
-    except (OSError, http.client.HTTPException) as e: raise ConnectionError(f"{url}: {e}") from e
+    return find_folder('sst', list(files.values()), folder, ('trees',)) or download_sst(cache_folder('sst'))
 
 # %% ../nbs/12_sst.ipynb #00000030
 archive = dict(url='https://nlp.stanford.edu/sentiment/trainDevTestTrees_PTB.zip', size=789_539,

@@ -1,10 +1,12 @@
 "Fuzz and download tests of the sentiment trees; what reads well in prose is in nbs/12_sst.ipynb."
 import hashlib, os, re, threading, time, zipfile
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 from capsnb import sst
+from capsnb.files import holds
+from web import Web
 from capsnb.sst import (Tree, download_sst, fetch, files, find_sst, load_sst, parse_tree, phrase_text, read_sst, read_trees, restore,
                         tiny_treebank, tree_layout, unique_phrases)
 
@@ -185,23 +187,6 @@ def test_nothing_to_be_had(tmp_path):
     assert not any(p.is_file() for p in (tmp_path/'xdg').rglob('*'))
     with pytest.raises(ValueError, match="task must be 'sst5' or 'sst2', got 'SST-5'"): load_sst(task='SST-5')
 
-class Web(BaseHTTPRequestHandler):
-    "Serves `body` with ranges; the first `breaks` answers end after a third of what was asked for."
-    body, ranges, breaks, asked = b'', True, 0, []
-    def log_message(self, *args): pass
-    def do_GET(self):
-        asked = self.headers.get('Range')
-        type(self).asked.append(asked)
-        start = int(asked[6:-1]) if asked and self.ranges else 0
-        send = self.body[start:]
-        self.send_response(206 if asked and self.ranges else 200)
-        self.send_header('Content-Length', str(len(send)))
-        self.end_headers()
-        if self.breaks > 0:
-            type(self).breaks -= 1
-            send = send[:len(send)//3]
-        self.wfile.write(send)
-
 @pytest.fixture
 def web(tiny, tmp_path):
     with zipfile.ZipFile(tmp_path/'a.zip', 'w') as z:
@@ -252,7 +237,7 @@ def test_killed_while_unpacking(web, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(os, 'replace', dies)
     with pytest.raises(KeyboardInterrupt): download_sst(tmp_path/'c', web.source)
     monkeypatch.undo()
-    assert [name for name in files.values() if (tmp_path/'c'/name).exists()] == ['train.txt'] and len(sst._holds(tmp_path/'c')) < 3
+    assert [name for name in files.values() if (tmp_path/'c'/name).exists()] == ['train.txt'] and len(holds(tmp_path/'c', list(files.values()))) < 3
     assert same(download_sst(tmp_path/'c', web.source), tiny)
 
 def test_download_fills_the_cache_once(web, tmp_path, monkeypatch):
