@@ -107,7 +107,7 @@ def capsnet_loss(
     labels:Tensor, # integers [b] or [b, k], or shares [b, n_classes]
     originals:Tensor|None=None # [b, k, channels, rows, columns], one for each of the k labels
 ) -> Tensor: # mean over samples
-    "Margin loss, and `net.recon` times the squared error of the drawings, summed over pixels."
+    "Margin loss, and `net.recon` times the squared error of the drawing, summed over pixels (of k drawings: their mean)."
     share = class_shares(labels, out.a.shape[-1]).to(out.a)
     loss = margin_loss(out.a, share)
     if net.decoder is None: return loss
