@@ -1,0 +1,65 @@
+"""CapsNet: published sizes, other sizes, labels of every form, one epoch with transformers' Trainer."""
+import pytest, torch
+from torch.testing import assert_close
+from capsnb.capsnet import CapsNet, Decoder, VectorCaps, class_shares, margin_loss
+from capsnb.dynamic import dynamic_routing_ref
+from capsnb.vision import n_params
+
+tiny = dict(n_classes=3, image_shape=(1, 8, 8), channels=8, kernels=(3, 3), stride=2, n_types=2, d_inp=4, d_out=5, decoder=(16, 16))
+def net(**kw): torch.manual_seed(0); return CapsNet(**{**tiny, **kw})
+
+def test_published_sizes():
+    with torch.device('meta'): assert n_params(CapsNet(decoder=None)) == 6_804_224 and n_params(CapsNet()) == 8_215_568
+
+@pytest.mark.parametrize('shape', ((1, 8, 8), (2, 9, 14), (3, 11, 7)))
+def test_any_size(shape):
+    n = net(image_shape=shape); out = n(torch.rand(4, *shape))
+    assert out.a.shape == (4, 3) and out.v.shape == (4, 3, 5) and n.draw(out.v).shape == (4, *shape)
+    assert_close(out.a, out.v.norm(dim=-1))
+
+def test_the_class_capsules_are_those_of_the_definition():
+    n = net().double(); x = torch.rand(2, 1, 8, 8, dtype=torch.float64)
+    V = torch.einsum('bid,ijdh->bijh', n.primary(torch.relu(n.conv(x))), n.W)
+    assert_close(n(x).v, dynamic_routing_ref(V, 3).v)
+
+def test_each_capsule_is_masked():
+    d = Decoder(3, 5, (1, 4, 4), (8,)); v = torch.randn(2, 3, 5); other = v.clone(); other[:, [0, 2]] = 99.
+    one = torch.tensor([[0., 1., 0.]]*2); assert_close(d(v, one), d(other, one), rtol=0, atol=0)
+    assert not torch.allclose(d(v, one), d(v, one.roll(1, 1)))
+
+def test_loss_by_hand():
+    a, share = torch.tensor([[.5, .3, .05], [.95, .1, .2]]), class_shares(torch.tensor([0, 0]), 3)
+    assert_close(margin_loss(a, share), torch.tensor(((.4**2 + .5*.2**2) + .5*.1**2)/2))
+    n = net(recon=.01); x, y = torch.rand(4, 1, 8, 8), torch.tensor([0, 1, 2, 0]); out = n(x)
+    want = margin_loss(out.a, class_shares(y, 3)) + .01*((n.draw(out.v, y) - x)**2).sum()/4
+    assert_close(n(x, labels=y)['loss'], want); assert_close(net(decoder=None)(x, labels=y)['loss'], margin_loss(net(decoder=None)(x).a, class_shares(y, 3)))
+
+def test_pairs_draw_each_its_own():
+    n = net(recon=1.); x, y, o = torch.rand(2, 1, 8, 8), torch.tensor([[0, 2], [1, 0]]), torch.rand(2, 2, 1, 8, 8); out = n(x)
+    want = margin_loss(out.a, class_shares(y, 3)) + sum(((n.draw(out.v, y[:, k]) - o[:, k])**2).sum() for k in (0, 1))/2/2      # mean over two samples and two drawings
+    assert_close(n(x, labels=y, originals=o)['loss'], want)
+    assert_close(n(x, labels=y.flip(1), originals=o.flip(1))['loss'], want)
+
+def test_all_parameters_learn():
+    n = net(); n(torch.rand(4, 1, 8, 8), labels=torch.tensor([0, 1, 2, 0]))['loss'].backward()
+    for name, p in n.named_parameters(): assert p.grad is not None and torch.isfinite(p.grad).all() and p.grad.abs().sum() > 0, name
+
+def test_black_images_are_no_trouble():
+    n = net(); n(torch.zeros(2, 1, 8, 8), labels=torch.tensor([0, 1]))['loss'].backward()
+    assert all(torch.isfinite(p.grad).all() for p in n.parameters())
+
+def test_primary_capsules_are_short():
+    assert (VectorCaps(3, 2, 4, 3)(1e3*torch.randn(2, 3, 9, 9)).norm(dim=-1) <= 1 + 1e-6).all()
+
+@pytest.mark.parametrize('mixup', (0., .2))
+def test_trainer(tmp_path, mixup):
+    from capsnb.train import fit
+    data = dict(image=torch.rand(40, 1, 8, 8), label=torch.arange(40) % 3)
+    n = net(); metrics = fit(n, data, data, tmp_path, epochs=2, lr=(1e-4, 1e-2), mixup=mixup, device='cpu', progress=False)
+    assert metrics['steps'] == 4 and len(metrics['history']) == 2
+    assert_close(CapsNet.from_pretrained(tmp_path)(data['image'][:2]).v, n(data['image'][:2]).v)
+
+@pytest.mark.parametrize('call, what', [(lambda: CapsNet(image_shape=(1, 8, 8)), '8x8 are too small'), (lambda: net()(torch.rand(2, 1, 9, 9)), r'\(2, 1, 9, 9\)'),
+    (lambda: net()(torch.rand(2, 1, 8, 8), labels=torch.rand(2, 4)), r'\[b, 3\]'), (lambda: net()(torch.rand(2, 1, 8, 8), labels=torch.tensor([0, 1]), originals=torch.rand(2, 2, 1, 8, 8)), 'originals')])
+def test_errors(call, what):
+    with pytest.raises(ValueError, match=what): call()

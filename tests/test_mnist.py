@@ -1,0 +1,111 @@
+"""MNIST's files: damage of every kind, the Hub by proxy, the real files where there are any."""
+import gzip, os
+from pathlib import Path
+import pytest, torch
+from hypothesis import given, settings, strategies as st
+from capsnb import mnist
+from capsnb.mnist import as_floats, format_idx, idx_names, load_mnist, overlapping_pairs, parse_idx, read_idx, read_mnist
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path/'cache')); monkeypatch.delenv('CAPSNB_DATA', raising=False)
+    place = tmp_path/'fashion-mnist'; place.mkdir(); g = torch.Generator().manual_seed(0)
+    for k, name in enumerate(idx_names):
+        n = 40 if k < 2 else 10
+        x = torch.randint(256, (n, 6, 5), generator=g, dtype=torch.uint8) if 'images' in name else torch.arange(n, dtype=torch.uint8) % 10
+        data = format_idx(x); (place/(name + '.gz'*(k % 2))).write_bytes(gzip.compress(data) if k % 2 else data)
+    return place
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
+def test_one_changed_or_missing_byte_never_passes_unseen(shape, data):
+    whole = format_idx(torch.randint(256, shape, dtype=torch.uint8)); at = data.draw(st.integers(0, len(whole) - 1)); start = 4 + 4*len(shape)
+    cut, byte = whole[:at], data.draw(st.integers(0, 255))
+    with pytest.raises(ValueError, match='somefile byte'): parse_idx(cut, 'somefile')
+    changed = whole[:at] + bytes([byte]) + whole[at + 1:]
+    if at < start and byte != whole[at]:
+        try: x = parse_idx(changed, 'somefile')
+        except ValueError as e: assert 'somefile byte' in str(e)
+        else: assert list(x.shape) != shape and x.numel() + 4 + 4*x.ndim == len(whole)     # another array of just this size: the checksum's business
+    else: assert format_idx(parse_idx(changed)) == changed
+
+@settings(deadline=None, max_examples=300)
+@given(st.binary(max_size=60))
+def test_noise_is_refused_or_read_exactly(data):
+    try: x = parse_idx(data, 'noise')
+    except ValueError as e: assert 'noise byte' in str(e)
+    else: assert format_idx(x) == data
+
+def test_a_huge_header_allocates_nothing():
+    with pytest.raises(ValueError, match='byte 16'): parse_idx(bytes([0, 0, 8, 3]) + b'\xff'*12)
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_damaged_gzip(tmp_path_factory, data):
+    whole = gzip.compress(format_idx(torch.randint(256, (30, 30), dtype=torch.uint8))); at = data.draw(st.integers(0, len(whole) - 1))
+    path = tmp_path_factory.mktemp('gz')/'x.gz'; path.write_bytes(whole[:at])
+    with pytest.raises(ValueError, match='x.gz byte'): read_idx(path)
+
+def test_all_ways_to_name_a_folder(folder, monkeypatch):
+    want = as_floats(load_mnist('fashion-mnist', folder, n_valid=10, official=False)['train'])
+    monkeypatch.setenv('CAPSNB_DATA', str(folder.parent))
+    data = load_mnist('fashion-mnist', n_valid=10, official=False)
+    assert as_floats(data['train'])['image'].equal(want['image']) and {k: len(v) for k, v in data.items()} == {'train': 30, 'validation': 10, 'test': 10}
+    assert 'validation' not in load_mnist('fashion-mnist', n_valid=0, official=False)
+
+def test_what_is_wrong_is_named(folder):
+    with pytest.raises(ValueError, match='train-images-idx3-ubyte: expected MD5'): read_mnist(folder, 'fashion-mnist')
+    (folder/f'{idx_names[3]}.gz').write_bytes(gzip.compress(format_idx(torch.zeros(9, dtype=torch.uint8))))
+    with pytest.raises(ValueError, match='t10k-labels.* byte 4: expected 10 labels'): read_mnist(folder, official=False)
+    (folder/idx_names[2]).write_bytes(format_idx(torch.zeros(10, 30, dtype=torch.uint8)))
+    with pytest.raises(ValueError, match='t10k-images.* byte 3: expected 3 dimensions'): read_mnist(folder, official=False)
+    (folder/idx_names[0]).unlink()
+    with pytest.raises(FileNotFoundError, match='train-images-idx3-ubyte'): load_mnist('fashion-mnist', folder)
+
+def test_the_hub(folder, monkeypatch, capsys):
+    "by a stand-in that hands out images as the Hub does"
+    import datasets, numpy as np
+    from PIL import Image
+    parts = read_mnist(folder, official=False); asked = []
+    def hub(name):
+        asked.append(name)
+        return datasets.DatasetDict({k: datasets.Dataset.from_dict({'image': [Image.fromarray(np.array(i)) for i in x], 'label': y.tolist()},
+                                     features=datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(num_classes=10))) for k, (x, y) in parts.items()})
+    monkeypatch.setattr(datasets, 'load_dataset', hub)
+    data = load_mnist('mnist', n_valid=4, official=False)
+    assert asked == ['ylecun/mnist'] and "'ylecun/mnist' from the Hugging Face Hub" in capsys.readouterr().out
+    assert (as_floats(data['test'])['image']*255).round().byte()[:, 0].equal(parts['test'][0])
+    with pytest.raises(ValueError, match='ylecun/mnist, train: expected MD5'): load_mnist('mnist')
+    def down(name): raise ConnectionError('no network')
+    monkeypatch.setattr(datasets, 'load_dataset', down)
+    with pytest.raises(ConnectionError, match='no network.*CAPSNB_DATA'): load_mnist('mnist')
+
+def test_checksums_are_those_of_the_unpacked_files(folder, monkeypatch):
+    import hashlib
+    parts = read_mnist(folder, official=False)
+    sums = [hashlib.md5(format_idx(x)).hexdigest() for part in parts.values() for x in part]
+    monkeypatch.setitem(mnist.md5s, 'mnist', dict(zip(idx_names, sums)))
+    for name, xy in zip(('train', 'test'), (idx_names[:2], idx_names[2:])):
+        for x, file in zip(parts[name], xy): mnist._check_md5(format_idx(x), mnist.md5s['mnist'][file], file)
+    assert load_mnist('mnist', folder, n_valid=0)['train'].num_rows == 40
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(2, 12), st.integers(0, 3), st.integers(0, 10**6), st.integers(1, 30))
+def test_pairs(m, shift, seed, n):
+    images, labels = torch.rand(m, 1, 4, 3) + .01, torch.arange(m) % 3
+    p = overlapping_pairs(images, labels, seed, shift, 4 + 2*shift, n)
+    assert p.images.shape == (n, 1, 4 + 2*shift, 4 + 2*shift) and (p.labels[:, 0] != p.labels[:, 1]).all() and p.images.max() <= 1
+    torch.testing.assert_close(p.originals.sum(1).clamp(max=1), p.images)
+    assert (p.originals > 0).sum((2, 3, 4)).eq(12).all() and p.labels[:, 0].equal(labels[torch.arange(n) % m])
+    assert p.images.equal(overlapping_pairs(images, labels, seed, shift, 4 + 2*shift, n).images)
+
+@pytest.mark.parametrize('kw, what', [(dict(size=3), 'do not fit'), (dict(labels=torch.zeros(4)), 'two classes'), (dict(labels=torch.zeros(3)), r'labels \[m\]')])
+def test_pairs_refuse(kw, what):
+    with pytest.raises(ValueError, match=what): overlapping_pairs(**{**dict(images=torch.rand(4, 1, 4, 4), labels=torch.arange(4)), **kw})
+
+real = Path('/usr/share/datasets/fashion-mnist')
+@pytest.mark.skipif(not real.is_dir(), reason='needs the files of dataset-fashion-mnist (Debian)')
+def test_the_real_fashion_mnist():
+    parts = read_mnist(real, 'fashion-mnist')
+    assert parts['train'][0].shape == (60000, 28, 28) and parts['train'][1].bincount().tolist() == [6000]*10 and parts['test'][1].bincount().tolist() == [1000]*10
+    with pytest.raises(ValueError, match='MD5'): read_mnist(real, 'mnist')
