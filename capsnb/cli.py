@@ -20,7 +20,7 @@ from .text import explain
 # %% auto #0
 __all__ = ['trunk', 'recipe', 'titles', 'contestants', 'table', 'picked', 'draw_map', 'draw_scores', 'draw_column', 'picture',
            'demo', 'how_to_resume', 'plainly', 'make_app', 'main', 'add_demo', 'pose_picture', 'add_objects', 'again',
-           'add_train', 'add_eval', 'add_explain']
+           'add_train', 'add_sst', 'add_eval', 'add_explain']
 
 # %% ../nbs/50_cli.ipynb #00000006
 trunk = dict(channels=(32, 32, 64, 64), strides=(1, 2, 1, 1))                                                         # of both networks
@@ -261,16 +261,24 @@ def again(
     given = [[f"--{k.replace('_', '-')}", *([] if v is True else [str(v)])] for k, v in options.items() if v is not None and v is not False]
     return shlex.join([*command.split(), *sum(given, []), '--resume'])
 
+# %% ../nbs/50_cli.ipynb #1bd175dd
 def add_train(
     app, typer # the Typer application, the module
 ):
     "Add `capsnb train` to the application."
-    Option = typer.Option
     group = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help='Train a network on a data set; one sub-command for each.')
     app.add_typer(group, name='train')
     @group.callback()
     def top(): pass
+    add_sst(group, typer)
     for data in ('toys', 'smallnorb'): add_objects(group, typer, data)
+
+# %% ../nbs/50_cli.ipynb #3657eea6
+def add_sst(
+    group, typer # the group of `capsnb train`, the module
+):
+    "Add `capsnb train sst`."
+    Option = typer.Option
     @group.command('sst')
     def command(
         task:str=Option('sst5', help="'sst5': five labels; 'sst2': negative or positive, neutral ones left out."),
@@ -330,6 +338,7 @@ def add_eval(
         print(f"{e['split']}: {e['accuracy']:.1%} of {e['n']:,}\n\n{'label':{width}}  read as " + ' '.join(f'{n:>{width}}' for n in e['names']))
         for name, row in zip(e['names'], e['confusion']): print(f"{name:{width}}          " + ' '.join(f'{k:{width},}' for k in row))
 
+# %% ../nbs/50_cli.ipynb #b1515088
 def add_explain(
     app, typer # the Typer application, the module
 ):
