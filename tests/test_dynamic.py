@@ -66,7 +66,7 @@ def test_saved_for_backward_does_not_hold_weights():
 @settings(deadline=None, max_examples=50)
 def test_squash_stays_in_the_ball(r, h):
     s = torch.full((h,), r, dtype=torch.float64, requires_grad=True); v = squash(s); v.sum().backward()
-    assert v.norm() <= 1 and torch.isfinite(s.grad).all() and (v >= 0).all()
+    assert v.norm() <= 1 + 1e-12 and torch.isfinite(s.grad).all() and (v >= 0).all()
 
 @pytest.mark.parametrize('detach', (False, True))
 def test_zero_votes_have_zero_gradients(detach):
