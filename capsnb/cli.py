@@ -288,7 +288,7 @@ def add_sst(
         epochs:int=Option(None, min=1, help='Times through the training data; 3 if not given.', show_default=False),
         seed:int=Option(0, min=0, max=2**32 - 1, help='Seed of the weights, the order of the data and mixup.'),
         seeds:int=Option(1, min=1, help='How many seeds, from --seed on; more than one: each in a folder of its own below --out, finished ones are kept.'),
-        limit:int=Option(None, min=1, help='Only so many samples of each split: a trial.', show_default=False),
+        limit:int=Option(None, min=1, help='Only so many samples of each split, spread evenly: a trial.', show_default=False),
         out:Path=Option('runs/sst', help='Folder for metrics.json, task.json and the network; made if missing.'),
         data:Path=Option(None, help='Folder with train.txt, dev.txt and test.txt; else CAPSNB_DATA, or a download.', show_default=False),
         cache:Path=Option(None, help="Folder for hidden states; else the user's cache.", show_default=False),

@@ -96,7 +96,7 @@ def cache_folder(
 def sentiment_data(
     task:str, encoder:FrozenEncoder, # 'sst5' or 'sst2'; who reads the texts
     folder:str|Path|None=None, official:bool=True, # of the treebank, as for `load_sst`
-    roots:bool=False, limit:int|None=None, # train on sentences, not phrases; at most so many samples of each split
+    roots:bool=False, limit:int|None=None, # train on sentences, not phrases; at most so many samples of each split, spread evenly
     cache:str|Path|bool|None=None, # root of the caches; None: the user's cache folder; False: on the fly
     seed:int=0, progress:bool=True, splits:tuple=('train', 'validation', 'test') # of mixup; whether to draw bars; which
 ) -> dict: # name of a split -> TextDeck
@@ -106,12 +106,13 @@ def sentiment_data(
     decks = {}
     for split, mine in ((s, part[s]) for s in splits):
         n, texts = min(len(mine), limit or len(mine)), list(whole[split]['text'])
+        mine = mine.select([k*len(mine)//n for k in range(n)])         # evenly: the files are not shuffled
         where = {k: row for row, k in enumerate(zip(*(whole[split][c] for c in ('tree', 'start', 'end'))))}
-        rows = [where[k] for k in zip(*(mine[c][:n] for c in ('tree', 'start', 'end')))]
+        rows = [where[k] for k in zip(*(mine[c] for c in ('tree', 'start', 'end')))]
         if limit: texts, rows = [texts[r] for r in rows], list(range(n))
         name = f"{split}{'-phrases' if not roots and split == 'train' else ''}{f'-{task}-{limit}' if limit else ''}"
         source = (encoder, texts) if cache is False else encoder.cache(texts, cache_folder(encoder, cache)/name, progress=progress)
-        decks[split] = TextDeck(source, mine['label'][:n], rows, seed if split == 'train' else None)
+        decks[split] = TextDeck(source, list(mine['label']), rows, seed if split == 'train' else None)
     return decks
 
 # %% ../nbs/23_sentiment.ipynb #00000010
