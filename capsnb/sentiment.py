@@ -4,18 +4,19 @@
 
 # %% ../nbs/23_sentiment.ipynb #00000004
 from __future__ import annotations
-import contextlib, io, json, os
+import contextlib, io, json
 from pathlib import Path
 import torch, torch.nn.functional as F
 from torch import nn, Tensor
 from .core import need, pick_device, run_record, seed_everything
+from .files import cache_folder
 from .sst import load_sst
 from .embed import EmbeddingCache, FrozenEncoder
 from .text import SSTNet, encoder_note, measure_scale, noted_encoder
 from .train import check_recipe, check_room, checkpoint_bytes, dice, fingerprint, fit_decks, write_json
 
 # %% auto #0
-__all__ = ['recipe', 'own', 'as_published', 'TextDeck', 'packed', 'TextMixup', 'cache_folder', 'sentiment_data', 'new_net',
+__all__ = ['recipe', 'own', 'as_published', 'TextDeck', 'packed', 'TextMixup', 'embeddings_folder', 'sentiment_data', 'new_net',
            'train_sst', 'load_run', 'predict_deck', 'eval_sst', 'mean_states', 'linear_probes']
 
 # %% ../nbs/23_sentiment.ipynb #00000007
@@ -43,7 +44,7 @@ class TextDeck(torch.utils.data.Dataset):
 
     def __getitem__(self, k:int) -> dict: return self.__getitems__([k])
 
-    def __getitems__(self, ks:list) -> dict: # a whole batch: mask [b, n] and embs [t, l, m], or texts and their encoder; labels, and where the dice stand
+    def __getitems__(self, ks:list) -> dict: # a whole batch: mask [b, n] and embs [t, l, m], or texts; labels, and where the dice stand
         rows, out = [self.rows[k] for k in ks], dict(labels=self.labels[ks], draw=None if self.seed is None else (self.seed, self.epoch, int(ks[0])))
         if isinstance(self.source, EmbeddingCache): return {**out, **packed(self.source, rows)}
         return {**out, 'texts': [self.source[1][r] for r in rows]}
@@ -85,12 +86,12 @@ class TextMixup:
         return {**{k: v for k, v in batch.items() if k != 'texts'}, 'mask': mask.float(), 'embs': embs.float()}
 
 # %% ../nbs/23_sentiment.ipynb #0000000d
-def cache_folder(
+def embeddings_folder(
     encoder:FrozenEncoder, # who makes the cache
     root:str|Path|None # where caches are; None: the user's cache folder
 ) -> Path: # of this encoder's caches
     "One folder for each encoder and choice of layers and end token."
-    root = Path(root).expanduser() if root else Path(os.environ.get('XDG_CACHE_HOME') or '~/.cache').expanduser()/'capsnb'/'embeddings'
+    root = Path(root).expanduser() if root else cache_folder('embeddings')
     return root/fingerprint(encoder.fingerprint, encoder.layers, encoder.end_id)
 
 def sentiment_data(
@@ -111,7 +112,7 @@ def sentiment_data(
         rows = [where[k] for k in zip(*(mine[c] for c in ('tree', 'start', 'end')))]
         if limit: texts, rows = [texts[r] for r in rows], list(range(n))
         name = f"{split}{'-phrases' if not roots and split == 'train' else ''}{f'-{task}-{limit}' if limit else ''}"
-        source = (encoder, texts) if cache is False else encoder.cache(texts, cache_folder(encoder, cache)/name, progress=progress)
+        source = (encoder, texts) if cache is False else encoder.cache(texts, embeddings_folder(encoder, cache)/name, progress=progress)
         decks[split] = TextDeck(source, list(mine['label']), rows, seed if split == 'train' else None)
     return decks
 
