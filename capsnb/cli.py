@@ -233,7 +233,7 @@ def add_objects(
 
     Keeps the epoch that validates best on instances held back, tests it once, and draws how poses move. Ctrl-C leaves a checkpoint and says how to go on.""")
     def command(
-        net:str=Option('dstep', help="'dstep': the paper's network; 'cnn': a CNN as large; 'baseline': the baseline CNN of Hinton et al. (2018)."),
+        net:str=Option('dstep', help="'dstep': the paper's network; 'cnn': a CNN as large; 'baseline': the baseline CNN of Hinton et al. (2018); 'matrix-caps': its matrix capsules, best with --size 48."),
         size:int=Option(96, min=29, help='Pixels per side (smallNORB has 96).'),
         pairs:int=Option(None, min=10, help='Toys: only so many pairs of each split; all 24,300 if not given.', show_default=False),
         epochs:int=Option(None, min=1, help='Times through the training data; 50 if not given.', show_default=False),
@@ -313,11 +313,12 @@ def add_eval(
         data:Path=Option(None, help='Folder of the data, as for train.', show_default=False),
         cache:Path=Option(None, help="Folder for hidden states or drawn toys; else the user's cache.", show_default=False),
         on_the_fly:bool=Option(False, '--on-the-fly', help='Run the transformer instead of keeping hidden states.'),
+        crops:int=Option(1, min=1, help='Matrix capsules: the mean over crops times crops patches; 1: the one in the middle.'),
         device:str=Option(None, help="'cpu', 'cuda' or 'mps'; the best there is if not given.", show_default=False)):
         """Accuracy of a finished run, and what it takes for what."""
         def work():
             if not (run/'task.json').is_file(): raise ValueError(f"'{run}' holds no finished run (no task.json): train one with capsnb train")
-            if 'kind' in json.loads((run/'task.json').read_text()): return objects.eval_objects(run, split, data, cache, device)
+            if 'kind' in json.loads((run/'task.json').read_text()): return objects.eval_objects(run, split, data, cache, device, crops=crops)
             return eval_sst(run, split, encoder, data, False if on_the_fly else cache, device)
         e = plainly(work, 'the same command')
         width = max(map(len, e['names']))
