@@ -10,11 +10,13 @@ from typing import Callable
 import torch
 from torch import Tensor
 from .core import need, run_record, seed_everything
+from .layers import ConvCaps
 from .dstep import Sizes, as_floor, choose_plan, plans
 
 # %% auto #0
-__all__ = ['paper_sizes', 'take_turns', 'median', 'ratio', 'routing_inputs', 'routing_step', 'floor_step', 'extra_memory',
-           'bench_case', 'bench_large', 'bench_routing']
+__all__ = ['paper_sizes', 'caps_layers', 'take_turns', 'median', 'ratio', 'routing_inputs', 'routing_step', 'floor_step',
+           'extra_memory', 'bench_case', 'bench_large', 'bench_routing', 'caps_inputs', 'caps_step', 'caps_memory',
+           'caps_case', 'bench_caps']
 
 # %% ../nbs/40_bench.ipynb #00000006
 def take_turns(
@@ -187,4 +189,65 @@ def bench_routing(
         'extra memory there': f"1/{first['votes']['bytes']/first['moments']['bytes']:.0f} of the definition's"}
     record['command'] = "python -c \"from capsnb.bench import *; bench_routing('nbs/results/routing_speed.json')\""
     Path(path).write_text(json.dumps(record, indent=1) + '\n')
+    return record
+
+# %% ../nbs/40_bench.ipynb #be4c0002
+caps_layers = {   # batch, grid, types below, types above, stride; fields of 3x3, poses of 4x4
+    '32·32·32·32, layer 1': (4, 14, 32, 32, 2), '32·32·32·32, layer 2': (4, 6, 32, 32, 1),
+    '64·8·16·16, layer 1': (4, 14, 8, 16, 2), '64·8·16·16, layer 2': (4, 6, 16, 16, 1)}
+
+def caps_inputs(
+    b:int, grid:int, n_inp:int, n_out:int, stride:int, # as in `caps_layers`
+    plan:str, n_iters:int=3, device='cpu', seed:int=0 # 'tiles' or 'votes'; iterations; where; of the draw
+) -> tuple: # layer, activations, poses
+    "A layer of convolutional capsules and random children."
+    seed_everything(seed)
+    layer = ConvCaps(n_inp, n_out, 3, stride, plan=plan, n_iters=n_iters).to(device)
+    return layer, torch.rand(b, grid, grid, n_inp).to(device).requires_grad_(), torch.randn(b, grid, grid, n_inp, 4, 4).to(device).requires_grad_()
+
+def caps_step(
+    layer:ConvCaps, a:Tensor, mu:Tensor, # from `caps_inputs`
+    backward:bool=True # whether to compute all gradients too
+):
+    "One forward pass of a layer, and its backward pass."
+    out = layer(a, mu)
+    if backward: torch.autograd.grad(out.a.sum() + out.mu.square().sum(), [a, mu, *layer.parameters()])
+
+# %% ../nbs/40_bench.ipynb #be4c0004
+_CAPS_CHILD = _CHILD.replace('s, plan, n_iters, eps, device, threads', 's, plan, n_iters, device, threads').replace('; from capsnb.dstep import Sizes', '') \
+    .replace('s = Sizes(*s); X = routing_inputs(s, device=device)', 'X = caps_inputs(*s, plan, n_iters, device)') \
+    .replace('tiny = Sizes(1, 8, 4, s.c, s.d, s.h, s.shared); routing_step(plan, tiny, routing_inputs(tiny, device=device), n_iters, eps)', 'caps_step(*caps_inputs(1, 3, 2, 2, 1, plan, n_iters, device))') \
+    .replace('routing_step(plan, s, X, n_iters, eps)', 'caps_step(*X)')
+
+def caps_memory(
+    sizes:tuple, plan:str, # as in `caps_layers`; 'tiles' or 'votes'
+    n_iters:int=3, device:str='cpu' # iterations; where
+) -> int: # bytes at the peak of one step, beyond inputs and parameters
+    "Extra peak memory of one forward and backward pass of a layer, measured in a new process."
+    arg = json.dumps([list(sizes), plan, n_iters, str(device), torch.get_num_threads()])
+    done = subprocess.run([sys.executable, '-c', _CAPS_CHILD, arg], capture_output=True, text=True, check=False)
+    if done.returncode: raise RuntimeError(f"measuring {plan} at {sizes} failed:\n{done.stderr[-2000:]}")
+    return int(done.stdout)
+
+def caps_case(
+    sizes:tuple, # as in `caps_layers`
+    n_iters:int=3, device:str='cpu', rounds:int=5, memory:bool=True # iterations; where; rounds that count; whether to measure memory too
+) -> dict: # by plan: seconds forward and both ways, ratio to 'votes', bytes
+    "Time both plans of a layer, in turns."
+    X = {plan: caps_inputs(*sizes, plan, n_iters, device) for plan in ('votes', 'tiles')}
+    times = take_turns({(p, both): lambda p=p, both=both: caps_step(*X[p], both) for p in X for both in (False, True)}, rounds, warmup=1)
+    return {p: dict(forward=median(times[p, False]), both=median(times[p, True]), faster=ratio(times['votes', True], times[p, True]),
+                    bytes=caps_memory(sizes, p, n_iters, device) if memory else None) for p in X}
+
+def bench_caps(
+    path:str|Path, # JSON file to write
+    device:str='cpu', rounds:int=5 # where; rounds that count
+) -> dict: # what was written
+    "Measure all of `caps_layers` and write the record."
+    cases = {name: caps_case(sizes, device=device, rounds=rounds) for name, sizes in caps_layers.items()}
+    first = cases['32·32·32·32, layer 1']
+    record = run_record(seed=0, data='random inputs', cases=cases) | dict(
+        command="python -c \"from capsnb.bench import *; bench_caps('nbs/results/caps_speed.json')\"",
+        headline={'convolutional capsules, forward + backward': f"{first['tiles']['faster']:.0f}× faster than with all votes", 'extra memory there': f"1/{first['votes']['bytes']/first['tiles']['bytes']:.0f}"})
+    Path(path).parent.mkdir(parents=True, exist_ok=True); Path(path).write_text(json.dumps(record, indent=1) + '\n')
     return record

@@ -13,6 +13,7 @@ from .core import need, pick_device, plot_style, palette, run_record, seed_every
 from .train import Deck, Stopped, check_recipe, check_room, checkpoint_bytes, clear_run, fit, load_digits_split, quiet_transformers, repeat, summary, write_json
 from .vision import DStepNet, PlainCNN, n_params, rival_of
 import capsnb.objects as objects
+import capsnb.ablation as ablation
 from .poses import class_pose, mds_path, plot_paths, poses_of, viewpoint_grid
 from .sentiment import eval_sst, load_run, train_sst
 from .text import explain
@@ -20,7 +21,7 @@ from .text import explain
 # %% auto #0
 __all__ = ['trunk', 'recipe', 'titles', 'contestants', 'table', 'picked', 'draw_map', 'draw_scores', 'draw_column', 'picture',
            'demo', 'how_to_resume', 'plainly', 'make_app', 'main', 'add_demo', 'pose_picture', 'add_objects', 'again',
-           'add_train', 'add_sst', 'add_eval', 'add_explain']
+           'add_train', 'add_sst', 'add_eval', 'add_explain', 'add_ablate']
 
 # %% ../nbs/50_cli.ipynb #00000006
 trunk = dict(channels=(32, 32, 64, 64), strides=(1, 2, 1, 1))                                                         # of both networks
@@ -180,7 +181,7 @@ def make_app(): # typer.Typer
         if wanted: typer.echo(f"capsnb {__version__}"); raise typer.Exit()
     @app.callback()
     def top(version:bool=typer.Option(False, '--version', callback=show_version, is_eager=True, help='Print the version and exit.')): pass
-    for add in (add_demo, add_train, add_eval, add_explain): add(app, typer)
+    for add in (add_demo, add_train, add_eval, add_explain, add_ablate): add(app, typer)
     return app
 
 def main():
@@ -233,7 +234,7 @@ def add_objects(
 
     Keeps the epoch that validates best on instances held back, tests it once, and draws how poses move. Ctrl-C leaves a checkpoint and says how to go on.""")
     def command(
-        net:str=Option('dstep', help="'dstep': the paper's network; 'cnn': a CNN as large; 'baseline': the baseline CNN of Hinton et al. (2018)."),
+        net:str=Option('dstep', help="'dstep': the paper's network; 'cnn': a CNN as large; 'baseline': the baseline CNN of Hinton et al. (2018); 'matrix-caps': its matrix capsules, best with --size 48."),
         size:int=Option(96, min=29, help='Pixels per side (smallNORB has 96).'),
         pairs:int=Option(None, min=10, help='Toys: only so many pairs of each split; all 24,300 if not given.', show_default=False),
         epochs:int=Option(None, min=1, help='Times through the training data; 50 if not given.', show_default=False),
@@ -327,11 +328,12 @@ def add_eval(
         data:Path=Option(None, help='Folder of the data, as for train.', show_default=False),
         cache:Path=Option(None, help="Folder for hidden states or drawn toys; else the user's cache.", show_default=False),
         on_the_fly:bool=Option(False, '--on-the-fly', help='Run the transformer instead of keeping hidden states.'),
+        crops:int=Option(1, min=1, help='Matrix capsules: the mean over crops times crops patches; 1: the one in the middle.'),
         device:str=Option(None, help="'cpu', 'cuda' or 'mps'; the best there is if not given.", show_default=False)):
         """Accuracy of a finished run, and what it takes for what."""
         def work():
             if not (run/'task.json').is_file(): raise ValueError(f"'{run}' holds no finished run (no task.json): train one with capsnb train")
-            if 'kind' in json.loads((run/'task.json').read_text()): return objects.eval_objects(run, split, data, cache, device)
+            if 'kind' in json.loads((run/'task.json').read_text()): return objects.eval_objects(run, split, data, cache, device, crops=crops)
             return eval_sst(run, split, encoder, data, False if on_the_fly else cache, device)
         e = plainly(work, 'the same command')
         width = max(map(len, e['names']))
@@ -363,3 +365,31 @@ def add_explain(
         print('  credit   lost without')
         for (word, v), (_, lost) in zip(e.words, e.without): print(f"{v:+8.3f} {lost:+8.3f}  {word}")
         print(f"{e.leaning():+8.3f}           together")
+
+# %% ../nbs/50_cli.ipynb #ab1a0002
+def add_ablate(
+    app, typer # the Typer application, the module
+):
+    "Add `capsnb ablate` to the application."
+    Option = typer.Option
+    @app.command('ablate')
+    def command(
+        data:str=Option('toys', help="'toys' or 'smallnorb'."),
+        size:int=Option(48, min=29, help='Pixels per side (smallNORB has 96).'),
+        pairs:int=Option(None, min=10, help='Toys: only so many pairs of each split; all 24,300 if not given.', show_default=False),
+        epochs:int=Option(50, min=1, help='Times through the training data, for every row.'),
+        seeds:int=Option(3, min=1, help='Runs of each row.'),
+        preset:str=Option('paper', help="Set-up of the routing: 'paper', 'gritzman' or 'google'; the others get a row each."),
+        only:list[str]=Option(None, help='Name of a row; may be repeated. All if not given.', show_default=False),
+        out:Path=Option('nbs/results/em_ablation.json', help='File that collects the runs; finished ones are kept.'),
+        runs:Path=Option('runs/ablate', help='Folder of the runs themselves.'),
+        folder:Path=Option(None, '--data-folder', help='smallNORB: folder of its six files; else CAPSNB_DATA, or a download.', show_default=False),
+        cache:Path=Option(None, help="Toys: folder for drawn pictures; else the user's cache.", show_default=False),
+        device:str=Option(None, help="'cpu', 'cuda' or 'mps'; the best there is if not given.", show_default=False),
+        progress:bool=Option(True, help='Draw progress bars.')):
+        """What each part of matrix capsules is worth: the rows of Table 1 of Hinton et al. (2018), beside the paper's errors.
+
+        Trains one network after another; a study that was stopped goes on with the same command."""
+        plainly(lambda: ablation.run_ablation(out, data, size, pairs, epochs, tuple(range(seeds)), preset, tuple(only or ()) or None, runs,
+                                              folder=folder, cache=cache, device=device, progress=progress), 'the same command')
+        print(ablation.ablation_table(out, preset))

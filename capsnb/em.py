@@ -10,8 +10,8 @@ import torch, torch.nn.functional as F
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['TINY', 'log_normal', 'm_step', 'activation', 'inverse_temperature', 'as_schedule', 'as_floor', 'sig2_floor',
-           'cast_votes', 'share_out', 'e_step', 'EMRouted', 'em_routing_ref', 'em_routing', 'proportions',
+__all__ = ['TINY', 'log_normal', 'm_step', 'damped', 'as_damping', 'activation', 'inverse_temperature', 'as_schedule', 'as_floor',
+           'sig2_floor', 'cast_votes', 'share_out', 'e_step', 'EMRouted', 'em_routing_ref', 'em_routing', 'proportions',
            'free_energy']
 
 # %% ../nbs/03_em.ipynb #00000006
@@ -36,6 +36,23 @@ def m_step(
     mu = torch.einsum('...ij,...ijch->...jch', w, V)
     s = torch.einsum('...ij,...ijch->...jch', w, (V - mu[..., None, :, :, :]).square())
     return mu, s
+
+# %% ../nbs/03_em.ipynb #da3b0002
+def damped(
+    mu:Tensor, s:Tensor, # [..., j, c, h] weighted means, and variances about them
+    before:Tensor|float, # [..., j, c, h] means of the iteration before; 0 before the first
+    damping:float # share of the old mean in the new one, in [0, 1)
+) -> tuple[Tensor, Tensor]: # damped means, and variances about them
+    "Means that keep a share of what they were, as in the code of the paper's authors."
+    if not damping: return mu, s
+    new = torch.lerp(mu, torch.as_tensor(before, dtype=mu.dtype, device=mu.device).expand_as(mu), damping)
+    return new, s + (mu - new).square()
+
+def as_damping(damping:float # share of the old mean in the new one
+) -> float: # the same
+    "`ValueError` unless it lies in [0, 1)."
+    if isinstance(damping, bool) or not isinstance(damping, (int, float)) or not 0 <= damping < 1: raise ValueError(f"damping must be a number in [0, 1), got {damping!r}")
+    return damping
 
 # %% ../nbs/03_em.ipynb #0000000c
 def activation(
@@ -150,7 +167,8 @@ def em_routing_ref(
     lam:float|Sequence[float]|Callable[[int], float], # inverse temperature: see `as_schedule`
     n_iters:int=3, # iterations
     parents:Tensor|None=None, # [i, j] bool: is j a parent of i? None: always
-    eps:float|str=1e-4 # floor of the variances: see `as_floor`
+    eps:float|str=1e-4, # floor of the variances: see `as_floor`
+    damping:float=0. # see `damped`
 ) -> EMRouted: # activations, poses, variances, shares
     "EM routing, written as in the paper (Hinton 2018, Procedure 1)."
     lams = as_schedule(lam, n_iters)
@@ -163,7 +181,7 @@ def em_routing_ref(
             R = torch.softmax(ln_ap, -1)*is_parent
         r = R*a[..., None]                                                                           # line 4: M-step, line 2
         w = (r + TINY*is_parent)[..., None, None]
-        mu = (w*V).sum(-4)/w.sum(-4)                                                                 # M-step, line 3
+        mu = (1 - damping)*(w*V).sum(-4)/w.sum(-4) + (damping*mu if t else 0)                        # M-step, line 3
         s = (w*(V - mu[..., None, :, :, :])**2).sum(-4)/w.sum(-4)                                    # M-step, line 4
         if t == 0: floor = sig2_floor(s, mu, eps)
         sig2 = s + floor
@@ -211,27 +229,28 @@ def em_routing(
     fields:Tensor|None=None, # [p, i] number of the child in each place of each field, -1: none
     eps:float|str=1e-4, # floor of the variances: see `as_floor`
     act:str='logistic', # 'logistic' (eq. 2), or 'pi': mixing proportions, which sum to 1 over all parents
-    free_energy:bool=False # whether to compute F too
+    free_energy:bool=False, # whether to compute F too
+    damping:float=0. # see `damped`
 ) -> EMRouted: # a, mu, sig2, R, F; `ValueError` if the inputs do not fit
     "EM routing of children with votes to parents (Hinton 2018, Procedure 1)."
-    _check(a, V, parents, fields, act)
+    _check(a, V, parents, fields, act); as_damping(damping)
     lams, dtype = as_schedule(lam, n_iters), torch.promote_types(torch.promote_types(a.dtype, V.dtype), torch.float32)
     out_dtype = dtype if torch.is_autocast_enabled(V.device.type) else V.dtype
     with torch.autocast(V.device.type, enabled=False):
         a, V = a.to(dtype), V.to(dtype)
-        out = _iterate(a, V, beta_a, beta_u, lams, parents, fields, eps, act, free_energy)
+        out = _iterate(a, V, beta_a, beta_u, lams, parents, fields, eps, act, free_energy, damping)
     return EMRouted(*(o if o is None else o.to(out_dtype) for o in out))
 
 # %% ../nbs/03_em.ipynb #00000029
-def _iterate(a, V, beta_a, beta_u, lams, parents, fields, eps, act, want_F):
-    (R, link), Fs = _start(V, parents, fields), []
+def _iterate(a, V, beta_a, beta_u, lams, parents, fields, eps, act, want_F, damping):
+    (R, link), Fs, mu = _start(V, parents, fields), [], 0.
     R = R.expand(V.shape[:-2])
     if fields is not None: a = F.pad(a, (0, 1))[..., fields]                            # -1 reads the 0 behind the last child
     dims = (-3, -2, -1) if fields is None else (-4, -3, -2, -1)
     for t, lam in enumerate(lams):
         if t: R = e_step(V, log_a, mu, sig2, parents, fields)
         r = R*a[..., None]
-        mu, s = m_step(r + TINY*link, V)
+        mu, s = damped(*m_step(r + TINY*link, V), mu, damping)
         if t == 0: floor = sig2_floor(s, mu, eps, dims)
         sig2, S = s + floor, r.sum(-2)
         log_a = F.logsigmoid(activation(S, sig2, beta_a, beta_u, lam)) if act == 'logistic' else proportions(S, dims[3:] or (-1,), fields)

@@ -9,7 +9,7 @@ from typing import Callable, NamedTuple, Sequence
 import torch, torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from .em import TINY, EMRouted, activation, as_floor, as_schedule, em_routing, inverse_temperature, proportions, sig2_floor
+from .em import TINY, EMRouted, activation, as_damping, as_floor, as_schedule, damped, em_routing, inverse_temperature, proportions, sig2_floor
 
 # %% auto #0
 __all__ = ['pair', 'field_table', 'gather', 'route_votes', 'route_tiles', 'Caps', 'PrimaryCaps', 'ConvCaps', 'field_centres',
@@ -57,11 +57,11 @@ def route_votes(
     W:Tensor, # [s, j, d, h] transformations, one per place and parent type
     beta_a:Tensor, beta_u:Tensor, # [j]
     fields:Tensor, # [p, s] which child is where, -1: none
-    lam, n_iters:int, eps, act:str # as for `em_routing`
+    lam, n_iters:int, eps, act:str, damping:float=0. # as for `em_routing`
 ) -> EMRouted: # a [b, p, j], mu and sig2 [b, p, j, c, h], R [b, p, s, j]
     "Route children in fields to parents, with all votes at hand."
     V = torch.einsum('bpscd,sjdh->bpsjch', gather(mu, fields), W)
-    return em_routing(a, V, beta_a, beta_u, lam, n_iters, fields=fields, eps=eps, act=act)
+    return em_routing(a, V, beta_a, beta_u, lam, n_iters, fields=fields, eps=eps, act=act, damping=damping)
 
 # %% ../nbs/06_layers.ipynb #00000010
 _TILE, _HOLD = 1 << 18, 1 << 25   # votes' numbers in a tile: 1 MB in float32, a core's cache; most that are held for an image
@@ -135,19 +135,20 @@ def _switch(S, s2, floor, beta_a, beta_u, lam, act):
 def _floor(s2, mu, eps): return sig2_floor(s2, mu, eps).view(1, 1, 1) if as_floor(eps)[0] else s2.new_tensor(as_floor(eps)[1])
 
 # %% ../nbs/06_layers.ipynb #00000016
-def _forward(V, a, beta_a, beta_u, geo, lams, eps, act):
+def _forward(V, a, beta_a, beta_u, geo, lams, eps, act, damping):
     "a [p, s]: activations of the places -> a [p, j], mu and sig2 [p, j, c·h]; what each iteration found."
-    states = []
+    states, mu = [], 0.
     for t, lam in enumerate(lams):
         if t == 0: R = geo.first.expand(-1, len(beta_a), -1)
         else: R = _share(_e_pass(V, log_a - .5*sig2.log().sum(-1), mu, 1/(2*sig2)), geo)
         r = R*a[:, None]
         S = r.sum(-1)
         r += TINY*geo.link
-        mu, s2 = _m_pass(V, r, r.sum(-1))
+        raw = _m_pass(V, r, r.sum(-1))
+        mu, s2 = damped(*raw, mu, damping)
         if t == 0: floor = _floor(s2, mu, eps)
         log_a, sig2 = _switch(S, s2, floor, beta_a, beta_u, lam, act)
-        states.append((mu, s2, S))
+        states.append((mu, s2, S, *(raw if damping else ())))
     return (log_a.exp(), mu, sig2), states
 
 # %% ../nbs/06_layers.ipynb #00000018
@@ -193,6 +194,12 @@ def _switch_back(state, floor, betas, lam, act, last, grads):
         outs = (log_a.exp(), sig2) if last else (log_a - .5*sig2.log().sum(-1), 1/(2*sig2))
     return torch.autograd.grad(outs, leaves, grads, materialize_grads=True)
 
+def _damped_back(mu, raw, g_mu, g_s, damping):
+    "Gradients at damped means and variances -> at the weighted means, and at the means before."
+    if not damping: return g_mu, 0.
+    pull = 2*damping*(raw - mu)*g_s
+    return (1 - damping)*g_mu + pull, damping*g_mu - pull
+
 def _floor_back(state, eps, g_floor):
     "Gradient of the floor -> of the first means and variances."
     if not as_floor(eps)[0]: return 0., 0.
@@ -201,42 +208,43 @@ def _floor_back(state, eps, g_floor):
     return torch.autograd.grad(floor, (mu, s2), g_floor)
 
 # %% ../nbs/06_layers.ipynb #0000001b
-def _backward(V, a, betas, geo, lams, eps, act, states, grads):
+def _backward(V, a, betas, geo, lams, eps, act, damping, states, grads):
     "Gradients of one image's a [p, s], x, W, beta_a and beta_u, from those of its outputs."
     g_a, g_mu, g_sig2 = grads
     floor, g_floor, g_betas, g_act, terms = _floor(states[0][1], states[0][0], eps), 0., [0., 0.], 0., []
     incoming, origin = (g_a, g_sig2), states[0][0]
     for t in reversed(range(len(lams))):
-        mu, s2, _ = states[t]
+        mu, raw = states[t][0], states[t][3:] or states[t][:2]
         g_S, g_s, g_fl, *g_b = _switch_back(states[t], floor, betas, lams[t], act, t == len(lams) - 1, incoming)
         g_floor, g_betas = g_floor + g_fl, [p + q for p, q in zip(g_betas, g_b)]
         if t == 0: extra = _floor_back(states[0], eps, g_floor); g_mu, g_s, R = g_mu + extra[0], g_s + extra[1], geo.first.expand(-1, mu.shape[1], -1)
         else:
-            mu0, s0, S0 = states[t - 1]
+            mu0, s0, S0 = states[t - 1][:3]
             log_a, sig2 = _switch(S0, s0, floor, *betas, lams[t - 1], act)
             v = 1/(2*sig2)
             R = _share(_e_pass(V, log_a - .5*sig2.log().sum(-1), mu0, v), geo)
         w = R*a[:, None] + TINY*geo.link
         mass = w.sum(-1); w /= mass[..., None]
-        g_R = _m_back(V, mu, s2, mass, g_mu, g_s).add_(g_S[..., None])
+        g_mu, g_old = _damped_back(mu, raw[0], g_mu, g_s, damping)
+        g_R = _m_back(V, *raw, mass, g_mu, g_s).add_(g_S[..., None])
         g_act = g_act + torch.linalg.vecdot(R, g_R, dim=1)
-        terms.append((g_mu - 2*g_s*(mu - origin), 2*g_s, w))
+        terms.append((g_mu - 2*g_s*(raw[0] - origin), 2*g_s, w))
         if t == 0: break
         g_R *= a[:, None]
         g_L = g_R.sub_(_sum_by_child(torch.linalg.vecdot(R, g_R, dim=1), geo)[:, None]).mul_(R)
         g_mu, g_v = _e_back(V, mu0, v, g_L)
-        terms.append((2*v*(mu0 - origin), -2*v, g_L)); incoming = (g_L.sum(-1), g_v)
+        g_mu = g_mu + g_old; terms.append((2*v*(mu0 - origin), -2*v, g_L)); incoming = (g_L.sum(-1), g_v)
     return g_act*geo.link[:, 0], *_votes_back(V, terms, origin), *g_betas
 
 # %% ../nbs/06_layers.ipynb #0000001d
 class _Tiles(torch.autograd.Function):
     "Routing of children in fields: a [b, n], mu [b, n, c, d], W [s, j, d, h] -> a [b, p, j], mu and sig2 [b, p, j, c·h]."
     @staticmethod
-    def forward(ctx, a, mu, W, beta_a, beta_u, fields, lams, eps, act):
+    def forward(ctx, a, mu, W, beta_a, beta_u, fields, lams, eps, act, damping):
         geo, Wt = _geometry(fields, a.shape[1], W.shape[1], a.dtype), W.permute(2, 1, 3, 0).contiguous()
-        runs = [_forward(_Votes(x, Wt), f, beta_a, beta_u, geo, lams, eps, act) for f, x in map(lambda b: _places(a[b], mu[b], geo), range(len(a)))]
+        runs = [_forward(_Votes(x, Wt), f, beta_a, beta_u, geo, lams, eps, act, damping) for f, x in map(lambda b: _places(a[b], mu[b], geo), range(len(a)))]
         ctx.save_for_backward(a, mu, Wt, beta_a, beta_u, fields)
-        ctx.states, ctx.rest = [states for _, states in runs], (lams, eps, act)
+        ctx.states, ctx.rest = [states for _, states in runs], (lams, eps, act, damping)
         return tuple(torch.stack(o) for o in zip(*(out for out, _ in runs)))
 
     @staticmethod
@@ -252,7 +260,7 @@ class _Tiles(torch.autograd.Function):
             g_mu[b] = mu.new_zeros(geo.n + 1, *mu.shape[2:]).index_add_(0, geo.child, gx.permute(0, 3, 1, 2).flatten(0, 1))[:-1]
             g_W += gW
             for total, g in zip(g_betas, gb): total += g
-        return g_a, g_mu, g_W.permute(3, 1, 0, 2), *g_betas, None, None, None, None
+        return g_a, g_mu, g_W.permute(3, 1, 0, 2), *g_betas, None, None, None, None, None
 
 def _places(a, mu, geo):
     "Activations [p, s] and poses [p, c, d, s] of all places; 0 where there is no child."
@@ -267,10 +275,10 @@ def route_tiles(
     W:Tensor, # [s, j, d, h] transformations, one per place and parent type
     beta_a:Tensor, beta_u:Tensor, # [j]
     fields:Tensor, # [p, s] which child is where, -1: none
-    lam, n_iters:int, eps, act:str # as for `em_routing`
+    lam, n_iters:int, eps, act:str, damping:float=0. # as for `em_routing`
 ) -> EMRouted: # as `route_votes`, without R
     "`route_votes`, an image and a tile of fields at a time; votes are made again in the backward pass."
-    out, pose, sig2 = _Tiles.apply(a, mu, W, beta_a, beta_u, fields, as_schedule(lam, n_iters), eps, act)
+    out, pose, sig2 = _Tiles.apply(a, mu, W, beta_a, beta_u, fields, as_schedule(lam, n_iters), eps, act, damping)
     shape = (mu.shape[-2], W.shape[-1])
     return EMRouted(out, pose.unflatten(-1, shape), sig2.unflatten(-1, shape), None)
 
@@ -304,14 +312,15 @@ class PrimaryCaps(nn.Module):
 # %% ../nbs/06_layers.ipynb #00000023
 class _Capsules(nn.Module):
     "What convolutional and class capsules share: matrices W, two betas a type, and how to route."
-    def _make(self, shape, n_inp, n_out, d_cov, d_inp, d_out, n_iters, lam, eps, act, plan):
+    def _make(self, shape, n_inp, n_out, d_cov, d_inp, d_out, n_iters, lam, eps, act, plan, damping, beta_units):
         for name, v in dict(n_inp=n_inp, n_out=n_out, d_cov=d_cov, d_inp=d_inp, d_out=d_out).items():
             if isinstance(v, bool) or not isinstance(v, int) or v < 1: raise ValueError(f"{name} must be an integer >= 1, got {v!r}")
         if act not in ('logistic', 'pi'): raise ValueError(f"act must be 'logistic' or 'pi', got {act!r}")
         if plan not in ('auto', 'tiles', 'votes'): raise ValueError(f"plan must be 'auto', 'tiles' or 'votes', got {plan!r}")
-        as_schedule(lam, n_iters); as_floor(eps)
+        as_schedule(lam, n_iters); as_floor(eps); as_damping(damping)
+        if len(beta_units) != 2 or not all(isinstance(u, (int, float)) and math.isfinite(u) and u for u in beta_units): raise ValueError(f"beta_units must be two numbers other than 0, got {beta_units!r}")
         self.n_inp, self.n_out, self.d_cov, self.d_inp, self.d_out = n_inp, n_out, d_cov, d_inp, d_out
-        self.n_iters, self.lam, self.eps, self.act, self.plan = n_iters, lam, eps, act, plan
+        self.n_iters, self.lam, self.eps, self.act, self.plan, self.damping, self.beta_units = n_iters, lam, eps, act, plan, damping, tuple(beta_units)
         self.W = nn.Parameter(torch.empty(*shape, n_inp, n_out, d_inp, d_out))
         self.beta_a, self.beta_u = nn.Parameter(torch.empty(n_out)), nn.Parameter(torch.empty(n_out))
         self.reset_parameters()
@@ -330,7 +339,11 @@ class _Capsules(nn.Module):
             if not mu.isfinite().all(): raise ValueError("mu must be finite, got NaN or inf")
 
     def extra_repr(self):
-        return ', '.join(f'{k}={getattr(self, k)!r}' for k in 'n_inp n_out d_cov d_inp d_out n_iters eps act plan'.split())
+        lam = [round(v, 9) for v in as_schedule(self.lam, self.n_iters)]
+        return ', '.join(f'{k}={getattr(self, k)!r}' for k in 'n_inp n_out d_cov d_inp d_out n_iters eps act plan damping beta_units'.split()) + f', lam={lam}'
+
+    def betas(self, dtype) -> tuple: # beta_a, beta_u [j] as the routing takes them
+        return tuple(u*b.to(dtype) for u, b in zip(self.beta_units, (self.beta_a, self.beta_u)))
 
 # %% ../nbs/06_layers.ipynb #00000024
 class ConvCaps(_Capsules):
@@ -343,11 +356,12 @@ class ConvCaps(_Capsules):
         lam:float|Sequence[float]|Callable[[int], float]=inverse_temperature, # inverse temperature, per iteration
         eps:float|str=1e-4, # floor of the variances: a number, or a percentage of the votes' spread
         act:str='logistic', # 'logistic', or 'pi': mixing proportions
-        plan:str='auto' # 'votes': all at hand; 'tiles': made when needed; 'auto': tiles, unless R is wanted
+        plan:str='auto', # 'votes': all at hand; 'tiles': made when needed; 'auto': tiles, unless R is wanted
+        damping:float=0., beta_units:tuple=(1., 1.) # share of the old mean in the new one; what beta_a and beta_u are multiplied by
     ):
         super().__init__()
         self.K, self.stride, self.padding = pair(K, 'K', 1), pair(stride, 'stride', 1), pair(padding, 'padding', 0)
-        self._make(self.K, n_inp, n_out, d_cov, d_inp, d_out, n_iters, lam, eps, act, plan)
+        self._make(self.K, n_inp, n_out, d_cov, d_inp, d_out, n_iters, lam, eps, act, plan, damping, beta_units)
 
     def forward(self,
         a:Tensor, # [..., m, n, i] activations of the children, in [0, 1]
@@ -370,8 +384,8 @@ def _run(route, r, a, mu, W, fields):
     out_dtype = dtype if torch.is_autocast_enabled(mu.device.type) else mu.dtype
     n = math.prod(a.shape[:-1])
     with torch.autocast(mu.device.type, enabled=False):
-        a, mu, W, ba, bu = (t.to(dtype) for t in (a.reshape(n, a.shape[-1]), mu.reshape(n, *mu.shape[-3:]), W, r.beta_a, r.beta_u))
-        out = route(a, mu, W, ba, bu, fields, r.lam, r.n_iters, r.eps, r.act)
+        a, mu, W = (t.to(dtype) for t in (a.reshape(n, a.shape[-1]), mu.reshape(n, *mu.shape[-3:]), W))
+        out = route(a, mu, W, *r.betas(dtype), fields, r.lam, r.n_iters, r.eps, r.act, r.damping)
     return EMRouted(*(o if o is None else o.to(out_dtype) for o in out))
 
 # %% ../nbs/06_layers.ipynb #00000028
@@ -408,12 +422,13 @@ class ClassCaps(_Capsules):
         n_iters:int=3, # iterations
         lam:float|Sequence[float]|Callable[[int], float]=inverse_temperature, # inverse temperature, per iteration
         eps:float|str=1e-4, # floor of the variances: a number, or a percentage of the votes' spread
-        act:str='logistic' # 'logistic', or 'pi': mixing proportions
+        act:str='logistic', # 'logistic', or 'pi': mixing proportions
+        damping:float=0., beta_units:tuple=(1., 1.) # as for `ConvCaps`
     ):
         super().__init__()
-        if coordinates and d_cov*d_out < 2 + (d_cov > 1)*0: raise ValueError(f"coordinates need a pose of at least 2 elements, got {d_cov}x{d_out}")
+        if coordinates and d_cov*d_out < 2: raise ValueError(f"coordinates need a pose of at least 2 elements, got {d_cov}x{d_out}")
         self.coordinates = coordinates
-        self._make((), n_inp, n_out, d_cov, d_inp, d_out, n_iters, lam, eps, act, 'votes')
+        self._make((), n_inp, n_out, d_cov, d_inp, d_out, n_iters, lam, eps, act, 'votes', damping, beta_units)
 
     def forward(self,
         a:Tensor, # [..., m, n, i] activations of the children, in [0, 1]
@@ -430,6 +445,6 @@ class ClassCaps(_Capsules):
             dtype = torch.promote_types(torch.promote_types(a.dtype, mu.dtype), torch.promote_types(self.W.dtype, torch.float32))
             V = torch.einsum('...icd,ijdh->...ijch', mu.to(dtype), self.W.to(dtype))
             if self.coordinates: V = add_coordinates(V, rows, cols)
-            out = em_routing(a.to(dtype).flatten(-3), V.flatten(-6, -4), self.beta_a.to(dtype), self.beta_u.to(dtype), self.lam, self.n_iters, eps=self.eps, act=self.act)
+            out = em_routing(a.to(dtype).flatten(-3), V.flatten(-6, -4), *self.betas(dtype), self.lam, self.n_iters, eps=self.eps, act=self.act, damping=self.damping)
         out = EMRouted(*(o if o is None else o.to(out_dtype) for o in out))
         return out._replace(R=out.R.unflatten(-2, a.shape[-3:]))

@@ -15,10 +15,10 @@ from .core import keep_freed_memory, need, pick_device, run_record
 # %% auto #0
 __all__ = ['top_momentum', 'load_digits_split', 'dice', 'shift_images', 'Deck', 'mixup', 'MixupCollator', 'cycle_height',
            'SingleCycle', 'checkpoint_bytes', 'check_room', 'write_json', 'seal_checkpoint', 'read_seal',
-           'checkpoints_in', 'last_whole', 'DealHook', 'SealHook', 'StopHook', 'catching', 'BarHook', 'accuracy',
-           'quiet_transformers', 'training_arguments', 'make_trainer', 'check_recipe', 'fingerprint', 'check_not_empty',
-           'identity', 'classes_of', 'Stopped', 'agree', 'clear_run', 'finished_run', 'load_best', 'history_of',
-           'run_training', 'fit_decks', 'fit', 'finish', 'to_the_end', 'repeat', 'summary', 'in_words']
+           'checkpoints_in', 'last_whole', 'DealHook', 'ProgressHook', 'SealHook', 'StopHook', 'catching', 'BarHook',
+           'accuracy', 'quiet_transformers', 'training_arguments', 'make_trainer', 'check_recipe', 'fingerprint',
+           'check_not_empty', 'identity', 'classes_of', 'Stopped', 'agree', 'clear_run', 'finished_run', 'load_best',
+           'history_of', 'run_training', 'fit_decks', 'fit', 'finish', 'to_the_end', 'repeat', 'summary', 'in_words']
 
 # %% ../nbs/22_train.ipynb #00000005
 def load_digits_split(): # datasets.DatasetDict with columns image [1, 8, 8] in [0, 1] and label
@@ -215,6 +215,11 @@ class DealHook:
     "Tells the deck which epoch begins."
     def __init__(self, deck:Deck): self.deck = deck
     def on_epoch_begin(self, args, state, control, **_): self.deck.deal(int(state.epoch or 0))
+
+class ProgressHook:
+    "Tells a network that wants to know (it has `set_progress`) how far training has come; from the trainer's own count, so that a resumed run goes on as it was."
+    def __init__(self, net:nn.Module): self.net = net
+    def on_step_begin(self, args, state, control, **_): self.net.set_progress(state.global_step, state.max_steps)
 
 class SealHook:
     "Seals each checkpoint and removes old ones, except the last two and the best."
@@ -466,7 +471,7 @@ def fit_decks(
     agree(folder/'settings.json', settings, resume)
     if done := finished_run(folder, net): return done
     trainer = make_trainer(net, deck, held, args, {k: recipe[k] for k in ('lr', 'warmup', 'momentum')}, collator,
-                           [DealHook(deck), stop, seal, BarHook(name, progress)])
+                           [DealHook(deck), stop, seal, BarHook(name, progress), *([ProgressHook(net)] if hasattr(net, 'set_progress') else [])])
     return to_the_end(trainer, stop, seal, folder, settings, test, how_to_resume)
 
 # %% ../nbs/22_train.ipynb #c0e094c1

@@ -30,11 +30,11 @@ def as_fields(m, V):
 sizes = st.tuples(st.integers(1, 3), st.integers(1, 8), st.integers(1, 5), st.integers(1, 2), st.integers(1, 4))
 
 @settings(max_examples=60, deadline=None)
-@given(sizes, st.integers(1, 5), st.integers(0, 999), st.booleans(), st.sampled_from([1e-4, '10%', .5]), st.sampled_from([1., .1, inverse_temperature]))
-def test_is_procedure_1(size, n_iters, seed, masked, eps, lam):
+@given(sizes, st.integers(1, 5), st.integers(0, 999), st.booleans(), st.sampled_from([1e-4, '10%', .5]), st.sampled_from([1., .1, inverse_temperature]), st.sampled_from([0., .1, .6]))
+def test_is_procedure_1(size, n_iters, seed, masked, eps, lam, damping):
     a, V, ba, bu = problem(*size, seed=seed); m = mask(*size[1:3], seed) if masked else None
-    want = em_routing_ref(a, V, ba, bu, lam, n_iters, m, eps)
-    for got, w in zip(em_routing(a, V, ba, bu, lam, n_iters, m, eps=eps)[:4], want): assert_close(got, w, rtol=1e-6, atol=1e-9)
+    want = em_routing_ref(a, V, ba, bu, lam, n_iters, m, eps, damping)
+    for got, w in zip(em_routing(a, V, ba, bu, lam, n_iters, m, eps=eps, damping=damping)[:4], want): assert_close(got, w, rtol=1e-6, atol=1e-9)
 
 @settings(max_examples=40, deadline=None)
 @given(sizes, st.integers(1, 4), st.integers(0, 999), st.sampled_from(['logistic', 'pi']), st.sampled_from([1e-4, '10%']))

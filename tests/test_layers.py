@@ -75,6 +75,19 @@ def test_tiles_give_values_and_gradients_of_votes(b, M, N, stride, padding, n_it
     a, mu = draw(b, M, N, 2)
     for got, want in zip(step(layer('tiles', **kw), a, mu), step(layer('votes', **kw), a, mu)): assert_close(got, want, rtol=1e-6, atol=1e-8)
 
+@pytest.mark.parametrize('eps', [1e-2, '10%'])
+@pytest.mark.parametrize('n_iters', [1, 4])
+def test_damped_tiles_give_values_and_gradients_of_votes(eps, n_iters):
+    kw, (a, mu) = dict(K=3, stride=2, padding=1, n_iters=n_iters, eps=eps, damping=.3), draw(2, 5, 4, 2)
+    damped = step(layer('tiles', **kw), a, mu)
+    for got, want in zip(damped, step(layer('votes', **kw), a, mu)): assert_close(got, want)
+    assert (damped[1] - step(layer('votes', **{**kw, 'damping': 0.}), a, mu)[1]).abs().max() > 1e-2
+
+def test_units_of_the_betas_are_factors():
+    a, mu = draw(2, 5, 4, 2); l, scaled = layer(K=3), layer(K=3, beta_units=(-4., .5))
+    with torch.no_grad(): scaled.beta_a.copy_(l.beta_a/-4); scaled.beta_u.copy_(l.beta_u/.5)
+    for got, want in zip(scaled(a, mu)[:3], l(a, mu)[:3]): assert_close(got, want)
+
 @pytest.mark.parametrize('tile, hold', [(1, 0), (200, 0), (200, 1 << 20), (1 << 20, 0)])
 def test_any_tiling_gives_the_same(monkeypatch, tile, hold):
     a, mu = draw(2, 5, 6, 2); want = step(layer('votes'), a, mu)
@@ -210,6 +223,8 @@ ok = draw(2, 5, 5, 2, dtype=torch.float32)
     (lambda: ConvCaps(2, 3, plan='fast'), "plan must be 'auto', 'tiles' or 'votes', got 'fast'"),
     (lambda: ConvCaps(2, 3, act='relu'), "act must be 'logistic' or 'pi', got 'relu'"),
     (lambda: ConvCaps(2, 3, lam=0), 'lam must be a positive number'),
+    (lambda: ConvCaps(2, 3, damping=1.), r'damping must be a number in \[0, 1\), got 1.0'),
+    (lambda: ConvCaps(2, 3, beta_units=(1, 0)), r'beta_units must be two numbers other than 0, got \(1, 0\)'),
     (lambda: ConvCaps(2, 3, eps=-1), 'eps must be a positive number'),
     (lambda: layer(K=3, padding=3)(*ok), 'padding must be smaller than K'),
     (lambda: layer(K=6)(*ok), r'a grid of \(5, 5\) with padding \(0, 0\) has no room for a field of \(6, 6\)'),
