@@ -180,7 +180,7 @@ classes = {'dstep': SmallNORBNet, 'cnn': PlainCNN, 'baseline': BaselineCNN, 'mat
 
 # %% ../nbs/25_objects.ipynb #00000013
 recipe = dict(epochs=50, batch_size=20, lr=(1e-5, 5e-4), warmup=.1, momentum='paper', mixup=.2)   # Heinsen 2019, 4.2
-own = {net: dict(lr=(1e-5, top)) for net, top in (('dstep', 5e-3), ('cnn', 2e-3), ('baseline', 5e-4), ('matrix-caps', 2e-3))}   # what we change of it
+own = {net: dict(lr=(1e-5, top)) for net, top in (('dstep', 5e-3), ('cnn', 2e-3), ('baseline', 5e-3), ('matrix-caps', 1e-2))}   # what we change of it
 
 def recipe_of(
     net:str, size:int, # a name of `new_network`; of the pictures
