@@ -88,11 +88,14 @@ def test_units_of_the_betas_are_factors():
     with torch.no_grad(): scaled.beta_a.copy_(l.beta_a/-4); scaled.beta_u.copy_(l.beta_u/.5)
     for got, want in zip(scaled(a, mu)[:3], l(a, mu)[:3]): assert_close(got, want)
 
-@pytest.mark.parametrize('tile, hold', [(1, 0), (200, 0), (200, 1 << 20), (1 << 20, 0)])
-def test_any_tiling_gives_the_same(monkeypatch, tile, hold):
-    a, mu = draw(2, 5, 6, 2); want = step(layer('votes'), a, mu)
-    monkeypatch.setattr(layers, '_TILE', tile); monkeypatch.setattr(layers, '_HOLD', hold)
-    for got, w in zip(step(layer('tiles'), a, mu), want): assert_close(got, w)
+@pytest.mark.parametrize('tile, group, hold', [(1, 0, 0), (200, 0, 0), (200, 1 << 20, 1 << 20), (1 << 20, 1 << 20, 0), (2000, 2*2600, 1 << 20)])
+@pytest.mark.parametrize('kw', [dict(eps='10%'), dict(act='pi'), dict(padding=1, damping=.2)], ids=str)
+def test_any_tiling_and_any_grouping_of_images_give_the_same(monkeypatch, tile, group, hold, kw):
+    "an image has 12 fields of 18 places for 3 types, 2592 numbers (5·6 fields with padding): groups of 1, 2 and all 5"
+    a, mu = draw(5, 5, 6, 2); mu = mu*torch.logspace(-1, 1, 5, dtype=f64)[:, None, None, None, None, None]
+    want = step(layer('votes', **kw), a, mu)
+    for name, v in (('_TILE', tile), ('_GROUP', group), ('_HOLD', hold)): monkeypatch.setattr(layers, name, v)
+    for got, w in zip(step(layer('tiles', **kw), a, mu), want): assert_close(got, w, rtol=1e-6, atol=1e-8)
 
 @pytest.mark.parametrize('eps', [1e-2, '10%'])
 def test_gradcheck(eps):

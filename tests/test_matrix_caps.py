@@ -1,5 +1,5 @@
 """The network of matrix capsules: its size, its set-ups, its training, and the pitfalls of other implementations, each by name."""
-import signal
+import os, signal
 import pytest
 import torch
 from torch.testing import assert_close
@@ -118,11 +118,15 @@ def test_patches_and_light_repeat_with_the_seed_and_not_with_the_epoch(toys):
         return c.on_device(c(deck.__getitems__([3, 1, 2])))['images']
     assert_close(batch(0, 1), batch(0, 1), rtol=0, atol=0); assert not torch.equal(batch(0, 1), batch(0, 2)) and not torch.equal(batch(0, 1), batch(1, 1))
 
-def test_autocast_stays_finite_over_500_steps(toys):
-    x = open_objects(**toys); deck, crops, n = PairDeck(x, 0), PairCrops(32), net(size=21)
-    opt = torch.optim.RAdam(n.parameters(), lr=3e-3)
+slow = pytest.mark.skipif(not os.environ.get('CAPSNB_SLOW_TESTS'), reason='minutes: set CAPSNB_SLOW_TESTS=1')
+
+@pytest.mark.parametrize('size, subset, batch, kw', [(32, 60, 4, dict(few, size=21)),
+    pytest.param(48, 2000, 20, dict(A=64, B=8, C=16, D=16, preset='gritzman'), marks=slow)], ids=['tiny', 'small network'])
+def test_autocast_stays_finite_over_500_steps(toys, size, subset, batch, kw):
+    x = open_objects(**toys | dict(size=size, subset=subset)); deck, crops = PairDeck(x, 0), PairCrops(size)
+    n = net(**kw); opt = torch.optim.RAdam(n.parameters(), lr=3e-3)
     for step in range(500):
-        deck.deal(step); b = crops.on_device(crops(deck.__getitems__([(7*step + k) % len(deck) for k in range(4)])))
+        deck.deal(step); b = crops.on_device(crops(deck.__getitems__([(7*step + k) % len(deck) for k in range(batch)])))
         n.set_progress(step, 500)
         with torch.autocast('cpu', torch.bfloat16): out = n(**b)
         opt.zero_grad(); out['loss'].backward()
