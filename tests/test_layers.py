@@ -105,6 +105,27 @@ def test_gradcheck(eps):
     inputs = [.1 + .8*a, mu, *(p.detach().clone() for p in l.parameters())]
     assert torch.autograd.gradcheck(f, [t.requires_grad_() for t in inputs])
 
+@pytest.mark.parametrize('eps', [1e-2, '10%'])
+def test_gradcheck_class_capsules(eps):
+    torch.manual_seed(0); l, (a, mu) = ClassCaps(1, 2, 2, 3, 2, eps=eps, lam=.1).double(), draw(1, 2, 2, 1)
+    names = [n for n, _ in l.named_parameters()]
+    f = lambda a, mu, *ps: torch.func.functional_call(l, dict(zip(names, ps)), (a, mu))[:3]
+    assert torch.autograd.gradcheck(f, [t.requires_grad_() for t in (.1 + .8*a, mu, *(p.detach().clone() for p in l.parameters()))])
+
+def test_class_capsules_are_finite_at_the_extremes():
+    a, mu = draw(2, 3, 3, 2, dtype=torch.float32)
+    for eps in (1e-4, '10%'):
+        l = ClassCaps(2, 3, 2, 3, 2, eps=eps, lam=1.)
+        for poses in (mu, 1e4*mu, 0*mu, mu[:, :1, :1, :1].expand_as(mu)):
+            for acts in (a, 0*a, 0*a + 1, a.round()):
+                for o in step(l, acts, poses): assert o.isfinite().all()
+
+def test_order_of_children_does_not_matter_to_classes():
+    "types in another order with their matrices, and positions without coordinates"
+    torch.manual_seed(0); l, m = (ClassCaps(2, 3, 2, 3, 2, coordinates=False, lam=.1).double() for _ in range(2)); a, mu = draw(2, 3, 3, 2)
+    with torch.no_grad(): m.W.copy_(l.W.flip(0))
+    for got, want in zip(m(a.flip(1, 2, 3), mu.flip(1, 2, 3))[:3], l(a, mu)): assert_close(got, want)
+
 def test_shares_sum_to_one_over_fields_and_start_even():
     for n_iters in (1, 3):
         l, (a, mu) = layer('auto', K=3, padding=1, n_iters=n_iters), draw(2, 5, 4, 2)
