@@ -123,7 +123,7 @@ def test_patches_and_light_repeat_with_the_seed_and_not_with_the_epoch(toys):
 slow = pytest.mark.skipif(not os.environ.get('CAPSNB_SLOW_TESTS'), reason='minutes: set CAPSNB_SLOW_TESTS=1')
 
 @pytest.mark.parametrize('size, subset, batch, kw', [(32, 60, 4, dict(few, size=21)),
-    pytest.param(48, 2000, 20, dict(A=64, B=8, C=16, D=16, preset='gritzman'), marks=slow)], ids=['tiny', 'small network'])
+    pytest.param(48, 2000, 8, dict(A=64, B=8, C=16, D=16, preset='gritzman'), marks=slow)], ids=['tiny', 'small network'])
 def test_autocast_stays_finite_over_500_steps(toys, size, subset, batch, kw):
     x = open_objects(**toys | dict(size=size, subset=subset)); deck, crops = PairDeck(x, 0), PairCrops(size)
     n = net(**kw); opt = torch.optim.RAdam(n.parameters(), lr=3e-3)
