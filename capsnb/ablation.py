@@ -25,10 +25,10 @@ class Row(NamedTuple):
 def ablation_rows(
     preset:str='paper' # of all rows but the last, which are the other presets
 ) -> list[Row]: # the third is the paper's model
-    "The rows of (Hinton 2018, Table 1), the mixing proportions of section 5, and the presets."
+    "The rows of (Hinton 2018, Table 1), the mixing proportions of section 5, an absolute floor, and the presets."
     rows = [(f'{t} iterations' if t > 1 else '1 iteration', dict(n_iters=t), e) for t, e in ((1, 9.7), (2, 2.2), (3, 1.8), (5, 3.9))]
     rows += [('vector', dict(pose='vector'), 2.9), ('no coordinates', dict(coordinates=False), 2.6), ('vector, no coordinates', dict(pose='vector', coordinates=False), 3.2),
-             ('margin loss', dict(loss='margin'), 3.2), ('cross-entropy', dict(loss='crossent'), 5.8), ('mixing proportions', dict(act='pi'), 4.5)]
+             ('margin loss', dict(loss='margin'), 3.2), ('cross-entropy', dict(loss='crossent'), 5.8), ('mixing proportions', dict(act='pi'), 4.5), ('floor of 1e-4', dict(eps=1e-4), None)]
     return [Row(n, dict(preset=preset, **o), e) for n, o, e in rows] + [Row(f'preset {p}', dict(preset=p), None) for p in presets if p != preset]
 
 # %% ../nbs/34_ablation.ipynb #00000008

@@ -15,8 +15,8 @@ from .dstep import Sizes, as_floor, choose_plan, plans
 
 # %% auto #0
 __all__ = ['paper_sizes', 'caps_layers', 'take_turns', 'median', 'ratio', 'routing_inputs', 'routing_step', 'floor_step',
-           'extra_memory', 'bench_case', 'bench_large', 'bench_routing', 'caps_inputs', 'caps_step', 'caps_memory',
-           'caps_case', 'bench_caps']
+           'extra_memory', 'bench_case', 'bench_large', 'bench_routing', 'caps_inputs', 'caps_step', 'caps_flops',
+           'caps_memory', 'caps_case', 'bench_caps']
 
 # %% ../nbs/40_bench.ipynb #00000006
 def take_turns(
@@ -213,6 +213,15 @@ def caps_step(
     out = layer(a, mu)
     if backward: torch.autograd.grad(out.a.sum() + out.mu.square().sum(), [a, mu, *layer.parameters()])
 
+# %% ../nbs/40_bench.ipynb #68ea9027
+def caps_flops(
+    sizes:tuple, n_iters:int=3 # as in `caps_layers`; iterations
+) -> int: # floating-point operations an image, forward
+    "What making the votes and the EM steps take, sharing out and activations not counted."
+    _, grid, n_inp, n_out, stride = sizes
+    numbers = ((grid - 3)//stride + 1)**2*9*n_inp*n_out*16
+    return numbers*(2*4 + 6*n_iters + 4*(n_iters - 1))
+
 # %% ../nbs/40_bench.ipynb #be4c0004
 _CAPS_CHILD = _CHILD.replace('s, plan, n_iters, eps, device, threads', 's, plan, n_iters, device, threads').replace('; from capsnb.dstep import Sizes', '') \
     .replace('s = Sizes(*s); X = routing_inputs(s, device=device)', 'X = caps_inputs(*s, plan, n_iters, device)') \
@@ -232,12 +241,14 @@ def caps_memory(
 def caps_case(
     sizes:tuple, # as in `caps_layers`
     n_iters:int=3, device:str='cpu', rounds:int=5, memory:bool=True # iterations; where; rounds that count; whether to measure memory too
-) -> dict: # by plan: seconds forward and both ways, ratio to 'votes', bytes
-    "Time both plans of a layer, in turns."
-    X = {plan: caps_inputs(*sizes, plan, n_iters, device) for plan in ('votes', 'tiles')}
-    times = take_turns({(p, both): lambda p=p, both=both: caps_step(*X[p], both) for p in X for both in (False, True)}, rounds, warmup=1)
-    return {p: dict(forward=median(times[p, False]), both=median(times[p, True]), faster=ratio(times['votes', True], times[p, True]),
+) -> dict: # by plan: seconds forward and both ways, ratio to 'votes', bytes; 'floor': seconds of a matrix product with the forward pass's operations
+    "Time both plans of a layer and the floor, in turns."
+    X, flops, square = {plan: caps_inputs(*sizes, plan, n_iters, device) for plan in ('votes', 'tiles')}, sizes[0]*caps_flops(sizes, n_iters), torch.randn(512, 512, device=device)
+    runs = {(p, both): lambda p=p, both=both: caps_step(*X[p], both) for p in X for both in (False, True)}
+    times = take_turns(runs | {'floor': lambda: square@square}, rounds, warmup=1)
+    case = {p: dict(forward=median(times[p, False]), both=median(times[p, True]), faster=ratio(times['votes', True], times[p, True]),
                     bytes=caps_memory(sizes, p, n_iters, device) if memory else None) for p in X}
+    return case | dict(floor=median(times['floor'])*flops/(2*512**3), gflop=flops/1e9)
 
 def bench_caps(
     path:str|Path, # JSON file to write
@@ -248,6 +259,7 @@ def bench_caps(
     first = cases['32·32·32·32, layer 1']
     record = run_record(seed=0, data='random inputs', cases=cases) | dict(
         command="python -c \"from capsnb.bench import *; bench_caps('nbs/results/caps_speed.json')\"",
-        headline={'convolutional capsules, forward + backward': f"{first['tiles']['faster']:.0f}× faster than with all votes", 'extra memory there': f"1/{first['votes']['bytes']/first['tiles']['bytes']:.0f}"})
+        headline={'convolutional capsules, forward + backward': f"{first['tiles']['both']:.2f} s, {first['tiles']['faster']:.0f}× faster than with all votes",
+                  'extra memory there': f"{first['tiles']['bytes']/1e9:.2f} GB, 1/{first['votes']['bytes']/first['tiles']['bytes']:.0f}"})
     Path(path).parent.mkdir(parents=True, exist_ok=True); Path(path).write_text(json.dumps(record, indent=1) + '\n')
     return record

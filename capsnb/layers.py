@@ -9,6 +9,7 @@ from typing import Callable, NamedTuple, Sequence
 import torch, torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from .core import keep_freed_memory
 from .em import TINY, EMRouted, activation, as_damping, as_floor, as_schedule, damped, em_routing, inverse_temperature, proportions, sig2_floor
 
 # %% auto #0
@@ -64,10 +65,10 @@ def route_votes(
     return em_routing(a, V, beta_a, beta_u, lam, n_iters, fields=fields, eps=eps, act=act, damping=damping)
 
 # %% ../nbs/06_layers.ipynb #00000010
-_TILE, _HOLD = 1 << 18, 1 << 25   # votes' numbers in a tile: 1 MB in float32, a core's cache; most that are held for an image
+_TILE, _GROUP, _HOLD = 1 << 18, 1 << 21, 1 << 25   # votes' numbers in a tile: 1 MB in float32, a core's cache; in a group of small images; most that are held
 
 class _Votes:
-    "Votes of one image in tiles of fields, [q, j, c·h, s] each; held from the first use on if all are few."
+    "Votes of a group of images in tiles of fields, [q, j, c·h, s] each; held from the first use on if all are few."
     def __init__(self, x, W):                                          # x [p, c, d, s], W [d, j, h, s]
         (p, c, d, s), (j, h) = x.shape, W.shape[1:3]
         self.x, self.W, step = x, W, max(1, _TILE//(j*c*h*s))
@@ -84,13 +85,15 @@ class _Votes:
         return V
 
 # %% ../nbs/06_layers.ipynb #00000011
+def _dot(V, w): return (w@V.mT)[:, :, 0]                               # [q, j, c·h, s], [q, j, 1, s] -> [q, j, c·h]
+
 def _m_pass(V, r, mass):
     "Weights r [p, j, s] that sum to mass [p, j] -> means and variances [p, j, c·h]."
     mu, s2 = [], []
     for t in V.tiles:
         v, w, z = V[t], r[t][:, :, None], mass[t][..., None]
-        m = torch.linalg.vecdot(v, w)/z
-        mu.append(m); s2.append(torch.linalg.vecdot((v - m[..., None]).square_(), w)/z)
+        m = _dot(v, w)/z
+        mu.append(m); s2.append(_dot((v - m[..., None]).square_(), w)/z)
     return torch.cat(mu), torch.cat(s2)
 
 def _e_pass(V, k, mu, v):
@@ -108,12 +111,15 @@ class _Geometry(NamedTuple):
     link: Tensor # [p, 1, s] 1 where there is a child, 0 where there is none
     first: Tensor # [p, 1, s] shares before the first iteration: 1/(number of parents)
     n: int # number of children
+    images: int # number of images in the group
 
-def _geometry(fields, n, j, dtype):
+def _geometry(fields, n, j, dtype, images=1):
+    step, n = n*torch.arange(images, device=fields.device)[:, None, None], n*images
+    fields = torch.where(fields < 0, -1, fields + step).flatten(0, 1)        # the fields of one image after the other
     child = torch.where(fields < 0, n, fields).flatten()
     link = (fields >= 0).to(dtype)[:, None]
     places = torch.bincount(child, minlength=n + 1).to(dtype)[child].view(fields.shape)
-    return _Geometry(child, link, link/(places*j)[:, None], n)
+    return _Geometry(child, link, link/(places*j)[:, None], n, images)
 
 def _share(L, geo):
     "Logits [p, j, s] -> shares [p, j, s], which sum to 1 over all parents of a child; 0 where there is no child."
@@ -126,13 +132,16 @@ def _sum_by_child(x, geo):
     "[p, s] -> [p, s]: each place gets the sum over all places of the same child."
     return x.new_zeros(geo.n + 1).index_add(0, geo.child, x.flatten())[geo.child].view_as(x)
 
-def _switch(S, s2, floor, beta_a, beta_u, lam, act):
+def _switch(S, s2, floor, beta_a, beta_u, lam, act, images):
     "Data S [p, j], raw variances s2 [p, j, c·h] -> logs of the activations [p, j], variances."
     sig2 = s2 + floor
-    log_a = F.logsigmoid(activation(S, sig2[..., None, :], beta_a, beta_u, lam)) if act == 'logistic' else proportions(S, fields=True)
+    if act == 'pi': log_a = proportions(S.unflatten(0, (images, -1)), fields=True).flatten(0, 1)
+    else: log_a = F.logsigmoid(activation(S, sig2[..., None, :], beta_a, beta_u, lam))
     return log_a, sig2
 
-def _floor(s2, mu, eps): return sig2_floor(s2, mu, eps).view(1, 1, 1) if as_floor(eps)[0] else s2.new_tensor(as_floor(eps)[1])
+def _floor(s2, mu, eps, images):
+    if not as_floor(eps)[0]: return s2.new_tensor(as_floor(eps)[1])
+    return sig2_floor(*(x.unflatten(0, (images, -1)) for x in (s2, mu)), eps).expand(-1, len(mu)//images, 1, 1).flatten(0, 1)   # [p, 1, 1]
 
 # %% ../nbs/06_layers.ipynb #00000016
 def _forward(V, a, beta_a, beta_u, geo, lams, eps, act, damping):
@@ -146,8 +155,8 @@ def _forward(V, a, beta_a, beta_u, geo, lams, eps, act, damping):
         r += TINY*geo.link
         raw = _m_pass(V, r, r.sum(-1))
         mu, s2 = damped(*raw, mu, damping)
-        if t == 0: floor = _floor(s2, mu, eps)
-        log_a, sig2 = _switch(S, s2, floor, beta_a, beta_u, lam, act)
+        if t == 0: floor = _floor(s2, mu, eps, geo.images)
+        log_a, sig2 = _switch(S, s2, floor, beta_a, beta_u, lam, act, geo.images)
         states.append((mu, s2, S, *(raw if damping else ())))
     return (log_a.exp(), mu, sig2), states
 
@@ -168,7 +177,7 @@ def _e_back(V, mu, v, g_L):
     g_mu, g_v = [], []
     for t in V.tiles:
         G, g = V[t] - mu[t][..., None], g_L[t][:, :, None]
-        g_mu.append(torch.linalg.vecdot(G, g)); g_v.append(torch.linalg.vecdot(G.square_(), g))
+        g_mu.append(_dot(G, g)); g_v.append(_dot(G.square_(), g))
     return torch.cat(g_mu)*2*v, -torch.cat(g_v)
 
 # %% ../nbs/06_layers.ipynb #00000019
@@ -186,11 +195,11 @@ def _votes_back(V, terms, origin):
     return g_x, g_W
 
 # %% ../nbs/06_layers.ipynb #0000001a
-def _switch_back(state, floor, betas, lam, act, last, grads):
+def _switch_back(state, floor, betas, lam, act, images, last, grads):
     "Gradients of a `_switch` and of what is made from it, by autograd on small tensors: of S, s2, the floor and the betas."
     leaves = [p.detach().requires_grad_() for p in (state[2], state[1], floor, *betas)]
     with torch.enable_grad():
-        log_a, sig2 = _switch(*leaves, lam, act)
+        log_a, sig2 = _switch(*leaves, lam, act, images)
         outs = (log_a.exp(), sig2) if last else (log_a - .5*sig2.log().sum(-1), 1/(2*sig2))
     return torch.autograd.grad(outs, leaves, grads, materialize_grads=True)
 
@@ -200,27 +209,27 @@ def _damped_back(mu, raw, g_mu, g_s, damping):
     pull = 2*damping*(raw - mu)*g_s
     return (1 - damping)*g_mu + pull, damping*g_mu - pull
 
-def _floor_back(state, eps, g_floor):
+def _floor_back(state, eps, images, g_floor):
     "Gradient of the floor -> of the first means and variances."
     if not as_floor(eps)[0]: return 0., 0.
     mu, s2 = (p.detach().requires_grad_() for p in state[:2])
-    with torch.enable_grad(): floor = _floor(s2, mu, eps)
+    with torch.enable_grad(): floor = _floor(s2, mu, eps, images)
     return torch.autograd.grad(floor, (mu, s2), g_floor)
 
 # %% ../nbs/06_layers.ipynb #0000001b
 def _backward(V, a, betas, geo, lams, eps, act, damping, states, grads):
-    "Gradients of one image's a [p, s], x, W, beta_a and beta_u, from those of its outputs."
+    "Gradients of a group's a [p, s], x, W, beta_a and beta_u, from those of its outputs."
     g_a, g_mu, g_sig2 = grads
-    floor, g_floor, g_betas, g_act, terms = _floor(states[0][1], states[0][0], eps), 0., [0., 0.], 0., []
+    floor, g_floor, g_betas, g_act, terms = _floor(states[0][1], states[0][0], eps, geo.images), 0., [0., 0.], 0., []
     incoming, origin = (g_a, g_sig2), states[0][0]
     for t in reversed(range(len(lams))):
         mu, raw = states[t][0], states[t][3:] or states[t][:2]
-        g_S, g_s, g_fl, *g_b = _switch_back(states[t], floor, betas, lams[t], act, t == len(lams) - 1, incoming)
+        g_S, g_s, g_fl, *g_b = _switch_back(states[t], floor, betas, lams[t], act, geo.images, t == len(lams) - 1, incoming)
         g_floor, g_betas = g_floor + g_fl, [p + q for p, q in zip(g_betas, g_b)]
-        if t == 0: extra = _floor_back(states[0], eps, g_floor); g_mu, g_s, R = g_mu + extra[0], g_s + extra[1], geo.first.expand(-1, mu.shape[1], -1)
+        if t == 0: extra = _floor_back(states[0], eps, geo.images, g_floor); g_mu, g_s, R = g_mu + extra[0], g_s + extra[1], geo.first.expand(-1, mu.shape[1], -1)
         else:
             mu0, s0, S0 = states[t - 1][:3]
-            log_a, sig2 = _switch(S0, s0, floor, *betas, lams[t - 1], act)
+            log_a, sig2 = _switch(S0, s0, floor, *betas, lams[t - 1], act, geo.images)
             v = 1/(2*sig2)
             R = _share(_e_pass(V, log_a - .5*sig2.log().sum(-1), mu0, v), geo)
         w = R*a[:, None] + TINY*geo.link
@@ -241,30 +250,41 @@ class _Tiles(torch.autograd.Function):
     "Routing of children in fields: a [b, n], mu [b, n, c, d], W [s, j, d, h] -> a [b, p, j], mu and sig2 [b, p, j, c·h]."
     @staticmethod
     def forward(ctx, a, mu, W, beta_a, beta_u, fields, lams, eps, act, damping):
-        geo, Wt = _geometry(fields, a.shape[1], W.shape[1], a.dtype), W.permute(2, 1, 3, 0).contiguous()
-        runs = [_forward(_Votes(x, Wt), f, beta_a, beta_u, geo, lams, eps, act, damping) for f, x in map(lambda b: _places(a[b], mu[b], geo), range(len(a)))]
+        Wt = W.permute(2, 1, 3, 0).contiguous()
+        runs = []
+        for g, geo in _groups(a, mu, Wt, fields):
+            f, x = _places(a[g], mu[g], geo)
+            runs.append(_forward(_Votes(x, Wt), f, beta_a, beta_u, geo, lams, eps, act, damping))
         ctx.save_for_backward(a, mu, Wt, beta_a, beta_u, fields)
         ctx.states, ctx.rest = [states for _, states in runs], (lams, eps, act, damping)
-        return tuple(torch.stack(o) for o in zip(*(out for out, _ in runs)))
+        return tuple(torch.cat(o).unflatten(0, (len(a), -1)) for o in zip(*(out for out, _ in runs)))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
         a, mu, Wt, beta_a, beta_u, fields = ctx.saved_tensors
-        geo = _geometry(fields, a.shape[1], Wt.shape[1], a.dtype)
         g_a, g_mu, g_W, g_betas = torch.empty_like(a), torch.empty_like(mu), torch.zeros_like(Wt), [torch.zeros_like(beta_a), torch.zeros_like(beta_u)]
-        for b, states in enumerate(ctx.states):
+        for states, (b, geo) in zip(ctx.states, _groups(a, mu, Wt, fields)):
             f, x = _places(a[b], mu[b], geo)
-            gf, gx, gW, *gb = _backward(_Votes(x, Wt), f, (beta_a, beta_u), geo, *ctx.rest, states, [g[b] for g in grads])
-            g_a[b] = a.new_zeros(geo.n + 1).index_add_(0, geo.child, gf.flatten())[:-1]
-            g_mu[b] = mu.new_zeros(geo.n + 1, *mu.shape[2:]).index_add_(0, geo.child, gx.permute(0, 3, 1, 2).flatten(0, 1))[:-1]
+            gf, gx, gW, *gb = _backward(_Votes(x, Wt), f, (beta_a, beta_u), geo, *ctx.rest, states, [g[b].flatten(0, 1) for g in grads])
+            g_a[b] = a.new_zeros(geo.n + 1).index_add_(0, geo.child, gf.flatten())[:-1].view_as(g_a[b])
+            g_mu[b] = mu.new_zeros(geo.n + 1, *mu.shape[2:]).index_add_(0, geo.child, gx.permute(0, 3, 1, 2).flatten(0, 1))[:-1].view_as(g_mu[b])
             g_W += gW
             for total, g in zip(g_betas, gb): total += g
         return g_a, g_mu, g_W.permute(3, 1, 0, 2), *g_betas, None, None, None, None, None
 
+def _groups(a, mu, Wt, fields):
+    "Slices of the batch whose votes are few enough to be routed in one go, with the geometry of each."
+    size = max(1, _GROUP//(fields.numel()*mu.shape[2]*Wt[0, ..., 0].numel()))
+    for k in range(0, len(a), size):
+        n = min(size, len(a) - k)
+        if k == 0 or n < size: geo = _geometry(fields, a.shape[1], Wt.shape[1], a.dtype, n)
+        yield slice(k, k + n), geo
+
 def _places(a, mu, geo):
     "Activations [p, s] and poses [p, c, d, s] of all places; 0 where there is no child."
     p, s = geo.link.shape[0], geo.link.shape[2]
+    a, mu = a.flatten(), mu.flatten(0, 1)
     x = torch.cat([mu, mu.new_zeros(1, *mu.shape[1:])])[geo.child].view(p, s, *mu.shape[1:])
     return torch.cat([a, a.new_zeros(1)])[geo.child].view(p, s), x.permute(0, 2, 3, 1).contiguous()
 
@@ -383,6 +403,7 @@ def _run(route, r, a, mu, W, fields):
     dtype = torch.promote_types(torch.promote_types(a.dtype, mu.dtype), torch.promote_types(W.dtype, torch.float32))
     out_dtype = dtype if torch.is_autocast_enabled(mu.device.type) else mu.dtype
     n = math.prod(a.shape[:-1])
+    if mu.device.type == 'cpu' and not torch.compiler.is_compiling(): keep_freed_memory()
     with torch.autocast(mu.device.type, enabled=False):
         a, mu, W = (t.to(dtype) for t in (a.reshape(n, a.shape[-1]), mu.reshape(n, *mu.shape[-3:]), W))
         out = route(a, mu, W, *r.betas(dtype), fields, r.lam, r.n_iters, r.eps, r.act, r.damping)

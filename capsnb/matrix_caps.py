@@ -28,7 +28,7 @@ class Preset(NamedTuple):
     W: tuple = (None, None) # standard deviation of the transformations at the start; None: 1/√d
     first: tuple = (None, None, None) # of the convolution, the primary poses, the primary activations; None: torch's start
     damping: float = 0. # share of the old mean in the new one
-    eps: float = 1e-4 # floor of the variances
+    eps: float|str = 'auto' # floor of the variances: see `routing_settings`
     margin: str = 'linear' # of the spread loss: 'linear', 0.2 to 0.9 over the run; 'authors', their sigmoid over 400,000 steps
 
 presets = dict(
@@ -42,13 +42,15 @@ def routing_settings(
     preset:str, # 'paper', 'gritzman' or 'google'
     n_children:int, n_types:int, # children in a parent's field; types of parents
     kind:int=0, # 0: convolutional capsules, 1: class capsules
-    n_iters:int=3 # iterations
+    n_iters:int=3, # iterations
+    eps:float|str|None=None, n:int=16 # floor, None: the preset's, 'auto': (√n − 1) times the votes' spread; components of a pose
 ) -> dict: # lam, beta_units, eps, damping: arguments of `ConvCaps` and `ClassCaps`
     "What a preset means for one layer; `ValueError` for an unknown one."
     if preset not in presets: raise ValueError(f"preset must be one of {', '.join(map(repr, presets))}, got {preset!r}")
     p = presets[preset]
-    kappa = p.data*n_types/n_children if p.data else 1.
-    return dict(lam=[kappa*p.lam[kind]*inverse_temperature(t) for t in range(n_iters)], eps=p.eps, damping=p.damping,
+    kappa, eps = p.data*n_types/n_children if p.data else 1., p.eps if eps is None else eps
+    if eps == 'auto': eps = f'{100*max(n**.5 - 1, .1):.4g}%'
+    return dict(lam=[kappa*p.lam[kind]*inverse_temperature(t) for t in range(n_iters)], eps=eps, damping=p.damping,
                 beta_units=(p.beta_units[0]/kappa, p.beta_units[1]))
 
 # %% ../nbs/24_matrix_caps.ipynb #0000000b
@@ -95,7 +97,7 @@ class MatrixCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules'
         K:int=3, P:int=4, n_iters:int=3, in_channels:int=2, # side of a field; of a pose; iterations; 2: a stereo pair
         preset:str='paper', # 'paper', 'gritzman' or 'google'
         pose:str='matrix', loss:str='spread', coordinates:bool=True, # or 'vector'; or 'margin', 'crossent'; Coordinate Addition
-        act:str='logistic', # or 'pi': mixing proportions
+        act:str='logistic', eps:float|str|None=None, # or 'pi': mixing proportions; floor of the variances, None: the preset's, 'auto': see `routing_settings`
         size:int=32 # side of the images for which the children of a class are counted; they may be of any size
     ):
         super().__init__()
@@ -103,7 +105,7 @@ class MatrixCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules'
         if loss not in losses: raise ValueError(f"loss must be one of {', '.join(map(repr, losses))}, got {loss!r}")
         c, d = (P, P) if pose == 'matrix' else (1, P*P)
         self.loss, self.margin, self.schedule, self.layers = loss, .2, presets.get(preset, Preset()).margin, [(5, 2, 0), (1, 1, 0), (K, 2, 0), (K, 1, 0)]
-        how = lambda n, o, kind: dict(d_cov=c, d_inp=d, d_out=d, act=act, n_iters=n_iters, **routing_settings(preset, n, o, kind, n_iters))
+        how = lambda n, o, kind: dict(d_cov=c, d_inp=d, d_out=d, act=act, n_iters=n_iters, **routing_settings(preset, n, o, kind, n_iters, eps, P*P))
         self.conv, self.primary = nn.Conv2d(in_channels, A, 5, 2), PrimaryCaps(A, B, c, d)
         self.caps = nn.ModuleList([ConvCaps(i, o, K, s, **how(K*K*i, o, 0)) for i, o, s in ((B, C, 2), (C, D, 1))])
         self.classes = ClassCaps(D, E, coordinates=coordinates, **how(math.prod(caps_places((size, size), self.layers))*D, E, 1))

@@ -81,7 +81,7 @@ def draw_step(
     "All votes for each class after an iteration, in the plane of the classes."
     origin, plane = plane_of(w, k)
     v, m = ((p.flatten(-2) - origin)@plane for p in (w.V[k], w.mu[t, k]))
-    size = v.flatten(0, 1).abs().quantile(.98).item()
+    size = 1.2*v.flatten(0, 1).abs().quantile(.9).item()
     for j, ax in enumerate(axs):
         ax.clear(); ax.scatter(*v[:, j].T, s=60*w.weight[t, k, :, j], color=palette[j % len(palette)], alpha=.6, lw=0)
         ax.plot(*m[j], 'k+', ms=9, mew=.5 + 2.5*w.a[t, k, j].item())

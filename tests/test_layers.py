@@ -88,11 +88,14 @@ def test_units_of_the_betas_are_factors():
     with torch.no_grad(): scaled.beta_a.copy_(l.beta_a/-4); scaled.beta_u.copy_(l.beta_u/.5)
     for got, want in zip(scaled(a, mu)[:3], l(a, mu)[:3]): assert_close(got, want)
 
-@pytest.mark.parametrize('tile, hold', [(1, 0), (200, 0), (200, 1 << 20), (1 << 20, 0)])
-def test_any_tiling_gives_the_same(monkeypatch, tile, hold):
-    a, mu = draw(2, 5, 6, 2); want = step(layer('votes'), a, mu)
-    monkeypatch.setattr(layers, '_TILE', tile); monkeypatch.setattr(layers, '_HOLD', hold)
-    for got, w in zip(step(layer('tiles'), a, mu), want): assert_close(got, w)
+@pytest.mark.parametrize('tile, group, hold', [(1, 0, 0), (200, 0, 0), (200, 1 << 20, 1 << 20), (1 << 20, 1 << 20, 0), (2000, 2*2600, 1 << 20)])
+@pytest.mark.parametrize('kw', [dict(eps='10%'), dict(act='pi'), dict(padding=1, damping=.2)], ids=str)
+def test_any_tiling_and_any_grouping_of_images_give_the_same(monkeypatch, tile, group, hold, kw):
+    "an image has 12 fields of 18 places for 3 types, 2592 numbers (5·6 fields with padding): groups of 1, 2 and all 5"
+    a, mu = draw(5, 5, 6, 2); mu = mu*torch.logspace(-1, 1, 5, dtype=f64)[:, None, None, None, None, None]
+    want = step(layer('votes', **kw), a, mu)
+    for name, v in (('_TILE', tile), ('_GROUP', group), ('_HOLD', hold)): monkeypatch.setattr(layers, name, v)
+    for got, w in zip(step(layer('tiles', **kw), a, mu), want): assert_close(got, w, rtol=1e-6, atol=1e-8)
 
 @pytest.mark.parametrize('eps', [1e-2, '10%'])
 def test_gradcheck(eps):
@@ -101,6 +104,27 @@ def test_gradcheck(eps):
     f = lambda a, mu, *ps: torch.func.functional_call(l, dict(zip(names, ps)), (a, mu))[:3]
     inputs = [.1 + .8*a, mu, *(p.detach().clone() for p in l.parameters())]
     assert torch.autograd.gradcheck(f, [t.requires_grad_() for t in inputs])
+
+@pytest.mark.parametrize('eps', [1e-2, '10%'])
+def test_gradcheck_class_capsules(eps):
+    torch.manual_seed(0); l, (a, mu) = ClassCaps(1, 2, 2, 3, 2, eps=eps, lam=.1).double(), draw(1, 2, 2, 1)
+    names = [n for n, _ in l.named_parameters()]
+    f = lambda a, mu, *ps: torch.func.functional_call(l, dict(zip(names, ps)), (a, mu))[:3]
+    assert torch.autograd.gradcheck(f, [t.requires_grad_() for t in (.1 + .8*a, mu, *(p.detach().clone() for p in l.parameters()))])
+
+def test_class_capsules_are_finite_at_the_extremes():
+    a, mu = draw(2, 3, 3, 2, dtype=torch.float32)
+    for eps in (1e-4, '10%'):
+        l = ClassCaps(2, 3, 2, 3, 2, eps=eps, lam=1.)
+        for poses in (mu, 1e4*mu, 0*mu, mu[:, :1, :1, :1].expand_as(mu)):
+            for acts in (a, 0*a, 0*a + 1, a.round()):
+                for o in step(l, acts, poses): assert o.isfinite().all()
+
+def test_order_of_children_does_not_matter_to_classes():
+    "types in another order with their matrices, and positions without coordinates"
+    torch.manual_seed(0); l, m = (ClassCaps(2, 3, 2, 3, 2, coordinates=False, lam=.1).double() for _ in range(2)); a, mu = draw(2, 3, 3, 2)
+    with torch.no_grad(): m.W.copy_(l.W.flip(0))
+    for got, want in zip(m(a.flip(1, 2, 3), mu.flip(1, 2, 3))[:3], l(a, mu)): assert_close(got, want)
 
 def test_shares_sum_to_one_over_fields_and_start_even():
     for n_iters in (1, 3):

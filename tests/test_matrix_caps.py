@@ -1,5 +1,5 @@
 """The network of matrix capsules: its size, its set-ups, its training, and the pitfalls of other implementations, each by name."""
-import signal
+import os, signal
 import pytest
 import torch
 from torch.testing import assert_close
@@ -32,7 +32,7 @@ def test_values_and_gradients_are_finite_and_reach_every_parameter(preset):
     assert all(p.grad.abs().max() > 0 for name, p in n.named_parameters())
 
 @pytest.mark.parametrize('size', [(17, 17), (32, 45), (51, 20)])
-@pytest.mark.parametrize('kw', [{}, dict(pose='vector'), dict(K=2, P=3), dict(n_iters=1), dict(act='pi'), dict(coordinates=False), dict(in_channels=1)])
+@pytest.mark.parametrize('kw', [{}, dict(eps=1e-4), dict(pose='vector'), dict(K=2, P=3), dict(n_iters=1), dict(act='pi'), dict(coordinates=False), dict(in_channels=1)])
 def test_any_size_of_image_and_every_option(size, kw):
     n = net(**kw); x = torch.randn(2, kw.get('in_channels', 2), *size)
     out = n(x); assert out.a.shape == (2, 5) and out.a.isfinite().all()
@@ -45,6 +45,8 @@ def test_presets_start_as_their_sources_say():
     n = MatrixCapsNet(preset='gritzman')
     assert -1200 < n.caps[0].beta_a.mean() < -800 and n.classes.beta_u.abs().max() <= 1 and n.caps[0].eps == 1e-9 and n.caps[0].damping == 0
     n = MatrixCapsNet()
+    assert {l.eps for l in (*n.caps, n.classes)} == {'300%'} and MatrixCapsNet(P=2).classes.eps == '100%' and MatrixCapsNet(P=1, coordinates=False).classes.eps == '10%'
+    m = MatrixCapsNet(preset='gritzman', eps='auto'); assert {l.eps for l in (*m.caps, m.classes)} == {'300%'} and MatrixCapsNet(eps=1e-4).caps[1].eps == 1e-4
     assert not n.classes.beta_a.any() and n.caps[0].lam == [.01*(1 - .95**(t + 1)) for t in range(3)]
 
 def test_pitfall_2_activations_do_not_depend_on_the_amount_of_data():
@@ -118,11 +120,15 @@ def test_patches_and_light_repeat_with_the_seed_and_not_with_the_epoch(toys):
         return c.on_device(c(deck.__getitems__([3, 1, 2])))['images']
     assert_close(batch(0, 1), batch(0, 1), rtol=0, atol=0); assert not torch.equal(batch(0, 1), batch(0, 2)) and not torch.equal(batch(0, 1), batch(1, 1))
 
-def test_autocast_stays_finite_over_500_steps(toys):
-    x = open_objects(**toys); deck, crops, n = PairDeck(x, 0), PairCrops(32), net(size=21)
-    opt = torch.optim.RAdam(n.parameters(), lr=3e-3)
+slow = pytest.mark.skipif(not os.environ.get('CAPSNB_SLOW_TESTS'), reason='minutes: set CAPSNB_SLOW_TESTS=1')
+
+@pytest.mark.parametrize('size, subset, batch, kw', [(32, 60, 4, dict(few, size=21)),
+    pytest.param(48, 2000, 8, dict(A=64, B=8, C=16, D=16, preset='gritzman'), marks=slow)], ids=['tiny', 'small network'])
+def test_autocast_stays_finite_over_500_steps(toys, size, subset, batch, kw):
+    x = open_objects(**toys | dict(size=size, subset=subset)); deck, crops = PairDeck(x, 0), PairCrops(size)
+    n = net(**kw); opt = torch.optim.RAdam(n.parameters(), lr=3e-3)
     for step in range(500):
-        deck.deal(step); b = crops.on_device(crops(deck.__getitems__([(7*step + k) % len(deck) for k in range(4)])))
+        deck.deal(step); b = crops.on_device(crops(deck.__getitems__([(7*step + k) % len(deck) for k in range(batch)])))
         n.set_progress(step, 500)
         with torch.autocast('cpu', torch.bfloat16): out = n(**b)
         opt.zero_grad(); out['loss'].backward()
@@ -133,6 +139,7 @@ def test_autocast_stays_finite_over_500_steps(toys):
     (lambda: MatrixCapsNet(preset='best'), "preset must be one of 'paper', 'gritzman', 'google', got 'best'"),
     (lambda: MatrixCapsNet(pose='tensor'), "pose must be 'matrix' or 'vector', got 'tensor'"),
     (lambda: MatrixCapsNet(loss='l2'), "loss must be one of 'spread', 'margin', 'crossent', got 'l2'"),
+    (lambda: MatrixCapsNet(eps='wide'), "eps must be a positive number or a percentage such as '10%', got 'wide'"),
     (lambda: MatrixCapsNet(n_iters=0), 'n_iters must be an integer >= 1, got 0'),
     (lambda: net()(torch.zeros(1, 3, 32, 32)), r'expected images \[b, 2, m, n\], got shape \(1, 3, 32, 32\)'),
     (lambda: net()(torch.zeros(1, 2, 16, 40)), r'an image of \(16, 40\) leaves no place for capsules, its sides must be at least 17'),
