@@ -69,12 +69,12 @@ def new_network(
     seed_everything(seed)
     if net == 'cnn': return rival_of(n_params(DStepNet(**trunk)), **{**trunk, **kw})
     own = dict(capsnet=dict(image_shape=(1, size, size), **(few_pixels if size == 8 else {})), dstep=trunk, baseline=dict(in_channels=1, n_classes=10, size=size))
-    own['matrix-caps'] = dict(A=64, B=8, C=16, D=16, E=10, in_channels=1, size=max(20, size))
+    own['matrix-caps'] = dict(**dict(zip('ABCD', (32, 8, 8, 8) if size == 8 else (64, 8, 16, 16))), E=10, in_channels=1, size=max(20, size))
     return classes[net](**{**own[net], **kw})
 
 # %% ../nbs/26_digits.ipynb #00000015
 recipe = dict(epochs=20, batch_size=20, warmup=.1, momentum='notebook', mixup=0.)
-top_lr = {'capsnet': 2e-3, 'dstep': 5e-3, 'matrix-caps': 5e-3, 'cnn': 5e-3, 'baseline': 1e-3}
+top_lr = {'capsnet': 2e-3, 'dstep': 1e-2, 'matrix-caps': 1e-2, 'cnn': 1e-2, 'baseline': 2e-3}
 
 def recipe_of(
     net:str, data:str # a name of `classes`; of `sets`
