@@ -69,7 +69,7 @@ def new_network(
     seed_everything(seed)
     if net == 'cnn': return rival_of(n_params(DStepNet(**trunk)), **{**trunk, **kw})
     own = dict(capsnet=dict(image_shape=(1, size, size), **(few_pixels if size == 8 else {})), dstep=trunk, baseline=dict(in_channels=1, n_classes=10, size=size))
-    own['matrix-caps'] = dict(**dict(zip('ABCD', (32, 8, 8, 8) if size == 8 else (64, 8, 16, 16))), E=10, in_channels=1, size=max(20, size))
+    own['matrix-caps'] = dict(**dict(zip('ABCD', (32, 8, 8, 8) if size == 8 else (64, 8, 16, 16))), E=10, in_channels=1, size=max(20, size), n_iters=2, loss='crossent')
     return classes[net](**{**own[net], **kw})
 
 # %% ../nbs/26_digits.ipynb #00000015
