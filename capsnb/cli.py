@@ -276,7 +276,7 @@ def add_digits(
         device:str=Option(None, help="'cpu', 'cuda' or 'mps'; the best there is if not given.", show_default=False),
         progress:bool=Option(True, help='Draw progress bars.')):
         how = again(f'capsnb train {data}', net=net, epochs=epochs, seed=seed, limit=limit, out=out, data=folder, any_files=any_files, device=device)
-        m = plainly(lambda: digits.train_digits(data, net, out, limit, folder, not any_files, epochs, seed, device, resume, progress, how), how)
+        m = plainly(lambda: digits.train_digits(data, net, out, limit, folder, not any_files, None, epochs, seed, device, resume, progress, how), how)
         print(f"{data}, {net}, {m['n_params']:,} parameters, best of {m['epochs']} epochs: {m['best_epoch']}; validation {m['valid_accuracy']:.1%}, test {m['test_accuracy']:.1%}; "
               f"{m['seconds']/m['epochs']:.1f} s per epoch; the network is in {out}")
 

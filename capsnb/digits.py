@@ -34,15 +34,18 @@ def spread(
 def open_digits(
     data:str='digits', # a name of `sets`
     limit:int|None=None, # training pictures, spread evenly; of validation a third as many at most; None: all
-    folder:str|Path|None=None, official:bool=True # of the two that are files: where they are, whether they must be the real ones
+    folder:str|Path|None=None, official:bool=True, # of the two that are files: where they are, whether they must be the real ones
+    n_test:int|None=None # test pictures, spread in the same way; None: all
 ) -> dict: # train, validation, test: dict of image float32 [n, 1, m, m] in [0, 1] and label int64 [n]
     "The splits of a set; `ValueError` for an unknown one or a limit below 1."
     if data not in sets: raise ValueError(f"data must be one of {', '.join(map(repr, sets))}, got {data!r}")
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1): raise ValueError(f"limit must be an integer >= 1 or None, got {limit!r}")
+    for name, n in (('limit', limit), ('n_test', n_test)):
+        if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1): raise ValueError(f"{name} must be an integer >= 1 or None, got {n!r}")
     if data == 'digits' and folder is not None: raise ValueError(f"the digits come with scikit-learn and lie in no folder, got folder={str(folder)!r}")
     parts = load_digits_split() if data == 'digits' else load_mnist(data, folder, official=official)
     parts = {k: dict(image=v[:]['image'], label=v[:]['label'].long()) if data == 'digits' else as_floats(v) for k, v in parts.items()}
-    few = dict(train=limit, validation=None if limit is None else -(-limit//3), test=None)
+    few = dict(train=limit, validation=None if limit is None else -(-limit//3), test=n_test)
+    if parts['test']['image'].shape[1:] != (1, sets[data], sets[data]): raise ValueError(f"{data} has pictures of {sets[data]}x{sets[data]}, got {tuple(parts['test']['image'].shape[2:])}")
     return {k: {c: x[spread(v['label'], few[k])] for c, x in v.items()} for k, v in parts.items()}
 
 # %% ../nbs/26_digits.ipynb #0000000f
@@ -84,7 +87,7 @@ def recipe_of(
 
 def train_digits(
     data:str='digits', net:str='capsnet', # a name of `sets`; of `classes`
-    out:str|Path='runs/digits', limit:int|None=None, folder=None, official:bool=True, # folder of the run; as for `open_digits`
+    out:str|Path='runs/digits', limit:int|None=None, folder=None, official:bool=True, n_test:int|None=None, # folder of the run; as for `open_digits`
     epochs:int|None=None, seed:int=0, # None: the recipe's; of everything
     device:str|None=None, resume:bool=False, progress:bool=True, # None: the best there is; go on where a run stopped; whether to draw bars
     how_to_resume:str='train_digits(..., resume=True)', # said when the run was stopped
@@ -95,8 +98,8 @@ def train_digits(
     model = new_network(net, data, seed, **(options or {}))
     kw = {**recipe_of(net, data), **more, **({} if epochs is None else dict(epochs=epochs))}
     check_recipe(**kw, seed=seed); pick_device(device)
-    decks = decks_of(open_digits(data, limit, folder, official), net, seed, kw['shift'])
-    note = dict(data=data, arch=net, limit=limit, official=official, **({'options': options} if options else {}))
+    decks = decks_of(open_digits(data, limit, folder, official, n_test), net, seed, kw['shift'])
+    note = dict(data=data, arch=net, limit=limit, n_test=n_test, official=official, **({'options': options} if options else {}))
     out = check_room(out, 2*checkpoint_bytes(model))
     metrics = fit_decks(model, decks['train'], decks['validation'], decks['test'], MixupCollator(10, kw['mixup']), out,
                         dict(seed=seed, per_device_eval_batch_size=100, **kw), device, resume, how_to_resume, name=f'{net} seed {seed}', progress=progress, **note)
@@ -128,7 +131,7 @@ def eval_digits(
     run:str|Path, split:str='test', # folder of a finished run; 'train', 'validation' or 'test'
     folder=None, device:str|None=None, batch_size:int=100 # as for `train_digits`; pictures at a time
 ) -> dict: # split, n, accuracy, names, confusion [label][predicted]
-    "Accuracy of a finished run, and what is taken for what."
+    "Accuracy of a finished run on all test pictures (or on those it was trained or validated on), and what is taken for what."
     net, note = load_digits_run(run, device); on = next(net.parameters()).device
     if split not in ('train', 'validation', 'test'): raise ValueError(f"split must be 'train', 'validation' or 'test', got {split!r}")
     x, y = open_digits(note['data'], note['limit'], folder, note['official'])[split].values()
