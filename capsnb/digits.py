@@ -77,13 +77,13 @@ def new_network(
 
 # %% ../nbs/26_digits.ipynb #00000015
 recipe = dict(epochs=20, batch_size=20, warmup=.1, momentum='notebook', mixup=0.)
-top_lr = {'capsnet': 2e-3, 'dstep': 1e-2, 'matrix-caps': 1e-2, 'cnn': 1e-2, 'baseline': 2e-3}
+top_lr = {'capsnet': (1e-2, 2e-3), 'dstep': (1e-2, 1e-2), 'matrix-caps': (5e-2, 5e-2), 'cnn': (1e-2, 1e-2), 'baseline': (2e-3, 2e-3)}    # at 8×8, at 28×28
 
 def recipe_of(
     net:str, data:str # a name of `classes`; of `sets`
 ) -> dict: # what `check_recipe` checks
     "The recipe of a network on a set; the shift is in pixels of what the network sees."
-    return {**recipe, 'lr': (1e-5, top_lr[net]), 'shift': 2 if sets[data] == 28 or net == 'matrix-caps' else 1}
+    return {**recipe, 'lr': (1e-5, top_lr[net][sets[data] == 28]), 'shift': 2 if sets[data] == 28 or net == 'matrix-caps' else 1}
 
 def train_digits(
     data:str='digits', net:str='capsnet', # a name of `sets`; of `classes`
