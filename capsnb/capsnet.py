@@ -9,10 +9,11 @@ import torch, torch.nn.functional as F
 from torch import nn, Tensor
 from einops import rearrange
 from .dynamic import route_capsules, squash
+from .losses import margin_loss
 from .vision import HubMixin
 
 # %% auto #0
-__all__ = ['VectorCaps', 'Decoder', 'class_shares', 'margin_loss', 'CapsOut', 'CapsNet', 'capsnet_loss']
+__all__ = ['VectorCaps', 'Decoder', 'class_shares', 'CapsOut', 'CapsNet', 'capsnet_loss']
 
 # %% ../nbs/24_capsnet.ipynb #00000006
 class VectorCaps(nn.Module):
@@ -59,14 +60,6 @@ def class_shares(
         return labels.float()
     if labels.ndim not in (1, 2) or labels.dtype == torch.bool: raise ValueError(f"expected class indices [b] or [b, k], got {labels.dtype} {tuple(labels.shape)}")
     return F.one_hot(labels.long(), n_classes).reshape(len(labels), -1, n_classes).amax(1).float()
-
-# %% ../nbs/24_capsnet.ipynb #0000000d
-def margin_loss(
-    a:Tensor, # [..., j] lengths of the capsules
-    share:Tensor # [..., j] presence of each class, in [0, 1]
-) -> Tensor: # mean over samples
-    "Present classes longer than .9, absent ones shorter than .1 (Sabour 2017, eq. 4)."
-    return (share*(.9 - a).clamp(min=0)**2 + .5*(1 - share)*(a - .1).clamp(min=0)**2).sum(-1).mean()
 
 # %% ../nbs/24_capsnet.ipynb #00000010
 class CapsOut(NamedTuple):

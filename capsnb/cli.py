@@ -13,6 +13,7 @@ from .core import need, pick_device, plot_style, palette, run_record, seed_every
 from .train import Deck, Stopped, check_recipe, check_room, checkpoint_bytes, clear_run, fit, load_digits_split, quiet_transformers, repeat, summary, write_json
 from .vision import DStepNet, PlainCNN, n_params, rival_of
 import capsnb.objects as objects
+import capsnb.digits as digits
 import capsnb.ablation as ablation
 from .poses import class_pose, mds_path, plot_paths, poses_of, viewpoint_grid
 from .sentiment import eval_sst, load_run, train_sst
@@ -20,8 +21,8 @@ from .text import explain
 
 # %% auto #0
 __all__ = ['trunk', 'recipe', 'titles', 'contestants', 'table', 'picked', 'draw_map', 'draw_scores', 'draw_column', 'picture',
-           'demo', 'how_to_resume', 'plainly', 'make_app', 'main', 'add_demo', 'pose_picture', 'add_objects', 'again',
-           'add_train', 'add_sst', 'add_eval', 'add_explain', 'add_ablate']
+           'demo', 'how_to_resume', 'plainly', 'make_app', 'main', 'add_demo', 'pose_picture', 'add_objects',
+           'drawings_picture', 'add_digits', 'again', 'add_train', 'add_sst', 'add_eval', 'add_explain', 'add_ablate']
 
 # %% ../nbs/50_cli.ipynb #00000006
 trunk = dict(channels=(32, 32, 64, 64), strides=(1, 2, 1, 1))                                                         # of both networks
@@ -254,6 +255,51 @@ def add_objects(
         print(f"{data}, {net}, {m['n_params']:,} parameters, best of {m['epochs']} epochs: {m['best_epoch']}; validation {m['valid_accuracy']:.1%}, test {m['test_accuracy']:.1%}; "
               f"{m['seconds']/m['epochs']:.1f} s per epoch; the network is in {out}{', look at ' + str(out/'poses.png') if net == 'dstep' else ''}")
 
+# %% ../nbs/50_cli.ipynb #0804547e
+@torch.no_grad()
+def drawings_picture(
+    net, data:str, path:Path, # CapsNet with a decoder; a name of `digits.sets`; where to save it
+    **kw # of `digits.open_digits`
+):
+    "The first test picture of each class, and what the decoder draws from its own capsule and from the longest other one."
+    plt, on = plot_style(), next(net.parameters()).device
+    x, y = digits.open_digits(data, n_test=None, **kw)['test'].values()
+    k = torch.stack([(y == c).nonzero()[0, 0] for c in y.unique()]); x, y = x[k].to(on), y[k].to(on)
+    out = net(x); other = out.a.scatter(1, y[:, None], -1).argmax(1)
+    fig, axs = plt.subplots(3, len(k), figsize=(1.1*len(k), 3.9), layout='constrained', squeeze=False)
+    for row, images, of, title in zip(axs, (x, net.draw(out.v, y), net.draw(out.v, other)), (y, y, other), ('test picture', 'its own capsule', 'longest other')):
+        row[0].set_ylabel(title)
+        for n, ax in enumerate(row):
+            ax.imshow(images[n, 0].cpu(), cmap='gray_r', vmin=0, vmax=1); ax.set(xticks=[], yticks=[]); ax.grid(False)
+            ax.set_title(digits.names_of[data][int(of[n])] + ('' if images is x else f": {out.a[n, of[n]]:.2f}"), fontsize=7)
+    fig.suptitle('Drawn by the decoder from one capsule; numbers: length of the capsule', fontsize=9); fig.savefig(path, dpi=120); plt.close(fig)
+
+# %% ../nbs/50_cli.ipynb #17065349
+def add_digits(
+    group, typer, data:str # the group of `capsnb train`, the module, a name of `digits.sets`
+):
+    "Add `capsnb train digits`, `mnist` or `fashion-mnist`."
+    Option, here = typer.Option, data == 'digits'
+    @group.command(data, help=f"""Train on {'the 8x8 digits of scikit-learn' if here else dict(mnist='MNIST', **{'fashion-mnist': 'Fashion-MNIST'})[data]} (Sabour et al. 2017, and others beside it).
+
+    Keeps the epoch that validates best on training pictures held back, and tests it once. Ctrl-C leaves a checkpoint and says how to go on.""")
+    def command(
+        net:str=Option('capsnet', help="'capsnet': dynamic routing, with a decoder; 'dstep': Heinsen (2019); 'matrix-caps': EM routing; 'cnn': as large as the D-step network; 'baseline': a larger CNN."),
+        epochs:int=Option(digits.recipe['epochs'], min=1, help='Times through the training data.'),
+        seed:int=Option(0, min=0, max=2**32 - 1, help='Seed of the weights, the order of the data and shifts.'),
+        limit:int=Option(None, min=1, help='Only so many training pictures, of validation a third as many at most; the test is whole.', show_default=False),
+        out:Path=Option(f'runs/{data}', help='Folder for metrics.json, task.json, the network and (CapsNet) drawings.png; made if missing.'),
+        folder:Path=Option(None, '--data', help='Folder of the four files; else CAPSNB_DATA, or a download. Not for digits.', show_default=False),
+        any_files:bool=Option(False, '--any-files', help='The files need not be the official ones, only in their format.'),
+        resume:bool=Option(False, '--resume', help='Go on where an interrupted run in this folder stopped.'),
+        device:str=Option(None, help="'cpu', 'cuda' or 'mps'; the best there is if not given.", show_default=False),
+        progress:bool=Option(True, help='Draw progress bars.')):
+        how = again(f'capsnb train {data}', net=net, epochs=epochs, seed=seed, limit=limit, out=out, data=folder, any_files=any_files, device=device)
+        m = plainly(lambda: digits.train_digits(data, net, out, limit, folder, not any_files, None, epochs, seed, device, resume, progress, how), how)
+        if net == 'capsnet': plainly(lambda: drawings_picture(digits.load_digits_run(out, device)[0], data, out/'drawings.png', folder=folder, official=not any_files), how)
+        print(f"{data}, {net}, {m['n_params']:,} parameters, best of {m['epochs']} epochs: {m['best_epoch']}; validation {m['valid_accuracy']:.1%}, test {m['test_accuracy']:.1%}; "
+              f"{m['seconds']/m['epochs']:.1f} s per epoch; the network is in {out}{', look at ' + str(out/'drawings.png') if net == 'capsnet' else ''}")
+
 # %% ../nbs/50_cli.ipynb #b10c5f12
 def again(
     command:str, **options # words of the command; options as they were given, None and False: left out
@@ -273,6 +319,7 @@ def add_train(
     def top(): pass
     add_sst(group, typer)
     for data in ('toys', 'smallnorb'): add_objects(group, typer, data)
+    for data in digits.sets: add_digits(group, typer, data)
 
 # %% ../nbs/50_cli.ipynb #3657eea6
 def add_sst(
@@ -333,8 +380,11 @@ def add_eval(
         """Accuracy of a finished run, and what it takes for what."""
         def work():
             if not (run/'task.json').is_file(): raise ValueError(f"'{run}' holds no finished run (no task.json): train one with capsnb train")
-            if 'kind' in json.loads((run/'task.json').read_text()): return objects.eval_objects(run, split, data, cache, device, crops=crops)
-            return eval_sst(run, split, encoder, data, False if on_the_fly else cache, device)
+            note = json.loads((run/'task.json').read_text())
+            if 'arch' in note or 'kind' not in note:
+                if crops != 1: raise ValueError(f"only runs on toys or smallNORB are tested on crops, got crops={crops}")
+                return digits.eval_digits(run, split, data, device) if 'arch' in note else eval_sst(run, split, encoder, data, False if on_the_fly else cache, device)
+            return objects.eval_objects(run, split, data, cache, device, crops=crops)
         e = plainly(work, 'the same command')
         width = max(map(len, e['names']))
         print(f"{e['split']}: {e['accuracy']:.1%} of {e['n']:,}\n\n{'label':{width}}  read as " + ' '.join(f'{n:>{width}}' for n in e['names']))

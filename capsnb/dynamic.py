@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import NamedTuple
 import torch
 from torch import Tensor, nn
+from .core import keep_freed_memory
 
 # %% auto #0
 __all__ = ['squash', 'Agreed', 'dynamic_routing_ref', 'dynamic_routing', 'route_capsules']
@@ -128,6 +129,7 @@ def _weights(votes, total:Tensor|None, tensors) -> Tensor: # [n, j, i]: uniform 
 # %% ../nbs/02_dynamic.ipynb #00000027
 def _routed(kind, n_iters, detach, return_R, lead, tensors) -> Agreed:
     if isinstance(n_iters, bool) or not isinstance(n_iters, int) or n_iters < 1: raise ValueError(f"n_iters must be an integer >= 1, got {n_iters!r}")
+    if tensors[0].device.type == 'cpu' and not torch.compiler.is_compiling(): keep_freed_memory()
     given = tensors[0].dtype
     if given in (torch.float16, torch.bfloat16): tensors = [x.float() for x in tensors]
     v, R = _Agree.apply(kind, n_iters, bool(detach), *tensors)

@@ -107,3 +107,24 @@ def test_interrupted_and_resumed(tmp_path):
         a, b = ((folder/name/'model.safetensors').read_bytes() for folder in (out, tmp_path/'undisturbed'))
         assert a == b, name
     assert 'Warning' not in r.stderr and 'http' not in r.stderr, r.stderr      # quiet, and nobody was called
+
+def test_train_digits_and_eval(tmp_path):
+    few = ('train', 'digits', '--limit', 60, '--epochs', 1, '--device', 'cpu', '--no-progress')
+    for option in ('--net', '--epochs', '--seed', '--limit', '--out', '--data', '--resume', '--device', '--progress'):
+        for data in ('digits', 'mnist', 'fashion-mnist'): assert option in capsnb('train', data, '--help').output
+    r = capsnb(*few, '--net', 'dstep', '--seed', 4, '--out', tmp_path/'run'); assert r.exit_code == 0, r.output
+    m = json.loads((tmp_path/'run'/'metrics.json').read_text()); assert (m['seed'], m['limit'], m['epochs'], m['network']) == (4, 60, 1, 'DStepNet') and f"test {m['test_accuracy']:.1%}" in r.output
+    e = capsnb('eval', tmp_path/'run', '--device', 'cpu'); assert e.exit_code == 0 and f"test: {m['test_accuracy']:.1%} of 500" in e.output, e.output
+    e = capsnb('eval', tmp_path/'run', '--crops', 2); assert e.exit_code == 1 and 'only runs on toys or smallNORB are tested on crops, got crops=2' in e.output
+    again = capsnb(*few, '--net', 'dstep', '--seed', 4, '--out', tmp_path/'run', '--resume'); assert again.exit_code == 0 and again.output.splitlines()[-1] == r.output.splitlines()[-1]
+    other = capsnb(*few, '--net', 'dstep', '--seed', 5, '--out', tmp_path/'run', '--resume'); assert other.exit_code == 1 and 'settings differ (seed: 4 then, 5 now' in other.output
+
+@pytest.mark.parametrize('args, code, said', [(('--net', 'resnet'), 1, "net must be one of 'capsnet', 'dstep', 'matrix-caps', 'cnn', 'baseline', got 'resnet'"), (('--limit', 0), 2, ''),
+    (('--data', 'here'), 1, 'the digits come with scikit-learn and lie in no folder'), (('--device', 'gpu'), 1, "'gpu' is not available")])
+def test_bad_digits_runs(args, code, said, tmp_path):
+    r = capsnb('train', 'digits', '--out', tmp_path/'run', '--no-progress', *args)
+    assert r.exit_code == code and said in r.output and not (tmp_path/'run').exists(), r.output
+
+def test_no_files_of_fashion_mnist(tmp_path):
+    (tmp_path/'empty').mkdir()
+    r = capsnb('train', 'fashion-mnist', '--data', tmp_path/'empty', '--out', tmp_path/'run'); assert r.exit_code == 1 and 'train-images-idx3-ubyte' in r.output and not (tmp_path/'run').exists(), r.output
