@@ -218,11 +218,10 @@ def pose_picture(
     path:Path, **kw # where to save it; of `open_objects`
 ):
     "How the class capsule's four pose vectors move as a toy nobody trained on turns: one toy of each category (Heinsen 2019, figure 4)."
-    turn = dict(instance=(0,), elevation=(3,), lighting=(0,))
-    x = objects.open_objects(data, 'test', size, {k: turn[k] for k in ('elevation', 'lighting')} if data == 'toys' else None, **kw)
-    keep = torch.stack([torch.isin(x[k], torch.tensor(v)) for k, v in turn.items()]).all(0)
-    x = {k: v[keep] for k, v in x.items()}
-    grid = viewpoint_grid(class_pose(poses_of(net, x['images']), x['category']), x, 'azimuth', dict(elevation=3, lighting=0))
+    x = objects.open_objects(data, 'test', size, dict(elevation=(3,), lighting=(0,)) if data == 'toys' else None, **kw)
+    at = {k: 3 if k == 'elevation' and (x[k] == 3).any() else int(x[k].min()) for k in ('instance', 'elevation', 'lighting')}
+    keep = torch.stack([x[k] == v for k, v in at.items()]).all(0); x = {k: v[keep] for k, v in x.items()}
+    grid = viewpoint_grid(class_pose(poses_of(net, x['images']), x['category']), x, 'azimuth', {k: at[k] for k in ('elevation', 'lighting')})
     fig = plot_paths({objects.categories[int(c)]: mds_path(p) for p, (c, _) in zip(grid.x, grid.toys)})
     fig.suptitle('Pose vectors of the class capsule while a toy turns once around (multidimensional scaling)', fontsize=9); fig.savefig(path, dpi=120)
 
@@ -249,11 +248,15 @@ def add_objects(
         device:str=Option(None, help="'cpu', 'cuda' or 'mps'; the best there is if not given.", show_default=False),
         progress:bool=Option(True, help='Draw progress bars.')):
         how = again(f'capsnb train {data}', net=net, size=size, pairs=pairs, epochs=epochs, seed=seed, out=out, data=folder, cache=cache,
-                    as_published=as_published, any_files=any_files, device=device)
+                    as_published=as_published, any_files=any_files, device=device, no_progress=not progress)
         m = plainly(lambda: objects.train_objects(data, net, out, size, pairs, folder, not any_files, cache, epochs, seed, as_published, device, resume, progress, how), how)
-        if net == 'dstep': plainly(lambda: pose_picture(objects.load_objects_run(out, device)[0], data, size, out/'poses.png', folder=folder, official=not any_files, cache=cache, progress=progress), how)
         print(f"{data}, {net}, {m['n_params']:,} parameters, best of {m['epochs']} epochs: {m['best_epoch']}; validation {m['valid_accuracy']:.1%}, test {m['test_accuracy']:.1%}; "
-              f"{m['seconds']/m['epochs']:.1f} s per epoch; the network is in {out}{', look at ' + str(out/'poses.png') if net == 'dstep' else ''}")
+              f"{m['seconds']/m['epochs']:.1f} s per epoch; the network is in {out}")
+        (out/'poses.png').unlink(missing_ok=True)
+        if net != 'dstep': return
+        try: pose_picture(objects.load_objects_run(out, device)[0], data, size, out/'poses.png', folder=folder, official=not any_files, cache=cache, progress=progress)
+        except ValueError as e: print(f"no picture of poses: {e}", file=sys.stderr)
+        else: print(f"look at {out/'poses.png'}")
 
 # %% ../nbs/50_cli.ipynb #0804547e
 @torch.no_grad()
@@ -294,7 +297,7 @@ def add_digits(
         resume:bool=Option(False, '--resume', help='Go on where an interrupted run in this folder stopped.'),
         device:str=Option(None, help="'cpu', 'cuda' or 'mps'; the best there is if not given.", show_default=False),
         progress:bool=Option(True, help='Draw progress bars.')):
-        how = again(f'capsnb train {data}', net=net, epochs=epochs, seed=seed, limit=limit, out=out, data=folder, any_files=any_files, device=device)
+        how = again(f'capsnb train {data}', net=net, epochs=epochs, seed=seed, limit=limit, out=out, data=folder, any_files=any_files, device=device, no_progress=not progress)
         m = plainly(lambda: digits.train_digits(data, net, out, limit, folder, not any_files, None, epochs, seed, device, resume, progress, how), how)
         if net == 'capsnet': plainly(lambda: drawings_picture(digits.load_digits_run(out, device)[0], data, out/'drawings.png', folder=folder, official=not any_files), how)
         print(f"{data}, {net}, {m['n_params']:,} parameters, best of {m['epochs']} epochs: {m['best_epoch']}; validation {m['valid_accuracy']:.1%}, test {m['test_accuracy']:.1%}; "
@@ -350,7 +353,7 @@ def add_sst(
 
         Keeps the epoch that validates best and tests it once. Ctrl-C leaves a checkpoint and says how to go on."""
         how = again('capsnb train sst', task=task, encoder=encoder, gguf=gguf, roots=roots, epochs=epochs, seed=seed, seeds=seeds if seeds > 1 else None, limit=limit, out=out, data=data,
-                    cache=cache, on_the_fly=on_the_fly, as_published=as_published, any_treebank=any_treebank, device=device)
+                    cache=cache, on_the_fly=on_the_fly, as_published=as_published, any_treebank=any_treebank, device=device, no_progress=not progress)
         if not progress: quiet_transformers().utils.logging.disable_progress_bar()
         kw = dict(task=task, gguf_file=gguf, roots=roots, epochs=epochs, limit=limit, published=as_published, folder=data, cache=False if on_the_fly else cache, official=not any_treebank,
                   device=device, progress=progress, how_to_resume=how)
@@ -379,8 +382,7 @@ def add_eval(
         device:str=Option(None, help="'cpu', 'cuda' or 'mps'; the best there is if not given.", show_default=False)):
         """Accuracy of a finished run, and what it takes for what."""
         def work():
-            if not (run/'task.json').is_file(): raise ValueError(f"'{run}' holds no finished run (no task.json): train one with capsnb train")
-            note = json.loads((run/'task.json').read_text())
+            note = objects.task_of(run)
             if 'arch' in note or 'kind' not in note:
                 if crops != 1: raise ValueError(f"only runs on toys or smallNORB are tested on crops, got crops={crops}")
                 return digits.eval_digits(run, split, data, device) if 'arch' in note else eval_sst(run, split, encoder, data, False if on_the_fly else cache, device)
@@ -389,6 +391,7 @@ def add_eval(
         width = max(map(len, e['names']))
         print(f"{e['split']}: {e['accuracy']:.1%} of {e['n']:,}\n\n{'label':{width}}  read as " + ' '.join(f'{n:>{width}}' for n in e['names']))
         for name, row in zip(e['names'], e['confusion']): print(f"{name:{width}}          " + ' '.join(f'{k:{width},}' for k in row))
+        for angle, found in e.get('by_degrees', {}).items(): print(f"\nby {angle}: " + ', '.join(f'{d}° {a:.0%}' for d, a in found.items()))
 
 # %% ../nbs/50_cli.ipynb #b1515088
 def add_explain(

@@ -11,7 +11,7 @@ import torch, torch.nn.functional as F
 from torch import nn, Tensor
 from .core import need, pick_device, seed_everything
 from .matrix_caps import MatrixCapsNet
-from .norb import open_smallnorb, valid_mask, viewpoint_split
+from .norb import degrees, open_smallnorb, valid_mask
 from .toys import toys_tensors
 from .vision import BaselineCNN, PlainCNN, SmallNORBNet, n_params, norb_trunk, rival_of
 from .train import check_recipe, check_room, checkpoint_bytes, dice, fingerprint, fit_decks, write_json
@@ -19,7 +19,7 @@ from .train import check_recipe, check_room, checkpoint_bytes, dice, fingerprint
 # %% auto #0
 __all__ = ['categories', 'factors', 'classes', 'recipe', 'own', 'open_objects', 'crop_shifted', 'PairDeck', 'PairMixup',
            'caps_sizes', 'standardised', 'patches', 'PairCrops', 'collator_of', 'new_network', 'recipe_of',
-           'train_objects', 'load_objects_run', 'eval_objects']
+           'train_objects', 'task_of', 'load_objects_run', 'eval_objects']
 
 # %% ../nbs/25_objects.ipynb #00000008
 categories = ('animal', 'human', 'airplane', 'truck', 'car')       # of both data sets
@@ -36,8 +36,9 @@ def open_objects(
     if data not in ('toys', 'smallnorb'): raise ValueError(f"data must be 'toys' or 'smallnorb', got {data!r}")
     if split not in ('train', 'validation', 'test'): raise ValueError(f"split must be 'train', 'validation' or 'test', got {split!r}")
     if data == 'smallnorb':
-        if size != 96 or subset is not None: raise ValueError(f"smallNORB has 96 pixels and all of its pairs, got size={size}, subset={subset}")
-        found = open_smallnorb(split, folder, official=official)
+        if subset is not None or (official and size != 96): raise ValueError(f"smallNORB has 96 pixels and all of its pairs, got size={size}, subset={subset}")
+        found = open_smallnorb(split, folder, official=official); side = found['image'].shape[-1]
+        if side != size: raise ValueError(f"the files hold pictures of {side} pixels, got size={size}")
         return dict(images=found['image'], **{k: found[k] for k in factors})
     toys = toys_tensors('test' if split == 'test' else 'train', size, subset, toys_seed, cache=cache, progress=progress)._asdict()
     if split == 'test': return {k: toys[k] for k in ('images', *factors)}
@@ -173,7 +174,7 @@ def new_network(
     if name == 'dstep': return SmallNORBNet(n_classes, **kw)
     if name == 'baseline': return BaselineCNN(n_classes, size=size, **kw)
     if name == 'cnn': return rival_of(n_params(SmallNORBNet(n_classes)), n_classes=n_classes, **norb_trunk(), **kw)
-    if name == 'matrix-caps': return MatrixCapsNet(**{**dict(A=64, B=8, C=16, D=16, E=n_classes, size=caps_sizes(size)[1]), **kw})
+    if name == 'matrix-caps': return MatrixCapsNet(**{**dict(A=64, B=8, C=16, D=16, E=n_classes, size=caps_sizes(size)[1], preset='gritzman', eps='auto', loss='crossent'), **kw})
     raise ValueError(f"net must be 'dstep', 'cnn', 'baseline' or 'matrix-caps', got {name!r}")
 
 classes = {'dstep': SmallNORBNet, 'cnn': PlainCNN, 'baseline': BaselineCNN, 'matrix-caps': MatrixCapsNet}   # for from_pretrained
@@ -215,15 +216,26 @@ def train_objects(
     return metrics
 
 # %% ../nbs/25_objects.ipynb #00000017
+def task_of(
+    run:str|Path # folder of a finished run
+) -> dict: # its task.json
+    "What a run was about; `ValueError` when it is not finished, or the note is damaged."
+    path = Path(run)/'task.json'
+    if not path.is_file(): raise ValueError(f"'{run}' holds no finished run (no task.json): train one with capsnb train")
+    try: note = json.loads(path.read_text())
+    except ValueError as e: raise ValueError(f"'{path}' is damaged: {e}") from e
+    if not isinstance(note, dict): raise ValueError(f"'{path}': expected a JSON object, got {note!r}")
+    return note
+
 def load_objects_run(
     run:str|Path, device:str|None=None # folder of a finished run; None: the best there is
 ) -> tuple: # network in evaluation mode, note of the task
     "What a run left; `ValueError` when it is not finished."
-    run = Path(run)
-    if not (run/'task.json').is_file(): raise ValueError(f"'{run}' holds no finished run (no task.json): train one with capsnb train toys")
-    note = json.loads((run/'task.json').read_text())
-    if note.get('kind') not in classes: raise ValueError(f"'{run}' is no run on toys or smallNORB: {note}")
-    with contextlib.redirect_stdout(io.StringIO()): net = classes[note['kind']].from_pretrained(run)      # it says where from
+    note = task_of(run)
+    if note.get('kind') not in classes or not {'data', 'size', 'subset', 'official'} <= set(note): raise ValueError(f"'{run}' is no run on toys or smallNORB: {note}")
+    try:
+        with contextlib.redirect_stdout(io.StringIO()): net = classes[note['kind']].from_pretrained(run)      # it says where from
+    except Exception as e: raise ValueError(f"'{run}': its network cannot be read: {e}") from e
     return net.to(pick_device(device)).eval(), note
 
 @torch.no_grad()
@@ -231,11 +243,12 @@ def eval_objects(
     run:str|Path, split:str='test', # folder of a finished run; 'train', 'validation' or 'test'
     folder=None, cache=None, device:str|None=None, progress:bool=True, batch_size:int=100, # as for `train_objects`; pairs at a time
     crops:int=1 # of matrix capsules: the mean over a grid of crops×crops; 1: the central one
-) -> dict: # accuracy, accuracy by viewpoint, confusion [label][predicted], number of pairs
+) -> dict: # accuracy, accuracy by azimuth and by elevation (degrees -> accuracy), confusion [label][predicted], number of pairs
     "Accuracy of a finished run, and what is taken for what."
     net, note = load_objects_run(run, device); on = next(net.parameters()).device
     x = open_objects(note['data'], split, note['size'], note['subset'], folder, note['official'], cache=cache, progress=progress)
     views = collator_of(note['kind'], note['size']).views
     guess = torch.cat([sum(net(v).a for v in views(i.to(on), crops)).argmax(1).cpu() for i in x['images'].split(batch_size)])
     right, confusion = guess == x['category'], torch.bincount(x['category']*5 + guess, minlength=25).view(5, 5)
-    return dict(split=split, n=len(guess), accuracy=right.float().mean().item(), names=categories, confusion=confusion.tolist())
+    by = {k: {int(a): right[angle == a].float().mean().item() for a in angle.unique()} for k, angle in zip(('azimuth', 'elevation'), degrees(x))}
+    return dict(split=split, n=len(guess), accuracy=right.float().mean().item(), by_degrees=by, names=categories, confusion=confusion.tolist())

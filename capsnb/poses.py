@@ -10,9 +10,9 @@ from torch import nn, Tensor
 from .core import need, palette, plot_style
 
 # %% auto #0
-__all__ = ['Grid', 'viewpoint_grid', 'Change', 'pose_change', 'plot_change', 'Flat', 'mds_path', 'plot_paths', 'Probe',
-           'viewpoint_targets', 'r_squared', 'ridge_by_class', 'check_novel', 'probe_viewpoint', 'Poses', 'in_batches',
-           'poses_of', 'features_of', 'class_pose', 'plot_sheet']
+__all__ = ['Grid', 'viewpoint_grid', 'in_degrees', 'Change', 'pose_change', 'plot_change', 'Flat', 'mds_path', 'plot_paths',
+           'Probe', 'viewpoint_targets', 'r_squared', 'ridge_by_class', 'check_novel', 'probe_viewpoint', 'Poses',
+           'in_batches', 'poses_of', 'features_of', 'class_pose', 'plot_sheet']
 
 # %% ../nbs/31_poses.ipynb #00000007
 class Grid(NamedTuple):
@@ -43,6 +43,15 @@ def viewpoint_grid(
         raise ValueError(f"expected one image for each of {len(toys)} toys from each of {len(views)} viewpoints, got {len(kept)} images for {len(place.unique())} of {n} places")
     return Grid(x[kept[place.argsort()]].unflatten(0, (len(toys), len(views))), views, toys)
 
+# %% ../nbs/31_poses.ipynb #de9ee502
+def in_degrees(
+    views:Tensor, vary:str # angles; 'azimuth' or 'elevation'
+) -> Tensor: # the same angles
+    "`ValueError` for all the codes of smallNORB's files (0, 2, … 34 and 0, 1, … 8) in place of degrees."
+    codes = list(range(0, 36, 2)) if vary == 'azimuth' else list(range(9))
+    if torch.as_tensor(views).unique().tolist() == codes: raise ValueError(f"{vary}: expected degrees, got the codes 0 to {codes[-1]}; norb.degrees turns them")
+    return views
+
 # %% ../nbs/31_poses.ipynb #0000000b
 class Change(NamedTuple):
     "Each pose vector compared with itself at the first viewpoint."
@@ -66,7 +75,7 @@ def plot_change(
     vary:str='azimuth' # what they are, for the axis
 ): # the matplotlib figure
     "Every toy thin, the mean over toys thick; one column per pose vector (Heinsen 2019, figures 6 and 7)."
-    plt, n = plot_style(), change.norm.shape[-1]
+    plt, n = plot_style(), change.norm.shape[-1]; in_degrees(views, vary)
     fig, axs = plt.subplots(3, n, figsize=(1.9*n + .6, 4.8), sharex=True, sharey='row', squeeze=False, layout='constrained')
     for row, (name, y) in zip(axs, change._asdict().items()):
         row[0].set_ylabel(name)
@@ -121,7 +130,8 @@ class Probe(NamedTuple):
 def viewpoint_targets(
     columns:dict # name -> [n]: azimuth and elevation, in degrees
 ) -> Tensor: # [n, 3] sine and cosine of the azimuth, elevation in degrees
-    "What a probe is to predict."
+    "What a probe is to predict; `ValueError` for smallNORB's codes in place of degrees."
+    if len(columns['azimuth']) > 1: in_degrees(columns['azimuth'], 'azimuth'); in_degrees(columns['elevation'], 'elevation')
     azimuth = torch.as_tensor(columns['azimuth']).double().deg2rad()
     return torch.stack([azimuth.sin(), azimuth.cos(), torch.as_tensor(columns['elevation']).double()], 1)
 
@@ -237,7 +247,7 @@ def plot_sheet(
 ): # the matplotlib figure
     "One toy of each category from many viewpoints; each pair side by side (Heinsen 2019, supplementary figure 9)."
     plt, grid = plot_style(), viewpoint_grid(images, columns, vary, at)
-    rows = (grid.toys[:, 1] == instance).nonzero()[:, 0].tolist()
+    rows = (grid.toys[:, 1] == instance).nonzero()[:, 0].tolist(); in_degrees(grid.views, vary)
     if not rows: raise ValueError(f"no toy is instance {instance}; there are {grid.toys[:, 1].unique().tolist()}")
     wide = torch.cat(list(grid.x[rows][:, ::step].unbind(2)), -1).cpu(); (n, k, m, w), top = wide.shape, 255 if wide.dtype == torch.uint8 else 1
     fig, axs = plt.subplots(n, k, figsize=(1.3*k, (1.3*m/w + .06)*n + .3), squeeze=False, layout='constrained')

@@ -1,0 +1,102 @@
+"toys and smallNORB as they are trained on: dice, recipes, what a finished run tells"
+import json
+import pytest, torch
+from torch.testing import assert_close
+from capsnb import cli, objects
+from capsnb.norb import tiny_smallnorb
+from capsnb.objects import PairDeck, PairMixup, eval_objects, load_objects_run, new_network, open_objects, recipe_of, task_of, train_objects
+from capsnb.poses import mds_path, poses_of
+
+@pytest.fixture(scope='module')
+def cache(tmp_path_factory): return tmp_path_factory.mktemp('toys')
+
+def small(cache): return dict(size=32, subset=50, cache=cache, progress=False)
+
+@pytest.fixture(scope='module')
+def run(cache, tmp_path_factory):
+    out = tmp_path_factory.mktemp('runs')/'published'
+    train_objects(out=out, epochs=1, published=True, device='cpu', **small(cache))
+    return out
+
+def thrown(shift, alpha, n=400):
+    deck = PairDeck(dict(images=torch.zeros(n, 2, 8, 8, dtype=torch.uint8), category=torch.zeros(n, dtype=torch.long)), seed=3)
+    return PairMixup(5, shift, alpha)(deck.__getitems__(list(range(n))))
+
+def test_shifts_go_both_ways_and_reach_the_ends():
+    shifts = thrown(4, 0.)['shifts']
+    assert shifts.unique().tolist() == list(range(-4, 5)) and abs(shifts.float().mean()) < .4
+
+def test_shares_of_mixup_are_symmetric_and_one_for_each_pair():
+    lam = thrown(0, .2)['lam']
+    assert len(lam.unique()) > 300 and abs(lam.mean() - .5) < .06                  # Beta(.2, .2): mean 1/2,
+    assert abs(lam.var() - .25/1.4) < .02                                         # variance 1/(4(2·.2 + 1))
+
+def test_validation_throws_no_dice():
+    deck = PairDeck(dict(images=torch.zeros(3, 2, 8, 8, dtype=torch.uint8), category=torch.zeros(3, dtype=torch.long)))
+    assert set(PairMixup()(deck.__getitems__([0, 1]))) == {'images', 'labels'}
+
+def test_the_recipe_is_the_papers():
+    assert recipe_of('dstep', 96, published=True) == dict(epochs=50, batch_size=20, lr=(1e-5, 5e-4), warmup=.1, momentum='paper', mixup=.2, shift=16)
+    assert recipe_of('dstep', 48) == recipe_of('dstep', 48, True) | dict(lr=(1e-5, 5e-3)) and recipe_of('dstep', 48)['shift'] == 8
+    with pytest.raises(ValueError, match='knows no matrix-caps'): recipe_of('matrix-caps', 48, published=True)
+
+def test_published_is_the_papers_floor_and_start(run):
+    net, note = load_objects_run(run, 'cpu')
+    assert note['published'] and json.loads((run/'config.json').read_text())['eps'] == 'paper' and json.loads((run/'config.json').read_text())['init'] == 'paper'
+
+def test_confusion_is_label_by_prediction(run, cache, monkeypatch):
+    always = lambda images: type('Out', (), dict(a=torch.eye(5)[torch.full((len(images),), 3)]))
+    net, note = load_objects_run(run, 'cpu')
+    class Stuck(torch.nn.Linear):
+        def forward(self, images): return always(images)
+    monkeypatch.setattr(objects, 'load_objects_run', lambda *_: (Stuck(1, 1), note))
+    e = eval_objects(run, 'test', cache=cache, device='cpu', progress=False)
+    assert [row[3] for row in e['confusion']] == [10]*5 and sum(map(sum, e['confusion'])) == 50 and e['accuracy'] == pytest.approx(.2)
+    truth = open_objects(split='test', **small(cache))
+    for angle, step, first in (('azimuth', 10, 0), ('elevation', 5, 30)):
+        for degrees, accuracy in e['by_degrees'][angle].items():
+            at = truth[angle] == (degrees - first)//step
+            assert accuracy == pytest.approx((truth['category'][at] == 3).float().mean().item())
+
+@pytest.mark.parametrize('damage, message', [('[]', 'expected a JSON object'), ('{"kind": "dstep"', 'is damaged'), ('{"kind": "dstep", "data": "toys"}', 'no run on toys')])
+def test_damaged_notes_are_named(tmp_path, damage, message):
+    (tmp_path/'task.json').write_text(damage)
+    with pytest.raises(ValueError, match=message): load_objects_run(tmp_path, 'cpu')
+
+def test_a_cut_network_is_named(run, tmp_path):
+    for name in ('task.json', 'config.json'): (tmp_path/name).write_bytes((run/name).read_bytes())
+    (tmp_path/'model.safetensors').write_bytes((run/'model.safetensors').read_bytes()[:1000])
+    with pytest.raises(ValueError, match='network cannot be read'): load_objects_run(tmp_path, 'cpu')
+    with pytest.raises(ValueError, match='no finished run'): task_of(tmp_path/'nowhere')
+
+def test_the_picture_shows_the_right_class(cache, tmp_path, monkeypatch):
+    net, drawn = new_network('dstep', 32, seed=1).eval(), {}
+    def plot(paths): drawn.update(paths); return cli.plot_style().figure()
+    monkeypatch.setattr(cli, 'plot_paths', plot)
+    cli.pose_picture(net, 'toys', 32, tmp_path/'p.png', cache=cache, progress=False)
+    x = open_objects('toys', 'test', 32, dict(elevation=(3,), lighting=(0,)), cache=cache, progress=False)
+    for c, name in enumerate(objects.categories):
+        at = (x['category'] == c) & (x['instance'] == 0); order = x['azimuth'][at].argsort()
+        assert_close(drawn[name].xy, mds_path(poses_of(net, x['images'][at][order]).mu[:, c]).xy)
+
+def test_smallnorb_from_files_to_result(tmp_path):
+    "cards in smallNORB's format, whose viewpoints are not those of the picture's first choice"
+    pytest.importorskip('typer'); from typer.testing import CliRunner
+    tiny_smallnorb(tmp_path/'cards'); args = ['train', 'smallnorb', '--data', tmp_path/'cards', '--any-files', '--epochs', 1, '--as-published', '--device', 'cpu', '--no-progress', '--out', tmp_path/'run']
+    done = CliRunner().invoke(cli.make_app(), list(map(str, args)))
+    assert done.exit_code == 0 and 'smallnorb, dstep, 271,688 parameters' in done.output, done.output
+    assert task_of(tmp_path/'run')['published'] and json.loads((tmp_path/'run'/'config.json').read_text())['eps'] == 'paper'
+    shown = CliRunner().invoke(cli.make_app(), list(map(str, ['eval', tmp_path/'run', '--data', tmp_path/'cards', '--device', 'cpu'])))
+    assert shown.exit_code == 0 and 'by azimuth' in shown.output, shown.output
+
+def test_files_of_another_size(tmp_path):
+    tiny_smallnorb(tmp_path/'cards')
+    with pytest.raises(ValueError, match='pictures of 96 pixels, got size=48'): open_objects('smallnorb', 'test', 48, folder=tmp_path/'cards', official=False)
+    with pytest.raises(ValueError, match='smallNORB has 96 pixels'): open_objects('smallnorb', 'test', 48)
+
+def test_an_older_picture_does_not_stay(cache, tmp_path):
+    pytest.importorskip('typer'); from typer.testing import CliRunner
+    (tmp_path/'poses.png').write_bytes(b'old')
+    args = ['train', 'toys', '--net', 'cnn', '--size', 32, '--pairs', 50, '--epochs', 1, '--cache', cache, '--device', 'cpu', '--no-progress', '--out', tmp_path]
+    done = CliRunner().invoke(cli.make_app(), list(map(str, args)))
+    assert done.exit_code == 0 and not (tmp_path/'poses.png').exists(), done.output
