@@ -50,7 +50,7 @@ def run_ablation(
     for r in rows:
         if only and r.name not in only: continue
         found[r.name] = summary(repeat(train_objects, path, r.name, seeds, runs, command, data=data, net='matrix-caps', size=size, subset=subset, epochs=epochs,
-                                       options={**(options or {}), **r.options}, **kw))
+                                       options={'loss': 'spread', 'eps': None, **(options or {}), **r.options}, **kw))
     return found
 
 def ablation_table(
