@@ -70,12 +70,12 @@ def fetch(
     timeout:float=30., # seconds without an answer
     md5:str|None=None # a second checksum, if one was published
 ) -> Path: # path
-    "Download a file; `ConnectionError` if it breaks off (the next call goes on from there), `ValueError` if it is another file."
+    "Download a file; `ConnectionError` if it breaks off (the next call goes on from there), `ValueError` if it is another file, `OSError` if it cannot be written."
     path.parent.mkdir(parents=True, exist_ok=True)
     part, mine = (path.with_name(f'{path.name}.{o}') for o in ('part', os.getpid()))
     with contextlib.suppress(FileNotFoundError): os.replace(part, mine)
     try:
-        if _size(mine) < size: _download(url, mine, timeout)
+        if _size(mine) < size: _download(url, mine, size, timeout)
         if _size(mine) < size: raise ConnectionError(f"{url} broke off after {_size(mine):,} of {size:,} bytes; the next call goes on from there")
         for name, wanted in {'SHA-256': sha256, 'MD5': md5}.items():
             if wanted and (came := checksum(mine, name.lower().replace('-', ''))) != wanted:
@@ -89,9 +89,28 @@ def fetch(
 # %% ../nbs/09_files.ipynb #00000013
 def _size(path:Path) -> int: return path.stat().st_size if path.exists() else 0
 
-def _download(url:str, path:Path, timeout:float):
-    have = _size(path)
-    request = Request(url, headers={'Range': f'bytes={have}-'} if have else {})
-    try:
-        with urlopen(request, timeout=timeout) as r, open(path, 'ab' if r.status == 206 else 'wb') as f: shutil.copyfileobj(r, f)
+@contextlib.contextmanager
+def _network(url:str): # what goes wrong within is the network's fault
+    try: yield
     except (OSError, http.client.HTTPException) as e: raise ConnectionError(f"{url}: {e}") from e
+
+def _download(url:str, path:Path, size:int, timeout:float):
+    have, fresh = _size(path), path.with_name(f'{path.name}.whole')
+    with _network(url): answer = urlopen(Request(url, headers={'Range': f'bytes={have}-'} if have else {}), timeout=timeout)
+    fresh.unlink(missing_ok=True)
+    with answer:
+        goes_on, length = answer.status == 206, answer.headers.get('Content-Length') or ''
+        if not goes_on and length.isdecimal() and int(length) != size:
+            raise ValueError(f"{url}: expected {size:,} bytes, got an answer of {int(length):,}; nothing was kept of it")
+        try: _write(url, answer, path if goes_on else fresh, size + 1 - goes_on*have)
+        finally:
+            if _size(fresh) > have: os.replace(fresh, path)
+            fresh.unlink(missing_ok=True)
+
+def _write(url:str, answer, path:Path, most:int): # appends at most so many bytes
+    with open(path, 'ab') as f:
+        while most > 0:
+            with _network(url): piece = answer.read(min(most, 2**16))
+            if not piece: break
+            f.write(piece)
+            most -= len(piece)

@@ -4,7 +4,7 @@
 
 # %% ../nbs/11_norb.ipynb #00000002
 from __future__ import annotations
-import contextlib, gzip, hashlib, itertools, json, math, os, struct, time, zlib
+import contextlib, gzip, hashlib, itertools, json, math, operator, os, struct, time, zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -212,14 +212,18 @@ def degrees(
     "Where the camera stood."
     return 10*_column(columns, 'azimuth'), 30 + 5*_column(columns, 'elevation')
 
-def _column(columns:Mapping, name:str) -> Tensor: return torch.as_tensor(columns[name][:]).long()
+def _column(columns:Mapping, name:str) -> Tensor: # [n], long
+    try: x = torch.as_tensor(columns[name][:])
+    except (TypeError, ValueError, RuntimeError) as e: raise ValueError(f"{name}: expected whole numbers, got others ({e})") from e
+    if x.numel() and (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool): raise ValueError(f"{name}: expected whole numbers, got {x.dtype}")
+    return x.long()
 
 # %% ../nbs/11_norb.ipynb #00000029
 def check_labels(
     columns:Mapping, # the five columns of codes, [n] each
     where=lambda column, row: f"row {row}" # says where a label stands, for the message
 ):
-    "`ValueError` for a label that smallNORB does not have, or for two rows with the same five labels."
+    "`ValueError` for a label that smallNORB does not have or that is no whole number, or for two rows with the same five labels."
     q, cols = 0, {name: _column(columns, name) for name in codes}
     for name, allowed in codes.items():
         bad = (~torch.isin(cols[name], torch.tensor(allowed))).nonzero()
@@ -327,11 +331,15 @@ def valid_mask(
     valid_instances:Sequence[int]=(9,) # instances to hold back, of each category
 ) -> Tensor: # bool [n], True for pictures held back
     "Which pictures are of toys held back for validation; `ValueError` for an instance that is not there, or if none is left."
-    of, wanted = _column(columns, 'instance'), set(valid_instances)
+    of, wanted = _column(columns, 'instance'), set(_held(valid_instances))
     there = set(of.unique().tolist())
     if not wanted <= there or there <= wanted:
         raise ValueError(f"valid_instances: expected some, not all, of {sorted(there)}, got {list(valid_instances)}")
     return torch.isin(of, torch.tensor(sorted(wanted), dtype=torch.long))
+
+def _held(valid_instances:Sequence[int]) -> tuple: # as whole numbers
+    try: return tuple(operator.index(o) for o in valid_instances)
+    except TypeError: raise ValueError(f"valid_instances: expected a list of whole numbers such as (9,), got {valid_instances!r}") from None
 
 # %% ../nbs/11_norb.ipynb #00000041
 familiar = dict(azimuth=(30, 32, 34, 0, 2, 4), elevation=(0, 1, 2))   # codes: 300 to 40 degrees, 30 to 40 degrees
@@ -358,6 +366,7 @@ def open_smallnorb(
 ) -> dict[str, Tensor]: # image uint8 [n, 2, 96, 96] and category, instance, elevation, azimuth, lighting int64 [n]
     "A split of smallNORB as tensors, ready for training; `ValueError` for a damaged or other file, `FileNotFoundError` for none."
     if split not in splits: raise ValueError(f"split must be one of {', '.join(splits)}, got {split!r}")
+    valid_instances = _held(valid_instances)
     if split == 'validation' and not len(valid_instances): raise ValueError("split 'validation' needs valid_instances, got none")
     source = 'test' if split == 'test' else 'train'
     data, _ = read_split(find_smallnorb(folder, [source]), source, official)
@@ -424,6 +433,7 @@ def load_smallnorb(
     official:bool=True # the data must be smallNORB's; False: any in its format
 ): # datasets.DatasetDict (train, validation, test), or with `split` one datasets.Dataset; columns image_lt, image_rt, category, instance, elevation, azimuth, lighting
     "smallNORB as a `DatasetDict`; `ValueError` for damaged or other data, `FileNotFoundError` for none."
+    valid_instances = _held(valid_instances)
     names = [o for o in splits if o != 'validation' or len(valid_instances)]
     if split is not None and split not in names: raise ValueError(f"split must be None or one of {', '.join(names)}, got {split!r}")
     if source not in ('files', 'hub'): raise ValueError(f"source must be 'files' or 'hub', got {source!r}")
@@ -446,7 +456,7 @@ def load_smallnorb(
 def as_tensors(
     dataset # datasets.Dataset with the columns of load_smallnorb
 ) -> dict[str, Tensor]: # image uint8 [n, 2, h, w] and category, instance, elevation, azimuth, lighting int64 [n]
-    "A split as tensors in memory, as open_smallnorb gives it; `ValueError` for an image that is not grey with 8 bits."
+    "A split as tensors in memory, as open_smallnorb gives it; `ValueError` for an image that is not grey with 8 bits, and for no image at all."
     np, out = need('numpy'), None
     for k, row in enumerate(dataset.select_columns(['image_lt', 'image_rt'])):
         for c, image in enumerate(row.values()):
@@ -455,4 +465,5 @@ def as_tensors(
             if image.mode != 'L' or x.shape != out.shape[2:]:
                 raise ValueError(f"row {k}: expected a grey image of {list(out.shape[2:])}, got mode {image.mode!r} and {list(x.shape)}")
             out[k, c] = torch.from_numpy(np.array(x))
+    if out is None: raise ValueError("expected at least one row, got none: nothing says how large the images would be")
     return dict(image=out, **{name: _column(dataset, name) for name in codes})

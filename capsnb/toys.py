@@ -5,7 +5,7 @@
 # %% ../nbs/10_toys.ipynb #00000002
 from __future__ import annotations
 import hashlib, itertools, json, math, os, threading, time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
@@ -318,14 +318,28 @@ class World(NamedTuple):
 
 ground_white = .8   # reflectance of the ground
 
+def _whole(x) -> bool: return isinstance(x, int) and not isinstance(x, bool)
+
+_knobs = dict(spread=('from 0 to 1', lambda x: 0 <= x <= 1), contrast=('at least 0 and below 1', lambda x: 0 <= x < 1),
+              noise=('from 0 to 255', lambda x: 0 <= x <= 255), jitter=('from 0 to 0.2', lambda x: 0 <= x <= .2))
+
+def _check_world(world:World, seed:int=0):
+    if not _whole(seed) or seed < 0: raise ValueError(f"seed must be a whole number, at least 0, got {seed!r}")
+    if not isinstance(world, World): raise ValueError(f"world must be a World, got {world!r}")
+    if not _whole(world.samples) or world.samples < 1: raise ValueError(f"samples must be a whole number, at least 1, got {world.samples!r}")
+    for name, (said, holds) in _knobs.items():
+        x = getattr(world, name)
+        if not (_whole(x) or isinstance(x, float)) or not holds(x): raise ValueError(f"{name} must be a number {said}, got {x!r}")
+
 # %% ../nbs/10_toys.ipynb #00000044
-_grain_sd = (4*(256**2 - 1)/12)**.5
+_grain_sd = math.sqrt(4*(256**2 - 1)/12)
 
 def grain_table(
     seed:int, # of the world
     n:int=2**20 # how many numbers
 ) -> Tensor: # [n], float32: mean 0, standard deviation 1
     "The sensor's noise, from a hash."
+    _check_world(World(), seed)
     raw = torch.frombuffer(bytearray(hashlib.shake_128(f'grain/{seed}'.encode()).digest(4*n)), dtype=torch.uint8).view(n, 4).short()
     return ((raw[:, 0] + raw[:, 1] + raw[:, 2] + raw[:, 3]) - 510).float()*(1/_grain_sd)
 
@@ -341,7 +355,8 @@ def render(
     grain:Tensor|None=None, # noise, from `grain_table`
     starts:Tensor|None=None # [n, 2], long: where in it each picture starts
 ) -> Tensor: # [n, 2, size, size], uint8: left and right picture of each pair
-    "Stereo pairs of a toy."
+    "Stereo pairs of a toy; `ValueError` for a world that cannot be."
+    _check_world(world)
     S, k = size*world.samples, world.samples
     views = torch.stack([view_matrix(e, eye) for e in elevations for eye in (-1, 1)])
     objects = objects.repeat_interleave(2, 0)
@@ -593,16 +608,20 @@ def reach(
 # %% ../nbs/10_toys.ipynb #0000005e
 builders = dict(zip(categories, (animal, human, airplane, truck, car)))
 
+def _name_of(category:int|str, instance:int) -> str: # the category's name
+    name = categories[category] if _whole(category) and category in range(5) else category
+    if name not in categories: raise ValueError(f"category must be 0 to 4 or one of {', '.join(categories)}, got {category!r}")
+    if not _whole(instance) or instance not in range(10): raise ValueError(f"instance must be 0 to 9, got {instance!r}")
+    return name
+
 def build_toy(
     category:int|str, # 0 to 4, or its name
     instance:int, # 0 to 9
     seed:int=0, # of the draw
     world:World=World() # its spread counts
 ) -> Toy: # parts relative to the toy, whose middle is the origin and whose radius is about 1
-    "One of the fifty toys of a seed; `ValueError` for another category or instance."
-    name = categories[category] if category in range(5) else category
-    if name not in builders: raise ValueError(f"category must be 0 to 4 or one of {', '.join(categories)}, got {category!r}")
-    if instance not in range(10): raise ValueError(f"instance must be 0 to 9, got {instance!r}")
+    "One of the fifty toys of a seed; `ValueError` for another category or instance, and for a seed or world that cannot be."
+    name = _name_of(category, instance); _check_world(world, seed)
     d = Dice(seed, name, instance, spread=world.spread)
     toy = flatten(builders[name](d))
     far = reach(toy)
@@ -626,8 +645,9 @@ def object_pose(
     azimuth:float, # degrees by which the table is turned
     seed:int=0, world:World=World() # as for build_toy; jitter counts
 ) -> Tensor: # [4, 4], float64: toy → world
-    "Where a toy stands: put down a little off the middle and a little crooked, then turned with the table."
-    d = Dice(seed, categories[category] if category in range(5) else category, instance, 'place')
+    "Where a toy stands: put down a little off the middle and a little crooked, then turned with the table. Errors as for `build_toy`."
+    name = _name_of(category, instance); _check_world(world, seed)
+    d = Dice(seed, name, instance, 'place')
     off = [d(axis, -1, 1)*world.jitter for axis in 'xya']
     return compose(turn('z', azimuth), shift(off[0], off[1]), turn('z', 100*off[2]))
 
@@ -639,12 +659,12 @@ def draw(
     grain:Tensor|None=None, # `grain_table(seed, 2**20 + size**2)`, to save making it
     tile:int|None=None # views at a time; never changes the result
 ) -> Tensor: # [n, 2, size, size], uint8
-    "Stereo pairs of one of the fifty toys, from codes as in smallNORB; `ValueError` for codes that do not exist."
+    "Stereo pairs of one of the fifty toys, from codes as in smallNORB; `ValueError` for codes that do not exist, and as for `build_toy`."
     for k, name in enumerate(('elevation', 'azimuth', 'lighting')):
         odd = [o for o in rows[:, k].tolist() if o not in factors[name]]
         if odd: raise ValueError(f"{name} must be one of {factors[name]}, got {odd[0]}")
     toy, grain = build_toy(category, instance, seed, world), grain_table(seed, 2**20 + size**2) if grain is None else grain
-    name = categories[category] if category in range(5) else category
+    name = _name_of(category, instance)
     view = rows[:, 1]//2*9 + rows[:, 0]                                  # 0 to 161, azimuth by azimuth
     raw = hashlib.shake_128(f'starts/{seed}/{name}/{instance}'.encode()).digest(162*6*2*4)
     starts = torch.tensor(memoryview(raw).cast('I').tolist()).view(162, 6, 2)[view, rows[:, 2]] % 2**20
@@ -665,12 +685,14 @@ def plan(
     subset:int|dict|None=None, # how many pairs; or codes to keep, and 'pairs'; None: all
     seed:int=0 # of the draw
 ) -> Tensor: # [n, 5], long: category, instance, elevation, azimuth, lighting
-    "The rows of a split or of a stated part of it; `ValueError` for a split, factor or number that does not exist."
+    "The rows of a split or of a stated part of it; `ValueError` for a split, factor, number or seed that does not exist."
+    _check_world(World(), seed)
     if split not in instances: raise ValueError(f"split must be 'train' or 'test', got {split!r}")
     keep = dict(subset) if isinstance(subset, dict) else dict(pairs=subset)
     pairs, every = keep.pop('pairs', None), dict(category=tuple(range(5)), **factors)
     for name, codes in keep.items():
         if name not in every: raise ValueError(f"subset: expected pairs, {', '.join(every)}, got {name!r}")
+        if isinstance(codes, str) or not isinstance(codes, (Sequence, Set)): raise ValueError(f"subset: {name} must be a list of some of {every[name]}, got {codes!r}")
         odd = [o for o in codes if o not in every[name]]
         if odd or not len(codes): raise ValueError(f"subset: {name} must be some of {every[name]}, got {odd[0] if odd else 'none'}")
         every[name] = [o for o in every[name] if o in codes]
@@ -699,7 +721,8 @@ def cache_of(
     split:str, size:int, subset, seed:int, world:World, # as for load_toys
     cache:str|Path|None=None # None: XDG_CACHE_HOME or ~/.cache, capsnb/toys
 ) -> tuple[Path, dict]: # the folder, and what its bytes depend on
-    "Where a split is kept."
+    "Where a split is kept; `ValueError` as for `load_toys`."
+    _check_world(world, seed)
     root = Path(cache) if cache is not None else Path(os.environ.get('XDG_CACHE_HOME') or '~/.cache').expanduser()/'capsnb'/'toys'
     rows = plan(split, subset, seed)
     made = dict(version=version, size=size, seed=seed, split=split, pairs=len(rows), world=list(world),
@@ -710,9 +733,11 @@ def _pgm(size:int) -> bytes: return f'P5\n{size} {size}\n255\n'.encode()
 
 def _put(path:Path, chunks): # write, then rename: there is the whole file or none
     mine = path.with_name(f'{path.name}.{os.getpid()}.{threading.get_ident()}')
-    with open(mine, 'wb') as f:
-        for chunk in chunks: f.write(chunk)
-    os.replace(mine, path)
+    try:
+        with open(mine, 'wb') as f:
+            for chunk in chunks: f.write(chunk)
+        os.replace(mine, path)
+    finally: mine.unlink(missing_ok=True)
 
 # %% ../nbs/10_toys.ipynb #0000006c
 def _part(path:Path, sign:bytes) -> bytes|None: # a toy's pictures, or None if they are not there, or not whole, or of something else
@@ -745,7 +770,8 @@ def _fill(folder:Path, made:dict, rows:Tensor, world:World, workers:int|None, pr
         pool.shutdown(cancel_futures=True); torch.set_num_threads(threads); bar.close()
     try: _join(folder, made, paths, sign)
     except ValueError:
-        if not (folder/'info.json').exists(): raise                        # else another process was first, with the same bytes
+        if not (folder/'info.json').exists(): raise
+        _tidy(folder, paths)                                               # another process was first, with the same bytes
 
 # %% ../nbs/10_toys.ipynb #0000006e
 def _join(folder:Path, made:dict, paths:list[Path], sign:bytes): # one file from the toys' files: left pictures, then right ones
@@ -760,7 +786,10 @@ def _join(folder:Path, made:dict, paths:list[Path], sign:bytes): # one file from
                 yield half
     _put(folder/'pictures', halves())
     _put(folder/'info.json', (json.dumps(dict(made, sha256=digest.hexdigest()), indent=1).encode(),))
-    for path in folder.glob('*'):                                          # the toys' files, and what killed runs left behind
+    _tidy(folder, paths)
+
+def _tidy(folder:Path, paths:list[Path]): # removes the toys' files, and what killed runs left behind
+    for path in folder.glob('*'):
         if path in paths or '.' in path.name and path.suffix != '.json' and path.stat().st_mtime < time.time() - 3600: path.unlink(missing_ok=True)
 
 def _check(folder:Path, made:dict): # the cache is whole, and of what was asked
@@ -777,10 +806,7 @@ def _check(folder:Path, made:dict): # the cache is whole, and of what was asked
 
 # %% ../nbs/10_toys.ipynb #0000006f
 def _find(split:str, size:int, subset, seed:int, world:World, cache, workers, progress) -> tuple[Path, dict, Tensor]: # folder, its info, rows
-    if isinstance(size, bool) or not isinstance(size, int) or not 16 <= size <= 256: raise ValueError(f"size must be a whole number from 16 to 256, got {size!r}")
-    if not isinstance(world.samples, int) or world.samples < 1: raise ValueError(f"samples must be a whole number, at least 1, got {world.samples!r}")
-    if not 0 <= world.spread <= 1 or not 0 <= world.contrast < 1 or world.noise < 0 or not 0 <= world.jitter <= .2:
-        raise ValueError(f"expected spread in [0, 1], contrast in [0, 1), noise at least 0 and jitter in [0, 0.2], got {world}")
+    if not _whole(size) or not 16 <= size <= 256: raise ValueError(f"size must be a whole number from 16 to 256, got {size!r}")
     folder, made = cache_of(split, size, subset, seed, world, cache)
     rows = plan(split, subset, seed)
     if not (folder/'info.json').exists(): _fill(folder, made, rows, world, workers, progress)

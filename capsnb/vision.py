@@ -188,7 +188,7 @@ class SmallNORBNet(DStepNet, library_name='capsnb', tags=['capsules', 'routing',
         path:str|Path, # of the state dict, e.g. smallNORB_pretrained_model_state_dict.pt
         n_classes:int=5, n_parts:int=64, channels:int=64 # of the network in it
     ) -> SmallNORBNet: # in evaluation mode, with the author's floor (eps='paper')
-        "The network with the author's weights; `ValueError` lists missing, extra and misshapen entries."
+        "The network with the author's weights; `ValueError` lists missing, extra, misshapen and mistyped entries."
         net = cls(n_classes, n_parts, channels, eps='paper')
         return load_published(net, read_published(path), published_name).eval()
 
@@ -211,6 +211,8 @@ def read_published(
                                             f"({type(e).__name__}: {(str(e).splitlines() or [''])[0][:100]})") from e
     if not isinstance(state, dict) or not state or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items()):
         raise ValueError(f"expected a dict of named tensors in '{path}', got {type(state).__name__}{' of other things' if isinstance(state, dict) else ''}")
+    odd = [f'{k} {v.dtype}' for k, v in state.items() if not v.is_floating_point() and not (k.endswith('.num_batches_tracked') and v.dtype == torch.int64)]
+    if odd: raise ValueError(f"expected floating-point numbers in '{path}', got {', '.join(odd)}")
     bad = [k for k, v in state.items() if not v.isfinite().all()]
     if bad: raise ValueError(f"expected finite numbers in '{path}', got NaN or inf in {', '.join(bad)}")
     return state
@@ -218,13 +220,15 @@ def read_published(
 # %% ../nbs/20_vision.ipynb #00000026
 def load_published(
     net:nn.Module, # gets the weights
-    state:dict, # name -> tensor, from `read_published`; the author's constants (CONST_...) are passed over
+    state:dict, # name -> tensor, from `read_published`; the author's `routings.0.CONST_one` and the like are passed over
     name_of:Callable # our name -> the author's
 ) -> nn.Module: # the network
-    "Load a published state dict; `ValueError` lists missing, extra and misshapen entries, and then nothing is loaded."
-    ours, given = {name_of(k): v for k, v in net.state_dict().items()}, {k: v for k, v in state.items() if 'CONST_' not in k}
+    "Load a published state dict; `ValueError` lists missing, extra, misshapen and mistyped entries, and then nothing is loaded."
+    ours, given = {name_of(k): v for k, v in net.state_dict().items()}, {k: v for k, v in state.items() if not re.fullmatch(r'routings\.\d+\.CONST_one', k)}
     wrong = dict(missing=[k for k in ours if k not in given], extra=[k for k in given if k not in ours],
-                 misshapen=[f"{k} {tuple(given[k].shape)} instead of {tuple(v.shape)}" for k, v in ours.items() if k in given and given[k].shape != v.shape])
+                 misshapen=[f"{k} {tuple(given[k].shape)} instead of {tuple(v.shape)}" for k, v in ours.items() if k in given and given[k].shape != v.shape],
+                 mistyped=[f"{k} {given[k].dtype} instead of {v.dtype}" for k, v in ours.items() if k in given and given[k].dtype != v.dtype
+                           and not (v.is_floating_point() and given[k].is_floating_point())])
     if any(wrong.values()):
         raise ValueError(f"expected the weights of this {type(net).__name__}, got others; " + '; '.join(f"{k}: {', '.join(v)}" for k, v in wrong.items() if v))
     net.load_state_dict({k: given[name_of(k)] for k in net.state_dict()})

@@ -1,7 +1,8 @@
 "Downloads that break off, and folders that hold half of what they should; what reads well in prose is in nbs/09_files.ipynb."
-import hashlib, os, re
+import contextlib, errno, hashlib, os, re
 import pytest
 from hypothesis import given, settings, strategies as st
+from capsnb import files
 from capsnb.files import cache_folder, checksum, fetch, find_folder, holds
 from web import Web, served
 
@@ -43,6 +44,66 @@ def test_a_spoilt_part_is_not_built_on(web, tmp_path):
     (tmp_path/'a.part').write_bytes(b'?'*100)
     with pytest.raises(ValueError, match='nothing was kept'): fetch(web.address, tmp_path/'a', **sums)
     assert fetch(web.address, tmp_path/'a', **sums).read_bytes() == body
+
+page = b'<html>please log in</html>'
+
+@pytest.mark.parametrize('ranges', [True, False])
+def test_a_part_outlives_a_page_in_place_of_the_file(web, tmp_path, ranges):
+    "an answer that is too short and says so"
+    (tmp_path/'a.part').write_bytes(body[:9000])
+    web.body, web.ranges = page, False
+    with pytest.raises(ValueError, match=rf'expected {len(body):,} bytes, got an answer of {len(page)}; nothing was kept of it'): fetch(web.address, tmp_path/'a', **sums)
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [('a.part', body[:9000])]
+    web.body, web.ranges = body, ranges
+    assert fetch(web.address, tmp_path/'a', **sums).read_bytes() == body and web.asked[-1] == 'bytes=9000-'
+
+class Unsaid(Web):
+    "does not say how long its answers are; knows no ranges; sends without end if `body` is None"
+    sent = 0
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+        with contextlib.suppress(OSError):
+            if self.body is not None: self.wfile.write(self.body)
+            while self.body is None and type(self).sent < 1e8:
+                self.wfile.write(bytes(2**16)); type(self).sent += 2**16
+
+@pytest.mark.parametrize('came, kept', [(page, body[:9000]), (body[:9001], body[:9001]), (body, None)])
+def test_a_part_gives_way_only_to_a_longer_one(tmp_path, came, kept):
+    class Here(Unsaid): body = came
+    (tmp_path/'a.part').write_bytes(body[:9000])
+    with served(Here) as address:
+        if kept:
+            with pytest.raises(ConnectionError, match=rf'broke off after {len(kept):,} of {len(body):,}'): fetch(address, tmp_path/'a', **sums)
+        else: assert fetch(address, tmp_path/'a', **sums).read_bytes() == body
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [('a.part', kept) if kept else ('a', body)]
+
+def test_an_endless_answer_is_not_read_to_its_end(tmp_path, monkeypatch):
+    class Here(Unsaid): body = None
+    read = []
+    monkeypatch.setattr(files, 'checksum', lambda path, kind: (read.append(path.stat().st_size), checksum(path, kind))[1])
+    with served(Here) as address:
+        with pytest.raises(ValueError, match='expected SHA-256 .* nothing was kept'): fetch(address, tmp_path/'a', **sums)
+    assert read == [len(body) + 1] and Here.sent < 5e7 and list(tmp_path.iterdir()) == []
+
+@pytest.mark.parametrize('have', [0, 9000])
+def test_a_full_disk_is_not_a_broken_connection(web, tmp_path, monkeypatch, have):
+    if have: (tmp_path/'a.part').write_bytes(body[:have])
+    class Full:
+        def __init__(self, *args): self.f = open(*args)
+        def __enter__(self): return self
+        def __exit__(self, *_): self.f.close()
+        def write(self, piece): self.f.write(piece[:100]); raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(files, 'open', Full, raising=False)
+    with pytest.raises(OSError) as e: fetch(web.address, tmp_path/'a', **sums)
+    assert not isinstance(e.value, ConnectionError) and e.value.errno == errno.ENOSPC
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [('a.part', body[:have + 100])]
+    monkeypatch.undo()
+    assert fetch(web.address, tmp_path/'a', **sums).read_bytes() == body
+
+def test_nobody_there_is_a_broken_connection(tmp_path):
+    (tmp_path/'a.part').write_bytes(body[:9000])
+    with pytest.raises(ConnectionError, match='http://127.0.0.1:1/'): fetch('http://127.0.0.1:1/', tmp_path/'a', **sums)
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [('a.part', body[:9000])]
 
 def test_a_good_file_stays_when_a_new_one_fails(web, tmp_path):
     (tmp_path/'a').write_bytes(body)

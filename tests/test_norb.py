@@ -198,6 +198,19 @@ def test_an_unchanged_file_is_checked_once(plain, monkeypatch):
     (plain/names[0]).write_bytes(whole)
     assert read_split(plain, 'train', official=False)[1] != key and len(calls) == 4
 
+def test_a_file_that_has_just_changed_is_not_noted(plain, monkeypatch):
+    "two changes within one tick of the clock leave the same time: within two seconds a file is looked at again"
+    path = plain/names[1]
+    stamp, raw = path.stat().st_mtime_ns, bytearray(path.read_bytes())
+    monkeypatch.setattr(norb.time, 'time_ns', lambda: stamp + 1_999_999_999)
+    _, md5 = open_matrix(path)
+    assert norb._recall(path) is None
+    raw[-4] ^= 1; path.write_bytes(raw); os.utime(path, ns=(stamp, stamp))          # as long, and as old
+    assert open_matrix(path)[1] == hashlib.md5(raw).hexdigest() != md5
+    monkeypatch.setattr(norb.time, 'time_ns', lambda: stamp + 2_000_000_000)
+    open_matrix(path)
+    assert norb._recall(path) == hashlib.md5(raw).hexdigest()
+
 @pytest.mark.parametrize('notes', ['', '{', '[]', '{"a": 1}', '\udcff'])
 def test_spoilt_notes_are_no_notes(plain, notes):
     for p in plain.iterdir(): os.utime(p, (1e9, 1e9))
@@ -301,6 +314,33 @@ def test_no_label_of_a_whole_split_can_be_changed_unnoticed(name, row, to):
     if to == every[name][row] or name == 'instance' and to in instances['test']: check_labels(columns)     # a toy of the other split: the checksum's business
     else:
         with pytest.raises(ValueError, match=r'row \d+'): check_labels(columns)
+
+@pytest.mark.parametrize('name', codes)
+@pytest.mark.parametrize('bad', [lambda x: x + .9, lambda x: x.double(), lambda x: x.bool(), lambda x: x + 0j, lambda x: (x + .9).tolist(), lambda x: ['a'],
+                                 lambda x: [None, 4], lambda x: [[1, 2], [3]]], ids=range(8))
+def test_labels_are_whole_numbers(name, bad):
+    columns = {other: x[:50] for other, x in every.items()}
+    columns[name] = bad(columns[name])
+    with pytest.raises(ValueError, match=f'^{name}: expected whole numbers, got ') as e: check_labels(columns)
+    assert type(e.value) is ValueError
+    for look, of in ((valid_mask, 'instance'), (degrees, 'azimuth'), (degrees, 'elevation'), (viewpoint_split, 'azimuth')):
+        if of == name:
+            with pytest.raises(ValueError, match=f'^{name}: expected whole numbers'): look(columns)
+
+@pytest.mark.parametrize('dtype', [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_labels_may_be_narrow(dtype): check_labels({name: x.to(dtype) for name, x in every.items()})
+
+def test_no_labels_are_no_error(): check_labels({name: [] for name in codes})
+
+@pytest.mark.parametrize('held', [9, 9., None, 'nine', '9', [9.], [None], [[9]]])
+def test_held_back_toys_are_a_list_of_whole_numbers(plain, held):
+    for ask in (lambda: valid_mask(every, held), lambda: open_smallnorb('train', plain, held, official=False), lambda: open_smallnorb('test', plain, held, official=False),
+                lambda: load_smallnorb(plain, 'train', held, official=False), lambda: load_smallnorb(plain, valid_instances=held, official=False)):
+        with pytest.raises(ValueError) as e: ask()
+        assert str(e.value) == f'valid_instances: expected a list of whole numbers such as (9,), got {held!r}'
+
+@pytest.mark.parametrize('held', [[9], {9}, torch.tensor([9]), range(9, 10), iter([9])], ids=str)
+def test_any_list_of_toys_will_do(held): assert valid_mask(every, held).sum() == 4860
 
 def test_the_copy_is_named_not_the_original():
     columns = {name: torch.cat([x[:50], x[7:8]]) for name, x in every.items()}
@@ -471,6 +511,10 @@ def test_images_that_are_not_grey_or_of_one_size(mode, shape):
     images = [Image.new('L', (8, 8)), Image.new(mode, (9 if mode == 'L' else 8, 8)), Image.new('L', (8, 8))]
     part = datasets.Dataset.from_dict({**{name: [0, 0, 0] for name in codes}, 'image_lt': images, 'image_rt': images}, features=norb._features())
     with pytest.raises(ValueError, match=re.escape(f"row 1: expected a grey image of [8, 8], got mode '{mode}' and {shape}")): as_tensors(part)
+
+def test_no_images_have_no_size(plain):
+    none = load_smallnorb(plain, 'test', official=False).select([])
+    with pytest.raises(ValueError, match='expected at least one row, got none: nothing says how large the images would be'): as_tensors(none)
 
 def test_words_that_are_not_splits(plain):
     with pytest.raises(ValueError, match="split must be one of train, validation, test, got 'valid'"): open_smallnorb('valid', plain)

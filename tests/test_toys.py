@@ -1,5 +1,5 @@
 "The toys against an independent renderer, the same bytes everywhere, killed and damaged caches; what reads well in prose is in nbs/10_toys.ipynb."
-import hashlib, json, math, os, subprocess, sys, threading
+import ast, hashlib, json, math, os, subprocess, sys, threading
 from pathlib import Path
 import pytest, torch
 from hypothesis import given, settings, strategies as st
@@ -106,6 +106,14 @@ def test_single_operations_are_rounded_as_ieee_754_says(dtype):
         assert f(x, y).equal(torch.tensor([g(a, b) for a, b in zip(x.tolist(), y.tolist())], dtype=torch.float64).to(dtype))
     assert toys.root(x.abs()).equal(torch.tensor([math.sqrt(abs(a)) for a in x.tolist()], dtype=torch.float64).to(dtype))
 
+def test_nothing_but_single_operations_and_the_own_root():
+    "powers with a broken exponent, and math's functions that IEEE 754 says nothing of, would leave that to a library"
+    tree = ast.parse(Path(toys.__file__).read_text(encoding='utf-8'))
+    assert all(float(ast.literal_eval(o.right)).is_integer() for o in ast.walk(tree) if isinstance(o, ast.BinOp) and isinstance(o.op, ast.Pow) and not isinstance(o.right, ast.Name))
+    used = {o.attr for o in ast.walk(tree) if isinstance(o, ast.Attribute) and isinstance(o.value, ast.Name) and o.value.id == 'math'}
+    assert used <= {'floor', 'fmod', 'inf', 'pi', 'sqrt'}
+    assert toys._grain_sd == (4*(256**2 - 1)/12)**.5 and 147.7 < toys._grain_sd < 147.9
+
 def test_threads_tiles_and_batches_change_nothing():
     rows, before = plan('test', dict(category=[2], azimuth=[0, 10], elevation=[0, 5, 8], lighting=[1, 4])), torch.get_num_threads()
     rows = rows[rows[:, 1] == 3][:, 2:]
@@ -196,6 +204,24 @@ def test_two_at_the_same_time(tmp_path):
     for t in both: t.join()
     assert len(got) == 2 and got[0].equal(got[1])
 
+def test_who_comes_second_leaves_nothing_behind(tmp_path, monkeypatch):
+    "while one draws its ninth toy, another draws, joins and tidies up: what the first goes on to draw is not needed any more"
+    ask = dict(split='test', subset=one_view, cache=tmp_path, workers=1, **tiny)
+    one, calls, other = toys._draw_part, [], []
+    def slow(*args):
+        calls.append(1)
+        if len(calls) == 9: other.append(toys_tensors(**ask).images.clone())
+        return one(*args)
+    monkeypatch.setattr(toys, '_draw_part', slow)
+    late = toys_tensors(**ask)
+    assert len(calls) == 8 + 17 + 17 and late.images.equal(other[0])
+    assert sorted(p.name for p in cache_of('test', 16, one_view, 0, World(), tmp_path)[0].iterdir()) == ['info.json', 'pictures']
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    def breaks(): yield b'half'; raise OSError('no space')
+    with pytest.raises(OSError, match='no space'): toys._put(tmp_path/'a', breaks())
+    assert list(tmp_path.iterdir()) == []
+
 @pytest.mark.parametrize('where', [0, 1, 12, 13, 200, -1])
 def test_no_damaged_byte_passes(tmp_path, where):
     ask = dict(split='train', subset=dict(one_view, category=[1]), cache=tmp_path, **tiny)
@@ -232,10 +258,50 @@ def test_an_error_while_drawing_leaves_no_split(tmp_path, monkeypatch):
     (dict(split='validation'), "split must be 'train' or 'test', got 'validation'"), (dict(size=15), 'from 16 to 256, got 15'), (dict(size=96.), 'got 96.0'),
     (dict(size=257), 'got 257'), (dict(size=True), 'got True'), (dict(subset=24_301), 'between 1 and 24,300, got 24301'), (dict(subset=True), 'got True'), (dict(subset=2.5), 'got 2.5'),
     (dict(subset=dict(elevation=[9])), 'elevation must be some of'), (dict(subset=dict(lighting=[])), 'got none'), (dict(subset=dict(instance=[4])), "got 'instance'"),
-    (dict(subset=dict(lighting=[0], pairs=5000)), 'between 1 and 4,050'), (dict(world=World(spread=2.)), 'spread in'), (dict(world=World(samples=0)), 'samples must be')])
+    (dict(subset=dict(lighting=[0], pairs=5000)), 'between 1 and 4,050'), (dict(subset=dict(elevation=3)), 'elevation must be a list of some of (0, 1'), (dict(subset=dict(elevation='3')), "got '3'"), (dict(subset=dict(elevation=None)), 'got None')])
 def test_what_does_not_exist_is_refused(tmp_path, ask, said):
     with pytest.raises(ValueError) as e: load_toys(**{**dict(size=16, cache=tmp_path, progress=False), **ask})
     assert said in str(e.value) and not list(tmp_path.rglob('pictures'))
+
+knobs = dict(spread='a number from 0 to 1', contrast='a number at least 0 and below 1', noise='a number from 0 to 255', jitter='a number from 0 to 0.2',
+             samples='a whole number, at least 1')
+never = (math.nan, math.inf, -math.inf, 1e30, -1, -.01, True, False, None, 'a', [1.], 1j)
+too_much = dict(spread=1.01, contrast=1., noise=255.1, jitter=.21, samples=1.5)
+
+@pytest.mark.parametrize('name, x', [(name, x) for name in knobs for x in (*never, too_much[name])])
+def test_a_world_that_cannot_be_is_refused(tmp_path, name, x):
+    world = World(**{name: x})
+    for ask in (lambda: toys_tensors('train', subset=one_view, world=world, cache=tmp_path, **tiny), lambda: load_toys(16, 'train', 25, world=world, cache=tmp_path, progress=False),
+                lambda: cache_of('train', 16, one_view, 0, world, tmp_path), lambda: build_toy(2, 3, world=world), lambda: object_pose(2, 3, 0, world=world),
+                lambda: draw(2, 3, torch.tensor([[0, 0, 0]]), 16, world=world),
+                lambda: render(build_toy(2, 3), object_pose(2, 3, 0)[None], [30], torch.tensor([[0, 0]]), 16, -1., world)):
+        with pytest.raises(ValueError) as e: ask()
+        assert str(e.value) == f'{name} must be {knobs[name]}, got {x!r}'
+    assert not list(tmp_path.iterdir())
+
+@pytest.mark.parametrize('world', [World(0., 0., 0., 0., 1), World(1, .99, 255, .2, 3), World(1., .99, 255., .2, 3)])
+def test_a_world_at_the_ends_of_its_ranges(world):
+    assert draw('car', 0, torch.tensor([[0, 0, 0]]), 16, world=world).shape == (1, 2, 16, 16)
+
+@pytest.mark.parametrize('seed', [-1, 1., True, False, None, 'x', math.nan, [1]])
+def test_a_seed_is_a_whole_number(tmp_path, seed):
+    for ask in (lambda: toys_tensors('train', subset=one_view, seed=seed, cache=tmp_path, **tiny), lambda: load_toys(16, 'train', 25, seed, cache=tmp_path, progress=False),
+                lambda: cache_of('train', 16, one_view, seed, World(), tmp_path), lambda: plan('train', 25, seed), lambda: build_toy(2, 3, seed),
+                lambda: object_pose(2, 3, 0, seed), lambda: draw(2, 3, torch.tensor([[0, 0, 0]]), 16, seed), lambda: toys.grain_table(seed, 4)):
+        with pytest.raises(ValueError) as e: ask()
+        assert str(e.value) == f'seed must be a whole number, at least 0, got {seed!r}'
+    assert not list(tmp_path.iterdir())
+
+@pytest.mark.parametrize('world', [None, dict(noise=1.), (1., .25, 2.5, .06, 2)])
+def test_a_world_is_a_world(world):
+    with pytest.raises(ValueError, match='world must be a World, got '): build_toy(2, 3, 0, world)
+
+@pytest.mark.parametrize('toy, said', [(('dog', 1), "category must be 0 to 4 or one of animal, human, airplane, truck, car, got 'dog'"), ((5, 1), 'category must .* got 5'), ((-1, 1), 'got -1'),
+    ((True, 1), 'category must .* got True'), ((2., 1), r'category must .* got 2\.0'), (([2], 1), r'category must .* got \[2\]'), (('dog', 99), 'category'),
+    ((2, 3.), r'instance must be 0 to 9, got 3\.0'), ((2, True), 'got True'), ((2, 10), 'got 10'), ((2, -1), 'got -1'), ((2, '3'), "got '3'"), ((2, None), 'got None')])
+def test_a_toy_that_does_not_exist(toy, said):
+    for ask in (lambda: build_toy(*toy), lambda: object_pose(*toy, 0), lambda: draw(*toy, torch.tensor([[0, 0, 0]]), 16)):
+        with pytest.raises(ValueError, match=said): ask()
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, 'datasets', None)

@@ -1,11 +1,11 @@
 """Networks for images: the author's own network, wrong files, image sizes, saving, and credit."""
 from pathlib import Path
-import copy, os
+import copy, math, os
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
-from capsnb.vision import (BaselineCNN, ConvTrunk, DStepNet, PlainCNN, SmallNORBNet, load_published, n_params, norb_trunk,
+from capsnb.vision import (BaselineCNN, ConvTrunk, DStepNet, PlainCNN, SmallNORBNet, load_published, n_params, norb_trunk, normed_conv,
                            published_name, read_published, rival_of, step_shares, timed_step)
 
 golden = torch.load(Path(__file__).parent/'data'/'heinsen2019_vision.pt', weights_only=True)
@@ -65,6 +65,34 @@ def test_wrong_entries_are_listed_and_nothing_is_loaded(file):
     net = SmallNORBNet(**small); before = copy.deepcopy(net.state_dict())
     with pytest.raises(ValueError, match='extra: y'): load_published(net, {**w, 'y': torch.ones(1)}, published_name)
     for k, v in net.state_dict().items(): assert_close(v, before[k], rtol=0, atol=0)
+
+@pytest.mark.parametrize('dtype', [torch.int32, torch.int64, torch.uint8, torch.bool, torch.complex64], ids=str)
+def test_numbers_of_another_kind_are_refused(file, dtype):
+    w = {**golden['weights'], 'convolve.4.bias': golden['weights']['convolve.4.bias'].to(dtype)}
+    with pytest.raises(ValueError, match=rf"expected floating-point numbers in '.*', got convolve\.4\.bias {dtype}$"): SmallNORBNet.from_published(file(w), **small)
+    net = SmallNORBNet(**small); before = copy.deepcopy(net.state_dict())
+    with pytest.raises(ValueError, match=rf'mistyped: convolve\.4\.bias {dtype} instead of torch\.float32$'): load_published(net, w, published_name)
+    for k, v in net.state_dict().items(): assert_close(v, before[k], rtol=0, atol=0)
+
+@pytest.mark.parametrize('dtype', [torch.int32, torch.bool, torch.complex64, torch.float32], ids=str)
+def test_a_counter_is_a_whole_number(file, dtype):
+    w = {**golden['weights'], 'convolve.3.num_batches_tracked': torch.ones((), dtype=dtype)}
+    with pytest.raises(ValueError, match=rf'convolve\.3\.num_batches_tracked {dtype}'): SmallNORBNet.from_published(file(w), **small)
+
+def test_floating_numbers_of_another_width_are_taken(file):
+    w = {k: v.double() if v.is_floating_point() else v for k, v in golden['weights'].items()}
+    assert_close(SmallNORBNet.from_published(file(w), **small).state_dict(), SmallNORBNet.from_published(file(), **small).state_dict(), rtol=0, atol=0)
+
+@pytest.mark.parametrize('name', ['CONST_x', 'routings.0.CONST_two', 'routings.0.CONST_one.x', 'head.CONST_one', 'routings.x.CONST_one', 'xroutings.0.CONST_one', 'routings.0xCONST_one'])
+def test_only_the_authors_constants_are_passed_over(file, name):
+    assert {k for k in golden['weights'] if 'CONST' in k} == {'routings.0.CONST_one', 'routings.1.CONST_one'}      # as in the published file
+    with pytest.raises(ValueError, match=f'extra: {name}$'): SmallNORBNet.from_published(file(**{name: torch.ones(())}), **small)
+
+@pytest.mark.skipif(not real.is_file(), reason='needs the published weights: CAPSNB_DATA/heinsen2019')
+def test_what_the_published_file_holds():
+    state = read_published(real)
+    assert {k for k in state if 'CONST' in k} == {k for k in state if k not in {published_name(o) for o in SmallNORBNet().state_dict()}} == {'routings.0.CONST_one', 'routings.1.CONST_one'}
+    assert {k.split('.')[-1] for k, v in state.items() if not v.is_floating_point()} == {'num_batches_tracked'}
 
 def test_loading_changes_neither_the_file_nor_the_dict(file):
     path, state = file(), dict(golden['weights']); before = path.read_bytes()
@@ -141,6 +169,24 @@ def test_the_baseline(size, kw):
     with pytest.raises(ValueError, match=rf'\[b, {net.in_channels}, {m}, {n}\], got shape'): net(torch.rand(3, net.in_channels, m + 1, n))
 def test_a_baseline_for_too_small_an_image():
     with pytest.raises(ValueError, match='both at least 4, got 3'): BaselineCNN(size=3)
+
+def test_weights_start_kaiming_normal_and_biases_at_zero():
+    torch.manual_seed(0)
+    for norm, conv in (normed_conv(64, 128, 3, 2, 1), ConvTrunk(62, (64,), (1,)).stages[0], PlainCNN(channels=(64,)*3, n_hidden=128).hidden):
+        w, std = conv.weight, math.sqrt(2/(64*9))
+        assert abs(w.std()/std - 1) < .02 and abs(w.mean()) < .02*std and 3.5 < w.abs().max()/std < 6           # a uniform draw would end at 1.73
+        assert abs((w.abs() < std).float().mean() - .6827) < .01 and not conv.bias.any()
+
+def test_half_of_the_baselines_hidden_units_are_left_out():
+    "one half is the default, and it is the last layer's inputs that are left out"
+    torch.manual_seed(0); net = BaselineCNN(size=8)
+    net.classify.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    seen, images = [], torch.rand(200, 2, 8, 8)
+    with torch.no_grad(): net(images); hidden = net.features(images)
+    on = hidden > 0
+    out = seen[0][on] == 0
+    assert abs(out.float().mean() - .5) < .01
+    assert_close(seen[0][on][~out], 2*hidden[on][~out])
 
 def test_dropout_acts_in_training_only():
     torch.manual_seed(0); net = BaselineCNN(size=8); x = torch.rand(2, 2, 8, 8)
