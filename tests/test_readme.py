@@ -123,13 +123,13 @@ def test_results_are_read_and_never_invented(tmp_path, monkeypatch):
         scope = {'json': json, 'Path': Path}
         exec(cell.source.replace('Markdown(', 'table = (', 1), scope)
         return scope['table'].split('\n')[2:]
-    assert len(table()) == 10 and all('| not measured here |' in r for r in table())
+    assert len(table()) == 15 and all('| not measured here |' in r for r in table())
     (tmp_path/'results'/'demo.json').write_text(json.dumps(dict(headline={'capsules': '97.1 %', 'CNN': '98.0 %'}, device='x86 CPU', command='capsnb demo')))
     (tmp_path/'results'/'routing_speed.json').write_text(json.dumps(dict(device='x86 CPU')))
     (tmp_path/'results'/'new_thing.json').write_text(json.dumps(dict(headline='3×')))
     (tmp_path/'results'/'raw.json').write_text('{}')
     rows = table()
-    assert sum('not measured here' in r for r in rows) == 8 and len(rows) == 12
+    assert sum('not measured here' in r for r in rows) == 13 and len(rows) == 17
     assert any('capsules](results/demo.json) | 97.1 % | x86 CPU | `capsnb demo` |' in r for r in rows)
     assert any('](results/routing_speed.json) | see the file | x86 CPU |' in r for r in rows)
     assert rows[-1].startswith('| [new thing](results/new_thing.json) | 3× |')
@@ -140,4 +140,5 @@ def test_usage_runs(capsys):
     blocks = re.findall(r'^```python\n(.*?)^```', page, re.M | re.S)
     assert blocks
     for block in blocks: exec(block, {})
-    assert 'torch.Size([2, 10]) torch.Size([2, 10, 4, 4]) torch.Size([2, 10, 4, 4])' in capsys.readouterr().out
+    shapes = capsys.readouterr().out.splitlines()
+    assert shapes == ['torch.Size([2, 10]) torch.Size([2, 10, 4, 4]) torch.Size([2, 10, 4, 4])', 'torch.Size([2, 6, 6, 16]) torch.Size([2, 6, 6, 16, 4, 4])', 'torch.Size([2, 5])', 'torch.Size([2, 10, 16])']
