@@ -225,6 +225,7 @@ def pose_picture(
     fig = plot_paths({objects.categories[int(c)]: mds_path(p) for p, (c, _) in zip(grid.x, grid.toys)})
     fig.suptitle('Pose vectors of the class capsule while a toy turns once around (multidimensional scaling)', fontsize=9); fig.savefig(path, dpi=120)
 
+# %% ../nbs/50_cli.ipynb #ea8a4c85
 def add_objects(
     group, typer, data:str # the group of `capsnb train`, the module, 'toys' or 'smallnorb'
 ):
