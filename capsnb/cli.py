@@ -6,6 +6,7 @@
 from __future__ import annotations
 import json, shlex, sys
 from pathlib import Path
+from types import SimpleNamespace
 import torch
 from torch import nn, Tensor
 from . import __version__
@@ -21,8 +22,9 @@ from .text import explain
 
 # %% auto #0
 __all__ = ['trunk', 'recipe', 'titles', 'contestants', 'table', 'picked', 'draw_map', 'draw_scores', 'draw_column', 'picture',
-           'demo', 'how_to_resume', 'plainly', 'make_app', 'main', 'add_demo', 'pose_picture', 'add_objects',
-           'drawings_picture', 'add_digits', 'again', 'add_train', 'add_sst', 'add_eval', 'add_explain', 'add_ablate']
+           'demo', 'how_to_resume', 'plainly', 'make_app', 'main', 'shared_options', 'add_demo', 'pose_picture',
+           'add_objects', 'drawings_picture', 'add_digits', 'again', 'add_train', 'add_sst', 'add_eval', 'add_explain',
+           'capsules_of', 'floor_of', 'add_ablate']
 
 # %% ../nbs/50_cli.ipynb #00000006
 trunk = dict(channels=(32, 32, 64, 64), strides=(1, 2, 1, 1))                                                         # of both networks
@@ -189,25 +191,38 @@ def main():
     "Entry point of `capsnb`; without Typer it says how to get it."
     plainly(lambda: make_app()(), 'the same command')
 
+# %% ../nbs/50_cli.ipynb #ab1a0011
+def shared_options(
+    typer # the module
+) -> SimpleNamespace: # name -> option
+    "Options that several commands have."
+    Option = typer.Option
+    return SimpleNamespace(
+        device=Option(None, help="'cpu', 'cuda' or 'mps'; the best there is if not given.", show_default=False),
+        progress=Option(True, help='Draw progress bars.'),
+        resume=Option(False, '--resume', help='Go on where an interrupted run in this folder stopped.'),
+        pairs=Option(None, min=10, help='Toys: only so many pairs of each split; all 24,300 if not given.', show_default=False),
+        cache=Option(None, help="Toys: folder for drawn pictures; else the user's cache.", show_default=False))
+
 # %% ../nbs/50_cli.ipynb #0000001e
 def add_demo(
     app, typer # the Typer application, the module
 ):
     "Add `capsnb demo` to the application."
-    Option = typer.Option
+    Option, shared = typer.Option, shared_options(typer)
     @app.command('demo')
     def command(
         seed:int=Option(0, min=0, max=2**32 - 1, help='Seed of the weights, the order of the data and all draws.'),
         out:Path=Option('runs/demo', help='Folder for metrics.json, picture.png, dstep/ and cnn/ (weights); made if missing.'),
-        resume:bool=Option(False, '--resume', help='Go on where an interrupted demo in this folder stopped.'),
+        resume:bool=shared.resume,
         epochs:int=Option(recipe['epochs'], min=1, help='Times through the 1,000 training digits.'),
-        device:str=Option('', help="'cpu', 'cuda' or 'mps'; the best there is if not given.", show_default=False),
-        progress:bool=Option(True, help='Draw a progress bar for each network.')):
+        device:str=shared.device,
+        progress:bool=shared.progress):
         """Train a small capsule network on real handwritten digits (8x8, from scikit-learn), next to a CNN of equal size.
 
         Prints both accuracies on the last 500 digits, from forms neither was trained on, and draws where each class got its score from.
         No download; about a minute on two cores. Ctrl-C leaves a checkpoint and says how to go on."""
-        epochs, device = (None if epochs == recipe['epochs'] else epochs), device or None
+        epochs = None if epochs == recipe['epochs'] else epochs
         results = plainly(lambda: demo(seed, out, resume, epochs, device, progress), how_to_resume(seed, out, epochs, device))
         print(f"\n{table(results)}\n\nlook at {out/'picture.png'}; weights: DStepNet.from_pretrained('{out/'dstep'}')")
 
@@ -230,24 +245,24 @@ def add_objects(
     group, typer, data:str # the group of `capsnb train`, the module, 'toys' or 'smallnorb'
 ):
     "Add `capsnb train toys` or `capsnb train smallnorb`."
-    Option, toys = typer.Option, data == 'toys'
+    Option, toys, shared = typer.Option, data == 'toys', shared_options(typer)
     @group.command(data, help=f"""Train on {'toys that the library draws itself' if toys else 'smallNORB'} (Heinsen 2019, section 4).
 
     Keeps the epoch that validates best on instances held back, tests it once, and draws how poses move. Ctrl-C leaves a checkpoint and says how to go on.""")
     def command(
         net:str=Option('dstep', help="'dstep': the paper's network; 'cnn': a CNN as large; 'baseline': the baseline CNN of Hinton et al. (2018); 'matrix-caps': its matrix capsules, best with --size 48."),
         size:int=Option(96, min=29, help='Pixels per side (smallNORB has 96).'),
-        pairs:int=Option(None, min=10, help='Toys: only so many pairs of each split; all 24,300 if not given.', show_default=False),
+        pairs:int=shared.pairs,
         epochs:int=Option(None, min=1, help='Times through the training data; 50 if not given.', show_default=False),
         seed:int=Option(0, min=0, max=2**32 - 1, help='Seed of the weights, the order of the data, shifts and mixup.'),
         out:Path=Option(f'runs/{data}', help='Folder for metrics.json, task.json, poses.png and the network; made if missing.'),
         folder:Path=Option(None, '--data', help='smallNORB: folder of its six files; else CAPSNB_DATA, or a download.', show_default=False),
-        cache:Path=Option(None, help="Toys: folder for drawn pictures; else the user's cache.", show_default=False),
+        cache:Path=shared.cache,
         as_published:bool=Option(False, '--as-published', help="All of the paper's settings: learning rate, floor of the variances, start of beta."),
         any_files:bool=Option(False, '--any-files', help="smallNORB: the files need not be the official ones, only in their format."),
-        resume:bool=Option(False, '--resume', help='Go on where an interrupted run in this folder stopped.'),
-        device:str=Option(None, help="'cpu', 'cuda' or 'mps'; the best there is if not given.", show_default=False),
-        progress:bool=Option(True, help='Draw progress bars.')):
+        resume:bool=shared.resume,
+        device:str=shared.device,
+        progress:bool=shared.progress):
         how = again(f'capsnb train {data}', net=net, size=size, pairs=pairs, epochs=epochs, seed=seed, out=out, data=folder, cache=cache,
                     as_published=as_published, any_files=any_files, device=device, no_progress=not progress)
         m = plainly(lambda: objects.train_objects(data, net, out, size, pairs, folder, not any_files, cache, epochs, seed, as_published, device, resume, progress, how), how)
@@ -283,7 +298,7 @@ def add_digits(
     group, typer, data:str # the group of `capsnb train`, the module, a name of `digits.sets`
 ):
     "Add `capsnb train digits`, `mnist` or `fashion-mnist`."
-    Option, here = typer.Option, data == 'digits'
+    Option, here, shared = typer.Option, data == 'digits', shared_options(typer)
     @group.command(data, help=f"""Train on {'the 8x8 digits of scikit-learn' if here else dict(mnist='MNIST', **{'fashion-mnist': 'Fashion-MNIST'})[data]} (Sabour et al. 2017, and others beside it).
 
     Keeps the epoch that validates best on training pictures held back, and tests it once. Ctrl-C leaves a checkpoint and says how to go on.""")
@@ -295,9 +310,9 @@ def add_digits(
         out:Path=Option(f'runs/{data}', help='Folder for metrics.json, task.json, the network and (CapsNet) drawings.png; made if missing.'),
         folder:Path=Option(None, '--data', help='Folder of the four files; else CAPSNB_DATA, or a download. Not for digits.', show_default=False),
         any_files:bool=Option(False, '--any-files', help='The files need not be the official ones, only in their format.'),
-        resume:bool=Option(False, '--resume', help='Go on where an interrupted run in this folder stopped.'),
-        device:str=Option(None, help="'cpu', 'cuda' or 'mps'; the best there is if not given.", show_default=False),
-        progress:bool=Option(True, help='Draw progress bars.')):
+        resume:bool=shared.resume,
+        device:str=shared.device,
+        progress:bool=shared.progress):
         how = again(f'capsnb train {data}', net=net, epochs=epochs, seed=seed, limit=limit, out=out, data=folder, any_files=any_files, device=device, no_progress=not progress)
         m = plainly(lambda: digits.train_digits(data, net, out, limit, folder, not any_files, None, epochs, seed, device, resume, progress, how), how)
         if net == 'capsnet': plainly(lambda: drawings_picture(digits.load_digits_run(out, device)[0], data, out/'drawings.png', folder=folder, official=not any_files), how)
@@ -330,7 +345,7 @@ def add_sst(
     group, typer # the group of `capsnb train`, the module
 ):
     "Add `capsnb train sst`."
-    Option = typer.Option
+    Option, shared = typer.Option, shared_options(typer)
     @group.command('sst')
     def command(
         task:str=Option('sst5', help="'sst5': five labels; 'sst2': negative or positive, neutral ones left out."),
@@ -347,9 +362,9 @@ def add_sst(
         on_the_fly:bool=Option(False, '--on-the-fly', help='Run the transformer for every batch instead of keeping hidden states.'),
         as_published:bool=Option(False, '--as-published', help="All of the paper's settings: learning rate, floor of the variances, start of beta."),
         any_treebank:bool=Option(False, '--any-treebank', help='The files need not be the Stanford Sentiment Treebank.'),
-        resume:bool=Option(False, '--resume', help='Go on where an interrupted run in this folder stopped.'),
-        device:str=Option(None, help="'cpu', 'cuda' or 'mps'; the best there is if not given.", show_default=False),
-        progress:bool=Option(True, help='Draw progress bars.')):
+        resume:bool=shared.resume,
+        device:str=shared.device,
+        progress:bool=shared.progress):
         """Route a frozen transformer's hidden states to sentiments (Heinsen 2019, section 5).
 
         Keeps the epoch that validates best and tests it once. Ctrl-C leaves a checkpoint and says how to go on."""
@@ -370,7 +385,7 @@ def add_eval(
     app, typer # the Typer application, the module
 ):
     "Add `capsnb eval` to the application."
-    Option = typer.Option
+    Option, shared = typer.Option, shared_options(typer)
     @app.command('eval')
     def command(
         run:Path=typer.Argument(help='Folder of a finished run.'),
@@ -380,7 +395,7 @@ def add_eval(
         cache:Path=Option(None, help="Folder for hidden states or drawn toys; else the user's cache.", show_default=False),
         on_the_fly:bool=Option(False, '--on-the-fly', help='Run the transformer instead of keeping hidden states.'),
         crops:int=Option(1, min=1, help='Matrix capsules: the mean over crops times crops patches; 1: the one in the middle.'),
-        device:str=Option(None, help="'cpu', 'cuda' or 'mps'; the best there is if not given.", show_default=False)):
+        device:str=shared.device):
         """Accuracy of a finished run, and what it takes for what."""
         def work():
             note = objects.task_of(run)
@@ -399,14 +414,14 @@ def add_explain(
     app, typer # the Typer application, the module
 ):
     "Add `capsnb explain` to the application."
-    Option = typer.Option
+    Option, shared = typer.Option, shared_options(typer)
     @app.command('explain')
     def command(
         text:str=typer.Argument(help='A sentence.'),
         run:Path=Option('runs/sst', help='Folder of a finished run on the treebank.'),
         encoder:str=Option(None, help='Where the transformer lies now; where it lay in training if not given.', show_default=False),
         html:Path=Option(None, help='File for the coloured words.', show_default=False),
-        device:str=Option(None, help="'cpu', 'cuda' or 'mps'; the best there is if not given.", show_default=False)):
+        device:str=shared.device):
         """Which words a sentiment owes its score to, positive against negative: each word's credit, which adds up to the sentence's, and what is lost without the word."""
         def work():
             quiet_transformers().utils.logging.disable_progress_bar()
@@ -420,30 +435,51 @@ def add_explain(
         for (word, v), (_, lost) in zip(e.words, e.without): print(f"{v:+8.3f} {lost:+8.3f}  {word}")
         print(f"{e.leaning():+8.3f}           together")
 
+# %% ../nbs/50_cli.ipynb #ab1a0012
+def capsules_of(
+    text:str|None # as on the command line
+) -> tuple|None: # A, B, C, D
+    "Four numbers of capsules; `ValueError` for anything else."
+    if text is None: return None
+    try: numbers = tuple(map(int, text.split(',')))
+    except ValueError: numbers = ()
+    if len(numbers) != 4 or min(numbers) < 1: raise ValueError(f"--capsules takes four whole numbers from 1 on, as in 64,8,16,16, got {text!r}")
+    return numbers
+
+def floor_of(
+    text:str|None # as on the command line
+) -> float|str|None: # 'auto', a share as in '300%', or a number
+    "A floor of the variances; `ValueError` for anything else."
+    if text is None or text == 'auto' or text.endswith('%'): return text
+    try: return float(text)
+    except ValueError: raise ValueError(f"--eps takes 'auto', a number or a share as in 300%, got {text!r}") from None
+
 # %% ../nbs/50_cli.ipynb #ab1a0002
 def add_ablate(
     app, typer # the Typer application, the module
 ):
     "Add `capsnb ablate` to the application."
-    Option = typer.Option
+    Option, shared = typer.Option, shared_options(typer)
     @app.command('ablate')
     def command(
         data:str=Option('toys', help="'toys' or 'smallnorb'."),
         size:int=Option(48, min=29, help='Pixels per side (smallNORB has 96).'),
-        pairs:int=Option(None, min=10, help='Toys: only so many pairs of each split; all 24,300 if not given.', show_default=False),
+        pairs:int=shared.pairs,
         epochs:int=Option(50, min=1, help='Times through the training data, for every row.'),
         seeds:int=Option(3, min=1, help='Runs of each row.'),
         preset:str=Option('paper', help="Set-up of the routing: 'paper', 'gritzman' or 'google'; the others get a row each."),
+        capsules:str=Option(None, help='A,B,C,D of every network, as in 64,8,16,16, the paper\'s small one.', show_default=False),
+        eps:str=Option(None, help="Floor of the variances in every row but the one that says otherwise: 'auto', a number, or a share of the votes' spread, as in 300%; the preset's if not given.", show_default=False),
         only:list[str]=Option(None, help='Name of a row; may be repeated. All if not given.', show_default=False),
         out:Path=Option('nbs/results/em_ablation.json', help='File that collects the runs; finished ones are kept.'),
         runs:Path=Option('runs/ablate', help='Folder of the runs themselves.'),
         folder:Path=Option(None, '--data-folder', help='smallNORB: folder of its six files; else CAPSNB_DATA, or a download.', show_default=False),
-        cache:Path=Option(None, help="Toys: folder for drawn pictures; else the user's cache.", show_default=False),
-        device:str=Option(None, help="'cpu', 'cuda' or 'mps'; the best there is if not given.", show_default=False),
-        progress:bool=Option(True, help='Draw progress bars.')):
+        cache:Path=shared.cache,
+        device:str=shared.device,
+        progress:bool=shared.progress):
         """What each part of matrix capsules is worth: the rows of Table 1 of Hinton et al. (2018), beside the paper's errors.
 
         Trains one network after another; a study that was stopped goes on with the same command."""
-        plainly(lambda: ablation.run_ablation(out, data, size, pairs, epochs, tuple(range(seeds)), preset, tuple(only or ()) or None, runs,
+        plainly(lambda: ablation.run_ablation(out, data, size, pairs, epochs, tuple(range(seeds)), preset, tuple(only or ()) or None, runs, capsules_of(capsules), floor_of(eps),
                                               folder=folder, cache=cache, device=device, progress=progress), 'the same command')
-        print(ablation.ablation_table(out, preset))
+        ablation.plot_ablation(out).savefig(out.with_suffix('.png'), dpi=120); print(f"{ablation.ablation_table(out)}\n\nlook at {out.with_suffix('.png')}")
