@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Callable
 import torch
 from torch import Tensor
-from .core import need, run_record, seed_everything
+from .core import run_record, seed_everything
 from .layers import ConvCaps
 from .dstep import Sizes, as_floor, choose_plan, plans
 

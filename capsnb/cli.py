@@ -4,15 +4,15 @@
 
 # %% ../nbs/50_cli.ipynb #00000003
 from __future__ import annotations
-import json, shlex, sys
+import shlex, sys
 from pathlib import Path
 from types import SimpleNamespace
 import torch
-from torch import nn, Tensor
+from torch import Tensor
 from . import __version__
 from .core import need, pick_device, plot_style, palette, run_record, seed_everything
-from .train import Deck, Stopped, check_recipe, check_room, checkpoint_bytes, clear_run, fit, load_digits_split, quiet_transformers, repeat, summary, write_json
-from .vision import DStepNet, PlainCNN, n_params, rival_of
+from .train import Deck, Stopped, check_recipe, check_room, checkpoint_bytes, clear_run, fit, load_digits_split, quiet_transformers, repeat, summary, task_of, write_json
+from .vision import DStepNet, n_params, rival_of
 import capsnb.objects as objects
 import capsnb.digits as digits
 import capsnb.ablation as ablation
@@ -315,9 +315,12 @@ def add_digits(
         progress:bool=shared.progress):
         how = again(f'capsnb train {data}', net=net, epochs=epochs, seed=seed, limit=limit, out=out, data=folder, any_files=any_files, device=device, no_progress=not progress)
         m = plainly(lambda: digits.train_digits(data, net, out, limit, folder, not any_files, None, epochs, seed, device, resume, progress, how), how)
-        if net == 'capsnet': plainly(lambda: drawings_picture(digits.load_digits_run(out, device)[0], data, out/'drawings.png', folder=folder, official=not any_files), how)
         print(f"{data}, {net}, {m['n_params']:,} parameters, best of {m['epochs']} epochs: {m['best_epoch']}; validation {m['valid_accuracy']:.1%}, test {m['test_accuracy']:.1%}; "
-              f"{m['seconds']/m['epochs']:.1f} s per epoch; the network is in {out}{', look at ' + str(out/'drawings.png') if net == 'capsnet' else ''}")
+              f"{m['seconds']/m['epochs']:.1f} s per epoch; the network is in {out}")
+        (out/'drawings.png').unlink(missing_ok=True)
+        if net != 'capsnet': return
+        plainly(lambda: drawings_picture(digits.load_digits_run(out, device)[0], data, out/'drawings.png', folder=folder, official=not any_files), how)
+        print(f"look at {out/'drawings.png'}")
 
 # %% ../nbs/50_cli.ipynb #b10c5f12
 def again(
@@ -398,7 +401,7 @@ def add_eval(
         device:str=shared.device):
         """Accuracy of a finished run, and what it takes for what."""
         def work():
-            note = objects.task_of(run)
+            note = task_of(run)
             if 'arch' in note or 'kind' not in note:
                 if crops != 1: raise ValueError(f"only runs on toys or smallNORB are tested on crops, got crops={crops}")
                 return digits.eval_digits(run, split, data, device) if 'arch' in note else eval_sst(run, split, encoder, data, False if on_the_fly else cache, device)

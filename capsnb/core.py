@@ -4,7 +4,7 @@
 
 # %% ../nbs/00_core.ipynb #00000002
 from __future__ import annotations
-import functools, importlib, json, math, os, platform, random, subprocess, sys, time
+import functools, importlib, math, platform, random, subprocess, sys, time
 from pathlib import Path
 import torch
 from torch import Tensor

@@ -4,7 +4,6 @@
 
 # %% ../nbs/26_digits.ipynb #00000004
 from __future__ import annotations
-import contextlib, io, json
 from pathlib import Path
 import torch, torch.nn.functional as F
 from torch import nn, Tensor
@@ -13,7 +12,7 @@ from .core import pick_device, seed_everything
 from .matrix_caps import MatrixCapsNet
 from .mnist import as_floats, class_names, load_mnist
 from .vision import BaselineCNN, DStepNet, PlainCNN, n_params, rival_of
-from .train import Deck, MixupCollator, check_recipe, check_room, checkpoint_bytes, fit_decks, load_digits_split, write_json
+from .train import Deck, MixupCollator, check_recipe, check_room, checkpoint_bytes, fit_decks, load_digits_split, saved_network, task_of, write_json
 
 # %% auto #0
 __all__ = ['sets', 'names_of', 'strides', 'few_pixels', 'classes', 'recipe', 'top_lr', 'spread', 'open_digits', 'as_seen',
@@ -119,12 +118,9 @@ def load_digits_run(
     run:str|Path, device:str|None=None # folder of a finished run; None: the best there is
 ) -> tuple: # network in evaluation mode, note of the task
     "What a run left; `ValueError` when it is not finished, or on other data."
-    run = Path(run)
-    if not (run/'task.json').is_file(): raise ValueError(f"'{run}' holds no finished run (no task.json): train one with capsnb train digits")
-    note = json.loads((run/'task.json').read_text())
+    note = task_of(run, 'capsnb train digits')
     if note.get('arch') not in classes or note.get('data') not in sets: raise ValueError(f"'{run}' is no run on {', '.join(sets)}: {note}")
-    with contextlib.redirect_stdout(io.StringIO()): net = classes[note['arch']].from_pretrained(run)      # it says where from
-    return net.to(pick_device(device)).eval(), note
+    return saved_network(run, classes[note['arch']], device), note
 
 @torch.no_grad()
 def eval_digits(

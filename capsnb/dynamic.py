@@ -6,7 +6,7 @@
 from __future__ import annotations
 from typing import NamedTuple
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from .core import keep_freed_memory
 
 # %% auto #0

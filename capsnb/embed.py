@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 import torch
 from torch import Tensor
-from .core import need, pick_device, run_record, seed_everything
+from .core import need, pick_device
 
 # %% auto #0
 __all__ = ['tiny_transformer', 'load_frozen', 'end_token', 'longest', 'tokenize', 'Embedded', 'pad_embeddings', 'hidden_states',

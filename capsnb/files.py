@@ -4,7 +4,7 @@
 
 # %% ../nbs/09_files.ipynb #00000002
 from __future__ import annotations
-import contextlib, hashlib, http.client, os, shutil
+import contextlib, hashlib, http.client, os
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.request import Request, urlopen

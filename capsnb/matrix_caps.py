@@ -6,7 +6,7 @@
 from __future__ import annotations
 import math
 from typing import NamedTuple
-import torch, torch.nn.functional as F
+import torch.nn.functional as F
 from torch import nn, Tensor
 from .em import inverse_temperature
 from .layers import Caps, ClassCaps, ConvCaps, PrimaryCaps, field_centres

@@ -5,10 +5,9 @@
 # %% ../nbs/05_moments.ipynb #00000002
 from __future__ import annotations
 import torch, torch.nn.functional as F
-from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
-from .dstep import Plan, Sizes, plans, pool, sig2_floor
+from .dstep import Plan, plans, pool, sig2_floor
 
 # %% auto #0
 __all__ = []

@@ -4,22 +4,20 @@
 
 # %% ../nbs/25_objects.ipynb #00000004
 from __future__ import annotations
-import contextlib, io, json
 from pathlib import Path
-from typing import NamedTuple
 import torch, torch.nn.functional as F
 from torch import nn, Tensor
-from .core import need, pick_device, seed_everything
+from .core import pick_device, seed_everything
 from .matrix_caps import MatrixCapsNet
 from .norb import degrees, open_smallnorb, valid_mask
 from .toys import toys_tensors
 from .vision import BaselineCNN, PlainCNN, SmallNORBNet, n_params, norb_trunk, rival_of
-from .train import check_recipe, check_room, checkpoint_bytes, dice, fingerprint, fit_decks, write_json
+from .train import check_recipe, check_room, checkpoint_bytes, dice, fingerprint, fit_decks, saved_network, shift_images, task_of, write_json
 
 # %% auto #0
-__all__ = ['categories', 'factors', 'classes', 'recipe', 'own', 'open_objects', 'crop_shifted', 'PairDeck', 'PairMixup',
-           'caps_sizes', 'standardised', 'patches', 'PairCrops', 'collator_of', 'new_network', 'recipe_of',
-           'train_objects', 'task_of', 'load_objects_run', 'eval_objects']
+__all__ = ['categories', 'factors', 'classes', 'recipe', 'own', 'open_objects', 'PairDeck', 'PairMixup', 'caps_sizes',
+           'standardised', 'patches', 'PairCrops', 'collator_of', 'new_network', 'recipe_of', 'train_objects',
+           'load_objects_run', 'eval_objects']
 
 # %% ../nbs/25_objects.ipynb #00000008
 categories = ('animal', 'human', 'airplane', 'truck', 'car')       # of both data sets
@@ -44,16 +42,6 @@ def open_objects(
     if split == 'test': return {k: toys[k] for k in ('images', *factors)}
     held = valid_mask(toys, (9,)); rows = (held if split == 'validation' else ~held).nonzero().flatten()
     return {k: toys[k][rows] for k in ('images', *factors)}
-
-# %% ../nbs/25_objects.ipynb #0000000b
-def crop_shifted(
-    images:Tensor, # [b, channels, m, n]
-    shifts:Tensor # [b, 2] whole pixels, down and right
-) -> Tensor: # [b, channels, m, n]: each image moved by its own shift, its border repeated
-    "Pad by repeating the border and crop back to size, on any device."
-    (b, _, m, n), at = images.shape, dict(device=images.device)
-    rows, cols = ((torch.arange(k, **at) - s[:, None]).clamp(0, k - 1) for k, s in ((m, shifts[:, 0]), (n, shifts[:, 1])))
-    return images[torch.arange(b, **at)[:, None, None], :, rows[:, :, None], cols[:, None]].movedim(-1, 1)
 
 # %% ../nbs/25_objects.ipynb #0000000d
 class PairDeck(torch.utils.data.Dataset):
@@ -90,7 +78,7 @@ class PairMixup:
 
     def on_device(self, batch:dict) -> dict: # images as floats in [0, 1], shifted and blended, and labels
         images, labels = batch['images'], batch['labels']
-        if 'shifts' in batch: images = crop_shifted(images, batch['shifts'])
+        if 'shifts' in batch: images = shift_images(images, batch['shifts'], repeat=True)
         images = images.float()/255
         if 'lam' in batch:
             lam, partner, y = batch['lam'], batch['partner'], F.one_hot(labels, self.n_classes).float()
@@ -216,27 +204,13 @@ def train_objects(
     return metrics
 
 # %% ../nbs/25_objects.ipynb #00000017
-def task_of(
-    run:str|Path # folder of a finished run
-) -> dict: # its task.json
-    "What a run was about; `ValueError` when it is not finished, or the note is damaged."
-    path = Path(run)/'task.json'
-    if not path.is_file(): raise ValueError(f"'{run}' holds no finished run (no task.json): train one with capsnb train")
-    try: note = json.loads(path.read_text())
-    except ValueError as e: raise ValueError(f"'{path}' is damaged: {e}") from e
-    if not isinstance(note, dict): raise ValueError(f"'{path}': expected a JSON object, got {note!r}")
-    return note
-
 def load_objects_run(
     run:str|Path, device:str|None=None # folder of a finished run; None: the best there is
 ) -> tuple: # network in evaluation mode, note of the task
     "What a run left; `ValueError` when it is not finished."
-    note = task_of(run)
+    note = task_of(run, 'capsnb train toys')
     if note.get('kind') not in classes or not {'data', 'size', 'subset', 'official'} <= set(note): raise ValueError(f"'{run}' is no run on toys or smallNORB: {note}")
-    try:
-        with contextlib.redirect_stdout(io.StringIO()): net = classes[note['kind']].from_pretrained(run)      # it says where from
-    except Exception as e: raise ValueError(f"'{run}': its network cannot be read: {e}") from e
-    return net.to(pick_device(device)).eval(), note
+    return saved_network(run, classes[note['kind']], device), note
 
 @torch.no_grad()
 def eval_objects(

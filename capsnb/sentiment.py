@@ -4,16 +4,16 @@
 
 # %% ../nbs/23_sentiment.ipynb #00000004
 from __future__ import annotations
-import contextlib, io, json
+import json
 from pathlib import Path
 import torch, torch.nn.functional as F
-from torch import nn, Tensor
-from .core import need, pick_device, run_record, seed_everything
+from torch import Tensor
+from .core import need, pick_device, seed_everything
 from .files import cache_folder
 from .sst import load_sst
 from .embed import EmbeddingCache, FrozenEncoder
 from .text import SSTNet, encoder_note, measure_scale, noted_encoder
-from .train import check_recipe, check_room, checkpoint_bytes, dice, fingerprint, fit_decks, write_json
+from .train import check_recipe, check_room, checkpoint_bytes, dice, fingerprint, fit_decks, saved_network, task_of, write_json
 
 # %% auto #0
 __all__ = ['recipe', 'own', 'as_published', 'TextDeck', 'packed', 'TextMixup', 'embeddings_folder', 'sentiment_data', 'new_net',
@@ -168,14 +168,12 @@ def load_run(
     device:str|None=None # None: the best there is
 ) -> tuple: # network in evaluation mode, encoder, note of the task
     "What a run was trained as and on; `ValueError` when the run is not finished, or the transformer another one."
-    run = Path(run)
-    if not all((run/f).is_file() for f in ('task.json', 'metrics.json')): raise ValueError(f"'{run}' holds no finished run on the treebank (no task.json and metrics.json): train one with capsnb train sst")
-    note = json.loads((run/'task.json').read_text())
+    note = task_of(run, 'capsnb train sst')
+    if not {'task', 'encoder', 'fingerprint', 'treebank', 'names'} <= set(note): raise ValueError(f"'{run}' is no run on the treebank: {note}")
     if not isinstance(encoder, FrozenEncoder): encoder = noted_encoder(note, encoder, device)
     if encoder.fingerprint != note['fingerprint']:
         raise ValueError(f"the run was trained on '{note['encoder']}', fingerprint {note['fingerprint'][:8]}; '{encoder.name}' is another transformer, {encoder.fingerprint[:8]}")
-    with contextlib.redirect_stdout(io.StringIO()): net = SSTNet.from_pretrained(run)                # it says where from
-    return net.to(pick_device(device)).eval(), encoder, note
+    return saved_network(run, SSTNet, device), encoder, note
 
 @torch.no_grad()
 def predict_deck(

@@ -7,9 +7,9 @@ from __future__ import annotations
 import contextlib, html, io, json
 from pathlib import Path
 from typing import NamedTuple
-import torch, torch.nn.functional as F
+import torch
 from torch import nn, Tensor
-from .core import need, palette, plot_style
+from .core import palette, plot_style
 from .dstep import Routing
 import capsnb.moments                       # the fast plans of `Routing`
 from .embed import FrozenEncoder

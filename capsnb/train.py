@@ -4,7 +4,7 @@
 
 # %% ../nbs/22_train.ipynb #00000002
 from __future__ import annotations
-import hashlib, json, logging, math, numbers, os, re, shutil, signal, sys, threading, time, warnings
+import contextlib, hashlib, io, json, math, numbers, os, re, shutil, signal, sys, threading, time, warnings
 from contextlib import contextmanager
 from pathlib import Path
 import torch, torch.nn.functional as F
@@ -18,7 +18,8 @@ __all__ = ['top_momentum', 'load_digits_split', 'dice', 'shift_images', 'Deck', 
            'checkpoints_in', 'last_whole', 'DealHook', 'ProgressHook', 'SealHook', 'StopHook', 'catching', 'BarHook',
            'accuracy', 'quiet_transformers', 'training_arguments', 'make_trainer', 'check_recipe', 'fingerprint',
            'check_not_empty', 'identity', 'classes_of', 'Stopped', 'agree', 'clear_run', 'finished_run', 'load_best',
-           'history_of', 'run_training', 'fit_decks', 'fit', 'finish', 'to_the_end', 'repeat', 'summary', 'in_words']
+           'task_of', 'saved_network', 'history_of', 'run_training', 'fit_decks', 'fit', 'finish', 'to_the_end',
+           'repeat', 'summary', 'in_words']
 
 # %% ../nbs/22_train.ipynb #00000005
 def load_digits_split(): # datasets.DatasetDict with columns image [1, 8, 8] in [0, 1] and label
@@ -40,12 +41,16 @@ def dice(
 # %% ../nbs/22_train.ipynb #0000000b
 def shift_images(
     images:Tensor, # [b, channels, m, n]
-    shifts:Tensor # [b, 2] integers: pixels down, pixels right
-) -> Tensor: # [b, channels, m, n], zeros where nothing was
-    "Shift each image by its own whole number of pixels."
-    (b, _, m, n), s = images.shape, int(shifts.abs().max())
-    rows, cols = torch.arange(m) + s - shifts[:, :1], torch.arange(n) + s - shifts[:, 1:]
-    return F.pad(images, (s,)*4)[torch.arange(b)[:, None, None], :, rows[:, :, None], cols[:, None]].movedim(-1, 1)
+    shifts:Tensor, # [b, 2] integers: pixels down, pixels right
+    repeat:bool=False # what comes in at the border: its pixels, repeated, or zeros
+) -> Tensor: # [b, channels, m, n]
+    "Shift each image by its own whole number of pixels, on any device."
+    (b, _, m, n), at = images.shape, dict(device=images.device)
+    rows, cols = torch.arange(m, **at) - shifts[:, :1], torch.arange(n, **at) - shifts[:, 1:]
+    moved = images[torch.arange(b, **at)[:, None, None], :, rows.clamp(0, m - 1)[:, :, None], cols.clamp(0, n - 1)[:, None]].movedim(-1, 1)
+    if repeat: return moved
+    inside = ((rows >= 0) & (rows < m))[:, None, :, None] & ((cols >= 0) & (cols < n))[:, None, None]
+    return moved.masked_fill(~inside, 0)
 
 # %% ../nbs/22_train.ipynb #0000000e
 class Deck(torch.utils.data.Dataset):
@@ -425,6 +430,29 @@ def load_best(
     weights = need('safetensors.torch').load_file(Path(trainer.args.output_dir)/f"checkpoint-{step}"/'model.safetensors')
     trainer.model.load_state_dict(weights)
     return step
+
+# %% ../nbs/22_train.ipynb #31a00002
+def task_of(
+    run:str|Path, # folder of a finished run
+    command:str='capsnb train' # that makes such runs
+) -> dict: # its task.json
+    "What a run was about; `ValueError` when it is not finished, or the note is damaged."
+    path = Path(run)/'task.json'
+    if not path.is_file(): raise ValueError(f"'{run}' holds no finished run (no task.json): train one with {command}")
+    try: note = json.loads(path.read_text())
+    except ValueError as e: raise ValueError(f"'{path}' is damaged: {e}") from e
+    if not isinstance(note, dict): raise ValueError(f"'{path}': expected a JSON object, got {note!r}")
+    return note
+
+def saved_network(
+    run:str|Path, cls, # folder of a finished run; the network's class
+    device:str|None=None # None: the best there is
+) -> nn.Module: # in evaluation mode
+    "The network of a finished run; `ValueError` when its files are missing or damaged."
+    try:
+        with contextlib.redirect_stdout(io.StringIO()): net = cls.from_pretrained(run)               # it says where from
+    except Exception as e: raise ValueError(f"'{run}': its network cannot be read: {e}") from e
+    return net.to(pick_device(device)).eval()
 
 # %% ../nbs/22_train.ipynb #00000032
 def history_of(
