@@ -11,7 +11,7 @@ from torch import Tensor
 
 # %% auto #0
 __all__ = ['palette', 'seed_everything', 'pick_device', 'need', 'error_to', 'assert_as_exact', 'run_record', 'keep_freed_memory',
-           'plot_style']
+           'first_order', 'plot_style']
 
 # %% ../nbs/00_core.ipynb #00000007
 def seed_everything(
@@ -97,6 +97,19 @@ def keep_freed_memory(
 ) -> None:
     "Let glibc keep freed blocks of up to 32 MB for the next tensor, once per process; no effect with another C library."
     torch.empty(32*2**20 - 2**13, dtype=torch.uint8)                # asked for, not touched, freed
+
+# %% ../nbs/00_core.ipynb #00d00002
+def first_order(
+    instead:str # what to use for second derivatives
+): # decorator of a `torch.autograd.Function`'s backward
+    "Make a backward pass refuse `create_graph=True` with a `RuntimeError`."
+    def wrap(backward):
+        @functools.wraps(backward)
+        def run(ctx, *grads):
+            if torch.is_grad_enabled(): raise RuntimeError(f"this fast path has no second derivatives (create_graph=True); use {instead}")
+            return backward(ctx, *grads)
+        return run
+    return wrap
 
 # %% ../nbs/00_core.ipynb #00000018
 palette = ['#4477AA', '#EE6677', '#228833', '#CCBB44', '#66CCEE', '#AA3377', '#BBBBBB']   # Paul Tol's "bright"

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import NamedTuple
 import torch
 from torch import Tensor
-from .core import keep_freed_memory
+from .core import first_order, keep_freed_memory
 
 # %% auto #0
 __all__ = ['squash', 'Agreed', 'dynamic_routing_ref', 'dynamic_routing', 'route_capsules']
@@ -105,7 +105,7 @@ class _Agree(torch.autograd.Function):
         return v, R
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order('dynamic_routing_ref')
     def backward(ctx, g, _):
         sums, *tensors = ctx.saved_tensors
         with torch.autocast(sums.device.type, enabled=False):

@@ -8,8 +8,7 @@ import math
 from typing import Callable, NamedTuple, Sequence
 import torch, torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from .core import keep_freed_memory
+from .core import first_order, keep_freed_memory
 from .em import TINY, EMRouted, activation, as_damping, as_floor, as_schedule, damped, em_routing, inverse_temperature, proportions, sig2_floor
 
 # %% auto #0
@@ -260,7 +259,7 @@ class _Tiles(torch.autograd.Function):
         return tuple(torch.cat(o).unflatten(0, (len(a), -1)) for o in zip(*(out for out, _ in runs)))
 
     @staticmethod
-    @once_differentiable
+    @first_order("plan='votes'")
     def backward(ctx, *grads):
         a, mu, Wt, beta_a, beta_u, fields = ctx.saved_tensors
         g_a, g_mu, g_W, g_betas = torch.empty_like(a), torch.empty_like(mu), torch.zeros_like(Wt), [torch.zeros_like(beta_a), torch.zeros_like(beta_u)]

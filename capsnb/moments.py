@@ -5,8 +5,8 @@
 # %% ../nbs/05_moments.ipynb #00000002
 from __future__ import annotations
 import torch, torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+from .core import first_order
 from .dstep import Plan, plans, pool, sig2_floor
 
 # %% auto #0
@@ -27,7 +27,7 @@ class _Statistics(torch.autograd.Function):
         return phi
 
     @staticmethod
-    @once_differentiable
+    @first_order("plan='votes'")
     def backward(ctx, g):
         (x,), k = ctx.saved_tensors, 0
         n, c, d, i = x.shape
@@ -59,7 +59,7 @@ class _SoftmaxMoments(torch.autograd.Function):
         return M
 
     @staticmethod
-    @once_differentiable
+    @first_order("plan='votes'")
     def backward(ctx, gM):
         phi, f, theta = ctx.saved_tensors
         gM, gphi, gf, gtheta = gM.contiguous(), torch.empty_like(phi), torch.empty_like(f), torch.zeros_like(theta)
@@ -214,7 +214,7 @@ class _StreamStep(torch.autograd.Function):
         return a, mu, s
 
     @staticmethod
-    @once_differentiable
+    @first_order("plan='votes'")
     def backward(ctx, ga, gmu, gs):
         x, f, W, B, beta_use, beta_ign, lse, mu, s, total, drift, *state = ctx.saved_tensors
         g1, g2 = (gmu - 2*gs*drift)/total, gs/total

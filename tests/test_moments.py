@@ -103,8 +103,8 @@ def test_memory_stays_within_a_tile():
 def test_a_second_derivative_is_refused_not_wrong(plan):
     X = inputs(Sizes(1, 5, 3, 2, 2, 2, True))
     out = plans[plan].run(*X, 3, 'gaussian', as_floor('auto', 4), False, False)[0]
-    g, = torch.autograd.grad(out.square().sum(), X[1], create_graph=True)
-    with pytest.raises(RuntimeError, match='once_differentiable'): g.sum().backward()
+    for loss in (out.square().sum(), out.sum()):                   # of a plain sum the second derivative is not zero either
+        with pytest.raises(RuntimeError, match="no second derivatives.*plan='votes'"): torch.autograd.grad(loss, X[1], create_graph=True)
 
 def test_no_inputs_and_tiled_outputs(monkeypatch):
     monkeypatch.setattr(moments, '_STREAM_COLS', 4)
