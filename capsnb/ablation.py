@@ -13,7 +13,7 @@ from .objects import train_objects
 from .train import repeat, summary, write_json
 
 # %% auto #0
-__all__ = ['Row', 'ablation_rows', 'ablate_command', 'run_ablation', 'rows_of', 'ablation_table', 'plot_ablation']
+__all__ = ['Row', 'ablation_rows', 'ablate_command', 'begin_study', 'run_ablation', 'rows_of', 'ablation_table', 'plot_ablation']
 
 # %% ../nbs/34_ablation.ipynb #00000006
 class Row(NamedTuple):
@@ -40,9 +40,20 @@ def ablate_command(
              'capsules': ','.join(map(str, study['capsules'] or ())), 'eps': study['eps']}
     return ' '.join(['capsnb ablate', *(f'--{k} {v}' for k, v in words.items() if v not in (None, ''))])
 
+# %% ../nbs/34_ablation.ipynb #34b00001
+def begin_study(
+    path:Path, # collects the runs
+    study:dict, command:str # settings that all rows share; that makes them
+):
+    "Write down what is being studied; `ValueError` for a file with runs of another study."
+    old = json.loads(path.read_text()) if path.exists() else dict(runs={})
+    if old['runs'] and old.get('study') != study: raise ValueError(f"'{path}' holds another study, {old.get('study')}; this one is {study}: name another file (--out)")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {**(old if old['runs'] else run_record()), 'command': command, 'study': study, 'headline': old.get('headline', {}), 'runs': old['runs']})
+
 # %% ../nbs/34_ablation.ipynb #0000000a
 def run_ablation(
-    path:str|Path='nbs/results/em_ablation.json', # collects the runs
+    path:str|Path='runs/ablate/em_ablation.json', # collects the runs
     data:str='toys', size:int=48, subset:int|None=None, # of all rows: as for `train_objects`
     epochs:int=50, seeds:tuple=(0, 1, 2), preset:str='paper', # of all rows
     only:tuple|None=None, runs:str|Path='runs/ablate', # names of rows, None: all; folder of the runs
@@ -52,10 +63,10 @@ def run_ablation(
     rows, path = ablation_rows(preset), Path(path)
     unknown = set(only or ()) - {r.name for r in rows}
     if unknown: raise ValueError(f"unknown rows {sorted(unknown)}; there are {', '.join(repr(r.name) for r in rows)}")
-    study = dict(data=data, size=size, subset=subset, epochs=epochs, preset=preset, capsules=list(capsules) if capsules else None, eps=eps)
-    if path.exists() and (old := json.loads(path.read_text()).get('study')) != study: raise ValueError(f"'{path}' holds another study, {old}; this one is {study}")
+    recipe = {k: v for k, v in kw.items() if k not in ('folder', 'cache', 'device', 'progress', 'official')}
+    study = json.loads(json.dumps(dict(data=data, size=size, subset=subset, epochs=epochs, preset=preset, capsules=capsules, eps=eps, **({'recipe': recipe} if recipe else {}))))
     command, found = ablate_command(study, len(seeds)), {}
-    if not path.exists(): path.parent.mkdir(parents=True, exist_ok=True); write_json(path, dict(run_record(), command=command, study=study, headline={}, runs={}))
+    begin_study(path, study, command)
     of_all = {'loss': 'spread', 'eps': eps, **dict(zip('ABCD', capsules or ()))}
     for r in rows:
         if only and r.name not in only: continue

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from . import __version__
 from .core import need, pick_device, plot_style, palette, run_record, seed_everything
-from .train import Deck, Stopped, check_recipe, check_room, checkpoint_bytes, clear_run, fit, load_digits_split, quiet_transformers, repeat, summary, task_of, write_json
+from .train import Deck, Stopped, check_recipe, check_room, checkpoint_bytes, clear_run, fit, load_digits_split, quiet_transformers, repeat, run_files, summary, task_of, write_json
 from .vision import DStepNet, n_params, rival_of
 import capsnb.objects as objects
 import capsnb.digits as digits
@@ -22,9 +22,9 @@ from .text import explain
 
 # %% auto #0
 __all__ = ['trunk', 'recipe', 'titles', 'contestants', 'table', 'picked', 'draw_map', 'draw_scores', 'draw_column', 'picture',
-           'demo', 'how_to_resume', 'plainly', 'make_app', 'main', 'shared_options', 'add_demo', 'pose_picture',
-           'add_objects', 'drawings_picture', 'add_digits', 'again', 'add_train', 'add_sst', 'add_eval', 'add_explain',
-           'capsules_of', 'floor_of', 'add_ablate']
+           'demo', 'how_to_resume', 'plainly', 'make_app', 'main', 'shared_options', 'claim', 'add_demo',
+           'pose_picture', 'add_objects', 'drawings_picture', 'add_digits', 'again', 'add_train', 'add_sst', 'add_eval',
+           'add_explain', 'capsules_of', 'floor_of', 'add_ablate']
 
 # %% ../nbs/50_cli.ipynb #00000006
 trunk = dict(channels=(32, 32, 64, 64), strides=(1, 2, 1, 1))                                                         # of both networks
@@ -152,6 +152,7 @@ def demo(
                          how_to_resume=again, name=titles[name], progress=progress, **kw) for name, net in nets.items()}
     test = Deck(data['test'])
     picture(nets['dstep'], test.images, test.labels, out/'picture.png')
+    for name in nets: write_json(out/name/'task.json', dict(data='digits', arch=name, limit=None, n_test=None, official=True))    # for `capsnb eval`
     write_json(out/'metrics.json', dict(run_record(seed, **kw), **results))
     return results
 
@@ -201,8 +202,21 @@ def shared_options(
         device=Option(None, help="'cpu', 'cuda' or 'mps'; the best there is if not given.", show_default=False),
         progress=Option(True, help='Draw progress bars.'),
         resume=Option(False, '--resume', help='Go on where an interrupted run in this folder stopped.'),
+        overwrite=Option(False, '--overwrite', help='Replace the run that this folder holds.'),
         pairs=Option(None, min=10, help='Toys: only so many pairs of each split; all 24,300 if not given.', show_default=False),
         cache=Option(None, help="Toys: folder for drawn pictures; else the user's cache.", show_default=False))
+
+# %% ../nbs/50_cli.ipynb #50b00002
+def claim(
+    out:Path, resume:bool, overwrite:bool # folder of a run; as on the command line
+):
+    "`ValueError` if a new run would replace what the folder holds; without a word where there is nothing to lose."
+    there = [f for f in run_files if not f.endswith('.png') and (out/f).exists()]
+    if resume or not there: return
+    if 'settings.json' not in there: raise ValueError(f"'{out}' holds {', '.join(there)}, which no run left: choose another folder (--out)")
+    if overwrite: return
+    what = 'a finished run: choose another folder (--out)' if 'task.json' in there else 'a run that has not come to its end: go on with it (--resume), choose another folder (--out)'
+    raise ValueError(f"'{out}' holds {what}, or replace it (--overwrite)")
 
 # %% ../nbs/50_cli.ipynb #0000001e
 def add_demo(
@@ -210,7 +224,7 @@ def add_demo(
 ):
     "Add `capsnb demo` to the application."
     Option, shared = typer.Option, shared_options(typer)
-    @app.command('demo')
+    @app.command('demo', short_help='A capsule network and a CNN of equal size on real digits, in a minute.')
     def command(
         seed:int=Option(0, min=0, max=2**32 - 1, help='Seed of the weights, the order of the data and all draws.'),
         out:Path=Option('runs/demo', help='Folder for metrics.json, picture.png, dstep/ and cnn/ (weights); made if missing.'),
@@ -246,7 +260,7 @@ def add_objects(
 ):
     "Add `capsnb train toys` or `capsnb train smallnorb`."
     Option, toys, shared = typer.Option, data == 'toys', shared_options(typer)
-    @group.command(data, help=f"""Train on {'toys that the library draws itself' if toys else 'smallNORB'} (Heinsen 2019, section 4).
+    @group.command(data, short_help='Toys that the library draws itself.' if toys else 'smallNORB, stereo pictures of toys.', help=f"""Train on {'toys that the library draws itself' if toys else 'smallNORB'} (Heinsen 2019, section 4).
 
     Keeps the epoch that validates best on instances held back, tests it once, and draws how poses move. Ctrl-C leaves a checkpoint and says how to go on.""")
     def command(
@@ -260,15 +274,15 @@ def add_objects(
         cache:Path=shared.cache,
         as_published:bool=Option(False, '--as-published', help="All of the paper's settings: learning rate, floor of the variances, start of beta."),
         any_files:bool=Option(False, '--any-files', help="smallNORB: the files need not be the official ones, only in their format."),
-        resume:bool=shared.resume,
+        resume:bool=shared.resume, overwrite:bool=shared.overwrite,
         device:str=shared.device,
         progress:bool=shared.progress):
         how = again(f'capsnb train {data}', net=net, size=size, pairs=pairs, epochs=epochs, seed=seed, out=out, data=folder, cache=cache,
                     as_published=as_published, any_files=any_files, device=device, no_progress=not progress)
+        plainly(lambda: claim(out, resume, overwrite), how)
         m = plainly(lambda: objects.train_objects(data, net, out, size, pairs, folder, not any_files, cache, epochs, seed, as_published, device, resume, progress, how), how)
         print(f"{data}, {net}, {m['n_params']:,} parameters, best of {m['epochs']} epochs: {m['best_epoch']}; validation {m['valid_accuracy']:.1%}, test {m['test_accuracy']:.1%}; "
               f"{m['seconds']/m['epochs']:.1f} s per epoch; the network is in {out}")
-        (out/'poses.png').unlink(missing_ok=True)
         if net != 'dstep': return
         try: pose_picture(objects.load_objects_run(out, device)[0], data, size, out/'poses.png', folder=folder, official=not any_files, cache=cache, progress=progress)
         except ValueError as e: print(f"no picture of poses: {e}", file=sys.stderr)
@@ -299,7 +313,7 @@ def add_digits(
 ):
     "Add `capsnb train digits`, `mnist` or `fashion-mnist`."
     Option, here, shared = typer.Option, data == 'digits', shared_options(typer)
-    @group.command(data, help=f"""Train on {'the 8x8 digits of scikit-learn' if here else dict(mnist='MNIST', **{'fashion-mnist': 'Fashion-MNIST'})[data]} (Sabour et al. 2017, and others beside it).
+    @group.command(data, short_help='8x8 digits, always there.' if here else 'Its files, or a download.', help=f"""Train on {'the 8x8 digits of scikit-learn' if here else dict(mnist='MNIST', **{'fashion-mnist': 'Fashion-MNIST'})[data]} (Sabour et al. 2017, and others beside it).
 
     Keeps the epoch that validates best on training pictures held back, and tests it once. Ctrl-C leaves a checkpoint and says how to go on.""")
     def command(
@@ -310,14 +324,14 @@ def add_digits(
         out:Path=Option(f'runs/{data}', help='Folder for metrics.json, task.json, the network and (CapsNet) drawings.png; made if missing.'),
         folder:Path=Option(None, '--data', help='Folder of the four files; else CAPSNB_DATA, or a download. Not for digits.', show_default=False),
         any_files:bool=Option(False, '--any-files', help='The files need not be the official ones, only in their format.'),
-        resume:bool=shared.resume,
+        resume:bool=shared.resume, overwrite:bool=shared.overwrite,
         device:str=shared.device,
         progress:bool=shared.progress):
         how = again(f'capsnb train {data}', net=net, epochs=epochs, seed=seed, limit=limit, out=out, data=folder, any_files=any_files, device=device, no_progress=not progress)
+        plainly(lambda: claim(out, resume, overwrite), how)
         m = plainly(lambda: digits.train_digits(data, net, out, limit, folder, not any_files, None, epochs, seed, device, resume, progress, how), how)
         print(f"{data}, {net}, {m['n_params']:,} parameters, best of {m['epochs']} epochs: {m['best_epoch']}; validation {m['valid_accuracy']:.1%}, test {m['test_accuracy']:.1%}; "
               f"{m['seconds']/m['epochs']:.1f} s per epoch; the network is in {out}")
-        (out/'drawings.png').unlink(missing_ok=True)
         if net != 'capsnet': return
         plainly(lambda: drawings_picture(digits.load_digits_run(out, device)[0], data, out/'drawings.png', folder=folder, official=not any_files), how)
         print(f"look at {out/'drawings.png'}")
@@ -349,7 +363,7 @@ def add_sst(
 ):
     "Add `capsnb train sst`."
     Option, shared = typer.Option, shared_options(typer)
-    @group.command('sst')
+    @group.command('sst', short_help='The Stanford Sentiment Treebank, read by a frozen transformer.')
     def command(
         task:str=Option('sst5', help="'sst5': five labels; 'sst2': negative or positive, neutral ones left out."),
         encoder:str=Option('gpt2-large', help='The frozen transformer: a name on the Hub, or a folder.'),
@@ -365,7 +379,7 @@ def add_sst(
         on_the_fly:bool=Option(False, '--on-the-fly', help='Run the transformer for every batch instead of keeping hidden states.'),
         as_published:bool=Option(False, '--as-published', help="All of the paper's settings: learning rate, floor of the variances, start of beta."),
         any_treebank:bool=Option(False, '--any-treebank', help='The files need not be the Stanford Sentiment Treebank.'),
-        resume:bool=shared.resume,
+        resume:bool=shared.resume, overwrite:bool=shared.overwrite,
         device:str=shared.device,
         progress:bool=shared.progress):
         """Route a frozen transformer's hidden states to sentiments (Heinsen 2019, section 5).
@@ -379,6 +393,7 @@ def add_sst(
         if seeds > 1:
             rows = plainly(lambda: repeat(train_sst, check_room(out, 2**20)/'runs.json', task, tuple(range(seed, seed + seeds)), out, again('capsnb train sst', task=task, roots=roots, seeds=seeds), encoder=encoder, resume=True, **kw), how)
             s = summary(rows); print(f"{task}, seeds {seed} to {seed + seeds - 1}: test {s['test']:.1f} ± {s['test_sd']:.1f} %, validation {s['valid']:.1f} ± {s['valid_sd']:.1f} %; runs in {out}"); return
+        plainly(lambda: claim(out, resume, overwrite), how)
         m = plainly(lambda: train_sst(encoder=encoder, out=out, seed=seed, resume=resume, **kw), how)
         print(f"{task}, {m['n_params']:,} parameters, best of {m['epochs']} epochs: {m['best_epoch']}; validation {m['valid_accuracy']:.1%}, "
               f"test {m['test_accuracy']:.1%}; {m['seconds']/m['epochs']:.1f} s per epoch; the network is in {out}")
@@ -463,7 +478,7 @@ def add_ablate(
 ):
     "Add `capsnb ablate` to the application."
     Option, shared = typer.Option, shared_options(typer)
-    @app.command('ablate')
+    @app.command('ablate', short_help='What each part of matrix capsules is worth: Table 1 of the paper.')
     def command(
         data:str=Option('toys', help="'toys' or 'smallnorb'."),
         size:int=Option(48, min=29, help='Pixels per side (smallNORB has 96).'),
@@ -473,8 +488,8 @@ def add_ablate(
         preset:str=Option('paper', help="Set-up of the routing: 'paper', 'gritzman' or 'google'; the others get a row each."),
         capsules:str=Option(None, help='A,B,C,D of every network, as in 64,8,16,16, the paper\'s small one.', show_default=False),
         eps:str=Option(None, help="Floor of the variances in every row but the one that says otherwise: 'auto', a number, or a share of the votes' spread, as in 300%; the preset's if not given.", show_default=False),
-        only:list[str]=Option(None, help='Name of a row; may be repeated. All if not given.', show_default=False),
-        out:Path=Option('nbs/results/em_ablation.json', help='File that collects the runs; finished ones are kept.'),
+        only:list[str]=Option(None, help=f"Name of a row; may be repeated. All if not given: {', '.join(r.name for r in ablation.ablation_rows())}, or the other presets.", show_default=False),
+        out:Path=Option('runs/ablate/em_ablation.json', help='File that collects the runs; finished ones are kept.'),
         runs:Path=Option('runs/ablate', help='Folder of the runs themselves.'),
         folder:Path=Option(None, '--data-folder', help='smallNORB: folder of its six files; else CAPSNB_DATA, or a download.', show_default=False),
         cache:Path=shared.cache,

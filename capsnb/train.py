@@ -13,13 +13,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from .core import keep_freed_memory, need, pick_device, run_record
 
 # %% auto #0
-__all__ = ['top_momentum', 'load_digits_split', 'dice', 'shift_images', 'Deck', 'mixup', 'MixupCollator', 'cycle_height',
-           'SingleCycle', 'checkpoint_bytes', 'check_room', 'write_json', 'seal_checkpoint', 'read_seal',
-           'checkpoints_in', 'last_whole', 'DealHook', 'ProgressHook', 'SealHook', 'StopHook', 'catching', 'BarHook',
-           'accuracy', 'quiet_transformers', 'training_arguments', 'make_trainer', 'check_recipe', 'fingerprint',
-           'check_not_empty', 'identity', 'classes_of', 'Stopped', 'agree', 'clear_run', 'finished_run', 'load_best',
-           'task_of', 'saved_network', 'history_of', 'run_training', 'fit_decks', 'fit', 'finish', 'to_the_end',
-           'repeat', 'summary', 'in_words']
+__all__ = ['top_momentum', 'run_files', 'load_digits_split', 'dice', 'shift_images', 'Deck', 'mixup', 'MixupCollator',
+           'cycle_height', 'SingleCycle', 'checkpoint_bytes', 'check_room', 'write_json', 'seal_checkpoint',
+           'read_seal', 'checkpoints_in', 'last_whole', 'DealHook', 'ProgressHook', 'SealHook', 'StopHook', 'catching',
+           'BarHook', 'accuracy', 'quiet_transformers', 'training_arguments', 'make_trainer', 'check_recipe',
+           'fingerprint', 'check_not_empty', 'identity', 'classes_of', 'Stopped', 'agree', 'clear_run', 'finished_run',
+           'load_best', 'task_of', 'saved_network', 'history_of', 'run_training', 'fit_decks', 'fit', 'finish',
+           'to_the_end', 'repeat', 'summary', 'in_words']
 
 # %% ../nbs/22_train.ipynb #00000005
 def load_digits_split(): # datasets.DatasetDict with columns image [1, 8, 8] in [0, 1] and label
@@ -406,12 +406,14 @@ def agree(
     write_json(path, settings)
 
 # %% ../nbs/22_train.ipynb #00000031
+run_files = ('metrics.json', 'settings.json', 'task.json', 'model.safetensors', 'config.json', 'drawings.png', 'poses.png')
+
 def clear_run(
     folder:Path # of a run; nothing else that lies there is touched
 ):
-    "Remove what an earlier run left: checkpoints, metrics, settings, network."
+    "Remove what an earlier run left: checkpoints, metrics, settings, network, pictures of it."
     for old in checkpoints_in(folder/'checkpoints'): shutil.rmtree(old)
-    for name in ('metrics.json', 'settings.json', 'task.json', 'model.safetensors', 'config.json'): (folder/name).unlink(missing_ok=True)
+    for name in run_files: (folder/name).unlink(missing_ok=True)
 
 def finished_run(
     folder:Path, # of a run
@@ -438,7 +440,10 @@ def task_of(
 ) -> dict: # its task.json
     "What a run was about; `ValueError` when it is not finished, or the note is damaged."
     path = Path(run)/'task.json'
-    if not path.is_file(): raise ValueError(f"'{run}' holds no finished run (no task.json): train one with {command}")
+    if not path.is_file():
+        if below := sorted(p.parent.name for p in path.parent.glob('*/task.json')): raise ValueError(f"'{run}' holds several runs, in the folders {', '.join(below)}: name one of them")
+        if (path.parent/'settings.json').exists(): raise ValueError(f"'{run}' holds a run that has not come to its end: go on with it (--resume)")
+        raise ValueError(f"'{run}' holds no finished run (no task.json): train one with {command}")
     try: note = json.loads(path.read_text())
     except ValueError as e: raise ValueError(f"'{path}' is damaged: {e}") from e
     if not isinstance(note, dict): raise ValueError(f"'{path}': expected a JSON object, got {note!r}")
@@ -449,6 +454,7 @@ def saved_network(
     device:str|None=None # None: the best there is
 ) -> nn.Module: # in evaluation mode
     "The network of a finished run; `ValueError` when its files are missing or damaged."
+    if missing := [f for f in ('config.json', 'model.safetensors') if not (Path(run)/f).is_file()]: raise ValueError(f"'{run}': its network cannot be read: no {' and no '.join(missing)}")
     try:
         with contextlib.redirect_stdout(io.StringIO()): net = cls.from_pretrained(run)               # it says where from
     except Exception as e: raise ValueError(f"'{run}': its network cannot be read: {e}") from e

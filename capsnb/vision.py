@@ -102,7 +102,12 @@ def answer(
     return dict(loss=F.cross_entropy(a.float(), labels.to(torch.float32) if labels.ndim == 2 else labels), logits=a)
 
 # %% ../nbs/20_vision.ipynb #00000014
-try: from huggingface_hub import PyTorchModelHubMixin as HubMixin
+try:
+    from huggingface_hub import PyTorchModelHubMixin
+    class HubMixin(PyTorchModelHubMixin):
+        "huggingface_hub's mixin, but strict: weights that are missing, or too many, are an error that names them."
+        @classmethod
+        def _from_pretrained(cls, *, strict:bool=True, **kw): return super()._from_pretrained(strict=strict, **kw)
 except ModuleNotFoundError as missing:
     if missing.name != 'huggingface_hub': raise
     class HubMixin:

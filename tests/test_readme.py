@@ -102,38 +102,51 @@ def commands(): return re.findall(r"^pip install .*&&.*$", (root/'README.md').re
 def test_the_two_commands():
     assert commands() == ["pip install '.[train]' && capsnb demo", "pip install -e '.[dev]' && nbdev_test && pytest"]
 
-@pytest.mark.parametrize('label', ['tbl-notebooks', 'tbl-results'])
-def test_tables_show_the_files_of_today(label, monkeypatch):
-    "The stored output of a table in index.ipynb equals what its cell says now."
-    nb = nbformat.read(root/'nbs'/'index.ipynb', 4)
-    cell = next(c for c in nb.cells if readme.directives(c.source)[0].get('label') == label)
+def table_cell(name, begin):
+    return next(c for c in nbformat.read(root/'nbs'/name, 4).cells if c.cell_type == 'code' and begin in c.source)
+
+@pytest.mark.parametrize('name, begin', [('index.ipynb', '#| label: tbl-notebooks'), ('index.ipynb', '#| label: tbl-results'), ('60_results.ipynb', 'wanted = ')])
+def test_tables_show_the_files_of_today(name, begin, monkeypatch):
+    "The stored output of a table equals what its cell says now."
+    cell = table_cell(name, begin)
     from IPython.display import Markdown
     monkeypatch.chdir(root/'nbs')
     scope = {'json': json, 'Path': Path, 'Markdown': Markdown}
     *body, last = re.split(r'^(?=Markdown\()', cell.source, flags=re.M)
     exec('\n'.join(body), scope)
     assert eval(last, scope).data == cell.outputs[0].data['text/markdown'], \
-        "run nbs/index.ipynb again: jupyter nbconvert --to notebook --execute --inplace nbs/index.ipynb && nbdev_clean && python .ci/readme.py"
+        f"run nbs/{name} again: jupyter nbconvert --to notebook --execute --inplace nbs/{name} && nbdev_clean && python .ci/readme.py"
+
+def rows_in(folder, name, begin, monkeypatch):
+    monkeypatch.chdir(folder); (folder/'results').mkdir(exist_ok=True)
+    scope = {'json': json, 'Path': Path}
+    exec(table_cell(name, begin).source.replace('Markdown(', 'table = (', 1), scope)
+    return scope['table'].split('\n')[2:]
 
 def test_results_are_read_and_never_invented(tmp_path, monkeypatch):
-    nb = nbformat.read(root/'nbs'/'index.ipynb', 4)
-    cell = next(c for c in nb.cells if readme.directives(c.source)[0].get('label') == 'tbl-results')
-    monkeypatch.chdir(tmp_path); (tmp_path/'results').mkdir()
-    def table():
-        scope = {'json': json, 'Path': Path}
-        exec(cell.source.replace('Markdown(', 'table = (', 1), scope)
-        return scope['table'].split('\n')[2:]
+    def table(): return rows_in(tmp_path, '60_results.ipynb', 'wanted = ', monkeypatch)
     assert len(table()) == 15 and all('| not measured here |' in r for r in table())
     (tmp_path/'results'/'demo.json').write_text(json.dumps(dict(headline={'capsules': '97.1 %', 'CNN': '98.0 %'}, device='x86 CPU', command='capsnb demo')))
     (tmp_path/'results'/'routing_speed.json').write_text(json.dumps(dict(device='x86 CPU')))
+    (tmp_path/'results'/'em_floor.json').write_text(json.dumps(dict(headline='2×', command='again', runs={'a': dict(seconds=90), 'b': dict(seconds=30)})))
     (tmp_path/'results'/'new_thing.json').write_text(json.dumps(dict(headline='3×')))
     (tmp_path/'results'/'raw.json').write_text('{}')
     rows = table()
-    assert sum('not measured here' in r for r in rows) == 13 and len(rows) == 17
+    assert sum('not measured here' in r for r in rows) == 12 and len(rows) == 17
     assert any('capsules](results/demo.json) | 97.1 % | x86 CPU | `capsnb demo` |' in r for r in rows)
     assert any('](results/routing_speed.json) | see the file | x86 CPU |' in r for r in rows)
+    assert any('| `rm nbs/results/em_floor.json; again` | 2 min |' in r for r in rows)       # kept runs would be kept
     assert rows[-1].startswith('| [new thing](results/new_thing.json) | 3× |')
 
+def test_the_short_table_is_read_too(tmp_path, monkeypatch):
+    def table(): return rows_in(tmp_path, 'index.ipynb', '#| label: tbl-results', monkeypatch)
+    assert len(table()) == 10 and all('| not measured here |' in r for r in table())
+    (tmp_path/'results'/'toys_poses.json').write_text(json.dumps(dict(headline={'R² of the true elevation, novel toys, linear probe on class capsules, mean of 3 seeds': '0.5'})))
+    assert sum('not measured here' in r for r in table()) == 9 and any('class capsule 0.5 |' in r for r in table())
+
+def test_every_number_of_the_short_table_was_measured(monkeypatch):
+    rows = rows_in(root/'nbs', 'index.ipynb', '#| label: tbl-results', monkeypatch)
+    assert not any('not measured here' in r for r in rows)
 
 def test_usage_runs(capsys):
     page = (root/'README.md').read_text(encoding='utf-8')
