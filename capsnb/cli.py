@@ -238,7 +238,7 @@ def add_demo(
         No download; about a minute on two cores. Ctrl-C leaves a checkpoint and says how to go on."""
         epochs = None if epochs == recipe['epochs'] else epochs
         results = plainly(lambda: demo(seed, out, resume, epochs, device, progress), how_to_resume(seed, out, epochs, device))
-        print(f"\n{table(results)}\n\nlook at {out/'picture.png'}; weights: DStepNet.from_pretrained('{out/'dstep'}')")
+        print(f"\n{table(results)}\n\nlook at {out/'picture.png'}; weights: capsnb.DStepNet.from_pretrained('{out/'dstep'}')")
 
 # %% ../nbs/50_cli.ipynb #ea8a4c84
 @torch.no_grad()

@@ -319,7 +319,7 @@ def download_smallnorb(
         try:
             if not packed.is_file(): fetch(f'{site}{o.name}.gz', packed, o.size, o.sha256, md5=o.md5_gz)
         except ConnectionError as e:
-            raise ConnectionError(f"{e}. With smallNORB's files in a folder, name that in CAPSNB_DATA or as `folder`; "
+            raise ConnectionError(f"{e}. With smallNORB's files in a folder, name that in CAPSNB_DATA or as `folder` (--data on the command line); "
                                   f"with the Hub within reach, load_smallnorb(source='hub') takes the copy there") from e
         path, md5 = unpack(packed, cache, o.name, o.md5)
         _note(path, md5, _stamp(path)); packed.unlink(missing_ok=True)

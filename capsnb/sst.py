@@ -230,7 +230,7 @@ def download_sst(
     cache = Path(cache)
     try: path = fetch(path=cache/'archive.zip', **(source or archive))
     except ConnectionError as e:
-        raise ConnectionError(f"{e}. With the treebank in a folder ({', '.join(files.values())}), name that in CAPSNB_DATA or as `folder`") from e
+        raise ConnectionError(f"{e}. With the treebank in a folder ({', '.join(files.values())}), name that in CAPSNB_DATA or as `folder` (--data on the command line)") from e
     with zipfile.ZipFile(path) as z:
         for name in files.values():
             mine = cache/f'{name}.{os.getpid()}'

@@ -4,7 +4,7 @@
 
 # %% ../nbs/22_train.ipynb #00000002
 from __future__ import annotations
-import contextlib, hashlib, io, json, math, numbers, os, re, shutil, signal, sys, threading, time, warnings
+import contextlib, errno, hashlib, io, json, math, numbers, os, re, shutil, signal, sys, threading, time, warnings
 from contextlib import contextmanager
 from pathlib import Path
 import torch, torch.nn.functional as F
@@ -165,8 +165,9 @@ def check_room(
             for k in range(0, n_bytes, 2**20): f.write(b'\0'*min(2**20, n_bytes - k))
             f.flush(); os.fsync(f.fileno())
     except OSError as e:
-        raise OSError(e.errno, f"cannot write {n_bytes/2**20:.1f} MB for checkpoints ({e.strerror}); nothing was trained. "
-                               f"Free some space or choose another folder than", str(folder)) from e
+        advice = 'Free some space.' if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else 'Is it a folder that you may write to?'
+        raise OSError(e.errno, f"cannot write {n_bytes/2**20:.1f} MB for checkpoints ({e.strerror}); nothing was trained. {advice} "
+                               f"Choose another folder than", str(folder)) from e
     finally:
         try: probe.unlink(missing_ok=True)
         except OSError: pass                                        # the folder itself is not there

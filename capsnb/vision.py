@@ -94,12 +94,16 @@ def answer(
     out, # a named tuple whose `a` holds the scores [b, j]
     labels:Tensor|None=None # class indices [b], or soft targets [b, j]
 ): # `out` itself, or with labels {'loss': cross-entropy, 'logits': scores}
-    "`out` for a reader, loss and logits for a trainer; `ValueError` for labels of a wrong shape."
+    "`out` for a reader, loss and logits for a trainer; `ValueError` for labels of a wrong shape or kind, and (on the CPU, where looking is free) for classes that are none."
     if labels is None: return out
     a = out.a
     if labels.shape not in (a.shape, a.shape[:1]):
         raise ValueError(f"expected labels [b] or [b, n_classes] for scores {tuple(a.shape)}, got {tuple(labels.shape)}")
-    return dict(loss=F.cross_entropy(a.float(), labels.to(torch.float32) if labels.ndim == 2 else labels), logits=a)
+    if labels.ndim == 2: return dict(loss=F.cross_entropy(a.float(), labels.to(torch.float32)), logits=a)
+    if labels.is_floating_point() or labels.dtype == torch.bool: raise ValueError(f"expected whole numbers as labels [b], got {labels.dtype}")
+    if labels.device.type == 'cpu' and not torch.compiler.is_compiling() and ((labels < 0) | (labels >= a.shape[1])).any():
+        raise ValueError(f"expected labels from 0 to {a.shape[1] - 1}, got {labels.min().item()} to {labels.max().item()}")
+    return dict(loss=F.cross_entropy(a.float(), labels.long()), logits=a)
 
 # %% ../nbs/20_vision.ipynb #00000014
 try:
