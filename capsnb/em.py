@@ -59,7 +59,7 @@ def activation(
     S:Tensor, # [..., j] amount of data of each parent
     sig2:Tensor, # [..., j, c, h] variances
     beta_a:Tensor|float, # [j] or a number: minus the fixed price of an active parent, nats
-    beta_u:Tensor|float, # [j] or a number: minus the price of a component of an undescribed part, nats
+    beta_u:Tensor|float, # [j] or a number: nats by which a component of a part costs more, described with σ = 1, than undescribed
     lam:float # inverse temperature
 ) -> Tensor: # [..., j] logits of the activations
     "Is a parent worth its price? (Hinton 2018, eq. 2; Procedure 1, M-step, lines 5 and 6)"

@@ -6,8 +6,8 @@ from hypothesis import given, settings, strategies as st
 from torch.distributions import Independent, Normal
 from torch.testing import assert_close
 from capsnb import mixture
-from capsnb.em import (TINY, activation, as_floor, as_schedule, cast_votes, e_step, em_routing, em_routing_ref, inverse_temperature,
-                       log_normal, m_step, share_out)
+from capsnb.em import (TINY, activation, as_floor, as_schedule, cast_votes, e_step, em_routing, em_routing_ref, free_energy, inverse_temperature,
+                       log_normal, m_step, share_out, sig2_floor)
 
 f64 = torch.float64
 
@@ -165,6 +165,38 @@ def test_with_mixing_proportions_the_mixture_energy_never_rises(i, j, seed):
         if (o.sig2 < 1e-8).any(): return                             # a lone child, held by the floor
         F = (r*(o.R.clamp_min(1e-300).log() - o.a.log()[:, None] - log_normal(V, o.mu, o.sig2))).sum().item()
         assert F <= last + 1e-6; last = F
+
+def energy_by_loops(a_in, V, R, a, mu, sig2, beta_a, beta_u):
+    "eq. 4 of one problem, betas by parent"
+    (I, J, C, H), total = V.shape, 0.
+    for j in range(J):
+        total += -a[j]*beta_a[j] + a[j]*math.log(a[j]) + (1 - a[j])*math.log(1 - a[j])
+        for i in range(I):
+            price = C*H*(beta_u[j] - .5 - .5*math.log(2*math.pi)) - Independent(Normal(mu[j], sig2[j].sqrt()), 2).log_prob(V[i, j])
+            total += a_in[i]*R[i, j]*(price + math.log(R[i, j]))
+    return total
+
+@settings(max_examples=30, deadline=None)
+@given(sizes, st.integers(0, 999))
+def test_free_energy_is_eq_4(size, seed):
+    b, i, j, c, h = size; a_in, V, ba, bu = problem(*size, seed=seed); g = torch.Generator().manual_seed(seed)
+    draw = lambda *s: .05 + .9*torch.rand(b, *s, generator=g, dtype=f64)
+    X = a_in, V, (3*draw(i, j)).softmax(-1), draw(j), draw(j, c, h), draw(j, c, h)
+    by_loops = lambda ba, bu: torch.stack([energy_by_loops(*(x[k] for x in X), ba, bu) for k in range(b)])
+    assert_close(free_energy(*X, ba, bu), by_loops(ba, bu))
+    assert_close(free_energy(*X, 2., .7), by_loops([2.]*j, [.7]*j)); assert_close(free_energy(*X, 2., bu[:1]), by_loops([2.]*j, bu[:1].expand(j)))
+    ba, bu = draw(j), draw(j)                                        # betas of each problem's own
+    assert_close(free_energy(*X, ba, bu), torch.stack([energy_by_loops(*(x[k] for x in X), ba[k], bu[k]) for k in range(b)]))
+
+@pytest.mark.parametrize('act', ['logistic', 'pi'])
+def test_F_is_the_free_energy_of_what_is_returned(act):
+    a, V, ba, bu = problem(); fields = torch.tensor([[0, 1, 2], [2, 3, 4]]); G = V[:, fields]
+    for t in (1, 3):
+        out = em_routing(a, V, ba, bu, .5, t, act=act, free_energy=True)
+        assert out.F.shape == (2, t); assert_close(out.F[:, -1], free_energy(a, V, *(getattr(out, k) for k in ('R', 'a', 'mu', 'sig2')), ba, bu))
+        out = em_routing(a, G, ba, bu, .5, t, fields=fields, act=act, free_energy=True)
+        want = sum(free_energy(a[:, fields[p]], G[:, p], *(getattr(out, k)[:, p] for k in ('R', 'a', 'mu', 'sig2')), ba, bu) for p in range(2))
+        assert_close(out.F[:, -1], want)
 
 def test_more_data_need_a_higher_temperature():
     "pitfall 2: the logit is linear in the data, so halving the temperature makes up for twice the children"
