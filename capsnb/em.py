@@ -59,7 +59,7 @@ def activation(
     S:Tensor, # [..., j] amount of data of each parent
     sig2:Tensor, # [..., j, c, h] variances
     beta_a:Tensor|float, # [j] or a number: minus the fixed price of an active parent, nats
-    beta_u:Tensor|float, # [j] or a number: minus the price of a component of an undescribed part, nats
+    beta_u:Tensor|float, # [j] or a number: nats by which a component of a part costs more, described with σ = 1, than undescribed
     lam:float # inverse temperature
 ) -> Tensor: # [..., j] logits of the activations
     "Is a parent worth its price? (Hinton 2018, eq. 2; Procedure 1, M-step, lines 5 and 6)"
@@ -90,23 +90,28 @@ def as_schedule(
 
 # %% ../nbs/03_em.ipynb #00000013
 def as_floor(
-    eps:float|str # a number: absolute, in squared units of the votes; '10%': a tenth of the votes' spread
+    eps:float|str, # a number: absolute, in squared units of the votes; '10%': a tenth of the votes' spread; 'auto': (√n − 1) times it
+    n:int|None=None # components of a pose, c·h: needed for 'auto' only
 ) -> tuple[float, float]: # multiple of the votes' spread, and absolute part
     "Read the argument `eps`; `ValueError` unless it is positive and finite."
+    if isinstance(eps, str) and eps == 'auto':
+        if n is None: raise ValueError("eps='auto' depends on the number of components of a pose, n: give it too")
+        return max(n**.5 - 1, .1), 1e-12
     rel = isinstance(eps, str) and eps.endswith('%')
     try: value = float(eps[:-1])/100 if rel else math.nan if isinstance(eps, (str, bool)) else float(eps)
     except (TypeError, ValueError): value = math.nan
-    if not 0 < value < math.inf: raise ValueError(f"eps must be a positive number or a percentage such as '10%', got {eps!r}")
+    if not 0 < value < math.inf: raise ValueError(f"eps must be a positive number or a percentage such as '10%', got {eps!r}; 'auto' is √n − 1 times the votes' spread")
     return (value, 1e-12) if rel else (0., value)
 
 def sig2_floor(
     s:Tensor, # [..., j, c, h] variances of the first iteration
     mu:Tensor, # [..., j, c, h] means of the first iteration
     eps:float|str, # as for `as_floor`
-    dims:tuple=(-3, -2, -1) # the dimensions of one sample
+    dims:tuple=(-3, -2, -1), # the dimensions of one sample
+    n:int|None=None # as for `as_floor`
 ) -> Tensor: # broadcasts against s: what to add to every variance
     "The floor of the variances, absolute or from the spread of the votes."
-    rel, absolute = as_floor(eps)
+    rel, absolute = as_floor(eps, n)
     if not rel: return s.new_tensor(absolute)
     spread = s.mean(dims, keepdim=True)
     return rel*spread + 1e-6*(spread + mu.square().mean(dims, keepdim=True)) + absolute
@@ -154,7 +159,7 @@ class EMRouted(NamedTuple):
     "What EM routing returns; with `fields`, `p` precedes the last dimensions of each."
     a: Tensor # [..., j] activations, in [0, 1]
     mu: Tensor # [..., j, c, h] poses
-    sig2: Tensor # [..., j, c, h] variances, floor included
+    sig2: Tensor # [..., j, c, h] variances, floor included; float32 or better, as F is: squares of half-precision poses overflow it
     R: Tensor|None # [..., i, j] shares of the last iteration, from which mu was made; they sum to 1 over a child's parents
     F: Tensor|None=None # [..., t] free energy (eq. 4) after each M-step, if asked for
 
@@ -167,7 +172,7 @@ def em_routing_ref(
     lam:float|Sequence[float]|Callable[[int], float], # inverse temperature: see `as_schedule`
     n_iters:int=3, # iterations
     parents:Tensor|None=None, # [i, j] bool: is j a parent of i? None: always
-    eps:float|str=1e-4, # floor of the variances: see `as_floor`
+    eps:float|str=1e-4, # floor of the variances: a number, '10%' of the votes' spread, or 'auto' (see `as_floor`)
     damping:float=0. # see `damped`
 ) -> EMRouted: # activations, poses, variances, shares
     "EM routing, written as in the paper (Hinton 2018, Procedure 1)."
@@ -183,7 +188,7 @@ def em_routing_ref(
         w = (r + TINY*is_parent)[..., None, None]
         mu = (1 - damping)*(w*V).sum(-4)/w.sum(-4) + (damping*mu if t else 0)                        # M-step, line 3
         s = (w*(V - mu[..., None, :, :, :])**2).sum(-4)/w.sum(-4)                                    # M-step, line 4
-        if t == 0: floor = sig2_floor(s, mu, eps)
+        if t == 0: floor = sig2_floor(s, mu, eps, n=s.shape[-2]*s.shape[-1])
         sig2 = s + floor
         cost = (torch.as_tensor(beta_u)[..., None, None] + sig2.log()/2)*r.sum(-2)[..., None, None]  # M-step, line 5
         logit = lams[t]*(beta_a - cost.sum((-2, -1)))                                                # M-step, line 6
@@ -204,8 +209,19 @@ def _check(a, V, parents, fields, act):
     if fields is not None and (fields.dtype != torch.long or not (fields.amax(-1) >= 0).all() or fields.min() < -1 or fields.max() >= a.shape[-1]):
         raise ValueError(f"fields must be a long tensor of child numbers in [0, {a.shape[-1]}) or -1, with a child in every field")
     if a.device.type == 'cpu' and not torch.compiler.is_compiling():
-        if not ((a >= 0) & (a <= 1)).all(): raise ValueError("a must lie in [0, 1] (activations, not logits)")
+        if not ((a >= 0) & (a <= 1)).all(): raise ValueError("a must lie in [0, 1], got NaN" if a.isnan().any() else "a must lie in [0, 1] (activations, not logits)")
         if not V.isfinite().all(): raise ValueError("V must be finite, got NaN or inf")
+
+def _check_betas(V, **betas):
+    "`ValueError` unless each is a finite number, or finite numbers that fit the parents."
+    shape = V.shape[:-4] + V.shape[-3:-2]                                              # [..., j] or [..., p, j]
+    for name, b in betas.items():
+        if isinstance(b, Tensor) and b.is_floating_point():
+            fits = b.ndim <= len(shape) and all(m in (1, k) for m, k in zip(b.shape[::-1], shape[::-1]))
+            finite = b.device.type != 'cpu' or torch.compiler.is_compiling() or b.isfinite().all()
+        else: fits = finite = isinstance(b, (int, float)) and math.isfinite(b)
+        if not fits: raise ValueError(f"{name} must be a number or one per parent, [{shape[-1]}], got {b if not isinstance(b, Tensor) else f'{b.dtype} of shape {tuple(b.shape)}'}")
+        if not finite: raise ValueError(f"{name} must be finite, got NaN or inf")
 
 # %% ../nbs/03_em.ipynb #00000027
 def _start(V, parents, fields):
@@ -227,19 +243,19 @@ def em_routing(
     n_iters:int=3, # iterations
     parents:Tensor|None=None, # [i, j] bool: is j a parent of i? None: always
     fields:Tensor|None=None, # [p, i] number of the child in each place of each field, -1: none
-    eps:float|str=1e-4, # floor of the variances: see `as_floor`
+    eps:float|str=1e-4, # floor of the variances: a number, '10%' of the votes' spread, or 'auto', which is for learning (see `as_floor`)
     act:str='logistic', # 'logistic' (eq. 2), or 'pi': mixing proportions, which sum to 1 over all parents
     free_energy:bool=False, # whether to compute F too
     damping:float=0. # see `damped`
 ) -> EMRouted: # a, mu, sig2, R, F; `ValueError` if the inputs do not fit
     "EM routing of children with votes to parents (Hinton 2018, Procedure 1)."
-    _check(a, V, parents, fields, act); as_damping(damping)
+    _check(a, V, parents, fields, act); _check_betas(V, beta_a=beta_a, beta_u=beta_u); as_damping(damping)
     lams, dtype = as_schedule(lam, n_iters), torch.promote_types(torch.promote_types(a.dtype, V.dtype), torch.float32)
     out_dtype = dtype if torch.is_autocast_enabled(V.device.type) else V.dtype
     with torch.autocast(V.device.type, enabled=False):
         a, V = a.to(dtype), V.to(dtype)
-        out = _iterate(a, V, beta_a, beta_u, lams, parents, fields, eps, act, free_energy, damping)
-    return EMRouted(*(o if o is None else o.to(out_dtype) for o in out))
+        a, mu, sig2, R, F = _iterate(a, V, beta_a, beta_u, lams, parents, fields, eps, act, free_energy, damping)
+    return EMRouted(a.to(out_dtype), mu.to(out_dtype), sig2, R.to(out_dtype), F)
 
 # %% ../nbs/03_em.ipynb #00000029
 def _iterate(a, V, beta_a, beta_u, lams, parents, fields, eps, act, want_F, damping):
@@ -251,7 +267,7 @@ def _iterate(a, V, beta_a, beta_u, lams, parents, fields, eps, act, want_F, damp
         if t: R = e_step(V, log_a, mu, sig2, parents, fields)
         r = R*a[..., None]
         mu, s = damped(*m_step(r + TINY*link, V), mu, damping)
-        if t == 0: floor = sig2_floor(s, mu, eps, dims)
+        if t == 0: floor = sig2_floor(s, mu, eps, dims, V.shape[-2]*V.shape[-1])
         sig2, S = s + floor, r.sum(-2)
         log_a = F.logsigmoid(activation(S, sig2, beta_a, beta_u, lam)) if act == 'logistic' else proportions(S, dims[3:] or (-1,), fields)
         if want_F: Fs.append(free_energy(a, V, R, log_a.exp(), mu, sig2, beta_a, beta_u, fields))

@@ -55,7 +55,7 @@ def vote_histograms(
             ax.annotate(f'a = {w.a[t, k, j]:.2f}', (.97, .85), xycoords='axes fraction', ha='right', fontsize=7); ax.tick_params(labelsize=6)
             if t == 0: ax.set_title(names[j], fontsize=8)
             if j == 0: ax.set_ylabel(f'iteration {t + 1}', fontsize=7)
-    fig.supxlabel('distance of a vote from the class capsule', fontsize=8)
+    fig.supxlabel('distance of a vote from the class capsule', fontsize=8); fig.supylabel('data in a bin, children', fontsize=8)
     return fig
 
 # %% ../nbs/33_votes.ipynb #00000010
@@ -81,11 +81,12 @@ def draw_step(
     "All votes for each class after an iteration, in the plane of the classes."
     origin, plane = plane_of(w, k)
     v, m = ((p.flatten(-2) - origin)@plane for p in (w.V[k], w.mu[t, k]))
-    size = 1.2*v.flatten(0, 1).abs().quantile(.9).item()
+    means = (w.mu[:, k].flatten(-2) - origin)@plane                        # of all iterations, so that all have the same frame
+    size = 1.2*max(v.flatten(0, 1).abs().quantile(.9).item(), means.abs().max().item())
     for j, ax in enumerate(axs):
         ax.clear(); ax.scatter(*v[:, j].T, s=60*w.weight[t, k, :, j], color=palette[j % len(palette)], alpha=.6, lw=0)
         ax.plot(*m[j], 'k+', ms=9, mew=.5 + 2.5*w.a[t, k, j].item())
-        ax.set(xlim=(-size, size), ylim=(-size, size), xticks=[], yticks=[]); ax.set_title(f'{names[j]}, a = {w.a[t, k, j]:.2f}', fontsize=7)
+        ax.set(xlim=(-size, size), ylim=(-size, size), xlabel='first direction', ylabel='second'); ax.tick_params(labelsize=6); ax.xaxis.label.set_size(6); ax.yaxis.label.set_size(6); ax.set_title(f'{names[j]}, a = {w.a[t, k, j]:.2f}', fontsize=7)
 
 def step_through(
     w:Watched, k:int, names:tuple # as for `vote_histograms`

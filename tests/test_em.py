@@ -6,8 +6,8 @@ from hypothesis import given, settings, strategies as st
 from torch.distributions import Independent, Normal
 from torch.testing import assert_close
 from capsnb import mixture
-from capsnb.em import (TINY, activation, as_floor, as_schedule, cast_votes, e_step, em_routing, em_routing_ref, inverse_temperature,
-                       log_normal, m_step, share_out)
+from capsnb.em import (TINY, activation, as_floor, as_schedule, cast_votes, e_step, em_routing, em_routing_ref, free_energy, inverse_temperature,
+                       log_normal, m_step, share_out, sig2_floor)
 
 f64 = torch.float64
 
@@ -30,7 +30,7 @@ def as_fields(m, V):
 sizes = st.tuples(st.integers(1, 3), st.integers(1, 8), st.integers(1, 5), st.integers(1, 2), st.integers(1, 4))
 
 @settings(max_examples=60, deadline=None)
-@given(sizes, st.integers(1, 5), st.integers(0, 999), st.booleans(), st.sampled_from([1e-4, '10%', .5]), st.sampled_from([1., .1, inverse_temperature]), st.sampled_from([0., .1, .6]))
+@given(sizes, st.integers(1, 5), st.integers(0, 999), st.booleans(), st.sampled_from([1e-4, '10%', .5, 'auto']), st.sampled_from([1., .1, inverse_temperature]), st.sampled_from([0., .1, .6]))
 def test_is_procedure_1(size, n_iters, seed, masked, eps, lam, damping):
     a, V, ba, bu = problem(*size, seed=seed); m = mask(*size[1:3], seed) if masked else None
     want = em_routing_ref(a, V, ba, bu, lam, n_iters, m, eps, damping)
@@ -166,6 +166,38 @@ def test_with_mixing_proportions_the_mixture_energy_never_rises(i, j, seed):
         F = (r*(o.R.clamp_min(1e-300).log() - o.a.log()[:, None] - log_normal(V, o.mu, o.sig2))).sum().item()
         assert F <= last + 1e-6; last = F
 
+def energy_by_loops(a_in, V, R, a, mu, sig2, beta_a, beta_u):
+    "eq. 4 of one problem, betas by parent"
+    (I, J, C, H), total = V.shape, 0.
+    for j in range(J):
+        total += -a[j]*beta_a[j] + a[j]*math.log(a[j]) + (1 - a[j])*math.log(1 - a[j])
+        for i in range(I):
+            price = C*H*(beta_u[j] - .5 - .5*math.log(2*math.pi)) - Independent(Normal(mu[j], sig2[j].sqrt()), 2).log_prob(V[i, j])
+            total += a_in[i]*R[i, j]*(price + math.log(R[i, j]))
+    return total
+
+@settings(max_examples=15, deadline=None)
+@given(sizes, st.integers(0, 999))
+def test_free_energy_is_eq_4(size, seed):
+    b, i, j, c, h = size; a_in, V, ba, bu = problem(*size, seed=seed); g = torch.Generator().manual_seed(seed)
+    draw = lambda *s: .05 + .9*torch.rand(b, *s, generator=g, dtype=f64)
+    X = a_in, V, (3*draw(i, j)).softmax(-1), draw(j), draw(j, c, h), draw(j, c, h)
+    by_loops = lambda ba, bu: torch.stack([energy_by_loops(*(x[k] for x in X), ba, bu) for k in range(b)])
+    assert_close(free_energy(*X, ba, bu), by_loops(ba, bu))
+    assert_close(free_energy(*X, 2., .7), by_loops([2.]*j, [.7]*j)); assert_close(free_energy(*X, 2., bu[:1]), by_loops([2.]*j, bu[:1].expand(j)))
+    ba, bu = draw(j), draw(j)                                        # betas of each problem's own
+    assert_close(free_energy(*X, ba, bu), torch.stack([energy_by_loops(*(x[k] for x in X), ba[k], bu[k]) for k in range(b)]))
+
+@pytest.mark.parametrize('act', ['logistic', 'pi'])
+def test_F_is_the_free_energy_of_what_is_returned(act):
+    a, V, ba, bu = problem(); fields = torch.tensor([[0, 1, 2], [2, 3, 4]]); G = V[:, fields]
+    for t in (1, 3):
+        out = em_routing(a, V, ba, bu, .5, t, act=act, free_energy=True)
+        assert out.F.shape == (2, t); assert_close(out.F[:, -1], free_energy(a, V, *(getattr(out, k) for k in ('R', 'a', 'mu', 'sig2')), ba, bu))
+        out = em_routing(a, G, ba, bu, .5, t, fields=fields, act=act, free_energy=True)
+        want = sum(free_energy(a[:, fields[p]], G[:, p], *(getattr(out, k)[:, p] for k in ('R', 'a', 'mu', 'sig2')), ba, bu) for p in range(2))
+        assert_close(out.F[:, -1], want)
+
 def test_more_data_need_a_higher_temperature():
     "pitfall 2: the logit is linear in the data, so halving the temperature makes up for twice the children"
     a, V, _, _ = problem(b=1); one = em_routing(a, V, 0., .7, .5, 1)
@@ -181,6 +213,21 @@ def test_low_precision_inputs_and_autocast(dtype):
     with torch.autocast('cpu', dtype=torch.bfloat16): amp = em_routing(a.to(dtype), V.to(dtype), ba, bu, .5)
     assert amp.mu.dtype == torch.float32; assert_close(amp.mu, want.mu)
 
+@pytest.mark.parametrize('c, h, percent', [(4, 4, '300%'), (1, 16, '300%'), (2, 2, '100%'), (1, 1, '10%')])
+def test_auto_floor_follows_the_components(c, h, percent):
+    a, V, ba, bu = problem(c=c, h=h); m = mask(7, 3, 0); fields, G = as_fields(m, V)
+    for kw in (dict(), dict(parents=m)):
+        for got, want in zip(em_routing(a, V, ba, bu, .5, eps='auto', **kw)[:4], em_routing(a, V, ba, bu, .5, eps=percent, **kw)): assert_close(got, want)
+    for x in (em_routing(a, V, ba, bu, .5, eps='auto', parents=m), em_routing(a, G, ba[:, None], bu[:, None], .5, eps='auto', fields=fields)):
+        assert_close(x.sig2.flatten(), em_routing_ref(a, V, ba, bu, .5, parents=m, eps='auto').sig2.flatten())
+    assert as_floor('auto', c*h)[0] == max(math.sqrt(c*h) - 1, .1)
+
+def test_variances_of_half_precision_poses_do_not_overflow():
+    a, V, ba, bu = problem(dtype=torch.float32); out = em_routing(a.half(), (1e4*V).half(), ba, bu, .01, eps='auto', free_energy=True)
+    assert out.sig2.dtype == out.F.dtype == torch.float32 and out.sig2.max() > 65504 and all(o.isfinite().all() for o in out)
+    want = em_routing(a.half().float(), (1e4*V).half().float(), ba, bu, .01, eps='auto')
+    assert_close(out.sig2, want.sig2); assert out.a.dtype == out.mu.dtype == out.R.dtype == torch.float16
+
 def test_vector_poses_are_routed_as_matrices_are():
     g = torch.Generator().manual_seed(0)
     a, M, W = torch.rand(2, 6, generator=g), torch.randn(2, 6, 1, 16, generator=g), torch.randn(6, 3, 16, 16, generator=g)
@@ -192,7 +239,17 @@ a2, V2 = torch.rand(4), torch.randn(4, 3, 2, 2)
     (lambda: em_routing(a2, V2[0], 0., 0.), r'must have shapes \[\.\.\., i\] and'),
     (lambda: em_routing(a2[:3], V2, 0., 0.), r'got \(3,\) and \(4, 3, 2, 2\)'),
     (lambda: em_routing(2*a2 + 1, V2, 0., 0.), r'a must lie in \[0, 1\]'),
-    (lambda: em_routing(a2*math.nan, V2, 0., 0.), r'a must lie in \[0, 1\]'),
+    (lambda: em_routing(a2*math.nan, V2, 0., 0.), r'a must lie in \[0, 1\], got NaN$'),
+    (lambda: em_routing(2*a2 + 1, V2, 0., 0.), r'\(activations, not logits\)'),
+    (lambda: em_routing(a2, V2, math.nan, 0.), 'beta_a must be a number or one per parent, .3., got nan'),
+    (lambda: em_routing(a2, V2, torch.tensor([0., math.nan, 0.]), 0.), 'beta_a must be finite, got NaN or inf'),
+    (lambda: em_routing(a2, V2, 0., torch.tensor(math.inf)), 'beta_u must be finite, got NaN or inf'),
+    (lambda: em_routing(a2, V2, torch.zeros(2), 0.), r'beta_a must be a number or one per parent, \[3\], got torch.float32 of shape \(2,\)'),
+    (lambda: em_routing(a2, V2, 0., torch.zeros(5, 3)), r'beta_u must be .* got torch.float32 of shape \(5, 3\)'),
+    (lambda: em_routing(a2, V2, 0., torch.zeros(3).long()), r'beta_u must be .* got torch.int64 of shape \(3,\)'),
+    (lambda: em_routing(a2, V2, 0., '1'), r'beta_u must be a number or one per parent, \[3\], got 1'),
+    (lambda: em_routing(a2, V2, 0., 0., n_iters=2.), 'n_iters must be an integer >= 1, got 2.0'),
+    (lambda: as_floor('auto'), "eps='auto' depends on the number of components of a pose, n"),
     (lambda: em_routing(a2, V2/0, 0., 0.), 'V must be finite'),
     (lambda: em_routing(a2, V2.long(), 0., 0.), 'floating point, got torch.float32 and torch.int64'),
     (lambda: em_routing(a2, V2, 0., 0., n_iters=0), 'n_iters must be an integer >= 1, got 0'),
