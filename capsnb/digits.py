@@ -119,7 +119,9 @@ def load_digits_run(
 ) -> tuple: # network in evaluation mode, note of the task
     "What a run left; `ValueError` when it is not finished, or on other data."
     note = task_of(run, 'capsnb train digits')
-    if note.get('arch') not in classes or note.get('data') not in sets: raise ValueError(f"'{run}' is no run on {', '.join(sets)}: {note}")
+    if absent := [k for k in ('data', 'arch', 'limit', 'official') if k not in note]:
+        raise ValueError(f"'{run}' is no run on {', '.join(sets)}: task.json says nothing of {', '.join(absent)}")
+    if note['arch'] not in classes or note['data'] not in sets: raise ValueError(f"'{run}' is no run on {', '.join(sets)}: {note}")
     return saved_network(run, classes[note['arch']], device), note
 
 @torch.no_grad()
