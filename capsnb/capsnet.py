@@ -75,18 +75,19 @@ def _check_range(labels:Tensor, n_classes:int):
     if _may_look(labels) and labels.numel() and not (0 <= labels.min() and labels.max() < n_classes):
         raise ValueError(f"class indices must lie in [0, {n_classes}), got {labels.min().item()} to {labels.max().item()}")
 
-# %% ../nbs/24_capsnet.ipynb #00000010
-class CapsOut(NamedTuple):
-    "Class capsules."
-    a: Tensor # [b, j] lengths: the probability that each class is there
-    v: Tensor # [b, j, h] capsules
-
+# %% ../nbs/24_capsnet.ipynb #3f60b9d4
 def _check_sizes(n_classes, image_shape, channels, kernels, stride, n_types, d_inp, d_out, n_iters, decoder, recon):
     if len(image_shape) != 3: raise ValueError(f"image_shape must be (channels, rows, columns), got {image_shape!r}")
     if len(kernels) != 2: raise ValueError(f"kernels must be the sides of two kernels, got {kernels!r}")
     _check_whole(n_classes=n_classes, channels=channels, stride=stride, n_types=n_types, d_inp=d_inp, d_out=d_out, n_iters=n_iters,
                  **{f'image_shape[{k}]': v for k, v in enumerate(image_shape)}, **{f'kernels[{k}]': v for k, v in enumerate(kernels)}, **{f'decoder[{k}]': v for k, v in enumerate(decoder or ())})
     if isinstance(recon, bool) or not isinstance(recon, (int, float)) or not 0 <= recon < float('inf'): raise ValueError(f"recon must be a finite number >= 0, got {recon!r}")
+
+# %% ../nbs/24_capsnet.ipynb #00000010
+class CapsOut(NamedTuple):
+    "Class capsules."
+    a: Tensor # [b, j] lengths: the probability that each class is there
+    v: Tensor # [b, j, h] capsules
 
 class CapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'routing']):
     "Convolution, primary capsules, class capsules by dynamic routing, decoder (Sabour 2017, figs. 1 and 2)."
