@@ -64,7 +64,7 @@ def class_shares(
     "Presences of the classes; `ValueError` for labels of another form or (on the CPU) out of range."
     if labels.is_floating_point():
         if labels.ndim != 2 or labels.shape[1] != n_classes: raise ValueError(f"expected shares [b, {n_classes}], got {tuple(labels.shape)}")
-        if _may_look(labels) and not ((labels >= 0) & (labels <= 1)).all(): raise ValueError(f"shares must lie in [0, 1], got {labels.min().item()} to {labels.max().item()}")
+        if _may_look(labels) and not ((labels >= 0) & (labels <= 1 + 1e-6)).all(): raise ValueError(f"shares must lie in [0, 1], got {labels.min().item()} to {labels.max().item()}")
         return labels.float()
     if labels.ndim not in (1, 2) or labels.dtype == torch.bool or labels.ndim == 2 and not labels.shape[1]: raise ValueError(f"expected class indices [b] or [b, k], got {labels.dtype} {tuple(labels.shape)}")
     _check_range(labels, n_classes)
