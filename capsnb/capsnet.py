@@ -16,6 +16,10 @@ from .vision import HubMixin
 __all__ = ['VectorCaps', 'Decoder', 'class_shares', 'CapsOut', 'CapsNet', 'capsnet_loss']
 
 # %% ../nbs/24_capsnet.ipynb #00000006
+def _check_whole(**kw):
+    for name, v in kw.items():
+        if isinstance(v, bool) or not isinstance(v, int) or v < 1: raise ValueError(f"{name} must be an integer >= 1, got {v!r}")
+
 class VectorCaps(nn.Module):
     "A convolution read as capsules: `n_types` squashed vectors of `d_inp` numbers at every place (Sabour 2017, section 4)."
     def __init__(self,
@@ -25,6 +29,7 @@ class VectorCaps(nn.Module):
         kernel:int=9, # side of the square kernel
         stride:int=2 # step of the kernel
     ):
+        _check_whole(n_types=n_types, d_inp=d_inp, kernel=kernel, stride=stride)
         super().__init__()
         self.d_inp, self.conv = d_inp, nn.Conv2d(channels, n_types*d_inp, kernel, stride)
 
@@ -50,16 +55,33 @@ class Decoder(nn.Module):
         return self.layers((v*share[..., None]).flatten(-2)).unflatten(-1, self.image_shape)
 
 # %% ../nbs/24_capsnet.ipynb #0000000a
+def _may_look(x): return x.device.type == 'cpu' and not torch.compiler.is_compiling()     # no GPU is made to wait
+
 def class_shares(
     labels:Tensor, # integers [b] or [b, k] (k classes at once), or floating-point shares [b, n_classes]
     n_classes:int
 ) -> Tensor: # [b, n_classes] float32, how much of each class is there
-    "Presences of the classes; `ValueError` for labels of another form."
+    "Presences of the classes; `ValueError` for labels of another form or (on the CPU) out of range."
     if labels.is_floating_point():
         if labels.ndim != 2 or labels.shape[1] != n_classes: raise ValueError(f"expected shares [b, {n_classes}], got {tuple(labels.shape)}")
+        if _may_look(labels) and not ((labels >= 0) & (labels <= 1 + 1e-6)).all(): raise ValueError(f"shares must lie in [0, 1], got {labels.min().item()} to {labels.max().item()}")
         return labels.float()
-    if labels.ndim not in (1, 2) or labels.dtype == torch.bool: raise ValueError(f"expected class indices [b] or [b, k], got {labels.dtype} {tuple(labels.shape)}")
-    return F.one_hot(labels.long(), n_classes).reshape(len(labels), -1, n_classes).amax(1).float()
+    if labels.ndim not in (1, 2) or labels.dtype == torch.bool or labels.ndim == 2 and not labels.shape[1]: raise ValueError(f"expected class indices [b] or [b, k], got {labels.dtype} {tuple(labels.shape)}")
+    _check_range(labels, n_classes)
+    each = F.one_hot(labels.long(), n_classes).float()
+    return each.amax(1) if labels.ndim == 2 else each
+
+def _check_range(labels:Tensor, n_classes:int):
+    if _may_look(labels) and labels.numel() and not (0 <= labels.min() and labels.max() < n_classes):
+        raise ValueError(f"class indices must lie in [0, {n_classes}), got {labels.min().item()} to {labels.max().item()}")
+
+# %% ../nbs/24_capsnet.ipynb #3f60b9d4
+def _check_sizes(n_classes, image_shape, channels, kernels, stride, n_types, d_inp, d_out, n_iters, decoder, recon):
+    if len(image_shape) != 3: raise ValueError(f"image_shape must be (channels, rows, columns), got {image_shape!r}")
+    if len(kernels) != 2: raise ValueError(f"kernels must be the sides of two kernels, got {kernels!r}")
+    _check_whole(n_classes=n_classes, channels=channels, stride=stride, n_types=n_types, d_inp=d_inp, d_out=d_out, n_iters=n_iters,
+                 **{f'image_shape[{k}]': v for k, v in enumerate(image_shape)}, **{f'kernels[{k}]': v for k, v in enumerate(kernels)}, **{f'decoder[{k}]': v for k, v in enumerate(decoder or ())})
+    if isinstance(recon, bool) or not isinstance(recon, (int, float)) or not 0 <= recon < float('inf'): raise ValueError(f"recon must be a finite number >= 0, got {recon!r}")
 
 # %% ../nbs/24_capsnet.ipynb #00000010
 class CapsOut(NamedTuple):
@@ -76,6 +98,7 @@ class CapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'rou
         decoder:tuple|None=(512, 1024), recon:float=.0005 # hidden widths (None: no decoder); weight of the summed squared error
     ):
         super().__init__()
+        _check_sizes(n_classes, image_shape, channels, kernels, stride, n_types, d_inp, d_out, n_iters, decoder, recon)
         c, m, n = image_shape
         places = [(k - kernels[0] + 1 - kernels[1])//stride + 1 for k in (m, n)]
         if min(places) < 1 or min(m, n) < sum(kernels) - 1: raise ValueError(f"images of {m}x{n} are too small for kernels of {kernels[0]} and {kernels[1]}")
@@ -84,12 +107,24 @@ class CapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'rou
         self.W = nn.Parameter(.1*torch.randn(n_types*places[0]*places[1], n_classes, d_inp, d_out))
         self.decoder = None if decoder is None else Decoder(n_classes, d_out, image_shape, tuple(decoder))
 
-    def forward(self, images:Tensor, labels:Tensor|None=None, originals:Tensor|None=None): # see `capsnet_loss`
+    def forward(self,
+        images:Tensor, # [b, *image_shape], finite, in [0, 1] if they are to be drawn
+        labels:Tensor|None=None, originals:Tensor|None=None # see `capsnet_loss`
+    ) -> CapsOut|dict: # class capsules; with labels: loss, logits (the lengths)
+        "Class capsules of images, or the loss; `ValueError` for images of another size or integers, and (on the CPU) NaN or inf."
         if images.shape[1:] != self.image_shape: raise ValueError(f"expected images [b, {', '.join(map(str, self.image_shape))}], got {tuple(images.shape)}")
+        if not images.is_floating_point(): raise ValueError(f"expected images of a floating dtype (divide bytes by 255), got {images.dtype}")
+        if _may_look(images) and not images.isfinite().all(): raise ValueError("images must be finite, got NaN or inf")
         out = CapsOut(*route_capsules(self.primary(F.relu(self.conv(images))), self.W, self.n_iters)[:2])
         return out if labels is None else dict(loss=capsnet_loss(self, out, images, labels, originals), logits=out.a)
 
-    def draw(self, v:Tensor, of:Tensor|None=None) -> Tensor: # v [b, j, h]; of [b]: from which class; None: the longest capsule
+    def draw(self,
+        v:Tensor, # [b, j, h] class capsules
+        of:Tensor|None=None # [b]: from which class; None: the longest capsule
+    ) -> Tensor: # [b, *image_shape] in [0, 1]
+        "What the decoder makes of one capsule of each sample; `ValueError` without a decoder."
+        if self.decoder is None: raise ValueError("this network has no decoder (decoder=None) and cannot draw")
+        if v.ndim != 3 or of is not None and len(of) != len(v): raise ValueError(f"expected v [b, j, h] and of [b], got {tuple(v.shape)} and {None if of is None else tuple(of.shape)}")
         if of is None: of = v.norm(dim=-1).argmax(-1)
         return self.decoder(v, class_shares(of, v.shape[-2]).to(v.dtype))
 
@@ -100,11 +135,14 @@ def capsnet_loss(
     labels:Tensor, # integers [b] or [b, k], or shares [b, n_classes]
     originals:Tensor|None=None # [b, k, channels, rows, columns], one for each of the k labels
 ) -> Tensor: # mean over samples
-    "Margin loss, and `net.recon` times the squared error of the drawing, summed over pixels (of k drawings: their mean)."
+    "Margin loss, and `net.recon` times the squared error of the drawing, summed over pixels (of k drawings: their mean); `ValueError` for labels or originals that do not fit."
+    if not len(images): raise ValueError("expected at least one image to learn from, got an empty batch")
     share = class_shares(labels, out.a.shape[-1]).to(out.a)
     loss = margin_loss(out.a, share)
     if net.decoder is None: return loss
     if originals is None: return loss + net.recon*(net.decoder(out.v, share) - images).square().sum((1, 2, 3)).mean()
-    if labels.is_floating_point() or originals.shape[:2] != labels.shape: raise ValueError(f"expected class indices [b, k] and originals [b, k, ...], got {tuple(labels.shape)} and {tuple(originals.shape)}")
-    each = F.one_hot(labels, out.a.shape[-1]).to(out.a)                         # [b, k, j]
+    want = (*labels.shape, *net.image_shape)
+    if labels.is_floating_point() or labels.ndim != 2 or originals.shape != want:
+        raise ValueError(f"expected class indices [b, k] and originals [b, k, {', '.join(map(str, net.image_shape))}], got {labels.dtype} {tuple(labels.shape)} and {tuple(originals.shape)}")
+    each = F.one_hot(labels.long(), out.a.shape[-1]).to(out.a)                         # [b, k, j]
     return loss + net.recon*(net.decoder(out.v[:, None], each) - originals).square().sum((2, 3, 4)).mean()

@@ -76,7 +76,7 @@ def new_network(
 
 # %% ../nbs/26_digits.ipynb #00000015
 recipe = dict(epochs=20, batch_size=20, warmup=.1, momentum='notebook', mixup=0.)
-top_lr = {'capsnet': (1e-2, 2e-3), 'dstep': (1e-2, 1e-2), 'matrix-caps': (5e-2, 5e-2), 'cnn': (1e-2, 1e-2), 'baseline': (2e-3, 2e-3)}    # at 8×8, at 28×28
+top_lr = {'capsnet': (1e-2, 2e-3), 'dstep': (1e-2, 1e-2), 'matrix-caps': (5e-2, 5e-2), 'cnn': (1e-2, 2e-2), 'baseline': (2e-3, 4e-3)}    # at 8×8, at 28×28
 
 def recipe_of(
     net:str, data:str # a name of `classes`; of `sets`
@@ -119,7 +119,9 @@ def load_digits_run(
 ) -> tuple: # network in evaluation mode, note of the task
     "What a run left; `ValueError` when it is not finished, or on other data."
     note = task_of(run, 'capsnb train digits')
-    if note.get('arch') not in classes or note.get('data') not in sets: raise ValueError(f"'{run}' is no run on {', '.join(sets)}: {note}")
+    if absent := [k for k in ('data', 'arch', 'limit', 'official') if k not in note]:
+        raise ValueError(f"'{run}' is no run on {', '.join(sets)}: task.json says nothing of {', '.join(absent)}")
+    if note['arch'] not in classes or note['data'] not in sets: raise ValueError(f"'{run}' is no run on {', '.join(sets)}: {note}")
     return saved_network(run, classes[note['arch']], device), note
 
 @torch.no_grad()

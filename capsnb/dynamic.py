@@ -18,9 +18,12 @@ def squash(
     dim:int=-1 # along which a vector lies
 ) -> Tensor: # like s, of length r^2/(1 + r^2) < 1
     "Shrink vectors to a length below 1, direction kept; value and gradient at 0 are 0 (Sabour 2017, eq. 1)."
-    q = (s*s).sum(dim, keepdim=True)
+    if not s.shape[dim]: raise ValueError(f"expected vectors of at least one number, got shape {tuple(s.shape)}")
+    x = s.float() if s.dtype in (torch.float16, torch.bfloat16) else s
+    m = x.detach().abs().amax(dim, keepdim=True).clamp_min(1)
+    x = x/m; q = (x*x).sum(dim, keepdim=True)
     r = torch.where(q > 0, q.where(q > 0, 1).sqrt(), 0)
-    return s*(r/(1 + q))
+    return (x*(r/(m**-2 + q))).to(s.dtype)
 
 # %% ../nbs/02_dynamic.ipynb #00000012
 class Agreed(NamedTuple):
@@ -86,9 +89,10 @@ class _Maps:
 
 # %% ../nbs/02_dynamic.ipynb #00000024
 def _squash_back(s:Tensor, g:Tensor) -> Tensor: # gradient at s of squash(s), given that at its value
-    q = (s*s).sum(-1, keepdim=True); r = q.sqrt()
-    unit = torch.where(q > 0, s/r, 0)
-    return g*(r/(1 + q)) + unit*((unit*g).sum(-1, keepdim=True)*r*(1 - q)/(1 + q)**2)
+    m = s.abs().amax(-1, keepdim=True).clamp_min(1); x, c = s/m, m**-2           # as in `squash`
+    q = (x*x).sum(-1, keepdim=True); r = q.sqrt()
+    unit = torch.where(q > 0, x/r, 0)
+    return (g*(r/(c + q)) + unit*((unit*g).sum(-1, keepdim=True)*r*(c - q)/(c + q)**2))/m
 
 class _Agree(torch.autograd.Function):
     "Forward and backward in sums only; keeps the sums s of each iteration."
@@ -144,18 +148,21 @@ def dynamic_routing(
 ) -> Agreed: # a [..., j], v [..., j, h], and R [..., i, j] or None
     "Routing by agreement (Sabour 2017, procedure 1), in memory that does not grow with n_iters; `ValueError` for bad shapes."
     if V.ndim < 3 or not V.is_floating_point(): raise ValueError(f"expected floating-point votes [..., i, j, h], got {V.dtype} {tuple(V.shape)}")
+    if 0 in V.shape[-3:]: raise ValueError(f"expected at least one part, one whole and one number per vote, got votes {tuple(V.shape)}")
     return _routed(_Votes, n_iters, detach, return_R, V.shape[:-3], [V.reshape(-1, *V.shape[-3:])])
 
 # %% ../nbs/02_dynamic.ipynb #00000028
 def route_capsules(
-    u:Tensor, # [..., i, d] input capsules
+    u:Tensor, # [..., i, d] input capsules, floating point
     W:Tensor, # [i, j, d, h] maps from each input to each output
     n_iters:int=3, # iterations, at least 1
     detach:bool=False, # True: gradients take the routing weights as given
     return_R:bool=False # whether to return the routing weights
-) -> Agreed: # a [..., j], v [..., j, h], and R [..., i, j] or None
+) -> Agreed: # a [..., j], v [..., j, h], and R [..., i, j] or None; in the wider dtype of u and W
     "`dynamic_routing` of the votes u_i W_ij, which are never made; `ValueError` for shapes that do not fit."
     if W.ndim != 4 or u.ndim < 2 or u.shape[-2:] != W.shape[::2][:2]:
         raise ValueError(f"expected u [..., i, d] and W [i, j, d, h], got {tuple(u.shape)} and {tuple(W.shape)}")
-    if u.dtype != W.dtype: W = W.to(u.dtype)
+    if not (u.is_floating_point() and W.is_floating_point()): raise ValueError(f"expected floating-point u and W, got {u.dtype} and {W.dtype}")
+    if 0 in W.shape: raise ValueError(f"expected at least one part, one whole and one number per capsule, got W {tuple(W.shape)}")
+    u, W = (x.to(torch.promote_types(u.dtype, W.dtype)) for x in (u, W))
     return _routed(_Maps, n_iters, detach, return_R, u.shape[:-2], [u.reshape(-1, *u.shape[-2:]), W])

@@ -52,7 +52,10 @@ def read_idx(
     return parse_idx(_unpacked(path), path)
 
 def _unpacked(path:str|Path) -> bytes:
-    if not str(path).endswith('.gz'): return Path(path).read_bytes()
+    if not str(path).endswith('.gz'):
+        data = Path(path).read_bytes()
+        if data[:2] == b'\x1f\x8b': _wrong(path, 0, "two zero bytes", "1f 8b: this looks gzipped, give it a name that ends in .gz")
+        return data
     data = bytearray()
     try:
         with gzip.open(path) as f:
@@ -98,6 +101,7 @@ def read_mnist(
         if official: _check_md5(data, md5s[name][file], path)
         out.append((x, path))
     for (x, p), (y, q) in (out[:2], out[2:]): _check_pair(x, y, (p, q))
+    if out[2][0].shape[1:] != out[0][0].shape[1:]: _wrong(out[2][1], 8, f"images of {' x '.join(map(str, out[0][0].shape[1:]))} as in {out[0][1].name}", ' x '.join(map(str, out[2][0].shape[1:])))
     return {'train': (out[0][0], out[1][0]), 'test': (out[2][0], out[3][0])}
 
 # %% ../nbs/14_mnist.ipynb #00000011
@@ -128,7 +132,7 @@ def load_mnist(
     place = find_folder(name, idx_names, folder, other_folders[name], ('', '.gz'))
     parts = _from_hub(name, official) if place is None else read_mnist(place, name, official)
     x, y = parts['train']
-    if not isinstance(n_valid, int) or not 0 <= n_valid < len(x): raise ValueError(f"n_valid must be an integer from 0 to {len(x) - 1}, got {n_valid!r}")
+    if isinstance(n_valid, bool) or not isinstance(n_valid, int) or not 0 <= n_valid < len(x): raise ValueError(f"n_valid must be an integer from 0 to {len(x) - 1}, got {n_valid!r}")
     parts = {'train': (x[:len(x) - n_valid], y[:len(x) - n_valid]), **({'validation': (x[-n_valid:], y[-n_valid:])} if n_valid else {}), 'test': parts['test']}
     def part(x, y): return datasets.Dataset.from_dict({'image': x[:, None].numpy(), 'label': y.long().numpy()}, features=datasets.Features(
         image=datasets.Array3D((1, *x.shape[1:]), 'uint8'), label=datasets.ClassLabel(names=list(class_names[name])))).with_format('torch')
@@ -153,7 +157,9 @@ def place_images(
     shifts:Tensor, # [n, 2] integers: pixels down and right of the centre
     size:int # side of the canvas
 ) -> Tensor: # [n, 1, size, size], zeros where nothing was
-    "Put each image on a canvas of its own; `ValueError` if one would not fit."
+    "Put each image on a canvas of its own; `ValueError` if one would not fit, or for more than one channel."
+    if images.ndim != 4 or images.shape[1] != 1: raise ValueError(f"expected images [n, 1, rows, columns], got {tuple(images.shape)}")
+    if shifts.shape != (len(images), 2) or shifts.is_floating_point() or shifts.dtype == torch.bool: raise ValueError(f"expected integer shifts [{len(images)}, 2], got {shifts.dtype} {tuple(shifts.shape)}")
     (n, _, rows, cols), out = images.shape, images.new_zeros(len(images), 1, size, size)
     top = torch.tensor([(size - rows)//2, (size - cols)//2]) + shifts
     if n and (top.min() < 0 or (top + torch.tensor([rows, cols])).max() > size): raise ValueError(f"images of {rows}x{cols} shifted by up to {int(shifts.abs().max())} do not fit on {size}x{size}")
@@ -168,11 +174,16 @@ def overlapping_pairs(
     seed:int=0, # of partners and places
     shift:int=4, # largest shift of each, each way
     size:int=36, # side of the canvas
-    n:int|None=None # number of pairs; None: m. Pair k has image k (mod m) as its first
+    n:int|None=None # number of pairs; None: m. Pair k has image k (mod m) as its first; another n is another draw
 ) -> Pairs: # images, labels, originals
-    "Lay each image over one of another class (MultiMNIST); `ValueError` if there is no other class or no room."
+    "Lay each image over one of another class (MultiMNIST); `ValueError` if there is no other class, no room, or for pictures and labels of another kind."
     m, n = len(images), len(images) if n is None else n
-    if images.ndim != 4 or labels.shape != (m,): raise ValueError(f"expected images [m, 1, rows, columns] and labels [m], got {list(images.shape)} and {list(labels.shape)}")
+    if images.ndim != 4 or images.shape[1] != 1 or labels.shape != (m,): raise ValueError(f"expected images [m, 1, rows, columns] and labels [m], got {list(images.shape)} and {list(labels.shape)}")
+    if not images.is_floating_point(): raise ValueError(f"expected images of a floating dtype in [0, 1] (divide bytes by 255: sums of bytes wrap), got {images.dtype}")
+    if not (0 <= images.min() and images.max() <= 1): raise ValueError(f"expected images in [0, 1], got {images.min().item():g} to {images.max().item():g}")
+    if labels.is_floating_point() or labels.dtype == torch.bool: raise ValueError(f"expected integer labels, got {labels.dtype}")
+    for name, v, least in (('shift', shift, 0), ('size', size, 1), ('n', n, 1)):
+        if isinstance(v, bool) or not isinstance(v, int) or v < least: raise ValueError(f"{name} must be an integer >= {least}, got {v!r}")
     if labels.unique().numel() < 2: raise ValueError("expected images of at least two classes, got one")
     g = torch.Generator().manual_seed(seed); first = torch.arange(n) % m
     second = torch.randint(m, (n,), generator=g)

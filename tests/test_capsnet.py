@@ -6,10 +6,19 @@ from capsnb.dynamic import dynamic_routing_ref
 from capsnb.vision import n_params
 
 tiny = dict(n_classes=3, image_shape=(1, 8, 8), channels=8, kernels=(3, 3), stride=2, n_types=2, d_inp=4, d_out=5, decoder=(16, 16))
-def net(**kw): torch.manual_seed(0); return CapsNet(**{**tiny, **kw})
+def net(scale=100, **kw):
+    "With maps so large that routing and drawings show: at initialisation, lengths are below a thousandth."
+    torch.manual_seed(0); n = CapsNet(**{**tiny, **kw})
+    with torch.no_grad(): n.W.mul_(scale)
+    return n
 
 def test_published_sizes():
-    with torch.device('meta'): assert n_params(CapsNet(decoder=None)) == 6_804_224 and n_params(CapsNet()) == 8_215_568
+    with torch.device('meta'): assert n_params(CapsNet(decoder=None)) == 6_804_224 and n_params(big := CapsNet()) == 8_215_568
+    assert (big.n_iters, big.recon, big.image_shape) == (3, .0005, (1, 28, 28)) and big.W.shape == (1152, 10, 8, 16)
+    assert (big.conv.kernel_size, big.primary.conv.kernel_size, big.primary.conv.stride, big.primary.d_inp) == ((9, 9), (9, 9), (2, 2), 8)
+    assert [l.out_features for l in big.decoder.layers[::2]] == [512, 1024, 784]
+
+def test_maps_start_small(): assert net(1, n_types=30).W.std().item() == pytest.approx(.1, rel=.05)
 
 @pytest.mark.parametrize('shape', ((1, 8, 8), (2, 9, 14), (3, 11, 7)))
 def test_any_size(shape):
@@ -20,7 +29,8 @@ def test_any_size(shape):
 def test_the_class_capsules_are_those_of_the_definition():
     n = net().double(); x = torch.rand(2, 1, 8, 8, dtype=torch.float64)
     V = torch.einsum('bid,ijdh->bijh', n.primary(torch.relu(n.conv(x))), n.W)
-    assert_close(n(x).v, dynamic_routing_ref(V, 3).v)
+    assert_close(n(x).v, dynamic_routing_ref(V, 3).v); assert .02 < n(x).a.min() and n(x).a.max() < .99
+    for n_iters in (1, 2, 4): assert (n(x).v - dynamic_routing_ref(V, n_iters).v).abs().max() > 1e-3       # it shows how often it was routed
 
 def test_each_capsule_is_masked():
     d = Decoder(3, 5, (1, 4, 4), (8,)); v = torch.randn(2, 3, 5); other = v.clone(); other[:, [0, 2]] = 99.
@@ -39,6 +49,8 @@ def test_pairs_draw_each_its_own():
     want = margin_loss(out.a, class_shares(y, 3)) + sum(((n.draw(out.v, y[:, k]) - o[:, k])**2).sum() for k in (0, 1))/2/2      # mean over two samples and two drawings
     assert_close(n(x, labels=y, originals=o)['loss'], want)
     assert_close(n(x, labels=y.flip(1), originals=o.flip(1))['loss'], want)
+    assert (n(x, labels=y, originals=o.flip(1))['loss'] - want).abs() > 1e-3 and (n.draw(out.v, y[:, 0]) - n.draw(out.v, y[:, 1])).abs().max() > 1e-2
+    for dtype in (torch.int32, torch.uint8): assert_close(n(x, labels=y.to(dtype), originals=o)['loss'], want)
 
 def test_all_parameters_learn():
     n = net(); n(torch.rand(4, 1, 8, 8), labels=torch.tensor([0, 1, 2, 0]))['loss'].backward()
@@ -59,7 +71,24 @@ def test_trainer(tmp_path, mixup):
     assert metrics['steps'] == 4 and len(metrics['history']) == 2
     assert_close(CapsNet.from_pretrained(tmp_path)(data['image'][:2]).v, n(data['image'][:2]).v)
 
+def test_labels_of_every_integer_type():
+    for dtype in (torch.uint8, torch.int32, torch.int64): assert class_shares(torch.tensor([2, 0], dtype=dtype), 3).equal(torch.tensor([[0., 0, 1], [1, 0, 0]]))
+    assert class_shares(torch.zeros(0, dtype=torch.long), 3).shape == (0, 3) == class_shares(torch.zeros(0, 2, dtype=torch.long), 3).shape
+    assert net()(torch.rand(0, 1, 8, 8)).a.shape == (0, 3)
+
+x2, nan = torch.rand(2, 1, 8, 8), torch.full((2, 1, 8, 8), float('nan'))
+pairs = torch.tensor([[0, 1], [2, 0]])
 @pytest.mark.parametrize('call, what', [(lambda: CapsNet(image_shape=(1, 8, 8)), '8x8 are too small'), (lambda: net()(torch.rand(2, 1, 9, 9)), r'\(2, 1, 9, 9\)'),
-    (lambda: net()(torch.rand(2, 1, 8, 8), labels=torch.rand(2, 4)), r'\[b, 3\]'), (lambda: net()(torch.rand(2, 1, 8, 8), labels=torch.tensor([0, 1]), originals=torch.rand(2, 2, 1, 8, 8)), 'originals')])
+    (lambda: net()(x2, labels=torch.rand(2, 4)), r'\[b, 3\]'), (lambda: net()(x2, labels=torch.tensor([0, 1]), originals=torch.rand(2, 2, 1, 8, 8)), 'originals'),
+    (lambda: net()(x2, labels=torch.tensor([0, 3])), r'must lie in \[0, 3\), got 0 to 3'), (lambda: net()(x2, labels=torch.tensor([-1, 2])), 'got -1 to 2'), (lambda: net()(x2, labels=torch.tensor([[0, 5], [1, 2]])), 'got 0 to 5'),
+    (lambda: net()(x2, labels=torch.tensor([[7., 0, 0], [0, 0, 1]])), r'shares must lie in \[0, 1\], got 0.0 to 7.0'), (lambda: net()(x2, labels=torch.full((2, 3), float('nan'))), 'shares must lie'),
+    (lambda: class_shares(torch.zeros(2, 0, dtype=torch.long), 3), r'\[b, k\]'), (lambda: net()(x2, labels=pairs, originals=torch.rand(2, 2, 1, 1, 1)), r'\[b, k, 1, 8, 8\].*\(2, 2, 1, 1, 1\)'),
+    (lambda: net()(x2[:0], labels=pairs[:0, 0]), 'at least one image'), (lambda: net(decoder=None).draw(torch.rand(2, 3, 5)), 'has no decoder'),
+    (lambda: net().draw(torch.rand(4, 3, 5), torch.tensor([1])), r'\(4, 3, 5\) and \(1,\)'), (lambda: net().draw(torch.rand(3, 5)), r'\(3, 5\) and None'),
+    (lambda: net()((255*x2).to(torch.uint8)), 'divide bytes by 255'), (lambda: net()(nan), 'finite, got NaN'),
+    *((lambda kw=kw: net(**kw), what) for kw, what in ((dict(n_iters=0), 'n_iters must be an integer >= 1, got 0'), (dict(n_iters=True), 'got True'), (dict(stride=0), 'stride'), (dict(n_classes=0), 'n_classes'),
+        (dict(recon=-1), 'recon must be a finite number >= 0, got -1'), (dict(recon=float('nan')), 'recon'), (dict(image_shape=(8, 8)), r'\(channels, rows, columns\), got \(8, 8\)'), (dict(kernels=(3,)), 'two kernels'),
+        (dict(kernels=(3, 0)), r'kernels\[1\]'), (dict(decoder=(16, 0)), r'decoder\[1\]'), (dict(d_inp=2.5), 'd_inp'))),
+    (lambda: VectorCaps(3, stride=0), 'stride')])
 def test_errors(call, what):
     with pytest.raises(ValueError, match=what): call()

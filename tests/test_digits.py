@@ -128,6 +128,13 @@ def test_stopped_and_resumed_is_as_if_nothing_had_happened(net, tmp_path, monkey
     a, b = (load_digits_run(tmp_path/k, 'cpu')[0].state_dict() for k in ('whole', 'cut'))
     for k in a: assert_close(a[k], b[k], rtol=0, atol=0)
 
+@pytest.mark.parametrize('absent', ('data', 'arch', 'limit', 'official'))
+def test_a_note_without_a_key_is_refused(absent, tmp_path):
+    note = dict(data='digits', arch='cnn', limit=None, official=True); del note[absent]
+    (tmp_path/'task.json').write_text(json.dumps(note))
+    for read in (load_digits_run, eval_digits):
+        with pytest.raises(ValueError, match=f'is no run on digits, .* says nothing of {absent}'): read(tmp_path, device='cpu')
+
 def test_nothing_is_begun_with_a_bad_recipe(tmp_path):
     for kw, what in ((dict(epochs=0), 'epochs'), (dict(lr=(1., .1)), 'lr'), (dict(device='gpu'), "'gpu' is not available"), (dict(seed=-1), 'seed')):
         with pytest.raises(ValueError, match=what): train_digits('digits', 'cnn', tmp_path/'run', **{**few, **kw})

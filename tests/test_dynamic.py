@@ -44,6 +44,48 @@ def test_autocast_changes_nothing():
     with torch.autocast('cpu', dtype=torch.bfloat16): out = route_capsules(u, W)
     assert_close(out.v, route_capsules(u, W).v, rtol=0, atol=0)
 
+def test_autocast_changes_nothing_in_backward():
+    "a backward pass inside autocast, where matrix products would be taken in half precision"
+    u, W = (x.detach().float().requires_grad_() for x in maps(2)); V = votes(u, W).detach().requires_grad_()
+    for f, wrt in ((lambda: route_capsules(u, W), (u, W)), (lambda: dynamic_routing(V), (V,))):
+        want = torch.autograd.grad(f().v.square().sum(), wrt); out = f()
+        with torch.autocast('cpu', dtype=torch.bfloat16): got = torch.autograd.grad(out.v.square().sum(), wrt)
+        for x, y in zip(got, want): assert_close(x, y, rtol=0, atol=0)
+
+def test_three_iterations_are_the_default():
+    u, W = maps(2); V = votes(u, W); want = dynamic_routing_ref(V, 3).v
+    for out in (route_capsules(u, W), dynamic_routing(V), dynamic_routing_ref(V)): assert_close(out.v, want)
+    assert (want - dynamic_routing_ref(V, 2).v).abs().max() > 1e-3 < (want - dynamic_routing_ref(V, 4).v).abs().max()
+
+def test_the_wider_of_two_precisions_counts():
+    u, W = (x.detach() for x in maps(2)); f32, half = torch.float32, torch.bfloat16
+    for a, b, wide in ((f32, torch.float64, torch.float64), (half, f32, f32), (torch.float64, f32, torch.float64), (torch.float16, half, f32)):
+        out = route_capsules(u.to(a), W.to(b)); assert out.v.dtype == out.a.dtype == wide
+        assert_close(out.v, route_capsules(u.to(a).to(wide), W.to(b).to(wide)).v, rtol=0, atol=0)
+    u16, W32 = u.to(half).requires_grad_(), W.float().requires_grad_(); route_capsules(u16, W32).v.sum().backward()
+    assert u16.grad.dtype == half and W32.grad.dtype == f32
+
+def test_second_derivatives_are_refused_aloud():
+    u, W = maps(2, i=3, j=2, d=2, h=2); V = votes(u, W).detach().requires_grad_()
+    for f, x in ((lambda V: dynamic_routing(V).v.square().sum(), V), (lambda u: route_capsules(u, W.detach()).v.square().sum(), u), (lambda W: route_capsules(u.detach(), W).v.square().sum(), W)):
+        with pytest.raises(RuntimeError, match='no second derivatives .*use dynamic_routing_ref'): torch.autograd.grad(f(x), x, create_graph=True)
+        with pytest.raises(RuntimeError, match='dynamic_routing_ref'): torch.autograd.functional.hessian(f, x.detach())
+    V = V.detach()[0].requires_grad_(); assert torch.autograd.gradgradcheck(lambda V: dynamic_routing_ref(V).v, V)
+    assert torch.autograd.functional.hessian(lambda V: dynamic_routing_ref(V).v.square().sum(), V.detach()).abs().max() > 1e-3
+
+@pytest.mark.parametrize('dtype, huge', ((torch.float16, 300.), (torch.float16, 6e4), (torch.bfloat16, 1e38), (torch.float32, 1e20), (torch.float32, 1e38), (torch.float64, 1e300)))
+def test_huge_vectors(dtype, huge):
+    s = torch.tensor([.6, .8, 0.], dtype=dtype)*huge; s = s.requires_grad_(); v = squash(s); v.sum().backward()
+    assert_close(v.detach(), torch.tensor([.6, .8, 0.], dtype=dtype), atol=2e-3, rtol=2e-3); assert s.grad.isfinite().all()
+    V = (torch.tensor([[[.6, .8, 0.]]]*2, dtype=torch.float64)*min(huge, 1e30)).to(dtype).requires_grad_(); out = dynamic_routing(V); out.v.sum().backward()
+    assert out.v.isfinite().all() and V.grad.isfinite().all() and abs(out.a.item() - 1) < 1e-2
+
+def test_squash_is_its_formula_on_both_sides_of_one():
+    s = torch.logspace(-6, 6, 25, dtype=torch.float64)[:, None]*torch.tensor([.6, -.8], dtype=torch.float64); r = s.norm(dim=1, keepdim=True)
+    assert_close(squash(s), s*r/(1 + r*r)); assert_close(squash(s.T, 0), squash(s).T)
+    near = torch.tensor([[1 - 1e-4, .2], [1 + 1e-4, .2], [5., -7.]], dtype=torch.float64, requires_grad=True); assert torch.autograd.gradcheck(squash, near)
+    assert torch.autograd.gradcheck(lambda V: dynamic_routing(V).v, (3*torch.randn(4, 2, 3, dtype=torch.float64)).requires_grad_())
+
 def test_tiles_change_nothing():
     u, W = (x.detach() for x in maps(3, j=7)); v = torch.randn(3, 7, 5, dtype=u.dtype); R = torch.rand(3, 7, 6, dtype=u.dtype)
     whole, tiled = _Maps(u, W), _Maps(u, W, tile=1)
@@ -84,6 +126,10 @@ def test_order_of_parents_and_parts():
     assert_close(moved.v, out.v[q]); assert_close(moved.R, out.R[p][:, q])
 
 @pytest.mark.parametrize('call, what', [(lambda: dynamic_routing(torch.zeros(2, 2)), r'\[\.\.\., i, j, h\]'), (lambda: dynamic_routing(torch.zeros(2, 2, 2, dtype=torch.long)), 'int64'),
-    (lambda: dynamic_routing(torch.zeros(2, 2, 2), True), 'n_iters'), (lambda: dynamic_routing(torch.zeros(2, 2, 2), 2.5), '2.5'), (lambda: route_capsules(torch.zeros(3, 4), torch.zeros(3, 2, 5, 6)), r'\(3, 2, 5, 6\)')])
+    (lambda: dynamic_routing(torch.zeros(2, 2, 2), True), 'n_iters'), (lambda: dynamic_routing(torch.zeros(2, 2, 2), 2.5), '2.5'), (lambda: route_capsules(torch.zeros(3, 4), torch.zeros(3, 2, 5, 6)), r'\(3, 2, 5, 6\)'),
+    *((lambda s=s: dynamic_routing(torch.zeros(s)), 'at least one part') for s in ((2, 0, 3, 2), (2, 4, 0, 2), (2, 4, 3, 0))), *((lambda s=s: route_capsules(torch.zeros(2, s[0], s[2]), torch.zeros(s)), 'at least one part') for s in ((0, 3, 2, 2), (4, 0, 2, 2), (4, 3, 0, 2), (4, 3, 2, 0))),
+    (lambda: route_capsules(torch.ones(3, 4, dtype=torch.long), torch.zeros(3, 2, 4, 6)), 'int64 and torch.float32'), (lambda: squash(torch.zeros(3, 0)), r'\(3, 0\)')])
 def test_errors(call, what):
     with pytest.raises(ValueError, match=what): call()
+
+def test_a_batch_of_none(): assert dynamic_routing(torch.zeros(0, 4, 3, 2)).v.shape == (0, 3, 2) == route_capsules(torch.zeros(0, 4, 5), torch.zeros(4, 3, 5, 2)).v.shape

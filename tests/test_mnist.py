@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest, torch
 from hypothesis import given, settings, strategies as st
 from capsnb import mnist
-from capsnb.mnist import as_floats, format_idx, idx_names, load_mnist, overlapping_pairs, parse_idx, read_idx, read_mnist
+from capsnb.mnist import as_floats, format_idx, idx_names, load_mnist, overlapping_pairs, parse_idx, place_images, read_idx, read_mnist
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
@@ -88,18 +88,56 @@ def test_checksums_are_those_of_the_unpacked_files(folder, monkeypatch):
     for name, xy in zip(('train', 'test'), (idx_names[:2], idx_names[2:])):
         for x, file in zip(parts[name], xy): mnist._check_md5(format_idx(x), mnist.md5s['mnist'][file], file)
     assert load_mnist('mnist', folder, n_valid=0)['train'].num_rows == 40
+    for k, name in enumerate(idx_names):                               # one pixel, or one label, in each of the four
+        path = next(p for p in (folder/name, folder/f'{name}.gz') if p.exists()); whole = path.read_bytes()
+        x = read_idx(path); x.view(-1)[-1] = (x.view(-1)[-1] + 1) % 10
+        path.write_bytes(gzip.compress(format_idx(x)) if path.suffix == '.gz' else format_idx(x))
+        with pytest.raises(ValueError, match=f'{name}.*: expected MD5 {sums[k]}'): read_mnist(folder)
+        path.write_bytes(whole)
+    read_mnist(folder)
+
+def test_files_that_do_not_belong_together(folder):
+    (folder/idx_names[2]).write_bytes(format_idx(torch.zeros(10, 6, 6, dtype=torch.uint8)))
+    with pytest.raises(ValueError, match='t10k-images-idx3-ubyte byte 8: expected images of 6 x 5 as in train-images-idx3-ubyte, got 6 x 6'): read_mnist(folder, official=False)
+
+def test_a_gzipped_file_without_its_ending(folder):
+    (folder/idx_names[0]).write_bytes(gzip.compress((folder/idx_names[0]).read_bytes()))
+    with pytest.raises(ValueError, match='train-images-idx3-ubyte byte 0: expected two zero bytes, got 1f 8b: this looks gzipped'): read_mnist(folder, official=False)
+
+@pytest.mark.parametrize('n', (True, -1, 40, 2.))
+def test_validation_pictures_are_a_number(folder, n):
+    with pytest.raises(ValueError, match='n_valid must be an integer from 0 to 39'): load_mnist('fashion-mnist', folder, n_valid=n, official=False)
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(2, 12), st.integers(0, 3), st.integers(0, 10**6), st.integers(1, 30))
 def test_pairs(m, shift, seed, n):
-    images, labels = torch.rand(m, 1, 4, 3) + .01, torch.arange(m) % 3
+    images, labels = (torch.rand(m, 1, 4, 3) + .01).clamp(max=1), torch.arange(m) % 3
     p = overlapping_pairs(images, labels, seed, shift, 4 + 2*shift, n)
     assert p.images.shape == (n, 1, 4 + 2*shift, 4 + 2*shift) and (p.labels[:, 0] != p.labels[:, 1]).all() and p.images.max() <= 1
     torch.testing.assert_close(p.originals.sum(1).clamp(max=1), p.images)
     assert (p.originals > 0).sum((2, 3, 4)).eq(12).all() and p.labels[:, 0].equal(labels[torch.arange(n) % m])
     assert p.images.equal(overlapping_pairs(images, labels, seed, shift, 4 + 2*shift, n).images)
 
-@pytest.mark.parametrize('kw, what', [(dict(size=3), 'do not fit'), (dict(labels=torch.zeros(4)), 'two classes'), (dict(labels=torch.zeros(3)), r'labels \[m\]')])
+def test_each_of_a_pair_has_a_place_of_its_own():
+    p = overlapping_pairs(torch.ones(50, 1, 1, 1), torch.arange(50) % 2, seed=3, shift=2, size=5, n=5000)
+    at = p.originals.flatten(2).argmax(-1)                              # [n, 2], 25 places
+    both = torch.bincount(at[:, 0]*25 + at[:, 1], minlength=625)
+    for k in (0, 1): assert (at[:, k].bincount(minlength=25) - 200.).abs().max() < 70      # five standard deviations
+    assert (both - 8.).abs().max() < 20 and both.view(25, 25).diagonal().sum() < 300       # independent: a twenty-fifth, 200, coincide
+
+def test_a_pair_is_what_place_images_says():
+    x = torch.rand(3, 1, 4, 5) + .1; shifts = torch.tensor([[0, 0], [1, -1], [-1, 1]]); out = place_images(x, shifts, 9)
+    for k, (r, c) in enumerate(shifts.tolist()): assert out[k, :, 2 + r:6 + r, 2 + c:7 + c].equal(x[k]) and out[k].count_nonzero() == 20
+
+ok = torch.tensor([[0, 0]]*2)
+@pytest.mark.parametrize('images, shifts, what', [(torch.rand(2, 3, 4, 4), ok, r'\[n, 1, rows, columns\], got \(2, 3, 4, 4\)'), (torch.rand(2, 4, 4), ok, r'\(2, 4, 4\)'), (torch.rand(2, 1, 4, 4), ok[:1], r'shifts \[2, 2\]'),
+    (torch.rand(2, 1, 4, 4), ok.float(), 'float32'), (torch.rand(2, 1, 4, 4), ok + 3, 'do not fit')])
+def test_place_images_refuses(images, shifts, what):
+    with pytest.raises(ValueError, match=what): place_images(images, shifts, 8)
+
+@pytest.mark.parametrize('kw, what', [(dict(size=3), 'do not fit'), (dict(labels=torch.zeros(4, dtype=torch.long)), 'two classes'), (dict(labels=torch.zeros(3, dtype=torch.long)), r'labels \[m\]'), (dict(labels=torch.arange(4.)), 'integer labels, got torch.float32'),
+    (dict(images=torch.rand(4, 3, 4, 4)), r'\[m, 1, rows, columns\]'), (dict(images=torch.ones(4, 1, 4, 4, dtype=torch.uint8)), 'divide bytes by 255'), (dict(images=255*torch.ones(4, 1, 4, 4)), 'got 255 to 255'),
+    (dict(images=torch.full((4, 1, 4, 4), float('nan'))), 'got nan'), (dict(shift=-1), 'shift must be an integer >= 0, got -1'), (dict(n=0), 'n must be an integer >= 1, got 0'), (dict(n=-2), 'got -2'), (dict(size=36.), 'size must be')])
 def test_pairs_refuse(kw, what):
     with pytest.raises(ValueError, match=what): overlapping_pairs(**{**dict(images=torch.rand(4, 1, 4, 4), labels=torch.arange(4)), **kw})
 
