@@ -12,8 +12,8 @@ from .core import first_order, keep_freed_memory
 from .em import TINY, EMRouted, activation, as_damping, as_floor, as_schedule, damped, em_routing, inverse_temperature, proportions, sig2_floor
 
 # %% auto #0
-__all__ = ['pair', 'field_table', 'gather', 'route_votes', 'route_tiles', 'Caps', 'PrimaryCaps', 'ConvCaps', 'field_centres',
-           'add_coordinates', 'ClassCaps']
+__all__ = ['pair', 'field_table', 'gather', 'route_votes', 'route_tiles', 'Caps', 'PrimaryCaps', 'layer_floor', 'ConvCaps',
+           'field_centres', 'add_coordinates', 'ClassCaps']
 
 # %% ../nbs/06_layers.ipynb #00000006
 def pair(v:int|Sequence[int], # one number, or one for rows and one for columns
@@ -297,6 +297,7 @@ def route_tiles(
     lam, n_iters:int, eps, act:str, damping:float=0. # as for `em_routing`
 ) -> EMRouted: # as `route_votes`, without R
     "`route_votes`, an image and a tile of fields at a time; votes are made again in the backward pass."
+    if not len(a): return route_votes(a, mu, W, beta_a, beta_u, fields, lam, n_iters, eps, act, damping)._replace(R=None)   # no image, no tile
     out, pose, sig2 = _Tiles.apply(a, mu, W, beta_a, beta_u, fields, as_schedule(lam, n_iters), eps, act, damping)
     shape = (mu.shape[-2], W.shape[-1])
     return EMRouted(out, pose.unflatten(-1, shape), sig2.unflatten(-1, shape), None)
@@ -328,6 +329,14 @@ class PrimaryCaps(nn.Module):
         y = y.reshape(*x.shape[:-3], *y.shape[1:]).split([self.n_types, y.shape[-1] - self.n_types], -1)
         return Caps(y[0].sigmoid(), y[1].unflatten(-1, (self.n_types, *self.pose)))
 
+# %% ../nbs/06_layers.ipynb #1ae50002
+def layer_floor(
+    eps:float|str, # 'auto', or what `as_floor` reads
+    n:int # components of a parent's pose, c·h
+) -> float|str: # what `as_floor` reads
+    "Floor of a layer's variances: 'auto' is √n − 1 times the votes' spread, and at least a tenth of it."
+    return f'{100*max(n**.5 - 1, .1):.4g}%' if eps == 'auto' else eps
+
 # %% ../nbs/06_layers.ipynb #00000023
 class _Capsules(nn.Module):
     "What convolutional and class capsules share: matrices W, two betas a type, and how to route."
@@ -336,7 +345,7 @@ class _Capsules(nn.Module):
             if isinstance(v, bool) or not isinstance(v, int) or v < 1: raise ValueError(f"{name} must be an integer >= 1, got {v!r}")
         if act not in ('logistic', 'pi'): raise ValueError(f"act must be 'logistic' or 'pi', got {act!r}")
         if plan not in ('auto', 'tiles', 'votes'): raise ValueError(f"plan must be 'auto', 'tiles' or 'votes', got {plan!r}")
-        as_schedule(lam, n_iters); as_floor(eps); as_damping(damping)
+        as_schedule(lam, n_iters); as_damping(damping); eps = layer_floor(eps, d_cov*d_out); as_floor(eps)
         if len(beta_units) != 2 or not all(isinstance(u, (int, float)) and math.isfinite(u) and u for u in beta_units): raise ValueError(f"beta_units must be two numbers other than 0, got {beta_units!r}")
         self.n_inp, self.n_out, self.d_cov, self.d_inp, self.d_out = n_inp, n_out, d_cov, d_inp, d_out
         self.n_iters, self.lam, self.eps, self.act, self.plan, self.damping, self.beta_units = n_iters, lam, eps, act, plan, damping, tuple(beta_units)
@@ -373,7 +382,7 @@ class ConvCaps(_Capsules):
         d_cov:int=4, d_inp:int=4, d_out:int=4, # rows, and columns below and above, of a pose; 1, 16, 16 for vectors
         n_iters:int=3, # iterations
         lam:float|Sequence[float]|Callable[[int], float]=inverse_temperature, # inverse temperature, per iteration
-        eps:float|str=1e-4, # floor of the variances: a number, or a percentage of the votes' spread
+        eps:float|str='auto', # floor of the variances: a number, a percentage of the votes' spread, or 'auto': see `layer_floor`
         act:str='logistic', # 'logistic', or 'pi': mixing proportions
         plan:str='auto', # 'votes': all at hand; 'tiles': made when needed; 'auto': tiles, unless R is wanted
         damping:float=0., beta_units:tuple=(1., 1.) # share of the old mean in the new one; what beta_a and beta_u are multiplied by
@@ -441,7 +450,7 @@ class ClassCaps(_Capsules):
         coordinates:bool=True, # whether positions are added to the votes
         n_iters:int=3, # iterations
         lam:float|Sequence[float]|Callable[[int], float]=inverse_temperature, # inverse temperature, per iteration
-        eps:float|str=1e-4, # floor of the variances: a number, or a percentage of the votes' spread
+        eps:float|str='auto', # floor of the variances: a number, a percentage of the votes' spread, or 'auto': see `layer_floor`
         act:str='logistic', # 'logistic', or 'pi': mixing proportions
         damping:float=0., beta_units:tuple=(1., 1.) # as for `ConvCaps`
     ):

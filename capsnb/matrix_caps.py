@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import nn, Tensor
 from .em import inverse_temperature
-from .layers import Caps, ClassCaps, ConvCaps, PrimaryCaps, field_centres
+from .layers import Caps, ClassCaps, ConvCaps, PrimaryCaps, field_centres, layer_floor
 from .losses import LinearMargin, activation_cross_entropy, authors_margin, margin_loss, spread_loss
 from .vision import HubMixin
 
@@ -43,14 +43,13 @@ def routing_settings(
     n_children:int, n_types:int, # children in a parent's field; types of parents
     kind:int=0, # 0: convolutional capsules, 1: class capsules
     n_iters:int=3, # iterations
-    eps:float|str|None=None, n:int=16 # floor, None: the preset's, 'auto': (√n − 1) times the votes' spread; components of a pose
+    eps:float|str|None=None, n:int=16 # floor, None: the preset's, 'auto': see `layer_floor`; components of a pose
 ) -> dict: # lam, beta_units, eps, damping: arguments of `ConvCaps` and `ClassCaps`
     "What a preset means for one layer; `ValueError` for an unknown one."
     if preset not in presets: raise ValueError(f"preset must be one of {', '.join(map(repr, presets))}, got {preset!r}")
     p = presets[preset]
     kappa, eps = p.data*n_types/n_children if p.data else 1., p.eps if eps is None else eps
-    if eps == 'auto': eps = f'{100*max(n**.5 - 1, .1):.4g}%'
-    return dict(lam=[kappa*p.lam[kind]*inverse_temperature(t) for t in range(n_iters)], eps=eps, damping=p.damping,
+    return dict(lam=[kappa*p.lam[kind]*inverse_temperature(t) for t in range(n_iters)], eps=layer_floor(eps, n), damping=p.damping,
                 beta_units=(p.beta_units[0]/kappa, p.beta_units[1]))
 
 # %% ../nbs/24_matrix_caps.ipynb #0000000b

@@ -16,7 +16,7 @@ def draw(*shape, seed=0, dtype=f64):
 
 def layer(plan='tiles', I=2, O=3, dtype=f64, seed=0, **kw):
     torch.manual_seed(seed)
-    l = ConvCaps(I, O, d_cov=2, d_inp=3, d_out=2, plan=plan, **{'lam': .1, **kw}).to(dtype)
+    l = ConvCaps(I, O, d_cov=2, d_inp=3, d_out=2, plan=plan, **{'lam': .1, 'eps': 1e-4, **kw}).to(dtype)
     with torch.no_grad(): l.beta_a.normal_(); l.beta_u.normal_()
     return l
 
@@ -158,6 +158,28 @@ def test_an_image_is_routed_by_itself():
             for got, want in zip(l(a[k:k+1], mu[k:k+1])[:3], many): assert_close(got, want[k:k+1])
         for got, want in zip(l(a[0], mu[0])[:3], many): assert_close(got, want[0])
         for got, want in zip(l(a.view(2, 2, 5, 5, 2), mu.view(2, 2, 5, 5, 2, 2, 3))[:3], many): assert_close(got.flatten(0, 1), want)
+
+@pytest.mark.parametrize('make, n', [(lambda **kw: ConvCaps(2, 3, **kw), 16), (lambda **kw: ClassCaps(2, 3, **kw), 16), (lambda **kw: ConvCaps(2, 3, d_cov=2, d_inp=3, d_out=2, **kw), 4),
+    (lambda **kw: ClassCaps(2, 3, 1, 9, 9, **kw), 9), (lambda **kw: ConvCaps(2, 3, d_cov=1, d_inp=1, d_out=1, **kw), 1)])
+def test_the_default_floor_is_root_n_minus_1_times_the_spread_of_the_votes(make, n):
+    "and not a small number, which makes the first guess final (37_em_floor)"
+    auto, said = make(), make(eps='auto'); rel = float(auto.eps.rstrip('%'))/100
+    assert auto.eps == said.eps == f'{100*rel:.4g}%' and rel == pytest.approx(max(n**.5 - 1, .1))
+    g = torch.Generator().manual_seed(0); c, d = auto.d_cov, auto.d_inp
+    a, mu = torch.rand(2, 4, 4, 2, generator=g), torch.randn(2, 4, 4, 2, c, d, generator=g)
+    once, bare = make(n_iters=1), make(n_iters=1, eps=1e-12); bare.load_state_dict(once.state_dict())
+    s, sig2 = bare(a, mu).sig2, once(a, mu).sig2; dims = tuple(range(1, s.ndim))
+    assert_close(sig2 - s, (rel*s.mean(dims, keepdim=True)).expand_as(s), rtol=1e-3, atol=1e-5)
+
+@pytest.mark.parametrize('plan', ['auto', 'tiles', 'votes'])
+def test_an_empty_batch_gives_empty_capsules_and_gradients(plan):
+    l = layer(plan, dtype=torch.float32, padding=1, eps='auto'); top = ClassCaps(3, 4, 2, 2, 2)
+    for lead in ((0,), (0, 3), (2, 0)):
+        a, mu = (t.requires_grad_() for t in (torch.zeros(*lead, 5, 6, 2), torch.zeros(*lead, 5, 6, 2, 2, 3)))
+        out = l(a, mu); assert out.a.shape == (*lead, 5, 6, 3) and out.mu.shape == out.sig2.shape == (*lead, 5, 6, 3, 2, 2)
+        end = top(out.a, out.mu); assert end.a.shape == (*lead, 4)
+        (end.a.sum() + end.mu.sum()).backward()
+        assert a.grad.shape == a.shape and mu.grad.shape == mu.shape and all(p.grad is not None and not p.grad.any() for p in l.parameters())
 
 def test_padding_is_absence():
     "a padded layer is an unpadded one on a grid with a rim of absent capsules"
