@@ -180,18 +180,30 @@ def _e_back(V, mu, v, g_L):
     return torch.cat(g_mu)*2*v, -torch.cat(g_v)
 
 # %% ../nbs/06_layers.ipynb #00000019
-def _votes_back(V, terms, origin):
-    "terms of (A, B [p, j, c·h], U [p, j, s]) around an origin [p, j, c·h] -> gradients of x [p, c, d, s] and of W [d, j, h, s]."
-    x, W = V.x, V.W
-    A, B, U = (torch.stack([term[k] for term in terms], 3 - (k == 2)) for k in range(3))      # [p, j, c·h, 2T-1] twice, [p, j, 2T-1, s]
-    g_x, g_W = torch.empty_like(x), torch.zeros_like(W)
-    for t in V.tiles:
-        g = ((V[t] - origin[t][..., None]).mul_(B[t]@U[t])).add_(A[t]@U[t])
-        g = g.unflatten(2, (x.shape[1], W.shape[2])).transpose(1, 2).flatten(2, 3)              # [q, c, j·h, s]: sums over j·h in one go
-        for e in range(len(W)):
-            g_x[t][:, :, e] = (g*W[e].flatten(0, 1)).sum(2)
-            g_W[e] += (g*x[t][:, :, e, None]).sum((0, 1)).view_as(W[e])
-    return g_x, g_W
+_TERMS = 8   # contributions to the votes' gradient that are collected before they are added up
+
+class _VotesBack:
+    "Collects contributions (A, B [p, j, c·h], U [p, j, s]) to the gradient of votes around an origin [p, j, c·h]; gives those of x [p, c, d, s] and of W [d, j, h, s]."
+    def __init__(self, V, origin, n_terms):
+        k, (p, j) = min(n_terms, _TERMS), origin.shape[:2]
+        self.V, self.origin, self.k, self.left = V, origin, 0, n_terms
+        self.A, self.B, self.U = origin.new_empty(*origin.shape, k), origin.new_empty(*origin.shape, k), origin.new_empty(p, j, k, V.x.shape[-1])
+        self.x, self.W = torch.zeros_like(V.x), torch.zeros_like(V.W)
+
+    def add(self, A, B, U):
+        self.A[..., self.k], self.B[..., self.k], self.U[:, :, self.k] = A, B, U
+        self.k, self.left = self.k + 1, self.left - 1
+        if self.k == _TERMS or not self.left: self._sum()
+
+    def _sum(self):
+        V, x, W, A, B, U = self.V, self.V.x, self.V.W, self.A[..., :self.k], self.B[..., :self.k], self.U[:, :, :self.k]
+        for t in V.tiles:
+            g = ((V[t] - self.origin[t][..., None]).mul_(B[t]@U[t])).add_(A[t]@U[t])
+            g = g.unflatten(2, (x.shape[1], W.shape[2])).transpose(1, 2).flatten(2, 3)          # [q, c, j·h, s]: sums over j·h in one go
+            for e in range(len(W)):
+                self.x[t][:, :, e] += (g*W[e].flatten(0, 1)).sum(2)
+                self.W[e] += (g*x[t][:, :, e, None]).sum((0, 1)).view_as(W[e])
+        self.k = 0
 
 # %% ../nbs/06_layers.ipynb #0000001a
 def _switch_back(state, floor, betas, lam, act, images, last, grads):
@@ -219,8 +231,9 @@ def _floor_back(state, eps, images, g_floor):
 def _backward(V, a, betas, geo, lams, eps, act, damping, states, grads):
     "Gradients of a group's a [p, s], x, W, beta_a and beta_u, from those of its outputs."
     g_a, g_mu, g_sig2 = grads
-    floor, g_floor, g_betas, g_act, terms = _floor(states[0][1], states[0][0], eps, geo.images), 0., [0., 0.], 0., []
+    floor, g_floor, g_betas, g_act = _floor(states[0][1], states[0][0], eps, geo.images), 0., [0., 0.], 0.
     incoming, origin = (g_a, g_sig2), states[0][0]
+    votes = _VotesBack(V, origin, 2*len(lams) - 1)
     for t in reversed(range(len(lams))):
         mu, raw = states[t][0], states[t][3:] or states[t][:2]
         g_S, g_s, g_fl, *g_b = _switch_back(states[t], floor, betas, lams[t], act, geo.images, t == len(lams) - 1, incoming)
@@ -236,13 +249,13 @@ def _backward(V, a, betas, geo, lams, eps, act, damping, states, grads):
         g_mu, g_old = _damped_back(mu, raw[0], g_mu, g_s, damping)
         g_R = _m_back(V, *raw, mass, g_mu, g_s).add_(g_S[..., None])
         g_act = g_act + torch.linalg.vecdot(R, g_R, dim=1)
-        terms.append((g_mu - 2*g_s*(raw[0] - origin), 2*g_s, w))
+        votes.add(g_mu - 2*g_s*(raw[0] - origin), 2*g_s, w)
         if t == 0: break
         g_R *= a[:, None]
         g_L = g_R.sub_(_sum_by_child(torch.linalg.vecdot(R, g_R, dim=1), geo)[:, None]).mul_(R)
         g_mu, g_v = _e_back(V, mu0, v, g_L)
-        g_mu = g_mu + g_old; terms.append((2*v*(mu0 - origin), -2*v, g_L)); incoming = (g_L.sum(-1), g_v)
-    return g_act*geo.link[:, 0], *_votes_back(V, terms, origin), *g_betas
+        g_mu = g_mu + g_old; votes.add(2*v*(mu0 - origin), -2*v, g_L); incoming = (g_L.sum(-1), g_v)
+    return g_act*geo.link[:, 0], votes.x, votes.W, *g_betas
 
 # %% ../nbs/06_layers.ipynb #0000001d
 class _Tiles(torch.autograd.Function):

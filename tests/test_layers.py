@@ -3,7 +3,10 @@ import math
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 import capsnb.layers as layers
 from capsnb.em import em_routing_ref, inverse_temperature
 from capsnb.layers import ClassCaps, ConvCaps, PrimaryCaps, add_coordinates, field_centres, field_table
@@ -111,6 +114,21 @@ def test_gradcheck_class_capsules(eps):
     names = [n for n, _ in l.named_parameters()]
     f = lambda a, mu, *ps: torch.func.functional_call(l, dict(zip(names, ps)), (a, mu))[:3]
     assert torch.autograd.gradcheck(f, [t.requires_grad_() for t in (.1 + .8*a, mu, *(p.detach().clone() for p in l.parameters()))])
+
+@pytest.mark.parametrize('make', [lambda: layer('votes', K=2, I=1, O=2, eps='10%'), lambda: ClassCaps(1, 2, 2, 3, 2, eps='10%', lam=.1).double()], ids=['votes', 'classes'])
+def test_second_derivatives_where_autograd_does_the_routing(make):
+    torch.manual_seed(0); l, (a, mu) = make(), draw(1, 3, 2, 1)
+    f = lambda a, mu: l(a, mu)[:3]
+    assert torch.autograd.gradgradcheck(f, [(.1 + .8*a).requires_grad_(), mu.requires_grad_()])
+    torch.func.grad(lambda m: l(a, m).mu.square().sum())(mu.detach())
+
+@pytest.mark.parametrize('plan', ['auto', 'tiles'])
+def test_tiles_refuse_second_derivatives_and_torch_func(plan):
+    "for a plain sum too, whose incoming gradients need no gradient"
+    l, (a, mu) = layer(plan), draw(1, 4, 4, 2); mu.requires_grad_()
+    for loss in (lambda o: o.mu.square().sum(), lambda o: o.a.sum()):
+        with pytest.raises(RuntimeError, match="no second derivatives .*use plan='votes'"): torch.autograd.grad(loss(l(a, mu)), mu, create_graph=True)
+    with pytest.raises(RuntimeError, match='setup_context'): torch.func.grad(lambda m: l(a, m).a.sum())(mu.detach())
 
 def test_class_capsules_are_finite_at_the_extremes():
     a, mu = draw(2, 3, 3, 2, dtype=torch.float32)
@@ -250,8 +268,8 @@ def test_float32_is_as_exact_as_votes_and_autocast_changes_nothing(plan):
     with torch.autocast('cpu', dtype=torch.bfloat16): amp = l(a.bfloat16(), mu.bfloat16())
     assert amp.mu.dtype == torch.float32; assert_close(amp.mu, l(a.bfloat16().float(), mu.bfloat16().float()).mu)
 
-def test_memory_and_saved_state_do_not_grow_with_iterations():
-    "what autograd keeps of a tiled layer: its inputs, and means and variances of the iterations"
+def test_kept_for_the_backward_pass_is_a_gaussian_and_its_data_per_parent_and_iteration():
+    "no votes and no shares"
     a, mu = draw(2, 8, 8, 2); sizes = []
     for n_iters in (1, 8):
         out = layer('tiles', n_iters=n_iters)(a, mu.clone().requires_grad_())
@@ -260,6 +278,35 @@ def test_memory_and_saved_state_do_not_grow_with_iterations():
         sizes.append(sum(t.numel() for s in node.states for x in s for t in x))
     per_parent = 2*36*3*(2*4 + 1)                                        # mu, variance and data of 36 positions, 3 types, 2 images
     assert sizes == [per_parent, 8*per_parent] and per_parent < 2*36*18*3*4
+
+class Live(TorchDispatchMode):
+    "Counts the bytes of tensors that are alive; `most`: at the worst moment."
+    def __init__(self): super().__init__(); self.held, self.most = {}, 0
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor): s = t.untyped_storage(); self.held[s.data_ptr()] = (StorageWeakRef(s), s.nbytes())
+        self.held = {k: v for k, v in self.held.items() if not v[0].expired()}
+        self.most = max(self.most, sum(n for _, n in self.held.values()))
+        return out
+
+def test_memory_of_a_step_grows_with_iterations_by_gaussians_only():
+    "forward and backward; the places' vectors, 18 numbers a parent each, are collected eight at a time"
+    a, mu = draw(1, 8, 8, 2); most = {}; step(layer(), a, mu)
+    for n_iters in (5, 8, 16):
+        l = layer('tiles', n_iters=n_iters)
+        with Live() as live: step(l, a, mu)
+        most[n_iters] = live.most
+    gaussian, places = 8*36*3*(2*4 + 1), 8*36*3*18
+    for n, k in ((5, 8), (8, 16)): assert most[k] - most[n] <= 1.2*(k - n)*gaussian + 2000
+    assert 1.2*gaussian < places                                         # one vector over places more per iteration would be seen
+
+@pytest.mark.parametrize('damping', [0., .3])
+@pytest.mark.parametrize('terms', [1, 2, 3, 8])
+def test_contributions_to_the_gradient_may_be_added_up_a_few_at_a_time(monkeypatch, terms, damping):
+    kw, (a, mu) = dict(K=3, n_iters=4, eps='10%', damping=damping), draw(2, 5, 4, 2)
+    want = step(layer('votes', **kw), a, mu); monkeypatch.setattr(layers, '_TERMS', terms)
+    for got, w in zip(step(layer('tiles', **kw), a, mu), want): assert_close(got, w)
 
 ok = draw(2, 5, 5, 2, dtype=torch.float32)
 @pytest.mark.parametrize('call, message', [
