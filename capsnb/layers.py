@@ -12,8 +12,8 @@ from .core import first_order, keep_freed_memory
 from .em import TINY, EMRouted, activation, as_damping, as_floor, as_schedule, damped, em_routing, inverse_temperature, proportions, sig2_floor
 
 # %% auto #0
-__all__ = ['pair', 'field_table', 'gather', 'route_votes', 'route_tiles', 'Caps', 'PrimaryCaps', 'layer_floor', 'ConvCaps',
-           'field_centres', 'add_coordinates', 'ClassCaps']
+__all__ = ['pair', 'at_least_1', 'field_table', 'gather', 'route_votes', 'route_tiles', 'Caps', 'PrimaryCaps', 'layer_floor',
+           'ConvCaps', 'field_centres', 'add_coordinates', 'ClassCaps']
 
 # %% ../nbs/06_layers.ipynb #00000006
 def pair(v:int|Sequence[int], # one number, or one for rows and one for columns
@@ -24,6 +24,12 @@ def pair(v:int|Sequence[int], # one number, or one for rows and one for columns
     if len(both) != 2 or not all(isinstance(k, int) and not isinstance(k, bool) and k >= least for k in both):
         raise ValueError(f"{name} must be an integer >= {least}, or two of them, got {v!r}")
     return both
+
+def at_least_1(**sizes # by name
+):
+    "`ValueError` unless all are integers of at least 1."
+    for name, v in sizes.items():
+        if isinstance(v, bool) or not isinstance(v, int) or v < 1: raise ValueError(f"{name} must be an integer >= 1, got {v!r}")
 
 def field_table(
     size:tuple[int, int], # rows and columns of the children
@@ -322,7 +328,7 @@ class Caps(NamedTuple):
     mu: Tensor # [..., m, n, i, c, d] poses
 
 class PrimaryCaps(nn.Module):
-    "The first capsules, from the channels of a convolutional network (Hinton 2018, section 4)."
+    "The first capsules, from the channels of a convolutional network (Hinton 2018, section 4): `a, mu = PrimaryCaps(32, 8)(x)`."
     def __init__(self,
         in_channels:int, # channels of the image below
         n_types:int, # types of capsules (the paper's B)
@@ -331,6 +337,7 @@ class PrimaryCaps(nn.Module):
         bias:bool=False # whether poses and activations have a bias
     ):
         super().__init__()
+        at_least_1(in_channels=in_channels, n_types=n_types, d_cov=d_cov, d_pose=d_pose)
         self.n_types, self.pose = n_types, (d_cov, d_pose)
         self.conv = nn.Conv2d(in_channels, n_types*(d_cov*d_pose + 1), pair(K, 'K', 1), pair(stride, 'stride', 1), pair(padding, 'padding', 0), bias=bias)
 
@@ -338,6 +345,7 @@ class PrimaryCaps(nn.Module):
     ) -> Caps: # activations and poses
         "Poses are linear in the channels, activations a sigmoid."
         if x.ndim < 3 or x.shape[-3] != self.conv.in_channels: raise ValueError(f"x must have shape [..., {self.conv.in_channels}, m, n], got {tuple(x.shape)}")
+        if not x.is_floating_point(): raise ValueError(f"x must be floating point, got {x.dtype}")
         y = self.conv(x.reshape(-1, *x.shape[-3:])).movedim(1, -1)
         y = y.reshape(*x.shape[:-3], *y.shape[1:]).split([self.n_types, y.shape[-1] - self.n_types], -1)
         return Caps(y[0].sigmoid(), y[1].unflatten(-1, (self.n_types, *self.pose)))
@@ -354,8 +362,7 @@ def layer_floor(
 class _Capsules(nn.Module):
     "What convolutional and class capsules share: matrices W, two betas a type, and how to route."
     def _make(self, shape, n_inp, n_out, d_cov, d_inp, d_out, n_iters, lam, eps, act, plan, damping, beta_units):
-        for name, v in dict(n_inp=n_inp, n_out=n_out, d_cov=d_cov, d_inp=d_inp, d_out=d_out).items():
-            if isinstance(v, bool) or not isinstance(v, int) or v < 1: raise ValueError(f"{name} must be an integer >= 1, got {v!r}")
+        at_least_1(n_inp=n_inp, n_out=n_out, d_cov=d_cov, d_inp=d_inp, d_out=d_out)
         if act not in ('logistic', 'pi'): raise ValueError(f"act must be 'logistic' or 'pi', got {act!r}")
         if plan not in ('auto', 'tiles', 'votes'): raise ValueError(f"plan must be 'auto', 'tiles' or 'votes', got {plan!r}")
         as_schedule(lam, n_iters); as_damping(damping); eps = layer_floor(eps, d_cov*d_out); as_floor(eps)
@@ -376,8 +383,9 @@ class _Capsules(nn.Module):
         if not fits: raise ValueError(f"a and mu must have shapes {want}, got {tuple(a.shape)} and {tuple(mu.shape)}")
         if not (a.is_floating_point() and mu.is_floating_point()): raise ValueError(f"a and mu must be floating point, got {a.dtype} and {mu.dtype}")
         if a.device.type == 'cpu' and not torch.compiler.is_compiling():
+            for name, t in (('a', a), ('mu', mu)):
+                if not t.isfinite().all(): raise ValueError(f"{name} must be finite, got NaN or inf")
             if not ((a >= 0) & (a <= 1)).all(): raise ValueError("a must lie in [0, 1] (activations, not logits)")
-            if not mu.isfinite().all(): raise ValueError("mu must be finite, got NaN or inf")
 
     def extra_repr(self):
         lam = [round(v, 9) for v in as_schedule(self.lam, self.n_iters)]
@@ -388,7 +396,13 @@ class _Capsules(nn.Module):
 
 # %% ../nbs/06_layers.ipynb #00000024
 class ConvCaps(_Capsules):
-    "Convolutional capsules with EM routing over all parents of a child (Hinton 2018, section 4)."
+    """Convolutional capsules with EM routing over all parents of a child (Hinton 2018, section 4).
+
+    A network: `first, conv, top = PrimaryCaps(32, 8), ConvCaps(8, 16, K=3, stride=2), ClassCaps(16, 5)`, then
+
+        o = conv(*first(x))            # x [..., 32, m, n]; o.a [..., m', n', 16], o.mu [..., m', n', 16, 4, 4], ...
+        scores = top(o.a, o.mu).a      # [..., 5]
+    """
     def __init__(self,
         n_inp:int, n_out:int, # types of children and of parents
         K:int|Sequence[int]=3, stride:int|Sequence[int]=1, padding:int|Sequence[int]=0, # fields
@@ -456,7 +470,7 @@ def add_coordinates(
 
 # %% ../nbs/06_layers.ipynb #0000002d
 class ClassCaps(_Capsules):
-    "One capsule per class, with all capsules at all positions as children (Hinton 2018, section 4)."
+    "One capsule per class, with all capsules at all positions as children (Hinton 2018, section 4): `scores = ClassCaps(16, 5)(o.a, o.mu).a` of `o = conv(a, mu)`."
     def __init__(self,
         n_inp:int, n_out:int, # types of children, and classes
         d_cov:int=4, d_inp:int=4, d_out:int=4, # rows, and columns below and above, of a pose; 1, 16, 16 for vectors

@@ -91,6 +91,12 @@ def test_units_of_the_betas_are_factors():
     with torch.no_grad(): scaled.beta_a.copy_(l.beta_a/-4); scaled.beta_u.copy_(l.beta_u/.5)
     for got, want in zip(scaled(a, mu)[:3], l(a, mu)[:3]): assert_close(got, want)
 
+def test_units_of_the_betas_are_factors_in_class_capsules():
+    a, mu = draw(2, 3, 4, 2); l, scaled = (ClassCaps(2, 3, 2, 3, 2, lam=.1, eps=1e-2, **kw).double() for kw in ({}, dict(beta_units=(-4., .5))))
+    with torch.no_grad():
+        l.beta_a.normal_(); l.beta_u.normal_(); scaled.W.copy_(l.W); scaled.beta_a.copy_(l.beta_a/-4); scaled.beta_u.copy_(l.beta_u/.5)
+    for got, want in zip(scaled(a, mu)[:4], l(a, mu)): assert_close(got, want)
+
 @pytest.mark.parametrize('tile, group, hold', [(1, 0, 0), (200, 0, 0), (200, 1 << 20, 1 << 20), (1 << 20, 1 << 20, 0), (2000, 2*2600, 1 << 20)])
 @pytest.mark.parametrize('kw', [dict(eps='10%'), dict(act='pi'), dict(padding=1, damping=.2)], ids=str)
 def test_any_tiling_and_any_grouping_of_images_give_the_same(monkeypatch, tile, group, hold, kw):
@@ -254,6 +260,10 @@ def test_field_centres_are_means_of_what_is_seen():
         for c, s in zip(got.tolist(), seen):
             if 0 not in s and size - 1 not in s: assert abs(c - (min(s) + max(s) + 1)/2) < 1e-4
 
+def test_layers_chain_by_name():
+    first, conv, top = PrimaryCaps(3, 2), ConvCaps(2, 3), ClassCaps(3, 4); o = conv(*first(torch.randn(2, 3, 6, 5)))
+    assert top(o.a, o.mu).a.shape == (2, 4)
+
 def test_vector_poses():
     l = ConvCaps(2, 3, d_cov=1, d_inp=16, d_out=16); g = torch.Generator().manual_seed(0)
     out = l(torch.rand(2, 5, 5, 2, generator=g), torch.randn(2, 5, 5, 2, 1, 16, generator=g))
@@ -324,6 +334,12 @@ ok = draw(2, 5, 5, 2, dtype=torch.float32)
     (lambda: layer(I=3, dtype=torch.float32)(*ok), r'a and mu must have shapes \[\.\.\., m, n, 3\]'),
     (lambda: layer(dtype=torch.float32)(ok[0] + 1, ok[1]), r'a must lie in \[0, 1\]'),
     (lambda: layer(dtype=torch.float32)(ok[0], ok[1]/0), 'mu must be finite'),
+    (lambda: layer(dtype=torch.float32)(ok[0]*math.nan, ok[1]), 'a must be finite, got NaN or inf'),
+    (lambda: ClassCaps(2, 3, 2, 3, 2)(ok[0]*math.nan, ok[1]), 'a must be finite, got NaN or inf'),
+    (lambda: ConvCaps(2, 3, n_iters=2.), 'n_iters must be an integer >= 1, got 2.0'),
+    (lambda: PrimaryCaps(0, 2), 'in_channels must be an integer >= 1, got 0'),
+    (lambda: PrimaryCaps(3, 2.), 'n_types must be an integer >= 1, got 2.0'),
+    (lambda: PrimaryCaps(3, 2)(torch.zeros(2, 3, 5, 5, dtype=torch.uint8)), 'x must be floating point, got torch.uint8'),
     (lambda: layer('tiles', dtype=torch.float32)(*ok, return_R=True), "plan='tiles' never holds R"),
     (lambda: ClassCaps(2, 3, 2, 3, 2)(*ok, centres=(torch.zeros(5), torch.zeros(4))), 'centres must be 5 rows and 5 columns, got 5 and 4'),
     (lambda: ClassCaps(2, 3, 1, 1, 1), 'coordinates need a pose of at least 2 elements'),
