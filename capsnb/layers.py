@@ -186,7 +186,7 @@ def _e_back(V, mu, v, g_L):
     return torch.cat(g_mu)*2*v, -torch.cat(g_v)
 
 # %% ../nbs/06_layers.ipynb #00000019
-_TERMS = 8   # contributions to the votes' gradient that are collected before they are added up
+_TERMS = 9   # contributions to the votes' gradient that are collected before they are added up
 
 class _VotesBack:
     "Collects contributions (A, B [p, j, c·h], U [p, j, s]) to the gradient of votes around an origin [p, j, c·h]; gives those of x [p, c, d, s] and of W [d, j, h, s]."

@@ -301,7 +301,7 @@ class Live(TorchDispatchMode):
         return out
 
 def test_memory_of_a_step_grows_with_iterations_by_gaussians_only():
-    "forward and backward; the places' vectors, 18 numbers a parent each, are collected eight at a time"
+    "forward and backward; the places' vectors, 18 numbers a parent each, are collected nine at a time"
     a, mu = draw(1, 8, 8, 2); most = {}; step(layer(), a, mu)
     for n_iters in (5, 8, 16):
         l = layer('tiles', n_iters=n_iters)
@@ -312,7 +312,7 @@ def test_memory_of_a_step_grows_with_iterations_by_gaussians_only():
     assert 1.2*gaussian < places                                         # one vector over places more per iteration would be seen
 
 @pytest.mark.parametrize('damping', [0., .3])
-@pytest.mark.parametrize('terms', [1, 2, 3, 8])
+@pytest.mark.parametrize('terms', [1, 2, 3, 9])
 def test_contributions_to_the_gradient_may_be_added_up_a_few_at_a_time(monkeypatch, terms, damping):
     kw, (a, mu) = dict(K=3, n_iters=4, eps='10%', damping=damping), draw(2, 5, 4, 2)
     want = step(layer('votes', **kw), a, mu); monkeypatch.setattr(layers, '_TERMS', terms)
