@@ -202,7 +202,7 @@ def caps_inputs(
 ) -> tuple: # layer, activations, poses
     "A layer of convolutional capsules and random children."
     seed_everything(seed)
-    layer = ConvCaps(n_inp, n_out, 3, stride, plan=plan, n_iters=n_iters).to(device)
+    layer = ConvCaps(n_inp, n_out, 3, stride, plan=plan, n_iters=n_iters, eps=1e-4).to(device)
     return layer, torch.rand(b, grid, grid, n_inp).to(device).requires_grad_(), torch.randn(b, grid, grid, n_inp, 4, 4).to(device).requires_grad_()
 
 def caps_step(

@@ -12,8 +12,8 @@ from .core import first_order, keep_freed_memory
 from .em import TINY, EMRouted, activation, as_damping, as_floor, as_schedule, damped, em_routing, inverse_temperature, proportions, sig2_floor
 
 # %% auto #0
-__all__ = ['pair', 'field_table', 'gather', 'route_votes', 'route_tiles', 'Caps', 'PrimaryCaps', 'ConvCaps', 'field_centres',
-           'add_coordinates', 'ClassCaps']
+__all__ = ['pair', 'at_least_1', 'field_table', 'gather', 'route_votes', 'route_tiles', 'Caps', 'PrimaryCaps', 'layer_floor',
+           'ConvCaps', 'field_centres', 'add_coordinates', 'ClassCaps']
 
 # %% ../nbs/06_layers.ipynb #00000006
 def pair(v:int|Sequence[int], # one number, or one for rows and one for columns
@@ -24,6 +24,12 @@ def pair(v:int|Sequence[int], # one number, or one for rows and one for columns
     if len(both) != 2 or not all(isinstance(k, int) and not isinstance(k, bool) and k >= least for k in both):
         raise ValueError(f"{name} must be an integer >= {least}, or two of them, got {v!r}")
     return both
+
+def at_least_1(**sizes # by name
+):
+    "`ValueError` unless all are integers of at least 1."
+    for name, v in sizes.items():
+        if isinstance(v, bool) or not isinstance(v, int) or v < 1: raise ValueError(f"{name} must be an integer >= 1, got {v!r}")
 
 def field_table(
     size:tuple[int, int], # rows and columns of the children
@@ -180,18 +186,30 @@ def _e_back(V, mu, v, g_L):
     return torch.cat(g_mu)*2*v, -torch.cat(g_v)
 
 # %% ../nbs/06_layers.ipynb #00000019
-def _votes_back(V, terms, origin):
-    "terms of (A, B [p, j, c·h], U [p, j, s]) around an origin [p, j, c·h] -> gradients of x [p, c, d, s] and of W [d, j, h, s]."
-    x, W = V.x, V.W
-    A, B, U = (torch.stack([term[k] for term in terms], 3 - (k == 2)) for k in range(3))      # [p, j, c·h, 2T-1] twice, [p, j, 2T-1, s]
-    g_x, g_W = torch.empty_like(x), torch.zeros_like(W)
-    for t in V.tiles:
-        g = ((V[t] - origin[t][..., None]).mul_(B[t]@U[t])).add_(A[t]@U[t])
-        g = g.unflatten(2, (x.shape[1], W.shape[2])).transpose(1, 2).flatten(2, 3)              # [q, c, j·h, s]: sums over j·h in one go
-        for e in range(len(W)):
-            g_x[t][:, :, e] = (g*W[e].flatten(0, 1)).sum(2)
-            g_W[e] += (g*x[t][:, :, e, None]).sum((0, 1)).view_as(W[e])
-    return g_x, g_W
+_TERMS = 9   # contributions to the votes' gradient that are collected before they are added up
+
+class _VotesBack:
+    "Collects contributions (A, B [p, j, c·h], U [p, j, s]) to the gradient of votes around an origin [p, j, c·h]; gives those of x [p, c, d, s] and of W [d, j, h, s]."
+    def __init__(self, V, origin, n_terms):
+        k, (p, j) = min(n_terms, _TERMS), origin.shape[:2]
+        self.V, self.origin, self.k, self.left = V, origin, 0, n_terms
+        self.A, self.B, self.U = origin.new_empty(*origin.shape, k), origin.new_empty(*origin.shape, k), origin.new_empty(p, j, k, V.x.shape[-1])
+        self.x, self.W = torch.zeros_like(V.x), torch.zeros_like(V.W)
+
+    def add(self, A, B, U):
+        self.A[..., self.k], self.B[..., self.k], self.U[:, :, self.k] = A, B, U
+        self.k, self.left = self.k + 1, self.left - 1
+        if self.k == _TERMS or not self.left: self._sum()
+
+    def _sum(self):
+        V, x, W, A, B, U = self.V, self.V.x, self.V.W, self.A[..., :self.k], self.B[..., :self.k], self.U[:, :, :self.k]
+        for t in V.tiles:
+            g = ((V[t] - self.origin[t][..., None]).mul_(B[t]@U[t])).add_(A[t]@U[t])
+            g = g.unflatten(2, (x.shape[1], W.shape[2])).transpose(1, 2).flatten(2, 3)          # [q, c, j·h, s]: sums over j·h in one go
+            for e in range(len(W)):
+                self.x[t][:, :, e] += (g*W[e].flatten(0, 1)).sum(2)
+                self.W[e] += (g*x[t][:, :, e, None]).sum((0, 1)).view_as(W[e])
+        self.k = 0
 
 # %% ../nbs/06_layers.ipynb #0000001a
 def _switch_back(state, floor, betas, lam, act, images, last, grads):
@@ -219,8 +237,9 @@ def _floor_back(state, eps, images, g_floor):
 def _backward(V, a, betas, geo, lams, eps, act, damping, states, grads):
     "Gradients of a group's a [p, s], x, W, beta_a and beta_u, from those of its outputs."
     g_a, g_mu, g_sig2 = grads
-    floor, g_floor, g_betas, g_act, terms = _floor(states[0][1], states[0][0], eps, geo.images), 0., [0., 0.], 0., []
+    floor, g_floor, g_betas, g_act = _floor(states[0][1], states[0][0], eps, geo.images), 0., [0., 0.], 0.
     incoming, origin = (g_a, g_sig2), states[0][0]
+    votes = _VotesBack(V, origin, 2*len(lams) - 1)
     for t in reversed(range(len(lams))):
         mu, raw = states[t][0], states[t][3:] or states[t][:2]
         g_S, g_s, g_fl, *g_b = _switch_back(states[t], floor, betas, lams[t], act, geo.images, t == len(lams) - 1, incoming)
@@ -236,13 +255,13 @@ def _backward(V, a, betas, geo, lams, eps, act, damping, states, grads):
         g_mu, g_old = _damped_back(mu, raw[0], g_mu, g_s, damping)
         g_R = _m_back(V, *raw, mass, g_mu, g_s).add_(g_S[..., None])
         g_act = g_act + torch.linalg.vecdot(R, g_R, dim=1)
-        terms.append((g_mu - 2*g_s*(raw[0] - origin), 2*g_s, w))
+        votes.add(g_mu - 2*g_s*(raw[0] - origin), 2*g_s, w)
         if t == 0: break
         g_R *= a[:, None]
         g_L = g_R.sub_(_sum_by_child(torch.linalg.vecdot(R, g_R, dim=1), geo)[:, None]).mul_(R)
         g_mu, g_v = _e_back(V, mu0, v, g_L)
-        g_mu = g_mu + g_old; terms.append((2*v*(mu0 - origin), -2*v, g_L)); incoming = (g_L.sum(-1), g_v)
-    return g_act*geo.link[:, 0], *_votes_back(V, terms, origin), *g_betas
+        g_mu = g_mu + g_old; votes.add(2*v*(mu0 - origin), -2*v, g_L); incoming = (g_L.sum(-1), g_v)
+    return g_act*geo.link[:, 0], votes.x, votes.W, *g_betas
 
 # %% ../nbs/06_layers.ipynb #0000001d
 class _Tiles(torch.autograd.Function):
@@ -297,6 +316,7 @@ def route_tiles(
     lam, n_iters:int, eps, act:str, damping:float=0. # as for `em_routing`
 ) -> EMRouted: # as `route_votes`, without R
     "`route_votes`, an image and a tile of fields at a time; votes are made again in the backward pass."
+    if not len(a): return route_votes(a, mu, W, beta_a, beta_u, fields, lam, n_iters, eps, act, damping)._replace(R=None)   # no image, no tile
     out, pose, sig2 = _Tiles.apply(a, mu, W, beta_a, beta_u, fields, as_schedule(lam, n_iters), eps, act, damping)
     shape = (mu.shape[-2], W.shape[-1])
     return EMRouted(out, pose.unflatten(-1, shape), sig2.unflatten(-1, shape), None)
@@ -308,7 +328,7 @@ class Caps(NamedTuple):
     mu: Tensor # [..., m, n, i, c, d] poses
 
 class PrimaryCaps(nn.Module):
-    "The first capsules, from the channels of a convolutional network (Hinton 2018, section 4)."
+    "The first capsules, from the channels of a convolutional network (Hinton 2018, section 4): `a, mu = PrimaryCaps(32, 8)(x)`."
     def __init__(self,
         in_channels:int, # channels of the image below
         n_types:int, # types of capsules (the paper's B)
@@ -317,6 +337,7 @@ class PrimaryCaps(nn.Module):
         bias:bool=False # whether poses and activations have a bias
     ):
         super().__init__()
+        at_least_1(in_channels=in_channels, n_types=n_types, d_cov=d_cov, d_pose=d_pose)
         self.n_types, self.pose = n_types, (d_cov, d_pose)
         self.conv = nn.Conv2d(in_channels, n_types*(d_cov*d_pose + 1), pair(K, 'K', 1), pair(stride, 'stride', 1), pair(padding, 'padding', 0), bias=bias)
 
@@ -324,19 +345,27 @@ class PrimaryCaps(nn.Module):
     ) -> Caps: # activations and poses
         "Poses are linear in the channels, activations a sigmoid."
         if x.ndim < 3 or x.shape[-3] != self.conv.in_channels: raise ValueError(f"x must have shape [..., {self.conv.in_channels}, m, n], got {tuple(x.shape)}")
+        if not x.is_floating_point(): raise ValueError(f"x must be floating point, got {x.dtype}")
         y = self.conv(x.reshape(-1, *x.shape[-3:])).movedim(1, -1)
         y = y.reshape(*x.shape[:-3], *y.shape[1:]).split([self.n_types, y.shape[-1] - self.n_types], -1)
         return Caps(y[0].sigmoid(), y[1].unflatten(-1, (self.n_types, *self.pose)))
+
+# %% ../nbs/06_layers.ipynb #1ae50002
+def layer_floor(
+    eps:float|str, # 'auto', or what `as_floor` reads
+    n:int # components of a parent's pose, c·h
+) -> float|str: # what `as_floor` reads
+    "Floor of a layer's variances: 'auto' is √n − 1 times the votes' spread, and at least a tenth of it."
+    return f'{100*max(n**.5 - 1, .1):.4g}%' if eps == 'auto' else eps
 
 # %% ../nbs/06_layers.ipynb #00000023
 class _Capsules(nn.Module):
     "What convolutional and class capsules share: matrices W, two betas a type, and how to route."
     def _make(self, shape, n_inp, n_out, d_cov, d_inp, d_out, n_iters, lam, eps, act, plan, damping, beta_units):
-        for name, v in dict(n_inp=n_inp, n_out=n_out, d_cov=d_cov, d_inp=d_inp, d_out=d_out).items():
-            if isinstance(v, bool) or not isinstance(v, int) or v < 1: raise ValueError(f"{name} must be an integer >= 1, got {v!r}")
+        at_least_1(n_inp=n_inp, n_out=n_out, d_cov=d_cov, d_inp=d_inp, d_out=d_out)
         if act not in ('logistic', 'pi'): raise ValueError(f"act must be 'logistic' or 'pi', got {act!r}")
         if plan not in ('auto', 'tiles', 'votes'): raise ValueError(f"plan must be 'auto', 'tiles' or 'votes', got {plan!r}")
-        as_schedule(lam, n_iters); as_floor(eps); as_damping(damping)
+        as_schedule(lam, n_iters); as_damping(damping); eps = layer_floor(eps, d_cov*d_out); as_floor(eps)
         if len(beta_units) != 2 or not all(isinstance(u, (int, float)) and math.isfinite(u) and u for u in beta_units): raise ValueError(f"beta_units must be two numbers other than 0, got {beta_units!r}")
         self.n_inp, self.n_out, self.d_cov, self.d_inp, self.d_out = n_inp, n_out, d_cov, d_inp, d_out
         self.n_iters, self.lam, self.eps, self.act, self.plan, self.damping, self.beta_units = n_iters, lam, eps, act, plan, damping, tuple(beta_units)
@@ -354,8 +383,9 @@ class _Capsules(nn.Module):
         if not fits: raise ValueError(f"a and mu must have shapes {want}, got {tuple(a.shape)} and {tuple(mu.shape)}")
         if not (a.is_floating_point() and mu.is_floating_point()): raise ValueError(f"a and mu must be floating point, got {a.dtype} and {mu.dtype}")
         if a.device.type == 'cpu' and not torch.compiler.is_compiling():
+            for name, t in (('a', a), ('mu', mu)):
+                if not t.isfinite().all(): raise ValueError(f"{name} must be finite, got NaN or inf")
             if not ((a >= 0) & (a <= 1)).all(): raise ValueError("a must lie in [0, 1] (activations, not logits)")
-            if not mu.isfinite().all(): raise ValueError("mu must be finite, got NaN or inf")
 
     def extra_repr(self):
         lam = [round(v, 9) for v in as_schedule(self.lam, self.n_iters)]
@@ -366,14 +396,20 @@ class _Capsules(nn.Module):
 
 # %% ../nbs/06_layers.ipynb #00000024
 class ConvCaps(_Capsules):
-    "Convolutional capsules with EM routing over all parents of a child (Hinton 2018, section 4)."
+    """Convolutional capsules with EM routing over all parents of a child (Hinton 2018, section 4).
+
+    A network: `first, conv, top = PrimaryCaps(32, 8), ConvCaps(8, 16, K=3, stride=2), ClassCaps(16, 5)`, then
+
+        o = conv(*first(x))            # x [..., 32, m, n]; o.a [..., m', n', 16], o.mu [..., m', n', 16, 4, 4], ...
+        scores = top(o.a, o.mu).a      # [..., 5]
+    """
     def __init__(self,
         n_inp:int, n_out:int, # types of children and of parents
         K:int|Sequence[int]=3, stride:int|Sequence[int]=1, padding:int|Sequence[int]=0, # fields
         d_cov:int=4, d_inp:int=4, d_out:int=4, # rows, and columns below and above, of a pose; 1, 16, 16 for vectors
         n_iters:int=3, # iterations
         lam:float|Sequence[float]|Callable[[int], float]=inverse_temperature, # inverse temperature, per iteration
-        eps:float|str=1e-4, # floor of the variances: a number, or a percentage of the votes' spread
+        eps:float|str='auto', # floor of the variances: a number, a percentage of the votes' spread, or 'auto': see `layer_floor`
         act:str='logistic', # 'logistic', or 'pi': mixing proportions
         plan:str='auto', # 'votes': all at hand; 'tiles': made when needed; 'auto': tiles, unless R is wanted
         damping:float=0., beta_units:tuple=(1., 1.) # share of the old mean in the new one; what beta_a and beta_u are multiplied by
@@ -434,14 +470,14 @@ def add_coordinates(
 
 # %% ../nbs/06_layers.ipynb #0000002d
 class ClassCaps(_Capsules):
-    "One capsule per class, with all capsules at all positions as children (Hinton 2018, section 4)."
+    "One capsule per class, with all capsules at all positions as children (Hinton 2018, section 4): `scores = ClassCaps(16, 5)(o.a, o.mu).a` of `o = conv(a, mu)`."
     def __init__(self,
         n_inp:int, n_out:int, # types of children, and classes
         d_cov:int=4, d_inp:int=4, d_out:int=4, # rows, and columns below and above, of a pose; 1, 16, 16 for vectors
         coordinates:bool=True, # whether positions are added to the votes
         n_iters:int=3, # iterations
         lam:float|Sequence[float]|Callable[[int], float]=inverse_temperature, # inverse temperature, per iteration
-        eps:float|str=1e-4, # floor of the variances: a number, or a percentage of the votes' spread
+        eps:float|str='auto', # floor of the variances: a number, a percentage of the votes' spread, or 'auto': see `layer_floor`
         act:str='logistic', # 'logistic', or 'pi': mixing proportions
         damping:float=0., beta_units:tuple=(1., 1.) # as for `ConvCaps`
     ):

@@ -15,13 +15,17 @@ __all__ = ['as_distribution', 'reduced', 'spread_loss', 'LinearMargin', 'authors
 # %% ../nbs/07_losses.ipynb #00000005
 def as_distribution(
     a:Tensor, # [..., k] activations of the classes
-    target:Tensor # [...] class indices (integers), or [..., k] weights of the classes (floating point)
+    target:Tensor, # [...] class indices (integers), or [..., k] weights of the classes (floating point)
+    sums_to_1:bool=True # whether soft weights must
 ) -> Tensor: # [..., k] weights of the classes, in the dtype of a
     "One-hot weights for hard targets, soft targets as they are; `ValueError` if they do not fit."
     k = a.shape[-1] if a.ndim else 0
     if not a.is_floating_point() or k < 1: raise ValueError(f"a must be floating point, of shape [..., k], got {a.dtype} of shape {tuple(a.shape)}")
     if target.is_floating_point():
         if target.shape != a.shape: raise ValueError(f"soft targets must have the shape of a, {tuple(a.shape)}, got {tuple(target.shape)}")
+        if target.device.type == 'cpu' and not ((target >= 0) & (target <= 1)).all(): raise ValueError("soft targets must lie in [0, 1]")
+        off = (target.sum(-1) - 1).abs() if sums_to_1 and target.device.type == 'cpu' else target.new_zeros(1)
+        if (off > 8*k*torch.finfo(target.dtype).eps).any(): raise ValueError(f"soft targets must sum to 1, got one that is off by {off.max().item():.3g}")
         return target.to(a.dtype)
     if target.dtype == torch.bool or target.shape != a.shape[:-1]:
         raise ValueError(f"hard targets must be integers of shape {tuple(a.shape[:-1])}, got {target.dtype} of shape {tuple(target.shape)}")
@@ -87,7 +91,7 @@ def margin_loss(
 ) -> Tensor: # a number, or [...] without reduction
     "Each class for itself: present ones above, absent ones below a margin (Sabour 2017, eq. 4)."
     if not 0 <= below <= above <= 1: raise ValueError(f"margins must be 0 <= below <= above <= 1, got below={below!r}, above={above!r}")
-    T = as_distribution(a, target)
+    T = as_distribution(a, target, sums_to_1=False)
     there, not_there = (above - a).clamp_min(0).square(), (a - below).clamp_min(0).square()
     return reduced((T*there + absent*(1 - T)*not_there).sum(-1), reduction)
 

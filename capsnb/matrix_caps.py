@@ -8,8 +8,8 @@ import math
 from typing import NamedTuple
 import torch.nn.functional as F
 from torch import nn, Tensor
-from .em import inverse_temperature
-from .layers import Caps, ClassCaps, ConvCaps, PrimaryCaps, field_centres
+from .em import as_schedule, inverse_temperature
+from .layers import Caps, ClassCaps, ConvCaps, PrimaryCaps, at_least_1, field_centres, layer_floor
 from .losses import LinearMargin, activation_cross_entropy, authors_margin, margin_loss, spread_loss
 from .vision import HubMixin
 
@@ -43,14 +43,13 @@ def routing_settings(
     n_children:int, n_types:int, # children in a parent's field; types of parents
     kind:int=0, # 0: convolutional capsules, 1: class capsules
     n_iters:int=3, # iterations
-    eps:float|str|None=None, n:int=16 # floor, None: the preset's, 'auto': (√n − 1) times the votes' spread; components of a pose
+    eps:float|str|None=None, n:int=16 # floor, None: the preset's, 'auto': see `layer_floor`; components of a pose
 ) -> dict: # lam, beta_units, eps, damping: arguments of `ConvCaps` and `ClassCaps`
     "What a preset means for one layer; `ValueError` for an unknown one."
     if preset not in presets: raise ValueError(f"preset must be one of {', '.join(map(repr, presets))}, got {preset!r}")
     p = presets[preset]
     kappa, eps = p.data*n_types/n_children if p.data else 1., p.eps if eps is None else eps
-    if eps == 'auto': eps = f'{100*max(n**.5 - 1, .1):.4g}%'
-    return dict(lam=[kappa*p.lam[kind]*inverse_temperature(t) for t in range(n_iters)], eps=eps, damping=p.damping,
+    return dict(lam=[kappa*p.lam[kind]*v for v in as_schedule(inverse_temperature, n_iters)], eps=layer_floor(eps, n), damping=p.damping,
                 beta_units=(p.beta_units[0]/kappa, p.beta_units[1]))
 
 # %% ../nbs/24_matrix_caps.ipynb #0000000b
@@ -103,6 +102,7 @@ class MatrixCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules'
         super().__init__()
         if pose not in ('matrix', 'vector'): raise ValueError(f"pose must be 'matrix' or 'vector', got {pose!r}")
         if loss not in losses: raise ValueError(f"loss must be one of {', '.join(map(repr, losses))}, got {loss!r}")
+        at_least_1(A=A, B=B, C=C, D=D, E=E, K=K, P=P, in_channels=in_channels, size=size)
         c, d = (P, P) if pose == 'matrix' else (1, P*P)
         self.loss, self.margin, self.schedule, self.layers = loss, .2, presets.get(preset, Preset()).margin, [(5, 2, 0), (1, 1, 0), (K, 2, 0), (K, 1, 0)]
         how = lambda n, o, kind: dict(d_cov=c, d_inp=d, d_out=d, act=act, n_iters=n_iters, **routing_settings(preset, n, o, kind, n_iters, eps, P*P))
@@ -114,12 +114,16 @@ class MatrixCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules'
 
     def below(self, images:Tensor) -> Caps: # images [b, channels, m, n]; the capsules below the classes
         if images.ndim != 4 or images.shape[1] != self.conv.in_channels: raise ValueError(f"expected images [b, {self.conv.in_channels}, m, n], got shape {tuple(images.shape)}")
+        if not images.is_floating_point(): raise ValueError(f"images must be floating point, got {images.dtype}")
         caps_places(images.shape[-2:], self.layers)
         x = self.primary(F.relu(self.conv(images)))
         for layer in self.caps: x = layer(x[0], x[1])
         return Caps(x[0], x[1])
 
-    def forward(self, images:Tensor, labels:Tensor|None=None): # images [b, channels, m, n]; labels [b], or [b, n_classes] for soft ones
+    def forward(self,
+        images:Tensor, labels:Tensor|None=None # images [b, channels, m, n]; labels [b], or [b, n_classes] for soft ones
+    ): # without labels `EMRouted`, a [b, n_classes]; with labels dict(loss=, logits=), logits are activations; `ValueError` if the images do not fit
+        "The class capsules of images, or their loss."
         x = self.below(images)
         out = self.classes(*x, centres_of(self.layers, images, x))
         return out if labels is None else dict(loss=class_loss(out.a, labels, self.loss, self.margin), logits=out.a)

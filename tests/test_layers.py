@@ -3,7 +3,10 @@ import math
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 import capsnb.layers as layers
 from capsnb.em import em_routing_ref, inverse_temperature
 from capsnb.layers import ClassCaps, ConvCaps, PrimaryCaps, add_coordinates, field_centres, field_table
@@ -16,7 +19,7 @@ def draw(*shape, seed=0, dtype=f64):
 
 def layer(plan='tiles', I=2, O=3, dtype=f64, seed=0, **kw):
     torch.manual_seed(seed)
-    l = ConvCaps(I, O, d_cov=2, d_inp=3, d_out=2, plan=plan, **{'lam': .1, **kw}).to(dtype)
+    l = ConvCaps(I, O, d_cov=2, d_inp=3, d_out=2, plan=plan, **{'lam': .1, 'eps': 1e-4, **kw}).to(dtype)
     with torch.no_grad(): l.beta_a.normal_(); l.beta_u.normal_()
     return l
 
@@ -88,6 +91,12 @@ def test_units_of_the_betas_are_factors():
     with torch.no_grad(): scaled.beta_a.copy_(l.beta_a/-4); scaled.beta_u.copy_(l.beta_u/.5)
     for got, want in zip(scaled(a, mu)[:3], l(a, mu)[:3]): assert_close(got, want)
 
+def test_units_of_the_betas_are_factors_in_class_capsules():
+    a, mu = draw(2, 3, 4, 2); l, scaled = (ClassCaps(2, 3, 2, 3, 2, lam=.1, eps=1e-2, **kw).double() for kw in ({}, dict(beta_units=(-4., .5))))
+    with torch.no_grad():
+        l.beta_a.normal_(); l.beta_u.normal_(); scaled.W.copy_(l.W); scaled.beta_a.copy_(l.beta_a/-4); scaled.beta_u.copy_(l.beta_u/.5)
+    for got, want in zip(scaled(a, mu)[:4], l(a, mu)): assert_close(got, want)
+
 @pytest.mark.parametrize('tile, group, hold', [(1, 0, 0), (200, 0, 0), (200, 1 << 20, 1 << 20), (1 << 20, 1 << 20, 0), (2000, 2*2600, 1 << 20)])
 @pytest.mark.parametrize('kw', [dict(eps='10%'), dict(act='pi'), dict(padding=1, damping=.2)], ids=str)
 def test_any_tiling_and_any_grouping_of_images_give_the_same(monkeypatch, tile, group, hold, kw):
@@ -111,6 +120,21 @@ def test_gradcheck_class_capsules(eps):
     names = [n for n, _ in l.named_parameters()]
     f = lambda a, mu, *ps: torch.func.functional_call(l, dict(zip(names, ps)), (a, mu))[:3]
     assert torch.autograd.gradcheck(f, [t.requires_grad_() for t in (.1 + .8*a, mu, *(p.detach().clone() for p in l.parameters()))])
+
+@pytest.mark.parametrize('make', [lambda: layer('votes', K=2, I=1, O=2, eps='10%'), lambda: ClassCaps(1, 2, 2, 3, 2, eps='10%', lam=.1).double()], ids=['votes', 'classes'])
+def test_second_derivatives_where_autograd_does_the_routing(make):
+    torch.manual_seed(0); l, (a, mu) = make(), draw(1, 3, 2, 1)
+    f = lambda a, mu: l(a, mu)[:3]
+    assert torch.autograd.gradgradcheck(f, [(.1 + .8*a).requires_grad_(), mu.requires_grad_()])
+    torch.func.grad(lambda m: l(a, m).mu.square().sum())(mu.detach())
+
+@pytest.mark.parametrize('plan', ['auto', 'tiles'])
+def test_tiles_refuse_second_derivatives_and_torch_func(plan):
+    "for a plain sum too, whose incoming gradients need no gradient"
+    l, (a, mu) = layer(plan), draw(1, 4, 4, 2); mu.requires_grad_()
+    for loss in (lambda o: o.mu.square().sum(), lambda o: o.a.sum()):
+        with pytest.raises(RuntimeError, match="no second derivatives .*use plan='votes'"): torch.autograd.grad(loss(l(a, mu)), mu, create_graph=True)
+    with pytest.raises(RuntimeError, match='setup_context'): torch.func.grad(lambda m: l(a, m).a.sum())(mu.detach())
 
 def test_class_capsules_are_finite_at_the_extremes():
     a, mu = draw(2, 3, 3, 2, dtype=torch.float32)
@@ -158,6 +182,28 @@ def test_an_image_is_routed_by_itself():
             for got, want in zip(l(a[k:k+1], mu[k:k+1])[:3], many): assert_close(got, want[k:k+1])
         for got, want in zip(l(a[0], mu[0])[:3], many): assert_close(got, want[0])
         for got, want in zip(l(a.view(2, 2, 5, 5, 2), mu.view(2, 2, 5, 5, 2, 2, 3))[:3], many): assert_close(got.flatten(0, 1), want)
+
+@pytest.mark.parametrize('make, n', [(lambda **kw: ConvCaps(2, 3, **kw), 16), (lambda **kw: ClassCaps(2, 3, **kw), 16), (lambda **kw: ConvCaps(2, 3, d_cov=2, d_inp=3, d_out=2, **kw), 4),
+    (lambda **kw: ClassCaps(2, 3, 1, 9, 9, **kw), 9), (lambda **kw: ConvCaps(2, 3, d_cov=1, d_inp=1, d_out=1, **kw), 1)])
+def test_the_default_floor_is_root_n_minus_1_times_the_spread_of_the_votes(make, n):
+    "and not a small number, which makes the first guess final (37_em_floor)"
+    auto, said = make(), make(eps='auto'); rel = float(auto.eps.rstrip('%'))/100
+    assert auto.eps == said.eps == f'{100*rel:.4g}%' and rel == pytest.approx(max(n**.5 - 1, .1))
+    g = torch.Generator().manual_seed(0); c, d = auto.d_cov, auto.d_inp
+    a, mu = torch.rand(2, 4, 4, 2, generator=g), torch.randn(2, 4, 4, 2, c, d, generator=g)
+    once, bare = make(n_iters=1), make(n_iters=1, eps=1e-12); bare.load_state_dict(once.state_dict())
+    s, sig2 = bare(a, mu).sig2, once(a, mu).sig2; dims = tuple(range(1, s.ndim))
+    assert_close(sig2 - s, (rel*s.mean(dims, keepdim=True)).expand_as(s), rtol=1e-3, atol=1e-5)
+
+@pytest.mark.parametrize('plan', ['auto', 'tiles', 'votes'])
+def test_an_empty_batch_gives_empty_capsules_and_gradients(plan):
+    l = layer(plan, dtype=torch.float32, padding=1, eps='auto'); top = ClassCaps(3, 4, 2, 2, 2)
+    for lead in ((0,), (0, 3), (2, 0)):
+        a, mu = (t.requires_grad_() for t in (torch.zeros(*lead, 5, 6, 2), torch.zeros(*lead, 5, 6, 2, 2, 3)))
+        out = l(a, mu); assert out.a.shape == (*lead, 5, 6, 3) and out.mu.shape == out.sig2.shape == (*lead, 5, 6, 3, 2, 2)
+        end = top(out.a, out.mu); assert end.a.shape == (*lead, 4)
+        (end.a.sum() + end.mu.sum()).backward()
+        assert a.grad.shape == a.shape and mu.grad.shape == mu.shape and all(p.grad is not None and not p.grad.any() for p in l.parameters())
 
 def test_padding_is_absence():
     "a padded layer is an unpadded one on a grid with a rim of absent capsules"
@@ -214,6 +260,10 @@ def test_field_centres_are_means_of_what_is_seen():
         for c, s in zip(got.tolist(), seen):
             if 0 not in s and size - 1 not in s: assert abs(c - (min(s) + max(s) + 1)/2) < 1e-4
 
+def test_layers_chain_by_name():
+    first, conv, top = PrimaryCaps(3, 2), ConvCaps(2, 3), ClassCaps(3, 4); o = conv(*first(torch.randn(2, 3, 6, 5)))
+    assert top(o.a, o.mu).a.shape == (2, 4)
+
 def test_vector_poses():
     l = ConvCaps(2, 3, d_cov=1, d_inp=16, d_out=16); g = torch.Generator().manual_seed(0)
     out = l(torch.rand(2, 5, 5, 2, generator=g), torch.randn(2, 5, 5, 2, 1, 16, generator=g))
@@ -228,8 +278,8 @@ def test_float32_is_as_exact_as_votes_and_autocast_changes_nothing(plan):
     with torch.autocast('cpu', dtype=torch.bfloat16): amp = l(a.bfloat16(), mu.bfloat16())
     assert amp.mu.dtype == torch.float32; assert_close(amp.mu, l(a.bfloat16().float(), mu.bfloat16().float()).mu)
 
-def test_memory_and_saved_state_do_not_grow_with_iterations():
-    "what autograd keeps of a tiled layer: its inputs, and means and variances of the iterations"
+def test_kept_for_the_backward_pass_is_a_gaussian_and_its_data_per_parent_and_iteration():
+    "no votes and no shares"
     a, mu = draw(2, 8, 8, 2); sizes = []
     for n_iters in (1, 8):
         out = layer('tiles', n_iters=n_iters)(a, mu.clone().requires_grad_())
@@ -238,6 +288,35 @@ def test_memory_and_saved_state_do_not_grow_with_iterations():
         sizes.append(sum(t.numel() for s in node.states for x in s for t in x))
     per_parent = 2*36*3*(2*4 + 1)                                        # mu, variance and data of 36 positions, 3 types, 2 images
     assert sizes == [per_parent, 8*per_parent] and per_parent < 2*36*18*3*4
+
+class Live(TorchDispatchMode):
+    "Counts the bytes of tensors that are alive; `most`: at the worst moment."
+    def __init__(self): super().__init__(); self.held, self.most = {}, 0
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor): s = t.untyped_storage(); self.held[s.data_ptr()] = (StorageWeakRef(s), s.nbytes())
+        self.held = {k: v for k, v in self.held.items() if not v[0].expired()}
+        self.most = max(self.most, sum(n for _, n in self.held.values()))
+        return out
+
+def test_memory_of_a_step_grows_with_iterations_by_gaussians_only():
+    "forward and backward; the places' vectors, 18 numbers a parent each, are collected nine at a time"
+    a, mu = draw(1, 8, 8, 2); most = {}; step(layer(), a, mu)
+    for n_iters in (6, 8, 16):
+        l = layer('tiles', n_iters=n_iters)
+        with Live() as live: step(l, a, mu)
+        most[n_iters] = live.most
+    gaussian, places = 8*36*3*(2*4 + 1), 8*36*3*18
+    for n, k in ((6, 8), (8, 16)): assert most[k] - most[n] <= 1.2*(k - n)*gaussian + 2000
+    assert 1.2*gaussian < places                                         # one vector over places more per iteration would be seen
+
+@pytest.mark.parametrize('damping', [0., .3])
+@pytest.mark.parametrize('terms', [1, 2, 3, 9])
+def test_contributions_to_the_gradient_may_be_added_up_a_few_at_a_time(monkeypatch, terms, damping):
+    kw, (a, mu) = dict(K=3, n_iters=4, eps='10%', damping=damping), draw(2, 5, 4, 2)
+    want = step(layer('votes', **kw), a, mu); monkeypatch.setattr(layers, '_TERMS', terms)
+    for got, w in zip(step(layer('tiles', **kw), a, mu), want): assert_close(got, w)
 
 ok = draw(2, 5, 5, 2, dtype=torch.float32)
 @pytest.mark.parametrize('call, message', [
@@ -255,6 +334,12 @@ ok = draw(2, 5, 5, 2, dtype=torch.float32)
     (lambda: layer(I=3, dtype=torch.float32)(*ok), r'a and mu must have shapes \[\.\.\., m, n, 3\]'),
     (lambda: layer(dtype=torch.float32)(ok[0] + 1, ok[1]), r'a must lie in \[0, 1\]'),
     (lambda: layer(dtype=torch.float32)(ok[0], ok[1]/0), 'mu must be finite'),
+    (lambda: layer(dtype=torch.float32)(ok[0]*math.nan, ok[1]), 'a must be finite, got NaN or inf'),
+    (lambda: ClassCaps(2, 3, 2, 3, 2)(ok[0]*math.nan, ok[1]), 'a must be finite, got NaN or inf'),
+    (lambda: ConvCaps(2, 3, n_iters=2.), 'n_iters must be an integer >= 1, got 2.0'),
+    (lambda: PrimaryCaps(0, 2), 'in_channels must be an integer >= 1, got 0'),
+    (lambda: PrimaryCaps(3, 2.), 'n_types must be an integer >= 1, got 2.0'),
+    (lambda: PrimaryCaps(3, 2)(torch.zeros(2, 3, 5, 5, dtype=torch.uint8)), 'x must be floating point, got torch.uint8'),
     (lambda: layer('tiles', dtype=torch.float32)(*ok, return_R=True), "plan='tiles' never holds R"),
     (lambda: ClassCaps(2, 3, 2, 3, 2)(*ok, centres=(torch.zeros(5), torch.zeros(4))), 'centres must be 5 rows and 5 columns, got 5 and 4'),
     (lambda: ClassCaps(2, 3, 1, 1, 1), 'coordinates need a pose of at least 2 elements'),

@@ -40,6 +40,16 @@ def test_any_leading_dimensions_and_reductions(f):
     assert_close(f(a, t), each.mean()); assert_close(f(a, t, reduction='sum'), each.sum())
     assert_close(f(a, t.int()), each.mean()); assert f(a.float(), t).dtype == torch.float32
 
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize('f', all_losses)
+def test_smoothed_and_mixed_targets_sum_to_1_as_well_as_their_dtype_can(f, dtype):
+    a, t = draw(50, 10, 0); one = torch.nn.functional.one_hot(t, 10).to(dtype)
+    for p in (.9*one + .01, .37*one + .63*one.flip(0), one): assert f(a, p).isfinite()
+    assert f(a[:0], one[:0], reduction='sum') == 0
+
+def test_presences_need_not_sum_to_1():
+    a, _ = draw(3, 4, 0); assert margin_loss(a, torch.ones(3, 4)).isfinite() and margin_loss(a, torch.zeros(3, 4)).isfinite()
+
 def test_spread_loss_depends_on_gaps_only():
     a, t = draw(5, 4, 2); assert_close(spread_loss(a, t, .5), spread_loss(a + .1, t, .5))
 
@@ -54,6 +64,11 @@ a, t = draw(3, 4, 0)
     (lambda: spread_loss(a, t.bool()), 'hard targets must be integers'),
     (lambda: spread_loss(a, t - 4), r'must lie in \[0, 4\), got -'),
     (lambda: spread_loss(a.long(), t), 'a must be floating point'),
+    (lambda: spread_loss(a[:, :2], torch.tensor([[-1., 2.]]*3)), r'soft targets must lie in \[0, 1\]'),
+    (lambda: margin_loss(a, -a), r'soft targets must lie in \[0, 1\]'),
+    (lambda: spread_loss(a, torch.full((3, 4), .3)), 'soft targets must sum to 1, got one that is off by 0.2'),
+    (lambda: activation_cross_entropy(a, a*math.nan), r'soft targets must lie in \[0, 1\]'),
+    (lambda: activation_cross_entropy(a, torch.full((3, 4), .24)), 'soft targets must sum to 1'),
     (lambda: spread_loss(a, t, 0), r'margin must lie in \(0, 1\], got 0'),
     (lambda: spread_loss(a, t, reduction='max'), "reduction must be 'mean', 'sum' or 'none', got 'max'"),
     (lambda: margin_loss(a, t, above=.1, below=.9), 'margins must be 0 <= below <= above <= 1'),

@@ -1,9 +1,9 @@
 """The network of matrix capsules: its size, its set-ups, its training, and the pitfalls of other implementations, each by name."""
-import os, signal
+import math, os, signal
 import pytest
 import torch
 from torch.testing import assert_close
-from capsnb.layers import ClassCaps
+from capsnb.layers import ClassCaps, ConvCaps
 from capsnb.matrix_caps import MatrixCapsNet, presets, routing_settings, start_weights
 from capsnb.objects import PairCrops, PairDeck, collator_of, new_network, open_objects, recipe_of, standardised, train_objects
 from capsnb.train import fit_decks
@@ -31,6 +31,11 @@ def test_values_and_gradients_are_finite_and_reach_every_parameter(preset):
     assert out['loss'].isfinite() and all(p.grad.isfinite().all() for p in n.parameters())
     assert all(p.grad.abs().max() > 0 for name, p in n.named_parameters())
 
+@each_preset
+def test_no_image_is_no_error(preset):
+    n = net(preset=preset); x = torch.zeros(0, 2, 32, 32, requires_grad=True); out = n(x); out.a.sum().backward()
+    assert out.a.shape == (0, 5) and out.mu.shape == (0, 5, 4, 4) and out.R.shape == (0, 4, 4, 3, 5) and x.grad.shape == x.shape
+
 @pytest.mark.parametrize('size', [(17, 17), (32, 45), (51, 20)])
 @pytest.mark.parametrize('kw', [{}, dict(eps=1e-4), dict(pose='vector'), dict(K=2, P=3), dict(n_iters=1), dict(act='pi'), dict(coordinates=False), dict(in_channels=1)])
 def test_any_size_of_image_and_every_option(size, kw):
@@ -48,6 +53,34 @@ def test_presets_start_as_their_sources_say():
     assert {l.eps for l in (*n.caps, n.classes)} == {'300%'} and MatrixCapsNet(P=2).classes.eps == '100%' and MatrixCapsNet(P=1, coordinates=False).classes.eps == '10%'
     m = MatrixCapsNet(preset='gritzman', eps='auto'); assert {l.eps for l in (*m.caps, m.classes)} == {'300%'} and MatrixCapsNet(eps=1e-4).caps[1].eps == 1e-4
     assert not n.classes.beta_a.any() and n.caps[0].lam == [.01*(1 - .95**(t + 1)) for t in range(3)]
+
+def test_first_layers_start_as_google_says():
+    "a normal cut at two deviations has 0.88 of its deviation"
+    torch.manual_seed(0); n = MatrixCapsNet(preset='google'); w, k = n.primary.conv.weight, 32
+    for x, std in ((n.conv.weight, .05), (w[k:], .5), (w[:k], 3.)): assert x.std().item() == pytest.approx(.88*std, rel=.1) and x.abs().max() <= 2*std
+
+def test_temperatures_and_units_of_google_are_two_and_a_half_of_the_schedule():
+    n = MatrixCapsNet(preset='google', n_iters=2); schedule = [.01*(1 - .95**(t + 1)) for t in range(2)]; u = (math.log(2*math.pi) + 1)/2
+    for l in n.caps: assert l.lam == pytest.approx([2*v for v in schedule]) and l.beta_units == pytest.approx((-2500, u))
+    assert n.classes.lam == pytest.approx([v/2 for v in schedule]) and n.classes.beta_units == pytest.approx((-2500, u))
+
+def test_logit_of_googles_convolutional_capsules():
+    "in the words of the source: the schedule times -S (sum ln sig2 + n beta_u (ln 2 pi + 1)) - 5000 beta_a"
+    torch.manual_seed(0); l = ConvCaps(2, 3, K=2, n_iters=1, **routing_settings('google', 8, 3, 0, 1)); start_weights(l, 'google', 0)
+    with torch.no_grad(): l.beta_a.uniform_(-.01, .01)
+    a, mu = torch.rand(1, 3, 3, 2), torch.randn(1, 3, 3, 2, 4, 4); out = l(a, mu)
+    seen = torch.tensor([[1, 2, 1], [2, 4, 2], [1, 2, 1]]); share = a[0]/(seen[..., None]*3)
+    S = torch.stack([share[r:r + 2, c:c + 2].sum() for r in (0, 1) for c in (0, 1)]).view(2, 2, 1)
+    want = .01*(1 - .95)*(S*(-out.sig2[0].log().sum((-2, -1)) - 16*l.beta_u*(math.log(2*math.pi) + 1)) - 5000*l.beta_a)
+    assert_close(out.a[0].logit(), want, rtol=1e-4, atol=1e-4)
+
+def test_coordinates_are_the_centres_of_the_receptive_fields():
+    "by hand: (8.5, 12.5, 16.5, 20.5)/32, and not the grid of four divided evenly"
+    n = net(); x = torch.randn(2, 2, 32, 32); below, t = n.below(x), torch.tensor([8.5, 12.5, 16.5, 20.5])/32
+    got, want, even = n(x), n.classes(*below, (t, t)), n.classes(*below)
+    assert_close(got.mu, want.mu); assert_close(got.a, want.a); assert (got.mu - even.mu).abs().max() > .01
+    wide = n(x := torch.randn(1, 2, 32, 40)); rows, cols = t, torch.tensor([8.5, 12.5, 16.5, 20.5, 24.5, 28.5])/40
+    assert_close(wide.mu, n.classes(*n.below(x), (rows, cols)).mu)
 
 def test_pitfall_2_activations_do_not_depend_on_the_amount_of_data():
     "with gritzman's scale, a class that sees everything four times is as sure as before; with the paper's, its logit grows fourfold"
@@ -139,8 +172,16 @@ def test_autocast_stays_finite_over_500_steps(toys, size, subset, batch, kw):
     (lambda: MatrixCapsNet(preset='best'), "preset must be one of 'paper', 'gritzman', 'google', got 'best'"),
     (lambda: MatrixCapsNet(pose='tensor'), "pose must be 'matrix' or 'vector', got 'tensor'"),
     (lambda: MatrixCapsNet(loss='l2'), "loss must be one of 'spread', 'margin', 'crossent', got 'l2'"),
-    (lambda: MatrixCapsNet(eps='wide'), "eps must be a positive number or a percentage such as '10%', got 'wide'"),
+    (lambda: MatrixCapsNet(eps='wide'), "eps must be .*got 'wide'"),
     (lambda: MatrixCapsNet(n_iters=0), 'n_iters must be an integer >= 1, got 0'),
+    (lambda: MatrixCapsNet(n_iters=2.), 'n_iters must be an integer >= 1, got 2.0'),
+    (lambda: MatrixCapsNet(size=(32, 32)), r'size must be an integer >= 1, got \(32, 32\)'),
+    (lambda: MatrixCapsNet(K=(3, 3)), r'K must be an integer >= 1, got \(3, 3\)'),
+    (lambda: MatrixCapsNet(A=0), 'A must be an integer >= 1, got 0'),
+    (lambda: MatrixCapsNet(E=2.), 'E must be an integer >= 1, got 2.0'),
+    (lambda: MatrixCapsNet(in_channels=0), 'in_channels must be an integer >= 1, got 0'),
+    (lambda: net()(torch.zeros(1, 2, 32, 32, dtype=torch.uint8)), 'images must be floating point, got torch.uint8'),
+    (lambda: net()(torch.full((1, 2, 32, 32), math.nan)), 'a must be finite, got NaN or inf'),
     (lambda: net()(torch.zeros(1, 3, 32, 32)), r'expected images \[b, 2, m, n\], got shape \(1, 3, 32, 32\)'),
     (lambda: net()(torch.zeros(1, 2, 16, 40)), r'an image of \(16, 40\) leaves no place for capsules, its sides must be at least 17'),
     (lambda: collator_of('matrix-caps', 48, mixup=.2), 'matrix-caps is trained on crops, with shift=0 and mixup=0, got shift=0, mixup=0.2'),
