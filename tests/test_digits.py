@@ -120,7 +120,7 @@ def test_stopped_and_resumed_is_as_if_nothing_had_happened(net, tmp_path, monkey
     monkeypatch.setattr(train, 'BarHook', Stopping)
     with pytest.raises(Stopped, match='stopped at step . of 6.*go on with: that'): go(tmp_path/'cut', how_to_resume='that')
     assert not (tmp_path/'cut'/'task.json').exists()
-    with pytest.raises(ValueError, match='no finished run'): load_digits_run(tmp_path/'cut')
+    with pytest.raises(ValueError, match='has not come to its end'): load_digits_run(tmp_path/'cut')
     monkeypatch.setattr(train, 'BarHook', bar)
     with pytest.raises(ValueError, match='settings differ .*limit: 60 then, 50 now'): train_digits('digits', net, tmp_path/'cut', options=small, resume=True, **{**few, 'limit': 50})
     again = go(tmp_path/'cut', resume=True)

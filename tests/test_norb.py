@@ -385,7 +385,7 @@ def test_a_plain_file_goes_before_its_gzipped_form(plain, packed):
     assert not (cache_folder('smallnorb')/'unpacked').exists()
 
 def test_nothing_to_be_had(tmp_path):
-    with pytest.raises(ConnectionError, match=r"name that in CAPSNB_DATA or as `folder`; .*load_smallnorb\(source='hub'\)"): open_smallnorb()
+    with pytest.raises(ConnectionError, match=r"name that in CAPSNB_DATA or as `folder` \(--data on the command line\); .*load_smallnorb\(source='hub'\)"): open_smallnorb()
     assert not any(p.is_file() for p in (tmp_path/'xdg').rglob('*'))
 
 @pytest.fixture
