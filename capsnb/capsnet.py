@@ -9,6 +9,7 @@ import torch, torch.nn.functional as F
 from torch import nn, Tensor
 from einops import rearrange
 from .dynamic import route_capsules, squash
+from .layers import at_least_1
 from .losses import margin_loss
 from .vision import HubMixin
 
@@ -16,10 +17,6 @@ from .vision import HubMixin
 __all__ = ['VectorCaps', 'Decoder', 'class_shares', 'CapsOut', 'CapsNet', 'capsnet_loss']
 
 # %% ../nbs/24_capsnet.ipynb #00000006
-def _check_whole(**kw):
-    for name, v in kw.items():
-        if isinstance(v, bool) or not isinstance(v, int) or v < 1: raise ValueError(f"{name} must be an integer >= 1, got {v!r}")
-
 class VectorCaps(nn.Module):
     "A convolution read as capsules: `n_types` squashed vectors of `d_inp` numbers at every place (Sabour 2017, section 4)."
     def __init__(self,
@@ -29,7 +26,7 @@ class VectorCaps(nn.Module):
         kernel:int=9, # side of the square kernel
         stride:int=2 # step of the kernel
     ):
-        _check_whole(n_types=n_types, d_inp=d_inp, kernel=kernel, stride=stride)
+        at_least_1(n_types=n_types, d_inp=d_inp, kernel=kernel, stride=stride)
         super().__init__()
         self.d_inp, self.conv = d_inp, nn.Conv2d(channels, n_types*d_inp, kernel, stride)
 
@@ -79,7 +76,7 @@ def _check_range(labels:Tensor, n_classes:int):
 def _check_sizes(n_classes, image_shape, channels, kernels, stride, n_types, d_inp, d_out, n_iters, decoder, recon):
     if len(image_shape) != 3: raise ValueError(f"image_shape must be (channels, rows, columns), got {image_shape!r}")
     if len(kernels) != 2: raise ValueError(f"kernels must be the sides of two kernels, got {kernels!r}")
-    _check_whole(n_classes=n_classes, channels=channels, stride=stride, n_types=n_types, d_inp=d_inp, d_out=d_out, n_iters=n_iters,
+    at_least_1(n_classes=n_classes, channels=channels, stride=stride, n_types=n_types, d_inp=d_inp, d_out=d_out, n_iters=n_iters,
                  **{f'image_shape[{k}]': v for k, v in enumerate(image_shape)}, **{f'kernels[{k}]': v for k, v in enumerate(kernels)}, **{f'decoder[{k}]': v for k, v in enumerate(decoder or ())})
     if isinstance(recon, bool) or not isinstance(recon, (int, float)) or not 0 <= recon < float('inf'): raise ValueError(f"recon must be a finite number >= 0, got {recon!r}")
 

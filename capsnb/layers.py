@@ -356,7 +356,7 @@ def layer_floor(
     n:int # components of a parent's pose, c·h
 ) -> float|str: # what `as_floor` reads
     "Floor of a layer's variances: 'auto' is √n − 1 times the votes' spread, and at least a tenth of it."
-    return f'{100*max(n**.5 - 1, .1):.4g}%' if eps == 'auto' else eps
+    return f"{100*as_floor('auto', n)[0]:.4g}%" if eps == 'auto' else eps
 
 # %% ../nbs/06_layers.ipynb #00000023
 class _Capsules(nn.Module):
