@@ -273,15 +273,17 @@ def add_objects(
         folder:Path=Option(None, '--data', help='smallNORB: folder of its six files; else CAPSNB_DATA, or a download.', show_default=False),
         cache:Path=shared.cache,
         as_published:bool=Option(False, '--as-published', help="All of the paper's settings: learning rate, floor of the variances, start of beta."),
+        validate:bool=Option(True, help='Choose the epoch on instance 9; if not, train on that one too and keep the last epoch.'),
         any_files:bool=Option(False, '--any-files', help="smallNORB: the files need not be the official ones, only in their format."),
         resume:bool=shared.resume, overwrite:bool=shared.overwrite,
         device:str=shared.device,
         progress:bool=shared.progress):
         how = again(f'capsnb train {data}', net=net, size=size, pairs=pairs, epochs=epochs, seed=seed, out=out, data=folder, cache=cache,
-                    as_published=as_published, any_files=any_files, device=device, no_progress=not progress)
+                    as_published=as_published, no_validate=not validate, any_files=any_files, device=device, no_progress=not progress)
         plainly(lambda: claim(out, resume, overwrite), how)
-        m = plainly(lambda: objects.train_objects(data, net, out, size, pairs, folder, not any_files, cache, epochs, seed, as_published, device, resume, progress, how), how)
-        print(f"{data}, {net}, {m['n_params']:,} parameters, best of {m['epochs']} epochs: {m['best_epoch']}; validation {m['valid_accuracy']:.1%}, test {m['test_accuracy']:.1%}; "
+        m = plainly(lambda: objects.train_objects(data, net, out, size, pairs, folder, not any_files, cache, epochs, seed, as_published, validate, device, resume, progress, how), how)
+        kept = f"best of {m['epochs']} epochs: {m['best_epoch']}; validation {m['valid_accuracy']:.1%}" if validate else f"all training instances, {m['epochs']} epochs"
+        print(f"{data}, {net}, {m['n_params']:,} parameters, {kept}, test {m['test_accuracy']:.1%}; "
               f"{m['seconds']/m['epochs']:.1f} s per epoch; the network is in {out}")
         if net != 'dstep': return
         try: pose_picture(objects.load_objects_run(out, device)[0], data, size, out/'poses.png', folder=folder, official=not any_files, cache=cache, progress=progress)
@@ -412,7 +414,7 @@ def add_eval(
         data:Path=Option(None, help='Folder of the data, as for train.', show_default=False),
         cache:Path=Option(None, help="Folder for hidden states or drawn toys; else the user's cache.", show_default=False),
         on_the_fly:bool=Option(False, '--on-the-fly', help='Run the transformer instead of keeping hidden states.'),
-        crops:int=Option(1, min=1, help='Matrix capsules: the mean over crops times crops patches; 1: the one in the middle.'),
+        crops:int=Option(1, min=1, help='Matrix capsules and the baseline on toys and smallNORB: the mean over crops times crops patches; 1: the one in the middle.'),
         device:str=shared.device):
         """Accuracy of a finished run, and what it takes for what."""
         def work():

@@ -15,31 +15,32 @@ from .vision import BaselineCNN, PlainCNN, SmallNORBNet, n_params, norb_trunk, r
 from .train import check_recipe, check_room, checkpoint_bytes, dice, fingerprint, fit_decks, saved_network, shift_images, task_of, write_json
 
 # %% auto #0
-__all__ = ['categories', 'factors', 'classes', 'recipe', 'own', 'open_objects', 'PairDeck', 'PairMixup', 'caps_sizes',
-           'standardised', 'patches', 'PairCrops', 'collator_of', 'new_network', 'recipe_of', 'train_objects',
-           'load_objects_run', 'eval_objects']
+__all__ = ['categories', 'factors', 'splits', 'classes', 'recipe', 'own', 'open_objects', 'PairDeck', 'PairMixup', 'caps_sizes',
+           'standardised', 'patches', 'PairCrops', 'on_crops', 'collator_of', 'new_network', 'recipe_of',
+           'train_objects', 'load_objects_run', 'eval_objects']
 
 # %% ../nbs/25_objects.ipynb #00000008
 categories = ('animal', 'human', 'airplane', 'truck', 'car')       # of both data sets
 factors = ('category', 'instance', 'elevation', 'azimuth', 'lighting')
+splits = ('train', 'validation', 'train+validation', 'test')
 
 def open_objects(
     data:str='toys', # 'toys' or 'smallnorb'
-    split:str='train', # 'train', 'validation' or 'test'
+    split:str='train', # 'train', 'validation', 'train+validation' or 'test'
     size:int=96, subset=None, # of toys: pixels, and which pairs (see `plan` in 10_toys); smallNORB has 96, and all
     folder:str|Path|None=None, official:bool=True, # of smallNORB: where it is, whether it must be the real one
     toys_seed:int=0, cache:str|Path|None=None, progress:bool=True # of toys: which fifty; where drawn ones are kept; whether to draw a bar
 ) -> dict: # images uint8 [n, 2, size, size] and category, instance, elevation, azimuth, lighting [n]
     "A split of either data set; `ValueError` for an unknown one."
     if data not in ('toys', 'smallnorb'): raise ValueError(f"data must be 'toys' or 'smallnorb', got {data!r}")
-    if split not in ('train', 'validation', 'test'): raise ValueError(f"split must be 'train', 'validation' or 'test', got {split!r}")
+    if split not in splits: raise ValueError(f"split must be {', '.join(map(repr, splits[:-1]))} or {splits[-1]!r}, got {split!r}")
     if data == 'smallnorb':
         if subset is not None or (official and size != 96): raise ValueError(f"smallNORB has 96 pixels and all of its pairs, got size={size}, subset={subset}")
-        found = open_smallnorb(split, folder, official=official); side = found['image'].shape[-1]
+        found = open_smallnorb(*(('train', folder, ()) if split == 'train+validation' else (split, folder)), official=official); side = found['image'].shape[-1]
         if side != size: raise ValueError(f"the files hold pictures of {side} pixels, got size={size}")
         return dict(images=found['image'], **{k: found[k] for k in factors})
     toys = toys_tensors('test' if split == 'test' else 'train', size, subset, toys_seed, cache=cache, progress=progress)._asdict()
-    if split == 'test': return {k: toys[k] for k in ('images', *factors)}
+    if split in ('test', 'train+validation'): return {k: toys[k] for k in ('images', *factors)}
     held = valid_mask(toys, (9,)); rows = (held if split == 'validation' else ~held).nonzero().flatten()
     return {k: toys[k][rows] for k in ('images', *factors)}
 
@@ -86,7 +87,7 @@ class PairMixup:
         return dict(images=images, labels=labels)
 
     def views(self, images:Tensor, crops:int=1) -> list: # the images as floats, the only view there is
-        if crops != 1: raise ValueError(f"only matrix capsules are tested on crops, got crops={crops}")
+        if crops != 1: raise ValueError(f"only networks that were trained on crops are tested on them, got crops={crops}")
         return [images.float()/255]
 
 # %% ../nbs/25_objects.ipynb #c40b0002
@@ -117,7 +118,7 @@ def patches(
     return images[torch.arange(len(images), **at)[:, None, None], :, rows[:, :, None], cols[:, None]].movedim(-1, 1)
 
 class PairCrops:
-    "Makes the trainer's batches for matrix capsules: throws the dice on the CPU, shrinks, cuts and lights on the device."
+    "Makes the trainer's batches for the networks of Hinton et al. (2018): throws the dice on the CPU, shrinks, cuts and lights on the device."
     def __init__(self,
         size:int=48, contrast:float=.5, brightness:float=.5 # of the pictures; largest change of either, in training
     ):
@@ -143,24 +144,32 @@ class PairCrops:
         return [x[:, :, r:r + self.patch, c:c + self.patch] for r in at for c in at]
 
 # %% ../nbs/25_objects.ipynb #c40b0005
+def on_crops(
+    net:str, published:bool=False # a name of `new_network`; whether to do all as its paper does
+) -> bool: # whether it is trained on crops
+    "Matrix capsules always, the baseline as published."
+    return net == 'matrix-caps' or net == 'baseline' and published
+
 def collator_of(
     net:str, size:int, # a name of `new_network`; of the pictures
-    shift:int=0, mixup:float=0. # of `PairMixup`
+    shift:int=0, mixup:float=0., # of `PairMixup`
+    published:bool=False # as for `on_crops`
 ): # `PairMixup` or `PairCrops`
-    "Who makes the batches of a network; `ValueError` for shifts or mixup with matrix capsules."
-    if net != 'matrix-caps': return PairMixup(5, shift, mixup)
-    if shift or mixup: raise ValueError(f"matrix-caps is trained on crops, with shift=0 and mixup=0, got shift={shift}, mixup={mixup}")
+    "Who makes the batches of a network; `ValueError` for shifts or mixup with networks that are trained on crops."
+    if not on_crops(net, published): return PairMixup(5, shift, mixup)
+    if shift or mixup: raise ValueError(f"{net} is trained on crops, with shift=0 and mixup=0, got shift={shift}, mixup={mixup}")
     return PairCrops(size)
 
 # %% ../nbs/25_objects.ipynb #00000010
 def new_network(
     name:str='dstep', # 'dstep', 'cnn', 'baseline' or 'matrix-caps'
-    size:int=96, n_classes:int=5, seed:int=0, **kw # of the pictures; of the labels; of the weights; of the network
+    size:int=96, n_classes:int=5, seed:int=0, # of the pictures; of the labels; of the weights
+    published:bool=False, **kw # as its paper has it: the floor and start of 'dstep', the patches of 'baseline'; of the network
 ) -> nn.Module: # not yet trained
     "One of the networks that are compared; `ValueError` for an unknown name."
     seed_everything(seed)
-    if name == 'dstep': return SmallNORBNet(n_classes, **kw)
-    if name == 'baseline': return BaselineCNN(n_classes, size=size, **kw)
+    if name == 'dstep': return SmallNORBNet(n_classes, **{**(dict(eps='paper', init='paper') if published else {}), **kw})
+    if name == 'baseline': return BaselineCNN(n_classes, size=caps_sizes(size)[1] if published else size, **kw)
     if name == 'cnn': return rival_of(n_params(SmallNORBNet(n_classes)), n_classes=n_classes, **norb_trunk(), **kw)
     if name == 'matrix-caps': return MatrixCapsNet(**{**dict(A=64, B=8, C=16, D=16, E=n_classes, size=caps_sizes(size)[1], preset='gritzman', eps='auto', loss='crossent'), **kw})
     raise ValueError(f"net must be 'dstep', 'cnn', 'baseline' or 'matrix-caps', got {name!r}")
@@ -175,30 +184,31 @@ def recipe_of(
     net:str, size:int, # a name of `new_network`; of the pictures
     published:bool=False # whether to do all as the paper does
 ) -> dict: # what `check_recipe` checks
-    "The recipe of a network; matrix capsules are trained on crops, without shifts and mixup."
+    "The recipe of a network; on crops there are no shifts and no mixup."
     if net == 'matrix-caps' and published: raise ValueError("published=True is the recipe of Heinsen 2019 and knows no matrix-caps; use its presets: options=dict(preset='google')")
-    if net == 'matrix-caps': return {**recipe, **own[net], 'mixup': 0, 'shift': 0}
-    return {**recipe, **({} if published else own.get(net, {})), 'shift': size//6}
+    if on_crops(net, published): return {**recipe, **own[net], 'mixup': 0, 'shift': 0}
+    return {**recipe, **({} if published else own.get(net, {})), 'shift': size//16 if net == 'baseline' else size//6}
 
 def train_objects(
     data:str='toys', net:str='dstep', # 'toys' or 'smallnorb'; a name of `new_network`
     out:str|Path='runs/objects', # folder of the run
     size:int=96, subset=None, folder=None, official:bool=True, cache=None, # as for `open_objects`
     epochs:int|None=None, seed:int=0, published:bool=False, # None: the recipe's; of everything; whether to do all as the paper does
+    validate:bool=True, # False: instance 9 is trained on too, and the last epoch is kept
     device:str|None=None, resume:bool=False, progress:bool=True, # None: the best there is; go on where a run stopped; whether to draw bars
     how_to_resume:str='train_objects(..., resume=True)', # said when the run was stopped
     options:dict|None=None, # of the network, e.g. dict(n_iters=2)
     **more # of the recipe, or what TrainingArguments knows
 ) -> dict: # as in metrics.json
-    "Train a network on toys or smallNORB: test accuracy of the epoch that validates best."
+    "Train a network on toys or smallNORB: test accuracy of the epoch that validates best, or (`validate=False`) of the last."
     kw = {**recipe_of(net, size, published), **more, **({} if epochs is None else dict(epochs=epochs))}
-    check_recipe(**kw, seed=seed); pick_device(device); collator = collator_of(net, size, kw['shift'], kw['mixup'])
-    model = new_network(net, size, seed=seed, **(dict(eps='paper', init='paper') if published and net == 'dstep' else {}), **(options or {}))
-    parts = {s: open_objects(data, s, size, subset, folder, official, cache=cache, progress=progress) for s in ('train', 'validation', 'test')}
-    decks = {s: PairDeck(p, seed if s == 'train' else None) for s, p in parts.items()}
-    note = dict(data=data, kind=net, size=size, subset=subset, published=published, official=official, **({'options': options} if options else {}))
+    check_recipe(**kw, seed=seed); pick_device(device); collator = collator_of(net, size, kw['shift'], kw['mixup'], published)
+    model = new_network(net, size, seed=seed, published=published, **(options or {}))
+    def deck(split, seed=None): return PairDeck(open_objects(data, split, size, subset, folder, official, cache=cache, progress=progress), seed)
+    train, held = (deck('train', seed), deck('validation')) if validate else (deck('train+validation', seed), None)
+    note = dict(data=data, kind=net, size=size, subset=subset, published=published, official=official, **({'options': options} if options else {}), **({} if validate else {'validate': False}))
     out = check_room(out, 2*checkpoint_bytes(model))
-    metrics = fit_decks(model, decks['train'], decks['validation'], decks['test'], collator, out,
+    metrics = fit_decks(model, train, held, deck('test'), collator, out,
                         dict(seed=seed, per_device_eval_batch_size=100, **kw), device, resume, how_to_resume, name=f'{net} seed {seed}', progress=progress, **note)
     write_json(Path(out)/'task.json', note)
     return metrics
@@ -214,14 +224,15 @@ def load_objects_run(
 
 @torch.no_grad()
 def eval_objects(
-    run:str|Path, split:str='test', # folder of a finished run; 'train', 'validation' or 'test'
+    run:str|Path, split:str='test', # folder of a finished run; one of `splits`
     folder=None, cache=None, device:str|None=None, progress:bool=True, batch_size:int=100, # as for `train_objects`; pairs at a time
-    crops:int=1 # of matrix capsules: the mean over a grid of crops×crops; 1: the central one
+    crops:int=1 # of networks trained on crops: the mean over a grid of crops×crops; 1: the central one
 ) -> dict: # accuracy, accuracy by azimuth and by elevation (degrees -> accuracy), confusion [label][predicted], number of pairs
-    "Accuracy of a finished run, and what is taken for what."
+    "Accuracy of a finished run, and what is taken for what; `ValueError` for the validation split of a run that was trained on it."
     net, note = load_objects_run(run, device); on = next(net.parameters()).device
+    if split == 'validation' and not note.get('validate', True): raise ValueError(f"'{run}' was trained on all training instances, these too: there is no validation split")
     x = open_objects(note['data'], split, note['size'], note['subset'], folder, note['official'], cache=cache, progress=progress)
-    views = collator_of(note['kind'], note['size']).views
+    views = collator_of(note['kind'], note['size'], published=note.get('published', False)).views
     guess = torch.cat([sum(net(v).a for v in views(i.to(on), crops)).argmax(1).cpu() for i in x['images'].split(batch_size)])
     right, confusion = guess == x['category'], torch.bincount(x['category']*5 + guess, minlength=25).view(5, 5)
     by = {k: {int(a): right[angle == a].float().mean().item() for a in angle.unique()} for k, angle in zip(('azimuth', 'elevation'), degrees(x))}

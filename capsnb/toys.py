@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib, itertools, json, math, os, threading, time
 from collections.abc import Sequence, Set
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 import torch
@@ -771,7 +772,7 @@ def _fill(folder:Path, made:dict, rows:Tensor, world:World, workers:int|None, pr
     try: _join(folder, made, paths, sign)
     except ValueError:
         if not (folder/'info.json').exists(): raise
-        _tidy(folder, paths)                                               # another process was first, with the same bytes
+        _tidy(folder)                                                      # another process was first, with the same bytes
 
 # %% ../nbs/10_toys.ipynb #0000006e
 def _join(folder:Path, made:dict, paths:list[Path], sign:bytes): # one file from the toys' files: left pictures, then right ones
@@ -786,11 +787,14 @@ def _join(folder:Path, made:dict, paths:list[Path], sign:bytes): # one file from
                 yield half
     _put(folder/'pictures', halves())
     _put(folder/'info.json', (json.dumps(dict(made, sha256=digest.hexdigest()), indent=1).encode(),))
-    _tidy(folder, paths)
+    _tidy(folder)
 
-def _tidy(folder:Path, paths:list[Path]): # removes the toys' files, and what killed runs left behind
-    for path in folder.glob('*'):
-        if path in paths or '.' in path.name and path.suffix != '.json' and path.stat().st_mtime < time.time() - 3600: path.unlink(missing_ok=True)
+def _tidy(folder:Path): # removes the toys' files, and what killed runs left behind
+    for path in folder.glob('*.*[0-9]'):                                   # of `_put`: whoever still writes here was here within the hour
+        with suppress(OSError):
+            if path.stat().st_mtime < time.time() - 3600: path.unlink()
+    for path in folder.glob('part-[0-9][0-9]'):
+        with suppress(OSError): path.unlink()                              # a cache that may only be read stays as it is
 
 def _check(folder:Path, made:dict): # the cache is whole, and of what was asked
     hint = f"remove the folder '{folder}' to draw it anew"
@@ -809,7 +813,8 @@ def _find(split:str, size:int, subset, seed:int, world:World, cache, workers, pr
     if not _whole(size) or not 16 <= size <= 256: raise ValueError(f"size must be a whole number from 16 to 256, got {size!r}")
     folder, made = cache_of(split, size, subset, seed, world, cache)
     rows = plan(split, subset, seed)
-    if not (folder/'info.json').exists(): _fill(folder, made, rows, world, workers, progress)
+    if (folder/'info.json').exists(): _tidy(folder)
+    else: _fill(folder, made, rows, world, workers, progress)
     _check(folder, made)
     return folder, made, rows
 

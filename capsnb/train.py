@@ -374,11 +374,11 @@ def check_not_empty(
         if not len(d['label']): raise ValueError(f"expected at least one sample in {name}, got none")
 
 def identity(
-    net:nn.Module, train:Deck, valid:Deck # of a run
+    net:nn.Module, train:Deck, valid:Deck|None # of a run
 ) -> dict: # JSON-ready
     "What a resumed run must have in common with the first, beside the recipe."
     return dict(network=type(net).__name__, n_params=sum(p.numel() for p in net.parameters()), architecture=fingerprint(net),
-                train_data=train.mark(), valid_data=valid.mark())
+                train_data=train.mark(), valid_data=None if valid is None else valid.mark())
 
 def classes_of(
     data, # datasets.Dataset, or dict of tensors
@@ -428,8 +428,8 @@ def finished_run(
 def load_best(
     trainer # transformers.Trainer after training
 ) -> int: # the best epoch's last step
-    "Give the network the weights of the epoch that validated best."
-    step = trainer.state.best_global_step
+    "Give the network the weights of the epoch that validated best; of the last one when nothing was held back."
+    step = trainer.state.global_step if trainer.eval_dataset is None else trainer.state.best_global_step
     weights = need('safetensors.torch').load_file(Path(trainer.args.output_dir)/f"checkpoint-{step}"/'model.safetensors')
     trainer.model.load_state_dict(weights)
     return step
@@ -464,14 +464,15 @@ def saved_network(
 # %% ../nbs/22_train.ipynb #00000032
 def history_of(
     state # transformers.TrainerState
-) -> list: # per epoch: epoch, loss, validation accuracy
+) -> list: # per epoch: epoch, loss, validation accuracy (if there was validation)
     "What happened, epoch by epoch."
     rows = {}
     for log in state.log_history:
         row = rows.setdefault(round(log.get('epoch', 0), 6), {})
         if 'loss' in log: row['loss'] = log['loss']
         if 'eval_accuracy' in log: row['valid_accuracy'] = log['eval_accuracy']
-    return [dict(epoch=e, **row) for e, row in rows.items() if 'valid_accuracy' in row]
+    told = 'valid_accuracy' if any('valid_accuracy' in row for row in rows.values()) else 'loss'
+    return [dict(epoch=e, **row) for e, row in rows.items() if told in row]
 
 def run_training(
     trainer, # transformers.Trainer
@@ -489,7 +490,7 @@ def run_training(
 # %% ../nbs/22_train.ipynb #00000033
 def fit_decks(
     net:nn.Module, # trained in place
-    deck, held, test, # training, validation and (or None) test data: `Deck`s, or anything that deals, marks and gives batches as they do
+    deck, held, test, # training, validation (None: the last epoch is kept) and test data (or None): `Deck`s, or anything that deals, marks and gives batches as they do
     collator, # makes batches of what a deck gives
     out:str|Path, recipe:dict, # folder of the run; what `check_recipe` checks
     device:str|None=None, resume:bool=False, how_to_resume:str='fit(..., resume=True)', # as for `fit`
@@ -500,6 +501,7 @@ def fit_decks(
     check_recipe(**recipe); keep_freed_memory()
     folder = check_room(out, 2*checkpoint_bytes(net))
     more = {k: v for k, v in recipe.items() if k not in ('epochs', 'batch_size', 'lr', 'warmup', 'momentum', 'shift', 'mixup', 'seed')}
+    if held is None: more['eval_strategy'] = 'no'
     args = training_arguments(folder/'checkpoints', recipe['epochs'], recipe['batch_size'], recipe['seed'], device, **more)
     stop, seal, settings = StopHook(save_steps), SealHook(folder/'checkpoints'), {**identity(net, deck, held), **also, **recipe}
     if not resume: clear_run(folder)
@@ -512,7 +514,7 @@ def fit_decks(
 # %% ../nbs/22_train.ipynb #c0e094c1
 def fit(
     net:nn.Module, # trained in place; seed before you make it
-    train, valid, # datasets.Dataset (or dict of tensors) with columns image and label
+    train, valid, # datasets.Dataset (or dict of tensors) with columns image and label; no `valid` (None): the last epoch is kept
     out:str|Path, test=None, # folder of the run; more data, looked at once, at the end
     epochs:int=50, batch_size:int=20, # of the paper
     lr:tuple=(1e-5, 5e-4), warmup:float=.1, momentum:str|None='paper', # of `SingleCycle`
@@ -524,9 +526,10 @@ def fit(
 ) -> dict: # as in metrics.json
     "Train a network as the paper does, keep the best epoch on `valid`, test once; see the table above for what it leaves."
     recipe = dict(epochs=epochs, batch_size=batch_size, lr=lr, warmup=warmup, momentum=momentum, shift=shift, mixup=mixup, seed=seed, **more)
-    check_recipe(**recipe); check_not_empty(train=train, valid=valid)
-    deck, held = Deck(train, seed, shift), Deck(valid)
-    return fit_decks(net, deck, held, None if test is None else Deck(test), MixupCollator(classes_of(train, deck, held), mixup), out, recipe,
+    parts = {k: d for k, d in dict(train=train, valid=valid).items() if d is not None}
+    check_recipe(**recipe); check_not_empty(**parts)
+    deck, held, last = Deck(train, seed, shift), *(None if d is None else Deck(d) for d in (valid, test))
+    return fit_decks(net, deck, held, last, MixupCollator(classes_of(train, *(d for d in (deck, held) if d is not None)), mixup), out, recipe,
                      device, resume, how_to_resume, save_steps, name, progress)
 
 # %% ../nbs/22_train.ipynb #00000034
@@ -537,7 +540,7 @@ def finish(
     seconds:float, # of training
     test=None # a deck, looked at once, here
 ) -> dict: # as in metrics.json
-    "Load the best epoch, test, save the network, write metrics.json (last, so that its presence means: done)."
+    "Load the epoch to keep, test, save the network, write metrics.json (last, so that its presence means: done)."
     step, state, net = load_best(trainer), trainer.state, trainer.model
     metrics = dict(run_record(**settings), device_used=trainer.args.device.type, seconds=round(seconds, 2), steps=state.global_step, best_epoch=round(step*settings['epochs']/state.max_steps),
                    valid_accuracy=state.best_metric, history=history_of(state))
@@ -581,11 +584,11 @@ def repeat(
 # %% ../nbs/22_train.ipynb #bce42b17
 def summary(
     rows:list # of metrics
-) -> dict: # n; mean and standard deviation of validation and test accuracy in percent; seconds per epoch
+) -> dict: # n; mean and standard deviation of validation (NaN: there was none) and test accuracy in percent; seconds per epoch
     "Mean and standard deviation over seeds."
     out, mean = dict(n=len(rows)), lambda x: math.fsum(x)/len(x)
     for key in ('valid', 'test'):
-        x = [100*r[f'{key}_accuracy'] for r in rows]; out[key] = m = mean(x)
+        x = [math.nan if (a := r[f'{key}_accuracy']) is None else 100*a for r in rows]; out[key] = m = mean(x)
         out[f'{key}_sd'] = math.sqrt(sum((v - m)**2 for v in x)/(len(x) - 1)) if len(x) > 1 else math.nan
     return out | dict(seconds=mean([r['seconds']/r['epochs'] for r in rows]))
 

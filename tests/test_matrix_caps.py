@@ -185,8 +185,9 @@ def test_autocast_stays_finite_over_500_steps(toys, size, subset, batch, kw):
     (lambda: net()(torch.zeros(1, 3, 32, 32)), r'expected images \[b, 2, m, n\], got shape \(1, 3, 32, 32\)'),
     (lambda: net()(torch.zeros(1, 2, 16, 40)), r'an image of \(16, 40\) leaves no place for capsules, its sides must be at least 17'),
     (lambda: collator_of('matrix-caps', 48, mixup=.2), 'matrix-caps is trained on crops, with shift=0 and mixup=0, got shift=0, mixup=0.2'),
+    (lambda: collator_of('baseline', 48, shift=8, published=True), 'baseline is trained on crops, with shift=0 and mixup=0, got shift=8, mixup=0'),
     (lambda: PairCrops(48).views(torch.zeros(1, 2, 48, 48, dtype=torch.uint8), 0), 'crops must be an integer >= 1, got 0'),
-    (lambda: collator_of('cnn', 48).views(None, 3), 'only matrix capsules are tested on crops, got crops=3'),
+    (lambda: collator_of('cnn', 48).views(None, 3), 'only networks that were trained on crops are tested on them, got crops=3'),
     (lambda: new_network('capsules'), "net must be 'dstep', 'cnn', 'baseline' or 'matrix-caps', got 'capsules'"),
 ])
 def test_errors(call, message):

@@ -39,6 +39,35 @@ def test_the_recipe_is_the_papers():
     assert recipe_of('dstep', 96, published=True) == dict(epochs=50, batch_size=20, lr=(1e-5, 5e-4), warmup=.1, momentum='paper', mixup=.2, shift=16)
     assert recipe_of('dstep', 48) == recipe_of('dstep', 48, True) | dict(lr=(1e-5, 5e-3)) and recipe_of('dstep', 48)['shift'] == 8
     with pytest.raises(ValueError, match='knows no matrix-caps'): recipe_of('matrix-caps', 48, published=True)
+    for crops in (recipe_of('matrix-caps', 96), recipe_of('baseline', 96, published=True)): assert crops['shift'] == crops['mixup'] == 0
+    assert recipe_of('baseline', 48)['shift'] == 3 and recipe_of('baseline', 48)['mixup'] == .2
+
+def test_the_baseline_as_published_sees_patches(cache, tmp_path):
+    kw = {**small(cache), 'size': 48}
+    m = train_objects(net='baseline', out=tmp_path/'run', epochs=1, device='cpu', published=True, **kw)
+    assert m['n_params'] == 4_253_349 and m['shift'] == m['mixup'] == 0
+    assert eval_objects(tmp_path/'run', cache=cache, device='cpu', progress=False)['accuracy'] == pytest.approx(m['test_accuracy'])
+    net, x = load_objects_run(tmp_path/'run', 'cpu')[0], open_objects(split='test', **kw)
+    patch = objects.standardised(x['images'], 48)[:, :, 8:40, 8:40]                # the one in the middle
+    with torch.no_grad(): assert (net(patch).a.argmax(1) == x['category']).float().mean().item() == pytest.approx(m['test_accuracy'])
+    eval_objects(tmp_path/'run', cache=cache, device='cpu', progress=False, crops=2)
+
+def test_what_is_held_back_and_what_joins(cache):
+    parts = {s: open_objects(split=s, **small(cache)) for s in objects.splits}
+    rows = lambda s: {tuple(r) for r in torch.stack([parts[s][k] for k in objects.factors], 1).tolist()}
+    assert rows('train') | rows('validation') == rows('train+validation') and not rows('train') & rows('validation') and not rows('train+validation') & rows('test')
+    with pytest.raises(ValueError, match="split must be 'train', 'validation', 'train\\+validation' or 'test', got 'all'"): open_objects(split='all', **small(cache))
+
+def test_smallnorb_joins_as_toys_do(tmp_path):
+    tiny_smallnorb(tmp_path); kw = dict(data='smallnorb', folder=tmp_path, official=False)
+    n = {s: len(open_objects(split=s, **kw)['images']) for s in objects.splits}
+    assert n['train'] + n['validation'] == n['train+validation'] and n['validation'] > 0
+
+def test_without_validation_the_last_epoch_of_all_training_instances(cache, tmp_path):
+    m = train_objects(net='baseline', out=tmp_path/'run', epochs=2, device='cpu', validate=False, **small(cache))
+    assert m['steps'] == 2*3 and m['best_epoch'] == 2 and m['valid_accuracy'] is None and [set(h) for h in m['history']] == [{'epoch', 'loss'}]*2
+    assert load_objects_run(tmp_path/'run', 'cpu')[1]['validate'] is False
+    with pytest.raises(ValueError, match='settings differ .*valid_data'): train_objects(net='baseline', out=tmp_path/'run', epochs=2, device='cpu', resume=True, **small(cache))
 
 def test_published_is_the_papers_floor_and_start(run):
     net, note = load_objects_run(run, 'cpu')

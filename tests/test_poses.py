@@ -88,6 +88,8 @@ def test_mds_says_what_it_loses_and_repeats():
 def test_mds_of_a_point():
     with pytest.raises(ValueError, match='all are the same'): mds_path(torch.ones(3, 2, 4))
     with pytest.raises(ValueError, match=r'one toy, got shape \(1, 3, 2, 4\)'): mds_path(torch.ones(1, 3, 2, 4))
+    broken = torch.randn(5, 2, 4); broken[1, 0, 3], broken[4] = float('nan'), float('inf')
+    with pytest.raises(ValueError, match='finite poses, got NaN or inf in 2 of 5 views'): mds_path(broken)
 
 def splits(): return {k: world(instance, lighting=(0,)) for k, instance in dict(train=(4, 6, 7, 8), validation=(9,), test=(0, 1, 2, 3, 5)).items()}
 

@@ -217,6 +217,14 @@ def test_who_comes_second_leaves_nothing_behind(tmp_path, monkeypatch):
     assert len(calls) == 8 + 17 + 17 and late.images.equal(other[0])
     assert sorted(p.name for p in cache_of('test', 16, one_view, 0, World(), tmp_path)[0].iterdir()) == ['info.json', 'pictures']
 
+def test_who_was_killed_while_coming_second_leaves_nothing_for_long(tmp_path):
+    ask = dict(split='test', subset=one_view, cache=tmp_path, **tiny)
+    whole, folder = toys_tensors(**ask).images.clone(), cache_of('test', 16, one_view, 0, World(), tmp_path)[0]
+    for name in ('part-03', 'part-24', 'part-25.77.88', 'info.json.77.88', 'pictures.99.1'): (folder/name).write_bytes(b'left')
+    for name in ('part-25.77.88', 'info.json.77.88'): os.utime(folder/name, (1, 1))      # of long ago; the third may still be written
+    assert toys_tensors(**ask).images.equal(whole)
+    assert sorted(p.name for p in folder.iterdir()) == ['info.json', 'pictures', 'pictures.99.1']
+
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     def breaks(): yield b'half'; raise OSError('no space')
     with pytest.raises(OSError, match='no space'): toys._put(tmp_path/'a', breaks())
