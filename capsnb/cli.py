@@ -272,7 +272,7 @@ def add_objects(
         out:Path=Option(f'runs/{data}', help='Folder for metrics.json, task.json, poses.png and the network; made if missing.'),
         folder:Path=Option(None, '--data', help='smallNORB: folder of its six files; else CAPSNB_DATA, or a download.', show_default=False),
         cache:Path=shared.cache,
-        as_published:bool=Option(False, '--as-published', help="All of the paper's settings: learning rate, floor of the variances, start of beta."),
+        as_published:bool=Option(False, '--as-published', help="As the network's own paper has it: learning rate, floor of the variances, start of beta; patches for the baseline."),
         validate:bool=Option(True, help='Choose the epoch on instance 9; if not, train on that one too and keep the last epoch.'),
         any_files:bool=Option(False, '--any-files', help="smallNORB: the files need not be the official ones, only in their format."),
         resume:bool=shared.resume, overwrite:bool=shared.overwrite,

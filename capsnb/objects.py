@@ -178,7 +178,7 @@ classes = {'dstep': SmallNORBNet, 'cnn': PlainCNN, 'baseline': BaselineCNN, 'mat
 
 # %% ../nbs/25_objects.ipynb #00000013
 recipe = dict(epochs=50, batch_size=20, lr=(1e-5, 5e-4), warmup=.1, momentum='paper', mixup=.2)   # Heinsen 2019, 4.2
-own = {net: dict(lr=(1e-5, top)) for net, top in (('dstep', 5e-3), ('cnn', 2e-3), ('baseline', 5e-3), ('matrix-caps', 1e-2))}   # what we change of it
+own = {net: dict(lr=(1e-5, top)) for net, top in (('dstep', 5e-3), ('cnn', 2e-3), ('baseline', 5e-3), ('patches', 1e-3), ('matrix-caps', 1e-2))}   # what we change of it; 'patches': the baseline as published
 
 def recipe_of(
     net:str, size:int, # a name of `new_network`; of the pictures
@@ -186,7 +186,7 @@ def recipe_of(
 ) -> dict: # what `check_recipe` checks
     "The recipe of a network; on crops there are no shifts and no mixup."
     if net == 'matrix-caps' and published: raise ValueError("published=True is the recipe of Heinsen 2019 and knows no matrix-caps; use its presets: options=dict(preset='google')")
-    if on_crops(net, published): return {**recipe, **own[net], 'mixup': 0, 'shift': 0}
+    if on_crops(net, published): return {**recipe, **own['patches' if net == 'baseline' else net], 'mixup': 0, 'shift': 0}
     return {**recipe, **({} if published else own.get(net, {})), 'shift': size//16 if net == 'baseline' else size//6}
 
 def train_objects(

@@ -567,6 +567,7 @@ def repeat(
     seeds:tuple=(0, 1, 2), # one run each
     runs:str|Path='runs', # folder of the runs themselves
     command:str|None=None, # that repeats the study, for the record
+    title:str|None=None, # of the setting in the record's headline; None: its name
     **kw # of `train`
 ) -> list: # of metrics, one a seed
     "Train a setting over seeds; runs in the file are kept."
@@ -577,7 +578,7 @@ def repeat(
         row = {k: v for k, v in train(seed=seed, out=Path(runs)/key.replace(' ', '-'), **kw).items() if k not in ('train_data', 'valid_data', 'architecture', 'fingerprint', 'command')}
         if 'encoder' in row: row['encoder'] = Path(row['encoder']).name    # its place on this machine is nobody's business
         found = read(); found['runs'][key] = row                           # read again: another process may have finished a run meanwhile
-        found['headline'][name] = in_words(summary([found['runs'][k] for s in seeds if (k := f'{name} seed {s}') in found['runs']]))
+        found['headline'][title or name] = in_words(summary([found['runs'][k] for s in seeds if (k := f'{name} seed {s}') in found['runs']]))
         write_json(path, found)
     return [read()['runs'][f'{name} seed {s}'] for s in seeds]
 
