@@ -38,7 +38,7 @@ def ablate_command(
     "The command that makes a study again."
     words = {'data': study['data'], 'size': study['size'], 'epochs': study['epochs'], 'seeds': n_seeds, 'preset': study['preset'], 'pairs': study['subset'],
              'capsules': ','.join(map(str, study['capsules'] or ())), 'eps': study['eps']}
-    return ' '.join(['capsnb ablate', *(f'--{k} {v}' for k, v in words.items() if v not in (None, ''))])
+    return ' '.join(['capsnb ablate', *(f'--{k} {v}' for k, v in words.items() if v not in (None, '')), *(['--no-validate'] if not study.get('validate', True) else [])])
 
 # %% ../nbs/34_ablation.ipynb #34b00001
 def begin_study(
@@ -57,21 +57,22 @@ def run_ablation(
     data:str='toys', size:int=48, subset:int|None=None, # of all rows: as for `train_objects`
     epochs:int=50, seeds:tuple=(0, 1, 2), preset:str='paper', # of all rows
     only:tuple|None=None, runs:str|Path='runs/ablate', # names of rows, None: all; folder of the runs
-    capsules:tuple|None=None, eps:float|str|None=None, **kw # A, B, C, D and floor of every network, None: as `train_objects` and the preset have it; of `train_objects`
+    capsules:tuple|None=None, eps:float|str|None=None, # A, B, C, D and floor of every network, None: as `train_objects` and the preset have it
+    validate:bool=True, **kw # whether the epoch is chosen on instance 9; of `train_objects`
 ) -> dict: # name -> summary over seeds
     "Train the rows of `ablation_rows`; `ValueError` for unknown names, or a file of another study."
     rows, path = ablation_rows(preset), Path(path)
     unknown = set(only or ()) - {r.name for r in rows}
     if unknown: raise ValueError(f"unknown rows {sorted(unknown)}; there are {', '.join(repr(r.name) for r in rows)}")
     recipe = {k: v for k, v in kw.items() if k not in ('folder', 'cache', 'device', 'progress', 'official')}
-    study = json.loads(json.dumps(dict(data=data, size=size, subset=subset, epochs=epochs, preset=preset, capsules=capsules, eps=eps, **({'recipe': recipe} if recipe else {}))))
+    study = json.loads(json.dumps(dict(data=data, size=size, subset=subset, epochs=epochs, preset=preset, capsules=capsules, eps=eps, **({'recipe': recipe} if recipe else {}), **({} if validate else {'validate': False}))))
     command, found = ablate_command(study, len(seeds)), {}
     begin_study(path, study, command)
     of_all = {'loss': 'spread', 'eps': eps, **dict(zip('ABCD', capsules or ()))}
     for r in rows:
         if only and r.name not in only: continue
         found[r.name] = summary(repeat(train_objects, path, r.name, seeds, runs, command, data=data, net='matrix-caps', size=size, subset=subset, epochs=epochs,
-                                       options={**of_all, **r.options}, **kw))
+                                       options={**of_all, **r.options}, validate=validate, **kw))
     return found
 
 # %% ../nbs/34_ablation.ipynb #0000000b

@@ -262,7 +262,7 @@ def add_objects(
     Option, toys, shared = typer.Option, data == 'toys', shared_options(typer)
     @group.command(data, short_help='Toys that the library draws itself.' if toys else 'smallNORB, stereo pictures of toys.', help=f"""Train on {'toys that the library draws itself' if toys else 'smallNORB'} (Heinsen 2019, section 4).
 
-    Keeps the epoch that validates best on instances held back, tests it once, and draws how poses move. Ctrl-C leaves a checkpoint and says how to go on.""")
+    Keeps the epoch that validates best on instances held back (with --no-validate the last one), tests it once, and draws how poses move. Ctrl-C leaves a checkpoint and says how to go on.""")
     def command(
         net:str=Option('dstep', help="'dstep': the paper's network; 'cnn': a CNN as large; 'baseline': the baseline CNN of Hinton et al. (2018); 'matrix-caps': its matrix capsules, best with --size 48."),
         size:int=Option(96, min=29, help='Pixels per side (smallNORB has 96).'),
@@ -272,7 +272,7 @@ def add_objects(
         out:Path=Option(f'runs/{data}', help='Folder for metrics.json, task.json, poses.png and the network; made if missing.'),
         folder:Path=Option(None, '--data', help='smallNORB: folder of its six files; else CAPSNB_DATA, or a download.', show_default=False),
         cache:Path=shared.cache,
-        as_published:bool=Option(False, '--as-published', help="As the network's own paper has it: learning rate, floor of the variances, start of beta; patches for the baseline."),
+        as_published:bool=Option(False, '--as-published', help="As published: learning rate, floor of the variances and start of beta of 'dstep', patches for 'baseline'."),
         validate:bool=Option(True, help='Choose the epoch on instance 9; if not, train on that one too and keep the last epoch.'),
         any_files:bool=Option(False, '--any-files', help="smallNORB: the files need not be the official ones, only in their format."),
         resume:bool=shared.resume, overwrite:bool=shared.overwrite,
@@ -281,8 +281,8 @@ def add_objects(
         how = again(f'capsnb train {data}', net=net, size=size, pairs=pairs, epochs=epochs, seed=seed, out=out, data=folder, cache=cache,
                     as_published=as_published, no_validate=not validate, any_files=any_files, device=device, no_progress=not progress)
         plainly(lambda: claim(out, resume, overwrite), how)
-        m = plainly(lambda: objects.train_objects(data, net, out, size, pairs, folder, not any_files, cache, epochs, seed, as_published, validate, device, resume, progress, how), how)
-        kept = f"best of {m['epochs']} epochs: {m['best_epoch']}; validation {m['valid_accuracy']:.1%}" if validate else f"all training instances, {m['epochs']} epochs"
+        m = plainly(lambda: objects.train_objects(data, net, out, size, pairs, folder, not any_files, cache, epochs, seed, as_published, device, resume, progress, how, validate=validate), how)
+        kept = f"best of {m['epochs']} epochs: {m['best_epoch']}; validation {m['valid_accuracy']:.1%}" if validate else f"all training instances, epoch {m['epochs']}"
         print(f"{data}, {net}, {m['n_params']:,} parameters, {kept}, test {m['test_accuracy']:.1%}; "
               f"{m['seconds']/m['epochs']:.1f} s per epoch; the network is in {out}")
         if net != 'dstep': return
@@ -409,7 +409,7 @@ def add_eval(
     @app.command('eval')
     def command(
         run:Path=typer.Argument(help='Folder of a finished run.'),
-        split:str=Option('test', help="'train', 'validation' or 'test'."),
+        split:str=Option('test', help="'train', 'validation' or 'test'; on toys and smallNORB also 'train+validation'."),
         encoder:str=Option(None, help='Where the transformer lies now; where it lay in training if not given.', show_default=False),
         data:Path=Option(None, help='Folder of the data, as for train.', show_default=False),
         cache:Path=Option(None, help="Folder for hidden states or drawn toys; else the user's cache.", show_default=False),
@@ -490,6 +490,7 @@ def add_ablate(
         preset:str=Option('paper', help="Set-up of the routing: 'paper', 'gritzman' or 'google'; the others get a row each."),
         capsules:str=Option(None, help='A,B,C,D of every network, as in 64,8,16,16, the paper\'s small one.', show_default=False),
         eps:str=Option(None, help="Floor of the variances in every row but the one that says otherwise: 'auto', a number, or a share of the votes' spread, as in 300%; the preset's if not given.", show_default=False),
+        validate:bool=Option(True, help='Choose the epoch on instance 9; if not, train on that one too and keep the last epoch.'),
         only:list[str]=Option(None, help=f"Name of a row; may be repeated. All if not given: {', '.join(r.name for r in ablation.ablation_rows())}, or the other presets.", show_default=False),
         out:Path=Option('runs/ablate/em_ablation.json', help='File that collects the runs; finished ones are kept.'),
         runs:Path=Option('runs/ablate', help='Folder of the runs themselves.'),
@@ -500,6 +501,6 @@ def add_ablate(
         """What each part of matrix capsules is worth: the rows of Table 1 of Hinton et al. (2018), beside the paper's errors.
 
         Trains one network after another; a study that was stopped goes on with the same command."""
-        plainly(lambda: ablation.run_ablation(out, data, size, pairs, epochs, tuple(range(seeds)), preset, tuple(only or ()) or None, runs, capsules_of(capsules), floor_of(eps),
+        plainly(lambda: ablation.run_ablation(out, data, size, pairs, epochs, tuple(range(seeds)), preset, tuple(only or ()) or None, runs, capsules_of(capsules), floor_of(eps), validate,
                                               folder=folder, cache=cache, device=device, progress=progress), 'the same command')
         ablation.plot_ablation(out).savefig(out.with_suffix('.png'), dpi=120); print(f"{ablation.ablation_table(out)}\n\nlook at {out.with_suffix('.png')}")

@@ -94,7 +94,7 @@ class PairMixup:
 def caps_sizes(
     size:int # of the pictures
 ) -> tuple[int, int]: # pixels after shrinking, of a patch
-    "48 and 32 for 96 or 48 pixels; else no shrinking, and patches of two thirds."
+    "48 and 32 for multiples of 48 pixels; else no shrinking, and patches of two thirds."
     whole = 48 if size % 48 == 0 else size
     return whole, whole*2//3
 
@@ -145,9 +145,9 @@ class PairCrops:
 
 # %% ../nbs/25_objects.ipynb #c40b0005
 def on_crops(
-    net:str, published:bool=False # a name of `new_network`; whether to do all as its paper does
+    net:str, published:bool=False # a name of `new_network`; as for `train_objects`
 ) -> bool: # whether it is trained on crops
-    "Matrix capsules always, the baseline as published."
+    "Matrix capsules always, the baseline with `published`."
     return net == 'matrix-caps' or net == 'baseline' and published
 
 def collator_of(
@@ -166,7 +166,8 @@ def new_network(
     size:int=96, n_classes:int=5, seed:int=0, # of the pictures; of the labels; of the weights
     published:bool=False, **kw # as its paper has it: the floor and start of 'dstep', the patches of 'baseline'; of the network
 ) -> nn.Module: # not yet trained
-    "One of the networks that are compared; `ValueError` for an unknown name."
+    "One of the networks that are compared; `ValueError` for an unknown name, or a published baseline for pictures that do not shrink to 48 pixels."
+    if name == 'baseline' and published and size % 48: raise ValueError(f"the published baseline sees patches of 32 out of 48 pixels: size must be a multiple of 48, got {size}")
     seed_everything(seed)
     if name == 'dstep': return SmallNORBNet(n_classes, **{**(dict(eps='paper', init='paper') if published else {}), **kw})
     if name == 'baseline': return BaselineCNN(n_classes, size=caps_sizes(size)[1] if published else size, **kw)
@@ -178,31 +179,31 @@ classes = {'dstep': SmallNORBNet, 'cnn': PlainCNN, 'baseline': BaselineCNN, 'mat
 
 # %% ../nbs/25_objects.ipynb #00000013
 recipe = dict(epochs=50, batch_size=20, lr=(1e-5, 5e-4), warmup=.1, momentum='paper', mixup=.2)   # Heinsen 2019, 4.2
-own = {net: dict(lr=(1e-5, top)) for net, top in (('dstep', 5e-3), ('cnn', 2e-3), ('baseline', 5e-3), ('patches', 1e-3), ('matrix-caps', 1e-2))}   # what we change of it; 'patches': the baseline as published
+own = {net: dict(lr=(1e-5, top)) for net, top in (('dstep', 5e-3), ('cnn', 2e-3), ('baseline', 5e-3), ('baseline, published', 1e-3), ('matrix-caps', 1e-2))}   # what we change of it
 
 def recipe_of(
     net:str, size:int, # a name of `new_network`; of the pictures
-    published:bool=False # whether to do all as the paper does
+    published:bool=False # as for `train_objects`
 ) -> dict: # what `check_recipe` checks
     "The recipe of a network; on crops there are no shifts and no mixup."
-    if net == 'matrix-caps' and published: raise ValueError("published=True is the recipe of Heinsen 2019 and knows no matrix-caps; use its presets: options=dict(preset='google')")
-    if on_crops(net, published): return {**recipe, **own['patches' if net == 'baseline' else net], 'mixup': 0, 'shift': 0}
+    if net == 'matrix-caps' and published: raise ValueError("there is no published recipe for matrix-caps; its paper's set-up is the preset 'paper': capsnb ablate --only '3 iterations', or options=dict(preset='paper', eps=None, loss='spread')")
+    if on_crops(net, published): return {**recipe, **own['baseline, published' if net == 'baseline' else net], 'mixup': 0, 'shift': 0}
     return {**recipe, **({} if published else own.get(net, {})), 'shift': size//16 if net == 'baseline' else size//6}
 
 def train_objects(
     data:str='toys', net:str='dstep', # 'toys' or 'smallnorb'; a name of `new_network`
     out:str|Path='runs/objects', # folder of the run
     size:int=96, subset=None, folder=None, official:bool=True, cache=None, # as for `open_objects`
-    epochs:int|None=None, seed:int=0, published:bool=False, # None: the recipe's; of everything; whether to do all as the paper does
-    validate:bool=True, # False: instance 9 is trained on too, and the last epoch is kept
+    epochs:int|None=None, seed:int=0, published:bool=False, # None: the recipe's; of everything; as the paper has it (see above)
     device:str|None=None, resume:bool=False, progress:bool=True, # None: the best there is; go on where a run stopped; whether to draw bars
     how_to_resume:str='train_objects(..., resume=True)', # said when the run was stopped
     options:dict|None=None, # of the network, e.g. dict(n_iters=2)
+    validate:bool=True, # False: instance 9 is trained on too, and the last epoch is kept
     **more # of the recipe, or what TrainingArguments knows
 ) -> dict: # as in metrics.json
     "Train a network on toys or smallNORB: test accuracy of the epoch that validates best, or (`validate=False`) of the last."
     kw = {**recipe_of(net, size, published), **more, **({} if epochs is None else dict(epochs=epochs))}
-    check_recipe(**kw, seed=seed); pick_device(device); collator = collator_of(net, size, kw['shift'], kw['mixup'], published)
+    check_recipe(**kw, seed=seed, validate=validate); pick_device(device); collator = collator_of(net, size, kw['shift'], kw['mixup'], published)
     model = new_network(net, size, seed=seed, published=published, **(options or {}))
     def deck(split, seed=None): return PairDeck(open_objects(data, split, size, subset, folder, official, cache=cache, progress=progress), seed)
     train, held = (deck('train', seed), deck('validation')) if validate else (deck('train+validation', seed), None)
@@ -228,11 +229,12 @@ def eval_objects(
     folder=None, cache=None, device:str|None=None, progress:bool=True, batch_size:int=100, # as for `train_objects`; pairs at a time
     crops:int=1 # of networks trained on crops: the mean over a grid of crops×crops; 1: the central one
 ) -> dict: # accuracy, accuracy by azimuth and by elevation (degrees -> accuracy), confusion [label][predicted], number of pairs
-    "Accuracy of a finished run, and what is taken for what; `ValueError` for the validation split of a run that was trained on it."
+    "Accuracy of a finished run, and what is taken for what; `ValueError` for 'train' and 'validation' of a run that was trained on both."
     net, note = load_objects_run(run, device); on = next(net.parameters()).device
-    if split == 'validation' and not note.get('validate', True): raise ValueError(f"'{run}' was trained on all training instances, these too: there is no validation split")
+    if split in ('train', 'validation') and not note.get('validate', True): raise ValueError(f"'{run}' was trained on all training instances: there is 'train+validation' and 'test', got {split!r}")
     x = open_objects(note['data'], split, note['size'], note['subset'], folder, note['official'], cache=cache, progress=progress)
-    views = collator_of(note['kind'], note['size'], published=note.get('published', False)).views
+    patched = getattr(net, 'size', None) == (caps_sizes(note['size'])[1],)*2                          # what it was made for decides
+    views = collator_of(note['kind'], note['size'], published=patched).views
     guess = torch.cat([sum(net(v).a for v in views(i.to(on), crops)).argmax(1).cpu() for i in x['images'].split(batch_size)])
     right, confusion = guess == x['category'], torch.bincount(x['category']*5 + guess, minlength=25).view(5, 5)
     by = {k: {int(a): right[angle == a].float().mean().item() for a in angle.unique()} for k, angle in zip(('azimuth', 'elevation'), degrees(x))}

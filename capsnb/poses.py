@@ -96,7 +96,7 @@ def mds_path(
     poses:Tensor # [views, c, h] of one toy
 ) -> Flat: # `ValueError` if all pose vectors are the same, or not finite
     "Multidimensional scaling of one toy's pose vectors from all viewpoints (Heinsen 2019, figure 4)."
-    if poses.ndim != 3: raise ValueError(f"expected poses [views, c, h] of one toy, got shape {tuple(poses.shape)}")
+    if poses.ndim != 3 or not poses.numel(): raise ValueError(f"expected poses [views, c, h] of one toy, got shape {tuple(poses.shape)}")
     if bad := (~poses.isfinite()).flatten(1).any(1).sum().item(): raise ValueError(f"expected finite poses, got NaN or inf in {bad} of {len(poses)} views")
     p = poses.detach().cpu().double().flatten(0, 1); p = p - p.mean(0)
     if not p.abs().max() > 0: raise ValueError("expected pose vectors that differ, all are the same")

@@ -4,7 +4,7 @@
 
 # %% ../nbs/10_toys.ipynb #00000002
 from __future__ import annotations
-import hashlib, itertools, json, math, os, threading, time
+import hashlib, itertools, json, math, os, re, threading, time
 from collections.abc import Sequence, Set
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
@@ -790,11 +790,12 @@ def _join(folder:Path, made:dict, paths:list[Path], sign:bytes): # one file from
     _tidy(folder)
 
 def _tidy(folder:Path): # removes the toys' files, and what killed runs left behind
-    for path in folder.glob('*.*[0-9]'):                                   # of `_put`: whoever still writes here was here within the hour
-        with suppress(OSError):
-            if path.stat().st_mtime < time.time() - 3600: path.unlink()
-    for path in folder.glob('part-[0-9][0-9]'):
-        with suppress(OSError): path.unlink()                              # a cache that may only be read stays as it is
+    for path in folder.iterdir():
+        ours = _ours.fullmatch(path.name)                                  # nobody else's
+        with suppress(OSError):                                            # a cache that may only be read stays as it is
+            if ours and (not ours['temporary'] or path.stat().st_mtime < time.time() - 3600): path.unlink()   # who still writes wrote within the hour
+
+_ours = re.compile(r'part-[0-9]{2}|(?:part-[0-9]{2}|pictures|info[.]json)(?P<temporary>[.][0-9]+[.][0-9]+)')   # see `_put`
 
 def _check(folder:Path, made:dict): # the cache is whole, and of what was asked
     hint = f"remove the folder '{folder}' to draw it anew"

@@ -306,7 +306,7 @@ def training_arguments(
 # %% ../nbs/22_train.ipynb #0000002e
 def make_trainer(
     net:nn.Module, # gives {'loss', 'logits'} for images and labels
-    train:Deck, valid:Deck, # data
+    train:Deck, valid:Deck|None, # data
     args, # transformers.TrainingArguments
     cycle:dict, # arguments of `SingleCycle`
     collator:MixupCollator, # makes the batches
@@ -335,7 +335,8 @@ def check_recipe(
     epochs, batch_size, shift, seed, # counted
     lr, # (at the ends, at the top)
     warmup, mixup, momentum, # measured, and a name
-    eval_strategy='epoch', save_strategy='epoch', dataloader_persistent_workers=False, **more # the others are `TrainingArguments`' business
+    validate=True, # whether there is a validation set
+    eval_strategy=None, save_strategy='epoch', dataloader_persistent_workers=False, load_best_model_at_end=False, **more # the others are `TrainingArguments`' business
 ):
     "`ValueError` names the first argument of `fit` that makes no sense, what was expected and what came."
     def number(x, low, high, kind=numbers.Real): return isinstance(x, kind) and not isinstance(x, bool) and low <= x <= high
@@ -349,7 +350,8 @@ def check_recipe(
               ('mixup', mixup, number(mixup, 0, top), 'a number >= 0'),
               ('momentum', momentum, momentum in list(top_momentum), "'paper', 'notebook' or None"),
               ('dataloader_persistent_workers', dataloader_persistent_workers, not dataloader_persistent_workers, "False, since such workers keep the first epoch's dice"),
-              ('eval_strategy', eval_strategy, text(eval_strategy) == 'epoch', "'epoch', since the epoch that validates best is kept"),
+              ('eval_strategy', eval_strategy, text(eval_strategy) in ('None', 'epoch' if validate else 'no'), "'epoch', since the epoch that validates best is kept" if validate else "'no', since there is no validation set"),
+              ('load_best_model_at_end', load_best_model_at_end, not load_best_model_at_end, "False, since the epoch to keep is loaded anyway"),
               ('save_strategy', save_strategy, text(save_strategy) == 'epoch', "'epoch', since the epoch that validates best is kept")]
     for name, value, fine, wanted in checks:
         if not fine: raise ValueError(f"expected {name} to be {wanted}, got {value!r}")
@@ -418,7 +420,7 @@ def clear_run(
 
 def finished_run(
     folder:Path, # of a run
-    net:nn.Module # gets the weights of the best epoch
+    net:nn.Module # gets the weights of the epoch that was kept
 ) -> dict|None: # its metrics, if it has come to its end
     "What a finished run found."
     if not (folder/'metrics.json').exists(): return None
@@ -427,7 +429,7 @@ def finished_run(
 
 def load_best(
     trainer # transformers.Trainer after training
-) -> int: # the best epoch's last step
+) -> int: # last step of the epoch to keep
     "Give the network the weights of the epoch that validated best; of the last one when nothing was held back."
     step = trainer.state.global_step if trainer.eval_dataset is None else trainer.state.best_global_step
     weights = need('safetensors.torch').load_file(Path(trainer.args.output_dir)/f"checkpoint-{step}"/'model.safetensors')
@@ -498,7 +500,7 @@ def fit_decks(
     **also # written down with the settings: a resumed run must share it
 ) -> dict: # as in metrics.json
     "What `fit` does, for data of any kind."
-    check_recipe(**recipe); keep_freed_memory()
+    check_recipe(**recipe, validate=held is not None); keep_freed_memory()
     folder = check_room(out, 2*checkpoint_bytes(net))
     more = {k: v for k, v in recipe.items() if k not in ('epochs', 'batch_size', 'lr', 'warmup', 'momentum', 'shift', 'mixup', 'seed')}
     if held is None: more['eval_strategy'] = 'no'
@@ -524,10 +526,10 @@ def fit(
     save_steps:int=0, name:str='training', progress:bool=True, # checkpoints within an epoch; the bar's name; whether to draw it
     **more # anything else TrainingArguments knows, e.g. bf16=True
 ) -> dict: # as in metrics.json
-    "Train a network as the paper does, keep the best epoch on `valid`, test once; see the table above for what it leaves."
+    "Train a network as the paper does, keep the best epoch on `valid` (or the last), test once; see the table above for what it leaves."
     recipe = dict(epochs=epochs, batch_size=batch_size, lr=lr, warmup=warmup, momentum=momentum, shift=shift, mixup=mixup, seed=seed, **more)
     parts = {k: d for k, d in dict(train=train, valid=valid).items() if d is not None}
-    check_recipe(**recipe); check_not_empty(**parts)
+    check_recipe(**recipe, validate=valid is not None); check_not_empty(**parts)
     deck, held, last = Deck(train, seed, shift), *(None if d is None else Deck(d) for d in (valid, test))
     return fit_decks(net, deck, held, last, MixupCollator(classes_of(train, *(d for d in (deck, held) if d is not None)), mixup), out, recipe,
                      device, resume, how_to_resume, save_steps, name, progress)
@@ -542,8 +544,9 @@ def finish(
 ) -> dict: # as in metrics.json
     "Load the epoch to keep, test, save the network, write metrics.json (last, so that its presence means: done)."
     step, state, net = load_best(trainer), trainer.state, trainer.model
-    metrics = dict(run_record(**settings), device_used=trainer.args.device.type, seconds=round(seconds, 2), steps=state.global_step, best_epoch=round(step*settings['epochs']/state.max_steps),
-                   valid_accuracy=state.best_metric, history=history_of(state))
+    kept, history = round(step*settings['epochs']/state.max_steps), history_of(state)
+    metrics = dict(run_record(**settings), device_used=trainer.args.device.type, seconds=round(seconds, 2), steps=state.global_step, best_epoch=kept,
+                   valid_accuracy=next((h.get('valid_accuracy') for h in history if round(h['epoch']) == kept), None), history=history)
     if test is not None: metrics['test_accuracy'] = trainer.predict(test).metrics['test_accuracy']
     net.eval().save_pretrained(folder)
     write_json(folder/'metrics.json', metrics)

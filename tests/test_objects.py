@@ -38,19 +38,38 @@ def test_validation_throws_no_dice():
 def test_the_recipe_is_the_papers():
     assert recipe_of('dstep', 96, published=True) == dict(epochs=50, batch_size=20, lr=(1e-5, 5e-4), warmup=.1, momentum='paper', mixup=.2, shift=16)
     assert recipe_of('dstep', 48) == recipe_of('dstep', 48, True) | dict(lr=(1e-5, 5e-3)) and recipe_of('dstep', 48)['shift'] == 8
-    with pytest.raises(ValueError, match='knows no matrix-caps'): recipe_of('matrix-caps', 48, published=True)
+    with pytest.raises(ValueError, match='no published recipe for matrix-caps'): recipe_of('matrix-caps', 48, published=True)
     for crops in (recipe_of('matrix-caps', 96), recipe_of('baseline', 96, published=True)): assert crops['shift'] == crops['mixup'] == 0
-    assert recipe_of('baseline', 48)['shift'] == 3 and recipe_of('baseline', 48)['mixup'] == .2
+    assert [recipe_of('baseline', s)['shift'] for s in (48, 96)] == [3, 6] and recipe_of('baseline', 48)['mixup'] == .2
+    assert recipe_of('baseline', 48)['lr'] == (1e-5, 5e-3) and recipe_of('baseline', 48, published=True)['lr'] == (1e-5, 1e-3)
+    assert [objects.on_crops(net, p) for net in objects.classes for p in (False, True)] == [False, False, False, False, False, True, True, True]
+
+def test_options_go_before_what_is_published():
+    made = new_network('dstep', 48, published=True, eps=1e-3)._hub_mixin_config; assert (made['eps'], made['init']) == (1e-3, 'paper')
+    with pytest.raises(ValueError, match='size must be a multiple of 48, got 64'): new_network('baseline', 64, published=True)
+
+@pytest.mark.parametrize('validate', [True, False])
+def test_only_what_is_trained_on_is_thrown_about(cache, tmp_path, monkeypatch, validate):
+    seen = {}
+    def fit(net, deck, held, test, *_, **__): seen.update(deck=deck, held=held, test=test); raise KeyboardInterrupt
+    monkeypatch.setattr(objects, 'fit_decks', fit)
+    with pytest.raises(KeyboardInterrupt): train_objects(out=tmp_path, seed=3, epochs=1, device='cpu', validate=validate, **small(cache))
+    assert seen['deck'].seed == 3 and seen['test'].seed is None and len(seen['deck']) == (40 if validate else 50)
+    assert seen['held'].seed is None if validate else seen['held'] is None
 
 def test_the_baseline_as_published_sees_patches(cache, tmp_path):
     kw = {**small(cache), 'size': 48}
     m = train_objects(net='baseline', out=tmp_path/'run', epochs=1, device='cpu', published=True, **kw)
     assert m['n_params'] == 4_253_349 and m['shift'] == m['mixup'] == 0
     assert eval_objects(tmp_path/'run', cache=cache, device='cpu', progress=False)['accuracy'] == pytest.approx(m['test_accuracy'])
-    net, x = load_objects_run(tmp_path/'run', 'cpu')[0], open_objects(split='test', **kw)
-    patch = objects.standardised(x['images'], 48)[:, :, 8:40, 8:40]                # the one in the middle
-    with torch.no_grad(): assert (net(patch).a.argmax(1) == x['category']).float().mean().item() == pytest.approx(m['test_accuracy'])
+    x = open_objects(split='test', **kw)['images']
+    (view,) = objects.collator_of('baseline', 48, published=True).views(x); assert_close(view, objects.standardised(x, 48)[:, :, 8:40, 8:40])      # the one in the middle
     eval_objects(tmp_path/'run', cache=cache, device='cpu', progress=False, crops=2)
+
+def test_a_baseline_of_older_code_is_read_on_whole_pictures(cache, tmp_path):
+    m = train_objects(net='baseline', out=tmp_path/'run', epochs=1, device='cpu', **small(cache))
+    note = json.loads((tmp_path/'run'/'task.json').read_text()); (tmp_path/'run'/'task.json').write_text(json.dumps({**note, 'published': True}))
+    assert eval_objects(tmp_path/'run', cache=cache, device='cpu', progress=False)['accuracy'] == pytest.approx(m['test_accuracy'])
 
 def test_what_is_held_back_and_what_joins(cache):
     parts = {s: open_objects(split=s, **small(cache)) for s in objects.splits}
@@ -65,6 +84,9 @@ def test_smallnorb_joins_as_toys_do(tmp_path):
 
 def test_without_validation_the_last_epoch_of_all_training_instances(cache, tmp_path):
     m = train_objects(net='baseline', out=tmp_path/'run', epochs=2, device='cpu', validate=False, **small(cache))
+    for split in ('train', 'validation'):
+        with pytest.raises(ValueError, match=f"there is 'train\\+validation' and 'test', got '{split}'"): eval_objects(tmp_path/'run', split, cache=cache, device='cpu', progress=False)
+    assert eval_objects(tmp_path/'run', 'train+validation', cache=cache, device='cpu', progress=False)['n'] == 50
     assert m['steps'] == 2*3 and m['best_epoch'] == 2 and m['valid_accuracy'] is None and [set(h) for h in m['history']] == [{'epoch', 'loss'}]*2
     assert load_objects_run(tmp_path/'run', 'cpu')[1]['validate'] is False
     with pytest.raises(ValueError, match='settings differ .*valid_data'): train_objects(net='baseline', out=tmp_path/'run', epochs=2, device='cpu', resume=True, **small(cache))

@@ -102,8 +102,8 @@ def short(out, n=40, net=None, first=0, **kw):
     from capsnb.vision import DStepNet
     seed_everything(0); data = load_digits_split()
     small = dict(channels=(8,), strides=(2,), n_types=2, n_parts=4)
-    return fit(DStepNet(**{**small, **(net or {})}), data['train'].select(range(first, first + n)), data['validation'].select(range(20)), out,
-               **{**dict(epochs=1, device='cpu', progress=False), **kw})
+    valid = dict(valid=data['validation'].select(range(20)))
+    return fit(DStepNet(**{**small, **(net or {})}), data['train'].select(range(first, first + n)), out=out, **{**valid, **dict(epochs=1, device='cpu', progress=False), **kw})
 
 def test_another_network_or_other_data_are_refused(tmp_path):
     done = short(tmp_path)
@@ -117,12 +117,40 @@ def test_another_network_or_other_data_are_refused(tmp_path):
     (dict(epochs=0), 'epochs to be an integer >= 1, got 0'), (dict(epochs=1.5), 'epochs'), (dict(epochs=True), 'epochs'), (dict(batch_size=0), 'batch_size'),
     (dict(lr=1e-3), 'lr to be two positive'), (dict(lr=(1e-3, 1e-5)), 'lr'), (dict(lr=(0., 1e-3)), 'lr'), (dict(lr='ab'), 'lr'), (dict(warmup=-.1), 'warmup'),
     (dict(momentum='memory'), "momentum .* got 'memory'"), (dict(momentum=[]), 'momentum'), (dict(mixup=-1), 'mixup'), (dict(mixup=float('nan')), 'mixup'),
-    (dict(eval_strategy='no'), "eval_strategy .* got 'no'"), (dict(n=0), 'sample in train'), (dict(device='gpu'), "'gpu' is not available")])
+    (dict(eval_strategy='no'), "eval_strategy .* got 'no'"), (dict(valid=None, eval_strategy='epoch'), "eval_strategy to be 'no', since there is no validation set, got 'epoch'"),
+    (dict(load_best_model_at_end=True), 'load_best_model_at_end to be False'), (dict(n=0), 'sample in train'), (dict(valid=dict(image=[], label=[])), 'sample in valid'), (dict(device='gpu'), "'gpu' is not available")])
 def test_nonsense_is_refused_before_anything_is_removed(wrong, message, tmp_path):
     folder = tmp_path/'checkpoints'/'checkpoint-7'; folder.mkdir(parents=True)
     (tmp_path/'metrics.json').write_text('{}')
     with pytest.raises(ValueError, match=message): short(tmp_path, **wrong)
     assert folder.exists() and (tmp_path/'metrics.json').exists()
+
+def test_nothing_held_back_and_stopped_on_the_way(tmp_path, monkeypatch):
+    import capsnb.train as train
+    kw, at = dict(valid=None, epochs=3, eval_strategy='no', save_steps=1), []
+    whole = short(tmp_path/'whole', **kw); assert whole['valid_accuracy'] is None and whole['best_epoch'] == 3 and len(whole['history']) == 3
+    class Early(train.BarHook):
+        def on_step_end(self, args, state, control, **more):
+            super().on_step_end(args, state, control, **more); at.append(state.global_step)
+            if state.global_step == 3: signal.raise_signal(signal.SIGINT)
+    with monkeypatch.context() as m:
+        m.setattr(train, 'BarHook', Early)
+        with pytest.raises(train.Stopped): short(tmp_path/'cut', **kw)
+    assert max(at) == 4 < whole['steps'] == 6 and short(tmp_path/'cut', resume=True, **kw)['valid_accuracy'] is None
+    one, two = (load_file(tmp_path/run/'model.safetensors') for run in ('whole', 'cut'))
+    assert one.keys() == two.keys() and all(one[k].equal(two[k]) for k in one)
+    assert short(tmp_path/'whole', resume=True, **kw) == whole
+
+def test_validation_accuracy_is_an_accuracy_whatever_chooses_the_epoch(tmp_path):
+    m = short(tmp_path, epochs=3, metric_for_best_model='loss', greater_is_better=False)
+    assert m['valid_accuracy'] == m['history'][m['best_epoch'] - 1]['valid_accuracy'] <= 1
+
+def test_history_is_told_by_validation_where_there_is_any():
+    from types import SimpleNamespace
+    from capsnb.train import history_of
+    logs = [dict(epoch=.5, loss=2.), dict(epoch=1., loss=1.), dict(epoch=1., eval_accuracy=.5), dict(epoch=1., train_runtime=3.)]
+    assert history_of(SimpleNamespace(log_history=logs)) == [dict(epoch=1., loss=1., valid_accuracy=.5)]
+    assert history_of(SimpleNamespace(log_history=[logs[1], logs[3]])) == [dict(epoch=1., loss=1.)]
 
 def test_mixup_when_the_training_set_lacks_the_top_classes(tmp_path):
     from capsnb.train import fit, load_digits_split

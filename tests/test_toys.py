@@ -1,5 +1,5 @@
 "The toys against an independent renderer, the same bytes everywhere, killed and damaged caches; what reads well in prose is in nbs/10_toys.ipynb."
-import ast, hashlib, json, math, os, subprocess, sys, threading
+import ast, hashlib, json, math, os, subprocess, sys, threading, time
 from pathlib import Path
 import pytest, torch
 from hypothesis import given, settings, strategies as st
@@ -220,10 +220,20 @@ def test_who_comes_second_leaves_nothing_behind(tmp_path, monkeypatch):
 def test_who_was_killed_while_coming_second_leaves_nothing_for_long(tmp_path):
     ask = dict(split='test', subset=one_view, cache=tmp_path, **tiny)
     whole, folder = toys_tensors(**ask).images.clone(), cache_of('test', 16, one_view, 0, World(), tmp_path)[0]
-    for name in ('part-03', 'part-24', 'part-25.77.88', 'info.json.77.88', 'pictures.99.1'): (folder/name).write_bytes(b'left')
-    for name in ('part-25.77.88', 'info.json.77.88'): os.utime(folder/name, (1, 1))      # of long ago; the third may still be written
+    hour, theirs = time.time() - 1800, ['notes.v2', 'part-07.bak1', 'part-99x', 'pictures.sha256', 'pictures.2026', 'clip.mp4']
+    for name in ('part-03', 'part-24', 'part-25.77.88', 'info.json.77.88', 'pictures.99.1', 'part-01.5.6', *theirs): (folder/name).write_bytes(b'left')
+    for name in ('part-25.77.88', 'info.json.77.88', *theirs): os.utime(folder/name, (1, 1))          # of long ago
+    for name in ('pictures.99.1', 'part-01.5.6'): os.utime(folder/name, (hour, hour))                # may still be written
     assert toys_tensors(**ask).images.equal(whole)
-    assert sorted(p.name for p in folder.iterdir()) == ['info.json', 'pictures', 'pictures.99.1']
+    assert sorted(p.name for p in folder.iterdir()) == sorted(['info.json', 'pictures', 'pictures.99.1', 'part-01.5.6', *theirs])
+
+def test_a_cache_that_may_only_be_read(tmp_path, monkeypatch):
+    ask = dict(split='test', subset=one_view, cache=tmp_path, **tiny)
+    whole, folder = toys_tensors(**ask).images.clone(), cache_of('test', 16, one_view, 0, World(), tmp_path)[0]
+    (folder/'part-03').write_bytes(b'left')
+    def refuse(self, *_, **__): raise PermissionError(13, 'read-only', str(self))
+    monkeypatch.setattr(type(folder), 'unlink', refuse)
+    assert toys_tensors(**ask).images.equal(whole) and (folder/'part-03').exists()
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     def breaks(): yield b'half'; raise OSError('no space')
