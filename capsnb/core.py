@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['palette', 'seed_everything', 'pick_device', 'need', 'error_to', 'assert_as_exact', 'run_record', 'keep_freed_memory',
-           'first_order', 'plot_style']
+__all__ = ['palette', 'seed_everything', 'pick_device', 'need', 'from_bytes', 'error_to', 'assert_as_exact', 'run_record',
+           'keep_freed_memory', 'first_order', 'plot_style']
 
 # %% ../nbs/00_core.ipynb #00000007
 def seed_everything(
@@ -50,6 +50,13 @@ def need(
         top = module.split('.')[0]
         if (e.name or '').split('.')[0] != top: raise   # it is there, but one of its own imports is not
         raise ImportError(f"this needs the package '{top}': pip install 'capsnb[{extra}]'") from e
+
+# %% ../nbs/00_core.ipynb #76454848
+def from_bytes(
+    images:Tensor # uint8, or floats, any shape
+) -> Tensor: # float32 in [0, 1] from bytes; floats as they came
+    "Pictures as floating-point numbers: bytes are divided by 255."
+    return images.float()/255 if images.dtype == torch.uint8 else images
 
 # %% ../nbs/00_core.ipynb #00000010
 def error_to(

@@ -4,13 +4,14 @@
 
 # %% ../nbs/09_files.ipynb #00000002
 from __future__ import annotations
-import contextlib, hashlib, http.client, os
+import contextlib, hashlib, http.client, json, os
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.request import Request, urlopen
+from .core import need
 
 # %% auto #0
-__all__ = ['cache_folder', 'holds', 'find_folder', 'checksum', 'fetch']
+__all__ = ['cache_folder', 'holds', 'find_folder', 'checksum', 'fetch', 'write_json', 'sync_folder', 'read_json', 'need_hub']
 
 # %% ../nbs/09_files.ipynb #00000006
 def cache_folder(
@@ -114,3 +115,75 @@ def _write(url:str, answer, path:Path, most:int): # appends at most so many byte
             if not piece: break
             f.write(piece)
             most -= len(piece)
+
+# %% ../nbs/09_files.ipynb #7099af7c
+def write_json(
+    path:str|Path, # of the file
+    content:dict # JSON-ready
+):
+    "Write a note at once or not at all, and see it onto the disk."
+    path = Path(path)
+    temporary = path.with_name(f'{path.name}.{os.getpid()}.tmp')
+    try:
+        with open(temporary, 'w', encoding='utf-8') as f:
+            f.write(json.dumps(content, indent=1))
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+def sync_folder(
+    folder:Path # whose names have changed
+):
+    "See a folder's list of names onto the disk, where the system can."
+    if os.name != 'posix': return
+    handle = os.open(folder, os.O_RDONLY)
+    try: os.fsync(handle)
+    except OSError: pass                                               # some network file systems cannot
+    finally: os.close(handle)
+
+# %% ../nbs/09_files.ipynb #7f8861a5
+def read_json(
+    path:str|Path, # of the file
+    **fields # name -> type, or tuple of types, of an entry that must be there; None stands for null
+) -> dict: # the note
+    "Read a note; `ValueError` in one sentence when it is damaged, no JSON object, or lacks an entry of its type."
+    path = Path(path)
+    try: note = json.loads(path.read_bytes())
+    except FileNotFoundError: raise
+    except (OSError, ValueError, RecursionError) as e: raise ValueError(f"'{path}' cannot be read: {e}") from e
+    if not isinstance(note, dict):
+        raise ValueError(f"'{path}' is damaged: expected a JSON object, got {_kind(note)}")
+    for name, wanted in fields.items():
+        if name not in note: raise ValueError(f"'{path}' is damaged: it has no entry '{name}'")
+        if not _is_a(note[name], wanted):
+            raise ValueError(f"'{path}' is damaged: expected '{name}' to be {_words(wanted)}, got {_kind(note[name])}")
+    return note
+
+_names = {int: 'a whole number', float: 'a number', str: 'a text', bool: 'true or false', list: 'a list', dict: 'an object',
+          None: 'null', type(None): 'null'}
+
+def _words(wanted) -> str: return ' or '.join(_names[t] for t in (wanted if isinstance(wanted, tuple) else (wanted,)))
+
+def _kind(value) -> str: return f"{_names[type(value)]}, {repr(value)[:60]}" if value is not None else 'null'
+
+def _is_a(value, wanted) -> bool: # true is no number, a whole number is one
+    kinds = wanted if isinstance(wanted, tuple) else (wanted,)
+    if value is None: return None in kinds
+    return type(value) in kinds or type(value) is int and float in kinds
+
+# %% ../nbs/09_files.ipynb #81bc9832
+def need_hub(
+    name:str, # what is wanted of the Hub, for the message
+    timeout:float=5. # seconds without an answer
+):
+    "`ConnectionError` within seconds when the Hugging Face Hub does not answer, or is switched off (HF_HUB_OFFLINE)."
+    hub = need('huggingface_hub')
+    if hub.constants.HF_HUB_OFFLINE: raise ConnectionError(f"'{name}' is not on this machine, and HF_HUB_OFFLINE forbids to fetch it")
+    try: urlopen(Request(hub.constants.ENDPOINT, method='HEAD'), timeout=timeout).close()
+    except http.client.HTTPException as e: raise ConnectionError(f"'{name}' is not on this machine, and {hub.constants.ENDPOINT} does not answer ({e})") from e
+    except OSError as e:
+        if hasattr(e, 'code'): return                                  # it answered, if only with a refusal
+        raise ConnectionError(f"'{name}' is not on this machine, and {hub.constants.ENDPOINT} does not answer ({getattr(e, 'reason', e)})") from e

@@ -11,15 +11,16 @@ import torch, torch.nn.functional as F
 from torch import nn, Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from .core import keep_freed_memory, need, pick_device, run_record
+from .files import read_json, sync_folder, write_json
 
 # %% auto #0
 __all__ = ['top_momentum', 'run_files', 'load_digits_split', 'dice', 'shift_images', 'Deck', 'mixup', 'MixupCollator',
-           'cycle_height', 'SingleCycle', 'checkpoint_bytes', 'check_room', 'write_json', 'seal_checkpoint',
-           'read_seal', 'checkpoints_in', 'last_whole', 'DealHook', 'ProgressHook', 'SealHook', 'StopHook', 'catching',
-           'BarHook', 'accuracy', 'quiet_transformers', 'training_arguments', 'make_trainer', 'check_recipe',
-           'fingerprint', 'check_not_empty', 'identity', 'classes_of', 'Stopped', 'agree', 'clear_run', 'finished_run',
-           'load_best', 'task_of', 'saved_network', 'history_of', 'run_training', 'fit_decks', 'fit', 'finish',
-           'to_the_end', 'repeat', 'summary', 'in_words']
+           'cycle_height', 'SingleCycle', 'checkpoint_bytes', 'check_room', 'seal_checkpoint', 'read_seal',
+           'checkpoints_in', 'last_whole', 'DealHook', 'ProgressHook', 'SealHook', 'StopHook', 'catching', 'BarHook',
+           'accuracy', 'quiet_transformers', 'training_arguments', 'make_trainer', 'check_recipe', 'fingerprint',
+           'check_not_empty', 'identity', 'classes_of', 'Stopped', 'agree', 'clear_run', 'finished_run', 'load_best',
+           'task_of', 'saved_network', 'history_of', 'run_training', 'fit_decks', 'fit', 'finish', 'to_the_end',
+           'repeat', 'summary', 'in_words']
 
 # %% ../nbs/22_train.ipynb #00000005
 def load_digits_split(): # datasets.DatasetDict with columns image [1, 8, 8] in [0, 1] and label
@@ -174,15 +175,6 @@ def check_room(
     return folder
 
 # %% ../nbs/22_train.ipynb #00000023
-def write_json(
-    path:Path, # of the file
-    content:dict # JSON-ready
-):
-    "Write the file at once or not at all."
-    temporary = path.with_name(path.name + '.tmp')
-    temporary.write_text(json.dumps(content, indent=1))
-    os.replace(temporary, path)
-
 def seal_checkpoint(
     folder:Path, # a checkpoint that is completely written
     **notes # JSON-ready, kept in the seal
