@@ -5,17 +5,21 @@
 # %% ../nbs/13_embed.ipynb #00000002
 from __future__ import annotations
 import contextlib, hashlib, json, math, os, re, shutil, time, zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 import torch
 from torch import Tensor
 from .core import need, pick_device
+from .files import need_hub, read_json, write_json
 
 # %% auto #0
-__all__ = ['tiny_transformer', 'load_frozen', 'end_token', 'longest', 'tokenize', 'Embedded', 'pad_embeddings', 'hidden_states',
+__all__ = ['pinned', 'formats', 'tiny_transformer', 'source_of', 'check_config', 'here_or_hub', 'revision_of', 'load_frozen',
+           'end_token', 'own_end', 'as_texts', 'longest', 'tokenize', 'Embedded', 'pad_embeddings', 'hidden_states',
            'fingerprint', 'pick_layers', 'probe', 'known_ids', 'sorted_batches', 'embed_sorted', 'words_of',
-           'FrozenEncoder', 'make_index', 'make_header', 'lay_out', 'read_cache', 'compare', 'narrow', 'CacheWriter',
-           'read_finished', 'EmbeddingCache', 'check_space', 'fill_cache', 'make_cache', 'norms_by_layer']
+           'FrozenEncoder', 'make_index', 'make_header', 'header_sum', 'lay_out', 'read_header', 'read_cache',
+           'compare', 'narrow', 'CacheWriter', 'read_finished', 'EmbeddingCache', 'check_space', 'fill_cache',
+           'make_cache', 'norms_by_layer']
 
 # %% ../nbs/13_embed.ipynb #00000006
 def _tiny_bytes(texts): # a tokenizer of byte pairs, as GPT-2's: nothing is unknown to it, and it adds nothing
@@ -52,19 +56,90 @@ def tiny_transformer(
     for part in (tokenizer, model): part.save_pretrained(folder)
     return Path(folder)
 
+# %% ../nbs/13_embed.ipynb #e4533cb6
+pinned = {name: '32b71b12589c2f8d625668d2335a01cac3249519' for name in ('gpt2-large', 'openai-community/gpt2-large')}
+
+def source_of(
+    name_or_folder:str|Path, # on the Hub, or a folder
+    gguf_file:str|None=None, # the name of a GGUF file in it
+    revision:str|None=None # on the Hub; None: the one of `pinned`, or main
+) -> tuple: # name; what goes to every `from_pretrained`
+    "Where a model is; `ValueError` for a folder that is not there or holds none."
+    name, wanted = os.path.expanduser(str(name_or_folder)), gguf_file or 'config.json'
+    is_folder = Path(name).is_dir()
+    if is_folder and not Path(name, wanted).is_file():
+        found = sorted(os.listdir(name))[:8] or 'nothing'
+        raise ValueError(f"the folder '{name}' holds no model: expected {wanted}, found {found}")
+    if not is_folder and (os.path.isabs(name) or name.startswith('.') or name.count('/') > 1 or not name.strip()):
+        raise ValueError(f"there is no folder '{name}'")
+    kw = dict(trust_remote_code=False, local_files_only=is_folder, **({'gguf_file': gguf_file} if gguf_file else {}))
+    return name, kw if is_folder else kw | dict(revision=revision or pinned.get(name, 'main'))
+
+def check_config(
+    config, # of transformers
+    name:str # of the model, for the message
+):
+    "`ValueError` for a config that names a kernel to fetch and run, or that is of no real transformer's size."
+    parts = [config, *(c for c in vars(config).values() if hasattr(c, 'to_dict'))]
+    for how in (getattr(c, '_attn_implementation', None) for c in parts):
+        if how not in (None, 'eager', 'sdpa'): raise ValueError(f"its config asks for the attention {how!r}, expected 'eager' or 'sdpa'")
+    for key in ('num_hidden_layers', 'hidden_size'):
+        n = getattr(config, key, 1)
+        if type(n) is not int or not 0 < n <= 100_000 or n > 1000 and key == 'num_hidden_layers':
+            raise ValueError(f"its config has the {key} {n!r}")
+
+# %% ../nbs/13_embed.ipynb #f1d549a7
+def here_or_hub(
+    load, # function of `from_pretrained`'s keywords
+    name:str, kw:dict, # from `source_of`
+    fetch:bool=True # whether a name that is not on this machine may be asked for on the Hub
+): # what `load` gives
+    "Load what lies on this machine, or fetch it; `OSError` or `ValueError` in one sentence."
+    if kw['local_files_only']:
+        with _read(f"cannot use the model in '{name}'"): return load(**kw)
+    absent = f"cannot load '{name}', which is no folder here"
+    try: return load(**kw | dict(local_files_only=True))
+    except ImportError: raise
+    except Exception as e: here = e
+    if not fetch:
+        raise OSError(f"{absent} and not in the local cache of the Hub ({_plainly(here)}); to fetch it, name it yourself: "
+                      f"encoder='{name}' (--encoder {name}), or name the folder it lies in") from here
+    try: need_hub(name)
+    except ConnectionError as e: raise ConnectionError(f"{absent}: {e}") from here
+    state = f"revision {kw['revision']}; another one can be named, as in revision='main' (--revision main)"
+    with _read(f"{absent}, from the Hub ({state})"): return load(**kw)
+
+@contextlib.contextmanager
+def _read(what): # whatever a library says of files that it cannot use, in a sentence
+    try: yield
+    except ImportError: raise
+    except OSError as e: raise OSError(f"{what}: {_plainly(e)}") from e
+    except Exception as e: raise ValueError(f"{what}: {_plainly(e)}") from e
+
+def revision_of(
+    name_or_folder:str|Path, gguf_file:str|None=None, # as for `source_of`
+    revision:str|None=None # that was asked for
+) -> str|None: # commit on the Hub; None: it came from a folder
+    "Which state of a model on the Hub was loaded, as the local cache knows."
+    name, kw = source_of(name_or_folder, gguf_file, revision)
+    if kw['local_files_only']: return None
+    found = need('huggingface_hub').try_to_load_from_cache(name, gguf_file or 'config.json', revision=kw['revision'])
+    parts = Path(found).parts if isinstance(found, str) else ()
+    return parts[parts.index('snapshots') + 1] if 'snapshots' in parts else kw['revision']
+
 # %% ../nbs/13_embed.ipynb #0000000a
-def _load_parts(name, gguf_file, dtype): # tokenizer, model, names of the weights that were missing
-    tf, kw = need('transformers'), dict(gguf_file=gguf_file) if gguf_file else {}
-    try:
-        tokenizer = tf.AutoTokenizer.from_pretrained(name, **kw)
-        model, info = tf.AutoModel.from_pretrained(name, dtype=dtype, output_loading_info=True, **kw)
-    except OSError as e:
-        raise OSError(f"cannot load '{name}', which is no folder here: it is not in the local cache of the Hub, and could not be fetched "
-                      f"({str(e).splitlines()[0]})" if not Path(name).is_dir() else f"the model in '{name}' is not complete: {str(e).splitlines()[0]}") from e
+def _plainly(e) -> str: return next(iter(str(e).strip().splitlines()), '') or type(e).__name__
+
+def _load_parts(name, kw, dtype): # tokenizer, model, names of the weights that were missing
+    tf = need('transformers')
+    if 'gguf_file' not in kw: check_config(tf.AutoConfig.from_pretrained(name, **kw), name)
+    tokenizer = tf.AutoTokenizer.from_pretrained(name, **kw)
+    model, info = tf.AutoModel.from_pretrained(name, dtype=dtype, output_loading_info=True, **kw)
     missing = set(info['missing_keys'])
     if lost := sorted(k for k in missing if 'pooler' not in k):
-        raise ValueError(f"the model in '{name}' is not complete: it lacks {len(lost)} weights, such as {lost[0]}")
-    if len(tokenizer) <= len(set(tokenizer.all_special_tokens)): raise ValueError(f"'{name}' has a model but no tokenizer: expected tokenizer.json or a vocabulary beside it")
+        raise ValueError(f"it is not complete, it lacks {len(lost)} weights, such as {lost[0]}")
+    if len(tokenizer) <= len(set(tokenizer.all_special_tokens)):
+        raise ValueError("it has a model but no tokenizer: expected tokenizer.json or a vocabulary beside it")
     return tokenizer, model, missing
 
 # %% ../nbs/13_embed.ipynb #0000000b
@@ -72,15 +147,14 @@ def load_frozen(
     name_or_folder:str|Path, # on the Hub, or a folder with config.json, weights and tokenizer
     gguf_file:str|None, # the name of a GGUF file in it
     dtype:torch.dtype, # in which the transformer computes
-    device:torch.device # where
+    device:torch.device, # where
+    revision:str|None=None, # on the Hub; None: the one of `pinned`, or main
+    fetch:bool=True # whether a name that is not on this machine may be asked for on the Hub
 ) -> tuple: # tokenizer, model (of an encoder-decoder the encoder), names of missing weights
     "A transformer that will not be trained; `ValueError` or `OSError` when something is missing, and what."
-    name, wanted = os.path.expanduser(str(name_or_folder)), gguf_file or 'config.json'
-    if Path(name).is_dir() and not Path(name, wanted).is_file():
-        raise ValueError(f"the folder '{name}' holds no model: expected {wanted}, found {sorted(os.listdir(name))[:8] or 'nothing'}")
-    if not Path(name).is_dir() and (os.path.isabs(name) or name.startswith('.') or name.count('/') > 1): raise ValueError(f"there is no folder '{name}'")
+    name, kw = source_of(name_or_folder, gguf_file, revision)
     if gguf_file: need('accelerate'); need('gguf')
-    tokenizer, model, missing = _load_parts(name, gguf_file, dtype)
+    tokenizer, model, missing = here_or_hub(lambda **kw: _load_parts(name, kw, dtype), name, kw, fetch)
     if model.config.is_encoder_decoder: model = model.get_encoder()
     model.config.use_cache = False                                 # nothing is generated
     return tokenizer, model.to(device).eval().requires_grad_(False), missing
@@ -98,8 +172,28 @@ def end_token(
     else:
         end_id = tokenizer.get_vocab().get(end)
         if end_id is None: raise ValueError(f"the tokenizer has no token {end!r} to end a text with")
+    return None if own_end(tokenizer) == end_id else end_id
+
+def own_end(
+    tokenizer # of transformers
+) -> int|None: # an id
+    "What the tokenizer itself puts, or leaves, at the end of a text."
     own = tokenizer('a')['input_ids']                                  # not '': some put the same token in front
-    return None if own and own[-1] == end_id else end_id
+    return own[-1] if own else None
+
+# %% ../nbs/13_embed.ipynb #8baed9a9
+def as_texts(
+    texts # list of str, or what gives them one by one; a datasets.Dataset with a column text
+) -> list: # of what came
+    "`ValueError` for what would be read letter by letter or by the names of its columns: one text, a table."
+    columns = getattr(texts, 'column_names', None)
+    if isinstance(columns, list) and 'text' in columns: texts = texts['text']
+    elif isinstance(texts, (str, bytes)): raise ValueError("expected a list of texts, got one text: put it into a list")
+    elif isinstance(texts, Mapping) or columns is not None or hasattr(texts, 'columns'):
+        raise ValueError(f"expected a list of texts, or a Dataset with a column text, got {type(texts).__name__} of "
+                         f"{list(getattr(texts, 'columns', None) or columns or texts)}: pass one column, as in data['sentence']")
+    try: return list(texts)
+    except TypeError: raise ValueError(f"expected a list of texts, got {texts!r:.60}") from None
 
 # %% ../nbs/13_embed.ipynb #00000011
 def longest(
@@ -120,11 +214,11 @@ def tokenize(
     most:int|None=None, # from `longest`
 ) -> list: # for each text a list of token ids
     "Token ids; `ValueError` for an empty text, for one that is too long, and for what is not a list of texts."
-    if isinstance(texts, str): raise ValueError("expected a list of texts, got one text: put it into a list")
+    texts = as_texts(texts)
     for k, t in enumerate(texts):
         if not isinstance(t, str): raise ValueError(f"text {k} is of type {type(t).__name__}, expected str")
         if not t.strip(): raise ValueError(f"text {k} is empty: {t!r}")
-    rows = tokenizer(list(texts), padding=False, truncation=False, verbose=False)['input_ids'] if len(texts) else []
+    rows = tokenizer(texts, padding=False, truncation=False, verbose=False)['input_ids'] if len(texts) else []
     for k, row in enumerate(rows):
         if len(row) <= tokenizer.num_special_tokens_to_add(): raise ValueError(f"text {k} is empty to this tokenizer: {texts[k]!r}")
         if end_id is not None: row.append(end_id)
@@ -191,13 +285,15 @@ def fingerprint(
 
 # %% ../nbs/13_embed.ipynb #00000022
 def pick_layers(
-    layers, # 'all', or a list of numbers; 0 is the embeddings, -1 the last
+    layers, # 'all', or numbers as a list or as in '0,18,36'; 0 is the embeddings, -1 the last
     n:int # how many there are
 ) -> list: # numbers from 0 to n - 1
     "Which hidden states; `ValueError` for layers that are not there, or twice there."
     if isinstance(layers, str) and layers == 'all': return list(range(n))
-    if isinstance(layers, int): layers = [layers]
-    if isinstance(layers, str) or not (picked := list(layers)) or any(not isinstance(k, int) or not -n <= k < n for k in picked):
+    picked = [layers] if isinstance(layers, int) else layers
+    if isinstance(layers, str) and re.fullmatch(r'\s*-?\d{1,6}\s*(,\s*-?\d{1,6}\s*)*', layers):
+        picked = [int(k) for k in layers.split(',')]
+    if isinstance(picked, str) or not (picked := list(picked)) or any(type(k) is not int or not -n <= k < n for k in picked):
         raise ValueError(f"unknown layers {layers!r}: expected 'all', or numbers from 0 (the embeddings) to {n - 1}")
     picked = [k % n for k in picked]
     if len(set(picked)) < len(picked): raise ValueError(f"layers {layers!r} name the same layer twice")
@@ -272,14 +368,23 @@ class FrozenEncoder:
         layers='all', # or a list of layers: 0 is the embeddings, -1 the last
         dtype=None, # in which the transformer computes; None: float32
         device:str|None=None, # None: the best there is
-        end:str|None='auto' # what closes a text: see "Where a text ends"
+        end:str|None='auto', # what closes a text: see "Where a text ends"
+        revision:str|None=None, # on the Hub: a commit, branch or tag; None: the one of `pinned`, or main
+        expected:str|None=None, # the fingerprint that it must have
+        fetch:bool=True # whether a name that is not on this machine may be asked for on the Hub
     ):
         self.name, self.gguf_file, self.end, self._mark = str(name_or_folder), gguf_file, end, None
         self.device, self.dtype = pick_device(device), _dtype(dtype or torch.float32)
-        self.tokenizer, self.model, self._missing = load_frozen(name_or_folder, gguf_file, self.dtype, self.device)
+        parts = load_frozen(name_or_folder, gguf_file, self.dtype, self.device, revision, fetch)
+        self.tokenizer, self.model, self._missing = parts
+        if expected and self.fingerprint != expected:                  # before anything else is done with it
+            raise ValueError(f"expected the transformer with fingerprint {expected[:8]}; "
+                             f"'{self.name}' is another transformer, {self.fingerprint[:8]}")
+        self.revision = revision_of(name_or_folder, gguf_file, revision)
         self.end_id, self.most = end_token(self.tokenizer, end), longest(self.model, self.tokenizer)
         self.pad_id = next((k for k in (self.tokenizer.pad_token_id, self.end_id) if k is not None), 0)
         self.layers, self.n_layers, self.d_emb = probe(self.model, layers)
+        self.last_id = self.end_id if self.end_id is not None or end is None else own_end(self.tokenizer)
 
     @property
     def fingerprint(self) -> str: # computed once: GPT-2-large has 3 GB of weights
@@ -331,10 +436,20 @@ def make_header(
     dtype:torch.dtype # on disk
 ) -> dict: # JSON-ready
     "What the cache says about itself."
-    size = encoder.n_layers*encoder.d_emb*dtype.itemsize
-    return dict(format='capsnb embeddings 1', encoder=encoder.fingerprint, name=encoder.name, transformers=need('transformers').__version__,
-                layers=encoder.layers, d_emb=encoder.d_emb, dtype=str(dtype)[6:], n_texts=len(index), n_tokens=int(index[:, 0].sum()),
-                n_bytes=int(index[:, 0].sum())*size, index=hashlib.blake2b(index.tobytes(), digest_size=16).hexdigest())
+    n_tokens = int(index[:, 0].sum())
+    header = dict(format=formats[-1], encoder=encoder.fingerprint, name=encoder.name, revision=encoder.revision,
+                  transformers=need('transformers').__version__, layers=encoder.layers, d_emb=encoder.d_emb,
+                  dtype=str(dtype)[6:], n_texts=len(index), n_tokens=n_tokens,
+                  n_bytes=n_tokens*encoder.n_layers*encoder.d_emb*dtype.itemsize,
+                  index=hashlib.blake2b(index.tobytes(), digest_size=16).hexdigest())
+    return header | dict(sum=header_sum(header))
+
+def header_sum(
+    header:dict # of a cache, with or without its sum
+) -> str: # 32 hexadecimal digits
+    "Checksum of what a header says, in whatever order and spacing."
+    said = json.dumps({k: v for k, v in header.items() if k != 'sum'}, sort_keys=True)
+    return hashlib.blake2b(said.encode('utf-8', 'surrogatepass'), digest_size=16).hexdigest()
 
 # %% ../nbs/13_embed.ipynb #0000002f
 def lay_out(
@@ -347,24 +462,46 @@ def lay_out(
     need('numpy').save(draft/'index.npy', index)
     for name, size in (('embeddings.bin', header['n_bytes']), ('ticks.bin', 8*len(index))):
         with open(draft/name, 'wb') as f: f.truncate(size)
-    (draft/'header.json').write_text(json.dumps(header, indent=1))
+    write_json(draft/'header.json', header)
     if folder.exists(): folder.rmdir()
     os.replace(draft, folder)
 
 # %% ../nbs/13_embed.ipynb #00000030
+formats = ('capsnb embeddings 1', 'capsnb embeddings 2')   # that can be read; the last is written
+_again = "delete the folder and make the cache again"
+
+def read_header(
+    path:Path # of a header.json
+) -> dict: # its content
+    "Read a header; `ValueError` for an unknown format, an odd entry, or one that was changed."
+    header = read_json(path, format=str, encoder=str, name=str, transformers=str, layers=list, d_emb=int, dtype=str,
+                       n_texts=int, n_tokens=int, n_bytes=int, index=str)
+    if header['format'] != formats[0] or 'sum' in header:              # the first format had no checksum
+        if header.get('sum') != header_sum(header): raise ValueError("an entry of header.json was changed")
+    size = len(header['layers'])*header['d_emb']*_dtype(header['dtype']).itemsize
+    if any(type(k) is not int for k in header['layers']) or header['n_bytes'] != header['n_tokens']*size or size <= 0:
+        raise ValueError("the sizes in header.json do not belong together")
+    return header
+
 def read_cache(
     folder:Path # of a cache, finished or not
 ) -> tuple: # header, index, ticks
     "Read everything but the embeddings; `ValueError` when something is missing, cut short or damaged."
-    np, again = need('numpy'), "delete the folder and make the cache again"
+    np, damaged = need('numpy'), f"the cache '{folder}' is damaged"
     if not (folder/'header.json').is_file(): raise ValueError(f"'{folder}' holds no cache of embeddings (no header.json)")
-    try: header = json.loads((folder/'header.json').read_text()); index, form = np.load(folder/'index.npy'), header['format']
-    except (OSError, ValueError, EOFError, KeyError) as e: raise ValueError(f"the cache '{folder}' is damaged ({e}): {again}") from e
-    if form != 'capsnb embeddings 1': raise ValueError(f"the cache '{folder}' has the format {form!r}, expected 'capsnb embeddings 1'")
-    if hashlib.blake2b(index.tobytes(), digest_size=16).hexdigest() != header['index']: raise ValueError(f"the cache '{folder}' is damaged (index.npy): {again}")
+    try:
+        form = read_json(folder/'header.json', format=str)['format']
+        header = read_header(folder/'header.json') if form in formats else None
+    except (ValueError, OSError) as e: raise ValueError(f"{damaged} ({e}): {_again}") from e
+    if not header: raise ValueError(f"the cache '{folder}' has the format {form!r}, expected one of {', '.join(formats)}")
+    try: index = np.load(folder/'index.npy')
+    except Exception as e: raise ValueError(f"{damaged} (index.npy: {_plainly(e)}): {_again}") from e     # whatever numpy says
+    if hashlib.blake2b(index.tobytes(), digest_size=16).hexdigest() != header['index']: raise ValueError(f"{damaged} (index.npy): {_again}")
+    if index.dtype != np.int64 or index.shape != (header['n_texts'], 3) or index[:, 0].sum() != header['n_tokens']:
+        raise ValueError(f"{damaged} (header.json and index.npy do not belong together): {_again}")
     for name, size in (('embeddings.bin', header['n_bytes']), ('ticks.bin', 8*len(index))):
         there = (folder/name).stat().st_size if (folder/name).is_file() else 0
-        if there != size: raise ValueError(f"the cache '{folder}' was cut short: {name} has {there:,} bytes, expected {size:,}; {again}")
+        if there != size: raise ValueError(f"the cache '{folder}' was cut short: {name} has {there:,} bytes, expected {size:,}; {_again}")
     return header, index, np.fromfile(folder/'ticks.bin', '<u8')
 
 # %% ../nbs/13_embed.ipynb #00000033
@@ -484,7 +621,10 @@ def check_space(
     "`OSError` when the disk has not got the room (and 1 % more)."
     there = next(p for p in (folder, *folder.parents) if p.exists())
     free = shutil.disk_usage(there).free
-    if n_bytes*1.01 > free: raise OSError(f"the cache '{folder}' needs {n_bytes/1e9:,.2f} GB more, the disk has {free/1e9:,.2f} GB: choose another folder, fewer layers or fewer texts")
+    if n_bytes*1.01 <= free: return
+    raise OSError(f"the cache '{folder}' needs {n_bytes/1e9:,.2f} GB more, the disk has {free/1e9:,.2f} GB: choose another folder "
+                  "(--cache), fewer layers (--layers), fewer texts (--roots, --limit) or a smaller dtype (--cache-dtype), "
+                  "or read on the fly, without a cache (--on-the-fly)")
 
 def fill_cache(
     encoder:FrozenEncoder, # computes
@@ -509,7 +649,7 @@ def make_cache(
     save_seconds:float=5. # how often finished texts are ticked off
 ) -> EmbeddingCache: # of all texts
     "Compute what is not there yet and open the cache; `ValueError` when the folder holds another one, `OSError` when there is no room."
-    folder, texts, dtype = Path(folder).expanduser().absolute(), texts if isinstance(texts, str) else list(texts), _dtype(dtype)
+    folder, texts, dtype = Path(folder).expanduser().absolute(), as_texts(texts), _dtype(dtype)
     if any(p.requires_grad for p in encoder.model.parameters()): raise ValueError("expected a frozen transformer, got one that is being trained: what it says now cannot be kept")
     if not texts: raise ValueError("expected at least one text to cache, got none")
     ids = encoder.tokens(texts); index = make_index(texts, ids); header = make_header(encoder, index, dtype)
