@@ -110,9 +110,9 @@ def here_or_hub(
     with _read(f"{absent}, from the Hub ({state})"): return load(**kw)
 
 @contextlib.contextmanager
-def _read(what): # whatever a library says of files that it cannot use, in a sentence
+def _read(what, but=(ImportError,)): # whatever a library says of files that it cannot use, in a sentence
     try: yield
-    except ImportError: raise
+    except but: raise
     except OSError as e: raise OSError(f"{what}: {_plainly(e)}") from e
     except Exception as e: raise ValueError(f"{what}: {_plainly(e)}") from e
 
@@ -187,11 +187,13 @@ def as_texts(
 ) -> list: # of what came
     "`ValueError` for what would be read letter by letter or by the names of its columns: one text, a table."
     columns = getattr(texts, 'column_names', None)
-    if isinstance(columns, list) and 'text' in columns: texts = texts['text']
-    elif isinstance(texts, (str, bytes)): raise ValueError("expected a list of texts, got one text: put it into a list")
-    elif isinstance(texts, Mapping) or columns is not None or hasattr(texts, 'columns'):
+    if isinstance(columns, list) and 'text' in columns: return list(texts['text'])
+    if isinstance(texts, (str, bytes)): raise ValueError("expected a list of texts, got one text: put it into a list")
+    if isinstance(texts, Mapping): columns = texts
+    elif columns is None: columns = getattr(texts, 'columns', None)
+    if columns is not None:
         raise ValueError(f"expected a list of texts, or a Dataset with a column text, got {type(texts).__name__} of "
-                         f"{list(getattr(texts, 'columns', None) or columns or texts)}: pass one column, as in data['sentence']")
+                         f"{list(columns)}: pass one column, as in data['sentence']")
     try: return list(texts)
     except TypeError: raise ValueError(f"expected a list of texts, got {texts!r:.60}") from None
 
@@ -381,10 +383,11 @@ class FrozenEncoder:
             raise ValueError(f"expected the transformer with fingerprint {expected[:8]}; "
                              f"'{self.name}' is another transformer, {self.fingerprint[:8]}")
         self.revision = revision_of(name_or_folder, gguf_file, revision)
-        self.end_id, self.most = end_token(self.tokenizer, end), longest(self.model, self.tokenizer)
-        self.pad_id = next((k for k in (self.tokenizer.pad_token_id, self.end_id) if k is not None), 0)
-        self.layers, self.n_layers, self.d_emb = probe(self.model, layers)
-        self.last_id = self.end_id if self.end_id is not None or end is None else own_end(self.tokenizer)
+        with _read(f"cannot use the model in '{self.name}'", (ImportError, ValueError, OSError)):
+            self.end_id, self.most = end_token(self.tokenizer, end), longest(self.model, self.tokenizer)
+            self.last_id = self.end_id if self.end_id is not None or end is None else own_end(self.tokenizer)
+            self.pad_id = next((k for k in (self.tokenizer.pad_token_id, self.end_id) if k is not None), 0)
+            self.layers, self.n_layers, self.d_emb = probe(self.model, layers)
 
     @property
     def fingerprint(self) -> str: # computed once: GPT-2-large has 3 GB of weights
