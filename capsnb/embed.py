@@ -17,9 +17,10 @@ from .files import need_hub, read_json, write_json
 __all__ = ['pinned', 'formats', 'tiny_transformer', 'source_of', 'check_config', 'here_or_hub', 'revision_of', 'load_frozen',
            'end_token', 'own_end', 'as_texts', 'longest', 'tokenize', 'Embedded', 'pad_embeddings', 'hidden_states',
            'fingerprint', 'pick_layers', 'probe', 'known_ids', 'sorted_batches', 'embed_sorted', 'words_of',
-           'FrozenEncoder', 'make_index', 'make_header', 'header_sum', 'lay_out', 'read_header', 'read_cache',
-           'compare', 'narrow', 'CacheWriter', 'read_finished', 'EmbeddingCache', 'check_space', 'fill_cache',
-           'make_cache', 'norms_by_layer']
+           'FrozenEncoder', 'read_config', 'about_tokens', 'multiplications', 'Price', 'in_time', 'price_of',
+           'make_index', 'make_header', 'header_sum', 'lay_out', 'read_header', 'read_cache', 'compare', 'narrow',
+           'CacheWriter', 'read_finished', 'EmbeddingCache', 'check_space', 'fill_cache', 'make_cache',
+           'norms_by_layer']
 
 # %% ../nbs/13_embed.ipynb #00000006
 def _tiny_bytes(texts): # a tokenizer of byte pairs, as GPT-2's: nothing is unknown to it, and it adds nothing
@@ -102,7 +103,7 @@ def here_or_hub(
     except ImportError: raise
     except Exception as e: here = e
     if not fetch:
-        raise OSError(f"{absent} and not in the local cache of the Hub ({_plainly(here)}); to fetch it, name it yourself: "
+        raise OSError(f"{absent} and not in the local cache of the Hub (revision {kw['revision']}); to fetch it, name it yourself: "
                       f"encoder='{name}' (--encoder {name}), or name the folder it lies in") from here
     try: need_hub(name)
     except ConnectionError as e: raise ConnectionError(f"{absent}: {e}") from here
@@ -422,7 +423,92 @@ class FrozenEncoder:
     def cache_bytes(self, texts:list, dtype='float16') -> int: # how large the cache will be, before anything is computed
         return sum(map(len, self.tokens(texts)))*self.n_layers*self.d_emb*_dtype(dtype).itemsize
 
+# %% ../nbs/13_embed.ipynb #08a6deb1
+_gpt2_large = dict(n_embd=1280, n_layer=36, n_head=20)                 # of GPT2Config
+
+def read_config(
+    name_or_folder:str|Path, # on the Hub, or a folder
+    gguf_file:str|None=None, revision:str|None=None, # as for `FrozenEncoder`
+    fetch:bool=True # whether a name that is not on this machine may be asked for on the Hub
+): # config of transformers
+    "The sizes of a transformer without its weights; GPT-2-large's are known."
+    tf, (name, kw) = need('transformers'), source_of(name_or_folder, gguf_file, revision)
+    if name in pinned:
+        try: return tf.AutoConfig.from_pretrained(name, **kw | dict(local_files_only=True))
+        except OSError: return tf.GPT2Config(**_gpt2_large)
+    def load(**kw):
+        config = tf.AutoConfig.from_pretrained(name, **kw)
+        check_config(config, name)
+        return config
+    return here_or_hub(load, name, kw, fetch)
+
+def about_tokens(
+    texts:list # of str
+) -> int: # with an end token for each
+    "How many tokens there will be, before a tokenizer is loaded."
+    return len(texts) + round(1.1*sum(len(t.split()) for t in texts))
+
+def multiplications(
+    device:torch.device, dtype:torch.dtype=torch.float32 # where and in which numbers
+) -> float: # operations a second
+    "How fast this machine multiplies matrices; takes about a tenth of a second."
+    x = torch.ones(1024, 1024, device=device, dtype=dtype)
+    def seconds():
+        start = time.perf_counter()
+        float((x @ x)[0, 0])
+        return time.perf_counter() - start
+    seconds()
+    return 2*1024**3/min(seconds() for _ in range(4))
+
+# %% ../nbs/13_embed.ipynb #dce6cbd2
+class Price(NamedTuple):
+    "What reading texts costs; `str(price)` says it in a sentence."
+    n_texts:int
+    n_tokens:int # about
+    n_layers:int # hidden states of each token
+    d_emb:int # their width
+    n_weights:int # of the transformer
+    memory:int # bytes of its weights
+    dtype:torch.dtype # of a cache
+    seconds:float # to read all texts once, roughly
+
+    @property
+    def disk(self) -> int: # bytes of a cache, about
+        return self.n_tokens*self.n_layers*self.d_emb*self.dtype.itemsize
+
+    def __str__(self):
+        return (f"{self.n_layers} hidden states of width {self.d_emb:,}, {self.n_weights/1e6:,.1f} million weights ({self.memory/1e9:,.1f} GB of memory); "
+                f"{self.n_texts:,} texts, about {self.n_tokens:,} tokens: to read them once takes roughly {in_time(self.seconds)}, "
+                f"to keep their hidden states about {self.disk/1e9:,.1f} GB of disk in {str(self.dtype)[6:]}")
+
+def in_time(
+    seconds:float # any
+) -> str: # in seconds, minutes or hours
+    "A time as one says it."
+    size, word = next((p for p in ((3600, 'hours'), (60, 'minutes')) if seconds >= 2*p[0]), (1, 'seconds'))
+    return f"{seconds/size:,.1f} {word}"
+
+def price_of(
+    config, # of transformers
+    texts:list, # of str
+    layers='all', # as for `pick_layers`
+    dtype='float16', # of a cache
+    device:torch.device|None=None, compute:torch.dtype=torch.float32 # where the transformer runs, and in which numbers; None: the best there is
+) -> Price: # of reading them
+    "What it costs to read texts with a transformer, known from its config alone."
+    sizes = config.get_text_config() if hasattr(config, 'get_text_config') else config
+    picked, device = pick_layers(layers, sizes.num_hidden_layers + 1), device or pick_device()
+    with _read("cannot make a model of this config"), torch.device('meta'):
+        model = need('transformers').AutoModel.from_config(config, trust_remote_code=False)
+    if config.is_encoder_decoder: model = model.get_encoder()
+    n, looked_up = (sum(p.numel() for p in m.parameters()) for m in (model, model.get_input_embeddings()))
+    n_tokens = about_tokens(texts)
+    return Price(len(texts), n_tokens, len(picked), sizes.hidden_size, n, n*compute.itemsize, _dtype(dtype),
+                 2*(n - looked_up)*n_tokens/multiplications(device, compute))
+
 # %% ../nbs/13_embed.ipynb #0000002d
+formats = ('capsnb embeddings 1', 'capsnb embeddings 2')   # that can be read; the last is written
+
 def make_index(
     texts:list, # of str
     ids:list # their token ids
@@ -470,7 +556,6 @@ def lay_out(
     os.replace(draft, folder)
 
 # %% ../nbs/13_embed.ipynb #00000030
-formats = ('capsnb embeddings 1', 'capsnb embeddings 2')   # that can be read; the last is written
 _again = "delete the folder and make the cache again"
 
 def read_header(
