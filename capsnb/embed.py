@@ -17,10 +17,10 @@ from .files import need_hub, read_json, write_json
 __all__ = ['pinned', 'formats', 'tiny_transformer', 'source_of', 'check_config', 'here_or_hub', 'revision_of', 'load_frozen',
            'end_token', 'own_end', 'as_texts', 'longest', 'tokenize', 'Embedded', 'pad_embeddings', 'hidden_states',
            'fingerprint', 'pick_layers', 'probe', 'known_ids', 'sorted_batches', 'embed_sorted', 'words_of',
-           'FrozenEncoder', 'read_config', 'about_tokens', 'multiplications', 'Price', 'in_time', 'price_of',
-           'make_index', 'make_header', 'header_sum', 'lay_out', 'read_header', 'read_cache', 'compare', 'narrow',
-           'CacheWriter', 'read_finished', 'EmbeddingCache', 'check_space', 'fill_cache', 'make_cache',
-           'norms_by_layer']
+           'check_fingerprint', 'learn_habits', 'FrozenEncoder', 'cache_bytes', 'read_config', 'about_tokens',
+           'multiplications', 'Price', 'in_time', 'price_of', 'make_index', 'make_header', 'header_sum', 'lay_out',
+           'read_header', 'read_cache', 'compare', 'narrow', 'CacheWriter', 'read_finished', 'EmbeddingCache',
+           'check_space', 'fill_cache', 'make_cache', 'norms_by_layer']
 
 # %% ../nbs/13_embed.ipynb #00000006
 def _tiny_bytes(texts): # a tokenizer of byte pairs, as GPT-2's: nothing is unknown to it, and it adds nothing
@@ -58,7 +58,8 @@ def tiny_transformer(
     return Path(folder)
 
 # %% ../nbs/13_embed.ipynb #e4533cb6
-pinned = {name: '32b71b12589c2f8d625668d2335a01cac3249519' for name in ('gpt2-large', 'openai-community/gpt2-large')}
+pinned = dict.fromkeys(('gpt2-large', 'openai-community/gpt2-large'),
+                       '32b71b12589c2f8d625668d2335a01cac3249519')
 
 def source_of(
     name_or_folder:str|Path, # on the Hub, or a folder
@@ -71,19 +72,21 @@ def source_of(
     if is_folder and not Path(name, wanted).is_file():
         found = sorted(os.listdir(name))[:8] or 'nothing'
         raise ValueError(f"the folder '{name}' holds no model: expected {wanted}, found {found}")
-    if not is_folder and (os.path.isabs(name) or name.startswith('.') or name.count('/') > 1 or not name.strip()):
-        raise ValueError(f"there is no folder '{name}'")
-    kw = dict(trust_remote_code=False, local_files_only=is_folder, **({'gguf_file': gguf_file} if gguf_file else {}))
+    no_name = os.path.isabs(name) or name.startswith('.') or name.count('/') > 1 or not name.strip()
+    if not is_folder and no_name: raise ValueError(f"there is no folder '{name}'")
+    kw = dict(trust_remote_code=False, local_files_only=is_folder)
+    if gguf_file: kw['gguf_file'] = gguf_file
     return name, kw if is_folder else kw | dict(revision=revision or pinned.get(name, 'main'))
 
 def check_config(
     config, # of transformers
     name:str # of the model, for the message
 ):
-    "`ValueError` for a config that names a kernel to fetch and run, or that is of no real transformer's size."
+    "`ValueError` for a config that names a kernel to fetch and run, or an impossible size."
     parts = [config, *(c for c in vars(config).values() if hasattr(c, 'to_dict'))]
     for how in (getattr(c, '_attn_implementation', None) for c in parts):
-        if how not in (None, 'eager', 'sdpa'): raise ValueError(f"its config asks for the attention {how!r}, expected 'eager' or 'sdpa'")
+        if how in (None, 'eager', 'sdpa'): continue
+        raise ValueError(f"its config asks for the attention {how!r}, expected 'eager' or 'sdpa'")
     for key in ('num_hidden_layers', 'hidden_size'):
         n = getattr(config, key, 1)
         if type(n) is not int or not 0 < n <= 100_000 or n > 1000 and key == 'num_hidden_layers':
@@ -92,7 +95,8 @@ def check_config(
 # %% ../nbs/13_embed.ipynb #f1d549a7
 def here_or_hub(
     load, # function of `from_pretrained`'s keywords
-    name:str, kw:dict, # from `source_of`
+    name:str, # from `source_of`
+    kw:dict, # from `source_of`
     fetch:bool=True # whether a name that is not on this machine may be asked for on the Hub
 ): # what `load` gives
     "Load what lies on this machine, or fetch it; `OSError` or `ValueError` in one sentence."
@@ -103,28 +107,31 @@ def here_or_hub(
     except ImportError: raise
     except Exception as e: here = e
     if not fetch:
-        raise OSError(f"{absent} and not in the local cache of the Hub (revision {kw['revision']}); to fetch it, name it yourself: "
-                      f"encoder='{name}' (--encoder {name}), or name the folder it lies in") from here
+        raise OSError(f"{absent} and not in the local cache of the Hub "
+                      f"(revision {kw['revision']}); to fetch it, name it yourself: "
+                      f"encoder='{name}' (--encoder {name}), or its folder") from here
     try: need_hub(name)
     except ConnectionError as e: raise ConnectionError(f"{absent}: {e}") from here
-    state = f"revision {kw['revision']}; another one can be named, as in revision='main' (--revision main)"
-    with _read(f"{absent}, from the Hub ({state})"): return load(**kw)
+    other = "another one can be named, as in revision='main' (--revision main)"
+    with _read(f"{absent}, from the Hub (revision {kw['revision']}; {other})"): return load(**kw)
 
 @contextlib.contextmanager
-def _read(what, but=(ImportError,)): # whatever a library says of files that it cannot use, in a sentence
+def _read(what, but=(ImportError,)): # what a library says of unusable files, in a sentence
     try: yield
     except but: raise
     except OSError as e: raise OSError(f"{what}: {_plainly(e)}") from e
     except Exception as e: raise ValueError(f"{what}: {_plainly(e)}") from e
 
 def revision_of(
-    name_or_folder:str|Path, gguf_file:str|None=None, # as for `source_of`
+    name_or_folder:str|Path, # as for `source_of`
+    gguf_file:str|None=None, # as for `source_of`
     revision:str|None=None # that was asked for
 ) -> str|None: # commit on the Hub; None: it came from a folder
     "Which state of a model on the Hub was loaded, as the local cache knows."
     name, kw = source_of(name_or_folder, gguf_file, revision)
     if kw['local_files_only']: return None
-    found = need('huggingface_hub').try_to_load_from_cache(name, gguf_file or 'config.json', revision=kw['revision'])
+    look = need('huggingface_hub').try_to_load_from_cache
+    found = look(name, gguf_file or 'config.json', revision=kw['revision'])
     parts = Path(found).parts if isinstance(found, str) else ()
     return parts[parts.index('snapshots') + 1] if 'snapshots' in parts else kw['revision']
 
@@ -140,7 +147,8 @@ def _load_parts(name, kw, dtype): # tokenizer, model, names of the weights that 
     if lost := sorted(k for k in missing if 'pooler' not in k):
         raise ValueError(f"it is not complete, it lacks {len(lost)} weights, such as {lost[0]}")
     if len(tokenizer) <= len(set(tokenizer.all_special_tokens)):
-        raise ValueError("it has a model but no tokenizer: expected tokenizer.json or a vocabulary beside it")
+        raise ValueError("it has a model but no tokenizer: "
+                         "expected tokenizer.json or a vocabulary beside it")
     return tokenizer, model, missing
 
 # %% ../nbs/13_embed.ipynb #0000000b
@@ -154,8 +162,9 @@ def load_frozen(
 ) -> tuple: # tokenizer, model (of an encoder-decoder the encoder), names of missing weights
     "A transformer that will not be trained; `ValueError` or `OSError` when something is missing, and what."
     name, kw = source_of(name_or_folder, gguf_file, revision)
-    if gguf_file: need('accelerate'); need('gguf')
-    tokenizer, model, missing = here_or_hub(lambda **kw: _load_parts(name, kw, dtype), name, kw, fetch)
+    for package in (('accelerate', 'gguf') if gguf_file else ()): need(package)
+    load = lambda **kw: _load_parts(name, kw, dtype)
+    tokenizer, model, missing = here_or_hub(load, name, kw, fetch)
     if model.config.is_encoder_decoder: model = model.get_encoder()
     model.config.use_cache = False                                 # nothing is generated
     return tokenizer, model.to(device).eval().requires_grad_(False), missing
@@ -186,15 +195,17 @@ def own_end(
 def as_texts(
     texts # list of str, or what gives them one by one; a datasets.Dataset with a column text
 ) -> list: # of what came
-    "`ValueError` for what would be read letter by letter or by the names of its columns: one text, a table."
+    "`ValueError` for what would be read by its letters or columns: one text, a table."
     columns = getattr(texts, 'column_names', None)
     if isinstance(columns, list) and 'text' in columns: return list(texts['text'])
-    if isinstance(texts, (str, bytes)): raise ValueError("expected a list of texts, got one text: put it into a list")
+    if isinstance(texts, (str, bytes)):
+        raise ValueError("expected a list of texts, got one text: put it into a list")
     if isinstance(texts, Mapping): columns = texts
     elif columns is None: columns = getattr(texts, 'columns', None)
     if columns is not None:
-        raise ValueError(f"expected a list of texts, or a Dataset with a column text, got {type(texts).__name__} of "
-                         f"{list(columns)}: pass one column, as in data['sentence']")
+        raise ValueError("expected a list of texts, or a Dataset with a column text, got "
+                         f"{type(texts).__name__} of {list(columns)}: "
+                         "pass one column, as in data['sentence']")
     try: return list(texts)
     except TypeError: raise ValueError(f"expected a list of texts, got {texts!r:.60}") from None
 
@@ -221,7 +232,8 @@ def tokenize(
     for k, t in enumerate(texts):
         if not isinstance(t, str): raise ValueError(f"text {k} is of type {type(t).__name__}, expected str")
         if not t.strip(): raise ValueError(f"text {k} is empty: {t!r}")
-    rows = tokenizer(texts, padding=False, truncation=False, verbose=False)['input_ids'] if len(texts) else []
+    plain = dict(padding=False, truncation=False, verbose=False)
+    rows = tokenizer(texts, **plain)['input_ids'] if texts else []
     for k, row in enumerate(rows):
         if len(row) <= tokenizer.num_special_tokens_to_add(): raise ValueError(f"text {k} is empty to this tokenizer: {texts[k]!r}")
         if end_id is not None: row.append(end_id)
@@ -296,7 +308,8 @@ def pick_layers(
     picked = [layers] if isinstance(layers, int) else layers
     if isinstance(layers, str) and re.fullmatch(r'\s*-?\d{1,6}\s*(,\s*-?\d{1,6}\s*)*', layers):
         picked = [int(k) for k in layers.split(',')]
-    if isinstance(picked, str) or not (picked := list(picked)) or any(type(k) is not int or not -n <= k < n for k in picked):
+    picked = [] if isinstance(picked, str) else list(picked)
+    if not picked or any(type(k) is not int or not -n <= k < n for k in picked):
         raise ValueError(f"unknown layers {layers!r}: expected 'all', or numbers from 0 (the embeddings) to {n - 1}")
     picked = [k % n for k in picked]
     if len(set(picked)) < len(picked): raise ValueError(f"layers {layers!r} name the same layer twice")
@@ -362,6 +375,28 @@ def words_of(
         else: out.append([at, [k]])
     return [(text[slice(*at)] if at else pieces[ks[0]].strip() or '·', ks) for at, ks in out]
 
+# %% ../nbs/13_embed.ipynb #21997132
+def check_fingerprint(
+    encoder, # FrozenEncoder, below
+    expected:str # of the transformer that it should be
+):
+    "`ValueError` for another transformer."
+    if encoder.fingerprint == expected: return
+    raise ValueError(f"expected the transformer with fingerprint {expected[:8]}; "
+                     f"'{encoder.name}' is another transformer, {encoder.fingerprint[:8]}")
+
+def learn_habits(
+    encoder, # FrozenEncoder, below, with tokenizer, model and end
+    layers # as for `pick_layers`
+):
+    "Find out what closes and what pads a text, how long one may be, and what the layers are."
+    tok = encoder.tokenizer
+    encoder.end_id, encoder.most = end_token(tok, encoder.end), longest(encoder.model, tok)
+    silent = encoder.end_id is None and encoder.end is not None    # the tokenizer ends texts itself
+    encoder.last_id = own_end(tok) if silent else encoder.end_id
+    encoder.pad_id = next((k for k in (tok.pad_token_id, encoder.end_id) if k is not None), 0)
+    encoder.layers, encoder.n_layers, encoder.d_emb = probe(encoder.model, layers)
+
 # %% ../nbs/13_embed.ipynb #00000028
 class FrozenEncoder:
     "All hidden states of a transformer that is never trained (Heinsen 2019, 5.1.2): `mask, embs = encoder(texts)`."
@@ -372,7 +407,7 @@ class FrozenEncoder:
         dtype=None, # in which the transformer computes; None: float32
         device:str|None=None, # None: the best there is
         end:str|None='auto', # what closes a text: see "Where a text ends"
-        revision:str|None=None, # on the Hub: a commit, branch or tag; None: the one of `pinned`, or main
+        revision:str|None=None, # commit, branch or tag on the Hub; None: of `pinned`, or main
         expected:str|None=None, # the fingerprint that it must have
         fetch:bool=True # whether a name that is not on this machine may be asked for on the Hub
     ):
@@ -380,15 +415,10 @@ class FrozenEncoder:
         self.device, self.dtype = pick_device(device), _dtype(dtype or torch.float32)
         parts = load_frozen(name_or_folder, gguf_file, self.dtype, self.device, revision, fetch)
         self.tokenizer, self.model, self._missing = parts
-        if expected and self.fingerprint != expected:                  # before anything else is done with it
-            raise ValueError(f"expected the transformer with fingerprint {expected[:8]}; "
-                             f"'{self.name}' is another transformer, {self.fingerprint[:8]}")
+        if expected: check_fingerprint(self, expected)                # before anything else is done
         self.revision = revision_of(name_or_folder, gguf_file, revision)
         with _read(f"cannot use the model in '{self.name}'", (ImportError, ValueError, OSError)):
-            self.end_id, self.most = end_token(self.tokenizer, end), longest(self.model, self.tokenizer)
-            self.last_id = self.end_id if self.end_id is not None or end is None else own_end(self.tokenizer)
-            self.pad_id = next((k for k in (self.tokenizer.pad_token_id, self.end_id) if k is not None), 0)
-            self.layers, self.n_layers, self.d_emb = probe(self.model, layers)
+            learn_habits(self, layers)
 
     @property
     def fingerprint(self) -> str: # computed once: GPT-2-large has 3 GB of weights
@@ -417,18 +447,24 @@ class FrozenEncoder:
         items = {k: e.clone() for k, e in self.stream(texts, batch_size)}             # a clone lets the padding go
         return [items[k] for k in range(len(items))]
 
-    def cache(self, texts:list, folder:str|Path, dtype='float16', **kw) -> EmbeddingCache: # see `make_cache`, below
-        return make_cache(self, texts, folder, dtype, **kw)
+# %% ../nbs/13_embed.ipynb #f9325359
+def cache_bytes(
+    self:FrozenEncoder, # who makes the cache
+    texts:list, # of str
+    dtype='float16' # on disk
+) -> int: # its bytes
+    "How large the cache will be, before anything is computed."
+    return sum(map(len, self.tokens(texts)))*self.n_layers*self.d_emb*_dtype(dtype).itemsize
 
-    def cache_bytes(self, texts:list, dtype='float16') -> int: # how large the cache will be, before anything is computed
-        return sum(map(len, self.tokens(texts)))*self.n_layers*self.d_emb*_dtype(dtype).itemsize
+FrozenEncoder.cache_bytes = cache_bytes
 
 # %% ../nbs/13_embed.ipynb #08a6deb1
 _gpt2_large = dict(n_embd=1280, n_layer=36, n_head=20)                 # of GPT2Config
 
 def read_config(
     name_or_folder:str|Path, # on the Hub, or a folder
-    gguf_file:str|None=None, revision:str|None=None, # as for `FrozenEncoder`
+    gguf_file:str|None=None, # as for `FrozenEncoder`
+    revision:str|None=None, # as for `FrozenEncoder`
     fetch:bool=True # whether a name that is not on this machine may be asked for on the Hub
 ): # config of transformers
     "The sizes of a transformer without its weights; GPT-2-large's are known."
@@ -449,7 +485,8 @@ def about_tokens(
     return len(texts) + round(1.1*sum(len(t.split()) for t in texts))
 
 def multiplications(
-    device:torch.device, dtype:torch.dtype=torch.float32 # where and in which numbers
+    device:torch.device, # where
+    dtype:torch.dtype=torch.float32 # in which numbers
 ) -> float: # operations a second
     "How fast this machine multiplies matrices; takes about a tenth of a second."
     x = torch.ones(1024, 1024, device=device, dtype=dtype)
@@ -477,23 +514,29 @@ class Price(NamedTuple):
         return self.n_tokens*self.n_layers*self.d_emb*self.dtype.itemsize
 
     def __str__(self):
-        return (f"{self.n_layers} hidden states of width {self.d_emb:,}, {self.n_weights/1e6:,.1f} million weights ({self.memory/1e9:,.1f} GB of memory); "
-                f"{self.n_texts:,} texts, about {self.n_tokens:,} tokens: to read them once takes roughly {in_time(self.seconds)}, "
-                f"to keep their hidden states about {self.disk/1e9:,.1f} GB of disk in {str(self.dtype)[6:]}")
+        return (f"{self.n_layers} hidden states of width {self.d_emb:,}, "
+                f"{self.n_weights/1e6:,.1f} million weights ({self.memory/1e9:,.1f} GB of memory); "
+                f"{self.n_texts:,} texts, about {self.n_tokens:,} tokens: "
+                f"to read them once takes roughly {in_time(self.seconds)}, "
+                f"to keep their hidden states about {self.disk/1e9:,.1f} GB of disk "
+                f"in {str(self.dtype)[6:]}")
 
 def in_time(
     seconds:float # any
 ) -> str: # in seconds, minutes or hours
     "A time as one says it."
-    size, word = next((p for p in ((3600, 'hours'), (60, 'minutes')) if seconds >= 2*p[0]), (1, 'seconds'))
+    sizes = ((3600, 'hours'), (60, 'minutes'))
+    size, word = next((s for s in sizes if seconds >= 2*s[0]), (1, 'seconds'))
     return f"{seconds/size:,.1f} {word}"
 
+# %% ../nbs/13_embed.ipynb #a5395e70
 def price_of(
     config, # of transformers
     texts:list, # of str
     layers='all', # as for `pick_layers`
     dtype='float16', # of a cache
-    device:torch.device|None=None, compute:torch.dtype=torch.float32 # where the transformer runs, and in which numbers; None: the best there is
+    device:torch.device|None=None, # where the transformer runs; None: the best there is
+    compute:torch.dtype=torch.float32 # in which numbers it computes
 ) -> Price: # of reading them
     "What it costs to read texts with a transformer, known from its config alone."
     sizes = config.get_text_config() if hasattr(config, 'get_text_config') else config
@@ -501,10 +544,12 @@ def price_of(
     with _read("cannot make a model of this config"), torch.device('meta'):
         model = need('transformers').AutoModel.from_config(config, trust_remote_code=False)
     if config.is_encoder_decoder: model = model.get_encoder()
-    n, looked_up = (sum(p.numel() for p in m.parameters()) for m in (model, model.get_input_embeddings()))
+    parts = model, model.get_input_embeddings()
+    n, looked_up = (sum(p.numel() for p in part.parameters()) for part in parts)
     n_tokens = about_tokens(texts)
-    return Price(len(texts), n_tokens, len(picked), sizes.hidden_size, n, n*compute.itemsize, _dtype(dtype),
-                 2*(n - looked_up)*n_tokens/multiplications(device, compute))
+    seconds = 2*(n - looked_up)*n_tokens/multiplications(device, compute)
+    return Price(len(texts), n_tokens, len(picked), sizes.hidden_size,
+                 n, n*compute.itemsize, _dtype(dtype), seconds)
 
 # %% ../nbs/13_embed.ipynb #0000002d
 formats = ('capsnb embeddings 1', 'capsnb embeddings 2')   # that can be read; the last is written
@@ -526,9 +571,10 @@ def make_header(
 ) -> dict: # JSON-ready
     "What the cache says about itself."
     n_tokens = int(index[:, 0].sum())
-    header = dict(format=formats[-1], encoder=encoder.fingerprint, name=encoder.name, revision=encoder.revision,
-                  transformers=need('transformers').__version__, layers=encoder.layers, d_emb=encoder.d_emb,
-                  dtype=str(dtype)[6:], n_texts=len(index), n_tokens=n_tokens,
+    header = dict(format=formats[-1], encoder=encoder.fingerprint, name=encoder.name,
+                  revision=encoder.revision, transformers=need('transformers').__version__,
+                  layers=encoder.layers, d_emb=encoder.d_emb, dtype=str(dtype)[6:],
+                  n_texts=len(index), n_tokens=n_tokens,
                   n_bytes=n_tokens*encoder.n_layers*encoder.d_emb*dtype.itemsize,
                   index=hashlib.blake2b(index.tobytes(), digest_size=16).hexdigest())
     return header | dict(sum=header_sum(header))
@@ -562,34 +608,46 @@ def read_header(
     path:Path # of a header.json
 ) -> dict: # its content
     "Read a header; `ValueError` for an unknown format, an odd entry, or one that was changed."
-    header = read_json(path, format=str, encoder=str, name=str, transformers=str, layers=list, d_emb=int, dtype=str,
-                       n_texts=int, n_tokens=int, n_bytes=int, index=str)
-    if header['format'] != formats[0] or 'sum' in header:              # the first format had no checksum
-        if header.get('sum') != header_sum(header): raise ValueError("an entry of header.json was changed")
+    words = dict.fromkeys(('format', 'encoder', 'name', 'transformers', 'dtype', 'index'), str)
+    numbers = dict.fromkeys(('d_emb', 'n_texts', 'n_tokens', 'n_bytes'), int)
+    header = read_json(path, layers=list, **words, **numbers)
+    checked = header['format'] != formats[0] or 'sum' in header       # the first format had no sum
+    if checked and header.get('sum') != header_sum(header):
+        raise ValueError("an entry of header.json was changed")
     size = len(header['layers'])*header['d_emb']*_dtype(header['dtype']).itemsize
-    if any(type(k) is not int for k in header['layers']) or header['n_bytes'] != header['n_tokens']*size or size <= 0:
+    fits = size > 0 and header['n_bytes'] == header['n_tokens']*size
+    if not fits or any(type(k) is not int for k in header['layers']):
         raise ValueError("the sizes in header.json do not belong together")
     return header
 
+# %% ../nbs/13_embed.ipynb #ef5c8462
 def read_cache(
     folder:Path # of a cache, finished or not
 ) -> tuple: # header, index, ticks
     "Read everything but the embeddings; `ValueError` when something is missing, cut short or damaged."
     np, damaged = need('numpy'), f"the cache '{folder}' is damaged"
-    if not (folder/'header.json').is_file(): raise ValueError(f"'{folder}' holds no cache of embeddings (no header.json)")
+    if not (folder/'header.json').is_file():
+        raise ValueError(f"'{folder}' holds no cache of embeddings (no header.json)")
     try:
         form = read_json(folder/'header.json', format=str)['format']
         header = read_header(folder/'header.json') if form in formats else None
     except (ValueError, OSError) as e: raise ValueError(f"{damaged} ({e}): {_again}") from e
-    if not header: raise ValueError(f"the cache '{folder}' has the format {form!r}, expected one of {', '.join(formats)}")
+    if not header:
+        raise ValueError(f"the cache '{folder}' has the format {form!r}, "
+                         f"expected one of {', '.join(formats)}")
     try: index = np.load(folder/'index.npy')
-    except Exception as e: raise ValueError(f"{damaged} (index.npy: {_plainly(e)}): {_again}") from e     # whatever numpy says
-    if hashlib.blake2b(index.tobytes(), digest_size=16).hexdigest() != header['index']: raise ValueError(f"{damaged} (index.npy): {_again}")
-    if index.dtype != np.int64 or index.shape != (header['n_texts'], 3) or index[:, 0].sum() != header['n_tokens']:
+    except Exception as e:                                             # whatever numpy says
+        raise ValueError(f"{damaged} (index.npy: {_plainly(e)}): {_again}") from e
+    if hashlib.blake2b(index.tobytes(), digest_size=16).hexdigest() != header['index']:
+        raise ValueError(f"{damaged} (index.npy): {_again}")
+    fits = index.dtype == np.int64 and index.shape == (header['n_texts'], 3)
+    if not fits or index[:, 0].sum() != header['n_tokens']:
         raise ValueError(f"{damaged} (header.json and index.npy do not belong together): {_again}")
     for name, size in (('embeddings.bin', header['n_bytes']), ('ticks.bin', 8*len(index))):
         there = (folder/name).stat().st_size if (folder/name).is_file() else 0
-        if there != size: raise ValueError(f"the cache '{folder}' was cut short: {name} has {there:,} bytes, expected {size:,}; {_again}")
+        if there == size: continue
+        raise ValueError(f"the cache '{folder}' was cut short: "
+                         f"{name} has {there:,} bytes, expected {size:,}; {_again}")
     return header, index, np.fromfile(folder/'ticks.bin', '<u8')
 
 # %% ../nbs/13_embed.ipynb #00000033
@@ -710,9 +768,10 @@ def check_space(
     there = next(p for p in (folder, *folder.parents) if p.exists())
     free = shutil.disk_usage(there).free
     if n_bytes*1.01 <= free: return
-    raise OSError(f"the cache '{folder}' needs {n_bytes/1e9:,.2f} GB more, the disk has {free/1e9:,.2f} GB: choose another folder "
-                  "(--cache), fewer layers (--layers), fewer texts (--roots, --limit) or a smaller dtype (--cache-dtype), "
-                  "or read on the fly, without a cache (--on-the-fly)")
+    raise OSError(f"the cache '{folder}' needs {n_bytes/1e9:,.2f} GB more, "
+                  f"the disk has {free/1e9:,.2f} GB: choose another folder (--cache), "
+                  "fewer layers (--layers), fewer texts (--roots, --limit) or a smaller dtype "
+                  "(--cache-dtype), or read on the fly, without a cache (--on-the-fly)")
 
 def fill_cache(
     encoder:FrozenEncoder, # computes
@@ -748,6 +807,8 @@ def make_cache(
     if fresh: lay_out(folder, header, index)
     if todo: fill_cache(encoder, folder, header, index, ids, todo, batch_size, progress, save_seconds)
     return EmbeddingCache(folder)
+
+FrozenEncoder.cache = make_cache
 
 # %% ../nbs/13_embed.ipynb #00000047
 def norms_by_layer(

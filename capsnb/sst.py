@@ -198,19 +198,22 @@ def read_trees(
 # %% ../nbs/12_sst.ipynb #b1438802
 def phrase_keys(
     trees:Sequence[Tree] # sentences
-) -> list: # a key for each phrase of each tree, in order; two keys are equal if and only if the words are
-    "Name phrases without writing out their words: by two runs of words, as long as a power of two, that cover them."
-    numbers, out, starts, n = {}, [None]*sum(len(tree.nodes) for tree in trees), [], 0
+) -> list: # a key for each phrase of each tree, in order; keys are equal where the words are
+    "Name phrases by two runs of words, as long as a power of two, that cover them."
+    out, starts, n = [None]*sum(len(tree.nodes) for tree in trees), [], 0
     for tree in trees:
         starts.append(n)
         n += len(tree.words)
-    runs, waiting = [numbers.setdefault(w, len(numbers)) for tree in trees for w in tree.words], {}
-    places = ((at + start, end - start) for tree, at in zip(trees, starts) for start, end, _ in tree.nodes)
+    numbers, waiting = {}, {}
+    runs = [numbers.setdefault(w, len(numbers)) for tree in trees for w in tree.words]
+    places = ((at + start, end - start) for tree, at in zip(trees, starts)
+              for start, end, _ in tree.nodes)
     for k, (at, length) in enumerate(places):
         waiting.setdefault(1 << length.bit_length() - 1, []).append((k, at, length))
     size, longest = 1, max(waiting, default=0)
-    while size <= longest:                                             # runs[at]: number of the run of `size` words from there
-        for k, at, length in waiting.get(size, ()): out[k] = (length, runs[at], runs[at + length - size])
+    while size <= longest:                           # runs[at]: number of the run of `size` words
+        for k, at, length in waiting.get(size, ()):
+            out[k] = (length, runs[at], runs[at + length - size])
         numbers = {}
         runs = [numbers.setdefault(pair, len(numbers)) for pair in zip(runs, runs[size:])]
         size *= 2
@@ -227,8 +230,8 @@ def unique_phrases(
         for start, end, label in tree.nodes:
             u, *place, known = first.setdefault(next(keys), (t, start, end, label))
             if label == known: continue
-            raise ValueError(f"{where} line {t + 1}: '{phrase_text(tree, start, end)}' has label {label}, "
-                             f"but label {known} in line {u + 1}")
+            raise ValueError(f"{where} line {t + 1}: '{phrase_text(tree, start, end)}' has label "
+                             f"{label}, but label {known} in line {u + 1}")
     return list(first.values())
 
 # %% ../nbs/12_sst.ipynb #0000002a
@@ -295,8 +298,9 @@ def load_sst(
     names = {'sst5': label_names, 'sst2': ('negative', 'positive')}.get(task)
     if names is None: raise ValueError(f"task must be 'sst5' or 'sst2', got {task!r}")
     datasets, folder = need('datasets'), find_sst(folder)
-    whole, label = datasets.Value('int32'), datasets.ClassLabel(names=list(names))
-    features = datasets.Features(text=datasets.Value('string'), label=label, tree=whole, start=whole, end=whole)
+    whole, text = datasets.Value('int32'), datasets.Value('string')
+    label = datasets.ClassLabel(names=list(names))
+    features = datasets.Features(text=text, label=label, tree=whole, start=whole, end=whole)
     out = datasets.DatasetDict()
     for split, trees in read_sst(folder, official).items():
         rows = (unique_phrases(trees, str(folder/files[split])) if phrases and split == 'train' else
