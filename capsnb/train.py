@@ -4,23 +4,26 @@
 
 # %% ../nbs/22_train.ipynb #00000002
 from __future__ import annotations
-import contextlib, errno, hashlib, io, json, math, numbers, os, re, shutil, signal, sys, threading, time, warnings
+import contextlib, difflib, errno, hashlib, json, math, numbers, os, re, shutil, signal, sys, tempfile, threading, time, warnings
 from contextlib import contextmanager
 from pathlib import Path
 import torch, torch.nn.functional as F
 from torch import nn, Tensor
 from torch.optim.lr_scheduler import LRScheduler
-from .core import keep_freed_memory, need, pick_device, run_record
-from .files import read_json, sync_folder, write_json
+from .core import from_bytes, keep_freed_memory, need, pick_device, run_record
+from .files import read_json, write_json
+from .runs import (agree, check_room, checkpoint_bytes, checkpoints_in, claim, clear_run, digest, finished_run,
+                         first_process, last_whole, locked, made_with, read_seal, run_bytes, run_files, run_folder, save_network,
+                         saved_network, seal_checkpoint, task_of, write_end)
 
 # %% auto #0
-__all__ = ['top_momentum', 'run_files', 'load_digits_split', 'dice', 'shift_images', 'Deck', 'mixup', 'MixupCollator',
-           'cycle_height', 'SingleCycle', 'checkpoint_bytes', 'check_room', 'seal_checkpoint', 'read_seal',
-           'checkpoints_in', 'last_whole', 'DealHook', 'ProgressHook', 'SealHook', 'StopHook', 'catching', 'BarHook',
-           'accuracy', 'quiet_transformers', 'training_arguments', 'make_trainer', 'check_recipe', 'fingerprint',
-           'check_not_empty', 'identity', 'classes_of', 'Stopped', 'agree', 'clear_run', 'finished_run', 'load_best',
-           'task_of', 'saved_network', 'history_of', 'run_training', 'fit_decks', 'fit', 'finish', 'to_the_end',
-           'repeat', 'summary', 'in_words']
+__all__ = ['top_momentum', 'honoured', 'own_names', 'load_digits_split', 'dice', 'shift_images', 'pictures', 'class_numbers',
+           'columns_of', 'Deck', 'mixup', 'MixupCollator', 'cycle_height', 'SingleCycle', 'Diverged', 'Ledger',
+           'DealHook', 'ProgressHook', 'SealHook', 'weights_are_finite', 'left_in', 'wait_for_all', 'StopHook',
+           'catching', 'BarHook', 'accuracy', 'quiet_transformers', 'training_arguments', 'make_trainer', 'mean_loss',
+           'loss_in_words', 'check_names', 'check_recipe', 'fingerprint', 'identity', 'classes_of', 'Stopped',
+           'rehearse', 'check_answer', 'load_best', 'history_of', 'run_training', 'has_room', 'fit_decks', 'batches_of',
+           'digest_of', 'prepare', 'fit', 'finish', 'to_the_end', 'repeat', 'summary', 'in_words']
 
 # %% ../nbs/22_train.ipynb #00000005
 def load_digits_split(): # datasets.DatasetDict with columns image [1, 8, 8] in [0, 1] and label
@@ -53,16 +56,88 @@ def shift_images(
     inside = ((rows >= 0) & (rows < m))[:, None, :, None] & ((cols >= 0) & (cols < n))[:, None, None]
     return moved.masked_fill(~inside, 0)
 
+# %% ../nbs/22_train.ipynb #2b2cb179
+def pictures(
+    column # Tensor, NumPy array, or list of those or of PIL images
+) -> Tensor: # float32 [n, channels, rows, columns]
+    "Pictures for a network; `ValueError` for sizes that differ, other shapes and types, NaN and inf."
+    np = need('numpy')
+    if not isinstance(column, Tensor):
+        whole = isinstance(column, np.ndarray) and column.dtype != object
+        column = torch.from_numpy(np.ascontiguousarray(column)) if whole else _stacked(column)
+    if column.dtype == torch.bool: column = column.float()
+    if column.dtype != torch.uint8 and not column.is_floating_point():
+        raise ValueError(f"expected pictures in bytes (uint8) or floats, got {column.dtype}")
+    x = _channels_first(from_bytes(column)).float()
+    if x.numel() and not (fine := x.isfinite().flatten(1).all(1)).all():
+        raise ValueError(f"expected finite pictures, got NaN or inf in picture {int((~fine).float().argmax())}")
+    if x.numel() and x.abs().max() > 10:
+        warnings.warn(f"the pictures reach from {x.min():g} to {x.max():g}; networks here expect about 0 to 1 (bytes are divided by 255)")
+    return x
+
+def _stacked(column) -> Tensor:
+    np = need('numpy')
+    each = [torch.from_numpy(np.array(_plain(p))) for p in column]
+    if len(sizes := {tuple(p.shape) for p in each}) > 1: raise ValueError(f"expected pictures of one size, got {sorted(sizes)[:4]}")
+    return torch.stack(each) if each else torch.zeros(0, 1, 1, 1)
+
+def _plain(picture): # a PIL image without palette and transparency; anything else as it came
+    mode = getattr(picture, 'mode', None)
+    if mode in (None, 'L', 'RGB', 'F'): return picture
+    return picture.convert('L' if mode in ('1', 'LA', 'La') else 'RGB')
+
+def _channels_first(x:Tensor) -> Tensor:
+    if x.ndim == 3: return x[:, None]
+    if x.ndim != 4: raise ValueError(f"expected pictures [n, rows, columns], [n, channels, rows, columns] or [n, rows, columns, channels], got shape {tuple(x.shape)}")
+    return x.movedim(-1, 1) if x.shape[-1] in (1, 3) and x.shape[1] not in (1, 2, 3) else x
+
+# %% ../nbs/22_train.ipynb #4a2ee02a
+def class_numbers(
+    column # Tensor, NumPy array or list of whole numbers
+) -> Tensor: # int64 [n]
+    "Labels for a network; `ValueError` for anything but whole numbers from 0 on."
+    y = column if isinstance(column, Tensor) else need('numpy').asarray(column)
+    if not isinstance(y, Tensor):
+        if y.dtype.kind not in 'iu' and y.size: raise ValueError(f"expected whole numbers as labels, got {y.flat[0]!r}")
+        y = torch.from_numpy(y.astype('int64'))
+    if y.is_floating_point() or y.dtype == torch.bool: raise ValueError(f"expected whole numbers as labels, got {y.dtype}")
+    if y.ndim != 1: raise ValueError(f"expected one label for each picture, [n], got shape {tuple(y.shape)}")
+    if y.numel() and y.min() < 0: raise ValueError(f"expected labels from 0 on, got {y.min()}")
+    return y.long()
+
+def columns_of(
+    data # datasets.Dataset, or a dict of columns: image (or images) and label (or labels)
+) -> tuple: # pictures [n, channels, rows, columns] and labels [n]
+    "Pictures and labels of a data set; `ValueError` says which columns there are instead, or what is wrong with them."
+    there = data.column_names if hasattr(data, 'with_format') else data.keys() if isinstance(data, dict) else None
+    if there is None: raise ValueError(f"expected a datasets.Dataset, or a dict with image and label, got {type(data).__name__}")
+    names = [next((n for n in wanted if n in there), None) for wanted in (('image', 'images'), ('label', 'labels'))]
+    if None in names:
+        split = ": name one of them, as in data['train']" if isinstance(data, dict) and hasattr(next(iter(data.values()), None), 'with_format') else ''
+        raise ValueError(f"expected columns image and label, got {', '.join(map(str, there))}{split}")
+    image, label = (_column(data, n) for n in names) if hasattr(data, 'with_format') else (data[n] for n in names)
+    x, y = pictures(image), class_numbers(label)
+    if len(x) != len(y): raise ValueError(f"expected one label for each picture, got {len(x):,} pictures and {len(y):,} labels")
+    if not len(y): raise ValueError("expected at least one sample, got none")
+    return x, y
+
+def _column(data, name:str): # of a datasets.Dataset; its NumPy format makes int64 of bytes
+    feature, column = data.features[name], data.select_columns([name])
+    while hasattr(feature, 'feature'): feature = feature.feature
+    if type(feature).__name__ == 'Image': return column.with_format(None)[:][name]
+    array = column.with_format('numpy')[:][name]
+    return array.astype('uint8') if getattr(feature, 'dtype', '') == 'uint8' and array.dtype != object else array
+
 # %% ../nbs/22_train.ipynb #0000000e
 class Deck(torch.utils.data.Dataset):
     "Images and labels in memory; with a seed, each epoch shifts every image by its own draw."
     def __init__(self,
-        data, # datasets.Dataset in torch format (or a dict) with columns image [channels, m, n] and label
+        data, # of `columns_of`
         seed:int|None=None, # None: no augmentation, as for validation
         shift:int=0 # largest shift in pixels, each way
     ):
-        columns = data[:] if not isinstance(data, dict) else data
-        self.images, self.labels, self.seed, self.shift = columns['image'].float(), columns['label'].long(), seed, shift
+        self.images, self.labels = columns_of(data)
+        self.seed, self.shift = seed, shift
         self.deal(0)
 
     def deal(self, epoch:int): # draw the shifts of this epoch
@@ -145,70 +220,30 @@ class SingleCycle(LRScheduler):
         top, x = top_momentum[self.momentum], cycle_height(self.last_epoch, self.n_steps, self.warmup)
         for group in self.optimizer.param_groups if top else (): group['betas'] = (top*(1 - .1*x), group['betas'][1])
 
-# %% ../nbs/22_train.ipynb #00000020
-def checkpoint_bytes(
-    net:nn.Module # any network
-) -> int: # bytes of one checkpoint, about
-    "Weights, two moments of the optimizer for each, and a little for the rest."
-    size = sum(t.numel()*t.element_size() for t in net.state_dict().values())
-    return size + 2*sum(p.numel()*p.element_size() for p in net.parameters()) + 2**16
-
-def check_room(
-    folder:str|Path, # made if it is not there
-    n_bytes:int # how much will be written
-) -> Path: # the folder, absolute
-    "Write `n_bytes` there and remove them; `OSError` in plain words when that fails."
-    folder = Path(folder).expanduser().absolute()
-    probe = folder/f".probe-{os.getpid()}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(probe, 'wb') as f:
-            for k in range(0, n_bytes, 2**20): f.write(b'\0'*min(2**20, n_bytes - k))
-            f.flush(); os.fsync(f.fileno())
-    except OSError as e:
-        advice = 'Free some space.' if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else 'Is it a folder that you may write to?'
-        raise OSError(e.errno, f"cannot write {n_bytes/2**20:.1f} MB for checkpoints ({e.strerror}); nothing was trained. {advice} "
-                               f"Choose another folder than", str(folder)) from e
-    finally:
-        try: probe.unlink(missing_ok=True)
-        except OSError: pass                                        # the folder itself is not there
-    return folder
-
-# %% ../nbs/22_train.ipynb #00000023
-def seal_checkpoint(
-    folder:Path, # a checkpoint that is completely written
-    **notes # JSON-ready, kept in the seal
-):
-    "Mark a checkpoint as complete, with the size of each file."
-    files = {p.name: p.stat().st_size for p in sorted(folder.iterdir()) if p.name != 'seal.json'}
-    write_json(folder/'seal.json', dict(files=files, **notes))
-
-def read_seal(
-    folder:Path # a checkpoint
-) -> dict|None: # what the seal holds; None when the checkpoint is not whole
-    "The seal of a whole checkpoint."
-    try: seal = json.loads((folder/'seal.json').read_text())
-    except (OSError, ValueError): return None
-    return seal if all((folder/name).is_file() and (folder/name).stat().st_size == n for name, n in seal['files'].items()) else None
-
-# %% ../nbs/22_train.ipynb #00000024
-def checkpoints_in(
-    folder:Path # of a run
-) -> list: # its checkpoints, whole or not, oldest first
-    "Folders named checkpoint-<step>, by step."
-    found = [p for p in Path(folder).glob('checkpoint-*') if p.name[11:].isdigit()]
-    return sorted(found, key=lambda p: int(p.name[11:]))
-
-def last_whole(
-    folder:Path # of a run
-) -> Path|None: # the newest checkpoint that is whole
-    "The checkpoint to resume from; broken ones after it are removed, with a message."
-    for path in reversed(checkpoints_in(folder)):
-        if read_seal(path): return path
-        print(f"{path.name} is not complete (the run was stopped while writing it): skipped and removed")
-        shutil.rmtree(path)
-
 # %% ../nbs/22_train.ipynb #00000027
+class Diverged(ValueError):
+    "The loss or the weights are not finite; the message says since when, and what is left."
+
+class Ledger:
+    "The losses of this epoch, added up on the device that trains."
+    def __init__(self,
+        every:int=20 # steps between two looks, where looking makes the program wait
+    ):
+        self.total, self.n, self.every = 0., 0, every
+
+    def add(self, loss:Tensor) -> bool: # of one step; whether all is well as far as one has looked
+        wide = torch.float32 if loss.device.type == 'mps' else torch.float64
+        self.total, self.n = self.total + loss.detach().to(wide), self.n + 1
+        return self.is_finite() if loss.device.type == 'cpu' or self.n % self.every == 0 else True
+
+    def is_finite(self) -> bool: return math.isfinite(float(self.total))
+
+    def close(self) -> tuple: # sum and number of the losses; then begin again
+        total, n = float(self.total), self.n
+        self.total, self.n = 0., 0
+        return total, n
+
+# %% ../nbs/22_train.ipynb #fb6655df
 class DealHook:
     "Tells the deck which epoch begins."
     def __init__(self, deck:Deck): self.deck = deck
@@ -221,15 +256,51 @@ class ProgressHook:
 
 class SealHook:
     "Seals each checkpoint and removes old ones, except the last two and the best."
-    def __init__(self, folder:Path): self.folder, self.before, self.start = folder, 0., time.perf_counter()
+    def __init__(self,
+        folder:Path, # of the checkpoints
+        run:str, # digest of the run's settings
+        ledger:Ledger # its state goes into the seal
+    ):
+        self.folder, self.run, self.ledger = folder, run, ledger
+        self.before, self.start = 0., time.perf_counter()
+
     def seconds(self) -> float: return self.before + time.perf_counter() - self.start  # of training, over all resumptions
+
     def on_train_begin(self, args, state, control, **_):
-        self.start, seal = time.perf_counter(), read_seal(self.folder/f"checkpoint-{state.global_step}")
-        if seal: self.before = seal['seconds']
-    def on_save(self, args, state, control, **_):
-        seal_checkpoint(self.folder/f"checkpoint-{state.global_step}", seconds=self.seconds())
+        self.start = time.perf_counter()
+        if seal := read_seal(self.folder/f'checkpoint-{state.global_step}'):
+            self.before, self.ledger.total, self.ledger.n = seal['seconds'], seal['loss'], seal['steps']
+
+    def on_save(self, args, state, control, model=None, **_):
+        wait_for_all(args)                                          # each process has files in the checkpoint
+        if not state.is_world_process_zero: return
+        path = self.folder/f'checkpoint-{state.global_step}'
+        if not (self.ledger.is_finite() and weights_are_finite(model)):
+            shutil.rmtree(path)
+            raise Diverged(f"the weights are not finite after step {state.global_step} of {state.max_steps}; {left_in(self.folder)}")
+        seal_checkpoint(path, run=self.run, seconds=self.seconds(), loss=float(self.ledger.total), steps=self.ledger.n)
         for old in checkpoints_in(self.folder)[:-2]:
-            if old.name != f"checkpoint-{state.best_global_step}": shutil.rmtree(old)
+            if old.name != f'checkpoint-{state.best_global_step}': shutil.rmtree(old)
+
+def weights_are_finite(
+    net:nn.Module # any network
+) -> bool:
+    "Whether no weight is NaN or inf: one question to the device."
+    found = [t.isfinite().all() for t in net.state_dict().values() if t.is_floating_point()]
+    return bool(torch.stack(found).all()) if found else True
+
+def left_in(
+    folder:Path # of checkpoints
+) -> str: # for a message
+    "What can still be used after a run has gone wrong."
+    whole = next((p for p in reversed(checkpoints_in(folder)) if read_seal(p)), None)
+    return f"the last good checkpoint is {whole.name}" if whole else "there is no checkpoint yet"
+
+def wait_for_all(
+    args # transformers.TrainingArguments
+):
+    "Wait until every process of the run has come here."
+    if args.world_size > 1: torch.distributed.barrier()
 
 # %% ../nbs/22_train.ipynb #00000029
 class StopHook:
@@ -259,21 +330,35 @@ def catching(
 
 # %% ../nbs/22_train.ipynb #0000002b
 class BarHook:
-    "One progress bar per run."
+    "One progress bar for training, one for the test after it."
     def __init__(self, name:str, show:bool=True): self.name, self.show, self.bar = name, show, None
-    def on_train_begin(self, args, state, control, **_):
-        self.bar = need('tqdm').tqdm(total=state.max_steps, initial=state.global_step, desc=self.name, disable=not self.show, mininterval=.5,
+
+    def draw(self, total:int, done:int=0, name:str|None=None):
+        self.testing = name is not None
+        self.bar = need('tqdm').tqdm(total=total, initial=done, desc=name or self.name, disable=not (self.show and first_process()), mininterval=.5,
             bar_format='{desc:12s} {percentage:3.0f}%|{bar:24}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]')
+
+    def close(self):
+        if self.bar is not None: self.bar.close()
+        self.bar = None
+
+    def on_train_begin(self, args, state, control, **_): self.draw(state.max_steps, state.global_step)
     def on_step_end(self, args, state, control, **_): self.bar.update(state.global_step - self.bar.n)
     def on_evaluate(self, args, state, control, metrics=None, **_):
         if self.bar is not None: self.bar.set_postfix_str(f"validation {metrics['eval_accuracy']:.1%}", refresh=False)
-    def on_train_end(self, args, state, control, **_): self.bar.close(); self.bar = None
+    def on_train_end(self, args, state, control, **_): self.close()
+
+    def on_prediction_step(self, args, state, control, eval_dataloader=None, **_):
+        if self.bar is None: self.draw(len(eval_dataloader), name='testing')
+        if self.testing: self.bar.update()
+    def on_predict(self, args, state, control, **_): self.close()
 
 # %% ../nbs/22_train.ipynb #0000002d
 def accuracy(
     p # transformers.EvalPrediction with logits [n, n_classes] and labels [n]
 ) -> dict: # {'accuracy': share of samples whose largest logit is the label's}
-    "What validation looks at."
+    "What validation looks at; `Diverged` for logits that are not finite."
+    if not need('numpy').isfinite(p.predictions).all(): raise Diverged("the network's scores are not finite")
     return dict(accuracy=float((p.predictions.argmax(-1) == p.label_ids).mean()))
 
 def quiet_transformers():
@@ -284,25 +369,34 @@ def quiet_transformers():
     return transformers
 
 def training_arguments(
-    folder:Path, epochs:int, batch_size:int, seed:int, device:str|None, # as in `fit`
-    **more # anything else TrainingArguments knows, e.g. bf16=True
+    folder:Path, # for checkpoints
+    epochs:int, # as in `fit`
+    batch_size:int, # as in `fit`
+    seed:int, # as in `fit`
+    device:str|None, # as in `fit`
+    **more # `honoured` ones
 ): # transformers.TrainingArguments
     "Evaluate, log and save at the end of each epoch; report to nobody; order of the data from the seed."
     device = pick_device(device)
     if device.index: raise ValueError(f"expected 'cpu', 'cuda' or 'mps', got '{device}'; to choose a GPU set CUDA_VISIBLE_DEVICES={device.index}")
-    return quiet_transformers().TrainingArguments(**{**dict(output_dir=str(folder), num_train_epochs=epochs, per_device_train_batch_size=batch_size,
-        per_device_eval_batch_size=250, eval_strategy='epoch', save_strategy='epoch', logging_strategy='epoch', metric_for_best_model='accuracy',
-        greater_is_better=True, seed=seed, data_seed=seed, report_to='none', disable_tqdm=True, remove_unused_columns=False, label_names=['labels'],
-        max_grad_norm=0., dataloader_pin_memory=device.type == 'cuda', use_cpu=device.type == 'cpu'), **more})
+    ours = dict(
+        output_dir=str(folder), num_train_epochs=epochs, per_device_train_batch_size=batch_size, per_device_eval_batch_size=250,
+        eval_strategy='epoch', save_strategy='epoch', logging_strategy='epoch', logging_nan_inf_filter=False,
+        metric_for_best_model='accuracy', greater_is_better=True, seed=seed, data_seed=seed, max_grad_norm=0., report_to='none',
+        disable_tqdm=True, remove_unused_columns=False, label_names=['labels'],
+        dataloader_pin_memory=device.type == 'cuda', use_cpu=device.type == 'cpu')
+    return quiet_transformers().TrainingArguments(**{**ours, **more})
 
 # %% ../nbs/22_train.ipynb #0000002e
 def make_trainer(
     net:nn.Module, # gives {'loss', 'logits'} for images and labels
-    train:Deck, valid:Deck|None, # data
+    train:Deck, # data
+    valid:Deck|None, # data; None: no validation
     args, # transformers.TrainingArguments
     cycle:dict, # arguments of `SingleCycle`
     collator:MixupCollator, # makes the batches
-    hooks:list # plain objects with some of TrainerCallback's methods
+    hooks:list, # plain objects with some of TrainerCallback's methods
+    ledger:Ledger # of the losses
 ): # transformers.Trainer with RAdam and the single cycle
     "A `Trainer` that runs the paper's schedule (Heinsen 2019, 4.2)."
     tf = quiet_transformers()
@@ -312,6 +406,14 @@ def make_trainer(
             return self.lr_scheduler
         def _prepare_inputs(self, inputs):                          # what the collator leaves for the device that trains
             return getattr(collator, 'on_device', dict)(super()._prepare_inputs(inputs))
+        def training_step(self, *inputs, **kw):
+            loss = super().training_step(*inputs, **kw)
+            if not ledger.add(loss): raise Diverged(loss_in_words(loss.item(), self, 'at', self.state.global_step + 1))
+            return loss
+        def log(self, logs, *rest, **kw):
+            if 'loss' in logs: logs = {**logs, 'loss': mean_loss(ledger, self)}
+            if not math.isfinite(logs.get('loss', 0.)): raise Diverged(loss_in_words(logs['loss'], self, 'by', self.state.global_step))
+            super().log(logs, *rest, **kw)
     callbacks = [type(type(h).__name__, (_Hook, tf.TrainerCallback), {})(h) for h in hooks]
     trainer = CycleTrainer(model=net, args=args, train_dataset=train, eval_dataset=valid, data_collator=collator, compute_metrics=accuracy,
                            callbacks=callbacks, optimizers=(torch.optim.RAdam(net.parameters(), lr=cycle['lr'][0]), None))
@@ -322,29 +424,90 @@ class _Hook:
     "Passes the trainer's calls on to a plain object."
     def __init__(self, inner): self.__dict__.update({k: getattr(inner, k) for k in dir(inner) if k.startswith('on_')})
 
+def mean_loss(
+    ledger:Ledger, # of the epoch that ends
+    trainer # transformers.Trainer
+) -> float: # over the steps of the epoch, and over all processes
+    "The loss to log."
+    both = torch.tensor(ledger.close(), dtype=torch.float32 if trainer.args.device.type == 'mps' else torch.float64)
+    if trainer.args.world_size > 1: both = trainer.accelerator.reduce(both.to(trainer.args.device), 'sum')
+    return (both[0]/both[1]*trainer.args.gradient_accumulation_steps).item()       # the trainer divides each by these
+
+def loss_in_words(
+    loss:float, # not finite
+    trainer, # transformers.Trainer
+    word:str, # 'at' a step, or 'by' a step, where nobody looked before
+    step:int # at which it was found
+) -> str: # for `Diverged`
+    "When, at which learning rate, and what is left."
+    state, rate = trainer.state, trainer.lr_scheduler.get_last_lr()[0]
+    return (f"the loss is {loss:g} {word} step {step} of {state.max_steps} (learning rate {rate:.2g}); "
+            f"{left_in(Path(trainer.args.output_dir))}; try a smaller learning rate")
+
 # %% ../nbs/22_train.ipynb #7f9e84fc
+honoured = frozenset('''bf16 fp16 tf32 bf16_full_eval fp16_full_eval gradient_accumulation_steps max_grad_norm torch_compile
+    torch_compile_backend torch_compile_mode per_device_eval_batch_size eval_accumulation_steps eval_strategy save_strategy
+    load_best_model_at_end metric_for_best_model greater_is_better dataloader_num_workers dataloader_pin_memory
+    dataloader_prefetch_factor dataloader_persistent_workers report_to run_name full_determinism torch_empty_cache_steps
+    ddp_backend ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_timeout'''.split())   # of TrainingArguments
+own_names = ('epochs', 'batch_size', 'lr', 'warmup', 'momentum', 'shift', 'mixup', 'seed')                 # a recipe has all of them
+_optimizer = "nothing: the optimizer is RAdam, its schedule the single cycle (lr, warmup, momentum); for another one hand the network to transformers.Trainer"
+_instead = dict(
+    learning_rate='lr=(at the ends, at the top)', num_train_epochs='epochs', max_steps='epochs', per_device_train_batch_size='batch_size',
+    output_dir='out', overwrite_output_dir='overwrite', resume_from_checkpoint='resume', warmup_ratio='warmup', warmup_steps='warmup, a share of all steps',
+    data_seed='seed', use_cpu='device', no_cuda='device', use_mps_device='device', disable_tqdm='progress',
+    label_smoothing_factor='mixup, which makes soft labels, or a loss of the network\'s own',
+    gradient_checkpointing="plan='stream' of Routing, which keeps no votes for the backward pass",
+    **dict.fromkeys('''optim optim_args weight_decay adafactor adam_beta1 adam_beta2 adam_epsilon lr_scheduler_type
+        lr_scheduler_kwargs'''.split(), _optimizer))
+
+def check_names(
+    more:dict # what a recipe has beside `own_names`
+):
+    "`ValueError` names the first argument that would be ignored, and what to use instead."
+    for name in more:
+        if name in honoured: continue
+        if name in _instead: raise ValueError(f"{name} would be ignored; use instead: {_instead[name]}")
+        known = quiet_transformers().TrainingArguments.__dataclass_fields__
+        if name in known: raise ValueError(f"{name} is not honoured by fit; of TrainingArguments it takes {', '.join(sorted(honoured))}")
+        near = difflib.get_close_matches(name, [*own_names, *honoured], 1)
+        raise ValueError(f"there is no argument {name!r}" + (f"; did you mean {near[0]}?" if near else ''))
+
+# %% ../nbs/22_train.ipynb #5c8dab23
 def check_recipe(
-    epochs, batch_size, shift, seed, # counted
+    epochs, # an integer
+    batch_size, # an integer
+    shift, # an integer
+    seed, # an integer
     lr, # (at the ends, at the top)
-    warmup, mixup, momentum, # measured, and a name
+    warmup, # a share
+    mixup, # a number
+    momentum, # a name
     validate=True, # whether there is a validation set
-    eval_strategy=None, save_strategy='epoch', dataloader_persistent_workers=False, load_best_model_at_end=False, **more # the others are `TrainingArguments`' business
+    **more # `honoured` ones
 ):
     "`ValueError` names the first argument of `fit` that makes no sense, what was expected and what came."
+    check_names(more)
     def number(x, low, high, kind=numbers.Real): return isinstance(x, kind) and not isinstance(x, bool) and low <= x <= high
     def whole(x, low): return number(x, low, 2**32 - 1, numbers.Integral)
-    top = sys.float_info.max
+    top, at_end = sys.float_info.max, 'epoch' if validate else 'no'
     pair = isinstance(lr, (tuple, list)) and len(lr) == 2 and all(number(r, sys.float_info.min, top) for r in lr) and lr[0] <= lr[1]
-    text = lambda x: str(getattr(x, 'value', x))                    # a name, or transformers' own constant
-    checks = [('epochs', epochs, whole(epochs, 1), 'an integer >= 1'), ('batch_size', batch_size, whole(batch_size, 1), 'an integer >= 1'),
-              ('shift', shift, whole(shift, 0), 'an integer >= 0'), ('seed', seed, whole(seed, 0), 'an integer from 0 to 2**32 - 1'),
-              ('lr', lr, pair, 'two positive numbers, the lower first'), ('warmup', warmup, number(warmup, 0, 1), 'a number from 0 to 1'),
-              ('mixup', mixup, number(mixup, 0, top), 'a number >= 0'),
-              ('momentum', momentum, momentum in list(top_momentum), "'paper', 'notebook' or None"),
-              ('dataloader_persistent_workers', dataloader_persistent_workers, not dataloader_persistent_workers, "False, since such workers keep the first epoch's dice"),
-              ('eval_strategy', eval_strategy, text(eval_strategy) in ('None', 'epoch' if validate else 'no'), "'epoch', since the epoch that validates best is kept" if validate else "'no', since there is no validation set"),
-              ('load_best_model_at_end', load_best_model_at_end, not load_best_model_at_end, "False, since the epoch to keep is loaded anyway"),
-              ('save_strategy', save_strategy, text(save_strategy) == 'epoch', "'epoch', since the epoch that validates best is kept")]
+    text = lambda name: str(getattr(more.get(name, at_end), 'value', more.get(name, at_end)))      # a name, or transformers' own constant
+    best = "since the epoch that validates best is kept"
+    checks = [
+        ('epochs', epochs, whole(epochs, 1), 'an integer >= 1'),
+        ('batch_size', batch_size, whole(batch_size, 1), 'an integer >= 1'),
+        ('shift', shift, whole(shift, 0), 'an integer >= 0'),
+        ('seed', seed, whole(seed, 0), 'an integer from 0 to 2**32 - 1'),
+        ('lr', lr, pair, 'two positive numbers, the lower first'),
+        ('warmup', warmup, number(warmup, 0, 1), 'a number from 0 to 1'),
+        ('mixup', mixup, number(mixup, 0, top), 'a number >= 0'),
+        ('momentum', momentum, momentum in list(top_momentum), "'paper', 'notebook' or None"),
+        ('eval_strategy', more.get('eval_strategy'), text('eval_strategy') == at_end, f"{at_end!r}, {best if validate else 'since there is no validation set'}"),
+        ('save_strategy', more.get('save_strategy'), 'save_strategy' not in more or text('save_strategy') == 'epoch', f"'epoch', {best}")]
+    refused = dict(dataloader_persistent_workers="since such workers keep the first epoch's dice",
+                   load_best_model_at_end='since the epoch to keep is loaded anyway')
+    checks += [(name, more.get(name), not more.get(name), f'False, {why}') for name, why in refused.items()]
     for name, value, fine, wanted in checks:
         if not fine: raise ValueError(f"expected {name} to be {wanted}, got {value!r}")
 
@@ -360,13 +523,6 @@ def fingerprint(
     return h.hexdigest()[:12]
 
 # %% ../nbs/22_train.ipynb #a8faf579
-def check_not_empty(
-    **data # name -> datasets.Dataset or dict of tensors, with columns image and label
-):
-    "`ValueError` names the data set that is empty."
-    for name, d in data.items():
-        if not len(d['label']): raise ValueError(f"expected at least one sample in {name}, got none")
-
 def identity(
     net:nn.Module, train:Deck, valid:Deck|None # of a run
 ) -> dict: # JSON-ready
@@ -379,81 +535,65 @@ def classes_of(
     *decks:Deck # of all labels there are
 ) -> int: # number of classes
     "As many as the data set says that there are; where it does not say, as the labels show."
-    named = getattr((getattr(data, 'features', None) or {}).get('label'), 'num_classes', None)
+    features = getattr(data, 'features', None) or {}
+    named = getattr(features.get('label', features.get('labels')), 'num_classes', None)
     return named or max(int(deck.labels.max()) for deck in decks) + 1
 
 # %% ../nbs/22_train.ipynb #00000030
 class Stopped(KeyboardInterrupt):
     "Training was stopped by a signal; there is a checkpoint, and the message says how to go on."
 
-def agree(
-    path:Path, # settings.json
-    settings:dict, # of this run
-    resume:bool # whether there must be no difference
+@torch.no_grad()
+def rehearse(
+    net:nn.Module, # as given to `fit`
+    decks:dict, # name -> deck, of all data
+    collator, # makes batches
+    folder:Path, # of the run
+    device:torch.device # that will train
 ):
-    "Write down the settings, or compare them with those written down; `ValueError` names what differs."
-    settings = json.loads(json.dumps(settings))
-    if resume and path.exists():
-        try: old = dict(json.loads(path.read_text()))
-        except (ValueError, TypeError) as e: raise ValueError(f"cannot resume in {path.parent}, {path.name} cannot be read ({e}); start anew without resume") from e
-        differ = [f"{k}: {old.get(k)!r} then, {settings.get(k)!r} now" for k in {**old, **settings} if old.get(k) != settings.get(k)]
-        if differ: raise ValueError(f"cannot resume in {path.parent}, the settings differ ({'; '.join(differ)}); start anew without resume")
-    write_json(path, settings)
+    "`ValueError` for what would fail later: data that the network cannot take, an answer that is none, weights that cannot be saved."
+    was = net.training
+    with torch.random.fork_rng():
+        net.to(device).eval()
+        for name, deck in decks.items():
+            batch = collator(deck.__getitems__(list(range(min(2, len(deck))))))
+            batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+            check_answer(net, getattr(collator, 'on_device', dict)(batch), name, int(deck.labels.max()))
+    net.train(was)
+    try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix='.rehearsal-') as place:
+            save_network(net, Path(place))
+            need('safetensors.torch').save_file(net.state_dict(), Path(place)/'checkpoint.safetensors')
+    except Exception as e: raise ValueError(f"{type(net).__name__} cannot be saved: {e}") from e
+
+def check_answer(
+    net:nn.Module, # in evaluation mode
+    batch:dict, # arguments of its forward
+    name:str, # of the data set
+    top:int # the largest label there is
+):
+    "`ValueError` unless a network gives {'loss', 'logits'} for a batch."
+    who, form = type(net).__name__, f"forward({', '.join(batch)}) to give a dict of loss [] and logits [b, n_classes]"
+    try: out = net(**batch)
+    except Exception as e: raise ValueError(f"{who} cannot take the {name} data: {e}; expected its {form}") from e
+    if not isinstance(out, dict) or not {'loss', 'logits'} <= out.keys(): raise ValueError(f"expected {who}.{form}, got {list(out) if isinstance(out, dict) else type(out).__name__}")
+    if extra := [k for k, v in out.items() if k not in ('loss', 'logits') and v is not None]: raise ValueError(f"expected {who}.{form} and nothing else, got also {', '.join(extra)}")
+    loss, logits = out['loss'], out['logits']
+    if loss.numel() != 1 or logits.ndim != 2 or len(logits) != len(batch['labels']):
+        raise ValueError(f"expected {who}.{form}, got a loss {list(loss.shape)} and logits {list(logits.shape)} for b = {len(batch['labels'])}")
+    if top >= logits.shape[1]: raise ValueError(f"{who} has {logits.shape[1]} classes, the {name} data have a label {top}")
+    if not (loss.isfinite().all() and logits.isfinite().all()): raise ValueError(f"{who} gives NaN or inf for the first of the {name} data, before any training")
 
 # %% ../nbs/22_train.ipynb #00000031
-run_files = ('metrics.json', 'settings.json', 'task.json', 'model.safetensors', 'config.json', 'drawings.png', 'poses.png')
-
-def clear_run(
-    folder:Path # of a run; nothing else that lies there is touched
-):
-    "Remove what an earlier run left: checkpoints, metrics, settings, network, pictures of it."
-    for old in checkpoints_in(folder/'checkpoints'): shutil.rmtree(old)
-    for name in run_files: (folder/name).unlink(missing_ok=True)
-
-def finished_run(
-    folder:Path, # of a run
-    net:nn.Module # gets the weights of the epoch that was kept
-) -> dict|None: # its metrics, if it has come to its end
-    "What a finished run found."
-    if not (folder/'metrics.json').exists(): return None
-    net.load_state_dict(need('safetensors.torch').load_file(folder/'model.safetensors')); net.eval()
-    return json.loads((folder/'metrics.json').read_text())
-
 def load_best(
     trainer # transformers.Trainer after training
 ) -> int: # last step of the epoch to keep
     "Give the network the weights of the epoch that validated best; of the last one when nothing was held back."
     step = trainer.state.global_step if trainer.eval_dataset is None else trainer.state.best_global_step
-    weights = need('safetensors.torch').load_file(Path(trainer.args.output_dir)/f"checkpoint-{step}"/'model.safetensors')
-    trainer.model.load_state_dict(weights)
+    path = Path(trainer.args.output_dir)/f'checkpoint-{step}'
+    if not read_seal(path): raise ValueError(f"'{path}', the checkpoint to keep, is damaged; {left_in(path.parent)}")
+    trainer.model.load_state_dict(need('safetensors.torch').load_file(path/'model.safetensors'))
     return step
-
-# %% ../nbs/22_train.ipynb #31a00002
-def task_of(
-    run:str|Path, # folder of a finished run
-    command:str='capsnb train' # that makes such runs
-) -> dict: # its task.json
-    "What a run was about; `ValueError` when it is not finished, or the note is damaged."
-    path = Path(run)/'task.json'
-    if not path.is_file():
-        if below := sorted(p.parent.name for p in path.parent.glob('*/task.json')): raise ValueError(f"'{run}' holds several runs, in the folders {', '.join(below)}: name one of them")
-        if (path.parent/'settings.json').exists(): raise ValueError(f"'{run}' holds a run that has not come to its end: go on with it (--resume)")
-        raise ValueError(f"'{run}' holds no finished run (no task.json): train one with {command}")
-    try: note = json.loads(path.read_text())
-    except ValueError as e: raise ValueError(f"'{path}' is damaged: {e}") from e
-    if not isinstance(note, dict): raise ValueError(f"'{path}': expected a JSON object, got {note!r}")
-    return note
-
-def saved_network(
-    run:str|Path, cls, # folder of a finished run; the network's class
-    device:str|None=None # None: the best there is
-) -> nn.Module: # in evaluation mode
-    "The network of a finished run; `ValueError` when its files are missing or damaged."
-    if missing := [f for f in ('config.json', 'model.safetensors') if not (Path(run)/f).is_file()]: raise ValueError(f"'{run}': its network cannot be read: no {' and no '.join(missing)}")
-    try:
-        with contextlib.redirect_stdout(io.StringIO()): net = cls.from_pretrained(run)               # it says where from
-    except Exception as e: raise ValueError(f"'{run}': its network cannot be read: {e}") from e
-    return net.to(pick_device(device)).eval()
 
 # %% ../nbs/22_train.ipynb #00000032
 def history_of(
@@ -474,57 +614,135 @@ def run_training(
     checkpoint:Path|None, # to go on from
     how_to_resume:str # said when a signal ended the run
 ):
-    "Train; `Stopped` when a signal came, after a checkpoint."
-    with catching(stop), warnings.catch_warnings():
-        warnings.filterwarnings('ignore', module='accelerate|torch.utils.data')
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    if stop.signal and trainer.state.global_step < trainer.state.max_steps:
-        raise Stopped(f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}, with a checkpoint; go on with: {how_to_resume}")
+    "Train; `Stopped` when a signal came, after a checkpoint; `OSError` when the disk has filled up on the way."
+    folder = Path(trainer.args.output_dir)
+    try:
+        with catching(stop), warnings.catch_warnings():
+            warnings.filterwarnings('ignore', module='accelerate|torch.utils.data')
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    except Exception as e:
+        if isinstance(e, Diverged) or has_room(folder, checkpoint_bytes(trainer.model)): raise
+        raise OSError(errno.ENOSPC, f"the disk is full at step {trainer.state.global_step} of {trainer.state.max_steps}; {left_in(folder)}; "
+                                    f"free some space and go on with: {how_to_resume}", str(folder)) from e
+    state = trainer.state
+    if stop.signal and state.global_step < state.max_steps:
+        raise Stopped(f"stopped at step {state.global_step} of {state.max_steps}, with a checkpoint; go on with: {how_to_resume}")
+
+def has_room(
+    folder:Path, # of checkpoints
+    n_bytes:int # how much is wanted
+) -> bool:
+    "Whether a checkpoint could still be written."
+    try: check_room(folder, n_bytes)
+    except OSError: return False
+    return True
+
 
 # %% ../nbs/22_train.ipynb #00000033
 def fit_decks(
     net:nn.Module, # trained in place
-    deck, held, test, # training, validation (None: the last epoch is kept) and test data (or None): `Deck`s, or anything that deals, marks and gives batches as they do
+    deck, # training data: a `Deck`, or anything that deals, marks and gives batches as it does
+    held, # validation data; None: the last epoch is kept
+    test, # test data, or None
     collator, # makes batches of what a deck gives
-    out:str|Path, recipe:dict, # folder of the run; what `check_recipe` checks
-    device:str|None=None, resume:bool=False, how_to_resume:str='fit(..., resume=True)', # as for `fit`
-    save_steps:int=0, name:str='training', progress:bool=True, # as for `fit`
+    out:str|Path, # folder of the run
+    recipe:dict, # what `check_recipe` checks
+    device:str|None=None, # as for `fit`
+    resume:bool=False, # as for `fit`
+    how_to_resume:str='fit(..., resume=True)', # as for `fit`
+    save_steps:int=0, # as for `fit`
+    name:str='training', # as for `fit`
+    progress:bool=True, # as for `fit`
+    overwrite:bool=False, # as for `fit`
+    task:dict|None=None, # left as task.json; a resumed run must share it
     **also # written down with the settings: a resumed run must share it
 ) -> dict: # as in metrics.json
     "What `fit` does, for data of any kind."
-    check_recipe(**recipe, validate=held is not None); keep_freed_memory()
-    folder = check_room(out, 2*checkpoint_bytes(net))
-    more = {k: v for k, v in recipe.items() if k not in ('epochs', 'batch_size', 'lr', 'warmup', 'momentum', 'shift', 'mixup', 'seed')}
-    if held is None: more['eval_strategy'] = 'no'
+    check_recipe(**recipe, validate=held is not None)
+    keep_freed_memory()
+    folder, decks = run_folder(out), {k: d for k, d in dict(training=deck, validation=held, test=test).items() if d is not None}
+    more = {k: v for k, v in recipe.items() if k not in own_names} | ({} if held is not None else dict(eval_strategy='no'))
     args = training_arguments(folder/'checkpoints', recipe['epochs'], recipe['batch_size'], recipe['seed'], device, **more)
-    stop, seal, settings = StopHook(save_steps), SealHook(folder/'checkpoints'), {**identity(net, deck, held), **also, **recipe}
+    settings = {**identity(net, deck, held), **also, **(task or {}), **recipe, **batches_of(args)}
+    with contextlib.ExitStack() as to_do:
+        if args.process_index == 0:
+            claim(folder, resume, overwrite)
+            check_room(folder, run_bytes(net, folder))
+            to_do.enter_context(locked(folder))
+            prepare(net, decks, collator, folder, settings, resume, args)
+        wait_for_all(args)
+        if resume and (done := finished_run(folder, net)): return done
+        ledger = Ledger()
+        stop, seal, bar = StopHook(save_steps), SealHook(folder/'checkpoints', digest_of(settings), ledger), BarHook(name, progress)
+        to_do.callback(bar.close)
+        hooks = [DealHook(deck), stop, seal, bar, *([ProgressHook(net)] if hasattr(net, 'set_progress') else [])]
+        trainer = make_trainer(net, deck, held, args, {k: recipe[k] for k in ('lr', 'warmup', 'momentum')}, collator, hooks, ledger)
+        return to_the_end(trainer, stop, seal, folder, settings, test, how_to_resume, task)
+
+# %% ../nbs/22_train.ipynb #3f396752
+def batches_of(
+    args # transformers.TrainingArguments
+) -> dict: # processes, samples_per_step
+    "How many samples a step of the optimizer sees, over all processes."
+    per_process = args.train_batch_size*args.gradient_accumulation_steps
+    return dict(processes=args.world_size, samples_per_step=per_process*args.world_size)
+
+def digest_of(
+    settings:dict # of a run
+) -> str: # that its checkpoints name
+    "Equal for equal settings, also after a detour through JSON."
+    return digest(json.loads(json.dumps(settings)))
+
+def prepare(
+    net:nn.Module, # as for `fit_decks`
+    decks:dict, # name -> deck
+    collator, # as for `fit_decks`
+    folder:Path, # of the run, held by this process
+    settings:dict, # of the run
+    resume:bool, # as for `fit_decks`
+    args # transformers.TrainingArguments
+):
+    "Rehearse; then, and not before, remove an old run; write down the settings, and say what has changed about the tools."
+    ended = resume and (folder/'metrics.json').exists()
+    if not ended: rehearse(net, decks, collator, folder, args.device)
     if not resume: clear_run(folder)
-    agree(folder/'settings.json', settings, resume)
-    if done := finished_run(folder, net): return done
-    trainer = make_trainer(net, deck, held, args, {k: recipe[k] for k in ('lr', 'warmup', 'momentum')}, collator,
-                           [DealHook(deck), stop, seal, BarHook(name, progress), *([ProgressHook(net)] if hasattr(net, 'set_progress') else [])])
-    return to_the_end(trainer, stop, seal, folder, settings, test, how_to_resume)
+    changes = agree(folder, settings, made_with(net), resume)
+    if ended or not changes: return
+    print(f"resumed with other tools ({'; '.join(changes)}): the weights may differ from those of a run that was never stopped")
 
 # %% ../nbs/22_train.ipynb #c0e094c1
 def fit(
     net:nn.Module, # trained in place; seed before you make it
-    train, valid, # datasets.Dataset (or dict of tensors) with columns image and label; no `valid` (None): the last epoch is kept
-    out:str|Path, test=None, # folder of the run; more data, looked at once, at the end
-    epochs:int=50, batch_size:int=20, # of the paper
-    lr:tuple=(1e-5, 5e-4), warmup:float=.1, momentum:str|None='paper', # of `SingleCycle`
-    shift:int=1, mixup:float=.2, # largest shift in pixels; alpha of mixup, 0: none
-    seed:int=0, device:str|None=None, # of the order and the dice; None: the best there is
-    resume:bool=False, how_to_resume:str='fit(..., resume=True)', # go on from the last whole checkpoint; how to ask for that
-    save_steps:int=0, name:str='training', progress:bool=True, # checkpoints within an epoch; the bar's name; whether to draw it
-    **more # anything else TrainingArguments knows, e.g. bf16=True
+    train, # of `columns_of`
+    valid, # of `columns_of`; None: the last epoch is kept
+    out:str|Path, # folder of the run
+    test=None, # of `columns_of`; looked at once, at the end
+    epochs:int=50, # times through the training data
+    batch_size:int=20, # of the paper; in each process
+    lr:tuple=(1e-5, 5e-4), # of `SingleCycle`
+    warmup:float=.1, # of `SingleCycle`
+    momentum:str|None='paper', # of `SingleCycle`
+    shift:int=1, # largest shift in pixels
+    mixup:float=.2, # its alpha; 0: none
+    seed:int=0, # of the order and the dice
+    device:str|None=None, # None: the best there is
+    resume:bool=False, # go on from the last whole checkpoint, if there is one
+    how_to_resume:str='fit(..., resume=True)', # said when the run was stopped
+    save_steps:int=0, # checkpoints within an epoch; 0: only at its end
+    name:str='training', # of the bar
+    progress:bool=True, # whether to draw it
+    overwrite:bool=False, # replace the run that the folder holds
+    **more # `honoured` arguments of transformers.TrainingArguments, e.g. bf16=True
 ) -> dict: # as in metrics.json
-    "Train a network as the paper does, keep the best epoch on `valid` (or the last), test once; see the table above for what it leaves."
+    "Train a network as the paper does, keep the best epoch on `valid` (or the last), test once."
     recipe = dict(epochs=epochs, batch_size=batch_size, lr=lr, warmup=warmup, momentum=momentum, shift=shift, mixup=mixup, seed=seed, **more)
-    parts = {k: d for k, d in dict(train=train, valid=valid).items() if d is not None}
-    check_recipe(**recipe, validate=valid is not None); check_not_empty(**parts)
-    deck, held, last = Deck(train, seed, shift), *(None if d is None else Deck(d) for d in (valid, test))
-    return fit_decks(net, deck, held, last, MixupCollator(classes_of(train, *(d for d in (deck, held) if d is not None)), mixup), out, recipe,
-                     device, resume, how_to_resume, save_steps, name, progress)
+    check_recipe(**recipe, validate=valid is not None)
+    def deck(name, data, *dice):
+        try: return None if data is None else Deck(data, *dice)
+        except ValueError as e: raise ValueError(f"{name}: {e}") from e
+    decks = deck('train', train, seed, shift), deck('valid', valid), deck('test', test)
+    collator = MixupCollator(classes_of(train, *(d for d in decks[:2] if d is not None)), mixup)
+    return fit_decks(net, *decks, collator, out, recipe, device, resume, how_to_resume, save_steps, name, progress, overwrite)
 
 # %% ../nbs/22_train.ipynb #00000034
 def finish(
@@ -532,31 +750,42 @@ def finish(
     folder:Path, # of the run
     settings:dict, # of the run
     seconds:float, # of training
-    test=None # a deck, looked at once, here
+    test=None, # a deck, looked at once, here
+    task:dict|None=None # left as task.json
 ) -> dict: # as in metrics.json
     "Load the epoch to keep, test, save the network, write metrics.json (last, so that its presence means: done)."
     step, state, net = load_best(trainer), trainer.state, trainer.model
     kept, history = round(step*settings['epochs']/state.max_steps), history_of(state)
-    metrics = dict(run_record(**settings), device_used=trainer.args.device.type, seconds=round(seconds, 2), steps=state.global_step, best_epoch=kept,
-                   valid_accuracy=next((h.get('valid_accuracy') for h in history if round(h['epoch']) == kept), None), history=history)
-    if test is not None: metrics['test_accuracy'] = trainer.predict(test).metrics['test_accuracy']
-    net.eval().save_pretrained(folder)
-    write_json(folder/'metrics.json', metrics)
-    return json.loads((folder/'metrics.json').read_text())
+    valid = next((h.get('valid_accuracy') for h in history if round(h['epoch']) == kept), None)
+    tested = {} if test is None else dict(test_accuracy=trainer.predict(test).metrics['test_accuracy'])
+    if state.is_world_process_zero:
+        tools = read_json(folder/'settings.json', made_with=dict, changes=list)
+        save_network(net.eval(), folder)
+        write_end(folder, dict(run_record(**settings), device_used=trainer.args.device.type, seconds=round(seconds, 2), steps=state.global_step,
+                               best_epoch=kept, valid_accuracy=valid, history=history, made_with=tools['made_with'],
+                               changes=tools['changes'], **tested), task)
+    wait_for_all(trainer.args)
+    return read_json(folder/'metrics.json')
 
 def to_the_end(
-    trainer, stop:StopHook, seal:SealHook, # transformers.Trainer, and two of its hooks
-    folder:Path, settings:dict, test, how_to_resume:str # as in `finish` and `fit_decks`
+    trainer, # transformers.Trainer
+    stop:StopHook, # among its hooks
+    seal:SealHook, # among its hooks
+    folder:Path, # of the run
+    settings:dict, # of the run
+    test, # as in `finish`
+    how_to_resume:str, # as in `fit`
+    task:dict|None=None # as in `finish`
 ) -> dict: # as in metrics.json
     "Train and finish; `Stopped` also when the signal came too late to stop this run, since more may come after it."
-    run_training(trainer, stop, last_whole(folder/'checkpoints'), how_to_resume)
-    metrics = finish(trainer, folder, settings, seal.seconds(), test)
+    run_training(trainer, stop, last_whole(folder/'checkpoints', seal.run), how_to_resume)
+    metrics = finish(trainer, folder, settings, seal.seconds(), test, task)
     if stop.signal: raise Stopped(f"stopped after the last step: this run is finished ({folder.name}/metrics.json); go on with: {how_to_resume}")
     return metrics
 
 # %% ../nbs/22_train.ipynb #6b7b0f09
 def repeat(
-    train, # function of `seed`, `out` and `kw` that gives metrics: `fit` with data, `train_sst`, `train_objects`
+    train, # function of `seed`, `out`, `resume` and `kw` that gives metrics: `fit` with data, `train_sst`, `train_objects`
     path:str|Path, # JSON file that collects the runs
     name:str, # of the setting
     seeds:tuple=(0, 1, 2), # one run each
@@ -565,17 +794,25 @@ def repeat(
     title:str|None=None, # of the setting in the record's headline; None: its name
     **kw # of `train`
 ) -> list: # of metrics, one a seed
-    "Train a setting over seeds; runs in the file are kept."
+    "Train a setting over seeds; runs in the file are kept, and one that was interrupted goes on."
     path = Path(path)
-    def read(): return json.loads(path.read_text()) if path.exists() else {**run_record(), 'command': command, 'headline': {}, 'runs': {}}
-    for key, seed in ((f'{name} seed {s}', s) for s in seeds):
+    def read():
+        if path.exists(): return read_json(path, runs=dict, headline=dict)
+        return {**run_record(), 'command': command, 'headline': {}, 'runs': {}}
+    keys = {s: f'{name} seed {s}' for s in seeds}
+    for seed, key in keys.items():
         if key in read()['runs']: continue
-        row = {k: v for k, v in train(seed=seed, out=Path(runs)/key.replace(' ', '-'), **kw).items() if k not in ('train_data', 'valid_data', 'architecture', 'fingerprint', 'command')}
+        found = train(seed=seed, out=Path(runs)/key.replace(' ', '-'), **{'resume': True, **kw})
+        row = {k: v for k, v in found.items() if k not in _of_one_machine}
         if 'encoder' in row: row['encoder'] = Path(row['encoder']).name    # its place on this machine is nobody's business
-        found = read(); found['runs'][key] = row                           # read again: another process may have finished a run meanwhile
-        found['headline'][title or name] = in_words(summary([found['runs'][k] for s in seeds if (k := f'{name} seed {s}') in found['runs']]))
-        write_json(path, found)
-    return [read()['runs'][f'{name} seed {s}'] for s in seeds]
+        with need('filelock').FileLock(Path(tempfile.gettempdir())/f'capsnb-{digest(dict(path=str(path.absolute())))}.lock'):
+            record = read()                                                # another process may have finished a run meanwhile
+            record['runs'][key] = row
+            record['headline'][title or name] = in_words(summary([record['runs'][k] for k in keys.values() if k in record['runs']]))
+            write_json(path, record)
+    return [read()['runs'][key] for key in keys.values()]
+
+_of_one_machine = ('train_data', 'valid_data', 'architecture', 'fingerprint', 'command', 'files', 'made_with', 'changes')
 
 # %% ../nbs/22_train.ipynb #bce42b17
 def summary(
