@@ -181,3 +181,31 @@ def test_docs_can_be_prepared(tmp_path):
         assert 'description:' in page, f"{p.name} lost its frontmatter"
     for name in ('_quarto.yml', 'nbdev.yml', 'sidebar.yml', 'styles.css'): assert (tree/'_proc'/name).exists(), name
     assert subprocess.run(['git', 'diff', '--no-index', '--stat', str(root/'nbs'/'_quarto.yml'), str(tree/'nbs'/'_quarto.yml')]).returncode == 0
+
+@pytest.mark.parametrize('chosen, want', [(None, '1 1'), ('2', '2 2')])
+def test_a_notebook_tested_beside_others_computes_on_one_thread(tmp_path, chosen, want):
+    "and so do the processes it starts; but a number of threads that somebody chose holds"
+    code = f"""import subprocess, sys, torch
+if {chosen is None}: torch.set_num_threads(2)                # as PyTorch does by itself on two cores
+import capsnb.core
+ask = 'import torch; print(torch.get_num_threads())'
+child = subprocess.run([sys.executable, '-c', ask], capture_output=True, text=True, check=True).stdout.strip()
+assert f'{{torch.get_num_threads()}} {{child}}' == {want!r}, f'{{torch.get_num_threads()}} {{child}}'"""
+    cell = dict(cell_type='code', execution_count=None, id='a', metadata={}, outputs=[], source=code)
+    shutil.copy(root/'settings.ini', tmp_path)
+    (tmp_path/'nbs').mkdir()
+    nb = dict(cells=[cell], metadata={}, nbformat=4, nbformat_minor=5)
+    (tmp_path/'nbs'/'a.ipynb').write_text(json.dumps(nb))
+    env = {k: v for k, v in os.environ.items() if k != 'OMP_NUM_THREADS'}
+    env |= dict(PYTHONPATH=str(root), **({'OMP_NUM_THREADS': chosen} if chosen else {}))
+    done = subprocess.run([str(Path(sys.executable).with_name('nbdev_test')), '--n_workers', '2'], cwd=tmp_path,
+                          env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+def test_tests_compute_on_one_thread():
+    "nbdev_test and pytest must not depend on how many threads PyTorch likes to start"
+    code = "import importlib.util as u, sys; s = u.spec_from_file_location('c', sys.argv[1]); s.loader.exec_module(u.module_from_spec(s)); " \
+           "import torch; print(torch.get_num_threads())"
+    env = {k: v for k, v in os.environ.items() if k != 'OMP_NUM_THREADS'}
+    done = subprocess.run([sys.executable, '-c', code, str(root/'tests'/'conftest.py')], env=env, capture_output=True, text=True)
+    assert done.stdout.strip() == '1', done.stdout + done.stderr
