@@ -52,6 +52,23 @@ def test_no_stored_errors(path):
     for source, c in cells(path):
         for o in c['outputs']: assert o['output_type'] != 'error', f"cell {c['id']} stores {o['ename']}: {o['evalue']}"
 
+def draws(source):
+    "Does a cell start a figure of matplotlib's, outside of the functions that it defines?"
+    body = ast.parse('\n'.join(o for o in source.split('\n') if not o.lstrip().startswith(('%', '!')))).body
+    body = [s for s in body if not isinstance(s, (ast.FunctionDef, ast.ClassDef))]
+    calls = [n.func for s in body for n in ast.walk(s) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+    drawn = {f.attr for f in calls if ast.unparse(f.value) in ('plt', 'plot_style()')}
+    starts = {'subplots', 'figure', 'plot', 'loglog', 'semilogx', 'semilogy', 'imshow', 'bar', 'hist', 'scatter'}
+    return bool(drawn & starts) and 'close' not in drawn
+
+@each_notebook
+def test_figures_are_stored(path):
+    "a run without the notebook's own backend (MPLBACKEND=agg) loses them"
+    for source, c in cells(path):
+        if not draws(source) or count.flags_of(source) & set(settings['tst_flags'].split()): continue
+        shown = any('image/png' in o.get('data', {}) for o in c['outputs'])
+        assert shown, f"cell {c['id']} lost its figure: run the notebook again"
+
 @each_notebook
 def test_size(path):
     assert path.stat().st_size < 1.5e6, f"{path.stat().st_size/1e6:.2f} MB; at most 1.5: fewer or smaller figures"
@@ -66,6 +83,25 @@ def test_ends_with_an_export(path):
 def test_no_machine_paths(path):
     found = re.search(r'(?<![\w.~])/(home|root|Users|tmp|work)/\w', path.read_text(encoding='utf-8'))
     assert not found, f"'{found[0]}' is a path of one machine"
+
+def broken_formulas(page):
+    r"Formulas of a markdown cell in which \\sum stands for \sum, or \t of \theta has become a tab."
+    prose = re.sub(r'^```.*?^```|`[^`\n]*`', '', page, flags=re.M | re.S)
+    for m in re.finditer(r'\$\$.+?\$\$|(?<!\\)\$[^$\n]+\$', prose, re.S):
+        rows = r'\begin{' in m[0]                                       # there \\ ends a row
+        if re.search(r'[\t\b\f\v\a\r]', m[0]) or re.search(r'\\\\[A-Za-z]', m[0]) and not rows: yield m[0]
+
+@each_notebook
+def test_formulas_are_whole(path):
+    found = [(c['id'], f) for source, c in cells(path, 'markdown') for f in broken_formulas(source)]
+    assert not found
+
+def test_broken_formulas_are_found():
+    r"and what looks like one is left alone: rows of an array, code"
+    broken = [r'by $\\sum_ia_i$', '$\theta$', '$$\n\\\\sigma$$', '$a\b$']
+    assert [len(list(broken_formulas(o))) for o in broken] == [1, 1, 1, 1]
+    for whole in (r'$\sum_i a_i$', r'$$\begin{aligned}a\\b\end{aligned}$$', r'`$\\sum$`', '```\n$\\\\sum$\n```', r'$a\\ b$'):
+        assert not list(broken_formulas(whole)), whole
 
 @each_notebook
 def test_count_reads_flags_as_nbdev_does(path):
