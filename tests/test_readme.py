@@ -97,10 +97,25 @@ def test_command_line_exit_status(project):
     run = lambda *a: subprocess.run([sys.executable, str(readme.__file__), '--root', str(root), *a], capture_output=True).returncode
     assert [run('--check'), run(), run('--check')] == [1, 0, 0]
 
+@pytest.fixture
+def package(monkeypatch):
+    "What setup.py hands to setuptools, and its functions."
+    said = {}
+    monkeypatch.setattr('setuptools.setup', said.update)
+    scope = runpy.run_path(str(root/'setup.py'))
+    return said, scope
+
 def commands(): return re.findall(r"^pip install .*&&.*$", (root/'README.md').read_text(encoding='utf-8'), re.M)
 
 def test_the_two_commands():
     assert commands() == ["pip install '.[train]' && capsnb demo", "pip install -e '.[dev]' && nbdev_test && pytest"]
+
+def test_the_versions_that_are_promised(package):
+    page = (root/'README.md').read_text(encoding='utf-8')
+    alone, to_train = re.search(r"PyTorch \(≥ ([\d.]+)\) and einops; to train, PyTorch ≥ ([\d.]+)\.", page).groups()
+    said, _ = package
+    assert f'torch>={alone}' in said['install_requires'] and f'torch>={to_train}' in said['extras_require']['train']
+    assert f"Python ≥ {said['python_requires'].removeprefix('>=')}." in page
 
 def table_cell(name, begin):
     return next(c for c in nbformat.read(root/'nbs'/name, 4).cells if c.cell_type == 'code' and begin in c.source)
@@ -155,14 +170,6 @@ def test_usage_runs(capsys):
     for block in blocks: exec(block, {})
     shapes = capsys.readouterr().out.splitlines()
     assert shapes == ['torch.Size([2, 10]) torch.Size([2, 10, 4, 4]) torch.Size([2, 10, 4, 4])', 'torch.Size([2, 6, 6, 16]) torch.Size([2, 6, 6, 16, 4, 4])', 'torch.Size([2, 5])', 'torch.Size([2, 10, 16])']
-
-@pytest.fixture
-def package(monkeypatch):
-    "What setup.py hands to setuptools, and its functions."
-    said = {}
-    monkeypatch.setattr('setuptools.setup', said.update)
-    scope = runpy.run_path(str(root/'setup.py'))
-    return said, scope
 
 def targets(page):
     "Where the links and pictures of a page lead; code is left out."
