@@ -1,5 +1,5 @@
 """The numbers that the notebooks show are those of the result files: each cell that only reads them is run again."""
-import ast, contextlib, io, json, os
+import ast, contextlib, io, json
 from pathlib import Path
 import pytest
 from test_repo import cells, count, notebooks, root
@@ -74,3 +74,40 @@ def test_a_notebook_shows_the_results_of_today(path, cell, code, before, monkeyp
     text = getattr(value, 'data', None)
     now = out.getvalue() + (text if isinstance(text, str) else '')
     assert now == ''.join(shown(o) for o in cell['outputs']), f"run nbs/{path.name} again; its figures are older than the file"
+
+def test_there_are_readers(): assert len(list(readers())) >= 30
+
+def results(name): return json.loads((root/'nbs'/'results'/f'{name}.json').read_text(encoding='utf-8'))
+
+def runs_of(name, of):
+    from capsnb.train import summary
+    return summary([r for k, r in results(name)['runs'].items() if k.startswith(f'{of} seed')])
+
+def rows_of_the_tiles():
+    case = results('caps_speed')['cases']['32·32·32·32, layer 1']
+    for plan, what in (('votes', ', all votes at hand'), ('tiles', '')):
+        r = case[plan]
+        both = f"{r['both']:.2g}"
+        seconds = f"{r['forward']:.2f} s | {both} s"
+        yield f"| `plan='{plan}'`{what} | {seconds} | {r['bytes']/1e9:.2f} GB |"
+
+def rows_of_the_floors():
+    for n in (3, 5):
+        ours, small = (runs_of('em_floor', f'eps={eps}, {n} iterations') for eps in ('300%', '1e-05'))
+        said = [f"{r[k]:.1f} ± {r[k + '_sd']:.1f} %" for k in ('valid', 'test') for r in (ours, small)]
+        yield f"| {n} | {' | '.join(said)} | {ours['test'] - small['test']:.1f} points |"
+
+def errors_on_toys():
+    dstep, cnn, baseline = (f"{100 - runs_of('toys_runs', net)['test']:.1f} %" for net in ('dstep', 'cnn', 'baseline'))
+    yield f"the D-step network errs in {dstep} of all cases, the CNN in {cnn} and the baseline in {baseline}."
+
+def speed_of_the_tiles():
+    r = results('caps_speed')['cases']['32·32·32·32, layer 1']['tiles']
+    yield f"{r['both']:.2f} s for the large network's first layer, and {r['bytes']/1e9:.2f} GB"
+
+@pytest.mark.parametrize('name, sentences', [
+    ('06_layers', rows_of_the_tiles), ('37_em_floor', rows_of_the_floors), ('35_objects_study', errors_on_toys),
+    ('40_bench', speed_of_the_tiles)], ids=lambda o: getattr(o, '__name__', o))
+def test_numbers_written_by_hand_are_those_of_the_file(name, sentences):
+    prose = '\n'.join(source for source, _ in cells(root/'nbs'/f'{name}.ipynb', 'markdown'))
+    for said in sentences(): assert said in prose, f"nbs/{name}.ipynb should say: {said}"
