@@ -56,6 +56,7 @@ def d_step(
 ) -> tuple[Tensor, Tensor]: # [..., i, j] shares used, and shares ignored
     "Shares of every input that every output uses and ignores (Heinsen 2019, eqs. 4 and 6)."
     D_use = f_a[..., None]*R
+    D_use = torch.where(D_use > 0, D_use, 0)           # a share of 0 gets no gradient, even if 1/eps_m made it inf
     return D_use, f_a[..., None] - D_use
 
 # %% ../nbs/04_dstep.ipynb #00000014
