@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch, torch.nn.functional as F
 from torch import nn, Tensor
 from einops import rearrange
-from .dynamic import check_n_iters, route_capsules, squash
+from .dynamic import check_n_iters, from_generator, route_capsules, squash
 from .layers import at_least_1
 from .losses import margin_loss
 from .vision import HubMixin
@@ -82,6 +82,7 @@ def _check_sizes(n_classes, image_shape, channels, kernels, stride, n_types, d_i
     if isinstance(recon, bool) or not isinstance(recon, (int, float)) or not 0 <= recon < float('inf'): raise ValueError(f"recon must be a finite number >= 0, got {recon!r}")
 
 # %% ../nbs/24_capsnet.ipynb #00000010
+@from_generator
 class CapsOut(NamedTuple):
     "Class capsules."
     a: Tensor # [b, j] lengths: the probability that each class is there

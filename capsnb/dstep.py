@@ -9,7 +9,7 @@ from typing import Callable, NamedTuple
 import torch, torch.nn.functional as F
 from torch import Tensor, nn
 from .core import keep_freed_memory
-from .dynamic import check_n_iters
+from .dynamic import check_n_iters, from_generator
 
 # %% auto #0
 __all__ = ['plans', 'votes', 'log_p', 'e_step', 'd_step', 'm_step', 'Floor', 'as_floor', 'sig2_floor', 'Routed', 'RoutedR',
@@ -113,12 +113,14 @@ def sig2_floor(
     return floor.rel*spread + 1e-6*size + floor.abs
 
 # %% ../nbs/04_dstep.ipynb #00000020
+@from_generator
 class Routed(NamedTuple):
     "What a routing returns."
     a: Tensor # [..., j] scores (logits; apply a sigmoid for activations, or a softmax for classes)
     mu: Tensor # [..., j, c, h] capsules
     sig2: Tensor # [..., j, c, h] variances, floor included
 
+@from_generator
 class RoutedR(NamedTuple):
     "What a routing returns when asked for `R`."
     a: Tensor # [..., j] scores

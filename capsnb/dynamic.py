@@ -4,13 +4,16 @@
 
 # %% ../nbs/02_dynamic.ipynb #00000002
 from __future__ import annotations
+import functools
+from types import GeneratorType
 from typing import NamedTuple
 import torch
 from torch import Tensor
 from .core import first_order, keep_freed_memory
 
 # %% auto #0
-__all__ = ['MOST_ITERS', 'squash', 'check_n_iters', 'Agreed', 'dynamic_routing_ref', 'dynamic_routing', 'route_capsules']
+__all__ = ['MOST_ITERS', 'squash', 'from_generator', 'check_n_iters', 'Agreed', 'dynamic_routing_ref', 'dynamic_routing',
+           'route_capsules']
 
 # %% ../nbs/02_dynamic.ipynb #0000000f
 def squash(
@@ -25,6 +28,19 @@ def squash(
     r = torch.where(q > 0, q.where(q > 0, 1).sqrt(), 0)
     return (x*(r/(m**-2 + q))).to(s.dtype)
 
+# %% ../nbs/02_dynamic.ipynb #cf324b7a
+def from_generator(
+    cls:type # a named tuple; changed in place
+) -> type: # the same
+    "Let a generator of all fields make the tuple, as it makes a plain one."
+    new = cls.__new__
+    @functools.wraps(new)
+    def __new__(kind, *fields, **named):
+        if len(fields) == 1 and not named and isinstance(fields[0], GeneratorType): fields = tuple(fields[0])
+        return new(kind, *fields, **named)
+    cls.__new__ = __new__
+    return cls
+
 # %% ../nbs/02_dynamic.ipynb #00000012
 MOST_ITERS = 1000   # more iterations than any routing has a use for
 
@@ -38,6 +54,7 @@ def check_n_iters(
         raise ValueError(f"n_iters must be at most {MOST_ITERS}, got {n_iters}: routing settles within a few")
     return n_iters
 
+@from_generator
 class Agreed(NamedTuple):
     "What dynamic routing has found."
     a: Tensor # [..., j] lengths of the capsules: the probability that each is there

@@ -8,7 +8,7 @@ import math
 from typing import Callable, NamedTuple, Sequence
 import torch, torch.nn.functional as F
 from torch import Tensor
-from .dynamic import check_n_iters
+from .dynamic import check_n_iters, from_generator
 
 # %% auto #0
 __all__ = ['TINY', 'log_normal', 'm_step', 'damped', 'as_damping', 'activation', 'inverse_temperature', 'as_schedule', 'as_floor',
@@ -156,6 +156,7 @@ def e_step(
     return share_out(log_a[..., None, :] + log_normal(V, mu, sig2), parents, fields)
 
 # %% ../nbs/03_em.ipynb #00000020
+@from_generator
 class EMRouted(NamedTuple):
     "What EM routing returns; with `fields`, `p` precedes the last dimensions of each."
     a: Tensor # [..., j] activations, in [0, 1]

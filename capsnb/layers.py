@@ -9,6 +9,7 @@ from typing import Callable, NamedTuple, Sequence
 import torch, torch.nn.functional as F
 from torch import Tensor, nn
 from .core import first_order, keep_freed_memory
+from .dynamic import from_generator
 from .em import TINY, EMRouted, activation, as_damping, as_floor, as_schedule, damped, em_routing, inverse_temperature, proportions, sig2_floor
 
 # %% auto #0
@@ -322,6 +323,7 @@ def route_tiles(
     return EMRouted(out, pose.unflatten(-1, shape), sig2.unflatten(-1, shape), None)
 
 # %% ../nbs/06_layers.ipynb #00000021
+@from_generator
 class Caps(NamedTuple):
     "Capsules on a grid."
     a: Tensor # [..., m, n, i] activations, in [0, 1]
