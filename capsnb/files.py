@@ -11,8 +11,8 @@ from urllib.request import Request, urlopen
 from .core import need
 
 # %% auto #0
-__all__ = ['cache_folder', 'holds', 'find_folder', 'put_in_place', 'sync_folder', 'left_behind', 'held', 'checksum', 'fetch',
-           'write_json', 'read_json', 'need_hub']
+__all__ = ['cache_folder', 'holds', 'find_folder', 'put_in_place', 'sync_folder', 'left_behind', 'write_lock', 'checksum',
+           'fetch', 'write_json', 'read_json', 'need_hub', 'load_hub']
 
 # %% ../nbs/09_files.ipynb #00000006
 def cache_folder(
@@ -109,7 +109,7 @@ def _lock(handle) -> bool|None: # whether it is ours now; None: no locks here
 
 # %% ../nbs/09_files.ipynb #ce329ee8
 @contextlib.contextmanager
-def held(
+def write_lock(
     path:Path # a file that is being written, also by others' handles; made if it is not there
 ):
     "While this lasts, no process takes the file for one left behind."
@@ -146,7 +146,7 @@ def fetch(
     with contextlib.ExitStack() as locks:
         try:
             _adopt(path, part, mine, size)
-            locks.enter_context(held(mine))
+            locks.enter_context(write_lock(mine))
             if _size(mine) < size: _download(url, mine, size, timeout, locks)
             if _size(mine) < size:
                 raise ConnectionError(f"{url} broke off after {_size(mine):,} of {size:,} bytes; "
@@ -189,7 +189,7 @@ def _download(url:str, path:Path, size:int, timeout:float, locks:contextlib.Exit
         if not goes_on and length.isdecimal() and int(length) != size:
             raise ValueError(f"{url}: expected {size:,} bytes, got an answer of {int(length):,}; "
                              "nothing was kept of it")
-        if not goes_on: locks.enter_context(held(fresh))
+        if not goes_on: locks.enter_context(write_lock(fresh))
         try: _write(url, answer, path if goes_on else fresh, size + 1 - goes_on*have)
         finally:
             if _size(fresh) > have: os.replace(fresh, path)
@@ -264,3 +264,37 @@ def need_hub(
     except OSError as e:
         if hasattr(e, 'code'): return                                  # it answered, if only with a refusal
         raise ConnectionError(f"'{name}' is not on this machine, and {hub.constants.ENDPOINT} does not answer ({getattr(e, 'reason', e)})") from e
+
+# %% ../nbs/09_files.ipynb #3225335f
+def load_hub(
+    name:str|Path, # of a data set on the Hub, or a folder on this machine
+    revision:str|None=None # the commit on the Hub; None: the newest
+): # datasets.DatasetDict
+    "Load a data set of the Hub, from the cache of `datasets` if it is there; `ConnectionError` within seconds."
+    datasets = need('datasets')
+    if Path(name).is_dir() and revision is None: return datasets.load_dataset(str(name))
+    cached = _cached(str(name), revision or '*')
+    if cached and revision: return _from_cache(str(name), cached)
+    try: need_hub(name)
+    except ConnectionError:
+        if not cached: raise
+        return _from_cache(str(name), cached)                          # the newest that this machine has
+    return datasets.load_dataset(str(name), revision=revision)
+
+def _cached(name:str, revision:str) -> Path|None: # the newest folder of it in the cache of `datasets`
+    *owner, last = name.split('/')
+    below = '___'.join([*owner, need('datasets.naming').camelcase_to_snakecase(last)])
+    root = Path(need('datasets').config.HF_DATASETS_CACHE).expanduser()/below
+    return max((o.parent for o in root.glob(f'*/*/{revision}/dataset_info.json')), key=lambda o: o.stat().st_mtime,
+               default=None)
+
+def _from_cache(name:str, folder:Path):
+    config, version, revision = folder.parts[-3:]
+    try:
+        builder = need('datasets.packaged_modules.cache.cache').Cache(
+            cache_dir=str(folder.parents[3]), repo_id=name, dataset_name=name.split('/')[-1],
+            config_name=config, version=version, hash=revision)
+        builder.download_and_prepare()
+        return builder.as_dataset()
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+        raise ValueError(f"'{folder}' is damaged ({e}); remove it to load '{name}' anew") from e

@@ -282,7 +282,7 @@ def test_what_does_not_exist_is_refused(tmp_path, ask, said):
     assert said in str(e.value) and not list(tmp_path.rglob('pictures'))
 
 knobs = dict(spread='a number from 0 to 1', contrast='a number at least 0 and below 1', noise='a number from 0 to 255', jitter='a number from 0 to 0.2',
-             samples='a whole number, at least 1')
+             samples='a whole number from 1 to 16')
 never = (math.nan, math.inf, -math.inf, 1e30, -1, -.01, True, False, None, 'a', [1.], 1j)
 too_much = dict(spread=1.01, contrast=1., noise=255.1, jitter=.21, samples=1.5)
 
