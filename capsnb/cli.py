@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from . import __version__
 
 # %% auto #0
-__all__ = ['trunk', 'recipe', 'titles', 'networks', 'Later', 'is_first', 'contestants', 'table', 'picked', 'draw_map',
+__all__ = ['trunk', 'recipe', 'titles', 'shown', 'networks', 'Later', 'is_first', 'contestants', 'table', 'picked', 'draw_map',
            'draw_scores', 'draw_column', 'picture', 'left_in', 'of_demo', 'shown_before', 'claim_demo', 'demo',
            'leave_demo', 'how_to_resume', 'plainly', 'at_home', 'entrance', 'make_app', 'main', 'on_terminal',
            'shared_options', 'claim', 'add_demo', 'pose_picture', 'told', 'bars', 'add_objects', 'drawings_picture',
@@ -67,6 +67,7 @@ def contestants(
 
 # %% ../nbs/50_cli.ipynb #00000009
 titles = {'dstep': 'D-step network', 'cnn': 'plain CNN'}
+shown = dict(test_accuracy=float, valid_accuracy=float, n_params=int, seconds=float, device_used=str)   # of metrics
 
 def table(
     results:dict # name -> metrics, as `fit` returns them
@@ -220,7 +221,9 @@ def demo(
     data, again = load_digits_split(), how_to_resume(seed, out, epochs, device)
     results = {name: fit(net, data['train'], data['validation'], out/name, data['test'], seed=seed, device=device, resume=True,
                          how_to_resume=again, name=titles[name], progress=progress, **kw) for name, net in nets.items()}
-    if is_first() and shown_before(out) != results: leave_demo(out, nets, data['test'], results, run_record(seed, **kw))
+    if not is_first(): return results
+    for name in nets: read_json(out/name/'metrics.json', **shown)
+    if shown_before(out) != results: leave_demo(out, nets, data['test'], results, run_record(seed, **kw))
     return results
 
 # %% ../nbs/50_cli.ipynb #00000013
@@ -421,8 +424,9 @@ def add_objects(
         plainly(lambda: claim(out, resume, overwrite), how)
         plainly(lambda: objects.train_objects(data, net, out, size, pairs, folder, not any_files, cache, epochs, seed, as_published,
                                               device, resume, progress, how, validate=validate), how)
+        if not is_first(): return
         print(f"{data}, {net}, {told(out, None if validate else 'all training instances, ')}")
-        if net != 'dstep' or not is_first(): return
+        if net != 'dstep': return
         try: pose_picture(objects.load_objects_run(out, device)[0], data, size, out/'poses.png', folder=folder, official=not any_files, cache=cache, progress=progress)
         except ValueError as e: print(f"no picture of poses: {e}", file=sys.stderr)
         else: print(f"look at {out/'poses.png'}")
@@ -482,8 +486,9 @@ def add_digits(
             print("the test takes all pictures, however few are trained on: for a trial, --test-limit 500 saves minutes", file=sys.stderr)
         plainly(lambda: digits.train_digits(data, net, out, limit, folder, not any_files, test_limit, epochs, seed,
                                             device, resume, progress, how), how)
+        if not is_first(): return
         print(f"{data}, {net}, {told(out)}")
-        if net != 'capsnet' or not is_first(): return
+        if net != 'capsnet': return
         plainly(lambda: drawings_picture(digits.load_digits_run(out, device)[0], data, out/'drawings.png', folder=folder, official=not any_files), how)
         print(f"look at {out/'drawings.png'}")
 

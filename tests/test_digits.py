@@ -87,7 +87,8 @@ def test_a_run_with_every_note(tmp_path):
     m = train_digits('digits', 'capsnet', tmp_path, options=dict(n_types=4, channels=8), n_test=100, seed=3, **few)
     assert json.loads((tmp_path/'task.json').read_text()) == dict(data='digits', arch='capsnet', limit=60, n_test=100, official=True, options=dict(n_types=4, channels=8))
     net, note = load_digits_run(tmp_path, 'cpu'); assert net.primary.conv.out_channels == 32 and not net.training and m['network'] == 'CapsNet'
-    assert eval_digits(tmp_path, device='cpu')['n'] == 500 and eval_digits(tmp_path, 'validation', device='cpu')['accuracy'] == pytest.approx(m['valid_accuracy'])
+    assert eval_digits(tmp_path, device='cpu')['n'] == 100
+    assert eval_digits(tmp_path, 'validation', device='cpu')['accuracy'] == pytest.approx(m['valid_accuracy'])
     with pytest.raises(ValueError, match="split must be 'train', 'validation' or 'test', got 'all'"): eval_digits(tmp_path, 'all')
     with pytest.raises(ValueError, match='is no run on toys or smallNORB'): load_objects_run(tmp_path)
 
