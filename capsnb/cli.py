@@ -4,7 +4,7 @@
 
 # %% ../nbs/50_cli.ipynb #00000003
 from __future__ import annotations
-import contextlib, functools, importlib, io, json, os, shlex, sys
+import contextlib, functools, importlib, io, json, os, shlex, signal, sys
 from pathlib import Path
 from types import SimpleNamespace
 from . import __version__
@@ -20,6 +20,8 @@ __all__ = ['trunk', 'recipe', 'titles', 'shown', 'networks', 'Later', 'is_first'
 # %% ../nbs/50_cli.ipynb #b94891b1
 class Later:
     "A module, or something in it, that is imported when it is first used."
+    stopped = False                        # whether Ctrl-C came: an import may swallow it (PyTorch's does, of NumPy)
+
     def __init__(self,
         module:str, # its dotted name
         name:str|None=None # of what is wanted from it; None: the module itself
@@ -28,6 +30,7 @@ class Later:
 
     def _found(self): # the thing itself
         module = importlib.import_module(self._module)
+        if Later.stopped: raise KeyboardInterrupt
         return module if self._name is None else getattr(module, self._name)
 
     def __getattr__(self, key): return getattr(self._found(), key)
@@ -304,6 +307,10 @@ def make_app(): # typer.Typer
 
 def main():
     "Entry point of `capsnb`; without Typer it says how to get it."
+    def stop(signum, frame):
+        Later.stopped = True
+        raise KeyboardInterrupt
+    signal.signal(signal.SIGINT, stop)
     plainly(lambda: make_app()(), 'the same command')
 
 # %% ../nbs/50_cli.ipynb #ab1a0011
@@ -383,6 +390,7 @@ def told(
 ) -> str: # a sentence
     "What a finished run found; `ValueError` when its metrics.json is damaged."
     m = read_json(out/'metrics.json', n_params=int, epochs=int, best_epoch=int, valid_accuracy=(float, None), test_accuracy=float, seconds=float)
+    if m['epochs'] < 1: raise ValueError(f"'{out}/metrics.json' is damaged: expected epochs from 1 on, got {m['epochs']}")
     if m['valid_accuracy'] is None: found = f"epoch {m['epochs']}"
     else: found = f"best of {m['epochs']} epochs: {m['best_epoch']}; validation {m['valid_accuracy']:.1%}"
     return (f"{m['n_params']:,} parameters, {kept or ''}{found}, test {m['test_accuracy']:.1%}; "
