@@ -73,7 +73,8 @@ def run_ablation(
     for r in rows:
         if only and r.name not in only: continue
         found[r.name] = summary(repeat(train_objects, path, r.name, seeds, runs, command, data=data, net='matrix-caps', size=size, subset=subset, epochs=epochs,
-                                       options={**of_all, **r.options}, validate=validate, resume=True, **kw))
+                                       options={**of_all, **r.options}, validate=validate,
+                                       resume=True, **kw))
     return found
 
 # %% ../nbs/34_ablation.ipynb #0000000b

@@ -11,8 +11,8 @@ from . import __version__
 
 # %% auto #0
 __all__ = ['trunk', 'recipe', 'titles', 'shown', 'networks', 'Later', 'is_first', 'contestants', 'table', 'picked', 'draw_map',
-           'draw_scores', 'draw_column', 'picture', 'left_in', 'of_demo', 'shown_before', 'claim_demo', 'demo',
-           'leave_demo', 'how_to_resume', 'plainly', 'at_home', 'entrance', 'make_app', 'main', 'on_terminal',
+           'draw_scores', 'draw_column', 'picture', 'left_in', 'of_demo', 'shown_before', 'strangers', 'claim_demo',
+           'demo', 'leave_demo', 'how_to_resume', 'plainly', 'at_home', 'entrance', 'make_app', 'main', 'on_terminal',
            'shared_options', 'claim', 'add_demo', 'pose_picture', 'told', 'bars', 'add_objects', 'drawings_picture',
            'add_digits', 'again', 'add_train', 'add_sst', 'confusion_table', 'evaluate', 'add_eval', 'add_explain',
            'capsules_of', 'floor_of', 'add_ablate']
@@ -20,7 +20,7 @@ __all__ = ['trunk', 'recipe', 'titles', 'shown', 'networks', 'Later', 'is_first'
 # %% ../nbs/50_cli.ipynb #b94891b1
 class Later:
     "A module, or something in it, that is imported when it is first used."
-    stopped = False                        # whether Ctrl-C came: an import may swallow it (PyTorch's does, of NumPy)
+    stopped = False        # whether Ctrl-C came: an import may swallow it (PyTorch's of NumPy)
 
     def __init__(self,
         module:str, # its dotted name
@@ -45,19 +45,25 @@ def is_first() -> bool: # of the processes that `torchrun` started; true if ther
 # %% ../nbs/50_cli.ipynb #c288ca0c
 def _later(module:str, names:str) -> list: return [Later(module, name) for name in names.split()]
 
-torch, core, train, objects, digits, ablation = map(Later, ('torch', *(f'capsnb.{m}' for m in 'core train objects digits ablation'.split())))
-need, pick_device, plot_style, run_record, seed_everything = _later('capsnb.core', 'need pick_device plot_style run_record seed_everything')
+torch, core, train, objects, digits, ablation = map(
+    Later, ('torch', *(f'capsnb.{m}' for m in 'core train objects digits ablation'.split())))
+need, pick_device, plot_style, run_record, seed_everything = _later(
+    'capsnb.core', 'need pick_device plot_style run_record seed_everything')
 read_json, write_json = _later('capsnb.files', 'read_json write_json')
-Deck, check_recipe, check_room, checkpoint_bytes, checkpoints_in, clear_run, fit, load_digits_split = _later(
-    'capsnb.train', 'Deck check_recipe check_room checkpoint_bytes checkpoints_in clear_run fit load_digits_split')
-quiet_transformers, repeat, summary, task_of = _later('capsnb.train', 'quiet_transformers repeat summary task_of')
+Deck, check_recipe, check_room, checkpoint_bytes, checkpoints_in, clear_run = _later(
+    'capsnb.train', 'Deck check_recipe check_room checkpoint_bytes checkpoints_in clear_run')
+fit, load_digits_split, quiet_transformers, repeat, summary, task_of = _later(
+    'capsnb.train', 'fit load_digits_split quiet_transformers repeat summary task_of')
 DStepNet, n_params, rival_of = _later('capsnb.vision', 'DStepNet n_params rival_of')
-class_pose, mds_path, plot_paths, poses_of, viewpoint_grid = _later('capsnb.poses', 'class_pose mds_path plot_paths poses_of viewpoint_grid')
-eval_sst, load_run, train_sst, explain = *_later('capsnb.sentiment', 'eval_sst load_run train_sst'), Later('capsnb.text', 'explain')
+class_pose, mds_path, plot_paths, poses_of, viewpoint_grid = _later(
+    'capsnb.poses', 'class_pose mds_path plot_paths poses_of viewpoint_grid')
+eval_sst, load_run, train_sst = _later('capsnb.sentiment', 'eval_sst load_run train_sst')
+explain = Later('capsnb.text', 'explain')
 
 # %% ../nbs/50_cli.ipynb #00000006
-trunk = dict(channels=(32, 32, 64, 64), strides=(1, 2, 1, 1))                                              # of both networks
-recipe = dict(epochs=24, batch_size=20, lr=(1e-5, 5e-3), warmup=.1, momentum='paper', shift=1, mixup=.2)   # of the demo
+trunk = dict(channels=(32, 32, 64, 64), strides=(1, 2, 1, 1))      # of both networks
+recipe = dict(                                                     # of the demo
+    epochs=24, batch_size=20, lr=(1e-5, 5e-3), warmup=.1, momentum='paper', shift=1, mixup=.2)
 
 def contestants(
     seed:int=0 # of the weights
@@ -70,7 +76,8 @@ def contestants(
 
 # %% ../nbs/50_cli.ipynb #00000009
 titles = {'dstep': 'D-step network', 'cnn': 'plain CNN'}
-shown = dict(test_accuracy=float, valid_accuracy=float, n_params=int, seconds=float, device_used=str)   # of metrics
+shown = dict(                                                      # of metrics
+    test_accuracy=float, valid_accuracy=float, n_params=int, seconds=float, device_used=str)
 
 def table(
     results:dict # name -> metrics, as `fit` returns them
@@ -188,19 +195,33 @@ def shown_before(
 # %% ../nbs/50_cli.ipynb #b03d855c
 networks = {'dstep': 'DStepNet', 'cnn': 'PlainCNN'}                # classes of the contestants
 
+def strangers(
+    out:Path # folder of a demo
+) -> dict: # folder -> files in it
+    "What lies where a demo writes, and is none of a demo's."
+    of_ours = [name for name, network in networks.items() if of_demo(out/name, network)]
+    found = {out/name: left_in(out/name) for name in networks if name not in of_ours}
+    ours = ['metrics.json'] if shown_before(out) else []
+    if ours or of_ours: ours.append('picture.png')
+    picture = ['picture.png'] if (out/'picture.png').exists() else []
+    found[out] = [f for f in left_in(out) + picture if f not in ours]
+    return {folder: there for folder, there in found.items() if there}
+
 def claim_demo(
-    out:Path, resume:bool, overwrite:bool # folder of the demo; as on the command line
+    out:Path, # folder of the demo
+    resume:bool, # as on the command line
+    overwrite:bool # likewise
 ):
     "`ValueError` if a demo would replace another run, or, without being told to, a demo."
-    parts, done = {out/name: there for name in networks if (there := left_in(out/name))}, shown_before(out)
-    alien = {folder: there for folder, there in parts.items() if not of_demo(folder, networks[folder.name])}
-    ours = [*(['metrics.json'] if done else []), *(['picture.png'] if done or parts else [])]
-    if top := [f for f in (*left_in(out), *(['picture.png'] if (out/'picture.png').exists() else [])) if f not in ours]: alien[out] = top
-    for folder, there in alien.items():
-        raise ValueError(f"'{folder}' holds {', '.join(there)}, which no demo left: choose another folder (--out)")
-    if resume or overwrite or not (parts or done): return
-    what = "a finished demo: see it again (--resume)" if done else "a demo that has not come to its end: go on with it (--resume)"
-    raise ValueError(f"'{out}' holds {what}, choose another folder (--out), or replace it (--overwrite)")
+    for folder, there in strangers(out).items():
+        raise ValueError(f"'{folder}' holds {', '.join(there)}, which no demo left: "
+                         "choose another folder (--out)")
+    done = shown_before(out)
+    if resume or overwrite or not (done or any(left_in(out/name) for name in networks)): return
+    unfinished = 'a demo that has not come to its end: go on with it'
+    what = 'a finished demo: see it again' if done else unfinished
+    raise ValueError(f"'{out}' holds {what} (--resume), choose another folder (--out), "
+                     "or replace it (--overwrite)")
 
 # %% ../nbs/50_cli.ipynb #00000012
 def demo(
@@ -212,7 +233,7 @@ def demo(
     progress:bool=True, # whether to draw progress bars
     overwrite:bool=False # whether a demo that `out` holds may be replaced
 ) -> dict: # name -> metrics
-    "Train both networks on the digits, leave metrics, weights and a picture in `out`; `ValueError` where that would replace another run."
+    "Train both networks on the digits; `ValueError` where that would replace another run."
     kw = {**recipe, **({} if epochs is None else {'epochs': epochs})}
     check_recipe(**kw, seed=seed)
     pick_device(device); nets = contestants(seed)                  # a device that is not there is an error now, not later
@@ -226,7 +247,8 @@ def demo(
                          how_to_resume=again, name=titles[name], progress=progress, **kw) for name, net in nets.items()}
     if not is_first(): return results
     for name in nets: read_json(out/name/'metrics.json', **shown)
-    if shown_before(out) != results: leave_demo(out, nets, data['test'], results, run_record(seed, **kw))
+    if shown_before(out) != results:
+        leave_demo(out, nets, data['test'], results, run_record(seed, **kw))
     return results
 
 # %% ../nbs/50_cli.ipynb #00000013
@@ -240,7 +262,9 @@ def leave_demo(
     "Draw the picture, and write down what `capsnb eval` asks for, and the metrics, last."
     test = Deck(data)
     picture(nets['dstep'], test.images, test.labels, out/'picture.png')
-    for name in nets: write_json(out/name/'task.json', dict(data='digits', arch=name, limit=None, n_test=None, official=True))
+    for name in nets:
+        note = dict(data='digits', arch=name, limit=None, n_test=None, official=True)
+        write_json(out/name/'task.json', note)
     write_json(out/'metrics.json', {**record, **results})
 
 def how_to_resume(
@@ -259,7 +283,8 @@ def plainly(
     name = 'capsnb' if is_first() else f"capsnb (process {os.environ['RANK']})"
     try: return action()
     except KeyboardInterrupt as e:                                 # `Stopped`, too, which says more
-        if is_first(): print(f"\n{e}" if str(e) else f"\nstopped; go on with: {if_stopped}", file=sys.stderr)
+        said = str(e) or f"stopped; go on with: {if_stopped}"
+        if is_first(): print(f"\n{said}", file=sys.stderr)
         raise SystemExit(130)
     except (ImportError, OSError, ValueError) as e:
         print(f"{name}: {e}", file=sys.stderr)
@@ -277,7 +302,7 @@ def at_home(
 def entrance(
     command # a function of options
 ): # the same function, for Typer
-    "What every command begins with: folders without ~, errors in one sentence, one process that speaks."
+    "What every command begins with: folders without ~, errors in a sentence, one voice."
     @functools.wraps(command)
     def run(**options):
         def work(): return command(**{k: at_home(v) for k, v in options.items()})
@@ -295,9 +320,11 @@ def make_app(): # typer.Typer
         def command(self, *args, **kw):
             add = super().command(*args, **kw)
             return lambda f: add(entrance(f))
-    app = App(name='capsnb', no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+    app = App(name='capsnb', no_args_is_help=True, add_completion=False,
+              pretty_exceptions_enable=False, rich_markup_mode=None,
               context_settings=dict(help_option_names=['-h', '--help']),
-              help='Capsule routing, derived in notebooks: mixtures of Gaussians, EM routing and the D-step.')
+              help='Capsule routing, derived in notebooks: mixtures of Gaussians, EM routing, '
+                   'and the D-step.')
     def show_version(wanted:bool):
         if wanted: typer.echo(f"capsnb {__version__}"); raise typer.Exit()
     @app.callback()
@@ -323,7 +350,8 @@ def shared_options(
     Option = typer.Option
     return SimpleNamespace(
         device=Option(None, help="'cpu', 'cuda' or 'mps'; the best there is if not given.", show_default=False),
-        progress=Option(default_factory=on_terminal, help='Draw progress bars.', show_default='on a terminal'),
+        progress=Option(default_factory=on_terminal, show_default='on a terminal',
+                        help='Draw progress bars.'),
         resume=Option(False, '--resume', help='Go on where an interrupted run in this folder stopped.'),
         overwrite=Option(False, '--overwrite', help='Replace the run that this folder holds.'),
         pairs=Option(None, min=10, help='Toys: only so many pairs of each split; all 24,300 if not given.', show_default=False),
@@ -331,17 +359,21 @@ def shared_options(
 
 # %% ../nbs/50_cli.ipynb #50b00002
 def claim(
-    out:Path, resume:bool, overwrite:bool # folder of a run; as on the command line
+    out:Path, # folder of a run
+    resume:bool, # as on the command line
+    overwrite:bool # likewise
 ):
-    "`ValueError` if a new run would replace what the folder holds; without a word where there is nothing to lose."
+    "`ValueError` if a new run would replace what the folder holds; else not a word."
     there = left_in(out)
     if resume or not there or not is_first(): return
     if 'settings.json' not in there:
-        raise ValueError(f"'{out}' holds {', '.join(there)}, which no run left: choose another folder (--out)")
+        raise ValueError(f"'{out}' holds {', '.join(there)}, which no run left: "
+                         "choose another folder (--out)")
     if overwrite: return
-    what = 'a finished run: choose another folder (--out)' if 'task.json' in there \
-        else 'a run that has not come to its end: go on with it (--resume), choose another folder (--out)'
-    raise ValueError(f"'{out}' holds {what}, or replace it (--overwrite)")
+    unfinished = 'a run that has not come to its end: go on with it (--resume),'
+    what = 'a finished run:' if 'task.json' in there else unfinished
+    raise ValueError(f"'{out}' holds {what} choose another folder (--out), "
+                     "or replace it (--overwrite)")
 
 # %% ../nbs/50_cli.ipynb #0000001e
 def add_demo(
@@ -371,7 +403,7 @@ def pose_picture(
     net, data:str, size:int, # with class capsules; 'toys' or 'smallnorb'; pixels
     path:Path, **kw # where to save it; of `open_objects`
 ):
-    "How the class capsule's pose vectors move as an unknown toy of each category turns (Heinsen 2019, figure 4)."
+    "How the class capsule moves as an unknown toy of each category turns (Heinsen 2019, figure 4)."
     few = dict(elevation=(3,), lighting=(0,)) if data == 'toys' else None
     x = objects.open_objects(data, 'test', size, few, **kw)
     at = {k: 3 if k == 'elevation' and (x[k] == 3).any() else int(x[k].min()) for k in ('instance', 'elevation', 'lighting')}
@@ -380,21 +412,24 @@ def pose_picture(
     with torch.no_grad(): poses = class_pose(poses_of(net, x['images']), x['category'])
     grid = viewpoint_grid(poses, x, 'azimuth', {k: at[k] for k in ('elevation', 'lighting')})
     fig = plot_paths({objects.categories[int(c)]: mds_path(p) for p, (c, _) in zip(grid.x, grid.toys)})
-    fig.suptitle('Pose vectors of the class capsule while a toy turns once around (multidimensional scaling)', fontsize=9)
+    fig.suptitle('Pose vectors of the class capsule while a toy turns once around '
+                 '(multidimensional scaling)', fontsize=9)
     fig.savefig(path, dpi=120)
 
 # %% ../nbs/50_cli.ipynb #d5c4332b
 def told(
     out:Path, # folder of a finished run
-    kept:str|None=None # which epoch was kept; None: the one that validated best
+    trained_on:str='' # what, if that must be said
 ) -> str: # a sentence
     "What a finished run found; `ValueError` when its metrics.json is damaged."
-    m = read_json(out/'metrics.json', n_params=int, epochs=int, best_epoch=int, valid_accuracy=(float, None), test_accuracy=float, seconds=float)
-    if m['epochs'] < 1: raise ValueError(f"'{out}/metrics.json' is damaged: expected epochs from 1 on, got {m['epochs']}")
-    if m['valid_accuracy'] is None: found = f"epoch {m['epochs']}"
-    else: found = f"best of {m['epochs']} epochs: {m['best_epoch']}; validation {m['valid_accuracy']:.1%}"
-    return (f"{m['n_params']:,} parameters, {kept or ''}{found}, test {m['test_accuracy']:.1%}; "
-            f"{m['seconds']/m['epochs']:.1f} s per epoch; the network is in {out}")
+    m = read_json(out/'metrics.json', n_params=int, epochs=int, best_epoch=int,
+                  valid_accuracy=(float, None), test_accuracy=float, seconds=float)
+    n, valid = m['epochs'], m['valid_accuracy']
+    if n < 1: raise ValueError(f"'{out}/metrics.json' is damaged: expected an epoch, got {n}")
+    if valid is None: found = f"epoch {n}"
+    else: found = f"best of {n} epochs: {m['best_epoch']}; validation {valid:.1%}"
+    return (f"{m['n_params']:,} parameters, {trained_on}{found}, test {m['test_accuracy']:.1%}; "
+            f"{m['seconds']/n:.1f} s per epoch; the network is in {out}")
 
 def bars(
     progress:bool # whether they are drawn
@@ -408,10 +443,12 @@ def add_objects(
 ):
     "Add `capsnb train toys` or `capsnb train smallnorb`."
     Option, toys, shared = typer.Option, data == 'toys', shared_options(typer)
-    @group.command(data, short_help='Toys that the library draws itself.' if toys else 'smallNORB, stereo pictures of toys.', 
-                   help=f"""Train on {'toys that the library draws itself' if toys else 'smallNORB'} (Heinsen 2019, section 4).
+    what = 'toys that the library draws itself' if toys else 'smallNORB'
+    short = 'Toys that the library draws itself.' if toys else 'smallNORB, stereo pictures of toys.'
+    @group.command(data, short_help=short, help=f"""Train on {what} (Heinsen 2019, section 4).
 
-    Keeps the epoch that validates best on instances held back (with --no-validate the last one), tests it once, and draws how poses move. Ctrl-C leaves a checkpoint and says how to go on.""")
+    Keeps the epoch that validates best on instances held back (with --no-validate the last one),
+    tests it once, and draws how poses move. Ctrl-C leaves a checkpoint and says how to go on.""")
     def command(
         net:str=Option('dstep', help="'dstep': the paper's network; 'cnn': a CNN as large; 'baseline': the baseline CNN of Hinton et al. (2018); 'matrix-caps': its matrix capsules, best with --size 48."),
         size:int=Option(96, min=29, help='Pixels per side (smallNORB has 96).'),
@@ -428,12 +465,15 @@ def add_objects(
         device:str=shared.device,
         progress:bool=shared.progress):
         how = again(f'capsnb train {data}', net=net, size=size, pairs=pairs, epochs=epochs, seed=seed, out=out, data=folder, cache=cache,
-                    as_published=as_published, no_validate=not validate, any_files=any_files, device=device, **bars(progress))
+                    as_published=as_published, no_validate=not validate, any_files=any_files,
+                    device=device, **bars(progress))
         plainly(lambda: claim(out, resume, overwrite), how)
-        plainly(lambda: objects.train_objects(data, net, out, size, pairs, folder, not any_files, cache, epochs, seed, as_published,
-                                              device, resume, progress, how, validate=validate), how)
+        work = lambda: objects.train_objects(
+            data, net, out, size, pairs, folder, not any_files, cache, epochs, seed, as_published,
+            device, resume, progress, how, validate=validate)
+        plainly(work, how)
         if not is_first(): return
-        print(f"{data}, {net}, {told(out, None if validate else 'all training instances, ')}")
+        print(f"{data}, {net}, {told(out, '' if validate else 'all training instances, ')}")
         if net != 'dstep': return
         try: pose_picture(objects.load_objects_run(out, device)[0], data, size, out/'poses.png', folder=folder, official=not any_files, cache=cache, progress=progress)
         except ValueError as e: print(f"no picture of poses: {e}", file=sys.stderr)
@@ -452,7 +492,8 @@ def drawings_picture(
     with torch.no_grad():
         out = net(x)
         other = out.a.scatter(1, y[:, None], -1).argmax(1)
-        rows = [(x, y, 'test picture'), (net.draw(out.v, y), y, 'its own capsule'), (net.draw(out.v, other), other, 'longest other')]
+        rows = [(x, y, 'test picture'), (net.draw(out.v, y), y, 'its own capsule'),
+                (net.draw(out.v, other), other, 'longest other')]
     fig, axs = plt.subplots(3, len(k), figsize=(1.1*len(k), 3.9), layout='constrained', squeeze=False)
     for row, (images, of, title) in zip(axs, rows):
         row[0].set_ylabel(title)
@@ -462,7 +503,7 @@ def drawings_picture(
             ax.set(xticks=[], yticks=[])
             ax.grid(False)
             ax.set_title(digits.names_of[data][int(of[n])] + length, fontsize=7)
-    fig.suptitle('Drawn by the decoder from one capsule; numbers: length of the capsule', fontsize=9)
+    fig.suptitle('Drawn by the decoder from one capsule; numbers: its length', fontsize=9)
     fig.savefig(path, dpi=120)
     plt.close(fig)
 
@@ -477,23 +518,29 @@ def add_digits(
     Keeps the epoch that validates best on training pictures held back, and tests it once. Ctrl-C leaves a checkpoint and says how to go on.""")
     def command(
         net:str=Option('capsnet', help="'capsnet': dynamic routing, with a decoder; 'dstep': Heinsen (2019); 'matrix-caps': EM routing; 'cnn': as large as the D-step network; 'baseline': a larger CNN."),
-        epochs:int=Option(None, min=1, help='Times through the training data; 20 if not given.', show_default=False),
+        epochs:int=Option(None, min=1, show_default=False,
+                          help='Times through the training data; 20 if not given.'),
         seed:int=Option(0, min=0, max=2**32 - 1, help='Seed of the weights, the order of the data and shifts.'),
-        limit:int=Option(None, min=1, help='Only so many training pictures, and of validation a third as many at most: a trial.', show_default=False),
-        test_limit:int=Option(None, min=1, help='Only so many test pictures, for eval too; all if not given.', show_default=False),
+        limit:int=Option(None, min=1, show_default=False,
+                         help='Only so many training pictures, of validation at most a third.'),
+        test_limit:int=Option(None, min=1, show_default=False,
+                              help='Only so many test pictures, for eval too; all if not given.'),
         out:Path=Option(f'runs/{data}', help='Folder for metrics.json, task.json, the network and (CapsNet) drawings.png; made if missing.'),
         folder:Path=Option(None, '--data', help='Folder of the four files; else CAPSNB_DATA, or a download. Not for digits.', show_default=False),
         any_files:bool=Option(False, '--any-files', help='The files need not be the official ones, only in their format.'),
         resume:bool=shared.resume, overwrite:bool=shared.overwrite,
         device:str=shared.device,
         progress:bool=shared.progress):
-        how = again(f'capsnb train {data}', net=net, epochs=epochs, seed=seed, limit=limit, test_limit=test_limit, out=out, data=folder,
-                    any_files=any_files, device=device, **bars(progress))
+        how = again(f'capsnb train {data}', net=net, epochs=epochs, seed=seed, limit=limit,
+                    test_limit=test_limit, out=out, data=folder, any_files=any_files,
+                    device=device, **bars(progress))
         plainly(lambda: claim(out, resume, overwrite), how)
         if limit and not test_limit and not here and is_first():
-            print("the test takes all pictures, however few are trained on: for a trial, --test-limit 500 saves minutes", file=sys.stderr)
-        plainly(lambda: digits.train_digits(data, net, out, limit, folder, not any_files, test_limit, epochs, seed,
-                                            device, resume, progress, how), how)
+            print("the test takes all pictures, however few are trained on; for a trial, "
+                  "--test-limit 500 saves minutes", file=sys.stderr)
+        work = lambda: digits.train_digits(data, net, out, limit, folder, not any_files, test_limit,
+                                           epochs, seed, device, resume, progress, how)
+        plainly(work, how)
         if not is_first(): return
         print(f"{data}, {net}, {told(out)}")
         if net != 'capsnet': return
@@ -513,7 +560,8 @@ def add_train(
     app, typer # the Typer application, the module
 ):
     "Add `capsnb train` to the application."
-    group = type(app)(no_args_is_help=True, rich_markup_mode=None, help='Train a network on a data set; one sub-command for each.')
+    group = type(app)(no_args_is_help=True, rich_markup_mode=None,
+                      help='Train a network on a data set; one sub-command for each.')
     app.add_typer(group, name='train')
     @group.callback()
     def top(): pass
@@ -568,20 +616,31 @@ def confusion_table(
     confusion:list # [label][predicted] counts
 ) -> str: # a line for each label
     "What is taken for what."
-    rows = [['label', 'read as', *names], *([name, '', *(f'{n:,}' for n in row)] for name, row in zip(names, confusion))]
+    rows = [['label', 'read as', *names]]
+    rows += [[name, '', *(f'{n:,}' for n in row)] for name, row in zip(names, confusion)]
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return '\n'.join('  '.join(x.ljust(w) if k < 2 else x.rjust(w) for k, (x, w) in enumerate(zip(row, widths))) for row in rows)
+    def line(row): return '  '.join([*(x.ljust(w) for x, w in zip(row[:2], widths)),
+                                     *(x.rjust(w) for x, w in zip(row[2:], widths[2:]))])
+    return '\n'.join(map(line, rows))
 
 # %% ../nbs/50_cli.ipynb #002262a0
 def evaluate(
-    run:Path, split:str, # as on the command line
-    encoder:str|None=None, data:Path|None=None, cache:Path|None=None, on_the_fly:bool=False, # where things are
-    crops:int=1, device:str|None=None, progress:bool=False # as on the command line
+    run:Path, # its folder
+    split:str, # 'train', 'validation', 'test'; on toys and smallNORB also 'train+validation'
+    encoder:str|None=None, # where the transformer lies now
+    data:Path|None=None, # folder of the data
+    cache:Path|None=None, # folder for hidden states or drawn toys
+    on_the_fly:bool=False, # whether to run the transformer instead of keeping hidden states
+    crops:int=1, # patches per side, on toys and smallNORB
+    device:str|None=None, # None: the best there is
+    progress:bool=False # whether to draw progress bars
 ) -> dict: # split, n, accuracy, names, confusion, and for toys by_degrees
     "Test a finished run of any kind; `ValueError` when there is none, or its notes are damaged."
     note = task_of(run)
-    if 'arch' not in note and 'kind' in note: return objects.eval_objects(run, split, data, cache, device, progress, crops=crops)
-    if crops != 1: raise ValueError(f"only runs on toys or smallNORB are tested on crops, got crops={crops}")
+    if 'arch' not in note and 'kind' in note:
+        return objects.eval_objects(run, split, data, cache, device, progress, crops=crops)
+    if crops != 1:
+        raise ValueError(f"only runs on toys or smallNORB are tested on crops, got crops={crops}")
     if 'arch' in note: return digits.eval_digits(run, split, data, device, progress=progress)
     return eval_sst(run, split, encoder, data, False if on_the_fly else cache, device, progress)
 
@@ -602,9 +661,11 @@ def add_eval(
         as_json:bool=Option(False, '--json', help='Print one JSON object, and nothing else.'),
         device:str=shared.device, progress:bool=shared.progress):
         """Accuracy of a finished run, and what it takes for what."""
-        with contextlib.redirect_stdout(sys.stderr): e = evaluate(run, split, encoder, data, cache, on_the_fly, crops, device, progress)
+        with contextlib.redirect_stdout(sys.stderr):
+            e = evaluate(run, split, encoder, data, cache, on_the_fly, crops, device, progress)
         if as_json: return print(json.dumps(e))
-        print(f"{e['split']}: {e['accuracy']:.1%} of {e['n']:,}\n\n{confusion_table(e['names'], e['confusion'])}")
+        print(f"{e['split']}: {e['accuracy']:.1%} of {e['n']:,}\n")
+        print(confusion_table(e['names'], e['confusion']))
         for angle, found in e.get('by_degrees', {}).items(): print(f"\nby {angle}: " + ', '.join(f'{d}° {a:.0%}' for d, a in found.items()))
 
 # %% ../nbs/50_cli.ipynb #b1515088
@@ -653,8 +714,8 @@ def floor_of(
     except ValueError: raise ValueError(f"--eps takes 'auto', a number or a share as in 300%, got {text!r}") from None
 
 # %% ../nbs/50_cli.ipynb #d7f197ae
-_rows = ('1 iteration, 2 iterations, 3 iterations, 5 iterations, vector, no coordinates, "vector, no coordinates", margin loss, '
-         'cross-entropy, mixing proportions, floor of 1e-4')
+_rows = ('1 iteration, 2 iterations, 3 iterations, 5 iterations, vector, no coordinates, '
+         '"vector, no coordinates", margin loss, cross-entropy, mixing proportions, floor of 1e-4')
 
 # %% ../nbs/50_cli.ipynb #ab1a0002
 def add_ablate(
@@ -673,7 +734,8 @@ def add_ablate(
         capsules:str=Option(None, help='A,B,C,D of every network, as in 64,8,16,16, the paper\'s small one.', show_default=False),
         eps:str=Option(None, help="Floor of the variances in every row but the one that says otherwise: 'auto', a number, or a share of the votes' spread, as in 300%; the preset's if not given.", show_default=False),
         validate:bool=Option(True, help='Choose the epoch on instance 9; if not, train on that one too and keep the last epoch.'),
-        only:list[str]=Option(None, help=f"Name of a row; may be repeated. All if not given: {_rows}, or the other presets, as in 'preset google'.", show_default=False),
+        only:list[str]=Option(None, show_default=False, help="Name of a row; may be repeated. All "
+                              f"if not given: {_rows}, or other presets, as in 'preset google'."),
         out:Path=Option('runs/ablate/em_ablation.json', help='File that collects the runs; finished ones are kept.'),
         runs:Path=Option('runs/ablate', help='Folder of the runs themselves.'),
         folder:Path=Option(None, '--data-folder', help='smallNORB: folder of its six files; else CAPSNB_DATA, or a download.', show_default=False),
@@ -683,8 +745,10 @@ def add_ablate(
         """What each part of matrix capsules is worth: the rows of Table 1 of Hinton et al. (2018), beside the paper's errors.
 
         Trains one network after another; a study that was stopped goes on with the same command."""
-        ablation.run_ablation(out, data, size, pairs, epochs, tuple(range(seeds)), preset, tuple(only or ()) or None, runs, capsules_of(capsules),
-                              floor_of(eps), validate, folder=folder, cache=cache, device=device, progress=progress)
+        ablation.run_ablation(
+            out, data, size, pairs, epochs, tuple(range(seeds)), preset, tuple(only or ()) or None,
+            runs, capsules_of(capsules), floor_of(eps), validate,
+            folder=folder, cache=cache, device=device, progress=progress)
         if not is_first(): return
         ablation.plot_ablation(out).savefig(out.with_suffix('.png'), dpi=120)
         print(f"{ablation.ablation_table(out)}\n\nlook at {out.with_suffix('.png')}")

@@ -14,7 +14,8 @@ from .matrix_caps import MatrixCapsNet
 from .norb import degrees, open_smallnorb, valid_mask
 from .toys import toys_tensors
 from .vision import BaselineCNN, PlainCNN, SmallNORBNet, n_params, norb_trunk, rival_of
-from .train import check_recipe, check_room, checkpoint_bytes, dice, fingerprint, fit_decks, saved_network, shift_images, task_of
+from .train import check_recipe, check_room, checkpoint_bytes, dice, fingerprint, fit_decks
+from .train import saved_network, shift_images, task_of
 
 # %% auto #0
 __all__ = ['categories', 'factors', 'splits', 'classes', 'recipe', 'own', 'most', 'open_objects', 'PairDeck', 'PairMixup',
@@ -218,7 +219,7 @@ def train_objects(
     return metrics
 
 # %% ../nbs/25_objects.ipynb #47fca169
-most = dict(n_iters=100, padding=16, stride=16, strides=16, kernels=64, K=64)     # of what no weight shows; else 2**16
+most = dict(n_iters=100, padding=16, stride=16, strides=16, kernels=64, K=64)    # else 2**16
 
 def check_config(
     config:dict # what a network was made with
@@ -230,30 +231,35 @@ def check_config(
             v = there.pop()
             if isinstance(v, list): there += v
             if isinstance(v, list) and len(v) > 64 or isinstance(v, int) and v > limit:
-                raise ValueError(f"expected {name} to be at most {limit:,}, and no list of more than 64, got {repr(value)[:60]}")
+                raise ValueError(f"expected {name} to be at most {limit:,}, no list of over 64, "
+                                 f"got {repr(value)[:60]}")
 
 def weights_in(
     path:Path # of a safetensors file
 ) -> dict: # name -> shape
     "What the header of a file says; no weight is read."
-    with need('safetensors').safe_open(path, 'pt') as f: return {k: tuple(f.get_slice(k).get_shape()) for k in f.keys()}
+    with need('safetensors').safe_open(path, 'pt') as f:
+        return {k: tuple(f.get_slice(k).get_shape()) for k in f.keys()}
 
 def checked_network(
     run:str|Path, cls, # folder of a finished run; the network's class
     device:str|None=None # None: the best there is
 ) -> nn.Module: # in evaluation mode
-    "The network of a finished run; `ValueError` when config.json and the weights are not of one network."
+    "The network of a finished run; `ValueError` when config.json and the weights do not match."
     files = [Path(run)/f for f in ('config.json', 'model.safetensors')]
-    if not all(f.is_file() for f in files): return saved_network(run, cls, device)                        # says what is missing
+    if not all(f.is_file() for f in files): return saved_network(run, cls, device)    # says which
     config = read_json(files[0])
     try:
         check_config(config)
-        with torch.device('meta'): net = cls(**{k: v for k, v in config.items() if k in inspect.signature(cls.__init__).parameters})
-        wanted, there = {k: tuple(v.shape) for k, v in net.state_dict().items()}, weights_in(files[1])
+        known = inspect.signature(cls.__init__).parameters
+        with torch.device('meta'): net = cls(**{k: v for k, v in config.items() if k in known})
+        wanted = {k: tuple(v.shape) for k, v in net.state_dict().items()}
+        there = weights_in(files[1])
     except Exception as e: raise ValueError(f"'{run}': its network cannot be read: {e}") from e
-    odd = [f"{k}: {wanted.get(k, 'nothing')} by config.json, {there.get(k, 'nothing')} in model.safetensors"
+    odd = [f"{k}: {wanted.get(k, 'none')} by config.json, {there.get(k, 'none')} by the weights"
            for k in {**wanted, **there} if wanted.get(k) != there.get(k)]
-    if odd: raise ValueError(f"'{run}': its network cannot be read: {odd[0]}" + (f", and {len(odd) - 1} more" if odd[1:] else ''))
+    more = f", and {len(odd) - 1} more" if odd[1:] else ''
+    if odd: raise ValueError(f"'{run}': its network cannot be read: {odd[0]}{more}")
     return saved_network(run, cls, device)
 
 # %% ../nbs/25_objects.ipynb #00000017
@@ -263,25 +269,34 @@ def load_objects_run(
     "What a run left; `ValueError` when it is not finished, or its notes are damaged."
     run = Path(run).expanduser()
     note = task_of(run, 'capsnb train toys')
-    if not {'kind', 'data', 'size', 'subset', 'official'} <= set(note): raise ValueError(f"'{run}' is no run on toys or smallNORB: {note}")
-    fields = dict(kind=str, data=str, size=int, subset=(int, dict, None), official=bool, published=bool, validate=bool)
-    read_json(run/'task.json', **{k: v for k, v in fields.items() if k in note})      # older runs do not have all
-    if note['kind'] not in classes: raise ValueError(f"'{run}' is no run on toys or smallNORB: {note}")
-    if not 1 <= note['size'] <= 1024: raise ValueError(f"'{run}/task.json' is damaged: expected a size from 1 to 1,024, got {note['size']:,}")
+    if not {'kind', 'data', 'size', 'subset', 'official'} <= set(note):
+        raise ValueError(f"'{run}' is no run on toys or smallNORB: {note}")
+    fields = dict(kind=str, data=str, size=int, subset=(int, dict, None), official=bool,
+                  published=bool, validate=bool)
+    read_json(run/'task.json', **{k: v for k, v in fields.items() if k in note})
+    if note['kind'] not in classes:
+        raise ValueError(f"'{run}' is no run on toys or smallNORB: {note}")
+    if not 1 <= note['size'] <= 1024:
+        raise ValueError(f"'{run}/task.json' is damaged: "
+                         f"expected a size from 1 to 1,024, got {note['size']:,}")
     return checked_network(run, classes[note['kind']], device), note
 
 def guesses(
     net:nn.Module, # in evaluation mode; its answer has scores `a` [b, n_classes]
     batches, # of tensors [b, ...], in any number
     views, # batch on the network's device -> list of what it looks at
-    n:int, progress:bool=True # batches; whether to draw a bar
+    n:int, # batches
+    progress:bool=True # whether to draw a bar
 ) -> Tensor: # [all] classes
-    "What a network takes pictures for, the mean over their views; `ValueError` for pictures that it cannot look at."
-    on, bar, out = next(net.parameters()).device, need('tqdm').tqdm(batches, 'testing', n, disable=not progress, leave=False), []
+    "What a network takes pictures for, by the mean over views; `ValueError` if they do not fit."
+    on, out = next(net.parameters()).device, []
+    bar = need('tqdm').tqdm(batches, 'testing', n, disable=not progress, leave=False)
     with torch.no_grad():
         for batch in bar:
             try: out.append(sum(net(v).a for v in views(batch.to(on))).argmax(1).cpu())
-            except RuntimeError as e: raise ValueError(f"the network cannot look at pictures {tuple(batch.shape[1:])}: {e}") from e
+            except RuntimeError as e:
+                shape = tuple(batch.shape[1:])
+                raise ValueError(f"the network cannot look at pictures {shape}: {e}") from e
     return torch.cat(out)
 
 def eval_objects(
@@ -289,13 +304,15 @@ def eval_objects(
     folder=None, cache=None, device:str|None=None, progress:bool=True, batch_size:int=100, # as for `train_objects`; pairs at a time
     crops:int=1 # of networks trained on crops: the mean over a grid of crops×crops; 1: the central one
 ) -> dict: # accuracy, accuracy by azimuth and by elevation (degrees -> accuracy), confusion [label][predicted], number of pairs
-    "Accuracy of a finished run, and what is taken for what; `ValueError` for splits that a run without validation does not have."
+    "Accuracy of a finished run, and what is taken for what; `ValueError` for other splits."
     net, note = load_objects_run(run, device)
     if split in ('train', 'validation') and not note.get('validate', True):
-        raise ValueError(f"'{run}' was trained on all training instances: there is 'train+validation' and 'test', got {split!r}")
+        raise ValueError(f"'{run}' was trained on all training instances: "
+                         f"there is 'train+validation' and 'test', got {split!r}")
     x = open_objects(note['data'], split, note['size'], note['subset'], folder, note['official'], cache=cache, progress=progress)
     patched = getattr(net, 'size', None) == (caps_sizes(note['size'])[1],)*2                          # what it was made for decides
-    collator, batches = collator_of(note['kind'], note['size'], published=patched), x['images'].split(batch_size)
+    collator = collator_of(note['kind'], note['size'], published=patched)
+    batches = x['images'].split(batch_size)
     guess = guesses(net, batches, lambda i: collator.views(i, crops), len(batches), progress)
     right, confusion = guess == x['category'], torch.bincount(x['category']*5 + guess, minlength=25).view(5, 5)
     by = {k: {int(a): right[angle == a].float().mean().item() for a in angle.unique()} for k, angle in zip(('azimuth', 'elevation'), degrees(x))}

@@ -148,7 +148,7 @@ def test_a_run_is_found_at_home(tmp_path, monkeypatch):
     assert eval_digits('~/run', device='cpu', progress=False)['n'] == 20 and not (tmp_path/'~').exists()
 
 @pytest.mark.parametrize('change, said', [(dict(n_iters=10**9), 'n_iters to be at most 100'), (dict(n_types=10**9), 'n_types to be at most 65,536'),
-    (dict(d_out=17), 'by config.json'), (dict(decoder=[1]*65), 'no list of more than 64')])
+    (dict(d_out=17), 'by config.json'), (dict(decoder=[1]*65), 'no list of over 64')])
 def test_a_config_of_another_network_is_refused_before_it_is_made(change, said, tmp_path, monkeypatch):
     classes['capsnet'](n_types=2, channels=4, kernels=(3, 3), image_shape=(1, 8, 8), decoder=None).save_pretrained(tmp_path)
     (tmp_path/'task.json').write_text(json.dumps(dict(data='digits', arch='capsnet', limit=None, n_test=5, official=True)))
