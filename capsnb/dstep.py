@@ -337,3 +337,6 @@ class Routing(RoutingParameters):
         top = torch.finfo(dtype).max                                      # a score beyond it would come out as "surely present"
         out = [out[0].clamp(-top, top).to(dtype), out[1].to(dtype), *out[2:]]
         return RoutedR(*out) if return_R else Routed(*out[:3])
+
+# %% ../nbs/04_dstep.ipynb #6a80140d
+import capsnb.moments                       # the fast plans of `Routing`
