@@ -11,9 +11,9 @@ from . import __version__
 
 # %% auto #0
 __all__ = ['trunk', 'recipe', 'titles', 'shown', 'networks', 'Later', 'is_first', 'contestants', 'table', 'picked', 'draw_map',
-           'draw_scores', 'draw_column', 'picture', 'left_in', 'of_demo', 'shown_before', 'strangers', 'claim_demo',
-           'demo', 'leave_demo', 'how_to_resume', 'plainly', 'at_home', 'entrance', 'make_app', 'main', 'on_terminal',
-           'shared_options', 'claim', 'add_demo', 'pose_picture', 'told', 'bars', 'add_objects', 'drawings_picture',
+           'draw_scores', 'draw_column', 'picture', 'of_demo', 'shown_before', 'strangers', 'claim_demo', 'demo',
+           'leave_demo', 'how_to_resume', 'plainly', 'at_home', 'entrance', 'make_app', 'main', 'on_terminal',
+           'shared_options', 'add_demo', 'pose_picture', 'told', 'bars', 'add_objects', 'drawings_picture',
            'add_digits', 'again', 'add_train', 'add_sst', 'confusion_table', 'evaluate', 'add_eval', 'add_explain',
            'capsules_of', 'floor_of', 'add_ablate']
 
@@ -50,10 +50,10 @@ torch, core, train, objects, digits, ablation = map(
 need, pick_device, plot_style, run_record, seed_everything = _later(
     'capsnb.core', 'need pick_device plot_style run_record seed_everything')
 read_json, write_json = _later('capsnb.files', 'read_json write_json')
-Deck, check_recipe, check_room, checkpoint_bytes, checkpoints_in, clear_run = _later(
-    'capsnb.train', 'Deck check_recipe check_room checkpoint_bytes checkpoints_in clear_run')
-fit, load_digits_split, quiet_transformers, repeat, summary, task_of = _later(
-    'capsnb.train', 'fit load_digits_split quiet_transformers repeat summary task_of')
+check_room, claim, clear_run, found_in, run_bytes, task_of = _later(
+    'capsnb.runs', 'check_room claim clear_run found_in run_bytes task_of')
+Deck, check_recipe, fit, load_digits_split, quiet_transformers, repeat, summary = _later(
+    'capsnb.train', 'Deck check_recipe fit load_digits_split quiet_transformers repeat summary')
 DStepNet, n_params, rival_of = _later('capsnb.vision', 'DStepNet n_params rival_of')
 class_pose, mds_path, plot_paths, poses_of, viewpoint_grid = _later(
     'capsnb.poses', 'class_pose mds_path plot_paths poses_of viewpoint_grid')
@@ -168,20 +168,13 @@ def picture(
     return fig
 
 # %% ../nbs/50_cli.ipynb #5fa86a64
-def left_in(
-    folder:Path # that a run would write to
-) -> list[str]: # names of files and checkpoints that lie there already
-    "What a new run in a folder would replace."
-    there = [f for f in train.run_files if (folder/f).exists()]
-    return there + [f'checkpoints/{p.name}' for p in checkpoints_in(folder/'checkpoints')]
-
 def of_demo(
     folder:Path, # below a demo's
     network:str # class of the network that a demo leaves there
 ) -> bool: # whether a demo, and nothing else, has written there
     "Whether a run is a demo's; `ValueError` for damaged settings."
     if not (folder/'settings.json').exists(): return False
-    note = read_json(folder/'settings.json')
+    note = read_json(folder/'settings.json', settings=dict)['settings']
     return note.get('network') == network and not {'arch', 'kind'} & set(note)
 
 def shown_before(
@@ -200,11 +193,11 @@ def strangers(
 ) -> dict: # folder -> files in it
     "What lies where a demo writes, and is none of a demo's."
     of_ours = [name for name, network in networks.items() if of_demo(out/name, network)]
-    found = {out/name: left_in(out/name) for name in networks if name not in of_ours}
+    found = {out/name: found_in(out/name) for name in networks if name not in of_ours}
     ours = ['metrics.json'] if shown_before(out) else []
     if ours or of_ours: ours.append('picture.png')
     picture = ['picture.png'] if (out/'picture.png').exists() else []
-    found[out] = [f for f in left_in(out) + picture if f not in ours]
+    found[out] = [f for f in found_in(out) + picture if f not in ours]
     return {folder: there for folder, there in found.items() if there}
 
 def claim_demo(
@@ -217,7 +210,7 @@ def claim_demo(
         raise ValueError(f"'{folder}' holds {', '.join(there)}, which no demo left: "
                          "choose another folder (--out)")
     done = shown_before(out)
-    if resume or overwrite or not (done or any(left_in(out/name) for name in networks)): return
+    if resume or overwrite or not (done or any(found_in(out/name) for name in networks)): return
     unfinished = 'a demo that has not come to its end: go on with it'
     what = 'a finished demo: see it again' if done else unfinished
     raise ValueError(f"'{out}' holds {what} (--resume), choose another folder (--out), "
@@ -238,7 +231,8 @@ def demo(
     check_recipe(**kw, seed=seed)
     pick_device(device); nets = contestants(seed)                  # a device that is not there is an error now, not later
     if is_first(): claim_demo(Path(out).expanduser(), resume, overwrite)
-    out = check_room(out, 2*sum(map(checkpoint_bytes, nets.values())))
+    out = Path(out).expanduser()
+    out = check_room(out, sum(run_bytes(net, out/name) for name, net in nets.items()))
     if not resume and is_first():
         for name in nets: clear_run(out/name)
         for name in ('metrics.json', 'picture.png'): (out/name).unlink(missing_ok=True)
@@ -357,24 +351,6 @@ def shared_options(
         pairs=Option(None, min=10, help='Toys: only so many pairs of each split; all 24,300 if not given.', show_default=False),
         cache=Option(None, help="Toys: folder for drawn pictures; else the user's cache.", show_default=False))
 
-# %% ../nbs/50_cli.ipynb #50b00002
-def claim(
-    out:Path, # folder of a run
-    resume:bool, # as on the command line
-    overwrite:bool # likewise
-):
-    "`ValueError` if a new run would replace what the folder holds; else not a word."
-    there = left_in(out)
-    if resume or not there or not is_first(): return
-    if 'settings.json' not in there:
-        raise ValueError(f"'{out}' holds {', '.join(there)}, which no run left: "
-                         "choose another folder (--out)")
-    if overwrite: return
-    unfinished = 'a run that has not come to its end: go on with it (--resume),'
-    what = 'a finished run:' if 'task.json' in there else unfinished
-    raise ValueError(f"'{out}' holds {what} choose another folder (--out), "
-                     "or replace it (--overwrite)")
-
 # %% ../nbs/50_cli.ipynb #0000001e
 def add_demo(
     app, typer # the Typer application, the module
@@ -467,10 +443,10 @@ def add_objects(
         how = again(f'capsnb train {data}', net=net, size=size, pairs=pairs, epochs=epochs, seed=seed, out=out, data=folder, cache=cache,
                     as_published=as_published, no_validate=not validate, any_files=any_files,
                     device=device, **bars(progress))
-        plainly(lambda: claim(out, resume, overwrite), how)
+        plainly(lambda: claim(out, resume, overwrite, command_line=True), how)
         work = lambda: objects.train_objects(
             data, net, out, size, pairs, folder, not any_files, cache, epochs, seed, as_published,
-            device, resume, progress, how, validate=validate)
+            device, resume, progress, how, validate=validate, overwrite=overwrite)
         plainly(work, how)
         if not is_first(): return
         print(f"{data}, {net}, {told(out, '' if validate else 'all training instances, ')}")
@@ -534,12 +510,13 @@ def add_digits(
         how = again(f'capsnb train {data}', net=net, epochs=epochs, seed=seed, limit=limit,
                     test_limit=test_limit, out=out, data=folder, any_files=any_files,
                     device=device, **bars(progress))
-        plainly(lambda: claim(out, resume, overwrite), how)
+        plainly(lambda: claim(out, resume, overwrite, command_line=True), how)
         if limit and not test_limit and not here and is_first():
             print("the test takes all pictures, however few are trained on; for a trial, "
                   "--test-limit 500 saves minutes", file=sys.stderr)
         work = lambda: digits.train_digits(data, net, out, limit, folder, not any_files, test_limit,
-                                           epochs, seed, device, resume, progress, how)
+                                           epochs, seed, device, resume, progress, how,
+                                           overwrite=overwrite)
         plainly(work, how)
         if not is_first(): return
         print(f"{data}, {net}, {told(out)}")
@@ -605,7 +582,7 @@ def add_sst(
         if seeds > 1:
             rows = plainly(lambda: repeat(train_sst, check_room(out, 2**20)/'runs.json', task, tuple(range(seed, seed + seeds)), out, again('capsnb train sst', task=task, roots=roots, seeds=seeds), encoder=encoder, resume=True, **kw), how)
             s = summary(rows); print(f"{task}, seeds {seed} to {seed + seeds - 1}: test {s['test']:.1f} ± {s['test_sd']:.1f} %, validation {s['valid']:.1f} ± {s['valid_sd']:.1f} %; runs in {out}"); return
-        plainly(lambda: claim(out, resume, overwrite), how)
+        plainly(lambda: claim(out, resume, overwrite, command_line=True), how)
         m = plainly(lambda: train_sst(encoder=encoder, out=out, seed=seed, resume=resume, **kw), how)
         print(f"{task}, {m['n_params']:,} parameters, best of {m['epochs']} epochs: {m['best_epoch']}; validation {m['valid_accuracy']:.1%}, "
               f"test {m['test_accuracy']:.1%}; {m['seconds']/m['epochs']:.1f} s per epoch; the network is in {out}")

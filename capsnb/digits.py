@@ -9,12 +9,12 @@ import torch, torch.nn.functional as F
 from torch import nn, Tensor
 from .capsnet import CapsNet
 from .core import pick_device, seed_everything
-from .files import read_json, write_json
+from .files import read_json
 from .matrix_caps import MatrixCapsNet
 from .mnist import as_floats, class_names, load_mnist
 from .objects import checked_network, guesses
 from .vision import BaselineCNN, DStepNet, PlainCNN, n_params, rival_of
-from .train import Deck, MixupCollator, check_recipe, check_room, checkpoint_bytes, fit_decks
+from .train import Deck, MixupCollator, check_recipe, claim, fit_decks
 from .train import load_digits_split, task_of
 
 # %% auto #0
@@ -88,25 +88,36 @@ def recipe_of(
     return {**recipe, 'lr': (1e-5, top_lr[net][sets[data] == 28]), 'shift': 2 if sets[data] == 28 or net == 'matrix-caps' else 1}
 
 def train_digits(
-    data:str='digits', net:str='capsnet', # a name of `sets`; of `classes`
-    out:str|Path='runs/digits', limit:int|None=None, folder=None, official:bool=True, n_test:int|None=None, # folder of the run; as for `open_digits`
-    epochs:int|None=None, seed:int=0, # None: the recipe's; of everything
-    device:str|None=None, resume:bool=False, progress:bool=True, # None: the best there is; go on where a run stopped; whether to draw bars
+    data:str='digits', # a name of `sets`
+    net:str='capsnet', # a name of `classes`
+    out:str|Path='runs/digits', # folder of the run
+    limit:int|None=None, # as for `open_digits`
+    folder=None, # as for `open_digits`
+    official:bool=True, # as for `open_digits`
+    n_test:int|None=None, # as for `open_digits`
+    epochs:int|None=None, # None: the recipe's
+    seed:int=0, # of everything
+    device:str|None=None, # None: the best there is
+    resume:bool=False, # go on where a run stopped
+    progress:bool=True, # whether to draw bars
     how_to_resume:str='train_digits(..., resume=True)', # said when the run was stopped
     options:dict|None=None, # of the network, e.g. dict(n_iters=2)
-    **more # of the recipe, or what TrainingArguments knows
+    overwrite:bool=False, # replace the run that the folder holds
+    **more # of the recipe, or `honoured` ones
 ) -> dict: # as in metrics.json
     "Train a network on a set: test accuracy of the epoch that validates best."
     model = new_network(net, data, seed, **(options or {}))
     kw = {**recipe_of(net, data), **more, **({} if epochs is None else dict(epochs=epochs))}
-    check_recipe(**kw, seed=seed); pick_device(device)
+    check_recipe(**kw, seed=seed)
+    claim(out, resume, overwrite)
+    pick_device(device)
     decks = decks_of(open_digits(data, limit, folder, official, n_test), net, seed, kw['shift'])
-    note = dict(data=data, arch=net, limit=limit, n_test=n_test, official=official, **({'options': options} if options else {}))
-    out = check_room(out, 2*checkpoint_bytes(model))
-    metrics = fit_decks(model, decks['train'], decks['validation'], decks['test'], MixupCollator(10, kw['mixup']), out,
-                        dict(seed=seed, per_device_eval_batch_size=100, **kw), device, resume, how_to_resume, name=f'{net} seed {seed}', progress=progress, **note)
-    write_json(Path(out)/'task.json', note)
-    return metrics
+    note = dict(data=data, arch=net, limit=limit, n_test=n_test, official=official)
+    if options: note['options'] = options
+    return fit_decks(
+        model, decks['train'], decks['validation'], decks['test'], MixupCollator(10, kw['mixup']), out,
+        dict(seed=seed, per_device_eval_batch_size=100, **kw), device, resume, how_to_resume,
+        name=f'{net} seed {seed}', progress=progress, overwrite=overwrite, note=note)
 
 # %% ../nbs/26_digits.ipynb #00000016
 def decks_of(

@@ -9,12 +9,12 @@ from pathlib import Path
 import torch, torch.nn.functional as F
 from torch import nn, Tensor
 from .core import from_bytes, need, pick_device, seed_everything
-from .files import read_json, write_json
+from .files import read_json
 from .matrix_caps import MatrixCapsNet
 from .norb import degrees, open_smallnorb, valid_mask
 from .toys import toys_tensors
 from .vision import BaselineCNN, PlainCNN, SmallNORBNet, n_params, norb_trunk, rival_of
-from .train import check_recipe, check_room, checkpoint_bytes, dice, fingerprint, fit_decks
+from .train import check_recipe, claim, dice, fingerprint, fit_decks
 from .train import saved_network, shift_images, task_of
 
 # %% auto #0
@@ -195,28 +195,43 @@ def recipe_of(
     return {**recipe, **({} if published else own.get(net, {})), 'shift': size//16 if net == 'baseline' else size//6}
 
 def train_objects(
-    data:str='toys', net:str='dstep', # 'toys' or 'smallnorb'; a name of `new_network`
+    data:str='toys', # or 'smallnorb'
+    net:str='dstep', # a name of `new_network`
     out:str|Path='runs/objects', # folder of the run
-    size:int=96, subset=None, folder=None, official:bool=True, cache=None, # as for `open_objects`
-    epochs:int|None=None, seed:int=0, published:bool=False, # None: the recipe's; of everything; as the paper has it (see above)
-    device:str|None=None, resume:bool=False, progress:bool=True, # None: the best there is; go on where a run stopped; whether to draw bars
+    size:int=96, # as for `open_objects`
+    subset=None, # as for `open_objects`
+    folder=None, # as for `open_objects`
+    official:bool=True, # as for `open_objects`
+    cache=None, # as for `open_objects`
+    epochs:int|None=None, # None: the recipe's
+    seed:int=0, # of everything
+    published:bool=False, # as the paper has it (see above)
+    device:str|None=None, # None: the best there is
+    resume:bool=False, # go on where a run stopped
+    progress:bool=True, # whether to draw bars
     how_to_resume:str='train_objects(..., resume=True)', # said when the run was stopped
     options:dict|None=None, # of the network, e.g. dict(n_iters=2)
     validate:bool=True, # False: instance 9 is trained on too, and the last epoch is kept
-    **more # of the recipe, or what TrainingArguments knows
+    overwrite:bool=False, # replace the run that the folder holds
+    **more # of the recipe, or `honoured` ones
 ) -> dict: # as in metrics.json
-    "Train a network on toys or smallNORB: test accuracy of the epoch that validates best, or (`validate=False`) of the last."
+    "Train on toys or smallNORB; test the epoch that validates best, or without validation the last."
     kw = {**recipe_of(net, size, published), **more, **({} if epochs is None else dict(epochs=epochs))}
-    check_recipe(**kw, seed=seed, validate=validate); pick_device(device); collator = collator_of(net, size, kw['shift'], kw['mixup'], published)
+    check_recipe(**kw, seed=seed, validate=validate)
+    claim(out, resume, overwrite)
+    pick_device(device)
+    collator = collator_of(net, size, kw['shift'], kw['mixup'], published)
     model = new_network(net, size, seed=seed, published=published, **(options or {}))
-    def deck(split, seed=None): return PairDeck(open_objects(data, split, size, subset, folder, official, cache=cache, progress=progress), seed)
+    def deck(split, seed=None):
+        found = open_objects(data, split, size, subset, folder, official, cache=cache, progress=progress)
+        return PairDeck(found, seed)
     train, held = (deck('train', seed), deck('validation')) if validate else (deck('train+validation', seed), None)
-    note = dict(data=data, kind=net, size=size, subset=subset, published=published, official=official, **({'options': options} if options else {}), **({} if validate else {'validate': False}))
-    out = check_room(out, 2*checkpoint_bytes(model))
-    metrics = fit_decks(model, train, held, deck('test'), collator, out,
-                        dict(seed=seed, per_device_eval_batch_size=100, **kw), device, resume, how_to_resume, name=f'{net} seed {seed}', progress=progress, **note)
-    write_json(Path(out)/'task.json', note)
-    return metrics
+    note = dict(data=data, kind=net, size=size, subset=subset, published=published, official=official)
+    if options: note['options'] = options
+    if not validate: note['validate'] = False
+    return fit_decks(
+        model, train, held, deck('test'), collator, out, dict(seed=seed, per_device_eval_batch_size=100, **kw),
+        device, resume, how_to_resume, name=f'{net} seed {seed}', progress=progress, overwrite=overwrite, note=note)
 
 # %% ../nbs/25_objects.ipynb #47fca169
 most = dict(n_iters=100, padding=16, stride=16, strides=16, kernels=64, K=64)    # else 2**16
