@@ -57,7 +57,7 @@ def put_in_place(
     written:Path, # a file under another name, closed
     path:Path # the name it is to have, in the same folder
 ):
-    "Rename a file once its bytes are on the disk: after a power failure, too, there is the whole file or none."
+    "Rename a file once its bytes are on the disk: after a power failure there is all or none."
     handle = os.open(written, os.O_RDWR)
     try: os.fsync(handle)
     finally: os.close(handle)
@@ -71,13 +71,13 @@ def sync_folder(
     if os.name != 'posix': return
     handle = os.open(folder, os.O_RDONLY)
     try: os.fsync(handle)
-    except OSError: pass                                               # some network file systems cannot
+    except OSError: pass                                   # some network file systems cannot
     finally: os.close(handle)
 
 # %% ../nbs/09_files.ipynb #14e7e984
 def left_behind(
     folder:Path, # where to look
-    pattern:str # regular expression of whole names; its group `pid` is the number of the writing process
+    pattern:str # regular expression of whole names; its group `pid` is the writing process's number
 ) -> list[Path]: # those to which nobody writes any more
     "Files of processes that were killed while they wrote them."
     found = [(path, re.fullmatch(pattern, path.name)) for path in folder.iterdir()]
@@ -89,14 +89,14 @@ def _ended(path:Path, pid:int) -> bool: # whether the process that wrote the fil
         try: free = _lock(handle)
         finally: os.close(handle)
         old = time.time() - path.stat().st_mtime > 3600
-    except OSError: return False                                       # it has just gone, or is somebody else's
+    except OSError: return False                           # it has just gone, or is somebody else's
     return not _runs(pid) and (old if free is None else free)
 
 def _runs(pid:int) -> bool: # as far as this system can tell
-    if os.name != 'posix' or pid == os.getpid(): return False          # an earlier one may have had our number
+    if os.name != 'posix' or pid == os.getpid(): return False      # an earlier one had our number
     try: os.kill(pid, 0)
     except (ProcessLookupError, OverflowError): return False
-    except PermissionError: pass                                       # another user's
+    except PermissionError: pass                           # another user's
     return True
 
 def _lock(handle) -> bool|None: # whether it is ours now; None: no locks here
@@ -113,7 +113,9 @@ def write_lock(
     path:Path # a file that is being written, also by others' handles; made if it is not there
 ):
     "While this lasts, no process takes the file for one left behind."
-    if os.name != 'posix': yield; return                               # there an open file could not be renamed
+    if os.name != 'posix':                                 # there an open file could not be renamed
+        yield
+        return
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         _lock(handle)
@@ -154,7 +156,8 @@ def fetch(
             for name, wanted in {'SHA-256': sha256, 'MD5': md5}.items():
                 if wanted and (came := checksum(mine, name.lower().replace('-', ''))) != wanted:
                     mine.unlink()
-                    raise ValueError(f"{url}: expected {name} {wanted}, got {came}; nothing was kept")
+                    raise ValueError(f"{url}: expected {name} {wanted}, got {came}; "
+                                     "nothing was kept")
             put_in_place(mine, path)
         finally:
             if _size(mine): os.replace(mine, part)
@@ -164,7 +167,7 @@ def fetch(
 # %% ../nbs/09_files.ipynb #00000013
 def _size(path:Path) -> int: return path.stat().st_size if path.exists() else 0
 
-def _adopt(path:Path, part:Path, mine:Path, size:int): # the longest of what is left over becomes mine
+def _adopt(path:Path, part:Path, mine:Path, size:int): # the longest of what is left becomes mine
     left = left_behind(path.parent, re.escape(path.name) + r'[.](?P<pid>[0-9]+)([.]whole)?')
     left = sorted([part, *left], key=lambda o: (_size(o) <= size, _size(o)))
     while left:
@@ -270,7 +273,7 @@ def load_hub(
     name:str|Path, # of a data set on the Hub, or a folder on this machine
     revision:str|None=None # the commit on the Hub; None: the newest
 ): # datasets.DatasetDict
-    "Load a data set of the Hub, from the cache of `datasets` if it is there; `ConnectionError` within seconds."
+    "Load a data set of the Hub, or from the cache of `datasets`; `ConnectionError` within seconds."
     datasets = need('datasets')
     if Path(name).is_dir() and revision is None: return datasets.load_dataset(str(name))
     cached = _cached(str(name), revision or '*')
@@ -278,15 +281,15 @@ def load_hub(
     try: need_hub(name)
     except ConnectionError:
         if not cached: raise
-        return _from_cache(str(name), cached)                          # the newest that this machine has
+        return _from_cache(str(name), cached)              # the newest that this machine has
     return datasets.load_dataset(str(name), revision=revision)
 
-def _cached(name:str, revision:str) -> Path|None: # the newest folder of it in the cache of `datasets`
+def _cached(name:str, revision:str) -> Path|None: # its newest folder in the cache of `datasets`
     *owner, last = name.split('/')
     below = '___'.join([*owner, need('datasets.naming').camelcase_to_snakecase(last)])
     root = Path(need('datasets').config.HF_DATASETS_CACHE).expanduser()/below
-    return max((o.parent for o in root.glob(f'*/*/{revision}/dataset_info.json')), key=lambda o: o.stat().st_mtime,
-               default=None)
+    found = [o.parent for o in root.glob(f'*/*/{revision}/dataset_info.json')]
+    return max(found, key=lambda o: o.stat().st_mtime, default=None)
 
 def _from_cache(name:str, folder:Path):
     config, version, revision = folder.parts[-3:]

@@ -28,7 +28,8 @@ def parse_idx(
     shape, start = _parse_header(data, path)
     whole = start + math.prod(shape)
     if len(data) != whole:
-        _wrong(path, min(len(data), whole), f"{whole:,} bytes for sizes {list(shape)}", f"{len(data):,}")
+        said = f"{whole:,} bytes for sizes {list(shape)}"
+        _wrong(path, min(len(data), whole), said, f"{len(data):,}")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)[start:].reshape(shape)
 
 def _parse_header(data:bytes, path) -> tuple[tuple, int]: # sizes; byte at which the elements begin
@@ -48,7 +49,8 @@ def format_idx(
 ) -> bytes: # the file
     "Write an IDX file of unsigned bytes; `ValueError` for anything else."
     if x.dtype != torch.uint8 or not 1 <= x.ndim <= 4 or not x.numel():
-        raise ValueError(f"expected a uint8 tensor of 1 to 4 dimensions, none empty, got {x.dtype} {list(x.shape)}")
+        raise ValueError("expected a uint8 tensor of 1 to 4 dimensions, none empty, "
+                         f"got {x.dtype} {list(x.shape)}")
     return bytes([0, 0, 8, x.ndim]) + struct.pack(f'>{x.ndim}I', *x.shape) + x.contiguous().numpy().tobytes()
 
 # %% ../nbs/14_mnist.ipynb #00000009
@@ -58,7 +60,7 @@ def read_idx(
     "Read an IDX file; `ValueError` with file and byte where it is wrong."
     return parse_idx(_unpacked(path), path)
 
-def _unpacked(path:str|Path, size:int|None=None) -> bytes: # read no further than the header, or size, says
+def _unpacked(path:str|Path, size:int|None=None) -> bytes: # as far as its header, or size, says
     data, gzipped = bytearray(), str(path).endswith('.gz')
     try:
         with (gzip.open if gzipped else open)(path, 'rb') as f:
@@ -69,11 +71,14 @@ def _unpacked(path:str|Path, size:int|None=None) -> bytes: # read no further tha
             shape, start = _parse_header(data, path)
             most = start + math.prod(shape)
             if size is not None and most > size:
-                _wrong(path, 4, f"sizes that fill {size:,} bytes", f"{list(shape)}, which fill {most:,}")
-            while len(data) <= most and (piece := f.read(min(2**20, most + 1 - len(data)))): data += piece
+                _wrong(path, 4, f"sizes that fill {size:,} bytes",
+                       f"{list(shape)}, which fill {most:,}")
+            while piece := f.read(max(0, min(2**20, most + 1 - len(data)))): data += piece
     except (EOFError, gzip.BadGzipFile, zlib.error) as e:
-        raise ValueError(f"{path} byte {len(data)} of the unpacked data: damaged gzip stream: {e}") from e
-    if len(data) > most: _wrong(path, most, f"the end of the file for sizes {list(shape)}", "more bytes")
+        at = f"{path} byte {len(data)} of the unpacked data"
+        raise ValueError(f"{at}: damaged gzip stream: {e}") from e
+    if len(data) > most:
+        _wrong(path, most, f"the end of the file for sizes {list(shape)}", "more bytes")
     return bytes(data)
 
 # %% ../nbs/14_mnist.ipynb #0000000c
@@ -82,7 +87,7 @@ md5s = {'mnist': dict(zip(idx_names, ('6bbc9ace898e44ae57da46a324031adb', 'a25be
                                       '2646ac647ad5339dbf082846283269ea', '27ae3e4e09519cfbb04c329615203637'))),
         'fashion-mnist': dict(zip(idx_names, ('f4a8712d7a061bf5bd6d2ca38dc4d50a', '9018921c3c673c538a1fc5bad174d6f9',
                                               '8181f5470baa50b63fa0f6fddb340f0a', '15d484375f8d13e6eb1aabb0c3f46965')))}
-whole_sizes = dict(zip(idx_names, (47_040_016, 60_008, 7_840_016, 10_008)))         # bytes, unpacked, of both
+whole_sizes = dict(zip(idx_names, (47_040_016, 60_008, 7_840_016, 10_008)))   # bytes, unpacked
 hub_names = {'mnist': 'ylecun/mnist', 'fashion-mnist': 'zalando-datasets/fashion_mnist'}
 hub_revisions = {'mnist': '77f3279092a1c1579b2250db8eafed0ad422088c',
                  'fashion-mnist': '531be5e2ccc9dba0c201ad3ae567a4f3d16ecdd2'}
@@ -124,11 +129,13 @@ def read_mnist(
 # %% ../nbs/14_mnist.ipynb #00000011
 def _from_hub(name:str, official:bool) -> dict:
     hub = hub_names[name]
-    print(f"{name}: no files in a folder, CAPSNB_DATA or the cache; loading '{hub}' from the Hugging Face Hub")
+    print(f"{name}: no files in a folder, CAPSNB_DATA or the cache; "
+          f"loading '{hub}' from the Hugging Face Hub")
     try: data = load_hub(hub, hub_revisions[name])
     except (OSError, ValueError) as e:
-        raise ConnectionError(f"could not load '{hub}' from the Hub ({e}). With the files {', '.join(idx_names)} "
-                              "(raw or .gz) in a folder, name that in CAPSNB_DATA or as `folder`") from e
+        raise ConnectionError(f"could not load '{hub}' from the Hub ({e}). With the files "
+                              f"{', '.join(idx_names)} (raw or .gz) in a folder, "
+                              "name that in CAPSNB_DATA or as `folder`") from e
     out, np = {}, need('numpy')
     for split, files in (('train', idx_names[:2]), ('test', idx_names[2:])):
         x = torch.stack([torch.from_numpy(np.array(image)) for image in data[split]['image']])
@@ -163,7 +170,8 @@ def as_floats(
     "All images and labels of a split as two tensors; a dict that `Deck` and `fit` accept."
     columns = part.with_format('numpy')[:]
     image, label = (torch.from_numpy(columns[name]) for name in ('image', 'label'))
-    if getattr(part.features['image'], 'dtype', None) == 'uint8': image = image.byte()    # they come as int64
+    if getattr(part.features['image'], 'dtype', None) == 'uint8':
+        image = image.byte()                                 # they come as int64
     return dict(image=from_bytes(image), label=label.long())
 
 # %% ../nbs/14_mnist.ipynb #00000017

@@ -102,18 +102,30 @@ class NorbFile(NamedTuple):
 # %% ../nbs/11_norb.ipynb #00000019
 site = 'https://cs.nyu.edu/~ylclab/data/norb-v1.0-small/'
 norb_files = {
-    ('train', 'dat'): NorbFile('smallnorb-5x46789x9x18x6x2x96x96-training-dat.mat', 131_896_188, '5ffd6272a07d32695ee1082a26a41a93a37aab8c28da047f8c34ed348d214873',
-                               '66054832f9accfe74a0f4c36a75bc0a2', '8138a0902307b32dfa0025a36dfa45ec', 447_897_624),
-    ('train', 'cat'): NorbFile('smallnorb-5x46789x9x18x6x2x96x96-training-cat.mat', 348, '2784e542c1922060691090952b6cd6278879a216c90f81476f0f00256d42cdaa',
-                               '23c8b86101fbf0904a000b43d3ed2fd9', 'fd5120d3f770ad57ebe620eb61a0b633', 97_220),
-    ('train', 'info'): NorbFile('smallnorb-5x46789x9x18x6x2x96x96-training-info.mat', 71_052, 'de7eb932ebe7a4ee16217fead60660d0eb3d23632c2f4d1c51f88c501c17bf32',
-                                '51dee1210a742582ff607dfd94e332e3', '19faee774120001fc7e17980d6960451', 388_820),
-    ('test', 'dat'): NorbFile('smallnorb-5x01235x9x18x6x2x96x96-testing-dat.mat', 130_799_817, 'cf7104eed3e51174d2f65b66d1e5878b9da233b886f161b0d88f4510ba2c7474',
-                              'e4ad715691ed5a3a5f138751a4ceb071', 'e9920b7f7b2869a8f1a12e945b2c166c', 447_897_624),
-    ('test', 'cat'): NorbFile('smallnorb-5x01235x9x18x6x2x96x96-testing-cat.mat', 347, 'ecaf6d5bb8c3bc5eab9cf0258f6d2198dd474e016e374836fc097f2e5ff509ff',
-                              '5aa791cd7e6016cf957ce9bdb93b8603', 'fd5120d3f770ad57ebe620eb61a0b633', 97_220),
-    ('test', 'info'): NorbFile('smallnorb-5x01235x9x18x6x2x96x96-testing-info.mat', 10_428, '16adf314226327ee006d1a44db8cfef52773c06c829951d5653a9f6f310248a2',
-                               'a9454f3864d7fd4bb3ea7fc3eb84924e', '7c5b871cc69dcadec1bf6a18141f5edc', 388_820)}
+    ('train', 'dat'): NorbFile(
+        'smallnorb-5x46789x9x18x6x2x96x96-training-dat.mat', 131_896_188,
+        '5ffd6272a07d32695ee1082a26a41a93a37aab8c28da047f8c34ed348d214873',
+        '66054832f9accfe74a0f4c36a75bc0a2', '8138a0902307b32dfa0025a36dfa45ec', 447_897_624),
+    ('train', 'cat'): NorbFile(
+        'smallnorb-5x46789x9x18x6x2x96x96-training-cat.mat', 348,
+        '2784e542c1922060691090952b6cd6278879a216c90f81476f0f00256d42cdaa',
+        '23c8b86101fbf0904a000b43d3ed2fd9', 'fd5120d3f770ad57ebe620eb61a0b633', 97_220),
+    ('train', 'info'): NorbFile(
+        'smallnorb-5x46789x9x18x6x2x96x96-training-info.mat', 71_052,
+        'de7eb932ebe7a4ee16217fead60660d0eb3d23632c2f4d1c51f88c501c17bf32',
+        '51dee1210a742582ff607dfd94e332e3', '19faee774120001fc7e17980d6960451', 388_820),
+    ('test', 'dat'): NorbFile(
+        'smallnorb-5x01235x9x18x6x2x96x96-testing-dat.mat', 130_799_817,
+        'cf7104eed3e51174d2f65b66d1e5878b9da233b886f161b0d88f4510ba2c7474',
+        'e4ad715691ed5a3a5f138751a4ceb071', 'e9920b7f7b2869a8f1a12e945b2c166c', 447_897_624),
+    ('test', 'cat'): NorbFile(
+        'smallnorb-5x01235x9x18x6x2x96x96-testing-cat.mat', 347,
+        'ecaf6d5bb8c3bc5eab9cf0258f6d2198dd474e016e374836fc097f2e5ff509ff',
+        '5aa791cd7e6016cf957ce9bdb93b8603', 'fd5120d3f770ad57ebe620eb61a0b633', 97_220),
+    ('test', 'info'): NorbFile(
+        'smallnorb-5x01235x9x18x6x2x96x96-testing-info.mat', 10_428,
+        '16adf314226327ee006d1a44db8cfef52773c06c829951d5653a9f6f310248a2',
+        'a9454f3864d7fd4bb3ea7fc3eb84924e', '7c5b871cc69dcadec1bf6a18141f5edc', 388_820)}
 
 # %% ../nbs/11_norb.ipynb #0000001d
 def _inflate(path:Path) -> Iterator[bytes]:
@@ -133,7 +145,7 @@ def _inflate(path:Path) -> Iterator[bytes]:
                 if out: yield out
                 rest = stream.unconsumed_tail
             at += len(piece)
-            if stream.unused_data: _wrong(str(path), at - len(stream.unused_data), behind, "more bytes")
+            if extra := len(stream.unused_data): _wrong(str(path), at - extra, behind, "more bytes")
     if not stream.eof: _wrong(str(path), at, "more of the gzip stream", "the end of the file")
 
 def _first_bad(stream, piece:bytes) -> int:
@@ -148,9 +160,9 @@ def unpack(
     folder:Path, # where to
     name:str|None=None, # of the new file; None: its MD5, and '.mat'
     md5:str|None=None, # what the MD5 of the unpacked file must be, if known
-    size:int|None=None # how many bytes it must have, if known: a header that asks for more is not obeyed
+    size:int|None=None # how many bytes it must have, if known: no header is obeyed that says more
 ) -> tuple[Path, str]: # the unpacked file; its MD5
-    "Unpack a matrix file, whole or not at all; `ValueError` with file and byte if it is damaged or another."
+    "Unpack a matrix file, whole or not at all; `ValueError` with file and byte where it is wrong."
     folder.mkdir(parents=True, exist_ok=True)
     _sweep(folder)
     label, digest = f'{path} (unpacked)', hashlib.md5(usedforsecurity=False)
@@ -163,25 +175,27 @@ def unpack(
                     f.write(piece)
             came = digest.hexdigest()
             if md5 and came != md5:
-                raise ValueError(f"{path}: expected MD5 {md5} after unpacking, got {came}; nothing was kept")
+                raise ValueError(f"{path}: expected MD5 {md5} after unpacking, got {came}; "
+                                 "nothing was kept")
             whole = folder/(name or f'{came}.mat')
             put_in_place(mine, whole)
         finally: mine.unlink(missing_ok=True)
     return whole, came
 
-def _limited(pieces:Iterator[bytes], label:str, size:int|None) -> Iterator[bytes]: # as many as the header says
+def _limited(pieces:Iterator[bytes], label:str, size:int|None): # as many as the header says
     head, have, header = b'', 0, None
     for piece in pieces:
         head, have = (head + piece[:40])[:40], have + len(piece)
         if len(head) == 40 and header is None: header = _known(head, label, size)
         yield piece
-        if header and have > header.size: break               # more than it may have: unpack no further
+        if header and have > header.size: break       # more than it may have: unpack no further
     _check_size(header or _known(head, label, size), have, label)
 
 def _known(head:bytes, label:str, size:int|None) -> Header: # of a file that must have so many bytes
     header = parse_header(head, label)
     if size not in (None, header.size):
-        _wrong(label, 8, f"sizes that fill {size:,} bytes", f"{list(header.shape)}, which fill {header.size:,}")
+        _wrong(label, 8, f"sizes that fill {size:,} bytes",
+               f"{list(header.shape)}, which fill {header.size:,}")
     return header
 
 def _sweep(folder:Path):
@@ -197,7 +211,7 @@ def _stamp(path:Path) -> list[int]: # changes with the content, by whatever mean
 
 def _noted() -> dict[str, dict]: # path -> its note
     try: notes = read_json(cache_folder('smallnorb')/'checked.json')
-    except (OSError, ValueError): return {}                       # lost notes cost a second look, nothing else
+    except (OSError, ValueError): return {}           # lost notes cost a second look, nothing else
     return {name: o for name, o in notes.items() if isinstance(o, dict) and _is_md5(o.get('md5'))}
 
 def _is_md5(o) -> bool: return isinstance(o, str) and re.fullmatch('[0-9a-f]{32}', o) is not None
@@ -208,9 +222,10 @@ def _note(path:Path, stamp:list[int], known:dict, ours:bool=False): # ours: writ
     file = cache_folder('smallnorb')/'checked.json'
     settled = ours or time.time_ns() - max(stamp[1:3]) >= 2e9
     kept = {name: o for name, o in _noted().items() if os.path.exists(name)}
-    with contextlib.suppress(OSError):                            # a cache that may only be read: no notes
+    with contextlib.suppress(OSError):                # a cache that may only be read: no notes
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, {**kept, str(path.resolve()): {**known, 'stamp': stamp if settled else None}})
+        known = {**known, 'stamp': stamp if settled else None}
+        write_json(file, {**kept, str(path.resolve()): known})
 
 def _md5(path:Path) -> str: # looked up if the file was checked and has not changed since, or taken
     stamp, note = _stamp(path), _note_of(path)
@@ -237,16 +252,17 @@ def open_matrix(
                          "(official=False opens any in this format)")
     came = came or _md5(raw)
     if md5 and came != md5:
-        raise ValueError(f"{path}: expected MD5 {md5}, got {came}: a byte has changed, or it is another file "
-                         "(official=False opens any in this format)")
+        raise ValueError(f"{path}: expected MD5 {md5}, got {came}: a byte has changed, or it is "
+                         "another file (official=False opens any in this format)")
     return x, came
 
-def _unpacked(path:Path, md5:str|None, size:int|None) -> tuple[Path, str]: # the file in the cache; its MD5
+def _unpacked(path:Path, md5:str|None, size:int|None) -> tuple[Path, str]: # where; its MD5
     cache, packed, stamp = cache_folder('smallnorb')/'unpacked', _md5(path), _stamp(path)
     note = _note_of(path)
     came = note.get('unpacked')
-    if note.get('md5') == packed and _is_md5(came) and (raw := cache/f'{came}.mat').is_file() and _md5(raw) == came:
-        return raw, came
+    if note.get('md5') == packed and _is_md5(came):
+        raw = cache/f'{came}.mat'
+        if raw.is_file() and _md5(raw) == came: return raw, came
     raw, came = unpack(path, cache, md5=md5, size=size)
     _note(raw, _stamp(raw), dict(md5=came), ours=True)
     if _stamp(path) == stamp: _note(path, stamp, dict(md5=packed, unpacked=came))
@@ -445,7 +461,7 @@ def _pgm(images:Tensor): # uint8 [n, h, w] -> Arrow array of images in PGM
     return pa.StructArray.from_arrays([column, pa.nulls(n, pa.string())], ['bytes', 'path'])
 
 # %% ../nbs/11_norb.ipynb #0000004a
-def _as_dataset(data:dict[str, Tensor], path:Path): # kept beside path, under its name and its MD5; mapped
+def _as_dataset(data:dict[str, Tensor], path:Path): # kept beside path, with its MD5 in the name
     datasets = need('datasets')
     path.parent.mkdir(parents=True, exist_ok=True)
     for whole in path.parent.glob(f'{path.stem}-*{path.suffix}'):
@@ -469,7 +485,8 @@ def _write_arrow(data:dict[str, Tensor], path:Path):
     with pa.OSFile(str(path), 'wb') as f, pa.ipc.new_stream(f, schema) as out:
         for k in range(0, len(data['image']), 1000):
             image, *rest = (data[name][k:k + 1000] for name in ('image', *codes))
-            columns = [_pgm(image[:, 0]), _pgm(image[:, 1]), *(pa.array(o.int().numpy()) for o in rest)]
+            numbers = [pa.array(o.int().numpy()) for o in rest]
+            columns = [_pgm(image[:, 0]), _pgm(image[:, 1]), *numbers]
             out.write_batch(pa.record_batch(columns, schema=schema))
 
 # %% ../nbs/11_norb.ipynb #0000004d
@@ -480,7 +497,8 @@ def _from_hub(name:str|Path|None, official:bool): # DatasetDict: train, test
     out, name, features = need('datasets').DatasetDict(), name or hub_name, _features()
     for split in instances:
         if split not in data:
-            raise ValueError(f"{name}: expected the splits {', '.join(instances)}, got {', '.join(data)}")
+            came = ', '.join(data)
+            raise ValueError(f"{name}: expected the splits {', '.join(instances)}, got {came}")
         lacks = set(features) - set(data[split].column_names)
         if lacks: raise ValueError(f"{name}, split {split}: expected the columns {', '.join(features)}, lacks {', '.join(sorted(lacks))}")
         part = data[split].select_columns(list(features)).cast(features)
@@ -493,21 +511,23 @@ def _from_hub(name:str|Path|None, official:bool): # DatasetDict: train, test
     return out
 
 # %% ../nbs/11_norb.ipynb #2a224770
-def _check_pixels(part, split:str, name): # of the Hub's copy, put back into the form of the official files
+def _check_pixels(part, split:str, name): # of the Hub's copy, in the form of the official files
     official = {kind: norb_files[split, kind] for kind in _wanted}
-    labels = dict(cat=_column(part, 'category'), info=torch.stack([_column(part, o) for o in list(codes)[1:]], 1))
+    info = [_column(part, o) for o in list(codes)[1:]]
+    labels = dict(cat=_column(part, 'category'), info=torch.stack(info, 1))
     for kind, x in labels.items():
         if _md5_of(x.int()) == official[kind].md5: continue
-        warnings.warn(f"{name}, split {split}: the rows are not in the order of smallNORB's files, so no checksum "
-                      "says whether the pixels are smallNORB's; only their number and labels were checked")
+        warnings.warn(f"{name}, split {split}: the rows are not in the order of smallNORB's files, "
+                      "so no checksum says whether the pixels are smallNORB's; only their number "
+                      "and labels were checked")
         return
     want, files = official['dat'].md5, [Path(o['filename']) for o in part.cache_files]
     seen = [(_md5(o), _note_of(o)) for o in files]
     if files and all(o.get('md5') == now and o.get('pixels') == want for now, o in seen): return
     came = _md5_of(as_tensors(part)['image'])
     if came != want:
-        raise ValueError(f"{name}, split {split}: expected pixels whose file would have MD5 {want}, got {came} "
-                         "(official=False takes any)")
+        raise ValueError(f"{name}, split {split}: expected pixels whose file would have MD5 "
+                         f"{want}, got {came} (official=False takes any)")
     for o, (now, _) in zip(files, seen): _note(o, _stamp(o), dict(md5=now, pixels=want))
 
 def _md5_of(x:Tensor) -> str: # that a file of this array would have

@@ -754,7 +754,7 @@ def _put(path:Path, chunks): # write, then rename: there is the whole file or no
 def _seal(path:Path, sign:bytes, raw:bytes) -> bytes: # of these bytes at this place
     return hashlib.sha256(sign + path.name.encode() + raw).digest()
 
-def _part(path:Path, sign:bytes) -> bytes|None: # a toy's pictures, or None if they are not there, not whole, or another's
+def _part(path:Path, sign:bytes) -> bytes|None: # pictures; None: not there, not whole, another's
     try: raw = path.read_bytes()
     except OSError: return None
     return raw[32:] if _seal(path, sign, raw[32:]) == raw[:32] else None
@@ -815,7 +815,7 @@ def _check(folder:Path, made:dict): # the cache is whole, and of what was asked
     try: info = read_json(folder/'info.json', sha256=str)
     except ValueError as e: raise ValueError(f"info.json is damaged ({e}); {hint}") from e
     said = {name: x for name, x in info.items() if name != 'sha256'}
-    if json.dumps(said, sort_keys=True) != json.dumps(made, sort_keys=True):        # where true is not 1
+    if json.dumps(said, sort_keys=True) != json.dumps(made, sort_keys=True):   # true is not 1
         raise ValueError(f"expected toys of {made}, got an info.json of {repr(said)[:500]}; {hint}")
     path, length = folder/'pictures', 2*made['pairs']*(len(_pgm(made['size'])) + made['size']**2)
     came = path.stat().st_size if path.exists() else 0

@@ -210,10 +210,11 @@ def test_a_killed_download_goes_on_where_it_was(web, tmp_path):
 
 def test_the_longest_part_of_the_dead_is_taken_and_the_rest_swept(web, tmp_path):
     one, two, own = ended(), ended(), os.getpid()
-    dead = {'a.part': 4000, f'a.{one}': 3000, f'a.{two}': 9000, f'a.{one}.whole': 5000, f'a.{own}': 2000}
+    dead = {'a.part': 4000, f'a.{one}': 3000, f'a.{two}': 9000, f'a.{one}.whole': 5000,
+            f'a.{own}': 2000}
     with python('input()', stdin=subprocess.PIPE) as living:
-        others = {f'a.{living.pid}': 12_000, f'a.{living.pid}.whole': 1, f'b.{one}': 1, f'a.{one}.txt': 1,
-                  'a.old': 1, f'xa.{one}': 1}
+        others = {f'a.{living.pid}': 12_000, f'a.{living.pid}.whole': 1, f'b.{one}': 1,
+                  f'a.{one}.txt': 1, 'a.old': 1, f'xa.{one}': 1}
         for name, size in {**dead, **others}.items(): (tmp_path/name).write_bytes(body[:size])
         fetch(web.address, tmp_path/'a', **sums)
         assert web.asked == ['bytes=9000-'] and (tmp_path/'a').read_bytes() == body
@@ -249,7 +250,8 @@ def test_a_file_that_somebody_holds_is_left_alone(web, tmp_path):
 def test_half_a_note_of_a_killed_process_is_swept(tmp_path):
     one = ended()
     with python('input()', stdin=subprocess.PIPE) as living:
-        kept = [f'note.json.{living.pid}.tmp', f'other.json.{one}.tmp', 'note.json.x.tmp', f'note.json.{one}.bak']
+        kept = [f'note.json.{living.pid}.tmp', f'other.json.{one}.tmp', 'note.json.x.tmp',
+                f'note.json.{one}.bak']
         for name in (f'note.json.{one}.tmp', *kept): (tmp_path/name).write_text('{')
         write_json(tmp_path/'note.json', dict(n=1))
         assert sorted(p.name for p in tmp_path.iterdir()) == sorted(['note.json', *kept])

@@ -251,7 +251,7 @@ def test_a_small_file_is_read_each_time(plain, monkeypatch):
     assert open_matrix(path)[1] == hashlib.md5(path.read_bytes()).hexdigest() != md5
 
 def test_a_file_that_has_just_changed_is_not_noted(plain, monkeypatch):
-    "two changes within one tick of the clock leave the same times: within two seconds a file is looked at again"
+    "two changes within one tick of the clock leave the same times: so young files are looked at again"
     path = plain/names[1]
     monkeypatch.setattr(norb, '_small', 0)
     o = path.stat()
@@ -263,7 +263,8 @@ def test_a_file_that_has_just_changed_is_not_noted(plain, monkeypatch):
     open_matrix(path)
     assert norb._note_of(path) == dict(md5=md5, stamp=norb._stamp(path))
 
-spoilt = ['', '{', '[]', 'null', '3', '{"a": 1}', '\udcff', '['*100_000, '{"a": {"md5": 3, "stamp": []}}', '{"a": {}}', '9'*5000]
+spoilt = ['', '{', '[]', 'null', '3', '{"a": 1}', '\udcff', '['*100_000,
+          '{"a": {"md5": 3, "stamp": []}}', '{"a": {}}', '9'*5000]
 
 @pytest.mark.parametrize('notes', spoilt, ids=range(len(spoilt)))
 def test_spoilt_notes_are_no_notes(plain, looked_at, notes):
@@ -273,12 +274,13 @@ def test_spoilt_notes_are_no_notes(plain, looked_at, notes):
     equal(read_split(plain, 'train', official=False)[0], a)
     assert len(json.loads(path.read_text())) == 3
 
-odd = (None, True, -1, 1e300, '', 'x'*32, '../../escape', 'f'*32, [], [[]], {}, {'md5': {}}, '\ud800', 10**40)
+odd = (None, True, -1, 1e300, '', 'x'*32, '../../escape', 'f'*32, [], [[]], {},
+       {'md5': {}}, '\ud800', 10**40)
 
 @pytest.mark.parametrize('gz', [False, True])
 @pytest.mark.parametrize('seed', range(4))
 def test_odd_notes_are_never_believed(plain, packed, looked_at, tmp_path, gz, seed):
-    "every entry at every depth replaced by something else: the data are the same, and nothing is raised"
+    "entries at every depth replaced by something else: the data are the same, and nothing is raised"
     rng, folder = random.Random(seed), packed if gz else plain
     truth, key = read_split(folder, 'train', official=False)
     read_split(folder, 'train', official=False)
@@ -331,7 +333,8 @@ def test_a_bomb_under_an_official_name_is_not_unpacked(packed, as_official):
             yield piece
     norb._inflate = count
     try:
-        said = r'dat.mat.gz \(unpacked\) byte 8: expected sizes that fill [\d,]+ bytes, got \[5000, 2, 200, 200\]'
+        said = (r'dat.mat.gz \(unpacked\) byte 8: expected sizes that fill [\d,]+ bytes, '
+                r'got \[5000, 2, 200, 200\]')
         with pytest.raises(ValueError, match=said): read_split(packed, 'train')
     finally: norb._inflate = write
     assert sum(most) <= 2**20 and time.process_time() - began < 1
@@ -652,7 +655,8 @@ def test_the_copy_on_the_hub_is_pinned(monkeypatch):
     monkeypatch.setattr(norb, 'load_hub', lambda *args: asked.append(args) or {})
     for folder in (None, 'who/else'):
         with pytest.raises(ValueError, match='expected the splits'): load_smallnorb(folder, source='hub')
-    assert asked == [(norb.hub_name, norb.hub_revision), ('who/else',)] and re.fullmatch('[0-9a-f]{40}', norb.hub_revision)
+    assert asked == [(norb.hub_name, norb.hub_revision), ('who/else',)]
+    assert re.fullmatch('[0-9a-f]{40}', norb.hub_revision)
 
 @pytest.mark.parametrize('where', [8, 900, -900, -1])
 def test_a_changed_byte_of_the_arrow_file_has_it_written_anew(plain, where):

@@ -255,7 +255,8 @@ def killed_after(n, folder):
     "the cache of a run that was killed when it had drawn so many toys"
     code = killed.replace('== 8', f'== {n + 1}')
     env = dict(os.environ, PYTHONPATH=str(root))
-    done = subprocess.run([sys.executable, '-c', code, str(folder)], cwd=root, env=env, capture_output=True, text=True)
+    run = [sys.executable, '-c', code, str(folder)]
+    done = subprocess.run(run, cwd=root, env=env, capture_output=True, text=True)
     assert done.returncode == 9, done.stderr
     return cache_of('train', 16, one_view, 0, World(), folder)[0]
 
@@ -282,7 +283,7 @@ def test_bytes_are_on_the_disk_before_the_name(tmp_path, monkeypatch):
     monkeypatch.setattr(os, 'fsync', note_fsync)
     monkeypatch.setattr(os, 'replace', note_replace)
     toys_tensors('train', subset=dict(one_view, category=[1]), cache=tmp_path, workers=1, **tiny)
-    assert len(done) == 2*(5 + 1 + 1)                             # five toys, their pictures, the note; and the folder
+    assert len(done) == 2*(5 + 1 + 1)    # five toys, their pictures, the note; and the folder
 
 def test_an_odd_note_is_one_sentence_or_the_note_itself(tmp_path):
     import random
@@ -291,7 +292,8 @@ def test_an_odd_note_is_one_sentence_or_the_note_itself(tmp_path):
     path = cache_of('train', 16, ask['subset'], 0, World(), tmp_path)[0]/'info.json'
     good, rng = path.read_bytes(), random.Random(0)
     deep = '['*900 + ']'*900
-    odd = ['null', 'true', '1', '1.0', '-1', '1e999', 'NaN', '9'*4000, '""', '"\\ud800"', '[]', '{}', deep, f'"{"x"*10_000}"']
+    odd = ['null', 'true', '1', '1.0', '-1', '1e999', 'NaN', '9'*4000, '""', '"\\ud800"', '[]', '{}',
+           deep, f'"{"x"*10_000}"']
     entries = list(json.loads(good))
     for k in range(400):
         raw = bytearray(good)
@@ -312,11 +314,13 @@ def test_an_odd_note_is_one_sentence_or_the_note_itself(tmp_path):
         else: assert images.equal(truth) and json.loads(raw) == json.loads(good)
 
 @pytest.mark.parametrize('kw, said', [
-    (dict(tile=0), 'tile must be a whole number, at least 1, got 0'), (dict(tile=-1), 'got -1'), (dict(tile=1.), 'tile'),
-    (dict(size=10**6), 'size must be a whole number from 16 to 256, got 1000000'), (dict(size=0), 'got 0'),
-    (dict(size=16.), 'size'), (dict(world=World(samples=10**9)), 'samples must be a whole number from 1 to 16')])
+    (dict(tile=0), 'tile must be a whole number, at least 1, got 0'), (dict(tile=-1), 'got -1'),
+    (dict(tile=1.), 'tile'), (dict(size=0), 'got 0'), (dict(size=16.), 'size'),
+    (dict(size=10**6), 'size must be a whole number from 16 to 256, got 1000000'),
+    (dict(world=World(samples=10**9)), 'samples must be a whole number from 1 to 16')])
 def test_what_would_take_for_ever_is_refused_at_once(kw, said):
-    with pytest.raises(ValueError, match=said): draw(2, 3, torch.tensor([[0, 0, 0]]), **{**dict(size=16), **kw})
+    with pytest.raises(ValueError, match=said):
+        draw(2, 3, torch.tensor([[0, 0, 0]]), **{**dict(size=16), **kw})
 
 @pytest.mark.parametrize('text', ['', '[]', '{}', 'null', '{"version": 1}', '\x00\x01'])
 def test_foreign_info_is_refused(tmp_path, text):
