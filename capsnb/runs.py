@@ -26,11 +26,17 @@ def run_folder(
     return Path(out).expanduser().absolute()
 
 def first_process(
-) -> bool:
-    "Whether this is the process that writes and prints: the only one, or the first of those that `torchrun` started."
+) -> bool: # also true for the only process
+    "Whether this process writes and prints: the first of those that `torchrun` started."
     return int(os.environ.get('RANK', 0)) == 0
 
 # %% ../nbs/15_runs.ipynb #42e88af7
+def _at_work(
+    folder:Path # of a run
+) -> ValueError: # to be raised
+    return ValueError(f"another process is at work in '{folder}': "
+                      "wait until it has ended, stop it, or choose another folder")
+
 @contextmanager
 def locked(
     folder:Path # of a run; it exists
@@ -39,9 +45,7 @@ def locked(
     filelock = need('filelock')
     lock = filelock.FileLock(folder/'.lock')
     try: lock.acquire(timeout=0)
-    except filelock.Timeout:
-        raise ValueError(f"another process is at work in '{folder}': wait until it has ended, stop it, "
-                         "or choose another folder") from None
+    except filelock.Timeout: raise _at_work(folder) from None
     try: yield
     finally: lock.release()
 
@@ -55,12 +59,16 @@ def is_busy(
     except ValueError: return True
 
 # %% ../nbs/15_runs.ipynb #5805b4a2
+def _bytes_of(
+    tensors # any number of them
+) -> int:
+    return sum(t.numel()*t.element_size() for t in tensors)
+
 def checkpoint_bytes(
     net:nn.Module # any network
 ) -> int: # bytes of one checkpoint, about
     "Weights, two moments of the optimizer for each, and a little for the rest."
-    size = sum(t.numel()*t.element_size() for t in net.state_dict().values())
-    return size + 2*sum(p.numel()*p.element_size() for p in net.parameters()) + 2**16
+    return _bytes_of(net.state_dict().values()) + 2*_bytes_of(net.parameters()) + 2**16
 
 # %% ../nbs/15_runs.ipynb #0747c761
 def check_room(
@@ -76,14 +84,18 @@ def check_room(
     except OSError as e:
         full = e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         advice = 'Free some space.' if full else 'Is it a folder that you may write to?'
-        raise OSError(e.errno, f"cannot write {n_bytes/2**20:.1f} MB for checkpoints ({e.strerror}); nothing was trained. "
-                               f"{advice} Choose another folder than", str(folder)) from e
+        size = f"{n_bytes/2**20:.1f} MB"
+        message = (f"cannot write {size} for checkpoints ({e.strerror}); nothing was trained. "
+                   f"{advice} Choose another folder than")
+        raise OSError(e.errno, message, str(folder)) from e
     finally:
-        try: probe.unlink(missing_ok=True)
-        except OSError: pass                                        # the folder itself is not there
+        with contextlib.suppress(OSError): probe.unlink()           # it may never have been made
     return folder
 
-def _claim_bytes(f, n:int): # blocks of the disk, without writing them where the system can
+def _claim_bytes(
+    f, # a binary file, open for writing
+    n:int # bytes: blocks of the disk, without writing them where the system can
+):
     if n and hasattr(os, 'posix_fallocate'):
         try: return os.posix_fallocate(f.fileno(), 0, n)
         except OSError as e:
@@ -103,7 +115,7 @@ def hash_files(
     folder:Path, # that holds them
     names:list # of files, relative to the folder
 ) -> dict: # name -> SHA-256
-    "Checksums of files, each seen onto the disk first."
+    "Checksums of files; first each file is forced out to the disk (fsync)."
     for name in names:
         with open(folder/name, 'r+b') as f: os.fsync(f.fileno())
     sync_folder(folder)
@@ -114,7 +126,8 @@ def seal_checkpoint(
     **notes # JSON-ready, kept in the seal
 ):
     "Mark a checkpoint as complete."
-    names = sorted(str(p.relative_to(folder)) for p in folder.rglob('*') if p.is_file() and p.name != 'seal.json')
+    files = (p for p in folder.rglob('*') if p.is_file() and p.name != 'seal.json')
+    names = sorted(str(p.relative_to(folder)) for p in files)
     note = dict(files=hash_files(folder, names), **notes)
     write_json(folder/'seal.json', dict(note, digest=digest(note)))
 
@@ -124,8 +137,8 @@ def read_seal(
     "The seal of a whole checkpoint."
     try:
         note = read_json(folder/'seal.json', files=dict, digest=str)
-        said = note.pop('digest')
-        whole = said == digest(note) and all(checksum(folder/name) == sha for name, sha in note['files'].items())
+        if note.pop('digest') != digest(note): return None
+        whole = all(checksum(folder/name) == sha for name, sha in note['files'].items())
     except (OSError, ValueError): return None
     return note if whole else None
 
@@ -134,18 +147,21 @@ def checkpoints_in(
     folder:Path # of checkpoints
 ) -> list: # whole or not, oldest first
     "Folders named checkpoint-<step>, by step."
-    step = {p: re.fullmatch(r'checkpoint-(\d+)', p.name, re.ASCII) for p in Path(folder).glob('checkpoint-*') if p.is_dir()}
-    return sorted((p for p, m in step.items() if m), key=lambda p: int(step[p][1]))
+    found = {}
+    for path in Path(folder).glob('checkpoint-*'):
+        step = re.fullmatch(r'checkpoint-(\d+)', path.name, re.ASCII)
+        if step and path.is_dir(): found[path] = int(step[1])
+    return sorted(found, key=found.get)
 
 def last_whole(
-    folder:Path, # of checkpoints
+    folder:Path, # of checkpoints; broken ones at its end are removed, with a message
     run:str|None=None # the digest of the run's settings that the seal must name; None: any
 ) -> Path|None: # the newest checkpoint that is whole
-    "The checkpoint to resume from; broken ones after it are removed, with a message. `ValueError` for another run's."
+    "The checkpoint to resume from; `ValueError` when it belongs to another run."
     for path in reversed(checkpoints_in(folder)):
         if seal := read_seal(path):
-            if run and seal.get('run') != run: raise ValueError(f"'{path}' belongs to another run; start anew without resume")
-            return path
+            if run is None or seal.get('run') == run: return path
+            raise ValueError(f"'{path}' belongs to another run; start anew without resume")
         print(f"{path.name} is not complete, or damaged: skipped and removed")
         shutil.rmtree(path)
 
@@ -155,10 +171,11 @@ def run_bytes(
 ) -> int: # bytes that training will still need
     "Four checkpoints, and the weights that are kept."
     there = min(len(checkpoints_in(folder/'checkpoints')), 3)
-    return (4 - there)*checkpoint_bytes(net) + sum(t.numel()*t.element_size() for t in net.state_dict().values())
+    return (4 - there)*checkpoint_bytes(net) + _bytes_of(net.state_dict().values())
 
 # %% ../nbs/15_runs.ipynb #cf4ffe71
-run_files = ('metrics.json', 'settings.json', 'task.json', 'model.safetensors', 'config.json', 'drawings.png', 'poses.png')
+run_files = ('metrics.json', 'settings.json', 'task.json', 'model.safetensors', 'config.json',
+             'drawings.png', 'poses.png')
 
 def clear_run(
     folder:Path # of a run; nothing else that lies there is touched
@@ -173,61 +190,94 @@ def claim(
     overwrite:bool, # whether it may be replaced
     option:str='{}=True' # how the advice spells an option; '--{}' on the command line
 ):
-    "`ValueError` if a new run would replace what the folder holds; without a word where there is nothing to lose."
+    "`ValueError` if a new run would replace what the folder holds, or another process is there."
     folder = run_folder(folder)
-    if is_busy(folder): raise ValueError(f"another process is at work in '{folder}': wait until it has ended, stop it, "
-                                         "or choose another folder")
+    if is_busy(folder): raise _at_work(folder)
     there = [f for f in run_files if not f.endswith('.png') and (folder/f).exists()]
     if resume or not there: return
-    go_on, replace = option.format('resume'), option.format('overwrite')
     if 'settings.json' not in there:
-        raise ValueError(f"'{folder}' holds {', '.join(there)}, which no run left: choose another folder")
+        raise ValueError(f"'{folder}' holds {', '.join(there)}, which no run left: "
+                         "choose another folder")
     if overwrite: return
-    what = 'a finished run' if 'metrics.json' in there else f'a run that has not come to its end: go on with it ({go_on})'
-    raise ValueError(f"'{folder}' holds {what}; choose another folder, or replace it ({replace})")
+    what = 'a finished run'
+    if 'metrics.json' not in there:
+        what = f"a run that has not come to its end: go on with it ({option.format('resume')})"
+    raise ValueError(f"'{folder}' holds {what}; choose another folder, "
+                     f"or replace it ({option.format('overwrite')})")
 
 # %% ../nbs/15_runs.ipynb #9d2d36f6
+def _short_hash(
+    content:bytes # anything
+) -> str: # twelve hexadecimal digits
+    return hashlib.sha256(content).hexdigest()[:12]
+
 @functools.cache
-def _code(): # of this library, as it is on the disk
+def _code(
+) -> tuple: # version and hash of this library, as it is on the disk
     import capsnb
     files = sorted(Path(capsnb.__file__).parent.rglob('*.py'))
-    return capsnb.__version__, hashlib.sha256(b''.join(p.read_bytes() for p in files)).hexdigest()[:12]
+    return capsnb.__version__, _short_hash(b''.join(p.read_bytes() for p in files))
 
 def made_with(
     net:nn.Module # to be trained
 ) -> dict: # JSON-ready
     "Versions, threads and code that a run is made with."
     version, code = _code()
-    try: own = hashlib.sha256(inspect.getsource(type(net)).encode()).hexdigest()[:12]
-    except (OSError, TypeError): own = None                            # defined where no source is kept
-    return dict(capsnb=version, code=code, network_code=own, torch=torch.__version__, transformers=need('transformers').__version__,
-                threads=torch.get_num_threads())
+    try: own = _short_hash(inspect.getsource(type(net)).encode())
+    except (OSError, TypeError): own = None                        # defined where no source is kept
+    return dict(capsnb=version, code=code, network_code=own, torch=torch.__version__,
+                transformers=need('transformers').__version__, threads=torch.get_num_threads())
 
+# %% ../nbs/15_runs.ipynb #5d0c11aa
 def agree(
     folder:Path, # of a run
     settings:dict, # of this run
     tools:dict, # of `made_with`
     resume:bool # whether there must be no difference in the settings
 ) -> list: # what has changed about the tools since the run began, sentence by sentence
-    "Write down the settings, or compare them with those written down; `ValueError` names what differs."
-    path, settings, changes = folder/'settings.json', json.loads(json.dumps(settings)), []
+    "Write the settings down, or compare them with those there; `ValueError` names what differs."
+    path, changes = folder/'settings.json', []
+    settings = json.loads(json.dumps(settings))                     # as they come back from a file
     if resume and path.exists():
-        try: old = read_json(path, settings=dict, made_with=dict, changes=list)
-        except ValueError as e: raise ValueError(f"cannot resume: {e}; start anew without resume") from e
-        differ = _differences(old['settings'], settings)
-        if differ: raise ValueError(f"cannot resume in {folder}, the settings differ ({'; '.join(differ)}); start anew without resume")
-        changes = old['changes'] + [c for c in _differences(old['made_with'], tools) if c not in old['changes']]
+        old = _written(path, settings)
+        now = _differences(old['made_with'], tools)
+        changes = old['changes'] + [c for c in now if c not in old['changes']]
         tools = old['made_with']
     elif resume and checkpoints_in(folder/'checkpoints'):
-        raise ValueError(f"cannot resume in {folder}: its checkpoints are there, but not settings.json, which says of what run; "
-                         "start anew without resume")
+        raise ValueError(f"cannot resume in {folder}: its checkpoints are there, but not "
+                         "settings.json, which says of what run; start anew without resume")
     write_json(path, dict(settings=settings, made_with=tools, changes=changes))
     return changes
 
-def _differences(old:dict, new:dict) -> list:
-    return [f"{k}: {old.get(k)!r} then, {new.get(k)!r} now" for k in {**old, **new} if old.get(k) != new.get(k)]
+def _written(
+    path:Path, # settings.json of a run
+    settings:dict # that must be the same
+) -> dict: # settings, made_with, changes
+    try:
+        old = read_json(path, settings=dict, made_with=dict, changes=list)
+        if not all(isinstance(change, str) for change in old['changes']):
+            raise ValueError(f"'{path}' is damaged: expected 'changes' to be a list of texts")
+    except ValueError as e:
+        raise ValueError(f"cannot resume: {e}; start anew without resume") from e
+    if differ := _differences(old['settings'], settings):
+        raise ValueError(f"cannot resume in {path.parent}, the settings differ "
+                         f"({'; '.join(differ)}); start anew without resume")
+    return old
+
+def _differences(
+    old:dict, # name -> value
+    new:dict # name -> value
+) -> list: # a sentence for each name whose values differ
+    names = [k for k in {**old, **new} if old.get(k) != new.get(k)]
+    return [f"{k}: {old.get(k)!r} then, {new.get(k)!r} now" for k in names]
 
 # %% ../nbs/15_runs.ipynb #fe23c7e2
+def _those_in(
+    folder:Path, # of a run
+    *names:str # of files
+) -> list: # the names of those that are there
+    return [name for name in names if (folder/name).exists()]
+
 def save_network(
     net:nn.Module, # any; with `save_pretrained`, that is used
     folder:Path # of the run
@@ -235,7 +285,7 @@ def save_network(
     "Leave model.safetensors, and config.json where the network has one."
     if hasattr(net, 'save_pretrained'): net.save_pretrained(folder)
     else: need('safetensors.torch').save_file(net.state_dict(), folder/'model.safetensors')
-    return [name for name in ('model.safetensors', 'config.json') if (folder/name).exists()]
+    return _those_in(folder, 'model.safetensors', 'config.json')
 
 def write_end(
     folder:Path, # of the run; its network is saved
@@ -244,19 +294,25 @@ def write_end(
 ) -> dict: # as in metrics.json
     "Close a run: task.json, and metrics.json with the checksums of what must not change any more."
     if task is not None: write_json(folder/'task.json', task)
-    names = [name for name in ('model.safetensors', 'config.json', 'task.json') if (folder/name).exists()]
+    names = _those_in(folder, 'model.safetensors', 'config.json', 'task.json')
     write_json(folder/'metrics.json', dict(metrics, files=hash_files(folder, names)))
     return read_json(folder/'metrics.json')
 
+# %% ../nbs/15_runs.ipynb #7b3e9f02
 def check_end(
     folder:Path # of a finished run
 ) -> dict: # as in metrics.json
     "What a finished run found; `ValueError` when one of its files is not the one that it left."
     metrics = read_json(folder/'metrics.json', files=dict)
     for name, wanted in metrics['files'].items():
+        if Path(name).name != name:
+            raise ValueError(f"'{folder}': metrics.json is damaged: {name!r} is no file of a run")
         try: came = checksum(folder/name)
-        except OSError as e: raise ValueError(f"'{folder}': {name} cannot be read ({e.strerror})") from e
-        if came != wanted: raise ValueError(f"'{folder}': {name} is damaged, or not the one that the run left (SHA-256 differs)")
+        except OSError as e:
+            raise ValueError(f"'{folder}': {name} cannot be read ({e.strerror})") from e
+        if came != wanted:
+            raise ValueError(f"'{folder}': {name} is damaged, or not the one that the run left "
+                             "(SHA-256 differs)")
     return metrics
 
 def finished_run(
@@ -276,12 +332,14 @@ def task_of(
     command:str='capsnb train' # that makes such runs
 ) -> dict: # its task.json
     "What a run was about; `ValueError` when it is not finished, or the note is damaged."
-    path = run_folder(run)/'task.json'
-    if path.is_file(): return read_json(path)
-    if below := sorted(p.parent.name for p in path.parent.glob('*/task.json')):
-        raise ValueError(f"'{run}' holds several runs, in the folders {', '.join(below)}: name one of them")
-    if (path.parent/'settings.json').exists():
-        raise ValueError(f"'{run}' holds a run that has not come to its end: go on with it (--resume)")
+    folder = run_folder(run)
+    if (folder/'task.json').is_file(): return read_json(folder/'task.json')
+    if below := sorted(p.parent.name for p in folder.glob('*/task.json')):
+        raise ValueError(f"'{run}' holds several runs, in the folders {', '.join(below)}: "
+                         "name one of them")
+    if (folder/'settings.json').exists():
+        raise ValueError(f"'{run}' holds a run that has not come to its end: "
+                         "go on with it (--resume)")
     raise ValueError(f"'{run}' holds no finished run (no task.json): train one with {command}")
 
 def saved_network(
@@ -294,8 +352,10 @@ def saved_network(
     if missing := [f for f in names if not (folder/f).is_file()]:
         raise ValueError(f"'{run}': its network cannot be read: no {' and no '.join(missing)}")
     if (folder/'metrics.json').exists(): check_end(folder)
-    else: warnings.warn(f"'{run}' has no metrics.json: whether its network is the one that was trained cannot be checked")
+    else: warnings.warn(f"'{run}' has no metrics.json: whether its network is the one "
+                        "that was trained cannot be checked")
+    said = io.StringIO()                                            # where the weights come from
     try:
-        with contextlib.redirect_stdout(io.StringIO()): net = cls.from_pretrained(folder)         # it says where from
+        with contextlib.redirect_stdout(said): net = cls.from_pretrained(folder)
     except Exception as e: raise ValueError(f"'{run}': its network cannot be read: {e}") from e
     return net.to(pick_device(device)).eval()
