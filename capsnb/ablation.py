@@ -8,9 +8,10 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 from .core import plot_style, run_record
+from .files import read_json, write_json
 from .matrix_caps import presets
 from .objects import train_objects
-from .train import repeat, summary, write_json
+from .train import repeat, summary
 
 # %% auto #0
 __all__ = ['Row', 'ablation_rows', 'ablate_command', 'begin_study', 'run_ablation', 'rows_of', 'ablation_table', 'plot_ablation']
@@ -46,7 +47,7 @@ def begin_study(
     study:dict, command:str # settings that all rows share; that makes them
 ):
     "Write down what is being studied; `ValueError` for a file with runs of another study."
-    old = json.loads(path.read_text()) if path.exists() else dict(runs={})
+    old = read_json(path, runs=dict) if path.exists() else dict(runs={})
     if old['runs'] and old.get('study') != study: raise ValueError(f"'{path}' holds another study, {old.get('study')}; this one is {study}: name another file (--out)")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {**(old if old['runs'] else run_record()), 'command': command, 'study': study, 'headline': old.get('headline', {}), 'runs': old['runs']})
@@ -61,7 +62,7 @@ def run_ablation(
     validate:bool=True, **kw # whether the epoch is chosen on instance 9; of `train_objects`
 ) -> dict: # name -> summary over seeds
     "Train the rows of `ablation_rows`; `ValueError` for unknown names, or a file of another study."
-    rows, path = ablation_rows(preset), Path(path)
+    rows, path, runs = ablation_rows(preset), Path(path).expanduser(), Path(runs).expanduser()
     unknown = set(only or ()) - {r.name for r in rows}
     if unknown: raise ValueError(f"unknown rows {sorted(unknown)}; there are {', '.join(repr(r.name) for r in rows)}")
     recipe = {k: v for k, v in kw.items() if k not in ('folder', 'cache', 'device', 'progress', 'official')}
@@ -72,7 +73,8 @@ def run_ablation(
     for r in rows:
         if only and r.name not in only: continue
         found[r.name] = summary(repeat(train_objects, path, r.name, seeds, runs, command, data=data, net='matrix-caps', size=size, subset=subset, epochs=epochs,
-                                       options={**of_all, **r.options}, validate=validate, **kw))
+                                       options={**of_all, **r.options}, validate=validate,
+                                       resume=True, **kw))
     return found
 
 # %% ../nbs/34_ablation.ipynb #0000000b
@@ -80,7 +82,7 @@ def rows_of(
     path:str|Path # of `run_ablation`
 ) -> list[tuple[Row, list]]: # each row that has runs, with their records
     "What a study has found so far."
-    record = json.loads(Path(path).read_text())
+    record = read_json(Path(path).expanduser(), study=dict, runs=dict)
     found = [(r, [v for k, v in record['runs'].items() if k.rsplit(' seed ', 1)[0] == r.name]) for r in ablation_rows(record['study']['preset'])]
     return [(r, runs) for r, runs in found if runs]
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch, torch.nn.functional as F
 from torch import nn, Tensor
 from einops import rearrange
-from .dynamic import route_capsules, squash
+from .dynamic import check_n_iters, from_generator, route_capsules, squash
 from .layers import at_least_1
 from .losses import margin_loss
 from .vision import HubMixin
@@ -76,11 +76,13 @@ def _check_range(labels:Tensor, n_classes:int):
 def _check_sizes(n_classes, image_shape, channels, kernels, stride, n_types, d_inp, d_out, n_iters, decoder, recon):
     if len(image_shape) != 3: raise ValueError(f"image_shape must be (channels, rows, columns), got {image_shape!r}")
     if len(kernels) != 2: raise ValueError(f"kernels must be the sides of two kernels, got {kernels!r}")
-    at_least_1(n_classes=n_classes, channels=channels, stride=stride, n_types=n_types, d_inp=d_inp, d_out=d_out, n_iters=n_iters,
+    at_least_1(n_classes=n_classes, channels=channels, stride=stride, n_types=n_types, d_inp=d_inp, d_out=d_out,
                  **{f'image_shape[{k}]': v for k, v in enumerate(image_shape)}, **{f'kernels[{k}]': v for k, v in enumerate(kernels)}, **{f'decoder[{k}]': v for k, v in enumerate(decoder or ())})
+    check_n_iters(n_iters)
     if isinstance(recon, bool) or not isinstance(recon, (int, float)) or not 0 <= recon < float('inf'): raise ValueError(f"recon must be a finite number >= 0, got {recon!r}")
 
 # %% ../nbs/24_capsnet.ipynb #00000010
+@from_generator
 class CapsOut(NamedTuple):
     "Class capsules."
     a: Tensor # [b, j] lengths: the probability that each class is there

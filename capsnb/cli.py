@@ -4,31 +4,66 @@
 
 # %% ../nbs/50_cli.ipynb #00000003
 from __future__ import annotations
-import shlex, sys
+import contextlib, functools, importlib, io, json, os, shlex, signal, sys
 from pathlib import Path
 from types import SimpleNamespace
-import torch
-from torch import Tensor
 from . import __version__
-from .core import need, pick_device, plot_style, palette, run_record, seed_everything
-from .train import Deck, Stopped, check_recipe, check_room, checkpoint_bytes, clear_run, fit, load_digits_split, quiet_transformers, repeat, run_files, summary, task_of, write_json
-from .vision import DStepNet, n_params, rival_of
-import capsnb.objects as objects
-import capsnb.digits as digits
-import capsnb.ablation as ablation
-from .poses import class_pose, mds_path, plot_paths, poses_of, viewpoint_grid
-from .sentiment import eval_sst, load_run, train_sst
-from .text import explain
 
 # %% auto #0
-__all__ = ['trunk', 'recipe', 'titles', 'contestants', 'table', 'picked', 'draw_map', 'draw_scores', 'draw_column', 'picture',
-           'demo', 'how_to_resume', 'plainly', 'make_app', 'main', 'shared_options', 'claim', 'add_demo',
-           'pose_picture', 'add_objects', 'drawings_picture', 'add_digits', 'again', 'add_train', 'add_sst', 'add_eval',
-           'add_explain', 'capsules_of', 'floor_of', 'add_ablate']
+__all__ = ['trunk', 'recipe', 'titles', 'shown', 'networks', 'Later', 'is_first', 'contestants', 'table', 'picked', 'draw_map',
+           'draw_scores', 'draw_column', 'picture', 'of_demo', 'shown_before', 'strangers', 'claim_demo', 'demo',
+           'leave_demo', 'how_to_resume', 'plainly', 'at_home', 'entrance', 'make_app', 'main', 'on_terminal',
+           'shared_options', 'add_demo', 'pose_picture', 'told', 'bars', 'add_objects', 'drawings_picture',
+           'add_digits', 'again', 'add_train', 'add_sst', 'confusion_table', 'evaluate', 'add_eval', 'add_explain',
+           'capsules_of', 'floor_of', 'add_ablate']
+
+# %% ../nbs/50_cli.ipynb #b94891b1
+class Later:
+    "A module, or something in it, that is imported when it is first used."
+    stopped = False        # whether Ctrl-C came: an import may swallow it (PyTorch's of NumPy)
+
+    def __init__(self,
+        module:str, # its dotted name
+        name:str|None=None # of what is wanted from it; None: the module itself
+    ):
+        self._module, self._name = module, name
+
+    def _found(self): # the thing itself
+        module = importlib.import_module(self._module)
+        if Later.stopped: raise KeyboardInterrupt
+        return module if self._name is None else getattr(module, self._name)
+
+    def __getattr__(self, key): return getattr(self._found(), key)
+
+    def __call__(self, *args, **kw): return self._found()(*args, **kw)
+
+# %% ../nbs/50_cli.ipynb #6e0294c5
+def is_first() -> bool: # of the processes that `torchrun` started; true if there is only one
+    "Whether this process prints, draws and writes for all of them."
+    return os.environ.get('RANK', '0') == '0'
+
+# %% ../nbs/50_cli.ipynb #c288ca0c
+def _later(module:str, names:str) -> list: return [Later(module, name) for name in names.split()]
+
+torch, core, train, objects, digits, ablation = map(
+    Later, ('torch', *(f'capsnb.{m}' for m in 'core train objects digits ablation'.split())))
+need, pick_device, plot_style, run_record, seed_everything = _later(
+    'capsnb.core', 'need pick_device plot_style run_record seed_everything')
+read_json, write_json = _later('capsnb.files', 'read_json write_json')
+check_room, claim, clear_run, found_in, run_bytes, task_of = _later(
+    'capsnb.runs', 'check_room claim clear_run found_in run_bytes task_of')
+Deck, check_recipe, fit, load_digits_split, quiet_transformers, repeat, summary = _later(
+    'capsnb.train', 'Deck check_recipe fit load_digits_split quiet_transformers repeat summary')
+DStepNet, n_params, rival_of = _later('capsnb.vision', 'DStepNet n_params rival_of')
+class_pose, mds_path, plot_paths, poses_of, viewpoint_grid = _later(
+    'capsnb.poses', 'class_pose mds_path plot_paths poses_of viewpoint_grid')
+eval_sst, load_run, train_sst = _later('capsnb.sentiment', 'eval_sst load_run train_sst')
+explain = Later('capsnb.text', 'explain')
 
 # %% ../nbs/50_cli.ipynb #00000006
-trunk = dict(channels=(32, 32, 64, 64), strides=(1, 2, 1, 1))                                                         # of both networks
-recipe = dict(epochs=24, batch_size=20, lr=(1e-5, 5e-3), warmup=.1, momentum='paper', shift=1, mixup=.2)   # of the demo
+trunk = dict(channels=(32, 32, 64, 64), strides=(1, 2, 1, 1))      # of both networks
+recipe = dict(                                                     # of the demo
+    epochs=24, batch_size=20, lr=(1e-5, 5e-3), warmup=.1, momentum='paper', shift=1, mixup=.2)
 
 def contestants(
     seed:int=0 # of the weights
@@ -41,6 +76,8 @@ def contestants(
 
 # %% ../nbs/50_cli.ipynb #00000009
 titles = {'dstep': 'D-step network', 'cnn': 'plain CNN'}
+shown = dict(                                                      # of metrics
+    test_accuracy=float, valid_accuracy=float, n_params=int, seconds=float, device_used=str)
 
 def table(
     results:dict # name -> metrics, as `fit` returns them
@@ -85,7 +122,7 @@ def draw_scores(
     first:int, second:int, label:int # winner, runner-up, truth
 ):
     "Probabilities of the classes as bars, the true class in bold."
-    colours = [palette[2] if k == first else palette[5] if k == second else palette[6] for k in range(len(a))]
+    colours = [core.palette[2 if k == first else 5 if k == second else 6] for k in range(len(a))]
     ax.bar(range(len(a)), a.softmax(-1), color=colours)
     ax.set(ylim=(0, 1.05), yticks=[0, 1], xticks=range(len(a))); ax.tick_params(labelsize=6, length=2); ax.grid(False)
     ax.get_xticklabels()[label].set_fontweight('bold')
@@ -99,7 +136,7 @@ def draw_column(
     "One digit: itself, its scores, what two classes used, what decided between them."
     first, second = a.topk(2).indices.tolist(); decided = earned[first] - earned[second]
     axs[0].imshow(image, cmap='gray_r')
-    axs[0].set_title(f"{label}, read as {first}", color='k' if first == label else palette[1])
+    axs[0].set_title(f"{label}, read as {first}", color='k' if first == label else core.palette[1])
     draw_scores(axs[1], a, first, second, label)
     limit = used[[first, second]].max().item()
     for ax, k, cmap in ((axs[2], first, 'Greens'), (axs[3], second, 'RdPu')):
@@ -108,9 +145,8 @@ def draw_column(
     for ax in axs[[0, 2, 3, 4]]: ax.set(xticks=[], yticks=[]); ax.grid(False)
 
 # %% ../nbs/50_cli.ipynb #00000010
-@torch.no_grad()
 def picture(
-    net:DStepNet, # trained
+    net, # a trained `DStepNet`
     images:Tensor, # [n, 1, m, n]
     labels:Tensor, # [n]
     path:str|Path|None=None, # where to save it
@@ -118,8 +154,9 @@ def picture(
 ): # the matplotlib figure
     "Digits, class scores, the places two classes used, and what decided between them."
     plt, net = plot_style(), net.eval().cpu()
-    k = picked(net(images).a, labels, n)
-    a, used, earned = net(images[k]).a, net.credit(images[k]), net.credit(images[k], of='score')
+    with torch.no_grad():
+        k = picked(net(images).a, labels, n)
+        a, used, earned = net(images[k]).a, net.credit(images[k]), net.credit(images[k], of='score')
     fig, axs = plt.subplots(5, len(k), figsize=(1.4*len(k), 7.6), height_ratios=[1, .55, 1, 1, 1], layout='constrained', squeeze=False)
     for col in range(len(k)): draw_column(axs[:, col], images[k[col], 0], labels[k[col]].item(), a[col], used[col], earned[col])
     names = ('test digit', 'probability', 'places that the\nwinner used', 'places that the\nrunner-up used', 'what decided')
@@ -130,6 +167,55 @@ def picture(
     if path: fig.savefig(path, dpi=120); plt.close(fig)
     return fig
 
+# %% ../nbs/50_cli.ipynb #5fa86a64
+def of_demo(
+    folder:Path, # below a demo's
+    network:str # class of the network that a demo leaves there
+) -> bool: # whether a demo, and nothing else, has written there
+    "Whether a run is a demo's; `ValueError` for damaged settings."
+    if not (folder/'settings.json').exists(): return False
+    note = read_json(folder/'settings.json', settings=dict)['settings']
+    return note.get('network') == network and not {'arch', 'kind'} & set(note)
+
+def shown_before(
+    out:Path # folder of a demo
+) -> dict: # name -> metrics, as `demo` returns them; empty: there is no finished demo
+    "What a finished demo found."
+    if not (out/'metrics.json').exists(): return {}
+    note = read_json(out/'metrics.json')
+    return {name: note[name] for name in titles} if set(titles) <= set(note) else {}
+
+# %% ../nbs/50_cli.ipynb #b03d855c
+networks = {'dstep': 'DStepNet', 'cnn': 'PlainCNN'}                # classes of the contestants
+
+def strangers(
+    out:Path # folder of a demo
+) -> dict: # folder -> files in it
+    "What lies where a demo writes, and is none of a demo's."
+    of_ours = [name for name, network in networks.items() if of_demo(out/name, network)]
+    found = {out/name: found_in(out/name) for name in networks if name not in of_ours}
+    ours = ['metrics.json'] if shown_before(out) else []
+    if ours or of_ours: ours.append('picture.png')
+    picture = ['picture.png'] if (out/'picture.png').exists() else []
+    found[out] = [f for f in found_in(out) + picture if f not in ours]
+    return {folder: there for folder, there in found.items() if there}
+
+def claim_demo(
+    out:Path, # folder of the demo
+    resume:bool, # as on the command line
+    overwrite:bool # likewise
+):
+    "`ValueError` if a demo would replace another run, or, without being told to, a demo."
+    for folder, there in strangers(out).items():
+        raise ValueError(f"'{folder}' holds {', '.join(there)}, which no demo left: "
+                         "choose another folder (--out)")
+    done = shown_before(out)
+    if resume or overwrite or not (done or any(found_in(out/name) for name in networks)): return
+    unfinished = 'a demo that has not come to its end: go on with it'
+    what = 'a finished demo: see it again' if done else unfinished
+    raise ValueError(f"'{out}' holds {what} (--resume), choose another folder (--out), "
+                     "or replace it (--overwrite)")
+
 # %% ../nbs/50_cli.ipynb #00000012
 def demo(
     seed:int=0, # of everything
@@ -137,26 +223,44 @@ def demo(
     resume:bool=False, # go on where an interrupted demo stopped
     epochs:int|None=None, # instead of the recipe's
     device:str|None=None, # None: the best there is
-    progress:bool=True # whether to draw progress bars
+    progress:bool=True, # whether to draw progress bars
+    overwrite:bool=False # whether a demo that `out` holds may be replaced
 ) -> dict: # name -> metrics
-    "Train both networks on the digits, print a table, leave metrics, weights and a picture in `out`."
+    "Train both networks on the digits; `ValueError` where that would replace another run."
     kw = {**recipe, **({} if epochs is None else {'epochs': epochs})}
     check_recipe(**kw, seed=seed)
     pick_device(device); nets = contestants(seed)                  # a device that is not there is an error now, not later
-    out = check_room(out, 2*sum(map(checkpoint_bytes, nets.values())))
-    if not resume:
+    if is_first(): claim_demo(Path(out).expanduser(), resume, overwrite)
+    out = Path(out).expanduser()
+    out = check_room(out, sum(run_bytes(net, out/name) for name, net in nets.items()))
+    if not resume and is_first():
         for name in nets: clear_run(out/name)
         for name in ('metrics.json', 'picture.png'): (out/name).unlink(missing_ok=True)
     data, again = load_digits_split(), how_to_resume(seed, out, epochs, device)
     results = {name: fit(net, data['train'], data['validation'], out/name, data['test'], seed=seed, device=device, resume=True,
                          how_to_resume=again, name=titles[name], progress=progress, **kw) for name, net in nets.items()}
-    test = Deck(data['test'])
-    picture(nets['dstep'], test.images, test.labels, out/'picture.png')
-    for name in nets: write_json(out/name/'task.json', dict(data='digits', arch=name, limit=None, n_test=None, official=True))    # for `capsnb eval`
-    write_json(out/'metrics.json', dict(run_record(seed, **kw), **results))
+    if not is_first(): return results
+    for name in nets: read_json(out/name/'metrics.json', **shown)
+    if shown_before(out) != results:
+        leave_demo(out, nets, data['test'], results, run_record(seed, **kw))
     return results
 
 # %% ../nbs/50_cli.ipynb #00000013
+def leave_demo(
+    out:Path, # folder of the demo
+    nets:dict, # name -> trained network
+    data, # the test digits
+    results:dict, # name -> metrics
+    record:dict # of the run
+):
+    "Draw the picture, and write down what `capsnb eval` asks for, and the metrics, last."
+    test = Deck(data)
+    picture(nets['dstep'], test.images, test.labels, out/'picture.png')
+    for name in nets:
+        note = dict(data='digits', arch=name, limit=None, n_test=None, official=True)
+        write_json(out/name/'task.json', note)
+    write_json(out/'metrics.json', {**record, **results})
+
 def how_to_resume(
     seed:int, out:str|Path, epochs:int|None, device:str|None # as given to `demo`
 ) -> str: # a command to copy
@@ -170,17 +274,51 @@ def plainly(
     if_stopped:str # said when Ctrl-C came outside of training, where no checkpoint was written
 ): # what it returns
     "Run it; what the user can mend becomes one sentence and an exit code instead of a traceback."
+    name = 'capsnb' if is_first() else f"capsnb (process {os.environ['RANK']})"
     try: return action()
-    except Stopped as e: print(f"\n{e}", file=sys.stderr); raise SystemExit(130)
-    except KeyboardInterrupt: print(f"\nstopped; go on with: {if_stopped}", file=sys.stderr); raise SystemExit(130)
-    except (ImportError, OSError, ValueError) as e: print(f"capsnb: {e}", file=sys.stderr); raise SystemExit(1)
+    except KeyboardInterrupt as e:                                 # `Stopped`, too, which says more
+        said = str(e) or f"stopped; go on with: {if_stopped}"
+        if is_first(): print(f"\n{said}", file=sys.stderr)
+        raise SystemExit(130)
+    except (ImportError, OSError, ValueError) as e:
+        print(f"{name}: {e}", file=sys.stderr)
+        raise SystemExit(1)
+
+# %% ../nbs/50_cli.ipynb #efca11e9
+def at_home(
+    value # an option's
+): # the same, a path without ~
+    "A folder as the system knows it; `ValueError` for an unknown user's."
+    if not isinstance(value, Path): return value
+    try: return value.expanduser()
+    except RuntimeError as e: raise ValueError(f"'{value}': {e}") from e
+
+def entrance(
+    command # a function of options
+): # the same function, for Typer
+    "What every command begins with: folders without ~, errors in a sentence, one voice."
+    @functools.wraps(command)
+    def run(**options):
+        def work(): return command(**{k: at_home(v) for k, v in options.items()})
+        if is_first(): return plainly(work, 'the same command')
+        if 'progress' in options: options['progress'] = False
+        with contextlib.redirect_stdout(io.StringIO()): return plainly(work, 'the same command')
+    return run
 
 # %% ../nbs/50_cli.ipynb #0000001d
 def make_app(): # typer.Typer
     "The `capsnb` command."
-    typer = need('typer')
-    app = typer.Typer(name='capsnb', no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
-                      help='Capsule routing, derived in notebooks: mixtures of Gaussians, EM routing and the D-step.')
+    try: import typer
+    except ImportError: typer = need('typer')                      # says how to get it
+    class App(typer.Typer):
+        def command(self, *args, **kw):
+            add = super().command(*args, **kw)
+            return lambda f: add(entrance(f))
+    app = App(name='capsnb', no_args_is_help=True, add_completion=False,
+              pretty_exceptions_enable=False, rich_markup_mode=None,
+              context_settings=dict(help_option_names=['-h', '--help']),
+              help='Capsule routing, derived in notebooks: mixtures of Gaussians, EM routing, '
+                   'and the D-step.')
     def show_version(wanted:bool):
         if wanted: typer.echo(f"capsnb {__version__}"); raise typer.Exit()
     @app.callback()
@@ -190,9 +328,15 @@ def make_app(): # typer.Typer
 
 def main():
     "Entry point of `capsnb`; without Typer it says how to get it."
+    def stop(signum, frame):
+        Later.stopped = True
+        raise KeyboardInterrupt
+    signal.signal(signal.SIGINT, stop)
     plainly(lambda: make_app()(), 'the same command')
 
 # %% ../nbs/50_cli.ipynb #ab1a0011
+def on_terminal() -> bool: return sys.stderr.isatty() # where progress bars are drawn
+
 def shared_options(
     typer # the module
 ) -> SimpleNamespace: # name -> option
@@ -200,23 +344,12 @@ def shared_options(
     Option = typer.Option
     return SimpleNamespace(
         device=Option(None, help="'cpu', 'cuda' or 'mps'; the best there is if not given.", show_default=False),
-        progress=Option(True, help='Draw progress bars.'),
+        progress=Option(default_factory=on_terminal, show_default='on a terminal',
+                        help='Draw progress bars.'),
         resume=Option(False, '--resume', help='Go on where an interrupted run in this folder stopped.'),
         overwrite=Option(False, '--overwrite', help='Replace the run that this folder holds.'),
         pairs=Option(None, min=10, help='Toys: only so many pairs of each split; all 24,300 if not given.', show_default=False),
         cache=Option(None, help="Toys: folder for drawn pictures; else the user's cache.", show_default=False))
-
-# %% ../nbs/50_cli.ipynb #50b00002
-def claim(
-    out:Path, resume:bool, overwrite:bool # folder of a run; as on the command line
-):
-    "`ValueError` if a new run would replace what the folder holds; without a word where there is nothing to lose."
-    there = [f for f in run_files if not f.endswith('.png') and (out/f).exists()]
-    if resume or not there: return
-    if 'settings.json' not in there: raise ValueError(f"'{out}' holds {', '.join(there)}, which no run left: choose another folder (--out)")
-    if overwrite: return
-    what = 'a finished run: choose another folder (--out)' if 'task.json' in there else 'a run that has not come to its end: go on with it (--resume), choose another folder (--out)'
-    raise ValueError(f"'{out}' holds {what}, or replace it (--overwrite)")
 
 # %% ../nbs/50_cli.ipynb #0000001e
 def add_demo(
@@ -228,7 +361,7 @@ def add_demo(
     def command(
         seed:int=Option(0, min=0, max=2**32 - 1, help='Seed of the weights, the order of the data and all draws.'),
         out:Path=Option('runs/demo', help='Folder for metrics.json, picture.png, dstep/ and cnn/ (weights); made if missing.'),
-        resume:bool=shared.resume,
+        resume:bool=shared.resume, overwrite:bool=shared.overwrite,
         epochs:int=Option(recipe['epochs'], min=1, help='Times through the 1,000 training digits.'),
         device:str=shared.device,
         progress:bool=shared.progress):
@@ -237,22 +370,48 @@ def add_demo(
         Prints both accuracies on the last 500 digits, from forms neither was trained on, and draws where each class got its score from.
         No download; about a minute on two cores. Ctrl-C leaves a checkpoint and says how to go on."""
         epochs = None if epochs == recipe['epochs'] else epochs
-        results = plainly(lambda: demo(seed, out, resume, epochs, device, progress), how_to_resume(seed, out, epochs, device))
+        how = how_to_resume(seed, out, epochs, device)
+        results = plainly(lambda: demo(seed, out, resume, epochs, device, progress, overwrite), how)
         print(f"\n{table(results)}\n\nlook at {out/'picture.png'}; weights: capsnb.DStepNet.from_pretrained('{out/'dstep'}')")
 
 # %% ../nbs/50_cli.ipynb #ea8a4c84
-@torch.no_grad()
 def pose_picture(
     net, data:str, size:int, # with class capsules; 'toys' or 'smallnorb'; pixels
     path:Path, **kw # where to save it; of `open_objects`
 ):
-    "How the class capsule's four pose vectors move as a toy nobody trained on turns: one toy of each category (Heinsen 2019, figure 4)."
-    x = objects.open_objects(data, 'test', size, dict(elevation=(3,), lighting=(0,)) if data == 'toys' else None, **kw)
+    "How the class capsule moves as an unknown toy of each category turns (Heinsen 2019, figure 4)."
+    few = dict(elevation=(3,), lighting=(0,)) if data == 'toys' else None
+    x = objects.open_objects(data, 'test', size, few, **kw)
     at = {k: 3 if k == 'elevation' and (x[k] == 3).any() else int(x[k].min()) for k in ('instance', 'elevation', 'lighting')}
-    keep = torch.stack([x[k] == v for k, v in at.items()]).all(0); x = {k: v[keep] for k, v in x.items()}
-    grid = viewpoint_grid(class_pose(poses_of(net, x['images']), x['category']), x, 'azimuth', {k: at[k] for k in ('elevation', 'lighting')})
+    keep = torch.stack([x[k] == v for k, v in at.items()]).all(0)
+    x = {k: v[keep] for k, v in x.items()}
+    with torch.no_grad(): poses = class_pose(poses_of(net, x['images']), x['category'])
+    grid = viewpoint_grid(poses, x, 'azimuth', {k: at[k] for k in ('elevation', 'lighting')})
     fig = plot_paths({objects.categories[int(c)]: mds_path(p) for p, (c, _) in zip(grid.x, grid.toys)})
-    fig.suptitle('Pose vectors of the class capsule while a toy turns once around (multidimensional scaling)', fontsize=9); fig.savefig(path, dpi=120)
+    fig.suptitle('Pose vectors of the class capsule while a toy turns once around '
+                 '(multidimensional scaling)', fontsize=9)
+    fig.savefig(path, dpi=120)
+
+# %% ../nbs/50_cli.ipynb #d5c4332b
+def told(
+    out:Path, # folder of a finished run
+    trained_on:str='' # what, if that must be said
+) -> str: # a sentence
+    "What a finished run found; `ValueError` when its metrics.json is damaged."
+    m = read_json(out/'metrics.json', n_params=int, epochs=int, best_epoch=int,
+                  valid_accuracy=(float, None), test_accuracy=float, seconds=float)
+    n, valid = m['epochs'], m['valid_accuracy']
+    if n < 1: raise ValueError(f"'{out}/metrics.json' is damaged: expected an epoch, got {n}")
+    if valid is None: found = f"epoch {n}"
+    else: found = f"best of {n} epochs: {m['best_epoch']}; validation {valid:.1%}"
+    return (f"{m['n_params']:,} parameters, {trained_on}{found}, test {m['test_accuracy']:.1%}; "
+            f"{m['seconds']/n:.1f} s per epoch; the network is in {out}")
+
+def bars(
+    progress:bool # whether they are drawn
+) -> dict: # options that say so, where a terminal does not
+    "What a command must be told to draw progress bars again, or none."
+    return dict(progress=progress and not on_terminal(), no_progress=on_terminal() and not progress)
 
 # %% ../nbs/50_cli.ipynb #ea8a4c85
 def add_objects(
@@ -260,9 +419,12 @@ def add_objects(
 ):
     "Add `capsnb train toys` or `capsnb train smallnorb`."
     Option, toys, shared = typer.Option, data == 'toys', shared_options(typer)
-    @group.command(data, short_help='Toys that the library draws itself.' if toys else 'smallNORB, stereo pictures of toys.', help=f"""Train on {'toys that the library draws itself' if toys else 'smallNORB'} (Heinsen 2019, section 4).
+    what = 'toys that the library draws itself' if toys else 'smallNORB'
+    short = 'Toys that the library draws itself.' if toys else 'smallNORB, stereo pictures of toys.'
+    @group.command(data, short_help=short, help=f"""Train on {what} (Heinsen 2019, section 4).
 
-    Keeps the epoch that validates best on instances held back (with --no-validate the last one), tests it once, and draws how poses move. Ctrl-C leaves a checkpoint and says how to go on.""")
+    Keeps the epoch that validates best on instances held back (with --no-validate the last one),
+    tests it once, and draws how poses move. Ctrl-C leaves a checkpoint and says how to go on.""")
     def command(
         net:str=Option('dstep', help="'dstep': the paper's network; 'cnn': a CNN as large; 'baseline': the baseline CNN of Hinton et al. (2018); 'matrix-caps': its matrix capsules, best with --size 48."),
         size:int=Option(96, min=29, help='Pixels per side (smallNORB has 96).'),
@@ -279,19 +441,21 @@ def add_objects(
         device:str=shared.device,
         progress:bool=shared.progress):
         how = again(f'capsnb train {data}', net=net, size=size, pairs=pairs, epochs=epochs, seed=seed, out=out, data=folder, cache=cache,
-                    as_published=as_published, no_validate=not validate, any_files=any_files, device=device, no_progress=not progress)
-        plainly(lambda: claim(out, resume, overwrite), how)
-        m = plainly(lambda: objects.train_objects(data, net, out, size, pairs, folder, not any_files, cache, epochs, seed, as_published, device, resume, progress, how, validate=validate), how)
-        kept = f"best of {m['epochs']} epochs: {m['best_epoch']}; validation {m['valid_accuracy']:.1%}" if validate else f"all training instances, epoch {m['epochs']}"
-        print(f"{data}, {net}, {m['n_params']:,} parameters, {kept}, test {m['test_accuracy']:.1%}; "
-              f"{m['seconds']/m['epochs']:.1f} s per epoch; the network is in {out}")
+                    as_published=as_published, no_validate=not validate, any_files=any_files,
+                    device=device, **bars(progress))
+        plainly(lambda: claim(out, resume, overwrite, command_line=True), how)
+        work = lambda: objects.train_objects(
+            data, net, out, size, pairs, folder, not any_files, cache, epochs, seed, as_published,
+            device, resume, progress, how, validate=validate, overwrite=overwrite)
+        plainly(work, how)
+        if not is_first(): return
+        print(f"{data}, {net}, {told(out, '' if validate else 'all training instances, ')}")
         if net != 'dstep': return
         try: pose_picture(objects.load_objects_run(out, device)[0], data, size, out/'poses.png', folder=folder, official=not any_files, cache=cache, progress=progress)
         except ValueError as e: print(f"no picture of poses: {e}", file=sys.stderr)
         else: print(f"look at {out/'poses.png'}")
 
 # %% ../nbs/50_cli.ipynb #0804547e
-@torch.no_grad()
 def drawings_picture(
     net, data:str, path:Path, # CapsNet with a decoder; a name of `digits.sets`; where to save it
     **kw # of `digits.open_digits`
@@ -299,15 +463,25 @@ def drawings_picture(
     "The first test picture of each class, and what the decoder draws from its own capsule and from the longest other one."
     plt, on = plot_style(), next(net.parameters()).device
     x, y = digits.open_digits(data, n_test=None, **kw)['test'].values()
-    k = torch.stack([(y == c).nonzero()[0, 0] for c in y.unique()]); x, y = x[k].to(on), y[k].to(on)
-    out = net(x); other = out.a.scatter(1, y[:, None], -1).argmax(1)
+    k = torch.stack([(y == c).nonzero()[0, 0] for c in y.unique()])
+    x, y = x[k].to(on), y[k].to(on)
+    with torch.no_grad():
+        out = net(x)
+        other = out.a.scatter(1, y[:, None], -1).argmax(1)
+        rows = [(x, y, 'test picture'), (net.draw(out.v, y), y, 'its own capsule'),
+                (net.draw(out.v, other), other, 'longest other')]
     fig, axs = plt.subplots(3, len(k), figsize=(1.1*len(k), 3.9), layout='constrained', squeeze=False)
-    for row, images, of, title in zip(axs, (x, net.draw(out.v, y), net.draw(out.v, other)), (y, y, other), ('test picture', 'its own capsule', 'longest other')):
+    for row, (images, of, title) in zip(axs, rows):
         row[0].set_ylabel(title)
         for n, ax in enumerate(row):
-            ax.imshow(images[n, 0].cpu(), cmap='gray_r', vmin=0, vmax=1); ax.set(xticks=[], yticks=[]); ax.grid(False)
-            ax.set_title(digits.names_of[data][int(of[n])] + ('' if images is x else f": {out.a[n, of[n]]:.2f}"), fontsize=7)
-    fig.suptitle('Drawn by the decoder from one capsule; numbers: length of the capsule', fontsize=9); fig.savefig(path, dpi=120); plt.close(fig)
+            length = '' if images is x else f": {out.a[n, of[n]]:.2f}"
+            ax.imshow(images[n, 0].cpu(), cmap='gray_r', vmin=0, vmax=1)
+            ax.set(xticks=[], yticks=[])
+            ax.grid(False)
+            ax.set_title(digits.names_of[data][int(of[n])] + length, fontsize=7)
+    fig.suptitle('Drawn by the decoder from one capsule; numbers: its length', fontsize=9)
+    fig.savefig(path, dpi=120)
+    plt.close(fig)
 
 # %% ../nbs/50_cli.ipynb #17065349
 def add_digits(
@@ -320,20 +494,32 @@ def add_digits(
     Keeps the epoch that validates best on training pictures held back, and tests it once. Ctrl-C leaves a checkpoint and says how to go on.""")
     def command(
         net:str=Option('capsnet', help="'capsnet': dynamic routing, with a decoder; 'dstep': Heinsen (2019); 'matrix-caps': EM routing; 'cnn': as large as the D-step network; 'baseline': a larger CNN."),
-        epochs:int=Option(digits.recipe['epochs'], min=1, help='Times through the training data.'),
+        epochs:int=Option(None, min=1, show_default=False,
+                          help='Times through the training data; 20 if not given.'),
         seed:int=Option(0, min=0, max=2**32 - 1, help='Seed of the weights, the order of the data and shifts.'),
-        limit:int=Option(None, min=1, help='Only so many training pictures, of validation a third as many at most; the test is whole.', show_default=False),
+        limit:int=Option(None, min=1, show_default=False,
+                         help='Only so many training pictures, of validation at most a third.'),
+        test_limit:int=Option(None, min=1, show_default=False,
+                              help='Only so many test pictures, for eval too; all if not given.'),
         out:Path=Option(f'runs/{data}', help='Folder for metrics.json, task.json, the network and (CapsNet) drawings.png; made if missing.'),
         folder:Path=Option(None, '--data', help='Folder of the four files; else CAPSNB_DATA, or a download. Not for digits.', show_default=False),
         any_files:bool=Option(False, '--any-files', help='The files need not be the official ones, only in their format.'),
         resume:bool=shared.resume, overwrite:bool=shared.overwrite,
         device:str=shared.device,
         progress:bool=shared.progress):
-        how = again(f'capsnb train {data}', net=net, epochs=epochs, seed=seed, limit=limit, out=out, data=folder, any_files=any_files, device=device, no_progress=not progress)
-        plainly(lambda: claim(out, resume, overwrite), how)
-        m = plainly(lambda: digits.train_digits(data, net, out, limit, folder, not any_files, None, epochs, seed, device, resume, progress, how), how)
-        print(f"{data}, {net}, {m['n_params']:,} parameters, best of {m['epochs']} epochs: {m['best_epoch']}; validation {m['valid_accuracy']:.1%}, test {m['test_accuracy']:.1%}; "
-              f"{m['seconds']/m['epochs']:.1f} s per epoch; the network is in {out}")
+        how = again(f'capsnb train {data}', net=net, epochs=epochs, seed=seed, limit=limit,
+                    test_limit=test_limit, out=out, data=folder, any_files=any_files,
+                    device=device, **bars(progress))
+        plainly(lambda: claim(out, resume, overwrite, command_line=True), how)
+        if limit and not test_limit and not here and is_first():
+            print("the test takes all pictures, however few are trained on; for a trial, "
+                  "--test-limit 500 saves minutes", file=sys.stderr)
+        work = lambda: digits.train_digits(data, net, out, limit, folder, not any_files, test_limit,
+                                           epochs, seed, device, resume, progress, how,
+                                           overwrite=overwrite)
+        plainly(work, how)
+        if not is_first(): return
+        print(f"{data}, {net}, {told(out)}")
         if net != 'capsnet': return
         plainly(lambda: drawings_picture(digits.load_digits_run(out, device)[0], data, out/'drawings.png', folder=folder, official=not any_files), how)
         print(f"look at {out/'drawings.png'}")
@@ -351,13 +537,14 @@ def add_train(
     app, typer # the Typer application, the module
 ):
     "Add `capsnb train` to the application."
-    group = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help='Train a network on a data set; one sub-command for each.')
+    group = type(app)(no_args_is_help=True, rich_markup_mode=None,
+                      help='Train a network on a data set; one sub-command for each.')
     app.add_typer(group, name='train')
     @group.callback()
     def top(): pass
     add_sst(group, typer)
     for data in ('toys', 'smallnorb'): add_objects(group, typer, data)
-    for data in digits.sets: add_digits(group, typer, data)
+    for data in ('digits', 'mnist', 'fashion-mnist'): add_digits(group, typer, data)
 
 # %% ../nbs/50_cli.ipynb #3657eea6
 def add_sst(
@@ -397,12 +584,45 @@ def add_sst(
         if seeds > 1:
             rows = plainly(lambda: repeat(train_sst, check_room(out, 2**20)/'runs.json', task, tuple(range(seed, seed + seeds)), out, again('capsnb train sst', task=task, roots=roots, seeds=seeds), encoder=encoder, resume=True, **kw), how)
             s = summary(rows); print(f"{task}, seeds {seed} to {seed + seeds - 1}: test {s['test']:.1f} ± {s['test_sd']:.1f} %, validation {s['valid']:.1f} ± {s['valid_sd']:.1f} %; runs in {out}"); return
-        plainly(lambda: claim(out, resume, overwrite), how)
+        plainly(lambda: claim(out, resume, overwrite, command_line=True), how)
         m = plainly(lambda: train_sst(encoder=encoder, out=out, seed=seed, resume=resume, **kw), how)
         print(f"{task}, {m['n_params']:,} parameters, best of {m['epochs']} epochs: {m['best_epoch']}; validation {m['valid_accuracy']:.1%}, "
               f"test {m['test_accuracy']:.1%}; {m['seconds']/m['epochs']:.1f} s per epoch; the network is in {out}")
 
+# %% ../nbs/50_cli.ipynb #7c6e9cc4
+def confusion_table(
+    names:list, # of the classes
+    confusion:list # [label][predicted] counts
+) -> str: # a line for each label
+    "What is taken for what."
+    rows = [['label', 'read as', *names]]
+    rows += [[name, '', *(f'{n:,}' for n in row)] for name, row in zip(names, confusion)]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    def line(row): return '  '.join([*(x.ljust(w) for x, w in zip(row[:2], widths)),
+                                     *(x.rjust(w) for x, w in zip(row[2:], widths[2:]))])
+    return '\n'.join(map(line, rows))
+
 # %% ../nbs/50_cli.ipynb #002262a0
+def evaluate(
+    run:Path, # its folder
+    split:str, # 'train', 'validation', 'test'; on toys and smallNORB also 'train+validation'
+    encoder:str|None=None, # where the transformer lies now
+    data:Path|None=None, # folder of the data
+    cache:Path|None=None, # folder for hidden states or drawn toys
+    on_the_fly:bool=False, # whether to run the transformer instead of keeping hidden states
+    crops:int=1, # patches per side, on toys and smallNORB
+    device:str|None=None, # None: the best there is
+    progress:bool=False # whether to draw progress bars
+) -> dict: # split, n, accuracy, names, confusion, and for toys by_degrees
+    "Test a finished run of any kind; `ValueError` when there is none, or its notes are damaged."
+    note = task_of(run)
+    if 'arch' not in note and 'kind' in note:
+        return objects.eval_objects(run, split, data, cache, device, progress, crops=crops)
+    if crops != 1:
+        raise ValueError(f"only runs on toys or smallNORB are tested on crops, got crops={crops}")
+    if 'arch' in note: return digits.eval_digits(run, split, data, device, progress=progress)
+    return eval_sst(run, split, encoder, data, False if on_the_fly else cache, device, progress)
+
 def add_eval(
     app, typer # the Typer application, the module
 ):
@@ -417,18 +637,14 @@ def add_eval(
         cache:Path=Option(None, help="Folder for hidden states or drawn toys; else the user's cache.", show_default=False),
         on_the_fly:bool=Option(False, '--on-the-fly', help='Run the transformer instead of keeping hidden states.'),
         crops:int=Option(1, min=1, help='Matrix capsules and the baseline on toys and smallNORB: the mean over crops times crops patches; 1: the one in the middle.'),
-        device:str=shared.device):
+        as_json:bool=Option(False, '--json', help='Print one JSON object, and nothing else.'),
+        device:str=shared.device, progress:bool=shared.progress):
         """Accuracy of a finished run, and what it takes for what."""
-        def work():
-            note = task_of(run)
-            if 'arch' in note or 'kind' not in note:
-                if crops != 1: raise ValueError(f"only runs on toys or smallNORB are tested on crops, got crops={crops}")
-                return digits.eval_digits(run, split, data, device) if 'arch' in note else eval_sst(run, split, encoder, data, False if on_the_fly else cache, device)
-            return objects.eval_objects(run, split, data, cache, device, crops=crops)
-        e = plainly(work, 'the same command')
-        width = max(map(len, e['names']))
-        print(f"{e['split']}: {e['accuracy']:.1%} of {e['n']:,}\n\n{'label':{width}}  read as " + ' '.join(f'{n:>{width}}' for n in e['names']))
-        for name, row in zip(e['names'], e['confusion']): print(f"{name:{width}}          " + ' '.join(f'{k:{width},}' for k in row))
+        with contextlib.redirect_stdout(sys.stderr):
+            e = evaluate(run, split, encoder, data, cache, on_the_fly, crops, device, progress)
+        if as_json: return print(json.dumps(e))
+        print(f"{e['split']}: {e['accuracy']:.1%} of {e['n']:,}\n")
+        print(confusion_table(e['names'], e['confusion']))
         for angle, found in e.get('by_degrees', {}).items(): print(f"\nby {angle}: " + ', '.join(f'{d}° {a:.0%}' for d, a in found.items()))
 
 # %% ../nbs/50_cli.ipynb #b1515088
@@ -477,6 +693,10 @@ def floor_of(
     try: return float(text)
     except ValueError: raise ValueError(f"--eps takes 'auto', a number or a share as in 300%, got {text!r}") from None
 
+# %% ../nbs/50_cli.ipynb #d7f197ae
+_rows = ('1 iteration, 2 iterations, 3 iterations, 5 iterations, vector, no coordinates, '
+         '"vector, no coordinates", margin loss, cross-entropy, mixing proportions, floor of 1e-4')
+
 # %% ../nbs/50_cli.ipynb #ab1a0002
 def add_ablate(
     app, typer # the Typer application, the module
@@ -494,7 +714,8 @@ def add_ablate(
         capsules:str=Option(None, help='A,B,C,D of every network, as in 64,8,16,16, the paper\'s small one.', show_default=False),
         eps:str=Option(None, help="Floor of the variances in every row but the one that says otherwise: 'auto', a number, or a share of the votes' spread, as in 300%; the preset's if not given.", show_default=False),
         validate:bool=Option(True, help='Choose the epoch on instance 9; if not, train on that one too and keep the last epoch.'),
-        only:list[str]=Option(None, help=f"Name of a row; may be repeated. All if not given: {', '.join(r.name for r in ablation.ablation_rows())}, or the other presets.", show_default=False),
+        only:list[str]=Option(None, show_default=False, help="Name of a row; may be repeated. All "
+                              f"if not given: {_rows}, or other presets, as in 'preset google'."),
         out:Path=Option('runs/ablate/em_ablation.json', help='File that collects the runs; finished ones are kept.'),
         runs:Path=Option('runs/ablate', help='Folder of the runs themselves.'),
         folder:Path=Option(None, '--data-folder', help='smallNORB: folder of its six files; else CAPSNB_DATA, or a download.', show_default=False),
@@ -504,6 +725,10 @@ def add_ablate(
         """What each part of matrix capsules is worth: the rows of Table 1 of Hinton et al. (2018), beside the paper's errors.
 
         Trains one network after another; a study that was stopped goes on with the same command."""
-        plainly(lambda: ablation.run_ablation(out, data, size, pairs, epochs, tuple(range(seeds)), preset, tuple(only or ()) or None, runs, capsules_of(capsules), floor_of(eps), validate,
-                                              folder=folder, cache=cache, device=device, progress=progress), 'the same command')
-        ablation.plot_ablation(out).savefig(out.with_suffix('.png'), dpi=120); print(f"{ablation.ablation_table(out)}\n\nlook at {out.with_suffix('.png')}")
+        ablation.run_ablation(
+            out, data, size, pairs, epochs, tuple(range(seeds)), preset, tuple(only or ()) or None,
+            runs, capsules_of(capsules), floor_of(eps), validate,
+            folder=folder, cache=cache, device=device, progress=progress)
+        if not is_first(): return
+        ablation.plot_ablation(out).savefig(out.with_suffix('.png'), dpi=120)
+        print(f"{ablation.ablation_table(out)}\n\nlook at {out.with_suffix('.png')}")

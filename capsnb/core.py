@@ -4,7 +4,7 @@
 
 # %% ../nbs/00_core.ipynb #00000002
 from __future__ import annotations
-import functools, importlib, math, platform, random, subprocess, sys, time
+import functools, importlib, math, multiprocessing, os, platform, random, subprocess, sys, time
 from pathlib import Path
 import torch
 from torch import Tensor
@@ -38,6 +38,11 @@ def pick_device(
     if not there: raise ValueError(f"device '{name}' is not available; this machine has "
         f"{torch.cuda.device_count()} CUDA device(s)" + (", mps" if has_mps else "") + " and cpu")
     return device
+
+# %% ../nbs/00_core.ipynb #7c1d0e02
+if 'IN_TEST' in os.environ and multiprocessing.parent_process() and 'OMP_NUM_THREADS' not in os.environ:
+    os.environ['OMP_NUM_THREADS'] = '1'     # for child processes, and for libraries that are loaded later
+    torch.set_num_threads(1)
 
 # %% ../nbs/00_core.ipynb #0000000d
 def need(

@@ -9,10 +9,13 @@ import torch, torch.nn.functional as F
 from torch import nn, Tensor
 from .capsnet import CapsNet
 from .core import pick_device, seed_everything
+from .files import read_json
 from .matrix_caps import MatrixCapsNet
 from .mnist import as_floats, class_names, load_mnist
+from .objects import checked_network, guesses
 from .vision import BaselineCNN, DStepNet, PlainCNN, n_params, rival_of
-from .train import Deck, MixupCollator, check_recipe, check_room, checkpoint_bytes, fit_decks, load_digits_split, saved_network, task_of, write_json
+from .train import Deck, MixupCollator, check_recipe, claim, fit_decks
+from .train import load_digits_split, task_of
 
 # %% auto #0
 __all__ = ['sets', 'names_of', 'strides', 'few_pixels', 'classes', 'recipe', 'top_lr', 'spread', 'open_digits', 'as_seen',
@@ -85,25 +88,36 @@ def recipe_of(
     return {**recipe, 'lr': (1e-5, top_lr[net][sets[data] == 28]), 'shift': 2 if sets[data] == 28 or net == 'matrix-caps' else 1}
 
 def train_digits(
-    data:str='digits', net:str='capsnet', # a name of `sets`; of `classes`
-    out:str|Path='runs/digits', limit:int|None=None, folder=None, official:bool=True, n_test:int|None=None, # folder of the run; as for `open_digits`
-    epochs:int|None=None, seed:int=0, # None: the recipe's; of everything
-    device:str|None=None, resume:bool=False, progress:bool=True, # None: the best there is; go on where a run stopped; whether to draw bars
+    data:str='digits', # a name of `sets`
+    net:str='capsnet', # a name of `classes`
+    out:str|Path='runs/digits', # folder of the run
+    limit:int|None=None, # as for `open_digits`
+    folder=None, # as for `open_digits`
+    official:bool=True, # as for `open_digits`
+    n_test:int|None=None, # as for `open_digits`
+    epochs:int|None=None, # None: the recipe's
+    seed:int=0, # of everything
+    device:str|None=None, # None: the best there is
+    resume:bool=False, # go on where a run stopped
+    progress:bool=True, # whether to draw bars
     how_to_resume:str='train_digits(..., resume=True)', # said when the run was stopped
     options:dict|None=None, # of the network, e.g. dict(n_iters=2)
-    **more # of the recipe, or what TrainingArguments knows
+    overwrite:bool=False, # replace the run that the folder holds
+    **more # of the recipe, or `honoured` ones
 ) -> dict: # as in metrics.json
     "Train a network on a set: test accuracy of the epoch that validates best."
     model = new_network(net, data, seed, **(options or {}))
     kw = {**recipe_of(net, data), **more, **({} if epochs is None else dict(epochs=epochs))}
-    check_recipe(**kw, seed=seed); pick_device(device)
+    check_recipe(**kw, seed=seed)
+    claim(out, resume, overwrite)
+    pick_device(device)
     decks = decks_of(open_digits(data, limit, folder, official, n_test), net, seed, kw['shift'])
-    note = dict(data=data, arch=net, limit=limit, n_test=n_test, official=official, **({'options': options} if options else {}))
-    out = check_room(out, 2*checkpoint_bytes(model))
-    metrics = fit_decks(model, decks['train'], decks['validation'], decks['test'], MixupCollator(10, kw['mixup']), out,
-                        dict(seed=seed, per_device_eval_batch_size=100, **kw), device, resume, how_to_resume, name=f'{net} seed {seed}', progress=progress, **note)
-    write_json(Path(out)/'task.json', note)
-    return metrics
+    note = dict(data=data, arch=net, limit=limit, n_test=n_test, official=official)
+    if options: note['options'] = options
+    return fit_decks(
+        model, decks['train'], decks['validation'], decks['test'], MixupCollator(10, kw['mixup']), out,
+        dict(seed=seed, per_device_eval_batch_size=100, **kw), device, resume, how_to_resume,
+        name=f'{net} seed {seed}', progress=progress, overwrite=overwrite, note=note)
 
 # %% ../nbs/26_digits.ipynb #00000016
 def decks_of(
@@ -117,22 +131,31 @@ def decks_of(
 def load_digits_run(
     run:str|Path, device:str|None=None # folder of a finished run; None: the best there is
 ) -> tuple: # network in evaluation mode, note of the task
-    "What a run left; `ValueError` when it is not finished, or on other data."
+    "What a run left; `ValueError` when it is not finished, on other data, or damaged."
+    run = Path(run).expanduser()
     note = task_of(run, 'capsnb train digits')
     if absent := [k for k in ('data', 'arch', 'limit', 'official') if k not in note]:
         raise ValueError(f"'{run}' is no run on {', '.join(sets)}: task.json says nothing of {', '.join(absent)}")
+    fields = dict(data=str, arch=str, limit=(int, None), official=bool, n_test=(int, None))
+    read_json(run/'task.json', **{k: v for k, v in fields.items() if k in note})
+    note.setdefault('n_test')                                      # older runs do not say
     if note['arch'] not in classes or note['data'] not in sets: raise ValueError(f"'{run}' is no run on {', '.join(sets)}: {note}")
-    return saved_network(run, classes[note['arch']], device), note
+    return checked_network(run, classes[note['arch']], device), note
 
-@torch.no_grad()
 def eval_digits(
-    run:str|Path, split:str='test', # folder of a finished run; 'train', 'validation' or 'test'
-    folder=None, device:str|None=None, batch_size:int=100 # as for `train_digits`; pictures at a time
+    run:str|Path, # folder of a finished run
+    split:str='test', # 'train', 'validation' or 'test'
+    folder=None, # as for `train_digits`
+    device:str|None=None, # likewise
+    batch_size:int=100, # pictures at a time
+    progress:bool=True # whether to draw a bar
 ) -> dict: # split, n, accuracy, names, confusion [label][predicted]
-    "Accuracy of a finished run on all test pictures (or on those it was trained or validated on), and what is taken for what."
-    net, note = load_digits_run(run, device); on = next(net.parameters()).device
+    "Accuracy of a finished run on the pictures of one of its splits, and what is taken for what."
+    net, note = load_digits_run(run, device)
     if split not in ('train', 'validation', 'test'): raise ValueError(f"split must be 'train', 'validation' or 'test', got {split!r}")
-    x, y = open_digits(note['data'], note['limit'], folder, note['official'])[split].values()
-    guess = torch.cat([net(as_seen(note['arch'], i.to(on))).a.argmax(1).cpu() for i in x.split(batch_size)])
+    parts = open_digits(note['data'], note['limit'], folder, note['official'], note['n_test'])
+    x, y = parts[split].values()
+    batches = x.split(batch_size)
+    guess = guesses(net, batches, lambda i: [as_seen(note['arch'], i)], len(batches), progress)
     return dict(split=split, n=len(y), accuracy=(guess == y).float().mean().item(), names=names_of[note['data']],
                 confusion=torch.bincount(y*10 + guess, minlength=100).view(10, 10).tolist())

@@ -9,6 +9,7 @@ from typing import Callable, NamedTuple
 import torch, torch.nn.functional as F
 from torch import Tensor, nn
 from .core import keep_freed_memory
+from .dynamic import check_n_iters, from_generator
 
 # %% auto #0
 __all__ = ['plans', 'votes', 'log_p', 'e_step', 'd_step', 'm_step', 'Floor', 'as_floor', 'sig2_floor', 'Routed', 'RoutedR',
@@ -56,6 +57,7 @@ def d_step(
 ) -> tuple[Tensor, Tensor]: # [..., i, j] shares used, and shares ignored
     "Shares of every input that every output uses and ignores (Heinsen 2019, eqs. 4 and 6)."
     D_use = f_a[..., None]*R
+    D_use = torch.where(D_use > 0, D_use, 0)           # a share of 0 gets no gradient, even if 1/eps_m made it inf
     return D_use, f_a[..., None] - D_use
 
 # %% ../nbs/04_dstep.ipynb #00000014
@@ -111,12 +113,14 @@ def sig2_floor(
     return floor.rel*spread + 1e-6*size + floor.abs
 
 # %% ../nbs/04_dstep.ipynb #00000020
+@from_generator
 class Routed(NamedTuple):
     "What a routing returns."
     a: Tensor # [..., j] scores (logits; apply a sigmoid for activations, or a softmax for classes)
     mu: Tensor # [..., j, c, h] capsules
     sig2: Tensor # [..., j, c, h] variances, floor included
 
+@from_generator
 class RoutedR(NamedTuple):
     "What a routing returns when asked for `R`."
     a: Tensor # [..., j] scores
@@ -136,6 +140,7 @@ def routing_ref(
     pooled:bool=False # first E-step with one Gaussian for all outputs (see "Any number of outputs")
 ) -> RoutedR: # scores, capsules, variances, routing probabilities
     "Heinsen's routing, written as in the paper (Heinsen 2019, Alg. 1)."
+    check_n_iters(n_iters)
     eps = as_floor(eps, B.shape[-2]*B.shape[-1])
     V = votes(mu_inp, W, B)                                                          # line 1
     f_a = a_inp.sigmoid()
@@ -212,10 +217,11 @@ def choose_plan(
 # %% ../nbs/04_dstep.ipynb #00000046
 def _check_sizes(r):
     "Refuse a routing that cannot be."
-    for name in ('d_cov', 'd_inp', 'd_out', 'n_inp', 'n_out', 'n_iters'):
+    for name in ('d_cov', 'd_inp', 'd_out', 'n_inp', 'n_out'):
         v = getattr(r, name)
         if v is None and name in ('n_inp', 'n_out'): continue
         if isinstance(v, bool) or not isinstance(v, int) or v < 1: raise ValueError(f"{name} must be an integer >= 1, got {v!r}")
+    check_n_iters(r.n_iters)
     if r.p_model not in ('gaussian', 'skm'): raise ValueError(f"p_model must be 'gaussian' or 'skm', got {r.p_model!r}")
     if r.plan != 'auto' and r.plan not in plans: raise ValueError(f"plan must be 'auto' or one of {sorted(plans)}, got {r.plan!r}")
     if r.plan != 'auto' and (why := plans[r.plan].refuses(Sizes(1, 1, 1, r.d_cov, r.d_inp, r.d_out, r.n_inp is None))):
@@ -331,3 +337,6 @@ class Routing(RoutingParameters):
         top = torch.finfo(dtype).max                                      # a score beyond it would come out as "surely present"
         out = [out[0].clamp(-top, top).to(dtype), out[1].to(dtype), *out[2:]]
         return RoutedR(*out) if return_R else Routed(*out[:3])
+
+# %% ../nbs/04_dstep.ipynb #6a80140d
+import capsnb.moments                       # the fast plans of `Routing`

@@ -4,13 +4,16 @@
 
 # %% ../nbs/02_dynamic.ipynb #00000002
 from __future__ import annotations
+import functools
+from types import GeneratorType
 from typing import NamedTuple
 import torch
 from torch import Tensor
 from .core import first_order, keep_freed_memory
 
 # %% auto #0
-__all__ = ['squash', 'Agreed', 'dynamic_routing_ref', 'dynamic_routing', 'route_capsules']
+__all__ = ['MOST_ITERS', 'squash', 'from_generator', 'check_n_iters', 'Agreed', 'dynamic_routing_ref', 'dynamic_routing',
+           'route_capsules']
 
 # %% ../nbs/02_dynamic.ipynb #0000000f
 def squash(
@@ -25,7 +28,33 @@ def squash(
     r = torch.where(q > 0, q.where(q > 0, 1).sqrt(), 0)
     return (x*(r/(m**-2 + q))).to(s.dtype)
 
+# %% ../nbs/02_dynamic.ipynb #cf324b7a
+def from_generator(
+    cls:type # a named tuple; changed in place
+) -> type: # the same
+    "Let a generator of all fields make the tuple, as it makes a plain one."
+    new = cls.__new__
+    @functools.wraps(new)
+    def __new__(kind, *fields, **named):
+        if len(fields) == 1 and not named and isinstance(fields[0], GeneratorType): fields = tuple(fields[0])
+        return new(kind, *fields, **named)
+    cls.__new__ = __new__
+    return cls
+
 # %% ../nbs/02_dynamic.ipynb #00000012
+MOST_ITERS = 1000   # more iterations than any routing has a use for
+
+def check_n_iters(
+    n_iters:int # iterations of a routing
+) -> int: # the same
+    "`ValueError` unless it is an integer from 1 to `MOST_ITERS`."
+    if isinstance(n_iters, bool) or not isinstance(n_iters, int) or n_iters < 1:
+        raise ValueError(f"n_iters must be an integer >= 1, got {n_iters!r}")
+    if n_iters > MOST_ITERS:
+        raise ValueError(f"n_iters must be at most {MOST_ITERS}, got {n_iters}: routing settles within a few")
+    return n_iters
+
+@from_generator
 class Agreed(NamedTuple):
     "What dynamic routing has found."
     a: Tensor # [..., j] lengths of the capsules: the probability that each is there
@@ -37,6 +66,7 @@ def dynamic_routing_ref(
     n_iters:int=3 # iterations, at least 1
 ) -> Agreed: # with R
     "Routing by agreement, line by line (Sabour 2017, procedure 1)."
+    check_n_iters(n_iters)
     b = V.new_zeros(V.shape[:-1])
     for _ in range(n_iters):
         c = torch.softmax(b, -1)
@@ -132,7 +162,7 @@ def _weights(votes, total:Tensor|None, tensors) -> Tensor: # [n, j, i]: uniform 
 
 # %% ../nbs/02_dynamic.ipynb #00000027
 def _routed(kind, n_iters, detach, return_R, lead, tensors) -> Agreed:
-    if isinstance(n_iters, bool) or not isinstance(n_iters, int) or n_iters < 1: raise ValueError(f"n_iters must be an integer >= 1, got {n_iters!r}")
+    check_n_iters(n_iters)
     if tensors[0].device.type == 'cpu' and not torch.compiler.is_compiling(): keep_freed_memory()
     given = tensors[0].dtype
     if given in (torch.float16, torch.bfloat16): tensors = [x.float() for x in tensors]

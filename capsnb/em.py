@@ -8,6 +8,7 @@ import math
 from typing import Callable, NamedTuple, Sequence
 import torch, torch.nn.functional as F
 from torch import Tensor
+from .dynamic import check_n_iters, from_generator
 
 # %% auto #0
 __all__ = ['TINY', 'log_normal', 'm_step', 'damped', 'as_damping', 'activation', 'inverse_temperature', 'as_schedule', 'as_floor',
@@ -81,7 +82,7 @@ def as_schedule(
     n_iters:int # number of iterations
 ) -> list[float]: # one number per iteration
     "Inverse temperatures of all iterations; `ValueError` unless there are enough, finite and positive."
-    if isinstance(n_iters, bool) or not isinstance(n_iters, int) or n_iters < 1: raise ValueError(f"n_iters must be an integer >= 1, got {n_iters!r}")
+    check_n_iters(n_iters)
     number = lambda v: isinstance(v, (int, float)) and not isinstance(v, bool) and 0 < v < math.inf
     lams = [lam]*n_iters if isinstance(lam, (int, float)) else [lam(t) for t in range(n_iters)] if callable(lam) else lam
     if not isinstance(lams, (list, tuple)) or len(lams) != n_iters or not all(number(v) for v in lams):
@@ -155,6 +156,7 @@ def e_step(
     return share_out(log_a[..., None, :] + log_normal(V, mu, sig2), parents, fields)
 
 # %% ../nbs/03_em.ipynb #00000020
+@from_generator
 class EMRouted(NamedTuple):
     "What EM routing returns; with `fields`, `p` precedes the last dimensions of each."
     a: Tensor # [..., j] activations, in [0, 1]

@@ -4,14 +4,15 @@
 
 # %% ../nbs/09_files.ipynb #00000002
 from __future__ import annotations
-import contextlib, hashlib, http.client, json, os
+import contextlib, hashlib, http.client, json, os, re, time
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.request import Request, urlopen
 from .core import need
 
 # %% auto #0
-__all__ = ['cache_folder', 'holds', 'find_folder', 'checksum', 'fetch', 'write_json', 'sync_folder', 'read_json', 'need_hub']
+__all__ = ['cache_folder', 'holds', 'find_folder', 'put_in_place', 'sync_folder', 'left_behind', 'write_lock', 'checksum',
+           'fetch', 'write_json', 'read_json', 'need_hub', 'load_hub']
 
 # %% ../nbs/09_files.ipynb #00000006
 def cache_folder(
@@ -51,6 +52,76 @@ def find_folder(
     cache = cache_folder(name)
     return cache if len(holds(cache, names, endings)) == len(names) else None
 
+# %% ../nbs/09_files.ipynb #770a7b5b
+def put_in_place(
+    written:Path, # a file under another name, closed
+    path:Path # the name it is to have, in the same folder
+):
+    "Rename a file once its bytes are on the disk: after a power failure there is all or none."
+    handle = os.open(written, os.O_RDWR)
+    try: os.fsync(handle)
+    finally: os.close(handle)
+    os.replace(written, path)
+    sync_folder(path.parent)
+
+def sync_folder(
+    folder:Path # whose names have changed
+):
+    "See a folder's list of names onto the disk, where the system can."
+    if os.name != 'posix': return
+    handle = os.open(folder, os.O_RDONLY)
+    try: os.fsync(handle)
+    except OSError: pass                                   # some network file systems cannot
+    finally: os.close(handle)
+
+# %% ../nbs/09_files.ipynb #14e7e984
+def left_behind(
+    folder:Path, # where to look
+    pattern:str # regular expression of whole names; its group `pid` is the writing process's number
+) -> list[Path]: # those to which nobody writes any more
+    "Files of processes that were killed while they wrote them."
+    found = [(path, re.fullmatch(pattern, path.name)) for path in folder.iterdir()]
+    return [path for path, match in found if match and _ended(path, int(match['pid']))]
+
+def _ended(path:Path, pid:int) -> bool: # whether the process that wrote the file has
+    try:
+        handle = os.open(path, os.O_RDWR)
+        try: free = _lock(handle)
+        finally: os.close(handle)
+        old = time.time() - path.stat().st_mtime > 3600
+    except OSError: return False                           # it has just gone, or is somebody else's
+    return not _runs(pid) and (old if free is None else free)
+
+def _runs(pid:int) -> bool: # as far as this system can tell
+    if os.name != 'posix' or pid == os.getpid(): return False      # an earlier one had our number
+    try: os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError): return False
+    except PermissionError: pass                           # another user's
+    return True
+
+def _lock(handle) -> bool|None: # whether it is ours now; None: no locks here
+    try:
+        from fcntl import LOCK_EX, LOCK_NB, flock
+        flock(handle, LOCK_EX | LOCK_NB)
+    except BlockingIOError: return False
+    except (ImportError, OSError): return None
+    return True
+
+# %% ../nbs/09_files.ipynb #ce329ee8
+@contextlib.contextmanager
+def write_lock(
+    path:Path # a file that is being written, also by others' handles; made if it is not there
+):
+    "While this lasts, no process takes the file for one left behind."
+    if os.name != 'posix':                                 # there an open file could not be renamed
+        yield
+        return
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        _lock(handle)
+        yield
+    finally: os.close(handle)
+
 # %% ../nbs/09_files.ipynb #0000000f
 def checksum(
     path:Path, # any file
@@ -74,35 +145,54 @@ def fetch(
     "Download a file; `ConnectionError` if it breaks off (the next call goes on from there), `ValueError` if it is another file, `OSError` if it cannot be written."
     path.parent.mkdir(parents=True, exist_ok=True)
     part, mine = (path.with_name(f'{path.name}.{o}') for o in ('part', os.getpid()))
-    with contextlib.suppress(FileNotFoundError): os.replace(part, mine)
-    try:
-        if _size(mine) < size: _download(url, mine, size, timeout)
-        if _size(mine) < size: raise ConnectionError(f"{url} broke off after {_size(mine):,} of {size:,} bytes; the next call goes on from there")
-        for name, wanted in {'SHA-256': sha256, 'MD5': md5}.items():
-            if wanted and (came := checksum(mine, name.lower().replace('-', ''))) != wanted:
-                mine.unlink()
-                raise ValueError(f"{url}: expected {name} {wanted}, got {came}; nothing was kept")
-        os.replace(mine, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError): os.replace(mine, part)
+    with contextlib.ExitStack() as locks:
+        try:
+            _adopt(path, part, mine, size)
+            locks.enter_context(write_lock(mine))
+            if _size(mine) < size: _download(url, mine, size, timeout, locks)
+            if _size(mine) < size:
+                raise ConnectionError(f"{url} broke off after {_size(mine):,} of {size:,} bytes; "
+                                      "the next call goes on from there")
+            for name, wanted in {'SHA-256': sha256, 'MD5': md5}.items():
+                if wanted and (came := checksum(mine, name.lower().replace('-', ''))) != wanted:
+                    mine.unlink()
+                    raise ValueError(f"{url}: expected {name} {wanted}, got {came}; "
+                                     "nothing was kept")
+            put_in_place(mine, path)
+        finally:
+            if _size(mine): os.replace(mine, part)
+            mine.unlink(missing_ok=True)
     return path
 
 # %% ../nbs/09_files.ipynb #00000013
 def _size(path:Path) -> int: return path.stat().st_size if path.exists() else 0
+
+def _adopt(path:Path, part:Path, mine:Path, size:int): # the longest of what is left becomes mine
+    left = left_behind(path.parent, re.escape(path.name) + r'[.](?P<pid>[0-9]+)([.]whole)?')
+    left = sorted([part, *left], key=lambda o: (_size(o) <= size, _size(o)))
+    while left:
+        with contextlib.suppress(FileNotFoundError):           # another process was quicker
+            os.replace(left.pop(), mine)
+            break
+    for o in left:
+        if o != mine: o.unlink(missing_ok=True)
 
 @contextlib.contextmanager
 def _network(url:str): # what goes wrong within is the network's fault
     try: yield
     except (OSError, http.client.HTTPException) as e: raise ConnectionError(f"{url}: {e}") from e
 
-def _download(url:str, path:Path, size:int, timeout:float):
+def _download(url:str, path:Path, size:int, timeout:float, locks:contextlib.ExitStack):
     have, fresh = _size(path), path.with_name(f'{path.name}.whole')
-    with _network(url): answer = urlopen(Request(url, headers={'Range': f'bytes={have}-'} if have else {}), timeout=timeout)
+    asked = Request(url, headers={'Range': f'bytes={have}-'} if have else {})
+    with _network(url): answer = urlopen(asked, timeout=timeout)
     fresh.unlink(missing_ok=True)
     with answer:
         goes_on, length = answer.status == 206, answer.headers.get('Content-Length') or ''
         if not goes_on and length.isdecimal() and int(length) != size:
-            raise ValueError(f"{url}: expected {size:,} bytes, got an answer of {int(length):,}; nothing was kept of it")
+            raise ValueError(f"{url}: expected {size:,} bytes, got an answer of {int(length):,}; "
+                             "nothing was kept of it")
+        if not goes_on: locks.enter_context(write_lock(fresh))
         try: _write(url, answer, path if goes_on else fresh, size + 1 - goes_on*have)
         finally:
             if _size(fresh) > have: os.replace(fresh, path)
@@ -126,23 +216,13 @@ def write_json(
     temporary = path.with_name(f'{path.name}.{os.getpid()}.tmp')
     try:
         with open(temporary, 'w', encoding='utf-8') as f:
+            _lock(f)
             f.write(json.dumps(content, indent=1))
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
+        put_in_place(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
-
-def sync_folder(
-    folder:Path # whose names have changed
-):
-    "See a folder's list of names onto the disk, where the system can."
-    if os.name != 'posix': return
-    handle = os.open(folder, os.O_RDONLY)
-    try: os.fsync(handle)
-    except OSError: pass                                               # some network file systems cannot
-    finally: os.close(handle)
+    for old in left_behind(path.parent, re.escape(path.name) + r'[.](?P<pid>[0-9]+)[.]tmp'):
+        with contextlib.suppress(OSError): old.unlink()
 
 # %% ../nbs/09_files.ipynb #7f8861a5
 def read_json(
@@ -187,3 +267,37 @@ def need_hub(
     except OSError as e:
         if hasattr(e, 'code'): return                                  # it answered, if only with a refusal
         raise ConnectionError(f"'{name}' is not on this machine, and {hub.constants.ENDPOINT} does not answer ({getattr(e, 'reason', e)})") from e
+
+# %% ../nbs/09_files.ipynb #3225335f
+def load_hub(
+    name:str|Path, # of a data set on the Hub, or a folder on this machine
+    revision:str|None=None # the commit on the Hub; None: the newest
+): # datasets.DatasetDict
+    "Load a data set of the Hub, or from the cache of `datasets`; `ConnectionError` within seconds."
+    datasets = need('datasets')
+    if Path(name).is_dir() and revision is None: return datasets.load_dataset(str(name))
+    cached = _cached(str(name), revision or '*')
+    if cached and revision: return _from_cache(str(name), cached)
+    try: need_hub(name)
+    except ConnectionError:
+        if not cached: raise
+        return _from_cache(str(name), cached)              # the newest that this machine has
+    return datasets.load_dataset(str(name), revision=revision)
+
+def _cached(name:str, revision:str) -> Path|None: # its newest folder in the cache of `datasets`
+    *owner, last = name.split('/')
+    below = '___'.join([*owner, need('datasets.naming').camelcase_to_snakecase(last)])
+    root = Path(need('datasets').config.HF_DATASETS_CACHE).expanduser()/below
+    found = [o.parent for o in root.glob(f'*/*/{revision}/dataset_info.json')]
+    return max(found, key=lambda o: o.stat().st_mtime, default=None)
+
+def _from_cache(name:str, folder:Path):
+    config, version, revision = folder.parts[-3:]
+    try:
+        builder = need('datasets.packaged_modules.cache.cache').Cache(
+            cache_dir=str(folder.parents[3]), repo_id=name, dataset_name=name.split('/')[-1],
+            config_name=config, version=version, hash=revision)
+        builder.download_and_prepare()
+        return builder.as_dataset()
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+        raise ValueError(f"'{folder}' is damaged ({e}); remove it to load '{name}' anew") from e

@@ -9,6 +9,7 @@ from typing import Callable, NamedTuple, Sequence
 import torch, torch.nn.functional as F
 from torch import Tensor, nn
 from .core import first_order, keep_freed_memory
+from .dynamic import from_generator
 from .em import TINY, EMRouted, activation, as_damping, as_floor, as_schedule, damped, em_routing, inverse_temperature, proportions, sig2_floor
 
 # %% auto #0
@@ -92,13 +93,13 @@ class _Votes:
 # %% ../nbs/06_layers.ipynb #00000011
 def _dot(V, w): return (w@V.mT)[:, :, 0]                               # [q, j, c·h, s], [q, j, 1, s] -> [q, j, c·h]
 
-def _m_pass(V, r, mass):
-    "Weights r [p, j, s] that sum to mass [p, j] -> means and variances [p, j, c·h]."
+def _m_pass(V, w):
+    "Weights w [p, j, s] that sum to 1 -> means and variances [p, j, c·h]."
     mu, s2 = [], []
     for t in V.tiles:
-        v, w, z = V[t], r[t][:, :, None], mass[t][..., None]
-        m = _dot(v, w)/z
-        mu.append(m); s2.append(_dot((v - m[..., None]).square_(), w)/z)
+        v, w_t = V[t], w[t][:, :, None]
+        m = _dot(v, w_t)
+        mu.append(m); s2.append(_dot((v - m[..., None]).square_(), w_t))
     return torch.cat(mu), torch.cat(s2)
 
 def _e_pass(V, k, mu, v):
@@ -158,7 +159,7 @@ def _forward(V, a, beta_a, beta_u, geo, lams, eps, act, damping):
         r = R*a[:, None]
         S = r.sum(-1)
         r += TINY*geo.link
-        raw = _m_pass(V, r, r.sum(-1))
+        raw = _m_pass(V, r.div_(r.sum(-1, keepdim=True)))            # divided before: the mean of a single vote is the vote
         mu, s2 = damped(*raw, mu, damping)
         if t == 0: floor = _floor(s2, mu, eps, geo.images)
         log_a, sig2 = _switch(S, s2, floor, beta_a, beta_u, lam, act, geo.images)
@@ -238,7 +239,7 @@ def _backward(V, a, betas, geo, lams, eps, act, damping, states, grads):
     "Gradients of a group's a [p, s], x, W, beta_a and beta_u, from those of its outputs."
     g_a, g_mu, g_sig2 = grads
     floor, g_floor, g_betas, g_act = _floor(states[0][1], states[0][0], eps, geo.images), 0., [0., 0.], 0.
-    incoming, origin = (g_a, g_sig2), states[0][0]
+    incoming, origin = (g_a, g_sig2), states[-1][0]      # near where the variances are least
     votes = _VotesBack(V, origin, 2*len(lams) - 1)
     for t in reversed(range(len(lams))):
         mu, raw = states[t][0], states[t][3:] or states[t][:2]
@@ -322,6 +323,7 @@ def route_tiles(
     return EMRouted(out, pose.unflatten(-1, shape), sig2.unflatten(-1, shape), None)
 
 # %% ../nbs/06_layers.ipynb #00000021
+@from_generator
 class Caps(NamedTuple):
     "Capsules on a grid."
     a: Tensor # [..., m, n, i] activations, in [0, 1]

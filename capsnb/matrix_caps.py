@@ -8,6 +8,7 @@ import math
 from typing import NamedTuple
 import torch.nn.functional as F
 from torch import nn, Tensor
+from .dynamic import from_generator
 from .em import as_schedule, inverse_temperature
 from .layers import Caps, ClassCaps, ConvCaps, PrimaryCaps, at_least_1, field_centres, layer_floor
 from .losses import LinearMargin, activation_cross_entropy, authors_margin, margin_loss, spread_loss
@@ -15,7 +16,7 @@ from .vision import HubMixin
 
 # %% auto #0
 __all__ = ['presets', 'losses', 'Preset', 'routing_settings', 'start_weights', 'margin_at', 'caps_places', 'MatrixCapsNet',
-           'centres_of', 'class_loss', 'start_first']
+           'MatrixCapsOut', 'centres_of', 'class_loss', 'start_first']
 
 # %% ../nbs/24_matrix_caps.ipynb #00000005
 class Preset(NamedTuple):
@@ -122,15 +123,24 @@ class MatrixCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules'
 
     def forward(self,
         images:Tensor, labels:Tensor|None=None # images [b, channels, m, n]; labels [b], or [b, n_classes] for soft ones
-    ): # without labels `EMRouted`, a [b, n_classes]; with labels dict(loss=, logits=), logits are activations; `ValueError` if the images do not fit
-        "The class capsules of images, or their loss."
+    ): # without labels `MatrixCapsOut`; with labels dict(loss=, logits=), logits are activations
+        "The class capsules of images, or their loss; `ValueError` if the images do not fit."
         x = self.below(images)
         out = self.classes(*x, centres_of(self.layers, images, x))
-        return out if labels is None else dict(loss=class_loss(out.a, labels, self.loss, self.margin), logits=out.a)
+        if labels is None: return MatrixCapsOut(*out[:4])
+        return dict(loss=class_loss(out.a, labels, self.loss, self.margin), logits=out.a)
 
     def set_progress(self, step:int, n_steps:int): self.margin = margin_at(self.schedule, step, n_steps)  # steps taken so far, of the run
 
 # %% ../nbs/24_matrix_caps.ipynb #00000013
+@from_generator
+class MatrixCapsOut(NamedTuple):
+    "Class capsules."
+    a: Tensor # [b, j] activations
+    mu: Tensor # [b, j, c, h] poses
+    sig2: Tensor # [b, j, c, h] variances
+    R: Tensor # [b, m, n, i, j] shares of the capsules below
+
 def centres_of(
     layers:list, # (K, stride, padding) of all layers
     images:Tensor, x:Caps # [b, channels, m, n]; the capsules below the classes

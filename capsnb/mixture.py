@@ -12,7 +12,7 @@ from torch import Tensor
 # %% auto #0
 __all__ = ['covariances', 'log_joint', 'e_step', 'free_energy', 'm_step', 'n_features', 'features', 'Params', 'natural',
            'central', 'floored', 'from_moments', 'responsibilities_', 'tile_rows', 'em_sweep', 'data_moments', 'draw',
-           'kmeans_pp', 'start_params', 'Fit', 'em', 'better', 'check_data', 'check_weight', 'check_number',
+           'kmeans_pp', 'start_params', 'allowed', 'Fit', 'em', 'better', 'check_data', 'check_weight', 'check_number',
            'check_three', 'check_start', 'posterior', 'GaussianMixture']
 
 # %% ../nbs/01_mixture.ipynb #0000000d
@@ -283,6 +283,18 @@ def start_params(
     if covariance == 'full': sig2 = sig2.diag_embed()
     return Params(x.new_full(mu.shape[:-1], 1/n), mu, sig2)
 
+# %% ../nbs/01_mixture.ipynb #5010b876
+def allowed(
+    p:Params, # the mixture, relative to the origin of the data
+    covariance:str='diag', # 'diag', 'spherical' or 'full'
+    least:Tensor|float=0. # as for `floored`
+) -> Params: # the same with variances that an M-step could return
+    "A start that keeps to the floor of `from_moments`, so that EM begins inside the set it searches."
+    second = p.sig2 + p.mu.square() if covariance == 'diag' else None
+    if covariance == 'spherical': second = p.sig2 + p.mu.square().mean(-1)
+    if covariance == 'full': second = (p.sig2.diagonal(dim1=-2, dim2=-1) + p.mu.square()).sum(-1, keepdim=True)
+    return p._replace(sig2=floored(p.sig2, second, covariance, least))
+
 # %% ../nbs/01_mixture.ipynb #00000053
 class Fit(NamedTuple):
     "What EM returns; `b` data sets."
@@ -308,7 +320,8 @@ def em(
     mean, var = data_moments(x, weight, tile)
     least = (4*torch.finfo(x.dtype).eps*var).clamp(min=min_var)            # rounding noise, per data set
     if covariance != 'diag': least = least.mean(-1, keepdim=covariance == 'full')
-    p, ll, history = start._replace(mu=start.mu - mean), x.new_full(x.shape[:1], -math.inf), []
+    p = allowed(start._replace(mu=start.mu - mean), covariance, least)
+    ll, history = x.new_full(x.shape[:1], -math.inf), []
     active, n_iter = torch.ones_like(ll, dtype=torch.bool), torch.zeros_like(ll, dtype=torch.long)
     total = x.shape[1] if weight is None else weight.sum(-1)
     while active.any() and len(history) < max_iter:
@@ -508,7 +521,7 @@ class GaussianMixture(_Fits):
         max_iter:int=100, # most iterations per start
         tol:float=1e-3, # stop when the mean log-likelihood changes by less, nats
         reg_covar:float=1e-6, # added to every variance, as in scikit-learn
-        min_var:float=0., # least variance before that; with reg_covar=0 the likelihood never falls, whatever the data
+        min_var:float=0., # least variance before that; if reg_covar=0, no fall but for rounding
         start:Params|tuple|None=None, # (pi, mu, sig2) to start from; None: k-means++
         seed:int|None=None, # of the k-means++ draws; None: torch's own generator
         tile:int|None=None # numbers per tile, the bound on memory; None: 2**17 on a CPU, 2**24 elsewhere

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import NamedTuple
 import torch
 from torch import Tensor
-from .core import need
-from .files import find_folder
+from .core import from_bytes, need
+from .files import find_folder, load_hub
 
 # %% auto #0
-__all__ = ['idx_names', 'md5s', 'hub_names', 'other_folders', 'class_names', 'parse_idx', 'format_idx', 'read_idx', 'read_mnist',
-           'load_mnist', 'as_floats', 'Pairs', 'place_images', 'overlapping_pairs']
+__all__ = ['idx_names', 'md5s', 'whole_sizes', 'hub_names', 'hub_revisions', 'other_folders', 'class_names', 'parse_idx',
+           'format_idx', 'read_idx', 'read_mnist', 'load_mnist', 'as_floats', 'Pairs', 'place_images',
+           'overlapping_pairs']
 
 # %% ../nbs/14_mnist.ipynb #00000006
 def _wrong(path, at:int, expected, came): raise ValueError(f"{path} byte {at}: expected {expected}, got {came}")
@@ -24,6 +25,14 @@ def parse_idx(
     path:str|Path='data' # its name, for messages
 ) -> Tensor: # uint8, of the sizes in the header
     "Read an IDX file of unsigned bytes; `ValueError` with file and byte where it is wrong."
+    shape, start = _parse_header(data, path)
+    whole = start + math.prod(shape)
+    if len(data) != whole:
+        said = f"{whole:,} bytes for sizes {list(shape)}"
+        _wrong(path, min(len(data), whole), said, f"{len(data):,}")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)[start:].reshape(shape)
+
+def _parse_header(data:bytes, path) -> tuple[tuple, int]: # sizes; byte at which the elements begin
     if len(data) < 4: _wrong(path, len(data), "a header of at least 8 bytes", "the end of the file")
     if data[:2] != b'\0\0': _wrong(path, 0, "two zero bytes", data[:2].hex(' '))
     if data[2] != 8: _wrong(path, 2, "type 0x08 (unsigned bytes)", f"0x{data[2]:02x}")
@@ -33,15 +42,15 @@ def parse_idx(
     shape = struct.unpack(f'>{data[3]}I', data[4:start])
     for k, n in enumerate(shape):
         if not n: _wrong(path, 4 + 4*k, "a positive size", 0)
-    if len(data) != start + math.prod(shape):
-        _wrong(path, min(len(data), start + math.prod(shape)), f"{start + math.prod(shape):,} bytes for sizes {list(shape)}", f"{len(data):,}")
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)[start:].reshape(shape)
+    return shape, start
 
 def format_idx(
     x:Tensor # uint8, 1 to 4 dimensions, none of them empty
 ) -> bytes: # the file
     "Write an IDX file of unsigned bytes; `ValueError` for anything else."
-    if x.dtype != torch.uint8 or not 1 <= x.ndim <= 4 or not x.numel(): raise ValueError(f"expected a uint8 tensor of 1 to 4 dimensions, none empty, got {x.dtype} {list(x.shape)}")
+    if x.dtype != torch.uint8 or not 1 <= x.ndim <= 4 or not x.numel():
+        raise ValueError("expected a uint8 tensor of 1 to 4 dimensions, none empty, "
+                         f"got {x.dtype} {list(x.shape)}")
     return bytes([0, 0, 8, x.ndim]) + struct.pack(f'>{x.ndim}I', *x.shape) + x.contiguous().numpy().tobytes()
 
 # %% ../nbs/14_mnist.ipynb #00000009
@@ -51,16 +60,25 @@ def read_idx(
     "Read an IDX file; `ValueError` with file and byte where it is wrong."
     return parse_idx(_unpacked(path), path)
 
-def _unpacked(path:str|Path) -> bytes:
-    if not str(path).endswith('.gz'):
-        data = Path(path).read_bytes()
-        if data[:2] == b'\x1f\x8b': _wrong(path, 0, "two zero bytes", "1f 8b: this looks gzipped, give it a name that ends in .gz")
-        return data
-    data = bytearray()
+def _unpacked(path:str|Path, size:int|None=None) -> bytes: # as far as its header, or size, says
+    data, gzipped = bytearray(), str(path).endswith('.gz')
     try:
-        with gzip.open(path) as f:
-            while piece := f.read(2**16): data += piece
-    except (EOFError, gzip.BadGzipFile, zlib.error) as e: raise ValueError(f"{path} byte {len(data)} of the unpacked data: damaged gzip stream: {e}") from e
+        with (gzip.open if gzipped else open)(path, 'rb') as f:
+            data += f.read(20)                               # the longest header
+            if not gzipped and data[:2] == b'\x1f\x8b':
+                _wrong(path, 0, "two zero bytes",
+                       "1f 8b: this looks gzipped, give it a name that ends in .gz")
+            shape, start = _parse_header(data, path)
+            most = start + math.prod(shape)
+            if size is not None and most > size:
+                _wrong(path, 4, f"sizes that fill {size:,} bytes",
+                       f"{list(shape)}, which fill {most:,}")
+            while piece := f.read(max(0, min(2**20, most + 1 - len(data)))): data += piece
+    except (EOFError, gzip.BadGzipFile, zlib.error) as e:
+        at = f"{path} byte {len(data)} of the unpacked data"
+        raise ValueError(f"{at}: damaged gzip stream: {e}") from e
+    if len(data) > most:
+        _wrong(path, most, f"the end of the file for sizes {list(shape)}", "more bytes")
     return bytes(data)
 
 # %% ../nbs/14_mnist.ipynb #0000000c
@@ -69,7 +87,10 @@ md5s = {'mnist': dict(zip(idx_names, ('6bbc9ace898e44ae57da46a324031adb', 'a25be
                                       '2646ac647ad5339dbf082846283269ea', '27ae3e4e09519cfbb04c329615203637'))),
         'fashion-mnist': dict(zip(idx_names, ('f4a8712d7a061bf5bd6d2ca38dc4d50a', '9018921c3c673c538a1fc5bad174d6f9',
                                               '8181f5470baa50b63fa0f6fddb340f0a', '15d484375f8d13e6eb1aabb0c3f46965')))}
+whole_sizes = dict(zip(idx_names, (47_040_016, 60_008, 7_840_016, 10_008)))   # bytes, unpacked
 hub_names = {'mnist': 'ylecun/mnist', 'fashion-mnist': 'zalando-datasets/fashion_mnist'}
+hub_revisions = {'mnist': '77f3279092a1c1579b2250db8eafed0ad422088c',
+                 'fashion-mnist': '531be5e2ccc9dba0c201ad3ae567a4f3d16ecdd2'}
 other_folders = {'mnist': ('MNIST/raw',), 'fashion-mnist': ('FashionMNIST/raw',)}                # where torchvision puts them
 class_names = {'mnist': tuple('0123456789'), 'fashion-mnist': ('T-shirt/top', 'Trouser', 'Pullover', 'Dress', 'Coat', 'Sandal', 'Shirt', 'Sneaker', 'Bag', 'Ankle boot')}
 
@@ -97,7 +118,8 @@ def read_mnist(
     out = []
     for file in idx_names:
         path = next(p for p in (Path(folder)/file, Path(folder)/f'{file}.gz') if p.is_file() or p.suffix == '.gz')
-        data = _unpacked(path); x = parse_idx(data, path)
+        data = _unpacked(path, whole_sizes[file] if official else None)
+        x = parse_idx(data, path)
         if official: _check_md5(data, md5s[name][file], path)
         out.append((x, path))
     for (x, p), (y, q) in (out[:2], out[2:]): _check_pair(x, y, (p, q))
@@ -106,10 +128,14 @@ def read_mnist(
 
 # %% ../nbs/14_mnist.ipynb #00000011
 def _from_hub(name:str, official:bool) -> dict:
-    hub = hub_names[name]; print(f"{name}: no files in a folder, CAPSNB_DATA or the cache; loading '{hub}' from the Hugging Face Hub")
-    try: data = need('datasets').load_dataset(hub)
-    except (OSError, ValueError) as e: raise ConnectionError(f"could not load '{hub}' from the Hub ({e}). With the files {', '.join(idx_names)} (raw or .gz) in a folder, "
-                                                             "name that in CAPSNB_DATA or as `folder`") from e
+    hub = hub_names[name]
+    print(f"{name}: no files in a folder, CAPSNB_DATA or the cache; "
+          f"loading '{hub}' from the Hugging Face Hub")
+    try: data = load_hub(hub, hub_revisions[name])
+    except (OSError, ValueError) as e:
+        raise ConnectionError(f"could not load '{hub}' from the Hub ({e}). With the files "
+                              f"{', '.join(idx_names)} (raw or .gz) in a folder, "
+                              "name that in CAPSNB_DATA or as `folder`") from e
     out, np = {}, need('numpy')
     for split, files in (('train', idx_names[:2]), ('test', idx_names[2:])):
         x = torch.stack([torch.from_numpy(np.array(image)) for image in data[split]['image']])
@@ -143,7 +169,10 @@ def as_floats(
 ) -> dict: # image float32 [n, 1, rows, columns] in [0, 1], label int64 [n]
     "All images and labels of a split as two tensors; a dict that `Deck` and `fit` accept."
     columns = part.with_format('numpy')[:]
-    return dict(image=torch.from_numpy(columns['image']).float()/255, label=torch.from_numpy(columns['label']).long())
+    image, label = (torch.from_numpy(columns[name]) for name in ('image', 'label'))
+    if getattr(part.features['image'], 'dtype', None) == 'uint8':
+        image = image.byte()                                 # they come as int64
+    return dict(image=from_bytes(image), label=label.long())
 
 # %% ../nbs/14_mnist.ipynb #00000017
 class Pairs(NamedTuple):

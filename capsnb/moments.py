@@ -99,8 +99,9 @@ def _unpack(M, c, d):
 def _fit(M, F_a, W, b, beta_use, beta_ign, eps_m):
     "Moments M [n, K, j] -> a [n, j], t = mu - b and raw variance s, both [n, j, c, h]."
     S, m1, m2 = _unpack(M, b.shape[2], W.shape[1])
-    over = 1/(S + eps_m)
-    short = (eps_m*over)[..., None, None]
+    used = S > 0
+    over = torch.where(used, 1/(S + eps_m), 0)                # an output that uses nothing passes no gradient, which 1/eps_m could make inf
+    short = torch.where(used, eps_m*over, 1)[..., None, None]
     Wm = torch.einsum('jdh,ncdj,nj->njch', W, m1, over)
     t = Wm - short*b
     s = torch.einsum('ncdej,jdh,jeh,nj->njch', m2, W, W, over) - 2*t*Wm + (1 - short)*t*t
@@ -246,7 +247,8 @@ def _sweep_dots(pieces, lse, mu, weights, rows, cols):
         for q in cols:
             (x, f, W, B, us, gs, *state), part = _tile_of(pieces, lse, r, q)
             V = _tile_votes(x, W, B)
-            dot[:, r] += (_tile_shares(V, f, state, 0, part)*_tile_Q(V, mu, us, gs, weights, q)).sum(-1)
+            D, Q = _tile_shares(V, f, state, 0, part), _tile_Q(V, mu, us, gs, weights, q)
+            dot[:, r] += (D*Q.masked_fill_(D == 0, 0)).sum(-1)
     return dot
 
 # %% ../nbs/05_moments.ipynb #00000024
@@ -258,6 +260,7 @@ def _tile_backward(pieces, lse, mu, weights, dot, r, q, grads):
     gap = V - mu[:, None, ..., q]; dV = torch.addcmul(g1, g2, gap)          # so far g1 + g2·gap
     Q = (gap*dV).sum((2, 3)) + g0 + ga*(us + gs)
     R, old, pull = _tile_pull(V, state, part, pieces[2].shape[-1])
+    Q.masked_fill_(R == 0, 0)                                               # what nobody uses may be worth inf
     D, worth = f[..., None]*R, (R*Q).sum(-1)
     dV.addcmul_(g2, gap).mul_(D[:, :, None, None])
     to_f, to_state = worth - (ga*gs).sum(-1), ()

@@ -4,14 +4,15 @@
 
 # %% ../nbs/11_norb.ipynb #00000002
 from __future__ import annotations
-import contextlib, gzip, hashlib, itertools, json, math, operator, os, struct, time, zlib
+import contextlib, gzip, hashlib, itertools, math, operator, os, re, struct, time, warnings, zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 import torch
 from torch import Tensor
 from .core import need
-from .files import cache_folder, checksum, fetch, find_folder
+from .files import (cache_folder, checksum, fetch, find_folder, left_behind, load_hub, put_in_place,
+                    read_json, write_json, write_lock)
 
 # %% auto #0
 __all__ = ['magics', 'site', 'norb_files', 'category_names', 'codes', 'instances', 'familiar', 'splits', 'hub_name',
@@ -75,13 +76,18 @@ def write_matrix(
     x:Tensor # uint8, int16, int32, float32 or float64, 1 to 8 dimensions, none of size 0
 ) -> Path: # path
     "Write an array in smallNORB's matrix format; `ValueError` for an array that the format cannot hold."
+    head, gzipped = _head(x), str(path).endswith('.gz')
+    with gzip.GzipFile(path, 'wb', compresslevel=6, mtime=0) if gzipped else open(path, 'wb') as f:
+        f.write(head)
+        f.write(memoryview(x.contiguous().numpy()).cast('B'))
+    return Path(path)
+
+def _head(x:Tensor) -> bytes: # the header of a file of this array
     kind = {dtype: magic for magic, dtype in magics.items()}.get(x.dtype)
     if kind is None or not 1 <= x.ndim <= 8 or not x.numel():
-        raise ValueError(f"expected 1 to 8 dimensions of {', '.join(map(str, magics.values()))}, got {x.dtype} {list(x.shape)}")
-    head = struct.pack(f'<{2 + max(x.ndim, 3)}I', kind, x.ndim, *x.shape, *[1]*(3 - x.ndim))
-    with gzip.GzipFile(path, 'wb', compresslevel=6, mtime=0) if str(path).endswith('.gz') else open(path, 'wb') as f:
-        f.write(head); f.write(memoryview(x.contiguous().numpy()).cast('B'))
-    return Path(path)
+        raise ValueError(f"expected 1 to 8 dimensions of {', '.join(map(str, magics.values()))}, "
+                         f"got {x.dtype} {list(x.shape)}")
+    return struct.pack(f'<{2 + max(x.ndim, 3)}I', kind, x.ndim, *x.shape, *[1]*(3 - x.ndim))
 
 # %% ../nbs/11_norb.ipynb #00000018
 class NorbFile(NamedTuple):
@@ -91,36 +97,55 @@ class NorbFile(NamedTuple):
     sha256: str # of the gzipped file
     md5_gz: str # of the gzipped file
     md5: str # of the unpacked file
+    unpacked: int # bytes of the unpacked file
 
 # %% ../nbs/11_norb.ipynb #00000019
 site = 'https://cs.nyu.edu/~ylclab/data/norb-v1.0-small/'
 norb_files = {
-    ('train', 'dat'): NorbFile('smallnorb-5x46789x9x18x6x2x96x96-training-dat.mat', 131_896_188, '5ffd6272a07d32695ee1082a26a41a93a37aab8c28da047f8c34ed348d214873',
-                               '66054832f9accfe74a0f4c36a75bc0a2', '8138a0902307b32dfa0025a36dfa45ec'),
-    ('train', 'cat'): NorbFile('smallnorb-5x46789x9x18x6x2x96x96-training-cat.mat', 348, '2784e542c1922060691090952b6cd6278879a216c90f81476f0f00256d42cdaa',
-                               '23c8b86101fbf0904a000b43d3ed2fd9', 'fd5120d3f770ad57ebe620eb61a0b633'),
-    ('train', 'info'): NorbFile('smallnorb-5x46789x9x18x6x2x96x96-training-info.mat', 71_052, 'de7eb932ebe7a4ee16217fead60660d0eb3d23632c2f4d1c51f88c501c17bf32',
-                                '51dee1210a742582ff607dfd94e332e3', '19faee774120001fc7e17980d6960451'),
-    ('test', 'dat'): NorbFile('smallnorb-5x01235x9x18x6x2x96x96-testing-dat.mat', 130_799_817, 'cf7104eed3e51174d2f65b66d1e5878b9da233b886f161b0d88f4510ba2c7474',
-                              'e4ad715691ed5a3a5f138751a4ceb071', 'e9920b7f7b2869a8f1a12e945b2c166c'),
-    ('test', 'cat'): NorbFile('smallnorb-5x01235x9x18x6x2x96x96-testing-cat.mat', 347, 'ecaf6d5bb8c3bc5eab9cf0258f6d2198dd474e016e374836fc097f2e5ff509ff',
-                              '5aa791cd7e6016cf957ce9bdb93b8603', 'fd5120d3f770ad57ebe620eb61a0b633'),
-    ('test', 'info'): NorbFile('smallnorb-5x01235x9x18x6x2x96x96-testing-info.mat', 10_428, '16adf314226327ee006d1a44db8cfef52773c06c829951d5653a9f6f310248a2',
-                               'a9454f3864d7fd4bb3ea7fc3eb84924e', '7c5b871cc69dcadec1bf6a18141f5edc')}
+    ('train', 'dat'): NorbFile(
+        'smallnorb-5x46789x9x18x6x2x96x96-training-dat.mat', 131_896_188,
+        '5ffd6272a07d32695ee1082a26a41a93a37aab8c28da047f8c34ed348d214873',
+        '66054832f9accfe74a0f4c36a75bc0a2', '8138a0902307b32dfa0025a36dfa45ec', 447_897_624),
+    ('train', 'cat'): NorbFile(
+        'smallnorb-5x46789x9x18x6x2x96x96-training-cat.mat', 348,
+        '2784e542c1922060691090952b6cd6278879a216c90f81476f0f00256d42cdaa',
+        '23c8b86101fbf0904a000b43d3ed2fd9', 'fd5120d3f770ad57ebe620eb61a0b633', 97_220),
+    ('train', 'info'): NorbFile(
+        'smallnorb-5x46789x9x18x6x2x96x96-training-info.mat', 71_052,
+        'de7eb932ebe7a4ee16217fead60660d0eb3d23632c2f4d1c51f88c501c17bf32',
+        '51dee1210a742582ff607dfd94e332e3', '19faee774120001fc7e17980d6960451', 388_820),
+    ('test', 'dat'): NorbFile(
+        'smallnorb-5x01235x9x18x6x2x96x96-testing-dat.mat', 130_799_817,
+        'cf7104eed3e51174d2f65b66d1e5878b9da233b886f161b0d88f4510ba2c7474',
+        'e4ad715691ed5a3a5f138751a4ceb071', 'e9920b7f7b2869a8f1a12e945b2c166c', 447_897_624),
+    ('test', 'cat'): NorbFile(
+        'smallnorb-5x01235x9x18x6x2x96x96-testing-cat.mat', 347,
+        'ecaf6d5bb8c3bc5eab9cf0258f6d2198dd474e016e374836fc097f2e5ff509ff',
+        '5aa791cd7e6016cf957ce9bdb93b8603', 'fd5120d3f770ad57ebe620eb61a0b633', 97_220),
+    ('test', 'info'): NorbFile(
+        'smallnorb-5x01235x9x18x6x2x96x96-testing-info.mat', 10_428,
+        '16adf314226327ee006d1a44db8cfef52773c06c829951d5653a9f6f310248a2',
+        'a9454f3864d7fd4bb3ea7fc3eb84924e', '7c5b871cc69dcadec1bf6a18141f5edc', 388_820)}
 
 # %% ../nbs/11_norb.ipynb #0000001d
 def _inflate(path:Path) -> Iterator[bytes]:
     "Unpack a gzip file piece by piece; `ValueError` with the byte at which it is damaged."
     stream, at = zlib.decompressobj(wbits=31), 0
+    behind = "the end of the file behind the gzip stream"
     with open(path, 'rb') as f:
         while piece := f.read(2**16):
-            if stream.eof: _wrong(str(path), at, "the end of the file behind the gzip stream", "more bytes")
-            start = stream.copy()
-            try: out = stream.decompress(piece)
-            except zlib.error as e: raise ValueError(f"{path} byte {at + _first_bad(start, piece)}: damaged gzip stream: {e}") from e
-            yield out
+            if stream.eof: _wrong(str(path), at, behind, "more bytes")
+            rest, out = piece, True
+            while rest or out:                               # a thousand bytes may come out of one
+                start = stream.copy()
+                try: out = stream.decompress(rest, 2**20)
+                except zlib.error as e:
+                    bad = at + len(piece) - len(rest) + _first_bad(start, rest)
+                    raise ValueError(f"{path} byte {bad}: damaged gzip stream: {e}") from e
+                if out: yield out
+                rest = stream.unconsumed_tail
             at += len(piece)
-            if stream.unused_data: _wrong(str(path), at - len(stream.unused_data), "the end of the file behind the gzip stream", "more bytes")
+            if extra := len(stream.unused_data): _wrong(str(path), at - extra, behind, "more bytes")
     if not stream.eof: _wrong(str(path), at, "more of the gzip stream", "the end of the file")
 
 def _first_bad(stream, piece:bytes) -> int:
@@ -134,72 +159,114 @@ def unpack(
     path:str|Path, # gzipped matrix file
     folder:Path, # where to
     name:str|None=None, # of the new file; None: its MD5, and '.mat'
-    md5:str|None=None # what the MD5 of the unpacked file must be, if known
+    md5:str|None=None, # what the MD5 of the unpacked file must be, if known
+    size:int|None=None # how many bytes it must have, if known: no header is obeyed that says more
 ) -> tuple[Path, str]: # the unpacked file; its MD5
-    "Unpack a matrix file, whole or not at all; `ValueError` with file and byte if it is damaged, too long, too short or another one."
-    folder.mkdir(parents=True, exist_ok=True); _sweep(folder)
-    mine, digest = folder/f'{Path(path).name}.{os.getpid()}.unpacking', hashlib.md5(usedforsecurity=False)
-    head, have, header, label = b'', 0, None, f'{path} (unpacked)'
-    try:
-        with open(mine, 'wb') as f:
-            for piece in _inflate(Path(path)):
-                digest.update(piece); f.write(piece)
-                head, have = (head + piece[:40])[:40], have + len(piece)
-                if len(head) == 40 and header is None: header = parse_header(head, label)
-                if header and have > header.size: break               # more than it may have: unpack no further
-        _check_size(parse_header(head, label), have, label)
-        came = digest.hexdigest()
-        if md5 and came != md5: raise ValueError(f"{path}: expected MD5 {md5} after unpacking, got {came}; nothing was kept")
-        os.utime(mine, (then := time.time() - 60, then))
-        os.replace(mine, folder/(name or f'{came}.mat'))
-    finally: mine.unlink(missing_ok=True)
-    return folder/(name or f'{came}.mat'), came
+    "Unpack a matrix file, whole or not at all; `ValueError` with file and byte where it is wrong."
+    folder.mkdir(parents=True, exist_ok=True)
+    _sweep(folder)
+    label, digest = f'{path} (unpacked)', hashlib.md5(usedforsecurity=False)
+    mine = folder/f'{Path(path).name}.{os.getpid()}.unpacking'
+    with write_lock(mine):
+        try:
+            with open(mine, 'wb') as f:
+                for piece in _limited(_inflate(Path(path)), label, size):
+                    digest.update(piece)
+                    f.write(piece)
+            came = digest.hexdigest()
+            if md5 and came != md5:
+                raise ValueError(f"{path}: expected MD5 {md5} after unpacking, got {came}; "
+                                 "nothing was kept")
+            whole = folder/(name or f'{came}.mat')
+            put_in_place(mine, whole)
+        finally: mine.unlink(missing_ok=True)
+    return whole, came
+
+def _limited(pieces:Iterator[bytes], label:str, size:int|None): # as many as the header says
+    head, have, header = b'', 0, None
+    for piece in pieces:
+        head, have = (head + piece[:40])[:40], have + len(piece)
+        if len(head) == 40 and header is None: header = _known(head, label, size)
+        yield piece
+        if header and have > header.size: break       # more than it may have: unpack no further
+    _check_size(header or _known(head, label, size), have, label)
+
+def _known(head:bytes, label:str, size:int|None) -> Header: # of a file that must have so many bytes
+    header = parse_header(head, label)
+    if size not in (None, header.size):
+        _wrong(label, 8, f"sizes that fill {size:,} bytes",
+               f"{list(header.shape)}, which fill {header.size:,}")
+    return header
 
 def _sweep(folder:Path):
-    for old in folder.glob('*.unpacking'):           # left by a process that was killed: nobody has written to it for an hour
-        with contextlib.suppress(OSError):
-            if time.time() - old.stat().st_mtime > 3600: old.unlink()
+    for old in left_behind(folder, r'.*[.](?P<pid>[0-9]+)[.]unpacking'):
+        with contextlib.suppress(OSError): old.unlink()
 
 # %% ../nbs/11_norb.ipynb #00000022
-def _stamp(path:Path) -> list[int]: return [(o := path.stat()).st_size, o.st_mtime_ns]
+_small = 2**20 # bytes: up to here a file is read again each time
 
-def _noted() -> dict:
-    with contextlib.suppress(OSError, ValueError):
-        notes = json.loads((cache_folder('smallnorb')/'checked.json').read_text(encoding='utf-8'))
-        if isinstance(notes, dict): return notes
-    return {}
+def _stamp(path:Path) -> list[int]: # changes with the content, by whatever means that was changed
+    o = path.stat()
+    return [o.st_size, o.st_mtime_ns, o.st_ctime_ns, o.st_ino, o.st_dev]
 
-def _recall(path:Path) -> str|None: # MD5, if the file was checked and has not changed since
-    try: stamp = _stamp(path)
-    except OSError: return None
-    note = _noted().get(str(path.resolve()))
-    return note['md5'] if isinstance(note, dict) and note.get('stamp') == stamp else None
+def _noted() -> dict[str, dict]: # path -> its note
+    try: notes = read_json(cache_folder('smallnorb')/'checked.json')
+    except (OSError, ValueError): return {}           # lost notes cost a second look, nothing else
+    return {name: o for name, o in notes.items() if isinstance(o, dict) and _is_md5(o.get('md5'))}
 
-def _note(path:Path, md5:str, stamp:list[int]):
-    if time.time_ns() - stamp[1] < 2e9: return
-    folder = cache_folder('smallnorb'); folder.mkdir(parents=True, exist_ok=True)
-    mine = folder/f'checked.json.{os.getpid()}'
-    kept = {name: note for name, note in _noted().items() if os.path.exists(name)}
-    mine.write_text(json.dumps({**kept, str(path.resolve()): dict(md5=md5, stamp=stamp)}, indent=1), encoding='utf-8')
-    os.replace(mine, folder/'checked.json')
+def _is_md5(o) -> bool: return isinstance(o, str) and re.fullmatch('[0-9a-f]{32}', o) is not None
+
+def _note_of(path:Path) -> dict: return _noted().get(str(path.resolve()), {})
+
+def _note(path:Path, stamp:list[int], known:dict, ours:bool=False): # ours: written here just now
+    file = cache_folder('smallnorb')/'checked.json'
+    settled = ours or time.time_ns() - max(stamp[1:3]) >= 2e9
+    kept = {name: o for name, o in _noted().items() if os.path.exists(name)}
+    with contextlib.suppress(OSError):                # a cache that may only be read: no notes
+        file.parent.mkdir(parents=True, exist_ok=True)
+        known = {**known, 'stamp': stamp if settled else None}
+        write_json(file, {**kept, str(path.resolve()): known})
+
+def _md5(path:Path) -> str: # looked up if the file was checked and has not changed since, or taken
+    stamp, note = _stamp(path), _note_of(path)
+    large = stamp[0] > _small
+    if large and note.get('stamp') == stamp: return note['md5']
+    came = checksum(path, 'md5')
+    same = note.get('md5') == came
+    if large or not same: _note(path, stamp, {**(note if same else {}), 'md5': came})
+    return came
 
 # %% ../nbs/11_norb.ipynb #00000023
 def open_matrix(
     path:str|Path, # .mat, or .mat.gz, which is unpacked into the cache the first time
-    md5:str|None=None # what the MD5 of the unpacked file must be, if known
+    md5:str|None=None, # what the MD5 of the unpacked file must be, if known
+    size:int|None=None # how many bytes it must have unpacked, if known
 ) -> tuple[Tensor, str]: # the array, mapped; the MD5 of the unpacked file
     "Open a matrix file, gzipped or not; `ValueError` names file and byte, or the MD5 that came."
-    path = raw = Path(path)
-    stamp, came = _stamp(path), _recall(path)
-    if path.suffix == '.gz':
-        raw = cache_folder('smallnorb')/'unpacked'/f'{came}.mat'
-        if came is None or _recall(raw) != came:
-            raw, came = unpack(path, raw.parent, md5=md5)
-            _note(path, came, stamp); _note(raw, came, _stamp(raw))
+    path = Path(path)
+    if path.suffix == '.gz': raw, came = _unpacked(path, md5, size)
+    else: raw, came = path, None
     x = read_matrix(raw)                        # header and size first: they tell more than an MD5
-    if came is None: _note(path, came := checksum(path, 'md5'), stamp)
-    if md5 and came != md5: raise ValueError(f"{path}: expected MD5 {md5}, got {came}: a byte has changed, or it is another file (official=False opens any in this format)")
+    if size is not None and (n := raw.stat().st_size) != size:
+        raise ValueError(f"{path}: expected MD5 {md5} of {size:,} bytes, got a file of {n:,} "
+                         "(official=False opens any in this format)")
+    came = came or _md5(raw)
+    if md5 and came != md5:
+        raise ValueError(f"{path}: expected MD5 {md5}, got {came}: a byte has changed, or it is "
+                         "another file (official=False opens any in this format)")
     return x, came
+
+def _unpacked(path:Path, md5:str|None, size:int|None) -> tuple[Path, str]: # where; its MD5
+    cache, packed, stamp = cache_folder('smallnorb')/'unpacked', _md5(path), _stamp(path)
+    note = _note_of(path)
+    came = note.get('unpacked')
+    if note.get('md5') == packed and _is_md5(came):
+        raw = cache/f'{came}.mat'
+        if raw.is_file() and _md5(raw) == came: return raw, came
+    raw, came = unpack(path, cache, md5=md5, size=size)
+    _note(raw, _stamp(raw), dict(md5=came), ours=True)
+    if _stamp(path) == stamp: _note(path, stamp, dict(md5=packed, unpacked=came))
+    return raw, came
 
 # %% ../nbs/11_norb.ipynb #00000026
 category_names = ('animal', 'human', 'airplane', 'truck', 'car')
@@ -288,7 +355,9 @@ def read_split(
 ) -> tuple[dict[str, Tensor], str]: # image uint8 [n, 2, h, w], mapped, and category, instance, elevation, azimuth, lighting int64 [n]; a key for the content
     "Read a split's three files; `ValueError` names file and byte of what is wrong in any of them or between them."
     paths = {kind: _file(Path(folder), split, kind) for kind in _wanted}
-    got = {kind: open_matrix(path, norb_files[split, kind].md5 if official else None) for kind, path in paths.items()}
+    of = {kind: norb_files[split, kind] for kind in _wanted}
+    got = {kind: open_matrix(path, *((of[kind].md5, of[kind].unpacked) if official else ()))
+           for kind, path in paths.items()}
     for kind, (x, _) in got.items(): _check_kind(paths[kind], x, kind, len(got['dat'][0]))
     info = got['info'][0].long()
     columns = dict(category=got['cat'][0].long(), **{name: info[:, k] for k, name in enumerate(list(codes)[1:])})
@@ -321,8 +390,9 @@ def download_smallnorb(
         except ConnectionError as e:
             raise ConnectionError(f"{e}. With smallNORB's files in a folder, name that in CAPSNB_DATA or as `folder` (--data on the command line); "
                                   f"with the Hub within reach, load_smallnorb(source='hub') takes the copy there") from e
-        path, md5 = unpack(packed, cache, o.name, o.md5)
-        _note(path, md5, _stamp(path)); packed.unlink(missing_ok=True)
+        path, md5 = unpack(packed, cache, o.name, o.md5, o.unpacked)
+        _note(path, _stamp(path), dict(md5=md5), ours=True)
+        packed.unlink(missing_ok=True)
     return cache
 
 # %% ../nbs/11_norb.ipynb #0000003e
@@ -391,29 +461,44 @@ def _pgm(images:Tensor): # uint8 [n, h, w] -> Arrow array of images in PGM
     return pa.StructArray.from_arrays([column, pa.nulls(n, pa.string())], ['bytes', 'path'])
 
 # %% ../nbs/11_norb.ipynb #0000004a
-def _as_dataset(data:dict[str, Tensor], path:Path): # writes path unless it is there; returns the datasets.Dataset mapped to it
-    datasets, pa, schema = need('datasets'), need('pyarrow'), _features().arrow_schema
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True); _sweep(path.parent)
-        mine = path.with_name(f'{path.name}.{os.getpid()}.unpacking')
+def _as_dataset(data:dict[str, Tensor], path:Path): # kept beside path, with its MD5 in the name
+    datasets = need('datasets')
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for whole in path.parent.glob(f'{path.stem}-*{path.suffix}'):
+        if _md5(whole) == whole.stem[-32:]: return datasets.Dataset.from_file(str(whole))
+    _sweep(path.parent)
+    mine = path.with_name(f'{path.name}.{os.getpid()}.unpacking')
+    with write_lock(mine):
         try:
-            with pa.OSFile(str(mine), 'wb') as f, pa.ipc.new_stream(f, schema) as out:
-                for k in range(0, len(data['image']), 1000):
-                    image, *rest = (data[name][k:k + 1000] for name in ('image', *codes))
-                    out.write_batch(pa.record_batch([_pgm(image[:, 0]), _pgm(image[:, 1]), *(pa.array(o.int().numpy()) for o in rest)], schema=schema))
-            os.replace(mine, path)
+            _write_arrow(data, mine)
+            md5 = checksum(mine, 'md5')
+            whole = path.with_name(f'{path.stem}-{md5}{path.suffix}')
+            put_in_place(mine, whole)
+            _note(whole, _stamp(whole), dict(md5=md5), ours=True)
         finally: mine.unlink(missing_ok=True)
-    return datasets.Dataset.from_file(str(path))
+    for old in path.parent.glob(f'{path.stem}-*{path.suffix}'):
+        if old != whole: old.unlink(missing_ok=True)             # its bytes have changed
+    return datasets.Dataset.from_file(str(whole))
+
+def _write_arrow(data:dict[str, Tensor], path:Path):
+    pa, schema = need('pyarrow'), _features().arrow_schema
+    with pa.OSFile(str(path), 'wb') as f, pa.ipc.new_stream(f, schema) as out:
+        for k in range(0, len(data['image']), 1000):
+            image, *rest = (data[name][k:k + 1000] for name in ('image', *codes))
+            numbers = [pa.array(o.int().numpy()) for o in rest]
+            columns = [_pgm(image[:, 0]), _pgm(image[:, 1]), *numbers]
+            out.write_batch(pa.record_batch(columns, schema=schema))
 
 # %% ../nbs/11_norb.ipynb #0000004d
 hub_name, hub_revision = 'Ramos-Ramos/smallnorb', '7962619a7ba6dfcc7d16e4e2d948d846f9624b15'
 
 def _from_hub(name:str|Path|None, official:bool): # DatasetDict: train, test
-    datasets = need('datasets')
-    data = datasets.load_dataset(hub_name, revision=hub_revision) if name is None else datasets.load_dataset(str(name))
-    out, name, features = datasets.DatasetDict(), name or hub_name, _features()
+    data = load_hub(hub_name, hub_revision) if name is None else load_hub(name)
+    out, name, features = need('datasets').DatasetDict(), name or hub_name, _features()
     for split in instances:
-        if split not in data: raise ValueError(f"{name}: expected the splits {', '.join(instances)}, got {', '.join(data)}")
+        if split not in data:
+            came = ', '.join(data)
+            raise ValueError(f"{name}: expected the splits {', '.join(instances)}, got {came}")
         lacks = set(features) - set(data[split].column_names)
         if lacks: raise ValueError(f"{name}, split {split}: expected the columns {', '.join(features)}, lacks {', '.join(sorted(lacks))}")
         part = data[split].select_columns(list(features)).cast(features)
@@ -421,8 +506,34 @@ def _from_hub(name:str|Path|None, official:bool): # DatasetDict: train, test
         toys = tuple(sorted(part.unique('instance')))
         if official and (part.num_rows, toys) != (24_300, instances[split]):
             raise ValueError(f"{name}, split {split}: expected 24,300 pairs of instances {instances[split]}, got {part.num_rows:,} of {toys}")
+        if official: _check_pixels(part, split, name)
         out[split] = part
     return out
+
+# %% ../nbs/11_norb.ipynb #2a224770
+def _check_pixels(part, split:str, name): # of the Hub's copy, in the form of the official files
+    official = {kind: norb_files[split, kind] for kind in _wanted}
+    info = [_column(part, o) for o in list(codes)[1:]]
+    labels = dict(cat=_column(part, 'category'), info=torch.stack(info, 1))
+    for kind, x in labels.items():
+        if _md5_of(x.int()) == official[kind].md5: continue
+        warnings.warn(f"{name}, split {split}: the rows are not in the order of smallNORB's files, "
+                      "so no checksum says whether the pixels are smallNORB's; only their number "
+                      "and labels were checked")
+        return
+    want, files = official['dat'].md5, [Path(o['filename']) for o in part.cache_files]
+    seen = [(_md5(o), _note_of(o)) for o in files]
+    if files and all(o.get('md5') == now and o.get('pixels') == want for now, o in seen): return
+    came = _md5_of(as_tensors(part)['image'])
+    if came != want:
+        raise ValueError(f"{name}, split {split}: expected pixels whose file would have MD5 "
+                         f"{want}, got {came} (official=False takes any)")
+    for o, (now, _) in zip(files, seen): _note(o, _stamp(o), dict(md5=now, pixels=want))
+
+def _md5_of(x:Tensor) -> str: # that a file of this array would have
+    digest = hashlib.md5(_head(x), usedforsecurity=False)
+    digest.update(memoryview(x.contiguous().numpy()).cast('B'))
+    return digest.hexdigest()
 
 # %% ../nbs/11_norb.ipynb #0000004e
 def load_smallnorb(

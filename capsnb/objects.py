@@ -4,20 +4,24 @@
 
 # %% ../nbs/25_objects.ipynb #00000004
 from __future__ import annotations
+import inspect
 from pathlib import Path
 import torch, torch.nn.functional as F
 from torch import nn, Tensor
-from .core import pick_device, seed_everything
+from .core import from_bytes, need, pick_device, seed_everything
+from .files import read_json
 from .matrix_caps import MatrixCapsNet
 from .norb import degrees, open_smallnorb, valid_mask
 from .toys import toys_tensors
 from .vision import BaselineCNN, PlainCNN, SmallNORBNet, n_params, norb_trunk, rival_of
-from .train import check_recipe, check_room, checkpoint_bytes, dice, fingerprint, fit_decks, saved_network, shift_images, task_of, write_json
+from .train import check_recipe, claim, dice, fingerprint, fit_decks
+from .train import saved_network, shift_images, task_of
 
 # %% auto #0
-__all__ = ['categories', 'factors', 'splits', 'classes', 'recipe', 'own', 'open_objects', 'PairDeck', 'PairMixup', 'caps_sizes',
-           'standardised', 'patches', 'PairCrops', 'on_crops', 'collator_of', 'new_network', 'recipe_of',
-           'train_objects', 'load_objects_run', 'eval_objects']
+__all__ = ['categories', 'factors', 'splits', 'classes', 'recipe', 'own', 'most', 'open_objects', 'PairDeck', 'PairMixup',
+           'caps_sizes', 'standardised', 'patches', 'PairCrops', 'on_crops', 'collator_of', 'new_network', 'recipe_of',
+           'train_objects', 'check_config', 'weights_in', 'checked_network', 'load_objects_run', 'guesses',
+           'eval_objects']
 
 # %% ../nbs/25_objects.ipynb #00000008
 categories = ('animal', 'human', 'airplane', 'truck', 'car')       # of both data sets
@@ -80,7 +84,7 @@ class PairMixup:
     def on_device(self, batch:dict) -> dict: # images as floats in [0, 1], shifted and blended, and labels
         images, labels = batch['images'], batch['labels']
         if 'shifts' in batch: images = shift_images(images, batch['shifts'], repeat=True)
-        images = images.float()/255
+        images = from_bytes(images)
         if 'lam' in batch:
             lam, partner, y = batch['lam'], batch['partner'], F.one_hot(labels, self.n_classes).float()
             images, labels = (torch.lerp(v[partner], v, lam.view(-1, *[1]*(v.ndim - 1))) for v in (images, y))
@@ -88,7 +92,7 @@ class PairMixup:
 
     def views(self, images:Tensor, crops:int=1) -> list: # the images as floats, the only view there is
         if crops != 1: raise ValueError(f"only networks that were trained on crops are tested on them, got crops={crops}")
-        return [images.float()/255]
+        return [from_bytes(images)]
 
 # %% ../nbs/25_objects.ipynb #c40b0002
 def caps_sizes(
@@ -191,51 +195,140 @@ def recipe_of(
     return {**recipe, **({} if published else own.get(net, {})), 'shift': size//16 if net == 'baseline' else size//6}
 
 def train_objects(
-    data:str='toys', net:str='dstep', # 'toys' or 'smallnorb'; a name of `new_network`
+    data:str='toys', # or 'smallnorb'
+    net:str='dstep', # a name of `new_network`
     out:str|Path='runs/objects', # folder of the run
-    size:int=96, subset=None, folder=None, official:bool=True, cache=None, # as for `open_objects`
-    epochs:int|None=None, seed:int=0, published:bool=False, # None: the recipe's; of everything; as the paper has it (see above)
-    device:str|None=None, resume:bool=False, progress:bool=True, # None: the best there is; go on where a run stopped; whether to draw bars
+    size:int=96, # as for `open_objects`
+    subset=None, # as for `open_objects`
+    folder=None, # as for `open_objects`
+    official:bool=True, # as for `open_objects`
+    cache=None, # as for `open_objects`
+    epochs:int|None=None, # None: the recipe's
+    seed:int=0, # of everything
+    published:bool=False, # as the paper has it (see above)
+    device:str|None=None, # None: the best there is
+    resume:bool=False, # go on where a run stopped
+    progress:bool=True, # whether to draw bars
     how_to_resume:str='train_objects(..., resume=True)', # said when the run was stopped
     options:dict|None=None, # of the network, e.g. dict(n_iters=2)
     validate:bool=True, # False: instance 9 is trained on too, and the last epoch is kept
-    **more # of the recipe, or what TrainingArguments knows
+    overwrite:bool=False, # replace the run that the folder holds
+    **more # of the recipe, or `honoured` ones
 ) -> dict: # as in metrics.json
-    "Train a network on toys or smallNORB: test accuracy of the epoch that validates best, or (`validate=False`) of the last."
+    "Train on toys or smallNORB; test the epoch that validates best, or without validation the last."
     kw = {**recipe_of(net, size, published), **more, **({} if epochs is None else dict(epochs=epochs))}
-    check_recipe(**kw, seed=seed, validate=validate); pick_device(device); collator = collator_of(net, size, kw['shift'], kw['mixup'], published)
+    check_recipe(**kw, seed=seed, validate=validate)
+    claim(out, resume, overwrite)
+    pick_device(device)
+    collator = collator_of(net, size, kw['shift'], kw['mixup'], published)
     model = new_network(net, size, seed=seed, published=published, **(options or {}))
-    def deck(split, seed=None): return PairDeck(open_objects(data, split, size, subset, folder, official, cache=cache, progress=progress), seed)
+    def deck(split, seed=None):
+        found = open_objects(data, split, size, subset, folder, official, cache=cache, progress=progress)
+        return PairDeck(found, seed)
     train, held = (deck('train', seed), deck('validation')) if validate else (deck('train+validation', seed), None)
-    note = dict(data=data, kind=net, size=size, subset=subset, published=published, official=official, **({'options': options} if options else {}), **({} if validate else {'validate': False}))
-    out = check_room(out, 2*checkpoint_bytes(model))
-    metrics = fit_decks(model, train, held, deck('test'), collator, out,
-                        dict(seed=seed, per_device_eval_batch_size=100, **kw), device, resume, how_to_resume, name=f'{net} seed {seed}', progress=progress, **note)
-    write_json(Path(out)/'task.json', note)
-    return metrics
+    note = dict(data=data, kind=net, size=size, subset=subset, published=published, official=official)
+    if options: note['options'] = options
+    if not validate: note['validate'] = False
+    return fit_decks(
+        model, train, held, deck('test'), collator, out, dict(seed=seed, per_device_eval_batch_size=100, **kw),
+        device, resume, how_to_resume, name=f'{net} seed {seed}', progress=progress, overwrite=overwrite, note=note)
+
+# %% ../nbs/25_objects.ipynb #47fca169
+most = dict(n_iters=100, padding=16, stride=16, strides=16, kernels=64, K=64)    # else 2**16
+
+def check_config(
+    config:dict # what a network was made with
+):
+    "`ValueError` names a number that no network here has."
+    for name, value in config.items():
+        there, limit = [value], most.get(name, 2**16)
+        while there:
+            v = there.pop()
+            if isinstance(v, list): there += v
+            if isinstance(v, list) and len(v) > 64 or isinstance(v, int) and v > limit:
+                raise ValueError(f"expected {name} to be at most {limit:,}, no list of over 64, "
+                                 f"got {repr(value)[:60]}")
+
+def weights_in(
+    path:Path # of a safetensors file
+) -> dict: # name -> shape
+    "What the header of a file says; no weight is read."
+    with need('safetensors').safe_open(path, 'pt') as f:
+        return {k: tuple(f.get_slice(k).get_shape()) for k in f.keys()}
+
+def checked_network(
+    run:str|Path, cls, # folder of a finished run; the network's class
+    device:str|None=None # None: the best there is
+) -> nn.Module: # in evaluation mode
+    "The network of a finished run; `ValueError` when config.json and the weights do not match."
+    files = [Path(run)/f for f in ('config.json', 'model.safetensors')]
+    if not all(f.is_file() for f in files): return saved_network(run, cls, device)    # says which
+    config = read_json(files[0])
+    try:
+        check_config(config)
+        known = inspect.signature(cls.__init__).parameters
+        with torch.device('meta'): net = cls(**{k: v for k, v in config.items() if k in known})
+        wanted = {k: tuple(v.shape) for k, v in net.state_dict().items()}
+        there = weights_in(files[1])
+    except Exception as e: raise ValueError(f"'{run}': its network cannot be read: {e}") from e
+    odd = [f"{k}: {wanted.get(k, 'none')} by config.json, {there.get(k, 'none')} by the weights"
+           for k in {**wanted, **there} if wanted.get(k) != there.get(k)]
+    more = f", and {len(odd) - 1} more" if odd[1:] else ''
+    if odd: raise ValueError(f"'{run}': its network cannot be read: {odd[0]}{more}")
+    return saved_network(run, cls, device)
 
 # %% ../nbs/25_objects.ipynb #00000017
 def load_objects_run(
     run:str|Path, device:str|None=None # folder of a finished run; None: the best there is
 ) -> tuple: # network in evaluation mode, note of the task
-    "What a run left; `ValueError` when it is not finished."
+    "What a run left; `ValueError` when it is not finished, or its notes are damaged."
+    run = Path(run).expanduser()
     note = task_of(run, 'capsnb train toys')
-    if note.get('kind') not in classes or not {'data', 'size', 'subset', 'official'} <= set(note): raise ValueError(f"'{run}' is no run on toys or smallNORB: {note}")
-    return saved_network(run, classes[note['kind']], device), note
+    if not {'kind', 'data', 'size', 'subset', 'official'} <= set(note):
+        raise ValueError(f"'{run}' is no run on toys or smallNORB: {note}")
+    fields = dict(kind=str, data=str, size=int, subset=(int, dict, None), official=bool,
+                  published=bool, validate=bool)
+    read_json(run/'task.json', **{k: v for k, v in fields.items() if k in note})
+    if note['kind'] not in classes:
+        raise ValueError(f"'{run}' is no run on toys or smallNORB: {note}")
+    if not 1 <= note['size'] <= 1024:
+        raise ValueError(f"'{run}/task.json' is damaged: "
+                         f"expected a size from 1 to 1,024, got {note['size']:,}")
+    return checked_network(run, classes[note['kind']], device), note
 
-@torch.no_grad()
+def guesses(
+    net:nn.Module, # in evaluation mode; its answer has scores `a` [b, n_classes]
+    batches, # of tensors [b, ...], in any number
+    views, # batch on the network's device -> list of what it looks at
+    n:int, # batches
+    progress:bool=True # whether to draw a bar
+) -> Tensor: # [all] classes
+    "What a network takes pictures for, by the mean over views; `ValueError` if they do not fit."
+    on, out = next(net.parameters()).device, []
+    bar = need('tqdm').tqdm(batches, 'testing', n, disable=not progress, leave=False)
+    with torch.no_grad():
+        for batch in bar:
+            try: out.append(sum(net(v).a for v in views(batch.to(on))).argmax(1).cpu())
+            except RuntimeError as e:
+                shape = tuple(batch.shape[1:])
+                raise ValueError(f"the network cannot look at pictures {shape}: {e}") from e
+    return torch.cat(out)
+
 def eval_objects(
     run:str|Path, split:str='test', # folder of a finished run; one of `splits`
     folder=None, cache=None, device:str|None=None, progress:bool=True, batch_size:int=100, # as for `train_objects`; pairs at a time
     crops:int=1 # of networks trained on crops: the mean over a grid of crops×crops; 1: the central one
 ) -> dict: # accuracy, accuracy by azimuth and by elevation (degrees -> accuracy), confusion [label][predicted], number of pairs
-    "Accuracy of a finished run, and what is taken for what; `ValueError` for 'train' and 'validation' of a run that was trained on both."
-    net, note = load_objects_run(run, device); on = next(net.parameters()).device
-    if split in ('train', 'validation') and not note.get('validate', True): raise ValueError(f"'{run}' was trained on all training instances: there is 'train+validation' and 'test', got {split!r}")
+    "Accuracy of a finished run, and what is taken for what; `ValueError` for other splits."
+    net, note = load_objects_run(run, device)
+    if split in ('train', 'validation') and not note.get('validate', True):
+        raise ValueError(f"'{run}' was trained on all training instances: "
+                         f"there is 'train+validation' and 'test', got {split!r}")
     x = open_objects(note['data'], split, note['size'], note['subset'], folder, note['official'], cache=cache, progress=progress)
     patched = getattr(net, 'size', None) == (caps_sizes(note['size'])[1],)*2                          # what it was made for decides
-    views = collator_of(note['kind'], note['size'], published=patched).views
-    guess = torch.cat([sum(net(v).a for v in views(i.to(on), crops)).argmax(1).cpu() for i in x['images'].split(batch_size)])
+    collator = collator_of(note['kind'], note['size'], published=patched)
+    batches = x['images'].split(batch_size)
+    guess = guesses(net, batches, lambda i: collator.views(i, crops), len(batches), progress)
     right, confusion = guess == x['category'], torch.bincount(x['category']*5 + guess, minlength=25).view(5, 5)
     by = {k: {int(a): right[angle == a].float().mean().item() for a in angle.unique()} for k, angle in zip(('azimuth', 'elevation'), degrees(x))}
     return dict(split=split, n=len(guess), accuracy=right.float().mean().item(), by_degrees=by, names=categories, confusion=confusion.tolist())

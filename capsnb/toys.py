@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from .core import need
+from .files import cache_folder, checksum, put_in_place, read_json
 
 # %% auto #0
 __all__ = ['categories', 'instances', 'factors', 'kinds', 'distance', 'half_angle', 'field', 'lightings', 'ground_white',
@@ -324,10 +325,15 @@ def _whole(x) -> bool: return isinstance(x, int) and not isinstance(x, bool)
 _knobs = dict(spread=('from 0 to 1', lambda x: 0 <= x <= 1), contrast=('at least 0 and below 1', lambda x: 0 <= x < 1),
               noise=('from 0 to 255', lambda x: 0 <= x <= 255), jitter=('from 0 to 0.2', lambda x: 0 <= x <= .2))
 
+def _check_size(size:int):
+    if not _whole(size) or not 16 <= size <= 256:
+        raise ValueError(f"size must be a whole number from 16 to 256, got {size!r}")
+
 def _check_world(world:World, seed:int=0):
     if not _whole(seed) or seed < 0: raise ValueError(f"seed must be a whole number, at least 0, got {seed!r}")
     if not isinstance(world, World): raise ValueError(f"world must be a World, got {world!r}")
-    if not _whole(world.samples) or world.samples < 1: raise ValueError(f"samples must be a whole number, at least 1, got {world.samples!r}")
+    if not _whole(world.samples) or not 1 <= world.samples <= 16:
+        raise ValueError(f"samples must be a whole number from 1 to 16, got {world.samples!r}")
     for name, (said, holds) in _knobs.items():
         x = getattr(world, name)
         if not (_whole(x) or isinstance(x, float)) or not holds(x): raise ValueError(f"{name} must be a number {said}, got {x!r}")
@@ -664,6 +670,9 @@ def draw(
     for k, name in enumerate(('elevation', 'azimuth', 'lighting')):
         odd = [o for o in rows[:, k].tolist() if o not in factors[name]]
         if odd: raise ValueError(f"{name} must be one of {factors[name]}, got {odd[0]}")
+    if tile is not None and (not _whole(tile) or tile < 1):
+        raise ValueError(f"tile must be a whole number, at least 1, got {tile!r}")
+    _check_size(size)
     toy, grain = build_toy(category, instance, seed, world), grain_table(seed, 2**20 + size**2) if grain is None else grain
     name = _name_of(category, instance)
     view = rows[:, 1]//2*9 + rows[:, 0]                                  # 0 to 161, azimuth by azimuth
@@ -724,7 +733,8 @@ def cache_of(
 ) -> tuple[Path, dict]: # the folder, and what its bytes depend on
     "Where a split is kept; `ValueError` as for `load_toys`."
     _check_world(world, seed)
-    root = Path(cache) if cache is not None else Path(os.environ.get('XDG_CACHE_HOME') or '~/.cache').expanduser()/'capsnb'/'toys'
+    _check_size(size)
+    root = Path(cache) if cache is not None else cache_folder('toys')
     rows = plan(split, subset, seed)
     made = dict(version=version, size=size, seed=seed, split=split, pairs=len(rows), world=list(world),
                 rows=hashlib.sha256(json.dumps(rows.tolist()).encode()).hexdigest())
@@ -737,21 +747,24 @@ def _put(path:Path, chunks): # write, then rename: there is the whole file or no
     try:
         with open(mine, 'wb') as f:
             for chunk in chunks: f.write(chunk)
-        os.replace(mine, path)
+        put_in_place(mine, path)
     finally: mine.unlink(missing_ok=True)
 
 # %% ../nbs/10_toys.ipynb #0000006c
-def _part(path:Path, sign:bytes) -> bytes|None: # a toy's pictures, or None if they are not there, or not whole, or of something else
+def _seal(path:Path, sign:bytes, raw:bytes) -> bytes: # of these bytes at this place
+    return hashlib.sha256(sign + path.name.encode() + raw).digest()
+
+def _part(path:Path, sign:bytes) -> bytes|None: # pictures; None: not there, not whole, another's
     try: raw = path.read_bytes()
-    except FileNotFoundError: return None
-    return raw[32:] if hashlib.sha256(sign + raw[32:]).digest() == raw[:32] else None
+    except OSError: return None
+    return raw[32:] if _seal(path, sign, raw[32:]) == raw[:32] else None
 
 def _draw_part(path:Path, rows:Tensor, size:int, seed:int, world:World, grain:Tensor, sign:bytes) -> int: # draws a toy; how many pairs
     pictures = draw(*rows[0, :2].tolist(), rows[:, 2:], size, seed, world, grain)
     head = torch.frombuffer(bytearray(_pgm(size)), dtype=torch.uint8)
     out = torch.cat([head.expand(2, len(rows), -1), pictures.transpose(0, 1).flatten(2)], 2)
     raw = out.contiguous().numpy().tobytes()
-    _put(path, (hashlib.sha256(sign + raw).digest(), raw))
+    _put(path, (_seal(path, sign, raw), raw))
     return len(rows)
 
 # %% ../nbs/10_toys.ipynb #0000006d
@@ -799,19 +812,19 @@ _ours = re.compile(r'part-[0-9]{2}|(?:part-[0-9]{2}|pictures|info[.]json)(?P<tem
 
 def _check(folder:Path, made:dict): # the cache is whole, and of what was asked
     hint = f"remove the folder '{folder}' to draw it anew"
-    try: info = json.loads((folder/'info.json').read_text(encoding='utf-8'))
+    try: info = read_json(folder/'info.json', sha256=str)
     except ValueError as e: raise ValueError(f"info.json is damaged ({e}); {hint}") from e
-    if not isinstance(info, dict) or {k: v for k, v in info.items() if k != 'sha256'} != made:
-        raise ValueError(f"expected toys of {made}, got an info.json of {info}; {hint}")
+    said = {name: x for name, x in info.items() if name != 'sha256'}
+    if json.dumps(said, sort_keys=True) != json.dumps(made, sort_keys=True):   # true is not 1
+        raise ValueError(f"expected toys of {made}, got an info.json of {repr(said)[:500]}; {hint}")
     path, length = folder/'pictures', 2*made['pairs']*(len(_pgm(made['size'])) + made['size']**2)
     came = path.stat().st_size if path.exists() else 0
     if came != length: raise ValueError(f"pictures: expected {length:,} bytes, got {came:,}; {hint}")
-    with open(path, 'rb') as f: digest = hashlib.file_digest(f, 'sha256') if hasattr(hashlib, 'file_digest') else hashlib.sha256(f.read())
-    if digest.hexdigest() != info.get('sha256'): raise ValueError(f"pictures: expected SHA-256 {info.get('sha256')}, got {digest.hexdigest()}; {hint}")
+    if (got := checksum(path)) != info['sha256']:
+        raise ValueError(f"pictures: expected SHA-256 {info['sha256']!r:.70}, got {got}; {hint}")
 
 # %% ../nbs/10_toys.ipynb #0000006f
 def _find(split:str, size:int, subset, seed:int, world:World, cache, workers, progress) -> tuple[Path, dict, Tensor]: # folder, its info, rows
-    if not _whole(size) or not 16 <= size <= 256: raise ValueError(f"size must be a whole number from 16 to 256, got {size!r}")
     folder, made = cache_of(split, size, subset, seed, world, cache)
     rows = plan(split, subset, seed)
     if (folder/'info.json').exists(): _tidy(folder)

@@ -4,39 +4,49 @@
 
 # %% ../nbs/22_train.ipynb #00000002
 from __future__ import annotations
-import contextlib, errno, hashlib, io, json, math, numbers, os, re, shutil, signal, sys, threading, time, warnings
+import contextlib, difflib, errno, hashlib, json, math, numbers, os, re, shutil, signal, sys
+import tempfile, threading, time, warnings
 from contextlib import contextmanager
 from pathlib import Path
 import torch, torch.nn.functional as F
 from torch import nn, Tensor
 from torch.optim.lr_scheduler import LRScheduler
-from .core import keep_freed_memory, need, pick_device, run_record
-from .files import read_json, sync_folder, write_json
+from .core import from_bytes, keep_freed_memory, need, pick_device, run_record
+from .files import read_json, write_json
+from .runs import (
+    agree, check_room, checkpoint_bytes, checkpoints_in, claim, clear_run, digest, finished_run,
+    first_process, last_whole, locked, made_with, read_seal, run_bytes, run_files, run_folder,
+    save_network, saved_network, seal_checkpoint, task_of, write_end)
 
 # %% auto #0
-__all__ = ['top_momentum', 'run_files', 'load_digits_split', 'dice', 'shift_images', 'Deck', 'mixup', 'MixupCollator',
-           'cycle_height', 'SingleCycle', 'checkpoint_bytes', 'check_room', 'seal_checkpoint', 'read_seal',
-           'checkpoints_in', 'last_whole', 'DealHook', 'ProgressHook', 'SealHook', 'StopHook', 'catching', 'BarHook',
-           'accuracy', 'quiet_transformers', 'training_arguments', 'make_trainer', 'check_recipe', 'fingerprint',
-           'check_not_empty', 'identity', 'classes_of', 'Stopped', 'agree', 'clear_run', 'finished_run', 'load_best',
-           'task_of', 'saved_network', 'history_of', 'run_training', 'fit_decks', 'fit', 'finish', 'to_the_end',
-           'repeat', 'summary', 'in_words']
+__all__ = ['top_momentum', 'honoured', 'own_names', 'load_digits_split', 'dice', 'shift_images', 'pictures', 'class_numbers',
+           'columns_of', 'Deck', 'mixup', 'MixupCollator', 'cycle_height', 'SingleCycle', 'Diverged', 'Ledger',
+           'SealHook', 'weights_are_finite', 'left_in', 'wait_for_all', 'DealHook', 'ProgressHook', 'StopHook',
+           'catching', 'BarHook', 'accuracy', 'quiet_transformers', 'training_arguments', 'make_trainer', 'mean_loss',
+           'loss_in_words', 'check_names', 'check_recipe', 'fingerprint', 'identity', 'classes_of', 'Stopped',
+           'rehearse', 'check_answer', 'load_best', 'history_of', 'has_room', 'run_training', 'fit_decks', 'batches_of',
+           'digest_of', 'prepare', 'fit', 'finish', 'to_the_end', 'repeat', 'summary', 'in_words']
 
 # %% ../nbs/22_train.ipynb #00000005
 def load_digits_split(): # datasets.DatasetDict with columns image [1, 8, 8] in [0, 1] and label
     "scikit-learn's digits in the order written: 1000 to train on, 297 to validate, 500 to test."
     datasets, digits = need('datasets'), need('sklearn.datasets').load_digits()
     images, labels = (digits.images[:, None]/16).astype('float32'), digits.target
-    features = datasets.Features(image=datasets.Array3D((1, 8, 8), 'float32'), label=datasets.ClassLabel(names=[str(k) for k in range(10)]))
-    def part(start, stop): return datasets.Dataset.from_dict(
-        {'image': list(images[start:stop]), 'label': labels[start:stop]}, features=features).with_format('torch')
-    return datasets.DatasetDict(train=part(0, 1000), validation=part(1000, 1297), test=part(1297, 1797))
+    features = datasets.Features(
+        image=datasets.Array3D((1, 8, 8), 'float32'),
+        label=datasets.ClassLabel(names=[str(k) for k in range(10)]))
+    cuts = dict(train=(0, 1000), validation=(1000, 1297), test=(1297, 1797))
+    parts = {}
+    for name, (start, stop) in cuts.items():
+        columns = dict(image=list(images[start:stop]), label=labels[start:stop])
+        parts[name] = datasets.Dataset.from_dict(columns, features=features).with_format('torch')
+    return datasets.DatasetDict(parts)
 
 # %% ../nbs/22_train.ipynb #00000008
 def dice(
     *name:int # non-negative integers that name the occasion, e.g. (seed, epoch, sample)
 ): # numpy.random.Generator
-    "A random generator that is a function of its name, so that a draw does not depend on the draws before it."
+    "A random generator that is a function of its name: no draw depends on the draws before it."
     return need('numpy').random.default_rng(name)
 
 # %% ../nbs/22_train.ipynb #0000000b
@@ -46,40 +56,171 @@ def shift_images(
     repeat:bool=False # what comes in at the border: its pixels, repeated, or zeros
 ) -> Tensor: # [b, channels, m, n]
     "Shift each image by its own whole number of pixels, on any device."
-    (b, _, m, n), at = images.shape, dict(device=images.device)
-    rows, cols = torch.arange(m, **at) - shifts[:, :1], torch.arange(n, **at) - shifts[:, 1:]
-    moved = images[torch.arange(b, **at)[:, None, None], :, rows.clamp(0, m - 1)[:, :, None], cols.clamp(0, n - 1)[:, None]].movedim(-1, 1)
+    b, _, m, n = images.shape
+    sample, row, col = (torch.arange(size, device=images.device) for size in (b, m, n))
+    rows, cols = row - shifts[:, :1], col - shifts[:, 1:]           # [b, m], [b, n]: where from
+    near_rows, near_cols = rows.clamp(0, m - 1), cols.clamp(0, n - 1)
+    moved = images[sample[:, None, None], :, near_rows[:, :, None], near_cols[:, None]]
+    moved = moved.movedim(-1, 1)
     if repeat: return moved
-    inside = ((rows >= 0) & (rows < m))[:, None, :, None] & ((cols >= 0) & (cols < n))[:, None, None]
+    row_inside, col_inside = (rows >= 0) & (rows < m), (cols >= 0) & (cols < n)
+    inside = row_inside[:, None, :, None] & col_inside[:, None, None]
     return moved.masked_fill(~inside, 0)
+
+# %% ../nbs/22_train.ipynb #2b2cb179
+def pictures(
+    column # Tensor, NumPy array, or list of those or of PIL images
+) -> Tensor: # float32 [n, channels, rows, columns]
+    "Pictures for a network; `ValueError` names sizes that differ, other shapes and types, NaN."
+    if not isinstance(column, Tensor): column = _as_tensor(column)
+    if column.dtype == torch.bool: column = column.float()
+    if column.dtype != torch.uint8 and not column.is_floating_point():
+        raise ValueError(f"expected pictures in bytes (uint8) or floats, got {column.dtype}")
+    x = _channels_first(from_bytes(column)).float()
+    if not x.numel(): return x
+    if not (fine := x.isfinite().flatten(1).all(1)).all():
+        first = int((~fine).float().argmax())
+        raise ValueError(f"expected finite pictures, got NaN or inf in picture {first}")
+    if x.abs().max() > 10:
+        warnings.warn(f"the pictures reach from {x.min():g} to {x.max():g}; "
+                      "networks here expect about 0 to 1 (bytes are divided by 255)")
+    return x
+
+def _as_tensor(
+    column # NumPy array, or list of pictures
+) -> Tensor: # of any shape and type
+    np = need('numpy')
+    if isinstance(column, np.ndarray) and column.dtype != object:
+        return _from_array(np.ascontiguousarray(column))
+    each = [_plain(p) for p in column]
+    sizes = {tuple(p.shape) for p in each}
+    if len(sizes) > 1: raise ValueError(f"expected pictures of one size, got {sorted(sizes)[:4]}")
+    return torch.stack(each) if each else torch.zeros(0, 1, 1, 1)
+
+def _from_array(
+    array # NumPy array
+) -> Tensor:
+    try: return torch.from_numpy(array)
+    except TypeError as e:
+        raise ValueError(f"expected pictures in bytes (uint8) or floats, got {array.dtype}") from e
+
+# %% ../nbs/22_train.ipynb #6c1f0a5d
+def _plain(
+    picture # Tensor, NumPy array, nested list or PIL image
+) -> Tensor: # a PIL image without palette and transparency; anything else as it came
+    if isinstance(picture, Tensor): return picture
+    mode = getattr(picture, 'mode', None)
+    if mode is not None and mode not in ('L', 'RGB', 'F') and not mode.startswith('I'):
+        picture = picture.convert('L' if mode in ('1', 'LA', 'La') else 'RGB')
+    return _from_array(need('numpy').array(picture))                # 16 or 32 bits are not cut down
+
+def _channels_first(
+    x:Tensor # pictures, channels anywhere
+) -> Tensor: # [n, channels, rows, columns]
+    if x.ndim == 3: return x[:, None]
+    if x.ndim != 4:
+        raise ValueError("expected pictures [n, rows, columns], [n, channels, rows, columns] or "
+                         f"[n, rows, columns, channels], got shape {tuple(x.shape)}")
+    at_the_end = x.shape[-1] in (1, 3) and x.shape[1] not in (1, 2, 3)
+    return x.movedim(-1, 1) if at_the_end else x
+
+# %% ../nbs/22_train.ipynb #4a2ee02a
+def class_numbers(
+    column # Tensor, NumPy array or list of whole numbers
+) -> Tensor: # int64 [n]
+    "Labels for a network; `ValueError` for anything but whole numbers from 0 on."
+    y = column if isinstance(column, Tensor) else need('numpy').asarray(column)
+    if not isinstance(y, Tensor):
+        if y.dtype.kind not in 'iu' and y.size:
+            raise ValueError(f"expected whole numbers as labels, got {y.flat[0]!r}")
+        y = torch.from_numpy(y.astype('int64'))
+    if y.is_floating_point() or y.dtype == torch.bool:
+        raise ValueError(f"expected whole numbers as labels, got {y.dtype}")
+    if y.ndim != 1:
+        raise ValueError(f"expected one label for each picture, [n], got shape {tuple(y.shape)}")
+    if y.numel() and y.min() < 0: raise ValueError(f"expected labels from 0 on, got {y.min()}")
+    return y.long()
+
+def columns_of(
+    data # datasets.Dataset, or a dict of columns: image (or images) and label (or labels)
+) -> tuple: # pictures [n, channels, rows, columns] and labels [n]
+    "Pictures and labels of a data set; `ValueError` says what is missing, or wrong with them."
+    image, label = _image_and_label(data)
+    y = class_numbers(label)
+    if not len(y): raise ValueError("expected at least one sample, got none")
+    x = pictures(image)
+    if len(x) != len(y):
+        raise ValueError("expected one label for each picture, "
+                         f"got {len(x):,} pictures and {len(y):,} labels")
+    return x, y
+
+# %% ../nbs/22_train.ipynb #2d97c84e
+def _image_and_label(
+    data # of `columns_of`
+) -> tuple: # the two columns, as they come
+    is_set, is_dict = hasattr(data, 'with_format'), isinstance(data, dict)
+    there = data.column_names if is_set else data.keys() if is_dict else None
+    if there is None:
+        raise ValueError("expected a datasets.Dataset, or a dict with image and label, "
+                         f"got {type(data).__name__}")
+    pairs = ('image', 'images'), ('label', 'labels')
+    names = [next((name for name in pair if name in there), None) for pair in pairs]
+    if None in names:
+        has_parts = is_dict and hasattr(next(iter(data.values()), None), 'with_format')
+        advice = ": name one of them, as in data['train']" if has_parts else ''
+        raise ValueError("expected columns image and label, "
+                         f"got {', '.join(map(str, there))}{advice}")
+    return tuple(_column(data, name) if is_set else data[name] for name in names)
+
+def _column(
+    data, # datasets.Dataset
+    name:str # of a column
+): # what it holds; bytes as bytes, where the NumPy format would make int64 of them
+    feature, column = data.features[name], data.select_columns([name])
+    while hasattr(feature, 'feature'): feature = feature.feature
+    if type(feature).__name__ == 'Image': return column.with_format(None)[:][name]
+    array = column.with_format('numpy')[:][name]
+    is_bytes = getattr(feature, 'dtype', '') == 'uint8' and array.dtype != object
+    return array.astype('uint8') if is_bytes else array
 
 # %% ../nbs/22_train.ipynb #0000000e
 class Deck(torch.utils.data.Dataset):
     "Images and labels in memory; with a seed, each epoch shifts every image by its own draw."
     def __init__(self,
-        data, # datasets.Dataset in torch format (or a dict) with columns image [channels, m, n] and label
+        data, # of `columns_of`
         seed:int|None=None, # None: no augmentation, as for validation
         shift:int=0 # largest shift in pixels, each way
     ):
-        columns = data[:] if not isinstance(data, dict) else data
-        self.images, self.labels, self.seed, self.shift = columns['image'].float(), columns['label'].long(), seed, shift
+        self.images, self.labels = columns_of(data)
+        self.seed, self.shift = seed, shift
         self.deal(0)
 
-    def deal(self, epoch:int): # draw the shifts of this epoch
-        self.epoch = epoch
-        if self.seed is None or not self.shift: self.shifts = None
-        else: self.shifts = torch.from_numpy(dice(self.seed, epoch).integers(-self.shift, self.shift + 1, (len(self), 2)))
+    def deal(self,
+        epoch:int # whose shifts are drawn
+    ):
+        self.epoch, self.shifts = epoch, None
+        if self.seed is None or not self.shift: return
+        die = dice(self.seed, epoch)
+        drawn = die.integers(-self.shift, self.shift + 1, (len(self), 2))
+        self.shifts = torch.from_numpy(drawn)
 
     def mark(self) -> str: # equal for equal data
         return fingerprint(self.images, self.labels)
 
     def __len__(self) -> int: return len(self.labels)
 
-    def __getitem__(self, i:int) -> dict: return self.__getitems__([i])
+    def __getitem__(self,
+        i:int # of a sample
+    ) -> dict: # a batch of one
+        return self.__getitems__([i])
 
-    def __getitems__(self, index:list) -> dict: # a whole batch: images, labels, and where the dice stand
-        images = self.images[index] if self.shifts is None else shift_images(self.images[index], self.shifts[index])
-        return dict(images=images, labels=self.labels[index], draw=None if self.seed is None else (self.seed, self.epoch, int(index[0])))
+    def __getitems__(self,
+        index:list # of samples: a whole batch
+    ) -> dict: # images, labels, and draw: where the dice stand, None without a seed
+        images, labels = self.images[index], self.labels[index]
+        if self.shifts is not None: images = shift_images(images, self.shifts[index])
+        draw = None if self.seed is None else (self.seed, self.epoch, int(index[0]))
+        return dict(images=images, labels=labels, draw=draw)
 
 # %% ../nbs/22_train.ipynb #00000012
 def mixup(
@@ -101,12 +242,16 @@ class MixupCollator:
         if alpha < 0: raise ValueError(f"expected mixup alpha >= 0, got {alpha}")
         self.n_classes, self.alpha = n_classes, alpha
 
-    def __call__(self, batch:dict) -> dict: # images and labels, ready for a network
+    def __call__(self,
+        batch:dict # images, labels, draw: of `Deck`
+    ) -> dict: # images and labels, ready for a network
         images, labels, draw = batch['images'], batch['labels'], batch['draw']
         if draw is None or not self.alpha: return dict(images=images, labels=labels)
-        die = dice(*draw, 1)                                        # not the die that shifted the images
-        lam, partner = die.beta(self.alpha, self.alpha), torch.from_numpy(die.permutation(len(labels)))
-        images, targets = mixup(images, F.one_hot(labels, self.n_classes).to(images.dtype), lam, partner)
+        die = dice(*draw, 1)                                        # not the one behind the shifts
+        lam = die.beta(self.alpha, self.alpha)
+        partner = torch.from_numpy(die.permutation(len(labels)))
+        targets = F.one_hot(labels, self.n_classes).to(images.dtype)
+        images, targets = mixup(images, targets, lam, partner)
         return dict(images=images, labels=targets)
 
 # %% ../nbs/22_train.ipynb #00000018
@@ -124,7 +269,7 @@ def cycle_height(
 top_momentum = {'paper': .999, 'notebook': .9, None: None}
 
 class SingleCycle(LRScheduler):
-    "Learning rate and first momentum over one cycle; its state, which is its step, survives a checkpoint."
+    "Learning rate and first momentum over one cycle; its step, all it knows, is checkpointed."
     def __init__(self,
         optimizer:torch.optim.Optimizer, # with `betas`, such as RAdam
         n_steps:int, # steps of the run
@@ -132,125 +277,159 @@ class SingleCycle(LRScheduler):
         warmup:float=.1, # share of the steps that climb
         momentum:str|None='paper' # 'paper' .999 -> .8991, 'notebook' .9 -> .81, None: left alone
     ):
-        if momentum not in top_momentum: raise ValueError(f"momentum must be 'paper', 'notebook' or None, got {momentum!r}")
-        self.n_steps, self.lr_range, self.warmup, self.momentum = n_steps, tuple(lr), warmup, momentum
+        if momentum not in top_momentum:
+            raise ValueError(f"momentum must be 'paper', 'notebook' or None, got {momentum!r}")
+        self.n_steps, self.warmup = n_steps, warmup
+        self.lr_range, self.momentum = tuple(lr), momentum
         super().__init__(optimizer)
 
+    def height(self) -> float: # of the cycle at this step
+        return cycle_height(self.last_epoch, self.n_steps, self.warmup)
+
     def get_lr(self) -> list: # one learning rate per parameter group
-        (low, high), x = self.lr_range, cycle_height(self.last_epoch, self.n_steps, self.warmup)
-        return [low + x*(high - low)]*len(self.optimizer.param_groups)
+        low, high = self.lr_range
+        return [low + self.height()*(high - low)]*len(self.optimizer.param_groups)
 
-    def step(self, epoch=None): # the next learning rate and momentum
+    def step(self,
+        epoch:int|None=None # as for torch's schedulers; None: the next step
+    ): # sets the learning rate and the momentum
         super().step(epoch)
-        top, x = top_momentum[self.momentum], cycle_height(self.last_epoch, self.n_steps, self.warmup)
-        for group in self.optimizer.param_groups if top else (): group['betas'] = (top*(1 - .1*x), group['betas'][1])
-
-# %% ../nbs/22_train.ipynb #00000020
-def checkpoint_bytes(
-    net:nn.Module # any network
-) -> int: # bytes of one checkpoint, about
-    "Weights, two moments of the optimizer for each, and a little for the rest."
-    size = sum(t.numel()*t.element_size() for t in net.state_dict().values())
-    return size + 2*sum(p.numel()*p.element_size() for p in net.parameters()) + 2**16
-
-def check_room(
-    folder:str|Path, # made if it is not there
-    n_bytes:int # how much will be written
-) -> Path: # the folder, absolute
-    "Write `n_bytes` there and remove them; `OSError` in plain words when that fails."
-    folder = Path(folder).expanduser().absolute()
-    probe = folder/f".probe-{os.getpid()}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(probe, 'wb') as f:
-            for k in range(0, n_bytes, 2**20): f.write(b'\0'*min(2**20, n_bytes - k))
-            f.flush(); os.fsync(f.fileno())
-    except OSError as e:
-        advice = 'Free some space.' if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else 'Is it a folder that you may write to?'
-        raise OSError(e.errno, f"cannot write {n_bytes/2**20:.1f} MB for checkpoints ({e.strerror}); nothing was trained. {advice} "
-                               f"Choose another folder than", str(folder)) from e
-    finally:
-        try: probe.unlink(missing_ok=True)
-        except OSError: pass                                        # the folder itself is not there
-    return folder
-
-# %% ../nbs/22_train.ipynb #00000023
-def seal_checkpoint(
-    folder:Path, # a checkpoint that is completely written
-    **notes # JSON-ready, kept in the seal
-):
-    "Mark a checkpoint as complete, with the size of each file."
-    files = {p.name: p.stat().st_size for p in sorted(folder.iterdir()) if p.name != 'seal.json'}
-    write_json(folder/'seal.json', dict(files=files, **notes))
-
-def read_seal(
-    folder:Path # a checkpoint
-) -> dict|None: # what the seal holds; None when the checkpoint is not whole
-    "The seal of a whole checkpoint."
-    try: seal = json.loads((folder/'seal.json').read_text())
-    except (OSError, ValueError): return None
-    return seal if all((folder/name).is_file() and (folder/name).stat().st_size == n for name, n in seal['files'].items()) else None
-
-# %% ../nbs/22_train.ipynb #00000024
-def checkpoints_in(
-    folder:Path # of a run
-) -> list: # its checkpoints, whole or not, oldest first
-    "Folders named checkpoint-<step>, by step."
-    found = [p for p in Path(folder).glob('checkpoint-*') if p.name[11:].isdigit()]
-    return sorted(found, key=lambda p: int(p.name[11:]))
-
-def last_whole(
-    folder:Path # of a run
-) -> Path|None: # the newest checkpoint that is whole
-    "The checkpoint to resume from; broken ones after it are removed, with a message."
-    for path in reversed(checkpoints_in(folder)):
-        if read_seal(path): return path
-        print(f"{path.name} is not complete (the run was stopped while writing it): skipped and removed")
-        shutil.rmtree(path)
+        if not (top := top_momentum[self.momentum]): return
+        beta = top*(1 - .1*self.height())
+        for group in self.optimizer.param_groups: group['betas'] = (beta, group['betas'][1])
 
 # %% ../nbs/22_train.ipynb #00000027
+class Diverged(ValueError):
+    "The loss or the weights are not finite; the message says since when, and what is left."
+
+class Ledger:
+    "The losses of this epoch, added up on the device that trains."
+    def __init__(self,
+        every:int=20 # steps between two looks, where looking makes the program wait
+    ):
+        self.total, self.n, self.every = 0., 0, every
+
+    def add(self,
+        loss:Tensor # [], of one step
+    ) -> bool: # whether all is well as far as one has looked
+        wide = torch.float32 if loss.device.type == 'mps' else torch.float64
+        self.total = self.total + loss.detach().to(wide)
+        self.n += 1
+        looks = loss.device.type == 'cpu' or self.n % self.every == 0
+        return self.is_finite() if looks else True
+
+    def is_finite(self) -> bool: return math.isfinite(float(self.total))
+
+    def close(self) -> tuple: # sum and number of the losses; then begin again
+        total, n = float(self.total), self.n
+        self.total, self.n = 0., 0
+        return total, n
+
+# %% ../nbs/22_train.ipynb #fb6655df
+class SealHook:
+    "Seals each checkpoint and removes old ones, except the last two and the best."
+    def __init__(self,
+        folder:Path, # of the checkpoints
+        run:str, # digest of the run's settings
+        ledger:Ledger # its state goes into the seal
+    ):
+        self.folder, self.run, self.ledger = folder, run, ledger
+        self.before, self.start = 0., time.perf_counter()
+
+    def seconds(self) -> float: # of training, over all resumptions
+        return self.before + time.perf_counter() - self.start
+
+    def on_train_begin(self, args, state, control, **_):
+        self.start = time.perf_counter()
+        if seal := read_seal(self.folder/f'checkpoint-{state.global_step}'):
+            self.before = seal['seconds']
+            self.ledger.total, self.ledger.n = seal['loss'], seal['steps']
+
+    def on_save(self, args, state, control, model=None, **_):
+        wait_for_all(args)                                          # each has files in it
+        if not state.is_world_process_zero: return
+        path = self.folder/f'checkpoint-{state.global_step}'
+        if not (self.ledger.is_finite() and weights_are_finite(model)):
+            shutil.rmtree(path)
+            raise Diverged(f"the weights are not finite after step {state.global_step} "
+                           f"of {state.max_steps}; {left_in(self.folder)}")
+        seal_checkpoint(path, run=self.run, seconds=self.seconds(),
+                        loss=float(self.ledger.total), steps=self.ledger.n)
+        for old in checkpoints_in(self.folder)[:-2]:
+            if old.name != f'checkpoint-{state.best_global_step}': shutil.rmtree(old)
+
+# %% ../nbs/22_train.ipynb #1e8d4b70
+def weights_are_finite(
+    net:nn.Module # any network
+) -> bool:
+    "Whether no weight is NaN or inf: one question to the device."
+    floats = (t for t in net.state_dict().values() if t.is_floating_point())
+    found = [t.isfinite().all() for t in floats]
+    return bool(torch.stack(found).all()) if found else True
+
+def left_in(
+    folder:Path # of checkpoints
+) -> str: # for a message
+    "What can still be used after a run has gone wrong."
+    whole = next((p for p in reversed(checkpoints_in(folder)) if read_seal(p)), None)
+    return f"the last good checkpoint is {whole.name}" if whole else "there is no checkpoint yet"
+
+def wait_for_all(
+    args # transformers.TrainingArguments
+):
+    "Wait until every process of the run has come here."
+    if args.world_size > 1: torch.distributed.barrier()
+
 class DealHook:
     "Tells the deck which epoch begins."
-    def __init__(self, deck:Deck): self.deck = deck
+    def __init__(self,
+        deck:Deck # or anything that deals as it does
+    ):
+        self.deck = deck
+
     def on_epoch_begin(self, args, state, control, **_): self.deck.deal(int(state.epoch or 0))
 
 class ProgressHook:
-    "Tells a network that wants to know (it has `set_progress`) how far training has come; from the trainer's own count, so that a resumed run goes on as it was."
-    def __init__(self, net:nn.Module): self.net = net
-    def on_step_begin(self, args, state, control, **_): self.net.set_progress(state.global_step, state.max_steps)
+    "Tells a network how far training has come, by the trainer's own count, also after a resume."
+    def __init__(self,
+        net:nn.Module # with `set_progress`
+    ):
+        self.net = net
 
-class SealHook:
-    "Seals each checkpoint and removes old ones, except the last two and the best."
-    def __init__(self, folder:Path): self.folder, self.before, self.start = folder, 0., time.perf_counter()
-    def seconds(self) -> float: return self.before + time.perf_counter() - self.start  # of training, over all resumptions
-    def on_train_begin(self, args, state, control, **_):
-        self.start, seal = time.perf_counter(), read_seal(self.folder/f"checkpoint-{state.global_step}")
-        if seal: self.before = seal['seconds']
-    def on_save(self, args, state, control, **_):
-        seal_checkpoint(self.folder/f"checkpoint-{state.global_step}", seconds=self.seconds())
-        for old in checkpoints_in(self.folder)[:-2]:
-            if old.name != f"checkpoint-{state.best_global_step}": shutil.rmtree(old)
+    def on_step_begin(self, args, state, control, **_):
+        self.net.set_progress(state.global_step, state.max_steps)
 
 # %% ../nbs/22_train.ipynb #00000029
 class StopHook:
-    "Ends training at the next step, with a checkpoint, when a signal came; saves every `save_steps` steps if not 0."
-    def __init__(self, save_steps:int=0): self.signal, self.save_steps, self.early = None, save_steps, False
-    def catch(self, signum, frame): self.signal = signum
+    "Ends training at the next step, with a checkpoint, when a signal came."
+    def __init__(self,
+        save_steps:int=0 # also save after each so many steps; 0: only at an epoch's end
+    ):
+        self.signal, self.save_steps, self.early = None, save_steps, False
+
+    def catch(self,
+        signum:int, # of the signal
+        frame # where it was caught; not used
+    ):
+        self.signal = signum
+
     def on_step_end(self, args, state, control, **_):
-        within = not float(state.epoch).is_integer()              # the epoch goes on after this step
+        within = not float(state.epoch).is_integer()                # the epoch goes on after this
         due = self.save_steps and state.global_step % self.save_steps == 0
         control.should_save = control.should_save or bool(within and (due or self.signal))
         self.early = bool(within and self.signal)
         if self.signal: control.should_training_stop = True
+
     def on_epoch_end(self, args, state, control, **_):
-        if self.early: control.should_evaluate = control.should_save = control.should_log = False
+        if not self.early: return
+        control.should_evaluate = control.should_save = control.should_log = False
 
 @contextmanager
 def catching(
     stop:StopHook, # told about the signals
     signals:tuple=(signal.SIGINT, signal.SIGTERM) # which ones
 ):
-    "Hand signals to `stop` inside the block (main thread only; Python delivers signals nowhere else)."
+    "Hand signals to `stop` within the block (in the main thread; others never get them)."
     main = threading.current_thread() is threading.main_thread()
     old = {s: signal.signal(s, stop.catch) for s in signals} if main else {}
     try: yield
@@ -258,202 +437,388 @@ def catching(
         for s, handler in old.items(): signal.signal(s, handler)
 
 # %% ../nbs/22_train.ipynb #0000002b
+_bar_format = ('{desc:12s} {percentage:3.0f}%|{bar:24}| {n_fmt}/{total_fmt} '
+               '[{elapsed}<{remaining}{postfix}]')
+
 class BarHook:
-    "One progress bar per run."
-    def __init__(self, name:str, show:bool=True): self.name, self.show, self.bar = name, show, None
+    "One progress bar for training, one for the test after it."
+    def __init__(self,
+        name:str, # of the bar
+        show:bool=True # whether to draw it
+    ):
+        self.name, self.show, self.bar, self.testing = name, show, None, False
+
+    def draw(self,
+        total:int, # steps
+        done:int=0, # of them, before
+        name:str|None=None # None: the bar of training
+    ):
+        self.testing = name is not None
+        hidden = not (self.show and first_process())
+        self.bar = need('tqdm').tqdm(total=total, initial=done, desc=name or self.name,
+                                     disable=hidden, mininterval=.5, bar_format=_bar_format)
+
+    def close(self):
+        if self.bar is not None: self.bar.close()
+        self.bar = None
+
     def on_train_begin(self, args, state, control, **_):
-        self.bar = need('tqdm').tqdm(total=state.max_steps, initial=state.global_step, desc=self.name, disable=not self.show, mininterval=.5,
-            bar_format='{desc:12s} {percentage:3.0f}%|{bar:24}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]')
-    def on_step_end(self, args, state, control, **_): self.bar.update(state.global_step - self.bar.n)
+        self.draw(state.max_steps, state.global_step)
+
+    def on_step_end(self, args, state, control, **_):
+        self.bar.update(state.global_step - self.bar.n)
+
     def on_evaluate(self, args, state, control, metrics=None, **_):
-        if self.bar is not None: self.bar.set_postfix_str(f"validation {metrics['eval_accuracy']:.1%}", refresh=False)
-    def on_train_end(self, args, state, control, **_): self.bar.close(); self.bar = None
+        if self.bar is None: return
+        self.bar.set_postfix_str(f"validation {metrics['eval_accuracy']:.1%}", refresh=False)
+
+    def on_train_end(self, args, state, control, **_): self.close()
+
+    def on_prediction_step(self, args, state, control, eval_dataloader=None, **_):
+        if self.bar is None: self.draw(len(eval_dataloader), name='testing')
+        if self.testing: self.bar.update()
+
+    def on_predict(self, args, state, control, **_): self.close()
 
 # %% ../nbs/22_train.ipynb #0000002d
 def accuracy(
     p # transformers.EvalPrediction with logits [n, n_classes] and labels [n]
 ) -> dict: # {'accuracy': share of samples whose largest logit is the label's}
-    "What validation looks at."
+    "What validation looks at; `Diverged` for logits that are not finite."
+    if not need('numpy').isfinite(p.predictions).all():
+        raise Diverged("the network's scores are not finite")
     return dict(accuracy=float((p.predictions.argmax(-1) == p.label_ids).mean()))
 
-def quiet_transformers():
+def quiet_transformers(): # the module
     "transformers, with its chatter turned off and nothing sent anywhere."
     os.environ.setdefault('HF_HUB_DISABLE_TELEMETRY', '1')
-    transformers = need('transformers'); need('accelerate')
+    transformers = need('transformers')
+    need('accelerate')
     transformers.utils.logging.set_verbosity_error()
     return transformers
 
 def training_arguments(
-    folder:Path, epochs:int, batch_size:int, seed:int, device:str|None, # as in `fit`
-    **more # anything else TrainingArguments knows, e.g. bf16=True
+    folder:Path, # for checkpoints
+    epochs:int, # as in `fit`
+    batch_size:int, # as in `fit`
+    seed:int, # as in `fit`
+    device:str|None, # as in `fit`
+    **more # `honoured` ones
 ): # transformers.TrainingArguments
-    "Evaluate, log and save at the end of each epoch; report to nobody; order of the data from the seed."
+    "Evaluate, log and save at the end of each epoch; report to nobody; the seed orders the data."
     device = pick_device(device)
-    if device.index: raise ValueError(f"expected 'cpu', 'cuda' or 'mps', got '{device}'; to choose a GPU set CUDA_VISIBLE_DEVICES={device.index}")
-    return quiet_transformers().TrainingArguments(**{**dict(output_dir=str(folder), num_train_epochs=epochs, per_device_train_batch_size=batch_size,
-        per_device_eval_batch_size=250, eval_strategy='epoch', save_strategy='epoch', logging_strategy='epoch', metric_for_best_model='accuracy',
-        greater_is_better=True, seed=seed, data_seed=seed, report_to='none', disable_tqdm=True, remove_unused_columns=False, label_names=['labels'],
-        max_grad_norm=0., dataloader_pin_memory=device.type == 'cuda', use_cpu=device.type == 'cpu'), **more})
+    if device.index:
+        raise ValueError(f"expected 'cpu', 'cuda' or 'mps', got '{device}'; "
+                         f"to choose a GPU set CUDA_VISIBLE_DEVICES={device.index}")
+    ours = dict(
+        output_dir=str(folder), num_train_epochs=epochs, per_device_train_batch_size=batch_size,
+        per_device_eval_batch_size=250, eval_strategy='epoch', save_strategy='epoch',
+        logging_strategy='epoch', logging_nan_inf_filter=False, metric_for_best_model='accuracy',
+        greater_is_better=True, seed=seed, data_seed=seed, max_grad_norm=0., report_to='none',
+        disable_tqdm=True, remove_unused_columns=False, label_names=['labels'],
+        dataloader_pin_memory=device.type == 'cuda', use_cpu=device.type == 'cpu')
+    return quiet_transformers().TrainingArguments(**{**ours, **more})
 
 # %% ../nbs/22_train.ipynb #0000002e
 def make_trainer(
     net:nn.Module, # gives {'loss', 'logits'} for images and labels
-    train:Deck, valid:Deck|None, # data
+    train:Deck, # data
+    valid:Deck|None, # data; None: no validation
     args, # transformers.TrainingArguments
     cycle:dict, # arguments of `SingleCycle`
     collator:MixupCollator, # makes the batches
-    hooks:list # plain objects with some of TrainerCallback's methods
+    hooks:list, # plain objects with some of TrainerCallback's methods
+    ledger:Ledger # of the losses
 ): # transformers.Trainer with RAdam and the single cycle
     "A `Trainer` that runs the paper's schedule (Heinsen 2019, 4.2)."
     tf = quiet_transformers()
-    class CycleTrainer(tf.Trainer):
-        def create_scheduler(self, num_training_steps, optimizer=None):
-            self.lr_scheduler = SingleCycle(optimizer or self.optimizer, num_training_steps, **cycle)
-            return self.lr_scheduler
-        def _prepare_inputs(self, inputs):                          # what the collator leaves for the device that trains
-            return getattr(collator, 'on_device', dict)(super()._prepare_inputs(inputs))
     callbacks = [type(type(h).__name__, (_Hook, tf.TrainerCallback), {})(h) for h in hooks]
-    trainer = CycleTrainer(model=net, args=args, train_dataset=train, eval_dataset=valid, data_collator=collator, compute_metrics=accuracy,
-                           callbacks=callbacks, optimizers=(torch.optim.RAdam(net.parameters(), lr=cycle['lr'][0]), None))
+    optimizer = torch.optim.RAdam(net.parameters(), lr=cycle['lr'][0])
+    trainer = _cycle_trainer(tf.Trainer, cycle, collator, ledger)(
+        model=net, args=args, train_dataset=train, eval_dataset=valid, data_collator=collator,
+        compute_metrics=accuracy, callbacks=callbacks, optimizers=(optimizer, None))
     trainer.remove_callback(tf.PrinterCallback)
     return trainer
 
 class _Hook:
     "Passes the trainer's calls on to a plain object."
-    def __init__(self, inner): self.__dict__.update({k: getattr(inner, k) for k in dir(inner) if k.startswith('on_')})
+    def __init__(self,
+        inner # with methods on_...
+    ):
+        names = [name for name in dir(inner) if name.startswith('on_')]
+        self.__dict__.update({name: getattr(inner, name) for name in names})
+
+# %% ../nbs/22_train.ipynb #4f0ad6c3
+def _cycle_trainer(
+    Trainer:type, # transformers.Trainer
+    cycle:dict, # arguments of `SingleCycle`
+    collator, # may have a second part, `on_device`, for the device that trains
+    ledger:Ledger # of the losses
+) -> type: # the class that `make_trainer` makes one of
+    class CycleTrainer(Trainer):
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            optimizer = optimizer or self.optimizer
+            self.lr_scheduler = SingleCycle(optimizer, num_training_steps, **cycle)
+            return self.lr_scheduler
+
+        def _prepare_inputs(self, inputs):
+            return getattr(collator, 'on_device', dict)(super()._prepare_inputs(inputs))
+
+        def training_step(self, *inputs, **kw):
+            loss = super().training_step(*inputs, **kw)
+            if ledger.add(loss): return loss
+            raise Diverged(loss_in_words(loss.item(), self, 'at', self.state.global_step + 1))
+
+        def log(self, logs, *rest, **kw):
+            if 'loss' in logs: logs = {**logs, 'loss': mean_loss(ledger, self)}
+            if not math.isfinite(logs.get('loss', 0.)):
+                raise Diverged(loss_in_words(logs['loss'], self, 'by', self.state.global_step))
+            super().log(logs, *rest, **kw)
+    return CycleTrainer
+
+# %% ../nbs/22_train.ipynb #c86d10f4
+def mean_loss(
+    ledger:Ledger, # of the epoch that ends
+    trainer # transformers.Trainer
+) -> float: # over the steps of the epoch, and over all processes
+    "The loss to log."
+    args = trainer.args
+    wide = torch.float32 if args.device.type == 'mps' else torch.float64
+    both = torch.tensor(ledger.close(), dtype=wide)
+    if args.world_size > 1: both = trainer.accelerator.reduce(both.to(args.device), 'sum')
+    mean = both[0]/both[1]*args.gradient_accumulation_steps         # the trainer divided by them
+    return mean.item()
+
+def loss_in_words(
+    loss:float, # not finite
+    trainer, # transformers.Trainer
+    word:str, # 'at' a step, or 'by' a step, where nobody looked before
+    step:int # at which it was found
+) -> str: # for `Diverged`
+    "When, at which learning rate, and what is left."
+    state, rate = trainer.state, trainer.lr_scheduler.get_last_lr()[0]
+    return (f"the loss is {loss:g} {word} step {step} of {state.max_steps} "
+            f"(learning rate {rate:.2g}); {left_in(Path(trainer.args.output_dir))}; "
+            "try a smaller learning rate")
 
 # %% ../nbs/22_train.ipynb #7f9e84fc
-def check_recipe(
-    epochs, batch_size, shift, seed, # counted
-    lr, # (at the ends, at the top)
-    warmup, mixup, momentum, # measured, and a name
-    validate=True, # whether there is a validation set
-    eval_strategy=None, save_strategy='epoch', dataloader_persistent_workers=False, load_best_model_at_end=False, **more # the others are `TrainingArguments`' business
+honoured = frozenset('''bf16 fp16 tf32 bf16_full_eval fp16_full_eval gradient_accumulation_steps
+    max_grad_norm torch_compile torch_compile_backend torch_compile_mode
+    per_device_eval_batch_size eval_accumulation_steps eval_strategy save_strategy
+    load_best_model_at_end metric_for_best_model greater_is_better dataloader_num_workers
+    dataloader_pin_memory dataloader_prefetch_factor dataloader_persistent_workers report_to
+    run_name full_determinism torch_empty_cache_steps ddp_backend ddp_find_unused_parameters
+    ddp_bucket_cap_mb ddp_broadcast_buffers ddp_timeout'''.split())  # of TrainingArguments
+own_names = ('epochs', 'batch_size', 'lr', 'warmup', 'momentum', 'shift', 'mixup', 'seed')
+_of_the_optimizer = '''optim optim_args weight_decay adafactor adam_beta1 adam_beta2 adam_epsilon
+    lr_scheduler_type lr_scheduler_kwargs'''.split()
+_optimizer = ("nothing: the optimizer is RAdam, its schedule the single cycle (lr, warmup, "
+              "momentum); for another one hand the network to transformers.Trainer")
+_instead = dict(
+    learning_rate='lr=(at the ends, at the top)', num_train_epochs='epochs', max_steps='epochs',
+    per_device_train_batch_size='batch_size', output_dir='out', overwrite_output_dir='overwrite',
+    resume_from_checkpoint='resume', warmup_ratio='warmup',
+    warmup_steps='warmup, a share of all steps', data_seed='seed', use_cpu='device',
+    no_cuda='device', use_mps_device='device', disable_tqdm='progress',
+    label_smoothing_factor="mixup, which makes soft labels, or a loss of the network's own",
+    gradient_checkpointing="plan='stream' of Routing, which keeps no votes for the backward pass",
+    **dict.fromkeys(_of_the_optimizer, _optimizer))
+
+# %% ../nbs/22_train.ipynb #9be27d15
+def check_names(
+    more:dict # what a recipe has beside `own_names`
 ):
-    "`ValueError` names the first argument of `fit` that makes no sense, what was expected and what came."
-    def number(x, low, high, kind=numbers.Real): return isinstance(x, kind) and not isinstance(x, bool) and low <= x <= high
-    def whole(x, low): return number(x, low, 2**32 - 1, numbers.Integral)
-    top = sys.float_info.max
-    pair = isinstance(lr, (tuple, list)) and len(lr) == 2 and all(number(r, sys.float_info.min, top) for r in lr) and lr[0] <= lr[1]
-    text = lambda x: str(getattr(x, 'value', x))                    # a name, or transformers' own constant
-    checks = [('epochs', epochs, whole(epochs, 1), 'an integer >= 1'), ('batch_size', batch_size, whole(batch_size, 1), 'an integer >= 1'),
-              ('shift', shift, whole(shift, 0), 'an integer >= 0'), ('seed', seed, whole(seed, 0), 'an integer from 0 to 2**32 - 1'),
-              ('lr', lr, pair, 'two positive numbers, the lower first'), ('warmup', warmup, number(warmup, 0, 1), 'a number from 0 to 1'),
-              ('mixup', mixup, number(mixup, 0, top), 'a number >= 0'),
-              ('momentum', momentum, momentum in list(top_momentum), "'paper', 'notebook' or None"),
-              ('dataloader_persistent_workers', dataloader_persistent_workers, not dataloader_persistent_workers, "False, since such workers keep the first epoch's dice"),
-              ('eval_strategy', eval_strategy, text(eval_strategy) in ('None', 'epoch' if validate else 'no'), "'epoch', since the epoch that validates best is kept" if validate else "'no', since there is no validation set"),
-              ('load_best_model_at_end', load_best_model_at_end, not load_best_model_at_end, "False, since the epoch to keep is loaded anyway"),
-              ('save_strategy', save_strategy, text(save_strategy) == 'epoch', "'epoch', since the epoch that validates best is kept")]
-    for name, value, fine, wanted in checks:
+    "`ValueError` names the first argument that would be ignored, and what to use instead."
+    for name in more:
+        if name in honoured: continue
+        if name in _instead:
+            raise ValueError(f"{name} would be ignored; use instead: {_instead[name]}")
+        if name in quiet_transformers().TrainingArguments.__dataclass_fields__:
+            raise ValueError(f"{name} is not honoured by fit; of TrainingArguments it takes "
+                             f"{', '.join(sorted(honoured))}")
+        near = difflib.get_close_matches(name, [*own_names, *honoured], 1)
+        advice = f"; did you mean {near[0]}?" if near else ''
+        raise ValueError(f"there is no argument {name!r}{advice}")
+
+# %% ../nbs/22_train.ipynb #5c8dab23
+def check_recipe(
+    epochs, # an integer
+    batch_size, # an integer
+    shift, # an integer
+    seed, # an integer
+    lr, # (at the ends, at the top)
+    warmup, # a share
+    mixup, # a number
+    momentum, # a name
+    validate=True, # whether there is a validation set
+    **more # `honoured` ones
+):
+    "`ValueError` for the first argument of `fit` that makes no sense, with what was expected."
+    check_names(more)
+    tiny, top = sys.float_info.min, sys.float_info.max
+    pair = isinstance(lr, (tuple, list)) and len(lr) == 2
+    rates = pair and all(_is_number(rate, tiny, top) for rate in lr) and lr[0] <= lr[1]
+    known = momentum in list(top_momentum)
+    checks = [
+        ('epochs', epochs, _is_whole(epochs, 1), 'an integer >= 1'),
+        ('batch_size', batch_size, _is_whole(batch_size, 1), 'an integer >= 1'),
+        ('shift', shift, _is_whole(shift, 0), 'an integer >= 0'),
+        ('seed', seed, _is_whole(seed, 0), 'an integer from 0 to 2**32 - 1'),
+        ('lr', lr, rates, 'two positive numbers, the lower first'),
+        ('warmup', warmup, _is_number(warmup, 0, 1), 'a number from 0 to 1'),
+        ('mixup', mixup, _is_number(mixup, 0, top), 'a number >= 0'),
+        ('momentum', momentum, known, "'paper', 'notebook' or None")]
+    for name, value, fine, wanted in checks + _trainer_checks(more, validate):
         if not fine: raise ValueError(f"expected {name} to be {wanted}, got {value!r}")
+
+# %% ../nbs/22_train.ipynb #a3c50e86
+def _is_number(
+    x, # anything
+    low:float, # smallest that will do
+    high:float, # largest
+    kind:type=numbers.Real # of number; true and false are none
+) -> bool:
+    return isinstance(x, kind) and not isinstance(x, bool) and low <= x <= high
+
+def _is_whole(
+    x, # anything
+    low:int # smallest that will do
+) -> bool:
+    return _is_number(x, low, 2**32 - 1, numbers.Integral)
+
+def _is_named(
+    value, # a name, or transformers' own constant for it
+    name:str # that is expected
+) -> bool:
+    return str(getattr(value, 'value', value)) == name
+
+def _trainer_checks(
+    more:dict, # `honoured` arguments
+    validate:bool # whether there is a validation set
+) -> list: # of (name, value, whether it is fine, what is expected)
+    best = 'since the epoch that validates best is kept'
+    when, why = ('epoch', best) if validate else ('no', 'since there is no validation set')
+    eval_fine = _is_named(more.get('eval_strategy', when), when)
+    save_fine = _is_named(more.get('save_strategy', 'epoch'), 'epoch')
+    wanted = dict(eval_strategy=(eval_fine, f"{when!r}, {why}"),
+                  save_strategy=(save_fine, f"'epoch', {best}"))
+    refused = dict(dataloader_persistent_workers="since such workers keep the first epoch's dice",
+                   load_best_model_at_end='since the epoch to keep is loaded anyway')
+    for name, why in refused.items(): wanted[name] = not more.get(name), f"False, {why}"
+    return [(name, more.get(name), *rest) for name, rest in wanted.items()]
 
 # %% ../nbs/22_train.ipynb #7799f657
 def fingerprint(
     *things # tensors, networks, anything that prints the same when it is the same
 ) -> str: # twelve hexadecimal digits
-    "Equal for equal things, and for different ones different (but for one chance in 2**48): SHA-256, shortened."
+    "SHA-256, shortened: equal for equal things, else different (but for one chance in 2**48)."
     h = hashlib.sha256()
     for x in things:
-        if isinstance(x, Tensor): h.update(f"{x.dtype} {tuple(x.shape)}".encode()); h.update(x.detach().cpu().contiguous().numpy().tobytes())
-        else: h.update(re.sub(r' at 0x[0-9a-f]+', '', repr(x)).encode())         # where it lies in memory is not what it is
+        if isinstance(x, Tensor):
+            h.update(f"{x.dtype} {tuple(x.shape)}".encode())
+            h.update(x.detach().cpu().contiguous().numpy().tobytes())
+        else:                                                       # what it is, not where it lies
+            h.update(re.sub(r' at 0x[0-9a-f]+', '', repr(x)).encode())
     return h.hexdigest()[:12]
 
 # %% ../nbs/22_train.ipynb #a8faf579
-def check_not_empty(
-    **data # name -> datasets.Dataset or dict of tensors, with columns image and label
-):
-    "`ValueError` names the data set that is empty."
-    for name, d in data.items():
-        if not len(d['label']): raise ValueError(f"expected at least one sample in {name}, got none")
-
 def identity(
-    net:nn.Module, train:Deck, valid:Deck|None # of a run
+    net:nn.Module, # of a run
+    train:Deck, # of a run
+    valid:Deck|None # of a run, if it validates
 ) -> dict: # JSON-ready
     "What a resumed run must have in common with the first, beside the recipe."
-    return dict(network=type(net).__name__, n_params=sum(p.numel() for p in net.parameters()), architecture=fingerprint(net),
-                train_data=train.mark(), valid_data=None if valid is None else valid.mark())
+    return dict(network=type(net).__name__, n_params=sum(p.numel() for p in net.parameters()),
+                architecture=fingerprint(net), train_data=train.mark(),
+                valid_data=None if valid is None else valid.mark())
 
 def classes_of(
     data, # datasets.Dataset, or dict of tensors
     *decks:Deck # of all labels there are
 ) -> int: # number of classes
     "As many as the data set says that there are; where it does not say, as the labels show."
-    named = getattr((getattr(data, 'features', None) or {}).get('label'), 'num_classes', None)
+    features = getattr(data, 'features', None) or {}
+    named = getattr(features.get('label', features.get('labels')), 'num_classes', None)
     return named or max(int(deck.labels.max()) for deck in decks) + 1
 
 # %% ../nbs/22_train.ipynb #00000030
 class Stopped(KeyboardInterrupt):
     "Training was stopped by a signal; there is a checkpoint, and the message says how to go on."
 
-def agree(
-    path:Path, # settings.json
-    settings:dict, # of this run
-    resume:bool # whether there must be no difference
+@torch.no_grad()
+def rehearse(
+    net:nn.Module, # as given to `fit`
+    decks:dict, # name -> deck, of all data
+    collator, # makes batches
+    folder:Path, # of the run
+    device:torch.device # that will train
 ):
-    "Write down the settings, or compare them with those written down; `ValueError` names what differs."
-    settings = json.loads(json.dumps(settings))
-    if resume and path.exists():
-        try: old = dict(json.loads(path.read_text()))
-        except (ValueError, TypeError) as e: raise ValueError(f"cannot resume in {path.parent}, {path.name} cannot be read ({e}); start anew without resume") from e
-        differ = [f"{k}: {old.get(k)!r} then, {settings.get(k)!r} now" for k in {**old, **settings} if old.get(k) != settings.get(k)]
-        if differ: raise ValueError(f"cannot resume in {path.parent}, the settings differ ({'; '.join(differ)}); start anew without resume")
-    write_json(path, settings)
+    "`ValueError` for what would fail later: odd data, an odd answer, weights that cannot be saved."
+    was = net.training
+    with torch.random.fork_rng():
+        net.to(device).eval()
+        for name, deck in decks.items():
+            batch = collator(deck.__getitems__(list(range(min(2, len(deck))))))
+            batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+            batch = getattr(collator, 'on_device', dict)(batch)
+            check_answer(net, batch, name, int(deck.labels.max()))
+    net.train(was)
+    try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix='.rehearsal-') as place:
+            save_network(net, Path(place))
+            checkpoint = Path(place)/'checkpoint.safetensors'
+            need('safetensors.torch').save_file(net.state_dict(), checkpoint)
+    except Exception as e: raise ValueError(f"{type(net).__name__} cannot be saved: {e}") from e
+
+# %% ../nbs/22_train.ipynb #58fe1c20
+def check_answer(
+    net:nn.Module, # in evaluation mode
+    batch:dict, # arguments of its forward
+    name:str, # of the data set
+    top:int # the largest label there is
+):
+    "`ValueError` unless a network gives {'loss', 'logits'} for a batch."
+    who, b = type(net).__name__, len(batch['labels'])
+    form = f"forward({', '.join(batch)}) to give a dict of loss [] and logits [b, n_classes]"
+    try: out = net(**batch)
+    except Exception as e:
+        raise ValueError(f"{who} cannot take the {name} data: {e}; expected its {form}") from e
+    loss, logits = _loss_and_logits(out, f"expected {who}.{form}")
+    if loss.numel() != 1 or logits.ndim != 2 or len(logits) != b:
+        raise ValueError(f"expected {who}.{form}, got a loss {list(loss.shape)} "
+                         f"and logits {list(logits.shape)} for b = {b}")
+    if top >= logits.shape[1]:
+        raise ValueError(f"{who} has {logits.shape[1]} classes, the {name} data have a label {top}")
+    if not (loss.isfinite().all() and logits.isfinite().all()):
+        raise ValueError(f"{who} gives NaN or inf for the first of the {name} data, "
+                         "before any training")
+
+def _loss_and_logits(
+    out, # what a network gave
+    expected:str # beginning of the message
+) -> tuple: # two tensors
+    if not isinstance(out, dict): raise ValueError(f"{expected}, got {type(out).__name__}")
+    if not {'loss', 'logits'} <= out.keys(): raise ValueError(f"{expected}, got {list(out)}")
+    extra = [k for k, v in out.items() if k not in ('loss', 'logits') and v is not None]
+    if extra: raise ValueError(f"{expected} and nothing else, got also {', '.join(extra)}")
+    for name in ('loss', 'logits'):
+        if not isinstance(out[name], Tensor):
+            raise ValueError(f"{expected}, got {name} of type {type(out[name]).__name__}")
+    return out['loss'], out['logits']
 
 # %% ../nbs/22_train.ipynb #00000031
-run_files = ('metrics.json', 'settings.json', 'task.json', 'model.safetensors', 'config.json', 'drawings.png', 'poses.png')
-
-def clear_run(
-    folder:Path # of a run; nothing else that lies there is touched
-):
-    "Remove what an earlier run left: checkpoints, metrics, settings, network, pictures of it."
-    for old in checkpoints_in(folder/'checkpoints'): shutil.rmtree(old)
-    for name in run_files: (folder/name).unlink(missing_ok=True)
-
-def finished_run(
-    folder:Path, # of a run
-    net:nn.Module # gets the weights of the epoch that was kept
-) -> dict|None: # its metrics, if it has come to its end
-    "What a finished run found."
-    if not (folder/'metrics.json').exists(): return None
-    net.load_state_dict(need('safetensors.torch').load_file(folder/'model.safetensors')); net.eval()
-    return json.loads((folder/'metrics.json').read_text())
-
 def load_best(
     trainer # transformers.Trainer after training
 ) -> int: # last step of the epoch to keep
-    "Give the network the weights of the epoch that validated best; of the last one when nothing was held back."
-    step = trainer.state.global_step if trainer.eval_dataset is None else trainer.state.best_global_step
-    weights = need('safetensors.torch').load_file(Path(trainer.args.output_dir)/f"checkpoint-{step}"/'model.safetensors')
+    "Load the epoch that validated best; the last one when nothing was held back."
+    state = trainer.state
+    step = state.global_step if trainer.eval_dataset is None else state.best_global_step
+    path = Path(trainer.args.output_dir)/f'checkpoint-{step}'
+    if not read_seal(path):
+        raise ValueError(f"'{path}', the checkpoint to keep, is damaged; {left_in(path.parent)}")
+    weights = need('safetensors.torch').load_file(path/'model.safetensors')
     trainer.model.load_state_dict(weights)
     return step
-
-# %% ../nbs/22_train.ipynb #31a00002
-def task_of(
-    run:str|Path, # folder of a finished run
-    command:str='capsnb train' # that makes such runs
-) -> dict: # its task.json
-    "What a run was about; `ValueError` when it is not finished, or the note is damaged."
-    path = Path(run)/'task.json'
-    if not path.is_file():
-        if below := sorted(p.parent.name for p in path.parent.glob('*/task.json')): raise ValueError(f"'{run}' holds several runs, in the folders {', '.join(below)}: name one of them")
-        if (path.parent/'settings.json').exists(): raise ValueError(f"'{run}' holds a run that has not come to its end: go on with it (--resume)")
-        raise ValueError(f"'{run}' holds no finished run (no task.json): train one with {command}")
-    try: note = json.loads(path.read_text())
-    except ValueError as e: raise ValueError(f"'{path}' is damaged: {e}") from e
-    if not isinstance(note, dict): raise ValueError(f"'{path}': expected a JSON object, got {note!r}")
-    return note
-
-def saved_network(
-    run:str|Path, cls, # folder of a finished run; the network's class
-    device:str|None=None # None: the best there is
-) -> nn.Module: # in evaluation mode
-    "The network of a finished run; `ValueError` when its files are missing or damaged."
-    if missing := [f for f in ('config.json', 'model.safetensors') if not (Path(run)/f).is_file()]: raise ValueError(f"'{run}': its network cannot be read: no {' and no '.join(missing)}")
-    try:
-        with contextlib.redirect_stdout(io.StringIO()): net = cls.from_pretrained(run)               # it says where from
-    except Exception as e: raise ValueError(f"'{run}': its network cannot be read: {e}") from e
-    return net.to(pick_device(device)).eval()
 
 # %% ../nbs/22_train.ipynb #00000032
 def history_of(
@@ -465,66 +830,177 @@ def history_of(
         row = rows.setdefault(round(log.get('epoch', 0), 6), {})
         if 'loss' in log: row['loss'] = log['loss']
         if 'eval_accuracy' in log: row['valid_accuracy'] = log['eval_accuracy']
-    told = 'valid_accuracy' if any('valid_accuracy' in row for row in rows.values()) else 'loss'
+    validated = any('valid_accuracy' in row for row in rows.values())
+    told = 'valid_accuracy' if validated else 'loss'
     return [dict(epoch=e, **row) for e, row in rows.items() if told in row]
 
+def has_room(
+    folder:Path, # of checkpoints
+    n_bytes:int # how much is wanted
+) -> bool:
+    "Whether a checkpoint could still be written."
+    try: check_room(folder, n_bytes)
+    except OSError: return False
+    return True
+
+# %% ../nbs/22_train.ipynb #0d7e35b9
 def run_training(
     trainer, # transformers.Trainer
     stop:StopHook, # among its hooks
     checkpoint:Path|None, # to go on from
     how_to_resume:str # said when a signal ended the run
 ):
-    "Train; `Stopped` when a signal came, after a checkpoint."
-    with catching(stop), warnings.catch_warnings():
-        warnings.filterwarnings('ignore', module='accelerate|torch.utils.data')
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    if stop.signal and trainer.state.global_step < trainer.state.max_steps:
-        raise Stopped(f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}, with a checkpoint; go on with: {how_to_resume}")
+    "Train; `Stopped`, with a checkpoint, after a signal; `OSError` when the disk has filled up."
+    folder = Path(trainer.args.output_dir)
+    try:
+        with catching(stop), warnings.catch_warnings():
+            warnings.filterwarnings('ignore', module='accelerate|torch.utils.data')
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    except Exception as e:
+        if isinstance(e, Diverged) or has_room(folder, checkpoint_bytes(trainer.model)): raise
+        state = trainer.state
+        message = (f"the disk is full at step {state.global_step} of {state.max_steps}; "
+                   f"{left_in(folder)}; free some space and go on with: {how_to_resume}")
+        raise OSError(errno.ENOSPC, message, str(folder)) from e
+    state = trainer.state
+    if stop.signal and state.global_step < state.max_steps:
+        raise Stopped(f"stopped at step {state.global_step} of {state.max_steps}, "
+                      f"with a checkpoint; go on with: {how_to_resume}")
 
 # %% ../nbs/22_train.ipynb #00000033
 def fit_decks(
     net:nn.Module, # trained in place
-    deck, held, test, # training, validation (None: the last epoch is kept) and test data (or None): `Deck`s, or anything that deals, marks and gives batches as they do
+    deck, # training data: a `Deck`, or anything that deals, marks and gives batches as it does
+    held, # validation data; None: the last epoch is kept
+    test, # test data, or None
     collator, # makes batches of what a deck gives
-    out:str|Path, recipe:dict, # folder of the run; what `check_recipe` checks
-    device:str|None=None, resume:bool=False, how_to_resume:str='fit(..., resume=True)', # as for `fit`
-    save_steps:int=0, name:str='training', progress:bool=True, # as for `fit`
+    out:str|Path, # folder of the run
+    recipe:dict, # what `check_recipe` checks
+    device:str|None=None, # as for `fit`
+    resume:bool=False, # as for `fit`
+    how_to_resume:str='fit(..., resume=True)', # as for `fit`
+    save_steps:int=0, # as for `fit`
+    name:str='training', # as for `fit`
+    progress:bool=True, # as for `fit`
+    overwrite:bool=False, # as for `fit`
+    task:dict|None=None, # left as task.json; a resumed run must share it
     **also # written down with the settings: a resumed run must share it
 ) -> dict: # as in metrics.json
     "What `fit` does, for data of any kind."
-    check_recipe(**recipe, validate=held is not None); keep_freed_memory()
-    folder = check_room(out, 2*checkpoint_bytes(net))
-    more = {k: v for k, v in recipe.items() if k not in ('epochs', 'batch_size', 'lr', 'warmup', 'momentum', 'shift', 'mixup', 'seed')}
-    if held is None: more['eval_strategy'] = 'no'
-    args = training_arguments(folder/'checkpoints', recipe['epochs'], recipe['batch_size'], recipe['seed'], device, **more)
-    stop, seal, settings = StopHook(save_steps), SealHook(folder/'checkpoints'), {**identity(net, deck, held), **also, **recipe}
+    keep_freed_memory()
+    folder, decks = run_folder(out), dict(training=deck, validation=held, test=test)
+    args = _arguments(folder/'checkpoints', recipe, device, validate=held is not None)
+    settings = {**identity(net, deck, held), **also, **(task or {}), **recipe, **batches_of(args)}
+    with contextlib.ExitStack() as to_do:
+        if args.process_index == 0:
+            claim(folder, resume, overwrite)
+            check_room(folder, run_bytes(net, folder))
+            to_do.enter_context(locked(folder))
+            prepare(net, decks, collator, folder, settings, resume, args)
+        wait_for_all(args)
+        if resume and (done := finished_run(folder, net)): return done
+        ledger, stop, bar = Ledger(), StopHook(save_steps), BarHook(name, progress)
+        seal = SealHook(folder/'checkpoints', digest_of(settings), ledger)
+        to_do.callback(bar.close)
+        cycle = {k: recipe[k] for k in ('lr', 'warmup', 'momentum')}
+        hooks = [DealHook(deck), stop, seal, bar, *_progress_hooks(net)]
+        trainer = make_trainer(net, deck, held, args, cycle, collator, hooks, ledger)
+        return to_the_end(trainer, stop, seal, folder, settings, test, how_to_resume, task)
+
+# %% ../nbs/22_train.ipynb #91b4fe5c
+def _arguments(
+    folder:Path, # for checkpoints
+    recipe:dict, # of `fit_decks`
+    device:str|None, # as for `fit`
+    validate:bool # whether there is a validation set
+): # transformers.TrainingArguments
+    check_recipe(**recipe, validate=validate)
+    more = {k: v for k, v in recipe.items() if k not in own_names}
+    if not validate: more['eval_strategy'] = 'no'
+    epochs, batch_size, seed = (recipe[k] for k in ('epochs', 'batch_size', 'seed'))
+    return training_arguments(folder, epochs, batch_size, seed, device, **more)
+
+def _progress_hooks(
+    net:nn.Module # that may want to know how far training has come
+) -> list: # one, or none
+    return [ProgressHook(net)] if hasattr(net, 'set_progress') else []
+
+def batches_of(
+    args # transformers.TrainingArguments
+) -> dict: # processes, samples_per_step
+    "How many samples a step of the optimizer sees, over all processes."
+    per_process = args.train_batch_size*args.gradient_accumulation_steps
+    return dict(processes=args.world_size, samples_per_step=per_process*args.world_size)
+
+def digest_of(
+    settings:dict # of a run
+) -> str: # that its checkpoints name
+    "Equal for equal settings, also after a detour through JSON."
+    return digest(json.loads(json.dumps(settings)))
+
+# %% ../nbs/22_train.ipynb #3f396752
+def prepare(
+    net:nn.Module, # as for `fit_decks`
+    decks:dict, # name -> deck, or None
+    collator, # as for `fit_decks`
+    folder:Path, # of the run, held by this process
+    settings:dict, # of the run
+    resume:bool, # as for `fit_decks`
+    args # transformers.TrainingArguments
+):
+    "Rehearse; only then remove an old run; write down the settings, and say which tools changed."
+    there = {name: deck for name, deck in decks.items() if deck is not None}
+    ended = resume and (folder/'metrics.json').exists()
+    if not ended: rehearse(net, there, collator, folder, args.device)
     if not resume: clear_run(folder)
-    agree(folder/'settings.json', settings, resume)
-    if done := finished_run(folder, net): return done
-    trainer = make_trainer(net, deck, held, args, {k: recipe[k] for k in ('lr', 'warmup', 'momentum')}, collator,
-                           [DealHook(deck), stop, seal, BarHook(name, progress), *([ProgressHook(net)] if hasattr(net, 'set_progress') else [])])
-    return to_the_end(trainer, stop, seal, folder, settings, test, how_to_resume)
+    changes = agree(folder, settings, made_with(net), resume)
+    if ended or not changes: return
+    print(f"resumed with other tools ({'; '.join(changes)}): "
+          "the weights may differ from those of a run that was never stopped")
 
 # %% ../nbs/22_train.ipynb #c0e094c1
 def fit(
     net:nn.Module, # trained in place; seed before you make it
-    train, valid, # datasets.Dataset (or dict of tensors) with columns image and label; no `valid` (None): the last epoch is kept
-    out:str|Path, test=None, # folder of the run; more data, looked at once, at the end
-    epochs:int=50, batch_size:int=20, # of the paper
-    lr:tuple=(1e-5, 5e-4), warmup:float=.1, momentum:str|None='paper', # of `SingleCycle`
-    shift:int=1, mixup:float=.2, # largest shift in pixels; alpha of mixup, 0: none
-    seed:int=0, device:str|None=None, # of the order and the dice; None: the best there is
-    resume:bool=False, how_to_resume:str='fit(..., resume=True)', # go on from the last whole checkpoint; how to ask for that
-    save_steps:int=0, name:str='training', progress:bool=True, # checkpoints within an epoch; the bar's name; whether to draw it
-    **more # anything else TrainingArguments knows, e.g. bf16=True
+    train, # of `columns_of`
+    valid, # of `columns_of`; None: the last epoch is kept
+    out:str|Path, # folder of the run
+    test=None, # of `columns_of`; looked at once, at the end
+    epochs:int=50, # times through the training data
+    batch_size:int=20, # of the paper; in each process
+    lr:tuple=(1e-5, 5e-4), # of `SingleCycle`
+    warmup:float=.1, # of `SingleCycle`
+    momentum:str|None='paper', # of `SingleCycle`
+    shift:int=1, # largest shift in pixels
+    mixup:float=.2, # its alpha; 0: none
+    seed:int=0, # of the order and the dice
+    device:str|None=None, # None: the best there is
+    resume:bool=False, # go on from the last whole checkpoint, if there is one
+    how_to_resume:str='fit(..., resume=True)', # said when the run was stopped
+    save_steps:int=0, # checkpoints within an epoch; 0: only at its end
+    name:str='training', # of the bar
+    progress:bool=True, # whether to draw it
+    overwrite:bool=False, # replace the run that the folder holds
+    **more # `honoured` arguments of transformers.TrainingArguments, e.g. bf16=True
 ) -> dict: # as in metrics.json
-    "Train a network as the paper does, keep the best epoch on `valid` (or the last), test once; see the table above for what it leaves."
-    recipe = dict(epochs=epochs, batch_size=batch_size, lr=lr, warmup=warmup, momentum=momentum, shift=shift, mixup=mixup, seed=seed, **more)
-    parts = {k: d for k, d in dict(train=train, valid=valid).items() if d is not None}
-    check_recipe(**recipe, validate=valid is not None); check_not_empty(**parts)
-    deck, held, last = Deck(train, seed, shift), *(None if d is None else Deck(d) for d in (valid, test))
-    return fit_decks(net, deck, held, last, MixupCollator(classes_of(train, *(d for d in (deck, held) if d is not None)), mixup), out, recipe,
-                     device, resume, how_to_resume, save_steps, name, progress)
+    "Train a network as the paper does, keep the best epoch on `valid` (or the last), test once."
+    recipe = dict(epochs=epochs, batch_size=batch_size, lr=lr, warmup=warmup, momentum=momentum,
+                  shift=shift, mixup=mixup, seed=seed, **more)
+    check_recipe(**recipe, validate=valid is not None)
+    deck, held = _deck('train', train, seed, shift), _deck('valid', valid)
+    labelled = (d for d in (deck, held) if d is not None)
+    collator = MixupCollator(classes_of(train, *labelled), mixup)
+    return fit_decks(net, deck, held, _deck('test', test), collator, out, recipe, device, resume,
+                     how_to_resume, save_steps, name, progress, overwrite)
+
+# %% ../nbs/22_train.ipynb #4c9a72e1
+def _deck(
+    name:str, # of the argument, for the message
+    data, # of `columns_of`, or None
+    *shifts # seed and shift of a `Deck`, if it shifts
+) -> Deck|None:
+    if data is None: return None
+    try: return Deck(data, *shifts)
+    except ValueError as e: raise ValueError(f"{name}: {e}") from e
 
 # %% ../nbs/22_train.ipynb #00000034
 def finish(
@@ -532,31 +1008,56 @@ def finish(
     folder:Path, # of the run
     settings:dict, # of the run
     seconds:float, # of training
-    test=None # a deck, looked at once, here
+    test=None, # a deck, looked at once, here
+    task:dict|None=None # left as task.json
 ) -> dict: # as in metrics.json
-    "Load the epoch to keep, test, save the network, write metrics.json (last, so that its presence means: done)."
+    "Load the epoch to keep, test, save the network, and write metrics.json last: it means done."
     step, state, net = load_best(trainer), trainer.state, trainer.model
-    kept, history = round(step*settings['epochs']/state.max_steps), history_of(state)
-    metrics = dict(run_record(**settings), device_used=trainer.args.device.type, seconds=round(seconds, 2), steps=state.global_step, best_epoch=kept,
-                   valid_accuracy=next((h.get('valid_accuracy') for h in history if round(h['epoch']) == kept), None), history=history)
-    if test is not None: metrics['test_accuracy'] = trainer.predict(test).metrics['test_accuracy']
-    net.eval().save_pretrained(folder)
-    write_json(folder/'metrics.json', metrics)
-    return json.loads((folder/'metrics.json').read_text())
+    history, kept = history_of(state), round(step*settings['epochs']/state.max_steps)
+    valid = next((h.get('valid_accuracy') for h in history if round(h['epoch']) == kept), None)
+    tested = {}
+    if test is not None: tested['test_accuracy'] = trainer.predict(test).metrics['test_accuracy']
+    if state.is_world_process_zero:
+        tools = read_json(folder/'settings.json', made_with=dict, changes=list)
+        save_network(net.eval(), folder)
+        metrics = dict(
+            run_record(**settings), device_used=trainer.args.device.type, seconds=round(seconds, 2),
+            steps=state.global_step, best_epoch=kept, valid_accuracy=valid, history=history,
+            made_with=tools['made_with'], changes=tools['changes'], **tested)
+        write_end(folder, metrics, task)
+    wait_for_all(trainer.args)
+    return read_json(folder/'metrics.json')
 
+# %% ../nbs/22_train.ipynb #b5e2d93f
 def to_the_end(
-    trainer, stop:StopHook, seal:SealHook, # transformers.Trainer, and two of its hooks
-    folder:Path, settings:dict, test, how_to_resume:str # as in `finish` and `fit_decks`
+    trainer, # transformers.Trainer
+    stop:StopHook, # among its hooks
+    seal:SealHook, # among its hooks
+    folder:Path, # of the run
+    settings:dict, # of the run
+    test, # as in `finish`
+    how_to_resume:str, # as in `fit`
+    task:dict|None=None # as in `finish`
 ) -> dict: # as in metrics.json
-    "Train and finish; `Stopped` also when the signal came too late to stop this run, since more may come after it."
-    run_training(trainer, stop, last_whole(folder/'checkpoints'), how_to_resume)
-    metrics = finish(trainer, folder, settings, seal.seconds(), test)
-    if stop.signal: raise Stopped(f"stopped after the last step: this run is finished ({folder.name}/metrics.json); go on with: {how_to_resume}")
-    return metrics
+    "Train and finish; `Stopped` also when the signal came too late: more runs may be waiting."
+    run_training(trainer, stop, _checkpoint(trainer, seal), how_to_resume)
+    metrics = finish(trainer, folder, settings, seal.seconds(), test, task)
+    if not stop.signal: return metrics
+    raise Stopped("stopped after the last step: this run is finished "
+                  f"({folder.name}/metrics.json); go on with: {how_to_resume}")
+
+def _checkpoint(
+    trainer, # transformers.Trainer
+    seal:SealHook # among its hooks
+) -> Path|None: # to go on from; only the first process removes those before it that are broken
+    found, first = None, trainer.args.process_index == 0
+    if first: found = last_whole(seal.folder, seal.run)
+    wait_for_all(trainer.args)
+    return found if first else last_whole(seal.folder, seal.run)
 
 # %% ../nbs/22_train.ipynb #6b7b0f09
 def repeat(
-    train, # function of `seed`, `out` and `kw` that gives metrics: `fit` with data, `train_sst`, `train_objects`
+    train, # of `seed`, `out`, `resume`, `kw`, gives metrics: `fit` with data, `train_sst`
     path:str|Path, # JSON file that collects the runs
     name:str, # of the setting
     seeds:tuple=(0, 1, 2), # one run each
@@ -565,31 +1066,66 @@ def repeat(
     title:str|None=None, # of the setting in the record's headline; None: its name
     **kw # of `train`
 ) -> list: # of metrics, one a seed
-    "Train a setting over seeds; runs in the file are kept."
-    path = Path(path)
-    def read(): return json.loads(path.read_text()) if path.exists() else {**run_record(), 'command': command, 'headline': {}, 'runs': {}}
-    for key, seed in ((f'{name} seed {s}', s) for s in seeds):
-        if key in read()['runs']: continue
-        row = {k: v for k, v in train(seed=seed, out=Path(runs)/key.replace(' ', '-'), **kw).items() if k not in ('train_data', 'valid_data', 'architecture', 'fingerprint', 'command')}
-        if 'encoder' in row: row['encoder'] = Path(row['encoder']).name    # its place on this machine is nobody's business
-        found = read(); found['runs'][key] = row                           # read again: another process may have finished a run meanwhile
-        found['headline'][title or name] = in_words(summary([found['runs'][k] for s in seeds if (k := f'{name} seed {s}') in found['runs']]))
-        write_json(path, found)
-    return [read()['runs'][f'{name} seed {s}'] for s in seeds]
+    "Train a setting over seeds; runs in the file are kept, and one that was interrupted goes on."
+    path = Path(path).expanduser()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    keys = {seed: f'{name} seed {seed}' for seed in seeds}
+    for seed, key in keys.items():
+        if key in _read_record(path, command)['runs']: continue
+        out = Path(runs)/key.replace(' ', '-')
+        found = train(seed=seed, out=out, **{'resume': True, **kw})
+        with _record_locked(path):
+            record = _read_record(path, command)                    # another process may have
+            record['runs'][key] = _row(found)                       # finished a run meanwhile
+            rows = [record['runs'][k] for k in keys.values() if k in record['runs']]
+            record['headline'][title or name] = in_words(summary(rows))
+            write_json(path, record)
+    record = _read_record(path, command)
+    return [record['runs'][key] for key in keys.values()]
+
+# %% ../nbs/22_train.ipynb #e4d81a37
+def _read_record(
+    path:Path, # JSON file that collects the runs
+    command:str|None # for a new one
+) -> dict: # runs, headline, and what repeats the study
+    if path.exists(): return read_json(path, runs=dict, headline=dict)
+    return {**run_record(), 'command': command, 'headline': {}, 'runs': {}}
+
+def _record_locked(
+    path:Path # JSON file that collects the runs
+): # a context in which no other process changes it
+    name = digest(dict(path=str(path.absolute())))
+    return need('filelock').FileLock(Path(tempfile.gettempdir())/f'capsnb-{name}.lock')
+
+def _row(
+    metrics:dict # of a run
+) -> dict: # without what is only of interest where it ran
+    row = {k: v for k, v in metrics.items() if k not in _of_one_machine}
+    if 'encoder' in row: row['encoder'] = Path(row['encoder']).name    # without where it lies
+    return row
+
+_of_one_machine = ('train_data', 'valid_data', 'architecture', 'fingerprint', 'command', 'files',
+                   'made_with', 'changes')
 
 # %% ../nbs/22_train.ipynb #bce42b17
 def summary(
     rows:list # of metrics
-) -> dict: # n; mean and standard deviation of validation (NaN: there was none) and test accuracy in percent; seconds per epoch
+) -> dict: # n, seconds (an epoch), valid, valid_sd, test, test_sd (percent; NaN where none was)
     "Mean and standard deviation over seeds."
-    out, mean = dict(n=len(rows)), lambda x: math.fsum(x)/len(x)
+    out, n = dict(n=len(rows)), len(rows)
     for key in ('valid', 'test'):
-        x = [math.nan if (a := r[f'{key}_accuracy']) is None else 100*a for r in rows]; out[key] = m = mean(x)
-        out[f'{key}_sd'] = math.sqrt(sum((v - m)**2 for v in x)/(len(x) - 1)) if len(x) > 1 else math.nan
-    return out | dict(seconds=mean([r['seconds']/r['epochs'] for r in rows]))
+        found = [row.get(f'{key}_accuracy') for row in rows]
+        percent = [math.nan if a is None else 100*a for a in found]
+        out[key] = mean = math.fsum(percent)/n
+        squares = sum((p - mean)**2 for p in percent)
+        out[f'{key}_sd'] = math.sqrt(squares/(n - 1)) if n > 1 else math.nan
+    out['seconds'] = math.fsum(row['seconds']/row['epochs'] for row in rows)/n
+    return out
 
 def in_words(
     s:dict # of `summary`
 ) -> str: # for a table
-    "Mean and spread of the test accuracy."
-    return f"test {s['test']:.1f} ± {s['test_sd']:.1f} %, {s['n']} seeds" if s['n'] > 1 else f"test {s['test']:.1f} %, one seed"
+    "Mean and spread of the test accuracy; of validation where nothing was tested."
+    key, word = ('valid', 'validation') if math.isnan(s['test']) else ('test', 'test')
+    if s['n'] == 1: return f"{word} {s[key]:.1f} %, one seed"
+    return f"{word} {s[key]:.1f} ± {s[f'{key}_sd']:.1f} %, {s['n']} seeds"

@@ -12,12 +12,13 @@ from torch import nn, Tensor
 from einops import rearrange
 from .core import need
 from .dstep import Routing
+from .dynamic import from_generator
 import capsnb.moments                       # the fast plans of `Routing`
 
 # %% auto #0
-__all__ = ['stack_coordinates', 'normed_conv', 'ConvTrunk', 'CapsuleHeads', 'Scores', 'answer', 'trace_credit', 'DStepNet',
-           'credit_maps', 'norb_trunk', 'SmallNORBNet', 'published_name', 'read_published', 'load_published',
-           'PlainCNN', 'n_params', 'rival_of', 'BaselineCNN', 'timed_step', 'step_shares']
+__all__ = ['stack_coordinates', 'normed_conv', 'ConvTrunk', 'CapsuleHeads', 'Scores', 'answer', 'TrainerAdvice', 'trace_credit',
+           'DStepNet', 'credit_maps', 'norb_trunk', 'SmallNORBNet', 'published_name', 'read_published',
+           'load_published', 'PlainCNN', 'n_params', 'rival_of', 'BaselineCNN', 'timed_step', 'step_shares']
 
 # %% ../nbs/20_vision.ipynb #00000005
 def stack_coordinates(
@@ -86,6 +87,7 @@ class CapsuleHeads(nn.Module):
         return a, mu
 
 # %% ../nbs/20_vision.ipynb #00000011
+@from_generator
 class Scores(NamedTuple):
     "What a network without capsules returns."
     a: Tensor # scores (logits) [b, j]
@@ -106,15 +108,33 @@ def answer(
     return dict(loss=F.cross_entropy(a.float(), labels.long()), logits=a)
 
 # %% ../nbs/20_vision.ipynb #00000014
+class TrainerAdvice:
+    "Says what to do where transformers' `Trainer` wants something that only a `PreTrainedModel` has."
+    def __init_subclass__(cls, **kw):
+        super().__init_subclass__(**kw)
+        if issubclass(cls, nn.Module): cls.__getattr__ = _no_config
+
+    def gradient_checkpointing_enable(self, *_, **__):
+        "`ValueError`: there is nothing to gain, since routing keeps no votes for its backward pass."
+        raise ValueError(f"a {type(self).__name__} has no gradient checkpointing: leave it False, and if memory runs out, "
+                         "take smaller batches (per_device_train_batch_size, gradient_accumulation_steps)")
+    activation_checkpointing_enable = gradient_checkpointing_enable
+
+def _no_config(self, name):
+    if name == 'config':
+        raise AttributeError(f"a {type(self).__name__} has no config, since it is no PreTrainedModel; if "
+            "label_smoothing_factor wanted it: leave that at 0 and give smoothed labels [b, n_classes] instead")
+    return nn.Module.__getattr__(self, name)
+
 try:
     from huggingface_hub import PyTorchModelHubMixin
-    class HubMixin(PyTorchModelHubMixin):
+    class HubMixin(TrainerAdvice, PyTorchModelHubMixin):
         "huggingface_hub's mixin, but strict: weights that are missing, or too many, are an error that names them."
         @classmethod
         def _from_pretrained(cls, *, strict:bool=True, **kw): return super()._from_pretrained(strict=strict, **kw)
 except ModuleNotFoundError as missing:
     if missing.name != 'huggingface_hub': raise
-    class HubMixin:
+    class HubMixin(TrainerAdvice):
         "Stands in for huggingface_hub's mixin when that is not installed: each method says how to get it."
         def __init_subclass__(cls, **_): super().__init_subclass__()
         @classmethod

@@ -87,7 +87,8 @@ def test_a_run_with_every_note(tmp_path):
     m = train_digits('digits', 'capsnet', tmp_path, options=dict(n_types=4, channels=8), n_test=100, seed=3, **few)
     assert json.loads((tmp_path/'task.json').read_text()) == dict(data='digits', arch='capsnet', limit=60, n_test=100, official=True, options=dict(n_types=4, channels=8))
     net, note = load_digits_run(tmp_path, 'cpu'); assert net.primary.conv.out_channels == 32 and not net.training and m['network'] == 'CapsNet'
-    assert eval_digits(tmp_path, device='cpu')['n'] == 500 and eval_digits(tmp_path, 'validation', device='cpu')['accuracy'] == pytest.approx(m['valid_accuracy'])
+    assert eval_digits(tmp_path, device='cpu')['n'] == 100
+    assert eval_digits(tmp_path, 'validation', device='cpu')['accuracy'] == pytest.approx(m['valid_accuracy'])
     with pytest.raises(ValueError, match="split must be 'train', 'validation' or 'test', got 'all'"): eval_digits(tmp_path, 'all')
     with pytest.raises(ValueError, match='is no run on toys or smallNORB'): load_objects_run(tmp_path)
 
@@ -139,3 +140,19 @@ def test_nothing_is_begun_with_a_bad_recipe(tmp_path):
     for kw, what in ((dict(epochs=0), 'epochs'), (dict(lr=(1., .1)), 'lr'), (dict(device='gpu'), "'gpu' is not available"), (dict(seed=-1), 'seed')):
         with pytest.raises(ValueError, match=what): train_digits('digits', 'cnn', tmp_path/'run', **{**few, **kw})
     assert not (tmp_path/'run').exists()
+
+def test_a_run_is_found_at_home(tmp_path, monkeypatch):
+    monkeypatch.setenv('HOME', str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    train_digits('digits', 'cnn', '~/run', n_test=20, **few)
+    assert eval_digits('~/run', device='cpu', progress=False)['n'] == 20 and not (tmp_path/'~').exists()
+
+@pytest.mark.parametrize('change, said', [(dict(n_iters=10**9), 'n_iters to be at most 100'), (dict(n_types=10**9), 'n_types to be at most 65,536'),
+    (dict(d_out=17), 'by config.json'), (dict(decoder=[1]*65), 'no list of over 64')])
+def test_a_config_of_another_network_is_refused_before_it_is_made(change, said, tmp_path, monkeypatch):
+    classes['capsnet'](n_types=2, channels=4, kernels=(3, 3), image_shape=(1, 8, 8), decoder=None).save_pretrained(tmp_path)
+    (tmp_path/'task.json').write_text(json.dumps(dict(data='digits', arch='capsnet', limit=None, n_test=5, official=True)))
+    assert load_digits_run(tmp_path, 'cpu')[1]['n_test'] == 5
+    (tmp_path/'config.json').write_text(json.dumps({**json.loads((tmp_path/'config.json').read_text()), **change}))
+    monkeypatch.setattr(classes['capsnet'], 'from_pretrained', None)
+    with pytest.raises(ValueError, match=said): load_digits_run(tmp_path, 'cpu')

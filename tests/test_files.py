@@ -1,9 +1,10 @@
 "Downloads that break off, and folders that hold half of what they should; what reads well in prose is in nbs/09_files.ipynb."
-import contextlib, errno, hashlib, os, re
+import contextlib, errno, hashlib, os, re, signal, subprocess, sys, time
+from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 from capsnb import files
-from capsnb.files import cache_folder, checksum, fetch, find_folder, holds
+from capsnb.files import cache_folder, checksum, fetch, find_folder, holds, write_json
 from web import Web, served
 
 body = bytes(range(256))*64
@@ -151,3 +152,137 @@ def test_order_of_places(tmp_path, monkeypatch):
 def test_a_folder_is_not_a_file(tmp_path):
     put(tmp_path/'one.mat')
     assert holds(tmp_path, names) == []
+
+
+# ---- killed ----
+
+def python(code, *args, **kw):
+    root = Path(__file__).parent.parent
+    return subprocess.Popen([sys.executable, '-c', code, *map(str, args)], stdout=subprocess.PIPE, cwd=root,
+                            env=dict(os.environ, PYTHONPATH=str(root)), **kw)
+
+def ended():
+    "the number of a process that has ended"
+    with python('') as child: pass
+    return child.pid
+
+class Slow(Web):
+    "sends a third of what is asked for, then waits"
+    def do_GET(self):
+        asked = self.headers.get('Range')
+        type(self).asked.append(asked)
+        rest = self.body[int(asked[6:-1]) if asked else 0:]
+        self.send_response(206 if asked else 200)
+        self.send_header('Content-Length', str(len(rest)))
+        self.end_headers()
+        self.wfile.write(rest[:len(rest)//3])
+        self.wfile.flush()
+        time.sleep(3)
+
+getting = """
+import sys
+from pathlib import Path
+from capsnb.files import fetch
+fetch(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+"""
+
+large = os.urandom(300_000)
+
+def test_a_killed_download_goes_on_where_it_was(web, tmp_path):
+    class Here(Slow): body, asked = large, []
+    sha256 = hashlib.sha256(large).hexdigest()
+    with served(Here) as address:
+        child = python(getting, address, tmp_path/'a', len(large), sha256)
+        mine = tmp_path/f'a.{child.pid}'
+        for _ in range(400):
+            if mine.exists() and mine.stat().st_size or list(tmp_path.glob('*.whole')): break
+            time.sleep(.05)
+        time.sleep(.3)
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+    have = max(p.stat().st_size for p in tmp_path.iterdir())
+    assert 0 < have < len(large)
+    web.body = large
+    fetch(web.address, tmp_path/'a', len(large), sha256)
+    assert web.asked == [f'bytes={have}-']
+    assert [p.name for p in tmp_path.iterdir()] == ['a'] and (tmp_path/'a').read_bytes() == large
+
+def test_the_longest_part_of_the_dead_is_taken_and_the_rest_swept(web, tmp_path):
+    one, two, own = ended(), ended(), os.getpid()
+    dead = {'a.part': 4000, f'a.{one}': 3000, f'a.{two}': 9000, f'a.{one}.whole': 5000,
+            f'a.{own}': 2000}
+    with python('input()', stdin=subprocess.PIPE) as living:
+        others = {f'a.{living.pid}': 12_000, f'a.{living.pid}.whole': 1, f'b.{one}': 1,
+                  f'a.{one}.txt': 1, 'a.old': 1, f'xa.{one}': 1}
+        for name, size in {**dead, **others}.items(): (tmp_path/name).write_bytes(body[:size])
+        fetch(web.address, tmp_path/'a', **sums)
+        assert web.asked == ['bytes=9000-'] and (tmp_path/'a').read_bytes() == body
+        assert sorted(p.name for p in tmp_path.iterdir()) == sorted(['a', *others])
+        assert (tmp_path/f'a.{living.pid}').read_bytes() == body[:12_000]
+        living.stdin.close()
+
+writing = """
+import os, sys, time
+from pathlib import Path
+from capsnb import files
+os.getpid = lambda: int(sys.argv[3])            # the number it has on another machine
+def wait(*args):
+    print('now', flush=True)
+    time.sleep(60)
+files._download = wait
+files.fetch(sys.argv[1], Path(sys.argv[2]), 100, '')
+"""
+
+def test_a_file_that_somebody_holds_is_left_alone(web, tmp_path):
+    "even if no process of its number runs here: it may run on another machine, or in another container"
+    pytest.importorskip('fcntl')
+    number = ended()
+    with python(writing, web.address, tmp_path/'a', number) as living:
+        assert living.stdout.readline() == b'now\n'
+        (tmp_path/f'a.{number}').write_bytes(body[:9000])
+        fetch(web.address, tmp_path/'a', **sums)
+        assert web.asked == [None] and (tmp_path/f'a.{number}').read_bytes() == body[:9000]
+        living.kill()
+    fetch(web.address, tmp_path/'a', **sums)
+    assert [p.name for p in tmp_path.iterdir()] == ['a']
+
+def test_half_a_note_of_a_killed_process_is_swept(tmp_path):
+    one = ended()
+    with python('input()', stdin=subprocess.PIPE) as living:
+        kept = [f'note.json.{living.pid}.tmp', f'other.json.{one}.tmp', 'note.json.x.tmp',
+                f'note.json.{one}.bak']
+        for name in (f'note.json.{one}.tmp', *kept): (tmp_path/name).write_text('{')
+        write_json(tmp_path/'note.json', dict(n=1))
+        assert sorted(p.name for p in tmp_path.iterdir()) == sorted(['note.json', *kept])
+        living.stdin.close()
+
+def test_bytes_are_on_the_disk_before_the_name(web, tmp_path, monkeypatch):
+    "or a power failure leaves an empty file that calls itself whole"
+    done, fsync, replace = [], os.fsync, os.replace
+    def note_fsync(handle):
+        done.append(os.fstat(handle).st_ino)
+        fsync(handle)
+    def note_replace(a, b):
+        replace(a, b)
+        if Path(b).name in ('a', 'note.json'): done.append(Path(b).name)
+    monkeypatch.setattr(os, 'fsync', note_fsync)
+    monkeypatch.setattr(os, 'replace', note_replace)
+    folder = tmp_path.stat().st_ino
+    fetch(web.address, tmp_path/'a', **sums)
+    assert done == [(tmp_path/'a').stat().st_ino, 'a', folder]
+    done.clear()
+    write_json(tmp_path/'note.json', dict(n=1))
+    assert done == [(tmp_path/'note.json').stat().st_ino, 'note.json', folder]
+
+def test_ctrl_c_keeps_what_has_come(web, tmp_path, monkeypatch):
+    write = files._write
+    def stops(url, answer, path, most):
+        write(url, answer, path, 5000)
+        raise KeyboardInterrupt
+    monkeypatch.setattr(files, '_write', stops)
+    with pytest.raises(KeyboardInterrupt): fetch(web.address, tmp_path/'a', **sums)
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [('a.part', body[:5000])]
+    monkeypatch.undo()
+    assert fetch(web.address, tmp_path/'a', **sums).read_bytes() == body
+    assert web.asked[-1] == 'bytes=5000-'

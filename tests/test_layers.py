@@ -1,5 +1,5 @@
 """Layers of matrix capsules: against brute force, tiles against votes, and the pitfalls of other implementations, each by name."""
-import math
+import copy, math
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -8,6 +8,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 import capsnb.layers as layers
+from capsnb.core import error_to
 from capsnb.em import em_routing_ref, inverse_temperature
 from capsnb.layers import ClassCaps, ConvCaps, PrimaryCaps, add_coordinates, field_centres, field_table
 
@@ -347,3 +348,25 @@ ok = draw(2, 5, 5, 2, dtype=torch.float32)
 ])
 def test_errors(call, message):
     with pytest.raises(ValueError, match=message): call()
+
+def errors_far_away(plan, K, I, eps, offset, scale=1.):
+    "Relative errors in float32 of a, mu, sig2 and of the gradients, for poses around `offset`."
+    l = layer('votes', I=I, K=K, eps=eps, lam=1.).float(); a, mu = draw(2, 5, 5, I, dtype=torch.float32)
+    mu = scale*mu + offset
+    truth = step(copy.deepcopy(l).double(), a.double(), mu.double())
+    l.plan = plan
+    return [error_to(g, t) for g, t in zip(step(l, a, mu), truth)]
+
+@pytest.mark.parametrize('eps', [1e-8, 1e-4, 1e-2, 1., '1%', 'auto'])
+@pytest.mark.parametrize('offset', [0., 1., 1e3, 1e5, -1e6])
+def test_the_mean_of_one_vote_is_the_vote_wherever_it_lies(eps, offset):
+    votes, tiles = (errors_far_away(plan, 1, 1, eps, offset) for plan in ('votes', 'tiles'))
+    assert max(tiles[:3]) < max(1e-6, 2*max(votes[:3])) and max(t/max(v, 1e-5) for t, v in zip(tiles, votes)) < 2
+
+@pytest.mark.parametrize('scale', [1e-3, 1., 1e3])
+@pytest.mark.parametrize('offset', [0., 1e2, 1e4])
+@pytest.mark.parametrize('eps', ['1%', 'auto'])
+def test_tiles_far_from_the_origin_are_as_exact_as_votes(eps, offset, scale):
+    for K, I in ((2, 1), (3, 3)):
+        votes, tiles = (errors_far_away(plan, K, I, eps, offset, scale) for plan in ('votes', 'tiles'))
+        assert all(t < 4*v + 1e-4 for t, v in zip(tiles, votes)), (K, I, votes, tiles)

@@ -95,6 +95,31 @@ def test_likelihood_never_falls_on_any_data(data):
     assert (least >= 1e-3*(1 - 1e-6)).all()
 
 
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.data())
+def test_likelihood_falls_by_no_more_than_rounding_in_either_precision(data):
+    "By at most eps·r²/min_var a point; a smaller min_var than rounding noise is rounding noise."
+    J, cov = data.draw(st.integers(1, 4)), data.draw(st.sampled_from(covariances))
+    coordinate = st.one_of(st.integers(-3, 3).map(float), st.floats(-100, 100, allow_nan=False, width=32))
+    rows = data.draw(st.lists(st.tuples(coordinate, coordinate), min_size=max(2, J), max_size=25))
+    x = torch.tensor(rows, dtype=data.draw(st.sampled_from([torch.float32, f64])))
+    noise = (torch.finfo(x.dtype).eps*(x - x.mean(0)).square().sum(-1).max()).item() + 1e-30
+    least = noise*data.draw(st.sampled_from([1e-6, 4., 16., 100., 1e4]))
+    h = GaussianMixture(J, cov, max_iter=15, tol=0, reg_covar=0, min_var=least, seed=data.draw(st.integers(0, 99))).fit(x).history
+    assert (h.diff() >= -max(noise/max(least, 2*noise), 1e-5*h.abs().max().item())).all(), h
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, f64], ids=str)
+@pytest.mark.parametrize('cov', covariances)
+@pytest.mark.parametrize('least', [1e-12, 1e-8, 1e-2])
+def test_likelihood_of_two_points_twice_never_falls(least, cov, dtype):
+    x = torch.tensor([[0.], [0.], [1.], [1.]], dtype=dtype)
+    needles = (torch.full((2,), .5), x[1:3], torch.full((2, 1, 1) if cov == 'full' else (2,) if cov == 'spherical' else (2, 1), 1e-6))
+    for start in (None, needles):
+        h = GaussianMixture(2, cov, reg_covar=0, min_var=least, tol=0, max_iter=8, start=start, seed=0).fit(x).history
+        assert (h.diff() >= 0).all(), h
+
+
 @few
 @given(st.integers(0, 10**6), st.sampled_from(covariances), st.integers(1, 5), st.integers(1, 4), st.booleans())
 def test_likelihood_never_falls_with_the_defaults_on_ordinary_data(seed, cov, J, D, weighted):

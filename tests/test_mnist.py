@@ -1,9 +1,9 @@
 """MNIST's files: damage of every kind, the Hub by proxy, the real files where there are any."""
-import gzip, os
+import gzip, os, struct, time
 from pathlib import Path
 import pytest, torch
 from hypothesis import given, settings, strategies as st
-from capsnb import mnist
+from capsnb import files, mnist
 from capsnb.mnist import as_floats, format_idx, idx_names, load_mnist, overlapping_pairs, parse_idx, place_images, read_idx, read_mnist
 
 @pytest.fixture
@@ -67,16 +67,18 @@ def test_the_hub(folder, monkeypatch, capsys):
     import datasets, numpy as np
     from PIL import Image
     parts = read_mnist(folder, official=False); asked = []
-    def hub(name):
-        asked.append(name)
+    def hub(name, revision):
+        asked.append((name, revision))
         return datasets.DatasetDict({k: datasets.Dataset.from_dict({'image': [Image.fromarray(np.array(i)) for i in x], 'label': y.tolist()},
                                      features=datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(num_classes=10))) for k, (x, y) in parts.items()})
     monkeypatch.setattr(datasets, 'load_dataset', hub)
+    monkeypatch.setattr(datasets.config, 'HF_DATASETS_CACHE', folder/'hf')
+    monkeypatch.setattr(files, 'need_hub', lambda name: None)
     data = load_mnist('mnist', n_valid=4, official=False)
-    assert asked == ['ylecun/mnist'] and "'ylecun/mnist' from the Hugging Face Hub" in capsys.readouterr().out
+    assert asked == [('ylecun/mnist', mnist.hub_revisions['mnist'])] and "'ylecun/mnist' from the Hugging Face Hub" in capsys.readouterr().out
     assert (as_floats(data['test'])['image']*255).round().byte()[:, 0].equal(parts['test'][0])
     with pytest.raises(ValueError, match='ylecun/mnist, train: expected MD5'): load_mnist('mnist')
-    def down(name): raise ConnectionError('no network')
+    def down(name, revision): raise ConnectionError('no network')
     monkeypatch.setattr(datasets, 'load_dataset', down)
     with pytest.raises(ConnectionError, match='no network.*CAPSNB_DATA'): load_mnist('mnist')
 
@@ -147,3 +149,112 @@ def test_the_real_fashion_mnist():
     parts = read_mnist(real, 'fashion-mnist')
     assert parts['train'][0].shape == (60000, 28, 28) and parts['train'][1].bincount().tolist() == [6000]*10 and parts['test'][1].bincount().tolist() == [1000]*10
     with pytest.raises(ValueError, match='MD5'): read_mnist(real, 'mnist')
+
+
+# ---- files that would not end ----
+
+class Bomb:
+    "a gzip stream that says how much of it was read"
+    def __init__(self, head): self.head, self.read_so_far = head, 0
+    def __call__(self, *args): return self
+    def __enter__(self): return self
+    def __exit__(self, *args): pass
+    def read(self, n=10**9):
+        self.read_so_far += n
+        assert self.read_so_far < 10_000_000, 'it is read on and on'
+        out, self.head = self.head[:n], self.head[n:]
+        return out + bytes(n - len(out))
+
+def header(*shape): return bytes([0, 0, 8, len(shape)]) + struct.pack(f'>{len(shape)}I', *shape)
+
+@pytest.mark.parametrize('gzipped', [True, False])
+@pytest.mark.parametrize('shape, official, most', [
+    ((40, 6, 5), False, 1216), ((40, 6, 5), True, 1216), ((3_000_000_000,), True, 20),
+    ((60000, 28, 29), True, 20)])
+def test_no_more_is_read_than_the_header_or_the_official_size_says(
+        folder, monkeypatch, gzipped, shape, official, most):
+    path = folder/f"{idx_names[0]}{'.gz' if gzipped else ''}"
+    for old in folder.glob(f'{idx_names[0]}*'): old.unlink()
+    path.write_bytes(b'')
+    bomb = Bomb(header(*shape))
+    if gzipped: monkeypatch.setattr(mnist.gzip, 'open', bomb)
+    else: monkeypatch.setattr(mnist, 'open', bomb, raising=False)
+    said = r'train-images\S* byte \d+: expected (the end of the file|sizes that)'
+    with pytest.raises(ValueError, match=said):
+        read_mnist(folder, official=official)
+    assert bomb.read_so_far <= most + 1
+
+def test_a_real_gzip_bomb_is_left_alone(folder):
+    path = folder/f'{idx_names[1]}.gz'
+    with gzip.open(path, 'wb', compresslevel=1) as f:
+        f.write(header(300_000_000))
+        for _ in range(300): f.write(bytes(1_000_000))
+    began = time.process_time()
+    with pytest.raises(ValueError, match=r'train-images.*expected MD5'): read_mnist(folder, 'fashion-mnist')
+    for name in (idx_names[0], f'{idx_names[0]}.gz'): (folder/name).unlink(missing_ok=True)
+    path.rename(folder/f'{idx_names[0]}.gz')
+    said = r'byte 4: expected sizes that fill 47,040,016 bytes, got \[300000000\], which fill 300,000,008'
+    with pytest.raises(ValueError, match=said): read_mnist(folder, 'fashion-mnist')
+    assert time.process_time() - began < .5
+
+
+# ---- the Hub ----
+
+@pytest.fixture
+def hub_cache(folder, monkeypatch):
+    "the library's own cache holds the data at the pinned revision, and no network answers"
+    import datasets, huggingface_hub, numpy as np
+    from PIL import Image
+    from hub import put_in_cache
+    cache = folder.parent/'hf'
+    monkeypatch.setattr(datasets.config, 'HF_DATASETS_CACHE', cache)
+    monkeypatch.setattr(huggingface_hub.constants, 'ENDPOINT', 'http://127.0.0.1:1')
+    features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(num_classes=10))
+    parts = {name: datasets.Dataset.from_dict(
+                dict(image=[Image.fromarray(np.array(o)) for o in x], label=y.tolist()), features=features)
+             for name, (x, y) in read_mnist(folder, official=False).items()}
+    def put(revision): return put_in_cache(cache, 'ylecun/mnist', revision, parts, 'mnist')
+    return put
+
+def test_the_cache_of_datasets_needs_no_network(folder, hub_cache):
+    hub_cache(mnist.hub_revisions['mnist'])
+    began = time.time()
+    data = load_mnist('mnist', n_valid=0, official=False)
+    assert time.time() - began < 10
+    images = read_mnist(folder, official=False)['test'][0]
+    assert as_floats(data['test'])['image'].equal(images[:, None]/255)
+
+def test_another_revision_is_another_data_set(hub_cache):
+    hub_cache('a'*40)
+    began = time.time()
+    with pytest.raises(ConnectionError, match="'ylecun/mnist' is not on this machine, .* does not answer"):
+        load_mnist('mnist', official=False)
+    assert time.time() - began < 10
+
+@pytest.mark.parametrize('text', [
+    '', '{', '[]', 'null', '{"features": 3}', '{"splits": [1]}', '['*100_000])
+def test_a_damaged_cache_is_named(hub_cache, text):
+    place = hub_cache(mnist.hub_revisions['mnist'])
+    (place/'dataset_info.json').write_text(text)
+    with pytest.raises(ConnectionError, match='is damaged .*; remove it'): load_mnist('mnist', official=False)
+
+def test_revisions_are_whole_commits():
+    assert set(mnist.hub_revisions) == set(mnist.hub_names)
+    for o in mnist.hub_revisions.values(): assert len(o) == 40 and int(o, 16)
+
+def test_floats_stay_as_they_are():
+    import datasets
+    x = torch.rand(4, 1, 3, 3)
+    part = datasets.Dataset.from_dict(dict(image=x.numpy(), label=[0, 1, 2, 3])).with_format('torch')
+    assert as_floats(part)['image'].sub(x).abs().max() < 1e-6
+
+@pytest.mark.parametrize('gzipped', [True, False])
+def test_a_tiny_file_with_much_behind_it(tmp_path, gzipped):
+    "the longest header is longer than this whole file"
+    data = format_idx(torch.ones(1, dtype=torch.uint8))
+    path = tmp_path/f"x{'.gz' if gzipped else ''}"
+    for more in (0, 1, 10, 5_000_000):
+        path.write_bytes(gzip.compress(data + bytes(more), 1) if gzipped else data + bytes(more))
+        if more:
+            with pytest.raises(ValueError, match='byte 9: expected the end of the file'): read_idx(path)
+        else: assert read_idx(path).tolist() == [1]

@@ -110,3 +110,28 @@ def test_no_inputs_and_tiled_outputs(monkeypatch):
     monkeypatch.setattr(moments, '_STREAM_COLS', 4)
     s = Sizes(2, 0, 5, 2, 3, 2, True)
     for p, q in zip(step(plans['stream'].run, inputs(s), need_R=False), step(routing_ref, inputs(s))): assert_close(p, q)
+
+def squares(run, X, p_model, **kw):
+    "Gradients of the sum of the squares of scores, capsules and variances."
+    out = run(*X, 3, p_model, as_floor('auto', X[3].shape[-2]*X[3].shape[-1]), True, **kw)[:3]
+    return torch.autograd.grad(sum(o.square().sum() for o in out), X)
+
+def far(dtype, i, scale, seed=0):
+    return inputs(Sizes(2, i, 16, 4, 4, 4, True), mean=seed % 2, scale=scale, seed=seed, dtype=dtype)
+
+@pytest.mark.parametrize('plan', plans)
+def test_an_output_that_nobody_uses_makes_no_gradient_nan(plan):
+    X, X64 = far(torch.float32, 1600, 3e6), far(torch.float64, 1600, 3e6)        # too large for the plans to go over to float64
+    assert (plans[plan].run(*X64, 3, 'skm', as_floor('auto', 16), True, need_R=True)[3].sum(-2) == 0).any()
+    got, want = squares(plans[plan].run, X, 'skm', need_R=False), squares(routing_ref, X64, 'skm')
+    for name, g, w in zip(names[3:], got, want):
+        assert g.isfinite().all(), name
+        assert error_to(g, w) < (1e-3 if name in ('d_a_inp', 'd_mu_inp', 'd_W') else 1), name
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize('p_model', ['gaussian', 'skm'])
+@pytest.mark.parametrize('plan', plans)
+def test_gradients_are_finite_at_any_scale(plan, p_model, dtype):
+    for power, seed, i in itertools.product(range(-6, 7), range(4), (1, 60)):
+        got = squares(plans[plan].run, far(dtype, i, 10.**power, seed), p_model, need_R=False)
+        for name, g in zip(names[3:], got): assert g.isfinite().all(), f'{name} {power=} {seed=} {i=}'

@@ -40,7 +40,7 @@ def as_official(monkeypatch, plain, packed):
     "makes the test cards the official files"
     for key, o in list(norb_files.items()):
         raw, gz = (plain/o.name).read_bytes(), (packed/f'{o.name}.gz').read_bytes()
-        monkeypatch.setitem(norb_files, key, NorbFile(o.name, len(gz), hashlib.sha256(gz).hexdigest(), hashlib.md5(gz).hexdigest(), hashlib.md5(raw).hexdigest()))
+        monkeypatch.setitem(norb_files, key, NorbFile(o.name, len(gz), hashlib.sha256(gz).hexdigest(), hashlib.md5(gz).hexdigest(), hashlib.md5(raw).hexdigest(), len(raw)))
 
 
 # ---- one matrix ----
@@ -174,59 +174,176 @@ norb.unpack({str(packed/names[0])!r} + '.gz', norb.Path({str(tmp_path/'u')!r}), 
 """
     child = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, cwd=Path(__file__).parent.parent)
     assert child.stdout.readline() == b'now\n'
-    child.send_signal(signal.SIGKILL); child.wait(); child.stdout.close()
-    left = list((tmp_path/'u').iterdir())
+    def again(): return unpack(packed/f'{names[0]}.gz', tmp_path/'u', 'whole.mat')[0].read_bytes()
+    left, whole = list((tmp_path/'u').iterdir()), (plain/names[0]).read_bytes()
     assert [p.suffix for p in left] == ['.unpacking']
-    path, _ = unpack(packed/f'{names[0]}.gz', tmp_path/'u', 'whole.mat')
-    assert path.read_bytes() == (plain/names[0]).read_bytes() and left[0].exists()       # it might still be at work
-    os.utime(left[0], (1e9, 1e9))
-    unpack(packed/f'{names[0]}.gz', tmp_path/'u', 'whole.mat')
-    assert not left[0].exists()
+    assert again() == whole and left[0].exists()                  # it is still at work
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+    assert again() == whole and not left[0].exists()
 
 
 # ---- checked once ----
 
-def test_an_unchanged_file_is_checked_once(plain, monkeypatch):
-    read_split(plain, 'train', official=False)
-    for p in plain.iterdir(): os.utime(p, (1e9, 1e9))
-    calls = []
-    monkeypatch.setattr(norb, 'checksum', lambda path, kind, f=norb.checksum: (calls.append(path.name), f(path, kind))[1])
-    a, key = read_split(plain, 'train', official=False); assert sorted(calls) == sorted(names[:3])
-    b, again = read_split(plain, 'train', official=False); assert len(calls) == 3 and key == again
+@pytest.fixture
+def looked_at(monkeypatch):
+    "the files whose checksum is taken; none is small, and none has just changed"
+    calls, now = [], time.time_ns
+    def count(path, kind, f=norb.checksum):
+        calls.append(path.name)
+        return f(path, kind)
+    monkeypatch.setattr(norb, 'checksum', count)
+    monkeypatch.setattr(norb, '_small', 0)
+    monkeypatch.setattr(norb.time, 'time_ns', lambda: now() + 10**10)
+    return calls
+
+def test_an_unchanged_file_is_checked_once(plain, looked_at):
+    a, key = read_split(plain, 'train', official=False)
+    assert sorted(looked_at) == sorted(names[:3])
+    b, again = read_split(plain, 'train', official=False)
+    assert len(looked_at) == 3 and key == again
     equal(a, b)
-    whole = bytearray((plain/names[0]).read_bytes()); whole[-1] ^= 1
+    whole = bytearray((plain/names[0]).read_bytes())
+    whole[-1] ^= 1
     (plain/names[0]).write_bytes(whole)
-    assert read_split(plain, 'train', official=False)[1] != key and len(calls) == 4
+    assert read_split(plain, 'train', official=False)[1] != key and len(looked_at) == 4
+
+def as_before(path, o):
+    "gives a file the times that it had"
+    os.utime(path, ns=(o.st_atime_ns, o.st_mtime_ns))
+
+def change(path):
+    "another byte, as long, and as old for all who look at the time of the last change"
+    o, raw = path.stat(), bytearray(path.read_bytes())
+    raw[-4] ^= 1
+    with open(path, 'r+b') as f: f.write(raw)
+    as_before(path, o)
+    assert path.stat().st_mtime_ns == o.st_mtime_ns
+
+def exchange(path):
+    "the same with another file in its place"
+    o, raw = path.stat(), bytearray(path.read_bytes())
+    raw[-4] ^= 1
+    other = path.with_name('other')
+    other.write_bytes(raw)
+    as_before(other, o)
+    os.replace(other, path)
+
+@pytest.mark.parametrize('how', [change, exchange])
+@pytest.mark.parametrize('gz', [False, True])
+def test_a_changed_byte_behind_the_same_size_and_time_is_noticed(plain, packed, looked_at, how, gz):
+    folder = packed if gz else plain
+    _, key = read_split(folder, 'train', official=False)
+    read_split(folder, 'train', official=False)
+    path = next((cache_folder('smallnorb')/'unpacked').iterdir()) if gz else plain/names[0]
+    how(path)
+    if gz: assert read_split(folder, 'train', official=False)[1] == key           # unpacked anew
+    else: assert read_split(folder, 'train', official=False)[1] != key
+
+def test_a_small_file_is_read_each_time(plain, monkeypatch):
+    "so not even a disk that changes bytes by itself goes unnoticed there"
+    path = plain/names[1]
+    monkeypatch.setattr(norb, '_stamp', lambda path: [path.stat().st_size, 0, 0, 0, 0])
+    md5 = open_matrix(path)[1]
+    assert open_matrix(path)[1] == md5
+    change(path)
+    assert open_matrix(path)[1] == hashlib.md5(path.read_bytes()).hexdigest() != md5
 
 def test_a_file_that_has_just_changed_is_not_noted(plain, monkeypatch):
-    "two changes within one tick of the clock leave the same time: within two seconds a file is looked at again"
+    "two changes within one tick of the clock leave the same times: so young files are looked at again"
     path = plain/names[1]
-    stamp, raw = path.stat().st_mtime_ns, bytearray(path.read_bytes())
+    monkeypatch.setattr(norb, '_small', 0)
+    o = path.stat()
+    stamp = max(o.st_mtime_ns, o.st_ctime_ns)
     monkeypatch.setattr(norb.time, 'time_ns', lambda: stamp + 1_999_999_999)
-    _, md5 = open_matrix(path)
-    assert norb._recall(path) is None
-    raw[-4] ^= 1; path.write_bytes(raw); os.utime(path, ns=(stamp, stamp))          # as long, and as old
-    assert open_matrix(path)[1] == hashlib.md5(raw).hexdigest() != md5
+    md5 = open_matrix(path)[1]
+    assert norb._note_of(path) == dict(md5=md5, stamp=None)
     monkeypatch.setattr(norb.time, 'time_ns', lambda: stamp + 2_000_000_000)
     open_matrix(path)
-    assert norb._recall(path) == hashlib.md5(raw).hexdigest()
+    assert norb._note_of(path) == dict(md5=md5, stamp=norb._stamp(path))
 
-@pytest.mark.parametrize('notes', ['', '{', '[]', '{"a": 1}', '\udcff'])
-def test_spoilt_notes_are_no_notes(plain, notes):
-    for p in plain.iterdir(): os.utime(p, (1e9, 1e9))
+spoilt = ['', '{', '[]', 'null', '3', '{"a": 1}', '\udcff', '['*100_000,
+          '{"a": {"md5": 3, "stamp": []}}', '{"a": {}}', '9'*5000]
+
+@pytest.mark.parametrize('notes', spoilt, ids=range(len(spoilt)))
+def test_spoilt_notes_are_no_notes(plain, looked_at, notes):
     a, _ = read_split(plain, 'train', official=False)
     path = cache_folder('smallnorb')/'checked.json'
     path.write_bytes(notes.encode(errors='surrogateescape'))
     equal(read_split(plain, 'train', official=False)[0], a)
-    assert len(json.loads(path.read_text())) >= 3
+    assert len(json.loads(path.read_text())) == 3
+
+odd = (None, True, -1, 1e300, '', 'x'*32, '../../escape', 'f'*32, [], [[]], {},
+       {'md5': {}}, '\ud800', 10**40)
+
+@pytest.mark.parametrize('gz', [False, True])
+@pytest.mark.parametrize('seed', range(4))
+def test_odd_notes_are_never_believed(plain, packed, looked_at, tmp_path, gz, seed):
+    "entries at every depth replaced by something else: the data are the same, and nothing is raised"
+    rng, folder = random.Random(seed), packed if gz else plain
+    truth, key = read_split(folder, 'train', official=False)
+    read_split(folder, 'train', official=False)
+    path = cache_folder('smallnorb')/'checked.json'
+    good = json.loads(path.read_text())
+    for _ in range(40):
+        notes = json.loads(json.dumps(good))
+        at = rng.choice([notes, *notes.values()])
+        name = rng.choice(list(at))
+        if rng.random() < .2: del at[name]
+        else: at[name] = rng.choice([o for o in odd if name != 'md5' or o != 'f'*32])
+        path.write_text(json.dumps(notes))
+        got, again = read_split(folder, 'train', official=False)
+        assert again == key
+        equal(got, truth)
+
+@pytest.mark.parametrize('gz', [False, True])
+def test_notes_that_cannot_be_written_block_nothing(plain, packed, monkeypatch, gz):
+    folder = packed if gz else plain
+    def refuse(*args, **kw): raise PermissionError(13, 'read-only', 'checked.json')
+    monkeypatch.setattr(norb, 'write_json', refuse)
+    a, key = read_split(folder, 'train', official=False)
+    equal(read_split(folder, 'train', official=False)[0], a)
+    if gz: return
+    monkeypatch.setattr(norb.Path, 'mkdir', refuse)
+    assert read_split(folder, 'train', official=False)[1] == key
+
+def test_a_cache_that_is_no_folder_blocks_nothing(plain, tmp_path, monkeypatch):
+    (tmp_path/'file').touch()
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path/'file'))
+    assert read_split(plain, 'train', official=False)[0]['image'].shape[0] == 100
 
 def test_a_file_spoilt_in_the_cache_is_unpacked_again(packed, plain):
-    a, _ = read_split(packed, 'train', official=False)
-    for p in packed.iterdir(): os.utime(p, (1e9, 1e9))
+    a = {name: x.clone() for name, x in read_split(packed, 'train', official=False)[0].items()}
     read_split(packed, 'train', official=False)
     for p in (cache_folder('smallnorb')/'unpacked').iterdir(): p.write_bytes(bytes(p.stat().st_size))
     equal(read_split(packed, 'train', official=False)[0], a)
     equal(read_split(plain, 'train', official=False)[0], a)
+
+def test_a_bomb_under_an_official_name_is_not_unpacked(packed, as_official):
+    "its header asks for what it brings, but smallNORB's sizes are known"
+    path = packed/f'{names[0]}.gz'
+    with gzip.open(path, 'wb', compresslevel=1) as f:
+        f.write(struct.pack('<6I', 0x1E3D4C55, 4, 5000, 2, 200, 200))
+        for _ in range(400): f.write(bytes(1_000_000))
+    began, most, write = time.process_time(), [], norb._inflate
+    def count(path):
+        for piece in write(path):
+            most.append(len(piece))
+            yield piece
+    norb._inflate = count
+    try:
+        said = (r'dat.mat.gz \(unpacked\) byte 8: expected sizes that fill [\d,]+ bytes, '
+                r'got \[5000, 2, 200, 200\]')
+        with pytest.raises(ValueError, match=said): read_split(packed, 'train')
+    finally: norb._inflate = write
+    assert sum(most) <= 2**20 and time.process_time() - began < 1
+    assert not list(cache_folder('smallnorb').rglob('*.mat'))
+
+def test_pieces_are_small_however_much_is_packed_into_them(tmp_path):
+    (tmp_path/'x.gz').write_bytes(gzip.compress(bytes(30_000_000) + b'end'))
+    pieces = list(norb._inflate(tmp_path/'x.gz'))
+    assert max(map(len, pieces)) <= 2**20 and b''.join(pieces) == bytes(30_000_000) + b'end'
 
 
 # ---- a thousand damaged files ----
@@ -504,6 +621,55 @@ def test_a_copy_that_is_not_one(parquet):
     def in_degrees(split, rows): return [{**row, 'azimuth': 10*row['azimuth']} for row in rows]
     with pytest.raises(ValueError, match=r'split train, row \d+: expected azimuth in \[0, 2, .* got 200'): load_smallnorb(parquet(in_degrees), source='hub', official=False)
     with pytest.raises(ValueError, match='expected the splits train, test, got train'): load_smallnorb(parquet(splits=['train']), source='hub', official=False)
+
+def test_pixels_of_the_copy_have_the_official_checksum(plain, parquet, as_official, monkeypatch):
+    def part(change=lambda split, rows: rows):
+        return load_smallnorb(parquet(change), 'train', (), 'hub', official=False)
+    decoded = []
+    monkeypatch.setattr(norb, 'as_tensors', lambda part: (decoded.append(1), as_tensors(part))[1])
+    same = part()
+    files = [o['filename'] for o in same.cache_files]
+    for _ in range(3): norb._check_pixels(same, 'train', 'a copy')
+    assert len(decoded) == 1                                        # noted
+    notes = cache_folder('smallnorb')/'checked.json'
+    for text in ('{', json.dumps({o: dict(md5='0'*32, pixels='0'*32) for o in files})):
+        notes.write_text(text)
+        norb._check_pixels(same, 'train', 'a copy')
+    assert len(decoded) == 3
+    def one_pixel(split, rows):
+        from PIL import Image
+        import io
+        image = Image.open(io.BytesIO(rows[7]['image_rt']['bytes']))
+        image.putpixel((1, 2), image.getpixel((1, 2)) ^ 1)
+        image.save(out := io.BytesIO(), 'PNG')
+        return [{**row, 'image_rt': dict(bytes=out.getvalue(), path=None)} if k == 7 else row
+                for k, row in enumerate(rows)]
+    for _ in range(2):
+        with pytest.raises(ValueError, match='a copy, split train: expected pixels whose file would have MD5'):
+            norb._check_pixels(part(one_pixel), 'train', 'a copy')
+    with pytest.warns(UserWarning, match='no checksum says whether the pixels are'):
+        norb._check_pixels(part(lambda split, rows: rows[::-1]), 'train', 'a copy')
+
+def test_the_copy_on_the_hub_is_pinned(monkeypatch):
+    asked = []
+    monkeypatch.setattr(norb, 'load_hub', lambda *args: asked.append(args) or {})
+    for folder in (None, 'who/else'):
+        with pytest.raises(ValueError, match='expected the splits'): load_smallnorb(folder, source='hub')
+    assert asked == [(norb.hub_name, norb.hub_revision), ('who/else',)]
+    assert re.fullmatch('[0-9a-f]{40}', norb.hub_revision)
+
+@pytest.mark.parametrize('where', [8, 900, -900, -1])
+def test_a_changed_byte_of_the_arrow_file_has_it_written_anew(plain, where):
+    whole = load_smallnorb(plain, 'test', official=False)
+    truth = as_tensors(whole)
+    [path] = (cache_folder('smallnorb')/'arrow').iterdir()
+    good = path.read_bytes()
+    del whole
+    raw = bytearray(good)
+    raw[where] ^= 1
+    path.write_bytes(raw)
+    equal(as_tensors(load_smallnorb(plain, 'test', official=False)), truth)
+    assert [(p, p.read_bytes()) for p in path.parent.iterdir()] == [(path, good)]
 
 @pytest.mark.parametrize('mode, shape', [('RGB', '[8, 8, 3]'), ('P', '[8, 8]'), ('L', '[8, 9]')])
 def test_images_that_are_not_grey_or_of_one_size(mode, shape):

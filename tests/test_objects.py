@@ -147,7 +147,38 @@ def test_files_of_another_size(tmp_path):
 
 def test_an_older_picture_does_not_stay(cache, tmp_path):
     pytest.importorskip('typer'); from typer.testing import CliRunner
-    (tmp_path/'poses.png').write_bytes(b'old')
-    args = ['train', 'toys', '--net', 'cnn', '--size', 32, '--pairs', 50, '--epochs', 1, '--cache', cache, '--device', 'cpu', '--no-progress', '--out', tmp_path]
+    for name in ('poses.png', 'settings.json'): (tmp_path/name).write_bytes(b'{}')
+    args = ['train', 'toys', '--net', 'cnn', '--size', 32, '--pairs', 50, '--epochs', 1, '--cache', cache, '--device', 'cpu', '--no-progress', '--overwrite', '--out', tmp_path]
     done = CliRunner().invoke(cli.make_app(), list(map(str, args)))
     assert done.exit_code == 0 and not (tmp_path/'poses.png').exists(), done.output
+
+odd = [None, True, -1, 0, 10**9, 10**30, 1.5, '', 'x', [], [10**9], {}, {'a': 1}]
+
+def test_odd_notes_are_one_sentence(run, cache, tmp_path, monkeypatch):
+    "each entry of both notes with each odd value: a result or a ValueError, and nothing is allocated or repeated 10⁹ times"
+    x = open_objects(split='test', **small(cache))
+    few = {k: v[:6] for k, v in x.items()}
+    monkeypatch.setattr(objects, 'open_objects', lambda *_, **__: few)
+    for name in ('config.json', 'task.json', 'model.safetensors'): (tmp_path/name).write_bytes((run/name).read_bytes())
+    said = 0
+    for name in ('config.json', 'task.json'):
+        whole = (tmp_path/name).read_text()
+        for key in json.loads(whole):
+            for value in odd:
+                (tmp_path/name).write_text(json.dumps({**json.loads(whole), key: value}))
+                try: eval_objects(tmp_path, device='cpu', progress=False)
+                except ValueError as e: said += 1; assert len(str(e).splitlines()) >= 1
+        (tmp_path/name).write_text(whole)
+    assert said > 100 and eval_objects(tmp_path, device='cpu', progress=False)['n'] == 6
+
+@pytest.mark.parametrize('change, said', [(dict(size=10**9), 'expected a size from 1 to 1,024'), (dict(size='32'), "expected 'size' to be a whole number"),
+    (dict(subset='50'), "expected 'subset' to be"), (dict(validate=1), "expected 'validate' to be true or false"), (dict(kind=[]), "expected 'kind' to be a text")])
+def test_every_entry_is_checked(change, said, run, tmp_path):
+    for name in ('config.json', 'model.safetensors'): (tmp_path/name).write_bytes((run/name).read_bytes())
+    (tmp_path/'task.json').write_text(json.dumps({**json.loads((run/'task.json').read_text()), **change}))
+    with pytest.raises(ValueError, match=said): eval_objects(tmp_path, device='cpu', progress=False)
+
+def test_floats_are_not_divided_again():
+    x = torch.rand(2, 2, 8, 8)
+    assert_close(PairMixup(shift=0).on_device(dict(images=x, labels=torch.tensor([0, 1])))['images'], x)
+    assert_close(PairMixup(shift=0).views(x)[0], x)

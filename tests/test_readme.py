@@ -1,5 +1,5 @@
 """The README is what index.ipynb says, and its builder does what it promises."""
-import base64, importlib.util, json, os, re, subprocess, sys
+import base64, importlib.util, json, os, re, runpy, subprocess, sys
 from pathlib import Path
 import nbformat
 import pytest
@@ -97,10 +97,25 @@ def test_command_line_exit_status(project):
     run = lambda *a: subprocess.run([sys.executable, str(readme.__file__), '--root', str(root), *a], capture_output=True).returncode
     assert [run('--check'), run(), run('--check')] == [1, 0, 0]
 
+@pytest.fixture
+def package(monkeypatch):
+    "What setup.py hands to setuptools, and its functions."
+    said = {}
+    monkeypatch.setattr('setuptools.setup', said.update)
+    scope = runpy.run_path(str(root/'setup.py'))
+    return said, scope
+
 def commands(): return re.findall(r"^pip install .*&&.*$", (root/'README.md').read_text(encoding='utf-8'), re.M)
 
 def test_the_two_commands():
     assert commands() == ["pip install '.[train]' && capsnb demo", "pip install -e '.[dev]' && nbdev_test && pytest"]
+
+def test_the_versions_that_are_promised(package):
+    page = (root/'README.md').read_text(encoding='utf-8')
+    alone, to_train = re.search(r"PyTorch \(≥ ([\d.]+)\) and einops; to train, PyTorch ≥ ([\d.]+)\.", page).groups()
+    said, _ = package
+    assert f'torch>={alone}' in said['install_requires'] and f'torch>={to_train}' in said['extras_require']['train']
+    assert f"Python ≥ {said['python_requires'].removeprefix('>=')}." in page
 
 def table_cell(name, begin):
     return next(c for c in nbformat.read(root/'nbs'/name, 4).cells if c.cell_type == 'code' and begin in c.source)
@@ -155,3 +170,41 @@ def test_usage_runs(capsys):
     for block in blocks: exec(block, {})
     shapes = capsys.readouterr().out.splitlines()
     assert shapes == ['torch.Size([2, 10]) torch.Size([2, 10, 4, 4]) torch.Size([2, 10, 4, 4])', 'torch.Size([2, 6, 6, 16]) torch.Size([2, 6, 6, 16, 4, 4])', 'torch.Size([2, 5])', 'torch.Size([2, 10, 16])']
+
+def targets(page):
+    "Where the links and pictures of a page lead; code is left out."
+    prose = re.sub(r'^```.*?^```|`[^`\n]*`', '', page, flags=re.M | re.S)
+    found = re.findall(r'\]\(\s*([^)\s]+)', prose) + re.findall(r'^\s*\[[^\]]+\]:\s*(\S+)', prose, re.M)
+    return found + re.findall(r'(?:src|href)\s*=\s*["\']?([^"\'\s>]+)', prose)
+
+def test_a_package_index_shows_absolute_links_to_files_that_exist(package):
+    said, _ = package
+    page = said['long_description']
+    pages, files = 'https://github.com/capsnb/capsnb/blob/main/', 'https://raw.githubusercontent.com/capsnb/capsnb/main/'
+    links = targets(page)
+    assert len(links) == len(targets((root/'README.md').read_text(encoding='utf-8'))) > 30
+    assert not [o for o in links if not o.startswith('https://')]
+    ours = [o for o in links if o.startswith((pages, files))]
+    assert len(ours) > 30
+    for o in ours: assert (root/o.removeprefix(pages).removeprefix(files)).exists(), o
+    assert f']({files}README_files/fig-votes.png)' in page and f']({pages}LICENSE)' in page
+    assert said['long_description_content_type'] == 'text/markdown'
+
+def test_the_readme_keeps_its_relative_links():
+    links = targets((root/'README.md').read_text(encoding='utf-8'))
+    assert {'README_files/fig-votes.png', 'LICENSE', 'nbs/00_core.ipynb'} <= set(links)
+
+def test_links_in_code_and_elsewhere_stay(package):
+    absolute = package[1]['absolute']
+    page = '[a](https://x.org/a) [b](mailto:a@x.org)\n\n```\n[c](d.md)\n```\n'
+    assert absolute(page) == page
+    assert absolute('[why](#why)') == '[why](https://github.com/capsnb/capsnb#why)'
+
+def test_what_the_package_says_of_itself(package):
+    said, _ = package
+    kinds = said['classifiers']
+    versions = [c.removeprefix('Programming Language :: Python :: ') for c in kinds if re.search(r':: 3\.\d+$', c)]
+    assert said['license_expression'] == 'Apache-2.0' and said['python_requires'] == f'>={versions[0]}'
+    assert versions == [f'3.{i}' for i in range(10, 10 + len(versions))]
+    for topic in ('Operating System :: ', 'Topic :: ', 'Intended Audience :: ', 'Development Status :: '):
+        assert any(c.startswith(topic) for c in kinds), topic

@@ -251,6 +251,77 @@ def test_no_damaged_byte_passes(tmp_path, where):
     path.unlink()
     with pytest.raises(ValueError, match='expected .* bytes, got 0; remove the folder'): load_toys(**ask)
 
+def killed_after(n, folder):
+    "the cache of a run that was killed when it had drawn so many toys"
+    code = killed.replace('== 8', f'== {n + 1}')
+    env = dict(os.environ, PYTHONPATH=str(root))
+    run = [sys.executable, '-c', code, str(folder)]
+    done = subprocess.run(run, cwd=root, env=env, capture_output=True, text=True)
+    assert done.returncode == 9, done.stderr
+    return cache_of('train', 16, one_view, 0, World(), folder)[0]
+
+def test_swapped_parts_are_drawn_anew(tmp_path, monkeypatch):
+    "each is whole, but stands in another's place"
+    folder = killed_after(6, tmp_path/'a')
+    one, two = folder/'part-01', folder/'part-04'
+    one.rename(folder/'x'), two.rename(one), (folder/'x').rename(two)
+    (folder/'part-05').write_bytes((folder/'part-00').read_bytes())
+    drawn = []
+    monkeypatch.setattr(toys, 'draw', lambda *args, draw=draw: drawn.append(args[:2]) or draw(*args))
+    again = toys_tensors('train', subset=one_view, cache=tmp_path/'a', **tiny).images
+    assert len(drawn) == 25 - 6 + 3
+    assert again.equal(toys_tensors('train', subset=one_view, cache=tmp_path/'b', **tiny).images)
+
+def test_bytes_are_on_the_disk_before_the_name(tmp_path, monkeypatch):
+    done, fsync, replace = [], os.fsync, os.replace
+    def note_fsync(handle):
+        done.append(os.fstat(handle).st_ino)
+        fsync(handle)
+    def note_replace(a, b):
+        assert done[-1] == os.stat(a).st_ino, f'{b} has its name before its bytes are on the disk'
+        replace(a, b)
+    monkeypatch.setattr(os, 'fsync', note_fsync)
+    monkeypatch.setattr(os, 'replace', note_replace)
+    toys_tensors('train', subset=dict(one_view, category=[1]), cache=tmp_path, workers=1, **tiny)
+    assert len(done) == 2*(5 + 1 + 1)    # five toys, their pictures, the note; and the folder
+
+def test_an_odd_note_is_one_sentence_or_the_note_itself(tmp_path):
+    import random
+    ask = dict(split='train', subset=dict(one_view, category=[1]), cache=tmp_path, **tiny)
+    truth = toys_tensors(**ask).images.clone()
+    path = cache_of('train', 16, ask['subset'], 0, World(), tmp_path)[0]/'info.json'
+    good, rng = path.read_bytes(), random.Random(0)
+    deep = '['*900 + ']'*900
+    odd = ['null', 'true', '1', '1.0', '-1', '1e999', 'NaN', '9'*4000, '""', '"\\ud800"', '[]', '{}',
+           deep, f'"{"x"*10_000}"']
+    entries = list(json.loads(good))
+    for k in range(400):
+        raw = bytearray(good)
+        if k % 2:
+            name = rng.choice(entries)
+            note = {o: json.dumps(v) for o, v in json.loads(good).items()}
+            if rng.random() < .2: del note[name]
+            else: note[rng.choice([name, 'more'])] = rng.choice(odd)
+            raw = ('{' + ', '.join(f'"{o}": {v}' for o, v in note.items()) + '}').encode()
+        else:
+            for _ in range(rng.choice([1, 1, 2, 9])): raw[rng.randrange(len(raw))] = rng.randrange(256)
+            if rng.random() < .2: del raw[rng.randrange(len(raw)):]
+        path.write_bytes(raw)
+        try: images = toys_tensors(**ask).images
+        except ValueError as e:
+            assert type(e) is ValueError and 'remove the folder' in str(e) and '\n' not in str(e), e
+            assert len(str(e)) < 2000
+        else: assert images.equal(truth) and json.loads(raw) == json.loads(good)
+
+@pytest.mark.parametrize('kw, said', [
+    (dict(tile=0), 'tile must be a whole number, at least 1, got 0'), (dict(tile=-1), 'got -1'),
+    (dict(tile=1.), 'tile'), (dict(size=0), 'got 0'), (dict(size=16.), 'size'),
+    (dict(size=10**6), 'size must be a whole number from 16 to 256, got 1000000'),
+    (dict(world=World(samples=10**9)), 'samples must be a whole number from 1 to 16')])
+def test_what_would_take_for_ever_is_refused_at_once(kw, said):
+    with pytest.raises(ValueError, match=said):
+        draw(2, 3, torch.tensor([[0, 0, 0]]), **{**dict(size=16), **kw})
+
 @pytest.mark.parametrize('text', ['', '[]', '{}', 'null', '{"version": 1}', '\x00\x01'])
 def test_foreign_info_is_refused(tmp_path, text):
     ask = dict(split='train', subset=dict(one_view, category=[1]), cache=tmp_path, **tiny)
@@ -282,7 +353,7 @@ def test_what_does_not_exist_is_refused(tmp_path, ask, said):
     assert said in str(e.value) and not list(tmp_path.rglob('pictures'))
 
 knobs = dict(spread='a number from 0 to 1', contrast='a number at least 0 and below 1', noise='a number from 0 to 255', jitter='a number from 0 to 0.2',
-             samples='a whole number, at least 1')
+             samples='a whole number from 1 to 16')
 never = (math.nan, math.inf, -math.inf, 1e30, -1, -.01, True, False, None, 'a', [1.], 1j)
 too_much = dict(spread=1.01, contrast=1., noise=255.1, jitter=.21, samples=1.5)
 

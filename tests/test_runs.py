@@ -1,0 +1,569 @@
+"""Run folders and `fit` under attack: nothing is lost, ignored silently, or found out too late."""
+import errno, json, math, os, random, shutil, signal, subprocess, sys
+from pathlib import Path
+import numpy as np
+import pytest, torch
+from torch import nn
+import torch.nn.functional as F
+
+pytest.importorskip('transformers')
+pytest.importorskip('sklearn')
+import capsnb.runs as runs
+import capsnb.train as train
+from capsnb.core import seed_everything
+from capsnb.runs import check_end, checkpoints_in, is_busy, last_whole, saved_network
+from capsnb.train import Diverged, Stopped, fit, load_digits_split, pictures, repeat
+from capsnb.vision import PlainCNN
+
+ROOT = Path(__file__).resolve().parents[1]
+ENV = {**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1'}
+
+@pytest.fixture(scope='module')
+def data():
+    parts, sizes = load_digits_split(), (60, 20, 20)
+    return {name: dict(image=part[:n]['image'], label=part[:n]['label'])
+            for (name, part), n in zip(parts.items(), sizes)}
+
+def cnn(seed=0):
+    seed_everything(seed)
+    return PlainCNN(channels=(8,), strides=(2,), n_hidden=8)
+
+def run(data, out, net=None, **kw):
+    usual = dict(train=data['train'], valid=data['validation'], epochs=2, lr=(1e-4, 1e-2),
+                 device='cpu', progress=False)
+    return fit(net or cnn(), out=out, **{**usual, **kw})
+
+def names_in(folder): return [p.name for p in checkpoints_in(folder/'checkpoints')]
+
+def flip(path, at=None):
+    "One bit of a file."
+    content = bytearray(path.read_bytes())
+    at = len(content)//2 if at is None else at
+    content[at] ^= 1
+    path.write_bytes(content)
+
+# what is asked for is done, or refused
+
+@pytest.mark.parametrize('ignored,advice', [
+    (dict(weight_decay=10.), 'RAdam'),
+    (dict(optim='sgd'), 'RAdam'),
+    (dict(adam_beta1=.5), 'RAdam'),
+    (dict(lr_scheduler_type='constant'), 'single cycle'),
+    (dict(learning_rate=1e3), 'lr='),
+    (dict(warmup_steps=5), 'warmup'),
+    (dict(per_device_train_batch_size=50), 'batch_size'),
+    (dict(num_train_epochs=3), 'epochs'),
+    (dict(max_steps=3), 'epochs'),
+    (dict(output_dir='x'), 'out'),
+    (dict(label_smoothing_factor=.1), 'mixup'),
+    (dict(gradient_checkpointing=True), "plan='stream'"),
+    (dict(dataloader_drop_last=True), 'not honoured'),
+    (dict(auto_find_batch_size=True), 'not honoured'),
+    (dict(logging_nan_inf_filter=True), 'not honoured'),
+    (dict(save_total_limit=1), 'not honoured'),
+    (dict(epoch=3), 'did you mean epochs'),
+    (dict(bathc_size=3), 'did you mean batch_size')])
+def test_what_would_be_ignored_is_refused(ignored, advice, data, tmp_path):
+    name, = ignored
+    with pytest.raises(ValueError, match=f"^.*{name}.*{advice}"):
+        run(data, tmp_path/'run', **ignored)
+    assert not (tmp_path/'run').exists()
+
+def test_every_honoured_name_is_one_of_transformers():
+    import transformers
+    known = transformers.TrainingArguments.__dataclass_fields__
+    assert train.honoured <= set(known), train.honoured - set(known)
+
+def test_what_is_honoured_changes_the_run_and_is_recorded(data, tmp_path):
+    plain = run(data, tmp_path/'a')
+    more = run(data, tmp_path/'b', gradient_accumulation_steps=3, max_grad_norm=.01)
+    assert plain['samples_per_step'] == 20 and plain['processes'] == 1 and plain['steps'] == 6
+    assert more['samples_per_step'] == 60 and more['steps'] == 2
+    assert more['gradient_accumulation_steps'] == 3
+    one, other = (done['history'][0]['loss'] for done in (plain, more))
+    assert other == pytest.approx(one, rel=.2)             # a mean per sample, not a third of it
+
+PAIR = """
+import sys
+from capsnb.core import seed_everything
+from capsnb.train import fit, load_digits_split
+from capsnb.vision import PlainCNN
+small = {k: v.select(range(40)) for k, v in load_digits_split().items()}
+seed_everything(0)
+m = fit(PlainCNN(channels=(8,), strides=(2,), n_hidden=8), small['train'], small['validation'],
+        sys.argv[1], small['test'], epochs=2, batch_size=5, device='cpu', progress=False,
+        resume=True)
+print('effective', m['samples_per_step'], m['processes'], m['steps'], m['test_accuracy'])
+"""
+
+def in_two_processes(script, out):
+    torchrun = [sys.executable, '-m', 'torch.distributed.run', '--standalone']
+    command = [*torchrun, '--nproc-per-node', '2', str(script), str(out)]
+    done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+def test_two_processes_train_together_and_speak_with_one_voice(tmp_path):
+    "They say how many samples a step sees; one of them removes a broken checkpoint, and says so."
+    script, out = tmp_path/'pair.py', tmp_path/'run'
+    script.write_text(PAIR)
+    said = in_two_processes(script, out)
+    told = [line.split() for line in said.splitlines() if line.startswith('effective')]
+    assert len(told) == 2 and told[0] == told[1] and told[0][1:4] == ['10', '2', '8']
+    check_end(out)
+
+    for name in ('metrics.json', 'model.safetensors', 'config.json'): (out/name).unlink()
+    flip(out/'checkpoints'/'checkpoint-8'/'model.safetensors')
+    said = in_two_processes(script, out)
+    again = [line.split() for line in said.splitlines() if line.startswith('effective')]
+    assert again == told and said.count('checkpoint-8 is not complete, or damaged') == 1
+
+# a network of one's own
+
+class Own(nn.Module):
+    def __init__(self, n=10, width=64):
+        super().__init__()
+        self.f = nn.Linear(width, n)
+
+    def logits(self, images): return self.f(images.flatten(1))
+
+    def forward(self, images, labels=None):
+        logits = self.logits(images)
+        if labels is None: return logits
+        return dict(loss=F.cross_entropy(logits, labels), logits=logits)
+
+def test_a_network_of_ones_own_is_trained_saved_and_found_again(data, tmp_path):
+    net, twin = Own(), Own()
+    done = run(data, tmp_path, net, test=data['test'])
+    assert (tmp_path/'model.safetensors').exists() and 0 <= done['test_accuracy'] <= 1
+    assert run(data, tmp_path, twin, test=data['test'], resume=True) == done
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), twin.parameters()))
+
+class Logits(Own):
+    def forward(self, images, labels=None): return self.logits(images)
+
+class Pixels(Own):
+    def forward(self, pixel_values, labels=None): return {}
+
+class More(Own):
+    def forward(self, images, labels=None):
+        return {**super().forward(images, labels), 'features': images}
+
+class Unreduced(Own):
+    def forward(self, images, labels=None):
+        return dict(loss=torch.ones(len(images)), logits=self.logits(images))
+
+class Item(Own):
+    def forward(self, images, labels=None):
+        return dict(loss=super().forward(images, labels)['loss'].item(), logits=self.logits(images))
+
+class Tied(Own):
+    def __init__(self):
+        super().__init__()
+        self.g = nn.Linear(64, 10)
+        self.g.weight = self.f.weight
+
+class Broken(Own):
+    def save_pretrained(self, folder): raise TypeError('not JSON serializable')
+
+class Nan(Own):
+    def forward(self, images, labels=None):
+        return dict(loss=images.sum()*math.nan, logits=self.logits(images))
+
+@pytest.mark.parametrize('net,message', [
+    (Logits(), 'to give a dict of loss .* got Tensor'),
+    (Pixels(), 'cannot take the training data.*images'),
+    (More(), 'got also features'),
+    (Unreduced(), r'got a loss \[2\]'),
+    (Item(), 'got loss of type float'),
+    (Tied(), 'Tied cannot be saved'),
+    (Broken(), 'Broken cannot be saved: not JSON'),
+    (Own(n=3), 'has 3 classes, the training data have a label 9'),
+    (Own(width=60), 'Own cannot take the training data'),
+    (Nan(), 'before any training')])
+def test_what_would_fail_at_the_end_is_said_at_the_start(net, message, data, tmp_path):
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    with pytest.raises(ValueError, match=message): run(data, tmp_path, net, mixup=0.)
+    assert not checkpoints_in(tmp_path/'checkpoints')
+    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+
+@pytest.mark.parametrize('part,word', [('valid', 'validation'), ('test', 'test')])
+def test_other_pictures_in_validation_or_test_are_found_before_training(part, word, data, tmp_path):
+    other = dict(image=torch.rand(4, 1, 9, 9), label=torch.zeros(4, dtype=torch.long))
+    with pytest.raises(ValueError, match=f'cannot take the {word}'):
+        run(data, tmp_path, Own(), **{part: other})
+    top = dict(image=data['test']['image'][:3], label=torch.tensor([0, 1, 17]))
+    with pytest.raises(ValueError, match='data have a label 17'):
+        run(data, tmp_path, Own(), mixup=0., **{part: top})
+
+def test_the_rehearsal_throws_no_dice_and_leaves_nothing(data, tmp_path):
+    class Dropping(Own):
+        def forward(self, images, labels=None):
+            torch.rand(1)
+            return super().forward(images, labels)
+    torch.manual_seed(3)
+    wanted = torch.rand(1)
+    deck, net = train.Deck(data['train'], 0, 1), Dropping().train()
+    torch.manual_seed(3)
+    decks, collator = dict(training=deck), train.MixupCollator(10)
+    train.rehearse(net, decks, collator, tmp_path, torch.device('cpu'))
+    assert torch.equal(torch.rand(1), wanted) and net.training and not list(tmp_path.iterdir())
+
+# pictures
+
+def test_bytes_are_divided_by_255_once(data, tmp_path):
+    def in_bytes(image): return (image*255).round().to(torch.uint8)[:, 0]
+    def in_floats(image): return in_bytes(image).float()[:, None]/255
+    found = []
+    for convert in (in_bytes, in_floats):
+        parts = {k: dict(images=convert(v['image']), label=v['label']) for k, v in data.items()}
+        found.append(run(parts, tmp_path/convert.__name__)['history'])
+    assert found[0] == found[1]
+
+def test_a_list_of_tensors_is_a_list_of_pictures():
+    x = torch.rand(3, 1, 4, 5)
+    assert torch.equal(pictures(list(x)), x) and torch.equal(pictures(list(x[:, 0])), x)
+
+@pytest.mark.parametrize('kind', ['uint16', 'int32'])
+def test_pictures_of_16_or_32_bits_are_not_cut_down_to_bytes(kind):
+    Image = pytest.importorskip('PIL.Image')
+    deep = Image.fromarray(np.array([[0, 300], [1000, 65535]], kind))
+    with pytest.raises(ValueError, match=f'in bytes .* got torch.{kind}'): pictures([deep])
+
+@pytest.mark.parametrize('odd', [['a.png', 'b.png'], np.array(['a']), [None]], ids=repr)
+def test_what_is_no_picture_is_named(odd):
+    with pytest.raises(ValueError, match='expected pictures in bytes .uint8. or floats'):
+        pictures(odd)
+
+# losses that are not finite
+
+def test_a_nan_among_the_pictures_is_refused(data, tmp_path):
+    image = data['train']['image'].clone()
+    image[7, 0, 2, 2] = math.nan
+    with pytest.raises(ValueError, match='train: .* finite pictures, got NaN or inf in picture 7'):
+        run(data, tmp_path, train=dict(data['train'], image=image))
+
+class After(Own):
+    "Whose loss is not finite from a step on."
+    def __init__(self, step):
+        super().__init__()
+        self.step, self.n = step, 0
+
+    def forward(self, images, labels=None):
+        out = super().forward(images, labels)
+        self.n += self.training
+        late = self.training and self.n >= self.step
+        return dict(out, loss=out['loss']*math.inf) if late else out
+
+@pytest.mark.parametrize('step,left,there', [
+    (2, 'there is no checkpoint yet', []),
+    (5, 'the last good checkpoint is checkpoint-3', ['checkpoint-3'])])
+def test_a_loss_that_is_not_finite_stops_the_run(step, left, there, data, tmp_path):
+    message = f'the loss is inf at step {step} of 6 .learning rate .*{left}'
+    with pytest.raises(Diverged, match=message): run(data, tmp_path, After(step))
+    assert not (tmp_path/'metrics.json').exists() and not (tmp_path/'model.safetensors').exists()
+    assert names_in(tmp_path) == there
+
+def test_where_looking_is_dear_the_checkpoint_is_not_sealed(data, tmp_path, monkeypatch):
+    def add(self, loss): # as on a GPU, where few steps are looked at
+        self.total = self.total + loss.detach().double()
+        self.n += 1
+        return True
+    monkeypatch.setattr(train.Ledger, 'add', add)
+    message = 'the loss is (inf|nan) by step 6 of 6 .*; the last good checkpoint is checkpoint-3'
+    with pytest.raises(Diverged, match=message): run(data, tmp_path, After(5), max_grad_norm=0.)
+    assert names_in(tmp_path) == ['checkpoint-3'] and not (tmp_path/'metrics.json').exists()
+
+class Bursting(Own):
+    "Whose last step has a finite loss and a gradient that is not."
+    n = 0
+    def forward(self, images, labels=None):
+        out = super().forward(images, labels)
+        if self.training:
+            self.n += 1
+            if self.n == 6: out['loss'] = out['loss'] + _Burst.apply(self.f.bias).sum()*0
+        return out
+
+class _Burst(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad): return torch.full_like(grad, math.inf)
+
+def test_weights_that_burst_in_the_last_step_are_no_result(data, tmp_path):
+    with pytest.raises(Diverged, match='the weights are not finite after step 6 of 6'):
+        run(data, tmp_path, Bursting(), valid=None)
+    assert not (tmp_path/'metrics.json').exists() and names_in(tmp_path) == ['checkpoint-3']
+
+def test_capsnet_at_an_absurd_rate(data, tmp_path):
+    from capsnb.capsnet import CapsNet
+    seed_everything(0)
+    net = CapsNet(image_shape=(1, 8, 8), channels=16, kernels=(3, 3), n_types=2, decoder=(8, 8))
+    try: done = run(data, tmp_path, net, lr=(1e30, 1e30))
+    except Diverged as e:
+        assert 'not finite' in str(e) or 'the loss is' in str(e)
+        assert not (tmp_path/'metrics.json').exists()
+    else:
+        assert all(t.isfinite().all() for t in net.state_dict().values())
+        assert all(math.isfinite(h['loss']) for h in done['history'])
+
+# seals
+
+def stop_at(step, monkeypatch):
+    class Alarm(train.BarHook):
+        def on_step_end(self, args, state, control, **kw):
+            if state.global_step == step: signal.raise_signal(signal.SIGINT)
+    monkeypatch.setattr(train, 'BarHook', Alarm)
+
+@pytest.fixture
+def cut(data, tmp_path, monkeypatch):
+    "A run that was stopped in its second epoch, with checkpoints 3 and 5."
+    out = tmp_path/'cut'
+    with monkeypatch.context() as m:
+        stop_at(4, m)
+        with pytest.raises(Stopped): run(data, out)
+    assert names_in(out) == ['checkpoint-3', 'checkpoint-5']
+    return out
+
+@pytest.fixture(scope='module')
+def whole(data, tmp_path_factory):
+    out = tmp_path_factory.mktemp('whole')
+    return out, run(data, out)
+
+@pytest.mark.parametrize('name', ['model.safetensors', 'optimizer.pt', 'scheduler.pt',
+                                  'trainer_state.json', 'rng_state.pth', 'seal.json'])
+def test_one_flipped_bit_and_the_checkpoint_before_is_taken(name, cut, whole, data, capsys):
+    flip(cut/'checkpoints'/'checkpoint-5'/name)
+    again = run(data, cut, resume=True)
+    assert 'checkpoint-5 is not complete, or damaged' in capsys.readouterr().out
+    assert again['history'] == whole[1]['history']
+
+ODD_SEALS = dict(list='[]', deep='['*10**5, odd='{"files": {"a": 3}, "digest": "x"}', empty='',
+                 nul='{"files": {"\\u0000": "x"}, "digest": "y"}')
+
+@pytest.mark.parametrize('damage', ['zeros', 'gone', *ODD_SEALS])
+def test_odd_seals_never_leave_a_traceback(damage, cut, whole, data):
+    path = cut/'checkpoints'/'checkpoint-5'
+    weights = path/'model.safetensors'
+    if damage == 'zeros': weights.write_bytes(b'\0'*weights.stat().st_size)
+    elif damage == 'gone': (path/'optimizer.pt').unlink()
+    else: (path/'seal.json').write_text(ODD_SEALS[damage])
+    assert run(data, cut, resume=True)['history'] == whole[1]['history']
+
+def test_after_a_stop_the_loss_of_the_epoch_is_that_of_all_its_steps(cut, whole, data):
+    assert run(data, cut, resume=True)['history'] == whole[1]['history']
+
+def test_the_loss_is_the_mean_over_the_steps(data, tmp_path):
+    seen = []
+    class Telling(Own):
+        def forward(self, images, labels=None):
+            out = super().forward(images, labels)
+            if self.training: seen.append(out['loss'].item())
+            return out
+    done = run(data, tmp_path, Telling())
+    wanted = [sum(seen[:3])/3, sum(seen[3:])/3]
+    assert [h['loss'] for h in done['history']] == pytest.approx(wanted, rel=1e-12)
+
+def test_a_checkpoint_of_another_run_is_not_resumed(cut, data, tmp_path):
+    run(data, tmp_path/'other', seed=7)
+    here, there = cut/'checkpoints', tmp_path/'other'/'checkpoints'
+    for step in (3, 5): shutil.rmtree(here/f'checkpoint-{step}')
+    shutil.copytree(there/'checkpoint-3', here/'checkpoint-3')
+    with pytest.raises(ValueError, match='belongs to another run'): run(data, cut, resume=True)
+
+def test_a_folder_with_an_odd_digit_stops_no_resume(cut, data):
+    (cut/'checkpoints'/'checkpoint-²').mkdir()
+    (cut/'checkpoints'/'checkpoint-9').touch()
+    assert run(data, cut, resume=True)['steps'] == 6
+
+def test_a_finished_run_with_a_flipped_bit_is_not_evaluated(whole, data, tmp_path):
+    for seed in range(12):
+        copy, name = tmp_path/str(seed), ('model.safetensors', 'config.json')[seed % 2]
+        shutil.copytree(whole[0], copy, ignore=shutil.ignore_patterns('checkpoints'))
+        flip(copy/name, random.Random(seed).randrange((copy/name).stat().st_size))
+        message = f'{name} is damaged'
+        with pytest.raises(ValueError, match=message): saved_network(copy, PlainCNN, 'cpu')
+        with pytest.raises(ValueError, match=message): run(data, copy, resume=True)
+
+@pytest.mark.parametrize('absolute', [False, True])
+def test_metrics_name_no_file_outside_their_folder(absolute, whole, tmp_path):
+    "A device file has no end, and would be read for ever."
+    copy, other = tmp_path/'copy', tmp_path/'other'
+    shutil.copytree(whole[0], copy)
+    other.write_bytes(b'')
+    name = str(other) if absolute else '../other'
+    metrics = json.loads((copy/'metrics.json').read_text())
+    note = dict(metrics, files={name: runs.checksum(other)})
+    (copy/'metrics.json').write_text(json.dumps(note))
+    with pytest.raises(ValueError, match='metrics.json is damaged'): check_end(copy)
+
+# nothing finished is lost
+
+def test_a_finished_run_is_not_replaced_unless_asked(whole, data, tmp_path):
+    out = tmp_path/'run'
+    shutil.copytree(whole[0], out)
+    before = (out/'metrics.json').read_bytes()
+    message = 'holds a finished run; choose another folder, or replace it .overwrite=True'
+    with pytest.raises(ValueError, match=message): run(data, out, seed=1)
+    assert (out/'metrics.json').read_bytes() == before and checkpoints_in(out/'checkpoints')
+    with pytest.raises(ValueError, match='Own cannot take'):       # nor for a run that cannot be
+        run(data, out, Own(width=3), overwrite=True)
+    assert (out/'metrics.json').read_bytes() == before
+    assert run(data, out, seed=1, overwrite=True)['seed'] == 1
+
+def test_an_unfinished_run_is_not_replaced_unless_asked(cut, data):
+    message = 'has not come to its end: go on with it .resume=True'
+    with pytest.raises(ValueError, match=message): run(data, cut)
+    assert len(checkpoints_in(cut/'checkpoints')) == 2
+
+def test_the_home_folder_is_the_home_folder(data, tmp_path, monkeypatch):
+    monkeypatch.setenv('HOME', str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    run(data, '~/x', epochs=1)
+    assert (tmp_path/'x'/'metrics.json').exists() and not (tmp_path/'~').exists()
+    with pytest.raises(ValueError, match='finished run'): run(data, Path('~/x'), epochs=1)
+
+def test_a_study_goes_on_where_it_was_stopped(cut, data, tmp_path):
+    (tmp_path/'runs').mkdir()
+    cut.rename(tmp_path/'runs'/'a-seed-0')
+    found = []
+    def one(seed, out, resume):
+        found.append(last_whole(out/'checkpoints').name)
+        return run(data, out, test=data['test'], seed=seed, resume=resume)
+    repeat(one, tmp_path/'runs.json', 'a', (0,), tmp_path/'runs')
+    assert found == ['checkpoint-5']
+
+def test_a_study_needs_no_folder_and_no_test(tmp_path, monkeypatch):
+    "Neither is missed only when the first run has been trained."
+    monkeypatch.setenv('HOME', str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    def one(seed, out, resume): return dict(seed=seed, epochs=1, seconds=1., valid_accuracy=.5)
+    assert len(repeat(one, '~/new/runs.json', 'a', (0, 1))) == 2
+    record = json.loads((tmp_path/'new'/'runs.json').read_text())
+    assert record['headline'] == {'a': 'validation 50.0 ± 0.0 %, 2 seeds'}
+    assert not (tmp_path/'~').exists()
+
+# one process at a time
+
+HOLD = """
+import sys, time
+import capsnb.train as train
+from capsnb.core import seed_everything
+from capsnb.vision import PlainCNN
+class Slow(train.BarHook):
+    def on_step_end(self, args, state, control, **kw):
+        print(state.global_step, flush=True)
+        time.sleep(30)
+train.BarHook = Slow
+data = train.load_digits_split()
+seed_everything(0)
+net = PlainCNN(channels=(8,), strides=(2,), n_hidden=8)
+train.fit(net, data['train'].select(range(60)), data['validation'].select(range(20)), sys.argv[1],
+          epochs=2, lr=(1e-4, 1e-2), device='cpu', progress=False, save_steps=1)
+"""
+
+def test_two_processes_never_train_in_one_folder(data, tmp_path):
+    command = [sys.executable, '-c', HOLD, str(tmp_path)]
+    p = subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, text=True)
+    try:
+        assert p.stdout.readline().strip() == '1' and is_busy(tmp_path)
+        for kw in (dict(resume=True), dict(overwrite=True), {}):
+            with pytest.raises(ValueError, match='another process is at work') as e:
+                run(data, tmp_path, **kw)
+            assert 'resume' not in str(e.value)
+    finally:
+        p.kill()
+        p.communicate()
+    assert not is_busy(tmp_path) and run(data, tmp_path, resume=True)['steps'] == 6
+
+# room
+
+def test_room_is_asked_for_all_that_will_be_there_at_once(data, tmp_path, monkeypatch):
+    wanted, there = [], []
+    seal, claim = train.SealHook.on_save, runs._claim_bytes
+    def on_save(self, *args, **kw):
+        there.append(sum(p.stat().st_size for p in tmp_path.rglob('*') if p.is_file()))
+        return seal(self, *args, **kw)
+    def claim_bytes(f, n):
+        wanted.append(n)
+        return claim(f, n)
+    monkeypatch.setattr(train.SealHook, 'on_save', on_save)
+    monkeypatch.setattr(runs, '_claim_bytes', claim_bytes)
+    run(data, tmp_path, epochs=6)
+    assert len(there) == 6 and max(there) <= wanted[0]
+
+def test_a_disk_that_fills_up_on_the_way_is_one_sentence(data, tmp_path, monkeypatch):
+    import safetensors.torch
+    real, left = safetensors.torch.save_file, [3]
+    def save(*args, **kw):
+        left[0] -= 1
+        if left[0] < 0: raise RuntimeError('No space left on device (os error 28)')
+        return real(*args, **kw)
+    def full(f, n):
+        if left[0] < 0: raise OSError(errno.ENOSPC, 'No space left on device')
+    monkeypatch.setattr(safetensors.torch, 'save_file', save)
+    monkeypatch.setattr(runs, '_claim_bytes', full)
+    message = 'the disk is full at step .* of 12; .*checkpoint.* go on with: the same command'
+    with pytest.raises(OSError, match=message):
+        run(data, tmp_path, Own(), epochs=4, how_to_resume='the same command')
+    left[0] = 10**6
+    assert run(data, tmp_path, Own(), epochs=4, resume=True)['steps'] == 12
+
+# resuming with something changed
+
+def test_without_settings_no_other_seed_goes_on(cut, data):
+    (cut/'settings.json').unlink()
+    with pytest.raises(ValueError, match='not settings.json'): run(data, cut, seed=5, resume=True)
+    assert len(checkpoints_in(cut/'checkpoints')) == 2
+
+def test_other_tools_are_said_and_written_down(cut, data, monkeypatch, capsys):
+    real = runs.made_with
+    monkeypatch.setattr(train, 'made_with', lambda net: dict(real(net), torch='9.9', threads=77))
+    done = run(data, cut, resume=True)
+    assert 'resumed with other tools (torch: ' in capsys.readouterr().out
+    assert len(done['changes']) == 2 and done['made_with']['torch'] == torch.__version__
+
+def test_changes_that_are_no_texts_are_damage(cut, data):
+    note = json.loads((cut/'settings.json').read_text())
+    (cut/'settings.json').write_text(json.dumps(dict(note, changes=[1])))
+    with pytest.raises(ValueError, match="cannot resume: .* expected 'changes' to be a list"):
+        run(data, cut, resume=True)
+    assert len(checkpoints_in(cut/'checkpoints')) == 2
+
+def test_code_of_the_network_and_of_the_library_count_as_tools(data, tmp_path):
+    run(data, tmp_path, Own(), epochs=1)
+    tools = json.loads((tmp_path/'metrics.json').read_text())['made_with']
+    assert tools['network_code'] and len(tools['code']) == 12
+    assert tools['threads'] == torch.get_num_threads()
+
+# any JSON
+
+ODD = [None, True, -1, 0, 1e308, 10**400, 'x', '', [], [1], {}, {'a': 1}, '\0', '../..']
+
+def mutate(at, rng):
+    "Change or remove one entry of a note, at any depth."
+    if not isinstance(at, (dict, list)) or not at: return
+    key = rng.choice(list(at)) if isinstance(at, dict) else rng.randrange(len(at))
+    inner = isinstance(at[key], (dict, list)) and at[key]
+    if inner and rng.random() < .6: mutate(at[key], rng)
+    elif isinstance(at, dict) and rng.random() < .3: del at[key]
+    else: at[key] = rng.choice(ODD)
+
+def refuse_to_rehearse(*_): raise AssertionError('a damaged run was trained again')
+
+@pytest.mark.parametrize('name', ['settings.json', 'metrics.json', 'config.json'])
+def test_odd_json_in_a_run_is_a_sentence_or_nothing(name, whole, data, tmp_path, monkeypatch):
+    out, rng = tmp_path/'run', random.Random(0)
+    shutil.copytree(whole[0], out)
+    content = (out/name).read_text()
+    monkeypatch.setattr(train, 'rehearse', refuse_to_rehearse)
+    def resumed(): return run(data, out, resume=True)
+    def opened(): return saved_network(out, PlainCNN, 'cpu')
+    for _ in range(60):
+        note = json.loads(content)
+        mutate(note, rng)
+        (out/name).write_text(json.dumps(note))
+        for read in (resumed, opened):
+            try: read()
+            except (ValueError, OSError) as e: assert '\n' not in str(e)
