@@ -4,19 +4,19 @@
 
 # %% ../nbs/23_sentiment.ipynb #00000004
 from __future__ import annotations
-import json, os, shutil, sys
+import json, shutil, sys
 from pathlib import Path
 from typing import NamedTuple
 import torch, torch.nn.functional as F
 from torch import Tensor
 from .core import need, pick_device, seed_everything
-from .files import cache_folder, read_json, write_json
+from .files import cache_folder, read_json
 from .sst import label_names, load_sst
 from .embed import EmbeddingCache, FrozenEncoder, about_tokens, as_texts, check_space
 from .embed import in_time, price_of, read_config
 from .text import SSTNet, check_note, encoder_note, measure_scale, noted_encoder
-from .train import check_recipe, check_room, checkpoint_bytes, dice, fingerprint, fit_decks
-from .train import saved_network, task_of
+from .runs import claim, first_process, run_folder, saved_network, task_of
+from .train import check_recipe, dice, fingerprint, fit_decks
 
 # %% auto #0
 __all__ = ['names_of', 'on_disk', 'most_unasked', 'recipe', 'own', 'as_published', 'TextDeck', 'packed', 'TextMixup', 'say',
@@ -100,7 +100,7 @@ def say(
     text:str # a line
 ):
     "Say it to whoever waits, on standard error; of several processes only the first speaks."
-    if os.environ.get('RANK', '0') == '0': print(text, file=sys.stderr, flush=True)
+    if first_process(): print(text, file=sys.stderr, flush=True)
 
 def cache_name(
     name:str, # of a split
@@ -140,7 +140,7 @@ def cache_as_before(
     resume:bool # as for `train_sst`
 ): # cache, or False: on the fly
     "A resumed run goes on as it began: on the fly, if it began so and nothing else is asked for."
-    settings = Path(out).expanduser()/'settings.json'
+    settings = run_folder(out)/'settings.json'
     if cache is not None or not resume or not settings.is_file(): return cache
     try: began = read_json(settings)
     except ValueError: return cache                                 # `fit_decks` says what is wrong
@@ -277,11 +277,13 @@ def train_sst(
     layers='all', # of the encoder, as for `pick_layers`
     revision:str|None=None, # of the encoder, as for `FrozenEncoder`
     cache_dtype:str='float16', # of the caches
+    overwrite:bool=False, # replace the run that the folder holds
     **more # of the recipe, or what TrainingArguments knows
 ) -> dict: # as in metrics.json
     "Train `SSTNet` on the treebank: test accuracy of the epoch that validates best."
     kw = {**recipe, **({} if published else own), **more, **({} if epochs is None else dict(epochs=epochs))}
     check_recipe(**{'shift': 0, **kw}, seed=seed)
+    claim(out, resume, overwrite)
     on, cache = pick_device(device), cache_as_before(out, cache, resume)
     if progress: say("reading the treebank")
     samples = sst_samples(task, folder, official, roots, limit)    # is anything wrong with it?
@@ -294,14 +296,15 @@ def train_sst(
                            dtype=cache_dtype, samples=samples)
     names = names_of[task]
     model = new_net(encoder, decks['train'], len(names), seed, published, **(net or {}))
-    kw = dict(shift=0, seed=seed, per_device_eval_batch_size=40, **kw); out = check_room(out, 2*checkpoint_bytes(model))
-    note = dict(task=task, names=names, **encoder_note(encoder), roots=roots, limit=limit, published=published, treebank='SST' if official else 'another')
-    kept = dict(revision=note.pop('revision'), cache_dtype=cache_dtype)       # noted, no settings
+    kw = dict(shift=0, seed=seed, per_device_eval_batch_size=40, **kw)
+    note = dict(task=task, names=names, **encoder_note(encoder), roots=roots, limit=limit,
+                published=published, treebank='SST' if official else 'another',
+                cache_dtype=cache_dtype)
     if not isinstance(decks['train'].source, EmbeddingCache): note['on_the_fly'] = True
-    metrics = fit_decks(model, decks['train'], decks['validation'], decks['test'], TextMixup(len(names), kw['mixup'], encoder), out, kw, device, resume,
-                        how_to_resume, name=f'{task} seed {seed}', progress=progress, **note)
-    write_json(Path(out)/'task.json', note | kept)
-    return metrics
+    collator = TextMixup(len(names), kw['mixup'], encoder)
+    return fit_decks(model, decks['train'], decks['validation'], decks['test'], collator, out, kw,
+                     device, resume, how_to_resume, name=f'{task} seed {seed}', progress=progress,
+                     overwrite=overwrite, task=note)
 
 # %% ../nbs/23_sentiment.ipynb #00000016
 def load_run(
@@ -310,7 +313,7 @@ def load_run(
     device:str|None=None # None: the best there is
 ) -> tuple: # network in evaluation mode, encoder, note of the task
     "What a run was trained as and on; `ValueError` when the run is not finished, or the transformer another one."
-    note, where = task_of(run, 'capsnb train sst'), Path(run)/'task.json'
+    note, where = task_of(run, 'capsnb train sst'), run_folder(run)/'task.json'
     if not {'task', 'encoder', 'fingerprint', 'treebank', 'names'} <= set(note): raise ValueError(f"'{run}' is no run on the treebank: {note}")
     words = dict.fromkeys(('task', 'encoder', 'fingerprint', 'treebank'), str)
     note = check_note(read_json(where, names=list, **words), f"'{where}'")
