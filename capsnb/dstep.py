@@ -9,12 +9,12 @@ from typing import Callable, NamedTuple
 import torch, torch.nn.functional as F
 from torch import Tensor, nn
 from .core import keep_freed_memory
-from .dynamic import check_n_iters, from_generator
+from .dynamic import autocasting, check_n_iters, from_generator, without_autocast
 
 # %% auto #0
 __all__ = ['plans', 'votes', 'log_p', 'e_step', 'd_step', 'm_step', 'Floor', 'as_floor', 'sig2_floor', 'Routed', 'RoutedR',
-           'routing_ref', 'beta_start', 'brk_bias', 'pool', 'Sizes', 'Plan', 'choose_plan', 'RoutingParameters',
-           'Routing']
+           'routing_ref', 'beta_start', 'brk_bias', 'pool', 'Sizes', 'Plan', 'exporting', 'choose_plan',
+           'RoutingParameters', 'Routing']
 
 # %% ../nbs/04_dstep.ipynb #00000006
 def votes(
@@ -207,12 +207,21 @@ def _run_votes(a_inp, mu_inp, W, B, beta_use, beta_ign, n_iters, p_model, eps, p
 
 plans['votes'] = Plan(_run_votes, lambda s: '', lambda s: 6e-4 + s.n*s.i*s.j*s.c*s.h*(1.3e-8 + 1e-10*s.d))
 
+def exporting(
+) -> bool:
+    "Whether `torch.export` is looking: then nothing may depend on the number of samples, nor on their values."
+    return getattr(torch.compiler, 'is_exporting', torch.compiler.is_compiling)()
+
 def choose_plan(
     s:Sizes # sizes of the routing
 ) -> str: # name of a plan
     "The cheapest of the plans that can serve `s`; the definition where there is nothing to compute."
+    if exporting(): s = s._replace(n=1)
     if 0 in s[:3]: return 'votes'
-    return min((name for name, p in plans.items() if not p.refuses(s)), key=lambda name: plans[name].cost(s))
+    best = 'votes'
+    for name, p in plans.items():                                      # not min(…, key=…), which breaks a compiled graph
+        if not p.refuses(s) and p.cost(s) < plans[best].cost(s): best = name
+    return best
 
 # %% ../nbs/04_dstep.ipynb #00000046
 def _check_sizes(r):
@@ -331,9 +340,9 @@ class Routing(RoutingParameters):
     ) -> Routed|RoutedR: # a [..., j], mu and sig2 [..., j, c, h] (and R [..., i, j]); `ValueError` if the inputs do not fit
         "Route the input capsules to the output capsules."
         j = _check_inputs(self, a_inp, mu_inp, n_out)
-        with torch.autocast(mu_inp.device.type, enabled=False):
+        with without_autocast(mu_inp.device):
             out = _route(self, a_inp, mu_inp, j, return_R)
-        dtype = out[2].dtype if torch.is_autocast_enabled(mu_inp.device.type) else mu_inp.dtype
+        dtype = out[2].dtype if autocasting(mu_inp.device) else mu_inp.dtype
         top = torch.finfo(dtype).max                                      # a score beyond it would come out as "surely present"
         out = [out[0].clamp(-top, top).to(dtype), out[1].to(dtype), *out[2:]]
         return RoutedR(*out) if return_R else Routed(*out[:3])

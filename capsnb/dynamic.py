@@ -4,7 +4,7 @@
 
 # %% ../nbs/02_dynamic.ipynb #00000002
 from __future__ import annotations
-import functools
+import contextlib, functools
 from types import GeneratorType
 from typing import NamedTuple
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 from .core import first_order, keep_freed_memory
 
 # %% auto #0
-__all__ = ['MOST_ITERS', 'squash', 'from_generator', 'check_n_iters', 'Agreed', 'dynamic_routing_ref', 'dynamic_routing',
-           'route_capsules']
+__all__ = ['MOST_ITERS', 'squash', 'from_generator', 'check_n_iters', 'Agreed', 'dynamic_routing_ref', 'autocasting',
+           'without_autocast', 'dynamic_routing', 'route_capsules']
 
 # %% ../nbs/02_dynamic.ipynb #0000000f
 def squash(
@@ -117,6 +117,19 @@ class _Maps:
         return torch.cat(sums).transpose(0, 1) if sums else None
     def shaped(self, grads): return [grads[0].mT, grads[1].unflatten(1, (-1, self.u.shape[2])).permute(2, 0, 1, 3)]
 
+# %% ../nbs/02_dynamic.ipynb #525a027f
+def autocasting(
+    device:torch.device # of the tensors
+) -> bool:
+    "Whether autocast is on for the device; never on 'meta'."
+    return device.type != 'meta' and torch.is_autocast_enabled(device.type)
+
+def without_autocast(
+    device:torch.device # of the tensors
+): # context
+    "A context in which autocast is off."
+    return contextlib.nullcontext() if device.type == 'meta' else torch.autocast(device.type, enabled=False)
+
 # %% ../nbs/02_dynamic.ipynb #00000024
 def _squash_back(s:Tensor, g:Tensor) -> Tensor: # gradient at s of squash(s), given that at its value
     m = s.abs().amax(-1, keepdim=True).clamp_min(1); x, c = s/m, m**-2           # as in `squash`
@@ -128,7 +141,7 @@ class _Agree(torch.autograd.Function):
     "Forward and backward in sums only; keeps the sums s of each iteration."
     @staticmethod
     def forward(ctx, kind, n_iters, detach, *tensors):
-        with torch.autocast(tensors[0].device.type, enabled=False):
+        with without_autocast(tensors[0].device):
             votes, sums, total = kind(*tensors), [], None
             for _ in range(n_iters):
                 R = _weights(votes, total, tensors)
@@ -142,7 +155,7 @@ class _Agree(torch.autograd.Function):
     @first_order('dynamic_routing_ref')
     def backward(ctx, g, _):
         sums, *tensors = ctx.saved_tensors
-        with torch.autocast(sums.device.type, enabled=False):
+        with without_autocast(sums.device):
             votes = ctx.kind(*tensors); grads, v = votes.grads(), squash(sums)
             for t in range(len(sums) - 1, -1, -1):
                 total = v[:t].sum(0) if t else None

@@ -8,7 +8,7 @@ import math
 from typing import Callable, NamedTuple, Sequence
 import torch, torch.nn.functional as F
 from torch import Tensor
-from .dynamic import check_n_iters, from_generator
+from .dynamic import autocasting, check_n_iters, from_generator, without_autocast
 
 # %% auto #0
 __all__ = ['TINY', 'log_normal', 'm_step', 'damped', 'as_damping', 'activation', 'inverse_temperature', 'as_schedule', 'as_floor',
@@ -253,8 +253,8 @@ def em_routing(
     "EM routing of children with votes to parents (Hinton 2018, Procedure 1)."
     _check(a, V, parents, fields, act); _check_betas(V, beta_a=beta_a, beta_u=beta_u); as_damping(damping)
     lams, dtype = as_schedule(lam, n_iters), torch.promote_types(torch.promote_types(a.dtype, V.dtype), torch.float32)
-    out_dtype = dtype if torch.is_autocast_enabled(V.device.type) else V.dtype
-    with torch.autocast(V.device.type, enabled=False):
+    out_dtype = dtype if autocasting(V.device) else V.dtype
+    with without_autocast(V.device):
         a, V = a.to(dtype), V.to(dtype)
         a, mu, sig2, R, F = _iterate(a, V, beta_a, beta_u, lams, parents, fields, eps, act, free_energy, damping)
     return EMRouted(a.to(out_dtype), mu.to(out_dtype), sig2, R.to(out_dtype), F)

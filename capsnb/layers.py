@@ -9,7 +9,7 @@ from typing import Callable, NamedTuple, Sequence
 import torch, torch.nn.functional as F
 from torch import Tensor, nn
 from .core import first_order, keep_freed_memory
-from .dynamic import from_generator
+from .dynamic import autocasting, from_generator, without_autocast
 from .em import TINY, EMRouted, activation, as_damping, as_floor, as_schedule, damped, em_routing, inverse_temperature, proportions, sig2_floor
 
 # %% auto #0
@@ -124,7 +124,8 @@ def _geometry(fields, n, j, dtype, images=1):
     fields = torch.where(fields < 0, -1, fields + step).flatten(0, 1)        # the fields of one image after the other
     child = torch.where(fields < 0, n, fields).flatten()
     link = (fields >= 0).to(dtype)[:, None]
-    places = torch.bincount(child, minlength=n + 1).to(dtype)[child].view(fields.shape)
+    one = torch.ones_like(child, dtype=dtype)
+    places = one.new_zeros(n + 1).index_add(0, child, one)[child].view(fields.shape)
     return _Geometry(child, link, link/(places*j)[:, None], n, images)
 
 def _share(L, geo):
@@ -438,10 +439,10 @@ class ConvCaps(_Capsules):
 def _run(route, r, a, mu, W, fields):
     "Flatten the leading dimensions, work in float32 or better outside of autocast, and route."
     dtype = torch.promote_types(torch.promote_types(a.dtype, mu.dtype), torch.promote_types(W.dtype, torch.float32))
-    out_dtype = dtype if torch.is_autocast_enabled(mu.device.type) else mu.dtype
+    out_dtype = dtype if autocasting(mu.device) else mu.dtype
     n = math.prod(a.shape[:-1])
     if mu.device.type == 'cpu' and not torch.compiler.is_compiling(): keep_freed_memory()
-    with torch.autocast(mu.device.type, enabled=False):
+    with without_autocast(mu.device):
         a, mu, W = (t.to(dtype) for t in (a.reshape(n, a.shape[-1]), mu.reshape(n, *mu.shape[-3:]), W))
         out = route(a, mu, W, *r.betas(dtype), fields, r.lam, r.n_iters, r.eps, r.act, r.damping)
     return EMRouted(*(o if o is None else o.to(out_dtype) for o in out))
@@ -498,8 +499,8 @@ class ClassCaps(_Capsules):
         grid = a.shape[-3:-1]
         rows, cols = centres if centres is not None else (field_centres(k, [], k) for k in grid)
         if (len(rows), len(cols)) != grid: raise ValueError(f"centres must be {grid[0]} rows and {grid[1]} columns, got {len(rows)} and {len(cols)}")
-        out_dtype = torch.promote_types(mu.dtype, torch.float32) if torch.is_autocast_enabled(mu.device.type) else mu.dtype
-        with torch.autocast(mu.device.type, enabled=False):
+        out_dtype = torch.promote_types(mu.dtype, torch.float32) if autocasting(mu.device) else mu.dtype
+        with without_autocast(mu.device):
             dtype = torch.promote_types(torch.promote_types(a.dtype, mu.dtype), torch.promote_types(self.W.dtype, torch.float32))
             V = torch.einsum('...icd,ijdh->...ijch', mu.to(dtype), self.W.to(dtype))
             if self.coordinates: V = add_coordinates(V, rows, cols)

@@ -23,15 +23,19 @@ def as_distribution(
     if not a.is_floating_point() or k < 1: raise ValueError(f"a must be floating point, of shape [..., k], got {a.dtype} of shape {tuple(a.shape)}")
     if target.is_floating_point():
         if target.shape != a.shape: raise ValueError(f"soft targets must have the shape of a, {tuple(a.shape)}, got {tuple(target.shape)}")
-        if target.device.type == 'cpu' and not ((target >= 0) & (target <= 1)).all(): raise ValueError("soft targets must lie in [0, 1]")
-        off = (target.sum(-1) - 1).abs() if sums_to_1 and target.device.type == 'cpu' else target.new_zeros(1)
-        if (off > 8*k*torch.finfo(target.dtype).eps).any(): raise ValueError(f"soft targets must sum to 1, got one that is off by {off.max().item():.3g}")
+        if target.device.type == 'cpu': _check_shares(target, sums_to_1)
         return target.to(a.dtype)
     if target.dtype == torch.bool or target.shape != a.shape[:-1]:
         raise ValueError(f"hard targets must be integers of shape {tuple(a.shape[:-1])}, got {target.dtype} of shape {tuple(target.shape)}")
     if target.device.type == 'cpu' and target.numel() and not (0 <= target.min() and target.max() < k):
         raise ValueError(f"hard targets must lie in [0, {k}), got {target.min().item()} to {target.max().item()}")
     return F.one_hot(target.long(), k).to(a.dtype)
+
+def _check_shares(target, sums_to_1):
+    if not ((target >= 0) & (target <= 1)).all(): raise ValueError("soft targets must lie in [0, 1]")
+    off = (target.sum(-1) - 1).abs()
+    if sums_to_1 and (off > 8*target.shape[-1]*torch.finfo(target.dtype).eps).any():
+        raise ValueError(f"soft targets must sum to 1, got one that is off by {off.max().item():.3g}")
 
 def reduced(loss:Tensor, # [...] losses of the samples
             reduction:str # 'mean', 'sum' or 'none'

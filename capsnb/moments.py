@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch, torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from .core import first_order
-from .dstep import Plan, plans, pool, sig2_floor
+from .dstep import Plan, exporting, plans, pool, sig2_floor
 
 # %% auto #0
 __all__ = []
@@ -21,7 +21,7 @@ class _Statistics(torch.autograd.Function):
         phi, k = x.new_empty(n, c*d*(d + 1)//2 + c*d + 1, i), 0
         for s in range(d):
             rows = phi[:, k:k + c*(d - s)]; k += c*(d - s)
-            torch.mul(x[:, :, s:], x[:, :, :d - s], out=rows.view(n, c, d - s, i))
+            rows.view(n, c, d - s, i).copy_(x[:, :, s:]).mul_(x[:, :, :d - s])
         phi[:, k:-1] = x.reshape(n, c*d, i); phi[:, -1] = 1
         ctx.save_for_backward(x)
         return phi
@@ -40,6 +40,7 @@ class _Statistics(torch.autograd.Function):
 # %% ../nbs/05_moments.ipynb #0000000e
 def _tiles(n_rows, row, tile, most=1 << 30):
     "Slices of at most `tile` elements, and at most `most` rows, over `n_rows` rows of `row` elements."
+    if exporting(): return [slice(0, n_rows)]                             # a graph for any size of batch
     step = max(1, min(most, tile//max(1, row)))
     return [slice(k, min(k + step, n_rows)) for k in range(0, n_rows, step)]
 
@@ -119,7 +120,8 @@ def _run_moments(a_inp, mu_inp, W, B, beta_use, beta_ign, n_iters, p_model, eps,
     (n, i, c, d), j = mu_inp.shape, B.shape[1]
     K = c*d*(d + 1)//2 + c*d + 1
     wide = _wide(mu_inp[:0]).dtype
-    work = wide if n*i*j*K < _SMALL else mu_inp.dtype
+    blind = exporting() or mu_inp.is_meta                                 # no values to look at
+    work = wide if blind or n*i*j*K < _SMALL else mu_inp.dtype
     f = a_inp.to(work).sigmoid()
     x0 = (torch.einsum('ni,nicd->ncd', f, mu_inp.to(work))/(f.sum(-1) + 1e-12)[:, None, None]).detach()
     phi_in = lambda dtype: _Statistics.apply((mu_inp.to(dtype) - x0[:, None].to(dtype)).permute(0, 2, 3, 1).contiguous())
@@ -300,7 +302,7 @@ _STREAM_SMALL = 1 << 17                         # elements of all votes below wh
 def _run_stream(a_inp, mu_inp, W, B, beta_use, beta_ign, n_iters, p_model, eps, pooled, need_R):
     "`routing_ref` with one leading dimension, over tiles of votes."
     (n, i, c, d), (j, _, h), dtype = mu_inp.shape, B.shape[1:], mu_inp.dtype
-    if n*i*j*c*h < _STREAM_SMALL: a_inp, mu_inp, W, B, beta_use, beta_ign = (_wide(p) for p in (a_inp, mu_inp, W, B, beta_use, beta_ign))
+    if exporting() or n*i*j*c*h < _STREAM_SMALL: a_inp, mu_inp, W, B, beta_use, beta_ign = (_wide(p) for p in (a_inp, mu_inp, W, B, beta_use, beta_ign))
     f, W, B = a_inp.sigmoid(), W.expand(-1, j, -1, -1).permute(0, 2, 3, 1).contiguous(), B.permute(0, 2, 3, 1).contiguous()
     beta_use, beta_ign = beta_use.expand(-1, j), beta_ign.expand(-1, j)
     cols = _tiles(j, c*h, _STREAM_COLS)

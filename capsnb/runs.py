@@ -15,8 +15,8 @@ from .files import checksum, read_json, sync_folder, write_json
 # %% auto #0
 __all__ = ['run_files', 'run_folder', 'first_process', 'locked', 'is_busy', 'checkpoint_bytes', 'check_room', 'digest',
            'hash_files', 'seal_checkpoint', 'read_seal', 'checkpoints_in', 'last_whole', 'run_bytes', 'clear_run',
-           'claim', 'made_with', 'agree', 'save_network', 'write_end', 'check_end', 'finished_run', 'task_of',
-           'saved_network']
+           'found_in', 'claim', 'made_with', 'agree', 'save_network', 'write_end', 'check_end', 'finished_run',
+           'task_of', 'saved_network']
 
 # %% ../nbs/15_runs.ipynb #7fe514af
 def run_folder(
@@ -129,6 +129,7 @@ def seal_checkpoint(
     files = (p for p in folder.rglob('*') if p.is_file() and p.name != 'seal.json')
     names = sorted(str(p.relative_to(folder)) for p in files)
     note = dict(files=hash_files(folder, names), **notes)
+    sync_folder(folder.parent)
     write_json(folder/'seal.json', dict(note, digest=digest(note)))
 
 def read_seal(
@@ -184,26 +185,35 @@ def clear_run(
     for old in checkpoints_in(folder/'checkpoints'): shutil.rmtree(old)
     for name in run_files: (folder/name).unlink(missing_ok=True)
 
+def found_in(
+    folder:Path # that a run would write to
+) -> list: # names of files and checkpoints
+    "What an earlier run left in a folder."
+    files = [name for name in run_files if (folder/name).exists()]
+    return files + [f'checkpoints/{p.name}' for p in checkpoints_in(folder/'checkpoints')]
+
 def claim(
-    folder:Path, # for a new run
+    folder:str|Path, # for a new run
     resume:bool, # whether the run in it shall go on
     overwrite:bool, # whether it may be replaced
-    option:str='{}=True' # how the advice spells an option; '--{}' on the command line
+    command_line:bool=False # how the advice spells an option: --resume, or resume=True
 ):
     "`ValueError` if a new run would replace what the folder holds, or another process is there."
+    if not first_process(): return
     folder = run_folder(folder)
     if is_busy(folder): raise _at_work(folder)
-    there = [f for f in run_files if not f.endswith('.png') and (folder/f).exists()]
+    there = found_in(folder)
     if resume or not there: return
+    out, go_on, replace = ('out', 'resume=True', 'overwrite=True')
+    if command_line: out, go_on, replace = ('--out', '--resume', '--overwrite')
     if 'settings.json' not in there:
         raise ValueError(f"'{folder}' holds {', '.join(there)}, which no run left: "
-                         "choose another folder")
+                         f"choose another folder ({out})")
     if overwrite: return
-    what = 'a finished run'
-    if 'metrics.json' not in there:
-        what = f"a run that has not come to its end: go on with it ({option.format('resume')})"
-    raise ValueError(f"'{folder}' holds {what}; choose another folder, "
-                     f"or replace it ({option.format('overwrite')})")
+    unfinished = f'a run that has not come to its end: go on with it ({go_on}),'
+    what = 'a finished run:' if 'metrics.json' in there else unfinished
+    raise ValueError(f"'{folder}' holds {what} choose another folder ({out}), "
+                     f"or replace it ({replace})")
 
 # %% ../nbs/15_runs.ipynb #9d2d36f6
 def _short_hash(

@@ -883,14 +883,14 @@ def fit_decks(
     name:str='training', # as for `fit`
     progress:bool=True, # as for `fit`
     overwrite:bool=False, # as for `fit`
-    task:dict|None=None, # left as task.json; a resumed run must share it
+    note:dict|None=None, # what the run is about: left as task.json; a resumed run must share it
     **also # written down with the settings: a resumed run must share it
 ) -> dict: # as in metrics.json
     "What `fit` does, for data of any kind."
     keep_freed_memory()
     folder, decks = run_folder(out), dict(training=deck, validation=held, test=test)
     args = _arguments(folder/'checkpoints', recipe, device, validate=held is not None)
-    settings = {**identity(net, deck, held), **also, **(task or {}), **recipe, **batches_of(args)}
+    settings = {**identity(net, deck, held), **also, **(note or {}), **recipe, **batches_of(args)}
     with contextlib.ExitStack() as to_do:
         if args.process_index == 0:
             claim(folder, resume, overwrite)
@@ -905,7 +905,7 @@ def fit_decks(
         cycle = {k: recipe[k] for k in ('lr', 'warmup', 'momentum')}
         hooks = [DealHook(deck), stop, seal, bar, *_progress_hooks(net)]
         trainer = make_trainer(net, deck, held, args, cycle, collator, hooks, ledger)
-        return to_the_end(trainer, stop, seal, folder, settings, test, how_to_resume, task)
+        return to_the_end(trainer, stop, seal, folder, settings, test, how_to_resume, note)
 
 # %% ../nbs/22_train.ipynb #91b4fe5c
 def _arguments(
@@ -1009,7 +1009,7 @@ def finish(
     settings:dict, # of the run
     seconds:float, # of training
     test=None, # a deck, looked at once, here
-    task:dict|None=None # left as task.json
+    note:dict|None=None # left as task.json
 ) -> dict: # as in metrics.json
     "Load the epoch to keep, test, save the network, and write metrics.json last: it means done."
     step, state, net = load_best(trainer), trainer.state, trainer.model
@@ -1024,7 +1024,7 @@ def finish(
             run_record(**settings), device_used=trainer.args.device.type, seconds=round(seconds, 2),
             steps=state.global_step, best_epoch=kept, valid_accuracy=valid, history=history,
             made_with=tools['made_with'], changes=tools['changes'], **tested)
-        write_end(folder, metrics, task)
+        write_end(folder, metrics, note)
     wait_for_all(trainer.args)
     return read_json(folder/'metrics.json')
 
@@ -1037,11 +1037,11 @@ def to_the_end(
     settings:dict, # of the run
     test, # as in `finish`
     how_to_resume:str, # as in `fit`
-    task:dict|None=None # as in `finish`
+    note:dict|None=None # as in `finish`
 ) -> dict: # as in metrics.json
     "Train and finish; `Stopped` also when the signal came too late: more runs may be waiting."
     run_training(trainer, stop, _checkpoint(trainer, seal), how_to_resume)
-    metrics = finish(trainer, folder, settings, seal.seconds(), test, task)
+    metrics = finish(trainer, folder, settings, seal.seconds(), test, note)
     if not stop.signal: return metrics
     raise Stopped("stopped after the last step: this run is finished "
                   f"({folder.name}/metrics.json); go on with: {how_to_resume}")

@@ -1,5 +1,5 @@
 """Run folders and `fit` under attack: nothing is lost, ignored silently, or found out too late."""
-import errno, json, math, os, random, shutil, signal, subprocess, sys
+import errno, json, math, os, pickle, random, shutil, signal, subprocess, sys
 from pathlib import Path
 import numpy as np
 import pytest, torch
@@ -11,7 +11,7 @@ pytest.importorskip('sklearn')
 import capsnb.runs as runs
 import capsnb.train as train
 from capsnb.core import seed_everything
-from capsnb.runs import check_end, checkpoints_in, is_busy, last_whole, saved_network
+from capsnb.runs import check_end, checkpoints_in, is_busy, last_whole, read_seal, saved_network
 from capsnb.train import Diverged, Stopped, fit, load_digits_split, pictures, repeat
 from capsnb.vision import PlainCNN
 
@@ -404,7 +404,7 @@ def test_a_finished_run_is_not_replaced_unless_asked(whole, data, tmp_path):
     out = tmp_path/'run'
     shutil.copytree(whole[0], out)
     before = (out/'metrics.json').read_bytes()
-    message = 'holds a finished run; choose another folder, or replace it .overwrite=True'
+    message = 'holds a finished run: choose another folder .out., or replace it .overwrite=True'
     with pytest.raises(ValueError, match=message): run(data, out, seed=1)
     assert (out/'metrics.json').read_bytes() == before and checkpoints_in(out/'checkpoints')
     with pytest.raises(ValueError, match='Own cannot take'):       # nor for a run that cannot be
@@ -567,3 +567,19 @@ def test_odd_json_in_a_run_is_a_sentence_or_nothing(name, whole, data, tmp_path,
         for read in (resumed, opened):
             try: read()
             except (ValueError, OSError) as e: assert '\n' not in str(e)
+
+class Evil:
+    def __init__(self, mark): self.mark = mark
+    def __reduce__(self): return os.system, (f'touch {self.mark}',)
+
+@pytest.mark.parametrize('name', ['optimizer.pt', 'scheduler.pt', 'rng_state.pth'])
+def test_a_sealed_checkpoint_with_code_in_it_runs_none(name, cut, data, tmp_path):
+    path = cut/'checkpoints'/'checkpoint-5'
+    notes = {k: v for k, v in read_seal(path).items() if k != 'files'}
+    (path/name).write_bytes(pickle.dumps(Evil(tmp_path/'ran')))
+    runs.seal_checkpoint(path, **notes)
+    with pytest.raises(Exception): run(data, cut, resume=True)
+    torch.save(Evil(tmp_path/'ran'), path/name)
+    runs.seal_checkpoint(path, **notes)
+    with pytest.raises(Exception): run(data, cut, resume=True)
+    assert not (tmp_path/'ran').exists()
