@@ -557,6 +557,8 @@ def add_sst(
         task:str=Option('sst5', help="'sst5': five labels; 'sst2': negative or positive, neutral ones left out."),
         encoder:str=Option('gpt2-large', help='The frozen transformer: a name on the Hub, or a folder.'),
         gguf:str=Option(None, help='Name of a GGUF file in that folder.', show_default=False),
+        revision:str=Option(None, help='Commit, branch or tag on the Hub.', show_default=False),
+        layers:str=Option('all', help="Hidden states to read, as in '0,12,24,36'; 0: embeddings."),
         roots:bool=Option(False, '--roots', help='Train on the 8,544 sentences only, not on all 159,274 phrases.'),
         epochs:int=Option(None, min=1, help='Times through the training data; 3 if not given.', show_default=False),
         seed:int=Option(0, min=0, max=2**32 - 1, help='Seed of the weights, the order of the data and mixup.'),
@@ -564,20 +566,20 @@ def add_sst(
         limit:int=Option(None, min=1, help='Only so many samples of each split, spread evenly: a trial.', show_default=False),
         out:Path=Option('runs/sst', help='Folder for metrics.json, task.json and the network; made if missing.'),
         data:Path=Option(None, help='Folder with train.txt, dev.txt and test.txt; else CAPSNB_DATA, or a download.', show_default=False),
-        cache:Path=Option(None, help="Folder for hidden states; else the user's cache.", show_default=False),
+        cache:Path=Option(None, help="Folder of hidden states; if not given, the user's, to 20 GB."),
+        cache_dtype:str=Option('float16', help="On disk: 'float16', 'bfloat16' or 'float32'."),
         on_the_fly:bool=Option(False, '--on-the-fly', help='Run the transformer for every batch instead of keeping hidden states.'),
         as_published:bool=Option(False, '--as-published', help="All of the paper's settings: learning rate, floor of the variances, start of beta."),
         any_treebank:bool=Option(False, '--any-treebank', help='The files need not be the Stanford Sentiment Treebank.'),
         resume:bool=shared.resume, overwrite:bool=shared.overwrite,
-        device:str=shared.device,
-        progress:bool=shared.progress):
+        device:str=shared.device, progress:bool=shared.progress):
         """Route a frozen transformer's hidden states to sentiments (Heinsen 2019, section 5).
 
-        Keeps the epoch that validates best and tests it once. Ctrl-C leaves a checkpoint and says how to go on."""
-        how = again('capsnb train sst', task=task, encoder=encoder, gguf=gguf, roots=roots, epochs=epochs, seed=seed, seeds=seeds if seeds > 1 else None, limit=limit, out=out, data=data,
+        Says its price, keeps the epoch that validates best, tests once. Ctrl-C leaves a checkpoint."""
+        how = again('capsnb train sst', task=task, encoder=encoder, gguf=gguf, revision=revision, layers=layers, cache_dtype=cache_dtype, roots=roots, epochs=epochs, seed=seed, seeds=seeds if seeds > 1 else None, limit=limit, out=out, data=data,
                     cache=cache, on_the_fly=on_the_fly, as_published=as_published, any_treebank=any_treebank, device=device, no_progress=not progress)
         if not progress: quiet_transformers().utils.logging.disable_progress_bar()
-        kw = dict(task=task, gguf_file=gguf, roots=roots, epochs=epochs, limit=limit, published=as_published, folder=data, cache=False if on_the_fly else cache, official=not any_treebank,
+        kw = dict(task=task, gguf_file=gguf, revision=revision, layers=layers, cache_dtype=cache_dtype, roots=roots, epochs=epochs, limit=limit, published=as_published, folder=data, cache=False if on_the_fly else cache, official=not any_treebank,
                   device=device, progress=progress, how_to_resume=how)
         if seeds > 1:
             rows = plainly(lambda: repeat(train_sst, check_room(out, 2**20)/'runs.json', task, tuple(range(seed, seed + seeds)), out, again('capsnb train sst', task=task, roots=roots, seeds=seeds), encoder=encoder, resume=True, **kw), how)
@@ -655,7 +657,8 @@ def add_explain(
     def command(
         text:str=typer.Argument(help='A sentence.'),
         run:Path=Option('runs/sst', help='Folder of a finished run on the treebank.'),
-        encoder:str=Option(None, help='Where the transformer lies now; where it lay in training if not given.', show_default=False),
+        encoder:str=Option(None, show_default=False,
+                           help='Where the transformer lies now, or its name on the Hub.'),
         html:Path=Option(None, help='File for the coloured words.', show_default=False),
         device:str=shared.device):
         """Which words a sentiment owes its score to, positive against negative: each word's credit, which adds up to the sentence's, and what is lost without the word."""

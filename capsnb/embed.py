@@ -5,17 +5,22 @@
 # %% ../nbs/13_embed.ipynb #00000002
 from __future__ import annotations
 import contextlib, hashlib, json, math, os, re, shutil, time, zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 import torch
 from torch import Tensor
 from .core import need, pick_device
+from .files import need_hub, read_json, write_json
 
 # %% auto #0
-__all__ = ['tiny_transformer', 'load_frozen', 'end_token', 'longest', 'tokenize', 'Embedded', 'pad_embeddings', 'hidden_states',
+__all__ = ['pinned', 'formats', 'tiny_transformer', 'source_of', 'check_config', 'here_or_hub', 'revision_of', 'load_frozen',
+           'end_token', 'own_end', 'as_texts', 'longest', 'tokenize', 'Embedded', 'pad_embeddings', 'hidden_states',
            'fingerprint', 'pick_layers', 'probe', 'known_ids', 'sorted_batches', 'embed_sorted', 'words_of',
-           'FrozenEncoder', 'make_index', 'make_header', 'lay_out', 'read_cache', 'compare', 'narrow', 'CacheWriter',
-           'read_finished', 'EmbeddingCache', 'check_space', 'fill_cache', 'make_cache', 'norms_by_layer']
+           'check_fingerprint', 'learn_habits', 'FrozenEncoder', 'cache_bytes', 'read_config', 'about_tokens',
+           'multiplications', 'Price', 'in_time', 'price_of', 'make_index', 'make_header', 'header_sum', 'lay_out',
+           'read_header', 'read_cache', 'compare', 'narrow', 'CacheWriter', 'read_finished', 'EmbeddingCache',
+           'check_space', 'fill_cache', 'make_cache', 'norms_by_layer']
 
 # %% ../nbs/13_embed.ipynb #00000006
 def _tiny_bytes(texts): # a tokenizer of byte pairs, as GPT-2's: nothing is unknown to it, and it adds nothing
@@ -52,19 +57,98 @@ def tiny_transformer(
     for part in (tokenizer, model): part.save_pretrained(folder)
     return Path(folder)
 
+# %% ../nbs/13_embed.ipynb #e4533cb6
+pinned = dict.fromkeys(('gpt2-large', 'openai-community/gpt2-large'),
+                       '32b71b12589c2f8d625668d2335a01cac3249519')
+
+def source_of(
+    name_or_folder:str|Path, # on the Hub, or a folder
+    gguf_file:str|None=None, # the name of a GGUF file in it
+    revision:str|None=None # on the Hub; None: the one of `pinned`, or main
+) -> tuple: # name; what goes to every `from_pretrained`
+    "Where a model is; `ValueError` for a folder that is not there or holds none."
+    name, wanted = os.path.expanduser(str(name_or_folder)), gguf_file or 'config.json'
+    is_folder = Path(name).is_dir()
+    if is_folder and not Path(name, wanted).is_file():
+        found = sorted(os.listdir(name))[:8] or 'nothing'
+        raise ValueError(f"the folder '{name}' holds no model: expected {wanted}, found {found}")
+    no_name = os.path.isabs(name) or name.startswith('.') or name.count('/') > 1 or not name.strip()
+    if not is_folder and no_name: raise ValueError(f"there is no folder '{name}'")
+    kw = dict(trust_remote_code=False, local_files_only=is_folder)
+    if gguf_file: kw['gguf_file'] = gguf_file
+    return name, kw if is_folder else kw | dict(revision=revision or pinned.get(name, 'main'))
+
+def check_config(
+    config, # of transformers
+    name:str # of the model, for the message
+):
+    "`ValueError` for a config that names a kernel to fetch and run, or an impossible size."
+    parts = [config, *(c for c in vars(config).values() if hasattr(c, 'to_dict'))]
+    for how in (getattr(c, '_attn_implementation', None) for c in parts):
+        if how in (None, 'eager', 'sdpa'): continue
+        raise ValueError(f"its config asks for the attention {how!r}, expected 'eager' or 'sdpa'")
+    for key in ('num_hidden_layers', 'hidden_size'):
+        n = getattr(config, key, 1)
+        if type(n) is not int or not 0 < n <= 100_000 or n > 1000 and key == 'num_hidden_layers':
+            raise ValueError(f"its config has the {key} {n!r}")
+
+# %% ../nbs/13_embed.ipynb #f1d549a7
+def here_or_hub(
+    load, # function of `from_pretrained`'s keywords
+    name:str, # from `source_of`
+    kw:dict, # from `source_of`
+    fetch:bool=True # whether a name that is not on this machine may be asked for on the Hub
+): # what `load` gives
+    "Load what lies on this machine, or fetch it; `OSError` or `ValueError` in one sentence."
+    if kw['local_files_only']:
+        with _read(f"cannot use the model in '{name}'"): return load(**kw)
+    absent = f"cannot load '{name}', which is no folder here"
+    try: return load(**kw | dict(local_files_only=True))
+    except ImportError: raise
+    except Exception as e: here = e
+    if not fetch:
+        raise OSError(f"{absent} and not in the local cache of the Hub "
+                      f"(revision {kw['revision']}); to fetch it, name it yourself: "
+                      f"encoder='{name}' (--encoder {name}), or its folder") from here
+    try: need_hub(name)
+    except ConnectionError as e: raise ConnectionError(f"{absent}: {e}") from here
+    other = "another one can be named, as in revision='main' (--revision main)"
+    with _read(f"{absent}, from the Hub (revision {kw['revision']}; {other})"): return load(**kw)
+
+@contextlib.contextmanager
+def _read(what, but=(ImportError,)): # what a library says of unusable files, in a sentence
+    try: yield
+    except but: raise
+    except OSError as e: raise OSError(f"{what}: {_plainly(e)}") from e
+    except Exception as e: raise ValueError(f"{what}: {_plainly(e)}") from e
+
+def revision_of(
+    name_or_folder:str|Path, # as for `source_of`
+    gguf_file:str|None=None, # as for `source_of`
+    revision:str|None=None # that was asked for
+) -> str|None: # commit on the Hub; None: it came from a folder
+    "Which state of a model on the Hub was loaded, as the local cache knows."
+    name, kw = source_of(name_or_folder, gguf_file, revision)
+    if kw['local_files_only']: return None
+    look = need('huggingface_hub').try_to_load_from_cache
+    found = look(name, gguf_file or 'config.json', revision=kw['revision'])
+    parts = Path(found).parts if isinstance(found, str) else ()
+    return parts[parts.index('snapshots') + 1] if 'snapshots' in parts else kw['revision']
+
 # %% ../nbs/13_embed.ipynb #0000000a
-def _load_parts(name, gguf_file, dtype): # tokenizer, model, names of the weights that were missing
-    tf, kw = need('transformers'), dict(gguf_file=gguf_file) if gguf_file else {}
-    try:
-        tokenizer = tf.AutoTokenizer.from_pretrained(name, **kw)
-        model, info = tf.AutoModel.from_pretrained(name, dtype=dtype, output_loading_info=True, **kw)
-    except OSError as e:
-        raise OSError(f"cannot load '{name}', which is no folder here: it is not in the local cache of the Hub, and could not be fetched "
-                      f"({str(e).splitlines()[0]})" if not Path(name).is_dir() else f"the model in '{name}' is not complete: {str(e).splitlines()[0]}") from e
+def _plainly(e) -> str: return next(iter(str(e).strip().splitlines()), '') or type(e).__name__
+
+def _load_parts(name, kw, dtype): # tokenizer, model, names of the weights that were missing
+    tf = need('transformers')
+    if 'gguf_file' not in kw: check_config(tf.AutoConfig.from_pretrained(name, **kw), name)
+    tokenizer = tf.AutoTokenizer.from_pretrained(name, **kw)
+    model, info = tf.AutoModel.from_pretrained(name, dtype=dtype, output_loading_info=True, **kw)
     missing = set(info['missing_keys'])
     if lost := sorted(k for k in missing if 'pooler' not in k):
-        raise ValueError(f"the model in '{name}' is not complete: it lacks {len(lost)} weights, such as {lost[0]}")
-    if len(tokenizer) <= len(set(tokenizer.all_special_tokens)): raise ValueError(f"'{name}' has a model but no tokenizer: expected tokenizer.json or a vocabulary beside it")
+        raise ValueError(f"it is not complete, it lacks {len(lost)} weights, such as {lost[0]}")
+    if len(tokenizer) <= len(set(tokenizer.all_special_tokens)):
+        raise ValueError("it has a model but no tokenizer: "
+                         "expected tokenizer.json or a vocabulary beside it")
     return tokenizer, model, missing
 
 # %% ../nbs/13_embed.ipynb #0000000b
@@ -72,15 +156,15 @@ def load_frozen(
     name_or_folder:str|Path, # on the Hub, or a folder with config.json, weights and tokenizer
     gguf_file:str|None, # the name of a GGUF file in it
     dtype:torch.dtype, # in which the transformer computes
-    device:torch.device # where
+    device:torch.device, # where
+    revision:str|None=None, # on the Hub; None: the one of `pinned`, or main
+    fetch:bool=True # whether a name that is not on this machine may be asked for on the Hub
 ) -> tuple: # tokenizer, model (of an encoder-decoder the encoder), names of missing weights
     "A transformer that will not be trained; `ValueError` or `OSError` when something is missing, and what."
-    name, wanted = os.path.expanduser(str(name_or_folder)), gguf_file or 'config.json'
-    if Path(name).is_dir() and not Path(name, wanted).is_file():
-        raise ValueError(f"the folder '{name}' holds no model: expected {wanted}, found {sorted(os.listdir(name))[:8] or 'nothing'}")
-    if not Path(name).is_dir() and (os.path.isabs(name) or name.startswith('.') or name.count('/') > 1): raise ValueError(f"there is no folder '{name}'")
-    if gguf_file: need('accelerate'); need('gguf')
-    tokenizer, model, missing = _load_parts(name, gguf_file, dtype)
+    name, kw = source_of(name_or_folder, gguf_file, revision)
+    for package in (('accelerate', 'gguf') if gguf_file else ()): need(package)
+    load = lambda **kw: _load_parts(name, kw, dtype)
+    tokenizer, model, missing = here_or_hub(load, name, kw, fetch)
     if model.config.is_encoder_decoder: model = model.get_encoder()
     model.config.use_cache = False                                 # nothing is generated
     return tokenizer, model.to(device).eval().requires_grad_(False), missing
@@ -98,8 +182,32 @@ def end_token(
     else:
         end_id = tokenizer.get_vocab().get(end)
         if end_id is None: raise ValueError(f"the tokenizer has no token {end!r} to end a text with")
+    return None if own_end(tokenizer) == end_id else end_id
+
+def own_end(
+    tokenizer # of transformers
+) -> int|None: # an id
+    "What the tokenizer itself puts, or leaves, at the end of a text."
     own = tokenizer('a')['input_ids']                                  # not '': some put the same token in front
-    return None if own and own[-1] == end_id else end_id
+    return own[-1] if own else None
+
+# %% ../nbs/13_embed.ipynb #8baed9a9
+def as_texts(
+    texts # list of str, or what gives them one by one; a datasets.Dataset with a column text
+) -> list: # of what came
+    "`ValueError` for what would be read by its letters or columns: one text, a table."
+    columns = getattr(texts, 'column_names', None)
+    if isinstance(columns, list) and 'text' in columns: return list(texts['text'])
+    if isinstance(texts, (str, bytes)):
+        raise ValueError("expected a list of texts, got one text: put it into a list")
+    if isinstance(texts, Mapping): columns = texts
+    elif columns is None: columns = getattr(texts, 'columns', None)
+    if columns is not None:
+        raise ValueError("expected a list of texts, or a Dataset with a column text, got "
+                         f"{type(texts).__name__} of {list(columns)}: "
+                         "pass one column, as in data['sentence']")
+    try: return list(texts)
+    except TypeError: raise ValueError(f"expected a list of texts, got {texts!r:.60}") from None
 
 # %% ../nbs/13_embed.ipynb #00000011
 def longest(
@@ -120,11 +228,12 @@ def tokenize(
     most:int|None=None, # from `longest`
 ) -> list: # for each text a list of token ids
     "Token ids; `ValueError` for an empty text, for one that is too long, and for what is not a list of texts."
-    if isinstance(texts, str): raise ValueError("expected a list of texts, got one text: put it into a list")
+    texts = as_texts(texts)
     for k, t in enumerate(texts):
         if not isinstance(t, str): raise ValueError(f"text {k} is of type {type(t).__name__}, expected str")
         if not t.strip(): raise ValueError(f"text {k} is empty: {t!r}")
-    rows = tokenizer(list(texts), padding=False, truncation=False, verbose=False)['input_ids'] if len(texts) else []
+    plain = dict(padding=False, truncation=False, verbose=False)
+    rows = tokenizer(texts, **plain)['input_ids'] if texts else []
     for k, row in enumerate(rows):
         if len(row) <= tokenizer.num_special_tokens_to_add(): raise ValueError(f"text {k} is empty to this tokenizer: {texts[k]!r}")
         if end_id is not None: row.append(end_id)
@@ -191,13 +300,16 @@ def fingerprint(
 
 # %% ../nbs/13_embed.ipynb #00000022
 def pick_layers(
-    layers, # 'all', or a list of numbers; 0 is the embeddings, -1 the last
+    layers, # 'all', or numbers as a list or as in '0,18,36'; 0 is the embeddings, -1 the last
     n:int # how many there are
 ) -> list: # numbers from 0 to n - 1
     "Which hidden states; `ValueError` for layers that are not there, or twice there."
     if isinstance(layers, str) and layers == 'all': return list(range(n))
-    if isinstance(layers, int): layers = [layers]
-    if isinstance(layers, str) or not (picked := list(layers)) or any(not isinstance(k, int) or not -n <= k < n for k in picked):
+    picked = [layers] if isinstance(layers, int) else layers
+    if isinstance(layers, str) and re.fullmatch(r'\s*-?\d{1,6}\s*(,\s*-?\d{1,6}\s*)*', layers):
+        picked = [int(k) for k in layers.split(',')]
+    picked = [] if isinstance(picked, str) else list(picked)
+    if not picked or any(type(k) is not int or not -n <= k < n for k in picked):
         raise ValueError(f"unknown layers {layers!r}: expected 'all', or numbers from 0 (the embeddings) to {n - 1}")
     picked = [k % n for k in picked]
     if len(set(picked)) < len(picked): raise ValueError(f"layers {layers!r} name the same layer twice")
@@ -263,6 +375,28 @@ def words_of(
         else: out.append([at, [k]])
     return [(text[slice(*at)] if at else pieces[ks[0]].strip() or '·', ks) for at, ks in out]
 
+# %% ../nbs/13_embed.ipynb #21997132
+def check_fingerprint(
+    encoder, # FrozenEncoder, below
+    expected:str # of the transformer that it should be
+):
+    "`ValueError` for another transformer."
+    if encoder.fingerprint == expected: return
+    raise ValueError(f"expected the transformer with fingerprint {expected[:8]}; "
+                     f"'{encoder.name}' is another transformer, {encoder.fingerprint[:8]}")
+
+def learn_habits(
+    encoder, # FrozenEncoder, below, with tokenizer, model and end
+    layers # as for `pick_layers`
+):
+    "Find out what closes and what pads a text, how long one may be, and what the layers are."
+    tok = encoder.tokenizer
+    encoder.end_id, encoder.most = end_token(tok, encoder.end), longest(encoder.model, tok)
+    silent = encoder.end_id is None and encoder.end is not None    # the tokenizer ends texts itself
+    encoder.last_id = own_end(tok) if silent else encoder.end_id
+    encoder.pad_id = next((k for k in (tok.pad_token_id, encoder.end_id) if k is not None), 0)
+    encoder.layers, encoder.n_layers, encoder.d_emb = probe(encoder.model, layers)
+
 # %% ../nbs/13_embed.ipynb #00000028
 class FrozenEncoder:
     "All hidden states of a transformer that is never trained (Heinsen 2019, 5.1.2): `mask, embs = encoder(texts)`."
@@ -272,14 +406,19 @@ class FrozenEncoder:
         layers='all', # or a list of layers: 0 is the embeddings, -1 the last
         dtype=None, # in which the transformer computes; None: float32
         device:str|None=None, # None: the best there is
-        end:str|None='auto' # what closes a text: see "Where a text ends"
+        end:str|None='auto', # what closes a text: see "Where a text ends"
+        revision:str|None=None, # commit, branch or tag on the Hub; None: of `pinned`, or main
+        expected:str|None=None, # the fingerprint that it must have
+        fetch:bool=True # whether a name that is not on this machine may be asked for on the Hub
     ):
         self.name, self.gguf_file, self.end, self._mark = str(name_or_folder), gguf_file, end, None
         self.device, self.dtype = pick_device(device), _dtype(dtype or torch.float32)
-        self.tokenizer, self.model, self._missing = load_frozen(name_or_folder, gguf_file, self.dtype, self.device)
-        self.end_id, self.most = end_token(self.tokenizer, end), longest(self.model, self.tokenizer)
-        self.pad_id = next((k for k in (self.tokenizer.pad_token_id, self.end_id) if k is not None), 0)
-        self.layers, self.n_layers, self.d_emb = probe(self.model, layers)
+        parts = load_frozen(name_or_folder, gguf_file, self.dtype, self.device, revision, fetch)
+        self.tokenizer, self.model, self._missing = parts
+        if expected: check_fingerprint(self, expected)                # before anything else is done
+        self.revision = revision_of(name_or_folder, gguf_file, revision)
+        with _read(f"cannot use the model in '{self.name}'", (ImportError, ValueError, OSError)):
+            learn_habits(self, layers)
 
     @property
     def fingerprint(self) -> str: # computed once: GPT-2-large has 3 GB of weights
@@ -308,13 +447,113 @@ class FrozenEncoder:
         items = {k: e.clone() for k, e in self.stream(texts, batch_size)}             # a clone lets the padding go
         return [items[k] for k in range(len(items))]
 
-    def cache(self, texts:list, folder:str|Path, dtype='float16', **kw) -> EmbeddingCache: # see `make_cache`, below
-        return make_cache(self, texts, folder, dtype, **kw)
+# %% ../nbs/13_embed.ipynb #f9325359
+def cache_bytes(
+    self:FrozenEncoder, # who makes the cache
+    texts:list, # of str
+    dtype='float16' # on disk
+) -> int: # its bytes
+    "How large the cache will be, before anything is computed."
+    return sum(map(len, self.tokens(texts)))*self.n_layers*self.d_emb*_dtype(dtype).itemsize
 
-    def cache_bytes(self, texts:list, dtype='float16') -> int: # how large the cache will be, before anything is computed
-        return sum(map(len, self.tokens(texts)))*self.n_layers*self.d_emb*_dtype(dtype).itemsize
+FrozenEncoder.cache_bytes = cache_bytes
+
+# %% ../nbs/13_embed.ipynb #08a6deb1
+_gpt2_large = dict(n_embd=1280, n_layer=36, n_head=20)                 # of GPT2Config
+
+def read_config(
+    name_or_folder:str|Path, # on the Hub, or a folder
+    gguf_file:str|None=None, # as for `FrozenEncoder`
+    revision:str|None=None, # as for `FrozenEncoder`
+    fetch:bool=True # whether a name that is not on this machine may be asked for on the Hub
+): # config of transformers
+    "The sizes of a transformer without its weights; GPT-2-large's are known."
+    tf, (name, kw) = need('transformers'), source_of(name_or_folder, gguf_file, revision)
+    if name in pinned:
+        try: return tf.AutoConfig.from_pretrained(name, **kw | dict(local_files_only=True))
+        except OSError: return tf.GPT2Config(**_gpt2_large)
+    def load(**kw):
+        config = tf.AutoConfig.from_pretrained(name, **kw)
+        check_config(config, name)
+        return config
+    return here_or_hub(load, name, kw, fetch)
+
+def about_tokens(
+    texts:list # of str
+) -> int: # with an end token for each
+    "How many tokens there will be, before a tokenizer is loaded."
+    return len(texts) + round(1.1*sum(len(t.split()) for t in texts))
+
+def multiplications(
+    device:torch.device, # where
+    dtype:torch.dtype=torch.float32 # in which numbers
+) -> float: # operations a second
+    "How fast this machine multiplies matrices; takes about a tenth of a second."
+    x = torch.ones(1024, 1024, device=device, dtype=dtype)
+    def seconds():
+        start = time.perf_counter()
+        float((x @ x)[0, 0])
+        return time.perf_counter() - start
+    seconds()
+    return 2*1024**3/min(seconds() for _ in range(4))
+
+# %% ../nbs/13_embed.ipynb #dce6cbd2
+class Price(NamedTuple):
+    "What reading texts costs; `str(price)` says it in a sentence."
+    n_texts:int
+    n_tokens:int # about
+    n_layers:int # hidden states of each token
+    d_emb:int # their width
+    n_weights:int # of the transformer
+    memory:int # bytes of its weights
+    dtype:torch.dtype # of a cache
+    seconds:float # to read all texts once, roughly
+
+    @property
+    def disk(self) -> int: # bytes of a cache, about
+        return self.n_tokens*self.n_layers*self.d_emb*self.dtype.itemsize
+
+    def __str__(self):
+        return (f"{self.n_layers} hidden states of width {self.d_emb:,}, "
+                f"{self.n_weights/1e6:,.1f} million weights ({self.memory/1e9:,.1f} GB of memory); "
+                f"{self.n_texts:,} texts, about {self.n_tokens:,} tokens: "
+                f"to read them once takes roughly {in_time(self.seconds)}, "
+                f"to keep their hidden states about {self.disk/1e9:,.1f} GB of disk "
+                f"in {str(self.dtype)[6:]}")
+
+def in_time(
+    seconds:float # any
+) -> str: # in seconds, minutes or hours
+    "A time as one says it."
+    sizes = ((3600, 'hours'), (60, 'minutes'))
+    size, word = next((s for s in sizes if seconds >= 2*s[0]), (1, 'seconds'))
+    return f"{seconds/size:,.1f} {word}"
+
+# %% ../nbs/13_embed.ipynb #a5395e70
+def price_of(
+    config, # of transformers
+    texts:list, # of str
+    layers='all', # as for `pick_layers`
+    dtype='float16', # of a cache
+    device:torch.device|None=None, # where the transformer runs; None: the best there is
+    compute:torch.dtype=torch.float32 # in which numbers it computes
+) -> Price: # of reading them
+    "What it costs to read texts with a transformer, known from its config alone."
+    sizes = config.get_text_config() if hasattr(config, 'get_text_config') else config
+    picked, device = pick_layers(layers, sizes.num_hidden_layers + 1), device or pick_device()
+    with _read("cannot make a model of this config"), torch.device('meta'):
+        model = need('transformers').AutoModel.from_config(config, trust_remote_code=False)
+    if config.is_encoder_decoder: model = model.get_encoder()
+    parts = model, model.get_input_embeddings()
+    n, looked_up = (sum(p.numel() for p in part.parameters()) for part in parts)
+    n_tokens = about_tokens(texts)
+    seconds = 2*(n - looked_up)*n_tokens/multiplications(device, compute)
+    return Price(len(texts), n_tokens, len(picked), sizes.hidden_size,
+                 n, n*compute.itemsize, _dtype(dtype), seconds)
 
 # %% ../nbs/13_embed.ipynb #0000002d
+formats = ('capsnb embeddings 1', 'capsnb embeddings 2')   # that can be read; the last is written
+
 def make_index(
     texts:list, # of str
     ids:list # their token ids
@@ -331,10 +570,21 @@ def make_header(
     dtype:torch.dtype # on disk
 ) -> dict: # JSON-ready
     "What the cache says about itself."
-    size = encoder.n_layers*encoder.d_emb*dtype.itemsize
-    return dict(format='capsnb embeddings 1', encoder=encoder.fingerprint, name=encoder.name, transformers=need('transformers').__version__,
-                layers=encoder.layers, d_emb=encoder.d_emb, dtype=str(dtype)[6:], n_texts=len(index), n_tokens=int(index[:, 0].sum()),
-                n_bytes=int(index[:, 0].sum())*size, index=hashlib.blake2b(index.tobytes(), digest_size=16).hexdigest())
+    n_tokens = int(index[:, 0].sum())
+    header = dict(format=formats[-1], encoder=encoder.fingerprint, name=encoder.name,
+                  revision=encoder.revision, transformers=need('transformers').__version__,
+                  layers=encoder.layers, d_emb=encoder.d_emb, dtype=str(dtype)[6:],
+                  n_texts=len(index), n_tokens=n_tokens,
+                  n_bytes=n_tokens*encoder.n_layers*encoder.d_emb*dtype.itemsize,
+                  index=hashlib.blake2b(index.tobytes(), digest_size=16).hexdigest())
+    return header | dict(sum=header_sum(header))
+
+def header_sum(
+    header:dict # of a cache, with or without its sum
+) -> str: # 32 hexadecimal digits
+    "Checksum of what a header says, in whatever order and spacing."
+    said = json.dumps({k: v for k, v in header.items() if k != 'sum'}, sort_keys=True)
+    return hashlib.blake2b(said.encode('utf-8', 'surrogatepass'), digest_size=16).hexdigest()
 
 # %% ../nbs/13_embed.ipynb #0000002f
 def lay_out(
@@ -347,24 +597,57 @@ def lay_out(
     need('numpy').save(draft/'index.npy', index)
     for name, size in (('embeddings.bin', header['n_bytes']), ('ticks.bin', 8*len(index))):
         with open(draft/name, 'wb') as f: f.truncate(size)
-    (draft/'header.json').write_text(json.dumps(header, indent=1))
+    write_json(draft/'header.json', header)
     if folder.exists(): folder.rmdir()
     os.replace(draft, folder)
 
 # %% ../nbs/13_embed.ipynb #00000030
+_again = "delete the folder and make the cache again"
+
+def read_header(
+    path:Path # of a header.json
+) -> dict: # its content
+    "Read a header; `ValueError` for an unknown format, an odd entry, or one that was changed."
+    words = dict.fromkeys(('format', 'encoder', 'name', 'transformers', 'dtype', 'index'), str)
+    numbers = dict.fromkeys(('d_emb', 'n_texts', 'n_tokens', 'n_bytes'), int)
+    header = read_json(path, layers=list, **words, **numbers)
+    checked = header['format'] != formats[0] or 'sum' in header       # the first format had no sum
+    if checked and header.get('sum') != header_sum(header):
+        raise ValueError("an entry of header.json was changed")
+    size = len(header['layers'])*header['d_emb']*_dtype(header['dtype']).itemsize
+    fits = size > 0 and header['n_bytes'] == header['n_tokens']*size
+    if not fits or any(type(k) is not int for k in header['layers']):
+        raise ValueError("the sizes in header.json do not belong together")
+    return header
+
+# %% ../nbs/13_embed.ipynb #ef5c8462
 def read_cache(
     folder:Path # of a cache, finished or not
 ) -> tuple: # header, index, ticks
     "Read everything but the embeddings; `ValueError` when something is missing, cut short or damaged."
-    np, again = need('numpy'), "delete the folder and make the cache again"
-    if not (folder/'header.json').is_file(): raise ValueError(f"'{folder}' holds no cache of embeddings (no header.json)")
-    try: header = json.loads((folder/'header.json').read_text()); index, form = np.load(folder/'index.npy'), header['format']
-    except (OSError, ValueError, EOFError, KeyError) as e: raise ValueError(f"the cache '{folder}' is damaged ({e}): {again}") from e
-    if form != 'capsnb embeddings 1': raise ValueError(f"the cache '{folder}' has the format {form!r}, expected 'capsnb embeddings 1'")
-    if hashlib.blake2b(index.tobytes(), digest_size=16).hexdigest() != header['index']: raise ValueError(f"the cache '{folder}' is damaged (index.npy): {again}")
+    np, damaged = need('numpy'), f"the cache '{folder}' is damaged"
+    if not (folder/'header.json').is_file():
+        raise ValueError(f"'{folder}' holds no cache of embeddings (no header.json)")
+    try:
+        form = read_json(folder/'header.json', format=str)['format']
+        header = read_header(folder/'header.json') if form in formats else None
+    except (ValueError, OSError) as e: raise ValueError(f"{damaged} ({e}): {_again}") from e
+    if not header:
+        raise ValueError(f"the cache '{folder}' has the format {form!r}, "
+                         f"expected one of {', '.join(formats)}")
+    try: index = np.load(folder/'index.npy')
+    except Exception as e:                                             # whatever numpy says
+        raise ValueError(f"{damaged} (index.npy: {_plainly(e)}): {_again}") from e
+    if hashlib.blake2b(index.tobytes(), digest_size=16).hexdigest() != header['index']:
+        raise ValueError(f"{damaged} (index.npy): {_again}")
+    fits = index.dtype == np.int64 and index.shape == (header['n_texts'], 3)
+    if not fits or index[:, 0].sum() != header['n_tokens']:
+        raise ValueError(f"{damaged} (header.json and index.npy do not belong together): {_again}")
     for name, size in (('embeddings.bin', header['n_bytes']), ('ticks.bin', 8*len(index))):
         there = (folder/name).stat().st_size if (folder/name).is_file() else 0
-        if there != size: raise ValueError(f"the cache '{folder}' was cut short: {name} has {there:,} bytes, expected {size:,}; {again}")
+        if there == size: continue
+        raise ValueError(f"the cache '{folder}' was cut short: "
+                         f"{name} has {there:,} bytes, expected {size:,}; {_again}")
     return header, index, np.fromfile(folder/'ticks.bin', '<u8')
 
 # %% ../nbs/13_embed.ipynb #00000033
@@ -484,7 +767,11 @@ def check_space(
     "`OSError` when the disk has not got the room (and 1 % more)."
     there = next(p for p in (folder, *folder.parents) if p.exists())
     free = shutil.disk_usage(there).free
-    if n_bytes*1.01 > free: raise OSError(f"the cache '{folder}' needs {n_bytes/1e9:,.2f} GB more, the disk has {free/1e9:,.2f} GB: choose another folder, fewer layers or fewer texts")
+    if n_bytes*1.01 <= free: return
+    raise OSError(f"the cache '{folder}' needs {n_bytes/1e9:,.2f} GB more, "
+                  f"the disk has {free/1e9:,.2f} GB: choose another folder (--cache), "
+                  "fewer layers (--layers), fewer texts (--roots, --limit) or a smaller dtype "
+                  "(--cache-dtype), or read on the fly, without a cache (--on-the-fly)")
 
 def fill_cache(
     encoder:FrozenEncoder, # computes
@@ -509,7 +796,7 @@ def make_cache(
     save_seconds:float=5. # how often finished texts are ticked off
 ) -> EmbeddingCache: # of all texts
     "Compute what is not there yet and open the cache; `ValueError` when the folder holds another one, `OSError` when there is no room."
-    folder, texts, dtype = Path(folder).expanduser().absolute(), texts if isinstance(texts, str) else list(texts), _dtype(dtype)
+    folder, texts, dtype = Path(folder).expanduser().absolute(), as_texts(texts), _dtype(dtype)
     if any(p.requires_grad for p in encoder.model.parameters()): raise ValueError("expected a frozen transformer, got one that is being trained: what it says now cannot be kept")
     if not texts: raise ValueError("expected at least one text to cache, got none")
     ids = encoder.tokens(texts); index = make_index(texts, ids); header = make_header(encoder, index, dtype)
@@ -520,6 +807,8 @@ def make_cache(
     if fresh: lay_out(folder, header, index)
     if todo: fill_cache(encoder, folder, header, index, ids, todo, batch_size, progress, save_seconds)
     return EmbeddingCache(folder)
+
+FrozenEncoder.cache = make_cache
 
 # %% ../nbs/13_embed.ipynb #00000047
 def norms_by_layer(

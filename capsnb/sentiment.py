@@ -4,20 +4,25 @@
 
 # %% ../nbs/23_sentiment.ipynb #00000004
 from __future__ import annotations
-import json
+import json, shutil, sys
 from pathlib import Path
+from typing import NamedTuple
 import torch, torch.nn.functional as F
 from torch import Tensor
 from .core import need, pick_device, seed_everything
-from .files import cache_folder
-from .sst import load_sst
-from .embed import EmbeddingCache, FrozenEncoder
-from .text import SSTNet, encoder_note, measure_scale, noted_encoder
-from .train import check_recipe, check_room, checkpoint_bytes, dice, fingerprint, fit_decks, saved_network, task_of, write_json
+from .files import cache_folder, read_json
+from .sst import label_names, load_sst
+from .embed import EmbeddingCache, FrozenEncoder, about_tokens, as_texts, check_space
+from .embed import in_time, price_of, read_config
+from .text import SSTNet, check_note, encoder_note, measure_scale, noted_encoder
+from .runs import claim, first_process, run_folder, saved_network, task_of
+from .train import check_recipe, dice, fingerprint, fit_decks
 
 # %% auto #0
-__all__ = ['recipe', 'own', 'as_published', 'TextDeck', 'packed', 'TextMixup', 'embeddings_folder', 'sentiment_data', 'new_net',
-           'train_sst', 'load_run', 'predict_deck', 'eval_sst', 'mean_states', 'linear_probes']
+__all__ = ['names_of', 'on_disk', 'most_unasked', 'recipe', 'own', 'as_published', 'TextDeck', 'packed', 'TextMixup', 'say',
+           'cache_name', 'choose_cache', 'cache_as_before', 'first_the_price', 'embeddings_folder', 'Samples',
+           'sst_samples', 'sentiment_data', 'new_net', 'train_sst', 'load_run', 'read_dtype', 'predict_deck',
+           'eval_sst', 'mean_states', 'linear_probes']
 
 # %% ../nbs/23_sentiment.ipynb #00000007
 class TextDeck(torch.utils.data.Dataset):
@@ -28,6 +33,7 @@ class TextDeck(torch.utils.data.Dataset):
         rows:list|None=None, # which texts of the source the samples are; None: all
         seed:int|None=None # of mixup's dice; None: no mixup, as for validation
     ):
+        if not isinstance(source, EmbeddingCache): source = source[0], as_texts(source[1])
         self.source, self.labels, self.seed, self.epoch = source, torch.as_tensor(labels), seed, 0
         self.rows = list(range(len(self.labels)) if rows is None else rows)
         n = len(source if isinstance(source, EmbeddingCache) else source[1])
@@ -85,6 +91,91 @@ class TextMixup:
         mask, embs = self.encoder(batch['texts'])
         return {**{k: v for k, v in batch.items() if k != 'texts'}, 'mask': mask.float(), 'embs': embs.float()}
 
+# %% ../nbs/23_sentiment.ipynb #274c4f37
+names_of = dict(sst5=label_names, sst2=('negative', 'positive'))
+on_disk = ('float16', 'bfloat16', 'float32')
+most_unasked = 20e9          # bytes of caches that are made without a folder named for them
+
+def say(
+    text:str # a line
+):
+    "Say it to whoever waits, on standard error; of several processes only the first speaks."
+    if first_process(): print(text, file=sys.stderr, flush=True)
+
+def cache_name(
+    name:str, # of a split
+    dtype:str # of its numbers on disk
+) -> str: # of the cache's folder
+    "Caches of other dtypes lie beside the usual ones."
+    if dtype not in on_disk:
+        raise ValueError("expected the cache's dtype to be "
+                         f"{' or '.join(map(repr, on_disk))}, got {dtype!r}")
+    return name if dtype == 'float16' else f'{name}-{dtype}'
+
+def choose_cache(
+    cache:str|Path|bool|None, # as for `sentiment_data`
+    needed:dict, # name of a cache -> its bytes
+    root:Path, # where caches are
+    place:str='*' # folder of the encoder's caches in it; '*': any encoder's
+) -> str|Path|bool|None: # the same, or False: on the fly
+    "Whether to keep hidden states; `OSError` when the folder that was named has not got the room."
+    if cache is False: return False
+    missing = sum(n for name, n in needed.items()
+                  if not any(root.glob(f'{place}/{name}/header.json')))
+    if cache is not None: check_space(root, int(.9*missing))        # estimates; checked again later
+    if cache is not None or not missing: return cache
+    free = shutil.disk_usage(next(p for p in (root, *root.parents) if p.exists())).free
+    if missing <= min(most_unasked, .9*free): return None
+    say(f"Caches of {missing/1e9:,.0f} GB are not made unasked "
+        f"(the disk has {free/1e9:,.0f} GB free): hidden states are computed on the fly, "
+        "again in every epoch. Instead: name a folder with room for them (--cache), "
+        "train on sentences only (--roots), read fewer layers (--layers 0,12,24,36) or a smaller "
+        "transformer (--encoder). --on-the-fly says the same without this sentence.")
+    return False
+
+# %% ../nbs/23_sentiment.ipynb #a553b742
+def cache_as_before(
+    out:str|Path, # folder of a run
+    cache, # as for `train_sst`
+    resume:bool # as for `train_sst`
+): # cache, or False: on the fly
+    "A resumed run goes on as it began: on the fly, if it began so and nothing else is asked for."
+    settings = run_folder(out)/'settings.json'
+    if cache is not None or not resume or not settings.is_file(): return cache
+    try: began = read_json(settings)
+    except ValueError: return cache                                 # `fit_decks` says what is wrong
+    return False if began.get('on_the_fly') is True else cache
+
+def first_the_price(
+    encoder:FrozenEncoder|str, # as for `train_sst`
+    reading:dict, # gguf_file, revision and layers, as for `train_sst`
+    samples:dict, # of `sst_samples`
+    cache, # as for `sentiment_data`
+    dtype:str, # of caches
+    epochs:int, # of the run
+    device:torch.device, # where it runs
+    progress:bool # whether to speak of what is cheap
+): # cache, or False: on the fly
+    "Say what a run will cost, and decide where hidden states come from."
+    loaded, layers = isinstance(encoder, FrozenEncoder), reading['layers']
+    if loaded and layers != 'all':
+        raise ValueError("layers belong to the encoder: FrozenEncoder(..., layers=...)")
+    config = (encoder.model.config if loaded else
+              read_config(encoder, reading['gguf_file'], reading['revision']))
+    texts = [t for s in samples.values() for t in s.texts]
+    names = {cache_name(s.name, dtype): s.texts for s in samples.values()}
+    layers, compute = (encoder.layers, encoder.dtype) if loaded else (layers, torch.float32)
+    price = price_of(config, texts, layers, dtype, device, compute)
+    if progress or price.disk > 1e9: say(f"{encoder.name if loaded else encoder}: {price}")
+    root = Path(cache).expanduser() if cache else cache_folder('embeddings')
+    needed = {name: about_tokens(t)*price.disk//price.n_tokens for name, t in names.items()}
+    chosen = choose_cache(cache, needed, root)
+    again = sum(about_tokens(samples[split].texts) for split in ('train', 'validation'))
+    fly = price.seconds*(1 + (epochs - 1)*again/price.n_tokens)
+    if chosen is False and (progress or fly > 600):
+        say(f"on the fly, {epochs} epochs: roughly {in_time(fly)} for the transformer")
+    return chosen
+
 # %% ../nbs/23_sentiment.ipynb #0000000d
 def embeddings_folder(
     encoder:FrozenEncoder, # who makes the cache
@@ -94,26 +185,64 @@ def embeddings_folder(
     root = Path(root).expanduser() if root else cache_folder('embeddings')
     return root/fingerprint(encoder.fingerprint, encoder.layers, encoder.end_id)
 
+class Samples(NamedTuple):
+    "A split of a task: texts to read, and which of them are its samples."
+    name:str # of its cache
+    texts:list # of str
+    rows:list # numbers of texts, one a sample
+    labels:list # one a sample
+
+def sst_samples(
+    task:str='sst5', # 'sst5': five labels; 'sst2': two
+    folder:str|Path|None=None, # of the treebank, as for `load_sst`
+    official:bool=True, # as for `load_sst`
+    roots:bool=False, # train on sentences, not phrases
+    limit:int|None=None, # at most so many samples of each split, spread evenly
+    splits:tuple=('train', 'validation', 'test') # which
+) -> dict: # name of a split -> Samples
+    "Read the treebank, once, and say what is to be read by a transformer."
+    if task not in names_of: raise ValueError(f"task must be 'sst5' or 'sst2', got {task!r}")
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise ValueError(f"expected limit to be an integer >= 1, got {limit!r}")
+    whole, out = load_sst(folder, 'sst5', not roots, official), {}
+    for split in splits:
+        texts, labels = list(whole[split]['text']), list(whole[split]['label'])
+        rows = [k for k, label in enumerate(labels) if task == 'sst5' or label != 2]
+        n = min(len(rows), limit or len(rows))
+        rows = [rows[k*len(rows)//n] for k in range(n)]             # evenly: files are not shuffled
+        labels = [labels[r] if task == 'sst5' else int(labels[r] > 2) for r in rows]
+        if limit: texts, rows = [texts[r] for r in rows], list(range(n))
+        phrases = '-phrases' if not roots and split == 'train' else ''
+        name = f"{split}{phrases}{f'-{task}-{limit}' if limit else ''}"
+        out[split] = Samples(name, texts, rows, labels)
+    return out
+
+# %% ../nbs/23_sentiment.ipynb #c945f2b1
 def sentiment_data(
-    task:str, encoder:FrozenEncoder, # 'sst5' or 'sst2'; who reads the texts
-    folder:str|Path|None=None, official:bool=True, # of the treebank, as for `load_sst`
-    roots:bool=False, limit:int|None=None, # train on sentences, not phrases; at most so many samples of each split, spread evenly
-    cache:str|Path|bool|None=None, # root of the caches; None: the user's cache folder; False: on the fly
-    seed:int=0, progress:bool=True, splits:tuple=('train', 'validation', 'test') # of mixup; whether to draw bars; which
+    task:str, # as for `sst_samples`
+    encoder:FrozenEncoder, # who reads the texts
+    folder:str|Path|None=None, # as for `sst_samples`
+    official:bool=True, # as for `sst_samples`
+    roots:bool=False, # as for `sst_samples`
+    limit:int|None=None, # as for `sst_samples`
+    cache:str|Path|bool|None=None, # root of caches; None: the user's, if small; False: on the fly
+    seed:int=0, # of mixup
+    progress:bool=True, # whether to draw bars
+    splits:tuple=('train', 'validation', 'test'), # which
+    dtype:str='float16', # of the caches
+    samples:dict|None=None # of `sst_samples`, if they have been read
 ) -> dict: # name of a split -> TextDeck
     "Decks of training, validation and test; hidden states are computed for what no cache holds."
-    whole, part = (load_sst(folder, t, not roots, official) for t in ('sst5', task))
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1): raise ValueError(f"expected limit to be an integer >= 1, got {limit!r}")
-    decks = {}
-    for split, mine in ((s, part[s]) for s in splits):
-        n, texts = min(len(mine), limit or len(mine)), list(whole[split]['text'])
-        mine = mine.select([k*len(mine)//n for k in range(n)])         # evenly: the files are not shuffled
-        where = {k: row for row, k in enumerate(zip(*(whole[split][c] for c in ('tree', 'start', 'end'))))}
-        rows = [where[k] for k in zip(*(mine[c] for c in ('tree', 'start', 'end')))]
-        if limit: texts, rows = [texts[r] for r in rows], list(range(n))
-        name = f"{split}{'-phrases' if not roots and split == 'train' else ''}{f'-{task}-{limit}' if limit else ''}"
-        source = (encoder, texts) if cache is False else encoder.cache(texts, embeddings_folder(encoder, cache)/name, progress=progress)
-        decks[split] = TextDeck(source, list(mine['label']), rows, seed if split == 'train' else None)
+    samples = samples or sst_samples(task, folder, official, roots, limit, splits)
+    place = embeddings_folder(encoder, cache)
+    names = {split: cache_name(s.name, dtype) for split, s in samples.items()}
+    token = encoder.n_layers*encoder.d_emb*getattr(torch, dtype).itemsize
+    needed = {names[split]: about_tokens(s.texts)*token for split, s in samples.items()}
+    cache, decks = choose_cache(cache, needed, place.parent, place.name), {}
+    for split, s in samples.items():
+        if cache is False: source = encoder, s.texts
+        else: source = encoder.cache(s.texts, place/names[split], dtype, progress=progress)
+        decks[split] = TextDeck(source, s.labels, s.rows, seed if split == 'train' else None)
     return decks
 
 # %% ../nbs/23_sentiment.ipynb #00000010
@@ -144,22 +273,38 @@ def train_sst(
     folder:str|Path|None=None, cache=None, official:bool=True, # of the treebank; as for `sentiment_data`
     device:str|None=None, resume:bool=False, progress:bool=True, # None: the best there is; go on where a run stopped; whether to draw bars
     how_to_resume:str='train_sst(..., resume=True)', # said when the run was stopped
-    net:dict|None=None, **more # of `SSTNet`; of the recipe, or what TrainingArguments knows
+    net:dict|None=None, # of `SSTNet`
+    layers='all', # of the encoder, as for `pick_layers`
+    revision:str|None=None, # of the encoder, as for `FrozenEncoder`
+    cache_dtype:str='float16', # of the caches
+    overwrite:bool=False, # replace the run that the folder holds
+    **more # of the recipe, or what TrainingArguments knows
 ) -> dict: # as in metrics.json
     "Train `SSTNet` on the treebank: test accuracy of the epoch that validates best."
     kw = {**recipe, **({} if published else own), **more, **({} if epochs is None else dict(epochs=epochs))}
-    check_recipe(**{'shift': 0, **kw}, seed=seed); pick_device(device)
-    load_sst(folder, task, False, official)                        # what is wrong with the data is said before a transformer is loaded
-    if not isinstance(encoder, FrozenEncoder): encoder = FrozenEncoder(encoder, gguf_file, device=device)
-    decks = sentiment_data(task, encoder, folder, official, roots, limit, cache, seed, progress)
-    names = ('negative', 'positive') if task == 'sst2' else ('very negative', 'negative', 'neutral', 'positive', 'very positive')
+    check_recipe(**{'shift': 0, **kw}, seed=seed)
+    claim(out, resume, overwrite)
+    on, cache = pick_device(device), cache_as_before(out, cache, resume)
+    if progress: say("reading the treebank")
+    samples = sst_samples(task, folder, official, roots, limit)    # is anything wrong with it?
+    reading = dict(gguf_file=gguf_file, layers=layers, revision=revision)
+    cache = first_the_price(encoder, reading, samples, cache, cache_dtype, kw['epochs'], on,
+                            progress)
+    if not isinstance(encoder, FrozenEncoder):
+        encoder = FrozenEncoder(encoder, device=device, **reading)
+    decks = sentiment_data(task, encoder, cache=cache, seed=seed, progress=progress,
+                           dtype=cache_dtype, samples=samples)
+    names = names_of[task]
     model = new_net(encoder, decks['train'], len(names), seed, published, **(net or {}))
-    kw = dict(shift=0, seed=seed, per_device_eval_batch_size=40, **kw); out = check_room(out, 2*checkpoint_bytes(model))
-    note = dict(task=task, names=names, **encoder_note(encoder), roots=roots, limit=limit, published=published, treebank='SST' if official else 'another')
-    metrics = fit_decks(model, decks['train'], decks['validation'], decks['test'], TextMixup(len(names), kw['mixup'], encoder), out, kw, device, resume,
-                        how_to_resume, name=f'{task} seed {seed}', progress=progress, **note)
-    write_json(Path(out)/'task.json', note)
-    return metrics
+    kw = dict(shift=0, seed=seed, per_device_eval_batch_size=40, **kw)
+    note = dict(task=task, names=names, **encoder_note(encoder), roots=roots, limit=limit,
+                published=published, treebank='SST' if official else 'another',
+                cache_dtype=cache_dtype)
+    if not isinstance(decks['train'].source, EmbeddingCache): note['on_the_fly'] = True
+    collator = TextMixup(len(names), kw['mixup'], encoder)
+    return fit_decks(model, decks['train'], decks['validation'], decks['test'], collator, out, kw,
+                     device, resume, how_to_resume, name=f'{task} seed {seed}', progress=progress,
+                     overwrite=overwrite, task=note)
 
 # %% ../nbs/23_sentiment.ipynb #00000016
 def load_run(
@@ -168,13 +313,27 @@ def load_run(
     device:str|None=None # None: the best there is
 ) -> tuple: # network in evaluation mode, encoder, note of the task
     "What a run was trained as and on; `ValueError` when the run is not finished, or the transformer another one."
-    note = task_of(run, 'capsnb train sst')
+    note, where = task_of(run, 'capsnb train sst'), run_folder(run)/'task.json'
     if not {'task', 'encoder', 'fingerprint', 'treebank', 'names'} <= set(note): raise ValueError(f"'{run}' is no run on the treebank: {note}")
+    words = dict.fromkeys(('task', 'encoder', 'fingerprint', 'treebank'), str)
+    note = check_note(read_json(where, names=list, **words), f"'{where}'")
+    if note['names'] != list(names_of.get(note['task'], ())) or not note['names']:
+        raise ValueError(f"'{where}' is damaged: the task {note['task']!r:.60} "
+                         f"with the classes {note['names']!r:.100}")
     if not isinstance(encoder, FrozenEncoder): encoder = noted_encoder(note, encoder, device)
     if encoder.fingerprint != note['fingerprint']:
         raise ValueError(f"the run was trained on '{note['encoder']}', fingerprint {note['fingerprint'][:8]}; '{encoder.name}' is another transformer, {encoder.fingerprint[:8]}")
     return saved_network(run, SSTNet, device), encoder, note
 
+def read_dtype(
+    note:dict # of `load_run`
+) -> str: # 'float16' where none is noted
+    "The dtype of a run's caches; `ValueError` for an odd one."
+    dtype = note.get('cache_dtype', 'float16')
+    if dtype in on_disk: return dtype
+    raise ValueError(f"task.json is damaged: its entry 'cache_dtype' is {dtype!r:.60}")
+
+# %% ../nbs/23_sentiment.ipynb #8b251040
 @torch.no_grad()
 def predict_deck(
     net:SSTNet, deck:TextDeck, # trained; data
@@ -194,7 +353,9 @@ def eval_sst(
     "Accuracy of a finished run, and what is taken for what."
     if split not in ('train', 'validation', 'test'): raise ValueError(f"split must be 'train', 'validation' or 'test', got {split!r}")
     net, encoder, note = load_run(run, encoder, device)
-    deck = sentiment_data(note['task'], encoder, folder, note['treebank'] == 'SST', True, None, cache, progress=progress, splits=(split,))[split]
+    official = note['treebank'] == 'SST'
+    deck = sentiment_data(note['task'], encoder, folder, official, True, None, cache,
+                          progress=progress, splits=(split,), dtype=read_dtype(note))[split]
     p, k = predict_deck(net, deck), len(note['names'])
     confusion = torch.bincount(deck.labels*k + p.argmax(1), minlength=k*k).view(k, k)
     return dict(split=split, n=len(deck), accuracy=float((p.argmax(1) == deck.labels).float().mean()), names=note['names'], confusion=confusion.tolist())

@@ -13,8 +13,8 @@ from .files import cache_folder, fetch, find_folder
 
 # %% auto #0
 __all__ = ['label_names', 'label_colours', 'label_signs', 'files', 'archive', 'sizes', 'Tree', 'parse_tree', 'restore',
-           'phrase_text', 'tree_layout', 'plot_tree', 'tiny_treebank', 'read_trees', 'unique_phrases', 'find_sst',
-           'download_sst', 'read_sst', 'load_sst']
+           'phrase_text', 'tree_layout', 'plot_tree', 'tiny_treebank', 'read_trees', 'phrase_keys', 'unique_phrases',
+           'find_sst', 'download_sst', 'read_sst', 'load_sst']
 
 # %% ../nbs/12_sst.ipynb #00000008
 label_names = ('very negative', 'negative', 'neutral', 'positive', 'very positive')   # of labels 0 to 4
@@ -195,18 +195,43 @@ def read_trees(
         trees.append(parse_tree(line, where))
     return trees
 
+# %% ../nbs/12_sst.ipynb #b1438802
+def phrase_keys(
+    trees:Sequence[Tree] # sentences
+) -> list: # a key for each phrase of each tree, in order; keys are equal where the words are
+    "Name phrases by two runs of words, as long as a power of two, that cover them."
+    out, starts, n = [None]*sum(len(tree.nodes) for tree in trees), [], 0
+    for tree in trees:
+        starts.append(n)
+        n += len(tree.words)
+    numbers, waiting = {}, {}
+    runs = [numbers.setdefault(w, len(numbers)) for tree in trees for w in tree.words]
+    places = ((at + start, end - start) for tree, at in zip(trees, starts)
+              for start, end, _ in tree.nodes)
+    for k, (at, length) in enumerate(places):
+        waiting.setdefault(1 << length.bit_length() - 1, []).append((k, at, length))
+    size, longest = 1, max(waiting, default=0)
+    while size <= longest:                           # runs[at]: number of the run of `size` words
+        for k, at, length in waiting.get(size, ()):
+            out[k] = (length, runs[at], runs[at + length - size])
+        numbers = {}
+        runs = [numbers.setdefault(pair, len(numbers)) for pair in zip(runs, runs[size:])]
+        size *= 2
+    return out
+
 # %% ../nbs/12_sst.ipynb #00000026
 def unique_phrases(
     trees:Sequence[Tree], # sentences, one for each line of a file
     where:str='trees' # the file, for messages
 ) -> list[tuple[int, int, int, int]]: # (tree, start, end, label) of each phrase where it first occurs, in the order of the file
     "Phrases that differ in their words; `ValueError` if one occurs with two labels."
-    first = {}
+    first, keys = {}, iter(phrase_keys(trees))
     for t, tree in enumerate(trees):
         for start, end, label in tree.nodes:
-            u, *_, known = first.setdefault(tree.words[start:end], (t, start, end, label))
-            if label != known: raise ValueError(f"{where} line {t + 1}: '{phrase_text(tree, start, end)}' has label {label}, "
-                                                f"but label {known} in line {u + 1}")
+            u, *place, known = first.setdefault(next(keys), (t, start, end, label))
+            if label == known: continue
+            raise ValueError(f"{where} line {t + 1}: '{phrase_text(tree, start, end)}' has label "
+                             f"{label}, but label {known} in line {u + 1}")
     return list(first.values())
 
 # %% ../nbs/12_sst.ipynb #0000002a
@@ -273,8 +298,9 @@ def load_sst(
     names = {'sst5': label_names, 'sst2': ('negative', 'positive')}.get(task)
     if names is None: raise ValueError(f"task must be 'sst5' or 'sst2', got {task!r}")
     datasets, folder = need('datasets'), find_sst(folder)
-    whole = datasets.Value('int32')
-    features = datasets.Features(text=datasets.Value('string'), label=datasets.ClassLabel(names=list(names)), tree=whole, start=whole, end=whole)
+    whole, text = datasets.Value('int32'), datasets.Value('string')
+    label = datasets.ClassLabel(names=list(names))
+    features = datasets.Features(text=text, label=label, tree=whole, start=whole, end=whole)
     out = datasets.DatasetDict()
     for split, trees in read_sst(folder, official).items():
         rows = (unique_phrases(trees, str(folder/files[split])) if phrases and split == 'train' else

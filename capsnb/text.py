@@ -9,17 +9,20 @@ from pathlib import Path
 from typing import NamedTuple
 import torch
 from torch import nn, Tensor
-from .core import palette, plot_style
+from .core import need, palette, plot_style
 from .dstep import Routing
 import capsnb.moments                       # the fast plans of `Routing`
-from .embed import FrozenEncoder
+from .embed import FrozenEncoder, _plainly, as_texts
+from .files import read_json, write_json
 from .vision import HubMixin, answer, load_published, read_published, trace_credit
 
 # %% auto #0
 __all__ = ['mask_scores', 'layer_maps', 'read_layers', 'into_rows', 'blend', 'by_length', 'detect_parts', 'SSTNet', 'check_text',
            'measure_scale', 'sst_from_published', 'Credit', 'credit', 'leaning', 'without_each', 'coloured',
-           'Explanation', 'explain', 'RoutingClassifier', 'classifier_from_encoder', 'encoder_note', 'noted_encoder',
-           'save_classifier', 'load_classifier', 'layer_profile']
+           'Explanation', 'explain', 'class_names', 'check_tokens', 'collate_rows', 'RoutingClassifier',
+           'tokenize_texts', 'predict_texts', 'classifier_from_encoder', 'encoder_note', 'place_note', 'check_note',
+           'noted_encoder', 'classifier_note', 'extra_note', 'note_as_state', 'state_as_note', 'build_head',
+           'read_weights', 'read_head', 'load_checkpoint', 'save_classifier', 'load_classifier', 'layer_profile']
 
 # %% ../nbs/21_text.ipynb #0000000a
 def mask_scores(
@@ -274,17 +277,80 @@ def explain(
     earned, lost = [float(shares[g].sum((0, 1)) @ w) for g in groups], (without_each(net, mask, embs, groups).cpu().double() @ w).tolist()
     return Explanation(text, tuple(names or map(str, range(len(w)))), c.a[0].tolist(), list(zip(words, earned)), list(zip(words, lost)), shares.sum(0).tolist())
 
+# %% ../nbs/21_text.ipynb #94390ba3
+def class_names(
+    names, # list, or dict as of id2label; None: none
+    n_classes:int # there are
+) -> tuple|None: # of str
+    "Names of classes in their order; `ValueError` unless each class has one of its own."
+    if names is None: return None
+    wrong = ValueError(f"expected {n_classes} different names of classes, "
+                       f"as a list or as id2label, got {names!r:.200}")
+    if isinstance(names, dict):
+        if sorted(map(str, names)) != sorted(map(str, range(n_classes))): raise wrong
+        names = [name for _, name in sorted(names.items(), key=lambda pair: int(pair[0]))]
+    if not isinstance(names, (list, tuple)): raise wrong
+    if any(not isinstance(name, str) for name in names): raise wrong
+    if len(names) != n_classes or len(set(names)) != n_classes: raise wrong
+    return tuple(names)
+
+def check_tokens(
+    reader:FrozenEncoder, # whose tokens they should be
+    ids:Tensor|None, # [b, n]
+    mask:Tensor|None # [b, n] of 0 and 1
+):
+    "`ValueError` for no tokens, padding on the left, or texts that do not end as in training."
+    if ids is None or mask is None:
+        raise ValueError("expected text, or input_ids and attention_mask: "
+                         "give the Trainer data_collator=classifier.collate")
+    if (mask[:, 1:] > mask[:, :-1]).any():
+        raise ValueError("expected padding on the right: tokenizer.padding_side = 'right'")
+    if reader.last_id is None: return
+    last = ids.gather(1, (mask.sum(1, keepdim=True).long() - 1).clamp_min(0))[:, 0]
+    wrong = (last != reader.last_id).nonzero()
+    if not wrong.numel(): return
+    k = int(wrong[0])
+    end, came = (reader.tokenizer.decode([int(t)]) for t in (reader.last_id, last[k]))
+    raise ValueError(f"text {k} ends with the token {came!r}, expected {end!r}, as in training: "
+                     "tokenize with classifier.tokenize(texts), or leave texts as they are "
+                     "and pass data_collator=classifier.collate")
+
+# %% ../nbs/21_text.ipynb #afa316b7
+def collate_rows(
+    reader:FrozenEncoder, # whose tokens and padding it takes
+    rows:list # of dicts with text or input_ids, and (if known) label
+) -> dict: # input_ids and attention_mask [b, n], labels [b]
+    "Make a batch; `ValueError` names the columns that came instead."
+    columns = sorted(rows[0]) if rows else []
+    if not any(c in columns for c in ('text', 'input_ids')):
+        raise ValueError(f"expected rows with a text (or input_ids), got {columns}: "
+                         "name the column so, as in data.rename_column('sentence', 'text'); "
+                         "a Trainer hides columns of other names")
+    if 'input_ids' in columns: ids = [list(map(int, r['input_ids'])) for r in rows]
+    else: ids = reader.tokens([r['text'] for r in rows])
+    n = max(map(len, ids))
+    batch = dict(input_ids=torch.tensor([r + [reader.pad_id]*(n - len(r)) for r in ids]),
+                 attention_mask=torch.tensor([[1]*len(r) + [0]*(n - len(r)) for r in ids]))
+    label = next((c for c in ('label', 'labels') if c in columns), None)
+    if label is None: return batch
+    try: return batch | dict(labels=torch.tensor([r[label] for r in rows]))
+    except (TypeError, ValueError) as e:
+        raise ValueError(f"expected numbers as labels, got {rows[0][label]!r:.60}: "
+                         f"data.class_encode_column({label!r}) makes some") from e
+
 # %% ../nbs/21_text.ipynb #00000036
 class RoutingClassifier(nn.Module):
     "A transformer whose hidden states are routed to classes; for `transformers.Trainer`, or your own loop. See `from_encoder`."
     def __init__(self,
         reader:FrozenEncoder, # transformer, tokenizer and their habits
         head:SSTNet, # for its hidden states
-        frozen:bool=True # whether the transformer is left as it is
+        frozen:bool=True, # whether the transformer is left as it is
+        names:list|dict|None=None # of the classes: a list, or id2label; None: they have none
     ):
         super().__init__()
         if (got := tuple(head.depth_emb.shape)) != (reader.n_layers, reader.d_emb): raise ValueError(f"expected a head for hidden states {(reader.n_layers, reader.d_emb)}, got one for {got}")
         self.reader, self.encoder, self.head, self.frozen = reader, reader.model.requires_grad_(not frozen), head, frozen
+        self.names = class_names(names, head.routings[1].n_out)
         self.to(reader.device)
 
     def train(self, mode:bool=True): # a frozen transformer stays in evaluation mode
@@ -292,26 +358,53 @@ class RoutingClassifier(nn.Module):
         if self.frozen: self.encoder.eval()
         return self
 
-    def forward(self, input_ids:Tensor, attention_mask:Tensor, labels:Tensor|None=None): # [b, n], [b, n] of 0 and 1, [b] or [b, k]
-        if (attention_mask[:, 1:] > attention_mask[:, :-1]).any(): raise ValueError("expected padding on the right: tokenizer.padding_side = 'right'")
+    def forward(self,
+        input_ids:Tensor|None=None, # [b, n], of `tokenize` or `collate`
+        attention_mask:Tensor|None=None, # [b, n] of 0 and 1
+        labels:Tensor|None=None, # [b] or [b, k]
+        text:list|None=None # of str, instead of both
+    ): # as of `SSTNet`
+        if text is not None:
+            batch = self.collate([dict(text=t) for t in as_texts(text)])
+            input_ids, attention_mask = (x.to(self.head.depth_emb.device) for x in batch.values())
+        check_tokens(self.reader, input_ids, attention_mask)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             states = self.encoder(input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=True, return_dict=True).hidden_states
         mask = attention_mask.to(self.head.depth_emb.dtype)
         embs = torch.stack([states[k] for k in self.reader.layers], 2)
         return self.head(mask, embs.masked_fill(mask[:, :, None, None] == 0, 0).to(mask.dtype), labels)
 
-    def collate(self, rows:list) -> dict: # of dicts with text and (if known) label, to a batch; a `data_collator`
-        ids = self.reader.tokens([r['text'] for r in rows]); n = max(map(len, ids))
-        batch = dict(input_ids=torch.tensor([r + [self.reader.pad_id]*(n - len(r)) for r in ids]), attention_mask=torch.tensor([[1]*len(r) + [0]*(n - len(r)) for r in ids]))
-        return batch | (dict(labels=torch.tensor([r['label'] for r in rows])) if 'label' in rows[0] else {})
+# %% ../nbs/21_text.ipynb #5f886bf4
+def tokenize_texts(
+    self:RoutingClassifier,
+    texts:list # of str
+) -> dict: # input_ids and attention_mask, lists
+    "Tokens as the classifier reads them, the end included; for `Dataset.map(..., batched=True)`."
+    ids = self.reader.tokens(texts)
+    return dict(input_ids=ids, attention_mask=[[1]*len(r) for r in ids])
 
-    @torch.no_grad()
-    def predict(self, texts:list, batch_size:int=20) -> Tensor: # [n_texts, k] probabilities of the classes
-        was, device = self.training, self.head.depth_emb.device; self.eval()
-        batches = [self.collate([dict(text=t) for t in texts[k:k + batch_size]]) for k in range(0, len(texts), batch_size)]
-        p = [self(**{k: v.to(device) for k, v in b.items()}).a.softmax(-1) for b in batches]
-        self.train(was)
-        return torch.cat(p) if p else torch.empty(0, self.head.routings[1].n_out)
+@torch.no_grad()
+def predict_texts(
+    self:RoutingClassifier,
+    texts, # list of str, a Dataset with a column text, or one text
+    batch_size:int=20, # texts at a time
+    named:bool=False # as dicts of label and score: the likeliest class and its probability
+): # [n_texts, k] probabilities of the classes, or a list
+    "Classify texts; `ValueError` for what are none."
+    texts = [texts] if isinstance(texts, str) else as_texts(texts)
+    was, device, p = self.training, self.head.depth_emb.device, []
+    self.eval()
+    for k in range(0, len(texts), batch_size):
+        batch = self.collate([dict(text=t) for t in texts[k:k + batch_size]])
+        p.append(self(**{name: x.to(device) for name, x in batch.items()}).a.softmax(-1))
+    self.train(was)
+    p = torch.cat(p) if p else torch.empty(0, self.head.routings[1].n_out)
+    if not named: return p
+    best = zip(*(x.tolist() for x in p.max(-1)))
+    return [dict(label=self.names[k] if self.names else k, score=score) for score, k in best]
+
+RoutingClassifier.tokenize, RoutingClassifier.predict = tokenize_texts, predict_texts
+RoutingClassifier.collate = lambda self, rows: collate_rows(self.reader, rows)   # a data_collator
 
 # %% ../nbs/21_text.ipynb #00000038
 def classifier_from_encoder(
@@ -320,13 +413,17 @@ def classifier_from_encoder(
     texts:list|None=None, # some training texts, on which the scale of hidden states is measured; None: taken as they are
     frozen:bool=True, # False: the transformer is trained, too
     gguf_file:str|None=None, layers='all', device:str|None=None, end:str|None='auto', # as for `FrozenEncoder`
+    revision:str|None=None, # as for `FrozenEncoder`
+    names:list|dict|None=None, # of the classes: a list, or id2label
     **kw # of `SSTNet`, e.g. n_parts, dropout
 ) -> RoutingClassifier: # ready to be trained
     "Put a new routing head on a transformer."
-    reader = FrozenEncoder(name_or_folder, gguf_file, layers, None, device, end)
+    if texts is not None: texts = as_texts(texts)
+    class_names(names, n_classes)                  # what is wrong is said before anything is loaded
+    reader = FrozenEncoder(name_or_folder, gguf_file, layers, None, device, end, revision)
     head = SSTNet(reader.n_layers, reader.d_emb, n_classes, **kw)
-    if texts is not None: measure_scale(head, (e for _, e in reader.stream(list(texts))))
-    return RoutingClassifier(reader, head, frozen)
+    if texts is not None: measure_scale(head, (e for _, e in reader.stream(texts)))
+    return RoutingClassifier(reader, head, frozen, names)
 
 RoutingClassifier.from_encoder = staticmethod(classifier_from_encoder)
 
@@ -335,18 +432,161 @@ def encoder_note(
     encoder:FrozenEncoder # any
 ) -> dict: # JSON-ready
     "What it takes to find the same transformer again."
-    name = str(Path(encoder.name).expanduser().absolute()) if Path(encoder.name).expanduser().is_dir() else encoder.name
-    return dict(encoder=name, gguf_file=encoder.gguf_file, fingerprint=encoder.fingerprint, layers=encoder.layers, end=encoder.end, dtype=str(encoder.dtype)[6:])
+    return place_note(encoder) | dict(fingerprint=encoder.fingerprint)
+
+def place_note(
+    encoder:FrozenEncoder # any
+) -> dict: # JSON-ready
+    "Where a transformer lies and how it is read, whatever its weights."
+    folder = Path(encoder.name).expanduser()
+    place = str(folder.absolute()) if folder.is_dir() else encoder.name
+    return dict(encoder=place, gguf_file=encoder.gguf_file, revision=encoder.revision,
+                fingerprint=None, layers=encoder.layers, end=encoder.end,
+                dtype=str(encoder.dtype)[6:])
+
+def check_note(
+    note:dict, # of `encoder_note`, as read from somewhere
+    where:str # from where, for the message
+) -> dict: # the same
+    "`ValueError` for an entry of a kind that `encoder_note` does not write."
+    text, none = (str,), (str, type(None))
+    kinds = dict(encoder=none, gguf_file=none, revision=none, fingerprint=none, layers=(list,),
+                 end=none, dtype=text)
+    for key, kind in kinds.items():
+        value = note.get(key, None if key == 'revision' else 0)       # older notes have no revision
+        odd = key == 'layers' and isinstance(value, list) and any(type(k) is not int for k in value)
+        if isinstance(value, kind) and not odd: continue
+        said = f"is {note[key]!r:.60}" if key in note else "is missing"
+        raise ValueError(f"{where} is damaged: its entry '{key}' {said}")
+    return note
 
 def noted_encoder(
     note:dict, # of `encoder_note`
-    where:str|Path|None=None, device:str|None=None # if it lies elsewhere now; None: the best there is
+    where:str|Path|None=None, # if it lies elsewhere now: a folder, or a name on the Hub
+    device:str|None=None # None: the best there is
 ) -> FrozenEncoder: # the same
-    "Load a transformer from a note; `ValueError` when another one lies there."
-    found = FrozenEncoder(where or note['encoder'], note['gguf_file'], note['layers'], note['dtype'], device, note['end'])
-    if found.fingerprint != note['fingerprint']:
-        raise ValueError(f"trained on '{note['encoder']}', fingerprint {note['fingerprint'][:8]}; '{found.name}' is another transformer, {found.fingerprint[:8]}")
-    return found
+    "Load a transformer from a note; only one that `where` names may be fetched."
+    place = where or note['encoder']
+    same = str(place) == note['encoder'] and not Path(place).expanduser().is_dir()
+    return FrozenEncoder(place, note['gguf_file'], note['layers'], note['dtype'], device,
+                         note['end'], note.get('revision') if same else None,
+                         expected=note['fingerprint'], fetch=bool(where))
+
+# %% ../nbs/21_text.ipynb #b9bc4505
+_format = 'capsnb routing classifier 1'
+
+def classifier_note(
+    c:RoutingClassifier # any
+) -> dict: # JSON-ready; no fingerprint of a transformer in training: its weights lie beside it
+    "What it takes to put a classifier together again, beside its weights."
+    note = encoder_note(c.reader) if c.frozen else place_note(c.reader)
+    return dict(format=_format, frozen=c.frozen, names=c.names and list(c.names)) | note
+
+def extra_note(
+    state:Tensor, # [bytes] of `RoutingClassifier.get_extra_state`
+    where:str # it comes from, for messages
+) -> dict: # the note
+    "A checkpoint's note; `ValueError` when it is damaged."
+    try: note = json.loads(state.cpu().numpy().tobytes())
+    except (ValueError, RecursionError, AttributeError, TypeError) as e:
+        raise ValueError(f"the note in {where} is damaged: {_plainly(e)}") from e
+    if not isinstance(note, dict) or note.get('format') != _format:
+        raise ValueError(f"{where}: expected a note of the format {_format!r}, got {note!r:.100}")
+    for key, kind in dict(frozen=bool, head=dict).items():
+        if isinstance(note.get(key), kind): continue
+        said = f"its entry '{key}' is {note.get(key)!r:.60}"
+        raise ValueError(f"the note in {where} is damaged: {said}")
+    note['names'] = note.get('names')
+    return check_note(note, f"the note in {where}")
+
+# %% ../nbs/21_text.ipynb #27f91c22
+def note_as_state(
+    self:RoutingClassifier
+) -> Tensor: # [bytes] the note of `save_pretrained`, and the head's config
+    "What makes a trainer's checkpoint a whole classifier: part of its state dict."
+    note = classifier_note(self) | dict(head=self.head._hub_mixin_config)
+    return torch.frombuffer(bytearray(json.dumps(note), 'utf-8'), dtype=torch.uint8)
+
+def state_as_note(
+    self:RoutingClassifier,
+    state:Tensor # [bytes]
+):
+    "`ValueError` when weights come from a classifier that read texts in another way."
+    note = extra_note(state, 'these weights')
+    for key, mine in dict(layers=self.reader.layers, end=self.reader.end).items():
+        if note[key] == mine: continue
+        raise ValueError(f"the weights belong to a classifier with {key} {note[key]}, "
+                         f"this one has {mine}")
+    if note['names']: self.names = class_names(note['names'], self.head.routings[1].n_out)
+
+RoutingClassifier.get_extra_state, RoutingClassifier.set_extra_state = note_as_state, state_as_note
+RoutingClassifier.id2label = property(lambda self: self.names and dict(enumerate(self.names)))
+RoutingClassifier.label2id = property(lambda self: self.names and
+                                      {name: k for k, name in enumerate(self.names)})
+
+# %% ../nbs/21_text.ipynb #ba2490b9
+def build_head(
+    config:dict, # arguments of `SSTNet`
+    shapes:dict, # name -> shape of each weight in a file
+    where:str # it comes from, for messages
+) -> SSTNet: # untrained
+    "A head for weights; `ValueError` for an odd config before any memory is taken."
+    try:
+        with torch.device('meta'): state = SSTNet(**config).state_dict()
+    except Exception as e:                                            # whatever odd entries lead to
+        raise ValueError(f"the config in {where} makes no network: {_plainly(e)}") from e
+    wanted = {k: tuple(v.shape) for k, v in state.items()}
+    shapes = {k: tuple(v) for k, v in shapes.items()}
+    if differ := sorted(k for k in wanted | shapes if wanted.get(k) != shapes.get(k)):
+        k = differ[0]
+        raise ValueError(f"config and weights in {where} do not belong together: "
+                         f"{k} is {shapes.get(k, 'missing')}, expected {wanted.get(k, 'none')}")
+    return SSTNet(**config)
+
+def read_weights(
+    path:Path # of a safetensors file
+) -> dict: # name -> tensor
+    "Read weights; `ValueError` in one sentence when the file is damaged."
+    try: return need('safetensors.torch').load_file(path)
+    except Exception as e:                                          # safetensors has its own errors
+        raise ValueError(f"'{path}' cannot be read: {_plainly(e)}") from e
+
+def read_head(
+    folder:Path # written by `SSTNet.save_pretrained`
+) -> SSTNet: # with its weights
+    "Read a head from here and nowhere else; `ValueError` when something is missing or damaged."
+    for name in ('config.json', 'model.safetensors'):
+        if not (folder/name).is_file(): raise ValueError(f"'{folder}' holds no head (no {name})")
+    state = read_weights(folder/'model.safetensors')
+    shapes = {k: v.shape for k, v in state.items()}
+    head = build_head(read_json(folder/'config.json'), shapes, f"'{folder}'")
+    head.load_state_dict(state)
+    return head
+
+# %% ../nbs/21_text.ipynb #aff93e26
+def load_checkpoint(
+    folder:Path, # written by a `transformers.Trainer`: its checkpoint, or what `save_model` left
+    encoder:str|Path|None=None, # as for `load_classifier`
+    device:str|None=None # as for `load_classifier`
+) -> RoutingClassifier: # in evaluation mode
+    "Put a classifier together from weights that carry its note."
+    path = folder/'model.safetensors'
+    nothing, where = f"'{folder}' holds no classifier", f"'{path}'"
+    if not path.is_file():
+        raise ValueError(f"{nothing} (neither classifier.json nor model.safetensors)")
+    state = read_weights(path)
+    if '_extra_state' not in state:
+        raise ValueError(f"{nothing} (no classifier.json, and {path.name} has no note of one)")
+    note = extra_note(state['_extra_state'], where)
+    shapes = {k.removeprefix('head.'): v.shape for k, v in state.items() if k.startswith('head.')}
+    head = build_head(note['head'], shapes, where)
+    reader = noted_encoder(note, encoder, device)
+    found = RoutingClassifier(reader, head, note['frozen'], note['names'])
+    try: found.load_state_dict(state)
+    except RuntimeError as e:
+        raise ValueError(f"{where} does not fit the transformer '{reader.name}': "
+                         f"{_plainly(e)}") from e
+    return found.eval()
 
 # %% ../nbs/21_text.ipynb #0000003a
 def save_classifier(
@@ -360,22 +600,25 @@ def save_classifier(
     self.head.save_pretrained(folder/'head')
     if with_encoder:
         for part in (self.encoder, r.tokenizer): part.save_pretrained(folder/'encoder')
-    note = dict(format='capsnb routing classifier 1', frozen=self.frozen, **encoder_note(r))
-    if with_encoder: note |= dict(encoder=None, gguf_file=None)
-    (folder/'classifier.json').write_text(json.dumps(note, indent=1))
+    note = classifier_note(self) | dict(fingerprint=r.fingerprint)
+    if with_encoder: note |= dict(encoder=None, gguf_file=None, revision=None)
+    write_json(folder/'classifier.json', note)
 
 def load_classifier(
-    folder:str|Path, # written by `save_pretrained`
-    encoder:str|Path|None=None, # where a frozen transformer lies now; None: where it lay then
+    folder:str|Path, # written by `save_pretrained`, or by a `transformers.Trainer`
+    encoder:str|Path|None=None, # where the transformer lies now; None: where it lay then
     device:str|None=None # None: the best there is
 ) -> RoutingClassifier: # in evaluation mode
     "Read a classifier; `ValueError` when the transformer is not the one it was trained on."
-    folder = Path(folder)
-    if not (folder/'classifier.json').is_file(): raise ValueError(f"'{folder}' holds no classifier (no classifier.json)")
-    note = json.loads((folder/'classifier.json').read_text())
-    reader = noted_encoder({**note, 'encoder': note['encoder'] or str(folder/'encoder')}, encoder, device)
-    with contextlib.redirect_stdout(io.StringIO()): head = SSTNet.from_pretrained(folder/'head')     # it says where from
-    return RoutingClassifier(reader, head, note['frozen']).eval()
+    folder = Path(folder).expanduser()
+    if not (folder/'classifier.json').is_file(): return load_checkpoint(folder, encoder, device)
+    where = f"'{folder/'classifier.json'}'"
+    note = read_json(folder/'classifier.json', format=str, frozen=bool, fingerprint=str)
+    if check_note(note, where)['format'] != _format:
+        raise ValueError(f"{where} has the format {note['format']!r}, expected {_format!r}")
+    head, place = read_head(folder/'head'), note['encoder'] or str(folder/'encoder')
+    reader = noted_encoder(note | dict(encoder=place), encoder, device)
+    return RoutingClassifier(reader, head, note['frozen'], note.get('names')).eval()
 
 RoutingClassifier.save_pretrained, RoutingClassifier.from_pretrained = save_classifier, staticmethod(load_classifier)
 

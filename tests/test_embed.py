@@ -278,8 +278,9 @@ def test_any_cut_is_found(encoders, tmp_path, name, message):
 
 def test_another_format(encoders, tmp_path):
     encoders['gpt2'].cache(TEXTS, tmp_path/'c', progress=False); p = tmp_path/'c'/'header.json'
-    p.write_text(p.read_text().replace('embeddings 1', 'embeddings 2'))
-    with pytest.raises(ValueError, match="format 'capsnb embeddings 2', expected 'capsnb embeddings 1'"): EmbeddingCache(tmp_path/'c')
+    p.write_text(p.read_text().replace('embeddings 2', 'embeddings 3'))
+    with pytest.raises(ValueError, match="format 'capsnb embeddings 3', expected one of capsnb embeddings 1, capsnb embeddings 2"):
+        EmbeddingCache(tmp_path/'c')
 
 def test_each_kind_of_wrong_cache(folders, encoders, tmp_path):
     enc = encoders['gpt2']; enc.cache(TEXTS, tmp_path/'c', progress=False); at = tmp_path/'c'

@@ -96,7 +96,7 @@ def test_a_stopped_rerun_does_not_pass_for_the_old_one(world, encoder, tmp_path,
     train_sst(out=tmp_path, **kw)
     def stop(*args, **kw): raise KeyboardInterrupt
     monkeypatch.setattr('capsnb.train.make_trainer', stop)
-    with pytest.raises(KeyboardInterrupt): train_sst(out=tmp_path, **kw)
+    with pytest.raises(KeyboardInterrupt): train_sst(out=tmp_path, overwrite=True, **kw)
     with pytest.raises(ValueError, match='has not come to its end'): load_run(tmp_path, encoder, 'cpu')
 
 def test_probes_are_ranked_by_validation_and_fitted_on_training_data(world, encoder):

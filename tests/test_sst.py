@@ -1,5 +1,5 @@
 "Fuzz and download tests of the sentiment trees; what reads well in prose is in nbs/12_sst.ipynb."
-import hashlib, os, re, threading, time, zipfile
+import hashlib, os, re, threading, time, tracemalloc, zipfile
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 import pytest
@@ -7,8 +7,8 @@ from hypothesis import given, settings, strategies as st
 from capsnb import sst
 from capsnb.files import holds
 from web import Web
-from capsnb.sst import (Tree, download_sst, fetch, files, find_sst, load_sst, parse_tree, phrase_text, read_sst, read_trees, restore,
-                        tiny_treebank, tree_layout, unique_phrases)
+from capsnb.sst import (Tree, download_sst, fetch, files, find_sst, load_sst, parse_tree, phrase_keys, phrase_text, read_sst, read_trees,
+                        restore, tiny_treebank, tree_layout, unique_phrases)
 
 some = settings(max_examples=300, deadline=None, derandomize=True)
 few = settings(max_examples=60, deadline=None, derandomize=True)
@@ -282,6 +282,31 @@ def test_phrases_are_found_once_and_where_they_are(some_lines):
         rows = unique_phrases(trees)
         assert len(rows) == len(known) and rows == sorted(rows, key=lambda r: (r[0], trees[r[0]].nodes.index(r[1:])))
         for t, start, end, label in rows: assert known.pop(trees[t].words[start:end]) == {label}
+
+@few
+@given(st.lists(st.lists(st.sampled_from('ab'), min_size=1, max_size=9), min_size=1, max_size=4), st.randoms(use_true_random=False))
+def test_phrase_keys_are_equal_exactly_where_words_are(sentences, rng):
+    def bracket(ws): # some bracketing, all labels 2
+        if len(ws) == 1: return f'(2 {ws[0]})'
+        k = rng.randint(1, len(ws) - 1)
+        return f'(2 {bracket(ws[:k])} {bracket(ws[k:])})'
+    trees = [parse_tree(bracket(ws)) for ws in sentences]
+    phrases = [tree.words[start:end] for tree in trees for start, end, _ in tree.nodes]
+    pairs = set(zip(phrase_keys(trees), phrases))
+    assert len(pairs) == len({key for key, _ in pairs}) == len({phrase for _, phrase in pairs})
+
+@pytest.mark.parametrize('branch', ['left', 'right'])
+def test_nested_phrases_take_room_for_their_words_only(branch):
+    "one after the other in full, the phrases of this sentence are 18 million words: 144 MB of references"
+    line = '(1 w0)'
+    for n in range(1, 6000): line = f'(2 {line} (3 w{n}))' if branch == 'left' else f'(2 (3 w{n}) {line})'
+    trees = [parse_tree(line)]*2
+    tracemalloc.start()
+    try:
+        rows = unique_phrases(trees)
+        _, peak = tracemalloc.get_traced_memory()
+    finally: tracemalloc.stop()
+    assert len(rows) == 11_999 and {t for t, *_ in rows} == {0} and peak < 30e6
 
 @pytest.mark.parametrize('phrases', [True, False])
 def test_columns(tiny, phrases):
