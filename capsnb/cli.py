@@ -14,8 +14,8 @@ __all__ = ['trunk', 'recipe', 'titles', 'shown', 'networks', 'Later', 'is_first'
            'draw_scores', 'draw_column', 'picture', 'of_demo', 'shown_before', 'strangers', 'claim_demo', 'demo',
            'leave_demo', 'how_to_resume', 'plainly', 'at_home', 'entrance', 'make_app', 'main', 'on_terminal',
            'shared_options', 'add_demo', 'pose_picture', 'told', 'bars', 'add_objects', 'drawings_picture',
-           'add_digits', 'again', 'add_train', 'add_sst', 'confusion_table', 'evaluate', 'add_eval', 'add_explain',
-           'capsules_of', 'floor_of', 'add_ablate']
+           'add_digits', 'again', 'add_train', 'add_sst', 'print_seeds', 'confusion_table', 'evaluate', 'add_eval',
+           'add_explain', 'capsules_of', 'floor_of', 'add_ablate']
 
 # %% ../nbs/50_cli.ipynb #b94891b1
 class Later:
@@ -576,18 +576,36 @@ def add_sst(
         """Route a frozen transformer's hidden states to sentiments (Heinsen 2019, section 5).
 
         Says its price, keeps the epoch that validates best, tests once. Ctrl-C leaves a checkpoint."""
-        how = again('capsnb train sst', task=task, encoder=encoder, gguf=gguf, revision=revision, layers=layers, cache_dtype=cache_dtype, roots=roots, epochs=epochs, seed=seed, seeds=seeds if seeds > 1 else None, limit=limit, out=out, data=data,
-                    cache=cache, on_the_fly=on_the_fly, as_published=as_published, any_treebank=any_treebank, device=device, no_progress=not progress)
+        asked = dict(task=task, encoder=encoder, gguf=gguf, revision=revision, layers=layers,
+                     cache_dtype=cache_dtype, roots=roots, epochs=epochs, limit=limit, data=data,
+                     cache=cache, on_the_fly=on_the_fly, as_published=as_published,
+                     any_treebank=any_treebank, device=device)
+        many = dict(seeds=seeds) if seeds > 1 else {}
+        how = again('capsnb train sst', **asked, seed=seed, **many, out=out, **bars(progress))
         if not progress: quiet_transformers().utils.logging.disable_progress_bar()
-        kw = dict(task=task, gguf_file=gguf, revision=revision, layers=layers, cache_dtype=cache_dtype, roots=roots, epochs=epochs, limit=limit, published=as_published, folder=data, cache=False if on_the_fly else cache, official=not any_treebank,
-                  device=device, progress=progress, how_to_resume=how)
-        if seeds > 1:
-            rows = plainly(lambda: repeat(train_sst, check_room(out, 2**20)/'runs.json', task, tuple(range(seed, seed + seeds)), out, again('capsnb train sst', task=task, roots=roots, seeds=seeds), encoder=encoder, resume=True, **kw), how)
-            s = summary(rows); print(f"{task}, seeds {seed} to {seed + seeds - 1}: test {s['test']:.1f} ± {s['test_sd']:.1f} %, validation {s['valid']:.1f} ± {s['valid_sd']:.1f} %; runs in {out}"); return
+        kw = dict(task=task, encoder=encoder, gguf_file=gguf, revision=revision, layers=layers,
+                  cache_dtype=cache_dtype, roots=roots, epochs=epochs, limit=limit,
+                  published=as_published, folder=data, cache=False if on_the_fly else cache,
+                  official=not any_treebank, device=device, progress=progress, how_to_resume=how)
+        if many: return print_seeds(task, range(seed, seed + seeds), out, how, kw)
         plainly(lambda: claim(out, resume, overwrite, command_line=True), how)
-        m = plainly(lambda: train_sst(encoder=encoder, out=out, seed=seed, resume=resume, **kw), how)
-        print(f"{task}, {m['n_params']:,} parameters, best of {m['epochs']} epochs: {m['best_epoch']}; validation {m['valid_accuracy']:.1%}, "
-              f"test {m['test_accuracy']:.1%}; {m['seconds']/m['epochs']:.1f} s per epoch; the network is in {out}")
+        plainly(lambda: train_sst(out=out, seed=seed, resume=resume, overwrite=overwrite, **kw), how)
+        if is_first(): print(f"{task}, {told(out)}")
+
+def print_seeds(
+    task:str, # 'sst5' or 'sst2'
+    seeds:range, # one run each
+    out:Path, # folder of the runs
+    how:str, # command that goes on
+    kw:dict # of `train_sst`
+):
+    "Train a setting over seeds, and say what came out."
+    def work(): return repeat(train_sst, check_room(out, 2**20)/'runs.json', task, tuple(seeds),
+                              out, how.removesuffix(' --resume'), **kw)
+    s = summary(plainly(work, how))
+    if not is_first(): return
+    print(f"{task}, seeds {seeds[0]} to {seeds[-1]}: test {s['test']:.1f} ± {s['test_sd']:.1f} %, "
+          f"validation {s['valid']:.1f} ± {s['valid_sd']:.1f} %; runs in {out}")
 
 # %% ../nbs/50_cli.ipynb #7c6e9cc4
 def confusion_table(

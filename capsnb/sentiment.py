@@ -278,7 +278,8 @@ def train_sst(
     revision:str|None=None, # of the encoder, as for `FrozenEncoder`
     cache_dtype:str='float16', # of the caches
     overwrite:bool=False, # replace the run that the folder holds
-    **more # of the recipe, or what TrainingArguments knows
+    save_steps:int=0, # checkpoints within an epoch; 0: only at its end
+    **more # of the recipe, or `honoured` ones
 ) -> dict: # as in metrics.json
     "Train `SSTNet` on the treebank: test accuracy of the epoch that validates best."
     kw = {**recipe, **({} if published else own), **more, **({} if epochs is None else dict(epochs=epochs))}
@@ -303,8 +304,8 @@ def train_sst(
     if not isinstance(decks['train'].source, EmbeddingCache): note['on_the_fly'] = True
     collator = TextMixup(len(names), kw['mixup'], encoder)
     return fit_decks(model, decks['train'], decks['validation'], decks['test'], collator, out, kw,
-                     device, resume, how_to_resume, name=f'{task} seed {seed}', progress=progress,
-                     overwrite=overwrite, task=note)
+                     device, resume, how_to_resume, save_steps, f'{task} seed {seed}', progress,
+                     overwrite, note)
 
 # %% ../nbs/23_sentiment.ipynb #00000016
 def load_run(
