@@ -14,8 +14,8 @@ __all__ = ['trunk', 'recipe', 'titles', 'shown', 'networks', 'Later', 'is_first'
            'draw_scores', 'draw_column', 'picture', 'of_demo', 'shown_before', 'strangers', 'claim_demo', 'demo',
            'leave_demo', 'how_to_resume', 'plainly', 'at_home', 'entrance', 'make_app', 'main', 'on_terminal',
            'shared_options', 'add_demo', 'pose_picture', 'told', 'bars', 'add_objects', 'drawings_picture',
-           'add_digits', 'again', 'add_train', 'add_sst', 'print_seeds', 'confusion_table', 'evaluate', 'add_eval',
-           'add_explain', 'capsules_of', 'floor_of', 'add_ablate']
+           'add_digits', 'again', 'add_train', 'add_sst', 'run_sst', 'run_seeds', 'confusion_table', 'evaluate',
+           'add_eval', 'add_explain', 'capsules_of', 'floor_of', 'add_ablate']
 
 # %% ../nbs/50_cli.ipynb #b94891b1
 class Later:
@@ -576,36 +576,44 @@ def add_sst(
         """Route a frozen transformer's hidden states to sentiments (Heinsen 2019, section 5).
 
         Says its price, keeps the epoch that validates best, tests once. Ctrl-C leaves a checkpoint."""
-        asked = dict(task=task, encoder=encoder, gguf=gguf, revision=revision, layers=layers,
-                     cache_dtype=cache_dtype, roots=roots, epochs=epochs, limit=limit, data=data,
-                     cache=cache, on_the_fly=on_the_fly, as_published=as_published,
-                     any_treebank=any_treebank, device=device)
-        many = dict(seeds=seeds) if seeds > 1 else {}
-        how = again('capsnb train sst', **asked, seed=seed, **many, out=out, **bars(progress))
-        if not progress: quiet_transformers().utils.logging.disable_progress_bar()
-        kw = dict(task=task, encoder=encoder, gguf_file=gguf, revision=revision, layers=layers,
-                  cache_dtype=cache_dtype, roots=roots, epochs=epochs, limit=limit,
-                  published=as_published, folder=data, cache=False if on_the_fly else cache,
-                  official=not any_treebank, device=device, progress=progress, how_to_resume=how)
-        if many: return print_seeds(task, range(seed, seed + seeds), out, how, kw)
-        plainly(lambda: claim(out, resume, overwrite, command_line=True), how)
-        plainly(lambda: train_sst(out=out, seed=seed, resume=resume, overwrite=overwrite, **kw), how)
-        if is_first(): print(f"{task}, {told(out)}")
+        run_sst(SimpleNamespace(**locals()))
 
-def print_seeds(
-    task:str, # 'sst5' or 'sst2'
-    seeds:range, # one run each
-    out:Path, # folder of the runs
-    how:str, # command that goes on
+# %% ../nbs/50_cli.ipynb #e2c1bbd4
+_not_repeated = {'resume', 'overwrite', 'progress'}                    # nor what is as it is anyway
+_as_it_is = {('seeds', 1), ('layers', 'all'), ('cache_dtype', 'float16')}
+
+def run_sst(
+    given:SimpleNamespace # options of `capsnb train sst`
+):
+    "Train on the treebank, and say what came out."
+    o, again_with = given, {k: v for k, v in vars(given).items()
+                            if k not in _not_repeated and (k, v) not in _as_it_is}
+    how = again('capsnb train sst', **again_with, **bars(o.progress))
+    if not o.progress: quiet_transformers().utils.logging.disable_progress_bar()
+    kw = dict(task=o.task, encoder=o.encoder, gguf_file=o.gguf, revision=o.revision, layers=o.layers,
+              cache=False if o.on_the_fly else o.cache, cache_dtype=o.cache_dtype, roots=o.roots,
+              epochs=o.epochs, limit=o.limit, published=o.as_published, folder=o.data,
+              official=not o.any_treebank, device=o.device, progress=o.progress, how_to_resume=how)
+    if o.seeds > 1: return run_seeds(o, how, kw)
+    plainly(lambda: claim(o.out, o.resume, o.overwrite, command_line=True), how)
+    work = lambda: train_sst(out=o.out, seed=o.seed, resume=o.resume, overwrite=o.overwrite, **kw)
+    plainly(work, how)
+    if is_first(): print(f"{o.task}, {told(o.out)}")
+
+def run_seeds(
+    o:SimpleNamespace, # as for `run_sst`
+    how:str, # to go on, for messages
     kw:dict # of `train_sst`
 ):
-    "Train a setting over seeds, and say what came out."
-    def work(): return repeat(train_sst, check_room(out, 2**20)/'runs.json', task, tuple(seeds),
-                              out, how.removesuffix(' --resume'), **kw)
+    "Train with one seed after the other; finished ones are kept."
+    seeds = tuple(range(o.seed, o.seed + o.seeds))
+    command = again('capsnb train sst', task=o.task, roots=o.roots, seeds=o.seeds)
+    work = lambda: repeat(train_sst, check_room(o.out, 2**20)/'runs.json', o.task, seeds, o.out,
+                          command, **{'resume': True, **kw})
     s = summary(plainly(work, how))
     if not is_first(): return
-    print(f"{task}, seeds {seeds[0]} to {seeds[-1]}: test {s['test']:.1f} ± {s['test_sd']:.1f} %, "
-          f"validation {s['valid']:.1f} ± {s['valid_sd']:.1f} %; runs in {out}")
+    print(f"{o.task}, seeds {seeds[0]} to {seeds[-1]}: test {s['test']:.1f} ± {s['test_sd']:.1f} %, "
+          f"validation {s['valid']:.1f} ± {s['valid_sd']:.1f} %; runs in {o.out}")
 
 # %% ../nbs/50_cli.ipynb #7c6e9cc4
 def confusion_table(

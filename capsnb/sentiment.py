@@ -200,7 +200,7 @@ def sst_samples(
     limit:int|None=None, # at most so many samples of each split, spread evenly
     splits:tuple=('train', 'validation', 'test') # which
 ) -> dict: # name of a split -> Samples
-    "Read the treebank, once, and say what is to be read by a transformer."
+    "Read the treebank, once: what a transformer shall read of it."
     if task not in names_of: raise ValueError(f"task must be 'sst5' or 'sst2', got {task!r}")
     if limit is not None and (type(limit) is not int or limit < 1):
         raise ValueError(f"expected limit to be an integer >= 1, got {limit!r}")
@@ -279,7 +279,7 @@ def train_sst(
     cache_dtype:str='float16', # of the caches
     overwrite:bool=False, # replace the run that the folder holds
     save_steps:int=0, # checkpoints within an epoch; 0: only at its end
-    **more # of the recipe, or `honoured` ones
+    **more # of the recipe, or what TrainingArguments knows
 ) -> dict: # as in metrics.json
     "Train `SSTNet` on the treebank: test accuracy of the epoch that validates best."
     kw = {**recipe, **({} if published else own), **more, **({} if epochs is None else dict(epochs=epochs))}
@@ -289,8 +289,8 @@ def train_sst(
     if progress: say("reading the treebank")
     samples = sst_samples(task, folder, official, roots, limit)    # is anything wrong with it?
     reading = dict(gguf_file=gguf_file, layers=layers, revision=revision)
-    cache = first_the_price(encoder, reading, samples, cache, cache_dtype, kw['epochs'], on,
-                            progress)
+    n = kw['epochs']
+    cache = first_the_price(encoder, reading, samples, cache, cache_dtype, n, on, progress)
     if not isinstance(encoder, FrozenEncoder):
         encoder = FrozenEncoder(encoder, device=device, **reading)
     decks = sentiment_data(task, encoder, cache=cache, seed=seed, progress=progress,
