@@ -4,7 +4,8 @@
 
 # %% ../nbs/15_runs.ipynb #2843de59
 from __future__ import annotations
-import contextlib, errno, functools, hashlib, inspect, io, json, os, re, shutil, warnings
+import contextlib, errno, functools, hashlib, inspect, io, json, os, re, shutil, tempfile
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 import torch
@@ -15,8 +16,8 @@ from .files import checksum, read_json, sync_folder, write_json
 # %% auto #0
 __all__ = ['run_files', 'run_folder', 'first_process', 'locked', 'is_busy', 'checkpoint_bytes', 'check_room', 'digest',
            'hash_files', 'seal_checkpoint', 'read_seal', 'checkpoints_in', 'last_whole', 'run_bytes', 'clear_run',
-           'found_in', 'claim', 'made_with', 'agree', 'save_network', 'write_end', 'check_end', 'finished_run',
-           'task_of', 'saved_network']
+           'found_in', 'claim', 'made_with', 'agree', 'same_run', 'save_network', 'write_end', 'check_end',
+           'finished_run', 'task_of', 'saved_network']
 
 # %% ../nbs/15_runs.ipynb #7fe514af
 def run_folder(
@@ -77,10 +78,9 @@ def check_room(
 ) -> Path: # the folder, absolute
     "Claim `n_bytes` there and give them back; `OSError` in plain words when that fails."
     folder = run_folder(folder)
-    probe = folder/f'.probe-{os.getpid()}'
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with open(probe, 'wb') as f: _claim_bytes(f, n_bytes)
+        with tempfile.TemporaryFile(dir=folder) as f: _claim_bytes(f, n_bytes)   # gone after a kill
     except OSError as e:
         full = e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         advice = 'Free some space.' if full else 'Is it a folder that you may write to?'
@@ -88,8 +88,6 @@ def check_room(
         message = (f"cannot write {size} for checkpoints ({e.strerror}); nothing was trained. "
                    f"{advice} Choose another folder than")
         raise OSError(e.errno, message, str(folder)) from e
-    finally:
-        with contextlib.suppress(OSError): probe.unlink()           # it may never have been made
     return folder
 
 def _claim_bytes(
@@ -132,6 +130,12 @@ def seal_checkpoint(
     sync_folder(folder.parent)
     write_json(folder/'seal.json', dict(note, digest=digest(note)))
 
+def _is_inside(
+    folder:Path, # of a checkpoint
+    name:str # of a file, as a seal has it
+) -> bool:
+    return (folder/name).is_file() and (folder/name).resolve().is_relative_to(folder.resolve())
+
 def read_seal(
     folder:Path # a checkpoint
 ) -> dict|None: # what the seal holds; None when the checkpoint is not whole
@@ -139,7 +143,8 @@ def read_seal(
     try:
         note = read_json(folder/'seal.json', files=dict, digest=str)
         if note.pop('digest') != digest(note): return None
-        whole = all(checksum(folder/name) == sha for name, sha in note['files'].items())
+        whole = all(_is_inside(folder, name) and checksum(folder/name) == sha
+                    for name, sha in note['files'].items())
     except (OSError, ValueError): return None
     return note if whole else None
 
@@ -249,7 +254,7 @@ def agree(
     path, changes = folder/'settings.json', []
     settings = json.loads(json.dumps(settings))                     # as they come back from a file
     if resume and path.exists():
-        old = _written(path, settings)
+        old = same_run(folder, settings)
         now = _differences(old['made_with'], tools)
         changes = old['changes'] + [c for c in now if c not in old['changes']]
         tools = old['made_with']
@@ -259,18 +264,21 @@ def agree(
     write_json(path, dict(settings=settings, made_with=tools, changes=changes))
     return changes
 
-def _written(
-    path:Path, # settings.json of a run
+def same_run(
+    folder:Path, # of a run
     settings:dict # that must be the same
 ) -> dict: # settings, made_with, changes
+    "What settings.json says; `ValueError` names what differs, or is damaged."
+    settings = json.loads(json.dumps(settings))
     try:
-        old = read_json(path, settings=dict, made_with=dict, changes=list)
+        old = read_json(folder/'settings.json', settings=dict, made_with=dict, changes=list)
         if not all(isinstance(change, str) for change in old['changes']):
-            raise ValueError(f"'{path}' is damaged: expected 'changes' to be a list of texts")
-    except ValueError as e:
+            raise ValueError(f"'{folder}/settings.json' is damaged: "
+                             "expected 'changes' to be a list of texts")
+    except (OSError, ValueError) as e:
         raise ValueError(f"cannot resume: {e}; start anew without resume") from e
     if differ := _differences(old['settings'], settings):
-        raise ValueError(f"cannot resume in {path.parent}, the settings differ "
+        raise ValueError(f"cannot resume in {folder}, the settings differ "
                          f"({'; '.join(differ)}); start anew without resume")
     return old
 

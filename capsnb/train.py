@@ -16,16 +16,17 @@ from .files import read_json, write_json
 from .runs import (
     agree, check_room, checkpoint_bytes, checkpoints_in, claim, clear_run, digest, finished_run,
     first_process, last_whole, locked, made_with, read_seal, run_bytes, run_files, run_folder,
-    save_network, saved_network, seal_checkpoint, task_of, write_end)
+    same_run, save_network, saved_network, seal_checkpoint, task_of, write_end)
 
 # %% auto #0
 __all__ = ['top_momentum', 'honoured', 'own_names', 'load_digits_split', 'dice', 'shift_images', 'pictures', 'class_numbers',
            'columns_of', 'Deck', 'mixup', 'MixupCollator', 'cycle_height', 'SingleCycle', 'Diverged', 'Ledger',
            'SealHook', 'weights_are_finite', 'left_in', 'wait_for_all', 'DealHook', 'ProgressHook', 'StopHook',
-           'catching', 'BarHook', 'accuracy', 'quiet_transformers', 'training_arguments', 'make_trainer', 'mean_loss',
-           'loss_in_words', 'check_names', 'check_recipe', 'fingerprint', 'identity', 'classes_of', 'Stopped',
-           'rehearse', 'check_answer', 'load_best', 'history_of', 'has_room', 'run_training', 'fit_decks', 'batches_of',
-           'digest_of', 'prepare', 'fit', 'finish', 'to_the_end', 'repeat', 'summary', 'in_words']
+           'heard_by_any', 'catching', 'BarHook', 'accuracy', 'quiet_transformers', 'training_arguments',
+           'make_trainer', 'mean_loss', 'loss_in_words', 'check_names', 'check_recipe', 'fingerprint', 'identity',
+           'classes_of', 'Stopped', 'rehearse', 'check_answer', 'load_best', 'history_of', 'has_room', 'run_training',
+           'fit_decks', 'batches_of', 'digest_of', 'prepare', 'fit', 'finish', 'to_the_end', 'repeat', 'summary',
+           'in_words']
 
 # %% ../nbs/22_train.ipynb #00000005
 def load_digits_split(): # datasets.DatasetDict with columns image [1, 8, 8] in [0, 1] and label
@@ -414,6 +415,7 @@ class StopHook:
         self.signal = signum
 
     def on_step_end(self, args, state, control, **_):
+        self.signal = heard_by_any(self.signal, args)
         within = not float(state.epoch).is_integer()                # the epoch goes on after this
         due = self.save_steps and state.global_step % self.save_steps == 0
         control.should_save = control.should_save or bool(within and (due or self.signal))
@@ -423,6 +425,16 @@ class StopHook:
     def on_epoch_end(self, args, state, control, **_):
         if not self.early: return
         control.should_evaluate = control.should_save = control.should_log = False
+
+def heard_by_any(
+    signum:int|None, # what this process has heard
+    args # transformers.TrainingArguments
+) -> int|None: # what one of the processes has heard, so that all stop at one step
+    "Agree on a signal over all processes."
+    if args.world_size == 1: return signum
+    heard = torch.tensor(signum or 0, device=args.device)
+    torch.distributed.all_reduce(heard, torch.distributed.ReduceOp.MAX)
+    return int(heard) or None
 
 @contextmanager
 def catching(
@@ -725,12 +737,14 @@ def fingerprint(
 def identity(
     net:nn.Module, # of a run
     train:Deck, # of a run
-    valid:Deck|None # of a run, if it validates
+    valid:Deck|None, # of a run, if it validates
+    test:Deck|None=None # of a run, if it tests
 ) -> dict: # JSON-ready
     "What a resumed run must have in common with the first, beside the recipe."
     return dict(network=type(net).__name__, n_params=sum(p.numel() for p in net.parameters()),
                 architecture=fingerprint(net), train_data=train.mark(),
-                valid_data=None if valid is None else valid.mark())
+                valid_data=None if valid is None else valid.mark(),
+                test_data=None if test is None else test.mark())
 
 def classes_of(
     data, # datasets.Dataset, or dict of tensors
@@ -755,14 +769,15 @@ def rehearse(
 ):
     "`ValueError` for what would fail later: odd data, an odd answer, weights that cannot be saved."
     was = net.training
-    with torch.random.fork_rng():
-        net.to(device).eval()
-        for name, deck in decks.items():
-            batch = collator(deck.__getitems__(list(range(min(2, len(deck))))))
-            batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-            batch = getattr(collator, 'on_device', dict)(batch)
-            check_answer(net, batch, name, int(deck.labels.max()))
-    net.train(was)
+    net.to(device).eval()
+    try:
+        with torch.random.fork_rng():
+            for name, deck in decks.items():
+                batch = collator(deck.__getitems__(list(range(min(2, len(deck))))))
+                batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+                batch = getattr(collator, 'on_device', dict)(batch)
+                check_answer(net, batch, name, int(deck.labels.max()))
+    finally: net.train(was)
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix='.rehearsal-') as place:
             save_network(net, Path(place))
@@ -859,8 +874,8 @@ def run_training(
     except Exception as e:
         if isinstance(e, Diverged) or has_room(folder, checkpoint_bytes(trainer.model)): raise
         state = trainer.state
-        message = (f"the disk is full at step {state.global_step} of {state.max_steps}; "
-                   f"{left_in(folder)}; free some space and go on with: {how_to_resume}")
+        message = ("the disk is full, or cannot be written any more, "
+                   f"at step {state.global_step} of {state.max_steps}; {left_in(folder)}; free some space and go on with: {how_to_resume}")
         raise OSError(errno.ENOSPC, message, str(folder)) from e
     state = trainer.state
     if stop.signal and state.global_step < state.max_steps:
@@ -890,13 +905,16 @@ def fit_decks(
     keep_freed_memory()
     folder, decks = run_folder(out), dict(training=deck, validation=held, test=test)
     args = _arguments(folder/'checkpoints', recipe, device, validate=held is not None)
-    settings = {**identity(net, deck, held), **also, **(note or {}), **recipe, **batches_of(args)}
+    settings = {**identity(net, deck, held, test), **also, **(note or {}), **recipe,
+                **batches_of(args)}
     with contextlib.ExitStack() as to_do:
         if args.process_index == 0:
             claim(folder, resume, overwrite)
-            check_room(folder, run_bytes(net, folder))
-            to_do.enter_context(locked(folder))
-            prepare(net, decks, collator, folder, settings, resume, args)
+            if resume and (folder/'metrics.json').exists(): same_run(folder, settings)
+            else:
+                check_room(folder, run_bytes(net, folder))
+                to_do.enter_context(locked(folder))
+                prepare(net, decks, collator, folder, settings, resume, args)
         wait_for_all(args)
         if resume and (done := finished_run(folder, net)): return done
         ledger, stop, bar = Ledger(), StopHook(save_steps), BarHook(name, progress)
@@ -950,13 +968,11 @@ def prepare(
 ):
     "Rehearse; only then remove an old run; write down the settings, and say which tools changed."
     there = {name: deck for name, deck in decks.items() if deck is not None}
-    ended = resume and (folder/'metrics.json').exists()
-    if not ended: rehearse(net, there, collator, folder, args.device)
+    rehearse(net, there, collator, folder, args.device)
     if not resume: clear_run(folder)
     changes = agree(folder, settings, made_with(net), resume)
-    if ended or not changes: return
-    print(f"resumed with other tools ({'; '.join(changes)}): "
-          "the weights may differ from those of a run that was never stopped")
+    if changes: print(f"resumed with other tools ({'; '.join(changes)}): "
+                      "the weights may differ from those of a run that was never stopped")
 
 # %% ../nbs/22_train.ipynb #c0e094c1
 def fit(
@@ -1104,8 +1120,8 @@ def _row(
     if 'encoder' in row: row['encoder'] = Path(row['encoder']).name    # without where it lies
     return row
 
-_of_one_machine = ('train_data', 'valid_data', 'architecture', 'fingerprint', 'command', 'files',
-                   'made_with', 'changes')
+_of_one_machine = ('train_data', 'valid_data', 'test_data', 'architecture', 'fingerprint', 'command',
+                   'files', 'made_with', 'changes')
 
 # %% ../nbs/22_train.ipynb #bce42b17
 def summary(

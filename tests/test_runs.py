@@ -430,7 +430,7 @@ def test_a_study_goes_on_where_it_was_stopped(cut, data, tmp_path):
     found = []
     def one(seed, out, resume):
         found.append(last_whole(out/'checkpoints').name)
-        return run(data, out, test=data['test'], seed=seed, resume=resume)
+        return run(data, out, seed=seed, resume=resume)
     repeat(one, tmp_path/'runs.json', 'a', (0,), tmp_path/'runs')
     assert found == ['checkpoint-5']
 
@@ -504,7 +504,7 @@ def test_a_disk_that_fills_up_on_the_way_is_one_sentence(data, tmp_path, monkeyp
         if left[0] < 0: raise OSError(errno.ENOSPC, 'No space left on device')
     monkeypatch.setattr(safetensors.torch, 'save_file', save)
     monkeypatch.setattr(runs, '_claim_bytes', full)
-    message = 'the disk is full at step .* of 12; .*checkpoint.* go on with: the same command'
+    message = 'the disk is full, .*, at step .* of 12; .*checkpoint.* go on with: the same command'
     with pytest.raises(OSError, match=message):
         run(data, tmp_path, Own(), epochs=4, how_to_resume='the same command')
     left[0] = 10**6
