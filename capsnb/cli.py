@@ -285,6 +285,7 @@ def plainly(
     except KeyboardInterrupt as e:                                 # `Stopped`, too, which says more
         said = str(e) or f"stopped; go on with: {if_stopped}"
         if is_first(): print(f"\n{said}", file=sys.stderr)
+        Later.stopped = False                                      # it has been answered
         raise SystemExit(130)
     except (ImportError, OSError, ValueError) as e:
         print(f"{name}: {e}", file=sys.stderr)
@@ -338,7 +339,12 @@ def main():
         Later.stopped = True
         raise KeyboardInterrupt
     signal.signal(signal.SIGINT, stop)
-    plainly(lambda: make_app()(), 'the same command')
+    def work():
+        try: make_app()()
+        except SystemExit:
+            if Later.stopped: raise KeyboardInterrupt from None    # Typer left without a word
+            raise
+    plainly(work, 'the same command')
 
 # %% ../nbs/50_cli.ipynb #ab1a0011
 def on_terminal() -> bool: return sys.stderr.isatty() # where progress bars are drawn
