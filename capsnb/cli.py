@@ -91,10 +91,10 @@ def table(
 
 # %% ../nbs/50_cli.ipynb #0000000c
 def picked(
-    a:Tensor, # [n, n_classes] scores
-    labels:Tensor, # [n]
+    a:torch.Tensor, # [n, n_classes] scores
+    labels:torch.Tensor, # [n]
     n:int=7 # how many to show
-) -> Tensor: # [n] which samples: up to two that are misread, then the least sure ones of distinct classes
+) -> torch.Tensor: # [n] which samples: up to two that are misread, then the least sure ones of distinct classes
     "Samples worth looking at."
     top = a.softmax(-1).topk(2).values
     margin, wrong, chosen = top[:, 0] - top[:, 1], a.argmax(-1) != labels, []
@@ -106,8 +106,8 @@ def picked(
 # %% ../nbs/50_cli.ipynb #0000000e
 def draw_map(
     ax, # matplotlib axes
-    image:Tensor, # [m, n]
-    credit:Tensor, # [m', n'], any size
+    image:torch.Tensor, # [m, n]
+    credit:torch.Tensor, # [m', n'], any size
     limit:float, # credit of the strongest colour
     cmap:str='Greens' # 'PRGn' for maps with a sign
 ):
@@ -118,7 +118,7 @@ def draw_map(
 
 def draw_scores(
     ax, # matplotlib axes
-    a:Tensor, # [n_classes] scores
+    a:torch.Tensor, # [n_classes] scores
     first:int, second:int, label:int # winner, runner-up, truth
 ):
     "Probabilities of the classes as bars, the true class in bold."
@@ -130,8 +130,8 @@ def draw_scores(
 # %% ../nbs/50_cli.ipynb #0000000f
 def draw_column(
     axs, # five matplotlib axes, from top to bottom
-    image:Tensor, label:int, # [m, n], and what it is
-    a:Tensor, used:Tensor, earned:Tensor # scores [k] and both kinds of credit [k, m', n']
+    image:torch.Tensor, label:int, # [m, n], and what it is
+    a:torch.Tensor, used:torch.Tensor, earned:torch.Tensor # scores [k] and both kinds of credit [k, m', n']
 ):
     "One digit: itself, its scores, what two classes used, what decided between them."
     first, second = a.topk(2).indices.tolist(); decided = earned[first] - earned[second]
@@ -147,8 +147,8 @@ def draw_column(
 # %% ../nbs/50_cli.ipynb #00000010
 def picture(
     net, # a trained `DStepNet`
-    images:Tensor, # [n, 1, m, n]
-    labels:Tensor, # [n]
+    images:torch.Tensor, # [n, 1, m, n]
+    labels:torch.Tensor, # [n]
     path:str|Path|None=None, # where to save it
     n:int=7 # how many samples
 ): # the matplotlib figure
@@ -279,6 +279,7 @@ def plainly(
     except KeyboardInterrupt as e:                                 # `Stopped`, too, which says more
         said = str(e) or f"stopped; go on with: {if_stopped}"
         if is_first(): print(f"\n{said}", file=sys.stderr)
+        Later.stopped = False                                      # it has been answered
         raise SystemExit(130)
     except (ImportError, OSError, ValueError) as e:
         print(f"{name}: {e}", file=sys.stderr)
@@ -332,7 +333,12 @@ def main():
         Later.stopped = True
         raise KeyboardInterrupt
     signal.signal(signal.SIGINT, stop)
-    plainly(lambda: make_app()(), 'the same command')
+    def work():
+        try: make_app()()
+        except SystemExit:
+            if Later.stopped: raise KeyboardInterrupt from None    # Typer left without a word
+            raise
+    plainly(work, 'the same command')
 
 # %% ../nbs/50_cli.ipynb #ab1a0011
 def on_terminal() -> bool: return sys.stderr.isatty() # where progress bars are drawn
@@ -649,6 +655,7 @@ def evaluate(
     if 'arch' in note: return digits.eval_digits(run, split, data, device, progress=progress)
     return eval_sst(run, split, encoder, data, False if on_the_fly else cache, device, progress)
 
+# %% ../nbs/50_cli.ipynb #3ec81879
 def add_eval(
     app, typer # the Typer application, the module
 ):

@@ -296,6 +296,7 @@ def load_objects_run(
                          f"expected a size from 1 to 1,024, got {note['size']:,}")
     return checked_network(run, classes[note['kind']], device), note
 
+# %% ../nbs/25_objects.ipynb #62b4888d
 def guesses(
     net:nn.Module, # in evaluation mode; its answer has scores `a` [b, n_classes]
     batches, # of tensors [b, ...], in any number

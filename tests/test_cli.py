@@ -152,7 +152,7 @@ def test_the_faster_plans_are_there_in_any_order():
 def test_h_is_help(args):
     assert capsnb(*args, '-h').exit_code == 0 and capsnb(*args, '-h').output == capsnb(*args, '--help').output
 
-@pytest.mark.parametrize('module', ['typer', 'torch', 'numpy', 'transformers'])
+@pytest.mark.parametrize('module', ['typer', 'inside typer', 'torch', 'numpy', 'transformers'])
 def test_ctrl_c_during_an_import(module, tmp_path):
     "From the very first import on Ctrl-C is one line; here it comes while a module is being looked for."
     code = f"""
@@ -163,8 +163,11 @@ class Interrupt:
             sys.meta_path.remove(self)
             signal.raise_signal(signal.SIGINT)
 sys.meta_path.insert(0, Interrupt())
+import capsnb.cli
 from capsnb.cli import main
-sys.argv = ['capsnb', 'train', 'digits', '--device', 'cpu', '--out', {str(tmp_path/'run')!r}]
+if {module!r} == 'inside typer': capsnb.cli.entrance = lambda f: lambda: signal.raise_signal(signal.SIGINT)
+options = [] if {module!r} == 'inside typer' else ['--device', 'cpu', '--out', {str(tmp_path/'run')!r}]
+sys.argv = ['capsnb', 'train', 'digits', *options]
 main()"""
     r = subprocess.run([sys.executable, '-c', code], env=ENV, capture_output=True, text=True, timeout=120)
     assert r.returncode == 130 and len(r.stderr.strip().splitlines()) == 1 and 'stopped; go on with' in r.stderr, r.stderr
