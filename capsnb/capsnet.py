@@ -73,6 +73,12 @@ def _check_range(labels:Tensor, n_classes:int):
         raise ValueError(f"class indices must lie in [0, {n_classes}), got {labels.min().item()} to {labels.max().item()}")
 
 # %% ../nbs/24_capsnet.ipynb #3f60b9d4
+@from_generator
+class CapsOut(NamedTuple):
+    "Class capsules."
+    a: Tensor # [b, j] lengths: the probability that each class is there
+    v: Tensor # [b, j, h] capsules
+
 def _check_sizes(n_classes, image_shape, channels, kernels, stride, n_types, d_inp, d_out, n_iters, decoder, recon):
     if len(image_shape) != 3: raise ValueError(f"image_shape must be (channels, rows, columns), got {image_shape!r}")
     if len(kernels) != 2: raise ValueError(f"kernels must be the sides of two kernels, got {kernels!r}")
@@ -82,12 +88,6 @@ def _check_sizes(n_classes, image_shape, channels, kernels, stride, n_types, d_i
     if isinstance(recon, bool) or not isinstance(recon, (int, float)) or not 0 <= recon < float('inf'): raise ValueError(f"recon must be a finite number >= 0, got {recon!r}")
 
 # %% ../nbs/24_capsnet.ipynb #00000010
-@from_generator
-class CapsOut(NamedTuple):
-    "Class capsules."
-    a: Tensor # [b, j] lengths: the probability that each class is there
-    v: Tensor # [b, j, h] capsules
-
 class CapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'routing']):
     "Convolution, primary capsules, class capsules by dynamic routing, decoder (Sabour 2017, figs. 1 and 2)."
     def __init__(self,

@@ -57,7 +57,7 @@ def d_step(
 ) -> tuple[Tensor, Tensor]: # [..., i, j] shares used, and shares ignored
     "Shares of every input that every output uses and ignores (Heinsen 2019, eqs. 4 and 6)."
     D_use = f_a[..., None]*R
-    D_use = torch.where(D_use > 0, D_use, 0)           # a share of 0 gets no gradient, even if 1/eps_m made it inf
+    D_use = torch.where(D_use > 0, D_use, 0)             # a share of 0 passes on no gradient
     return D_use, f_a[..., None] - D_use
 
 # %% ../nbs/04_dstep.ipynb #00000014
@@ -209,7 +209,7 @@ plans['votes'] = Plan(_run_votes, lambda s: '', lambda s: 6e-4 + s.n*s.i*s.j*s.c
 
 def exporting(
 ) -> bool:
-    "Whether `torch.export` is looking: then nothing may depend on the number of samples, nor on their values."
+    "Whether `torch.export` is looking: then neither number nor values of samples may decide."
     return getattr(torch.compiler, 'is_exporting', torch.compiler.is_compiling)()
 
 def choose_plan(
@@ -219,7 +219,7 @@ def choose_plan(
     if exporting(): s = s._replace(n=1)
     if 0 in s[:3]: return 'votes'
     best = 'votes'
-    for name, p in plans.items():                                      # not min(…, key=…), which breaks a compiled graph
+    for name, p in plans.items():                        # min(…, key=…) breaks a compiled graph
         if not p.refuses(s) and p.cost(s) < plans[best].cost(s): best = name
     return best
 

@@ -36,7 +36,7 @@ def from_generator(
     new = cls.__new__
     @functools.wraps(new)
     def __new__(kind, *fields, **named):
-        if len(fields) == 1 and not named and isinstance(fields[0], GeneratorType): fields = tuple(fields[0])
+        if len(fields) == 1 and isinstance(fields[0], GeneratorType): fields = tuple(fields[0])
         return new(kind, *fields, **named)
     cls.__new__ = __new__
     return cls
@@ -51,7 +51,7 @@ def check_n_iters(
     if isinstance(n_iters, bool) or not isinstance(n_iters, int) or n_iters < 1:
         raise ValueError(f"n_iters must be an integer >= 1, got {n_iters!r}")
     if n_iters > MOST_ITERS:
-        raise ValueError(f"n_iters must be at most {MOST_ITERS}, got {n_iters}: routing settles within a few")
+        raise ValueError(f"n_iters must be at most {MOST_ITERS}, got {n_iters}: a few suffice")
     return n_iters
 
 @from_generator
@@ -128,7 +128,8 @@ def without_autocast(
     device:torch.device # of the tensors
 ): # context
     "A context in which autocast is off."
-    return contextlib.nullcontext() if device.type == 'meta' else torch.autocast(device.type, enabled=False)
+    if device.type == 'meta': return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 # %% ../nbs/02_dynamic.ipynb #00000024
 def _squash_back(s:Tensor, g:Tensor) -> Tensor: # gradient at s of squash(s), given that at its value

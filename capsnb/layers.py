@@ -160,7 +160,7 @@ def _forward(V, a, beta_a, beta_u, geo, lams, eps, act, damping):
         r = R*a[:, None]
         S = r.sum(-1)
         r += TINY*geo.link
-        raw = _m_pass(V, r.div_(r.sum(-1, keepdim=True)))            # divided before: the mean of a single vote is the vote
+        raw = _m_pass(V, r.div_(r.sum(-1, keepdim=True)))        # the mean of one vote is the vote
         mu, s2 = damped(*raw, mu, damping)
         if t == 0: floor = _floor(s2, mu, eps, geo.images)
         log_a, sig2 = _switch(S, s2, floor, beta_a, beta_u, lam, act, geo.images)
@@ -499,7 +499,8 @@ class ClassCaps(_Capsules):
         grid = a.shape[-3:-1]
         rows, cols = centres if centres is not None else (field_centres(k, [], k) for k in grid)
         if (len(rows), len(cols)) != grid: raise ValueError(f"centres must be {grid[0]} rows and {grid[1]} columns, got {len(rows)} and {len(cols)}")
-        out_dtype = torch.promote_types(mu.dtype, torch.float32) if autocasting(mu.device) else mu.dtype
+        out_dtype = mu.dtype
+        if autocasting(mu.device): out_dtype = torch.promote_types(mu.dtype, torch.float32)
         with without_autocast(mu.device):
             dtype = torch.promote_types(torch.promote_types(a.dtype, mu.dtype), torch.promote_types(self.W.dtype, torch.float32))
             V = torch.einsum('...icd,ijdh->...ijch', mu.to(dtype), self.W.to(dtype))

@@ -32,7 +32,8 @@ def as_distribution(
     return F.one_hot(target.long(), k).to(a.dtype)
 
 def _check_shares(target, sums_to_1):
-    if not ((target >= 0) & (target <= 1)).all(): raise ValueError("soft targets must lie in [0, 1]")
+    if not ((target >= 0) & (target <= 1)).all():
+        raise ValueError("soft targets must lie in [0, 1]")
     off = (target.sum(-1) - 1).abs()
     if sums_to_1 and (off > 8*target.shape[-1]*torch.finfo(target.dtype).eps).any():
         raise ValueError(f"soft targets must sum to 1, got one that is off by {off.max().item():.3g}")

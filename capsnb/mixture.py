@@ -289,10 +289,11 @@ def allowed(
     covariance:str='diag', # 'diag', 'spherical' or 'full'
     least:Tensor|float=0. # as for `floored`
 ) -> Params: # the same with variances that an M-step could return
-    "A start that keeps to the floor of `from_moments`, so that EM begins inside the set it searches."
+    "A start that keeps to the floors of `from_moments`."
     second = p.sig2 + p.mu.square() if covariance == 'diag' else None
     if covariance == 'spherical': second = p.sig2 + p.mu.square().mean(-1)
-    if covariance == 'full': second = (p.sig2.diagonal(dim1=-2, dim2=-1) + p.mu.square()).sum(-1, keepdim=True)
+    if covariance == 'full':
+        second = (p.sig2.diagonal(dim1=-2, dim2=-1) + p.mu.square()).sum(-1, keepdim=True)
     return p._replace(sig2=floored(p.sig2, second, covariance, least))
 
 # %% ../nbs/01_mixture.ipynb #00000053

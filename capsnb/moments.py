@@ -101,7 +101,7 @@ def _fit(M, F_a, W, b, beta_use, beta_ign, eps_m):
     "Moments M [n, K, j] -> a [n, j], t = mu - b and raw variance s, both [n, j, c, h]."
     S, m1, m2 = _unpack(M, b.shape[2], W.shape[1])
     used = S > 0
-    over = torch.where(used, 1/(S + eps_m), 0)                # an output that uses nothing passes no gradient, which 1/eps_m could make inf
+    over = torch.where(used, 1/(S + eps_m), 0)            # who uses nothing passes no gradient on
     short = torch.where(used, eps_m*over, 1)[..., None, None]
     Wm = torch.einsum('jdh,ncdj,nj->njch', W, m1, over)
     t = Wm - short*b
@@ -262,7 +262,7 @@ def _tile_backward(pieces, lse, mu, weights, dot, r, q, grads):
     gap = V - mu[:, None, ..., q]; dV = torch.addcmul(g1, g2, gap)          # so far g1 + g2·gap
     Q = (gap*dV).sum((2, 3)) + g0 + ga*(us + gs)
     R, old, pull = _tile_pull(V, state, part, pieces[2].shape[-1])
-    Q.masked_fill_(R == 0, 0)                                               # what nobody uses may be worth inf
+    Q.masked_fill_(R == 0, 0)                               # what nobody uses may be worth inf
     D, worth = f[..., None]*R, (R*Q).sum(-1)
     dV.addcmul_(g2, gap).mul_(D[:, :, None, None])
     to_f, to_state = worth - (ga*gs).sum(-1), ()
@@ -302,7 +302,9 @@ _STREAM_SMALL = 1 << 17                         # elements of all votes below wh
 def _run_stream(a_inp, mu_inp, W, B, beta_use, beta_ign, n_iters, p_model, eps, pooled, need_R):
     "`routing_ref` with one leading dimension, over tiles of votes."
     (n, i, c, d), (j, _, h), dtype = mu_inp.shape, B.shape[1:], mu_inp.dtype
-    if exporting() or n*i*j*c*h < _STREAM_SMALL: a_inp, mu_inp, W, B, beta_use, beta_ign = (_wide(p) for p in (a_inp, mu_inp, W, B, beta_use, beta_ign))
+    if exporting() or n*i*j*c*h < _STREAM_SMALL:
+        given = (a_inp, mu_inp, W, B, beta_use, beta_ign)
+        a_inp, mu_inp, W, B, beta_use, beta_ign = (_wide(p) for p in given)
     f, W, B = a_inp.sigmoid(), W.expand(-1, j, -1, -1).permute(0, 2, 3, 1).contiguous(), B.permute(0, 2, 3, 1).contiguous()
     beta_use, beta_ign = beta_use.expand(-1, j), beta_ign.expand(-1, j)
     cols = _tiles(j, c*h, _STREAM_COLS)

@@ -109,21 +109,22 @@ def answer(
 
 # %% ../nbs/20_vision.ipynb #00000014
 class TrainerAdvice:
-    "Says what to do where transformers' `Trainer` wants something that only a `PreTrainedModel` has."
+    "Says what to do where transformers' `Trainer` wants what only a `PreTrainedModel` has."
     def __init_subclass__(cls, **kw):
         super().__init_subclass__(**kw)
         if issubclass(cls, nn.Module): cls.__getattr__ = _no_config
 
     def gradient_checkpointing_enable(self, *_, **__):
         "`ValueError`: there is nothing to gain, since routing keeps no votes for its backward pass."
-        raise ValueError(f"a {type(self).__name__} has no gradient checkpointing: leave it False, and if memory runs out, "
-                         "take smaller batches (per_device_train_batch_size, gradient_accumulation_steps)")
+        raise ValueError(f"a {type(self).__name__} has no gradient checkpointing: leave it False, and "
+                         "if memory runs out, take smaller batches (per_device_train_batch_size)")
     activation_checkpointing_enable = gradient_checkpointing_enable
 
 def _no_config(self, name):
     if name == 'config':
-        raise AttributeError(f"a {type(self).__name__} has no config, since it is no PreTrainedModel; if "
-            "label_smoothing_factor wanted it: leave that at 0 and give smoothed labels [b, n_classes] instead")
+        raise AttributeError(f"a {type(self).__name__} has no config, since it is no PreTrainedModel; "
+            "if label_smoothing_factor wanted it: leave that at 0 "
+            "and give smoothed labels [b, n_classes] instead")
     return nn.Module.__getattr__(self, name)
 
 try:
