@@ -281,8 +281,9 @@ def train_sst(
     **more # of the recipe, or what TrainingArguments knows
 ) -> dict: # as in metrics.json
     "Train `SSTNet` on the treebank: test accuracy of the epoch that validates best."
-    kw = {**recipe, **({} if published else own), **more, **({} if epochs is None else dict(epochs=epochs))}
-    check_recipe(**{'shift': 0, **kw}, seed=seed)
+    kw = dict(shift=0, seed=seed) | recipe | ({} if published else own) | more
+    if epochs is not None: kw['epochs'] = epochs
+    check_recipe(**kw)
     claim(out, resume, overwrite)
     on, cache = pick_device(device), cache_as_before(out, cache, resume)
     if progress: say("reading the treebank")
@@ -294,15 +295,14 @@ def train_sst(
         encoder = FrozenEncoder(encoder, device=device, **reading)
     decks = sentiment_data(task, encoder, cache=cache, seed=seed, progress=progress,
                            dtype=cache_dtype, samples=samples)
-    names = names_of[task]
-    model = new_net(encoder, decks['train'], len(names), seed, published, **(net or {}))
-    kw = dict(shift=0, seed=seed, per_device_eval_batch_size=40, **kw)
+    names, deck = names_of[task], decks['train']
+    model = new_net(encoder, deck, len(names), seed, published, **(net or {}))
+    kw = dict(per_device_eval_batch_size=40) | kw
     note = dict(task=task, names=names, **encoder_note(encoder), roots=roots, limit=limit,
                 published=published, treebank='SST' if official else 'another',
                 cache_dtype=cache_dtype)
-    if not isinstance(decks['train'].source, EmbeddingCache): note['on_the_fly'] = True
-    collator = TextMixup(len(names), kw['mixup'], encoder)
-    return fit_decks(model, decks['train'], decks['validation'], decks['test'], collator, out, kw,
+    if not isinstance(deck.source, EmbeddingCache): note['on_the_fly'] = True
+    return fit_decks(model, *decks.values(), TextMixup(len(names), kw['mixup'], encoder), out, kw,
                      device, resume, how_to_resume, name=f'{task} seed {seed}', progress=progress,
                      overwrite=overwrite, note=note)
 
