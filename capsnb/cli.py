@@ -595,7 +595,7 @@ def run_sst(
               epochs=o.epochs, limit=o.limit, published=o.as_published, folder=o.data,
               official=not o.any_treebank, device=o.device, progress=o.progress, how_to_resume=how)
     if o.seeds > 1: return run_seeds(o, how, kw)
-    plainly(lambda: claim(o.out, o.resume, o.overwrite, '--{}'), how)
+    plainly(lambda: claim(o.out, o.resume, o.overwrite, command_line=True), how)
     work = lambda: train_sst(out=o.out, seed=o.seed, resume=o.resume, overwrite=o.overwrite, **kw)
     plainly(work, how)
     if is_first(): print(f"{o.task}, {told(o.out)}")

@@ -182,6 +182,11 @@ def unpack(
         finally: mine.unlink(missing_ok=True)
     return whole, came
 
+def _sweep(folder:Path):
+    for old in left_behind(folder, r'.*[.](?P<pid>[0-9]+)[.]unpacking'):
+        with contextlib.suppress(OSError): old.unlink()
+
+# %% ../nbs/11_norb.ipynb #1f000001
 def _limited(pieces:Iterator[bytes], label:str, size:int|None): # as many as the header says
     head, have, header = b'', 0, None
     for piece in pieces:
@@ -197,10 +202,6 @@ def _known(head:bytes, label:str, size:int|None) -> Header: # of a file that mus
         _wrong(label, 8, f"sizes that fill {size:,} bytes",
                f"{list(header.shape)}, which fill {header.size:,}")
     return header
-
-def _sweep(folder:Path):
-    for old in left_behind(folder, r'.*[.](?P<pid>[0-9]+)[.]unpacking'):
-        with contextlib.suppress(OSError): old.unlink()
 
 # %% ../nbs/11_norb.ipynb #00000022
 _small = 2**20 # bytes: up to here a file is read again each time

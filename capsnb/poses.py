@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Callable, NamedTuple
 import torch, torch.nn.functional as F
 from torch import nn, Tensor
-from .core import need, palette, plot_style
+from .core import from_bytes, need, palette, plot_style
 
 # %% auto #0
 __all__ = ['Grid', 'viewpoint_grid', 'in_degrees', 'Change', 'pose_change', 'plot_change', 'Flat', 'mds_path', 'plot_paths',
@@ -208,7 +208,7 @@ def in_batches(
     net.eval()
     try:
         for x in images.split(batch_size):
-            out = f((x.to(like.device, like.dtype)/255 if x.dtype == torch.uint8 else x.to(like.device, like.dtype)))
+            out = f(from_bytes(x.to(like.device)).to(like.dtype))
             parts.append([o.cpu() for o in (out if isinstance(out, tuple) else (out,))])
     finally: net.train(was)
     return tuple(torch.cat(p) for p in zip(*parts))
