@@ -142,7 +142,7 @@ def cache_as_before(
     "A resumed run goes on as it began: on the fly, if it began so and nothing else is asked for."
     settings = run_folder(out)/'settings.json'
     if cache is not None or not resume or not settings.is_file(): return cache
-    try: began = read_json(settings)
+    try: began = read_json(settings, settings=dict)['settings']
     except ValueError: return cache                                 # `fit_decks` says what is wrong
     return False if began.get('on_the_fly') is True else cache
 
@@ -152,7 +152,7 @@ def first_the_price(
     samples:dict, # of `sst_samples`
     cache, # as for `sentiment_data`
     dtype:str, # of caches
-    epochs:int, # of the run
+    recipe:dict, # of the run: its epochs are asked for
     device:torch.device, # where it runs
     progress:bool # whether to speak of what is cheap
 ): # cache, or False: on the fly
@@ -166,11 +166,12 @@ def first_the_price(
     names = {cache_name(s.name, dtype): s.texts for s in samples.values()}
     layers, compute = (encoder.layers, encoder.dtype) if loaded else (layers, torch.float32)
     price = price_of(config, texts, layers, dtype, device, compute)
-    if progress or price.disk > 1e9: say(f"{encoder.name if loaded else encoder}: {price}")
+    if progress or price.disk > 1e9 or price.seconds > 60: say(f"{encoder.name if loaded else encoder}: {price}")
     root = Path(cache).expanduser() if cache else cache_folder('embeddings')
     needed = {name: about_tokens(t)*price.disk//price.n_tokens for name, t in names.items()}
     chosen = choose_cache(cache, needed, root)
     again = sum(about_tokens(samples[split].texts) for split in ('train', 'validation'))
+    epochs = recipe['epochs']
     fly = price.seconds*(1 + (epochs - 1)*again/price.n_tokens)
     if chosen is False and (progress or fly > 600):
         say(f"on the fly, {epochs} epochs: roughly {in_time(fly)} for the transformer")
@@ -282,28 +283,26 @@ def train_sst(
     **more # of the recipe, or what TrainingArguments knows
 ) -> dict: # as in metrics.json
     "Train `SSTNet` on the treebank: test accuracy of the epoch that validates best."
-    kw = {**recipe, **({} if published else own), **more, **({} if epochs is None else dict(epochs=epochs))}
-    check_recipe(**{'shift': 0, **kw}, seed=seed)
+    kw = dict(shift=0, seed=seed, per_device_eval_batch_size=40) | recipe | ({} if published else own) | more
+    if epochs is not None: kw['epochs'] = epochs
+    check_recipe(**kw)
     claim(out, resume, overwrite)
     on, cache = pick_device(device), cache_as_before(out, cache, resume)
-    if progress: say("reading the treebank")
+    if progress or official: say("reading the treebank")
     samples = sst_samples(task, folder, official, roots, limit)    # is anything wrong with it?
     reading = dict(gguf_file=gguf_file, layers=layers, revision=revision)
-    n = kw['epochs']
-    cache = first_the_price(encoder, reading, samples, cache, cache_dtype, n, on, progress)
+    cache = first_the_price(encoder, reading, samples, cache, cache_dtype, kw, on, progress)
     if not isinstance(encoder, FrozenEncoder):
         encoder = FrozenEncoder(encoder, device=device, **reading)
     decks = sentiment_data(task, encoder, cache=cache, seed=seed, progress=progress,
                            dtype=cache_dtype, samples=samples)
-    names = names_of[task]
-    model = new_net(encoder, decks['train'], len(names), seed, published, **(net or {}))
-    kw = dict(shift=0, seed=seed, per_device_eval_batch_size=40, **kw)
+    names, deck = names_of[task], decks['train']
+    model = new_net(encoder, deck, len(names), seed, published, **(net or {}))
     note = dict(task=task, names=names, **encoder_note(encoder), roots=roots, limit=limit,
                 published=published, treebank='SST' if official else 'another',
                 cache_dtype=cache_dtype)
-    if not isinstance(decks['train'].source, EmbeddingCache): note['on_the_fly'] = True
-    collator = TextMixup(len(names), kw['mixup'], encoder)
-    return fit_decks(model, decks['train'], decks['validation'], decks['test'], collator, out, kw,
+    if not isinstance(deck.source, EmbeddingCache): note['on_the_fly'] = True
+    return fit_decks(model, *decks.values(), TextMixup(len(names), kw['mixup'], encoder), out, kw,
                      device, resume, how_to_resume, save_steps, f'{task} seed {seed}', progress,
                      overwrite, note)
 

@@ -85,12 +85,12 @@ def test_an_automatic_choice_is_kept_on_resume(world, tmp_path, monkeypatch, cap
     kw = dict(task='sst5', encoder=str(world['model']), out=tmp_path/'run', roots=True, epochs=2, folder=world['trees'], official=False, progress=False, device='cpu')
     monkeypatch.setattr(sentiment, 'most_unasked', 100)
     fit = sentiment.fit_decks
-    def stopped(*a, **k): (tmp_path/'run').mkdir(exist_ok=True); (tmp_path/'run'/'settings.json').write_text(json.dumps(dict(on_the_fly=True))); raise KeyboardInterrupt
+    def stopped(*a, **k): (tmp_path/'run').mkdir(exist_ok=True); (tmp_path/'run'/'settings.json').write_text(json.dumps(dict(settings=dict(on_the_fly=True)))); raise KeyboardInterrupt
     monkeypatch.setattr(sentiment, 'fit_decks', stopped)
     with pytest.raises(KeyboardInterrupt): train_sst(**kw)
     assert 'on the fly' in capsys.readouterr().err and not (tmp_path/'xdg').exists()
     monkeypatch.setattr(sentiment, 'most_unasked', 1e9)                       # now a cache would do
-    def look(net, deck, *a, **k): assert isinstance(deck.source, tuple) and k['on_the_fly'] is True; raise KeyboardInterrupt
+    def look(net, deck, *a, **k): assert isinstance(deck.source, tuple) and k['note']['on_the_fly'] is True; raise KeyboardInterrupt
     monkeypatch.setattr(sentiment, 'fit_decks', look)
     with pytest.raises(KeyboardInterrupt): train_sst(resume=True, **kw)
 
@@ -104,7 +104,7 @@ def test_a_cache_that_is_there_is_used_whatever_its_size(world, tmp_path, monkey
 def test_layers_and_dtype_from_the_command_line_to_the_evaluation(world, tmp_path):
     def capsnb(*args): return CliRunner().invoke(make_app(), [str(a) for a in args])
     more = ('--data', world['trees'], '--cache', tmp_path/'cache', '--device', 'cpu')
-    r = capsnb('train', 'sst', '--encoder', world['model'], '--layers', '0,2', '--cache-dtype', 'bfloat16', '--roots', '--epochs', 1, '--out', tmp_path/'run', '--any-treebank', *more)
+    r = capsnb('train', 'sst', '--encoder', world['model'], '--layers', '0,2', '--cache-dtype', 'bfloat16', '--roots', '--epochs', 1, '--out', tmp_path/'run', '--any-treebank', '--progress', *more)
     assert r.exit_code == 0, r.output
     note = json.loads((tmp_path/'run'/'task.json').read_text()); assert note['layers'] == [0, 2] and note['cache_dtype'] == 'bfloat16' and note['revision'] is None
     assert r.output.index('reading the treebank') < r.output.index('2 hidden states of width 32')
