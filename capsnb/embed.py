@@ -110,10 +110,11 @@ def here_or_hub(
         raise OSError(f"{absent} and not in the local cache of the Hub "
                       f"(revision {kw['revision']}); to fetch it, name it yourself: "
                       f"encoder='{name}' (--encoder {name}), or its folder") from here
+    state = (f"(revision {kw['revision']}; another one can be named, "
+             "as in revision='main' or --revision main)")
     try: need_hub(name)
-    except ConnectionError as e: raise ConnectionError(f"{absent}: {e}") from here
-    other = "another one can be named, as in revision='main' (--revision main)"
-    with _read(f"{absent}, from the Hub (revision {kw['revision']}; {other})"): return load(**kw)
+    except ConnectionError as e: raise ConnectionError(f"{absent}: {e} {state}") from here
+    with _read(f"{absent}, from the Hub {state}"): return load(**kw)
 
 @contextlib.contextmanager
 def _read(what, but=(ImportError,)): # what a library says of unusable files, in a sentence

@@ -171,10 +171,9 @@ def first_the_price(
     needed = {name: about_tokens(t)*price.disk//price.n_tokens for name, t in names.items()}
     chosen = choose_cache(cache, needed, root)
     again = sum(about_tokens(samples[split].texts) for split in ('train', 'validation'))
-    epochs = recipe['epochs']
-    fly = price.seconds*(1 + (epochs - 1)*again/price.n_tokens)
+    fly = price.seconds*(1 + (recipe['epochs'] - 1)*again/price.n_tokens)
     if chosen is False and (progress or fly > 600):
-        say(f"on the fly, {epochs} epochs: roughly {in_time(fly)} for the transformer")
+        say(f"on the fly, {recipe['epochs']} epochs: roughly {in_time(fly)} for the transformer")
     return chosen
 
 # %% ../nbs/23_sentiment.ipynb #0000000d

@@ -71,7 +71,8 @@ def test_an_interrupted_demo_is_not_replaced(finished, tmp_path):
 def test_a_demo_never_replaces_another_run(place, options, tmp_path):
     run = tmp_path/'runs'/place
     run.mkdir(parents=True)
-    (run/'settings.json').write_text(json.dumps(dict(network='PlainCNN', kind='cnn', data='toys')))
+    note = dict(network='PlainCNN', kind='cnn', data='toys')
+    (run/'settings.json').write_text(json.dumps(dict(settings=note)))
     for name in ('metrics.json', 'task.json', 'model.safetensors'): (run/name).write_text('{}')
     kept = files_of(tmp_path)
     r = capsnb('demo', '--epochs', 1, '--device', 'cpu', '--out', tmp_path/'runs', *options)

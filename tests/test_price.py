@@ -90,7 +90,7 @@ def test_an_automatic_choice_is_kept_on_resume(world, tmp_path, monkeypatch, cap
     with pytest.raises(KeyboardInterrupt): train_sst(**kw)
     assert 'on the fly' in capsys.readouterr().err and not (tmp_path/'xdg').exists()
     monkeypatch.setattr(sentiment, 'most_unasked', 1e9)                       # now a cache would do
-    def look(net, deck, *a, **k): assert isinstance(deck.source, tuple) and k['note']['on_the_fly'] is True; raise KeyboardInterrupt
+    def look(net, deck, *a, **k): assert isinstance(deck.source, tuple) and a[-1]['on_the_fly'] is True; raise KeyboardInterrupt
     monkeypatch.setattr(sentiment, 'fit_decks', look)
     with pytest.raises(KeyboardInterrupt): train_sst(resume=True, **kw)
 
