@@ -18,8 +18,9 @@ def absolute(page):
         if re.match(r'[a-z]+:', m[2]): return m[0]
         base = cfg['git_url'] if m[2].startswith('#') else files if m[1].startswith('!') else pages
         return f'{m[1]}({base}{m[2]})'
-    parts = re.split(r'(^```.*?^```[ \t]*$)', page, flags=re.M | re.S)          # code stays as it is
-    return ''.join(p if i % 2 else re.sub(r'(!?\[[^\]]*\])\(([^)\s]+)\)', move, p) for i, p in enumerate(parts))
+    link = re.compile(r'(!?\[[^\]]*\])\(([^)\s]+)\)')
+    parts = re.split(r'(^```.*?^```[ \t]*$)', page, flags=re.M | re.S)      # code stays as it is
+    return ''.join(p if i % 2 else link.sub(move, p) for i, p in enumerate(parts))
 
 setup(
     name=cfg['lib_name'],

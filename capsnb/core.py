@@ -40,8 +40,9 @@ def pick_device(
     return device
 
 # %% ../nbs/00_core.ipynb #7c1d0e02
-if 'IN_TEST' in os.environ and multiprocessing.parent_process() and 'OMP_NUM_THREADS' not in os.environ:
-    os.environ['OMP_NUM_THREADS'] = '1'     # for child processes, and for libraries that are loaded later
+_tested_beside_others = 'IN_TEST' in os.environ and multiprocessing.parent_process() is not None
+if _tested_beside_others and 'OMP_NUM_THREADS' not in os.environ:
+    os.environ['OMP_NUM_THREADS'] = '1'     # for child processes and for libraries loaded later
     torch.set_num_threads(1)
 
 # %% ../nbs/00_core.ipynb #0000000d

@@ -112,9 +112,10 @@ def test_the_two_commands():
 
 def test_the_versions_that_are_promised(package):
     page = (root/'README.md').read_text(encoding='utf-8')
-    alone, to_train = re.search(r"PyTorch \(≥ ([\d.]+)\) and einops; to train, PyTorch ≥ ([\d.]+)\.", page).groups()
+    alone, to_train = re.search(r"PyTorch \(≥ ([\d.]+)\) and .*?PyTorch ≥ ([\d.]+)\.", page).groups()
     said, _ = package
-    assert f'torch>={alone}' in said['install_requires'] and f'torch>={to_train}' in said['extras_require']['train']
+    assert f'torch>={alone}' in said['install_requires']
+    assert f'torch>={to_train}' in said['extras_require']['train']
     assert f"Python ≥ {said['python_requires'].removeprefix('>=')}." in page
 
 def table_cell(name, begin):
@@ -174,13 +175,15 @@ def test_usage_runs(capsys):
 def targets(page):
     "Where the links and pictures of a page lead; code is left out."
     prose = re.sub(r'^```.*?^```|`[^`\n]*`', '', page, flags=re.M | re.S)
-    found = re.findall(r'\]\(\s*([^)\s]+)', prose) + re.findall(r'^\s*\[[^\]]+\]:\s*(\S+)', prose, re.M)
+    found = re.findall(r'\]\(\s*([^)\s]+)', prose)
+    found += re.findall(r'^\s*\[[^\]]+\]:\s*(\S+)', prose, re.M)
     return found + re.findall(r'(?:src|href)\s*=\s*["\']?([^"\'\s>]+)', prose)
 
 def test_a_package_index_shows_absolute_links_to_files_that_exist(package):
     said, _ = package
     page = said['long_description']
-    pages, files = 'https://github.com/capsnb/capsnb/blob/main/', 'https://raw.githubusercontent.com/capsnb/capsnb/main/'
+    pages = 'https://github.com/capsnb/capsnb/blob/main/'
+    files = 'https://raw.githubusercontent.com/capsnb/capsnb/main/'
     links = targets(page)
     assert len(links) == len(targets((root/'README.md').read_text(encoding='utf-8'))) > 30
     assert not [o for o in links if not o.startswith('https://')]
@@ -203,8 +206,9 @@ def test_links_in_code_and_elsewhere_stay(package):
 def test_what_the_package_says_of_itself(package):
     said, _ = package
     kinds = said['classifiers']
-    versions = [c.removeprefix('Programming Language :: Python :: ') for c in kinds if re.search(r':: 3\.\d+$', c)]
-    assert said['license_expression'] == 'Apache-2.0' and said['python_requires'] == f'>={versions[0]}'
+    versions = [c.split(' :: ')[-1] for c in kinds if re.search(r':: 3\.\d+$', c)]
+    assert said['license_expression'] == 'Apache-2.0'
+    assert said['python_requires'] == f'>={versions[0]}'
     assert versions == [f'3.{i}' for i in range(10, 10 + len(versions))]
-    for topic in ('Operating System :: ', 'Topic :: ', 'Intended Audience :: ', 'Development Status :: '):
-        assert any(c.startswith(topic) for c in kinds), topic
+    for kind in ('Operating System', 'Topic', 'Intended Audience', 'Development Status'):
+        assert any(c.startswith(f'{kind} :: ') for c in kinds), kind

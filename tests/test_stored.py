@@ -1,36 +1,41 @@
-"""The numbers that the notebooks show are those of the result files: each cell that only reads them is run again."""
+"""The numbers that notebooks show are those of the result files: cells that read them are run again."""
 import ast, contextlib, io, json
 from pathlib import Path
 import pytest
-from test_repo import cells, count, notebooks, root
+from test_repo import cells, count, notebooks, root, statements
 
-def names(node, kind): return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, kind)}
+def names(node, kind):
+    found = [n for n in ast.walk(node) if isinstance(n, ast.Name)]
+    return {n.id for n in found if isinstance(n.ctx, kind)}
 
 def made(statement):
     "Names that a top-level statement defines or changes."
-    if isinstance(statement, (ast.Import, ast.ImportFrom)): return {a.asname or a.name.split('.')[0] for a in statement.names}
+    if isinstance(statement, (ast.Import, ast.ImportFrom)):
+        return {a.asname or a.name.split('.')[0] for a in statement.names}
     if isinstance(statement, (ast.FunctionDef, ast.ClassDef)): return {statement.name}
-    targets = getattr(statement, 'targets', [getattr(statement, 'target', None)])           # x[i] = y and x.a = y too
+    targets = getattr(statement, 'targets', [getattr(statement, 'target', None)])   # x[i] = y, x.a = y
     found = names(statement, ast.Store).union(*(names(t, ast.Load) for t in targets if t))
     call = getattr(statement, 'value', None)
-    if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in ('append', 'update'):
-        found |= names(call.func.value, ast.Load)
+    method = call.func if isinstance(call, ast.Call) else None
+    if isinstance(method, ast.Attribute) and method.attr in ('append', 'update'):
+        found |= names(method.value, ast.Load)
     return found
 
-def used(statements, own=False):
-    "Names that statements load, without those of comprehensions and arguments; with `own` without all that they make."
+def used(body, own=False):
+    "Names that statements load, but no arguments nor what comprehensions or (`own`) they all make."
     loads, local = set(), set()
-    for s in statements:
+    for s in body:
         loads |= names(s, ast.Load)
         local |= {n.arg for n in ast.walk(s) if isinstance(n, ast.arg)}
-        local |= set().union(*(names(n.target, ast.Store) for n in ast.walk(s) if isinstance(n, ast.comprehension)))
+        for n in ast.walk(s):
+            if isinstance(n, ast.comprehension): local |= names(n.target, ast.Store)
         if own or isinstance(s, (ast.FunctionDef, ast.ClassDef)): local |= names(s, ast.Store)
     return loads - local
 
-def needed(statements, before):
-    "Those of the statements before that the statements need, directly or through others, in their order."
-    chosen, wanted, size = set(), used(statements, own=True), -1
-    while len(chosen) > size:                                          # a function may need what is defined after it
+def needed(body, before):
+    "Those of the statements before that the body needs, directly or through others, in their order."
+    chosen, wanted, size = set(), used(body, own=True), -1
+    while len(chosen) > size:                           # a function may need what is defined after it
         size = len(chosen)
         for i, s in enumerate(before):
             star = any(a.name == '*' for a in getattr(s, 'names', []))
@@ -40,15 +45,16 @@ def needed(statements, before):
     return [before[i] for i in sorted(chosen)]
 
 def readers():
-    "Cells that show what a file in nbs/results/ holds, each with the statements of the cells above it."
+    "Cells that show what a file in nbs/results/ holds, each with the statements above it."
     for path in notebooks:
         before = []
         for source, c in cells(path):
             flags = count.flags_of(source)
             if flags & {'slow', 'data', 'cuda'} or 'nbdev_export()' in source: continue
-            code = ast.parse('\n'.join(o for o in source.split('\n') if not o.lstrip().startswith(('%', '!')))).body
+            code = statements(source)
             reads = "results/" in source or "'results'" in source
-            if reads and not flags & {'export', 'exporti'} and not any(w in source for w in ('write_', 'mkdir')):
+            writes = 'write_' in source or 'mkdir' in source
+            if reads and not writes and not flags & {'export', 'exporti'}:
                 yield pytest.param(path, c, code, list(before), id=f"{path.stem}-{c['id']}")
             before += code
 
@@ -73,11 +79,12 @@ def test_a_notebook_shows_the_results_of_today(path, cell, code, before, monkeyp
         value = eval(compile(last, path.name, 'eval'), scope) if last else None
     text = getattr(value, 'data', None)
     now = out.getvalue() + (text if isinstance(text, str) else '')
-    assert now == ''.join(shown(o) for o in cell['outputs']), f"run nbs/{path.name} again; its figures are older than the file"
+    stored = ''.join(shown(o) for o in cell['outputs'])
+    assert now == stored, f"run nbs/{path.name} again; its figures are older than the file"
 
 def test_there_are_readers(): assert len(list(readers())) >= 30
 
-def results(name): return json.loads((root/'nbs'/'results'/f'{name}.json').read_text(encoding='utf-8'))
+def results(name): return json.loads((root/'nbs'/'results'/f'{name}.json').read_bytes())
 
 def runs_of(name, of):
     from capsnb.train import summary
@@ -93,21 +100,23 @@ def rows_of_the_tiles():
 
 def rows_of_the_floors():
     for n in (3, 5):
-        ours, small = (runs_of('em_floor', f'eps={eps}, {n} iterations') for eps in ('300%', '1e-05'))
-        said = [f"{r[k]:.1f} ± {r[k + '_sd']:.1f} %" for k in ('valid', 'test') for r in (ours, small)]
+        both = [runs_of('em_floor', f'eps={eps}, {n} iterations') for eps in ('300%', '1e-05')]
+        said = [f"{r[k]:.1f} ± {r[k + '_sd']:.1f} %" for k in ('valid', 'test') for r in both]
+        ours, small = both
         yield f"| {n} | {' | '.join(said)} | {ours['test'] - small['test']:.1f} points |"
 
 def errors_on_toys():
-    dstep, cnn, baseline = (f"{100 - runs_of('toys_runs', net)['test']:.1f} %" for net in ('dstep', 'cnn', 'baseline'))
-    yield f"the D-step network errs in {dstep} of all cases, the CNN in {cnn} and the baseline in {baseline}."
+    error = {net: f"{100 - runs_of('toys_runs', net)['test']:.1f} %" for net in ('dstep', 'cnn', 'baseline')}
+    yield (f"the D-step network errs in {error['dstep']} of all cases, "
+           f"the CNN in {error['cnn']} and the baseline in {error['baseline']}.")
 
 def speed_of_the_tiles():
     r = results('caps_speed')['cases']['32·32·32·32, layer 1']['tiles']
     yield f"{r['both']:.2f} s for the large network's first layer, and {r['bytes']/1e9:.2f} GB"
 
 @pytest.mark.parametrize('name, sentences', [
-    ('06_layers', rows_of_the_tiles), ('37_em_floor', rows_of_the_floors), ('35_objects_study', errors_on_toys),
-    ('40_bench', speed_of_the_tiles)], ids=lambda o: getattr(o, '__name__', o))
+    ('06_layers', rows_of_the_tiles), ('37_em_floor', rows_of_the_floors),
+    ('35_objects_study', errors_on_toys), ('40_bench', speed_of_the_tiles)], ids=lambda o: getattr(o, '__name__', o))
 def test_numbers_written_by_hand_are_those_of_the_file(name, sentences):
     prose = '\n'.join(source for source, _ in cells(root/'nbs'/f'{name}.ipynb', 'markdown'))
     for said in sentences(): assert said in prose, f"nbs/{name}.ipynb should say: {said}"
