@@ -50,8 +50,8 @@ torch, core, train, objects, digits, ablation = map(
 need, pick_device, plot_style, run_record, seed_everything = _later(
     'capsnb.core', 'need pick_device plot_style run_record seed_everything')
 read_json, write_json = _later('capsnb.files', 'read_json write_json')
-check_room, claim, clear_run, found_in, run_bytes, task_of = _later(
-    'capsnb.runs', 'check_room claim clear_run found_in run_bytes task_of')
+check_room, claim, clear_run, found_in, is_busy, run_bytes, task_of = _later(
+    'capsnb.runs', 'check_room claim clear_run found_in is_busy run_bytes task_of')
 Deck, check_recipe, fit, load_digits_split, quiet_transformers, repeat, summary = _later(
     'capsnb.train', 'Deck check_recipe fit load_digits_split quiet_transformers repeat summary')
 DStepNet, n_params, rival_of = _later('capsnb.vision', 'DStepNet n_params rival_of')
@@ -206,11 +206,18 @@ def claim_demo(
     overwrite:bool # likewise
 ):
     "`ValueError` if a demo would replace another run, or, without being told to, a demo."
+    if resume and overwrite:
+        raise ValueError("--resume goes on with a demo, --overwrite replaces it: give one of them")
+    for folder in (out/name for name in networks):
+        if is_busy(folder): raise ValueError(f"another process is at work in '{folder}': wait until it "
+                                             "has ended, stop it, or choose another folder (--out)")
     for folder, there in strangers(out).items():
         raise ValueError(f"'{folder}' holds {', '.join(there)}, which no demo left: "
                          "choose another folder (--out)")
-    done = shown_before(out)
-    if resume or overwrite or not (done or any(found_in(out/name) for name in networks)): return
+    done, there = shown_before(out), any(found_in(out/name) for name in networks)
+    if resume and not (done or there):
+        print(f"nothing to resume in '{out}': a new demo begins", file=sys.stderr)
+    if resume or overwrite or not (done or there): return
     unfinished = 'a demo that has not come to its end: go on with it'
     what = 'a finished demo: see it again' if done else unfinished
     raise ValueError(f"'{out}' holds {what} (--resume), choose another folder (--out), "
@@ -281,6 +288,9 @@ def plainly(
         if is_first(): print(f"\n{said}", file=sys.stderr)
         Later.stopped = False                                      # it has been answered
         raise SystemExit(130)
+    except BrokenPipeError:                                        # whoever read has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1)
     except (ImportError, OSError, ValueError) as e:
         print(f"{name}: {e}", file=sys.stderr)
         raise SystemExit(1)

@@ -5,7 +5,7 @@
 # %% ../nbs/15_runs.ipynb #2843de59
 from __future__ import annotations
 import contextlib, errno, functools, hashlib, inspect, io, json, os, re, shutil, tempfile
-import warnings
+import sys, warnings
 from contextlib import contextmanager
 from pathlib import Path
 import torch
@@ -15,9 +15,9 @@ from .files import checksum, read_json, sync_folder, write_json
 
 # %% auto #0
 __all__ = ['run_files', 'run_folder', 'first_process', 'locked', 'is_busy', 'checkpoint_bytes', 'check_room', 'digest',
-           'hash_files', 'seal_checkpoint', 'read_seal', 'checkpoints_in', 'last_whole', 'run_bytes', 'clear_run',
-           'found_in', 'claim', 'made_with', 'agree', 'same_run', 'save_network', 'write_end', 'check_end',
-           'finished_run', 'task_of', 'saved_network']
+           'with_digest', 'read_whole', 'hash_files', 'seal_checkpoint', 'read_seal', 'checkpoints_in', 'last_whole',
+           'run_bytes', 'clear_run', 'found_in', 'claim', 'made_with', 'agree', 'same_run', 'save_network', 'write_end',
+           'check_end', 'finished_run', 'task_of', 'saved_network']
 
 # %% ../nbs/15_runs.ipynb #7fe514af
 def run_folder(
@@ -109,6 +109,22 @@ def digest(
     "SHA-256 of what a note says, however it is laid out."
     return hashlib.sha256(json.dumps(note, sort_keys=True).encode()).hexdigest()
 
+def with_digest(
+    note:dict # JSON-ready
+) -> dict: # the same, and its digest
+    "A note that can be checked when it is read."
+    note = json.loads(json.dumps(note))                             # as it comes back from a file
+    return dict(note, digest=digest(note))
+
+def read_whole(
+    path:Path, # of a note that has its digest
+    **fields # as for `read_json`
+) -> dict: # the note, without its digest
+    "Read a note; `ValueError` when it does not say what was written."
+    note = read_json(path, digest=str, **fields)
+    if note.pop('digest') == digest(note): return note
+    raise ValueError(f"'{path}' is damaged: it does not say what was written (SHA-256 differs)")
+
 def hash_files(
     folder:Path, # that holds them
     names:list # of files, relative to the folder
@@ -128,7 +144,7 @@ def seal_checkpoint(
     names = sorted(str(p.relative_to(folder)) for p in files)
     note = dict(files=hash_files(folder, names), **notes)
     sync_folder(folder.parent)
-    write_json(folder/'seal.json', dict(note, digest=digest(note)))
+    write_json(folder/'seal.json', with_digest(note))
 
 def _is_inside(
     folder:Path, # of a checkpoint
@@ -141,8 +157,7 @@ def read_seal(
 ) -> dict|None: # what the seal holds; None when the checkpoint is not whole
     "The seal of a whole checkpoint."
     try:
-        note = read_json(folder/'seal.json', files=dict, digest=str)
-        if note.pop('digest') != digest(note): return None
+        note = read_whole(folder/'seal.json', files=dict)
         whole = all(_is_inside(folder, name) and checksum(folder/name) == sha
                     for name, sha in note['files'].items())
     except (OSError, ValueError): return None
@@ -165,11 +180,22 @@ def last_whole(
 ) -> Path|None: # the newest checkpoint that is whole
     "The checkpoint to resume from; `ValueError` when it belongs to another run."
     for path in reversed(checkpoints_in(folder)):
-        if seal := read_seal(path):
-            if run is None or seal.get('run') == run: return path
+        seal = read_seal(path)
+        if seal and run is not None and seal.get('run') != run:
             raise ValueError(f"'{path}' belongs to another run; start anew without resume")
-        print(f"{path.name} is not complete, or damaged: skipped and removed")
+        lost = _lost_best(path) if seal else None
+        if seal and not lost: return path
+        why = f"needs {lost}, which is lost" if lost else 'is not complete, or damaged'
+        print(f"{path.name} {why}: skipped and removed")
         shutil.rmtree(path)
+
+def _lost_best(
+    path:Path # a whole checkpoint
+) -> str|None: # name of the best one, if it must be trained again
+    try: best = read_json(path/'trainer_state.json').get('best_global_step')
+    except (OSError, ValueError): return None                       # not a trainer's
+    name = f'checkpoint-{best}'
+    return None if best is None or read_seal(path.parent/name) else name
 
 def run_bytes(
     net:nn.Module, # to be trained
@@ -206,11 +232,15 @@ def claim(
     "`ValueError` if a new run would replace what the folder holds, or another process is there."
     if not first_process(): return
     folder = run_folder(folder)
-    if is_busy(folder): raise _at_work(folder)
-    there = found_in(folder)
-    if resume or not there: return
     out, go_on, replace = ('out', 'resume=True', 'overwrite=True')
     if command_line: out, go_on, replace = ('--out', '--resume', '--overwrite')
+    if resume and overwrite:
+        raise ValueError(f"{go_on} goes on with a run, {replace} replaces it: ask for one of them")
+    if is_busy(folder): raise _at_work(folder)
+    there = found_in(folder)
+    if resume and not there and command_line:
+        print(f"nothing to resume in '{folder}': a new run begins", file=sys.stderr)
+    if resume or not there: return
     if 'settings.json' not in there:
         raise ValueError(f"'{folder}' holds {', '.join(there)}, which no run left: "
                          f"choose another folder ({out})")
@@ -261,7 +291,7 @@ def agree(
     elif resume and checkpoints_in(folder/'checkpoints'):
         raise ValueError(f"cannot resume in {folder}: its checkpoints are there, but not "
                          "settings.json, which says of what run; start anew without resume")
-    write_json(path, dict(settings=settings, made_with=tools, changes=changes))
+    write_json(path, with_digest(dict(settings=settings, made_with=tools, changes=changes)))
     return changes
 
 def same_run(
@@ -271,7 +301,7 @@ def same_run(
     "What settings.json says; `ValueError` names what differs, or is damaged."
     settings = json.loads(json.dumps(settings))
     try:
-        old = read_json(folder/'settings.json', settings=dict, made_with=dict, changes=list)
+        old = read_whole(folder/'settings.json', settings=dict, made_with=dict, changes=list)
         if not all(isinstance(change, str) for change in old['changes']):
             raise ValueError(f"'{folder}/settings.json' is damaged: "
                              "expected 'changes' to be a list of texts")
@@ -303,7 +333,10 @@ def save_network(
     "Leave model.safetensors, and config.json where the network has one."
     if hasattr(net, 'save_pretrained'): net.save_pretrained(folder)
     else: need('safetensors.torch').save_file(net.state_dict(), folder/'model.safetensors')
-    return _those_in(folder, 'model.safetensors', 'config.json')
+    names = _those_in(folder, 'model.safetensors', 'config.json')
+    if 'model.safetensors' in names: return names
+    raise ValueError("expected save_pretrained to write model.safetensors, "
+                     f"got {sorted(p.name for p in folder.iterdir())}")
 
 def write_end(
     folder:Path, # of the run; its network is saved
@@ -313,15 +346,15 @@ def write_end(
     "Close a run: task.json, and metrics.json with the checksums of what must not change any more."
     if task is not None: write_json(folder/'task.json', task)
     names = _those_in(folder, 'model.safetensors', 'config.json', 'task.json')
-    write_json(folder/'metrics.json', dict(metrics, files=hash_files(folder, names)))
-    return read_json(folder/'metrics.json')
+    write_json(folder/'metrics.json', with_digest(dict(metrics, files=hash_files(folder, names))))
+    return read_whole(folder/'metrics.json')
 
 # %% ../nbs/15_runs.ipynb #7b3e9f02
 def check_end(
     folder:Path # of a finished run
 ) -> dict: # as in metrics.json
     "What a finished run found; `ValueError` when one of its files is not the one that it left."
-    metrics = read_json(folder/'metrics.json', files=dict)
+    metrics = read_whole(folder/'metrics.json', files=dict)
     for name, wanted in metrics['files'].items():
         if Path(name).name != name:
             raise ValueError(f"'{folder}': metrics.json is damaged: {name!r} is no file of a run")

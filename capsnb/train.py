@@ -15,8 +15,8 @@ from .core import from_bytes, keep_freed_memory, need, pick_device, run_record
 from .files import read_json, write_json
 from .runs import (
     agree, check_room, checkpoint_bytes, checkpoints_in, claim, clear_run, digest, finished_run,
-    first_process, last_whole, locked, made_with, read_seal, run_bytes, run_files, run_folder,
-    same_run, save_network, saved_network, seal_checkpoint, task_of, write_end)
+    first_process, last_whole, locked, made_with, read_seal, read_whole, run_bytes, run_files,
+    run_folder, same_run, save_network, saved_network, seal_checkpoint, task_of, write_end)
 
 # %% auto #0
 __all__ = ['top_momentum', 'honoured', 'own_names', 'load_digits_split', 'dice', 'shift_images', 'pictures', 'class_numbers',
@@ -24,9 +24,9 @@ __all__ = ['top_momentum', 'honoured', 'own_names', 'load_digits_split', 'dice',
            'SealHook', 'weights_are_finite', 'left_in', 'wait_for_all', 'DealHook', 'ProgressHook', 'StopHook',
            'heard_by_any', 'catching', 'BarHook', 'accuracy', 'quiet_transformers', 'training_arguments',
            'make_trainer', 'mean_loss', 'loss_in_words', 'check_names', 'check_recipe', 'fingerprint', 'identity',
-           'classes_of', 'Stopped', 'rehearse', 'check_answer', 'load_best', 'history_of', 'has_room', 'run_training',
-           'fit_decks', 'batches_of', 'digest_of', 'prepare', 'fit', 'finish', 'to_the_end', 'repeat', 'summary',
-           'in_words']
+           'Stopped', 'width_of', 'check_network', 'rehearse', 'check_answer', 'load_best', 'history_of', 'has_room',
+           'run_training', 'fit_decks', 'batches_of', 'digest_of', 'write_down', 'fit', 'finish', 'to_the_end',
+           'repeat', 'summary', 'in_words']
 
 # %% ../nbs/22_train.ipynb #00000005
 def load_digits_split(): # datasets.DatasetDict with columns image [1, 8, 8] in [0, 1] and label
@@ -133,7 +133,8 @@ def class_numbers(
     y = column if isinstance(column, Tensor) else need('numpy').asarray(column)
     if not isinstance(y, Tensor):
         if y.dtype.kind not in 'iu' and y.size:
-            raise ValueError(f"expected whole numbers as labels, got {y.flat[0]!r}")
+            advice = '; ds.class_encode_column(...) numbers names' if y.dtype.kind in 'UO' else ''
+            raise ValueError(f"expected whole numbers as labels, got {y.flat[0]!r}{advice}")
         y = torch.from_numpy(y.astype('int64'))
     if y.is_floating_point() or y.dtype == torch.bool:
         raise ValueError(f"expected whole numbers as labels, got {y.dtype}")
@@ -177,6 +178,7 @@ def _column(
     data, # datasets.Dataset
     name:str # of a column
 ): # what it holds; bytes as bytes, where the NumPy format would make int64 of them
+    if data.format['type'] == 'custom': return data[:][name]        # a transform of the user's
     feature, column = data.features[name], data.select_columns([name])
     while hasattr(feature, 'feature'): feature = feature.feature
     if type(feature).__name__ == 'Image': return column.with_format(None)[:][name]
@@ -550,7 +552,8 @@ def make_trainer(
         model=net, args=args, train_dataset=train, eval_dataset=valid, data_collator=collator,
         compute_metrics=accuracy, callbacks=callbacks, optimizers=(optimizer, None))
     trainer.remove_callback(tf.PrinterCallback)
-    return trainer
+    trainer.model_accepts_loss_kwargs = False       # a loss is a mean over its batch, whatever else
+    return trainer                                  # the network takes: divide when accumulating
 
 class _Hook:
     "Passes the trainer's calls on to a plain object."
@@ -576,9 +579,10 @@ def _cycle_trainer(
         def _prepare_inputs(self, inputs):
             return getattr(collator, 'on_device', dict)(super()._prepare_inputs(inputs))
 
-        def training_step(self, *inputs, **kw):
-            loss = super().training_step(*inputs, **kw)
-            if ledger.add(loss): return loss
+        def compute_loss(self, model, inputs, return_outputs=False, **kw):
+            found = super().compute_loss(model, inputs, return_outputs, **kw)
+            loss = (found[0] if return_outputs else found).mean()   # over the devices of a process
+            if not model.training or ledger.add(loss): return found
             raise Diverged(loss_in_words(loss.item(), self, 'at', self.state.global_step + 1))
 
         def log(self, logs, *rest, **kw):
@@ -592,14 +596,13 @@ def _cycle_trainer(
 def mean_loss(
     ledger:Ledger, # of the epoch that ends
     trainer # transformers.Trainer
-) -> float: # over the steps of the epoch, and over all processes
+) -> float: # over the batches of the epoch, and over all processes
     "The loss to log."
     args = trainer.args
     wide = torch.float32 if args.device.type == 'mps' else torch.float64
     both = torch.tensor(ledger.close(), dtype=wide)
     if args.world_size > 1: both = trainer.accelerator.reduce(both.to(args.device), 'sum')
-    mean = both[0]/both[1]*args.gradient_accumulation_steps         # the trainer divided by them
-    return mean.item()
+    return (both[0]/both[1]).item()
 
 def loss_in_words(
     loss:float, # not finite
@@ -704,6 +707,12 @@ def _is_named(
 ) -> bool:
     return str(getattr(value, 'value', value)) == name
 
+_at_least = dict(per_device_eval_batch_size=1, gradient_accumulation_steps=1,
+                 eval_accumulation_steps=1, torch_empty_cache_steps=1, dataloader_num_workers=0, dataloader_prefetch_factor=1,
+                 ddp_timeout=1, ddp_bucket_cap_mb=1)
+_switches = '''bf16 fp16 tf32 bf16_full_eval fp16_full_eval torch_compile greater_is_better
+    full_determinism dataloader_pin_memory ddp_find_unused_parameters ddp_broadcast_buffers'''.split()
+
 def _trainer_checks(
     more:dict, # `honoured` arguments
     validate:bool # whether there is a validation set
@@ -717,6 +726,15 @@ def _trainer_checks(
     refused = dict(dataloader_persistent_workers="since such workers keep the first epoch's dice",
                    load_best_model_at_end='since the epoch to keep is loaded anyway')
     for name, why in refused.items(): wanted[name] = not more.get(name), f"False, {why}"
+    for name in more.keys() & _at_least:
+        wanted[name] = _is_whole(more[name], _at_least[name]), f'an integer >= {_at_least[name]}'
+    for name in more.keys() & set(_switches):
+        wanted[name] = isinstance(more[name], bool), 'True or False'
+    norm, run_name = more.get('max_grad_norm', 0.), more.get('run_name')
+    metric = more.get('metric_for_best_model')
+    wanted['max_grad_norm'] = _is_number(norm, 0, sys.float_info.max), 'a number >= 0'
+    wanted['metric_for_best_model'] = metric in (None, 'accuracy', 'loss'), "'accuracy' or 'loss'"
+    wanted['run_name'] = run_name is None or isinstance(run_name, str), 'a text'
     return [(name, more.get(name), *rest) for name, rest in wanted.items()]
 
 # %% ../nbs/22_train.ipynb #7799f657
@@ -746,37 +764,60 @@ def identity(
                 valid_data=None if valid is None else valid.mark(),
                 test_data=None if test is None else test.mark())
 
-def classes_of(
-    data, # datasets.Dataset, or dict of tensors
-    *decks:Deck # of all labels there are
-) -> int: # number of classes
-    "As many as the data set says that there are; where it does not say, as the labels show."
-    features = getattr(data, 'features', None) or {}
-    named = getattr(features.get('label', features.get('labels')), 'num_classes', None)
-    return named or max(int(deck.labels.max()) for deck in decks) + 1
-
 # %% ../nbs/22_train.ipynb #00000030
 class Stopped(KeyboardInterrupt):
     "Training was stopped by a signal; there is a checkpoint, and the message says how to go on."
 
 @torch.no_grad()
+def width_of(
+    net:nn.Module, # as given to `fit`
+    decks:dict # name -> `Deck`, or None
+) -> int: # number of classes
+    "How many classes a network tells apart; `ValueError` for data with a label beyond them."
+    check_network(net)
+    was, images = net.training, decks['training'].images[:2]
+    here = next(net.parameters()).device
+    zeros = torch.zeros(len(images), dtype=torch.long, device=here)
+    batch = dict(images=images.to(here), labels=zeros)
+    try:
+        with torch.random.fork_rng(): n = check_answer(net.eval(), batch, 'training', 0)
+    finally: net.train(was)
+    for name, deck in decks.items():
+        top = 0 if deck is None else int(deck.labels.max())
+        if top >= n:
+            raise ValueError(f"{type(net).__name__} has {n} classes, "
+                             f"the {name} data have a label {top}")
+    return n
+
+def check_network(
+    net # should be a network that can learn
+):
+    "`ValueError` for what is no network, or has no weight to train."
+    if not isinstance(net, nn.Module):
+        what = f'the class {net.__name__}' if isinstance(net, type) else type(net).__name__
+        raise ValueError(f"expected a network (torch.nn.Module), got {what}")
+    if not any(p.requires_grad for p in net.parameters()):
+        raise ValueError(f"{type(net).__name__} has no weight that requires a gradient: "
+                         "nothing would be trained")
+
+@torch.no_grad()
 def rehearse(
     net:nn.Module, # as given to `fit`
-    decks:dict, # name -> deck, of all data
+    decks:dict, # name -> deck, or None
     collator, # makes batches
     folder:Path, # of the run
-    device:torch.device # that will train
+    args # transformers.TrainingArguments
 ):
     "`ValueError` for what would fail later: odd data, an odd answer, weights that cannot be saved."
     was = net.training
-    net.to(device).eval()
+    net.to(args.device).eval()
     try:
         with torch.random.fork_rng():
             for name, deck in decks.items():
-                batch = collator(deck.__getitems__(list(range(min(2, len(deck))))))
-                batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-                batch = getattr(collator, 'on_device', dict)(batch)
+                if deck is None: continue
+                batch = _rehearsal_batch(deck, collator, args.device)
                 check_answer(net, batch, name, int(deck.labels.max()))
+            _check_last_batch(net, decks['training'], collator, args)
     finally: net.train(was)
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix='.rehearsal-') as place:
@@ -786,12 +827,39 @@ def rehearse(
     except Exception as e: raise ValueError(f"{type(net).__name__} cannot be saved: {e}") from e
 
 # %% ../nbs/22_train.ipynb #58fe1c20
+def _rehearsal_batch(
+    deck, # of some data
+    collator, # makes batches
+    device:torch.device, # that will train
+    n:int=2 # samples at most
+) -> dict: # arguments of the network's forward
+    batch = collator(deck.__getitems__(list(range(min(n, len(deck))))))
+    batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+    return getattr(collator, 'on_device', dict)(batch)
+
+def _check_last_batch(
+    net:nn.Module, # in evaluation mode
+    deck, # training data
+    collator, # makes batches
+    args # transformers.TrainingArguments
+):
+    if len(deck) % (args.train_batch_size*args.world_size) != 1: return
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    try: net.train()(**_rehearsal_batch(deck, collator, args.device, 1))
+    except Exception as e:
+        raise ValueError(f"the last batch of an epoch has one sample, of {len(deck):,}, and "
+                         f"{type(net).__name__} cannot learn from one: {e}; "
+                         "choose another batch_size") from e
+    finally:
+        net.load_state_dict(before)
+        net.eval()
+
 def check_answer(
     net:nn.Module, # in evaluation mode
     batch:dict, # arguments of its forward
     name:str, # of the data set
     top:int # the largest label there is
-):
+) -> int: # number of classes
     "`ValueError` unless a network gives {'loss', 'logits'} for a batch."
     who, b = type(net).__name__, len(batch['labels'])
     form = f"forward({', '.join(batch)}) to give a dict of loss [] and logits [b, n_classes]"
@@ -807,6 +875,7 @@ def check_answer(
     if not (loss.isfinite().all() and logits.isfinite().all()):
         raise ValueError(f"{who} gives NaN or inf for the first of the {name} data, "
                          "before any training")
+    return logits.shape[1]
 
 def _loss_and_logits(
     out, # what a network gave
@@ -875,7 +944,8 @@ def run_training(
         if isinstance(e, Diverged) or has_room(folder, checkpoint_bytes(trainer.model)): raise
         state = trainer.state
         message = ("the disk is full, or cannot be written any more, "
-                   f"at step {state.global_step} of {state.max_steps}; {left_in(folder)}; free some space and go on with: {how_to_resume}")
+                   f"at step {state.global_step} of {state.max_steps}; {left_in(folder)}; "
+                   f"free some space and go on with: {how_to_resume}")
         raise OSError(errno.ENOSPC, message, str(folder)) from e
     state = trainer.state
     if stop.signal and state.global_step < state.max_steps:
@@ -905,24 +975,27 @@ def fit_decks(
     keep_freed_memory()
     folder, decks = run_folder(out), dict(training=deck, validation=held, test=test)
     args = _arguments(folder/'checkpoints', recipe, device, validate=held is not None)
+    check_network(net)
     settings = {**identity(net, deck, held, test), **also, **(note or {}), **recipe,
                 **batches_of(args)}
+    claim(folder, resume, overwrite)
+    if resume and (folder/'metrics.json').exists():
+        same_run(folder, settings)
+        return finished_run(folder, net)
     with contextlib.ExitStack() as to_do:
-        if args.process_index == 0:
-            claim(folder, resume, overwrite)
-            if resume and (folder/'metrics.json').exists(): same_run(folder, settings)
-            else:
-                check_room(folder, run_bytes(net, folder))
-                to_do.enter_context(locked(folder))
-                prepare(net, decks, collator, folder, settings, resume, args)
-        wait_for_all(args)
-        if resume and (done := finished_run(folder, net)): return done
+        first = args.process_index == 0
+        if first:
+            check_room(folder, run_bytes(net, folder))
+            to_do.enter_context(locked(folder))
+            rehearse(net, decks, collator, folder, args)
         ledger, stop, bar = Ledger(), StopHook(save_steps), BarHook(name, progress)
         seal = SealHook(folder/'checkpoints', digest_of(settings), ledger)
         to_do.callback(bar.close)
         cycle = {k: recipe[k] for k in ('lr', 'warmup', 'momentum')}
         hooks = [DealHook(deck), stop, seal, bar, *_progress_hooks(net)]
         trainer = make_trainer(net, deck, held, args, cycle, collator, hooks, ledger)
+        if first: write_down(net, folder, settings, resume)
+        wait_for_all(args)
         return to_the_end(trainer, stop, seal, folder, settings, test, how_to_resume, note)
 
 # %% ../nbs/22_train.ipynb #91b4fe5c
@@ -935,6 +1008,7 @@ def _arguments(
     check_recipe(**recipe, validate=validate)
     more = {k: v for k, v in recipe.items() if k not in own_names}
     if not validate: more['eval_strategy'] = 'no'
+    if more.get('metric_for_best_model') == 'loss': more.setdefault('greater_is_better', False)
     epochs, batch_size, seed = (recipe[k] for k in ('epochs', 'batch_size', 'seed'))
     return training_arguments(folder, epochs, batch_size, seed, device, **more)
 
@@ -957,18 +1031,13 @@ def digest_of(
     return digest(json.loads(json.dumps(settings)))
 
 # %% ../nbs/22_train.ipynb #3f396752
-def prepare(
+def write_down(
     net:nn.Module, # as for `fit_decks`
-    decks:dict, # name -> deck, or None
-    collator, # as for `fit_decks`
     folder:Path, # of the run, held by this process
     settings:dict, # of the run
-    resume:bool, # as for `fit_decks`
-    args # transformers.TrainingArguments
+    resume:bool # as for `fit_decks`
 ):
-    "Rehearse; only then remove an old run; write down the settings, and say which tools changed."
-    there = {name: deck for name, deck in decks.items() if deck is not None}
-    rehearse(net, there, collator, folder, args.device)
+    "Remove an old run, write down the settings of this one, and say which tools have changed."
     if not resume: clear_run(folder)
     changes = agree(folder, settings, made_with(net), resume)
     if changes: print(f"resumed with other tools ({'; '.join(changes)}): "
@@ -1002,11 +1071,11 @@ def fit(
     recipe = dict(epochs=epochs, batch_size=batch_size, lr=lr, warmup=warmup, momentum=momentum,
                   shift=shift, mixup=mixup, seed=seed, **more)
     check_recipe(**recipe, validate=valid is not None)
-    deck, held = _deck('train', train, seed, shift), _deck('valid', valid)
-    labelled = (d for d in (deck, held) if d is not None)
-    collator = MixupCollator(classes_of(train, *labelled), mixup)
-    return fit_decks(net, deck, held, _deck('test', test), collator, out, recipe, device, resume,
-                     how_to_resume, save_steps, name, progress, overwrite)
+    decks = dict(training=_deck('train', train, seed, shift), validation=_deck('valid', valid),
+                 test=_deck('test', test))
+    collator = MixupCollator(width_of(net, decks), mixup)
+    return fit_decks(net, *decks.values(), collator, out, recipe, device, resume, how_to_resume,
+                     save_steps, name, progress, overwrite)
 
 # %% ../nbs/22_train.ipynb #4c9a72e1
 def _deck(
@@ -1042,7 +1111,7 @@ def finish(
             made_with=tools['made_with'], changes=tools['changes'], **tested)
         write_end(folder, metrics, note)
     wait_for_all(trainer.args)
-    return read_json(folder/'metrics.json')
+    return read_whole(folder/'metrics.json')
 
 # %% ../nbs/22_train.ipynb #b5e2d93f
 def to_the_end(

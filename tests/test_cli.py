@@ -339,3 +339,13 @@ def test_a_study_goes_on_and_replaces_nothing(tmp_path):
     (tmp_path/'mine.json').write_text('{"runs": [1]}')
     r = capsnb(*few, '--out', tmp_path/'mine.json')
     assert r.exit_code == 1 and 'capsnb: ' in r.output and (tmp_path/'mine.json').read_text() == '{"runs": [1]}'
+
+def test_a_running_demo_is_not_replaced(tmp_path):
+    from capsnb.runs import locked
+    assert capsnb('demo', '--epochs', 1, '--device', 'cpu', '--out', tmp_path).exit_code == 0
+    kept = files_of(tmp_path)
+    with locked(tmp_path/'dstep'):
+        r = capsnb('demo', '--epochs', 1, '--device', 'cpu', '--out', tmp_path, '--overwrite')
+    assert r.exit_code == 1 and 'another process is at work' in r.output and files_of(tmp_path) == kept
+    r = capsnb('demo', '--epochs', 1, '--device', 'cpu', '--out', tmp_path, '--overwrite', '--resume')
+    assert r.exit_code == 1 and 'give one of them' in r.output and files_of(tmp_path) == kept

@@ -206,7 +206,9 @@ def test_the_rehearsal_throws_no_dice_and_leaves_nothing(data, tmp_path):
     deck, net = train.Deck(data['train'], 0, 1), Dropping().train()
     torch.manual_seed(3)
     decks, collator = dict(training=deck), train.MixupCollator(10)
-    train.rehearse(net, decks, collator, tmp_path, torch.device('cpu'))
+    args = train.training_arguments(tmp_path/'checkpoints', 1, 20, 0, 'cpu')
+    torch.manual_seed(3)
+    train.rehearse(net, decks, collator, tmp_path, args)
     assert torch.equal(torch.rand(1), wanted) and net.training and not list(tmp_path.iterdir())
 
 # pictures
@@ -394,9 +396,10 @@ def test_metrics_name_no_file_outside_their_folder(absolute, whole, tmp_path):
     other.write_bytes(b'')
     name = str(other) if absolute else '../other'
     metrics = json.loads((copy/'metrics.json').read_text())
-    note = dict(metrics, files={name: runs.checksum(other)})
+    metrics.pop('digest')
+    note = runs.with_digest(dict(metrics, files={name: runs.checksum(other)}))
     (copy/'metrics.json').write_text(json.dumps(note))
-    with pytest.raises(ValueError, match='metrics.json is damaged'): check_end(copy)
+    with pytest.raises(ValueError, match='is damaged: .* no file of a run'): check_end(copy)
 
 # nothing finished is lost
 
@@ -526,7 +529,8 @@ def test_other_tools_are_said_and_written_down(cut, data, monkeypatch, capsys):
 
 def test_changes_that_are_no_texts_are_damage(cut, data):
     note = json.loads((cut/'settings.json').read_text())
-    (cut/'settings.json').write_text(json.dumps(dict(note, changes=[1])))
+    note = {k: v for k, v in note.items() if k != 'digest'}
+    (cut/'settings.json').write_text(json.dumps(runs.with_digest(dict(note, changes=[1]))))
     with pytest.raises(ValueError, match="cannot resume: .* expected 'changes' to be a list"):
         run(data, cut, resume=True)
     assert len(checkpoints_in(cut/'checkpoints')) == 2
@@ -560,9 +564,12 @@ def test_odd_json_in_a_run_is_a_sentence_or_nothing(name, whole, data, tmp_path,
     monkeypatch.setattr(train, 'rehearse', refuse_to_rehearse)
     def resumed(): return run(data, out, resume=True)
     def opened(): return saved_network(out, PlainCNN, 'cpu')
-    for _ in range(60):
+    for _ in range(100):
         note = json.loads(content)
         mutate(note, rng)
+        if rng.random() < .5:                               # whoever edits may also sign
+            note.pop('digest', None)
+            note = runs.with_digest(note)
         (out/name).write_text(json.dumps(note))
         for read in (resumed, opened):
             try: read()
@@ -583,3 +590,127 @@ def test_a_sealed_checkpoint_with_code_in_it_runs_none(name, cut, data, tmp_path
     runs.seal_checkpoint(path, **notes)
     with pytest.raises(Exception): run(data, cut, resume=True)
     assert not (tmp_path/'ran').exists()
+
+# what a second reading found
+
+def test_the_loss_is_that_of_the_data_however_steps_are_put_together(data, tmp_path):
+    class More(Own):
+        def forward(self, images, labels=None, **kw): return super().forward(images, labels)
+    few = dict(image=data['train']['image'][:50], label=data['train']['label'][:50])
+    kw = dict(train=few, batch_size=10, mixup=0., shift=0, lr=(1e-9, 1e-9), epochs=1)
+    seen = []
+    for cls in (Own, More):
+        for n in (1, 2, 4):
+            torch.manual_seed(0)
+            out = tmp_path/f'{cls.__name__}{n}'
+            found = run(data, out, cls(), gradient_accumulation_steps=n, **kw)
+            seen.append(found['history'][0]['loss'])
+    assert seen == pytest.approx(seen[:1]*6, rel=1e-6)
+
+def test_a_damaged_best_checkpoint_is_trained_again(data, tmp_path, monkeypatch):
+    class Same(Own):                                        # the first epoch stays the best one
+        def logits(self, images): return super().logits(images)*0 + torch.arange(10.)
+    whole = run(data, tmp_path/'whole', Same(), epochs=5)
+    with monkeypatch.context() as m:
+        stop_at(11, m)
+        with pytest.raises(Stopped): run(data, tmp_path/'cut', Same(), epochs=5)
+    assert names_in(tmp_path/'cut')[0] == 'checkpoint-3' and whole['best_epoch'] == 1
+    flip(tmp_path/'cut'/'checkpoints'/'checkpoint-3'/'model.safetensors')
+    again = run(data, tmp_path/'cut', Same(), epochs=5, resume=True)
+    assert again['best_epoch'] == 1 and len(again['history']) == 5
+
+def test_the_lowest_loss_is_kept_when_the_loss_decides(data, tmp_path):
+    found = run(data, tmp_path, epochs=4, metric_for_best_model='loss')
+    state = json.loads((tmp_path/'checkpoints'/'checkpoint-12'/'trainer_state.json').read_text())
+    losses = [log['eval_loss'] for log in state['log_history'] if 'eval_loss' in log]
+    assert found['best_epoch'] == losses.index(min(losses)) + 1
+
+@pytest.mark.parametrize('odd', [
+    dict(per_device_eval_batch_size=0), dict(eval_accumulation_steps=0),
+    dict(max_grad_norm=math.nan), dict(dataloader_num_workers=-1),
+    dict(gradient_accumulation_steps=0), dict(run_name=Path('x')), dict(bf16='yes'),
+    dict(metric_for_best_model='accurracy'), dict(ddp_timeout='x')])
+def test_values_of_honoured_arguments_are_checked(odd, data, tmp_path):
+    with pytest.raises(ValueError, match=f'expected {next(iter(odd))} to be'):
+        run(data, tmp_path/'run', **odd)
+    assert not (tmp_path/'run').exists()
+
+class Elsewhere(Own):
+    def save_pretrained(self, folder): torch.save(self.state_dict(), folder/'pytorch_model.bin')
+
+class TiedButSaved(Tied):
+    def save_pretrained(self, folder):
+        import safetensors.torch
+        safetensors.torch.save_model(self, folder/'model.safetensors')
+
+class Normed(Own):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(64)
+
+    def logits(self, images): return self.f(self.norm(images.flatten(1)))
+
+@pytest.mark.parametrize('net,message', [
+    (Elsewhere, 'cannot be saved: expected save_pretrained to write model.safetensors'),
+    (TiedButSaved, 'TiedButSaved cannot be saved'),
+    (lambda: Own().requires_grad_(False), 'no weight that requires a gradient'),
+    (lambda: Own, 'expected a network .*, got the class Own'),
+    (lambda: Own(n=3), 'has 3 classes, the training data have a label 9')])
+def test_a_network_that_cannot_be_trained_or_kept_is_named(net, message, data, tmp_path):
+    with pytest.raises(ValueError, match=message): run(data, tmp_path, net())
+    assert not names_in(tmp_path)
+
+def test_a_last_batch_of_one_is_found_before_training(data, tmp_path):
+    few = {k: v[:41] for k, v in data['train'].items()}
+    net = Normed()
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    with pytest.raises(ValueError, match='last batch of an epoch has one sample, of 41'):
+        run(data, tmp_path, net, train=few)
+    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+    assert run(data, tmp_path/'cnn', train=few)['steps'] == 6           # others can learn from one
+
+def test_a_network_with_more_outputs_than_labels_is_trained(data, tmp_path):
+    low = data['train']['label'] < 3
+    few = {k: v[low] for k, v in data['train'].items()}
+    assert run(data, tmp_path, Own(), train=few, valid=few)['best_epoch'] > 0
+
+def test_a_transform_of_a_data_set_is_heard(data):
+    from datasets import Dataset
+    raw = Dataset.from_dict(dict(image=data['train']['image'][:4].numpy(), label=[0, 1, 2, 3]))
+    one = np.ones((1, 8, 8), 'float32')
+    ones = raw.with_transform(lambda rows: {**rows, 'image': [one]*len(rows['label'])})
+    assert train.columns_of(ones)[0].eq(1).all()
+
+@pytest.mark.parametrize('name', ['metrics.json', 'settings.json'])
+def test_a_note_that_says_something_else_is_damaged(name, whole, data, tmp_path):
+    shutil.copytree(whole[0], tmp_path/'run')
+    path = tmp_path/'run'/name
+    path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))
+    with pytest.raises(ValueError, match=f'{name}. is damaged'):
+        run(data, tmp_path/'run', resume=True)
+
+def test_one_cannot_go_on_with_a_run_and_replace_it(data, tmp_path):
+    with pytest.raises(ValueError, match='ask for one of them'):
+        run(data, tmp_path, resume=True, overwrite=True)
+
+def test_an_old_run_stays_until_the_new_one_can_begin(whole, data, tmp_path):
+    shutil.copytree(whole[0], tmp_path/'run')
+    with pytest.raises((RuntimeError, ImportError, ValueError)):
+        run(data, tmp_path/'run', overwrite=True, report_to='no such place')
+    check_end(tmp_path/'run')
+
+def test_scores_that_are_not_finite_are_no_accuracy():
+    from types import SimpleNamespace
+    p = SimpleNamespace(predictions=np.array([[0., np.nan]]), label_ids=np.array([0]))
+    with pytest.raises(Diverged, match='not finite'): train.accuracy(p)
+
+def test_a_seal_names_files_of_its_own_folder_only(cut):
+    path = cut/'checkpoints'/'checkpoint-5'
+    note = {k: v for k, v in read_seal(path).items()}
+    (cut/'beside').write_text('x')
+    for name in ('../../beside', str(cut/'beside'), '/dev/zero'):
+        files = {**note['files'], name: runs.checksum(cut/'beside')}
+        runs.write_json(path/'seal.json', runs.with_digest({**note, 'files': files}))
+        assert read_seal(path) is None
+    runs.write_json(path/'seal.json', {**runs.with_digest(note), 'digest': '0'*64})
+    assert read_seal(path) is None
