@@ -522,7 +522,7 @@ class GaussianMixture(_Fits):
         max_iter:int=100, # most iterations per start
         tol:float=1e-3, # stop when the mean log-likelihood changes by less, nats
         reg_covar:float=1e-6, # added to every variance, as in scikit-learn
-        min_var:float=0., # least variance before that; if reg_covar=0, no fall but for rounding
+        min_var:float=0., # least variance before that; bounds falls if >= 16*eps*r² and reg_covar=0
         start:Params|tuple|None=None, # (pi, mu, sig2) to start from; None: k-means++
         seed:int|None=None, # of the k-means++ draws; None: torch's own generator
         tile:int|None=None # numbers per tile, the bound on memory; None: 2**17 on a CPU, 2**24 elsewhere
