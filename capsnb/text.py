@@ -609,12 +609,12 @@ def check_saved(
     note:dict, # its classifier.json
     parts:tuple # names of the sub-folders that will be read
 ):
-    "`ValueError` when the note, or a file that will be read, is not as saved; warns where there are no checksums."
+    "`ValueError` when the note, or a file to be read, is not as saved; warns without checksums."
     said = 'is damaged, or not the one that was saved (SHA-256 differs)'
     path = folder/'classifier.json'
     if 'files' not in note and 'digest' not in note:
-        warnings.warn(f"'{path}' is of an older version and has no checksums: whether the classifier "
-                      "is the one that was saved cannot be checked")
+        warnings.warn(f"'{path}' is of an older version and has no checksums: whether the "
+                      "classifier is the one that was saved cannot be checked")
         return
     own = {key: value for key, value in note.items() if key != 'digest'}
     if note.get('digest') != digest(own) or not isinstance(note.get('files'), dict):

@@ -161,6 +161,8 @@ def test_accuracy_is_in_float64(monkeypatch):
     y = torch.arange(29) % 10
     monkeypatch.setattr(digits, 'load_digits_run', lambda *_: (None, dict(
         data='digits', limit=None, official=True, n_test=None, arch='capsnet')))
-    monkeypatch.setattr(digits, 'open_digits', lambda *_: dict(test=dict(image=torch.zeros(29, 1, 8, 8), label=y)))
-    monkeypatch.setattr(digits, 'guesses', lambda *_: torch.where(torch.arange(29) < 8, y, (y + 1) % 10))
+    parts = dict(test=dict(image=torch.zeros(29, 1, 8, 8), label=y))
+    guess = torch.where(torch.arange(29) < 8, y, (y + 1) % 10)
+    monkeypatch.setattr(digits, 'open_digits', lambda *_: parts)
+    monkeypatch.setattr(digits, 'guesses', lambda *_: guess)
     assert eval_digits('run')['accuracy'] == 8/29                # in float32: 0.27586206793

@@ -70,7 +70,7 @@ def test_the_baseline_as_published_sees_patches(cache, tmp_path):
 def test_a_baseline_of_older_code_is_read_on_whole_pictures(cache, tmp_path):
     m = train_objects(net='baseline', out=tmp_path/'run', epochs=1, device='cpu', **small(cache))
     note = json.loads((tmp_path/'run'/'task.json').read_text())
-    write_end(tmp_path/'run', m, note | dict(published=True))                      # the note of such a run
+    write_end(tmp_path/'run', m, note | dict(published=True))     # the note of such a run
     found = eval_objects(tmp_path/'run', cache=cache, device='cpu', progress=False)
     assert found['accuracy'] == pytest.approx(m['test_accuracy'])
 
@@ -113,7 +113,9 @@ def test_confusion_is_label_by_prediction(run, cache, monkeypatch):
             at = truth[angle] == (degrees - first)//step
             assert accuracy == (truth['category'][at] == 3).sum().item()/at.sum().item()
 
-@pytest.mark.parametrize('damage, message', [('[]', 'expected a JSON object'), ('{"kind": "dstep"', 'cannot be read'), ('{"kind": "dstep", "data": "toys"}', 'no run on toys')])
+@pytest.mark.parametrize('damage, message', [
+    ('[]', 'expected a JSON object'), ('{"kind": "dstep"', 'cannot be read'),
+    ('{"kind": "dstep", "data": "toys"}', 'no run on toys')])
 def test_damaged_notes_are_named(tmp_path, damage, message):
     (tmp_path/'task.json').write_text(damage)
     with pytest.raises(ValueError, match=message): load_objects_run(tmp_path, 'cpu')
