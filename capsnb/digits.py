@@ -157,5 +157,6 @@ def eval_digits(
     x, y = parts[split].values()
     batches = x.split(batch_size)
     guess = guesses(net, batches, lambda i: [as_seen(note['arch'], i)], len(batches), progress)
-    return dict(split=split, n=len(y), accuracy=(guess == y).float().mean().item(), names=names_of[note['data']],
+    return dict(split=split, n=len(y), accuracy=(guess == y).double().mean().item(),
+                names=names_of[note['data']],
                 confusion=torch.bincount(y*10 + guess, minlength=100).view(10, 10).tolist())

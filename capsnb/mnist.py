@@ -100,7 +100,9 @@ def _check_name(name:str):
 # %% ../nbs/14_mnist.ipynb #0000000d
 def _check_md5(data:bytes, wanted:str, path):
     if (came := hashlib.md5(data, usedforsecurity=False).hexdigest()) != wanted:
-        raise ValueError(f"{path}: expected MD5 {wanted} (unpacked), got {came}: a byte has changed, or it is another file (official=False reads any in this format)")
+        raise ValueError(f"{path}: expected MD5 {wanted} (unpacked), got {came}: a byte has "
+                         "changed, or it is another file (official=False, on the command line "
+                         "--any-files, reads any in this format)")
 
 def _check_pair(images:Tensor, labels:Tensor, paths):
     if images.ndim != 3: _wrong(paths[0], 3, "3 dimensions", images.ndim)

@@ -330,6 +330,9 @@ def eval_objects(
     collator = collator_of(note['kind'], note['size'], published=patched)
     batches = x['images'].split(batch_size)
     guess = guesses(net, batches, lambda i: collator.views(i, crops), len(batches), progress)
-    right, confusion = guess == x['category'], torch.bincount(x['category']*5 + guess, minlength=25).view(5, 5)
-    by = {k: {int(a): right[angle == a].float().mean().item() for a in angle.unique()} for k, angle in zip(('azimuth', 'elevation'), degrees(x))}
-    return dict(split=split, n=len(guess), accuracy=right.float().mean().item(), by_degrees=by, names=categories, confusion=confusion.tolist())
+    right = (guess == x['category']).double()
+    confusion = torch.bincount(x['category']*5 + guess, minlength=25).view(5, 5)
+    by = {k: {int(a): right[angle == a].mean().item() for a in angle.unique()}
+          for k, angle in zip(('azimuth', 'elevation'), degrees(x))}
+    return dict(split=split, n=len(guess), accuracy=right.mean().item(), by_degrees=by,
+                names=categories, confusion=confusion.tolist())

@@ -4,7 +4,7 @@
 
 # %% ../nbs/21_text.ipynb #00000004
 from __future__ import annotations
-import contextlib, html, io, json
+import contextlib, html, io, json, warnings
 from pathlib import Path
 from typing import NamedTuple
 import torch
@@ -13,7 +13,8 @@ from .core import need, palette, plot_style
 from .dstep import Routing
 import capsnb.moments                       # the fast plans of `Routing`
 from .embed import FrozenEncoder, _plainly, as_texts
-from .files import read_json, write_json
+from .files import checksum, read_json, write_json
+from .runs import digest, hash_files
 from .vision import HubMixin, answer, load_published, read_published, trace_credit
 
 # %% auto #0
@@ -22,7 +23,8 @@ __all__ = ['mask_scores', 'layer_maps', 'read_layers', 'into_rows', 'blend', 'by
            'Explanation', 'explain', 'class_names', 'check_tokens', 'collate_rows', 'RoutingClassifier',
            'tokenize_texts', 'predict_texts', 'classifier_from_encoder', 'encoder_note', 'place_note', 'check_note',
            'noted_encoder', 'classifier_note', 'extra_note', 'note_as_state', 'state_as_note', 'build_head',
-           'read_weights', 'read_head', 'load_checkpoint', 'save_classifier', 'load_classifier', 'layer_profile']
+           'read_weights', 'read_head', 'load_checkpoint', 'hash_saved', 'check_saved', 'save_classifier',
+           'load_classifier', 'layer_profile']
 
 # %% ../nbs/21_text.ipynb #0000000a
 def mask_scores(
@@ -588,6 +590,43 @@ def load_checkpoint(
                          f"{_plainly(e)}") from e
     return found.eval()
 
+# %% ../nbs/21_text.ipynb #cb54ab8f
+def hash_saved(
+    folder:Path, # of a classifier
+    parts:tuple # names of its sub-folders that have just been written
+) -> dict: # name relative to the folder -> SHA-256
+    "Checksums of all files in some parts of a classifier's folder, each seen onto the disk."
+    found = {}
+    for part in parts:
+        files = (p for p in (folder/part).rglob('*') if p.is_file())
+        names = sorted(p.relative_to(folder/part).as_posix() for p in files)
+        sums = hash_files(folder/part, names)
+        found |= {f'{part}/{name}': sha for name, sha in sums.items()}
+    return found
+
+def check_saved(
+    folder:Path, # of a classifier
+    note:dict, # its classifier.json
+    parts:tuple # names of the sub-folders that will be read
+):
+    "`ValueError` when the note, or a file to be read, is not as saved; warns without checksums."
+    said = 'is damaged, or not the one that was saved (SHA-256 differs)'
+    path = folder/'classifier.json'
+    if 'files' not in note and 'digest' not in note:
+        warnings.warn(f"'{path}' is of an older version and has no checksums: whether the "
+                      "classifier is the one that was saved cannot be checked")
+        return
+    own = {key: value for key, value in note.items() if key != 'digest'}
+    if note.get('digest') != digest(own) or not isinstance(note.get('files'), dict):
+        raise ValueError(f"'{path}' {said}")
+    for name, wanted in note['files'].items():
+        if name.split('/')[0] not in parts: continue
+        path = folder/name
+        try: came = checksum(path) if path.is_file() else None
+        except OSError as e: raise ValueError(f"'{path}' cannot be read ({e.strerror})") from e
+        if came is None: raise ValueError(f"'{path}' is missing: it was saved with the classifier")
+        if came != wanted: raise ValueError(f"'{path}' {said}")
+
 # %% ../nbs/21_text.ipynb #0000003a
 def save_classifier(
     self:RoutingClassifier,
@@ -602,7 +641,8 @@ def save_classifier(
         for part in (self.encoder, r.tokenizer): part.save_pretrained(folder/'encoder')
     note = classifier_note(self) | dict(fingerprint=r.fingerprint)
     if with_encoder: note |= dict(encoder=None, gguf_file=None, revision=None)
-    write_json(folder/'classifier.json', note)
+    note['files'] = hash_saved(folder, ('head', 'encoder') if with_encoder else ('head',))
+    write_json(folder/'classifier.json', note | dict(digest=digest(note)))
 
 def load_classifier(
     folder:str|Path, # written by `save_pretrained`, or by a `transformers.Trainer`
@@ -614,6 +654,7 @@ def load_classifier(
     if not (folder/'classifier.json').is_file(): return load_checkpoint(folder, encoder, device)
     where = f"'{folder/'classifier.json'}'"
     note = read_json(folder/'classifier.json', format=str, frozen=bool, fingerprint=str)
+    check_saved(folder, note, ('head',) if encoder else ('head', 'encoder'))
     if check_note(note, where)['format'] != _format:
         raise ValueError(f"{where} has the format {note['format']!r}, expected {_format!r}")
     head, place = read_head(folder/'head'), note['encoder'] or str(folder/'encoder')

@@ -1,5 +1,5 @@
 """`RoutingClassifier` as someone uses it who knows transformers and datasets: the Trainer, one text, tables, class names, odd files."""
-import json, shutil
+import json, shutil, warnings
 import pytest, torch
 from torch.testing import assert_close
 
@@ -121,9 +121,18 @@ def loads_or_says(folder): # a number of classifiers that loaded
         return 0
     return 1
 
+def without_checksums(folder): # as older versions wrote it
+    path = folder/'classifier.json'
+    note = json.loads(path.read_text())
+    path.write_text(json.dumps({k: v for k, v in note.items() if k not in ('files', 'digest')}))
+
+older = pytest.mark.filterwarnings('ignore:.*has no checksums')    # no checksum catches odd entries
+
+@older
 def test_every_odd_entry_of_a_classifiers_folder_is_one_sentence(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv('HF_HUB_OFFLINE', '1'); monkeypatch.chdir(tmp_path)
     classifier(tiny['gpt2']).save_pretrained('rc'); n = 0
+    without_checksums(tmp_path/'rc')
     for name in ('classifier.json', 'head/config.json'):
         path = tmp_path/'rc'/name; good = path.read_text()
         for key, value, note in odd(json.loads(good)): path.write_text(json.dumps(note)); loads_or_says('rc'); n += 1
@@ -135,8 +144,10 @@ def test_every_odd_entry_of_a_classifiers_folder_is_one_sentence(tiny, tmp_path,
         with pytest.raises(ValueError, match='holds no head'): RoutingClassifier.from_pretrained('rc', device='cpu')
         (tmp_path/'aside').rename(tmp_path/'rc'/name)
 
+@older
 def test_every_odd_entry_of_the_transformers_config_is_one_sentence(tiny, tmp_path):
     classifier(tiny['gpt2']).save_pretrained(tmp_path/'rc', with_encoder=True)
+    without_checksums(tmp_path/'rc')
     for name in ('config.json', 'tokenizer_config.json'):
         path = tmp_path/'rc'/'encoder'/name; good = path.read_text()
         for key, value, note in odd(json.loads(good)): path.write_text(json.dumps(note)); loads_or_says(tmp_path/'rc')
@@ -153,3 +164,64 @@ def test_every_odd_entry_of_a_checkpoints_note_is_one_sentence(tiny, tmp_path):
     path.write_bytes(path.read_bytes()[:1000]); assert not loads_or_says(tmp_path)
     save_file({k: v for k, v in state.items() if k != '_extra_state'}, path)
     with pytest.raises(ValueError, match='holds no classifier'): RoutingClassifier.from_pretrained(tmp_path, device='cpu')
+
+# ---- checksums
+
+def flipped(path, k, bit): # the file as it was, after a bit of its byte k has been flipped
+    whole = path.read_bytes()
+    path.write_bytes(whole[:k] + bytes([whole[k] ^ 1 << bit]) + whole[k + 1:])
+    return whole
+
+def test_a_flipped_bit_in_any_file_is_named(tiny, tmp_path):
+    classifier(tiny['gpt2']).save_pretrained(tmp_path/'rc', with_encoder=True)
+    files = sorted(p for p in (tmp_path/'rc').glob('*/**/*') if p.is_file())
+    for name in ('head/model.safetensors', 'head/config.json', 'encoder/model.safetensors',
+                 'encoder/tokenizer.json'):
+        assert tmp_path/'rc'/name in files
+    for path in files:
+        for k in (0, -1):
+            k %= path.stat().st_size
+            whole = flipped(path, k, 0)
+            said = f"{path.name}' is damaged, or not the one that was saved"
+            with pytest.raises(ValueError, match=said):
+                RoutingClassifier.from_pretrained(tmp_path/'rc', device='cpu')
+            path.write_bytes(whole)
+    assert loads_or_says(tmp_path/'rc')
+
+def test_a_flipped_bit_in_the_note_is_named(tiny, tmp_path):
+    classifier(tiny['gpt2']).save_pretrained(tmp_path/'rc')
+    path = tmp_path/'rc'/'classifier.json'
+    for k in range(path.stat().st_size):
+        whole = flipped(path, k, k % 7)
+        assert not loads_or_says(tmp_path/'rc'), k
+        path.write_bytes(whole)
+    for key in ('files', 'digest'):
+        path.write_text(json.dumps({k: v for k, v in json.loads(whole).items() if k != key}))
+        with pytest.raises(ValueError, match='not the one that was saved'):
+            RoutingClassifier.from_pretrained(tmp_path/'rc', device='cpu')
+
+def test_weights_of_another_classifier_are_not_taken(tiny, tmp_path):
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        classifier(tiny['gpt2']).save_pretrained(tmp_path/f'{seed}')
+    shutil.copy(tmp_path/'1'/'head'/'model.safetensors', tmp_path/'0'/'head'/'model.safetensors')
+    with pytest.raises(ValueError, match='not the one that was saved'):
+        RoutingClassifier.from_pretrained(tmp_path/'0', device='cpu')
+
+def test_a_file_that_is_gone_is_named_unless_it_is_not_read(tiny, tmp_path):
+    classifier(tiny['gpt2']).save_pretrained(tmp_path/'rc', with_encoder=True)
+    shutil.rmtree(tmp_path/'rc'/'encoder')
+    with pytest.raises(ValueError, match='encoder/.*is missing'):
+        RoutingClassifier.from_pretrained(tmp_path/'rc', device='cpu')
+    RoutingClassifier.from_pretrained(tmp_path/'rc', encoder=tiny['gpt2'], device='cpu')
+
+def test_a_folder_of_an_older_version_is_read_with_a_warning(tiny, tmp_path):
+    rc = classifier(tiny['gpt2']).eval()
+    rc.save_pretrained(tmp_path/'rc')
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        RoutingClassifier.from_pretrained(tmp_path/'rc', device='cpu')
+    without_checksums(tmp_path/'rc')
+    with pytest.warns(UserWarning, match='has no checksums.*cannot be checked'):
+        back = RoutingClassifier.from_pretrained(tmp_path/'rc', device='cpu')
+    assert_close(back.predict(TEXTS), rc.predict(TEXTS))

@@ -156,3 +156,13 @@ def test_a_config_of_another_network_is_refused_before_it_is_made(change, said, 
     (tmp_path/'config.json').write_text(json.dumps({**json.loads((tmp_path/'config.json').read_text()), **change}))
     monkeypatch.setattr(classes['capsnet'], 'from_pretrained', None)
     with pytest.raises(ValueError, match=said): load_digits_run(tmp_path, 'cpu')
+
+def test_accuracy_is_in_float64(monkeypatch):
+    y = torch.arange(29) % 10
+    monkeypatch.setattr(digits, 'load_digits_run', lambda *_: (None, dict(
+        data='digits', limit=None, official=True, n_test=None, arch='capsnet')))
+    parts = dict(test=dict(image=torch.zeros(29, 1, 8, 8), label=y))
+    guess = torch.where(torch.arange(29) < 8, y, (y + 1) % 10)
+    monkeypatch.setattr(digits, 'open_digits', lambda *_: parts)
+    monkeypatch.setattr(digits, 'guesses', lambda *_: guess)
+    assert eval_digits('run')['accuracy'] == 8/29                # in float32: 0.27586206793
