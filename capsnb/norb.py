@@ -250,11 +250,11 @@ def open_matrix(
     x = read_matrix(raw)                        # header and size first: they tell more than an MD5
     if size is not None and (n := raw.stat().st_size) != size:
         raise ValueError(f"{path}: expected MD5 {md5} of {size:,} bytes, got a file of {n:,} "
-                         "(official=False opens any in this format)")
+                         "(official=False, or --any-files, opens any in this format)")
     came = came or _md5(raw)
     if md5 and came != md5:
         raise ValueError(f"{path}: expected MD5 {md5}, got {came}: a byte has changed, or it is "
-                         "another file (official=False opens any in this format)")
+                         "another file (official=False, or --any-files, opens any in this format)")
     return x, came
 
 def _unpacked(path:Path, md5:str|None, size:int|None) -> tuple[Path, str]: # where; its MD5
@@ -528,7 +528,7 @@ def _check_pixels(part, split:str, name): # of the Hub's copy, in the form of th
     came = _md5_of(as_tensors(part)['image'])
     if came != want:
         raise ValueError(f"{name}, split {split}: expected pixels whose file would have MD5 "
-                         f"{want}, got {came} (official=False takes any)")
+                         f"{want}, got {came} (official=False, or --any-files, takes any)")
     for o, (now, _) in zip(files, seen): _note(o, _stamp(o), dict(md5=now, pixels=want))
 
 def _md5_of(x:Tensor) -> str: # that a file of this array would have

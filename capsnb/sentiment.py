@@ -357,7 +357,7 @@ def eval_sst(
                           progress=progress, splits=(split,), dtype=read_dtype(note))[split]
     p, k = predict_deck(net, deck), len(note['names'])
     confusion = torch.bincount(deck.labels*k + p.argmax(1), minlength=k*k).view(k, k)
-    return dict(split=split, n=len(deck), accuracy=float((p.argmax(1) == deck.labels).float().mean()), names=note['names'], confusion=confusion.tolist())
+    return dict(split=split, n=len(deck), accuracy=float((p.argmax(1) == deck.labels).double().mean()), names=note['names'], confusion=confusion.tolist())
 
 # %% ../nbs/23_sentiment.ipynb #00000019
 def mean_states(
