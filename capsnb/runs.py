@@ -188,6 +188,7 @@ def last_whole(
         why = f"needs {lost}, which is lost" if lost else 'is not complete, or damaged'
         print(f"{path.name} {why}: skipped and removed")
         shutil.rmtree(path)
+        if not checkpoints_in(folder): print("no checkpoint is left: the run begins anew")
 
 def _lost_best(
     path:Path # a whole checkpoint
@@ -388,6 +389,10 @@ def task_of(
     if below := sorted(p.parent.name for p in folder.glob('*/task.json')):
         raise ValueError(f"'{run}' holds several runs, in the folders {', '.join(below)}: "
                          "name one of them")
+    if is_busy(folder): raise _at_work(folder)
+    if (folder/'metrics.json').exists():
+        raise ValueError(f"'{run}' holds a finished run, but no task.json that says on which data: "
+                         "load its network with from_pretrained")
     if (folder/'settings.json').exists():
         raise ValueError(f"'{run}' holds a run that has not come to its end: "
                          "go on with it (--resume)")

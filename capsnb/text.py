@@ -396,6 +396,8 @@ def predict_texts(
     texts = [texts] if isinstance(texts, str) else as_texts(texts)
     was, device, p = self.training, self.head.depth_emb.device, []
     self.eval()
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"expected batch_size to be an integer >= 1, got {batch_size!r}")
     for k in range(0, len(texts), batch_size):
         batch = self.collate([dict(text=t) for t in texts[k:k + batch_size]])
         p.append(self(**{name: x.to(device) for name, x in batch.items()}).a.softmax(-1))

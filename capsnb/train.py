@@ -174,11 +174,19 @@ def _image_and_label(
                          f"got {', '.join(map(str, there))}{advice}")
     return tuple(_column(data, name) if is_set else data[name] for name in names)
 
+def _transformed(
+    data, # datasets.Dataset with a transform of the user's
+    name:str # of a column
+): # what the transform makes of it
+    rows = data[:]
+    if name in rows: return rows[name]
+    raise ValueError(f"the transform of the data gives {', '.join(rows)}, and no {name}")
+
 def _column(
     data, # datasets.Dataset
     name:str # of a column
 ): # what it holds; bytes as bytes, where the NumPy format would make int64 of them
-    if data.format['type'] == 'custom': return data[:][name]        # a transform of the user's
+    if data.format['type'] == 'custom': return _transformed(data, name)
     feature, column = data.features[name], data.select_columns([name])
     while hasattr(feature, 'feature'): feature = feature.feature
     if type(feature).__name__ == 'Image': return column.with_format(None)[:][name]
@@ -310,16 +318,17 @@ class Ledger:
     def __init__(self,
         every:int=20 # steps between two looks, where looking makes the program wait
     ):
-        self.total, self.n, self.every = 0., 0, every
+        self.total, self.n, self.every, self.steps = 0., 0, every, 0
 
     def add(self,
-        loss:Tensor # [], of one step
+        loss:Tensor, # of one step: the mean over its samples
+        n:int=1 # samples
     ) -> bool: # whether all is well as far as one has looked
         wide = torch.float32 if loss.device.type == 'mps' else torch.float64
-        self.total = self.total + loss.detach().to(wide)
-        self.n += 1
-        looks = loss.device.type == 'cpu' or self.n % self.every == 0
-        return self.is_finite() if looks else True
+        self.total, self.n = self.total + n*loss.detach().to(wide), self.n + n
+        self.steps += 1
+        look = loss.device.type == 'cpu' or self.steps % self.every == 0
+        return self.is_finite() if look else True
 
     def is_finite(self) -> bool: return math.isfinite(float(self.total))
 
@@ -582,7 +591,7 @@ def _cycle_trainer(
         def compute_loss(self, model, inputs, return_outputs=False, **kw):
             found = super().compute_loss(model, inputs, return_outputs, **kw)
             loss = (found[0] if return_outputs else found).mean()   # over the devices of a process
-            if not model.training or ledger.add(loss): return found
+            if not model.training or ledger.add(loss, len(inputs['labels'])): return found
             raise Diverged(loss_in_words(loss.item(), self, 'at', self.state.global_step + 1))
 
         def log(self, logs, *rest, **kw):
@@ -596,7 +605,7 @@ def _cycle_trainer(
 def mean_loss(
     ledger:Ledger, # of the epoch that ends
     trainer # transformers.Trainer
-) -> float: # over the batches of the epoch, and over all processes
+) -> float: # over the samples of the epoch, and over all processes
     "The loss to log."
     args = trainer.args
     wide = torch.float32 if args.device.type == 'mps' else torch.float64
@@ -708,8 +717,8 @@ def _is_named(
     return str(getattr(value, 'value', value)) == name
 
 _at_least = dict(per_device_eval_batch_size=1, gradient_accumulation_steps=1,
-                 eval_accumulation_steps=1, torch_empty_cache_steps=1, dataloader_num_workers=0, dataloader_prefetch_factor=1,
-                 ddp_timeout=1, ddp_bucket_cap_mb=1)
+                 eval_accumulation_steps=1, torch_empty_cache_steps=1, dataloader_num_workers=0,
+                 dataloader_prefetch_factor=1, ddp_timeout=1, ddp_bucket_cap_mb=1)
 _switches = '''bf16 fp16 tf32 bf16_full_eval fp16_full_eval torch_compile greater_is_better
     full_determinism dataloader_pin_memory ddp_find_unused_parameters ddp_broadcast_buffers'''.split()
 
@@ -816,7 +825,8 @@ def rehearse(
             for name, deck in decks.items():
                 if deck is None: continue
                 batch = _rehearsal_batch(deck, collator, args.device)
-                check_answer(net, batch, name, int(deck.labels.max()))
+                with torch.set_grad_enabled(name == 'training'):
+                    check_answer(net, batch, name, int(deck.labels.max()))
             _check_last_batch(net, decks['training'], collator, args)
     finally: net.train(was)
     try:
@@ -843,11 +853,12 @@ def _check_last_batch(
     collator, # makes batches
     args # transformers.TrainingArguments
 ):
-    if len(deck) % (args.train_batch_size*args.world_size) != 1: return
+    of_all = args.train_batch_size*args.world_size
+    if of_all > 1 and len(deck) % of_all != 1: return
     before = {k: v.clone() for k, v in net.state_dict().items()}
     try: net.train()(**_rehearsal_batch(deck, collator, args.device, 1))
     except Exception as e:
-        raise ValueError(f"the last batch of an epoch has one sample, of {len(deck):,}, and "
+        raise ValueError(f"the last batch of an epoch has one sample (of {len(deck):,}), and "
                          f"{type(net).__name__} cannot learn from one: {e}; "
                          "choose another batch_size") from e
     finally:
@@ -872,6 +883,8 @@ def check_answer(
                          f"and logits {list(logits.shape)} for b = {b}")
     if top >= logits.shape[1]:
         raise ValueError(f"{who} has {logits.shape[1]} classes, the {name} data have a label {top}")
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise ValueError(f"{who} gives a loss without a gradient: nothing would be trained")
     if not (loss.isfinite().all() and logits.isfinite().all()):
         raise ValueError(f"{who} gives NaN or inf for the first of the {name} data, "
                          "before any training")
@@ -975,6 +988,8 @@ def fit_decks(
     keep_freed_memory()
     folder, decks = run_folder(out), dict(training=deck, validation=held, test=test)
     args = _arguments(folder/'checkpoints', recipe, device, validate=held is not None)
+    if not _is_whole(save_steps, 0):
+        raise ValueError(f"expected save_steps to be an integer >= 0, got {save_steps!r}")
     check_network(net)
     settings = {**identity(net, deck, held, test), **also, **(note or {}), **recipe,
                 **batches_of(args)}
@@ -1008,6 +1023,9 @@ def _arguments(
     check_recipe(**recipe, validate=validate)
     more = {k: v for k, v in recipe.items() if k not in own_names}
     if not validate: more['eval_strategy'] = 'no'
+    half = [name for name in ('fp16', 'fp16_full_eval') if more.get(name)]
+    if half and pick_device(device).type == 'cpu':
+        raise ValueError(f"{half[0]} would be ignored on the CPU; use instead: bf16")
     if more.get('metric_for_best_model') == 'loss': more.setdefault('greater_is_better', False)
     epochs, batch_size, seed = (recipe[k] for k in ('epochs', 'batch_size', 'seed'))
     return training_arguments(folder, epochs, batch_size, seed, device, **more)

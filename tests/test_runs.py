@@ -664,7 +664,7 @@ def test_a_last_batch_of_one_is_found_before_training(data, tmp_path):
     few = {k: v[:41] for k, v in data['train'].items()}
     net = Normed()
     before = {k: v.clone() for k, v in net.state_dict().items()}
-    with pytest.raises(ValueError, match='last batch of an epoch has one sample, of 41'):
+    with pytest.raises(ValueError, match='last batch of an epoch has one sample .of 41.'):
         run(data, tmp_path, net, train=few)
     assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
     assert run(data, tmp_path/'cnn', train=few)['steps'] == 6           # others can learn from one
@@ -714,3 +714,48 @@ def test_a_seal_names_files_of_its_own_folder_only(cut):
         assert read_seal(path) is None
     runs.write_json(path/'seal.json', {**runs.with_digest(note), 'digest': '0'*64})
     assert read_seal(path) is None
+
+# what a third reading found
+
+def test_a_loss_without_a_gradient_costs_no_old_run(whole, data, tmp_path):
+    class Cut(Own):
+        def forward(self, images, labels=None):
+            out = super().forward(images, labels)
+            return dict(out, loss=out['loss'].detach())
+    shutil.copytree(whole[0], tmp_path/'run')
+    with pytest.raises(ValueError, match='a loss without a gradient'):
+        run(data, tmp_path/'run', Cut(), overwrite=True)
+    check_end(tmp_path/'run')
+
+def test_a_short_last_batch_counts_by_its_samples(data, tmp_path):
+    few = {k: v[:9] for k, v in data['train'].items()}
+    net = Own()
+    with torch.no_grad(): truth = net(few['image'], few['label'])['loss'].item()
+    still = dict(mixup=0., shift=0, lr=(1e-12, 1e-11), momentum=None, epochs=1, batch_size=7)
+    found = run(data, tmp_path, net, train=few, valid=few, **still)
+    assert found['history'][0]['loss'] == pytest.approx(truth, rel=1e-6)
+
+@pytest.mark.parametrize('odd,message', [
+    (dict(fp16=True), 'fp16 would be ignored on the CPU'), (dict(save_steps=-1), 'save_steps to be'),
+    (dict(save_steps='x'), 'save_steps to be')])
+def test_what_the_cpu_ignores_and_odd_steps_are_refused(odd, message, data, tmp_path):
+    with pytest.raises(ValueError, match=message): run(data, tmp_path/'run', **odd)
+    assert not (tmp_path/'run').exists()
+
+def test_a_transform_without_labels_is_named(data):
+    from datasets import Dataset
+    raw = Dataset.from_dict(dict(image=data['train']['image'][:2].numpy(), label=[0, 1]))
+    with pytest.raises(ValueError, match='the transform of the data gives image, and no label'):
+        train.columns_of(raw.with_transform(lambda rows: dict(image=rows['image'])))
+
+def test_batches_of_one_are_found_before_training(data, tmp_path):
+    with pytest.raises(ValueError, match='cannot learn from one'):
+        run(data, tmp_path, Normed(), batch_size=1)
+
+def test_a_finished_run_of_ones_own_is_not_called_unfinished(whole, tmp_path):
+    with pytest.raises(ValueError, match='a finished run, but no task.json'): runs.task_of(whole[0])
+
+def test_when_no_checkpoint_is_left_it_is_said(cut, whole, data, capsys):
+    for path in checkpoints_in(cut/'checkpoints'): flip(path/'model.safetensors')
+    assert run(data, cut, resume=True)['history'] == whole[1]['history']
+    assert 'the run begins anew' in capsys.readouterr().out
