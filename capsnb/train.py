@@ -809,6 +809,7 @@ def check_network(
         raise ValueError(f"{type(net).__name__} has no weight that requires a gradient: "
                          "nothing would be trained")
 
+# %% ../nbs/22_train.ipynb #53f04e98
 @torch.no_grad()
 def rehearse(
     net:nn.Module, # as given to `fit`

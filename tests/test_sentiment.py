@@ -95,7 +95,7 @@ def test_a_stopped_rerun_does_not_pass_for_the_old_one(world, encoder, tmp_path,
     kw = dict(task='sst5', encoder=encoder, roots=True, epochs=1, folder=world['trees'], official=False, cache=False, progress=False, device='cpu')
     train_sst(out=tmp_path, **kw)
     def stop(*args, **kw): raise KeyboardInterrupt
-    monkeypatch.setattr('capsnb.train.make_trainer', stop)
+    monkeypatch.setattr('capsnb.train.run_training', stop)
     with pytest.raises(KeyboardInterrupt): train_sst(out=tmp_path, overwrite=True, **kw)
     with pytest.raises(ValueError, match='has not come to its end'): load_run(tmp_path, encoder, 'cpu')
 
