@@ -737,7 +737,8 @@ def test_a_short_last_batch_counts_by_its_samples(data, tmp_path):
     assert found['history'][0]['loss'] == pytest.approx(truth, rel=1e-6)
 
 @pytest.mark.parametrize('odd,message', [
-    (dict(fp16=True), 'fp16 would be ignored on the CPU'), (dict(save_steps=-1), 'save_steps to be'),
+    (dict(fp16=True), 'fp16 would be ignored on the CPU'),
+    (dict(save_steps=-1), 'save_steps to be'),
     (dict(save_steps='x'), 'save_steps to be')])
 def test_what_the_cpu_ignores_and_odd_steps_are_refused(odd, message, data, tmp_path):
     with pytest.raises(ValueError, match=message): run(data, tmp_path/'run', **odd)
