@@ -1,4 +1,5 @@
 """Installs capsnb; what it says is read from settings.ini and README.md."""
+
 import re
 from configparser import ConfigParser
 from pathlib import Path
@@ -6,27 +7,32 @@ from setuptools import setup, find_packages
 
 here = Path(__file__).parent
 config = ConfigParser(delimiters=['='], interpolation=None)
-config.read(here/'settings.ini', encoding='utf-8')
+config.read(here / 'settings.ini', encoding='utf-8')
 cfg = config['DEFAULT']
 train, dev = cfg['train_requirements'].split(), cfg['dev_requirements'].split()
+
 
 def absolute(page):
     "A page whose links and pictures lead to the repository, for readers who have only the page."
     pages = f"{cfg['git_url']}/blob/{cfg['branch']}/"
     files = pages.replace('github.com', 'raw.githubusercontent.com', 1).replace('/blob/', '/', 1)
+
     def move(m):
-        if re.match(r'[a-z]+:', m[2]): return m[0]
+        if re.match(r'[a-z]+:', m[2]):
+            return m[0]
         base = cfg['git_url'] if m[2].startswith('#') else files if m[1].startswith('!') else pages
         return f'{m[1]}({base}{m[2]})'
+
     link = re.compile(r'(!?\[[^\]]*\])\(([^)\s]+)\)')
-    parts = re.split(r'(^```.*?^```[ \t]*$)', page, flags=re.M | re.S)      # code stays as it is
+    parts = re.split(r'(^```.*?^```[ \t]*$)', page, flags=re.M | re.S)  # code stays as it is
     return ''.join(p if i % 2 else link.sub(move, p) for i, p in enumerate(parts))
+
 
 setup(
     name=cfg['lib_name'],
     version=cfg['version'],
     description=cfg['description'],
-    long_description=absolute((here/'README.md').read_text(encoding='utf-8')),
+    long_description=absolute((here / 'README.md').read_text(encoding='utf-8')),
     long_description_content_type='text/markdown',
     url=cfg['git_url'],
     project_urls={'Changelog': f"{cfg['git_url']}/blob/{cfg['branch']}/CHANGELOG.md"},

@@ -1,19 +1,39 @@
 __version__ = "0.1.0"
 
-_where = dict(    # module -> its public names; PyTorch, which all need, takes seconds
-    mixture=['GaussianMixture'], dstep=['Routed', 'Routing', 'routing_ref'], em=['em_routing'],
-    dynamic=['dynamic_routing', 'route_capsules', 'squash'],
-    layers=['ClassCaps', 'ConvCaps', 'PrimaryCaps'], losses=['margin_loss', 'spread_loss'],
-    capsnet=['CapsNet'], matrix_caps=['MatrixCapsNet'], vision=['DStepNet', 'SmallNORBNet'],
-    text=['SSTNet'])
-_modules = {name: module for module, names in _where.items() for name in names}
+_names = {                         # room -> its public names; PyTorch, which all need, takes seconds
+    'engine.mixture': ['GaussianMixture'],
+    'engine.dstep': ['Routed', 'Routing', 'routing_ref'],
+    'engine.em': ['em_routing'],
+    'engine.dynamic': ['dynamic_routing', 'route_capsules', 'squash'],
+    'engine.layers': ['ClassCaps', 'ConvCaps', 'PrimaryCaps'],
+    'lab.losses': ['margin_loss', 'spread_loss'],
+    'lab.capsnet': ['CapsNet'],
+    'lab.matrix_caps': ['MatrixCapsNet'],
+    'lab.vision': ['BaselineCNN', 'DStepNet', 'SmallNORBNet'],
+    'lab.text': ['SSTNet'],
+    'data.toys': ['load_toys'],
+    'data.norb': ['load_smallnorb'],
+    'data.sst': ['load_sst'],
+    'data.embed': ['FrozenEncoder'],
+}
+_floors = {                        # floor -> its rooms
+    'engine': ['bench', 'dstep', 'dynamic', 'em', 'layers', 'mixture', 'moments'],
+    'data': ['embed', 'files', 'mnist', 'norb', 'sst', 'toys'],
+    'lab': ['ablation', 'capsnet', 'digits', 'losses', 'matrix_caps', 'objects', 'poses', 'runs',
+            'sentiment', 'text', 'train', 'vision', 'votes'],
+}
+_room_of = {name: room for room, names in _names.items() for name in names}
+_floor_of = {room: floor for floor, rooms in _floors.items() for room in rooms}
 
-__all__ = list(_modules)
+__all__ = list(_room_of)
 
 def __getattr__(name):             # imported when it is asked for
     from importlib import import_module
-    if name in _modules: return getattr(import_module(f'.{_modules[name]}', __name__), name)
-    if name in _where or name in ('core', 'moments'): return import_module(f'.{name}', __name__)
+    if name in _room_of:
+        return getattr(import_module(f'.{_room_of[name]}', __name__), name)
+    if name in _floor_of:
+        return import_module(f'.{_floor_of[name]}.{name}', __name__)
     raise AttributeError(f"module 'capsnb' has no attribute {name!r}")
 
-def __dir__(): return sorted({*globals(), *__all__})
+def __dir__():
+    return sorted({*globals(), *__all__})

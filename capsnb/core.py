@@ -15,122 +15,187 @@ __all__ = ['palette', 'seed_everything', 'pick_device', 'need', 'from_bytes', 'e
 
 # %% ../nbs/00_core.ipynb #00000007
 def seed_everything(
-    seed:int # any integer from 0 to 2**32 - 1
-) -> int: # the same seed
+    seed: int,  # any integer from 0 to 2**32 - 1
+) -> int:  # the same seed
     "Seed Python's, NumPy's (if loaded) and torch's generators; `ValueError` outside NumPy's range."
-    if not 0 <= seed < 2**32: raise ValueError(f"seed must be in [0, 2**32), got {seed}")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed must be in [0, 2**32), got {seed}")
     random.seed(seed)
-    if 'numpy' in sys.modules: sys.modules['numpy'].random.seed(seed)
+    if 'numpy' in sys.modules:
+        sys.modules['numpy'].random.seed(seed)
     torch.manual_seed(seed)
     return seed
 
 # %% ../nbs/00_core.ipynb #0000000a
 def pick_device(
-    name:str|None=None # 'cpu', 'cuda', 'cuda:1', 'mps'; None: the best available
-) -> torch.device: # a device that exists on this machine
+    name: str | None = None,  # 'cpu', 'cuda', 'cuda:1', 'mps'; None: the best available
+) -> torch.device:  # a device that exists on this machine
     "The device to run on; `ValueError` when a named one is not available."
     has_mps = torch.backends.mps.is_available()
-    if name is None: name = 'cuda' if torch.cuda.is_available() else 'mps' if has_mps else 'cpu'
-    try: device = torch.device(name)
-    except RuntimeError: device = torch.device('meta')              # no such kind of device, hence not there
-    there = {'cuda': torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count(),
-             'mps': has_mps, 'cpu': True}.get(device.type, False)
-    if not there: raise ValueError(f"device '{name}' is not available; this machine has "
-        f"{torch.cuda.device_count()} CUDA device(s)" + (", mps" if has_mps else "") + " and cpu")
+    if name is None:
+        name = 'cuda' if torch.cuda.is_available() else 'mps' if has_mps else 'cpu'
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device('meta')  # no such kind of device, hence not there
+    there = {
+        'cuda': torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count(),
+        'mps': has_mps,
+        'cpu': True,
+    }.get(device.type, False)
+    if not there:
+        raise ValueError(
+            f"device '{name}' is not available; this machine has "
+            f"{torch.cuda.device_count()} CUDA device(s)"
+            + (", mps" if has_mps else "")
+            + " and cpu"
+        )
     return device
 
 # %% ../nbs/00_core.ipynb #7c1d0e02
 _tested_beside_others = 'IN_TEST' in os.environ and multiprocessing.parent_process() is not None
 if _tested_beside_others and 'OMP_NUM_THREADS' not in os.environ:
-    os.environ['OMP_NUM_THREADS'] = '1'     # for child processes and for libraries loaded later
+    os.environ['OMP_NUM_THREADS'] = '1'  # for child processes and for libraries loaded later
     torch.set_num_threads(1)
 
 # %% ../nbs/00_core.ipynb #0000000d
 def need(
-    module:str, # dotted name of the module, e.g. 'sklearn.datasets'
-    extra:str='train' # the extra of capsnb that brings it: 'train' or 'dev'
-): # the imported module
+    module: str,  # dotted name of the module, e.g. 'sklearn.datasets'
+    extra: str = 'train',  # the extra of capsnb that brings it: 'train' or 'dev'
+):  # the imported module
     "Import an optional module; a missing one raises `ImportError` with the install command."
-    try: return importlib.import_module(module)
+    try:
+        return importlib.import_module(module)
     except ModuleNotFoundError as e:
         top = module.split('.')[0]
-        if (e.name or '').split('.')[0] != top: raise   # it is there, but one of its own imports is not
+        if (e.name or '').split('.')[0] != top:
+            raise  # it is there, but one of its own imports is not
         raise ImportError(f"this needs the package '{top}': pip install 'capsnb[{extra}]'") from e
 
 # %% ../nbs/00_core.ipynb #76454848
 def from_bytes(
-    images:Tensor # uint8, or floats, any shape
-) -> Tensor: # float32 in [0, 1] from bytes; floats as they came
+    images: Tensor,  # uint8, or floats, any shape
+) -> Tensor:  # float32 in [0, 1] from bytes; floats as they came
     "Pictures as floating-point numbers: bytes are divided by 255."
-    return images.float()/255 if images.dtype == torch.uint8 else images
+    return images.float() / 255 if images.dtype == torch.uint8 else images
 
 # %% ../nbs/00_core.ipynb #00000010
 def error_to(
-    y:Tensor, # any shape
-    truth:Tensor # the same shape, usually float64
-) -> float: # ||y - truth|| / ||truth||; the plain norm of y - truth where the truth is 0
+    y: Tensor,  # any shape
+    truth: Tensor,  # the same shape, usually float64
+) -> float:  # ||y - truth|| / ||truth||; the plain norm of y - truth where the truth is 0
     "Relative error of `y` in the Euclidean norm; NaN or a difference in shape is an error."
-    if y.shape != truth.shape: raise AssertionError(f"shape {tuple(y.shape)}, expected {tuple(truth.shape)}")
+    if y.shape != truth.shape:
+        raise AssertionError(f"shape {tuple(y.shape)}, expected {tuple(truth.shape)}")
     gap, size = (y.double() - truth.double()).norm().item(), truth.double().norm().item()
-    if math.isnan(gap) and not math.isnan(size): raise AssertionError("NaN or inf where the truth is finite")
-    return gap/size if size > 0 else gap
+    if math.isnan(gap) and not math.isnan(size):
+        raise AssertionError("NaN or inf where the truth is finite")
+    return gap / size if size > 0 else gap
 
 # %% ../nbs/00_core.ipynb #00000011
 def assert_as_exact(
-    fast:Tensor, # result of the fast routine
-    ref:Tensor, # result of the reference in the same dtype
-    truth:Tensor, # result of the reference in float64
-    factor:float=2., # how much worse the fast routine may be
-    ulps:float=4., # and by how many units in the last place (of `fast`'s dtype, relative to the norm)
-    name:str='' # what is compared, for the message
+    fast: Tensor,  # result of the fast routine
+    ref: Tensor,  # result of the reference in the same dtype
+    truth: Tensor,  # result of the reference in float64
+    factor: float = 2.0,  # how much worse the fast routine may be
+    ulps: float = 4.0,  # and by how many units in the last place (of `fast`'s dtype, relative to the norm)
+    name: str = '',  # what is compared, for the message
 ):
     "Assert that `fast` is at most `factor` times as far from `truth` as `ref` is."
-    if fast.dtype != ref.dtype: raise AssertionError(f"{name}: dtype {fast.dtype}, expected {ref.dtype}")
+    if fast.dtype != ref.dtype:
+        raise AssertionError(f"{name}: dtype {fast.dtype}, expected {ref.dtype}")
     e_fast, e_ref = error_to(fast, truth), error_to(ref, truth)
-    limit = factor*e_ref + ulps*torch.finfo(fast.dtype).eps
+    limit = factor * e_ref + ulps * torch.finfo(fast.dtype).eps
     if not e_fast <= limit:
-        raise AssertionError(f"{name}: error {e_fast:.2e}, the reference's is {e_ref:.2e} (limit {limit:.2e})")
+        raise AssertionError(
+            f"{name}: error {e_fast:.2e}, the reference's is {e_ref:.2e} (limit {limit:.2e})"
+        )
 
 # %% ../nbs/00_core.ipynb #00000015
 def run_record(
-    seed:int|None=None, # the seed, if one was set
-    **extra # whatever else should be remembered (data set, sizes, metrics)
-) -> dict: # JSON-ready: command, seed, commit, device, versions, date, and `extra`
+    seed: int | None = None,  # the seed, if one was set
+    **extra,  # whatever else should be remembered (data set, sizes, metrics)
+) -> dict:  # JSON-ready: command, seed, commit, device, versions, date, and `extra`
     "What is needed to repeat a run."
-    try: commit = subprocess.run(['git', 'describe', '--always', '--dirty', '--exclude', '*'], capture_output=True, text=True,
-                                 cwd=Path(__file__).parent if '__file__' in globals() else None, timeout=10).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired): commit = ''
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    return dict(command=' '.join([Path(sys.argv[0]).name, *sys.argv[1:]]), seed=seed, commit=commit or None, device=device,
-                python=platform.python_version(), torch=torch.__version__, date=time.strftime('%Y-%m-%d'), **extra)
+    try:
+        commit = subprocess.run(
+            ['git', 'describe', '--always', '--dirty', '--exclude', '*'],
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parent if '__file__' in globals() else None,
+            timeout=10,
+        ).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        commit = ''
+    device = (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    )
+    return dict(
+        command=' '.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        seed=seed,
+        commit=commit or None,
+        device=device,
+        python=platform.python_version(),
+        torch=torch.__version__,
+        date=time.strftime('%Y-%m-%d'),
+        **extra,
+    )
 
 # %% ../nbs/00_core.ipynb #5dcb0c00
 @functools.cache
-def keep_freed_memory(
-) -> None:
+def keep_freed_memory() -> None:
     "Let glibc keep freed blocks of up to 32 MB for the next tensor, once per process; no effect with another C library."
-    torch.empty(32*2**20 - 2**13, dtype=torch.uint8)                # asked for, not touched, freed
+    torch.empty(32 * 2**20 - 2**13, dtype=torch.uint8)  # asked for, not touched, freed
 
 # %% ../nbs/00_core.ipynb #00d00002
 def first_order(
-    instead:str # what to use for second derivatives
-): # decorator of a `torch.autograd.Function`'s backward
+    instead: str,  # what to use for second derivatives
+):  # decorator of a `torch.autograd.Function`'s backward
     "Make a backward pass refuse `create_graph=True` with a `RuntimeError`."
+
     def wrap(backward):
         @functools.wraps(backward)
         def run(ctx, *grads):
-            if torch.is_grad_enabled(): raise RuntimeError(f"this fast path has no second derivatives (create_graph=True); use {instead}")
+            if torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"this fast path has no second derivatives (create_graph=True); use {instead}"
+                )
             return backward(ctx, *grads)
+
         return run
+
     return wrap
 
 # %% ../nbs/00_core.ipynb #00000018
-palette = ['#4477AA', '#EE6677', '#228833', '#CCBB44', '#66CCEE', '#AA3377', '#BBBBBB']   # Paul Tol's "bright"
+palette = [
+    '#4477AA',
+    '#EE6677',
+    '#228833',
+    '#CCBB44',
+    '#66CCEE',
+    '#AA3377',
+    '#BBBBBB',
+]  # Paul Tol's "bright"
+
 
 def plot_style():
     "Set matplotlib's defaults to the look of these notebooks; returns `matplotlib.pyplot`."
     plt = need('matplotlib.pyplot')
-    plt.rcParams.update({'axes.prop_cycle': plt.cycler(color=palette), 'axes.spines.top': False, 'axes.spines.right': False,
-                         'figure.dpi': 100, 'figure.figsize': (5, 3.2), 'axes.grid': True, 'grid.alpha': .25,
-                         'axes.axisbelow': True, 'legend.frameon': False, 'font.size': 9, 'image.cmap': 'viridis'})
+    plt.rcParams.update(
+        {
+            'axes.prop_cycle': plt.cycler(color=palette),
+            'axes.spines.top': False,
+            'axes.spines.right': False,
+            'figure.dpi': 100,
+            'figure.figsize': (5, 3.2),
+            'axes.grid': True,
+            'grid.alpha': 0.25,
+            'axes.axisbelow': True,
+            'legend.frameon': False,
+            'font.size': 9,
+            'image.cmap': 'viridis',
+        }
+    )
     return plt

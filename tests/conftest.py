@@ -1,3 +1,5 @@
 """One thread, however many PyTorch would start: the tests are small. What they start inherits it."""
+
 import os
-os.environ.setdefault('OMP_NUM_THREADS', '1')       # read when torch is loaded: before any test is
+
+os.environ.setdefault('OMP_NUM_THREADS', '1')  # read when torch is loaded: before any test is

@@ -1,94 +1,223 @@
 """CapsNet: published sizes, other sizes, labels of every form, one epoch with transformers' Trainer."""
+
 import pytest, torch
 from torch.testing import assert_close
-from capsnb.capsnet import CapsNet, Decoder, VectorCaps, class_shares, margin_loss
-from capsnb.dynamic import dynamic_routing_ref
-from capsnb.vision import n_params
+from capsnb.lab.capsnet import CapsNet, Decoder, VectorCaps, class_shares, margin_loss
+from capsnb.engine.dynamic import dynamic_routing_ref
+from capsnb.lab.vision import n_params
 
-tiny = dict(n_classes=3, image_shape=(1, 8, 8), channels=8, kernels=(3, 3), stride=2, n_types=2, d_inp=4, d_out=5, decoder=(16, 16))
+tiny = dict(
+    n_classes=3,
+    image_shape=(1, 8, 8),
+    channels=8,
+    kernels=(3, 3),
+    stride=2,
+    n_types=2,
+    d_inp=4,
+    d_out=5,
+    decoder=(16, 16),
+)
+
+
 def net(scale=100, **kw):
     "With maps so large that routing and drawings show: at initialisation, lengths are below a thousandth."
-    torch.manual_seed(0); n = CapsNet(**{**tiny, **kw})
-    with torch.no_grad(): n.W.mul_(scale)
+    torch.manual_seed(0)
+    n = CapsNet(**{**tiny, **kw})
+    with torch.no_grad():
+        n.W.mul_(scale)
     return n
 
+
 def test_published_sizes():
-    with torch.device('meta'): assert n_params(CapsNet(decoder=None)) == 6_804_224 and n_params(big := CapsNet()) == 8_215_568
-    assert (big.n_iters, big.recon, big.image_shape) == (3, .0005, (1, 28, 28)) and big.W.shape == (1152, 10, 8, 16)
-    assert (big.conv.kernel_size, big.primary.conv.kernel_size, big.primary.conv.stride, big.primary.d_inp) == ((9, 9), (9, 9), (2, 2), 8)
+    with torch.device('meta'):
+        assert (
+            n_params(CapsNet(decoder=None)) == 6_804_224 and n_params(big := CapsNet()) == 8_215_568
+        )
+    assert (big.n_iters, big.recon, big.image_shape) == (
+        3,
+        0.0005,
+        (1, 28, 28),
+    ) and big.W.shape == (1152, 10, 8, 16)
+    assert (
+        big.conv.kernel_size,
+        big.primary.conv.kernel_size,
+        big.primary.conv.stride,
+        big.primary.d_inp,
+    ) == ((9, 9), (9, 9), (2, 2), 8)
     assert [l.out_features for l in big.decoder.layers[::2]] == [512, 1024, 784]
 
-def test_maps_start_small(): assert net(1, n_types=30).W.std().item() == pytest.approx(.1, rel=.05)
+
+def test_maps_start_small():
+    assert net(1, n_types=30).W.std().item() == pytest.approx(0.1, rel=0.05)
+
 
 @pytest.mark.parametrize('shape', ((1, 8, 8), (2, 9, 14), (3, 11, 7)))
 def test_any_size(shape):
-    n = net(image_shape=shape); out = n(torch.rand(4, *shape))
+    n = net(image_shape=shape)
+    out = n(torch.rand(4, *shape))
     assert out.a.shape == (4, 3) and out.v.shape == (4, 3, 5) and n.draw(out.v).shape == (4, *shape)
     assert_close(out.a, out.v.norm(dim=-1))
 
+
 def test_the_class_capsules_are_those_of_the_definition():
-    n = net().double(); x = torch.rand(2, 1, 8, 8, dtype=torch.float64)
+    n = net().double()
+    x = torch.rand(2, 1, 8, 8, dtype=torch.float64)
     V = torch.einsum('bid,ijdh->bijh', n.primary(torch.relu(n.conv(x))), n.W)
-    assert_close(n(x).v, dynamic_routing_ref(V, 3).v); assert .02 < n(x).a.min() and n(x).a.max() < .99
-    for n_iters in (1, 2, 4): assert (n(x).v - dynamic_routing_ref(V, n_iters).v).abs().max() > 1e-3       # it shows how often it was routed
+    assert_close(n(x).v, dynamic_routing_ref(V, 3).v)
+    assert 0.02 < n(x).a.min() and n(x).a.max() < 0.99
+    for n_iters in (1, 2, 4):
+        assert (
+            n(x).v - dynamic_routing_ref(V, n_iters).v
+        ).abs().max() > 1e-3  # it shows how often it was routed
+
 
 def test_each_capsule_is_masked():
-    d = Decoder(3, 5, (1, 4, 4), (8,)); v = torch.randn(2, 3, 5); other = v.clone(); other[:, [0, 2]] = 99.
-    one = torch.tensor([[0., 1., 0.]]*2); assert_close(d(v, one), d(other, one), rtol=0, atol=0)
+    d = Decoder(3, 5, (1, 4, 4), (8,))
+    v = torch.randn(2, 3, 5)
+    other = v.clone()
+    other[:, [0, 2]] = 99.0
+    one = torch.tensor([[0.0, 1.0, 0.0]] * 2)
+    assert_close(d(v, one), d(other, one), rtol=0, atol=0)
     assert not torch.allclose(d(v, one), d(v, one.roll(1, 1)))
 
+
 def test_loss_by_hand():
-    a, share = torch.tensor([[.5, .3, .05], [.95, .1, .2]]), class_shares(torch.tensor([0, 0]), 3)
-    assert_close(margin_loss(a, share), torch.tensor(((.4**2 + .5*.2**2) + .5*.1**2)/2))
-    n = net(recon=.01); x, y = torch.rand(4, 1, 8, 8), torch.tensor([0, 1, 2, 0]); out = n(x)
-    want = margin_loss(out.a, class_shares(y, 3)) + .01*((n.draw(out.v, y) - x)**2).sum()/4
-    assert_close(n(x, labels=y)['loss'], want); assert_close(net(decoder=None)(x, labels=y)['loss'], margin_loss(net(decoder=None)(x).a, class_shares(y, 3)))
+    a, share = (
+        torch.tensor([[0.5, 0.3, 0.05], [0.95, 0.1, 0.2]]),
+        class_shares(torch.tensor([0, 0]), 3),
+    )
+    assert_close(margin_loss(a, share), torch.tensor(((0.4**2 + 0.5 * 0.2**2) + 0.5 * 0.1**2) / 2))
+    n = net(recon=0.01)
+    x, y = torch.rand(4, 1, 8, 8), torch.tensor([0, 1, 2, 0])
+    out = n(x)
+    want = margin_loss(out.a, class_shares(y, 3)) + 0.01 * ((n.draw(out.v, y) - x) ** 2).sum() / 4
+    assert_close(n(x, labels=y)['loss'], want)
+    assert_close(
+        net(decoder=None)(x, labels=y)['loss'],
+        margin_loss(net(decoder=None)(x).a, class_shares(y, 3)),
+    )
+
 
 def test_pairs_draw_each_its_own():
-    n = net(recon=1.); x, y, o = torch.rand(2, 1, 8, 8), torch.tensor([[0, 2], [1, 0]]), torch.rand(2, 2, 1, 8, 8); out = n(x)
-    want = margin_loss(out.a, class_shares(y, 3)) + sum(((n.draw(out.v, y[:, k]) - o[:, k])**2).sum() for k in (0, 1))/2/2      # mean over two samples and two drawings
+    n = net(recon=1.0)
+    x, y, o = torch.rand(2, 1, 8, 8), torch.tensor([[0, 2], [1, 0]]), torch.rand(2, 2, 1, 8, 8)
+    out = n(x)
+    want = (
+        margin_loss(out.a, class_shares(y, 3))
+        + sum(((n.draw(out.v, y[:, k]) - o[:, k]) ** 2).sum() for k in (0, 1)) / 2 / 2
+    )  # mean over two samples and two drawings
     assert_close(n(x, labels=y, originals=o)['loss'], want)
     assert_close(n(x, labels=y.flip(1), originals=o.flip(1))['loss'], want)
-    assert (n(x, labels=y, originals=o.flip(1))['loss'] - want).abs() > 1e-3 and (n.draw(out.v, y[:, 0]) - n.draw(out.v, y[:, 1])).abs().max() > 1e-2
-    for dtype in (torch.int32, torch.uint8): assert_close(n(x, labels=y.to(dtype), originals=o)['loss'], want)
+    assert (n(x, labels=y, originals=o.flip(1))['loss'] - want).abs() > 1e-3 and (
+        n.draw(out.v, y[:, 0]) - n.draw(out.v, y[:, 1])
+    ).abs().max() > 1e-2
+    for dtype in (torch.int32, torch.uint8):
+        assert_close(n(x, labels=y.to(dtype), originals=o)['loss'], want)
+
 
 def test_all_parameters_learn():
-    n = net(); n(torch.rand(4, 1, 8, 8), labels=torch.tensor([0, 1, 2, 0]))['loss'].backward()
-    for name, p in n.named_parameters(): assert p.grad is not None and torch.isfinite(p.grad).all() and p.grad.abs().sum() > 0, name
+    n = net()
+    n(torch.rand(4, 1, 8, 8), labels=torch.tensor([0, 1, 2, 0]))['loss'].backward()
+    for name, p in n.named_parameters():
+        assert p.grad is not None and torch.isfinite(p.grad).all() and p.grad.abs().sum() > 0, name
+
 
 def test_black_images_are_no_trouble():
-    n = net(); n(torch.zeros(2, 1, 8, 8), labels=torch.tensor([0, 1]))['loss'].backward()
+    n = net()
+    n(torch.zeros(2, 1, 8, 8), labels=torch.tensor([0, 1]))['loss'].backward()
     assert all(torch.isfinite(p.grad).all() for p in n.parameters())
 
-def test_primary_capsules_are_short():
-    assert (VectorCaps(3, 2, 4, 3)(1e3*torch.randn(2, 3, 9, 9)).norm(dim=-1) <= 1 + 1e-6).all()
 
-@pytest.mark.parametrize('mixup', (0., .2))
+def test_primary_capsules_are_short():
+    assert (VectorCaps(3, 2, 4, 3)(1e3 * torch.randn(2, 3, 9, 9)).norm(dim=-1) <= 1 + 1e-6).all()
+
+
+@pytest.mark.parametrize('mixup', (0.0, 0.2))
 def test_trainer(tmp_path, mixup):
-    from capsnb.train import fit
+    from capsnb.lab.train import fit
+
     data = dict(image=torch.rand(40, 1, 8, 8), label=torch.arange(40) % 3)
-    n = net(); metrics = fit(n, data, data, tmp_path, epochs=2, lr=(1e-4, 1e-2), mixup=mixup, device='cpu', progress=False)
+    n = net()
+    metrics = fit(
+        n,
+        data,
+        data,
+        tmp_path,
+        epochs=2,
+        lr=(1e-4, 1e-2),
+        mixup=mixup,
+        device='cpu',
+        progress=False,
+    )
     assert metrics['steps'] == 4 and len(metrics['history']) == 2
     assert_close(CapsNet.from_pretrained(tmp_path)(data['image'][:2]).v, n(data['image'][:2]).v)
 
+
 def test_labels_of_every_integer_type():
-    for dtype in (torch.uint8, torch.int32, torch.int64): assert class_shares(torch.tensor([2, 0], dtype=dtype), 3).equal(torch.tensor([[0., 0, 1], [1, 0, 0]]))
-    assert class_shares(torch.zeros(0, dtype=torch.long), 3).shape == (0, 3) == class_shares(torch.zeros(0, 2, dtype=torch.long), 3).shape
+    for dtype in (torch.uint8, torch.int32, torch.int64):
+        assert class_shares(torch.tensor([2, 0], dtype=dtype), 3).equal(
+            torch.tensor([[0.0, 0, 1], [1, 0, 0]])
+        )
+    assert (
+        class_shares(torch.zeros(0, dtype=torch.long), 3).shape
+        == (0, 3)
+        == class_shares(torch.zeros(0, 2, dtype=torch.long), 3).shape
+    )
     assert net()(torch.rand(0, 1, 8, 8)).a.shape == (0, 3)
+
 
 x2, nan = torch.rand(2, 1, 8, 8), torch.full((2, 1, 8, 8), float('nan'))
 pairs = torch.tensor([[0, 1], [2, 0]])
-@pytest.mark.parametrize('call, what', [(lambda: CapsNet(image_shape=(1, 8, 8)), '8x8 are too small'), (lambda: net()(torch.rand(2, 1, 9, 9)), r'\(2, 1, 9, 9\)'),
-    (lambda: net()(x2, labels=torch.rand(2, 4)), r'\[b, 3\]'), (lambda: net()(x2, labels=torch.tensor([0, 1]), originals=torch.rand(2, 2, 1, 8, 8)), 'originals'),
-    (lambda: net()(x2, labels=torch.tensor([0, 3])), r'must lie in \[0, 3\), got 0 to 3'), (lambda: net()(x2, labels=torch.tensor([-1, 2])), 'got -1 to 2'), (lambda: net()(x2, labels=torch.tensor([[0, 5], [1, 2]])), 'got 0 to 5'),
-    (lambda: net()(x2, labels=torch.tensor([[7., 0, 0], [0, 0, 1]])), r'shares must lie in \[0, 1\], got 0.0 to 7.0'), (lambda: net()(x2, labels=torch.full((2, 3), float('nan'))), 'shares must lie'),
-    (lambda: class_shares(torch.zeros(2, 0, dtype=torch.long), 3), r'\[b, k\]'), (lambda: net()(x2, labels=pairs, originals=torch.rand(2, 2, 1, 1, 1)), r'\[b, k, 1, 8, 8\].*\(2, 2, 1, 1, 1\)'),
-    (lambda: net()(x2[:0], labels=pairs[:0, 0]), 'at least one image'), (lambda: net(decoder=None).draw(torch.rand(2, 3, 5)), 'has no decoder'),
-    (lambda: net().draw(torch.rand(4, 3, 5), torch.tensor([1])), r'\(4, 3, 5\) and \(1,\)'), (lambda: net().draw(torch.rand(3, 5)), r'\(3, 5\) and None'),
-    (lambda: net()((255*x2).to(torch.uint8)), 'divide bytes by 255'), (lambda: net()(nan), 'finite, got NaN'),
-    *((lambda kw=kw: net(**kw), what) for kw, what in ((dict(n_iters=0), 'n_iters must be an integer >= 1, got 0'), (dict(n_iters=True), 'got True'), (dict(stride=0), 'stride'), (dict(n_classes=0), 'n_classes'),
-        (dict(recon=-1), 'recon must be a finite number >= 0, got -1'), (dict(recon=float('nan')), 'recon'), (dict(image_shape=(8, 8)), r'\(channels, rows, columns\), got \(8, 8\)'), (dict(kernels=(3,)), 'two kernels'),
-        (dict(kernels=(3, 0)), r'kernels\[1\]'), (dict(decoder=(16, 0)), r'decoder\[1\]'), (dict(d_inp=2.5), 'd_inp'))),
-    (lambda: VectorCaps(3, stride=0), 'stride')])
+
+
+@pytest.mark.parametrize(
+    'call, what',
+    [
+        (lambda: CapsNet(image_shape=(1, 8, 8)), '8x8 are too small'),
+        (lambda: net()(torch.rand(2, 1, 9, 9)), r'\(2, 1, 9, 9\)'),
+        (lambda: net()(x2, labels=torch.rand(2, 4)), r'\[b, 3\]'),
+        (
+            lambda: net()(x2, labels=torch.tensor([0, 1]), originals=torch.rand(2, 2, 1, 8, 8)),
+            'originals',
+        ),
+        (lambda: net()(x2, labels=torch.tensor([0, 3])), r'must lie in \[0, 3\), got 0 to 3'),
+        (lambda: net()(x2, labels=torch.tensor([-1, 2])), 'got -1 to 2'),
+        (lambda: net()(x2, labels=torch.tensor([[0, 5], [1, 2]])), 'got 0 to 5'),
+        (
+            lambda: net()(x2, labels=torch.tensor([[7.0, 0, 0], [0, 0, 1]])),
+            r'shares must lie in \[0, 1\], got 0.0 to 7.0',
+        ),
+        (lambda: net()(x2, labels=torch.full((2, 3), float('nan'))), 'shares must lie'),
+        (lambda: class_shares(torch.zeros(2, 0, dtype=torch.long), 3), r'\[b, k\]'),
+        (
+            lambda: net()(x2, labels=pairs, originals=torch.rand(2, 2, 1, 1, 1)),
+            r'\[b, k, 1, 8, 8\].*\(2, 2, 1, 1, 1\)',
+        ),
+        (lambda: net()(x2[:0], labels=pairs[:0, 0]), 'at least one image'),
+        (lambda: net(decoder=None).draw(torch.rand(2, 3, 5)), 'has no decoder'),
+        (lambda: net().draw(torch.rand(4, 3, 5), torch.tensor([1])), r'\(4, 3, 5\) and \(1,\)'),
+        (lambda: net().draw(torch.rand(3, 5)), r'\(3, 5\) and None'),
+        (lambda: net()((255 * x2).to(torch.uint8)), 'divide bytes by 255'),
+        (lambda: net()(nan), 'finite, got NaN'),
+        *(
+            (lambda kw=kw: net(**kw), what)
+            for kw, what in (
+                (dict(n_iters=0), 'n_iters must be an integer >= 1, got 0'),
+                (dict(n_iters=True), 'got True'),
+                (dict(stride=0), 'stride'),
+                (dict(n_classes=0), 'n_classes'),
+                (dict(recon=-1), 'recon must be a finite number >= 0, got -1'),
+                (dict(recon=float('nan')), 'recon'),
+                (dict(image_shape=(8, 8)), r'\(channels, rows, columns\), got \(8, 8\)'),
+                (dict(kernels=(3,)), 'two kernels'),
+                (dict(kernels=(3, 0)), r'kernels\[1\]'),
+                (dict(decoder=(16, 0)), r'decoder\[1\]'),
+                (dict(d_inp=2.5), 'd_inp'),
+            )
+        ),
+        (lambda: VectorCaps(3, stride=0), 'stride'),
+    ],
+)
 def test_errors(call, what):
-    with pytest.raises(ValueError, match=what): call()
+    with pytest.raises(ValueError, match=what):
+        call()

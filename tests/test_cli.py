@@ -1,97 +1,140 @@
 """The command: help, version, bad input, a short real run, and Ctrl-C in the middle of one."""
+
 import json, os, random, re, resource, shutil, signal, subprocess, sys, time
 from pathlib import Path
 import pytest, torch
 
-pytest.importorskip('typer'); pytest.importorskip('transformers'); pytest.importorskip('sklearn')
+pytest.importorskip('typer')
+pytest.importorskip('transformers')
+pytest.importorskip('sklearn')
 from typer.testing import CliRunner
 from capsnb import __version__
 from capsnb.cli import confusion_table, make_app
-from capsnb.mnist import class_names
-from capsnb.train import last_whole, load_digits_split
-from capsnb.vision import DStepNet, PlainCNN
+from capsnb.data.mnist import class_names
+from capsnb.lab.train import last_whole, load_digits_split
+from capsnb.lab.vision import DStepNet, PlainCNN
 
 ROOT = Path(__file__).resolve().parents[1]
 ENV = {**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
 COMMAND = [sys.executable, '-c', 'from capsnb.cli import main; main()']
 
-def capsnb(*args): return CliRunner().invoke(make_app(), [str(a) for a in args])
-def call(*args, **kw): return subprocess.run([*COMMAND, *map(str, args)], env=ENV, capture_output=True, text=True, timeout=300, **kw)
+
+def capsnb(*args):
+    return CliRunner().invoke(make_app(), [str(a) for a in args])
+
+
+def call(*args, **kw):
+    return subprocess.run(
+        [*COMMAND, *map(str, args)], env=ENV, capture_output=True, text=True, timeout=300, **kw
+    )
+
 
 tiny = ('train', 'digits', '--net', 'cnn', '--limit', 60, '--epochs', 1, '--device', 'cpu')
 
+
 def test_help_and_version():
     assert 'demo' in capsnb('--help').output and '--version' in capsnb('--help').output
-    for option in ('--seed', '--out', '--resume', '--epochs', '--device', '--progress'): assert option in capsnb('demo', '--help').output
+    for option in ('--seed', '--out', '--resume', '--epochs', '--device', '--progress'):
+        assert option in capsnb('demo', '--help').output
     assert capsnb('--version').output.strip() == f'capsnb {__version__}'
     assert capsnb('tarin').exit_code == 2
 
-@pytest.mark.parametrize('args', [('--epochs', 0), ('--seed', -1), ('--seed', 2**32), ('--epochs', 'ten')])
+
+@pytest.mark.parametrize(
+    'args', [('--epochs', 0), ('--seed', -1), ('--seed', 2**32), ('--epochs', 'ten')]
+)
 def test_bad_options(args, tmp_path):
     assert capsnb('demo', '--out', tmp_path, *args).exit_code == 2
     assert not list(tmp_path.iterdir())
 
+
 @pytest.mark.parametrize('device', ['cuda:99', 'gpu'])
 def test_bad_device(device, tmp_path):
     r = call('demo', '--out', tmp_path, '--device', device)
-    assert r.returncode == 1 and f"capsnb: device '{device}' is not available" in r.stderr and 'Traceback' not in r.stderr
+    assert (
+        r.returncode == 1
+        and f"capsnb: device '{device}' is not available" in r.stderr
+        and 'Traceback' not in r.stderr
+    )
     assert len(r.stderr.strip().splitlines()) == 1 and not list(tmp_path.iterdir())
+
 
 @pytest.fixture(scope='module')
 def finished(tmp_path_factory):
     "A folder with a finished demo of one epoch."
-    out = tmp_path_factory.mktemp('demos')/'demo'
+    out = tmp_path_factory.mktemp('demos') / 'demo'
     assert capsnb('demo', '--epochs', 1, '--device', 'cpu', '--out', out).exit_code == 0
     return out
 
-def files_of(folder): return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob('*') if p.is_file()}
+
+def files_of(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob('*') if p.is_file()}
+
 
 def test_a_second_demo_asks_first(finished, tmp_path):
-    out = tmp_path/'demo'
+    out = tmp_path / 'demo'
     shutil.copytree(finished, out)
     kept, again = files_of(out), ('demo', '--epochs', 1, '--device', 'cpu', '--out', out)
     for more in ((), ('--seed', 1)):
         r = capsnb(*again, *more)
-        assert r.exit_code == 1 and 'holds a finished demo' in r.output and '--overwrite' in r.output
+        assert (
+            r.exit_code == 1 and 'holds a finished demo' in r.output and '--overwrite' in r.output
+        )
         assert files_of(out) == kept
-    r = capsnb(*again, '--resume')                                 # shown again, not made again
+    r = capsnb(*again, '--resume')  # shown again, not made again
     m = json.loads(kept['metrics.json'])
-    assert r.exit_code == 0 and f"{m['cnn']['test_accuracy']:.1%}" in r.output and files_of(out) == kept
+    assert (
+        r.exit_code == 0
+        and f"{m['cnn']['test_accuracy']:.1%}" in r.output
+        and files_of(out) == kept
+    )
     r = capsnb(*again, '--seed', 1, '--overwrite')
-    assert r.exit_code == 0 and json.loads((out/'metrics.json').read_text())['seed'] == 1
+    assert r.exit_code == 0 and json.loads((out / 'metrics.json').read_text())['seed'] == 1
+
 
 def test_an_interrupted_demo_is_not_replaced(finished, tmp_path):
-    shutil.copytree(finished/'dstep', tmp_path/'dstep')
+    shutil.copytree(finished / 'dstep', tmp_path / 'dstep')
     kept = files_of(tmp_path)
     r = capsnb('demo', '--epochs', 1, '--device', 'cpu', '--out', tmp_path)
     assert r.exit_code == 1 and 'not come to its end' in r.output and files_of(tmp_path) == kept
 
+
 @pytest.mark.parametrize('options', [(), ('--overwrite',), ('--resume',)])
 @pytest.mark.parametrize('place', ['cnn', 'dstep', '.'])
 def test_a_demo_never_replaces_another_run(place, options, tmp_path):
-    run = tmp_path/'runs'/place
+    run = tmp_path / 'runs' / place
     run.mkdir(parents=True)
     note = dict(network='PlainCNN', kind='cnn', data='toys')
-    (run/'settings.json').write_text(json.dumps(dict(settings=note)))
-    for name in ('metrics.json', 'task.json', 'model.safetensors'): (run/name).write_text('{}')
+    (run / 'settings.json').write_text(json.dumps(dict(settings=note)))
+    for name in ('metrics.json', 'task.json', 'model.safetensors'):
+        (run / name).write_text('{}')
     kept = files_of(tmp_path)
-    r = capsnb('demo', '--epochs', 1, '--device', 'cpu', '--out', tmp_path/'runs', *options)
+    r = capsnb('demo', '--epochs', 1, '--device', 'cpu', '--out', tmp_path / 'runs', *options)
     assert r.exit_code == 1 and 'which no demo left' in r.output and files_of(tmp_path) == kept
+
 
 @pytest.mark.parametrize('name', ['metrics.json', 'picture.png'])
 def test_a_demo_never_replaces_somebodys_file(name, tmp_path):
-    (tmp_path/name).write_text('{}')
+    (tmp_path / name).write_text('{}')
     for options in ((), ('--overwrite',)):
         r = capsnb('demo', '--epochs', 1, '--device', 'cpu', '--out', tmp_path, *options)
         assert r.exit_code == 1 and name in r.output and files_of(tmp_path) == {name: b'{}'}
 
-@pytest.mark.parametrize('name', ['drawings.png', 'poses.png', 'checkpoints/checkpoint-7/model.safetensors'])
+
+@pytest.mark.parametrize(
+    'name', ['drawings.png', 'poses.png', 'checkpoints/checkpoint-7/model.safetensors']
+)
 def test_pictures_and_checkpoints_of_others_are_kept(name, tmp_path):
-    (tmp_path/name).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path/name).write_text('mine')
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text('mine')
     for options in ((), ('--overwrite',)):
         r = capsnb(*tiny, '--out', tmp_path, *options)
-        assert r.exit_code == 1 and 'which no run left' in r.output and files_of(tmp_path) == {name: b'mine'}
+        assert (
+            r.exit_code == 1
+            and 'which no run left' in r.output
+            and files_of(tmp_path) == {name: b'mine'}
+        )
+
 
 def test_a_home_is_the_same_in_every_place(tmp_path, monkeypatch):
     "--out=~/x reaches the command as it is typed: the second training must see the first"
@@ -99,59 +142,122 @@ def test_a_home_is_the_same_in_every_place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for more in (('--test-limit', 50), ('--test-limit', 50, '--seed', 1)):
         r = capsnb(*tiny, '--out=~/x', *more)
-        kept = files_of(tmp_path/'x') if 'kept' not in locals() else kept
-    assert r.exit_code == 1 and 'holds a finished run' in r.output and files_of(tmp_path/'x') == kept
-    assert capsnb('eval', '~/x', '--device', 'cpu').exit_code == 0 and not (tmp_path/'~').exists()
-    for command in ('demo', 'ablate'):                             # their folders, too
+        kept = files_of(tmp_path / 'x') if 'kept' not in locals() else kept
+    assert (
+        r.exit_code == 1 and 'holds a finished run' in r.output and files_of(tmp_path / 'x') == kept
+    )
+    assert capsnb('eval', '~/x', '--device', 'cpu').exit_code == 0 and not (tmp_path / '~').exists()
+    for command in ('demo', 'ablate'):  # their folders, too
         capsnb(command, '--out=~/y', '--epochs', 0), capsnb(command, '--out=~/y', '--device', 'gpu')
-        assert not (tmp_path/'~').exists()
+        assert not (tmp_path / '~').exists()
+
 
 def test_an_unknown_home_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     r = capsnb(*tiny, '--out=~nobody-of-this-name/x')
     assert r.exit_code == 1 and 'capsnb: ' in r.output and not list(tmp_path.iterdir())
 
+
 def test_unwritable_folder(tmp_path):
-    (tmp_path/'file').write_text('not a folder')
-    r = capsnb('demo', '--out', tmp_path/'file'/'run')
+    (tmp_path / 'file').write_text('not a folder')
+    r = capsnb('demo', '--out', tmp_path / 'file' / 'run')
     assert r.exit_code == 1 and 'nothing was trained' in r.output and 'cannot write' in r.output
+
 
 def test_full_disk(tmp_path):
     "A limit on the size of files stands in for a disk that is full: the operating system refuses the write."
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    r = call('demo', '--out', tmp_path/'run', preexec_fn=limit)
+    r = call('demo', '--out', tmp_path / 'run', preexec_fn=limit)
     assert r.returncode == 1 and 'nothing was trained' in r.stderr and 'Traceback' not in r.stderr
-    assert not [p for p in (tmp_path/'run').rglob('*') if p.is_file()]          # the probe is gone, nothing was begun
+    assert not [
+        p for p in (tmp_path / 'run').rglob('*') if p.is_file()
+    ]  # the probe is gone, nothing was begun
+
 
 def test_without_typer():
     "A bare installation says how to get what is missing."
     code = "import sys; sys.modules['typer'] = None; from capsnb.cli import main; main()"
-    r = subprocess.run([sys.executable, '-c', code], env=ENV, capture_output=True, text=True, timeout=120)
-    assert r.returncode == 1 and "pip install 'capsnb[train]'" in r.stderr and 'Traceback' not in r.stderr
+    r = subprocess.run(
+        [sys.executable, '-c', code], env=ENV, capture_output=True, text=True, timeout=120
+    )
+    assert (
+        r.returncode == 1
+        and "pip install 'capsnb[train]'" in r.stderr
+        and 'Traceback' not in r.stderr
+    )
+
 
 def test_without_huggingface_hub():
     "The networks work without it; saving says what to install."
-    code = ("import sys; sys.modules['huggingface_hub'] = None\nimport torch\nfrom capsnb.vision import PlainCNN\nnet = PlainCNN(n_hidden=4)\n"
-            "assert net(torch.zeros(2, 1, 8, 8)).a.shape == (2, 10)\ntry: net.save_pretrained('x')\nexcept ImportError as e: print(e)")
-    r = subprocess.run([sys.executable, '-c', code], env=ENV, capture_output=True, text=True, timeout=120)
-    assert r.returncode == 0 and "'huggingface_hub': pip install 'capsnb[train]'" in r.stdout, r.stderr
+    code = (
+        "import sys; sys.modules['huggingface_hub'] = None\nimport torch\nfrom capsnb.lab.vision import PlainCNN\nnet = PlainCNN(n_hidden=4)\n"
+        "assert net(torch.zeros(2, 1, 8, 8)).a.shape == (2, 10)\ntry: net.save_pretrained('x')\nexcept ImportError as e: print(e)"
+    )
+    r = subprocess.run(
+        [sys.executable, '-c', code], env=ENV, capture_output=True, text=True, timeout=120
+    )
+    assert r.returncode == 0 and "'huggingface_hub': pip install 'capsnb[train]'" in r.stdout, (
+        r.stderr
+    )
 
-@pytest.mark.parametrize('args', [('--version',), ('--help',), ('train', 'mnist', '--help'), ('ablate', '--help'), ('eval', '--help')])
+
+@pytest.mark.parametrize(
+    'args',
+    [
+        ('--version',),
+        ('--help',),
+        ('train', 'mnist', '--help'),
+        ('ablate', '--help'),
+        ('eval', '--help'),
+    ],
+)
 def test_what_needs_no_pytorch_does_not_wait_for_it(args):
-    code = ("import sys; from capsnb.cli import main; sys.argv = ['capsnb', *sys.argv[1:]]\ntry: main()\n"
-            "finally: print([m for m in ('torch', 'numpy', 'transformers', 'datasets', 'matplotlib', 'sklearn') if m in sys.modules], file=sys.stderr)")
-    r = subprocess.run([sys.executable, '-c', code, *args], env=ENV, capture_output=True, text=True, timeout=120)
+    code = (
+        "import sys; from capsnb.cli import main; sys.argv = ['capsnb', *sys.argv[1:]]\ntry: main()\n"
+        "finally: print([m for m in ('torch', 'numpy', 'transformers', 'datasets', 'matplotlib', 'sklearn') if m in sys.modules], file=sys.stderr)"
+    )
+    r = subprocess.run(
+        [sys.executable, '-c', code, *args], env=ENV, capture_output=True, text=True, timeout=120
+    )
     assert r.returncode == 0 and r.stderr.strip() == '[]', r.stdout + r.stderr
+
 
 def test_the_faster_plans_are_there_in_any_order():
     "the package imports nothing before it is asked; a routing must not fall back to the definition for that"
-    for first in ('from capsnb.dstep import plans', 'import capsnb.moments, capsnb; plans = capsnb.dstep.plans'):
-        r = subprocess.run([sys.executable, '-c', f'{first}; print(sorted(plans))'], env=ENV, capture_output=True, text=True, timeout=120)
+    for first in (
+        'from capsnb.engine.dstep import plans',
+        'import capsnb.engine.moments, capsnb; plans = capsnb.engine.dstep.plans',
+    ):
+        r = subprocess.run(
+            [sys.executable, '-c', f'{first}; print(sorted(plans))'],
+            env=ENV,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
         assert r.stdout.strip() == "['moments', 'stream', 'votes']", r.stderr
 
-@pytest.mark.parametrize('args', [(), ('demo',), ('train',), ('train', 'toys'), ('train', 'digits'), ('train', 'sst'), ('eval',), ('explain',), ('ablate',)])
+
+@pytest.mark.parametrize(
+    'args',
+    [
+        (),
+        ('demo',),
+        ('train',),
+        ('train', 'toys'),
+        ('train', 'digits'),
+        ('train', 'sst'),
+        ('eval',),
+        ('explain',),
+        ('ablate',),
+    ],
+)
 def test_h_is_help(args):
-    assert capsnb(*args, '-h').exit_code == 0 and capsnb(*args, '-h').output == capsnb(*args, '--help').output
+    assert (
+        capsnb(*args, '-h').exit_code == 0
+        and capsnb(*args, '-h').output == capsnb(*args, '--help').output
+    )
+
 
 @pytest.mark.parametrize('module', ['typer', 'inside typer', 'torch', 'numpy', 'transformers'])
 def test_ctrl_c_during_an_import(module, tmp_path):
@@ -167,103 +273,209 @@ sys.meta_path.insert(0, Interrupt())
 import capsnb.cli
 from capsnb.cli import main
 if {module!r} == 'inside typer': capsnb.cli.entrance = lambda f: lambda: signal.raise_signal(signal.SIGINT)
-options = [] if {module!r} == 'inside typer' else ['--device', 'cpu', '--out', {str(tmp_path/'run')!r}]
+options = [] if {module!r} == 'inside typer' else ['--device', 'cpu', '--out', {str(tmp_path / 'run')!r}]
 sys.argv = ['capsnb', 'train', 'digits', *options]
 main()"""
-    r = subprocess.run([sys.executable, '-c', code], env=ENV, capture_output=True, text=True, timeout=120)
-    assert r.returncode == 130 and len(r.stderr.strip().splitlines()) == 1 and 'stopped; go on with' in r.stderr, r.stderr
+    r = subprocess.run(
+        [sys.executable, '-c', code], env=ENV, capture_output=True, text=True, timeout=120
+    )
+    assert (
+        r.returncode == 130
+        and len(r.stderr.strip().splitlines()) == 1
+        and 'stopped; go on with' in r.stderr
+    ), r.stderr
+
 
 def test_bars_are_for_terminals(run, tmp_path, monkeypatch):
     import capsnb.cli as cli
+
     train, test = (*tiny, '--test-limit', 50, '--out'), ('eval', run, '--device', 'cpu')
-    for k, command in enumerate(((*train, tmp_path/'a'), test)):
+    for k, command in enumerate(((*train, tmp_path / 'a'), test)):
         assert '%|' not in capsnb(*command, *(('--overwrite',) if k == 0 else ())).output
         assert '%|' in capsnb(*command, *(('--overwrite',) if k == 0 else ()), '--progress').output
     monkeypatch.setattr(cli, 'on_terminal', lambda: True)
     assert '%|' in capsnb(*test).output and '%|' not in capsnb(*test, '--no-progress').output
-    assert cli.bars(True) == dict(progress=False, no_progress=False) and cli.bars(False) == dict(progress=False, no_progress=True)
+    assert cli.bars(True) == dict(progress=False, no_progress=False) and cli.bars(False) == dict(
+        progress=False, no_progress=True
+    )
+
 
 def check_folder(out, text):
-    metrics = json.loads((out/'metrics.json').read_text())
+    metrics = json.loads((out / 'metrics.json').read_text())
     for name, kind in (('dstep', DStepNet), ('cnn', PlainCNN)):
-        m, net = metrics[name], kind.from_pretrained(out/name)
-        assert sum(p.numel() for p in net.parameters()) == m['n_params'] and f"{m['test_accuracy']:.1%}" in text
+        m, net = metrics[name], kind.from_pretrained(out / name)
+        assert (
+            sum(p.numel() for p in net.parameters()) == m['n_params']
+            and f"{m['test_accuracy']:.1%}" in text
+        )
         assert all(torch.isfinite(p).all() for p in net.parameters())
-    assert (out/'picture.png').stat().st_size > 10_000
+    assert (out / 'picture.png').stat().st_size > 10_000
     return metrics
+
 
 def test_interrupted_and_resumed(tmp_path):
     "One real process gets a real Ctrl-C within an epoch; what it tells us to do ends in the same place as an undisturbed run."
-    out = tmp_path/'run'
-    p = subprocess.Popen([*COMMAND, 'demo', '--epochs', '2', '--device', 'cpu', '--out', str(out)], env=ENV,
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    out = tmp_path / 'run'
+    p = subprocess.Popen(
+        [*COMMAND, 'demo', '--epochs', '2', '--device', 'cpu', '--out', str(out)],
+        env=ENV,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     deadline = time.time() + 240
-    while not (out/'dstep'/'checkpoints'/'checkpoint-50'/'seal.json').exists() and time.time() < deadline and p.poll() is None: time.sleep(.02)
-    p.send_signal(signal.SIGINT)                                               # early in the second epoch
+    while (
+        not (out / 'dstep' / 'checkpoints' / 'checkpoint-50' / 'seal.json').exists()
+        and time.time() < deadline
+        and p.poll() is None
+    ):
+        time.sleep(0.02)
+    p.send_signal(signal.SIGINT)  # early in the second epoch
     text = p.communicate(timeout=240)[0]
     assert p.returncode == 130 and 'Traceback' not in text, text
     command = re.search(r'go on with: capsnb (.*)', text)[1].split()
-    assert '--resume' in command and 50 <= int(last_whole(out/'dstep'/'checkpoints').name[11:]) < 100
+    assert (
+        '--resume' in command
+        and 50 <= int(last_whole(out / 'dstep' / 'checkpoints').name[11:]) < 100
+    )
     r = call(*command)
     assert r.returncode == 0, r.stdout + r.stderr
     again = check_folder(out, r.stdout)
-    r = call('demo', '--epochs', 2, '--device', 'cpu', '--out', tmp_path/'undisturbed')
+    r = call('demo', '--epochs', 2, '--device', 'cpu', '--out', tmp_path / 'undisturbed')
     assert r.returncode == 0, r.stdout + r.stderr
-    whole = check_folder(tmp_path/'undisturbed', r.stdout)
+    whole = check_folder(tmp_path / 'undisturbed', r.stdout)
     for name in ('dstep', 'cnn'):
-        for key in ('test_accuracy', 'valid_accuracy', 'best_epoch'): assert whole[name][key] == again[name][key]
-        a, b = ((folder/name/'model.safetensors').read_bytes() for folder in (out, tmp_path/'undisturbed'))
+        for key in ('test_accuracy', 'valid_accuracy', 'best_epoch'):
+            assert whole[name][key] == again[name][key]
+        a, b = (
+            (folder / name / 'model.safetensors').read_bytes()
+            for folder in (out, tmp_path / 'undisturbed')
+        )
         assert a == b, name
-    assert 'Warning' not in r.stderr and 'http' not in r.stderr, r.stderr      # quiet, and nobody was called
+    assert 'Warning' not in r.stderr and 'http' not in r.stderr, (
+        r.stderr
+    )  # quiet, and nobody was called
+
 
 def test_train_digits_and_eval(tmp_path):
     few = ('train', 'digits', '--limit', 60, '--epochs', 1, '--device', 'cpu', '--no-progress')
-    for option in ('--net', '--epochs', '--seed', '--limit', '--out', '--data', '--resume', '--device', '--progress'):
-        for data in ('digits', 'mnist', 'fashion-mnist'): assert option in capsnb('train', data, '--help').output
-    r = capsnb(*few, '--net', 'dstep', '--seed', 4, '--out', tmp_path/'run'); assert r.exit_code == 0, r.output
-    m = json.loads((tmp_path/'run'/'metrics.json').read_text()); assert (m['seed'], m['limit'], m['epochs'], m['network']) == (4, 60, 1, 'DStepNet') and f"test {m['test_accuracy']:.1%}" in r.output
-    e = capsnb('eval', tmp_path/'run', '--device', 'cpu'); assert e.exit_code == 0 and f"test: {m['test_accuracy']:.1%} of 500" in e.output, e.output
-    e = capsnb('eval', tmp_path/'run', '--crops', 2); assert e.exit_code == 1 and 'only runs on toys or smallNORB are tested on crops, got crops=2' in e.output
-    again = capsnb(*few, '--net', 'dstep', '--seed', 4, '--out', tmp_path/'run', '--resume'); assert again.exit_code == 0 and again.output.splitlines()[-1] == r.output.splitlines()[-1]
-    other = capsnb(*few, '--net', 'dstep', '--seed', 5, '--out', tmp_path/'run', '--resume'); assert other.exit_code == 1 and 'settings differ (seed: 4 then, 5 now' in other.output
+    for option in (
+        '--net',
+        '--epochs',
+        '--seed',
+        '--limit',
+        '--out',
+        '--data',
+        '--resume',
+        '--device',
+        '--progress',
+    ):
+        for data in ('digits', 'mnist', 'fashion-mnist'):
+            assert option in capsnb('train', data, '--help').output
+    r = capsnb(*few, '--net', 'dstep', '--seed', 4, '--out', tmp_path / 'run')
+    assert r.exit_code == 0, r.output
+    m = json.loads((tmp_path / 'run' / 'metrics.json').read_text())
+    assert (m['seed'], m['limit'], m['epochs'], m['network']) == (
+        4,
+        60,
+        1,
+        'DStepNet',
+    ) and f"test {m['test_accuracy']:.1%}" in r.output
+    e = capsnb('eval', tmp_path / 'run', '--device', 'cpu')
+    assert e.exit_code == 0 and f"test: {m['test_accuracy']:.1%} of 500" in e.output, e.output
+    e = capsnb('eval', tmp_path / 'run', '--crops', 2)
+    assert (
+        e.exit_code == 1
+        and 'only runs on toys or smallNORB are tested on crops, got crops=2' in e.output
+    )
+    again = capsnb(*few, '--net', 'dstep', '--seed', 4, '--out', tmp_path / 'run', '--resume')
+    assert again.exit_code == 0 and again.output.splitlines()[-1] == r.output.splitlines()[-1]
+    other = capsnb(*few, '--net', 'dstep', '--seed', 5, '--out', tmp_path / 'run', '--resume')
+    assert other.exit_code == 1 and 'settings differ (seed: 4 then, 5 now' in other.output
 
-@pytest.mark.parametrize('args, code, said', [(('--net', 'resnet'), 1, "net must be one of 'capsnet', 'dstep', 'matrix-caps', 'cnn', 'baseline', got 'resnet'"), (('--limit', 0), 2, ''),
-    (('--data', 'here'), 1, 'the digits come with scikit-learn and lie in no folder'), (('--device', 'gpu'), 1, "'gpu' is not available")])
+
+@pytest.mark.parametrize(
+    'args, code, said',
+    [
+        (
+            ('--net', 'resnet'),
+            1,
+            "net must be one of 'capsnet', 'dstep', 'matrix-caps', 'cnn', 'baseline', got 'resnet'",
+        ),
+        (('--limit', 0), 2, ''),
+        (('--data', 'here'), 1, 'the digits come with scikit-learn and lie in no folder'),
+        (('--device', 'gpu'), 1, "'gpu' is not available"),
+    ],
+)
 def test_bad_digits_runs(args, code, said, tmp_path):
-    r = capsnb('train', 'digits', '--out', tmp_path/'run', '--no-progress', *args)
-    assert r.exit_code == code and said in r.output and not (tmp_path/'run').exists(), r.output
+    r = capsnb('train', 'digits', '--out', tmp_path / 'run', '--no-progress', *args)
+    assert r.exit_code == code and said in r.output and not (tmp_path / 'run').exists(), r.output
+
 
 def test_no_files_of_fashion_mnist(tmp_path):
-    (tmp_path/'empty').mkdir()
-    r = capsnb('train', 'fashion-mnist', '--data', tmp_path/'empty', '--out', tmp_path/'run'); assert r.exit_code == 1 and 'train-images-idx3-ubyte' in r.output and not (tmp_path/'run').exists(), r.output
+    (tmp_path / 'empty').mkdir()
+    r = capsnb('train', 'fashion-mnist', '--data', tmp_path / 'empty', '--out', tmp_path / 'run')
+    assert (
+        r.exit_code == 1
+        and 'train-images-idx3-ubyte' in r.output
+        and not (tmp_path / 'run').exists()
+    ), r.output
+
 
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
     "A finished run, tested on 50 pictures."
-    out = tmp_path_factory.mktemp('runs')/'cnn'
+    out = tmp_path_factory.mktemp('runs') / 'cnn'
     assert capsnb(*tiny, '--test-limit', 50, '--out', out).exit_code == 0
     return out
 
+
 def test_a_short_test(run):
-    assert json.loads((run/'task.json').read_text())['n_test'] == 50
-    m = json.loads((run/'metrics.json').read_text())
+    assert json.loads((run / 'task.json').read_text())['n_test'] == 50
+    m = json.loads((run / 'metrics.json').read_text())
     r = capsnb('eval', run, '--device', 'cpu', '--no-progress')
     assert r.exit_code == 0 and f"test: {m['test_accuracy']:.1%} of 50" in r.output
+
 
 def test_eval_for_other_programs(run):
     r = capsnb('eval', run, '--device', 'cpu', '--json')
     e = json.loads(r.output)
-    assert r.exit_code == 0 and len(r.output.splitlines()) == 1 and e['n'] == sum(map(sum, e['confusion'])) == 50 and len(e['names']) == 10
-    assert e['accuracy'] == pytest.approx(json.loads((run/'metrics.json').read_text())['test_accuracy'])
+    assert (
+        r.exit_code == 0
+        and len(r.output.splitlines()) == 1
+        and e['n'] == sum(map(sum, e['confusion'])) == 50
+        and len(e['names']) == 10
+    )
+    assert e['accuracy'] == pytest.approx(
+        json.loads((run / 'metrics.json').read_text())['test_accuracy']
+    )
 
-@pytest.mark.parametrize('names, top', [(class_names['fashion-mnist'], 10_000), (tuple('0123456789'), 1_234_567), (('a', 'T-shirt/top'), 1)])
+
+@pytest.mark.parametrize(
+    'names, top',
+    [
+        (class_names['fashion-mnist'], 10_000),
+        (tuple('0123456789'), 1_234_567),
+        (('a', 'T-shirt/top'), 1),
+    ],
+)
 def test_columns_line_up(names, top):
-    rows = [[random.Random(9*k + j).randint(0, top) for j in range(len(names))] for k in range(len(names))]
+    rows = [
+        [random.Random(9 * k + j).randint(0, top) for j in range(len(names))]
+        for k in range(len(names))
+    ]
     lines = confusion_table(names, rows).splitlines()
-    ends = [m.end() for m in re.finditer('|'.join(map(re.escape, sorted(names, key=len, reverse=True))), lines[0])][-len(names):]
+    ends = [
+        m.end()
+        for m in re.finditer(
+            '|'.join(map(re.escape, sorted(names, key=len, reverse=True))), lines[0]
+        )
+    ][-len(names) :]
     assert len(lines) == len(names) + 1 and len(set(map(len, lines))) == 1
     for line, row in zip(lines[1:], rows):
-        for end, n in zip(ends, row): assert re.search(r'(\S+)$', line[:end])[1] == f'{n:,}'
+        for end, n in zip(ends, row):
+            assert re.search(r'(\S+)$', line[:end])[1] == f'{n:,}'
+
 
 def test_only_the_first_process_speaks(run, monkeypatch):
     "torchrun starts the same command several times"
@@ -271,81 +483,176 @@ def test_only_the_first_process_speaks(run, monkeypatch):
     assert 'of 50' in capsnb('eval', run, '--device', 'cpu').output
     monkeypatch.setenv('RANK', '1')
     assert capsnb('eval', run, '--device', 'cpu', '--progress').output == ''
-    assert capsnb('eval', run/'nothing').output.startswith('capsnb (process 1): ')
+    assert capsnb('eval', run / 'nothing').output.startswith('capsnb (process 1): ')
 
-odd = [None, True, False, 0, -1, 1, 3, 10**9, 10**30, 1.5, -1e300, '', 'x', '1e9', [], [[]], [10**9], [1]*70, {}, {'a': [None]}]
+
+odd = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    3,
+    10**9,
+    10**30,
+    1.5,
+    -1e300,
+    '',
+    'x',
+    '1e9',
+    [],
+    [[]],
+    [10**9],
+    [1] * 70,
+    {},
+    {'a': [None]},
+]
+
 
 def mutated(notes, dice):
     "One of the notes, with an entry that is odd, or gone, or of another name; or no object at all."
     name = dice.choice(sorted(notes))
     note = json.loads(notes[name])
     key, value, way = dice.choice(sorted(note)), dice.choice(odd), dice.randrange(8)
-    if way == 0: return name, json.dumps(value)
-    if way == 1: return name, notes[name][:dice.randrange(len(notes[name]))]
-    if way == 2: return name, json.dumps({k: v for k, v in note.items() if k != key})
-    if way == 3: return name, json.dumps({**note, dice.choice(['kind', 'data', 'size', 'subset', 'validate', 'extra']): value})
-    if way == 4 and isinstance(note[key], list): return name, json.dumps({**note, key: [*note[key][1:], value]})
+    if way == 0:
+        return name, json.dumps(value)
+    if way == 1:
+        return name, notes[name][: dice.randrange(len(notes[name]))]
+    if way == 2:
+        return name, json.dumps({k: v for k, v in note.items() if k != key})
+    if way == 3:
+        return name, json.dumps(
+            {**note, dice.choice(['kind', 'data', 'size', 'subset', 'validate', 'extra']): value}
+        )
+    if way == 4 and isinstance(note[key], list):
+        return name, json.dumps({**note, key: [*note[key][1:], value]})
     return name, json.dumps({**note, key: value})
+
 
 @pytest.mark.parametrize('net', ['cnn', 'capsnet', 'dstep', 'matrix-caps', 'baseline'])
 def test_odd_notes_are_one_sentence(net, run, tmp_path, monkeypatch):
     "Whatever stands in the notes of a run, `capsnb eval` gives a result or one sentence, and soon."
-    import capsnb.digits as digits
-    from capsnb.vision import n_params
-    small = {'capsnet': dict(n_types=2, channels=4), 'matrix-caps': dict(A=4, B=2, C=2, D=2)}.get(net, {})
+    import capsnb.lab.digits as digits
+    from capsnb.lab.vision import n_params
+
+    small = {'capsnet': dict(n_types=2, channels=4), 'matrix-caps': dict(A=4, B=2, C=2, D=2)}.get(
+        net, {}
+    )
     split = load_digits_split()
     few = {k: {c: v[:40][c] for c in ('image', 'label')} for k, v in split.items()}
     monkeypatch.setattr(digits, 'load_digits_split', lambda: {k: _Rows(v) for k, v in few.items()})
     digits.new_network(net, 'digits', **small).eval().save_pretrained(tmp_path)
-    (tmp_path/'task.json').write_text(json.dumps({**json.loads((run/'task.json').read_text()), 'arch': net, 'n_test': 20}))
-    notes, dice, said = {n: (tmp_path/n).read_text() for n in ('task.json', 'config.json')}, random.Random(net), 0
+    (tmp_path / 'task.json').write_text(
+        json.dumps({**json.loads((run / 'task.json').read_text()), 'arch': net, 'n_test': 20})
+    )
+    notes, dice, said = (
+        {n: (tmp_path / n).read_text() for n in ('task.json', 'config.json')},
+        random.Random(net),
+        0,
+    )
     assert capsnb('eval', tmp_path, '--device', 'cpu').exit_code == 0
-    monkeypatch.setenv('CAPSNB_DATA', str(tmp_path/'nothing')), (tmp_path/'nothing').mkdir()
+    monkeypatch.setenv('CAPSNB_DATA', str(tmp_path / 'nothing')), (tmp_path / 'nothing').mkdir()
     for _ in range(120):
         name, text = mutated(notes, dice)
-        (tmp_path/name).write_text(text)
+        (tmp_path / name).write_text(text)
         start, r = time.time(), capsnb('eval', tmp_path, '--device', 'cpu')
-        assert r.exit_code in (0, 1) and (r.exception is None or isinstance(r.exception, SystemExit)), (name, text, r.exception)
-        assert time.time() - start < 20 and (r.exit_code == 0 or r.output.startswith('capsnb: ')), (name, text, r.output)
-        (tmp_path/name).write_text(notes[name])
+        assert r.exit_code in (0, 1) and (
+            r.exception is None or isinstance(r.exception, SystemExit)
+        ), (name, text, r.exception)
+        assert time.time() - start < 20 and (r.exit_code == 0 or r.output.startswith('capsnb: ')), (
+            name,
+            text,
+            r.output,
+        )
+        (tmp_path / name).write_text(notes[name])
         said += r.exit_code
     assert 40 < said < 120
 
-class _Rows(dict): # columns that are asked for as a data set is
-    def __getitem__(self, k): return self if isinstance(k, slice) else super().__getitem__(k)
+
+class _Rows(dict):  # columns that are asked for as a data set is
+    def __getitem__(self, k):
+        return self if isinstance(k, slice) else super().__getitem__(k)
+
 
 @pytest.mark.parametrize('text', ['[]', '{', '{"n_params": "many"}', 'epochs'])
 def test_odd_metrics_are_one_sentence_or_made_again(text, run, finished, tmp_path):
-    again = {'run': (*tiny, '--test-limit', 50), 'demo/.': ('demo', '--epochs', 1, '--device', 'cpu'), 'demo/cnn': ('demo', '--epochs', 1, '--device', 'cpu')}
+    again = {
+        'run': (*tiny, '--test-limit', 50),
+        'demo/.': ('demo', '--epochs', 1, '--device', 'cpu'),
+        'demo/cnn': ('demo', '--epochs', 1, '--device', 'cpu'),
+    }
     for place, command in again.items():
-        out = tmp_path/place.split('/')[0]
+        out = tmp_path / place.split('/')[0]
         shutil.copytree(run if place == 'run' else finished, out)
-        note = json.loads((tmp_path/place/'metrics.json').read_text())
-        (tmp_path/place/'metrics.json').write_text(json.dumps({**note, 'epochs': 0}) if text == 'epochs' else text)
+        note = json.loads((tmp_path / place / 'metrics.json').read_text())
+        (tmp_path / place / 'metrics.json').write_text(
+            json.dumps({**note, 'epochs': 0}) if text == 'epochs' else text
+        )
         r = capsnb(*command, '--out', out, '--resume')
-        assert r.exception is None or isinstance(r.exception, SystemExit) and r.output.startswith('capsnb: '), (place, r.output, r.exception)
-        assert r.exit_code == 1 or place != 'run' or json.loads((out/'metrics.json').read_text())['epochs'] == 1
+        assert (
+            r.exception is None
+            or isinstance(r.exception, SystemExit)
+            and r.output.startswith('capsnb: ')
+        ), (place, r.output, r.exception)
+        assert (
+            r.exit_code == 1
+            or place != 'run'
+            or json.loads((out / 'metrics.json').read_text())['epochs'] == 1
+        )
         shutil.rmtree(out)
+
 
 def test_a_study_goes_on_and_replaces_nothing(tmp_path):
     "two studies with the same folder of runs: the second must not replace the networks of the first"
-    few = ('ablate', '--size', 32, '--pairs', 50, '--epochs', 1, '--seeds', 1, '--only', '1 iteration', '--capsules', '4,2,2,2',
-           '--runs', tmp_path/'runs', '--cache', tmp_path/'cache', '--device', 'cpu')
-    r = capsnb(*few, '--out', tmp_path/'a.json')
+    few = (
+        'ablate',
+        '--size',
+        32,
+        '--pairs',
+        50,
+        '--epochs',
+        1,
+        '--seeds',
+        1,
+        '--only',
+        '1 iteration',
+        '--capsules',
+        '4,2,2,2',
+        '--runs',
+        tmp_path / 'runs',
+        '--cache',
+        tmp_path / 'cache',
+        '--device',
+        'cpu',
+    )
+    r = capsnb(*few, '--out', tmp_path / 'a.json')
     assert r.exit_code == 0 and '1 iteration' in r.output, r.output
-    kept = files_of(tmp_path/'runs')
-    r = capsnb(*few[:4], 60, *few[5:], '--out', tmp_path/'b.json')
-    assert r.exit_code == 1 and 'settings differ' in r.output and files_of(tmp_path/'runs') == kept, r.output
-    (tmp_path/'mine.json').write_text('{"runs": [1]}')
-    r = capsnb(*few, '--out', tmp_path/'mine.json')
-    assert r.exit_code == 1 and 'capsnb: ' in r.output and (tmp_path/'mine.json').read_text() == '{"runs": [1]}'
+    kept = files_of(tmp_path / 'runs')
+    r = capsnb(*few[:4], 60, *few[5:], '--out', tmp_path / 'b.json')
+    assert (
+        r.exit_code == 1 and 'settings differ' in r.output and files_of(tmp_path / 'runs') == kept
+    ), r.output
+    (tmp_path / 'mine.json').write_text('{"runs": [1]}')
+    r = capsnb(*few, '--out', tmp_path / 'mine.json')
+    assert (
+        r.exit_code == 1
+        and 'capsnb: ' in r.output
+        and (tmp_path / 'mine.json').read_text() == '{"runs": [1]}'
+    )
+
 
 def test_a_running_demo_is_not_replaced(tmp_path):
-    from capsnb.runs import locked
+    from capsnb.lab.runs import locked
+
     assert capsnb('demo', '--epochs', 1, '--device', 'cpu', '--out', tmp_path).exit_code == 0
     kept = files_of(tmp_path)
-    with locked(tmp_path/'dstep'):
+    with locked(tmp_path / 'dstep'):
         r = capsnb('demo', '--epochs', 1, '--device', 'cpu', '--out', tmp_path, '--overwrite')
-    assert r.exit_code == 1 and 'another process is at work' in r.output and files_of(tmp_path) == kept
-    r = capsnb('demo', '--epochs', 1, '--device', 'cpu', '--out', tmp_path, '--overwrite', '--resume')
+    assert (
+        r.exit_code == 1 and 'another process is at work' in r.output and files_of(tmp_path) == kept
+    )
+    r = capsnb(
+        'demo', '--epochs', 1, '--device', 'cpu', '--out', tmp_path, '--overwrite', '--resume'
+    )
     assert r.exit_code == 1 and 'give one of them' in r.output and files_of(tmp_path) == kept

@@ -1,168 +1,360 @@
 """Digits and garments: which pictures are taken, which networks fit, runs that are stopped, resumed, read again or refused."""
+
 import json
 import pytest, torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
-pytest.importorskip('transformers'); pytest.importorskip('sklearn')
-import capsnb.digits as digits
-from capsnb.digits import as_seen, classes, eval_digits, load_digits_run, new_network, open_digits, recipe_of, sets, spread, train_digits
-from capsnb.mnist import format_idx, idx_names
-from capsnb.objects import load_objects_run
-from capsnb.train import Stopped, check_recipe
-from capsnb.vision import n_params
+pytest.importorskip('transformers')
+pytest.importorskip('sklearn')
+import capsnb.lab.digits as digits
+from capsnb.lab.digits import (
+    as_seen,
+    classes,
+    eval_digits,
+    load_digits_run,
+    new_network,
+    open_digits,
+    recipe_of,
+    sets,
+    spread,
+    train_digits,
+)
+from capsnb.data.mnist import format_idx, idx_names
+from capsnb.lab.objects import load_objects_run
+from capsnb.lab.train import Stopped, check_recipe
+from capsnb.lab.vision import n_params
+
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     "Four files of noise in MNIST's format."
-    monkeypatch.delenv('CAPSNB_DATA', raising=False); place = tmp_path/'files'; place.mkdir(); g = torch.Generator().manual_seed(0)
+    monkeypatch.delenv('CAPSNB_DATA', raising=False)
+    place = tmp_path / 'files'
+    place.mkdir()
+    g = torch.Generator().manual_seed(0)
     for k, n in ((0, 5100), (2, 60)):
-        (place/idx_names[k]).write_bytes(format_idx(torch.randint(256, (n, 28, 28), generator=g, dtype=torch.uint8)))
-        (place/idx_names[k + 1]).write_bytes(format_idx((torch.arange(n)//7 % 10).to(torch.uint8)))
+        (place / idx_names[k]).write_bytes(
+            format_idx(torch.randint(256, (n, 28, 28), generator=g, dtype=torch.uint8))
+        )
+        (place / idx_names[k + 1]).write_bytes(
+            format_idx((torch.arange(n) // 7 % 10).to(torch.uint8))
+        )
     return place
+
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=60), st.integers(1, 70))
 def test_every_class_keeps_its_share(labels, limit):
-    y = torch.tensor(labels); k = spread(y, limit); n, l = len(y), min(limit, len(y))
-    assert len(k) == l == len(k.unique()) and k.equal(k.sort().values) and 0 <= k.min() and k.max() < n
-    assert (y[k].bincount(minlength=5) - y.bincount(minlength=5)*l/n).abs().max() < 1
+    y = torch.tensor(labels)
+    k = spread(y, limit)
+    n, l = len(y), min(limit, len(y))
+    assert (
+        len(k) == l == len(k.unique()) and k.equal(k.sort().values) and 0 <= k.min() and k.max() < n
+    )
+    assert (y[k].bincount(minlength=5) - y.bincount(minlength=5) * l / n).abs().max() < 1
+
 
 def test_periodic_labels_are_no_trap():
     y = torch.arange(1000) % 10
-    assert y[spread(y, 100)].bincount().tolist() == [10]*10
+    assert y[spread(y, 100)].bincount().tolist() == [10] * 10
+
 
 def test_splits_share_nothing_and_limits_are_kept(folder):
     parts = open_digits('mnist', 30, folder, official=False, n_test=7)
     assert {k: len(v['label']) for k, v in parts.items()} == dict(train=30, validation=10, test=7)
-    whole = open_digits('mnist', folder=folder, official=False); assert {k: len(v['label']) for k, v in whole.items()} == dict(train=100, validation=5000, test=60)
+    whole = open_digits('mnist', folder=folder, official=False)
+    assert {k: len(v['label']) for k, v in whole.items()} == dict(
+        train=100, validation=5000, test=60
+    )
     rows = [set(map(tuple, v['image'].flatten(1)[:, :9].tolist())) for v in whole.values()]
     assert not rows[0] & rows[1] and not rows[0] & rows[2] and not rows[1] & rows[2]
     assert set(map(tuple, parts['train']['image'].flatten(1)[:, :9].tolist())) <= rows[0]
 
-def test_official_files_are_checked(folder):
-    with pytest.raises(ValueError, match='expected MD5'): open_digits('fashion-mnist', folder=folder)
 
-@pytest.mark.parametrize('kw, what', [(dict(data='kmnist'), "data must be one of 'digits', 'mnist', 'fashion-mnist', got 'kmnist'"), (dict(limit=0), 'limit must be an integer >= 1 or None, got 0'),
-    (dict(limit=True), 'got True'), (dict(limit=1.5), 'got 1.5'), (dict(n_test=0), 'n_test must be'), (dict(folder='x'), "lie in no folder, got folder='x'")])
+def test_official_files_are_checked(folder):
+    with pytest.raises(ValueError, match='expected MD5'):
+        open_digits('fashion-mnist', folder=folder)
+
+
+@pytest.mark.parametrize(
+    'kw, what',
+    [
+        (
+            dict(data='kmnist'),
+            "data must be one of 'digits', 'mnist', 'fashion-mnist', got 'kmnist'",
+        ),
+        (dict(limit=0), 'limit must be an integer >= 1 or None, got 0'),
+        (dict(limit=True), 'got True'),
+        (dict(limit=1.5), 'got 1.5'),
+        (dict(n_test=0), 'n_test must be'),
+        (dict(folder='x'), "lie in no folder, got folder='x'"),
+    ],
+)
 def test_bad_questions(kw, what):
-    with pytest.raises(ValueError, match=what): open_digits(**kw)
+    with pytest.raises(ValueError, match=what):
+        open_digits(**kw)
+
 
 def test_pictures_of_another_size(folder):
-    for k in (0, 2): (folder/idx_names[k]).write_bytes(format_idx(torch.zeros(5100 if k == 0 else 60, 9, 8, dtype=torch.uint8)))
-    with pytest.raises(ValueError, match=r'mnist has pictures of 28x28, got \(9, 8\)'): open_digits('mnist', folder=folder, official=False)
+    for k in (0, 2):
+        (folder / idx_names[k]).write_bytes(
+            format_idx(torch.zeros(5100 if k == 0 else 60, 9, 8, dtype=torch.uint8))
+        )
+    with pytest.raises(ValueError, match=r'mnist has pictures of 28x28, got \(9, 8\)'):
+        open_digits('mnist', folder=folder, official=False)
+
 
 @pytest.mark.parametrize('net', classes)
 @pytest.mark.parametrize('data', sets)
 def test_every_network_fits_every_set(net, data):
-    model = new_network(net, data); x = as_seen(net, torch.rand(2, 1, sets[data], sets[data]))
-    out = model(x, labels=torch.tensor([0, 9])); out['loss'].backward()
+    model = new_network(net, data)
+    x = as_seen(net, torch.rand(2, 1, sets[data], sets[data]))
+    out = model(x, labels=torch.tensor([0, 9]))
+    out['loss'].backward()
     assert out['logits'].shape == (2, 10) and type(model) is classes[net]
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     check_recipe(**recipe_of(net, data), seed=0)
 
+
 def test_sizes():
-    with torch.device('meta'): assert n_params(new_network('capsnet', 'mnist')) == n_params(new_network('capsnet', 'fashion-mnist')) == 8_215_568
-    for data in sets: assert abs(n_params(new_network('cnn', data))/n_params(new_network('dstep', data)) - 1) < .01
+    with torch.device('meta'):
+        assert (
+            n_params(new_network('capsnet', 'mnist'))
+            == n_params(new_network('capsnet', 'fashion-mnist'))
+            == 8_215_568
+        )
+    for data in sets:
+        assert (
+            abs(n_params(new_network('cnn', data)) / n_params(new_network('dstep', data)) - 1)
+            < 0.01
+        )
+
 
 def test_options_reach_the_network():
-    assert new_network('capsnet', recon=0., n_iters=1).n_iters == 1 and new_network('capsnet', 'mnist', decoder=None).decoder is None
+    assert (
+        new_network('capsnet', recon=0.0, n_iters=1).n_iters == 1
+        and new_network('capsnet', 'mnist', decoder=None).decoder is None
+    )
     assert not torch.equal(new_network('capsnet', seed=0).W, new_network('capsnet', seed=1).W)
-    with pytest.raises(ValueError, match="net must be one of 'capsnet', 'dstep', 'matrix-caps', 'cnn', 'baseline', got 'resnet'"): new_network('resnet')
-    with pytest.raises(ValueError, match="data must be one of .* got 'toys'"): new_network('cnn', 'toys')
+    with pytest.raises(
+        ValueError,
+        match="net must be one of 'capsnet', 'dstep', 'matrix-caps', 'cnn', 'baseline', got 'resnet'",
+    ):
+        new_network('resnet')
+    with pytest.raises(ValueError, match="data must be one of .* got 'toys'"):
+        new_network('cnn', 'toys')
+
 
 def test_small_pictures_are_doubled_only_where_they_must_be():
-    x = torch.rand(2, 1, 8, 8); y = as_seen('matrix-caps', x)
-    assert y.shape == (2, 1, 20, 20) and y[:, :, 2:-2:2, 2:-2:2].equal(x) and y[:, :, 3:-2:2, 3:-2:2].equal(x) and y[..., :2].sum() == y[..., -2:].sum() == 0
-    for net in set(classes) - {'matrix-caps'}: assert as_seen(net, x) is x
-    big = torch.rand(1, 1, 17, 17); assert as_seen('matrix-caps', big) is big
+    x = torch.rand(2, 1, 8, 8)
+    y = as_seen('matrix-caps', x)
+    assert (
+        y.shape == (2, 1, 20, 20)
+        and y[:, :, 2:-2:2, 2:-2:2].equal(x)
+        and y[:, :, 3:-2:2, 3:-2:2].equal(x)
+        and y[..., :2].sum() == y[..., -2:].sum() == 0
+    )
+    for net in set(classes) - {'matrix-caps'}:
+        assert as_seen(net, x) is x
+    big = torch.rand(1, 1, 17, 17)
+    assert as_seen('matrix-caps', big) is big
+
 
 few = dict(limit=60, epochs=2, device='cpu', progress=False)
 
+
 def test_only_training_pictures_are_shifted():
     decks = digits.decks_of(open_digits(limit=40), 'cnn', 0, 1)
-    assert decks['train'].shifts.abs().max() == 1 and decks['validation'].shifts is decks['test'].shifts is None
+    assert (
+        decks['train'].shifts.abs().max() == 1
+        and decks['validation'].shifts is decks['test'].shifts is None
+    )
+
 
 def test_a_run_with_every_note(tmp_path):
-    m = train_digits('digits', 'capsnet', tmp_path, options=dict(n_types=4, channels=8), n_test=100, seed=3, **few)
-    assert json.loads((tmp_path/'task.json').read_text()) == dict(data='digits', arch='capsnet', limit=60, n_test=100, official=True, options=dict(n_types=4, channels=8))
-    net, note = load_digits_run(tmp_path, 'cpu'); assert net.primary.conv.out_channels == 32 and not net.training and m['network'] == 'CapsNet'
+    m = train_digits(
+        'digits',
+        'capsnet',
+        tmp_path,
+        options=dict(n_types=4, channels=8),
+        n_test=100,
+        seed=3,
+        **few,
+    )
+    assert json.loads((tmp_path / 'task.json').read_text()) == dict(
+        data='digits',
+        arch='capsnet',
+        limit=60,
+        n_test=100,
+        official=True,
+        options=dict(n_types=4, channels=8),
+    )
+    net, note = load_digits_run(tmp_path, 'cpu')
+    assert net.primary.conv.out_channels == 32 and not net.training and m['network'] == 'CapsNet'
     assert eval_digits(tmp_path, device='cpu')['n'] == 100
-    assert eval_digits(tmp_path, 'validation', device='cpu')['accuracy'] == pytest.approx(m['valid_accuracy'])
-    with pytest.raises(ValueError, match="split must be 'train', 'validation' or 'test', got 'all'"): eval_digits(tmp_path, 'all')
-    with pytest.raises(ValueError, match='is no run on toys or smallNORB'): load_objects_run(tmp_path)
+    assert eval_digits(tmp_path, 'validation', device='cpu')['accuracy'] == pytest.approx(
+        m['valid_accuracy']
+    )
+    with pytest.raises(
+        ValueError, match="split must be 'train', 'validation' or 'test', got 'all'"
+    ):
+        eval_digits(tmp_path, 'all')
+    with pytest.raises(ValueError, match='is no run on toys or smallNORB'):
+        load_objects_run(tmp_path)
+
 
 def test_a_confusion_is_label_by_guess(tmp_path, monkeypatch):
     train_digits('digits', 'cnn', tmp_path, **few)
+
     class Three(torch.nn.Module):
-        def __init__(self): super().__init__(); self.p = torch.nn.Parameter(torch.zeros(1))
-        def forward(self, x): return type('Out', (), dict(a=torch.nn.functional.one_hot(torch.full((len(x),), 3), 10).float()))
-    monkeypatch.setattr(digits, 'load_digits_run', lambda run, device: (Three(), json.loads((run/'task.json').read_text())))
-    e = eval_digits(tmp_path); columns = torch.tensor(e['confusion']).sum(0).tolist()
-    assert columns == [500*(k == 3) for k in range(10)] and e['accuracy'] == pytest.approx(e['confusion'][3][3]/500)
+        def __init__(self):
+            super().__init__()
+            self.p = torch.nn.Parameter(torch.zeros(1))
+
+        def forward(self, x):
+            return type(
+                'Out', (), dict(a=torch.nn.functional.one_hot(torch.full((len(x),), 3), 10).float())
+            )
+
+    monkeypatch.setattr(
+        digits,
+        'load_digits_run',
+        lambda run, device: (Three(), json.loads((run / 'task.json').read_text())),
+    )
+    e = eval_digits(tmp_path)
+    columns = torch.tensor(e['confusion']).sum(0).tolist()
+    assert columns == [500 * (k == 3) for k in range(10)] and e['accuracy'] == pytest.approx(
+        e['confusion'][3][3] / 500
+    )
+
 
 def test_the_test_decides_nothing(tmp_path, monkeypatch):
     whole = digits.open_digits
-    a = train_digits('digits', 'cnn', tmp_path/'a', **few)
-    def other(*args): parts = whole(*args); parts['test']['label'] = (parts['test']['label'] + 1) % 10; return parts
+    a = train_digits('digits', 'cnn', tmp_path / 'a', **few)
+
+    def other(*args):
+        parts = whole(*args)
+        parts['test']['label'] = (parts['test']['label'] + 1) % 10
+        return parts
+
     monkeypatch.setattr(digits, 'open_digits', other)
-    b = train_digits('digits', 'cnn', tmp_path/'b', **few)
-    assert a['history'] == b['history'] and a['best_epoch'] == b['best_epoch'] and a['test_accuracy'] != b['test_accuracy']
+    b = train_digits('digits', 'cnn', tmp_path / 'b', **few)
+    assert (
+        a['history'] == b['history']
+        and a['best_epoch'] == b['best_epoch']
+        and a['test_accuracy'] != b['test_accuracy']
+    )
+
 
 @pytest.mark.parametrize('net', ('capsnet', 'matrix-caps'))
 def test_stopped_and_resumed_is_as_if_nothing_had_happened(net, tmp_path, monkeypatch):
-    import signal, capsnb.train as train
-    small = dict(capsnet=dict(n_types=2, channels=8), **{'matrix-caps': dict(A=4, B=2, C=2, D=2)})[net]
-    def go(out, **kw): return train_digits('digits', net, out, options=small, **few, **kw)
-    whole, bar = go(tmp_path/'whole'), train.BarHook
-    class Stopping(bar): # Ctrl-C in the second epoch
+    import signal, capsnb.lab.train as train
+
+    small = dict(capsnet=dict(n_types=2, channels=8), **{'matrix-caps': dict(A=4, B=2, C=2, D=2)})[
+        net
+    ]
+
+    def go(out, **kw):
+        return train_digits('digits', net, out, options=small, **few, **kw)
+
+    whole, bar = go(tmp_path / 'whole'), train.BarHook
+
+    class Stopping(bar):  # Ctrl-C in the second epoch
         def on_step_end(self, args, state, control, **kw):
-            if state.global_step == 4: signal.raise_signal(signal.SIGINT)
+            if state.global_step == 4:
+                signal.raise_signal(signal.SIGINT)
+
     monkeypatch.setattr(train, 'BarHook', Stopping)
-    with pytest.raises(Stopped, match='stopped at step . of 6.*go on with: that'): go(tmp_path/'cut', how_to_resume='that')
-    assert not (tmp_path/'cut'/'task.json').exists()
-    with pytest.raises(ValueError, match='has not come to its end'): load_digits_run(tmp_path/'cut')
+    with pytest.raises(Stopped, match='stopped at step . of 6.*go on with: that'):
+        go(tmp_path / 'cut', how_to_resume='that')
+    assert not (tmp_path / 'cut' / 'task.json').exists()
+    with pytest.raises(ValueError, match='has not come to its end'):
+        load_digits_run(tmp_path / 'cut')
     monkeypatch.setattr(train, 'BarHook', bar)
-    with pytest.raises(ValueError, match='settings differ .*limit: 60 then, 50 now'): train_digits('digits', net, tmp_path/'cut', options=small, resume=True, **{**few, 'limit': 50})
-    again = go(tmp_path/'cut', resume=True)
-    for key in ('steps', 'best_epoch', 'valid_accuracy', 'test_accuracy'): assert again[key] == whole[key]
-    a, b = (load_digits_run(tmp_path/k, 'cpu')[0].state_dict() for k in ('whole', 'cut'))
-    for k in a: assert_close(a[k], b[k], rtol=0, atol=0)
+    with pytest.raises(ValueError, match='settings differ .*limit: 60 then, 50 now'):
+        train_digits(
+            'digits', net, tmp_path / 'cut', options=small, resume=True, **{**few, 'limit': 50}
+        )
+    again = go(tmp_path / 'cut', resume=True)
+    for key in ('steps', 'best_epoch', 'valid_accuracy', 'test_accuracy'):
+        assert again[key] == whole[key]
+    a, b = (load_digits_run(tmp_path / k, 'cpu')[0].state_dict() for k in ('whole', 'cut'))
+    for k in a:
+        assert_close(a[k], b[k], rtol=0, atol=0)
+
 
 @pytest.mark.parametrize('absent', ('data', 'arch', 'limit', 'official'))
 def test_a_note_without_a_key_is_refused(absent, tmp_path):
-    note = dict(data='digits', arch='cnn', limit=None, official=True); del note[absent]
-    (tmp_path/'task.json').write_text(json.dumps(note))
+    note = dict(data='digits', arch='cnn', limit=None, official=True)
+    del note[absent]
+    (tmp_path / 'task.json').write_text(json.dumps(note))
     for read in (load_digits_run, eval_digits):
-        with pytest.raises(ValueError, match=f'is no run on digits, .* says nothing of {absent}'): read(tmp_path, device='cpu')
+        with pytest.raises(ValueError, match=f'is no run on digits, .* says nothing of {absent}'):
+            read(tmp_path, device='cpu')
+
 
 def test_nothing_is_begun_with_a_bad_recipe(tmp_path):
-    for kw, what in ((dict(epochs=0), 'epochs'), (dict(lr=(1., .1)), 'lr'), (dict(device='gpu'), "'gpu' is not available"), (dict(seed=-1), 'seed')):
-        with pytest.raises(ValueError, match=what): train_digits('digits', 'cnn', tmp_path/'run', **{**few, **kw})
-    assert not (tmp_path/'run').exists()
+    for kw, what in (
+        (dict(epochs=0), 'epochs'),
+        (dict(lr=(1.0, 0.1)), 'lr'),
+        (dict(device='gpu'), "'gpu' is not available"),
+        (dict(seed=-1), 'seed'),
+    ):
+        with pytest.raises(ValueError, match=what):
+            train_digits('digits', 'cnn', tmp_path / 'run', **{**few, **kw})
+    assert not (tmp_path / 'run').exists()
+
 
 def test_a_run_is_found_at_home(tmp_path, monkeypatch):
     monkeypatch.setenv('HOME', str(tmp_path))
     monkeypatch.chdir(tmp_path)
     train_digits('digits', 'cnn', '~/run', n_test=20, **few)
-    assert eval_digits('~/run', device='cpu', progress=False)['n'] == 20 and not (tmp_path/'~').exists()
+    assert (
+        eval_digits('~/run', device='cpu', progress=False)['n'] == 20
+        and not (tmp_path / '~').exists()
+    )
 
-@pytest.mark.parametrize('change, said', [(dict(n_iters=10**9), 'n_iters to be at most 100'), (dict(n_types=10**9), 'n_types to be at most 65,536'),
-    (dict(d_out=17), 'by config.json'), (dict(decoder=[1]*65), 'no list of over 64')])
-def test_a_config_of_another_network_is_refused_before_it_is_made(change, said, tmp_path, monkeypatch):
-    classes['capsnet'](n_types=2, channels=4, kernels=(3, 3), image_shape=(1, 8, 8), decoder=None).save_pretrained(tmp_path)
-    (tmp_path/'task.json').write_text(json.dumps(dict(data='digits', arch='capsnet', limit=None, n_test=5, official=True)))
+
+@pytest.mark.parametrize(
+    'change, said',
+    [
+        (dict(n_iters=10**9), 'n_iters to be at most 100'),
+        (dict(n_types=10**9), 'n_types to be at most 65,536'),
+        (dict(d_out=17), 'by config.json'),
+        (dict(decoder=[1] * 65), 'no list of over 64'),
+    ],
+)
+def test_a_config_of_another_network_is_refused_before_it_is_made(
+    change, said, tmp_path, monkeypatch
+):
+    classes['capsnet'](
+        n_types=2, channels=4, kernels=(3, 3), image_shape=(1, 8, 8), decoder=None
+    ).save_pretrained(tmp_path)
+    (tmp_path / 'task.json').write_text(
+        json.dumps(dict(data='digits', arch='capsnet', limit=None, n_test=5, official=True))
+    )
     assert load_digits_run(tmp_path, 'cpu')[1]['n_test'] == 5
-    (tmp_path/'config.json').write_text(json.dumps({**json.loads((tmp_path/'config.json').read_text()), **change}))
+    (tmp_path / 'config.json').write_text(
+        json.dumps({**json.loads((tmp_path / 'config.json').read_text()), **change})
+    )
     monkeypatch.setattr(classes['capsnet'], 'from_pretrained', None)
-    with pytest.raises(ValueError, match=said): load_digits_run(tmp_path, 'cpu')
+    with pytest.raises(ValueError, match=said):
+        load_digits_run(tmp_path, 'cpu')
+
 
 def test_accuracy_is_in_float64(monkeypatch):
     y = torch.arange(29) % 10
-    monkeypatch.setattr(digits, 'load_digits_run', lambda *_: (None, dict(
-        data='digits', limit=None, official=True, n_test=None, arch='capsnet')))
+    monkeypatch.setattr(
+        digits,
+        'load_digits_run',
+        lambda *_: (
+            None,
+            dict(data='digits', limit=None, official=True, n_test=None, arch='capsnet'),
+        ),
+    )
     parts = dict(test=dict(image=torch.zeros(29, 1, 8, 8), label=y))
     guess = torch.where(torch.arange(29) < 8, y, (y + 1) % 10)
     monkeypatch.setattr(digits, 'open_digits', lambda *_: parts)
     monkeypatch.setattr(digits, 'guesses', lambda *_: guess)
-    assert eval_digits('run')['accuracy'] == 8/29                # in float32: 0.27586206793
+    assert eval_digits('run')['accuracy'] == 8 / 29  # in float32: 0.27586206793

@@ -1,135 +1,306 @@
 """Dynamic routing: dtypes, shapes, properties and memory that read badly in prose."""
+
 import pytest, torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 from capsnb.core import assert_as_exact
-from capsnb.dynamic import _Maps, dynamic_routing, dynamic_routing_ref, route_capsules, squash
+from capsnb.engine.dynamic import (
+    _Maps,
+    dynamic_routing,
+    dynamic_routing_ref,
+    route_capsules,
+    squash,
+)
 
-def maps(*lead, i=6, j=3, d=4, h=5, seed=0, dtype=torch.float64, scale=1.):
+
+def maps(*lead, i=6, j=3, d=4, h=5, seed=0, dtype=torch.float64, scale=1.0):
     g = torch.Generator().manual_seed(seed)
-    u, W = (scale*torch.randn(s, generator=g, dtype=dtype) for s in ((*lead, i, d), (i, j, d, h)))
+    u, W = (scale * torch.randn(s, generator=g, dtype=dtype) for s in ((*lead, i, d), (i, j, d, h)))
     return u.requires_grad_(), W.requires_grad_()
-def votes(u, W): return torch.einsum('...id,ijdh->...ijh', u, W)
+
+
+def votes(u, W):
+    return torch.einsum('...id,ijdh->...ijh', u, W)
+
 
 @settings(deadline=None, max_examples=30)
-@given(lead=st.lists(st.integers(1, 3), max_size=2), i=st.integers(1, 7), j=st.integers(1, 4), d=st.integers(1, 4), h=st.integers(1, 4), T=st.integers(1, 5),
-       seed=st.integers(0, 10**6), scale=st.sampled_from([1e-3, 1., 10.]))
+@given(
+    lead=st.lists(st.integers(1, 3), max_size=2),
+    i=st.integers(1, 7),
+    j=st.integers(1, 4),
+    d=st.integers(1, 4),
+    h=st.integers(1, 4),
+    T=st.integers(1, 5),
+    seed=st.integers(0, 10**6),
+    scale=st.sampled_from([1e-3, 1.0, 10.0]),
+)
 def test_fast_is_the_reference(lead, i, j, d, h, T, seed, scale):
-    u, W = maps(*lead, i=i, j=j, d=d, h=h, seed=seed, scale=scale); V = votes(u, W)
-    ref = dynamic_routing_ref(V, T); w = torch.randn(ref.v.shape, dtype=V.dtype)
-    g_ref = torch.autograd.grad((ref.v*w).sum(), (V, u, W), retain_graph=True)
-    for out, wrt, want in ((dynamic_routing(V, T, return_R=True), V, g_ref[:1]), (route_capsules(u, W, T, return_R=True), (u, W), g_ref[1:])):
-        for x, y in zip(out, ref): assert_close(x, y)
-        for x, y in zip(torch.autograd.grad((out.v*w).sum(), wrt, retain_graph=True), want): assert_close(x, y, atol=1e-9, rtol=1e-6)
-        assert_close(out.R.sum(-1), torch.ones_like(out.R.sum(-1))); assert (out.a < 1).all()
+    u, W = maps(*lead, i=i, j=j, d=d, h=h, seed=seed, scale=scale)
+    V = votes(u, W)
+    ref = dynamic_routing_ref(V, T)
+    w = torch.randn(ref.v.shape, dtype=V.dtype)
+    g_ref = torch.autograd.grad((ref.v * w).sum(), (V, u, W), retain_graph=True)
+    for out, wrt, want in (
+        (dynamic_routing(V, T, return_R=True), V, g_ref[:1]),
+        (route_capsules(u, W, T, return_R=True), (u, W), g_ref[1:]),
+    ):
+        for x, y in zip(out, ref):
+            assert_close(x, y)
+        for x, y in zip(torch.autograd.grad((out.v * w).sum(), wrt, retain_graph=True), want):
+            assert_close(x, y, atol=1e-9, rtol=1e-6)
+        assert_close(out.R.sum(-1), torch.ones_like(out.R.sum(-1)))
+        assert (out.a < 1).all()
+
 
 @pytest.mark.parametrize('n_iters', (1, 3, 6))
 def test_float32_is_as_exact_as_the_reference(n_iters):
-    u64, W64 = maps(4, i=200, j=5, d=8, h=16, scale=.3)
+    u64, W64 = maps(4, i=200, j=5, d=8, h=16, scale=0.3)
+
     def run(f, dtype):
-        u, W = (x.detach().to(dtype).requires_grad_() for x in (u64, W64)); out = f(u, W)
+        u, W = (x.detach().to(dtype).requires_grad_() for x in (u64, W64))
+        out = f(u, W)
         return out.v.detach(), *torch.autograd.grad(out.v.sum(), (u, W))
+
     ref = lambda u, W: dynamic_routing_ref(votes(u, W), n_iters)
-    for f in (lambda u, W: route_capsules(u, W, n_iters), lambda u, W: dynamic_routing(votes(u, W), n_iters)):
-        for x, y, z in zip(run(f, torch.float32), run(ref, torch.float32), run(ref, torch.float64)): assert_as_exact(x, y, z, factor=3., ulps=8.)
+    for f in (
+        lambda u, W: route_capsules(u, W, n_iters),
+        lambda u, W: dynamic_routing(votes(u, W), n_iters),
+    ):
+        for x, y, z in zip(run(f, torch.float32), run(ref, torch.float32), run(ref, torch.float64)):
+            assert_as_exact(x, y, z, factor=3.0, ulps=8.0)
+
 
 @pytest.mark.parametrize('dtype', (torch.float16, torch.bfloat16))
 def test_half_precision_is_routed_in_float32(dtype):
     u, W = (x.detach().to(dtype) for x in maps(2))
-    out = route_capsules(u, W); assert out.v.dtype == dtype
+    out = route_capsules(u, W)
+    assert out.v.dtype == dtype
     assert_close(out.v, dynamic_routing_ref(votes(u.float(), W.float())).v.to(dtype))
+
 
 def test_autocast_changes_nothing():
     u, W = (x.detach().float() for x in maps(2))
-    with torch.autocast('cpu', dtype=torch.bfloat16): out = route_capsules(u, W)
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        out = route_capsules(u, W)
     assert_close(out.v, route_capsules(u, W).v, rtol=0, atol=0)
+
 
 def test_autocast_changes_nothing_in_backward():
     "a backward pass inside autocast, where matrix products would be taken in half precision"
-    u, W = (x.detach().float().requires_grad_() for x in maps(2)); V = votes(u, W).detach().requires_grad_()
+    u, W = (x.detach().float().requires_grad_() for x in maps(2))
+    V = votes(u, W).detach().requires_grad_()
     for f, wrt in ((lambda: route_capsules(u, W), (u, W)), (lambda: dynamic_routing(V), (V,))):
-        want = torch.autograd.grad(f().v.square().sum(), wrt); out = f()
-        with torch.autocast('cpu', dtype=torch.bfloat16): got = torch.autograd.grad(out.v.square().sum(), wrt)
-        for x, y in zip(got, want): assert_close(x, y, rtol=0, atol=0)
+        want = torch.autograd.grad(f().v.square().sum(), wrt)
+        out = f()
+        with torch.autocast('cpu', dtype=torch.bfloat16):
+            got = torch.autograd.grad(out.v.square().sum(), wrt)
+        for x, y in zip(got, want):
+            assert_close(x, y, rtol=0, atol=0)
+
 
 def test_three_iterations_are_the_default():
-    u, W = maps(2); V = votes(u, W); want = dynamic_routing_ref(V, 3).v
-    for out in (route_capsules(u, W), dynamic_routing(V), dynamic_routing_ref(V)): assert_close(out.v, want)
-    assert (want - dynamic_routing_ref(V, 2).v).abs().max() > 1e-3 < (want - dynamic_routing_ref(V, 4).v).abs().max()
+    u, W = maps(2)
+    V = votes(u, W)
+    want = dynamic_routing_ref(V, 3).v
+    for out in (route_capsules(u, W), dynamic_routing(V), dynamic_routing_ref(V)):
+        assert_close(out.v, want)
+    assert (
+        (want - dynamic_routing_ref(V, 2).v).abs().max()
+        > 1e-3
+        < (want - dynamic_routing_ref(V, 4).v).abs().max()
+    )
+
 
 def test_the_wider_of_two_precisions_counts():
-    u, W = (x.detach() for x in maps(2)); f32, half = torch.float32, torch.bfloat16
-    for a, b, wide in ((f32, torch.float64, torch.float64), (half, f32, f32), (torch.float64, f32, torch.float64), (torch.float16, half, f32)):
-        out = route_capsules(u.to(a), W.to(b)); assert out.v.dtype == out.a.dtype == wide
+    u, W = (x.detach() for x in maps(2))
+    f32, half = torch.float32, torch.bfloat16
+    for a, b, wide in (
+        (f32, torch.float64, torch.float64),
+        (half, f32, f32),
+        (torch.float64, f32, torch.float64),
+        (torch.float16, half, f32),
+    ):
+        out = route_capsules(u.to(a), W.to(b))
+        assert out.v.dtype == out.a.dtype == wide
         assert_close(out.v, route_capsules(u.to(a).to(wide), W.to(b).to(wide)).v, rtol=0, atol=0)
-    u16, W32 = u.to(half).requires_grad_(), W.float().requires_grad_(); route_capsules(u16, W32).v.sum().backward()
+    u16, W32 = u.to(half).requires_grad_(), W.float().requires_grad_()
+    route_capsules(u16, W32).v.sum().backward()
     assert u16.grad.dtype == half and W32.grad.dtype == f32
 
-def test_second_derivatives_are_refused_aloud():
-    u, W = maps(2, i=3, j=2, d=2, h=2); V = votes(u, W).detach().requires_grad_()
-    for f, x in ((lambda V: dynamic_routing(V).v.square().sum(), V), (lambda u: route_capsules(u, W.detach()).v.square().sum(), u), (lambda W: route_capsules(u.detach(), W).v.square().sum(), W)):
-        with pytest.raises(RuntimeError, match='no second derivatives .*use dynamic_routing_ref'): torch.autograd.grad(f(x), x, create_graph=True)
-        with pytest.raises(RuntimeError, match='dynamic_routing_ref'): torch.autograd.functional.hessian(f, x.detach())
-    V = V.detach()[0].requires_grad_(); assert torch.autograd.gradgradcheck(lambda V: dynamic_routing_ref(V).v, V)
-    assert torch.autograd.functional.hessian(lambda V: dynamic_routing_ref(V).v.square().sum(), V.detach()).abs().max() > 1e-3
 
-@pytest.mark.parametrize('dtype, huge', ((torch.float16, 300.), (torch.float16, 6e4), (torch.bfloat16, 1e38), (torch.float32, 1e20), (torch.float32, 1e38), (torch.float64, 1e300)))
+def test_second_derivatives_are_refused_aloud():
+    u, W = maps(2, i=3, j=2, d=2, h=2)
+    V = votes(u, W).detach().requires_grad_()
+    for f, x in (
+        (lambda V: dynamic_routing(V).v.square().sum(), V),
+        (lambda u: route_capsules(u, W.detach()).v.square().sum(), u),
+        (lambda W: route_capsules(u.detach(), W).v.square().sum(), W),
+    ):
+        with pytest.raises(RuntimeError, match='no second derivatives .*use dynamic_routing_ref'):
+            torch.autograd.grad(f(x), x, create_graph=True)
+        with pytest.raises(RuntimeError, match='dynamic_routing_ref'):
+            torch.autograd.functional.hessian(f, x.detach())
+    V = V.detach()[0].requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda V: dynamic_routing_ref(V).v, V)
+    assert (
+        torch.autograd.functional.hessian(
+            lambda V: dynamic_routing_ref(V).v.square().sum(), V.detach()
+        )
+        .abs()
+        .max()
+        > 1e-3
+    )
+
+
+@pytest.mark.parametrize(
+    'dtype, huge',
+    (
+        (torch.float16, 300.0),
+        (torch.float16, 6e4),
+        (torch.bfloat16, 1e38),
+        (torch.float32, 1e20),
+        (torch.float32, 1e38),
+        (torch.float64, 1e300),
+    ),
+)
 def test_huge_vectors(dtype, huge):
-    s = torch.tensor([.6, .8, 0.], dtype=dtype)*huge; s = s.requires_grad_(); v = squash(s); v.sum().backward()
-    assert_close(v.detach(), torch.tensor([.6, .8, 0.], dtype=dtype), atol=2e-3, rtol=2e-3); assert s.grad.isfinite().all()
-    V = (torch.tensor([[[.6, .8, 0.]]]*2, dtype=torch.float64)*min(huge, 1e30)).to(dtype).requires_grad_(); out = dynamic_routing(V); out.v.sum().backward()
+    s = torch.tensor([0.6, 0.8, 0.0], dtype=dtype) * huge
+    s = s.requires_grad_()
+    v = squash(s)
+    v.sum().backward()
+    assert_close(v.detach(), torch.tensor([0.6, 0.8, 0.0], dtype=dtype), atol=2e-3, rtol=2e-3)
+    assert s.grad.isfinite().all()
+    V = (
+        (torch.tensor([[[0.6, 0.8, 0.0]]] * 2, dtype=torch.float64) * min(huge, 1e30))
+        .to(dtype)
+        .requires_grad_()
+    )
+    out = dynamic_routing(V)
+    out.v.sum().backward()
     assert out.v.isfinite().all() and V.grad.isfinite().all() and abs(out.a.item() - 1) < 1e-2
 
+
 def test_squash_is_its_formula_on_both_sides_of_one():
-    s = torch.logspace(-6, 6, 25, dtype=torch.float64)[:, None]*torch.tensor([.6, -.8], dtype=torch.float64); r = s.norm(dim=1, keepdim=True)
-    assert_close(squash(s), s*r/(1 + r*r)); assert_close(squash(s.T, 0), squash(s).T)
-    near = torch.tensor([[1 - 1e-4, .2], [1 + 1e-4, .2], [5., -7.]], dtype=torch.float64, requires_grad=True); assert torch.autograd.gradcheck(squash, near)
-    assert torch.autograd.gradcheck(lambda V: dynamic_routing(V).v, (3*torch.randn(4, 2, 3, dtype=torch.float64)).requires_grad_())
+    s = torch.logspace(-6, 6, 25, dtype=torch.float64)[:, None] * torch.tensor(
+        [0.6, -0.8], dtype=torch.float64
+    )
+    r = s.norm(dim=1, keepdim=True)
+    assert_close(squash(s), s * r / (1 + r * r))
+    assert_close(squash(s.T, 0), squash(s).T)
+    near = torch.tensor(
+        [[1 - 1e-4, 0.2], [1 + 1e-4, 0.2], [5.0, -7.0]], dtype=torch.float64, requires_grad=True
+    )
+    assert torch.autograd.gradcheck(squash, near)
+    assert torch.autograd.gradcheck(
+        lambda V: dynamic_routing(V).v,
+        (3 * torch.randn(4, 2, 3, dtype=torch.float64)).requires_grad_(),
+    )
+
 
 def test_tiles_change_nothing():
-    u, W = (x.detach() for x in maps(3, j=7)); v = torch.randn(3, 7, 5, dtype=u.dtype); R = torch.rand(3, 7, 6, dtype=u.dtype)
+    u, W = (x.detach() for x in maps(3, j=7))
+    v = torch.randn(3, 7, 5, dtype=u.dtype)
+    R = torch.rand(3, 7, 6, dtype=u.dtype)
     whole, tiled = _Maps(u, W), _Maps(u, W, tile=1)
     assert len(whole.tiles) == 1 and len(tiled.tiles) == 7
-    assert_close(tiled.score(v), whole.score(v)); assert_close(tiled.gather(R), whole.gather(R))
-    for a, b in zip(tiled.grads(), whole.grads()): assert a.shape == b.shape
+    assert_close(tiled.score(v), whole.score(v))
+    assert_close(tiled.gather(R), whole.gather(R))
+    for a, b in zip(tiled.grads(), whole.grads()):
+        assert a.shape == b.shape
     ga, gb = tiled.grads(), whole.grads()
-    assert_close(tiled.spread(ga, R, v, 2*R, 3*v), whole.spread(gb, R, v, 2*R, 3*v))
-    for a, b in zip(ga, gb): assert_close(a, b)
+    assert_close(tiled.spread(ga, R, v, 2 * R, 3 * v), whole.spread(gb, R, v, 2 * R, 3 * v))
+    for a, b in zip(ga, gb):
+        assert_close(a, b)
+
 
 def test_saved_for_backward_does_not_hold_weights():
     "what the graph keeps grows by the sums only, j*h numbers per sample and iteration"
+
     def kept(T):
         sizes = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x): route_capsules(*maps(2, i=500), T).v
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x: sizes.append(x.numel()) or x, lambda x: x
+        ):
+            route_capsules(*maps(2, i=500), T).v
         return sum(sizes)
-    assert kept(9) - kept(3) == kept(15) - kept(9) <= 6*2*3*5*3
+
+    assert kept(9) - kept(3) == kept(15) - kept(9) <= 6 * 2 * 3 * 5 * 3
+
 
 @given(st.floats(0, 1e15), st.integers(1, 5))
 @settings(deadline=None, max_examples=50)
 def test_squash_stays_in_the_ball(r, h):
-    s = torch.full((h,), r, dtype=torch.float64, requires_grad=True); v = squash(s); v.sum().backward()
+    s = torch.full((h,), r, dtype=torch.float64, requires_grad=True)
+    v = squash(s)
+    v.sum().backward()
     assert v.norm() <= 1 + 1e-12 and torch.isfinite(s.grad).all() and (v >= 0).all()
+
 
 @pytest.mark.parametrize('detach', (False, True))
 def test_zero_votes_have_zero_gradients(detach):
-    V = torch.zeros(2, 4, 3, 5, requires_grad=True); out = dynamic_routing(V, detach=detach)
-    assert out.a.equal(torch.zeros(2, 3)); (out.v.sum() + out.a.sum()).backward(); assert V.grad.equal(torch.zeros_like(V))
+    V = torch.zeros(2, 4, 3, 5, requires_grad=True)
+    out = dynamic_routing(V, detach=detach)
+    assert out.a.equal(torch.zeros(2, 3))
+    (out.v.sum() + out.a.sum()).backward()
+    assert V.grad.equal(torch.zeros_like(V))
+
 
 def test_detached_gradient_is_that_of_fixed_weights():
-    u, W = maps(2); V = votes(u, W); R = dynamic_routing(V, return_R=True).R
-    want = torch.autograd.grad(squash((R[..., None]*V).sum(-3)).square().sum(), (u, W), retain_graph=True)
-    for x, y in zip(torch.autograd.grad(route_capsules(u, W, detach=True).v.square().sum(), (u, W)), want): assert_close(x, y)
+    u, W = maps(2)
+    V = votes(u, W)
+    R = dynamic_routing(V, return_R=True).R
+    want = torch.autograd.grad(
+        squash((R[..., None] * V).sum(-3)).square().sum(), (u, W), retain_graph=True
+    )
+    for x, y in zip(
+        torch.autograd.grad(route_capsules(u, W, detach=True).v.square().sum(), (u, W)), want
+    ):
+        assert_close(x, y)
+
 
 def test_order_of_parents_and_parts():
-    V = votes(*maps()); p, q = torch.randperm(6), torch.randperm(3); out = dynamic_routing(V, return_R=True)
+    V = votes(*maps())
+    p, q = torch.randperm(6), torch.randperm(3)
+    out = dynamic_routing(V, return_R=True)
     moved = dynamic_routing(V[p][:, q], return_R=True)
-    assert_close(moved.v, out.v[q]); assert_close(moved.R, out.R[p][:, q])
+    assert_close(moved.v, out.v[q])
+    assert_close(moved.R, out.R[p][:, q])
 
-@pytest.mark.parametrize('call, what', [(lambda: dynamic_routing(torch.zeros(2, 2)), r'\[\.\.\., i, j, h\]'), (lambda: dynamic_routing(torch.zeros(2, 2, 2, dtype=torch.long)), 'int64'),
-    (lambda: dynamic_routing(torch.zeros(2, 2, 2), True), 'n_iters'), (lambda: dynamic_routing(torch.zeros(2, 2, 2), 2.5), '2.5'), (lambda: route_capsules(torch.zeros(3, 4), torch.zeros(3, 2, 5, 6)), r'\(3, 2, 5, 6\)'),
-    *((lambda s=s: dynamic_routing(torch.zeros(s)), 'at least one part') for s in ((2, 0, 3, 2), (2, 4, 0, 2), (2, 4, 3, 0))), *((lambda s=s: route_capsules(torch.zeros(2, s[0], s[2]), torch.zeros(s)), 'at least one part') for s in ((0, 3, 2, 2), (4, 0, 2, 2), (4, 3, 0, 2), (4, 3, 2, 0))),
-    (lambda: route_capsules(torch.ones(3, 4, dtype=torch.long), torch.zeros(3, 2, 4, 6)), 'int64 and torch.float32'), (lambda: squash(torch.zeros(3, 0)), r'\(3, 0\)')])
+
+@pytest.mark.parametrize(
+    'call, what',
+    [
+        (lambda: dynamic_routing(torch.zeros(2, 2)), r'\[\.\.\., i, j, h\]'),
+        (lambda: dynamic_routing(torch.zeros(2, 2, 2, dtype=torch.long)), 'int64'),
+        (lambda: dynamic_routing(torch.zeros(2, 2, 2), True), 'n_iters'),
+        (lambda: dynamic_routing(torch.zeros(2, 2, 2), 2.5), '2.5'),
+        (lambda: route_capsules(torch.zeros(3, 4), torch.zeros(3, 2, 5, 6)), r'\(3, 2, 5, 6\)'),
+        *(
+            (lambda s=s: dynamic_routing(torch.zeros(s)), 'at least one part')
+            for s in ((2, 0, 3, 2), (2, 4, 0, 2), (2, 4, 3, 0))
+        ),
+        *(
+            (
+                lambda s=s: route_capsules(torch.zeros(2, s[0], s[2]), torch.zeros(s)),
+                'at least one part',
+            )
+            for s in ((0, 3, 2, 2), (4, 0, 2, 2), (4, 3, 0, 2), (4, 3, 2, 0))
+        ),
+        (
+            lambda: route_capsules(torch.ones(3, 4, dtype=torch.long), torch.zeros(3, 2, 4, 6)),
+            'int64 and torch.float32',
+        ),
+        (lambda: squash(torch.zeros(3, 0)), r'\(3, 0\)'),
+    ],
+)
 def test_errors(call, what):
-    with pytest.raises(ValueError, match=what): call()
+    with pytest.raises(ValueError, match=what):
+        call()
 
-def test_a_batch_of_none(): assert dynamic_routing(torch.zeros(0, 4, 3, 2)).v.shape == (0, 3, 2) == route_capsules(torch.zeros(0, 4, 5), torch.zeros(4, 3, 5, 2)).v.shape
+
+def test_a_batch_of_none():
+    assert (
+        dynamic_routing(torch.zeros(0, 4, 3, 2)).v.shape
+        == (0, 3, 2)
+        == route_capsules(torch.zeros(0, 4, 5), torch.zeros(4, 3, 5, 2)).v.shape
+    )

@@ -1,137 +1,253 @@
 """Where an encoder comes from: no code of the model's runs, names from files ask nobody, revisions are kept, damaged files are named."""
+
 import json, os, random, shutil, subprocess, sys, time
 from pathlib import Path
 import pytest, torch
 
-transformers = pytest.importorskip('transformers'); pytest.importorskip('tokenizers')
+transformers = pytest.importorskip('transformers')
+pytest.importorskip('tokenizers')
 hub = pytest.importorskip('huggingface_hub')
 from capsnb import embed, files
-from capsnb.embed import EmbeddingCache, FrozenEncoder, header_sum, pinned, tiny_transformer
-from capsnb.text import RoutingClassifier, encoder_note, noted_encoder
-transformers.utils.logging.set_verbosity_error(); transformers.utils.logging.disable_progress_bar()
+from capsnb.data.embed import EmbeddingCache, FrozenEncoder, header_sum, pinned, tiny_transformer
+from capsnb.lab.text import RoutingClassifier, encoder_note, noted_encoder
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = ['a warm , funny film .', 'it never finds its feet .', 'twice .']
 
+
 @pytest.fixture(scope='module')
-def tiny(tmp_path_factory): return tiny_transformer(tmp_path_factory.mktemp('tiny')/'gpt2', TEXTS)
+def tiny(tmp_path_factory):
+    return tiny_transformer(tmp_path_factory.mktemp('tiny') / 'gpt2', TEXTS)
+
 
 @pytest.fixture(autouse=True)
-def nobody_answers(monkeypatch): # no test asks the Hub; what would, fails
+def nobody_answers(monkeypatch):  # no test asks the Hub; what would, fails
     monkeypatch.setattr(hub.constants, 'HF_HUB_OFFLINE', True)
 
-def in_the_cache(folder, name, commit, root, main=True): # the folder as the Hub's local cache keeps it
-    home = root/f"models--{name.replace('/', '--')}"
-    shutil.copytree(folder, home/'snapshots'/commit)
-    (home/'refs').mkdir(exist_ok=True)
-    if main: (home/'refs'/'main').write_text(commit)
+
+def in_the_cache(
+    folder, name, commit, root, main=True
+):  # the folder as the Hub's local cache keeps it
+    home = root / f"models--{name.replace('/', '--')}"
+    shutil.copytree(folder, home / 'snapshots' / commit)
+    (home / 'refs').mkdir(exist_ok=True)
+    if main:
+        (home / 'refs' / 'main').write_text(commit)
+
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(hub.constants, 'HF_HUB_CACHE', str(tmp_path/'hub'))
-    (tmp_path/'hub').mkdir()
-    return tmp_path/'hub'
+    monkeypatch.setattr(hub.constants, 'HF_HUB_CACHE', str(tmp_path / 'hub'))
+    (tmp_path / 'hub').mkdir()
+    return tmp_path / 'hub'
+
 
 # ---- code
 
 CODE = 'import pathlib; pathlib.Path({!r}).write_text("ran")\nfrom transformers import GPT2Config as C, GPT2Model as M\n'
 
+
 @pytest.mark.parametrize('model_type', ['gpt2', 'unheard-of'])
 @pytest.mark.parametrize('where', ['config.json', 'tokenizer_config.json'])
 def test_a_models_own_code_never_runs_and_nobody_is_asked(tiny, tmp_path, model_type, where):
-    folder, mark = shutil.copytree(tiny, tmp_path/'m'), tmp_path/'ran'
-    (folder/'evil.py').write_text(CODE.format(str(mark)))
-    note = json.loads((folder/where).read_text())
-    entry = dict(AutoConfig='evil.C', AutoModel='evil.M') if where == 'config.json' else dict(AutoTokenizer=['evil.C', None])
-    (folder/where).write_text(json.dumps(note | dict(auto_map=entry, model_type=model_type, tokenizer_class='Evil')))
-    code = f"from capsnb.embed import FrozenEncoder\ntry: FrozenEncoder({str(folder)!r}, device='cpu')\nexcept (ValueError, OSError) as e: print(e)"
-    env = {**os.environ, 'PYTHONPATH': str(ROOT), 'HF_HUB_OFFLINE': '1', 'HF_HOME': str(tmp_path/'home')}
-    done = subprocess.run([sys.executable, '-c', code], input='y\n', env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and not mark.exists() and 'Do you wish' not in done.stdout + done.stderr, done.stdout + done.stderr
+    folder, mark = shutil.copytree(tiny, tmp_path / 'm'), tmp_path / 'ran'
+    (folder / 'evil.py').write_text(CODE.format(str(mark)))
+    note = json.loads((folder / where).read_text())
+    entry = (
+        dict(AutoConfig='evil.C', AutoModel='evil.M')
+        if where == 'config.json'
+        else dict(AutoTokenizer=['evil.C', None])
+    )
+    (folder / where).write_text(
+        json.dumps(note | dict(auto_map=entry, model_type=model_type, tokenizer_class='Evil'))
+    )
+    code = f"from capsnb.data.embed import FrozenEncoder\ntry: FrozenEncoder({str(folder)!r}, device='cpu')\nexcept (ValueError, OSError) as e: print(e)"
+    env = {
+        **os.environ,
+        'PYTHONPATH': str(ROOT),
+        'HF_HUB_OFFLINE': '1',
+        'HF_HOME': str(tmp_path / 'home'),
+    }
+    done = subprocess.run(
+        [sys.executable, '-c', code],
+        input='y\n',
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (
+        done.returncode == 0
+        and not mark.exists()
+        and 'Do you wish' not in done.stdout + done.stderr
+    ), done.stdout + done.stderr
     assert len(done.stdout.splitlines()) <= 1
 
+
 def test_a_config_cannot_name_a_kernel(tiny, tmp_path):
-    folder = shutil.copytree(tiny, tmp_path/'m')
-    note = json.loads((folder/'config.json').read_text())
-    for how in ('someone/kernel', 'kernels-community/flash-attn', 'flash_attention_2', {'': 'someone/kernel'}):
-        (folder/'config.json').write_text(json.dumps(note | dict(attn_implementation=how)))
-        with pytest.raises(ValueError, match='attention|cannot use'): FrozenEncoder(folder, device='cpu')
+    folder = shutil.copytree(tiny, tmp_path / 'm')
+    note = json.loads((folder / 'config.json').read_text())
+    for how in (
+        'someone/kernel',
+        'kernels-community/flash-attn',
+        'flash_attention_2',
+        {'': 'someone/kernel'},
+    ):
+        (folder / 'config.json').write_text(json.dumps(note | dict(attn_implementation=how)))
+        with pytest.raises(ValueError, match='attention|cannot use'):
+            FrozenEncoder(folder, device='cpu')
+
 
 # ---- names
 
+
 def test_a_name_from_a_note_asks_nobody(tiny, cache, monkeypatch):
     asked = []
-    monkeypatch.setattr(embed, 'need_hub', lambda name, timeout=5.: asked.append(name))
+    monkeypatch.setattr(embed, 'need_hub', lambda name, timeout=5.0: asked.append(name))
     note = encoder_note(FrozenEncoder(tiny, device='cpu')) | dict(encoder='someone/model')
-    with pytest.raises(OSError, match=r"encoder='someone/model' \(--encoder someone/model\)"): noted_encoder(note, device='cpu')
+    with pytest.raises(OSError, match=r"encoder='someone/model' \(--encoder someone/model\)"):
+        noted_encoder(note, device='cpu')
     assert asked == []
-    in_the_cache(tiny, 'someone/model', 'a'*40, cache)
+    in_the_cache(tiny, 'someone/model', 'a' * 40, cache)
     assert noted_encoder(note, device='cpu').fingerprint == note['fingerprint'] and asked == []
 
+
 def test_the_revision_is_pinned_noted_and_used_again(tiny, cache, tmp_path):
-    other = tiny_transformer(tmp_path/'other', TEXTS, seed=1)
-    in_the_cache(tiny, 'someone/model', 'a'*40, cache)
+    other = tiny_transformer(tmp_path / 'other', TEXTS, seed=1)
+    in_the_cache(tiny, 'someone/model', 'a' * 40, cache)
     old = FrozenEncoder('someone/model', device='cpu')
-    assert old.revision == 'a'*40 and encoder_note(old)['revision'] == 'a'*40 and FrozenEncoder(tiny, device='cpu').revision is None
-    assert old.cache(TEXTS, tmp_path/'c', progress=False).header['revision'] == 'a'*40
-    in_the_cache(other, 'someone/model', 'b'*40, cache)                     # the name moves on
-    assert FrozenEncoder('someone/model', device='cpu').revision == 'b'*40
+    assert (
+        old.revision == 'a' * 40
+        and encoder_note(old)['revision'] == 'a' * 40
+        and FrozenEncoder(tiny, device='cpu').revision is None
+    )
+    assert old.cache(TEXTS, tmp_path / 'c', progress=False).header['revision'] == 'a' * 40
+    in_the_cache(other, 'someone/model', 'b' * 40, cache)  # the name moves on
+    assert FrozenEncoder('someone/model', device='cpu').revision == 'b' * 40
     for where in (None, 'someone/model'):
         again = noted_encoder(encoder_note(old), where, 'cpu')
-        assert again.revision == 'a'*40 and again.fingerprint == old.fingerprint
-    in_the_cache(tiny, 'gpt2-large', 'c'*40, cache)                         # not the state that is pinned
-    with pytest.raises(OSError, match="cannot load 'gpt2-large'.*HF_HUB_OFFLINE"): FrozenEncoder('gpt2-large', device='cpu')
-    assert FrozenEncoder('gpt2-large', device='cpu', revision='main').revision == 'c'*40
+        assert again.revision == 'a' * 40 and again.fingerprint == old.fingerprint
+    in_the_cache(tiny, 'gpt2-large', 'c' * 40, cache)  # not the state that is pinned
+    with pytest.raises(OSError, match="cannot load 'gpt2-large'.*HF_HUB_OFFLINE"):
+        FrozenEncoder('gpt2-large', device='cpu')
+    assert FrozenEncoder('gpt2-large', device='cpu', revision='main').revision == 'c' * 40
     in_the_cache(tiny, 'gpt2-large', pinned['gpt2-large'], cache, main=False)
     assert FrozenEncoder('gpt2-large', device='cpu').revision == pinned['gpt2-large']
 
+
 def test_the_fingerprint_comes_before_anything_else(tiny, tmp_path, monkeypatch):
-    note = encoder_note(FrozenEncoder(tiny, device='cpu')); tiny_transformer(tmp_path/'other', TEXTS, seed=1)
-    def never(*_): raise AssertionError('the model was used before it was recognised')
-    for f in ('probe', 'end_token', 'longest'): monkeypatch.setattr(embed, f, never)
-    with pytest.raises(ValueError, match='is another transformer'): noted_encoder(note, tmp_path/'other', 'cpu')
+    note = encoder_note(FrozenEncoder(tiny, device='cpu'))
+    tiny_transformer(tmp_path / 'other', TEXTS, seed=1)
+
+    def never(*_):
+        raise AssertionError('the model was used before it was recognised')
+
+    for f in ('probe', 'end_token', 'longest'):
+        monkeypatch.setattr(embed, f, never)
+    with pytest.raises(ValueError, match='is another transformer'):
+        noted_encoder(note, tmp_path / 'other', 'cpu')
+
 
 def test_without_a_network_it_is_over_in_seconds(tmp_path):
-    code = ("import time; from capsnb.embed import FrozenEncoder; import transformers; t = time.time()\n"
-            "try: FrozenEncoder(device='cpu')\nexcept OSError as e: print(e)\nprint(time.time() - t)")
-    env = {**os.environ, 'PYTHONPATH': str(ROOT), 'HF_HOME': str(tmp_path), 'HF_ENDPOINT': 'http://127.0.0.1:9'}
-    done = subprocess.run([sys.executable, '-c', code], env={k: v for k, v in env.items() if k != 'HF_HUB_OFFLINE'},
-                          capture_output=True, text=True, timeout=200)
+    code = (
+        "import time; from capsnb.data.embed import FrozenEncoder; import transformers; t = time.time()\n"
+        "try: FrozenEncoder(device='cpu')\nexcept OSError as e: print(e)\nprint(time.time() - t)"
+    )
+    env = {
+        **os.environ,
+        'PYTHONPATH': str(ROOT),
+        'HF_HOME': str(tmp_path),
+        'HF_ENDPOINT': 'http://127.0.0.1:9',
+    }
+    done = subprocess.run(
+        [sys.executable, '-c', code],
+        env={k: v for k, v in env.items() if k != 'HF_HUB_OFFLINE'},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     said, seconds = done.stdout.splitlines()
-    assert "'gpt2-large' is not on this machine, and http://127.0.0.1:9 does not answer" in said and float(seconds) < 10, done.stderr
+    assert (
+        "'gpt2-large' is not on this machine, and http://127.0.0.1:9 does not answer" in said
+        and float(seconds) < 10
+    ), done.stderr
+
 
 # ---- odd files
 
 ODD = [None, True, -1, 0, 3, 10**9, 1.5, float('nan'), 'x', '', [], [0], [[]], ['x'], {}, {'x': 1}]
 
+
 def test_every_odd_entry_of_a_caches_header_is_one_sentence(tiny, tmp_path):
-    enc = FrozenEncoder(tiny, device='cpu'); enc.cache(TEXTS, tmp_path/'c', progress=False)
-    path = tmp_path/'c'/'header.json'
+    enc = FrozenEncoder(tiny, device='cpu')
+    enc.cache(TEXTS, tmp_path / 'c', progress=False)
+    path = tmp_path / 'c' / 'header.json'
     good, n = json.loads(path.read_text()), 0
-    for old in (False, True): # as it is, and as it was before there was a checksum
-        base = {k: v for k, v in good.items() if k not in ('sum', 'revision')} | dict(format='capsnb embeddings 1') if old else good
-        path.write_text(json.dumps(base)); assert len(EmbeddingCache(tmp_path/'c', enc)) == 3
+    for old in (False, True):  # as it is, and as it was before there was a checksum
+        base = (
+            {k: v for k, v in good.items() if k not in ('sum', 'revision')}
+            | dict(format='capsnb embeddings 1')
+            if old
+            else good
+        )
+        path.write_text(json.dumps(base))
+        assert len(EmbeddingCache(tmp_path / 'c', enc)) == 3
         for key in base:
             for value in (*ODD, 'bfloat16', 'float32', 'nn', KeyError):
-                if value == base[key] and type(value) is type(base[key]): continue
-                path.write_text(json.dumps({k: value if k == key else v for k, v in base.items() if k != key or value is not KeyError})); n += 1
-                if old and key in ('name', 'transformers', 'dtype') and isinstance(value, str): continue       # words, which nothing protected
-                with pytest.raises(ValueError) as e: EmbeddingCache(tmp_path/'c', enc).verify()
+                if value == base[key] and type(value) is type(base[key]):
+                    continue
+                path.write_text(
+                    json.dumps(
+                        {
+                            k: value if k == key else v
+                            for k, v in base.items()
+                            if k != key or value is not KeyError
+                        }
+                    )
+                )
+                n += 1
+                if old and key in ('name', 'transformers', 'dtype') and isinstance(value, str):
+                    continue  # words, which nothing protected
+                with pytest.raises(ValueError) as e:
+                    EmbeddingCache(tmp_path / 'c', enc).verify()
                 assert len(str(e.value).splitlines()) == 1 and type(e.value) is ValueError
-    for text in ('', '[]', '3', 'null', '{', '[' * 10**5, '{"format": 1}', '\x00', '{"format": "capsnb embeddings 2"}'):
+    for text in (
+        '',
+        '[]',
+        '3',
+        'null',
+        '{',
+        '[' * 10**5,
+        '{"format": 1}',
+        '\x00',
+        '{"format": "capsnb embeddings 2"}',
+    ):
         path.write_text(text)
-        with pytest.raises(ValueError, match='damaged'): EmbeddingCache(tmp_path/'c')
+        with pytest.raises(ValueError, match='damaged'):
+            EmbeddingCache(tmp_path / 'c')
     assert n > 400
 
+
 def test_another_dtype_of_the_same_size_in_a_header_is_noticed(tiny, tmp_path):
-    FrozenEncoder(tiny, device='cpu').cache(TEXTS, tmp_path/'c', progress=False); path = tmp_path/'c'/'header.json'
+    FrozenEncoder(tiny, device='cpu').cache(TEXTS, tmp_path / 'c', progress=False)
+    path = tmp_path / 'c' / 'header.json'
     path.write_text(path.read_text().replace('float16', 'bfloat16'))
-    with pytest.raises(ValueError, match='header.json was changed'): EmbeddingCache(tmp_path/'c')
+    with pytest.raises(ValueError, match='header.json was changed'):
+        EmbeddingCache(tmp_path / 'c')
+
 
 def test_odd_heads_of_the_index_are_one_sentence(tiny, tmp_path):
-    FrozenEncoder(tiny, device='cpu').cache(TEXTS, tmp_path/'c', progress=False); path = tmp_path/'c'/'index.npy'
+    FrozenEncoder(tiny, device='cpu').cache(TEXTS, tmp_path / 'c', progress=False)
+    path = tmp_path / 'c' / 'index.npy'
     good, rng = path.read_bytes(), random.Random(0)
     for _ in range(300):
-        bad = bytearray(good); bad[rng.randrange(128)] = rng.randrange(256); path.write_bytes(bad)
-        try: EmbeddingCache(tmp_path/'c').verify()                          # the padding says nothing
-        except ValueError as e: assert 'damaged' in str(e)
+        bad = bytearray(good)
+        bad[rng.randrange(128)] = rng.randrange(256)
+        path.write_bytes(bad)
+        try:
+            EmbeddingCache(tmp_path / 'c').verify()  # the padding says nothing
+        except ValueError as e:
+            assert 'damaged' in str(e)

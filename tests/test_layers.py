@@ -1,4 +1,5 @@
 """Layers of matrix capsules: against brute force, tiles against votes, and the pitfalls of other implementations, each by name."""
+
 import copy, math
 import pytest
 import torch
@@ -7,42 +8,63 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-import capsnb.layers as layers
+import capsnb.engine.layers as layers
 from capsnb.core import error_to
-from capsnb.em import em_routing_ref, inverse_temperature
-from capsnb.layers import ClassCaps, ConvCaps, PrimaryCaps, add_coordinates, field_centres, field_table
+from capsnb.engine.em import em_routing_ref, inverse_temperature
+from capsnb.engine.layers import (
+    ClassCaps,
+    ConvCaps,
+    PrimaryCaps,
+    add_coordinates,
+    field_centres,
+    field_table,
+)
 
 f64 = torch.float64
 
+
 def draw(*shape, seed=0, dtype=f64):
     g = torch.Generator().manual_seed(seed)
-    return torch.rand(*shape, generator=g, dtype=f64).to(dtype), torch.randn(*shape, 2, 3, generator=g, dtype=f64).to(dtype)
+    return torch.rand(*shape, generator=g, dtype=f64).to(dtype), torch.randn(
+        *shape, 2, 3, generator=g, dtype=f64
+    ).to(dtype)
+
 
 def layer(plan='tiles', I=2, O=3, dtype=f64, seed=0, **kw):
     torch.manual_seed(seed)
-    l = ConvCaps(I, O, d_cov=2, d_inp=3, d_out=2, plan=plan, **{'lam': .1, 'eps': 1e-4, **kw}).to(dtype)
-    with torch.no_grad(): l.beta_a.normal_(); l.beta_u.normal_()
+    l = ConvCaps(I, O, d_cov=2, d_inp=3, d_out=2, plan=plan, **{'lam': 0.1, 'eps': 1e-4, **kw}).to(
+        dtype
+    )
+    with torch.no_grad():
+        l.beta_a.normal_()
+        l.beta_u.normal_()
     return l
+
 
 def brute_force(l, a, mu, n_iters, eps):
     "All children and all parents as one dense problem, by loops, routed by the paper's procedure."
     (b, M, N, I), O, (Kr, Kc), (sr, sc), (pr, pc) = a.shape, l.n_out, l.K, l.stride, l.padding
-    rows, cols = (M + 2*pr - Kr)//sr + 1, (N + 2*pc - Kc)//sc + 1
-    V, parents = torch.zeros(b, M*N*I, rows*cols*O, 2, l.d_out, dtype=mu.dtype), torch.zeros(M*N*I, rows*cols*O, dtype=torch.bool)
+    rows, cols = (M + 2 * pr - Kr) // sr + 1, (N + 2 * pc - Kc) // sc + 1
+    V, parents = (
+        torch.zeros(b, M * N * I, rows * cols * O, 2, l.d_out, dtype=mu.dtype),
+        torch.zeros(M * N * I, rows * cols * O, dtype=torch.bool),
+    )
     for r in range(rows):
         for q in range(cols):
             for y in range(M):
                 for x in range(N):
-                    kr, kc = y - r*sr + pr, x - q*sc + pc
-                    if not (0 <= kr < Kr and 0 <= kc < Kc): continue
+                    kr, kc = y - r * sr + pr, x - q * sc + pc
+                    if not (0 <= kr < Kr and 0 <= kc < Kc):
+                        continue
                     for i in range(I):
                         for o in range(O):
-                            child, parent = (y*N + x)*I + i, (r*cols + q)*O + o
+                            child, parent = (y * N + x) * I + i, (r * cols + q) * O + o
                             parents[child, parent] = True
-                            V[:, child, parent] = mu[:, y, x, i]@l.W[kr, kc, i, o]
-    beta = [t.repeat(rows*cols) for t in (l.beta_a, l.beta_u)]
+                            V[:, child, parent] = mu[:, y, x, i] @ l.W[kr, kc, i, o]
+    beta = [t.repeat(rows * cols) for t in (l.beta_a, l.beta_u)]
     out = em_routing_ref(a.flatten(1), V, *beta, l.lam, n_iters, parents, eps)
     return [o.unflatten(1, (rows, cols, O)) for o in out[:3]], out.R, parents
+
 
 @pytest.mark.parametrize('stride', [1, 2, 3])
 @pytest.mark.parametrize('size', [(5, 5), (6, 6), (4, 7)])
@@ -51,322 +73,594 @@ def brute_force(l, a, mu, n_iters, eps):
 def test_pitfall_3_a_child_is_shared_over_all_types_at_all_positions(stride, size, padding, plan):
     l, (a, mu) = layer(plan, K=3, stride=stride, padding=padding), draw(2, *size, 2)
     want, R, parents = brute_force(l, a, mu, 3, 1e-4)
-    for got, w in zip(l(a, mu)[:3], want): assert_close(got, w)
+    for got, w in zip(l(a, mu)[:3], want):
+        assert_close(got, w)
+
 
 @settings(max_examples=15, deadline=None)
-@given(st.integers(1, 5), st.integers(1, 5), st.tuples(st.integers(1, 3), st.integers(1, 3)), st.tuples(st.integers(1, 3), st.integers(1, 3)),
-       st.tuples(st.integers(0, 2), st.integers(0, 2)), st.integers(1, 4), st.sampled_from([1e-3, '10%']), st.integers(0, 99))
+@given(
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    st.integers(1, 4),
+    st.sampled_from([1e-3, '10%']),
+    st.integers(0, 99),
+)
 def test_any_field_against_brute_force(M, N, K, stride, padding, n_iters, eps, seed):
     padding = tuple(min(p, k - 1) for p, k in zip(padding, K))
-    l, (a, mu) = layer('tiles', K=K, stride=stride, padding=padding, n_iters=n_iters, eps=eps, seed=seed), draw(1, M, N, 2, seed=seed)
-    try: field_table((M, N), 2, K, stride, padding)
-    except ValueError: return                                            # no room, or a field that sees nothing
+    l, (a, mu) = (
+        layer('tiles', K=K, stride=stride, padding=padding, n_iters=n_iters, eps=eps, seed=seed),
+        draw(1, M, N, 2, seed=seed),
+    )
+    try:
+        field_table((M, N), 2, K, stride, padding)
+    except ValueError:
+        return  # no room, or a field that sees nothing
     want, _, parents = brute_force(l, a, mu, n_iters, eps)
     if eps == 1e-3 or parents.any(0).all():
-        for got, w in zip(l(a, mu)[:3], want): assert_close(got, w, rtol=1e-6, atol=1e-8)
+        for got, w in zip(l(a, mu)[:3], want):
+            assert_close(got, w, rtol=1e-6, atol=1e-8)
+
 
 def step(l, a, mu):
     a, mu = a.clone().requires_grad_(), mu.clone().requires_grad_()
     out, g = l(a, mu)[:3], torch.Generator().manual_seed(1)
-    loss = sum((o*torch.randn(o.shape, generator=g, dtype=f64).to(o.dtype)).sum() for o in out)
-    return [o.detach() for o in out] + list(torch.autograd.grad(loss, [a, mu, *l.parameters()], materialize_grads=True))
+    loss = sum((o * torch.randn(o.shape, generator=g, dtype=f64).to(o.dtype)).sum() for o in out)
+    return [o.detach() for o in out] + list(
+        torch.autograd.grad(loss, [a, mu, *l.parameters()], materialize_grads=True)
+    )
+
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(1, 3), st.integers(3, 6), st.integers(3, 6), st.integers(1, 3), st.integers(0, 2), st.integers(1, 5),
-       st.sampled_from([1e-3, '10%', .5]), st.sampled_from(['logistic', 'pi']), st.booleans())
-def test_tiles_give_values_and_gradients_of_votes(b, M, N, stride, padding, n_iters, eps, act, scheduled):
-    kw = dict(K=3, stride=stride, padding=padding, n_iters=n_iters, eps=eps, act=act, lam=inverse_temperature if scheduled else .3)
+@given(
+    st.integers(1, 3),
+    st.integers(3, 6),
+    st.integers(3, 6),
+    st.integers(1, 3),
+    st.integers(0, 2),
+    st.integers(1, 5),
+    st.sampled_from([1e-3, '10%', 0.5]),
+    st.sampled_from(['logistic', 'pi']),
+    st.booleans(),
+)
+def test_tiles_give_values_and_gradients_of_votes(
+    b, M, N, stride, padding, n_iters, eps, act, scheduled
+):
+    kw = dict(
+        K=3,
+        stride=stride,
+        padding=padding,
+        n_iters=n_iters,
+        eps=eps,
+        act=act,
+        lam=inverse_temperature if scheduled else 0.3,
+    )
     a, mu = draw(b, M, N, 2)
-    for got, want in zip(step(layer('tiles', **kw), a, mu), step(layer('votes', **kw), a, mu)): assert_close(got, want, rtol=1e-6, atol=1e-8)
+    for got, want in zip(step(layer('tiles', **kw), a, mu), step(layer('votes', **kw), a, mu)):
+        assert_close(got, want, rtol=1e-6, atol=1e-8)
+
 
 @pytest.mark.parametrize('eps', [1e-2, '10%'])
 @pytest.mark.parametrize('n_iters', [1, 4])
 def test_damped_tiles_give_values_and_gradients_of_votes(eps, n_iters):
-    kw, (a, mu) = dict(K=3, stride=2, padding=1, n_iters=n_iters, eps=eps, damping=.3), draw(2, 5, 4, 2)
+    kw, (a, mu) = (
+        dict(K=3, stride=2, padding=1, n_iters=n_iters, eps=eps, damping=0.3),
+        draw(2, 5, 4, 2),
+    )
     damped = step(layer('tiles', **kw), a, mu)
-    for got, want in zip(damped, step(layer('votes', **kw), a, mu)): assert_close(got, want)
-    assert (damped[1] - step(layer('votes', **{**kw, 'damping': 0.}), a, mu)[1]).abs().max() > 1e-2
+    for got, want in zip(damped, step(layer('votes', **kw), a, mu)):
+        assert_close(got, want)
+    assert (damped[1] - step(layer('votes', **{**kw, 'damping': 0.0}), a, mu)[1]).abs().max() > 1e-2
+
 
 def test_units_of_the_betas_are_factors():
-    a, mu = draw(2, 5, 4, 2); l, scaled = layer(K=3), layer(K=3, beta_units=(-4., .5))
-    with torch.no_grad(): scaled.beta_a.copy_(l.beta_a/-4); scaled.beta_u.copy_(l.beta_u/.5)
-    for got, want in zip(scaled(a, mu)[:3], l(a, mu)[:3]): assert_close(got, want)
+    a, mu = draw(2, 5, 4, 2)
+    l, scaled = layer(K=3), layer(K=3, beta_units=(-4.0, 0.5))
+    with torch.no_grad():
+        scaled.beta_a.copy_(l.beta_a / -4)
+        scaled.beta_u.copy_(l.beta_u / 0.5)
+    for got, want in zip(scaled(a, mu)[:3], l(a, mu)[:3]):
+        assert_close(got, want)
+
 
 def test_units_of_the_betas_are_factors_in_class_capsules():
-    a, mu = draw(2, 3, 4, 2); l, scaled = (ClassCaps(2, 3, 2, 3, 2, lam=.1, eps=1e-2, **kw).double() for kw in ({}, dict(beta_units=(-4., .5))))
+    a, mu = draw(2, 3, 4, 2)
+    l, scaled = (
+        ClassCaps(2, 3, 2, 3, 2, lam=0.1, eps=1e-2, **kw).double()
+        for kw in ({}, dict(beta_units=(-4.0, 0.5)))
+    )
     with torch.no_grad():
-        l.beta_a.normal_(); l.beta_u.normal_(); scaled.W.copy_(l.W); scaled.beta_a.copy_(l.beta_a/-4); scaled.beta_u.copy_(l.beta_u/.5)
-    for got, want in zip(scaled(a, mu)[:4], l(a, mu)): assert_close(got, want)
+        l.beta_a.normal_()
+        l.beta_u.normal_()
+        scaled.W.copy_(l.W)
+        scaled.beta_a.copy_(l.beta_a / -4)
+        scaled.beta_u.copy_(l.beta_u / 0.5)
+    for got, want in zip(scaled(a, mu)[:4], l(a, mu)):
+        assert_close(got, want)
 
-@pytest.mark.parametrize('tile, group, hold', [(1, 0, 0), (200, 0, 0), (200, 1 << 20, 1 << 20), (1 << 20, 1 << 20, 0), (2000, 2*2600, 1 << 20)])
-@pytest.mark.parametrize('kw', [dict(eps='10%'), dict(act='pi'), dict(padding=1, damping=.2)], ids=str)
+
+@pytest.mark.parametrize(
+    'tile, group, hold',
+    [
+        (1, 0, 0),
+        (200, 0, 0),
+        (200, 1 << 20, 1 << 20),
+        (1 << 20, 1 << 20, 0),
+        (2000, 2 * 2600, 1 << 20),
+    ],
+)
+@pytest.mark.parametrize(
+    'kw', [dict(eps='10%'), dict(act='pi'), dict(padding=1, damping=0.2)], ids=str
+)
 def test_any_tiling_and_any_grouping_of_images_give_the_same(monkeypatch, tile, group, hold, kw):
     "an image has 12 fields of 18 places for 3 types, 2592 numbers (5·6 fields with padding): groups of 1, 2 and all 5"
-    a, mu = draw(5, 5, 6, 2); mu = mu*torch.logspace(-1, 1, 5, dtype=f64)[:, None, None, None, None, None]
+    a, mu = draw(5, 5, 6, 2)
+    mu = mu * torch.logspace(-1, 1, 5, dtype=f64)[:, None, None, None, None, None]
     want = step(layer('votes', **kw), a, mu)
-    for name, v in (('_TILE', tile), ('_GROUP', group), ('_HOLD', hold)): monkeypatch.setattr(layers, name, v)
-    for got, w in zip(step(layer('tiles', **kw), a, mu), want): assert_close(got, w, rtol=1e-6, atol=1e-8)
+    for name, v in (('_TILE', tile), ('_GROUP', group), ('_HOLD', hold)):
+        monkeypatch.setattr(layers, name, v)
+    for got, w in zip(step(layer('tiles', **kw), a, mu), want):
+        assert_close(got, w, rtol=1e-6, atol=1e-8)
+
 
 @pytest.mark.parametrize('eps', [1e-2, '10%'])
 def test_gradcheck(eps):
     l, (a, mu) = layer('tiles', K=2, I=1, O=2, eps=eps, n_iters=3), draw(1, 3, 2, 1)
     names = [n for n, _ in l.named_parameters()]
     f = lambda a, mu, *ps: torch.func.functional_call(l, dict(zip(names, ps)), (a, mu))[:3]
-    inputs = [.1 + .8*a, mu, *(p.detach().clone() for p in l.parameters())]
+    inputs = [0.1 + 0.8 * a, mu, *(p.detach().clone() for p in l.parameters())]
     assert torch.autograd.gradcheck(f, [t.requires_grad_() for t in inputs])
+
 
 @pytest.mark.parametrize('eps', [1e-2, '10%'])
 def test_gradcheck_class_capsules(eps):
-    torch.manual_seed(0); l, (a, mu) = ClassCaps(1, 2, 2, 3, 2, eps=eps, lam=.1).double(), draw(1, 2, 2, 1)
+    torch.manual_seed(0)
+    l, (a, mu) = ClassCaps(1, 2, 2, 3, 2, eps=eps, lam=0.1).double(), draw(1, 2, 2, 1)
     names = [n for n, _ in l.named_parameters()]
     f = lambda a, mu, *ps: torch.func.functional_call(l, dict(zip(names, ps)), (a, mu))[:3]
-    assert torch.autograd.gradcheck(f, [t.requires_grad_() for t in (.1 + .8*a, mu, *(p.detach().clone() for p in l.parameters()))])
+    assert torch.autograd.gradcheck(
+        f,
+        [
+            t.requires_grad_()
+            for t in (0.1 + 0.8 * a, mu, *(p.detach().clone() for p in l.parameters()))
+        ],
+    )
 
-@pytest.mark.parametrize('make', [lambda: layer('votes', K=2, I=1, O=2, eps='10%'), lambda: ClassCaps(1, 2, 2, 3, 2, eps='10%', lam=.1).double()], ids=['votes', 'classes'])
+
+@pytest.mark.parametrize(
+    'make',
+    [
+        lambda: layer('votes', K=2, I=1, O=2, eps='10%'),
+        lambda: ClassCaps(1, 2, 2, 3, 2, eps='10%', lam=0.1).double(),
+    ],
+    ids=['votes', 'classes'],
+)
 def test_second_derivatives_where_autograd_does_the_routing(make):
-    torch.manual_seed(0); l, (a, mu) = make(), draw(1, 3, 2, 1)
+    torch.manual_seed(0)
+    l, (a, mu) = make(), draw(1, 3, 2, 1)
     f = lambda a, mu: l(a, mu)[:3]
-    assert torch.autograd.gradgradcheck(f, [(.1 + .8*a).requires_grad_(), mu.requires_grad_()])
+    assert torch.autograd.gradgradcheck(f, [(0.1 + 0.8 * a).requires_grad_(), mu.requires_grad_()])
     torch.func.grad(lambda m: l(a, m).mu.square().sum())(mu.detach())
+
 
 @pytest.mark.parametrize('plan', ['auto', 'tiles'])
 def test_tiles_refuse_second_derivatives_and_torch_func(plan):
     "for a plain sum too, whose incoming gradients need no gradient"
-    l, (a, mu) = layer(plan), draw(1, 4, 4, 2); mu.requires_grad_()
+    l, (a, mu) = layer(plan), draw(1, 4, 4, 2)
+    mu.requires_grad_()
     for loss in (lambda o: o.mu.square().sum(), lambda o: o.a.sum()):
-        with pytest.raises(RuntimeError, match="no second derivatives .*use plan='votes'"): torch.autograd.grad(loss(l(a, mu)), mu, create_graph=True)
-    with pytest.raises(RuntimeError, match='setup_context'): torch.func.grad(lambda m: l(a, m).a.sum())(mu.detach())
+        with pytest.raises(RuntimeError, match="no second derivatives .*use plan='votes'"):
+            torch.autograd.grad(loss(l(a, mu)), mu, create_graph=True)
+    with pytest.raises(RuntimeError, match='setup_context'):
+        torch.func.grad(lambda m: l(a, m).a.sum())(mu.detach())
+
 
 def test_class_capsules_are_finite_at_the_extremes():
     a, mu = draw(2, 3, 3, 2, dtype=torch.float32)
     for eps in (1e-4, '10%'):
-        l = ClassCaps(2, 3, 2, 3, 2, eps=eps, lam=1.)
-        for poses in (mu, 1e4*mu, 0*mu, mu[:, :1, :1, :1].expand_as(mu)):
-            for acts in (a, 0*a, 0*a + 1, a.round()):
-                for o in step(l, acts, poses): assert o.isfinite().all()
+        l = ClassCaps(2, 3, 2, 3, 2, eps=eps, lam=1.0)
+        for poses in (mu, 1e4 * mu, 0 * mu, mu[:, :1, :1, :1].expand_as(mu)):
+            for acts in (a, 0 * a, 0 * a + 1, a.round()):
+                for o in step(l, acts, poses):
+                    assert o.isfinite().all()
+
 
 def test_order_of_children_does_not_matter_to_classes():
     "types in another order with their matrices, and positions without coordinates"
-    torch.manual_seed(0); l, m = (ClassCaps(2, 3, 2, 3, 2, coordinates=False, lam=.1).double() for _ in range(2)); a, mu = draw(2, 3, 3, 2)
-    with torch.no_grad(): m.W.copy_(l.W.flip(0))
-    for got, want in zip(m(a.flip(1, 2, 3), mu.flip(1, 2, 3))[:3], l(a, mu)): assert_close(got, want)
+    torch.manual_seed(0)
+    l, m = (ClassCaps(2, 3, 2, 3, 2, coordinates=False, lam=0.1).double() for _ in range(2))
+    a, mu = draw(2, 3, 3, 2)
+    with torch.no_grad():
+        m.W.copy_(l.W.flip(0))
+    for got, want in zip(m(a.flip(1, 2, 3), mu.flip(1, 2, 3))[:3], l(a, mu)):
+        assert_close(got, want)
+
 
 def test_shares_sum_to_one_over_fields_and_start_even():
     for n_iters in (1, 3):
         l, (a, mu) = layer('auto', K=3, padding=1, n_iters=n_iters), draw(2, 5, 4, 2)
-        R = l(a, mu, return_R=True).R.flatten(1, 2)                       # [b, p, s, j]
+        R = l(a, mu, return_R=True).R.flatten(1, 2)  # [b, p, s, j]
         fields, _ = field_table((5, 4), 2, 3, 1, 1)
-        total = torch.zeros(2, 41, dtype=f64).index_add(1, torch.where(fields < 0, 40, fields).flatten(), R.sum(-1).flatten(1))
-        assert_close(total[:, :40], torch.ones(2, 40, dtype=f64)); assert (total[:, 40] == 0).all()
-        if n_iters == 1: assert_close(R[0, 0, 8], torch.full((3,), 1/(4*3), dtype=f64))     # the corner child: 4 fields, 3 types
+        total = torch.zeros(2, 41, dtype=f64).index_add(
+            1, torch.where(fields < 0, 40, fields).flatten(), R.sum(-1).flatten(1)
+        )
+        assert_close(total[:, :40], torch.ones(2, 40, dtype=f64))
+        assert (total[:, 40] == 0).all()
+        if n_iters == 1:
+            assert_close(
+                R[0, 0, 8], torch.full((3,), 1 / (4 * 3), dtype=f64)
+            )  # the corner child: 4 fields, 3 types
+
 
 @pytest.mark.parametrize('plan', ['votes', 'tiles'])
 def test_pitfall_4_output_depends_on_a_in(plan):
-    a, mu = draw(1, 4, 4, 2); l = layer(plan, stride=1); a.requires_grad_()
-    for o in l(a, mu)[:3]: assert (torch.autograd.grad(o.sin().sum(), a, retain_graph=True)[0].abs() > 1e-12).all()
+    a, mu = draw(1, 4, 4, 2)
+    l = layer(plan, stride=1)
+    a.requires_grad_()
+    for o in l(a, mu)[:3]:
+        assert (torch.autograd.grad(o.sin().sum(), a, retain_graph=True)[0].abs() > 1e-12).all()
+
 
 @pytest.mark.parametrize('plan', ['votes', 'tiles'])
 @pytest.mark.parametrize('eps', [1e-4, '10%'])
 def test_pitfall_1_finite_with_one_child_and_at_the_extremes(plan, eps):
     for K, I in ((1, 1), (3, 2)):
-        l = layer(plan, I=I, K=K, dtype=torch.float32, eps=eps, lam=1.)
+        l = layer(plan, I=I, K=K, dtype=torch.float32, eps=eps, lam=1.0)
         a, mu = draw(2, 4, 4, I, dtype=torch.float32)
-        for poses in (mu, 1e4*mu, mu + 1e4, 0*mu, mu[:, :1, :1, :1].expand_as(mu)):
-            for acts in (a, 0*a, 0*a + 1, a.round()):
-                for o in step(l, acts, poses): assert o.isfinite().all()
+        for poses in (mu, 1e4 * mu, mu + 1e4, 0 * mu, mu[:, :1, :1, :1].expand_as(mu)):
+            for acts in (a, 0 * a, 0 * a + 1, a.round()):
+                for o in step(l, acts, poses):
+                    assert o.isfinite().all()
+
 
 def test_an_image_is_routed_by_itself():
-    a, mu = draw(4, 5, 5, 2); mu = mu*torch.logspace(-2, 2, 4, dtype=f64)[:, None, None, None, None, None]
+    a, mu = draw(4, 5, 5, 2)
+    mu = mu * torch.logspace(-2, 2, 4, dtype=f64)[:, None, None, None, None, None]
     for plan in ('votes', 'tiles'):
-        l = layer(plan, eps='10%'); many = l(a, mu)
+        l = layer(plan, eps='10%')
+        many = l(a, mu)
         for k in range(4):
-            for got, want in zip(l(a[k:k+1], mu[k:k+1])[:3], many): assert_close(got, want[k:k+1])
-        for got, want in zip(l(a[0], mu[0])[:3], many): assert_close(got, want[0])
-        for got, want in zip(l(a.view(2, 2, 5, 5, 2), mu.view(2, 2, 5, 5, 2, 2, 3))[:3], many): assert_close(got.flatten(0, 1), want)
+            for got, want in zip(l(a[k : k + 1], mu[k : k + 1])[:3], many):
+                assert_close(got, want[k : k + 1])
+        for got, want in zip(l(a[0], mu[0])[:3], many):
+            assert_close(got, want[0])
+        for got, want in zip(l(a.view(2, 2, 5, 5, 2), mu.view(2, 2, 5, 5, 2, 2, 3))[:3], many):
+            assert_close(got.flatten(0, 1), want)
 
-@pytest.mark.parametrize('make, n', [(lambda **kw: ConvCaps(2, 3, **kw), 16), (lambda **kw: ClassCaps(2, 3, **kw), 16), (lambda **kw: ConvCaps(2, 3, d_cov=2, d_inp=3, d_out=2, **kw), 4),
-    (lambda **kw: ClassCaps(2, 3, 1, 9, 9, **kw), 9), (lambda **kw: ConvCaps(2, 3, d_cov=1, d_inp=1, d_out=1, **kw), 1)])
+
+@pytest.mark.parametrize(
+    'make, n',
+    [
+        (lambda **kw: ConvCaps(2, 3, **kw), 16),
+        (lambda **kw: ClassCaps(2, 3, **kw), 16),
+        (lambda **kw: ConvCaps(2, 3, d_cov=2, d_inp=3, d_out=2, **kw), 4),
+        (lambda **kw: ClassCaps(2, 3, 1, 9, 9, **kw), 9),
+        (lambda **kw: ConvCaps(2, 3, d_cov=1, d_inp=1, d_out=1, **kw), 1),
+    ],
+)
 def test_the_default_floor_is_root_n_minus_1_times_the_spread_of_the_votes(make, n):
     "and not a small number, which makes the first guess final (37_em_floor)"
-    auto, said = make(), make(eps='auto'); rel = float(auto.eps.rstrip('%'))/100
-    assert auto.eps == said.eps == f'{100*rel:.4g}%' and rel == pytest.approx(max(n**.5 - 1, .1))
-    g = torch.Generator().manual_seed(0); c, d = auto.d_cov, auto.d_inp
+    auto, said = make(), make(eps='auto')
+    rel = float(auto.eps.rstrip('%')) / 100
+    assert auto.eps == said.eps == f'{100 * rel:.4g}%' and rel == pytest.approx(
+        max(n**0.5 - 1, 0.1)
+    )
+    g = torch.Generator().manual_seed(0)
+    c, d = auto.d_cov, auto.d_inp
     a, mu = torch.rand(2, 4, 4, 2, generator=g), torch.randn(2, 4, 4, 2, c, d, generator=g)
-    once, bare = make(n_iters=1), make(n_iters=1, eps=1e-12); bare.load_state_dict(once.state_dict())
-    s, sig2 = bare(a, mu).sig2, once(a, mu).sig2; dims = tuple(range(1, s.ndim))
-    assert_close(sig2 - s, (rel*s.mean(dims, keepdim=True)).expand_as(s), rtol=1e-3, atol=1e-5)
+    once, bare = make(n_iters=1), make(n_iters=1, eps=1e-12)
+    bare.load_state_dict(once.state_dict())
+    s, sig2 = bare(a, mu).sig2, once(a, mu).sig2
+    dims = tuple(range(1, s.ndim))
+    assert_close(sig2 - s, (rel * s.mean(dims, keepdim=True)).expand_as(s), rtol=1e-3, atol=1e-5)
+
 
 @pytest.mark.parametrize('plan', ['auto', 'tiles', 'votes'])
 def test_an_empty_batch_gives_empty_capsules_and_gradients(plan):
-    l = layer(plan, dtype=torch.float32, padding=1, eps='auto'); top = ClassCaps(3, 4, 2, 2, 2)
+    l = layer(plan, dtype=torch.float32, padding=1, eps='auto')
+    top = ClassCaps(3, 4, 2, 2, 2)
     for lead in ((0,), (0, 3), (2, 0)):
-        a, mu = (t.requires_grad_() for t in (torch.zeros(*lead, 5, 6, 2), torch.zeros(*lead, 5, 6, 2, 2, 3)))
-        out = l(a, mu); assert out.a.shape == (*lead, 5, 6, 3) and out.mu.shape == out.sig2.shape == (*lead, 5, 6, 3, 2, 2)
-        end = top(out.a, out.mu); assert end.a.shape == (*lead, 4)
+        a, mu = (
+            t.requires_grad_()
+            for t in (torch.zeros(*lead, 5, 6, 2), torch.zeros(*lead, 5, 6, 2, 2, 3))
+        )
+        out = l(a, mu)
+        assert out.a.shape == (*lead, 5, 6, 3) and out.mu.shape == out.sig2.shape == (
+            *lead,
+            5,
+            6,
+            3,
+            2,
+            2,
+        )
+        end = top(out.a, out.mu)
+        assert end.a.shape == (*lead, 4)
         (end.a.sum() + end.mu.sum()).backward()
-        assert a.grad.shape == a.shape and mu.grad.shape == mu.shape and all(p.grad is not None and not p.grad.any() for p in l.parameters())
+        assert (
+            a.grad.shape == a.shape
+            and mu.grad.shape == mu.shape
+            and all(p.grad is not None and not p.grad.any() for p in l.parameters())
+        )
+
 
 def test_padding_is_absence():
     "a padded layer is an unpadded one on a grid with a rim of absent capsules"
-    a, mu = draw(2, 4, 5, 2); rim = torch.nn.functional.pad
-    big_a, big_mu = rim(a, (0, 0, 1, 1, 1, 1)), rim(mu, (0, 0, 0, 0, 0, 0, 1, 1, 1, 1)) + 0.
+    a, mu = draw(2, 4, 5, 2)
+    rim = torch.nn.functional.pad
+    big_a, big_mu = rim(a, (0, 0, 1, 1, 1, 1)), rim(mu, (0, 0, 0, 0, 0, 0, 1, 1, 1, 1)) + 0.0
     got, want = layer('tiles', padding=1)(a, mu), layer('tiles')(big_a, big_mu)
-    for name in ('a', 'mu', 'sig2'): assert_close(getattr(got, name), getattr(want, name), rtol=1e-6, atol=1e-8)
+    for name in ('a', 'mu', 'sig2'):
+        assert_close(getattr(got, name), getattr(want, name), rtol=1e-6, atol=1e-8)
+
 
 @pytest.mark.parametrize('make', [lambda: ConvCaps(2, 3), lambda: ClassCaps(2, 3)])
 def test_pitfall_state_dict_holds_both_betas(make):
-    l = make(); assert {'W', 'beta_a', 'beta_u'} == set(l.state_dict()) == {n for n, _ in l.named_parameters()}
-    other = make(); other.load_state_dict(l.state_dict()); assert_close(other.W, l.W)
+    l = make()
+    assert {'W', 'beta_a', 'beta_u'} == set(l.state_dict()) == {n for n, _ in l.named_parameters()}
+    other = make()
+    other.load_state_dict(l.state_dict())
+    assert_close(other.W, l.W)
+
 
 def test_parameter_counts_of_the_paper():
     "the capsule layers of the networks A, B, C, D = 32, 32, 32, 32 and 64, 8, 16, 16"
     n = lambda l: sum(p.numel() for p in l.parameters())
-    assert [n(l) for l in (PrimaryCaps(32, 32), ConvCaps(32, 32, stride=2), ConvCaps(32, 32), ClassCaps(32, 5))] == [17_408, 147_520, 147_520, 2_570]
-    assert [n(l) for l in (PrimaryCaps(64, 8), ConvCaps(8, 16, stride=2), ConvCaps(16, 16), ClassCaps(16, 5))] == [8_704, 18_464, 36_896, 1_290]
+    assert [
+        n(l)
+        for l in (
+            PrimaryCaps(32, 32),
+            ConvCaps(32, 32, stride=2),
+            ConvCaps(32, 32),
+            ClassCaps(32, 5),
+        )
+    ] == [17_408, 147_520, 147_520, 2_570]
+    assert [
+        n(l)
+        for l in (PrimaryCaps(64, 8), ConvCaps(8, 16, stride=2), ConvCaps(16, 16), ClassCaps(16, 5))
+    ] == [8_704, 18_464, 36_896, 1_290]
+
 
 def test_pitfall_6_class_capsules_route_over_all_positions_at_once():
-    l = ClassCaps(2, 3, 2, 3, 2, lam=.1, eps=1e-3).double(); a, mu = draw(2, 3, 4, 2)
-    with torch.no_grad(): l.beta_a.normal_(); l.beta_u.normal_()
+    l = ClassCaps(2, 3, 2, 3, 2, lam=0.1, eps=1e-3).double()
+    a, mu = draw(2, 3, 4, 2)
+    with torch.no_grad():
+        l.beta_a.normal_()
+        l.beta_u.normal_()
     V = torch.zeros(2, 24, 3, 2, 2, dtype=f64)
     for r in range(3):
         for c in range(4):
             for i in range(2):
                 for j in range(3):
-                    V[:, (r*4 + c)*2 + i, j] = mu[:, r, c, i]@l.W[i, j]
-                    V[:, (r*4 + c)*2 + i, j, 0, 1] += (r + .5)/3; V[:, (r*4 + c)*2 + i, j, 1, 1] += (c + .5)/4
-    got, want = l(a, mu), em_routing_ref(a.flatten(1), V, l.beta_a, l.beta_u, .1, 3, eps=1e-3)
-    for name in ('a', 'mu', 'sig2'): assert_close(getattr(got, name), getattr(want, name), rtol=1e-6, atol=1e-7)
-    assert_close(got.R.flatten(1, 3), want.R, rtol=1e-6, atol=1e-7); assert_close(got.R.sum(-1), torch.ones(2, 3, 4, 2, dtype=f64))
+                    V[:, (r * 4 + c) * 2 + i, j] = mu[:, r, c, i] @ l.W[i, j]
+                    V[:, (r * 4 + c) * 2 + i, j, 0, 1] += (r + 0.5) / 3
+                    V[:, (r * 4 + c) * 2 + i, j, 1, 1] += (c + 0.5) / 4
+    got, want = l(a, mu), em_routing_ref(a.flatten(1), V, l.beta_a, l.beta_u, 0.1, 3, eps=1e-3)
+    for name in ('a', 'mu', 'sig2'):
+        assert_close(getattr(got, name), getattr(want, name), rtol=1e-6, atol=1e-7)
+    assert_close(got.R.flatten(1, 3), want.R, rtol=1e-6, atol=1e-7)
+    assert_close(got.R.sum(-1), torch.ones(2, 3, 4, 2, dtype=f64))
+
 
 def test_coordinates_go_to_the_right_hand_column():
-    V = add_coordinates(torch.zeros(1, 1, 2, 3, 4, 4), torch.tensor([.2]), torch.tensor([.7]))
-    want = torch.zeros(4, 4); want[0, 3], want[1, 3] = .2, .7
+    V = add_coordinates(torch.zeros(1, 1, 2, 3, 4, 4), torch.tensor([0.2]), torch.tensor([0.7]))
+    want = torch.zeros(4, 4)
+    want[0, 3], want[1, 3] = 0.2, 0.7
     assert_close(V, want.expand_as(V))
+
 
 @pytest.mark.parametrize('size', [(1, 1), (4, 4), (7, 3)])
 def test_pitfall_coordinates_for_any_size(size):
-    l = ClassCaps(2, 3, 2, 3, 2); a, mu = draw(2, *size, 2, dtype=torch.float32)
+    l = ClassCaps(2, 3, 2, 3, 2)
+    a, mu = draw(2, *size, 2, dtype=torch.float32)
     assert l(a, mu).mu.shape == (2, 3, 2, 2)
-    plain = ClassCaps(2, 3, 2, 3, 2, coordinates=False); plain.load_state_dict(l.state_dict())
-    assert (l(a, mu).mu - plain(a, mu).mu)[:, :, :, 1].min() > 0              # coordinates are positive
+    plain = ClassCaps(2, 3, 2, 3, 2, coordinates=False)
+    plain.load_state_dict(l.state_dict())
+    assert (l(a, mu).mu - plain(a, mu).mu)[:, :, :, 1].min() > 0  # coordinates are positive
+
 
 def test_field_centres_are_means_of_what_is_seen():
     "backtracking through the layers, pixel by pixel"
     for chain, size in (([(5, 2, 0), (3, 2, 0), (3, 1, 0)], 32), ([(3, 2, 1), (2, 3, 0)], 20)):
         seen = [{k} for k in range(size)]
         for K, stride, padding in chain:
-            if padding: seen = [set() for _ in range(padding)] + seen + [set() for _ in range(padding)]
-            seen = [set().union(*seen[r:r + K]) for r in range(0, len(seen) - K + 1, stride)]
-        got = field_centres(len(seen), chain, size)*size
+            if padding:
+                seen = [set() for _ in range(padding)] + seen + [set() for _ in range(padding)]
+            seen = [set().union(*seen[r : r + K]) for r in range(0, len(seen) - K + 1, stride)]
+        got = field_centres(len(seen), chain, size) * size
         for c, s in zip(got.tolist(), seen):
-            if 0 not in s and size - 1 not in s: assert abs(c - (min(s) + max(s) + 1)/2) < 1e-4
+            if 0 not in s and size - 1 not in s:
+                assert abs(c - (min(s) + max(s) + 1) / 2) < 1e-4
+
 
 def test_layers_chain_by_name():
-    first, conv, top = PrimaryCaps(3, 2), ConvCaps(2, 3), ClassCaps(3, 4); o = conv(*first(torch.randn(2, 3, 6, 5)))
+    first, conv, top = PrimaryCaps(3, 2), ConvCaps(2, 3), ClassCaps(3, 4)
+    o = conv(*first(torch.randn(2, 3, 6, 5)))
     assert top(o.a, o.mu).a.shape == (2, 4)
 
+
 def test_vector_poses():
-    l = ConvCaps(2, 3, d_cov=1, d_inp=16, d_out=16); g = torch.Generator().manual_seed(0)
+    l = ConvCaps(2, 3, d_cov=1, d_inp=16, d_out=16)
+    g = torch.Generator().manual_seed(0)
     out = l(torch.rand(2, 5, 5, 2, generator=g), torch.randn(2, 5, 5, 2, 1, 16, generator=g))
-    assert out.mu.shape == (2, 3, 3, 3, 1, 16) and ClassCaps(3, 5, 1, 16, 16)(out.a, out.mu).mu.shape == (2, 5, 1, 16)
+    assert out.mu.shape == (2, 3, 3, 3, 1, 16) and ClassCaps(3, 5, 1, 16, 16)(
+        out.a, out.mu
+    ).mu.shape == (2, 5, 1, 16)
+
 
 @pytest.mark.parametrize('plan', ['votes', 'tiles'])
 def test_float32_is_as_exact_as_votes_and_autocast_changes_nothing(plan):
     a, mu = draw(2, 6, 6, 2, dtype=torch.float32)
-    want, got = step(layer('votes'), a.double(), mu.double()), step(layer(plan, dtype=torch.float32), a, mu)
-    for g, w in zip(got, want): assert_close(g.double(), w, rtol=2e-3, atol=2e-4*max(1., w.abs().max().item()))
+    want, got = (
+        step(layer('votes'), a.double(), mu.double()),
+        step(layer(plan, dtype=torch.float32), a, mu),
+    )
+    for g, w in zip(got, want):
+        assert_close(g.double(), w, rtol=2e-3, atol=2e-4 * max(1.0, w.abs().max().item()))
     l = layer(plan, dtype=torch.float32)
-    with torch.autocast('cpu', dtype=torch.bfloat16): amp = l(a.bfloat16(), mu.bfloat16())
-    assert amp.mu.dtype == torch.float32; assert_close(amp.mu, l(a.bfloat16().float(), mu.bfloat16().float()).mu)
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        amp = l(a.bfloat16(), mu.bfloat16())
+    assert amp.mu.dtype == torch.float32
+    assert_close(amp.mu, l(a.bfloat16().float(), mu.bfloat16().float()).mu)
+
 
 def test_kept_for_the_backward_pass_is_a_gaussian_and_its_data_per_parent_and_iteration():
     "no votes and no shares"
-    a, mu = draw(2, 8, 8, 2); sizes = []
+    a, mu = draw(2, 8, 8, 2)
+    sizes = []
     for n_iters in (1, 8):
         out = layer('tiles', n_iters=n_iters)(a, mu.clone().requires_grad_())
         node = out.mu.grad_fn
-        while not hasattr(node, 'states'): node = node.next_functions[0][0]
+        while not hasattr(node, 'states'):
+            node = node.next_functions[0][0]
         sizes.append(sum(t.numel() for s in node.states for x in s for t in x))
-    per_parent = 2*36*3*(2*4 + 1)                                        # mu, variance and data of 36 positions, 3 types, 2 images
-    assert sizes == [per_parent, 8*per_parent] and per_parent < 2*36*18*3*4
+    per_parent = (
+        2 * 36 * 3 * (2 * 4 + 1)
+    )  # mu, variance and data of 36 positions, 3 types, 2 images
+    assert sizes == [per_parent, 8 * per_parent] and per_parent < 2 * 36 * 18 * 3 * 4
+
 
 class Live(TorchDispatchMode):
     "Counts the bytes of tensors that are alive; `most`: at the worst moment."
-    def __init__(self): super().__init__(); self.held, self.most = {}, 0
+
+    def __init__(self):
+        super().__init__()
+        self.held, self.most = {}, 0
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for t in tree_leaves(out):
-            if isinstance(t, torch.Tensor): s = t.untyped_storage(); self.held[s.data_ptr()] = (StorageWeakRef(s), s.nbytes())
+            if isinstance(t, torch.Tensor):
+                s = t.untyped_storage()
+                self.held[s.data_ptr()] = (StorageWeakRef(s), s.nbytes())
         self.held = {k: v for k, v in self.held.items() if not v[0].expired()}
         self.most = max(self.most, sum(n for _, n in self.held.values()))
         return out
 
+
 def test_memory_of_a_step_grows_with_iterations_by_gaussians_only():
     "forward and backward; the places' vectors, 18 numbers a parent each, are collected nine at a time"
-    a, mu = draw(1, 8, 8, 2); most = {}; step(layer(), a, mu)
+    a, mu = draw(1, 8, 8, 2)
+    most = {}
+    step(layer(), a, mu)
     for n_iters in (6, 8, 16):
         l = layer('tiles', n_iters=n_iters)
-        with Live() as live: step(l, a, mu)
+        with Live() as live:
+            step(l, a, mu)
         most[n_iters] = live.most
-    gaussian, places = 8*36*3*(2*4 + 1), 8*36*3*18
-    for n, k in ((6, 8), (8, 16)): assert most[k] - most[n] <= 1.2*(k - n)*gaussian + 2000
-    assert 1.2*gaussian < places                                         # one vector over places more per iteration would be seen
+    gaussian, places = 8 * 36 * 3 * (2 * 4 + 1), 8 * 36 * 3 * 18
+    for n, k in ((6, 8), (8, 16)):
+        assert most[k] - most[n] <= 1.2 * (k - n) * gaussian + 2000
+    assert 1.2 * gaussian < places  # one vector over places more per iteration would be seen
 
-@pytest.mark.parametrize('damping', [0., .3])
+
+@pytest.mark.parametrize('damping', [0.0, 0.3])
 @pytest.mark.parametrize('terms', [1, 2, 3, 9])
 def test_contributions_to_the_gradient_may_be_added_up_a_few_at_a_time(monkeypatch, terms, damping):
     kw, (a, mu) = dict(K=3, n_iters=4, eps='10%', damping=damping), draw(2, 5, 4, 2)
-    want = step(layer('votes', **kw), a, mu); monkeypatch.setattr(layers, '_TERMS', terms)
-    for got, w in zip(step(layer('tiles', **kw), a, mu), want): assert_close(got, w)
+    want = step(layer('votes', **kw), a, mu)
+    monkeypatch.setattr(layers, '_TERMS', terms)
+    for got, w in zip(step(layer('tiles', **kw), a, mu), want):
+        assert_close(got, w)
+
 
 ok = draw(2, 5, 5, 2, dtype=torch.float32)
-@pytest.mark.parametrize('call, message', [
-    (lambda: ConvCaps(0, 3), 'n_inp must be an integer >= 1, got 0'),
-    (lambda: ConvCaps(2, 3, K=0), 'K must be an integer >= 1, or two of them, got 0'),
-    (lambda: ConvCaps(2, 3, stride=(1, 2, 3)), 'stride must be an integer >= 1, or two of them'),
-    (lambda: ConvCaps(2, 3, plan='fast'), "plan must be 'auto', 'tiles' or 'votes', got 'fast'"),
-    (lambda: ConvCaps(2, 3, act='relu'), "act must be 'logistic' or 'pi', got 'relu'"),
-    (lambda: ConvCaps(2, 3, lam=0), 'lam must be a positive number'),
-    (lambda: ConvCaps(2, 3, damping=1.), r'damping must be a number in \[0, 1\), got 1.0'),
-    (lambda: ConvCaps(2, 3, beta_units=(1, 0)), r'beta_units must be two numbers other than 0, got \(1, 0\)'),
-    (lambda: ConvCaps(2, 3, eps=-1), 'eps must be a positive number'),
-    (lambda: layer(K=3, padding=3)(*ok), 'padding must be smaller than K'),
-    (lambda: layer(K=6)(*ok), r'a grid of \(5, 5\) with padding \(0, 0\) has no room for a field of \(6, 6\)'),
-    (lambda: layer(I=3, dtype=torch.float32)(*ok), r'a and mu must have shapes \[\.\.\., m, n, 3\]'),
-    (lambda: layer(dtype=torch.float32)(ok[0] + 1, ok[1]), r'a must lie in \[0, 1\]'),
-    (lambda: layer(dtype=torch.float32)(ok[0], ok[1]/0), 'mu must be finite'),
-    (lambda: layer(dtype=torch.float32)(ok[0]*math.nan, ok[1]), 'a must be finite, got NaN or inf'),
-    (lambda: ClassCaps(2, 3, 2, 3, 2)(ok[0]*math.nan, ok[1]), 'a must be finite, got NaN or inf'),
-    (lambda: ConvCaps(2, 3, n_iters=2.), 'n_iters must be an integer >= 1, got 2.0'),
-    (lambda: PrimaryCaps(0, 2), 'in_channels must be an integer >= 1, got 0'),
-    (lambda: PrimaryCaps(3, 2.), 'n_types must be an integer >= 1, got 2.0'),
-    (lambda: PrimaryCaps(3, 2)(torch.zeros(2, 3, 5, 5, dtype=torch.uint8)), 'x must be floating point, got torch.uint8'),
-    (lambda: layer('tiles', dtype=torch.float32)(*ok, return_R=True), "plan='tiles' never holds R"),
-    (lambda: ClassCaps(2, 3, 2, 3, 2)(*ok, centres=(torch.zeros(5), torch.zeros(4))), 'centres must be 5 rows and 5 columns, got 5 and 4'),
-    (lambda: ClassCaps(2, 3, 1, 1, 1), 'coordinates need a pose of at least 2 elements'),
-    (lambda: PrimaryCaps(3, 2)(torch.zeros(2, 4, 5, 5)), r'x must have shape \[\.\.\., 3, m, n\]'),
-])
-def test_errors(call, message):
-    with pytest.raises(ValueError, match=message): call()
 
-def errors_far_away(plan, K, I, eps, offset, scale=1.):
+
+@pytest.mark.parametrize(
+    'call, message',
+    [
+        (lambda: ConvCaps(0, 3), 'n_inp must be an integer >= 1, got 0'),
+        (lambda: ConvCaps(2, 3, K=0), 'K must be an integer >= 1, or two of them, got 0'),
+        (
+            lambda: ConvCaps(2, 3, stride=(1, 2, 3)),
+            'stride must be an integer >= 1, or two of them',
+        ),
+        (
+            lambda: ConvCaps(2, 3, plan='fast'),
+            "plan must be 'auto', 'tiles' or 'votes', got 'fast'",
+        ),
+        (lambda: ConvCaps(2, 3, act='relu'), "act must be 'logistic' or 'pi', got 'relu'"),
+        (lambda: ConvCaps(2, 3, lam=0), 'lam must be a positive number'),
+        (lambda: ConvCaps(2, 3, damping=1.0), r'damping must be a number in \[0, 1\), got 1.0'),
+        (
+            lambda: ConvCaps(2, 3, beta_units=(1, 0)),
+            r'beta_units must be two numbers other than 0, got \(1, 0\)',
+        ),
+        (lambda: ConvCaps(2, 3, eps=-1), 'eps must be a positive number'),
+        (lambda: layer(K=3, padding=3)(*ok), 'padding must be smaller than K'),
+        (
+            lambda: layer(K=6)(*ok),
+            r'a grid of \(5, 5\) with padding \(0, 0\) has no room for a field of \(6, 6\)',
+        ),
+        (
+            lambda: layer(I=3, dtype=torch.float32)(*ok),
+            r'a and mu must have shapes \[\.\.\., m, n, 3\]',
+        ),
+        (lambda: layer(dtype=torch.float32)(ok[0] + 1, ok[1]), r'a must lie in \[0, 1\]'),
+        (lambda: layer(dtype=torch.float32)(ok[0], ok[1] / 0), 'mu must be finite'),
+        (
+            lambda: layer(dtype=torch.float32)(ok[0] * math.nan, ok[1]),
+            'a must be finite, got NaN or inf',
+        ),
+        (
+            lambda: ClassCaps(2, 3, 2, 3, 2)(ok[0] * math.nan, ok[1]),
+            'a must be finite, got NaN or inf',
+        ),
+        (lambda: ConvCaps(2, 3, n_iters=2.0), 'n_iters must be an integer >= 1, got 2.0'),
+        (lambda: PrimaryCaps(0, 2), 'in_channels must be an integer >= 1, got 0'),
+        (lambda: PrimaryCaps(3, 2.0), 'n_types must be an integer >= 1, got 2.0'),
+        (
+            lambda: PrimaryCaps(3, 2)(torch.zeros(2, 3, 5, 5, dtype=torch.uint8)),
+            'x must be floating point, got torch.uint8',
+        ),
+        (
+            lambda: layer('tiles', dtype=torch.float32)(*ok, return_R=True),
+            "plan='tiles' never holds R",
+        ),
+        (
+            lambda: ClassCaps(2, 3, 2, 3, 2)(*ok, centres=(torch.zeros(5), torch.zeros(4))),
+            'centres must be 5 rows and 5 columns, got 5 and 4',
+        ),
+        (lambda: ClassCaps(2, 3, 1, 1, 1), 'coordinates need a pose of at least 2 elements'),
+        (
+            lambda: PrimaryCaps(3, 2)(torch.zeros(2, 4, 5, 5)),
+            r'x must have shape \[\.\.\., 3, m, n\]',
+        ),
+    ],
+)
+def test_errors(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def errors_far_away(plan, K, I, eps, offset, scale=1.0):
     "Relative errors in float32 of a, mu, sig2 and of the gradients, for poses around `offset`."
-    l = layer('votes', I=I, K=K, eps=eps, lam=1.).float(); a, mu = draw(2, 5, 5, I, dtype=torch.float32)
-    mu = scale*mu + offset
+    l = layer('votes', I=I, K=K, eps=eps, lam=1.0).float()
+    a, mu = draw(2, 5, 5, I, dtype=torch.float32)
+    mu = scale * mu + offset
     truth = step(copy.deepcopy(l).double(), a.double(), mu.double())
     l.plan = plan
     return [error_to(g, t) for g, t in zip(step(l, a, mu), truth)]
 
-@pytest.mark.parametrize('eps', [1e-8, 1e-4, 1e-2, 1., '1%', 'auto'])
-@pytest.mark.parametrize('offset', [0., 1., 1e3, 1e5, -1e6])
+
+@pytest.mark.parametrize('eps', [1e-8, 1e-4, 1e-2, 1.0, '1%', 'auto'])
+@pytest.mark.parametrize('offset', [0.0, 1.0, 1e3, 1e5, -1e6])
 def test_the_mean_of_one_vote_is_the_vote_wherever_it_lies(eps, offset):
     votes, tiles = (errors_far_away(plan, 1, 1, eps, offset) for plan in ('votes', 'tiles'))
-    assert max(tiles[:3]) < max(1e-6, 2*max(votes[:3])) and max(t/max(v, 1e-5) for t, v in zip(tiles, votes)) < 2
+    assert (
+        max(tiles[:3]) < max(1e-6, 2 * max(votes[:3]))
+        and max(t / max(v, 1e-5) for t, v in zip(tiles, votes)) < 2
+    )
 
-@pytest.mark.parametrize('scale', [1e-3, 1., 1e3])
-@pytest.mark.parametrize('offset', [0., 1e2, 1e4])
+
+@pytest.mark.parametrize('scale', [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize('offset', [0.0, 1e2, 1e4])
 @pytest.mark.parametrize('eps', ['1%', 'auto'])
 def test_tiles_far_from_the_origin_are_as_exact_as_votes(eps, offset, scale):
     for K, I in ((2, 1), (3, 3)):
-        votes, tiles = (errors_far_away(plan, K, I, eps, offset, scale) for plan in ('votes', 'tiles'))
-        assert all(t < 4*v + 1e-4 for t, v in zip(tiles, votes)), (K, I, votes, tiles)
+        votes, tiles = (
+            errors_far_away(plan, K, I, eps, offset, scale) for plan in ('votes', 'tiles')
+        )
+        assert all(t < 4 * v + 1e-4 for t, v in zip(tiles, votes)), (K, I, votes, tiles)

@@ -1,197 +1,426 @@
 """The network of matrix capsules: its size, its set-ups, its training, and the pitfalls of other implementations, each by name."""
+
 import math, os, signal
 import pytest
 import torch
 from torch.testing import assert_close
-from capsnb.layers import ClassCaps, ConvCaps
-from capsnb.matrix_caps import MatrixCapsNet, presets, routing_settings, start_weights
-from capsnb.objects import PairCrops, PairDeck, collator_of, new_network, open_objects, recipe_of, standardised, train_objects
-from capsnb.train import fit_decks
-from capsnb.vision import n_params
+from capsnb.engine.layers import ClassCaps, ConvCaps
+from capsnb.lab.matrix_caps import MatrixCapsNet, presets, routing_settings, start_weights
+from capsnb.lab.objects import (
+    PairCrops,
+    PairDeck,
+    collator_of,
+    new_network,
+    open_objects,
+    recipe_of,
+    standardised,
+    train_objects,
+)
+from capsnb.lab.train import fit_decks
+from capsnb.lab.vision import n_params
 
 few = dict(A=6, B=2, C=3, D=3)
 each_preset = pytest.mark.parametrize('preset', list(presets))
+
 
 def net(seed=0, **kw):
     torch.manual_seed(seed)
     return MatrixCapsNet(**{**few, **kw})
 
+
 @pytest.fixture(scope='module')
 def toys(tmp_path_factory):
     return dict(size=32, subset=60, cache=tmp_path_factory.mktemp('toys'), progress=False)
 
+
 def test_sizes_of_the_paper():
-    assert n_params(MatrixCapsNet(32, 32, 32, 32)) == 316_650 and n_params(MatrixCapsNet(64, 8, 16, 16)) == 68_618
+    assert (
+        n_params(MatrixCapsNet(32, 32, 32, 32)) == 316_650
+        and n_params(MatrixCapsNet(64, 8, 16, 16)) == 68_618
+    )
     assert n_params(new_network('matrix-caps')) == 68_618
+
 
 @each_preset
 def test_values_and_gradients_are_finite_and_reach_every_parameter(preset):
-    n = net(preset=preset); out = n(torch.randn(3, 2, 32, 32), torch.tensor([0, 1, 4]))
+    n = net(preset=preset)
+    out = n(torch.randn(3, 2, 32, 32), torch.tensor([0, 1, 4]))
     out['loss'].backward()
     assert out['loss'].isfinite() and all(p.grad.isfinite().all() for p in n.parameters())
     assert all(p.grad.abs().max() > 0 for name, p in n.named_parameters())
 
+
 @each_preset
 def test_no_image_is_no_error(preset):
-    n = net(preset=preset); x = torch.zeros(0, 2, 32, 32, requires_grad=True); out = n(x); out.a.sum().backward()
-    assert out.a.shape == (0, 5) and out.mu.shape == (0, 5, 4, 4) and out.R.shape == (0, 4, 4, 3, 5) and x.grad.shape == x.shape
+    n = net(preset=preset)
+    x = torch.zeros(0, 2, 32, 32, requires_grad=True)
+    out = n(x)
+    out.a.sum().backward()
+    assert (
+        out.a.shape == (0, 5)
+        and out.mu.shape == (0, 5, 4, 4)
+        and out.R.shape == (0, 4, 4, 3, 5)
+        and x.grad.shape == x.shape
+    )
+
 
 @pytest.mark.parametrize('size', [(17, 17), (32, 45), (51, 20)])
-@pytest.mark.parametrize('kw', [{}, dict(eps=1e-4), dict(pose='vector'), dict(K=2, P=3), dict(n_iters=1), dict(act='pi'), dict(coordinates=False), dict(in_channels=1)])
+@pytest.mark.parametrize(
+    'kw',
+    [
+        {},
+        dict(eps=1e-4),
+        dict(pose='vector'),
+        dict(K=2, P=3),
+        dict(n_iters=1),
+        dict(act='pi'),
+        dict(coordinates=False),
+        dict(in_channels=1),
+    ],
+)
 def test_any_size_of_image_and_every_option(size, kw):
-    n = net(**kw); x = torch.randn(2, kw.get('in_channels', 2), *size)
-    out = n(x); assert out.a.shape == (2, 5) and out.a.isfinite().all()
-    assert_close(n(x[1:]).a, out.a[1:])                                    # an image is read by itself
+    n = net(**kw)
+    x = torch.randn(2, kw.get('in_channels', 2), *size)
+    out = n(x)
+    assert out.a.shape == (2, 5) and out.a.isfinite().all()
+    assert_close(n(x[1:]).a, out.a[1:])  # an image is read by itself
+
 
 def test_presets_start_as_their_sources_say():
     n = MatrixCapsNet(preset='google')
-    assert_close(torch.stack([*[l.beta_a.mean() for l in n.caps], n.classes.beta_a.mean(), n.classes.beta_u.mean()]), torch.tensor([.5, .5, 1., 2.]))
-    assert .2 < n.caps[0].W.std() < .3 and n.classes.W.std() < .01 and n.caps[0].damping == .1 and n.caps[0].eps == 5e-4
+    assert_close(
+        torch.stack(
+            [*[l.beta_a.mean() for l in n.caps], n.classes.beta_a.mean(), n.classes.beta_u.mean()]
+        ),
+        torch.tensor([0.5, 0.5, 1.0, 2.0]),
+    )
+    assert (
+        0.2 < n.caps[0].W.std() < 0.3
+        and n.classes.W.std() < 0.01
+        and n.caps[0].damping == 0.1
+        and n.caps[0].eps == 5e-4
+    )
     n = MatrixCapsNet(preset='gritzman')
-    assert -1200 < n.caps[0].beta_a.mean() < -800 and n.classes.beta_u.abs().max() <= 1 and n.caps[0].eps == 1e-9 and n.caps[0].damping == 0
+    assert (
+        -1200 < n.caps[0].beta_a.mean() < -800
+        and n.classes.beta_u.abs().max() <= 1
+        and n.caps[0].eps == 1e-9
+        and n.caps[0].damping == 0
+    )
     n = MatrixCapsNet()
-    assert {l.eps for l in (*n.caps, n.classes)} == {'300%'} and MatrixCapsNet(P=2).classes.eps == '100%' and MatrixCapsNet(P=1, coordinates=False).classes.eps == '10%'
-    m = MatrixCapsNet(preset='gritzman', eps='auto'); assert {l.eps for l in (*m.caps, m.classes)} == {'300%'} and MatrixCapsNet(eps=1e-4).caps[1].eps == 1e-4
-    assert not n.classes.beta_a.any() and n.caps[0].lam == [.01*(1 - .95**(t + 1)) for t in range(3)]
+    assert (
+        {l.eps for l in (*n.caps, n.classes)} == {'300%'}
+        and MatrixCapsNet(P=2).classes.eps == '100%'
+        and MatrixCapsNet(P=1, coordinates=False).classes.eps == '10%'
+    )
+    m = MatrixCapsNet(preset='gritzman', eps='auto')
+    assert {l.eps for l in (*m.caps, m.classes)} == {'300%'} and MatrixCapsNet(eps=1e-4).caps[
+        1
+    ].eps == 1e-4
+    assert not n.classes.beta_a.any() and n.caps[0].lam == [
+        0.01 * (1 - 0.95 ** (t + 1)) for t in range(3)
+    ]
+
 
 def test_first_layers_start_as_google_says():
     "a normal cut at two deviations has 0.88 of its deviation"
-    torch.manual_seed(0); n = MatrixCapsNet(preset='google'); w, k = n.primary.conv.weight, 32
-    for x, std in ((n.conv.weight, .05), (w[k:], .5), (w[:k], 3.)): assert x.std().item() == pytest.approx(.88*std, rel=.1) and x.abs().max() <= 2*std
+    torch.manual_seed(0)
+    n = MatrixCapsNet(preset='google')
+    w, k = n.primary.conv.weight, 32
+    for x, std in ((n.conv.weight, 0.05), (w[k:], 0.5), (w[:k], 3.0)):
+        assert x.std().item() == pytest.approx(0.88 * std, rel=0.1) and x.abs().max() <= 2 * std
+
 
 def test_temperatures_and_units_of_google_are_two_and_a_half_of_the_schedule():
-    n = MatrixCapsNet(preset='google', n_iters=2); schedule = [.01*(1 - .95**(t + 1)) for t in range(2)]; u = (math.log(2*math.pi) + 1)/2
-    for l in n.caps: assert l.lam == pytest.approx([2*v for v in schedule]) and l.beta_units == pytest.approx((-2500, u))
-    assert n.classes.lam == pytest.approx([v/2 for v in schedule]) and n.classes.beta_units == pytest.approx((-2500, u))
+    n = MatrixCapsNet(preset='google', n_iters=2)
+    schedule = [0.01 * (1 - 0.95 ** (t + 1)) for t in range(2)]
+    u = (math.log(2 * math.pi) + 1) / 2
+    for l in n.caps:
+        assert l.lam == pytest.approx([2 * v for v in schedule]) and l.beta_units == pytest.approx(
+            (-2500, u)
+        )
+    assert n.classes.lam == pytest.approx(
+        [v / 2 for v in schedule]
+    ) and n.classes.beta_units == pytest.approx((-2500, u))
+
 
 def test_logit_of_googles_convolutional_capsules():
     "in the words of the source: the schedule times -S (sum ln sig2 + n beta_u (ln 2 pi + 1)) - 5000 beta_a"
-    torch.manual_seed(0); l = ConvCaps(2, 3, K=2, n_iters=1, **routing_settings('google', 8, 3, 0, 1)); start_weights(l, 'google', 0)
-    with torch.no_grad(): l.beta_a.uniform_(-.01, .01)
-    a, mu = torch.rand(1, 3, 3, 2), torch.randn(1, 3, 3, 2, 4, 4); out = l(a, mu)
-    seen = torch.tensor([[1, 2, 1], [2, 4, 2], [1, 2, 1]]); share = a[0]/(seen[..., None]*3)
-    S = torch.stack([share[r:r + 2, c:c + 2].sum() for r in (0, 1) for c in (0, 1)]).view(2, 2, 1)
-    want = .01*(1 - .95)*(S*(-out.sig2[0].log().sum((-2, -1)) - 16*l.beta_u*(math.log(2*math.pi) + 1)) - 5000*l.beta_a)
+    torch.manual_seed(0)
+    l = ConvCaps(2, 3, K=2, n_iters=1, **routing_settings('google', 8, 3, 0, 1))
+    start_weights(l, 'google', 0)
+    with torch.no_grad():
+        l.beta_a.uniform_(-0.01, 0.01)
+    a, mu = torch.rand(1, 3, 3, 2), torch.randn(1, 3, 3, 2, 4, 4)
+    out = l(a, mu)
+    seen = torch.tensor([[1, 2, 1], [2, 4, 2], [1, 2, 1]])
+    share = a[0] / (seen[..., None] * 3)
+    S = torch.stack([share[r : r + 2, c : c + 2].sum() for r in (0, 1) for c in (0, 1)]).view(
+        2, 2, 1
+    )
+    want = (
+        0.01
+        * (1 - 0.95)
+        * (
+            S * (-out.sig2[0].log().sum((-2, -1)) - 16 * l.beta_u * (math.log(2 * math.pi) + 1))
+            - 5000 * l.beta_a
+        )
+    )
     assert_close(out.a[0].logit(), want, rtol=1e-4, atol=1e-4)
+
 
 def test_coordinates_are_the_centres_of_the_receptive_fields():
     "by hand: (8.5, 12.5, 16.5, 20.5)/32, and not the grid of four divided evenly"
-    n = net(); x = torch.randn(2, 2, 32, 32); below, t = n.below(x), torch.tensor([8.5, 12.5, 16.5, 20.5])/32
+    n = net()
+    x = torch.randn(2, 2, 32, 32)
+    below, t = n.below(x), torch.tensor([8.5, 12.5, 16.5, 20.5]) / 32
     got, want, even = n(x), n.classes(*below, (t, t)), n.classes(*below)
-    assert_close(got.mu, want.mu); assert_close(got.a, want.a); assert (got.mu - even.mu).abs().max() > .01
-    wide = n(x := torch.randn(1, 2, 32, 40)); rows, cols = t, torch.tensor([8.5, 12.5, 16.5, 20.5, 24.5, 28.5])/40
+    assert_close(got.mu, want.mu)
+    assert_close(got.a, want.a)
+    assert (got.mu - even.mu).abs().max() > 0.01
+    wide = n(x := torch.randn(1, 2, 32, 40))
+    rows, cols = t, torch.tensor([8.5, 12.5, 16.5, 20.5, 24.5, 28.5]) / 40
     assert_close(wide.mu, n.classes(*n.below(x), (rows, cols)).mu)
+
 
 def test_pitfall_2_activations_do_not_depend_on_the_amount_of_data():
     "with gritzman's scale, a class that sees everything four times is as sure as before; with the paper's, its logit grows fourfold"
-    g = torch.Generator().manual_seed(0); a, mu = torch.rand(2, 2, 3, 3, generator=g), torch.randn(2, 2, 3, 3, 4, 4, generator=g)
+    g = torch.Generator().manual_seed(0)
+    a, mu = torch.rand(2, 2, 3, 3, generator=g), torch.randn(2, 2, 3, 3, 4, 4, generator=g)
     more = [t.repeat_interleave(4, 2) for t in (a, mu)]
-    for preset, factor in (('gritzman', 1.), ('paper', 4.)):
+    for preset, factor in (('gritzman', 1.0), ('paper', 4.0)):
         found = []
         for x, n_children in (((a, mu), 18), (more, 72)):
-            torch.manual_seed(0); l = ClassCaps(3, 5, coordinates=False, **{**routing_settings(preset, n_children, 5, 1), 'eps': 1e-4}); start_weights(l, preset, 1)
-            with torch.no_grad(): l.beta_a.zero_()
-            found.append(l(*x).a.logit() if preset == 'gritzman' else ClassCaps.forward(_one_iteration(l), *x).a.logit())
-        assert_close(found[1], factor*found[0], rtol=1e-3, atol=1e-4)
+            torch.manual_seed(0)
+            l = ClassCaps(
+                3,
+                5,
+                coordinates=False,
+                **{**routing_settings(preset, n_children, 5, 1), 'eps': 1e-4},
+            )
+            start_weights(l, preset, 1)
+            with torch.no_grad():
+                l.beta_a.zero_()
+            found.append(
+                l(*x).a.logit()
+                if preset == 'gritzman'
+                else ClassCaps.forward(_one_iteration(l), *x).a.logit()
+            )
+        assert_close(found[1], factor * found[0], rtol=1e-3, atol=1e-4)
+
 
 def _one_iteration(l):
     l.n_iters, l.lam = 1, l.lam[:1]
     return l
 
+
 def test_pitfall_2_classes_get_many_times_the_data_of_convolutional_parents():
-    n = new_network('matrix-caps'); x = n.primary(n.conv(torch.randn(1, 2, 32, 32)).relu())
+    n = new_network('matrix-caps')
+    x = n.primary(n.conv(torch.randn(1, 2, 32, 32)).relu())
     S = []
     for layer in n.caps:
-        out = layer(*x[:2], return_R=True); S.append(x[0].sum().item()/out.a.numel()); x = out
-    S.append(x[0].sum().item()/5)
-    assert S[2] > 10*max(S[:2])
-    kappa = [routing_settings('gritzman', *k)['lam'][0]/routing_settings('paper', *k)['lam'][0] for k in ((72, 16, 0), (144, 16, 0), (256, 5, 1))]
-    assert kappa == pytest.approx([100/4.5, 100/9, 100/51.2])
+        out = layer(*x[:2], return_R=True)
+        S.append(x[0].sum().item() / out.a.numel())
+        x = out
+    S.append(x[0].sum().item() / 5)
+    assert S[2] > 10 * max(S[:2])
+    kappa = [
+        routing_settings('gritzman', *k)['lam'][0] / routing_settings('paper', *k)['lam'][0]
+        for k in ((72, 16, 0), (144, 16, 0), (256, 5, 1))
+    ]
+    assert kappa == pytest.approx([100 / 4.5, 100 / 9, 100 / 51.2])
+
 
 def test_pitfall_7_a_test_image_is_prepared_from_itself_alone():
-    g = torch.Generator().manual_seed(0); x = torch.randint(0, 256, (5, 2, 48, 48), generator=g, dtype=torch.uint8)
+    g = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 256, (5, 2, 48, 48), generator=g, dtype=torch.uint8)
     crops = PairCrops(48)
     for n in (1, 3):
         alone, together = crops.views(x[2:3], n), crops.views(x, n)
-        for p, q in zip(alone, together): assert_close(p, q[2:3])
-    bright = torch.cat([x[:4], 255 + 0*x[4:]]); assert_close(crops.views(bright)[0][:4], crops.views(x)[0][:4])
-    assert standardised(bright[4:], 48).abs().max() == 0                    # one grey: nothing to see, and no 0/0
+        for p, q in zip(alone, together):
+            assert_close(p, q[2:3])
+    bright = torch.cat([x[:4], 255 + 0 * x[4:]])
+    assert_close(crops.views(bright)[0][:4], crops.views(x)[0][:4])
+    assert standardised(bright[4:], 48).abs().max() == 0  # one grey: nothing to see, and no 0/0
+
 
 def test_pitfall_7_no_toy_of_the_test_is_in_another_split(toys):
-    instances = {s: set(open_objects(split=s, **toys)['instance'].tolist()) for s in ('train', 'validation', 'test')}
+    instances = {
+        s: set(open_objects(split=s, **toys)['instance'].tolist())
+        for s in ('train', 'validation', 'test')
+    }
     assert instances == dict(train={4, 6, 7, 8}, validation={9}, test={0, 1, 2, 3, 5})
+
 
 def test_pitfall_7_the_test_set_is_looked_at_once_after_training(toys, tmp_path):
     seen = []
+
     class Watched(PairDeck):
-        def __getitems__(self, ks): seen.append(self.name); return super().__getitems__(ks)
-    decks = {s: Watched(open_objects(split=s, **toys), 0 if s == 'train' else None) for s in ('train', 'validation', 'test')}
-    for s, d in decks.items(): d.name = s
-    m = fit_decks(net(size=21), *decks.values(), PairCrops(32), tmp_path, dict(recipe_of('matrix-caps', 32), epochs=2, seed=0), 'cpu', progress=False)
-    assert seen[:3] == ['train', 'validation', 'test']              # the rehearsal: two samples of each
+        def __getitems__(self, ks):
+            seen.append(self.name)
+            return super().__getitems__(ks)
+
+    decks = {
+        s: Watched(open_objects(split=s, **toys), 0 if s == 'train' else None)
+        for s in ('train', 'validation', 'test')
+    }
+    for s, d in decks.items():
+        d.name = s
+    m = fit_decks(
+        net(size=21),
+        *decks.values(),
+        PairCrops(32),
+        tmp_path,
+        dict(recipe_of('matrix-caps', 32), epochs=2, seed=0),
+        'cpu',
+        progress=False,
+    )
+    assert seen[:3] == ['train', 'validation', 'test']  # the rehearsal: two samples of each
     seen = seen[3:]
     at = seen.index('test')
     assert set(seen[at:]) == {'test'} and seen.count('test') == 1 and 0 <= m['test_accuracy'] <= 1
 
+
 def test_margin_follows_the_trainer_and_survives_a_stop(toys, tmp_path):
     class Watched(MatrixCapsNet):
         stop_at = None
+
         def set_progress(self, step, n_steps):
-            self.told = [*getattr(self, 'told', []), step]; super().set_progress(step, n_steps)
-            assert n_steps == 6 and self.margin == pytest.approx(.2 + .7*step/6)
-            if step == self.stop_at: signal.raise_signal(signal.SIGINT)
+            self.told = [*getattr(self, 'told', []), step]
+            super().set_progress(step, n_steps)
+            assert n_steps == 6 and self.margin == pytest.approx(0.2 + 0.7 * step / 6)
+            if step == self.stop_at:
+                signal.raise_signal(signal.SIGINT)
+
     def run(folder, stop_at=None, resume=False):
-        torch.manual_seed(0); n = Watched(**few, size=21); n.stop_at = stop_at
-        decks = [PairDeck(open_objects(split=s, **toys), 0 if s == 'train' else None) for s in ('train', 'validation', 'test')]
-        try: return n, fit_decks(n, *decks, PairCrops(32), folder, dict(recipe_of('matrix-caps', 32), epochs=2, seed=0), 'cpu', resume, progress=False)
-        except KeyboardInterrupt: return n, None
-    whole, m = run(tmp_path/'a')
-    first, none = run(tmp_path/'b', stop_at=3); second, n = run(tmp_path/'b', resume=True)
+        torch.manual_seed(0)
+        n = Watched(**few, size=21)
+        n.stop_at = stop_at
+        decks = [
+            PairDeck(open_objects(split=s, **toys), 0 if s == 'train' else None)
+            for s in ('train', 'validation', 'test')
+        ]
+        try:
+            return n, fit_decks(
+                n,
+                *decks,
+                PairCrops(32),
+                folder,
+                dict(recipe_of('matrix-caps', 32), epochs=2, seed=0),
+                'cpu',
+                resume,
+                progress=False,
+            )
+        except KeyboardInterrupt:
+            return n, None
+
+    whole, m = run(tmp_path / 'a')
+    first, none = run(tmp_path / 'b', stop_at=3)
+    second, n = run(tmp_path / 'b', resume=True)
     assert none is None and whole.told == list(range(6)) == first.told + second.told
-    assert all(torch.equal(p, q) for p, q in zip(whole.state_dict().values(), second.state_dict().values()))
+    assert all(
+        torch.equal(p, q) for p, q in zip(whole.state_dict().values(), second.state_dict().values())
+    )
+
 
 def test_patches_and_light_repeat_with_the_seed_and_not_with_the_epoch(toys):
     def batch(seed, epoch):
-        deck = PairDeck(open_objects(**toys), seed); deck.deal(epoch); c = PairCrops(32)
+        deck = PairDeck(open_objects(**toys), seed)
+        deck.deal(epoch)
+        c = PairCrops(32)
         return c.on_device(c(deck.__getitems__([3, 1, 2])))['images']
-    assert_close(batch(0, 1), batch(0, 1), rtol=0, atol=0); assert not torch.equal(batch(0, 1), batch(0, 2)) and not torch.equal(batch(0, 1), batch(1, 1))
 
-slow = pytest.mark.skipif(not os.environ.get('CAPSNB_SLOW_TESTS'), reason='minutes: set CAPSNB_SLOW_TESTS=1')
+    assert_close(batch(0, 1), batch(0, 1), rtol=0, atol=0)
+    assert not torch.equal(batch(0, 1), batch(0, 2)) and not torch.equal(batch(0, 1), batch(1, 1))
 
-@pytest.mark.parametrize('size, subset, batch, kw', [(32, 60, 4, dict(few, size=21)),
-    pytest.param(48, 2000, 8, dict(A=64, B=8, C=16, D=16, preset='gritzman'), marks=slow)], ids=['tiny', 'small network'])
+
+slow = pytest.mark.skipif(
+    not os.environ.get('CAPSNB_SLOW_TESTS'), reason='minutes: set CAPSNB_SLOW_TESTS=1'
+)
+
+
+@pytest.mark.parametrize(
+    'size, subset, batch, kw',
+    [
+        (32, 60, 4, dict(few, size=21)),
+        pytest.param(48, 2000, 8, dict(A=64, B=8, C=16, D=16, preset='gritzman'), marks=slow),
+    ],
+    ids=['tiny', 'small network'],
+)
 def test_autocast_stays_finite_over_500_steps(toys, size, subset, batch, kw):
-    x = open_objects(**toys | dict(size=size, subset=subset)); deck, crops = PairDeck(x, 0), PairCrops(size)
-    n = net(**kw); opt = torch.optim.RAdam(n.parameters(), lr=3e-3)
+    x = open_objects(**toys | dict(size=size, subset=subset))
+    deck, crops = PairDeck(x, 0), PairCrops(size)
+    n = net(**kw)
+    opt = torch.optim.RAdam(n.parameters(), lr=3e-3)
     for step in range(500):
-        deck.deal(step); b = crops.on_device(crops(deck.__getitems__([(7*step + k) % len(deck) for k in range(batch)])))
+        deck.deal(step)
+        b = crops.on_device(
+            crops(deck.__getitems__([(7 * step + k) % len(deck) for k in range(batch)]))
+        )
         n.set_progress(step, 500)
-        with torch.autocast('cpu', torch.bfloat16): out = n(**b)
-        opt.zero_grad(); out['loss'].backward()
+        with torch.autocast('cpu', torch.bfloat16):
+            out = n(**b)
+        opt.zero_grad()
+        out['loss'].backward()
         assert out['loss'].isfinite() and all(p.grad.isfinite().all() for p in n.parameters()), step
         opt.step()
 
-@pytest.mark.parametrize('call, message', [
-    (lambda: MatrixCapsNet(preset='best'), "preset must be one of 'paper', 'gritzman', 'google', got 'best'"),
-    (lambda: MatrixCapsNet(pose='tensor'), "pose must be 'matrix' or 'vector', got 'tensor'"),
-    (lambda: MatrixCapsNet(loss='l2'), "loss must be one of 'spread', 'margin', 'crossent', got 'l2'"),
-    (lambda: MatrixCapsNet(eps='wide'), "eps must be .*got 'wide'"),
-    (lambda: MatrixCapsNet(n_iters=0), 'n_iters must be an integer >= 1, got 0'),
-    (lambda: MatrixCapsNet(n_iters=2.), 'n_iters must be an integer >= 1, got 2.0'),
-    (lambda: MatrixCapsNet(size=(32, 32)), r'size must be an integer >= 1, got \(32, 32\)'),
-    (lambda: MatrixCapsNet(K=(3, 3)), r'K must be an integer >= 1, got \(3, 3\)'),
-    (lambda: MatrixCapsNet(A=0), 'A must be an integer >= 1, got 0'),
-    (lambda: MatrixCapsNet(E=2.), 'E must be an integer >= 1, got 2.0'),
-    (lambda: MatrixCapsNet(in_channels=0), 'in_channels must be an integer >= 1, got 0'),
-    (lambda: net()(torch.zeros(1, 2, 32, 32, dtype=torch.uint8)), 'images must be floating point, got torch.uint8'),
-    (lambda: net()(torch.full((1, 2, 32, 32), math.nan)), 'a must be finite, got NaN or inf'),
-    (lambda: net()(torch.zeros(1, 3, 32, 32)), r'expected images \[b, 2, m, n\], got shape \(1, 3, 32, 32\)'),
-    (lambda: net()(torch.zeros(1, 2, 16, 40)), r'an image of \(16, 40\) leaves no place for capsules, its sides must be at least 17'),
-    (lambda: collator_of('matrix-caps', 48, mixup=.2), 'matrix-caps is trained on crops, with shift=0 and mixup=0, got shift=0, mixup=0.2'),
-    (lambda: collator_of('baseline', 48, shift=8, published=True), 'baseline is trained on crops, with shift=0 and mixup=0, got shift=8, mixup=0'),
-    (lambda: PairCrops(48).views(torch.zeros(1, 2, 48, 48, dtype=torch.uint8), 0), 'crops must be an integer >= 1, got 0'),
-    (lambda: collator_of('cnn', 48).views(None, 3), 'only networks that were trained on crops are tested on them, got crops=3'),
-    (lambda: new_network('capsules'), "net must be 'dstep', 'cnn', 'baseline' or 'matrix-caps', got 'capsules'"),
-])
+
+@pytest.mark.parametrize(
+    'call, message',
+    [
+        (
+            lambda: MatrixCapsNet(preset='best'),
+            "preset must be one of 'paper', 'gritzman', 'google', got 'best'",
+        ),
+        (lambda: MatrixCapsNet(pose='tensor'), "pose must be 'matrix' or 'vector', got 'tensor'"),
+        (
+            lambda: MatrixCapsNet(loss='l2'),
+            "loss must be one of 'spread', 'margin', 'crossent', got 'l2'",
+        ),
+        (lambda: MatrixCapsNet(eps='wide'), "eps must be .*got 'wide'"),
+        (lambda: MatrixCapsNet(n_iters=0), 'n_iters must be an integer >= 1, got 0'),
+        (lambda: MatrixCapsNet(n_iters=2.0), 'n_iters must be an integer >= 1, got 2.0'),
+        (lambda: MatrixCapsNet(size=(32, 32)), r'size must be an integer >= 1, got \(32, 32\)'),
+        (lambda: MatrixCapsNet(K=(3, 3)), r'K must be an integer >= 1, got \(3, 3\)'),
+        (lambda: MatrixCapsNet(A=0), 'A must be an integer >= 1, got 0'),
+        (lambda: MatrixCapsNet(E=2.0), 'E must be an integer >= 1, got 2.0'),
+        (lambda: MatrixCapsNet(in_channels=0), 'in_channels must be an integer >= 1, got 0'),
+        (
+            lambda: net()(torch.zeros(1, 2, 32, 32, dtype=torch.uint8)),
+            'images must be floating point, got torch.uint8',
+        ),
+        (lambda: net()(torch.full((1, 2, 32, 32), math.nan)), 'a must be finite, got NaN or inf'),
+        (
+            lambda: net()(torch.zeros(1, 3, 32, 32)),
+            r'expected images \[b, 2, m, n\], got shape \(1, 3, 32, 32\)',
+        ),
+        (
+            lambda: net()(torch.zeros(1, 2, 16, 40)),
+            r'an image of \(16, 40\) leaves no place for capsules, its sides must be at least 17',
+        ),
+        (
+            lambda: collator_of('matrix-caps', 48, mixup=0.2),
+            'matrix-caps is trained on crops, with shift=0 and mixup=0, got shift=0, mixup=0.2',
+        ),
+        (
+            lambda: collator_of('baseline', 48, shift=8, published=True),
+            'baseline is trained on crops, with shift=0 and mixup=0, got shift=8, mixup=0',
+        ),
+        (
+            lambda: PairCrops(48).views(torch.zeros(1, 2, 48, 48, dtype=torch.uint8), 0),
+            'crops must be an integer >= 1, got 0',
+        ),
+        (
+            lambda: collator_of('cnn', 48).views(None, 3),
+            'only networks that were trained on crops are tested on them, got crops=3',
+        ),
+        (
+            lambda: new_network('capsules'),
+            "net must be 'dstep', 'cnn', 'baseline' or 'matrix-caps', got 'capsules'",
+        ),
+    ],
+)
 def test_errors(call, message):
-    with pytest.raises(ValueError, match=message): call()
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,20 +1,36 @@
-"Sweeps and property tests of the mixture of Gaussians; what reads well in prose is in nbs/01_mixture.ipynb."
+"Sweeps and property tests of the mixture of Gaussians; what reads well in prose is in nbs/engine/29_mixture.ipynb."
+
 import math, warnings
 import pytest, torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 from capsnb.core import error_to
-from capsnb.mixture import (GaussianMixture, Params, covariances, data_moments, e_step, em, em_sweep, features, from_moments, kmeans_pp,
-                            log_joint, n_features, natural, start_params, tile_rows)
+from capsnb.engine.mixture import (
+    GaussianMixture,
+    Params,
+    covariances,
+    data_moments,
+    e_step,
+    em,
+    em_sweep,
+    features,
+    from_moments,
+    kmeans_pp,
+    log_joint,
+    n_features,
+    natural,
+    start_params,
+    tile_rows,
+)
 
 f32, f64 = torch.float32, torch.float64
 devices = ['cpu'] + (['cuda'] if torch.cuda.is_available() else [])
 few = settings(max_examples=40, deadline=None, derandomize=True)
 
 
-def points(seed, N, D, J=3, spread=3., dtype=f64, device='cpu'):
+def points(seed, N, D, J=3, spread=3.0, dtype=f64, device='cpu'):
     g = torch.Generator().manual_seed(seed)
-    mu = spread*torch.randn(J, D, generator=g, dtype=f64)
+    mu = spread * torch.randn(J, D, generator=g, dtype=f64)
     x = mu[torch.randint(J, (N,), generator=g)] + torch.randn(N, D, generator=g, dtype=f64)
     return x.to(device, dtype)
 
@@ -27,12 +43,18 @@ def start(x, J, cov, seed=0, least=1e-3):
 def as_full(p, cov):
     "The same mixture with covariance matrices."
     eye = torch.eye(p.mu.shape[-1], dtype=p.mu.dtype)
-    sig2 = {'full': lambda s: s, 'diag': torch.diag_embed, 'spherical': lambda s: s[..., None, None]*eye}[cov](p.sig2)
-    return torch.distributions.MixtureSameFamily(torch.distributions.Categorical(p.pi),
-                                                 torch.distributions.MultivariateNormal(p.mu, sig2))
+    sig2 = {
+        'full': lambda s: s,
+        'diag': torch.diag_embed,
+        'spherical': lambda s: s[..., None, None] * eye,
+    }[cov](p.sig2)
+    return torch.distributions.MixtureSameFamily(
+        torch.distributions.Categorical(p.pi), torch.distributions.MultivariateNormal(p.mu, sig2)
+    )
 
 
 # ---- the two products ----
+
 
 @pytest.mark.parametrize('cov', covariances)
 @pytest.mark.parametrize('D', [1, 2, 5, 16])
@@ -41,33 +63,55 @@ def test_products_are_the_density(cov, D, device):
     x = points(0, 200, D, device=device)
     p = start(x, 4, cov)
     assert features(x, cov).shape == (200, n_features(D, cov))
-    assert_close((features(x, cov) @ natural(p, cov)).logsumexp(-1), as_full(Params(*(q.cpu() for q in p)), cov).log_prob(x.cpu()).to(device))
+    assert_close(
+        (features(x, cov) @ natural(p, cov)).logsumexp(-1),
+        as_full(Params(*(q.cpu() for q in p)), cov).log_prob(x.cpu()).to(device),
+    )
 
 
 @pytest.mark.parametrize('cov', covariances)
 def test_features_and_natural_are_differentiable(cov):
     x, p = points(0, 6, 3), start(points(0, 50, 3), 2, cov)
     inputs = [q.clone().requires_grad_() for q in (x, *p)]
-    if cov == 'full':   # perturb along symmetric directions only
-        half = torch.linalg.cholesky(p.sig2).requires_grad_(); inputs[-1] = half
-    f = lambda x, pi, mu, s: features(x, cov) @ natural(Params(pi, mu, s @ s.mT if cov == 'full' else s), cov)
+    if cov == 'full':  # perturb along symmetric directions only
+        half = torch.linalg.cholesky(p.sig2).requires_grad_()
+        inputs[-1] = half
+    f = lambda x, pi, mu, s: (
+        features(x, cov) @ natural(Params(pi, mu, s @ s.mT if cov == 'full' else s), cov)
+    )
     assert torch.autograd.gradcheck(f, inputs)
 
 
 @few
-@given(st.integers(1, 300), st.integers(1, 4), st.integers(1, 5), st.integers(1, 5), st.sampled_from(covariances), st.booleans(),
-       st.sampled_from([1, 500, 10**6]))
+@given(
+    st.integers(1, 300),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.sampled_from(covariances),
+    st.booleans(),
+    st.sampled_from([1, 500, 10**6]),
+)
 def test_sweep_is_independent_of_the_tile(N, D, J, b, cov, weighted, tile):
     g = torch.Generator().manual_seed(N)
-    x, w = torch.randn(b, N, D, generator=g, dtype=f64), torch.rand(b, N, generator=g, dtype=f64) if weighted else None
-    p = Params(torch.rand(b, J, generator=g, dtype=f64).softmax(-1), torch.randn(b, J, D, generator=g, dtype=f64),
-               {'diag': torch.ones(b, J, D, dtype=f64), 'spherical': torch.ones(b, J, dtype=f64),
-                'full': torch.eye(D, dtype=f64).expand(b, J, D, D)}[cov])
+    x, w = (
+        torch.randn(b, N, D, generator=g, dtype=f64),
+        torch.rand(b, N, generator=g, dtype=f64) if weighted else None,
+    )
+    p = Params(
+        torch.rand(b, J, generator=g, dtype=f64).softmax(-1),
+        torch.randn(b, J, D, generator=g, dtype=f64),
+        {
+            'diag': torch.ones(b, J, D, dtype=f64),
+            'spherical': torch.ones(b, J, dtype=f64),
+            'full': torch.eye(D, dtype=f64).expand(b, J, D, D),
+        }[cov],
+    )
     S, ll = em_sweep(x, natural(p, cov), cov, w, tile=tile)
     L = log_joint(x, p.pi.log(), p.mu, torch.ones(b, J, D, dtype=f64))
     R, one = L.softmax(-1), torch.ones(b, N, dtype=f64) if w is None else w
-    assert_close(S, features(x, cov).mT @ (R*one[..., None]))
-    assert_close(ll, (one*L.logsumexp(-1)).sum(-1))
+    assert_close(S, features(x, cov).mT @ (R * one[..., None]))
+    assert_close(ll, (one * L.logsumexp(-1)).sum(-1))
 
 
 def test_tile_bounds_rows():
@@ -79,33 +123,44 @@ def test_tile_bounds_rows():
 
 # ---- likelihood never falls ----
 
+
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.data())
 def test_likelihood_never_falls_on_any_data(data):
     "Exact M-steps under a clamped variance: also for duplicated points, collinear points, empty components."
-    D, J, cov = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4)), data.draw(st.sampled_from(covariances))
+    D, J, cov = (
+        data.draw(st.integers(1, 3)),
+        data.draw(st.integers(1, 4)),
+        data.draw(st.sampled_from(covariances)),
+    )
     coordinate = st.one_of(st.integers(-3, 3).map(float), st.floats(-10, 10, allow_nan=False))
-    rows = data.draw(st.lists(st.lists(coordinate, min_size=D, max_size=D), min_size=J, max_size=25))
-    w = data.draw(st.one_of(st.none(), st.lists(st.floats(.01, 5), min_size=len(rows), max_size=len(rows))))
+    rows = data.draw(
+        st.lists(st.lists(coordinate, min_size=D, max_size=D), min_size=J, max_size=25)
+    )
+    w = data.draw(
+        st.one_of(st.none(), st.lists(st.floats(0.01, 5), min_size=len(rows), max_size=len(rows)))
+    )
     x = torch.tensor(rows, dtype=f64)
-    gm = GaussianMixture(J, cov, max_iter=15, tol=0, reg_covar=0, min_var=1e-3, seed=data.draw(st.integers(0, 99)))
+    gm = GaussianMixture(
+        J, cov, max_iter=15, tol=0, reg_covar=0, min_var=1e-3, seed=data.draw(st.integers(0, 99))
+    )
     gm.fit(x, None if w is None else torch.tensor(w, dtype=f64))
     assert (gm.history.diff() >= -1e-8).all(), gm.history
     least = gm.sig2 if cov != 'full' else torch.linalg.eigvalsh(gm.sig2)
-    assert (least >= 1e-3*(1 - 1e-6)).all()
+    assert (least >= 1e-3 * (1 - 1e-6)).all()
 
 
 def worst_fall(x, J, cov, least, seed):
     "Greatest fall of the log-likelihood per point in a fit, and the rounding of the number itself."
     gm = GaussianMixture(J, cov, max_iter=25, tol=0, reg_covar=0, min_var=least, seed=seed)
     h = gm.fit(x).history
-    rounding = 4*torch.finfo(x.dtype).eps*h.abs().max().clamp(min=1).item()
+    rounding = 4 * torch.finfo(x.dtype).eps * h.abs().max().clamp(min=1).item()
     return -h.diff().min().item(), rounding
 
 
 def noise(x):
     "eps*r**2, with r the greatest distance of a point from the mean."
-    return (torch.finfo(x.dtype).eps*(x - x.mean(0)).square().sum(-1).max()).item()
+    return (torch.finfo(x.dtype).eps * (x - x.mean(0)).square().sum(-1).max()).item()
 
 
 @pytest.mark.parametrize('dtype', [f32, f64], ids=str)
@@ -115,90 +170,136 @@ def noise(x):
 def test_likelihood_falls_by_no_more_than_rounding(cov, dtype, data):
     "By eps*r**2/min_var a point at most, if that is 1/16 or less: equal points collapse often."
     D, J = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
-    fine = st.integers(-3000, 3000).map(lambda i: i/1000)
+    fine = st.integers(-3000, 3000).map(lambda i: i / 1000)
     number = data.draw(st.sampled_from([st.integers(0, 3), st.integers(-1, 1), fine]))
     row = st.lists(number, min_size=D, max_size=D)
-    rows = data.draw(st.lists(row, min_size=4, max_size=25).filter(lambda r: r != r[:1]*len(r)))
-    x = torch.tensor(rows, dtype=dtype)*data.draw(st.sampled_from([1e-2, 1., 100.]))
-    x = x + data.draw(st.sampled_from([0., 1., 10.]))*x.max()
+    rows = data.draw(st.lists(row, min_size=4, max_size=25).filter(lambda r: r != r[:1] * len(r)))
+    x = torch.tensor(rows, dtype=dtype) * data.draw(st.sampled_from([1e-2, 1.0, 100.0]))
+    x = x + data.draw(st.sampled_from([0.0, 1.0, 10.0])) * x.max()
     seed = data.draw(st.integers(0, 99))
-    for share in (1/16, 1/256, 1e-4, 1e-6):
-        fall, rounding = worst_fall(x, J, cov, noise(x)/share, seed)
+    for share in (1 / 16, 1 / 256, 1e-4, 1e-6):
+        fall, rounding = worst_fall(x, J, cov, noise(x) / share, seed)
         assert fall <= share + rounding, (share, fall)
 
 
 @pytest.mark.parametrize('dtype', [f32, f64], ids=str)
 def test_likelihood_can_fall_without_a_floor_above_the_noise(dtype):
     "Why the bound has a condition: rows and columns of a triangle are sets of equal coordinates."
-    x = 100*torch.tensor([[0, 1], [0, 0], [2, 1], [1, 1], [0, 2], [2, 0], [1, 0]], dtype=dtype)
+    x = 100 * torch.tensor([[0, 1], [0, 0], [2, 1], [1, 1], [0, 2], [2, 0], [1, 0]], dtype=dtype)
     free = [worst_fall(x, 3, 'diag', 0, seed)[0] for seed in range(10)]
-    held = [worst_fall(x, 3, 'diag', 1e4*noise(x), seed) for seed in range(10)]
-    assert max(free) > .01 and all(fall <= 1e-4 + rounding for fall, rounding in held)
+    held = [worst_fall(x, 3, 'diag', 1e4 * noise(x), seed) for seed in range(10)]
+    assert max(free) > 0.01 and all(fall <= 1e-4 + rounding for fall, rounding in held)
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, f64], ids=str)
 @pytest.mark.parametrize('cov', covariances)
 @pytest.mark.parametrize('least', [1e-12, 1e-8, 1e-2])
 def test_likelihood_of_two_points_twice_never_falls(least, cov, dtype):
-    x = torch.tensor([[0.], [0.], [1.], [1.]], dtype=dtype)
-    needles = (torch.full((2,), .5), x[1:3], torch.full((2, 1, 1) if cov == 'full' else (2,) if cov == 'spherical' else (2, 1), 1e-6))
+    x = torch.tensor([[0.0], [0.0], [1.0], [1.0]], dtype=dtype)
+    needles = (
+        torch.full((2,), 0.5),
+        x[1:3],
+        torch.full((2, 1, 1) if cov == 'full' else (2,) if cov == 'spherical' else (2, 1), 1e-6),
+    )
     for start in (None, needles):
-        h = GaussianMixture(2, cov, reg_covar=0, min_var=least, tol=0, max_iter=8, start=start, seed=0).fit(x).history
+        h = (
+            GaussianMixture(
+                2, cov, reg_covar=0, min_var=least, tol=0, max_iter=8, start=start, seed=0
+            )
+            .fit(x)
+            .history
+        )
         assert (h.diff() >= 0).all(), h
 
 
 @few
-@given(st.integers(0, 10**6), st.sampled_from(covariances), st.integers(1, 5), st.integers(1, 4), st.booleans())
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from(covariances),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.booleans(),
+)
 def test_likelihood_never_falls_with_the_defaults_on_ordinary_data(seed, cov, J, D, weighted):
     x = points(seed, 200, D)
-    w = torch.rand(200, generator=torch.Generator().manual_seed(seed), dtype=f64) if weighted else None
+    w = (
+        torch.rand(200, generator=torch.Generator().manual_seed(seed), dtype=f64)
+        if weighted
+        else None
+    )
     h = GaussianMixture(J, cov, max_iter=40, tol=0, seed=seed).fit(x, w).history
     assert (h.diff() >= -1e-8).all(), h.diff().min()
 
 
 # ---- what must change nothing, and what must change as foreseen ----
 
+
 def fits_equal(a, b, tol=1e-7):
-    for p, q in zip(a.params, b.params): assert_close(p, q, rtol=tol, atol=tol)
+    for p, q in zip(a.params, b.params):
+        assert_close(p, q, rtol=tol, atol=tol)
     assert_close(a.lower_bound, b.lower_bound, rtol=tol, atol=tol)
 
 
 @few
-@given(st.integers(0, 10**6), st.sampled_from(covariances), st.lists(st.integers(0, 3), min_size=60, max_size=60))
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from(covariances),
+    st.lists(st.integers(0, 3), min_size=60, max_size=60),
+)
 def test_integer_weights_are_repetitions(seed, cov, w):
     x, w = points(seed, 60, 2), torch.tensor(w)
     w[:5] = 2
     p, kw = start(x, 3, cov), dict(max_iter=10, tol=0)
     rep = x.repeat_interleave(w, 0)
-    fits_equal(GaussianMixture(3, cov, start=p, **kw).fit(x, w), GaussianMixture(3, cov, start=p, **kw).fit(rep))
-    fits_equal(GaussianMixture(3, cov, start=p, **kw).fit(x, w), GaussianMixture(3, cov, start=p, **kw).fit(x, 1e-6*w.double()))
+    fits_equal(
+        GaussianMixture(3, cov, start=p, **kw).fit(x, w),
+        GaussianMixture(3, cov, start=p, **kw).fit(rep),
+    )
+    fits_equal(
+        GaussianMixture(3, cov, start=p, **kw).fit(x, w),
+        GaussianMixture(3, cov, start=p, **kw).fit(x, 1e-6 * w.double()),
+    )
     # also from k-means++: the same draws pick the same points
     one, two = (torch.Generator().manual_seed(seed) for _ in range(2))
-    assert_close(kmeans_pp(x[None], 3, w[None].double(), one)[0], kmeans_pp(rep[None], 3, None, two)[0])
+    assert_close(
+        kmeans_pp(x[None], 3, w[None].double(), one)[0], kmeans_pp(rep[None], 3, None, two)[0]
+    )
 
 
 @few
 @given(st.integers(0, 10**6), st.sampled_from(covariances))
 def test_order_of_points_and_components_is_nothing(seed, cov):
-    x = points(seed, 80, 3); p = start(x, 3, cov)
+    x = points(seed, 80, 3)
+    p = start(x, 3, cov)
     g = torch.Generator().manual_seed(seed)
     i, j = torch.randperm(80, generator=g), torch.randperm(3, generator=g)
     a = GaussianMixture(3, cov, start=p, max_iter=8, tol=0).fit(x)
     fits_equal(a, GaussianMixture(3, cov, start=p, max_iter=8, tol=0).fit(x[i]))
     b = GaussianMixture(3, cov, start=[q[j] for q in p], max_iter=8, tol=0).fit(x)
-    for q, r in zip(a.params, b.params): assert_close(q[j], r, rtol=1e-7, atol=1e-7)
+    for q, r in zip(a.params, b.params):
+        assert_close(q[j], r, rtol=1e-7, atol=1e-7)
 
 
 @few
-@given(st.integers(0, 10**6), st.sampled_from(covariances), st.sampled_from([1e-2, 1., 1e2]), st.sampled_from([0., -50., 1e4]))
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from(covariances),
+    st.sampled_from([1e-2, 1.0, 1e2]),
+    st.sampled_from([0.0, -50.0, 1e4]),
+)
 def test_moving_and_scaling_the_data_moves_and_scales_the_fit(seed, cov, scale, shift):
-    x = points(seed, 80, 2); p = start(x, 3, cov)
-    q = Params(p.pi, p.mu*scale + shift, p.sig2*scale**2)
+    x = points(seed, 80, 2)
+    p = start(x, 3, cov)
+    q = Params(p.pi, p.mu * scale + shift, p.sig2 * scale**2)
     kw = dict(max_iter=8, tol=0, reg_covar=0, min_var=0)
-    a, b = GaussianMixture(3, cov, start=p, **kw).fit(x), GaussianMixture(3, cov, start=q, **kw).fit(x*scale + shift)
-    assert_close(b.pi, a.pi, rtol=1e-5, atol=1e-6); assert_close(b.sig2, a.sig2*scale**2, rtol=1e-4, atol=1e-5*scale**2)
-    assert_close(b.mu, a.mu*scale + shift, rtol=1e-6, atol=1e-5*scale)
-    assert_close(b.lower_bound, a.lower_bound - 2*math.log(scale), rtol=1e-6, atol=1e-6)
+    a, b = (
+        GaussianMixture(3, cov, start=p, **kw).fit(x),
+        GaussianMixture(3, cov, start=q, **kw).fit(x * scale + shift),
+    )
+    assert_close(b.pi, a.pi, rtol=1e-5, atol=1e-6)
+    assert_close(b.sig2, a.sig2 * scale**2, rtol=1e-4, atol=1e-5 * scale**2)
+    assert_close(b.mu, a.mu * scale + shift, rtol=1e-6, atol=1e-5 * scale)
+    assert_close(b.lower_bound, a.lower_bound - 2 * math.log(scale), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize('cov', covariances)
@@ -209,12 +310,20 @@ def test_leading_dimensions(cov, lead):
     gm = GaussianMixture(3, cov, n_init=3, seed=0).fit(x)
     assert gm.pi.shape == lead + (3,) and gm.mu.shape == lead + (3, 2)
     assert gm.sig2.shape == lead + {'diag': (3, 2), 'spherical': (3,), 'full': (3, 2, 2)}[cov]
-    assert gm.lower_bound.shape == gm.n_iter.shape == gm.converged.shape == gm.history.shape[:-1] == lead
-    assert gm.predict_proba(x).shape == lead + (50, 3) and gm.score_samples(x).shape == gm.predict(x).shape == lead + (50,)
+    assert (
+        gm.lower_bound.shape
+        == gm.n_iter.shape
+        == gm.converged.shape
+        == gm.history.shape[:-1]
+        == lead
+    )
+    assert gm.predict_proba(x).shape == lead + (50, 3) and gm.score_samples(x).shape == gm.predict(
+        x
+    ).shape == lead + (50,)
     assert_close(gm.predict_proba(x).sum(-1), torch.ones(lead + (50,), dtype=f64))
     new, j = gm.sample(7)
     assert new.shape == lead + (7, 2) and j.shape == lead + (7,)
-    one = GaussianMixture(3, cov, seed=0).fit(points(9, 50, 2))     # one mixture, many data sets
+    one = GaussianMixture(3, cov, seed=0).fit(points(9, 50, 2))  # one mixture, many data sets
     assert_close(one.score_samples(x), as_full(one.params, cov).log_prob(x))
 
 
@@ -227,47 +336,65 @@ def test_a_batch_is_its_members(seed, cov, b):
     for k in range(b):
         alone = GaussianMixture(3, cov, start=ps[k], tol=1e-4).fit(x[k])
         assert alone.n_iter == batch.n_iter[k] and alone.converged == batch.converged[k]
-        for q, r in zip(alone.params, batch.params): assert_close(q, r[k], rtol=1e-7, atol=1e-7)
+        for q, r in zip(alone.params, batch.params):
+            assert_close(q, r[k], rtol=1e-7, atol=1e-7)
 
 
 def test_restarts_keep_the_best_of_each_data_set():
     x = torch.stack([points(s, 100, 2, J=6) for s in range(5)])
     g = torch.Generator().manual_seed(3)
-    bounds = torch.stack([em(x, start_params(x, 6, generator=g, least=1e-6)).lower_bound for _ in range(6)])
+    bounds = torch.stack(
+        [em(x, start_params(x, 6, generator=g, least=1e-6)).lower_bound for _ in range(6)]
+    )
     many = GaussianMixture(6, n_init=6, seed=3).fit(x)
     assert_close(many.lower_bound, bounds.max(0).values)
-    assert bounds.argmax(0).unique().numel() > 1                      # no single start was the best for all
+    assert bounds.argmax(0).unique().numel() > 1  # no single start was the best for all
     last = many.history.gather(-1, (many.n_iter - 1)[:, None])[:, 0]
     assert last.equal(many.lower_bound)
     again = GaussianMixture(6, n_init=6, seed=3).fit(x)
-    assert again.mu.equal(many.mu)                                    # a seed repeats the fit
+    assert again.mu.equal(many.mu)  # a seed repeats the fit
 
 
 # ---- the same answers as scikit-learn ----
+
 
 @pytest.mark.parametrize('cov', covariances)
 @pytest.mark.parametrize('seed', range(4))
 @pytest.mark.parametrize('D,J', [(1, 2), (3, 5), (8, 4)])
 def test_sklearn(cov, seed, D, J):
     sk = pytest.importorskip('sklearn.mixture')
-    x = points(seed, 400, D, J) + 20*seed
+    x = points(seed, 400, D, J) + 20 * seed
     p = start(x, J, cov, seed)
-    precision = torch.linalg.inv(p.sig2) if cov == 'full' else 1/p.sig2
+    precision = torch.linalg.inv(p.sig2) if cov == 'full' else 1 / p.sig2
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
-        ref = sk.GaussianMixture(J, covariance_type=cov, weights_init=p.pi.numpy(), means_init=p.mu.numpy(),
-                                 precisions_init=precision.numpy(), max_iter=60, tol=1e-6).fit(x.numpy())
+        ref = sk.GaussianMixture(
+            J,
+            covariance_type=cov,
+            weights_init=p.pi.numpy(),
+            means_init=p.mu.numpy(),
+            precisions_init=precision.numpy(),
+            max_iter=60,
+            tol=1e-6,
+        ).fit(x.numpy())
     gm = GaussianMixture(J, cov, start=p, max_iter=60, tol=1e-6).fit(x)
     assert gm.n_iter == ref.n_iter_ and bool(gm.converged) == ref.converged_
-    for a, b in ((gm.pi, ref.weights_), (gm.mu, ref.means_), (gm.sig2, ref.covariances_), (gm.lower_bound, ref.lower_bound_),
-                 (gm.predict_proba(x), ref.predict_proba(x.numpy())), (gm.score_samples(x), ref.score_samples(x.numpy()))):
+    for a, b in (
+        (gm.pi, ref.weights_),
+        (gm.mu, ref.means_),
+        (gm.sig2, ref.covariances_),
+        (gm.lower_bound, ref.lower_bound_),
+        (gm.predict_proba(x), ref.predict_proba(x.numpy())),
+        (gm.score_samples(x), ref.score_samples(x.numpy())),
+    ):
         assert_close(a, torch.as_tensor(b, dtype=f64), rtol=0, atol=1e-6)
 
 
 # ---- numbers that are hard ----
 
+
 @pytest.mark.parametrize('cov', covariances)
-@pytest.mark.parametrize('shift', [0., 100., 1e4])
+@pytest.mark.parametrize('shift', [0.0, 100.0, 1e4])
 @pytest.mark.parametrize('device', devices)
 def test_float32_is_close_to_float64(cov, shift, device):
     x32 = (points(0, 2000, 4, device=device) + shift).float()
@@ -276,38 +403,52 @@ def test_float32_is_close_to_float64(cov, shift, device):
     a = GaussianMixture(3, cov, start=p, max_iter=20, tol=0).fit(x64)
     b = GaussianMixture(3, cov, start=p, max_iter=20, tol=0).fit(x32)
     assert b.mu.dtype == f32 and b.history.dtype == f32
-    assert error_to(b.mu - shift, a.mu - shift) < 1e-4*(1 + shift/1e3) and error_to(b.sig2, a.sig2) < 1e-3
+    assert (
+        error_to(b.mu - shift, a.mu - shift) < 1e-4 * (1 + shift / 1e3)
+        and error_to(b.sig2, a.sig2) < 1e-3
+    )
     assert abs(b.lower_bound - a.lower_bound) < 1e-3
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.data())
 def test_degenerate_data_stay_finite(data):
-    dtype, cov, J = data.draw(st.sampled_from([f32, f64])), data.draw(st.sampled_from(covariances)), data.draw(st.integers(1, 4))
-    scale = data.draw(st.sampled_from([1e-3, 1., 1e3, 1e4]))
+    dtype, cov, J = (
+        data.draw(st.sampled_from([f32, f64])),
+        data.draw(st.sampled_from(covariances)),
+        data.draw(st.integers(1, 4)),
+    )
+    scale = data.draw(st.sampled_from([1e-3, 1.0, 1e3, 1e4]))
     D = data.draw(st.integers(1, 4))
-    rows = data.draw(st.lists(st.lists(st.integers(-2, 2), min_size=D, max_size=D), min_size=J, max_size=12))
-    x = torch.tensor(rows, dtype=dtype)*scale + data.draw(st.sampled_from([0., 1., 1e4]))
+    rows = data.draw(
+        st.lists(st.lists(st.integers(-2, 2), min_size=D, max_size=D), min_size=J, max_size=12)
+    )
+    x = torch.tensor(rows, dtype=dtype) * scale + data.draw(st.sampled_from([0.0, 1.0, 1e4]))
     gm = GaussianMixture(J, cov, max_iter=20, tol=0, seed=0).fit(x)
-    assert all(q.isfinite().all() for q in (*gm.params, gm.history, gm.predict_proba(x), gm.score_samples(x)))
+    assert all(
+        q.isfinite().all()
+        for q in (*gm.params, gm.history, gm.predict_proba(x), gm.score_samples(x))
+    )
     assert_close(gm.pi.sum(), torch.ones((), dtype=dtype))
 
 
 def test_an_emptied_component_keeps_its_parameters():
     x = points(0, 100, 2)
-    p = Params(torch.tensor([.5, .5]), torch.tensor([[0., 0], [1e4, 1e4]]), torch.ones(2, 2))
+    p = Params(torch.tensor([0.5, 0.5]), torch.tensor([[0.0, 0], [1e4, 1e4]]), torch.ones(2, 2))
     for cov in covariances:
         s = {'diag': p.sig2, 'spherical': p.sig2[:, 0], 'full': p.sig2.diag_embed()}[cov]
         gm = GaussianMixture(2, cov, start=p._replace(sig2=s)).fit(x)
-        assert_close(gm.mu[1], torch.full((2,), 1e4, dtype=f64)); assert_close(gm.sig2[1], s[1].double())
+        assert_close(gm.mu[1], torch.full((2,), 1e4, dtype=f64))
+        assert_close(gm.sig2[1], s[1].double())
         assert gm.pi[1] < 1e-12 and (gm.history.diff() >= -1e-12).all()
         one = GaussianMixture(1, cov, seed=0).fit(x)
-        assert_close(gm.mu[0], one.mu[0]); assert_close(gm.sig2[0], one.sig2[0])
+        assert_close(gm.mu[0], one.mu[0])
+        assert_close(gm.sig2[0], one.sig2[0])
 
 
 @pytest.mark.parametrize('dtype', [f32, f64])
 def test_fewer_distinct_points_than_components(dtype):
-    x = torch.tensor([[0., 0], [1, 1]], dtype=dtype).repeat(10, 1)
+    x = torch.tensor([[0.0, 0], [1, 1]], dtype=dtype).repeat(10, 1)
     gm = GaussianMixture(5, seed=0).fit(x)
     assert gm.mu.isfinite().all() and gm.lower_bound.isfinite()
 
@@ -317,85 +458,142 @@ def test_one_component_is_the_sample(cov):
     x = points(0, 70, 3)
     gm = GaussianMixture(1, cov, reg_covar=0).fit(x)
     C = x.T.cov(correction=0)
-    assert_close(gm.mu[0], x.mean(0)); assert gm.pi.item() == 1
-    assert_close(gm.sig2[0], {'full': C, 'diag': C.diagonal(), 'spherical': C.diagonal().mean()}[cov])
+    assert_close(gm.mu[0], x.mean(0))
+    assert gm.pi.item() == 1
+    assert_close(
+        gm.sig2[0], {'full': C, 'diag': C.diagonal(), 'spherical': C.diagonal().mean()}[cov]
+    )
 
 
 @pytest.mark.parametrize('cov', covariances)
 def test_samples_have_the_moments(cov):
-    x = points(0, 500, 2); gm = GaussianMixture(3, cov, seed=0).fit(x)
+    x = points(0, 500, 2)
+    gm = GaussianMixture(3, cov, seed=0).fit(x)
     new, j = gm.sample(200_000, torch.Generator().manual_seed(0))
-    assert_close(new.mean(0), x.mean(0), atol=.05, rtol=0)
-    assert_close(torch.bincount(j, minlength=3)/200_000, gm.pi.float(), atol=.01, rtol=0)
+    assert_close(new.mean(0), x.mean(0), atol=0.05, rtol=0)
+    assert_close(torch.bincount(j, minlength=3) / 200_000, gm.pi.float(), atol=0.01, rtol=0)
     k = gm.pi.argmax()
-    C = {'full': lambda s: s, 'diag': torch.diag, 'spherical': lambda s: s*torch.eye(2, dtype=f64)}[cov](gm.sig2[k])
-    assert_close(new[j == k].T.cov(), C, atol=.05, rtol=.05)
+    C = {
+        'full': lambda s: s,
+        'diag': torch.diag,
+        'spherical': lambda s: s * torch.eye(2, dtype=f64),
+    }[cov](gm.sig2[k])
+    assert_close(new[j == k].T.cov(), C, atol=0.05, rtol=0.05)
 
 
 # ---- manners ----
 
+
 def test_no_graph_no_autocast_no_change_to_the_input():
-    x = points(0, 60, 2, dtype=f32).requires_grad_(); before = x.detach().clone()
+    x = points(0, 60, 2, dtype=f32).requires_grad_()
+    before = x.detach().clone()
     w = torch.rand(60)
-    with torch.autocast('cpu', dtype=torch.bfloat16): a = GaussianMixture(3, 'full', seed=0).fit(x, w)
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        a = GaussianMixture(3, 'full', seed=0).fit(x, w)
     b = GaussianMixture(3, 'full', seed=0).fit(before, w)
     assert a.mu.equal(b.mu) and not a.mu.requires_grad and x.detach().equal(before)
 
 
-@pytest.mark.parametrize('make,message', [
-    (lambda x: GaussianMixture(0), 'n_components must be at least 1'),
-    (lambda x: GaussianMixture(2, n_init=0), 'n_init must be at least 1'),
-    (lambda x: GaussianMixture(2, tol=math.nan), 'tol must be'),
-    (lambda x: GaussianMixture(2.5), 'n_components must be an integer, got 2.5'),
-    (lambda x: GaussianMixture('2'), "n_components must be an integer, got '2'"),
-    (lambda x: GaussianMixture(True), 'n_components must be an integer, got True'),
-    (lambda x: GaussianMixture(2, max_iter=1.5), 'max_iter must be an integer, got 1.5'),
-    (lambda x: GaussianMixture(2, tol='small'), "tol must be a number, got 'small'"),
-    (lambda x: GaussianMixture(2, tile=0), 'tile must be at least 1'),
-    (lambda x: GaussianMixture(2, start='abc'), r"start must be \(pi, mu, sig2\), got 'abc'"),
-    (lambda x: GaussianMixture(2, start=(x[0], 'a', x[0])).fit(x), "start: mu must be a tensor, got 'a'"),
-    (lambda x: GaussianMixture(2, 'tied'), "covariance must be one of .* got 'tied'"),
-    (lambda x: GaussianMixture(2, start=(1, 2, 3), n_init=2), 'n_init must be 1'),
-    (lambda x: GaussianMixture(2, start=(1, 2)).fit(x), 'start must be'),
-    (lambda x: GaussianMixture(2, start=(torch.tensor([.5, .6]), x[:2], x[:2]**2)).fit(x), 'sum to 1'),
-    (lambda x: GaussianMixture(2, start=(torch.tensor([.5, .5]), x[:2], -x[:2]**2)).fit(x), 'sig2 must be positive'),
-    (lambda x: GaussianMixture(2, 'full', start=(torch.tensor([.5, .5]), x[:2], torch.ones(2, 2, 2))).fit(x), 'positive definite'),
-    (lambda x: GaussianMixture(2, start=(torch.tensor([.5, .5]), x[:2]*math.nan, x[:2]**2)).fit(x), 'mu must be finite'),
-    (lambda x: GaussianMixture(2).fit(x.numpy()), 'x must be a float32 or float64 tensor, got float64'),
-    (lambda x: GaussianMixture(2).fit(x.half()), 'got torch.float16'),
-    (lambda x: GaussianMixture(2).fit(x[:0]), 'not be empty'),
-    (lambda x: GaussianMixture(2).fit(x[:1]), 'got N=1'),
-    (lambda x: GaussianMixture(2).fit(torch.where(x > 0, math.inf, x)), 'finite'),
-    (lambda x: GaussianMixture(2).fit(x, torch.tensor([1.] + [0]*19)), 'positive sample_weight, got 1'),
-    (lambda x: GaussianMixture(2).fit(x, torch.full((20,), math.nan)), 'sample_weight must be finite'),
-    (lambda x: GaussianMixture(2).fit(x, torch.ones(3, 20)), 'sample_weight must broadcast'),
-    (lambda x: GaussianMixture(2).fit(x, [1]*20), 'sample_weight must be a tensor'),
-    (lambda x: GaussianMixture(2).sample(3), 'not fitted'),
-    (lambda x: GaussianMixture(2).score_samples(x), 'not fitted'),
-    (lambda x: GaussianMixture(2).fit(x).predict(x.float()), 'must be torch.float64'),
-    (lambda x: GaussianMixture(2).fit(x.expand(3, 20, 2)).predict(x.expand(2, 20, 2)), 'leading dimensions'),
-])
+@pytest.mark.parametrize(
+    'make,message',
+    [
+        (lambda x: GaussianMixture(0), 'n_components must be at least 1'),
+        (lambda x: GaussianMixture(2, n_init=0), 'n_init must be at least 1'),
+        (lambda x: GaussianMixture(2, tol=math.nan), 'tol must be'),
+        (lambda x: GaussianMixture(2.5), 'n_components must be an integer, got 2.5'),
+        (lambda x: GaussianMixture('2'), "n_components must be an integer, got '2'"),
+        (lambda x: GaussianMixture(True), 'n_components must be an integer, got True'),
+        (lambda x: GaussianMixture(2, max_iter=1.5), 'max_iter must be an integer, got 1.5'),
+        (lambda x: GaussianMixture(2, tol='small'), "tol must be a number, got 'small'"),
+        (lambda x: GaussianMixture(2, tile=0), 'tile must be at least 1'),
+        (lambda x: GaussianMixture(2, start='abc'), r"start must be \(pi, mu, sig2\), got 'abc'"),
+        (
+            lambda x: GaussianMixture(2, start=(x[0], 'a', x[0])).fit(x),
+            "start: mu must be a tensor, got 'a'",
+        ),
+        (lambda x: GaussianMixture(2, 'tied'), "covariance must be one of .* got 'tied'"),
+        (lambda x: GaussianMixture(2, start=(1, 2, 3), n_init=2), 'n_init must be 1'),
+        (lambda x: GaussianMixture(2, start=(1, 2)).fit(x), 'start must be'),
+        (
+            lambda x: GaussianMixture(2, start=(torch.tensor([0.5, 0.6]), x[:2], x[:2] ** 2)).fit(
+                x
+            ),
+            'sum to 1',
+        ),
+        (
+            lambda x: GaussianMixture(
+                2, start=(torch.tensor([0.5, 0.5]), x[:2], -(x[:2] ** 2))
+            ).fit(x),
+            'sig2 must be positive',
+        ),
+        (
+            lambda x: GaussianMixture(
+                2, 'full', start=(torch.tensor([0.5, 0.5]), x[:2], torch.ones(2, 2, 2))
+            ).fit(x),
+            'positive definite',
+        ),
+        (
+            lambda x: GaussianMixture(
+                2, start=(torch.tensor([0.5, 0.5]), x[:2] * math.nan, x[:2] ** 2)
+            ).fit(x),
+            'mu must be finite',
+        ),
+        (
+            lambda x: GaussianMixture(2).fit(x.numpy()),
+            'x must be a float32 or float64 tensor, got float64',
+        ),
+        (lambda x: GaussianMixture(2).fit(x.half()), 'got torch.float16'),
+        (lambda x: GaussianMixture(2).fit(x[:0]), 'not be empty'),
+        (lambda x: GaussianMixture(2).fit(x[:1]), 'got N=1'),
+        (lambda x: GaussianMixture(2).fit(torch.where(x > 0, math.inf, x)), 'finite'),
+        (
+            lambda x: GaussianMixture(2).fit(x, torch.tensor([1.0] + [0] * 19)),
+            'positive sample_weight, got 1',
+        ),
+        (
+            lambda x: GaussianMixture(2).fit(x, torch.full((20,), math.nan)),
+            'sample_weight must be finite',
+        ),
+        (lambda x: GaussianMixture(2).fit(x, torch.ones(3, 20)), 'sample_weight must broadcast'),
+        (lambda x: GaussianMixture(2).fit(x, [1] * 20), 'sample_weight must be a tensor'),
+        (lambda x: GaussianMixture(2).sample(3), 'not fitted'),
+        (lambda x: GaussianMixture(2).score_samples(x), 'not fitted'),
+        (lambda x: GaussianMixture(2).fit(x).predict(x.float()), 'must be torch.float64'),
+        (
+            lambda x: GaussianMixture(2).fit(x.expand(3, 20, 2)).predict(x.expand(2, 20, 2)),
+            'leading dimensions',
+        ),
+    ],
+)
 def test_errors(make, message):
-    with pytest.raises(ValueError, match=message): make(points(0, 20, 2))
+    with pytest.raises(ValueError, match=message):
+        make(points(0, 20, 2))
 
 
 @pytest.mark.parametrize('cov', covariances)
 def test_rounding_noise_is_no_variance(cov):
     "A point mass far from the data's centre: E[x^2] - mu^2 is noise of either sign, and must come out as its size."
-    x = torch.full((37, 2), 1234.567, dtype=f32) + torch.tensor([0., .1])
+    x = torch.full((37, 2), 1234.567, dtype=f32) + torch.tensor([0.0, 0.1])
     p = from_moments(features(x, cov).mT @ torch.ones(37, 1), 2, cov)
     eps = torch.finfo(f32).eps
     least = (torch.linalg.eigvalsh(p.sig2) if cov == 'full' else p.sig2).min()
-    assert 3*eps*1234**2 < least < 50*eps*1235**2
+    assert 3 * eps * 1234**2 < least < 50 * eps * 1235**2
     assert natural(p, cov).isfinite().all()
 
 
 @pytest.mark.parametrize('weighted', [False, True])
 def test_data_moments_in_float32_with_a_large_mean(weighted):
-    x = (1e4 + torch.randn(1, 300_000, 2, generator=torch.Generator().manual_seed(0), dtype=f64)).float()
+    x = (
+        1e4 + torch.randn(1, 300_000, 2, generator=torch.Generator().manual_seed(0), dtype=f64)
+    ).float()
     w = torch.rand(1, 300_000, generator=torch.Generator().manual_seed(1)) if weighted else None
     mean, var = data_moments(x, w, tile=2**12)
     w = torch.ones(1, 300_000, dtype=f64) if w is None else w.double()
-    truth = (x.double()*w[..., None]).sum(1, keepdim=True)/w.sum()
-    assert_close(mean.double(), truth, rtol=0, atol=1.5e-3)          # one unit in the last place is 1e-3
-    assert_close(var.double(), (w[..., None]*(x.double() - truth)**2).sum(1, keepdim=True)/w.sum(), rtol=1e-4, atol=0)
+    truth = (x.double() * w[..., None]).sum(1, keepdim=True) / w.sum()
+    assert_close(mean.double(), truth, rtol=0, atol=1.5e-3)  # one unit in the last place is 1e-3
+    assert_close(
+        var.double(),
+        (w[..., None] * (x.double() - truth) ** 2).sum(1, keepdim=True) / w.sum(),
+        rtol=1e-4,
+        atol=0,
+    )

@@ -1,137 +1,242 @@
 """The fast plans against the definition: exact in float64, as exact as it is in float32, and bounded in memory."""
+
 import itertools
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
-import capsnb.moments as moments
+import capsnb.engine.moments as moments
 from capsnb.core import error_to
-from capsnb.dstep import Sizes, as_floor, plans, routing_ref
+from capsnb.engine.dstep import Sizes, as_floor, plans, routing_ref
 
 names = 'a mu sig2 d_a_inp d_mu_inp d_W d_B d_beta_use d_beta_ign'.split()
 
-def inputs(s, mean=0., scale=1., seed=0, dtype=torch.float64):
+
+def inputs(s, mean=0.0, scale=1.0, seed=0, dtype=torch.float64):
     g = torch.Generator().manual_seed(seed)
     k = 1 if s.shared else s.i
-    X = [torch.randn(shape, generator=g, dtype=torch.float64) for shape in
-         ((s.n, s.i), (s.n, s.i, s.c, s.d), (k, s.j, s.d, s.h), (k, s.j, s.c, s.h), (k, s.j), (k, s.j))]
-    X[1] = (X[1] + mean)*scale; X[2] /= s.d; X[3] *= .1*scale; X[4] *= 5/max(1, s.i); X[5] *= 5/max(1, s.i)
-    return [x.float().to(dtype).requires_grad_() for x in X]          # values that float32 holds exactly
+    X = [
+        torch.randn(shape, generator=g, dtype=torch.float64)
+        for shape in (
+            (s.n, s.i),
+            (s.n, s.i, s.c, s.d),
+            (k, s.j, s.d, s.h),
+            (k, s.j, s.c, s.h),
+            (k, s.j),
+            (k, s.j),
+        )
+    ]
+    X[1] = (X[1] + mean) * scale
+    X[2] /= s.d
+    X[3] *= 0.1 * scale
+    X[4] *= 5 / max(1, s.i)
+    X[5] *= 5 / max(1, s.i)
+    return [x.float().to(dtype).requires_grad_() for x in X]  # values that float32 holds exactly
+
 
 def step(run, X, n_iters=3, p_model='gaussian', eps='auto', pooled=False, **kw):
-    out = run(*X, n_iters, p_model, as_floor(eps, X[3].shape[-2]*X[3].shape[-1]), pooled, **kw)[:3]
+    out = run(*X, n_iters, p_model, as_floor(eps, X[3].shape[-2] * X[3].shape[-1]), pooled, **kw)[
+        :3
+    ]
     g = torch.Generator().manual_seed(1)
     w = [torch.randn(o.shape, generator=g, dtype=torch.float64).to(o) for o in out]
-    return [o.detach() for o in out] + list(torch.autograd.grad(sum((o*v).sum() for o, v in zip(out, w)), X))
+    return [o.detach() for o in out] + list(
+        torch.autograd.grad(sum((o * v).sum() for o, v in zip(out, w)), X)
+    )
 
-sizes = st.tuples(st.integers(1, 3), st.integers(1, 30), st.integers(1, 6), st.integers(1, 3), st.integers(1, 5), st.integers(1, 3))
+
+sizes = st.tuples(
+    st.integers(1, 3),
+    st.integers(1, 30),
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.integers(1, 3),
+)
+
+
 @settings(max_examples=60, deadline=None)
-@given(sizes, st.booleans(), st.integers(1, 5), st.sampled_from(['gaussian', 'skm']), st.sampled_from(['auto', '30%', 1e-2]), st.booleans())
+@given(
+    sizes,
+    st.booleans(),
+    st.integers(1, 5),
+    st.sampled_from(['gaussian', 'skm']),
+    st.sampled_from(['auto', '30%', 1e-2]),
+    st.booleans(),
+)
 def test_same_numbers_in_float64(size, shared, n_iters, p_model, eps, pooled):
-    s = Sizes(*size, shared); kw = dict(n_iters=n_iters, p_model=p_model, eps=eps, pooled=pooled)
+    s = Sizes(*size, shared)
+    kw = dict(n_iters=n_iters, p_model=p_model, eps=eps, pooled=pooled)
     want = step(routing_ref, inputs(s), **kw)
     for plan in ('moments', 'stream'):
-        if plans[plan].refuses(s): continue
+        if plans[plan].refuses(s):
+            continue
         for name, p, q in zip(names, step(plans[plan].run, inputs(s), need_R=False, **kw), want):
             assert_close(p, q, rtol=1e-6, atol=1e-8, msg=lambda m: f'{plan} {name}: {m}')
 
+
 @pytest.mark.parametrize('tile, cols', [(1, 1), (64, 8), (1 << 18, 6)])
 def test_any_tiling_gives_the_same(monkeypatch, tile, cols):
-    monkeypatch.setattr(moments, '_STREAM_TILE', tile); monkeypatch.setattr(moments, '_STREAM_COLS', cols); monkeypatch.setattr(moments, '_TILE', tile)
-    for shared, pooled, p_model in itertools.product((True, False), (True, False), ('gaussian', 'skm')):
-        s = Sizes(2, 11, 5, 2, 3, 2, shared); kw = dict(pooled=pooled, p_model=p_model)
+    monkeypatch.setattr(moments, '_STREAM_TILE', tile)
+    monkeypatch.setattr(moments, '_STREAM_COLS', cols)
+    monkeypatch.setattr(moments, '_TILE', tile)
+    for shared, pooled, p_model in itertools.product(
+        (True, False), (True, False), ('gaussian', 'skm')
+    ):
+        s = Sizes(2, 11, 5, 2, 3, 2, shared)
+        kw = dict(pooled=pooled, p_model=p_model)
         want = step(routing_ref, inputs(s), **kw)
         for plan in ('moments', 'stream'):
-            if plans[plan].refuses(s): continue
-            for p, q in zip(step(plans[plan].run, inputs(s), need_R=False, **kw), want): assert_close(p, q)
+            if plans[plan].refuses(s):
+                continue
+            for p, q in zip(step(plans[plan].run, inputs(s), need_R=False, **kw), want):
+                assert_close(p, q)
 
-exact_sizes = [Sizes(1, 40, 5, 2, 3, 4, True), Sizes(3, 300, 8, 4, 4, 4, True), Sizes(4, 64, 5, 4, 4, 4, False)]
+
+exact_sizes = [
+    Sizes(1, 40, 5, 2, 3, 4, True),
+    Sizes(3, 300, 8, 4, 4, 4, True),
+    Sizes(4, 64, 5, 4, 4, 4, False),
+]
+
+
 def assert_as_exact_in_total(plan, s, n_iters, mean, scale, eps, seeds):
     "At most twice the definition's error, in total over draws, for every value and gradient."
     fast, ref, kw = torch.zeros(9), torch.zeros(9), dict(n_iters=n_iters, eps=eps)
     for seed in range(seeds):
         X, X32 = inputs(s, mean, scale, seed), inputs(s, mean, scale, seed, torch.float32)
-        truth, r, f = step(routing_ref, X, **kw), step(routing_ref, X32, **kw), step(plans[plan].run, X32, need_R=False, **kw)
-        fast += torch.tensor([error_to(p, t) for p, t in zip(f, truth)]); ref += torch.tensor([error_to(p, t) for p, t in zip(r, truth)])
+        truth, r, f = (
+            step(routing_ref, X, **kw),
+            step(routing_ref, X32, **kw),
+            step(plans[plan].run, X32, need_R=False, **kw),
+        )
+        fast += torch.tensor([error_to(p, t) for p, t in zip(f, truth)])
+        ref += torch.tensor([error_to(p, t) for p, t in zip(r, truth)])
     for name, ef, er in zip(names, fast.tolist(), ref.tolist()):
-        factor = 3 if (plan, name) == ('stream', 'd_B') else 2        # sums to 0 over the inputs but for rounding: see 05_moments
-        assert ef <= factor*er + 4*seeds*1.2e-7, f'{name} {n_iters=} {mean=} {scale=}: {ef:.1e} against {er:.1e}'
+        factor = (
+            3 if (plan, name) == ('stream', 'd_B') else 2
+        )  # sums to 0 over the inputs but for rounding: see 05_moments
+        assert ef <= factor * er + 4 * seeds * 1.2e-7, (
+            f'{name} {n_iters=} {mean=} {scale=}: {ef:.1e} against {er:.1e}'
+        )
+
 
 @pytest.mark.parametrize('s', exact_sizes, ids=str)
 @pytest.mark.parametrize('plan', ['moments', 'stream'])
 @pytest.mark.parametrize('eps', ['auto', 1e-5])
 def test_float32_is_as_exact_as_the_definition(s, plan, eps):
-    if plans[plan].refuses(s): pytest.skip('needs shared maps')
-    for n_iters, mean, scale in itertools.product((1, 2, 3, 5), (0., 10., 100.), (1e-3, 1., 1e3)):
+    if plans[plan].refuses(s):
+        pytest.skip('needs shared maps')
+    for n_iters, mean, scale in itertools.product(
+        (1, 2, 3, 5), (0.0, 10.0, 100.0), (1e-3, 1.0, 1e3)
+    ):
         assert_as_exact_in_total(plan, s, n_iters, mean, scale, eps, seeds=2)
+
 
 @pytest.mark.parametrize('plan', ['moments', 'stream'])
 @pytest.mark.parametrize('eps', ['auto', 1e-5])
 def test_float32_is_as_exact_where_it_is_not_done_in_float64(monkeypatch, plan, eps):
     "Large problems do their products in float32; here the path for large problems runs on a medium one."
-    monkeypatch.setattr(moments, '_SMALL', 0); monkeypatch.setattr(moments, '_STREAM_SMALL', 0)
-    for n_iters, mean, scale in itertools.product((1, 3), (0., 100.), (1., 1e3)):
-        assert_as_exact_in_total(plan, Sizes(2, 800, 16, 4, 4, 4, True), n_iters, mean, scale, eps, seeds=3)
+    monkeypatch.setattr(moments, '_SMALL', 0)
+    monkeypatch.setattr(moments, '_STREAM_SMALL', 0)
+    for n_iters, mean, scale in itertools.product((1, 3), (0.0, 100.0), (1.0, 1e3)):
+        assert_as_exact_in_total(
+            plan, Sizes(2, 800, 16, 4, 4, 4, True), n_iters, mean, scale, eps, seeds=3
+        )
+
 
 @pytest.mark.parametrize('plan', ['moments', 'stream'])
 def test_gradcheck(plan):
     s = Sizes(1, 5, 3, 2, 2, 2, True)
     run = lambda *X: plans[plan].run(*X, 3, 'gaussian', as_floor('auto', 4), False, False)[:3]
-    assert torch.autograd.gradcheck(run, inputs(s, mean=1.))
+    assert torch.autograd.gradcheck(run, inputs(s, mean=1.0))
+
 
 @pytest.mark.parametrize('plan', ['moments', 'stream'])
 def test_R_is_that_of_the_last_iteration_and_differentiable(plan):
     for n_iters in (1, 3):
-        s = Sizes(2, 7, 3, 2, 2, 2, True); X, Y = inputs(s), inputs(s)
+        s = Sizes(2, 7, 3, 2, 2, 2, True)
+        X, Y = inputs(s), inputs(s)
         eps = as_floor('auto', 4)
-        R, want = plans[plan].run(*X, n_iters, 'gaussian', eps, False, True)[3], routing_ref(*Y, n_iters, 'gaussian', eps).R
+        R, want = (
+            plans[plan].run(*X, n_iters, 'gaussian', eps, False, True)[3],
+            routing_ref(*Y, n_iters, 'gaussian', eps).R,
+        )
         assert_close(R, want)
         if n_iters > 1:
             weights = torch.randn_like(R)
-            assert_close(*(torch.autograd.grad((r*weights).sum(), x[1])[0] for r, x in ((R, X), (want, Y))))
+            assert_close(
+                *(torch.autograd.grad((r * weights).sum(), x[1])[0] for r, x in ((R, X), (want, Y)))
+            )
+
 
 def test_memory_stays_within_a_tile():
     "Saved for the backward pass: nothing of size inputs × outputs."
     s = Sizes(1, 4000, 50, 2, 3, 2, True)
     for plan in ('moments', 'stream'):
         kept = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
-            plans[plan].run(*inputs(s, dtype=torch.float32), 5, 'gaussian', as_floor('auto', 4), False, False)
-        assert kept and max(kept) < s.i*s.j
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: kept.append(t.numel()) or t, lambda t: t
+        ):
+            plans[plan].run(
+                *inputs(s, dtype=torch.float32), 5, 'gaussian', as_floor('auto', 4), False, False
+            )
+        assert kept and max(kept) < s.i * s.j
+
 
 @pytest.mark.parametrize('plan', ['moments', 'stream'])
 def test_a_second_derivative_is_refused_not_wrong(plan):
     X = inputs(Sizes(1, 5, 3, 2, 2, 2, True))
     out = plans[plan].run(*X, 3, 'gaussian', as_floor('auto', 4), False, False)[0]
-    for loss in (out.square().sum(), out.sum()):                   # of a plain sum the second derivative is not zero either
-        with pytest.raises(RuntimeError, match="no second derivatives.*plan='votes'"): torch.autograd.grad(loss, X[1], create_graph=True)
+    for loss in (
+        out.square().sum(),
+        out.sum(),
+    ):  # of a plain sum the second derivative is not zero either
+        with pytest.raises(RuntimeError, match="no second derivatives.*plan='votes'"):
+            torch.autograd.grad(loss, X[1], create_graph=True)
+
 
 def test_no_inputs_and_tiled_outputs(monkeypatch):
     monkeypatch.setattr(moments, '_STREAM_COLS', 4)
     s = Sizes(2, 0, 5, 2, 3, 2, True)
-    for p, q in zip(step(plans['stream'].run, inputs(s), need_R=False), step(routing_ref, inputs(s))): assert_close(p, q)
+    for p, q in zip(
+        step(plans['stream'].run, inputs(s), need_R=False), step(routing_ref, inputs(s))
+    ):
+        assert_close(p, q)
+
 
 def squares(run, X, p_model, **kw):
     "Gradients of the sum of the squares of scores, capsules and variances."
-    out = run(*X, 3, p_model, as_floor('auto', X[3].shape[-2]*X[3].shape[-1]), True, **kw)[:3]
+    out = run(*X, 3, p_model, as_floor('auto', X[3].shape[-2] * X[3].shape[-1]), True, **kw)[:3]
     return torch.autograd.grad(sum(o.square().sum() for o in out), X)
 
+
 def far(dtype, i, scale, seed=0):
-    return inputs(Sizes(2, i, 16, 4, 4, 4, True), mean=seed % 2, scale=scale, seed=seed, dtype=dtype)
+    return inputs(
+        Sizes(2, i, 16, 4, 4, 4, True), mean=seed % 2, scale=scale, seed=seed, dtype=dtype
+    )
+
 
 @pytest.mark.parametrize('plan', plans)
 def test_an_output_that_nobody_uses_makes_no_gradient_nan(plan):
-    X, X64 = far(torch.float32, 1600, 3e6), far(torch.float64, 1600, 3e6)        # too large for the plans to go over to float64
-    assert (plans[plan].run(*X64, 3, 'skm', as_floor('auto', 16), True, need_R=True)[3].sum(-2) == 0).any()
+    X, X64 = (
+        far(torch.float32, 1600, 3e6),
+        far(torch.float64, 1600, 3e6),
+    )  # too large for the plans to go over to float64
+    assert (
+        plans[plan].run(*X64, 3, 'skm', as_floor('auto', 16), True, need_R=True)[3].sum(-2) == 0
+    ).any()
     got, want = squares(plans[plan].run, X, 'skm', need_R=False), squares(routing_ref, X64, 'skm')
     for name, g, w in zip(names[3:], got, want):
         assert g.isfinite().all(), name
         assert error_to(g, w) < (1e-3 if name in ('d_a_inp', 'd_mu_inp', 'd_W') else 1), name
+
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize('p_model', ['gaussian', 'skm'])
 @pytest.mark.parametrize('plan', plans)
 def test_gradients_are_finite_at_any_scale(plan, p_model, dtype):
     for power, seed, i in itertools.product(range(-6, 7), range(4), (1, 60)):
-        got = squares(plans[plan].run, far(dtype, i, 10.**power, seed), p_model, need_R=False)
-        for name, g in zip(names[3:], got): assert g.isfinite().all(), f'{name} {power=} {seed=} {i=}'
+        got = squares(plans[plan].run, far(dtype, i, 10.0**power, seed), p_model, need_R=False)
+        for name, g in zip(names[3:], got):
+            assert g.isfinite().all(), f'{name} {power=} {seed=} {i=}'

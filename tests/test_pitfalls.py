@@ -1,134 +1,232 @@
 """The known pitfalls of EM routing, by number: each test says what goes wrong elsewhere, and that it does not here."""
+
 import pytest
 import torch
 from torch.distributions import Independent, Normal
 from torch.testing import assert_close
-from capsnb.dynamic import dynamic_routing_ref, squash
-from capsnb.em import em_routing, em_routing_ref, inverse_temperature
-from capsnb.layers import ClassCaps, ConvCaps, field_table
-from capsnb.matrix_caps import MatrixCapsNet, routing_settings
-from capsnb.objects import PairCrops, open_objects, standardised
-from capsnb.train import load_digits_split
+from capsnb.engine.dynamic import dynamic_routing_ref, squash
+from capsnb.engine.em import em_routing, em_routing_ref, inverse_temperature
+from capsnb.engine.layers import ClassCaps, ConvCaps, field_table
+from capsnb.lab.matrix_caps import MatrixCapsNet, routing_settings
+from capsnb.lab.objects import PairCrops, open_objects, standardised
+from capsnb.lab.train import load_digits_split
 
 f64 = torch.float64
+
 
 def draw(*shape, i=6, j=3, seed=0):
     "Activations [*, i] and votes [*, i, j, 2, 2]."
     g = torch.Generator().manual_seed(seed)
-    return torch.rand(*shape, i, generator=g, dtype=f64), torch.randn(*shape, i, j, 2, 2, generator=g, dtype=f64)
+    return torch.rand(*shape, i, generator=g, dtype=f64), torch.randn(
+        *shape, i, j, 2, 2, generator=g, dtype=f64
+    )
+
 
 def children(m=5, n=5, types=2, b=2, seed=0):
     g = torch.Generator().manual_seed(seed)
-    return torch.rand(b, m, n, types, generator=g, dtype=f64), torch.randn(b, m, n, types, 4, 4, generator=g, dtype=f64)
+    return torch.rand(b, m, n, types, generator=g, dtype=f64), torch.randn(
+        b, m, n, types, 4, 4, generator=g, dtype=f64
+    )
+
 
 @pytest.mark.parametrize('eps', [1e-4, 1e-9, '10%'])
 def test_pitfall_1_one_child_has_variance_0_whose_logarithm_and_root_have_no_gradient(eps):
     "elsewhere: NaN from log 0, 1/0 and the root's infinite slope; here: the floor, and only variances"
-    a, V = draw(i=1); leaves = [a.requires_grad_(), V.requires_grad_()]
-    out = em_routing(*leaves, 0., 0., 1.)
-    assert_close(out.mu, V[0]); assert_close(out.sig2, torch.full_like(out.sig2, 1e-4))
-    out = em_routing(*leaves, 0., 0., 1., eps=eps)
-    for g in torch.autograd.grad(out.a.sum() + out.mu.sum() + out.sig2.log().sum(), leaves): assert g.isfinite().all()
+    a, V = draw(i=1)
+    leaves = [a.requires_grad_(), V.requires_grad_()]
+    out = em_routing(*leaves, 0.0, 0.0, 1.0)
+    assert_close(out.mu, V[0])
+    assert_close(out.sig2, torch.full_like(out.sig2, 1e-4))
+    out = em_routing(*leaves, 0.0, 0.0, 1.0, eps=eps)
+    for g in torch.autograd.grad(out.a.sum() + out.mu.sum() + out.sig2.log().sum(), leaves):
+        assert g.isfinite().all()
+
 
 def test_pitfall_2_one_temperature_cannot_serve_parents_with_much_and_with_little_data():
     "elsewhere: classes, with ten times the data, saturate; gritzman's set-up divides the cost by the children per type of parent, the paper's does not"
-    a, V = draw(i=8); many_a, many_V = a.repeat(10), V.repeat(10, 1, 1, 1)
-    logit = lambda preset, a, V: em_routing(a, V, 0., .7, routing_settings(preset, len(a), 3, 1, 1)['lam'], 1).a.logit()
-    assert_close(logit('gritzman', many_a, many_V), logit('gritzman', a, V)); assert_close(logit('paper', many_a, many_V), 10*logit('paper', a, V))
+    a, V = draw(i=8)
+    many_a, many_V = a.repeat(10), V.repeat(10, 1, 1, 1)
+    logit = lambda preset, a, V: em_routing(
+        a, V, 0.0, 0.7, routing_settings(preset, len(a), 3, 1, 1)['lam'], 1
+    ).a.logit()
+    assert_close(logit('gritzman', many_a, many_V), logit('gritzman', a, V))
+    assert_close(logit('paper', many_a, many_V), 10 * logit('paper', a, V))
+
 
 def test_pitfall_2_classes_of_the_network_do_get_ten_times_the_data():
-    n = MatrixCapsNet(64, 8, 16, 16); x = torch.randn(1, 2, 32, 32)
+    n = MatrixCapsNet(64, 8, 16, 16)
+    x = torch.randn(1, 2, 32, 32)
     with torch.no_grad():
-        x = n.primary(n.conv(x).relu()); S = []
-        for layer in n.caps: out = layer(*x[:2]); S.append((x[0].sum()/out.a.numel()).item()); x = out
-    assert x[0].sum().item()/5 > 10*max(S)
-    kappa = [routing_settings('gritzman', *k)['lam'][0]/routing_settings('paper', *k)['lam'][0] for k in ((72, 16, 0), (256, 5, 1))]
-    assert kappa == pytest.approx([100/4.5, 100/51.2])
+        x = n.primary(n.conv(x).relu())
+        S = []
+        for layer in n.caps:
+            out = layer(*x[:2])
+            S.append((x[0].sum() / out.a.numel()).item())
+            x = out
+    assert x[0].sum().item() / 5 > 10 * max(S)
+    kappa = [
+        routing_settings('gritzman', *k)['lam'][0] / routing_settings('paper', *k)['lam'][0]
+        for k in ((72, 16, 0), (256, 5, 1))
+    ]
+    assert kappa == pytest.approx([100 / 4.5, 100 / 51.2])
+
 
 @pytest.mark.parametrize('plan', ['votes', 'tiles'])
 @pytest.mark.parametrize('stride', [1, 2, 3])
 def test_pitfall_3_parents_at_other_positions_must_compete_for_a_child(plan, stride):
     "elsewhere: shares are normalised within a position, so what happens at one position never reaches another"
-    torch.manual_seed(0); l = ConvCaps(2, 3, K=3, stride=stride, plan=plan, lam=1., eps=1e-4).double(); a, mu = children(7, 7)
-    beyond = torch.ones(7, 7, dtype=torch.bool); beyond[:3, :3] = False   # children that the corner's parents do not even see
-    moved = mu + beyond[:, :, None, None, None]*1.
+    torch.manual_seed(0)
+    l = ConvCaps(2, 3, K=3, stride=stride, plan=plan, lam=1.0, eps=1e-4).double()
+    a, mu = children(7, 7)
+    beyond = torch.ones(7, 7, dtype=torch.bool)
+    beyond[:3, :3] = False  # children that the corner's parents do not even see
+    moved = mu + beyond[:, :, None, None, None] * 1.0
     felt = (l(a, moved).mu - l(a, mu).mu)[:, 0, 0].abs().max() > 1e-9
-    assert felt == (stride < 3)                                           # fields of 3 at strides of 3 have no child in common
-    x = mu.clone().requires_grad_(); g = torch.autograd.grad(l(a, x).mu[:, 0, 0].square().sum(), x)[0].abs().amax((0, 3, 4, 5))
+    assert felt == (stride < 3)  # fields of 3 at strides of 3 have no child in common
+    x = mu.clone().requires_grad_()
+    g = torch.autograd.grad(l(a, x).mu[:, 0, 0].square().sum(), x)[0].abs().amax((0, 3, 4, 5))
     assert (g[beyond].max() > 1e-9) == (stride < 3) and g[:3, :3].min() > 0
 
+
 @pytest.mark.parametrize('stride', [1, 2, 3])
-def test_pitfall_3_a_child_starts_with_even_shares_of_all_its_parents_and_has_no_more_than_itself(stride):
+def test_pitfall_3_a_child_starts_with_even_shares_of_all_its_parents_and_has_no_more_than_itself(
+    stride,
+):
     for n_iters in (1, 3):
-        torch.manual_seed(0); l = ConvCaps(2, 3, K=3, stride=stride, padding=1, n_iters=n_iters, lam=1.).double(); a, mu = children()
-        R = l(a, mu, return_R=True).R.flatten(1, 2); fields, _ = field_table((5, 5), 2, 3, stride, 1); place = fields >= 0
+        torch.manual_seed(0)
+        l = ConvCaps(2, 3, K=3, stride=stride, padding=1, n_iters=n_iters, lam=1.0).double()
+        a, mu = children()
+        R = l(a, mu, return_R=True).R.flatten(1, 2)
+        fields, _ = field_table((5, 5), 2, 3, stride, 1)
+        place = fields >= 0
         total = torch.zeros(2, 50, dtype=f64).index_add(1, fields[place], R.sum(-1)[:, place])
-        seen = torch.bincount(fields[place], minlength=50); assert_close(total, (seen > 0).to(f64).expand(2, 50))
-        if n_iters == 1: assert_close(R[:, place], (1/(3*seen[fields[place]]))[:, None].expand(2, -1, 3).to(f64))
+        seen = torch.bincount(fields[place], minlength=50)
+        assert_close(total, (seen > 0).to(f64).expand(2, 50))
+        if n_iters == 1:
+            assert_close(
+                R[:, place], (1 / (3 * seen[fields[place]]))[:, None].expand(2, -1, 3).to(f64)
+            )
+
 
 @pytest.mark.parametrize('n_iters', [1, 2, 3])
 def test_pitfall_4_activations_of_the_children_must_not_cancel(n_iters):
     "elsewhere: R times a, divided by its sum over parents: a is gone; here half of everyone is half of the cost, and one child less is another pose"
-    a, V = draw(); first, half = em_routing(a, V, 0., .5, .1, 1), em_routing(a/2, V, 0., .5, .1, 1)
-    assert_close(half.a.logit(), first.a.logit()/2)
-    less = a.clone(); less[2] = 0; one, two = (em_routing(x, V, 0., .5, .1, n_iters) for x in (a, less))
-    for name in ('a', 'mu', 'sig2'): assert (getattr(one, name) - getattr(two, name)).abs().min() > 1e-6
+    a, V = draw()
+    first, half = em_routing(a, V, 0.0, 0.5, 0.1, 1), em_routing(a / 2, V, 0.0, 0.5, 0.1, 1)
+    assert_close(half.a.logit(), first.a.logit() / 2)
+    less = a.clone()
+    less[2] = 0
+    one, two = (em_routing(x, V, 0.0, 0.5, 0.1, n_iters) for x in (a, less))
+    for name in ('a', 'mu', 'sig2'):
+        assert (getattr(one, name) - getattr(two, name)).abs().min() > 1e-6
+
 
 def test_pitfall_5_e_step_is_log_a_plus_log_p():
     "elsewhere: softmax(a log p), or log a lost on the way"
-    a, V = draw(); first, second = (em_routing(a, V, torch.tensor([3., 0., -3.], dtype=f64), .2, 1., t) for t in (1, 2))
+    a, V = draw()
+    first, second = (
+        em_routing(a, V, torch.tensor([3.0, 0.0, -3.0], dtype=f64), 0.2, 1.0, t) for t in (1, 2)
+    )
     log_p = Independent(Normal(first.mu, first.sig2.sqrt()), 2).log_prob(V)
     assert_close(second.R, torch.softmax(first.a.log() + log_p, -1))
-    for wrong in (first.a*log_p, log_p): assert (second.R - torch.softmax(wrong, -1)).abs().max() > .1
+    for wrong in (first.a * log_p, log_p):
+        assert (second.R - torch.softmax(wrong, -1)).abs().max() > 0.1
+
 
 def test_pitfall_6_classes_route_over_all_positions_and_types_together():
     "elsewhere: a class is routed at each position and the results are averaged; here it is one Gaussian over all votes"
-    torch.manual_seed(0); l = ClassCaps(2, 3, coordinates=False, lam=.1, eps=1e-4).double(); a, mu = children(4, 3)
+    torch.manual_seed(0)
+    l = ClassCaps(2, 3, coordinates=False, lam=0.1, eps=1e-4).double()
+    a, mu = children(4, 3)
     V = torch.einsum('bmnicd,ijdh->bmnijch', mu, l.W).flatten(1, 3)
-    out, want = l(a, mu), em_routing_ref(a.flatten(1), V, l.beta_a, l.beta_u, .1, 3, eps=1e-4)
-    assert_close(out.mu, want.mu); assert_close(out.a, want.a); assert_close(out.R.flatten(1, 3), want.R)
-    pooled = torch.stack([l(a[:, r:r+1, c:c+1], mu[:, r:r+1, c:c+1]).mu for r in range(4) for c in range(3)]).mean(0)
-    assert (out.mu - pooled).abs().max() > .05
+    out, want = l(a, mu), em_routing_ref(a.flatten(1), V, l.beta_a, l.beta_u, 0.1, 3, eps=1e-4)
+    assert_close(out.mu, want.mu)
+    assert_close(out.a, want.a)
+    assert_close(out.R.flatten(1, 3), want.R)
+    pooled = torch.stack(
+        [
+            l(a[:, r : r + 1, c : c + 1], mu[:, r : r + 1, c : c + 1]).mu
+            for r in range(4)
+            for c in range(3)
+        ]
+    ).mean(0)
+    assert (out.mu - pooled).abs().max() > 0.05
+
 
 def test_pitfall_7_test_validation_and_training_are_three(tmp_path):
     "elsewhere: tests on training images, or the best epoch chosen by a part of the test set"
     kw = dict(size=16, subset=60, cache=tmp_path, progress=False)
-    seen = {s: set(open_objects(split=s, **kw)['instance'].tolist()) for s in ('train', 'validation', 'test')}
-    assert all(seen.values()) and not seen['test'] & (seen['train'] | seen['validation']) and not seen['train'] & seen['validation']
-    digits = {s: [tuple(i.flatten().tolist()) for i in d[:]['image']] for s, d in load_digits_split().items()}
-    assert [len(d) for d in digits.values()] == [1000, 297, 500] and not set(digits['test']) & (set(digits['train']) | set(digits['validation']))
+    seen = {
+        s: set(open_objects(split=s, **kw)['instance'].tolist())
+        for s in ('train', 'validation', 'test')
+    }
+    assert (
+        all(seen.values())
+        and not seen['test'] & (seen['train'] | seen['validation'])
+        and not seen['train'] & seen['validation']
+    )
+    digits = {
+        s: [tuple(i.flatten().tolist()) for i in d[:]['image']]
+        for s, d in load_digits_split().items()
+    }
+    assert [len(d) for d in digits.values()] == [1000, 297, 500] and not set(digits['test']) & (
+        set(digits['train']) | set(digits['validation'])
+    )
+
 
 def test_pitfall_7_an_image_is_standardised_by_itself():
     "elsewhere: the test set by its own mean and deviation, so that one test image changes how another is read"
-    x = torch.randint(0, 256, (4, 2, 48, 48), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    other = torch.cat([x[:1], 255 - x[1:]//3])
-    assert_close(standardised(other, 48)[0], standardised(x, 48)[0], rtol=0, atol=0); assert_close(standardised(x[:1], 48)[0], standardised(x, 48)[0])
-    for n in (1, 2): assert_close(PairCrops(48).views(other, n)[0][0], PairCrops(48).views(x, n)[0][0])
+    x = torch.randint(
+        0, 256, (4, 2, 48, 48), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
+    )
+    other = torch.cat([x[:1], 255 - x[1:] // 3])
+    assert_close(standardised(other, 48)[0], standardised(x, 48)[0], rtol=0, atol=0)
+    assert_close(standardised(x[:1], 48)[0], standardised(x, 48)[0])
+    for n in (1, 2):
+        assert_close(PairCrops(48).views(other, n)[0][0], PairCrops(48).views(x, n)[0][0])
+
 
 def test_pitfall_8_a_child_is_divided_among_parents_not_a_parent_among_children():
     "elsewhere: softmax over the children"
-    a, V = draw(2); R = em_routing(a, V, 0., 0., 1.).R
-    assert_close(R.sum(-1), torch.ones(2, 6, dtype=f64)); assert (R.sum(-2) - 1).abs().max() > .1
+    a, V = draw(2)
+    R = em_routing(a, V, 0.0, 0.0, 1.0).R
+    assert_close(R.sum(-1), torch.ones(2, 6, dtype=f64))
+    assert (R.sum(-2) - 1).abs().max() > 0.1
     R = dynamic_routing_ref(V.flatten(-2)).R
-    assert_close(R.sum(-1), torch.ones(2, 6, dtype=f64)); assert (R.sum(-2) - 1).abs().max() > .1
+    assert_close(R.sum(-1), torch.ones(2, 6, dtype=f64))
+    assert (R.sum(-2) - 1).abs().max() > 0.1
+
 
 def test_pitfall_8_squash_has_a_value_and_a_gradient_at_0():
-    s = torch.zeros(3, 4, requires_grad=True); v = squash(s)
+    s = torch.zeros(3, 4, requires_grad=True)
+    v = squash(s)
     assert (v == 0).all() and torch.autograd.grad(v.sum(), s)[0].isfinite().all()
+
 
 def test_pitfall_checkpoints_without_betas():
     names = set(MatrixCapsNet(6, 2, 3, 3).state_dict())
-    assert {f'{l}.{b}' for l in ('caps.0', 'caps.1', 'classes') for b in ('beta_a', 'beta_u')} <= names
+    assert {
+        f'{l}.{b}' for l in ('caps.0', 'caps.1', 'classes') for b in ('beta_a', 'beta_u')
+    } <= names
+
 
 def test_pitfall_batch_size_image_size_and_coordinates_baked_in():
     n = MatrixCapsNet(6, 2, 3, 3, in_channels=1)
     with torch.no_grad():
-        for shape in ((1, 1, 17, 17), (3, 1, 24, 41)): assert n(torch.randn(shape)).mu.shape == (shape[0], 5, 4, 4)
+        for shape in ((1, 1, 17, 17), (3, 1, 24, 41)):
+            assert n(torch.randn(shape)).mu.shape == (shape[0], 5, 4, 4)
+
 
 def test_pitfall_nan_with_more_iterations_or_late_in_training():
     "certainty itself: activations of 0 and 1, poses far out, as many iterations as one likes"
-    torch.manual_seed(0); l = ConvCaps(2, 3, lam=inverse_temperature, n_iters=10); a, mu = (t.float() for t in children())
-    for acts in (a.round(), 0*a, 0*a + 1):
-        mu = (1e4*mu/mu.abs().max()).detach().requires_grad_(); out = l(acts, mu)
+    torch.manual_seed(0)
+    l = ConvCaps(2, 3, lam=inverse_temperature, n_iters=10)
+    a, mu = (t.float() for t in children())
+    for acts in (a.round(), 0 * a, 0 * a + 1):
+        mu = (1e4 * mu / mu.abs().max()).detach().requires_grad_()
+        out = l(acts, mu)
         assert all(o.isfinite().all() for o in out[:3])
-        assert all(g.isfinite().all() for g in torch.autograd.grad(out.a.sum() + out.mu.sum(), [mu, *l.parameters()]))
+        assert all(
+            g.isfinite().all()
+            for g in torch.autograd.grad(out.a.sum() + out.mu.sum(), [mu, *l.parameters()])
+        )

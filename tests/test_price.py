@@ -1,121 +1,289 @@
 """What training on the treebank will cost is said before anything is loaded, and no disk is filled unasked: GPT-2-large's shape, without its weights."""
+
 import json, os, re
 from collections import namedtuple
 import pytest, torch
 
-tf = pytest.importorskip('transformers'); pytest.importorskip('datasets'); pytest.importorskip('typer')
+tf = pytest.importorskip('transformers')
+pytest.importorskip('datasets')
+pytest.importorskip('typer')
 from typer.testing import CliRunner
 from capsnb import embed, sentiment, sst
 from capsnb.cli import make_app
-from capsnb.embed import FrozenEncoder, about_tokens, price_of, read_config, tiny_transformer
-from capsnb.sentiment import eval_sst, load_run, sentiment_data, sst_samples, train_sst
-from capsnb.sst import load_sst, tiny_treebank
-tf.utils.logging.set_verbosity_error(); tf.utils.logging.disable_progress_bar()
+from capsnb.data.embed import FrozenEncoder, about_tokens, price_of, read_config, tiny_transformer
+from capsnb.lab.sentiment import eval_sst, load_run, sentiment_data, sst_samples, train_sst
+from capsnb.data.sst import load_sst, tiny_treebank
+
+tf.utils.logging.set_verbosity_error()
+tf.utils.logging.disable_progress_bar()
+
 
 @pytest.fixture(scope='module')
 def world(tmp_path_factory):
-    root = tmp_path_factory.mktemp('world'); trees = tiny_treebank(root/'trees')
+    root = tmp_path_factory.mktemp('world')
+    trees = tiny_treebank(root / 'trees')
     texts = list(load_sst(trees, 'sst5', phrases=False, official=False)['train']['text'])
-    return dict(trees=trees, model=tiny_transformer(root/'model', texts))
+    return dict(trees=trees, model=tiny_transformer(root / 'model', texts))
+
 
 @pytest.fixture(autouse=True)
 def own_places(monkeypatch, tmp_path):
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path/'xdg')); monkeypatch.setenv('HF_HUB_OFFLINE', '1')
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'xdg'))
+    monkeypatch.setenv('HF_HUB_OFFLINE', '1')
 
-class Loaded(Exception): pass
+
+class Loaded(Exception):
+    pass
+
 
 @pytest.fixture
-def large(world, tmp_path, monkeypatch): # a folder with GPT-2-large's config and nothing else; a treebank as large as the real one
-    folder = tmp_path/'large'; tf.GPT2Config(n_embd=1280, n_layer=36, n_head=20).save_pretrained(folder)
-    def never(*_, **__): raise Loaded
+def large(
+    world, tmp_path, monkeypatch
+):  # a folder with GPT-2-large's config and nothing else; a treebank as large as the real one
+    folder = tmp_path / 'large'
+    tf.GPT2Config(n_embd=1280, n_layer=36, n_head=20).save_pretrained(folder)
+
+    def never(*_, **__):
+        raise Loaded
+
     monkeypatch.setattr(embed, 'load_frozen', never)
-    many = lambda name, n: sentiment.Samples(name, ['nine words that cost what the real ones do']*n, list(range(n)), [0, 1]*(n//2))
-    monkeypatch.setattr(sentiment, 'sst_samples', lambda *_: dict(train=many('train-phrases', 159_274), validation=many('validation', 1102), test=many('test', 2210)))
+    many = lambda name, n: sentiment.Samples(
+        name, ['nine words that cost what the real ones do'] * n, list(range(n)), [0, 1] * (n // 2)
+    )
+    monkeypatch.setattr(
+        sentiment,
+        'sst_samples',
+        lambda *_: dict(
+            train=many('train-phrases', 159_274),
+            validation=many('validation', 1102),
+            test=many('test', 2210),
+        ),
+    )
     return folder
+
 
 def disk(monkeypatch, free):
     usage = namedtuple('usage', 'total used free')
-    for module in (embed, sentiment): monkeypatch.setattr(module.shutil, 'disk_usage', lambda _: usage(free, 0, free))
+    for module in (embed, sentiment):
+        monkeypatch.setattr(module.shutil, 'disk_usage', lambda _: usage(free, 0, free))
 
-def test_the_price_of_gpt2_large_comes_first_and_its_default_takes_no_disk(large, tmp_path, monkeypatch, capsys):
+
+def test_the_price_of_gpt2_large_comes_first_and_its_default_takes_no_disk(
+    large, tmp_path, monkeypatch, capsys
+):
     disk(monkeypatch, 500e9)
-    with pytest.raises(Loaded): train_sst('sst2', str(large), out=tmp_path/'run', device='cpu')
+    with pytest.raises(Loaded):
+        train_sst('sst2', str(large), out=tmp_path / 'run', device='cpu')
     said = capsys.readouterr().err
-    assert '37 hidden states of width 1,280, 774.0 million weights (3.1 GB of memory); 162,586 texts' in said
-    gb = float(re.search(r'about ([\d.]+) GB of disk in float16', said)[1]); assert 120 < gb < 180
+    assert (
+        '37 hidden states of width 1,280, 774.0 million weights (3.1 GB of memory); 162,586 texts'
+        in said
+    )
+    gb = float(re.search(r'about ([\d.]+) GB of disk in float16', said)[1])
+    assert 120 < gb < 180
     assert re.search(r'read them once takes roughly [\d.,]+ (hours|minutes)', said)
-    for way in ('--cache', '--roots', '--layers', '--on-the-fly', 'computed on the fly'): assert way in said
-    assert not (tmp_path/'run').exists() and not (tmp_path/'xdg').exists()
+    for way in ('--cache', '--roots', '--layers', '--on-the-fly', 'computed on the fly'):
+        assert way in said
+    assert not (tmp_path / 'run').exists() and not (tmp_path / 'xdg').exists()
+
 
 def test_what_was_asked_for_is_done_or_refused_before_loading(large, tmp_path, monkeypatch, capsys):
-    kw = dict(task='sst2', encoder=str(large), out=tmp_path/'run', device='cpu')
+    kw = dict(task='sst2', encoder=str(large), out=tmp_path / 'run', device='cpu')
     disk(monkeypatch, 500e9)
-    with pytest.raises(Loaded): train_sst(cache=tmp_path/'here', **kw)      # named: as large as it needs to be
+    with pytest.raises(Loaded):
+        train_sst(cache=tmp_path / 'here', **kw)  # named: as large as it needs to be
     assert 'on the fly' not in capsys.readouterr().err
     disk(monkeypatch, 50e9)
-    with pytest.raises(OSError, match=r'needs 1\d\d.* GB more, the disk has 50.00 GB.*--layers.*--roots.*--cache-dtype.*--on-the-fly'): train_sst(cache=tmp_path/'here', **kw)
-    with pytest.raises(Loaded): train_sst(layers='0,18,36', **kw)             # 11 GB: an ordinary cache
+    with pytest.raises(
+        OSError,
+        match=r'needs 1\d\d.* GB more, the disk has 50.00 GB.*--layers.*--roots.*--cache-dtype.*--on-the-fly',
+    ):
+        train_sst(cache=tmp_path / 'here', **kw)
+    with pytest.raises(Loaded):
+        train_sst(layers='0,18,36', **kw)  # 11 GB: an ordinary cache
     assert 'on the fly' not in capsys.readouterr().err
-    with pytest.raises(Loaded): train_sst(layers='0,18,36', cache_dtype='float32', **kw)
-    assert '3 hidden states' in (said := capsys.readouterr().err) and 'in float32' in said and 'on the fly' in said
+    with pytest.raises(Loaded):
+        train_sst(layers='0,18,36', cache_dtype='float32', **kw)
+    assert (
+        '3 hidden states' in (said := capsys.readouterr().err)
+        and 'in float32' in said
+        and 'on the fly' in said
+    )
     disk(monkeypatch, 5e9)
-    with pytest.raises(Loaded): train_sst(layers='0,18,36', **kw)             # ... but not on this disk
+    with pytest.raises(Loaded):
+        train_sst(layers='0,18,36', **kw)  # ... but not on this disk
     assert 'on the fly' in capsys.readouterr().err
-    for wrong, what in ((dict(layers='0,37'), 'unknown layers'), (dict(layers='x'), 'unknown layers'), (dict(cache_dtype='int8'), "'float16'"), (dict(encoder='./nowhere'), 'no folder')):
-        with pytest.raises(ValueError, match=what): train_sst(**kw | wrong)
+    for wrong, what in (
+        (dict(layers='0,37'), 'unknown layers'),
+        (dict(layers='x'), 'unknown layers'),
+        (dict(cache_dtype='int8'), "'float16'"),
+        (dict(encoder='./nowhere'), 'no folder'),
+    ):
+        with pytest.raises(ValueError, match=what):
+            train_sst(**kw | wrong)
+
 
 def test_the_size_of_gpt2_large_is_known_without_a_network(monkeypatch, tmp_path):
-    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_CACHE', str(tmp_path)); monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
+    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_CACHE', str(tmp_path))
+    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
     p = price_of(read_config('gpt2-large'), ['a film .'], device=torch.device('cpu'))
     assert (p.n_layers, p.d_emb, p.n_weights) == (37, 1280, 774_030_080)
-    with pytest.raises(OSError, match='HF_HUB_OFFLINE'): read_config('someone/model')
+    with pytest.raises(OSError, match='HF_HUB_OFFLINE'):
+        read_config('someone/model')
+
 
 def test_estimates_are_near(world):
-    encoder, texts = FrozenEncoder(world['model'], device='cpu'), sst_samples('sst5', world['trees'], False)['train'].texts
+    encoder, texts = (
+        FrozenEncoder(world['model'], device='cpu'),
+        sst_samples('sst5', world['trees'], False)['train'].texts,
+    )
     p = price_of(read_config(world['model']), texts, device=torch.device('cpu'))
-    assert abs(p.disk/encoder.cache_bytes(texts) - 1) < .25 and about_tokens(['a b c d e f g h i j']) == 12
+    assert (
+        abs(p.disk / encoder.cache_bytes(texts) - 1) < 0.25
+        and about_tokens(['a b c d e f g h i j']) == 12
+    )
+
 
 def test_the_treebank_is_read_once(world, tmp_path, monkeypatch):
     seen, read = [], sst.read_trees
     monkeypatch.setattr(sst, 'read_trees', lambda path: seen.append(path.name) or read(path))
-    train_sst('sst2', str(world['model']), out=tmp_path/'run', roots=True, epochs=1, folder=world['trees'], official=False, cache=False, progress=False, device='cpu')
+    train_sst(
+        'sst2',
+        str(world['model']),
+        out=tmp_path / 'run',
+        roots=True,
+        epochs=1,
+        folder=world['trees'],
+        official=False,
+        cache=False,
+        progress=False,
+        device='cpu',
+    )
     assert seen == ['train.txt', 'dev.txt', 'test.txt']
 
+
 def test_an_automatic_choice_is_kept_on_resume(world, tmp_path, monkeypatch, capsys):
-    kw = dict(task='sst5', encoder=str(world['model']), out=tmp_path/'run', roots=True, epochs=2, folder=world['trees'], official=False, progress=False, device='cpu')
+    kw = dict(
+        task='sst5',
+        encoder=str(world['model']),
+        out=tmp_path / 'run',
+        roots=True,
+        epochs=2,
+        folder=world['trees'],
+        official=False,
+        progress=False,
+        device='cpu',
+    )
     monkeypatch.setattr(sentiment, 'most_unasked', 100)
     fit = sentiment.fit_decks
-    def stopped(*a, **k): (tmp_path/'run').mkdir(exist_ok=True); (tmp_path/'run'/'settings.json').write_text(json.dumps(dict(settings=dict(on_the_fly=True)))); raise KeyboardInterrupt
+
+    def stopped(*a, **k):
+        (tmp_path / 'run').mkdir(exist_ok=True)
+        (tmp_path / 'run' / 'settings.json').write_text(
+            json.dumps(dict(settings=dict(on_the_fly=True)))
+        )
+        raise KeyboardInterrupt
+
     monkeypatch.setattr(sentiment, 'fit_decks', stopped)
-    with pytest.raises(KeyboardInterrupt): train_sst(**kw)
-    assert 'on the fly' in capsys.readouterr().err and not (tmp_path/'xdg').exists()
-    monkeypatch.setattr(sentiment, 'most_unasked', 1e9)                       # now a cache would do
-    def look(net, deck, *a, **k): assert isinstance(deck.source, tuple) and a[-1]['on_the_fly'] is True; raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        train_sst(**kw)
+    assert 'on the fly' in capsys.readouterr().err and not (tmp_path / 'xdg').exists()
+    monkeypatch.setattr(sentiment, 'most_unasked', 1e9)  # now a cache would do
+
+    def look(net, deck, *a, **k):
+        assert isinstance(deck.source, tuple) and a[-1]['on_the_fly'] is True
+        raise KeyboardInterrupt
+
     monkeypatch.setattr(sentiment, 'fit_decks', look)
-    with pytest.raises(KeyboardInterrupt): train_sst(resume=True, **kw)
+    with pytest.raises(KeyboardInterrupt):
+        train_sst(resume=True, **kw)
+
 
 def test_a_cache_that_is_there_is_used_whatever_its_size(world, tmp_path, monkeypatch):
     encoder = FrozenEncoder(world['model'], device='cpu')
-    kw = dict(task='sst5', encoder=encoder, folder=world['trees'], official=False, roots=True, progress=False)
-    sentiment_data(**kw); monkeypatch.setattr(sentiment, 'most_unasked', 100)
+    kw = dict(
+        task='sst5',
+        encoder=encoder,
+        folder=world['trees'],
+        official=False,
+        roots=True,
+        progress=False,
+    )
+    sentiment_data(**kw)
+    monkeypatch.setattr(sentiment, 'most_unasked', 100)
     assert isinstance(sentiment_data(**kw)['train'].source, sentiment.EmbeddingCache)
     assert isinstance(sentiment_data(**kw, dtype='bfloat16')['train'].source, tuple)
 
+
 def test_layers_and_dtype_from_the_command_line_to_the_evaluation(world, tmp_path):
-    def capsnb(*args): return CliRunner().invoke(make_app(), [str(a) for a in args])
-    more = ('--data', world['trees'], '--cache', tmp_path/'cache', '--device', 'cpu')
-    r = capsnb('train', 'sst', '--encoder', world['model'], '--layers', '0,2', '--cache-dtype', 'bfloat16', '--roots', '--epochs', 1, '--out', tmp_path/'run', '--any-treebank', '--progress', *more)
+    def capsnb(*args):
+        return CliRunner().invoke(make_app(), [str(a) for a in args])
+
+    more = ('--data', world['trees'], '--cache', tmp_path / 'cache', '--device', 'cpu')
+    r = capsnb(
+        'train',
+        'sst',
+        '--encoder',
+        world['model'],
+        '--layers',
+        '0,2',
+        '--cache-dtype',
+        'bfloat16',
+        '--roots',
+        '--epochs',
+        1,
+        '--out',
+        tmp_path / 'run',
+        '--any-treebank',
+        '--progress',
+        *more,
+    )
     assert r.exit_code == 0, r.output
-    note = json.loads((tmp_path/'run'/'task.json').read_text()); assert note['layers'] == [0, 2] and note['cache_dtype'] == 'bfloat16' and note['revision'] is None
+    note = json.loads((tmp_path / 'run' / 'task.json').read_text())
+    assert (
+        note['layers'] == [0, 2] and note['cache_dtype'] == 'bfloat16' and note['revision'] is None
+    )
     assert r.output.index('reading the treebank') < r.output.index('2 hidden states of width 32')
-    assert capsnb('eval', tmp_path/'run', *more).exit_code == 0 and sorted(p.name for p in next((tmp_path/'cache').iterdir()).iterdir()) == ['test-bfloat16', 'train-bfloat16', 'validation-bfloat16']
+    assert capsnb('eval', tmp_path / 'run', *more).exit_code == 0 and sorted(
+        p.name for p in next((tmp_path / 'cache').iterdir()).iterdir()
+    ) == ['test-bfloat16', 'train-bfloat16', 'validation-bfloat16']
+
 
 def test_every_odd_entry_of_a_runs_note_is_one_sentence(world, tmp_path):
-    train_sst('sst2', str(world['model']), out=tmp_path/'run', roots=True, epochs=1, folder=world['trees'], official=False, cache=False, progress=False, device='cpu')
-    path = tmp_path/'run'/'task.json'; good, n = json.loads(path.read_text()), 0
+    train_sst(
+        'sst2',
+        str(world['model']),
+        out=tmp_path / 'run',
+        roots=True,
+        epochs=1,
+        folder=world['trees'],
+        official=False,
+        cache=False,
+        progress=False,
+        device='cpu',
+    )
+    path = tmp_path / 'run' / 'task.json'
+    good, n = json.loads(path.read_text()), 0
     for key in good:
         for value in (None, True, -1, 0, 10**9, 1.5, 'x', '', [], [0], ['x'], {}, KeyError):
-            path.write_text(json.dumps({k: value if k == key else v for k, v in good.items() if k != key or value is not KeyError})); n += 1
-            try: eval_sst(tmp_path/'run', 'test', None, world['trees'], False, 'cpu', progress=False)
-            except (ValueError, OSError) as e: assert len(str(e).splitlines()) == 1 and type(e) in (ValueError, OSError, FileNotFoundError), repr(e)
+            path.write_text(
+                json.dumps(
+                    {
+                        k: value if k == key else v
+                        for k, v in good.items()
+                        if k != key or value is not KeyError
+                    }
+                )
+            )
+            n += 1
+            try:
+                eval_sst(
+                    tmp_path / 'run', 'test', None, world['trees'], False, 'cpu', progress=False
+                )
+            except (ValueError, OSError) as e:
+                assert len(str(e).splitlines()) == 1 and type(e) in (
+                    ValueError,
+                    OSError,
+                    FileNotFoundError,
+                ), repr(e)
     assert n > 150

@@ -1,4 +1,5 @@
 """The README is what index.ipynb says, and its builder does what it promises."""
+
 import base64, importlib.util, json, os, re, runpy, subprocess, sys
 from pathlib import Path
 import nbformat
@@ -7,170 +8,329 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 import capsnb
 
 root = Path(__file__).resolve().parent.parent
-spec = importlib.util.spec_from_file_location('readme', root/'.ci'/'readme.py')
-readme = importlib.util.module_from_spec(spec); spec.loader.exec_module(readme)
+spec = importlib.util.spec_from_file_location('readme', root / '.ci' / 'readme.py')
+readme = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(readme)
 
 png = base64.b64encode(b'\x89PNG fig').decode()
-def figure(): return new_output('display_data', {'image/png': png, 'text/plain': '<Figure>'})
-def markdown(text): return new_output('execute_result', {'text/markdown': text, 'text/plain': '<Markdown>'})
+
+
+def figure():
+    return new_output('display_data', {'image/png': png, 'text/plain': '<Figure>'})
+
+
+def markdown(text):
+    return new_output('execute_result', {'text/markdown': text, 'text/plain': '<Markdown>'})
+
 
 @pytest.fixture
 def project(tmp_path):
     "Writes nbs/index.ipynb from cells (after a title) and returns the root."
-    (tmp_path/'nbs').mkdir()
-    (tmp_path/'nbs'/'00_core.ipynb').write_text('{}')
-    (tmp_path/'LICENSE').write_text('free')
+    (tmp_path / 'nbs').mkdir()
+    (tmp_path / 'nbs' / '00_core.ipynb').write_text('{}')
+    (tmp_path / 'LICENSE').write_text('free')
+
     def write(*cells, title='# T\n\n> about T'):
         nb = new_notebook(cells=[new_markdown_cell(title), *cells])
-        for i, c in enumerate(nb.cells): c['id'] = f'{i:08x}'
-        nbformat.write(nb, tmp_path/'nbs'/'index.ipynb')
+        for i, c in enumerate(nb.cells):
+            c['id'] = f'{i:08x}'
+        nbformat.write(nb, tmp_path / 'nbs' / 'index.ipynb')
         return tmp_path
+
     return write
 
-def text(root): return readme.build(root)['README.md'].decode()
 
-def test_readme_is_up_to_date(): assert readme.main(['--check', '--root', str(root)]) == 0
+def text(root):
+    return readme.build(root)['README.md'].decode()
+
+
+def test_readme_is_up_to_date():
+    assert readme.main(['--check', '--root', str(root)]) == 0
+
 
 def test_title_comes_first_then_the_warning(project):
-    assert text(project(new_markdown_cell('Hello.'))) == f'# T\n\n> about T\n\n{readme.warning}\n\nHello.\n'
+    assert (
+        text(project(new_markdown_cell('Hello.')))
+        == f'# T\n\n> about T\n\n{readme.warning}\n\nHello.\n'
+    )
 
-@pytest.mark.parametrize('head', ['#| hide', '#| export', '#|export', '#| exporti', '#| default_exp core', '#| include: false'])
+
+@pytest.mark.parametrize(
+    'head',
+    ['#| hide', '#| export', '#|export', '#| exporti', '#| default_exp core', '#| include: false'],
+)
 def test_cells_left_out(project, head):
-    assert text(project(new_code_cell(f'{head}\nsecret = 1', outputs=[markdown('secret')]))) == text(project())
+    assert text(
+        project(new_code_cell(f'{head}\nsecret = 1', outputs=[markdown('secret')]))
+    ) == text(project())
+
 
 def test_a_shown_cell_loses_its_directives_and_hidden_lines(project):
-    cell = new_code_cell('#| slow\n#| code-fold: true\n\nx = 1  # a comment stays\ny = 2 #| hide_line\nx', outputs=[new_output('stream', text='one\ntwo\n')])
-    assert text(project(cell)).endswith('```python\nx = 1  # a comment stays\nx\n```\n\n    one\n    two\n')
+    cell = new_code_cell(
+        '#| slow\n#| code-fold: true\n\nx = 1  # a comment stays\ny = 2 #| hide_line\nx',
+        outputs=[new_output('stream', text='one\ntwo\n')],
+    )
+    assert text(project(cell)).endswith(
+        '```python\nx = 1  # a comment stays\nx\n```\n\n    one\n    two\n'
+    )
+
 
 def test_echo_false_keeps_the_output(project):
-    got = text(project(new_code_cell('#| echo: false\nsecret()', outputs=[markdown('| a |\n|---|\n| 1 |')])))
+    got = text(
+        project(
+            new_code_cell('#| echo: false\nsecret()', outputs=[markdown('| a |\n|---|\n| 1 |')])
+        )
+    )
     assert 'secret' not in got and got.endswith('| a |\n|---|\n| 1 |\n')
+
 
 def test_output_false_keeps_the_code(project):
     got = text(project(new_code_cell('#| output: false\nf()', outputs=[markdown('secret')])))
     assert 'secret' not in got and 'f()' in got
 
+
 def test_streams(project):
-    shown = text(project(new_code_cell('#| echo: false\n#| output: asis\n#| filter_stream Warn\nf()', outputs=[new_output('stream', text='**bold**\nWarning!\n')])))
+    shown = text(
+        project(
+            new_code_cell(
+                '#| echo: false\n#| output: asis\n#| filter_stream Warn\nf()',
+                outputs=[new_output('stream', text='**bold**\nWarning!\n')],
+            )
+        )
+    )
     assert shown.endswith('\n\n**bold**\n')
 
+
 def test_figures_have_names_captions_and_the_stored_bytes(project):
-    root = project(new_code_cell('#| label: fig-x\n#| fig-cap: "What, and why."\n#| fig-alt: A dot.\nplot()', outputs=[figure(), figure()]),
-                   new_code_cell('plot()', outputs=[figure()]))
+    root = project(
+        new_code_cell(
+            '#| label: fig-x\n#| fig-cap: "What, and why."\n#| fig-alt: A dot.\nplot()',
+            outputs=[figure(), figure()],
+        ),
+        new_code_cell('plot()', outputs=[figure()]),
+    )
     built = readme.build(root)
-    assert set(built) == {'README.md', 'README_files/fig-x.png', 'README_files/fig-x-1.png', 'README_files/cell-00000002.png'}
+    assert set(built) == {
+        'README.md',
+        'README_files/fig-x.png',
+        'README_files/fig-x-1.png',
+        'README_files/cell-00000002.png',
+    }
     assert built['README_files/fig-x.png'] == b'\x89PNG fig'
     assert '![A dot.](README_files/fig-x.png)\n\n*What, and why.*' in built['README.md'].decode()
 
+
 def test_links_are_moved_to_the_root_but_not_in_code(project):
     page = '[a](00_core.ipynb#x) [b](../LICENSE) [c](https://x.org/a) [d](#why)\n\n```\n[e](nothing.md)\n```'
-    got = text(project(new_markdown_cell(page), new_code_cell('1', outputs=[markdown('[f](00_core.ipynb)')])))
-    for link in ('[a](nbs/00_core.ipynb#x)', '[b](LICENSE)', '[c](https://x.org/a)', '[d](#why)', '[e](nothing.md)', '[f](nbs/00_core.ipynb)'):
+    got = text(
+        project(
+            new_markdown_cell(page), new_code_cell('1', outputs=[markdown('[f](00_core.ipynb)')])
+        )
+    )
+    for link in (
+        '[a](nbs/00_core.ipynb#x)',
+        '[b](LICENSE)',
+        '[c](https://x.org/a)',
+        '[d](#why)',
+        '[e](nothing.md)',
+        '[f](nbs/00_core.ipynb)',
+    ):
         assert link in got
 
-@pytest.mark.parametrize('cell, message', [
-    (new_markdown_cell('[a](nothing.ipynb)'), "links to 'nothing.ipynb', which does not exist"),
-    (new_code_cell('1/0', outputs=[new_output('error', ename='ZeroDivisionError', evalue='by zero')]), 'holds an error: ZeroDivisionError: by zero')])
+
+@pytest.mark.parametrize(
+    'cell, message',
+    [
+        (new_markdown_cell('[a](nothing.ipynb)'), "links to 'nothing.ipynb', which does not exist"),
+        (
+            new_code_cell(
+                '1/0', outputs=[new_output('error', ename='ZeroDivisionError', evalue='by zero')]
+            ),
+            'holds an error: ZeroDivisionError: by zero',
+        ),
+    ],
+)
 def test_what_cannot_be_shown_is_an_error(project, cell, message):
-    with pytest.raises(ValueError, match=message): readme.build(project(cell))
+    with pytest.raises(ValueError, match=message):
+        readme.build(project(cell))
+
 
 def test_a_page_without_title_is_an_error(project):
-    with pytest.raises(ValueError, match='must begin with a markdown cell'): readme.build(project(title='no title'))
+    with pytest.raises(ValueError, match='must begin with a markdown cell'):
+        readme.build(project(title='no title'))
+
 
 def test_write_check_and_stale_figures(project, capsys):
     root = project(new_code_cell('#| label: fig-x\nplot()', outputs=[figure()]))
     args = ['--root', str(root)]
-    assert readme.main(['--check', *args]) == 1 and not (root/'README.md').exists()
+    assert readme.main(['--check', *args]) == 1 and not (root / 'README.md').exists()
     assert readme.main(args) == 0
-    before = (root/'README.md').stat().st_mtime_ns
+    before = (root / 'README.md').stat().st_mtime_ns
     assert readme.main(['--check', *args]) == 0 and readme.main(args) == 0
-    assert (root/'README.md').stat().st_mtime_ns == before, "an unchanged file was written again"
-    (root/'README_files'/'old.png').write_bytes(b'old')
+    assert (root / 'README.md').stat().st_mtime_ns == before, "an unchanged file was written again"
+    (root / 'README_files' / 'old.png').write_bytes(b'old')
     assert readme.main(['--check', *args]) == 1
-    assert readme.main(args) == 0 and not (root/'README_files'/'old.png').exists()
-    (root/'README.md').write_text('edited by hand')
+    assert readme.main(args) == 0 and not (root / 'README_files' / 'old.png').exists()
+    (root / 'README.md').write_text('edited by hand')
     capsys.readouterr()
     assert readme.main(['--check', *args]) == 1 and '-edited by hand' in capsys.readouterr().out
 
+
 def test_command_line_exit_status(project):
     root = project()
-    run = lambda *a: subprocess.run([sys.executable, str(readme.__file__), '--root', str(root), *a], capture_output=True).returncode
+    run = lambda *a: (
+        subprocess.run(
+            [sys.executable, str(readme.__file__), '--root', str(root), *a], capture_output=True
+        ).returncode
+    )
     assert [run('--check'), run(), run('--check')] == [1, 0, 0]
+
 
 @pytest.fixture
 def package(monkeypatch):
     "What setup.py hands to setuptools, and its functions."
     said = {}
     monkeypatch.setattr('setuptools.setup', said.update)
-    scope = runpy.run_path(str(root/'setup.py'))
+    scope = runpy.run_path(str(root / 'setup.py'))
     return said, scope
 
-def commands(): return re.findall(r"^pip install .*&&.*$", (root/'README.md').read_text(encoding='utf-8'), re.M)
+
+def commands():
+    return re.findall(
+        r"^pip install .*&&.*$", (root / 'README.md').read_text(encoding='utf-8'), re.M
+    )
+
 
 def test_the_two_commands():
-    assert commands() == ["pip install '.[train]' && capsnb demo", "pip install -e '.[dev]' && nbdev_test && pytest"]
+    assert commands() == [
+        "pip install '.[train]' && capsnb demo",
+        "pip install -e '.[dev]' && nbdev_test && pytest",
+    ]
+
 
 def test_the_versions_that_are_promised(package):
-    page = (root/'README.md').read_text(encoding='utf-8')
-    alone, to_train = re.search(r"PyTorch \(≥ ([\d.]+)\) and .*?PyTorch ≥ ([\d.]+)\.", page).groups()
+    page = (root / 'README.md').read_text(encoding='utf-8')
+    alone, to_train = re.search(
+        r"PyTorch \(≥ ([\d.]+)\) and .*?PyTorch ≥ ([\d.]+)\.", page
+    ).groups()
     said, _ = package
     assert f'torch>={alone}' in said['install_requires']
     assert f'torch>={to_train}' in said['extras_require']['train']
     assert f"Python ≥ {said['python_requires'].removeprefix('>=')}." in page
 
-def table_cell(name, begin):
-    return next(c for c in nbformat.read(root/'nbs'/name, 4).cells if c.cell_type == 'code' and begin in c.source)
 
-@pytest.mark.parametrize('name, begin', [('index.ipynb', '#| label: tbl-notebooks'), ('index.ipynb', '#| label: tbl-results'), ('60_results.ipynb', 'wanted = ')])
+def table_cell(name, begin):
+    return next(
+        c
+        for c in nbformat.read(root / 'nbs' / name, 4).cells
+        if c.cell_type == 'code' and begin in c.source
+    )
+
+
+@pytest.mark.parametrize(
+    'name, begin',
+    [
+        ('index.ipynb', '#| label: tbl-notebooks'),
+        ('index.ipynb', '#| label: tbl-results'),
+        ('60_results.ipynb', 'wanted = '),
+    ],
+)
 def test_tables_show_the_files_of_today(name, begin, monkeypatch):
     "The stored output of a table equals what its cell says now."
     cell = table_cell(name, begin)
     from IPython.display import Markdown
-    monkeypatch.chdir(root/'nbs')
+
+    monkeypatch.chdir(root / 'nbs')
     scope = {'json': json, 'Path': Path, 'Markdown': Markdown}
     *body, last = re.split(r'^(?=Markdown\()', cell.source, flags=re.M)
     exec('\n'.join(body), scope)
-    assert eval(last, scope).data == cell.outputs[0].data['text/markdown'], \
+    assert eval(last, scope).data == cell.outputs[0].data['text/markdown'], (
         f"run nbs/{name} again: jupyter nbconvert --to notebook --execute --inplace nbs/{name} && nbdev_clean && python .ci/readme.py"
+    )
+
 
 def rows_in(folder, name, begin, monkeypatch):
-    monkeypatch.chdir(folder); (folder/'results').mkdir(exist_ok=True)
+    monkeypatch.chdir(folder)
+    (folder / 'results').mkdir(exist_ok=True)
     scope = {'json': json, 'Path': Path}
     exec(table_cell(name, begin).source.replace('Markdown(', 'table = (', 1), scope)
     return scope['table'].split('\n')[2:]
 
+
 def test_results_are_read_and_never_invented(tmp_path, monkeypatch):
-    def table(): return rows_in(tmp_path, '60_results.ipynb', 'wanted = ', monkeypatch)
+    def table():
+        return rows_in(tmp_path, '60_results.ipynb', 'wanted = ', monkeypatch)
+
     assert len(table()) == 15 and all('| not measured here |' in r for r in table())
-    (tmp_path/'results'/'demo.json').write_text(json.dumps(dict(headline={'capsules': '97.1 %', 'CNN': '98.0 %'}, device='x86 CPU', command='capsnb demo')))
-    (tmp_path/'results'/'routing_speed.json').write_text(json.dumps(dict(device='x86 CPU')))
-    (tmp_path/'results'/'em_floor.json').write_text(json.dumps(dict(headline='2×', command='again', runs={'a': dict(seconds=90), 'b': dict(seconds=30)})))
-    (tmp_path/'results'/'new_thing.json').write_text(json.dumps(dict(headline='3×')))
-    (tmp_path/'results'/'raw.json').write_text('{}')
+    (tmp_path / 'results' / 'demo.json').write_text(
+        json.dumps(
+            dict(
+                headline={'capsules': '97.1 %', 'CNN': '98.0 %'},
+                device='x86 CPU',
+                command='capsnb demo',
+            )
+        )
+    )
+    (tmp_path / 'results' / 'routing_speed.json').write_text(json.dumps(dict(device='x86 CPU')))
+    (tmp_path / 'results' / 'em_floor.json').write_text(
+        json.dumps(
+            dict(
+                headline='2×', command='again', runs={'a': dict(seconds=90), 'b': dict(seconds=30)}
+            )
+        )
+    )
+    (tmp_path / 'results' / 'new_thing.json').write_text(json.dumps(dict(headline='3×')))
+    (tmp_path / 'results' / 'raw.json').write_text('{}')
     rows = table()
     assert sum('not measured here' in r for r in rows) == 12 and len(rows) == 17
-    assert any('capsules](results/demo.json) | 97.1 % | x86 CPU | `capsnb demo` |' in r for r in rows)
+    assert any(
+        'capsules](results/demo.json) | 97.1 % | x86 CPU | `capsnb demo` |' in r for r in rows
+    )
     assert any('](results/routing_speed.json) | see the file | x86 CPU |' in r for r in rows)
-    assert any('| `rm nbs/results/em_floor.json; again` | 2 min |' in r for r in rows)       # kept runs would be kept
+    assert any(
+        '| `rm nbs/results/em_floor.json; again` | 2 min |' in r for r in rows
+    )  # kept runs would be kept
     assert rows[-1].startswith('| [new thing](results/new_thing.json) | 3× |')
 
+
 def test_the_short_table_is_read_too(tmp_path, monkeypatch):
-    def table(): return rows_in(tmp_path, 'index.ipynb', '#| label: tbl-results', monkeypatch)
+    def table():
+        return rows_in(tmp_path, 'index.ipynb', '#| label: tbl-results', monkeypatch)
+
     assert len(table()) == 10 and all('| not measured here |' in r for r in table())
-    (tmp_path/'results'/'toys_poses.json').write_text(json.dumps(dict(headline={'R² of the true elevation, novel toys, linear probe on class capsules, mean of 3 seeds': '0.5'})))
-    assert sum('not measured here' in r for r in table()) == 9 and any('class capsule 0.5 |' in r for r in table())
+    (tmp_path / 'results' / 'toys_poses.json').write_text(
+        json.dumps(
+            dict(
+                headline={
+                    'R² of the true elevation, novel toys, linear probe on class capsules, mean of 3 seeds': '0.5'
+                }
+            )
+        )
+    )
+    assert sum('not measured here' in r for r in table()) == 9 and any(
+        'class capsule 0.5 |' in r for r in table()
+    )
+
 
 def test_every_number_of_the_short_table_was_measured(monkeypatch):
-    rows = rows_in(root/'nbs', 'index.ipynb', '#| label: tbl-results', monkeypatch)
+    rows = rows_in(root / 'nbs', 'index.ipynb', '#| label: tbl-results', monkeypatch)
     assert not any('not measured here' in r for r in rows)
 
+
 def test_usage_runs(capsys):
-    page = (root/'README.md').read_text(encoding='utf-8')
+    page = (root / 'README.md').read_text(encoding='utf-8')
     blocks = re.findall(r'^```python\n(.*?)^```', page, re.M | re.S)
     assert blocks
-    for block in blocks: exec(block, {})
+    for block in blocks:
+        exec(block, {})
     shapes = capsys.readouterr().out.splitlines()
-    assert shapes == ['torch.Size([2, 10]) torch.Size([2, 10, 4, 4]) torch.Size([2, 10, 4, 4])', 'torch.Size([2, 6, 6, 16]) torch.Size([2, 6, 6, 16, 4, 4])', 'torch.Size([2, 5])', 'torch.Size([2, 10, 16])']
+    assert shapes == [
+        'torch.Size([2, 10]) torch.Size([2, 10, 4, 4]) torch.Size([2, 10, 4, 4])',
+        'torch.Size([2, 6, 6, 16]) torch.Size([2, 6, 6, 16, 4, 4])',
+        'torch.Size([2, 5])',
+        'torch.Size([2, 10, 16])',
+    ]
+
 
 def targets(page):
     "Where the links and pictures of a page lead; code is left out."
@@ -179,29 +339,34 @@ def targets(page):
     found += re.findall(r'^\s*\[[^\]]+\]:\s*(\S+)', prose, re.M)
     return found + re.findall(r'(?:src|href)\s*=\s*["\']?([^"\'\s>]+)', prose)
 
+
 def test_a_package_index_shows_absolute_links_to_files_that_exist(package):
     said, _ = package
     page = said['long_description']
     pages = 'https://github.com/capsnb/capsnb/blob/main/'
     files = 'https://raw.githubusercontent.com/capsnb/capsnb/main/'
     links = targets(page)
-    assert len(links) == len(targets((root/'README.md').read_text(encoding='utf-8'))) > 30
+    assert len(links) == len(targets((root / 'README.md').read_text(encoding='utf-8'))) > 30
     assert not [o for o in links if not o.startswith('https://')]
     ours = [o for o in links if o.startswith((pages, files))]
     assert len(ours) > 30
-    for o in ours: assert (root/o.removeprefix(pages).removeprefix(files)).exists(), o
+    for o in ours:
+        assert (root / o.removeprefix(pages).removeprefix(files)).exists(), o
     assert f']({files}README_files/fig-votes.png)' in page and f']({pages}LICENSE)' in page
     assert said['long_description_content_type'] == 'text/markdown'
 
+
 def test_the_readme_keeps_its_relative_links():
-    links = targets((root/'README.md').read_text(encoding='utf-8'))
+    links = targets((root / 'README.md').read_text(encoding='utf-8'))
     assert {'README_files/fig-votes.png', 'LICENSE', 'nbs/00_core.ipynb'} <= set(links)
+
 
 def test_links_in_code_and_elsewhere_stay(package):
     absolute = package[1]['absolute']
     page = '[a](https://x.org/a) [b](mailto:a@x.org)\n\n```\n[c](d.md)\n```\n'
     assert absolute(page) == page
     assert absolute('[why](#why)') == '[why](https://github.com/capsnb/capsnb#why)'
+
 
 def test_what_the_package_says_of_itself(package):
     said, _ = package

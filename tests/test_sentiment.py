@@ -1,29 +1,59 @@
 """Training on a treebank: decks from a cache and on the fly, interrupted runs, caches and encoders that do not belong, the command line."""
+
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
 import pytest, torch
 from torch.testing import assert_close
 
-pytest.importorskip('transformers'); pytest.importorskip('datasets'); pytest.importorskip('typer')
+pytest.importorskip('transformers')
+pytest.importorskip('datasets')
+pytest.importorskip('typer')
 from typer.testing import CliRunner
 from capsnb.cli import make_app
-from capsnb.embed import FrozenEncoder, tiny_transformer
-from capsnb.sentiment import TextDeck, TextMixup, eval_sst, linear_probes, load_run, sentiment_data, train_sst
-from capsnb.sst import load_sst, tiny_treebank
-from capsnb.text import SSTNet
+from capsnb.data.embed import FrozenEncoder, tiny_transformer
+from capsnb.lab.sentiment import (
+    TextDeck,
+    TextMixup,
+    eval_sst,
+    linear_probes,
+    load_run,
+    sentiment_data,
+    train_sst,
+)
+from capsnb.data.sst import load_sst, tiny_treebank
+from capsnb.lab.text import SSTNet
 
 ROOT = Path(__file__).resolve().parents[1]
 
+
 @pytest.fixture(scope='module')
 def world(tmp_path_factory):
-    root = tmp_path_factory.mktemp('world'); trees = tiny_treebank(root/'trees')
+    root = tmp_path_factory.mktemp('world')
+    trees = tiny_treebank(root / 'trees')
     texts = list(load_sst(trees, 'sst5', phrases=False, official=False)['train']['text'])
-    return dict(root=root, trees=trees, texts=texts, model=tiny_transformer(root/'model', texts), other=tiny_transformer(root/'other', texts, seed=1))
+    return dict(
+        root=root,
+        trees=trees,
+        texts=texts,
+        model=tiny_transformer(root / 'model', texts),
+        other=tiny_transformer(root / 'other', texts, seed=1),
+    )
+
 
 @pytest.fixture(scope='module')
-def encoder(world): return FrozenEncoder(world['model'], device='cpu')
+def encoder(world):
+    return FrozenEncoder(world['model'], device='cpu')
 
-def data(world, encoder, task='sst5', **kw): return sentiment_data(task, encoder, world['trees'], False, **{**dict(roots=True, cache=world['root']/'cache', progress=False), **kw})
+
+def data(world, encoder, task='sst5', **kw):
+    return sentiment_data(
+        task,
+        encoder,
+        world['trees'],
+        False,
+        **{**dict(roots=True, cache=world['root'] / 'cache', progress=False), **kw},
+    )
+
 
 def test_cache_and_on_the_fly_give_the_network_the_same(world, encoder):
     a, b = data(world, encoder), data(world, encoder, cache=False)
@@ -31,116 +61,338 @@ def test_cache_and_on_the_fly_give_the_network_the_same(world, encoder):
     for split in a:
         x, y = (d[split].read(list(range(4))) for d in (a, b))
         assert torch.equal(a[split].labels, b[split].labels)
-        assert_close(net(*x).a, net(*y).a, atol=1e-3, rtol=1e-3)                                           # half precision on disk
+        assert_close(net(*x).a, net(*y).a, atol=1e-3, rtol=1e-3)  # half precision on disk
+
 
 @pytest.mark.parametrize('task', ['sst5', 'sst2'])
 @pytest.mark.parametrize('roots', [True, False])
 @pytest.mark.parametrize('limit', [None, 3])
 def test_every_sample_has_its_own_text_and_label(world, encoder, task, roots, limit):
-    decks, wanted = data(world, encoder, task, roots=roots, limit=limit), load_sst(world['trees'], task, not roots, False)
+    decks, wanted = (
+        data(world, encoder, task, roots=roots, limit=limit),
+        load_sst(world['trees'], task, not roots, False),
+    )
     for split, deck in decks.items():
-        n = len(wanted[split]); part = wanted[split].select([k*n//min(n, limit or n) for k in range(min(n, limit or n))])
+        n = len(wanted[split])
+        part = wanted[split].select(
+            [k * n // min(n, limit or n) for k in range(min(n, limit or n))]
+        )
         texts, labels = list(part['text']), list(part['label'])
         assert len(deck) == len(texts) and deck.labels.tolist() == labels
-        for k in range(0, len(deck), 3): assert deck.read([k])[1].shape[0] == len(encoder.tokens([texts[k]])[0])
-        k = len(deck) - 1; assert_close(deck.read([k])[1], encoder([texts[k]]).embs[0], atol=2e-3, rtol=2e-3)
+        for k in range(0, len(deck), 3):
+            assert deck.read([k])[1].shape[0] == len(encoder.tokens([texts[k]])[0])
+        k = len(deck) - 1
+        assert_close(deck.read([k])[1], encoder([texts[k]]).embs[0], atol=2e-3, rtol=2e-3)
+
 
 def test_mixup_is_the_blend_it_says(world, encoder):
-    deck = data(world, encoder)['train']; deck.deal(2); raw = deck.__getitems__([0, 1, 2, 3, 4]); out = TextMixup(5)(raw)
+    deck = data(world, encoder)['train']
+    deck.deal(2)
+    raw = deck.__getitems__([0, 1, 2, 3, 4])
+    out = TextMixup(5)(raw)
     y = torch.nn.functional.one_hot(raw['labels'], 5).float()
     assert 0 <= out['lam'] <= 1 and sorted(out['partner'].tolist()) == list(range(5))
-    assert_close(out['labels'], out['lam']*y + (1 - out['lam'])*y[out['partner']])
-    assert set(TextMixup(5, 0.)(raw)) == {'mask', 'embs', 'labels'}
+    assert_close(out['labels'], out['lam'] * y + (1 - out['lam']) * y[out['partner']])
+    assert set(TextMixup(5, 0.0)(raw)) == {'mask', 'embs', 'labels'}
 
-@pytest.mark.parametrize('kw, what', [(dict(task='sst3'), "task must be 'sst5' or 'sst2'"), (dict(epochs=0), 'expected epochs'), (dict(limit=0), 'expected limit'),
-                                      (dict(lr=(1, .1)), 'expected lr'), (dict(dataloader_persistent_workers=True, dataloader_num_workers=1), 'persistent_workers to be False'), (dict(device='cuda:77'), 'is not available'), (dict(encoder='./nowhere'), 'no folder')])
-def test_what_makes_no_sense_is_refused_before_anything_is_written(world, encoder, tmp_path, kw, what):
+
+@pytest.mark.parametrize(
+    'kw, what',
+    [
+        (dict(task='sst3'), "task must be 'sst5' or 'sst2'"),
+        (dict(epochs=0), 'expected epochs'),
+        (dict(limit=0), 'expected limit'),
+        (dict(lr=(1, 0.1)), 'expected lr'),
+        (
+            dict(dataloader_persistent_workers=True, dataloader_num_workers=1),
+            'persistent_workers to be False',
+        ),
+        (dict(device='cuda:77'), 'is not available'),
+        (dict(encoder='./nowhere'), 'no folder'),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_is_written(
+    world, encoder, tmp_path, kw, what
+):
     with pytest.raises(ValueError, match=what):
-        train_sst(**{**dict(encoder=encoder, out=tmp_path/'run', roots=True, folder=world['trees'], official=False, cache=False, progress=False), **kw})
-    assert not (tmp_path/'run').exists()
+        train_sst(
+            **{
+                **dict(
+                    encoder=encoder,
+                    out=tmp_path / 'run',
+                    roots=True,
+                    folder=world['trees'],
+                    official=False,
+                    cache=False,
+                    progress=False,
+                ),
+                **kw,
+            }
+        )
+    assert not (tmp_path / 'run').exists()
+
 
 def test_decks_refuse_what_does_not_fit(world, encoder):
     source = (encoder, world['texts'])
-    with pytest.raises(ValueError, match='one label for each'): TextDeck(source, [0, 1], [3])
-    with pytest.raises(ValueError, match='of the source'): TextDeck(source, [0], [99])
-    with pytest.raises(ValueError, match='at least one'): TextDeck(source, [], [])
+    with pytest.raises(ValueError, match='one label for each'):
+        TextDeck(source, [0, 1], [3])
+    with pytest.raises(ValueError, match='of the source'):
+        TextDeck(source, [0], [99])
+    with pytest.raises(ValueError, match='at least one'):
+        TextDeck(source, [], [])
+
 
 def test_on_the_fly_trains_as_from_a_cache(world, encoder, tmp_path):
-    kw = dict(task='sst5', encoder=encoder, roots=True, epochs=2, folder=world['trees'], official=False, progress=False, device='cpu')
-    a, b = (train_sst(out=tmp_path/f'{k}', cache=c, **kw) for k, c in enumerate((False, world['root']/'cache')))
-    for x, y in zip(a['history'], b['history']): assert abs(x['loss'] - y['loss']) < 1e-2
-    batch = sentiment_data('sst5', encoder, world['trees'], False, True, cache=False)['train'].__getitems__([0, 1])
-    assert not any(isinstance(v, torch.Tensor) and v.requires_grad for v in batch.values()) and batch['texts'] == world['texts'][:2]   # nothing on a device before it is time
+    kw = dict(
+        task='sst5',
+        encoder=encoder,
+        roots=True,
+        epochs=2,
+        folder=world['trees'],
+        official=False,
+        progress=False,
+        device='cpu',
+    )
+    a, b = (
+        train_sst(out=tmp_path / f'{k}', cache=c, **kw)
+        for k, c in enumerate((False, world['root'] / 'cache'))
+    )
+    for x, y in zip(a['history'], b['history']):
+        assert abs(x['loss'] - y['loss']) < 1e-2
+    batch = sentiment_data('sst5', encoder, world['trees'], False, True, cache=False)[
+        'train'
+    ].__getitems__([0, 1])
+    assert (
+        not any(isinstance(v, torch.Tensor) and v.requires_grad for v in batch.values())
+        and batch['texts'] == world['texts'][:2]
+    )  # nothing on a device before it is time
+
 
 def test_only_what_is_asked_for_is_encoded(world, encoder, tmp_path):
-    sentiment_data('sst5', encoder, world['trees'], False, True, cache=tmp_path, progress=False, splits=('test',))
+    sentiment_data(
+        'sst5',
+        encoder,
+        world['trees'],
+        False,
+        True,
+        cache=tmp_path,
+        progress=False,
+        splits=('test',),
+    )
     assert [p.name for p in next(tmp_path.iterdir()).iterdir()] == ['test']
 
+
 def test_published_and_own_recipe_differ_where_they_say(world, encoder, tmp_path):
-    kw = dict(task='sst5', encoder=encoder, roots=True, epochs=1, folder=world['trees'], official=False, cache=False, progress=False, device='cpu')
-    a, b = (train_sst(out=tmp_path/f'{p}', published=p, **kw) for p in (True, False))
-    assert a['lr'] == [1e-5, 5e-4] and b['lr'] == [1e-5, 2e-3] and a['architecture'] != b['architecture']
-    net = lambda p: load_run(tmp_path/f'{p}', encoder, 'cpu')[0].routings[0]
+    kw = dict(
+        task='sst5',
+        encoder=encoder,
+        roots=True,
+        epochs=1,
+        folder=world['trees'],
+        official=False,
+        cache=False,
+        progress=False,
+        device='cpu',
+    )
+    a, b = (train_sst(out=tmp_path / f'{p}', published=p, **kw) for p in (True, False))
+    assert (
+        a['lr'] == [1e-5, 5e-4]
+        and b['lr'] == [1e-5, 2e-3]
+        and a['architecture'] != b['architecture']
+    )
+    net = lambda p: load_run(tmp_path / f'{p}', encoder, 'cpu')[0].routings[0]
     assert (net(True).eps, net(True).init, net(False).eps) == ('paper', 'paper', 'auto')
+
 
 def test_layers_dtype_and_place_are_remembered(world, tmp_path, monkeypatch):
     monkeypatch.chdir(world['root'])
     encoder = FrozenEncoder('model', layers=[2, 0], dtype='bfloat16', device='cpu')
-    train_sst('sst5', encoder, out=tmp_path, roots=True, epochs=1, folder=world['trees'], official=False, cache=False, progress=False, device='cpu')
+    train_sst(
+        'sst5',
+        encoder,
+        out=tmp_path,
+        roots=True,
+        epochs=1,
+        folder=world['trees'],
+        official=False,
+        cache=False,
+        progress=False,
+        device='cpu',
+    )
     monkeypatch.chdir('/')
     net, found, _ = load_run(tmp_path, None, 'cpu')
-    assert found.layers == [2, 0] and found.dtype == torch.bfloat16 and net.depth_emb.shape[0] == 2 and torch.equal(found(['A play.']).embs, encoder(['A play.']).embs)
+    assert (
+        found.layers == [2, 0]
+        and found.dtype == torch.bfloat16
+        and net.depth_emb.shape[0] == 2
+        and torch.equal(found(['A play.']).embs, encoder(['A play.']).embs)
+    )
+
 
 def test_a_stopped_rerun_does_not_pass_for_the_old_one(world, encoder, tmp_path, monkeypatch):
-    kw = dict(task='sst5', encoder=encoder, roots=True, epochs=1, folder=world['trees'], official=False, cache=False, progress=False, device='cpu')
+    kw = dict(
+        task='sst5',
+        encoder=encoder,
+        roots=True,
+        epochs=1,
+        folder=world['trees'],
+        official=False,
+        cache=False,
+        progress=False,
+        device='cpu',
+    )
     train_sst(out=tmp_path, **kw)
-    def stop(*args, **kw): raise KeyboardInterrupt
-    monkeypatch.setattr('capsnb.train.run_training', stop)
-    with pytest.raises(KeyboardInterrupt): train_sst(out=tmp_path, overwrite=True, **kw)
-    with pytest.raises(ValueError, match='has not come to its end'): load_run(tmp_path, encoder, 'cpu')
+
+    def stop(*args, **kw):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr('capsnb.lab.train.run_training', stop)
+    with pytest.raises(KeyboardInterrupt):
+        train_sst(out=tmp_path, overwrite=True, **kw)
+    with pytest.raises(ValueError, match='has not come to its end'):
+        load_run(tmp_path, encoder, 'cpu')
+
 
 def test_probes_are_ranked_by_validation_and_fitted_on_training_data(world, encoder):
-    decks = data(world, encoder, 'sst2'); rows = linear_probes(decks, strengths=(.1, 10.))
-    assert [r['valid_accuracy'] for r in rows] == sorted((r['valid_accuracy'] for r in rows), reverse=True) and len(rows) == 6
-    swapped = linear_probes({**decks, 'validation': decks['test'], 'test': decks['validation']}, strengths=(.1, 10.))
+    decks = data(world, encoder, 'sst2')
+    rows = linear_probes(decks, strengths=(0.1, 10.0))
+    assert [r['valid_accuracy'] for r in rows] == sorted(
+        (r['valid_accuracy'] for r in rows), reverse=True
+    ) and len(rows) == 6
+    swapped = linear_probes(
+        {**decks, 'validation': decks['test'], 'test': decks['validation']}, strengths=(0.1, 10.0)
+    )
     key = lambda r: (r['layer'], r['C'])
-    for r, q in zip(sorted(rows, key=key), sorted(swapped, key=key)): assert (r['valid_accuracy'], r['test_accuracy']) == (q['test_accuracy'], q['valid_accuracy'])
+    for r, q in zip(sorted(rows, key=key), sorted(swapped, key=key)):
+        assert (r['valid_accuracy'], r['test_accuracy']) == (
+            q['test_accuracy'],
+            q['valid_accuracy'],
+        )
+
 
 def test_a_run_belongs_to_its_encoder(world, encoder, tmp_path):
-    m = train_sst('sst2', encoder, out=tmp_path, roots=True, epochs=1, folder=world['trees'], official=False, cache=False, progress=False, device='cpu')
-    assert abs(eval_sst(tmp_path, 'test', folder=world['trees'], cache=False, device='cpu')['accuracy'] - m['test_accuracy']) < 1e-6
-    with pytest.raises(ValueError, match='is another transformer'): load_run(tmp_path, world['other'], 'cpu')
-    with pytest.raises(ValueError, match='no finished run'): load_run(tmp_path/'none')
-    with pytest.raises(ValueError, match='split must be'): eval_sst(tmp_path, 'dev')
+    m = train_sst(
+        'sst2',
+        encoder,
+        out=tmp_path,
+        roots=True,
+        epochs=1,
+        folder=world['trees'],
+        official=False,
+        cache=False,
+        progress=False,
+        device='cpu',
+    )
+    assert (
+        abs(
+            eval_sst(tmp_path, 'test', folder=world['trees'], cache=False, device='cpu')['accuracy']
+            - m['test_accuracy']
+        )
+        < 1e-6
+    )
+    with pytest.raises(ValueError, match='is another transformer'):
+        load_run(tmp_path, world['other'], 'cpu')
+    with pytest.raises(ValueError, match='no finished run'):
+        load_run(tmp_path / 'none')
+    with pytest.raises(ValueError, match='split must be'):
+        eval_sst(tmp_path, 'dev')
+
 
 COMMON = '''
-from capsnb.embed import FrozenEncoder; from capsnb.sentiment import train_sst
+from capsnb.data.embed import FrozenEncoder; from capsnb.lab.sentiment import train_sst
 def go(model, trees, out, resume): return train_sst('sst5', FrozenEncoder(model, device='cpu'), out=out, epochs=6, folder=trees, official=False, cache=str(out)+'-cache',
     progress=False, device='cpu', resume=resume, save_steps=1, batch_size=4, roots=True)
 '''
 
+
 def test_killed_and_resumed_is_as_if_nothing_had_happened(world, tmp_path):
     env = {**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
-    def start(out, resume): return subprocess.Popen([sys.executable, '-c', f"{COMMON}\ngo({str(world['model'])!r}, {str(world['trees'])!r}, {str(out)!r}, {resume})"], env=env)
-    assert start(tmp_path/'whole', False).wait(300) == 0
-    p = start(tmp_path/'cut', False); limit = time.time() + 200
-    while len(list((tmp_path/'cut'/'checkpoints').glob('checkpoint-*/seal.json'))) < 2 and time.time() < limit: time.sleep(.02)
-    p.send_signal(signal.SIGKILL); p.wait()
-    assert not (tmp_path/'cut'/'metrics.json').exists(), 'it finished before it was killed'
-    assert start(tmp_path/'cut', True).wait(300) == 0
-    whole, cut = (json.loads((tmp_path/k/'metrics.json').read_text()) for k in ('whole', 'cut'))
-    assert [r['loss'] for r in whole['history']] == [r['loss'] for r in cut['history']] and whole['test_accuracy'] == cut['test_accuracy']
-    assert (tmp_path/'whole'/'model.safetensors').read_bytes() == (tmp_path/'cut'/'model.safetensors').read_bytes()
 
-def capsnb(*args): return CliRunner().invoke(make_app(), [str(a) for a in args])
+    def start(out, resume):
+        return subprocess.Popen(
+            [
+                sys.executable,
+                '-c',
+                f"{COMMON}\ngo({str(world['model'])!r}, {str(world['trees'])!r}, {str(out)!r}, {resume})",
+            ],
+            env=env,
+        )
+
+    assert start(tmp_path / 'whole', False).wait(300) == 0
+    p = start(tmp_path / 'cut', False)
+    limit = time.time() + 200
+    while (
+        len(list((tmp_path / 'cut' / 'checkpoints').glob('checkpoint-*/seal.json'))) < 2
+        and time.time() < limit
+    ):
+        time.sleep(0.02)
+    p.send_signal(signal.SIGKILL)
+    p.wait()
+    assert not (tmp_path / 'cut' / 'metrics.json').exists(), 'it finished before it was killed'
+    assert start(tmp_path / 'cut', True).wait(300) == 0
+    whole, cut = (json.loads((tmp_path / k / 'metrics.json').read_text()) for k in ('whole', 'cut'))
+    assert [r['loss'] for r in whole['history']] == [r['loss'] for r in cut['history']] and whole[
+        'test_accuracy'
+    ] == cut['test_accuracy']
+    assert (tmp_path / 'whole' / 'model.safetensors').read_bytes() == (
+        tmp_path / 'cut' / 'model.safetensors'
+    ).read_bytes()
+
+
+def capsnb(*args):
+    return CliRunner().invoke(make_app(), [str(a) for a in args])
+
 
 def test_help_and_mistakes_on_the_command_line(world, tmp_path):
-    for option in ('--task', '--encoder', '--roots', '--epochs', '--seed', '--limit'): assert option in capsnb('train', 'sst', '--help').output
-    assert capsnb('train', 'sts').exit_code == 2 and capsnb('train', 'sst', '--epochs', 0).exit_code == 2
-    (tmp_path/'empty').mkdir()
-    for args, what in ((('train', 'sst', '--encoder', tmp_path/'empty', '--data', world['trees'], '--any-treebank'), 'holds no model'),
-                       (('train', 'sst', '--encoder', world['model'], '--data', tmp_path/'empty', '--out', tmp_path/'run'), 'expected train.txt'),
-                       (('train', 'sst', '--encoder', world['model'], '--data', world['trees'], '--out', tmp_path/'run'), 'expected 8,544 trees'),
-                       (('eval', tmp_path), 'no finished run'), (('explain', 'A film.', '--run', tmp_path), 'no finished run')):
-        r = capsnb(*args); assert r.exit_code == 1 and what in r.output, r.output
+    for option in ('--task', '--encoder', '--roots', '--epochs', '--seed', '--limit'):
+        assert option in capsnb('train', 'sst', '--help').output
+    assert (
+        capsnb('train', 'sts').exit_code == 2
+        and capsnb('train', 'sst', '--epochs', 0).exit_code == 2
+    )
+    (tmp_path / 'empty').mkdir()
+    for args, what in (
+        (
+            (
+                'train',
+                'sst',
+                '--encoder',
+                tmp_path / 'empty',
+                '--data',
+                world['trees'],
+                '--any-treebank',
+            ),
+            'holds no model',
+        ),
+        (
+            (
+                'train',
+                'sst',
+                '--encoder',
+                world['model'],
+                '--data',
+                tmp_path / 'empty',
+                '--out',
+                tmp_path / 'run',
+            ),
+            'expected train.txt',
+        ),
+        (
+            (
+                'train',
+                'sst',
+                '--encoder',
+                world['model'],
+                '--data',
+                world['trees'],
+                '--out',
+                tmp_path / 'run',
+            ),
+            'expected 8,544 trees',
+        ),
+        (('eval', tmp_path), 'no finished run'),
+        (('explain', 'A film.', '--run', tmp_path), 'no finished run'),
+    ):
+        r = capsnb(*args)
+        assert r.exit_code == 1 and what in r.output, r.output
         assert 'Traceback' not in r.output

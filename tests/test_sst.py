@@ -1,37 +1,82 @@
-"Fuzz and download tests of the sentiment trees; what reads well in prose is in nbs/12_sst.ipynb."
+"Fuzz and download tests of the sentiment trees; what reads well in prose is in nbs/data/36_sst.ipynb."
+
 import hashlib, os, re, threading, time, tracemalloc, zipfile
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 from capsnb import sst
-from capsnb.files import holds
+from capsnb.data.files import holds
 from web import Web
-from capsnb.sst import (Tree, download_sst, fetch, files, find_sst, load_sst, parse_tree, phrase_keys, phrase_text, read_sst, read_trees,
-                        restore, tiny_treebank, tree_layout, unique_phrases)
+from capsnb.data.sst import (
+    Tree,
+    download_sst,
+    fetch,
+    files,
+    find_sst,
+    load_sst,
+    parse_tree,
+    phrase_keys,
+    phrase_text,
+    read_sst,
+    read_trees,
+    restore,
+    tiny_treebank,
+    tree_layout,
+    unique_phrases,
+)
 
 some = settings(max_examples=300, deadline=None, derandomize=True)
 few = settings(max_examples=60, deadline=None, derandomize=True)
-words = st.one_of(st.sampled_from(['a', "n't", '.', '-LRB-', 'and\\/or', '\\*', '2\u00a01\\/2', 'Fauré', '3', '\u2028', '\x85']),
-                  st.text(st.characters(exclude_characters='()', exclude_categories=['Cc', 'Cs', 'Zs']), min_size=1, max_size=5))
+words = st.one_of(
+    st.sampled_from(
+        [
+            'a',
+            "n't",
+            '.',
+            '-LRB-',
+            'and\\/or',
+            '\\*',
+            '2\u00a01\\/2',
+            'Fauré',
+            '3',
+            '\u2028',
+            '\x85',
+        ]
+    ),
+    st.text(
+        st.characters(exclude_characters='()', exclude_categories=['Cc', 'Cs', 'Zs']),
+        min_size=1,
+        max_size=5,
+    ),
+)
 labels = st.sampled_from('01234')
-lines = st.recursive(st.builds('({} {})'.format, labels, words), lambda t: st.builds('({} {} {})'.format, labels, t, t), max_leaves=12)
+lines = st.recursive(
+    st.builds('({} {})'.format, labels, words),
+    lambda t: st.builds('({} {} {})'.format, labels, t, t),
+    max_leaves=12,
+)
 
 
 @pytest.fixture
-def tiny(tmp_path): return tiny_treebank(tmp_path/'tiny')
+def tiny(tmp_path):
+    return tiny_treebank(tmp_path / 'tiny')
+
 
 @pytest.fixture(autouse=True)
 def no_machine(monkeypatch, tmp_path):
     "no test finds the data, the cache or the web of the machine it runs on"
     monkeypatch.delenv('CAPSNB_DATA', raising=False)
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path/'xdg'))
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'xdg'))
     monkeypatch.setitem(sst.archive, 'url', 'http://127.0.0.1:1/a.zip')
 
 
 # ---- one line ----
 
-def by_recursion(line): # an independent reader, for sound lines only: nested (label, word) or (label, left, right)
+
+def by_recursion(
+    line,
+):  # an independent reader, for sound lines only: nested (label, word) or (label, left, right)
     def read(at):
         label, at = line[at + 1], at + 3
         if line[at] != '(':
@@ -40,18 +85,25 @@ def by_recursion(line): # an independent reader, for sound lines only: nested (l
         left, at = read(at)
         right, at = read(at + 1)
         return (label, left, right), at + 1
+
     return read(0)[0]
+
 
 def nested(tree, k=0):
     start, _, label = tree.nodes[k]
     parts = tree.parts(k)
-    return (str(label), *(nested(tree, p) for p in parts)) if parts else (str(label), tree.words[start])
+    return (
+        (str(label), *(nested(tree, p) for p in parts))
+        if parts
+        else (str(label), tree.words[start])
+    )
+
 
 @some
 @given(lines)
 def test_reads_what_is_there(line):
     tree = parse_tree(line)
-    assert str(tree) == line and len(tree.nodes) == 2*len(tree.words) - 1
+    assert str(tree) == line and len(tree.nodes) == 2 * len(tree.words) - 1
     assert nested(tree) == by_recursion(line)
     assert tree.nodes[0] == (0, len(tree.words), int(line[1])) and tree.label == int(line[1])
     for k, (start, end, _) in enumerate(tree.nodes):
@@ -59,215 +111,371 @@ def test_reads_what_is_there(line):
             (a, b, _), (c, d, _) = (tree.nodes[p] for p in parts)
             assert start == a < b == c < d == end
 
+
 @few
 @given(lines)
 def test_cut_lines_are_refused(line):
     for i in range(len(line)):
-        for damaged in (line[:i], line[i + 1:]):
-            with pytest.raises(ValueError, match=r'^here, column \d+: expected .+, got '): parse_tree(damaged, 'here')
+        for damaged in (line[:i], line[i + 1 :]):
+            with pytest.raises(ValueError, match=r'^here, column \d+: expected .+, got '):
+                parse_tree(damaged, 'here')
+
 
 @few
 @given(lines)
 def test_brackets_too_few_or_many_are_refused(line):
     for i, c in enumerate(line):
         if c in '()':
-            for damaged in (line[:i] + line[i + 1:], line[:i] + c + line[i:]):
-                with pytest.raises(ValueError, match=r'^here, column \d+: expected .+, got '): parse_tree(damaged, 'here')
+            for damaged in (line[:i] + line[i + 1 :], line[:i] + c + line[i:]):
+                with pytest.raises(ValueError, match=r'^here, column \d+: expected .+, got '):
+                    parse_tree(damaged, 'here')
+
 
 @few
 @given(lines, st.sampled_from(['5', '9', '-', '', 'x', '12', '٣', ' ', '(']))
 def test_labels_outside_0_to_4_are_refused(line, label):
     for m in re.finditer(r'\([0-4] ', line):
-        damaged = line[:m.start() + 1] + label + line[m.start() + 2:]
-        with pytest.raises(ValueError, match=r'column \d+: expected .+, got '): parse_tree(damaged)
+        damaged = line[: m.start() + 1] + label + line[m.start() + 2 :]
+        with pytest.raises(ValueError, match=r'column \d+: expected .+, got '):
+            parse_tree(damaged)
+
 
 @some
-@given(lines, st.lists(st.tuples(st.integers(0, 200), st.integers(0, 3), st.text(st.sampled_from('() 0123459a\t\n\u00a0é'), max_size=3)), min_size=1, max_size=4))
+@given(
+    lines,
+    st.lists(
+        st.tuples(
+            st.integers(0, 200),
+            st.integers(0, 3),
+            st.text(st.sampled_from('() 0123459a\t\n\u00a0é'), max_size=3),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+)
 def test_random_damage_is_refused_or_read_as_it_stands(line, edits):
-    for at, n, new in edits: line = line[:at] + new + line[at + n:]
-    try: tree = parse_tree(line)
-    except ValueError as e: assert re.match(r'line 1, column \d+: expected ', str(e))
-    else: assert str(tree) == line and nested(tree) == by_recursion(line)
+    for at, n, new in edits:
+        line = line[:at] + new + line[at + n :]
+    try:
+        tree = parse_tree(line)
+    except ValueError as e:
+        assert re.match(r'line 1, column \d+: expected ', str(e))
+    else:
+        assert str(tree) == line and nested(tree) == by_recursion(line)
+
 
 @some
 @given(st.text(st.sampled_from('() 1a'), max_size=40) | st.text(max_size=40))
 def test_random_text(line):
-    try: assert str(parse_tree(line)) == line
-    except ValueError as e: assert re.match(r'line 1, column \d+: expected ', str(e))
+    try:
+        assert str(parse_tree(line)) == line
+    except ValueError as e:
+        assert re.match(r'line 1, column \d+: expected ', str(e))
 
-@pytest.mark.parametrize('line, column, expected', [
-    ('', 1, "'('"), (' (2 a)', 1, "'('"), ('(2 a) ', 6, 'nothing after'), ('(2 a)\r', 6, 'nothing after'), ('(2 )', 4, "'('"), ('()', 1, "'('"), ('2', 1, "'('"),
-    ('(2  a)', 4, "'('"), ('(2 a b)', 4, "'('"), ('(2 (2 a))', 9, "' ' and a second"), ('(2 (2 a)  (2 b))', 10, "'('"), ('(2 (2 a) (2 b) )', 15, "')' after two"),
-    ('(2 (2 a)(2 b))', 9, "' ' and a second"), ('(2 (2 a) b)', 10, "'('"), ('(2 a (2 b))', 4, "'('"), ('\ufeff(2 a)', 1, "'('"), ('(2 (2 a) (2 b) (2 c))', 15, "')' after two")])
+
+@pytest.mark.parametrize(
+    'line, column, expected',
+    [
+        ('', 1, "'('"),
+        (' (2 a)', 1, "'('"),
+        ('(2 a) ', 6, 'nothing after'),
+        ('(2 a)\r', 6, 'nothing after'),
+        ('(2 )', 4, "'('"),
+        ('()', 1, "'('"),
+        ('2', 1, "'('"),
+        ('(2  a)', 4, "'('"),
+        ('(2 a b)', 4, "'('"),
+        ('(2 (2 a))', 9, "' ' and a second"),
+        ('(2 (2 a)  (2 b))', 10, "'('"),
+        ('(2 (2 a) (2 b) )', 15, "')' after two"),
+        ('(2 (2 a)(2 b))', 9, "' ' and a second"),
+        ('(2 (2 a) b)', 10, "'('"),
+        ('(2 a (2 b))', 4, "'('"),
+        ('\ufeff(2 a)', 1, "'('"),
+        ('(2 (2 a) (2 b) (2 c))', 15, "')' after two"),
+    ],
+)
 def test_messages(line, column, expected):
-    with pytest.raises(ValueError, match=re.escape(f'f line 3, column {column}: expected {expected}')): parse_tree(line, 'f line 3')
+    with pytest.raises(
+        ValueError, match=re.escape(f'f line 3, column {column}: expected {expected}')
+    ):
+        parse_tree(line, 'f line 3')
+
 
 @pytest.mark.parametrize('branch', ['left', 'right'])
 def test_deep_trees(branch):
     line = '(1 w0)'
-    for n in range(1, 5000): line = f'(2 {line} (3 w{n}))' if branch == 'left' else f'(2 (3 w{n}) {line})'
+    for n in range(1, 5000):
+        line = f'(2 {line} (3 w{n}))' if branch == 'left' else f'(2 (3 w{n}) {line})'
     tree = parse_tree(line)
-    assert len(tree.words) == 5000 and len(tree_layout(tree)) == 9999 and max(y for _, y in tree_layout(tree)) == 4999
-    assert hash(line) == hash(str(tree))       # on a failure, do not print a megabyte
-    with pytest.raises(ValueError, match='got the end of the line'): parse_tree(line[:-1])
+    assert (
+        len(tree.words) == 5000
+        and len(tree_layout(tree)) == 9999
+        and max(y for _, y in tree_layout(tree)) == 4999
+    )
+    assert hash(line) == hash(str(tree))  # on a failure, do not print a megabyte
+    with pytest.raises(ValueError, match='got the end of the line'):
+        parse_tree(line[:-1])
+
 
 def test_restore():
-    assert [restore(w) for w in '-LRB- -RRB- -LSB- -RSB- -LCB- -RCB- and\\/or \\*\\*'.split(' ')] == ['(', ')', '[', ']', '{', '}', 'and/or', '**']
-    for w in ("``", "''", '-lrb-', 'x-LRB-', '\\', 'a\\b', '--'): assert restore(w) == w
+    assert [
+        restore(w) for w in '-LRB- -RRB- -LSB- -RSB- -LCB- -RCB- and\\/or \\*\\*'.split(' ')
+    ] == ['(', ')', '[', ']', '{', '}', 'and/or', '**']
+    for w in ("``", "''", '-lrb-', 'x-LRB-', '\\', 'a\\b', '--'):
+        assert restore(w) == w
     tree = parse_tree('(2 (2 2\u00a01\\/2) (2 -RRB-))')
-    assert phrase_text(tree) == '2 1/2 )' and phrase_text(tree, 1) == ')' and phrase_text(tree, 0, 1) == '2 1/2'
+    assert (
+        phrase_text(tree) == '2 1/2 )'
+        and phrase_text(tree, 1) == ')'
+        and phrase_text(tree, 0, 1) == '2 1/2'
+    )
 
 
 # ---- files ----
 
+
 def test_line_ends_and_empty_files(tmp_path):
-    path = tmp_path/'f.txt'
+    path = tmp_path / 'f.txt'
     for text in (b'(2 a)\n(3 b)\n', b'(2 a)\r\n(3 b)\r\n', b'(2 a)\n(3 b)'):
         path.write_bytes(text)
         assert [str(t) for t in read_trees(path)] == ['(2 a)', '(3 b)']
-    path.write_bytes(b''); assert read_trees(path) == []
+    path.write_bytes(b'')
+    assert read_trees(path) == []
 
-@pytest.mark.parametrize('damage, message', [
-    (lambda b: b[:-3], 'line 12, column'), (lambda b: b.replace(b'\n', b'\n\n', 1), 'line 2, column 1: '), (lambda b: b + b'\n', 'line 13, column 1: '),
-    (lambda b: b.replace('é'.encode(), b'\xe9'), 'line 8: expected UTF-8'), (lambda b: b.replace(b'(0 dreadful)', b'(dreadful)', 1), 'line 4, column 41: '),
-    (lambda b: b'\xef\xbb\xbf' + b, 'line 1, column 1: '), (lambda b: b.decode().encode('utf-16'), 'line 1: expected UTF-8'),
-    (lambda b: b.replace(b'\n', b' ', 1), 'line 1, column 71: expected nothing after the tree'), (lambda b: b.replace(b'\n', b'\r'), 'line 1, column 71: ')])
+
+@pytest.mark.parametrize(
+    'damage, message',
+    [
+        (lambda b: b[:-3], 'line 12, column'),
+        (lambda b: b.replace(b'\n', b'\n\n', 1), 'line 2, column 1: '),
+        (lambda b: b + b'\n', 'line 13, column 1: '),
+        (lambda b: b.replace('é'.encode(), b'\xe9'), 'line 8: expected UTF-8'),
+        (lambda b: b.replace(b'(0 dreadful)', b'(dreadful)', 1), 'line 4, column 41: '),
+        (lambda b: b'\xef\xbb\xbf' + b, 'line 1, column 1: '),
+        (lambda b: b.decode().encode('utf-16'), 'line 1: expected UTF-8'),
+        (lambda b: b.replace(b'\n', b' ', 1), 'line 1, column 71: expected nothing after the tree'),
+        (lambda b: b.replace(b'\n', b'\r'), 'line 1, column 71: '),
+    ],
+)
 def test_damaged_files_name_file_and_line(tiny, damage, message):
-    path = tiny/'train.txt'
+    path = tiny / 'train.txt'
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ValueError, match=re.escape(f'{path} {message}')) as e: load_sst(tiny, official=False)
-    assert type(e.value) is ValueError         # not its subclass UnicodeDecodeError
+    with pytest.raises(ValueError, match=re.escape(f'{path} {message}')) as e:
+        load_sst(tiny, official=False)
+    assert type(e.value) is ValueError  # not its subclass UnicodeDecodeError
+
 
 def test_a_file_cut_anywhere(tiny, tmp_path):
-    whole, path = (tiny/'dev.txt').read_bytes(), tmp_path/'cut.txt'
+    whole, path = (tiny / 'dev.txt').read_bytes(), tmp_path / 'cut.txt'
     for n in range(len(whole)):
         path.write_bytes(whole[:n])
-        if n == 0 or whole[n - 1:n] == b'\n' or whole[n:n + 1] == b'\n': assert len(read_trees(path)) == whole[:n + 1].count(b'\n')   # whole lines: the count tells
+        if n == 0 or whole[n - 1 : n] == b'\n' or whole[n : n + 1] == b'\n':
+            assert len(read_trees(path)) == whole[: n + 1].count(
+                b'\n'
+            )  # whole lines: the count tells
         else:
-            with pytest.raises(ValueError, match=rf'cut.txt line {whole[:n].count(bytes([10])) + 1}'): read_trees(path)
+            with pytest.raises(
+                ValueError, match=rf'cut.txt line {whole[:n].count(bytes([10])) + 1}'
+            ):
+                read_trees(path)
+
 
 def test_another_label_of_a_known_phrase(tiny):
-    path = tiny/'train.txt'
+    path = tiny / 'train.txt'
     path.write_bytes(path.read_bytes().replace(b'(2 evening)))\n(4', b'(3 evening)))\n(4', 1))
-    with pytest.raises(ValueError, match=re.escape(f"{path} line 11: 'evening' has label 2, but label 3 in line 1")): load_sst(tiny, official=False)
+    with pytest.raises(
+        ValueError, match=re.escape(f"{path} line 11: 'evening' has label 2, but label 3 in line 1")
+    ):
+        load_sst(tiny, official=False)
     assert load_sst(tiny, phrases=False, official=False)['train'].num_rows == 12
 
+
 def test_the_official_files_are_told_by_number_and_content(tiny, monkeypatch):
-    with pytest.raises(ValueError, match=r'train.txt line 12: expected 8,544 trees, got 12; load with official=False'): read_sst(tiny)
+    with pytest.raises(
+        ValueError,
+        match=r'train.txt line 12: expected 8,544 trees, got 12; load with official=False',
+    ):
+        read_sst(tiny)
     monkeypatch.setattr(sst, 'sizes', dict(train=12, validation=4, test=4))
-    monkeypatch.setattr(sst, '_sums', {split: hashlib.sha256((tiny/name).read_bytes()).hexdigest() for split, name in files.items()})
+    monkeypatch.setattr(
+        sst,
+        '_sums',
+        {
+            split: hashlib.sha256((tiny / name).read_bytes()).hexdigest()
+            for split, name in files.items()
+        },
+    )
     assert len(read_sst(tiny)['train']) == 12
-    for name in files.values(): (tiny/name).write_bytes((tiny/name).read_bytes().replace(b'\n', b'\r\n'))
-    assert len(read_sst(tiny)['test']) == 4     # a checkout on Windows
-    (tiny/'dev.txt').write_bytes((tiny/'dev.txt').read_bytes().replace(b'witty', b'wiity'))
-    with pytest.raises(ValueError, match=r'dev.txt: expected trees with SHA-256 .* a word or label differs'): read_sst(tiny)
+    for name in files.values():
+        (tiny / name).write_bytes((tiny / name).read_bytes().replace(b'\n', b'\r\n'))
+    assert len(read_sst(tiny)['test']) == 4  # a checkout on Windows
+    (tiny / 'dev.txt').write_bytes((tiny / 'dev.txt').read_bytes().replace(b'witty', b'wiity'))
+    with pytest.raises(
+        ValueError, match=r'dev.txt: expected trees with SHA-256 .* a word or label differs'
+    ):
+        read_sst(tiny)
 
 
 # ---- where it is ----
 
+
 def test_order_of_places(tiny, tmp_path, monkeypatch):
-    cache = tiny_treebank(tmp_path/'xdg'/'capsnb'/'sst')
+    cache = tiny_treebank(tmp_path / 'xdg' / 'capsnb' / 'sst')
     assert find_sst() == cache
     monkeypatch.setenv('CAPSNB_DATA', '')
     assert find_sst() == cache
-    monkeypatch.setenv('CAPSNB_DATA', str(tmp_path/'data'))
-    with pytest.raises(FileNotFoundError, match=r"CAPSNB_DATA.*found none of them"): find_sst()
-    (tmp_path/'data').mkdir()
-    assert find_sst() == cache                 # a data folder with other data sets only
-    data = tiny_treebank(tmp_path/'data'/'sst')
+    monkeypatch.setenv('CAPSNB_DATA', str(tmp_path / 'data'))
+    with pytest.raises(FileNotFoundError, match=r"CAPSNB_DATA.*found none of them"):
+        find_sst()
+    (tmp_path / 'data').mkdir()
+    assert find_sst() == cache  # a data folder with other data sets only
+    data = tiny_treebank(tmp_path / 'data' / 'sst')
     assert find_sst() == data and find_sst(tiny) == tiny
-    (data/'test.txt').unlink()
-    with pytest.raises(FileNotFoundError, match=re.escape("(CAPSNB_DATA) or its sub-folder 'sst', found ['train.txt', 'dev.txt']")): find_sst()
-    assert find_sst(tiny_treebank(tmp_path/'archive'/'trees').parent) == tmp_path/'archive'/'trees'
-    for bad in ('', tmp_path, str(tmp_path/'nowhere')):
-        with pytest.raises(FileNotFoundError, match='found none of them'): find_sst(bad)
+    (data / 'test.txt').unlink()
+    with pytest.raises(
+        FileNotFoundError,
+        match=re.escape("(CAPSNB_DATA) or its sub-folder 'sst', found ['train.txt', 'dev.txt']"),
+    ):
+        find_sst()
+    assert (
+        find_sst(tiny_treebank(tmp_path / 'archive' / 'trees').parent)
+        == tmp_path / 'archive' / 'trees'
+    )
+    for bad in ('', tmp_path, str(tmp_path / 'nowhere')):
+        with pytest.raises(FileNotFoundError, match='found none of them'):
+            find_sst(bad)
+
 
 def test_nothing_to_be_had(tmp_path):
-    with pytest.raises(ConnectionError, match='name that in CAPSNB_DATA or as `folder`'): load_sst()
-    assert not any(p.is_file() for p in (tmp_path/'xdg').rglob('*'))
-    with pytest.raises(ValueError, match="task must be 'sst5' or 'sst2', got 'SST-5'"): load_sst(task='SST-5')
+    with pytest.raises(ConnectionError, match='name that in CAPSNB_DATA or as `folder`'):
+        load_sst()
+    assert not any(p.is_file() for p in (tmp_path / 'xdg').rglob('*'))
+    with pytest.raises(ValueError, match="task must be 'sst5' or 'sst2', got 'SST-5'"):
+        load_sst(task='SST-5')
+
 
 @pytest.fixture
 def web(tiny, tmp_path):
-    with zipfile.ZipFile(tmp_path/'a.zip', 'w') as z:
-        for name in files.values(): z.write(tiny/name, f'trees/{name}')
-    class Here(Web): body, asked = (tmp_path/'a.zip').read_bytes(), []
+    with zipfile.ZipFile(tmp_path / 'a.zip', 'w') as z:
+        for name in files.values():
+            z.write(tiny / name, f'trees/{name}')
+
+    class Here(Web):
+        body, asked = (tmp_path / 'a.zip').read_bytes(), []
+
     server = ThreadingHTTPServer(('127.0.0.1', 0), Here)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    Here.source = dict(url=f'http://127.0.0.1:{server.server_port}/a.zip', size=len(Here.body), sha256=hashlib.sha256(Here.body).hexdigest())
+    Here.source = dict(
+        url=f'http://127.0.0.1:{server.server_port}/a.zip',
+        size=len(Here.body),
+        sha256=hashlib.sha256(Here.body).hexdigest(),
+    )
     yield Here
-    server.shutdown(); server.server_close()
+    server.shutdown()
+    server.server_close()
 
-def same(a, b): return all((a/name).read_bytes() == (b/name).read_bytes() for name in files.values())
+
+def same(a, b):
+    return all((a / name).read_bytes() == (b / name).read_bytes() for name in files.values())
+
 
 @pytest.mark.parametrize('ranges', [True, False])
 def test_download_goes_on_where_it_broke_off(web, tiny, tmp_path, ranges):
     web.breaks, web.ranges, n = 2, ranges, len(web.body)
-    for have in ([n//3, n//3 + (n - n//3)//3] if ranges else [n//3, n//3]):
-        with pytest.raises(ConnectionError, match=rf'broke off after {have:,} of {n:,} bytes.*CAPSNB_DATA'): download_sst(tmp_path/'c', web.source)
-        assert [p.name for p in (tmp_path/'c').iterdir()] == ['archive.zip.part'] and (tmp_path/'c'/'archive.zip.part').stat().st_size == have
-    assert download_sst(tmp_path/'c', web.source) == tmp_path/'c' and same(tmp_path/'c', tiny)
-    assert sorted(p.name for p in (tmp_path/'c').iterdir()) == sorted(files.values())
-    assert web.asked[0] is None and web.asked[1] == f'bytes={n//3}-' and len(web.asked) == 3
+    for have in [n // 3, n // 3 + (n - n // 3) // 3] if ranges else [n // 3, n // 3]:
+        with pytest.raises(
+            ConnectionError, match=rf'broke off after {have:,} of {n:,} bytes.*CAPSNB_DATA'
+        ):
+            download_sst(tmp_path / 'c', web.source)
+        assert [p.name for p in (tmp_path / 'c').iterdir()] == ['archive.zip.part'] and (
+            tmp_path / 'c' / 'archive.zip.part'
+        ).stat().st_size == have
+    assert download_sst(tmp_path / 'c', web.source) == tmp_path / 'c' and same(tmp_path / 'c', tiny)
+    assert sorted(p.name for p in (tmp_path / 'c').iterdir()) == sorted(files.values())
+    assert web.asked[0] is None and web.asked[1] == f'bytes={n // 3}-' and len(web.asked) == 3
+
 
 def test_another_file_is_not_kept(web, tmp_path):
-    web.source['sha256'] = '0'*64
-    with pytest.raises(ValueError, match='expected SHA-256 0000.*nothing was kept'): download_sst(tmp_path/'c', web.source)
-    assert list((tmp_path/'c').iterdir()) == []
+    web.source['sha256'] = '0' * 64
+    with pytest.raises(ValueError, match='expected SHA-256 0000.*nothing was kept'):
+        download_sst(tmp_path / 'c', web.source)
+    assert list((tmp_path / 'c').iterdir()) == []
+
 
 def test_a_spoilt_part_is_not_built_on(web, tiny, tmp_path):
-    (tmp_path/'c').mkdir()
-    (tmp_path/'c'/'archive.zip.part').write_bytes(b'?'*100)
-    with pytest.raises(ValueError, match='nothing was kept'): download_sst(tmp_path/'c', web.source)
-    assert same(download_sst(tmp_path/'c', web.source), tiny)
-    (tmp_path/'c'/'archive.zip.part').write_bytes(web.body)      # whole already: nothing is asked for
+    (tmp_path / 'c').mkdir()
+    (tmp_path / 'c' / 'archive.zip.part').write_bytes(b'?' * 100)
+    with pytest.raises(ValueError, match='nothing was kept'):
+        download_sst(tmp_path / 'c', web.source)
+    assert same(download_sst(tmp_path / 'c', web.source), tiny)
+    (tmp_path / 'c' / 'archive.zip.part').write_bytes(
+        web.body
+    )  # whole already: nothing is asked for
     web.asked.clear()
-    assert same(download_sst(tmp_path/'c', web.source), tiny) and web.asked == []
+    assert same(download_sst(tmp_path / 'c', web.source), tiny) and web.asked == []
+
 
 def test_a_server_that_says_no(web, tmp_path):
     web.do_GET = lambda self: self.send_error(404)
-    with pytest.raises(ConnectionError, match='404'): download_sst(tmp_path/'c', web.source)
-    assert list((tmp_path/'c').iterdir()) == []
+    with pytest.raises(ConnectionError, match='404'):
+        download_sst(tmp_path / 'c', web.source)
+    assert list((tmp_path / 'c').iterdir()) == []
+
 
 def test_killed_while_unpacking(web, tiny, tmp_path, monkeypatch):
     replace, n = os.replace, iter(range(100))
+
     def dies(a, b):
-        if Path(b).suffix == '.txt' and next(n) == 1: raise KeyboardInterrupt
+        if Path(b).suffix == '.txt' and next(n) == 1:
+            raise KeyboardInterrupt
         replace(a, b)
+
     monkeypatch.setattr(os, 'replace', dies)
-    with pytest.raises(KeyboardInterrupt): download_sst(tmp_path/'c', web.source)
+    with pytest.raises(KeyboardInterrupt):
+        download_sst(tmp_path / 'c', web.source)
     monkeypatch.undo()
-    assert [name for name in files.values() if (tmp_path/'c'/name).exists()] == ['train.txt'] and len(holds(tmp_path/'c', list(files.values()))) < 3
-    assert same(download_sst(tmp_path/'c', web.source), tiny)
+    assert [name for name in files.values() if (tmp_path / 'c' / name).exists()] == [
+        'train.txt'
+    ] and len(holds(tmp_path / 'c', list(files.values()))) < 3
+    assert same(download_sst(tmp_path / 'c', web.source), tiny)
+
 
 def test_download_fills_the_cache_once(web, tmp_path, monkeypatch):
-    for key, value in web.source.items(): monkeypatch.setitem(sst.archive, key, value)
+    for key, value in web.source.items():
+        monkeypatch.setitem(sst.archive, key, value)
     assert load_sst(official=False)['train'].num_rows == 108
     assert load_sst(official=False)['train'].num_rows == 108 and len(web.asked) == 1
+
 
 def test_parallel_downloads(web, tiny, tmp_path, monkeypatch):
     "a whole download by another process, whose number is faked, while this one has received half"
     get, pid, first = Web.do_GET, os.getpid(), threading.Event()
+
     def slow(self):
-        if first.is_set(): return get(self)
+        if first.is_set():
+            return get(self)
         first.set()
         self.send_response(200)
         self.send_header('Content-Length', str(len(self.body)))
         self.end_headers()
-        self.wfile.write(self.body[:len(self.body)//2])
-        for _ in range(500):                   # until it has a file
-            if list((tmp_path/'c').glob('archive.zip.*')): break
-            time.sleep(.01)
+        self.wfile.write(self.body[: len(self.body) // 2])
+        for _ in range(500):  # until it has a file
+            if list((tmp_path / 'c').glob('archive.zip.*')):
+                break
+            time.sleep(0.01)
         monkeypatch.setattr(os, 'getpid', lambda: pid + 1)
-        other.append(same(download_sst(tmp_path/'c', web.source), tiny))
+        other.append(same(download_sst(tmp_path / 'c', web.source), tiny))
         monkeypatch.setattr(os, 'getpid', lambda: pid)
-        self.wfile.write(self.body[len(self.body)//2:])
+        self.wfile.write(self.body[len(self.body) // 2 :])
+
     web.do_GET, other = slow, []
-    assert same(download_sst(tmp_path/'c', web.source), tiny) and other == [True]
-    assert sorted(p.name for p in (tmp_path/'c').iterdir()) == sorted(files.values())
+    assert same(download_sst(tmp_path / 'c', web.source), tiny) and other == [True]
+    assert sorted(p.name for p in (tmp_path / 'c').iterdir()) == sorted(files.values())
 
 
 # ---- the data set ----
+
 
 @few
 @given(st.lists(lines, min_size=1, max_size=6))
@@ -275,60 +483,90 @@ def test_phrases_are_found_once_and_where_they_are(some_lines):
     trees = [parse_tree(o) for o in some_lines]
     known = {}
     for t in trees:
-        for start, end, label in t.nodes: known.setdefault(t.words[start:end], set()).add(label)
+        for start, end, label in t.nodes:
+            known.setdefault(t.words[start:end], set()).add(label)
     if any(len(o) > 1 for o in known.values()):
-        with pytest.raises(ValueError, match=r"^f line \d+: '.*' has label \d, but label \d in line \d+$"): unique_phrases(trees, 'f')
+        with pytest.raises(
+            ValueError, match=r"^f line \d+: '.*' has label \d, but label \d in line \d+$"
+        ):
+            unique_phrases(trees, 'f')
     else:
         rows = unique_phrases(trees)
-        assert len(rows) == len(known) and rows == sorted(rows, key=lambda r: (r[0], trees[r[0]].nodes.index(r[1:])))
-        for t, start, end, label in rows: assert known.pop(trees[t].words[start:end]) == {label}
+        assert len(rows) == len(known) and rows == sorted(
+            rows, key=lambda r: (r[0], trees[r[0]].nodes.index(r[1:]))
+        )
+        for t, start, end, label in rows:
+            assert known.pop(trees[t].words[start:end]) == {label}
+
 
 @few
-@given(st.lists(st.lists(st.sampled_from('ab'), min_size=1, max_size=9), min_size=1, max_size=4), st.randoms(use_true_random=False))
+@given(
+    st.lists(st.lists(st.sampled_from('ab'), min_size=1, max_size=9), min_size=1, max_size=4),
+    st.randoms(use_true_random=False),
+)
 def test_phrase_keys_are_equal_exactly_where_words_are(sentences, rng):
-    def bracket(ws): # some bracketing, all labels 2
-        if len(ws) == 1: return f'(2 {ws[0]})'
+    def bracket(ws):  # some bracketing, all labels 2
+        if len(ws) == 1:
+            return f'(2 {ws[0]})'
         k = rng.randint(1, len(ws) - 1)
         return f'(2 {bracket(ws[:k])} {bracket(ws[k:])})'
+
     trees = [parse_tree(bracket(ws)) for ws in sentences]
     phrases = [tree.words[start:end] for tree in trees for start, end, _ in tree.nodes]
     pairs = set(zip(phrase_keys(trees), phrases))
     assert len(pairs) == len({key for key, _ in pairs}) == len({phrase for _, phrase in pairs})
 
+
 @pytest.mark.parametrize('branch', ['left', 'right'])
 def test_nested_phrases_take_room_for_their_words_only(branch):
     "one after the other in full, the phrases of this sentence are 18 million words: 144 MB of references"
     line = '(1 w0)'
-    for n in range(1, 6000): line = f'(2 {line} (3 w{n}))' if branch == 'left' else f'(2 (3 w{n}) {line})'
-    trees = [parse_tree(line)]*2
+    for n in range(1, 6000):
+        line = f'(2 {line} (3 w{n}))' if branch == 'left' else f'(2 (3 w{n}) {line})'
+    trees = [parse_tree(line)] * 2
     tracemalloc.start()
     try:
         rows = unique_phrases(trees)
         _, peak = tracemalloc.get_traced_memory()
-    finally: tracemalloc.stop()
+    finally:
+        tracemalloc.stop()
     assert len(rows) == 11_999 and {t for t, *_ in rows} == {0} and peak < 30e6
+
 
 @pytest.mark.parametrize('phrases', [True, False])
 def test_columns(tiny, phrases):
     fine, binary = (load_sst(tiny, task, phrases, official=False) for task in ('sst5', 'sst2'))
-    assert fine['test'].features['label'].names == list(sst.label_names) and binary['train'].features['label'].names == ['negative', 'positive']
+    assert fine['test'].features['label'].names == list(sst.label_names) and binary[
+        'train'
+    ].features['label'].names == ['negative', 'positive']
     for split, name in files.items():
-        trees = read_trees(tiny/name)
-        for row in fine[split]: assert row['text'] == phrase_text(trees[row['tree']], row['start'], row['end'])
+        trees = read_trees(tiny / name)
+        for row in fine[split]:
+            assert row['text'] == phrase_text(trees[row['tree']], row['start'], row['end'])
         kept = [dict(row, label=int(row['label'] > 2)) for row in fine[split] if row['label'] != 2]
         assert binary[split].to_list() == kept
-        if split != 'train' or not phrases: assert [row['tree'] for row in fine[split]] == list(range(len(trees)))
+        if split != 'train' or not phrases:
+            assert [row['tree'] for row in fine[split]] == list(range(len(trees)))
+
 
 def test_tiny_treebank_is_sound(tiny):
     every = [t for trees in read_sst(tiny, official=False).values() for t in trees]
-    assert len(every) == 20 and len({t.words for t in every}) == 20 and {t.label for t in every} == {0, 1, 2, 3, 4}
-    assert len(unique_phrases(every)) > 108     # and no phrase has two labels in any split
+    assert (
+        len(every) == 20
+        and len({t.words for t in every}) == 20
+        and {t.label for t in every} == {0, 1, 2, 3, 4}
+    )
+    assert len(unique_phrases(every)) > 108  # and no phrase has two labels in any split
+
 
 def test_plot_tree_takes_a_word_and_a_sentence(tiny):
     plt = pytest.importorskip('matplotlib.pyplot')
-    for tree in (parse_tree('(2 word)'), read_trees(tiny/'train.txt')[6]):
+    for tree in (parse_tree('(2 word)'), read_trees(tiny / 'train.txt')[6]):
         ax = sst.plot_tree(tree)
-        assert len(ax.texts) == len(tree.nodes) + len(tree.words) and len(ax.lines) == len(tree.nodes) - 1
+        assert (
+            len(ax.texts) == len(tree.nodes) + len(tree.words)
+            and len(ax.lines) == len(tree.nodes) - 1
+        )
         plt.close(ax.figure)
 
 
@@ -336,19 +574,28 @@ def test_plot_tree_takes_a_word_and_a_sentence(tiny):
 
 _real = os.environ.get('CAPSNB_DATA')
 
+
 @pytest.mark.skipif(not _real, reason='needs the treebank: CAPSNB_DATA')
 def test_the_papers_counts(tmp_path):
     rows = lambda **kw: [d.num_rows for d in load_sst(_real, **kw).values()]
     assert rows() == [159_274, 1101, 2210] and rows(phrases=False) == [8544, 1101, 2210]
-    assert rows(task='sst2') == [77_616, 872, 1821] and rows(task='sst2', phrases=False) == [6920, 872, 1821]
+    assert rows(task='sst2') == [77_616, 872, 1821] and rows(task='sst2', phrases=False) == [
+        6920,
+        872,
+        1821,
+    ]
     every = [t for trees in read_sst(_real).values() for t in trees]
     assert len(unique_phrases(every)) == 215_154
-    for t in every: assert str(parse_tree(str(t))) == str(t)
-    folder = tmp_path/'copy'
+    for t in every:
+        assert str(parse_tree(str(t))) == str(t)
+    folder = tmp_path / 'copy'
     folder.mkdir()
-    for name in files.values(): (folder/name).write_bytes((find_sst(_real)/name).read_bytes())
-    whole = (folder/'train.txt').read_bytes()
-    (folder/'train.txt').write_bytes(whole[:whole[:-1].rindex(b'\n') + 1])
-    with pytest.raises(ValueError, match='line 8543: expected 8,544 trees, got 8,543'): load_sst(folder)
-    (folder/'train.txt').write_bytes(b'(2' + whole[2:])                     # another label for the first sentence
-    with pytest.raises(ValueError, match='a word or label differs'): load_sst(folder)
+    for name in files.values():
+        (folder / name).write_bytes((find_sst(_real) / name).read_bytes())
+    whole = (folder / 'train.txt').read_bytes()
+    (folder / 'train.txt').write_bytes(whole[: whole[:-1].rindex(b'\n') + 1])
+    with pytest.raises(ValueError, match='line 8543: expected 8,544 trees, got 8,543'):
+        load_sst(folder)
+    (folder / 'train.txt').write_bytes(b'(2' + whole[2:])  # another label for the first sentence
+    with pytest.raises(ValueError, match='a word or label differs'):
+        load_sst(folder)

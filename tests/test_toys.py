@@ -1,148 +1,291 @@
-"The toys against an independent renderer, the same bytes everywhere, killed and damaged caches; what reads well in prose is in nbs/10_toys.ipynb."
+"The toys against an independent renderer, the same bytes everywhere, killed and damaged caches; what reads well in prose is in nbs/data/32_toys.ipynb."
+
 import ast, hashlib, json, math, os, subprocess, sys, threading, time
 from pathlib import Path
 import pytest, torch
 from hypothesis import given, settings, strategies as st
 from capsnb import toys
-from capsnb.toys import (World, build_toy, cache_of, cast, cast_shadow, categories, compose, distance, draw, field, ground_of, ground_white, instances, intersect,
-                         kinds, lightings, load_toys, object_pose, plan, render, toys_tensors, turn, view_matrix)
+from capsnb.data.toys import (
+    World,
+    build_toy,
+    cache_of,
+    cast,
+    cast_shadow,
+    categories,
+    compose,
+    distance,
+    draw,
+    field,
+    ground_of,
+    ground_white,
+    instances,
+    intersect,
+    kinds,
+    lightings,
+    load_toys,
+    object_pose,
+    plan,
+    render,
+    toys_tensors,
+    turn,
+    view_matrix,
+)
 
 root = Path(__file__).resolve().parent.parent
 some = settings(max_examples=200, deadline=None, derandomize=True)
 every_toy = pytest.mark.parametrize('category', categories)
 
+
 @pytest.fixture(autouse=True)
 def no_machine(monkeypatch, tmp_path):
     "no test finds the cache of the machine it runs on"
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path/'xdg'))
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'xdg'))
 
 
 # ---- an independent renderer: every ray against every part in float64, with a library's inverse and products ----
 
+
 def meet(toy, world, origin, ray):
     "first and last parameter of rays [n, 3] from origins [n, 3] and the normal, part by part"
     n = len(ray)
-    best, normal, hit = torch.full((n,), math.inf).double(), torch.zeros(n, 3).double(), torch.zeros(n, dtype=torch.bool)
+    best, normal, hit = (
+        torch.full((n,), math.inf).double(),
+        torch.zeros(n, 3).double(),
+        torch.zeros(n, dtype=torch.bool),
+    )
     for kind, pose, size in zip(toy.kinds, toy.poses, toy.sizes):
         M = world @ pose @ torch.diag(torch.cat([size, torch.ones(1).double()]))
         inv = torch.linalg.inv(M)
         p, d = origin @ inv[:3, :3].T + inv[:3, 3], ray @ inv[:3, :3].T
-        ts = []                                                # (near, far, gradient at near)
+        ts = []  # (near, far, gradient at near)
         if kind == 'box' or kind == 'cylinder':
-            for k in (range(3) if kind == 'box' else [2]):
-                a, b = (-1 - p[:, k])/d[:, k], (1 - p[:, k])/d[:, k]
-                g = torch.zeros(n, 3).double(); g[:, k] = -d[:, k].sign()
+            for k in range(3) if kind == 'box' else [2]:
+                a, b = (-1 - p[:, k]) / d[:, k], (1 - p[:, k]) / d[:, k]
+                g = torch.zeros(n, 3).double()
+                g[:, k] = -d[:, k].sign()
                 ts.append((torch.minimum(a, b), torch.maximum(a, b), g))
         if kind != 'box':
             keep = torch.tensor([1, 1, float(kind == 'ellipsoid')]).double()
-            a, b, c = (d*d*keep).sum(1), (p*d*keep).sum(1), (p*p*keep).sum(1) - 1
-            disc = b*b - a*c
+            a, b, c = (d * d * keep).sum(1), (p * d * keep).sum(1), (p * p * keep).sum(1) - 1
+            disc = b * b - a * c
             root = disc.clamp(min=0).sqrt()
-            near = torch.where(disc < 0, torch.full_like(a, math.inf), (-b - root)/a)
-            ts.append((near, torch.where(disc < 0, torch.full_like(a, -math.inf), (-b + root)/a), (p + near[:, None].nan_to_num(0, 0, 0)*d)*keep))
+            near = torch.where(disc < 0, torch.full_like(a, math.inf), (-b - root) / a)
+            ts.append(
+                (
+                    near,
+                    torch.where(disc < 0, torch.full_like(a, -math.inf), (-b + root) / a),
+                    (p + near[:, None].nan_to_num(0, 0, 0) * d) * keep,
+                )
+            )
         near, far = torch.stack([t[0] for t in ts]), torch.stack([t[1] for t in ts]).amin(0)
         enter, which = near.max(0)
         g = torch.stack([t[2] for t in ts])[which, torch.arange(n)] @ inv[:3, :3]
         here = enter <= far
         hit |= here
         closer = here & (enter < best)
-        best[closer], normal[closer] = enter[closer], g[closer]/g[closer].norm(dim=1, keepdim=True)
+        best[closer], normal[closer] = (
+            enter[closer],
+            g[closer] / g[closer].norm(dim=1, keepdim=True),
+        )
     return best, normal, hit
+
 
 def reference(toy, obj, view, S, lamp, ground, world):
     "grey levels [S, S] before noise and rounding, one ray per pixel"
-    pixel = (torch.arange(S).double() + .5 - S/2)*2*field/(S*distance)
-    ray = torch.stack([pixel.expand(S, S), pixel[:, None].expand(S, S), torch.ones(S, S)], -1).view(-1, 3).double() @ view[:3, :3]
+    pixel = (torch.arange(S).double() + 0.5 - S / 2) * 2 * field / (S * distance)
+    ray = (
+        torch.stack([pixel.expand(S, S), pixel[:, None].expand(S, S), torch.ones(S, S)], -1)
+        .view(-1, 3)
+        .double()
+        @ view[:3, :3]
+    )
     origin = torch.linalg.inv(view)[:3, 3].expand(len(ray), 3)
     t, n, hit = meet(toy, obj, origin, ray)
-    l, paint = lamp.direction, ground_white*(1 - world.contrast)
-    floor = origin + ray*((ground - origin[:, 2])/ray[:, 2])[:, None]
+    l, paint = lamp.direction, ground_white * (1 - world.contrast)
+    floor = origin + ray * ((ground - origin[:, 2]) / ray[:, 2])[:, None]
     dark = meet(toy, obj, floor, l.expand(len(ray), 3))[2]
-    on_toy = paint*(lamp.lamp*(n @ l).clamp(min=0) + lamp.sky*(1 + n[:, 2])/2)
-    on_ground = ground_white*(lamp.sky + torch.where(dark, 0., lamp.lamp*l[2]))
-    return (torch.where(hit, on_toy, on_ground)*255).view(S, S)
+    on_toy = paint * (lamp.lamp * (n @ l).clamp(min=0) + lamp.sky * (1 + n[:, 2]) / 2)
+    on_ground = ground_white * (lamp.sky + torch.where(dark, 0.0, lamp.lamp * l[2]))
+    return (torch.where(hit, on_toy, on_ground) * 255).view(S, S)
+
 
 @every_toy
-@pytest.mark.parametrize('instance, azimuth, elevation, code', [(0, 0, 30, 3), (4, 140, 45, 1), (7, 260, 70, 5), (9, 20, 30, 0)])
-def test_the_fast_renderer_draws_what_the_plain_one_draws(category, instance, azimuth, elevation, code):
-    toy, obj, world = build_toy(category, instance), object_pose(category, instance, azimuth), World(samples=1)
-    fast = render(toy, obj[None], [elevation], torch.tensor([[0, code]]), 64, ground_of(toy), world)[0].double()
+@pytest.mark.parametrize(
+    'instance, azimuth, elevation, code',
+    [(0, 0, 30, 3), (4, 140, 45, 1), (7, 260, 70, 5), (9, 20, 30, 0)],
+)
+def test_the_fast_renderer_draws_what_the_plain_one_draws(
+    category, instance, azimuth, elevation, code
+):
+    toy, obj, world = (
+        build_toy(category, instance),
+        object_pose(category, instance, azimuth),
+        World(samples=1),
+    )
+    fast = render(
+        toy, obj[None], [elevation], torch.tensor([[0, code]]), 64, ground_of(toy), world
+    )[0].double()
     for eye in (0, 1):
-        slow = reference(toy, obj, view_matrix(elevation, 2*eye - 1), 64, lightings[code], ground_of(toy), world)
+        slow = reference(
+            toy,
+            obj,
+            view_matrix(elevation, 2 * eye - 1),
+            64,
+            lightings[code],
+            ground_of(toy),
+            world,
+        )
         gap = (fast[eye] - slow).abs()
-        assert (gap <= .51).double().mean() > .997, gap.max()          # a ray that grazes an edge may fall on its other side
-        assert (slow.max() - slow.min()) > 80                          # there is a toy
+        assert (gap <= 0.51).double().mean() > 0.997, (
+            gap.max()
+        )  # a ray that grazes an edge may fall on its other side
+        assert (slow.max() - slow.min()) > 80  # there is a toy
+
 
 def test_samples_are_averaged():
     toy, obj = build_toy('car', 1), object_pose('car', 1, 60)[None]
-    one, two = (render(toy, obj, [40], torch.tensor([[0, 2]]), size, ground_of(toy), World(samples=k))[0].double() for size, k in ((96, 1), (48, 2)))
+    one, two = (
+        render(toy, obj, [40], torch.tensor([[0, 2]]), size, ground_of(toy), World(samples=k))[
+            0
+        ].double()
+        for size, k in ((96, 1), (48, 2))
+    )
     assert ((one.unfold(1, 2, 2).unfold(2, 2, 2).mean((-1, -2))) - two).abs().max() <= 1
+
 
 coordinate = st.floats(-3, 3, allow_nan=False, width=32)
 
+
 @some
-@given(st.sampled_from(kinds), st.tuples(*[coordinate]*3), st.tuples(*[coordinate]*3))
+@given(st.sampled_from(kinds), st.tuples(*[coordinate] * 3), st.tuples(*[coordinate] * 3))
 def test_entry_and_exit_lie_on_the_surface(kind, p, d):
-    if sum(o*o for o in d) < .01: return
+    if sum(o * o for o in d) < 0.01:
+        return
     p, d = ([torch.tensor([float(o)]).double() for o in v] for v in (p, d))
     enter, leave = intersect(kind, p, d)
-    def outside(u): # 0 on the surface, negative within
-        x, y, z = ((a + u*b).item() for a, b in zip(p, d))
-        return dict(ellipsoid=x*x + y*y + z*z, box=max(abs(x), abs(y), abs(z)), cylinder=max(x*x + y*y, abs(z)))[kind] - 1
+
+    def outside(u):  # 0 on the surface, negative within
+        x, y, z = ((a + u * b).item() for a, b in zip(p, d))
+        return (
+            dict(
+                ellipsoid=x * x + y * y + z * z,
+                box=max(abs(x), abs(y), abs(z)),
+                cylinder=max(x * x + y * y, abs(z)),
+            )[kind]
+            - 1
+        )
+
     if enter <= leave and leave < 1e4:
-        assert abs(outside(enter)) < 1e-4 and abs(outside(leave)) < 1e-4 and outside((enter + leave)/2) < 1e-6
+        assert (
+            abs(outside(enter)) < 1e-4
+            and abs(outside(leave)) < 1e-4
+            and outside((enter + leave) / 2) < 1e-6
+        )
     elif enter > leave:
-        for u in torch.linspace(-20, 20, 400): assert outside(u) > -1e-6
+        for u in torch.linspace(-20, 20, 400):
+            assert outside(u) > -1e-6
 
 
 # ---- the same bytes everywhere ----
 
+
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
 def test_single_operations_are_rounded_as_ieee_754_says(dtype):
     "what the promise of equal bytes rests on; a float32 result is the rounded float64 one (53 >= 2·24 + 2 bits)"
-    x, y = (torch.frombuffer(bytearray(hashlib.shake_128(key).digest(8*100_003)), dtype=torch.int64).double()*2.**-60 for key in (b'x', b'y'))
+    x, y = (
+        torch.frombuffer(
+            bytearray(hashlib.shake_128(key).digest(8 * 100_003)), dtype=torch.int64
+        ).double()
+        * 2.0**-60
+        for key in (b'x', b'y')
+    )
     x, y = x.to(dtype), y.to(dtype)
-    for f, g in ((torch.add, float.__add__), (torch.sub, float.__sub__), (torch.mul, float.__mul__), (torch.div, float.__truediv__)):
-        assert f(x, y).equal(torch.tensor([g(a, b) for a, b in zip(x.tolist(), y.tolist())], dtype=torch.float64).to(dtype))
-    assert toys.root(x.abs()).equal(torch.tensor([math.sqrt(abs(a)) for a in x.tolist()], dtype=torch.float64).to(dtype))
+    for f, g in (
+        (torch.add, float.__add__),
+        (torch.sub, float.__sub__),
+        (torch.mul, float.__mul__),
+        (torch.div, float.__truediv__),
+    ):
+        assert f(x, y).equal(
+            torch.tensor([g(a, b) for a, b in zip(x.tolist(), y.tolist())], dtype=torch.float64).to(
+                dtype
+            )
+        )
+    assert toys.root(x.abs()).equal(
+        torch.tensor([math.sqrt(abs(a)) for a in x.tolist()], dtype=torch.float64).to(dtype)
+    )
+
 
 def test_nothing_but_single_operations_and_the_own_root():
     "powers with a broken exponent, and math's functions that IEEE 754 says nothing of, would leave that to a library"
     tree = ast.parse(Path(toys.__file__).read_text(encoding='utf-8'))
-    assert all(float(ast.literal_eval(o.right)).is_integer() for o in ast.walk(tree) if isinstance(o, ast.BinOp) and isinstance(o.op, ast.Pow) and not isinstance(o.right, ast.Name))
-    used = {o.attr for o in ast.walk(tree) if isinstance(o, ast.Attribute) and isinstance(o.value, ast.Name) and o.value.id == 'math'}
+    assert all(
+        float(ast.literal_eval(o.right)).is_integer()
+        for o in ast.walk(tree)
+        if isinstance(o, ast.BinOp)
+        and isinstance(o.op, ast.Pow)
+        and not isinstance(o.right, ast.Name)
+    )
+    used = {
+        o.attr
+        for o in ast.walk(tree)
+        if isinstance(o, ast.Attribute) and isinstance(o.value, ast.Name) and o.value.id == 'math'
+    }
     assert used <= {'floor', 'fmod', 'inf', 'pi', 'sqrt'}
-    assert toys._grain_sd == (4*(256**2 - 1)/12)**.5 and 147.7 < toys._grain_sd < 147.9
+    assert toys._grain_sd == (4 * (256**2 - 1) / 12) ** 0.5 and 147.7 < toys._grain_sd < 147.9
+
 
 def test_threads_tiles_and_batches_change_nothing():
-    rows, before = plan('test', dict(category=[2], azimuth=[0, 10], elevation=[0, 5, 8], lighting=[1, 4])), torch.get_num_threads()
+    rows, before = (
+        plan('test', dict(category=[2], azimuth=[0, 10], elevation=[0, 5, 8], lighting=[1, 4])),
+        torch.get_num_threads(),
+    )
     rows = rows[rows[:, 1] == 3][:, 2:]
     try:
-        torch.set_num_threads(1); one = draw(2, 3, rows, 96, tile=36)
-        torch.set_num_threads(4); assert one.equal(draw(2, 3, rows, 96, tile=36)) and one.equal(draw(2, 3, rows, 96, tile=2))
-    finally: torch.set_num_threads(before)
+        torch.set_num_threads(1)
+        one = draw(2, 3, rows, 96, tile=36)
+        torch.set_num_threads(4)
+        assert one.equal(draw(2, 3, rows, 96, tile=36)) and one.equal(draw(2, 3, rows, 96, tile=2))
+    finally:
+        torch.set_num_threads(before)
     backwards = draw(2, 3, rows.flip(0), 96)
     assert one.equal(backwards.flip(0)) and one[5].equal(draw(2, 3, rows[5:6], 96)[0])
+
 
 def test_checksum():
     "of twenty-five toys; a change here needs another `toys.version`"
     digest = hashlib.sha256()
     for split in instances:
         rows = plan(split, 50)
-        for toy in rows[:, :2].unique_consecutive(dim=0): digest.update(draw(*toy.tolist(), rows[(rows[:, :2] == toy).all(1)][:, 2:], 48).numpy().tobytes())
-    assert (toys.version, digest.hexdigest()) == (1, 'a6cd8e6dbd9ef505152d7c479998ea671e94cc2ade7f3106acad60b759521209')
+        for toy in rows[:, :2].unique_consecutive(dim=0):
+            digest.update(
+                draw(*toy.tolist(), rows[(rows[:, :2] == toy).all(1)][:, 2:], 48).numpy().tobytes()
+            )
+    assert (toys.version, digest.hexdigest()) == (
+        1,
+        'a6cd8e6dbd9ef505152d7c479998ea671e94cc2ade7f3106acad60b759521209',
+    )
+
 
 def test_seeds_and_knobs_change_the_toys():
     rows = torch.tensor([[2, 4, 0]])
     base = draw('truck', 0, rows, 48)
-    for other in (draw('truck', 0, rows, 48, seed=1), *(draw('truck', 0, rows, 48, world=World(**{name: v})) for name, v in
-                  dict(spread=.5, contrast=.1, noise=9., jitter=0., samples=1).items())): assert not base.equal(other)
+    for other in (
+        draw('truck', 0, rows, 48, seed=1),
+        *(
+            draw('truck', 0, rows, 48, world=World(**{name: v}))
+            for name, v in dict(spread=0.5, contrast=0.1, noise=9.0, jitter=0.0, samples=1).items()
+        ),
+    ):
+        assert not base.equal(other)
+
 
 def test_noise_is_as_strong_as_said():
     rows = torch.tensor([[4, 0, 0]])
-    noisy, clean = (draw('human', 6, rows, 96, world=World(noise=v)).double() for v in (4., 0.))
-    assert abs((noisy - clean).std() - 4) < .2 and abs((noisy - clean).mean()) < .2
-    assert not (noisy - clean)[0, 0].equal((noisy - clean)[0, 1])                # the eyes' noises differ
+    noisy, clean = (draw('human', 6, rows, 96, world=World(noise=v)).double() for v in (4.0, 0.0))
+    assert abs((noisy - clean).std() - 4) < 0.2 and abs((noisy - clean).mean()) < 0.2
+    assert not (noisy - clean)[0, 0].equal((noisy - clean)[0, 1])  # the eyes' noises differ
+
 
 @every_toy
 @pytest.mark.parametrize('seed', [0, 1])
@@ -153,11 +296,17 @@ def test_toys_are_sound(category, seed):
         R = toy.poses[:, :3, :3]
         torch.testing.assert_close(R @ R.transpose(1, 2), torch.eye(3).double().expand_as(R))
         views = torch.stack([view_matrix(e) for e in (30, 70)])
-        for a in (0, 100, 220):                                                 # all of it is in the picture
+        for a in (0, 100, 220):  # all of it is in the picture
             depth, _ = cast(toy, views, object_pose(category, i, a, seed).expand(2, 4, 4), 64)
             there = depth.isfinite()
-            assert .03 < there.double().mean() < .6 and not there[:, 0].any() and not there[:, -1].any() and not there[:, :, 0].any() and not there[:, :, -1].any()
-    assert len({(t.kinds, t.sizes.numpy().tobytes()) for t in flat}) == 10      # ten different ones
+            assert (
+                0.03 < there.double().mean() < 0.6
+                and not there[:, 0].any()
+                and not there[:, -1].any()
+                and not there[:, :, 0].any()
+                and not there[:, :, -1].any()
+            )
+    assert len({(t.kinds, t.sizes.numpy().tobytes()) for t in flat}) == 10  # ten different ones
 
 
 # ---- the cache ----
@@ -165,12 +314,18 @@ def test_toys_are_sound(category, seed):
 tiny = dict(size=16, progress=False)
 one_view = dict(azimuth=[4], elevation=[3], lighting=[2])
 
+
 def test_a_subset_has_the_bytes_of_the_larger_set(tmp_path):
     large = toys_tensors('test', subset=dict(azimuth=[4, 8], elevation=[3]), cache=tmp_path, **tiny)
-    small = toys_tensors('test', subset=dict(azimuth=[4], elevation=[3], pairs=70), cache=tmp_path, **tiny)
+    small = toys_tensors(
+        'test', subset=dict(azimuth=[4], elevation=[3], pairs=70), cache=tmp_path, **tiny
+    )
     key = lambda t: list(zip(*(getattr(t, name).tolist() for name in toys.columns)))
     where = {row: n for n, row in enumerate(key(large))}
-    assert len(small.images) == 70 and small.images.equal(large.images[[where[row] for row in key(small)]])
+    assert len(small.images) == 70 and small.images.equal(
+        large.images[[where[row] for row in key(small)]]
+    )
+
 
 killed = """
 import os, sys
@@ -184,72 +339,140 @@ toys._draw_part = some
 toys.toys_tensors('train', 16, dict(azimuth=[4], elevation=[3], lighting=[2]), cache=sys.argv[1], workers=1, progress=False)
 """
 
+
 def test_goes_on_after_a_kill(tmp_path, monkeypatch):
-    done = subprocess.run([sys.executable, '-c', killed, str(tmp_path/'a')], cwd=root, env=dict(os.environ, PYTHONPATH=str(root)), capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, '-c', killed, str(tmp_path / 'a')],
+        cwd=root,
+        env=dict(os.environ, PYTHONPATH=str(root)),
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 9, done.stderr
-    folder, _ = cache_of('train', 16, one_view, 0, World(), tmp_path/'a')
-    assert len(list(folder.glob('part-*'))) == 7 and not (folder/'info.json').exists()
-    damaged = folder/'part-03'; damaged.write_bytes(damaged.read_bytes()[:-1] + b'!')
+    folder, _ = cache_of('train', 16, one_view, 0, World(), tmp_path / 'a')
+    assert len(list(folder.glob('part-*'))) == 7 and not (folder / 'info.json').exists()
+    damaged = folder / 'part-03'
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b'!')
     drawn = []
-    monkeypatch.setattr(toys, 'draw', lambda *args, draw=draw: drawn.append(args[:2]) or draw(*args))
-    again = toys_tensors('train', subset=one_view, cache=tmp_path/'a', **tiny)
-    assert len(drawn) == 25 - 7 + 1                                             # what was there is kept, but for the damaged one
-    assert again.images.equal(toys_tensors('train', subset=one_view, cache=tmp_path/'b', **tiny).images)
+    monkeypatch.setattr(
+        toys, 'draw', lambda *args, draw=draw: drawn.append(args[:2]) or draw(*args)
+    )
+    again = toys_tensors('train', subset=one_view, cache=tmp_path / 'a', **tiny)
+    assert len(drawn) == 25 - 7 + 1  # what was there is kept, but for the damaged one
+    assert again.images.equal(
+        toys_tensors('train', subset=one_view, cache=tmp_path / 'b', **tiny).images
+    )
     assert sorted(p.name for p in folder.iterdir()) == ['info.json', 'pictures']
+
 
 def test_two_at_the_same_time(tmp_path):
     got = []
-    both = [threading.Thread(target=lambda: got.append(toys_tensors('test', subset=one_view, cache=tmp_path, workers=1, **tiny).images.clone())) for _ in range(2)]
-    for t in both: t.start()
-    for t in both: t.join()
+    both = [
+        threading.Thread(
+            target=lambda: got.append(
+                toys_tensors(
+                    'test', subset=one_view, cache=tmp_path, workers=1, **tiny
+                ).images.clone()
+            )
+        )
+        for _ in range(2)
+    ]
+    for t in both:
+        t.start()
+    for t in both:
+        t.join()
     assert len(got) == 2 and got[0].equal(got[1])
+
 
 def test_who_comes_second_leaves_nothing_behind(tmp_path, monkeypatch):
     "while one draws its ninth toy, another draws, joins and tidies up: what the first goes on to draw is not needed any more"
     ask = dict(split='test', subset=one_view, cache=tmp_path, workers=1, **tiny)
     one, calls, other = toys._draw_part, [], []
+
     def slow(*args):
         calls.append(1)
-        if len(calls) == 9: other.append(toys_tensors(**ask).images.clone())
+        if len(calls) == 9:
+            other.append(toys_tensors(**ask).images.clone())
         return one(*args)
+
     monkeypatch.setattr(toys, '_draw_part', slow)
     late = toys_tensors(**ask)
     assert len(calls) == 8 + 17 + 17 and late.images.equal(other[0])
-    assert sorted(p.name for p in cache_of('test', 16, one_view, 0, World(), tmp_path)[0].iterdir()) == ['info.json', 'pictures']
+    assert sorted(
+        p.name for p in cache_of('test', 16, one_view, 0, World(), tmp_path)[0].iterdir()
+    ) == ['info.json', 'pictures']
+
 
 def test_who_was_killed_while_coming_second_leaves_nothing_for_long(tmp_path):
     ask = dict(split='test', subset=one_view, cache=tmp_path, **tiny)
-    whole, folder = toys_tensors(**ask).images.clone(), cache_of('test', 16, one_view, 0, World(), tmp_path)[0]
-    hour, theirs = time.time() - 1800, ['notes.v2', 'part-07.bak1', 'part-99x', 'pictures.sha256', 'pictures.2026', 'clip.mp4']
-    for name in ('part-03', 'part-24', 'part-25.77.88', 'info.json.77.88', 'pictures.99.1', 'part-01.5.6', *theirs): (folder/name).write_bytes(b'left')
-    for name in ('part-25.77.88', 'info.json.77.88', *theirs): os.utime(folder/name, (1, 1))          # of long ago
-    for name in ('pictures.99.1', 'part-01.5.6'): os.utime(folder/name, (hour, hour))                # may still be written
+    whole, folder = (
+        toys_tensors(**ask).images.clone(),
+        cache_of('test', 16, one_view, 0, World(), tmp_path)[0],
+    )
+    hour, theirs = (
+        time.time() - 1800,
+        ['notes.v2', 'part-07.bak1', 'part-99x', 'pictures.sha256', 'pictures.2026', 'clip.mp4'],
+    )
+    for name in (
+        'part-03',
+        'part-24',
+        'part-25.77.88',
+        'info.json.77.88',
+        'pictures.99.1',
+        'part-01.5.6',
+        *theirs,
+    ):
+        (folder / name).write_bytes(b'left')
+    for name in ('part-25.77.88', 'info.json.77.88', *theirs):
+        os.utime(folder / name, (1, 1))  # of long ago
+    for name in ('pictures.99.1', 'part-01.5.6'):
+        os.utime(folder / name, (hour, hour))  # may still be written
     assert toys_tensors(**ask).images.equal(whole)
-    assert sorted(p.name for p in folder.iterdir()) == sorted(['info.json', 'pictures', 'pictures.99.1', 'part-01.5.6', *theirs])
+    assert sorted(p.name for p in folder.iterdir()) == sorted(
+        ['info.json', 'pictures', 'pictures.99.1', 'part-01.5.6', *theirs]
+    )
+
 
 def test_a_cache_that_may_only_be_read(tmp_path, monkeypatch):
     ask = dict(split='test', subset=one_view, cache=tmp_path, **tiny)
-    whole, folder = toys_tensors(**ask).images.clone(), cache_of('test', 16, one_view, 0, World(), tmp_path)[0]
-    (folder/'part-03').write_bytes(b'left')
-    def refuse(self, *_, **__): raise PermissionError(13, 'read-only', str(self))
+    whole, folder = (
+        toys_tensors(**ask).images.clone(),
+        cache_of('test', 16, one_view, 0, World(), tmp_path)[0],
+    )
+    (folder / 'part-03').write_bytes(b'left')
+
+    def refuse(self, *_, **__):
+        raise PermissionError(13, 'read-only', str(self))
+
     monkeypatch.setattr(type(folder), 'unlink', refuse)
-    assert toys_tensors(**ask).images.equal(whole) and (folder/'part-03').exists()
+    assert toys_tensors(**ask).images.equal(whole) and (folder / 'part-03').exists()
+
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):
-    def breaks(): yield b'half'; raise OSError('no space')
-    with pytest.raises(OSError, match='no space'): toys._put(tmp_path/'a', breaks())
+    def breaks():
+        yield b'half'
+        raise OSError('no space')
+
+    with pytest.raises(OSError, match='no space'):
+        toys._put(tmp_path / 'a', breaks())
     assert list(tmp_path.iterdir()) == []
+
 
 @pytest.mark.parametrize('where', [0, 1, 12, 13, 200, -1])
 def test_no_damaged_byte_passes(tmp_path, where):
     ask = dict(split='train', subset=dict(one_view, category=[1]), cache=tmp_path, **tiny)
     toys_tensors(**ask)
-    path = cache_of('train', 16, ask['subset'], 0, World(), tmp_path)[0]/'pictures'
-    raw = bytearray(path.read_bytes()); raw[where] ^= 4; path.write_bytes(raw)
+    path = cache_of('train', 16, ask['subset'], 0, World(), tmp_path)[0] / 'pictures'
+    raw = bytearray(path.read_bytes())
+    raw[where] ^= 4
+    path.write_bytes(raw)
     for load in (toys_tensors, load_toys):
-        with pytest.raises(ValueError, match='expected SHA-256 .* remove the folder'): load(**ask)
+        with pytest.raises(ValueError, match='expected SHA-256 .* remove the folder'):
+            load(**ask)
     path.unlink()
-    with pytest.raises(ValueError, match='expected .* bytes, got 0; remove the folder'): load_toys(**ask)
+    with pytest.raises(ValueError, match='expected .* bytes, got 0; remove the folder'):
+        load_toys(**ask)
+
 
 def killed_after(n, folder):
     "the cache of a run that was killed when it had drawn so many toys"
@@ -260,154 +483,293 @@ def killed_after(n, folder):
     assert done.returncode == 9, done.stderr
     return cache_of('train', 16, one_view, 0, World(), folder)[0]
 
+
 def test_swapped_parts_are_drawn_anew(tmp_path, monkeypatch):
     "each is whole, but stands in another's place"
-    folder = killed_after(6, tmp_path/'a')
-    one, two = folder/'part-01', folder/'part-04'
-    one.rename(folder/'x'), two.rename(one), (folder/'x').rename(two)
-    (folder/'part-05').write_bytes((folder/'part-00').read_bytes())
+    folder = killed_after(6, tmp_path / 'a')
+    one, two = folder / 'part-01', folder / 'part-04'
+    one.rename(folder / 'x'), two.rename(one), (folder / 'x').rename(two)
+    (folder / 'part-05').write_bytes((folder / 'part-00').read_bytes())
     drawn = []
-    monkeypatch.setattr(toys, 'draw', lambda *args, draw=draw: drawn.append(args[:2]) or draw(*args))
-    again = toys_tensors('train', subset=one_view, cache=tmp_path/'a', **tiny).images
+    monkeypatch.setattr(
+        toys, 'draw', lambda *args, draw=draw: drawn.append(args[:2]) or draw(*args)
+    )
+    again = toys_tensors('train', subset=one_view, cache=tmp_path / 'a', **tiny).images
     assert len(drawn) == 25 - 6 + 3
-    assert again.equal(toys_tensors('train', subset=one_view, cache=tmp_path/'b', **tiny).images)
+    assert again.equal(toys_tensors('train', subset=one_view, cache=tmp_path / 'b', **tiny).images)
+
 
 def test_bytes_are_on_the_disk_before_the_name(tmp_path, monkeypatch):
     done, fsync, replace = [], os.fsync, os.replace
+
     def note_fsync(handle):
         done.append(os.fstat(handle).st_ino)
         fsync(handle)
+
     def note_replace(a, b):
         assert done[-1] == os.stat(a).st_ino, f'{b} has its name before its bytes are on the disk'
         replace(a, b)
+
     monkeypatch.setattr(os, 'fsync', note_fsync)
     monkeypatch.setattr(os, 'replace', note_replace)
     toys_tensors('train', subset=dict(one_view, category=[1]), cache=tmp_path, workers=1, **tiny)
-    assert len(done) == 2*(5 + 1 + 1)    # five toys, their pictures, the note; and the folder
+    assert len(done) == 2 * (5 + 1 + 1)  # five toys, their pictures, the note; and the folder
+
 
 def test_an_odd_note_is_one_sentence_or_the_note_itself(tmp_path):
     import random
+
     ask = dict(split='train', subset=dict(one_view, category=[1]), cache=tmp_path, **tiny)
     truth = toys_tensors(**ask).images.clone()
-    path = cache_of('train', 16, ask['subset'], 0, World(), tmp_path)[0]/'info.json'
+    path = cache_of('train', 16, ask['subset'], 0, World(), tmp_path)[0] / 'info.json'
     good, rng = path.read_bytes(), random.Random(0)
-    deep = '['*900 + ']'*900
-    odd = ['null', 'true', '1', '1.0', '-1', '1e999', 'NaN', '9'*4000, '""', '"\\ud800"', '[]', '{}',
-           deep, f'"{"x"*10_000}"']
+    deep = '[' * 900 + ']' * 900
+    odd = [
+        'null',
+        'true',
+        '1',
+        '1.0',
+        '-1',
+        '1e999',
+        'NaN',
+        '9' * 4000,
+        '""',
+        '"\\ud800"',
+        '[]',
+        '{}',
+        deep,
+        f'"{"x" * 10_000}"',
+    ]
     entries = list(json.loads(good))
     for k in range(400):
         raw = bytearray(good)
         if k % 2:
             name = rng.choice(entries)
             note = {o: json.dumps(v) for o, v in json.loads(good).items()}
-            if rng.random() < .2: del note[name]
-            else: note[rng.choice([name, 'more'])] = rng.choice(odd)
+            if rng.random() < 0.2:
+                del note[name]
+            else:
+                note[rng.choice([name, 'more'])] = rng.choice(odd)
             raw = ('{' + ', '.join(f'"{o}": {v}' for o, v in note.items()) + '}').encode()
         else:
-            for _ in range(rng.choice([1, 1, 2, 9])): raw[rng.randrange(len(raw))] = rng.randrange(256)
-            if rng.random() < .2: del raw[rng.randrange(len(raw)):]
+            for _ in range(rng.choice([1, 1, 2, 9])):
+                raw[rng.randrange(len(raw))] = rng.randrange(256)
+            if rng.random() < 0.2:
+                del raw[rng.randrange(len(raw)) :]
         path.write_bytes(raw)
-        try: images = toys_tensors(**ask).images
+        try:
+            images = toys_tensors(**ask).images
         except ValueError as e:
             assert type(e) is ValueError and 'remove the folder' in str(e) and '\n' not in str(e), e
             assert len(str(e)) < 2000
-        else: assert images.equal(truth) and json.loads(raw) == json.loads(good)
+        else:
+            assert images.equal(truth) and json.loads(raw) == json.loads(good)
 
-@pytest.mark.parametrize('kw, said', [
-    (dict(tile=0), 'tile must be a whole number, at least 1, got 0'), (dict(tile=-1), 'got -1'),
-    (dict(tile=1.), 'tile'), (dict(size=0), 'got 0'), (dict(size=16.), 'size'),
-    (dict(size=10**6), 'size must be a whole number from 16 to 256, got 1000000'),
-    (dict(world=World(samples=10**9)), 'samples must be a whole number from 1 to 16')])
+
+@pytest.mark.parametrize(
+    'kw, said',
+    [
+        (dict(tile=0), 'tile must be a whole number, at least 1, got 0'),
+        (dict(tile=-1), 'got -1'),
+        (dict(tile=1.0), 'tile'),
+        (dict(size=0), 'got 0'),
+        (dict(size=16.0), 'size'),
+        (dict(size=10**6), 'size must be a whole number from 16 to 256, got 1000000'),
+        (dict(world=World(samples=10**9)), 'samples must be a whole number from 1 to 16'),
+    ],
+)
 def test_what_would_take_for_ever_is_refused_at_once(kw, said):
     with pytest.raises(ValueError, match=said):
         draw(2, 3, torch.tensor([[0, 0, 0]]), **{**dict(size=16), **kw})
+
 
 @pytest.mark.parametrize('text', ['', '[]', '{}', 'null', '{"version": 1}', '\x00\x01'])
 def test_foreign_info_is_refused(tmp_path, text):
     ask = dict(split='train', subset=dict(one_view, category=[1]), cache=tmp_path, **tiny)
     toys_tensors(**ask)
-    (cache_of('train', 16, ask['subset'], 0, World(), tmp_path)[0]/'info.json').write_text(text)
-    with pytest.raises(ValueError, match='remove the folder'): toys_tensors(**ask)
+    (cache_of('train', 16, ask['subset'], 0, World(), tmp_path)[0] / 'info.json').write_text(text)
+    with pytest.raises(ValueError, match='remove the folder'):
+        toys_tensors(**ask)
+
 
 def test_the_cache_is_where_others_are(tmp_path, monkeypatch):
-    assert cache_of('train', 96, None, 0, World())[0].parent == tmp_path/'xdg'/'capsnb'/'toys'
-    monkeypatch.delenv('XDG_CACHE_HOME'); monkeypatch.setenv('HOME', str(tmp_path))
-    assert cache_of('train', 96, None, 0, World())[0].parent == tmp_path/'.cache'/'capsnb'/'toys'
-    keys = {cache_of(*ask)[0].name for ask in (('train', 96, None, 0, World()), ('test', 96, None, 0, World()), ('train', 48, None, 0, World()),
-            ('train', 96, 100, 0, World()), ('train', 96, None, 1, World()), ('train', 96, None, 0, World(noise=1.)))}
+    assert cache_of('train', 96, None, 0, World())[0].parent == tmp_path / 'xdg' / 'capsnb' / 'toys'
+    monkeypatch.delenv('XDG_CACHE_HOME')
+    monkeypatch.setenv('HOME', str(tmp_path))
+    assert (
+        cache_of('train', 96, None, 0, World())[0].parent == tmp_path / '.cache' / 'capsnb' / 'toys'
+    )
+    keys = {
+        cache_of(*ask)[0].name
+        for ask in (
+            ('train', 96, None, 0, World()),
+            ('test', 96, None, 0, World()),
+            ('train', 48, None, 0, World()),
+            ('train', 96, 100, 0, World()),
+            ('train', 96, None, 1, World()),
+            ('train', 96, None, 0, World(noise=1.0)),
+        )
+    }
     assert len(keys) == 6
 
+
 def test_an_error_while_drawing_leaves_no_split(tmp_path, monkeypatch):
-    monkeypatch.setattr(toys, 'render', lambda *args: 1/0)
-    with pytest.raises(ZeroDivisionError): toys_tensors('train', subset=one_view, cache=tmp_path, **tiny)
+    monkeypatch.setattr(toys, 'render', lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        toys_tensors('train', subset=one_view, cache=tmp_path, **tiny)
     monkeypatch.undo()
     assert len(toys_tensors('train', subset=one_view, cache=tmp_path, **tiny).images) == 25
 
-@pytest.mark.parametrize('ask, said', [
-    (dict(split='validation'), "split must be 'train' or 'test', got 'validation'"), (dict(size=15), 'from 16 to 256, got 15'), (dict(size=96.), 'got 96.0'),
-    (dict(size=257), 'got 257'), (dict(size=True), 'got True'), (dict(subset=24_301), 'between 1 and 24,300, got 24301'), (dict(subset=True), 'got True'), (dict(subset=2.5), 'got 2.5'),
-    (dict(subset=dict(elevation=[9])), 'elevation must be some of'), (dict(subset=dict(lighting=[])), 'got none'), (dict(subset=dict(instance=[4])), "got 'instance'"),
-    (dict(subset=dict(lighting=[0], pairs=5000)), 'between 1 and 4,050'), (dict(subset=dict(elevation=3)), 'elevation must be a list of some of (0, 1'), (dict(subset=dict(elevation='3')), "got '3'"), (dict(subset=dict(elevation=None)), 'got None')])
+
+@pytest.mark.parametrize(
+    'ask, said',
+    [
+        (dict(split='validation'), "split must be 'train' or 'test', got 'validation'"),
+        (dict(size=15), 'from 16 to 256, got 15'),
+        (dict(size=96.0), 'got 96.0'),
+        (dict(size=257), 'got 257'),
+        (dict(size=True), 'got True'),
+        (dict(subset=24_301), 'between 1 and 24,300, got 24301'),
+        (dict(subset=True), 'got True'),
+        (dict(subset=2.5), 'got 2.5'),
+        (dict(subset=dict(elevation=[9])), 'elevation must be some of'),
+        (dict(subset=dict(lighting=[])), 'got none'),
+        (dict(subset=dict(instance=[4])), "got 'instance'"),
+        (dict(subset=dict(lighting=[0], pairs=5000)), 'between 1 and 4,050'),
+        (dict(subset=dict(elevation=3)), 'elevation must be a list of some of (0, 1'),
+        (dict(subset=dict(elevation='3')), "got '3'"),
+        (dict(subset=dict(elevation=None)), 'got None'),
+    ],
+)
 def test_what_does_not_exist_is_refused(tmp_path, ask, said):
-    with pytest.raises(ValueError) as e: load_toys(**{**dict(size=16, cache=tmp_path, progress=False), **ask})
+    with pytest.raises(ValueError) as e:
+        load_toys(**{**dict(size=16, cache=tmp_path, progress=False), **ask})
     assert said in str(e.value) and not list(tmp_path.rglob('pictures'))
 
-knobs = dict(spread='a number from 0 to 1', contrast='a number at least 0 and below 1', noise='a number from 0 to 255', jitter='a number from 0 to 0.2',
-             samples='a whole number from 1 to 16')
-never = (math.nan, math.inf, -math.inf, 1e30, -1, -.01, True, False, None, 'a', [1.], 1j)
-too_much = dict(spread=1.01, contrast=1., noise=255.1, jitter=.21, samples=1.5)
+
+knobs = dict(
+    spread='a number from 0 to 1',
+    contrast='a number at least 0 and below 1',
+    noise='a number from 0 to 255',
+    jitter='a number from 0 to 0.2',
+    samples='a whole number from 1 to 16',
+)
+never = (math.nan, math.inf, -math.inf, 1e30, -1, -0.01, True, False, None, 'a', [1.0], 1j)
+too_much = dict(spread=1.01, contrast=1.0, noise=255.1, jitter=0.21, samples=1.5)
+
 
 @pytest.mark.parametrize('name, x', [(name, x) for name in knobs for x in (*never, too_much[name])])
 def test_a_world_that_cannot_be_is_refused(tmp_path, name, x):
     world = World(**{name: x})
-    for ask in (lambda: toys_tensors('train', subset=one_view, world=world, cache=tmp_path, **tiny), lambda: load_toys(16, 'train', 25, world=world, cache=tmp_path, progress=False),
-                lambda: cache_of('train', 16, one_view, 0, world, tmp_path), lambda: build_toy(2, 3, world=world), lambda: object_pose(2, 3, 0, world=world),
-                lambda: draw(2, 3, torch.tensor([[0, 0, 0]]), 16, world=world),
-                lambda: render(build_toy(2, 3), object_pose(2, 3, 0)[None], [30], torch.tensor([[0, 0]]), 16, -1., world)):
-        with pytest.raises(ValueError) as e: ask()
+    for ask in (
+        lambda: toys_tensors('train', subset=one_view, world=world, cache=tmp_path, **tiny),
+        lambda: load_toys(16, 'train', 25, world=world, cache=tmp_path, progress=False),
+        lambda: cache_of('train', 16, one_view, 0, world, tmp_path),
+        lambda: build_toy(2, 3, world=world),
+        lambda: object_pose(2, 3, 0, world=world),
+        lambda: draw(2, 3, torch.tensor([[0, 0, 0]]), 16, world=world),
+        lambda: render(
+            build_toy(2, 3),
+            object_pose(2, 3, 0)[None],
+            [30],
+            torch.tensor([[0, 0]]),
+            16,
+            -1.0,
+            world,
+        ),
+    ):
+        with pytest.raises(ValueError) as e:
+            ask()
         assert str(e.value) == f'{name} must be {knobs[name]}, got {x!r}'
     assert not list(tmp_path.iterdir())
 
-@pytest.mark.parametrize('world', [World(0., 0., 0., 0., 1), World(1, .99, 255, .2, 3), World(1., .99, 255., .2, 3)])
+
+@pytest.mark.parametrize(
+    'world',
+    [World(0.0, 0.0, 0.0, 0.0, 1), World(1, 0.99, 255, 0.2, 3), World(1.0, 0.99, 255.0, 0.2, 3)],
+)
 def test_a_world_at_the_ends_of_its_ranges(world):
     assert draw('car', 0, torch.tensor([[0, 0, 0]]), 16, world=world).shape == (1, 2, 16, 16)
 
-@pytest.mark.parametrize('seed', [-1, 1., True, False, None, 'x', math.nan, [1]])
+
+@pytest.mark.parametrize('seed', [-1, 1.0, True, False, None, 'x', math.nan, [1]])
 def test_a_seed_is_a_whole_number(tmp_path, seed):
-    for ask in (lambda: toys_tensors('train', subset=one_view, seed=seed, cache=tmp_path, **tiny), lambda: load_toys(16, 'train', 25, seed, cache=tmp_path, progress=False),
-                lambda: cache_of('train', 16, one_view, seed, World(), tmp_path), lambda: plan('train', 25, seed), lambda: build_toy(2, 3, seed),
-                lambda: object_pose(2, 3, 0, seed), lambda: draw(2, 3, torch.tensor([[0, 0, 0]]), 16, seed), lambda: toys.grain_table(seed, 4)):
-        with pytest.raises(ValueError) as e: ask()
+    for ask in (
+        lambda: toys_tensors('train', subset=one_view, seed=seed, cache=tmp_path, **tiny),
+        lambda: load_toys(16, 'train', 25, seed, cache=tmp_path, progress=False),
+        lambda: cache_of('train', 16, one_view, seed, World(), tmp_path),
+        lambda: plan('train', 25, seed),
+        lambda: build_toy(2, 3, seed),
+        lambda: object_pose(2, 3, 0, seed),
+        lambda: draw(2, 3, torch.tensor([[0, 0, 0]]), 16, seed),
+        lambda: toys.grain_table(seed, 4),
+    ):
+        with pytest.raises(ValueError) as e:
+            ask()
         assert str(e.value) == f'seed must be a whole number, at least 0, got {seed!r}'
     assert not list(tmp_path.iterdir())
 
-@pytest.mark.parametrize('world', [None, dict(noise=1.), (1., .25, 2.5, .06, 2)])
-def test_a_world_is_a_world(world):
-    with pytest.raises(ValueError, match='world must be a World, got '): build_toy(2, 3, 0, world)
 
-@pytest.mark.parametrize('toy, said', [(('dog', 1), "category must be 0 to 4 or one of animal, human, airplane, truck, car, got 'dog'"), ((5, 1), 'category must .* got 5'), ((-1, 1), 'got -1'),
-    ((True, 1), 'category must .* got True'), ((2., 1), r'category must .* got 2\.0'), (([2], 1), r'category must .* got \[2\]'), (('dog', 99), 'category'),
-    ((2, 3.), r'instance must be 0 to 9, got 3\.0'), ((2, True), 'got True'), ((2, 10), 'got 10'), ((2, -1), 'got -1'), ((2, '3'), "got '3'"), ((2, None), 'got None')])
+@pytest.mark.parametrize('world', [None, dict(noise=1.0), (1.0, 0.25, 2.5, 0.06, 2)])
+def test_a_world_is_a_world(world):
+    with pytest.raises(ValueError, match='world must be a World, got '):
+        build_toy(2, 3, 0, world)
+
+
+@pytest.mark.parametrize(
+    'toy, said',
+    [
+        (
+            ('dog', 1),
+            "category must be 0 to 4 or one of animal, human, airplane, truck, car, got 'dog'",
+        ),
+        ((5, 1), 'category must .* got 5'),
+        ((-1, 1), 'got -1'),
+        ((True, 1), 'category must .* got True'),
+        ((2.0, 1), r'category must .* got 2\.0'),
+        (([2], 1), r'category must .* got \[2\]'),
+        (('dog', 99), 'category'),
+        ((2, 3.0), r'instance must be 0 to 9, got 3\.0'),
+        ((2, True), 'got True'),
+        ((2, 10), 'got 10'),
+        ((2, -1), 'got -1'),
+        ((2, '3'), "got '3'"),
+        ((2, None), 'got None'),
+    ],
+)
 def test_a_toy_that_does_not_exist(toy, said):
-    for ask in (lambda: build_toy(*toy), lambda: object_pose(*toy, 0), lambda: draw(*toy, torch.tensor([[0, 0, 0]]), 16)):
-        with pytest.raises(ValueError, match=said): ask()
+    for ask in (
+        lambda: build_toy(*toy),
+        lambda: object_pose(*toy, 0),
+        lambda: draw(*toy, torch.tensor([[0, 0, 0]]), 16),
+    ):
+        with pytest.raises(ValueError, match=said):
+            ask()
+
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, 'datasets', None)
-    with pytest.raises(ImportError, match="needs the package 'datasets'"): load_toys(16, cache=tmp_path)
+    with pytest.raises(ImportError, match="needs the package 'datasets'"):
+        load_toys(16, cache=tmp_path)
+
 
 def test_the_data_set_is_one_of_the_hub(tmp_path):
     import datasets
+
     train = load_toys(16, 'train', one_view, cache=tmp_path, progress=False)
     again = load_toys(16, 'train', one_view, cache=tmp_path, progress=False)
-    assert train._fingerprint == again._fingerprint and isinstance(train.features['image_lt'], datasets.Image)
+    assert train._fingerprint == again._fingerprint and isinstance(
+        train.features['image_lt'], datasets.Image
+    )
     images = toys_tensors('train', subset=one_view, cache=tmp_path, **tiny).images
     assert train.with_format('torch')[3]['image_rt'].view(16, 16).equal(images[3, 1])
     trucks = train.filter(lambda c: c == 3, input_columns='category')
     assert trucks.num_rows == 5 and set(trucks['instance']) == set(instances['train'])
-    trucks.save_to_disk(tmp_path/'saved')
-    back = datasets.load_from_disk(tmp_path/'saved')
+    trucks.save_to_disk(tmp_path / 'saved')
+    back = datasets.load_from_disk(tmp_path / 'saved')
     row, toy = back[0], build_toy('truck', back[0]['instance'])
     torch.testing.assert_close(torch.tensor(row['part_poses']), toy.poses.float())
-    torch.testing.assert_close(torch.tensor(row['object_pose']), object_pose('truck', row['instance'], 40).float())
+    torch.testing.assert_close(
+        torch.tensor(row['object_pose']), object_pose('truck', row['instance'], 40).float()
+    )
     torch.testing.assert_close(torch.tensor(row['view']), view_matrix(45).float())

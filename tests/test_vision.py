@@ -1,156 +1,318 @@
 """Networks for images: the author's own network, wrong files, image sizes, saving, and credit."""
+
 from pathlib import Path
 import copy, math, os
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
-from capsnb.vision import (BaselineCNN, ConvTrunk, DStepNet, PlainCNN, SmallNORBNet, load_published, n_params, norb_trunk, normed_conv,
-                           published_name, read_published, rival_of, step_shares, timed_step)
+from capsnb.lab.vision import (
+    BaselineCNN,
+    ConvTrunk,
+    DStepNet,
+    PlainCNN,
+    SmallNORBNet,
+    load_published,
+    n_params,
+    norb_trunk,
+    normed_conv,
+    published_name,
+    read_published,
+    rival_of,
+    step_shares,
+    timed_step,
+)
 
-golden = torch.load(Path(__file__).parent/'data'/'heinsen2019_vision.pt', weights_only=True)
-small = dict(n_classes=3, n_parts=4, channels=5)                # the small network in that file
+golden = torch.load(Path(__file__).parent / 'data' / 'heinsen2019_vision.pt', weights_only=True)
+small = dict(n_classes=3, n_parts=4, channels=5)  # the small network in that file
 data = os.environ.get('CAPSNB_DATA')
-real = Path(data or '.')/'heinsen2019'/'smallNORB_pretrained_model_state_dict.pt'
+real = Path(data or '.') / 'heinsen2019' / 'smallNORB_pretrained_model_state_dict.pt'
+
 
 def waves(b, m, n):
     "The images that the author's code was run on: a grating for a background, a dark blob for a toy, two eyes."
-    k, eye, r, c = torch.meshgrid(*(torch.arange(x, dtype=torch.float64) for x in (b, 2, m, n)), indexing='ij')
-    blob = torch.exp(-((r - m*(.45 + .05*k))**2/(.02*m*m) + (c - n*(.5 + .03*eye))**2/(.01*n*n)))
-    return (.6 + .1*torch.sin(.31*(k + 1)*r + .17*eye)*torch.cos(.23*(k + 1)*c - .4*eye) - .5*blob).float()
+    k, eye, r, c = torch.meshgrid(
+        *(torch.arange(x, dtype=torch.float64) for x in (b, 2, m, n)), indexing='ij'
+    )
+    blob = torch.exp(
+        -(
+            (r - m * (0.45 + 0.05 * k)) ** 2 / (0.02 * m * m)
+            + (c - n * (0.5 + 0.03 * eye)) ** 2 / (0.01 * n * n)
+        )
+    )
+    return (
+        0.6
+        + 0.1
+        * torch.sin(0.31 * (k + 1) * r + 0.17 * eye)
+        * torch.cos(0.23 * (k + 1) * c - 0.4 * eye)
+        - 0.5 * blob
+    ).float()
+
 
 def agrees(net, name, dtype, **tol):
     "The author's coordinates are float32 in any case, so 1e-6 is as near as float64 can come."
     for shape, want in golden['outputs'][name].items():
-        with torch.no_grad(): out = net.to(dtype)(waves(*shape).to(dtype))
-        for got, w in zip(out, want): assert_close(got.float(), w, **tol)
+        with torch.no_grad():
+            out = net.to(dtype)(waves(*shape).to(dtype))
+        for got, w in zip(out, want):
+            assert_close(got.float(), w, **tol)
+
 
 @pytest.fixture
 def file(tmp_path):
     "Writes a state dict, by default the small network's, and returns its path."
+
     def write(state=golden['weights'], **changes):
         state = {k: v for k, v in {**state, **changes}.items() if v is not None}
-        torch.save(state, tmp_path/'weights.pt')
-        return tmp_path/'weights.pt'
+        torch.save(state, tmp_path / 'weights.pt')
+        return tmp_path / 'weights.pt'
+
     return write
 
-@pytest.mark.parametrize('dtype, tol', [(torch.float64, dict(rtol=1e-5, atol=1e-5)), (torch.float32, dict(rtol=1e-3, atol=1e-4))], ids=str)
+
+@pytest.mark.parametrize(
+    'dtype, tol',
+    [(torch.float64, dict(rtol=1e-5, atol=1e-5)), (torch.float32, dict(rtol=1e-3, atol=1e-4))],
+    ids=str,
+)
 def test_agrees_with_the_authors_network_on_random_weights(file, dtype, tol):
     agrees(SmallNORBNet.from_published(file(), **small), 'small', dtype, **tol)
 
+
 def test_agrees_with_the_authors_network_by_the_definition_too(file):
     net = SmallNORBNet.from_published(file(), **small)
-    for r in net.routings: r.plan = 'votes'
+    for r in net.routings:
+        r.plan = 'votes'
     agrees(net, 'small', torch.float64, rtol=1e-5, atol=1e-5)
 
-@pytest.mark.skipif(not real.is_file(), reason='needs the published weights: CAPSNB_DATA/heinsen2019')
+
+@pytest.mark.skipif(
+    not real.is_file(), reason='needs the published weights: CAPSNB_DATA/heinsen2019'
+)
 @pytest.mark.parametrize('dtype', [torch.float64, torch.float32], ids=str)
 def test_agrees_with_the_authors_network_on_the_published_weights(dtype):
     net = SmallNORBNet.from_published(real)
     assert n_params(net) == 271_688
     agrees(net, 'published', dtype, rtol=1e-4, atol=1e-4)
 
+
 def test_the_floor_is_the_authors(file):
     "with the library's own floor the outputs differ: the comparison can fail"
     net = load_published(SmallNORBNet(**small), read_published(file()), published_name).eval()
-    with pytest.raises(AssertionError): agrees(net, 'small', torch.float64, rtol=1e-2, atol=1e-3)
+    with pytest.raises(AssertionError):
+        agrees(net, 'small', torch.float64, rtol=1e-2, atol=1e-3)
+
 
 def test_wrong_entries_are_listed_and_nothing_is_loaded(file):
     w = golden['weights']
-    with pytest.raises(ValueError, match=r'missing: convolve\.4\.bias, routings\.1\.W; extra: head\.x, head\.y$'):
-        SmallNORBNet.from_published(file(**{'convolve.4.bias': None, 'routings.1.W': None, 'head.x': torch.ones(1), 'head.y': torch.ones(1)}), **small)
-    with pytest.raises(ValueError, match=r'misshapen: compute_mu\.1\.weight \(64, 5\) instead of \(64, 5, 1, 1\)$'):
-        SmallNORBNet.from_published(file(**{'compute_mu.1.weight': w['compute_mu.1.weight'][..., 0, 0]}), **small)
-    with pytest.raises(ValueError, match=r'convolve\.1\.weight \(5, 4, 3, 3\) instead of \(64, 4, 3, 3\)'): SmallNORBNet.from_published(file())
-    net = SmallNORBNet(**small); before = copy.deepcopy(net.state_dict())
-    with pytest.raises(ValueError, match='extra: y'): load_published(net, {**w, 'y': torch.ones(1)}, published_name)
-    for k, v in net.state_dict().items(): assert_close(v, before[k], rtol=0, atol=0)
+    with pytest.raises(
+        ValueError, match=r'missing: convolve\.4\.bias, routings\.1\.W; extra: head\.x, head\.y$'
+    ):
+        SmallNORBNet.from_published(
+            file(
+                **{
+                    'convolve.4.bias': None,
+                    'routings.1.W': None,
+                    'head.x': torch.ones(1),
+                    'head.y': torch.ones(1),
+                }
+            ),
+            **small,
+        )
+    with pytest.raises(
+        ValueError, match=r'misshapen: compute_mu\.1\.weight \(64, 5\) instead of \(64, 5, 1, 1\)$'
+    ):
+        SmallNORBNet.from_published(
+            file(**{'compute_mu.1.weight': w['compute_mu.1.weight'][..., 0, 0]}), **small
+        )
+    with pytest.raises(
+        ValueError, match=r'convolve\.1\.weight \(5, 4, 3, 3\) instead of \(64, 4, 3, 3\)'
+    ):
+        SmallNORBNet.from_published(file())
+    net = SmallNORBNet(**small)
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(ValueError, match='extra: y'):
+        load_published(net, {**w, 'y': torch.ones(1)}, published_name)
+    for k, v in net.state_dict().items():
+        assert_close(v, before[k], rtol=0, atol=0)
 
-@pytest.mark.parametrize('dtype', [torch.int32, torch.int64, torch.uint8, torch.bool, torch.complex64], ids=str)
+
+@pytest.mark.parametrize(
+    'dtype', [torch.int32, torch.int64, torch.uint8, torch.bool, torch.complex64], ids=str
+)
 def test_numbers_of_another_kind_are_refused(file, dtype):
     w = {**golden['weights'], 'convolve.4.bias': golden['weights']['convolve.4.bias'].to(dtype)}
-    with pytest.raises(ValueError, match=rf"expected floating-point numbers in '.*', got convolve\.4\.bias {dtype}$"): SmallNORBNet.from_published(file(w), **small)
-    net = SmallNORBNet(**small); before = copy.deepcopy(net.state_dict())
-    with pytest.raises(ValueError, match=rf'mistyped: convolve\.4\.bias {dtype} instead of torch\.float32$'): load_published(net, w, published_name)
-    for k, v in net.state_dict().items(): assert_close(v, before[k], rtol=0, atol=0)
+    with pytest.raises(
+        ValueError,
+        match=rf"expected floating-point numbers in '.*', got convolve\.4\.bias {dtype}$",
+    ):
+        SmallNORBNet.from_published(file(w), **small)
+    net = SmallNORBNet(**small)
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(
+        ValueError, match=rf'mistyped: convolve\.4\.bias {dtype} instead of torch\.float32$'
+    ):
+        load_published(net, w, published_name)
+    for k, v in net.state_dict().items():
+        assert_close(v, before[k], rtol=0, atol=0)
 
-@pytest.mark.parametrize('dtype', [torch.int32, torch.bool, torch.complex64, torch.float32], ids=str)
+
+@pytest.mark.parametrize(
+    'dtype', [torch.int32, torch.bool, torch.complex64, torch.float32], ids=str
+)
 def test_a_counter_is_a_whole_number(file, dtype):
     w = {**golden['weights'], 'convolve.3.num_batches_tracked': torch.ones((), dtype=dtype)}
-    with pytest.raises(ValueError, match=rf'convolve\.3\.num_batches_tracked {dtype}'): SmallNORBNet.from_published(file(w), **small)
+    with pytest.raises(ValueError, match=rf'convolve\.3\.num_batches_tracked {dtype}'):
+        SmallNORBNet.from_published(file(w), **small)
+
 
 def test_floating_numbers_of_another_width_are_taken(file):
     w = {k: v.double() if v.is_floating_point() else v for k, v in golden['weights'].items()}
-    assert_close(SmallNORBNet.from_published(file(w), **small).state_dict(), SmallNORBNet.from_published(file(), **small).state_dict(), rtol=0, atol=0)
+    assert_close(
+        SmallNORBNet.from_published(file(w), **small).state_dict(),
+        SmallNORBNet.from_published(file(), **small).state_dict(),
+        rtol=0,
+        atol=0,
+    )
 
-@pytest.mark.parametrize('name', ['CONST_x', 'routings.0.CONST_two', 'routings.0.CONST_one.x', 'head.CONST_one', 'routings.x.CONST_one', 'xroutings.0.CONST_one', 'routings.0xCONST_one'])
+
+@pytest.mark.parametrize(
+    'name',
+    [
+        'CONST_x',
+        'routings.0.CONST_two',
+        'routings.0.CONST_one.x',
+        'head.CONST_one',
+        'routings.x.CONST_one',
+        'xroutings.0.CONST_one',
+        'routings.0xCONST_one',
+    ],
+)
 def test_only_the_authors_constants_are_passed_over(file, name):
-    assert {k for k in golden['weights'] if 'CONST' in k} == {'routings.0.CONST_one', 'routings.1.CONST_one'}      # as in the published file
-    with pytest.raises(ValueError, match=f'extra: {name}$'): SmallNORBNet.from_published(file(**{name: torch.ones(())}), **small)
+    assert {k for k in golden['weights'] if 'CONST' in k} == {
+        'routings.0.CONST_one',
+        'routings.1.CONST_one',
+    }  # as in the published file
+    with pytest.raises(ValueError, match=f'extra: {name}$'):
+        SmallNORBNet.from_published(file(**{name: torch.ones(())}), **small)
 
-@pytest.mark.skipif(not real.is_file(), reason='needs the published weights: CAPSNB_DATA/heinsen2019')
+
+@pytest.mark.skipif(
+    not real.is_file(), reason='needs the published weights: CAPSNB_DATA/heinsen2019'
+)
 def test_what_the_published_file_holds():
     state = read_published(real)
-    assert {k for k in state if 'CONST' in k} == {k for k in state if k not in {published_name(o) for o in SmallNORBNet().state_dict()}} == {'routings.0.CONST_one', 'routings.1.CONST_one'}
-    assert {k.split('.')[-1] for k, v in state.items() if not v.is_floating_point()} == {'num_batches_tracked'}
+    assert (
+        {k for k in state if 'CONST' in k}
+        == {k for k in state if k not in {published_name(o) for o in SmallNORBNet().state_dict()}}
+        == {'routings.0.CONST_one', 'routings.1.CONST_one'}
+    )
+    assert {k.split('.')[-1] for k, v in state.items() if not v.is_floating_point()} == {
+        'num_batches_tracked'
+    }
+
 
 def test_loading_changes_neither_the_file_nor_the_dict(file):
-    path, state = file(), dict(golden['weights']); before = path.read_bytes()
-    SmallNORBNet.from_published(path, **small); load_published(SmallNORBNet(**small), state, published_name)
+    path, state = file(), dict(golden['weights'])
+    before = path.read_bytes()
+    SmallNORBNet.from_published(path, **small)
+    load_published(SmallNORBNet(**small), state, published_name)
     assert path.read_bytes() == before and set(state) == set(golden['weights'])
+
 
 class Trap:
     "Runs code when it is unpickled."
-    def __reduce__(self): return os.mkdir, (self.path,)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
 
 def test_code_in_a_file_is_not_run(tmp_path):
-    trap = Trap(); trap.path = str(tmp_path/'sprung')
-    torch.save({'convolve.0.weight': trap}, tmp_path/'w.pt')
-    with pytest.raises(ValueError, match="w.pt', got a file that cannot be read as one"): SmallNORBNet.from_published(tmp_path/'w.pt')
-    assert not (tmp_path/'sprung').exists()
+    trap = Trap()
+    trap.path = str(tmp_path / 'sprung')
+    torch.save({'convolve.0.weight': trap}, tmp_path / 'w.pt')
+    with pytest.raises(ValueError, match="w.pt', got a file that cannot be read as one"):
+        SmallNORBNet.from_published(tmp_path / 'w.pt')
+    assert not (tmp_path / 'sprung').exists()
 
-@pytest.mark.parametrize('content, what', [
-    (b'', 'cannot be read'), (b'hello', 'cannot be read'), (b'PK\x03\x04', 'cannot be read'),
-    (dict(), 'got dict'), (torch.ones(3), 'got Tensor'), ([torch.ones(3)], 'got list'), ({'a': 1}, 'got dict of other things'),
-    ({1: torch.ones(1)}, 'got dict of other things'), ({'a': torch.tensor([1., torch.nan])}, 'NaN or inf in a')], ids=str)
+
+@pytest.mark.parametrize(
+    'content, what',
+    [
+        (b'', 'cannot be read'),
+        (b'hello', 'cannot be read'),
+        (b'PK\x03\x04', 'cannot be read'),
+        (dict(), 'got dict'),
+        (torch.ones(3), 'got Tensor'),
+        ([torch.ones(3)], 'got list'),
+        ({'a': 1}, 'got dict of other things'),
+        ({1: torch.ones(1)}, 'got dict of other things'),
+        ({'a': torch.tensor([1.0, torch.nan])}, 'NaN or inf in a'),
+    ],
+    ids=str,
+)
 def test_other_files_are_refused(tmp_path, content, what):
-    path = tmp_path/'x.pt'
+    path = tmp_path / 'x.pt'
     path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
-    with pytest.raises(ValueError, match=what): read_published(path)
+    with pytest.raises(ValueError, match=what):
+        read_published(path)
+
 
 def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(FileNotFoundError, match='nowhere.pt'): SmallNORBNet.from_published(tmp_path/'nowhere.pt')
+    with pytest.raises(FileNotFoundError, match='nowhere.pt'):
+        SmallNORBNet.from_published(tmp_path / 'nowhere.pt')
+
 
 def test_files_cut_short_anywhere_are_refused(file):
-    path = file(); whole = path.read_bytes(); torch.manual_seed(0)
+    path = file()
+    whole = path.read_bytes()
+    torch.manual_seed(0)
     for cut in torch.randint(len(whole), (100,)).tolist():
         path.write_bytes(whole[:cut])
-        with pytest.raises(ValueError, match='cannot be read'): read_published(path)
+        with pytest.raises(ValueError, match='cannot be read'):
+            read_published(path)
+
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=6), st.integers(0, 1), st.integers(0, 3))
 def test_the_smallest_image_is_the_smallest(strides, padding, more):
-    trunk = ConvTrunk(1, (2,)*len(strides), tuple(strides), padding).eval()
-    with torch.no_grad(): assert min(trunk(torch.zeros(1, 1, trunk.least, trunk.least + more)).shape[2:]) == 1
+    trunk = ConvTrunk(1, (2,) * len(strides), tuple(strides), padding).eval()
+    with torch.no_grad():
+        assert min(trunk(torch.zeros(1, 1, trunk.least, trunk.least + more)).shape[2:]) == 1
     if trunk.least > 1:
-        with pytest.raises(ValueError, match=f'at least {trunk.least}'): trunk(torch.zeros(1, 1, trunk.least + more, trunk.least - 1))
-        with pytest.raises(RuntimeError):                           # and PyTorch agrees that one pixel less is too few
+        with pytest.raises(ValueError, match=f'at least {trunk.least}'):
+            trunk(torch.zeros(1, 1, trunk.least + more, trunk.least - 1))
+        with pytest.raises(RuntimeError):  # and PyTorch agrees that one pixel less is too few
             x = torch.zeros(1, 3, trunk.least - 1, trunk.least)
-            for stage in trunk.stages: x = stage(x)
+            for stage in trunk.stages:
+                x = stage(x)
+
 
 @pytest.mark.parametrize('m, n', [(29, 29), (31, 64), (96, 96)])
 def test_any_size_of_image(m, n):
-    torch.manual_seed(0); net = SmallNORBNet(5, n_parts=4, channels=4).eval()
+    torch.manual_seed(0)
+    net = SmallNORBNet(5, n_parts=4, channels=4).eval()
     pairs = torch.rand(2, 2, m, n)
-    with torch.no_grad(): out, maps = net(pairs), net.credit(pairs, of='score')
+    with torch.no_grad():
+        out, maps = net(pairs), net.credit(pairs, of='score')
     assert out.mu.shape == (2, 5, 4, 4) and maps.shape[:2] == (2, 5)
     assert_close(maps.sum((-1, -2)), out.a, rtol=1e-4, atol=1e-4)
 
-@pytest.mark.parametrize('shape, dtype, what', [((2, 96, 96), torch.float, r'got shape \(2, 96, 96\)'), ((1, 3, 96, 96), torch.float, r'\[b, 2, m, n\]'),
-    ((1, 2, 28, 96), torch.float, 'at least 29'), ((1, 2, 96, 96), torch.uint8, 'divide bytes by 255')])
+
+@pytest.mark.parametrize(
+    'shape, dtype, what',
+    [
+        ((2, 96, 96), torch.float, r'got shape \(2, 96, 96\)'),
+        ((1, 3, 96, 96), torch.float, r'\[b, 2, m, n\]'),
+        ((1, 2, 28, 96), torch.float, 'at least 29'),
+        ((1, 2, 96, 96), torch.uint8, 'divide bytes by 255'),
+    ],
+)
 def test_wrong_images(shape, dtype, what):
     net = SmallNORBNet(5, n_parts=2, channels=2)
-    with pytest.raises(ValueError, match=what): net(torch.zeros(shape, dtype=dtype))
+    with pytest.raises(ValueError, match=what):
+        net(torch.zeros(shape, dtype=dtype))
+
 
 def test_sizes_of_the_papers():
     assert n_params(SmallNORBNet()) == 271_688
@@ -158,72 +320,143 @@ def test_sizes_of_the_papers():
     for classes, channels in ((5, 64), (3, 32), (10, 16)):
         net = SmallNORBNet(n_classes=classes, channels=channels)
         cnn = rival_of(n_params(net), n_classes=classes, **norb_trunk(channels))
-        assert abs(n_params(cnn)/n_params(net) - 1) < .01
-        assert [p.shape for p in cnn.trunk.parameters()] == [p.shape for p in net.trunk.parameters()]
+        assert abs(n_params(cnn) / n_params(net) - 1) < 0.01
+        assert [p.shape for p in cnn.trunk.parameters()] == [
+            p.shape for p in net.trunk.parameters()
+        ]
 
-@pytest.mark.parametrize('size, kw', [((48, 40), {}), (32, dict(in_channels=1, n_classes=10)), ((5, 4), dict(dropout=0.))], ids=str)
+
+@pytest.mark.parametrize(
+    'size, kw',
+    [((48, 40), {}), (32, dict(in_channels=1, n_classes=10)), ((5, 4), dict(dropout=0.0))],
+    ids=str,
+)
 def test_the_baseline(size, kw):
-    net = BaselineCNN(size=size, **kw).eval(); m, n = net.size
+    net = BaselineCNN(size=size, **kw).eval()
+    m, n = net.size
     images = torch.rand(3, net.in_channels, m, n)
-    assert net(images).a.shape == (3, kw.get('n_classes', 5)) and net.features(images).shape == (3, 1024)
-    with pytest.raises(ValueError, match=rf'\[b, {net.in_channels}, {m}, {n}\], got shape'): net(torch.rand(3, net.in_channels, m + 1, n))
+    assert net(images).a.shape == (3, kw.get('n_classes', 5)) and net.features(images).shape == (
+        3,
+        1024,
+    )
+    with pytest.raises(ValueError, match=rf'\[b, {net.in_channels}, {m}, {n}\], got shape'):
+        net(torch.rand(3, net.in_channels, m + 1, n))
+
+
 def test_a_baseline_for_too_small_an_image():
-    with pytest.raises(ValueError, match='both at least 4, got 3'): BaselineCNN(size=3)
+    with pytest.raises(ValueError, match='both at least 4, got 3'):
+        BaselineCNN(size=3)
+
 
 def test_weights_start_kaiming_normal_and_biases_at_zero():
     torch.manual_seed(0)
-    for norm, conv in (normed_conv(64, 128, 3, 2, 1), ConvTrunk(62, (64,), (1,)).stages[0], PlainCNN(channels=(64,)*3, n_hidden=128).hidden):
-        w, std = conv.weight, math.sqrt(2/(64*9))
-        assert abs(w.std()/std - 1) < .02 and abs(w.mean()) < .02*std and 3.5 < w.abs().max()/std < 6           # a uniform draw would end at 1.73
-        assert abs((w.abs() < std).float().mean() - .6827) < .01 and not conv.bias.any()
+    for norm, conv in (
+        normed_conv(64, 128, 3, 2, 1),
+        ConvTrunk(62, (64,), (1,)).stages[0],
+        PlainCNN(channels=(64,) * 3, n_hidden=128).hidden,
+    ):
+        w, std = conv.weight, math.sqrt(2 / (64 * 9))
+        assert (
+            abs(w.std() / std - 1) < 0.02
+            and abs(w.mean()) < 0.02 * std
+            and 3.5 < w.abs().max() / std < 6
+        )  # a uniform draw would end at 1.73
+        assert abs((w.abs() < std).float().mean() - 0.6827) < 0.01 and not conv.bias.any()
+
 
 def test_half_of_the_baselines_hidden_units_are_left_out():
     "one half is the default, and it is the last layer's inputs that are left out"
-    torch.manual_seed(0); net = BaselineCNN(size=8)
+    torch.manual_seed(0)
+    net = BaselineCNN(size=8)
     net.classify.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     seen, images = [], torch.rand(200, 2, 8, 8)
-    with torch.no_grad(): net(images); hidden = net.features(images)
+    with torch.no_grad():
+        net(images)
+        hidden = net.features(images)
     on = hidden > 0
     out = seen[0][on] == 0
-    assert abs(out.float().mean() - .5) < .01
-    assert_close(seen[0][on][~out], 2*hidden[on][~out])
+    assert abs(out.float().mean() - 0.5) < 0.01
+    assert_close(seen[0][on][~out], 2 * hidden[on][~out])
+
 
 def test_dropout_acts_in_training_only():
-    torch.manual_seed(0); net = BaselineCNN(size=8); x = torch.rand(2, 2, 8, 8)
+    torch.manual_seed(0)
+    net = BaselineCNN(size=8)
+    x = torch.rand(2, 2, 8, 8)
     assert not torch.equal(net(x).a, net(x).a)
-    net.eval(); assert torch.equal(net(x).a, net(x).a)
+    net.eval()
+    assert torch.equal(net(x).a, net(x).a)
 
-@pytest.mark.parametrize('make', [lambda: SmallNORBNet(3, 4, 4, eps='paper'), lambda: BaselineCNN(size=(30, 32)), lambda: PlainCNN(5, **norb_trunk(4))])
+
+@pytest.mark.parametrize(
+    'make',
+    [
+        lambda: SmallNORBNet(3, 4, 4, eps='paper'),
+        lambda: BaselineCNN(size=(30, 32)),
+        lambda: PlainCNN(5, **norb_trunk(4)),
+    ],
+)
 def test_saving_and_loading(make, tmp_path):
-    torch.manual_seed(0); net = make().eval(); net.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    net = make().eval()
+    net.save_pretrained(tmp_path)
     x = torch.rand(2, 2, 30, 32)
     assert_close(type(net).from_pretrained(tmp_path).eval()(x).a, net(x).a, rtol=0, atol=0)
 
-@pytest.mark.parametrize('make', [lambda: SmallNORBNet(5, 4, 4), lambda: BaselineCNN(size=(30, 32)), lambda: PlainCNN(5, **norb_trunk(4))])
+
+@pytest.mark.parametrize(
+    'make',
+    [
+        lambda: SmallNORBNet(5, 4, 4),
+        lambda: BaselineCNN(size=(30, 32)),
+        lambda: PlainCNN(5, **norb_trunk(4)),
+    ],
+)
 def test_every_parameter_learns(make):
-    torch.manual_seed(0); net, x = make().train(), torch.rand(6, 2, 30, 32)
+    torch.manual_seed(0)
+    net, x = make().train(), torch.rand(6, 2, 30, 32)
     net(x, labels=torch.arange(6) % 5)['loss'].backward()
-    for name, p in net.named_parameters(): assert p.grad is not None and p.grad.isfinite().all(), name
+    for name, p in net.named_parameters():
+        assert p.grad is not None and p.grad.isfinite().all(), name
     dead = [name for name, p in net.named_parameters() if not p.grad.abs().sum()]
     assert not dead
 
+
 def test_step_shares_leave_the_network_alone():
-    torch.manual_seed(0); net = DStepNet(channels=(4,), strides=(2,), n_types=2, n_parts=2).eval()
+    torch.manual_seed(0)
+    net = DStepNet(channels=(4,), strides=(2,), n_types=2, n_parts=2).eval()
     before = copy.deepcopy(net.state_dict())
     shares = step_shares(net, lambda: (torch.rand(2, 1, 8, 8), torch.tensor([1, 2])), rounds=3)
-    for k, v in net.state_dict().items(): assert_close(v, before[k], rtol=0, atol=0)
+    for k, v in net.state_dict().items():
+        assert_close(v, before[k], rtol=0, atol=0)
     assert not net.training and all(p.grad is None for p in net.parameters())
-    assert shares['step'] == pytest.approx(sum(shares[k] for k in ('data', 'convolutions', 'routing')))
+    assert shares['step'] == pytest.approx(
+        sum(shares[k] for k in ('data', 'convolutions', 'routing'))
+    )
+
 
 def test_a_timed_step_counts_each_part(monkeypatch):
     "by a clock that adds known seconds where the work is done"
-    import capsnb.vision as vision
-    now = [0.]
+    import capsnb.lab.vision as vision
+
+    now = [0.0]
+
     class Slow(torch.nn.Module):
-        def __init__(self, inner, seconds): super().__init__(); self.inner, self.seconds = inner, seconds
-        def forward(self, *args): now[0] += self.seconds; return self.inner(*args)
+        def __init__(self, inner, seconds):
+            super().__init__()
+            self.inner, self.seconds = inner, seconds
+
+        def forward(self, *args):
+            now[0] += self.seconds
+            return self.inner(*args)
+
     net = DStepNet(channels=(4,), strides=(2,), n_types=2, n_parts=2)
-    net.trunk = Slow(net.trunk, 5.); net.routings[0] = Slow(net.routings[0], 7.)
-    def deal(): now[0] += 3.; return torch.rand(2, 1, 8, 8), torch.tensor([1, 2])
+    net.trunk = Slow(net.trunk, 5.0)
+    net.routings[0] = Slow(net.routings[0], 7.0)
+
+    def deal():
+        now[0] += 3.0
+        return torch.rand(2, 1, 8, 8), torch.tensor([1, 2])
+
     monkeypatch.setattr(vision.time, 'perf_counter', lambda: now[0])
-    assert timed_step(net, deal) == dict(data=3., convolutions=5., routing=7.)
+    assert timed_step(net, deal) == dict(data=3.0, convolutions=5.0, routing=7.0)

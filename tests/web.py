@@ -1,11 +1,17 @@
 "A web server for tests, with the faults that real ones have."
+
 import contextlib, threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+
 class Web(BaseHTTPRequestHandler):
     "Serves `body` with ranges; the first `breaks` answers end after a third of what was asked for."
+
     body, ranges, breaks, asked = b'', True, 0, []
-    def log_message(self, *args): pass
+
+    def log_message(self, *args):
+        pass
+
     def do_GET(self):
         asked = self.headers.get('Range')
         type(self).asked.append(asked)
@@ -16,13 +22,17 @@ class Web(BaseHTTPRequestHandler):
         self.end_headers()
         if self.breaks > 0:
             type(self).breaks -= 1
-            send = send[:len(send)//3]
+            send = send[: len(send) // 3]
         self.wfile.write(send)
+
 
 @contextlib.contextmanager
 def served(handler):
     "Runs a server with this handler; gives its address."
     server = ThreadingHTTPServer(('127.0.0.1', 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    try: yield f'http://127.0.0.1:{server.server_port}'
-    finally: server.shutdown(); server.server_close()
+    try:
+        yield f'http://127.0.0.1:{server.server_port}'
+    finally:
+        server.shutdown()
+        server.server_close()
