@@ -1,7 +1,9 @@
 """Counts what nbdev_test runs: notebooks and code cells, and the cells that a flag of settings.ini (tst_flags) skips."""
 
 from __future__ import annotations
-import json, re, sys
+import json
+import re
+import sys
 from collections import Counter
 from configparser import ConfigParser
 from pathlib import Path

@@ -7,7 +7,13 @@ leave a cell out, `#| echo: false` its code, `#| output: false` its outputs; `#|
 """
 
 from __future__ import annotations
-import argparse, base64, copy, difflib, os, re, sys
+import argparse
+import base64
+import copy
+import difflib
+import os
+import re
+import sys
 from pathlib import Path
 import nbformat
 from nbconvert import MarkdownExporter

@@ -1,6 +1,6 @@
 __version__ = "0.1.0"
 
-_names = {                         # room -> its public names; PyTorch, which all need, takes seconds
+_names = {  # room -> its public names; PyTorch, which all need, takes seconds
     'engine.mixture': ['GaussianMixture'],
     'engine.dstep': ['Routed', 'Routing', 'routing_ref'],
     'engine.em': ['em_routing'],
@@ -16,24 +16,40 @@ _names = {                         # room -> its public names; PyTorch, which al
     'data.sst': ['load_sst'],
     'data.embed': ['FrozenEncoder'],
 }
-_floors = {                        # floor -> its rooms
-    'engine': ['bench', 'dstep', 'dynamic', 'em', 'layers', 'mixture', 'moments'],
+_floors = {  # floor -> its rooms
+    'engine': ['numerics', 'bench', 'dstep', 'dynamic', 'em', 'layers', 'mixture', 'moments'],
     'data': ['embed', 'files', 'mnist', 'norb', 'sst', 'toys'],
-    'lab': ['ablation', 'capsnet', 'digits', 'losses', 'matrix_caps', 'objects', 'poses', 'runs',
-            'sentiment', 'text', 'train', 'vision', 'votes'],
+    'lab': [
+        'ablation',
+        'capsnet',
+        'digits',
+        'losses',
+        'matrix_caps',
+        'objects',
+        'poses',
+        'runs',
+        'sentiment',
+        'text',
+        'train',
+        'vision',
+        'votes',
+    ],
 }
 _room_of = {name: room for room, names in _names.items() for name in names}
 _floor_of = {room: floor for floor, rooms in _floors.items() for room in rooms}
 
 __all__ = list(_room_of)
 
-def __getattr__(name):             # imported when it is asked for
+
+def __getattr__(name):  # imported when it is asked for
     from importlib import import_module
+
     if name in _room_of:
         return getattr(import_module(f'.{_room_of[name]}', __name__), name)
     if name in _floor_of:
         return import_module(f'.{_floor_of[name]}.{name}', __name__)
     raise AttributeError(f"module 'capsnb' has no attribute {name!r}")
+
 
 def __dir__():
     return sorted({*globals(), *__all__})

@@ -4,7 +4,15 @@
 
 # %% ../nbs/lab/54_cli.ipynb #00000003
 from __future__ import annotations
-import contextlib, functools, importlib, io, json, os, shlex, signal, sys
+import contextlib
+import functools
+import importlib
+import io
+import json
+import os
+import shlex
+import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from . import __version__

@@ -1,6 +1,7 @@
 """CapsNet: published sizes, other sizes, labels of every form, one epoch with transformers' Trainer."""
 
-import pytest, torch
+import pytest
+import torch
 from torch.testing import assert_close
 from capsnb.lab.capsnet import CapsNet, Decoder, VectorCaps, class_shares, margin_loss
 from capsnb.engine.dynamic import dynamic_routing_ref

@@ -1,14 +1,17 @@
 """`RoutingClassifier` as someone uses it who knows transformers and datasets: the Trainer, one text, tables, class names, odd files."""
 
-import json, shutil, warnings
-import pytest, torch
+import json
+import shutil
+import warnings
+import pytest
+import torch
 from torch.testing import assert_close
 
 tf = pytest.importorskip('transformers')
 datasets = pytest.importorskip('datasets')
 pytest.importorskip('accelerate')
-from safetensors.torch import load_file, save_file
-from capsnb.data.embed import FrozenEncoder, tiny_transformer
+from safetensors.torch import save_file
+from capsnb.data.embed import tiny_transformer
 from capsnb.lab.text import RoutingClassifier
 
 tf.utils.logging.set_verbosity_error()

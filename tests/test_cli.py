@@ -1,8 +1,18 @@
 """The command: help, version, bad input, a short real run, and Ctrl-C in the middle of one."""
 
-import json, os, random, re, resource, shutil, signal, subprocess, sys, time
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
-import pytest, torch
+import pytest
+import torch
 
 pytest.importorskip('typer')
 pytest.importorskip('transformers')
@@ -534,7 +544,6 @@ def mutated(notes, dice):
 def test_odd_notes_are_one_sentence(net, run, tmp_path, monkeypatch):
     "Whatever stands in the notes of a run, `capsnb eval` gives a result or one sentence, and soon."
     import capsnb.lab.digits as digits
-    from capsnb.lab.vision import n_params
 
     small = {'capsnet': dict(n_types=2, channels=4), 'matrix-caps': dict(A=4, B=2, C=2, D=2)}.get(
         net, {}

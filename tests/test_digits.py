@@ -1,7 +1,8 @@
 """Digits and garments: which pictures are taken, which networks fit, runs that are stopped, resumed, read again or refused."""
 
 import json
-import pytest, torch
+import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
@@ -249,7 +250,8 @@ def test_the_test_decides_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('net', ('capsnet', 'matrix-caps'))
 def test_stopped_and_resumed_is_as_if_nothing_had_happened(net, tmp_path, monkeypatch):
-    import signal, capsnb.lab.train as train
+    import signal
+    import capsnb.lab.train as train
 
     small = dict(capsnet=dict(n_types=2, channels=8), **{'matrix-caps': dict(A=4, B=2, C=2, D=2)})[
         net

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
-from capsnb import Routing, routing_ref
+from capsnb import Routing
 from capsnb.engine.dstep import Sizes, choose_plan, plans
 
 golden = torch.load(Path(__file__).parent / 'data' / 'heinsen2019_routing.pt', weights_only=True)
@@ -272,7 +272,8 @@ def test_it_compiles_to_the_same_numbers():
 
 
 def test_deepcopy_and_pickle():
-    import copy, io
+    import copy
+    import io
 
     layer = make('auto')
     buffer = io.BytesIO()

@@ -1,9 +1,10 @@
 """Dynamic routing: dtypes, shapes, properties and memory that read badly in prose."""
 
-import pytest, torch
+import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
-from capsnb.core import assert_as_exact
+from capsnb.engine.numerics import assert_as_exact
 from capsnb.engine.dynamic import (
     _Maps,
     dynamic_routing,

@@ -1,6 +1,7 @@
 """EM routing: its invariants, its limits, and the pitfalls of other implementations, each by name."""
 
-import itertools, math
+import itertools
+import math
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -8,10 +9,7 @@ from torch.distributions import Independent, Normal
 from torch.testing import assert_close
 from capsnb import mixture
 from capsnb.engine.em import (
-    TINY,
-    activation,
     as_floor,
-    as_schedule,
     cast_votes,
     e_step,
     em_routing,
@@ -21,7 +19,6 @@ from capsnb.engine.em import (
     log_normal,
     m_step,
     share_out,
-    sig2_floor,
 )
 
 f64 = torch.float64

@@ -1,9 +1,17 @@
 """The frozen encoder and its cache: independence of company, refusals, SIGKILL, damage, dtypes, workers."""
 
-import json, os, pickle, random, shutil, signal, subprocess, sys, time
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections import namedtuple
 from pathlib import Path
-import pytest, torch
+import pytest
+import torch
 from torch.testing import assert_close
 
 transformers = pytest.importorskip('transformers')
@@ -16,13 +24,9 @@ from capsnb.data.embed import (
     FrozenEncoder,
     check_space,
     end_token,
-    fingerprint,
-    load_frozen,
-    longest,
     pad_embeddings,
     read_cache,
     tiny_transformer,
-    tokenize,
 )
 
 transformers.utils.logging.set_verbosity_error()

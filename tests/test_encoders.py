@@ -1,15 +1,20 @@
 """Where an encoder comes from: no code of the model's runs, names from files ask nobody, revisions are kept, damaged files are named."""
 
-import json, os, random, shutil, subprocess, sys, time
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
 from pathlib import Path
-import pytest, torch
+import pytest
 
 transformers = pytest.importorskip('transformers')
 pytest.importorskip('tokenizers')
 hub = pytest.importorskip('huggingface_hub')
-from capsnb import embed, files
-from capsnb.data.embed import EmbeddingCache, FrozenEncoder, header_sum, pinned, tiny_transformer
-from capsnb.lab.text import RoutingClassifier, encoder_note, noted_encoder
+from capsnb import embed
+from capsnb.data.embed import EmbeddingCache, FrozenEncoder, pinned, tiny_transformer
+from capsnb.lab.text import encoder_note, noted_encoder
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()

@@ -1,6 +1,14 @@
 "Downloads that break off, and folders that hold half of what they should; what reads well in prose is in nbs/data/30_files.ipynb."
 
-import contextlib, errno, hashlib, os, re, signal, subprocess, sys, time
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st

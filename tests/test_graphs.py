@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import capsnb.engine.moments
 from torch.export import Dim, export
 from capsnb import (
     CapsNet,
@@ -15,7 +14,7 @@ from capsnb import (
     em_routing,
     route_capsules,
 )
-from capsnb.core import error_to
+from capsnb.engine.numerics import error_to
 from capsnb.engine.dstep import plans
 from capsnb.lab.matrix_caps import MatrixCapsNet
 from capsnb.lab.vision import DStepNet, PlainCNN

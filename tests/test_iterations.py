@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import capsnb.engine.moments
 from capsnb import CapsNet, ClassCaps, ConvCaps, Routing, SmallNORBNet, em_routing
 from capsnb.engine.dstep import routing_ref
 from capsnb.engine.dynamic import dynamic_routing, dynamic_routing_ref, route_capsules

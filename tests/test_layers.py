@@ -1,6 +1,7 @@
 """Layers of matrix capsules: against brute force, tiles against votes, and the pitfalls of other implementations, each by name."""
 
-import copy, math
+import copy
+import math
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -9,7 +10,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 import capsnb.engine.layers as layers
-from capsnb.core import error_to
+from capsnb.engine.numerics import error_to
 from capsnb.engine.em import em_routing_ref, inverse_temperature
 from capsnb.engine.layers import (
     ClassCaps,

@@ -1,6 +1,8 @@
 """The network of matrix capsules: its size, its set-ups, its training, and the pitfalls of other implementations, each by name."""
 
-import math, os, signal
+import math
+import os
+import signal
 import pytest
 import torch
 from torch.testing import assert_close
@@ -14,7 +16,6 @@ from capsnb.lab.objects import (
     open_objects,
     recipe_of,
     standardised,
-    train_objects,
 )
 from capsnb.lab.train import fit_decks
 from capsnb.lab.vision import n_params

@@ -1,16 +1,17 @@
 "Sweeps and property tests of the mixture of Gaussians; what reads well in prose is in nbs/engine/29_mixture.ipynb."
 
-import math, warnings
-import pytest, torch
+import math
+import warnings
+import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
-from capsnb.core import error_to
+from capsnb.engine.numerics import error_to
 from capsnb.engine.mixture import (
     GaussianMixture,
     Params,
     covariances,
     data_moments,
-    e_step,
     em,
     em_sweep,
     features,

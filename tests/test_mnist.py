@@ -1,8 +1,11 @@
 """MNIST's files: damage of every kind, the Hub by proxy, the real files where there are any."""
 
-import gzip, os, struct, time
+import gzip
+import struct
+import time
 from pathlib import Path
-import pytest, torch
+import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 from capsnb import files, mnist
 from capsnb.data.mnist import (
@@ -116,7 +119,8 @@ def test_what_is_wrong_is_named(folder):
 
 def test_the_hub(folder, monkeypatch, capsys):
     "by a stand-in that hands out images as the Hub does"
-    import datasets, numpy as np
+    import datasets
+    import numpy as np
     from PIL import Image
 
     parts = read_mnist(folder, official=False)
@@ -378,7 +382,9 @@ def test_a_real_gzip_bomb_is_left_alone(folder):
 @pytest.fixture
 def hub_cache(folder, monkeypatch):
     "the library's own cache holds the data at the pinned revision, and no network answers"
-    import datasets, huggingface_hub, numpy as np
+    import datasets
+    import huggingface_hub
+    import numpy as np
     from PIL import Image
     from hub import put_in_cache
 

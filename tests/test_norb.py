@@ -1,8 +1,21 @@
 "Damaged files, broken downloads, killed unpacking; what reads well in prose is in nbs/data/33_norb.ipynb."
 
-import gzip, hashlib, itertools, json, math, os, random, re, shutil, signal, struct, subprocess, sys, time
+import gzip
+import hashlib
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
 from pathlib import Path
-import pytest, torch
+import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 from capsnb import norb

@@ -1,7 +1,8 @@
 "toys and smallNORB as they are trained on: dice, recipes, what a finished run tells"
 
 import json
-import pytest, torch
+import pytest
+import torch
 from torch.testing import assert_close
 from capsnb import cli, objects
 from capsnb.data.norb import tiny_smallnorb

@@ -1,8 +1,10 @@
 """What training on the treebank will cost is said before anything is loaded, and no disk is filled unasked: GPT-2-large's shape, without its weights."""
 
-import json, os, re
+import json
+import re
 from collections import namedtuple
-import pytest, torch
+import pytest
+import torch
 
 tf = pytest.importorskip('transformers')
 pytest.importorskip('datasets')
@@ -11,7 +13,7 @@ from typer.testing import CliRunner
 from capsnb import embed, sentiment, sst
 from capsnb.cli import make_app
 from capsnb.data.embed import FrozenEncoder, about_tokens, price_of, read_config, tiny_transformer
-from capsnb.lab.sentiment import eval_sst, load_run, sentiment_data, sst_samples, train_sst
+from capsnb.lab.sentiment import eval_sst, sentiment_data, sst_samples, train_sst
 from capsnb.data.sst import load_sst, tiny_treebank
 
 tf.utils.logging.set_verbosity_error()

@@ -1,11 +1,16 @@
 """The README is what index.ipynb says, and its builder does what it promises."""
 
-import base64, importlib.util, json, os, re, runpy, subprocess, sys
+import base64
+import importlib.util
+import json
+import re
+import runpy
+import subprocess
+import sys
 from pathlib import Path
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
-import capsnb
 
 root = Path(__file__).resolve().parent.parent
 spec = importlib.util.spec_from_file_location('readme', root / '.ci' / 'readme.py')

@@ -1,6 +1,14 @@
 """What every notebook and module of this repository keeps to."""
 
-import ast, importlib, importlib.util, json, os, re, shutil, stat, subprocess, sys
+import ast
+import importlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
 from configparser import ConfigParser
 from pathlib import Path
 import pytest

@@ -1,8 +1,16 @@
 """A run that is killed with SIGKILL at a random step, and resumed, ends with the same weights, bit for bit."""
 
-import json, os, random, shutil, signal, subprocess, sys, time
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
-import pytest, torch
+import pytest
+import torch
 
 pytest.importorskip('transformers')
 pytest.importorskip('sklearn')

@@ -1,9 +1,19 @@
 """Run folders and `fit` under attack: nothing is lost, ignored silently, or found out too late."""
 
-import errno, json, math, os, pickle, random, shutil, signal, subprocess, sys
+import errno
+import json
+import math
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 import numpy as np
-import pytest, torch
+import pytest
+import torch
 from torch import nn
 import torch.nn.functional as F
 

@@ -1,8 +1,14 @@
 """Training on a treebank: decks from a cache and on the fly, interrupted runs, caches and encoders that do not belong, the command line."""
 
-import json, os, signal, subprocess, sys, time
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
-import pytest, torch
+import pytest
+import torch
 from torch.testing import assert_close
 
 pytest.importorskip('transformers')

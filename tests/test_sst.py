@@ -1,6 +1,12 @@
 "Fuzz and download tests of the sentiment trees; what reads well in prose is in nbs/data/36_sst.ipynb."
 
-import hashlib, os, re, threading, time, tracemalloc, zipfile
+import hashlib
+import os
+import re
+import threading
+import time
+import tracemalloc
+import zipfile
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 import pytest
@@ -9,9 +15,7 @@ from capsnb import sst
 from capsnb.data.files import holds
 from web import Web
 from capsnb.data.sst import (
-    Tree,
     download_sst,
-    fetch,
     files,
     find_sst,
     load_sst,

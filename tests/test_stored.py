@@ -1,7 +1,9 @@
 """The numbers that notebooks show are those of the result files: cells that read them are run again."""
 
-import ast, contextlib, io, json
-from pathlib import Path
+import ast
+import contextlib
+import io
+import json
 import pytest
 from test_repo import cells, count, notebooks, root, statements
 

@@ -1,14 +1,19 @@
 """The network for text: against its definition and the author's module, company and padding, credit, the head for any transformer."""
 
-import math, random, re
+import math
+import random
+import re
 from pathlib import Path
-import pytest, torch, torch.nn.functional as F
+import pytest
+import torch
+import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
 pytest.importorskip('transformers')
 pytest.importorskip('tokenizers')
-from capsnb.core import error_to, seed_everything
+from capsnb.engine.numerics import error_to
+from capsnb.core import seed_everything
 from capsnb.data.embed import FrozenEncoder, tiny_transformer
 from capsnb.lab.text import (
     RoutingClassifier,
@@ -18,7 +23,6 @@ from capsnb.lab.text import (
     credit,
     explain,
     into_rows,
-    mask_scores,
     measure_scale,
     without_each,
 )

@@ -1,8 +1,17 @@
 "The toys against an independent renderer, the same bytes everywhere, killed and damaged caches; what reads well in prose is in nbs/data/32_toys.ipynb."
 
-import ast, hashlib, json, math, os, subprocess, sys, threading, time
+import ast
+import hashlib
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
-import pytest, torch
+import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 from capsnb import toys
 from capsnb.data.toys import (
@@ -10,9 +19,7 @@ from capsnb.data.toys import (
     build_toy,
     cache_of,
     cast,
-    cast_shadow,
     categories,
-    compose,
     distance,
     draw,
     field,
@@ -27,7 +34,6 @@ from capsnb.data.toys import (
     plan,
     render,
     toys_tensors,
-    turn,
     view_matrix,
 )
 

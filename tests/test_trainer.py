@@ -1,10 +1,10 @@
 """transformers' own Trainer with every network, with and without labels; and what a named tuple must go on being able to do."""
 
-import copy, pickle
+import copy
+import pickle
 import pytest
 import torch
 from torch.utils import _pytree
-import capsnb.engine.moments
 from capsnb import CapsNet, Routing, SmallNORBNet, SSTNet
 from capsnb.lab.capsnet import CapsOut
 from capsnb.engine.dstep import Routed, RoutedR

@@ -1,7 +1,9 @@
 """Networks for images: the author's own network, wrong files, image sizes, saving, and credit."""
 
 from pathlib import Path
-import copy, math, os
+import copy
+import math
+import os
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st

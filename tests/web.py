@@ -1,6 +1,7 @@
 "A web server for tests, with the faults that real ones have."
 
-import contextlib, threading
+import contextlib
+import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 

@@ -4,7 +4,15 @@
 
 # %% ../../nbs/data/37_embed.ipynb #00000002
 from __future__ import annotations
-import contextlib, hashlib, json, math, os, re, shutil, time, zlib
+import contextlib
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import time
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple

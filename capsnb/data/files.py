@@ -4,7 +4,13 @@
 
 # %% ../../nbs/data/30_files.ipynb #00000002
 from __future__ import annotations
-import contextlib, hashlib, http.client, json, os, re, time
+import contextlib
+import hashlib
+import http.client
+import json
+import os
+import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.request import Request, urlopen

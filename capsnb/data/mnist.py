@@ -4,7 +4,11 @@
 
 # %% ../../nbs/data/35_mnist.ipynb #00000002
 from __future__ import annotations
-import gzip, hashlib, math, struct, zlib
+import gzip
+import hashlib
+import math
+import struct
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 import torch

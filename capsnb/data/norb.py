@@ -4,7 +4,18 @@
 
 # %% ../../nbs/data/33_norb.ipynb #00000002
 from __future__ import annotations
-import contextlib, gzip, hashlib, itertools, math, operator, os, re, struct, time, warnings, zlib
+import contextlib
+import gzip
+import hashlib
+import itertools
+import math
+import operator
+import os
+import re
+import struct
+import time
+import warnings
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple

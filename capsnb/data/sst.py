@@ -4,7 +4,10 @@
 
 # %% ../../nbs/data/36_sst.ipynb #00000002
 from __future__ import annotations
-import hashlib, os, re, zipfile
+import hashlib
+import os
+import re
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple

@@ -4,7 +4,14 @@
 
 # %% ../../nbs/data/32_toys.ipynb #00000002
 from __future__ import annotations
-import hashlib, itertools, json, math, os, re, threading, time
+import hashlib
+import itertools
+import json
+import math
+import os
+import re
+import threading
+import time
 from collections.abc import Sequence, Set
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress

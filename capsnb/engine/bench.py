@@ -4,7 +4,12 @@
 
 # %% ../../nbs/engine/28_bench.ipynb #00000002
 from __future__ import annotations
-import json, math, statistics, subprocess, sys, time
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Callable
 import torch

@@ -6,10 +6,12 @@
 from __future__ import annotations
 import math
 from typing import Callable, NamedTuple
-import torch, torch.nn.functional as F
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from ..core import keep_freed_memory
-from .dynamic import autocasting, check_n_iters, from_generator, without_autocast
+from .numerics import keep_freed_memory
+from .numerics import autocasting, without_autocast
+from ..core import check_n_iters, from_generator
 
 # %% auto #0
 __all__ = ['plans', 'votes', 'log_p', 'e_step', 'd_step', 'm_step', 'Floor', 'as_floor', 'sig2_floor', 'Routed', 'RoutedR',
@@ -478,4 +480,4 @@ class Routing(RoutingParameters):
         return RoutedR(*out) if return_R else Routed(*out[:3])
 
 # %% ../../nbs/engine/23_dstep.ipynb #6a80140d
-import capsnb.engine.moments  # the fast plans of `Routing`
+#| export

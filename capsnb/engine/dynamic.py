@@ -4,16 +4,19 @@
 
 # %% ../../nbs/engine/21_dynamic.ipynb #00000002
 from __future__ import annotations
-import contextlib, functools
-from types import GeneratorType
 from typing import NamedTuple
 import torch
 from torch import Tensor
-from ..core import first_order, keep_freed_memory
+from ..core import check_n_iters, from_generator
+from capsnb.engine.numerics import (
+    autocasting,
+    first_order,
+    keep_freed_memory,
+    without_autocast,
+)
 
 # %% auto #0
-__all__ = ['MOST_ITERS', 'squash', 'from_generator', 'check_n_iters', 'Agreed', 'dynamic_routing_ref', 'autocasting',
-           'without_autocast', 'dynamic_routing', 'route_capsules']
+__all__ = ['squash', 'Agreed', 'dynamic_routing_ref', 'dynamic_routing', 'route_capsules']
 
 # %% ../../nbs/engine/21_dynamic.ipynb #0000000f
 def squash(
@@ -29,36 +32,6 @@ def squash(
     q = (x * x).sum(dim, keepdim=True)
     r = torch.where(q > 0, q.where(q > 0, 1).sqrt(), 0)
     return (x * (r / (m**-2 + q))).to(s.dtype)
-
-# %% ../../nbs/engine/21_dynamic.ipynb #cf324b7a
-def from_generator(
-    cls: type,  # a named tuple; changed in place
-) -> type:  # the same
-    "Let a generator of all fields make the tuple, as it makes a plain one."
-    new = cls.__new__
-
-    @functools.wraps(new)
-    def __new__(kind, *fields, **named):
-        if len(fields) == 1 and isinstance(fields[0], GeneratorType):
-            fields = tuple(fields[0])
-        return new(kind, *fields, **named)
-
-    cls.__new__ = __new__
-    return cls
-
-# %% ../../nbs/engine/21_dynamic.ipynb #00000012
-MOST_ITERS = 1000  # more iterations than any routing has a use for
-
-
-def check_n_iters(
-    n_iters: int,  # iterations of a routing
-) -> int:  # the same
-    "`ValueError` unless it is an integer from 1 to `MOST_ITERS`."
-    if isinstance(n_iters, bool) or not isinstance(n_iters, int) or n_iters < 1:
-        raise ValueError(f"n_iters must be an integer >= 1, got {n_iters!r}")
-    if n_iters > MOST_ITERS:
-        raise ValueError(f"n_iters must be at most {MOST_ITERS}, got {n_iters}: a few suffice")
-    return n_iters
 
 # %% ../../nbs/engine/21_dynamic.ipynb #8928dcb8
 @from_generator
@@ -168,22 +141,6 @@ class _Maps:
 
     def shaped(self, grads):
         return [grads[0].mT, grads[1].unflatten(1, (-1, self.u.shape[2])).permute(2, 0, 1, 3)]
-
-# %% ../../nbs/engine/21_dynamic.ipynb #525a027f
-def autocasting(
-    device: torch.device,  # of the tensors
-) -> bool:
-    "Whether autocast is on for the device; never on 'meta'."
-    return device.type != 'meta' and torch.is_autocast_enabled(device.type)
-
-# %% ../../nbs/engine/21_dynamic.ipynb #48131cfd
-def without_autocast(
-    device: torch.device,  # of the tensors
-):  # context
-    "A context in which autocast is off."
-    if device.type == 'meta':
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, enabled=False)
 
 # %% ../../nbs/engine/21_dynamic.ipynb #00000024
 def _squash_back(

@@ -6,9 +6,11 @@
 from __future__ import annotations
 import math
 from typing import Callable, NamedTuple, Sequence
-import torch, torch.nn.functional as F
+import torch
+import torch.nn.functional as F
 from torch import Tensor
-from .dynamic import autocasting, check_n_iters, from_generator, without_autocast
+from .numerics import autocasting, without_autocast
+from ..core import check_n_iters, from_generator
 
 # %% auto #0
 __all__ = ['TINY', 'log_normal', 'm_step', 'damped', 'as_damping', 'activation', 'inverse_temperature', 'as_schedule', 'as_floor',

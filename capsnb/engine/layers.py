@@ -6,10 +6,12 @@
 from __future__ import annotations
 import math
 from typing import Callable, NamedTuple, Sequence
-import torch, torch.nn.functional as F
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from ..core import first_order, keep_freed_memory
-from .dynamic import autocasting, from_generator, without_autocast
+from .numerics import first_order, keep_freed_memory
+from .numerics import autocasting, without_autocast
+from ..core import from_generator
 from capsnb.engine.em import (
     TINY,
     EMRouted,

@@ -4,7 +4,8 @@
 
 # %% ../../nbs/engine/29_mixture.ipynb #00000002
 from __future__ import annotations
-import math, numbers
+import math
+import numbers
 from typing import NamedTuple
 import torch
 from torch import Tensor

@@ -4,9 +4,10 @@
 
 # %% ../../nbs/engine/24_moments.ipynb #00000002
 from __future__ import annotations
-import torch, torch.nn.functional as F
+import torch
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
-from ..core import first_order
+from .numerics import first_order
 from .dstep import Plan, exporting, plans, pool, sig2_floor
 
 # %% auto #0

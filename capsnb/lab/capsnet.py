@@ -5,10 +5,12 @@
 # %% ../../nbs/lab/42_capsnet.ipynb #00000002
 from __future__ import annotations
 from typing import NamedTuple
-import torch, torch.nn.functional as F
+import torch
+import torch.nn.functional as F
 from torch import nn, Tensor
 from einops import rearrange
-from ..engine.dynamic import check_n_iters, from_generator, route_capsules, squash
+from ..core import check_n_iters, from_generator
+from ..engine.dynamic import route_capsules, squash
 from ..engine.layers import at_least_1
 from .losses import margin_loss
 from .vision import HubMixin

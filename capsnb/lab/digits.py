@@ -5,7 +5,8 @@
 # %% ../../nbs/lab/49_digits.ipynb #00000004
 from __future__ import annotations
 from pathlib import Path
-import torch, torch.nn.functional as F
+import torch
+import torch.nn.functional as F
 from torch import nn, Tensor
 from .capsnet import CapsNet
 from ..core import pick_device, seed_everything

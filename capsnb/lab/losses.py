@@ -5,7 +5,8 @@
 # %% ../../nbs/lab/40_losses.ipynb #00000002
 from __future__ import annotations
 import math
-import torch, torch.nn.functional as F
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # %% auto #0

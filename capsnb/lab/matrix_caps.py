@@ -8,7 +8,7 @@ import math
 from typing import NamedTuple
 import torch.nn.functional as F
 from torch import nn, Tensor
-from ..engine.dynamic import from_generator
+from ..core import from_generator
 from ..engine.em import as_schedule, inverse_temperature
 from capsnb.engine.layers import (
     Caps,

@@ -6,7 +6,8 @@
 from __future__ import annotations
 import inspect
 from pathlib import Path
-import torch, torch.nn.functional as F
+import torch
+import torch.nn.functional as F
 from torch import nn, Tensor
 from ..core import from_bytes, need, pick_device, seed_everything
 from ..data.files import read_json

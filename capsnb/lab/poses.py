@@ -5,7 +5,8 @@
 # %% ../../nbs/lab/45_poses.ipynb #00000002
 from __future__ import annotations
 from typing import Callable, NamedTuple
-import torch, torch.nn.functional as F
+import torch
+import torch.nn.functional as F
 from torch import nn, Tensor
 from ..core import from_bytes, need, palette, plot_style
 

@@ -4,8 +4,19 @@
 
 # %% ../../nbs/lab/46_runs.ipynb #2843de59
 from __future__ import annotations
-import contextlib, errno, functools, hashlib, inspect, io, json, os, re, shutil, tempfile
-import sys, warnings
+import contextlib
+import errno
+import functools
+import hashlib
+import inspect
+import io
+import json
+import os
+import re
+import shutil
+import tempfile
+import sys
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 import torch

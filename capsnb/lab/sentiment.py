@@ -4,10 +4,13 @@
 
 # %% ../../nbs/lab/51_sentiment.ipynb #00000004
 from __future__ import annotations
-import json, shutil, sys
+import json
+import shutil
+import sys
 from pathlib import Path
 from typing import NamedTuple
-import torch, torch.nn.functional as F
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 from ..core import need, pick_device, seed_everything
 from ..data.files import cache_folder, read_json

@@ -4,14 +4,15 @@
 
 # %% ../../nbs/lab/44_text.ipynb #00000004
 from __future__ import annotations
-import contextlib, html, io, json, warnings
+import html
+import json
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 import torch
 from torch import nn, Tensor
 from ..core import need, palette, plot_style
 from ..engine.dstep import Routing
-import capsnb.engine.moments  # the fast plans of `Routing`
 from ..data.embed import FrozenEncoder, _plainly, as_texts
 from ..data.files import checksum, read_json, write_json
 from .runs import digest, hash_files

@@ -4,14 +4,30 @@
 
 # %% ../../nbs/lab/47_train.ipynb #00000002
 from __future__ import annotations
-import contextlib, difflib, errno, hashlib, json, math, numbers, os, re, shutil, signal, sys
-import tempfile, threading, time, warnings
+import contextlib
+import difflib
+import errno
+import hashlib
+import json
+import math
+import numbers
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
-import torch, torch.nn.functional as F
+import torch
+import torch.nn.functional as F
 from torch import nn, Tensor
 from torch.optim.lr_scheduler import LRScheduler
-from ..core import from_bytes, keep_freed_memory, need, pick_device, run_record
+from ..core import from_bytes, need, pick_device, run_record
+from ..engine.numerics import keep_freed_memory
 from ..data.files import read_json, write_json
 from capsnb.lab.runs import (
     agree,
@@ -29,13 +45,10 @@ from capsnb.lab.runs import (
     read_seal,
     read_whole,
     run_bytes,
-    run_files,
     run_folder,
     same_run,
     save_network,
-    saved_network,
     seal_checkpoint,
-    task_of,
     write_end,
 )
 

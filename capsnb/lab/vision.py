@@ -4,16 +4,20 @@
 
 # %% ../../nbs/lab/41_vision.ipynb #00000002
 from __future__ import annotations
-import copy, io, re, statistics, time
+import copy
+import io
+import re
+import statistics
+import time
 from pathlib import Path
 from typing import Callable, NamedTuple
-import torch, torch.nn.functional as F
+import torch
+import torch.nn.functional as F
 from torch import nn, Tensor
 from einops import rearrange
 from ..core import need
 from ..engine.dstep import Routing
-from ..engine.dynamic import from_generator
-import capsnb.engine.moments  # the fast plans of `Routing`
+from ..core import from_generator
 
 # %% auto #0
 __all__ = ['stack_coordinates', 'normed_conv', 'ConvTrunk', 'CapsuleHeads', 'Scores', 'answer', 'TrainerAdvice', 'trace_credit',
