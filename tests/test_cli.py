@@ -21,7 +21,8 @@ from typer.testing import CliRunner
 from capsnb import __version__
 from capsnb.cli import confusion_table, make_app
 from capsnb.data.mnist import class_names
-from capsnb.lab.train import last_whole, load_digits_split
+from capsnb.lab.runs import last_whole
+from capsnb.lab.train import load_digits_split
 from capsnb.lab.vision import DStepNet, PlainCNN
 
 ROOT = Path(__file__).resolve().parents[1]

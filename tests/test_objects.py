@@ -14,9 +14,9 @@ from capsnb.lab.objects import (
     new_network,
     open_objects,
     recipe_of,
-    task_of,
     train_objects,
 )
+from capsnb.lab.runs import task_of
 from capsnb.lab.poses import mds_path, poses_of
 from capsnb.lab.runs import write_end
 

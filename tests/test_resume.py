@@ -15,7 +15,7 @@ import torch
 pytest.importorskip('transformers')
 pytest.importorskip('sklearn')
 from safetensors.torch import load_file
-from capsnb.lab.train import checkpoints_in, last_whole, read_seal
+from capsnb.lab.runs import checkpoints_in, last_whole, read_seal
 
 ROOT = Path(__file__).resolve().parents[1]
 EPOCHS, STEPS = 4, 40  # 200 digits in batches of 20

@@ -15,8 +15,10 @@ from .matrix_caps import MatrixCapsNet
 from ..data.mnist import as_floats, class_names, load_mnist
 from .objects import checked_network, guesses
 from .vision import BaselineCNN, DStepNet, PlainCNN, n_params, rival_of
-from .train import Deck, MixupCollator, check_recipe, claim, fit_decks
-from .train import load_digits_split, task_of
+from .train import Deck, MixupCollator, check_recipe, fit_decks
+from .runs import claim
+from .train import load_digits_split
+from .runs import task_of
 
 # %% auto #0
 __all__ = ['sets', 'names_of', 'strides', 'few_pixels', 'classes', 'recipe', 'top_lr', 'spread', 'open_digits', 'as_seen',

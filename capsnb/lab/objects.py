@@ -15,8 +15,11 @@ from .matrix_caps import MatrixCapsNet
 from ..data.norb import degrees, open_smallnorb, valid_mask
 from ..data.toys import toys_tensors
 from .vision import BaselineCNN, PlainCNN, SmallNORBNet, n_params, norb_trunk, rival_of
-from .train import check_recipe, claim, dice, fingerprint, fit_decks
-from .train import saved_network, shift_images, task_of
+from .train import check_recipe, dice, fingerprint, fit_decks
+from .runs import claim
+from .runs import saved_network
+from .train import shift_images
+from .runs import task_of
 
 # %% auto #0
 __all__ = ['categories', 'factors', 'splits', 'classes', 'recipe', 'own', 'most', 'open_objects', 'PairDeck', 'PairMixup',
