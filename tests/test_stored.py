@@ -1,11 +1,11 @@
-"""The numbers that notebooks show are those of the result files: cells that read them are run again."""
+"""The numbers that notebooks show are those of the files: cells that read them run again."""
 
 import ast
 import contextlib
 import io
 import re
 import pytest
-from test_repo import cells, count, notebooks, root, statements
+from test_repo import cells, count, notebooks, statements
 
 
 def names(node, kind):
@@ -45,7 +45,7 @@ def used(body, own=False):
 
 
 def needed(body, before):
-    "Those of the statements before that the body needs, directly or through others, in their order."
+    "The statements before that the body needs, directly or through others, in their order."
     chosen, wanted, size = set(), used(body, own=True), -1
     while len(chosen) > size:  # a function may need what is defined after it
         size = len(chosen)
