@@ -18,7 +18,7 @@ _names = {  # room -> its public names; PyTorch, which all need, takes seconds
 }
 _floors = {  # floor -> its rooms
     'engine': ['numerics', 'bench', 'dstep', 'dynamic', 'em', 'layers', 'mixture', 'moments'],
-    'data': ['embed', 'files', 'mnist', 'norb', 'sst', 'toys'],
+    'data': ['embed', 'files', 'mnist', 'norb', 'sst', 'toys', 'world'],
     'lab': [
         'ablation',
         'capsnet',
