@@ -1,4 +1,4 @@
-"""Counts what nbdev_test runs: notebooks, code cells, and the cells that a flag (tst_flags) skips."""
+"""Counts the notebooks and cells that nbdev_test runs, and those that a flag skips."""
 
 from __future__ import annotations
 import json
@@ -23,7 +23,7 @@ def flags_of(source: str) -> set[str]:
 
 
 def count(nb: dict, flags: list[str]) -> Counter:
-    "Code cells of a notebook: 'ran', and one entry for each flag, counted once."
+    "Code cells: 'ran', and an entry for each flag (a cell with two counts once)."
     tally = Counter(ran=0)
     for c in nb['cells']:
         source = ''.join(c['source'])
