@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from ..core import need, palette, plot_style
-from ..engine.em import as_schedule, em_routing
+from ..engine.em import em_routing
+from ..routing.em import as_schedule
 from ..engine.layers import add_coordinates
 from .matrix_caps import MatrixCapsNet, centres_of
 
