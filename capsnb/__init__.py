@@ -2,7 +2,8 @@ __version__ = "0.1.0"
 
 _names = {  # room -> its public names; PyTorch, which all need, takes seconds
     'engine.mixture': ['GaussianMixture'],
-    'engine.dstep': ['Routed', 'Routing', 'routing_ref'],
+    'routing.dstep': ['Routed', 'routing_ref'],
+    'engine.dstep': ['Routing'],
     'engine.em': ['em_routing'],
     'engine.dynamic': ['dynamic_routing', 'route_capsules', 'squash'],
     'engine.layers': ['ClassCaps', 'ConvCaps', 'PrimaryCaps'],
@@ -17,6 +18,7 @@ _names = {  # room -> its public names; PyTorch, which all need, takes seconds
     'data.embed': ['FrozenEncoder'],
 }
 _floors = {  # floor -> its rooms
+    'routing': ['dstep', 'em', 'scene'],  # the engine's room has the name where both have one
     'engine': ['numerics', 'bench', 'dstep', 'dynamic', 'em', 'layers', 'mixture', 'moments'],
     'data': ['embed', 'files', 'mnist', 'norb', 'sst', 'toys'],
     'lab': [

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from capsnb import CapsNet, ClassCaps, ConvCaps, Routing, SmallNORBNet, em_routing
-from capsnb.engine.dstep import routing_ref
+from capsnb.routing.dstep import routing_ref
 from capsnb.engine.dynamic import dynamic_routing, dynamic_routing_ref, route_capsules
 from capsnb.engine.em import as_schedule, em_routing_ref
 from capsnb.lab.matrix_caps import MatrixCapsNet, routing_settings

@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from .numerics import first_order
-from .dstep import Plan, exporting, plans, pool, sig2_floor
+from .dstep import Plan, exporting, plans
+from ..routing.dstep import pool
+from ..routing.em import sig2_floor
 
 # %% auto #0
 __all__ = []
