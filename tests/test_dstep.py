@@ -1,4 +1,4 @@
-"""Routing: against the author's module, corner cases, dtypes, errors, and the sweeps that read badly in prose."""
+"""Routing: against the author's module, corner cases, dtypes, errors, sweeps."""
 
 from pathlib import Path
 import math

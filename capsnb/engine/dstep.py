@@ -57,9 +57,9 @@ class Plan(NamedTuple):
 plans: dict[str, Plan] = {}  # filled here and in `moments`
 
 # %% ../../nbs/engine/23_dstep.ipynb #00000011
-def _run_votes(*args):
-    "The definition. It has R in any case, so the last argument, need_R, is dropped."
-    return routing_ref(*args[:-1])
+def _run_votes(*args, need_R=True):
+    "The definition, which has R in any case: an eleventh argument says nothing to it."
+    return routing_ref(*args[:10])
 
 
 def _cost_votes(s):
