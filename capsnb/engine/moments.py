@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from .numerics import first_order
-from .dstep import Floor, Plan, exporting, plans, pool, sig2_floor
+from ..routing.em import Floor, sig2_floor
+from .dstep import Plan, exporting, plans
+from ..routing.dstep import pool
 
 # %% auto #0
 __all__ = []
