@@ -4,7 +4,8 @@ _names = {  # room -> its public names; PyTorch, which all need, takes seconds
     'engine.mixture': ['GaussianMixture'],
     'engine.dstep': ['Routed', 'Routing', 'routing_ref'],
     'engine.em': ['em_routing'],
-    'engine.dynamic': ['dynamic_routing', 'route_capsules', 'squash'],
+    'routing.dynamic': ['squash'],
+    'engine.dynamic': ['dynamic_routing', 'route_capsules'],
     'engine.layers': ['ClassCaps', 'ConvCaps', 'PrimaryCaps'],
     'lab.losses': ['margin_loss', 'spread_loss'],
     'lab.capsnet': ['CapsNet'],
@@ -16,9 +17,10 @@ _names = {  # room -> its public names; PyTorch, which all need, takes seconds
     'data.sst': ['load_sst'],
     'data.embed': ['FrozenEncoder'],
 }
-_floors = {  # floor -> its rooms
+_floors = {  # floor -> its rooms; of rooms that share a name the later floor's is found
+    'routing': ['dynamic', 'mixture', 'scene'],
     'engine': ['numerics', 'bench', 'dstep', 'dynamic', 'em', 'layers', 'mixture', 'moments'],
-    'data': ['embed', 'files', 'mnist', 'norb', 'sst', 'toys'],
+    'data': ['embed', 'files', 'mnist', 'norb', 'sst', 'toys', 'world'],
     'lab': [
         'ablation',
         'capsnet',

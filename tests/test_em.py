@@ -498,7 +498,7 @@ a2, V2 = torch.rand(4), torch.randn(4, 3, 2, 2)
             lambda: em_routing(a2, V2, 0.0, 0.0, n_iters=2.0),
             'n_iters must be an integer >= 1, got 2.0',
         ),
-        (lambda: as_floor('auto'), "eps='auto' depends on the number of components of a pose, n"),
+        (lambda: as_floor('auto'), "eps='auto' depends on the number of components of a vote, n"),
         (lambda: em_routing(a2, V2 / 0, 0.0, 0.0), 'V must be finite'),
         (
             lambda: em_routing(a2, V2.long(), 0.0, 0.0),
@@ -511,7 +511,7 @@ a2, V2 = torch.rand(4), torch.randn(4, 3, 2, 2)
         ),
         (
             lambda: em_routing(a2, V2, 0.0, 0.0, eps='wide'),
-            "eps must be a positive number or a percentage such as '10%', got 'wide'",
+            "eps must be a positive number, a percentage .*, got 'wide'",
         ),
         (
             lambda: em_routing(a2, V2, 0.0, 0.0, act='softmax'),

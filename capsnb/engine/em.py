@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from .numerics import autocasting, without_autocast
 from ..core import check_n_iters, from_generator
+from ..routing.em import Floor, as_floor, sig2_floor
 
 # %% auto #0
-__all__ = ['TINY', 'log_normal', 'm_step', 'damped', 'as_damping', 'activation', 'inverse_temperature', 'as_schedule', 'as_floor',
-           'sig2_floor', 'cast_votes', 'share_out', 'e_step', 'EMRouted', 'em_routing_ref', 'em_routing', 'proportions',
+__all__ = ['TINY', 'log_normal', 'm_step', 'damped', 'as_damping', 'activation', 'inverse_temperature', 'as_schedule',
+           'cast_votes', 'share_out', 'e_step', 'EMRouted', 'em_routing_ref', 'em_routing', 'proportions',
            'free_energy']
 
 # %% ../../nbs/engine/22_em.ipynb #00000006
@@ -115,51 +116,6 @@ def as_schedule(
         )
     return list(lams)
 
-# %% ../../nbs/engine/22_em.ipynb #00000013
-def as_floor(
-    eps: float
-    | str,  # a number: absolute, in squared units of the votes; '10%': a tenth of the votes' spread; 'auto': (√n − 1) times it
-    n: int | None = None,  # components of a pose, c·h: needed for 'auto' only
-) -> tuple[float, float]:  # multiple of the votes' spread, and absolute part
-    "Read the argument `eps`; `ValueError` unless it is positive and finite."
-    if isinstance(eps, str) and eps == 'auto':
-        if n is None:
-            raise ValueError(
-                "eps='auto' depends on the number of components of a pose, n: give it too"
-            )
-        return max(n**0.5 - 1, 0.1), 1e-12
-    rel = isinstance(eps, str) and eps.endswith('%')
-    try:
-        value = (
-            float(eps[:-1]) / 100
-            if rel
-            else math.nan
-            if isinstance(eps, (str, bool))
-            else float(eps)
-        )
-    except (TypeError, ValueError):
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise ValueError(
-            f"eps must be a positive number or a percentage such as '10%', got {eps!r}; 'auto' is √n − 1 times the votes' spread"
-        )
-    return (value, 1e-12) if rel else (0.0, value)
-
-# %% ../../nbs/engine/22_em.ipynb #b02f02e1
-def sig2_floor(
-    s: Tensor,  # [..., j, c, h] variances of the first iteration
-    mu: Tensor,  # [..., j, c, h] means of the first iteration
-    eps: float | str,  # as for `as_floor`
-    dims: tuple = (-3, -2, -1),  # the dimensions of one sample
-    n: int | None = None,  # as for `as_floor`
-) -> Tensor:  # broadcasts against s: what to add to every variance
-    "The floor of the variances, absolute or from the spread of the votes."
-    rel, absolute = as_floor(eps, n)
-    if not rel:
-        return s.new_tensor(absolute)
-    spread = s.mean(dims, keepdim=True)
-    return rel * spread + 1e-6 * (spread + mu.square().mean(dims, keepdim=True)) + absolute
-
 # %% ../../nbs/engine/22_em.ipynb #00000016
 def cast_votes(
     M: Tensor,  # [..., i, c, d] poses of the children
@@ -229,7 +185,8 @@ def em_routing_ref(
     n_iters: int = 3,  # iterations
     parents: Tensor | None = None,  # [i, j] bool: is j a parent of i? None: always
     eps: float
-    | str = 1e-4,  # floor of the variances: a number, '10%' of the votes' spread, or 'auto' (see `as_floor`)
+    | str
+    | Floor = 1e-4,  # floor of the variances: a number, '10%' of the votes' spread, or 'auto' (see `as_floor`)
     damping: float = 0.0,  # see `damped`
 ) -> EMRouted:  # activations, poses, variances, shares
     "EM routing, written as in the paper (Hinton 2018, Procedure 1)."
@@ -251,7 +208,7 @@ def em_routing_ref(
         )  # M-step, line 3
         s = (w * (V - mu[..., None, :, :, :]) ** 2).sum(-4) / w.sum(-4)  # M-step, line 4
         if t == 0:
-            floor = sig2_floor(s, mu, eps, n=s.shape[-2] * s.shape[-1])
+            floor = sig2_floor(s, mu, as_floor(eps, s.shape[-2] * s.shape[-1]))
         sig2 = s + floor
         cost = (torch.as_tensor(beta_u)[..., None, None] + sig2.log() / 2) * r.sum(-2)[
             ..., None, None
@@ -352,7 +309,8 @@ def em_routing(
     fields: Tensor
     | None = None,  # [p, i] number of the child in each place of each field, -1: none
     eps: float
-    | str = 1e-4,  # floor of the variances: a number, '10%' of the votes' spread, or 'auto', which is for learning (see `as_floor`)
+    | str
+    | Floor = 1e-4,  # floor of the variances: a number, '10%' of the votes' spread, or 'auto', which is for learning (see `as_floor`)
     act: str = 'logistic',  # 'logistic' (eq. 2), or 'pi': mixing proportions, which sum to 1 over all parents
     free_energy: bool = False,  # whether to compute F too
     damping: float = 0.0,  # see `damped`
@@ -386,7 +344,7 @@ def _iterate(a, V, beta_a, beta_u, lams, parents, fields, eps, act, want_F, damp
         r = R * a[..., None]
         mu, s = damped(*m_step(r + TINY * link, V), mu, damping)
         if t == 0:
-            floor = sig2_floor(s, mu, eps, dims, V.shape[-2] * V.shape[-1])
+            floor = sig2_floor(s, mu, as_floor(eps, V.shape[-2] * V.shape[-1]), dims)
         sig2, S = s + floor, r.sum(-2)
         log_a = (
             F.logsigmoid(activation(S, sig2, beta_a, beta_u, lam))

@@ -222,7 +222,7 @@ def _floor(s2, mu, eps, images):
     if not as_floor(eps)[0]:
         return s2.new_tensor(as_floor(eps)[1])
     return (
-        sig2_floor(*(x.unflatten(0, (images, -1)) for x in (s2, mu)), eps)
+        sig2_floor(*(x.unflatten(0, (images, -1)) for x in (s2, mu)), as_floor(eps))
         .expand(-1, len(mu) // images, 1, 1)
         .flatten(0, 1)
     )  # [p, 1, 1]
