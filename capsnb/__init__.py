@@ -26,18 +26,18 @@ _floors = {  # floor -> its rooms; of rooms that share a name the later floor's 
         'ablation',
         'capsnet',
         'digits',
+        'inspect',
         'losses',
         'matrix_caps',
         'objects',
-        'poses',
         'runs',
         'sentiment',
         'text',
         'train',
         'vision',
-        'votes',
     ],
 }
+_moved = {'poses': 'inspect', 'votes': 'inspect'}  # rooms that were joined
 _room_of = {name: room for room, names in _names.items() for name in names}
 _floor_of = {room: floor for floor, rooms in _floors.items() for room in rooms}
 
@@ -49,6 +49,7 @@ def __getattr__(name):  # imported when it is asked for
 
     if name in _room_of:
         return getattr(import_module(f'.{_room_of[name]}', __name__), name)
+    name = _moved.get(name, name)
     if name in _floor_of:
         return import_module(f'.{_floor_of[name]}.{name}', __name__)
     raise AttributeError(f"module 'capsnb' has no attribute {name!r}")
