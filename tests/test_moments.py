@@ -7,7 +7,9 @@ from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 from capsnb.engine.moments import _Tiling
 from capsnb.engine.numerics import error_to
-from capsnb.engine.dstep import Sizes, as_floor, plans, routing_ref
+from capsnb.engine.dstep import Sizes, plans
+from capsnb.routing.dstep import routing_ref
+from capsnb.routing.em import as_floor
 
 names = 'a mu sig2 d_a_inp d_mu_inp d_W d_B d_beta_use d_beta_ign'.split()
 
