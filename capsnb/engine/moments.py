@@ -166,7 +166,7 @@ class _Sweep(NamedTuple):
             total[:, rows] += torch.linalg.vecdot(R, G)
         return total
 
-# %% ../../nbs/engine/24_moments.ipynb #c9d86a9d
+# %% ../../nbs/engine/24_moments.ipynb #6af187cf
 class _Iteration(torch.autograd.Function):
     "An engine's tensors -> the statistics of its votes under their shares."
 
@@ -188,7 +188,8 @@ class _Iteration(torch.autograd.Function):
         f, norm, *rest = ctx.saved_tensors
         stats, tensors = rest[: ctx.n_stats], rest[ctx.n_stats :]
         votes, cuts = ctx.engine(*tensors), ctx.cuts
-        slopes, grads, g_f = votes.slopes(stats, g_stats), votes.no_grads(), torch.zeros_like(f)
+        slopes, grads = votes.slopes(stats, g_stats), votes.first_grads(g_stats)
+        g_f = torch.zeros_like(f)
         sweep = _Sweep(votes, cuts, f, norm)
         centres = sweep.centres(slopes)
         for cols, rows in itertools.product(cuts.cols, cuts.rows):
@@ -202,7 +203,7 @@ class _Iteration(torch.autograd.Function):
         grads = [g.to(p.dtype) for g, p in zip(grads.tensors, tensors)]
         return None, None, g_f, *grads
 
-# %% ../../nbs/engine/24_moments.ipynb #eebc82b5
+# %% ../../nbs/engine/24_moments.ipynb #faca5f66
 class _Moments:
     "Votes as moments: phi [n, N, i], theta [n, N, j]; the statistics are M [n, N, j]."
 
@@ -232,7 +233,7 @@ class _Moments:
     def worth(self, R, slopes):
         return torch.bmm(self.phi.mT, slopes[0])
 
-    def no_grads(self):
+    def first_grads(self, g_stats):
         return _Moments(torch.empty_like(self.phi), torch.zeros_like(self.theta))
 
     def spread(self, D, dL, f, slopes, grads):
@@ -401,18 +402,16 @@ def _cast(x, W, B):
     V = torch.bmm(x.transpose(0, 1).reshape(i, n * c, d), W.reshape(i, d, h * j))
     return V.view(i, n, c, h, j).transpose(0, 1) + B
 
-# %% ../../nbs/engine/24_moments.ipynb #98976a9f
+# %% ../../nbs/engine/24_moments.ipynb #e823ac9e
 def _cast_back(g_V, x, W):
-    "Gradients of x, W and B from those of the votes: the transpose of `_cast`."
+    "Gradients of x and W from those of the votes: the transpose of `_cast`."
     (n, i, c, d), (h, j) = x.shape, W.shape[2:]
     if W.shape[0] > 1:
         g, x = (t.transpose(0, 1).reshape(i, n * c, -1) for t in (g_V, x))
         g_x = torch.bmm(g, W.reshape(i, d, h * j).mT).view(i, n, c, d).transpose(0, 1)
-        return g_x, torch.bmm(x.mT, g).view(i, d, h, j), g_V.sum(0)
-    g_B = g_V.sum(1, dtype=_wide(g_V[:0]).dtype)  # large terms that nearly cancel
+        return g_x, torch.bmm(x.mT, g).view(i, d, h, j)
     g, W = g_V.reshape(-1, h * j), W[0].reshape(d, h * j)
-    g_W = x.reshape(-1, d).T @ g
-    return (g @ W.T).view(x.shape), g_W.view(1, d, h, j), g_B.sum(0, keepdim=True)
+    return (g @ W.T).view(x.shape), (x.reshape(-1, d).T @ g).view(1, d, h, j)
 
 # %% ../../nbs/engine/24_moments.ipynb #a12ade3a
 def _merge(mass, mean, squares, V, D):
@@ -429,7 +428,7 @@ def _merge(mass, mean, squares, V, D):
     mean.add_(gap * weight)
     mass.add_(S[:, 0, 0])
 
-# %% ../../nbs/engine/24_moments.ipynb #b67b1850
+# %% ../../nbs/engine/24_moments.ipynb #4496be23
 class _Votes:
     "Votes in tiles. Statistics: gain and mass [n, j], means and squared gaps [n, c, h, j]."
 
@@ -437,10 +436,13 @@ class _Votes:
         self.x, self.maps, self.betas = x, (W, B), (beta_use, beta_ign)
         self.model = model  # k [n, j], mu and v = 1/(2 sig2) [n, c, h, j]; none at first
         self.tensors = (x, W, B, beta_use, beta_ign, *model)
+        self.shared = len(B) == 1
 
     def cut(self, rows, cols):
         own = [(p if p.shape[0] == 1 else p[rows])[..., cols] for p in (*self.maps, *self.betas)]
-        return _Votes(self.x[:, rows], *own, *(p[..., cols] for p in self.model))
+        part = _Votes(self.x[:, rows], *own, *(p[..., cols] for p in self.model))
+        part.shared = self.shared
+        return part
 
     def tile(self, rows, cols):
         tile = self.cut(rows, cols)
@@ -486,23 +488,28 @@ class _Votes:
         G = (self.gap * self.half).sum((2, 3)) + const + g_gain * (use + ign)
         return G.masked_fill_(R == 0, 0)  # what nobody uses may be worth inf
 
-    def no_grads(self):
-        "Zeros in float64 for all but the parts, as sums over the tiles are long."
-        x, *rest = (torch.zeros_like(p) for p in self.tensors)
-        return _Votes(x, *(_wide(p) for p in rest))
+    def first_grads(self, g_stats):
+        "Zeros, in float64 but for the parts; a bias that all share moves all means as it moves."
+        x, W, B, *rest = (torch.zeros_like(p) for p in self.tensors)
+        B = g_stats[2].sum(0, keepdim=True) if self.shared else _wide(B)
+        return _Votes(x, _wide(W), B, *(_wide(p) for p in rest))
 
     def spread(self, D, dL, f, slopes, grads):
         g_gain = slopes[4][:, None]
         g_V = self.half.addcmul_(slopes[2][:, None], self.gap).mul_(D[:, :, None, None])
+        g_W, g_B = grads.maps
         if dL is not None:
             pull = self.pull.mul_(2 * dL[:, :, None, None])
             g_V -= pull
             g_v = -self.old_gap.square_().mul_(dL[:, :, None, None]).sum(1)
-            _add_to(grads.model, (dL.sum(1), pull.sum(1), g_v))
-        g_x, *g_maps = _cast_back(g_V, self.x, self.maps[0])
-        grads.x.add_(g_x)
+            pulled = _wide(pull.sum(1))
+            _add_to(grads.model, (dL.sum(1), pulled, g_v))
+            if self.shared:
+                g_B -= pulled.sum(0, keepdim=True)
+        if not self.shared:
+            g_B += g_V.sum(0)
         g_betas = [_by_part(g, self.betas[0]) for g in (D * g_gain, (D - f[..., None]) * g_gain)]
-        _add_to((*grads.maps, *grads.betas), (*g_maps, *g_betas))
+        _add_to((grads.x, g_W, *grads.betas), (*_cast_back(g_V, self.x, self.maps[0]), *g_betas))
         return -(g_gain * self.betas[1]).sum(-1)  # f pays for what is ignored
 
 # %% ../../nbs/engine/24_moments.ipynb #bad0ed6a
