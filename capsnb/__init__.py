@@ -29,6 +29,7 @@ _floors = {  # floor -> its rooms
         'poses',
         'runs',
         'sentiment',
+        'tasks',
         'text',
         'train',
         'vision',
