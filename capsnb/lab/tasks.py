@@ -37,7 +37,7 @@ class Net(NamedTuple):
     recipe: dict = {}  # what it changes of `paper_recipe`
     make: Callable | None = None  # makes it from its options; None: the class does
 
-# %% ../../nbs/lab/48_tasks.ipynb #e8a7e4aa
+# %% ../../nbs/lab/48_tasks.ipynb #59fde161
 class Task:
     "What a data set needs; subclasses say `names`, `networks` and `open`, and more if they must."
 
@@ -96,13 +96,14 @@ class Task:
 
     def decks(
         self,
-        net: str,  # a name of `networks`
-        splits: tuple,  # to open
+        net: str | None = None,  # a name of `networks`; None: the first
+        splits: tuple | None = None,  # to open; None: of all roles
         seed: int | None = None,  # of the dice of the training split; None: no augmentation
         shift: int = 0,  # largest shift in pixels, of the training split
     ) -> dict:  # split -> deck
         "The decks of several splits; only the one to train on throws dice."
-        trained = self.roles['train']
+        net, trained = self.known_net(net), self.roles['train']
+        splits = splits or tuple(split for split in self.roles.values() if split)
         dice = {s: (seed, shift) if s == trained and seed is not None else () for s in splits}
         return {s: self.deck(net, s, *dice[s]) for s in splits}
 
@@ -176,7 +177,7 @@ class Task:
             return net
         raise ValueError(f"net must be one of {', '.join(map(repr, self.networks))}, got {net!r}")
 
-# %% ../../nbs/lab/48_tasks.ipynb #42a01c81
+# %% ../../nbs/lab/48_tasks.ipynb #e5e73175
 def with_options(
     task: Task,  # a dataclass, if it has options
     **options,  # fields
@@ -187,7 +188,9 @@ def with_options(
         if name not in there:
             own = ', '.join(there) or 'none'
             raise ValueError(f"runs on {task.name} have no option {name!r}; there is {own}")
-    return replace(task, **options) if options else copy.copy(task)
+    other = replace(task, **options) if options else copy.copy(task)
+    other.name, other.device, other.progress = task.name, task.device, task.progress
+    return other
 
 # %% ../../nbs/lab/48_tasks.ipynb #fa2b35a0
 known = {
@@ -287,7 +290,7 @@ def _began(
     except (OSError, ValueError):
         return {}
 
-# %% ../../nbs/lab/48_tasks.ipynb #85537d62
+# %% ../../nbs/lab/48_tasks.ipynb #e4c32dd8
 class Opened(NamedTuple):
     "A finished run."
 
@@ -307,7 +310,6 @@ def load_run(
     task = _at_work(_named_in(note, run) if task is None else task, device, True)
     net = _check_note(task, note, run)
     task = task.from_note(note, **here)
-    task.device = device
     return Opened(checked_network(run, task.networks[net].cls, device), task, note)
 
 # %% ../../nbs/lab/48_tasks.ipynb #50f5216e

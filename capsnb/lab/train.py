@@ -1042,8 +1042,7 @@ def rehearse(
             for name, deck in decks.items():
                 if deck is None:
                     continue
-                first = list(range(min(2, len(deck))))
-                batch = batch_on(deck, first, collator, args.device)
+                batch = _first_batch(deck, 2, collator, args.device)
                 with torch.set_grad_enabled(name == 'training'):
                     check_answer(net, batch, name, int(deck.labels.max()))
             _check_last_batch(net, decks['training'], collator, args)
@@ -1063,10 +1062,19 @@ def batch_on(
     index: list,  # of samples
     collator,  # makes batches
     device: torch.device,  # where they are wanted
-) -> dict:  # arguments of the network's forward
+) -> dict:  # what the collator's `on_device`, if it has one, takes
     "A batch as the trainer would make it."
     batch = collator(deck.__getitems__(index))
-    batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+
+# %% ../../nbs/lab/47_train.ipynb #b32f4c36
+def _first_batch(
+    deck,  # of some data
+    n: int,  # samples at most
+    collator,  # makes batches
+    device: torch.device,  # that will train
+) -> dict:  # arguments of the network's forward
+    batch = batch_on(deck, list(range(min(n, len(deck)))), collator, device)
     return getattr(collator, 'on_device', dict)(batch)
 
 # %% ../../nbs/lab/47_train.ipynb #9dec64a1
@@ -1081,7 +1089,7 @@ def _check_last_batch(
         return
     before = {k: v.clone() for k, v in net.state_dict().items()}
     try:
-        net.train()(**batch_on(deck, [0], collator, args.device))
+        net.train()(**_first_batch(deck, 1, collator, args.device))
     except Exception as e:
         raise ValueError(
             f"the last batch of an epoch has one sample (of {len(deck):,}), and "
