@@ -243,7 +243,7 @@ def trace_credit(
 
 # %% ../../nbs/lab/41_vision.ipynb #00000019
 class DStepNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'routing']):
-    "Convolutions and two routing layers (Heinsen 2019, fig. 3): class capsules, or loss and logits."
+    "Convolutions and two routing layers (Heinsen 2019, fig. 3)."
 
     def __init__(
         self,
@@ -409,7 +409,7 @@ def _draw_stage(
 def published_name(
     name: str,  # of an entry of our state dict
 ) -> str:  # of the same entry in the author's
-    "`trunk.stages.2.1.bias` is the author's `convolve.7.bias`; `heads.compute_a.0.bias` is `compute_a.0.bias`."
+    "`trunk.stages.2.1.bias` is `convolve.7.bias`, `heads.compute_a.0.bias` `compute_a.0.bias`."
     m = re.match(r'trunk\.stages\.(\d+)\.(\d)\.(.*)', name)
     return f"convolve.{3 * int(m[1]) + int(m[2])}.{m[3]}" if m else name.removeprefix('heads.')
 
