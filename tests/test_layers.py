@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 import capsnb.engine.layers as layers
 from capsnb.engine.numerics import error_to
-from capsnb.engine.em import em_routing_ref, inverse_temperature
+from capsnb.routing.em import em_routing_ref, inverse_temperature
 from capsnb.engine.layers import (
     ClassCaps,
     ConvCaps,

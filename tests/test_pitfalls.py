@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.distributions import Independent, Normal
 from torch.testing import assert_close
-from capsnb.engine.dynamic import dynamic_routing_ref, squash
-from capsnb.engine.em import em_routing, em_routing_ref, inverse_temperature
+from capsnb.routing.dynamic import dynamic_routing_ref, squash
+from capsnb.engine.em import em_routing
+from capsnb.routing.em import em_routing_ref, inverse_temperature
 from capsnb.engine.layers import ClassCaps, ConvCaps, field_table
 from capsnb.lab.matrix_caps import MatrixCapsNet, routing_settings
 from capsnb.lab.objects import PairCrops, open_objects, standardised

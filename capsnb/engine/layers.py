@@ -12,17 +12,14 @@ from torch import Tensor, nn
 from .numerics import first_order, keep_freed_memory
 from .numerics import autocasting, without_autocast
 from ..core import from_generator
-from capsnb.engine.em import (
+from .em import as_damping, damped, em_routing, proportions
+from capsnb.routing.em import (
     TINY,
     EMRouted,
-    activation,
-    as_damping,
+    activation_logit,
     as_floor,
     as_schedule,
-    damped,
-    em_routing,
     inverse_temperature,
-    proportions,
     sig2_floor,
 )
 
@@ -214,7 +211,7 @@ def _switch(S, s2, floor, beta_a, beta_u, lam, act, images):
     if act == 'pi':
         log_a = proportions(S.unflatten(0, (images, -1)), fields=True).flatten(0, 1)
     else:
-        log_a = F.logsigmoid(activation(S, sig2[..., None, :], beta_a, beta_u, lam))
+        log_a = F.logsigmoid(activation_logit(S, sig2[..., None, :], beta_a, beta_u, lam))
     return log_a, sig2
 
 # %% ../../nbs/engine/25_layers.ipynb #e1f1f02f
