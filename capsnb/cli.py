@@ -76,7 +76,7 @@ Deck, check_recipe, fit, load_digits_split, quiet_transformers, repeat, summary 
 )
 DStepNet, n_params, rival_of = _later('capsnb.lab.vision', 'DStepNet n_params rival_of')
 class_pose, mds_path, plot_paths, poses_of, viewpoint_grid = _later(
-    'capsnb.lab.poses', 'class_pose mds_path plot_paths poses_of viewpoint_grid'
+    'capsnb.lab.inspect', 'class_pose mds_path plot_paths poses_of viewpoint_grid'
 )
 eval_sst, load_run, train_sst = _later('capsnb.lab.sentiment', 'eval_sst load_run train_sst')
 explain = Later('capsnb.lab.text', 'explain')
