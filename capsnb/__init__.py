@@ -2,7 +2,8 @@ __version__ = "0.1.0"
 
 _names = {  # room -> its public names; PyTorch, which all need, takes seconds
     'engine.mixture': ['GaussianMixture'],
-    'engine.dstep': ['Routed', 'Routing', 'routing_ref'],
+    'routing.dstep': ['Routed', 'routing_ref'],
+    'engine.dstep': ['Routing'],
     'engine.em': ['em_routing'],
     'routing.dynamic': ['squash'],
     'engine.dynamic': ['dynamic_routing', 'route_capsules'],
@@ -18,7 +19,7 @@ _names = {  # room -> its public names; PyTorch, which all need, takes seconds
     'data.embed': ['FrozenEncoder'],
 }
 _floors = {  # floor -> its rooms; of rooms that share a name the later floor's is found
-    'routing': ['dynamic', 'mixture', 'scene'],
+    'routing': ['dstep', 'dynamic', 'em', 'mixture', 'scene'],
     'engine': ['numerics', 'bench', 'dstep', 'dynamic', 'em', 'layers', 'mixture', 'moments'],
     'data': ['embed', 'files', 'mnist', 'norb', 'sst', 'toys', 'world'],
     'lab': [
@@ -31,6 +32,7 @@ _floors = {  # floor -> its rooms; of rooms that share a name the later floor's 
         'objects',
         'runs',
         'sentiment',
+        'tasks',
         'text',
         'train',
         'vision',

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from ..core import run_record, seed_everything
 from .layers import ConvCaps
-from .dstep import Sizes, as_floor, choose_plan, plans
+from .dstep import Sizes, choose_plan, plans
+from ..routing.em import as_floor
 
 # %% auto #0
 __all__ = ['paper_sizes', 'caps_layers', 'take_turns', 'median', 'ratio', 'routing_inputs', 'routing_step', 'floor_step',

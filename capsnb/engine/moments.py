@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from .numerics import first_order
-from .dstep import Floor, Plan, exporting, plans, pool, sig2_floor
+from ..routing.em import Floor, sig2_floor
+from .dstep import Plan, exporting, plans
+from ..routing.dstep import pool
 
 # %% auto #0
 __all__ = []
@@ -130,7 +132,12 @@ def _softmax(
     "Shares of a tile."
     return torch.softmax(L, -1) if norm is None else (L - norm[..., None]).exp_()
 
-# %% ../../nbs/engine/24_moments.ipynb #8887b6be
+# %% ../../nbs/engine/24_moments.ipynb #541bc091
+def _used(R, f):
+    "D = f R [n, i, j], in the memory of R unless it is one number."
+    return R * f[..., None] if R.stride(-1) == 0 else R.mul_(f[..., None])
+
+# %% ../../nbs/engine/24_moments.ipynb #b27fa494
 class _Sweep(NamedTuple):
     "What all tiles of an iteration have in common."
 
@@ -143,7 +150,8 @@ class _Sweep(NamedTuple):
         "A tile, its activations [n, i] and shares R [n, i, j]: even before there is a model."
         tile, f = self.votes.tile(rows, cols), self.f[:, rows]
         if not tile.model:  # Heinsen (2019), Alg. 1, line 5
-            return tile, f, f.new_full((*f.shape, cols.stop - cols.start), 1 / self.cuts.n_out)
+            even = f.new_full((), 1 / self.cuts.n_out)
+            return tile, f, even.expand(*f.shape, cols.stop - cols.start)
         norm = None if self.norm is None else self.norm[:, rows]
         return tile, f, _softmax(getattr(tile, score)(), norm)
 
@@ -158,7 +166,7 @@ class _Sweep(NamedTuple):
             total[:, rows] += torch.linalg.vecdot(R, G)
         return total
 
-# %% ../../nbs/engine/24_moments.ipynb #3aa33d44
+# %% ../../nbs/engine/24_moments.ipynb #c9d86a9d
 class _Iteration(torch.autograd.Function):
     "An engine's tensors -> the statistics of its votes under their shares."
 
@@ -169,7 +177,7 @@ class _Iteration(torch.autograd.Function):
         stats = votes.no_statistics()
         for cols, rows in itertools.product(cuts.cols, cuts.rows):
             tile, f_t, R = sweep.tile(rows, cols)
-            tile.gather(R.mul_(f_t[..., None]), f_t, [p[..., cols] for p in stats])
+            tile.gather(_used(R, f_t), f_t, [p[..., cols] for p in stats])
         ctx.save_for_backward(f, sweep.norm, *stats, *tensors)
         ctx.engine, ctx.cuts, ctx.n_stats = engine, cuts, len(stats)
         return tuple(stats)
@@ -188,7 +196,7 @@ class _Iteration(torch.autograd.Function):
             here = [p[..., cols] for p in slopes]
             G = tile.worth(R, here)
             pay = torch.linalg.vecdot(R, G)
-            D, centre = R.mul_(f_t[..., None]), pay if centres is None else centres[:, rows]
+            D, centre = _used(R, f_t), pay if centres is None else centres[:, rows]
             dL = G.sub_(centre[..., None]).mul_(D) if votes.model else None
             g_f[:, rows] += tile.spread(D, dL, f_t, here, grads.cut(rows, cols)) + pay
         grads = [g.to(p.dtype) for g, p in zip(grads.tensors, tensors)]

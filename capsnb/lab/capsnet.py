@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn, Tensor
 from einops import rearrange
 from ..core import check_n_iters, from_generator
-from ..engine.dynamic import route_capsules, squash
+from ..engine.dynamic import route_capsules
+from ..routing.dynamic import squash
 from ..engine.layers import at_least_1
 from .losses import margin_loss
 from .vision import HubMixin

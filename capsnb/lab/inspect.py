@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn, Tensor
 from ..core import film, from_bytes, need, palette, plot_style
-from ..engine.em import as_schedule, em_routing
+from ..engine.em import em_routing
 from ..engine.layers import ClassCaps, add_coordinates
 from .matrix_caps import MatrixCapsNet, centres_of
+from ..routing.em import as_schedule
 
 # %% auto #0
 __all__ = ['Grid', 'viewpoint_grid', 'in_degrees', 'Change', 'pose_change', 'plot_change', 'Flat', 'mds_path', 'plot_paths',

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import nn, Tensor
 from ..core import from_generator
-from ..engine.em import as_schedule, inverse_temperature
+from ..routing.em import as_schedule, inverse_temperature
 from capsnb.engine.layers import (
     Caps,
     ClassCaps,
