@@ -32,6 +32,7 @@ _floors = {  # floor -> its rooms; of rooms that share a name the later floor's 
         'objects',
         'runs',
         'sentiment',
+        'tasks',
         'text',
         'train',
         'vision',
