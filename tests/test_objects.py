@@ -17,7 +17,7 @@ from capsnb.lab.objects import (
     train_objects,
 )
 from capsnb.lab.runs import task_of
-from capsnb.lab.poses import mds_path, poses_of
+from capsnb.lab.inspect import mds_path, poses_of
 from capsnb.lab.runs import write_end
 
 

@@ -232,15 +232,16 @@ def test_import_needs_only_torch_and_einops():
 import sys
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split('.')[0] in refused: raise ModuleNotFoundError(f'{name} is an extra', name=name)
-refused = 'transformers datasets sklearn matplotlib typer accelerate huggingface_hub safetensors nbdev fastcore IPython pandas scipy'.split()
+        if name.split('.')[0] in refused: raise ModuleNotFoundError(name, name=name)
+refused = '''transformers datasets sklearn matplotlib typer accelerate huggingface_hub safetensors
+nbdev fastcore IPython pandas scipy'''.split()
 sys.meta_path.insert(0, Refuse())
 import torch, einops
 before = set(sys.modules)
 import capsnb
 new = {m.split('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names)
 print(' '.join(sorted(o for o in new if not o.startswith(('torch', 'capsnb', 'einops')))))
-for name in capsnb.__all__: getattr(capsnb, name)          # networks too, though they come when asked for
+for name in capsnb.__all__: getattr(capsnb, name)   # networks too
 assert set(capsnb.__all__) <= set(dir(capsnb)) and not hasattr(capsnb, 'Nothing')
 """
     done = subprocess.run([sys.executable, '-c', code], cwd=root, capture_output=True, text=True)
@@ -393,7 +394,10 @@ assert threads == {want!r}, threads"""
 
 def test_tests_compute_on_one_thread():
     "nbdev_test and pytest must not depend on how many threads PyTorch likes to start"
-    code = "import runpy, sys; runpy.run_path(sys.argv[1]); import torch; print(torch.get_num_threads())"
+    code = (
+        "import runpy, sys; runpy.run_path(sys.argv[1]); import torch; "
+        "print(torch.get_num_threads())"
+    )
     env = {k: v for k, v in os.environ.items() if k != 'OMP_NUM_THREADS'}
     command = [sys.executable, '-c', code, str(root / 'tests' / 'conftest.py')]
     done = subprocess.run(command, env=env, capture_output=True, text=True)

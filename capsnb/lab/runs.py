@@ -28,7 +28,7 @@ from ..data.files import checksum, read_json, sync_folder, write_json
 __all__ = ['run_files', 'run_folder', 'first_process', 'locked', 'is_busy', 'checkpoint_bytes', 'check_room', 'digest',
            'with_digest', 'read_whole', 'hash_files', 'seal_checkpoint', 'read_seal', 'checkpoints_in', 'last_whole',
            'run_bytes', 'clear_run', 'found_in', 'claim', 'made_with', 'agree', 'same_run', 'save_network', 'write_end',
-           'check_end', 'finished_run', 'task_of', 'saved_network']
+           'check_end', 'finished_run', 'task_of', 'saved_network', 'checked_network']
 
 # %% ../../nbs/lab/46_runs.ipynb #7fe514af
 def run_folder(
@@ -504,7 +504,7 @@ def task_of(
 # %% ../../nbs/lab/46_runs.ipynb #2821f070
 def saved_network(
     run: str | Path,  # folder of a finished run
-    cls,  # the network's class
+    cls: type,  # the network's class
     device: str | None = None,  # None: the best there is
 ) -> nn.Module:  # in evaluation mode
     "The network of a finished run; `ValueError` when its files are missing or damaged."
@@ -525,3 +525,66 @@ def saved_network(
     except Exception as e:
         raise ValueError(f"'{run}': its network cannot be read: {e}") from e
     return net.to(pick_device(device)).eval()
+
+# %% ../../nbs/lab/46_runs.ipynb #c382b26a
+_most = dict(n_iters=100, padding=16, stride=16, strides=16, kernels=64, K=64)  # else 2**16
+
+
+def _check_config(
+    config: dict,  # what a network was made with
+):
+    "`ValueError` names a number that no network here has."
+    for name, value in config.items():
+        there, limit = [value], _most.get(name, 2**16)
+        while there:
+            v = there.pop()
+            if isinstance(v, list):
+                there += v
+            if isinstance(v, list) and len(v) > 64 or isinstance(v, int) and v > limit:
+                raise ValueError(
+                    f"expected {name} to be at most {limit:,}, no list of over 64, "
+                    f"got {repr(value)[:60]}"
+                )
+
+# %% ../../nbs/lab/46_runs.ipynb #c3145f48
+def _shapes_in(
+    path: Path,  # of a safetensors file
+) -> dict:  # name -> shape: what the header says; no weight is read
+    with need('safetensors').safe_open(path, 'pt') as f:
+        return {k: tuple(f.get_slice(k).get_shape()) for k in f.keys()}
+
+# %% ../../nbs/lab/46_runs.ipynb #53e5a044
+def _shapes_by(
+    config: dict,  # of a network
+    cls: type,  # the network's class
+) -> dict:  # name -> shape of the weights it would have; nothing is allocated
+    _check_config(config)
+    wanted = inspect.signature(cls.__init__).parameters
+    with torch.device('meta'):
+        net = cls(**{k: v for k, v in config.items() if k in wanted})
+    return {k: tuple(v.shape) for k, v in net.state_dict().items()}
+
+# %% ../../nbs/lab/46_runs.ipynb #91bb6b32
+def checked_network(
+    run: str | Path,  # folder of a finished run
+    cls: type,  # the network's class
+    device: str | None = None,  # None: the best there is
+) -> nn.Module:  # in evaluation mode
+    "The network of a finished run; `ValueError` when config.json and the weights do not match."
+    config, weights = (run_folder(run) / f for f in ('config.json', 'model.safetensors'))
+    if not (config.is_file() and weights.is_file()):
+        return saved_network(run, cls, device)  # says which is missing
+    note = read_json(config)
+    try:
+        wanted, there = _shapes_by(note, cls), _shapes_in(weights)
+    except Exception as e:
+        raise ValueError(f"'{run}': its network cannot be read: {e}") from e
+    odd = [
+        f"{k}: {wanted.get(k, 'none')} by config.json, {there.get(k, 'none')} by the weights"
+        for k in {**wanted, **there}
+        if wanted.get(k) != there.get(k)
+    ]
+    if odd:
+        more = f", and {len(odd) - 1} more" if odd[1:] else ''
+        raise ValueError(f"'{run}': its network cannot be read: {odd[0]}{more}")
+    return saved_network(run, cls, device)

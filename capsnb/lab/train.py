@@ -58,9 +58,9 @@ __all__ = ['top_momentum', 'honoured', 'own_names', 'load_digits_split', 'dice',
            'SealHook', 'weights_are_finite', 'left_in', 'wait_for_all', 'DealHook', 'ProgressHook', 'StopHook',
            'heard_by_any', 'catching', 'BarHook', 'accuracy', 'quiet_transformers', 'training_arguments',
            'make_trainer', 'mean_loss', 'loss_in_words', 'check_names', 'check_recipe', 'fingerprint', 'identity',
-           'Stopped', 'width_of', 'check_network', 'rehearse', 'check_answer', 'load_best', 'history_of', 'has_room',
-           'run_training', 'fit_decks', 'batches_of', 'digest_of', 'write_down', 'fit', 'finish', 'to_the_end',
-           'repeat', 'summary', 'in_words']
+           'Stopped', 'width_of', 'check_network', 'rehearse', 'batch_on', 'check_answer', 'load_best', 'history_of',
+           'has_room', 'run_training', 'fit_decks', 'batches_of', 'digest_of', 'write_down', 'fit', 'finish',
+           'to_the_end', 'repeat', 'summary', 'in_words']
 
 # %% ../../nbs/lab/47_train.ipynb #00000005
 def load_digits_split():  # datasets.DatasetDict with columns image [1, 8, 8] in [0, 1] and label
@@ -393,6 +393,19 @@ class SingleCycle(LRScheduler):
         for group in self.optimizer.param_groups:
             group['betas'] = (beta, group['betas'][1])
 
+# %% ../../nbs/lab/47_train.ipynb #0bf19abf
+class _Hook:
+    "A callback for transformers' Trainer; no subclass of its own, which takes seconds to import."
+
+    def __getattr__(self, name):
+        if name.startswith('on_'):
+            return _nothing
+        raise AttributeError(f"{type(self).__name__} has no {name}")
+
+
+def _nothing(*args, **kw):
+    "What a hook does at a call that it has no method for."
+
 # %% ../../nbs/lab/47_train.ipynb #00000027
 class Diverged(ValueError):
     "The loss or the weights are not finite; the message says since when, and what is left."
@@ -427,7 +440,7 @@ class Ledger:
         return total, n
 
 # %% ../../nbs/lab/47_train.ipynb #fb6655df
-class SealHook:
+class SealHook(_Hook):
     "Seals each checkpoint and removes old ones, except the last two and the best."
 
     def __init__(
@@ -496,7 +509,7 @@ def wait_for_all(
         torch.distributed.barrier()
 
 # %% ../../nbs/lab/47_train.ipynb #3ace349e
-class DealHook:
+class DealHook(_Hook):
     "Tells the deck which epoch begins."
 
     def __init__(
@@ -509,7 +522,7 @@ class DealHook:
         self.deck.deal(int(state.epoch or 0))
 
 # %% ../../nbs/lab/47_train.ipynb #b9af61b4
-class ProgressHook:
+class ProgressHook(_Hook):
     "Tells a network how far training has come, by the trainer's own count, also after a resume."
 
     def __init__(
@@ -522,7 +535,7 @@ class ProgressHook:
         self.net.set_progress(state.global_step, state.max_steps)
 
 # %% ../../nbs/lab/47_train.ipynb #00000029
-class StopHook:
+class StopHook(_Hook):
     "Ends training at the next step, with a checkpoint, when a signal came."
 
     def __init__(
@@ -585,7 +598,7 @@ _bar_format = (
 )
 
 
-class BarHook:
+class BarHook(_Hook):
     "One progress bar for training, one for the test after it."
 
     def __init__(
@@ -697,6 +710,33 @@ def training_arguments(
     )
     return quiet_transformers().TrainingArguments(**{**ours, **more})
 
+# %% ../../nbs/lab/47_train.ipynb #4f0ad6c3
+class _Cycle:
+    "What is ours in the trainer: its schedule, batches on the device, losses that are watched."
+
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        optimizer = optimizer or self.optimizer
+        self.lr_scheduler = SingleCycle(optimizer, num_training_steps, **self.cycle)
+        return self.lr_scheduler
+
+    def _prepare_inputs(self, inputs):
+        on_device = getattr(self.data_collator, 'on_device', dict)
+        return on_device(super()._prepare_inputs(inputs))
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kw):
+        found = super().compute_loss(model, inputs, return_outputs, **kw)
+        loss = (found[0] if return_outputs else found).mean()  # over the devices of a process
+        if not model.training or self.ledger.add(loss, len(inputs['labels'])):
+            return found
+        raise Diverged(loss_in_words(loss.item(), self, 'at', self.state.global_step + 1))
+
+    def log(self, logs, *rest, **kw):
+        if 'loss' in logs:
+            logs = {**logs, 'loss': mean_loss(self.ledger, self)}
+        if not math.isfinite(logs.get('loss', 0.0)):
+            raise Diverged(loss_in_words(logs['loss'], self, 'by', self.state.global_step))
+        super().log(logs, *rest, **kw)
+
 # %% ../../nbs/lab/47_train.ipynb #0000002e
 def make_trainer(
     net: nn.Module,  # gives {'loss', 'logits'} for images and labels
@@ -705,69 +745,29 @@ def make_trainer(
     args,  # transformers.TrainingArguments
     cycle: dict,  # arguments of `SingleCycle`
     collator: MixupCollator,  # makes the batches
-    hooks: list,  # plain objects with some of TrainerCallback's methods
+    hooks: list,  # with methods of TrainerCallback
     ledger: Ledger,  # of the losses
 ):  # transformers.Trainer with RAdam and the single cycle
     "A `Trainer` that runs the paper's schedule (Heinsen 2019, 4.2)."
     tf = quiet_transformers()
-    callbacks = [type(type(h).__name__, (_Hook, tf.TrainerCallback), {})(h) for h in hooks]
-    optimizer = torch.optim.RAdam(net.parameters(), lr=cycle['lr'][0])
-    trainer = _cycle_trainer(tf.Trainer, cycle, collator, ledger)(
+
+    class CycleTrainer(_Cycle, tf.Trainer):
+        "transformers' trainer on the single cycle."
+
+    trainer = CycleTrainer(
         model=net,
         args=args,
         train_dataset=train,
         eval_dataset=valid,
         data_collator=collator,
         compute_metrics=accuracy,
-        callbacks=callbacks,
-        optimizers=(optimizer, None),
+        callbacks=hooks,
+        optimizers=(torch.optim.RAdam(net.parameters(), lr=cycle['lr'][0]), None),
     )
+    trainer.cycle, trainer.ledger = cycle, ledger
     trainer.remove_callback(tf.PrinterCallback)
     trainer.model_accepts_loss_kwargs = False  # a loss is a mean over its batch, whatever else
     return trainer  # the network takes: divide when accumulating
-
-# %% ../../nbs/lab/47_train.ipynb #0bf19abf
-class _Hook:
-    "Passes the trainer's calls on to a plain object."
-
-    def __init__(
-        self,
-        inner,  # with methods on_...
-    ):
-        names = [name for name in dir(inner) if name.startswith('on_')]
-        self.__dict__.update({name: getattr(inner, name) for name in names})
-
-# %% ../../nbs/lab/47_train.ipynb #4f0ad6c3
-def _cycle_trainer(
-    Trainer: type,  # transformers.Trainer
-    cycle: dict,  # arguments of `SingleCycle`
-    collator,  # may have a second part, `on_device`, for the device that trains
-    ledger: Ledger,  # of the losses
-) -> type:  # the class that `make_trainer` makes one of
-    class CycleTrainer(Trainer):
-        def create_scheduler(self, num_training_steps, optimizer=None):
-            optimizer = optimizer or self.optimizer
-            self.lr_scheduler = SingleCycle(optimizer, num_training_steps, **cycle)
-            return self.lr_scheduler
-
-        def _prepare_inputs(self, inputs):
-            return getattr(collator, 'on_device', dict)(super()._prepare_inputs(inputs))
-
-        def compute_loss(self, model, inputs, return_outputs=False, **kw):
-            found = super().compute_loss(model, inputs, return_outputs, **kw)
-            loss = (found[0] if return_outputs else found).mean()  # over the devices of a process
-            if not model.training or ledger.add(loss, len(inputs['labels'])):
-                return found
-            raise Diverged(loss_in_words(loss.item(), self, 'at', self.state.global_step + 1))
-
-        def log(self, logs, *rest, **kw):
-            if 'loss' in logs:
-                logs = {**logs, 'loss': mean_loss(ledger, self)}
-            if not math.isfinite(logs.get('loss', 0.0)):
-                raise Diverged(loss_in_words(logs['loss'], self, 'by', self.state.global_step))
-            super().log(logs, *rest, **kw)
-
-    return CycleTrainer
 
 # %% ../../nbs/lab/47_train.ipynb #c86d10f4
 def mean_loss(
@@ -1042,7 +1042,7 @@ def rehearse(
             for name, deck in decks.items():
                 if deck is None:
                     continue
-                batch = _rehearsal_batch(deck, collator, args.device)
+                batch = _first_batch(deck, 2, collator, args.device)
                 with torch.set_grad_enabled(name == 'training'):
                     check_answer(net, batch, name, int(deck.labels.max()))
             _check_last_batch(net, decks['training'], collator, args)
@@ -1057,14 +1057,24 @@ def rehearse(
         raise ValueError(f"{type(net).__name__} cannot be saved: {e}") from e
 
 # %% ../../nbs/lab/47_train.ipynb #58fe1c20
-def _rehearsal_batch(
+def batch_on(
     deck,  # of some data
+    index: list,  # of samples
+    collator,  # makes batches
+    device: torch.device,  # where they are wanted
+) -> dict:  # what the collator's `on_device`, if it has one, takes
+    "A batch as the trainer would make it."
+    batch = collator(deck.__getitems__(index))
+    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+
+# %% ../../nbs/lab/47_train.ipynb #b32f4c36
+def _first_batch(
+    deck,  # of some data
+    n: int,  # samples at most
     collator,  # makes batches
     device: torch.device,  # that will train
-    n: int = 2,  # samples at most
 ) -> dict:  # arguments of the network's forward
-    batch = collator(deck.__getitems__(list(range(min(n, len(deck))))))
-    batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+    batch = batch_on(deck, list(range(min(n, len(deck)))), collator, device)
     return getattr(collator, 'on_device', dict)(batch)
 
 # %% ../../nbs/lab/47_train.ipynb #9dec64a1
@@ -1079,7 +1089,7 @@ def _check_last_batch(
         return
     before = {k: v.clone() for k, v in net.state_dict().items()}
     try:
-        net.train()(**_rehearsal_batch(deck, collator, args.device, 1))
+        net.train()(**_first_batch(deck, 1, collator, args.device))
     except Exception as e:
         raise ValueError(
             f"the last batch of an epoch has one sample (of {len(deck):,}), and "
@@ -1218,6 +1228,7 @@ def fit_decks(
     collator,  # makes batches of what a deck gives
     out: str | Path,  # folder of the run
     recipe: dict,  # what `check_recipe` checks
+    *,
     device: str | None = None,  # as for `fit`
     resume: bool = False,  # as for `fit`
     how_to_resume: str = 'fit(..., resume=True)',  # as for `fit`
@@ -1225,9 +1236,7 @@ def fit_decks(
     name: str = 'training',  # as for `fit`
     progress: bool = True,  # as for `fit`
     overwrite: bool = False,  # as for `fit`
-    note: dict
-    | None = None,  # what the run is about: left as task.json; a resumed run must share it
-    **also,  # written down with the settings: a resumed run must share it
+    note: dict | None = None,  # what the run is about: left as task.json, shared by a resumed run
 ) -> dict:  # as in metrics.json
     "What `fit` does, for data of any kind."
     keep_freed_memory()
@@ -1236,13 +1245,7 @@ def fit_decks(
     if not _is_whole(save_steps, 0):
         raise ValueError(f"expected save_steps to be an integer >= 0, got {save_steps!r}")
     check_network(net)
-    settings = {
-        **identity(net, deck, held, test),
-        **also,
-        **(note or {}),
-        **recipe,
-        **batches_of(args),
-    }
+    settings = {**identity(net, deck, held, test), **(note or {}), **recipe, **batches_of(args)}
     claim(folder, resume, overwrite)
     if resume and (folder / 'metrics.json').exists():
         same_run(folder, settings)
@@ -1328,6 +1331,7 @@ def fit(
     valid,  # of `columns_of`; None: the last epoch is kept
     out: str | Path,  # folder of the run
     test=None,  # of `columns_of`; looked at once, at the end
+    *,
     epochs: int = 50,  # times through the training data
     batch_size: int = 20,  # of the paper; in each process
     lr: tuple = (1e-5, 5e-4),  # of `SingleCycle`
@@ -1370,13 +1374,13 @@ def fit(
         collator,
         out,
         recipe,
-        device,
-        resume,
-        how_to_resume,
-        save_steps,
-        name,
-        progress,
-        overwrite,
+        device=device,
+        resume=resume,
+        how_to_resume=how_to_resume,
+        save_steps=save_steps,
+        name=name,
+        progress=progress,
+        overwrite=overwrite,
     )
 
 # %% ../../nbs/lab/47_train.ipynb #4c9a72e1

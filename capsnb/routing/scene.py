@@ -11,9 +11,16 @@ from torch import Tensor
 from ..core import palette, seed_everything
 
 # %% auto #0
-__all__ = ['outline', 'Scene', 'make_scene', 'bare', 'draw_parts', 'draw_votes', 'cast_votes']
+__all__ = ['cast_votes', 'outline', 'Scene', 'make_scene', 'bare', 'draw_parts', 'draw_votes']
 
-# %% ../../nbs/book/01_parts_and_wholes.ipynb #00000004
+# %% ../../nbs/book/01_parts_and_wholes.ipynb #00000007
+def cast_votes(
+    scene: Scene,  # parts, and where each would sit on each whole
+) -> Tensor:  # [i, j, 2] where whole j would be, if part i belonged to it
+    "The vote of every part for every whole."
+    return scene.mu_inp[:, None] - scene.place
+
+# %% ../../nbs/book/01_parts_and_wholes.ipynb #00000017
 def outline(
     corners: int,  # of a regular polygon; many make a circle
     turn: float,  # in radians
@@ -25,7 +32,7 @@ def outline(
     r = math.cos(math.pi / corners) / torch.cos((t + turn) % wedge - math.pi / corners)
     return torch.stack([r * t.cos(), r * t.sin()], dim=1)
 
-# %% ../../nbs/book/01_parts_and_wholes.ipynb #00000005
+# %% ../../nbs/book/01_parts_and_wholes.ipynb #00000018
 class Scene(NamedTuple):
     "Parts in the plane, and where each would sit on each whole."
 
@@ -34,7 +41,7 @@ class Scene(NamedTuple):
     own: Tensor  # [i] the whole that a part was taken from; -1: from none
     centre: Tensor  # [j, 2] where the wholes are: what a routing has to find
 
-# %% ../../nbs/book/01_parts_and_wholes.ipynb #00000006
+# %% ../../nbs/book/01_parts_and_wholes.ipynb #00000019
 _wholes = [(200, 0.0, 0.85), (4, math.pi / 4, 1.1), (3, math.pi / 6, 1.25)]  # corners, turn, size
 _centres = [[-1.75, 0.75], [1.75, 0.75], [0.0, -1.1]]
 
@@ -66,7 +73,7 @@ def make_scene(
         own = torch.cat([own, torch.full((clutter,), -1)])
     return Scene(mu_inp, place, own, centre)
 
-# %% ../../nbs/book/01_parts_and_wholes.ipynb #00000007
+# %% ../../nbs/book/01_parts_and_wholes.ipynb #0000001a
 def _tints(
     R: Tensor,  # [i, j] routing probabilities
 ) -> Tensor:  # [i, 3] colours
@@ -84,7 +91,7 @@ def bare(
     ax.set(xlim=(-3.7, 3.7), ylim=(-2.9, 2.8), aspect='equal', title=title)
     ax.axis('off')
 
-# %% ../../nbs/book/01_parts_and_wholes.ipynb #00000008
+# %% ../../nbs/book/01_parts_and_wholes.ipynb #0000001b
 def draw_parts(
     ax,  # axes of matplotlib
     mu_inp: Tensor,  # [i, 2] places of the parts
@@ -101,7 +108,7 @@ def draw_parts(
             ends = torch.stack([mu_inp[i], V[i, j]]).T
             ax.plot(*ends, c=palette[j], alpha=0.35 * R[i, j].item(), lw=0.8, zorder=0)
 
-# %% ../../nbs/book/01_parts_and_wholes.ipynb #00000009
+# %% ../../nbs/book/01_parts_and_wholes.ipynb #0000001c
 def draw_votes(
     ax,  # axes of matplotlib
     V: Tensor,  # [i, j, 2] votes
@@ -119,10 +126,3 @@ def draw_votes(
             width, height = (2 * k * sig2[j].sqrt()).tolist()
             shade = Ellipse(mu[j].tolist(), width, height, fc=palette[j], alpha=alpha, lw=0)
             ax.add_patch(shade)
-
-# %% ../../nbs/book/01_parts_and_wholes.ipynb #0000000d
-def cast_votes(
-    scene: Scene,  # parts, and where each would sit on each whole
-) -> Tensor:  # [i, j, 2] where whole j would be, if part i belonged to it
-    "The vote of every part for every whole."
-    return scene.mu_inp[:, None] - scene.place
