@@ -9,16 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn, Tensor
 from ..core import film, from_bytes, need, palette, plot_style
-from ..routing.em import as_schedule
 from ..engine.em import em_routing
-from ..engine.layers import add_coordinates
+from ..engine.layers import ClassCaps, add_coordinates
 from .matrix_caps import MatrixCapsNet, centres_of
+from ..routing.em import as_schedule
 
 # %% auto #0
 __all__ = ['Grid', 'viewpoint_grid', 'in_degrees', 'Change', 'pose_change', 'plot_change', 'Flat', 'mds_path', 'plot_paths',
            'Probe', 'viewpoint_targets', 'r_squared', 'ridge_by_class', 'check_novel', 'probe_viewpoint', 'Poses',
            'in_batches', 'poses_of', 'features_of', 'class_pose', 'plot_sheet', 'Watched', 'watch_classes',
-           'vote_histograms', 'winner_by_iteration', 'draw_votes', 'votes_film']
+           'watch_votes', 'vote_histograms', 'winner_by_iteration', 'draw_votes', 'votes_film']
 
 # %% ../../nbs/lab/45_inspect.ipynb #00000007
 class Grid(NamedTuple):
@@ -51,10 +51,11 @@ def viewpoint_grid(
     toys, toy = toys.unique(dim=0, return_inverse=True)
     views, view = col[vary][kept].unique(return_inverse=True)
     place = toy * len(views) + view
-    if place.sort().values.tolist() != list(range(len(toys) * len(views))):
+    n_places = len(toys) * len(views)
+    if place.sort().values.tolist() != list(range(n_places)):
         raise ValueError(
-            f"expected one image for each of {len(toys)} toys from each of {len(views)} viewpoints, "
-            f"got {len(kept)} images for {len(place.unique())} of {len(toys) * len(views)} places"
+            f"expected one image for each of {len(toys)} toys from each of {len(views)} "
+            f"viewpoints, got {len(kept)} images for {len(place.unique())} of {n_places} places"
         )
     return Grid(x[kept[place.argsort()]].unflatten(0, (len(toys), len(views))), views, toys)
 
@@ -147,7 +148,7 @@ class Flat(NamedTuple):
 def mds_path(
     poses: Tensor,  # [views, c, h] of one toy
 ) -> Flat:  # `ValueError` if all pose vectors are the same, or not finite
-    "Multidimensional scaling of one toy's pose vectors from all viewpoints (Heinsen 2019, figure 4)."
+    "Multidimensional scaling of one toy's pose vectors (Heinsen 2019, figure 4)."
     if poses.ndim != 3 or not poses.numel():
         raise ValueError(f"expected poses [views, c, h] of one toy, got shape {tuple(poses.shape)}")
     if bad := (~poses.isfinite()).flatten(1).any(1).sum().item():
@@ -405,19 +406,25 @@ def watch_classes(
     V = torch.einsum('...icd,ijdh->...ijch', x.mu, top.W)
     if top.coordinates:
         V = add_coordinates(V, *centres_of(net.layers, images, x))
-    V, a, lams = V.flatten(1, 3), x.a.flatten(1), as_schedule(top.lam, top.n_iters)
+    return watch_votes(top, x.a.flatten(1), V.flatten(1, 3))
+
+# %% ../../nbs/lab/45_inspect.ipynb #95f26c34
+@torch.no_grad()
+def watch_votes(
+    top: ClassCaps,  # whose β, schedule, floor and iterations are used
+    a: Tensor,  # [b, i] activations of the parts
+    V: Tensor,  # [b, i, j, c, h] votes
+) -> Watched:  # all iterations
+    "One routing, stopped after each of its iterations."
+    lams, kw = as_schedule(top.lam, top.n_iters), dict(eps=top.eps, act=top.act)
     outs = [
-        em_routing(
-            a, V, *top.betas(V.dtype), lams[:t], t, eps=top.eps, act=top.act, damping=top.damping
-        )
+        em_routing(a, V, *top.betas(V.dtype), lams[:t], t, damping=top.damping, **kw)
         for t in range(1, top.n_iters + 1)
     ]
     gap = torch.stack([(V - o.mu[:, None]).square().sum((-2, -1)).sqrt() for o in outs])
+    weight = torch.stack([o.R * a[..., None] for o in outs])
     return Watched(
-        gap,
-        torch.stack([o.R * a[..., None] for o in outs]),
-        *(torch.stack([getattr(o, k) for o in outs]) for k in ('a', 'mu')),
-        V,
+        gap, weight, *(torch.stack([getattr(o, k) for o in outs]) for k in ('a', 'mu')), V
     )
 
 # %% ../../nbs/lab/45_inspect.ipynb #ad6e705d
@@ -450,7 +457,7 @@ def vote_histograms(
 # %% ../../nbs/lab/45_inspect.ipynb #00000010
 def winner_by_iteration(
     w: Watched,  # of `watch_classes`
-) -> dict:  # [t, b] each: share of the data of the class that wins in the end; its mean distance; the others'
+) -> dict:  # [t, b] each: the winner's 'share' of data, its mean 'distance', that of 'others'
     "What routing moves to the class that wins."
     win = w.a[-1].argmax(-1)[None, :, None]
     S, D = w.weight.sum(2), (w.weight * w.distance).sum(2)
