@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.distributions import Independent, Normal
 from torch.testing import assert_close
-from capsnb import mixture
+from capsnb.routing import mixture
 from capsnb.engine.em import as_damping, em_routing, free_energy, share_out
 from capsnb.routing.em import (
     Floor,
@@ -323,11 +323,11 @@ def test_votes_shared_by_all_parents_give_the_mixture():
     x = torch.randn(50, 4, dtype=f64)
     R = torch.rand(50, 3, dtype=f64).softmax(-1)
     V = x[:, None, None].expand(50, 3, 1, 4)
-    pi, mu, sig2 = mixture.m_step(x, R)
+    pi, mu, sig2 = mixture.m_step(x[:, None], R)
     got_mu, got_s = m_step(R * torch.ones(50, dtype=f64)[:, None], V)
     assert_close(got_mu[:, 0], mu)
     assert_close(got_s[:, 0], sig2)
-    assert_close(e_step(V, pi.log(), got_mu, got_s), mixture.e_step(x, pi.log(), mu, sig2)[0])
+    assert_close(e_step(V, pi.log(), got_mu, got_s), mixture.e_step(x[:, None], pi, mu, sig2)[0])
 
 
 @settings(max_examples=40, deadline=None)

@@ -22,10 +22,10 @@ from capsnb.lab.sentiment import (
     TextMixup,
     eval_sst,
     linear_probes,
-    load_run,
     sentiment_data,
     train_sst,
 )
+from capsnb.lab.tasks import load_run
 from capsnb.data.sst import load_sst, tiny_treebank
 from capsnb.lab.text import SSTNet
 

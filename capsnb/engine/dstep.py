@@ -290,6 +290,3 @@ class Routing(_Parameters):
 
     def extra_repr(self):
         return ', '.join(f'{k}={getattr(self, k)!r}' for k in _settings)
-
-# %% ../../nbs/engine/23_dstep.ipynb #00000024
-import capsnb.engine.moments  # noqa: F401 (it adds the fast plans)

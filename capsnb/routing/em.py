@@ -12,8 +12,8 @@ from torch import Tensor
 from ..core import check_n_iters, from_generator
 
 # %% auto #0
-__all__ = ['TINY', 'log_normal', 'm_step', 'Floor', 'as_floor', 'sig2_floor', 'cost', 'activation_logit', 'inverse_temperature',
-           'as_schedule', 'e_step', 'EMRouted', 'em_routing_ref']
+__all__ = ['TINY', 'log_normal', 'm_step', 'cost', 'activation_logit', 'inverse_temperature', 'e_step', 'EMRouted',
+           'em_routing_ref', 'as_schedule', 'Floor', 'as_floor', 'sig2_floor']
 
 # %% ../../nbs/book/04_em_routing.ipynb #00000007
 def log_normal(
@@ -39,69 +39,7 @@ def m_step(
     s = torch.einsum('...ij,...ijch->...jch', w, (V - mu[..., None, :, :, :]).square())
     return mu, s
 
-# %% ../../nbs/book/04_em_routing.ipynb #0000000f
-class Floor(NamedTuple):
-    "What keeps variances, and the masses of wholes, away from 0."
-
-    rel: float  # multiple of the votes' spread that is added to every variance
-    abs: float  # added to every variance, in squared units of the votes
-    mass: float  # added to the mass of every whole, in parts (the D-step's; EM routing has `TINY`)
-
-# %% ../../nbs/book/04_em_routing.ipynb #00000010
-def _value(
-    eps,  # of any type
-) -> float:  # of a number or a percentage; NaN of anything else
-    if isinstance(eps, bool) or isinstance(eps, str) and not eps.endswith('%'):
-        return math.nan
-    try:
-        return float(eps[:-1]) / 100 if isinstance(eps, str) else float(eps)
-    except (TypeError, ValueError):
-        return math.nan
-
-
-def _sound(
-    floor: Floor,  # made by hand
-) -> bool:  # whether it keeps variances and masses positive and finite
-    return all(0 <= v < math.inf for v in floor) and floor.mass > 0 and floor.rel + floor.abs > 0
-
 # %% ../../nbs/book/04_em_routing.ipynb #00000011
-def as_floor(
-    eps: str | float | Floor,  # 'auto'; '10%' of the votes' spread; 1e-4: absolute; 'paper': 1e-5
-    n: int | None = None,  # components of a vote, c·h: needed for 'auto' only
-) -> Floor:  # what is added where
-    "Read the `eps` argument of a routing; `ValueError` unless it is positive and finite."
-    if isinstance(eps, Floor) and _sound(eps):
-        return eps
-    if isinstance(eps, str) and eps == 'auto':
-        if n is None:
-            raise ValueError(
-                "eps='auto' depends on the number of components of a vote, n: give it too"
-            )
-        return Floor(max(n**0.5 - 1, 0.1), 1e-12, 1e-12)
-    value = _value(1e-5 if isinstance(eps, str) and eps == 'paper' else eps)
-    if not 0 < value < math.inf:
-        raise ValueError(
-            "eps must be a positive number, a percentage of the votes' spread such as '10%', "
-            f"'auto' (√n − 1 times the spread) or 'paper' (1e-5), got {eps!r}"
-        )
-    is_rel = isinstance(eps, str) and eps.endswith('%')
-    return Floor(value, 1e-12, 1e-12) if is_rel else Floor(0.0, value, value)
-
-# %% ../../nbs/book/04_em_routing.ipynb #00000012
-def sig2_floor(
-    s: Tensor,  # [..., j, c, h] variances of the first iteration: the votes' spread
-    mu: Tensor,  # [..., j, c, h] means of the first iteration
-    floor: Floor,  # from `as_floor`
-    dims: tuple[int, ...] = (-3, -2, -1),  # the dimensions of one sample
-) -> Tensor:  # broadcasts against s: what to add to every variance
-    "The floor of the variances, absolute or from the spread of the votes."
-    if floor.rel == 0:
-        return s.new_tensor(floor.abs)
-    spread = s.mean(dims, keepdim=True)
-    size = spread + mu.square().mean(dims, keepdim=True)  # the mean of V²
-    return floor.rel * spread + 1e-6 * size + floor.abs  # a millionth of V²: rounding's share
-
-# %% ../../nbs/book/04_em_routing.ipynb #00000015
 def cost(
     S: Tensor,  # [..., j] amount of data of each whole
     sig2: Tensor,  # [..., j, c, h] variances
@@ -111,7 +49,7 @@ def cost(
     n = sig2.shape[-2] * sig2.shape[-1]
     return S * (n * beta_u + 0.5 * sig2.log().sum((-2, -1)))
 
-# %% ../../nbs/book/04_em_routing.ipynb #00000019
+# %% ../../nbs/book/04_em_routing.ipynb #00000015
 def activation_logit(
     S: Tensor,  # [..., j] amount of data of each whole
     sig2: Tensor,  # [..., j, c, h] variances
@@ -122,7 +60,7 @@ def activation_logit(
     "Is a whole worth its price? (Hinton 2018, eq. 2; Procedure 1, M-step, line 6)"
     return lam * (beta_a - cost(S, sig2, beta_u))
 
-# %% ../../nbs/book/04_em_routing.ipynb #0000001d
+# %% ../../nbs/book/04_em_routing.ipynb #00000019
 def inverse_temperature(
     t: int,  # iteration, from 0
     final: float = 0.01,  # what it tends to
@@ -131,7 +69,58 @@ def inverse_temperature(
     "The schedule of the paper's authors: final·(1 − rate^(t+1))."
     return final * (1 - rate ** (t + 1))
 
-# %% ../../nbs/book/04_em_routing.ipynb #0000001e
+# %% ../../nbs/book/04_em_routing.ipynb #0000001c
+def e_step(
+    V: Tensor,  # [..., i, j, c, h] votes
+    log_a: Tensor,  # [..., j] logs of the activations of the wholes
+    mu: Tensor,  # [..., j, c, h] means
+    sig2: Tensor,  # [..., j, c, h] variances
+    parents: Tensor | None = None,  # [i, j] bool: may part i belong to whole j? None: always
+) -> Tensor:  # [..., i, j] shares; those of a part sum to 1 over the wholes it may belong to
+    "Share every part out over the wholes (Hinton 2018, Procedure 1, E-step)."
+    L = log_a[..., None, :] + log_normal(V, mu, sig2)
+    if parents is None:
+        return torch.softmax(L, -1)
+    return torch.softmax(L.masked_fill(~parents, torch.finfo(L.dtype).min), -1) * parents
+
+# %% ../../nbs/book/04_em_routing.ipynb #00000020
+@from_generator
+class EMRouted(NamedTuple):
+    "What EM routing returns; with `fields`, `p` precedes the last dimensions of each."
+
+    a: Tensor  # [..., j] activations, in [0, 1]
+    mu: Tensor  # [..., j, c, h] poses
+    sig2: Tensor  # [..., j, c, h] variances, floor included; in float32 or better
+    R: Tensor | None  # [..., i, j] shares of the last iteration, from which mu was made
+    F: Tensor | None = None  # [..., t] free energy (eq. 4) after each M-step, if asked for
+
+# %% ../../nbs/book/04_em_routing.ipynb #00000021
+def em_routing_ref(
+    a: Tensor,  # [..., i] activations of the parts, in [0, 1]
+    V: Tensor,  # [..., i, j, c, h] votes
+    beta_a: Tensor | float,  # [j] or a number: see `activation_logit`
+    beta_u: Tensor | float,  # [j] or a number: see `cost`
+    lam: float | Sequence[float] | Callable[[int], float],  # inverse temperature: see `as_schedule`
+    n_iters: int = 3,  # iterations
+    parents: Tensor | None = None,  # [i, j] bool: may part i belong to whole j? None: always
+    eps: float | str | Floor = 1e-4,  # floor of the variances: see `as_floor`
+) -> EMRouted:  # activations, poses, variances, shares
+    "EM routing, written as in the paper (Hinton 2018, Procedure 1)."
+    lams, kind = as_schedule(lam, n_iters), as_floor(eps, V.shape[-2] * V.shape[-1])
+    may = V.new_ones(V.shape[-4:-2]) if parents is None else parents.to(V.dtype)
+    R = (may / may.sum(-1, keepdim=True).clamp_min(1)).expand(V.shape[:-2])  # line 2
+    for t in range(n_iters):  # line 3
+        r = R * a[..., None]  # line 4: M-step, line 2
+        mu, s = m_step(r + TINY * may, V)  # M-step, lines 3 and 4
+        if t == 0:
+            floor = sig2_floor(s, mu, kind)
+        sig2 = s + floor
+        logit = activation_logit(r.sum(-2), sig2, beta_a, beta_u, lams[t])  # M-step, lines 5, 6
+        if t < n_iters - 1:
+            R = e_step(V, F.logsigmoid(logit), mu, sig2, parents)  # line 5
+    return EMRouted(logit.sigmoid(), mu, sig2, R)
+
+# %% ../../nbs/book/04_em_routing.ipynb #0000002a
 def _is_positive(
     v,  # of any type
 ) -> bool:  # whether it is a finite positive number
@@ -157,53 +146,64 @@ def as_schedule(
         )
     return list(lams)
 
-# %% ../../nbs/book/04_em_routing.ipynb #00000021
-def e_step(
-    V: Tensor,  # [..., i, j, c, h] votes
-    log_a: Tensor,  # [..., j] logs of the activations of the wholes
-    mu: Tensor,  # [..., j, c, h] means
-    sig2: Tensor,  # [..., j, c, h] variances
-    parents: Tensor | None = None,  # [i, j] bool: may part i belong to whole j? None: always
-) -> Tensor:  # [..., i, j] shares; those of a part sum to 1 over the wholes it may belong to
-    "Share every part out over the wholes (Hinton 2018, Procedure 1, E-step)."
-    L = log_a[..., None, :] + log_normal(V, mu, sig2)
-    if parents is None:
-        return torch.softmax(L, -1)
-    return torch.softmax(L.masked_fill(~parents, torch.finfo(L.dtype).min), -1) * parents
+# %% ../../nbs/book/04_em_routing.ipynb #0000002b
+class Floor(NamedTuple):
+    "What keeps variances, and the masses of wholes, away from 0."
 
-# %% ../../nbs/book/04_em_routing.ipynb #00000025
-@from_generator
-class EMRouted(NamedTuple):
-    "What EM routing returns; with `fields`, `p` precedes the last dimensions of each."
+    rel: float  # multiple of the votes' spread that is added to every variance
+    abs: float  # added to every variance, in squared units of the votes
+    mass: float  # added to the mass of every whole, in parts (the D-step's; EM routing has `TINY`)
 
-    a: Tensor  # [..., j] activations, in [0, 1]
-    mu: Tensor  # [..., j, c, h] poses
-    sig2: Tensor  # [..., j, c, h] variances, floor included; in float32 or better
-    R: Tensor | None  # [..., i, j] shares of the last iteration, from which mu was made
-    F: Tensor | None = None  # [..., t] free energy (eq. 4) after each M-step, if asked for
+# %% ../../nbs/book/04_em_routing.ipynb #0000002c
+def _value(
+    eps,  # of any type
+) -> float:  # of a number or a percentage; NaN of anything else
+    if isinstance(eps, bool) or isinstance(eps, str) and not eps.endswith('%'):
+        return math.nan
+    try:
+        return float(eps[:-1]) / 100 if isinstance(eps, str) else float(eps)
+    except (TypeError, ValueError):
+        return math.nan
 
-# %% ../../nbs/book/04_em_routing.ipynb #00000026
-def em_routing_ref(
-    a: Tensor,  # [..., i] activations of the parts, in [0, 1]
-    V: Tensor,  # [..., i, j, c, h] votes
-    beta_a: Tensor | float,  # [j] or a number: see `activation_logit`
-    beta_u: Tensor | float,  # [j] or a number: see `cost`
-    lam: float | Sequence[float] | Callable[[int], float],  # inverse temperature: see `as_schedule`
-    n_iters: int = 3,  # iterations
-    parents: Tensor | None = None,  # [i, j] bool: may part i belong to whole j? None: always
-    eps: float | str | Floor = 1e-4,  # floor of the variances: see `as_floor`
-) -> EMRouted:  # activations, poses, variances, shares
-    "EM routing, written as in the paper (Hinton 2018, Procedure 1)."
-    lams, kind = as_schedule(lam, n_iters), as_floor(eps, V.shape[-2] * V.shape[-1])
-    may = V.new_ones(V.shape[-4:-2]) if parents is None else parents.to(V.dtype)
-    R = (may / may.sum(-1, keepdim=True).clamp_min(1)).expand(V.shape[:-2])  # line 2
-    for t in range(n_iters):  # line 3
-        r = R * a[..., None]  # line 4: M-step, line 2
-        mu, s = m_step(r + TINY * may, V)  # M-step, lines 3 and 4
-        if t == 0:
-            floor = sig2_floor(s, mu, kind)
-        sig2 = s + floor
-        logit = activation_logit(r.sum(-2), sig2, beta_a, beta_u, lams[t])  # M-step, lines 5, 6
-        if t < n_iters - 1:
-            R = e_step(V, F.logsigmoid(logit), mu, sig2, parents)  # line 5
-    return EMRouted(logit.sigmoid(), mu, sig2, R)
+
+def _sound(
+    floor: Floor,  # made by hand
+) -> bool:  # whether it keeps variances and masses positive and finite
+    return all(0 <= v < math.inf for v in floor) and floor.mass > 0 and floor.rel + floor.abs > 0
+
+# %% ../../nbs/book/04_em_routing.ipynb #0000002d
+def as_floor(
+    eps: str | float | Floor,  # 'auto'; '10%' of the votes' spread; 1e-4: absolute; 'paper': 1e-5
+    n: int | None = None,  # components of a vote, c·h: needed for 'auto' only
+) -> Floor:  # what is added where
+    "Read the `eps` argument of a routing; `ValueError` unless it is positive and finite."
+    if isinstance(eps, Floor) and _sound(eps):
+        return eps
+    if isinstance(eps, str) and eps == 'auto':
+        if n is None:
+            raise ValueError(
+                "eps='auto' depends on the number of components of a vote, n: give it too"
+            )
+        return Floor(max(n**0.5 - 1, 0.1), 1e-12, 1e-12)
+    value = _value(1e-5 if isinstance(eps, str) and eps == 'paper' else eps)
+    if not 0 < value < math.inf:
+        raise ValueError(
+            "eps must be a positive number, a percentage of the votes' spread such as '10%', "
+            f"'auto' (√n − 1 times the spread) or 'paper' (1e-5), got {eps!r}"
+        )
+    is_rel = isinstance(eps, str) and eps.endswith('%')
+    return Floor(value, 1e-12, 1e-12) if is_rel else Floor(0.0, value, value)
+
+# %% ../../nbs/book/04_em_routing.ipynb #0000002e
+def sig2_floor(
+    s: Tensor,  # [..., j, c, h] variances of the first iteration: the votes' spread
+    mu: Tensor,  # [..., j, c, h] means of the first iteration
+    floor: Floor,  # from `as_floor`
+    dims: tuple[int, ...] = (-3, -2, -1),  # the dimensions of one sample
+) -> Tensor:  # broadcasts against s: what to add to every variance
+    "The floor of the variances, absolute or from the spread of the votes."
+    if floor.rel == 0:
+        return s.new_tensor(floor.abs)
+    spread = s.mean(dims, keepdim=True)
+    size = spread + mu.square().mean(dims, keepdim=True)  # the mean of V²
+    return floor.rel * spread + 1e-6 * size + floor.abs  # a millionth of V²: rounding's share

@@ -1,0 +1,677 @@
+"""The commands of `capsnb`: options, and calls of the lab's `train`, `evaluate` and `study`.
+
+Rooms of the library are imported when a command runs (`room`), so that `--help` needs no PyTorch.
+Written by hand, no notebook; nbs/lab/55_command_line.ipynb shows what the commands print.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import __version__
+from .cli import at_home, entrance, is_first, plainly, room
+
+
+def option(
+    help: str,  # one sentence or two
+    *names: str,  # on the command line; none: the parameter's
+    **more,  # of `typer.Option`
+):  # typer's description of an option
+    "An option whose default is not shown when there is none to show."
+    return typer.Option(*names, help=help, **more)
+
+
+def unset(
+    help: str,  # what happens where it is not given
+    *names: str,  # on the command line; none: the parameter's
+    **more,  # of `typer.Option`
+):  # typer's description of an option
+    "An option that may be left out."
+    return typer.Option(*names, help=help, show_default=False, **more)
+
+
+# Options of several commands
+Seed = Annotated[
+    int, option('Seed of the weights, the order of the data and all draws.', min=0, max=2**32 - 1)
+]
+Epochs = Annotated[
+    int | None, unset("Times through the training data; the recipe's if not given.", min=1)
+]
+Device = Annotated[str | None, unset("'cpu', 'cuda' or 'mps'; the best there is if not given.")]
+Progress = Annotated[
+    bool | None, typer.Option(show_default='on a terminal', help='Draw progress bars.')
+]
+Resume = Annotated[
+    bool, option('Go on where an interrupted run in this folder stopped.', '--resume')
+]
+Overwrite = Annotated[bool, option('Replace the run that this folder holds.', '--overwrite')]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        show_default='runs/<data set>',
+        help='Folder for metrics.json, task.json, a picture and the network; made if missing.',
+    ),
+]
+Data = Annotated[
+    Path | None, unset('Folder of the files; else CAPSNB_DATA, or a download.', '--data')
+]
+AnyFiles = Annotated[
+    bool, option('The files need not be the official ones, only in their format.', '--any-files')
+]
+Pairs = Annotated[
+    int | None,
+    unset('Toys: only so many pairs of each split; all 24,300 if not given.', min=10),
+]
+ToyCache = Annotated[Path | None, unset("Toys: folder for drawn pictures; else the user's cache.")]
+Size = Annotated[int, option('Pixels per side (smallNORB has 96).', min=29)]
+Validate = Annotated[
+    bool,
+    option(
+        'Choose the epoch on instance 9; if not, train on that one too and keep the last epoch.'
+    ),
+]
+
+
+def again(
+    ctx: typer.Context,  # of a command
+) -> str:  # a command to copy
+    "The command that goes on with an interrupted run: as it was typed, and --resume."
+    words = ['capsnb', *ctx.command_path.split()[1:]]
+    for p in ctx.command.params:
+        source = ctx.get_parameter_source(p.name)
+        if p.name in ('resume', 'overwrite') or source is None or source.name != 'COMMANDLINE':
+            continue
+        value = ctx.params[p.name]
+        if getattr(p, 'is_flag', False):
+            words.append((p.opts if value else p.secondary_opts)[0])
+        else:
+            words += [p.opts[0], str(at_home(value))]
+    return shlex.join([*words, '--resume'])
+
+
+def told(
+    out: Path,  # folder of a finished run
+    trained_on: str = '',  # what, if that must be said
+) -> str:  # a sentence
+    "What a finished run found; `ValueError` when its metrics.json is damaged."
+    numbers = dict(n_params=int, epochs=int, best_epoch=int, test_accuracy=float, seconds=float)
+    kinds = dict(numbers, valid_accuracy=(float, None))
+    m = room('data.files').read_json(out / 'metrics.json', **kinds)
+    n, valid = m['epochs'], m['valid_accuracy']
+    if n < 1:
+        raise ValueError(f"'{out}/metrics.json' is damaged: expected an epoch, got {n}")
+    found = f"epoch {n}"
+    if valid is not None:
+        found = f"best of {n} epochs: {m['best_epoch']}; validation {valid:.1%}"
+    return (
+        f"{m['n_params']:,} parameters, {trained_on}{found}, test {m['test_accuracy']:.1%}; "
+        f"{m['seconds'] / n:.1f} s per epoch; the network is in {out}"
+    )
+
+
+def train_task(
+    ctx: typer.Context,  # of the command
+    task,  # capsnb.lab.tasks.Task
+    net: str | None,  # a name of its networks; None: the first
+    out: Path,  # folder of the run
+    *,
+    seed: int,  # of everything
+    epochs: int | None,  # None: the recipe's
+    device: str | None,  # None: the best there is
+    resume: bool,  # go on where a run stopped
+    overwrite: bool,  # replace the run that the folder holds
+    progress: bool,  # whether to draw bars
+):
+    "Train on a task, say what came out, and draw its picture."
+    tasks, how = room('lab.tasks'), again(ctx)
+    if not progress:
+        room('lab.train').quiet_transformers().utils.logging.disable_progress_bar()
+
+    def work():
+        room('lab.runs').claim(out, resume, overwrite, command_line=True)
+        tasks.train(
+            task,
+            net,
+            out,
+            seed,
+            epochs=epochs,
+            device=device,
+            resume=resume,
+            overwrite=overwrite,
+            progress=progress,
+            how_to_resume=how,
+        )
+        if not is_first():
+            return
+        net_ = task.known_net(net)
+        whole = '' if task.roles['select'] else 'all training instances, '
+        print(f"{task.name}, {net_}, {told(out, whole)}")
+        draw(task, net_, out, device, progress)
+
+    plainly(work, how)
+
+
+def draw(
+    task,  # capsnb.lab.tasks.Task
+    net: str,  # a name of its networks
+    out: Path,  # folder of a finished run
+    device: str | None,  # None: the best there is
+    progress: bool,  # whether to draw bars
+):
+    "Draw what the task has to show, and say where it is."
+    task.progress = progress
+    cls = task.networks[net].cls
+    try:
+        network = room('lab.runs').checked_network(out, cls, device)
+        picture = task.draw(net, network, out)
+    except ValueError as e:
+        return print(f"no picture: {e}", file=sys.stderr)
+    if picture:
+        print(f"look at {picture}")
+
+
+def train_digits(
+    ctx: typer.Context,
+    net: Annotated[
+        str,
+        option(
+            "'capsnet': dynamic routing, with a decoder; 'dstep': Heinsen (2019); 'matrix-caps': "
+            "EM routing; 'cnn': as large as the D-step network; 'baseline': a larger CNN."
+        ),
+    ] = 'capsnet',
+    epochs: Epochs = None,
+    seed: Seed = 0,
+    limit: Annotated[
+        int | None,
+        unset('Only so many training pictures, of validation at most a third.', min=1),
+    ] = None,
+    test_limit: Annotated[
+        int | None, unset('Only so many test pictures, for eval too; all if not given.', min=1)
+    ] = None,
+    out: Out = None,
+    data: Data = None,
+    any_files: AnyFiles = False,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    device: Device = None,
+    progress: Progress = None,
+):
+    """Small grey pictures: digits (scikit-learn's, 8x8), MNIST, Fashion-MNIST.
+
+    Keeps the epoch that validates best on training pictures held back, and tests it once.
+    Ctrl-C leaves a checkpoint and says how to go on."""
+    name = ctx.info_name
+    few = dict(limit=limit, n_test=test_limit, official=not any_files, folder=data)
+    tasks = room('lab.tasks')
+    task = tasks.with_options(tasks.task_named(name), **few)
+    if limit and not test_limit and name != 'digits' and is_first():
+        print(
+            "the test takes all pictures, however few are trained on; for a trial, "
+            "--test-limit 500 saves minutes",
+            file=sys.stderr,
+        )
+    out = out or Path('runs', name)
+    usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
+    train_task(ctx, task, net, out, progress=progress, **usual)
+
+
+def train_objects(
+    ctx: typer.Context,
+    net: Annotated[
+        str,
+        option(
+            "'dstep': the paper's network; 'cnn': a CNN as large; 'baseline': the baseline CNN of "
+            "Hinton et al. (2018); 'matrix-caps': its matrix capsules, best with --size 48."
+        ),
+    ] = 'dstep',
+    size: Size = 96,
+    pairs: Pairs = None,
+    epochs: Epochs = None,
+    seed: Seed = 0,
+    out: Out = None,
+    data: Data = None,
+    cache: ToyCache = None,
+    as_published: Annotated[
+        bool,
+        option(
+            "As published: learning rate, floor of the variances and start of beta of 'dstep', "
+            "patches for 'baseline'.",
+            '--as-published',
+        ),
+    ] = False,
+    validate: Validate = True,
+    any_files: AnyFiles = False,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    device: Device = None,
+    progress: Progress = None,
+):
+    """Stereo pictures of objects: toys that the library draws itself, or smallNORB.
+
+    Keeps the epoch that validates best on instances held back (with --no-validate the last one),
+    tests it once, and draws how poses move. Ctrl-C leaves a checkpoint and says how to go on."""
+    tasks, options = room('lab.tasks'), dict(size=size, subset=pairs, published=as_published)
+    options |= dict(official=not any_files, validate=validate, folder=data, cache=cache)
+    task = tasks.with_options(tasks.task_named(ctx.info_name), **options)
+    out = out or Path('runs', ctx.info_name)
+    usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
+    train_task(ctx, task, net, out, progress=progress, **usual)
+
+
+def train_sst(
+    ctx: typer.Context,
+    task: Annotated[
+        str, option("'sst5': five labels; 'sst2': negative or positive, neutral ones left out.")
+    ] = 'sst5',
+    encoder: Annotated[
+        str, option('The frozen transformer: a name on the Hub, or a folder.')
+    ] = 'gpt2-large',
+    gguf: Annotated[str | None, unset('Name of a GGUF file in that folder.')] = None,
+    revision: Annotated[str | None, unset('Commit, branch or tag on the Hub.')] = None,
+    layers: Annotated[
+        str, option("Hidden states to read, as in '0,12,24,36'; 0: embeddings.")
+    ] = 'all',
+    roots: Annotated[
+        bool, option('Train on the 8,544 sentences only, not on all 159,274 phrases.', '--roots')
+    ] = False,
+    epochs: Epochs = None,
+    seed: Seed = 0,
+    seeds: Annotated[
+        int,
+        option(
+            'How many seeds, from --seed on; more than one: each in a folder of its own below '
+            '--out, finished ones are kept.',
+            min=1,
+        ),
+    ] = 1,
+    limit: Annotated[
+        int | None,
+        unset('Only so many samples of each split, spread evenly: a trial.', min=1),
+    ] = None,
+    out: Annotated[
+        Path, option('Folder for metrics.json, task.json and the network; made if missing.')
+    ] = Path('runs/sst'),
+    data: Annotated[
+        Path | None,
+        unset('Folder with train.txt, dev.txt and test.txt; else CAPSNB_DATA, or a download.'),
+    ] = None,
+    cache: Annotated[
+        Path | None, unset("Folder of hidden states; if not given, the user's, to 20 GB.")
+    ] = None,
+    cache_dtype: Annotated[str, option("On disk: 'float16', 'bfloat16' or 'float32'.")] = 'float16',
+    on_the_fly: Annotated[
+        bool,
+        option('Run the transformer for every batch; keep no hidden states.', '--on-the-fly'),
+    ] = False,
+    as_published: Annotated[
+        bool,
+        option(
+            "All of the paper's settings: learning rate, floor of the variances, start of beta.",
+            '--as-published',
+        ),
+    ] = False,
+    any_treebank: Annotated[
+        bool,
+        option('The files need not be the Stanford Sentiment Treebank.', '--any-treebank'),
+    ] = False,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    device: Device = None,
+    progress: Progress = None,
+):
+    """Route a frozen transformer's hidden states to sentiments (Heinsen 2019, section 5).
+
+    Says its price, keeps the epoch that validates best, tests once. Ctrl-C leaves a checkpoint."""
+    options = dict(encoder=encoder, gguf_file=gguf, revision=revision, layers=layers, roots=roots)
+    options |= dict(limit=limit, published=as_published, official=not any_treebank, folder=data)
+    options |= dict(cache=False if on_the_fly else cache, cache_dtype=cache_dtype)
+    found = room('lab.sentiment').Sentiment(task, **options)
+    usual = dict(epochs=epochs, device=device, progress=progress)
+    if seeds > 1:
+        return train_seeds(ctx, found, range(seed, seed + seeds), out, **usual)
+    train_task(ctx, found, None, out, seed=seed, resume=resume, overwrite=overwrite, **usual)
+
+
+def train_seeds(
+    ctx: typer.Context,  # of the command
+    task,  # capsnb.lab.tasks.Task
+    seeds: range,  # one run each
+    out: Path,  # folder of the runs, and of runs.json
+    **usual,  # of `train`
+):
+    "Train with one seed after the other; finished ones are kept."
+    how = again(ctx)
+
+    def work():
+        path = room('lab.runs').check_room(out, 2**20) / 'runs.json'
+        rows = {task.name: dict(how_to_resume=how)}
+        study = room('lab.tasks').study
+        return study(task, rows, path, tuple(seeds), runs=out, command=how, **usual)[task.name]
+
+    s = room('lab.train').summary(plainly(work, how))
+    if is_first():
+        print(
+            f"{task.name}, seeds {seeds[0]} to {seeds[-1]}: "
+            f"test {s['test']:.1f} ± {s['test_sd']:.1f} %, "
+            f"validation {s['valid']:.1f} ± {s['valid_sd']:.1f} %; runs in {out}"
+        )
+
+
+def train_own(
+    ctx: typer.Context,
+    net: Annotated[str | None, unset("One of the task's networks; the first if not given.")] = None,
+    epochs: Epochs = None,
+    seed: Seed = 0,
+    out: Out = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    device: Device = None,
+    progress: Progress = None,
+):
+    """A task of your own: 'my_module:my_task', in the current folder or installed.
+
+    nbs/lab/48_tasks.ipynb shows how one is written, in fifteen lines."""
+    here_first()
+    task = room('lab.tasks').task_named(ctx.info_name)
+    out = out or Path('runs', ctx.info_name.split(':')[1])
+    usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
+    train_task(ctx, task, net, out, progress=progress, **usual)
+
+
+def here_first():
+    "Let modules of the current folder be found, as `python -m` does."
+    if '' not in sys.path:
+        sys.path.insert(0, '')
+
+
+def demo(
+    ctx: typer.Context,
+    seed: Seed = 0,
+    out: Annotated[
+        Path,
+        option('Folder for metrics.json, picture.png, dstep/ and cnn/ (weights); made if missing.'),
+    ] = Path('runs/demo'),
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    epochs: Annotated[int, option('Times through the 1,000 training digits.', min=1)] = 24,
+    device: Device = None,
+    progress: Progress = None,
+):
+    """Train a small capsule network on real handwritten digits (8x8, from scikit-learn), next to a
+    CNN of equal size.
+
+    Prints both accuracies on the last 500 digits, from forms neither was trained on, and draws
+    where each class got its score from. No download; about a minute on two cores. Ctrl-C leaves a
+    checkpoint and says how to go on."""
+    how, rooms = again(ctx), room('lab.demo')
+    kw = dict(epochs=epochs, device=device, resume=resume, overwrite=overwrite, progress=progress)
+    results = plainly(lambda: rooms.demo(seed, out, how_to_resume=how, **kw), how)
+    weights = f"capsnb.DStepNet.from_pretrained('{out / 'dstep'}')"
+    print(f"\n{rooms.demo_table(results)}\n\nlook at {out / 'picture.png'}; weights: {weights}")
+
+
+def confusion_table(
+    names: list,  # of the classes
+    confusion: list,  # [label][predicted] counts
+) -> str:  # a line for each label
+    "What is taken for what."
+    rows = [['label', 'read as', *names]]
+    rows += [[name, '', *(f'{n:,}' for n in row)] for name, row in zip(names, confusion)]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+
+    def line(row):
+        left = [x.ljust(w) for x, w in zip(row[:2], widths)]
+        right = [x.rjust(w) for x, w in zip(row[2:], widths[2:])]
+        return '  '.join(left + right)
+
+    return '\n'.join(map(line, rows))
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(help='Folder of a finished run.')],
+    split: Annotated[
+        str,
+        option("'train', 'validation' or 'test'; on toys and smallNORB also 'train+validation'."),
+    ] = 'test',
+    encoder: Annotated[
+        str | None,
+        unset('Where the transformer lies now; where it lay in training if not given.'),
+    ] = None,
+    data: Annotated[Path | None, unset('Folder of the data, as for train.')] = None,
+    cache: Annotated[
+        Path | None, unset("Folder for hidden states or drawn toys; else the user's cache.")
+    ] = None,
+    on_the_fly: Annotated[
+        bool, option('Run the transformer; keep no hidden states.', '--on-the-fly')
+    ] = False,
+    crops: Annotated[
+        int,
+        option(
+            'Matrix capsules and the baseline on toys and smallNORB: the mean over crops times '
+            'crops patches; 1: the one in the middle.',
+            min=1,
+        ),
+    ] = 1,
+    as_json: Annotated[bool, option('Print one JSON object, and nothing else.', '--json')] = False,
+    device: Device = None,
+    progress: Progress = None,
+):
+    """Accuracy of a finished run, and what it takes for what."""
+    here_first()
+    here = dict(encoder=encoder, folder=data, cache=cache)
+    here = {k: v for k, v in here.items() if v is not None}
+    here |= ({'cache': False} if on_the_fly else {}) | ({} if crops == 1 else {'crops': crops})
+    with contextlib.redirect_stdout(sys.stderr):
+        e = room('lab.tasks').evaluate(run, split, device=device, progress=progress, **here)
+    if as_json:
+        return print(json.dumps(e))
+    print(f"{e['split']}: {e['accuracy']:.1%} of {e['n']:,}\n")
+    print(confusion_table(e['names'], e['confusion']))
+    for angle, found in e.get('by_degrees', {}).items():
+        print(f"\nby {angle}: " + ', '.join(f'{d}° {a:.0%}' for d, a in found.items()))
+
+
+def explain(
+    text: Annotated[str, typer.Argument(help='A sentence.')],
+    run: Annotated[Path, option('Folder of a finished run on the treebank.')] = Path('runs/sst'),
+    encoder: Annotated[
+        str | None, unset('Where the transformer lies now, or its name on the Hub.')
+    ] = None,
+    html: Annotated[Path | None, unset('File for the coloured words.')] = None,
+    device: Device = None,
+):
+    """Which words a sentiment owes its score to, positive against negative: each word's credit,
+    which adds up to the sentence's, and what is lost without the word."""
+    room('lab.train').quiet_transformers().utils.logging.disable_progress_bar()
+    here = {} if encoder is None else dict(encoder=encoder)
+    network, task, note = room('lab.tasks').load_run(run, device, **here)
+    if not hasattr(task, 'reader'):
+        raise ValueError(f"'{run}' is no run on the treebank, but on {task.name}")
+    e = room('lab.text').explain(text, network, task.reader(), note['names'])
+    if html:
+        html.parent.mkdir(parents=True, exist_ok=True)
+        page = f'<!doctype html><meta charset="utf-8"><body>{e._repr_html_()}</body>'
+        html.write_text(page, encoding='utf-8')
+    shares = importlib.import_module('torch').tensor(e.a).softmax(0)
+    print('  '.join(f'{n} {q:.0%}' for n, q in zip(e.names, shares)) + '\n')
+    print('  credit   lost without')
+    for (word, v), (_, lost) in zip(e.words, e.without):
+        print(f"{v:+8.3f} {lost:+8.3f}  {word}")
+    print(f"{e.leaning():+8.3f}           together")
+
+
+def capsules_of(
+    text: str | None,  # as on the command line
+) -> tuple | None:  # A, B, C, D
+    "Four numbers of capsules; `ValueError` for anything else."
+    if text is None:
+        return None
+    try:
+        numbers = tuple(map(int, text.split(',')))
+    except ValueError:
+        numbers = ()
+    if len(numbers) != 4 or min(numbers) < 1:
+        raise ValueError(
+            f"--capsules takes four whole numbers from 1 on, as in 64,8,16,16, got {text!r}"
+        )
+    return numbers
+
+
+def floor_of(
+    text: str | None,  # as on the command line
+) -> float | str | None:  # 'auto', a share as in '300%', or a number
+    "A floor of the variances; `ValueError` for anything else."
+    if text is None or text == 'auto' or text.endswith('%'):
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        said = f"--eps takes 'auto', a number or a share as in 300%, got {text!r}"
+        raise ValueError(said) from None
+
+
+row_names = (
+    '1 iteration, 2 iterations, 3 iterations, 5 iterations, vector, no coordinates, '
+    '"vector, no coordinates", margin loss, cross-entropy, mixing proportions, floor of 1e-4'
+)
+
+
+def ablate(
+    data: Annotated[str, option("'toys' or 'smallnorb'.")] = 'toys',
+    size: Size = 48,
+    pairs: Pairs = None,
+    epochs: Annotated[int, option('Times through the training data, for every row.', min=1)] = 50,
+    seeds: Annotated[int, option('Runs of each row.', min=1)] = 3,
+    preset: Annotated[
+        str,
+        option(
+            "Set-up of the routing: 'paper', 'gritzman' or 'google'; the others get a row each."
+        ),
+    ] = 'paper',
+    capsules: Annotated[
+        str | None,
+        unset("A,B,C,D of every network, as in 64,8,16,16, the paper's small one."),
+    ] = None,
+    eps: Annotated[
+        str | None,
+        unset(
+            "Floor of the variances in every row but the one that says otherwise: 'auto', a "
+            "number, or a share of the votes' spread, as in 300%; the preset's if not given."
+        ),
+    ] = None,
+    validate: Validate = True,
+    only: Annotated[
+        list[str] | None,
+        unset(
+            f"Name of a row; may be repeated. All if not given: {row_names}, or other presets, "
+            "as in 'preset google'."
+        ),
+    ] = None,
+    out: Annotated[Path, option('File that collects the runs; finished ones are kept.')] = Path(
+        'runs/ablate/em_ablation.json'
+    ),
+    runs: Annotated[Path, option('Folder of the runs themselves.')] = Path('runs/ablate'),
+    folder: Annotated[
+        Path | None,
+        unset(
+            'smallNORB: folder of its six files; else CAPSNB_DATA, or a download.', '--data-folder'
+        ),
+    ] = None,
+    cache: ToyCache = None,
+    device: Device = None,
+    progress: Progress = None,
+):
+    """What each part of matrix capsules is worth: the rows of Table 1 of Hinton et al. (2018),
+    beside the paper's errors.
+
+    Trains one network after another; a study that was stopped goes on with the same command."""
+    tasks, ablation = room('lab.tasks'), room('lab.ablation')
+    options = dict(size=size, subset=pairs, validate=validate, folder=folder, cache=cache)
+    task = tasks.with_options(tasks.task_named(data), **options)
+    ablation.ablate(
+        task,
+        out,
+        epochs,
+        tuple(range(seeds)),
+        preset=preset,
+        only=tuple(only or ()) or None,
+        capsules=capsules_of(capsules),
+        eps=floor_of(eps),
+        runs=runs,
+        device=device,
+        progress=progress,
+    )
+    if not is_first():
+        return
+    picture = out.with_suffix('.png')
+    ablation.plot_ablation(out).savefig(picture, dpi=120)
+    print(f"{ablation.ablation_table(out)}\n\nlook at {picture}")
+
+
+class Tasks(typer.core.TyperGroup):
+    "The sub-commands of `capsnb train`; a name with a colon is a task of one's own."
+
+    def get_command(self, ctx, name):
+        return super().get_command(ctx, 'module:task' if ':' in name else name)
+
+
+def show_version(
+    wanted: bool,  # whether --version was given
+):
+    if wanted:
+        typer.echo(f"capsnb {__version__}")
+        raise typer.Exit()
+
+
+def top(
+    version: Annotated[
+        bool,
+        typer.Option(
+            '--version', callback=show_version, is_eager=True, help='Print the version and exit.'
+        ),
+    ] = False,
+):
+    """Capsule routing, derived in notebooks: mixtures of Gaussians, EM routing, and the D-step."""
+
+
+def make_app() -> typer.Typer:
+    "The `capsnb` command."
+    plain = dict(no_args_is_help=True, rich_markup_mode=None)
+    app = typer.Typer(
+        name='capsnb',
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings=dict(help_option_names=['-h', '--help']),
+        **plain,
+    )
+    group = typer.Typer(
+        cls=Tasks, help='Train a network on a data set; one sub-command for each.', **plain
+    )
+    app.callback()(top)
+    short = 'A capsule network and a CNN of equal size on real digits, in a minute.'
+    app.command('demo', short_help=short)(entrance(demo))
+    app.add_typer(group, name='train')
+    group.callback()(lambda: None)
+    for name, command, short in (
+        ('sst', train_sst, 'The Stanford Sentiment Treebank, read by a frozen transformer.'),
+        ('toys', train_objects, 'Toys that the library draws itself.'),
+        ('smallnorb', train_objects, 'smallNORB, stereo pictures of toys.'),
+        ('digits', train_digits, '8x8 digits, always there.'),
+        ('mnist', train_digits, 'Its files, or a download.'),
+        ('fashion-mnist', train_digits, 'Its files, or a download.'),
+        ('module:task', train_own, 'A task of your own.'),
+    ):
+        group.command(name, short_help=short)(entrance(command))
+    app.command('eval')(entrance(evaluate))
+    app.command('explain')(entrance(explain))
+    short = 'What each part of matrix capsules is worth: Table 1 of the paper.'
+    app.command('ablate', short_help=short)(entrance(ablate))
+    return app
