@@ -921,7 +921,8 @@ _at_least = dict(
     ddp_bucket_cap_mb=1,
 )
 _switches = '''bf16 fp16 tf32 bf16_full_eval fp16_full_eval torch_compile greater_is_better
-    full_determinism dataloader_pin_memory ddp_find_unused_parameters ddp_broadcast_buffers'''.split()
+    full_determinism dataloader_pin_memory ddp_find_unused_parameters
+    ddp_broadcast_buffers'''.split()
 
 
 def _trainer_checks(
