@@ -1,4 +1,4 @@
-"""Counts what nbdev_test runs: notebooks and code cells, and the cells that a flag of settings.ini (tst_flags) skips."""
+"""Counts the notebooks and cells that nbdev_test runs, and those that a flag skips."""
 
 from __future__ import annotations
 import json
@@ -12,7 +12,7 @@ _directive = re.compile(r'^\s*#\s*\|\s*([\w-]+)')
 
 
 def flags_of(source: str) -> set[str]:
-    "Names of the directives at the head of a cell, where alone nbdev reads them (empty lines and cell magics may precede)."
+    "Names of the directives at the head of a cell; empty lines and cell magics may precede."
     found = set()
     for line in source.split('\n'):
         if m := _directive.match(line):
@@ -23,7 +23,7 @@ def flags_of(source: str) -> set[str]:
 
 
 def count(nb: dict, flags: list[str]) -> Counter:
-    "Code cells of a notebook: 'ran', and one entry for each flag (a cell with two flags counts under the first)."
+    "Code cells: 'ran', and an entry for each flag (a cell with two counts once)."
     tally = Counter(ran=0)
     for c in nb['cells']:
         source = ''.join(c['source'])
@@ -34,7 +34,7 @@ def count(nb: dict, flags: list[str]) -> Counter:
 
 
 def notebooks(root: Path) -> list[Path]:
-    "The notebooks that nbdev_test runs: all but those whose name, or whose folder's name, starts with _ or a dot."
+    "The notebooks that nbdev_test runs: no name of a file or folder starts with _ or a dot."
     nbs = root / 'nbs'
     return [
         p

@@ -1,9 +1,10 @@
-"""Builds README.md from nbs/index.ipynb: `python .ci/readme.py` writes, `python .ci/readme.py --check` exits 1 if it would.
+"""Builds README.md from nbs/index.ipynb; with `--check` it exits with 1 if it would write.
 
-The notebook is not run: its stored outputs go into the page, its figures into README_files/. The same notebook gives the
-same bytes on every machine. Directives mean what they mean to nbdev and Quarto: `#| hide`, `#| export`, `#| include: false`
-leave a cell out, `#| echo: false` its code, `#| output: false` its outputs; `#| label:` names a figure's file,
-`#| fig-cap:` is its caption and `#| fig-alt:` the text for those who do not see it.
+The notebook is not run: its stored outputs go into the page, its figures into README_files/. The
+same notebook gives the same bytes on every machine. Directives mean what they mean to nbdev and
+Quarto: `#| hide`, `#| export`, `#| include: false` leave a cell out, `#| echo: false` its code,
+`#| output: false` its outputs; `#| label:` names a figure's file, `#| fig-cap:` is its caption and
+ `#| fig-alt:` the text for those who do not see it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def is_off(found: dict, key: str) -> bool:
 
 
 def move_links(text: str, root: Path, folder: str = 'nbs') -> str:
-    "Make links that are relative to `folder` relative to `root`; `ValueError` for a link to nothing."
+    "Make links relative to `root` that are relative to `folder`; `ValueError` for one to nothing."
 
     def move(m):
         path, hash_, anchor = m[2].partition('#')

@@ -2,9 +2,11 @@ __version__ = "0.1.0"
 
 _names = {  # room -> its public names; PyTorch, which all need, takes seconds
     'engine.mixture': ['GaussianMixture'],
-    'engine.dstep': ['Routed', 'Routing', 'routing_ref'],
+    'routing.dstep': ['Routed', 'routing_ref'],
+    'engine.dstep': ['Routing'],
     'engine.em': ['em_routing'],
-    'engine.dynamic': ['dynamic_routing', 'route_capsules', 'squash'],
+    'routing.dynamic': ['squash'],
+    'engine.dynamic': ['dynamic_routing', 'route_capsules'],
     'engine.layers': ['ClassCaps', 'ConvCaps', 'PrimaryCaps'],
     'lab.losses': ['margin_loss', 'spread_loss'],
     'lab.capsnet': ['CapsNet'],
@@ -16,26 +18,29 @@ _names = {  # room -> its public names; PyTorch, which all need, takes seconds
     'data.sst': ['load_sst'],
     'data.embed': ['FrozenEncoder'],
 }
-_floors = {  # floor -> its rooms
+_floors = {  # floor -> its rooms; of rooms that share a name the later floor's is found
+    'routing': ['dstep', 'dynamic', 'em', 'mixture', 'scene'],
     'engine': ['numerics', 'bench', 'dstep', 'dynamic', 'em', 'layers', 'mixture', 'moments'],
-    'data': ['embed', 'files', 'mnist', 'norb', 'sst', 'toys'],
+    'data': ['embed', 'files', 'mnist', 'norb', 'sst', 'toys', 'world'],
     'lab': [
         'ablation',
         'capsnet',
+        'demo',
         'digits',
+        'inspect',
         'losses',
         'matrix_caps',
         'objects',
-        'poses',
+        'report',
         'runs',
         'sentiment',
         'tasks',
         'text',
         'train',
         'vision',
-        'votes',
     ],
 }
+_moved = {'poses': 'inspect', 'votes': 'inspect'}  # rooms that were joined
 _room_of = {name: room for room, names in _names.items() for name in names}
 _floor_of = {room: floor for floor, rooms in _floors.items() for room in rooms}
 
@@ -47,6 +52,7 @@ def __getattr__(name):  # imported when it is asked for
 
     if name in _room_of:
         return getattr(import_module(f'.{_room_of[name]}', __name__), name)
+    name = _moved.get(name, name)
     if name in _floor_of:
         return import_module(f'.{_floor_of[name]}.{name}', __name__)
     raise AttributeError(f"module 'capsnb' has no attribute {name!r}")

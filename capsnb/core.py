@@ -4,8 +4,14 @@
 
 # %% ../nbs/00_core.ipynb #00000002
 from __future__ import annotations
+import base64
 import functools
+import hashlib
+import html
 import importlib
+import io
+import itertools
+import json
 import multiprocessing
 import os
 import platform
@@ -20,7 +26,7 @@ from torch import Tensor
 
 # %% auto #0
 __all__ = ['MOST_ITERS', 'palette', 'from_generator', 'check_n_iters', 'seed_everything', 'pick_device', 'need', 'from_bytes',
-           'run_record', 'plot_style']
+           'run_record', 'plot_style', 'film']
 
 # %% ../nbs/00_core.ipynb #cf324b7a
 def from_generator(
@@ -181,3 +187,78 @@ def plot_style():
         }
     )
     return plt
+
+# %% ../nbs/00_core.ipynb #0eaf7ec2
+def _frame(
+    figure,  # of matplotlib; closed afterwards
+    dpi: int,  # dots per inch
+) -> str:  # the picture as a data URI
+    "A figure as a small picture."
+    png, webp = io.BytesIO(), io.BytesIO()
+    figure.savefig(png, dpi=dpi, facecolor='white')
+    need('matplotlib.pyplot').close(figure)
+    need('PIL.Image').open(png).convert('RGB').save(webp, 'WEBP', quality=60, method=6)
+    return 'data:image/webp;base64,' + base64.b64encode(webp.getvalue()).decode()
+
+# %% ../nbs/00_core.ipynb #b1773055
+_script = """
+const box = document.getElementById('NAME'), frames = FRAMES, sizes = SIZES;
+const image = box.querySelector('img'), bars = [...box.querySelectorAll('input')];
+box.querySelector('.controls').style.display = 'block';
+const show = () => {
+  let k = 0;
+  bars.forEach((bar, n) => {
+    k = k * sizes[n] + Number(bar.value);
+    bar.nextElementSibling.textContent = JSON.parse(bar.dataset.values)[bar.value];
+  });
+  image.src = frames[k];
+};
+bars.forEach((bar) => bar.addEventListener('input', show));
+let timer = null;
+const button = box.querySelector('button');
+button.onclick = () => {
+  if (timer) { clearInterval(timer); timer = null; button.textContent = 'play'; return; }
+  button.textContent = 'stop';
+  const bar = bars[bars.length - 1], size = sizes[sizes.length - 1];
+  timer = setInterval(() => { bar.value = (Number(bar.value) + 1) % size; show(); }, 700);
+};
+show();
+"""
+
+# %% ../nbs/00_core.ipynb #faab5f36
+def _slider(
+    name: str,  # what varies
+    values: list,  # the values it takes
+) -> str:  # HTML
+    "One labelled slider, at its last value."
+    said, last = html.escape(json.dumps([str(v) for v in values])), len(values) - 1
+    return (
+        f'<label style="margin-right:1.5em">{html.escape(name.replace("_", " "))} '
+        f'<input type="range" min="0" max="{last}" value="{last}" data-values="{said}">'
+        f'<output style="display:inline-block;min-width:4em;margin-left:.5em"></output></label>'
+    )
+
+# %% ../nbs/00_core.ipynb #5329e767
+def film(
+    draw,  # called with one value for each axis, by name; returns a matplotlib figure
+    alt: str,  # what is to be seen, for those who cannot see it
+    dpi: int = 80,  # dots per inch of the frames
+    limit: int = 300_000,  # bytes at most
+    **axes,  # name of a slider -> its values; 'play' runs through the last one
+):  # IPython's HTML
+    "A moving picture that needs no kernel; `ValueError` where it would be larger than `limit`."
+    values = {name: list(v) for name, v in axes.items()}
+    cases = [dict(zip(values, case)) for case in itertools.product(*values.values())]
+    frames = [_frame(draw(**case), dpi) for case in cases]
+    key = 'film-' + hashlib.sha256(''.join(frames).encode()).hexdigest()[:12]
+    script = _script.replace('NAME', key).replace('FRAMES', json.dumps(frames))
+    script = script.replace('SIZES', json.dumps([len(v) for v in values.values()]))
+    sliders = ''.join(_slider(name, v) for name, v in values.items())
+    page = (
+        f'<div id="{key}"><img src="{frames[-1]}" alt="{html.escape(alt)}" style="max-width:100%">'
+        f'<div class="controls" style="display:none"><button>play</button> {sliders}</div></div>'
+        f'<script>(() => {{{script}}})()</script>'
+    )
+    if len(page) > limit:
+        raise ValueError(f"a film of at most {limit:,} bytes is wanted, this has {len(page):,}")
+    return need('IPython.display', 'dev').HTML(page)

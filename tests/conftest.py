@@ -1,4 +1,4 @@
-"""One thread, however many PyTorch would start: the tests are small. What they start inherits it."""
+"""One thread, however many PyTorch would start; the tests are small, and pass it on."""
 
 import os
 

@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 from capsnb.lab.capsnet import CapsNet, Decoder, VectorCaps, class_shares
 from capsnb.lab.losses import margin_loss
-from capsnb.engine.dynamic import dynamic_routing_ref
+from capsnb.routing.dynamic import dynamic_routing_ref
 from capsnb.lab.vision import n_params
 
 tiny = dict(

@@ -1,4 +1,4 @@
-"""Routing: against the author's module, corner cases, dtypes, errors, and the sweeps that read badly in prose."""
+"""Routing: against the author's module, corner cases, dtypes, errors, sweeps."""
 
 from pathlib import Path
 import math
@@ -213,6 +213,8 @@ def test_scaling_the_votes_changes_no_routing():
         (dict(eps='ten%'), 'eps'),
         (dict(init=math.nan), 'init'),
         (dict(init='zero'), 'init'),
+        (dict(init=None), 'init'),
+        (dict(init=True), 'init'),
         (dict(n_out=True), 'n_out'),
     ],
 )
@@ -236,6 +238,13 @@ def test_wrong_arguments_are_named(kw, words):
 def test_wrong_inputs_are_named(a, mu, words):
     with pytest.raises(ValueError, match=words):
         make('auto', torch.float32)(a, mu)
+
+
+def test_a_broken_parameter_is_named():
+    layer = make('auto', torch.float32)
+    layer.W.data[0, 0] = math.nan
+    with pytest.raises(ValueError, match='parameter W must be finite'):
+        layer(torch.zeros(5), torch.zeros(5, 2, 3))
 
 
 def test_number_of_outputs_once_and_only_once():

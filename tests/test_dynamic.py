@@ -5,13 +5,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 from capsnb.engine.numerics import assert_as_exact
-from capsnb.engine.dynamic import (
-    _Maps,
-    dynamic_routing,
-    dynamic_routing_ref,
-    route_capsules,
-    squash,
-)
+from capsnb.engine.dynamic import _Maps, _Votes, dynamic_routing, route_capsules
+from capsnb.routing.dynamic import dynamic_routing_ref, squash
+from capsnb.routing.mixture import em
 
 
 def maps(*lead, i=6, j=3, d=4, h=5, seed=0, dtype=torch.float64, scale=1.0):
@@ -209,9 +205,64 @@ def test_tiles_change_nothing():
     for a, b in zip(tiled.grads(), whole.grads()):
         assert a.shape == b.shape
     ga, gb = tiled.grads(), whole.grads()
-    assert_close(tiled.spread(ga, R, v, 2 * R, 3 * v), whole.spread(gb, R, v, 2 * R, 3 * v))
+    assert tiled.spread(ga, R, v) is None is whole.spread(gb, R, v)
+    assert_close(tiled.spread(ga, 2 * R, 3 * v, gather=True), whole.gather(2 * R))
+    assert_close(whole.spread(gb, 2 * R, 3 * v, gather=True), whole.gather(2 * R))
     for a, b in zip(ga, gb):
         assert_close(a, b)
+
+
+def test_votes_and_maps_do_the_same():
+    "score, gather and spread of both kinds, against the formulas of the notebook"
+    u, W = maps(3)
+    V = votes(u, W)
+    made, kept = _Maps(u.detach(), W.detach()), _Votes(V.detach())
+    x, r = torch.randn(3, 3, 5, dtype=u.dtype), torch.rand(3, 3, 6, dtype=u.dtype)
+    score = torch.einsum('nijh,njh->nji', V, x)
+    want = torch.autograd.grad((r * score).sum(), (V, u, W), retain_graph=True)
+    for kind, grads in ((kept, want[:1]), (made, want[1:])):
+        assert_close(kind.score(x), score.detach())
+        assert_close(kind.gather(r), torch.einsum('nji,nijh->njh', r, V.detach()))
+        assert_close(kind.even(), torch.full_like(r, 1 / 3))
+        got = kind.grads()
+        kind.spread(got, r, x)
+        for a, b in zip(kind.shaped(got), grads):
+            assert_close(a, b)
+
+
+@pytest.mark.parametrize('route', (dynamic_routing, dynamic_routing_ref))
+def test_limits(route):
+    V = votes(*maps(2)).detach()
+    assert_close(route(V, 1).v, squash(V.sum(-3) / 3))  # even shares: routing has not begun
+    assert_close(route(torch.cat([V, -V], -3)).a, torch.zeros(2, 3, dtype=V.dtype))
+    for n in (1, 10, 100):  # equal votes for one whole, none for the other
+        equal = torch.tensor([[0.3, 0.4], [0.0, 0.0]], dtype=V.dtype).expand(n, 2, 2)
+        out, share = route(equal, 3), dynamic_routing_ref(equal, 3).R[0, 0]
+        length = 0.5 * n * share
+        assert_close(out.a[0], length**2 / (1 + length**2))
+        assert out.a[1] == 0
+
+
+def test_logits_are_votes_times_all_capsules_so_far_and_only_harden():
+    V = 0.3 * votes(*maps(i=40)).detach()
+    total, entropy = torch.zeros_like(V[0]), []
+    for n_iters in range(1, 21):
+        out = dynamic_routing_ref(V, n_iters)
+        assert_close(out.R, torch.softmax((V * total).sum(-1), -1))
+        total = total + out.v
+        entropy.append(-torch.xlogy(out.R, out.R).sum(-1).mean())
+    assert (torch.stack(entropy).diff() < 0).all() and entropy[-1] < 0.3 * entropy[0]
+
+
+def test_very_good_agreement_hardly_counts_more_than_good():
+    "Hinton 2018, 7.1: votes spread by 0.1 for one whole, by 0.01 for the other"
+    noise = torch.randn(50, 10, 2, 4, generator=torch.Generator().manual_seed(1))
+    V = torch.eye(4)[0] + torch.tensor([0.1, 0.01])[:, None] * noise
+    for n_iters in (3, 10):
+        share = dynamic_routing(V, n_iters, return_R=True).R[..., 1].mean()
+        assert abs(share - 0.5) < 0.05
+    even = torch.full(V.shape[:-1], 0.5)
+    assert em(V, even, 3, least=1e-6)[-1].R[..., 1].mean() > 0.95
 
 
 def test_saved_for_backward_does_not_hold_weights():

@@ -1,4 +1,4 @@
-"""EM routing: its invariants, its limits, and the pitfalls of other implementations, each by name."""
+"""EM routing: its invariants, its limits, and the pitfalls of other implementations."""
 
 import itertools
 import math
@@ -7,18 +7,19 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.distributions import Independent, Normal
 from torch.testing import assert_close
-from capsnb import mixture
-from capsnb.engine.em import (
+from capsnb.routing import mixture
+from capsnb.engine.em import as_damping, em_routing, free_energy, share_out
+from capsnb.routing.em import (
+    Floor,
+    activation_logit,
     as_floor,
-    cast_votes,
+    as_schedule,
     e_step,
-    em_routing,
     em_routing_ref,
-    free_energy,
     inverse_temperature,
     log_normal,
     m_step,
-    share_out,
+    sig2_floor,
 )
 
 f64 = torch.float64
@@ -45,7 +46,7 @@ def mask(i, j, seed):
 
 
 def as_fields(m, V):
-    "One parent per group; V [b, i, j, c, h] -> fields [j, most], gathered votes [b, j, most, 1, c, h]."
+    "One parent per group; V [b, i, j, c, h] -> fields [j, n], gathered votes [b, j, n, 1, c, h]."
     fields = torch.full((m.shape[1], int(m.sum(0).max())), -1)
     for j in range(m.shape[1]):
         fields[j, : m[:, j].sum()] = m[:, j].nonzero().flatten()
@@ -57,6 +58,32 @@ def as_fields(m, V):
 sizes = st.tuples(
     st.integers(1, 3), st.integers(1, 8), st.integers(1, 5), st.integers(1, 2), st.integers(1, 4)
 )
+
+
+def procedure_1(a, V, beta_a, beta_u, lams, parents, eps, damping):
+    "Hinton 2018, Procedure 1, line by line, of nothing but arithmetic; and the authors' damping."
+    h, may = V.shape[-2] * V.shape[-1], torch.ones(V.shape[-4:-2], dtype=V.dtype)
+    may = may if parents is None else parents.to(V.dtype)
+    pose, V = V.shape[-2:], V.flatten(-2)  # V [b, i, j, h]
+    R, mu = (may / may.sum(1, keepdim=True).clamp_min(1)).expand(V.shape[:-1]), 0.0
+    for t, lam in enumerate(lams):
+        r = (R * a[..., None])[..., None]
+        w = r + 1e-12 * may[..., None]
+        mu = (1 - damping) * (w * V).sum(1) / w.sum(1) + damping * mu
+        s = (w * (V - mu[:, None]) ** 2).sum(1) / w.sum(1)
+        if t == 0:
+            spread = s.mean((1, 2), keepdim=True)
+            size = spread + (mu**2).mean((1, 2), keepdim=True)
+            rel = max(h**0.5 - 1, 0.1) if eps == 'auto' else 0.1
+            floor = eps if isinstance(eps, float) else rel * spread + 1e-6 * size + 1e-12
+        sigma = (s + floor).sqrt()
+        cost = (beta_u[:, None] + sigma.log()) * r.sum(1)
+        logit = lam * (beta_a - cost.sum(2))
+        out = logit.sigmoid(), mu.unflatten(-1, pose), (sigma**2).unflatten(-1, pose), R
+        log_p = Independent(Normal(mu[:, None], sigma[:, None]), 1).log_prob(V)
+        log_ap = torch.nn.functional.logsigmoid(logit)[:, None] + log_p
+        R = (log_ap.masked_fill(may == 0, -1e30)).softmax(-1) * may
+    return out
 
 
 @settings(max_examples=60, deadline=None)
@@ -72,11 +99,13 @@ sizes = st.tuples(
 def test_is_procedure_1(size, n_iters, seed, masked, eps, lam, damping):
     a, V, ba, bu = problem(*size, seed=seed)
     m = mask(*size[1:3], seed) if masked else None
-    want = em_routing_ref(a, V, ba, bu, lam, n_iters, m, eps, damping)
-    for got, w in zip(
-        em_routing(a, V, ba, bu, lam, n_iters, m, eps=eps, damping=damping)[:4], want
-    ):
-        assert_close(got, w, rtol=1e-6, atol=1e-9)
+    got = em_routing(a, V, ba, bu, lam, n_iters, m, eps=eps, damping=damping)
+    wants = [procedure_1(a, V, ba, bu, as_schedule(lam, n_iters), m, eps, damping)]
+    if not damping:
+        wants.append(em_routing_ref(a, V, ba, bu, lam, n_iters, m, eps))
+    for want in wants:
+        for x, w in zip(got[:4], want):
+            assert_close(x, w, rtol=1e-6, atol=1e-9)
 
 
 @settings(max_examples=40, deadline=None)
@@ -290,15 +319,15 @@ def test_gradcheck_fields():
 
 
 def test_votes_shared_by_all_parents_give_the_mixture():
-    "M-step and E-step are 01_mixture's when all parents see the same points and all activations are 1"
+    "the mixture's steps, when all parents see the same points and all activations are 1"
     x = torch.randn(50, 4, dtype=f64)
     R = torch.rand(50, 3, dtype=f64).softmax(-1)
     V = x[:, None, None].expand(50, 3, 1, 4)
-    pi, mu, sig2 = mixture.m_step(x, R)
+    pi, mu, sig2 = mixture.m_step(x[:, None], R)
     got_mu, got_s = m_step(R * torch.ones(50, dtype=f64)[:, None], V)
     assert_close(got_mu[:, 0], mu)
     assert_close(got_s[:, 0], sig2)
-    assert_close(e_step(V, pi.log(), got_mu, got_s), mixture.e_step(x, pi.log(), mu, sig2)[0])
+    assert_close(e_step(V, pi.log(), got_mu, got_s), mixture.e_step(x[:, None], pi, mu, sig2)[0])
 
 
 @settings(max_examples=40, deadline=None)
@@ -381,7 +410,7 @@ def test_F_is_the_free_energy_of_what_is_returned(act):
 
 
 def test_more_data_need_a_higher_temperature():
-    "pitfall 2: the logit is linear in the data, so halving the temperature makes up for twice the children"
+    "pitfall 2: the logit is linear in the data: half the temperature makes up for twice the data"
     a, V, _, _ = problem(b=1)
     one = em_routing(a, V, 0.0, 0.7, 0.5, 1)
     two = em_routing(torch.cat([a, a], 1), torch.cat([V, V], 1), 0.0, 0.7, 0.25, 1)
@@ -423,7 +452,7 @@ def test_auto_floor_follows_the_components(c, h, percent):
             x.sig2.flatten(),
             em_routing_ref(a, V, ba, bu, 0.5, parents=m, eps='auto').sig2.flatten(),
         )
-    assert as_floor('auto', c * h)[0] == max(math.sqrt(c * h) - 1, 0.1)
+    assert as_floor('auto', c * h).rel == max(math.sqrt(c * h) - 1, 0.1)
 
 
 def test_variances_of_half_precision_poses_do_not_overflow():
@@ -446,7 +475,7 @@ def test_vector_poses_are_routed_as_matrices_are():
         torch.randn(2, 6, 1, 16, generator=g),
         torch.randn(6, 3, 16, 16, generator=g),
     )
-    V = cast_votes(M, W)
+    V = torch.einsum('bicd,ijdh->bijch', M, W)
     flat, square = (
         em_routing(a, V, 0.1, 0.2, 0.5),
         em_routing(a, V.unflatten(-1, (4, 4))[..., 0, :, :], 0.1, 0.2, 0.5),
@@ -498,7 +527,6 @@ a2, V2 = torch.rand(4), torch.randn(4, 3, 2, 2)
             lambda: em_routing(a2, V2, 0.0, 0.0, n_iters=2.0),
             'n_iters must be an integer >= 1, got 2.0',
         ),
-        (lambda: as_floor('auto'), "eps='auto' depends on the number of components of a pose, n"),
         (lambda: em_routing(a2, V2 / 0, 0.0, 0.0), 'V must be finite'),
         (
             lambda: em_routing(a2, V2.long(), 0.0, 0.0),
@@ -511,7 +539,7 @@ a2, V2 = torch.rand(4), torch.randn(4, 3, 2, 2)
         ),
         (
             lambda: em_routing(a2, V2, 0.0, 0.0, eps='wide'),
-            "eps must be a positive number or a percentage such as '10%', got 'wide'",
+            "eps must be a positive number, a percentage .*, got 'wide'",
         ),
         (
             lambda: em_routing(a2, V2, 0.0, 0.0, act='softmax'),
@@ -549,3 +577,139 @@ a2, V2 = torch.rand(4), torch.randn(4, 3, 2, 2)
 def test_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    'eps',
+    ['10', '-3%', 'wide%', 'none', 0.0, -1.0, math.inf, math.nan, None, True, Floor(-5, 0, 0)],
+)
+def test_floors_that_are_refused(eps):
+    with pytest.raises(ValueError, match=r'eps must be .*got ') as e:
+        as_floor(eps, 16)
+    assert str(e.value).endswith(f'got {eps!r}')
+
+
+def test_auto_floor_needs_the_number_of_components():
+    with pytest.raises(ValueError, match="eps='auto' depends on the number of components"):
+        as_floor('auto')
+
+
+def test_floors_as_written():
+    assert as_floor('auto', 16).rel == 3 and as_floor('auto', 1).rel == 0.1
+    assert as_floor('10%') == as_floor('10%', 16) == Floor(0.1, 1e-12, 1e-12)
+    assert as_floor('paper') == as_floor(1e-5) == Floor(0.0, 1e-5, 1e-5)
+    mine = Floor(0.5, 1e-3, 1.0)
+    assert as_floor(mine) is mine
+    s, mu = torch.tensor([1.0, 3.0], dtype=f64).view(2, 1, 1), torch.full((2, 1, 1), 2.0, dtype=f64)
+    assert_close(sig2_floor(s, mu, mine).item(), 0.5 * 2 + 1e-6 * (2 + 4) + 1e-3)
+    assert sig2_floor(s, mu, as_floor(1e-4)).item() == 1e-4
+    both = torch.stack([s, 3 * s])
+    assert sig2_floor(both, both, mine).shape == (2, 1, 1, 1)
+    assert sig2_floor(both, both, mine, (-4, -3, -2, -1)).shape == (1, 1, 1, 1)
+
+
+@pytest.mark.parametrize('eps', ['30%', 'auto', 0.5])
+def test_a_floor_may_be_given_as_read(eps):
+    a, V, ba, bu = problem()
+    want = em_routing(a, V, ba, bu, 0.5, eps=eps)
+    for route in (em_routing, em_routing_ref):
+        got = route(a, V, ba, bu, 0.5, eps=as_floor(eps, 6))
+        assert_close(got.sig2, want.sig2, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize('lam', [0, -1.0, math.nan, math.inf, [0.1], 'cold', True, lambda t: t - 1])
+def test_temperatures_that_are_refused(lam):
+    with pytest.raises(ValueError, match='lam must be a positive number, 2 of them'):
+        as_schedule(lam, 2)
+
+
+@pytest.mark.parametrize('damping', [-0.1, 1, 1.5, True, '0.1', None, math.nan])
+def test_dampings_that_are_refused(damping):
+    with pytest.raises(ValueError, match=r'damping must be a number in \[0, 1\), got '):
+        as_damping(damping)
+
+
+def test_the_logistic_minimises_the_free_energy_of_two_choices():
+    cost0, cost1, lam = 3.0, 1.5, 0.8
+    a = torch.linspace(1e-4, 1 - 1e-4, 100_001, dtype=f64)
+    entropy = -(torch.xlogy(a, a) + torch.xlogy(1 - a, 1 - a))
+    best = a[(a * cost1 + (1 - a) * cost0 - entropy / lam).argmin()]
+    assert abs(best - torch.sigmoid(torch.tensor(lam * (cost0 - cost1)))) < 1e-4
+
+
+def test_votes_in_smaller_units_win_unless_determinants_are_counted():
+    "what the paper leaves out (appendix A.2)"
+    g = torch.Generator().manual_seed(0)
+    M, W = (torch.randn(12, *s, 4, 4, generator=g, dtype=f64) for s in ((), (1,)))
+    for k in (0.1, 0.5, 3.0):
+        both = torch.cat([W, k * W], 1)  # parent 1 is parent 0 in other units
+        V = torch.einsum('icd,ijdh->ijch', M, both)
+        L = log_normal(V, *m_step(torch.ones(12, 2, dtype=f64), V))
+        honest = L + 4 * torch.linalg.det(both).abs().log()
+        assert_close((L[:, 1] - L[:, 0]).mean().item(), -16 * math.log(k))
+        assert (honest[:, 1] - honest[:, 0]).abs().max() < 1e-9
+
+
+def energy_of_shares(R, a_in, a, L, beta_hat):
+    "What eq. 4, the two choices of section 3 and the mixture charge for shares, nats."
+    r = R * a_in[:, None]
+    left = torch.xlogy(r, R).sum()
+    mdl = -(r * (a * L + (1 - a) * beta_hat)).sum()
+    return (left - (r * L).sum(), left + mdl, left - (r * (L + a.log())).sum())
+
+
+def test_best_shares_of_three_energies():
+    "E minimises the mixture's energy; eq. 4 and MDL have best shares of their own"
+    a_in, V, _, _ = problem(b=1, i=12, j=4)
+    a_in, V = a_in[0], V[0]
+    mu, s = m_step(torch.ones(12, 4, dtype=f64), V)
+    a = torch.tensor([0.9, 0.6, 0.3, 0.01], dtype=f64)
+    L, beta_hat = log_normal(V, mu, s), 2.3
+    best = L.softmax(-1), (a * (L - beta_hat)).softmax(-1), e_step(V, a.log(), mu, s)
+    g = torch.Generator().manual_seed(0)
+    for k in range(3):
+        least = energy_of_shares(best[k], a_in, a, L, beta_hat)[k]
+        noise = 0.1 * torch.randn(100, 12, 4, generator=g, dtype=f64)
+        near = [(best[k].log() + n).softmax(-1) for n in noise]
+        for R in [best[m] for m in range(3) if m != k] + near:
+            assert least < energy_of_shares(R, a_in, a, L, beta_hat)[k]
+
+
+def test_m_step_with_a_floor_is_best_for_votes_with_noise():
+    "s + eps minimises the cost of the votes plus that of noise of variance eps"
+    a, V, _, _ = problem(b=1)
+    r, eps = a[0][:, None].expand(7, 3), 0.3
+    mu, s = m_step(r, V[0])
+
+    def price(sig2):
+        return (
+            -(r * log_normal(V[0], mu, sig2)).sum()
+            + (r.sum(0) * (eps / (2 * sig2)).sum((1, 2))).sum()
+        )
+
+    for k in (0.9, 1.1):
+        assert price(s + eps) < price(k * (s + eps)) and price(s + eps) < price(s + k * eps)
+
+
+def largest_gradient(a, V, by_logits):
+    leaves = [a.logit(1e-30) if by_logits else a.clone(), V.clone()]
+    for x in leaves:
+        x.requires_grad_()
+    out = em_routing(leaves[0].sigmoid() if by_logits else leaves[0], leaves[1], 0.0, 0.0)
+    grads = torch.autograd.grad(sum(o.sum() for o in out[:3]), leaves)
+    assert all(g.isfinite().all() for g in grads)
+    return max(g.abs().max().item() for g in grads)
+
+
+@pytest.mark.parametrize('scale', [1.0, 1e4])
+def test_absent_children_are_steep_by_activations_and_not_by_logits(scale):
+    _, V, _, _ = problem(b=1, i=9, dtype=torch.float32, scale=scale)
+    none, some = torch.zeros(1, 9), (torch.arange(9) % 2).float()[None]
+    assert largest_gradient(none, V, False) > 1e9
+    assert largest_gradient(none, V, True) <= largest_gradient(some, V, True)
+
+
+def test_activation_logit_by_hand():
+    "two parts, sigma = 1/e in 16 components, beta_u = .5: cost -16, logit .1 (4 + 16)"
+    got = activation_logit(torch.tensor([2.0]), torch.full((1, 4, 4), math.exp(-2)), 4.0, 0.5, 0.1)
+    assert_close(got, torch.tensor([2.0]))

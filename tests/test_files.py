@@ -1,4 +1,7 @@
-"Downloads that break off, and folders that hold half of what they should; what reads well in prose is in nbs/data/30_files.ipynb."
+"""Downloads that break off, and folders that hold half of what they should.
+
+What reads well in prose is in nbs/data/30_files.ipynb.
+"""
 
 import contextlib
 import errno
@@ -83,7 +86,7 @@ def test_a_part_outlives_a_page_in_place_of_the_file(web, tmp_path, ranges):
     web.body, web.ranges = page, False
     with pytest.raises(
         ValueError,
-        match=rf'expected {len(body):,} bytes, got an answer of {len(page)}; nothing was kept of it',
+        match=rf'expected {len(body):,} bytes, got an answer of {len(page)}; nothing was kept',
     ):
         fetch(web.address, tmp_path / 'a', **sums)
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [('a.part', body[:9000])]
@@ -361,7 +364,7 @@ files.fetch(sys.argv[1], Path(sys.argv[2]), 100, '')
 
 
 def test_a_file_that_somebody_holds_is_left_alone(web, tmp_path):
-    "even if no process of its number runs here: it may run on another machine, or in another container"
+    "even if no process of its number runs here: it may run on another machine"
     pytest.importorskip('fcntl')
     number = ended()
     with python(writing, web.address, tmp_path / 'a', number) as living:
@@ -427,3 +430,46 @@ def test_ctrl_c_keeps_what_has_come(web, tmp_path, monkeypatch):
     monkeypatch.undo()
     assert fetch(web.address, tmp_path / 'a', **sums).read_bytes() == body
     assert web.asked[-1] == 'bytes=5000-'
+
+
+# ---- notes, and no network ----
+
+
+@pytest.mark.parametrize(
+    'damaged, says',
+    [
+        ('{"n": 3', 'cannot be read'),
+        ('[1]', 'expected a JSON object, got a list'),
+        ('', 'cannot be read'),
+        ('[' * 100_000, 'cannot be read'),
+        ('{"share": 1}', "no entry 'n'"),
+        ('{"n": true}', 'to be a whole number, got true or false'),
+        ('{"n": 3, "share": "x"}', 'to be a number, got a text'),
+        ('{"n": null}', 'got null'),
+    ],
+)
+def test_a_damaged_note_is_one_sentence(tmp_path, damaged, says):
+    (tmp_path / 'note.json').write_text(damaged)
+    with pytest.raises(ValueError, match=says) as e:
+        files.read_json(tmp_path / 'note.json', n=int, share=float)
+    assert 'note.json' in str(e.value)
+
+
+def test_a_note_that_is_absent_is_absent(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        files.read_json(tmp_path / 'note.json', n=int)
+
+
+def test_the_hub_answers_or_not_within_seconds(web, monkeypatch):
+    hub = pytest.importorskip('huggingface_hub').constants
+    monkeypatch.setattr(hub, 'HF_HUB_OFFLINE', False)
+    with served(Web) as address:  # a refusal is an answer, too
+        monkeypatch.setattr(hub, 'ENDPOINT', address)
+        files.need_hub('a model')
+    began = time.time()
+    with pytest.raises(ConnectionError, match="'a model' is not on this machine, and .* answer"):
+        files.need_hub('a model')
+    assert time.time() - began < 5
+    monkeypatch.setattr(hub, 'HF_HUB_OFFLINE', True)
+    with pytest.raises(ConnectionError, match='HF_HUB_OFFLINE forbids'):
+        files.need_hub('a model')

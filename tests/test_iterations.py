@@ -3,9 +3,10 @@
 import pytest
 import torch
 from capsnb import CapsNet, ClassCaps, ConvCaps, Routing, SmallNORBNet, em_routing
-from capsnb.engine.dstep import routing_ref
-from capsnb.engine.dynamic import dynamic_routing, dynamic_routing_ref, route_capsules
-from capsnb.engine.em import as_schedule, em_routing_ref
+from capsnb.routing.dstep import routing_ref
+from capsnb.engine.dynamic import dynamic_routing, route_capsules
+from capsnb.routing.dynamic import dynamic_routing_ref
+from capsnb.routing.em import as_schedule, em_routing_ref
 from capsnb.lab.matrix_caps import MatrixCapsNet, routing_settings
 from capsnb.lab.text import SSTNet
 from capsnb.lab.vision import DStepNet

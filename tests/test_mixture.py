@@ -1,4 +1,4 @@
-"Sweeps and property tests of the mixture of Gaussians; what reads well in prose is in nbs/engine/29_mixture.ipynb."
+"Sweeps and property tests of the mixture of Gaussians: nbs/engine/29_mixture and the book's."
 
 import math
 import warnings
@@ -6,10 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 from capsnb.engine.numerics import error_to
 from capsnb.engine.mixture import (
     GaussianMixture,
     Params,
+    _responsibilities,
+    _tile_rows,
     covariances,
     data_moments,
     em,
@@ -17,12 +20,11 @@ from capsnb.engine.mixture import (
     features,
     from_moments,
     kmeans_pp,
-    log_joint,
     n_features,
     natural,
     start_params,
-    tile_rows,
 )
+from capsnb.routing import mixture as book
 
 f32, f64 = torch.float32, torch.float64
 devices = ['cpu'] + (['cuda'] if torch.cuda.is_available() else [])
@@ -109,17 +111,91 @@ def test_sweep_is_independent_of_the_tile(N, D, J, b, cov, weighted, tile):
         }[cov],
     )
     S, ll = em_sweep(x, natural(p, cov), cov, w, tile=tile)
-    L = log_joint(x, p.pi.log(), p.mu, torch.ones(b, J, D, dtype=f64))
-    R, one = L.softmax(-1), torch.ones(b, N, dtype=f64) if w is None else w
+    R, log_p = book.e_step(x[..., None, :], p.pi, p.mu, torch.ones(b, J, D, dtype=f64))
+    one = torch.ones(b, N, dtype=f64) if w is None else w
     assert_close(S, features(x, cov).mT @ (R * one[..., None]))
-    assert_close(ll, (one * L.logsumexp(-1)).sum(-1))
+    assert_close(ll, (one * log_p).sum(-1))
 
 
 def test_tile_bounds_rows():
     x = torch.zeros(1, 10_000, 4)
-    assert tile_rows(x, 64, 2**14) == 256
-    assert tile_rows(x, 64, 1) == 64 and tile_rows(x[:, :10], 64, 1) == 10
-    assert tile_rows(x.expand(4, -1, -1), 64, 2**14) == 64
+    assert _tile_rows(x, 64, 2**14) == 256
+    assert _tile_rows(x, 64, 1) == 64 and _tile_rows(x[:, :10], 64, 1) == 10
+    assert _tile_rows(x.expand(4, -1, -1), 64, 2**14) == 64
+
+
+class Largest(TorchDispatchMode):
+    "Bytes of the largest storage created while active."
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out, inputs = func(*args, **(kwargs or {})), (*args, *(kwargs or {}).values())
+        given = {a.untyped_storage().data_ptr() for a in inputs if isinstance(a, torch.Tensor)}
+        for o in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(o, torch.Tensor) and o.untyped_storage().data_ptr() not in given:
+                self.size = max(self.size, o.untyped_storage().nbytes())
+        return out
+
+
+def test_memory_does_not_depend_on_the_number_of_points():
+    "from an explicit start"
+    largest = set()
+    for N in (5_000, 20_000, 80_000):
+        x = points(0, N, 8, 64)
+        with Largest() as seen:
+            GaussianMixture(64, start=start(x[:500], 64, 'diag'), max_iter=2, tile=2**14).fit(x)
+        largest.add(seen.size)
+    assert len(largest) == 1 and largest.pop() <= 2**14 * 8
+
+
+def test_no_share_is_subnormal():
+    L = torch.tensor([[0.0, math.log(3), -1e4]], dtype=f64)
+    assert_close(_responsibilities(L), torch.tensor([[math.log(4)]], dtype=f64))
+    assert_close(L, torch.tensor([[0.25, 0.75, 0]], dtype=f64))
+    assert L[0, 2] > 1e-155
+
+
+# ---- the book's four functions ----
+
+
+@few
+@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 3), st.booleans())
+def test_the_bound_of_the_book_never_falls(seed, J, D, own_views):
+    "on points, and on votes that differ by Gaussian"
+    g = torch.Generator().manual_seed(seed)
+    V = torch.randn(40, J if own_views else 1, D, generator=g, dtype=f64)
+    R = torch.rand(40, J, generator=g, dtype=f64).softmax(-1)
+    last = -math.inf
+    for step in book.em(V, R, 10, least=1e-3):
+        for shares in (R, step.R):
+            now = book.bound(V, shares, *step[:3]).item()
+            assert now >= last - 1e-9
+            last = now
+        assert_close(step.log_p.sum().item(), now)
+        R = step.R
+
+
+@few
+@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 3))
+def test_the_products_go_the_way_of_the_book(seed, J, D):
+    x = points(seed, 60, D)
+    p = start(x, J, 'diag', seed)
+    fit = em(x[None], Params(*(q[None] for q in p)), max_iter=6, tol=0, reg_covar=0, min_var=1e-3)
+    R, _ = book.e_step(x[:, None], p.pi, p.mu, p.sig2.clamp_min(1e-3))
+    steps = book.em(x[:, None], R, 6, least=1e-3)
+    for mine, theirs in zip(fit.params, steps[-1]):
+        assert_close(mine[0], theirs)
+    assert_close(fit.history[0, 1:], torch.stack([s.log_p.mean() for s in steps[:-1]]))
+
+
+def test_the_book_takes_any_leading_dimensions():
+    V = torch.randn(2, 3, 20, 4, 5, dtype=f64)
+    R = torch.rand(2, 3, 20, 4, dtype=f64).softmax(-1)
+    many, one = book.em(V, R, 3)[-1], book.em(V[1, 2], R[1, 2], 3)[-1]
+    for a, b in zip(many, one):
+        assert_close(a[1, 2], b)
+    assert_close(book.bound(V, R, *many[:3])[1, 2], book.bound(V[1, 2], R[1, 2], *one[:3]))
 
 
 # ---- likelihood never falls ----
@@ -128,7 +204,7 @@ def test_tile_bounds_rows():
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.data())
 def test_likelihood_never_falls_on_any_data(data):
-    "Exact M-steps under a clamped variance: also for duplicated points, collinear points, empty components."
+    "Exact M-steps under a clamped variance: also for equal or collinear points, empty components."
     D, J, cov = (
         data.draw(st.integers(1, 3)),
         data.draw(st.integers(1, 4)),
@@ -557,6 +633,17 @@ def test_no_graph_no_autocast_no_change_to_the_input():
         ),
         (lambda x: GaussianMixture(2).fit(x, torch.ones(3, 20)), 'sample_weight must broadcast'),
         (lambda x: GaussianMixture(2).fit(x, [1] * 20), 'sample_weight must be a tensor'),
+        (lambda x: GaussianMixture(1).fit(x, torch.zeros(20)), 'positive sample_weight, got 0'),
+        (lambda x: GaussianMixture(1).fit(x, -torch.ones(20)), 'must not be negative, got -1'),
+        (lambda x: GaussianMixture(1).fit(x[:, 0]), r'shape \[\.\.\., N, D\]'),
+        (lambda x: GaussianMixture(1).fit(x.long()), 'got torch.int64'),
+        (lambda x: GaussianMixture(1, reg_covar=0).fit(0 * x), 'a column of x is constant'),
+        (lambda x: GaussianMixture(1).fit(1e200 * x), 'the squares of x overflow'),
+        (lambda x: GaussianMixture(2).fit(x).predict(x[:, :1]), 'must have 2 columns'),
+        (
+            lambda x: GaussianMixture(1, start=(torch.ones(1), torch.ones(1, 3), x[:1])).fit(x),
+            'mu must broadcast',
+        ),
         (lambda x: GaussianMixture(2).sample(3), 'not fitted'),
         (lambda x: GaussianMixture(2).score_samples(x), 'not fitted'),
         (lambda x: GaussianMixture(2).fit(x).predict(x.float()), 'must be torch.float64'),
@@ -573,7 +660,7 @@ def test_errors(make, message):
 
 @pytest.mark.parametrize('cov', covariances)
 def test_rounding_noise_is_no_variance(cov):
-    "A point mass far from the data's centre: E[x^2] - mu^2 is noise of either sign, and must come out as its size."
+    "Far from the centre E[x^2] - mu^2 is noise of either sign, and must come out as its size."
     x = torch.full((37, 2), 1234.567, dtype=f32) + torch.tensor([0.0, 0.1])
     p = from_moments(features(x, cov).mT @ torch.ones(37, 1), 2, cov)
     eps = torch.finfo(f32).eps

@@ -1,4 +1,4 @@
-"Damaged files, broken downloads, killed unpacking; what reads well in prose is in nbs/data/33_norb.ipynb."
+"Damaged files, broken downloads, killed unpacking; the rest is in nbs/data/33_norb.ipynb."
 
 import gzip
 import hashlib
@@ -187,7 +187,7 @@ def test_every_cut_and_every_bit_of_a_small_file(tmp_path):
     path.write_bytes(whole + b'\0')
     with pytest.raises(
         ValueError,
-        match=rf'y.mat byte {len(whole)}: expected the end of the file after \[2, 3\] elements, got 1 bytes more',
+        match=rf'y.mat byte {len(whole)}: expected the end of the file after \[2, 3\] elements',
     ):
         read_matrix(path)
 
@@ -426,7 +426,7 @@ def test_a_small_file_is_read_each_time(plain, monkeypatch):
 
 
 def test_a_file_that_has_just_changed_is_not_noted(plain, monkeypatch):
-    "two changes within one tick of the clock leave the same times: so young files are looked at again"
+    "two changes within one tick of the clock leave the same times: look at young files again"
     path = plain / names[1]
     monkeypatch.setattr(norb, '_small', 0)
     o = path.stat()
@@ -484,7 +484,7 @@ odd = (
 @pytest.mark.parametrize('gz', [False, True])
 @pytest.mark.parametrize('seed', range(4))
 def test_odd_notes_are_never_believed(plain, packed, looked_at, tmp_path, gz, seed):
-    "entries at every depth replaced by something else: the data are the same, and nothing is raised"
+    "entries at every depth replaced by something else: the data are the same, no error"
     rng, folder = random.Random(seed), packed if gz else plain
     truth, key = read_split(folder, 'train', official=False)
     read_split(folder, 'train', official=False)
@@ -624,7 +624,7 @@ def damage(rng, data, gz, official):
 @pytest.mark.parametrize('gz', [False, True])
 @pytest.mark.parametrize('official', [False, True])
 def test_a_thousand_damaged_files(plain, packed, as_official, tmp_path, gz, official):
-    "250 in each of four ways to read them; those that are no worse for it (in a gzip file's time or name) do not count"
+    "250 in each of four ways to read them; a gzip file's time or name does not count"
     rng, folder = random.Random(f'{gz} {official}'), packed if gz else plain
     good = {name: (folder / name).read_bytes() for name in sorted(p.name for p in folder.iterdir())}
     truth = {name: x.clone() for name, x in read_split(folder, 'train', official)[0].items()}
@@ -808,7 +808,7 @@ def test_the_copy_is_named_not_the_original():
     columns = {name: torch.cat([x[:50], x[7:8]]) for name, x in every.items()}
     with pytest.raises(
         ValueError,
-        match='row 50 has the same labels as row 7: category 0, instance 4, elevation 0, azimuth 2, lighting 1',
+        match='row 50 has the same labels as row 7: category 0, instance 4, elevation 0, azim',
     ):
         check_labels(columns)
 
@@ -879,7 +879,7 @@ def test_a_plain_file_goes_before_its_gzipped_form(plain, packed):
 def test_nothing_to_be_had(tmp_path):
     with pytest.raises(
         ConnectionError,
-        match=r"name that in CAPSNB_DATA or as `folder` \(--data on the command line\); .*load_smallnorb\(source='hub'\)",
+        match=r"CAPSNB_DATA or as `folder` \(--data .*\); .*load_smallnorb\(source='hub'\)",
     ):
         open_smallnorb()
     assert not any(p.is_file() for p in (tmp_path / 'xdg').rglob('*'))

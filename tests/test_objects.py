@@ -11,7 +11,7 @@ from capsnb.lab import tasks
 from capsnb.lab.objects import PairDeck, PairMixup, SmallNORB, Toys
 from capsnb.lab.runs import task_of
 from capsnb.lab.tasks import evaluate, load_run, train
-from capsnb.lab.poses import mds_path, poses_of
+from capsnb.lab.inspect import mds_path, poses_of
 from capsnb.lab.runs import write_end
 
 

@@ -1,11 +1,12 @@
-"""The known pitfalls of EM routing, by number: each test says what goes wrong elsewhere, and that it does not here."""
+"""The known pitfalls of EM routing, by number: what goes wrong elsewhere does not here."""
 
 import pytest
 import torch
 from torch.distributions import Independent, Normal
 from torch.testing import assert_close
-from capsnb.engine.dynamic import dynamic_routing_ref, squash
-from capsnb.engine.em import em_routing, em_routing_ref, inverse_temperature
+from capsnb.routing.dynamic import dynamic_routing_ref, squash
+from capsnb.engine.em import em_routing
+from capsnb.routing.em import em_routing_ref, inverse_temperature
 from capsnb.engine.layers import ClassCaps, ConvCaps, field_table
 from capsnb.lab.matrix_caps import MatrixCapsNet, routing_settings
 from capsnb.lab.objects import PairCrops, open_objects, standardised
@@ -31,7 +32,7 @@ def children(m=5, n=5, types=2, b=2, seed=0):
 
 @pytest.mark.parametrize('eps', [1e-4, 1e-9, '10%'])
 def test_pitfall_1_one_child_has_variance_0_whose_logarithm_and_root_have_no_gradient(eps):
-    "elsewhere: NaN from log 0, 1/0 and the root's infinite slope; here: the floor, and only variances"
+    "elsewhere: NaN from log 0, 1/0, the root's infinite slope; here: a floor, only variances"
     a, V = draw(i=1)
     leaves = [a.requires_grad_(), V.requires_grad_()]
     out = em_routing(*leaves, 0.0, 0.0, 1.0)
@@ -43,7 +44,8 @@ def test_pitfall_1_one_child_has_variance_0_whose_logarithm_and_root_have_no_gra
 
 
 def test_pitfall_2_one_temperature_cannot_serve_parents_with_much_and_with_little_data():
-    "elsewhere: classes, with ten times the data, saturate; gritzman's set-up divides the cost by the children per type of parent, the paper's does not"
+    """elsewhere: classes, with ten times the data, saturate; gritzman's set-up divides the cost by
+    the children per type of parent, the paper's does not"""
     a, V = draw(i=8)
     many_a, many_V = a.repeat(10), V.repeat(10, 1, 1, 1)
     logit = lambda preset, a, V: em_routing(
@@ -74,7 +76,7 @@ def test_pitfall_2_classes_of_the_network_do_get_ten_times_the_data():
 @pytest.mark.parametrize('plan', ['votes', 'tiles'])
 @pytest.mark.parametrize('stride', [1, 2, 3])
 def test_pitfall_3_parents_at_other_positions_must_compete_for_a_child(plan, stride):
-    "elsewhere: shares are normalised within a position, so what happens at one position never reaches another"
+    "elsewhere: shares are normalised within a position, and none hears of another"
     torch.manual_seed(0)
     l = ConvCaps(2, 3, K=3, stride=stride, plan=plan, lam=1.0, eps=1e-4).double()
     a, mu = children(7, 7)
@@ -110,7 +112,8 @@ def test_pitfall_3_a_child_starts_with_even_shares_of_all_its_parents_and_has_no
 
 @pytest.mark.parametrize('n_iters', [1, 2, 3])
 def test_pitfall_4_activations_of_the_children_must_not_cancel(n_iters):
-    "elsewhere: R times a, divided by its sum over parents: a is gone; here half of everyone is half of the cost, and one child less is another pose"
+    """elsewhere: R times a, divided by its sum over parents: a is gone; here half of everyone is half
+    of the cost, and one child less is another pose"""
     a, V = draw()
     first, half = em_routing(a, V, 0.0, 0.5, 0.1, 1), em_routing(a / 2, V, 0.0, 0.5, 0.1, 1)
     assert_close(half.a.logit(), first.a.logit() / 2)
@@ -134,7 +137,7 @@ def test_pitfall_5_e_step_is_log_a_plus_log_p():
 
 
 def test_pitfall_6_classes_route_over_all_positions_and_types_together():
-    "elsewhere: a class is routed at each position and the results are averaged; here it is one Gaussian over all votes"
+    "elsewhere: classes are routed at each position and averaged; here: one Gaussian over all votes"
     torch.manual_seed(0)
     l = ClassCaps(2, 3, coordinates=False, lam=0.1, eps=1e-4).double()
     a, mu = children(4, 3)
@@ -175,7 +178,7 @@ def test_pitfall_7_test_validation_and_training_are_three(tmp_path):
 
 
 def test_pitfall_7_an_image_is_standardised_by_itself():
-    "elsewhere: the test set by its own mean and deviation, so that one test image changes how another is read"
+    "elsewhere: the test set by its own mean, so that one test image changes how another is read"
     x = torch.randint(
         0, 256, (4, 2, 48, 48), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
     )

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
-from capsnb.lab.poses import (
+from capsnb.lab.inspect import (
     Flat,
     check_novel,
     class_pose,

@@ -1,4 +1,7 @@
-"""What training on the treebank will cost is said before anything is loaded, and no disk is filled unasked: GPT-2-large's shape, without its weights."""
+"""What training on the treebank will cost is said before anything is loaded.
+
+No disk is filled unasked: GPT-2-large's shape, without its weights.
+"""
 
 import json
 import re
@@ -109,7 +112,7 @@ def test_what_was_asked_for_is_done_or_refused_before_loading(large, tmp_path, m
     disk(monkeypatch, 50e9)
     with pytest.raises(
         OSError,
-        match=r'needs 1\d\d.* GB more, the disk has 50.00 GB.*--layers.*--roots.*--cache-dtype.*--on-the-fly',
+        match=r'needs 1\d\d.* GB more, the disk has 50.00 GB.*--layers.*--roots.*--on-the-fly',
     ):
         go(cache=tmp_path / 'here', **kw)
     with pytest.raises(Loaded):

@@ -126,7 +126,8 @@ def test_figures_have_names_captions_and_the_stored_bytes(project):
 
 
 def test_links_are_moved_to_the_root_but_not_in_code(project):
-    page = '[a](00_core.ipynb#x) [b](../LICENSE) [c](https://x.org/a) [d](#why)\n\n```\n[e](nothing.md)\n```'
+    links = '[a](00_core.ipynb#x) [b](../LICENSE) [c](https://x.org/a) [d](#why)'
+    page = links + '\n\n```\n[e](nothing.md)\n```'
     got = text(
         project(
             new_markdown_cell(page), new_code_cell('1', outputs=[markdown('[f](00_core.ipynb)')])
@@ -250,7 +251,8 @@ def test_tables_show_the_files_of_today(name, begin, monkeypatch):
     *body, last = re.split(r'^(?=Markdown\()', cell.source, flags=re.M)
     exec('\n'.join(body), scope)
     assert eval(last, scope).data == cell.outputs[0].data['text/markdown'], (
-        f"run nbs/{name} again: jupyter nbconvert --to notebook --execute --inplace nbs/{name} && nbdev_clean && python .ci/readme.py"
+        f"run nbs/{name} again: jupyter nbconvert --to notebook --execute --inplace nbs/{name} "
+        "&& nbdev_clean && python .ci/readme.py"
     )
 
 

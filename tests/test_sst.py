@@ -1,4 +1,4 @@
-"Fuzz and download tests of the sentiment trees; what reads well in prose is in nbs/data/36_sst.ipynb."
+"Fuzz and download tests of the sentiment trees; the rest is in nbs/data/36_sst.ipynb."
 
 import hashlib
 import os
@@ -523,7 +523,7 @@ def test_phrase_keys_are_equal_exactly_where_words_are(sentences, rng):
 
 @pytest.mark.parametrize('branch', ['left', 'right'])
 def test_nested_phrases_take_room_for_their_words_only(branch):
-    "one after the other in full, the phrases of this sentence are 18 million words: 144 MB of references"
+    "one after the other, the phrases of this sentence are 18 million words: 144 MB of references"
     line = '(1 w0)'
     for n in range(1, 6000):
         line = f'(2 {line} (3 w{n}))' if branch == 'left' else f'(2 (3 w{n}) {line})'

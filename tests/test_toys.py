@@ -1,4 +1,7 @@
-"The toys against an independent renderer, the same bytes everywhere, killed and damaged caches; what reads well in prose is in nbs/data/32_toys.ipynb."
+"""The toys against an independent renderer, the same bytes everywhere, killed and damaged caches.
+
+What reads well in prose is in nbs/data/31_world.ipynb and nbs/data/32_toys.ipynb.
+"""
 
 import ast
 import hashlib
@@ -13,27 +16,25 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from capsnb import toys
-from capsnb.data.toys import (
+from capsnb import toys, world as drawn
+from capsnb.data.toys import cache_of, draw, instances, load_toys, plan, toys_tensors
+from capsnb.data.world import (
+    Part,
     World,
     build_toy,
-    cache_of,
     cast,
     categories,
     distance,
-    draw,
     field,
+    flatten,
     ground_of,
     ground_white,
-    instances,
     intersect,
     kinds,
     lightings,
-    load_toys,
     object_pose,
-    plan,
     render,
-    toys_tensors,
+    shift,
     view_matrix,
 )
 
@@ -48,7 +49,7 @@ def no_machine(monkeypatch, tmp_path):
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'xdg'))
 
 
-# ---- an independent renderer: every ray against every part in float64, with a library's inverse and products ----
+# ---- an independent renderer: every ray against every part in float64, by a library ----
 
 
 def meet(toy, world, origin, ray):
@@ -197,7 +198,7 @@ def test_entry_and_exit_lie_on_the_surface(kind, p, d):
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
 def test_single_operations_are_rounded_as_ieee_754_says(dtype):
-    "what the promise of equal bytes rests on; a float32 result is the rounded float64 one (53 >= 2·24 + 2 bits)"
+    "equal bytes rest on this; a float32 result is the rounded float64 one (53 >= 2·24 + 2 bits)"
     x, y = (
         torch.frombuffer(
             bytearray(hashlib.shake_128(key).digest(8 * 100_003)), dtype=torch.int64
@@ -217,14 +218,15 @@ def test_single_operations_are_rounded_as_ieee_754_says(dtype):
                 dtype
             )
         )
-    assert toys.root(x.abs()).equal(
+    assert drawn._root(x.abs()).equal(
         torch.tensor([math.sqrt(abs(a)) for a in x.tolist()], dtype=torch.float64).to(dtype)
     )
 
 
 def test_nothing_but_single_operations_and_the_own_root():
-    "powers with a broken exponent, and math's functions that IEEE 754 says nothing of, would leave that to a library"
-    tree = ast.parse(Path(toys.__file__).read_text(encoding='utf-8'))
+    "IEEE 754 says nothing of broken powers and of most of math's functions"
+    sources = [Path(o.__file__).read_text(encoding='utf-8') for o in (drawn, toys)]
+    tree = ast.parse('\n'.join(sources))
     assert all(
         float(ast.literal_eval(o.right)).is_integer()
         for o in ast.walk(tree)
@@ -238,7 +240,8 @@ def test_nothing_but_single_operations_and_the_own_root():
         if isinstance(o, ast.Attribute) and isinstance(o.value, ast.Name) and o.value.id == 'math'
     }
     assert used <= {'floor', 'fmod', 'inf', 'pi', 'sqrt'}
-    assert toys._grain_sd == (4 * (256**2 - 1) / 12) ** 0.5 and 147.7 < toys._grain_sd < 147.9
+    sd = drawn._grain_sd
+    assert sd == (4 * (256**2 - 1) / 12) ** 0.5 and 147.7 < sd < 147.9
 
 
 def test_threads_tiles_and_batches_change_nothing():
@@ -342,7 +345,8 @@ def some(*args):
     if len(count) == 8: os._exit(9)
     return one(*args)
 toys._draw_part = some
-toys.toys_tensors('train', 16, dict(azimuth=[4], elevation=[3], lighting=[2]), cache=sys.argv[1], workers=1, progress=False)
+ask = dict(subset=dict(azimuth=[4], elevation=[3], lighting=[2]), workers=1, progress=False)
+toys.toys_tensors('train', 16, cache=sys.argv[1], **ask)
 """
 
 
@@ -391,7 +395,7 @@ def test_two_at_the_same_time(tmp_path):
 
 
 def test_who_comes_second_leaves_nothing_behind(tmp_path, monkeypatch):
-    "while one draws its ninth toy, another draws, joins and tidies up: what the first goes on to draw is not needed any more"
+    "one draws its ninth toy when another is done: what the first would still draw is not needed"
     ask = dict(split='test', subset=one_view, cache=tmp_path, workers=1, **tiny)
     one, calls, other = toys._draw_part, [], []
 
@@ -708,7 +712,7 @@ def test_a_seed_is_a_whole_number(tmp_path, seed):
         lambda: build_toy(2, 3, seed),
         lambda: object_pose(2, 3, 0, seed),
         lambda: draw(2, 3, torch.tensor([[0, 0, 0]]), 16, seed),
-        lambda: toys.grain_table(seed, 4),
+        lambda: drawn.grain_table(seed, 4),
     ):
         with pytest.raises(ValueError) as e:
             ask()
@@ -779,3 +783,52 @@ def test_the_data_set_is_one_of_the_hub(tmp_path):
         torch.tensor(row['object_pose']), object_pose('truck', row['instance'], 40).float()
     )
     torch.testing.assert_close(torch.tensor(row['view']), view_matrix(45).float())
+
+
+@pytest.mark.parametrize(
+    'part, said',
+    [
+        (('x', 'cone', (1, 1, 1)), "one of ellipsoid, box, cylinder or None, got 'cone'"),
+        (('x', 'box', (1, 0, 1)), "part 'x': sizes must be positive"),
+    ],
+)
+def test_a_part_that_cannot_be(part, said):
+    for tree in (
+        Part(*part, shift()),
+        Part('all', None, (0, 0, 0), shift(), (Part(*part, shift()),)),
+    ):
+        with pytest.raises(ValueError, match=said):
+            flatten(tree)
+
+
+@pytest.mark.parametrize('row', [[9, 0, 0], [0, 36, 0], [0, 5, 0], [0, 0, 6]])
+def test_codes_that_do_not_exist(row):
+    with pytest.raises(ValueError, match='must be one of'):
+        draw('animal', 4, torch.tensor([row]), 16)
+
+
+def test_a_part_is_asked_only_where_it_can_be(monkeypatch):
+    asked, window = [], drawn._window
+
+    def count(box, S):
+        out = window(box, S)
+        asked.append(out[0].numel())
+        return out
+
+    monkeypatch.setattr(drawn, '_window', count)
+    rows = torch.tensor([[e, 4, l] for e in range(9) for l in range(6)])
+    draw('truck', 3, rows)
+    plainly = len(rows) * 2 * 2 * 192**2 * len(build_toy('truck', 3).names)
+    assert sum(asked) < 0.1 * plainly
+
+
+def test_a_low_lamp_throws_a_long_shadow():
+    "from the right at 45°: its middle is as far to the left as the ball is high, its length √2"
+    ball = flatten(Part('ball', 'ellipsoid', (0.4,) * 3, shift(z=-0.1)))
+    light = drawn.Lamp(0, 45, 1, 0).direction
+    dark = drawn._cast_shadow(ball, view_matrix(90)[None], shift()[None], light, -0.5, 400)[0]
+    columns = dark.any(0).nonzero()[:, 0].double()
+    step, radius = 2 * field / (400 * distance), 0.4 / (distance + 0.5)
+    there = 199.5 - 0.4 / (distance + 0.5) / step
+    assert abs(columns.mean() - there) < 1.5
+    assert abs(len(columns) * step / (2 * radius * 2**0.5) - 1) < 2e-2

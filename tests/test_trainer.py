@@ -7,9 +7,9 @@ import torch
 from torch.utils import _pytree
 from capsnb import CapsNet, Routing, SmallNORBNet, SSTNet
 from capsnb.lab.capsnet import CapsOut
-from capsnb.engine.dstep import Routed, RoutedR
-from capsnb.engine.dynamic import Agreed
-from capsnb.engine.em import EMRouted
+from capsnb.routing.dstep import Routed, RoutedR
+from capsnb.routing.dynamic import Agreed
+from capsnb.routing.em import EMRouted
 from capsnb.engine.layers import Caps
 from capsnb.lab.matrix_caps import MatrixCapsNet, MatrixCapsOut
 from capsnb.lab.vision import BaselineCNN, DStepNet, PlainCNN, Scores

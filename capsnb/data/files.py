@@ -18,7 +18,7 @@ from ..core import need
 
 # %% auto #0
 __all__ = ['cache_folder', 'holds', 'find_folder', 'put_in_place', 'sync_folder', 'left_behind', 'write_lock', 'checksum',
-           'fetch', 'write_json', 'read_json', 'need_hub', 'load_hub']
+           'fetch', 'write_json', 'read_json', 'wrong_byte', 'need_hub', 'load_hub']
 
 # %% ../../nbs/data/30_files.ipynb #00000006
 def cache_folder(
@@ -34,34 +34,39 @@ def holds(
     endings: Sequence[str] = ('',),  # what may follow a name
 ) -> list[str]:  # those that are there, without ending
     "Which of the files a folder holds."
-    return [name for name in names if any((folder / f'{name}{end}').is_file() for end in endings)]
+    there = lambda name: any((folder / f'{name}{end}').is_file() for end in endings)
+    return [name for name in names if there(name)]
 
 # %% ../../nbs/data/30_files.ipynb #0000000c
 def find_folder(
     name: str,  # of the data set: its sub-folder of CAPSNB_DATA and of the cache
     names: Sequence[str],  # the files that must be there
-    folder: str
-    | Path
-    | None = None,  # where the user says they are; None: CAPSNB_DATA, then the cache
+    folder: str | Path | None = None,  # where they are said to be; None: CAPSNB_DATA, the cache
     subs: Sequence[str] = (),  # further sub-folders that may hold them
     endings: Sequence[str] = ('',),  # what may follow a name
 ) -> Path | None:  # the folder that holds all of them; None if there is none
     "Find the folder of a data set; `FileNotFoundError` if a named folder does not hold it."
-    given = folder is not None
+    given, place = folder is not None, None
     named = folder if given else os.environ.get('CAPSNB_DATA')
     if given or named:
-        places = [Path(named).expanduser() / sub for sub in ('', name, *subs)]
-        place = max(places, key=lambda p: len(holds(p, names, endings)))
-        found = holds(place, names, endings)
-        if len(found) == len(names):
-            return place
-        if given or found or not places[0].is_dir():
-            raise FileNotFoundError(
-                f"expected {', '.join(names)} in '{places[0]}'{'' if given else ' (CAPSNB_DATA)'} "
-                f"or its sub-folder '{name}', found {found or 'none of them'}"
-            )
+        place = _below(Path(named).expanduser(), name, names, given, subs, endings)
+    if place:
+        return place
     cache = cache_folder(name)
     return cache if len(holds(cache, names, endings)) == len(names) else None
+
+# %% ../../nbs/data/30_files.ipynb #8f1e4174
+def _below(top: Path, name: str, names: Sequence[str], given: bool, subs, endings) -> Path | None:
+    "The folder below `top` with all files; None if there is none and nothing speaks against it."
+    places = [top / sub for sub in ('', name, *subs)]
+    place = max(places, key=lambda p: len(holds(p, names, endings)))
+    found = holds(place, names, endings)
+    if len(found) == len(names):
+        return place
+    if given or found or not top.is_dir():
+        where = f"'{top}'{'' if given else ' (CAPSNB_DATA)'} or its sub-folder '{name}'"
+        came = found or 'none of them'
+        raise FileNotFoundError(f"expected {', '.join(names)} in {where}, found {came}")
 
 # %% ../../nbs/data/30_files.ipynb #770a7b5b
 def put_in_place(
@@ -95,7 +100,7 @@ def sync_folder(
 # %% ../../nbs/data/30_files.ipynb #14e7e984
 def left_behind(
     folder: Path,  # where to look
-    pattern: str,  # regular expression of whole names; its group `pid` is the writing process's number
+    pattern: str,  # regular expression of whole names; its group `pid` is the process's number
 ) -> list[Path]:  # those to which nobody writes any more
     "Files of processes that were killed while they wrote them."
     found = [(path, re.fullmatch(pattern, path.name)) for path in folder.iterdir()]
@@ -141,7 +146,7 @@ def _lock(handle) -> bool | None:  # whether it is ours now; None: no locks here
 # %% ../../nbs/data/30_files.ipynb #ce329ee8
 @contextlib.contextmanager
 def write_lock(
-    path: Path,  # a file that is being written, also by others' handles; made if it is not there
+    path: Path,  # a file that is being written, also by others' handles; made if absent
 ):
     "While this lasts, no process takes the file for one left behind."
     if os.name != 'posix':  # there an open file could not be renamed
@@ -175,7 +180,8 @@ def fetch(
     timeout: float = 30.0,  # seconds without an answer
     md5: str | None = None,  # a second checksum, if one was published
 ) -> Path:  # path
-    "Download a file; `ConnectionError` if it breaks off (the next call goes on from there), `ValueError` if it is another file, `OSError` if it cannot be written."
+    """Download a file. `ConnectionError` if it breaks off (the next call goes on from there),
+    `ValueError` if it is another file, `OSError` if it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part, mine = (path.with_name(f'{path.name}.{o}') for o in ('part', os.getpid()))
     with contextlib.ExitStack() as locks:
@@ -184,17 +190,7 @@ def fetch(
             locks.enter_context(write_lock(mine))
             if _size(mine) < size:
                 _download(url, mine, size, timeout, locks)
-            if _size(mine) < size:
-                raise ConnectionError(
-                    f"{url} broke off after {_size(mine):,} of {size:,} bytes; "
-                    "the next call goes on from there"
-                )
-            for name, wanted in {'SHA-256': sha256, 'MD5': md5}.items():
-                if wanted and (came := checksum(mine, name.lower().replace('-', ''))) != wanted:
-                    mine.unlink()
-                    raise ValueError(
-                        f"{url}: expected {name} {wanted}, got {came}; nothing was kept"
-                    )
+            _check_fetched(url, mine, size, sha256, md5)
             put_in_place(mine, path)
         finally:
             if _size(mine):
@@ -202,14 +198,22 @@ def fetch(
             mine.unlink(missing_ok=True)
     return path
 
+# %% ../../nbs/data/30_files.ipynb #74f63a77
+def _check_fetched(url: str, mine: Path, size: int, sha256: str, md5: str | None):
+    if (have := _size(mine)) < size:
+        rest = "the next call goes on from there"
+        raise ConnectionError(f"{url} broke off after {have:,} of {size:,} bytes; {rest}")
+    for name, wanted in {'SHA-256': sha256, 'MD5': md5}.items():
+        if wanted and (came := checksum(mine, name.lower().replace('-', ''))) != wanted:
+            mine.unlink()
+            raise ValueError(f"{url}: expected {name} {wanted}, got {came}; nothing was kept")
+
 # %% ../../nbs/data/30_files.ipynb #00000013
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 # %% ../../nbs/data/30_files.ipynb #a15dfea1
-def _adopt(
-    path: Path, part: Path, mine: Path, size: int
-):  # the longest of what is left becomes mine
+def _adopt(path: Path, part: Path, mine: Path, size: int):  # the longest of what is left
     left = left_behind(path.parent, re.escape(path.name) + r'[.](?P<pid>[0-9]+)([.]whole)?')
     left = sorted([part, *left], key=lambda o: (_size(o) <= size, _size(o)))
     while left:
@@ -236,13 +240,9 @@ def _download(url: str, path: Path, size: int, timeout: float, locks: contextlib
         answer = urlopen(asked, timeout=timeout)
     fresh.unlink(missing_ok=True)
     with answer:
-        goes_on, length = answer.status == 206, answer.headers.get('Content-Length') or ''
-        if not goes_on and length.isdecimal() and int(length) != size:
-            raise ValueError(
-                f"{url}: expected {size:,} bytes, got an answer of {int(length):,}; "
-                "nothing was kept of it"
-            )
+        goes_on = answer.status == 206
         if not goes_on:
+            _check_length(url, answer, size)
             locks.enter_context(write_lock(fresh))
         try:
             _write(url, answer, path if goes_on else fresh, size + 1 - goes_on * have)
@@ -250,6 +250,13 @@ def _download(url: str, path: Path, size: int, timeout: float, locks: contextlib
             if _size(fresh) > have:
                 os.replace(fresh, path)
             fresh.unlink(missing_ok=True)
+
+# %% ../../nbs/data/30_files.ipynb #27234c76
+def _check_length(url: str, answer, size: int):  # as announced, before anything is written
+    length = answer.headers.get('Content-Length') or ''
+    if length.isdecimal() and int(length) != size:
+        came = f"got an answer of {int(length):,}; nothing was kept of it"
+        raise ValueError(f"{url}: expected {size:,} bytes, {came}")
 
 # %% ../../nbs/data/30_files.ipynb #574c1d09
 def _write(url: str, answer, path: Path, most: int):  # appends at most so many bytes
@@ -284,9 +291,9 @@ def write_json(
 # %% ../../nbs/data/30_files.ipynb #7f8861a5
 def read_json(
     path: str | Path,  # of the file
-    **fields,  # name -> type, or tuple of types, of an entry that must be there; None stands for null
+    **fields,  # name -> type, or tuple of types, of an entry that must be there; None: null
 ) -> dict:  # the note
-    "Read a note; `ValueError` in one sentence when it is damaged, no JSON object, or lacks an entry of its type."
+    "Read a note; `ValueError` in one sentence when it is damaged or lacks an entry of its type."
     path = Path(path)
     try:
         note = json.loads(path.read_bytes())
@@ -294,15 +301,15 @@ def read_json(
         raise
     except (OSError, ValueError, RecursionError) as e:
         raise ValueError(f"'{path}' cannot be read: {e}") from e
+    damaged = f"'{path}' is damaged"
     if not isinstance(note, dict):
-        raise ValueError(f"'{path}' is damaged: expected a JSON object, got {_kind(note)}")
+        raise ValueError(f"{damaged}: expected a JSON object, got {_kind(note)}")
     for name, wanted in fields.items():
         if name not in note:
-            raise ValueError(f"'{path}' is damaged: it has no entry '{name}'")
-        if not _is_a(note[name], wanted):
-            raise ValueError(
-                f"'{path}' is damaged: expected '{name}' to be {_words(wanted)}, got {_kind(note[name])}"
-            )
+            raise ValueError(f"{damaged}: it has no entry '{name}'")
+        if not _is_a(x := note[name], wanted):
+            said = f"expected '{name}' to be {_words(wanted)}, got {_kind(x)}"
+            raise ValueError(f"{damaged}: {said}")
     return note
 
 # %% ../../nbs/data/30_files.ipynb #1caf6a57
@@ -332,29 +339,32 @@ def _is_a(value, wanted) -> bool:  # true is no number, a whole number is one
         return None in kinds
     return type(value) in kinds or type(value) is int and float in kinds
 
+# %% ../../nbs/data/30_files.ipynb #ebdc3e19
+def wrong_byte(
+    path: str | Path,  # of a file, for the message
+    at: int,  # byte at which it is wrong
+    expected,  # there
+    came,  # instead
+):
+    "Raise `ValueError` for a damaged file."
+    raise ValueError(f"{path} byte {at}: expected {expected}, got {came}")
+
 # %% ../../nbs/data/30_files.ipynb #81bc9832
 def need_hub(
     name: str,  # what is wanted of the Hub, for the message
     timeout: float = 5.0,  # seconds without an answer
 ):
-    "`ConnectionError` within seconds when the Hugging Face Hub does not answer, or is switched off (HF_HUB_OFFLINE)."
-    hub = need('huggingface_hub')
-    if hub.constants.HF_HUB_OFFLINE:
-        raise ConnectionError(
-            f"'{name}' is not on this machine, and HF_HUB_OFFLINE forbids to fetch it"
-        )
+    "`ConnectionError` within seconds when the Hub does not answer, or is switched off."
+    hub, absent = need('huggingface_hub').constants, f"'{name}' is not on this machine"
+    if hub.HF_HUB_OFFLINE:
+        raise ConnectionError(f"{absent}, and HF_HUB_OFFLINE forbids to fetch it")
     try:
-        urlopen(Request(hub.constants.ENDPOINT, method='HEAD'), timeout=timeout).close()
-    except http.client.HTTPException as e:
-        raise ConnectionError(
-            f"'{name}' is not on this machine, and {hub.constants.ENDPOINT} does not answer ({e})"
-        ) from e
-    except OSError as e:
-        if hasattr(e, 'code'):
+        urlopen(Request(hub.ENDPOINT, method='HEAD'), timeout=timeout).close()
+    except (OSError, http.client.HTTPException) as e:
+        if isinstance(e, OSError) and hasattr(e, 'code'):
             return  # it answered, if only with a refusal
-        raise ConnectionError(
-            f"'{name}' is not on this machine, and {hub.constants.ENDPOINT} does not answer ({getattr(e, 'reason', e)})"
-        ) from e
+        why = getattr(e, 'reason', e)
+        raise ConnectionError(f"{absent}, and {hub.ENDPOINT} does not answer ({why})") from e
 
 # %% ../../nbs/data/30_files.ipynb #3225335f
 def load_hub(
@@ -377,9 +387,7 @@ def load_hub(
     return datasets.load_dataset(str(name), revision=revision)
 
 # %% ../../nbs/data/30_files.ipynb #f2c64024
-def _cached(
-    name: str, revision: str
-) -> Path | None:  # its newest folder in the cache of `datasets`
+def _cached(name: str, revision: str) -> Path | None:  # newest folder in the cache of `datasets`
     *owner, last = name.split('/')
     below = '___'.join([*owner, need('datasets.naming').camelcase_to_snakecase(last)])
     root = Path(need('datasets').config.HF_DATASETS_CACHE).expanduser() / below

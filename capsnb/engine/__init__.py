@@ -1,0 +1,3 @@
+"Exact, fast twins of the reference routings."
+
+from . import moments  # noqa: F401  the fast plans of `Routing` make themselves known

@@ -32,7 +32,7 @@ def assert_as_exact(
     ref: Tensor,  # result of the reference in the same dtype
     truth: Tensor,  # result of the reference in float64
     factor: float = 2.0,  # how much worse the fast routine may be
-    ulps: float = 4.0,  # and by how many units in the last place (of `fast`'s dtype, relative to the norm)
+    ulps: float = 4.0,  # units in the last place that are allowed besides
     name: str = '',  # what is compared, for the message
 ):
     "Assert that `fast` is at most `factor` times as far from `truth` as `ref` is."
@@ -48,7 +48,7 @@ def assert_as_exact(
 # %% ../../nbs/engine/20_numerics.ipynb #5dcb0c00
 @functools.cache
 def keep_freed_memory() -> None:
-    "Let glibc keep freed blocks of up to 32 MB for the next tensor, once per process; no effect with another C library."
+    "Let glibc keep freed blocks of up to 32 MB for the next tensor, once per process."
     torch.empty(32 * 2**20 - 2**13, dtype=torch.uint8)  # asked for, not touched, freed
 
 # %% ../../nbs/engine/20_numerics.ipynb #00d00002

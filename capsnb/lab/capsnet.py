@@ -10,17 +10,18 @@ import torch.nn.functional as F
 from torch import nn, Tensor
 from einops import rearrange
 from ..core import check_n_iters, from_generator
-from ..engine.dynamic import route_capsules, squash
+from ..engine.dynamic import route_capsules
+from ..routing.dynamic import squash
 from ..engine.layers import at_least_1
 from .losses import margin_loss
 from .vision import HubMixin
 
 # %% auto #0
-__all__ = ['VectorCaps', 'Decoder', 'class_shares', 'CapsOut', 'CapsNet', 'capsnet_loss']
+__all__ = ['VectorCaps', 'Decoder', 'class_shares', 'CapsOut', 'CapsNet']
 
 # %% ../../nbs/lab/42_capsnet.ipynb #00000006
 class VectorCaps(nn.Module):
-    "A convolution read as capsules: `n_types` squashed vectors of `d_inp` numbers at every place (Sabour 2017, section 4)."
+    "A convolution read as squashed vectors, `n_types` at every place (Sabour 2017, section 4)."
 
     def __init__(
         self,
@@ -32,11 +33,13 @@ class VectorCaps(nn.Module):
     ):
         at_least_1(n_types=n_types, d_inp=d_inp, kernel=kernel, stride=stride)
         super().__init__()
-        self.d_inp, self.conv = d_inp, nn.Conv2d(channels, n_types * d_inp, kernel, stride)
+        self.d_inp = d_inp
+        self.conv = nn.Conv2d(channels, n_types * d_inp, kernel, stride)
 
     def forward(
-        self, x: Tensor
-    ) -> Tensor:  # [b, channels, m, n] -> [b, i, d], i = (type, row, column)
+        self,
+        x: Tensor,  # [b, channels, m, n]
+    ) -> Tensor:  # [b, i, d], i = (type, row, column)
         return squash(rearrange(self.conv(x), 'b (t d) m n -> b (t m n) d', d=self.d_inp))
 
 # %% ../../nbs/lab/42_capsnet.ipynb #00000009
@@ -45,16 +48,14 @@ class Decoder(nn.Module):
 
     def __init__(
         self,
-        n_classes: int = 10,
-        d_out: int = 16,  # capsules, numbers per capsule
+        n_classes: int = 10,  # capsules
+        d_out: int = 16,  # numbers per capsule
         image_shape: tuple = (1, 28, 28),  # channels, rows, columns
         hidden: tuple = (512, 1024),  # widths of the hidden layers
     ):
         super().__init__()
-        self.image_shape, pixels = (
-            tuple(image_shape),
-            image_shape[0] * image_shape[1] * image_shape[2],
-        )
+        self.image_shape = tuple(image_shape)
+        pixels = image_shape[0] * image_shape[1] * image_shape[2]
         widths = (n_classes * d_out, *hidden)
         self.layers = nn.Sequential(
             *(m for p, q in zip(widths, hidden) for m in (nn.Linear(p, q), nn.ReLU())),
@@ -71,45 +72,43 @@ class Decoder(nn.Module):
 
 # %% ../../nbs/lab/42_capsnet.ipynb #0000000a
 def _may_look(x):
-    return x.device.type == 'cpu' and not torch.compiler.is_compiling()  # no GPU is made to wait
+    "Only on the CPU: no GPU is made to wait."
+    return x.device.type == 'cpu' and not torch.compiler.is_compiling()
 
 # %% ../../nbs/lab/42_capsnet.ipynb #6f5eccfb
 def class_shares(
-    labels: Tensor,  # integers [b] or [b, k] (k classes at once), or floating-point shares [b, n_classes]
-    n_classes: int,
+    labels: Tensor,  # class indices [b] or [b, k] (k at once), or shares [b, n_classes]
+    n_classes: int,  # there are
 ) -> Tensor:  # [b, n_classes] float32, how much of each class is there
-    "Presences of the classes; `ValueError` for labels of another form or (on the CPU) out of range."
+    "Presences of the classes; `ValueError` for labels of another form or (on the CPU) range."
     if labels.is_floating_point():
-        if labels.ndim != 2 or labels.shape[1] != n_classes:
-            raise ValueError(f"expected shares [b, {n_classes}], got {tuple(labels.shape)}")
-        if _may_look(labels) and not ((labels >= 0) & (labels <= 1 + 1e-6)).all():
-            raise ValueError(
-                f"shares must lie in [0, 1], got {labels.min().item()} to {labels.max().item()}"
-            )
+        _check_shares(labels, n_classes)
         return labels.float()
-    if (
-        labels.ndim not in (1, 2)
-        or labels.dtype == torch.bool
-        or labels.ndim == 2
-        and not labels.shape[1]
-    ):
-        raise ValueError(
-            f"expected class indices [b] or [b, k], got {labels.dtype} {tuple(labels.shape)}"
-        )
-    _check_range(labels, n_classes)
+    _check_indices(labels, n_classes)
     each = F.one_hot(labels.long(), n_classes).float()
     return each.amax(1) if labels.ndim == 2 else each
 
-# %% ../../nbs/lab/42_capsnet.ipynb #bf20d533
-def _check_range(labels: Tensor, n_classes: int):
-    if (
-        _may_look(labels)
-        and labels.numel()
-        and not (0 <= labels.min() and labels.max() < n_classes)
-    ):
+# %% ../../nbs/lab/42_capsnet.ipynb #4aa432c8
+def _check_shares(labels, n_classes):
+    if labels.ndim != 2 or labels.shape[1] != n_classes:
+        raise ValueError(f"expected shares [b, {n_classes}], got {tuple(labels.shape)}")
+    if _may_look(labels) and not ((labels >= 0) & (labels <= 1 + 1e-6)).all():
         raise ValueError(
-            f"class indices must lie in [0, {n_classes}), got {labels.min().item()} to {labels.max().item()}"
+            f"shares must lie in [0, 1], got {labels.min().item()} to {labels.max().item()}"
         )
+
+# %% ../../nbs/lab/42_capsnet.ipynb #bf20d533
+def _check_indices(labels, n_classes):
+    empty = labels.ndim == 2 and not labels.shape[1]
+    if labels.ndim not in (1, 2) or labels.dtype == torch.bool or empty:
+        raise ValueError(
+            f"expected class indices [b] or [b, k], got {labels.dtype} {tuple(labels.shape)}"
+        )
+    if not _may_look(labels) or not labels.numel():
+        return
+    low, high = labels.min().item(), labels.max().item()
+    if low < 0 or high >= n_classes:
+        raise ValueError(f"class indices must lie in [0, {n_classes}), got {low} to {high}")
 
 # %% ../../nbs/lab/42_capsnet.ipynb #3f60b9d4
 @from_generator
@@ -120,117 +119,76 @@ class CapsOut(NamedTuple):
     v: Tensor  # [b, j, h] capsules
 
 # %% ../../nbs/lab/42_capsnet.ipynb #5a8599dd
-def _check_sizes(
-    n_classes,
-    image_shape,
-    channels,
-    kernels,
-    stride,
-    n_types,
-    d_inp,
-    d_out,
-    n_iters,
-    decoder,
-    recon,
-):
+def _check_sizes(image_shape, kernels, decoder, recon, **sizes):
     if len(image_shape) != 3:
         raise ValueError(f"image_shape must be (channels, rows, columns), got {image_shape!r}")
     if len(kernels) != 2:
         raise ValueError(f"kernels must be the sides of two kernels, got {kernels!r}")
-    at_least_1(
-        n_classes=n_classes,
-        channels=channels,
-        stride=stride,
-        n_types=n_types,
-        d_inp=d_inp,
-        d_out=d_out,
-        **{f'image_shape[{k}]': v for k, v in enumerate(image_shape)},
-        **{f'kernels[{k}]': v for k, v in enumerate(kernels)},
-        **{f'decoder[{k}]': v for k, v in enumerate(decoder or ())},
-    )
-    check_n_iters(n_iters)
-    if (
-        isinstance(recon, bool)
-        or not isinstance(recon, (int, float))
-        or not 0 <= recon < float('inf')
-    ):
+    for name, values in dict(image_shape=image_shape, kernels=kernels, decoder=decoder).items():
+        sizes |= {f'{name}[{k}]': v for k, v in enumerate(values or ())}
+    at_least_1(**sizes)
+    number = isinstance(recon, (int, float)) and not isinstance(recon, bool)
+    if not number or not 0 <= recon < float('inf'):
         raise ValueError(f"recon must be a finite number >= 0, got {recon!r}")
+
+# %% ../../nbs/lab/42_capsnet.ipynb #10092858
+def _places(
+    image_shape: tuple,  # channels, rows, columns
+    kernels: tuple,  # sides of the two kernels
+    stride: int,  # of the second
+) -> int:  # places of primary capsules; `ValueError` for images that are too small
+    m, n = image_shape[1:]
+    if min(m, n) < sum(kernels) - 1:
+        raise ValueError(
+            f"images of {m}x{n} are too small for kernels of {kernels[0]} and {kernels[1]}"
+        )
+    rows, cols = ((k - sum(kernels) + 1) // stride + 1 for k in (m, n))
+    return rows * cols
 
 # %% ../../nbs/lab/42_capsnet.ipynb #00000010
 class CapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'routing']):
-    "Convolution, primary capsules, class capsules by dynamic routing, decoder (Sabour 2017, figs. 1 and 2)."
+    "Convolution, primary capsules, dynamic routing, decoder (Sabour 2017, figs. 1 and 2)."
 
     def __init__(
         self,
-        n_classes: int = 10,
-        image_shape: tuple = (1, 28, 28),  # classes; channels, rows, columns of the images
-        channels: int = 256,
-        kernels: tuple = (9, 9),
-        stride: int = 2,  # of the convolution; of both convolutions; of the second
-        n_types: int = 32,
-        d_inp: int = 8,
-        d_out: int = 16,
-        n_iters: int = 3,  # primary types per place, numbers per capsule, routing iterations
-        decoder: tuple | None = (512, 1024),
-        recon: float = 0.0005,  # hidden widths (None: no decoder); weight of the summed squared error
+        n_classes: int = 10,  # classes
+        image_shape: tuple = (1, 28, 28),  # channels, rows, columns of the images
+        channels: int = 256,  # of the first convolution
+        kernels: tuple = (9, 9),  # sides of both kernels
+        stride: int = 2,  # of the second convolution
+        n_types: int = 32,  # primary types per place
+        d_inp: int = 8,  # numbers per primary capsule
+        d_out: int = 16,  # numbers per class capsule
+        n_iters: int = 3,  # routing iterations
+        decoder: tuple | None = (512, 1024),  # hidden widths; None: no decoder
+        recon: float = 0.0005,  # weight of the summed squared error
     ):
         super().__init__()
-        _check_sizes(
-            n_classes,
-            image_shape,
-            channels,
-            kernels,
-            stride,
-            n_types,
-            d_inp,
-            d_out,
-            n_iters,
-            decoder,
-            recon,
-        )
-        c, m, n = image_shape
-        places = [(k - kernels[0] + 1 - kernels[1]) // stride + 1 for k in (m, n)]
-        if min(places) < 1 or min(m, n) < sum(kernels) - 1:
-            raise ValueError(
-                f"images of {m}x{n} are too small for kernels of {kernels[0]} and {kernels[1]}"
-            )
-        self.n_iters, self.recon, self.image_shape = n_iters, recon, tuple(image_shape)
-        self.conv, self.primary = (
-            nn.Conv2d(c, channels, kernels[0]),
-            VectorCaps(channels, n_types, d_inp, kernels[1], stride),
-        )
-        self.W = nn.Parameter(
-            0.1 * torch.randn(n_types * places[0] * places[1], n_classes, d_inp, d_out)
-        )
-        self.decoder = (
-            None if decoder is None else Decoder(n_classes, d_out, image_shape, tuple(decoder))
-        )
+        sizes = dict(channels=channels, n_types=n_types, d_inp=d_inp, d_out=d_out, stride=stride)
+        _check_sizes(image_shape, kernels, decoder, recon, n_classes=n_classes, **sizes)
+        self.n_iters = check_n_iters(n_iters)
+        n_inp = n_types * _places(image_shape, kernels, stride)
+        self.recon, self.image_shape = recon, tuple(image_shape)
+        self.conv = nn.Conv2d(image_shape[0], channels, kernels[0])
+        self.primary = VectorCaps(channels, n_types, d_inp, kernels[1], stride)
+        self.W = nn.Parameter(0.1 * torch.randn(n_inp, n_classes, d_inp, d_out))
+        self.decoder = None
+        if decoder is not None:
+            self.decoder = Decoder(n_classes, d_out, image_shape, tuple(decoder))
 
     def forward(
         self,
         images: Tensor,  # [b, *image_shape], finite, in [0, 1] if they are to be drawn
-        labels: Tensor | None = None,
-        originals: Tensor | None = None,  # see `capsnet_loss`
+        labels: Tensor | None = None,  # class indices [b] or [b, k], or shares [b, n_classes]
+        originals: Tensor | None = None,  # [b, k, *image_shape], one for each of k labels
     ) -> CapsOut | dict:  # class capsules; with labels: loss, logits (the lengths)
-        "Class capsules of images, or the loss; `ValueError` for images of another size or integers, and (on the CPU) NaN or inf."
-        if images.shape[1:] != self.image_shape:
-            raise ValueError(
-                f"expected images [b, {', '.join(map(str, self.image_shape))}], got {tuple(images.shape)}"
-            )
-        if not images.is_floating_point():
-            raise ValueError(
-                f"expected images of a floating dtype (divide bytes by 255), got {images.dtype}"
-            )
-        if _may_look(images) and not images.isfinite().all():
-            raise ValueError("images must be finite, got NaN or inf")
-        out = CapsOut(
-            *route_capsules(self.primary(F.relu(self.conv(images))), self.W, self.n_iters)[:2]
-        )
-        return (
-            out
-            if labels is None
-            else dict(loss=capsnet_loss(self, out, images, labels, originals), logits=out.a)
-        )
+        "Class capsules, or the loss; `ValueError` for images that do not fit."
+        _check_images(images, self.image_shape)
+        u = self.primary(F.relu(self.conv(images)))
+        out = CapsOut(*route_capsules(u, self.W, self.n_iters)[:2])
+        if labels is None:
+            return out
+        return dict(loss=_capsnet_loss(self, out, images, labels, originals), logits=out.a)
 
     def draw(
         self,
@@ -241,23 +199,33 @@ class CapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'rou
         if self.decoder is None:
             raise ValueError("this network has no decoder (decoder=None) and cannot draw")
         if v.ndim != 3 or of is not None and len(of) != len(v):
-            raise ValueError(
-                f"expected v [b, j, h] and of [b], got {tuple(v.shape)} and {None if of is None else tuple(of.shape)}"
-            )
+            got = None if of is None else tuple(of.shape)
+            raise ValueError(f"expected v [b, j, h] and of [b], got {tuple(v.shape)} and {got}")
         if of is None:
             of = v.norm(dim=-1).argmax(-1)
         return self.decoder(v, class_shares(of, v.shape[-2]).to(v.dtype))
 
+# %% ../../nbs/lab/42_capsnet.ipynb #cbd7fa24
+def _check_images(images, image_shape):
+    if images.shape[1:] != image_shape:
+        wanted = ', '.join(map(str, image_shape))
+        raise ValueError(f"expected images [b, {wanted}], got {tuple(images.shape)}")
+    if not images.is_floating_point():
+        raise ValueError(
+            f"expected images of a floating dtype (divide bytes by 255), got {images.dtype}"
+        )
+    if _may_look(images) and not images.isfinite().all():
+        raise ValueError("images must be finite, got NaN or inf")
+
 # %% ../../nbs/lab/42_capsnet.ipynb #00000011
-def capsnet_loss(
+def _capsnet_loss(
     net: CapsNet,
-    out: CapsOut,  # and what it answered
+    out: CapsOut,  # what it answered
     images: Tensor,  # [b, channels, rows, columns]
-    labels: Tensor,  # integers [b] or [b, k], or shares [b, n_classes]
-    originals: Tensor
-    | None = None,  # [b, k, channels, rows, columns], one for each of the k labels
+    labels: Tensor,  # class indices [b] or [b, k], or shares [b, n_classes]
+    originals: Tensor | None = None,  # [b, k, channels, rows, columns]
 ) -> Tensor:  # mean over samples
-    "Margin loss, and `net.recon` times the squared error of the drawing, summed over pixels (of k drawings: their mean); `ValueError` for labels or originals that do not fit."
+    "Margin loss and `net.recon` times the squared error of the drawings (of k: their mean)."
     if not len(images):
         raise ValueError("expected at least one image to learn from, got an empty batch")
     share = class_shares(labels, out.a.shape[-1]).to(out.a)
@@ -265,16 +233,19 @@ def capsnet_loss(
     if net.decoder is None:
         return loss
     if originals is None:
-        return (
-            loss + net.recon * (net.decoder(out.v, share) - images).square().sum((1, 2, 3)).mean()
-        )
-    want = (*labels.shape, *net.image_shape)
-    if labels.is_floating_point() or labels.ndim != 2 or originals.shape != want:
-        raise ValueError(
-            f"expected class indices [b, k] and originals [b, k, {', '.join(map(str, net.image_shape))}], got {labels.dtype} {tuple(labels.shape)} and {tuple(originals.shape)}"
-        )
+        error = (net.decoder(out.v, share) - images).square().sum((1, 2, 3))
+        return loss + net.recon * error.mean()
+    _check_originals(labels, originals, net.image_shape)
     each = F.one_hot(labels.long(), out.a.shape[-1]).to(out.a)  # [b, k, j]
-    return (
-        loss
-        + net.recon * (net.decoder(out.v[:, None], each) - originals).square().sum((2, 3, 4)).mean()
-    )
+    error = (net.decoder(out.v[:, None], each) - originals).square().sum((2, 3, 4))
+    return loss + net.recon * error.mean()
+
+# %% ../../nbs/lab/42_capsnet.ipynb #63ad97cf
+def _check_originals(labels, originals, image_shape):
+    fit = originals.shape == (*labels.shape, *image_shape)
+    if labels.is_floating_point() or labels.ndim != 2 or not fit:
+        sizes = ', '.join(map(str, image_shape))
+        raise ValueError(
+            f"expected class indices [b, k] and originals [b, k, {sizes}], "
+            f"got {labels.dtype} {tuple(labels.shape)} and {tuple(originals.shape)}"
+        )

@@ -14,7 +14,7 @@ from ..core import from_bytes
 from ..data.norb import degrees, open_smallnorb, valid_mask
 from ..data.toys import toys_tensors
 from .matrix_caps import MatrixCapsNet
-from .poses import class_pose, mds_path, plot_paths, poses_of, viewpoint_grid
+from .inspect import class_pose, mds_path, plot_paths, poses_of, viewpoint_grid
 from .tasks import Net, Task, paper_recipe
 from .train import dice, fingerprint, shift_images
 from .vision import BaselineCNN, PlainCNN, SmallNORBNet, n_params, norb_trunk, rival_of
