@@ -1466,7 +1466,7 @@ def _checkpoint(
 
 # %% ../../nbs/lab/47_train.ipynb #6b7b0f09
 def repeat(
-    train,  # of `seed`, `out`, `resume`, `kw`, gives metrics: `fit` with data, `train_sst`
+    train,  # of `seed`, `out`, `resume`, `kw`, gives metrics: as `fit` and `train` do
     path: str | Path,  # JSON file that collects the runs
     name: str,  # of the setting
     seeds: tuple = (0, 1, 2),  # one run each
