@@ -25,10 +25,10 @@ from ..core import need, pick_device
 from ..data.files import checksum, read_json, sync_folder, write_json
 
 # %% auto #0
-__all__ = ['run_files', 'run_folder', 'first_process', 'locked', 'is_busy', 'checkpoint_bytes', 'check_room', 'digest',
-           'with_digest', 'read_whole', 'hash_files', 'seal_checkpoint', 'read_seal', 'checkpoints_in', 'last_whole',
-           'run_bytes', 'clear_run', 'found_in', 'claim', 'made_with', 'agree', 'same_run', 'save_network', 'write_end',
-           'check_end', 'finished_run', 'task_of', 'saved_network', 'checked_network']
+__all__ = ['run_folder', 'first_process', 'locked', 'is_busy', 'checkpoint_bytes', 'check_room', 'digest', 'with_digest',
+           'read_whole', 'hash_files', 'seal_checkpoint', 'read_seal', 'checkpoints_in', 'last_whole', 'run_bytes',
+           'clear_run', 'found_in', 'claim', 'made_with', 'agree', 'same_run', 'save_network', 'write_end', 'check_end',
+           'finished_run', 'task_of', 'saved_network', 'checked_network']
 
 # %% ../../nbs/lab/46_runs.ipynb #7fe514af
 def run_folder(
@@ -256,7 +256,7 @@ def run_bytes(
     return (4 - there) * checkpoint_bytes(net) + _bytes_of(net.state_dict().values())
 
 # %% ../../nbs/lab/46_runs.ipynb #cf4ffe71
-run_files = (
+_run_files = (
     'metrics.json',
     'settings.json',
     'task.json',
@@ -273,7 +273,7 @@ def clear_run(
     "Remove what an earlier run left: checkpoints, metrics, settings, network, pictures of it."
     for old in checkpoints_in(folder / 'checkpoints'):
         shutil.rmtree(old)
-    for name in run_files:
+    for name in _run_files:
         (folder / name).unlink(missing_ok=True)
 
 # %% ../../nbs/lab/46_runs.ipynb #e940bf88
@@ -281,7 +281,7 @@ def found_in(
     folder: Path,  # that a run would write to
 ) -> list:  # names of files and checkpoints
     "What an earlier run left in a folder."
-    files = [name for name in run_files if (folder / name).exists()]
+    files = [name for name in _run_files if (folder / name).exists()]
     return files + [f'checkpoints/{p.name}' for p in checkpoints_in(folder / 'checkpoints')]
 
 # %% ../../nbs/lab/46_runs.ipynb #9e54ef17
