@@ -25,11 +25,13 @@ _floors = {  # floor -> its rooms; of rooms that share a name the later floor's 
     'lab': [
         'ablation',
         'capsnet',
+        'demo',
         'digits',
         'inspect',
         'losses',
         'matrix_caps',
         'objects',
+        'report',
         'runs',
         'sentiment',
         'tasks',

@@ -8,23 +8,26 @@ from torch.testing import assert_close
 
 pytest.importorskip('transformers')
 pytest.importorskip('sklearn')
-import capsnb.lab.digits as digits
-from capsnb.lab.digits import (
-    as_seen,
-    classes,
-    eval_digits,
-    load_digits_run,
-    new_network,
-    open_digits,
-    recipe_of,
-    sets,
-    spread,
-    train_digits,
-)
 from capsnb.data.mnist import format_idx, idx_names
-from capsnb.lab.objects import load_objects_run
+from capsnb.lab import tasks
+from capsnb.lab.digits import Digits, as_seen, sides, spread
+from capsnb.lab.capsnet import CapsNet
+from capsnb.lab.tasks import evaluate, load_run, train
 from capsnb.lab.train import Stopped, check_recipe
 from capsnb.lab.vision import n_params
+
+nets = tuple(Digits().networks)
+splits = ('train', 'validation', 'test')
+
+
+def opened(*args, **kw):
+    task = Digits(*args, **kw)
+    return {s: task.open(s) for s in splits}
+
+
+def trained(out, net='cnn', options=None, limit=60, n_test=None, **kw):
+    usual = dict(epochs=2, device='cpu', progress=False)
+    return train(Digits(limit=limit, n_test=n_test), net, out, options=options, **{**usual, **kw})
 
 
 @pytest.fixture
@@ -62,9 +65,9 @@ def test_periodic_labels_are_no_trap():
 
 
 def test_splits_share_nothing_and_limits_are_kept(folder):
-    parts = open_digits('mnist', 30, folder, official=False, n_test=7)
+    parts = opened('mnist', 30, folder=folder, official=False, n_test=7)
     assert {k: len(v['label']) for k, v in parts.items()} == dict(train=30, validation=10, test=7)
-    whole = open_digits('mnist', folder=folder, official=False)
+    whole = opened('mnist', folder=folder, official=False)
     assert {k: len(v['label']) for k, v in whole.items()} == dict(
         train=100, validation=5000, test=60
     )
@@ -75,7 +78,7 @@ def test_splits_share_nothing_and_limits_are_kept(folder):
 
 def test_official_files_are_checked(folder):
     with pytest.raises(ValueError, match='expected MD5'):
-        open_digits('fashion-mnist', folder=folder)
+        opened('fashion-mnist', folder=folder)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +97,7 @@ def test_official_files_are_checked(folder):
 )
 def test_bad_questions(kw, what):
     with pytest.raises(ValueError, match=what):
-        open_digits(**kw)
+        Digits(**kw)
 
 
 def test_pictures_of_another_size(folder):
@@ -103,48 +106,39 @@ def test_pictures_of_another_size(folder):
             format_idx(torch.zeros(5100 if k == 0 else 60, 9, 8, dtype=torch.uint8))
         )
     with pytest.raises(ValueError, match=r'mnist has pictures of 28x28, got \(9, 8\)'):
-        open_digits('mnist', folder=folder, official=False)
+        opened('mnist', folder=folder, official=False)
 
 
-@pytest.mark.parametrize('net', classes)
-@pytest.mark.parametrize('data', sets)
+@pytest.mark.parametrize('net', nets)
+@pytest.mark.parametrize('data', sides)
 def test_every_network_fits_every_set(net, data):
-    model = new_network(net, data)
-    x = as_seen(net, torch.rand(2, 1, sets[data], sets[data]))
+    task = Digits(data)
+    model = task.make(net)
+    x = as_seen(net, torch.rand(2, 1, sides[data], sides[data]))
     out = model(x, labels=torch.tensor([0, 9]))
     out['loss'].backward()
-    assert out['logits'].shape == (2, 10) and type(model) is classes[net]
+    assert out['logits'].shape == (2, 10) and type(model) is task.networks[net].cls
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-    check_recipe(**recipe_of(net, data), seed=0)
+    check_recipe(**task.recipe(net), seed=0)
 
 
 def test_sizes():
     with torch.device('meta'):
-        assert (
-            n_params(new_network('capsnet', 'mnist'))
-            == n_params(new_network('capsnet', 'fashion-mnist'))
-            == 8_215_568
-        )
-    for data in sets:
-        assert (
-            abs(n_params(new_network('cnn', data)) / n_params(new_network('dstep', data)) - 1)
-            < 0.01
-        )
+        for data in ('mnist', 'fashion-mnist'):
+            assert n_params(Digits(data).make('capsnet')) == 8_215_568
+    for data in sides:
+        a, b = (n_params(Digits(data).make(net)) for net in ('cnn', 'dstep'))
+        assert abs(a / b - 1) < 0.01
 
 
 def test_options_reach_the_network():
-    assert (
-        new_network('capsnet', recon=0.0, n_iters=1).n_iters == 1
-        and new_network('capsnet', 'mnist', decoder=None).decoder is None
-    )
-    assert not torch.equal(new_network('capsnet', seed=0).W, new_network('capsnet', seed=1).W)
-    with pytest.raises(
-        ValueError,
-        match="net must be one of 'capsnet', 'dstep', 'matrix-caps', 'cnn', 'baseline', got 'resnet'",
-    ):
-        new_network('resnet')
-    with pytest.raises(ValueError, match="data must be one of .* got 'toys'"):
-        new_network('cnn', 'toys')
+    make = Digits().make
+    assert make('capsnet', recon=0.0, n_iters=1).n_iters == 1
+    assert Digits('mnist').make('capsnet', decoder=None).decoder is None
+    assert not torch.equal(make('capsnet', seed=0).W, make('capsnet', seed=1).W)
+    there = "'capsnet', 'dstep', 'matrix-caps', 'cnn', 'baseline'"
+    with pytest.raises(ValueError, match=f"net must be one of {there}, got 'resnet'"):
+        make('resnet')
 
 
 def test_small_pictures_are_doubled_only_where_they_must_be():
@@ -156,96 +150,66 @@ def test_small_pictures_are_doubled_only_where_they_must_be():
         and y[:, :, 3:-2:2, 3:-2:2].equal(x)
         and y[..., :2].sum() == y[..., -2:].sum() == 0
     )
-    for net in set(classes) - {'matrix-caps'}:
+    for net in set(nets) - {'matrix-caps'}:
         assert as_seen(net, x) is x
     big = torch.rand(1, 1, 17, 17)
     assert as_seen('matrix-caps', big) is big
 
 
-few = dict(limit=60, epochs=2, device='cpu', progress=False)
-
-
 def test_only_training_pictures_are_shifted():
-    decks = digits.decks_of(open_digits(limit=40), 'cnn', 0, 1)
-    assert (
-        decks['train'].shifts.abs().max() == 1
-        and decks['validation'].shifts is decks['test'].shifts is None
-    )
+    decks = Digits(limit=40).decks('cnn', seed=0, shift=1)
+    assert decks['train'].shifts.abs().max() == 1
+    assert decks['validation'].shifts is decks['test'].shifts is None
 
 
 def test_a_run_with_every_note(tmp_path):
-    m = train_digits(
-        'digits',
-        'capsnet',
-        tmp_path,
-        options=dict(n_types=4, channels=8),
-        n_test=100,
-        seed=3,
-        **few,
-    )
-    assert json.loads((tmp_path / 'task.json').read_text()) == dict(
-        data='digits',
-        arch='capsnet',
-        limit=60,
-        n_test=100,
-        official=True,
-        options=dict(n_types=4, channels=8),
-    )
-    net, note = load_digits_run(tmp_path, 'cpu')
+    few = dict(n_types=4, channels=8)
+    m = trained(tmp_path, 'capsnet', few, n_test=100, seed=3)
+    note = dict(data='digits', arch='capsnet', limit=60, n_test=100, official=True, options=few)
+    assert json.loads((tmp_path / 'task.json').read_text()) == note
+    net, task, read = load_run(tmp_path, 'cpu')
+    assert read == note and (task.limit, task.n_test) == (60, 100)
     assert net.primary.conv.out_channels == 32 and not net.training and m['network'] == 'CapsNet'
-    assert eval_digits(tmp_path, device='cpu')['n'] == 100
-    assert eval_digits(tmp_path, 'validation', device='cpu')['accuracy'] == pytest.approx(
-        m['valid_accuracy']
-    )
-    with pytest.raises(
-        ValueError, match="split must be 'train', 'validation' or 'test', got 'all'"
-    ):
-        eval_digits(tmp_path, 'all')
-    with pytest.raises(ValueError, match='is no run on toys or smallNORB'):
-        load_objects_run(tmp_path)
+    assert evaluate(tmp_path, device='cpu')['n'] == 100
+    found = evaluate(tmp_path, 'validation', device='cpu')['accuracy']
+    assert found == pytest.approx(m['valid_accuracy'])
+    said = "split must be 'train', 'validation' or 'test', got 'all'"
+    with pytest.raises(ValueError, match=said):
+        evaluate(tmp_path, 'all')
 
 
-def test_a_confusion_is_label_by_guess(tmp_path, monkeypatch):
-    train_digits('digits', 'cnn', tmp_path, **few)
+class Three(torch.nn.Module):
+    "Reads a 3 everywhere."
 
-    class Three(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.p = torch.nn.Parameter(torch.zeros(1))
+    def __init__(self):
+        super().__init__()
+        self.p = torch.nn.Parameter(torch.zeros(1))
 
-        def forward(self, x):
-            return type(
-                'Out', (), dict(a=torch.nn.functional.one_hot(torch.full((len(x),), 3), 10).float())
-            )
+    def forward(self, images):
+        return type('Out', (), dict(a=torch.eye(10)[torch.full((len(images),), 3)]))
 
-    monkeypatch.setattr(
-        digits,
-        'load_digits_run',
-        lambda run, device: (Three(), json.loads((run / 'task.json').read_text())),
-    )
-    e = eval_digits(tmp_path)
+
+def test_a_confusion_is_label_by_guess(monkeypatch):
+    task, note = Digits(), dict(arch='cnn')
+    monkeypatch.setattr(tasks, 'load_run', lambda *_, **__: tasks.Opened(Three(), task, note))
+    e = evaluate('run')
     columns = torch.tensor(e['confusion']).sum(0).tolist()
-    assert columns == [500 * (k == 3) for k in range(10)] and e['accuracy'] == pytest.approx(
-        e['confusion'][3][3] / 500
-    )
+    assert columns == [500 * (k == 3) for k in range(10)]
+    assert e['accuracy'] == pytest.approx(e['confusion'][3][3] / 500)
 
 
 def test_the_test_decides_nothing(tmp_path, monkeypatch):
-    whole = digits.open_digits
-    a = train_digits('digits', 'cnn', tmp_path / 'a', **few)
+    whole = Digits.open
+    a = trained(tmp_path / 'a')
 
-    def other(*args):
-        parts = whole(*args)
-        parts['test']['label'] = (parts['test']['label'] + 1) % 10
-        return parts
+    def other(task, split):
+        part = whole(task, split)
+        return part | (dict(label=(part['label'] + 1) % 10) if split == 'test' else {})
 
-    monkeypatch.setattr(digits, 'open_digits', other)
-    b = train_digits('digits', 'cnn', tmp_path / 'b', **few)
-    assert (
-        a['history'] == b['history']
-        and a['best_epoch'] == b['best_epoch']
-        and a['test_accuracy'] != b['test_accuracy']
-    )
+    monkeypatch.setattr(Digits, 'open', other)
+    b = trained(tmp_path / 'b')
+    assert a['history'] == b['history'] and a['best_epoch'] == b['best_epoch']
+    assert a['test_accuracy'] != b['test_accuracy']
 
 
 @pytest.mark.parametrize('net', ('capsnet', 'matrix-caps'))
@@ -258,7 +222,7 @@ def test_stopped_and_resumed_is_as_if_nothing_had_happened(net, tmp_path, monkey
     ]
 
     def go(out, **kw):
-        return train_digits('digits', net, out, options=small, **few, **kw)
+        return trained(out, net, small, **kw)
 
     whole, bar = go(tmp_path / 'whole'), train.BarHook
 
@@ -272,16 +236,14 @@ def test_stopped_and_resumed_is_as_if_nothing_had_happened(net, tmp_path, monkey
         go(tmp_path / 'cut', how_to_resume='that')
     assert not (tmp_path / 'cut' / 'task.json').exists()
     with pytest.raises(ValueError, match='has not come to its end'):
-        load_digits_run(tmp_path / 'cut')
+        load_run(tmp_path / 'cut')
     monkeypatch.setattr(train, 'BarHook', bar)
     with pytest.raises(ValueError, match='settings differ .*limit: 60 then, 50 now'):
-        train_digits(
-            'digits', net, tmp_path / 'cut', options=small, resume=True, **{**few, 'limit': 50}
-        )
+        go(tmp_path / 'cut', resume=True, limit=50)
     again = go(tmp_path / 'cut', resume=True)
     for key in ('steps', 'best_epoch', 'valid_accuracy', 'test_accuracy'):
         assert again[key] == whole[key]
-    a, b = (load_digits_run(tmp_path / k, 'cpu')[0].state_dict() for k in ('whole', 'cut'))
+    a, b = (load_run(tmp_path / k, 'cpu')[0].state_dict() for k in ('whole', 'cut'))
     for k in a:
         assert_close(a[k], b[k], rtol=0, atol=0)
 
@@ -291,9 +253,9 @@ def test_a_note_without_a_key_is_refused(absent, tmp_path):
     note = dict(data='digits', arch='cnn', limit=None, official=True)
     del note[absent]
     (tmp_path / 'task.json').write_text(json.dumps(note))
-    for read in (load_digits_run, eval_digits):
-        with pytest.raises(ValueError, match=f'is no run on digits, .* says nothing of {absent}'):
-            read(tmp_path, device='cpu')
+    said = f'is no run on digits: task.json says nothing of {absent}'
+    with pytest.raises(ValueError, match='names no task' if absent == 'data' else said):
+        evaluate(tmp_path, device='cpu')
 
 
 def test_nothing_is_begun_with_a_bad_recipe(tmp_path):
@@ -304,18 +266,15 @@ def test_nothing_is_begun_with_a_bad_recipe(tmp_path):
         (dict(seed=-1), 'seed'),
     ):
         with pytest.raises(ValueError, match=what):
-            train_digits('digits', 'cnn', tmp_path / 'run', **{**few, **kw})
+            trained(tmp_path / 'run', **kw)
     assert not (tmp_path / 'run').exists()
 
 
 def test_a_run_is_found_at_home(tmp_path, monkeypatch):
     monkeypatch.setenv('HOME', str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    train_digits('digits', 'cnn', '~/run', n_test=20, **few)
-    assert (
-        eval_digits('~/run', device='cpu', progress=False)['n'] == 20
-        and not (tmp_path / '~').exists()
-    )
+    trained('~/run', n_test=20)
+    assert evaluate('~/run', device='cpu')['n'] == 20 and not (tmp_path / '~').exists()
 
 
 @pytest.mark.parametrize(
@@ -330,33 +289,26 @@ def test_a_run_is_found_at_home(tmp_path, monkeypatch):
 def test_a_config_of_another_network_is_refused_before_it_is_made(
     change, said, tmp_path, monkeypatch
 ):
-    classes['capsnet'](
+    CapsNet(
         n_types=2, channels=4, kernels=(3, 3), image_shape=(1, 8, 8), decoder=None
     ).save_pretrained(tmp_path)
     (tmp_path / 'task.json').write_text(
         json.dumps(dict(data='digits', arch='capsnet', limit=None, n_test=5, official=True))
     )
-    assert load_digits_run(tmp_path, 'cpu')[1]['n_test'] == 5
+    assert load_run(tmp_path, 'cpu').task.n_test == 5
     (tmp_path / 'config.json').write_text(
         json.dumps({**json.loads((tmp_path / 'config.json').read_text()), **change})
     )
-    monkeypatch.setattr(classes['capsnet'], 'from_pretrained', None)
+    monkeypatch.setattr(CapsNet, 'from_pretrained', None)
     with pytest.raises(ValueError, match=said):
-        load_digits_run(tmp_path, 'cpu')
+        load_run(tmp_path, 'cpu')
 
 
 def test_accuracy_is_in_float64(monkeypatch):
     y = torch.arange(29) % 10
-    monkeypatch.setattr(
-        digits,
-        'load_digits_run',
-        lambda *_: (
-            None,
-            dict(data='digits', limit=None, official=True, n_test=None, arch='capsnet'),
-        ),
-    )
-    parts = dict(test=dict(image=torch.zeros(29, 1, 8, 8), label=y))
     guess = torch.where(torch.arange(29) < 8, y, (y + 1) % 10)
-    monkeypatch.setattr(digits, 'open_digits', lambda *_: parts)
-    monkeypatch.setattr(digits, 'guesses', lambda *_: guess)
-    assert eval_digits('run')['accuracy'] == 8 / 29  # in float32: 0.27586206793
+    monkeypatch.setattr(Digits, 'open', lambda *_: dict(image=torch.zeros(29, 1, 8, 8), label=y))
+    opened = tasks.Opened(Three(), Digits(), dict(arch='cnn'))
+    monkeypatch.setattr(tasks, 'load_run', lambda *_, **__: opened)
+    monkeypatch.setattr(tasks, '_guesses', lambda *_: guess)
+    assert evaluate('run')['accuracy'] == 8 / 29  # in float32: 0.27586206793

@@ -8,15 +8,8 @@ import torch
 from torch.testing import assert_close
 from capsnb.engine.layers import ClassCaps, ConvCaps
 from capsnb.lab.matrix_caps import MatrixCapsNet, presets, routing_settings, start_weights
-from capsnb.lab.objects import (
-    PairCrops,
-    PairDeck,
-    collator_of,
-    new_network,
-    open_objects,
-    recipe_of,
-    standardised,
-)
+from capsnb.lab.objects import PairCrops, PairDeck, Toys, standardised
+from capsnb.lab.tasks import with_options
 from capsnb.lab.train import fit_decks
 from capsnb.lab.vision import n_params
 
@@ -31,7 +24,9 @@ def net(seed=0, **kw):
 
 @pytest.fixture(scope='module')
 def toys(tmp_path_factory):
-    return dict(size=32, subset=60, cache=tmp_path_factory.mktemp('toys'), progress=False)
+    task = Toys(size=32, subset=60, cache=tmp_path_factory.mktemp('toys'))
+    task.progress = False
+    return task
 
 
 def test_sizes_of_the_paper():
@@ -39,7 +34,7 @@ def test_sizes_of_the_paper():
         n_params(MatrixCapsNet(32, 32, 32, 32)) == 316_650
         and n_params(MatrixCapsNet(64, 8, 16, 16)) == 68_618
     )
-    assert n_params(new_network('matrix-caps')) == 68_618
+    assert n_params(Toys().make('matrix-caps')) == 68_618
 
 
 @each_preset
@@ -216,7 +211,7 @@ def _one_iteration(l):
 
 
 def test_pitfall_2_classes_get_many_times_the_data_of_convolutional_parents():
-    n = new_network('matrix-caps')
+    n = Toys().make('matrix-caps')
     x = n.primary(n.conv(torch.randn(1, 2, 32, 32)).relu())
     S = []
     for layer in n.caps:
@@ -246,10 +241,7 @@ def test_pitfall_7_a_test_image_is_prepared_from_itself_alone():
 
 
 def test_pitfall_7_no_toy_of_the_test_is_in_another_split(toys):
-    instances = {
-        s: set(open_objects(split=s, **toys)['instance'].tolist())
-        for s in ('train', 'validation', 'test')
-    }
+    instances = {s: set(toys.open(s)['instance'].tolist()) for s in ('train', 'validation', 'test')}
     assert instances == dict(train={4, 6, 7, 8}, validation={9}, test={0, 1, 2, 3, 5})
 
 
@@ -262,7 +254,7 @@ def test_pitfall_7_the_test_set_is_looked_at_once_after_training(toys, tmp_path)
             return super().__getitems__(ks)
 
     decks = {
-        s: Watched(open_objects(split=s, **toys), 0 if s == 'train' else None)
+        s: Watched(toys.open(s), 0 if s == 'train' else None)
         for s in ('train', 'validation', 'test')
     }
     for s, d in decks.items():
@@ -272,8 +264,8 @@ def test_pitfall_7_the_test_set_is_looked_at_once_after_training(toys, tmp_path)
         *decks.values(),
         PairCrops(32),
         tmp_path,
-        dict(recipe_of('matrix-caps', 32), epochs=2, seed=0),
-        'cpu',
+        dict(toys.recipe('matrix-caps'), epochs=2, seed=0),
+        device='cpu',
         progress=False,
     )
     assert seen[:3] == ['train', 'validation', 'test']  # the rehearsal: two samples of each
@@ -298,7 +290,7 @@ def test_margin_follows_the_trainer_and_survives_a_stop(toys, tmp_path):
         n = Watched(**few, size=21)
         n.stop_at = stop_at
         decks = [
-            PairDeck(open_objects(split=s, **toys), 0 if s == 'train' else None)
+            PairDeck(toys.open(s), 0 if s == 'train' else None)
             for s in ('train', 'validation', 'test')
         ]
         try:
@@ -307,9 +299,9 @@ def test_margin_follows_the_trainer_and_survives_a_stop(toys, tmp_path):
                 *decks,
                 PairCrops(32),
                 folder,
-                dict(recipe_of('matrix-caps', 32), epochs=2, seed=0),
-                'cpu',
-                resume,
+                dict(toys.recipe('matrix-caps'), epochs=2, seed=0),
+                device='cpu',
+                resume=resume,
                 progress=False,
             )
         except KeyboardInterrupt:
@@ -326,7 +318,7 @@ def test_margin_follows_the_trainer_and_survives_a_stop(toys, tmp_path):
 
 def test_patches_and_light_repeat_with_the_seed_and_not_with_the_epoch(toys):
     def batch(seed, epoch):
-        deck = PairDeck(open_objects(**toys), seed)
+        deck = PairDeck(toys.open('train'), seed)
         deck.deal(epoch)
         c = PairCrops(32)
         return c.on_device(c(deck.__getitems__([3, 1, 2])))['images']
@@ -349,7 +341,7 @@ slow = pytest.mark.skipif(
     ids=['tiny', 'small network'],
 )
 def test_autocast_stays_finite_over_500_steps(toys, size, subset, batch, kw):
-    x = open_objects(**toys | dict(size=size, subset=subset))
+    x = with_options(toys, size=size, subset=subset).open('train')
     deck, crops = PairDeck(x, 0), PairCrops(size)
     n = net(**kw)
     opt = torch.optim.RAdam(n.parameters(), lr=3e-3)
@@ -401,11 +393,11 @@ def test_autocast_stays_finite_over_500_steps(toys, size, subset, batch, kw):
             r'an image of \(16, 40\) leaves no place for capsules, its sides must be at least 17',
         ),
         (
-            lambda: collator_of('matrix-caps', 48, mixup=0.2),
+            lambda: Toys(size=48).collator('matrix-caps', mixup=0.2),
             'matrix-caps is trained on crops, with shift=0 and mixup=0, got shift=0, mixup=0.2',
         ),
         (
-            lambda: collator_of('baseline', 48, shift=8, published=True),
+            lambda: Toys(size=48, published=True).collator('baseline', shift=8),
             'baseline is trained on crops, with shift=0 and mixup=0, got shift=8, mixup=0',
         ),
         (
@@ -413,12 +405,12 @@ def test_autocast_stays_finite_over_500_steps(toys, size, subset, batch, kw):
             'crops must be an integer >= 1, got 0',
         ),
         (
-            lambda: collator_of('cnn', 48).views(None, 3),
+            lambda: Toys(size=48).collator('cnn').views(None, 3),
             'only networks that were trained on crops are tested on them, got crops=3',
         ),
         (
-            lambda: new_network('capsules'),
-            "net must be 'dstep', 'cnn', 'baseline' or 'matrix-caps', got 'capsules'",
+            lambda: Toys().make('capsules'),
+            "net must be one of 'dstep', 'cnn', 'baseline', 'matrix-caps', got 'capsules'",
         ),
     ],
 )

@@ -6,17 +6,11 @@ import torch
 from torch.testing import assert_close
 from capsnb import cli, objects
 from capsnb.data.norb import tiny_smallnorb
-from capsnb.lab.objects import (
-    PairDeck,
-    PairMixup,
-    eval_objects,
-    load_objects_run,
-    new_network,
-    open_objects,
-    recipe_of,
-    train_objects,
-)
+from capsnb.core import plot_style
+from capsnb.lab import tasks
+from capsnb.lab.objects import PairDeck, PairMixup, SmallNORB, Toys
 from capsnb.lab.runs import task_of
+from capsnb.lab.tasks import evaluate, load_run, train
 from capsnb.lab.inspect import mds_path, poses_of
 from capsnb.lab.runs import write_end
 
@@ -26,14 +20,19 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp('toys')
 
 
-def small(cache):
-    return dict(size=32, subset=50, cache=cache, progress=False)
+def small(cache, **options):
+    task = Toys(**{**dict(size=32, subset=50, cache=cache), **options})
+    task.progress = False
+    return task
+
+
+quiet = dict(device='cpu', progress=False)
 
 
 @pytest.fixture(scope='module')
 def run(cache, tmp_path_factory):
     out = tmp_path_factory.mktemp('runs') / 'published'
-    train_objects(out=out, epochs=1, published=True, device='cpu', **small(cache))
+    train(small(cache, published=True), out=out, epochs=1, **quiet)
     return out
 
 
@@ -70,40 +69,31 @@ def test_validation_throws_no_dice():
 
 
 def test_the_recipe_is_the_papers():
-    assert recipe_of('dstep', 96, published=True) == dict(
+    def recipe(net, size, published=False):
+        return Toys(size=size, published=published).recipe(net)
+
+    assert recipe('dstep', 96, published=True) == dict(
         epochs=50, batch_size=20, lr=(1e-5, 5e-4), warmup=0.1, momentum='paper', mixup=0.2, shift=16
     )
-    assert (
-        recipe_of('dstep', 48) == recipe_of('dstep', 48, True) | dict(lr=(1e-5, 5e-3))
-        and recipe_of('dstep', 48)['shift'] == 8
-    )
+    assert recipe('dstep', 48) == recipe('dstep', 48, True) | dict(lr=(1e-5, 5e-3))
+    assert recipe('dstep', 48)['shift'] == 8
     with pytest.raises(ValueError, match='no published recipe for matrix-caps'):
-        recipe_of('matrix-caps', 48, published=True)
-    for crops in (recipe_of('matrix-caps', 96), recipe_of('baseline', 96, published=True)):
+        recipe('matrix-caps', 48, published=True)
+    for crops in (recipe('matrix-caps', 96), recipe('baseline', 96, published=True)):
         assert crops['shift'] == crops['mixup'] == 0
-    assert [recipe_of('baseline', s)['shift'] for s in (48, 96)] == [3, 6] and recipe_of(
-        'baseline', 48
-    )['mixup'] == 0.2
-    assert recipe_of('baseline', 48)['lr'] == (1e-5, 5e-3) and recipe_of(
-        'baseline', 48, published=True
-    )['lr'] == (1e-5, 1e-3)
-    assert [objects.on_crops(net, p) for net in objects.classes for p in (False, True)] == [
-        False,
-        False,
-        False,
-        False,
-        False,
-        True,
-        True,
-        True,
-    ]
+    assert [recipe('baseline', s)['shift'] for s in (48, 96)] == [3, 6]
+    assert recipe('baseline', 48)['mixup'] == 0.2
+    assert recipe('baseline', 48)['lr'] == (1e-5, 5e-3)
+    assert recipe('baseline', 48, published=True)['lr'] == (1e-5, 1e-3)
+    on_crops = {p: [Toys(published=p).on_crops(n) for n in Toys().networks] for p in (False, True)}
+    assert on_crops == {False: [False, False, False, True], True: [False, False, True, True]}
 
 
 def test_options_go_before_what_is_published():
-    made = new_network('dstep', 48, published=True, eps=1e-3)._hub_mixin_config
+    made = Toys(size=48, published=True).make('dstep', eps=1e-3)._hub_mixin_config
     assert (made['eps'], made['init']) == (1e-3, 'paper')
     with pytest.raises(ValueError, match='size must be a multiple of 48, got 64'):
-        new_network('baseline', 64, published=True)
+        Toys(size=64, published=True).make('baseline')
 
 
 @pytest.mark.parametrize('validate', [True, False])
@@ -114,121 +104,87 @@ def test_only_what_is_trained_on_is_thrown_about(cache, tmp_path, monkeypatch, v
         seen.update(deck=deck, held=held, test=test)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(objects, 'fit_decks', fit)
+    monkeypatch.setattr(tasks, 'fit_decks', fit)
     with pytest.raises(KeyboardInterrupt):
-        train_objects(
-            out=tmp_path, seed=3, epochs=1, device='cpu', validate=validate, **small(cache)
-        )
-    assert (
-        seen['deck'].seed == 3
-        and seen['test'].seed is None
-        and len(seen['deck']) == (40 if validate else 50)
-    )
+        train(small(cache, validate=validate), out=tmp_path, seed=3, epochs=1, **quiet)
+    assert seen['deck'].seed == 3 and seen['test'].seed is None
+    assert len(seen['deck']) == (40 if validate else 50)
     assert seen['held'].seed is None if validate else seen['held'] is None
 
 
 def test_the_baseline_as_published_sees_patches(cache, tmp_path):
-    kw = {**small(cache), 'size': 48}
-    m = train_objects(
-        net='baseline', out=tmp_path / 'run', epochs=1, device='cpu', published=True, **kw
-    )
+    task = small(cache, size=48, published=True)
+    m = train(task, 'baseline', tmp_path / 'run', epochs=1, **quiet)
     assert m['n_params'] == 4_253_349 and m['shift'] == m['mixup'] == 0
-    assert eval_objects(tmp_path / 'run', cache=cache, device='cpu', progress=False)[
-        'accuracy'
-    ] == pytest.approx(m['test_accuracy'])
-    x = open_objects(split='test', **kw)['images']
-    (view,) = objects.collator_of('baseline', 48, published=True).views(x)
+    found = evaluate(tmp_path / 'run', cache=cache, device='cpu')
+    assert found['accuracy'] == pytest.approx(m['test_accuracy'])
+    x = task.open('test')['images']
+    (view,) = task.collator('baseline').views(x)
     assert_close(view, objects.standardised(x, 48)[:, :, 8:40, 8:40])  # the one in the middle
-    eval_objects(tmp_path / 'run', cache=cache, device='cpu', progress=False, crops=2)
+    evaluate(tmp_path / 'run', cache=cache, device='cpu', crops=2)
 
 
 def test_a_baseline_of_older_code_is_read_on_whole_pictures(cache, tmp_path):
-    m = train_objects(net='baseline', out=tmp_path / 'run', epochs=1, device='cpu', **small(cache))
+    m = train(small(cache), 'baseline', tmp_path / 'run', epochs=1, **quiet)
     note = json.loads((tmp_path / 'run' / 'task.json').read_text())
     write_end(tmp_path / 'run', m, note | dict(published=True))  # the note of such a run
-    found = eval_objects(tmp_path / 'run', cache=cache, device='cpu', progress=False)
+    found = evaluate(tmp_path / 'run', cache=cache, device='cpu')
     assert found['accuracy'] == pytest.approx(m['test_accuracy'])
 
 
 def test_what_is_held_back_and_what_joins(cache):
-    parts = {s: open_objects(split=s, **small(cache)) for s in objects.splits}
-    rows = lambda s: {
-        tuple(r) for r in torch.stack([parts[s][k] for k in objects.factors], 1).tolist()
-    }
-    assert (
-        rows('train') | rows('validation') == rows('train+validation')
-        and not rows('train') & rows('validation')
-        and not rows('train+validation') & rows('test')
-    )
-    with pytest.raises(
-        ValueError,
-        match="split must be 'train', 'validation', 'train\\+validation' or 'test', got 'all'",
-    ):
-        open_objects(split='all', **small(cache))
+    parts = {s: small(cache).open(s) for s in objects.splits}
+
+    def rows(split):
+        columns = [parts[split][k] for k in objects.factors]
+        return {tuple(r) for r in torch.stack(columns, 1).tolist()}
+
+    assert rows('train') | rows('validation') == rows('train+validation')
+    assert not rows('train') & rows('validation') and not rows('train+validation') & rows('test')
+    said = "split must be 'train', 'validation', 'train\\+validation' or 'test', got 'all'"
+    with pytest.raises(ValueError, match=said):
+        small(cache).open('all')
 
 
 def test_smallnorb_joins_as_toys_do(tmp_path):
     tiny_smallnorb(tmp_path)
-    kw = dict(data='smallnorb', folder=tmp_path, official=False)
-    n = {s: len(open_objects(split=s, **kw)['images']) for s in objects.splits}
+    task = SmallNORB(folder=tmp_path, official=False)
+    n = {s: len(task.open(s)['images']) for s in objects.splits}
     assert n['train'] + n['validation'] == n['train+validation'] and n['validation'] > 0
 
 
 def test_without_validation_the_last_epoch_of_all_training_instances(cache, tmp_path):
-    m = train_objects(
-        net='baseline', out=tmp_path / 'run', epochs=2, device='cpu', validate=False, **small(cache)
-    )
+    out, kw = tmp_path / 'run', dict(epochs=2, **quiet)
+    m = train(small(cache, validate=False), 'baseline', out, **kw)
     for split in ('train', 'validation'):
-        with pytest.raises(
-            ValueError, match=f"there is 'train\\+validation' and 'test', got '{split}'"
-        ):
-            eval_objects(tmp_path / 'run', split, cache=cache, device='cpu', progress=False)
-    assert (
-        eval_objects(
-            tmp_path / 'run', 'train+validation', cache=cache, device='cpu', progress=False
-        )['n']
-        == 50
-    )
-    assert (
-        m['steps'] == 2 * 3
-        and m['best_epoch'] == 2
-        and m['valid_accuracy'] is None
-        and [set(h) for h in m['history']] == [{'epoch', 'loss'}] * 2
-    )
-    assert load_objects_run(tmp_path / 'run', 'cpu')[1]['validate'] is False
+        said = f"there is 'train\\+validation' and 'test', got '{split}'"
+        with pytest.raises(ValueError, match=said):
+            evaluate(out, split, cache=cache, device='cpu')
+    assert evaluate(out, 'train+validation', cache=cache, device='cpu')['n'] == 50
+    assert m['steps'] == 2 * 3 and m['best_epoch'] == 2 and m['valid_accuracy'] is None
+    assert [set(h) for h in m['history']] == [{'epoch', 'loss'}] * 2
+    assert load_run(out, 'cpu').note['validate'] is False
+    assert not load_run(out, 'cpu').task.validate
     with pytest.raises(ValueError, match='settings differ .*valid_data'):
-        train_objects(
-            net='baseline',
-            out=tmp_path / 'run',
-            epochs=2,
-            device='cpu',
-            resume=True,
-            **small(cache),
-        )
+        train(small(cache), 'baseline', out, resume=True, **kw)
 
 
 def test_published_is_the_papers_floor_and_start(run):
-    net, note = load_objects_run(run, 'cpu')
-    assert (
-        note['published']
-        and json.loads((run / 'config.json').read_text())['eps'] == 'paper'
-        and json.loads((run / 'config.json').read_text())['init'] == 'paper'
-    )
+    note, config = load_run(run, 'cpu').note, json.loads((run / 'config.json').read_text())
+    assert note['published'] and (config['eps'], config['init']) == ('paper', 'paper')
 
 
 def test_confusion_is_label_by_prediction(run, cache, monkeypatch):
-    always = lambda images: type('Out', (), dict(a=torch.eye(5)[torch.full((len(images),), 3)]))
-    net, note = load_objects_run(run, 'cpu')
-
     class Stuck(torch.nn.Linear):
         def forward(self, images):
-            return always(images)
+            return type('Out', (), dict(a=torch.eye(5)[torch.full((len(images),), 3)]))
 
-    monkeypatch.setattr(objects, 'load_objects_run', lambda *_: (Stuck(1, 1), note))
-    e = eval_objects(run, 'test', cache=cache, device='cpu', progress=False)
+    opened = load_run(run, 'cpu', cache=cache)
+    monkeypatch.setattr(tasks, 'load_run', lambda *_, **__: opened._replace(network=Stuck(1, 1)))
+    e = evaluate(run, 'test', device='cpu')
     assert [row[3] for row in e['confusion']] == [10] * 5 and sum(map(sum, e['confusion'])) == 50
     assert e['accuracy'] == 10 / 50  # in float32: 0.20000000298
-    truth = open_objects(split='test', **small(cache))
+    truth = small(cache).open('test')
     for angle, step, first in (('azimuth', 10, 0), ('elevation', 5, 30)):
         for degrees, accuracy in e['by_degrees'][angle].items():
             at = truth[angle] == (degrees - first) // step
@@ -241,12 +197,14 @@ def test_confusion_is_label_by_prediction(run, cache, monkeypatch):
         ('[]', 'expected a JSON object'),
         ('{"kind": "dstep"', 'cannot be read'),
         ('{"kind": "dstep", "data": "toys"}', 'no run on toys'),
+        ('{"kind": "dstep", "data": "cats"}', "no task 'cats'"),
+        ('{"kind": "dstep"}', 'names no task'),
     ],
 )
 def test_damaged_notes_are_named(tmp_path, damage, message):
     (tmp_path / 'task.json').write_text(damage)
     with pytest.raises(ValueError, match=message):
-        load_objects_run(tmp_path, 'cpu')
+        load_run(tmp_path, 'cpu')
 
 
 def test_a_cut_network_is_named(run, tmp_path):
@@ -254,23 +212,22 @@ def test_a_cut_network_is_named(run, tmp_path):
         (tmp_path / name).write_bytes((run / name).read_bytes())
     (tmp_path / 'model.safetensors').write_bytes((run / 'model.safetensors').read_bytes()[:1000])
     with pytest.raises(ValueError, match='network cannot be read'):
-        load_objects_run(tmp_path, 'cpu')
+        load_run(tmp_path, 'cpu')
     with pytest.raises(ValueError, match='no finished run'):
         task_of(tmp_path / 'nowhere')
 
 
-def test_the_picture_shows_the_right_class(cache, tmp_path, monkeypatch):
-    net, drawn = new_network('dstep', 32, seed=1).eval(), {}
+def test_the_picture_shows_the_right_class(cache, monkeypatch):
+    task, drawn = small(cache), {}
+    net = task.make('dstep', seed=1).eval()
 
     def plot(paths):
         drawn.update(paths)
-        return cli.plot_style().figure()
+        return plot_style().figure()
 
-    monkeypatch.setattr(cli, 'plot_paths', plot)
-    cli.pose_picture(net, 'toys', 32, tmp_path / 'p.png', cache=cache, progress=False)
-    x = open_objects(
-        'toys', 'test', 32, dict(elevation=(3,), lighting=(0,)), cache=cache, progress=False
-    )
+    monkeypatch.setattr(objects, 'plot_paths', plot)
+    x = task.turned()
+    objects.pose_picture(net, x)
     for c, name in enumerate(objects.categories):
         at = (x['category'] == c) & (x['instance'] == 0)
         order = x['azimuth'][at].argsort()
@@ -316,9 +273,9 @@ def test_smallnorb_from_files_to_result(tmp_path):
 def test_files_of_another_size(tmp_path):
     tiny_smallnorb(tmp_path / 'cards')
     with pytest.raises(ValueError, match='pictures of 96 pixels, got size=48'):
-        open_objects('smallnorb', 'test', 48, folder=tmp_path / 'cards', official=False)
+        SmallNORB(size=48, folder=tmp_path / 'cards', official=False).open('test')
     with pytest.raises(ValueError, match='smallNORB has 96 pixels'):
-        open_objects('smallnorb', 'test', 48)
+        SmallNORB(size=48).open('test')
 
 
 def test_an_older_picture_does_not_stay(cache, tmp_path):
@@ -355,10 +312,9 @@ odd = [None, True, -1, 0, 10**9, 10**30, 1.5, '', 'x', [], [10**9], {}, {'a': 1}
 
 
 def test_odd_notes_are_one_sentence(run, cache, tmp_path, monkeypatch):
-    "each entry of both notes with each odd value: a result or a ValueError, and nothing is allocated or repeated 10⁹ times"
-    x = open_objects(split='test', **small(cache))
-    few = {k: v[:6] for k, v in x.items()}
-    monkeypatch.setattr(objects, 'open_objects', lambda *_, **__: few)
+    "Each entry of both notes with each odd value: a result or a ValueError, and soon."
+    few = {k: v[:6] for k, v in small(cache).open('test').items()}
+    monkeypatch.setattr(Toys, 'open', lambda *_: few)
     for name in ('config.json', 'task.json', 'model.safetensors'):
         (tmp_path / name).write_bytes((run / name).read_bytes())
     said = 0
@@ -368,12 +324,12 @@ def test_odd_notes_are_one_sentence(run, cache, tmp_path, monkeypatch):
             for value in odd:
                 (tmp_path / name).write_text(json.dumps({**json.loads(whole), key: value}))
                 try:
-                    eval_objects(tmp_path, device='cpu', progress=False)
+                    evaluate(tmp_path, device='cpu')
                 except ValueError as e:
                     said += 1
                     assert len(str(e).splitlines()) >= 1
         (tmp_path / name).write_text(whole)
-    assert said > 100 and eval_objects(tmp_path, device='cpu', progress=False)['n'] == 6
+    assert said > 100 and evaluate(tmp_path, device='cpu')['n'] == 6
 
 
 @pytest.mark.parametrize(
@@ -393,7 +349,7 @@ def test_every_entry_is_checked(change, said, run, tmp_path):
         json.dumps({**json.loads((run / 'task.json').read_text()), **change})
     )
     with pytest.raises(ValueError, match=said):
-        eval_objects(tmp_path, device='cpu', progress=False)
+        evaluate(tmp_path, device='cpu')
 
 
 def test_floats_are_not_divided_again():

@@ -9,7 +9,7 @@ from capsnb.engine.em import em_routing
 from capsnb.routing.em import em_routing_ref, inverse_temperature
 from capsnb.engine.layers import ClassCaps, ConvCaps, field_table
 from capsnb.lab.matrix_caps import MatrixCapsNet, routing_settings
-from capsnb.lab.objects import PairCrops, open_objects, standardised
+from capsnb.lab.objects import PairCrops, Toys, standardised
 from capsnb.lab.train import load_digits_split
 
 f64 = torch.float64
@@ -158,11 +158,8 @@ def test_pitfall_6_classes_route_over_all_positions_and_types_together():
 
 def test_pitfall_7_test_validation_and_training_are_three(tmp_path):
     "elsewhere: tests on training images, or the best epoch chosen by a part of the test set"
-    kw = dict(size=16, subset=60, cache=tmp_path, progress=False)
-    seen = {
-        s: set(open_objects(split=s, **kw)['instance'].tolist())
-        for s in ('train', 'validation', 'test')
-    }
+    task = Toys(size=16, subset=60, cache=tmp_path)
+    seen = {s: set(task.open(s)['instance'].tolist()) for s in ('train', 'validation', 'test')}
     assert (
         all(seen.values())
         and not seen['test'] & (seen['train'] | seen['validation'])

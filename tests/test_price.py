@@ -16,7 +16,9 @@ from typer.testing import CliRunner
 from capsnb import embed, sentiment, sst
 from capsnb.cli import make_app
 from capsnb.data.embed import FrozenEncoder, about_tokens, price_of, read_config, tiny_transformer
-from capsnb.lab.sentiment import eval_sst, sentiment_data, sst_samples, train_sst
+from capsnb.lab import tasks
+from capsnb.lab.sentiment import Sentiment, sst_samples
+from capsnb.lab.tasks import evaluate, train
 from capsnb.data.sst import load_sst, tiny_treebank
 
 tf.utils.logging.set_verbosity_error()
@@ -35,6 +37,15 @@ def world(tmp_path_factory):
 def own_places(monkeypatch, tmp_path):
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'xdg'))
     monkeypatch.setenv('HF_HUB_OFFLINE', '1')
+
+
+of_train = ('out', 'epochs', 'device', 'progress', 'resume')
+
+
+def go(task='sst2', encoder=None, **kw):
+    "Train: what is the run's goes to `train`, all else to the task."
+    usual = {k: kw.pop(k) for k in of_train if k in kw}
+    return train(Sentiment(task, encoder, **kw), **usual)
 
 
 class Loaded(Exception):
@@ -78,7 +89,7 @@ def test_the_price_of_gpt2_large_comes_first_and_its_default_takes_no_disk(
 ):
     disk(monkeypatch, 500e9)
     with pytest.raises(Loaded):
-        train_sst('sst2', str(large), out=tmp_path / 'run', device='cpu')
+        go('sst2', str(large), out=tmp_path / 'run', device='cpu')
     said = capsys.readouterr().err
     assert (
         '37 hidden states of width 1,280, 774.0 million weights (3.1 GB of memory); 162,586 texts'
@@ -96,19 +107,19 @@ def test_what_was_asked_for_is_done_or_refused_before_loading(large, tmp_path, m
     kw = dict(task='sst2', encoder=str(large), out=tmp_path / 'run', device='cpu')
     disk(monkeypatch, 500e9)
     with pytest.raises(Loaded):
-        train_sst(cache=tmp_path / 'here', **kw)  # named: as large as it needs to be
+        go(cache=tmp_path / 'here', **kw)  # named: as large as it needs to be
     assert 'on the fly' not in capsys.readouterr().err
     disk(monkeypatch, 50e9)
     with pytest.raises(
         OSError,
         match=r'needs 1\d\d.* GB more, the disk has 50.00 GB.*--layers.*--roots.*--on-the-fly',
     ):
-        train_sst(cache=tmp_path / 'here', **kw)
+        go(cache=tmp_path / 'here', **kw)
     with pytest.raises(Loaded):
-        train_sst(layers='0,18,36', **kw)  # 11 GB: an ordinary cache
+        go(layers='0,18,36', **kw)  # 11 GB: an ordinary cache
     assert 'on the fly' not in capsys.readouterr().err
     with pytest.raises(Loaded):
-        train_sst(layers='0,18,36', cache_dtype='float32', **kw)
+        go(layers='0,18,36', cache_dtype='float32', **kw)
     assert (
         '3 hidden states' in (said := capsys.readouterr().err)
         and 'in float32' in said
@@ -116,7 +127,7 @@ def test_what_was_asked_for_is_done_or_refused_before_loading(large, tmp_path, m
     )
     disk(monkeypatch, 5e9)
     with pytest.raises(Loaded):
-        train_sst(layers='0,18,36', **kw)  # ... but not on this disk
+        go(layers='0,18,36', **kw)  # ... but not on this disk
     assert 'on the fly' in capsys.readouterr().err
     for wrong, what in (
         (dict(layers='0,37'), 'unknown layers'),
@@ -125,7 +136,7 @@ def test_what_was_asked_for_is_done_or_refused_before_loading(large, tmp_path, m
         (dict(encoder='./nowhere'), 'no folder'),
     ):
         with pytest.raises(ValueError, match=what):
-            train_sst(**kw | wrong)
+            go(**kw | wrong)
 
 
 def test_the_size_of_gpt2_large_is_known_without_a_network(monkeypatch, tmp_path):
@@ -152,7 +163,7 @@ def test_estimates_are_near(world):
 def test_the_treebank_is_read_once(world, tmp_path, monkeypatch):
     seen, read = [], sst.read_trees
     monkeypatch.setattr(sst, 'read_trees', lambda path: seen.append(path.name) or read(path))
-    train_sst(
+    go(
         'sst2',
         str(world['model']),
         out=tmp_path / 'run',
@@ -188,19 +199,19 @@ def test_an_automatic_choice_is_kept_on_resume(world, tmp_path, monkeypatch, cap
         )
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sentiment, 'fit_decks', stopped)
+    monkeypatch.setattr(tasks, 'fit_decks', stopped)
     with pytest.raises(KeyboardInterrupt):
-        train_sst(**kw)
+        go(**kw)
     assert 'on the fly' in capsys.readouterr().err and not (tmp_path / 'xdg').exists()
     monkeypatch.setattr(sentiment, 'most_unasked', 1e9)  # now a cache would do
 
     def look(net, deck, *a, **k):
-        assert isinstance(deck.source, tuple) and a[-1]['on_the_fly'] is True
+        assert not deck.cached and k['note']['on_the_fly'] is True
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sentiment, 'fit_decks', look)
+    monkeypatch.setattr(tasks, 'fit_decks', look)
     with pytest.raises(KeyboardInterrupt):
-        train_sst(resume=True, **kw)
+        go(resume=True, **kw)
 
 
 def test_a_cache_that_is_there_is_used_whatever_its_size(world, tmp_path, monkeypatch):
@@ -211,12 +222,11 @@ def test_a_cache_that_is_there_is_used_whatever_its_size(world, tmp_path, monkey
         folder=world['trees'],
         official=False,
         roots=True,
-        progress=False,
     )
-    sentiment_data(**kw)
+    assert Sentiment(**kw).decks()['train'].cached
     monkeypatch.setattr(sentiment, 'most_unasked', 100)
-    assert isinstance(sentiment_data(**kw)['train'].source, sentiment.EmbeddingCache)
-    assert isinstance(sentiment_data(**kw, dtype='bfloat16')['train'].source, tuple)
+    assert Sentiment(**kw).decks()['train'].cached
+    assert not Sentiment(**kw, cache_dtype='bfloat16').decks()['train'].cached
 
 
 def test_layers_and_dtype_from_the_command_line_to_the_evaluation(world, tmp_path):
@@ -254,7 +264,7 @@ def test_layers_and_dtype_from_the_command_line_to_the_evaluation(world, tmp_pat
 
 
 def test_every_odd_entry_of_a_runs_note_is_one_sentence(world, tmp_path):
-    train_sst(
+    go(
         'sst2',
         str(world['model']),
         out=tmp_path / 'run',
@@ -281,9 +291,7 @@ def test_every_odd_entry_of_a_runs_note_is_one_sentence(world, tmp_path):
             )
             n += 1
             try:
-                eval_sst(
-                    tmp_path / 'run', 'test', None, world['trees'], False, 'cpu', progress=False
-                )
+                evaluate(tmp_path / 'run', folder=world['trees'], cache=False, device='cpu')
             except (ValueError, OSError) as e:
                 assert len(str(e).splitlines()) == 1 and type(e) in (
                     ValueError,

@@ -310,16 +310,7 @@ def test_the_short_table_is_read_too(tmp_path, monkeypatch):
     assert len(table()) == 10 and all('| not measured here |' in r for r in table())
     (tmp_path / 'results' / 'toys_poses.json').write_text(
         json.dumps(
-<<<<<<< HEAD
             dict(headline={f'{what}, linear probe on class capsules, mean of 3 seeds': '0.5'})
-=======
-            dict(
-                headline={
-                    'R² of the true elevation, novel toys, linear probe on class capsules, '
-                    'mean of 3 seeds': '0.5'
-                }
-            )
->>>>>>> nets
         )
     )
     assert sum('not measured here' in r for r in table()) == 9 and any(

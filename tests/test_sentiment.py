@@ -17,15 +17,8 @@ pytest.importorskip('typer')
 from typer.testing import CliRunner
 from capsnb.cli import make_app
 from capsnb.data.embed import FrozenEncoder, tiny_transformer
-from capsnb.lab.sentiment import (
-    TextDeck,
-    TextMixup,
-    eval_sst,
-    linear_probes,
-    sentiment_data,
-    train_sst,
-)
-from capsnb.lab.tasks import load_run
+from capsnb.lab.sentiment import Sentiment, TextDeck, TextMixup, linear_probes
+from capsnb.lab.tasks import evaluate, load_run, train
 from capsnb.data.sst import load_sst, tiny_treebank
 from capsnb.lab.text import SSTNet
 
@@ -51,14 +44,18 @@ def encoder(world):
     return FrozenEncoder(world['model'], device='cpu')
 
 
+def on(world, encoder, task='sst5', progress=False, **kw):
+    usual = dict(roots=True, cache=False, folder=world['trees'], official=False)
+    task = Sentiment(task, encoder, **{**usual, **kw})
+    task.progress = progress
+    return task
+
+
 def data(world, encoder, task='sst5', **kw):
-    return sentiment_data(
-        task,
-        encoder,
-        world['trees'],
-        False,
-        **{**dict(roots=True, cache=world['root'] / 'cache', progress=False), **kw},
-    )
+    return on(world, encoder, task, **{**dict(cache=world['root'] / 'cache'), **kw}).decks()
+
+
+quiet = dict(device='cpu', progress=False)
 
 
 def test_cache_and_on_the_fly_give_the_network_the_same(world, encoder):
@@ -115,26 +112,17 @@ def test_mixup_is_the_blend_it_says(world, encoder):
         ),
         (dict(device='cuda:77'), 'is not available'),
         (dict(encoder='./nowhere'), 'no folder'),
+        (dict(net='lstm'), "net must be one of 'sstnet', got 'lstm'"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_is_written(
     world, encoder, tmp_path, kw, what
 ):
+    own = {k: kw[k] for k in ('task', 'limit', 'encoder') if k in kw}
+    more = {k: v for k, v in kw.items() if k not in own}
     with pytest.raises(ValueError, match=what):
-        train_sst(
-            **{
-                **dict(
-                    encoder=encoder,
-                    out=tmp_path / 'run',
-                    roots=True,
-                    folder=world['trees'],
-                    official=False,
-                    cache=False,
-                    progress=False,
-                ),
-                **kw,
-            }
-        )
+        task = on(world, **{**dict(encoder=encoder), **own})
+        train(task, out=tmp_path / 'run', **{'progress': False, **more})
     assert not (tmp_path / 'run').exists()
 
 
@@ -149,114 +137,60 @@ def test_decks_refuse_what_does_not_fit(world, encoder):
 
 
 def test_on_the_fly_trains_as_from_a_cache(world, encoder, tmp_path):
-    kw = dict(
-        task='sst5',
-        encoder=encoder,
-        roots=True,
-        epochs=2,
-        folder=world['trees'],
-        official=False,
-        progress=False,
-        device='cpu',
-    )
     a, b = (
-        train_sst(out=tmp_path / f'{k}', cache=c, **kw)
+        train(on(world, encoder, cache=c), out=tmp_path / f'{k}', epochs=2, **quiet)
         for k, c in enumerate((False, world['root'] / 'cache'))
     )
     for x, y in zip(a['history'], b['history']):
         assert abs(x['loss'] - y['loss']) < 1e-2
-    batch = sentiment_data('sst5', encoder, world['trees'], False, True, cache=False)[
-        'train'
-    ].__getitems__([0, 1])
-    assert (
-        not any(isinstance(v, torch.Tensor) and v.requires_grad for v in batch.values())
-        and batch['texts'] == world['texts'][:2]
-    )  # nothing on a device before it is time
+    assert a['on_the_fly'] and 'on_the_fly' not in b
+    batch = on(world, encoder).decks()['train'].__getitems__([0, 1])
+    assert batch['texts'] == world['texts'][:2]  # nothing on a device before it is time
+    assert not any(isinstance(v, torch.Tensor) and v.requires_grad for v in batch.values())
 
 
 def test_only_what_is_asked_for_is_encoded(world, encoder, tmp_path):
-    sentiment_data(
-        'sst5',
-        encoder,
-        world['trees'],
-        False,
-        True,
-        cache=tmp_path,
-        progress=False,
-        splits=('test',),
-    )
+    on(world, encoder, cache=tmp_path).decks(splits=('test',))
     assert [p.name for p in next(tmp_path.iterdir()).iterdir()] == ['test']
 
 
 def test_published_and_own_recipe_differ_where_they_say(world, encoder, tmp_path):
-    kw = dict(
-        task='sst5',
-        encoder=encoder,
-        roots=True,
-        epochs=1,
-        folder=world['trees'],
-        official=False,
-        cache=False,
-        progress=False,
-        device='cpu',
+    a, b = (
+        train(on(world, encoder, published=p), out=tmp_path / f'{p}', epochs=1, **quiet)
+        for p in (True, False)
     )
-    a, b = (train_sst(out=tmp_path / f'{p}', published=p, **kw) for p in (True, False))
-    assert (
-        a['lr'] == [1e-5, 5e-4]
-        and b['lr'] == [1e-5, 2e-3]
-        and a['architecture'] != b['architecture']
-    )
-    net = lambda p: load_run(tmp_path / f'{p}', encoder, 'cpu')[0].routings[0]
-    assert (net(True).eps, net(True).init, net(False).eps) == ('paper', 'paper', 'auto')
+    assert a['lr'] == [1e-5, 5e-4] and b['lr'] == [1e-5, 2e-3]
+    assert a['architecture'] != b['architecture']
+
+    def layer(p):
+        return load_run(tmp_path / f'{p}', 'cpu', encoder=encoder).network.routings[0]
+
+    assert (layer(True).eps, layer(True).init, layer(False).eps) == ('paper', 'paper', 'auto')
 
 
 def test_layers_dtype_and_place_are_remembered(world, tmp_path, monkeypatch):
     monkeypatch.chdir(world['root'])
     encoder = FrozenEncoder('model', layers=[2, 0], dtype='bfloat16', device='cpu')
-    train_sst(
-        'sst5',
-        encoder,
-        out=tmp_path,
-        roots=True,
-        epochs=1,
-        folder=world['trees'],
-        official=False,
-        cache=False,
-        progress=False,
-        device='cpu',
-    )
+    train(on(world, encoder), out=tmp_path, epochs=1, **quiet)
     monkeypatch.chdir('/')
-    net, found, _ = load_run(tmp_path, None, 'cpu')
-    assert (
-        found.layers == [2, 0]
-        and found.dtype == torch.bfloat16
-        and net.depth_emb.shape[0] == 2
-        and torch.equal(found(['A play.']).embs, encoder(['A play.']).embs)
-    )
+    net, task, _ = load_run(tmp_path, 'cpu')
+    found = task.reader()
+    assert found.layers == [2, 0] and found.dtype == torch.bfloat16
+    assert net.depth_emb.shape[0] == 2
+    assert torch.equal(found(['A play.']).embs, encoder(['A play.']).embs)
 
 
 def test_a_stopped_rerun_does_not_pass_for_the_old_one(world, encoder, tmp_path, monkeypatch):
-    kw = dict(
-        task='sst5',
-        encoder=encoder,
-        roots=True,
-        epochs=1,
-        folder=world['trees'],
-        official=False,
-        cache=False,
-        progress=False,
-        device='cpu',
-    )
-    train_sst(out=tmp_path, **kw)
+    train(on(world, encoder), out=tmp_path, epochs=1, **quiet)
 
     def stop(*args, **kw):
         raise KeyboardInterrupt
 
     monkeypatch.setattr('capsnb.lab.train.run_training', stop)
     with pytest.raises(KeyboardInterrupt):
-        train_sst(out=tmp_path, overwrite=True, **kw)
+        train(on(world, encoder), out=tmp_path, overwrite=True, epochs=1, **quiet)
     with pytest.raises(ValueError, match='has not come to its end'):
-        load_run(tmp_path, encoder, 'cpu')
+        load_run(tmp_path, 'cpu', encoder=encoder)
 
 
 def test_probes_are_ranked_by_validation_and_fitted_on_training_data(world, encoder):
@@ -277,37 +211,26 @@ def test_probes_are_ranked_by_validation_and_fitted_on_training_data(world, enco
 
 
 def test_a_run_belongs_to_its_encoder(world, encoder, tmp_path):
-    m = train_sst(
-        'sst2',
-        encoder,
-        out=tmp_path,
-        roots=True,
-        epochs=1,
-        folder=world['trees'],
-        official=False,
-        cache=False,
-        progress=False,
-        device='cpu',
-    )
-    assert (
-        abs(
-            eval_sst(tmp_path, 'test', folder=world['trees'], cache=False, device='cpu')['accuracy']
-            - m['test_accuracy']
-        )
-        < 1e-6
-    )
+    m = train(on(world, encoder, 'sst2'), out=tmp_path, epochs=1, **quiet)
+    found = evaluate(tmp_path, folder=world['trees'], cache=False, device='cpu')
+    assert abs(found['accuracy'] - m['test_accuracy']) < 1e-6
     with pytest.raises(ValueError, match='is another transformer'):
-        load_run(tmp_path, world['other'], 'cpu')
+        load_run(tmp_path, 'cpu', encoder=world['other'])
     with pytest.raises(ValueError, match='no finished run'):
         load_run(tmp_path / 'none')
     with pytest.raises(ValueError, match='split must be'):
-        eval_sst(tmp_path, 'dev')
+        evaluate(tmp_path, 'dev', device='cpu')
 
 
 COMMON = '''
-from capsnb.data.embed import FrozenEncoder; from capsnb.lab.sentiment import train_sst
-def go(model, trees, out, resume): return train_sst('sst5', FrozenEncoder(model, device='cpu'), out=out, epochs=6, folder=trees, official=False, cache=str(out)+'-cache',
-    progress=False, device='cpu', resume=resume, save_steps=1, batch_size=4, roots=True)
+from capsnb.data.embed import FrozenEncoder
+from capsnb.lab.sentiment import Sentiment
+from capsnb.lab.tasks import train
+def go(model, trees, out, resume):
+    encoder = FrozenEncoder(model, device='cpu')
+    task = Sentiment('sst5', encoder, folder=trees, official=False, cache=out + '-cache', roots=True)
+    return train(task, out=out, epochs=6, progress=False, device='cpu', resume=resume,
+                 save_steps=1, batch_size=4)
 '''
 
 

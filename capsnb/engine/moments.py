@@ -211,7 +211,7 @@ class _Iteration(torch.autograd.Function):
         grads = [g.to(p.dtype) for g, p in zip(grads.tensors, tensors)]
         return None, None, g_f, *grads
 
-# %% ../../nbs/engine/24_moments.ipynb #01454243
+# %% ../../nbs/engine/24_moments.ipynb #c7851410
 class _Moments:
     "Votes as moments: phi [n, N, i], theta [n, N, j]; the statistics are M [n, N, j]."
 
@@ -245,7 +245,7 @@ class _Moments:
         return _Moments(torch.empty_like(self.phi), torch.zeros_like(self.theta))
 
     def spread(self, D, dL, f, slopes, grads):
-        grads.phi.copy_(torch.bmm(slopes[0], D.mT).baddbmm_(self.theta, dL.mT))
+        grads.phi.baddbmm_(slopes[0], D.mT, beta=0).baddbmm_(self.theta, dL.mT)
         grads.theta.baddbmm_(self.phi, dL)
         return 0.0
 

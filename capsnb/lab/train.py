@@ -921,7 +921,8 @@ _at_least = dict(
     ddp_bucket_cap_mb=1,
 )
 _switches = '''bf16 fp16 tf32 bf16_full_eval fp16_full_eval torch_compile greater_is_better
-    full_determinism dataloader_pin_memory ddp_find_unused_parameters ddp_broadcast_buffers'''.split()
+    full_determinism dataloader_pin_memory ddp_find_unused_parameters
+    ddp_broadcast_buffers'''.split()
 
 
 def _trainer_checks(
@@ -1465,7 +1466,7 @@ def _checkpoint(
 
 # %% ../../nbs/lab/47_train.ipynb #6b7b0f09
 def repeat(
-    train,  # of `seed`, `out`, `resume`, `kw`, gives metrics: `fit` with data, `train_sst`
+    train,  # of `seed`, `out`, `resume`, `kw`, gives metrics: as `fit` and `train` do
     path: str | Path,  # JSON file that collects the runs
     name: str,  # of the setting
     seeds: tuple = (0, 1, 2),  # one run each
