@@ -52,7 +52,7 @@ def on(world, encoder, task='sst5', progress=False, **kw):
 
 
 def data(world, encoder, task='sst5', **kw):
-    return on(world, encoder, task, **{**dict(cache=world['root'] / 'cache'), **kw}).decks()
+    return on(world, encoder, task, **{**dict(cache=world['root'] / 'cache'), **kw}).decks(seed=0)
 
 
 quiet = dict(device='cpu', progress=False)
