@@ -37,7 +37,8 @@ seed_everything(start)
 net = DStepNet(channels=(8, 16), strides=(2, 1), n_types=2, n_parts=4)
 data = load_digits_split()
 fit(net, data['train'].select(range(200)), data['validation'].select(range(60)), out, epochs=4,
-    lr=(1e-4, 1e-2), shift=1, mixup=.2, momentum='paper', seed=5, device='cpu', progress=False, resume=resume, save_steps=3)
+    lr=(1e-4, 1e-2), shift=1, mixup=.2, momentum='paper', seed=5, device='cpu', progress=False,
+    resume=resume, save_steps=3)
 """
 
 
