@@ -1,4 +1,4 @@
-"""CapsNet: published sizes, other sizes, labels of every form, one epoch with transformers' Trainer."""
+"""CapsNet: published and other sizes, labels of every form, an epoch with transformers' Trainer."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ tiny = dict(
 
 
 def net(scale=100, **kw):
-    "With maps so large that routing and drawings show: at initialisation, lengths are below a thousandth."
+    "Maps so large that routing and drawings show: at first, lengths are below a thousandth."
     torch.manual_seed(0)
     n = CapsNet(**{**tiny, **kw})
     with torch.no_grad():
@@ -207,6 +207,7 @@ pairs = torch.tensor([[0, 1], [2, 0]])
                 (dict(n_iters=0), 'n_iters must be an integer >= 1, got 0'),
                 (dict(n_iters=True), 'got True'),
                 (dict(stride=0), 'stride'),
+                (dict(kernels=(5, 5)), 'too small for kernels of 5 and 5'),
                 (dict(n_classes=0), 'n_classes'),
                 (dict(recon=-1), 'recon must be a finite number >= 0, got -1'),
                 (dict(recon=float('nan')), 'recon'),

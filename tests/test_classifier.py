@@ -1,4 +1,4 @@
-"""`RoutingClassifier` as someone uses it who knows transformers and datasets: the Trainer, one text, tables, class names, odd files."""
+"""`RoutingClassifier` for users of transformers and datasets: Trainer, tables, names, odd files."""
 
 import json
 import shutil
@@ -127,7 +127,8 @@ def test_text_without_the_end_is_refused_and_tokenize_adds_it(rc):
     )
     with pytest.raises(
         ValueError,
-        match=r"text 0 ends with the token ' ?\.', expected '(<\|endoftext\|>|\[SEP\])'.*classifier.tokenize",
+        match=r"text 0 ends with the token ' ?\.', expected "
+        r"'(<\|endoftext\|>|\[SEP\])'.*classifier.tokenize",
     ):
         rc(batch['input_ids'], batch['attention_mask'])
     rows = data().map(lambda r: rc.tokenize(r['text']), batched=True)

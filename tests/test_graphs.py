@@ -15,7 +15,6 @@ from capsnb import (
     route_capsules,
 )
 from capsnb.engine.numerics import error_to
-import capsnb.engine.moments  # noqa: F401  (fills the plans)
 from capsnb.engine.dstep import plans
 from capsnb.lab.matrix_caps import MatrixCapsNet
 from capsnb.lab.vision import DStepNet, PlainCNN

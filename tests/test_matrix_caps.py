@@ -1,4 +1,4 @@
-"""The network of matrix capsules: its size, its set-ups, its training, and the pitfalls of other implementations, each by name."""
+"""Matrix capsules: size, set-ups, training, and the pitfalls of other implementations by name."""
 
 import math
 import os
@@ -141,7 +141,7 @@ def test_temperatures_and_units_of_google_are_two_and_a_half_of_the_schedule():
 
 
 def test_logit_of_googles_convolutional_capsules():
-    "in the words of the source: the schedule times -S (sum ln sig2 + n beta_u (ln 2 pi + 1)) - 5000 beta_a"
+    "in the source's words: schedule times -S (sum ln sig2 + n beta_u (ln 2 pi + 1)) - 5000 beta_a"
     torch.manual_seed(0)
     l = ConvCaps(2, 3, K=2, n_iters=1, **routing_settings('google', 8, 3, 0, 1))
     start_weights(l, 'google', 0)
@@ -180,7 +180,7 @@ def test_coordinates_are_the_centres_of_the_receptive_fields():
 
 
 def test_pitfall_2_activations_do_not_depend_on_the_amount_of_data():
-    "with gritzman's scale, a class that sees everything four times is as sure as before; with the paper's, its logit grows fourfold"
+    "a class that sees all four times is as sure with gritzman's scale; the paper's logit grows"
     g = torch.Generator().manual_seed(0)
     a, mu = torch.rand(2, 2, 3, 3, generator=g), torch.randn(2, 2, 3, 3, 4, 4, generator=g)
     more = [t.repeat_interleave(4, 2) for t in (a, mu)]

@@ -7,9 +7,11 @@ from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 from capsnb.lab.inspect import (
     Flat,
+    Watched,
     check_novel,
     class_pose,
     features_of,
+    in_degrees,
     in_batches,
     mds_path,
     plot_change,
@@ -19,6 +21,7 @@ from capsnb.lab.inspect import (
     poses_of,
     probe_viewpoint,
     r_squared,
+    reach,
     ridge_by_class,
     viewpoint_grid,
     viewpoint_targets,
@@ -210,7 +213,7 @@ def test_a_probe_turned_in_the_test_is_off_by_that_angle():
 
 
 def test_the_ridge_is_chosen_on_validation_and_never_on_test():
-    "noise features: only the strongest ridge does not hurt; and what stands in the test split changes neither choice nor fit"
+    "noise features: only the strongest ridge does not hurt; the test split changes nothing"
     torch.manual_seed(0)
     s = splits()
     X = {k: torch.randn(len(c['azimuth']), 100) for k, c in s.items()}
@@ -242,7 +245,8 @@ def test_toys_must_be_novel():
     check_novel(s)
     with pytest.raises(
         ValueError,
-        match=r"other instances in 'validation' than in 'train', got \(category, instance\) \[\(0, 4\), \(1, 4\)\]",
+        match=r"other instances in 'validation' than in 'train', "
+        r"got \(category, instance\) \[\(0, 4\), \(1, 4\)\]",
     ):
         check_novel({**s, 'validation': world((4, 9), lighting=(0,))})
     with pytest.raises(ValueError, match="in 'test' than in 'train'"):
@@ -354,3 +358,25 @@ def test_plots_show_what_they_are_given():
     with pytest.raises(ValueError, match=r'no toy is instance 8; there are \[0, 1, 2\]'):
         plot_sheet(images, columns, instance=8)
     matplotlib.pyplot.close('all')
+
+
+def test_a_missing_image_or_a_second_one_is_an_error():
+    columns = world()
+    n = len(columns['azimuth'])
+    for rows in (torch.arange(1, n), torch.cat([torch.arange(n), torch.tensor([0])])):
+        with pytest.raises(ValueError, match='expected one image for each of 6 toys from each'):
+            viewpoint_grid(torch.zeros(len(rows)), {k: v[rows] for k, v in columns.items()})
+
+
+@pytest.mark.parametrize('vary, codes', [('azimuth', range(0, 36, 2)), ('elevation', range(9))])
+def test_codes_do_not_pass_for_degrees(vary, codes):
+    with pytest.raises(ValueError, match=f'{vary}: expected degrees, got the codes'):
+        in_degrees(torch.tensor(list(codes)), vary)
+    assert in_degrees(torch.tensor([30, 50]), vary).tolist() == [30, 50]
+
+
+def test_reach_holds_a_share_of_the_data():
+    distance = torch.tensor([1.0, 2.0, 3.0, 10.0]).view(1, 1, 4, 1)
+    weight = torch.tensor([0.5, 0.3, 0.19, 0.01]).view(1, 1, 4, 1)
+    w = Watched(distance, weight, None, None, None)
+    assert reach(w) == 3 and reach(w, 0.5) == 1 and reach(w, 1.0) == 10

@@ -238,7 +238,7 @@ def table_cell(name, begin):
     [
         ('index.ipynb', '#| label: tbl-notebooks'),
         ('index.ipynb', '#| label: tbl-results'),
-        ('60_results.ipynb', 'wanted = '),
+        ('reports/69_results.ipynb', 'wanted = '),
     ],
 )
 def test_tables_show_the_files_of_today(name, begin, monkeypatch):
@@ -246,7 +246,7 @@ def test_tables_show_the_files_of_today(name, begin, monkeypatch):
     cell = table_cell(name, begin)
     from IPython.display import Markdown
 
-    monkeypatch.chdir(root / 'nbs')
+    monkeypatch.chdir((root / 'nbs' / name).parent)
     scope = {'json': json, 'Path': Path, 'Markdown': Markdown}
     *body, last = re.split(r'^(?=Markdown\()', cell.source, flags=re.M)
     exec('\n'.join(body), scope)
@@ -257,8 +257,9 @@ def test_tables_show_the_files_of_today(name, begin, monkeypatch):
 
 
 def rows_in(folder, name, begin, monkeypatch):
-    monkeypatch.chdir(folder)
     (folder / 'results').mkdir(exist_ok=True)
+    (folder / name).parent.mkdir(exist_ok=True)
+    monkeypatch.chdir((folder / name).parent)
     scope = {'json': json, 'Path': Path}
     exec(table_cell(name, begin).source.replace('Markdown(', 'table = (', 1), scope)
     return scope['table'].split('\n')[2:]
@@ -266,7 +267,7 @@ def rows_in(folder, name, begin, monkeypatch):
 
 def test_results_are_read_and_never_invented(tmp_path, monkeypatch):
     def table():
-        return rows_in(tmp_path, '60_results.ipynb', 'wanted = ', monkeypatch)
+        return rows_in(tmp_path, 'reports/69_results.ipynb', 'wanted = ', monkeypatch)
 
     assert len(table()) == 15 and all('| not measured here |' in r for r in table())
     (tmp_path / 'results' / 'demo.json').write_text(
@@ -291,27 +292,25 @@ def test_results_are_read_and_never_invented(tmp_path, monkeypatch):
     rows = table()
     assert sum('not measured here' in r for r in rows) == 12 and len(rows) == 17
     assert any(
-        'capsules](results/demo.json) | 97.1 % | x86 CPU | `capsnb demo` |' in r for r in rows
+        'capsules](../results/demo.json) | 97.1 % | x86 CPU | `capsnb demo` |' in r for r in rows
     )
-    assert any('](results/routing_speed.json) | see the file | x86 CPU |' in r for r in rows)
+    assert any('](../results/routing_speed.json) | see the file | x86 CPU |' in r for r in rows)
     assert any(
         '| `rm nbs/results/em_floor.json; again` | 2 min |' in r for r in rows
     )  # kept runs would be kept
-    assert rows[-1].startswith('| [new thing](results/new_thing.json) | 3× |')
+    assert rows[-1].startswith('| [new thing](../results/new_thing.json) | 3× |')
 
 
 def test_the_short_table_is_read_too(tmp_path, monkeypatch):
+    what = 'R² of the true elevation, novel toys'
+
     def table():
         return rows_in(tmp_path, 'index.ipynb', '#| label: tbl-results', monkeypatch)
 
     assert len(table()) == 10 and all('| not measured here |' in r for r in table())
     (tmp_path / 'results' / 'toys_poses.json').write_text(
         json.dumps(
-            dict(
-                headline={
-                    'R² of the true elevation, novel toys, linear probe on class capsules, mean of 3 seeds': '0.5'
-                }
-            )
+            dict(headline={f'{what}, linear probe on class capsules, mean of 3 seeds': '0.5'})
         )
     )
     assert sum('not measured here' in r for r in table()) == 9 and any(

@@ -199,6 +199,7 @@ def test_a_study_is_continued_and_another_refused(tmp_path):
 
 def test_records_in_the_repository_are_continued_without_a_run(monkeypatch):
     "Rows as they were written by older code: nothing is trained, all is found."
+
     def never(*_, **__):
         raise AssertionError("a run that is in the record was trained again")
 

@@ -1,4 +1,4 @@
-"""The network for text: against its definition and the author's module, company and padding, credit, the head for any transformer."""
+"""The network for text: its definition, the author's module, padding, credit, the head."""
 
 import math
 import random

@@ -14,6 +14,9 @@ from capsnb.lab.vision import (
     DStepNet,
     PlainCNN,
     SmallNORBNet,
+    Scores,
+    answer,
+    draw_net,
     load_published,
     n_params,
     norb_trunk,
@@ -32,7 +35,7 @@ real = Path(data or '.') / 'heinsen2019' / 'smallNORB_pretrained_model_state_dic
 
 
 def waves(b, m, n):
-    "The images that the author's code was run on: a grating for a background, a dark blob for a toy, two eyes."
+    "The images that the author's code was run on: a grating behind a dark blob, two eyes."
     k, eye, r, c = torch.meshgrid(
         *(torch.arange(x, dtype=torch.float64) for x in (b, 2, m, n)), indexing='ij'
     )
@@ -462,3 +465,41 @@ def test_a_timed_step_counts_each_part(monkeypatch):
 
     monkeypatch.setattr(vision.time, 'perf_counter', lambda: now[0])
     assert timed_step(net, deal) == dict(data=3.0, convolutions=5.0, routing=7.0)
+
+
+scores = Scores(torch.zeros(2, 4))
+
+
+@pytest.mark.parametrize(
+    'call, what',
+    [
+        (lambda: ConvTrunk(1, (8, 8), (1,)), 'got 2 channels and 1 strides'),
+        (lambda: ConvTrunk(2, (4,) * 6, (1, 2) * 3, 0)(torch.zeros(1, 2, 40, 28)), 'at least 29'),
+        (lambda: ConvTrunk(2)(torch.zeros(1, 1, 40, 40)), r'expected images \[b, 2, m, n\]'),
+        (lambda: DStepNet()(torch.zeros(1, 1, 8, 8, dtype=torch.uint8)), 'divide bytes by 255'),
+        (lambda: DStepNet().eval().credit(torch.rand(1, 1, 8, 8), of='blame'), "got 'blame'"),
+        (lambda: answer(scores, torch.zeros(3)), r'expected labels \[b\] or \[b, n_classes\]'),
+        (lambda: answer(scores, torch.zeros(2)), 'expected whole numbers'),
+        (lambda: answer(scores, torch.tensor([0, 4])), 'labels from 0 to 3, got 0 to 4'),
+        (lambda: answer(scores, torch.tensor([-1, 0])), 'got -1 to 0'),
+        (lambda: BaselineCNN()(torch.rand(3, 2, 48, 48)), r'expected images \[b, 2, 32, 32\]'),
+    ],
+)
+def test_errors(call, what):
+    with pytest.raises(ValueError, match=what):
+        call()
+
+
+def test_a_drawing_shows_the_shapes_that_came_by():
+    import matplotlib
+
+    matplotlib.use('Agg')
+    net = SmallNORBNet(**small).eval()
+    stages = {'trunk': 'convolutions', 'heads': 'heads', 'routings.1': 'routing', '': 'the whole'}
+    fig = draw_net(net, stages, torch.zeros(1, 2, 37, 45))
+    said = [t.get_text() for t in fig.axes[0].texts if t.get_text()]
+    assert said[::2] == ['input', *stages.values()]
+    shapes = '2×37×45', '5×2×3', 'a 24\nμ 24×4×4', 'a 3\nμ 3×4×4', 'a 3\nμ 3×4×4'
+    assert tuple(said[1::2]) == shapes
+    assert not any(m._forward_hooks for m in net.modules())
+    matplotlib.pyplot.close('all')

@@ -109,6 +109,14 @@ def _slices(
     step = max(1, min(parts, most // max(1, size)))
     return [slice(k, min(k + step, n)) for k in range(0, n, step)]
 
+# %% ../../nbs/engine/24_moments.ipynb #93a6d98f
+def _of(
+    p,  # [..., j]
+    cols,  # wholes
+):
+    "A slice along the last axis; `p` itself where that is all of it."
+    return p if cols.stop - cols.start == p.shape[-1] else p[..., cols]
+
 # %% ../../nbs/engine/24_moments.ipynb #3e8e45c0
 def _log_norms(
     votes,  # an engine
@@ -137,7 +145,7 @@ def _used(R, f):
     "D = f R [n, i, j], in the memory of R unless it is one number."
     return R * f[..., None] if R.stride(-1) == 0 else R.mul_(f[..., None])
 
-# %% ../../nbs/engine/24_moments.ipynb #b27fa494
+# %% ../../nbs/engine/24_moments.ipynb #df76a8e6
 class _Sweep(NamedTuple):
     "What all tiles of an iteration have in common."
 
@@ -162,11 +170,12 @@ class _Sweep(NamedTuple):
         total = torch.zeros_like(self.f)
         for rows, cols in itertools.product(self.cuts.rows, self.cuts.cols):
             tile, _, R = self.tile(rows, cols)
-            G = tile.worth(R, [p[..., cols] for p in slopes])
+            G = tile.worth(R, [_of(p, cols) for p in slopes])
             total[:, rows] += torch.linalg.vecdot(R, G)
+            del tile, R, G
         return total
 
-# %% ../../nbs/engine/24_moments.ipynb #6af187cf
+# %% ../../nbs/engine/24_moments.ipynb #79a16800
 class _Iteration(torch.autograd.Function):
     "An engine's tensors -> the statistics of its votes under their shares."
 
@@ -177,7 +186,8 @@ class _Iteration(torch.autograd.Function):
         stats = votes.no_statistics()
         for cols, rows in itertools.product(cuts.cols, cuts.rows):
             tile, f_t, R = sweep.tile(rows, cols)
-            tile.gather(_used(R, f_t), f_t, [p[..., cols] for p in stats])
+            tile.gather(_used(R, f_t), f_t, [_of(p, cols) for p in stats])
+            del tile, R  # before the next is made
         ctx.save_for_backward(f, sweep.norm, *stats, *tensors)
         ctx.engine, ctx.cuts, ctx.n_stats = engine, cuts, len(stats)
         return tuple(stats)
@@ -194,16 +204,17 @@ class _Iteration(torch.autograd.Function):
         centres = sweep.centres(slopes)
         for cols, rows in itertools.product(cuts.cols, cuts.rows):
             tile, f_t, R = sweep.tile(rows, cols, 'score_again')
-            here = [p[..., cols] for p in slopes]
+            here = [_of(p, cols) for p in slopes]
             G = tile.worth(R, here)
             pay = torch.linalg.vecdot(R, G)
             D, centre = _used(R, f_t), pay if centres is None else centres[:, rows]
             dL = G.sub_(centre[..., None]).mul_(D) if votes.model else None
             g_f[:, rows] += tile.spread(D, dL, f_t, here, grads.cut(rows, cols)) + pay
+            del tile, R, G, D, dL
         grads = [g.to(p.dtype) for g, p in zip(grads.tensors, tensors)]
         return None, None, g_f, *grads
 
-# %% ../../nbs/engine/24_moments.ipynb #faca5f66
+# %% ../../nbs/engine/24_moments.ipynb #c7851410
 class _Moments:
     "Votes as moments: phi [n, N, i], theta [n, N, j]; the statistics are M [n, N, j]."
 
@@ -212,7 +223,7 @@ class _Moments:
         self.model = (theta,)
 
     def cut(self, rows, cols):
-        return _Moments(self.phi[:, :, rows], self.theta[..., cols])
+        return _Moments(self.phi[:, :, rows], _of(self.theta, cols))
 
     tile = cut
 
@@ -237,7 +248,7 @@ class _Moments:
         return _Moments(torch.empty_like(self.phi), torch.zeros_like(self.theta))
 
     def spread(self, D, dL, f, slopes, grads):
-        grads.phi.copy_(torch.bmm(slopes[0], D.mT).baddbmm_(self.theta, dL.mT))
+        grads.phi.baddbmm_(slopes[0], D.mT, beta=0).baddbmm_(self.theta, dL.mT)
         grads.theta.baddbmm_(self.phi, dL)
         return 0.0
 
@@ -428,7 +439,7 @@ def _merge(mass, mean, squares, V, D):
     mean.add_(gap * weight)
     mass.add_(S[:, 0, 0])
 
-# %% ../../nbs/engine/24_moments.ipynb #4496be23
+# %% ../../nbs/engine/24_moments.ipynb #6a8dfc49
 class _Votes:
     "Votes in tiles. Statistics: gain and mass [n, j], means and squared gaps [n, c, h, j]."
 
@@ -439,8 +450,8 @@ class _Votes:
         self.shared = len(B) == 1
 
     def cut(self, rows, cols):
-        own = [(p if p.shape[0] == 1 else p[rows])[..., cols] for p in (*self.maps, *self.betas)]
-        part = _Votes(self.x[:, rows], *own, *(p[..., cols] for p in self.model))
+        own = [_of(p if len(p) == 1 else p[rows], cols) for p in (*self.maps, *self.betas)]
+        part = _Votes(self.x[:, rows], *own, *(_of(p, cols) for p in self.model))
         part.shared = self.shared
         return part
 

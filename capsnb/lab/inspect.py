@@ -18,7 +18,7 @@ from ..routing.em import as_schedule
 __all__ = ['Grid', 'viewpoint_grid', 'in_degrees', 'Change', 'pose_change', 'plot_change', 'Flat', 'mds_path', 'plot_paths',
            'Probe', 'viewpoint_targets', 'r_squared', 'ridge_by_class', 'check_novel', 'probe_viewpoint', 'Poses',
            'in_batches', 'poses_of', 'features_of', 'class_pose', 'plot_sheet', 'Watched', 'watch_classes',
-           'watch_votes', 'vote_histograms', 'winner_by_iteration', 'draw_votes', 'votes_film']
+           'watch_votes', 'vote_histograms', 'reach', 'winner_by_iteration', 'draw_votes', 'votes_film']
 
 # %% ../../nbs/lab/45_inspect.ipynb #00000007
 class Grid(NamedTuple):
@@ -453,6 +453,16 @@ def vote_histograms(
     fig.supxlabel('distance of a vote from the class capsule', fontsize=10)
     fig.supylabel('data in a bin, parts', fontsize=10)
     return fig
+
+# %% ../../nbs/lab/45_inspect.ipynb #ecadf570
+def reach(
+    w: Watched,  # of `watch_classes`
+    share: float = 0.98,  # of the data of the last iteration
+) -> float:  # distance that holds it
+    "Where the axis of `vote_histograms` may end."
+    distance, order = w.distance[-1].flatten().sort()
+    mass = w.weight[-1].flatten()[order].cumsum(0)
+    return distance[(mass >= share * mass[-1]).nonzero()[0, 0]].item()
 
 # %% ../../nbs/lab/45_inspect.ipynb #00000010
 def winner_by_iteration(

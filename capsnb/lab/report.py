@@ -99,7 +99,7 @@ def dots(
             ax.plot(marks[name], y, 'kx', ms=7)
     ax.set_yticks(range(len(settings)), list(settings))
     ax.set_xlabel(xlabel)
-    ax.invert_yaxis()
+    ax.set_ylim(len(settings) - 0.5, -0.5)
     return ax
 
 # %% ../../nbs/lab/56_report.ipynb #d50f48ed
