@@ -799,7 +799,11 @@ def test_held_back_toys_are_a_list_of_whole_numbers(plain, held):
         )
 
 
-@pytest.mark.parametrize('held', [[9], {9}, torch.tensor([9]), range(9, 10), iter([9])], ids=lambda held: type(held).__name__)
+@pytest.mark.parametrize(
+    'held',
+    [[9], {9}, torch.tensor([9]), range(9, 10), iter([9])],
+    ids=lambda held: type(held).__name__,
+)
 def test_any_list_of_toys_will_do(held):
     assert valid_mask(every, held).sum() == 4860
 
