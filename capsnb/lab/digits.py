@@ -21,7 +21,7 @@ from .vision import BaselineCNN, DStepNet, PlainCNN, n_params, rival_of
 # %% auto #0
 __all__ = ['sides', 'names_of', 'digits', 'mnist', 'fashion_mnist', 'spread', 'as_seen', 'Digits', 'drawings']
 
-# %% ../../nbs/lab/49_digits.ipynb #e5177dce
+# %% ../../nbs/lab/49_digits.ipynb #07f0916e
 def spread(
     labels: Tensor,  # [n] classes
     limit: int | None,  # how many pictures are wanted at most; None: all
@@ -33,7 +33,7 @@ def spread(
     by_class = labels.argsort(stable=True)
     return by_class[torch.arange(limit) * n // limit].sort().values
 
-# %% ../../nbs/lab/49_digits.ipynb #45a77d58
+# %% ../../nbs/lab/49_digits.ipynb #2b956c6d
 def as_seen(
     net: str,  # a name of `Digits.networks`
     images: Tensor,  # [b, channels, m, n]
@@ -43,7 +43,7 @@ def as_seen(
         return images
     return F.pad(images.repeat_interleave(2, -2).repeat_interleave(2, -1), (2,) * 4)
 
-# %% ../../nbs/lab/49_digits.ipynb #5cb7d847
+# %% ../../nbs/lab/49_digits.ipynb #75076707
 sides = {'digits': 8, 'mnist': 28, 'fashion-mnist': 28}  # pixels
 _top_lr = {  # at 8×8, at 28×28
     'capsnet': (1e-2, 2e-3),
@@ -63,7 +63,7 @@ def _as_large_as_dstep(
 ) -> PlainCNN:  # with about as many parameters
     return rival_of(n_params(DStepNet(**trunk)), **options)
 
-# %% ../../nbs/lab/49_digits.ipynb #f3c8ae4f
+# %% ../../nbs/lab/49_digits.ipynb #08bf6e44
 def _networks_at(
     side: int,  # pixels of a picture
 ) -> dict:  # name -> `Net`, its recipe apart
@@ -80,7 +80,7 @@ def _networks_at(
         'baseline': Net(BaselineCNN, dict(in_channels=1, n_classes=10, size=side)),
     }
 
-# %% ../../nbs/lab/49_digits.ipynb #b6cdf5cf
+# %% ../../nbs/lab/49_digits.ipynb #d5142789
 def _recipe_at(
     net: str,  # a name of `_networks_at`
     side: int,  # pixels of a picture
@@ -93,7 +93,7 @@ def _recipe_at(
         shift=2 if side == 28 or net == 'matrix-caps' else 1,
     )
 
-# %% ../../nbs/lab/49_digits.ipynb #90eeb2b3
+# %% ../../nbs/lab/49_digits.ipynb #4ee70e9f
 @dataclass
 class Digits(Task):
     "Digits, MNIST or Fashion-MNIST."
@@ -163,7 +163,7 @@ class Digits(Task):
 names_of = {'digits': tuple('0123456789'), **class_names}  # of the classes
 digits, mnist, fashion_mnist = map(Digits, sides)
 
-# %% ../../nbs/lab/49_digits.ipynb #76fb8e3b
+# %% ../../nbs/lab/49_digits.ipynb #c7775fab
 def _first_of_each(
     labels: Tensor,  # [n]
 ) -> Tensor:  # for each class that there is, the number of its first sample
