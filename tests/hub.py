@@ -5,7 +5,7 @@ from datasets.arrow_writer import ArrowWriter
 
 
 def put_in_cache(cache, name, revision, parts, config='default'):
-    "writes the parts (name -> Dataset) of data set `name` into the folder `cache`; returns their folder"
+    "writes the parts (name -> Dataset) of a data set into the folder `cache`; returns theirs"
     last = name.split('/')[-1]
     folder = cache / name.replace('/', '___') / config / '0.0.0' / revision
     folder.mkdir(parents=True)

@@ -152,12 +152,11 @@ def test_a_home_is_the_same_in_every_place(tmp_path, monkeypatch):
     "--out=~/x reaches the command as it is typed: the second training must see the first"
     monkeypatch.setenv('HOME', str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    for more in (('--test-limit', 50), ('--test-limit', 50, '--seed', 1)):
-        r = capsnb(*tiny, '--out=~/x', *more)
-        kept = files_of(tmp_path / 'x') if 'kept' not in locals() else kept
-    assert (
-        r.exit_code == 1 and 'holds a finished run' in r.output and files_of(tmp_path / 'x') == kept
-    )
+    capsnb(*tiny, '--out=~/x', '--test-limit', 50)
+    kept = files_of(tmp_path / 'x')
+    r = capsnb(*tiny, '--out=~/x', '--test-limit', 50, '--seed', 1)
+    assert r.exit_code == 1 and 'holds a finished run' in r.output
+    assert files_of(tmp_path / 'x') == kept
     assert capsnb('eval', '~/x', '--device', 'cpu').exit_code == 0 and not (tmp_path / '~').exists()
     for command in ('demo', 'ablate'):  # their folders, too
         capsnb(command, '--out=~/y', '--epochs', 0), capsnb(command, '--out=~/y', '--device', 'gpu')
@@ -177,7 +176,7 @@ def test_unwritable_folder(tmp_path):
 
 
 def test_full_disk(tmp_path):
-    "A limit on the size of files stands in for a disk that is full: the operating system refuses the write."
+    "A limit on the size of files stands in for a full disk: the system refuses the write."
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
     r = call('demo', '--out', tmp_path / 'run', preexec_fn=limit)
     assert r.returncode == 1 and 'nothing was trained' in r.stderr and 'Traceback' not in r.stderr
@@ -202,8 +201,10 @@ def test_without_typer():
 def test_without_huggingface_hub():
     "The networks work without it; saving says what to install."
     code = (
-        "import sys; sys.modules['huggingface_hub'] = None\nimport torch\nfrom capsnb.lab.vision import PlainCNN\nnet = PlainCNN(n_hidden=4)\n"
-        "assert net(torch.zeros(2, 1, 8, 8)).a.shape == (2, 10)\ntry: net.save_pretrained('x')\nexcept ImportError as e: print(e)"
+        "import sys; sys.modules['huggingface_hub'] = None\nimport torch\n"
+        "from capsnb.lab.vision import PlainCNN\nnet = PlainCNN(n_hidden=4)\n"
+        "assert net(torch.zeros(2, 1, 8, 8)).a.shape == (2, 10)\n"
+        "try: net.save_pretrained('x')\nexcept ImportError as e: print(e)"
     )
     r = subprocess.run(
         [sys.executable, '-c', code], env=ENV, capture_output=True, text=True, timeout=120
@@ -225,8 +226,10 @@ def test_without_huggingface_hub():
 )
 def test_what_needs_no_pytorch_does_not_wait_for_it(args):
     code = (
-        "import sys; from capsnb.cli import main; sys.argv = ['capsnb', *sys.argv[1:]]\ntry: main()\n"
-        "finally: print([m for m in ('torch', 'numpy', 'transformers', 'datasets', 'matplotlib', 'sklearn') if m in sys.modules], file=sys.stderr)"
+        "import sys; from capsnb.cli import main; sys.argv = ['capsnb', *sys.argv[1:]]\n"
+        "slow = 'torch numpy transformers datasets matplotlib sklearn'.split()\n"
+        "try: main()\n"
+        "finally: print([m for m in slow if m in sys.modules], file=sys.stderr)"
     )
     r = subprocess.run(
         [sys.executable, '-c', code, *args], env=ENV, capture_output=True, text=True, timeout=120
@@ -235,7 +238,7 @@ def test_what_needs_no_pytorch_does_not_wait_for_it(args):
 
 
 def test_the_faster_plans_are_there_in_any_order():
-    "the package imports nothing before it is asked; a routing must not fall back to the definition for that"
+    "the package imports nothing before it is asked; routing must not fall back for that"
     for first in (
         'from capsnb.engine.dstep import plans',
         'import capsnb.engine.moments, capsnb; plans = capsnb.engine.dstep.plans',
@@ -273,7 +276,7 @@ def test_h_is_help(args):
 
 @pytest.mark.parametrize('module', ['typer', 'inside typer', 'torch', 'numpy', 'transformers'])
 def test_ctrl_c_during_an_import(module, tmp_path):
-    "From the very first import on Ctrl-C is one line; here it comes while a module is being looked for."
+    "From the first import on Ctrl-C is one line; here it comes while a module is looked for."
     code = f"""
 import signal, sys
 class Interrupt:
@@ -284,8 +287,9 @@ class Interrupt:
 sys.meta_path.insert(0, Interrupt())
 import capsnb.cli
 from capsnb.cli import main
-if {module!r} == 'inside typer': capsnb.cli.entrance = lambda f: lambda: signal.raise_signal(signal.SIGINT)
-options = [] if {module!r} == 'inside typer' else ['--device', 'cpu', '--out', {str(tmp_path / 'run')!r}]
+inside = {module!r} == 'inside typer'
+if inside: capsnb.cli.entrance = lambda f: lambda: signal.raise_signal(signal.SIGINT)
+options = [] if inside else ['--device', 'cpu', '--out', {str(tmp_path / 'run')!r}]
 sys.argv = ['capsnb', 'train', 'digits', *options]
 main()"""
     r = subprocess.run(
@@ -323,7 +327,7 @@ def check_folder(out, text):
 
 
 def test_interrupted_and_resumed(tmp_path):
-    "One real process gets a real Ctrl-C within an epoch; what it tells us to do ends in the same place as an undisturbed run."
+    "A real Ctrl-C within an epoch; what it tells us to do ends where an undisturbed run does."
     out = tmp_path / 'run'
     p = subprocess.Popen(
         [*COMMAND, 'demo', '--epochs', '2', '--device', 'cpu', '--out', str(out)],
@@ -609,7 +613,7 @@ def test_odd_metrics_are_one_sentence_or_made_again(text, run, finished, tmp_pat
 
 
 def test_a_study_goes_on_and_replaces_nothing(tmp_path):
-    "two studies with the same folder of runs: the second must not replace the networks of the first"
+    "two studies with one folder of runs: the second must not replace the first's networks"
     few = (
         'ablate',
         '--size',

@@ -1,4 +1,4 @@
-"""Digits and garments: which pictures are taken, which networks fit, runs that are stopped, resumed, read again or refused."""
+"""Digits and garments: pictures, networks, runs that are stopped, resumed, read or refused."""
 
 import json
 import pytest

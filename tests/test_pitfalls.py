@@ -112,7 +112,7 @@ def test_pitfall_3_a_child_starts_with_even_shares_of_all_its_parents_and_has_no
 
 @pytest.mark.parametrize('n_iters', [1, 2, 3])
 def test_pitfall_4_activations_of_the_children_must_not_cancel(n_iters):
-    """elsewhere: R times a, divided by its sum over parents: a is gone; here half of everyone is half
+    """elsewhere: R times a, divided by its sum over parents: a is gone; here half of all is half
     of the cost, and one child less is another pose"""
     a, V = draw()
     first, half = em_routing(a, V, 0.0, 0.5, 0.1, 1), em_routing(a / 2, V, 0.0, 0.5, 0.1, 1)

@@ -1,4 +1,4 @@
-"""A run that is killed with SIGKILL at a random step, and resumed, ends with the same weights, bit for bit."""
+"""A run killed with SIGKILL at a random step, and resumed, ends with the same weights."""
 
 import json
 import os
@@ -28,7 +28,7 @@ import capsnb.lab.train
 from capsnb.lab.vision import DStepNet
 out, resume, start = sys.argv[1], sys.argv[2] == 'resume', int(sys.argv[3])
 
-class Telling(BarHook):                     # tells the parent where we are, and gives it time to kill
+class Telling(BarHook):      # tells the parent where we are, and gives it time to kill
     def on_step_end(self, args, state, control, **_):
         print(state.global_step, flush=True); time.sleep(.01)
 capsnb.lab.train.BarHook = Telling
@@ -36,8 +36,9 @@ capsnb.lab.train.BarHook = Telling
 seed_everything(start)
 net = DStepNet(channels=(8, 16), strides=(2, 1), n_types=2, n_parts=4)
 data = load_digits_split()
-fit(net, data['train'].select(range(200)), data['validation'].select(range(60)), out, epochs=4, lr=(1e-4, 1e-2), shift=1, mixup=.2,
-    momentum='paper', seed=5, device='cpu', progress=False, resume=resume, save_steps=3)
+fit(net, data['train'].select(range(200)), data['validation'].select(range(60)), out, epochs=4,
+    lr=(1e-4, 1e-2), shift=1, mixup=.2, momentum='paper', seed=5, device='cpu', progress=False,
+    resume=resume, save_steps=3)
 """
 
 
@@ -132,7 +133,7 @@ def test_another_seed_differs(whole, tmp_path):
 
 
 def test_half_written_checkpoint_is_skipped(whole, tmp_path):
-    "What a kill in the middle of a save leaves: a folder without a seal, and one whose file is too short."
+    "What a kill within a save leaves: a folder without a seal, one whose file is too short."
     kill_at(tmp_path, False, 5, 20)
     folder = tmp_path / 'checkpoints'
     good = last_whole(folder)

@@ -1,4 +1,4 @@
-"""Training on a treebank: decks from a cache and on the fly, interrupted runs, caches and encoders that do not belong, the command line."""
+"""Training on a treebank: decks, interrupted runs, what does not belong, the command line."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def on(world, encoder, task='sst5', progress=False, **kw):
 
 
 def data(world, encoder, task='sst5', **kw):
-    return on(world, encoder, task, **{**dict(cache=world['root'] / 'cache'), **kw}).decks()
+    return on(world, encoder, task, **{**dict(cache=world['root'] / 'cache'), **kw}).decks(seed=0)
 
 
 quiet = dict(device='cpu', progress=False)
@@ -228,7 +228,8 @@ from capsnb.lab.sentiment import Sentiment
 from capsnb.lab.tasks import train
 def go(model, trees, out, resume):
     encoder = FrozenEncoder(model, device='cpu')
-    task = Sentiment('sst5', encoder, folder=trees, official=False, cache=out + '-cache', roots=True)
+    kw = dict(folder=trees, official=False, cache=out + '-cache', roots=True)
+    task = Sentiment('sst5', encoder, **kw)
     return train(task, out=out, epochs=6, progress=False, device='cpu', resume=resume,
                  save_steps=1, batch_size=4)
 '''
@@ -238,14 +239,8 @@ def test_killed_and_resumed_is_as_if_nothing_had_happened(world, tmp_path):
     env = {**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
 
     def start(out, resume):
-        return subprocess.Popen(
-            [
-                sys.executable,
-                '-c',
-                f"{COMMON}\ngo({str(world['model'])!r}, {str(world['trees'])!r}, {str(out)!r}, {resume})",
-            ],
-            env=env,
-        )
+        given = f"{str(world['model'])!r}, {str(world['trees'])!r}, {str(out)!r}, {resume}"
+        return subprocess.Popen([sys.executable, '-c', f'{COMMON}\ngo({given})'], env=env)
 
     assert start(tmp_path / 'whole', False).wait(300) == 0
     p = start(tmp_path / 'cut', False)

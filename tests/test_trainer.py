@@ -1,4 +1,4 @@
-"""transformers' own Trainer with every network, with and without labels; and what a named tuple must go on being able to do."""
+"""transformers' own Trainer with every network; what a named tuple must go on to do."""
 
 import copy
 import pickle

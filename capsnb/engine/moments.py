@@ -128,7 +128,7 @@ def _used(R, f):
     "D = f R [n, i, j], in the memory of R unless it is one number."
     return R * f[..., None] if R.stride(-1) == 0 else R.mul_(f[..., None])
 
-# %% ../../nbs/engine/24_moments.ipynb #a74ac5e2
+# %% ../../nbs/engine/24_moments.ipynb #df76a8e6
 class _Sweep(NamedTuple):
     "What all tiles of an iteration have in common."
 
@@ -155,9 +155,10 @@ class _Sweep(NamedTuple):
             tile, _, R = self.tile(rows, cols)
             G = tile.worth(R, [_of(p, cols) for p in slopes])
             total[:, rows] += torch.linalg.vecdot(R, G)
+            del tile, R, G
         return total
 
-# %% ../../nbs/engine/24_moments.ipynb #096d24cc
+# %% ../../nbs/engine/24_moments.ipynb #79a16800
 class _Iteration(torch.autograd.Function):
     "An engine's tensors -> the statistics of its votes under their shares."
 
@@ -169,6 +170,7 @@ class _Iteration(torch.autograd.Function):
         for cols, rows in itertools.product(cuts.cols, cuts.rows):
             tile, f_t, R = sweep.tile(rows, cols)
             tile.gather(_used(R, f_t), f_t, [_of(p, cols) for p in stats])
+            del tile, R  # before the next is made
         ctx.save_for_backward(f, sweep.norm, *stats, *tensors)
         ctx.engine, ctx.cuts, ctx.n_stats = engine, cuts, len(stats)
         return tuple(stats)
@@ -191,6 +193,7 @@ class _Iteration(torch.autograd.Function):
             D, centre = _used(R, f_t), pay if centres is None else centres[:, rows]
             dL = G.sub_(centre[..., None]).mul_(D) if votes.model else None
             g_f[:, rows] += tile.spread(D, dL, f_t, here, grads.cut(rows, cols)) + pay
+            del tile, R, G, D, dL
         grads = [g.to(p.dtype) for g, p in zip(grads.tensors, tensors)]
         return None, None, g_f, *grads
 

@@ -14,7 +14,7 @@ from .tasks import study
 from .train import summary
 
 # %% auto #0
-__all__ = ['Row', 'ablation_rows', 'ablate_command', 'ablate', 'rows_of', 'ablation_table', 'plot_ablation']
+__all__ = ['Row', 'ablation_rows', 'ablate', 'ablation_table', 'plot_ablation']
 
 # %% ../../nbs/lab/52_ablation.ipynb #c1e0f3b4
 class Row(NamedTuple):
@@ -48,8 +48,8 @@ def ablation_rows(
     others = [p for p in presets if p != preset]
     return rows + [Row(f'preset {p}', dict(preset=p, eps=None), None) for p in others]
 
-# %% ../../nbs/lab/52_ablation.ipynb #b526aa78
-def ablate_command(
+# %% ../../nbs/lab/52_ablation.ipynb #873c4f4d
+def _ablate_command(
     settings: dict,  # that all rows share
     n_seeds: int,  # runs of each row
 ) -> str:  # a command to copy
@@ -61,7 +61,7 @@ def ablate_command(
     told += [] if settings.get('validate', True) else ['--no-validate']
     return ' '.join(['capsnb ablate', *told])
 
-# %% ../../nbs/lab/52_ablation.ipynb #e8c19473
+# %% ../../nbs/lab/52_ablation.ipynb #d7df2265
 def ablate(
     task: Objects = toys,  # whose size, pairs and validation all rows share
     path: str | Path = 'runs/ablate/em_ablation.json',  # collects the runs
@@ -94,7 +94,7 @@ def ablate(
         path,
         seeds,
         runs=Path(runs).expanduser(),
-        command=ablate_command(settings, len(seeds)),
+        command=_ablate_command(settings, len(seeds)),
         settings=settings,
         net='matrix-caps',
         epochs=epochs,
@@ -104,8 +104,8 @@ def ablate(
     )
     return {name: summary(runs) for name, runs in found.items()}
 
-# %% ../../nbs/lab/52_ablation.ipynb #df6a6362
-def rows_of(
+# %% ../../nbs/lab/52_ablation.ipynb #8a8717aa
+def _rows_of(
     path: str | Path,  # of `ablate`
 ) -> list[tuple[Row, list]]:  # each row that has runs, with their records
     "What a study has found so far."
@@ -116,13 +116,13 @@ def rows_of(
     rows = ablation_rows(record['study']['preset'])
     return [(r, found[r.name]) for r in rows if r.name in found]
 
-# %% ../../nbs/lab/52_ablation.ipynb #3025db3c
+# %% ../../nbs/lab/52_ablation.ipynb #2b457b26
 def ablation_table(
     path: str | Path,  # of `ablate`
 ) -> str:  # a line per row that has runs
     "Test errors beside the paper's."
     lines = [f"{'':24s} {'here':>14s} {'paper':>7s} {'seeds':>6s} {'parameters':>11s}"]
-    for r, runs in rows_of(path):
+    for r, runs in _rows_of(path):
         s = summary(runs)
         spread = f" ± {s['test_sd']:.1f}" if s['n'] > 1 else ''
         here, paper = f"{100 - s['test']:.1f}{spread} %", f'{r.paper} %' if r.paper else ''
@@ -130,12 +130,12 @@ def ablation_table(
         lines.append(f"{r.name:24s} {here:>14s} {paper:>7s} {s['n']:6d} {size:11,d}")
     return '\n'.join(lines)
 
-# %% ../../nbs/lab/52_ablation.ipynb #17d8407f
+# %% ../../nbs/lab/52_ablation.ipynb #2575d930
 def plot_ablation(
     path: str | Path,  # of `ablate`
 ):  # matplotlib figure
     "A dot for each run; the grey line is the mean of the paper's model."
-    plt, found = plot_style(), rows_of(path)
+    plt, found = plot_style(), _rows_of(path)
     fig, ax = plt.subplots(figsize=(6.4, 0.26 * len(found) + 1), layout='constrained')
     errors = {r.name: [100 * (1 - v['test_accuracy']) for v in runs] for r, runs in found}
     if e := errors.get('3 iterations'):

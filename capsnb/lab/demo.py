@@ -15,14 +15,14 @@ from .train import Deck, check_recipe, fit, load_digits_split
 from .vision import DStepNet, PlainCNN, n_params, rival_of
 
 # %% auto #0
-__all__ = ['trunk', 'recipe', 'titles', 'networks', 'contestants', 'demo_table', 'demo_picture', 'demo']
+__all__ = ['trunk', 'recipe', 'networks', 'contestants', 'demo_table', 'demo_picture', 'demo']
 
-# %% ../../nbs/lab/54_demo.ipynb #b221286b
+# %% ../../nbs/lab/54_demo.ipynb #bac907d2
 trunk = dict(channels=(32, 32, 64, 64), strides=(1, 2, 1, 1))  # of both networks
 recipe = dict(  # of the demo
     epochs=24, batch_size=20, lr=(1e-5, 5e-3), warmup=0.1, momentum='paper', shift=1, mixup=0.2
 )
-titles = {'dstep': 'D-step network', 'cnn': 'plain CNN'}
+_titles = {'dstep': 'D-step network', 'cnn': 'plain CNN'}
 
 
 def contestants(
@@ -36,7 +36,7 @@ def contestants(
     nets['cnn'] = rival_of(n_params(nets['dstep']), **trunk)
     return nets
 
-# %% ../../nbs/lab/54_demo.ipynb #6ea830fd
+# %% ../../nbs/lab/54_demo.ipynb #2be69bb4
 def demo_table(
     results: dict,  # name -> metrics, as `fit` returns them
 ) -> str:  # one line per network
@@ -45,7 +45,7 @@ def demo_table(
     for name, m in results.items():
         scores = f"{m['test_accuracy']:.1%}", f"{m['valid_accuracy']:.1%}"
         cost = f"{m['n_params']:,}", f"{m['seconds']:.1f}", m['device_used']
-        rows.append((titles[name], *scores, *cost))
+        rows.append((_titles[name], *scores, *cost))
     first, *others = (max(map(len, column)) for column in zip(*rows))
     lines = ([r[0].ljust(first), *(x.rjust(w) for x, w in zip(r[1:], others))] for r in rows)
     return '\n'.join('  '.join(line) for line in lines)
@@ -173,14 +173,14 @@ def _of_demo(
     note = read_json(folder / 'settings.json', settings=dict)['settings']
     return note.get('network') == network and not {'arch', 'kind', 'net'} & set(note)
 
-# %% ../../nbs/lab/54_demo.ipynb #d7a613af
+# %% ../../nbs/lab/54_demo.ipynb #1b4dcb1c
 def _shown_before(
     out: Path,  # folder of a demo
 ) -> dict:  # name -> metrics, as `demo` returns them; empty: there is no finished demo
     if not (out / 'metrics.json').exists():
         return {}
     note = read_json(out / 'metrics.json')
-    return {name: note[name] for name in titles} if set(titles) <= set(note) else {}
+    return {name: note[name] for name in _titles} if set(_titles) <= set(note) else {}
 
 # %% ../../nbs/lab/54_demo.ipynb #dc6a5dc8
 def _strangers(
@@ -227,7 +227,7 @@ def _claim_demo(
         "or replace it (--overwrite)"
     )
 
-# %% ../../nbs/lab/54_demo.ipynb #48e84d2c
+# %% ../../nbs/lab/54_demo.ipynb #0138bdc1
 def demo(
     seed: int = 0,  # of everything
     out: str | Path = 'runs/demo',  # folder of the run
@@ -253,7 +253,7 @@ def demo(
     kw |= dict(seed=seed, device=device, resume=True, progress=progress)
     kw |= dict(how_to_resume=how_to_resume, test=data['test'])
     results = {
-        name: fit(net, data['train'], data['validation'], out / name, name=titles[name], **kw)
+        name: fit(net, data['train'], data['validation'], out / name, name=_titles[name], **kw)
         for name, net in nets.items()
     }
     if first_process() and _checked(out) != results:

@@ -19,8 +19,7 @@ from .train import Deck, load_digits_split
 from .vision import BaselineCNN, DStepNet, PlainCNN, n_params, rival_of
 
 # %% auto #0
-__all__ = ['sides', 'top_lr', 'few_pixels', 'names_of', 'digits', 'mnist', 'fashion_mnist', 'spread', 'as_seen', 'Digits',
-           'drawings']
+__all__ = ['sides', 'names_of', 'digits', 'mnist', 'fashion_mnist', 'spread', 'as_seen', 'Digits', 'drawings']
 
 # %% ../../nbs/lab/49_digits.ipynb #07f0916e
 def spread(
@@ -44,16 +43,16 @@ def as_seen(
         return images
     return F.pad(images.repeat_interleave(2, -2).repeat_interleave(2, -1), (2,) * 4)
 
-# %% ../../nbs/lab/49_digits.ipynb #c10fb5ee
+# %% ../../nbs/lab/49_digits.ipynb #75076707
 sides = {'digits': 8, 'mnist': 28, 'fashion-mnist': 28}  # pixels
-top_lr = {  # at 8×8, at 28×28
+_top_lr = {  # at 8×8, at 28×28
     'capsnet': (1e-2, 2e-3),
     'dstep': (1e-2, 1e-2),
     'matrix-caps': (5e-2, 5e-2),
     'cnn': (1e-2, 2e-2),
     'baseline': (2e-3, 4e-3),
 }
-few_pixels = dict(  # what CapsNet is on 8×8
+_few_pixels = dict(  # what CapsNet is on 8×8
     channels=64, kernels=(3, 3), n_types=16, decoder=(128, 256), recon=0.05
 )
 
@@ -64,7 +63,7 @@ def _as_large_as_dstep(
 ) -> PlainCNN:  # with about as many parameters
     return rival_of(n_params(DStepNet(**trunk)), **options)
 
-# %% ../../nbs/lab/49_digits.ipynb #839c42f7
+# %% ../../nbs/lab/49_digits.ipynb #08bf6e44
 def _networks_at(
     side: int,  # pixels of a picture
 ) -> dict:  # name -> `Net`, its recipe apart
@@ -72,7 +71,7 @@ def _networks_at(
     trunk = dict(channels=(32, 32, 64, 64), strides=(1, 2, 1, 1) if small else (2, 1, 2, 1))
     capsules = dict(zip('ABCD', (32, 8, 8, 8) if small else (64, 8, 16, 16)))
     capsules |= dict(E=10, in_channels=1, size=max(20, side), n_iters=2, loss='crossent')
-    shape = dict(image_shape=(1, side, side), **(few_pixels if small else {}))
+    shape = dict(image_shape=(1, side, side), **(_few_pixels if small else {}))
     return {
         'capsnet': Net(CapsNet, shape),
         'dstep': Net(DStepNet, trunk),
@@ -81,7 +80,7 @@ def _networks_at(
         'baseline': Net(BaselineCNN, dict(in_channels=1, n_classes=10, size=side)),
     }
 
-# %% ../../nbs/lab/49_digits.ipynb #511a01b2
+# %% ../../nbs/lab/49_digits.ipynb #d5142789
 def _recipe_at(
     net: str,  # a name of `_networks_at`
     side: int,  # pixels of a picture
@@ -90,7 +89,7 @@ def _recipe_at(
         epochs=20,
         momentum='notebook',
         mixup=0.0,
-        lr=(1e-5, top_lr[net][side == 28]),
+        lr=(1e-5, _top_lr[net][side == 28]),
         shift=2 if side == 28 or net == 'matrix-caps' else 1,
     )
 

@@ -20,8 +20,8 @@ from .train import dice, fingerprint, shift_images
 from .vision import BaselineCNN, PlainCNN, SmallNORBNet, n_params, norb_trunk, rival_of
 
 # %% auto #0
-__all__ = ['top_lr', 'published_lr', 'categories', 'factors', 'splits', 'toys', 'smallnorb', 'PairDeck', 'PairMixup',
-           'caps_sizes', 'standardised', 'patches', 'PairCrops', 'Objects', 'Toys', 'SmallNORB', 'pose_picture']
+__all__ = ['categories', 'factors', 'splits', 'toys', 'smallnorb', 'PairDeck', 'PairMixup', 'standardised', 'patches',
+           'PairCrops', 'Objects', 'Toys', 'SmallNORB', 'pose_picture']
 
 # %% ../../nbs/lab/50_objects.ipynb #9b2bcc49
 class PairDeck(torch.utils.data.Dataset):
@@ -122,8 +122,8 @@ class PairMixup:
             )
         return [from_bytes(images)]
 
-# %% ../../nbs/lab/50_objects.ipynb #b8d4b2c2
-def caps_sizes(
+# %% ../../nbs/lab/50_objects.ipynb #993470c5
+def _caps_sizes(
     size: int,  # of the pictures
 ) -> tuple[int, int]:  # pixels after shrinking, of a patch
     "48 and 32 for multiples of 48 pixels; else no shrinking, and patches of two thirds."
@@ -154,7 +154,7 @@ def patches(
     cut = images[sample[:, None, None], :, rows[:, :, None], cols[:, None]]
     return cut.movedim(-1, 1)
 
-# %% ../../nbs/lab/50_objects.ipynb #156fcc95
+# %% ../../nbs/lab/50_objects.ipynb #3fdb1251
 class PairCrops:
     "Batches as in (Hinton 2018): dice on the CPU; shrunk, cut and lit on the device."
 
@@ -164,7 +164,7 @@ class PairCrops:
         contrast: float = 0.5,  # largest change in training
         brightness: float = 0.5,  # likewise, in standard deviations
     ):
-        self.whole, self.patch = caps_sizes(size)
+        self.whole, self.patch = _caps_sizes(size)
         self.contrast, self.brightness, self.room = contrast, brightness, self.whole - self.patch
 
     def __call__(
@@ -204,9 +204,9 @@ class PairCrops:
             at = torch.linspace(0, self.room, crops).round().long().tolist()
         return [x[:, :, r : r + self.patch, c : c + self.patch] for r in at for c in at]
 
-# %% ../../nbs/lab/50_objects.ipynb #ac280962
-top_lr = {'dstep': 5e-3, 'cnn': 2e-3, 'baseline': 5e-3, 'matrix-caps': 1e-2}
-published_lr = {'dstep': 5e-4, 'cnn': 5e-4, 'baseline': 1e-3}
+# %% ../../nbs/lab/50_objects.ipynb #e608a14b
+_top_lr = {'dstep': 5e-3, 'cnn': 2e-3, 'baseline': 5e-3, 'matrix-caps': 1e-2}
+_published_lr = {'dstep': 5e-4, 'cnn': 5e-4, 'baseline': 1e-3}
 
 
 def _as_large_as_dstep(
@@ -227,9 +227,9 @@ def _baseline(
             "the published baseline sees patches of 32 out of 48 pixels: "
             f"size must be a multiple of 48, got {size}"
         )
-    return BaselineCNN(n_classes, size=caps_sizes(size)[1] if published else size, **options)
+    return BaselineCNN(n_classes, size=_caps_sizes(size)[1] if published else size, **options)
 
-# %% ../../nbs/lab/50_objects.ipynb #118d8434
+# %% ../../nbs/lab/50_objects.ipynb #4df1fcf0
 categories = ('animal', 'human', 'airplane', 'truck', 'car')  # of both data sets
 factors = ('category', 'instance', 'elevation', 'azimuth', 'lighting')
 splits = ('train', 'validation', 'train+validation', 'test')
@@ -266,7 +266,7 @@ class Objects(Task):
     @property
     def networks(self):
         n, own = len(self.names), dict(eps='paper', init='paper') if self.published else {}
-        capsules = dict(zip('ABCD', (64, 8, 16, 16))) | dict(E=n, size=caps_sizes(self.size)[1])
+        capsules = dict(zip('ABCD', (64, 8, 16, 16))) | dict(E=n, size=_caps_sizes(self.size)[1])
         capsules |= dict(preset='gritzman', eps='auto', loss='crossent')
         plain = dict(n_classes=n, **norb_trunk())
         baseline = partial(_baseline, size=self.size, published=self.published)
@@ -290,7 +290,7 @@ class Objects(Task):
                 "'paper': capsnb ablate --only '3 iterations', or "
                 "options=dict(preset='paper', eps=None, loss='spread')"
             )
-        lr = (1e-5, (published_lr if self.published else top_lr)[net])
+        lr = (1e-5, (_published_lr if self.published else _top_lr)[net])
         if self.on_crops(net):
             return {**paper_recipe, 'lr': lr, 'mixup': 0, 'shift': 0}
         shift = self.size // 16 if net == 'baseline' else self.size // 6
@@ -310,7 +310,7 @@ class Objects(Task):
         return PairCrops(self.size)
 
     def views(self, network, collator, batch):
-        patch = (caps_sizes(self.size)[1],) * 2  # older baselines saw it all: ask the network
+        patch = (_caps_sizes(self.size)[1],) * 2  # older baselines saw it all: ask the network
         patched = isinstance(network, MatrixCapsNet) or getattr(network, 'size', None) == patch
         who = PairCrops(self.size) if patched else PairMixup()
         return [dict(images=view) for view in who.views(batch['images'], self.crops)]

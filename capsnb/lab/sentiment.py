@@ -23,9 +23,8 @@ from .text import SSTNet, check_note, encoder_note, measure_scale, noted_encoder
 from .train import dice, fingerprint
 
 # %% auto #0
-__all__ = ['on_disk', 'most_unasked', 'names_of', 'sst5', 'sst2', 'TextDeck', 'packed', 'TextMixup', 'say', 'cache_name',
-           'choose_cache', 'embeddings_folder', 'Samples', 'sst_samples', 'Sentiment', 'first_the_price', 'mean_states',
-           'linear_probes']
+__all__ = ['on_disk', 'most_unasked', 'names_of', 'sst5', 'sst2', 'TextDeck', 'packed', 'TextMixup', 'say', 'Samples',
+           'sst_samples', 'Sentiment', 'linear_probes']
 
 # %% ../../nbs/lab/51_sentiment.ipynb #dd8c221d
 class TextDeck(torch.utils.data.Dataset):
@@ -156,8 +155,8 @@ def say(
     if first_process():
         print(text, file=sys.stderr, flush=True)
 
-# %% ../../nbs/lab/51_sentiment.ipynb #1f1615f7
-def cache_name(
+# %% ../../nbs/lab/51_sentiment.ipynb #96c070fb
+def _cache_name(
     name: str,  # of a split
     dtype: str,  # of its numbers on disk
 ) -> str:  # of the cache's folder
@@ -167,8 +166,8 @@ def cache_name(
         raise ValueError(f"expected the cache's dtype to be {there}, got {dtype!r}")
     return name if dtype == 'float16' else f'{name}-{dtype}'
 
-# %% ../../nbs/lab/51_sentiment.ipynb #5a6c1ddf
-def choose_cache(
+# %% ../../nbs/lab/51_sentiment.ipynb #031440da
+def _choose_cache(
     cache: str | Path | bool | None,  # as for `Sentiment`
     needed: dict,  # name of a cache -> its bytes
     root: Path,  # where caches are
@@ -195,8 +194,8 @@ def choose_cache(
     )
     return False
 
-# %% ../../nbs/lab/51_sentiment.ipynb #23aac448
-def embeddings_folder(
+# %% ../../nbs/lab/51_sentiment.ipynb #3537e360
+def _embeddings_folder(
     encoder: FrozenEncoder,  # who makes the cache
     root: str | Path | None,  # where caches are; None: the user's cache folder
 ) -> Path:  # of this encoder's caches
@@ -253,7 +252,7 @@ def _samples(
         texts, rows = [texts[r] for r in rows], list(range(n))
     return Samples(name, texts, rows, labels)
 
-# %% ../../nbs/lab/51_sentiment.ipynb #ae26574c
+# %% ../../nbs/lab/51_sentiment.ipynb #56193736
 @dataclass
 class Sentiment(Task):
     "The Stanford Sentiment Treebank, read by a frozen transformer."
@@ -296,7 +295,7 @@ class Sentiment(Task):
             say("reading the treebank")
         options = self.folder, self.official, self.roots, self.limit
         self.samples = sst_samples(self.task, *options)  # is anything wrong with it?
-        self.cache = first_the_price(self, recipe['epochs'])
+        self.cache = _first_the_price(self, recipe['epochs'])
         self.reader()
 
     def reader(self) -> FrozenEncoder:
@@ -325,11 +324,11 @@ class Sentiment(Task):
         if samples is None:
             options = self.folder, self.official, self.roots, self.limit
             samples = sst_samples(self.task, *options, splits)
-        place = embeddings_folder(encoder, self.cache)
-        names = {s: cache_name(samples[s].name, self.cache_dtype) for s in splits}
+        place = _embeddings_folder(encoder, self.cache)
+        names = {s: _cache_name(samples[s].name, self.cache_dtype) for s in splits}
         token = encoder.n_layers * encoder.d_emb * getattr(torch, self.cache_dtype).itemsize
         needed = {names[s]: about_tokens(samples[s].texts) * token for s in splits}
-        cache, decks = choose_cache(self.cache, needed, place.parent, place.name), {}
+        cache, decks = _choose_cache(self.cache, needed, place.parent, place.name), {}
         self.on_the_fly = cache is False
         for split in splits:
             _, texts, rows, labels = samples[split]
@@ -373,8 +372,8 @@ class Sentiment(Task):
 
 sst5, sst2 = Sentiment('sst5'), Sentiment('sst2')
 
-# %% ../../nbs/lab/51_sentiment.ipynb #367cbe04
-def first_the_price(
+# %% ../../nbs/lab/51_sentiment.ipynb #42cc4639
+def _first_the_price(
     task: Sentiment,  # its texts are read, its encoder need not be loaded
     epochs: int,  # of the run
 ):  # cache, or False: on the fly
@@ -388,22 +387,22 @@ def first_the_price(
     else:
         name, config = encoder, read_config(encoder, task.gguf_file, task.revision)
         layers, compute = task.layers, torch.float32
-    names = {cache_name(s.name, task.cache_dtype): s.texts for s in samples.values()}
+    names = {_cache_name(s.name, task.cache_dtype): s.texts for s in samples.values()}
     texts = [t for s in samples.values() for t in s.texts]
     price = price_of(config, texts, layers, task.cache_dtype, device, compute)
     if task.progress or price.disk > 1e9 or price.seconds > 60:
         say(f"{name}: {price}")
     root = Path(task.cache).expanduser() if task.cache else cache_folder('embeddings')
     needed = {k: about_tokens(t) * price.disk // price.n_tokens for k, t in names.items()}
-    chosen = choose_cache(task.cache, needed, root)
+    chosen = _choose_cache(task.cache, needed, root)
     again = sum(about_tokens(samples[split].texts) for split in ('train', 'validation'))
     fly = price.seconds * (1 + (epochs - 1) * again / price.n_tokens)
     if chosen is False and (task.progress or fly > 600):
         say(f"on the fly, {epochs} epochs: roughly {in_time(fly)} for the transformer")
     return chosen
 
-# %% ../../nbs/lab/51_sentiment.ipynb #a4a0fe00
-def mean_states(
+# %% ../../nbs/lab/51_sentiment.ipynb #d0dfc239
+def _mean_states(
     deck: TextDeck,  # data
     batch_size: int = 40,  # texts at a time
 ):  # NumPy [n, l, m]
@@ -418,7 +417,7 @@ def mean_states(
         out += [e.mean(0).cpu() for e in rows]
     return torch.stack(out).numpy()
 
-# %% ../../nbs/lab/51_sentiment.ipynb #7123927b
+# %% ../../nbs/lab/51_sentiment.ipynb #fd685772
 def linear_probes(
     decks: dict,  # train, validation, test: of `Sentiment.decks`
     layers: list | None = None,  # None: all
@@ -427,7 +426,7 @@ def linear_probes(
     "Logistic regression on mean-pooled hidden states, layer by layer."
     linear = need('sklearn.linear_model').LogisticRegression
     scaler = need('sklearn.preprocessing').StandardScaler
-    X, y = {s: mean_states(d) for s, d in decks.items()}, {s: d.labels for s, d in decks.items()}
+    X, y = {s: _mean_states(d) for s, d in decks.items()}, {s: d.labels for s, d in decks.items()}
     rows = []
     for layer in range(X['train'].shape[1]) if layers is None else layers:
         scale = scaler().fit(X['train'][:, layer])

@@ -53,14 +53,11 @@ from capsnb.lab.runs import (
 )
 
 # %% auto #0
-__all__ = ['top_momentum', 'honoured', 'own_names', 'load_digits_split', 'dice', 'shift_images', 'pictures', 'class_numbers',
-           'columns_of', 'Deck', 'mixup', 'MixupCollator', 'cycle_height', 'SingleCycle', 'Diverged', 'Ledger',
-           'SealHook', 'weights_are_finite', 'left_in', 'wait_for_all', 'DealHook', 'ProgressHook', 'StopHook',
-           'heard_by_any', 'catching', 'BarHook', 'accuracy', 'quiet_transformers', 'training_arguments',
-           'make_trainer', 'mean_loss', 'loss_in_words', 'check_names', 'check_recipe', 'fingerprint', 'identity',
-           'Stopped', 'width_of', 'check_network', 'rehearse', 'batch_on', 'check_answer', 'load_best', 'history_of',
-           'has_room', 'run_training', 'fit_decks', 'batches_of', 'digest_of', 'write_down', 'fit', 'finish',
-           'to_the_end', 'repeat', 'summary', 'in_words']
+__all__ = ['honoured', 'load_digits_split', 'dice', 'shift_images', 'pictures', 'columns_of', 'Deck', 'mixup', 'MixupCollator',
+           'cycle_height', 'SingleCycle', 'Diverged', 'Ledger', 'SealHook', 'DealHook', 'ProgressHook', 'StopHook',
+           'BarHook', 'accuracy', 'quiet_transformers', 'training_arguments', 'make_trainer', 'check_recipe',
+           'fingerprint', 'Stopped', 'rehearse', 'batch_on', 'history_of', 'run_training', 'fit_decks', 'fit', 'repeat',
+           'summary', 'in_words']
 
 # %% ../../nbs/lab/47_train.ipynb #00000005
 def load_digits_split():  # datasets.DatasetDict with columns image [1, 8, 8] in [0, 1] and label
@@ -176,7 +173,7 @@ def _channels_first(
     return x.movedim(-1, 1) if at_the_end else x
 
 # %% ../../nbs/lab/47_train.ipynb #4a2ee02a
-def class_numbers(
+def _class_numbers(
     column,  # Tensor, NumPy array or list of whole numbers
 ) -> Tensor:  # int64 [n]
     "Labels for a network; `ValueError` for anything but whole numbers from 0 on."
@@ -200,7 +197,7 @@ def columns_of(
 ) -> tuple:  # pictures [n, channels, rows, columns] and labels [n]
     "Pictures and labels of a data set; `ValueError` says what is missing, or wrong with them."
     image, label = _image_and_label(data)
-    y = class_numbers(label)
+    y = _class_numbers(label)
     if not len(y):
         raise ValueError("expected at least one sample, got none")
     x = pictures(image)
@@ -354,7 +351,7 @@ def cycle_height(
     return (1 + math.cos(math.pi * min(1, (t - up) / max(1, n_steps - 1 - up)))) / 2
 
 # %% ../../nbs/lab/47_train.ipynb #0000001a
-top_momentum = {'paper': 0.999, 'notebook': 0.9, None: None}
+_top_momentum = {'paper': 0.999, 'notebook': 0.9, None: None}
 
 
 class SingleCycle(LRScheduler):
@@ -369,7 +366,7 @@ class SingleCycle(LRScheduler):
         momentum: str
         | None = 'paper',  # 'paper' .999 -> .8991, 'notebook' .9 -> .81, None: left alone
     ):
-        if momentum not in top_momentum:
+        if momentum not in _top_momentum:
             raise ValueError(f"momentum must be 'paper', 'notebook' or None, got {momentum!r}")
         self.n_steps, self.warmup = n_steps, warmup
         self.lr_range, self.momentum = tuple(lr), momentum
@@ -387,7 +384,7 @@ class SingleCycle(LRScheduler):
         epoch: int | None = None,  # as for torch's schedulers; None: the next step
     ):  # sets the learning rate and the momentum
         super().step(epoch)
-        if not (top := top_momentum[self.momentum]):
+        if not (top := _top_momentum[self.momentum]):
             return
         beta = top * (1 - 0.1 * self.height())
         for group in self.optimizer.param_groups:
@@ -462,15 +459,15 @@ class SealHook(_Hook):
             self.ledger.total, self.ledger.n = seal['loss'], seal['steps']
 
     def on_save(self, args, state, control, model=None, **_):
-        wait_for_all(args)  # each has files in it
+        _wait_for_all(args)  # each has files in it
         if not state.is_world_process_zero:
             return
         path = self.folder / f'checkpoint-{state.global_step}'
-        if not (self.ledger.is_finite() and weights_are_finite(model)):
+        if not (self.ledger.is_finite() and _weights_are_finite(model)):
             shutil.rmtree(path)
             raise Diverged(
                 f"the weights are not finite after step {state.global_step} "
-                f"of {state.max_steps}; {left_in(self.folder)}"
+                f"of {state.max_steps}; {_left_in(self.folder)}"
             )
         seal_checkpoint(
             path,
@@ -484,7 +481,7 @@ class SealHook(_Hook):
                 shutil.rmtree(old)
 
 # %% ../../nbs/lab/47_train.ipynb #1e8d4b70
-def weights_are_finite(
+def _weights_are_finite(
     net: nn.Module,  # any network
 ) -> bool:
     "Whether no weight is NaN or inf: one question to the device."
@@ -493,7 +490,7 @@ def weights_are_finite(
     return bool(torch.stack(found).all()) if found else True
 
 # %% ../../nbs/lab/47_train.ipynb #a2887043
-def left_in(
+def _left_in(
     folder: Path,  # of checkpoints
 ) -> str:  # for a message
     "What can still be used after a run has gone wrong."
@@ -501,7 +498,7 @@ def left_in(
     return f"the last good checkpoint is {whole.name}" if whole else "there is no checkpoint yet"
 
 # %% ../../nbs/lab/47_train.ipynb #84b7b7ac
-def wait_for_all(
+def _wait_for_all(
     args,  # transformers.TrainingArguments
 ):
     "Wait until every process of the run has come here."
@@ -552,7 +549,7 @@ class StopHook(_Hook):
         self.signal = signum
 
     def on_step_end(self, args, state, control, **_):
-        self.signal = heard_by_any(self.signal, args)
+        self.signal = _heard_by_any(self.signal, args)
         within = not float(state.epoch).is_integer()  # the epoch goes on after this
         due = self.save_steps and state.global_step % self.save_steps == 0
         control.should_save = control.should_save or bool(within and (due or self.signal))
@@ -566,7 +563,7 @@ class StopHook(_Hook):
         control.should_evaluate = control.should_save = control.should_log = False
 
 # %% ../../nbs/lab/47_train.ipynb #593fbb16
-def heard_by_any(
+def _heard_by_any(
     signum: int | None,  # what this process has heard
     args,  # transformers.TrainingArguments
 ) -> int | None:  # what one of the processes has heard, so that all stop at one step
@@ -579,7 +576,7 @@ def heard_by_any(
 
 # %% ../../nbs/lab/47_train.ipynb #287e9422
 @contextmanager
-def catching(
+def _catching(
     stop: StopHook,  # told about the signals
     signals: tuple = (signal.SIGINT, signal.SIGTERM),  # which ones
 ):
@@ -728,13 +725,13 @@ class _Cycle:
         loss = (found[0] if return_outputs else found).mean()  # over the devices of a process
         if not model.training or self.ledger.add(loss, len(inputs['labels'])):
             return found
-        raise Diverged(loss_in_words(loss.item(), self, 'at', self.state.global_step + 1))
+        raise Diverged(_loss_in_words(loss.item(), self, 'at', self.state.global_step + 1))
 
     def log(self, logs, *rest, **kw):
         if 'loss' in logs:
-            logs = {**logs, 'loss': mean_loss(self.ledger, self)}
+            logs = {**logs, 'loss': _mean_loss(self.ledger, self)}
         if not math.isfinite(logs.get('loss', 0.0)):
-            raise Diverged(loss_in_words(logs['loss'], self, 'by', self.state.global_step))
+            raise Diverged(_loss_in_words(logs['loss'], self, 'by', self.state.global_step))
         super().log(logs, *rest, **kw)
 
 # %% ../../nbs/lab/47_train.ipynb #0000002e
@@ -770,7 +767,7 @@ def make_trainer(
     return trainer  # the network takes: divide when accumulating
 
 # %% ../../nbs/lab/47_train.ipynb #c86d10f4
-def mean_loss(
+def _mean_loss(
     ledger: Ledger,  # of the epoch that ends
     trainer,  # transformers.Trainer
 ) -> float:  # over the samples of the epoch, and over all processes
@@ -783,7 +780,7 @@ def mean_loss(
     return (both[0] / both[1]).item()
 
 # %% ../../nbs/lab/47_train.ipynb #3f25eda2
-def loss_in_words(
+def _loss_in_words(
     loss: float,  # not finite
     trainer,  # transformers.Trainer
     word: str,  # 'at' a step, or 'by' a step, where nobody looked before
@@ -793,7 +790,7 @@ def loss_in_words(
     state, rate = trainer.state, trainer.lr_scheduler.get_last_lr()[0]
     return (
         f"the loss is {loss:g} {word} step {step} of {state.max_steps} "
-        f"(learning rate {rate:.2g}); {left_in(Path(trainer.args.output_dir))}; "
+        f"(learning rate {rate:.2g}); {_left_in(Path(trainer.args.output_dir))}; "
         "try a smaller learning rate"
     )
 
@@ -807,7 +804,7 @@ honoured = frozenset(
     run_name full_determinism torch_empty_cache_steps ddp_backend ddp_find_unused_parameters
     ddp_bucket_cap_mb ddp_broadcast_buffers ddp_timeout'''.split()
 )  # of TrainingArguments
-own_names = ('epochs', 'batch_size', 'lr', 'warmup', 'momentum', 'shift', 'mixup', 'seed')
+_own_names = ('epochs', 'batch_size', 'lr', 'warmup', 'momentum', 'shift', 'mixup', 'seed')
 _of_the_optimizer = '''optim optim_args weight_decay adafactor adam_beta1 adam_beta2 adam_epsilon
     lr_scheduler_type lr_scheduler_kwargs'''.split()
 _optimizer = (
@@ -835,8 +832,8 @@ _instead = dict(
 )
 
 # %% ../../nbs/lab/47_train.ipynb #9be27d15
-def check_names(
-    more: dict,  # what a recipe has beside `own_names`
+def _check_names(
+    more: dict,  # what a recipe has beside `_own_names`
 ):
     "`ValueError` names the first argument that would be ignored, and what to use instead."
     for name in more:
@@ -849,7 +846,7 @@ def check_names(
                 f"{name} is not honoured by fit; of TrainingArguments it takes "
                 f"{', '.join(sorted(honoured))}"
             )
-        near = difflib.get_close_matches(name, [*own_names, *honoured], 1)
+        near = difflib.get_close_matches(name, [*_own_names, *honoured], 1)
         advice = f"; did you mean {near[0]}?" if near else ''
         raise ValueError(f"there is no argument {name!r}{advice}")
 
@@ -867,11 +864,11 @@ def check_recipe(
     **more,  # `honoured` ones
 ):
     "`ValueError` for the first argument of `fit` that makes no sense, with what was expected."
-    check_names(more)
+    _check_names(more)
     tiny, top = sys.float_info.min, sys.float_info.max
     pair = isinstance(lr, (tuple, list)) and len(lr) == 2
     rates = pair and all(_is_number(rate, tiny, top) for rate in lr) and lr[0] <= lr[1]
-    known = momentum in list(top_momentum)
+    known = momentum in list(_top_momentum)
     checks = [
         ('epochs', epochs, _is_whole(epochs, 1), 'an integer >= 1'),
         ('batch_size', batch_size, _is_whole(batch_size, 1), 'an integer >= 1'),
@@ -968,7 +965,7 @@ def fingerprint(
     return h.hexdigest()[:12]
 
 # %% ../../nbs/lab/47_train.ipynb #a8faf579
-def identity(
+def _identity(
     net: nn.Module,  # of a run
     train: Deck,  # of a run
     valid: Deck | None,  # of a run, if it validates
@@ -990,19 +987,19 @@ class Stopped(KeyboardInterrupt):
 
 # %% ../../nbs/lab/47_train.ipynb #830faf91
 @torch.no_grad()
-def width_of(
+def _width_of(
     net: nn.Module,  # as given to `fit`
     decks: dict,  # name -> `Deck`, or None
 ) -> int:  # number of classes
     "How many classes a network tells apart; `ValueError` for data with a label beyond them."
-    check_network(net)
+    _check_network(net)
     was, images = net.training, decks['training'].images[:2]
     here = next(net.parameters()).device
     zeros = torch.zeros(len(images), dtype=torch.long, device=here)
     batch = dict(images=images.to(here), labels=zeros)
     try:
         with torch.random.fork_rng():
-            n = check_answer(net.eval(), batch, 'training', 0)
+            n = _check_answer(net.eval(), batch, 'training', 0)
     finally:
         net.train(was)
     for name, deck in decks.items():
@@ -1014,7 +1011,7 @@ def width_of(
     return n
 
 # %% ../../nbs/lab/47_train.ipynb #d64aabd2
-def check_network(
+def _check_network(
     net,  # should be a network that can learn
 ):
     "`ValueError` for what is no network, or has no weight to train."
@@ -1045,7 +1042,7 @@ def rehearse(
                     continue
                 batch = _first_batch(deck, 2, collator, args.device)
                 with torch.set_grad_enabled(name == 'training'):
-                    check_answer(net, batch, name, int(deck.labels.max()))
+                    _check_answer(net, batch, name, int(deck.labels.max()))
             _check_last_batch(net, decks['training'], collator, args)
     finally:
         net.train(was)
@@ -1102,7 +1099,7 @@ def _check_last_batch(
         net.eval()
 
 # %% ../../nbs/lab/47_train.ipynb #38015ca6
-def check_answer(
+def _check_answer(
     net: nn.Module,  # in evaluation mode
     batch: dict,  # arguments of its forward
     name: str,  # of the data set
@@ -1149,7 +1146,7 @@ def _loss_and_logits(
     return out['loss'], out['logits']
 
 # %% ../../nbs/lab/47_train.ipynb #00000031
-def load_best(
+def _load_best(
     trainer,  # transformers.Trainer after training
 ) -> int:  # last step of the epoch to keep
     "Load the epoch that validated best; the last one when nothing was held back."
@@ -1157,7 +1154,7 @@ def load_best(
     step = state.global_step if trainer.eval_dataset is None else state.best_global_step
     path = Path(trainer.args.output_dir) / f'checkpoint-{step}'
     if not read_seal(path):
-        raise ValueError(f"'{path}', the checkpoint to keep, is damaged; {left_in(path.parent)}")
+        raise ValueError(f"'{path}', the checkpoint to keep, is damaged; {_left_in(path.parent)}")
     weights = need('safetensors.torch').load_file(path / 'model.safetensors')
     trainer.model.load_state_dict(weights)
     return step
@@ -1179,7 +1176,7 @@ def history_of(
     return [dict(epoch=e, **row) for e, row in rows.items() if told in row]
 
 # %% ../../nbs/lab/47_train.ipynb #3c35c6da
-def has_room(
+def _has_room(
     folder: Path,  # of checkpoints
     n_bytes: int,  # how much is wanted
 ) -> bool:
@@ -1200,16 +1197,16 @@ def run_training(
     "Train; `Stopped`, with a checkpoint, after a signal; `OSError` when the disk has filled up."
     folder = Path(trainer.args.output_dir)
     try:
-        with catching(stop), warnings.catch_warnings():
+        with _catching(stop), warnings.catch_warnings():
             warnings.filterwarnings('ignore', module='accelerate|torch.utils.data')
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except Exception as e:
-        if isinstance(e, Diverged) or has_room(folder, checkpoint_bytes(trainer.model)):
+        if isinstance(e, Diverged) or _has_room(folder, checkpoint_bytes(trainer.model)):
             raise
         state = trainer.state
         message = (
             "the disk is full, or cannot be written any more, "
-            f"at step {state.global_step} of {state.max_steps}; {left_in(folder)}; "
+            f"at step {state.global_step} of {state.max_steps}; {_left_in(folder)}; "
             f"free some space and go on with: {how_to_resume}"
         )
         raise OSError(errno.ENOSPC, message, str(folder)) from e
@@ -1245,8 +1242,8 @@ def fit_decks(
     args = _arguments(folder / 'checkpoints', recipe, device, validate=held is not None)
     if not _is_whole(save_steps, 0):
         raise ValueError(f"expected save_steps to be an integer >= 0, got {save_steps!r}")
-    check_network(net)
-    settings = {**identity(net, deck, held, test), **(note or {}), **recipe, **batches_of(args)}
+    _check_network(net)
+    settings = {**_identity(net, deck, held, test), **(note or {}), **recipe, **_batches_of(args)}
     claim(folder, resume, overwrite)
     if resume and (folder / 'metrics.json').exists():
         same_run(folder, settings)
@@ -1258,15 +1255,15 @@ def fit_decks(
             to_do.enter_context(locked(folder))
             rehearse(net, decks, collator, folder, args)
         ledger, stop, bar = Ledger(), StopHook(save_steps), BarHook(name, progress)
-        seal = SealHook(folder / 'checkpoints', digest_of(settings), ledger)
+        seal = SealHook(folder / 'checkpoints', _digest_of(settings), ledger)
         to_do.callback(bar.close)
         cycle = {k: recipe[k] for k in ('lr', 'warmup', 'momentum')}
         hooks = [DealHook(deck), stop, seal, bar, *_progress_hooks(net)]
         trainer = make_trainer(net, deck, held, args, cycle, collator, hooks, ledger)
         if first:
-            write_down(net, folder, settings, resume)
-        wait_for_all(args)
-        return to_the_end(trainer, stop, seal, folder, settings, test, how_to_resume, note)
+            _write_down(net, folder, settings, resume)
+        _wait_for_all(args)
+        return _to_the_end(trainer, stop, seal, folder, settings, test, how_to_resume, note)
 
 # %% ../../nbs/lab/47_train.ipynb #91b4fe5c
 def _arguments(
@@ -1276,7 +1273,7 @@ def _arguments(
     validate: bool,  # whether there is a validation set
 ):  # transformers.TrainingArguments
     check_recipe(**recipe, validate=validate)
-    more = {k: v for k, v in recipe.items() if k not in own_names}
+    more = {k: v for k, v in recipe.items() if k not in _own_names}
     if not validate:
         more['eval_strategy'] = 'no'
     half = [name for name in ('fp16', 'fp16_full_eval') if more.get(name)]
@@ -1294,7 +1291,7 @@ def _progress_hooks(
     return [ProgressHook(net)] if hasattr(net, 'set_progress') else []
 
 # %% ../../nbs/lab/47_train.ipynb #841d670b
-def batches_of(
+def _batches_of(
     args,  # transformers.TrainingArguments
 ) -> dict:  # processes, samples_per_step
     "How many samples a step of the optimizer sees, over all processes."
@@ -1302,14 +1299,14 @@ def batches_of(
     return dict(processes=args.world_size, samples_per_step=per_process * args.world_size)
 
 # %% ../../nbs/lab/47_train.ipynb #3c04834f
-def digest_of(
+def _digest_of(
     settings: dict,  # of a run
 ) -> str:  # that its checkpoints name
     "Equal for equal settings, also after a detour through JSON."
     return digest(json.loads(json.dumps(settings)))
 
 # %% ../../nbs/lab/47_train.ipynb #3f396752
-def write_down(
+def _write_down(
     net: nn.Module,  # as for `fit_decks`
     folder: Path,  # of the run, held by this process
     settings: dict,  # of the run
@@ -1368,7 +1365,7 @@ def fit(
         validation=_deck('valid', valid),
         test=_deck('test', test),
     )
-    collator = MixupCollator(width_of(net, decks), mixup)
+    collator = MixupCollator(_width_of(net, decks), mixup)
     return fit_decks(
         net,
         *decks.values(),
@@ -1398,7 +1395,7 @@ def _deck(
         raise ValueError(f"{name}: {e}") from e
 
 # %% ../../nbs/lab/47_train.ipynb #00000034
-def finish(
+def _finish(
     trainer,  # after training
     folder: Path,  # of the run
     settings: dict,  # of the run
@@ -1407,7 +1404,7 @@ def finish(
     note: dict | None = None,  # left as task.json
 ) -> dict:  # as in metrics.json
     "Load the epoch to keep, test, save the network, and write metrics.json last: it means done."
-    step, state, net = load_best(trainer), trainer.state, trainer.model
+    step, state, net = _load_best(trainer), trainer.state, trainer.model
     history, kept = history_of(state), round(step * settings['epochs'] / state.max_steps)
     valid = next((h.get('valid_accuracy') for h in history if round(h['epoch']) == kept), None)
     tested = {}
@@ -1429,23 +1426,23 @@ def finish(
             **tested,
         )
         write_end(folder, metrics, note)
-    wait_for_all(trainer.args)
+    _wait_for_all(trainer.args)
     return read_whole(folder / 'metrics.json')
 
 # %% ../../nbs/lab/47_train.ipynb #b5e2d93f
-def to_the_end(
+def _to_the_end(
     trainer,  # transformers.Trainer
     stop: StopHook,  # among its hooks
     seal: SealHook,  # among its hooks
     folder: Path,  # of the run
     settings: dict,  # of the run
-    test,  # as in `finish`
+    test,  # as in `_finish`
     how_to_resume: str,  # as in `fit`
-    note: dict | None = None,  # as in `finish`
+    note: dict | None = None,  # as in `_finish`
 ) -> dict:  # as in metrics.json
     "Train and finish; `Stopped` also when the signal came too late: more runs may be waiting."
     run_training(trainer, stop, _checkpoint(trainer, seal), how_to_resume)
-    metrics = finish(trainer, folder, settings, seal.seconds(), test, note)
+    metrics = _finish(trainer, folder, settings, seal.seconds(), test, note)
     if not stop.signal:
         return metrics
     raise Stopped(
@@ -1461,7 +1458,7 @@ def _checkpoint(
     found, first = None, trainer.args.process_index == 0
     if first:
         found = last_whole(seal.folder, seal.run)
-    wait_for_all(trainer.args)
+    _wait_for_all(trainer.args)
     return found if first else last_whole(seal.folder, seal.run)
 
 # %% ../../nbs/lab/47_train.ipynb #6b7b0f09

@@ -47,14 +47,14 @@ def e_step(
     mu: Tensor,  # [..., j, c, h] means
     sig2: Tensor,  # [..., j, c, h] variances
     p_model: str = 'gaussian',  # 'gaussian' or 'skm'
-) -> Tensor:  # [..., i, j] routing probabilities, summing to 1 over j
+) -> Tensor:  # [..., i, j] shares, summing to 1 over j
     "Share every input out over the outputs (Heinsen 2019, eq. 2)."
     return torch.softmax(F.logsigmoid(score)[..., None, :] + log_p(V, mu, sig2, p_model), -1)
 
 # %% ../../nbs/book/05_dstep.ipynb #00000012
 def d_step(
     a: Tensor,  # [..., i] activations of the inputs, in [0, 1]
-    R: Tensor,  # [..., i, j] routing probabilities
+    R: Tensor,  # [..., i, j] shares
 ) -> tuple[Tensor, Tensor]:  # [..., i, j] shares used, and shares ignored
     "Shares of every input that every output uses and ignores (Heinsen 2019, eqs. 4 and 6)."
     D_use = a[..., None] * R
@@ -94,7 +94,7 @@ class RoutedR(NamedTuple):
     a: Tensor  # [..., j] scores
     mu: Tensor  # [..., j, c, h] capsules
     sig2: Tensor  # [..., j, c, h] variances, floor included
-    R: Tensor  # [..., i, j] routing probabilities of the last iteration
+    R: Tensor  # [..., i, j] shares of the last iteration
 
 # %% ../../nbs/book/05_dstep.ipynb #0000001e
 def pool(
@@ -119,7 +119,7 @@ def routing_ref(
     p_model: str = 'gaussian',  # 'gaussian' or 'skm'
     eps: str | float | Floor = 'auto',  # floor of the variances, see `as_floor`
     pooled: bool = False,  # whether the first E-step has one Gaussian for all outputs
-) -> RoutedR:  # scores, capsules, variances, routing probabilities
+) -> RoutedR:  # scores, capsules, variances, shares
     "Heinsen's routing, written as in the paper (Heinsen 2019, Alg. 1)."
     check_n_iters(n_iters)
     eps = as_floor(eps, B.shape[-2] * B.shape[-1])

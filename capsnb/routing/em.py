@@ -86,7 +86,7 @@ def e_step(
 # %% ../../nbs/book/04_em_routing.ipynb #00000020
 @from_generator
 class EMRouted(NamedTuple):
-    "What EM routing returns; with `fields`, `p` precedes the last dimensions of each."
+    "What EM routing returns."
 
     a: Tensor  # [..., j] activations, in [0, 1]
     mu: Tensor  # [..., j, c, h] poses

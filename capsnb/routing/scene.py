@@ -75,7 +75,7 @@ def make_scene(
 
 # %% ../../nbs/book/01_parts_and_wholes.ipynb #0000001a
 def _tints(
-    R: Tensor,  # [i, j] routing probabilities
+    R: Tensor,  # [i, j] shares
 ) -> Tensor:  # [i, 3] colours
     "A part has the colours of its wholes, mixed by its shares."
     from matplotlib.colors import to_rgb

@@ -1,0 +1,213 @@
+"""Tasks: a data set of one's own from a file to a result, older runs and records, odd tasks."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip('transformers')
+pytest.importorskip('sklearn')
+from capsnb.core import seed_everything
+from capsnb.lab import tasks
+from capsnb.lab.digits import Digits
+from capsnb.lab.runs import write_end
+from capsnb.lab.tasks import Net, Task, evaluate, known, load_run, study, task_named, train
+from capsnb.lab.train import fit
+from capsnb.lab.vision import PlainCNN
+
+ROOT = Path(__file__).resolve().parents[1]
+quiet = dict(device='cpu', progress=False)
+imports = """import torch
+from capsnb.lab.tasks import Net, Task
+from capsnb.lab.vision import PlainCNN
+"""
+
+
+def example():
+    "The cell of the notebook that shows a reader how a task is written."
+    cells = json.loads((ROOT / 'nbs/lab/48_tasks.ipynb').read_text(encoding='utf-8'))['cells']
+    (found,) = [c for c in cells if ''.join(c['source']).startswith('class Stripes(Task)')]
+    return ''.join(found['source'])
+
+
+def capsnb(folder, *args):
+    env = {**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1'}
+    command = [sys.executable, '-c', 'from capsnb.cli import main; main()', *map(str, args)]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+
+
+def test_a_data_set_of_ones_own_on_the_command_line(tmp_path):
+    source = example()
+    lines = [line for line in source.splitlines() if line.strip()]
+    assert len(lines) <= 15 and ast.parse(source)
+    (tmp_path / 'stripes.py').write_text(imports + source)
+    train_it = 'train', 'stripes:stripes', '--device', 'cpu'
+    r = capsnb(tmp_path, *train_it, '--net', 'cnn', '--epochs', 2, '--no-progress')
+    assert r.returncode == 0 and r.stdout.startswith('stripes:stripes, cnn, '), r.stdout + r.stderr
+    run = tmp_path / 'runs' / 'stripes'
+    note, metrics = (json.loads((run / f).read_text()) for f in ('task.json', 'metrics.json'))
+    assert note == dict(task='stripes:stripes', net='cnn') and metrics['epochs'] == 2
+    r = capsnb(tmp_path, 'eval', 'runs/stripes', '--device', 'cpu', '--json')
+    found = json.loads(r.stdout)
+    assert found['accuracy'] == pytest.approx(metrics['test_accuracy']) and found['n'] == 200
+    for args, said in (
+        ((*train_it, '--net', 'lstm', '--out', 'x'), "net must be one of 'cnn', got 'lstm'"),
+        (train_it, 'holds a finished run'),
+        (('train', 'stripes:spots'), "no task 'stripes:spots'"),
+        (('train', 'no_such:task'), "no task 'no_such:task'"),
+        (('eval', 'runs/stripes', '--crops', 2), "have no option 'crops'"),
+    ):
+        r = capsnb(tmp_path, *args)
+        assert r.returncode == 1 and said in r.stderr and 'Traceback' not in r.stderr, r.stderr
+    assert not (tmp_path / 'x').exists()
+    r = capsnb(tmp_path.parent, 'eval', run)  # from another folder the task is not found
+    assert r.returncode == 1 and "no task 'stripes:stripes'" in r.stderr
+
+
+class Plain(Task):
+    names = ('0', '1')
+    small = dict(n_classes=2, channels=(4,), strides=(2,), n_hidden=4)
+    networks = {'cnn': Net(PlainCNN, small, dict(epochs=1, batch_size=10))}
+
+    def open(self, split):
+        g = torch.Generator().manual_seed(len(split))
+        image = torch.rand(20, 1, 8, 8, generator=g)
+        return dict(image=image, label=torch.arange(20) % 2)
+
+
+@dataclass
+class Few(Plain):
+    n: int = 20
+    where: str | None = None
+
+    noted = dict(n=int)
+
+    def open(self, split):
+        return {k: v[: self.n] for k, v in super().open(split).items()}
+
+
+plain, few = Plain(), Few(n=10)
+
+
+def test_options_are_noted_and_come_back(tmp_path):
+    train(few, out=tmp_path / 'run', **quiet)
+    net, task, note = load_run(tmp_path / 'run', 'cpu', Few(), where='here')
+    assert note == dict(task='', net='cnn', n=10) and (task.n, task.where) == (10, 'here')
+    assert evaluate(tmp_path / 'run', task=Few(), device='cpu')['n'] == 10
+    for damage, said in (
+        (dict(n='ten'), "expected 'n' to be a whole number"),
+        (dict(net='lstm'), "net must be one of 'cnn'"),
+        (dict(net=['cnn']), "expected 'net' to be a text"),
+    ):
+        (tmp_path / 'run' / 'task.json').write_text(json.dumps({**note, **damage}))
+        with pytest.raises(ValueError, match=said):
+            load_run(tmp_path / 'run', 'cpu', Few())
+    (tmp_path / 'run' / 'task.json').write_text(json.dumps(dict(task='', net='cnn')))
+    with pytest.raises(ValueError, match='says nothing of n'):
+        load_run(tmp_path / 'run', 'cpu', Few())
+    with pytest.raises(ValueError, match='names no task'):
+        load_run(tmp_path / 'run', 'cpu')
+
+
+def test_train_is_fit_with_less_to_say(tmp_path):
+    "The same weights, bit for bit, as by hand."
+    parts = [plain.open(s) for s in ('train', 'validation')]
+    seed_everything(4)
+    recipe = dict(plain.recipe('cnn'), seed=4)
+    by_hand = fit(
+        PlainCNN(**Plain.small), *parts, tmp_path / 'a', plain.open('test'), **quiet, **recipe
+    )
+    m = train(plain, 'cnn', tmp_path / 'b', 4, **quiet)
+    same = ('test_accuracy', 'valid_accuracy', 'history', 'train_data', 'architecture')
+    assert {k: m[k] for k in same} == {k: by_hand[k] for k in same}
+    a, b = ((tmp_path / k / 'model.safetensors').read_bytes() for k in 'ab')
+    assert a == b
+
+
+@pytest.mark.parametrize('name', known)
+def test_every_name_is_a_task(name):
+    task = task_named(name)
+    assert task.name == name and len(task.names) > 1 and task.networks
+    for net in task.networks:
+        assert task.recipe(net)['epochs'] > 0
+
+
+@pytest.mark.parametrize(
+    'name, said',
+    [
+        ('cats', "no task 'cats': expected digits, mnist,"),
+        ('os:system', "'os:system' is no task"),
+        ('os:nothing', "no task 'os:nothing'"),
+        ('../x:y', "no task '../x:y'"),
+        (3, 'expected a task'),
+    ],
+)
+def test_what_is_no_task_is_named(name, said, tmp_path):
+    with pytest.raises(ValueError, match=said):
+        train(name, out=tmp_path / 'run')
+    assert not (tmp_path / 'run').exists()
+
+
+def test_the_task_that_trains_is_a_copy(tmp_path):
+    task = Digits(limit=20, n_test=10)
+    train(task, 'cnn', tmp_path / 'run', epochs=1, **quiet)
+    assert task.progress and task.device is None and '_parts' not in vars(task)
+
+
+old_notes = {  # as older code wrote them
+    'digits': dict(data='digits', arch='cnn', limit=None, official=True),
+    'demo': dict(data='digits', arch='cnn', limit=None, n_test=None, official=True),
+}
+
+
+@pytest.mark.parametrize('name', old_notes)
+def test_runs_of_older_code_are_read(name, tmp_path):
+    net = Digits().make('cnn')
+    net.save_pretrained(tmp_path)
+    write_end(tmp_path, dict(epochs=1), old_notes[name])
+    found = evaluate(tmp_path, device='cpu')
+    assert found['n'] == 500 and found['names'] == tuple('0123456789')
+
+
+def test_a_study_is_continued_and_another_refused(tmp_path):
+    path, usual = tmp_path / 'study.json', dict(runs=tmp_path / 'runs', **quiet)
+    a = study(plain, {'a': {}}, path, (0,), **usual)
+    record = json.loads(path.read_text())
+    assert list(record['runs']) == ['a seed 0'] and list(record['headline']) == ['a']
+    rows = {'a': {}, 'b': dict(task=few, lr=(1e-4, 1e-3))}
+    both = study(plain, rows, path, (0, 1), titles=dict(b='few'), **usual)
+    record = json.loads(path.read_text())
+    assert both['a'][0] == a['a'][0] and [m['seed'] for m in both['b']] == [0, 1]
+    assert both['b'][0]['n'] == 10 and set(record['headline']) == {'a', 'few'}
+    record['runs']['a seed 2'] = dict(record['runs']['a seed 0'], seed=2)  # of an older record
+    path.write_text(json.dumps(record))
+    assert [m['seed'] for m in study(plain, {'a': {}}, path, **usual)['a']] == [0, 1, 2]
+    with pytest.raises(ValueError, match='holds another study, None; this one is'):
+        study(plain, {'a': {}}, path, (0,), settings=dict(size=8), **usual)
+    other = tmp_path / 'other.json'
+    study(plain, {'a': {}}, other, (0,), settings=dict(size=8), **usual)
+    assert json.loads(other.read_text())['study'] == dict(size=8)
+    with pytest.raises(ValueError, match="this one is {'size': 9}"):
+        study(plain, {'a': {}}, other, (0,), settings=dict(size=9), **usual)
+
+
+def test_records_in_the_repository_are_continued_without_a_run(monkeypatch):
+    "Rows as they were written by older code: nothing is trained, all is found."
+
+    def never(*_, **__):
+        raise AssertionError("a run that is in the record was trained again")
+
+    monkeypatch.setattr(tasks, 'train', never)
+    for name in ('digits_runs', 'toys_runs', 'sst_runs', 'em_ablation'):
+        path = ROOT / 'nbs' / 'results' / f'{name}.json'
+        before = path.read_bytes()
+        rows = {k.rsplit(' seed ', 1)[0] for k in json.loads(before)['runs']}
+        found = study(plain, {row: {} for row in rows}, path, (0,))
+        assert all(len(v) == 1 and v[0]['test_accuracy'] > 0 for v in found.values())
+        assert path.read_bytes() == before
