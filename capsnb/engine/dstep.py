@@ -271,6 +271,7 @@ class Routing(_Parameters):
         d_out: int,  # h: columns of an output capsule
         n_inp: int | None = None,  # inputs; None: any number, with maps shared by all inputs
         n_out: int | None = None,  # outputs; None: any number, given to `forward` (see `pooled`)
+        *,
         n_iters: int = 3,  # iterations
         p_model: str = 'gaussian',  # 'gaussian', or 'skm' for soft k-means
         single_beta: bool = False,  # whether beta_ign is beta_use (Heinsen 2019, 3.5.1)
