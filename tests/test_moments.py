@@ -7,10 +7,10 @@ from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 from capsnb.engine.moments import _Tiling
 from capsnb.engine.numerics import error_to
-from capsnb.engine.dstep import Sizes, plans
-from capsnb.routing.dstep import routing_ref
+from capsnb.engine.dstep import Problem, Sizes, plans
 from capsnb.routing.em import as_floor
 
+define = plans['votes'].run
 names = 'a mu sig2 d_a_inp d_mu_inp d_W d_B d_beta_use d_beta_ign'.split()
 
 
@@ -37,9 +37,8 @@ def inputs(s, mean=0.0, scale=1.0, seed=0, dtype=torch.float64):
 
 
 def step(run, X, n_iters=3, p_model='gaussian', eps='auto', pooled=False, **kw):
-    out = run(*X, n_iters, p_model, as_floor(eps, X[3].shape[-2] * X[3].shape[-1]), pooled, **kw)[
-        :3
-    ]
+    floor = as_floor(eps, X[3].shape[-2] * X[3].shape[-1])
+    out = run(Problem(*X, n_iters, p_model, floor, pooled), **kw)[:3]
     g = torch.Generator().manual_seed(1)
     w = [torch.randn(o.shape, generator=g, dtype=torch.float64).to(o) for o in out]
     return [o.detach() for o in out] + list(
@@ -69,11 +68,11 @@ sizes = st.tuples(
 def test_same_numbers_in_float64(size, shared, n_iters, p_model, eps, pooled):
     s = Sizes(*size, shared)
     kw = dict(n_iters=n_iters, p_model=p_model, eps=eps, pooled=pooled)
-    want = step(routing_ref, inputs(s), **kw)
+    want = step(define, inputs(s), **kw)
     for plan in ('moments', 'stream'):
         if plans[plan].refuses(s):
             continue
-        for name, p, q in zip(names, step(plans[plan].run, inputs(s), need_R=False, **kw), want):
+        for name, p, q in zip(names, step(plans[plan].run, inputs(s), **kw), want):
             assert_close(p, q, rtol=1e-6, atol=1e-8, msg=lambda m: f'{plan} {name}: {m}')
 
 
@@ -85,11 +84,11 @@ def test_any_tiling_gives_the_same(tile, cols):
     ):
         s = Sizes(2, 11, 5, 2, 3, 2, shared)
         kw = dict(pooled=pooled, p_model=p_model)
-        want = step(routing_ref, inputs(s), **kw)
+        want = step(define, inputs(s), **kw)
         for plan in ('moments', 'stream'):
             if plans[plan].refuses(s):
                 continue
-            got = step(plans[plan].run, inputs(s), need_R=False, tiling=tiling, **kw)
+            got = step(plans[plan].run, inputs(s), tiling=tiling, **kw)
             for p, q in zip(got, want):
                 assert_close(p, q)
 
@@ -107,9 +106,9 @@ def assert_as_exact_in_total(plan, s, n_iters, mean, scale, eps, seeds, tiling=_
     for seed in range(seeds):
         X, X32 = inputs(s, mean, scale, seed), inputs(s, mean, scale, seed, torch.float32)
         truth, r, f = (
-            step(routing_ref, X, **kw),
-            step(routing_ref, X32, **kw),
-            step(plans[plan].run, X32, need_R=False, tiling=tiling, **kw),
+            step(define, X, **kw),
+            step(define, X32, **kw),
+            step(plans[plan].run, X32, tiling=tiling, **kw),
         )
         fast += torch.tensor([error_to(p, t) for p, t in zip(f, truth)])
         ref += torch.tensor([error_to(p, t) for p, t in zip(r, truth)])
@@ -143,7 +142,7 @@ def test_float32_is_as_exact_where_it_is_not_done_in_float64(plan, eps):
 @pytest.mark.parametrize('plan', ['moments', 'stream'])
 def test_gradcheck(plan):
     s = Sizes(1, 5, 3, 2, 2, 2, True)
-    run = lambda *X: plans[plan].run(*X, 3, 'gaussian', as_floor('auto', 4), False, False)[:3]
+    run = lambda *X: plans[plan].run(Problem(*X, 3, 'gaussian', as_floor('auto', 4), False))[:3]
     assert torch.autograd.gradcheck(run, inputs(s, mean=1.0))
 
 
@@ -154,8 +153,8 @@ def test_R_is_that_of_the_last_iteration_and_differentiable(plan):
         X, Y = inputs(s), inputs(s)
         eps = as_floor('auto', 4)
         R, want = (
-            plans[plan].run(*X, n_iters, 'gaussian', eps, False, True)[3],
-            routing_ref(*Y, n_iters, 'gaussian', eps).R,
+            plans[plan].run(Problem(*X, n_iters, 'gaussian', eps, False, need_R=True))[3],
+            define(Problem(*Y, n_iters, 'gaussian', eps, False)).R,
         )
         assert_close(R, want)
         if n_iters > 1:
@@ -173,16 +172,15 @@ def test_memory_stays_within_a_tile():
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t: kept.append(t.numel()) or t, lambda t: t
         ):
-            plans[plan].run(
-                *inputs(s, dtype=torch.float32), 5, 'gaussian', as_floor('auto', 4), False, False
-            )
+            X = inputs(s, dtype=torch.float32)
+            plans[plan].run(Problem(*X, 5, 'gaussian', as_floor('auto', 4), False))
         assert kept and max(kept) < s.i * s.j
 
 
 @pytest.mark.parametrize('plan', ['moments', 'stream'])
 def test_a_second_derivative_is_refused_not_wrong(plan):
     X = inputs(Sizes(1, 5, 3, 2, 2, 2, True))
-    out = plans[plan].run(*X, 3, 'gaussian', as_floor('auto', 4), False, False)[0]
+    out = plans[plan].run(Problem(*X, 3, 'gaussian', as_floor('auto', 4), False))[0]
     for loss in (
         out.square().sum(),
         out.sum(),
@@ -193,14 +191,15 @@ def test_a_second_derivative_is_refused_not_wrong(plan):
 
 def test_no_inputs_and_tiled_outputs():
     s = Sizes(2, 0, 5, 2, 3, 2, True)
-    got = step(plans['stream'].run, inputs(s), need_R=False, tiling=_Tiling(row=4))
-    for p, q in zip(got, step(routing_ref, inputs(s))):
+    got = step(plans['stream'].run, inputs(s), tiling=_Tiling(row=4))
+    for p, q in zip(got, step(define, inputs(s))):
         assert_close(p, q)
 
 
 def squares(run, X, p_model, **kw):
     "Gradients of the sum of the squares of scores, capsules and variances."
-    out = run(*X, 3, p_model, as_floor('auto', X[3].shape[-2] * X[3].shape[-1]), True, **kw)[:3]
+    floor = as_floor('auto', X[3].shape[-2] * X[3].shape[-1])
+    out = run(Problem(*X, 3, p_model, floor, True), **kw)[:3]
     return torch.autograd.grad(sum(o.square().sum() for o in out), X)
 
 
@@ -216,10 +215,9 @@ def test_an_output_that_nobody_uses_makes_no_gradient_nan(plan):
         far(torch.float32, 1600, 3e6),
         far(torch.float64, 1600, 3e6),
     )  # too large for the plans to go over to float64
-    assert (
-        plans[plan].run(*X64, 3, 'skm', as_floor('auto', 16), True, need_R=True)[3].sum(-2) == 0
-    ).any()
-    got, want = squares(plans[plan].run, X, 'skm', need_R=False), squares(routing_ref, X64, 'skm')
+    problem = Problem(*X64, 3, 'skm', as_floor('auto', 16), True, need_R=True)
+    assert (plans[plan].run(problem)[3].sum(-2) == 0).any()
+    got, want = squares(plans[plan].run, X, 'skm'), squares(define, X64, 'skm')
     for name, g, w in zip(names[3:], got, want):
         assert g.isfinite().all(), name
         assert error_to(g, w) < (1e-3 if name in ('d_a_inp', 'd_mu_inp', 'd_W') else 1), name
@@ -230,6 +228,6 @@ def test_an_output_that_nobody_uses_makes_no_gradient_nan(plan):
 @pytest.mark.parametrize('plan', plans)
 def test_gradients_are_finite_at_any_scale(plan, p_model, dtype):
     for power, seed, i in itertools.product(range(-6, 7), range(4), (1, 60)):
-        got = squares(plans[plan].run, far(dtype, i, 10.0**power, seed), p_model, need_R=False)
+        got = squares(plans[plan].run, far(dtype, i, 10.0**power, seed), p_model)
         for name, g in zip(names[3:], got):
             assert g.isfinite().all(), f'{name} {power=} {seed=} {i=}'

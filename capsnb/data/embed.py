@@ -22,7 +22,7 @@ from ..core import need, pick_device
 from .files import need_hub, read_json, write_json
 
 # %% auto #0
-__all__ = ['pinned', 'tiny_transformer', 'load_frozen', 'end_token', 'as_texts', 'longest', 'tokenize', 'Embedded',
+__all__ = ['pinned', 'tiny_transformer', 'first_line', 'load_frozen', 'end_token', 'as_texts', 'longest', 'tokenize', 'Embedded',
            'pad_embeddings', 'hidden_states', 'fingerprint', 'pick_layers', 'probe', 'FrozenEncoder', 'read_config',
            'about_tokens', 'Price', 'in_time', 'price_of', 'read_cache', 'CacheWriter', 'EmbeddingCache', 'check_space']
 
@@ -147,9 +147,9 @@ def _read(what: str, but: tuple = (ImportError,)):  # what a library says of unu
     except but:
         raise
     except OSError as e:
-        raise OSError(f"{what}: {_plainly(e)}") from e
+        raise OSError(f"{what}: {first_line(e)}") from e
     except Exception as e:
-        raise ValueError(f"{what}: {_plainly(e)}") from e
+        raise ValueError(f"{what}: {first_line(e)}") from e
 
 # %% ../../nbs/data/37_embed.ipynb #7c106032
 def _revision_of(name_or_folder: str | Path, gguf_file: str | None, revision) -> str | None:
@@ -163,7 +163,10 @@ def _revision_of(name_or_folder: str | Path, gguf_file: str | None, revision) ->
     return parts[parts.index('snapshots') + 1] if 'snapshots' in parts else kw['revision']
 
 # %% ../../nbs/data/37_embed.ipynb #0000000a
-def _plainly(e: Exception) -> str:  # its first line
+def first_line(
+    e: Exception,  # any
+) -> str:  # of its message; the name of its class where there is none
+    "What an error says, without what follows."
     return next(iter(str(e).strip().splitlines()), '') or type(e).__name__
 
 # %% ../../nbs/data/37_embed.ipynb #0581d585
@@ -733,7 +736,7 @@ def _read_index(folder: Path, header: dict):
     try:
         index = np.load(folder / 'index.npy')
     except Exception as e:  # whatever numpy says
-        raise _damaged(folder, f"index.npy: {_plainly(e)}") from e
+        raise _damaged(folder, f"index.npy: {first_line(e)}") from e
     if hashlib.blake2b(index.tobytes(), digest_size=16).hexdigest() != header['index']:
         raise _damaged(folder, "index.npy")
     fits = index.dtype == np.int64 and index.shape == (header['n_texts'], 3)

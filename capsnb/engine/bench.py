@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from ..core import run_record, seed_everything
 from ..routing.em import as_floor
-from .dstep import Sizes, choose_plan, plans
+from .dstep import Problem, Sizes, choose_plan, plans
 from .layers import ConvCaps
-from .moments import _n_stats
+from .moments import n_stats
 
 # %% auto #0
 __all__ = ['paper_sizes', 'take_turns', 'bench_routing', 'bench_caps']
@@ -87,14 +87,14 @@ class _Case(NamedTuple):
 def _routing_step(plan: str, case: _Case, X: list[Tensor], backward: bool = True):
     "One forward pass of a plan, and its backward pass."
     eps = as_floor(case.eps, case.sizes.c * case.sizes.h)
-    out = plans[plan].run(*X, case.n_iters, 'gaussian', eps, False, need_R=False)[:3]
+    out = plans[plan].run(Problem(*X, case.n_iters, 'gaussian', eps, pooled=False))[:3]
     if backward:
         torch.autograd.grad(sum(o.sum() for o in out), X)
 
 # %% ../../nbs/engine/28_bench.ipynb #0220baf2
 def _floor_step(case: _Case) -> Callable:
     "A function that runs the bare operations of routing from moments."
-    s, size = case.sizes, _n_stats(case.sizes.c, case.sizes.d)
+    s, size = case.sizes, n_stats(case.sizes.c, case.sizes.d)
     shapes = (size, s.i), (size, s.j), (s.i, s.j), (s.i, s.j), (size, s.j), (size, s.i)
     phi, theta, L, R, M, G = (torch.randn(s.n, *shape, device=case.device) for shape in shapes)
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from ..core import check_n_iters
 from .numerics import autocasting, keep_freed_memory, without_autocast
 from ..routing.dstep import Routed, RoutedR, routing_ref
-from ..routing.em import as_floor
+from ..routing.em import Floor, as_floor
 
 # %% auto #0
-__all__ = ['plans', 'brk_bias', 'beta_start', 'Sizes', 'Plan', 'exporting', 'choose_plan', 'Routing']
+__all__ = ['plans', 'brk_bias', 'beta_start', 'Sizes', 'Problem', 'Plan', 'exporting', 'choose_plan', 'Routing']
 
 # %% ../../nbs/engine/23_dstep.ipynb #00000007
 def brk_bias(
@@ -45,11 +45,27 @@ class Sizes(NamedTuple):
     h: int  # output columns
     shared: bool  # whether W and B are shared by all inputs
 
+# %% ../../nbs/engine/23_dstep.ipynb #5d2b7c10
+class Problem(NamedTuple):
+    "What a plan computes, with one leading dimension; the first ten as for `routing_ref`."
+
+    a_inp: Tensor  # [n, i] scores of the inputs
+    mu_inp: Tensor  # [n, i, c, d] input capsules
+    W: Tensor  # [i|1, j|1, d, h] maps
+    B: Tensor  # [i|1, j, c, h] biases
+    beta_use: Tensor  # [i|1, j|1] net benefits
+    beta_ign: Tensor  # [i|1, j|1] net costs
+    n_iters: int  # iterations
+    p_model: str  # 'gaussian' or 'skm'
+    eps: Floor  # floor of variances and masses
+    pooled: bool  # whether the first E-step has one Gaussian for all outputs
+    need_R: bool = False  # whether the routing probabilities are wanted
+
 # %% ../../nbs/engine/23_dstep.ipynb #00000010
 class Plan(NamedTuple):
     "A way to compute the routing."
 
-    run: Callable  # `routing_ref`'s arguments, one leading dimension, need_R -> a, mu, sig2, R
+    run: Callable  # Problem -> a, mu, sig2, R (anything, if it is not needed)
     refuses: Callable  # Sizes -> '' or the reason why it cannot serve them
     cost: Callable  # Sizes -> seconds of an iteration and its gradients, on the author's machine
 
@@ -57,9 +73,9 @@ class Plan(NamedTuple):
 plans: dict[str, Plan] = {}  # filled here and in `moments`
 
 # %% ../../nbs/engine/23_dstep.ipynb #00000011
-def _run_votes(*args, need_R=True):
-    "The definition, which has R in any case: an eleventh argument says nothing to it."
-    return routing_ref(*args[:10])
+def _run_votes(p: Problem):
+    "The definition, which has R in any case."
+    return routing_ref(*p[:-1])
 
 
 def _cost_votes(s):
@@ -238,7 +254,7 @@ def _route(r, a_inp, mu_inp, j, need_R):
     s = Sizes(*a_inp.shape, j, r.d_cov, r.d_inp, r.d_out, r.n_inp is None)
     plan = plans[choose_plan(s) if r.plan == 'auto' else r.plan]
     how = r.n_iters, r.p_model, as_floor(r.eps, r.d_cov * r.d_out), r.pooled, need_R
-    out = plan.run(a_inp, mu_inp, *_parameters_in(r, dtype, j), *how)
+    out = plan.run(Problem(a_inp, mu_inp, *_parameters_in(r, dtype, j), *how))
     return [o.reshape(*lead, *o.shape[1:]) for o in out[: 3 + need_R]]
 
 # %% ../../nbs/engine/23_dstep.ipynb #00000022
@@ -255,6 +271,7 @@ class Routing(_Parameters):
         d_out: int,  # h: columns of an output capsule
         n_inp: int | None = None,  # inputs; None: any number, with maps shared by all inputs
         n_out: int | None = None,  # outputs; None: any number, given to `forward` (see `pooled`)
+        *,
         n_iters: int = 3,  # iterations
         p_model: str = 'gaussian',  # 'gaussian', or 'skm' for soft k-means
         single_beta: bool = False,  # whether beta_ign is beta_use (Heinsen 2019, 3.5.1)

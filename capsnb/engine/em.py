@@ -253,6 +253,7 @@ def em_routing(
     lam: float | Sequence[float] | Callable[[int], float] = inverse_temperature,  # `as_schedule`
     n_iters: int = 3,  # iterations
     parents: Tensor | None = None,  # [i, j] bool: is j a parent of i? None: always
+    *,
     fields: Tensor | None = None,  # [p, i] number of the part in each place of a field, -1: none
     eps: float | str | Floor = 1e-4,  # floor of the variances, see `as_floor`; to learn: 'auto'
     act: str = 'logistic',  # 'logistic' (eq. 2), or 'pi': mixing proportions

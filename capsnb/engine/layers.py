@@ -677,6 +677,7 @@ class ConvCaps(_Capsules):
         K: int | Sequence[int] = 3,  # size of a field
         stride: int | Sequence[int] = 1,  # steps between fields
         padding: int | Sequence[int] = 0,  # rows and columns of nothing around the grid
+        *,
         d_cov: int = 4,  # rows of a pose; 1 for vectors
         d_inp: int = 4,  # columns of a part's pose; 16 for vectors
         d_out: int = 4,  # columns of a whole's pose; 16 for vectors
@@ -761,6 +762,7 @@ class ClassCaps(_Capsules):
         d_cov: int = 4,  # rows of a pose; 1 for vectors
         d_inp: int = 4,  # columns of a part's pose; 16 for vectors
         d_out: int = 4,  # columns of a class's pose; 16 for vectors
+        *,
         coordinates: bool = True,  # whether positions are added to the votes
         n_iters: int = 3,  # iterations
         lam: float | Sequence | Callable = inverse_temperature,  # see `as_schedule`

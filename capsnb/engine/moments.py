@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from ..routing.em import Floor, sig2_floor
+from ..routing.em import sig2_floor
 from ..routing.dstep import pool
-from .dstep import Plan, exporting, plans
+from .dstep import Plan, Problem, exporting, plans
 from .numerics import first_order
 
 # %% auto #0
-__all__ = []
+__all__ = ['n_stats']
 
 # %% ../../nbs/engine/24_moments.ipynb #81607b18
 def _wide(t):
@@ -24,7 +24,7 @@ def _wide(t):
     return t.to(torch.float32 if t.device.type == 'mps' else torch.float64)
 
 # %% ../../nbs/engine/24_moments.ipynb #1d91601c
-def _n_stats(c, d):
+def n_stats(c, d):
     "Length N of phi for a capsule of `c` rows and `d` columns."
     return c * d * (d + 1) // 2 + c * d + 1
 
@@ -41,7 +41,7 @@ class _Statistics(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         n, c, d, i = x.shape
-        phi = x.new_empty(n, _n_stats(c, d), i)
+        phi = x.new_empty(n, n_stats(c, d), i)
         for step, at in _diagonals(c, d):
             rows = phi[:, at].view(n, c, d - step, i)
             rows.copy_(x[:, :, step:]).mul_(x[:, :, : d - step])
@@ -70,23 +70,6 @@ class _Tiling(NamedTuple):
     row: int = 1 << 14  # numbers in the votes of one part for a tile of wholes
     parts: int = 1024  # most parts in a tile of votes: rounding grows with the length of a sum
     float64: bool | None = None  # whether products are done in it; None: where they are small
-
-# %% ../../nbs/engine/24_moments.ipynb #f1f4f4f0
-class _Problem(NamedTuple):
-    "What a plan is given, with one leading dimension; the first ten as for `routing_ref`."
-
-    a_inp: Tensor  # [n, i] scores of the parts
-    mu_inp: Tensor  # [n, i, c, d] parts
-    W: Tensor  # [i|1, j|1, d, h] maps
-    B: Tensor  # [i|1, j, c, h] biases
-    beta_use: Tensor  # [i|1, j|1] net benefits
-    beta_ign: Tensor  # [i|1, j|1] net costs
-    n_iters: int  # iterations
-    p_model: str  # 'gaussian' or 'skm'
-    eps: Floor  # floor of variances and masses
-    pooled: bool  # whether the first E-step has one Gaussian for all wholes
-    need_R: bool  # whether the shares are wanted
-    tiling: _Tiling = _Tiling()  # sizes of tiles
 
 # %% ../../nbs/engine/24_moments.ipynb #506882a3
 class _Cuts(NamedTuple):
@@ -314,11 +297,11 @@ _NARROW = 32.0  # spread/sig2 from which on float64 is needed
 class _ByMoments:
     "A routing from moments; W must be shared by all parts."
 
-    def __init__(self, p: _Problem):
+    def __init__(self, p: Problem, tiling: _Tiling):
         (n, i, c, d), j = p.mu_inp.shape, p.B.shape[1]
-        self.p, self.wide = p, _wide(p.mu_inp[:0]).dtype
-        self.cuts = _Cuts(_slices(i, n * j, p.tiling.numbers), [slice(0, j)], j)
-        self.dtype = self._products(n * i * j * _n_stats(c, d))
+        self.p, self.tiling, self.wide = p, tiling, _wide(p.mu_inp[:0]).dtype
+        self.cuts = _Cuts(_slices(i, n * j, tiling.numbers), [slice(0, j)], j)
+        self.dtype = self._products(n * i * j * n_stats(c, d))
         self.f = p.a_inp.to(self.dtype).sigmoid()
         self.x0 = self._origin()
         self.maps = self._about(self.x0.to(self.wide))
@@ -327,7 +310,7 @@ class _ByMoments:
     def _products(self, size):
         "The dtype of large products: float64 where there are no values to look at, or few."
         blind = exporting() or self.p.mu_inp.is_meta
-        free = size < _FREE if self.p.tiling.float64 is None else self.p.tiling.float64
+        free = size < _FREE if self.tiling.float64 is None else self.tiling.float64
         return self.wide if blind or free else self.p.mu_inp.dtype
 
     def _origin(self):
@@ -400,9 +383,9 @@ def _all_shares(way, model):
     return torch.cat(parts, 1)
 
 # %% ../../nbs/engine/24_moments.ipynb #a9273e7b
-def _run_moments(*given, **more):
-    "A `Plan`'s `run`: takes what a `_Problem` holds, in its order."
-    return _routed(_ByMoments(_Problem(*given, **more)))
+def _run_moments(p: Problem, tiling: _Tiling = _Tiling()):
+    "A `Plan`'s `run`."
+    return _routed(_ByMoments(p, tiling))
 
 # %% ../../nbs/engine/24_moments.ipynb #00716b85
 def _cast(x, W, B):
@@ -543,16 +526,16 @@ class _ByVotes:
 
     engine = _Votes
 
-    def __init__(self, p: _Problem):
+    def __init__(self, p: Problem, tiling: _Tiling):
         (n, i, c, _), (j, _, h) = p.mu_inp.shape, p.B.shape[1:]
-        few = n * i * j * c * h < _FEW if p.tiling.float64 is None else p.tiling.float64
+        few = n * i * j * c * h < _FEW if tiling.float64 is None else tiling.float64
         self.p, to = p, _wide if exporting() or few else torch.Tensor.contiguous
         a, x, W, B, *betas = (to(t) for t in p[:6])
         by_j = [t.expand(-1, j, -1, -1).permute(0, 2, 3, 1).contiguous() for t in (W, B)]
         self.f, self.fixed = a.sigmoid(), (x, *by_j, *(t.expand(-1, j) for t in betas))
-        cols = _slices(j, c * h, p.tiling.row)
+        cols = _slices(j, c * h, tiling.row)
         size = n * c * h * (cols[0].stop if cols else 1)
-        rows = _slices(i, size, p.tiling.numbers, p.tiling.parts)
+        rows = _slices(i, size, tiling.numbers, tiling.parts)
         self.cuts = _Cuts(rows, cols, j)
 
     def tensors(self, model):
@@ -574,9 +557,9 @@ class _ByVotes:
         return a, mu.permute(0, 3, 1, 2), var.permute(0, 3, 1, 2)
 
 # %% ../../nbs/engine/24_moments.ipynb #69fd7c96
-def _run_stream(*given, **more):
-    "A `Plan`'s `run`: takes what a `_Problem` holds, in its order."
-    return _routed(_ByVotes(_Problem(*given, **more)))
+def _run_stream(p: Problem, tiling: _Tiling = _Tiling()):
+    "A `Plan`'s `run`."
+    return _routed(_ByVotes(p, tiling))
 
 # %% ../../nbs/engine/24_moments.ipynb #fd3a7f33
 def _refuse_moments(s):
@@ -584,7 +567,7 @@ def _refuse_moments(s):
 
 # %% ../../nbs/engine/24_moments.ipynb #770cb6e2
 def _cost_moments(s):
-    size = _n_stats(s.c, s.d)
+    size = n_stats(s.c, s.d)
     return 1.2e-3 + s.n * s.i * (s.j * (1.2e-10 * size + 1.5e-9) + 6e-9 * size)
 
 # %% ../../nbs/engine/24_moments.ipynb #74fe2b09

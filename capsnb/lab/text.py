@@ -13,13 +13,13 @@ import torch
 from torch import nn, Tensor
 from ..core import need, palette, plot_style
 from ..engine.dstep import Routing
-from ..data.embed import FrozenEncoder, _plainly, as_texts
+from ..data.embed import FrozenEncoder, first_line, as_texts
 from ..data.files import checksum, read_json, write_json
 from .runs import digest, hash_files
 from capsnb.lab.vision import (
     HubMixin,
-    _earned,
     answer,
+    earned,
     load_published,
     read_published,
     trace_credit,
@@ -306,7 +306,7 @@ def credit(
     D1 = mask[:, :, None].expand(x.shape[:3]).flatten(1)[..., None] * one.R  # eq. 4
     f_a = one.a.sigmoid()[..., None]
     D2 = f_a * two.R
-    share = trace_credit(D1, _earned(net.routings[1], D2, f_a - D2))
+    share = trace_credit(D1, earned(net.routings[1], D2, f_a - D2))
     return Credit(two.a, share.unflatten(1, x.shape[1:3]))
 
 # %% ../../nbs/lab/44_text.ipynb #fa0364e4
@@ -711,7 +711,7 @@ def _extra_note(
     try:
         note = json.loads(state.cpu().numpy().tobytes())
     except (ValueError, RecursionError, AttributeError, TypeError) as e:
-        raise ValueError(f"the note in {where} is damaged: {_plainly(e)}") from e
+        raise ValueError(f"the note in {where} is damaged: {first_line(e)}") from e
     if not isinstance(note, dict) or note.get('format') != _format:
         raise ValueError(f"{where}: expected a note of the format {_format!r}, got {note!r:.100}")
     for key, kind in dict(frozen=bool, head=dict).items():
@@ -767,7 +767,7 @@ def _build_head(
         with torch.device('meta'):
             state = SSTNet(**config).state_dict()
     except Exception as e:  # whatever odd entries lead to
-        raise ValueError(f"the config in {where} makes no network: {_plainly(e)}") from e
+        raise ValueError(f"the config in {where} makes no network: {first_line(e)}") from e
     wanted = {k: tuple(v.shape) for k, v in state.items()}
     shapes = {k: tuple(v) for k, v in shapes.items()}
     if differ := sorted(k for k in wanted | shapes if wanted.get(k) != shapes.get(k)):
@@ -786,7 +786,7 @@ def _read_weights(
     try:
         return need('safetensors.torch').load_file(path)
     except Exception as e:  # safetensors has its own errors
-        raise ValueError(f"'{path}' cannot be read: {_plainly(e)}") from e
+        raise ValueError(f"'{path}' cannot be read: {first_line(e)}") from e
 
 # %% ../../nbs/lab/44_text.ipynb #ae04f516
 def _read_head(
@@ -825,7 +825,7 @@ def _load_checkpoint(
         found.load_state_dict(state)
     except RuntimeError as e:
         raise ValueError(
-            f"{where} does not fit the transformer '{reader.name}': {_plainly(e)}"
+            f"{where} does not fit the transformer '{reader.name}': {first_line(e)}"
         ) from e
     return found.eval()
 

@@ -19,9 +19,9 @@ from ..core import from_generator, need, plot_style
 from ..engine.dstep import Routing
 
 # %% auto #0
-__all__ = ['normed_conv', 'ConvTrunk', 'CapsuleHeads', 'Scores', 'answer', 'n_params', 'trace_credit', 'DStepNet', 'norb_trunk',
-           'SmallNORBNet', 'draw_net', 'published_name', 'read_published', 'load_published', 'PlainCNN', 'rival_of',
-           'BaselineCNN', 'timed_step', 'step_shares']
+__all__ = ['normed_conv', 'ConvTrunk', 'CapsuleHeads', 'Scores', 'answer', 'n_params', 'trace_credit', 'DStepNet', 'earned',
+           'norb_trunk', 'SmallNORBNet', 'draw_net', 'published_name', 'read_published', 'load_published', 'PlainCNN',
+           'rival_of', 'BaselineCNN', 'timed_step', 'step_shares']
 
 # %% ../../nbs/lab/41_vision.ipynb #00000005
 def _stack_coordinates(
@@ -297,7 +297,7 @@ def _credit_maps(
     D1, f_a = a0.sigmoid()[..., None] * one.R, one.a.sigmoid()[..., None]  # eq. 4
     taken = f_a * two.R
     if of == 'score':
-        taken = _earned(second, taken, f_a - taken)
+        taken = earned(second, taken, f_a - taken)
     places = dict(m=x.shape[-2], n=x.shape[-1])
     return rearrange(trace_credit(D1, taken), 'b (t m n) k -> t b k m n', **places).sum(0)
 
@@ -305,7 +305,7 @@ def _credit_maps(
 DStepNet.credit = _credit_maps
 
 # %% ../../nbs/lab/41_vision.ipynb #8ecd88e3
-def _earned(
+def earned(
     r: Routing,  # of classes
     D_use: Tensor,  # [..., j, k] shares of parts used by classes
     D_ign: Tensor,  # [..., j, k] shares ignored
