@@ -109,6 +109,7 @@ def test_there_are_readers():
 @pytest.mark.parametrize('path', notebooks, ids=lambda p: p.stem)
 def test_measured_numbers_are_printed_not_typed(path):
     "a mean with its deviation, or a speed-up, in prose would be a copy that nothing keeps true"
-    typed = r'\d\s*%?\s*±\s*\d|\d ?(times|×) (faster|lighter|as fast|less|smaller)'
+    mean, ratio = r'\d\.\d\s*%?\s*±\s*\d|±\s*[\d.]+ ?%', r'\d ?(times|×) (faster|lighter|smaller)'
+    typed = f'{mean}|{ratio}'
     found = [m[0] for page, _ in cells(path, 'markdown') for m in re.finditer(typed, page)]
     assert not found, f"{found}: print what the file in nbs/results/ says"
