@@ -24,7 +24,10 @@ def _wide(t):
     return t.to(torch.float32 if t.device.type == 'mps' else torch.float64)
 
 # %% ../../nbs/engine/24_moments.ipynb #1d91601c
-def n_stats(c, d):
+def n_stats(
+    c: int,  # rows of a capsule
+    d: int,  # columns
+) -> int:
     "Length N of phi for a capsule of `c` rows and `d` columns."
     return c * d * (d + 1) // 2 + c * d + 1
 
