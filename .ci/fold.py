@@ -20,10 +20,14 @@ def folded(cell: dict) -> bool:
 def fold(path: Path, write: bool) -> bool:
     "Whether a notebook changes; every cell has the metadata that its marks ask for."
     text = path.read_text(encoding='utf-8')
-    nb, changed = json.loads(text), False
-    for cell in nb['cells']:
+    try:
+        cells = (nb := json.loads(text))['cells']
+    except (ValueError, KeyError, TypeError) as e:
+        raise SystemExit(f'{path} is no notebook: {e}') from e
+    changed = False
+    for cell in cells:
         want = {'jupyter': {'source_hidden': True}} if folded(cell) else {}
-        changed |= cell['metadata'] != want
+        changed |= cell.get('metadata') != want
         cell['metadata'] = want
     if changed and write:
         text = json.dumps(nb, ensure_ascii=False, indent=1) + '\n'

@@ -152,7 +152,7 @@ def train_task(
         if not is_first():
             return
         net_ = task.known_net(net)
-        whole = '' if task.roles['select'] else 'all training instances, '
+        whole = 'all training instances, ' if 'validation' in task.roles['train'] else ''
         print(f"{task.name}, {net_}, {told(out, whole)}")
         draw(task, net_, out, device, progress)
 
@@ -314,10 +314,13 @@ def train_sst(
     as_published: Annotated[
         bool,
         option(
-            "All of the paper's settings: learning rate, floor of the variances, start of beta.",
+            "As published: learning rate, floor of the variances, start of beta.",
             '--as-published',
         ),
     ] = False,
+    validate: Annotated[
+        bool, option('Choose the epoch on validation; if not, keep the last, as the paper does.')
+    ] = True,
     any_treebank: Annotated[
         bool,
         option('The files need not be the Stanford Sentiment Treebank.', '--any-treebank'),
@@ -329,9 +332,11 @@ def train_sst(
 ):
     """Route a frozen transformer's hidden states to sentiments (Heinsen 2019, section 5).
 
-    Says its price, keeps the epoch that validates best, tests once. Ctrl-C leaves a checkpoint."""
+    Says its price, keeps the epoch that validates best (with --no-validate the last one), tests
+    once. Ctrl-C leaves a checkpoint."""
     options = dict(encoder=encoder, gguf_file=gguf, revision=revision, layers=layers, roots=roots)
     options |= dict(limit=limit, published=as_published, official=not any_treebank, folder=data)
+    options |= dict(validate=validate)
     options |= dict(cache=False if on_the_fly else cache, cache_dtype=cache_dtype)
     found = room('lab.sentiment').Sentiment(task, **options)
     usual = dict(epochs=epochs, device=device, progress=progress)

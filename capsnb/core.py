@@ -248,11 +248,14 @@ def film(
 ):  # IPython's HTML
     "A moving picture that needs no kernel; `ValueError` where it would be larger than `limit`."
     values = {name: list(v) for name, v in axes.items()}
+    if not values or not all(values.values()):
+        raise ValueError(f"a film needs axes with values, got {values}")
     cases = [dict(zip(values, case)) for case in itertools.product(*values.values())]
     frames = [_frame(draw(**case), dpi) for case in cases]
     key = 'film-' + hashlib.sha256(''.join(frames).encode()).hexdigest()[:12]
-    script = _script.replace('NAME', key).replace('FRAMES', json.dumps(frames))
+    script = _script.replace('NAME', key)
     script = script.replace('SIZES', json.dumps([len(v) for v in values.values()]))
+    script = script.replace('FRAMES', json.dumps(frames))  # last: their text is anything
     sliders = ''.join(_slider(name, v) for name, v in values.items())
     page = (
         f'<div id="{key}"><img src="{frames[-1]}" alt="{html.escape(alt)}" style="max-width:100%">'

@@ -158,7 +158,7 @@ def test_every_parameter_says_what_it_is(path):
 def test_what_readers_need_not_see_is_shut():
     command = [sys.executable, str(root / '.ci' / 'fold.py'), '--check']
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_commands_in_records_name_notebooks_that_exist():

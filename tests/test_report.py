@@ -3,6 +3,7 @@
 import math
 import statistics
 import pytest
+from capsnb.core import film, plot_style
 from capsnb.lab.report import curves, dots, interval, percent, runs_of, spread, table
 
 stats = pytest.importorskip('scipy.stats')
@@ -44,3 +45,20 @@ def test_dots_and_curves_are_drawn_where_they_belong():
     assert [list(line.get_ydata()) for line in ax.lines] == [[1, 2, 3], [4, 5, 6]]
     assert list(ax.lines[0].get_xdata()) == [1, 2, 3] and len(ax.get_legend().texts) == 1
     matplotlib.pyplot.close('all')
+
+
+def test_a_film_shows_values_as_they_are_and_needs_some():
+    pytest.importorskip('IPython')
+    drawn = []
+
+    def draw(**case):
+        drawn.append(case)
+        fig, _ = plot_style().subplots(figsize=(1, 1))
+        return fig
+
+    page = film(draw, 'a "film"', of=['</script>', '"', "'"]).data
+    assert len(drawn) == 3 and page.count('</script>') == 1 and 'alt="a &quot;film&quot;"' in page
+    assert film(draw, 'one', t=[1]).data.count('<img') == 1
+    for axes in ({}, dict(t=[]), dict(s=[1], t=[])):
+        with pytest.raises(ValueError, match='axes with values'):
+            film(draw, 'none', **axes)

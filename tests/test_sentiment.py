@@ -222,6 +222,19 @@ def test_a_run_belongs_to_its_encoder(world, encoder, tmp_path):
         evaluate(tmp_path, 'dev', device='cpu')
 
 
+def test_without_validation_the_last_epoch_is_tested(world, encoder, tmp_path):
+    task = on(world, encoder, 'sst2', validate=False)
+    m = train(task, out=tmp_path, epochs=2, **quiet)
+    assert m['valid_accuracy'] is None and m['best_epoch'] == m['epochs'] == 2
+    assert (
+        m['train_data']
+        == train(on(world, encoder, 'sst2'), out=tmp_path / 'b', epochs=1, **quiet)['train_data']
+    )
+    assert json.loads((tmp_path / 'task.json').read_text())['validate'] is False
+    found = evaluate(tmp_path, folder=world['trees'], cache=False, device='cpu')
+    assert abs(found['accuracy'] - m['test_accuracy']) < 1e-6
+
+
 COMMON = '''
 from capsnb.data.embed import FrozenEncoder
 from capsnb.lab.sentiment import Sentiment

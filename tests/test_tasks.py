@@ -154,6 +154,20 @@ def test_what_is_no_task_is_named(name, said, tmp_path):
     assert not (tmp_path / 'run').exists()
 
 
+def test_tasks_that_lack_something_are_named(tmp_path):
+    class Bare(Task):
+        names = ('a', 'b')
+
+    class Nameless(Plain):
+        names = ()
+
+    for task, said in ((Bare(), 'has no networks'), (Nameless(), 'has no names of classes')):
+        for net in (None, 'cnn'):
+            with pytest.raises(ValueError, match=said):
+                train(task, net, tmp_path / 'run')
+    assert not (tmp_path / 'run').exists()
+
+
 def test_the_task_that_trains_is_a_copy(tmp_path):
     task = Digits(limit=20, n_test=10)
     train(task, 'cnn', tmp_path / 'run', epochs=1, **quiet)

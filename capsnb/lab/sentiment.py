@@ -266,6 +266,7 @@ class Sentiment(Task):
     limit: int | None = None  # at most so many samples of each split; None: all
     published: bool = False  # rate, floor and start as the paper has them
     official: bool = True  # whether the treebank must be the real one
+    validate: bool = True  # False: keep the last epoch, as the paper does
     folder: str | Path | None = None  # of the treebank, as for `load_sst`
     cache: str | Path | bool | None = None  # root; None: the user's, if small; False: on the fly
     cache_dtype: str = 'float16'  # of the caches
@@ -280,6 +281,10 @@ class Sentiment(Task):
         if self.task not in names_of:
             raise ValueError(f"task must be 'sst5' or 'sst2', got {self.task!r}")
         self.name, self.names = self.task, names_of[self.task]
+
+    @property
+    def roles(self):
+        return Task.roles if self.validate else {**Task.roles, 'select': None}
 
     @property
     def networks(self):
@@ -346,6 +351,7 @@ class Sentiment(Task):
         note = dict(task=self.task, names=self.names, **encoder_note(self.reader()))
         note |= dict(roots=self.roots, limit=self.limit, published=self.published)
         note |= dict(treebank='SST' if self.official else 'another', cache_dtype=self.cache_dtype)
+        note |= {} if self.validate else dict(validate=False)  # older runs do not say
         return note | (dict(on_the_fly=True) if self.on_the_fly else {})
 
     def from_note(self, note, encoder=None, **here):
@@ -395,7 +401,8 @@ def _first_the_price(
     root = Path(task.cache).expanduser() if task.cache else cache_folder('embeddings')
     needed = {k: about_tokens(t) * price.disk // price.n_tokens for k, t in names.items()}
     chosen = _choose_cache(task.cache, needed, root)
-    again = sum(about_tokens(samples[split].texts) for split in ('train', 'validation'))
+    each_epoch = [split for role, split in task.roles.items() if split and role != 'test']
+    again = sum(about_tokens(samples[split].texts) for split in each_epoch)
     fly = price.seconds * (1 + (epochs - 1) * again / price.n_tokens)
     if chosen is False and (task.progress or fly > 600):
         say(f"on the fly, {epochs} epochs: roughly {in_time(fly)} for the transformer")

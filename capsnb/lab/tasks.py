@@ -171,11 +171,14 @@ class Task:
         net: str | None,  # None: the first there is
     ) -> str:  # a name of `networks`
         "`ValueError` for a network that the task has not."
-        if net is None:
+        if net is None and self.networks:
             return next(iter(self.networks))
         if isinstance(net, str) and net in self.networks:
             return net
-        raise ValueError(f"net must be one of {', '.join(map(repr, self.networks))}, got {net!r}")
+        there = ', '.join(map(repr, self.networks))
+        if not there:
+            raise ValueError(f"the task {self.name!r} has no networks")
+        raise ValueError(f"net must be one of {there}, got {net!r}")
 
 # %% ../../nbs/lab/48_tasks.ipynb #e5e73175
 def with_options(
@@ -217,7 +220,8 @@ def task_named(
     except (ImportError, AttributeError) as e:
         raise ValueError(f"no task {name!r}: {e}") from e
     if not isinstance(found, Task):
-        raise ValueError(f"{name!r} is no task (capsnb.lab.tasks.Task), but a {type(found)}")
+        kind = type(found).__name__
+        raise ValueError(f"{name!r} is no task (an object of capsnb.lab.tasks.Task), but a {kind}")
     found = copy.copy(found)
     found.name = name
     return found
@@ -278,6 +282,8 @@ def _at_work(
     task = task_named(task) if isinstance(task, str) else copy.copy(task)
     if not isinstance(task, Task):
         raise ValueError(f"expected a task (capsnb.lab.tasks.Task), got {task!r:.60}")
+    if not task.names:
+        raise ValueError(f"the task {task.name!r} has no names of classes")
     task.device, task.progress = device, progress
     return task
 
