@@ -16,7 +16,7 @@ from ..data.toys import toys_tensors
 from .matrix_caps import MatrixCapsNet
 from .inspect import class_pose, mds_path, plot_paths, poses_of, viewpoint_grid
 from .tasks import Net, Task, paper_recipe
-from .train import dice, fingerprint, shift_images
+from .train import BaseDeck, dice, fingerprint, shift_images
 from .vision import BaselineCNN, PlainCNN, SmallNORBNet, n_params, norb_trunk, rival_of
 
 # %% auto #0
@@ -24,7 +24,7 @@ __all__ = ['categories', 'factors', 'splits', 'toys', 'smallnorb', 'PairDeck', '
            'PairCrops', 'Objects', 'Toys', 'SmallNORB', 'pose_picture']
 
 # %% ../../nbs/lab/50_objects.ipynb #9b2bcc49
-class PairDeck(torch.utils.data.Dataset):
+class PairDeck(BaseDeck):
     "Pairs of pictures in bytes and their labels, for `fit_decks`."
 
     def __init__(
@@ -38,32 +38,16 @@ class PairDeck(torch.utils.data.Dataset):
                 "expected images uint8 [n, channels, m, n] and n labels, n at least 1, "
                 f"got {x.dtype} {tuple(x.shape)} and {len(y)} labels"
             )
-        self.data, self.images, self.labels, self.seed, self.epoch = data, x, y, seed, 0
-
-    def deal(
-        self,
-        epoch: int,  # whose dice are thrown
-    ):
-        self.epoch = epoch
+        self.data, self.images, self.labels, self.seed = data, x, y, seed
 
     def mark(self) -> str:  # equal for equal data
         return fingerprint(self.images, self.labels)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(
-        self,
-        k: int,  # of a sample
-    ) -> dict:  # a batch of one
-        return self.__getitems__([k])
 
     def __getitems__(
         self,
         ks: list,  # of samples: a whole batch
     ) -> dict:  # images in bytes, labels, and draw: where the dice stand, None without a seed
-        draw = None if self.seed is None else (self.seed, self.epoch, int(ks[0]))
-        return dict(images=self.images[ks], labels=self.labels[ks], draw=draw)
+        return dict(images=self.images[ks], labels=self.labels[ks], draw=self.draw(ks))
 
 # %% ../../nbs/lab/50_objects.ipynb #8e194848
 class PairMixup:

@@ -20,14 +20,14 @@ from ..data.sst import label_names, load_sst
 from .runs import first_process
 from .tasks import Net, Task, with_options
 from .text import SSTNet, check_note, encoder_note, measure_scale, noted_encoder
-from .train import dice, fingerprint
+from .train import BaseDeck, dice, fingerprint
 
 # %% auto #0
 __all__ = ['on_disk', 'most_unasked', 'names_of', 'sst5', 'sst2', 'TextDeck', 'packed', 'TextMixup', 'say', 'Samples',
            'sst_samples', 'Sentiment', 'linear_probes']
 
 # %% ../../nbs/lab/51_sentiment.ipynb #dd8c221d
-class TextDeck(torch.utils.data.Dataset):
+class TextDeck(BaseDeck):
     "Hidden states and labels, for `fit_decks`: from a cache, or from an encoder on the fly."
 
     def __init__(
@@ -39,7 +39,7 @@ class TextDeck(torch.utils.data.Dataset):
     ):
         self.cached = isinstance(source, EmbeddingCache)
         self.source = source if self.cached else (source[0], as_texts(source[1]))
-        self.labels, self.seed, self.epoch = torch.as_tensor(labels), seed, 0
+        self.labels, self.seed = torch.as_tensor(labels), seed
         self.rows = list(range(len(self.labels)) if rows is None else rows)
         n = len(source if self.cached else source[1])
         if len(self.rows) != len(self.labels):
@@ -52,12 +52,6 @@ class TextDeck(torch.utils.data.Dataset):
                 f"got {len(self.rows):,} of them, up to number {max(self.rows, default=-1):,}"
             )
 
-    def deal(
-        self,
-        epoch: int,  # whose dice are thrown
-    ):
-        self.epoch = epoch
-
     def mark(self) -> str:  # equal for equal data
         if self.cached:
             of = json.dumps(self.source.header, sort_keys=True)
@@ -66,22 +60,12 @@ class TextDeck(torch.utils.data.Dataset):
             of = encoder.fingerprint, encoder.layers, list(texts)
         return fingerprint(of, self.rows, self.labels)
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(
-        self,
-        k: int,  # of a sample
-    ) -> dict:  # a batch of one
-        return self.__getitems__([k])
-
     def __getitems__(
         self,
         ks: list,  # of samples: a whole batch
     ) -> dict:  # mask [b, n] and embs [t, l, m], or texts; labels, and where the dice stand
         rows = [self.rows[k] for k in ks]
-        draw = None if self.seed is None else (self.seed, self.epoch, int(ks[0]))
-        out = dict(labels=self.labels[ks], draw=draw)
+        out = dict(labels=self.labels[ks], draw=self.draw(ks))
         if self.cached:
             return {**out, **packed(self.source, rows)}
         return {**out, 'texts': [self.source[1][r] for r in rows]}

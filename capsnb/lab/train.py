@@ -53,11 +53,11 @@ from capsnb.lab.runs import (
 )
 
 # %% auto #0
-__all__ = ['honoured', 'load_digits_split', 'dice', 'shift_images', 'pictures', 'columns_of', 'Deck', 'mixup', 'MixupCollator',
-           'cycle_height', 'SingleCycle', 'Diverged', 'Ledger', 'SealHook', 'DealHook', 'ProgressHook', 'StopHook',
-           'BarHook', 'accuracy', 'quiet_transformers', 'training_arguments', 'make_trainer', 'check_recipe',
-           'fingerprint', 'Stopped', 'rehearse', 'batch_on', 'history_of', 'run_training', 'fit_decks', 'fit', 'repeat',
-           'summary', 'in_words']
+__all__ = ['honoured', 'load_digits_split', 'dice', 'shift_images', 'pictures', 'columns_of', 'BaseDeck', 'Deck', 'mixup',
+           'MixupCollator', 'cycle_height', 'SingleCycle', 'Diverged', 'Ledger', 'SealHook', 'DealHook', 'ProgressHook',
+           'StopHook', 'BarHook', 'accuracy', 'quiet_transformers', 'training_arguments', 'make_trainer',
+           'check_recipe', 'fingerprint', 'Stopped', 'rehearse', 'batch_on', 'history_of', 'run_training', 'fit_decks',
+           'fit', 'repeat', 'summary', 'in_words']
 
 # %% ../../nbs/lab/47_train.ipynb #00000005
 def load_digits_split():  # datasets.DatasetDict with columns image [1, 8, 8] in [0, 1] and label
@@ -254,8 +254,38 @@ def _column(
     is_bytes = getattr(feature, 'dtype', '') == 'uint8' and array.dtype != object
     return array.astype('uint8') if is_bytes else array
 
+# %% ../../nbs/lab/47_train.ipynb #ba5edec4
+class BaseDeck(torch.utils.data.Dataset):
+    "Samples that are dealt in batches; a subclass says `mark` and `__getitems__`."
+
+    labels: Tensor  # [n]
+    seed: int | None = None  # of augmentation; None: none, as for validation
+    epoch: int = 0  # whose dice are thrown
+
+    def deal(
+        self,
+        epoch: int,  # whose dice are thrown
+    ):
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(
+        self,
+        k: int,  # of a sample
+    ) -> dict:  # a batch of one
+        return self.__getitems__([k])
+
+    def draw(
+        self,
+        index: list,  # of samples: a whole batch
+    ) -> tuple | None:  # what `dice` takes; None without a seed
+        "Where the dice of a batch stand."
+        return None if self.seed is None else (self.seed, self.epoch, int(index[0]))
+
 # %% ../../nbs/lab/47_train.ipynb #0000000e
-class Deck(torch.utils.data.Dataset):
+class Deck(BaseDeck):
     "Images and labels in memory; with a seed, each epoch shifts every image by its own draw."
 
     def __init__(
@@ -272,7 +302,8 @@ class Deck(torch.utils.data.Dataset):
         self,
         epoch: int,  # whose shifts are drawn
     ):
-        self.epoch, self.shifts = epoch, None
+        super().deal(epoch)
+        self.shifts = None
         if self.seed is None or not self.shift:
             return
         die = dice(self.seed, epoch)
@@ -282,15 +313,6 @@ class Deck(torch.utils.data.Dataset):
     def mark(self) -> str:  # equal for equal data
         return fingerprint(self.images, self.labels)
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(
-        self,
-        i: int,  # of a sample
-    ) -> dict:  # a batch of one
-        return self.__getitems__([i])
-
     def __getitems__(
         self,
         index: list,  # of samples: a whole batch
@@ -298,8 +320,7 @@ class Deck(torch.utils.data.Dataset):
         images, labels = self.images[index], self.labels[index]
         if self.shifts is not None:
             images = shift_images(images, self.shifts[index])
-        draw = None if self.seed is None else (self.seed, self.epoch, int(index[0]))
-        return dict(images=images, labels=labels, draw=draw)
+        return dict(images=images, labels=labels, draw=self.draw(index))
 
 # %% ../../nbs/lab/47_train.ipynb #00000012
 def mixup(
