@@ -101,6 +101,13 @@ def test_films_are_light(path):
             assert len(''.join(o.get('data', {}).get('text/html', ''))) <= 300_000
 
 
+@pytest.mark.parametrize('path', modules, ids=ids)
+def test_a_module_says_what_it_is_in_one_line(path):
+    "its docstring is the notebook's description, which ruff does not see"
+    first = path.read_text(encoding='utf-8').splitlines()[0]
+    assert first.startswith('"""') and len(first) <= 100
+
+
 def made_by(path):
     "Number of the notebook that makes a module; None for what is written by hand."
     found = re.search(r'File to edit: \S*?(\d+)_\w+\.ipynb', path.read_text(encoding='utf-8'))
