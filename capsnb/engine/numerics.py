@@ -6,12 +6,15 @@
 from __future__ import annotations
 import contextlib
 import functools
+import inspect
 import math
+from typing import Callable, Sequence
 import torch
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['error_to', 'assert_as_exact', 'keep_freed_memory', 'first_order', 'autocasting', 'without_autocast']
+__all__ = ['error_to', 'assert_as_exact', 'keep_freed_memory', 'may_look', 'first_order', 'FastOp', 'autocasting',
+           'without_autocast']
 
 # %% ../../nbs/engine/20_numerics.ipynb #00000010
 def error_to(
@@ -51,6 +54,14 @@ def keep_freed_memory() -> None:
     "Let glibc keep freed blocks of up to 32 MB for the next tensor, once per process."
     torch.empty(32 * 2**20 - 2**13, dtype=torch.uint8)  # asked for, not touched, freed
 
+# %% ../../nbs/engine/20_numerics.ipynb #a1f2bc11
+def may_look(
+    t: Tensor,  # any
+) -> bool:  # whether its values can be read at no cost
+    "True on the CPU, outside of graphs and of `torch.func`."
+    transformed = torch._C._are_functorch_transforms_active()  # no public name says it
+    return t.device.type == 'cpu' and not (transformed or torch.compiler.is_compiling())
+
 # %% ../../nbs/engine/20_numerics.ipynb #00d00002
 def first_order(
     instead: str,  # what to use for second derivatives
@@ -69,6 +80,159 @@ def first_order(
         return run
 
     return wrap
+
+# %% ../../nbs/engine/20_numerics.ipynb #48b3725a
+def _one_by_one(
+    op,  # a `torch.library` op that returns a list of tensors
+):
+    "Register `vmap` for an op: one call a sample."
+
+    def at(arg, dim, k):
+        if isinstance(arg, list):
+            return [at(a, d, k) for a, d in zip(arg, dim)]
+        return arg if dim is None else arg.select(dim, k)
+
+    def rule(info, dims, *args):
+        outs = [op(*(at(a, d, k) for a, d in zip(args, dims))) for k in range(info.batch_size)]
+        return [torch.stack(o) for o in zip(*outs)], [0] * len(outs[0])
+
+    op.register_vmap(rule)
+
+# %% ../../nbs/engine/20_numerics.ipynb #e8545b5f
+def _vjp_of_vjp(
+    f: Callable,  # tensors -> tuple of tensors
+    inputs: Sequence[Tensor],  # where
+    grads: Sequence[Tensor],  # gradients at what f returns
+    grads2: Sequence[Tensor],  # gradients at the gradients of the inputs
+) -> Sequence[Tensor]:  # gradients of inputs and grads
+    "Back through the backward pass of `f`, which is differentiable as often as `f` is."
+
+    def first(*tensors):
+        x, g = tensors[: len(inputs)], tensors[len(inputs) :]
+        return torch.func.vjp(f, *x)[1](tuple(g))
+
+    return torch.func.vjp(first, *inputs, *grads)[1](tuple(grads2))
+
+# %% ../../nbs/engine/20_numerics.ipynb #87b26401
+class FastOp:
+    """A fast path as the op `torch.ops.capsnb.NAME`: `outs = op(*tensors, *settings)`.
+
+    Works under autograd, `torch.compile(fullgraph=True)`, `torch.export`, `torch.func` and on
+    'meta'. Second derivatives come from the definition: exact, slow, and with all its memory.
+    """
+
+    def __init__(
+        self,
+        name: str,  # of the op
+        forward: Callable,  # tensors (each annotated `Tensor`), settings -> list of outputs, states
+        backward: Callable,  # tensors, list[Tensor] outputs, list[Tensor] grads, settings -> grads
+        fake: Callable,  # as `forward`, but only shapes count
+        definition: Callable,  # as `forward`, differentiable; only the outputs are used
+        n_out: int = 1,  # outputs; what `forward` returns behind them is kept for `backward`
+    ):
+        hints = inspect.signature(forward, eval_str=True).parameters.values()
+        self.n, self.n_out = sum(p.annotation is Tensor for p in hints), n_out
+        self.definition = definition
+        self.forward, self.backward = (
+            torch.library.custom_op(f'capsnb::{name}{end}', f, mutates_args=())
+            for end, f in (('', forward), ('_backward', backward))
+        )
+        self.forward.register_fake(fake)
+        self.backward.register_fake(lambda *args: [torch.empty_like(t) for t in args[: self.n]])
+        for op in (self.forward, self.backward):
+            _one_by_one(op)
+        self._in_graphs()
+        self.function = _function(self)
+
+    def __call__(self, *args):  # tensors, then settings
+        if torch.compiler.is_compiling():  # a graph holds the op itself
+            outs = self.forward(*args)
+        else:
+            outs = self.function.apply(args[self.n :], *args[: self.n])
+        return tuple(outs[: self.n_out])
+
+    def second(self, inputs, grads, settings, grads2):
+        "Gradients of inputs and grads, from those at the gradients of the inputs."
+
+        def outs(*x):
+            return tuple(self.definition(*x, *settings))[: self.n_out]
+
+        return _vjp_of_vjp(outs, inputs, grads, grads2)
+
+    def _in_graphs(self):
+        "Autograd of the two ops themselves, for graphs."
+        n = self.n
+
+        def save(ctx, inputs, output):
+            ctx.save_for_backward(*inputs[:n], *output)
+            ctx.settings = inputs[n:]
+
+        def back(ctx, grads):
+            x, outs = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
+            pairs = zip(grads[: self.n_out], outs)
+            g = [torch.zeros_like(o) if g is None else g for g, o in pairs]
+            return *self.backward(*x, list(outs), g, *ctx.settings), *[None] * len(ctx.settings)
+
+        def save_back(ctx, inputs, output):
+            ctx.save_for_backward(*inputs[:n], *inputs[n + 1])
+            ctx.n_states, ctx.settings = len(inputs[n]), inputs[n + 2 :]
+
+        def back_back(ctx, grads2):
+            x, g = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
+            found = self.second(x, g, ctx.settings, grads2)
+            none = [None] * len(ctx.settings)
+            return *found[:n], [None] * ctx.n_states, list(found[n:]), *none
+
+        self.forward.register_autograd(back, setup_context=save)
+        self.backward.register_autograd(back_back, setup_context=save_back)
+
+# %% ../../nbs/engine/20_numerics.ipynb #57564448
+def _function(
+    op,  # a `FastOp`
+):  # torch.autograd.Function: apply(settings, *tensors)
+    "The same op for autograd and `torch.func`, outside of graphs."
+    n = op.n
+
+    class Backward(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(settings, n_states, *t):
+            outs, g = list(t[n : n + n_states]), list(t[n + n_states :])
+            return tuple(op.backward(*t[:n], outs, g, *settings))
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.settings, ctx.n_states, *t = inputs
+            ctx.save_for_backward(*t[:n], *t[n + ctx.n_states :])
+
+        @staticmethod
+        def backward(ctx, *grads2):
+            t = ctx.saved_tensors
+            found = op.second(t[:n], t[n:], ctx.settings, grads2)
+            return None, None, *found[:n], *[None] * ctx.n_states, *found[n:]
+
+    class Forward(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(settings, *tensors):
+            return tuple(op.forward(*tensors, *settings))
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.settings, *tensors = inputs
+            ctx.mark_non_differentiable(*output[op.n_out :])
+            ctx.save_for_backward(*tensors, *output)
+            ctx.n_states = len(output)
+
+        @staticmethod
+        def backward(ctx, *grads):
+            t = ctx.saved_tensors
+            found = Backward.apply(ctx.settings, ctx.n_states, *t, *grads[: op.n_out])
+            return None, *found
+
+    return Forward
 
 # %% ../../nbs/engine/20_numerics.ipynb #525a027f
 def autocasting(
