@@ -225,16 +225,16 @@ class _Back:
         self.origin = states[-1].mu.contiguous()  # near where the variances are least
         self.terms, self.t = 2 * len(states) - 1, 0
         P, J, n = self.origin.shape
-        self.A, self.B = self.origin.new_empty(2, P, J, self.terms, n)
-        self.U = self.origin.new_empty(P * J * self.terms, images.a.shape[1])
+        self.A, self.B = self.origin.new_empty(2, self.terms, P, J, n)
+        self.U = self.origin.new_empty(self.terms, P * J, images.a.shape[1])
         self.g_a = torch.zeros_like(images.a)
         self.g_sig2, self.g_betas = 0.0, [0.0, 0.0]
 
     def term(self, A, B):
-        "One more term; its places are written by a kernel."
-        self.A[:, :, self.t], self.B[:, :, self.t] = A, B
+        "One more term; what it has of places is written by a kernel."
+        self.A[self.t], self.B[self.t] = A, B
         self.t += 1
-        return self.U, self.t - 1, self.terms
+        return self.U[self.t - 1]
 
     def wholes(self, t, incoming, now):
         "Gradients at iteration t's data and variances; keeps those of the floor and the betas."
@@ -259,7 +259,7 @@ class _Back:
             s.reshape(-1, im.n) for s in (state.raw_mu, state.raw_var, g_mu, g_var)
         )
         args = im.x, im.W, im.a, im.map.tiny, R, mu, var, g_mass.contiguous(), g_mu, g_var
-        _over(im.P, im.kernels.worth, *args, *term, g_R, self.g_a, im.dims)
+        _over(im.P, im.kernels.worth, *args, term, g_R, self.g_a, im.dims)
         return g_R
 
     def score(self, model, R, g_R):
@@ -267,12 +267,12 @@ class _Back:
         im, mid = self.images, torch.empty_like(self.g_a)
         _over(im.b, im.kernels.centre, R, g_R, im.map.J, im.map.table, im.map.n, mid)
         term = self.term(2 * model.v * (model.mu - self.origin), -2 * model.v)
-        g_k, (one, two) = torch.empty_like(model.k), im.new(2, len(R), im.n)
+        g_k, (one, two) = im.new(len(R), 1), im.new(2, len(R), im.n)
         mu = model.mu.reshape(-1, im.n)
-        args = im.x, im.W, R, g_R, mid, mu, *term, g_k, one, two, im.dims
+        args = im.x, im.W, R, g_R, mid, mu, term, g_k, one, two, im.dims
         _over(im.P, im.kernels.score_back, *args)
         one, two = one.view_as(model.mu), two.view_as(model.mu)
-        return (g_k, -two), 2 * model.v * one
+        return (g_k.view_as(model.k), -two), 2 * model.v * one
 
     def votes(self):
         "Gradients of poses and matrices, in blocks; of matrices one a thread."
@@ -284,7 +284,7 @@ class _Back:
             im.kernels.spread(start, stop, x, W, *args, g_W, im.dims)
             return torch.from_numpy(g_W)
 
-        args = im.x, im.W, origin, A, B, self.U, self.terms, g_x
+        args = im.x, im.W, origin, A, B, self.U.flatten(0, 1), self.terms, g_x
         return g_x, sum(_over(im.P, spread, *args))
 
 # %% ../../nbs/engine/261_compiled.ipynb #00000014

@@ -33,7 +33,8 @@ class _Code:
                 start = builder.mul(row, builder.extract_value(array.shape, 1))
                 self.rows.append(builder.gep(array.data, [start]))
         self.dims = [len(t) for t in kinds[-1]]
-        *self.counts, self.blocks = values[2 * len(self.rows) : -1]
+        self.counts = values[2 * len(self.rows) : -1]
+        self.blocks = self.counts[-1]
         number = next(kind.dtype for kind in kinds if isinstance(kind, types.Array))
         self.bytes = number.bitwidth // 8
         self.lanes = BYTES // self.bytes
@@ -53,10 +54,14 @@ class _Code:
     def store(self, v, row, block, n=1, k=0):
         self.b.store(v, self.at(row, block, n, k)).align = self.bytes
 
+    def all(self, number):
+        "A number in all lanes."
+        none = ir.Constant(self.type, ir.Undefined)
+        return self.pick(self.b.insert_element(none, number, _int(0)), [0] * self.lanes)
+
     def splat(self, row, k):
         "Number k of a row in all lanes."
-        v, none = self.b.load(self.b.gep(row, [_int(k)])), ir.Constant(self.type, ir.Undefined)
-        return self.pick(self.b.insert_element(none, v, _int(0)), [0] * self.lanes)
+        return self.all(self.b.load(self.b.gep(row, [_int(k)])))
 
     def pick(self, v, lanes, w=None):
         "Lanes of v, and of w behind them."
@@ -75,6 +80,9 @@ class _Code:
 
     def grow(self, cell, a, b):
         self.b.store(self.fma(a, b, self.b.load(cell)), cell)
+
+    def more(self, cell, v):
+        self.b.store(self.b.fadd(self.b.load(cell), v), cell)
 
     @contextlib.contextmanager
     def loop(self, n):
@@ -165,6 +173,22 @@ def _all_votes(
 
 # %% ../../nbs/engine/26_kernels.ipynb #0000000f
 @_vector_code
+def _weigh(q):
+    "R, a, tiny, w, sums (the last two written): weights that sum to 1; data, and their divisor."
+    R, a, tiny, w, sums = q.rows
+    data, total = both = q.sums(2)
+    with q.loop(q.blocks) as i:
+        r = q.b.fmul(q.load(R, i), q.load(a, i))
+        q.more(data, r)
+        r = q.b.fadd(r, q.load(tiny, i))
+        q.more(total, r)
+        q.store(r, w, i)
+    _write_sums(q, both, sums)
+    with q.loop(q.blocks) as i:
+        q.store(q.b.fdiv(q.load(w, i), q.splat(sums, 1)), w, i)
+
+# %% ../../nbs/engine/26_kernels.ipynb #00000011
+@_vector_code
 def _mean(q):
     "x, W, weights, votes (written), mean (written)."
     x, W, w, votes, mu = q.rows
@@ -177,7 +201,7 @@ def _mean(q):
             q.grow(total[k], w_i, v)
     _write_sums(q, total, mu)
 
-# %% ../../nbs/engine/26_kernels.ipynb #00000010
+# %% ../../nbs/engine/26_kernels.ipynb #00000012
 @_vector_code
 def _variance(q):
     "votes, weights, mean, variance (written)."
@@ -191,60 +215,64 @@ def _variance(q):
             q.grow(total[k], q.b.fmul(w_i, gap), gap)
     _write_sums(q, total, var)
 
-# %% ../../nbs/engine/26_kernels.ipynb #00000012
+# %% ../../nbs/engine/26_kernels.ipynb #00000014
 @_vector_code
-def _form(q):
-    "x, W, mu, A, B, out (written): sums of (A + B gap) gap over a vote's numbers."
-    x, W, mu, A, B, out = q.rows
+def _score(q):
+    "x, W, mu, v, L (written); k: logits k - v (V - mu)²."
+    (x, W, mu, v, L), [k, _] = q.rows, q.counts
     with q.loop(q.blocks) as i:
         total = q.zero
+        for e, vote in _all_votes(q, x, W, i):
+            gap = q.b.fsub(vote, q.splat(mu, e))
+            total = q.fma(q.b.fmul(q.splat(v, e), gap), gap, total)
+        q.store(q.b.fsub(q.all(k), total), L, i)
+
+# %% ../../nbs/engine/26_kernels.ipynb #00000015
+@_vector_code
+def _worth(q):
+    "x, W, mu, A, B, R, a, g_a (grows), g_R (written); shift: data are worth shift + A gap + …."
+    (x, W, mu, A, B, R, a, g_a, g_R), [shift, _] = q.rows, q.counts
+    with q.loop(q.blocks) as i:
+        total = q.all(shift)
         for k, v in _all_votes(q, x, W, i):
             gap = q.b.fsub(v, q.splat(mu, k))
             total = q.fma(q.fma(q.splat(B, k), gap, q.splat(A, k)), gap, total)
-        q.store(total, out, i)
-
-# %% ../../nbs/engine/26_kernels.ipynb #00000013
-@_vector_code
-def _squares(q):
-    "x, W, mu, v, out (written): sums of v gap² over a vote's numbers."
-    x, W, mu, v, out = q.rows
-    with q.loop(q.blocks) as i:
-        total = q.zero
-        for k, vote in _all_votes(q, x, W, i):
-            gap = q.b.fsub(vote, q.splat(mu, k))
-            total = q.fma(q.b.fmul(q.splat(v, k), gap), gap, total)
-        q.store(total, out, i)
-
-# %% ../../nbs/engine/26_kernels.ipynb #00000014
-@_vector_code
-def _moments(q):
-    "x, W, mu, g, one, two (written): sums of g gap and of g gap² over places."
-    x, W, mu, g, one, two = q.rows
-    n = q.dims[0] * q.dims[2]
-    first, second = q.sums(n), q.sums(n)
-    with q.loop(q.blocks) as i:
-        g_i = q.load(g, i)
-        for k, v in _all_votes(q, x, W, i):
-            gap = q.b.fsub(v, q.splat(mu, k))
-            part = q.b.fmul(g_i, gap)
-            q.b.store(q.b.fadd(q.b.load(first[k]), part), first[k])
-            q.grow(second[k], part, gap)
-    _write_sums(q, first, one)
-    _write_sums(q, second, two)
+        q.store(q.fma(q.load(R, i), total, q.load(g_a, i)), g_a, i)
+        q.store(q.b.fmul(q.load(a, i), total), g_R, i)
 
 # %% ../../nbs/engine/26_kernels.ipynb #00000016
+@_vector_code
+def _score_back(q):
+    "x, W, mu, R, g_R, mid, g_L, g_k, one, two (the last four written): sums with gap and gap²."
+    x, W, mu, R, g_R, mid, g_L, g_k, one, two = q.rows
+    n = q.dims[0] * q.dims[2]
+    first, second, total = q.sums(n), q.sums(n), q.sums(1)
+    with q.loop(q.blocks) as i:
+        g = q.b.fmul(q.load(R, i), q.b.fsub(q.load(g_R, i), q.load(mid, i)))
+        q.store(g, g_L, i)
+        q.more(total[0], g)
+        for k, v in _all_votes(q, x, W, i):
+            gap = q.b.fsub(v, q.splat(mu, k))
+            part = q.b.fmul(g, gap)
+            q.more(first[k], part)
+            q.grow(second[k], part, gap)
+    for cells, row in ((total, g_k), (first, one), (second, two)):
+        _write_sums(q, cells, row)
+
+# %% ../../nbs/engine/26_kernels.ipynb #00000018
 def _total(
     q: _Code,  # where
     block,  # which places
     r: int,  # which row of the votes
     terms,  # how many
 ) -> list:  # h vectors
-    "Gradients of a row of votes: `x, W, origin, A, B [term, c·h], U [term, places]`."
-    (x, W, origin, A, B, U), (c, _, h) = q.rows[:6], q.dims
+    "Gradients of a row of votes: `x, W, origin, A, B [c·h], U [places]` of the first term."
+    (x, W, origin, A, B, U), (c, _, h), step = q.rows[:6], q.dims, q.counts[1]
     one, two = q.sums(h), q.sums(h)
     with q.loop(terms) as t:
-        U_t = q.load(q.b.gep(U, [q.b.mul(t, q.b.mul(q.blocks, _int(q.lanes)))]), block)
-        A_t, B_t = (q.b.gep(p, [q.b.mul(t, _int(c * h))]) for p in (A, B))
+        rows = q.b.mul(t, step)
+        U_t = q.load(q.b.gep(U, [q.b.mul(rows, q.b.mul(q.blocks, _int(q.lanes)))]), block)
+        A_t, B_t = (q.b.gep(p, [q.b.mul(rows, _int(c * h))]) for p in (A, B))
         for k in range(h):
             q.grow(one[k], q.splat(A_t, r * h + k), U_t)
             q.grow(two[k], q.splat(B_t, r * h + k), U_t)
@@ -253,11 +281,11 @@ def _total(
     )
     return [q.fma(gap, q.b.load(two[k]), q.b.load(one[k])) for k, gap in enumerate(gaps)]
 
-# %% ../../nbs/engine/26_kernels.ipynb #00000017
+# %% ../../nbs/engine/26_kernels.ipynb #00000019
 @_vector_code
 def _spread(q):
-    "What `_total` takes, then gradients of x and W, which grow; the number of terms."
-    (x, W, g_x, g_W), (c, d, h), [terms] = (*q.rows[:2], *q.rows[6:]), q.dims, q.counts
+    "What `_total` takes, then gradients of x and W, which grow; number of terms, and of rows between them."
+    (x, W, g_x, g_W), (c, d, h), [terms] = (*q.rows[:2], *q.rows[6:]), q.dims, q.counts[:1]
     with q.loop(q.blocks) as i:
         g = []
         for r in range(c):
@@ -275,7 +303,7 @@ def _spread(q):
                     total = q.fma(g[r][k], xs[r], total)
                 q.store(total, g_W, i, d * h, e * h + k)
 
-# %% ../../nbs/engine/26_kernels.ipynb #00000019
+# %% ../../nbs/engine/26_kernels.ipynb #0000001b
 _kernel = numba.njit(
     nogil=True,
     cache=True,
@@ -283,82 +311,69 @@ _kernel = numba.njit(
     fastmath={'contract', 'nsz', 'reassoc'},  # sums in any order; NaN, inf and 1/x as they are
 )
 
-# %% ../../nbs/engine/26_kernels.ipynb #0000001a
+# %% ../../nbs/engine/26_kernels.ipynb #0000001c
 @_kernel
 def _row_of(R, p, j, J, F):
     "Of one field and type; R of the first iteration has one row a field."
     return p % F if R.shape[0] == F else p * J + j
 
-# %% ../../nbs/engine/26_kernels.ipynb #0000001b
+# %% ../../nbs/engine/26_kernels.ipynb #0000001d
 @_kernel
 def lay_out(start, stop, values, table, out):
     "Rows of parts [b·n, m] -> blocks of m vectors in the rows of fields, 0 where no part is."
     (F, S), m, L = table.shape, values.shape[1], BYTES // values.itemsize
     n = values.shape[0] // (out.shape[0] // F)
     for p in range(start, stop):
+        first, f = p // F * n, p % F
         for s in range(S):
-            part, at = table[p % F, s], s // L * m * L + s % L
-            for e in range(m):
-                out[p, at + e * L] = (
-                    values[p // F * n + part, e] if part >= 0 else values.dtype.type(0)
-                )
+            part, at = table[f, s], s // L * m * L + s % L
+            if part < 0:
+                for e in range(m):
+                    out[p, at + e * L] = 0
+            else:
+                for e in range(m):
+                    out[p, at + e * L] = values[first + part, e]
 
-# %% ../../nbs/engine/26_kernels.ipynb #0000001c
+# %% ../../nbs/engine/26_kernels.ipynb #0000001e
 @_kernel
 def add_up(start, stop, values, table, out):
     "The reverse for images: each part gets the sum of its places."
     (F, S), m, L = table.shape, out.shape[1], BYTES // values.itemsize
     n = out.shape[0] // (values.shape[0] // F)
     for p in range(start * F, stop * F):
+        first, f = p // F * n, p % F
         for s in range(S):
-            part, at = table[p % F, s], s // L * m * L + s % L
+            part, at = table[f, s], s // L * m * L + s % L
             if part >= 0:
                 for e in range(m):
-                    out[p // F * n + part, e] += values[p, at + e * L]
+                    out[first + part, e] += values[p, at + e * L]
 
-# %% ../../nbs/engine/26_kernels.ipynb #0000001d
-@_kernel
-def _weigh(R, row, a, p, tiny, f, w, at):
-    "Data -> weights w[at] that sum to 1; the data, and what they were divided by."
-    mass = total = R.dtype.type(0)
-    for s in range(w.shape[1]):
-        r = R[row, s] * a[p, s]
-        mass += r
-        r += tiny[f, s]
-        total += r
-        w[at, s] = r
-    for s in range(w.shape[1]):
-        w[at, s] /= total
-    return mass, total
-
-# %% ../../nbs/engine/26_kernels.ipynb #0000001e
+# %% ../../nbs/engine/26_kernels.ipynb #0000001f
 @_kernel
 def gather(start, stop, x, W, a, tiny, R, mu, var, mass, dims):
     "Shares -> means, variances and data."
     J, F, S = W.shape[0], tiny.shape[0], tiny.shape[1]
-    n = S * x.itemsize // BYTES
+    n, sums = S * x.itemsize // BYTES, np.empty((1, 2), x.dtype)
     w, votes = np.empty((1, S), x.dtype), np.empty((1, S * mu.shape[1]), x.dtype)
     for p in range(start, stop):
         for j in range(J):
-            q, f = p * J + j, p % F
-            mass[p, j] = _weigh(R, _row_of(R, p, j, J, F), a, p, tiny, f, w, 0)[0]
+            q = p * J + j
+            _weigh(R, _row_of(R, p, j, J, F), a, p, tiny, p % F, w, 0, sums, 0, n, dims)
             _mean(x, p, W, j, w, 0, votes, 0, mu, q, n, dims)
             _variance(votes, 0, w, 0, mu, q, var, q, n, dims)
+            mass[p, j] = sums[0, 0]
 
-# %% ../../nbs/engine/26_kernels.ipynb #0000001f
+# %% ../../nbs/engine/26_kernels.ipynb #00000020
 @_kernel
 def score(start, stop, x, W, k, mu, v, L, dims):
     "Logits k - v (V - mu)²."
-    J, S = W.shape[0], L.shape[1]
-    n = S * x.itemsize // BYTES
+    J, n = W.shape[0], L.shape[1] * x.itemsize // BYTES
     for p in range(start, stop):
         for j in range(J):
             q = p * J + j
-            _squares(x, p, W, j, mu, q, v, q, L, q, n, dims)
-            for s in range(S):
-                L[q, s] = k[p, j] - L[q, s]
+            _score(x, p, W, j, mu, q, v, q, L, q, k[p, j], n, dims)
 
-# %% ../../nbs/engine/26_kernels.ipynb #00000020
+# %% ../../nbs/engine/26_kernels.ipynb #00000021
 @_kernel
 def below_top(start, stop, L, J, table, n):
     "Logits of images -> what is left of them under the largest of each part, of n."
@@ -382,7 +397,7 @@ def below_top(start, stop, L, J, table, n):
                 for s in range(S):
                     L[row, s] -= top[f, s]
 
-# %% ../../nbs/engine/26_kernels.ipynb #00000021
+# %% ../../nbs/engine/26_kernels.ipynb #00000022
 @_kernel
 def normalise(start, stop, R, J, table, n):
     "Exponentials of images -> shares, which sum to 1 over all wholes of a part; 0: no part."
@@ -406,28 +421,24 @@ def normalise(start, stop, R, J, table, n):
                 for s in range(S):
                     R[row, s] *= one[f, s]
 
-# %% ../../nbs/engine/26_kernels.ipynb #00000022
+# %% ../../nbs/engine/26_kernels.ipynb #00000023
 @_kernel
-def worth(start, stop, x, W, a, tiny, R, mu, var, g_mass, g_mu, g_var, U, t, terms, g_R, g_a, dims):
+def worth(start, stop, x, W, a, tiny, R, mu, var, g_mass, g_mu, g_var, U, g_R, g_a, dims):
     "Gradients of data, means, variances -> of shares and activations (grows); weights in U."
     J, F, S, m = W.shape[0], tiny.shape[0], tiny.shape[1], mu.shape[1]
-    n = S * x.itemsize // BYTES
+    n, sums = S * x.itemsize // BYTES, np.empty((1, 2), x.dtype)
     A, B = np.empty((1, m), x.dtype), np.empty((1, m), x.dtype)
     for p in range(start, stop):
         for j in range(J):
             q, row = p * J + j, _row_of(R, p, j, J, F)
-            total = _weigh(R, row, a, p, tiny, p % F, U, q * terms + t)[1]
-            shift = g_mass[p, j]
+            _weigh(R, row, a, p, tiny, p % F, U, q, sums, 0, n, dims)
+            part, shift = 1 / sums[0, 1], g_mass[p, j]
             for k in range(m):
-                A[0, k], B[0, k] = g_mu[q, k] / total, g_var[q, k] / total
+                A[0, k], B[0, k] = g_mu[q, k] * part, g_var[q, k] * part
                 shift -= B[0, k] * var[q, k]
-            _form(x, p, W, j, mu, q, A, 0, B, 0, g_R, q, n, dims)
-            for s in range(S):
-                g = g_R[q, s] + shift
-                g_a[p, s] += R[row, s] * g
-                g_R[q, s] = g * a[p, s]
+            _worth(x, p, W, j, mu, q, A, 0, B, 0, R, row, a, p, g_a, p, g_R, q, shift, n, dims)
 
-# %% ../../nbs/engine/26_kernels.ipynb #00000023
+# %% ../../nbs/engine/26_kernels.ipynb #00000024
 @_kernel
 def centre(start, stop, R, g_R, J, table, n, out):
     "Sums of R g_R over all wholes of a part [P, S], for images."
@@ -447,30 +458,25 @@ def centre(start, stop, R, g_R, J, table, n, out):
             for s in range(S):
                 out[p, s] = total[table[p % F, s]] if table[p % F, s] >= 0 else 0.0
 
-# %% ../../nbs/engine/26_kernels.ipynb #00000024
+# %% ../../nbs/engine/26_kernels.ipynb #00000025
 @_kernel
-def score_back(start, stop, x, W, R, g_R, mid, mu, U, t, terms, g_k, one, two, dims):
+def score_back(start, stop, x, W, R, g_R, mid, mu, U, g_k, one, two, dims):
     "Gradients of shares -> of logits (in U) and k; sums of them times gap and gap²."
-    J, S = W.shape[0], g_R.shape[1]
-    n = S * x.itemsize // BYTES
+    J, n = W.shape[0], g_R.shape[1] * x.itemsize // BYTES
     for p in range(start, stop):
         for j in range(J):
-            q, total = p * J + j, x.dtype.type(0)
-            at = q * terms + t
-            for s in range(S):
-                g = R[q, s] * (g_R[q, s] - mid[p, s])
-                U[at, s] = g
-                total += g
-            g_k[p, j] = total
-            _moments(x, p, W, j, mu, q, U, at, one, q, two, q, n, dims)
+            q = p * J + j
+            _score_back(
+                x, p, W, j, mu, q, R, q, g_R, q, mid, p, U, q, g_k, q, one, q, two, q, n, dims
+            )
 
-# %% ../../nbs/engine/26_kernels.ipynb #00000025
+# %% ../../nbs/engine/26_kernels.ipynb #00000026
 @_kernel
 def spread(start, stop, x, W, origin, A, B, U, terms, g_x, g_W, dims):
     "Terms of the votes' gradient -> gradients of x and W, which grow."
     J, n = W.shape[0], U.shape[1] * x.itemsize // BYTES
+    step = U.shape[0] // terms
     for p in range(start, stop):
         for j in range(J):
             q = p * J + j
-            at = q * terms
-            _spread(x, p, W, j, origin, q, A, at, B, at, U, at, g_x, p, g_W, j, terms, n, dims)
+            _spread(x, p, W, j, origin, q, A, q, B, q, U, q, g_x, p, g_W, j, terms, step, n, dims)
