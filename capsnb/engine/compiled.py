@@ -4,6 +4,7 @@
 
 # %% ../../nbs/engine/261_compiled.ipynb #00000002
 from __future__ import annotations
+import functools
 import importlib.util
 import math
 import os
@@ -203,7 +204,7 @@ def _forward(
     images: _Images,  # a group
     betas: tuple,  # beta_a and beta_u [j]
     kept: list,  # where the shares of the second and later iterations go; or nothing
-) -> tuple:  # a [p, j], mu and sig2 [p, j, c·h]; `_State`s
+) -> tuple:  # a [p, j], mu and sig2 [p, j, c·h]; last shares; `_State`s
     mu, states, R, now, floor = 0.0, [], images.map.first, None, None
     for t in range(len(images.loop.lams)):
         if t:
@@ -213,7 +214,7 @@ def _forward(
         floor = layers._floor(mu, var, images) if floor is None else floor
         states.append(_State(mu, var, mass, *raw))
         now = _wholes(images, t, states[-1], floor, betas)
-    return (now.log_a.exp(), mu, now.sig2), states
+    return now.log_a.exp(), mu, now.sig2, R, states
 
 # %% ../../nbs/engine/261_compiled.ipynb #00000013
 class _Back:
@@ -293,6 +294,7 @@ def _backward(
     g_a: Tensor,  # [p, j] of the activations
     g_mu: Tensor,  # [p, j, c·h] of the means
     g_sig2: Tensor,  # [p, j, c·h] of the variances
+    of_R: Tensor | None,  # [p·j, s] of the last shares, if they are an output
 ):
     "Walk the iterations from the last to the first."
     im, incoming, states = back.images, (g_a, g_sig2), back.states
@@ -309,6 +311,7 @@ def _backward(
         g_mu, g_old = layers._damped_back(states[t], g_mu, g_var, im.loop.damping)
         g_R = back.gather(t, R, g_mass, g_mu, g_var)
         if t:
+            g_R, of_R = g_R if of_R is None else g_R.add_(of_R), None
             incoming, g_before = back.score(model, R, g_R)
             g_mu = g_before + g_old
 
@@ -345,10 +348,11 @@ def _loop_of(lams, floor, act, damping):
     return layers._Loop(lams, Floor(*floor), act, damping)
 
 # %% ../../nbs/engine/261_compiled.ipynb #0000001a
-def _fields_fake(a, mu, W, beta_a, beta_u, fields, lams, floor, act, damping) -> list:
+def _fields_fake(a, mu, W, beta_a, beta_u, fields, lams, floor, act, damping, shares) -> list:
     "Tensors for what the op returns."
     shapes = _kept(a, mu, W, fields, len(lams), damping)
-    outs = shapes[1][1:], shapes[0][2:], shapes[0][2:]
+    R = shapes[2][1:] if shares else (0,)
+    outs = shapes[1][1:], shapes[0][2:], shapes[0][2:], R
     return [a.new_empty(shape) for shape in (*outs, *shapes)]
 
 # %% ../../nbs/engine/261_compiled.ipynb #0000001b
@@ -370,17 +374,20 @@ def _fields_forward(
     floor: list[float],  # of `_Loop`
     act: str,  # of `_Loop`
     damping: float,  # of `_Loop`
-) -> list[Tensor]:  # a, mu, sig2; Gaussians, data, shares
+    shares: bool,  # whether those of the last iteration are an output
+) -> list[Tensor]:  # a, mu, sig2, shares [b, p, j, s] or nothing; Gaussians, data, all shares
     loop, where = _loop_of(lams, floor, act, damping), _Map.make(fields, a.shape[1], W.shape[1], a)
-    made = _fields_fake(a, mu, W, beta_a, beta_u, fields, lams, floor, act, damping)
-    outs, (gaussians, data, shares) = made[:3], made[3:]
+    made = _fields_fake(a, mu, W, beta_a, beta_u, fields, lams, floor, act, damping, shares)
+    outs, (gaussians, data, kept) = made[:4], made[4:]
     Wt = _blocks(W, where.table.shape[1])
     for g in _groups(len(a), where):
         images = _Images(a[g], mu[g], Wt, W.shape, where, loop)
-        found, kept = _forward(images, (beta_a, beta_u), _rows(shares, g))
+        *found, R, states = _forward(images, (beta_a, beta_u), _rows(kept, g))
+        if shares:
+            outs[3][g] = R.view(-1, *outs[3].shape[1:]) if len(lams) > 1 else R[:, None]
         for out, part in zip(outs, found):
             out[g] = part.view_as(out[g])
-        for t, state in enumerate(kept):
+        for t, state in enumerate(states):
             order = (state.mu, state.var, state.raw_mu, state.raw_var)[: len(gaussians)]
             for k, part in enumerate(order):
                 gaussians[k, t, g] = part.view_as(gaussians[k, t, g])
@@ -396,27 +403,26 @@ def _fields_backward(
     beta_u: Tensor,
     fields: Tensor,
     outs: list[Tensor],  # what the forward pass returned
-    grads: list[Tensor],  # of a, mu, sig2
-    lams: list[float],  # of `_Loop`, from here on
+    grads: list[Tensor],  # of a, mu, sig2, shares
+    lams: list[float],  # settings, from here on
     floor: list[float],
     act: str,
     damping: float,
+    shares: bool,
 ) -> list[Tensor]:  # gradients of the tensors
     loop, where = _loop_of(lams, floor, act, damping), _Map.make(fields, a.shape[1], W.shape[1], a)
-    (gaussians, data, shares), Wt = outs[3:], _blocks(W, where.table.shape[1])
+    (gaussians, data, kept), Wt = outs[4:], _blocks(W, where.table.shape[1])
     g_a, g_mu = torch.zeros_like(a), torch.zeros_like(mu)
     g_W, g_betas = torch.zeros_like(Wt), [torch.zeros_like(beta_a), torch.zeros_like(beta_u)]
     for g in _groups(len(a), where):
         images = _Images(a[g], mu[g], Wt, W.shape, where, loop)
         states = [
-            _State(
-                *(p[t, g].flatten(0, 1) for p in (*gaussians[:2], data)),
-                *(p[t, g].flatten(0, 1) for p in gaussians[-2:]),
-            )
+            _State(*(x[t, g].flatten(0, 1) for x in (*gaussians[:2], data, *gaussians[-2:])))
             for t in range(len(lams))
         ]
-        back = _Back(images, (beta_a, beta_u), states, _rows(shares, g))
-        _backward(back, *(p[g].flatten(0, 1) for p in grads))
+        back = _Back(images, (beta_a, beta_u), states, _rows(kept, g))
+        g_R = grads[3][g].reshape(-1, kept.shape[-1]) if shares else None
+        _backward(back, *(x[g].flatten(0, 1) for x in grads[:3]), g_R)
         g_x, of_W = back.votes()
         g_W += of_W
         for total, part in zip(g_betas, back.g_betas):
@@ -429,13 +435,15 @@ def _fields_backward(
     return [g_a, g_mu, _unblocked(g_W, W.shape), *g_betas, torch.zeros_like(fields)]
 
 # %% ../../nbs/engine/261_compiled.ipynb #0000001e
-def _definition(a, mu, W, beta_a, beta_u, fields, lams, floor, act, damping):
+def _definition(a, mu, W, beta_a, beta_u, fields, lams, floor, act, damping, shares):
     parts = layers._Parts(a, mu, W, beta_a, beta_u, fields)
-    return layers._route_votes(parts, _loop_of(lams, floor, act, damping))[:3]
+    out = layers._route_votes(parts, _loop_of(lams, floor, act, damping))
+    R = F.pad(out.R.mT, (0, -fields.shape[1] % 16)) if shares else a.new_empty(0)
+    return out.a, out.mu.flatten(-2), out.sig2.flatten(-2), R
 
 # %% ../../nbs/engine/261_compiled.ipynb #0000001f
 compiled_fields = FastOp(
-    'compiled_fields', _fields_forward, _fields_backward, _fields_fake, _definition, n_out=3
+    'compiled_fields', _fields_forward, _fields_backward, _fields_fake, _definition, n_out=4
 )
 
 # %% ../../nbs/engine/261_compiled.ipynb #00000020
@@ -453,14 +461,17 @@ def _refuses(parts, loop) -> str:
 def _route_compiled(
     parts: layers._Parts,  # what votes
     loop: layers._Loop,  # how it is routed
-) -> EMRouted:  # a [b, p, j], mu and sig2 [b, p, j, c, h]
+    shares: bool = False,  # whether R is returned
+) -> EMRouted:  # a [b, p, j], mu and sig2 [b, p, j, c, h], R [b, p, s, j] or None
     "Route parts in fields to wholes by kernels."
-    tensors = (t.contiguous() for t in parts)
+    tensors = [t.contiguous() for t in parts]
     lams, floor = [float(v) for v in loop.lams], [float(v) for v in loop.floor]
-    out, *found = compiled_fields(*tensors, lams, floor, loop.act, float(loop.damping))
-    shape = (parts.mu.shape[-2], parts.W.shape[-1])
-    return EMRouted(out, *(t.unflatten(-1, shape) for t in found), None)
+    a, *found, R = compiled_fields(*tensors, lams, floor, loop.act, float(loop.damping), shares)
+    found = [t.unflatten(-1, (parts.mu.shape[-2], parts.W.shape[-1])) for t in found]
+    return EMRouted(a, *found, R[..., : parts.W.shape[0]].mT if shares else None)
 
 # %% ../../nbs/engine/261_compiled.ipynb #00000022
 if importlib.util.find_spec('numba'):
-    layers.field_plans['compiled'] = layers.FieldPlan(_route_compiled, _refuses)
+    layers.field_plans['compiled'] = layers.FieldPlan(
+        _route_compiled, _refuses, functools.partial(_route_compiled, shares=True)
+    )
