@@ -493,7 +493,7 @@ def _to_parts(g, geo):
 # %% ../../nbs/engine/25_layers.ipynb #af954baf
 def _blank(parts, loop):
     "What the op returns, not yet filled: a [b, p, j], mu and sig2 [b, p, j, c·h]; the states."
-    (b, p, j), n = (len(parts.a), len(parts.fields), parts.W.shape[1]), len(loop.lams)
+    (b, p, j), n = (parts.a.shape[0], len(parts.fields), parts.W.shape[1]), len(loop.lams)
     pose, raw = (b, p, j, parts.mu.shape[2] * parts.W.shape[3]), n if loop.damping else 0
     states = (n - 1, *pose), (n, *pose), (n, b, p, j), (raw, *pose), (raw, *pose)
     return [parts.mu.new_empty(shape) for shape in ((b, p, j), pose, pose, *states)]
