@@ -199,14 +199,9 @@ def test_kernels_read_and_write_no_number_beyond_their_data(dims):
 def arguments(dtype=f64, b=2, shares=True, **kw):
     "Tensors and settings of the op."
     torch.manual_seed(0)
-    fields, _ = field_table((3, 3), 2, 2)
-    tensors = [
-        torch.rand(b, 18),
-        torch.randn(b, 18, 2, 3),
-        torch.randn(8, 3, 3, 2),
-        torch.randn(3),
-        torch.randn(3),
-    ]
+    fields, _ = field_table((2, 3), 1, 2)
+    shapes = (b, 6), (b, 6, 2, 2), (4, 2, 2, 1), (2,), (2,)
+    tensors = [torch.rand(shapes[0]), *(torch.randn(shape) for shape in shapes[1:])]
     floor = list(as_floor(kw.pop('eps', '10%')))
     settings = dict(lams=[0.1, 0.2], floor=floor, act='logistic', damping=0.0, shares=shares) | kw
     return [t.to(dtype).requires_grad_() for t in tensors], fields, list(settings.values())
@@ -289,7 +284,7 @@ def test_auto_takes_it_on_the_cpu_and_it_says_what_it_refuses(monkeypatch):
     assert layers._field_plan('auto', parts, layers._Loop([0.1])) is layers.field_plans['compiled']
     meta = layers._Parts(*(t.to('meta') for t in parts))
     half = layers._Parts(*(t.half() for t in parts[:5]), parts.fields)
-    big = parts._replace(mu=torch.zeros(1, 18, 16, 16), W=torch.zeros(8, 3, 16, 16))
+    big = parts._replace(mu=torch.zeros(1, 6, 16, 16), W=torch.zeros(4, 2, 16, 16))
     told = ((meta, 'CPU, not on meta'), (half, 'not torch.float16'), (big, 'up to 1024'))
     for case, message in told:
         with pytest.raises(ValueError, match=message):

@@ -84,7 +84,7 @@ def _unblocked(
     s, j, d, h = shape
     lanes = 64 // W.element_size()
     W = W.view(j, -1, d * h, lanes).transpose(1, 2).reshape(j, d, h, -1)
-    return W[..., :s].permute(3, 0, 1, 2)
+    return W[..., :s].permute(3, 0, 1, 2).contiguous()
 
 # %% ../../nbs/engine/261_compiled.ipynb #00000009
 class _Images:
