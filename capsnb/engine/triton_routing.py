@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Callable, NamedTuple
 import torch
 from torch import Tensor
+from .numerics import FastOp
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -201,3 +202,285 @@ def compile_ahead(
         fits=shared <= _most_shared[cap],
         occupancy=_occupancy(number['REG'], shared, launch.warps, cap),
     )
+
+# %% ../../nbs/engine/27_triton.ipynb #00000010
+@kernel
+def _tile(at, height, width, rows, cols):
+    "Tile of a matrix [height, width]; 0 outside."
+    ok = (rows < height)[:, None] & (cols < width)[None, :]
+    return tl.load(at + rows[:, None] * width + cols[None, :], ok, 0.0)
+
+# %% ../../nbs/engine/27_triton.ipynb #00000011
+@kernel
+def _moments_lse(
+    phi,
+    theta,
+    lse,
+    N,
+    I,
+    J,
+    P: tl.constexpr,
+    BI: tl.constexpr,
+    BJ: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+):
+    "z [n, i]: program (block of parts, sample)."
+    T: tl.constexpr = lse.dtype.element_ty
+    n, p = tl.program_id(1).to(tl.int64), tl.arange(0, P)
+    rows = tl.program_id(0) * BI + tl.arange(0, BI)
+    x = tl.trans(_tile(phi + n * N * I, N, I, p, rows).to(T))
+    most, total = tl.full((BI,), -3e38, T), tl.full((BI,), 0.0, T)
+    for start in range(0, J, BJ):
+        cols = start + tl.arange(0, BJ)
+        L = tl.dot(x, _tile(theta + n * N * J, N, J, p, cols).to(T), input_precision=PRODUCTS)
+        L = tl.where((cols < J)[None, :], L, float('-inf'))
+        top = tl.maximum(most, tl.max(L, 1))
+        total = total * tl.exp(most - top) + tl.sum(tl.exp(L - top[:, None]), 1)
+        most = top
+    tl.store(lse + n * I + rows, most + tl.log(total), rows < I)
+
+# %% ../../nbs/engine/27_triton.ipynb #00000012
+@kernel
+def _moments_sums(
+    phi,
+    theta,
+    f,
+    lse,
+    out,
+    N,
+    I,
+    J,
+    per,
+    P: tl.constexpr,
+    BI: tl.constexpr,
+    BJ: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+    FUSED: tl.constexpr,
+):
+    "M [run, n, N, j] of each run of `per` parts: program (block of wholes, run, sample)."
+    T: tl.constexpr = out.dtype.element_ty
+    run, n, p = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.arange(0, P)
+    cols = tl.program_id(0) * BJ + tl.arange(0, BJ)
+    t = _tile(theta + n * N * J, N, J, p, cols).to(T)
+    M = tl.full((P, BJ), 0.0, T)
+    for start in range(run * per, tl.minimum(I, run * per + per), BI):
+        rows = start + tl.arange(0, BI)
+        x = _tile(phi + n * N * I, N, I, p, rows).to(T)
+        L = tl.dot(tl.trans(x), t, input_precision=PRODUCTS)
+        if FUSED:
+            L = tl.where((cols < J)[None, :], L, float('-inf'))
+            top = tl.max(L, 1)
+            z = top + tl.log(tl.sum(tl.exp(L - top[:, None]), 1))
+            tl.store(lse + n * I + rows, z, rows < I)
+        else:
+            z = tl.load(lse + n * I + rows, rows < I, 0.0)
+        use = tl.load(f + n * I + rows, rows < I, 0.0).to(T)
+        ok = (rows < I)[:, None] & (cols < J)[None, :]
+        D = tl.where(ok, tl.exp(L - z[:, None]) * use[:, None], 0.0)
+        M = tl.dot(x, D, acc=M, input_precision=PRODUCTS)
+    at = out + (run * tl.num_programs(2) + n) * N * J
+    ok = (p < N)[:, None] & (cols < J)[None, :]
+    tl.store(at + p[:, None] * J + cols[None, :], M, ok)
+
+# %% ../../nbs/engine/27_triton.ipynb #00000013
+@kernel
+def _moments_parts(
+    phi,
+    theta,
+    g,
+    f,
+    lse,
+    pay,
+    g_phi,
+    N,
+    I,
+    J,
+    P: tl.constexpr,
+    BI: tl.constexpr,
+    BJ: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+):
+    "c [n, i] and the gradient of phi: program (block of parts, sample)."
+    T: tl.constexpr = pay.dtype.element_ty
+    n, p = tl.program_id(1).to(tl.int64), tl.arange(0, P)
+    rows = tl.program_id(0) * BI + tl.arange(0, BI)
+    x = tl.trans(_tile(phi + n * N * I, N, I, p, rows).to(T))
+    z = tl.load(lse + n * I + rows, rows < I, 0.0)
+    use = tl.load(f + n * I + rows, rows < I, 0.0).to(T)
+    c = tl.full((BI,), 0.0, T)
+    for start in range(0, J, BJ):
+        cols = start + tl.arange(0, BJ)
+        t = _tile(theta + n * N * J, N, J, p, cols).to(T)
+        L = tl.dot(x, t, input_precision=PRODUCTS)
+        R = tl.where((cols < J)[None, :], tl.exp(L - z[:, None]), 0.0)
+        G = tl.dot(x, _tile(g + n * N * J, N, J, p, cols), input_precision=PRODUCTS)
+        c += tl.sum(R * G, 1)
+    tl.store(pay + n * I + rows, c, rows < I)
+    total = tl.full((P, BI), 0.0, T)
+    for start in range(0, J, BJ):
+        cols = start + tl.arange(0, BJ)
+        t = _tile(theta + n * N * J, N, J, p, cols).to(T)
+        g_t = _tile(g + n * N * J, N, J, p, cols)
+        L = tl.dot(x, t, input_precision=PRODUCTS)
+        D = tl.where((cols < J)[None, :], tl.exp(L - z[:, None]) * use[:, None], 0.0)
+        dL = D * (tl.dot(x, g_t, input_precision=PRODUCTS) - c[:, None])
+        total = tl.dot(g_t, tl.trans(D), acc=total, input_precision=PRODUCTS)
+        total = tl.dot(t, tl.trans(dL), acc=total, input_precision=PRODUCTS)
+    ok = (p < N)[:, None] & (rows < I)[None, :]
+    tl.store(g_phi + n * N * I + p[:, None] * I + rows[None, :], total, ok)
+
+# %% ../../nbs/engine/27_triton.ipynb #00000014
+@kernel
+def _moments_wholes(
+    phi,
+    theta,
+    g,
+    f,
+    lse,
+    pay,
+    out,
+    N,
+    I,
+    J,
+    per,
+    P: tl.constexpr,
+    BI: tl.constexpr,
+    BJ: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+):
+    "Gradient of theta [run, n, N, j]: program (block of wholes, run, sample)."
+    T: tl.constexpr = out.dtype.element_ty
+    run, n, p = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.arange(0, P)
+    cols = tl.program_id(0) * BJ + tl.arange(0, BJ)
+    t = _tile(theta + n * N * J, N, J, p, cols).to(T)
+    g_t = _tile(g + n * N * J, N, J, p, cols)
+    total = tl.full((P, BJ), 0.0, T)
+    for start in range(run * per, tl.minimum(I, run * per + per), BI):
+        rows = start + tl.arange(0, BI)
+        x = _tile(phi + n * N * I, N, I, p, rows).to(T)
+        z = tl.load(lse + n * I + rows, rows < I, 0.0)
+        c = tl.load(pay + n * I + rows, rows < I, 0.0)
+        use = tl.load(f + n * I + rows, rows < I, 0.0).to(T)
+        L = tl.dot(tl.trans(x), t, input_precision=PRODUCTS)
+        ok = (rows < I)[:, None] & (cols < J)[None, :]
+        D = tl.where(ok, tl.exp(L - z[:, None]) * use[:, None], 0.0)
+        dL = D * (tl.dot(tl.trans(x), g_t, input_precision=PRODUCTS) - c[:, None])
+        total = tl.dot(x, dL, acc=total, input_precision=PRODUCTS)
+    at = out + (run * tl.num_programs(2) + n) * N * J
+    ok = (p < N)[:, None] & (cols < J)[None, :]
+    tl.store(at + p[:, None] * J + cols[None, :], total, ok)
+
+# %% ../../nbs/engine/27_triton.ipynb #00000016
+_PROGRAMS = 528
+
+
+def _up(a, b):
+    "a / b, rounded up."
+    return -(-a // b)
+
+
+def _power(n, least, most):
+    "The power of 2 that holds n, between two of them."
+    return max(least, min(most, 1 << max(0, n - 1).bit_length()))
+
+
+def _runs(n, block, others):
+    "Runs of blocks over `n` things, and the things in a run, where `others` programs run beside."
+    blocks = max(1, _up(n, block))
+    per = _up(blocks, max(1, min(blocks, _up(_PROGRAMS, max(1, others))))) * block
+    return max(1, _up(n, per)), per
+
+# %% ../../nbs/engine/27_triton.ipynb #00000017
+class _Blocks(NamedTuple):
+    "Shapes of softmax-moments' kernels."
+
+    sizes: tuple[int, int, int]  # N, i, j
+    constants: dict
+    runs: int
+    per: int  # parts in a run
+    warps: int
+
+    @property
+    def by_parts(self):
+        return _up(self.sizes[1], self.constants['BI'])
+
+    @property
+    def by_wholes(self):
+        return _up(self.sizes[2], self.constants['BJ']), self.runs
+
+
+def _blocks(phi, theta, products):
+    (n, N, i), j = phi.shape, theta.shape[2]
+    P, BJ = _power(N, 16, 128), _power(j, 16, 64)
+    BI = 64 if P <= 64 else 32
+    runs, per = _runs(i, BI, n * _up(j, BJ))
+    how = dict(P=P, BI=BI, BJ=BJ, PRODUCTS=products)
+    return _Blocks((N, i, j), how, runs, per, 8 if P > 64 else 4)
+
+# %% ../../nbs/engine/27_triton.ipynb #00000018
+def _narrow(t):
+    "float64 for float64, otherwise float32: what kernels compute in."
+    return t.dtype if t.dtype == torch.float64 else torch.float32
+
+
+def _softmax_moments(f: Tensor, phi: Tensor, theta: Tensor, products: str) -> list[Tensor]:
+    "f [n, i], phi [n, N, i], theta [n, N, j] -> M [n, N, j] in float64, and z [n, i]."
+    f, phi, theta = (t.contiguous() for t in (f, phi, theta))
+    b, (n, N, i), j = _blocks(phi, theta, products), phi.shape, theta.shape[2]
+    lse = phi.new_empty(n, i, dtype=_narrow(phi))
+    out = lse.new_empty(b.runs, n, N, j)
+    fused = j <= b.constants['BJ']
+    if lse.numel() and j:
+        if not fused:
+            _moments_lse.launch(
+                (b.by_parts, n), phi, theta, lse, *b.sizes, warps=b.warps, **b.constants
+            )
+        args = phi, theta, f, lse, out, *b.sizes, b.per
+        _moments_sums.launch((*b.by_wholes, n), *args, warps=b.warps, FUSED=fused, **b.constants)
+    else:
+        out.zero_()
+    return [out.sum(0, dtype=torch.float64), lse]
+
+# %% ../../nbs/engine/27_triton.ipynb #00000019
+def _softmax_moments_back(
+    f: Tensor,
+    phi: Tensor,
+    theta: Tensor,
+    outs: list[Tensor],
+    grads: list[Tensor],
+    products: str,
+) -> list[Tensor]:
+    "Gradients of f, phi and theta."
+    like = f, phi, theta
+    f, phi, theta = (t.contiguous() for t in like)
+    b, (n, N, i), j, lse = _blocks(phi, theta, products), phi.shape, theta.shape[2], outs[1]
+    g, pay = grads[0].to(lse.dtype).contiguous(), torch.zeros_like(lse)
+    g_phi, out = lse.new_zeros(n, N, i), lse.new_zeros(b.runs, n, N, j)
+    if lse.numel() and j:
+        args = phi, theta, g, f, lse, pay
+        how = dict(warps=b.warps, **b.constants)
+        _moments_parts.launch((b.by_parts, n), *args, g_phi, *b.sizes, **how)
+        _moments_wholes.launch((*b.by_wholes, n), *args, out, *b.sizes, b.per, **how)
+    grads = pay, g_phi, out.sum(0, dtype=torch.float64)
+    return [g.to(t.dtype) for g, t in zip(grads, like)]
+
+# %% ../../nbs/engine/27_triton.ipynb #0000001a
+def _softmax_moments_fake(f, phi, theta, products):
+    M = phi.new_empty(*phi.shape[:2], theta.shape[2], dtype=torch.float64)
+    return [M, phi.new_empty(f.shape, dtype=_narrow(phi))]
+
+
+def _softmax_moments_ref(f, phi, theta, products):
+    "The same by the definition: R is stored."
+    phi, theta = (t.to(_narrow(t)) for t in (phi, theta))
+    D = torch.softmax(phi.mT @ theta, -1) * f[..., None]
+    return [(phi @ D).double()]
+
+
+_moments_op = FastOp(
+    'softmax_moments',
+    _softmax_moments,
+    _softmax_moments_back,
+    _softmax_moments_fake,
+    _softmax_moments_ref,
+)
