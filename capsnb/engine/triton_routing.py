@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Callable, NamedTuple
 import torch
 from torch import Tensor
+from .dstep import Plan, Problem, plans
+from .moments import _ByMoments, _ByVotes, _Tiling, _fit, _routed, _theta, n_stats
 from .numerics import FastOp
 
 if TYPE_CHECKING:
@@ -1186,6 +1188,12 @@ def _cells(x, W, b, k):
     return _Cells((n, i, j), len(b) == 0, still, moving)
 
 # %% ../../nbs/engine/27_triton.ipynb #00000030
+def _ready(t, x):
+    "Contiguous, and no wider than x."
+    wide = t.dtype == torch.float64 != x.dtype
+    return (t.float() if wide else t).contiguous()
+
+
 def _merge_runs(mass, mean, square):
     "Statistics [run, n, …] of runs, merged in float64."
     mass, mean, square = (t.double() for t in (mass, mean, square))
@@ -1203,7 +1211,7 @@ def _streamed(
     f [n, i], x [n, i, c, d], W [i|1, d, h, j], B [i|1, c, h, j], b [i, j] (empty if shared),
     model k [n, j], mu and v [n, c, h, j] (empty before there is one).
     """
-    f, x, W, B, b, k, mu, v = (t.contiguous() for t in (f, x, W, B, b, k, mu, v))
+    f, x, W, B, b, k, mu, v = (_ready(t, x) for t in (f, x, W, B, b, k, mu, v))
     cells, (n, i, c, _), (h, j) = _cells(x, W, b, k), x.shape, W.shape[2:]
     lse, how = x.new_empty(n, i, dtype=_narrow(x)), dict(SHARED=cells.shared)
     grid, per = cells.by_wholes
@@ -1246,7 +1254,7 @@ def _streamed_back(
 ) -> list[Tensor]:
     "Gradients of all tensors."
     like = f, x, W, B, b, k, mu, v
-    f, x, W, B, b, k, mu, v = (t.contiguous() for t in like)
+    f, x, W, B, b, k, mu, v = (_ready(t, x) for t in like)
     cells, (d, h, j), lse = _cells(x, W, b, k), W.shape[1:], outs[4]
     n, i, _ = cells.sizes
     grid, per = cells.by_wholes
@@ -1282,6 +1290,7 @@ def _streamed_fake(f, x, W, B, b, k, mu, v):
 
 def _streamed_ref(f, x, W, B, b, k, mu, v):
     "The same by the definition: all votes are stored."
+    f, W, B, b, k, mu, v = (_ready(t, x) for t in (f, W, B, b, k, mu, v))
     V = torch.einsum('nicd,idhj->nichj', x, W.expand(x.shape[1], -1, -1, -1)) + B
     D = f[..., None].expand(*f.shape, W.shape[3]) / W.shape[3]
     if k.numel():
@@ -1297,3 +1306,82 @@ def _streamed_ref(f, x, W, B, b, k, mu, v):
 _streamed_op = FastOp(
     'streamed_votes', _streamed, _streamed_back, _streamed_fake, _streamed_ref, n_out=4
 )
+
+# %% ../../nbs/engine/27_triton.ipynb #00000036
+class _Streamed(_ByVotes):
+    "A routing over streamed votes."
+
+    def step(self, model, shares):
+        "As for `_ByVotes`, which serves the step whose R is wanted."
+        if shares:
+            return super().step(model, shares)
+        f, x, W, B, use, ign = self.fixed
+        net = (use + ign).contiguous()
+        own = net if len(B) > 1 else net[:0]
+        model = self.nothing() if model is None else self.model(*model)
+        gain, mass, mean, squares = _streamed_op(f, x, W, B, own, *model)
+        if len(B) > 1:
+            a = gain - f @ ign.to(f.dtype)
+        else:
+            a = net * mass - ign * f.sum(-1, keepdim=True)
+        mass, eps_m = mass[:, None, None], self.p.eps.mass
+        mu = mean * (mass / (mass + eps_m))
+        var = (squares + mass * (mean - mu).square()) / (mass + eps_m)
+        return a, mu.permute(0, 3, 1, 2), var.permute(0, 3, 1, 2), f.new_empty(0)
+
+
+def _run_streamed(p: Problem):
+    "A `Plan`'s `run`."
+    return _routed(_Streamed(p, _Tiling(float64=False)))
+
+# %% ../../nbs/engine/27_triton.ipynb #00000037
+class _Moments(_ByMoments):
+    "A routing from softmax-moments."
+
+    products = 'tf32x3'  # or 'ieee'
+
+    def _in_float64(self, x, tiling):
+        return False
+
+    def step(self, model, shares):
+        "As for `_ByMoments`, which serves the first step, and that whose R is wanted."
+        if model is None or shares:
+            return super().step(model, shares)
+        a, mu, sig2 = model
+        theta = _theta(a, mu - self.maps.b, sig2, self.maps.W, self.p.p_model)
+        (M,) = _moments_op(self.f, self.phi, theta.to(self.phi.dtype), self.products)
+        a, t, var = _fit(M, self.maps, self.p.eps.mass)
+        return a, self.maps.b + t, var, M.new_empty(0)
+
+
+def _run_softmax_moments(p: Problem):
+    "A `Plan`'s `run`."
+    return _routed(_Moments(p, _Tiling()))
+
+# %% ../../nbs/engine/27_triton.ipynb #00000038
+def _refuse_here(s):
+    "Why no kernel runs: on this device, in this dtype."
+    if s.device == 'cpu' and not _interpreters or s.device not in ('', 'cpu', 'cuda'):
+        return f"Triton's kernels need CUDA tensors, got {s.device}"
+    return "its kernels compute in float32" if s.dtype == torch.float64 else ''
+
+
+def _refuse_streamed(s):
+    "Why votes are not streamed: they must fit in registers, and their maps."
+    small = s.d <= 8 and max(s.c * s.d, s.d * s.h, s.c * s.h) <= 16
+    if not (small or 8 < s.d <= 64 and max(s.c * s.d, s.d * s.h // 2) <= 64 and s.c * s.h <= 4):
+        return f"votes of capsules {s.c}x{s.d} -> {s.c}x{s.h} do not fit in registers"
+    return _refuse_here(s)
+
+
+def _refuse_softmax_moments(s):
+    "Why moments do not serve."
+    if n_stats(s.c, s.d) > 64:
+        return f"a capsule {s.c}x{s.d} has {n_stats(s.c, s.d)} moments, more than 64"
+    return _refuse_here(s) if s.shared else "moments need maps shared by all inputs (n_inp=None)"
+
+
+if find_spec('triton'):
+    plans['triton'] = Plan(_run_streamed, _refuse_streamed, lambda s: 0.0)
+    never = float('inf')
+    plans['triton-moments'] = Plan(_run_softmax_moments, _refuse_softmax_moments, lambda s: never)
