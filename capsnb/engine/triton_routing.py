@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Callable, NamedTuple
 import torch
 from torch import Tensor
+from .numerics import FastOp
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -201,3 +202,1102 @@ def compile_ahead(
         fits=shared <= _most_shared[cap],
         occupancy=_occupancy(number['REG'], shared, launch.warps, cap),
     )
+
+# %% ../../nbs/engine/27_triton.ipynb #00000010
+@kernel
+def _tile(at, height, width, rows, cols):
+    "Tile of a matrix [height, width]; 0 outside."
+    ok = (rows < height)[:, None] & (cols < width)[None, :]
+    return tl.load(at + rows[:, None] * width + cols[None, :], ok, 0.0)
+
+# %% ../../nbs/engine/27_triton.ipynb #00000011
+@kernel
+def _dots(
+    a,
+    b,
+    rows,
+    cols,
+    N,
+    I,
+    J,
+    P: tl.constexpr,
+    K: tl.constexpr,
+    BI: tl.constexpr,
+    BJ: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+    T: tl.constexpr,
+):
+    "Products of columns of a [N, I] and b [N, J], K rows at a time: ieee keeps all K in registers."
+    total = tl.full((BI, BJ), 0.0, T)
+    for q in range(0, P, K):
+        p = q + tl.arange(0, K)
+        left, right = _tile(a, N, I, p, rows).to(T), _tile(b, N, J, p, cols).to(T)
+        total = tl.dot(tl.trans(left), right, acc=total, input_precision=PRODUCTS)
+    return total
+
+# %% ../../nbs/engine/27_triton.ipynb #00000012
+@kernel
+def _moments_lse(
+    phi,
+    theta,
+    lse,
+    N,
+    I,
+    J,
+    P: tl.constexpr,
+    K: tl.constexpr,
+    BI: tl.constexpr,
+    BJ: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+):
+    "z [n, i]: program (block of parts, sample)."
+    T: tl.constexpr = lse.dtype.element_ty
+    n, rows = tl.program_id(1).to(tl.int64), tl.program_id(0) * BI + tl.arange(0, BI)
+    a, b = phi + n * N * I, theta + n * N * J
+    most, total = tl.full((BI,), -3e38, T), tl.full((BI,), 0.0, T)
+    for start in range(0, J, BJ):
+        cols = start + tl.arange(0, BJ)
+        L = _dots(a, b, rows, cols, N, I, J, P, K, BI, BJ, PRODUCTS, T)
+        L = tl.where((cols < J)[None, :], L, float('-inf'))
+        top = tl.maximum(most, tl.max(L, 1))
+        total = total * tl.exp(most - top) + tl.sum(tl.exp(L - top[:, None]), 1)
+        most = top
+    tl.store(lse + n * I + rows, most + tl.log(total), rows < I)
+
+# %% ../../nbs/engine/27_triton.ipynb #00000013
+@kernel
+def _moments_sums(
+    phi,
+    theta,
+    f,
+    lse,
+    out,
+    N,
+    I,
+    J,
+    per,
+    P: tl.constexpr,
+    K: tl.constexpr,
+    BI: tl.constexpr,
+    BJ: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+    FUSED: tl.constexpr,
+):
+    "M [run, n, N, j] of each run of `per` parts: program (block of wholes, run, sample)."
+    T: tl.constexpr = out.dtype.element_ty
+    run, n, p = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.arange(0, P)
+    cols = tl.program_id(0) * BJ + tl.arange(0, BJ)
+    a, b = phi + n * N * I, theta + n * N * J
+    M = tl.full((P, BJ), 0.0, T)
+    for start in range(run * per, tl.minimum(I, run * per + per), BI):
+        rows = start + tl.arange(0, BI)
+        L = _dots(a, b, rows, cols, N, I, J, P, K, BI, BJ, PRODUCTS, T)
+        if FUSED:
+            L = tl.where((cols < J)[None, :], L, float('-inf'))
+            top = tl.max(L, 1)
+            z = top + tl.log(tl.sum(tl.exp(L - top[:, None]), 1))
+            tl.store(lse + n * I + rows, z, rows < I)
+        else:
+            z = tl.load(lse + n * I + rows, rows < I, 0.0)
+        use = tl.load(f + n * I + rows, rows < I, 0.0).to(T)
+        ok = (rows < I)[:, None] & (cols < J)[None, :]
+        D = tl.where(ok, tl.exp(L - z[:, None]) * use[:, None], 0.0)
+        M = tl.dot(_tile(a, N, I, p, rows).to(T), D, acc=M, input_precision=PRODUCTS)
+    at = out + (run * tl.num_programs(2) + n) * N * J
+    ok = (p < N)[:, None] & (cols < J)[None, :]
+    tl.store(at + p[:, None] * J + cols[None, :], M, ok)
+
+# %% ../../nbs/engine/27_triton.ipynb #00000014
+@kernel
+def _moments_parts(
+    phi,
+    theta,
+    g,
+    f,
+    lse,
+    pay,
+    g_phi,
+    N,
+    I,
+    J,
+    P: tl.constexpr,
+    K: tl.constexpr,
+    BI: tl.constexpr,
+    BJ: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+):
+    "c [n, i] and the gradient of phi: program (block of parts, sample)."
+    T: tl.constexpr = pay.dtype.element_ty
+    n, p = tl.program_id(1).to(tl.int64), tl.arange(0, P)
+    rows = tl.program_id(0) * BI + tl.arange(0, BI)
+    a, b, s = phi + n * N * I, theta + n * N * J, g + n * N * J
+    z = tl.load(lse + n * I + rows, rows < I, 0.0)
+    use = tl.load(f + n * I + rows, rows < I, 0.0).to(T)
+    c = tl.full((BI,), 0.0, T)
+    for start in range(0, J, BJ):
+        cols = start + tl.arange(0, BJ)
+        L = _dots(a, b, rows, cols, N, I, J, P, K, BI, BJ, PRODUCTS, T)
+        R = tl.where((cols < J)[None, :], tl.exp(L - z[:, None]), 0.0)
+        G = _dots(a, s, rows, cols, N, I, J, P, K, BI, BJ, PRODUCTS, T)
+        c += tl.sum(R * G, 1)
+    tl.store(pay + n * I + rows, c, rows < I)
+    total = tl.full((P, BI), 0.0, T)
+    for start in range(0, J, BJ):
+        cols = start + tl.arange(0, BJ)
+        L = _dots(a, b, rows, cols, N, I, J, P, K, BI, BJ, PRODUCTS, T)
+        D = tl.where((cols < J)[None, :], tl.exp(L - z[:, None]) * use[:, None], 0.0)
+        dL = D * (_dots(a, s, rows, cols, N, I, J, P, K, BI, BJ, PRODUCTS, T) - c[:, None])
+        total = tl.dot(_tile(s, N, J, p, cols), tl.trans(D), acc=total, input_precision=PRODUCTS)
+        total = tl.dot(
+            _tile(b, N, J, p, cols).to(T), tl.trans(dL), acc=total, input_precision=PRODUCTS
+        )
+    ok = (p < N)[:, None] & (rows < I)[None, :]
+    tl.store(g_phi + n * N * I + p[:, None] * I + rows[None, :], total, ok)
+
+# %% ../../nbs/engine/27_triton.ipynb #00000015
+@kernel
+def _moments_wholes(
+    phi,
+    theta,
+    g,
+    f,
+    lse,
+    pay,
+    out,
+    N,
+    I,
+    J,
+    per,
+    P: tl.constexpr,
+    K: tl.constexpr,
+    BI: tl.constexpr,
+    BJ: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+):
+    "Gradient of theta [run, n, N, j]: program (block of wholes, run, sample)."
+    T: tl.constexpr = out.dtype.element_ty
+    run, n, p = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.arange(0, P)
+    cols = tl.program_id(0) * BJ + tl.arange(0, BJ)
+    a, b, s = phi + n * N * I, theta + n * N * J, g + n * N * J
+    total = tl.full((P, BJ), 0.0, T)
+    for start in range(run * per, tl.minimum(I, run * per + per), BI):
+        rows = start + tl.arange(0, BI)
+        z = tl.load(lse + n * I + rows, rows < I, 0.0)
+        c = tl.load(pay + n * I + rows, rows < I, 0.0)
+        use = tl.load(f + n * I + rows, rows < I, 0.0).to(T)
+        L = _dots(a, b, rows, cols, N, I, J, P, K, BI, BJ, PRODUCTS, T)
+        ok = (rows < I)[:, None] & (cols < J)[None, :]
+        D = tl.where(ok, tl.exp(L - z[:, None]) * use[:, None], 0.0)
+        dL = D * (_dots(a, s, rows, cols, N, I, J, P, K, BI, BJ, PRODUCTS, T) - c[:, None])
+        total = tl.dot(_tile(a, N, I, p, rows).to(T), dL, acc=total, input_precision=PRODUCTS)
+    at = out + (run * tl.num_programs(2) + n) * N * J
+    ok = (p < N)[:, None] & (cols < J)[None, :]
+    tl.store(at + p[:, None] * J + cols[None, :], total, ok)
+
+# %% ../../nbs/engine/27_triton.ipynb #00000017
+_PROGRAMS = 528
+
+
+def _up(a, b):
+    "a / b, rounded up."
+    return -(-a // b)
+
+
+def _power(n, least, most):
+    "The power of 2 that holds n, between two of them."
+    return max(least, min(most, 1 << max(0, n - 1).bit_length()))
+
+
+def _runs(n, block, others):
+    "Runs of blocks over `n` things, and the things in a run, where `others` programs run beside."
+    blocks = max(1, _up(n, block))
+    per = _up(blocks, max(1, min(blocks, _up(_PROGRAMS, max(1, others))))) * block
+    return max(1, _up(n, per)), per
+
+# %% ../../nbs/engine/27_triton.ipynb #00000018
+class _Blocks(NamedTuple):
+    "Shapes of softmax-moments' kernels."
+
+    parts: dict  # constants of launches by parts
+    wholes: dict  # and by wholes
+    by_parts: int  # blocks
+    by_wholes: tuple[int, int]  # blocks, runs
+    per: int  # parts in a run
+    sizes: tuple[int, int, int]  # N, i, j
+
+
+def _blocks(phi, theta, products):
+    (n, N, i), j = phi.shape, theta.shape[2]
+    BI, BJ = 64, _power(j, 16, 64)
+    runs, per = _runs(i, 16, n * _up(j, BJ))
+    how = dict(P=_power(N, 16, 64), K=16, PRODUCTS=products, warps=8)
+    parts, wholes = how | dict(BI=BI, BJ=16), how | dict(BI=16, BJ=BJ)
+    return _Blocks(parts, wholes, _up(i, BI), (_up(j, BJ), runs), per, (N, i, j))
+
+# %% ../../nbs/engine/27_triton.ipynb #00000019
+def _narrow(t):
+    "float64 for float64, otherwise float32: what kernels compute in."
+    return t.dtype if t.dtype == torch.float64 else torch.float32
+
+
+def _softmax_moments(f: Tensor, phi: Tensor, theta: Tensor, products: str) -> list[Tensor]:
+    "f [n, i], phi [n, N, i], theta [n, N, j] -> M [n, N, j] in float64, and z [n, i]."
+    f, phi, theta = (t.contiguous() for t in (f, phi, theta))
+    b, (n, N, i), j = _blocks(phi, theta, products), phi.shape, theta.shape[2]
+    lse = phi.new_empty(n, i, dtype=_narrow(phi))
+    out = lse.new_empty(b.by_wholes[1], n, N, j)
+    fused = b.by_wholes[0] == 1
+    if lse.numel() and j:
+        if not fused:
+            _moments_lse.launch((b.by_parts, n), phi, theta, lse, *b.sizes, **b.parts)
+        args = phi, theta, f, lse, out, *b.sizes, b.per
+        _moments_sums.launch((*b.by_wholes, n), *args, FUSED=fused, **b.wholes)
+    else:
+        out.zero_()
+    return [out.sum(0, dtype=torch.float64), lse]
+
+# %% ../../nbs/engine/27_triton.ipynb #0000001a
+def _softmax_moments_back(
+    f: Tensor,
+    phi: Tensor,
+    theta: Tensor,
+    outs: list[Tensor],
+    grads: list[Tensor],
+    products: str,
+) -> list[Tensor]:
+    "Gradients of f, phi and theta."
+    like = f, phi, theta
+    f, phi, theta = (t.contiguous() for t in like)
+    b, (n, N, i), j, lse = _blocks(phi, theta, products), phi.shape, theta.shape[2], outs[1]
+    g, pay = grads[0].to(lse.dtype).contiguous(), torch.zeros_like(lse)
+    g_phi, out = lse.new_zeros(n, N, i), lse.new_zeros(b.by_wholes[1], n, N, j)
+    if lse.numel() and j:
+        args = phi, theta, g, f, lse, pay
+        _moments_parts.launch((b.by_parts, n), *args, g_phi, *b.sizes, **b.parts)
+        _moments_wholes.launch((*b.by_wholes, n), *args, out, *b.sizes, b.per, **b.wholes)
+    grads = pay, g_phi, out.sum(0, dtype=torch.float64)
+    return [g.to(t.dtype) for g, t in zip(grads, like)]
+
+# %% ../../nbs/engine/27_triton.ipynb #0000001b
+def _softmax_moments_fake(f, phi, theta, products):
+    M = phi.new_empty(*phi.shape[:2], theta.shape[2], dtype=torch.float64)
+    return [M, phi.new_empty(f.shape, dtype=_narrow(phi))]
+
+
+def _softmax_moments_ref(f, phi, theta, products):
+    "The same by the definition: R is stored."
+    phi, theta = (t.to(_narrow(t)) for t in (phi, theta))
+    D = torch.softmax(phi.mT @ theta, -1) * f[..., None]
+    return [(phi @ D).double()]
+
+
+_moments_op = FastOp(
+    'softmax_moments',
+    _softmax_moments,
+    _softmax_moments_back,
+    _softmax_moments_fake,
+    _softmax_moments_ref,
+)
+
+# %% ../../nbs/engine/27_triton.ipynb #0000001f
+@kernel
+def _load_parts(
+    x,
+    at,
+    ok,
+    T: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    K: tl.constexpr,
+):
+    "Capsules in the places `at`: columns [BR, 1] of numbers, or for large d tiles [BR, K]."
+    out = ()
+    if K == 1:
+        for q in tl.static_range(C * D):
+            out = out + (tl.load(x + at * (C * D) + q, ok, 0.0).to(T)[:, None],)
+    else:
+        for c in tl.static_range(C):
+            for start in tl.static_range(0, D, K):
+                d = start + tl.arange(0, K)
+                tile = x + (at * (C * D))[:, None] + (c * D + d)[None, :]
+                out = out + (tl.load(tile, ok[:, None] & (d < D)[None, :], 0.0).to(T),)
+    return out
+
+# %% ../../nbs/engine/27_triton.ipynb #00000020
+@kernel
+def _load_maps(
+    W,
+    part,
+    cols,
+    J,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+):
+    "Maps of a part: rows [1, BJ] of numbers, or for large d tiles [K, BJ]."
+    out = ()
+    if K == 1:
+        for q in tl.static_range(D * H):
+            at = W + (part * (D * H) + q) * J + cols
+            out = out + (tl.load(at, cols < J, 0.0).to(T)[None, :],)
+    else:
+        for h in tl.static_range(H):
+            for start in tl.static_range(0, D, K):
+                d = start + tl.arange(0, K)
+                at = W + ((part * D + d) * H + h)[:, None] * J + cols[None, :]
+                out = out + (tl.load(at, (d < D)[:, None] & (cols < J)[None, :], 0.0).to(T),)
+    return out
+
+# %% ../../nbs/engine/27_triton.ipynb #00000021
+@kernel
+def _load_rows(p, at, ok, J, T: tl.constexpr, CH: tl.constexpr):
+    "Numbers of wholes, one tile for each row and column of a vote."
+    out = ()
+    for q in tl.static_range(CH):
+        out = out + (tl.load(p + at + q * J, ok, 0.0).to(T),)
+    return out
+
+# %% ../../nbs/engine/27_triton.ipynb #00000022
+@kernel
+def _gaps(
+    xs,
+    Ws,
+    Bs,
+    mus,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    MODEL: tl.constexpr,
+):
+    "Votes less the model's means; votes, if there is no model."
+    out = ()
+    for c in tl.static_range(C):
+        for h in tl.static_range(H):
+            V = Bs[c * H + h]
+            if K == 1:
+                for d in tl.static_range(D):
+                    V = V + xs[c * D + d] * Ws[d * H + h]
+            else:
+                chunks: tl.constexpr = (D + K - 1) // K
+                for q in tl.static_range(chunks):
+                    left, right = xs[c * chunks + q], Ws[h * chunks + q]
+                    V = V + tl.dot(left, right, input_precision='ieee')
+            if MODEL:
+                V = V - mus[c * H + h]
+            out = out + (V,)
+    return out
+
+# %% ../../nbs/engine/27_triton.ipynb #00000023
+@kernel
+def _score(ys, k, vs, CH: tl.constexpr):
+    "Logits."
+    L = k
+    for q in tl.static_range(CH):
+        L = L - vs[q] * ys[q] * ys[q]
+    return L
+
+# %% ../../nbs/engine/27_triton.ipynb #00000024
+@kernel
+def _votes_lse(
+    x,
+    W,
+    B,
+    k,
+    mu,
+    v,
+    lse,
+    n,
+    I,
+    J,
+    SHARED: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    BR: tl.constexpr,
+    BJ: tl.constexpr,
+):
+    "z [n, i]: program (block of rows, sample or part)."
+    T: tl.constexpr = lse.dtype.element_ty
+    CH: tl.constexpr = C * H
+    rows, other = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(1).to(tl.int64)
+    if SHARED:
+        at, ok, part, near = other * I + rows, rows < I, 0, other
+    else:
+        at, ok, part, near = rows.to(tl.int64) * I + other, rows < n, other, rows[:, None]
+    xs = _load_parts(x, at, ok, T, C, D, K)
+    most, total = tl.full((BR, BJ), -3e38, T), tl.full((BR, BJ), 0.0, T)
+    for start in range(0, J, BJ):
+        cols = start + tl.arange(0, BJ)
+        col = cols[None, :]
+        fits = col < J
+        here = fits & ok[:, None]
+        if SHARED:
+            here = fits
+        Ws = _load_maps(W, part, cols, J, T, D, H, K)
+        Bs = _load_rows(B, part * CH * J + col, fits, J, T, CH)
+        mus = _load_rows(mu, near * CH * J + col, here, J, T, CH)
+        vs = _load_rows(v, near * CH * J + col, here, J, T, CH)
+        ys = _gaps(xs, Ws, Bs, mus, C, D, H, K, True)
+        L = _score(ys, tl.load(k + near * J + col, here, 0.0).to(T), vs, CH)
+        L = tl.where(fits, L, float('-inf'))
+        top = tl.maximum(most, L)
+        total = total * tl.exp(most - top) + tl.exp(L - top)
+        most = top
+    top = tl.max(most, 1)
+    total = tl.sum(total * tl.exp(most - top[:, None]), 1)
+    tl.store(lse + at, top + tl.log(total), ok)
+
+# %% ../../nbs/engine/27_triton.ipynb #00000025
+@kernel
+def _votes_sums(
+    x,
+    W,
+    B,
+    b,
+    f,
+    k,
+    mu,
+    v,
+    lse,
+    gain,
+    mass,
+    mean,
+    square,
+    n,
+    I,
+    J,
+    per,
+    SHARED: tl.constexpr,
+    MODEL: tl.constexpr,
+    FUSED: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    BR: tl.constexpr,
+    BJ: tl.constexpr,
+):
+    "Statistics of a run of `per` parts: program (block of wholes, run, sample or samples)."
+    T: tl.constexpr = mass.dtype.element_ty
+    CH: tl.constexpr = C * H
+    STEP: tl.constexpr = BR if SHARED else 1
+    cols, r, run = tl.program_id(0) * BJ + tl.arange(0, BJ), tl.arange(0, BR), tl.program_id(1)
+    col = cols[None, :]
+    fits = col < J
+    if SHARED:
+        s = tl.program_id(2).to(tl.int64)
+        near, here = s, fits
+        Ws = _load_maps(W, 0, cols, J, T, D, H, K)
+        Bs = _load_rows(B, col, fits, J, T, CH)
+    else:
+        s = tl.program_id(2).to(tl.int64) * BR + r
+        near, here = s[:, None], fits & (s < n)[:, None]
+    mus, vs = (), ()
+    if MODEL:
+        k_j = tl.load(k + near * J + col, here, 0.0).to(T)
+        mus = _load_rows(mu, near * CH * J + col, here, J, T, CH)
+        vs = _load_rows(v, near * CH * J + col, here, J, T, CH)
+    S, won = tl.full((BR, BJ), 0.0, T), tl.full((BR, BJ), 0.0, T)
+    means, squares = (S,) * CH, (S,) * CH
+    for t in range(run * per, tl.minimum(I, run * per + per), STEP):
+        if SHARED:
+            at, ok = s * I + t + r, t + r < I
+        else:
+            at, ok = s * I + t, s < n
+            Ws = _load_maps(W, t, cols, J, T, D, H, K)
+            Bs = _load_rows(B, t * CH * J + col, fits, J, T, CH)
+        xs = _load_parts(x, at, ok, T, C, D, K)
+        ys = _gaps(xs, Ws, Bs, mus, C, D, H, K, MODEL)
+        use = tl.load(f + at, ok, 0.0).to(T)[:, None]
+        if MODEL:
+            L = tl.where(fits, _score(ys, k_j, vs, CH), float('-inf'))
+            if FUSED:
+                top = tl.max(L, 1)
+                z = top + tl.log(tl.sum(tl.exp(L - top[:, None]), 1))
+                tl.store(lse + at, z, ok)
+            else:
+                z = tl.load(lse + at, ok, 0.0)
+            R = tl.where(fits & ok[:, None], tl.exp(L - z[:, None]), 0.0)
+        else:
+            R = tl.where(fits & ok[:, None], tl.full((BR, BJ), 1.0, T) / J, 0.0)
+        share = R * use
+        if not SHARED:
+            won += share * tl.load(b + t * J + col, fits, 0.0).to(T)
+        all_S = S + share
+        over = 1 / tl.maximum(all_S, 1e-30)
+        move, grow = share * over, share * (S * over)
+        S = all_S
+        new_means, new_squares = (), ()
+        for q in tl.static_range(CH):
+            gap = ys[q] - means[q]
+            new_squares = new_squares + (squares[q] + grow * gap * gap,)
+            new_means = new_means + (means[q] + move * gap,)
+        means, squares = new_means, new_squares
+    row = run * n + near
+    if SHARED:
+        total = tl.sum(S, 0)[None, :]
+        tl.store(mass + row * J + col, total, here)
+        for q in tl.static_range(CH):
+            m = tl.sum(S * means[q], 0)[None, :] / tl.maximum(total, 1e-30)
+            gap = means[q] - m
+            at = (row * CH + q) * J + col
+            tl.store(mean + at, m, here)
+            tl.store(square + at, tl.sum(squares[q] + S * gap * gap, 0)[None, :], here)
+    else:
+        tl.store(mass + row * J + col, S, here)
+        tl.store(gain + row * J + col, won, here)
+        for q in tl.static_range(CH):
+            at = (row * CH + q) * J + col
+            tl.store(mean + at, means[q], here)
+            tl.store(square + at, squares[q], here)
+
+# %% ../../nbs/engine/27_triton.ipynb #00000027
+@kernel
+def _slopes(
+    ys,
+    k_j,
+    vs,
+    z,
+    fits,
+    shifts,
+    firsts,
+    seconds,
+    const,
+    J,
+    T: tl.constexpr,
+    CH: tl.constexpr,
+    BR: tl.constexpr,
+    BJ: tl.constexpr,
+    MODEL: tl.constexpr,
+):
+    "Shares R, worths G, and slopes of G in the votes."
+    if MODEL:
+        R = tl.where(fits, tl.exp(_score(ys, k_j, vs, CH) - z[:, None]), 0.0)
+    else:
+        R = tl.where(fits, tl.full((BR, BJ), 1.0, T) / J, 0.0)
+    G, slopes = const, ()
+    for q in tl.static_range(CH):
+        gap = ys[q] + shifts[q]
+        half = firsts[q] + seconds[q] * gap
+        G = G + gap * half
+        slopes = slopes + (half + seconds[q] * gap,)
+    return R, tl.where(R > 0, G, 0.0), slopes
+
+# %% ../../nbs/engine/27_triton.ipynb #00000028
+@kernel
+def _spread(
+    grads,
+    pull,
+    Ws,
+    c: tl.constexpr,
+    h: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+):
+    "Add what one number of the votes does to the gradient of x."
+    n: tl.constexpr = (D + K - 1) // K
+    out = ()
+    for q in tl.static_range(C * n):
+        new = grads[q]
+        if q // n == c:
+            if K == 1:
+                new = new + pull * Ws[(q % n) * H + h]
+            else:
+                right = tl.trans(Ws[h * n + q % n])
+                new = tl.dot(pull, right, acc=new, input_precision='ieee')
+        out = out + (new,)
+    return out
+
+# %% ../../nbs/engine/27_triton.ipynb #00000029
+@kernel
+def _spread_maps(
+    grads,
+    pull,
+    xs,
+    c: tl.constexpr,
+    h: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+):
+    "Add what one number of the votes does to the gradient of W."
+    n: tl.constexpr = (D + K - 1) // K
+    out = ()
+    for q in tl.static_range(n * H):
+        new = grads[q]
+        if K == 1:
+            if q % H == h:
+                new = new + pull * xs[c * D + q // H]
+        elif q // n == h:
+            left = tl.trans(xs[c * n + q % n])
+            new = tl.dot(left, pull, acc=new, input_precision='ieee')
+        out = out + (new,)
+    return out
+
+# %% ../../nbs/engine/27_triton.ipynb #0000002a
+@kernel
+def _store_maps(
+    out,
+    grads,
+    part,
+    cols,
+    J,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+):
+    "Store the gradient of a map: where `_load_maps` loads it."
+    n: tl.constexpr = (D + K - 1) // K
+    for q in tl.static_range(n * H):
+        if K == 1:
+            tl.store(out + (part * (D * H) + q) * J + cols, tl.sum(grads[q], 0), cols < J)
+        else:
+            d = (q % n) * K + tl.arange(0, K)
+            at = out + ((part * D + d) * H + q // n)[:, None] * J + cols[None, :]
+            tl.store(at, grads[q], (d < D)[:, None] & (cols < J)[None, :])
+
+# %% ../../nbs/engine/27_triton.ipynb #0000002b
+@kernel
+def _votes_parts(
+    x,
+    W,
+    B,
+    b,
+    f,
+    k,
+    mu,
+    v,
+    lse,
+    shift,
+    first,
+    second,
+    const,
+    g_gain,
+    pay,
+    g_x,
+    n,
+    I,
+    J,
+    SHARED: tl.constexpr,
+    MODEL: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    BR: tl.constexpr,
+    BJ: tl.constexpr,
+):
+    "c [n, i] and the gradient of x: program (block of rows, sample or part)."
+    T: tl.constexpr = pay.dtype.element_ty
+    CH: tl.constexpr = C * H
+    rows, other = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(1).to(tl.int64)
+    if SHARED:
+        at, ok, part, near = other * I + rows, rows < I, 0, other
+    else:
+        at, ok, part, near = rows.to(tl.int64) * I + other, rows < n, other, rows[:, None]
+    xs = _load_parts(x, at, ok, T, C, D, K)
+    use = tl.load(f + at, ok, 0.0).to(T)[:, None]
+    z, k_j, mus, vs = use, use, (), ()
+    if MODEL:
+        z = tl.load(lse + at, ok, 0.0)
+    c = tl.full((BR,), 0.0, T)
+    chunks: tl.constexpr = (D + K - 1) // K
+    if K == 1:
+        grads = (tl.full((BR, BJ), 0.0, T),) * (C * D)
+    else:
+        grads = (tl.full((BR, K), 0.0, T),) * (C * chunks)
+    for turn in range(0, 2):
+        for start in range(0, J, BJ):
+            cols = start + tl.arange(0, BJ)
+            col = cols[None, :]
+            fits = col < J
+            here = fits & ok[:, None]
+            if SHARED:
+                here = fits
+            Ws = _load_maps(W, part, cols, J, T, D, H, K)
+            Bs = _load_rows(B, part * CH * J + col, fits, J, T, CH)
+            if MODEL:
+                k_j = tl.load(k + near * J + col, here, 0.0).to(T)
+                mus = _load_rows(mu, near * CH * J + col, here, J, T, CH)
+                vs = _load_rows(v, near * CH * J + col, here, J, T, CH)
+            ys = _gaps(xs, Ws, Bs, mus, C, D, H, K, MODEL)
+            shifts = _load_rows(shift, near * CH * J + col, here, J, T, CH)
+            firsts = _load_rows(first, near * CH * J + col, here, J, T, CH)
+            seconds = _load_rows(second, near * CH * J + col, here, J, T, CH)
+            base = tl.load(const + near * J + col, here, 0.0)
+            if not SHARED:
+                net = tl.load(b + part * J + col, fits, 0.0).to(T)
+                base = base + net * tl.load(g_gain + near * J + col, here, 0.0)
+            R, G, slopes = _slopes(
+                ys, k_j, vs, z, fits, shifts, firsts, seconds, base, J, T, CH, BR, BJ, MODEL
+            )
+            if turn == 0:
+                c += tl.sum(R * G, 1)
+            else:
+                share = R * use
+                dL = share * (G - c[:, None])
+                new = grads
+                for q in tl.static_range(CH):
+                    pull = share * slopes[q]
+                    if MODEL:
+                        pull = pull - 2 * dL * vs[q] * ys[q]
+                    new = _spread(new, pull, Ws, q // H, q % H, C, D, H, K)
+                grads = new
+    tl.store(pay + at, c, ok)
+    if K == 1:
+        for q in tl.static_range(C * D):
+            tl.store(g_x + at * (C * D) + q, tl.sum(grads[q], 1), ok)
+    else:
+        for q in tl.static_range(C * chunks):
+            d = (q % chunks) * K + tl.arange(0, K)
+            tile = g_x + (at * (C * D))[:, None] + ((q // chunks) * D + d)[None, :]
+            tl.store(tile, grads[q], ok[:, None] & (d < D)[None, :])
+
+# %% ../../nbs/engine/27_triton.ipynb #0000002c
+@kernel
+def _votes_wholes(
+    x,
+    W,
+    B,
+    b,
+    f,
+    k,
+    mu,
+    v,
+    lse,
+    shift,
+    first,
+    second,
+    const,
+    g_gain,
+    pay,
+    g_k,
+    g_mu,
+    g_v,
+    g_W,
+    n,
+    I,
+    J,
+    per,
+    SHARED: tl.constexpr,
+    MODEL: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    BR: tl.constexpr,
+    BJ: tl.constexpr,
+):
+    "Gradients of the model, and of shared maps: program (block of wholes, run, sample or samples)."
+    T: tl.constexpr = pay.dtype.element_ty
+    CH: tl.constexpr = C * H
+    STEP: tl.constexpr = BR if SHARED else 1
+    n_maps: tl.constexpr = (D + K - 1) // K * H
+    cols, r, run = tl.program_id(0) * BJ + tl.arange(0, BJ), tl.arange(0, BR), tl.program_id(1)
+    col = cols[None, :]
+    fits = col < J
+    if SHARED:
+        s = tl.program_id(2).to(tl.int64)
+        near, here = s, fits
+        Ws = _load_maps(W, 0, cols, J, T, D, H, K)
+        Bs = _load_rows(B, col, fits, J, T, CH)
+    else:
+        s = tl.program_id(2).to(tl.int64) * BR + r
+        near, here = s[:, None], fits & (s < n)[:, None]
+    zero = tl.full((BR, BJ), 0.0, T)
+    k_j, mus, vs, z = zero, (), (), 0
+    if MODEL:
+        k_j = tl.load(k + near * J + col, here, 0.0).to(T)
+        mus = _load_rows(mu, near * CH * J + col, here, J, T, CH)
+        vs = _load_rows(v, near * CH * J + col, here, J, T, CH)
+    base = tl.load(const + near * J + col, here, 0.0)
+    shifts = _load_rows(shift, near * CH * J + col, here, J, T, CH)
+    firsts = _load_rows(first, near * CH * J + col, here, J, T, CH)
+    seconds = _load_rows(second, near * CH * J + col, here, J, T, CH)
+    sum_k, sums_mu, sums_v, maps = zero, (zero,) * CH, (zero,) * CH, ()
+    if SHARED:
+        maps = (tl.full((BR if K == 1 else K, BJ), 0.0, T),) * n_maps
+    for t in range(run * per, tl.minimum(I, run * per + per), STEP):
+        net = base
+        if SHARED:
+            at, ok = s * I + t + r, t + r < I
+        else:
+            at, ok = s * I + t, s < n
+            Ws = _load_maps(W, t, cols, J, T, D, H, K)
+            Bs = _load_rows(B, t * CH * J + col, fits, J, T, CH)
+            worth = tl.load(g_gain + near * J + col, here, 0.0)
+            net = base + worth * tl.load(b + t * J + col, fits, 0.0).to(T)
+        xs = _load_parts(x, at, ok, T, C, D, K)
+        ys = _gaps(xs, Ws, Bs, mus, C, D, H, K, MODEL)
+        use, centre = tl.load(f + at, ok, 0.0).to(T), tl.load(pay + at, ok, 0.0)
+        if MODEL:
+            z = tl.load(lse + at, ok, 0.0)
+        inside = fits & ok[:, None]
+        R, G, slopes = _slopes(
+            ys, k_j, vs, z, inside, shifts, firsts, seconds, net, J, T, CH, BR, BJ, MODEL
+        )
+        share = R * use[:, None]
+        dL = share * (G - centre[:, None])
+        sum_k += dL
+        new_mu, new_v, new_maps = (), (), maps
+        for q in tl.static_range(CH):
+            pull = share * slopes[q]
+            if MODEL:
+                drag = 2 * dL * vs[q] * ys[q]
+                pull = pull - drag
+                new_mu = new_mu + (sums_mu[q] + drag,)
+                new_v = new_v + (sums_v[q] - dL * ys[q] * ys[q],)
+            if SHARED:
+                new_maps = _spread_maps(new_maps, pull, xs, q // H, q % H, D, H, K)
+        maps = new_maps
+        if MODEL:
+            sums_mu, sums_v = new_mu, new_v
+    row = run * n + near
+    if MODEL:
+        if SHARED:
+            tl.store(g_k + row * J + col, tl.sum(sum_k, 0)[None, :], here)
+        else:
+            tl.store(g_k + row * J + col, sum_k, here)
+        for q in tl.static_range(CH):
+            at = (row * CH + q) * J + col
+            if SHARED:
+                tl.store(g_mu + at, tl.sum(sums_mu[q], 0)[None, :], here)
+                tl.store(g_v + at, tl.sum(sums_v[q], 0)[None, :], here)
+            else:
+                tl.store(g_mu + at, sums_mu[q], here)
+                tl.store(g_v + at, sums_v[q], here)
+    if SHARED:
+        _store_maps(g_W, maps, row, cols, J, D, H, K)
+
+# %% ../../nbs/engine/27_triton.ipynb #0000002d
+@kernel
+def _votes_maps(
+    x,
+    W,
+    B,
+    b,
+    f,
+    k,
+    mu,
+    v,
+    lse,
+    shift,
+    first,
+    second,
+    const,
+    g_gain,
+    pay,
+    g_W,
+    g_B,
+    g_b,
+    n,
+    I,
+    J,
+    MODEL: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    BR: tl.constexpr,
+    BJ: tl.constexpr,
+):
+    "Gradients of the maps of one part: program (block of wholes, part)."
+    T: tl.constexpr = pay.dtype.element_ty
+    CH: tl.constexpr = C * H
+    n_maps: tl.constexpr = (D + K - 1) // K * H
+    cols, part = tl.program_id(0) * BJ + tl.arange(0, BJ), tl.program_id(1).to(tl.int64)
+    col = cols[None, :]
+    fits = col < J
+    Ws = _load_maps(W, part, cols, J, T, D, H, K)
+    Bs = _load_rows(B, part * CH * J + col, fits, J, T, CH)
+    net = tl.load(b + part * J + col, fits, 0.0).to(T)
+    zero = tl.full((BR, BJ), 0.0, T)
+    sum_b, sums_B, maps = zero, (zero,) * CH, (tl.full((BR if K == 1 else K, BJ), 0.0, T),) * n_maps
+    mus, vs, k_j, z = (), (), zero, 0
+    for start in range(0, n, BR):
+        s = (start + tl.arange(0, BR)).to(tl.int64)
+        ok = s < n
+        at, near, here = s * I + part, s[:, None], fits & ok[:, None]
+        if MODEL:
+            k_j = tl.load(k + near * J + col, here, 0.0).to(T)
+            mus = _load_rows(mu, near * CH * J + col, here, J, T, CH)
+            vs = _load_rows(v, near * CH * J + col, here, J, T, CH)
+            z = tl.load(lse + at, ok, 0.0)
+        xs = _load_parts(x, at, ok, T, C, D, K)
+        ys = _gaps(xs, Ws, Bs, mus, C, D, H, K, MODEL)
+        shifts = _load_rows(shift, near * CH * J + col, here, J, T, CH)
+        firsts = _load_rows(first, near * CH * J + col, here, J, T, CH)
+        seconds = _load_rows(second, near * CH * J + col, here, J, T, CH)
+        worth = tl.load(g_gain + near * J + col, here, 0.0)
+        base = tl.load(const + near * J + col, here, 0.0) + worth * net
+        R, G, slopes = _slopes(
+            ys, k_j, vs, z, here, shifts, firsts, seconds, base, J, T, CH, BR, BJ, MODEL
+        )
+        share = R * tl.load(f + at, ok, 0.0).to(T)[:, None]
+        dL = share * (G - tl.load(pay + at, ok, 0.0)[:, None])
+        sum_b += share * worth
+        new_B, new_maps = (), maps
+        for q in tl.static_range(CH):
+            pull = share * slopes[q]
+            if MODEL:
+                pull = pull - 2 * dL * vs[q] * ys[q]
+            new_B = new_B + (sums_B[q] + pull,)
+            new_maps = _spread_maps(new_maps, pull, xs, q // H, q % H, D, H, K)
+        sums_B, maps = new_B, new_maps
+    _store_maps(g_W, maps, part, cols, J, D, H, K)
+    tl.store(g_b + part * J + cols, tl.sum(sum_b, 0), cols < J)
+    for q in tl.static_range(CH):
+        tl.store(g_B + (part * CH + q) * J + cols, tl.sum(sums_B[q], 0), cols < J)
+
+# %% ../../nbs/engine/27_triton.ipynb #0000002e
+class _Cells(NamedTuple):
+    "Shapes of the kernels of streamed votes."
+
+    sizes: tuple[int, int, int]  # n, i, j
+    shared: bool
+    still: dict  # constants of launches by parts
+    moving: dict  # and of those that walk over parts
+
+    @property
+    def by_parts(self):
+        (n, i, _), BR = self.sizes, self.still['BR']
+        return (_up(i, BR), n) if self.shared else (_up(n, BR), i)
+
+    @property
+    def by_wholes(self):
+        "Grid, and parts in a run."
+        n, i, j = self.sizes
+        wholes, BR = _up(j, self.moving['BJ']), self.moving['BR']
+        samples = n if self.shared else _up(n, BR)
+        runs, per = _runs(i, BR if self.shared else 1, wholes * samples)
+        return (wholes, runs, samples), per
+
+
+def _cells(x, W, b, k):
+    (n, i, c, d), (h, j) = x.shape, W.shape[2:]
+    how = dict(C=c, D=d, H=h, MODEL=k.numel() > 0)
+    if d > 8:
+        still = moving = how | dict(K=16, BR=16, BJ=_power(j, 16, 32))
+    else:
+        BJ, wide = _power(j, 1, 32), 1 if c * h > 8 else 2 if c * h > 4 else 4
+        still = how | dict(K=1, BR=512 // BJ, BJ=BJ)
+        moving = how | dict(K=1, BR=128 * wide // BJ, BJ=BJ)
+    return _Cells((n, i, j), len(b) == 0, still, moving)
+
+# %% ../../nbs/engine/27_triton.ipynb #0000002f
+def _merge_runs(mass, mean, square):
+    "Statistics [run, n, …] of runs, merged in float64."
+    mass, mean, square = (t.double() for t in (mass, mean, square))
+    S = mass[:, :, None, None]
+    total = S.sum(0)
+    m = (S * mean).sum(0) / (total + 1e-30)
+    return mass.sum(0), m, (square + S * (mean - m).square()).sum(0)
+
+
+def _streamed(
+    f: Tensor, x: Tensor, W: Tensor, B: Tensor, b: Tensor, k: Tensor, mu: Tensor, v: Tensor
+) -> list[Tensor]:
+    """Gain and mass [n, j], means and squares [n, c, h, j] in float64, and z [n, i].
+
+    f [n, i], x [n, i, c, d], W [i|1, d, h, j], B [i|1, c, h, j], b [i, j] (empty if shared),
+    model k [n, j], mu and v [n, c, h, j] (empty before there is one).
+    """
+    f, x, W, B, b, k, mu, v = (t.contiguous() for t in (f, x, W, B, b, k, mu, v))
+    cells, (n, i, c, _), (h, j) = _cells(x, W, b, k), x.shape, W.shape[2:]
+    lse, how = x.new_empty(n, i, dtype=_narrow(x)), dict(SHARED=cells.shared)
+    grid, per = cells.by_wholes
+    gain, mass = (lse.new_zeros(grid[1], n, j) for _ in range(2))
+    mean, square = (lse.new_zeros(grid[1], n, c, h, j) for _ in range(2))
+    fused = grid[0] == 1
+    if f.numel() and j:
+        if k.numel() and not fused:
+            args = x, W, B, k, mu, v, lse, *cells.sizes
+            still = {name: p for name, p in cells.still.items() if name != 'MODEL'}
+            _votes_lse.launch(cells.by_parts, *args, **still, **how)
+        args = x, W, B, b, f, k, mu, v, lse, gain, mass, mean, square, *cells.sizes, per
+        _votes_sums.launch(grid, *args, FUSED=fused, **cells.moving, **how)
+    mass, mean, square = _merge_runs(mass, mean, square)
+    mean = mean + mu.double() if k.numel() else mean
+    return [gain.sum(0, dtype=torch.float64), mass, mean, square, lse]
+
+# %% ../../nbs/engine/27_triton.ipynb #00000030
+def _steepness(mu, stats, grads, dtype):
+    "What G is made of: mu - near, first and second [n, c, h, j], const and g_gain [n, j]."
+    (_, mass, mean, _), (g_gain, g_mass, g_mean, g_q) = stats, grads
+    near = mean.to(dtype).double()
+    off, first = mean - near, g_mean / (mass + 1e-30)[:, None, None]
+    const = g_mass + (off * (g_q * off - first)).sum((1, 2))
+    shift = mu.double() - near if mu.numel() else -near
+    return [t.to(dtype).contiguous() for t in (shift, first - 2 * g_q * off, g_q, const, g_gain)]
+
+
+def _streamed_back(
+    f: Tensor,
+    x: Tensor,
+    W: Tensor,
+    B: Tensor,
+    b: Tensor,
+    k: Tensor,
+    mu: Tensor,
+    v: Tensor,
+    outs: list[Tensor],
+    grads: list[Tensor],
+) -> list[Tensor]:
+    "Gradients of all tensors."
+    like = f, x, W, B, b, k, mu, v
+    f, x, W, B, b, k, mu, v = (t.contiguous() for t in like)
+    cells, (d, h, j), lse = _cells(x, W, b, k), W.shape[1:], outs[4]
+    n, i, _ = cells.sizes
+    grid, per = cells.by_wholes
+    slopes = _steepness(mu, outs[:4], grads, lse.dtype)
+    pay, g_x = torch.zeros_like(lse), lse.new_zeros(x.shape)
+    g_k = lse.new_zeros(grid[1], *k.shape)
+    g_mu, g_v = (lse.new_zeros(grid[1], *mu.shape) for _ in range(2))
+    g_W = lse.new_zeros(grid[1] * n if cells.shared else len(W), d, h, j)
+    g_B, g_b = lse.new_zeros(B.shape), lse.new_zeros(b.shape)
+    if f.numel() and j:
+        args, how = (x, W, B, b, f, k, mu, v, lse, *slopes, pay), dict(SHARED=cells.shared)
+        _votes_parts.launch(cells.by_parts, *args, g_x, *cells.sizes, **cells.still, **how)
+        if k.numel() or cells.shared:
+            outs_ = g_k, g_mu, g_v, g_W
+            _votes_wholes.launch(grid, *args, *outs_, *cells.sizes, per, **cells.moving, **how)
+        if not cells.shared:
+            grid = _up(j, cells.moving['BJ']), i
+            _votes_maps.launch(grid, *args, g_W, g_B, g_b, *cells.sizes, **cells.moving)
+    g_k, g_mu, g_v = (g.sum(0, dtype=torch.float64) for g in (g_k, g_mu, g_v))
+    if cells.shared:  # all means move with a bias that all parts share
+        g_W = g_W.sum(0, keepdim=True, dtype=torch.float64)
+        g_B = (grads[2].sum(0) - (g_mu.sum(0) if k.numel() else 0))[None]
+    grads = pay, g_x, g_W, g_B, g_b, g_k, g_mu, g_v
+    return [g.to(t.dtype) for g, t in zip(grads, like)]
+
+# %% ../../nbs/engine/27_triton.ipynb #00000031
+def _streamed_fake(f, x, W, B, b, k, mu, v):
+    (n, i, c, _), (h, j) = x.shape, W.shape[2:]
+    shapes = (n, j), (n, j), (n, c, h, j), (n, c, h, j)
+    wide = [x.new_empty(shape, dtype=torch.float64) for shape in shapes]
+    return [*wide, x.new_empty(n, i, dtype=_narrow(x))]
+
+
+def _streamed_ref(f, x, W, B, b, k, mu, v):
+    "The same by the definition: all votes are stored."
+    V = torch.einsum('nicd,idhj->nichj', x, W.expand(x.shape[1], -1, -1, -1)) + B
+    D = f[..., None].expand(*f.shape, W.shape[3]) / W.shape[3]
+    if k.numel():
+        gap = V - mu[:, None]
+        D = torch.softmax(k[:, None] - (gap.square() * v[:, None]).sum((2, 3)), -1) * f[..., None]
+    mass = D.sum(1)
+    gain = (D * b).sum(1) if b.numel() else 0 * mass
+    mean = torch.einsum('nij,nichj->nchj', D, V) / (mass + 1e-30)[:, None, None]
+    square = torch.einsum('nij,nichj->nchj', D, (V - mean[:, None]).square())
+    return [t.double() for t in (gain, mass, mean, square)]
+
+
+_streamed_op = FastOp(
+    'streamed_votes', _streamed, _streamed_back, _streamed_fake, _streamed_ref, n_out=4
+)
