@@ -432,14 +432,21 @@ def _theta(a, t, sig2, W, p_model):
     )
 
 # %% ../../nbs/engine/24_moments.ipynb #5832ff4a
-def _unpack(M, c, d):
+def _places(
+    d,  # columns
+    device,
+):
+    "Where x_e x_f stands among all products [d d], diagonal by diagonal."
+    e = torch.arange(d, device=device)
+    step = (e[:, None] - e).abs()
+    return (torch.minimum(e[:, None], e) + step * d - step * (step - 1) // 2).flatten()
+
+
+def _unpack(M, c, d, places):
     "M [n, N, j] -> mass [n, j], first moments [n, c, d, j], second moments [n, c, d, d, j]."
     n, _, j = M.shape
     diagonals = [M[:, at].view(n, c, d - step, j) for step, at in _diagonals(c, d)]
-    place = torch.empty(d, d, dtype=torch.long)
-    for k, (e, step) in enumerate((e, step) for step in range(d) for e in range(d - step)):
-        place[e, e + step] = place[e + step, e] = k
-    second = torch.cat(diagonals, 2)[:, :, place.flatten().to(M.device)].view(n, c, d, d, j)
+    second = torch.cat(diagonals, 2)[:, :, places].view(n, c, d, d, j)
     return M[:, -1], M[:, -c * d - 1 : -1].view(n, c, d, j), second
 
 # %% ../../nbs/engine/24_moments.ipynb #7a293342
@@ -451,12 +458,13 @@ class _Maps(NamedTuple):
     beta_use: Tensor  # [1, j|1]
     beta_ign: Tensor  # [1, j|1]
     mass: Tensor  # [n, 1] sum of f(a_i)
+    places: Tensor  # of the products, see `_places`
 
 # %% ../../nbs/engine/24_moments.ipynb #927e98f2
 def _fit(M, maps, eps_m):
     "Moments M [n, N, j] -> a [n, j], t = mu - b and raw variance, both [n, j, c, h]."
     W, b = maps.W, maps.b
-    S, first, second = _unpack(M, b.shape[2], W.shape[1])
+    S, first, second = _unpack(M, b.shape[2], W.shape[1], maps.places)
     used = S > 0
     over = torch.where(used, 1 / (S + eps_m), 0)  # who uses nothing passes no gradient on
     short = torch.where(used, eps_m * over, 1)[..., None, None]
@@ -497,7 +505,8 @@ class _ByMoments:
         p, j = self.p, self.p.B.shape[1]
         W = _wide(p.W[0]).expand(j, -1, -1)
         b = torch.einsum('jdh,ncd->njch', W, x0) + _wide(p.B[0])
-        return _Maps(W, b, _wide(p.beta_use), _wide(p.beta_ign), self.f.sum(-1, keepdim=True))
+        betas, mass = (_wide(p.beta_use), _wide(p.beta_ign)), self.f.sum(-1, keepdim=True)
+        return _Maps(W, b, *betas, mass, _places(W.shape[1], W.device))
 
     def step(self, model, shares):
         "a [n, j], mu and raw variance [n, j, c, h] after an E-step with `model`, if any; and R."
@@ -513,9 +522,10 @@ class _ByMoments:
 
     def model(self, a, mu, sig2):
         "theta, and whether a whole is so narrow that float64 is needed."
-        t = mu - self.maps.b
-        narrow = ((self.spread + t.square()) / sig2 > _NARROW).any()
-        return _theta(a, t, sig2, self.maps.W, self.p.p_model), narrow.to(t.dtype)
+        t, narrow = mu - self.maps.b, mu.new_zeros(())
+        if self.phi.dtype != t.dtype:
+            narrow = ((self.spread + t.square()) / sig2 > _NARROW).any().to(t.dtype)
+        return _theta(a, t, sig2, self.maps.W, self.p.p_model), narrow
 
 # %% ../../nbs/engine/24_moments.ipynb #9195c870
 def _routed(way):

@@ -262,10 +262,13 @@ def _function(
 
         @staticmethod
         def backward(ctx, *grads):
-            t = ctx.saved_tensors
-            found = Backward.apply(ctx.settings, ctx.n_states, *t, *grads[: op.n_out])
-            return None, *found
+            t, g = ctx.saved_tensors, grads[: op.n_out]
+            if torch.is_grad_enabled() or not _is_bare((*t, *g)):
+                return None, *Backward.apply(ctx.settings, ctx.n_states, *t, *g)
+            return None, *op.bare[1](*t[:n], list(t[n:]), list(g), *ctx.settings)
 
+    for f in (Forward.forward, Backward.forward):
+        f.__signature__ = inspect.signature(f)  # `apply` looks it up in every call
     return Forward
 
 # %% ../../nbs/engine/20_numerics.ipynb #525a027f
@@ -280,6 +283,5 @@ def without_autocast(
     device: torch.device,  # of the tensors
 ):  # context
     "A context in which autocast is off."
-    if device.type == 'meta':
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, enabled=False)
+    on = autocasting(device)
+    return torch.autocast(device.type, enabled=False) if on else contextlib.nullcontext()
