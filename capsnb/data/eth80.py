@@ -248,34 +248,36 @@ def _stamp(files: Files) -> str:  # changes with any file
     return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
 
 # %% ../../nbs/data/34_eth80.ipynb #0000001d
-def _pack(files: Files, folder: Path, stamp: str) -> dict:  # its info.json
-    folder.mkdir(parents=True, exist_ok=True)
+def _shape(files: Files) -> tuple:  # of everything
     first = files.photos[0]
-    size = check_png(first.read_bytes(), first)
-    shape, path = [n_photos, 4 if files.masks else 3, *size], folder / 'photos'
+    return n_photos, 4 if files.masks else 3, *check_png(first.read_bytes(), first)
+
+# %% ../../nbs/data/34_eth80.ipynb #0000001e
+def _pack(files: Files, folder: Path, stamp: str, size: tuple):
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / 'photos'
     mine = path.with_name(f'photos.{os.getpid()}')
     try:
         with write_lock(mine), open(mine, 'wb') as f:
             for k in range(n_photos // len(viewpoints)):
                 f.write(_read_object(files, k, size).numpy().tobytes())
-        info = dict(stamp=stamp, shape=shape, sha256=checksum(mine))
+        came = checksum(mine)
         put_in_place(mine, path)
     finally:
         mine.unlink(missing_ok=True)
-    write_json(folder / 'info.json', info)
-    return info
-
-# %% ../../nbs/data/34_eth80.ipynb #0000001e
-def _known(folder: Path, stamp: str) -> dict | None:  # info.json of a packed copy that is whole
-    try:
-        info = read_json(folder / 'info.json', stamp=str, shape=list, sha256=str)
-        path = folder / 'photos'
-        same = info['stamp'] == stamp and path.stat().st_size == math.prod(info['shape'])
-        return info if same and checksum(path) == info['sha256'] else None
-    except (OSError, ValueError, TypeError):
-        return None  # a copy is only a copy: it is made anew
+    write_json(folder / 'info.json', dict(stamp=stamp, sha256=came))
 
 # %% ../../nbs/data/34_eth80.ipynb #0000001f
+def _is_whole(folder: Path, stamp: str, n: int) -> bool:  # a packed copy of n bytes
+    path = folder / 'photos'
+    try:
+        info = read_json(folder / 'info.json', stamp=str, sha256=str)
+        same = info['stamp'] == stamp and path.stat().st_size == n
+        return same and checksum(path) == info['sha256']
+    except (OSError, ValueError):
+        return False  # a copy is only a copy: it is made anew
+
+# %% ../../nbs/data/34_eth80.ipynb #00000020
 def open_eth80(
     folder: str | Path | None = None,  # as for find_eth80
     cache: str | Path | None = None,  # folder of packed copies; None: the user's
@@ -286,21 +288,22 @@ def open_eth80(
     place = find_eth80(folder).resolve()
     files, root = list_eth80(place), cache or cache_folder('eth80') / 'packed'
     own = Path(root).expanduser() / hashlib.sha256(str(place).encode()).hexdigest()[:12]
-    stamp = _stamp(files)
-    info = _known(own, stamp) or _pack(files, own, stamp)
-    whole = dict(size=math.prod(info['shape']), dtype=torch.uint8)
-    x = torch.from_file(str(own / 'photos'), shared=False, **whole).view(info['shape'])
+    stamp, shape = _stamp(files), _shape(files)
+    n = math.prod(shape)
+    if not _is_whole(own, stamp, n):
+        _pack(files, own, stamp, shape[2:])
+    x = torch.from_file(str(own / 'photos'), shared=False, size=n, dtype=torch.uint8).view(shape)
     masks = {'mask': x[:, 3] > 127} if files.masks else {}
     return dict(image=x[:, :3], **masks, **_labels())
 
-# %% ../../nbs/data/34_eth80.ipynb #00000020
+# %% ../../nbs/data/34_eth80.ipynb #00000021
 def _labels() -> dict[str, Tensor]:  # in the order of the files
     n, k = len(viewpoints), torch.arange(n_photos)
     polar, azimuth = torch.tensor(viewpoints)[k % n].T
     objects = dict(category=k // (n_objects * n), instance=k // n % n_objects)
     return dict(**objects, polar=polar.contiguous(), azimuth=azimuth.contiguous())
 
-# %% ../../nbs/data/34_eth80.ipynb #00000023
+# %% ../../nbs/data/34_eth80.ipynb #00000024
 def plot_views(
     data: Mapping,  # of `open_eth80`
     category: int = 3,  # 0 to 7
@@ -322,7 +325,7 @@ def plot_views(
     ax.set(xlabel='azimuth', ylabel='polar angle')
     return fig
 
-# %% ../../nbs/data/34_eth80.ipynb #00000028
+# %% ../../nbs/data/34_eth80.ipynb #00000029
 def object_split(
     columns: Mapping,  # with 'instance'
     fold: int = 0,  # which objects to test, from 0
@@ -336,7 +339,7 @@ def object_split(
     test, held = of % folds == fold, of == (fold + 1) % n_objects
     return dict(train=~test & ~held, validation=held, test=test)
 
-# %% ../../nbs/data/34_eth80.ipynb #00000029
+# %% ../../nbs/data/34_eth80.ipynb #0000002a
 def familiar_views(
     columns: Mapping,  # with 'polar' and 'azimuth', in degrees
     by: str = 'azimuth',  # or 'polar'
@@ -347,7 +350,7 @@ def familiar_views(
     of = torch.as_tensor(columns[by])
     return of == 90 if by == 'polar' else (of <= 60) | (of >= 300)
 
-# %% ../../nbs/data/34_eth80.ipynb #0000002c
+# %% ../../nbs/data/34_eth80.ipynb #0000002d
 backgrounds = ('kept', 'masked', 'replaced')
 
 
@@ -373,7 +376,7 @@ def as_images(
     parts = [_as_seen(data, o, size, colour, background, seed) for o in rows.split(100)]
     return torch.cat(parts or [torch.empty(0, 3 if colour else 1, size, size, dtype=torch.uint8)])
 
-# %% ../../nbs/data/34_eth80.ipynb #0000002d
+# %% ../../nbs/data/34_eth80.ipynb #0000002e
 def _as_seen(data: Mapping, rows: Tensor, size: int, colour: bool, background: str, seed: int):
     x = data['image'][rows].float()
     if background != 'kept':
@@ -383,13 +386,13 @@ def _as_seen(data: Mapping, rows: Tensor, size: int, colour: bool, background: s
         x = torch.einsum('bcmn,c->bmn', x, torch.tensor([0.299, 0.587, 0.114]))[:, None]
     return F.adaptive_avg_pool2d(x, size).round().byte()
 
-# %% ../../nbs/data/34_eth80.ipynb #0000002e
+# %% ../../nbs/data/34_eth80.ipynb #0000002f
 def _noise(rows: Tensor, size: int, seed: int) -> Tensor:  # [n, 3, size, size], 0 to 255
     dice = (torch.Generator().manual_seed(seed * n_photos + k) for k in rows.tolist())
     coarse = torch.stack([torch.rand(3, 8, 8, generator=g) for g in dice])
     return F.interpolate(coarse * 255, size=(size, size), mode='bilinear', align_corners=True)
 
-# %% ../../nbs/data/34_eth80.ipynb #00000032
+# %% ../../nbs/data/34_eth80.ipynb #00000033
 def load_eth80(
     folder: str | Path | None = None,  # as for find_eth80
     split: str | None = None,  # 'train', 'validation' or 'test': only that one
