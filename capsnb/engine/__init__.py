@@ -1,3 +1,4 @@
 "Exact, fast twins of the reference routings."
 
 from . import moments  # noqa: F401  the fast plans of `Routing` make themselves known
+from . import compiled  # noqa: F401  and those of fields

@@ -9,7 +9,7 @@ from typing import Callable, NamedTuple
 import torch
 from torch import Tensor, nn
 from ..core import check_n_iters
-from .numerics import autocasting, keep_freed_memory, without_autocast
+from .numerics import autocasting, keep_freed_memory, may_look, without_autocast
 from ..routing.dstep import Routed, RoutedR, routing_ref
 from ..routing.em import Floor, as_floor
 
@@ -177,7 +177,7 @@ def _check_shapes(r, a_inp, mu_inp):
 # %% ../../nbs/engine/23_dstep.ipynb #0000001c
 def _check_values(r, a_inp, mu_inp):
     "Refuse NaN, and infinite parameters or capsules, where looking costs no waiting."
-    if mu_inp.device.type != 'cpu' or torch.compiler.is_compiling():
+    if not may_look(mu_inp):
         return
     for name, p in r.named_parameters(recurse=False):
         if not p.isfinite().all():
@@ -246,7 +246,7 @@ def _parameters_in(
 # %% ../../nbs/engine/23_dstep.ipynb #00000021
 def _route(r, a_inp, mu_inp, j, need_R):
     "Flatten the leading dimensions, run the plan in the statistics' dtype, restore them."
-    if a_inp.device.type == 'cpu' and not torch.compiler.is_compiling():
+    if may_look(a_inp):
         keep_freed_memory()
     lead, dtype = a_inp.shape[:-1], _statistics_dtype(a_inp, mu_inp, r.W)
     a_inp = a_inp.to(dtype).reshape(math.prod(lead), a_inp.shape[-1])
