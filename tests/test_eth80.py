@@ -1,6 +1,7 @@
 "ETH-80: what is missing, wrong or damaged is named; folds, viewpoints, the task; the real files."
 
 import contextlib
+import hashlib
 import itertools
 import json
 import os
@@ -225,15 +226,28 @@ def test_other_files_do_not_disturb(drawn, data, cache):
             path.unlink()
 
 
-def test_without_masks_only_the_background_stays(tmp_path):
-    bare = open_eth80(tiny_eth80(tmp_path / 'bare', 4, masks=False))
-    assert 'mask' not in bare and bare['image'].shape == (n_photos, 3, 4, 4)
-    rows = torch.arange(3)
-    assert as_images(bare, rows, 4).shape == (3, 1, 4, 4)
+@pytest.fixture(scope='module')
+def bare(tmp_path_factory):
+    "a copy of another size, without masks"
+    return tiny_eth80(tmp_path_factory.mktemp('bare') / 'eth80', 12, masks=False)
+
+
+def test_without_masks_only_the_background_stays(bare, cache):
+    data, rows = open_eth80(bare, cache), torch.arange(3)
+    assert 'mask' not in data and data['image'].shape == (n_photos, 3, 12, 12)
+    assert as_images(data, rows, 5).shape == (3, 1, 5, 5)
     for background in ('masked', 'replaced'):
         with pytest.raises(ValueError, match=f"'{background}' needs masks .* has none"):
-            as_images(bare, rows, 4, background=background)
-    assert 'mask' not in load_eth80(tmp_path / 'bare')['test'].column_names
+            as_images(data, rows, 4, background=background)
+    assert 'mask' not in load_eth80(bare)['test'].column_names
+
+
+def test_pictures_are_square_and_never_enlarged(bare, cache):
+    data = open_eth80(bare, cache)
+    with pytest.raises(ValueError, match='no smaller than 13, the photographs have 12x12'):
+        as_images(data, torch.tensor([0]), 13)
+    with pytest.raises(ValueError, match='expected square .* have 12x8'):
+        as_images({**data, 'image': data['image'][:, :, :8]}, torch.tensor([0]), 8)
 
 
 # ---- damage ----
@@ -323,16 +337,6 @@ def test_masks_and_photographs_of_other_modes(drawn, data, tmp_path):
     assert all(again[name][row].equal(data[name][row]) for name in ('image', 'mask'))
 
 
-def test_other_sizes(tmp_path):
-    wide = open_eth80(tiny_eth80(tmp_path / 'wide', 12))
-    assert wide['image'].shape == (n_photos, 3, 12, 12)
-    assert as_images(wide, torch.tensor([0]), 5).shape == (1, 1, 5, 5)
-    with pytest.raises(ValueError, match='no smaller than 13, the photographs have 12x12'):
-        as_images(wide, torch.tensor([0]), 13)
-    with pytest.raises(ValueError, match='expected square .* have 12x8'):
-        as_images({**wide, 'image': wide['image'][:, :, :8]}, torch.tensor([0]), 8)
-
-
 def test_pillow_is_asked_for_in_words(drawn, monkeypatch):
     monkeypatch.setitem(sys.modules, 'PIL.Image', None)
     monkeypatch.setitem(sys.modules, 'PIL', None)
@@ -341,6 +345,10 @@ def test_pillow_is_asked_for_in_words(drawn, monkeypatch):
 
 
 # ---- the packed copy ----
+
+
+def place_of(folder, cache):
+    return cache / hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
 
 
 def test_photographs_are_read_once(drawn, data, cache, monkeypatch):
@@ -354,11 +362,11 @@ def test_a_changed_photograph_is_seen(drawn, cache, data, tmp_path):
     with changed(drawn / '1' / '1' / 'apple1-045-090.png', png(tmp_path / 'black', (8, 8))):
         assert open_eth80(drawn, cache)['image'][row].sum() == 0
     assert open_eth80(drawn, cache)['image'].equal(data['image'])
-    assert len(list(cache.iterdir())) == 1  # one copy of one folder
+    assert len(list(place_of(drawn, cache).iterdir())) == 2  # one copy of one folder
 
 
 def test_a_damaged_copy_is_made_anew(drawn, cache, data):
-    own = next(cache.iterdir())
+    own = place_of(drawn, cache)
     photos, info = (own / 'photos').read_bytes(), (own / 'info.json').read_text()
     noted = json.loads(info)
     for name, content in {
