@@ -15,13 +15,14 @@ _names = {  # room -> its public names; PyTorch, which all need, takes seconds
     'lab.text': ['SSTNet'],
     'data.toys': ['load_toys'],
     'data.norb': ['load_smallnorb'],
+    'data.eth80': ['load_eth80'],
     'data.sst': ['load_sst'],
     'data.embed': ['FrozenEncoder'],
 }
 _floors = {  # floor -> its rooms; of rooms that share a name the later floor's is found
     'routing': ['dstep', 'dynamic', 'em', 'mixture', 'scene'],
     'engine': ['numerics', 'bench', 'dstep', 'dynamic', 'em', 'layers', 'mixture', 'moments'],
-    'data': ['embed', 'files', 'mnist', 'norb', 'sst', 'toys', 'world'],
+    'data': ['embed', 'eth80', 'files', 'mnist', 'norb', 'sst', 'toys', 'world'],
     'lab': [
         'ablation',
         'capsnet',
@@ -31,6 +32,7 @@ _floors = {  # floor -> its rooms; of rooms that share a name the later floor's 
         'losses',
         'matrix_caps',
         'objects',
+        'photographs',
         'report',
         'runs',
         'sentiment',

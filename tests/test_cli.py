@@ -260,6 +260,7 @@ def test_the_faster_plans_are_there_in_any_order():
         ('demo',),
         ('train',),
         ('train', 'toys'),
+        ('train', 'eth80'),
         ('train', 'digits'),
         ('train', 'sst'),
         ('eval',),
