@@ -135,7 +135,8 @@ def free_energy(
     beta_hat = n * (beta_u - 0.5 - 0.5 * math.log(2 * math.pi))
     energy = (beta_hat[..., None, :] if beta_u.ndim else beta_hat) - log_normal(V, mu, sig2)
     switches = (-a * beta_a + torch.xlogy(a, a) + torch.xlogy(1 - a, 1 - a)).sum(-1)
-    total = (r * energy + torch.xlogy(r, R)).sum((-2, -1)) + switches
+    safe = R.clamp_min(torch.finfo(R.dtype).tiny)  # or no gradient where R is 0
+    total = (r * energy + torch.xlogy(r, safe)).sum((-2, -1)) + switches
     return total.sum(-1) if fields else total
 
 # %% ../../nbs/engine/22_em.ipynb #00000016
