@@ -14,7 +14,7 @@ from ..routing.dstep import Routed, RoutedR, routing_ref
 from ..routing.em import Floor, as_floor
 
 # %% auto #0
-__all__ = ['plans', 'brk_bias', 'beta_start', 'Sizes', 'Problem', 'Plan', 'exporting', 'choose_plan', 'Routing']
+__all__ = ['plans', 'brk_bias', 'beta_start', 'Sizes', 'Problem', 'Plan', 'n_samples', 'choose_plan', 'Routing']
 
 # %% ../../nbs/engine/23_dstep.ipynb #00000007
 def brk_bias(
@@ -87,17 +87,18 @@ def _cost_votes(s):
 plans['votes'] = Plan(_run_votes, lambda s: '', _cost_votes)
 
 # %% ../../nbs/engine/23_dstep.ipynb #00000013
-def exporting() -> bool:
-    "Whether `torch.export` is drawing a graph."
-    return getattr(torch.compiler, 'is_exporting', torch.compiler.is_compiling)()
+def n_samples(
+    t: Tensor,  # [n, ...]
+) -> int:  # n, or 1
+    "The number of samples that a choice may depend on: 1 while `torch.export` draws a graph."
+    exporting = getattr(torch.compiler, 'is_exporting', torch.compiler.is_compiling)
+    return 1 if exporting() else len(t)
 
 # %% ../../nbs/engine/23_dstep.ipynb #00000014
 def choose_plan(
     s: Sizes,  # sizes of the routing
 ) -> str:  # name of a plan
     "The cheapest plan that can serve `s`; the definition where there is nothing to compute."
-    if exporting():
-        s = s._replace(n=1)
     if 0 in s[:3]:
         return 'votes'
     best = 'votes'
@@ -263,7 +264,7 @@ def _route(r, a_inp, mu_inp, j, need_R):
     a_inp = a_inp.to(dtype).reshape(math.prod(lead), a_inp.shape[-1])
     mu_inp = mu_inp.to(dtype).reshape(*a_inp.shape, *mu_inp.shape[-2:])
     what = r.d_cov, r.d_inp, r.d_out, r.n_inp is None, a_inp.device.type, dtype
-    s = Sizes(*a_inp.shape, j, *what)
+    s = Sizes(n_samples(a_inp), a_inp.shape[1], j, *what)
     plan = choose_plan(s) if r.plan == 'auto' else r.plan
     _check_serves(plan, s)
     how = r.n_iters, r.p_model, as_floor(r.eps, r.d_cov * r.d_out), r.pooled, need_R

@@ -12,13 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from ..routing.em import sig2_floor
 from ..routing.dstep import pool
-from .dstep import Plan, Problem, exporting, plans
+from .dstep import Plan, Problem, n_samples, plans
 from .numerics import FastOp, without_autocast
 
 # %% auto #0
 __all__ = ['n_stats']
 
 # %% ../../nbs/engine/24_moments.ipynb #81607b18
+def _on_cpu(t):
+    "Whether ops may read the values of `t`, and tiles pay."
+    return t.device.type == 'cpu'
+
+
 def _wide(t):
     "`t` in float64, or in float32 on a device that has no float64."
     return t.to(torch.float32 if t.device.type == 'mps' else torch.float64)
@@ -93,8 +98,8 @@ def _statistics_backward(
     outs: list[Tensor],
     grads: list[Tensor],
     wide: bool,
-) -> list[Tensor]:  # gradient of x, and zeros
-    return [_phi_back(grads[0], _about(x, x0, wide)), torch.zeros_like(x0)]
+) -> list[Tensor]:  # gradient of x
+    return [_phi_back(grads[0], _about(x, x0, wide)), None]
 
 
 def _statistics_shapes(x, x0, wide):
@@ -152,7 +157,7 @@ def _most(
     t,  # a tensor on the device
 ):
     "Numbers in a tile: many where a tile is a handful of kernels."
-    return numbers if t.device.type == 'cpu' else 64 * numbers
+    return numbers if _on_cpu(t) else 64 * numbers
 
 
 def _no_shares(
@@ -351,7 +356,7 @@ class _Narrow(_Moments):
 def _moments_sweep(f, x, x0, phi, theta, narrow, numbers):
     "The tiles of an iteration; reads a value on a CPU only, and only where phi is not in float64."
     (n, _, i), j = phi.shape, theta.shape[2]
-    looks = phi.dtype != theta.dtype and phi.device.type == 'cpu'
+    looks = phi.dtype != theta.dtype and _on_cpu(phi)
     is_narrow = looks and bool(narrow)
     engine = _Narrow(x, x0, theta) if is_narrow else _Moments(phi, theta.to(phi.dtype))
     cuts = _Cuts(_slices(i, n * j, _most(numbers, x)), [slice(0, j)], j)
@@ -386,13 +391,12 @@ def _moments_backward(
     grads: list[Tensor],
     shares: bool,
     numbers: int,
-) -> list[Tensor]:  # gradients of f, theta, and x or phi; zeros for the others
+) -> list[Tensor]:  # gradients of f, theta, and x or phi
     sweep, is_narrow = _moments_sweep(f, x, x0, phi, theta, narrow, numbers)
     with without_autocast(x.device):
         g_f, *g_parts, g_theta = _spread_all(sweep, outs[:1], grads[:1], outs[1], grads[1])
     g_x, g_phi = (g_parts[0], None) if is_narrow else (None, g_parts[0])
-    g_x, g_phi = (torch.zeros_like(t) if g is None else g for g, t in ((g_x, x), (g_phi, phi)))
-    return [g_f, g_x, torch.zeros_like(x0), g_phi, g_theta, torch.zeros_like(narrow)]
+    return [g_f, g_x, None, g_phi, g_theta, None]
 
 # %% ../../nbs/engine/24_moments.ipynb #op000003
 def _moments_shapes(f, x, x0, phi, theta, narrow, shares, numbers):
@@ -491,10 +495,10 @@ class _ByMoments:
 
     def _in_float64(self, x, tiling):
         "Whether products are: small ones, and all where no value is read."
-        (n, c, d, i), j = x.shape, self.p.B.shape[1]
-        size = (1 if exporting() else n) * i * j * n_stats(c, d)
+        (_, c, d, i), j = x.shape, self.p.B.shape[1]
+        size = n_samples(x) * i * j * n_stats(c, d)
         small = size < _FREE if tiling.float64 is None else tiling.float64
-        return small or x.device.type != 'cpu'
+        return small or not _on_cpu(x)
 
     def _origin(self, x):
         f, x = self.f.detach().to(x.dtype), x.detach()
@@ -759,8 +763,8 @@ def _votes_definition(f, x, W, B, use, ign, k, mu, v, shares, *how):
         R = torch.softmax(k[:, None] - ((V - mu[:, None]).square() * v[:, None]).sum((2, 3)), -1)
     D = torch.where(R > 0, f[..., None] * R, 0)  # a share of 0 passes on no gradient
     gain, mass = (use * D - ign * (f[..., None] - D)).sum(1), D.sum(1)
-    used, D = (mass > 1e-100)[:, None, None], D[:, :, None, None]  # of next to nothing, no mean
-    mean = torch.where(used, (D * V).sum(1) / torch.where(used, mass[:, None, None], 1), 0)
+    D = D[:, :, None, None]
+    mean = (D * V).sum(1) / (mass + 1e-30)[:, None, None]
     squares = (D * (V - mean[:, None]).square()).sum(1)
     return gain, mass, mean, squares, R if shares and k.shape[-1] else R.new_empty(0)
 

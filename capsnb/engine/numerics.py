@@ -122,12 +122,14 @@ def _vjp_of_vjp(
 
 # %% ../../nbs/engine/20_numerics.ipynb #op200001
 def _laid_out(
-    backward,  # of an op of `n` tensors
-    n,
+    backward,  # of an op
+    n,  # tensors
 ):
-    "The same, with gradients in the dtype and the layout that `torch.empty_like` gives them."
+    "The same, with gradients in dtype and layout of `torch.empty_like`, and zeros for None."
 
     def as_(g, t):
+        if g is None:
+            return torch.zeros_like(t)
         place = torch.empty_like(t)
         alike = g.dtype == place.dtype and g.stride() == place.stride()
         return g if alike else place.copy_(g)
@@ -150,14 +152,14 @@ class FastOp:
         self,
         name: str,  # of the op
         forward: Callable,  # tensors (each annotated `Tensor`), settings -> list of outputs, states
-        backward: Callable,  # tensors, list[Tensor] outputs, list[Tensor] grads, settings -> grads
+        backward: Callable,  # tensors, list of outputs, of grads, settings -> grads (None: 0)
         fake: Callable,  # as `forward`, but only shapes count
         definition: Callable,  # as `forward`, differentiable; only the outputs are used
         n_out: int = 1,  # outputs; what `forward` returns behind them is kept for `backward`
     ):
         hints = inspect.signature(forward, eval_str=True).parameters.values()
         self.n, self.n_out = sum(p.annotation is Tensor for p in hints), n_out
-        self.definition = definition
+        self.name, self.definition = name, definition
         self.forward, self.backward = (
             torch.library.custom_op(f'capsnb::{name}{end}', f, mutates_args=())
             for end, f in (('', forward), ('_backward', _laid_out(backward, self.n)))
@@ -231,8 +233,7 @@ def _function(
         @staticmethod
         def forward(settings, n_states, *t):
             outs, g = list(t[n : n + n_states]), list(t[n + n_states :])
-            run = op.bare[1] if _is_bare(t) else op.backward
-            return tuple(run(*t[:n], outs, g, *settings))
+            return tuple(op.backward(*t[:n], outs, g, *settings))
 
         @staticmethod
         def setup_context(ctx, inputs, output):
