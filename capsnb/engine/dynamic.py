@@ -7,8 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from ..core import check_n_iters
-from .numerics import first_order, keep_freed_memory, without_autocast
-from ..routing.dynamic import Agreed, squash
+from .numerics import FastOp, keep_freed_memory, may_look, without_autocast
+from ..routing.dynamic import Agreed, dynamic_routing_ref, squash
 
 # %% auto #0
 __all__ = ['dynamic_routing', 'route_capsules']
@@ -142,45 +142,112 @@ def _softmax_back(
     return R * (g - (R * g).sum(1, keepdim=True))
 
 # %% ../../nbs/engine/21_dynamic.ipynb #0000000e
-class _Agree(torch.autograd.Function):
-    "Forward and backward in sums only; keeps the sums s of each iteration."
+def _agree(
+    votes,  # `_Votes` or `_Maps`
+    n_iters,  # iterations
+    shares,  # whether to return the shares
+):
+    "Capsules v [n, j, h], shares R [n, j, i] or nothing, sums s [t, n, j, h] of all iterations."
+    sums, total = [], None
+    for _ in range(n_iters):
+        R = _shares(votes, total)
+        sums.append(votes.gather(R))
+        v = squash(sums[-1])
+        total = v if total is None else total + v
+    return [v, R if shares else R.new_empty(0), torch.stack(sums)]
 
-    @staticmethod
-    def forward(ctx, kind, n_iters, detach, *tensors):
-        with without_autocast(tensors[0].device):
-            votes, sums, total = kind(*tensors), [], None
-            for _ in range(n_iters):
-                R = _shares(votes, total)
-                sums.append(votes.gather(R))
-                v = squash(sums[-1])
-                total = v if total is None else total + v
-        ctx.kind, ctx.detach = kind, detach
-        ctx.save_for_backward(torch.stack(sums), *tensors)
-        ctx.mark_non_differentiable(R)
-        return v, R
 
-    @staticmethod
-    @first_order('dynamic_routing_ref')
-    def backward(ctx, g, _):
-        sums, *tensors = ctx.saved_tensors
-        with without_autocast(sums.device):
-            votes, v = ctx.kind(*tensors), squash(sums)
-            grads, later = votes.grads(), torch.zeros_like(sums[0])
-            for t in reversed(range(len(sums))):
-                total = v[:t].sum(0) if t else None
-                R, ds = _shares(votes, total), _squash_back(sums[t], g)
-                votes.spread(grads, R, ds)
-                if total is None or ctx.detach:
-                    break
-                dL = _softmax_back(R, votes.score(ds))
-                later = later + votes.spread(grads, dL, total, gather=True)
-                g = later  # a capsule is in the logits of all later iterations
-        return None, None, None, *votes.shaped(grads)
+def _agree_back(
+    votes,  # as in `_agree`
+    sums,  # [t, n, j, h] from there
+    g,  # [n, j, h] gradient at v
+    detach,  # whether the shares are taken as given
+):
+    "Gradients of what the votes are made of."
+    v, grads, later = squash(sums), votes.grads(), torch.zeros_like(sums[0])
+    for t in reversed(range(len(sums))):
+        total = v[:t].sum(0) if t else None
+        R, ds = _shares(votes, total), _squash_back(sums[t], g)
+        votes.spread(grads, R, ds)
+        if total is None or detach:
+            break
+        dL = _softmax_back(R, votes.score(ds))
+        later = later + votes.spread(grads, dL, total, gather=True)
+        g = later  # a capsule is in the logits of all later iterations
+    return votes.shaped(grads)
+
+
+def _agree_definition(V, n_iters, detach, shares):
+    "The same, line by line."
+    out = dynamic_routing_ref(V, n_iters)
+    v = squash((out.R[..., None] * V).sum(-3)) if detach else out.v
+    return v, out.R.mT if shares else out.R.new_empty(0)
+
+# %% ../../nbs/engine/21_dynamic.ipynb #op210001
+def _votes_forward(V: Tensor, n_iters: int, detach: bool, shares: bool) -> list[Tensor]:
+    with without_autocast(V.device):
+        return _agree(_Votes(V), n_iters, shares)
+
+
+def _votes_backward(
+    V: Tensor,  # [n, i, j, h] votes
+    outs: list[Tensor],  # of `_votes_forward`
+    grads: list[Tensor],  # at v, and at R, where it is taken for 0
+    n_iters: int,
+    detach: bool,
+    shares: bool,
+) -> list[Tensor]:
+    with without_autocast(V.device):
+        return _agree_back(_Votes(V), outs[2], grads[0], detach)
+
+
+def _votes_shapes(V, n_iters, detach, shares):
+    n, i, j, h = V.shape
+    R = V.new_empty((n, j, i) if shares else (0,))
+    return [V.new_empty(n, j, h), R, V.new_empty(n_iters, n, j, h)]
+
+
+_of_votes = FastOp(
+    'dynamic_votes', _votes_forward, _votes_backward, _votes_shapes, _agree_definition, n_out=2
+)
+
+# %% ../../nbs/engine/21_dynamic.ipynb #op210002
+def _maps_forward(u: Tensor, W: Tensor, n_iters: int, detach: bool, shares: bool) -> list[Tensor]:
+    with without_autocast(u.device):
+        return _agree(_Maps(u, W), n_iters, shares)
+
+
+def _maps_backward(
+    u: Tensor,  # [n, i, d] input capsules
+    W: Tensor,  # [i, j, d, h] maps
+    outs: list[Tensor],  # of `_maps_forward`
+    grads: list[Tensor],  # at v, and at R, where it is taken for 0
+    n_iters: int,
+    detach: bool,
+    shares: bool,
+) -> list[Tensor]:
+    with without_autocast(u.device):
+        return _agree_back(_Maps(u, W), outs[2], grads[0], detach)
+
+
+def _maps_shapes(u, W, n_iters, detach, shares):
+    (n, i, _), (_, j, _, h) = u.shape, W.shape
+    R = u.new_empty((n, j, i) if shares else (0,))
+    return [u.new_empty(n, j, h), R, u.new_empty(n_iters, n, j, h)]
+
+
+def _maps_definition(u, W, n_iters, detach, shares):
+    return _agree_definition(torch.einsum('nid,ijdh->nijh', u, W), n_iters, detach, shares)
+
+
+_of_maps = FastOp(
+    'dynamic_maps', _maps_forward, _maps_backward, _maps_shapes, _maps_definition, n_out=2
+)
 
 # %% ../../nbs/engine/21_dynamic.ipynb #00000010
 def _routed(
-    kind: type,  # `_Votes` or `_Maps`
-    tensors: list[Tensor],  # what it is made of, floating point
+    op: FastOp,  # `_of_votes` or `_of_maps`
+    tensors: list[Tensor],  # what the votes are made of, floating point
     lead: torch.Size,  # leading dimensions of the result
     n_iters: int,  # iterations
     detach: bool,  # whether gradients take the shares as given
@@ -188,14 +255,14 @@ def _routed(
 ) -> Agreed:
     "Route in float32 or better; the result has the dtype of the tensors."
     check_n_iters(n_iters)
-    if tensors[0].device.type == 'cpu' and not torch.compiler.is_compiling():
+    if may_look(tensors[0]):
         keep_freed_memory()
     given = tensors[0].dtype
     if given in (torch.float16, torch.bfloat16):
         tensors = [x.float() for x in tensors]
-    v, R = _Agree.apply(kind, n_iters, bool(detach), *tensors)
+    v, R = op(*tensors, n_iters, bool(detach), bool(return_R))
     v = v.to(given).reshape(*lead, *v.shape[1:])
-    R = R.mT.to(given).reshape(*lead, *R.mT.shape[1:]) if return_R else None
+    R = R.detach().mT.to(given).reshape(*lead, *R.mT.shape[1:]) if return_R else None
     return Agreed(torch.linalg.vector_norm(v, dim=-1), v, R)
 
 # %% ../../nbs/engine/21_dynamic.ipynb #00000011
@@ -214,7 +281,7 @@ def dynamic_routing(
             f"expected at least one part, one whole and one number per vote, got votes {shape}"
         )
     flat = [V.reshape(-1, *shape[-3:])]
-    return _routed(_Votes, flat, V.shape[:-3], n_iters, detach=detach, return_R=return_R)
+    return _routed(_of_votes, flat, V.shape[:-3], n_iters, detach=detach, return_R=return_R)
 
 # %% ../../nbs/engine/21_dynamic.ipynb #00000012
 def _check_maps(
@@ -245,4 +312,4 @@ def route_capsules(
     _check_maps(u, W)
     wide = torch.promote_types(u.dtype, W.dtype)
     flat = [u.to(wide).reshape(-1, *u.shape[-2:]), W.to(wide)]
-    return _routed(_Maps, flat, u.shape[:-2], n_iters, detach=detach, return_R=return_R)
+    return _routed(_of_maps, flat, u.shape[:-2], n_iters, detach=detach, return_R=return_R)

@@ -124,6 +124,7 @@ class FieldPlan(NamedTuple):
 
     run: Callable  # _Parts, _Loop -> EMRouted: a [b, p, j], mu and sig2 [b, p, j, c, h], R or None
     refuses: Callable  # _Parts, _Loop -> '', or why it cannot serve them (values are not read)
+    shares: Callable | None = None  # as `run`, but returns R [b, p, s, j] too
 
 
 field_plans: dict[str, FieldPlan] = {}  # by name; later modules add theirs
@@ -492,7 +493,7 @@ def _to_parts(g, geo):
 # %% ../../nbs/engine/25_layers.ipynb #af954baf
 def _blank(parts, loop):
     "What the op returns, not yet filled: a [b, p, j], mu and sig2 [b, p, j, c·h]; the states."
-    (b, p, j), n = (len(parts.a), len(parts.fields), parts.W.shape[1]), len(loop.lams)
+    (b, p, j), n = (parts.a.shape[0], len(parts.fields), parts.W.shape[1]), len(loop.lams)
     pose, raw = (b, p, j, parts.mu.shape[2] * parts.W.shape[3]), n if loop.damping else 0
     states = (n - 1, *pose), (n, *pose), (n, b, p, j), (raw, *pose), (raw, *pose)
     return [parts.mu.new_empty(shape) for shape in ((b, p, j), pose, pose, *states)]
@@ -911,6 +912,20 @@ class ClassCaps(_Capsules):
             raise ValueError(f"centres must be {want}, got {got}")
         return rows, cols
 
+    def _one_field(self, a, mu, W, where) -> _Parts:
+        "All parts of an image in one field; coordinates are further columns of their poses."
+        (m, n, i), (_, j, _, h), c = a.shape[-3:], W.shape, mu.shape[-2]
+        W = W.expand(m, n, *W.shape).flatten(0, 2)
+        if self.coordinates:
+            rows, cols = where[0].to(mu)[:, None, None], where[1].to(mu)[:, None]
+            at = torch.stack([rows.expand(m, n, i), cols.expand(m, n, i)], -1)[..., None]
+            at = F.pad(at, (0, 0, 0, c - 2)) if c > 1 else at.mT  # [m, n, i, c, columns]
+            to = torch.zeros(W.shape[0], j, at.shape[-1], h, dtype=W.dtype, device=W.device)
+            to.diagonal(0, -2, -1).fill_(1) if c == 1 else to[..., -1].fill_(1)
+            mu, W = torch.cat([mu, at.expand(*mu.shape[:-1], -1)], -1), torch.cat([W, to], -2)
+        a, mu = a.reshape(-1, m * n * i), mu.reshape(-1, m * n * i, *mu.shape[-2:])
+        return _Parts(a, mu, W, *self.betas(W.dtype), torch.arange(len(W), device=a.device)[None])
+
     def forward(
         self,
         a: Tensor,  # [..., m, n, i] activations of the parts, in [0, 1]
@@ -922,6 +937,10 @@ class ClassCaps(_Capsules):
         where, loop = self._centres(a.shape[-3:-1], centres), self._loop()
 
         def route(a, mu, W):
+            parts, plan = self._one_field(a, mu, W, where), field_plans.get('compiled')
+            if plan and not plan.refuses(parts, loop):
+                out = (o if o is None else o[:, 0] for o in plan.shares(parts, loop))
+                return EMRouted(*(o if o is None else o.reshape(*lead, *o.shape[1:]) for o in out))
             V = torch.einsum('...icd,ijdh->...ijch', mu, W)
             if self.coordinates:
                 V = add_coordinates(V, *where)
@@ -929,5 +948,6 @@ class ClassCaps(_Capsules):
             how = dict(eps=loop.floor, act=loop.act, damping=loop.damping)
             return em_routing(a, V, *betas, loop.lams, len(loop.lams), **how)
 
+        lead = a.shape[:-3]
         out = self._route(a, mu, route)
         return out._replace(R=out.R.unflatten(-2, a.shape[-3:]))

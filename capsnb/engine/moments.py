@@ -5,15 +5,15 @@
 # %% ../../nbs/engine/24_moments.ipynb #4db91e4a
 from __future__ import annotations
 import itertools
+import math
 from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from ..routing.em import sig2_floor
 from ..routing.dstep import pool
 from .dstep import Plan, Problem, exporting, plans
-from .numerics import first_order
+from .numerics import FastOp, without_autocast
 
 # %% auto #0
 __all__ = ['n_stats']
@@ -38,32 +38,81 @@ def _diagonals(c, d):
     return [(step, slice(starts[step], starts[step + 1])) for step in range(d)]
 
 # %% ../../nbs/engine/24_moments.ipynb #84749429
-class _Statistics(torch.autograd.Function):
-    "x [n, c, d, i] -> phi [n, N, i]: products diagonal by diagonal, then x itself, then 1."
+def _phi(
+    x,  # [n, c, d, i] parts about an origin
+):
+    "phi [n, N, i]: products diagonal by diagonal, then x itself, then 1."
+    n, c, d, i = x.shape
+    phi = x.new_empty(n, n_stats(c, d), i)
+    for step, at in _diagonals(c, d):
+        rows = phi[:, at].view(n, c, d - step, i)
+        torch.mul(x[:, :, step:], x[:, :, : d - step], out=rows)
+    phi[:, -c * d - 1 : -1] = x.reshape(n, c * d, i)
+    phi[:, -1] = 1
+    return phi
 
-    @staticmethod
-    def forward(ctx, x):
-        n, c, d, i = x.shape
-        phi = x.new_empty(n, n_stats(c, d), i)
-        for step, at in _diagonals(c, d):
-            rows = phi[:, at].view(n, c, d - step, i)
-            rows.copy_(x[:, :, step:]).mul_(x[:, :, : d - step])
-        phi[:, -c * d - 1 : -1] = x.reshape(n, c * d, i)
-        phi[:, -1] = 1
-        ctx.save_for_backward(x)
-        return phi
 
-    @staticmethod
-    @first_order("plan='votes'")
-    def backward(ctx, g_phi):
-        (x,) = ctx.saved_tensors
-        n, c, d, i = x.shape
-        g_x = g_phi[:, -c * d - 1 : -1].reshape(n, c, d, i).clone()
-        for step, at in _diagonals(c, d):
-            g = g_phi[:, at].reshape(n, c, d - step, i)
-            g_x[:, :, step:].addcmul_(g, x[:, :, : d - step])
-            g_x[:, :, : d - step].addcmul_(g, x[:, :, step:])
-        return g_x
+def _phi_back(
+    g_phi,  # [n, N, i] gradient
+    x,  # [n, c, d, i] parts about an origin
+):
+    "Gradient of x."
+    n, c, d, i = x.shape
+    g_x = g_phi[:, -c * d - 1 : -1].reshape(n, c, d, i).clone()
+    for step, at in _diagonals(c, d):
+        g = g_phi[:, at].reshape(n, c, d - step, i)
+        g_x[:, :, step:].addcmul_(g, x[:, :, : d - step])
+        g_x[:, :, : d - step].addcmul_(g, x[:, :, step:])
+    return g_x
+
+
+def _phi_definition(x):
+    "The same as `_phi` in tensors that can be differentiated."
+    d, one = x.shape[2], torch.ones_like(x[:, 0, :1])
+    products = [(x[:, :, k:] * x[:, :, : d - k]).flatten(1, 2) for k in range(d)]
+    return torch.cat([*products, x.flatten(1, 2), one], 1)
+
+# %% ../../nbs/engine/24_moments.ipynb #op000010
+def _about(x, x0, wide):
+    "Parts about their origin [n, c, d, i]."
+    dtype = x0.dtype if wide else x.dtype
+    return x.to(dtype) - x0[..., None].to(dtype)
+
+
+def _statistics_forward(
+    x: Tensor,  # [n, c, d, i] parts
+    x0: Tensor,  # [n, c, d] their origin, in float64; a matter of rounding, without gradient
+    wide: bool,  # whether to return float64
+) -> list[Tensor]:  # phi [n, N, i]
+    return [_phi(_about(x, x0, wide))]
+
+
+def _statistics_backward(
+    x: Tensor,  # as in `_statistics_forward`
+    x0: Tensor,
+    outs: list[Tensor],
+    grads: list[Tensor],
+    wide: bool,
+) -> list[Tensor]:  # gradient of x, and zeros
+    return [_phi_back(grads[0], _about(x, x0, wide)), torch.zeros_like(x0)]
+
+
+def _statistics_shapes(x, x0, wide):
+    n, c, d, i = x.shape
+    return [x.new_empty(n, n_stats(c, d), i, dtype=x0.dtype if wide else x.dtype)]
+
+
+def _statistics_definition(x, x0, wide):
+    return (_phi_definition(_about(x, x0.detach(), wide)),)
+
+
+_statistics = FastOp(
+    'statistics',
+    _statistics_forward,
+    _statistics_backward,
+    _statistics_shapes,
+    _statistics_definition,
+)
 
 # %% ../../nbs/engine/24_moments.ipynb #6c6e4ae2
 class _Tiling(NamedTuple):
@@ -73,6 +122,10 @@ class _Tiling(NamedTuple):
     row: int = 1 << 14  # numbers in the votes of one part for a tile of wholes
     parts: int = 1024  # most parts in a tile of votes: rounding grows with the length of a sum
     float64: bool | None = None  # whether products are done in it; None: where they are small
+
+    def free(self, small):
+        "Size below which products are done in float64."
+        return small if self.float64 is None else math.inf if self.float64 else 0.0
 
 # %% ../../nbs/engine/24_moments.ipynb #506882a3
 class _Cuts(NamedTuple):
@@ -89,11 +142,35 @@ def _slices(
     most,  # numbers in a slice
     parts=1 << 30,  # rows in a slice, at most
 ):
-    "Slices over `n` rows; one slice for a graph that is exported, so that it fits any batch."
-    if exporting():
-        return [slice(0, n)]
+    "Slices over `n` rows."
     step = max(1, min(parts, most // max(1, size)))
     return [slice(k, min(k + step, n)) for k in range(0, n, step)]
+
+# %% ../../nbs/engine/24_moments.ipynb #op000004
+def _most(
+    numbers,  # in a tile on a CPU
+    t,  # a tensor on the device
+):
+    "Numbers in a tile: many where a tile is a handful of kernels."
+    return numbers if t.device.type == 'cpu' else 64 * numbers
+
+
+def _no_shares(
+    x,  # [n, ...] parts
+    i,  # their number
+    j,  # wholes; 0: there is no model yet
+    wanted,  # whether there will be any
+):
+    "Place for the shares [n, i, j]; empty if they are not wanted or there is no model."
+    return x.new_empty((len(x), i, j) if wanted and j else (0,))
+
+
+def _softmax_back(
+    R,  # [..., j] a softmax
+    g,  # [..., j] gradient at R
+):
+    "Gradient at the logits."
+    return R * (g - torch.linalg.vecdot(R, g)[..., None])
 
 # %% ../../nbs/engine/24_moments.ipynb #93a6d98f
 def _of(
@@ -109,13 +186,13 @@ def _log_norms(
     cuts,  # its tiles
     f,  # [n, i] activations, for their shape
 ):
-    "Log of the sum of exp(L) over all wholes [n, i]; None where a tile holds all wholes."
+    "Log of the sum of exp(L) over all wholes [n, i]; empty where a tile holds all wholes."
     if len(cuts.cols) < 2 or not votes.model:
-        return None
+        return f.new_empty(0)
     norm = torch.full_like(f, -torch.inf)
     for rows, cols in itertools.product(cuts.rows, cuts.cols):
         L = votes.tile(rows, cols).score()
-        norm[:, rows] = torch.logaddexp(norm[:, rows], L.logsumexp(-1))
+        norm[:, rows] = torch.logaddexp(norm[:, rows], _wide(L.logsumexp(-1)))
     return norm
 
 # %% ../../nbs/engine/24_moments.ipynb #0cd85beb
@@ -138,23 +215,27 @@ class _Sweep(NamedTuple):
     votes: object  # an engine
     cuts: _Cuts  # its tiles
     f: Tensor  # [n, i] activations
-    norm: Tensor | None  # [n, i] from `_log_norms`
+    norm: Tensor  # [n, i] from `_log_norms`
 
     def tile(self, rows, cols, score='score'):
         "A tile, its activations [n, i] and shares R [n, i, j]: even before there is a model."
-        tile, f = self.votes.tile(rows, cols), self.f[:, rows]
+        tile = self.votes.tile(rows, cols)
+        f = self.f[:, rows].to(tile.dtype)
         if not tile.model:  # Heinsen (2019), Alg. 1, line 5
             even = f.new_full((), 1 / self.cuts.n_out)
             return tile, f, even.expand(*f.shape, cols.stop - cols.start)
-        norm = None if self.norm is None else self.norm[:, rows]
+        norm = self.norm[:, rows].to(f.dtype) if self.norm.numel() else None
         return tile, f, _softmax(getattr(tile, score)(), norm)
+
+    def tiles(self):
+        return itertools.product(self.cuts.cols, self.cuts.rows)
 
     def centres(self, slopes):
         "sum_j R_ij G_ij [n, i] over all tiles of wholes; None where a tile holds all wholes."
-        if self.norm is None:
+        if not self.norm.numel():
             return None
         total = torch.zeros_like(self.f)
-        for rows, cols in itertools.product(self.cuts.rows, self.cuts.cols):
+        for cols, rows in self.tiles():
             tile, _, R = self.tile(rows, cols)
             G = tile.worth(R, [_of(p, cols) for p in slopes])
             total[:, rows] += torch.linalg.vecdot(R, G)
@@ -162,43 +243,44 @@ class _Sweep(NamedTuple):
         return total
 
 # %% ../../nbs/engine/24_moments.ipynb #79a16800
-class _Iteration(torch.autograd.Function):
-    "An engine's tensors -> the statistics of its votes under their shares."
+def _gather_all(
+    sweep,  # over the tiles
+    shares,  # [n, i, j] to be filled with R; empty: not asked for
+):
+    "The statistics of all votes under their shares, and the norms of the softmax."
+    sweep = sweep._replace(norm=_log_norms(sweep.votes, sweep.cuts, sweep.f))
+    stats = sweep.votes.no_statistics()
+    for cols, rows in sweep.tiles():
+        tile, f_t, R = sweep.tile(rows, cols)
+        if shares.numel():
+            shares[:, rows, cols] = R
+        tile.gather(_used(R, f_t), f_t, [_of(p, cols) for p in stats])
+        del tile, R  # before the next is made
+    return stats, sweep.norm
 
-    @staticmethod
-    def forward(ctx, engine, cuts, f, *tensors):
-        votes = engine(*tensors)
-        sweep = _Sweep(votes, cuts, f, _log_norms(votes, cuts, f))
-        stats = votes.no_statistics()
-        for cols, rows in itertools.product(cuts.cols, cuts.rows):
-            tile, f_t, R = sweep.tile(rows, cols)
-            tile.gather(_used(R, f_t), f_t, [_of(p, cols) for p in stats])
-            del tile, R  # before the next is made
-        ctx.save_for_backward(f, sweep.norm, *stats, *tensors)
-        ctx.engine, ctx.cuts, ctx.n_stats = engine, cuts, len(stats)
-        return tuple(stats)
 
-    @staticmethod
-    @first_order("plan='votes'")
-    def backward(ctx, *g_stats):
-        f, norm, *rest = ctx.saved_tensors
-        stats, tensors = rest[: ctx.n_stats], rest[ctx.n_stats :]
-        votes, cuts = ctx.engine(*tensors), ctx.cuts
-        slopes, grads = votes.slopes(stats, g_stats), votes.first_grads(g_stats)
-        g_f = torch.zeros_like(f)
-        sweep = _Sweep(votes, cuts, f, norm)
-        centres = sweep.centres(slopes)
-        for cols, rows in itertools.product(cuts.cols, cuts.rows):
-            tile, f_t, R = sweep.tile(rows, cols, 'score_again')
-            here = [_of(p, cols) for p in slopes]
-            G = tile.worth(R, here)
-            pay = torch.linalg.vecdot(R, G)
-            D, centre = _used(R, f_t), pay if centres is None else centres[:, rows]
-            dL = G.sub_(centre[..., None]).mul_(D) if votes.model else None
-            g_f[:, rows] += tile.spread(D, dL, f_t, here, grads.cut(rows, cols)) + pay
-            del tile, R, G, D, dL
-        grads = [g.to(p.dtype) for g, p in zip(grads.tensors, tensors)]
-        return None, None, g_f, *grads
+def _spread_all(
+    sweep,  # over the tiles
+    stats,  # what `_gather_all` returned
+    g_stats,  # and its gradients
+    shares,  # [n, i, j] R, or empty
+    g_shares,  # and its gradient
+):
+    "Gradients of f and of the engine's tensors."
+    slopes, grads = sweep.votes.slopes(stats, g_stats), sweep.votes.first_grads(g_stats)
+    g_f, centres = torch.zeros_like(sweep.f), sweep.centres(slopes)
+    for cols, rows in sweep.tiles():
+        tile, f_t, R = sweep.tile(rows, cols, 'score_again')
+        here = [_of(p, cols) for p in slopes]
+        G = tile.worth(R, here)
+        pay = torch.linalg.vecdot(R, G)
+        D, centre = _used(R, f_t), pay if centres is None else centres[:, rows].to(pay.dtype)
+        dL = G.sub_(centre[..., None]).mul_(D) if tile.model else None
+        if shares.numel():
+            dL += _softmax_back(shares[:, rows], g_shares[:, rows])[..., cols]
+        g_f[:, rows] += tile.spread(D, dL, f_t, here, grads.cut(rows, cols)) + pay
+        del tile, R, G, D, dL
+    return g_f, *grads.tensors
 
 # %% ../../nbs/engine/24_moments.ipynb #c7851410
 class _Moments:
@@ -206,7 +288,7 @@ class _Moments:
 
     def __init__(self, phi, theta):
         self.phi, self.theta = self.tensors = phi, theta
-        self.model = (theta,)
+        self.dtype, self.model = theta.dtype, (theta,)
 
     def cut(self, rows, cols):
         return _Moments(self.phi[:, :, rows], _of(self.theta, cols))
@@ -225,7 +307,7 @@ class _Moments:
         stats[0].baddbmm_(self.phi, D)
 
     def slopes(self, stats, g_stats):
-        return [g_stats[0].contiguous()]
+        return [g_stats[0].to(self.dtype).contiguous()]
 
     def worth(self, R, slopes):
         return torch.bmm(self.phi.mT, slopes[0])
@@ -237,6 +319,98 @@ class _Moments:
         grads.phi.baddbmm_(slopes[0], D.mT, beta=0).baddbmm_(self.theta, dL.mT)
         grads.theta.baddbmm_(self.phi, dL)
         return 0.0
+
+# %% ../../nbs/engine/24_moments.ipynb #op000009
+class _Narrow(_Moments):
+    "The same in float64, with phi made from the parts x [n, c, d, i] tile by tile."
+
+    def __init__(self, x, x0, theta):
+        self.x, self.x0, self.theta = self.tensors = x, x0, theta
+        self.dtype, self.model = theta.dtype, (theta,)
+
+    def cut(self, rows, cols):
+        return _Narrow(self.x[..., rows], self.x0, _of(self.theta, cols))
+
+    def tile(self, rows, cols):
+        tile = self.cut(rows, cols)
+        tile.about = tile.x - self.x0[..., None]
+        tile.phi = _phi(tile.about)
+        return tile
+
+    def first_grads(self, g_stats):
+        g_x = torch.empty_like(self.x)
+        return _Narrow(g_x, torch.zeros_like(self.x0), torch.zeros_like(self.theta))
+
+    def spread(self, D, dL, f, slopes, grads):
+        g_phi = torch.bmm(slopes[0], D.mT).baddbmm_(self.theta, dL.mT)
+        grads.theta.baddbmm_(self.phi, dL)
+        grads.x.copy_(_phi_back(g_phi, self.about))
+        return 0.0
+
+# %% ../../nbs/engine/24_moments.ipynb #op000001
+def _moments_sweep(f, x, x0, phi, theta, narrow, numbers):
+    "The tiles of an iteration; reads a value on a CPU only, and only where phi is not in float64."
+    (n, _, i), j = phi.shape, theta.shape[2]
+    looks = phi.dtype != theta.dtype and phi.device.type == 'cpu'
+    is_narrow = looks and bool(narrow)
+    engine = _Narrow(x, x0, theta) if is_narrow else _Moments(phi, theta.to(phi.dtype))
+    cuts = _Cuts(_slices(i, n * j, _most(numbers, x)), [slice(0, j)], j)
+    return _Sweep(engine, cuts, f, f.new_empty(0)), is_narrow
+
+# %% ../../nbs/engine/24_moments.ipynb #op000002
+def _moments_forward(
+    f: Tensor,  # [n, i] activations, in float64
+    x: Tensor,  # [n, c, d, i] parts
+    x0: Tensor,  # [n, c, d] their origin, as for phi
+    phi: Tensor,  # [n, N, i] statistics of the parts
+    theta: Tensor,  # [n, N, j] the model, in float64
+    narrow: Tensor,  # one number: not 0 where float64 is needed, in which phi is made again
+    shares: bool,  # whether R is wanted
+    numbers: int,  # in a tile
+) -> list[Tensor]:  # M [n, N, j] in float64, R [n, i, j] or nothing
+    sweep, _ = _moments_sweep(f, x, x0, phi, theta, narrow, numbers)
+    R = _no_shares(x, x.shape[3], theta.shape[2], shares)
+    with without_autocast(x.device):
+        (M,), _ = _gather_all(sweep, R)
+    return [M.to(theta.dtype), R]
+
+
+def _moments_backward(
+    f: Tensor,  # as in `_moments_forward`
+    x: Tensor,
+    x0: Tensor,
+    phi: Tensor,
+    theta: Tensor,
+    narrow: Tensor,
+    outs: list[Tensor],
+    grads: list[Tensor],
+    shares: bool,
+    numbers: int,
+) -> list[Tensor]:  # gradients of f, theta, and x or phi; zeros for the others
+    sweep, is_narrow = _moments_sweep(f, x, x0, phi, theta, narrow, numbers)
+    with without_autocast(x.device):
+        g_f, *g_parts, g_theta = _spread_all(sweep, outs[:1], grads[:1], outs[1], grads[1])
+    g_x, g_phi = (g_parts[0], None) if is_narrow else (None, g_parts[0])
+    g_x, g_phi = (torch.zeros_like(t) if g is None else g for g, t in ((g_x, x), (g_phi, phi)))
+    return [g_f, g_x, torch.zeros_like(x0), g_phi, g_theta, torch.zeros_like(narrow)]
+
+# %% ../../nbs/engine/24_moments.ipynb #op000003
+def _moments_shapes(f, x, x0, phi, theta, narrow, shares, numbers):
+    R = _no_shares(x, x.shape[3], theta.shape[2], shares)
+    return [torch.empty_like(theta, memory_format=torch.contiguous_format), R]
+
+
+def _moments_definition(f, x, x0, phi, theta, narrow, shares, numbers):
+    "The same in plain tensors."
+    again = _phi_definition(_about(x, x0.detach(), True))
+    phi = torch.where(narrow != 0, again, phi.to(theta.dtype))
+    R = torch.softmax(torch.bmm(phi.mT, theta), -1)
+    return torch.bmm(phi, f[..., None] * R), R if shares else R.new_empty(0)
+
+
+_moments = FastOp(
+    'moments', _moments_forward, _moments_backward, _moments_shapes, _moments_definition, n_out=2
+)
 
 # %% ../../nbs/engine/24_moments.ipynb #7534c011
 def _precision(sig2, p_model):
@@ -258,14 +432,21 @@ def _theta(a, t, sig2, W, p_model):
     )
 
 # %% ../../nbs/engine/24_moments.ipynb #5832ff4a
-def _unpack(M, c, d):
+def _places(
+    d,  # columns
+    device,
+):
+    "Where x_e x_f stands among all products [d d], diagonal by diagonal."
+    e = torch.arange(d, device=device)
+    step = (e[:, None] - e).abs()
+    return (torch.minimum(e[:, None], e) + step * d - step * (step - 1) // 2).flatten()
+
+
+def _unpack(M, c, d, places):
     "M [n, N, j] -> mass [n, j], first moments [n, c, d, j], second moments [n, c, d, d, j]."
     n, _, j = M.shape
     diagonals = [M[:, at].view(n, c, d - step, j) for step, at in _diagonals(c, d)]
-    place = torch.empty(d, d, dtype=torch.long)
-    for k, (e, step) in enumerate((e, step) for step in range(d) for e in range(d - step)):
-        place[e, e + step] = place[e + step, e] = k
-    second = torch.cat(diagonals, 2)[:, :, place.flatten().to(M.device)].view(n, c, d, d, j)
+    second = torch.cat(diagonals, 2)[:, :, places].view(n, c, d, d, j)
     return M[:, -1], M[:, -c * d - 1 : -1].view(n, c, d, j), second
 
 # %% ../../nbs/engine/24_moments.ipynb #7a293342
@@ -277,12 +458,13 @@ class _Maps(NamedTuple):
     beta_use: Tensor  # [1, j|1]
     beta_ign: Tensor  # [1, j|1]
     mass: Tensor  # [n, 1] sum of f(a_i)
+    places: Tensor  # of the products, see `_places`
 
 # %% ../../nbs/engine/24_moments.ipynb #927e98f2
 def _fit(M, maps, eps_m):
     "Moments M [n, N, j] -> a [n, j], t = mu - b and raw variance, both [n, j, c, h]."
     W, b = maps.W, maps.b
-    S, first, second = _unpack(M, b.shape[2], W.shape[1])
+    S, first, second = _unpack(M, b.shape[2], W.shape[1], maps.places)
     used = S > 0
     over = torch.where(used, 1 / (S + eps_m), 0)  # who uses nothing passes no gradient on
     short = torch.where(used, eps_m * over, 1)[..., None, None]
@@ -301,89 +483,63 @@ class _ByMoments:
     "A routing from moments; W must be shared by all parts."
 
     def __init__(self, p: Problem, tiling: _Tiling):
-        (n, i, c, d), j = p.mu_inp.shape, p.B.shape[1]
-        self.p, self.tiling, self.wide = p, tiling, _wide(p.mu_inp[:0]).dtype
-        self.cuts = _Cuts(_slices(i, n * j, tiling.numbers), [slice(0, j)], j)
-        self.dtype = self._products(n * i * j * n_stats(c, d))
-        self.f = p.a_inp.to(self.dtype).sigmoid()
-        self.x0 = self._origin()
-        self.maps = self._about(self.x0.to(self.wide))
-        self.phis = {}
+        self.p, self.f, self.tile = p, _wide(p.a_inp).sigmoid(), tiling.numbers
+        x = p.mu_inp.permute(0, 2, 3, 1).contiguous()
+        self.parts = x, self._origin(x)
+        self.phi = _statistics(*self.parts, self._in_float64(x, tiling))[0]
+        self.maps = self._about(self.parts[1])
 
-    def _products(self, size):
-        "The dtype of large products: float64 where there are no values to look at, or few."
-        blind = exporting() or self.p.mu_inp.is_meta
-        free = size < _FREE if self.tiling.float64 is None else self.tiling.float64
-        return self.wide if blind or free else self.p.mu_inp.dtype
+    def _in_float64(self, x, tiling):
+        "Whether products are: small ones, and all where no value is read."
+        (n, c, d, i), j = x.shape, self.p.B.shape[1]
+        size = (1 if exporting() else n) * i * j * n_stats(c, d)
+        small = size < _FREE if tiling.float64 is None else tiling.float64
+        return small or x.device.type != 'cpu'
 
-    def _origin(self):
-        x, f = self.p.mu_inp.to(self.dtype), self.f
-        return (torch.einsum('ni,nicd->ncd', f, x) / (f.sum(-1) + 1e-12)[:, None, None]).detach()
+    def _origin(self, x):
+        f, x = self.f.detach().to(x.dtype), x.detach()
+        mean = torch.einsum('ni,ncdi->ncd', f, x) / (f.sum(-1) + 1e-12)[:, None, None]
+        return _wide(mean)
 
     def _about(self, x0):
         p, j = self.p, self.p.B.shape[1]
         W = _wide(p.W[0]).expand(j, -1, -1)
         b = torch.einsum('jdh,ncd->njch', W, x0) + _wide(p.B[0])
-        mass = self.f.sum(-1, keepdim=True, dtype=self.wide)
-        return _Maps(W, b, _wide(p.beta_use), _wide(p.beta_ign), mass)
+        betas, mass = (_wide(p.beta_use), _wide(p.beta_ign)), self.f.sum(-1, keepdim=True)
+        return _Maps(W, b, *betas, mass, _places(W.shape[1], W.device))
 
-    def phi(self, dtype):
-        "Statistics of the parts [n, N, i], made once per dtype."
-        if dtype not in self.phis:
-            x = self.p.mu_inp.to(dtype) - self.x0[:, None].to(dtype)
-            self.phis[dtype] = _Statistics.apply(x.permute(0, 2, 3, 1).contiguous())
-        return self.phis[dtype]
-
-    def step(self, model):
-        "a [n, j], mu and raw variance [n, j, c, h] after an E-step with `model`, if there is one."
+    def step(self, model, shares):
+        "a [n, j], mu and raw variance [n, j, c, h] after an E-step with `model`, if any; and R."
         if model is None:
-            M = torch.bmm(self.phi(self.dtype), self.f[..., None]) / self.cuts.n_out
-            M = M.expand(-1, -1, self.cuts.n_out)
+            j, f = self.p.B.shape[1], self.f.to(self.phi.dtype)
+            M, R = (torch.bmm(self.phi, f[..., None]) / j).expand(-1, -1, j), None
         else:
-            phi, theta = self.tensors(model)
-            (M,) = _Iteration.apply(_Moments, self.cuts, self.f.to(phi.dtype), phi, theta)
-        a, t, var = _fit(M.to(self.wide), self.maps, self.p.eps.mass)
+            M, R = _moments(self.f, *self.parts, self.phi, *self.model(*model), shares, self.tile)
+        a, t, var = _fit(_wide(M), self.maps, self.p.eps.mass)
         if model is None:
             self.spread = var.detach()
-        return a, self.maps.b + t, var
+        return a, self.maps.b + t, var, R
 
-    def tensors(self, model):
-        "phi and theta, in float64 if a whole is narrow."
-        a, mu, sig2 = model
-        t, dtype = mu - self.maps.b, self.dtype
-        if dtype != self.wide and ((self.spread + t.square()) / sig2 > _NARROW).any():
-            dtype = self.wide
-        return self.phi(dtype), _theta(a, t, sig2, self.maps.W, self.p.p_model).to(dtype)
-
-    engine = _Moments
+    def model(self, a, mu, sig2):
+        "theta, and whether a whole is so narrow that float64 is needed."
+        t, narrow = mu - self.maps.b, mu.new_zeros(())
+        if self.phi.dtype != t.dtype:
+            narrow = ((self.spread + t.square()) / sig2 > _NARROW).any().to(t.dtype)
+        return _theta(a, t, sig2, self.maps.W, self.p.p_model), narrow
 
 # %% ../../nbs/engine/24_moments.ipynb #9195c870
 def _routed(way):
     "a, mu, sig2 and R (or None) of `way`: a `_ByMoments` or a `_ByVotes`."
     p, model = way.p, None
     for k in range(p.n_iters):
-        used = model
-        a, mu, var = way.step(used)
+        a, mu, var, R = way.step(model, p.need_R and k == p.n_iters - 1)
         if k == 0:
             floor = sig2_floor(var, mu, p.eps)
         sig2 = var + floor
         model = (a, *(pool(mu, sig2) if p.pooled and k == 0 else (mu, sig2)))
-    R = _all_shares(way, used) if p.need_R else None
-    return tuple(o if o is None else o.to(p.mu_inp.dtype) for o in (a, mu, sig2, R))
-
-# %% ../../nbs/engine/24_moments.ipynb #aa5bbcac
-def _all_shares(way, model):
-    "R [n, i, j] on request, tile by tile; made again for the backward pass."
-    if model is None or not way.cuts.rows:
-        return way.f.new_full((*way.f.shape, way.cuts.n_out), 1 / way.cuts.n_out)
-    every = slice(0, way.cuts.n_out)
-
-    def shares(rows, *tensors):
-        return torch.softmax(way.engine(*tensors).tile(rows, every).score(), -1)
-
-    tensors = way.tensors(model)
-    parts = [checkpoint(shares, rows, *tensors, use_reentrant=False) for rows in way.cuts.rows]
-    return torch.cat(parts, 1)
+    if p.n_iters == 1:
+        R = way.f.new_full((*way.f.shape, a.shape[-1]), 1 / a.shape[-1])
+    return tuple(o.to(p.mu_inp.dtype) for o in (a, mu, sig2, R))
 
 # %% ../../nbs/engine/24_moments.ipynb #a9273e7b
 def _run_moments(p: Problem, tiling: _Tiling = _Tiling()):
@@ -429,11 +585,11 @@ def _merge(mass, mean, squares, V, D):
 class _Votes:
     "Votes in tiles. Statistics: gain and mass [n, j], means and squared gaps [n, c, h, j]."
 
-    def __init__(self, x, W, B, beta_use, beta_ign, *model):
+    def __init__(self, x, W, B, beta_use, beta_ign, *model):  # model: k, mu, v
         self.x, self.maps, self.betas = x, (W, B), (beta_use, beta_ign)
-        self.model = model  # k [n, j], mu and v = 1/(2 sig2) [n, c, h, j]; none at first
+        self.model = model if model and model[0].shape[-1] else ()
         self.tensors = (x, W, B, beta_use, beta_ign, *model)
-        self.shared = len(B) == 1
+        self.dtype, self.shared = x.dtype, len(B) == 1
 
     def cut(self, rows, cols):
         own = [_of(p if len(p) == 1 else p[rows], cols) for p in (*self.maps, *self.betas)]
@@ -523,41 +679,123 @@ def _by_part(g, like):
 # %% ../../nbs/engine/24_moments.ipynb #b699adef
 _FEW = 1 << 17  # numbers in all votes below which float64 is free
 
+# %% ../../nbs/engine/24_moments.ipynb #op000005
+def _votes_sweep(f, x, W, B, use, ign, k, mu, v, free, row, numbers, parts, norm=None):
+    "The tiles of an iteration; few votes in float64."
+    (n, i, c, _), (h, j) = x.shape, W.shape[2:]
+    to = _wide if n * i * j * c * h < free else (lambda t: t.to(x.dtype))
+    cols = _slices(j, c * h, _most(row, x))
+    rows = _slices(i, n * c * h * cols[0].stop, _most(numbers, x), parts)
+    votes = _Votes(*(to(t) for t in (x, W, B, use, ign, k, mu, v)))
+    cuts = _Cuts(rows, cols, j)
+    return _Sweep(votes, cuts, f, f.new_empty(0) if norm is None else norm)
+
+# %% ../../nbs/engine/24_moments.ipynb #op000006
+def _votes_forward(
+    f: Tensor,  # [n, i] activations
+    x: Tensor,  # [n, i, c, d] parts
+    W: Tensor,  # [i|1, d, h, j] maps
+    B: Tensor,  # [i|1, c, h, j] biases
+    beta_use: Tensor,  # [i|1, j] net benefits
+    beta_ign: Tensor,  # [i|1, j] net costs
+    k: Tensor,  # [n, j] constants of the logits; j = 0 before there is a model
+    mu: Tensor,  # [n, c, h, j] means of the model
+    v: Tensor,  # [n, c, h, j] its 1/(2 sig2)
+    shares: bool,  # whether R is wanted
+    free: float,  # numbers in all votes below which they are in float64
+    row: int,  # numbers in the votes of a part in a tile
+    numbers: int,  # in a tile
+    parts: int,  # in a tile, at most
+) -> list[Tensor]:  # gain, mass, means, squared gaps, R or nothing, norms of the softmax or nothing
+    "Statistics of the votes under their shares."
+    sweep = _votes_sweep(f, x, W, B, beta_use, beta_ign, k, mu, v, free, row, numbers, parts)
+    R = _no_shares(x, x.shape[1], k.shape[1], shares)
+    with without_autocast(x.device):
+        stats, norm = _gather_all(sweep, R)
+    return [*stats, R, norm]
+
+
+def _votes_backward(
+    f: Tensor,  # as in `_votes_forward`
+    x: Tensor,
+    W: Tensor,
+    B: Tensor,
+    beta_use: Tensor,
+    beta_ign: Tensor,
+    k: Tensor,
+    mu: Tensor,
+    v: Tensor,
+    outs: list[Tensor],
+    grads: list[Tensor],
+    shares: bool,
+    free: float,
+    row: int,
+    numbers: int,
+    parts: int,
+) -> list[Tensor]:  # gradients of the tensors
+    tensors, how = (x, W, B, beta_use, beta_ign, k, mu, v), (free, row, numbers, parts)
+    sweep = _votes_sweep(f, *tensors, *how, norm=outs[5])
+    with without_autocast(x.device):
+        return list(_spread_all(sweep, outs[:4], grads[:4], outs[4], grads[4]))
+
+# %% ../../nbs/engine/24_moments.ipynb #op000007
+def _votes_shapes(f, x, W, B, use, ign, k, mu, v, shares, free, row, numbers, parts):
+    (n, i, c, _), (h, j) = x.shape, W.shape[2:]
+    stats = [f.new_empty(shape) for shape in ((n, j), (n, j), (n, c, h, j), (n, c, h, j))]
+    tiled = len(_slices(j, c * h, _most(row, x))) > 1 and k.shape[-1]
+    return [
+        *stats,
+        _no_shares(x, x.shape[1], k.shape[1], shares),
+        f.new_empty((n, i) if tiled else (0,)),
+    ]
+
+
+def _votes_definition(f, x, W, B, use, ign, k, mu, v, shares, *how):
+    "The same in plain tensors."
+    x, W, B, use, ign, k, mu, v = (_wide(t) for t in (x, W, B, use, ign, k, mu, v))
+    V = torch.einsum('nicd,idhj->nichj', x, W.expand(x.shape[1], -1, -1, -1)) + B
+    R = V.new_full(V[:, :, 0, 0].shape, 1 / V.shape[-1])
+    if k.shape[-1]:
+        R = torch.softmax(k[:, None] - ((V - mu[:, None]).square() * v[:, None]).sum((2, 3)), -1)
+    D = torch.where(R > 0, f[..., None] * R, 0)  # a share of 0 passes on no gradient
+    gain, mass = (use * D - ign * (f[..., None] - D)).sum(1), D.sum(1)
+    used, D = (mass > 1e-100)[:, None, None], D[:, :, None, None]  # of next to nothing, no mean
+    mean = torch.where(used, (D * V).sum(1) / torch.where(used, mass[:, None, None], 1), 0)
+    squares = (D * (V - mean[:, None]).square()).sum(1)
+    return gain, mass, mean, squares, R if shares and k.shape[-1] else R.new_empty(0)
+
+
+_votes = FastOp('votes', _votes_forward, _votes_backward, _votes_shapes, _votes_definition, n_out=5)
+
 # %% ../../nbs/engine/24_moments.ipynb #7e1cddd8
 class _ByVotes:
     "A routing over tiles of votes."
 
-    engine = _Votes
-
     def __init__(self, p: Problem, tiling: _Tiling):
-        (n, i, c, _), (j, _, h) = p.mu_inp.shape, p.B.shape[1:]
-        few = n * i * j * c * h < _FEW if tiling.float64 is None else tiling.float64
-        self.p, to = p, _wide if exporting() or few else torch.Tensor.contiguous
-        a, x, W, B, *betas = (to(t) for t in p[:6])
-        by_j = [t.expand(-1, j, -1, -1).permute(0, 2, 3, 1).contiguous() for t in (W, B)]
-        self.f, self.fixed = a.sigmoid(), (x, *by_j, *(t.expand(-1, j) for t in betas))
-        cols = _slices(j, c * h, tiling.row)
-        size = n * c * h * (cols[0].stop if cols else 1)
-        rows = _slices(i, size, tiling.numbers, tiling.parts)
-        self.cuts = _Cuts(rows, cols, j)
+        self.p, self.f, j = p, _wide(p.a_inp).sigmoid(), p.B.shape[1]
+        by_j = [t.expand(-1, j, -1, -1).permute(0, 2, 3, 1).contiguous() for t in (p.W, p.B)]
+        betas = [t.expand(-1, j) for t in (p.beta_use, p.beta_ign)]
+        self.fixed = self.f, p.mu_inp.contiguous(), *by_j, *betas
+        self.settings = tiling.free(_FEW), tiling.row, tiling.numbers, tiling.parts
 
-    def tensors(self, model):
-        "What `_Votes` is made of: the fixed, and of the model k, mu and v."
-        if model is None:
-            return self.fixed
-        a, mu, sig2 = model
+    def model(self, a, mu, sig2):
+        "k [n, j], mu and v [n, c, h, j] of `_Votes`."
         v, log_size = _precision(sig2, self.p.p_model)
-        mu, v = (t.permute(0, 2, 3, 1) for t in (mu, v))
-        return *self.fixed, *(t.to(self.f.dtype) for t in (F.logsigmoid(a) - log_size, mu, v))
+        return F.logsigmoid(a) - log_size, mu.permute(0, 2, 3, 1), v.permute(0, 2, 3, 1)
 
-    def step(self, model):
-        "a [n, j], mu and raw variance [n, j, c, h] after an E-step with `model`, if there is one."
-        stats = _Iteration.apply(_Votes, self.cuts, self.f, *self.tensors(model))
-        a, mass, mean, squares = stats
+    def nothing(self):
+        "The same before there is a model."
+        (n, _, c, _), h = self.p.mu_inp.shape, self.p.B.shape[-1]
+        return [self.f.new_empty(shape) for shape in ((n, 0), (n, c, h, 0), (n, c, h, 0))]
+
+    def step(self, model, shares):
+        "a [n, j], mu and raw variance [n, j, c, h] after an E-step with `model`, if any; and R."
+        model = self.nothing() if model is None else self.model(*model)
+        a, mass, mean, squares, R = _votes(*self.fixed, *model, shares, *self.settings)
         mass, eps_m = mass[:, None, None], self.p.eps.mass
         mu = mean * (mass / (mass + eps_m))
         var = (squares + mass * (mean - mu).square()) / (mass + eps_m)
-        return a, mu.permute(0, 3, 1, 2), var.permute(0, 3, 1, 2)
+        return a, mu.permute(0, 3, 1, 2), var.permute(0, 3, 1, 2), R
 
 # %% ../../nbs/engine/24_moments.ipynb #69fd7c96
 def _run_stream(p: Problem, tiling: _Tiling = _Tiling()):

@@ -10,7 +10,7 @@ import inspect
 import math
 from typing import Callable, Sequence
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # %% auto #0
 __all__ = ['error_to', 'assert_as_exact', 'keep_freed_memory', 'may_look', 'first_order', 'FastOp', 'autocasting',
@@ -120,6 +120,24 @@ def _vjp_of_vjp(
     found = iter(torch.func.vjp(first, *at)[1](tuple(grads2[k] for k in real)))
     return [next(found) if k in real else None for k in range(len(inputs))] + [*found]
 
+# %% ../../nbs/engine/20_numerics.ipynb #op200001
+def _laid_out(
+    backward,  # of an op of `n` tensors
+    n,
+):
+    "The same, with gradients in the dtype and the layout that `torch.empty_like` gives them."
+
+    def as_(g, t):
+        place = torch.empty_like(t)
+        alike = g.dtype == place.dtype and g.stride() == place.stride()
+        return g if alike else place.copy_(g)
+
+    @functools.wraps(backward)
+    def run(*args):
+        return [as_(g, t) for g, t in zip(backward(*args), args[:n])]
+
+    return run
+
 # %% ../../nbs/engine/20_numerics.ipynb #87b26401
 class FastOp:
     """A fast path as the op `torch.ops.capsnb.NAME`: `outs = op(*tensors, *settings)`.
@@ -142,8 +160,9 @@ class FastOp:
         self.definition = definition
         self.forward, self.backward = (
             torch.library.custom_op(f'capsnb::{name}{end}', f, mutates_args=())
-            for end, f in (('', forward), ('_backward', backward))
+            for end, f in (('', forward), ('_backward', _laid_out(backward, self.n)))
         )
+        self.bare = forward, backward
         self.forward.register_fake(fake)
         self.backward.register_fake(lambda *args: [torch.empty_like(t) for t in args[: self.n]])
         for op in (self.forward, self.backward):
@@ -193,6 +212,12 @@ class FastOp:
         self.forward.register_autograd(back, setup_context=save)
         self.backward.register_autograd(back_back, setup_context=save_back)
 
+# %% ../../nbs/engine/20_numerics.ipynb #op200002
+def _is_bare(tensors):
+    "Whether tensors have values and nobody watches what is done to them: then no op is needed."
+    watched = torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack()
+    return not watched and all(type(t) in (Tensor, nn.Parameter) and not t.is_meta for t in tensors)
+
 # %% ../../nbs/engine/20_numerics.ipynb #57564448
 def _function(
     op,  # a `FastOp`
@@ -206,7 +231,8 @@ def _function(
         @staticmethod
         def forward(settings, n_states, *t):
             outs, g = list(t[n : n + n_states]), list(t[n + n_states :])
-            return tuple(op.backward(*t[:n], outs, g, *settings))
+            run = op.bare[1] if _is_bare(t) else op.backward
+            return tuple(run(*t[:n], outs, g, *settings))
 
         @staticmethod
         def setup_context(ctx, inputs, output):
@@ -224,7 +250,8 @@ def _function(
 
         @staticmethod
         def forward(settings, *tensors):
-            return tuple(op.forward(*tensors, *settings))
+            run = op.bare[0] if _is_bare(tensors) else op.forward
+            return tuple(run(*tensors, *settings))
 
         @staticmethod
         def setup_context(ctx, inputs, output):
@@ -235,10 +262,13 @@ def _function(
 
         @staticmethod
         def backward(ctx, *grads):
-            t = ctx.saved_tensors
-            found = Backward.apply(ctx.settings, ctx.n_states, *t, *grads[: op.n_out])
-            return None, *found
+            t, g = ctx.saved_tensors, grads[: op.n_out]
+            if torch.is_grad_enabled() or not _is_bare((*t, *g)):
+                return None, *Backward.apply(ctx.settings, ctx.n_states, *t, *g)
+            return None, *op.bare[1](*t[:n], list(t[n:]), list(g), *ctx.settings)
 
+    for f in (Forward.forward, Backward.forward):
+        f.__signature__ = inspect.signature(f)  # `apply` looks it up in every call
     return Forward
 
 # %% ../../nbs/engine/20_numerics.ipynb #525a027f
@@ -253,6 +283,5 @@ def without_autocast(
     device: torch.device,  # of the tensors
 ):  # context
     "A context in which autocast is off."
-    if device.type == 'meta':
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, enabled=False)
+    on = autocasting(device)
+    return torch.autocast(device.type, enabled=False) if on else contextlib.nullcontext()

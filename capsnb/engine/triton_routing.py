@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Callable, NamedTuple
 import torch
 from torch import Tensor
+from .dstep import Plan, Problem, plans
+from .moments import _ByMoments, _ByVotes, _Tiling, _fit, _routed, _theta, n_stats
 from .numerics import FastOp
 
 if TYPE_CHECKING:
@@ -572,6 +574,7 @@ def _gaps(
     MODEL: tl.constexpr,
 ):
     "Votes less the model's means; votes, if there is no model."
+    chunks: tl.constexpr = (D + K - 1) // K
     out = ()
     for c in tl.static_range(C):
         for h in tl.static_range(H):
@@ -580,7 +583,6 @@ def _gaps(
                 for d in tl.static_range(D):
                     V = V + xs[c * D + d] * Ws[d * H + h]
             else:
-                chunks: tl.constexpr = (D + K - 1) // K
                 for q in tl.static_range(chunks):
                     left, right = xs[c * chunks + q], Ws[h * chunks + q]
                     V = V + tl.dot(left, right, input_precision='ieee')
@@ -788,23 +790,34 @@ def _slopes(
 
 # %% ../../nbs/engine/27_triton.ipynb #00000028
 @kernel
+def _pulls(ys, vs, slopes, share, dL, CH: tl.constexpr, MODEL: tl.constexpr):
+    "Gradient of the votes."
+    out = ()
+    for q in tl.static_range(CH):
+        pull = share * slopes[q]
+        if MODEL:
+            pull = pull - 2 * dL * vs[q] * ys[q]
+        out = out + (pull,)
+    return out
+
+# %% ../../nbs/engine/27_triton.ipynb #00000029
+@kernel
 def _spread(
     grads,
-    pull,
+    pulls,
     Ws,
-    c: tl.constexpr,
-    h: tl.constexpr,
     C: tl.constexpr,
     D: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
 ):
-    "Add what one number of the votes does to the gradient of x."
+    "Add the gradient of a tile of votes to that of x."
     n: tl.constexpr = (D + K - 1) // K
     out = ()
     for q in tl.static_range(C * n):
         new = grads[q]
-        if q // n == c:
+        for h in tl.static_range(H):
+            pull = pulls[q // n * H + h]
             if K == 1:
                 new = new + pull * Ws[(q % n) * H + h]
             else:
@@ -813,33 +826,32 @@ def _spread(
         out = out + (new,)
     return out
 
-# %% ../../nbs/engine/27_triton.ipynb #00000029
+# %% ../../nbs/engine/27_triton.ipynb #0000002a
 @kernel
 def _spread_maps(
     grads,
-    pull,
+    pulls,
     xs,
-    c: tl.constexpr,
-    h: tl.constexpr,
+    C: tl.constexpr,
     D: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
 ):
-    "Add what one number of the votes does to the gradient of W."
+    "Add the gradient of a tile of votes to that of W."
     n: tl.constexpr = (D + K - 1) // K
     out = ()
     for q in tl.static_range(n * H):
         new = grads[q]
-        if K == 1:
-            if q % H == h:
-                new = new + pull * xs[c * D + q // H]
-        elif q // n == h:
-            left = tl.trans(xs[c * n + q % n])
-            new = tl.dot(left, pull, acc=new, input_precision='ieee')
+        for c in tl.static_range(C):
+            if K == 1:
+                new = new + pulls[c * H + q % H] * xs[c * D + q // H]
+            else:
+                left = tl.trans(xs[c * n + q % n])
+                new = tl.dot(left, pulls[c * H + q // n], acc=new, input_precision='ieee')
         out = out + (new,)
     return out
 
-# %% ../../nbs/engine/27_triton.ipynb #0000002a
+# %% ../../nbs/engine/27_triton.ipynb #0000002b
 @kernel
 def _store_maps(
     out,
@@ -861,7 +873,7 @@ def _store_maps(
             at = out + ((part * D + d) * H + q // n)[:, None] * J + cols[None, :]
             tl.store(at, grads[q], (d < D)[:, None] & (cols < J)[None, :])
 
-# %% ../../nbs/engine/27_triton.ipynb #0000002b
+# %% ../../nbs/engine/27_triton.ipynb #0000002c
 @kernel
 def _votes_parts(
     x,
@@ -902,9 +914,7 @@ def _votes_parts(
         at, ok, part, near = rows.to(tl.int64) * I + other, rows < n, other, rows[:, None]
     xs = _load_parts(x, at, ok, T, C, D, K)
     use = tl.load(f + at, ok, 0.0).to(T)[:, None]
-    z, k_j, mus, vs = use, use, (), ()
-    if MODEL:
-        z = tl.load(lse + at, ok, 0.0)
+    z = tl.load(lse + at, ok, 0.0) if MODEL else 0
     c = tl.full((BR,), 0.0, T)
     chunks: tl.constexpr = (D + K - 1) // K
     if K == 1:
@@ -921,6 +931,7 @@ def _votes_parts(
                 here = fits
             Ws = _load_maps(W, part, cols, J, T, D, H, K)
             Bs = _load_rows(B, part * CH * J + col, fits, J, T, CH)
+            k_j, mus, vs = 0, (), ()
             if MODEL:
                 k_j = tl.load(k + near * J + col, here, 0.0).to(T)
                 mus = _load_rows(mu, near * CH * J + col, here, J, T, CH)
@@ -941,13 +952,8 @@ def _votes_parts(
             else:
                 share = R * use
                 dL = share * (G - c[:, None])
-                new = grads
-                for q in tl.static_range(CH):
-                    pull = share * slopes[q]
-                    if MODEL:
-                        pull = pull - 2 * dL * vs[q] * ys[q]
-                    new = _spread(new, pull, Ws, q // H, q % H, C, D, H, K)
-                grads = new
+                pulls = _pulls(ys, vs, slopes, share, dL, CH, MODEL)
+                grads = _spread(grads, pulls, Ws, C, D, H, K)
     tl.store(pay + at, c, ok)
     if K == 1:
         for q in tl.static_range(C * D):
@@ -958,7 +964,7 @@ def _votes_parts(
             tile = g_x + (at * (C * D))[:, None] + ((q // chunks) * D + d)[None, :]
             tl.store(tile, grads[q], ok[:, None] & (d < D)[None, :])
 
-# %% ../../nbs/engine/27_triton.ipynb #0000002c
+# %% ../../nbs/engine/27_triton.ipynb #0000002d
 @kernel
 def _votes_wholes(
     x,
@@ -1010,7 +1016,7 @@ def _votes_wholes(
         s = tl.program_id(2).to(tl.int64) * BR + r
         near, here = s[:, None], fits & (s < n)[:, None]
     zero = tl.full((BR, BJ), 0.0, T)
-    k_j, mus, vs, z = zero, (), (), 0
+    k_j, mus, vs = zero, (), ()
     if MODEL:
         k_j = tl.load(k + near * J + col, here, 0.0).to(T)
         mus = _load_rows(mu, near * CH * J + col, here, J, T, CH)
@@ -1035,8 +1041,7 @@ def _votes_wholes(
         xs = _load_parts(x, at, ok, T, C, D, K)
         ys = _gaps(xs, Ws, Bs, mus, C, D, H, K, MODEL)
         use, centre = tl.load(f + at, ok, 0.0).to(T), tl.load(pay + at, ok, 0.0)
-        if MODEL:
-            z = tl.load(lse + at, ok, 0.0)
+        z = tl.load(lse + at, ok, 0.0) if MODEL else 0
         inside = fits & ok[:, None]
         R, G, slopes = _slopes(
             ys, k_j, vs, z, inside, shifts, firsts, seconds, net, J, T, CH, BR, BJ, MODEL
@@ -1044,19 +1049,16 @@ def _votes_wholes(
         share = R * use[:, None]
         dL = share * (G - centre[:, None])
         sum_k += dL
-        new_mu, new_v, new_maps = (), (), maps
-        for q in tl.static_range(CH):
-            pull = share * slopes[q]
-            if MODEL:
-                drag = 2 * dL * vs[q] * ys[q]
-                pull = pull - drag
-                new_mu = new_mu + (sums_mu[q] + drag,)
-                new_v = new_v + (sums_v[q] - dL * ys[q] * ys[q],)
-            if SHARED:
-                new_maps = _spread_maps(new_maps, pull, xs, q // H, q % H, D, H, K)
-        maps = new_maps
         if MODEL:
+            new_mu, new_v = (), ()
+            for q in tl.static_range(CH):
+                far = dL * ys[q]
+                new_mu = new_mu + (sums_mu[q] + 2 * vs[q] * far,)
+                new_v = new_v + (sums_v[q] - far * ys[q],)
             sums_mu, sums_v = new_mu, new_v
+        if SHARED:
+            pulls = _pulls(ys, vs, slopes, share, dL, CH, MODEL)
+            maps = _spread_maps(maps, pulls, xs, C, D, H, K)
     row = run * n + near
     if MODEL:
         if SHARED:
@@ -1074,7 +1076,7 @@ def _votes_wholes(
     if SHARED:
         _store_maps(g_W, maps, row, cols, J, D, H, K)
 
-# %% ../../nbs/engine/27_triton.ipynb #0000002d
+# %% ../../nbs/engine/27_triton.ipynb #0000002e
 @kernel
 def _votes_maps(
     x,
@@ -1118,11 +1120,11 @@ def _votes_maps(
     net = tl.load(b + part * J + col, fits, 0.0).to(T)
     zero = tl.full((BR, BJ), 0.0, T)
     sum_b, sums_B, maps = zero, (zero,) * CH, (tl.full((BR if K == 1 else K, BJ), 0.0, T),) * n_maps
-    mus, vs, k_j, z = (), (), zero, 0
     for start in range(0, n, BR):
         s = (start + tl.arange(0, BR)).to(tl.int64)
         ok = s < n
         at, near, here = s * I + part, s[:, None], fits & ok[:, None]
+        k_j, mus, vs, z = 0, (), (), 0
         if MODEL:
             k_j = tl.load(k + near * J + col, here, 0.0).to(T)
             mus = _load_rows(mu, near * CH * J + col, here, J, T, CH)
@@ -1141,20 +1143,17 @@ def _votes_maps(
         share = R * tl.load(f + at, ok, 0.0).to(T)[:, None]
         dL = share * (G - tl.load(pay + at, ok, 0.0)[:, None])
         sum_b += share * worth
-        new_B, new_maps = (), maps
+        pulls = _pulls(ys, vs, slopes, share, dL, CH, MODEL)
+        maps, new_B = _spread_maps(maps, pulls, xs, C, D, H, K), ()
         for q in tl.static_range(CH):
-            pull = share * slopes[q]
-            if MODEL:
-                pull = pull - 2 * dL * vs[q] * ys[q]
-            new_B = new_B + (sums_B[q] + pull,)
-            new_maps = _spread_maps(new_maps, pull, xs, q // H, q % H, D, H, K)
-        sums_B, maps = new_B, new_maps
+            new_B = new_B + (sums_B[q] + pulls[q],)
+        sums_B = new_B
     _store_maps(g_W, maps, part, cols, J, D, H, K)
     tl.store(g_b + part * J + cols, tl.sum(sum_b, 0), cols < J)
     for q in tl.static_range(CH):
         tl.store(g_B + (part * CH + q) * J + cols, tl.sum(sums_B[q], 0), cols < J)
 
-# %% ../../nbs/engine/27_triton.ipynb #0000002e
+# %% ../../nbs/engine/27_triton.ipynb #0000002f
 class _Cells(NamedTuple):
     "Shapes of the kernels of streamed votes."
 
@@ -1185,11 +1184,16 @@ def _cells(x, W, b, k):
         still = moving = how | dict(K=16, BR=16, BJ=_power(j, 16, 32))
     else:
         BJ, wide = _power(j, 1, 32), 1 if c * h > 8 else 2 if c * h > 4 else 4
-        still = how | dict(K=1, BR=512 // BJ, BJ=BJ)
-        moving = how | dict(K=1, BR=128 * wide // BJ, BJ=BJ)
+        still = moving = how | dict(K=1, BR=128 * wide // BJ, BJ=BJ)
     return _Cells((n, i, j), len(b) == 0, still, moving)
 
-# %% ../../nbs/engine/27_triton.ipynb #0000002f
+# %% ../../nbs/engine/27_triton.ipynb #00000030
+def _ready(t, x):
+    "Contiguous, and no wider than x."
+    wide = t.dtype == torch.float64 != x.dtype
+    return (t.float() if wide else t).contiguous()
+
+
 def _merge_runs(mass, mean, square):
     "Statistics [run, n, …] of runs, merged in float64."
     mass, mean, square = (t.double() for t in (mass, mean, square))
@@ -1207,7 +1211,7 @@ def _streamed(
     f [n, i], x [n, i, c, d], W [i|1, d, h, j], B [i|1, c, h, j], b [i, j] (empty if shared),
     model k [n, j], mu and v [n, c, h, j] (empty before there is one).
     """
-    f, x, W, B, b, k, mu, v = (t.contiguous() for t in (f, x, W, B, b, k, mu, v))
+    f, x, W, B, b, k, mu, v = (_ready(t, x) for t in (f, x, W, B, b, k, mu, v))
     cells, (n, i, c, _), (h, j) = _cells(x, W, b, k), x.shape, W.shape[2:]
     lse, how = x.new_empty(n, i, dtype=_narrow(x)), dict(SHARED=cells.shared)
     grid, per = cells.by_wholes
@@ -1225,7 +1229,7 @@ def _streamed(
     mean = mean + mu.double() if k.numel() else mean
     return [gain.sum(0, dtype=torch.float64), mass, mean, square, lse]
 
-# %% ../../nbs/engine/27_triton.ipynb #00000030
+# %% ../../nbs/engine/27_triton.ipynb #00000031
 def _steepness(mu, stats, grads, dtype):
     "What G is made of: mu - near, first and second [n, c, h, j], const and g_gain [n, j]."
     (_, mass, mean, _), (g_gain, g_mass, g_mean, g_q) = stats, grads
@@ -1250,7 +1254,7 @@ def _streamed_back(
 ) -> list[Tensor]:
     "Gradients of all tensors."
     like = f, x, W, B, b, k, mu, v
-    f, x, W, B, b, k, mu, v = (t.contiguous() for t in like)
+    f, x, W, B, b, k, mu, v = (_ready(t, x) for t in like)
     cells, (d, h, j), lse = _cells(x, W, b, k), W.shape[1:], outs[4]
     n, i, _ = cells.sizes
     grid, per = cells.by_wholes
@@ -1276,7 +1280,7 @@ def _streamed_back(
     grads = pay, g_x, g_W, g_B, g_b, g_k, g_mu, g_v
     return [g.to(t.dtype) for g, t in zip(grads, like)]
 
-# %% ../../nbs/engine/27_triton.ipynb #00000031
+# %% ../../nbs/engine/27_triton.ipynb #00000032
 def _streamed_fake(f, x, W, B, b, k, mu, v):
     (n, i, c, _), (h, j) = x.shape, W.shape[2:]
     shapes = (n, j), (n, j), (n, c, h, j), (n, c, h, j)
@@ -1286,6 +1290,7 @@ def _streamed_fake(f, x, W, B, b, k, mu, v):
 
 def _streamed_ref(f, x, W, B, b, k, mu, v):
     "The same by the definition: all votes are stored."
+    f, W, B, b, k, mu, v = (_ready(t, x) for t in (f, W, B, b, k, mu, v))
     V = torch.einsum('nicd,idhj->nichj', x, W.expand(x.shape[1], -1, -1, -1)) + B
     D = f[..., None].expand(*f.shape, W.shape[3]) / W.shape[3]
     if k.numel():
@@ -1301,3 +1306,82 @@ def _streamed_ref(f, x, W, B, b, k, mu, v):
 _streamed_op = FastOp(
     'streamed_votes', _streamed, _streamed_back, _streamed_fake, _streamed_ref, n_out=4
 )
+
+# %% ../../nbs/engine/27_triton.ipynb #00000036
+class _Streamed(_ByVotes):
+    "A routing over streamed votes."
+
+    def step(self, model, shares):
+        "As for `_ByVotes`, which serves the step whose R is wanted."
+        if shares:
+            return super().step(model, shares)
+        f, x, W, B, use, ign = self.fixed
+        net = (use + ign).contiguous()
+        own = net if len(B) > 1 else net[:0]
+        model = self.nothing() if model is None else self.model(*model)
+        gain, mass, mean, squares = _streamed_op(f, x, W, B, own, *model)
+        if len(B) > 1:
+            a = gain - f @ ign.to(f.dtype)
+        else:
+            a = net * mass - ign * f.sum(-1, keepdim=True)
+        mass, eps_m = mass[:, None, None], self.p.eps.mass
+        mu = mean * (mass / (mass + eps_m))
+        var = (squares + mass * (mean - mu).square()) / (mass + eps_m)
+        return a, mu.permute(0, 3, 1, 2), var.permute(0, 3, 1, 2), f.new_empty(0)
+
+
+def _run_streamed(p: Problem):
+    "A `Plan`'s `run`."
+    return _routed(_Streamed(p, _Tiling(float64=False)))
+
+# %% ../../nbs/engine/27_triton.ipynb #00000037
+class _Moments(_ByMoments):
+    "A routing from softmax-moments."
+
+    products = 'tf32x3'  # or 'ieee'
+
+    def _in_float64(self, x, tiling):
+        return False
+
+    def step(self, model, shares):
+        "As for `_ByMoments`, which serves the first step, and that whose R is wanted."
+        if model is None or shares:
+            return super().step(model, shares)
+        a, mu, sig2 = model
+        theta = _theta(a, mu - self.maps.b, sig2, self.maps.W, self.p.p_model)
+        (M,) = _moments_op(self.f, self.phi, theta.to(self.phi.dtype), self.products)
+        a, t, var = _fit(M, self.maps, self.p.eps.mass)
+        return a, self.maps.b + t, var, M.new_empty(0)
+
+
+def _run_softmax_moments(p: Problem):
+    "A `Plan`'s `run`."
+    return _routed(_Moments(p, _Tiling()))
+
+# %% ../../nbs/engine/27_triton.ipynb #00000038
+def _refuse_here(s):
+    "Why no kernel runs: on this device, in this dtype."
+    if s.device == 'cpu' and not _interpreters or s.device not in ('', 'cpu', 'cuda'):
+        return f"Triton's kernels need CUDA tensors, got {s.device}"
+    return "its kernels compute in float32" if s.dtype == torch.float64 else ''
+
+
+def _refuse_streamed(s):
+    "Why votes are not streamed: they must fit in registers, and their maps."
+    small = s.d <= 8 and max(s.c * s.d, s.d * s.h, s.c * s.h) <= 16
+    if not (small or 8 < s.d <= 64 and max(s.c * s.d, s.d * s.h // 2) <= 64 and s.c * s.h <= 4):
+        return f"votes of capsules {s.c}x{s.d} -> {s.c}x{s.h} do not fit in registers"
+    return _refuse_here(s)
+
+
+def _refuse_softmax_moments(s):
+    "Why moments do not serve."
+    if n_stats(s.c, s.d) > 64:
+        return f"a capsule {s.c}x{s.d} has {n_stats(s.c, s.d)} moments, more than 64"
+    return _refuse_here(s) if s.shared else "moments need maps shared by all inputs (n_inp=None)"
+
+
+if find_spec('triton'):
+    plans['triton'] = Plan(_run_streamed, _refuse_streamed, lambda s: 0.0)
+    never = float('inf')
+    plans['triton-moments'] = Plan(_run_softmax_moments, _refuse_softmax_moments, lambda s: never)
