@@ -1,8 +1,10 @@
 "Triton kernels of routing in fields: in the interpreter against votes, and compiled ahead."
 
+import json
 import os
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -12,6 +14,7 @@ from capsnb.routing.em import Floor
 
 pytest.importorskip('triton', reason="the kernels need triton: pip install 'capsnb[gpu]'")
 import capsnb.engine.triton_fields as fields  # noqa: E402
+from capsnb.engine.roofline import _fields_case, costs_on_paper, paper_cases, summed_up  # noqa: E402
 from capsnb.engine.triton_routing import (  # noqa: E402
     _source,
     compile_ahead,
@@ -124,6 +127,14 @@ def test_second_derivatives_are_those_of_the_definition():
         assert error_to(got, want) < 1e-5
 
 
+def test_a_graph_holds_them():
+    l, a, mu = layer(plan='triton'), torch.rand(1, 2, 2, 2), torch.randn(1, 2, 2, 2, 2, 2)
+    with interpreting():
+        whole = torch.compile(l, backend='aot_eager', fullgraph=True)
+        for found, want in zip(step(whole, a, mu), step(l, a, mu)):
+            assert torch.equal(found, want)
+
+
 def test_no_value_is_read():
     "shapes alone lead through forward and backward, as on a GPU in a graph"
     with FakeTensorMode():
@@ -182,3 +193,21 @@ def test_all_tiles_compile_without_spills():
         print(m)
         assert m['fits'] and not m['spilled'], m
     assert len({(m['name'], m['cap']) for m in made}) == 2 * 8
+
+
+def test_a_step_on_paper():
+    "launches of a layer, operations of a kernel counted by hand, and a record that says what it is"
+    found = costs_on_paper(*_fields_case(20, 14, 8, 16, 2, 'triton'))
+    kernels = {k: [c for c in costs if c.triton] for k, costs in found.items()}
+    assert [len(v) for v in kernels.values()] == [6, 12]
+    votes = 20 * 36 * 72 * 16 * 16  # images, fields, places, types, numbers
+    maps = next(c for c in kernels['backward'] if c.name == '_fields_to_maps')
+    assert maps.float32 == 2 * votes * (4 + 4 + 2 * 5 + 2)  # vote, map, 5 terms of 2, their sum
+    sums = summed_up(found['forward'])
+    busy, eager = sums['computed_ms']['H100'].values()
+    assert 0 < busy < eager and sums['launches']['kernels'] == 6
+
+
+def test_the_record_is_said_to_be_computed():
+    record = json.loads((Path(__file__).parent.parent / 'nbs/results/roofline.json').read_text())
+    assert record['kind'].startswith('computed') and set(record['cases']) == set(paper_cases())

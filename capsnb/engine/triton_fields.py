@@ -932,7 +932,7 @@ def _pi_back(run, saved, t, g_on, g_var, done):
 
 # %% ../../nbs/engine/271_triton_fields.ipynb #0000002f
 def _floor_back(run, mu, g_floor, rel):
-    "What a floor relative to the spread (`sig2_floor`) adds to gradients of first means, variances."
+    "What a relative floor (`sig2_floor`) adds to the gradients of first means and variances."
     g = run.by_image(g_floor).sum((1, 2)) / (run.p * run.c * run.h * run.j)
     g = g.repeat_interleave(run.p)[:, None, None]
     return 2e-6 * g * mu, (rel + 1e-6) * g
