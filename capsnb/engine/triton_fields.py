@@ -103,12 +103,13 @@ def _shares(data, at, node, link, mask, N, FIRST: tl.constexpr):
 # %% ../../nbs/engine/271_triton_fields.ipynb #0000000f
 @kernel
 def _merged(total, mean, var, K: tl.constexpr):
-    "Means and variances of all lanes of places."
+    "Means and variances of all lanes of places; of one vote they are the vote and 0."
     full = tl.sum(total, 1, keep_dims=True)
-    inv = 1 / tl.maximum(full, 1e-30)
+    least = tl.maximum(full, 1e-30)
+    inv, share = 1 / least, total / least
     means, spreads = (), ()
     for k in tl.static_range(K):
-        m = tl.sum(total * mean[k], 1, keep_dims=True) * inv
+        m = tl.sum(share * mean[k], 1, keep_dims=True)
         gap = mean[k] - m
         means = means + (m,)
         spreads = spreads + (tl.sum(var[k] + total * gap * gap, 1, keep_dims=True) * inv,)
@@ -343,7 +344,7 @@ def _fields_pay(
     FIRST: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    "Sum of R·G over each part's places and all types: `pay`; added to g_a."
+    "`pay`: sum of R·G over each part's places and all types; added to g_a."
     node, own, at, count = _places_of(order, starts, N, nodes, BN)
     j = tl.arange(0, BJ)[None, :]
     if FIRST:
@@ -708,8 +709,8 @@ def _fields_to_maps(
         own = (q < Q) & (j < J)
         node, link = _place(fields, q, s, sizes)
         f, R = _shares((a, first, L, lse), node, node, link, link, N, True)
-        tops, at = _tops(lse, node, link, parts, T), (q * S + s) * J + j
-        terms = _terms(f * R, f, tops, L, G, at, link & own, places, T)
+        tops = _tops(lse, node, link, parts, T)
+        terms = _terms(f * R, f, tops, L, G, (q * S + s) * J + j, link & own, places, T)
         for c in range(0, rows):
             xs = _load_all(x + c * D * X + node, X, link, D)
             for h in tl.static_range(H):
@@ -896,11 +897,8 @@ def _iteration(run, saved, t, outs, settings, log_a=None, **flags):
 def _forward(inputs, settings):
     "Outputs a [b, p, j], mu and sig2 [b, p, j, c·h], and a `_Saved`."
     (lams, floor, act, damping), run = settings, _Launcher(inputs)
-    saved, outs, floor = (
-        _saved(run, len(lams), damping),
-        (run.types(), run.numbers()),
-        Floor(*floor),
-    )
+    saved, outs = _saved(run, len(lams), damping), (run.types(), run.numbers())
+    floor = Floor(*floor)
     saved.floor.fill_(floor.abs)
     for t in range(len(lams)):
         end = dict(DONE=True) if t + 1 == len(lams) else dict(SCORE=True)
@@ -934,7 +932,7 @@ def _pi_back(run, saved, t, g_on, g_var, done):
 
 # %% ../../nbs/engine/271_triton_fields.ipynb #0000002f
 def _floor_back(run, mu, g_floor, rel):
-    "What a floor relative to the spread (`sig2_floor`) adds to gradients of first means, variances."
+    "What a relative floor (`sig2_floor`) adds to the gradients of first means and variances."
     g = run.by_image(g_floor).sum((1, 2)) / (run.p * run.c * run.h * run.j)
     g = g.repeat_interleave(run.p)[:, None, None]
     return 2e-6 * g * mu, (rel + 1e-6) * g
@@ -959,9 +957,9 @@ def _score_back(run, saved, g, t, settings):
     "One launch of `_fields_score_back`."
     (_, _, _, beta_a, beta_u, fields, *_), (mu, var) = run.inputs, saved.model()
     done, T = t + 1 == len(mu), len(mu)
-    later = (
-        (run.none,) * 5 if done else (saved.L[t], saved.lse[t], g.G[t + 1], g.A[T + t], g.B[T + t])
-    )
+    later = (run.none,) * 5
+    if not done:
+        later = saved.L[t], saved.lse[t], g.G[t + 1], g.A[T + t], g.B[T + t]
     run.over_fields(
         _fields_score_back,
         run.x,
@@ -1100,7 +1098,8 @@ def _op_fake(*args):
 def _op_definition(*args):
     "The same with all votes at hand, in torch."
     lams, floor, act, damping = args[8:]
-    out = _route_votes(_Parts(*args[:6]), _Loop(lams, Floor(*floor), act, damping))
+    parts = _Parts(*args[:5], args[5].long())
+    out = _route_votes(parts, _Loop(lams, Floor(*floor), act, damping))
     return out.a, out.mu.flatten(-2), out.sig2.flatten(-2)
 
 
