@@ -2,3 +2,4 @@
 
 from . import moments  # noqa: F401  the fast plans of `Routing` make themselves known
 from . import compiled  # noqa: F401  and those of fields
+from . import compiled_routing  # noqa: F401  and those of `Routing` and dynamic routing

@@ -44,6 +44,7 @@ class Sizes(NamedTuple):
     d: int  # input columns
     h: int  # output columns
     shared: bool  # whether W and B are shared by all inputs
+    device: str = 'cpu'  # where: type of a device
 
 # %% ../../nbs/engine/23_dstep.ipynb #5d2b7c10
 class Problem(NamedTuple):
@@ -70,7 +71,8 @@ class Plan(NamedTuple):
     cost: Callable  # Sizes -> seconds of an iteration and its gradients, on the author's machine
 
 
-plans: dict[str, Plan] = {}  # filled here and in `moments`
+plans: dict[str, Plan] = {}  # filled here, in `moments`, and where an optional package is needed
+_extras = {'compiled': 'fast', 'triton': 'gpu'}  # plan -> what to install for it
 
 # %% ../../nbs/engine/23_dstep.ipynb #00000011
 def _run_votes(p: Problem):
@@ -104,6 +106,17 @@ def choose_plan(
             best = name
     return best
 
+# %% ../../nbs/engine/23_dstep.ipynb #cdd59754
+def _plan_for(
+    name: str,  # of a plan, or 'auto'
+    s: Sizes,  # sizes of the routing
+) -> Plan:
+    "The plan of that name; `ValueError` if it cannot serve `s`."
+    plan = plans[choose_plan(s) if name == 'auto' else name]
+    if why := plan.refuses(s):
+        raise ValueError(f"plan={name!r} cannot serve this routing: {why}")
+    return plan
+
 # %% ../../nbs/engine/23_dstep.ipynb #00000017
 def _check_count(name, v):
     if isinstance(v, bool) or not isinstance(v, int) or v < 1:
@@ -119,9 +132,12 @@ def _check_init(init):
 
 # %% ../../nbs/engine/23_dstep.ipynb #00000018
 def _check_plan(r):
-    "Refuse a plan that is unknown, or cannot serve the layer."
+    "Refuse a plan that is unknown, cannot serve the layer, or is not installed (`ImportError`)."
     if r.plan == 'auto':
         return
+    if r.plan in _extras and r.plan not in plans:
+        how = f"pip install 'capsnb[{_extras[r.plan]}]'"
+        raise ImportError(f"plan={r.plan!r} is not installed: {how}")
     if r.plan not in plans:
         raise ValueError(f"plan must be 'auto' or one of {sorted(plans)}, got {r.plan!r}")
     why = plans[r.plan].refuses(Sizes(1, 1, 1, r.d_cov, r.d_inp, r.d_out, r.n_inp is None))
@@ -251,8 +267,8 @@ def _route(r, a_inp, mu_inp, j, need_R):
     lead, dtype = a_inp.shape[:-1], _statistics_dtype(a_inp, mu_inp, r.W)
     a_inp = a_inp.to(dtype).reshape(math.prod(lead), a_inp.shape[-1])
     mu_inp = mu_inp.to(dtype).reshape(*a_inp.shape, *mu_inp.shape[-2:])
-    s = Sizes(*a_inp.shape, j, r.d_cov, r.d_inp, r.d_out, r.n_inp is None)
-    plan = plans[choose_plan(s) if r.plan == 'auto' else r.plan]
+    shape = *a_inp.shape, j, r.d_cov, r.d_inp, r.d_out
+    plan = _plan_for(r.plan, Sizes(*shape, r.n_inp is None, a_inp.device.type))
     how = r.n_iters, r.p_model, as_floor(r.eps, r.d_cov * r.d_out), r.pooled, need_R
     out = plan.run(Problem(a_inp, mu_inp, *_parameters_in(r, dtype, j), *how))
     return [o.reshape(*lead, *o.shape[1:]) for o in out[: 3 + need_R]]
