@@ -24,7 +24,8 @@ f64 = torch.float64
 # ---- votes ----
 
 
-@pytest.mark.parametrize('shared, pooled', itertools.product((True, False), (True, False)))
+@pytest.mark.parametrize('shared', [True, False])
+@pytest.mark.parametrize('pooled', [True, False])
 @pytest.mark.parametrize('p_model', ['gaussian', 'skm'])
 @pytest.mark.parametrize('n, i, j', [(2, 11, 5), (1, 1, 1), (2, 70, 33), (3, 40, 16)])
 @pytest.mark.parametrize('n_iters', [1, 3])
@@ -103,7 +104,8 @@ def small(has_model=True, own=False):
     return [x.requires_grad_() for x in X]
 
 
-@pytest.mark.parametrize('has_model, own', itertools.product((True, False), (True, False)))
+@pytest.mark.parametrize('has_model', [True, False])
+@pytest.mark.parametrize('own', [True, False])
 def test_gradients_of_the_op(has_model, own):
     X = small(has_model, own)
     assert torch.autograd.gradcheck(lambda *X: _votes(*X, 16), X)

@@ -68,6 +68,12 @@ def _same(dtype, *tensors):
     return [t.detach().to(dtype).contiguous() for t in tensors]
 
 
+def _given(V, f, k, *rest):
+    "All tensors as the kernels take them; only differences of k matter, so the largest is 0."
+    k = k - k.amax(-1, keepdim=True) if k.numel() else k
+    return _same(V.dtype, V, f, k, *rest)
+
+
 def _tasks(V):
     "How many chunks of parts all samples have."
     return len(V) * -(-V.shape[1] // _CHUNK)
@@ -83,7 +89,7 @@ def _votes_forward(
     ign: Tensor,  # [i|1, j] net costs
     n_out: int,  # wholes that are meant; the rest fills registers up
 ) -> list[Tensor]:  # gain and mass [n, j], means and squared gaps [n, g, j], float64
-    given = [*_same(V.dtype, V, f, k, c, v, use, ign)]
+    given = _given(V, f, k, c, v, use, ign)
     (n, _, G, J), tasks = V.shape, _tasks(V)
     stats = [torch.zeros(tasks, *s, dtype=torch.float64) for s in ((J,), (J,), (G, J), (G, J))]
     _over(tasks, _kernels().votes_forward, _CHUNK, n_out, *given, *stats)
@@ -116,7 +122,7 @@ def _votes_backward(
     g_V, g_f = torch.empty_like(V), torch.empty(n, i, dtype=dtype)
     sums = [torch.zeros(tasks, *s, dtype=torch.float64) for s in ((1, J), (G, J), (G, J))]
     D = torch.empty((n, i, J) if own else (0, 0, 0), dtype=dtype)
-    given = _same(dtype, V, f, k, c, v, use, ign)
+    given = _given(V, f, k, c, v, use, ign)
     _over(tasks, _kernels().votes_backward, _CHUNK, n_out, *given, slopes, g_V, g_f, *sums, D)
     model = [t.view(n, -1, *t.shape[1:]).sum(1) for t in sums]
     model = [model[0][:, 0], *model[1:]] if k.numel() else [torch.zeros_like(t) for t in (k, c, v)]
@@ -250,7 +256,7 @@ def _by_sample(
     n: int,  # samples
 ) -> Tensor:  # [n, ...]
     "The reverse."
-    return x.movedim(0, -2).flatten(-2)[..., :n].movedim(-1, 0)
+    return x.movedim(0, -2).flatten(-2)[..., :n].movedim(-1, 0).contiguous()
 
 # %% ../../nbs/engine/263_compiled_routing.ipynb #00000015
 class _Sweeps:
