@@ -72,7 +72,8 @@ class Plan(NamedTuple):
     cost: Callable  # Sizes -> seconds of an iteration and its gradients, on the author's machine
 
 
-plans: dict[str, Plan] = {}  # filled here and in `moments`
+plans: dict[str, Plan] = {}  # filled here, in `moments`, and where an optional package is needed
+_extras = {'compiled': 'fast', 'triton': 'gpu'}  # plan -> what to install for it
 
 # %% ../../nbs/engine/23_dstep.ipynb #00000011
 def _run_votes(p: Problem):
