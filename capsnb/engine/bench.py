@@ -28,7 +28,7 @@ from .moments import n_stats
 
 # %% auto #0
 __all__ = ['benches', 'paper_sizes', 'field_plans', 'take_turns', 'Turn', 'Runs', 'Case', 'How', 'alternate', 'measure', 'peak',
-           'bench_routing', 'bench_caps', 'plans_of_fields']
+           'bench_routing', 'when_called', 'CapsSizes', 'bench_caps', 'step_flops', 'bare_products', 'plans_of_fields']
 
 # %% ../../nbs/engine/28_bench.ipynb #b07d8924
 def _seconds(f: Callable) -> float:
@@ -89,6 +89,7 @@ class Case(NamedTuple):
     make: Callable  # device, whether to be tiny (to load what is needed once) -> `Runs`
     quick: bool = False  # whether a quick bench has it
     items: int = 0  # images or sentences of a call; 0: nothing is counted
+    memory: bool = True  # whether peak memory is measured
 
 
 benches: dict[str, Callable] = {}  # name -> function that gives its cases; filled by modules
@@ -424,12 +425,15 @@ def _routing_runs(s: Sizes, device: str, tiny: bool) -> Runs:
         return lambda: _gradients(layer(a, mu), X)
 
     named = {'definition': 'votes', **{p: p for p in plans if p != 'votes'}, 'auto': 'auto'}
-    steps = {name: _built(step, plan) for name, plan in named.items()}
+    steps = {name: when_called(step, plan) for name, plan in named.items()}
     return Runs(steps, _floor_step(_Case(s, device=device)) if s.shared else None)
 
 # %% ../../nbs/engine/28_bench.ipynb #c7b3e8b7
-def _built(make: Callable, *args) -> Callable:
-    "What `make(*args)` gives, made at the first call: a refusal is the contestant's."
+def when_called(
+    make: Callable,  # gives a function without arguments
+    *args,  # of `make`
+) -> Callable:  # that function, made at its first call
+    "A contestant that refuses, or fails, while it is made does so by itself."
     kept = []
 
     def run():
@@ -450,7 +454,7 @@ def _routing_cases() -> list[Case]:
 benches['routing'] = _routing_cases
 
 # %% ../../nbs/engine/28_bench.ipynb #98da885c
-class _CapsSizes(NamedTuple):
+class CapsSizes(NamedTuple):
     "Sizes of a layer with fields of 3×3 and poses of 4×4."
 
     batch: int  # images
@@ -461,10 +465,10 @@ class _CapsSizes(NamedTuple):
 
 # %% ../../nbs/engine/28_bench.ipynb #b5691935
 _caps_layers = {
-    '32·32·32·32, layer 1': _CapsSizes(4, 14, 32, 32, 2),
-    '32·32·32·32, layer 2': _CapsSizes(4, 6, 32, 32, 1),
-    '64·8·16·16, layer 1': _CapsSizes(4, 14, 8, 16, 2),
-    '64·8·16·16, layer 2': _CapsSizes(4, 6, 16, 16, 1),
+    '32·32·32·32, layer 1': CapsSizes(4, 14, 32, 32, 2),
+    '32·32·32·32, layer 2': CapsSizes(4, 6, 32, 32, 1),
+    '64·8·16·16, layer 1': CapsSizes(4, 14, 8, 16, 2),
+    '64·8·16·16, layer 2': CapsSizes(4, 6, 16, 16, 1),
 }
 
 # %% ../../nbs/engine/28_bench.ipynb #4ed9eee5
@@ -491,7 +495,7 @@ def _caps_growth(sizes, plan, n_iters, device):
     return _growth(lambda: _caps_step(*X), device)
 
 # %% ../../nbs/engine/28_bench.ipynb #29b33ee2
-def _caps_flops(s: _CapsSizes, n_iters: int = 3) -> int:
+def _caps_flops(s: CapsSizes, n_iters: int = 3) -> int:
     "Operations an image, forward: votes and EM steps, sharing out and activations not counted."
     numbers = ((s.grid - 3) // s.stride + 1) ** 2 * 9 * s.n_inp * s.n_out * 16
     return numbers * (2 * 4 + 6 * n_iters + 4 * (n_iters - 1))
@@ -528,13 +532,16 @@ def bench_caps(
     return _write(path, record, 'bench_caps')
 
 # %% ../../nbs/engine/28_bench.ipynb #2df78419
-def _step_flops(s: _CapsSizes, n_iters: int = 3) -> int:
+def step_flops(
+    s: CapsSizes,  # of a layer
+    n_iters: int = 3,  # iterations
+) -> int:
     "Operations of a step, forward and backward: the passes twice, votes made twice, two products."
     numbers = ((s.grid - 3) // s.stride + 1) ** 2 * 9 * s.n_inp * s.n_out * 16
     return s.batch * numbers * (4 * 2 * 4 + 2 * (6 * n_iters + 4 * (n_iters - 1)))
 
 # %% ../../nbs/engine/28_bench.ipynb #d4a7b59d
-def _products(
+def bare_products(
     flops: float,  # at least
     device: str,  # where
 ) -> Callable:  # a function without arguments
@@ -558,13 +565,13 @@ def plans_of_fields() -> dict[str, str]:  # contestant -> plan; 'votes' is the d
     return {'definition': 'votes', **others, 'auto': 'auto'}
 
 # %% ../../nbs/engine/28_bench.ipynb #60a1d761
-def _caps_runs(s: _CapsSizes, device: str, tiny: bool) -> Runs:
+def _caps_runs(s: CapsSizes, device: str, tiny: bool) -> Runs:
     "`ConvCaps`, forward and backward, by all plans."
-    s = _CapsSizes(1, 5, 2, 2, s.stride) if tiny else s
+    s = CapsSizes(1, 5, 2, 2, s.stride) if tiny else s
     make = lambda plan: functools.partial(_caps_step, *_caps_inputs(s, plan, 3, device))
-    steps = {name: _built(make, plan) for name, plan in plans_of_fields().items()}
-    flops = _step_flops(s)
-    return Runs(steps, _products(flops, device), dict(gflop=flops / 1e9))
+    steps = {name: when_called(make, plan) for name, plan in plans_of_fields().items()}
+    flops = step_flops(s)
+    return Runs(steps, bare_products(flops, device), dict(gflop=flops / 1e9))
 
 # %% ../../nbs/engine/28_bench.ipynb #d07fba8c
 def _caps_cases() -> list[Case]:
