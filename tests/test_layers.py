@@ -580,7 +580,7 @@ ok = draw(2, 5, 5, 2, dtype=torch.float32)
         ),
         (
             lambda: ConvCaps(2, 3, plan='fast'),
-            "plan must be 'auto', 'tiles' or 'votes', got 'fast'",
+            r"plan must be one of \['auto', 'votes', .*\], got 'fast'",
         ),
         (lambda: ConvCaps(2, 3, act='relu'), "act must be 'logistic' or 'pi', got 'relu'"),
         (lambda: ConvCaps(2, 3, lam=0), 'lam must be a positive number'),
@@ -665,3 +665,20 @@ def test_tiles_far_from_the_origin_are_as_exact_as_votes(eps, offset, scale):
             errors_far_away(plan, K, I, eps, offset, scale) for plan in ('votes', 'tiles')
         )
         assert all(t < 4 * v + 1e-4 for t, v in zip(tiles, votes)), (K, I, votes, tiles)
+
+
+def test_plans_are_found_by_name_and_auto_takes_the_first_that_does_not_refuse(monkeypatch):
+    plans, parts = layers.field_plans, layers._Parts(*[None] * 6)
+    monkeypatch.setattr(layers, 'field_plans', {k: plans[k] for k in ('votes', 'tiles')})
+    find = lambda name: layers._field_plan(name, parts, layers._Loop([0.1]))
+    assert find('auto') is plans['tiles'] and find('votes') is plans['votes']
+    for name, extra in (('compiled', 'fast'), ('triton', 'gpu')):
+        with pytest.raises(ImportError, match=rf"pip install 'capsnb\[{extra}\]'"):
+            find(name)
+    for name in ('compiled', 'triton'):  # the better one last
+        layers.field_plans[name] = layers.FieldPlan(None, lambda parts, loop: '')
+        assert find('auto') is find(name) is layers.field_plans[name]
+    layers.field_plans['triton'] = layers.FieldPlan(None, lambda parts, loop: 'no GPU')
+    assert find('auto') is layers.field_plans['compiled']
+    with pytest.raises(ValueError, match="plan='triton' cannot serve here: no GPU"):
+        find('triton')

@@ -23,12 +23,12 @@ from ..routing.dynamic import dynamic_routing_ref
 from ..routing.em import as_floor
 from .dstep import Problem, Routing, Sizes, choose_plan, plans
 from .dynamic import dynamic_routing, route_capsules
-from .layers import ConvCaps
+from .layers import ConvCaps, field_plans
 from .moments import n_stats
 
 # %% auto #0
-__all__ = ['benches', 'paper_sizes', 'field_plans', 'take_turns', 'Turn', 'Runs', 'Case', 'How', 'alternate', 'measure', 'peak',
-           'bench_routing', 'when_called', 'CapsSizes', 'bench_caps', 'step_flops', 'bare_products', 'plans_of_fields']
+__all__ = ['benches', 'paper_sizes', 'take_turns', 'Turn', 'Runs', 'Case', 'How', 'alternate', 'measure', 'peak', 'bench_routing',
+           'when_called', 'CapsSizes', 'bench_caps', 'step_flops', 'bare_products', 'plans_of_fields']
 
 # %% ../../nbs/engine/28_bench.ipynb #b07d8924
 def _seconds(f: Callable) -> float:
@@ -100,7 +100,7 @@ class How(NamedTuple):
 
     device: str = 'cpu'  # where
     rounds: int = 5  # rounds that count
-    seconds: float = 30.0  # after which no new round of a case begins, if two have been run
+    seconds: float = 15.0  # a contestant's, after which it sits out
     memory: bool = True  # whether peak memory is measured
     tiny: bool = False  # a rehearsal: all sizes tiny
 
@@ -130,17 +130,20 @@ def _turn(
 def alternate(
     steps: dict[str, Callable],  # contestant -> function without arguments, called before
     how: How = How(),  # device, rounds and seconds count
-) -> dict[str, list[Turn]]:  # of each contestant, one a round
+) -> dict[str, list[Turn]]:  # of each contestant: one a round, until its seconds are over
     "Let contestants take turns; short ones are called often enough to fill 5 ms."
-    start = time.perf_counter()
-    first = {name: _turn(f, how.device) for name, f in steps.items()}
-    calls = {name: min(200, math.ceil(5e-3 / max(t.wall, 1e-6))) for name, t in first.items()}
-    turns = {name: [] for name in steps}
-    for k in range(how.rounds):
-        if k >= 2 and time.perf_counter() - start > how.seconds:
-            break
+    turns, calls = {name: [] for name in steps}, dict.fromkeys(steps, 1)
+    spent = dict.fromkeys(steps, 0.0)
+    for k in range(-1, how.rounds):
         for name, f in steps.items():
-            turns[name].append(_turn(f, how.device, calls[name]))
+            slow = calls[name] == 1 and spent[name] > 0.5  # the first round only counts calls
+            if (k == -1 and slow) or (k > 0 and spent[name] > how.seconds):
+                continue
+            turn = _turn(f, how.device, calls[name])
+            spent[name] += turn.wall * calls[name]
+            if k >= 0:
+                turns[name].append(turn)
+            calls[name] = min(200, math.ceil(5e-3 / max(turn.wall, 1e-6)))
     return turns
 
 # %% ../../nbs/engine/28_bench.ipynb #b673b105
@@ -556,9 +559,6 @@ def bare_products(
     return run
 
 # %% ../../nbs/engine/28_bench.ipynb #28fdd175
-field_plans = {'votes': None, 'tiles': None}
-
-
 def plans_of_fields() -> dict[str, str]:  # contestant -> plan; 'votes' is the definition
     "The plans of `ConvCaps`, as registered, and 'auto'."
     others = {p: p for p in field_plans if p != 'votes'}

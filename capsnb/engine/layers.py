@@ -24,8 +24,8 @@ from .em import as_damping, damped, em_routing, proportions
 from .numerics import autocasting, first_order, keep_freed_memory, without_autocast
 
 # %% auto #0
-__all__ = ['at_least_1', 'field_table', 'Caps', 'PrimaryCaps', 'layer_floor', 'ConvCaps', 'field_centres', 'add_coordinates',
-           'ClassCaps']
+__all__ = ['field_plans', 'at_least_1', 'field_table', 'FieldPlan', 'Caps', 'PrimaryCaps', 'layer_floor', 'ConvCaps',
+           'field_centres', 'add_coordinates', 'ClassCaps']
 
 # %% ../../nbs/engine/25_layers.ipynb #5a76981e
 def _pair(
@@ -93,6 +93,15 @@ class _Parts(NamedTuple):
     beta_u: Tensor  # [j] as for `em_routing`
     fields: Tensor  # [p, s] which part is where, -1: none
 
+# %% ../../nbs/engine/25_layers.ipynb #a9371c87
+class _Tiling(NamedTuple):
+    "How many of the votes' numbers exist at a time, in `plan='tiles'`."
+
+    numbers: int = 1 << 18  # in a tile: 1 MB in float32, a core's cache
+    group: int = 1 << 21  # in a group of small images
+    hold: int = 1 << 25  # most that are kept from one pass over a group to the next
+    terms: int = 9  # contributions to the votes' gradient that are collected before a sum
+
 # %% ../../nbs/engine/25_layers.ipynb #9c65698f
 class _Loop(NamedTuple):
     "Settings of the iterations, as for `em_routing`."
@@ -101,6 +110,17 @@ class _Loop(NamedTuple):
     floor: Floor = as_floor(1e-4)  # of the variances
     act: str = 'logistic'  # 'logistic' or 'pi'
     damping: float = 0.0  # share of the old mean in the new one
+    tiling: _Tiling = _Tiling()  # how much exists at a time
+
+# %% ../../nbs/engine/25_layers.ipynb #f23b9abd
+class FieldPlan(NamedTuple):
+    "A way to route parts in fields to wholes."
+
+    run: Callable  # _Parts, _Loop -> EMRouted: a [b, p, j], mu and sig2 [b, p, j, c, h], R or None
+    refuses: Callable  # _Parts, _Loop -> '', or why it cannot serve them (values are not read)
+
+
+field_plans: dict[str, FieldPlan] = {}  # by name; later modules add theirs
 
 # %% ../../nbs/engine/25_layers.ipynb #9d716413
 def _gathered(x, fields):
@@ -118,14 +138,8 @@ def _route_votes(
     how = dict(eps=loop.floor, act=loop.act, damping=loop.damping)
     return em_routing(a, V, beta_a, beta_u, loop.lams, len(loop.lams), fields=fields, **how)
 
-# %% ../../nbs/engine/25_layers.ipynb #1ef9aed9
-class _Tiling(NamedTuple):
-    "How many of the votes' numbers exist at a time."
 
-    numbers: int = 1 << 18  # in a tile: 1 MB in float32, a core's cache
-    group: int = 1 << 21  # in a group of small images
-    hold: int = 1 << 25  # most that are kept from one pass over a group to the next
-    terms: int = 9  # contributions to the votes' gradient that are collected before a sum
+field_plans['votes'] = FieldPlan(_route_votes, lambda parts, loop: '')
 
 # %% ../../nbs/engine/25_layers.ipynb #257e4bcb
 class _Votes:
@@ -495,14 +509,31 @@ class _Tiles(torch.autograd.Function):
 def _route_tiles(
     parts: _Parts,  # what votes
     loop: _Loop,  # how it is routed
-    tiling: _Tiling = _Tiling(),  # how much exists at a time
 ) -> EMRouted:  # as `_route_votes`, without R
     "`_route_votes`, a group and a tile at a time; votes are made again in the backward pass."
     if not len(parts.a):
         return _route_votes(parts, loop)._replace(R=None)  # no image, no tile
-    out, pose, sig2 = _Tiles.apply(loop, tiling, *parts)
+    out, pose, sig2 = _Tiles.apply(loop, loop.tiling, *parts)
     shape = (parts.mu.shape[-2], parts.W.shape[-1])
     return EMRouted(out, pose.unflatten(-1, shape), sig2.unflatten(-1, shape), None)
+
+
+field_plans['tiles'] = FieldPlan(_route_tiles, lambda parts, loop: '')
+
+# %% ../../nbs/engine/25_layers.ipynb #81c399f0
+_extras = {'compiled': 'fast', 'triton': 'gpu'}  # plan -> what to install for it
+
+
+def _field_plan(name, parts, loop) -> FieldPlan:
+    "The plan of that name; `ImportError` if it is not installed, `ValueError` if it refuses."
+    if name == 'auto':
+        found = (field_plans.get(k) for k in ('triton', 'compiled', 'tiles'))
+        return next(p for p in found if p and not p.refuses(parts, loop))
+    if name not in field_plans:
+        raise ImportError(f"plan={name!r} is not installed: pip install 'capsnb[{_extras[name]}]'")
+    if reason := field_plans[name].refuses(parts, loop):
+        raise ValueError(f"plan={name!r} cannot serve here: {reason}")
+    return field_plans[name]
 
 # %% ../../nbs/engine/25_layers.ipynb #7b9a90bc
 @from_generator
@@ -573,7 +604,7 @@ class _Settings(NamedTuple):
     lam: float | Sequence | Callable  # inverse temperature
     eps: float | str  # floor of the variances
     act: str  # 'logistic' or 'pi'
-    plan: str  # 'votes', 'tiles' or 'auto'
+    plan: str  # 'auto' or the name of one of `field_plans`
     damping: float  # share of the old mean in the new one
     beta_units: tuple  # what beta_a and beta_u are multiplied by
 
@@ -582,8 +613,8 @@ def _check_settings(s: _Settings, n: int):
     "`ValueError` unless a layer can be routed so; n: components of a pose."
     if s.act not in ('logistic', 'pi'):
         raise ValueError(f"act must be 'logistic' or 'pi', got {s.act!r}")
-    if s.plan not in ('auto', 'tiles', 'votes'):
-        raise ValueError(f"plan must be 'auto', 'tiles' or 'votes', got {s.plan!r}")
+    if s.plan not in (known := ['auto', *(field_plans | _extras)]):
+        raise ValueError(f"plan must be one of {known}, got {s.plan!r}")
     as_schedule(s.lam, s.n_iters)
     as_damping(s.damping)
     as_floor(s.eps, n)
@@ -685,7 +716,7 @@ class ConvCaps(_Capsules):
         lam: float | Sequence | Callable = inverse_temperature,  # see `as_schedule`
         eps: float | str = 'auto',  # floor of the variances: see `as_floor`
         act: str = 'logistic',  # 'logistic', or 'pi': mixing proportions
-        plan: str = 'auto',  # 'votes': all at hand; 'tiles'; 'auto': tiles, unless R is wanted
+        plan: str = 'auto',  # 'votes': all at hand; 'tiles', 'compiled', 'triton'; 'auto': fastest
         damping: float = 0.0,  # share of the old mean in the new one
         beta_units: tuple = (1.0, 1.0),  # what beta_a and beta_u are multiplied by
     ):
@@ -703,8 +734,8 @@ class ConvCaps(_Capsules):
     ) -> EMRouted:  # a [..., m', n', j], mu and sig2 [..., m', n', j, c, h], R or None
         "Route the parts to the wholes above them; `ValueError` if the inputs do not fit."
         self._check(a, mu)
-        if return_R and self.plan == 'tiles':
-            raise ValueError("plan='tiles' never holds R; use plan='auto' or 'votes'")
+        if return_R and self.plan not in ('auto', 'votes'):
+            raise ValueError(f"plan={self.plan!r} never holds R; use plan='auto' or 'votes'")
         lead, grid = a.shape[:-3], a.shape[-3:-1]
         fields, out = field_table(grid, self.n_inp, self.K, self.stride, self.padding)
         flat = math.prod(lead), math.prod(a.shape[-3:])
@@ -712,9 +743,8 @@ class ConvCaps(_Capsules):
         def route(a, mu, W):
             a, mu, W = a.reshape(flat), mu.reshape(*flat, *mu.shape[-2:]), W.flatten(0, 2)
             parts = _Parts(a, mu, W, *self.betas(W.dtype), fields.to(a.device))
-            if self.plan == 'votes' or return_R:
-                return _route_votes(parts, self._loop())
-            return _route_tiles(parts, self._loop(), self.tiling)
+            loop = self._loop()._replace(tiling=self.tiling)
+            return _field_plan('votes' if return_R else self.plan, parts, loop).run(parts, loop)
 
         done = self._route(a, mu, route)
         done = done if return_R else done._replace(R=None)

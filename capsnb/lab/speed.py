@@ -544,5 +544,5 @@ def _measure_all(record, last, out, cases, how, quick, progress):
         found = _when(record) | _measured(bench, case, how, old)
         record['benches'].setdefault(bench, {})[case.name] = found
         write_json(out, record)
-        print(page(f'{bench}: {case.name}', found) + '
-', flush=True)
+        print(page(f'{bench}: {case.name}', found), flush=True)
+        print(flush=True)
