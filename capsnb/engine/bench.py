@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from ..core import run_record, seed_everything
 from ..routing.dynamic import dynamic_routing_ref
+from ..routing.dstep import routing_ref
 from ..routing.em import as_floor
 from .dstep import Problem, Routing, Sizes, choose_plan, plans
 from .dynamic import dynamic_routing, route_capsules
@@ -28,7 +29,7 @@ from .moments import n_stats
 
 # %% auto #0
 __all__ = ['benches', 'paper_sizes', 'take_turns', 'Turn', 'Runs', 'Case', 'How', 'alternate', 'measure', 'peak', 'bench_routing',
-           'when_called', 'CapsSizes', 'bench_caps', 'step_flops', 'bare_products', 'plans_of_fields']
+           'gradients', 'when_called', 'CapsSizes', 'bench_caps', 'step_flops', 'bare_products', 'plans_of_fields']
 
 # %% ../../nbs/engine/28_bench.ipynb #b07d8924
 def _seconds(f: Callable) -> float:
@@ -80,6 +81,7 @@ class Runs(NamedTuple):
     steps: dict  # contestant -> function without arguments; the definition is 'definition'
     floor: Callable | None = None  # the bare operations that no algorithm can do without
     computed: dict = {}  # what is known on paper, e.g. gflop
+    more: dict = {}  # contestants that only the bench of a GPU runs
 
 # %% ../../nbs/engine/28_bench.ipynb #665624a8
 class Case(NamedTuple):
@@ -103,6 +105,7 @@ class How(NamedTuple):
     seconds: float = 15.0  # a contestant's, after which it sits out
     memory: bool = True  # whether peak memory is measured
     tiny: bool = False  # a rehearsal: all sizes tiny
+    more: bool = False  # whether contestants run that only a GPU calls for
 
 # %% ../../nbs/engine/28_bench.ipynb #185ac8fe
 def _turn(
@@ -128,39 +131,36 @@ def _turn(
 
 # %% ../../nbs/engine/28_bench.ipynb #0e2a622f
 def alternate(
-    steps: dict[str, Callable],  # contestant -> function without arguments, called before
-    how: How = How(),  # device, rounds and seconds count
+    steps: dict[str, Callable],  # contestant -> function without arguments
+    how: How,  # device, rounds and seconds count
+    first: dict[str, float],  # seconds of a call before
 ) -> dict[str, list[Turn]]:  # of each contestant: one a round, until its seconds are over
     "Let contestants take turns; short ones are called often enough to fill 5 ms."
-    turns, calls = {name: [] for name in steps}, dict.fromkeys(steps, 1)
-    spent = dict.fromkeys(steps, 0.0)
-    for k in range(-1, how.rounds):
-        for name, f in steps.items():
-            slow = calls[name] == 1 and spent[name] > 0.5  # the first round only counts calls
-            if (k == -1 and slow) or (k > 0 and spent[name] > how.seconds):
-                continue
-            turn = _turn(f, how.device, calls[name])
-            spent[name] += turn.wall * calls[name]
-            if k >= 0:
-                turns[name].append(turn)
-            calls[name] = min(200, math.ceil(5e-3 / max(turn.wall, 1e-6)))
+    first = {k: t if t > 0.5 else _turn(steps[k], how.device).wall for k, t in first.items()}
+    calls = {name: min(200, math.ceil(5e-3 / max(t, 1e-6))) for name, t in first.items()}
+    turns, spent = {name: [] for name in steps}, dict.fromkeys(steps, 0.0)
+    for k, (name, f) in itertools.product(range(how.rounds), steps.items()):
+        if k and spent[name] > how.seconds:
+            continue
+        turns[name].append(_turn(f, how.device, calls[name]))
+        spent[name] += turns[name][-1].wall * calls[name]
     return turns
 
 # %% ../../nbs/engine/28_bench.ipynb #b673b105
-def _those_that_run(
+def _called_once(
     steps: dict[str, Callable],  # contestant -> function
-) -> tuple[dict, dict]:  # contestants that ran; and the others: name -> why not
-    "Call everyone once: what refuses says why in a sentence, what fails leaves a traceback."
-    ran, others = {}, {}
+    device: str,  # where
+) -> tuple[dict, dict]:  # seconds of those that ran; of the others, why they did not
+    "Call everyone: what refuses says why in a sentence, what fails leaves a traceback."
+    took, others = {}, {}
     for name, f in steps.items():
         try:
-            f()
-            ran[name] = f
+            took[name] = _turn(f, device).wall
         except (ValueError, ImportError, NotImplementedError) as e:
             others[name] = f'{type(e).__name__}: {e}'
         except Exception:
             others[name] = traceback.format_exc()[-4000:]
-    return ran, others
+    return took, others
 
 # %% ../../nbs/engine/28_bench.ipynb #936d6a68
 def _summary(
@@ -188,10 +188,11 @@ def measure(
 ) -> dict:  # 'measured': contestant -> numbers; 'floor': likewise; 'computed'; 'not_run'
     "Measure a case; memory is left to `peak`."
     runs = case.make(how.device, how.tiny)
-    ran, others = _those_that_run(runs.steps)
-    with_floor = ran | ({'floor': runs.floor} if runs.floor else {})
-    turns = alternate(with_floor, how)
-    rows = {name: _summary(name, turns, case.items) for name in with_floor}
+    steps = runs.steps | (runs.more if how.more else {})
+    steps |= {'floor': runs.floor} if runs.floor else {}
+    took, others = _called_once(steps, how.device)
+    turns = alternate({name: steps[name] for name in took}, how, took)
+    rows = {name: _summary(name, turns, case.items) for name in turns}
     floor = rows.pop('floor', None)
     return dict(measured=rows, floor=floor, computed=runs.computed, not_run=others)
 
@@ -311,9 +312,10 @@ def _peak_here(module, bench, case, contestant, device, tiny):
     "Bytes at the peak of a contestant's step, after a tiny one that loads what is needed once."
     importlib.import_module(module)  # fills `benches`
     found = _found(bench, case)
-    found.make(device, True).steps[contestant]()
-    step = found.make(device, tiny).steps[contestant]
-    return _growth(step, device)
+    runs = found.make(device, True)
+    (runs.steps | runs.more)[contestant]()
+    runs = found.make(device, tiny)
+    return _growth((runs.steps | runs.more)[contestant], device)
 
 # %% ../../nbs/engine/28_bench.ipynb #e2d9be37
 def peak(
@@ -410,9 +412,12 @@ def bench_routing(
     return _write(path, record, 'bench_routing')
 
 # %% ../../nbs/engine/28_bench.ipynb #d44d43c0
-def _gradients(out, X):
+def gradients(
+    out,  # tensors
+    X: list[Tensor],  # what they are made of
+) -> tuple:  # one a tensor of X
     "Backward from the sum of squares of all outputs."
-    torch.autograd.grad(sum(o.square().sum() for o in out), X)
+    return torch.autograd.grad(sum(o.square().sum() for o in out), X)
 
 # %% ../../nbs/engine/28_bench.ipynb #c1826853
 def _routing_runs(s: Sizes, device: str, tiny: bool) -> Runs:
@@ -425,11 +430,14 @@ def _routing_runs(s: Sizes, device: str, tiny: bool) -> Runs:
         n_inp = None if s.shared else s.i
         layer = Routing(s.c, s.d, s.h, n_inp=n_inp, n_out=s.j, plan=plan).to(device)
         X = [a, mu, *layer.parameters()]
-        return lambda: _gradients(layer(a, mu), X)
+        return lambda: gradients(layer(a, mu), X)
 
     named = {'definition': 'votes', **{p: p for p in plans if p != 'votes'}, 'auto': 'auto'}
     steps = {name: when_called(step, plan) for name, plan in named.items()}
-    return Runs(steps, _floor_step(_Case(s, device=device)) if s.shared else None)
+    floor = _floor_step(_Case(s, device=device)) if s.shared else None
+    X, how = _routing_inputs(s, device), (3, 'gaussian', as_floor('auto', s.c * s.h))
+    compiled = torch.compile(lambda *X: routing_ref(*X, *how)[:3], mode='reduce-overhead')
+    return Runs(steps, floor, more={'definition, compiled': lambda: gradients(compiled(*X), X)})
 
 # %% ../../nbs/engine/28_bench.ipynb #c7b3e8b7
 def when_called(
@@ -449,9 +457,8 @@ def when_called(
 # %% ../../nbs/engine/28_bench.ipynb #97933269
 def _routing_cases() -> list[Case]:
     "The papers' routings."
-    first = next(iter(paper_sizes))
-    make = lambda s: lambda device, tiny: _routing_runs(s, device, tiny)
-    return [Case(name, make(s), quick=name == first) for name, s in paper_sizes.items()]
+    quick, make = 'digits, layer 1', lambda s: lambda device, tiny: _routing_runs(s, device, tiny)
+    return [Case(name, make(s), quick=name == quick) for name, s in paper_sizes.items()]
 
 
 benches['routing'] = _routing_cases
@@ -571,7 +578,10 @@ def _caps_runs(s: CapsSizes, device: str, tiny: bool) -> Runs:
     make = lambda plan: functools.partial(_caps_step, *_caps_inputs(s, plan, 3, device))
     steps = {name: when_called(make, plan) for name, plan in plans_of_fields().items()}
     flops = step_flops(s)
-    return Runs(steps, bare_products(flops, device), dict(gflop=flops / 1e9))
+    layer, *X = _caps_inputs(s, 'votes', 3, device)
+    compiled = torch.compile(layer, mode='reduce-overhead')
+    more = {'definition, compiled': lambda: gradients(compiled(*X)[:2], [*X, *layer.parameters()])}
+    return Runs(steps, bare_products(flops, device), dict(gflop=flops / 1e9), more)
 
 # %% ../../nbs/engine/28_bench.ipynb #d07fba8c
 def _caps_cases() -> list[Case]:
@@ -605,14 +615,16 @@ def _capsnet_runs(device: str, tiny: bool) -> Runs:
     u = (0.3 * torch.randn(n, i, 8)).to(device).requires_grad_()
     W = (0.1 * torch.randn(i, j, 8, 16)).to(device).requires_grad_()
     votes = lambda: torch.einsum('nid,ijdh->nijh', u, W)
-    step = lambda out: _gradients([out.v], [u, W])
+    step = lambda out: gradients([out.v], [u, W])
     steps = {
         'definition': lambda: step(dynamic_routing_ref(votes(), 3)),
         'dynamic_routing': lambda: step(dynamic_routing(votes(), 3)),
         'route_capsules': lambda: step(route_capsules(u, W, 3)),
     }
     flops = 3 * 2 * u.numel() * j * 16
-    return Runs(steps, _vote_products(u, W), dict(gflop=flops / 1e9))
+    compiled = torch.compile(lambda: dynamic_routing_ref(votes(), 3).v, mode='reduce-overhead')
+    more = {'definition, compiled': lambda: gradients([compiled()], [u, W])}
+    return Runs(steps, _vote_products(u, W), dict(gflop=flops / 1e9), more)
 
 
 benches['capsnet'] = lambda: [Case('CapsNet, 1,152 → 10', _capsnet_runs, quick=True)]

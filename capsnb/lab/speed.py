@@ -481,7 +481,7 @@ def _how(device: str, quick: bool, tiny: bool) -> How:
     "How they are measured."
     if tiny:
         return How(device, rounds=2, seconds=1, memory=False, tiny=True)
-    return How(device, rounds=3, seconds=3, memory=False) if quick else How(device)
+    return How(device, rounds=3, seconds=1, memory=False) if quick else How(device)
 
 # %% ../../nbs/lab/53_speed.ipynb #0000001d
 def bench(
@@ -535,7 +535,7 @@ def _measure_all(record, last, out, cases, how, quick, progress):
     out.parent.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     for k, (bench, case) in enumerate(cases):
-        if quick and time.perf_counter() - start > 50:
+        if quick and time.perf_counter() - start > 45:
             print(f'a minute is over, not measured: {bench}, {case.name}', file=sys.stderr)
             continue
         if progress:
