@@ -653,10 +653,10 @@ def bench(
     """Time and memory, side by side with the definition and the floor, and compared with the last
     record of this machine.
 
-    With --device cuda: tests, exactness, benches, rivals and training steps, in ten minutes."""
-    if device.startswith('cuda') or rehearse:
+    With --device cuda and no name: tests, exactness, benches, rivals, training, in ten minutes."""
+    if rehearse or (device.startswith('cuda') and not names):
         if names or quick or resume:
-            raise ValueError('with --device cuda or --rehearse, everything is run')
+            raise ValueError("--device cuda and --rehearse run everything: no names, no --quick")
         out = out or Path('runs/bench_gpu.json')
         room('lab.gpu').gpu_bench(out, device=device, tiny=rehearse, budget=budget)
         return print(f'the record is in {out}')

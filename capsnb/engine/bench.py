@@ -29,7 +29,8 @@ from .moments import n_stats
 
 # %% auto #0
 __all__ = ['benches', 'paper_sizes', 'take_turns', 'Turn', 'Runs', 'Case', 'How', 'alternate', 'measure', 'peak', 'bench_routing',
-           'gradients', 'when_called', 'CapsSizes', 'bench_caps', 'step_flops', 'bare_products', 'plans_of_fields']
+           'gradients', 'when_called', 'compiled', 'CapsSizes', 'bench_caps', 'step_flops', 'bare_products',
+           'plans_of_fields']
 
 # %% ../../nbs/engine/28_bench.ipynb #b07d8924
 def _seconds(f: Callable) -> float:
@@ -92,6 +93,7 @@ class Case(NamedTuple):
     quick: bool = False  # whether a quick bench has it
     items: int = 0  # images or sentences of a call; 0: nothing is counted
     memory: bool = True  # whether peak memory is measured
+    rounds: int = 99  # at most
 
 
 benches: dict[str, Callable] = {}  # name -> function that gives its cases; filled by modules
@@ -105,7 +107,7 @@ class How(NamedTuple):
     seconds: float = 15.0  # a contestant's, after which it sits out
     memory: bool = True  # whether peak memory is measured
     tiny: bool = False  # a rehearsal: all sizes tiny
-    more: bool = False  # whether contestants run that only a GPU calls for
+    more: bool = False  # only the first contestant, and those that a GPU alone calls for
 
 # %% ../../nbs/engine/28_bench.ipynb #185ac8fe
 def _turn(
@@ -186,13 +188,16 @@ def measure(
     case: Case,  # what
     how: How = How(),  # how
 ) -> dict:  # 'measured': contestant -> numbers; 'floor': likewise; 'computed'; 'not_run'
-    "Measure a case; memory is left to `peak`."
+    "Measure a case; peak memory only on a GPU, elsewhere `peak` does."
     runs = case.make(how.device, how.tiny)
-    steps = runs.steps | (runs.more if how.more else {})
-    steps |= {'floor': runs.floor} if runs.floor else {}
+    steps = dict([*runs.steps.items()][:1]) | runs.more if how.more else runs.steps
+    steps = steps | ({'floor': runs.floor} if runs.floor else {})
+    how = how._replace(rounds=min(how.rounds, case.rounds))
     took, others = _called_once(steps, how.device)
     turns = alternate({name: steps[name] for name in took}, how, took)
     rows = {name: _summary(name, turns, case.items) for name in turns}
+    for name in rows if how.memory and how.device.startswith('cuda') else ():
+        rows[name]['bytes'] = _growth(steps[name], how.device)
     floor = rows.pop('floor', None)
     return dict(measured=rows, floor=floor, computed=runs.computed, not_run=others)
 
@@ -312,10 +317,9 @@ def _peak_here(module, bench, case, contestant, device, tiny):
     "Bytes at the peak of a contestant's step, after a tiny one that loads what is needed once."
     importlib.import_module(module)  # fills `benches`
     found = _found(bench, case)
-    runs = found.make(device, True)
-    (runs.steps | runs.more)[contestant]()
-    runs = found.make(device, tiny)
-    return _growth((runs.steps | runs.more)[contestant], device)
+    found.make(device, True).steps[contestant]()
+    step = found.make(device, tiny).steps[contestant]
+    return _growth(step, device)
 
 # %% ../../nbs/engine/28_bench.ipynb #e2d9be37
 def peak(
@@ -324,10 +328,8 @@ def peak(
     contestant: str,  # its name
     how: How = How(),  # device and size
 ) -> int:  # bytes beyond what there was before a step
-    "Peak memory: on a GPU here, elsewhere in a new process."
+    "Peak memory on the CPU, in a new process."
     args = benches[bench].__module__, bench, case, contestant, how.device, how.tiny
-    if how.device.startswith('cuda'):
-        return _peak_here(*args)
     return _in_new_process('_peak_here', *args)
 
 # %% ../../nbs/engine/28_bench.ipynb #ea173bde
@@ -436,8 +438,8 @@ def _routing_runs(s: Sizes, device: str, tiny: bool) -> Runs:
     steps = {name: when_called(step, plan) for name, plan in named.items()}
     floor = _floor_step(_Case(s, device=device)) if s.shared else None
     X, how = _routing_inputs(s, device), (3, 'gaussian', as_floor('auto', s.c * s.h))
-    compiled = torch.compile(lambda *X: routing_ref(*X, *how)[:3], mode='reduce-overhead')
-    return Runs(steps, floor, more={'definition, compiled': lambda: gradients(compiled(*X), X)})
+    fused = compiled(lambda *X: routing_ref(*X, *how)[:3], device)
+    return Runs(steps, floor, more={'definition, compiled': lambda: gradients(fused(*X), X)})
 
 # %% ../../nbs/engine/28_bench.ipynb #c7b3e8b7
 def when_called(
@@ -453,6 +455,15 @@ def when_called(
         return kept[0]()
 
     return run
+
+# %% ../../nbs/engine/28_bench.ipynb #c0de1ed0
+def compiled(
+    f: Callable,  # a function or a network
+    device: str,  # where it works
+) -> Callable:  # the same, compiled at its first call
+    "By inductor with CUDA graphs; off the GPU, where this is only rehearsed, drawn but not fused."
+    how = dict(mode='reduce-overhead') if device.startswith('cuda') else dict(backend='aot_eager')
+    return torch.compile(f, **how)
 
 # %% ../../nbs/engine/28_bench.ipynb #97933269
 def _routing_cases() -> list[Case]:
@@ -579,8 +590,8 @@ def _caps_runs(s: CapsSizes, device: str, tiny: bool) -> Runs:
     steps = {name: when_called(make, plan) for name, plan in plans_of_fields().items()}
     flops = step_flops(s)
     layer, *X = _caps_inputs(s, 'votes', 3, device)
-    compiled = torch.compile(layer, mode='reduce-overhead')
-    more = {'definition, compiled': lambda: gradients(compiled(*X)[:2], [*X, *layer.parameters()])}
+    fused = compiled(layer, device)
+    more = {'definition, compiled': lambda: gradients(fused(*X)[:2], [*X, *layer.parameters()])}
     return Runs(steps, bare_products(flops, device), dict(gflop=flops / 1e9), more)
 
 # %% ../../nbs/engine/28_bench.ipynb #d07fba8c
@@ -622,8 +633,8 @@ def _capsnet_runs(device: str, tiny: bool) -> Runs:
         'route_capsules': lambda: step(route_capsules(u, W, 3)),
     }
     flops = 3 * 2 * u.numel() * j * 16
-    compiled = torch.compile(lambda: dynamic_routing_ref(votes(), 3).v, mode='reduce-overhead')
-    more = {'definition, compiled': lambda: gradients([compiled()], [u, W])}
+    fused = compiled(lambda: dynamic_routing_ref(votes(), 3).v, device)
+    more = {'definition, compiled': lambda: gradients([fused()], [u, W])}
     return Runs(steps, _vote_products(u, W), dict(gflop=flops / 1e9), more)
 
 

@@ -28,8 +28,8 @@ from capsnb.engine.bench import (
     How,
     Runs,
     benches,
+    compiled,
     measure,
-    peak,
     when_called,
 )
 from ..engine.dstep import Routing, Sizes, plans
@@ -234,6 +234,61 @@ def _judged(rows: list, whole: bool) -> dict:
 stages['exactness'] = _exactness_stage, 0.2
 
 # %% ../../nbs/lab/57_gpu.ipynb #0000000e
+def _checkout() -> Path | None:
+    "The folder of tests and notebooks, if this is a checkout."
+    root = Path(capsnb.__file__).resolve().parent.parent
+    return root if (root / 'tests').is_dir() and (root / 'nbs').is_dir() else None
+
+
+def _ran(command: list, root: Path, at: Stage) -> dict:
+    "Exit status and the end of what a command said."
+    left = max(1.0, at.ends - time.time())
+    how = dict(cwd=root, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        done = subprocess.run(command, timeout=left, **how)
+    except subprocess.TimeoutExpired as e:
+        said = e.stdout.decode() if isinstance(e.stdout, bytes) else e.stdout
+        return dict(status=None, said=f'{(said or "")[-4000:]}\nstopped after {left:.0f} s')
+    return dict(status=done.returncode, said=done.stdout[-4000:])
+
+
+def _for_a_gpu(root: Path) -> list[Path]:
+    "Notebooks with cells that carry `cuda`, and no other flag that keeps them from running."
+    found = []
+    for path in sorted((root / 'nbs').rglob('[0-9]*.ipynb')):
+        cells = [''.join(c['source']) for c in json.loads(path.read_text())['cells']]
+        marks = [set(re.findall(r'^#\| *(\w+)', c, re.M)) for c in cells]
+        if any('cuda' in m and not m & {'slow', 'data'} for m in marks):
+            found.append(path)
+    return found
+
+# %% ../../nbs/lab/57_gpu.ipynb #0000000f
+def _tests_stage(at: Stage) -> dict:
+    "Run them where there is a checkout; elsewhere say that there is none."
+    root = _checkout()
+    if root is None:
+        return dict(none='installed without tests: run this in a checkout')
+    files = [p for p in (root / 'tests').glob('test_*.py') if 'mark.cuda' in p.read_text()]
+    if not files:
+        return dict(none='no test carries the mark')
+    command = [sys.executable, '-m', 'pytest', '-m', 'cuda', '-q', '-n0', '-p', 'no:cacheprovider']
+    found = dict(pytest=_ran([*command, *map(str, sorted(files))], root, at))
+    found['counts'] = {k: int(n) for n, k in re.findall(r'(\d+) (\w+)', _end(found['pytest']))}
+    at.note(found)
+    test = [sys.executable, '-c', 'from nbdev.test import nbdev_test; nbdev_test()']
+    for path in () if at.tiny else _for_a_gpu(root):
+        command = [*test, '--flags', 'cuda', '--path', str(path)]
+        found[path.name] = _ran(command, root, at)
+    return found
+
+
+def _end(ran: dict) -> str:
+    return (ran['said'].strip().splitlines() or [''])[-1]
+
+
+stages['tests'] = _tests_stage, 0.25
+
+# %% ../../nbs/lab/57_gpu.ipynb #00000011
 def _cut_step(below: Callable, above: Callable) -> tuple[Callable, Callable]:
     "A step as two functions, both directions: what is below the routing; the routing and loss."
     kept = {}
@@ -252,7 +307,7 @@ def _cut_step(below: Callable, above: Callable) -> tuple[Callable, Callable]:
     second()
     return first, second
 
-# %% ../../nbs/lab/57_gpu.ipynb #0000000f
+# %% ../../nbs/lab/57_gpu.ipynb #00000012
 def _norb_cut(net: SmallNORBNet, images: Tensor, labels: Tensor):
     "A step of the D-step network, cut."
 
@@ -269,12 +324,7 @@ def _sst_cut(net: SSTNet, mask: Tensor, embs: Tensor, labels: Tensor):
     above = lambda x: F.cross_entropy(net.route(mask, x).a, labels)
     return _cut_step(lambda: [net.features(mask, embs)[1]], above)
 
-# %% ../../nbs/lab/57_gpu.ipynb #00000010
-def _compiled(net: nn.Module) -> nn.Module:
-    "A network compiled, with CUDA graphs."
-    return torch.compile(net, mode='reduce-overhead')
-
-
+# %% ../../nbs/lab/57_gpu.ipynb #00000013
 def _training_runs(made: Callable, cut: Callable, device: str, tiny: bool) -> Runs:
     "A network's step, the same compiled and under autocast, its rival's, and its two parts."
     net, rival, batch = made(device, tiny)
@@ -288,17 +338,16 @@ def _training_runs(made: Callable, cut: Callable, device: str, tiny: bool) -> Ru
     }
     if rival is not None:
         steps['CNN'] = training_step(rival, batch)
-    if not tiny:
-        compiled = lambda: training_step(_compiled(net), batch)
-        steps['capsules, compiled'] = when_called(compiled)
-    return Runs(steps, None, dict(n_params=n_params(net), batch=list(batch[0].shape)))
+    fused = lambda: training_step(compiled(net, device), batch)
+    sizes = dict(n_params=n_params(net), batch=list(batch[0].shape))
+    return Runs(steps, None, sizes, {'capsules, compiled': when_called(fused)})
 
 
 def _in_bfloat16(f: Callable, device: str):
     with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
         return f()
 
-# %% ../../nbs/lab/57_gpu.ipynb #00000011
+# %% ../../nbs/lab/57_gpu.ipynb #00000014
 def _norb_made(device, tiny, n=20, size=96):
     "smallNORB's shape: pairs of 96 × 96."
     seed_everything(0)
@@ -335,20 +384,20 @@ def _sst_cases() -> list[Case]:
 benches['gpu: smallNORB'] = _norb_cases
 benches['gpu: GPT-2-large'] = _sst_cases
 
-# %% ../../nbs/lab/57_gpu.ipynb #00000012
+# %% ../../nbs/lab/57_gpu.ipynb #00000015
 def _cases_stage(at: Stage, names: tuple) -> dict:
-    "Measure the cases of some benches, with what only a GPU's bench runs, and peak memory."
-    found = {}
-    for name, case in ((n, c) for n in names for c in benches[n]()):
-        if at.over():
-            found[f'{name}: {case.name}'] = 'no time left'
-            continue
-        got = found[f'{name}: {case.name}'] = measure(case, at.how._replace(more=True))
-        got['share_of_routing'] = _share(got['measured'])
-        for way, row in got['measured'].items() if at.how.memory and not at.over() else ():
-            row['bytes'] = peak(name, case.name, way, at.how)
-        at.note(found)
-        print(page(f'{name}: {case.name}', got), flush=True)
+    "Measure all cases of some benches; then, of each bench's first case, what must be compiled."
+    found, all_ = {}, {n: benches[n]()[: 1 if at.tiny else None] for n in names}
+    plain = [(f'{n}: {c.name}', c, at.how) for n in names for c in all_[n]]
+    more = at.how._replace(more=True)
+    plain += [(f'{n}: {all_[n][0].name}, compiled', all_[n][0], more) for n in names]
+    for title, case, how in plain:
+        found[title] = None  # where there is no time left
+        if not at.over():
+            found[title] = measure(case, how)
+            found[title]['share_of_routing'] = _share(found[title]['measured'])
+            at.note(found)
+            print(page(title, found[title]), flush=True)
     return found
 
 
@@ -363,7 +412,7 @@ def _share(rows: dict) -> float | None:
 stages['smallNORB'] = lambda at: _cases_stage(at, ('gpu: smallNORB',)), 0.2
 stages['GPT-2-large'] = lambda at: _cases_stage(at, ('gpu: GPT-2-large',)), 0.15
 
-# %% ../../nbs/lab/57_gpu.ipynb #00000014
+# %% ../../nbs/lab/57_gpu.ipynb #00000017
 def softmax_moments_ref(
     f: Tensor,  # [n, i] activations
     phi: Tensor,  # [n, N, i] statistics of the parts
@@ -373,7 +422,7 @@ def softmax_moments_ref(
     R = torch.softmax(phi.mT @ theta, -1)
     return phi @ (R * f[..., None])
 
-# %% ../../nbs/lab/57_gpu.ipynb #00000015
+# %% ../../nbs/lab/57_gpu.ipynb #00000018
 def softmax_moments_flex(
     f: Tensor,  # [n, i] activations
     phi: Tensor,  # [n, N, i] statistics of the parts
@@ -393,7 +442,7 @@ def softmax_moments_flex(
     mean, mass = attention(k, q, q, score_mod=add, scale=1.0, return_lse=True)
     return (mean * mass.exp()[..., None])[:, 0].mT
 
-# %% ../../nbs/lab/57_gpu.ipynb #00000017
+# %% ../../nbs/lab/57_gpu.ipynb #0000001a
 def _rival_inputs(n: int, i: int, j: int, c: int, d: int, device: str):
     "Activations, statistics and parameters of n samples."
     dice = torch.Generator().manual_seed(0)
@@ -426,13 +475,13 @@ def _by_kernel(f: Tensor, phi: Tensor, theta: Tensor) -> Callable:
         raise ValueError('the kernel wants tensors on CUDA')
     return lambda: torch.ops.capsnb.softmax_moments(f, phi, theta, 'ieee')[0]
 
-# %% ../../nbs/lab/57_gpu.ipynb #00000018
+# %% ../../nbs/lab/57_gpu.ipynb #0000001b
 def _rival_ways(X: list[Tensor], device: str) -> dict[str, Callable]:
     "Contestants of softmax-moments, forward."
-    compiled = torch.compile(softmax_moments_ref, mode='reduce-overhead')
+    fused = compiled(softmax_moments_ref, device)
     return {
         'definition': lambda: softmax_moments_ref(*X),
-        'definition, compiled': when_called(lambda: lambda: compiled(*X)),
+        'definition, compiled': lambda: fused(*X),
         'FlexAttention': when_called(_by_flex, *X, device),
         'kernel': when_called(_by_kernel, *X),
     }
@@ -458,7 +507,7 @@ def _rival_cases() -> list[Case]:
 
 benches['gpu: softmax-moments'] = _rival_cases
 
-# %% ../../nbs/lab/57_gpu.ipynb #00000019
+# %% ../../nbs/lab/57_gpu.ipynb #0000001c
 def _rivals_stage(at: Stage) -> dict:
     "Their errors against float64, then their times."
     X = _rival_inputs(2, 100, 6, 4, 4, at.device)
@@ -474,60 +523,7 @@ def _rivals_stage(at: Stage) -> dict:
 
 
 stages['rivals'] = _rivals_stage, 0.15
-stages['bench'] = lambda at: _cases_stage(at, ('routing', 'convcaps', 'capsnet')), 0.6
-
-# %% ../../nbs/lab/57_gpu.ipynb #0000001b
-def _checkout() -> Path | None:
-    "The folder of tests and notebooks, if this is a checkout."
-    root = Path(capsnb.__file__).resolve().parent.parent
-    return root if (root / 'tests').is_dir() and (root / 'nbs').is_dir() else None
-
-
-def _ran(command: list, root: Path, at: Stage) -> dict:
-    "Exit status and the end of what a command said."
-    left = max(1.0, at.ends - time.time())
-    how = dict(cwd=root, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    try:
-        done = subprocess.run(command, timeout=left, **how)
-    except subprocess.TimeoutExpired as e:
-        said = e.stdout.decode() if isinstance(e.stdout, bytes) else e.stdout
-        return dict(status=None, said=f'{(said or "")[-4000:]}\nstopped after {left:.0f} s')
-    return dict(status=done.returncode, said=done.stdout[-4000:])
-
-
-def _for_a_gpu(root: Path) -> list[Path]:
-    "Notebooks with cells that carry `cuda`, and no other flag that keeps them from running."
-    found = []
-    for path in sorted((root / 'nbs').rglob('[0-9]*.ipynb')):
-        cells = [''.join(c['source']) for c in json.loads(path.read_text())['cells']]
-        marks = [set(re.findall(r'^#\| *(\w+)', c, re.M)) for c in cells]
-        if any('cuda' in m and not m & {'slow', 'data'} for m in marks):
-            found.append(path)
-    return found
-
-# %% ../../nbs/lab/57_gpu.ipynb #0000001c
-def _tests_stage(at: Stage) -> dict:
-    "Run them where there is a checkout; elsewhere say that there is none."
-    root = _checkout()
-    if root is None:
-        return dict(none='installed without tests: run this in a checkout')
-    files = sorted({p for p in (root / 'tests').glob('test_*.py') if 'cuda' in p.read_text()})
-    command = [sys.executable, '-m', 'pytest', '-m', 'cuda', '-q', '-n0', '-p', 'no:cacheprovider']
-    found = dict(pytest=_ran([*command, *map(str, files)], root, at))
-    found['counts'] = {k: int(n) for n, k in re.findall(r'(\d+) (\w+)', _end(found['pytest']))}
-    at.note(found)
-    test = [sys.executable, '-c', 'from nbdev.test import nbdev_test; nbdev_test()']
-    for path in () if at.tiny else _for_a_gpu(root):
-        command = [*test, '--flags', 'cuda', '--path', str(path)]
-        found[path.name] = _ran(command, root, at)
-    return found
-
-
-def _end(ran: dict) -> str:
-    return (ran['said'].strip().splitlines() or [''])[-1]
-
-
-stages['tests'] = _tests_stage, 1.0
+stages['bench'] = lambda at: _cases_stage(at, ('routing', 'convcaps', 'capsnet')), 1.0
 
 # %% ../../nbs/lab/57_gpu.ipynb #0000001e
 def run_stage(
@@ -588,8 +584,7 @@ def gpu_bench(
     record = run_record(0, data='random inputs', machine=machine(device), tiny=tiny, stages={})
     ends = time.time() + budget
     for name in names or stages:
-        seconds = stages[name][1] * budget if name != 'tests' else budget
-        seconds = min(seconds, ends - time.time())
+        seconds = min(stages[name][1] * budget, ends - time.time())
         print(f'{name}: at most {seconds:.0f} s', file=sys.stderr, flush=True)
         record['stages'][name] = _apart(name, device, tiny, seconds) if seconds > 1 else _no_time
         write_json(out, record)

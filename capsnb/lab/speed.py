@@ -108,9 +108,6 @@ def _matrix_caps_runs(device: str, tiny: bool) -> Runs:
 def _matrix_caps_cases():
     return [Case('64·8·16·16, 20 pairs of 32 × 32', _matrix_caps_runs, quick=True, items=20)]
 
-
-benches['matrix_caps'] = _matrix_caps_cases
-
 # %% ../../nbs/lab/53_speed.ipynb #0000000a
 def _reading(embs: Tensor, d_feat: int = 64) -> Callable:
     "Bare products: features of hidden states [t, l, m], and the gradient of their maps."
@@ -339,11 +336,12 @@ def _network_cases():
     for name, (make, axes) in _growth.items():
         for axis, values in (_every | axes).items():
             runs = functools.partial(_growth_runs, make, axis, values)
-            cases.append(Case(f'{name}, by {axis}', runs, memory=False))
+            cases.append(Case(f'{name}, by {axis}', runs, memory=False, rounds=3))
     return cases
 
 
 benches['networks'] = _network_cases
+benches['matrix_caps'] = _matrix_caps_cases
 
 # %% ../../nbs/lab/53_speed.ipynb #00000015
 def _processor() -> str:
@@ -465,8 +463,9 @@ def _last(text: str) -> str:
 def _measured(bench: str, case: Case, how: How, last: dict | None) -> dict:
     "A case, its memory, and what has become of it since the last record."
     found = measure(case, how)
-    for name, row in found['measured'].items():
-        row['bytes'] = peak(bench, case.name, name, how) if how.memory and case.memory else None
+    on_cpu, rows = how.device == 'cpu' and how.memory and case.memory, found['measured']
+    for name, row in rows.items():
+        row['bytes'] = peak(bench, case.name, name, how) if on_cpu else row.get('bytes')
     _compare(found, last)
     return found
 
