@@ -606,7 +606,7 @@ benches['convcaps'] = _caps_cases
 
 # %% ../../nbs/engine/28_bench.ipynb #82d4efd7
 def _vote_products(u: Tensor, W: Tensor) -> Callable:
-    "Bare products: votes of u [n, i, d] under W [i, j, d, h], and their two gradients."
+    "The floor: making votes of u [n, i, d] and W [i, j, d, h] once, and both gradients."
     x, w = u.detach().transpose(0, 1).contiguous(), W.detach().transpose(1, 2).flatten(2)
     g = torch.bmm(x, w)
     V, gx, gw = (torch.empty_like(t) for t in (g, x, w))
@@ -620,7 +620,7 @@ def _vote_products(u: Tensor, W: Tensor) -> Callable:
 
 # %% ../../nbs/engine/28_bench.ipynb #2c2fb599
 def _capsnet_runs(device: str, tiny: bool) -> Runs:
-    "Dynamic routing, forward and backward: of votes that are made first, and of maps."
+    "CapsNet's routing, forward and backward: of votes that are made first, and of maps."
     seed_everything(0)
     n, i, j = (2, 12, 3) if tiny else (64, 1152, 10)
     u = (0.3 * torch.randn(n, i, 8)).to(device).requires_grad_()

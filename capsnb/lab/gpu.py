@@ -91,7 +91,7 @@ def _device_stage(at: Stage) -> dict:
 
 stages['device'] = _device_stage, 0.1
 
-# %% ../../nbs/lab/57_gpu.ipynb #00000007
+# %% ../../nbs/lab/57_gpu.ipynb #00000006
 _sweep = [  # n, i, j, c, d, h, shared
     Sizes(1, 1, 1, 1, 1, 1, True),
     Sizes(2, 33, 17, 4, 4, 4, True),
@@ -112,7 +112,7 @@ def _routing_problem(s: Sizes):
     a[:, ::7] = -torch.inf if s.i > 1 else a[:, ::7]
     return layer, [a, mu]
 
-# %% ../../nbs/lab/57_gpu.ipynb #00000008
+# %% ../../nbs/lab/57_gpu.ipynb #00000007
 def _errors(
     run: Callable,  # inputs and parameters -> outputs
     tensors: list[Tensor],  # float64, on the CPU
@@ -140,7 +140,7 @@ def _each_error(found: list[Tensor], truth: list[Tensor]) -> list[float]:
             errors.append(float('inf'))
     return errors
 
-# %% ../../nbs/lab/57_gpu.ipynb #00000009
+# %% ../../nbs/lab/57_gpu.ipynb #00000008
 _least = 32 * torch.finfo(torch.float32).eps  # of an error that counts
 
 
@@ -161,7 +161,7 @@ def _exact_rows(name: str, ways: dict, tensors: list, definition: Callable, at: 
         rows.append(row)
     return rows
 
-# %% ../../nbs/lab/57_gpu.ipynb #0000000a
+# %% ../../nbs/lab/57_gpu.ipynb #00000009
 def _of_layer(layer: nn.Module, n_inputs: int, plan: str) -> Callable:
     "A layer's routing by a plan, as a function of its inputs and its parameters."
     names = [name for name, _ in layer.named_parameters()]
@@ -174,7 +174,7 @@ def _of_layer(layer: nn.Module, n_inputs: int, plan: str) -> Callable:
 
     return run
 
-# %% ../../nbs/lab/57_gpu.ipynb #0000000b
+# %% ../../nbs/lab/57_gpu.ipynb #0000000a
 def _exact_routings(at: Stage):
     "All plans of `Routing`."
     for s in _sweep[:3] if at.tiny else _sweep:
@@ -213,7 +213,7 @@ def _exact_agreements(at: Stage):
         definition = lambda X: [dynamic_routing_ref(votes(*X), 3).v]
         yield _exact_rows(f'dynamic routing {(n, i, j)}', ways, tensors, definition, at)
 
-# %% ../../nbs/lab/57_gpu.ipynb #0000000c
+# %% ../../nbs/lab/57_gpu.ipynb #0000000b
 def _exactness_stage(at: Stage) -> dict:
     "All sweeps, and whether all of them are good."
     rows = []
@@ -233,7 +233,7 @@ def _judged(rows: list, whole: bool) -> dict:
 
 stages['exactness'] = _exactness_stage, 0.2
 
-# %% ../../nbs/lab/57_gpu.ipynb #0000000e
+# %% ../../nbs/lab/57_gpu.ipynb #0000000c
 def _checkout() -> Path | None:
     "The folder of tests and notebooks, if this is a checkout."
     root = Path(capsnb.__file__).resolve().parent.parent
@@ -262,7 +262,7 @@ def _for_a_gpu(root: Path) -> list[Path]:
             found.append(path)
     return found
 
-# %% ../../nbs/lab/57_gpu.ipynb #0000000f
+# %% ../../nbs/lab/57_gpu.ipynb #0000000d
 def _tests_stage(at: Stage) -> dict:
     "Run them where there is a checkout; elsewhere say that there is none."
     root = _checkout()
@@ -288,7 +288,7 @@ def _end(ran: dict) -> str:
 
 stages['tests'] = _tests_stage, 0.25
 
-# %% ../../nbs/lab/57_gpu.ipynb #00000011
+# %% ../../nbs/lab/57_gpu.ipynb #0000000e
 def _cut_step(below: Callable, above: Callable) -> tuple[Callable, Callable]:
     "A step as two functions, both directions: what is below the routing; the routing and loss."
     kept = {}
@@ -307,7 +307,7 @@ def _cut_step(below: Callable, above: Callable) -> tuple[Callable, Callable]:
     second()
     return first, second
 
-# %% ../../nbs/lab/57_gpu.ipynb #00000012
+# %% ../../nbs/lab/57_gpu.ipynb #0000000f
 def _norb_cut(net: SmallNORBNet, images: Tensor, labels: Tensor):
     "A step of the D-step network, cut."
 
@@ -324,7 +324,7 @@ def _sst_cut(net: SSTNet, mask: Tensor, embs: Tensor, labels: Tensor):
     above = lambda x: F.cross_entropy(net.route(mask, x).a, labels)
     return _cut_step(lambda: [net.features(mask, embs)[1]], above)
 
-# %% ../../nbs/lab/57_gpu.ipynb #00000013
+# %% ../../nbs/lab/57_gpu.ipynb #00000010
 def _training_runs(made: Callable, cut: Callable, device: str, tiny: bool) -> Runs:
     "A network's step, the same compiled and under autocast, its rival's, and its two parts."
     net, rival, batch = made(device, tiny)
@@ -347,7 +347,7 @@ def _in_bfloat16(f: Callable, device: str):
     with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
         return f()
 
-# %% ../../nbs/lab/57_gpu.ipynb #00000014
+# %% ../../nbs/lab/57_gpu.ipynb #00000011
 def _norb_made(device, tiny, n=20, size=96):
     "smallNORB's shape: pairs of 96 × 96."
     seed_everything(0)
@@ -384,7 +384,7 @@ def _sst_cases() -> list[Case]:
 benches['gpu: smallNORB'] = _norb_cases
 benches['gpu: GPT-2-large'] = _sst_cases
 
-# %% ../../nbs/lab/57_gpu.ipynb #00000015
+# %% ../../nbs/lab/57_gpu.ipynb #00000012
 def _cases_stage(at: Stage, names: tuple) -> dict:
     "Measure all cases of some benches; then, of each bench's first case, what must be compiled."
     found, all_ = {}, {n: benches[n]()[: 1 if at.tiny else None] for n in names}
@@ -412,7 +412,7 @@ def _share(rows: dict) -> float | None:
 stages['smallNORB'] = lambda at: _cases_stage(at, ('gpu: smallNORB',)), 0.2
 stages['GPT-2-large'] = lambda at: _cases_stage(at, ('gpu: GPT-2-large',)), 0.15
 
-# %% ../../nbs/lab/57_gpu.ipynb #00000017
+# %% ../../nbs/lab/57_gpu.ipynb #00000014
 def softmax_moments_ref(
     f: Tensor,  # [n, i] activations
     phi: Tensor,  # [n, N, i] statistics of the parts
@@ -422,7 +422,7 @@ def softmax_moments_ref(
     R = torch.softmax(phi.mT @ theta, -1)
     return phi @ (R * f[..., None])
 
-# %% ../../nbs/lab/57_gpu.ipynb #00000018
+# %% ../../nbs/lab/57_gpu.ipynb #00000015
 def softmax_moments_flex(
     f: Tensor,  # [n, i] activations
     phi: Tensor,  # [n, N, i] statistics of the parts
@@ -442,7 +442,7 @@ def softmax_moments_flex(
     mean, mass = attention(k, q, q, score_mod=add, scale=1.0, return_lse=True)
     return (mean * mass.exp()[..., None])[:, 0].mT
 
-# %% ../../nbs/lab/57_gpu.ipynb #0000001a
+# %% ../../nbs/lab/57_gpu.ipynb #00000017
 def _rival_inputs(n: int, i: int, j: int, c: int, d: int, device: str):
     "Activations, statistics and parameters of n samples."
     dice = torch.Generator().manual_seed(0)
@@ -475,7 +475,7 @@ def _by_kernel(f: Tensor, phi: Tensor, theta: Tensor) -> Callable:
         raise ValueError('the kernel wants tensors on CUDA')
     return lambda: torch.ops.capsnb.softmax_moments(f, phi, theta, 'ieee')[0]
 
-# %% ../../nbs/lab/57_gpu.ipynb #0000001b
+# %% ../../nbs/lab/57_gpu.ipynb #00000018
 def _rival_ways(X: list[Tensor], device: str) -> dict[str, Callable]:
     "Contestants of softmax-moments, forward."
     fused = compiled(softmax_moments_ref, device)
@@ -507,7 +507,7 @@ def _rival_cases() -> list[Case]:
 
 benches['gpu: softmax-moments'] = _rival_cases
 
-# %% ../../nbs/lab/57_gpu.ipynb #0000001c
+# %% ../../nbs/lab/57_gpu.ipynb #00000019
 def _rivals_stage(at: Stage) -> dict:
     "Their errors against float64, then their times."
     X = _rival_inputs(2, 100, 6, 4, 4, at.device)
@@ -525,7 +525,7 @@ def _rivals_stage(at: Stage) -> dict:
 stages['rivals'] = _rivals_stage, 0.15
 stages['bench'] = lambda at: _cases_stage(at, ('routing', 'convcaps', 'capsnet')), 1.0
 
-# %% ../../nbs/lab/57_gpu.ipynb #0000001e
+# %% ../../nbs/lab/57_gpu.ipynb #0000001b
 def run_stage(
     name: str,  # of a stage
     path: str | Path,  # where it leaves what it has found
@@ -546,7 +546,7 @@ def run_stage(
     except Exception:
         write(kept.get('found'), ended=False, failed=traceback.format_exc()[-6000:])
 
-# %% ../../nbs/lab/57_gpu.ipynb #0000001f
+# %% ../../nbs/lab/57_gpu.ipynb #0000001c
 def _apart(name: str, device: str, tiny: bool, seconds: float) -> dict:
     "A stage in a process of its own, stopped when its time is over."
     code = 'import json, sys, capsnb.lab.gpu as g; g.run_stage(*json.loads(sys.argv[1]))'
@@ -564,7 +564,7 @@ def _apart(name: str, device: str, tiny: bool, seconds: float) -> dict:
             return found if 'ended' in found else found | dict(ended=False, failed=died)
         return dict(found=None, seconds=time.time() - start, ended=False, failed=died)
 
-# %% ../../nbs/lab/57_gpu.ipynb #00000020
+# %% ../../nbs/lab/57_gpu.ipynb #0000001d
 def gpu_bench(
     out: str | Path = 'runs/bench_gpu.json',  # the record
     *,

@@ -85,7 +85,7 @@ def sentences(
     labels = torch.randint(n_classes, (n,), generator=dice)
     return mask.to(device), embs.to(device), labels.to(device)
 
-# %% ../../nbs/lab/53_speed.ipynb #00000008
+# %% ../../nbs/lab/53_speed.ipynb #00000007
 def _caps_net(plan: str, device: str, sizes=(64, 8, 16, 16), **kw) -> MatrixCapsNet:
     "Matrix capsules whose convolutional layers route by a plan."
     seed_everything(0)
@@ -96,6 +96,7 @@ def _caps_net(plan: str, device: str, sizes=(64, 8, 16, 16), **kw) -> MatrixCaps
 
 
 def _matrix_caps_runs(device: str, tiny: bool) -> Runs:
+    "Steps of the small matrix capsules, by all plans."
     sizes, n = ((2, 2, 2, 2), 2) if tiny else ((64, 8, 16, 16), 20)
     batch = pictures(n, (2, 32, 32), 5, device)
     make = lambda plan: training_step(_caps_net(plan, device, sizes), batch)
@@ -108,7 +109,7 @@ def _matrix_caps_runs(device: str, tiny: bool) -> Runs:
 def _matrix_caps_cases():
     return [Case('64·8·16·16, 20 pairs of 32 × 32', _matrix_caps_runs, quick=True, items=20)]
 
-# %% ../../nbs/lab/53_speed.ipynb #0000000a
+# %% ../../nbs/lab/53_speed.ipynb #00000008
 def _reading(embs: Tensor, d_feat: int = 64) -> Callable:
     "Bare products: features of hidden states [t, l, m], and the gradient of their maps."
     x = embs.transpose(0, 1).contiguous()
@@ -124,6 +125,7 @@ def _reading(embs: Tensor, d_feat: int = 64) -> Callable:
 
 
 def _sst_runs(device: str, tiny: bool) -> Runs:
+    "Steps of the network for text, by all plans; its floor is reading the hidden states."
     n, words, shape = (2, 4, (3, 8)) if tiny else (20, 19, (31, 576))
     batch = sentences(n, words, shape, 5, device)
 
@@ -141,7 +143,7 @@ def _sst_cases():
 
 benches['sst'] = _sst_cases
 
-# %% ../../nbs/lab/53_speed.ipynb #0000000c
+# %% ../../nbs/lab/53_speed.ipynb #00000009
 def _by_definition(x: Tensor, start: Params, iters: int):
     "EM by the plain functions of the book."
     p = start
@@ -179,7 +181,7 @@ def _mixture_floor(x: Tensor, n: int, iters: int, rows: int = 1024) -> Callable:
 
 
 def _mixture_runs(device: str, tiny: bool) -> Runs:
-    "One fit from the same start."
+    "Fits from the same start; the definition is chapter 2's."
     n, j, iters = (200, 3, 2) if tiny else (50_000, 64, 5)
     dice = torch.Generator().manual_seed(0)
     centre = 3 * torch.randn(j, 16, generator=dice)
@@ -201,7 +203,7 @@ def _mixture_runs(device: str, tiny: bool) -> Runs:
 
 benches['mixture'] = lambda: [Case('50,000 points, 64 Gaussians', _mixture_runs, quick=True)]
 
-# %% ../../nbs/lab/53_speed.ipynb #0000000e
+# %% ../../nbs/lab/53_speed.ipynb #0000000b
 class Probe(nn.Module, HubMixin, library_name='capsnb', tags=['probe']):
     "A linear map of a sentence's mean hidden states to classes, of a low rank."
 
@@ -229,7 +231,7 @@ class Probe(nn.Module, HubMixin, library_name='capsnb', tags=['probe']):
         total = embs.new_zeros(len(mask), embs[0].numel()).index_add_(0, own, embs.flatten(1))
         return answer(Scores(self.classify(self.read(total / counts[:, None]))), labels)
 
-# %% ../../nbs/lab/53_speed.ipynb #0000000f
+# %% ../../nbs/lab/53_speed.ipynb #0000000c
 def _digits(tiny):
     "The D-step network on digits, and its rival."
     net = DStepNet()
@@ -276,7 +278,7 @@ _networks = {  # name -> network, rival and batch
     'sentiment': _text,
 }
 
-# %% ../../nbs/lab/53_speed.ipynb #00000010
+# %% ../../nbs/lab/53_speed.ipynb #0000000d
 def _pair_runs(make: Callable, device: str, tiny: bool) -> Runs:
     "A network's training step, and its rival's."
     seed_everything(0)
@@ -287,7 +289,7 @@ def _pair_runs(make: Callable, device: str, tiny: bool) -> Runs:
     sizes = {k: n_params(n) for k, n in (('capsules', net), (name, rival))}
     return Runs(steps, None, dict(n_params=sizes, batch=list(batch[0].shape)))
 
-# %% ../../nbs/lab/53_speed.ipynb #00000012
+# %% ../../nbs/lab/53_speed.ipynb #0000000e
 def _grown_norb(device, batch=10, size=48, types=64, iterations=3, outputs=5):
     net = DStepNet(outputs, n_types=types, n_parts=64, n_iters=iterations, **norb_trunk())
     return training_step(net.to(device), pictures(batch, (2, size, size), outputs, device))
@@ -317,7 +319,7 @@ _growth = {  # network -> how it is made, and the values of each size
 }
 _every = dict(batch=(5, 10, 20, 40), iterations=(1, 2, 4, 8), outputs=(5, 10, 20, 40))
 
-# %% ../../nbs/lab/53_speed.ipynb #00000013
+# %% ../../nbs/lab/53_speed.ipynb #0000000f
 def _growth_runs(make: Callable, axis: str, values: tuple, device: str, tiny: bool) -> Runs:
     "A contestant for every value."
     seed_everything(0)
@@ -343,7 +345,7 @@ def _network_cases():
 benches['networks'] = _network_cases
 benches['matrix_caps'] = _matrix_caps_cases
 
-# %% ../../nbs/lab/53_speed.ipynb #00000015
+# %% ../../nbs/lab/53_speed.ipynb #00000011
 def _processor() -> str:
     "Name of the processor."
     info = Path('/proc/cpuinfo')
@@ -379,7 +381,7 @@ def machine(
         environment=waiting,
     )
 
-# %% ../../nbs/lab/53_speed.ipynb #00000016
+# %% ../../nbs/lab/53_speed.ipynb #00000012
 def _check_names(names: tuple) -> tuple:
     "Names of benches; `ValueError` for unknown ones, all for none."
     unknown = [n for n in names if n not in benches]
@@ -398,7 +400,7 @@ def _check_device(name: str | None) -> str:
         raise ValueError(f"the bench measures on 'cpu' and 'cuda', not on {name!r}")
     return str(device)
 
-# %% ../../nbs/lab/53_speed.ipynb #00000017
+# %% ../../nbs/lab/53_speed.ipynb #00000013
 def _before(path: Path, here: dict, tiny: bool) -> dict:
     "The record that a file holds, if it is this machine's and no rehearsal's; else an empty one."
     if not path.exists():
@@ -409,7 +411,7 @@ def _before(path: Path, here: dict, tiny: bool) -> dict:
     same = record.get('machine') == here and record.get('tiny') == tiny
     return record if same else {}
 
-# %% ../../nbs/lab/53_speed.ipynb #00000018
+# %% ../../nbs/lab/53_speed.ipynb #00000014
 def _compare(now: dict, last: dict | None):
     "Note how many times faster each contestant is than in the machine's last record."
     old = (last or {}).get('measured', {})
@@ -417,7 +419,7 @@ def _compare(now: dict, last: dict | None):
         then = old.get(name)
         row['faster_than_last'] = then['wall'] / row['wall'] if then else None
 
-# %% ../../nbs/lab/53_speed.ipynb #00000019
+# %% ../../nbs/lab/53_speed.ipynb #00000015
 def _time(seconds: float) -> str:
     return f'{1e3 * seconds:,.2f} ms' if seconds < 1 else f'{seconds:,.2f} s'
 
@@ -435,7 +437,7 @@ def _line(name: str, row: dict) -> list[str]:
     shown += [_times(row.get(k)) for k in keys]
     return [name, *shown, f'{rate:,.0f}' if rate else '']
 
-# %% ../../nbs/lab/53_speed.ipynb #0000001a
+# %% ../../nbs/lab/53_speed.ipynb #00000016
 def page(
     title: str,  # of a case
     found: dict,  # what was measured
@@ -459,7 +461,7 @@ def page(
 def _last(text: str) -> str:
     return text.strip().splitlines()[-1]
 
-# %% ../../nbs/lab/53_speed.ipynb #0000001b
+# %% ../../nbs/lab/53_speed.ipynb #00000017
 def _measured(bench: str, case: Case, how: How, last: dict | None) -> dict:
     "A case, its memory, and what has become of it since the last record."
     found = measure(case, how)
@@ -469,7 +471,7 @@ def _measured(bench: str, case: Case, how: How, last: dict | None) -> dict:
     _compare(found, last)
     return found
 
-# %% ../../nbs/lab/53_speed.ipynb #0000001c
+# %% ../../nbs/lab/53_speed.ipynb #00000018
 def _plan_of(names: tuple, quick: bool) -> list[tuple[str, Case]]:
     "All cases that will be measured."
     cases = [(b, c) for b in names for c in benches[b]()]
@@ -482,7 +484,7 @@ def _how(device: str, quick: bool, tiny: bool) -> How:
         return How(device, rounds=2, seconds=1, memory=False, tiny=True)
     return How(device, rounds=3, seconds=1, memory=False) if quick else How(device)
 
-# %% ../../nbs/lab/53_speed.ipynb #0000001d
+# %% ../../nbs/lab/53_speed.ipynb #00000019
 def bench(
     names: tuple = (),  # of benches; none: all
     out: str | Path = 'runs/bench.json',  # the record
@@ -509,7 +511,7 @@ def bench(
     finally:
         torch.set_num_threads(before)
 
-# %% ../../nbs/lab/53_speed.ipynb #0000001e
+# %% ../../nbs/lab/53_speed.ipynb #0000001a
 def _fresh(last: dict, here: dict, tiny: bool) -> dict:
     "A new record, with the cases of the last one, which are replaced one by one."
     versions = {m: _version(m) for m in ('numba', 'triton', 'scikit-learn')}
@@ -528,7 +530,7 @@ def _when(record: dict) -> dict:
     load = os.getloadavg()[0] if hasattr(os, 'getloadavg') else None
     return dict(date=record['date'], commit=record['commit'], load=load)
 
-# %% ../../nbs/lab/53_speed.ipynb #0000001f
+# %% ../../nbs/lab/53_speed.ipynb #0000001b
 def _measure_all(record, last, out, cases, how, quick, progress):
     "Case after case; the file is whole after each."
     out.parent.mkdir(parents=True, exist_ok=True)
