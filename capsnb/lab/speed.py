@@ -311,22 +311,38 @@ def _grown_text(device, batch=20, size=20, types=64, iterations=3, outputs=5):
     return training_step(net, sentences(batch, size, (31, 576), outputs, device))
 
 
-_growth = {  # network -> how it is made, and the values of each size
+_growth = {  # network -> how it is made, the values of two sizes
     'D-step, smallNORB': (_grown_norb, dict(size=(32, 48, 64, 96), types=(16, 32, 64, 128))),
     'matrix capsules': (_grown_matrix, dict(size=(24, 32, 48, 64), types=(4, 8, 16, 32))),
     'CapsNet': (_grown_capsnet, dict(size=(20, 28, 40, 56), types=(4, 8, 16, 32))),
     'sentiment': (_grown_text, dict(size=(10, 20, 40, 80), types=(16, 32, 64, 128))),
 }
+_below = {  # network -> kernel and stride of the layers below its first wholes
+    'D-step, smallNORB': [(3, 1), (3, 2)] * 3,
+    'matrix capsules': [(5, 2), (3, 2)],
+    'CapsNet': [(9, 1), (9, 2)],
+}
 _every = dict(batch=(5, 10, 20, 40), iterations=(1, 2, 4, 8), outputs=(5, 10, 20, 40))
 
 # %% ../../nbs/lab/53_speed.ipynb #00000010
-def _growth_runs(make: Callable, axis: str, values: tuple, device: str, tiny: bool) -> Runs:
+def _places(network: str, size: int) -> int:
+    "Places of an image, in matrix capsules those of both layers by their votes; words of a text."
+    if network not in _below:
+        return size
+    for kernel, stride in _below[network]:
+        size = (size - kernel) // stride + 1
+    above = 2 * (size - 2) ** 2 if network == 'matrix capsules' else 0
+    return size**2 + above
+
+
+def _growth_runs(name: str, axis: str, values: tuple, device: str, tiny: bool) -> Runs:
     "A contestant for every value."
     seed_everything(0)
     base = dict(batch=2, types=2) if tiny else {}
     values = values[:2] if tiny else values
-    steps = {str(v): make(device, **base | {axis: v}) for v in values}
-    return Runs(steps, None, dict(axis=axis, values=list(values)))
+    steps = {str(v): _growth[name][0](device, **base | {axis: v}) for v in values}
+    counts = [_places(name, v) if axis == 'size' else v for v in values]
+    return Runs(steps, None, dict(values=list(values), counts=counts))
 
 
 def _network_cases():
@@ -335,9 +351,9 @@ def _network_cases():
         runs = functools.partial(_pair_runs, make)
         items = 20
         cases.append(Case(name, runs, quick=name in ('D-step, digits', 'sentiment'), items=items))
-    for name, (make, axes) in _growth.items():
+    for name, (_, axes) in _growth.items():
         for axis, values in (_every | axes).items():
-            runs = functools.partial(_growth_runs, make, axis, values)
+            runs = functools.partial(_growth_runs, name, axis, values)
             cases.append(Case(f'{name}, by {axis}', runs, memory=False, rounds=3))
     return cases
 
