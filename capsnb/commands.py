@@ -687,6 +687,51 @@ def ablate(
     print(f"{ablation.ablation_table(out)}\n\nlook at {picture}")
 
 
+def bench(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help='routing, convcaps, capsnet, matrix_caps, sst, mixture, networks; all if none.',
+            show_default=False,
+        ),
+    ] = None,
+    device: Annotated[str, option("'cpu', or 'cuda' for everything that only a GPU can show.")] = (
+        'cpu'
+    ),
+    threads: Annotated[
+        int | None, unset("Threads of PyTorch; its own choice if not given.", min=1)
+    ] = None,
+    quick: Annotated[bool, option('A minute: few cases and rounds, no memory.', '--quick')] = False,
+    rehearse: Annotated[
+        bool, option('Everything that --device cuda does, at tiny sizes.', '--rehearse')
+    ] = False,
+    budget: Annotated[
+        int, option('Seconds after which the bench of a GPU ends, whatever is left.', min=1)
+    ] = 570,
+    resume: Annotated[
+        bool, option('Keep the cases that the record has, of this commit and machine.', '--resume')
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(show_default='runs/bench.json', help='File of the record.')
+    ] = None,
+    progress: Progress = None,
+):
+    """Time and memory, side by side with the definition and the floor, and compared with the last
+    record of this machine.
+
+    With --device cuda and no name: tests, exactness, benches, rivals, training, in ten minutes."""
+    if rehearse or (device.startswith('cuda') and not names):
+        if names or quick or resume:
+            raise ValueError("--device cuda and --rehearse run everything: no names, no --quick")
+        out = out or Path('runs/bench_gpu.json')
+        room('lab.gpu').gpu_bench(out, device=device, tiny=rehearse, budget=budget)
+        return print(f'the record is in {out}')
+    out = out or Path('runs/bench.json')
+    kw = dict(device=device, threads=threads, quick=quick, resume=resume, progress=progress)
+    room('lab.speed').bench(tuple(names or ()), out, **kw)
+    print(f'the record is in {out}')
+
+
 class Tasks(typer.core.TyperGroup):
     "The sub-commands of `capsnb train`; a name with a colon is a task of one's own."
 
@@ -746,4 +791,5 @@ def make_app() -> typer.Typer:
     app.command('explain')(entrance(explain))
     short = 'What each part of matrix capsules is worth: Table 1 of the paper.'
     app.command('ablate', short_help=short)(entrance(ablate))
+    app.command('bench', short_help='Time and memory of everything fast.')(entrance(bench))
     return app
