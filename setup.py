@@ -9,7 +9,8 @@ here = Path(__file__).parent
 config = ConfigParser(delimiters=['='], interpolation=None)
 config.read(here / 'settings.ini', encoding='utf-8')
 cfg = config['DEFAULT']
-train, dev = cfg['train_requirements'].split(), cfg['dev_requirements'].split()
+extras = {e: cfg[f'{e}_requirements'].split() for e in ('train', 'fast', 'gpu', 'dev')}
+extras['dev'] = sum(extras.values(), [])
 
 
 def absolute(page):
@@ -56,7 +57,7 @@ setup(
     include_package_data=True,
     python_requires='>=' + cfg['min_python'],
     install_requires=cfg['requirements'].split(),
-    extras_require={'train': train, 'dev': train + dev},
+    extras_require=extras,
     entry_points={
         'console_scripts': cfg['console_scripts'].split(),
         'nbdev': [f"{cfg['lib_name']}={cfg['lib_name']}._modidx:d"],

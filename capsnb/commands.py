@@ -266,6 +266,68 @@ def train_objects(
     train_task(ctx, task, net, out, progress=progress, **usual)
 
 
+def train_photographs(
+    ctx: typer.Context,
+    net: Annotated[
+        str,
+        option(
+            "'dstep': the paper's network; 'cnn': a CNN as large; 'baseline': the baseline CNN of "
+            "Hinton et al. (2018); 'matrix-caps': its matrix capsules, best with --size 48."
+        ),
+    ] = 'dstep',
+    size: Annotated[int, option('Pixels per side, at most those of the files.', min=29)] = 48,
+    colour: Annotated[bool, option('Colour; grey if not given.', '--colour')] = False,
+    background: Annotated[
+        str, option("'kept', 'masked' (grey) or 'replaced' (coloured noise).")
+    ] = 'kept',
+    fold: Annotated[int, option('Which objects to test.', min=0)] = 0,
+    folds: Annotated[
+        int, option('10: one object of each category is tested; 5: two; 2: half of them.')
+    ] = 10,
+    by: Annotated[
+        str | None,
+        unset("'azimuth' or 'polar': train on familiar viewpoints, test on novel ones."),
+    ] = None,
+    epochs: Epochs = None,
+    seed: Seed = 0,
+    out: Out = None,
+    data: Annotated[Path | None, unset('Folder of the photographs; else CAPSNB_DATA.')] = None,
+    cache: Annotated[
+        Path | None, unset("Folder for the packed copy; if not given, the user's cache.")
+    ] = None,
+    as_published: Annotated[
+        bool,
+        option(
+            "As published: learning rate, floor of the variances and start of beta of 'dstep', "
+            "patches for 'baseline'.",
+            '--as-published',
+        ),
+    ] = False,
+    validate: Annotated[
+        bool,
+        option(
+            'Choose the epoch on one object of each category; if not, train on those too and '
+            'keep the last epoch.'
+        ),
+    ] = True,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    device: Device = None,
+    progress: Progress = None,
+):
+    """ETH-80: photographs of eighty objects from 41 viewpoints.
+
+    Keeps the epoch that validates best on objects held back (with --no-validate the last one),
+    tests it once on others, and draws how poses move. Ctrl-C leaves a checkpoint and says how to
+    go on."""
+    options = dict(size=size, colour=colour, background=background, fold=fold, folds=folds, by=by)
+    options |= dict(published=as_published, validate=validate, folder=data, cache=cache)
+    task = room('lab.photographs').Photographs(**options)
+    out = out or Path('runs', ctx.info_name)
+    usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
+    train_task(ctx, task, net, out, progress=progress, **usual)
+
+
 def train_sst(
     ctx: typer.Context,
     task: Annotated[
@@ -444,7 +506,10 @@ def evaluate(
     run: Annotated[Path, typer.Argument(help='Folder of a finished run.')],
     split: Annotated[
         str,
-        option("'train', 'validation' or 'test'; on toys and smallNORB also 'train+validation'."),
+        option(
+            "'train', 'validation' or 'test'; on pictures of objects also 'train+validation', "
+            "and 'familiar' after train eth80 --by."
+        ),
     ] = 'test',
     encoder: Annotated[
         str | None,
@@ -460,7 +525,7 @@ def evaluate(
     crops: Annotated[
         int,
         option(
-            'Matrix capsules and the baseline on toys and smallNORB: the mean over crops times '
+            'Matrix capsules and the baseline on pictures of objects: the mean over crops times '
             'crops patches; 1: the one in the middle.',
             min=1,
         ),
@@ -550,7 +615,7 @@ row_names = (
 
 
 def ablate(
-    data: Annotated[str, option("'toys' or 'smallnorb'.")] = 'toys',
+    data: Annotated[str, option("'toys', 'smallnorb' or 'eth80'.")] = 'toys',
     size: Size = 48,
     pairs: Pairs = None,
     epochs: Annotated[int, option('Times through the training data, for every row.', min=1)] = 50,
@@ -587,7 +652,8 @@ def ablate(
     folder: Annotated[
         Path | None,
         unset(
-            'smallNORB: folder of its six files; else CAPSNB_DATA, or a download.', '--data-folder'
+            'smallNORB, ETH-80: folder of the files; else CAPSNB_DATA, or a download of smallNORB.',
+            '--data-folder',
         ),
     ] = None,
     cache: ToyCache = None,
@@ -619,6 +685,51 @@ def ablate(
     picture = out.with_suffix('.png')
     ablation.plot_ablation(out).savefig(picture, dpi=120)
     print(f"{ablation.ablation_table(out)}\n\nlook at {picture}")
+
+
+def bench(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help='routing, convcaps, capsnet, matrix_caps, sst, mixture, networks; all if none.',
+            show_default=False,
+        ),
+    ] = None,
+    device: Annotated[str, option("'cpu', or 'cuda' for everything that only a GPU can show.")] = (
+        'cpu'
+    ),
+    threads: Annotated[
+        int | None, unset("Threads of PyTorch; its own choice if not given.", min=1)
+    ] = None,
+    quick: Annotated[bool, option('A minute: few cases and rounds, no memory.', '--quick')] = False,
+    rehearse: Annotated[
+        bool, option('Everything that --device cuda does, at tiny sizes.', '--rehearse')
+    ] = False,
+    budget: Annotated[
+        int, option('Seconds after which the bench of a GPU ends, whatever is left.', min=1)
+    ] = 570,
+    resume: Annotated[
+        bool, option('Keep the cases that the record has, of this commit and machine.', '--resume')
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(show_default='runs/bench.json', help='File of the record.')
+    ] = None,
+    progress: Progress = None,
+):
+    """Time and memory, side by side with the definition and the floor, and compared with the last
+    record of this machine.
+
+    With --device cuda and no name: tests, exactness, benches, rivals, training, in ten minutes."""
+    if rehearse or (device.startswith('cuda') and not names):
+        if names or quick or resume:
+            raise ValueError("--device cuda and --rehearse run everything: no names, no --quick")
+        out = out or Path('runs/bench_gpu.json')
+        room('lab.gpu').gpu_bench(out, device=device, tiny=rehearse, budget=budget)
+        return print(f'the record is in {out}')
+    out = out or Path('runs/bench.json')
+    kw = dict(device=device, threads=threads, quick=quick, resume=resume, progress=progress)
+    room('lab.speed').bench(tuple(names or ()), out, **kw)
+    print(f'the record is in {out}')
 
 
 class Tasks(typer.core.TyperGroup):
@@ -669,6 +780,7 @@ def make_app() -> typer.Typer:
         ('sst', train_sst, 'The Stanford Sentiment Treebank, read by a frozen transformer.'),
         ('toys', train_objects, 'Toys that the library draws itself.'),
         ('smallnorb', train_objects, 'smallNORB, stereo pictures of toys.'),
+        ('eth80', train_photographs, 'ETH-80, photographs of eighty objects.'),
         ('digits', train_digits, '8x8 digits, always there.'),
         ('mnist', train_digits, 'Its files, or a download.'),
         ('fashion-mnist', train_digits, 'Its files, or a download.'),
@@ -679,4 +791,5 @@ def make_app() -> typer.Typer:
     app.command('explain')(entrance(explain))
     short = 'What each part of matrix capsules is worth: Table 1 of the paper.'
     app.command('ablate', short_help=short)(entrance(ablate))
+    app.command('bench', short_help='Time and memory of everything fast.')(entrance(bench))
     return app

@@ -250,7 +250,7 @@ def test_the_faster_plans_are_there_in_any_order():
             text=True,
             timeout=120,
         )
-        assert r.stdout.strip() == "['moments', 'stream', 'votes']", r.stderr
+        assert "'moments', 'stream', 'votes'" in r.stdout, r.stderr
 
 
 @pytest.mark.parametrize(
@@ -260,6 +260,7 @@ def test_the_faster_plans_are_there_in_any_order():
         ('demo',),
         ('train',),
         ('train', 'toys'),
+        ('train', 'eth80'),
         ('train', 'digits'),
         ('train', 'sst'),
         ('eval',),

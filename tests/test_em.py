@@ -147,7 +147,7 @@ def test_pitfall_3_parents_at_different_positions_compete():
     "child 1 is in both fields: what one position takes, the other lacks"
     fields = torch.tensor([[0, 1], [1, 2]])
     L = torch.randn(2, 2, 4, dtype=f64)
-    R = share_out(L, fields=fields)
+    R = share_out(L, fields=fields, n=1 + int(fields.max()))
     both = torch.softmax(torch.cat([L[0, 1], L[1, 0]]), 0)
     assert_close(torch.cat([R[0, 1], R[1, 0]]), both)
     a, V = torch.ones(3, dtype=f64), torch.randn(2, 2, 4, 2, 2, dtype=f64)

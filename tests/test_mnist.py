@@ -100,6 +100,26 @@ def test_all_ways_to_name_a_folder(folder, monkeypatch):
     assert 'validation' not in load_mnist('fashion-mnist', n_valid=0, official=False)
 
 
+try:
+    real_folder = files.find_folder('mnist', idx_names, None, ('MNIST/raw',), ('', '.gz'))
+except FileNotFoundError:
+    real_folder = None
+
+
+@pytest.mark.skipif(
+    real_folder is None, reason='MNIST is not on this machine: name its folder in CAPSNB_DATA'
+)
+def test_the_real_files_through_the_environment(monkeypatch):
+    "a folder of them, or the folder above, named in CAPSNB_DATA; the official MD5s"
+    data = read_mnist(real_folder)
+    assert {k: tuple(x.shape) for k, (x, _) in data.items()} == dict(
+        train=(60_000, 28, 28), test=(10_000, 28, 28)
+    )
+    for named in (real_folder, real_folder.parent):
+        monkeypatch.setenv('CAPSNB_DATA', str(named))
+        assert files.find_folder('mnist', idx_names, endings=('', '.gz')) == real_folder
+
+
 def test_what_is_wrong_is_named(folder):
     hint = 'official=False, on the command line --any-files'
     with pytest.raises(ValueError, match=f'train-images-idx3-ubyte: expected MD5.*{hint}'):

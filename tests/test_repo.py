@@ -234,7 +234,7 @@ class Refuse:
     def find_spec(self, name, path=None, target=None):
         if name.split('.')[0] in refused: raise ModuleNotFoundError(name, name=name)
 refused = '''transformers datasets sklearn matplotlib typer accelerate huggingface_hub safetensors
-nbdev fastcore IPython pandas scipy'''.split()
+nbdev fastcore IPython pandas scipy numba'''.split()
 sys.meta_path.insert(0, Refuse())
 import torch, einops
 before = set(sys.modules)
@@ -280,6 +280,23 @@ def test_the_lowest_versions_that_were_run_are_those_that_are_promised():
     for name, bound in asked.items():
         promised = f'{ran[name]}.'.startswith(f'{bound}.')
         assert promised, f"{name}>={bound} is promised, {ran[name]} was run"
+
+
+def test_extras_are_those_of_settings():
+    "and dev holds all of them"
+    code = (
+        "import setuptools, sys; sys.argv = ['setup.py', '--version']; kept = {}; "
+        "setuptools.setup = lambda **kw: kept.update(kw); exec(open('setup.py').read()); "
+        "import json; print(json.dumps(kept['extras_require']))"
+    )
+    code = code.replace("open('setup.py')", "open(__file__ := 'setup.py')")
+    done = subprocess.run([sys.executable, '-c', code], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    extras = json.loads(done.stdout)
+    assert set(extras) == {'train', 'fast', 'gpu', 'dev'}
+    assert {r for name in extras for r in extras[name]} == set(extras['dev'])
+    assert extras['gpu'] == ['triton>=3.2;platform_system=="Linux"']
+    assert [r.split('>=')[0] for r in extras['fast']] == ['numba']
 
 
 def test_training_asks_for_a_torch_that_can_resume():

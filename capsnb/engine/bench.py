@@ -4,6 +4,8 @@
 
 # %% ../../nbs/engine/28_bench.ipynb #ce441c38
 from __future__ import annotations
+import functools
+import importlib
 import itertools
 import json
 import math
@@ -11,18 +13,24 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Callable, NamedTuple
 import torch
 from torch import Tensor
 from ..core import run_record, seed_everything
+from ..routing.dynamic import dynamic_routing_ref
+from ..routing.dstep import routing_ref
 from ..routing.em import as_floor
-from .dstep import Problem, Sizes, choose_plan, plans
-from .layers import ConvCaps
+from .dstep import Problem, Routing, Sizes, choose_plan, plans
+from .dynamic import dynamic_routing, route_capsules
+from .layers import ConvCaps, field_plans
 from .moments import n_stats
 
 # %% auto #0
-__all__ = ['paper_sizes', 'take_turns', 'bench_routing', 'bench_caps']
+__all__ = ['benches', 'paper_sizes', 'take_turns', 'Turn', 'Runs', 'Case', 'How', 'alternate', 'measure', 'peak', 'bench_routing',
+           'gradients', 'when_called', 'compiled', 'CapsSizes', 'bench_caps', 'step_flops', 'bare_products',
+           'plans_of_fields']
 
 # %% ../../nbs/engine/28_bench.ipynb #b07d8924
 def _seconds(f: Callable) -> float:
@@ -58,6 +66,140 @@ def _median(xs: list[float]) -> float:
 def _ratio(slow: list[float], fast: list[float]) -> float:
     "How many times faster: the median of slow/fast over rounds in which both ran."
     return _median([s / f for s, f in zip(slow, fast)])
+
+# %% ../../nbs/engine/28_bench.ipynb #67ccc551
+class Turn(NamedTuple):
+    "Seconds of one call."
+
+    wall: float  # by the clock on the wall
+    cpu: float  # of all threads of this process
+    gpu: float  # between two events on the GPU; NaN elsewhere
+
+# %% ../../nbs/engine/28_bench.ipynb #b93e755a
+class Runs(NamedTuple):
+    "What a case runs."
+
+    steps: dict  # contestant -> function without arguments; the definition is 'definition'
+    floor: Callable | None = None  # the bare operations that no algorithm can do without
+    computed: dict = {}  # what is known on paper, e.g. gflop
+    more: dict = {}  # contestants that only the bench of a GPU runs
+
+# %% ../../nbs/engine/28_bench.ipynb #665624a8
+class Case(NamedTuple):
+    "What is measured side by side."
+
+    name: str  # in tables
+    make: Callable  # device, whether to be tiny (to load what is needed once) -> `Runs`
+    quick: bool = False  # whether a quick bench has it
+    items: int = 0  # images or sentences of a call; 0: nothing is counted
+    memory: bool = True  # whether peak memory is measured
+    rounds: int = 99  # at most
+
+
+benches: dict[str, Callable] = {}  # name -> function that gives its cases; filled by modules
+
+# %% ../../nbs/engine/28_bench.ipynb #813c4be3
+class How(NamedTuple):
+    "How cases are measured."
+
+    device: str = 'cpu'  # where
+    rounds: int = 5  # rounds that count
+    seconds: float = 15.0  # a contestant's, after which it sits out
+    memory: bool = True  # whether peak memory is measured
+    tiny: bool = False  # a rehearsal: all sizes tiny
+    more: bool = False  # only the first contestant, and those that a GPU alone calls for
+
+# %% ../../nbs/engine/28_bench.ipynb #185ac8fe
+def _turn(
+    f: Callable,  # to be called
+    device: str,  # where it works
+    calls: int = 1,  # how often in a row
+) -> Turn:  # of one call
+    "Time some calls in a row."
+    on_gpu = device.startswith('cuda')
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_gpu else []
+    if on_gpu:
+        torch.cuda.synchronize()
+        events[0].record()
+    cpu, wall = time.process_time(), time.perf_counter()
+    for _ in range(calls):
+        f()
+    if on_gpu:
+        events[1].record()
+        torch.cuda.synchronize()
+    took = time.perf_counter() - wall, time.process_time() - cpu
+    gpu = events[0].elapsed_time(events[1]) / 1e3 if on_gpu else math.nan
+    return Turn(*(t / calls for t in (*took, gpu)))
+
+# %% ../../nbs/engine/28_bench.ipynb #0e2a622f
+def alternate(
+    steps: dict[str, Callable],  # contestant -> function without arguments
+    how: How,  # device, rounds and seconds count
+    first: dict[str, float],  # seconds of a call before
+) -> dict[str, list[Turn]]:  # of each contestant: one a round, until its seconds are over
+    "Let contestants take turns; short ones are called often enough to fill 5 ms."
+    first = {k: t if t > 0.5 else _turn(steps[k], how.device).wall for k, t in first.items()}
+    calls = {name: min(200, math.ceil(5e-3 / max(t, 1e-6))) for name, t in first.items()}
+    turns, spent = {name: [] for name in steps}, dict.fromkeys(steps, 0.0)
+    for k, (name, f) in itertools.product(range(how.rounds), steps.items()):
+        if k and spent[name] > how.seconds:
+            continue
+        turns[name].append(_turn(f, how.device, calls[name]))
+        spent[name] += turns[name][-1].wall * calls[name]
+    return turns
+
+# %% ../../nbs/engine/28_bench.ipynb #b673b105
+def _called_once(
+    steps: dict[str, Callable],  # contestant -> function
+    device: str,  # where
+) -> tuple[dict, dict]:  # seconds of those that ran; of the others, why they did not
+    "Call everyone: what refuses says why in a sentence, what fails leaves a traceback."
+    took, others = {}, {}
+    for name, f in steps.items():
+        try:
+            took[name] = _turn(f, device).wall
+        except (ValueError, ImportError, NotImplementedError) as e:
+            others[name] = f'{type(e).__name__}: {e}'
+        except Exception:
+            others[name] = traceback.format_exc()[-4000:]
+    return took, others
+
+# %% ../../nbs/engine/28_bench.ipynb #936d6a68
+def _summary(
+    name: str,  # of a contestant
+    turns: dict[str, list[Turn]],  # of all
+    items: int,  # images or sentences of a call
+) -> dict:  # medians; ratios are medians over rounds of the ratio within a round
+    "What was measured of one contestant."
+    walls = {k: [t.gpu if t.gpu > 0 else t.wall for t in ts] for k, ts in turns.items()}
+    row = {k: statistics.median(getattr(t, k) for t in turns[name]) for k in ('wall', 'cpu')}
+    row['gpu'] = statistics.median(t.gpu for t in turns[name]) if turns[name][0].gpu > 0 else None
+    row['rounds'] = [round(t, 9) for t in walls[name]]
+    if 'definition' in turns:
+        row['faster_than_definition'] = _ratio(walls['definition'], walls[name])
+    if 'floor' in turns:
+        row['times_floor'] = _ratio(walls[name], walls['floor'])
+    if items:
+        row['per_second'] = items / statistics.median(walls[name])
+    return row
+
+# %% ../../nbs/engine/28_bench.ipynb #1b8d5f3c
+def measure(
+    case: Case,  # what
+    how: How = How(),  # how
+) -> dict:  # 'measured': contestant -> numbers; 'floor': likewise; 'computed'; 'not_run'
+    "Measure a case; peak memory only on a GPU, elsewhere `peak` does."
+    runs = case.make(how.device, how.tiny)
+    steps = dict([*runs.steps.items()][:1]) | runs.more if how.more else runs.steps
+    steps = steps | ({'floor': runs.floor} if runs.floor else {})
+    how = how._replace(rounds=min(how.rounds, case.rounds))
+    took, others = _called_once(steps, how.device)
+    turns = alternate({name: steps[name] for name in took}, how, took)
+    rows = {name: _summary(name, turns, case.items) for name in turns}
+    for name in rows if how.memory and how.device.startswith('cuda') else ():
+        rows[name]['bytes'] = _growth(steps[name], how.device)
+    floor = rows.pop('floor', None)
+    return dict(measured=rows, floor=floor, computed=runs.computed, not_run=others)
 
 # %% ../../nbs/engine/28_bench.ipynb #7d1ac699
 def _routing_inputs(s: Sizes, device='cpu') -> list[Tensor]:
@@ -128,7 +270,7 @@ def _resident(key: str) -> int:
 # %% ../../nbs/engine/28_bench.ipynb #99dbc126
 def _growth(run: Callable, device: str) -> int:
     "Bytes at the peak of `run`, beyond what there was before."
-    if device != 'cpu':
+    if device.startswith('cuda'):
         torch.cuda.reset_peak_memory_stats()
         base = torch.cuda.memory_allocated()
         run()
@@ -161,6 +303,34 @@ def _routing_growth(plan, sizes, n_iters, eps, device):
     _routing_step(plan, tiny, _routing_inputs(tiny.sizes, device))
     X = _routing_inputs(case.sizes, device)
     return _growth(lambda: _routing_step(plan, case, X), device)
+
+# %% ../../nbs/engine/28_bench.ipynb #4e021ae8
+def _found(
+    bench: str,  # its name
+    case: str,  # its name
+) -> Case:
+    "A case by name."
+    return next(c for c in benches[bench]() if c.name == case)
+
+# %% ../../nbs/engine/28_bench.ipynb #92258502
+def _peak_here(module, bench, case, contestant, device, tiny):
+    "Bytes at the peak of a contestant's step, after a tiny one that loads what is needed once."
+    importlib.import_module(module)  # fills `benches`
+    found = _found(bench, case)
+    found.make(device, True).steps[contestant]()
+    step = found.make(device, tiny).steps[contestant]
+    return _growth(step, device)
+
+# %% ../../nbs/engine/28_bench.ipynb #e2d9be37
+def peak(
+    bench: str,  # its name
+    case: str,  # its name
+    contestant: str,  # its name
+    how: How = How(),  # device and size
+) -> int:  # bytes beyond what there was before a step
+    "Peak memory on the CPU, in a new process."
+    args = benches[bench].__module__, bench, case, contestant, how.device, how.tiny
+    return _in_new_process('_peak_here', *args)
 
 # %% ../../nbs/engine/28_bench.ipynb #ea173bde
 paper_sizes = {
@@ -243,8 +413,69 @@ def bench_routing(
     }
     return _write(path, record, 'bench_routing')
 
+# %% ../../nbs/engine/28_bench.ipynb #d44d43c0
+def gradients(
+    out,  # tensors
+    X: list[Tensor],  # what they are made of
+) -> tuple:  # one a tensor of X
+    "Backward from the sum of squares of all outputs."
+    return torch.autograd.grad(sum(o.square().sum() for o in out), X)
+
+# %% ../../nbs/engine/28_bench.ipynb #c1826853
+def _routing_runs(s: Sizes, device: str, tiny: bool) -> Runs:
+    "`Routing`, forward and backward, by all plans."
+    s = s._replace(n=min(s.n, 2), i=min(s.i, 12), j=min(s.j, 6)) if tiny else s
+    a, mu, *_ = _routing_inputs(s, device)
+
+    def step(plan):
+        seed_everything(0)
+        n_inp = None if s.shared else s.i
+        layer = Routing(s.c, s.d, s.h, n_inp=n_inp, n_out=s.j, plan=plan).to(device)
+        X = [a, mu, *layer.parameters()]
+        return lambda: gradients(layer(a, mu), X)
+
+    named = {'definition': 'votes', **{p: p for p in plans if p != 'votes'}, 'auto': 'auto'}
+    steps = {name: when_called(step, plan) for name, plan in named.items()}
+    floor = _floor_step(_Case(s, device=device)) if s.shared else None
+    X, how = _routing_inputs(s, device), (3, 'gaussian', as_floor('auto', s.c * s.h))
+    fused = compiled(lambda *X: routing_ref(*X, *how)[:3], device)
+    return Runs(steps, floor, more={'definition, compiled': lambda: gradients(fused(*X), X)})
+
+# %% ../../nbs/engine/28_bench.ipynb #c7b3e8b7
+def when_called(
+    make: Callable,  # gives a function without arguments
+    *args,  # of `make`
+) -> Callable:  # that function, made at its first call
+    "A contestant that refuses, or fails, while it is made does so by itself."
+    kept = []
+
+    def run():
+        if not kept:
+            kept.append(make(*args))
+        return kept[0]()
+
+    return run
+
+# %% ../../nbs/engine/28_bench.ipynb #c0de1ed0
+def compiled(
+    f: Callable,  # a function or a network
+    device: str,  # where it works
+) -> Callable:  # the same, compiled at its first call
+    "By inductor with CUDA graphs; off the GPU, where this is only rehearsed, drawn but not fused."
+    how = dict(mode='reduce-overhead') if device.startswith('cuda') else dict(backend='aot_eager')
+    return torch.compile(f, **how)
+
+# %% ../../nbs/engine/28_bench.ipynb #97933269
+def _routing_cases() -> list[Case]:
+    "The papers' routings."
+    quick, make = 'digits, layer 1', lambda s: lambda device, tiny: _routing_runs(s, device, tiny)
+    return [Case(name, make(s), quick=name == quick) for name, s in paper_sizes.items()]
+
+
+benches['routing'] = _routing_cases
+
 # %% ../../nbs/engine/28_bench.ipynb #98da885c
-class _CapsSizes(NamedTuple):
+class CapsSizes(NamedTuple):
     "Sizes of a layer with fields of 3×3 and poses of 4×4."
 
     batch: int  # images
@@ -255,10 +486,10 @@ class _CapsSizes(NamedTuple):
 
 # %% ../../nbs/engine/28_bench.ipynb #b5691935
 _caps_layers = {
-    '32·32·32·32, layer 1': _CapsSizes(4, 14, 32, 32, 2),
-    '32·32·32·32, layer 2': _CapsSizes(4, 6, 32, 32, 1),
-    '64·8·16·16, layer 1': _CapsSizes(4, 14, 8, 16, 2),
-    '64·8·16·16, layer 2': _CapsSizes(4, 6, 16, 16, 1),
+    '32·32·32·32, layer 1': CapsSizes(4, 14, 32, 32, 2),
+    '32·32·32·32, layer 2': CapsSizes(4, 6, 32, 32, 1),
+    '64·8·16·16, layer 1': CapsSizes(4, 14, 8, 16, 2),
+    '64·8·16·16, layer 2': CapsSizes(4, 6, 16, 16, 1),
 }
 
 # %% ../../nbs/engine/28_bench.ipynb #4ed9eee5
@@ -285,7 +516,7 @@ def _caps_growth(sizes, plan, n_iters, device):
     return _growth(lambda: _caps_step(*X), device)
 
 # %% ../../nbs/engine/28_bench.ipynb #29b33ee2
-def _caps_flops(s: _CapsSizes, n_iters: int = 3) -> int:
+def _caps_flops(s: CapsSizes, n_iters: int = 3) -> int:
     "Operations an image, forward: votes and EM steps, sharing out and activations not counted."
     numbers = ((s.grid - 3) // s.stride + 1) ** 2 * 9 * s.n_inp * s.n_out * 16
     return numbers * (2 * 4 + 6 * n_iters + 4 * (n_iters - 1))
@@ -320,3 +551,91 @@ def bench_caps(
         'extra memory there': size,
     }
     return _write(path, record, 'bench_caps')
+
+# %% ../../nbs/engine/28_bench.ipynb #2df78419
+def step_flops(
+    s: CapsSizes,  # of a layer
+    n_iters: int = 3,  # iterations
+) -> int:
+    "Operations of a step, forward and backward: the passes twice, votes made twice, two products."
+    numbers = ((s.grid - 3) // s.stride + 1) ** 2 * 9 * s.n_inp * s.n_out * 16
+    return s.batch * numbers * (4 * 2 * 4 + 2 * (6 * n_iters + 4 * (n_iters - 1)))
+
+# %% ../../nbs/engine/28_bench.ipynb #d4a7b59d
+def bare_products(
+    flops: float,  # at least
+    device: str,  # where
+) -> Callable:  # a function without arguments
+    "Matrix products of 512 × 512 with as many operations."
+    square = torch.randn(512, 512, device=device)
+    out, n = torch.empty_like(square), max(1, round(flops / (2 * 512**3)))
+
+    def run():
+        for _ in range(n):
+            torch.mm(square, square, out=out)
+
+    return run
+
+# %% ../../nbs/engine/28_bench.ipynb #28fdd175
+def plans_of_fields() -> dict[str, str]:  # contestant -> plan; 'votes' is the definition
+    "The plans of `ConvCaps`, as registered, and 'auto'."
+    others = {p: p for p in field_plans if p != 'votes'}
+    return {'definition': 'votes', **others, 'auto': 'auto'}
+
+# %% ../../nbs/engine/28_bench.ipynb #60a1d761
+def _caps_runs(s: CapsSizes, device: str, tiny: bool) -> Runs:
+    "`ConvCaps`, forward and backward, by all plans."
+    s = CapsSizes(1, 5, 2, 2, s.stride) if tiny else s
+    make = lambda plan: functools.partial(_caps_step, *_caps_inputs(s, plan, 3, device))
+    steps = {name: when_called(make, plan) for name, plan in plans_of_fields().items()}
+    flops = step_flops(s)
+    layer, *X = _caps_inputs(s, 'votes', 3, device)
+    fused = compiled(layer, device)
+    more = {'definition, compiled': lambda: gradients(fused(*X)[:2], [*X, *layer.parameters()])}
+    return Runs(steps, bare_products(flops, device), dict(gflop=flops / 1e9), more)
+
+# %% ../../nbs/engine/28_bench.ipynb #d07fba8c
+def _caps_cases() -> list[Case]:
+    "The layers of Hinton's two networks."
+    make = lambda s: lambda device, tiny: _caps_runs(s, device, tiny)
+    small = '64·8·16·16, layer 1'
+    return [Case(name, make(s), quick=name == small) for name, s in _caps_layers.items()]
+
+
+benches['convcaps'] = _caps_cases
+
+# %% ../../nbs/engine/28_bench.ipynb #82d4efd7
+def _vote_products(u: Tensor, W: Tensor) -> Callable:
+    "The floor: making votes of u [n, i, d] and W [i, j, d, h] once, and both gradients."
+    x, w = u.detach().transpose(0, 1).contiguous(), W.detach().transpose(1, 2).flatten(2)
+    g = torch.bmm(x, w)
+    V, gx, gw = (torch.empty_like(t) for t in (g, x, w))
+
+    def run():
+        torch.bmm(x, w, out=V)
+        torch.bmm(g, w.mT, out=gx)
+        torch.bmm(x.mT, g, out=gw)
+
+    return run
+
+# %% ../../nbs/engine/28_bench.ipynb #2c2fb599
+def _capsnet_runs(device: str, tiny: bool) -> Runs:
+    "CapsNet's routing, forward and backward: of votes that are made first, and of maps."
+    seed_everything(0)
+    n, i, j = (2, 12, 3) if tiny else (64, 1152, 10)
+    u = (0.3 * torch.randn(n, i, 8)).to(device).requires_grad_()
+    W = (0.1 * torch.randn(i, j, 8, 16)).to(device).requires_grad_()
+    votes = lambda: torch.einsum('nid,ijdh->nijh', u, W)
+    step = lambda out: gradients([out.v], [u, W])
+    steps = {
+        'definition': lambda: step(dynamic_routing_ref(votes(), 3)),
+        'dynamic_routing': lambda: step(dynamic_routing(votes(), 3)),
+        'route_capsules': lambda: step(route_capsules(u, W, 3)),
+    }
+    flops = 3 * 2 * u.numel() * j * 16
+    fused = compiled(lambda: dynamic_routing_ref(votes(), 3).v, device)
+    more = {'definition, compiled': lambda: gradients([fused()], [u, W])}
+    return Runs(steps, _vote_products(u, W), dict(gflop=flops / 1e9), more)
+
+
+benches['capsnet'] = lambda: [Case('CapsNet, 1,152 → 10', _capsnet_runs, quick=True)]

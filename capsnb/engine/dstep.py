@@ -14,7 +14,7 @@ from ..routing.dstep import Routed, RoutedR, routing_ref
 from ..routing.em import Floor, as_floor
 
 # %% auto #0
-__all__ = ['plans', 'brk_bias', 'beta_start', 'Sizes', 'Problem', 'Plan', 'n_samples', 'choose_plan', 'Routing']
+__all__ = ['plans', 'brk_bias', 'beta_start', 'Sizes', 'Problem', 'Plan', 'exporting', 'n_samples', 'choose_plan', 'Routing']
 
 # %% ../../nbs/engine/23_dstep.ipynb #00000007
 def brk_bias(
@@ -44,6 +44,8 @@ class Sizes(NamedTuple):
     d: int  # input columns
     h: int  # output columns
     shared: bool  # whether W and B are shared by all inputs
+    device: str = 'cpu'  # type of the tensors' device; '' while it is not known
+    dtype: torch.dtype = torch.float32  # of the statistics
 
 # %% ../../nbs/engine/23_dstep.ipynb #5d2b7c10
 class Problem(NamedTuple):
@@ -70,7 +72,8 @@ class Plan(NamedTuple):
     cost: Callable  # Sizes -> seconds of an iteration and its gradients, on the author's machine
 
 
-plans: dict[str, Plan] = {}  # filled here and in `moments`
+plans: dict[str, Plan] = {}  # filled here, in `moments`, and where an optional package is needed
+_extras = {'compiled': 'fast', 'triton': 'gpu'}  # plan -> what to install for it
 
 # %% ../../nbs/engine/23_dstep.ipynb #00000011
 def _run_votes(p: Problem):
@@ -85,11 +88,15 @@ def _cost_votes(s):
 plans['votes'] = Plan(_run_votes, lambda s: '', _cost_votes)
 
 # %% ../../nbs/engine/23_dstep.ipynb #00000013
+def exporting() -> bool:
+    "Whether `torch.export` is drawing a graph."
+    return getattr(torch.compiler, 'is_exporting', torch.compiler.is_compiling)()
+
+
 def n_samples(
     t: Tensor,  # [n, ...]
 ) -> int:  # n, or 1
     "The number of samples that a choice may depend on: 1 while `torch.export` draws a graph."
-    exporting = getattr(torch.compiler, 'is_exporting', torch.compiler.is_compiling)
     return 1 if exporting() else len(t)
 
 # %% ../../nbs/engine/23_dstep.ipynb #00000014
@@ -119,15 +126,24 @@ def _check_init(init):
         raise ValueError(f"init must be 'auto', 'paper' or a finite number, got {init!r}")
 
 # %% ../../nbs/engine/23_dstep.ipynb #00000018
+_extras = {'triton': 'gpu', 'triton-moments': 'gpu'}  # plan -> the extra that brings it
+
+
+def _check_serves(plan, s):
+    "Refuse a plan that cannot serve `s`."
+    if why := plans[plan].refuses(s):
+        raise ValueError(f"plan={plan!r} cannot serve this routing: {why}")
+
+
 def _check_plan(r):
-    "Refuse a plan that is unknown, or cannot serve the layer."
+    "Refuse a plan that is unknown, not installed, or cannot serve the layer."
     if r.plan == 'auto':
         return
+    if r.plan in _extras and r.plan not in plans:
+        raise ImportError(f"plan={r.plan!r} needs pip install 'capsnb[{_extras[r.plan]}]'")
     if r.plan not in plans:
         raise ValueError(f"plan must be 'auto' or one of {sorted(plans)}, got {r.plan!r}")
-    why = plans[r.plan].refuses(Sizes(1, 1, 1, r.d_cov, r.d_inp, r.d_out, r.n_inp is None))
-    if why:
-        raise ValueError(f"plan={r.plan!r} cannot serve this routing: {why}")
+    _check_serves(r.plan, Sizes(1, 1, 1, r.d_cov, r.d_inp, r.d_out, r.n_inp is None, ''))
 
 # %% ../../nbs/engine/23_dstep.ipynb #00000019
 def _check_layer(r):
@@ -252,10 +268,12 @@ def _route(r, a_inp, mu_inp, j, need_R):
     lead, dtype = a_inp.shape[:-1], _statistics_dtype(a_inp, mu_inp, r.W)
     a_inp = a_inp.to(dtype).reshape(math.prod(lead), a_inp.shape[-1])
     mu_inp = mu_inp.to(dtype).reshape(*a_inp.shape, *mu_inp.shape[-2:])
-    s = Sizes(n_samples(a_inp), a_inp.shape[1], j, r.d_cov, r.d_inp, r.d_out, r.n_inp is None)
-    plan = plans[choose_plan(s) if r.plan == 'auto' else r.plan]
+    what = r.d_cov, r.d_inp, r.d_out, r.n_inp is None, a_inp.device.type, dtype
+    s = Sizes(n_samples(a_inp), a_inp.shape[1], j, *what)
+    plan = choose_plan(s) if r.plan == 'auto' else r.plan
+    _check_serves(plan, s)
     how = r.n_iters, r.p_model, as_floor(r.eps, r.d_cov * r.d_out), r.pooled, need_R
-    out = plan.run(Problem(a_inp, mu_inp, *_parameters_in(r, dtype, j), *how))
+    out = plans[plan].run(Problem(a_inp, mu_inp, *_parameters_in(r, dtype, j), *how))
     return [o.reshape(*lead, *o.shape[1:]) for o in out[: 3 + need_R]]
 
 # %% ../../nbs/engine/23_dstep.ipynb #00000022
@@ -278,7 +296,7 @@ class Routing(_Parameters):
         single_beta: bool = False,  # whether beta_ign is beta_use (Heinsen 2019, 3.5.1)
         eps: str | float = 'auto',  # floor of the variances, or 'paper' (1e-5): see `as_floor`
         init: str | float = 'auto',  # start of beta: 'auto', 'paper' (0), or a number
-        plan: str = 'auto',  # 'votes', 'moments', 'stream', or 'auto': the cheapest
+        plan: str = 'auto',  # 'votes', 'moments', 'stream', 'triton', or 'auto': the cheapest
         pooled: bool = False,  # whether the first E-step has one Gaussian for all outputs
     ):
         super().__init__()

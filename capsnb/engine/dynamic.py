@@ -11,7 +11,7 @@ from .numerics import FastOp, keep_freed_memory, may_look, without_autocast
 from ..routing.dynamic import Agreed, dynamic_routing_ref, squash
 
 # %% auto #0
-__all__ = ['dynamic_routing', 'route_capsules']
+__all__ = ['faster', 'dynamic_routing', 'route_capsules']
 
 # %% ../../nbs/engine/21_dynamic.ipynb #00000005
 def _blocks(
@@ -245,6 +245,18 @@ _of_maps = FastOp(
     'dynamic_maps', _maps_forward, _maps_backward, _maps_shapes, _maps_definition, n_out=2
 )
 
+# %% ../../nbs/engine/21_dynamic.ipynb #2d1df320
+faster: dict[FastOp, tuple] = {}  # op -> the same compiled, and whether that serves its tensors
+
+
+def _fastest(
+    op: FastOp,  # `_of_votes` or `_of_maps`
+    tensors: list[Tensor],  # that it will get
+) -> FastOp:
+    "The op, or what was entered in `faster` for it."
+    other, serves = faster.get(op, (op, None))
+    return other if serves and serves(*tensors) else op
+
 # %% ../../nbs/engine/21_dynamic.ipynb #00000010
 def _routed(
     op: FastOp,  # `_of_votes` or `_of_maps`
@@ -261,6 +273,7 @@ def _routed(
     given = tensors[0].dtype
     if given in (torch.float16, torch.bfloat16):
         tensors = [x.float() for x in tensors]
+    op = _fastest(op, tensors)
     v, R = op(*tensors, n_iters, bool(detach), bool(return_R))
     v = v.to(given).reshape(*lead, *v.shape[1:])
     R = R.detach().mT.to(given).reshape(*lead, *R.mT.shape[1:]) if return_R else None

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from ..core import check_n_iters
-from .numerics import autocasting, without_autocast
+from .numerics import autocasting, may_look, without_autocast
 from capsnb.routing.em import (
     TINY,
     EMRouted,
@@ -42,8 +42,9 @@ def _lse_of_parts(
 def _share_out_fields(
     L: Tensor,  # [..., p, i, j] logits
     fields: Tensor,  # [p, i] which part a place holds, -1: none
+    n: int,  # number of parts
 ) -> Tensor:  # [..., p, i, j] shares
-    n, part = int(fields.max()) + 1, fields.flatten()
+    part = fields.flatten()
     part = torch.where(part < 0, n, part)  # empty places hold a part of their own
     lse = _lse_of_parts(L.logsumexp(-1).flatten(-2), part, n)
     norm = lse[..., part].unflatten(-1, fields.shape)
@@ -54,10 +55,11 @@ def share_out(
     L: Tensor,  # [..., i, j] or [..., p, i, j] logits
     parents: Tensor | None = None,  # [i, j] bool: is j a parent of i?
     fields: Tensor | None = None,  # [p, i] which part a place of a field holds, -1: none
+    n: int = 0,  # number of parts, with `fields`
 ) -> Tensor:  # in the shape of L: shares, 0 where there is no part or no parent
     "Softmax of each part's logits over all its parents (Hinton 2018, section 4)."
     if fields is not None:
-        return _share_out_fields(L, fields)
+        return _share_out_fields(L, fields, n)
     if parents is None:
         return torch.softmax(L, -1)
     return torch.softmax(torch.where(parents, L, torch.finfo(L.dtype).min), -1) * parents
@@ -70,15 +72,18 @@ class _Links(NamedTuple):
     start: Tensor  # in the shape of `may`: shares before the first M-step
     parents: Tensor | None  # as for `share_out`
     fields: Tensor | None  # as for `share_out`
+    n: int  # number of parts
 
 # %% ../../nbs/engine/22_em.ipynb #0000000c
-def _links(V, parents, fields) -> _Links:
+def _links(V, n, parents, fields) -> _Links:
     if fields is None:
         may = V.new_ones(V.shape[-4:-2]) if parents is None else parents.to(V.dtype)
-        return _Links(may, may / may.sum(-1, keepdim=True).clamp_min(1), parents, None)
+        return _Links(may, may / may.sum(-1, keepdim=True).clamp_min(1), parents, None, n)
     may = (fields >= 0)[..., None].to(V.dtype)
-    places = torch.bincount(fields[fields >= 0])[fields.clamp_min(0)]
-    return _Links(may, may / (places[..., None] * V.shape[-3]), None, fields)
+    part = torch.where(fields < 0, n, fields).flatten()
+    places = V.new_zeros(n + 1).index_add(0, part, torch.ones_like(part, dtype=V.dtype))[part]
+    start = may / (places.view_as(fields)[..., None] * V.shape[-3])
+    return _Links(may, start, None, fields, n)
 
 # %% ../../nbs/engine/22_em.ipynb #0000000e
 def damped(
@@ -130,7 +135,8 @@ def free_energy(
     beta_hat = n * (beta_u - 0.5 - 0.5 * math.log(2 * math.pi))
     energy = (beta_hat[..., None, :] if beta_u.ndim else beta_hat) - log_normal(V, mu, sig2)
     switches = (-a * beta_a + torch.xlogy(a, a) + torch.xlogy(1 - a, 1 - a)).sum(-1)
-    total = (r * energy + torch.xlogy(r, R)).sum((-2, -1)) + switches
+    safe = R.clamp_min(torch.finfo(R.dtype).tiny)  # or no gradient where R is 0
+    total = (r * energy + torch.xlogy(r, safe)).sum((-2, -1)) + switches
     return total.sum(-1) if fields else total
 
 # %% ../../nbs/engine/22_em.ipynb #00000016
@@ -152,15 +158,17 @@ def _check_parents(parents, shape):
     if parents.dtype != torch.bool or parents.shape != shape:
         got = f'{parents.dtype} of shape {tuple(parents.shape)}'
         raise ValueError(f"parents must be a bool tensor of shape {tuple(shape)}, got {got}")
-    if not parents.any(0).all():
+    if may_look(parents) and not parents.any(0).all():
         raise ValueError(
             "every parent needs at least one child, got a column of parents without True"
         )
 
 # %% ../../nbs/engine/22_em.ipynb #00000018
 def _check_fields(fields, n):
-    fits = fields.dtype == torch.long and (fields.amax(-1) >= 0).all()
-    if not fits or fields.min() < -1 or fields.max() >= n:
+    fits = fields.dtype == torch.long
+    if fits and may_look(fields):
+        fits = bool((fields.amax(-1) >= 0).all()) and fields.min() >= -1 and fields.max() < n
+    if not fits:
         raise ValueError(
             f"fields must be a long tensor of child numbers in [0, {n}) or -1, "
             "with a child in every field"
@@ -168,7 +176,7 @@ def _check_fields(fields, n):
 
 # %% ../../nbs/engine/22_em.ipynb #00000019
 def _check_values(a, V):
-    if a.device.type != 'cpu' or torch.compiler.is_compiling():  # a look would wait for the GPU
+    if not (may_look(a) and may_look(V)):  # a look would wait for the GPU
         return
     if not ((a >= 0) & (a <= 1)).all():
         what = ', got NaN' if a.isnan().any() else ' (activations, not logits)'
@@ -189,9 +197,7 @@ def _check_beta(name, b, V):
     if not _fits(b, shape):
         got = f'{b.dtype} of shape {tuple(b.shape)}' if isinstance(b, Tensor) else b
         raise ValueError(f"{name} must be a number or one per parent, [{shape[-1]}], got {got}")
-    if not isinstance(b, Tensor) or b.device.type != 'cpu' or torch.compiler.is_compiling():
-        return
-    if not b.isfinite().all():
+    if isinstance(b, Tensor) and may_look(b) and not b.isfinite().all():
         raise ValueError(f"{name} must be finite, got NaN or inf")
 
 # %% ../../nbs/engine/22_em.ipynb #0000001b
@@ -241,7 +247,7 @@ def _iterate(a, V, links, rules, want_F):
             energies.append(free_energy(a, V, *now, rules.beta_a, rules.beta_u, fields))
         if t < last:
             L = log_a[..., None, :] + log_normal(V, mu, sig2)
-            R = share_out(L, links.parents, links.fields)
+            R = share_out(L, *links[2:])
     return log_a.exp(), mu, sig2, R, torch.stack(energies, -1) if want_F else None
 
 # %% ../../nbs/engine/22_em.ipynb #0000001f
@@ -273,7 +279,8 @@ def em_routing(
     out_dtype = dtype if autocasting(V.device) else V.dtype
     with without_autocast(V.device):
         a, V = a.to(dtype), V.to(dtype)
+        links = _links(V, a.shape[-1], parents, fields)
         if fields is not None:
             a = F.pad(a, (0, 1))[..., fields]  # -1 reads the 0 behind the last part
-        a, mu, sig2, R, F_t = _iterate(a, V, _links(V, parents, fields), rules, free_energy)
+        a, mu, sig2, R, F_t = _iterate(a, V, links, rules, free_energy)
     return EMRouted(a.to(out_dtype), mu.to(out_dtype), sig2, R.to(out_dtype), F_t)

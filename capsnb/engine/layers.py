@@ -21,11 +21,17 @@ from capsnb.routing.em import (
     sig2_floor,
 )
 from .em import as_damping, damped, em_routing, proportions
-from .numerics import autocasting, first_order, keep_freed_memory, without_autocast
+from capsnb.engine.numerics import (
+    FastOp,
+    autocasting,
+    keep_freed_memory,
+    may_look,
+    without_autocast,
+)
 
 # %% auto #0
-__all__ = ['at_least_1', 'field_table', 'Caps', 'PrimaryCaps', 'layer_floor', 'ConvCaps', 'field_centres', 'add_coordinates',
-           'ClassCaps']
+__all__ = ['field_plans', 'at_least_1', 'field_table', 'FieldPlan', 'Caps', 'PrimaryCaps', 'layer_floor', 'ConvCaps',
+           'field_centres', 'add_coordinates', 'ClassCaps']
 
 # %% ../../nbs/engine/25_layers.ipynb #5a76981e
 def _pair(
@@ -93,6 +99,15 @@ class _Parts(NamedTuple):
     beta_u: Tensor  # [j] as for `em_routing`
     fields: Tensor  # [p, s] which part is where, -1: none
 
+# %% ../../nbs/engine/25_layers.ipynb #a9371c87
+class _Tiling(NamedTuple):
+    "How many of the votes' numbers exist at a time, in `plan='tiles'`."
+
+    numbers: int = 1 << 18  # in a tile: 1 MB in float32, a core's cache
+    group: int = 1 << 21  # in a group of small images
+    hold: int = 1 << 25  # most that are kept from one pass over a group to the next
+    terms: int = 9  # contributions to the votes' gradient that are collected before a sum
+
 # %% ../../nbs/engine/25_layers.ipynb #9c65698f
 class _Loop(NamedTuple):
     "Settings of the iterations, as for `em_routing`."
@@ -101,6 +116,18 @@ class _Loop(NamedTuple):
     floor: Floor = as_floor(1e-4)  # of the variances
     act: str = 'logistic'  # 'logistic' or 'pi'
     damping: float = 0.0  # share of the old mean in the new one
+    tiling: _Tiling = _Tiling()  # how much exists at a time
+
+# %% ../../nbs/engine/25_layers.ipynb #f23b9abd
+class FieldPlan(NamedTuple):
+    "A way to route parts in fields to wholes."
+
+    run: Callable  # _Parts, _Loop -> EMRouted: a [b, p, j], mu and sig2 [b, p, j, c, h], R or None
+    refuses: Callable  # _Parts, _Loop -> '', or why it cannot serve them (values are not read)
+    shares: Callable | None = None  # as `run`, but returns R [b, p, s, j] too
+
+
+field_plans: dict[str, FieldPlan] = {}  # by name; later modules add theirs
 
 # %% ../../nbs/engine/25_layers.ipynb #9d716413
 def _gathered(x, fields):
@@ -118,14 +145,8 @@ def _route_votes(
     how = dict(eps=loop.floor, act=loop.act, damping=loop.damping)
     return em_routing(a, V, beta_a, beta_u, loop.lams, len(loop.lams), fields=fields, **how)
 
-# %% ../../nbs/engine/25_layers.ipynb #1ef9aed9
-class _Tiling(NamedTuple):
-    "How many of the votes' numbers exist at a time."
 
-    numbers: int = 1 << 18  # in a tile: 1 MB in float32, a core's cache
-    group: int = 1 << 21  # in a group of small images
-    hold: int = 1 << 25  # most that are kept from one pass over a group to the next
-    terms: int = 9  # contributions to the votes' gradient that are collected before a sum
+field_plans['votes'] = FieldPlan(_route_votes, lambda parts, loop: '')
 
 # %% ../../nbs/engine/25_layers.ipynb #257e4bcb
 class _Votes:
@@ -155,15 +176,15 @@ def _dot(V, w):
     return (w @ V.mT)[:, :, 0]
 
 # %% ../../nbs/engine/25_layers.ipynb #e8edff57
-def _gather(V, w):
-    "Weights w [p, j, s] that sum to 1 -> means and variances [p, j, c·h]."
+def _gather(V, w, out):
+    "Weights w [p, j, s] that sum to 1 -> means and variances [p, j, c·h], written to `out`."
     mu, var = [], []
     for t in V.tiles:
         v, w_t = V[t], w[t][:, :, None]
         m = _dot(v, w_t)
         mu.append(m)
         var.append(_dot((v - m[..., None]).square_(), w_t))
-    return torch.cat(mu), torch.cat(var)
+    return torch.cat(mu, out=out[0]), torch.cat(var, out=out[1])
 
 # %% ../../nbs/engine/25_layers.ipynb #b1d79d33
 class _Model(NamedTuple):
@@ -246,7 +267,7 @@ def _floor(mu, var, group):
     "What to add to all variances: a number, or [p, 1, 1] from each image's spread."
     floor = group.loop.floor
     if not floor.rel:
-        return var.new_tensor(floor.abs)
+        return floor.abs
     floor = sig2_floor(group.by_image(var), group.by_image(mu), floor)
     return floor.expand(-1, len(mu) // group.geo.images, 1, 1).flatten(0, 1)
 
@@ -269,22 +290,24 @@ def _weights(r, group):
     return r.div_(total[..., None]), total
 
 # %% ../../nbs/engine/25_layers.ipynb #0848832e
-def _forward(group, betas):
-    "a [p, j], mu and sig2 [p, j, c·h]; and the `_State` of each iteration."
-    states, found, mu, floor = [], None, 0.0, None
+def _forward(group, betas, states):
+    "a [p, j], mu and sig2 [p, j, c·h]; fills the `_State` of each iteration."
+    found, mu, floor = None, 0.0, None
     R = group.geo.first.expand(-1, len(betas[0]), -1)
-    for lam in group.loop.lams:
+    for lam, state in zip(group.loop.lams, states):
         if found is not None:
             R = _share(_score(group.V, _model(*found)), group.geo)
         r = R * group.a[:, None]
-        mass = r.sum(-1)
-        raw = _gather(group.V, _weights(r, group)[0])  # the mean of one vote is the vote
+        mass = torch.sum(r, -1, out=state.mass)
+        raw = _gather(group.V, _weights(r, group)[0], state[3:])  # one vote's mean is the vote
         mu, var = damped(*raw, mu, group.loop.damping)
+        if group.loop.damping:
+            state.mu.copy_(mu)
+            state.var.copy_(var)
         floor = _floor(mu, var, group) if floor is None else floor
         sig2 = var + floor
         found = _log_activation(group, lam, mass, sig2, betas), mu, sig2
-        states.append(_State(mu, var, mass, *raw))
-    return (found[0].exp(), mu, sig2), states
+    return found[0].exp(), mu, sig2
 
 # %% ../../nbs/engine/25_layers.ipynb #dea452a3
 def _worth(V, state, total, g_mu, g_var):
@@ -352,14 +375,15 @@ def _damped_back(state, g_mu, g_var, damping):
     return (1 - damping) * g_mu + pull, damping * g_mu - pull
 
 # %% ../../nbs/engine/25_layers.ipynb #a0809cea
-def _floor_back(state, group, g_floor):
-    "Gradient of the floor -> of the first means and variances."
-    if not group.loop.floor.rel:
-        return 0.0, 0.0
-    mu, var = (p.detach().requires_grad_() for p in state[:2])
-    with torch.enable_grad():
-        floor = _floor(mu, var, group)
-    return torch.autograd.grad(floor, (mu, var), g_floor)
+def _log_activation_back(group, lam, mass, log_sig2, betas, n, g):
+    "Gradient of `_log_activation` -> of the data, of the sum of n log-variances, of the betas."
+    if group.loop.act == 'pi':
+        S, g = group.by_image(mass + TINY), group.by_image(g)
+        g = g / S - g.sum((-2, -1), keepdim=True) / S.sum((-2, -1), keepdim=True)
+        return g.flatten(0, 1), torch.zeros_like(mass), (0.0, 0.0)
+    price = n * betas[1] + 0.5 * log_sig2
+    g = g * lam * torch.sigmoid(lam * (mass * price - betas[0]))
+    return -g * price, -0.5 * g * mass, (g.sum(0), -n * (g * mass).sum(0))
 
 # %% ../../nbs/engine/25_layers.ipynb #b179676d
 class _Back:
@@ -370,31 +394,40 @@ class _Back:
         self.floor = _floor(*states[0][:2], group)
         self.origin = states[-1].mu  # near where the variances are least
         self.votes = _VotesBack(group.V, self.origin, 2 * len(states) - 1, most)
-        self.g_floor, self.g_betas, self.g_a = 0.0, [0.0, 0.0], 0.0
-
-    def _activated(self, t, mass, var, floor, betas):
-        "What iteration t makes of its data: log of the activations, and variances."
-        sig2 = var + floor
-        return _log_activation(self.group, self.group.loop.lams[t], mass, sig2, betas), sig2
+        self.g_floor, self.g_betas, self.g_a = 0.0, (0.0, 0.0), 0.0
 
     def activation(self, t, incoming):
         "Gradients at iteration t's data and variances; keeps those of the floor and the betas."
-        state = self.states[t]
-        leaves = state.mass, state.var, self.floor, *self.betas
-        leaves = [p.detach().requires_grad_() for p in leaves]
-        with torch.enable_grad():
-            log_a, sig2 = self._activated(t, *leaves[:3], leaves[3:])
-            model = _model(log_a, None, sig2)
-            outs = (log_a.exp(), sig2) if t == len(self.states) - 1 else (model.k, model.v)
-        g = torch.autograd.grad(outs, leaves, incoming, materialize_grads=True)
-        self.g_floor = self.g_floor + g[2]
-        self.g_betas = [p + q for p, q in zip(self.g_betas, g[3:])]
-        return g[:2]
+        state, lam = self.states[t], self.group.loop.lams[t]
+        sig2 = state.var + self.floor
+        log_sig2 = sig2.log().sum(-1)
+        how = self.group, lam, state.mass
+        if t == len(self.states) - 1:  # from the activations and variances
+            g, g_sig2 = incoming
+            g, g_log = g * _log_activation(*how, sig2, self.betas).exp(), 0.0
+        else:  # from the next E-step's model, k and v
+            g, g_v = incoming
+            g_sig2, g_log = -0.5 * g_v / sig2.square(), -0.5 * g
+        back = _log_activation_back(*how, log_sig2, self.betas, sig2.shape[-1], g)
+        g_sig2 = g_sig2 + (g_log + back[1])[..., None] / sig2
+        self.g_floor = self.g_floor + self.group.by_image(g_sig2).sum((1, 2, 3), keepdim=True)
+        self.g_betas = [p + q for p, q in zip(self.g_betas, back[2])]
+        return back[0], g_sig2
+
+    def first_floor(self):
+        "Gradients at the first means and variances, from that of the floor (`sig2_floor`)."
+        if not self.group.loop.floor.rel:
+            return 0.0, 0.0
+        mu = self.group.by_image(self.states[0].mu)
+        g = self.g_floor / mu[0].numel()
+        g_var = (g * (self.group.loop.floor.rel + 1e-6)).expand_as(mu)
+        return (2e-6 * g * mu).flatten(0, 1), g_var.flatten(0, 1)
 
     def model(self, t):
         "What the E-step of iteration t was given."
         before = self.states[t - 1]
-        log_a, sig2 = self._activated(t - 1, before.mass, before.var, self.floor, self.betas)
+        sig2, lam = before.var + self.floor, self.group.loop.lams[t - 1]
+        log_a = _log_activation(self.group, lam, before.mass, sig2, self.betas)
         return _model(log_a, before.mu, sig2)
 
     def gather(self, t, R, g_mass, g_mu, g_var):
@@ -422,7 +455,7 @@ def _backward(back, g_a, g_mu, g_sig2):
     for t in reversed(range(len(back.states))):
         g_mass, g_var = back.activation(t, incoming)
         if t == 0:
-            g_first = _floor_back(back.states[0], group, back.g_floor)
+            g_first = back.first_floor()
             g_mu, g_var = g_mu + g_first[0], g_var + g_first[1]
             R = group.geo.first.expand(-1, g_mu.shape[1], -1)
         else:
@@ -458,51 +491,145 @@ def _to_parts(g, geo):
     return g.new_zeros(geo.n + 1, *g.shape[1:]).index_add_(0, geo.part, g)[:-1]
 
 # %% ../../nbs/engine/25_layers.ipynb #af954baf
-class _Tiles(torch.autograd.Function):
-    "Parts in fields -> a [b, p, j], mu and sig2 [b, p, j, c·h]."
+def _blank(parts, loop):
+    "What the op returns, not yet filled: a [b, p, j], mu and sig2 [b, p, j, c·h]; the states."
+    (b, p, j), n = (parts.a.shape[0], len(parts.fields), parts.W.shape[1]), len(loop.lams)
+    pose, raw = (b, p, j, parts.mu.shape[2] * parts.W.shape[3]), n if loop.damping else 0
+    states = (n - 1, *pose), (n, *pose), (n, b, p, j), (raw, *pose), (raw, *pose)
+    return [parts.mu.new_empty(shape) for shape in ((b, p, j), pose, pose, *states)]
 
-    @staticmethod
-    def forward(ctx, loop, tiling, a, mu, W, beta_a, beta_u, fields):
-        Wt, runs = W.permute(2, 1, 3, 0).contiguous(), []
-        for b, geo in _groups(a, mu, Wt, fields, tiling):
-            f, x = _places(a[b], mu[b], geo)
-            runs.append(_forward(_Group(_Votes(x, Wt, tiling), f, geo, loop), (beta_a, beta_u)))
-        ctx.save_for_backward(a, mu, Wt, beta_a, beta_u, fields)
-        ctx.states, ctx.settings = [states for _, states in runs], (loop, tiling)
-        outs = zip(*(out for out, _ in runs))
-        return tuple(torch.cat(o).unflatten(0, (len(a), -1)) for o in outs)
+# %% ../../nbs/engine/25_layers.ipynb #1bef6a8e
+def _states(outs, b):
+    "Each iteration's `_State` of the images b: views of what `_blank` made."
+    _, mu, _, mus, *more = outs  # the last mean is the pose
+    more = [x for x in more if len(x)]
+    states = ([x[b].flatten(0, 1) for x in s] for s in zip([*mus, mu], *more))
+    return [_State(*s) if len(s) == 5 else _State(*s, *s[:2]) for s in states]
 
-    @staticmethod
-    @first_order("plan='votes'")
-    def backward(ctx, *grads):
-        (loop, tiling), (a, mu, Wt, *betas, fields) = ctx.settings, ctx.saved_tensors
-        g_a, g_mu, g_W = torch.empty_like(a), torch.empty_like(mu), torch.zeros_like(Wt)
-        g_betas = [torch.zeros_like(p) for p in betas]
-        for states, (b, geo) in zip(ctx.states, _groups(a, mu, Wt, fields, tiling)):
-            f, x = _places(a[b], mu[b], geo)
-            group = _Group(_Votes(x, Wt, tiling), f, geo, loop)
-            back = _Back(group, betas, states, tiling.terms)
-            _backward(back, *(g[b].flatten(0, 1) for g in grads))
-            g_f, g_x = back.g_a * geo.link[:, 0], back.votes.x.permute(0, 3, 1, 2)
-            g_a[b] = _to_parts(g_f.flatten(), geo).view_as(a[b])
-            g_mu[b] = _to_parts(g_x.flatten(0, 1), geo).view_as(mu[b])
-            g_W += back.votes.W
-            for total, g in zip(g_betas, back.g_betas):
-                total += g
-        return None, None, g_a, g_mu, g_W.permute(3, 1, 0, 2), *g_betas, None
+# %% ../../nbs/engine/25_layers.ipynb #a8f64a2e
+def _group(parts, Wt, b, geo, loop):
+    "The images b of all parts."
+    f, x = _places(parts.a[b], parts.mu[b], geo)
+    return _Group(_Votes(x, Wt, loop.tiling), f, geo, loop)
+
+# %% ../../nbs/engine/25_layers.ipynb #f442ac17
+def _tiles(parts, loop):
+    "What `_blank` made, filled group by group."
+    outs, betas = _blank(parts, loop), parts[3:5]
+    Wt = parts.W.permute(2, 1, 3, 0).contiguous()
+    for b, geo in _groups(*parts[:2], Wt, parts.fields, loop.tiling):
+        found = _forward(_group(parts, Wt, b, geo, loop), betas, _states(outs, b))
+        for out, x in zip(outs, found):
+            out[b] = x.view_as(out[b])
+    return outs
+
+# %% ../../nbs/engine/25_layers.ipynb #fbd42da5
+def _tiles_back(parts, loop, outs, grads):
+    "Gradients of the parts."
+    grads_in, betas = [torch.zeros_like(t) for t in parts], parts[3:5]
+    g_a, g_mu, g_W, *g_betas, _ = grads_in
+    Wt = parts.W.permute(2, 1, 3, 0).contiguous()
+    for b, geo in _groups(*parts[:2], Wt, parts.fields, loop.tiling):
+        back = _Back(_group(parts, Wt, b, geo, loop), betas, _states(outs, b), loop.tiling.terms)
+        _backward(back, *(g[b].flatten(0, 1) for g in grads))
+        g_f, g_x = back.g_a * geo.link[:, 0], back.votes.x.permute(0, 3, 1, 2)
+        g_a[b] = _to_parts(g_f.flatten(), geo).view_as(g_a[b])
+        g_mu[b] = _to_parts(g_x.flatten(0, 1), geo).view_as(g_mu[b])
+        g_W += back.votes.W.permute(3, 1, 0, 2)
+        for total, g in zip(g_betas, back.g_betas):
+            total += g
+    return grads_in
+
+# %% ../../nbs/engine/25_layers.ipynb #03fcca6c
+def _read(lams, floor, act, damping, tiling) -> _Loop:
+    "Settings of the op: plain numbers."
+    return _Loop(lams, Floor(*floor), act, damping, _Tiling(*tiling))
+
+# %% ../../nbs/engine/25_layers.ipynb #896de541
+def _fields(
+    a: Tensor,  # these six: `_Parts`
+    mu: Tensor,
+    W: Tensor,
+    beta_a: Tensor,
+    beta_u: Tensor,
+    fields: Tensor,
+    lams: list[float],  # these five: `_Loop`
+    floor: list[float],
+    act: str,
+    damping: float,
+    tiling: list[int],
+) -> list[Tensor]:
+    "What `_blank` made, filled."
+    loop = _read(lams, floor, act, damping, tiling)
+    return _tiles(_Parts(a, mu, W, beta_a, beta_u, fields), loop)
+
+# %% ../../nbs/engine/25_layers.ipynb #20d190a5
+def _fields_backward(
+    a: Tensor,  # as for `_fields`
+    mu: Tensor,
+    W: Tensor,
+    beta_a: Tensor,
+    beta_u: Tensor,
+    fields: Tensor,
+    outs: list[Tensor],  # what it returned
+    grads: list[Tensor],  # gradients of its three outputs
+    lams: list[float],
+    floor: list[float],
+    act: str,
+    damping: float,
+    tiling: list[int],
+) -> list[Tensor]:
+    "Gradients of the six tensors."
+    loop = _read(lams, floor, act, damping, tiling)
+    return _tiles_back(_Parts(a, mu, W, beta_a, beta_u, fields), loop, outs, grads)
+
+# %% ../../nbs/engine/25_layers.ipynb #8d6ddc09
+def _by_votes(*args):
+    "The definition of the op, without its states."
+    out = _route_votes(_Parts(*args[:6]), _read(*args[6:]))
+    return out.a, out.mu.flatten(-2), out.sig2.flatten(-2)
+
+
+_op = FastOp(
+    'fields',
+    _fields,
+    _fields_backward,
+    lambda *args: _blank(_Parts(*args[:6]), _read(*args[6:])),
+    _by_votes,
+    n_out=3,
+)
 
 # %% ../../nbs/engine/25_layers.ipynb #e3e4a5a8
 def _route_tiles(
     parts: _Parts,  # what votes
     loop: _Loop,  # how it is routed
-    tiling: _Tiling = _Tiling(),  # how much exists at a time
 ) -> EMRouted:  # as `_route_votes`, without R
     "`_route_votes`, a group and a tile at a time; votes are made again in the backward pass."
-    if not len(parts.a):
-        return _route_votes(parts, loop)._replace(R=None)  # no image, no tile
-    out, pose, sig2 = _Tiles.apply(loop, tiling, *parts)
+    lams, floor, act, damping, tiling = loop
+    if parts.a.device.type != 'cpu':  # no core's cache to fit in, and calls cost more
+        tiling = tiling._replace(numbers=tiling.hold, group=tiling.hold)
+    settings = [float(v) for v in lams], [float(v) for v in floor], act, float(damping), [*tiling]
+    out, pose, sig2 = _op(*parts, *settings)
     shape = (parts.mu.shape[-2], parts.W.shape[-1])
     return EMRouted(out, pose.unflatten(-1, shape), sig2.unflatten(-1, shape), None)
+
+
+field_plans['tiles'] = FieldPlan(_route_tiles, lambda parts, loop: '')
+
+# %% ../../nbs/engine/25_layers.ipynb #81c399f0
+_extras = {'compiled': 'fast', 'triton': 'gpu'}  # plan -> what to install for it
+
+
+def _field_plan(name, parts, loop) -> FieldPlan:
+    "The plan of that name; `ImportError` if it is not installed, `ValueError` if it refuses."
+    if name == 'auto':
+        found = (field_plans.get(k) for k in ('triton', 'compiled', 'tiles'))
+        return next(p for p in found if p and not p.refuses(parts, loop))
+    if name not in field_plans:
+        raise ImportError(f"plan={name!r} is not installed: pip install 'capsnb[{_extras[name]}]'")
+    if reason := field_plans[name].refuses(parts, loop):
+        raise ValueError(f"plan={name!r} cannot serve here: {reason}")
+    return field_plans[name]
 
 # %% ../../nbs/engine/25_layers.ipynb #7b9a90bc
 @from_generator
@@ -573,7 +700,7 @@ class _Settings(NamedTuple):
     lam: float | Sequence | Callable  # inverse temperature
     eps: float | str  # floor of the variances
     act: str  # 'logistic' or 'pi'
-    plan: str  # 'votes', 'tiles' or 'auto'
+    plan: str  # 'auto' or the name of one of `field_plans`
     damping: float  # share of the old mean in the new one
     beta_units: tuple  # what beta_a and beta_u are multiplied by
 
@@ -582,8 +709,8 @@ def _check_settings(s: _Settings, n: int):
     "`ValueError` unless a layer can be routed so; n: components of a pose."
     if s.act not in ('logistic', 'pi'):
         raise ValueError(f"act must be 'logistic' or 'pi', got {s.act!r}")
-    if s.plan not in ('auto', 'tiles', 'votes'):
-        raise ValueError(f"plan must be 'auto', 'tiles' or 'votes', got {s.plan!r}")
+    if s.plan not in (known := ['auto', *(field_plans | _extras)]):
+        raise ValueError(f"plan must be one of {known}, got {s.plan!r}")
     as_schedule(s.lam, s.n_iters)
     as_damping(s.damping)
     as_floor(s.eps, n)
@@ -593,8 +720,8 @@ def _check_settings(s: _Settings, n: int):
 
 # %% ../../nbs/engine/25_layers.ipynb #e88d6037
 def _check_values(a, mu):
-    "`ValueError` unless activations lie in [0, 1] and poses are finite; on the CPU only."
-    if a.device.type != 'cpu' or torch.compiler.is_compiling():
+    "`ValueError` unless activations lie in [0, 1] and poses are finite; where values can be read."
+    if not (may_look(a) and may_look(mu)):
         return
     for name, t in (('a', a), ('mu', mu)):
         if not t.isfinite().all():
@@ -651,7 +778,7 @@ class _Capsules(nn.Module):
         dtype = torch.promote_types(a.dtype, mu.dtype)
         dtype = torch.promote_types(dtype, torch.promote_types(self.W.dtype, torch.float32))
         out_dtype = dtype if autocasting(mu.device) else mu.dtype
-        if mu.device.type == 'cpu' and not torch.compiler.is_compiling():
+        if may_look(mu):
             keep_freed_memory()
         with without_autocast(mu.device):
             out = route(*(t.to(dtype) for t in (a, mu, self.W)))
@@ -685,7 +812,7 @@ class ConvCaps(_Capsules):
         lam: float | Sequence | Callable = inverse_temperature,  # see `as_schedule`
         eps: float | str = 'auto',  # floor of the variances: see `as_floor`
         act: str = 'logistic',  # 'logistic', or 'pi': mixing proportions
-        plan: str = 'auto',  # 'votes': all at hand; 'tiles'; 'auto': tiles, unless R is wanted
+        plan: str = 'auto',  # 'votes': all at hand; 'tiles', 'compiled', 'triton'; 'auto': fastest
         damping: float = 0.0,  # share of the old mean in the new one
         beta_units: tuple = (1.0, 1.0),  # what beta_a and beta_u are multiplied by
     ):
@@ -703,8 +830,8 @@ class ConvCaps(_Capsules):
     ) -> EMRouted:  # a [..., m', n', j], mu and sig2 [..., m', n', j, c, h], R or None
         "Route the parts to the wholes above them; `ValueError` if the inputs do not fit."
         self._check(a, mu)
-        if return_R and self.plan == 'tiles':
-            raise ValueError("plan='tiles' never holds R; use plan='auto' or 'votes'")
+        if return_R and self.plan not in ('auto', 'votes'):
+            raise ValueError(f"plan={self.plan!r} never holds R; use plan='auto' or 'votes'")
         lead, grid = a.shape[:-3], a.shape[-3:-1]
         fields, out = field_table(grid, self.n_inp, self.K, self.stride, self.padding)
         flat = math.prod(lead), math.prod(a.shape[-3:])
@@ -712,9 +839,8 @@ class ConvCaps(_Capsules):
         def route(a, mu, W):
             a, mu, W = a.reshape(flat), mu.reshape(*flat, *mu.shape[-2:]), W.flatten(0, 2)
             parts = _Parts(a, mu, W, *self.betas(W.dtype), fields.to(a.device))
-            if self.plan == 'votes' or return_R:
-                return _route_votes(parts, self._loop())
-            return _route_tiles(parts, self._loop(), self.tiling)
+            loop = self._loop()._replace(tiling=self.tiling)
+            return _field_plan('votes' if return_R else self.plan, parts, loop).run(parts, loop)
 
         done = self._route(a, mu, route)
         done = done if return_R else done._replace(R=None)
@@ -786,6 +912,20 @@ class ClassCaps(_Capsules):
             raise ValueError(f"centres must be {want}, got {got}")
         return rows, cols
 
+    def _one_field(self, a, mu, W, where) -> _Parts:
+        "All parts of an image in one field; coordinates are further columns of their poses."
+        (m, n, i), (_, j, _, h), c = a.shape[-3:], W.shape, mu.shape[-2]
+        W = W.expand(m, n, *W.shape).flatten(0, 2)
+        if self.coordinates:
+            rows, cols = where[0].to(mu)[:, None, None], where[1].to(mu)[:, None]
+            at = torch.stack([rows.expand(m, n, i), cols.expand(m, n, i)], -1)[..., None]
+            at = F.pad(at, (0, 0, 0, c - 2)) if c > 1 else at.mT  # [m, n, i, c, columns]
+            to = torch.zeros(W.shape[0], j, at.shape[-1], h, dtype=W.dtype, device=W.device)
+            to.diagonal(0, -2, -1).fill_(1) if c == 1 else to[..., -1].fill_(1)
+            mu, W = torch.cat([mu, at.expand(*mu.shape[:-1], -1)], -1), torch.cat([W, to], -2)
+        a, mu = a.reshape(-1, m * n * i), mu.reshape(-1, m * n * i, *mu.shape[-2:])
+        return _Parts(a, mu, W, *self.betas(W.dtype), torch.arange(len(W), device=a.device)[None])
+
     def forward(
         self,
         a: Tensor,  # [..., m, n, i] activations of the parts, in [0, 1]
@@ -797,6 +937,10 @@ class ClassCaps(_Capsules):
         where, loop = self._centres(a.shape[-3:-1], centres), self._loop()
 
         def route(a, mu, W):
+            parts, plan = self._one_field(a, mu, W, where), field_plans.get('compiled')
+            if plan and not plan.refuses(parts, loop):
+                out = (o if o is None else o[:, 0] for o in plan.shares(parts, loop))
+                return EMRouted(*(o if o is None else o.reshape(*lead, *o.shape[1:]) for o in out))
             V = torch.einsum('...icd,ijdh->...ijch', mu, W)
             if self.coordinates:
                 V = add_coordinates(V, *where)
@@ -804,5 +948,6 @@ class ClassCaps(_Capsules):
             how = dict(eps=loop.floor, act=loop.act, damping=loop.damping)
             return em_routing(a, V, *betas, loop.lams, len(loop.lams), **how)
 
+        lead = a.shape[:-3]
         out = self._route(a, mu, route)
         return out._replace(R=out.R.unflatten(-2, a.shape[-3:]))

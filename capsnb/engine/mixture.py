@@ -4,11 +4,15 @@
 
 # %% ../../nbs/engine/29_mixture.ipynb #00000002
 from __future__ import annotations
+import itertools
 import math
 import numbers
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 import torch
 from torch import Tensor
+from .numerics import may_look
 
 # %% auto #0
 __all__ = ['covariances', 'n_features', 'features', 'Params', 'natural', 'from_moments', 'em_sweep', 'data_moments', 'kmeans_pp',
@@ -43,8 +47,7 @@ def features(
     elif covariance == 'spherical':
         out[..., 0] = (x * x).sum(-1)
     else:
-        ends = torch.arange(D, 0, -1).cumsum(0).tolist()
-        for d, end in enumerate(ends):
+        for d, end in enumerate(itertools.accumulate(range(D, 0, -1))):
             out[..., end - D + d : end] = x[..., d : d + 1] * x[..., d:]
     return out
 
@@ -186,6 +189,42 @@ def _tile_rows(
         tile = 2**17 if x.device.type == 'cpu' else 2**24
     return min(x.shape[1], max(64, tile // (width * max(1, x.shape[0]))))
 
+# %% ../../nbs/engine/29_mixture.ipynb #09903e93
+_pools = {}  # (process, threads) -> pool: a forked process starts its own
+
+
+def _alone(run, *args):
+    "Run in a thread of a pool, all operations by this thread."
+    if torch.get_num_threads() > 1:
+        torch.set_num_threads(1)
+    return run(*args)
+
+
+def _by_rows(
+    run,  # run(start, stop): what is to be done with some rows of all data sets
+    x: Tensor,  # [b, N, D] data sets
+    T: int,  # rows of a tile
+    most: int = 16,  # chunks: their number, and so the result, is that of the sizes alone
+) -> list:  # what it returned for each chunk of whole tiles
+    """Share rows out over PyTorch's number of threads, which wait for each other only once.
+
+    Threads inside every operation wait some ten times a tile: on a machine that has other things
+    to do they would lose a slice of time at each.
+    """
+    N, threads = x.shape[1], torch.get_num_threads() if may_look(x) else 1
+    step = T * max(1, -(-N // (T * most)))
+    cuts = range(0, N, step) if x.device.type == 'cpu' else [0]
+    jobs = [(s, min(s + step, N) if x.device.type == 'cpu' else N) for s in cuts]
+    if threads == 1:
+        return [run(*job) for job in jobs]
+    key = os.getpid(), threads
+    if key not in _pools:
+        _pools[key] = ThreadPoolExecutor(threads)
+    try:
+        return list(_pools[key].map(lambda job: _alone(run, *job), jobs))
+    finally:
+        torch.set_num_threads(threads)  # what `_alone` set is also what new threads start with
+
 # %% ../../nbs/engine/29_mixture.ipynb #00000015
 def em_sweep(
     x: Tensor,  # [b, N, D] data sets
@@ -195,21 +234,25 @@ def em_sweep(
     origin: Tensor | float = 0.0,  # [b, 1, D] where the data are centred
     tile: int | None = None,  # numbers per tile, see `_tile_rows`
 ) -> tuple[Tensor, Tensor]:  # statistics S [b, K, J]; log-likelihood summed over points [b], nats
-    "E-step and the sums of the M-step in one pass over the data, in memory for one tile."
+    "E-step and the sums of the M-step in one pass over the data, in memory for a tile a thread."
     (b, N, _), (K, J) = x.shape, theta.shape[-2:]
     T = _tile_rows(x, max(K, J), tile)
-    phi, R = x.new_empty(b, T, K), x.new_empty(b, T, J)
-    S, log_p = torch.zeros_like(theta), x.new_zeros(b)
-    for s in range(0, N, T):
-        t = min(T, N - s)
-        f, r = features(x[:, s : s + t] - origin, covariance, out=phi[:, :t]), R[:, :t]
-        log_p_i = _responsibilities(torch.bmm(f, theta, out=r))[..., 0]
-        if weight is not None:
-            r *= weight[:, s : s + t, None]
-            log_p_i *= weight[:, s : s + t]
-        log_p += log_p_i.sum(-1)
-        S.baddbmm_(f.mT, r)
-    return S, log_p
+
+    def sweep(start, stop):
+        phi, R = x.new_empty(b, T, K), x.new_empty(b, T, J)
+        S, log_p = torch.zeros_like(theta), x.new_zeros(b)
+        for s in range(start, stop, T):
+            at, t = slice(s, s + T), min(T, N - s)
+            f, r = features(x[:, at] - origin, covariance, out=phi[:, :t]), R[:, :t]
+            log_p_i = _responsibilities(torch.bmm(f, theta, out=r))[..., 0]
+            if weight is not None:
+                r *= weight[:, at, None]
+                log_p_i *= weight[:, at]
+            log_p += log_p_i.sum(-1)
+            S.baddbmm_(f.mT, r)
+        return S, log_p
+
+    return tuple(map(sum, zip(*_by_rows(sweep, x, T))))
 
 # %% ../../nbs/engine/29_mixture.ipynb #00000018
 def data_moments(
@@ -221,15 +264,21 @@ def data_moments(
     b, N, D = x.shape
     w = x.new_ones(1, 1).expand(b, N) if weight is None else weight
     total, T = w.sum(-1)[:, None, None], _tile_rows(x, D, tile)
-    if weight is None:
-        mean = x.mean(1, keepdim=True)
-    else:
-        mean = torch.bmm((w / w.sum(-1, keepdim=True))[:, None, :], x)
-    one, two = torch.zeros_like(mean), torch.zeros_like(mean)
-    for s in range(0, N, T):
-        dx, wt = x[:, s : s + T] - mean, w[:, None, s : s + T] / total
-        one += wt @ dx
-        two += wt @ (dx * dx)
+
+    def mean_of(start, stop):
+        at = slice(start, stop)
+        return x[:, at].sum(1, keepdim=True) if weight is None else w[:, None, at] @ x[:, at]
+
+    def about(start, stop):
+        one, two = torch.zeros_like(mean), torch.zeros_like(mean)
+        for s in range(start, stop, T):
+            dx, wt = x[:, s : s + T] - mean, w[:, None, s : s + T] / total
+            one += wt @ dx
+            two += wt @ (dx * dx)
+        return one, two
+
+    mean = sum(_by_rows(mean_of, x, T)) / total
+    one, two = map(sum, zip(*_by_rows(about, x, T)))
     return mean + one, (two - one * one).clamp(min=0)
 
 # %% ../../nbs/engine/29_mixture.ipynb #00000019
@@ -256,15 +305,27 @@ def kmeans_pp(
     "Centres by k-means++, and how far each point is from the nearest (Arthur, Vassilvitskii 2007)."
     mean, T = data_moments(x, weight, tile)[0], _tile_rows(x, x.shape[-1], tile)
     w = torch.ones_like(x[..., 0]) if weight is None else weight
-    tiles = range(0, x.shape[1], T)
-    size = torch.cat([(x[:, s : s + T] - mean).square().sum(-1) for s in tiles], -1)
-    near, p, centres = torch.full_like(w, math.inf), w, []
+    near, size, centres = torch.full_like(w, math.inf), torch.empty_like(w), []
+
+    def measure(start, stop):
+        for s in range(start, stop, T):
+            size[:, s : s + T] = (x[:, s : s + T] - mean).square().sum(-1)
+
+    def compare(start, stop):
+        "|x - m - c|^2, without differences; and what is left to choose from."
+        at = slice(start, stop)
+        cross = (x[:, at] @ c.mT)[..., 0] - (mean @ c.mT)[..., 0]
+        dist = size[:, at] - 2 * cross + c.square().sum(-1)
+        near[:, at] = near[:, at].minimum(dist.clamp(min=0))
+
+    _by_rows(measure, x, T)
+    p = w
     for _ in range(n):
         i = _draw(p, generator)
         centres.append(x[torch.arange(len(x), device=x.device), i])
-        c = centres[-1][:, None, :] - mean  # |x - m - c|^2, without differences
-        dist = size - 2 * ((x @ c.mT) - mean @ c.mT)[..., 0] + c.square().sum(-1)
-        near = near.minimum(dist.clamp(min=0)).scatter(1, i[:, None], 0)
+        c = centres[-1][:, None, :] - mean
+        _by_rows(compare, x, T)
+        near.scatter_(1, i[:, None], 0)
         p = w * near
         p = torch.where(p.sum(-1, keepdim=True) > 0, p, w)  # fewer distinct points than centres
     return torch.stack(centres, 1), near
@@ -325,7 +386,11 @@ def em(
     min_var: float = 0.0,  # least variance before that
     tile: int | None = None,  # numbers per tile, see `_tile_rows`
 ) -> Fit:
-    "EM for a mixture of Gaussians in two matrix products per tile and iteration."
+    """EM for a mixture of Gaussians in two matrix products per tile and iteration.
+
+    It stops when all data sets have converged; where values are not looked at (see `may_look`),
+    it goes on to `max_iter`, and those that have converged keep what they have.
+    """
     mean, var = data_moments(x, weight, tile)
     least = (4 * torch.finfo(x.dtype).eps * var).clamp(min=min_var)  # rounding noise, per data set
     if covariance != 'diag':
@@ -335,7 +400,7 @@ def em(
     active = torch.ones_like(log_p, dtype=torch.bool)
     n_iter = torch.zeros_like(log_p, dtype=torch.long)
     total = x.shape[1] if weight is None else weight.sum(-1)
-    while active.any() and len(history) < max_iter:
+    while len(history) < max_iter and not (may_look(x) and not active.any()):
         S, now = em_sweep(x, natural(p, covariance), covariance, weight, mean, tile)
         p = _choose(active, from_moments(S, x.shape[-1], covariance, reg_covar, least, p), p)
         n_iter, old, log_p = n_iter + active, log_p, torch.where(active, now / total, log_p)
@@ -378,13 +443,21 @@ def _check_data(
     if x.shape[-2] < n_components:
         what = f"n_components={n_components} needs at least as many points"
         raise ValueError(f"{what}, got N={x.shape[-2]}")
-    low, high = (v.item() for v in torch.aminmax(x.detach()))
+    if may_look(x):
+        _check_range(x.detach())
+    return x.detach().reshape(-1, *x.shape[-2:])
+
+
+def _check_range(
+    x: Tensor,  # [..., N, D]
+):
+    "`ValueError` for data that are not finite, or whose squares are not."
+    low, high = (v.item() for v in torch.aminmax(x))
     if not math.isfinite(high - low):
         raise ValueError("x must be finite, got NaN or inf (or a range that overflows)")
     if (high - low) * (high - low) * x.shape[-1] * x.shape[-2] > torch.finfo(x.dtype).max:
         what = f"the squares of x overflow {x.dtype}"
         raise ValueError(f"{what}: rescale the data, whose range is {high - low:.3g}")
-    return x.detach().reshape(-1, *x.shape[-2:])
 
 # %% ../../nbs/engine/29_mixture.ipynb #00000024
 def _check_weight(
@@ -400,6 +473,16 @@ def _check_weight(
     except RuntimeError:
         shapes = f"{tuple(x.shape[:-1])}, got {tuple(w.shape)}"
         raise ValueError(f"sample_weight must broadcast to {shapes}") from None
+    if may_look(w):
+        _check_signs(w, n_components)
+    return w / w.amax(-1, keepdim=True)
+
+
+def _check_signs(
+    w: Tensor,  # [b, N]
+    n_components: int,  # as for `_check_weight`
+):
+    "`ValueError` for weights that are not finite, negative, or 0 too often."
     low, high = (v.item() for v in torch.aminmax(w))
     if not (math.isfinite(low) and math.isfinite(high)):
         raise ValueError("sample_weight must be finite, got NaN or inf")
@@ -409,7 +492,6 @@ def _check_weight(
     if few < max(1, n_components):
         what = f"n_components={n_components} needs at least as many points of positive"
         raise ValueError(f"{what} sample_weight, got {few}")
-    return w / w.amax(-1, keepdim=True)
 
 # %% ../../nbs/engine/29_mixture.ipynb #00000025
 def _check_number(
@@ -453,7 +535,7 @@ def _expanded(
     except RuntimeError:
         shapes = f"{tuple(shape)}, got {tuple(given.shape)}"
         raise ValueError(f"start: {name} must broadcast to {shapes}") from None
-    if not flat.isfinite().all():
+    if may_look(flat) and not flat.isfinite().all():
         raise ValueError(f"start: {name} must be finite, got NaN or inf")
     return flat
 
@@ -469,6 +551,16 @@ def _check_start(
     spread = {'diag': (J, D), 'spherical': (J,), 'full': (J, D, D)}[covariance]
     tails = dict(pi=(J,), mu=(J, D), sig2=spread)
     p = Params(*(_expanded(name, q, x, tails[name]) for name, q in zip(tails, start)))
+    if may_look(x):
+        _check_mixture(p, covariance)
+    return p
+
+
+def _check_mixture(
+    p: Params,  # leading dimension b
+    covariance: str,  # 'diag', 'spherical' or 'full'
+):
+    "`ValueError` for proportions or variances that cannot be."
     if (p.pi < 0).any() or (p.pi.sum(-1) - 1).abs().max() > 1e-4:
         sums = p.pi.sum(-1).tolist()[:3]
         raise ValueError(f"start: pi must be proportions that sum to 1, got sums {sums}")
@@ -476,7 +568,6 @@ def _check_start(
     positive = torch.linalg.cholesky_ex(p.sig2)[1] == 0 if full else p.sig2 > 0
     if not positive.all():
         raise ValueError("start: sig2 must be positive" + (" definite" if full else ""))
-    return p
 
 # %% ../../nbs/engine/29_mixture.ipynb #00000029
 def _check_match(
@@ -512,11 +603,15 @@ def _posterior(
     origin = (p.pi[..., None] * p.mu).sum(-2, keepdim=True)  # the mixture's mean
     theta = natural(p._replace(mu=p.mu - origin), covariance)
     log_p, T = x.new_empty(x.shape[:2]), _tile_rows(x, max(theta.shape[-2:]), tile)
-    for s in range(0, x.shape[1], T):
-        L = torch.bmm(features(x[:, s : s + T] - origin, covariance), theta)
-        log_p[:, s : s + T] = _responsibilities(L)[..., 0]
-        if R is not None:
-            R[:, s : s + T] = L
+
+    def fill(start, stop):
+        for s in range(start, stop, T):
+            L = torch.bmm(features(x[:, s : s + T] - origin, covariance), theta)
+            log_p[:, s : s + T] = _responsibilities(L)[..., 0]
+            if R is not None:
+                R[:, s : s + T] = L
+
+    _by_rows(fill, x, T)
     return log_p
 
 # %% ../../nbs/engine/29_mixture.ipynb #0000002b
@@ -592,12 +687,13 @@ class GaussianMixture:
         "Fit by EM; `ValueError` for data or weights that cannot be fitted."
         flat, w = _check_data(x, self.n_components), sample_weight
         w = None if w is None else _check_weight(w, x, self.n_components)
-        if self.reg_covar == self.min_var == 0 and (data_moments(flat, w, self.tile)[1] == 0).any():
+        looks, bare = may_look(flat), self.reg_covar == self.min_var == 0
+        if looks and bare and (data_moments(flat, w, self.tile)[1] == 0).any():
             what = "a column of x is constant"
             raise ValueError(f"{what}: its variance needs reg_covar or min_var above 0")
         with torch.autocast(x.device.type, enabled=False):
             fit = self._best(x, flat, w)
-        if not fit.lower_bound.isfinite().all():
+        if looks and not fit.lower_bound.isfinite().all():
             what = "the log-likelihood is not finite: a component collapsed"
             raise ValueError(f"{what}; raise reg_covar or min_var")
         unflat = lambda q: q.reshape(x.shape[:-2] + q.shape[1:])

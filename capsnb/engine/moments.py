@@ -416,6 +416,31 @@ _moments = FastOp(
     'moments', _moments_forward, _moments_backward, _moments_shapes, _moments_definition, n_out=2
 )
 
+# %% ../../nbs/engine/24_moments.ipynb #05563122
+def _first_forward(
+    f: Tensor,  # [n, i] activations
+    phi: Tensor,  # [n, N, i] statistics of the parts
+) -> list[Tensor]:  # [n, N] sums of f phi: a row times a matrix is 15 times faster than a column
+    return [torch.bmm(f[:, None], phi.mT)[:, 0]]
+
+
+def _first_backward(
+    f: Tensor, phi: Tensor, outs: list[Tensor], grads: list[Tensor]
+) -> list[Tensor]:
+    (g,) = grads
+    return [torch.bmm(g[:, None], phi)[:, 0], g[..., None] * f[:, None]]
+
+
+def _first_shapes(f, phi):
+    return [phi.new_empty(phi.shape[:2])]
+
+
+def _first_definition(f, phi):
+    return (torch.bmm(phi, f[..., None])[..., 0],)
+
+
+_first = FastOp('first_moments', _first_forward, _first_backward, _first_shapes, _first_definition)
+
 # %% ../../nbs/engine/24_moments.ipynb #7534c011
 def _precision(sig2, p_model):
     "v = 1/(2 sig2), and what of log sig2 enters the logits: per whole, over the last two axes."
@@ -486,6 +511,8 @@ _NARROW = 32.0  # spread/sig2 from which on float64 is needed
 class _ByMoments:
     "A routing from moments; W must be shared by all parts."
 
+    op = _moments
+
     def __init__(self, p: Problem, tiling: _Tiling):
         self.p, self.f, self.tile = p, _wide(p.a_inp).sigmoid(), tiling.numbers
         x = p.mu_inp.permute(0, 2, 3, 1).contiguous()
@@ -516,9 +543,9 @@ class _ByMoments:
         "a [n, j], mu and raw variance [n, j, c, h] after an E-step with `model`, if any; and R."
         if model is None:
             j, f = self.p.B.shape[1], self.f.to(self.phi.dtype)
-            M, R = (torch.bmm(self.phi, f[..., None]) / j).expand(-1, -1, j), None
+            M, R = (_first(f, self.phi)[0] / j)[..., None].expand(-1, -1, j), None
         else:
-            M, R = _moments(self.f, *self.parts, self.phi, *self.model(*model), shares, self.tile)
+            M, R = self.op(self.f, *self.parts, self.phi, *self.model(*model), shares, self.tile)
         a, t, var = _fit(_wide(M), self.maps, self.p.eps.mass)
         if model is None:
             self.spread = var.detach()

@@ -106,12 +106,19 @@ def _vjp_of_vjp(
     grads2: Sequence[Tensor],  # gradients at the gradients of the inputs
 ) -> Sequence[Tensor]:  # gradients of inputs and grads
     "Back through the backward pass of `f`, which is differentiable as often as `f` is."
+    real = [k for k, t in enumerate(inputs) if t.is_floating_point()]  # integers have no gradient
+
+    def of_real(*x):
+        found = dict(zip(real, x))
+        return f(*(found.get(k, t) for k, t in enumerate(inputs)))
 
     def first(*tensors):
-        x, g = tensors[: len(inputs)], tensors[len(inputs) :]
-        return torch.func.vjp(f, *x)[1](tuple(g))
+        x, g = tensors[: len(real)], tensors[len(real) :]
+        return torch.func.vjp(of_real, *x)[1](tuple(g))
 
-    return torch.func.vjp(first, *inputs, *grads)[1](tuple(grads2))
+    at = *(inputs[k] for k in real), *grads
+    found = iter(torch.func.vjp(first, *at)[1](tuple(grads2[k] for k in real)))
+    return [next(found) if k in real else None for k in range(len(inputs))] + [*found]
 
 # %% ../../nbs/engine/20_numerics.ipynb #op200001
 def _laid_out(

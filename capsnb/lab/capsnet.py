@@ -13,6 +13,7 @@ from ..core import check_n_iters, from_generator
 from ..engine.dynamic import route_capsules
 from ..routing.dynamic import squash
 from ..engine.layers import at_least_1
+from ..engine.numerics import may_look
 from .losses import margin_loss
 from .vision import HubMixin
 
@@ -70,11 +71,6 @@ class Decoder(nn.Module):
     ) -> Tensor:  # [..., channels, rows, columns] in [0, 1]
         return self.layers((v * share[..., None]).flatten(-2)).unflatten(-1, self.image_shape)
 
-# %% ../../nbs/lab/42_capsnet.ipynb #0000000a
-def _may_look(x):
-    "Only on the CPU: no GPU is made to wait."
-    return x.device.type == 'cpu' and not torch.compiler.is_compiling()
-
 # %% ../../nbs/lab/42_capsnet.ipynb #6f5eccfb
 def class_shares(
     labels: Tensor,  # class indices [b] or [b, k] (k at once), or shares [b, n_classes]
@@ -92,7 +88,7 @@ def class_shares(
 def _check_shares(labels, n_classes):
     if labels.ndim != 2 or labels.shape[1] != n_classes:
         raise ValueError(f"expected shares [b, {n_classes}], got {tuple(labels.shape)}")
-    if _may_look(labels) and not ((labels >= 0) & (labels <= 1 + 1e-6)).all():
+    if may_look(labels) and not ((labels >= 0) & (labels <= 1 + 1e-6)).all():
         raise ValueError(
             f"shares must lie in [0, 1], got {labels.min().item()} to {labels.max().item()}"
         )
@@ -104,7 +100,7 @@ def _check_indices(labels, n_classes):
         raise ValueError(
             f"expected class indices [b] or [b, k], got {labels.dtype} {tuple(labels.shape)}"
         )
-    if not _may_look(labels) or not labels.numel():
+    if not may_look(labels) or not labels.numel():
         return
     low, high = labels.min().item(), labels.max().item()
     if low < 0 or high >= n_classes:
@@ -214,7 +210,7 @@ def _check_images(images, image_shape):
         raise ValueError(
             f"expected images of a floating dtype (divide bytes by 255), got {images.dtype}"
         )
-    if _may_look(images) and not images.isfinite().all():
+    if may_look(images) and not images.isfinite().all():
         raise ValueError("images must be finite, got NaN or inf")
 
 # %% ../../nbs/lab/42_capsnet.ipynb #00000011

@@ -8,6 +8,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from ..engine.numerics import may_look
 
 # %% auto #0
 __all__ = ['spread_loss', 'LinearMargin', 'authors_margin', 'margin_loss', 'activation_cross_entropy']
@@ -26,12 +27,12 @@ def _as_distribution(
         )
     if not target.is_floating_point():
         _check_indices(target, a.shape)
-        return F.one_hot(target.long(), k).to(a.dtype)
+        return torch.zeros_like(a).scatter(-1, target.long()[..., None], 1.0)
     if target.shape != a.shape:
         raise ValueError(
             f"soft targets must have the shape of a, {tuple(a.shape)}, got {tuple(target.shape)}"
         )
-    if target.device.type == 'cpu':
+    if may_look(target):
         _check_shares(target, sums_to_1)
     return target.to(a.dtype)
 
@@ -42,7 +43,7 @@ def _check_indices(target, shape):
             f"hard targets must be integers of shape {tuple(shape[:-1])}, "
             f"got {target.dtype} of shape {tuple(target.shape)}"
         )
-    if target.device.type != 'cpu' or not target.numel():
+    if not may_look(target) or not target.numel():
         return
     low, high = target.min().item(), target.max().item()
     if low < 0 or high >= shape[-1]:

@@ -195,9 +195,11 @@ _published_lr = {'dstep': 5e-4, 'cnn': 5e-4, 'baseline': 1e-3}
 
 def _as_large_as_dstep(
     n_classes: int,  # of the labels
+    in_channels: int = 2,  # 2: a stereo pair
     **options,  # of the network
 ) -> PlainCNN:  # with about as many parameters as `SmallNORBNet`
-    return rival_of(n_params(SmallNORBNet(n_classes)), n_classes=n_classes, **options)
+    both = dict(n_classes=n_classes, in_channels=in_channels)
+    return rival_of(n_params(SmallNORBNet(**both)), **both, **options)
 
 
 def _baseline(
@@ -232,7 +234,7 @@ class Objects(Task):
     cache: str | Path | None = None  # toys: where drawn ones are kept; None: the user's
     crops: int = 1  # patches per side in a test, for networks that were trained on patches
 
-    names = categories
+    names, channels = categories, 2  # 2: a stereo pair
     keys = ('data', 'kind')
     noted = dict(size=int, subset=(int, dict, None), published=bool, official=bool, validate=bool)
     later = ('published', 'validate')
@@ -250,15 +252,16 @@ class Objects(Task):
     @property
     def networks(self):
         n, own = len(self.names), dict(eps='paper', init='paper') if self.published else {}
+        one = dict(in_channels=self.channels)
+        both = dict(n_classes=n, **one)
         capsules = dict(zip('ABCD', (64, 8, 16, 16))) | dict(E=n, size=_caps_sizes(self.size)[1])
         capsules |= dict(preset='gritzman', eps='auto', loss='crossent')
-        plain = dict(n_classes=n, **norb_trunk())
         baseline = partial(_baseline, size=self.size, published=self.published)
         return {
-            'dstep': Net(SmallNORBNet, dict(n_classes=n, **own)),
-            'cnn': Net(PlainCNN, plain, make=_as_large_as_dstep),
-            'baseline': Net(BaselineCNN, dict(n_classes=n), make=baseline),
-            'matrix-caps': Net(MatrixCapsNet, capsules),
+            'dstep': Net(SmallNORBNet, both | own),
+            'cnn': Net(PlainCNN, both | norb_trunk(**one), make=_as_large_as_dstep),
+            'baseline': Net(BaselineCNN, both, make=baseline),
+            'matrix-caps': Net(MatrixCapsNet, capsules | one),
         }
 
     def on_crops(
@@ -324,7 +327,7 @@ class Objects(Task):
     def draw(self, net, network, out):
         if net != 'dstep':
             return None
-        pose_picture(network, self.turned()).savefig(out / 'poses.png', dpi=120)
+        pose_picture(network, self.turned(), self.names).savefig(out / 'poses.png', dpi=120)
         return out / 'poses.png'
 
 # %% ../../nbs/lab/50_objects.ipynb #bf92e204
@@ -388,6 +391,7 @@ toys, smallnorb = Toys(), SmallNORB()
 def pose_picture(
     network: nn.Module,  # with class capsules
     x: dict,  # of `Objects.open`
+    names: tuple = categories,  # of the categories
 ):  # matplotlib figure
     "How the class capsule moves as a toy of each category turns (Heinsen 2019, figure 4)."
     at = {k: int(x[k].min()) for k in ('instance', 'elevation', 'lighting')}
@@ -399,7 +403,7 @@ def pose_picture(
         poses = class_pose(poses_of(network, x['images']), x['category'])
     fixed = {k: at[k] for k in ('elevation', 'lighting')}
     grid = viewpoint_grid(poses, x, 'azimuth', fixed)
-    paths = {categories[int(c)]: mds_path(p) for p, (c, _) in zip(grid.x, grid.toys)}
+    paths = {names[int(c)]: mds_path(p) for p, (c, _) in zip(grid.x, grid.toys)}
     fig = plot_paths(paths)
     fig.suptitle(
         'Pose vectors of the class capsule while a toy turns once around\n'

@@ -202,6 +202,7 @@ known = {
     'fashion-mnist': 'capsnb.lab.digits:fashion_mnist',
     'toys': 'capsnb.lab.objects:toys',
     'smallnorb': 'capsnb.lab.objects:smallnorb',
+    'eth80': 'capsnb.lab.photographs:eth80',
     'sst5': 'capsnb.lab.sentiment:sst5',
     'sst2': 'capsnb.lab.sentiment:sst2',
 }  # short name -> where the task is

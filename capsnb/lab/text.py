@@ -13,6 +13,7 @@ import torch
 from torch import nn, Tensor
 from ..core import need, palette, plot_style
 from ..engine.dstep import Routing
+from ..engine.numerics import may_look
 from ..data.embed import FrozenEncoder, first_line, as_texts
 from ..data.files import checksum, read_json, write_json
 from .runs import digest, hash_files
@@ -39,7 +40,7 @@ def _mask_scores(
         raise ValueError(
             f"expected a floating-point mask [b, n], got {mask.dtype} {tuple(mask.shape)}"
         )
-    if mask.device.type == 'cpu':  # elsewhere, looking would make the program wait
+    if may_look(mask):
         if not ((mask >= 0) & (mask <= 1)).all():
             raise ValueError("expected a mask between 0 and 1")
         if (empty := (mask == 0).all(1)).any():
@@ -77,6 +78,15 @@ def into_rows(
     mask: Tensor,  # [b, n], t ones, the padding on the right
 ) -> Tensor:  # [b, n, ...], 0 at padding
     "Tokens to their places in a batch; `ValueError` when they do not fit the mask."
+    if may_look(mask):
+        _check_packed(x, mask)
+    there = mask != 0
+    number = there.flatten().cumsum(0).sub(1).clamp_min(0)  # of each place's token, or one before
+    rows = x.index_select(0, number).unflatten(0, mask.shape)
+    return torch.where(there.view(*mask.shape, *[1] * (x.ndim - 1)), rows, 0)
+
+
+def _check_packed(x, mask):
     lengths = (mask != 0).sum(1).tolist()
     if sum(lengths) != len(x) or max(lengths) != mask.shape[1]:
         raise ValueError(
@@ -89,7 +99,6 @@ def into_rows(
         raise ValueError(
             "expected a mask of ones with zeros on the right, for tokens that come without padding"
         )
-    return nn.utils.rnn.pad_sequence(x.split(lengths), batch_first=True)
 
 # %% ../../nbs/lab/44_text.ipynb #f48dc06e
 def blend(
@@ -171,8 +180,7 @@ class SSTNet(nn.Module, HubMixin, library_name='capsnb', tags=_tags):
         partner: Tensor | None = None,  # mixup: [b], see `blend`
     ):  # Routed(a [b, k], mu [b, k, 1, h], sig2), or with labels a dict of loss and logits
         mask, x = self.features(mask, embs, lam, partner)
-        grouped = mask.device.type == 'cpu' and not torch.compiler.is_compiling()
-        n_groups = -(-len(mask) // 5) if grouped else 1
+        n_groups = -(-len(mask) // 5) if may_look(mask) else 1
         return answer(_by_length(mask, x, self.route, n_groups), labels)
 
     def features(
@@ -224,7 +232,7 @@ def _check_text(
         )
     want = (*mask.shape, *net.depth_emb.shape)
     if embs.ndim == 3:
-        n_tokens = int(mask.sum()) if mask.device.type == 'cpu' else len(embs)
+        n_tokens = int(mask.sum()) if may_look(mask) else len(embs)
         want = (n_tokens, *net.depth_emb.shape)
     if mask.ndim != 2 or 0 in mask.shape:
         raise ValueError(

@@ -17,6 +17,7 @@ from torch import nn, Tensor
 from einops import rearrange
 from ..core import from_generator, need, plot_style
 from ..engine.dstep import Routing
+from ..engine.numerics import may_look
 
 # %% auto #0
 __all__ = ['normed_conv', 'ConvTrunk', 'CapsuleHeads', 'Scores', 'answer', 'n_params', 'trace_credit', 'DStepNet', 'earned',
@@ -159,7 +160,7 @@ def _check_labels(labels, a):
         return
     if labels.is_floating_point() or labels.dtype == torch.bool:
         raise ValueError(f"expected whole numbers as labels [b], got {labels.dtype}")
-    if labels.device.type != 'cpu' or torch.compiler.is_compiling():
+    if not may_look(labels):
         return  # looking would make a GPU wait
     if ((labels < 0) | (labels >= a.shape[1])).any():
         raise ValueError(

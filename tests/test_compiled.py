@@ -1,0 +1,319 @@
+"""Compiled fields: against the definition, brute force and other plans; what they refuse."""
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch.testing import assert_close
+import capsnb.engine.layers as layers
+from capsnb.engine import compiled
+from capsnb.engine.layers import ClassCaps, ConvCaps, field_table
+from capsnb.engine.numerics import assert_as_exact, error_to
+from capsnb.routing.em import as_floor, inverse_temperature
+from test_layers import brute_force, draw, errors_far_away, layer, step
+
+pytest.importorskip('numba')
+f64 = torch.float64
+
+
+def same(l, a, mu, tol=1e-11):
+    "Values and gradients of plan 'compiled' are those of 'votes', in the norm."
+    l.plan = 'votes'
+    want = step(l, a, mu)
+    l.plan = 'compiled'
+    for got, w in zip(step(l, a, mu), want):
+        assert got.dtype == w.dtype and error_to(got, w) <= tol
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    st.integers(1, 4),
+    st.sampled_from([1e-3, '10%']),
+    st.integers(0, 99),
+)
+def test_any_field_against_brute_force(M, N, K, stride, padding, n_iters, eps, seed):
+    kw = dict(K=K, stride=stride, padding=tuple(min(p, k - 1) for p, k in zip(padding, K)))
+    try:
+        field_table((M, N), 2, **kw)
+    except ValueError:
+        return  # no room
+    l = layer('compiled', n_iters=n_iters, eps=eps, seed=seed, **kw)
+    a, mu = draw(1, M, N, 2, seed=seed)
+    want, _, parents = brute_force(l, a, mu, n_iters, eps)
+    if eps == 1e-3 or parents.any(0).all():
+        for got, w in zip(l(a, mu)[:3], want):
+            assert_close(got, w, rtol=1e-6, atol=1e-8)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(0, 3),
+    st.tuples(st.integers(3, 6), st.integers(3, 6)),
+    st.sampled_from([(1, 1), (2, 3), (5, 2)]),
+    st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(0, 2)),
+    st.integers(1, 4),
+    st.sampled_from([1e-3, '10%', 'auto', 0.5]),
+    st.sampled_from(['logistic', 'pi']),
+    st.sampled_from([0.0, 0.3]),
+)
+def test_values_and_gradients_of_votes(b, size, types, field, n_iters, eps, act, damping):
+    (I, O), (K, stride, padding) = types, field
+    l = layer(
+        I=I,
+        O=O,
+        K=K,
+        stride=stride,
+        padding=min(padding, K - 1),
+        n_iters=n_iters,
+        eps=eps,
+        act=act,
+        damping=damping,
+        lam=inverse_temperature if b % 2 else 0.3,
+    )
+    same(l, *draw(b, *size, I))
+
+
+@pytest.mark.parametrize('pose', [(1, 1, 1), (4, 4, 4), (1, 16, 16), (3, 2, 7), (5, 4, 4)])
+@pytest.mark.parametrize('dtype', [f64, torch.float32])
+def test_poses_of_any_size(pose, dtype):
+    "their numbers fill vectors, leave some over, or need more than one"
+    c, d, h = pose
+    torch.manual_seed(0)
+    l = ConvCaps(3, 5, d_cov=c, d_inp=d, d_out=h, lam=0.1).to(dtype)
+    a, mu = torch.rand(2, 5, 4, 3, dtype=dtype), torch.randn(2, 5, 4, 3, c, d, dtype=dtype)
+    same(l, a, mu, 1e-11 if dtype == f64 else 1e-4)
+
+
+@pytest.mark.parametrize('damping', [0.0, 0.3])
+def test_float32_is_as_exact_as_votes(damping):
+    a, mu = draw(3, 7, 6, 3, dtype=torch.float32)
+    l = layer('votes', I=3, O=5, damping=damping, eps='auto')
+    truth = step(l, a.double(), mu.double())
+    ref = step(l.float(), a, mu)
+    l.plan = 'compiled'
+    for fast, r, t in zip(step(l, a, mu), ref, truth):
+        assert_as_exact(fast, r, t)
+
+
+@pytest.mark.parametrize('eps', [1e-8, 1e-4, 1e-2, 1.0, '1%', 'auto'])
+@pytest.mark.parametrize('offset', [0.0, 1.0, 1e3, 1e5, -1e6])
+def test_the_mean_of_one_vote_is_the_vote_wherever_it_lies(eps, offset):
+    votes, found = (errors_far_away(p, 1, 1, eps, offset) for p in ('votes', 'compiled'))
+    assert max(found[:3]) < max(1e-6, 2 * max(votes[:3]))
+    assert max(f / max(v, 1e-5) for f, v in zip(found, votes)) < 2
+
+
+@pytest.mark.parametrize('scale', [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize('offset', [0.0, 1e2, 1e4])
+@pytest.mark.parametrize('eps', ['1%', 'auto'])
+def test_far_from_the_origin_they_are_as_exact_as_votes(eps, offset, scale):
+    for K, I in ((2, 1), (3, 3)):
+        votes, found = (errors_far_away(p, K, I, eps, offset, scale) for p in ('votes', 'compiled'))
+        assert all(f < 4 * v + 1e-4 for f, v in zip(found, votes)), (K, I, votes, found)
+
+
+@pytest.mark.parametrize('eps', [1e-4, '10%'])
+def test_finite_with_one_child_and_at_the_extremes(eps):
+    for a in (torch.zeros, torch.ones):
+        l, mu = layer('compiled', I=1, K=2, eps=eps), 1e3 * draw(1, 3, 3, 1)[1]
+        assert all(t.isfinite().all() for t in step(l, a(1, 3, 3, 1, dtype=f64), mu))
+
+
+def test_groups_of_images_and_shares_that_are_made_again_change_nothing(monkeypatch):
+    l, (a, mu) = layer('compiled', n_iters=3), draw(5, 5, 4, 2)
+    want = step(l, a, mu)
+    for hold, group in ((0, 1 << 21), (1 << 26, 1), (0, 1500)):
+        monkeypatch.setattr(compiled, '_HOLD', hold)
+        monkeypatch.setattr(compiled, '_GROUP', group)
+        for got, w in zip(step(l, a, mu), want):
+            assert_close(got, w)
+
+
+def test_threads_share_the_fields_and_may_be_many():
+    l, (a, mu) = layer('compiled'), draw(3, 6, 6, 2)
+    want, before = step(l, a, mu), torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        with ThreadPoolExecutor(4) as pool:
+            runs = [pool.submit(step, l, a, mu) for _ in range(4)]
+        for run in runs:
+            for got, w in zip(run.result(), want):
+                assert_close(got, w)
+    finally:
+        torch.set_num_threads(before)
+
+
+def inside(rng, *shape):
+    "An array with NaN in front of it and behind it, and what is around it."
+    n, pad = int(np.prod(shape)), 32
+    buffer = np.full(n + 2 * pad, np.nan, np.float32)
+    array = buffer[pad : pad + n].reshape(shape)
+    array[:] = rng.random(shape)
+    return array, (buffer[:pad], buffer[pad + n :])
+
+
+@pytest.mark.parametrize('dims', [(4, 4, 4), (2, 3, 2), (3, 2, 7)])
+def test_kernels_read_and_write_no_number_beyond_their_data(dims):
+    kernels = pytest.importorskip('capsnb.engine.kernels')
+    (c, d, h), (b, n_fields, J, S), rng = dims, (2, 3, 5, 48), np.random.default_rng(0)
+    P, m, around = b * n_fields, c * h, []
+
+    def new(*shape):
+        array, edges = inside(rng, *shape)
+        around.extend(edges)
+        return array
+
+    sizes = tuple((0,) * k for k in dims)
+    x, W, a, tiny, mu, var = (
+        new(*s) for s in ((P, c * d * S), (J, d * h * S), (P, S), (n_fields, S), *[(P * J, m)] * 2)
+    )
+    R, L, U, g_R = (new(P * J, S) for _ in range(4))
+    mass, g_a, one, two = new(P, J), new(P, S), new(P * J, m), new(P * J, m)
+    table = rng.integers(-1, 7, (n_fields, S))
+    values = new(b * 7, c * d)
+    kernels.lay_out(0, P, values, table, x)
+    kernels.gather(0, P, x, W, a, tiny, R, mu, var, mass, sizes)
+    kernels.score(0, P, x, W, mass, mu, var, L, sizes)
+    kernels.below_top(0, b, L, J, table, 7)
+    kernels.normalise(0, b, np.exp(L, out=L), J, table, 7)
+    kernels.worth(0, P, x, W, a, tiny, L, mu, var, mass, one, two, U, g_R, g_a, sizes)
+    kernels.centre(0, b, L, g_R, J, table, 7, g_a)
+    g_k = new(P * J, 1)
+    kernels.score_back(0, P, x, W, L, g_R, g_a, mu, U, g_k, one, two, sizes)
+    g_x, g_W, A, B, terms = new(*x.shape), new(*W.shape), *(new(2 * P * J, m) for _ in 'AB'), 2
+    kernels.spread(0, P, x, W, mu, A, B, new(2 * P * J, S), terms, g_x, g_W, sizes)
+    kernels.add_up(0, b, g_x, table, values)
+    for array in (x, mu, var, mass, L, U, g_R, g_a, g_k, one, two, g_x, g_W, values):
+        assert np.isfinite(array).all()
+    assert all(np.isnan(edge).all() for edge in around)
+
+
+def arguments(dtype=f64, b=2, shares=True, **kw):
+    "Tensors and settings of the op."
+    torch.manual_seed(0)
+    fields, _ = field_table((2, 3), 1, 2)
+    shapes = (b, 6), (b, 6, 2, 2), (4, 2, 2, 1), (2,), (2,)
+    tensors = [torch.rand(shapes[0]), *(torch.randn(shape) for shape in shapes[1:])]
+    floor = list(as_floor(kw.pop('eps', '10%')))
+    settings = dict(lams=[0.1, 0.2], floor=floor, act='logistic', damping=0.0, shares=shares) | kw
+    return [t.to(dtype).requires_grad_() for t in tensors], fields, list(settings.values())
+
+
+@pytest.mark.parametrize('kw', [dict(), dict(act='pi', damping=0.2), dict(shares=False)])
+def test_opcheck(kw):
+    tensors, fields, how = arguments(**kw)
+    op = compiled.compiled_fields
+    torch.library.opcheck(op.forward, (*tensors, fields, *how))
+    tensors = [t.detach() for t in tensors]
+    outs = op.forward(*tensors, fields, *how)
+    grads = [torch.randn_like(o) for o in outs[:4]]
+    torch.library.opcheck(op.backward, (*tensors, fields, outs, grads, *how))
+
+
+@pytest.mark.parametrize('kw', [dict(eps=0.1), dict(damping=0.2), dict(act='pi', shares=False)])
+def test_first_and_second_derivatives(kw):
+    tensors, fields, how = arguments(b=1, **kw)
+
+    def op(*t):
+        return compiled.compiled_fields(*t, fields, *how)[: 4 if how[-1] else 3]
+
+    assert torch.autograd.gradcheck(op, tensors)
+    assert torch.autograd.gradgradcheck(op, tensors)
+
+
+def test_torch_func_and_vmap():
+    l, (a, mu) = layer('compiled'), draw(3, 4, 4, 2)
+
+    def loss(W, a, mu):
+        out = torch.func.functional_call(l, {'W': W}, (a, mu))
+        return (out.mu * out.a[..., None, None]).sum()
+
+    W = l.W.detach()
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(W, a, mu)
+    assert_close(each.sum(0), torch.func.grad(loss)(W, a, mu))
+    l.plan = 'votes'
+    assert_close(each[0], torch.func.grad(loss)(W, a[0], mu[0]))
+
+
+@pytest.mark.parametrize('make', [lambda: ConvCaps(2, 3, plan='compiled'), lambda: ClassCaps(2, 3)])
+def test_one_graph(make):
+    torch.manual_seed(0)
+    l, a, mu = make(), torch.rand(2, 5, 5, 2), torch.randn(2, 5, 5, 2, 4, 4, requires_grad=True)
+    fast = torch.compile(l, fullgraph=True, backend='aot_eager')
+    grads = []
+    for f in (l, fast):
+        out = f(a, mu)
+        grads.append((out.a, out.mu, *torch.autograd.grad(out.mu.sum() + out.a.sum(), [mu, l.W])))
+    for got, want in zip(*grads):
+        assert_close(got, want)
+
+
+@pytest.mark.parametrize('pose', [(4, 4, 4), (1, 16, 16), (2, 3, 2)])
+@pytest.mark.parametrize('kw', [{}, dict(coordinates=False), dict(act='pi'), dict(n_iters=1)])
+def test_class_capsules_are_one_field(pose, kw, monkeypatch):
+    "with coordinates as further columns of the poses; shares and their gradients too"
+    torch.manual_seed(0)
+    l = ClassCaps(3, 5, *pose, lam=0.1, damping=0.2, **kw).double()
+    a, mu = torch.rand(2, 1, 5, 6, 3, dtype=f64), torch.randn(2, 1, 5, 6, 3, *pose[:2], dtype=f64)
+
+    def run():
+        x, y, g = a.clone().requires_grad_(), mu.clone().requires_grad_(), torch.Generator()
+        out = l(x, y)[:4]
+        loss = sum(
+            (o * torch.randn(o.shape, generator=g.manual_seed(1), dtype=f64)).sum() for o in out
+        )
+        found = torch.autograd.grad(loss, [x, y, *l.parameters()], materialize_grads=True)
+        return [*out, *found]
+
+    found = run()
+    monkeypatch.delitem(layers.field_plans, 'compiled')
+    for got, want in zip(found, run()):
+        assert error_to(got, want) < 1e-12
+
+
+def test_auto_takes_it_on_the_cpu_and_it_says_what_it_refuses(monkeypatch):
+    parts = layers._Parts(*arguments()[0], arguments()[1])
+    assert layers._field_plan('auto', parts, layers._Loop([0.1])) is layers.field_plans['compiled']
+    meta = layers._Parts(*(t.to('meta') for t in parts))
+    half = layers._Parts(*(t.half() for t in parts[:5]), parts.fields)
+    big = parts._replace(mu=torch.zeros(1, 6, 16, 16), W=torch.zeros(4, 2, 16, 16))
+    told = ((meta, 'CPU, not on meta'), (half, 'not torch.float16'), (big, 'up to 1024'))
+    for case, message in told:
+        with pytest.raises(ValueError, match=message):
+            layers._field_plan('compiled', case, layers._Loop([0.1]))
+        assert layers._field_plan('auto', case, layers._Loop([0.1])) is layers.field_plans['tiles']
+
+
+def python(code):
+    return subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
+
+
+def test_without_numba_auto_routes_in_tiles_and_the_plan_names_what_to_install():
+    run = python("""
+import importlib.util as util, torch
+find = util.find_spec
+util.find_spec = lambda name, *args: None if name == 'numba' else find(name, *args)
+from capsnb import ClassCaps, ConvCaps
+a, mu = torch.rand(1, 4, 4, 2), torch.randn(1, 4, 4, 2, 4, 4)
+ConvCaps(2, 3)(a, mu), ClassCaps(2, 3)(a, mu)
+try:
+    ConvCaps(2, 3, plan='compiled')(a, mu)
+except ImportError as e:
+    print(e)
+""")
+    assert "pip install 'capsnb[fast]'" in run.stdout, run.stderr
+
+
+def test_numba_is_not_imported_before_it_is_used():
+    run = python(
+        "import sys; from capsnb import ConvCaps; ConvCaps(2, 3); print('numba' in sys.modules)"
+    )
+    assert run.stdout == 'False\n', run.stderr

@@ -1,0 +1,139 @@
+"""On a GPU everything gives what it gives on the CPU, and nothing waits for a value.
+
+Skipped where there is none; `capsnb bench --device cuda` runs these first.
+"""
+
+import copy
+import pytest
+import torch
+from capsnb import CapsNet, ClassCaps, ConvCaps, DStepNet, GaussianMixture, MatrixCapsNet
+from capsnb import Routing, SSTNet, dynamic_routing, route_capsules
+from capsnb.core import seed_everything
+from capsnb.engine.dstep import plans
+from capsnb.engine.layers import field_plans
+from capsnb.engine.numerics import error_to
+
+pytestmark = pytest.mark.cuda
+
+
+def pictures(channels, size, n_classes, n=3):
+    return torch.rand(n, channels, size, size), torch.arange(n) % n_classes
+
+
+def caps(i):
+    return torch.rand(2, 5, 5, i), torch.randn(2, 5, 5, i, 4, 4)
+
+
+def words():
+    mask = torch.tensor([[1.0, 1, 1, 1], [1, 1, 0, 0]])
+    return mask, torch.randn(2, 4, 3, 8), torch.tensor([0, 4])
+
+
+made = {  # name -> a layer or network, and what it is given
+    'Routing, shared maps': lambda: (Routing(4, 4, 4, n_out=7), routed(30)),
+    'Routing, own maps': lambda: (Routing(4, 4, 4, n_inp=30, n_out=7), routed(30)),
+    'ConvCaps': lambda: (ConvCaps(3, 4, 3, 2), caps(3)),
+    'ClassCaps': lambda: (ClassCaps(3, 5), caps(3)),
+    'CapsNet': lambda: (CapsNet(channels=8, n_types=2, decoder=(8, 8)), pictures(1, 28, 10)),
+    'MatrixCapsNet': lambda: (MatrixCapsNet(4, 2, 3, 3), pictures(2, 32, 5)),
+    'DStepNet': lambda: (DStepNet(channels=(4, 4, 4), n_types=3, n_parts=5), pictures(1, 8, 10)),
+    'SSTNet': lambda: (SSTNet(3, 8, 5, d_feat=6, n_parts=4), words()),
+}
+
+
+def routed(i):
+    return torch.randn(3, i), torch.randn(3, i, 4, 4)
+
+
+def step(net, given):
+    "Outputs and gradients of everything, on the CPU."
+    out = net(*given)
+    outs = [out['loss'], out['logits']] if isinstance(out, dict) else [o for o in out[:3]]
+    total = sum(o.square().sum() for o in outs)
+    grads = torch.autograd.grad(total, list(net.parameters()), allow_unused=True)
+    return [o.detach().cpu() for o in (*outs, *grads) if o is not None]
+
+
+def there(net, given, device):
+    return copy.deepcopy(net).to(device), [x.to(device) for x in given]
+
+
+@pytest.mark.parametrize('name', made)
+def test_a_gpu_gives_what_the_cpu_gives(name):
+    seed_everything(0)
+    net, given = made[name]()
+    wide = step(net.double(), [x.double() if x.is_floating_point() else x for x in given])
+    for mine, truth in zip(step(*there(net.float(), given, 'cuda')), wide):
+        assert error_to(mine, truth) < 2e-3
+
+
+@pytest.mark.parametrize('name', made)
+def test_nothing_waits_for_a_value(name):
+    seed_everything(0)
+    net, given = there(*made[name](), 'cuda')
+    loss = lambda: sum(o.sum() for o in tuple_of(net(*given)))
+    loss().backward()  # what is loaded once may wait
+    torch.cuda.set_sync_debug_mode('error')
+    try:
+        loss().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode('default')
+
+
+def tuple_of(out):
+    return [out['loss']] if isinstance(out, dict) else out[:2]
+
+
+@pytest.mark.parametrize('plan', [*plans])
+def test_plans_of_routing(plan):
+    seed_everything(0)
+    net, given = Routing(4, 4, 4, n_out=9), routed(77)
+    truth = step(net.double(), [x.double() for x in given])
+    net = copy.deepcopy(net).float()
+    net.plan = plan
+    for mine, wanted in zip(step(*there(net, given, 'cuda')), truth):
+        assert error_to(mine, wanted) < 1e-3
+
+
+@pytest.mark.parametrize('plan', [*field_plans])
+def test_plans_of_fields(plan):
+    seed_everything(0)
+    net, given = ConvCaps(3, 4, 3, 2), caps(3)
+    truth = step(net.double(), [x.double() for x in given])
+    net = copy.deepcopy(net).float()
+    net.plan = plan
+    if plan == 'compiled':
+        with pytest.raises(ValueError):
+            step(*there(net, given, 'cuda'))
+        return
+    for mine, wanted in zip(step(*there(net, given, 'cuda')), truth):
+        assert error_to(mine, wanted) < 1e-3
+
+
+def test_dynamic_routing():
+    u, W = 0.3 * torch.randn(4, 50, 8), 0.1 * torch.randn(50, 7, 8, 16)
+    V = torch.einsum('nid,ijdh->nijh', u, W)
+    wanted = route_capsules(u.double(), W.double()).v
+    assert error_to(route_capsules(u.cuda(), W.cuda()).v.cpu(), wanted) < 1e-5
+    assert error_to(dynamic_routing(V.cuda()).v.cpu(), wanted) < 1e-5
+
+
+def test_a_mixture():
+    x = torch.randn(1000, 4)
+    kw = dict(max_iter=5, tol=0, start=(torch.full((3,), 1 / 3), x[:3], torch.ones(3, 4)))
+    wanted = GaussianMixture(3, **kw).fit(x)
+    kw['start'] = tuple(p.cuda() for p in kw['start'])
+    assert error_to(GaussianMixture(3, **kw).fit(x.cuda()).mu.cpu(), wanted.mu.double()) < 1e-4
+
+
+def test_a_step_fits_in_a_cuda_graph():
+    seed_everything(0)
+    net, (a, mu) = there(Routing(4, 4, 4, n_out=9), routed(77), 'cuda')
+    net(a, mu)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        out = net(a, mu)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert error_to(out.a.cpu(), net(a, mu).a.detach().double().cpu()) < 1e-5

@@ -1,0 +1,629 @@
+"ETH-80: what is missing, wrong or damaged is named; folds, viewpoints, the task; the real files."
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import struct
+import sys
+import zlib
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch.testing import assert_close
+
+image = pytest.importorskip('PIL.Image')
+from typer.testing import CliRunner
+from capsnb import eth80, load_eth80
+from capsnb.cli import make_app
+from capsnb.data.eth80 import (
+    Photo,
+    as_images,
+    backgrounds,
+    categories,
+    check_png,
+    familiar_views,
+    find_eth80,
+    list_eth80,
+    n_photos,
+    object_split,
+    open_eth80,
+    parse_name,
+    tiny_eth80,
+    viewpoints,
+)
+from capsnb.data.files import cache_folder
+from capsnb.lab.photographs import Photographs, folds_of
+from capsnb.lab.tasks import evaluate, load_run, task_named, train
+
+try:
+    real_folder = find_eth80()
+except FileNotFoundError:
+    real_folder = None
+real = pytest.mark.skipif(
+    real_folder is None, reason='ETH-80 is not on this machine: name its folder in CAPSNB_DATA'
+)
+
+
+@pytest.fixture(autouse=True)
+def no_machine(monkeypatch, tmp_path):
+    "no test finds the data or the cache of the machine it runs on"
+    monkeypatch.delenv('CAPSNB_DATA', raising=False)
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'xdg'))
+
+
+@pytest.fixture(scope='module')
+def drawn(tmp_path_factory):
+    return tiny_eth80(tmp_path_factory.mktemp('data') / 'eth80', size=8)
+
+
+@pytest.fixture(scope='module')
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp('cache')
+
+
+@pytest.fixture(scope='module')
+def data(drawn, cache):
+    return open_eth80(drawn, cache)
+
+
+@contextlib.contextmanager
+def changed(path, content=None):
+    "A file with other bytes, or none, and as it was again."
+    before, times = path.read_bytes(), os.stat(path)
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    try:
+        yield
+    finally:
+        path.write_bytes(before)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def png(path, size, mode='RGB', **kw):
+    "Bytes of a picture of one colour."
+    image.new(mode, size, **kw).save(path, 'PNG')
+    return path.read_bytes()
+
+
+# ---- names ----
+
+
+def test_every_name_is_read_as_it_is_written():
+    photos = [Photo(k, n, v) for k, n, v in itertools.product(range(8), (1, 14), range(41))]
+    assert [parse_name(f'a/b/{photo}.png') for photo in photos] == photos
+
+
+@pytest.mark.parametrize(
+    'name',
+    [
+        'aple1-000-000.png',
+        'apple-000-000.png',
+        'apple01-000-000.png',
+        'apple1-000-090.png',  # there is one view from above
+        'apple1-066-000.png',
+        'apple1-66-27.png',
+        'apple1-066-027-map.png',
+        'Apple1-066-027.png',
+        'apple1-066-027 (1).png',
+        'apple١-066-027.png',
+    ],
+)
+def test_other_names_are_refused(name):
+    with pytest.raises(ValueError, match=f'x/{re.escape(name)}: expected a name of a category'):
+        parse_name(f'x/{name}')
+
+
+# ---- finding ----
+
+
+def test_all_ways_to_name_a_folder(drawn, monkeypatch, tmp_path):
+    for named in (drawn, drawn.parent, str(drawn)):
+        assert find_eth80(named) == drawn
+        monkeypatch.setenv('CAPSNB_DATA', str(named))
+        assert find_eth80() == drawn
+    (tmp_path / 'ETH-80').symlink_to(drawn)
+    assert find_eth80(tmp_path) == tmp_path / 'ETH-80'
+    monkeypatch.setenv('CAPSNB_DATA', str(tmp_path / 'other'))
+    place = cache_folder('eth80')
+    place.parent.mkdir(parents=True)
+    place.symlink_to(drawn)
+    assert find_eth80() == place
+    with pytest.raises(FileNotFoundError, match='other/eth80'):
+        find_eth80(tmp_path / 'other')  # who names a folder gets no other
+
+
+def test_where_it_was_looked_for_is_said(tmp_path, monkeypatch):
+    (tmp_path / 'a').mkdir()
+    png(tmp_path / 'a' / 'holiday.png', (4, 4))
+    said = 'expected ETH-80 in one of .*eth80.*1/1/apple1-000-000.png.*CAPSNB_DATA'
+    for call in (lambda: find_eth80(tmp_path), find_eth80, lambda: open_eth80(tmp_path / 'no')):
+        with pytest.raises(FileNotFoundError, match=said):
+            call()
+
+
+def test_folders_may_be_named_after_objects(drawn, data, tmp_path):
+    for place in drawn.glob('*/*'):
+        first = parse_name(next(place.glob('*.png')))
+        (tmp_path / f'{categories[first.category]}{first.number}').symlink_to(place)
+    again = open_eth80(tmp_path)
+    assert all(again[name].equal(x) for name, x in data.items())
+
+
+# ---- missing and wrong files ----
+
+
+def test_a_missing_photograph_is_named(drawn):
+    with changed(drawn / '3' / '4' / 'cow4-066-027.png'):
+        with pytest.raises(ValueError, match='1 of 3,280 photographs are missing: cow4-066-027'):
+            open_eth80(drawn)
+
+
+def test_many_missing_photographs_are_counted(drawn):
+    with contextlib.ExitStack() as stack:
+        for n in range(1, 8):
+            stack.enter_context(changed(drawn / '8' / str(n) / f'tomato{n}-090-338.png'))
+        with pytest.raises(ValueError, match=r'7 of 3,280 .*: tomato1-090-338.*tomato5.*, …$'):
+            open_eth80(drawn)
+
+
+def test_a_missing_mask_is_named(drawn):
+    with changed(drawn / '3' / '4' / 'maps' / 'cow4-066-027-map.png'):
+        with pytest.raises(ValueError, match='1 of 3,280 masks are missing: cow4-066-027-map'):
+            open_eth80(drawn)
+
+
+def test_a_missing_or_twofold_object_is_named(drawn, tmp_path):
+    place = drawn / '2' / '10'
+    shutil.move(place, tmp_path / 'car')
+    try:
+        wanted = r'expected 10 objects of car, got 9: \[1, 2, 3, 5, 6, 7, 9, 11, 12\]'
+        with pytest.raises(ValueError, match=wanted):
+            list_eth80(drawn)
+    finally:
+        shutil.move(tmp_path / 'car', place)
+    shutil.copytree(place, drawn / '2' / '11')
+    try:
+        with pytest.raises(ValueError, match="2/11: car 14 is in '.*2/10' already"):
+            list_eth80(drawn)
+    finally:
+        shutil.rmtree(drawn / '2' / '11')
+
+
+@pytest.mark.parametrize(
+    'name, said',
+    [
+        ('apple1-066-27.png', 'expected a name of a category'),
+        ('apple2-066-027.png', 'expected a photograph of apple 1'),
+        ('pear1-066-027.png', 'expected a photograph of apple 1'),
+    ],
+)
+def test_a_wrong_name_is_named(drawn, name, said):
+    path = drawn / '1' / '1' / name
+    shutil.copy(drawn / '1' / '1' / 'apple1-066-027.png', path)
+    try:
+        with pytest.raises(ValueError, match=f'{name}: {said}'):
+            open_eth80(drawn)
+    finally:
+        path.unlink()
+
+
+def test_other_files_do_not_disturb(drawn, data, cache):
+    for path in (drawn / 'README.md', drawn / '1' / '1' / 'Thumbs.db', drawn / '1' / 'notes.png'):
+        path.write_bytes(b'')
+    try:
+        with pytest.raises(ValueError, match='notes.png: expected a name'):
+            open_eth80(drawn, cache)
+        (drawn / '1' / 'notes.png').unlink()
+        assert open_eth80(drawn, cache)['image'].equal(data['image'])
+    finally:
+        for path in (drawn / 'README.md', drawn / '1' / '1' / 'Thumbs.db'):
+            path.unlink()
+
+
+@pytest.fixture(scope='module')
+def bare(tmp_path_factory):
+    "a copy of another size, without masks"
+    return tiny_eth80(tmp_path_factory.mktemp('bare') / 'eth80', 12, masks=False)
+
+
+def test_without_masks_only_the_background_stays(bare, cache):
+    data, rows = open_eth80(bare, cache), torch.arange(3)
+    assert 'mask' not in data and data['image'].shape == (n_photos, 3, 12, 12)
+    assert as_images(data, rows, 5).shape == (3, 1, 5, 5)
+    for background in ('masked', 'replaced'):
+        with pytest.raises(ValueError, match=f"'{background}' needs masks .* has none"):
+            as_images(data, rows, 4, background=background)
+    assert 'mask' not in load_eth80(bare)['test'].column_names
+
+
+def test_pictures_are_square_and_never_enlarged(bare, cache):
+    data = open_eth80(bare, cache)
+    with pytest.raises(ValueError, match='no smaller than 13, the photographs have 12x12'):
+        as_images(data, torch.tensor([0]), 13)
+    with pytest.raises(ValueError, match='expected square .* have 12x8'):
+        as_images({**data, 'image': data['image'][:, :, :8]}, torch.tensor([0]), 8)
+
+
+# ---- damage ----
+
+some = settings(max_examples=200, deadline=None, derandomize=True)
+
+
+@pytest.fixture(scope='module')
+def whole(drawn):
+    return (drawn / '1' / '1' / 'apple1-045-090.png').read_bytes()
+
+
+@some
+@given(st.data())
+def test_no_changed_byte_passes_unseen(whole, data):
+    at, byte = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(0, 255))
+    assert check_png(whole) == (8, 8)
+    if byte != whole[at]:
+        with pytest.raises(ValueError, match=r'dog byte \d+: expected'):
+            check_png(whole[:at] + bytes([byte]) + whole[at + 1 :], 'dog')
+    with pytest.raises(ValueError, match=r'dog byte \d+: expected'):
+        check_png(whole[:at], 'dog')
+
+
+def chunk(kind, content):
+    return (
+        struct.pack('>I', len(content))
+        + kind
+        + content
+        + struct.pack('>I', zlib.crc32(kind + content))
+    )
+
+
+def test_damage_is_named_by_file_and_byte(drawn, whole):
+    path = drawn / '1' / '1' / 'apple1-045-090.png'
+    head, end = whole[:33], chunk(b'IEND', b'')
+    damaged = {
+        b'': 'byte 0: .* an empty file',
+        b'GIF89a..': 'byte 0: expected a PNG',
+        whole[:50]: 'byte 50: .* the end of the file',
+        whole[:60] + b'?' + whole[61:]: 'byte 33: .* fits its checksum',
+        whole[:8] + end: 'byte 8: expected a header',
+        head + chunk(b'IDAT', b'not deflated') + end: 'damaged PNG',
+        head + chunk(b'IDAT', zlib.compress(bytes(20))) + end: 'damaged PNG',
+        head + end: 'damaged PNG',
+    }
+    for content, said in damaged.items():
+        with changed(path, content), pytest.raises(ValueError, match=f'apple1-045-090.png.*{said}'):
+            open_eth80(drawn)
+    assert not list(cache_folder('eth80').rglob('photos*'))  # nothing is kept of them
+
+
+def test_a_header_of_a_huge_picture_costs_nothing(drawn, tmp_path):
+    head = struct.pack('>IIBBBBB', 2**31 - 1, 2**31 - 1, 8, 2, 0, 0, 0)
+    content = b'\x89PNG\r\n\x1a\n' + chunk(b'IHDR', head) + chunk(b'IEND', b'')
+    with changed(drawn / '1' / '1' / 'apple1-045-090.png', content):
+        with pytest.raises(ValueError, match='expected 8x8 pixels .*, got 2147483647x2147483647'):
+            open_eth80(drawn)
+
+
+@pytest.mark.parametrize('name', ['apple1-045-090.png', 'maps/apple1-045-090-map.png'])
+def test_mixed_sizes_are_named(drawn, tmp_path, name):
+    other = png(tmp_path / 'other', (9, 8))
+    with changed(drawn / '1' / '1' / name, other):
+        with pytest.raises(ValueError, match=f'{name}: expected 8x8 pixels .*, got 9x8'):
+            open_eth80(drawn)
+
+
+@pytest.mark.parametrize('colour, shown', [(0, 'background'), (1, 'object')])
+def test_a_mask_must_show_something(drawn, tmp_path, colour, shown):
+    path = drawn / '1' / '1' / 'maps' / 'apple1-045-090-map.png'
+    with changed(path, png(tmp_path / 'other', (8, 8), '1', color=colour)):
+        with pytest.raises(ValueError, match=f'apple1-045-090-map.png: .* got {shown} only'):
+            open_eth80(drawn)
+
+
+def test_masks_and_photographs_of_other_modes(drawn, data, tmp_path):
+    place, row = drawn / '1' / '1', viewpoints.index((45, 90))
+    mask = image.open(place / 'maps' / 'apple1-045-090-map.png').convert('L')
+    mask.save(tmp_path / 'mask', 'PNG')
+    photo = image.open(place / 'apple1-045-090.png').convert('RGBA')
+    photo.save(tmp_path / 'photo', 'PNG')
+    grey, clear = (tmp_path / 'mask').read_bytes(), (tmp_path / 'photo').read_bytes()
+    with changed(place / 'maps' / 'apple1-045-090-map.png', grey):
+        with changed(place / 'apple1-045-090.png', clear):
+            again = open_eth80(drawn)
+    assert all(again[name][row].equal(data[name][row]) for name in ('image', 'mask'))
+
+
+def test_pillow_is_asked_for_in_words(drawn, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'PIL.Image', None)
+    monkeypatch.setitem(sys.modules, 'PIL', None)
+    with pytest.raises(ImportError, match=r"'PIL': pip install 'capsnb\[train\]'"):
+        open_eth80(drawn)
+
+
+# ---- the packed copy ----
+
+
+def place_of(folder, cache):
+    return cache / hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
+
+
+def test_photographs_are_read_once(drawn, data, cache, monkeypatch):
+    monkeypatch.setattr(eth80, '_read_png', None)
+    again = open_eth80(drawn, cache)
+    assert all(again[name].equal(x) for name, x in data.items())
+
+
+def test_a_changed_photograph_is_seen(drawn, cache, data, tmp_path):
+    row = viewpoints.index((45, 90))
+    with changed(drawn / '1' / '1' / 'apple1-045-090.png', png(tmp_path / 'black', (8, 8))):
+        assert open_eth80(drawn, cache)['image'][row].sum() == 0
+    assert open_eth80(drawn, cache)['image'].equal(data['image'])
+    assert len(list(place_of(drawn, cache).iterdir())) == 2  # one copy of one folder
+
+
+def test_a_damaged_copy_is_made_anew(drawn, cache, data):
+    own = place_of(drawn, cache)
+    photos, info = (own / 'photos').read_bytes(), (own / 'info.json').read_text()
+    noted = json.loads(info)
+    for name, content in {
+        'photos': photos[:-1],
+        'photos ': photos[:5000] + bytes([photos[5000] ^ 1]) + photos[5001:],
+        'info.json': b'not JSON',
+        'info.json ': json.dumps(noted | dict(sha256=1)).encode(),
+    }.items():
+        written = own / f'{name.strip()}.new'  # not into the file that others have mapped
+        written.write_bytes(content)
+        os.replace(written, own / name.strip())
+        again = open_eth80(drawn, cache)
+        assert all(again[key].equal(x) for key, x in data.items()), name
+    assert (own / 'photos').read_bytes() == photos and (own / 'info.json').read_text() == info
+
+
+def test_what_is_written_to_a_tensor_stays_there(drawn, cache, data):
+    open_eth80(drawn, cache)['image'].zero_()
+    assert open_eth80(drawn, cache)['image'].equal(data['image'])
+
+
+# ---- splits ----
+
+
+@pytest.mark.parametrize('folds', [2, 5, 10])
+def test_no_object_is_in_two_splits(data, folds):
+    for fold in range(folds):
+        parts = object_split(data, fold, folds)
+        seen = [set(data['instance'][o].tolist()) for o in parts.values()]
+        assert sum(map(len, seen)) == 10 == len(set().union(*seen))
+        assert [len(o) for o in seen] == [9 - 10 // folds, 1, 10 // folds]
+        for o in parts.values():
+            counts = data['category'][o].bincount()
+            assert len(counts) == 8 and (counts == counts[0]).all()
+
+
+@pytest.mark.parametrize('fold, folds', [(10, 10), (-1, 5), (0, 3), (0, 1), (0.5, 10), (True, 2)])
+def test_other_folds_are_refused(data, fold, folds):
+    with pytest.raises(ValueError, match='expected a fold from 0 of 2, 5 or 10'):
+        object_split(data, fold, folds)
+
+
+def test_familiar_viewpoints(data):
+    near = familiar_views(data, 'azimuth')
+    assert sorted(data['azimuth'][near].unique().tolist()) == [0, 22, 27, 45, 315, 333, 338]
+    assert data['polar'][familiar_views(data, 'polar')].unique().tolist() == [90]
+    with pytest.raises(ValueError, match="'azimuth' or 'polar', got 'elevation'"):
+        familiar_views(data, 'elevation')
+
+
+# ---- pictures ----
+
+
+def test_a_new_background_depends_on_nothing_but_the_photograph(data):
+    def look(rows, seed=0):
+        return as_images(data, torch.tensor(rows), 8, True, 'replaced', seed)
+
+    one, two = look([7, 300, 7]), look([300])
+    assert one[1].equal(two[0]) and one[0].equal(one[2])
+    outside = ~data['mask'][7].expand(3, -1, -1)
+    assert not look([7], seed=1)[0][outside].equal(one[0][outside])
+    assert not look([8])[0][outside].equal(one[0][outside])
+    inside = data['mask'][7].expand(3, -1, -1)
+    assert one[0][inside].equal(data['image'][7][inside])
+
+
+def test_grey_is_that_of_pillow(data):
+    rows = torch.arange(0, n_photos, 97)
+    mine = as_images(data, rows, 8)[:, 0]
+    for x, row in zip(mine, rows):
+        pil = image.fromarray(data['image'][row].movedim(0, -1).contiguous().numpy()).convert('L')
+        theirs = torch.tensor(list(pil.tobytes())).view(8, 8)
+        assert_close(x.long(), theirs, rtol=0, atol=1)
+
+
+def test_more_photographs_than_are_prepared_at_once(data):
+    rows = torch.arange(250)
+    assert as_images(data, rows, 8, True).equal(data['image'][:250])
+    assert as_images(data, rows[:0], 4, True).shape == (0, 3, 4, 4)
+    with pytest.raises(ValueError, match="'kept', 'masked', 'replaced', got 'blue'"):
+        as_images(data, rows, 8, background='blue')
+
+
+def test_the_data_set_shows_the_same(drawn, data):
+    loaded = load_eth80(drawn, fold=3, folds=5)
+    assert {k: len(v) for k, v in loaded.items()} == dict(train=2296, validation=328, test=656)
+    rows = object_split(data, 3, 5)['test'].nonzero().flatten()
+    for k in random.Random(0).sample(range(len(rows)), 20):
+        one = loaded['test'][k]
+        assert one['image'].convert('RGB').tobytes() == bytes(
+            data['image'][rows[k]].movedim(0, -1).flatten().tolist()
+        )
+        labels = ('category', 'instance', 'polar', 'azimuth')
+        assert all(one[name] == data[name][rows[k]] for name in labels)
+    assert load_eth80(drawn, 'validation')[0]['instance'] == 1
+    with pytest.raises(ValueError, match='split must be None or one of train'):
+        load_eth80(drawn, 'valid')
+
+
+# ---- the task ----
+
+
+def small(drawn, cache, **options):
+    task = Photographs(**{**dict(size=8, folder=drawn, cache=cache), **options})
+    task.progress = False
+    return task
+
+
+def test_what_is_tested_chooses_nothing(drawn, cache):
+    for by, folds, fold in itertools.product((None, 'azimuth', 'polar'), (2, 10), (0, 1)):
+        task = small(drawn, cache, by=by, folds=folds, fold=fold)
+        rows = {s: set(task.rows(s).tolist()) for s in ('train', 'validation', 'test')}
+        objects = {s: {k // 41 for k in o} for s, o in rows.items()}
+        for a, b in itertools.combinations(objects.values(), 2):
+            assert not a & b
+        both = set(task.rows('train+validation').tolist())
+        assert both == rows['train'] | rows['validation']
+        if by:
+            familiar = set(task.rows('familiar').tolist())
+            assert {k // 41 for k in familiar} == objects['test'] and not familiar & rows['test']
+            known = {k % 41 for k in both | familiar}
+            assert len(known) == (13 if by == 'azimuth' else 16)
+            assert not known & {k % 41 for k in rows['test']}
+
+
+def test_the_split_of_familiar_views_is_there_only_with_by(drawn, cache):
+    with pytest.raises(ValueError, match="'test', got 'familiar'"):
+        small(drawn, cache).open('familiar')
+    assert len(small(drawn, cache, by='polar').open('familiar')['images']) == 8 * 16
+
+
+def test_rows_are_what_they_are_called(drawn, cache, data):
+    x = small(drawn, cache, fold=4, colour=True).open('test')
+    rows = object_split(data, 4)['test']
+    assert x['images'].equal(data['image'][rows]) and x['category'].equal(data['category'][rows])
+    assert x['elevation'].equal(90 - data['polar'][rows]) and (x['instance'] == 4).all()
+
+
+@pytest.mark.parametrize(
+    'options, said',
+    [
+        (dict(background='blue'), "background must be one of 'kept'"),
+        (dict(by='elevation'), "by must be 'azimuth', 'polar' or None"),
+        (dict(fold=10), 'expected a fold from 0'),
+        (dict(folds=4), 'expected a fold from 0'),
+        (dict(subset=40), 'ETH-80 has all of its photographs, got subset=40'),
+        (dict(size=0), 'expected a size from 1'),
+    ],
+)
+def test_other_options_are_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        Photographs(**options)
+
+
+@pytest.mark.parametrize('colour', [False, True])
+def test_all_networks_look_through_one_camera(colour):
+    task = task_named('eth80')
+    task = type(task)(48, colour=colour)
+    for net in task.networks:
+        network = task.make(net).eval()
+        collator = task.collator(net, 0 if task.on_crops(net) else 8, 0)
+        images = torch.zeros(2, 3 if colour else 1, 48, 48, dtype=torch.uint8)
+        batch = dict(images=images, labels=torch.zeros(2).long(), draw=None)
+        (view,) = task.views(network, collator, collator(batch))
+        assert network(**view).a.shape == (2, 8)
+
+
+def test_networks_are_about_as_large():
+    nets = Photographs(48).make('dstep'), Photographs(48).make('cnn')
+    n, m = (sum(p.numel() for p in net.parameters()) for net in nets)
+    assert abs(n - m) / n < 0.01
+
+
+def test_folds_are_rows(drawn, cache):
+    rows = folds_of(small(drawn, cache, folds=5, colour=True), net='cnn')
+    assert [o['task'].fold for o in rows.values()] == list(range(5))
+    assert all(o['task'].colour and o['net'] == 'cnn' for o in rows.values())
+    assert list(rows)[3] == 'eth80 fold 3'
+
+
+def test_a_run_is_tested_on_what_it_was_meant_for(drawn, cache, tmp_path):
+    task = small(drawn, cache, folds=2, fold=1, by='polar', background='masked', colour=True)
+    usual = dict(epochs=1, device='cpu', progress=False)
+    m = train(task, 'baseline', tmp_path / 'run', **usual)
+    here = dict(device='cpu', folder=drawn, cache=cache)
+    found = evaluate(tmp_path / 'run', **here)
+    assert found['n'] == 40 * 25 and found['accuracy'] == pytest.approx(m['test_accuracy'])
+    assert set(found['by_degrees']['elevation']) == {0, 22, 24, 45, 55, 68, 90} - {0}
+    assert evaluate(tmp_path / 'run', 'familiar', **here)['n'] == 40 * 16
+    was = load_run(tmp_path / 'run', **here).task
+    assert (was.folds, was.fold, was.by, was.background, was.colour) == (
+        (2, 1, 'polar', 'masked', True)
+    )
+
+
+def test_the_command(drawn, cache, tmp_path):
+    def capsnb(*args):
+        return CliRunner().invoke(make_app(), [str(a) for a in args])
+
+    out, where = tmp_path / 'run', ('--data', drawn.parent / 'e32', '--cache', tmp_path / 'cache')
+    tiny_eth80(drawn.parent / 'e32', 32)
+    few = ('--size', 32, '--folds', 2, '--by', 'azimuth', '--epochs', 1, '--device', 'cpu')
+    r = capsnb('train', 'eth80', '--out', out, *where, *few)
+    assert r.exit_code == 0 and 'eth80, dstep' in r.output and (out / 'poses.png').is_file()
+    r = capsnb('eval', out, '--split', 'familiar', '--device', 'cpu', *where)
+    assert r.exit_code == 0 and 'familiar: ' in r.output and 'tomato' in r.output
+    r = capsnb('train', 'eth80', '--out', tmp_path / 'no', '--folds', 3, *where)
+    assert r.exit_code == 1 and 'got fold 0 of 3' in r.output
+    r = capsnb('train', 'eth80', '--out', tmp_path / 'no', '--data', tmp_path)
+    assert r.exit_code == 1 and 'expected ETH-80 in one of' in r.output
+
+
+# ---- the real files ----
+
+
+@pytest.fixture(scope='module')
+def photos(tmp_path_factory):
+    return open_eth80(real_folder, tmp_path_factory.mktemp('real'))
+
+
+@real
+def test_the_real_photographs_are_what_their_names_say(photos):
+    "round things from all sides, red tomatoes, a silhouette from behind that is a mirror image"
+    assert len(photos['image']) == n_photos and photos['image'].shape[-1] >= 96
+    area = photos['mask'].float().mean((1, 2))
+    assert 0.03 < area.min() and area.max() < 0.6
+    inside = photos['mask'][:, None]
+    rgb = (photos['image'] * inside).double().sum((2, 3)) / inside.sum((2, 3))
+    mean = torch.stack([rgb[photos['category'] == k].mean(0) for k in range(8)])
+    red = mean[:, 0] - mean[:, 2]
+    assert red.argmax() == categories.index('tomato')
+    spread = {  # of an object's area over viewpoints from the side
+        k: area[(photos['category'] == k) & (photos['polar'] == 90)].view(10, 16).std(1).mean()
+        for k in range(8)
+    }
+    round_, long_ = ('apple', 'tomato', 'pear'), ('car', 'cow', 'horse', 'dog')
+    at = lambda names: [spread[categories.index(name)] / area.mean() for name in names]
+    assert max(at(round_)) < min(at(long_))
+
+
+@real
+def test_opposite_azimuths_are_mirror_images(photos):
+    "seen from the opposite side, a silhouette is mirrored: azimuths are what they are said to be"
+    side = (photos['polar'] == 90) & (photos['category'] == categories.index('car'))
+    masks = photos['mask'][side].view(10, 16, *photos['mask'].shape[1:]).float()
+
+    def overlap(a, b):
+        return (a * b).sum((1, 2)) / torch.maximum(a, b).sum((1, 2))
+
+    behind = overlap(masks[:, 4], masks[:, 12].flip(-1)).mean()
+    beside = overlap(masks[:, 4], masks[:, 8].flip(-1)).mean()
+    assert behind > beside
+
+
+@real
+def test_the_real_photographs_as_a_task():
+    task = Photographs(48, folder=real_folder, background='replaced', colour=True)
+    x = task.open('test')
+    assert x['images'].shape == (328, 3, 48, 48) and x['category'].bincount().tolist() == [41] * 8
+    assert backgrounds[2] == task.background

@@ -1,0 +1,150 @@
+"""Every network on the device 'meta', where a read of a value is an error, and as one graph."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+from torch.utils._pytree import tree_leaves
+from capsnb import BaselineCNN, CapsNet, DStepNet, MatrixCapsNet, SmallNORBNet, SSTNet
+from capsnb.lab.capsnet import Decoder, VectorCaps
+from capsnb.lab.losses import activation_cross_entropy, margin_loss, spread_loss
+from capsnb.lab.vision import PlainCNN
+
+small = dict(channels=(4, 4), strides=(2, 2))
+tiny_text = dict(d_depth=2, d_emb=6, n_classes=3, d_feat=4, n_parts=3)
+digits, pairs = (2, 1, 12, 12), (2, 2, 32, 32)
+one_class, all_classes = torch.tensor([1, 0]), torch.tensor([[0.25, 0.75, 0.0], [0.0, 1.0, 0.0]])
+
+
+def matrix(**kw):
+    return lambda: (MatrixCapsNet(2, 2, 2, 2, 3, **kw), (torch.rand(pairs),))
+
+
+def capsnet(**kw):
+    sizes = dict(image_shape=(1, 12, 12), channels=3, kernels=(3, 3), n_types=2, decoder=(5,))
+    return lambda: (CapsNet(3, **sizes | kw), (torch.rand(digits),))
+
+
+def text(packed=False, **kw):
+    mask = torch.tensor([[1.0, 1, 1, 0], [1, 1, 1, 1]])
+    shape = (7, 2, 6) if packed else (2, 4, 2, 6)
+    return lambda: (SSTNet(**tiny_text, **kw), (mask, torch.rand(shape)))
+
+
+def blended():
+    net, x = text()()
+    return net, (*x, None, torch.tensor(0.3), torch.tensor([1, 0]))
+
+
+networks = {
+    'DStepNet': lambda: (DStepNet(3, n_types=2, n_parts=3, **small), (torch.rand(digits),)),
+    'DStepNet paper': lambda: (
+        DStepNet(3, n_types=2, n_parts=3, eps='paper', init='paper', **small),
+        (torch.rand(digits),),
+    ),
+    'SmallNORBNet': lambda: (SmallNORBNet(3, 3, 4), (torch.rand(2, 2, 29, 29),)),
+    'PlainCNN': lambda: (PlainCNN(3, n_hidden=3, **small), (torch.rand(digits),)),
+    'BaselineCNN': lambda: (BaselineCNN(3, 1, 12, dropout=0.0), (torch.rand(digits),)),
+    'CapsNet': capsnet(),
+    'CapsNet without decoder': capsnet(decoder=None),
+    'MatrixCapsNet': matrix(),
+    'MatrixCapsNet gritzman': matrix(preset='gritzman', loss='margin'),
+    'MatrixCapsNet google': matrix(preset='google', pose='vector', act='pi', loss='crossent'),
+    'SSTNet': text(),
+    'SSTNet packed': text(packed=True),
+    'SSTNet blended': blended,
+}
+with_labels = [k for k in networks if k != "SSTNet blended"]
+
+
+def loss_of(out):
+    "A number that depends on all that a network gives."
+    if isinstance(out, dict):
+        return out['loss']
+    return sum(o.square().sum() for o in out if o is not None and o.requires_grad)
+
+
+def made(name):
+    torch.manual_seed(0)
+    return networks[name]()
+
+
+def on_meta(name, **kw):
+    net, x = made(name)
+    net = net.to('meta')
+    x = [v if v is None else v.to('meta') for v in x]
+    x[-1 if len(x) < 3 else 1].requires_grad_()  # images, or hidden states
+    out = net(*x, **{k: v.to('meta') for k, v in kw.items()})
+    loss_of(out).backward()
+    assert all(o.is_meta for o in tree_leaves(out) if o is not None)
+    for v in (*net.parameters(), *(v for v in x if v is not None and v.requires_grad)):
+        assert v.grad is None or v.grad.is_meta and v.grad.shape == v.shape
+    return out
+
+
+@pytest.mark.parametrize('name', networks)
+def test_a_network_reads_no_value(name):
+    net, x = made(name)
+    want = [o.shape for o in net(*x) if o is not None]
+    assert [o.shape for o in on_meta(name) if o is not None] == want
+
+
+@pytest.mark.parametrize('labels', [one_class, all_classes], ids=['hard', 'soft'])
+@pytest.mark.parametrize('name', with_labels)
+def test_a_loss_reads_no_value(name, labels):
+    out = on_meta(name, labels=labels)
+    assert out['loss'].shape == () and out['logits'].shape == (2, 3)
+
+
+def test_two_digits_at_once_and_drawings_read_no_value():
+    net, (images,) = made('CapsNet')
+    net, images = net.to('meta'), images.to('meta')
+    labels = torch.zeros(2, 2, dtype=torch.long, device='meta')
+    out = net(images, labels, images[:, None].expand(2, 2, 1, 12, 12))
+    out['loss'].backward()
+    v = net(images).v
+    of = torch.zeros(2, dtype=torch.long, device='meta')
+    assert net.draw(v).shape == net.draw(v, of).shape == images.shape
+    assert all(p.grad.is_meta for p in net.parameters())
+
+
+def test_parts_of_networks_read_no_value():
+    x = torch.rand(2, 3, 9, 9, device='meta')
+    assert VectorCaps(3, 2, 4, 3).to('meta')(x).shape == (2, 32, 4)
+    v, share = torch.rand(2, 3, 4, device='meta'), torch.rand(2, 3, device='meta')
+    assert Decoder(3, 4, (1, 5, 5), (6,)).to('meta')(v, share).shape == (2, 1, 5, 5)
+
+
+def gradients(net, f, x, **kw):
+    net.zero_grad()
+    out = f(*x, **kw)
+    loss_of(out).backward()
+    outs = [o.detach() for o in tree_leaves(out) if o is not None]
+    return outs + [p.grad for p in net.parameters()]
+
+
+@pytest.mark.parametrize('labels', [None, one_class, all_classes], ids=['none', 'hard', 'soft'])
+@pytest.mark.parametrize('name', networks)
+def test_a_network_is_one_graph_forward_and_back(name, labels):
+    if labels is not None and name not in with_labels:
+        pytest.skip('its labels are an argument already')
+    net, x = made(name)
+    net, x = net.double(), [v.double() if v is not None and v.is_floating_point() else v for v in x]
+    kw = {} if labels is None else dict(labels=labels)
+    torch._dynamo.reset()
+    graph = torch.compile(net, fullgraph=True, backend='aot_eager')
+    got = gradients(net, graph, x, **kw)
+    for g, w in zip(got, gradients(net, net, x, **kw)):
+        assert (g is None) == (w is None)
+        if g is not None:
+            assert_close(g, w, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize('loss', [spread_loss, margin_loss, activation_cross_entropy])
+@pytest.mark.parametrize('labels', [one_class, all_classes], ids=['hard', 'soft'])
+def test_losses_of_single_samples_by_vmap(loss, labels):
+    a = torch.rand(2, 3)
+    if labels.is_floating_point():
+        labels = labels / labels.sum(1, keepdim=True)
+    each = torch.vmap(torch.func.grad(loss))(a, labels)
+    for k in range(2):
+        assert_close(each[k], torch.func.grad(loss)(a[k], labels[k]))

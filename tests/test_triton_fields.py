@@ -1,0 +1,213 @@
+"Triton kernels of routing in fields: in the interpreter against votes, and compiled ahead."
+
+import json
+import os
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from capsnb.engine.layers import ConvCaps, _Loop, _Parts, _route_votes, field_table
+from capsnb.engine.numerics import assert_as_exact, error_to
+from capsnb.routing.em import Floor
+
+pytest.importorskip('triton', reason="the kernels need triton: pip install 'capsnb[gpu]'")
+import capsnb.engine.triton_fields as fields  # noqa: E402
+from capsnb.engine.roofline import _fields_case, costs_on_paper, paper_cases, summed_up  # noqa: E402
+from capsnb.engine.triton_routing import (  # noqa: E402
+    _source,
+    compile_ahead,
+    interpreting,
+    recording,
+)
+
+relative, absolute = Floor(1.0, 1e-12, 1e-12), Floor(0.0, 1e-2, 1e-2)
+
+
+def draw(b, size, I, J, pose, table, dtype=torch.float32, seed=0):
+    g, (c, d, h), s = torch.Generator().manual_seed(seed), pose, table.shape[1]
+    shapes = (b, *size, I), (b, *size, I, c, d), (s, J, d, h), (J,), (J,)
+    a, *rest = [torch.randn(shape, generator=g) for shape in shapes]
+    a, mu, *rest = [x.to(dtype) for x in (a.sigmoid(), *rest)]
+    return [x.requires_grad_() for x in (a.flatten(1), mu.flatten(1, 3), *rest)]
+
+
+def results(route, leaves, table, loop):
+    "Outputs, then gradients of a random sum of them."
+    outs, g = route(_Parts(*leaves, table), loop)[:3], torch.Generator().manual_seed(1)
+    noise = [torch.randn(o.shape, generator=g).to(o.dtype) for o in outs]
+    grads = torch.autograd.grad(outs, leaves, noise, materialize_grads=True)
+    return [o.detach() for o in outs] + list(grads)
+
+
+cases = {
+    'one of all': dict(size=(1, 1), K=1, I=1, J=1, T=1, floor=absolute),
+    'padding': dict(b=3, size=(2, 1), K=2, padding=1, pose=(1, 2, 2)),
+    'stride 2': dict(size=(5, 5), K=3, stride=2, J=9, T=2, pose=(1, 3, 2)),
+    'overlap of 3×3': dict(size=(2, 3), K=3, padding=1, T=2, pose=(1, 2, 2)),
+    'parts in no field': dict(size=(3, 3), K=1, stride=2, I=2, T=2, pose=(1, 2, 2)),
+    '4×4 poses': dict(size=(2, 2), K=2, I=3, J=2, pose=(4, 4, 4), T=2),
+    'two blocks of types': dict(size=(2, 2), K=1, I=1, J=37, T=2, pose=(1, 2, 1)),
+    'damped': dict(b=2, floor=absolute, damping=0.3),
+    'damped, relative': dict(damping=0.2, pose=(2, 1, 2)),
+    'proportions': dict(b=2, act='pi', pose=(1, 2, 2)),
+    'proportions, damped, absolute': dict(act='pi', damping=0.3, floor=absolute, T=2),
+    'proportions, once': dict(b=2, act='pi', T=1),
+    'once, relative': dict(b=2, T=1),
+}
+
+
+@pytest.mark.parametrize('name', cases)
+def test_kernels_give_values_and_gradients_of_votes(name):
+    how = dict(b=1, size=(3, 3), K=2, I=1, J=3, stride=1, padding=0, pose=(2, 3, 2), T=3)
+    how |= dict(floor=relative, act='logistic', damping=0.0) | cases[name]
+    table = field_table(how['size'], how['I'], how['K'], how['stride'], how['padding'])[0]
+    lams = [0.3 * (t + 1) for t in range(how['T'])]
+    loop = _Loop(lams, how['floor'], how['act'], how['damping'])
+    args = how['b'], how['size'], how['I'], how['J'], how['pose'], table
+    truth = results(_route_votes, draw(*args, torch.float64), table, loop)
+    reference = results(_route_votes, draw(*args), table, loop)
+    with interpreting():
+        found = results(fields._route_triton, draw(*args), table, loop)
+    told = 'a', 'mu', 'sig2', 'g_a', 'g_mu', 'g_W', 'g_beta_a', 'g_beta_u'
+    for name, got, ref, want in zip(told, found, reference, truth):
+        assert_as_exact(got, ref, want, factor=3, ulps=16, name=name)
+
+
+def layer(**kw):
+    torch.manual_seed(0)
+    return ConvCaps(2, 3, 2, d_cov=2, d_inp=2, d_out=2, n_iters=2, **kw)
+
+
+def step(l, a, mu):
+    a, mu = a.clone().requires_grad_(), mu.clone().requires_grad_()
+    out = l(a, mu)
+    return torch.autograd.grad(out.a.sum() + out.mu.square().sum(), [a, mu, *l.parameters()])
+
+
+def test_a_layer_chooses_them_and_trains():
+    a, mu = torch.rand(2, 3, 3, 2), torch.randn(2, 3, 3, 2, 2, 2)
+    with interpreting():
+        found, named = step(layer(), a, mu), step(layer(plan='triton'), a, mu)
+    for x, y, want in zip(
+        found, named, step(layer(plan='votes').double(), a.double(), mu.double())
+    ):
+        assert torch.equal(x, y) and error_to(x, want) < 1e-5
+
+
+def test_they_refuse_in_words():
+    a, mu = torch.rand(1, 3, 3, 2), torch.randn(1, 3, 3, 2, 2, 2)
+    with pytest.raises(ValueError, match='need a CUDA GPU'):
+        layer(plan='triton')(a, mu)
+    wide = ConvCaps(2, 3, 2, d_cov=1, d_inp=16, d_out=16, plan='triton')
+    with interpreting():
+        with pytest.raises(ValueError, match='float32'):
+            layer(plan='triton').double()(a.double(), mu.double())
+        with pytest.raises(ValueError, match='registers'):
+            wide(a, torch.randn(1, 3, 3, 2, 1, 16))
+        with pytest.raises(ValueError, match='9 iterations'):
+            ConvCaps(2, 3, 2, n_iters=9, plan='triton')(a, torch.randn(1, 3, 3, 2, 4, 4))
+        with pytest.raises(ValueError, match='no image'):
+            layer(plan='triton')(a[:0], mu[:0])
+
+
+def test_second_derivatives_are_those_of_the_definition():
+    table = field_table((2, 2), 1, 2)[0]
+    leaves, loop = draw(1, (2, 2), 1, 2, (1, 2, 2), table), _Loop([0.3], absolute)
+
+    def second(route, leaves):
+        out = route(_Parts(*leaves, table), loop).mu.square().sum()
+        g = torch.autograd.grad(out, leaves[1], create_graph=True)[0]
+        return torch.autograd.grad(g.square().sum(), leaves[:3])
+
+    with interpreting():
+        found = second(fields._route_triton, leaves)
+    for got, want in zip(found, second(_route_votes, leaves)):
+        assert error_to(got, want) < 1e-5
+
+
+def test_a_graph_holds_them():
+    l, a, mu = layer(plan='triton'), torch.rand(1, 2, 2, 2), torch.randn(1, 2, 2, 2, 2, 2)
+    with interpreting():
+        whole = torch.compile(l, backend='aot_eager', fullgraph=True)
+        for found, want in zip(step(whole, a, mu), step(l, a, mu)):
+            assert torch.equal(found, want)
+
+
+def test_no_value_is_read():
+    "shapes alone lead through forward and backward, as on a GPU in a graph"
+    with FakeTensorMode():
+        leaves = draw(2, (3, 3), 2, 3, (2, 2, 2), torch.empty(4, 8, dtype=torch.long))
+        table = torch.empty(4, 8, dtype=torch.long)
+        for act in ('logistic', 'pi'):
+            loop = _Loop([0.3] * 3, relative, act, 0.3)
+            outs = fields._route_triton(_Parts(*leaves, table), loop)[:3]
+            assert [o.shape for o in outs] == [(2, 4, 3), (2, 4, 3, 2, 2), (2, 4, 3, 2, 2)]
+            grads = torch.autograd.grad(sum(o.sum() for o in outs), leaves)
+            assert [g.shape for g in grads] == [x.shape for x in leaves]
+
+
+def launches(J, T=3, floor=relative, act='logistic', damping=0.0):
+    "All launches of a layer on 'meta'."
+
+    def meta(*shape, dtype=torch.float32):
+        return torch.empty(shape, dtype=dtype, device='meta')
+
+    table, n = field_table((14, 14), 16, 3, 2)[0], 14 * 14 * 16
+    p, s = table.shape
+    inputs = meta(4, n), meta(4, n, 4, 4), meta(s, J, 4, 4), meta(J), meta(J)
+    sizes = (p, s), (p * s,), (n + 1,)
+    inputs = (*inputs, *(meta(*k, dtype=torch.int32) for k in sizes))
+    settings = [0.1] * T, list(floor), act, damping
+    with recording() as found:
+        outs = fields._op_forward(*inputs, *settings)
+        fields._op_backward(*inputs, outs, [torch.empty_like(o) for o in outs[:3]], *settings)
+    return found
+
+
+def distinct(found):
+    "Launches that are compiled apart."
+    told = {}
+    for launch in found:
+        source = _source(launch)
+        told[launch.kernel.__name__, str(source.signature), str(source.constants)] = launch
+    return list(told.values())
+
+
+def compiled(case):
+    "What each kernel of a layer needs."
+    cap, how = case
+    return [compile_ahead(launch, cap) for launch in distinct(launches(**how))]
+
+
+tiles = [dict(J=8), dict(J=16), dict(J=32)]
+
+
+def test_all_tiles_compile_without_spills():
+    os.environ['TRITON_DEFAULT_FP_FUSION'] = '1'
+    work = [(cap, how) for cap in (80, 90) for how in tiles]
+    with ProcessPoolExecutor(2, mp_context=get_context('spawn')) as pool:
+        made = [m for found in pool.map(compiled, work) for m in found]
+    for m in made:
+        print(m)
+        assert m['fits'] and not m['spilled'], m
+    assert len({(m['name'], m['cap']) for m in made}) == 2 * 8
+
+
+def test_a_step_on_paper():
+    "launches of a layer, operations of a kernel counted by hand, and a record that says what it is"
+    found = costs_on_paper(*_fields_case(20, 14, 8, 16, 2, 'triton'))
+    kernels = {k: [c for c in costs if c.triton] for k, costs in found.items()}
+    assert [len(v) for v in kernels.values()] == [6, 12]
+    votes = 20 * 36 * 72 * 16 * 16  # images, fields, places, types, numbers
+    maps = next(c for c in kernels['backward'] if c.name == '_fields_to_maps')
+    assert maps.float32 == 2 * votes * (4 + 4 + 2 * 5 + 2)  # vote, map, 5 terms of 2, their sum
+    sums = summed_up(found['forward'])
+    busy, eager = sums['computed_ms']['H100'].values()
+    assert 0 < busy < eager and sums['launches']['kernels'] == 6
+
+
+def test_the_record_is_said_to_be_computed():
+    record = json.loads((Path(__file__).parent.parent / 'nbs/results/roofline.json').read_text())
+    assert record['kind'].startswith('computed') and set(record['cases']) == set(paper_cases())
