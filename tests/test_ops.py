@@ -109,9 +109,9 @@ def variables(op, tensors):
 
 few_cases = pytest.mark.parametrize(
     'op, make, kw',
-    [c for c in cases if c[2] in ({}, dict(own=True), dict(own=False, row=1), dict(n_iters=2))]
-    + [(dynamic._of_maps, of_dynamic_maps, {})],
-    ids=str,
+    [c for c in cases if c[2] in ({}, dict(own=True), dict(own=False, row=1))]
+    + [(dynamic._of_votes, of_dynamic_votes, {}), (dynamic._of_maps, of_dynamic_maps, {})],
+    ids=lambda v: getattr(v, 'name', None) or getattr(v, '__name__', str(v)),
 )
 
 

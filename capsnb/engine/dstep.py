@@ -14,7 +14,7 @@ from ..routing.dstep import Routed, RoutedR, routing_ref
 from ..routing.em import Floor, as_floor
 
 # %% auto #0
-__all__ = ['plans', 'brk_bias', 'beta_start', 'Sizes', 'Problem', 'Plan', 'n_samples', 'choose_plan', 'Routing']
+__all__ = ['plans', 'brk_bias', 'beta_start', 'Sizes', 'Problem', 'Plan', 'exporting', 'n_samples', 'choose_plan', 'Routing']
 
 # %% ../../nbs/engine/23_dstep.ipynb #00000007
 def brk_bias(
@@ -88,11 +88,15 @@ def _cost_votes(s):
 plans['votes'] = Plan(_run_votes, lambda s: '', _cost_votes)
 
 # %% ../../nbs/engine/23_dstep.ipynb #00000013
+def exporting() -> bool:
+    "Whether `torch.export` is drawing a graph."
+    return getattr(torch.compiler, 'is_exporting', torch.compiler.is_compiling)()
+
+
 def n_samples(
     t: Tensor,  # [n, ...]
 ) -> int:  # n, or 1
     "The number of samples that a choice may depend on: 1 while `torch.export` draws a graph."
-    exporting = getattr(torch.compiler, 'is_exporting', torch.compiler.is_compiling)
     return 1 if exporting() else len(t)
 
 # %% ../../nbs/engine/23_dstep.ipynb #00000014

@@ -154,7 +154,8 @@ def _agree(
         sums.append(votes.gather(R))
         v = squash(sums[-1])
         total = v if total is None else total + v
-    return [v, R if shares else R.new_empty(0), torch.stack(sums)]
+    R = R.contiguous() if shares else R.new_empty(0)
+    return [v.contiguous(), R, torch.stack(sums)]
 
 
 def _agree_back(
