@@ -125,7 +125,7 @@ def test_one_graph_forward_and_back(plan, kw):
 @pytest.mark.parametrize('plan', ['tiles', 'votes', 'auto'])
 @kinds
 def test_exported_for_any_size_of_batch(plan, kw):
-    l, b = layer(plan, **kw), Dim('b')
+    l, b = layer(plan, **kw), Dim('b', max=64)  # a plan may be for batches up to some size
     graph = export(l, draw(2), dynamic_shapes=({0: b}, {0: b})).module()
     for n in (1, 2, 5):
         for got, want in zip(graph(*draw(n))[:3], l(*draw(n))):
@@ -257,7 +257,7 @@ def test_class_capsules_under_transformations(kw):
     want = l(a, mu)
     for got, w in zip(vmap(lambda a, mu: tuple(l(a, mu)[:4]))(a, mu), want):
         assert_close(got, w)
-    b = Dim('b')
+    b = Dim('b', max=64)
     graph = export(l, (a, mu), dynamic_shapes=({0: b}, {0: b})).module()
     for n in (1, 4):
         for got, w in zip(graph(*draw(n))[:4], l(*draw(n))):
@@ -275,7 +275,7 @@ def test_primary_capsules_under_transformations():
     l, x = PrimaryCaps(2, 2, 2, 2, K=2, stride=2).double(), torch.randn(3, 2, 4, 4, dtype=f64)
     for got, w in zip(vmap(lambda x: tuple(l(x)))(x), l(x)):
         assert_close(got, w)
-    graph = export(l, (x,), dynamic_shapes=({0: Dim('b')},)).module()
+    graph = export(l, (x,), dynamic_shapes=({0: Dim('b', max=64)},)).module()
     for got, w in zip(graph(x[:1]), l(x[:1])):
         assert_close(got, w)
     small(lambda x: l(x), x[:1].clone())
