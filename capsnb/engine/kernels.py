@@ -284,7 +284,7 @@ def _total(
 # %% ../../nbs/engine/26_kernels.ipynb #00000018
 @_vector_code
 def _row_spread(q):
-    "What `_total` takes, then gradients of x and W, which grow; number of terms, and of rows between them."
+    "What `_total` takes, then gradients of x and W, which grow; counts: terms, rows between."
     (x, W, g_x, g_W), (c, d, h), [terms] = (*q.rows[:2], *q.rows[6:]), q.dims, q.counts[:1]
     with q.loop(q.blocks) as i:
         g = []
