@@ -15,12 +15,12 @@ from typing import NamedTuple
 # %% auto #0
 __all__ = ['compiled_fields']
 
-# %% ../../nbs/engine/261_compiled.ipynb #00000003
+# %% ../../nbs/engine/261_compiled.ipynb #00000004
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from . import layers
+import capsnb.engine.layers as layers
 from .em import damped
 from .em import proportions
 from .numerics import FastOp
@@ -28,7 +28,7 @@ from ..routing.em import TINY
 from ..routing.em import EMRouted
 from ..routing.em import Floor
 
-# %% ../../nbs/engine/261_compiled.ipynb #00000005
+# %% ../../nbs/engine/261_compiled.ipynb #00000006
 _pools = {}  # (process, threads) -> threads: a forked process starts its own
 
 
@@ -48,7 +48,7 @@ def _over(
     cuts = [n * k // threads for k in range(threads + 1)]
     return list(_pools[key].map(lambda a, b: kernel(a, b, *args), cuts[:-1], cuts[1:]))
 
-# %% ../../nbs/engine/261_compiled.ipynb #00000007
+# %% ../../nbs/engine/261_compiled.ipynb #00000008
 class _Map(NamedTuple):
     "Which part is where; places that fill the last block up hold none."
 
@@ -66,7 +66,7 @@ class _Map(NamedTuple):
         first = link / (places[table] * J).clamp_min(1)
         return cls(table, TINY * link, first, n, J)
 
-# %% ../../nbs/engine/261_compiled.ipynb #00000008
+# %% ../../nbs/engine/261_compiled.ipynb #00000009
 def _blocks(
     W: Tensor,  # [s, j, d, h]
     S: int,  # places, filled up
@@ -86,7 +86,7 @@ def _unblocked(
     W = W.view(j, -1, d * h, lanes).transpose(1, 2).reshape(j, d, h, -1)
     return W[..., :s].permute(3, 0, 1, 2).contiguous()
 
-# %% ../../nbs/engine/261_compiled.ipynb #00000009
+# %% ../../nbs/engine/261_compiled.ipynb #0000000a
 class _Images:
     "Images of a group, P = b·F fields in a row, and the passes over their votes."
 
@@ -101,7 +101,7 @@ class _Images:
         self.P = self.b * n_fields
         self.a, self.x = a.new_empty(self.P, S), mu.new_empty(self.P, c * d * S)
         for values, out in ((a.reshape(-1, 1), self.a), (mu.reshape(-1, c * d), self.x)):
-            _over(self.P, kernels.lay_out, values.contiguous(), where.table, out)
+            _over(self.P, kernels._lay_out, values.contiguous(), where.table, out)
 
     def by_image(self, x):
         "[p, ...] -> [images, p/images, ...]"
@@ -115,7 +115,7 @@ class _Images:
         mu, var = self.new(2, self.P * self.map.J, self.n)
         mass = self.new(self.P, self.map.J)
         args = self.x, self.W, self.a, self.map.tiny, R, mu, var, mass, self.dims
-        _over(self.P, self.kernels.gather, *args)
+        _over(self.P, self.kernels._gather, *args)
         return *(t.view(*mass.shape, -1) for t in (mu, var)), mass
 
     def share(self, model, out=None):
@@ -123,13 +123,13 @@ class _Images:
         k, mu, v = (t.contiguous() for t in model)
         L = self.new(k.numel(), self.a.shape[1]) if out is None else out
         args = self.x, self.W, k, mu.flatten(0, 1), v.flatten(0, 1), L, self.dims
-        _over(self.P, self.kernels.score, *args)
+        _over(self.P, self.kernels._score, *args)
         about = self.map.J, self.map.table, self.map.n
-        _over(self.b, self.kernels.below_top, L, *about)
-        _over(self.b, self.kernels.normalise, L.exp_(), *about)
+        _over(self.b, self.kernels._below_top, L, *about)
+        _over(self.b, self.kernels._normalise, L.exp_(), *about)
         return L
 
-# %% ../../nbs/engine/261_compiled.ipynb #0000000b
+# %% ../../nbs/engine/261_compiled.ipynb #0000000c
 class _State(NamedTuple):
     "What the backward pass needs of an iteration."
 
@@ -139,7 +139,7 @@ class _State(NamedTuple):
     raw_mu: Tensor  # [p, j, c·h] means
     raw_var: Tensor  # [p, j, c·h] variances
 
-# %% ../../nbs/engine/261_compiled.ipynb #0000000c
+# %% ../../nbs/engine/261_compiled.ipynb #0000000d
 class _Wholes(NamedTuple):
     "What an iteration makes of its state."
 
@@ -152,7 +152,7 @@ class _Wholes(NamedTuple):
         "What an E-step needs."
         return layers._Model(self.log_a - self.half, mu, 0.5 / self.sig2)
 
-# %% ../../nbs/engine/261_compiled.ipynb #0000000d
+# %% ../../nbs/engine/261_compiled.ipynb #0000000e
 def _wholes(
     images: _Images,  # a group
     t: int,  # iteration
@@ -168,7 +168,7 @@ def _wholes(
     logit = images.loop.lams[t] * (betas[0] - state.mass * (images.n * betas[1] + half))
     return _Wholes(half, sig2, F.logsigmoid(logit), (-logit).sigmoid())
 
-# %% ../../nbs/engine/261_compiled.ipynb #0000000e
+# %% ../../nbs/engine/261_compiled.ipynb #0000000f
 def _wholes_back(
     images: _Images,  # a group
     t: int,  # iteration
@@ -185,7 +185,7 @@ def _wholes_back(
     g_half = -g * state.mass
     return -g * (images.n * betas[1] + w.half), g_half, [g.sum(0), images.n * g_half.sum(0)]
 
-# %% ../../nbs/engine/261_compiled.ipynb #0000000f
+# %% ../../nbs/engine/261_compiled.ipynb #00000010
 def _floor_back(
     images: _Images,  # a group
     state: _State,  # of the first iteration
@@ -199,7 +199,7 @@ def _floor_back(
     g_mu = 2e-6 * g * images.by_image(state.mu)
     return g_mu.flatten(0, 1), ((floor.rel + 1e-6) * g).expand_as(g_mu).flatten(0, 1)
 
-# %% ../../nbs/engine/261_compiled.ipynb #00000011
+# %% ../../nbs/engine/261_compiled.ipynb #00000012
 def _forward(
     images: _Images,  # a group
     betas: tuple,  # beta_a and beta_u [j]
@@ -216,7 +216,7 @@ def _forward(
         now = _wholes(images, t, states[-1], floor, betas)
     return now.log_a.exp(), mu, now.sig2, R, states
 
-# %% ../../nbs/engine/261_compiled.ipynb #00000013
+# %% ../../nbs/engine/261_compiled.ipynb #00000014
 class _Back:
     "The backward pass of a group."
 
@@ -260,18 +260,18 @@ class _Back:
             s.reshape(-1, im.n) for s in (state.raw_mu, state.raw_var, g_mu, g_var)
         )
         args = im.x, im.W, im.a, im.map.tiny, R, mu, var, g_mass.contiguous(), g_mu, g_var
-        _over(im.P, im.kernels.worth, *args, term, g_R, self.g_a, im.dims)
+        _over(im.P, im.kernels._worth, *args, term, g_R, self.g_a, im.dims)
         return g_R
 
     def score(self, model, R, g_R):
         "Gradients of k and v, and of the means before."
         im, mid = self.images, torch.empty_like(self.g_a)
-        _over(im.b, im.kernels.centre, R, g_R, im.map.J, im.map.table, im.map.n, mid)
+        _over(im.b, im.kernels._centre, R, g_R, im.map.J, im.map.table, im.map.n, mid)
         term = self.term(2 * model.v * (model.mu - self.origin), -2 * model.v)
         g_k, (one, two) = im.new(len(R), 1), im.new(2, len(R), im.n)
         mu = model.mu.reshape(-1, im.n)
         args = im.x, im.W, R, g_R, mid, mu, term, g_k, one, two, im.dims
-        _over(im.P, im.kernels.score_back, *args)
+        _over(im.P, im.kernels._score_back, *args)
         one, two = one.view_as(model.mu), two.view_as(model.mu)
         return (g_k.view_as(model.k), -two), 2 * model.v * one
 
@@ -282,13 +282,13 @@ class _Back:
 
         def spread(start, stop, x, W, *args):
             g_W = np.zeros_like(W)
-            im.kernels.spread(start, stop, x, W, *args, g_W, im.dims)
+            im.kernels._spread(start, stop, x, W, *args, g_W, im.dims)
             return torch.from_numpy(g_W)
 
         args = im.x, im.W, origin, A, B, self.U.flatten(0, 1), self.terms, g_x
         return g_x, sum(_over(im.P, spread, *args))
 
-# %% ../../nbs/engine/261_compiled.ipynb #00000014
+# %% ../../nbs/engine/261_compiled.ipynb #00000015
 def _backward(
     back: _Back,  # of a group; gradients are left in it
     g_a: Tensor,  # [p, j] of the activations
@@ -315,11 +315,11 @@ def _backward(
             incoming, g_before = back.score(model, R, g_R)
             g_mu = g_before + g_old
 
-# %% ../../nbs/engine/261_compiled.ipynb #00000016
+# %% ../../nbs/engine/261_compiled.ipynb #00000017
 _HOLD = 1 << 26  # most shares that are kept for the backward pass; beyond, they are made again
 _GROUP = 1 << 21  # shares of images that are routed in one go
 
-# %% ../../nbs/engine/261_compiled.ipynb #00000017
+# %% ../../nbs/engine/261_compiled.ipynb #00000018
 def _groups(
     b: int,  # images
     where: _Map,  # the fields of each
@@ -329,7 +329,7 @@ def _groups(
     for k in range(0, b, size):
         yield slice(k, min(k + size, b))
 
-# %% ../../nbs/engine/261_compiled.ipynb #00000018
+# %% ../../nbs/engine/261_compiled.ipynb #00000019
 def _kept(
     a: Tensor,  # [b, n]
     mu: Tensor,  # [b, n, c, d]
@@ -343,11 +343,11 @@ def _kept(
     shares = shares if math.prod(shares) <= _HOLD else (0, *shares[1:])
     return (4 if damping else 2, T, b, p, J, n), (T, b, p, J), shares
 
-# %% ../../nbs/engine/261_compiled.ipynb #00000019
+# %% ../../nbs/engine/261_compiled.ipynb #0000001a
 def _loop_of(lams, floor, act, damping):
     return layers._Loop(lams, Floor(*floor), act, damping)
 
-# %% ../../nbs/engine/261_compiled.ipynb #0000001a
+# %% ../../nbs/engine/261_compiled.ipynb #0000001b
 def _fields_fake(a, mu, W, beta_a, beta_u, fields, lams, floor, act, damping, shares) -> list:
     "Tensors for what the op returns."
     shapes = _kept(a, mu, W, fields, len(lams), damping)
@@ -355,14 +355,14 @@ def _fields_fake(a, mu, W, beta_a, beta_u, fields, lams, floor, act, damping, sh
     outs = shapes[1][1:], shapes[0][2:], shapes[0][2:], R
     return [a.new_empty(shape) for shape in (*outs, *shapes)]
 
-# %% ../../nbs/engine/261_compiled.ipynb #0000001b
+# %% ../../nbs/engine/261_compiled.ipynb #0000001c
 def _rows(
     shares: Tensor,  # [T - 1, b, p, J, s], or nothing
     g: slice,  # images
 ) -> list:  # [p·J, s] of each iteration
     return [R[g].view(-1, R.shape[-1]) for R in shares]
 
-# %% ../../nbs/engine/261_compiled.ipynb #0000001c
+# %% ../../nbs/engine/261_compiled.ipynb #0000001d
 def _fields_forward(
     a: Tensor,  # [b, n]
     mu: Tensor,  # [b, n, c, d]
@@ -394,7 +394,7 @@ def _fields_forward(
             data[t, g] = state.mass.view_as(data[t, g])
     return made
 
-# %% ../../nbs/engine/261_compiled.ipynb #0000001d
+# %% ../../nbs/engine/261_compiled.ipynb #0000001e
 def _fields_backward(
     a: Tensor,  # as for `_fields_forward`, up to fields
     mu: Tensor,
@@ -416,10 +416,8 @@ def _fields_backward(
     g_W, g_betas = torch.zeros_like(Wt), [torch.zeros_like(beta_a), torch.zeros_like(beta_u)]
     for g in _groups(len(a), where):
         images = _Images(a[g], mu[g], Wt, W.shape, where, loop)
-        states = [
-            _State(*(x[t, g].flatten(0, 1) for x in (*gaussians[:2], data, *gaussians[-2:])))
-            for t in range(len(lams))
-        ]
+        order = *gaussians[:2], data, *gaussians[-2:]
+        states = [_State(*(x[t, g].flatten(0, 1) for x in order)) for t in range(len(lams))]
         back = _Back(images, (beta_a, beta_u), states, _rows(kept, g))
         g_R = grads[3][g].reshape(-1, kept.shape[-1]) if shares else None
         _backward(back, *(x[g].flatten(0, 1) for x in grads[:3]), g_R)
@@ -431,22 +429,22 @@ def _fields_backward(
             (back.g_a, g_a[g].view(-1, 1)),
             (g_x, g_mu[g].view(-1, mu[0, 0].numel())),
         ):
-            _over(images.b, images.kernels.add_up, part, where.table, out)
+            _over(images.b, images.kernels._add_up, part, where.table, out)
     return [g_a, g_mu, _unblocked(g_W, W.shape), *g_betas, torch.zeros_like(fields)]
 
-# %% ../../nbs/engine/261_compiled.ipynb #0000001e
+# %% ../../nbs/engine/261_compiled.ipynb #0000001f
 def _definition(a, mu, W, beta_a, beta_u, fields, lams, floor, act, damping, shares):
     parts = layers._Parts(a, mu, W, beta_a, beta_u, fields)
     out = layers._route_votes(parts, _loop_of(lams, floor, act, damping))
     R = F.pad(out.R.mT, (0, -fields.shape[1] % 16)) if shares else a.new_empty(0)
     return out.a, out.mu.flatten(-2), out.sig2.flatten(-2), R
 
-# %% ../../nbs/engine/261_compiled.ipynb #0000001f
+# %% ../../nbs/engine/261_compiled.ipynb #00000020
 compiled_fields = FastOp(
     'compiled_fields', _fields_forward, _fields_backward, _fields_fake, _definition, n_out=4
 )
 
-# %% ../../nbs/engine/261_compiled.ipynb #00000020
+# %% ../../nbs/engine/261_compiled.ipynb #00000021
 def _refuses(parts, loop) -> str:
     mu, W = parts.mu, parts.W
     if mu.device.type != 'cpu':
@@ -457,7 +455,7 @@ def _refuses(parts, loop) -> str:
         return f"its kernels are made for poses of up to 1024 products, got {mu.shape[2:]}"
     return
 
-# %% ../../nbs/engine/261_compiled.ipynb #00000021
+# %% ../../nbs/engine/261_compiled.ipynb #00000022
 def _route_compiled(
     parts: layers._Parts,  # what votes
     loop: layers._Loop,  # how it is routed
@@ -470,7 +468,7 @@ def _route_compiled(
     found = [t.unflatten(-1, (parts.mu.shape[-2], parts.W.shape[-1])) for t in found]
     return EMRouted(a, *found, R[..., : parts.W.shape[0]].mT if shares else None)
 
-# %% ../../nbs/engine/261_compiled.ipynb #00000022
+# %% ../../nbs/engine/261_compiled.ipynb #00000023
 if importlib.util.find_spec('numba'):
     layers.field_plans['compiled'] = layers.FieldPlan(
         _route_compiled, _refuses, functools.partial(_route_compiled, shares=True)

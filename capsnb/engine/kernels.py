@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 
 # %% auto #0
-__all__ = ['BYTES', 'lay_out', 'add_up', 'gather', 'score', 'below_top', 'normalise', 'worth', 'centre', 'score_back', 'spread']
+__all__ = ['BYTES']
 
 # %% ../../nbs/engine/26_kernels.ipynb #00000003
 import numba
@@ -173,7 +173,7 @@ def _all_votes(
 
 # %% ../../nbs/engine/26_kernels.ipynb #0000000f
 @_vector_code
-def _weigh(q):
+def _row_weigh(q):
     "R, a, tiny, w, sums (the last two written): weights that sum to 1; data, and their divisor."
     R, a, tiny, w, sums = q.rows
     data, total = both = q.sums(2)
@@ -189,7 +189,7 @@ def _weigh(q):
 
 # %% ../../nbs/engine/26_kernels.ipynb #00000011
 @_vector_code
-def _mean(q):
+def _row_mean(q):
     "x, W, weights, votes (written), mean (written)."
     x, W, w, votes, mu = q.rows
     n = q.dims[0] * q.dims[2]
@@ -203,7 +203,7 @@ def _mean(q):
 
 # %% ../../nbs/engine/26_kernels.ipynb #00000012
 @_vector_code
-def _variance(q):
+def _row_variance(q):
     "votes, weights, mean, variance (written)."
     votes, w, mu, var = q.rows
     n = q.dims[0] * q.dims[2]
@@ -215,9 +215,9 @@ def _variance(q):
             q.grow(total[k], q.b.fmul(w_i, gap), gap)
     _write_sums(q, total, var)
 
-# %% ../../nbs/engine/26_kernels.ipynb #00000014
+# %% ../../nbs/engine/26_kernels.ipynb #00000013
 @_vector_code
-def _score(q):
+def _row_score(q):
     "x, W, mu, v, L (written); k: logits k - v (V - mu)²."
     (x, W, mu, v, L), [k, _] = q.rows, q.counts
     with q.loop(q.blocks) as i:
@@ -227,9 +227,9 @@ def _score(q):
             total = q.fma(q.b.fmul(q.splat(v, e), gap), gap, total)
         q.store(q.b.fsub(q.all(k), total), L, i)
 
-# %% ../../nbs/engine/26_kernels.ipynb #00000015
+# %% ../../nbs/engine/26_kernels.ipynb #00000014
 @_vector_code
-def _worth(q):
+def _row_worth(q):
     "x, W, mu, A, B, R, a, g_a (grows), g_R (written); shift: data are worth shift + A gap + …."
     (x, W, mu, A, B, R, a, g_a, g_R), [shift, _] = q.rows, q.counts
     with q.loop(q.blocks) as i:
@@ -240,9 +240,9 @@ def _worth(q):
         q.store(q.fma(q.load(R, i), total, q.load(g_a, i)), g_a, i)
         q.store(q.b.fmul(q.load(a, i), total), g_R, i)
 
-# %% ../../nbs/engine/26_kernels.ipynb #00000016
+# %% ../../nbs/engine/26_kernels.ipynb #00000015
 @_vector_code
-def _score_back(q):
+def _row_score_back(q):
     "x, W, mu, R, g_R, mid, g_L, g_k, one, two (the last four written): sums with gap and gap²."
     x, W, mu, R, g_R, mid, g_L, g_k, one, two = q.rows
     n = q.dims[0] * q.dims[2]
@@ -259,7 +259,7 @@ def _score_back(q):
     for cells, row in ((total, g_k), (first, one), (second, two)):
         _write_sums(q, cells, row)
 
-# %% ../../nbs/engine/26_kernels.ipynb #00000018
+# %% ../../nbs/engine/26_kernels.ipynb #00000017
 def _total(
     q: _Code,  # where
     block,  # which places
@@ -281,10 +281,10 @@ def _total(
     )
     return [q.fma(gap, q.b.load(two[k]), q.b.load(one[k])) for k, gap in enumerate(gaps)]
 
-# %% ../../nbs/engine/26_kernels.ipynb #00000019
+# %% ../../nbs/engine/26_kernels.ipynb #00000018
 @_vector_code
-def _spread(q):
-    "What `_total` takes, then gradients of x and W, which grow; number of terms, and of rows between them."
+def _row_spread(q):
+    "What `_total` takes, then gradients of x and W, which grow; counts: terms, rows between."
     (x, W, g_x, g_W), (c, d, h), [terms] = (*q.rows[:2], *q.rows[6:]), q.dims, q.counts[:1]
     with q.loop(q.blocks) as i:
         g = []
@@ -304,12 +304,7 @@ def _spread(q):
                 q.store(total, g_W, i, d * h, e * h + k)
 
 # %% ../../nbs/engine/26_kernels.ipynb #0000001b
-_kernel = numba.njit(
-    nogil=True,
-    cache=True,
-    error_model='numpy',
-    fastmath={'contract', 'nsz', 'reassoc'},  # sums in any order; NaN, inf and 1/x as they are
-)
+_kernel = numba.njit(nogil=True, cache=True, error_model='numpy')
 
 # %% ../../nbs/engine/26_kernels.ipynb #0000001c
 @_kernel
@@ -319,7 +314,7 @@ def _row_of(R, p, j, J, F):
 
 # %% ../../nbs/engine/26_kernels.ipynb #0000001d
 @_kernel
-def lay_out(start, stop, values, table, out):
+def _lay_out(start, stop, values, table, out):
     "Rows of parts [b·n, m] -> blocks of m vectors in the rows of fields, 0 where no part is."
     (F, S), m, L = table.shape, values.shape[1], BYTES // values.itemsize
     n = values.shape[0] // (out.shape[0] // F)
@@ -336,7 +331,7 @@ def lay_out(start, stop, values, table, out):
 
 # %% ../../nbs/engine/26_kernels.ipynb #0000001e
 @_kernel
-def add_up(start, stop, values, table, out):
+def _add_up(start, stop, values, table, out):
     "The reverse for images: each part gets the sum of its places."
     (F, S), m, L = table.shape, out.shape[1], BYTES // values.itemsize
     n = out.shape[0] // (values.shape[0] // F)
@@ -350,7 +345,7 @@ def add_up(start, stop, values, table, out):
 
 # %% ../../nbs/engine/26_kernels.ipynb #0000001f
 @_kernel
-def gather(start, stop, x, W, a, tiny, R, mu, var, mass, dims):
+def _gather(start, stop, x, W, a, tiny, R, mu, var, mass, dims):
     "Shares -> means, variances and data."
     J, F, S = W.shape[0], tiny.shape[0], tiny.shape[1]
     n, sums = S * x.itemsize // BYTES, np.empty((1, 2), x.dtype)
@@ -358,24 +353,24 @@ def gather(start, stop, x, W, a, tiny, R, mu, var, mass, dims):
     for p in range(start, stop):
         for j in range(J):
             q = p * J + j
-            _weigh(R, _row_of(R, p, j, J, F), a, p, tiny, p % F, w, 0, sums, 0, n, dims)
-            _mean(x, p, W, j, w, 0, votes, 0, mu, q, n, dims)
-            _variance(votes, 0, w, 0, mu, q, var, q, n, dims)
+            _row_weigh(R, _row_of(R, p, j, J, F), a, p, tiny, p % F, w, 0, sums, 0, n, dims)
+            _row_mean(x, p, W, j, w, 0, votes, 0, mu, q, n, dims)
+            _row_variance(votes, 0, w, 0, mu, q, var, q, n, dims)
             mass[p, j] = sums[0, 0]
 
-# %% ../../nbs/engine/26_kernels.ipynb #00000020
+# %% ../../nbs/engine/26_kernels.ipynb #00000021
 @_kernel
-def score(start, stop, x, W, k, mu, v, L, dims):
+def _score(start, stop, x, W, k, mu, v, L, dims):
     "Logits k - v (V - mu)²."
     J, n = W.shape[0], L.shape[1] * x.itemsize // BYTES
     for p in range(start, stop):
         for j in range(J):
             q = p * J + j
-            _score(x, p, W, j, mu, q, v, q, L, q, k[p, j], n, dims)
+            _row_score(x, p, W, j, mu, q, v, q, L, q, k[p, j], n, dims)
 
-# %% ../../nbs/engine/26_kernels.ipynb #00000021
+# %% ../../nbs/engine/26_kernels.ipynb #00000022
 @_kernel
-def below_top(start, stop, L, J, table, n):
+def _below_top(start, stop, L, J, table, n):
     "Logits of images -> what is left of them under the largest of each part, of n."
     F, S = table.shape
     top, high = np.empty((F, S), L.dtype), np.empty(n, L.dtype)
@@ -397,9 +392,9 @@ def below_top(start, stop, L, J, table, n):
                 for s in range(S):
                     L[row, s] -= top[f, s]
 
-# %% ../../nbs/engine/26_kernels.ipynb #00000022
+# %% ../../nbs/engine/26_kernels.ipynb #00000023
 @_kernel
-def normalise(start, stop, R, J, table, n):
+def _normalise(start, stop, R, J, table, n):
     "Exponentials of images -> shares, which sum to 1 over all wholes of a part; 0: no part."
     F, S = table.shape
     one, total = np.empty((F, S), R.dtype), np.empty(n, R.dtype)
@@ -421,9 +416,9 @@ def normalise(start, stop, R, J, table, n):
                 for s in range(S):
                     R[row, s] *= one[f, s]
 
-# %% ../../nbs/engine/26_kernels.ipynb #00000023
+# %% ../../nbs/engine/26_kernels.ipynb #00000024
 @_kernel
-def worth(start, stop, x, W, a, tiny, R, mu, var, g_mass, g_mu, g_var, U, g_R, g_a, dims):
+def _worth(start, stop, x, W, a, tiny, R, mu, var, g_mass, g_mu, g_var, U, g_R, g_a, dims):
     "Gradients of data, means, variances -> of shares and activations (grows); weights in U."
     J, F, S, m = W.shape[0], tiny.shape[0], tiny.shape[1], mu.shape[1]
     n, sums = S * x.itemsize // BYTES, np.empty((1, 2), x.dtype)
@@ -431,16 +426,16 @@ def worth(start, stop, x, W, a, tiny, R, mu, var, g_mass, g_mu, g_var, U, g_R, g
     for p in range(start, stop):
         for j in range(J):
             q, row = p * J + j, _row_of(R, p, j, J, F)
-            _weigh(R, row, a, p, tiny, p % F, U, q, sums, 0, n, dims)
+            _row_weigh(R, row, a, p, tiny, p % F, U, q, sums, 0, n, dims)
             part, shift = 1 / sums[0, 1], g_mass[p, j]
             for k in range(m):
                 A[0, k], B[0, k] = g_mu[q, k] * part, g_var[q, k] * part
                 shift -= B[0, k] * var[q, k]
-            _worth(x, p, W, j, mu, q, A, 0, B, 0, R, row, a, p, g_a, p, g_R, q, shift, n, dims)
+            _row_worth(x, p, W, j, mu, q, A, 0, B, 0, R, row, a, p, g_a, p, g_R, q, shift, n, dims)
 
-# %% ../../nbs/engine/26_kernels.ipynb #00000024
+# %% ../../nbs/engine/26_kernels.ipynb #00000025
 @_kernel
-def centre(start, stop, R, g_R, J, table, n, out):
+def _centre(start, stop, R, g_R, J, table, n, out):
     "Sums of R g_R over all wholes of a part [P, S], for images."
     F, S = table.shape
     total = np.empty(n, R.dtype)
@@ -458,25 +453,27 @@ def centre(start, stop, R, g_R, J, table, n, out):
             for s in range(S):
                 out[p, s] = total[table[p % F, s]] if table[p % F, s] >= 0 else 0.0
 
-# %% ../../nbs/engine/26_kernels.ipynb #00000025
+# %% ../../nbs/engine/26_kernels.ipynb #00000026
 @_kernel
-def score_back(start, stop, x, W, R, g_R, mid, mu, U, g_k, one, two, dims):
+def _score_back(start, stop, x, W, R, g_R, mid, mu, U, g_k, one, two, dims):
     "Gradients of shares -> of logits (in U) and k; sums of them times gap and gap²."
     J, n = W.shape[0], g_R.shape[1] * x.itemsize // BYTES
     for p in range(start, stop):
         for j in range(J):
             q = p * J + j
-            _score_back(
+            _row_score_back(
                 x, p, W, j, mu, q, R, q, g_R, q, mid, p, U, q, g_k, q, one, q, two, q, n, dims
             )
 
-# %% ../../nbs/engine/26_kernels.ipynb #00000026
+# %% ../../nbs/engine/26_kernels.ipynb #00000027
 @_kernel
-def spread(start, stop, x, W, origin, A, B, U, terms, g_x, g_W, dims):
+def _spread(start, stop, x, W, origin, A, B, U, terms, g_x, g_W, dims):
     "Terms of the votes' gradient -> gradients of x and W, which grow."
     J, n = W.shape[0], U.shape[1] * x.itemsize // BYTES
     step = U.shape[0] // terms
     for p in range(start, stop):
         for j in range(J):
             q = p * J + j
-            _spread(x, p, W, j, origin, q, A, q, B, q, U, q, g_x, p, g_W, j, terms, step, n, dims)
+            _row_spread(
+                x, p, W, j, origin, q, A, q, B, q, U, q, g_x, p, g_W, j, terms, step, n, dims
+            )
