@@ -97,7 +97,7 @@ def test_streamed_votes_of_narrow_wholes(narrow):
     V = torch.einsum('nicd,dhj->nichj', x, W[0]) + B
     pick = torch.stack([V[:, 3, ..., 0], V[:, 6, ..., 1], V[:, 9, ..., 2]], -1)
     inputs[-2:] = [pick, v * narrow]  # wholes that sit on a part
-    check_exact(T._streamed_op, T._streamed_ref, inputs, factor=6.0, ulps=8.0)
+    check_exact(T._streamed_op, T._streamed_ref, inputs, factor=6.0, ulps=8.0)  # z is rounded, too
 
 
 @needs_triton
