@@ -335,13 +335,15 @@ def _moments_parts(
     a, b, s = phi + n * N * I, theta + n * N * J, g + n * N * J
     z = tl.load(lse + n * I + rows, rows < I, 0.0)
     use = tl.load(f + n * I + rows, rows < I, 0.0).to(T)
-    c = tl.full((BI,), 0.0, T)
+    c, norm = tl.full((BI,), 0.0, T), tl.full((BI,), 0.0, T)
     for start in range(0, J, BJ):
         cols = start + tl.arange(0, BJ)
         L = _dots(a, b, rows, cols, N, I, J, P, K, BI, BJ, PRODUCTS, T)
         R = tl.where((cols < J)[None, :], tl.exp(L - z[:, None]), 0.0)
         G = _dots(a, s, rows, cols, N, I, J, P, K, BI, BJ, PRODUCTS, T)
         c += tl.sum(R * G, 1)
+        norm += tl.sum(R, 1)  # 1, but for the rounding of z
+    c = c / norm
     tl.store(pay + n * I + rows, c, rows < I)
     total = tl.full((P, BI), 0.0, T)
     for start in range(0, J, BJ):
@@ -729,8 +731,8 @@ def _votes_sums(
         if not SHARED:
             won += share * tl.load(b + t * J + col, fits, 0.0).to(T)
         all_S = S + share
-        over = 1 / tl.maximum(all_S, 1e-30)
-        move, grow = share * over, share * (S * over)
+        move = share / tl.maximum(all_S, 1e-30)
+        grow = S * move
         S = all_S
         new_means, new_squares = (), ()
         for q in tl.static_range(CH):
@@ -915,7 +917,7 @@ def _votes_parts(
     xs = _load_parts(x, at, ok, T, C, D, K)
     use = tl.load(f + at, ok, 0.0).to(T)[:, None]
     z = tl.load(lse + at, ok, 0.0) if MODEL else 0
-    c = tl.full((BR,), 0.0, T)
+    c, norm = tl.full((BR,), 0.0, T), tl.full((BR,), 0.0, T)
     chunks: tl.constexpr = (D + K - 1) // K
     if K == 1:
         grads = (tl.full((BR, BJ), 0.0, T),) * (C * D)
@@ -949,12 +951,13 @@ def _votes_parts(
             )
             if turn == 0:
                 c += tl.sum(R * G, 1)
+                norm += tl.sum(R, 1)  # 1, but for the rounding of z
             else:
                 share = R * use
-                dL = share * (G - c[:, None])
+                dL = share * (G - (c / norm)[:, None])
                 pulls = _pulls(ys, vs, slopes, share, dL, CH, MODEL)
                 grads = _spread(grads, pulls, Ws, C, D, H, K)
-    tl.store(pay + at, c, ok)
+    tl.store(pay + at, c / norm, ok)
     if K == 1:
         for q in tl.static_range(C * D):
             tl.store(g_x + at * (C * D) + q, tl.sum(grads[q], 1), ok)

@@ -1,0 +1,261 @@
+"""Triton's kernels of `Routing`, without a GPU: interpreted on CPU tensors, compiled ahead."""
+
+import copy
+import subprocess
+import sys
+from importlib.util import find_spec
+import pytest
+import torch
+import capsnb.engine.triton_routing as triton_routing
+from capsnb.engine.dstep import Routing, Sizes, choose_plan, plans
+from capsnb.engine.numerics import assert_as_exact, error_to
+
+needs_triton = pytest.mark.skipif(not find_spec('triton'), reason="triton is not installed")
+T, f32, f64 = triton_routing, torch.float32, torch.float64
+
+
+def fenced(t):
+    "The same numbers amid NaN: what a mask lets through is seen."
+    wide = t.new_full((t.numel() + 512,), torch.nan)
+    wide[256 : 256 + t.numel()] = t.flatten()
+    return wide[256 : 256 + t.numel()].view(t.shape)
+
+
+def run(op, inputs, *settings):
+    "Outputs of an op and gradients of its inputs under a fixed random pull."
+    inputs = [t.detach().requires_grad_() for t in inputs]
+    outs = op(*inputs, *settings)
+    gen = torch.Generator().manual_seed(1)
+    pull = [torch.randn(o.shape, generator=gen, dtype=f64) for o in outs]
+    grads = torch.autograd.grad(outs, inputs, pull, allow_unused=True)
+    return [*outs, *(torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs))]
+
+
+def check_exact(op, ref, inputs, *settings, factor=2.0, ulps=4.0):
+    "In float64 the same as the definition; in float32 as close to the truth."
+    wide = [t.double() for t in inputs]
+    with T.interpreting():
+        fast, fast64 = (run(op, [fenced(t) for t in x], *settings) for x in (inputs, wide))
+    near, truth = (run(ref, x, *settings) for x in (inputs, wide))
+    for k, (y, y64, r, r64) in enumerate(zip(fast, fast64, near, truth)):
+        assert error_to(y64, r64) < 1e-11, k
+        assert_as_exact(y.float(), r.float(), r64, factor, ulps, f'{k}')
+
+
+def streamed(n, i, j, c, d, h, own, model=True, narrow=1.0, seed=0):
+    "Inputs of streamed votes; some parts are absent."
+    gen = torch.Generator().manual_seed(seed)
+    maps, m = (i if own else 1), (j if model else 0)
+    shapes = (n, i, c, d), (maps, d, h, j), (maps, c, h, j), (i if own else 0, j), (n, m)
+    x, W, B, b, k = (torch.randn(s, generator=gen) for s in shapes)
+    f, mu = torch.rand(n, i, generator=gen), torch.randn(n, c, h, m, generator=gen)
+    f[:, 1::3] = 0
+    v = narrow * (0.1 + torch.rand(n, c, h, m, generator=gen))
+    return f, x, W / d, B, b, k, mu / 2, v
+
+
+streams = [  # sizes, whether parts have their own maps
+    ((1, 1, 1, 1, 1, 1), False),  # one of everything
+    ((1, 1, 1, 1, 1, 1), True),
+    ((2, 7, 3, 2, 2, 2), False),
+    ((2, 4, 3, 2, 2, 2), True),
+    ((1, 300, 3, 1, 3, 1), False),  # more parts than rows
+    ((2, 5, 41, 1, 2, 2), False),  # several tiles of wholes
+    ((2, 3, 41, 1, 2, 1), True),
+    ((19, 3, 33, 1, 1, 1), True),  # more samples than rows
+    ((1, 19, 5, 1, 20, 2), False),  # large maps
+    ((1, 17, 33, 2, 9, 1), False),
+    ((17, 3, 3, 1, 20, 2), True),
+]
+
+
+@pytest.fixture(autouse=True)
+def long_runs(monkeypatch):
+    "A program walks over several blocks, also where parts are few."
+    monkeypatch.setattr(T, '_PROGRAMS', 2)
+
+
+@needs_triton
+@pytest.mark.parametrize('sizes, own', streams)
+def test_streamed_votes_are_the_definition(sizes, own):
+    ulps = 64 if sizes[1] == 1 else 8  # what remains of gaps that are 0 is rounding
+    check_exact(T._streamed_op, T._streamed_ref, streamed(*sizes, own), ulps=ulps)
+
+
+@needs_triton
+@pytest.mark.parametrize('sizes, own', [streams[k] for k in (2, 3, 6, 8)])
+def test_streamed_votes_before_there_is_a_model(sizes, own):
+    inputs = streamed(*sizes, own, False)
+    check_exact(T._streamed_op, T._streamed_ref, inputs, ulps=8.0)
+
+
+@needs_triton
+@pytest.mark.parametrize('narrow', [1e2, 1e4])
+def test_streamed_votes_of_narrow_wholes(narrow):
+    inputs = list(streamed(2, 40, 3, 2, 2, 2, False))
+    f, x, W, B, b, k, mu, v = inputs
+    V = torch.einsum('nicd,dhj->nichj', x, W[0]) + B
+    pick = torch.stack([V[:, 3, ..., 0], V[:, 6, ..., 1], V[:, 9, ..., 2]], -1)
+    inputs[-2:] = [pick, v * narrow]  # wholes that sit on a part
+    check_exact(T._streamed_op, T._streamed_ref, inputs, factor=6.0, ulps=8.0)  # z is rounded, too
+
+
+@needs_triton
+@pytest.mark.parametrize('sizes', [(1, 1, 3, 1), (2, 19, 6, 70), (1, 70, 17, 5), (1, 33, 57, 3)])
+@pytest.mark.parametrize('products', ['ieee', 'tf32x3'])
+def test_softmax_moments_are_the_definition(sizes, products):
+    n, i, N, j = sizes
+    gen = torch.Generator().manual_seed(0)
+    shapes = (n, i), (n, N, i), (n, N, j)
+    f, phi, theta = (torch.randn(shape, generator=gen) for shape in shapes)
+    f = f.sigmoid()
+    f[:, 1::3] = 0
+    inputs = f, phi, theta / N**0.5
+    check_exact(T._moments_op, T._softmax_moments_ref, inputs, products)
+
+
+@needs_triton
+def test_bf16_parts():
+    inputs = streamed(2, 7, 3, 2, 2, 2, False)
+    half = [t.bfloat16() if k == 1 else t for k, t in enumerate(inputs)]
+    same = [t.float() for t in half]
+    with T.interpreting():
+        fast, want = run(T._streamed_op, half), run(T._streamed_op, same)
+    for y, w in zip(fast, want):
+        assert error_to(y, w) < (5e-3 if y.dtype == torch.bfloat16 else 1e-6)
+
+
+@needs_triton
+def test_ops_are_ops():
+    f, *rest = streamed(1, 2, 2, 1, 2, 1, True)
+    inputs = [t.double().requires_grad_() for t in (f + 0.1, *rest)]
+    with T.interpreting():
+        torch.library.opcheck(
+            T._streamed_op.forward,
+            tuple(inputs),
+            test_utils=['test_schema', 'test_autograd_registration', 'test_faketensor'],
+        )
+        assert torch.autograd.gradcheck(T._streamed_op, inputs, fast_mode=True)
+        assert torch.autograd.gradgradcheck(T._streamed_op, inputs, fast_mode=True)
+
+
+layers = [
+    dict(n_out=3),
+    dict(n_out=3, n_inp=5),
+    dict(n_out=3, n_inp=5, single_beta=True, p_model='skm'),
+    dict(n_out=35, pooled=True, n_iters=2),
+    dict(n_inp=5),
+    dict(n_out=1, n_iters=1),
+]
+
+
+@needs_triton
+@pytest.mark.parametrize('plan', ['triton', 'triton-moments'])
+@pytest.mark.parametrize('kwargs', layers)
+def test_layer(kwargs, plan):
+    if plan != 'triton' and 'n_inp' in kwargs:
+        pytest.skip("moments need shared maps")
+    torch.manual_seed(0)
+    layer = Routing(2, 2, 2, plan='votes', **kwargs)
+    a, mu = torch.randn(1, 1, 5), torch.randn(1, 1, 5, 2, 2)
+    a[0, 0, 2] = -torch.inf
+    n_out = () if layer.n_out else (4,)
+
+    def outs(layer, a, mu):
+        a, mu = a.clone().requires_grad_(), mu.clone().requires_grad_()
+        routed = layer(a, mu, *n_out, return_R=True)
+        again = layer(a, mu, *n_out)
+        loss = sum((y * y).sum() for y in (*routed, *again))
+        leaves = [a, mu, *layer.parameters()]
+        grads = torch.autograd.grad(loss, leaves)
+        return [*routed, *again, *grads]
+
+    ref, truth = outs(layer, a, mu), outs(copy.deepcopy(layer).double(), a.double(), mu.double())
+    layer.plan = plan
+    with T.interpreting():
+        fast = outs(layer, a, mu)
+    for k, (y, r, t) in enumerate(zip(fast, ref, truth)):
+        assert_as_exact(y, r, t, 3.0, 24.0, f'{k}')
+
+
+@needs_triton
+def test_refusals():
+    a, mu = torch.randn(6), torch.randn(6, 2, 2)
+    layer = Routing(2, 2, 2, n_out=3, plan='triton')
+    with pytest.raises(ValueError, match="need CUDA tensors, got cpu"):
+        layer(a, mu)
+    with T.interpreting(), pytest.raises(ValueError, match="compute in float32"):
+        layer.double()(a.double(), mu.double())
+    with pytest.raises(ValueError, match="do not fit in registers"):
+        Routing(8, 8, 8, plan='triton')
+    with pytest.raises(ValueError, match="more than 64"):
+        Routing(8, 8, 8, plan='triton-moments')
+    with pytest.raises(ValueError, match="shared by all inputs"):
+        Routing(2, 2, 2, n_inp=3, plan='triton-moments')
+
+
+@needs_triton
+def test_auto_takes_it_on_cuda_alone():
+    s = Sizes(2, 100, 10, 4, 4, 4, True)
+    assert choose_plan(s) != 'triton' == choose_plan(s._replace(device='cuda'))
+    for other in dict(c=8), dict(dtype=f64), dict(i=0):
+        assert choose_plan(s._replace(device='cuda', **other)) != 'triton'
+    assert not plans['triton'].refuses(s._replace(device='cuda'))
+
+
+def test_without_triton():
+    code = """
+import sys
+sys.modules['triton'] = None
+from capsnb import Routing
+assert 'triton' not in __import__('capsnb').dstep.plans
+try:
+    Routing(2, 2, 2, plan='triton')
+except ImportError as e:
+    print(e)
+"""
+    said = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
+    assert "pip install 'capsnb[gpu]'" in said.stdout, said.stderr
+
+
+def launches(what, *args):
+    "All launches of an op, forward and backward."
+
+    def at(*shape):
+        return torch.empty(shape, device='meta')
+
+    with T.recording() as found:
+        if what == 'moments':
+            n, i, N, j, products = args
+            x = at(n, i), at(n, N, i), at(n, N, j)
+            outs = T._softmax_moments(*x, products)
+            T._softmax_moments_back(*x, outs, outs[:1], products)
+        else:
+            x = [t.to('meta') for t in streamed(*args)]
+            outs = T._streamed(*x)
+            T._streamed_back(*x, outs, outs[:4])
+    return found
+
+
+compiled = {
+    'shared': ('votes', 2, 600, 64, 4, 4, 4, False),
+    'own': ('votes', 20, 64, 10, 4, 4, 4, True),
+    'first': ('votes', 2, 600, 64, 4, 4, 4, False, False),
+    'small': ('votes', 2, 600, 5, 1, 2, 2, False),
+    'large maps': ('votes', 2, 600, 64, 1, 64, 2, False),
+    'own large maps': ('votes', 20, 64, 64, 1, 64, 2, True),
+    'ieee': ('moments', 2, 600, 57, 70, 'ieee'),
+    'tf32x3': ('moments', 2, 600, 57, 70, 'tf32x3'),
+    'one tile': ('moments', 2, 600, 57, 64, 'tf32x3'),
+}
+
+
+@needs_triton
+@pytest.mark.parametrize('cap', [80, 90])
+@pytest.mark.parametrize('name', compiled)
+def test_compiled_ahead(name, cap):
+    for launch in launches(*compiled[name]):
+        made = T.compile_ahead(launch, cap)
+        print(name, made)
+        assert made['fits'] and not made['spilled'], made
+        assert made['occupancy'] >= 0.125, made
