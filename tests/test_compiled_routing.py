@@ -146,7 +146,7 @@ def test_auto_takes_it_where_it_wins_and_can_serve():
     assert choose_plan(treebank._replace(device='cuda')) != 'compiled'
     assert choose_plan(treebank._replace(device='meta')) != 'compiled'
     assert choose_plan(Sizes(20, 16, 10, 4, 4, 4, False)) == 'votes'
-    assert 'votes would be' in plans['compiled'].refuses(Sizes(1, 1024, 30000, 1, 64, 2, False))
+    assert 'votes would be' in plans['compiled'].refuses(Sizes(1, 1024, 30000, 1, 64, 2, True))
 
 
 def test_other_devices_are_refused_in_words():

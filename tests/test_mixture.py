@@ -685,3 +685,47 @@ def test_data_moments_in_float32_with_a_large_mean(weighted):
         rtol=1e-4,
         atol=0,
     )
+
+
+# ---- other devices, graphs, threads ----
+
+
+@pytest.mark.parametrize('cov', covariances)
+def test_on_meta_no_value_is_read(cov):
+    x = torch.empty(3, 200, 4, device='meta')
+    gm = GaussianMixture(5, cov, max_iter=3, n_init=2, seed=0).fit(x)
+    assert gm.mu.shape == (3, 5, 4) and gm.history.shape == (3, 3)
+    assert gm.predict_proba(x).shape == (3, 200, 5) and gm.sample(7)[0].shape == (3, 7, 4)
+
+
+def test_without_looking_the_fit_is_the_same(monkeypatch):
+    from capsnb.engine import mixture
+
+    x = points(0, 300, 3)
+    p = start(x, 3, 'diag')
+    want = GaussianMixture(3, start=p, max_iter=30).fit(x)
+    monkeypatch.setattr(mixture, 'may_look', lambda t: False)
+    got = GaussianMixture(3, start=p, max_iter=30).fit(x)
+    assert got.n_iter == want.n_iter < 30 and torch.equal(got.mu, want.mu)
+
+
+def test_likelihoods_in_one_graph():
+    x = points(0, 300, 3)
+    gm = GaussianMixture(3, start=start(x, 3, 'diag')).fit(x)
+    graph = torch.compile(gm.score_samples, fullgraph=True, backend='eager')
+    assert_close(graph(x), gm.score_samples(x))
+
+
+def test_threads_change_no_bit():
+    x, threads = points(0, 4000, 3), torch.get_num_threads()
+    found = []
+    try:
+        for k in (1, 2, 3):
+            torch.set_num_threads(k)
+            fit = GaussianMixture(3, start=start(x, 3, 'diag'), tile=2**9, max_iter=5).fit(x)
+            assert torch.get_num_threads() == k
+            found.append(fit.mu)
+    finally:
+        torch.set_num_threads(threads)
+    assert_close(found[0], found[1], rtol=1e-12, atol=0)  # a product may be cut up by threads
+    assert torch.equal(found[1], found[2])

@@ -5,7 +5,6 @@
 # %% ../../nbs/engine/263_compiled_routing.ipynb #00000002
 from __future__ import annotations
 import importlib.util
-import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,7 +18,6 @@ from torch import Tensor
 from ..routing.dynamic import squash
 from .dstep import Plan
 from .dstep import Problem
-from .dstep import Sizes
 from .dstep import exporting
 from .dstep import plans
 from .dynamic import _maps_definition
@@ -27,13 +25,6 @@ from .dynamic import _maps_shapes
 from .dynamic import _of_maps
 from .dynamic import _squash_back
 from .dynamic import faster
-from .moments import _ByMoments
-from .moments import _Tiling
-from .moments import _cost_moments
-from .moments import _moments_backward
-from .moments import _moments_definition
-from .moments import _moments_forward
-from .moments import _moments_shapes
 from .moments import _precision
 from .moments import _routed
 from .moments import _wide
@@ -227,129 +218,31 @@ class _ByKernels:
         return R[..., : self.p.B.shape[1]]
 
 # %% ../../nbs/engine/263_compiled_routing.ipynb #00000012
-_ROWS = 1024  # parts in a tile
-
-
-def _parts_tiles(phi):
-    "A sample and a slice of its parts, for all tiles."
-    starts = range(0, phi.shape[2], _ROWS)
-    return [(s, slice(k, k + _ROWS)) for s in range(len(phi)) for k in starts]
-
-
-def _filled_theta(theta, dtype):
-    "theta with wholes that nobody wants behind the last."
-    out = _filled(theta.detach().to(dtype))
-    out[:, -1, theta.shape[2] :] = -1e30
-    return out
-
-# %% ../../nbs/engine/263_compiled_routing.ipynb #00000013
-def _by_definition(phi, theta, narrow, shares):
-    "Whether kernels are of no use: shares are wanted, or phi must be made again."
-    return shares or (phi.dtype != theta.dtype and bool(narrow))
-
-
-def _rows_forward(
-    f: Tensor,  # all as for `_moments_forward`
-    x: Tensor,
-    x0: Tensor,
-    phi: Tensor,
-    theta: Tensor,
-    narrow: Tensor,
-    shares: bool,
-    numbers: int,
-) -> list[Tensor]:
-    if _by_definition(phi, theta, narrow, shares):
-        return _moments_forward(f, x, x0, phi, theta, narrow, shares, numbers)
-    f, th = _same(phi.dtype, f)[0], _filled_theta(theta, phi.dtype)
-    M, L = torch.zeros_like(th), phi.new_empty(min(_ROWS, f.shape[1]), th.shape[2])
-    for s, rows in _parts_tiles(phi):
-        tile, f_t = phi[s, :, rows], f[s, rows]
-        torch.mm(tile.T, th[s], out=(R := L[: len(f_t)]))
-        _over(len(f_t), _kernels().shares_of_rows, R, f_t)
-        M[s].addmm_(tile, R)
-    return [M[..., : theta.shape[2]].to(theta.dtype).contiguous(), f.new_empty(0)]
-
-# %% ../../nbs/engine/263_compiled_routing.ipynb #00000014
-def _rows_backward(
-    f: Tensor,  # all as for `_moments_backward`
-    x: Tensor,
-    x0: Tensor,
-    phi: Tensor,
-    theta: Tensor,
-    narrow: Tensor,
-    outs: list[Tensor],
-    grads: list[Tensor],
-    shares: bool,
-    numbers: int,
-) -> list[Tensor]:
-    tensors = f, x, x0, phi, theta, narrow
-    if _by_definition(phi, theta, narrow, shares):
-        return _moments_backward(*tensors, outs, grads, shares, numbers)
-    f, th = _same(phi.dtype, f)[0], _filled_theta(theta, phi.dtype)
-    J, both = th.shape[2], torch.cat([th, _filled(grads[0].to(phi.dtype))], 2)
-    g_f, g_phi, g_theta = torch.empty_like(f), torch.empty_like(phi), torch.zeros_like(th)
-    LG = phi.new_empty(min(_ROWS, f.shape[1]), 2 * J)
-    for s, rows in _parts_tiles(phi):
-        tile, f_t = phi[s, :, rows], f[s, rows]
-        torch.mm(tile.T, both[s], out=(some := LG[: len(f_t)]))
-        dL, D = some[:, :J], some[:, J:]
-        _over(len(f_t), _kernels().slopes_of_rows, dL, D, f_t, g_f[s, rows])
-        torch.mm(both[s], some.T, out=g_phi[s, :, rows])
-        g_theta[s].addmm_(tile, dL)
-    g = g_f, torch.zeros_like(x), torch.zeros_like(x0), g_phi, g_theta[..., : theta.shape[2]]
-    return [p.to(t.dtype) for p, t in zip((*g, torch.zeros_like(narrow)), tensors)]
-
-# %% ../../nbs/engine/263_compiled_routing.ipynb #00000015
-class _ByRows(_ByMoments):
-    "A routing from moments, with kernels between the products."
-
-    op = FastOp(
-        'compiled_moments',
-        _rows_forward,
-        _rows_backward,
-        _moments_shapes,
-        _moments_definition,
-        n_out=2,
-    )
-
-# %% ../../nbs/engine/263_compiled_routing.ipynb #00000017
 _MOST = 1 << 25  # numbers in all votes: 128 MB in float32
 
 
-def _n_votes(s):
-    return s.n * s.i * -(-s.j // _LANES) * _LANES * s.c * s.h
-
-
-def _seconds(s):
-    "Of an iteration with votes and of one with moments, with their gradients."
-    votes = 1.2e-3 + _n_votes(s) * (3.2e-9 + 2.5e-11 * s.d)
-    fits = _n_votes(s) <= _MOST
-    return votes if fits else math.inf, 0.8 * _cost_moments(s) if s.shared else math.inf
-
-# %% ../../nbs/engine/263_compiled_routing.ipynb #00000018
 def _run_compiled(p: Problem):
-    "A `Plan`'s `run`: with votes or with moments, whatever is cheaper."
-    (n, i, c, d), (j, _, h) = p.mu_inp.shape, p.B.shape[1:]
-    votes, moments = _seconds(Sizes(n, i, j, c, d, h, len(p.W) == len(p.B) == 1))
-    return _routed(_ByRows(p, _Tiling()) if moments < votes else _ByKernels(p))
+    "A `Plan`'s `run`."
+    return _routed(_ByKernels(p))
 
 
 def _refuse_compiled(s):
     if s.device != 'cpu':
         return f"it is for the CPU, not for {s.device}"
-    if min(_seconds(s)) == math.inf:
+    if s.n * s.i * s.j * s.c * s.h > _MOST:
         return f"its votes would be more than {_MOST} numbers"
     return 'an exported graph cannot hold it' if exporting() else ''
 
 
 def _cost_compiled(s):
-    return min(_seconds(s))
+    votes = s.n * s.i * -(-s.j // _LANES) * _LANES * s.c * s.h
+    return 1.2e-3 + votes * (3.2e-9 + 2.5e-11 * s.d)
 
 
 if importlib.util.find_spec('numba'):
     plans['compiled'] = Plan(_run_compiled, _refuse_compiled, _cost_compiled)
 
-# %% ../../nbs/engine/263_compiled_routing.ipynb #0000001a
+# %% ../../nbs/engine/263_compiled_routing.ipynb #00000014
 def _by_block(
     x: Tensor,  # [n, ...]
 ) -> Tensor:  # [blocks, ..., LANES]
@@ -365,7 +258,7 @@ def _by_sample(
     "The reverse."
     return x.movedim(0, -2).flatten(-2)[..., :n].movedim(-1, 0).contiguous()
 
-# %% ../../nbs/engine/263_compiled_routing.ipynb #0000001b
+# %% ../../nbs/engine/263_compiled_routing.ipynb #00000015
 class _Sweeps:
     "Sweeps over the votes u W of all samples."
 
@@ -407,7 +300,7 @@ class _Sweeps:
             torch.bmm(self.flat[at], g_V, out=du[at])
         return _by_sample(sums.view(self.blocks, -1, *sums.shape[1:]).sum(1), self.n)
 
-# %% ../../nbs/engine/263_compiled_routing.ipynb #0000001c
+# %% ../../nbs/engine/263_compiled_routing.ipynb #00000016
 def _agree_forward(
     u: Tensor,  # [n, i, d] input capsules
     W: Tensor,  # [i, j, d, h] maps
@@ -424,7 +317,7 @@ def _agree_forward(
     R = u.new_empty(0) if R is None else R.flatten(2)[..., : len(u)].permute(2, 1, 0).contiguous()
     return [squash(sums[-1]), R, torch.stack(sums)]
 
-# %% ../../nbs/engine/263_compiled_routing.ipynb #0000001d
+# %% ../../nbs/engine/263_compiled_routing.ipynb #00000017
 def _agree_backward(
     u: Tensor,
     W: Tensor,
@@ -455,7 +348,7 @@ def _agree_backward(
     dW = dW.unflatten(2, (votes.j, -1)).transpose(1, 2)
     return [du.contiguous(), dW.contiguous()]
 
-# %% ../../nbs/engine/263_compiled_routing.ipynb #0000001e
+# %% ../../nbs/engine/263_compiled_routing.ipynb #00000018
 _agreement = FastOp(
     'compiled_maps', _agree_forward, _agree_backward, _maps_shapes, _maps_definition, n_out=2
 )

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from .numerics import may_look
+from .numerics import without_autocast
 
 # %% auto #0
 __all__ = ['covariances', 'n_features', 'features', 'Params', 'natural', 'from_moments', 'em_sweep', 'data_moments', 'kmeans_pp',
@@ -691,7 +692,7 @@ class GaussianMixture:
         if looks and bare and (data_moments(flat, w, self.tile)[1] == 0).any():
             what = "a column of x is constant"
             raise ValueError(f"{what}: its variance needs reg_covar or min_var above 0")
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device):
             fit = self._best(x, flat, w)
         if looks and not fit.lower_bound.isfinite().all():
             what = "the log-likelihood is not finite: a component collapsed"
@@ -704,7 +705,8 @@ class GaussianMixture:
 
     def _best(self, x, flat, w):
         "The best of all starts for every data set."
-        g = None if self.seed is None else torch.Generator(x.device).manual_seed(self.seed)
+        fixed = self.seed is not None and not x.is_meta
+        g = torch.Generator(x.device).manual_seed(self.seed) if fixed else None
         names = ('max_iter', 'tol', 'reg_covar', 'min_var', 'tile')
         how = {name: getattr(self, name) for name in names}
         J, cov, least = self.n_components, self.covariance, max(self.reg_covar, self.min_var)
@@ -726,7 +728,7 @@ class GaussianMixture:
         tail = lambda q: q.shape[self.pi.ndim - 1 :]
         p = Params(*(q.expand(lead + tail(q)).reshape(-1, *tail(q)) for q in self.params))
         R = flat.new_empty(*flat.shape[:2], p.pi.shape[-1]) if wants_R else None
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device):
             log_p = _posterior(flat, p, self.covariance, R, self.tile)
         R = R.reshape(lead + R.shape[1:]) if wants_R else None
         return log_p.reshape(lead + log_p.shape[1:]), R

@@ -511,8 +511,6 @@ _NARROW = 32.0  # spread/sig2 from which on float64 is needed
 class _ByMoments:
     "A routing from moments; W must be shared by all parts."
 
-    op = _moments
-
     def __init__(self, p: Problem, tiling: _Tiling):
         self.p, self.f, self.tile = p, _wide(p.a_inp).sigmoid(), tiling.numbers
         x = p.mu_inp.permute(0, 2, 3, 1).contiguous()
@@ -545,7 +543,7 @@ class _ByMoments:
             j, f = self.p.B.shape[1], self.f.to(self.phi.dtype)
             M, R = (_first(f, self.phi)[0] / j)[..., None].expand(-1, -1, j), None
         else:
-            M, R = self.op(self.f, *self.parts, self.phi, *self.model(*model), shares, self.tile)
+            M, R = _moments(self.f, *self.parts, self.phi, *self.model(*model), shares, self.tile)
         a, t, var = _fit(_wide(M), self.maps, self.p.eps.mass)
         if model is None:
             self.spread = var.detach()
