@@ -37,7 +37,7 @@ from .matrix_caps import MatrixCapsNet
 from .text import SSTNet
 from .vision import DStepNet, HubMixin, SmallNORBNet, answer, n_params, norb_trunk
 from .vision import Scores, rival_of
-from ..routing import mixture as by_hand
+from ..routing.mixture import e_step, m_step
 
 # %% auto #0
 __all__ = ['training_step', 'pictures', 'sentences', 'Probe', 'machine', 'page', 'bench']
@@ -148,8 +148,8 @@ def _by_definition(x: Tensor, start: Params, iters: int):
     "EM by the plain functions of the book."
     p = start
     for _ in range(iters):
-        R, _ = by_hand.e_step(x[:, None], *p)
-        p = by_hand.m_step(x[:, None], R, 1e-6)
+        R, _ = e_step(x[:, None], *p)
+        p = m_step(x[:, None], R, 1e-6)
     return p
 
 
