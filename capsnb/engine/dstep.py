@@ -73,7 +73,6 @@ class Plan(NamedTuple):
 
 
 plans: dict[str, Plan] = {}  # filled here, in `moments`, and where an optional package is needed
-_extras = {'compiled': 'fast', 'triton': 'gpu'}  # plan -> what to install for it
 
 # %% ../../nbs/engine/23_dstep.ipynb #00000011
 def _run_votes(p: Problem):
@@ -126,7 +125,8 @@ def _check_init(init):
         raise ValueError(f"init must be 'auto', 'paper' or a finite number, got {init!r}")
 
 # %% ../../nbs/engine/23_dstep.ipynb #00000018
-_extras = {'triton': 'gpu', 'triton-moments': 'gpu'}  # plan -> the extra that brings it
+# plan -> the extra that brings it
+_extras = {'compiled': 'fast', 'triton': 'gpu', 'triton-moments': 'gpu'}
 
 
 def _check_serves(plan, s):
