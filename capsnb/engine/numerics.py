@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 # %% auto #0
-__all__ = ['error_to', 'assert_as_exact', 'keep_freed_memory', 'may_look', 'first_order', 'FastOp', 'autocasting',
-           'without_autocast']
+__all__ = ['error_to', 'assert_as_exact', 'keep_freed_memory', 'may_look', 'FastOp', 'autocasting', 'without_autocast']
 
 # %% ../../nbs/engine/20_numerics.ipynb #00000010
 def error_to(
@@ -61,25 +60,6 @@ def may_look(
     "True on the CPU, outside of graphs and of `torch.func`."
     transformed = torch._C._are_functorch_transforms_active()  # no public name says it
     return t.device.type == 'cpu' and not (transformed or torch.compiler.is_compiling())
-
-# %% ../../nbs/engine/20_numerics.ipynb #00d00002
-def first_order(
-    instead: str,  # what to use for second derivatives
-):  # decorator of a `torch.autograd.Function`'s backward
-    "Make a backward pass refuse `create_graph=True` with a `RuntimeError`."
-
-    def wrap(backward):
-        @functools.wraps(backward)
-        def run(ctx, *grads):
-            if torch.is_grad_enabled():
-                raise RuntimeError(
-                    f"this fast path has no second derivatives (create_graph=True); use {instead}"
-                )
-            return backward(ctx, *grads)
-
-        return run
-
-    return wrap
 
 # %% ../../nbs/engine/20_numerics.ipynb #48b3725a
 def _one_by_one(
