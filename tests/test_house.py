@@ -49,7 +49,9 @@ def test_a_network_is_trained_within_the_hour():
 
 
 def test_the_whole_house_is_short():
-    assert sum(map(words, notebooks)) + words(root / 'nbs' / 'index.ipynb') <= 32_000
+    "48 rooms in 32,000 words; one that is added may bring 200"
+    most = 32_000 + 200 * (len(notebooks) - 48)
+    assert sum(map(words, notebooks)) + words(root / 'nbs' / 'index.ipynb') <= most
 
 
 def prose(page):
