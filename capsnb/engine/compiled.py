@@ -7,8 +7,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-import os
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -21,32 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 import capsnb.engine.layers as layers
-from .em import damped
-from .em import proportions
-from .numerics import FastOp
-from ..routing.em import TINY
-from ..routing.em import EMRouted
-from ..routing.em import Floor
-
-# %% ../../nbs/engine/23_compiled.ipynb #00000006
-_pools = {}  # (process, threads) -> threads: a forked process starts its own
-
-
-def _over(
-    n: int,  # fields or images
-    kernel,  # kernel(start, stop, *args)
-    *args,  # of the kernel
-):
-    "Run a kernel over all n, shared out over PyTorch's number of threads; what it returned."
-    threads = min(torch.get_num_threads(), n)
-    args = [t.numpy() if isinstance(t, Tensor) else t for t in args]
-    if threads < 2:
-        return [kernel(0, n, *args)]
-    key = os.getpid(), threads
-    if key not in _pools:
-        _pools[key] = ThreadPoolExecutor(threads)
-    cuts = [n * k // threads for k in range(threads + 1)]
-    return list(_pools[key].map(lambda a, b: kernel(a, b, *args), cuts[:-1], cuts[1:]))
+from .em import damped, proportions
+from .numerics import FastOp, over_threads
+from ..routing.em import TINY, EMRouted, Floor
 
 # %% ../../nbs/engine/23_compiled.ipynb #00000008
 class _Map(NamedTuple):
@@ -101,7 +76,7 @@ class _Images:
         self.P = self.b * n_fields
         self.a, self.x = a.new_empty(self.P, S), mu.new_empty(self.P, c * d * S)
         for values, out in ((a.reshape(-1, 1), self.a), (mu.reshape(-1, c * d), self.x)):
-            _over(self.P, kernels._lay_out, values.contiguous(), where.table, out)
+            over_threads(self.P, kernels._lay_out, values.contiguous(), where.table, out)
 
     def by_image(self, x):
         "[p, ...] -> [images, p/images, ...]"
@@ -115,7 +90,7 @@ class _Images:
         mu, var = self.new(2, self.P * self.map.J, self.n)
         mass = self.new(self.P, self.map.J)
         args = self.x, self.W, self.a, self.map.tiny, R, mu, var, mass, self.dims
-        _over(self.P, self.kernels._gather, *args)
+        over_threads(self.P, self.kernels._gather, *args)
         return *(t.view(*mass.shape, -1) for t in (mu, var)), mass
 
     def share(self, model, out=None):
@@ -123,10 +98,10 @@ class _Images:
         k, mu, v = (t.contiguous() for t in model)
         L = self.new(k.numel(), self.a.shape[1]) if out is None else out
         args = self.x, self.W, k, mu.flatten(0, 1), v.flatten(0, 1), L, self.dims
-        _over(self.P, self.kernels._score, *args)
+        over_threads(self.P, self.kernels._score, *args)
         about = self.map.J, self.map.table, self.map.n
-        _over(self.b, self.kernels._below_top, L, *about)
-        _over(self.b, self.kernels._normalise, L.exp_(), *about)
+        over_threads(self.b, self.kernels._below_top, L, *about)
+        over_threads(self.b, self.kernels._normalise, L.exp_(), *about)
         return L
 
 # %% ../../nbs/engine/23_compiled.ipynb #0000000c
@@ -260,18 +235,18 @@ class _Back:
             s.reshape(-1, im.n) for s in (state.raw_mu, state.raw_var, g_mu, g_var)
         )
         args = im.x, im.W, im.a, im.map.tiny, R, mu, var, g_mass.contiguous(), g_mu, g_var
-        _over(im.P, im.kernels._worth, *args, term, g_R, self.g_a, im.dims)
+        over_threads(im.P, im.kernels._worth, *args, term, g_R, self.g_a, im.dims)
         return g_R
 
     def score(self, model, R, g_R):
         "Gradients of k and v, and of the means before."
         im, mid = self.images, torch.empty_like(self.g_a)
-        _over(im.b, im.kernels._centre, R, g_R, im.map.J, im.map.table, im.map.n, mid)
+        over_threads(im.b, im.kernels._centre, R, g_R, im.map.J, im.map.table, im.map.n, mid)
         term = self.term(2 * model.v * (model.mu - self.origin), -2 * model.v)
         g_k, (one, two) = im.new(len(R), 1), im.new(2, len(R), im.n)
         mu = model.mu.reshape(-1, im.n)
         args = im.x, im.W, R, g_R, mid, mu, term, g_k, one, two, im.dims
-        _over(im.P, im.kernels._score_back, *args)
+        over_threads(im.P, im.kernels._score_back, *args)
         one, two = one.view_as(model.mu), two.view_as(model.mu)
         return (g_k.view_as(model.k), -two), 2 * model.v * one
 
@@ -286,7 +261,7 @@ class _Back:
             return torch.from_numpy(g_W)
 
         args = im.x, im.W, origin, A, B, self.U.flatten(0, 1), self.terms, g_x
-        return g_x, sum(_over(im.P, spread, *args))
+        return g_x, sum(over_threads(im.P, spread, *args))
 
 # %% ../../nbs/engine/23_compiled.ipynb #00000015
 def _backward(
@@ -429,7 +404,7 @@ def _fields_backward(
             (back.g_a, g_a[g].view(-1, 1)),
             (g_x, g_mu[g].view(-1, mu[0, 0].numel())),
         ):
-            _over(images.b, images.kernels._add_up, part, where.table, out)
+            over_threads(images.b, images.kernels._add_up, part, where.table, out)
     return [g_a, g_mu, _unblocked(g_W, W.shape), *g_betas, torch.zeros_like(fields)]
 
 # %% ../../nbs/engine/23_compiled.ipynb #0000001f
@@ -453,7 +428,7 @@ def _refuses(parts, loop) -> str:
         return f"it knows float32 and float64, not {mu.dtype}"
     if mu.shape[2] * mu.shape[3] * W.shape[3] > 1024:
         return f"its kernels are made for poses of up to 1024 products, got {mu.shape[2:]}"
-    return
+    return ''
 
 # %% ../../nbs/engine/23_compiled.ipynb #00000022
 def _route_compiled(

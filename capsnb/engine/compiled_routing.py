@@ -5,8 +5,6 @@
 # %% ../../nbs/engine/25_compiled_routing.ipynb #00000002
 from __future__ import annotations
 import importlib.util
-import os
-from concurrent.futures import ThreadPoolExecutor
 
 # %% auto #0
 __all__ = []
@@ -16,41 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from ..routing.dynamic import squash
-from .dstep import Plan
-from .dstep import Problem
-from .dstep import exporting
-from .dstep import plans
-from .dynamic import _maps_definition
-from .dynamic import _maps_shapes
-from .dynamic import _of_maps
-from .dynamic import _squash_back
-from .dynamic import faster
-from .moments import _precision
-from .moments import _routed
-from .moments import _wide
-from .numerics import FastOp
-
-# %% ../../nbs/engine/25_compiled_routing.ipynb #00000005
-_pools = {}  # (process, threads) -> pool: a forked process starts its own
-
-
-def _over(
-    n: int,  # tasks
-    kernel,  # kernel(lo, hi, *args)
-    *args,  # tensors become arrays, also in tuples
-):
-    "Run a kernel over all tasks, shared out over PyTorch's number of threads."
-    array = lambda t: t.numpy() if isinstance(t, Tensor) else t
-    args = [tuple(map(array, t)) if isinstance(t, tuple) else array(t) for t in args]
-    threads = min(torch.get_num_threads(), n)
-    if threads < 2:
-        kernel(0, n, *args)
-        return
-    key = os.getpid(), threads
-    if key not in _pools:
-        _pools[key] = ThreadPoolExecutor(threads)
-    cuts = [n * k // threads for k in range(threads + 1)]
-    list(_pools[key].map(lambda lo, hi: kernel(lo, hi, *args), cuts[:-1], cuts[1:]))
+from .dstep import Plan, Problem, exporting, plans
+from .dynamic import _maps_definition, _maps_shapes, _of_maps, _squash_back, faster
+from .moments import _precision, _routed, _wide
+from .numerics import FastOp, over_threads
 
 # %% ../../nbs/engine/25_compiled_routing.ipynb #00000006
 def _kernels():
@@ -92,7 +59,7 @@ def _votes_forward(
     given = _given(V, f, k, c, v, use, ign)
     (n, _, G, J), tasks = V.shape, _tasks(V)
     stats = [torch.zeros(tasks, *s, dtype=torch.float64) for s in ((J,), (J,), (G, J), (G, J))]
-    _over(tasks, _kernels().votes_forward, _CHUNK, n_out, *given, *stats)
+    over_threads(tasks, _kernels().votes_forward, _CHUNK, n_out, *given, *stats)
     gain, mass, mean, squares = (t.view(n, -1, *t.shape[1:]) for t in stats)
     total = mass.sum(1)
     centre = (mass[:, :, None] * mean).sum(1) / (total + 1e-30)[:, None]
@@ -123,7 +90,9 @@ def _votes_backward(
     sums = [torch.zeros(tasks, *s, dtype=torch.float64) for s in ((1, J), (G, J), (G, J))]
     D = torch.empty((n, i, J) if own else (0, 0, 0), dtype=dtype)
     given = _given(V, f, k, c, v, use, ign)
-    _over(tasks, _kernels().votes_backward, _CHUNK, n_out, *given, slopes, g_V, g_f, *sums, D)
+    over_threads(
+        tasks, _kernels().votes_backward, _CHUNK, n_out, *given, slopes, g_V, g_f, *sums, D
+    )
     model = [t.view(n, -1, *t.shape[1:]).sum(1) for t in sums]
     model = [model[0][:, 0], *model[1:]] if k.numel() else [torch.zeros_like(t) for t in (k, c, v)]
     if own:
@@ -227,7 +196,7 @@ def _run_compiled(p: Problem):
 
 
 def _refuse_compiled(s):
-    if s.device != 'cpu':
+    if s.device not in ('', 'cpu'):  # '': not known yet
         return f"it is for the CPU, not for {s.device}"
     if s.n * s.i * s.j * s.c * s.h > _MOST:
         return f"its votes would be more than {_MOST} numbers"
@@ -283,7 +252,7 @@ class _Sweeps:
         none = self.u.new_empty(0, 0, 0, 0)
         x = [none if t is None else _by_block(t) for t in (total, ds)]
         R = none if R is None else R
-        _over(tasks, self.kernels.agree_sweep, self.chunk, self.u, self.W, *x, sums, R)
+        over_threads(tasks, self.kernels.agree_sweep, self.chunk, self.u, self.W, *x, sums, R)
         return _by_sample(sums.view(self.blocks, -1, *sums.shape[1:]).sum(1), self.n)
 
     def grads(self, totals, pulls, ds, du, dW):
@@ -294,7 +263,7 @@ class _Sweeps:
             at = slice(lo, min(lo + self.parts, self.i))
             g_V = self.u.new_empty(at.stop - lo, self.j, self.h, self.blocks, _LANES)
             tasks = len(g_V) * self.blocks
-            _over(tasks, self.kernels.agree_grads, lo, self.u, self.W, *args, sums, g_V)
+            over_threads(tasks, self.kernels.agree_grads, lo, self.u, self.W, *args, sums, g_V)
             g_V = g_V.view(len(g_V), self.j * self.h, -1)
             torch.bmm(self.u[at].flatten(2), g_V.mT, out=dW[at])
             torch.bmm(self.flat[at], g_V, out=du[at])

@@ -7,13 +7,10 @@ from __future__ import annotations
 import itertools
 import math
 import numbers
-import os
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 import torch
 from torch import Tensor
-from .numerics import may_look
-from .numerics import without_autocast
+from .numerics import may_look, thread_pool, without_autocast
 
 # %% auto #0
 __all__ = ['covariances', 'n_features', 'features', 'Params', 'natural', 'from_moments', 'em_sweep', 'data_moments', 'kmeans_pp',
@@ -191,9 +188,6 @@ def _tile_rows(
     return min(x.shape[1], max(64, tile // (width * max(1, x.shape[0]))))
 
 # %% ../../nbs/engine/16_mixture.ipynb #09903e93
-_pools = {}  # (process, threads) -> pool: a forked process starts its own
-
-
 def _alone(run, *args):
     "Run in a thread of a pool, all operations by this thread."
     if torch.get_num_threads() > 1:
@@ -218,11 +212,8 @@ def _by_rows(
     jobs = [(s, min(s + step, N) if x.device.type == 'cpu' else N) for s in cuts]
     if threads == 1:
         return [run(*job) for job in jobs]
-    key = os.getpid(), threads
-    if key not in _pools:
-        _pools[key] = ThreadPoolExecutor(threads)
     try:
-        return list(_pools[key].map(lambda job: _alone(run, *job), jobs))
+        return list(thread_pool(threads).map(lambda job: _alone(run, *job), jobs))
     finally:
         torch.set_num_threads(threads)  # what `_alone` set is also what new threads start with
 

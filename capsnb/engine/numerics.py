@@ -8,12 +8,15 @@ import contextlib
 import functools
 import inspect
 import math
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
 # %% auto #0
-__all__ = ['error_to', 'assert_as_exact', 'keep_freed_memory', 'may_look', 'FastOp', 'autocasting', 'without_autocast']
+__all__ = ['error_to', 'assert_as_exact', 'keep_freed_memory', 'thread_pool', 'over_threads', 'may_look', 'FastOp', 'autocasting',
+           'without_autocast']
 
 # %% ../../nbs/engine/15_numerics.ipynb #00000010
 def error_to(
@@ -52,6 +55,40 @@ def assert_as_exact(
 def keep_freed_memory() -> None:
     "Let glibc keep freed blocks of up to 32 MB for the next tensor, once per process."
     torch.empty(32 * 2**20 - 2**13, dtype=torch.uint8)  # asked for, not touched, freed
+
+# %% ../../nbs/engine/15_numerics.ipynb #e0317924
+_pools = {}  # (process, threads) -> pool
+
+
+def thread_pool(
+    threads: int,  # how many
+) -> ThreadPoolExecutor:
+    "A pool of threads, made once; a forked process starts its own."
+    key = os.getpid(), threads
+    if key not in _pools:
+        _pools[key] = ThreadPoolExecutor(threads)
+    return _pools[key]
+
+# %% ../../nbs/engine/15_numerics.ipynb #d204da25
+def _as_array(t):
+    "A tensor as NumPy sees it, also in tuples; anything else as it is."
+    if isinstance(t, tuple):
+        return tuple(map(_as_array, t))
+    return t.numpy() if isinstance(t, Tensor) else t
+
+# %% ../../nbs/engine/15_numerics.ipynb #8cab9428
+def over_threads(
+    n: int,  # tasks that do not depend on each other
+    kernel: Callable,  # kernel(start, stop, *args): does some of them
+    *args,  # of the kernel; tensors become arrays
+) -> list:  # what the kernel returned in each thread
+    "Run a kernel over all tasks, shared out over PyTorch's number of threads."
+    threads, args = min(torch.get_num_threads(), n), [_as_array(t) for t in args]
+    if threads < 2:
+        return [kernel(0, n, *args)]
+    cuts = [n * k // threads for k in range(threads + 1)]
+    run = thread_pool(threads).map(lambda a, b: kernel(a, b, *args), cuts[:-1], cuts[1:])
+    return list(run)
 
 # %% ../../nbs/engine/15_numerics.ipynb #a1f2bc11
 def may_look(
