@@ -128,6 +128,7 @@ def test_opcheck(has_model):
 
 @pytest.mark.parametrize('shared', [True, False])
 def test_the_layer_in_a_graph_and_under_functional_transforms(shared):
+    torch._dynamo.reset()
     n_inp = None if shared else 30
     layer = Routing(2, 3, 2, n_inp=n_inp, n_out=5, plan='compiled')
     a, mu = torch.randn(2, 30), torch.randn(2, 30, 2, 3)

@@ -212,7 +212,7 @@ def far(dtype, i, scale, seed=0):
     )
 
 
-@pytest.mark.parametrize('plan', plans)
+@pytest.mark.parametrize('plan', [p for p in plans if not p.startswith('triton')])
 def test_an_output_that_nobody_uses_makes_no_gradient_nan(plan):
     X, X64 = (
         far(torch.float32, 1600, 3e6),
@@ -228,7 +228,7 @@ def test_an_output_that_nobody_uses_makes_no_gradient_nan(plan):
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize('p_model', ['gaussian', 'skm'])
-@pytest.mark.parametrize('plan', plans)
+@pytest.mark.parametrize('plan', [p for p in plans if not p.startswith('triton')])
 def test_gradients_are_finite_at_any_scale(plan, p_model, dtype):
     for power, seed, i in itertools.product(range(-6, 7), range(4), (1, 60)):
         got = squares(plans[plan].run, far(dtype, i, 10.0**power, seed), p_model)

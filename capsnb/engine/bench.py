@@ -622,7 +622,7 @@ def _vote_products(u: Tensor, W: Tensor) -> Callable:
 def _capsnet_runs(device: str, tiny: bool) -> Runs:
     "CapsNet's routing, forward and backward: of votes that are made first, and of maps."
     seed_everything(0)
-    n, i, j = (2, 12, 3) if tiny else (64, 1152, 10)
+    n, i, j = (16, 12, 3) if tiny else (64, 1152, 10)
     u = (0.3 * torch.randn(n, i, 8)).to(device).requires_grad_()
     W = (0.1 * torch.randn(i, j, 8, 16)).to(device).requires_grad_()
     votes = lambda: torch.einsum('nid,ijdh->nijh', u, W)

@@ -328,7 +328,7 @@ def _serves(
     W: Tensor,  # [i, j, d, h] maps
 ) -> bool:
     "Whether kernels are faster: a register holds 16 samples, full or not."
-    return u.device.type == 'cpu' and len(u) >= 12 and not exporting()
+    return u.device.type == 'cpu' and not exporting() and len(u) >= 12
 
 
 if importlib.util.find_spec('numba'):
