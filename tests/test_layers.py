@@ -677,3 +677,16 @@ def test_plans_are_found_by_name_and_auto_takes_the_first_that_does_not_refuse(m
     assert find('auto') is layers.field_plans['compiled']
     with pytest.raises(ValueError, match="plan='triton' cannot serve here: no GPU"):
         find('triton')
+
+
+def test_the_table_of_a_grid_is_made_once_and_never_from_what_cannot_be_trained():
+    layer = ConvCaps(2, 3)
+    a, mu = torch.rand(1, 5, 5, 2), torch.randn(1, 5, 5, 2, 4, 4, requires_grad=True)
+    with torch.inference_mode():
+        layer(a, mu)
+    layer(a, mu).mu.sum().backward()
+    first = layer._table((5, 5), a.device)
+    layer(a, mu)
+    assert layer._table((5, 5), a.device) is first
+    assert torch.equal(first[0], field_table((5, 5), 2, 3)[0])
+    assert layer._table((6, 5), a.device)[1] == (4, 3)

@@ -289,7 +289,7 @@ def _in_new_process(job: str, *args) -> int:
         'job, threads, args = json.loads(sys.argv[1]); torch.set_num_threads(threads); '
         'print(getattr(bench, job)(*args))'
     )
-    told = json.dumps([job, torch.get_num_threads(), args])
+    told = json.dumps([job, torch.get_num_threads(), args], default=str)
     done = subprocess.run([sys.executable, '-c', code, told], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"measuring {job}{args} failed:\n{done.stderr[-2000:]}")
@@ -298,7 +298,7 @@ def _in_new_process(job: str, *args) -> int:
 # %% ../../nbs/engine/29_bench.ipynb #74238824
 def _routing_growth(plan, sizes, n_iters, eps, device):
     "Bytes at the peak of one step, after a tiny one that loads what is needed once."
-    case = _Case(Sizes(*sizes), n_iters, eps, device)
+    case = _Case(Sizes(*sizes[:7]), n_iters, eps, device)
     tiny = case._replace(sizes=case.sizes._replace(n=1, i=8, j=4))
     _routing_step(plan, tiny, _routing_inputs(tiny.sizes, device))
     X = _routing_inputs(case.sizes, device)

@@ -821,6 +821,18 @@ class ConvCaps(_Capsules):
         self.padding = _pair(padding, 'padding', 0)
         sizes = _Sizes(n_inp, n_out, d_cov, d_inp, d_out)
         self._make(self.K, sizes, _Settings(n_iters, lam, eps, act, plan, damping, beta_units))
+        self._tables = {}
+
+    def _table(self, grid, device):
+        "`field_table` on a device, made once outside of graphs."
+        key = (*grid, str(device))
+        if key in self._tables and not torch.compiler.is_compiling():
+            return self._tables[key]
+        fields, out = field_table(grid, self.n_inp, self.K, self.stride, self.padding)
+        made = fields.to(device), out
+        if may_look(fields) and not fields.is_inference():
+            self._tables[key] = made
+        return made
 
     def forward(
         self,
@@ -833,12 +845,12 @@ class ConvCaps(_Capsules):
         if return_R and self.plan not in ('auto', 'votes'):
             raise ValueError(f"plan={self.plan!r} never holds R; use plan='auto' or 'votes'")
         lead, grid = a.shape[:-3], a.shape[-3:-1]
-        fields, out = field_table(grid, self.n_inp, self.K, self.stride, self.padding)
+        fields, out = self._table(grid, a.device)
         flat = math.prod(lead), math.prod(a.shape[-3:])
 
         def route(a, mu, W):
             a, mu, W = a.reshape(flat), mu.reshape(*flat, *mu.shape[-2:]), W.flatten(0, 2)
-            parts = _Parts(a, mu, W, *self.betas(W.dtype), fields.to(a.device))
+            parts = _Parts(a, mu, W, *self.betas(W.dtype), fields)
             loop = self._loop()._replace(tiling=self.tiling)
             return _field_plan('votes' if return_R else self.plan, parts, loop).run(parts, loop)
 

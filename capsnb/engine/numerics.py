@@ -94,9 +94,10 @@ def over_threads(
 def may_look(
     t: Tensor,  # any
 ) -> bool:  # whether its values can be read at no cost
-    "True on the CPU, outside of graphs and of `torch.func`."
+    "True for plain tensors on the CPU, outside of graphs and of `torch.func`."
     transformed = torch._C._are_functorch_transforms_active()  # no public name says it
-    return t.device.type == 'cpu' and not (transformed or torch.compiler.is_compiling())
+    plain = t.device.type == 'cpu' and type(t) in (Tensor, nn.Parameter)
+    return plain and not (transformed or torch.compiler.is_compiling())
 
 # %% ../../nbs/engine/15_numerics.ipynb #48b3725a
 def _one_by_one(

@@ -435,6 +435,7 @@ def _blocks(phi, theta, products):
     BI, BJ = 64, _power(j, 16, 64)
     runs, per = _runs(i, 16, n * _up(j, BJ))
     how = dict(P=_power(N, 16, 64), K=16, PRODUCTS=products, warps=8)
+    how['stages'] = 1 if products == 'ieee' else 2  # no spill; only tensor cores wait for loads
     parts, wholes = how | dict(BI=BI, BJ=16), how | dict(BI=16, BJ=BJ)
     return _Blocks(parts, wholes, _up(i, BI), (_up(j, BJ), runs), per, (N, i, j))
 
@@ -1272,7 +1273,8 @@ def _streamed_back(
         _votes_parts.launch(cells.by_parts, *args, g_x, *cells.sizes, **cells.still, **how)
         if k.numel() or cells.shared:
             outs_ = g_k, g_mu, g_v, g_W
-            _votes_wholes.launch(grid, *args, *outs_, *cells.sizes, per, **cells.moving, **how)
+            sizes = *cells.sizes, per
+            _votes_wholes.launch(grid, *args, *outs_, *sizes, stages=1, **cells.moving, **how)
         if not cells.shared:
             grid = _up(j, cells.moving['BJ']), i
             _votes_maps.launch(grid, *args, g_W, g_B, g_b, *cells.sizes, **cells.moving)
