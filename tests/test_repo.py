@@ -231,7 +231,7 @@ def test_import_needs_only_torch_and_einops():
     code = """
 import sys
 refused = '''transformers datasets sklearn matplotlib typer accelerate huggingface_hub safetensors
-nbdev fastcore IPython pandas scipy numba'''.split()
+nbdev fastcore IPython pandas scipy numba numpy'''.split()
 sys.modules.update(dict.fromkeys(refused))
 import torch, einops
 before = set(sys.modules)

@@ -14,7 +14,6 @@ from typing import NamedTuple
 __all__ = ['compiled_fields']
 
 # %% ../../nbs/engine/23_compiled.ipynb #00000004
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -256,9 +255,9 @@ class _Back:
         A, B, origin = (t.view(-1, n) for t in (self.A, self.B, self.origin))
 
         def spread(start, stop, x, W, *args):
-            g_W = np.zeros_like(W)
-            im.kernels._spread(start, stop, x, W, *args, g_W, im.dims)
-            return torch.from_numpy(g_W)
+            g_W = torch.zeros_like(im.W)
+            im.kernels._spread(start, stop, x, W, *args, g_W.numpy(), im.dims)
+            return g_W
 
         args = im.x, im.W, origin, A, B, self.U.flatten(0, 1), self.terms, g_x
         return g_x, sum(over_threads(im.P, spread, *args))
