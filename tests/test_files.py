@@ -1,6 +1,6 @@
 """Downloads that break off, and folders that hold half of what they should.
 
-What reads well in prose is in nbs/data/30_files.ipynb.
+What reads well in prose is in nbs/data/32_files.ipynb.
 """
 
 import contextlib

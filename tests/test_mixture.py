@@ -1,4 +1,4 @@
-"Sweeps and property tests of the mixture of Gaussians: nbs/engine/16_mixture and the book's."
+"Sweeps and property tests of the mixture of Gaussians: nbs/engine/12_mixture and the book's."
 
 import math
 import warnings

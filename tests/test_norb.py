@@ -1,4 +1,4 @@
-"Damaged files, broken downloads, killed unpacking; the rest is in nbs/data/33_norb.ipynb."
+"Damaged files, broken downloads, killed unpacking; the rest is in nbs/data/35_norb.ipynb."
 
 import gzip
 import hashlib

@@ -1,4 +1,4 @@
-"Fuzz and download tests of the sentiment trees; the rest is in nbs/data/36_sst.ipynb."
+"Fuzz and download tests of the sentiment trees; the rest is in nbs/data/38_sst.ipynb."
 
 import hashlib
 import os

@@ -1,6 +1,6 @@
 """The toys against an independent renderer, the same bytes everywhere, killed and damaged caches.
 
-What reads well in prose is in nbs/data/31_world.ipynb and nbs/data/32_toys.ipynb.
+What reads well in prose is in nbs/data/33_world.ipynb and nbs/data/34_toys.ipynb.
 """
 
 import ast

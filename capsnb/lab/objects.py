@@ -226,7 +226,7 @@ class Objects(Task):
     "Stereo pairs of five categories; `Toys` and `SmallNORB` say where they come from."
 
     size: int = 96  # pixels per side
-    subset: int | dict | None = None  # of toys: which pairs (see `plan` in 32_toys); None: all
+    subset: int | dict | None = None  # of toys: which pairs (see `plan` in 34_toys); None: all
     published: bool = False  # networks and rates as their papers have them
     official: bool = True  # smallNORB: whether the files must be the real ones
     validate: bool = True  # False: train on instance 9 too, and keep the last epoch
