@@ -1,7 +1,7 @@
 """The commands of `capsnb`: options, and calls of the lab's `train`, `evaluate` and `study`.
 
 Rooms of the library are imported when a command runs (`room`), so that `--help` needs no PyTorch.
-Written by hand, no notebook; nbs/lab/55_command_line.ipynb shows what the commands print.
+Written by hand, no notebook; nbs/lab/58_command_line.ipynb shows what the commands print.
 """
 
 from __future__ import annotations
@@ -445,7 +445,7 @@ def train_own(
 ):
     """A task of your own: 'my_module:my_task', in the current folder or installed.
 
-    nbs/lab/48_tasks.ipynb shows how one is written, in fifteen lines."""
+    nbs/lab/51_tasks.ipynb shows how one is written, in fifteen lines."""
     here_first()
     task = room('lab.tasks').task_named(ctx.info_name)
     out = out or Path('runs', ctx.info_name.split(':')[1])

@@ -331,7 +331,7 @@ def test_an_image_is_routed_by_itself():
     ],
 )
 def test_the_default_floor_is_root_n_minus_1_times_the_spread_of_the_votes(make, n):
-    "and not a small number, which makes the first guess final (60_floor)"
+    "and not a small number, which makes the first guess final (70_floor)"
     auto, rel = make(), max(n**0.5 - 1, 0.1)
     assert auto.eps == 'auto' and layer_floor('auto', n) == f'{100 * rel:.4g}%'
     g = torch.Generator().manual_seed(0)

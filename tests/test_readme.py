@@ -236,7 +236,7 @@ def table_cell(name, begin):
     [
         ('index.ipynb', '#| label: tbl-notebooks'),
         ('index.ipynb', '#| label: tbl-results'),
-        ('reports/69_results.ipynb', 'wanted = '),
+        ('reports/79_results.ipynb', 'wanted = '),
     ],
 )
 def test_tables_show_the_files_of_today(name, begin, monkeypatch):
@@ -265,7 +265,7 @@ def rows_in(folder, name, begin, monkeypatch):
 
 def test_results_are_read_and_never_invented(tmp_path, monkeypatch):
     def table():
-        return rows_in(tmp_path, 'reports/69_results.ipynb', 'wanted = ', monkeypatch)
+        return rows_in(tmp_path, 'reports/79_results.ipynb', 'wanted = ', monkeypatch)
 
     assert len(table()) == 15 and all('| not measured here |' in r for r in table())
     (tmp_path / 'results' / 'demo.json').write_text(

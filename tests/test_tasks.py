@@ -31,7 +31,7 @@ from capsnb.lab.vision import PlainCNN
 
 def example():
     "The cell of the notebook that shows a reader how a task is written."
-    cells = json.loads((ROOT / 'nbs/lab/48_tasks.ipynb').read_text(encoding='utf-8'))['cells']
+    cells = json.loads((ROOT / 'nbs/lab/51_tasks.ipynb').read_text(encoding='utf-8'))['cells']
     (found,) = [c for c in cells if ''.join(c['source']).startswith('class Stripes(Task)')]
     return ''.join(found['source'])
 
