@@ -22,6 +22,7 @@ _names = {  # room -> its public names; PyTorch, which all need, takes seconds
 _floors = {  # floor -> its rooms; of rooms that share a name the later floor's is found
     'routing': ['dstep', 'dynamic', 'em', 'mixture', 'scene'],
     'engine': ['numerics', 'bench', 'dstep', 'dynamic', 'em', 'layers', 'mixture', 'moments'],
+    'zoo': ['routers', 'noise', 'vectors', 'bayes', 'onestep', 'attention'],
     'data': ['embed', 'eth80', 'files', 'mnist', 'norb', 'sst', 'toys', 'world'],
     'lab': [
         'ablation',

@@ -14,7 +14,8 @@ from ..routing.dstep import Routed, RoutedR, routing_ref
 from ..routing.em import Floor, as_floor
 
 # %% auto #0
-__all__ = ['plans', 'brk_bias', 'beta_start', 'Sizes', 'Problem', 'Plan', 'exporting', 'n_samples', 'choose_plan', 'Routing']
+__all__ = ['plans', 'brk_bias', 'beta_start', 'Sizes', 'Problem', 'Plan', 'exporting', 'n_samples', 'choose_plan',
+           'check_capsules', 'Routing']
 
 # %% ../../nbs/engine/15_dstep.ipynb #00000007
 def brk_bias(
@@ -178,8 +179,12 @@ def _outputs_of(
     return r.n_out or n_out
 
 # %% ../../nbs/engine/15_dstep.ipynb #0000001b
-def _check_shapes(r, a_inp, mu_inp):
-    "Refuse inputs that do not fit the layer."
+def check_capsules(
+    r,  # a layer with n_inp, d_cov and d_inp
+    a_inp: Tensor,  # scores that shall be [..., i]
+    mu_inp: Tensor,  # capsules that shall be [..., i, c, d]
+):
+    "`ValueError` for inputs that do not fit the layer."
     fits = a_inp.ndim > 0 and mu_inp.shape == (*a_inp.shape, r.d_cov, r.d_inp)
     if not fits or r.n_inp not in (None, a_inp.shape[-1]):
         i = r.n_inp or 'i'
@@ -315,7 +320,7 @@ class Routing(_Parameters):
     ) -> Routed | RoutedR:  # a [..., j], mu and sig2 [..., j, c, h] (and R [..., i, j])
         "Route input capsules to output capsules; `ValueError` if they do not fit."
         j = _outputs_of(self, n_out)
-        _check_shapes(self, a_inp, mu_inp)
+        check_capsules(self, a_inp, mu_inp)
         _check_values(self, a_inp, mu_inp)
         with without_autocast(mu_inp.device):
             out = _route(self, a_inp, mu_inp, j, return_R)
