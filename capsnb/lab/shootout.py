@@ -6,19 +6,16 @@
 from __future__ import annotations
 import itertools
 import statistics
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 import torch
-from torch import Tensor
-from ..core import palette, plot_style, seed_everything
+from ..core import seed_everything
 from ..data.files import read_json
 from ..engine.bench import take_turns
 from .digits import Digits
 from .objects import Toys
 from .photographs import Photographs
-from .report import interval, percent, runs_of, spread
 from .routing_net import RoutingNet, all_routings
 from .tasks import Task, study
 from .train import batch_on
