@@ -50,7 +50,9 @@ def ground(
     pairs = dict(mixup=0.2, shift=8, batch_size=20)
     pictures = dict(mixup=0.0, shift=2, batch_size=50)
     there = {
-        'toys': lambda: Ground(Toys(size=48), _six, _sixteen, dict(epochs=epochs(2), **pairs)),
+        'toys': lambda: Ground(
+            Toys(size=48, subset=5000), _six, _sixteen, dict(epochs=epochs(2), **pairs)
+        ),
         'eth80': lambda: Ground(
             Photographs(size=48), _six, _sixteen, dict(epochs=epochs(6), **pairs)
         ),
