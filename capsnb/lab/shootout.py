@@ -16,10 +16,11 @@ from ..engine.bench import take_turns
 from .digits import Digits
 from .objects import Toys
 from .photographs import Photographs
-from .routing_net import RoutingNet, all_routings
+from .routing_net import RoutingNet
 from .tasks import Task, study
 from .train import batch_on
 from .vision import n_params, rival_of
+from ..zoo.routers import all_routings
 
 # %% auto #0
 __all__ = ['rates', 'norms_tried', 'Ground', 'ground', 'evened', 'plain_options', 'blind', 'candidates', 'chosen', 'shoot_out',
