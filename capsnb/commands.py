@@ -184,7 +184,8 @@ def train_digits(
         str,
         option(
             "'capsnet': dynamic routing, with a decoder; 'dstep': Heinsen (2019); 'matrix-caps': "
-            "EM routing; 'cnn': as large as the D-step network; 'baseline': a larger CNN."
+            "EM routing; 'cnn': as large as the D-step network; 'baseline': a larger CNN; "
+            "'efficient': Efficient-CapsNet (28x28 only)."
         ),
     ] = 'capsnet',
     epochs: Epochs = None,

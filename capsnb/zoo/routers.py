@@ -50,11 +50,16 @@ class Router(nn.Module):
             n_out,
         )
         self.n_iters, self.bias, self.start = check_n_iters(n_iters), bias, start
-        self.W = nn.Parameter(torch.empty(n_inp or 1, n_out, d_inp, d_out))
-        B = torch.zeros(n_inp or 1, n_out, d_cov, d_out)
-        self.register_parameter('B', nn.Parameter(B) if bias else None)
-        self.reset_maps()
+        self.make_maps()
         self.own(**own)
+
+    def make_maps(self):
+        "W and B; for routings with other maps to replace."
+        pairs = self.n_inp or 1, self.n_out
+        self.W = nn.Parameter(torch.empty(*pairs, self.d_inp, self.d_out))
+        B = torch.zeros(*pairs, self.d_cov, self.d_out)
+        self.register_parameter('B', nn.Parameter(B) if self.bias else None)
+        self.reset_maps()
 
     def reset_maps(self):
         "W: normal, divided by d_inp, or an identity and a tenth of that; B: 0."
