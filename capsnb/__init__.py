@@ -17,6 +17,7 @@ _names = {  # room -> its public names; PyTorch, which all need, takes seconds
     'data.toys': ['load_toys'],
     'data.norb': ['load_smallnorb'],
     'data.eth80': ['load_eth80'],
+    'data.cifar': ['load_cifar10'],
     'data.sst': ['load_sst'],
     'data.embed': ['FrozenEncoder'],
 }
@@ -24,7 +25,7 @@ _floors = {  # floor -> its rooms; of rooms that share a name the later floor's 
     'routing': ['dstep', 'dynamic', 'em', 'mixture', 'scene'],
     'engine': ['numerics', 'bench', 'dstep', 'dynamic', 'em', 'layers', 'mixture', 'moments'],
     'zoo': ['routers', 'noise', 'vectors', 'bayes', 'onestep', 'attention'],
-    'data': ['embed', 'eth80', 'files', 'mnist', 'norb', 'sst', 'toys', 'world'],
+    'data': ['cifar', 'embed', 'eth80', 'files', 'mnist', 'norb', 'sst', 'toys', 'world'],
     'lab': [
         'ablation',
         'capsnet',
@@ -37,6 +38,7 @@ _floors = {  # floor -> its rooms; of rooms that share a name the later floor's 
         'matrix_caps',
         'objects',
         'photographs',
+        'pictures',
         'report',
         'runs',
         'sentiment',

@@ -205,7 +205,7 @@ def train_digits(
     device: Device = None,
     progress: Progress = None,
 ):
-    """Small grey pictures: digits (scikit-learn's, 8x8), MNIST, Fashion-MNIST.
+    """Small pictures: digits (scikit-learn's, 8x8), MNIST, Fashion-MNIST, CIFAR-10.
 
     Keeps the epoch that validates best on training pictures held back, and tests it once.
     Ctrl-C leaves a checkpoint and says how to go on."""
@@ -785,6 +785,7 @@ def make_app() -> typer.Typer:
         ('digits', train_digits, '8x8 digits, always there.'),
         ('mnist', train_digits, 'Its files, or a download.'),
         ('fashion-mnist', train_digits, 'Its files, or a download.'),
+        ('cifar10', train_digits, 'Small photographs in colour: its files, or a download.'),
         ('module:task', train_own, 'A task of your own.'),
     ):
         group.command(name, short_help=short)(entrance(command))

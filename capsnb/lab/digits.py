@@ -15,6 +15,7 @@ from ..data.mnist import as_floats, class_names, load_mnist
 from .capsnet import CapsNet
 from .efficient import EfficientCapsNet
 from .matrix_caps import MatrixCapsNet
+from .routing_net import RoutingNet
 from .tasks import Net, Task
 from .train import Deck, load_digits_split
 from .vision import BaselineCNN, DStepNet, PlainCNN, n_params, rival_of
@@ -53,6 +54,8 @@ _top_lr = {  # at 8×8, at 28×28
     'matrix-caps': (5e-2, 5e-2),
     'cnn': (1e-2, 2e-2),
     'baseline': (2e-3, 4e-3),
+    'routing': (1e-2, 1e-2),
+    'plain': (1e-2, 1e-2),
 }
 _few_pixels = dict(  # what CapsNet is on 8×8
     channels=64, kernels=(3, 3), n_types=16, decoder=(128, 256), recon=0.05
@@ -80,6 +83,8 @@ def _networks_at(
         'matrix-caps': Net(MatrixCapsNet, capsules),
         'cnn': Net(PlainCNN, trunk, make=partial(_as_large_as_dstep, trunk)),
         'baseline': Net(BaselineCNN, dict(in_channels=1, n_classes=10, size=side)),
+        'routing': Net(RoutingNet, trunk),
+        'plain': Net(PlainCNN, trunk),
         **({} if small else {'efficient': Net(EfficientCapsNet)}),
     }
 
