@@ -6,6 +6,7 @@
 from __future__ import annotations
 import math
 from typing import NamedTuple
+import torch
 import torch.nn.functional as F
 from torch import nn, Tensor
 from ..core import from_generator
@@ -26,10 +27,12 @@ from capsnb.lab.losses import (
     margin_loss,
     spread_loss,
 )
-from .vision import HubMixin
+from .vision import ConvTrunk, HubMixin, Scores, answer, norb_trunk
+from ..zoo.routers import CapsNorm
 
 # %% auto #0
-__all__ = ['presets', 'Preset', 'routing_settings', 'start_weights', 'MatrixCapsNet', 'MatrixCapsOut', 'centres_of']
+__all__ = ['presets', 'schedules', 'losses', 'Preset', 'routing_settings', 'start_weights', 'make_stem', 'MatrixCapsNet',
+           'MatrixCapsOut', 'centres_of']
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #00000005
 class Preset(NamedTuple):
@@ -45,6 +48,9 @@ class Preset(NamedTuple):
     damping: float = 0.0  # share of the old mean in the new one
     eps: float | str = 'auto'  # floor of the variances: see `routing_settings`
     margin: str = 'linear'  # of the spread loss: .2 to .9 over the run, or the 'authors' sigmoid
+    schedule: str = 'schedule'  # of the inverse temperature: a name of `schedules`
+    norm: str = 'none'  # of poses and logits, see `CapsNorm`
+    loss: str = 'spread'  # a name of `losses`
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #2d3b263e
 presets = dict(
@@ -63,25 +69,46 @@ presets = dict(
         eps=5e-4,
         margin='authors',
     ),
+    normalised=Preset(
+        data=100.0,
+        beta_units=(100.0, 1.0),
+        schedule='none',
+        norm='batch',
+        loss='logits',
+    ),
 )
+
+# %% ../../nbs/lab/45_matrix_caps.ipynb #5a450001
+schedules = ('schedule', 'none', 'learned')
+
+
+def _schedule(
+    kind: str,  # a name of `schedules`
+    n_iters: int,  # iterations
+) -> list[float]:  # inverse temperature of each; without a schedule what the paper's tends to
+    if kind not in schedules:
+        raise ValueError(f"lam must be one of {', '.join(map(repr, schedules))}, got {kind!r}")
+    return as_schedule(inverse_temperature if kind == 'schedule' else 0.01, n_iters)
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #00000009
 def routing_settings(
-    preset: str,  # 'paper', 'gritzman' or 'google'
+    preset: str,  # 'paper', 'gritzman', 'google' or 'normalised'
     n_children: int,  # children in a parent's field
     n_types: int,  # types of parents
     kind: int = 0,  # 0: convolutional capsules, 1: class capsules
     n_iters: int = 3,  # iterations
     eps: float | str | None = None,  # floor; None: the preset's, 'auto': see `layer_floor`
     n: int = 16,  # components of a pose
+    schedule: str | None = None,  # a name of `schedules`; None: the preset's
 ) -> dict:  # lam, beta_units, eps, damping: arguments of `ConvCaps` and `ClassCaps`
     "What a preset means for one layer; `ValueError` for an unknown one."
     if preset not in presets:
         raise ValueError(f"preset must be one of {', '.join(map(repr, presets))}, got {preset!r}")
     p = presets[preset]
+    lams = _schedule(schedule or p.schedule, n_iters)
     kappa = p.data * n_types / n_children if p.data else 1.0
     return dict(
-        lam=[kappa * p.lam[kind] * v for v in as_schedule(inverse_temperature, n_iters)],
+        lam=[kappa * p.lam[kind] * v for v in lams],
         eps=layer_floor(p.eps if eps is None else eps, n),
         damping=p.damping,
         beta_units=(p.beta_units[0] / kappa, p.beta_units[1]),
@@ -96,7 +123,7 @@ def start_weights(
     "Weights and betas as the preset starts them."
     p, n = presets[preset], layer.n_out
     (mean, sd), (centre, half) = p.beta_a[kind], p.beta_u[kind]
-    if p.W[kind]:
+    if p.W[kind] and layer.start == 'normal':
         nn.init.trunc_normal_(layer.W, std=p.W[kind], a=-2 * p.W[kind], b=2 * p.W[kind])
     if sd:
         nn.init.trunc_normal_(layer.beta_a, mean, sd, mean - 2 * sd, mean + 2 * sd)
@@ -116,6 +143,7 @@ def _margin_at(
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #9e7512e2
 _losses = dict(spread=spread_loss, margin=margin_loss, crossent=activation_cross_entropy)
+losses = (*_losses, 'logits')  # the last is the cross-entropy of the logits themselves
 
 
 def _class_loss(
@@ -138,7 +166,7 @@ def _caps_places(
     for K, stride, padding in layers:
         out = tuple((n + 2 * padding - K) // stride + 1 for n in out)
     for K, stride, padding in reversed(layers):
-        least = (least - 1) * stride + K - 2 * padding
+        least = max(1, (least - 1) * stride + K - 2 * padding)
     if min(out) < 1:
         raise ValueError(
             f"an image of {tuple(size)} leaves no place for capsules, "
@@ -146,80 +174,220 @@ def _caps_places(
         )
     return out
 
+# %% ../../nbs/lab/45_matrix_caps.ipynb #5a450003
+def make_stem(
+    stem: str | dict | nn.Module,  # 'paper', 'norb'; channels, strides, padding of `ConvTrunk`
+    channels: int,  # that 'paper' and 'norb' put out
+    in_channels: int,  # of the images
+) -> tuple[nn.Module, list | None]:  # the stem; (K, stride, padding) of its layers, None: unknown
+    "What turns images to feature maps; `ValueError` for an unknown name."
+    if isinstance(stem, nn.Module):
+        return stem, None
+    if stem == 'paper':
+        return nn.Conv2d(in_channels, channels, 5, 2), [(5, 2, 0)]
+    how = norb_trunk(channels) if stem == 'norb' else stem
+    if not isinstance(how, dict) or not {'channels', 'strides'} <= set(how):
+        told = "'paper', 'norb', a dict of channels and strides, or a module"
+        raise ValueError(f"stem must be {told}, got {stem!r}")
+    trunk = ConvTrunk(in_channels, how['channels'], how['strides'], how.get('padding', 1))
+    return trunk, [(3, s, how.get('padding', 1)) for s in how['strides']]
+
+
+def _features_of(
+    stem: nn.Module,  # stays as it is
+    in_channels: int,  # of the images
+    size: int,  # their side
+) -> tuple[int, tuple]:  # channels, and rows and columns, of its feature maps
+    was = stem.training
+    with torch.no_grad():
+        shape = stem.eval()(torch.zeros(1, in_channels, size, size)).shape
+    stem.train(was)
+    if len(shape) != 4:
+        raise ValueError(f"a stem must return [b, channels, m, n], got shape {tuple(shape)}")
+    return shape[1], tuple(shape[2:])
+
+# %% ../../nbs/lab/45_matrix_caps.ipynb #5a450005
+def _check_net(net, pose, act, depth):
+    "`ValueError` for settings that no layer looks at."
+    if pose not in ('matrix', 'vector'):
+        raise ValueError(f"pose must be 'matrix' or 'vector', got {pose!r}")
+    if net.loss not in losses:
+        raise ValueError(f"loss must be one of {', '.join(map(repr, losses))}, got {net.loss!r}")
+    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
+        raise ValueError(f"depth must be an integer >= 0, got {depth!r}")
+    if act == 'pi' and (net.needs_logits or net.loss == 'logits'):
+        raise ValueError(
+            "act='pi' has no logits, which norms, lam='learned' and loss='logits' need"
+        )
+
+
+def _fields_of(
+    stem,  # of `MatrixCapsNet`
+    K: int,  # side of a field
+    depth: int,  # layers
+) -> list:  # (K, stride, padding) of the convolutional capsules
+    own = [(K, 2, 0), (K, 1, 0)] if isinstance(stem, str) and stem == 'paper' else []
+    return [*own, *[(K, 1, (K - 1) // 2)] * depth][:depth]
+
 # %% ../../nbs/lab/45_matrix_caps.ipynb #00000011
 class MatrixCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'routing']):
     "Matrix capsules with EM routing (Hinton 2018, figure 1): class capsules, or loss and logits."
 
     def __init__(
         self,
-        A: int = 32,  # channels of the convolution
+        A: int = 32,  # channels of the stem
         B: int = 32,  # types of primary capsules
         C: int = 32,  # types of the first convolutional capsules
-        D: int = 32,  # types of the second
+        D: int = 32,  # types of the others
         E: int = 5,  # classes
         K: int = 3,  # side of a field
         P: int = 4,  # side of a pose
         n_iters: int = 3,  # iterations of all routings
         in_channels: int = 2,  # 2: a stereo pair
-        preset: str = 'paper',  # or 'gritzman', 'google': see the table above
+        preset: str = 'paper',  # or 'gritzman', 'google', 'normalised': see the table above
         pose: str = 'matrix',  # or 'vector': P² elements in one row
-        loss: str = 'spread',  # or 'margin', 'crossent'
+        loss: str | None = None,  # a name of `losses`; None: the preset's
         coordinates: bool = True,  # whether votes for classes get Coordinate Addition
         act: str = 'logistic',  # or 'pi': mixing proportions
         eps: float | str | None = None,  # floor of the variances; None: the preset's, or 'auto'
         size: int = 32,  # side of the images for which the children of a class are counted
+        *,
+        stem: str | dict | nn.Module = 'paper',  # or 'norb', or another: see `make_stem`
+        depth: int = 2,  # layers of convolutional capsules; 0: none
+        norm: str | None = None,  # 'none', 'batch', 'layer': see `CapsNorm`; None: the preset's
+        lam: str | None = None,  # a name of `schedules`; None: the preset's
+        bias: bool = False,  # whether votes have a bias
+        start: str = 'normal',  # of the matrices: 'normal', or 'identity' with a little noise
+        compete: str = 'across',  # wholes for a part, see `ConvCaps`
     ):
         super().__init__()
-        if pose not in ('matrix', 'vector'):
-            raise ValueError(f"pose must be 'matrix' or 'vector', got {pose!r}")
-        if loss not in _losses:
-            raise ValueError(f"loss must be one of {', '.join(map(repr, _losses))}, got {loss!r}")
+        p = presets.get(preset, Preset())
+        self.loss, self.margin, self.schedule = loss or p.loss, 0.2, p.margin
+        self.norm, self.lam = norm or p.norm, lam or p.schedule
+        self.needs_logits = self.norm != 'none' or self.lam == 'learned'
+        _check_net(self, pose, act, depth)
         at_least_1(A=A, B=B, C=C, D=D, E=E, K=K, P=P, in_channels=in_channels, size=size)
+        self.in_channels, self.size = in_channels, size
         c, d = (P, P) if pose == 'matrix' else (1, P * P)
-        self.loss, self.margin = loss, 0.2
-        self.schedule = presets.get(preset, Preset()).margin
-        self.layers = [(5, 2, 0), (1, 1, 0), (K, 2, 0), (K, 1, 0)]  # K, stride, padding
 
         def how(n_children, n_types, kind):
-            kw = routing_settings(preset, n_children, n_types, kind, n_iters, eps, P * P)
-            return dict(d_cov=c, d_inp=d, d_out=d, act=act, n_iters=n_iters, **kw)
+            kw = routing_settings(preset, n_children, n_types, kind, n_iters, eps, P * P, lam)
+            kw |= dict(d_cov=c, d_inp=d, d_out=d, act=act, n_iters=n_iters)
+            return kw | dict(bias=bias, start=start)
 
-        self.conv, self.primary = nn.Conv2d(in_channels, A, 5, 2), PrimaryCaps(A, B, c, d)
-        one, two = ((i, o, K, s, how(K * K * i, o, 0)) for i, o, s in ((B, C, 2), (C, D, 1)))
-        self.caps = nn.ModuleList([ConvCaps(*sizes, **kw) for *sizes, kw in (one, two)])
-        n_below = math.prod(_caps_places((size, size), self.layers)) * D
-        self.classes = ClassCaps(D, E, coordinates=coordinates, **how(n_below, E, 1))
-        _start_first(self.conv, self.primary, preset)
-        for layer, kind in zip((*self.caps, self.classes), (0, 0, 1)):
-            start_weights(layer, preset, kind)
+        first, layers = make_stem(stem, A, in_channels)
+        self.add_module('conv' if layers == [(5, 2, 0)] else 'stem', first)
+        fields = _fields_of(stem, K, depth)
+        if layers is None:
+            self.layers, (A, grid) = None, _features_of(first, in_channels, size)
+            n_places = math.prod(_caps_places(grid, fields))
+        else:
+            A = A if isinstance(stem, str) else stem['channels'][-1]
+            self.layers = [*layers, (1, 1, 0), *fields]
+            n_places = math.prod(_caps_places((size, size), self.layers))
+        self.primary = PrimaryCaps(A, B, c, d)
+        types = [B, *[C, *[D] * depth][:depth]]
+        sizes = [(*io, *field) for io, field in zip(zip(types, types[1:]), fields)]
+        self.caps = nn.ModuleList(
+            ConvCaps(i, o, *field, compete=compete, **how(field[0] ** 2 * i, o, 0))
+            for i, o, *field in sizes
+        )
+        kw = dict(coordinates=coordinates, **how(n_places * types[-1], E, 1))
+        self.classes = ClassCaps(types[-1], E, **kw)
+        _start_first(first, self.primary, preset)
+        for layer in (*self.caps, self.classes):
+            start_weights(layer, preset, int(layer is self.classes))
+        normed = (*types, E) if self.norm != 'none' else ()
+        self.norms = nn.ModuleList(CapsNorm(n, self.norm) for n in normed)
+        n = depth + 1 if self.lam == 'learned' else min(len(normed), 1)
+        self.register_parameter('log_lam', nn.Parameter(torch.zeros(n)) if n else None)
+
+    def features(
+        self,
+        images: Tensor,  # [b, channels, m, n]
+    ) -> Tensor:  # [b, channels, m', n']: what primary capsules see
+        "Feature maps of images; `ValueError` if the images do not fit."
+        if images.ndim != 4 or images.shape[1] != self.in_channels:
+            raise ValueError(
+                f"expected images [b, {self.in_channels}, m, n], got shape {tuple(images.shape)}"
+            )
+        if not images.is_floating_point():
+            raise ValueError(f"images must be floating point, got {images.dtype}")
+        if self.layers is not None:
+            _caps_places(images.shape[-2:], self.layers)
+        return self.stem(images) if hasattr(self, 'stem') else F.relu(self.conv(images))
+
+    def normed(
+        self,
+        k: int,  # 0: primary capsules; then convolutional ones; last, classes
+        logits: Tensor,  # [..., j] of a layer
+        mu: Tensor,  # [..., j, c, h] poses of a layer
+    ) -> Caps:  # logits, multiplied by the learned λ, and poses
+        "The norm of a layer, and its learned inverse temperature."
+        if self.norms:
+            norm = self.norms[k]
+            norm.train(self.training and logits[..., 0].numel() > 1)  # one has no variance
+            logits, mu = norm(logits, mu)
+        if self.log_lam is not None and (at := k - len(self.caps) - 2) >= -len(self.log_lam):
+            logits = logits * self.log_lam[at].exp()
+        return Caps(logits, mu)
+
+    def trace(
+        self,
+        images: Tensor,  # [b, channels, m, n]
+    ) -> list[Caps]:  # primary capsules, and those of each convolutional layer
+        "All capsules but those of the classes."
+        x = self.features(images)
+        if not self.needs_logits:
+            found = [self.primary(x)]
+            for layer in self.caps:
+                found.append(Caps(*layer(*found[-1])[:2]))
+            return found
+        score, mu = self.normed(0, *self.primary.scores(x))
+        found = [Caps(score.sigmoid(), mu)]
+        for k, layer in enumerate(self.caps, 1):
+            out = layer(*found[-1], return_R=True)
+            score, mu = self.normed(k, layer.logits(found[-1].a, out), out.mu)
+            found.append(Caps(score.sigmoid(), mu))
+        return found
 
     def below(
         self,
         images: Tensor,  # [b, channels, m, n]
     ) -> Caps:  # the capsules below the classes
-        if images.ndim != 4 or images.shape[1] != self.conv.in_channels:
-            raise ValueError(
-                f"expected images [b, {self.conv.in_channels}, m, n], "
-                f"got shape {tuple(images.shape)}"
-            )
-        if not images.is_floating_point():
-            raise ValueError(f"images must be floating point, got {images.dtype}")
-        _caps_places(images.shape[-2:], self.layers)
-        x = self.primary(F.relu(self.conv(images)))
-        for layer in self.caps:
-            x = layer(x[0], x[1])
-        return Caps(x[0], x[1])
+        return self.trace(images)[-1]
+
+    def classify(
+        self,
+        x: Caps,  # of `below`
+        images: Tensor,  # [b, channels, m, n], for where they look
+    ):  # MatrixCapsOut
+        "Class capsules; norms touch their logits, and leave their poses in the votes' units."
+        out = self.classes(*x, centres_of(self.layers, images, x))
+        if not self.needs_logits and self.loss != 'logits':
+            return MatrixCapsOut(*out[:4])
+        score = self.classes.logits(x.a, out)
+        if self.needs_logits:
+            score = self.normed(len(self.caps) + 1, score, out.mu)[0]
+        return MatrixCapsOut(score.sigmoid(), *out[1:4], score)
 
     def forward(
         self,
         images: Tensor,  # [b, channels, m, n]
         labels: Tensor | None = None,  # [b], or [b, n_classes] for soft ones
-    ):  # without labels `MatrixCapsOut`; with labels dict(loss=, logits=), logits are activations
+    ):  # without labels `MatrixCapsOut`; with labels dict(loss=, logits=), see `judge`
         "The class capsules of images, or their loss; `ValueError` if the images do not fit."
-        x = self.below(images)
-        out = self.classes(*x, centres_of(self.layers, images, x))
-        if labels is None:
-            return MatrixCapsOut(*out[:4])
+        out = self.classify(self.below(images), images)
+        return out if labels is None else self.judge(out, labels)
+
+    def judge(
+        self,
+        out,  # MatrixCapsOut
+        labels: Tensor,  # [b], or [b, n_classes] for soft ones
+    ) -> dict:  # loss; logits: scores with loss 'logits', else activations
+        "The loss of class capsules."
+        if self.loss == 'logits':
+            return answer(Scores(out.score), labels)
         return dict(loss=_class_loss(out.a, labels, self.loss, self.margin), logits=out.a)
 
     def set_progress(
@@ -238,27 +406,33 @@ class MatrixCapsOut(NamedTuple):
     mu: Tensor  # [b, j, c, h] poses
     sig2: Tensor  # [b, j, c, h] variances
     R: Tensor  # [b, m, n, i, j] shares of the capsules below
+    score: Tensor | None = None  # [b, j] logits of the activations, where they are computed
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #0740d396
 def centres_of(
-    layers: list,  # (K, stride, padding) of all layers
+    layers: list | None,  # (K, stride, padding) of all layers; None: places divide it evenly
     images: Tensor,  # [b, channels, m, n]
     x: Caps,  # the capsules below the classes
 ) -> tuple[Tensor, Tensor]:  # scaled coordinates of rows and columns
     "Where in the image the children of the classes look."
+    if layers is None:
+        return tuple(field_centres(k, [], k).to(images.device) for k in x.a.shape[1:3])
     return tuple(
         field_centres(x.a.shape[k], layers, images.shape[k + 1]).to(images.device) for k in (1, 2)
     )
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #997dc311
 def _start_first(
-    conv: nn.Conv2d,  # changed in place
+    conv: nn.Module,  # the stem; a convolution is changed in place
     primary: PrimaryCaps,  # changed in place
     preset: str,  # as for `routing_settings`
 ):
     "The first two layers as the preset starts them; torch's start where it does not say."
     n, (wide, poses, acts) = primary.n_types, presets[preset].first
     w = primary.conv.weight
-    for part, std in ((conv.weight, wide), (w[n:], poses), (w[:n], acts)):
+    parts = [(w[n:], poses), (w[:n], acts)]
+    if isinstance(conv, nn.Conv2d):
+        parts.insert(0, (conv.weight, wide))
+    for part, std in parts:
         if std:
             nn.init.trunc_normal_(part.data, std=std, a=-2 * std, b=2 * std)
