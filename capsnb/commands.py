@@ -688,6 +688,35 @@ def ablate(
     print(f"{ablation.ablation_table(out)}\n\nlook at {picture}")
 
 
+def shootout(
+    data: Annotated[
+        str, typer.Argument(help="'toys', 'eth80', 'mnist' or 'fashion-mnist'.", metavar='DATA')
+    ] = 'toys',
+    only: Annotated[
+        list[str] | None,
+        unset("A routing, or 'cnn'; may be repeated. All if not given."),
+    ] = None,
+    seeds: Annotated[int, option('Final runs of each routing.', min=1)] = 3,
+    scale: Annotated[float, option('Multiplies the number of epochs.', min=0.01)] = 1.0,
+    out: Annotated[Path, option('Folder of the records; finished runs are kept.')] = Path(
+        'runs/shootout'
+    ),
+    device: Device = None,
+    progress: Progress = None,
+):
+    """Every routing on one stem: equal parameters, budget and search, then fresh seeds.
+
+    Trains one network after another; a study that was stopped goes on with the same command."""
+    shoot = room('lab.shootout')
+    how = dict(scale=scale, runs=out / 'runs', device=device, progress=progress)
+    shoot.shoot_out(data, out, tuple(only or ()) or None, tuple(range(seeds)), **how)
+    if not is_first():
+        return
+    record = out / f'shootout_{data}.json'
+    shoot.plot_shootout(record).savefig(record.with_suffix('.png'), dpi=120)
+    print(f"{shoot.standings(record)}\n\nlook at {record.with_suffix('.png')}")
+
+
 def bench(
     names: Annotated[
         list[str] | None,
@@ -793,5 +822,7 @@ def make_app() -> typer.Typer:
     app.command('explain')(entrance(explain))
     short = 'What each part of matrix capsules is worth: Table 1 of the paper.'
     app.command('ablate', short_help=short)(entrance(ablate))
+    short = 'Compare every routing on one stem.'
+    app.command('shootout', short_help=short)(entrance(shootout))
     app.command('bench', short_help='Time and memory of everything fast.')(entrance(bench))
     return app

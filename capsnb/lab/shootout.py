@@ -10,12 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 import torch
-from ..core import seed_everything
+from ..core import need, palette, seed_everything
 from ..data.files import read_json
 from ..engine.bench import take_turns
 from .digits import Digits
 from .objects import Toys
 from .photographs import Photographs
+from .report import dots, percent, runs_of, spread
 from .routing_net import RoutingNet
 from .tasks import Task, study
 from .train import batch_on
@@ -24,7 +25,7 @@ from ..zoo.routers import all_routings
 
 # %% auto #0
 __all__ = ['rates', 'norms_tried', 'Ground', 'ground', 'evened', 'plain_options', 'blind', 'candidates', 'chosen', 'shoot_out',
-           'costs']
+           'costs', 'apart', 'ranked', 'standings', 'plot_shootout']
 
 # %% ../../nbs/lab/64_shootout.ipynb #00000004
 class Ground(NamedTuple):
@@ -207,3 +208,53 @@ def costs(
         steps[who] = lambda net=net: net(**batch)['loss'].backward()
     times = take_turns(steps, rounds)
     return {k: dict(v, seconds=statistics.median(times[k])) for k, v in found.items()}
+
+# %% ../../nbs/lab/64_shootout.ipynb #5a0d0002
+def apart(
+    some: list,  # numbers, one a seed
+    best: list,  # likewise
+) -> bool:  # whether the means differ, at 95 % (Welch's t-test)
+    "Whether two settings can be told apart; with one seed they cannot."
+    if min(len(some), len(best)) < 2:
+        return False
+    return bool(need('scipy.stats').ttest_ind(some, best, equal_var=False).pvalue < 0.05)
+
+# %% ../../nbs/lab/64_shootout.ipynb #5a0d0004
+def ranked(
+    record: str | Path | dict,  # of `shoot_out`
+) -> list:  # of dicts: name, runs, and whether it is apart from the best; the best comes first
+    "Who came where, by mean test accuracy."
+    found = runs_of(record)
+    mean = {k: statistics.mean(percent(v)) for k, v in found.items()}
+    order = sorted(found, key=mean.get, reverse=True)
+    best = percent(found[order[0]])
+    return [dict(name=k, runs=found[k], apart=apart(percent(found[k]), best)) for k in order]
+
+# %% ../../nbs/lab/64_shootout.ipynb #5a0d0005
+def standings(
+    record: str | Path | dict,  # of `shoot_out`
+) -> str:  # a line for each contestant
+    "Test accuracy, log-loss, calibration and seconds a step."
+    lines = [
+        f"{'':14s} {'test %':>12s} {'log-loss':>9s} {'ECE %':>6s} {'s/step':>7s} {'rate':>6s}  norm"
+    ]
+    for row in ranked(record):
+        runs, mean = row['runs'], lambda key: statistics.mean(r[key] for r in row['runs'])
+        first, step = runs[0], statistics.median(r['seconds'] / r['steps'] for r in row['runs'])
+        norm = first.get('options', {}).get('norm', '')
+        lines.append(
+            f"{row['name']:14s} {spread(percent(runs)):>12s} {mean('test_log_loss'):9.3f} "
+            f"{100 * mean('test_calibration'):6.1f} {step:7.3f} {first['lr'][1]:6g}  {norm}"
+            f"{'' if row['apart'] else '  (not told apart from the best)'}"
+        )
+    return '\n'.join(lines)
+
+# %% ../../nbs/lab/64_shootout.ipynb #5a0d0006
+def plot_shootout(
+    record: str | Path | dict,  # of `shoot_out`
+):  # matplotlib figure
+    "A dot for each seed, the mean and its interval; grey: can be told apart from the best."
+    rows = ranked(record)
+    colours = ['.55' if row['apart'] else palette[0] for row in rows]
+    ax = dots({row['name']: percent(row['runs']) for row in rows}, 'test accuracy, %', colours)
+    return ax.figure
