@@ -13,7 +13,6 @@ _names = {  # room -> its public names; PyTorch, which all need, takes seconds
     'lab.losses': ['margin_loss', 'spread_loss'],
     'lab.capsnet': ['CapsNet'],
     'lab.efficient': ['EfficientCapsNet'],
-    'lab.efficient': ['EfficientCapsNet'],
     'lab.matrix_caps': ['MatrixCapsNet'],
     'lab.vision': ['BaselineCNN', 'DStepNet', 'SmallNORBNet'],
     'lab.routing_net': ['RoutingNet'],
