@@ -11,7 +11,7 @@ from torch import Tensor
 from ..engine.numerics import may_look
 
 # %% auto #0
-__all__ = ['spread_loss', 'LinearMargin', 'authors_margin', 'margin_loss', 'activation_cross_entropy']
+__all__ = ['spread_loss', 'LinearMargin', 'authors_margin', 'margin_loss', 'activation_cross_entropy', 'quality']
 
 # %% ../../nbs/lab/42_losses.ipynb #00000005
 def _as_distribution(
@@ -152,3 +152,18 @@ def activation_cross_entropy(
     p = _as_distribution(a, target)
     log_p = torch.log_softmax((a.clamp_min(0) + eps).log() if of == 'share' else a, -1)
     return _reduced(-(p * log_p).sum(-1), reduction)
+
+# %% ../../nbs/lab/42_losses.ipynb #ca1b0002
+def quality(
+    logits: Tensor,  # [n, n_classes]
+    labels: Tensor,  # [n] class indices
+    n_bins: int = 15,  # of confidence, all of one width
+) -> dict:  # log_loss in nats, calibration: mean distance of confidence and accuracy
+    "How well the softmax of the logits tells what it knows."
+    sure, guess = torch.softmax(logits.double(), -1).max(-1)
+    bins = (sure * n_bins).long().clamp_max(n_bins - 1)
+    gaps = torch.zeros(n_bins, dtype=torch.double).index_add(
+        0, bins, sure - (guess == labels).double()
+    )
+    loss = F.cross_entropy(logits.double(), labels)
+    return dict(log_loss=loss.item(), calibration=gaps.abs().sum().item() / len(labels))

@@ -15,6 +15,8 @@ from ..data.norb import degrees, open_smallnorb, valid_mask
 from ..data.toys import toys_tensors
 from .matrix_caps import MatrixCapsNet
 from .inspect import class_pose, mds_path, plot_paths, poses_of, viewpoint_grid
+from .routing_net import RoutingNet
+from .routing_net import RoutingNet
 from .tasks import Net, Task, paper_recipe
 from .train import BaseDeck, dice, fingerprint, shift_images
 from .vision import BaselineCNN, PlainCNN, SmallNORBNet, n_params, norb_trunk, rival_of
@@ -190,8 +192,8 @@ class PairCrops:
 
 # %% ../../nbs/lab/53_objects.ipynb #e608a14b
 _top_lr = {'dstep': 5e-3, 'cnn': 2e-3, 'baseline': 5e-3, 'matrix-caps': 1e-2}
-_top_lr |= {'matrix-caps-norb': 5e-3}
-_published_lr = {'dstep': 5e-4, 'cnn': 5e-4, 'baseline': 1e-3}
+_top_lr |= {'matrix-caps-norb': 5e-3, 'routing': 5e-3, 'plain': 5e-3}
+_published_lr = {'dstep': 5e-4, 'cnn': 5e-4, 'baseline': 1e-3, 'routing': 5e-4, 'plain': 5e-4}
 
 
 def _as_large_as_dstep(
@@ -266,6 +268,8 @@ class Objects(Task):
             'baseline': Net(BaselineCNN, both, make=baseline),
             'matrix-caps': Net(MatrixCapsNet, capsules | one),
             'matrix-caps-norb': Net(MatrixCapsNet, on_trunk | one),
+            'routing': Net(RoutingNet, both | norb_trunk(**one)),
+            'plain': Net(PlainCNN, both | norb_trunk(**one)),
         }
 
     def on_crops(

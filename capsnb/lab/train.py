@@ -29,6 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..core import from_bytes, need, pick_device, run_record
 from ..engine.numerics import keep_freed_memory
 from ..data.files import read_json, write_json
+from .losses import quality
 from capsnb.lab.runs import (
     agree,
     check_room,
@@ -1415,6 +1416,18 @@ def _deck(
     except ValueError as e:
         raise ValueError(f"{name}: {e}") from e
 
+# %% ../../nbs/lab/48_train.ipynb #ca1b0004
+def _tested(
+    found,  # what a transformers.Trainer predicted
+) -> dict:  # accuracy, log-loss and calibration on test data
+    labels = torch.as_tensor(found.label_ids)
+    told = quality(
+        torch.as_tensor(found.predictions), labels.argmax(-1) if labels.ndim == 2 else labels
+    )
+    return dict(
+        test_accuracy=found.metrics['test_accuracy'], **{f'test_{k}': v for k, v in told.items()}
+    )
+
 # %% ../../nbs/lab/48_train.ipynb #00000034
 def _finish(
     trainer,  # after training
@@ -1430,7 +1443,7 @@ def _finish(
     valid = next((h.get('valid_accuracy') for h in history if round(h['epoch']) == kept), None)
     tested = {}
     if test is not None:
-        tested['test_accuracy'] = trainer.predict(test).metrics['test_accuracy']
+        tested = _tested(trainer.predict(test))
     if state.is_world_process_zero:
         tools = read_json(folder / 'settings.json', made_with=dict, changes=list)
         save_network(net.eval(), folder)
