@@ -1,4 +1,4 @@
-"""Efficient-CapsNet: the authors' answers, on seeded and on published weights; what it refuses."""
+"""Efficient-CapsNet: the authors' answers, with seeded and published weights; what it refuses."""
 
 import hashlib
 import os
