@@ -9,7 +9,13 @@ from typing import Callable, NamedTuple
 import torch
 from torch import Tensor, nn
 from ..core import check_n_iters
-from .numerics import autocasting, keep_freed_memory, may_look, without_autocast
+from capsnb.engine.numerics import (
+    autocasting,
+    check_tensors,
+    keep_freed_memory,
+    may_look,
+    without_autocast,
+)
 from ..routing.dstep import Routed, RoutedR, routing_ref
 from ..routing.em import Floor, as_floor
 
@@ -143,7 +149,7 @@ def _check_plan(r):
     if r.plan in _extras and r.plan not in plans:
         raise ImportError(f"plan={r.plan!r} needs pip install 'capsnb[{_extras[r.plan]}]'")
     if r.plan not in plans:
-        raise ValueError(f"plan must be 'auto' or one of {sorted(plans)}, got {r.plan!r}")
+        raise ValueError(f"plan must be one of {['auto', *(plans | _extras)]}, got {r.plan!r}")
     _check_serves(r.plan, Sizes(1, 1, 1, r.d_cov, r.d_inp, r.d_out, r.n_inp is None, ''))
 
 # %% ../../nbs/engine/15_dstep.ipynb #00000019
@@ -184,7 +190,8 @@ def check_capsules(
     a_inp: Tensor,  # scores that shall be [..., i]
     mu_inp: Tensor,  # capsules that shall be [..., i, c, d]
 ):
-    "`ValueError` for inputs that do not fit the layer."
+    "`TypeError` for what is not a tensor, `ValueError` for inputs that do not fit the layer."
+    check_tensors(a_inp=a_inp, mu_inp=mu_inp)
     fits = a_inp.ndim > 0 and mu_inp.shape == (*a_inp.shape, r.d_cov, r.d_inp)
     if not fits or r.n_inp not in (None, a_inp.shape[-1]):
         i = r.n_inp or 'i'
@@ -301,7 +308,7 @@ class Routing(_Parameters):
         single_beta: bool = False,  # whether beta_ign is beta_use (Heinsen 2019, 3.5.1)
         eps: str | float = 'auto',  # floor of the variances, or 'paper' (1e-5): see `as_floor`
         init: str | float = 'auto',  # start of beta: 'auto', 'paper' (0), or a number
-        plan: str = 'auto',  # 'votes', 'moments', 'stream', 'triton', or 'auto': the cheapest
+        plan: str = 'auto',  # a name in the table above; 'auto': the least estimated cost
         pooled: bool = False,  # whether the first E-step has one Gaussian for all outputs
     ):
         super().__init__()
