@@ -20,7 +20,7 @@ from ..routing.dstep import Routed, RoutedR, routing_ref
 from ..routing.em import Floor, as_floor
 
 # %% auto #0
-__all__ = ['plans', 'brk_bias', 'beta_start', 'Sizes', 'Problem', 'Plan', 'exporting', 'n_samples', 'choose_plan',
+__all__ = ['plans', 'brk_bias', 'beta_start', 'Sizes', 'Problem', 'Plan', 'gpu_seconds', 'exporting', 'n_samples', 'choose_plan',
            'check_capsules', 'Routing']
 
 # %% ../../nbs/engine/15_dstep.ipynb #00000007
@@ -76,10 +76,20 @@ class Plan(NamedTuple):
 
     run: Callable  # Problem -> a, mu, sig2, R (anything, if it is not needed)
     refuses: Callable  # Sizes -> '' or the reason why it cannot serve them
-    cost: Callable  # Sizes -> seconds of an iteration and its gradients, on the author's machine
+    cost: Callable  # Sizes -> estimated seconds of an iteration and its gradients
 
 
 plans: dict[str, Plan] = {}  # filled here, in `moments`, and where an optional package is needed
+
+# %% ../../nbs/engine/15_dstep.ipynb #741d4ee0
+def gpu_seconds(
+    launches: float,  # of kernels
+    n_bytes: float,  # moved
+    flops: float = 0.0,  # in float32
+) -> float:  # seconds
+    "The estimate of a plan on CUDA: launches of 4 µs, and bytes or work at an A100's peak rates."
+    calls, busy = 4e-6 * launches, max(n_bytes / 2.039e12, flops / 19.5e12)
+    return max(calls, busy) + min(calls, busy) / 2  # half of the shorter hides behind the longer
 
 # %% ../../nbs/engine/15_dstep.ipynb #00000011
 def _run_votes(p: Problem):
@@ -88,6 +98,8 @@ def _run_votes(p: Problem):
 
 
 def _cost_votes(s):
+    if s.device == 'cuda':
+        return gpu_seconds(110, s.n * s.i * s.j * (216 * s.c * s.h + 286))
     return 6e-4 + s.n * s.i * s.j * s.c * s.h * (1.3e-8 + 1e-10 * s.d)
 
 
@@ -109,7 +121,7 @@ def n_samples(
 def choose_plan(
     s: Sizes,  # sizes of the routing
 ) -> str:  # name of a plan
-    "The cheapest plan that can serve `s`; the definition where there is nothing to compute."
+    "The plan with the least estimated cost; the definition where there is nothing to compute."
     if 0 in s[:3]:
         return 'votes'
     best = 'votes'
