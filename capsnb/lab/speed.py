@@ -565,3 +565,4 @@ def _measure_all(record, last, out, cases, how, quick, progress):
         write_json(out, record)
         print(page(f'{bench}: {case.name}', found), flush=True)
         print(flush=True)
+    print("'vs definition', 'of floor': median of the ratios within a round")
