@@ -708,7 +708,7 @@ def bench(
     threads: Annotated[
         int | None, unset("Threads of PyTorch; its own choice if not given.", min=1)
     ] = None,
-    quick: Annotated[bool, option('A minute: few cases and rounds, no memory.', '--quick')] = False,
+    quick: Annotated[bool, option('About a minute: few cases, no memory.', '--quick')] = False,
     rehearse: Annotated[
         bool, option('Everything that --device cuda does, at tiny sizes.', '--rehearse')
     ] = False,

@@ -279,6 +279,24 @@ def test_class_capsules_are_one_field(pose, kw, monkeypatch):
         assert error_to(got, want) < 1e-12
 
 
+@pytest.mark.parametrize('kw', [{}, dict(padding=1), dict(n_iters=1), dict(act='pi', stride=2)])
+def test_shares_are_those_of_the_definition(kw):
+    "values and gradients, of several images"
+    l = layer('votes', damping=0.3, **kw)
+    a, mu = (t.requires_grad_() for t in draw(3, 5, 4, 2))
+    found = []
+    for l.plan in ('votes', 'compiled', 'auto'):
+        out = l(a, mu, return_R=True)[:4]
+        g = torch.Generator().manual_seed(1)
+        loss = sum((o * torch.randn(o.shape, generator=g, dtype=f64)).sum() for o in out)
+        found.append([*out, *torch.autograd.grad(loss, [a, mu, l.W], materialize_grads=True)])
+    want, *rest = found
+    assert want[3].sum((1, 2, 3, 4)).gt(0).all()
+    for got in rest:
+        for g, w in zip(got, want):
+            assert g.shape == w.shape and error_to(g, w) < 1e-11
+
+
 def test_auto_takes_it_on_the_cpu_and_it_says_what_it_refuses(monkeypatch):
     parts = layers._Parts(*arguments()[0], arguments()[1])
     assert layers._field_plan('auto', parts, layers._Loop([0.1])) is layers.field_plans['compiled']

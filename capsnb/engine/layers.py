@@ -24,6 +24,7 @@ from .em import as_damping, damped, em_routing, proportions
 from capsnb.engine.numerics import (
     FastOp,
     autocasting,
+    check_tensors,
     keep_freed_memory,
     may_look,
     without_autocast,
@@ -124,7 +125,7 @@ class FieldPlan(NamedTuple):
 
     run: Callable  # _Parts, _Loop -> EMRouted: a [b, p, j], mu and sig2 [b, p, j, c, h], R or None
     refuses: Callable  # _Parts, _Loop -> '', or why it cannot serve them (values are not read)
-    shares: Callable | None = None  # as `run`, but returns R [b, p, s, j] too
+    shares: Callable | None = None  # as `run`, but R [b, p, s, j] is there; None: it cannot be
 
 
 field_plans: dict[str, FieldPlan] = {}  # by name; later modules add theirs
@@ -146,7 +147,7 @@ def _route_votes(
     return em_routing(a, V, beta_a, beta_u, loop.lams, len(loop.lams), fields=fields, **how)
 
 
-field_plans['votes'] = FieldPlan(_route_votes, lambda parts, loop: '')
+field_plans['votes'] = FieldPlan(_route_votes, lambda parts, loop: '', _route_votes)
 
 # %% ../../nbs/engine/17_layers.ipynb #257e4bcb
 class _Votes:
@@ -620,13 +621,17 @@ field_plans['tiles'] = FieldPlan(_route_tiles, lambda parts, loop: '')
 _extras = {'compiled': 'fast', 'triton': 'gpu'}  # plan -> what to install for it
 
 
-def _field_plan(name, parts, loop) -> FieldPlan:
+def _field_plan(name, parts, loop, shares=False) -> FieldPlan:
     "The plan of that name; `ImportError` if it is not installed, `ValueError` if it refuses."
     if name == 'auto':
-        found = (field_plans.get(k) for k in ('triton', 'compiled', 'tiles'))
-        return next(p for p in found if p and not p.refuses(parts, loop))
+        found = (field_plans.get(k) for k in ('triton', 'compiled', 'tiles', 'votes'))
+        fit = (p for p in found if p and (p.shares or not shares))
+        return next(p for p in fit if not p.refuses(parts, loop))
     if name not in field_plans:
         raise ImportError(f"plan={name!r} is not installed: pip install 'capsnb[{_extras[name]}]'")
+    if shares and not field_plans[name].shares:
+        able = ', '.join(repr(k) for k, p in field_plans.items() if p.shares)
+        raise ValueError(f"plan={name!r} does not return R; 'auto' and these do: {able}")
     if reason := field_plans[name].refuses(parts, loop):
         raise ValueError(f"plan={name!r} cannot serve here: {reason}")
     return field_plans[name]
@@ -665,6 +670,7 @@ class PrimaryCaps(nn.Module):
         x: Tensor,  # [..., channels, m, n]
     ) -> Caps:  # logits of the activations, and poses
         "Both are linear in the channels."
+        check_tensors(x=x)
         want, n = self.conv.in_channels, self.n_types
         if x.ndim < 3 or x.shape[-3] != want:
             raise ValueError(f"x must have shape [..., {want}, m, n], got {tuple(x.shape)}")
@@ -774,7 +780,8 @@ class _Capsules(nn.Module):
         return tuple(u * b.to(dtype) for u, b in zip(self.beta_units, (self.beta_a, self.beta_u)))
 
     def extra_repr(self):
-        told = [k for k in (*_Sizes._fields, *_Settings._fields) if k != 'lam']
+        fields = (*_Sizes._fields, 'K', 'stride', 'padding', *_Settings._fields)
+        told = [k for k in fields if k != 'lam' and hasattr(self, k)]
         lam = [round(v, 9) for v in as_schedule(self.lam, self.n_iters)]
         return ', '.join(f'{k}={getattr(self, k)!r}' for k in told) + f', lam={lam}'
 
@@ -783,6 +790,7 @@ class _Capsules(nn.Module):
         return _Loop(as_schedule(self.lam, self.n_iters), floor, self.act, self.damping)
 
     def _check(self, a, mu):
+        check_tensors(a=a, mu=mu)
         n, pose = self.n_inp, (self.d_cov, self.d_inp)
         if a.ndim < 3 or mu.shape != (*a.shape, *pose) or a.shape[-1] != n:
             want = f"[..., m, n, {n}] and [..., m, n, {n}, {pose[0]}, {pose[1]}]"
@@ -905,8 +913,6 @@ class ConvCaps(_Capsules):
     ) -> EMRouted:  # a [..., m', n', j], mu and sig2 [..., m', n', j, c, h], R or None
         "Route the parts to the wholes above them; `ValueError` if the inputs do not fit."
         self._check(a, mu)
-        if return_R and self.plan not in ('auto', 'votes'):
-            raise ValueError(f"plan={self.plan!r} never holds R; use plan='auto' or 'votes'")
         lead, grid = a.shape[:-3], a.shape[-3:-1]
         fields, out = self._table(grid, a.device)
         flat = math.prod(lead), math.prod(a.shape[-3:])
@@ -916,7 +922,8 @@ class ConvCaps(_Capsules):
             parts = _Parts(a, mu, W, *self.betas(W.dtype), fields)
             parts = _apart(parts) if self.compete == 'within' else parts
             loop = self._loop()._replace(tiling=self.tiling)
-            return _run(self.plan, parts, loop, return_R)
+            found = _field_plan(self.plan, parts, loop, return_R)
+            return (found.shares if return_R else found.run)(parts, loop)
 
         done = self._route(a, mu, route)
         done = done if return_R else done._replace(R=None)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from ..routing.em import sig2_floor
 from ..routing.dstep import pool
-from .dstep import Plan, Problem, n_samples, plans
+from .dstep import Plan, Problem, gpu_seconds, n_samples, plans
 from .numerics import FastOp, without_autocast
 
 # %% auto #0
@@ -838,10 +838,14 @@ def _refuse_moments(s):
 # %% ../../nbs/engine/16_moments.ipynb #770cb6e2
 def _cost_moments(s):
     size = n_stats(s.c, s.d)
+    if s.device == 'cuda':
+        return gpu_seconds(228, s.n * s.i * (264 * size + 91 * s.j))
     return 1.2e-3 + s.n * s.i * (s.j * (1.2e-10 * size + 1.5e-9) + 6e-9 * size)
 
 # %% ../../nbs/engine/16_moments.ipynb #74fe2b09
 def _cost_stream(s):
+    if s.device == 'cuda':
+        return gpu_seconds(195, s.n * s.i * s.j * (174 * s.c * s.h + 295))
     return 2e-3 + s.n * s.i * s.j * (4e-9 * s.c * s.h + 1e-10 * s.c * s.d * s.h + 4e-9)
 
 # %% ../../nbs/engine/16_moments.ipynb #7b9b156c

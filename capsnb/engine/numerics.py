@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 # %% auto #0
-__all__ = ['error_to', 'assert_as_exact', 'keep_freed_memory', 'thread_pool', 'over_threads', 'may_look', 'FastOp', 'autocasting',
-           'without_autocast']
+__all__ = ['error_to', 'assert_as_exact', 'keep_freed_memory', 'thread_pool', 'over_threads', 'may_look', 'check_tensors',
+           'FastOp', 'autocasting', 'without_autocast']
 
 # %% ../../nbs/engine/11_numerics.ipynb #00000010
 def error_to(
@@ -98,6 +98,15 @@ def may_look(
     transformed = torch._C._are_functorch_transforms_active()  # no public name says it
     plain = t.device.type == 'cpu' and type(t) in (Tensor, nn.Parameter)
     return plain and not (transformed or torch.compiler.is_compiling())
+
+# %% ../../nbs/engine/11_numerics.ipynb #33f8c317
+def check_tensors(
+    **given,  # by name
+):
+    "`TypeError` unless all are tensors."
+    for name, t in given.items():
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(t).__name__}")
 
 # %% ../../nbs/engine/11_numerics.ipynb #48b3725a
 def _one_by_one(
