@@ -834,20 +834,6 @@ def _apart(
     alone = torch.arange(a.shape[1], device=a.device)[None]
     return parts._replace(a=a, mu=mu, fields=alone)
 
-
-def _run(
-    plan: str,  # 'auto' or the name of one of `field_plans`
-    parts: _Parts,  # of a layer
-    loop: _Loop,  # settings
-    return_R: bool,  # whether shares are wanted, which not every plan holds
-) -> EMRouted:
-    if not return_R:
-        return _field_plan(plan, parts, loop).run(parts, loop)
-    fast = field_plans.get('compiled') if plan == 'auto' else None
-    if fast and not fast.refuses(parts, loop):
-        return fast.shares(parts, loop)
-    return _route_votes(parts, loop)
-
 # %% ../../nbs/engine/17_layers.ipynb #25ca6877
 class ConvCaps(_Capsules):
     """Convolutional capsules with EM routing over all wholes of a part (Hinton 2018, section 4).
