@@ -118,7 +118,7 @@ def blind(
     return other
 
 # %% ../../nbs/lab/64_shootout.ipynb #0000000c
-rates, norms_tried = (3e-3, 1e-2), ('none', 'layer')
+rates, norms_tried = (3e-3, 1e-2), ('none', 'batch')
 
 
 def candidates(
