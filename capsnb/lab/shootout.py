@@ -164,8 +164,9 @@ def shoot_out(
     same = dict(command=told, settings=settings, **kw)
     for who in contestants or (*all_routings(), 'cnn'):
         rows = candidates(g, who, **(tried or {}))
+        trials = {k: row | dict(epochs=max(1, row['epochs'] // 2)) for k, row in rows.items()}
         path, folder = out / f'shootout_{name}_search.json', Path(runs) / name / 'search'
-        best = chosen(study(blind(g.task), rows, path, (100,), runs=folder, **same))
+        best = chosen(study(blind(g.task), trials, path, (100,), runs=folder, **same))
         row, path = {who: rows[best]}, out / f'shootout_{name}.json'
         found |= study(g.task, row, path, seeds, runs=Path(runs) / name, **same)
     return found
