@@ -185,7 +185,9 @@ def train_digits(
         option(
             "'capsnet': dynamic routing, with a decoder; 'dstep': Heinsen (2019); 'matrix-caps': "
             "EM routing; 'cnn': as large as the D-step network; 'baseline': a larger CNN; "
-            "'matrix-caps-norb': EM routing on the D-step network's convolutions."
+            "'matrix-caps-norb': EM routing on the D-step network's convolutions; 'routing', "
+            "'plain': the D-step network with another routing, or without capsules; 'efficient': "
+            "Efficient-CapsNet (28x28 only)."
         ),
     ] = 'capsnet',
     epochs: Epochs = None,
@@ -205,7 +207,7 @@ def train_digits(
     device: Device = None,
     progress: Progress = None,
 ):
-    """Small grey pictures: digits (scikit-learn's, 8x8), MNIST, Fashion-MNIST.
+    """Small pictures: digits (scikit-learn's, 8x8), MNIST, Fashion-MNIST, CIFAR-10.
 
     Keeps the epoch that validates best on training pictures held back, and tests it once.
     Ctrl-C leaves a checkpoint and says how to go on."""
@@ -694,6 +696,43 @@ def ablate(
     print(f"{ablation.ablation_table(out)}\n\nlook at {picture}")
 
 
+def shootout(
+    data: Annotated[
+        str, typer.Argument(help="'toys', 'eth80', 'mnist' or 'fashion-mnist'.", metavar='DATA')
+    ] = 'toys',
+    only: Annotated[
+        list[str] | None,
+        unset("A routing, or 'cnn'; may be repeated. All if not given."),
+    ] = None,
+    seeds: Annotated[int, option('Final runs of each routing.', min=1)] = 3,
+    scale: Annotated[float, option('Multiplies the number of epochs.', min=0.01)] = 1.0,
+    costs: Annotated[
+        bool, option('Time and memory of a training step instead; trains nothing.', '--costs')
+    ] = False,
+    out: Annotated[Path, option('Folder of the records; finished runs are kept.')] = Path(
+        'runs/shootout'
+    ),
+    device: Device = None,
+    progress: Progress = None,
+):
+    """Every routing on one stem: equal parameters, budget and search, then fresh seeds.
+
+    Trains one network after another; a study that was stopped goes on with the same command."""
+    shoot = room('lab.shootout')
+    if costs:
+        found = shoot.measure_costs(data, out / f'shootout_{data}_costs.json')['costs']
+        for name, c in found.items():
+            print(f"{name:14s} {1e3 * c['seconds']:7.1f} ms {c['bytes'] / 1e6:7.1f} MB")
+        return
+    how = dict(scale=scale, runs=out / 'runs', device=device, progress=progress)
+    shoot.shoot_out(data, out, tuple(only or ()) or None, tuple(range(seeds)), **how)
+    if not is_first():
+        return
+    record = out / f'shootout_{data}.json'
+    shoot.plot_shootout(record).savefig(record.with_suffix('.png'), dpi=120)
+    print(f"{shoot.standings(record)}\n\nlook at {record.with_suffix('.png')}")
+
+
 def bench(
     names: Annotated[
         list[str] | None,
@@ -791,6 +830,7 @@ def make_app() -> typer.Typer:
         ('digits', train_digits, '8x8 digits, always there.'),
         ('mnist', train_digits, 'Its files, or a download.'),
         ('fashion-mnist', train_digits, 'Its files, or a download.'),
+        ('cifar10', train_digits, 'Small photographs in colour: its files, or a download.'),
         ('module:task', train_own, 'A task of your own.'),
     ):
         group.command(name, short_help=short)(entrance(command))
@@ -798,5 +838,7 @@ def make_app() -> typer.Typer:
     app.command('explain')(entrance(explain))
     short = 'What each part of matrix capsules is worth: Table 1 of the paper.'
     app.command('ablate', short_help=short)(entrance(ablate))
+    short = 'Compare every routing on one stem.'
+    app.command('shootout', short_help=short)(entrance(shootout))
     app.command('bench', short_help='Time and memory of everything fast.')(entrance(bench))
     return app

@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 import torch
-from ..core import need, palette, seed_everything
-from ..data.files import read_json
+from ..core import need, palette, plot_style, run_record, seed_everything
+from ..data.files import read_json, write_json
 from ..engine.bench import take_turns
 from .digits import Digits
 from .objects import Toys
 from .photographs import Photographs
-from .report import dots, percent, runs_of, spread
+from .report import dots, interval, percent, runs_of, spread
 from .routing_net import RoutingNet
 from .tasks import Task, study
 from .train import batch_on
@@ -25,7 +25,7 @@ from ..zoo.routers import all_routings
 
 # %% auto #0
 __all__ = ['rates', 'norms_tried', 'Ground', 'ground', 'evened', 'plain_options', 'blind', 'candidates', 'chosen', 'shoot_out',
-           'costs', 'apart', 'ranked', 'standings', 'plot_shootout']
+           'costs', 'apart', 'ranked', 'standings', 'plot_shootout', 'measure_costs', 'plot_against_cost']
 
 # %% ../../nbs/lab/64_shootout.ipynb #00000004
 class Ground(NamedTuple):
@@ -259,3 +259,36 @@ def plot_shootout(
     colours = ['.55' if row['apart'] else palette[0] for row in rows]
     ax = dots({row['name']: percent(row['runs']) for row in rows}, 'test accuracy, %', colours)
     return ax.figure
+
+# %% ../../nbs/lab/64_shootout.ipynb #5a0d0008
+def measure_costs(
+    name: str,  # of a ground
+    path: str | Path,  # JSON file
+    rounds: int = 5,  # of all contestants, in turn
+) -> dict:  # as in the file: ground, batch_size, costs
+    "Measure `costs` on a ground and write them down."
+    g = ground(name)
+    command = f'capsnb shootout {name} --costs'
+    record = run_record() | dict(command=command, ground=name, batch_size=g.recipe['batch_size'])
+    record |= dict(costs=costs(g, rounds=rounds))
+    write_json(Path(path), record)
+    return record
+
+# %% ../../nbs/lab/64_shootout.ipynb #5a0d0009
+def plot_against_cost(
+    record: str | Path | dict,  # of `shoot_out`
+    cost: dict,  # of `costs`
+):  # matplotlib figure
+    "Accuracy against the time of a training step; whiskers: 95 % intervals of the means."
+    plt = plot_style()
+    fig, ax = plt.subplots(figsize=(7.5, 4.6), layout='constrained')
+    for row in ranked(record):
+        x, y = 1000 * cost[row['name']]['seconds'], percent(row['runs'])
+        colour = '.55' if row['apart'] else palette[0]
+        ax.plot([x, x], interval(y), color=colour, lw=1.5, alpha=0.5)
+        ax.plot(x, statistics.mean(y), 'o', ms=5, color=colour)
+        at = dict(xytext=(4, 3), textcoords='offset points', fontsize=9)
+        ax.annotate(row['name'], (x, statistics.mean(y)), **at)
+    ax.set_xscale('log')
+    ax.set(xlabel='forward and backward pass of a batch, ms', ylabel='test accuracy, %')
+    return fig
