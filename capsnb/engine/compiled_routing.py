@@ -86,7 +86,7 @@ def _votes_backward(
     fixed = g_mass + (off * (g_q * off - first)).sum(1)
     slopes = tuple(_same(dtype, near, first - 2 * g_q * off, g_q, fixed, g_gain))
     own = len(use) > 1
-    g_V, g_f = torch.empty_like(V), torch.empty(n, i, dtype=dtype)
+    g_V, g_f = V.new_empty(V.shape), torch.empty(n, i, dtype=dtype)
     sums = [torch.zeros(tasks, *s, dtype=torch.float64) for s in ((1, J), (G, J), (G, J))]
     D = torch.empty((n, i, J) if own else (0, 0, 0), dtype=dtype)
     given = _given(V, f, k, c, v, use, ign)
@@ -236,7 +236,7 @@ class _Sweeps:
     def __init__(self, u, W):
         self.u = _by_block(u).movedim(0, -2).contiguous()  # [i, d, blocks, LANES]
         self.n, self.W, self.kernels = len(u), W.contiguous(), _kernels()
-        self.flat = W.transpose(1, 2).reshape(*u.shape[1:], -1)  # [i, d, j·h]
+        self.flat = W.transpose(1, 2).flatten(2).contiguous()  # [i, d, j·h]
         (self.i, self.j, _, self.h), self.blocks = W.shape, self.u.shape[2]
         self.chunk = -(-self.i // 4)
 
