@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from ..core import check_n_iters
-from .numerics import FastOp, keep_freed_memory, may_look, without_autocast
+from .numerics import FastOp, keep_freed_memory, may_look
 from ..routing.dynamic import Agreed, dynamic_routing_ref, squash
 
 # %% auto #0
@@ -186,8 +186,7 @@ def _agree_definition(V, n_iters, detach, shares):
 
 # %% ../../nbs/engine/13_dynamic.ipynb #op210001
 def _votes_forward(V: Tensor, n_iters: int, detach: bool, shares: bool) -> list[Tensor]:
-    with without_autocast(V.device):
-        return _agree(_Votes(V), n_iters, shares)
+    return _agree(_Votes(V), n_iters, shares)
 
 
 def _votes_backward(
@@ -198,8 +197,7 @@ def _votes_backward(
     detach: bool,
     shares: bool,
 ) -> list[Tensor]:
-    with without_autocast(V.device):
-        return _agree_back(_Votes(V), outs[2], grads[0], detach)
+    return _agree_back(_Votes(V), outs[2], grads[0], detach)
 
 
 def _votes_shapes(V, n_iters, detach, shares):
@@ -214,8 +212,7 @@ _of_votes = FastOp(
 
 # %% ../../nbs/engine/13_dynamic.ipynb #op210002
 def _maps_forward(u: Tensor, W: Tensor, n_iters: int, detach: bool, shares: bool) -> list[Tensor]:
-    with without_autocast(u.device):
-        return _agree(_Maps(u, W), n_iters, shares)
+    return _agree(_Maps(u, W), n_iters, shares)
 
 
 def _maps_backward(
@@ -227,8 +224,7 @@ def _maps_backward(
     detach: bool,
     shares: bool,
 ) -> list[Tensor]:
-    with without_autocast(u.device):
-        return _agree_back(_Maps(u, W), outs[2], grads[0], detach)
+    return _agree_back(_Maps(u, W), outs[2], grads[0], detach)
 
 
 def _maps_shapes(u, W, n_iters, detach, shares):

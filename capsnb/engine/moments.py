@@ -13,7 +13,7 @@ from torch import Tensor
 from ..routing.em import sig2_floor
 from ..routing.dstep import pool
 from .dstep import Plan, Problem, n_samples, plans
-from .numerics import FastOp, without_autocast
+from .numerics import FastOp
 
 # %% auto #0
 __all__ = ['n_stats']
@@ -375,8 +375,7 @@ def _moments_forward(
 ) -> list[Tensor]:  # M [n, N, j] in float64, R [n, i, j] or nothing
     sweep, _ = _moments_sweep(f, x, x0, phi, theta, narrow, numbers)
     R = _no_shares(x, x.shape[3], theta.shape[2], shares)
-    with without_autocast(x.device):
-        (M,), _ = _gather_all(sweep, R)
+    (M,), _ = _gather_all(sweep, R)
     return [M.to(theta.dtype), R]
 
 
@@ -393,8 +392,7 @@ def _moments_backward(
     numbers: int,
 ) -> list[Tensor]:  # gradients of f, theta, and x or phi
     sweep, is_narrow = _moments_sweep(f, x, x0, phi, theta, narrow, numbers)
-    with without_autocast(x.device):
-        g_f, *g_parts, g_theta = _spread_all(sweep, outs[:1], grads[:1], outs[1], grads[1])
+    g_f, *g_parts, g_theta = _spread_all(sweep, outs[:1], grads[:1], outs[1], grads[1])
     g_x, g_phi = (g_parts[0], None) if is_narrow else (None, g_parts[0])
     return [g_f, g_x, None, g_phi, g_theta, None]
 
@@ -739,8 +737,7 @@ def _votes_forward(
     "Statistics of the votes under their shares."
     sweep = _votes_sweep(f, x, W, B, beta_use, beta_ign, k, mu, v, free, row, numbers, parts)
     R = _no_shares(x, x.shape[1], k.shape[1], shares)
-    with without_autocast(x.device):
-        stats, norm = _gather_all(sweep, R)
+    stats, norm = _gather_all(sweep, R)
     return [*stats, R, norm]
 
 
@@ -764,8 +761,7 @@ def _votes_backward(
 ) -> list[Tensor]:  # gradients of the tensors
     tensors, how = (x, W, B, beta_use, beta_ign, k, mu, v), (free, row, numbers, parts)
     sweep = _votes_sweep(f, *tensors, *how, norm=outs[5])
-    with without_autocast(x.device):
-        return list(_spread_all(sweep, outs[:4], grads[:4], outs[4], grads[4]))
+    return list(_spread_all(sweep, outs[:4], grads[:4], outs[4], grads[4]))
 
 # %% ../../nbs/engine/16_moments.ipynb #op000007
 def _votes_shapes(f, x, W, B, use, ign, k, mu, v, shares, free, row, numbers, parts):

@@ -139,6 +139,19 @@ def _vjp_of_vjp(
     return [next(found) if k in real else None for k in range(len(inputs))] + [*found]
 
 # %% ../../nbs/engine/11_numerics.ipynb #op200001
+def _in_full(
+    run,  # an op's forward or backward pass, or its definition
+):
+    "The same outside of autocast: what is to be exact is not rounded to 16 bits."
+
+    @functools.wraps(run)
+    def outside(*args):
+        with without_autocast(args[0].device):
+            return run(*args)
+
+    return outside
+
+
 def _laid_out(
     backward,  # of an op
     n,  # tensors
@@ -178,6 +191,7 @@ class FastOp:
         hints = inspect.signature(forward, eval_str=True).parameters.values()
         self.n, self.n_out = sum(p.annotation is Tensor for p in hints), n_out
         self.name, self.definition = name, definition
+        forward, backward = _in_full(forward), _in_full(backward)
         self.forward, self.backward = (
             torch.library.custom_op(f'capsnb::{name}{end}', f, mutates_args=())
             for end, f in (('', forward), ('_backward', _laid_out(backward, self.n)))
@@ -203,7 +217,8 @@ class FastOp:
         def outs(*x):
             return tuple(self.definition(*x, *settings))[: self.n_out]
 
-        return _vjp_of_vjp(outs, inputs, grads, grads2)
+        with without_autocast(inputs[0].device):
+            return _vjp_of_vjp(outs, inputs, grads, grads2)
 
     def _in_graphs(self):
         "Autograd of the two ops themselves, for graphs."

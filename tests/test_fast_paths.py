@@ -1,0 +1,82 @@
+"""Every fast path on the CPU where surroundings differ: autocast, batches of 0, many gradients."""
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+from capsnb.engine.dstep import Routing, plans
+from capsnb.engine.dynamic import dynamic_routing, route_capsules
+from capsnb.engine.layers import ClassCaps, ConvCaps, field_plans
+
+
+class Agreement(nn.Module):
+    "Dynamic routing, of votes or by maps."
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.W = nn.Parameter(torch.randn(shape))
+
+    def forward(self, x, n_iters=3):
+        if self.W.ndim == 4:
+            return route_capsules(x, self.W, n_iters)[:2]
+        return dynamic_routing(x * self.W, n_iters)[:2]
+
+
+def of_grid(n):
+    return torch.rand(n, 4, 4, 2), torch.randn(n, 4, 4, 2, 4, 4)
+
+
+def of_set(n):
+    return torch.randn(n, 5), torch.randn(n, 5, 2, 3)
+
+
+# name -> layer, what it takes for n samples
+paths = {
+    'maps': (lambda: Agreement(6, 3, 4, 5), lambda n: [torch.randn(n, 6, 4)]),
+    'votes': (lambda: Agreement(5), lambda n: [torch.randn(n, 6, 3, 5)]),
+    'classes': (lambda: ClassCaps(2, 3), of_grid),
+}
+for plan in [k for k in field_plans if not k.startswith('triton')]:
+    paths[f'fields {plan}'] = (lambda plan=plan: ConvCaps(2, 3, plan=plan)), of_grid
+for plan in [k for k in plans if not k.startswith('triton')]:
+    for n_inp in (None, 5)[: 1 + (plan != 'moments')]:
+        how = dict(plan=plan, n_inp=n_inp, n_out=4)
+        paths[f'set {plan} {n_inp}'] = (lambda how=how: Routing(2, 3, 2, **how)), of_set
+
+every_path = pytest.mark.parametrize('name', paths)
+
+
+def made(name, n=3):
+    torch.manual_seed(0)
+    make, take = paths[name]
+    layer, x = make(), take(n)
+    x[-1].requires_grad_()
+    return layer, x
+
+
+def penalty(layer, x):
+    "Values, gradients, and gradients of a penalty on them."
+    out = [o for o in layer(*x)[:3] if o is not None]
+    wrt = [x[-1], layer.W]
+    g = torch.autograd.grad(sum(o.sin().sum() for o in out), wrt, create_graph=True)
+    return *out, *g, *torch.autograd.grad(sum(v.square().sum() for v in g), wrt)
+
+
+@pytest.mark.parametrize('name', ['maps', 'votes', 'classes', 'fields tiles', 'fields compiled'])
+def test_autocast_changes_nothing(name):
+    if name not in paths:
+        pytest.skip("numba is not installed")
+    layer, x = made(name, 13)
+    want = penalty(layer, x)
+    with torch.autocast('cpu', torch.bfloat16):
+        got = penalty(layer, x)
+    for p, q in zip(got, want):
+        assert torch.equal(p, q)
+
+
+def test_autocast_changes_nothing_where_all_shares_are_even():
+    layer, x = made('maps', 13)
+    with torch.autocast('cpu', torch.bfloat16):
+        got = layer(*x, 1)
+    for p, q in zip(got, layer(*x, 1)):
+        assert torch.equal(p, q)
