@@ -60,7 +60,7 @@ def keep_freed_memory() -> None:
 _pools = {}  # (process, threads) -> pool
 
 
-def thread_pool(
+def _thread_pool(
     threads: int,  # how many
 ) -> ThreadPoolExecutor:
     "A pool of threads, made once; a forked process starts its own."
@@ -68,6 +68,21 @@ def thread_pool(
     if key not in _pools:
         _pools[key] = ThreadPoolExecutor(threads)
     return _pools[key]
+
+
+def in_threads(
+    threads: int,  # how many
+    run: Callable,  # takes one of each column
+    *columns: Sequence,  # of the same length: arguments, task by task
+) -> list:  # what it returned
+    "Run tasks in a pool of threads, with gradients and inference mode as they are here."
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    def task(*args):
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+            return run(*args)
+
+    return list(_thread_pool(threads).map(task, *columns))
 
 # %% ../../nbs/engine/11_numerics.ipynb #d204da25
 def _as_array(t):
@@ -87,8 +102,7 @@ def over_threads(
     if threads < 2:
         return [kernel(0, n, *args)]
     cuts = [n * k // threads for k in range(threads + 1)]
-    run = thread_pool(threads).map(lambda a, b: kernel(a, b, *args), cuts[:-1], cuts[1:])
-    return list(run)
+    return in_threads(threads, lambda a, b: kernel(a, b, *args), cuts[:-1], cuts[1:])
 
 # %% ../../nbs/engine/11_numerics.ipynb #a1f2bc11
 def may_look(
