@@ -1,10 +1,12 @@
 """Every fast path on the CPU where surroundings differ: autocast, batches of 0, many gradients."""
 
+import sys
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
-from capsnb.engine.dstep import Routing, plans
+from capsnb.engine import numerics
+from capsnb.engine.dstep import Routing, Sizes, choose_plan, plans
 from capsnb.engine.dynamic import dynamic_routing, route_capsules
 from capsnb.engine.layers import ClassCaps, ConvCaps, field_plans
 
@@ -43,6 +45,10 @@ for plan in [k for k in plans if not k.startswith('triton')]:
         how = dict(plan=plan, n_inp=n_inp, n_out=4)
         paths[f'set {plan} {n_inp}'] = (lambda how=how: Routing(2, 3, 2, **how)), of_set
 
+others = {  # that choose for themselves
+    'fields auto': (lambda: ConvCaps(2, 3), of_grid),
+    'set auto': (lambda: Routing(2, 3, 2, n_out=4), of_set),
+}
 every_path = pytest.mark.parametrize('name', paths)
 
 
@@ -80,3 +86,30 @@ def test_autocast_changes_nothing_where_all_shares_are_even():
         got = layer(*x, 1)
     for p, q in zip(got, layer(*x, 1)):
         assert torch.equal(p, q)
+
+
+def test_plans_refuse_where_numba_is_broken(monkeypatch):
+    pytest.importorskip('numba')
+    for name in ('kernels', 'routing_kernels'):
+        monkeypatch.delitem(sys.modules, f'capsnb.engine.{name}', raising=False)
+    monkeypatch.setattr(numerics, '_import_errors', {})
+    monkeypatch.setitem(sys.modules, 'numba', None)
+    for name in ('maps', 'classes', 'fields auto', 'set auto'):
+        make, take = others[name] if name in others else paths[name]
+        layer, x = make(), take(13)
+        layer(*x)
+        if name.endswith('auto'):
+            layer.plan = 'compiled'
+            with pytest.raises(ValueError, match='kernels cannot be imported.*numba'):
+                layer(*x)
+    assert choose_plan(Sizes(5, 1850, 64, 1, 64, 2, True)) == 'stream'
+
+
+@pytest.mark.filterwarnings('ignore:compiled kernels cannot be kept')
+def test_kernels_need_no_place_on_disk(monkeypatch):
+    caching = pytest.importorskip('numba.core.caching')
+    monkeypatch.setattr(caching.FunctionCache._impl_class, '_locator_classes', [])
+    numerics._tell_that_nothing_is_kept.cache_clear()
+    with pytest.warns(UserWarning, match='NUMBA_CACHE_DIR') as told:
+        kernels = [numerics.jit()(f) for f in (lambda x: x + 1, lambda x: x + 2)]
+    assert len(told) == 1 and [f(3) for f in kernels] == [4, 5]

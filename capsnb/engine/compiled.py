@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 import capsnb.engine.layers as layers
 from .em import damped, proportions
-from .numerics import FastOp, over_threads
+from .numerics import FastOp, import_error, over_threads
 from ..routing.em import TINY, EMRouted, Floor
 
 # %% ../../nbs/engine/19_compiled.ipynb #00000008
@@ -427,7 +427,7 @@ def _refuses(parts, loop) -> str:
         return f"it knows float32 and float64, not {mu.dtype}"
     if mu.shape[2] * mu.shape[3] * W.shape[3] > 1024:
         return f"its kernels are made for poses of up to 1024 products, got {mu.shape[2:]}"
-    return ''
+    return import_error('capsnb.engine.kernels')
 
 # %% ../../nbs/engine/19_compiled.ipynb #00000022
 def _route_compiled(

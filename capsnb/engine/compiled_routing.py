@@ -4,6 +4,7 @@
 
 # %% ../../nbs/engine/21_compiled_routing.ipynb #00000002
 from __future__ import annotations
+import importlib
 import importlib.util
 
 # %% auto #0
@@ -17,14 +18,15 @@ from ..routing.dynamic import squash
 from .dstep import Plan, Problem, exporting, plans
 from .dynamic import _maps_definition, _maps_shapes, _of_maps, _squash_back, faster
 from .moments import _precision, _routed, _wide
-from .numerics import FastOp, over_threads
+from .numerics import FastOp, import_error, over_threads
 
 # %% ../../nbs/engine/21_compiled_routing.ipynb #00000006
-def _kernels():
-    "The module of kernels, which needs numba; imported by the first who runs them."
-    from capsnb.engine import routing_kernels
+_KERNELS = 'capsnb.engine.routing_kernels'  # needs numba
 
-    return routing_kernels
+
+def _kernels():
+    "The module of kernels; imported by the first who asks whether they can run."
+    return importlib.import_module(_KERNELS)
 
 # %% ../../nbs/engine/21_compiled_routing.ipynb #00000008
 _LANES, _CHUNK = 16, 512  # wholes in a register; parts in a task
@@ -200,7 +202,7 @@ def _refuse_compiled(s):
         return f"it is for the CPU, not for {s.device}"
     if s.n * s.i * s.j * s.c * s.h > _MOST:
         return f"its votes would be more than {_MOST} numbers"
-    return 'an exported graph cannot hold it' if exporting() else ''
+    return 'an exported graph cannot hold it' if exporting() else import_error(_KERNELS)
 
 
 def _cost_compiled(s):
@@ -328,7 +330,8 @@ def _serves(
     W: Tensor,  # [i, j, d, h] maps
 ) -> bool:
     "Whether kernels are faster: a register holds 16 samples, full or not."
-    return u.device.type == 'cpu' and not exporting() and len(u) >= 12
+    fits = u.device.type == 'cpu' and not exporting() and len(u) >= 12
+    return fits and not import_error(_KERNELS)
 
 
 if importlib.util.find_spec('numba'):

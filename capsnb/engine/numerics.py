@@ -6,17 +6,19 @@
 from __future__ import annotations
 import contextlib
 import functools
+import importlib
 import inspect
 import math
 import os
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
 # %% auto #0
-__all__ = ['error_to', 'assert_as_exact', 'keep_freed_memory', 'thread_pool', 'over_threads', 'may_look', 'FastOp', 'autocasting',
-           'without_autocast']
+__all__ = ['error_to', 'assert_as_exact', 'keep_freed_memory', 'in_threads', 'over_threads', 'import_error', 'jit', 'may_look',
+           'FastOp', 'autocasting', 'without_autocast']
 
 # %% ../../nbs/engine/11_numerics.ipynb #00000010
 def error_to(
@@ -103,6 +105,47 @@ def over_threads(
         return [kernel(0, n, *args)]
     cuts = [n * k // threads for k in range(threads + 1)]
     return in_threads(threads, lambda a, b: kernel(a, b, *args), cuts[:-1], cuts[1:])
+
+# %% ../../nbs/engine/11_numerics.ipynb #484dab27
+_import_errors = {}  # module -> '' or why it cannot be imported
+
+
+def import_error(
+    module: str,  # its name, in full
+) -> str:
+    "Why a module cannot be imported, '' if it can; tried once."
+    if module not in _import_errors:
+        try:
+            importlib.import_module(module)
+            _import_errors[module] = ''
+        except Exception as error:  # what is broken may raise anything
+            _import_errors[module] = f"{module} cannot be imported: {error!r}"
+    return _import_errors[module]
+
+
+import_error._dynamo_marked_constant = True  # assume_constant_result would import the compiler
+
+# %% ../../nbs/engine/11_numerics.ipynb #f20789a9
+@functools.cache
+def _tell_that_nothing_is_kept():
+    what = "compiled kernels cannot be kept on disk: every process compiles them again"
+    warnings.warn(f"{what}, unless NUMBA_CACHE_DIR names a directory that can be written to")
+
+
+def jit(
+    **how,  # of numba.njit
+) -> Callable:  # function -> kernel
+    "`numba.njit` without the GIL; what it compiles is kept on disk where that is possible."
+    import numba
+
+    def kernel(f):
+        try:
+            return numba.njit(nogil=True, cache=True, **how)(f)
+        except RuntimeError:  # no directory can be written to
+            _tell_that_nothing_is_kept()
+            return numba.njit(nogil=True, **how)(f)
+
+    return kernel
 
 # %% ../../nbs/engine/11_numerics.ipynb #a1f2bc11
 def may_look(
