@@ -113,3 +113,41 @@ def test_kernels_need_no_place_on_disk(monkeypatch):
     with pytest.warns(UserWarning, match='NUMBA_CACHE_DIR') as told:
         kernels = [numerics.jit()(f) for f in (lambda x: x + 1, lambda x: x + 2)]
     assert len(told) == 1 and [f(3) for f in kernels] == [4, 5]
+
+
+@every_path
+def test_no_samples(name):
+    layer, x = made(name, 0)
+    n_iters = [1, 3] if name.startswith('set') else [3]
+    for layer.n_iters in n_iters:
+        how = dict(return_R=True) if name.startswith('set') else {}
+        out = [o for o in layer(*x, **how) if o is not None]
+        sum(o.sum() for o in out).backward()
+        assert [o.shape[1:] for o in out] == [
+            o.shape[1:] for o in layer(*made(name, 2)[1], **how) if o is not None
+        ]
+        assert all(len(o) == 0 for o in out) and not layer.W.grad.any()
+    none = torch.func.vmap(lambda *x: tuple(o for o in layer(*x) if o is not None))(*x)
+    assert [o.shape for o in none] == [o.shape for o in out[: len(none)]]
+
+
+@every_path
+def test_many_gradients_at_a_time(name):
+    layer, x = made(name, 13 if name == 'maps' else 2)
+    layer, x = layer.double(), [v.detach().double() for v in x]
+    wrt = [x[-1].requires_grad_(), layer.W]
+    out = layer(*x)[1]
+    grads = torch.randn(2, *out.shape, dtype=out.dtype)
+
+    def found(more):
+        how = dict(create_graph=more, retain_graph=True)
+        many = torch.autograd.grad(out, wrt, grads, is_grads_batched=True, **how)
+        each = zip(*(torch.autograd.grad(out, wrt, g, **how) for g in grads))
+        return many, [torch.stack(g) for g in each]
+
+    assert_close(*map(list, found(False)))
+    again = [
+        torch.autograd.grad(sum(g.square().sum() for g in gs), wrt, retain_graph=True)
+        for gs in found(True)
+    ]
+    assert_close(*again)

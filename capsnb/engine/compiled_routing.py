@@ -47,6 +47,11 @@ def _tasks(V):
     "How many chunks of parts all samples have."
     return len(V) * -(-V.shape[1] // _CHUNK)
 
+
+def _by_chunk(t, V):
+    "[tasks, ...] -> [n, chunks, ...]"
+    return t.view(len(V), -(-V.shape[1] // _CHUNK), *t.shape[1:])
+
 # %% ../../nbs/engine/21_compiled_routing.ipynb #00000009
 def _votes_forward(
     V: Tensor,  # [n, i, g, j] votes, without their bias
@@ -59,10 +64,10 @@ def _votes_forward(
     n_out: int,  # wholes that are meant; the rest fills registers up
 ) -> list[Tensor]:  # gain and mass [n, j], means and squared gaps [n, g, j], float64
     given = _given(V, f, k, c, v, use, ign)
-    (n, _, G, J), tasks = V.shape, _tasks(V)
+    (*_, G, J), tasks = V.shape, _tasks(V)
     stats = [torch.zeros(tasks, *s, dtype=torch.float64) for s in ((J,), (J,), (G, J), (G, J))]
     over_threads(tasks, _kernels().votes_forward, _CHUNK, n_out, *given, *stats)
-    gain, mass, mean, squares = (t.view(n, -1, *t.shape[1:]) for t in stats)
+    gain, mass, mean, squares = (_by_chunk(t, V) for t in stats)
     total = mass.sum(1)
     centre = (mass[:, :, None] * mean).sum(1) / (total + 1e-30)[:, None]
     about = mass[:, :, None] * (mean - centre[:, None]).square()
@@ -95,7 +100,7 @@ def _votes_backward(
     over_threads(
         tasks, _kernels().votes_backward, _CHUNK, n_out, *given, slopes, g_V, g_f, *sums, D
     )
-    model = [t.view(n, -1, *t.shape[1:]).sum(1) for t in sums]
+    model = [_by_chunk(t, V).sum(1) for t in sums]
     model = [model[0][:, 0], *model[1:]] if k.numel() else [torch.zeros_like(t) for t in (k, c, v)]
     if own:
         betas = [(g_gain[:, None] * d).sum(0) for d in (D, D - f[..., None])]
@@ -129,12 +134,12 @@ _votes = FastOp('compiled_votes', _votes_forward, _votes_backward, _votes_fake, 
 # %% ../../nbs/engine/21_compiled_routing.ipynb #0000000e
 def _cast(x, W):
     "x [n, i, c, d], W [i|1, j, d, h] -> [n, i, c·h, j]; j filled up."
-    (n, i, c, d), h = x.shape, W.shape[3]
-    W = F.pad(W.permute(0, 2, 3, 1), (0, -W.shape[1] % _LANES)).flatten(2)
+    (n, i, c, d), h, J = x.shape, W.shape[3], W.shape[1] + -W.shape[1] % _LANES
+    W = F.pad(W.permute(0, 2, 3, 1), (0, J - W.shape[1])).flatten(2)
     if len(W) == 1:
-        return (x.reshape(-1, d) @ W[0]).view(n, i, c * h, -1)
+        return (x.reshape(n * i * c, d) @ W[0]).view(n, i, c * h, J)
     V = torch.bmm(x.transpose(0, 1).reshape(i, n * c, d), W)
-    return V.view(i, n, c * h, -1).transpose(0, 1).contiguous()
+    return V.view(i, n, c * h, J).transpose(0, 1).contiguous()
 
 # %% ../../nbs/engine/21_compiled_routing.ipynb #0000000f
 def _filled(t, with_=0.0):

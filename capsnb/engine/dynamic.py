@@ -4,6 +4,7 @@
 
 # %% ../../nbs/engine/13_dynamic.ipynb #00000002
 from __future__ import annotations
+import math
 import torch
 from torch import Tensor
 from ..core import check_n_iters
@@ -290,7 +291,7 @@ def dynamic_routing(
         raise ValueError(
             f"expected at least one part, one whole and one number per vote, got votes {shape}"
         )
-    flat = [V.reshape(-1, *shape[-3:])]
+    flat = [V.reshape(math.prod(shape[:-3]), *shape[-3:])]
     return _routed(_of_votes, flat, V.shape[:-3], n_iters, detach=detach, return_R=return_R)
 
 # %% ../../nbs/engine/13_dynamic.ipynb #00000012
@@ -321,5 +322,5 @@ def route_capsules(
     "`dynamic_routing` of the votes u_i W_ij, never made; `ValueError` for shapes that do not fit."
     _check_maps(u, W)
     wide = torch.promote_types(u.dtype, W.dtype)
-    flat = [u.to(wide).reshape(-1, *u.shape[-2:]), W.to(wide)]
+    flat = [u.to(wide).reshape(math.prod(u.shape[:-2]), *u.shape[-2:]), W.to(wide)]
     return _routed(_of_maps, flat, u.shape[:-2], n_iters, detach=detach, return_R=return_R)

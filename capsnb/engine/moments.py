@@ -578,7 +578,7 @@ def _cast(x, W, B):
     "x [n, i, c, d], W [i|1, d, h, j], B [i|1, c, h, j] -> V [n, i, c, h, j]."
     (n, i, c, d), (h, j) = x.shape, W.shape[2:]
     if W.shape[0] == 1:
-        return (x.reshape(-1, d) @ W[0].reshape(d, h * j)).view(n, i, c, h, j) + B
+        return (x.reshape(n * i * c, d) @ W[0].reshape(d, h * j)).view(n, i, c, h, j) + B
     V = torch.bmm(x.transpose(0, 1).reshape(i, n * c, d), W.reshape(i, d, h * j))
     return V.view(i, n, c, h, j).transpose(0, 1) + B
 
@@ -587,11 +587,12 @@ def _cast_back(g_V, x, W):
     "Gradients of x and W from those of the votes: the transpose of `_cast`."
     (n, i, c, d), (h, j) = x.shape, W.shape[2:]
     if W.shape[0] > 1:
-        g, x = (t.transpose(0, 1).reshape(i, n * c, -1) for t in (g_V, x))
+        g = g_V.transpose(0, 1).reshape(i, n * c, h * j)
+        x = x.transpose(0, 1).reshape(i, n * c, d)
         g_x = torch.bmm(g, W.reshape(i, d, h * j).mT).view(i, n, c, d).transpose(0, 1)
         return g_x, torch.bmm(x.mT, g).view(i, d, h, j)
-    g, W = g_V.reshape(-1, h * j), W[0].reshape(d, h * j)
-    return (g @ W.T).view(x.shape), (x.reshape(-1, d).T @ g).view(1, d, h, j)
+    g, W = g_V.reshape(n * i * c, h * j), W[0].reshape(d, h * j)
+    return (g @ W.T).view(x.shape), (x.reshape(n * i * c, d).T @ g).view(1, d, h, j)
 
 # %% ../../nbs/engine/16_moments.ipynb #a12ade3a
 def _merge(mass, mean, squares, V, D):

@@ -165,11 +165,14 @@ def _one_by_one(
     def at(arg, dim, k):
         if isinstance(arg, list):
             return [at(a, d, k) for a, d in zip(arg, dim)]
+        if dim is not None and not arg.shape[dim]:  # of no samples, zeros tell the shapes
+            return arg.new_zeros(arg.movedim(dim, 0).shape[1:])
         return arg if dim is None else arg.select(dim, k)
 
     def rule(info, dims, *args):
-        outs = [op(*(at(a, d, k) for a, d in zip(args, dims))) for k in range(info.batch_size)]
-        return [torch.stack(o) for o in zip(*outs)], [0] * len(outs[0])
+        n = info.batch_size
+        outs = [op(*(at(a, d, k) for a, d in zip(args, dims))) for k in range(max(1, n))]
+        return [torch.stack(o)[:n] for o in zip(*outs)], [0] * len(outs[0])
 
     op.register_vmap(rule)
 
@@ -305,6 +308,24 @@ class FastOp:
         self.backward.register_autograd(back_back, setup_context=save_back)
 
 # %% ../../nbs/engine/11_numerics.ipynb #op200002
+_is_many = torch._C._functorch.is_legacy_batchedtensor  # of `is_grads_batched`
+
+
+def _one_at_a_time(back, grads):
+    """`back(*grads)`, gradient by gradient where there are many at a time.
+
+    That is what `grad(is_grads_batched=True)` and `jacobian(vectorize=True)` ask for.
+    """
+    if not any(map(_is_many, grads)):
+        return back(*grads)
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    n = next(len(torch._remove_batch_dim(g, level, 1, 0)) for g in grads if _is_many(g))
+    each = zip(*(torch._remove_batch_dim(g, level, n, 0) for g in grads))
+    found = zip(*(back(*g) for g in each))
+    return [g[0] if g[0] is None else torch._add_batch_dim(torch.stack(g), 0, level) for g in found]
+
+
 def _is_bare(tensors):
     "Whether tensors have values and nobody watches what is done to them: then no op is needed."
     watched = torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack()
@@ -332,8 +353,12 @@ def _function(
 
         @staticmethod
         def backward(ctx, *grads2):
-            t = ctx.saved_tensors
-            found = op.second(t[:n], t[n:], ctx.settings, grads2)
+            t, settings = ctx.saved_tensors, ctx.settings
+
+            def back(*grads2):
+                return op.second(t[:n], t[n:], settings, grads2)
+
+            found = _one_at_a_time(back, grads2)
             return None, None, *found[:n], *[None] * ctx.n_states, *found[n:]
 
     class Forward(torch.autograd.Function):
@@ -353,10 +378,14 @@ def _function(
 
         @staticmethod
         def backward(ctx, *grads):
-            t, g = ctx.saved_tensors, grads[: op.n_out]
-            if torch.is_grad_enabled() or not _is_bare((*t, *g)):
-                return None, *Backward.apply(ctx.settings, ctx.n_states, *t, *g)
-            return None, *op.bare[1](*t[:n], list(t[n:]), list(g), *ctx.settings)
+            t, settings, n_states = ctx.saved_tensors, ctx.settings, ctx.n_states
+
+            def back(*g):
+                if torch.is_grad_enabled() or not _is_bare((*t, *g)):
+                    return Backward.apply(settings, n_states, *t, *g)
+                return op.bare[1](*t[:n], list(t[n:]), list(g), *settings)
+
+            return None, *_one_at_a_time(back, grads[: op.n_out])
 
     for f in (Forward.forward, Backward.forward):
         f.__signature__ = inspect.signature(f)  # `apply` looks it up in every call
