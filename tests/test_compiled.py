@@ -92,6 +92,16 @@ def test_poses_of_any_size(pose, dtype):
     same(l, a, mu, 1e-11 if dtype == f64 else 1e-4)
 
 
+def test_maps_of_one_number_for_blocks_that_are_full():
+    caps, X = ConvCaps(4, 3, K=2, d_cov=2, d_inp=1, d_out=1).double(), []
+    a, mu = torch.rand(2, 3, 3, 4, dtype=f64), torch.randn(2, 3, 3, 4, 2, 1, dtype=f64)
+    for caps.plan in ('compiled', 'votes'):
+        out, at = caps(a, mu := mu.detach().requires_grad_()), (mu, caps.W)
+        X.append([*out[:3], *torch.autograd.grad(out.mu.sin().sum() + out.a.sum(), at)])
+    for got, want in zip(*X):
+        assert error_to(got, want) < 1e-10
+
+
 @pytest.mark.parametrize('damping', [0.0, 0.3])
 def test_float32_is_as_exact_as_votes(damping):
     a, mu = draw(3, 7, 6, 3, dtype=torch.float32)

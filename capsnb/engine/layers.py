@@ -1005,7 +1005,8 @@ class ClassCaps(_Capsules):
             to = torch.zeros(W.shape[0], j, at.shape[-1], h, dtype=W.dtype, device=W.device)
             to.diagonal(0, -2, -1).fill_(1) if c == 1 else to[..., -1].fill_(1)
             mu, W = torch.cat([mu, at.expand(*mu.shape[:-1], -1)], -1), torch.cat([W, to], -2)
-        a, mu = a.reshape(-1, m * n * i), mu.reshape(-1, m * n * i, *mu.shape[-2:])
+        flat = math.prod(a.shape[:-3]), m * n * i
+        a, mu = a.reshape(flat), mu.reshape(*flat, *mu.shape[-2:])
         return _Parts(a, mu, W, *self.betas(W.dtype), torch.arange(len(W), device=a.device)[None])
 
     def forward(

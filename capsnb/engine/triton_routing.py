@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from .dstep import Plan, Problem, gpu_seconds, plans
 from .moments import _ByMoments, _ByVotes, _Tiling, _fit, _routed, _theta, n_stats
-from .numerics import FastOp
+from .numerics import FastOp, import_error
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -1368,7 +1368,9 @@ def _refuse_here(s):
     "Why no kernel runs: on this device, in this dtype."
     if s.device == 'cpu' and not _interpreters or s.device not in ('', 'cpu', 'cuda'):
         return f"Triton's kernels need CUDA tensors, got {s.device}"
-    return "its kernels compute in float32" if s.dtype == torch.float64 else ''
+    if s.dtype == torch.float64:
+        return "its kernels compute in float32"
+    return import_error('triton')
 
 
 def _refuse_streamed(s):
