@@ -752,13 +752,22 @@ def bench(
         bool, option('Everything that --device cuda does, at tiny sizes.', '--rehearse')
     ] = False,
     budget: Annotated[
-        int, option('Seconds after which the bench of a GPU ends, whatever is left.', min=1)
-    ] = 570,
+        int | None,
+        typer.Option(
+            show_default='570',
+            help='Seconds after which the bench of a GPU ends, whatever is left.',
+            min=1,
+        ),
+    ] = None,
     resume: Annotated[
         bool, option('Keep the cases that the record has, of this commit and machine.', '--resume')
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(show_default='runs/bench.json', help='File of the record.')
+        Path | None,
+        typer.Option(
+            show_default='runs/bench.json',
+            help='File of the record; it keeps the records of other machines and --threads, too.',
+        ),
     ] = None,
     progress: Progress = None,
 ):
@@ -767,11 +776,15 @@ def bench(
 
     With --device cuda and no name: tests, exactness, benches, rivals, training, in ten minutes."""
     if rehearse or (device.startswith('cuda') and not names):
-        if names or quick or resume:
-            raise ValueError("--device cuda and --rehearse run everything: no names, no --quick")
+        if names or quick or resume or threads:
+            said = "no names, no --quick, no --resume, no --threads"
+            raise ValueError(f"--device cuda and --rehearse run everything: {said}")
         out = out or Path('runs/bench_gpu.json')
-        room('lab.gpu').gpu_bench(out, device=device, tiny=rehearse, budget=budget)
+        how = dict(tiny=rehearse, budget=budget or 570, progress=progress)
+        room('lab.gpu').gpu_bench(out, device=device, **how)
         return print(f'the record is in {out}')
+    if budget:
+        raise ValueError("--budget is for --rehearse, and for --device cuda without names")
     out = out or Path('runs/bench.json')
     kw = dict(device=device, threads=threads, quick=quick, resume=resume, progress=progress)
     room('lab.speed').bench(tuple(names or ()), out, **kw)

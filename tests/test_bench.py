@@ -1,5 +1,6 @@
 """The bench: turns, records, comparisons, and the GPU's ten minutes rehearsed on a CPU."""
 
+import functools
 import json
 import math
 import time
@@ -158,6 +159,69 @@ def test_a_file_that_is_no_record_is_left_alone(tmp_path):
         speed.bench(('mixture',), tmp_path / 'x.json', tiny=True)
 
 
+whole = dict(
+    machine={},
+    tiny=True,
+    benches={'naps': {'naps': dict(commit='x', measured={'fast': {'wall': 1}})}},
+)
+
+
+@pytest.mark.parametrize(
+    'keys, value, said',
+    [
+        (('benches',), [], "'benches'"),
+        (('benches', 'naps'), 1, "'benches' > 'naps'"),
+        (('benches', 'naps', 'naps'), 3, "'benches' > 'naps' > 'naps'"),
+        (('benches', 'naps', 'naps', 'commit'), ..., "'naps' > 'commit'"),
+        (('benches', 'naps', 'naps', 'measured'), None, "'naps' > 'measured'"),
+        (('benches', 'naps', 'naps', 'measured', 'fast'), [2], "'measured' > 'fast'"),
+        (('benches', 'naps', 'naps', 'measured', 'fast', 'wall'), ..., "'fast' > 'wall'"),
+        (('benches', 'naps', 'naps', 'measured', 'fast', 'wall'), 'slow', "'fast' > 'wall'"),
+        (('machine',), ..., "'machine'"),
+        (('others',), 1, "'others'"),
+        (('others',), [whole, dict(machine={}, benches=None)], "'others' > 1 > 'benches'"),
+    ],
+)
+@pytest.mark.parametrize('resume', [False, True])
+def test_a_damaged_record_is_named_with_its_key(tmp_path, keys, value, said, resume):
+    record, file = json.loads(json.dumps(whole)), tmp_path / 'bench.json'
+    inner = functools.reduce(lambda x, k: x[k], keys[:-1], record)
+    if value is ...:
+        del inner[keys[-1]]
+    else:
+        inner[keys[-1]] = value
+    file.write_text(text := json.dumps(record))
+    with pytest.raises(ValueError, match='damaged') as e:
+        speed.bench(('mixture',), file, tiny=True, resume=resume)
+    assert str(file) in str(e.value) and said in str(e.value) and file.read_text() == text
+
+
+def test_the_record_of_another_machine_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setitem(benches, 'naps', lambda: [case])
+    file, how = tmp_path / 'bench.json', dict(tiny=True)
+    one = speed.bench(('naps',), file, threads=1, **how)
+    two = speed.bench(('naps',), file, threads=2, **how)
+    assert two['others'] == [one] and two['machine']['threads'] == 2
+    rows = two['benches']['naps']['naps']['measured']
+    assert rows['fast']['faster_than_last'] is None
+    again = speed.bench(('naps',), file, threads=1, **how)
+    assert again['others'] == [{k: v for k, v in two.items() if k != 'others'}]
+    assert again['benches']['naps']['naps']['measured']['fast']['faster_than_last'] > 0
+    assert json.loads(file.read_text()) == again
+
+
+@pytest.mark.parametrize('bad', ['x' * 300, 'file/x.json', 'folder'])
+def test_a_record_that_cannot_be_written_is_noticed_first(tmp_path, monkeypatch, bad):
+    (tmp_path / 'file').touch()
+    (tmp_path / 'folder').mkdir()
+    monkeypatch.setitem(benches, 'naps', lambda: pytest.fail('it was measured'))
+    monkeypatch.setattr(gpu, '_apart', lambda *args: pytest.fail('a stage was run'))
+    with pytest.raises(ValueError, match='cannot be written'):
+        speed.bench(('naps',), tmp_path / bad, tiny=True)
+    with pytest.raises(ValueError, match='cannot be written'):
+        gpu.gpu_bench(tmp_path / bad, device='cpu', tiny=True)
+
+
 def test_the_number_of_threads_is_restored(tmp_path, monkeypatch):
     monkeypatch.setitem(benches, 'naps', lambda: [case])
     before = torch.get_num_threads()
@@ -172,6 +236,8 @@ def test_the_number_of_threads_is_restored(tmp_path, monkeypatch):
         (['--device', 'cuda:77'], 'is not available'),
         (['mixture', '--device', 'gpu'], 'is not available'),
         (['--rehearse', 'mixture'], 'run everything'),
+        (['--rehearse', '--threads', 2], 'no --threads'),
+        (['mixture', '--budget', 9], '--budget is for'),
     ],
 )
 def test_errors_are_a_sentence(args, said, tmp_path):
@@ -185,6 +251,13 @@ def test_the_command_measures(tmp_path, monkeypatch):
     done = capsnb('bench', 'naps', '--threads', 1, '--out', out)
     assert done.exit_code == 0 and 'definition' in done.stdout and str(out) in done.stdout
     assert json.loads(out.read_text())['machine']['threads'] == 1
+
+
+@pytest.mark.parametrize('flag', ['--progress', '--no-progress'])
+def test_the_rehearsal_says_how_far_it_is_if_asked(tmp_path, monkeypatch, flag):
+    monkeypatch.setattr(gpu, '_apart', lambda *args: gpu._no_time)
+    done = capsnb('bench', '--rehearse', flag, '--out', tmp_path / 'x.json')
+    assert done.exit_code == 0 and ('at most' in done.stderr) == (flag == '--progress')
 
 
 def test_flexattention_computes_softmax_moments():

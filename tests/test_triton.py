@@ -1,6 +1,9 @@
 """Triton's kernels of `Routing`, without a GPU: interpreted on CPU tensors, compiled ahead."""
 
 import copy
+import itertools
+import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -252,12 +255,89 @@ compiled = {
 }
 
 
-@needs_triton
-@pytest.mark.parametrize('cap', [80, 90])
-@pytest.mark.parametrize('name', compiled)
-def test_compiled_ahead(name, cap):
-    for launch in launches(*compiled[name]):
+def check_machine_code(args, cap):
+    "Kernels fit, and keep their numbers in registers."
+    for launch in launches(*args):
         made = T.compile_ahead(launch, cap)
-        print(name, made)
-        assert made['fits'] and not made['spilled'], made
-        assert made['occupancy'] >= 0.125, made
+        print(args, made)
+        assert made['fits'] and not made['spilled'], (args, made)
+        assert made['occupancy'] >= 0.125, (args, made)
+
+
+@needs_triton
+@pytest.mark.parametrize('name', compiled)
+def test_compiled_ahead(name):
+    check_machine_code(compiled[name], 90)
+
+
+@needs_triton
+@pytest.mark.parametrize('name', [*compiled][::2])
+def test_compiled_ahead_for_the_a100(name):
+    check_machine_code(compiled[name], 80)
+
+
+def tile_of(c, d, h):
+    "Constants of the launches that decide how much a thread holds; None where votes do not fit."
+    if T._refuse_streamed(Sizes(1, 1, 1, c, d, h, True, device='cuda')):
+        return None
+    _, x, W, _, b, k, *_ = streamed(1, 1, 64, c, d, h, False)
+    cells = T._cells(x, W, b, k)
+    return [{k: v for k, v in how.items() if k not in 'CDH'} for how in (cells.still, cells.moving)]
+
+
+def largest():
+    "Capsules c, d, h that share their tile with none that is larger: they need most registers."
+    shapes = itertools.product(range(1, 17), range(1, 65), range(1, 17))
+    tiles = {s: tile for s in shapes if (tile := tile_of(*s))}
+
+    def larger(c, d, h):
+        return (c + 1, d, h), (c, d + 1, h), (c, d, h + 1)
+
+    return [s for s, tile in tiles.items() if tile not in [tiles.get(x) for x in larger(*s)]]
+
+
+def all_tiles():
+    "Arguments of `launches` for every tile that plan 'triton' can choose."
+    for (c, d, h), own in itertools.product(largest(), (True, False)):
+        for j in (16, 32, 64) if d > 8 else (1, 2, 4, 8, 16, 32, 64):
+            yield 'votes', 20, 64, j, c, d, h, own
+
+
+sampled = [  # those that need most
+    ('votes', 20, 64, 64, 2, 8, 2, True),
+    ('votes', 20, 64, 64, 2, 32, 2, True),
+    ('votes', 20, 64, 16, 2, 32, 2, True),
+    ('votes', 20, 64, 64, 4, 16, 1, False),
+]
+
+
+@needs_triton
+@pytest.mark.parametrize('args', sampled)
+def test_a_sample_of_tiles_compiled_ahead(args):
+    check_machine_code(args, 90)
+
+
+@needs_triton
+@pytest.mark.skipif(
+    not os.environ.get('CAPSNB_SLOW_TESTS'), reason='an hour: set CAPSNB_SLOW_TESTS=1'
+)
+def test_all_tiles_compiled_ahead():
+    for args in all_tiles():
+        check_machine_code(args, 90)
+
+
+@needs_triton
+def test_offsets_of_maps_have_64_bits():
+    "the number of a part times the size of a map is more than 32 bits hold"
+    from triton.backends.compiler import GPUTarget
+    from triton import compile
+
+    for launch in launches(*compiled['own']):
+        how = dict(num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True)
+        made = compile(T._source(launch), target=GPUTarget('cuda', 90, 32), options=how)
+        code = made.asm['ttir']
+        steps = re.findall(r'scf.for (%\w+) = ', code)
+        assert steps or launch.kernel.__name__ == '_votes_maps'
+        for step in steps:
+            short = [x for x in code.splitlines() if f'muli {step},' in x and ': i32' in x]
+            assert not short, (launch.kernel.__name__, short)

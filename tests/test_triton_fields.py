@@ -14,7 +14,12 @@ from capsnb.routing.em import Floor
 
 pytest.importorskip('triton', reason="the kernels need triton: pip install 'capsnb[gpu]'")
 import capsnb.engine.triton_fields as fields  # noqa: E402
-from capsnb.engine.roofline import _fields_case, costs_on_paper, paper_cases, summed_up  # noqa: E402
+from capsnb.engine.roofline import (  # noqa: E402
+    _fields_case,
+    costs_on_paper,
+    paper_cases,
+    summed_up,
+)
 from capsnb.engine.triton_routing import (  # noqa: E402
     _source,
     compile_ahead,

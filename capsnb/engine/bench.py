@@ -518,10 +518,14 @@ def _caps_growth(sizes, plan, n_iters, device):
     return _growth(lambda: _caps_step(*X), device)
 
 # %% ../../nbs/engine/25_bench.ipynb #29b33ee2
+def _numbers(s: CapsSizes) -> int:
+    "Numbers of the votes of an image."
+    return ((s.grid - 3) // s.stride + 1) ** 2 * 9 * s.n_inp * s.n_out * 16
+
+
 def _caps_flops(s: CapsSizes, n_iters: int = 3) -> int:
     "Operations an image, forward: votes and EM steps, sharing out and activations not counted."
-    numbers = ((s.grid - 3) // s.stride + 1) ** 2 * 9 * s.n_inp * s.n_out * 16
-    return numbers * (2 * 4 + 6 * n_iters + 4 * (n_iters - 1))
+    return _numbers(s) * (2 * 4 + 6 * n_iters + 4 * (n_iters - 1))
 
 # %% ../../nbs/engine/25_bench.ipynb #fa7b7fc8
 def _caps_case(sizes, device: str = 'cpu', rounds: int = 5, memory: bool = True) -> dict:
@@ -560,8 +564,7 @@ def step_flops(
     n_iters: int = 3,  # iterations
 ) -> int:
     "Operations of a step, forward and backward: the passes twice, votes made twice, two products."
-    numbers = ((s.grid - 3) // s.stride + 1) ** 2 * 9 * s.n_inp * s.n_out * 16
-    return s.batch * numbers * (4 * 2 * 4 + 2 * (6 * n_iters + 4 * (n_iters - 1)))
+    return 2 * s.batch * (_caps_flops(s, n_iters) + 2 * 4 * _numbers(s))
 
 # %% ../../nbs/engine/25_bench.ipynb #d4a7b59d
 def bare_products(

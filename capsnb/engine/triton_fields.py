@@ -11,7 +11,7 @@ from torch import Tensor
 from .em import proportions
 from .layers import FieldPlan, _Loop, _Parts, _route_votes, field_plans
 from .numerics import FastOp, import_error
-from .triton_routing import _interpreters, kernel
+from .triton_routing import _interpreters, _power, _up, kernel
 from ..routing.em import TINY, EMRouted, Floor, sig2_floor
 
 if TYPE_CHECKING:
@@ -748,16 +748,6 @@ def _fields_to_parts(
         total += tl.load(g + place[:, None] + k * size, mask=mask, other=0.0)
     tl.store(out + node[:, None] * K + k, total, mask=own[:, None] & (k < K))
 
-# %% ../../nbs/engine/23_triton_fields.ipynb #00000026
-def _up(a, b):
-    "a / b, rounded up."
-    return -(-a // b)
-
-
-def _power(n, most):
-    "The power of 2 that holds n, from 8 to `most`."
-    return max(8, min(most, 1 << (n - 1).bit_length()))
-
 # %% ../../nbs/engine/23_triton_fields.ipynb #00000027
 def _by_part(
     fields: Tensor,  # [p, s] which part is where, -1: none
@@ -797,7 +787,7 @@ class _Launcher:
         self.j, self.h, self.q = inputs.W.shape[1], inputs.W.shape[3], self.b * self.p
         self.x = inputs.mu.flatten(2).permute(2, 0, 1).contiguous()
         self.W, self.a = inputs.W.permute(2, 3, 0, 1).contiguous(), inputs.a.contiguous()
-        self.parts, self.places, self.wide = self.b * self.n, self.p * self.s, _power(self.j, 32)
+        self.parts, self.places, self.wide = self.b * self.n, self.p * self.s, _power(self.j, 8, 32)
         self.sizes = self.q, self.p, self.s, self.j, self.n, self.parts
         counts = inputs.starts[1:] - inputs.starts[:-1]
         self.first = 1 / (counts * self.j).clamp_min(1).to(self.a.dtype)
@@ -1000,7 +990,7 @@ def _data_back(run, saved, g, t, damping):
 def _to_poses(run, common, strides, T):
     "Gradient of the poses [b, n, c, d]."
     W, out = run.inputs.W.permute(3, 2, 1, 0).contiguous(), run.new(run.c * run.d, run.q * run.s)
-    wide, K = _power(run.s, 128), run.c * run.d
+    wide, K = _power(run.s, 8, 128), run.c * run.d
     grid = _up(run.q, 128 // wide), _up(run.s, wide), run.c
     how = dict(D=run.d, BP=128 // wide, BS=wide, T=T)
     args = run.x, W, *common, out, *run.sizes, *strides, run.h

@@ -711,9 +711,9 @@ def _votes_sums(
         if SHARED:
             at, ok = s * I + t + r, t + r < I
         else:
-            at, ok = s * I + t, s < n
-            Ws = _load_maps(W, t, cols, J, T, D, H, K)
-            Bs = _load_rows(B, t * CH * J + col, fits, J, T, CH)
+            at, ok, part = s * I + t, s < n, tl.cast(t, tl.int64)
+            Ws = _load_maps(W, part, cols, J, T, D, H, K)
+            Bs = _load_rows(B, part * CH * J + col, fits, J, T, CH)
         xs = _load_parts(x, at, ok, T, C, D, K)
         ys = _gaps(xs, Ws, Bs, mus, C, D, H, K, MODEL)
         use = tl.load(f + at, ok, 0.0).to(T)[:, None]
@@ -730,7 +730,7 @@ def _votes_sums(
             R = tl.where(fits & ok[:, None], tl.full((BR, BJ), 1.0, T) / J, 0.0)
         share = R * use
         if not SHARED:
-            won += share * tl.load(b + t * J + col, fits, 0.0).to(T)
+            won += share * tl.load(b + part * J + col, fits, 0.0).to(T)
         all_S = S + share
         move = share / tl.maximum(all_S, 1e-30)
         grow = S * move
@@ -1037,11 +1037,11 @@ def _votes_wholes(
         if SHARED:
             at, ok = s * I + t + r, t + r < I
         else:
-            at, ok = s * I + t, s < n
-            Ws = _load_maps(W, t, cols, J, T, D, H, K)
-            Bs = _load_rows(B, t * CH * J + col, fits, J, T, CH)
+            at, ok, part = s * I + t, s < n, tl.cast(t, tl.int64)
+            Ws = _load_maps(W, part, cols, J, T, D, H, K)
+            Bs = _load_rows(B, part * CH * J + col, fits, J, T, CH)
             worth = tl.load(g_gain + near * J + col, here, 0.0)
-            net = base + worth * tl.load(b + t * J + col, fits, 0.0).to(T)
+            net = base + worth * tl.load(b + part * J + col, fits, 0.0).to(T)
         xs = _load_parts(x, at, ok, T, C, D, K)
         ys = _gaps(xs, Ws, Bs, mus, C, D, H, K, MODEL)
         use, centre = tl.load(f + at, ok, 0.0).to(T), tl.load(pay + at, ok, 0.0)
@@ -1183,12 +1183,14 @@ class _Cells(NamedTuple):
 
 def _cells(x, W, b, k):
     (n, i, c, d), (h, j) = x.shape, W.shape[2:]
-    how = dict(C=c, D=d, H=h, MODEL=k.numel() > 0)
-    if d > 8:
-        still = moving = how | dict(K=16, BR=16, BJ=_power(j, 16, 32))
-    else:
-        BJ, wide = _power(j, 1, 32), 1 if c * h > 8 else 2 if c * h > 4 else 4
-        still = moving = how | dict(K=1, BR=128 * wide // BJ, BJ=BJ)
+    how, BJ = dict(C=c, D=d, H=h, MODEL=k.numel() > 0), _power(j, 16 if d > 8 else 1, 32)
+    if d > 8:  # one stage: only tensor cores wait for loads
+        still = how | dict(K=16, BR=16, BJ=BJ, stages=1)
+        moving = still | dict(warps=BJ // 4 if c * h > 2 else 4)
+    else:  # numbers of a vote, its part and its map that a thread holds at once
+        held = 2 * max(c * d, d * h) + 6 * c * h
+        wide = 4 if held <= 48 else 2 if held <= 80 else 1
+        still = moving = how | dict(K=1, BR=128 * wide // BJ, BJ=BJ, stages=2)
     return _Cells((n, i, j), len(b) == 0, still, moving)
 
 # %% ../../nbs/engine/22_triton.ipynb #00000030
@@ -1274,7 +1276,8 @@ def _streamed_back(
         if k.numel() or cells.shared:
             outs_ = g_k, g_mu, g_v, g_W
             sizes = *cells.sizes, per
-            _votes_wholes.launch(grid, *args, *outs_, *sizes, stages=1, **cells.moving, **how)
+            how |= cells.moving | dict(stages=1)
+            _votes_wholes.launch(grid, *args, *outs_, *sizes, **how)
         if not cells.shared:
             grid = _up(j, cells.moving['BJ']), i
             _votes_maps.launch(grid, *args, g_W, g_B, g_b, *cells.sizes, **cells.moving)

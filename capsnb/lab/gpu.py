@@ -37,7 +37,7 @@ from ..engine.dynamic import dynamic_routing, route_capsules
 from ..engine.layers import ConvCaps, field_plans
 from ..engine.moments import n_stats
 from ..engine.numerics import error_to
-from .speed import machine, page, pictures, sentences, training_step
+from .speed import machine, page, pictures, sentences, training_step, writable
 from .text import SSTNet
 from .vision import SmallNORBNet, n_params, norb_trunk, rival_of
 from ..routing.dynamic import dynamic_routing_ref
@@ -584,20 +584,22 @@ def gpu_bench(
     tiny: bool = False,  # a rehearsal: all sizes tiny
     budget: float = 570.0,  # seconds for all
     names: tuple = (),  # of stages; none: all
+    progress: bool = True,  # whether to say on stderr what is being measured
 ) -> dict:  # the record
     "Everything that a GPU must show, in one file; `ValueError` for a device that is not there."
     unknown = [n for n in names if n not in stages]
     if unknown:
         raise ValueError(f"no stage is called {unknown[0]!r}; there are {', '.join(stages)}")
-    device, out = str(capsnb.core.pick_device(device)), Path(out).expanduser()
+    device = str(capsnb.core.pick_device(device))
     if not tiny and not device.startswith('cuda'):
         raise ValueError(f"this is for a GPU, not for {device!r}: rehearse it with --rehearse")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    out = writable(out)
     record = run_record(0, data='random inputs', machine=machine(device), tiny=tiny, stages={})
     ends = time.time() + budget
     for name in names or stages:
         seconds = min(stages[name][1] * budget, ends - time.time())
-        print(f'{name}: at most {seconds:.0f} s', file=sys.stderr, flush=True)
+        if progress:
+            print(f'{name}: at most {seconds:.0f} s', file=sys.stderr, flush=True)
         record['stages'][name] = _apart(name, device, tiny, seconds) if seconds > 1 else _no_time
         write_json(out, record)
         print(f'{name}: {_said(record["stages"][name])}', flush=True)

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import sys
+import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -40,7 +41,7 @@ from .vision import Scores, rival_of
 from ..routing.mixture import e_step, m_step
 
 # %% auto #0
-__all__ = ['training_step', 'pictures', 'sentences', 'Probe', 'machine', 'page', 'bench']
+__all__ = ['training_step', 'pictures', 'sentences', 'Probe', 'machine', 'writable', 'page', 'bench']
 
 # %% ../../nbs/lab/60_speed.ipynb #00000005
 def training_step(
@@ -417,15 +418,65 @@ def _check_device(name: str | None) -> str:
     return str(device)
 
 # %% ../../nbs/lab/60_speed.ipynb #00000014
-def _before(path: Path, here: dict, tiny: bool) -> dict:
-    "The record that a file holds, if it is this machine's and no rehearsal's; else an empty one."
+def writable(
+    path: str | Path,  # of a file
+) -> Path:  # the same, without ~
+    "A file that can be written; its folder is made, `ValueError` for others."
+    path = Path(path).expanduser()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent, prefix=path.name).close()
+        if path.is_dir():
+            raise IsADirectoryError('it is a folder')
+    except OSError as e:
+        raise ValueError(f"'{path}' cannot be written: {e}") from e
+    return path
+
+# %% ../../nbs/lab/60_speed.ipynb #426059f1
+def _entries(x: dict, path: Path, *keys) -> list[tuple]:
+    "Entries of an object in a record, each after its keys; `ValueError` for what is no object."
+    if not isinstance(x, dict):
+        raise _damaged('an object', x, path, *keys)
+    return [((*keys, k), v) for k, v in x.items()]
+
+
+def _damaged(wanted: str, x, path: Path, *keys) -> ValueError:
+    "What is wrong at a place of a record."
+    at = ' > '.join(map(repr, keys))
+    return ValueError(f"'{path}' is damaged: expected {wanted} at {at}, got {x!r:.60}")
+
+# %% ../../nbs/lab/60_speed.ipynb #ad701d5b
+def _check_record(record: dict, path: Path, *keys):
+    "`ValueError` that names the first key of a record where something else is than a bench wrote."
+    _entries(record, path, *keys)
+    _entries(record.get('machine'), path, *keys, 'machine')
+    benches_ = _entries(record.get('benches'), path, *keys, 'benches')
+    for at, case in [e for keys_, cases in benches_ for e in _entries(cases, path, *keys_)]:
+        _entries(case, path, *at)
+        if not isinstance(case.get('commit', 0), str | None):
+            raise _damaged('a commit', case.get('commit'), path, *at, 'commit')
+        for at_row, row in _entries(case.get('measured'), path, *at, 'measured'):
+            wall = dict(_entries(row, path, *at_row)).get((*at_row, 'wall'))
+            if type(wall) not in (int, float) or not wall > 0:
+                raise _damaged('seconds', wall, path, *at_row, 'wall')
+
+# %% ../../nbs/lab/60_speed.ipynb #33190531
+def _before(path: Path, here: dict, tiny: bool) -> tuple[dict, list[dict]]:
+    "The record that a file holds of this machine, or an empty one, and those of others."
     if not path.exists():
-        return {}
-    record = read_json(path)
-    if not isinstance(record.get('benches'), dict):
+        return {}, []
+    last = read_json(path)
+    if 'benches' not in last:
         raise ValueError(f"'{path}' holds no record of a bench: choose another file (--out)")
-    same = record.get('machine') == here and record.get('tiny') == tiny
-    return record if same else {}
+    others = last.pop('others', [])
+    if not isinstance(others, list):
+        raise _damaged('a list', others, path, 'others')
+    _check_record(last, path)
+    for k, other in enumerate(others):
+        _check_record(other, path, 'others', k)
+    found = [last, *others]
+    mine = [r for r in found if r['machine'] == here and r.get('tiny') == tiny]
+    return mine[0] if mine else {}, [r for r in found if not any(r is m for m in mine)]
 
 # %% ../../nbs/lab/60_speed.ipynb #00000015
 def _compare(now: dict, last: dict | None):
@@ -513,13 +564,13 @@ def bench(
     progress: bool = False,  # whether to say on stderr what is being measured
 ) -> dict:  # the record
     "Measure, print and write; `ValueError` for unknown names and devices."
-    names, device, out = _check_names(tuple(names)), _check_device(device), Path(out).expanduser()
+    names, device, out = _check_names(tuple(names)), _check_device(device), writable(out)
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
         here = machine(device)
-        last = _before(out, here, tiny)
-        record = _fresh(last, here, tiny)
+        last, others = _before(out, here, tiny)
+        record = _fresh(last, here, tiny) | (dict(others=others) if others else {})
         cases, how = _plan_of(names, quick), _how(device, quick, tiny)
         cases = [c for c in cases if not (resume and _has(last, record, *c))]
         _measure_all(record, last, out, cases, how, quick, progress)
