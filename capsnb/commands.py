@@ -184,7 +184,8 @@ def train_digits(
         str,
         option(
             "'capsnet': dynamic routing, with a decoder; 'dstep': Heinsen (2019); 'matrix-caps': "
-            "EM routing; 'cnn': as large as the D-step network; 'baseline': a larger CNN."
+            "EM routing; 'cnn': as large as the D-step network; 'baseline': a larger CNN; "
+            "'matrix-caps-norb': EM routing on the D-step network's convolutions."
         ),
     ] = 'capsnet',
     epochs: Epochs = None,
@@ -229,7 +230,8 @@ def train_objects(
         str,
         option(
             "'dstep': the paper's network; 'cnn': a CNN as large; 'baseline': the baseline CNN of "
-            "Hinton et al. (2018); 'matrix-caps': its matrix capsules, best with --size 48."
+            "Hinton et al. (2018); 'matrix-caps': its matrix capsules, best with --size 48; "
+            "'matrix-caps-norb': those on the convolutions of 'dstep', normed."
         ),
     ] = 'dstep',
     size: Size = 96,
@@ -272,7 +274,8 @@ def train_photographs(
         str,
         option(
             "'dstep': the paper's network; 'cnn': a CNN as large; 'baseline': the baseline CNN of "
-            "Hinton et al. (2018); 'matrix-caps': its matrix capsules, best with --size 48."
+            "Hinton et al. (2018); 'matrix-caps': its matrix capsules, best with --size 48; "
+            "'matrix-caps-norb': those on the convolutions of 'dstep', normed."
         ),
     ] = 'dstep',
     size: Annotated[int, option('Pixels per side, at most those of the files.', min=29)] = 48,
@@ -620,6 +623,9 @@ def ablate(
     pairs: Pairs = None,
     epochs: Annotated[int, option('Times through the training data, for every row.', min=1)] = 50,
     seeds: Annotated[int, option('Runs of each row.', min=1)] = 3,
+    rows: Annotated[
+        str, option("'table': the paper's Table 1; 'ingredients': what makes them train.")
+    ] = 'table',
     preset: Annotated[
         str,
         option(
@@ -642,7 +648,7 @@ def ablate(
         list[str] | None,
         unset(
             f"Name of a row; may be repeated. All if not given: {row_names}, or other presets, "
-            "as in 'preset google'."
+            "as in 'preset google'; with --rows ingredients other names, which an error lists."
         ),
     ] = None,
     out: Annotated[Path, option('File that collects the runs; finished ones are kept.')] = Path(
@@ -672,6 +678,7 @@ def ablate(
         out,
         epochs,
         tuple(range(seeds)),
+        rows=rows,
         preset=preset,
         only=tuple(only or ()) or None,
         capsules=capsules_of(capsules),

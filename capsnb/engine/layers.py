@@ -665,11 +665,11 @@ class PrimaryCaps(nn.Module):
         how = _pair(K, 'K', 1), _pair(stride, 'stride', 1), _pair(padding, 'padding', 0)
         self.conv = nn.Conv2d(in_channels, n_types * (d_cov * d_pose + 1), *how, bias=bias)
 
-    def forward(
+    def scores(
         self,
         x: Tensor,  # [..., channels, m, n]
-    ) -> Caps:  # activations and poses
-        "Poses are linear in the channels, activations a sigmoid."
+    ) -> Caps:  # logits of the activations, and poses
+        "Both are linear in the channels."
         check_tensors(x=x)
         want, n = self.conv.in_channels, self.n_types
         if x.ndim < 3 or x.shape[-3] != want:
@@ -678,7 +678,15 @@ class PrimaryCaps(nn.Module):
             raise ValueError(f"x must be floating point, got {x.dtype}")
         y = self.conv(x.reshape(-1, *x.shape[-3:])).movedim(1, -1)
         y = y.reshape(*x.shape[:-3], *y.shape[1:])
-        return Caps(y[..., :n].sigmoid(), y[..., n:].unflatten(-1, (n, *self.pose)))
+        return Caps(y[..., :n], y[..., n:].unflatten(-1, (n, *self.pose)))
+
+    def forward(
+        self,
+        x: Tensor,  # [..., channels, m, n]
+    ) -> Caps:  # activations and poses
+        "Poses are linear in the channels, activations a sigmoid."
+        logits, mu = self.scores(x)
+        return Caps(logits.sigmoid(), mu)
 
 # %% ../../nbs/engine/17_layers.ipynb #9ade67dc
 def layer_floor(
@@ -709,6 +717,8 @@ class _Settings(NamedTuple):
     plan: str  # 'auto' or the name of one of `field_plans`
     damping: float  # share of the old mean in the new one
     beta_units: tuple  # what beta_a and beta_u are multiplied by
+    bias: bool = False  # whether votes have a bias
+    start: str = 'normal'  # of the matrices: 'normal', or 'identity' with a little noise
 
 # %% ../../nbs/engine/17_layers.ipynb #751095a3
 def _check_settings(s: _Settings, n: int):
@@ -717,6 +727,8 @@ def _check_settings(s: _Settings, n: int):
         raise ValueError(f"act must be 'logistic' or 'pi', got {s.act!r}")
     if s.plan not in (known := ['auto', *(field_plans | _extras)]):
         raise ValueError(f"plan must be one of {known}, got {s.plan!r}")
+    if s.start not in ('normal', 'identity'):
+        raise ValueError(f"start must be 'normal' or 'identity', got {s.start!r}")
     as_schedule(s.lam, s.n_iters)
     as_damping(s.damping)
     as_floor(s.eps, n)
@@ -749,11 +761,18 @@ class _Capsules(nn.Module):
         self.W = nn.Parameter(torch.empty(*shape, *sizes[:2], *sizes[3:]))
         self.beta_a = nn.Parameter(torch.empty(self.n_out))
         self.beta_u = nn.Parameter(torch.empty(self.n_out))
+        B = torch.empty(*shape, *sizes[:3], sizes.d_out) if self.bias else None
+        self.register_parameter('B', B if B is None else nn.Parameter(B))
         self.reset_parameters()
 
     def reset_parameters(self):
-        "W: normal with variance 1/d; both betas: 0."
+        "W: normal with variance 1/d, or an identity and a tenth of that; betas and biases: 0."
         nn.init.normal_(self.W, std=self.d_inp**-0.5)
+        if self.start == 'identity':
+            with torch.no_grad():
+                self.W.mul_(0.1).add_(torch.eye(self.d_inp, self.d_out))
+        if self.bias:
+            nn.init.zeros_(self.B)
         nn.init.zeros_(self.beta_a)
         nn.init.zeros_(self.beta_u)
 
@@ -781,6 +800,20 @@ class _Capsules(nn.Module):
             raise ValueError(f"a and mu must be floating point, got {a.dtype} and {mu.dtype}")
         _check_values(a, mu)
 
+    def _with_bias(self, a, mu, W):
+        "A bias is the part of W that belongs to further columns of the poses, an identity."
+        if not self.bias:
+            return a, mu, W
+        one = torch.eye(self.d_cov, dtype=mu.dtype, device=mu.device)
+        one = one.expand(*mu.shape[:-1], self.d_cov)
+        return a, torch.cat([mu, one], -1), torch.cat([W, self.B.to(W.dtype)], -2)
+
+    def _logits(self, a, R, sig2):  # [..., s], [..., s, j], [..., j, c, h]
+        with without_autocast(R.device):
+            data = torch.einsum('...s,...sj->...j', a.to(sig2.dtype), R.to(sig2.dtype))
+            lam = as_schedule(self.lam, self.n_iters)[-1]
+            return activation_logit(data, sig2, *self.betas(sig2.dtype), lam)
+
     def _route(self, a, mu, route):
         "`route(a, mu, W)` in float32 or better, outside of autocast; in the dtype of mu."
         dtype = torch.promote_types(a.dtype, mu.dtype)
@@ -789,8 +822,17 @@ class _Capsules(nn.Module):
         if may_look(mu):
             keep_freed_memory()
         with without_autocast(mu.device):
-            out = route(*(t.to(dtype) for t in (a, mu, self.W)))
+            out = route(*self._with_bias(*(t.to(dtype) for t in (a, mu, self.W))))
         return EMRouted(*(o if o is None else o.to(out_dtype) for o in out))
+
+# %% ../../nbs/engine/17_layers.ipynb #5a01c0de
+def _apart(
+    parts: _Parts,  # of a layer
+) -> _Parts:  # each field has parts of its own, as if it were an image
+    "Parts for which the wholes of one place alone compete."
+    a, mu = (_gathered(x, parts.fields).flatten(0, 1) for x in parts[:2])
+    alone = torch.arange(a.shape[1], device=a.device)[None]
+    return parts._replace(a=a, mu=mu, fields=alone)
 
 # %% ../../nbs/engine/17_layers.ipynb #25ca6877
 class ConvCaps(_Capsules):
@@ -823,12 +865,19 @@ class ConvCaps(_Capsules):
         plan: str = 'auto',  # 'votes': all at hand; 'tiles', 'compiled', 'triton'; 'auto': fastest
         damping: float = 0.0,  # share of the old mean in the new one
         beta_units: tuple = (1.0, 1.0),  # what beta_a and beta_u are multiplied by
+        bias: bool = False,  # whether votes have a bias
+        start: str = 'normal',  # of the matrices: 'normal', or 'identity' with a little noise
+        compete: str = 'across',  # wholes for a part: 'across' positions, or 'within' each alone
     ):
         super().__init__()
+        if compete not in ('across', 'within'):
+            raise ValueError(f"compete must be 'across' or 'within', got {compete!r}")
+        self.compete = compete
         self.K, self.stride = _pair(K, 'K', 1), _pair(stride, 'stride', 1)
         self.padding = _pair(padding, 'padding', 0)
         sizes = _Sizes(n_inp, n_out, d_cov, d_inp, d_out)
-        self._make(self.K, sizes, _Settings(n_iters, lam, eps, act, plan, damping, beta_units))
+        how = _Settings(n_iters, lam, eps, act, plan, damping, beta_units, bias, start)
+        self._make(self.K, sizes, how)
         self._tables = {}
 
     def _table(self, grid, device):
@@ -857,6 +906,7 @@ class ConvCaps(_Capsules):
         def route(a, mu, W):
             a, mu, W = a.reshape(flat), mu.reshape(*flat, *mu.shape[-2:]), W.flatten(0, 2)
             parts = _Parts(a, mu, W, *self.betas(W.dtype), fields)
+            parts = _apart(parts) if self.compete == 'within' else parts
             loop = self._loop()._replace(tiling=self.tiling)
             found = _field_plan(self.plan, parts, loop, return_R)
             return (found.shares if return_R else found.run)(parts, loop)
@@ -865,6 +915,16 @@ class ConvCaps(_Capsules):
         done = done if return_R else done._replace(R=None)
         shaped = (o if o is None else o.reshape(*lead, *out, *o.shape[2:]) for o in done)
         return EMRouted(*shaped)
+
+    def logits(
+        self,
+        a: Tensor,  # [..., m, n, i] activations of the parts, as routed
+        out: EMRouted,  # what `self(a, mu, return_R=True)` returned
+    ) -> Tensor:  # [..., m', n', j]
+        "Logits of the activations, from data and variances: exact where a sigmoid is full."
+        fields, _ = self._table(a.shape[-3:-1], a.device)
+        seen = _gathered(a.reshape(-1, math.prod(a.shape[-3:])), fields)
+        return self._logits(seen.reshape(out.R.shape[:-1]), out.R, out.sig2)
 
 # %% ../../nbs/engine/17_layers.ipynb #ffa52db6
 def field_centres(
@@ -915,13 +975,16 @@ class ClassCaps(_Capsules):
         act: str = 'logistic',  # 'logistic', or 'pi': mixing proportions
         damping: float = 0.0,  # share of the old mean in the new one
         beta_units: tuple = (1.0, 1.0),  # what beta_a and beta_u are multiplied by
+        bias: bool = False,  # whether votes have a bias
+        start: str = 'normal',  # of the matrices: 'normal', or 'identity' with a little noise
     ):
         super().__init__()
         if coordinates and d_cov * d_out < 2:
             raise ValueError(f"coordinates need a pose of at least 2 elements, got {d_cov}x{d_out}")
         self.coordinates = coordinates
         sizes = _Sizes(n_inp, n_out, d_cov, d_inp, d_out)
-        self._make((), sizes, _Settings(n_iters, lam, eps, act, 'votes', damping, beta_units))
+        how = _Settings(n_iters, lam, eps, act, 'votes', damping, beta_units, bias, start)
+        self._make((), sizes, how)
 
     def _centres(self, grid, centres):
         "Coordinates of rows and columns; `ValueError` if they do not fit the grid."
@@ -970,3 +1033,11 @@ class ClassCaps(_Capsules):
         lead = a.shape[:-3]
         out = self._route(a, mu, route)
         return out._replace(R=out.R.unflatten(-2, a.shape[-3:]))
+
+    def logits(
+        self,
+        a: Tensor,  # [..., m, n, i] activations of the parts, as routed
+        out: EMRouted,  # what `self(a, mu, centres)` returned
+    ) -> Tensor:  # [..., j]
+        "Logits of the activations, from data and variances: exact where a sigmoid is full."
+        return self._logits(a.flatten(-3), out.R.flatten(-4, -2), out.sig2)

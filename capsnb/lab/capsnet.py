@@ -18,7 +18,7 @@ from .losses import margin_loss
 from .vision import HubMixin
 
 # %% auto #0
-__all__ = ['VectorCaps', 'Decoder', 'class_shares', 'CapsOut', 'CapsNet']
+__all__ = ['VectorCaps', 'Decoder', 'class_shares', 'CapsOut', 'CapsNet', 'check_images', 'capsnet_loss']
 
 # %% ../../nbs/lab/44_capsnet.ipynb #00000006
 class VectorCaps(nn.Module):
@@ -179,12 +179,12 @@ class CapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'rou
         originals: Tensor | None = None,  # [b, k, *image_shape], one for each of k labels
     ) -> CapsOut | dict:  # class capsules; with labels: loss, logits (the lengths)
         "Class capsules, or the loss; `ValueError` for images that do not fit."
-        _check_images(images, self.image_shape)
+        check_images(images, self.image_shape)
         u = self.primary(F.relu(self.conv(images)))
         out = CapsOut(*route_capsules(u, self.W, self.n_iters)[:2])
         if labels is None:
             return out
-        return dict(loss=_capsnet_loss(self, out, images, labels, originals), logits=out.a)
+        return dict(loss=capsnet_loss(self, out, images, labels, originals), logits=out.a)
 
     def draw(
         self,
@@ -202,7 +202,11 @@ class CapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'rou
         return self.decoder(v, class_shares(of, v.shape[-2]).to(v.dtype))
 
 # %% ../../nbs/lab/44_capsnet.ipynb #cbd7fa24
-def _check_images(images, image_shape):
+def check_images(
+    images: Tensor,  # that shall be [b, *image_shape], finite
+    image_shape: tuple,  # channels, rows, columns
+):
+    "`ValueError` for images that a network cannot take."
     if images.shape[1:] != image_shape:
         wanted = ', '.join(map(str, image_shape))
         raise ValueError(f"expected images [b, {wanted}], got {tuple(images.shape)}")
@@ -214,8 +218,8 @@ def _check_images(images, image_shape):
         raise ValueError("images must be finite, got NaN or inf")
 
 # %% ../../nbs/lab/44_capsnet.ipynb #00000011
-def _capsnet_loss(
-    net: CapsNet,
+def capsnet_loss(
+    net: nn.Module,  # with recon and decoder
     out: CapsOut,  # what it answered
     images: Tensor,  # [b, channels, rows, columns]
     labels: Tensor,  # class indices [b] or [b, k], or shares [b, n_classes]

@@ -4,39 +4,15 @@
 
 # %% ../../nbs/lab/50_routing_net.ipynb #00000002
 from __future__ import annotations
-import importlib
 import torch
 from torch import Tensor, nn
 from ..engine.layers import at_least_1
 from .vision import CapsuleHeads, ConvTrunk, HubMixin, answer, n_params
 from ..routing.dstep import Routed
-from ..zoo.routers import CapsNorm, routings
+from ..zoo.routers import CapsNorm, all_routings, routing_layer
 
 # %% auto #0
-__all__ = ['all_routings', 'routing_layer', 'RoutingNet']
-
-# %% ../../nbs/lab/50_routing_net.ipynb #00000003
-_rooms = ('noise', 'vectors', 'bayes', 'onestep', 'attention')  # that fill `routings`
-
-
-def all_routings() -> dict:  # name -> layer
-    "Every routing of the zoo, by name."
-    for room in _rooms:
-        importlib.import_module(f'capsnb.zoo.{room}')
-    return routings
-
-# %% ../../nbs/lab/50_routing_net.ipynb #00000004
-def routing_layer(
-    name: str,  # of `all_routings`
-    *sizes,  # d_cov, d_inp, d_out, n_inp, n_out, as for `Router`
-    n_iters: int = 3,  # iterations
-    **settings,  # of the routing alone
-) -> nn.Module:  # takes scores and capsules, gives `Routed`
-    "A layer of a routing; `ValueError` for one that there is not."
-    known = all_routings()
-    if name not in known:
-        raise ValueError(f"routing must be one of {', '.join(map(repr, known))}, got {name!r}")
-    return known[name](*sizes, n_iters=n_iters, **settings)
+__all__ = ['RoutingNet']
 
 # %% ../../nbs/lab/50_routing_net.ipynb #00000006
 class RoutingNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'routing']):

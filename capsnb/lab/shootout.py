@@ -10,20 +10,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 import torch
-from ..core import seed_everything
+from ..core import need, palette, seed_everything
 from ..data.files import read_json
 from ..engine.bench import take_turns
 from .digits import Digits
 from .objects import Toys
 from .photographs import Photographs
-from .routing_net import RoutingNet, all_routings
+from .report import dots, percent, runs_of, spread
+from .routing_net import RoutingNet
 from .tasks import Task, study
 from .train import batch_on
 from .vision import n_params, rival_of
+from ..zoo.routers import all_routings
 
 # %% auto #0
 __all__ = ['rates', 'norms_tried', 'Ground', 'ground', 'evened', 'plain_options', 'blind', 'candidates', 'chosen', 'shoot_out',
-           'costs']
+           'costs', 'apart', 'ranked', 'standings', 'plot_shootout']
 
 # %% ../../nbs/lab/64_shootout.ipynb #00000004
 class Ground(NamedTuple):
@@ -49,7 +51,9 @@ def ground(
     pairs = dict(mixup=0.2, shift=8, batch_size=20)
     pictures = dict(mixup=0.0, shift=2, batch_size=50)
     there = {
-        'toys': lambda: Ground(Toys(size=48), _six, _sixteen, dict(epochs=epochs(2), **pairs)),
+        'toys': lambda: Ground(
+            Toys(size=48, subset=5000), _six, _sixteen, dict(epochs=epochs(2), **pairs)
+        ),
         'eth80': lambda: Ground(
             Photographs(size=48), _six, _sixteen, dict(epochs=epochs(6), **pairs)
         ),
@@ -114,7 +118,7 @@ def blind(
     return other
 
 # %% ../../nbs/lab/64_shootout.ipynb #0000000c
-rates, norms_tried = (2e-3, 5e-3, 1e-2), ('none', 'layer')
+rates, norms_tried = (3e-3, 1e-2), ('none', 'batch')
 
 
 def candidates(
@@ -160,8 +164,9 @@ def shoot_out(
     same = dict(command=told, settings=settings, **kw)
     for who in contestants or (*all_routings(), 'cnn'):
         rows = candidates(g, who, **(tried or {}))
+        trials = {k: row | dict(epochs=max(1, row['epochs'] // 2)) for k, row in rows.items()}
         path, folder = out / f'shootout_{name}_search.json', Path(runs) / name / 'search'
-        best = chosen(study(blind(g.task), rows, path, (100,), runs=folder, **same))
+        best = chosen(study(blind(g.task), trials, path, (100,), runs=folder, **same))
         row, path = {who: rows[best]}, out / f'shootout_{name}.json'
         found |= study(g.task, row, path, seeds, runs=Path(runs) / name, **same)
     return found
@@ -204,3 +209,53 @@ def costs(
         steps[who] = lambda net=net: net(**batch)['loss'].backward()
     times = take_turns(steps, rounds)
     return {k: dict(v, seconds=statistics.median(times[k])) for k, v in found.items()}
+
+# %% ../../nbs/lab/64_shootout.ipynb #5a0d0002
+def apart(
+    some: list,  # numbers, one a seed
+    best: list,  # likewise
+) -> bool:  # whether the means differ, at 95 % (Welch's t-test)
+    "Whether two settings can be told apart; with one seed they cannot."
+    if min(len(some), len(best)) < 2:
+        return False
+    return bool(need('scipy.stats').ttest_ind(some, best, equal_var=False).pvalue < 0.05)
+
+# %% ../../nbs/lab/64_shootout.ipynb #5a0d0004
+def ranked(
+    record: str | Path | dict,  # of `shoot_out`
+) -> list:  # of dicts: name, runs, and whether it is apart from the best; the best comes first
+    "Who came where, by mean test accuracy."
+    found = runs_of(record)
+    mean = {k: statistics.mean(percent(v)) for k, v in found.items()}
+    order = sorted(found, key=mean.get, reverse=True)
+    best = percent(found[order[0]])
+    return [dict(name=k, runs=found[k], apart=apart(percent(found[k]), best)) for k in order]
+
+# %% ../../nbs/lab/64_shootout.ipynb #5a0d0005
+def standings(
+    record: str | Path | dict,  # of `shoot_out`
+) -> str:  # a line for each contestant
+    "Test accuracy, log-loss, calibration and seconds a step."
+    lines = [
+        f"{'':14s} {'test %':>12s} {'log-loss':>9s} {'ECE %':>6s} {'s/step':>7s} {'rate':>6s}  norm"
+    ]
+    for row in ranked(record):
+        runs, mean = row['runs'], lambda key: statistics.mean(r[key] for r in row['runs'])
+        first, step = runs[0], statistics.median(r['seconds'] / r['steps'] for r in row['runs'])
+        norm = first.get('options', {}).get('norm', '')
+        lines.append(
+            f"{row['name']:14s} {spread(percent(runs)):>12s} {mean('test_log_loss'):9.3f} "
+            f"{100 * mean('test_calibration'):6.1f} {step:7.3f} {first['lr'][1]:6g}  {norm}"
+            f"{'' if row['apart'] else '  (not told apart from the best)'}"
+        )
+    return '\n'.join(lines)
+
+# %% ../../nbs/lab/64_shootout.ipynb #5a0d0006
+def plot_shootout(
+    record: str | Path | dict,  # of `shoot_out`
+):  # matplotlib figure
+    "A dot for each seed, the mean and its interval; grey: can be told apart from the best."
+    rows = ranked(record)
+    colours = ['.55' if row['apart'] else palette[0] for row in rows]
+    ax = dots({row['name']: percent(row['runs']) for row in rows}, 'test accuracy, %', colours)
+    return ax.figure

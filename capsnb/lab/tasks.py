@@ -203,6 +203,7 @@ known = {
     'toys': 'capsnb.lab.objects:toys',
     'smallnorb': 'capsnb.lab.objects:smallnorb',
     'eth80': 'capsnb.lab.photographs:eth80',
+    'cifar10': 'capsnb.lab.pictures:cifar10',
     'sst5': 'capsnb.lab.sentiment:sst5',
     'sst2': 'capsnb.lab.sentiment:sst2',
 }  # short name -> where the task is

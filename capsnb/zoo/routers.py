@@ -4,6 +4,7 @@
 
 # %% ../../nbs/zoo/26_routers.ipynb #00000002
 from __future__ import annotations
+import importlib
 from typing import Callable
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,8 @@ from ..routing.em import activation_logit, as_floor, as_schedule
 from ..routing.scene import bare, cast_votes, draw_votes, make_scene
 
 # %% auto #0
-__all__ = ['routings', 'norms', 'Router', 'score_of_length', 'DynamicRouting', 'EMRouting', 'CapsNorm', 'draw_routes']
+__all__ = ['routings', 'norms', 'Router', 'all_routings', 'routing_layer', 'score_of_length', 'DynamicRouting', 'EMRouting',
+           'CapsNorm', 'draw_routes']
 
 # %% ../../nbs/zoo/26_routers.ipynb #00000004
 class Router(nn.Module):
@@ -48,11 +50,16 @@ class Router(nn.Module):
             n_out,
         )
         self.n_iters, self.bias, self.start = check_n_iters(n_iters), bias, start
-        self.W = nn.Parameter(torch.empty(n_inp or 1, n_out, d_inp, d_out))
-        B = torch.zeros(n_inp or 1, n_out, d_cov, d_out)
-        self.register_parameter('B', nn.Parameter(B) if bias else None)
-        self.reset_maps()
+        self.make_maps()
         self.own(**own)
+
+    def make_maps(self):
+        "W and B; for routings with other maps to replace."
+        pairs = self.n_inp or 1, self.n_out
+        self.W = nn.Parameter(torch.empty(*pairs, self.d_inp, self.d_out))
+        B = torch.zeros(*pairs, self.d_cov, self.d_out)
+        self.register_parameter('B', nn.Parameter(B) if self.bias else None)
+        self.reset_maps()
 
     def reset_maps(self):
         "W: normal, divided by d_inp, or an identity and a tenth of that; B: 0."
@@ -98,6 +105,27 @@ class Router(nn.Module):
 
 # %% ../../nbs/zoo/26_routers.ipynb #00000005
 routings: dict[str, Callable] = {'dstep': Routing}  # by name; each room adds its own
+_rooms = ('noise', 'vectors', 'bayes', 'onestep', 'attention')
+
+
+def all_routings() -> dict:  # name -> layer
+    "Every routing there is."
+    for room in _rooms:
+        importlib.import_module(f'capsnb.zoo.{room}')
+    return routings
+
+# %% ../../nbs/zoo/26_routers.ipynb #r0u7e001
+def routing_layer(
+    name: str,  # of `all_routings`
+    *sizes,  # d_cov, d_inp, d_out, n_inp, n_out, as for `Router`
+    n_iters: int = 3,  # iterations
+    **settings,  # of the routing alone
+) -> nn.Module:  # takes scores and capsules, gives `Routed`
+    "A layer of a routing; `ValueError` for one that there is not."
+    known = all_routings()
+    if name not in known:
+        raise ValueError(f"routing must be one of {', '.join(map(repr, known))}, got {name!r}")
+    return known[name](*sizes, n_iters=n_iters, **settings)
 
 # %% ../../nbs/zoo/26_routers.ipynb #00000007
 def score_of_length(
@@ -183,15 +211,17 @@ def draw_routes(
     routes: dict,  # name -> function of scores [i] and votes [i, j, c, h], as `Router.route`
     noise: float = 0.04,  # of the scene, see `make_scene`
     clutter: int = 20,  # parts that belong to no whole
+    cols: int = 4,  # pictures in a row, at most
 ):  # matplotlib figure
     "What routings make of the scene of the book."
     scene = make_scene(noise=noise, clutter=clutter)
     V, a = cast_votes(scene), torch.full((len(scene.own),), 4.0)
-    size = (3.1 * len(routes), 2.8)
-    fig, axs = plot_style().subplots(
-        1, len(routes), figsize=size, layout='constrained', squeeze=False
-    )
-    for ax, (name, route) in zip(axs[0], routes.items()):
+    cols, rows = min(cols, len(routes)), -(-len(routes) // cols)
+    how = dict(figsize=(3.1 * cols, 2.8 * rows), layout='constrained', squeeze=False)
+    fig, axs = plot_style().subplots(rows, cols, **how)
+    for ax in axs.flat:
+        bare(ax)
+    for ax, (name, route) in zip(axs.flat, routes.items()):
         with torch.no_grad():
             out = route(a, V[:, :, None])
         draw_votes(ax, V, out.R.float())

@@ -1,0 +1,331 @@
+"Densities of votes: they integrate to 1, their fits are best, and the Gaussian is the book's."
+
+import math
+import numpy as np
+import pytest
+import scipy.special
+import scipy.stats
+import torch
+from capsnb.routing.dstep import routing_ref
+from capsnb.routing.em import Floor, em_routing_ref
+from capsnb.routing.scene import cast_votes, make_scene
+from capsnb.zoo.noise import Full, Gaussian, KMeans, Laplace, Model, NoiseRouting, Student
+from capsnb.zoo.noise import VonMisesFisher, dstep_loop, em_loop, vmf_norm
+from capsnb.zoo.routers import routings
+
+close = torch.testing.assert_close
+no_floor, some = Floor(0.0, 1e-12, 1e-12), Floor(0.3, 1e-12, 1e-12)
+densities = [Gaussian(), Student(), Laplace(), Full(), VonMisesFisher(), KMeans()]
+by_name = pytest.mark.parametrize('noise', densities, ids=lambda o: type(o).__name__)
+names = ['student', 'laplace', 'full', 'vmf', 'kmeans-hard']
+
+
+def votes(*lead, i=7, j=3, c=2, h=2, seed=0):
+    gen = torch.Generator().manual_seed(seed)
+    V = torch.randn(*lead, i, j, c, h, generator=gen, dtype=torch.float64)
+    return torch.randn(*lead, i, generator=gen, dtype=torch.float64), V
+
+
+def with_grads(f, *inputs):
+    inputs = [t.clone().requires_grad_() for t in inputs]
+    outs = f(*inputs)
+    loss = sum((o * torch.linspace(1, 2, o.numel()).view_as(o).to(o)).sum() for o in outs)
+    return [*outs, *torch.autograd.grad(loss, inputs)]
+
+
+@pytest.mark.parametrize('eps', ['auto', '10%', 1e-3])
+@pytest.mark.parametrize('p_model', ['gaussian', 'skm'])
+def test_gaussians_by_the_dstep_are_the_books(p_model, eps):
+    a, V = votes()
+    a[2] = -math.inf
+    use, ign = torch.rand(2, 7, 3, dtype=torch.float64)
+    none, W = torch.zeros(7, 2, 1).double(), torch.zeros(7, 3, 1, 2).double()
+    noise = KMeans() if p_model == 'skm' else Gaussian()
+    ours = with_grads(lambda *t: dstep_loop(t[0], t[1], noise, *t[2:], 4, eps), a, V, use, ign)
+    book = lambda a, V, *betas: routing_ref(a, none, W, V, *betas, 4, p_model, eps)
+    for x, y in zip(ours, with_grads(book, a, V, use, ign)):
+        close(x, y, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize('eps', ['auto', 1e-3])
+def test_gaussians_by_em_are_the_books(eps):
+    a, V = votes(2)
+    a[0, 2], lam = -math.inf, [0.1, 0.2, 0.3, 0.4]
+    beta_a, beta_u = torch.rand(2, 3, dtype=torch.float64)
+
+    def ours(a, V, *betas):
+        out = em_loop(a, V, Gaussian(), *betas, lam, 4, eps)
+        return out.a.sigmoid(), *out[1:]
+
+    book = lambda a, V, *betas: em_routing_ref(a.sigmoid(), V, *betas, lam, 4, eps=eps)[:4]
+    pairs = [with_grads(f, a, V, beta_a, beta_u) for f in (ours, book)]
+    for x, y in zip(*pairs):
+        close(x, y, rtol=1e-8, atol=1e-10)  # weights of 1e-12 are the difference
+
+
+def test_soft_k_means_is_the_engines():
+    layer = routings['kmeans-soft'](2, 3, 2, n_inp=7, n_out=3).double()
+    a, V = votes(2)
+    mu_inp = torch.randn(2, 7, 2, 3, dtype=torch.float64)
+    V = torch.einsum('ijdh,bicd->bijch', layer.W, mu_inp) + layer.B
+    out = dstep_loop(a, V, KMeans(), layer.beta_use, layer.beta_ign)
+    for x, y in zip(layer(a, mu_inp, return_R=True), out):
+        close(x, y)
+
+
+def test_log_densities_are_scipys():
+    V = votes(i=50, j=1, c=1, h=2)[1]
+    mu, sig2 = torch.tensor([[[[0.3, -0.2]]], [[[0.5, 2.0]]]]).double()
+    model, x = Model(mu, sig2, mu), V.flatten(1).numpy()
+    m, s2 = mu.flatten().numpy(), sig2.flatten().numpy()
+    t = scipy.stats.multivariate_t(m, np.diag(s2), df=3.5)
+    close(Student(3.5).log_p(V, model)[:, 0].numpy(), t.logpdf(x))
+    hyperbolic = scipy.stats.genhyperbolic(1, 0.1, 0)  # its δ is 1, ours is κ = 0.1
+    z = (x - m) / np.sqrt(s2) / 0.1
+    truth = (hyperbolic.logpdf(z) - math.log(0.1) - np.log(s2) / 2).sum(-1)
+    close(Laplace(0.1).log_p(V, model)[:, 0].numpy(), truth)
+    sharp = scipy.stats.laplace(m, np.sqrt(s2)).logpdf(x).sum(-1)
+    close(Laplace(1e-5).log_p(V, model)[:, 0].numpy(), sharp, atol=1e-3, rtol=0)
+    cov = np.array([[0.5, 0.6], [0.6, 2.0]])
+    tilted = model._replace(scale=torch.from_numpy(np.linalg.cholesky(cov))[None])
+    normal = scipy.stats.multivariate_normal(m, cov)
+    close(Full().log_p(V, tilted)[:, 0].numpy(), normal.logpdf(x))
+
+
+@pytest.mark.parametrize('noise', [Student(1.5), Laplace(), Full()], ids=lambda o: type(o).__name__)
+def test_densities_integrate_to_1_in_the_plane(noise):
+    t = torch.linspace(-math.asinh(3000), math.asinh(3000), 801).double()
+    x, area = torch.sinh(t), torch.cosh(t)
+    V = torch.stack(torch.meshgrid(x, x, indexing='ij'), -1).view(-1, 1, 1, 2)
+    scale = torch.tensor([[[0.5, 2.0]]]).double()
+    if isinstance(noise, Full):
+        scale = torch.tensor([[[0.7, 0.0], [0.9, 1.2]]]).double()
+    model = Model(torch.tensor([[[0.3, -0.2]]]).double(), scale, scale)
+    p = noise.log_p(V, model).exp().view(801, 801)
+    assert abs(torch.trapezoid(torch.trapezoid(p * area, t) * area, t) - 1) < 1e-4
+
+
+@pytest.mark.parametrize('p', [1, 2, 3, 4, 5, 16, 33])
+def test_normaliser_on_the_sphere_is_scipys(p):
+    kappa = np.array([1e-3, 0.1, 1, 3, 10, 30, 100, 1e3, 1e5])
+    log_c, A = vmf_norm(torch.from_numpy(kappa).requires_grad_(), p)
+    nu, ive = p / 2 - 1, scipy.special.ive
+    truth = nu * np.log(kappa) - p / 2 * math.log(2 * math.pi) - np.log(ive(nu, kappa))
+    known = np.isfinite(truth) & (ive(nu, kappa) > 0)
+    close(log_c.detach().numpy()[known], truth[known], rtol=1e-10, atol=1e-10)
+    close(A.detach().numpy()[known], (ive(p / 2, kappa) / ive(nu, kappa))[known], rtol=1e-9, atol=0)
+    at = torch.tensor([0.0, 0.3, 4.0, 70.0]).double().requires_grad_()
+    log_c, A = vmf_norm(at, p)
+    close(1 - torch.autograd.grad(log_c.sum(), at)[0], A, rtol=1e-7, atol=1e-9)
+    area = 2 * math.pi ** (p / 2) / math.gamma(p / 2)
+    close(log_c[0].item(), -math.log(area))
+    close(vmf_norm(at.float(), p)[0].double(), log_c, rtol=1e-5, atol=1e-5)
+
+
+def objective(noise, r, V, model):
+    "J: weighted log-likelihood less the penalty of the floor."
+    ll = (r * noise.log_p(V, model)).sum(-2) / r.sum(-2)
+    if isinstance(noise, Full):
+        inverse = torch.cholesky_inverse(model.scale)
+        trace = inverse.diagonal(dim1=-2, dim2=-1).sum(-1)
+        return ll - 0.5 * model.floor.expand(model.mu.shape)[..., 0, 0] * trace
+    return ll - (model.floor / (2 * model.scale)).sum((-2, -1))
+
+
+@pytest.mark.parametrize('kind', [some, Floor(0.0, 1e-2, 1e-2)], ids=['relative', 'absolute'])
+@pytest.mark.parametrize('noise', densities[:4], ids=lambda o: type(o).__name__)
+def test_no_fit_is_worse_and_the_last_is_flat(noise, kind):
+    _, V = votes(2, i=12)
+    r = torch.rand(2, 12, 3, dtype=torch.float64)
+    model, worth = noise.m_step(r, V, 0.0, kind), []
+    for _ in range(400 if isinstance(noise, Student) else 2):
+        worth.append(objective(noise, r, V, model))
+        model = noise.m_step(r, V, 0.0, kind, model)
+    assert (torch.stack(worth).diff(dim=0) > -1e-11).all()
+    if isinstance(noise, Student):
+        assert (worth[-1] - worth[0]).min() > 1e-4
+    mu, scale = (t.clone().requires_grad_() for t in model[:2])
+    L = scale.tril() if isinstance(noise, Full) else scale
+    J = objective(noise, r, V, Model(mu, L, model.floor)).sum()
+    for g in torch.autograd.grad(J, (mu, scale)):
+        assert g.abs().max() < 1e-8
+
+
+def test_directions_are_fitted_best():
+    "the mean exactly, the concentration within a thousandth of a nat"
+    noise = VonMisesFisher()
+    for spread in (0.1, 1.0, 5.0):
+        V = votes(i=12)[1] * spread + 1
+        r = torch.rand(12, 3, dtype=torch.float64)
+        model = noise.m_step(r, V, 0.0, no_floor)
+        fit = lambda m: (r * noise.log_p(V, m)).sum(-2) / r.sum(-2)
+        raw = model.mu.flatten(-2).clone().requires_grad_()
+        unit = torch.nn.functional.normalize(raw, dim=-1).view_as(model.mu)
+        flat = torch.autograd.grad(fit(model._replace(mu=unit)).sum(), raw)[0]
+        assert flat.abs().max() < 1e-10 * model.scale.max()
+        other = torch.stack(
+            [fit(model._replace(scale=model.scale * k / 50)) for k in range(25, 76)]
+        )
+        assert (other.amax(0) - fit(model)).max() < 1e-3
+        floored = noise.m_step(r, V, 0.0, Floor(0.5, 1e-12, 1e-12)).scale
+        close(1 / floored, 1 / model.scale + 0.5 / model.scale.mean() + 1e-6, rtol=1e-5, atol=0)
+
+
+def test_a_sharp_laplace_has_the_weighted_median():
+    V, r = votes(i=11, j=1, c=1, h=1)[1], torch.rand(11, 1, dtype=torch.float64)
+    model = Laplace(tip=1e-5, steps=3000).m_step(r, V, 0.0, no_floor)
+    v, order = V.flatten().sort()
+    median = v[(r.flatten()[order].cumsum(0) < r.sum() / 2).sum()]
+    assert abs(model.mu.item() - median) < 1e-3
+    mean_gap = (r.flatten() * (V.flatten() - median).abs()).sum() / r.sum()
+    close(model.scale.sqrt().squeeze(), mean_gap, rtol=1e-3, atol=0)
+
+
+def test_limits():
+    a, V = votes(2)
+    use, ign = torch.rand(2, 7, 3, dtype=torch.float64)
+    gaussian = dstep_loop(a, V, Gaussian(), use, ign)
+    for x, y in zip(dstep_loop(a, V, Student(1e9), use, ign), gaussian):
+        close(x, y, rtol=1e-6, atol=1e-8)
+    straight = torch.cat(
+        [V * s.view(2, 2) for s in torch.cartesian_prod(*[torch.tensor([-1, 1])] * 4)], 1
+    )
+    r = torch.rand(2, 7, 3, dtype=torch.float64).repeat(1, 16, 1)  # no correlations
+    full, plain = (o.m_step(r, straight, 0.0, some) for o in (Full(), Gaussian()))
+    close(Full().log_p(V, full), Gaussian().log_p(V, plain))
+    close(Full().nats(full), Gaussian().nats(plain))
+    narrow = Model(torch.ones(1, 2, 2).double() / 2, torch.tensor([1e5]).double(), None)
+    close(VonMisesFisher().nats(narrow), -1.5 * narrow.scale.log(), rtol=1e-4, atol=0)
+    x = V * 1e-3 + 0.5
+    p = VonMisesFisher().log_p(
+        x, Model(torch.ones(3, 2, 2).double() / 2, 1e5 * torch.ones(3), None)
+    )
+    tangent = x - x.mean((-2, -1), keepdim=True)
+    hand = -0.5e5 * tangent.square().sum((-2, -1)) + 1.5 * math.log(1e5 / (2 * math.pi))
+    close(p, hand, rtol=0.02, atol=0.02)
+
+
+def test_hard_shares_are_of_the_best_and_pass_the_exact_gradient():
+    a, V = votes()
+    use, ign = torch.rand(2, 7, 3, dtype=torch.float64)
+    out = dstep_loop(a, V, KMeans(hard=True), use, ign)
+    assert set(out.R.unique().tolist()) == {0.0, 1.0} and (out.R.sum(-1) == 1).all()
+    D = a.sigmoid()[:, None] * out.R
+    mean = (D[..., None, None] * V).sum(0) / (D.sum(0) + 1e-12)[:, None, None]
+    close(out.mu, mean)
+    # the sum of distances to the own mean does not rise (scores equal: the classical algorithm)
+    costs, none = [], torch.zeros(1, 1).double()
+    for t in range(2, 9):
+        o = dstep_loop(a, V[:, :1].expand_as(V) + V[:1] * 0.1, KMeans(hard=True), none, none, t)
+        x = V[:, :1].expand_as(V) + V[:1] * 0.1
+        gap = (x - o.mu).square().sum((-2, -1))
+        costs.append((a.sigmoid()[:, None] * o.R * gap).sum())
+    assert (torch.stack(costs).diff() <= 1e-12).all()
+
+
+def layer(name, loop, i=4, j=2, **settings):
+    torch.manual_seed(1)
+    made = routings[name](2, 2, 2, n_inp=i, n_out=j, loop=loop, **settings).double()
+    with torch.no_grad():
+        for p in made.parameters():
+            p.add_(0.1 * torch.rand_like(p))
+    a, V = votes(2, i=i, j=1)
+    return made, a, V[:, :, 0]
+
+
+@pytest.mark.parametrize('loop', ['dstep', 'em'])
+@pytest.mark.parametrize('name', names)
+def test_layers_have_exact_gradients(name, loop):
+    made, a, mu = layer(name, loop, lam=0.3)
+    theta = dict(made.named_parameters())
+
+    def f(a, mu, *p):
+        out = torch.func.functional_call(made, dict(zip(theta, p)), (a, mu), {'return_R': True})
+        return tuple(out[:3]) if name == 'kmeans-hard' else tuple(out)
+
+    inputs = [t.detach().clone().requires_grad_() for t in (a, mu, *theta.values())]
+    assert torch.autograd.gradcheck(f, inputs, fast_mode=True, atol=1e-6)
+
+
+@pytest.mark.parametrize('loop', ['dstep', 'em'])
+@pytest.mark.parametrize('name', names)
+def test_absent_inputs_and_other_extremes(name, loop):
+    made, a, mu = layer(name, loop, eps='20%')
+    a[:, 1], far = -math.inf, mu.clone()
+    far[:, 1] += 30
+    tol = 1e-4 if name == 'kmeans-hard' else 1e-6  # an output without data: see `em_loop`
+    mu.requires_grad_()
+    out = made(a, mu)
+    for x, y in zip(out, made(a, far)):
+        close(x, y, rtol=1e-6, atol=tol)
+    sum(o.sum() for o in out).backward()
+    assert mu.grad[:, 1].abs().max() < 1e-6 and all(
+        p.grad.isfinite().all() for p in made.parameters()
+    )
+    for scores in (-math.inf, -1e4, 1e4, math.inf):
+        for dtype in (torch.float32, torch.float64):
+            x = mu.detach().to(dtype).requires_grad_()
+            out = made.to(dtype)(torch.full_like(a, scores).to(dtype), x, return_R=True)
+            assert all(o.isfinite().all() for o in out)
+            made.zero_grad()
+            sum(o.sum() for o in out).backward()
+            assert x.grad.isfinite().all() and all(
+                p.grad.isfinite().all() for p in made.parameters()
+            )
+
+
+@pytest.mark.parametrize('loop', ['dstep', 'em'])
+@pytest.mark.parametrize('name', names)
+def test_one_input_one_output(name, loop):
+    made, a, mu = layer(name, loop, i=1)
+    unit = lambda t: torch.nn.functional.normalize(t.flatten(-2), dim=-1).view_as(t)
+    vote = made.cast(mu)[:, 0]
+    out = made(a, mu, return_R=True)
+    has = out.R[:, 0] > 0  # hard k-means gives it to one output, and by the D-step others have 0
+    assert has.any(-1).all() and (has.all() or name == 'kmeans-hard')
+    hand = unit(vote) if name == 'vmf' else vote
+    close(out.mu[has], hand[has], rtol=1e-5, atol=1e-5)
+    made, a, mu = layer(name, loop, j=1)
+    out = made(a, mu, return_R=True)
+    assert (out.R == 1).all() and all(o.isfinite().all() for o in out)
+    close(made(a[0], mu[0]).mu, out.mu[0])
+
+
+def test_tails_keep_their_means_among_clutter():
+    "in both loops; the Gaussian and a full covariance do not"
+    scene = make_scene(clutter=20)
+    V, a = cast_votes(scene)[:, :, None], torch.full((80,), 4.0)
+    for loop in ('dstep', 'em'):
+        far = {}
+        for noise in (Gaussian(), Full(), Student(1.0), Laplace()):
+            made = NoiseRouting(1, 2, 2, n_out=3, noise=noise, loop=loop, n_iters=8, eps='10%')
+            mu = made.route(a, V).mu[:, 0]
+            far[type(noise)] = (mu - scene.centre).norm(dim=-1).max().item()
+        assert far[Student] < 0.05 and far[Laplace] < 0.5 * far[Gaussian]
+        assert min(far[Gaussian], far[Full]) > 0.4
+
+
+@by_name
+def test_autocast_leaves_the_statistics_alone(noise):
+    made = NoiseRouting(2, 2, 2, n_out=3, noise=noise)
+    a, V = (t.float() for t in votes(2))
+    with torch.autocast('cpu', torch.bfloat16):
+        out = made.route(a.bfloat16(), V.bfloat16())
+    for x, y in zip(out, made.route(a.bfloat16().float(), V.bfloat16().float())):
+        assert x.dtype == torch.float32 and torch.equal(x, y)
+
+
+@pytest.mark.parametrize(
+    'name, own, said',
+    [
+        ('student', {'nu': 0}, 'nu must be positive'),
+        ('student', {'steps': 0}, 'steps must be an integer >= 1'),
+        ('laplace', {'tip': -1.0}, 'tip must be positive'),
+        ('full', {'loop': 'vb'}, "loop must be 'dstep' or 'em'"),
+        ('vmf', {'eps': 0}, 'eps must be'),
+        ('kmeans-hard', {'loop': 'em', 'lam': 0}, 'lam must be'),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(name, own, said):
+    with pytest.raises(ValueError, match=said):
+        routings[name](2, 2, 2, n_out=3, **own)

@@ -1,0 +1,215 @@
+"Vector routing: the author's numbers, memory, masks, credit that adds up, scored capsules."
+
+import json
+from pathlib import Path
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+from capsnb.zoo.routers import routings
+from capsnb.zoo.vectors import VectorRouter, VectorRouting, definable_routing, end_to_end
+
+f64 = torch.float64
+author = json.loads((Path(__file__).parent / 'data' / 'heinsen2022.json').read_text())
+
+
+def tensor(stored):
+    return torch.tensor(stored['values'], dtype=f64).view(stored['shape'])
+
+
+def state(case):
+    return {name: tensor(v) for name, v in case['state'].items()}
+
+
+def hidden(case):
+    return None if case['mask'] is None else torch.tensor(case['mask']).bool()
+
+
+def check(case, out, x, parameters):
+    "Values and gradients, where those of `parameters` have the author's names."
+    for got, name in ((out.x, 'x_out'), (out.phi, 'phi')):
+        assert_close(got, tensor(case['out'][name]))
+    assert_close(out.R, tensor(case['out']['R']).expand_as(out.R))
+    ((out.x * tensor(case['g_x'])).sum() + (out.phi * tensor(case['g_phi'])).sum()).backward()
+    assert case['grad'].keys() == {'x', *parameters}
+    for name, p in {'x': x, **parameters}.items():
+        assert_close(p.grad, tensor(case['grad'][name]), msg=lambda m: f"{name}: {m}")
+
+
+@pytest.mark.parametrize('case', author['efficient'], ids=lambda c: str(c['settings']))
+def test_values_and_gradients_are_the_authors(case):
+    x = tensor(case['x']).requires_grad_()
+    routing = VectorRouting.from_published(state(case), **case['settings'])
+    out = routing(x, hidden(case), return_credit=True)
+    assert torch.equal(routing(x, hidden(case)), out.x)
+    named = {n.replace('to_', 'compute_beta_'): p for n, p in routing.named_parameters()}
+    check(case, out, x, named)
+
+
+def test_the_definition_is_the_authors():
+    case = author['definable']
+    x = tensor(case['x']).requires_grad_()
+    p = {name: v.requires_grad_() for name, v in state(case).items() if 'CONST' not in name}
+    out = definable_routing(
+        x,
+        A=lambda x: F.linear(x, p['A.weight'], p['A.bias'])[..., 0],
+        F=lambda x: torch.einsum('...id,ijdh->...ijh', x, p['F.W']),
+        G=lambda x: F.linear(x, p['G.weight'], p['G.bias']),
+        S=lambda x, pred: x @ pred.mT / x.shape[-1] ** 0.5,
+        beta_use=p['beta_use'],
+        beta_ign=p['beta_ign'],
+        n_iters=case['settings']['n_iters'],
+        mask=hidden(case),
+    )
+    check(case, out, x, p)
+
+
+def test_composed_credit_is_the_authors():
+    case = author['composed']
+    assert_close(end_to_end([tensor(phi) for phi in case['phis']]), tensor(case['out']))
+    with pytest.raises(ValueError, match='without a routing'):
+        end_to_end([])
+
+
+def test_two_routings_add_up():
+    "An output of the second is a sum over the inputs of the first, by both credits."
+    torch.manual_seed(0)
+    one = VectorRouting(6, 4, 3, 5, normalize=False).double()
+    two = VectorRouting(4, 2, 5, 3, normalize=False).double()
+    with torch.no_grad():
+        one.B_F2.normal_(), two.B_F2.normal_()
+        x = torch.randn(6, 3, dtype=f64)
+        first = one(x, return_credit=True)
+        second = two(first.x, return_credit=True)
+    want = second.phi.sum(0)[:, None] * two.B_F2
+    for i in range(6):
+        for j in range(4):
+            vote = (x[i] / 6**0.5 * one.W_F1[j]) @ one.W_F2 + one.B_F2[j]
+            through = ((vote / 4**0.5) * two.W_F1) @ two.W_F2
+            want = want + (first.phi[i, j] * second.phi[j])[:, None] * through
+    assert_close(second.x, want)
+    phi, product = end_to_end([first.phi, second.phi], eps=0), first.phi @ second.phi
+    assert_close(phi, product / product.std())
+    batch = end_to_end([torch.stack([p, 3 * p]) for p in (first.phi, second.phi)], eps=0)
+    assert_close(batch[0], batch[1])  # the scale of one does not depend on the others
+
+
+def kept(fn, own=()):
+    "Numbers in the storages that are kept for the backward pass, without parameters."
+    sizes = {}
+
+    def note(t):
+        storage = t.untyped_storage()
+        sizes[storage.data_ptr()] = storage, storage.nbytes() // t.element_size()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        out = fn()
+    mine = {p.untyped_storage().data_ptr() for p in own}
+    return sum(n for at, (_, n) in sizes.items() if at not in mine), out
+
+
+def define(r, x):
+    "The efficient routing by its definition, with votes."
+    x_bar = x / x.shape[-2] ** 0.5
+    return definable_routing(
+        x,
+        A=lambda x: (x_bar * r.W_A).sum(-1) + r.B_A,
+        F=lambda x: (x_bar[..., None, :] * r.W_F1) @ r.W_F2 + r.B_F2,
+        G=lambda o: (F.layer_norm(o, o.shape[-1:]) @ r.W_G1) * r.W_G2 + r.B_G2,
+        S=lambda x, p: F.logsigmoid(x @ p.mT * r.W_S + r.B_S),
+        beta_use=r.to_use(x),
+        beta_ign=r.to_ign(x),
+        n_iters=r.n_iters,
+    ).x
+
+
+def test_memory_is_linear():
+    d, h, n_iters = 8, 64, 3
+
+    def both(i, j):
+        r = VectorRouting(None, j, d, h, n_iters=n_iters, normalize=False)
+        x = torch.randn(i, d, requires_grad=True)
+        own = [*r.parameters()]
+        ours, out = kept(lambda: r(x), own)
+        theirs, want = kept(lambda: define(r, x), own)
+        assert_close(out, want, rtol=1e-3, atol=1e-4)
+        return ours, theirs
+
+    for i, j in ((400, 10), (800, 10), (400, 20)):
+        ours, theirs = both(i, j)
+        most = 2 * i * d + n_iters * (6 * i * j + 4 * j * (d + h))
+        assert ours <= most + 100
+        assert theirs >= i * j * h > most / 2
+    (a, b), (c, _) = both(1000, 10), both(2000, 10)
+    assert c <= 2 * a and b > 4 * a
+
+
+def test_a_hidden_input_has_no_credit():
+    torch.manual_seed(0)
+    r = VectorRouting(None, 3, 4, 4, n_iters=3)
+    x = torch.randn(5, 4, requires_grad=True)
+    mask = torch.zeros(5, 3, dtype=torch.bool)
+    mask[1], mask[2, 0] = True, True
+    out = r(x, mask, return_credit=True)
+    assert torch.equal(out.phi == 0, mask)
+    assert_close(out.R.sum(-1), torch.ones(5))
+    (g,) = torch.autograd.grad(out.x.square().sum() + out.x[0].sum() ** 3, x)
+    assert g.isfinite().all() and not g[1].any() and g[0].any()
+
+
+@pytest.mark.parametrize('n_inp', [None, 6])
+def test_an_absent_capsule_leaves_no_trace(n_inp):
+    torch.manual_seed(0)
+    router = routings['vectors'](2, 3, 2, n_inp, 4, n_iters=2).double()
+    assert type(router) is VectorRouter and not hasattr(router, 'W')
+    a = torch.randn(2, 6, dtype=f64)
+    a[:, 4] = float('-inf')
+    a, mu = a.requires_grad_(), torch.randn(2, 6, 2, 3, dtype=f64).requires_grad_()
+    out = router(a, mu, return_R=True)
+    assert out.a.shape == (2, 4) and out.mu.shape == (2, 4, 2, 2) and out.R.shape == (2, 6, 4)
+    other = mu.detach().clone()
+    other[:, 4] += 5
+    again = router(a, other)
+    assert_close((again.a, again.mu), (out.a, out.mu))
+    g_a, g_mu = torch.autograd.grad(out.a.sum() + out.mu[..., 0].square().sum(), (a, mu))
+    for g in (g_a, g_mu):
+        assert g.isfinite().all() and not g[:, 4].any() and g[:, 3].any()
+    if n_inp is None:
+        seen = [0, 1, 2, 3, 5]
+        fewer = router(a[:, seen], mu[:, seen])
+        assert_close((fewer.a, fewer.mu), (out.a, out.mu))
+
+
+def test_gradients_of_scores_and_poses():
+    torch.manual_seed(0)
+    router = VectorRouter(1, 2, 3, n_out=2).double()
+    a = torch.randn(3, dtype=f64).requires_grad_()
+    mu = torch.randn(3, 1, 2, dtype=f64).requires_grad_()
+    assert torch.autograd.gradcheck(lambda a, mu: router(a, mu)[:2], (a, mu))
+    router.to('meta')
+    assert router(a.to('meta'), mu.to('meta')).mu.shape == (2, 1, 3)
+    half = VectorRouter(1, 2, 3, n_out=2)
+    with torch.autocast('cpu', torch.bfloat16):
+        out = half(a.float(), mu.float())
+    assert out.a.isfinite().all() and out.mu.isfinite().all()
+
+
+def test_what_does_not_fit_is_refused():
+    r = VectorRouting(5, 3, 4, 2)
+    x = torch.randn(5, 4)
+    for wrong, words in (
+        (dict(x=x[:4]), 'x must have shape'),
+        (dict(x=x, scores=torch.zeros(4)), 'scores must be'),
+        (dict(x=x, mask=torch.zeros(5, 3)), 'mask must be bool'),
+        (dict(x=x, mask=torch.zeros(3, 5).bool()), 'mask must be bool'),
+    ):
+        with pytest.raises(ValueError, match=words):
+            r(**wrong)
+    with pytest.raises(ValueError, match='no weights'):
+        VectorRouting.from_published({'W': x})
+    for setting in (dict(start='identity'), dict(bias=False)):
+        with pytest.raises(ValueError, match='own maps'):
+            VectorRouter(4, 4, 4, n_out=3, **setting)
+    with pytest.raises(ValueError, match='n_inp'):
+        VectorRouting(0, 3, 4, 2)
