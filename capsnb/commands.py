@@ -185,7 +185,9 @@ def train_digits(
         option(
             "'capsnet': dynamic routing, with a decoder; 'dstep': Heinsen (2019); 'matrix-caps': "
             "EM routing; 'cnn': as large as the D-step network; 'baseline': a larger CNN; "
-            "'efficient': Efficient-CapsNet (28x28 only)."
+            "'matrix-caps-norb': EM routing on the D-step network's convolutions; 'routing', "
+            "'plain': the D-step network with another routing, or without capsules; 'efficient': "
+            "Efficient-CapsNet (28x28 only)."
         ),
     ] = 'capsnet',
     epochs: Epochs = None,
@@ -230,7 +232,8 @@ def train_objects(
         str,
         option(
             "'dstep': the paper's network; 'cnn': a CNN as large; 'baseline': the baseline CNN of "
-            "Hinton et al. (2018); 'matrix-caps': its matrix capsules, best with --size 48."
+            "Hinton et al. (2018); 'matrix-caps': its matrix capsules, best with --size 48; "
+            "'matrix-caps-norb': those on the convolutions of 'dstep', normed."
         ),
     ] = 'dstep',
     size: Size = 96,
@@ -273,7 +276,8 @@ def train_photographs(
         str,
         option(
             "'dstep': the paper's network; 'cnn': a CNN as large; 'baseline': the baseline CNN of "
-            "Hinton et al. (2018); 'matrix-caps': its matrix capsules, best with --size 48."
+            "Hinton et al. (2018); 'matrix-caps': its matrix capsules, best with --size 48; "
+            "'matrix-caps-norb': those on the convolutions of 'dstep', normed."
         ),
     ] = 'dstep',
     size: Annotated[int, option('Pixels per side, at most those of the files.', min=29)] = 48,
@@ -621,6 +625,9 @@ def ablate(
     pairs: Pairs = None,
     epochs: Annotated[int, option('Times through the training data, for every row.', min=1)] = 50,
     seeds: Annotated[int, option('Runs of each row.', min=1)] = 3,
+    rows: Annotated[
+        str, option("'table': the paper's Table 1; 'ingredients': what makes them train.")
+    ] = 'table',
     preset: Annotated[
         str,
         option(
@@ -643,7 +650,7 @@ def ablate(
         list[str] | None,
         unset(
             f"Name of a row; may be repeated. All if not given: {row_names}, or other presets, "
-            "as in 'preset google'."
+            "as in 'preset google'; with --rows ingredients other names, which an error lists."
         ),
     ] = None,
     out: Annotated[Path, option('File that collects the runs; finished ones are kept.')] = Path(
@@ -673,6 +680,7 @@ def ablate(
         out,
         epochs,
         tuple(range(seeds)),
+        rows=rows,
         preset=preset,
         only=tuple(only or ()) or None,
         capsules=capsules_of(capsules),
@@ -686,6 +694,43 @@ def ablate(
     picture = out.with_suffix('.png')
     ablation.plot_ablation(out).savefig(picture, dpi=120)
     print(f"{ablation.ablation_table(out)}\n\nlook at {picture}")
+
+
+def shootout(
+    data: Annotated[
+        str, typer.Argument(help="'toys', 'eth80', 'mnist' or 'fashion-mnist'.", metavar='DATA')
+    ] = 'toys',
+    only: Annotated[
+        list[str] | None,
+        unset("A routing, or 'cnn'; may be repeated. All if not given."),
+    ] = None,
+    seeds: Annotated[int, option('Final runs of each routing.', min=1)] = 3,
+    scale: Annotated[float, option('Multiplies the number of epochs.', min=0.01)] = 1.0,
+    costs: Annotated[
+        bool, option('Time and memory of a training step instead; trains nothing.', '--costs')
+    ] = False,
+    out: Annotated[Path, option('Folder of the records; finished runs are kept.')] = Path(
+        'runs/shootout'
+    ),
+    device: Device = None,
+    progress: Progress = None,
+):
+    """Every routing on one stem: equal parameters, budget and search, then fresh seeds.
+
+    Trains one network after another; a study that was stopped goes on with the same command."""
+    shoot = room('lab.shootout')
+    if costs:
+        found = shoot.measure_costs(data, out / f'shootout_{data}_costs.json')['costs']
+        for name, c in found.items():
+            print(f"{name:14s} {1e3 * c['seconds']:7.1f} ms {c['bytes'] / 1e6:7.1f} MB")
+        return
+    how = dict(scale=scale, runs=out / 'runs', device=device, progress=progress)
+    shoot.shoot_out(data, out, tuple(only or ()) or None, tuple(range(seeds)), **how)
+    if not is_first():
+        return
+    record = out / f'shootout_{data}.json'
+    shoot.plot_shootout(record).savefig(record.with_suffix('.png'), dpi=120)
+    print(f"{shoot.standings(record)}\n\nlook at {record.with_suffix('.png')}")
 
 
 def bench(
@@ -702,7 +747,7 @@ def bench(
     threads: Annotated[
         int | None, unset("Threads of PyTorch; its own choice if not given.", min=1)
     ] = None,
-    quick: Annotated[bool, option('A minute: few cases and rounds, no memory.', '--quick')] = False,
+    quick: Annotated[bool, option('About a minute: few cases, no memory.', '--quick')] = False,
     rehearse: Annotated[
         bool, option('Everything that --device cuda does, at tiny sizes.', '--rehearse')
     ] = False,
@@ -806,5 +851,7 @@ def make_app() -> typer.Typer:
     app.command('explain')(entrance(explain))
     short = 'What each part of matrix capsules is worth: Table 1 of the paper.'
     app.command('ablate', short_help=short)(entrance(ablate))
+    short = 'Compare every routing on one stem.'
+    app.command('shootout', short_help=short)(entrance(shootout))
     app.command('bench', short_help='Time and memory of everything fast.')(entrance(bench))
     return app

@@ -66,6 +66,24 @@ def test_slow_ones_sit_out_when_their_time_is_over():
     assert not math.isnan(turns['slow'][0].wall) and math.isnan(turns['slow'][0].gpu)
 
 
+def test_a_case_ends_after_a_round_when_its_time_is_over():
+    turns = alternate(dict(slow=nap(0.03), fast=nap(0.001)), How(rounds=6, limit=0.02), first())
+    assert len(turns['slow']) == len(turns['fast']) == 1
+
+
+def test_a_quick_bench_shares_the_minute_and_leaves_no_case_out(monkeypatch, tmp_path, capsys):
+    limits, clock = [], iter((0.0, 0.0, 50.0, 90.0))
+    told = dict(measured={}, floor=None, computed={}, not_run={})
+    monkeypatch.setattr(speed, '_measured', lambda b, c, how, old: limits.append(how.limit) or told)
+    monkeypatch.setattr(speed.time, 'perf_counter', lambda: next(clock))
+    monkeypatch.setattr(speed, 'plans', {})
+    cases, record = [('naps', case._replace(name=n)) for n in 'abc'], speed._fresh({}, {}, True)
+    speed._measure_all(record, {}, tmp_path / 'out.json', cases, How(), True, False)
+    assert limits == [20.0, 5.0, 0.0] and len(record['benches']['naps']) == 3
+    told = capsys.readouterr()
+    assert 'median of the ratios' in told.out and "pip install 'capsnb[fast]'" in told.err
+
+
 def first():
     return dict(slow=0.03, fast=0.001)
 

@@ -411,7 +411,8 @@ def test_train_digits_and_eval(tmp_path):
         (
             ('--net', 'resnet'),
             1,
-            "net must be one of 'capsnet', 'dstep', 'matrix-caps', 'cnn', 'baseline', got 'resnet'",
+            "net must be one of 'capsnet', 'dstep', 'matrix-caps', 'cnn', 'baseline', "
+            "'matrix-caps-norb', 'routing', 'plain', got 'resnet'",
         ),
         (('--limit', 0), 2, ''),
         (('--data', 'here'), 1, 'the digits come with scikit-learn and lie in no folder'),

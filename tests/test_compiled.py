@@ -92,6 +92,16 @@ def test_poses_of_any_size(pose, dtype):
     same(l, a, mu, 1e-11 if dtype == f64 else 1e-4)
 
 
+def test_maps_of_one_number_for_blocks_that_are_full():
+    caps, X = ConvCaps(4, 3, K=2, d_cov=2, d_inp=1, d_out=1).double(), []
+    a, mu = torch.rand(2, 3, 3, 4, dtype=f64), torch.randn(2, 3, 3, 4, 2, 1, dtype=f64)
+    for caps.plan in ('compiled', 'votes'):
+        out, at = caps(a, mu := mu.detach().requires_grad_()), (mu, caps.W)
+        X.append([*out[:3], *torch.autograd.grad(out.mu.sin().sum() + out.a.sum(), at)])
+    for got, want in zip(*X):
+        assert error_to(got, want) < 1e-10
+
+
 @pytest.mark.parametrize('damping', [0.0, 0.3])
 def test_float32_is_as_exact_as_votes(damping):
     a, mu = draw(3, 7, 6, 3, dtype=torch.float32)
@@ -277,6 +287,24 @@ def test_class_capsules_are_one_field(pose, kw, monkeypatch):
     monkeypatch.delitem(layers.field_plans, 'compiled')
     for got, want in zip(found, run()):
         assert error_to(got, want) < 1e-12
+
+
+@pytest.mark.parametrize('kw', [{}, dict(padding=1), dict(n_iters=1), dict(act='pi', stride=2)])
+def test_shares_are_those_of_the_definition(kw):
+    "values and gradients, of several images"
+    l = layer('votes', damping=0.3, **kw)
+    a, mu = (t.requires_grad_() for t in draw(3, 5, 4, 2))
+    found = []
+    for l.plan in ('votes', 'compiled', 'auto'):
+        out = l(a, mu, return_R=True)[:4]
+        g = torch.Generator().manual_seed(1)
+        loss = sum((o * torch.randn(o.shape, generator=g, dtype=f64)).sum() for o in out)
+        found.append([*out, *torch.autograd.grad(loss, [a, mu, l.W], materialize_grads=True)])
+    want, *rest = found
+    assert want[3].sum((1, 2, 3, 4)).gt(0).all()
+    for got in rest:
+        for g, w in zip(got, want):
+            assert g.shape == w.shape and error_to(g, w) < 1e-11
 
 
 def test_auto_takes_it_on_the_cpu_and_it_says_what_it_refuses(monkeypatch):

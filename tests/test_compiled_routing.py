@@ -248,6 +248,29 @@ def test_dynamic_routing_in_float32(scale):
         assert_as_exact(*three, name=name)
 
 
+@pytest.mark.parametrize('order', [(2, 3, 0, 1), (3, 0, 2, 1)])
+@pytest.mark.parametrize('h', [1, 3])
+def test_dynamic_routing_with_maps_in_any_layout(order, h):
+    u, W = (x.detach() for x in maps(13, 6, 3, 4, h))
+    W = W.permute(order).contiguous().permute([order.index(k) for k in range(4)])
+    for some in (W, W.contiguous()):
+        X, Y = ([u.clone().requires_grad_(), some.detach().requires_grad_()] for _ in range(2))
+        for p, q in zip(both(agreed(3), X), both(written_out(3), Y)):
+            assert_close(p, q, rtol=1e-10, atol=1e-12)
+
+
+def test_votes_in_any_layout():
+    X = [x.detach() for x in small()]
+    V = X[0].movedim(-1, 0).contiguous().movedim(0, -1)  # an op may be called with any strides
+
+    def grads(V):
+        Y = [V.requires_grad_(), *(x.clone().requires_grad_() for x in X[1:])]
+        return torch.autograd.grad(sum(o.sin().sum() for o in _votes(*Y, 16)), Y)
+
+    for p, q in zip(grads(V), grads(X[0])):
+        assert_close(p, q)
+
+
 def test_dynamic_op():
     X = maps(3, 4, 2, 3, 2)
     assert torch.autograd.gradcheck(lambda u, W: _agreement(u, W, 3, False, False)[0], X)

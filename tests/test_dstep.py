@@ -241,6 +241,16 @@ def test_wrong_inputs_are_named(a, mu, words):
         make('auto', torch.float32)(a, mu)
 
 
+def test_what_is_not_a_tensor_is_refused_by_name():
+    with pytest.raises(TypeError, match='mu_inp must be a tensor, got ndarray'):
+        make('auto', torch.float32)(torch.zeros(5), torch.zeros(5, 2, 3).numpy())
+
+
+def test_an_unknown_plan_is_told_all_names():
+    with pytest.raises(ValueError, match="'auto', 'votes', .*'compiled'.*'triton-moments'"):
+        Routing(2, 3, 2, n_out=4, plan='fast')
+
+
 def test_a_broken_parameter_is_named():
     layer = make('auto', torch.float32)
     layer.W.data[0, 0] = math.nan

@@ -1,4 +1,4 @@
-"""Efficient-CapsNet: the authors' answers, with seeded and with published weights; what it refuses."""
+"""Efficient-CapsNet: the authors' answers, with seeded and published weights; what it refuses."""
 
 import hashlib
 import os

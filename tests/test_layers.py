@@ -613,7 +613,7 @@ ok = draw(2, 5, 5, 2, dtype=torch.float32)
         ),
         (
             lambda: layer('tiles', dtype=torch.float32)(*ok, return_R=True),
-            "plan='tiles' never holds R",
+            "plan='tiles' does not return R; 'auto' and these do: 'votes'",
         ),
         (
             lambda: ClassCaps(2, 3, 2, 3, 2)(*ok, centres=(torch.zeros(5), torch.zeros(4))),
@@ -660,6 +660,34 @@ def test_tiles_far_from_the_origin_are_as_exact_as_votes(eps, offset, scale):
             errors_far_away(plan, K, I, eps, offset, scale) for plan in ('votes', 'tiles')
         )
         assert all(t < 4 * v + 1e-4 for t, v in zip(tiles, votes)), (K, I, votes, tiles)
+
+
+def test_auto_with_shares_takes_the_first_that_returns_them(monkeypatch):
+    plans, parts = layers.field_plans, layers._Parts(*[None] * 6)
+    monkeypatch.setattr(layers, 'field_plans', {k: plans[k] for k in ('votes', 'tiles')})
+    find = lambda name: layers._field_plan(name, parts, layers._Loop([0.1]), True)
+    assert find('auto') is find('votes') is plans['votes']
+    layers.field_plans['triton'] = layers.FieldPlan(None, lambda parts, loop: '')
+    layers.field_plans['compiled'] = layers.FieldPlan(None, lambda parts, loop: '', print)
+    assert find('auto') is find('compiled') is layers.field_plans['compiled']
+    with pytest.raises(ValueError, match="'triton' does not return R.*: 'votes', 'compiled'"):
+        find('triton')
+
+
+def test_a_layer_tells_its_field():
+    told = repr(ConvCaps(8, 16, 3, 2, 1))
+    assert 'K=(3, 3), stride=(2, 2), padding=(1, 1)' in told and 'stride' not in repr(
+        ClassCaps(8, 5)
+    )
+
+
+@pytest.mark.parametrize(
+    'make', [lambda: PrimaryCaps(2, 3), lambda: ConvCaps(2, 3), lambda: ClassCaps(2, 3)]
+)
+def test_what_is_not_a_tensor_is_refused_by_name(make):
+    x = (torch.rand(1, 4, 4, 2).numpy(),) * (1 if isinstance(l := make(), PrimaryCaps) else 2)
+    with pytest.raises(TypeError, match='(x|a) must be a tensor, got ndarray'):
+        l(*x)
 
 
 def test_plans_are_found_by_name_and_auto_takes_the_first_that_does_not_refuse(monkeypatch):

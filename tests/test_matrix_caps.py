@@ -1,17 +1,19 @@
 """Matrix capsules: size, set-ups, training, and the pitfalls of other implementations by name."""
 
+import json
 import math
 import os
 import signal
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.testing import assert_close
-from capsnb.engine.layers import ClassCaps, ConvCaps
+from capsnb.engine.layers import ClassCaps, ConvCaps, PrimaryCaps
 from capsnb.lab.matrix_caps import MatrixCapsNet, presets, routing_settings, start_weights
 from capsnb.lab.objects import PairCrops, PairDeck, Toys, standardised
 from capsnb.lab.tasks import with_options
 from capsnb.lab.train import fit_decks
-from capsnb.lab.vision import n_params
+from capsnb.lab.vision import ConvTrunk, n_params, norb_trunk
 
 few = dict(A=6, B=2, C=3, D=3)
 each_preset = pytest.mark.parametrize('preset', list(presets))
@@ -44,6 +46,121 @@ def test_values_and_gradients_are_finite_and_reach_every_parameter(preset):
     out['loss'].backward()
     assert out['loss'].isfinite() and all(p.grad.isfinite().all() for p in n.parameters())
     assert all(p.grad.abs().max() > 0 for name, p in n.named_parameters())
+
+
+@pytest.mark.parametrize('loss', ['spread', 'crossent'])
+def test_the_papers_network_is_bit_for_bit_the_chain_of_its_layers(loss):
+    n = net(loss=loss)
+    torch.manual_seed(0)
+    lam = [0.01 * (1 - 0.95 ** (t + 1)) for t in range(3)]
+    conv, primary = torch.nn.Conv2d(2, 6, 5, 2), PrimaryCaps(6, 2)
+    layers = [ConvCaps(2, 3, 3, 2, lam=lam), ConvCaps(3, 3, lam=lam)]
+    top = ClassCaps(3, 5, lam=lam)
+    x = torch.randn(2, 2, 32, 32)
+    old = primary(F.relu(conv(x)))
+    for layer in layers:
+        old = layer(*old[:2])
+    at = torch.tensor([8.5, 12.5, 16.5, 20.5]) / 32
+    assert torch.equal(n(x).a, top(*old[:2], (at, at)).a)
+    assert n(x).score is None and not [k for k in n.state_dict() if 'norm' in k or '.B' in k]
+
+
+def test_networks_saved_before_there_were_stems_and_norms_load(tmp_path):
+    n = net(preset='gritzman', eps='auto')
+    n.save_pretrained(tmp_path)
+    kept = json.loads((tmp_path / 'config.json').read_text())
+    for name in 'stem depth norm lam bias start compete'.split():
+        del kept[name]
+    (tmp_path / 'config.json').write_text(json.dumps(kept | dict(loss='spread')))
+    again, x = MatrixCapsNet.from_pretrained(tmp_path), torch.randn(2, 2, 32, 32)
+    assert torch.equal(again(x).a, n(x).a)
+
+
+@pytest.mark.parametrize(
+    'kw',
+    [
+        dict(stem='norb', depth=0),
+        dict(stem='norb', depth=3, norm='layer', bias=True),
+        dict(stem=dict(channels=(4, 5), strides=(2, 2)), depth=1, compete='within', size=20),
+        dict(lam='learned', norm='none', start='identity', n_iters=2),
+    ],
+    ids=['no capsules between', 'three layers', 'own trunk', 'learned'],
+)
+def test_normalised_networks_learn_save_and_read_images_alone(kw, tmp_path):
+    n = net(**{**dict(A=4, preset='normalised'), **kw})
+    side = kw.get('size', 32)
+    x, y = torch.randn(4, 2, side, side), torch.tensor([0, 1, 4, 2])
+    out = n(x, y)
+    out['loss'].backward()
+    assert_close(out['loss'], F.cross_entropy(out['logits'], y))
+    still = [k for k, p in n.named_parameters() if p.grad is None or not p.grad.any()]
+    assert not still
+    n.eval()
+    assert_close(n(x[1:2]).score, n(x).score[1:2], rtol=1e-3, atol=1e-4)
+    n.save_pretrained(tmp_path)
+    again = MatrixCapsNet.from_pretrained(tmp_path).eval()
+    assert torch.equal(again(x).score, n(x).score)
+    n.train()
+    assert n(x[:1], y[:1])['loss'].isfinite()  # one image has no variance: what is known is taken
+
+
+def test_logits_are_those_of_eq_2_where_activations_are_full():
+    n = net(preset='normalised', norm='none', stem='norb', depth=1).double().eval()
+    with torch.no_grad():
+        n.classes.beta_a.copy_(torch.tensor([0.0, 45.0, 60.0, 80.0, 800.0]))
+    x = torch.randn(2, 2, 48, 48).double()
+    out, below = n(x), n.below(x)
+    data = torch.einsum('bmni,bmnij->bj', below.a, out.R)
+    u, lam = n.classes.betas(data.dtype), n.classes.lam[-1]
+    cost = data[..., None, None] * (u[1][:, None, None] + out.sig2.log() / 2)
+    assert_close(out.score, lam * (u[0] - cost.sum((-2, -1))))
+    assert (out.a[:, -1] == 1).all() and (out.score[:, -1] > out.score[:, -2] + 500).all()
+
+
+def test_any_module_is_a_stem():
+    torch.manual_seed(0)
+    trunk = ConvTrunk(**norb_trunk(6))
+    n = net(stem=trunk, preset='normalised', size=48)
+    torch.manual_seed(1)
+    same = net(A=6, stem='norb', preset='normalised', size=48)
+    same.load_state_dict(n.state_dict())
+    x = torch.randn(3, 2, 48, 48)
+    below, other = n.eval().below(x), same.eval().below(x)
+    assert_close(below, other)
+    even = n.classify(below, x).mu - same.classify(other, x).mu
+    assert even[..., 2:, :].abs().max() < even[..., :2, -1].abs().max()  # coordinates differ
+    assert trunk.training is False and n.primary.conv.in_channels == 6
+
+
+def test_competition_within_places_is_that_of_each_place():
+    torch.manual_seed(0)
+    a, mu = torch.rand(2, 4, 4, 2).double(), torch.randn(2, 4, 4, 2, 4, 4).double()
+    layer = ConvCaps(2, 3, compete='within', bias=True, padding=1).double()
+    torch.nn.init.normal_(layer.B)
+    out = layer(a, mu, return_R=True)
+    seen = out.R.sum(-1)
+    assert_close(seen[:, 1:3, 1:3], torch.ones(2, 2, 2, 18).double())
+    alone = ConvCaps(2, 3, bias=True).double()
+    alone.load_state_dict(layer.state_dict())
+    for r, c in ((0, 0), (1, 0)):
+        one = alone(a[:, r : r + 3, c : c + 3], mu[:, r : r + 3, c : c + 3])
+        assert_close(one.mu[:, 0, 0], out.mu[:, r + 1, c + 1])
+        assert_close(one.a[:, 0, 0], out.a[:, r + 1, c + 1])
+    assert (alone(a, mu).mu - out.mu[:, 1:3, 1:3]).abs().max() > 1e-3
+
+
+def test_shares_for_logits_have_the_gradients_of_all_votes():
+    torch.manual_seed(0)
+    a, mu = torch.rand(2, 4, 4, 2).double(), torch.randn(2, 4, 4, 2, 4, 4).double()
+    found = []
+    for plan in ('auto', 'votes'):
+        torch.manual_seed(0)
+        layer = ConvCaps(2, 3, plan=plan).double()
+        out = layer(a.requires_grad_(), mu.requires_grad_(), return_R=True)
+        (layer.logits(a, out).sin().sum() + out.mu.cos().sum()).backward()
+        found.append([layer.W.grad, a.grad, mu.grad, layer.beta_u.grad])
+        a.grad = mu.grad = None
+    assert_close(*found)
 
 
 @each_preset
@@ -364,12 +481,36 @@ def test_autocast_stays_finite_over_500_steps(toys, size, subset, batch, kw):
     [
         (
             lambda: MatrixCapsNet(preset='best'),
-            "preset must be one of 'paper', 'gritzman', 'google', got 'best'",
+            "preset must be one of 'paper', 'gritzman', 'google', 'normalised', got 'best'",
         ),
         (lambda: MatrixCapsNet(pose='tensor'), "pose must be 'matrix' or 'vector', got 'tensor'"),
         (
             lambda: MatrixCapsNet(loss='l2'),
-            "loss must be one of 'spread', 'margin', 'crossent', got 'l2'",
+            "loss must be one of 'spread', 'margin', 'crossent', 'logits', got 'l2'",
+        ),
+        (
+            lambda: MatrixCapsNet(lam='cold'),
+            "lam must be one of 'schedule', 'none', 'learned', got 'cold'",
+        ),
+        (
+            lambda: MatrixCapsNet(norm='group'),
+            "norm must be one of 'none', 'batch', 'layer', got 'group'",
+        ),
+        (lambda: MatrixCapsNet(depth=-1), 'depth must be an integer >= 0, got -1'),
+        (lambda: MatrixCapsNet(start='zero'), "start must be 'normal' or 'identity', got 'zero'"),
+        (lambda: MatrixCapsNet(compete='no'), "compete must be 'across' or 'within', got 'no'"),
+        (
+            lambda: MatrixCapsNet(stem='resnet'),
+            "stem must be 'paper', 'norb', a dict of channels and strides, or a module, "
+            "got 'resnet'",
+        ),
+        (
+            lambda: MatrixCapsNet(act='pi', norm='batch'),
+            "act='pi' has no logits, which norms, lam='learned' and loss='logits' need",
+        ),
+        (
+            lambda: net(stem='norb')(torch.zeros(1, 2, 28, 48)),
+            r'an image of \(28, 48\) leaves no place for capsules, its sides must be at least 29',
         ),
         (lambda: MatrixCapsNet(eps='wide'), "eps must be .*got 'wide'"),
         (lambda: MatrixCapsNet(n_iters=0), 'n_iters must be an integer >= 1, got 0'),
@@ -410,7 +551,8 @@ def test_autocast_stays_finite_over_500_steps(toys, size, subset, batch, kw):
         ),
         (
             lambda: Toys().make('capsules'),
-            "net must be one of 'dstep', 'cnn', 'baseline', 'matrix-caps', got 'capsules'",
+            "net must be one of 'dstep', 'cnn', 'baseline', 'matrix-caps', 'matrix-caps-norb', "
+            ".*got 'capsules'",
         ),
     ],
 )

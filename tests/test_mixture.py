@@ -729,3 +729,19 @@ def test_threads_change_no_bit():
         torch.set_num_threads(threads)
     assert_close(found[0], found[1], rtol=1e-12, atol=0)  # a product may be cut up by threads
     assert torch.equal(found[1], found[2])
+
+
+@pytest.mark.parametrize('mode', [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_threads_are_in_the_mode_of_their_caller(mode):
+    x, threads, found = torch.randn(20_000, 3, dtype=f64), torch.get_num_threads(), []
+    for k in (1, 2):
+        torch.set_num_threads(k)
+        try:
+            with mode():
+                fit = GaussianMixture(2, max_iter=3, seed=0).fit(x)
+                found.append([fit.mu, fit.sig2, fit.score_samples(x)])
+        finally:
+            torch.set_num_threads(threads)
+    for p, q in zip(*found):
+        assert_close(p, q)  # a product may be cut up by threads
+        assert p.is_inference() == q.is_inference() == (mode is torch.inference_mode)

@@ -211,9 +211,11 @@ def test_refusals():
 
 
 @needs_triton
-def test_auto_takes_it_on_cuda_alone():
-    s = Sizes(2, 100, 10, 4, 4, 4, True)
+def test_auto_takes_it_on_cuda_alone_and_where_votes_are_many():
+    s = Sizes(4, 5184, 64, 4, 4, 4, True)
     assert choose_plan(s) != 'triton' == choose_plan(s._replace(device='cuda'))
+    few = s._replace(n=2, i=100, j=10, device='cuda')
+    assert choose_plan(few) == 'votes' and not plans['triton'].refuses(few)
     for other in dict(c=8), dict(dtype=f64), dict(i=0):
         assert choose_plan(s._replace(device='cuda', **other)) != 'triton'
     assert not plans['triton'].refuses(s._replace(device='cuda'))

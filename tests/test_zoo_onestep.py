@@ -1,19 +1,22 @@
 """Routing without iterations: against NumPy in a loop, at the edges, as layers of the zoo."""
 
 import math
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
 
-from capsnb.zoo.onestep import agree_once, score_of_sum, squash_exp
+from capsnb.engine.dynamic import dynamic_routing
+from capsnb.zoo.onestep import agree_once, dice_at, score_of_sum, squash_exp
 from capsnb.zoo.routers import routings
 
 f64 = dict(dtype=torch.float64)
 
 
 def slowly(V, b):
-    "Mazzia 2021, eqs. 5 to 8, one number at a time; V [i, j, h], b [i, j]."
+    "Mazzia 2021, one number at a time; V [i, j, h], b [i, j]."
     I, J, H = V.shape
     c, s = np.zeros((I, J)), np.zeros((J, H))
     for i in range(I):
@@ -76,3 +79,126 @@ def test_without_prior_shares_sum_to_1():
     assert 'prior' not in layer.state_dict()
     out = layer(torch.randn(7), torch.randn(7, 2, 3), return_R=True)
     assert_close(out.R.sum(-1), torch.ones(7))
+
+
+def test_self_routing_is_the_authors():
+    "coder3000/SR-CapsNet at 7622d38, `SelfRouting2d` on maps of 1x1, values and gradients."
+    told = np.load(Path(__file__).parent / 'data' / 'hahn2019_selfrouting.npz')
+    dice, (A, B, C, D) = np.random.RandomState(0), (6, 4, 8, 5)
+    normal = lambda *shape: torch.tensor(dice.standard_normal(shape))
+    W1, W2, b2 = normal(A, B * D, C), normal(A, B, C), normal(1, 1, A, B)
+    layer = routings['self'](1, C, D, n_inp=A, n_out=B, bias=False).double()
+    with torch.no_grad():
+        layer.W.copy_(W1.view(A, B, D, C).mT)
+        layer.W_route.copy_(W2[:, :, None])
+        layer.b_route.copy_(b2[0, 0])
+    a = torch.tensor(dice.uniform(0.01, 1, (3, A, 1, 1))).flatten(1).requires_grad_()
+    mu = normal(3, A * C, 1, 1).view(3, A, 1, C).requires_grad_()
+    out = layer(a.logit(), mu)
+    wa, wp = normal(3, B), normal(3, B * D).view(3, B, D)
+    (out.a.sigmoid() * wa).sum().add((out.mu[..., 0, :] * wp).sum()).backward()
+    mine = dict(
+        a=out.a.sigmoid(), pose=out.mu[..., 0, :], grad_a=a.grad, grad_pose=mu.grad[:, :, 0]
+    )
+    mine |= dict(grad_W2=layer.W_route.grad[:, :, 0], grad_b2=layer.b_route.grad)
+    mine['grad_W1'] = layer.W.grad.mT.reshape(A, B * D, C)
+    assert set(mine) == set(told)
+    for name, got in mine.items():
+        assert_close(got, torch.tensor(told[name]), rtol=1e-10, atol=1e-12)
+
+
+names = ('agreement', 'self', 'uniform', 'random', 'mean', 'attention')
+
+
+@pytest.mark.parametrize('name', names)
+def test_parts_that_are_not_there_say_nothing(name):
+    torch.manual_seed(2)
+    layer = routings[name](2, 3, 4, n_out=5).double()
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.normal_()
+    a, mu = torch.randn(3, 7, **f64), torch.randn(3, 7, 2, 3, **f64)
+    a[:, 4:] = -torch.inf
+    few = layer(a[:, :4], mu[:, :4])
+    all_ = layer(a, mu.where(a[..., None, None] > -9, 1e3))
+    assert_close(all_.a, few.a)
+    assert_close(all_.mu, few.mu)
+    assert few.a.shape == (3, 5) and few.mu.shape == (3, 5, 2, 4)
+    nobody = layer(torch.full((7,), -torch.inf, **f64).requires_grad_(), mu[0], return_R=True)
+    assert all(x.isfinite().all() for x in (nobody.a, nobody.mu, nobody.R))
+    (nobody.a.sum() + nobody.mu.sum()).backward()
+    assert all(p.grad.isfinite().all() for p in layer.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize('name', names)
+def test_saved_and_loaded_it_says_the_same(name, tmp_path):
+    kw = dict(seed=5) if name == 'random' else {}
+    one, two = (routings[name](2, 3, 4, n_inp=7, n_out=5, **kw) for _ in range(2))
+    a, mu = torch.randn(7), torch.randn(7, 2, 3)
+    torch.save(one.state_dict(), tmp_path / 'x.pt')
+    two.load_state_dict(torch.load(tmp_path / 'x.pt'))
+    assert_close(two(a, mu, return_R=True), one(a, mu, return_R=True), rtol=0, atol=0)
+
+
+def test_even_shares_are_dynamic_routings_first():
+    torch.manual_seed(3)
+    layer = routings['uniform'](2, 3, 4, n_out=5).double()
+    mu = torch.randn(3, 7, 2, 3, **f64)
+    out = layer(torch.full((3, 7), 60.0, **f64), mu, return_R=True)
+    hand = dynamic_routing(layer.cast(mu).flatten(-2), 1)
+    assert_close(out.a.sigmoid(), hand.a)
+    assert_close(out.mu.flatten(-2), hand.v)
+    assert (out.R == 0.2).all() and out.R.shape == (3, 7, 5)
+
+
+def test_random_links_are_fixed_even_and_their_own():
+    u = dice_at(4000, 5, 3)
+    assert 0 < u.min() and u.max() < 1 and u.unique().numel() > 0.999 * u.numel()
+    assert_close(u[:70], dice_at(70, 5, 3), rtol=0, atol=0)  # whatever comes after
+    assert_close(u[:70, :3], dice_at(70, 3, 3), rtol=0, atol=0)
+    assert dice_at(2, 2, 0).mul(2**31).long().tolist() == [
+        [1808717312, 1739546752],
+        [966587328, 108316760],
+    ]
+    counts = (u * 20).long().flatten().bincount(minlength=20)
+    assert ((counts - 1000) ** 2 / 1000).sum() < 45  # chi square, 19 degrees: p = .001
+    other = dice_at(4000, 5, 4)
+    pairs = [(u[:-1], u[1:]), (u[:, :-1], u[:, 1:]), (u, other)]
+    assert max(abs(np.corrcoef(x.flatten(), y.flatten())[0, 1]) for x, y in pairs) < 0.03
+    a, mu, kw = torch.randn(3, 7), torch.randn(3, 7, 2, 3), dict(n_out=5)
+    hard = routings['random'](2, 3, 4, **kw)(a, mu, return_R=True).R
+    soft = routings['random'](2, 3, 4, spread=True, **kw)(a, mu, return_R=True).R
+    assert ((hard == 0) | (hard == 1)).all()
+    assert_close(soft.sum(-1), hard.sum(-1))
+    assert hard.argmax(-1).equal(soft.argmax(-1))
+    moved = routings['random'](2, 3, 4, seed=1, **kw)(a, mu, return_R=True).R
+    assert not hard.equal(moved)
+    for seed in (-1, 2**31, 0.5, True):
+        with pytest.raises(ValueError, match='seed must be an integer from 0'):
+            routings['random'](2, 3, 4, seed=seed, **kw)
+
+
+def test_pooling_is_attention_of_torch():
+    torch.manual_seed(4)
+    layer = routings['attention'](2, 3, 4, n_out=5).double()
+    with torch.no_grad():
+        layer.query.normal_()
+        layer.offset.normal_()
+    a, mu = torch.randn(3, 7, **f64), torch.randn(3, 7, 2, 3, **f64)
+    out, V = layer(a, mu, return_R=True), layer.cast(mu).flatten(-2).movedim(2, 1)
+    query = layer.query.flatten(1)[None, :, None].expand(3, -1, -1, -1)
+    mask = a.sigmoid().log()[:, None, None]
+    hand = torch.nn.functional.scaled_dot_product_attention(query, V, V, attn_mask=mask)[:, :, 0]
+    assert_close(out.mu.flatten(-2), hand)
+    assert_close(out.a, (hand * layer.read.flatten(1)).sum(-1) + layer.offset)
+    assert_close(out.R.sum(-2), torch.ones(3, 5, **f64))
+    with torch.no_grad():
+        layer.query.zero_()
+    even = layer(torch.zeros(3, 7, **f64), mu)
+    assert_close(even.mu, layer.cast(mu).mean(1))
+
+
+def test_one_whole_is_certain_but_finite():
+    layer = routings['self'](2, 3, 4, n_out=1)
+    out = layer(torch.randn(7), torch.randn(7, 2, 3))
+    assert out.a.isfinite().all() and out.a.sigmoid() == 1

@@ -105,6 +105,7 @@ class How(NamedTuple):
     device: str = 'cpu'  # where
     rounds: int = 5  # rounds that count
     seconds: float = 15.0  # a contestant's, after which it sits out
+    limit: float = math.inf  # seconds of a case, after which no round begins but the first
     memory: bool = True  # whether peak memory is measured
     tiny: bool = False  # a rehearsal: all sizes tiny
     more: bool = False  # only the first contestant, and those that a GPU alone calls for
@@ -141,8 +142,9 @@ def alternate(
     first = {k: t if t > 0.5 else _turn(steps[k], how.device).wall for k, t in first.items()}
     calls = {name: min(200, math.ceil(5e-3 / max(t, 1e-6))) for name, t in first.items()}
     turns, spent = {name: [] for name in steps}, dict.fromkeys(steps, 0.0)
+    start = time.perf_counter() - sum(first.values())
     for k, (name, f) in itertools.product(range(how.rounds), steps.items()):
-        if k and spent[name] > how.seconds:
+        if k and (spent[name] > how.seconds or time.perf_counter() - start > how.limit):
             continue
         turns[name].append(_turn(f, how.device, calls[name]))
         spent[name] += turns[name][-1].wall * calls[name]

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 import capsnb.engine.layers as layers
 from .em import damped, proportions
-from .numerics import FastOp, over_threads
+from .numerics import FastOp, import_error, over_threads
 from ..routing.em import TINY, EMRouted, Floor
 
 # %% ../../nbs/engine/19_compiled.ipynb #00000008
@@ -34,7 +34,7 @@ class _Map(NamedTuple):
 
     @classmethod
     def make(cls, fields, n, J, like):
-        table = F.pad(fields, (0, -fields.shape[1] % 16), value=-1)
+        table = F.pad(fields, (0, -fields.shape[1] % 16), value=-1).contiguous()
         link = (table >= 0).to(like.dtype)
         places = torch.bincount(fields[fields >= 0], minlength=n)
         first = link / (places[table] * J).clamp_min(1)
@@ -48,7 +48,7 @@ def _blocks(
     s, j, d, h = W.shape
     lanes = 64 // W.element_size()
     W = F.pad(W.permute(1, 2, 3, 0), (0, S - s)).view(j, d * h, S // lanes, lanes)
-    return W.transpose(1, 2).reshape(j, -1)
+    return W.transpose(1, 2).reshape(j, d * h * S).contiguous()  # also where it could be a view
 
 
 def _unblocked(
@@ -386,7 +386,7 @@ def _fields_backward(
 ) -> list[Tensor]:  # gradients of the tensors
     loop, where = _loop_of(lams, floor, act, damping), _Map.make(fields, a.shape[1], W.shape[1], a)
     (gaussians, data, kept), Wt = outs[4:], _blocks(W, where.table.shape[1])
-    g_a, g_mu = torch.zeros_like(a), torch.zeros_like(mu)
+    g_a, g_mu = a.new_zeros(a.shape), mu.new_zeros(mu.shape)
     g_W, g_betas = torch.zeros_like(Wt), [torch.zeros_like(beta_a), torch.zeros_like(beta_u)]
     for g in _groups(len(a), where):
         images = _Images(a[g], mu[g], Wt, W.shape, where, loop)
@@ -427,7 +427,7 @@ def _refuses(parts, loop) -> str:
         return f"it knows float32 and float64, not {mu.dtype}"
     if mu.shape[2] * mu.shape[3] * W.shape[3] > 1024:
         return f"its kernels are made for poses of up to 1024 products, got {mu.shape[2:]}"
-    return ''
+    return import_error('capsnb.engine.kernels')
 
 # %% ../../nbs/engine/19_compiled.ipynb #00000022
 def _route_compiled(

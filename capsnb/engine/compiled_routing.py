@@ -4,6 +4,7 @@
 
 # %% ../../nbs/engine/21_compiled_routing.ipynb #00000002
 from __future__ import annotations
+import importlib
 import importlib.util
 
 # %% auto #0
@@ -17,14 +18,15 @@ from ..routing.dynamic import squash
 from .dstep import Plan, Problem, exporting, plans
 from .dynamic import _maps_definition, _maps_shapes, _of_maps, _squash_back, faster
 from .moments import _precision, _routed, _wide
-from .numerics import FastOp, over_threads
+from .numerics import FastOp, import_error, over_threads
 
 # %% ../../nbs/engine/21_compiled_routing.ipynb #00000006
-def _kernels():
-    "The module of kernels, which needs numba; imported by the first who runs them."
-    from capsnb.engine import routing_kernels
+_KERNELS = 'capsnb.engine.routing_kernels'  # needs numba
 
-    return routing_kernels
+
+def _kernels():
+    "The module of kernels; imported by the first who asks whether they can run."
+    return importlib.import_module(_KERNELS)
 
 # %% ../../nbs/engine/21_compiled_routing.ipynb #00000008
 _LANES, _CHUNK = 16, 512  # wholes in a register; parts in a task
@@ -45,6 +47,11 @@ def _tasks(V):
     "How many chunks of parts all samples have."
     return len(V) * -(-V.shape[1] // _CHUNK)
 
+
+def _by_chunk(t, V):
+    "[tasks, ...] -> [n, chunks, ...]"
+    return t.view(len(V), -(-V.shape[1] // _CHUNK), *t.shape[1:])
+
 # %% ../../nbs/engine/21_compiled_routing.ipynb #00000009
 def _votes_forward(
     V: Tensor,  # [n, i, g, j] votes, without their bias
@@ -57,10 +64,10 @@ def _votes_forward(
     n_out: int,  # wholes that are meant; the rest fills registers up
 ) -> list[Tensor]:  # gain and mass [n, j], means and squared gaps [n, g, j], float64
     given = _given(V, f, k, c, v, use, ign)
-    (n, _, G, J), tasks = V.shape, _tasks(V)
+    (*_, G, J), tasks = V.shape, _tasks(V)
     stats = [torch.zeros(tasks, *s, dtype=torch.float64) for s in ((J,), (J,), (G, J), (G, J))]
     over_threads(tasks, _kernels().votes_forward, _CHUNK, n_out, *given, *stats)
-    gain, mass, mean, squares = (t.view(n, -1, *t.shape[1:]) for t in stats)
+    gain, mass, mean, squares = (_by_chunk(t, V) for t in stats)
     total = mass.sum(1)
     centre = (mass[:, :, None] * mean).sum(1) / (total + 1e-30)[:, None]
     about = mass[:, :, None] * (mean - centre[:, None]).square()
@@ -86,14 +93,14 @@ def _votes_backward(
     fixed = g_mass + (off * (g_q * off - first)).sum(1)
     slopes = tuple(_same(dtype, near, first - 2 * g_q * off, g_q, fixed, g_gain))
     own = len(use) > 1
-    g_V, g_f = torch.empty_like(V), torch.empty(n, i, dtype=dtype)
+    g_V, g_f = V.new_empty(V.shape), torch.empty(n, i, dtype=dtype)
     sums = [torch.zeros(tasks, *s, dtype=torch.float64) for s in ((1, J), (G, J), (G, J))]
     D = torch.empty((n, i, J) if own else (0, 0, 0), dtype=dtype)
     given = _given(V, f, k, c, v, use, ign)
     over_threads(
         tasks, _kernels().votes_backward, _CHUNK, n_out, *given, slopes, g_V, g_f, *sums, D
     )
-    model = [t.view(n, -1, *t.shape[1:]).sum(1) for t in sums]
+    model = [_by_chunk(t, V).sum(1) for t in sums]
     model = [model[0][:, 0], *model[1:]] if k.numel() else [torch.zeros_like(t) for t in (k, c, v)]
     if own:
         betas = [(g_gain[:, None] * d).sum(0) for d in (D, D - f[..., None])]
@@ -127,12 +134,12 @@ _votes = FastOp('compiled_votes', _votes_forward, _votes_backward, _votes_fake, 
 # %% ../../nbs/engine/21_compiled_routing.ipynb #0000000e
 def _cast(x, W):
     "x [n, i, c, d], W [i|1, j, d, h] -> [n, i, c·h, j]; j filled up."
-    (n, i, c, d), h = x.shape, W.shape[3]
-    W = F.pad(W.permute(0, 2, 3, 1), (0, -W.shape[1] % _LANES)).flatten(2)
+    (n, i, c, d), h, J = x.shape, W.shape[3], W.shape[1] + -W.shape[1] % _LANES
+    W = F.pad(W.permute(0, 2, 3, 1), (0, J - W.shape[1])).flatten(2)
     if len(W) == 1:
-        return (x.reshape(-1, d) @ W[0]).view(n, i, c * h, -1)
+        return (x.reshape(n * i * c, d) @ W[0]).view(n, i, c * h, J)
     V = torch.bmm(x.transpose(0, 1).reshape(i, n * c, d), W)
-    return V.view(i, n, c * h, -1).transpose(0, 1).contiguous()
+    return V.view(i, n, c * h, J).transpose(0, 1).contiguous()
 
 # %% ../../nbs/engine/21_compiled_routing.ipynb #0000000f
 def _filled(t, with_=0.0):
@@ -200,7 +207,7 @@ def _refuse_compiled(s):
         return f"it is for the CPU, not for {s.device}"
     if s.n * s.i * s.j * s.c * s.h > _MOST:
         return f"its votes would be more than {_MOST} numbers"
-    return 'an exported graph cannot hold it' if exporting() else ''
+    return 'an exported graph cannot hold it' if exporting() else import_error(_KERNELS)
 
 
 def _cost_compiled(s):
@@ -236,7 +243,7 @@ class _Sweeps:
     def __init__(self, u, W):
         self.u = _by_block(u).movedim(0, -2).contiguous()  # [i, d, blocks, LANES]
         self.n, self.W, self.kernels = len(u), W.contiguous(), _kernels()
-        self.flat = W.transpose(1, 2).reshape(*u.shape[1:], -1)  # [i, d, j·h]
+        self.flat = W.transpose(1, 2).flatten(2).contiguous()  # [i, d, j·h]
         (self.i, self.j, _, self.h), self.blocks = W.shape, self.u.shape[2]
         self.chunk = -(-self.i // 4)
 
@@ -328,7 +335,8 @@ def _serves(
     W: Tensor,  # [i, j, d, h] maps
 ) -> bool:
     "Whether kernels are faster: a register holds 16 samples, full or not."
-    return u.device.type == 'cpu' and not exporting() and len(u) >= 12
+    fits = u.device.type == 'cpu' and not exporting() and len(u) >= 12
+    return fits and not import_error(_KERNELS)
 
 
 if importlib.util.find_spec('numba'):

@@ -9,12 +9,18 @@ from typing import Callable, NamedTuple
 import torch
 from torch import Tensor, nn
 from ..core import check_n_iters
-from .numerics import autocasting, keep_freed_memory, may_look, without_autocast
+from capsnb.engine.numerics import (
+    autocasting,
+    check_tensors,
+    keep_freed_memory,
+    may_look,
+    without_autocast,
+)
 from ..routing.dstep import Routed, RoutedR, routing_ref
 from ..routing.em import Floor, as_floor
 
 # %% auto #0
-__all__ = ['plans', 'brk_bias', 'beta_start', 'Sizes', 'Problem', 'Plan', 'exporting', 'n_samples', 'choose_plan',
+__all__ = ['plans', 'brk_bias', 'beta_start', 'Sizes', 'Problem', 'Plan', 'gpu_seconds', 'exporting', 'n_samples', 'choose_plan',
            'check_capsules', 'Routing']
 
 # %% ../../nbs/engine/15_dstep.ipynb #00000007
@@ -70,10 +76,20 @@ class Plan(NamedTuple):
 
     run: Callable  # Problem -> a, mu, sig2, R (anything, if it is not needed)
     refuses: Callable  # Sizes -> '' or the reason why it cannot serve them
-    cost: Callable  # Sizes -> seconds of an iteration and its gradients, on the author's machine
+    cost: Callable  # Sizes -> estimated seconds of an iteration and its gradients
 
 
 plans: dict[str, Plan] = {}  # filled here, in `moments`, and where an optional package is needed
+
+# %% ../../nbs/engine/15_dstep.ipynb #741d4ee0
+def gpu_seconds(
+    launches: float,  # of kernels
+    n_bytes: float,  # moved
+    flops: float = 0.0,  # in float32
+) -> float:  # seconds
+    "The estimate of a plan on CUDA: launches of 4 µs, and bytes or work at an A100's peak rates."
+    calls, busy = 4e-6 * launches, max(n_bytes / 2.039e12, flops / 19.5e12)
+    return max(calls, busy) + min(calls, busy) / 2  # half of the shorter hides behind the longer
 
 # %% ../../nbs/engine/15_dstep.ipynb #00000011
 def _run_votes(p: Problem):
@@ -82,6 +98,8 @@ def _run_votes(p: Problem):
 
 
 def _cost_votes(s):
+    if s.device == 'cuda':
+        return gpu_seconds(110, s.n * s.i * s.j * (216 * s.c * s.h + 286))
     return 6e-4 + s.n * s.i * s.j * s.c * s.h * (1.3e-8 + 1e-10 * s.d)
 
 
@@ -103,12 +121,12 @@ def n_samples(
 def choose_plan(
     s: Sizes,  # sizes of the routing
 ) -> str:  # name of a plan
-    "The cheapest plan that can serve `s`; the definition where there is nothing to compute."
+    "The plan with the least estimated cost; the definition where there is nothing to compute."
     if 0 in s[:3]:
         return 'votes'
     best = 'votes'
     for name, p in plans.items():  # min(…, key=…) breaks a compiled graph
-        if not p.refuses(s) and p.cost(s) < plans[best].cost(s):
+        if p.cost(s) < plans[best].cost(s) and not p.refuses(s):  # who refuses may import first
             best = name
     return best
 
@@ -143,7 +161,7 @@ def _check_plan(r):
     if r.plan in _extras and r.plan not in plans:
         raise ImportError(f"plan={r.plan!r} needs pip install 'capsnb[{_extras[r.plan]}]'")
     if r.plan not in plans:
-        raise ValueError(f"plan must be 'auto' or one of {sorted(plans)}, got {r.plan!r}")
+        raise ValueError(f"plan must be one of {['auto', *(plans | _extras)]}, got {r.plan!r}")
     _check_serves(r.plan, Sizes(1, 1, 1, r.d_cov, r.d_inp, r.d_out, r.n_inp is None, ''))
 
 # %% ../../nbs/engine/15_dstep.ipynb #00000019
@@ -184,7 +202,8 @@ def check_capsules(
     a_inp: Tensor,  # scores that shall be [..., i]
     mu_inp: Tensor,  # capsules that shall be [..., i, c, d]
 ):
-    "`ValueError` for inputs that do not fit the layer."
+    "`TypeError` for what is not a tensor, `ValueError` for inputs that do not fit the layer."
+    check_tensors(a_inp=a_inp, mu_inp=mu_inp)
     fits = a_inp.ndim > 0 and mu_inp.shape == (*a_inp.shape, r.d_cov, r.d_inp)
     if not fits or r.n_inp not in (None, a_inp.shape[-1]):
         i = r.n_inp or 'i'
@@ -301,7 +320,7 @@ class Routing(_Parameters):
         single_beta: bool = False,  # whether beta_ign is beta_use (Heinsen 2019, 3.5.1)
         eps: str | float = 'auto',  # floor of the variances, or 'paper' (1e-5): see `as_floor`
         init: str | float = 'auto',  # start of beta: 'auto', 'paper' (0), or a number
-        plan: str = 'auto',  # 'votes', 'moments', 'stream', 'triton', or 'auto': the cheapest
+        plan: str = 'auto',  # a name in the table above; 'auto': the least estimated cost
         pooled: bool = False,  # whether the first E-step has one Gaussian for all outputs
     ):
         super().__init__()

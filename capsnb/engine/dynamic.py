@@ -4,10 +4,11 @@
 
 # %% ../../nbs/engine/13_dynamic.ipynb #00000002
 from __future__ import annotations
+import math
 import torch
 from torch import Tensor
 from ..core import check_n_iters
-from .numerics import FastOp, keep_freed_memory, may_look, without_autocast
+from .numerics import FastOp, keep_freed_memory, may_look
 from ..routing.dynamic import Agreed, dynamic_routing_ref, squash
 
 # %% auto #0
@@ -186,8 +187,7 @@ def _agree_definition(V, n_iters, detach, shares):
 
 # %% ../../nbs/engine/13_dynamic.ipynb #op210001
 def _votes_forward(V: Tensor, n_iters: int, detach: bool, shares: bool) -> list[Tensor]:
-    with without_autocast(V.device):
-        return _agree(_Votes(V), n_iters, shares)
+    return _agree(_Votes(V), n_iters, shares)
 
 
 def _votes_backward(
@@ -198,8 +198,7 @@ def _votes_backward(
     detach: bool,
     shares: bool,
 ) -> list[Tensor]:
-    with without_autocast(V.device):
-        return _agree_back(_Votes(V), outs[2], grads[0], detach)
+    return _agree_back(_Votes(V), outs[2], grads[0], detach)
 
 
 def _votes_shapes(V, n_iters, detach, shares):
@@ -214,8 +213,7 @@ _of_votes = FastOp(
 
 # %% ../../nbs/engine/13_dynamic.ipynb #op210002
 def _maps_forward(u: Tensor, W: Tensor, n_iters: int, detach: bool, shares: bool) -> list[Tensor]:
-    with without_autocast(u.device):
-        return _agree(_Maps(u, W), n_iters, shares)
+    return _agree(_Maps(u, W), n_iters, shares)
 
 
 def _maps_backward(
@@ -227,8 +225,7 @@ def _maps_backward(
     detach: bool,
     shares: bool,
 ) -> list[Tensor]:
-    with without_autocast(u.device):
-        return _agree_back(_Maps(u, W), outs[2], grads[0], detach)
+    return _agree_back(_Maps(u, W), outs[2], grads[0], detach)
 
 
 def _maps_shapes(u, W, n_iters, detach, shares):
@@ -294,7 +291,7 @@ def dynamic_routing(
         raise ValueError(
             f"expected at least one part, one whole and one number per vote, got votes {shape}"
         )
-    flat = [V.reshape(-1, *shape[-3:])]
+    flat = [V.reshape(math.prod(shape[:-3]), *shape[-3:])]
     return _routed(_of_votes, flat, V.shape[:-3], n_iters, detach=detach, return_R=return_R)
 
 # %% ../../nbs/engine/13_dynamic.ipynb #00000012
@@ -325,5 +322,5 @@ def route_capsules(
     "`dynamic_routing` of the votes u_i W_ij, never made; `ValueError` for shapes that do not fit."
     _check_maps(u, W)
     wide = torch.promote_types(u.dtype, W.dtype)
-    flat = [u.to(wide).reshape(-1, *u.shape[-2:]), W.to(wide)]
+    flat = [u.to(wide).reshape(math.prod(u.shape[:-2]), *u.shape[-2:]), W.to(wide)]
     return _routed(_of_maps, flat, u.shape[:-2], n_iters, detach=detach, return_R=return_R)

@@ -10,12 +10,12 @@ import contextlib
 __all__ = ['BYTES']
 
 # %% ../../nbs/engine/18_kernels.ipynb #00000003
-import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 from numba.core import types
 from numba.extending import intrinsic
+from .numerics import jit
 
 # %% ../../nbs/engine/18_kernels.ipynb #00000005
 BYTES = 64  # of a vector; processors with smaller ones do it in parts
@@ -304,7 +304,7 @@ def _row_spread(q):
                 q.store(total, g_W, i, d * h, e * h + k)
 
 # %% ../../nbs/engine/18_kernels.ipynb #0000001b
-_kernel = numba.njit(nogil=True, cache=True, error_model='numpy')
+_kernel = jit(error_model='numpy')
 
 # %% ../../nbs/engine/18_kernels.ipynb #0000001c
 @_kernel

@@ -24,6 +24,7 @@ from .em import as_damping, damped, em_routing, proportions
 from capsnb.engine.numerics import (
     FastOp,
     autocasting,
+    check_tensors,
     keep_freed_memory,
     may_look,
     without_autocast,
@@ -124,7 +125,7 @@ class FieldPlan(NamedTuple):
 
     run: Callable  # _Parts, _Loop -> EMRouted: a [b, p, j], mu and sig2 [b, p, j, c, h], R or None
     refuses: Callable  # _Parts, _Loop -> '', or why it cannot serve them (values are not read)
-    shares: Callable | None = None  # as `run`, but returns R [b, p, s, j] too
+    shares: Callable | None = None  # as `run`, but R [b, p, s, j] is there; None: it cannot be
 
 
 field_plans: dict[str, FieldPlan] = {}  # by name; later modules add theirs
@@ -146,7 +147,7 @@ def _route_votes(
     return em_routing(a, V, beta_a, beta_u, loop.lams, len(loop.lams), fields=fields, **how)
 
 
-field_plans['votes'] = FieldPlan(_route_votes, lambda parts, loop: '')
+field_plans['votes'] = FieldPlan(_route_votes, lambda parts, loop: '', _route_votes)
 
 # %% ../../nbs/engine/17_layers.ipynb #257e4bcb
 class _Votes:
@@ -620,13 +621,17 @@ field_plans['tiles'] = FieldPlan(_route_tiles, lambda parts, loop: '')
 _extras = {'compiled': 'fast', 'triton': 'gpu'}  # plan -> what to install for it
 
 
-def _field_plan(name, parts, loop) -> FieldPlan:
+def _field_plan(name, parts, loop, shares=False) -> FieldPlan:
     "The plan of that name; `ImportError` if it is not installed, `ValueError` if it refuses."
     if name == 'auto':
-        found = (field_plans.get(k) for k in ('triton', 'compiled', 'tiles'))
-        return next(p for p in found if p and not p.refuses(parts, loop))
+        found = (field_plans.get(k) for k in ('triton', 'compiled', 'tiles', 'votes'))
+        fit = (p for p in found if p and (p.shares or not shares))
+        return next(p for p in fit if not p.refuses(parts, loop))
     if name not in field_plans:
         raise ImportError(f"plan={name!r} is not installed: pip install 'capsnb[{_extras[name]}]'")
+    if shares and not field_plans[name].shares:
+        able = ', '.join(repr(k) for k, p in field_plans.items() if p.shares)
+        raise ValueError(f"plan={name!r} does not return R; 'auto' and these do: {able}")
     if reason := field_plans[name].refuses(parts, loop):
         raise ValueError(f"plan={name!r} cannot serve here: {reason}")
     return field_plans[name]
@@ -660,11 +665,12 @@ class PrimaryCaps(nn.Module):
         how = _pair(K, 'K', 1), _pair(stride, 'stride', 1), _pair(padding, 'padding', 0)
         self.conv = nn.Conv2d(in_channels, n_types * (d_cov * d_pose + 1), *how, bias=bias)
 
-    def forward(
+    def scores(
         self,
         x: Tensor,  # [..., channels, m, n]
-    ) -> Caps:  # activations and poses
-        "Poses are linear in the channels, activations a sigmoid."
+    ) -> Caps:  # logits of the activations, and poses
+        "Both are linear in the channels."
+        check_tensors(x=x)
         want, n = self.conv.in_channels, self.n_types
         if x.ndim < 3 or x.shape[-3] != want:
             raise ValueError(f"x must have shape [..., {want}, m, n], got {tuple(x.shape)}")
@@ -672,7 +678,15 @@ class PrimaryCaps(nn.Module):
             raise ValueError(f"x must be floating point, got {x.dtype}")
         y = self.conv(x.reshape(-1, *x.shape[-3:])).movedim(1, -1)
         y = y.reshape(*x.shape[:-3], *y.shape[1:])
-        return Caps(y[..., :n].sigmoid(), y[..., n:].unflatten(-1, (n, *self.pose)))
+        return Caps(y[..., :n], y[..., n:].unflatten(-1, (n, *self.pose)))
+
+    def forward(
+        self,
+        x: Tensor,  # [..., channels, m, n]
+    ) -> Caps:  # activations and poses
+        "Poses are linear in the channels, activations a sigmoid."
+        logits, mu = self.scores(x)
+        return Caps(logits.sigmoid(), mu)
 
 # %% ../../nbs/engine/17_layers.ipynb #9ade67dc
 def layer_floor(
@@ -703,6 +717,8 @@ class _Settings(NamedTuple):
     plan: str  # 'auto' or the name of one of `field_plans`
     damping: float  # share of the old mean in the new one
     beta_units: tuple  # what beta_a and beta_u are multiplied by
+    bias: bool = False  # whether votes have a bias
+    start: str = 'normal'  # of the matrices: 'normal', or 'identity' with a little noise
 
 # %% ../../nbs/engine/17_layers.ipynb #751095a3
 def _check_settings(s: _Settings, n: int):
@@ -711,6 +727,8 @@ def _check_settings(s: _Settings, n: int):
         raise ValueError(f"act must be 'logistic' or 'pi', got {s.act!r}")
     if s.plan not in (known := ['auto', *(field_plans | _extras)]):
         raise ValueError(f"plan must be one of {known}, got {s.plan!r}")
+    if s.start not in ('normal', 'identity'):
+        raise ValueError(f"start must be 'normal' or 'identity', got {s.start!r}")
     as_schedule(s.lam, s.n_iters)
     as_damping(s.damping)
     as_floor(s.eps, n)
@@ -743,11 +761,18 @@ class _Capsules(nn.Module):
         self.W = nn.Parameter(torch.empty(*shape, *sizes[:2], *sizes[3:]))
         self.beta_a = nn.Parameter(torch.empty(self.n_out))
         self.beta_u = nn.Parameter(torch.empty(self.n_out))
+        B = torch.empty(*shape, *sizes[:3], sizes.d_out) if self.bias else None
+        self.register_parameter('B', B if B is None else nn.Parameter(B))
         self.reset_parameters()
 
     def reset_parameters(self):
-        "W: normal with variance 1/d; both betas: 0."
+        "W: normal with variance 1/d, or an identity and a tenth of that; betas and biases: 0."
         nn.init.normal_(self.W, std=self.d_inp**-0.5)
+        if self.start == 'identity':
+            with torch.no_grad():
+                self.W.mul_(0.1).add_(torch.eye(self.d_inp, self.d_out))
+        if self.bias:
+            nn.init.zeros_(self.B)
         nn.init.zeros_(self.beta_a)
         nn.init.zeros_(self.beta_u)
 
@@ -755,7 +780,8 @@ class _Capsules(nn.Module):
         return tuple(u * b.to(dtype) for u, b in zip(self.beta_units, (self.beta_a, self.beta_u)))
 
     def extra_repr(self):
-        told = [k for k in (*_Sizes._fields, *_Settings._fields) if k != 'lam']
+        fields = (*_Sizes._fields, 'K', 'stride', 'padding', *_Settings._fields)
+        told = [k for k in fields if k != 'lam' and hasattr(self, k)]
         lam = [round(v, 9) for v in as_schedule(self.lam, self.n_iters)]
         return ', '.join(f'{k}={getattr(self, k)!r}' for k in told) + f', lam={lam}'
 
@@ -764,6 +790,7 @@ class _Capsules(nn.Module):
         return _Loop(as_schedule(self.lam, self.n_iters), floor, self.act, self.damping)
 
     def _check(self, a, mu):
+        check_tensors(a=a, mu=mu)
         n, pose = self.n_inp, (self.d_cov, self.d_inp)
         if a.ndim < 3 or mu.shape != (*a.shape, *pose) or a.shape[-1] != n:
             want = f"[..., m, n, {n}] and [..., m, n, {n}, {pose[0]}, {pose[1]}]"
@@ -773,6 +800,20 @@ class _Capsules(nn.Module):
             raise ValueError(f"a and mu must be floating point, got {a.dtype} and {mu.dtype}")
         _check_values(a, mu)
 
+    def _with_bias(self, a, mu, W):
+        "A bias is the part of W that belongs to further columns of the poses, an identity."
+        if not self.bias:
+            return a, mu, W
+        one = torch.eye(self.d_cov, dtype=mu.dtype, device=mu.device)
+        one = one.expand(*mu.shape[:-1], self.d_cov)
+        return a, torch.cat([mu, one], -1), torch.cat([W, self.B.to(W.dtype)], -2)
+
+    def _logits(self, a, R, sig2):  # [..., s], [..., s, j], [..., j, c, h]
+        with without_autocast(R.device):
+            data = torch.einsum('...s,...sj->...j', a.to(sig2.dtype), R.to(sig2.dtype))
+            lam = as_schedule(self.lam, self.n_iters)[-1]
+            return activation_logit(data, sig2, *self.betas(sig2.dtype), lam)
+
     def _route(self, a, mu, route):
         "`route(a, mu, W)` in float32 or better, outside of autocast; in the dtype of mu."
         dtype = torch.promote_types(a.dtype, mu.dtype)
@@ -781,8 +822,17 @@ class _Capsules(nn.Module):
         if may_look(mu):
             keep_freed_memory()
         with without_autocast(mu.device):
-            out = route(*(t.to(dtype) for t in (a, mu, self.W)))
+            out = route(*self._with_bias(*(t.to(dtype) for t in (a, mu, self.W))))
         return EMRouted(*(o if o is None else o.to(out_dtype) for o in out))
+
+# %% ../../nbs/engine/17_layers.ipynb #5a01c0de
+def _apart(
+    parts: _Parts,  # of a layer
+) -> _Parts:  # each field has parts of its own, as if it were an image
+    "Parts for which the wholes of one place alone compete."
+    a, mu = (_gathered(x, parts.fields).flatten(0, 1) for x in parts[:2])
+    alone = torch.arange(a.shape[1], device=a.device)[None]
+    return parts._replace(a=a, mu=mu, fields=alone)
 
 # %% ../../nbs/engine/17_layers.ipynb #25ca6877
 class ConvCaps(_Capsules):
@@ -815,12 +865,19 @@ class ConvCaps(_Capsules):
         plan: str = 'auto',  # 'votes': all at hand; 'tiles', 'compiled', 'triton'; 'auto': fastest
         damping: float = 0.0,  # share of the old mean in the new one
         beta_units: tuple = (1.0, 1.0),  # what beta_a and beta_u are multiplied by
+        bias: bool = False,  # whether votes have a bias
+        start: str = 'normal',  # of the matrices: 'normal', or 'identity' with a little noise
+        compete: str = 'across',  # wholes for a part: 'across' positions, or 'within' each alone
     ):
         super().__init__()
+        if compete not in ('across', 'within'):
+            raise ValueError(f"compete must be 'across' or 'within', got {compete!r}")
+        self.compete = compete
         self.K, self.stride = _pair(K, 'K', 1), _pair(stride, 'stride', 1)
         self.padding = _pair(padding, 'padding', 0)
         sizes = _Sizes(n_inp, n_out, d_cov, d_inp, d_out)
-        self._make(self.K, sizes, _Settings(n_iters, lam, eps, act, plan, damping, beta_units))
+        how = _Settings(n_iters, lam, eps, act, plan, damping, beta_units, bias, start)
+        self._make(self.K, sizes, how)
         self._tables = {}
 
     def _table(self, grid, device):
@@ -842,8 +899,6 @@ class ConvCaps(_Capsules):
     ) -> EMRouted:  # a [..., m', n', j], mu and sig2 [..., m', n', j, c, h], R or None
         "Route the parts to the wholes above them; `ValueError` if the inputs do not fit."
         self._check(a, mu)
-        if return_R and self.plan not in ('auto', 'votes'):
-            raise ValueError(f"plan={self.plan!r} never holds R; use plan='auto' or 'votes'")
         lead, grid = a.shape[:-3], a.shape[-3:-1]
         fields, out = self._table(grid, a.device)
         flat = math.prod(lead), math.prod(a.shape[-3:])
@@ -851,13 +906,25 @@ class ConvCaps(_Capsules):
         def route(a, mu, W):
             a, mu, W = a.reshape(flat), mu.reshape(*flat, *mu.shape[-2:]), W.flatten(0, 2)
             parts = _Parts(a, mu, W, *self.betas(W.dtype), fields)
+            parts = _apart(parts) if self.compete == 'within' else parts
             loop = self._loop()._replace(tiling=self.tiling)
-            return _field_plan('votes' if return_R else self.plan, parts, loop).run(parts, loop)
+            found = _field_plan(self.plan, parts, loop, return_R)
+            return (found.shares if return_R else found.run)(parts, loop)
 
         done = self._route(a, mu, route)
         done = done if return_R else done._replace(R=None)
         shaped = (o if o is None else o.reshape(*lead, *out, *o.shape[2:]) for o in done)
         return EMRouted(*shaped)
+
+    def logits(
+        self,
+        a: Tensor,  # [..., m, n, i] activations of the parts, as routed
+        out: EMRouted,  # what `self(a, mu, return_R=True)` returned
+    ) -> Tensor:  # [..., m', n', j]
+        "Logits of the activations, from data and variances: exact where a sigmoid is full."
+        fields, _ = self._table(a.shape[-3:-1], a.device)
+        seen = _gathered(a.reshape(-1, math.prod(a.shape[-3:])), fields)
+        return self._logits(seen.reshape(out.R.shape[:-1]), out.R, out.sig2)
 
 # %% ../../nbs/engine/17_layers.ipynb #ffa52db6
 def field_centres(
@@ -908,13 +975,16 @@ class ClassCaps(_Capsules):
         act: str = 'logistic',  # 'logistic', or 'pi': mixing proportions
         damping: float = 0.0,  # share of the old mean in the new one
         beta_units: tuple = (1.0, 1.0),  # what beta_a and beta_u are multiplied by
+        bias: bool = False,  # whether votes have a bias
+        start: str = 'normal',  # of the matrices: 'normal', or 'identity' with a little noise
     ):
         super().__init__()
         if coordinates and d_cov * d_out < 2:
             raise ValueError(f"coordinates need a pose of at least 2 elements, got {d_cov}x{d_out}")
         self.coordinates = coordinates
         sizes = _Sizes(n_inp, n_out, d_cov, d_inp, d_out)
-        self._make((), sizes, _Settings(n_iters, lam, eps, act, 'votes', damping, beta_units))
+        how = _Settings(n_iters, lam, eps, act, 'votes', damping, beta_units, bias, start)
+        self._make((), sizes, how)
 
     def _centres(self, grid, centres):
         "Coordinates of rows and columns; `ValueError` if they do not fit the grid."
@@ -935,7 +1005,8 @@ class ClassCaps(_Capsules):
             to = torch.zeros(W.shape[0], j, at.shape[-1], h, dtype=W.dtype, device=W.device)
             to.diagonal(0, -2, -1).fill_(1) if c == 1 else to[..., -1].fill_(1)
             mu, W = torch.cat([mu, at.expand(*mu.shape[:-1], -1)], -1), torch.cat([W, to], -2)
-        a, mu = a.reshape(-1, m * n * i), mu.reshape(-1, m * n * i, *mu.shape[-2:])
+        flat = math.prod(a.shape[:-3]), m * n * i
+        a, mu = a.reshape(flat), mu.reshape(*flat, *mu.shape[-2:])
         return _Parts(a, mu, W, *self.betas(W.dtype), torch.arange(len(W), device=a.device)[None])
 
     def forward(
@@ -963,3 +1034,11 @@ class ClassCaps(_Capsules):
         lead = a.shape[:-3]
         out = self._route(a, mu, route)
         return out._replace(R=out.R.unflatten(-2, a.shape[-3:]))
+
+    def logits(
+        self,
+        a: Tensor,  # [..., m, n, i] activations of the parts, as routed
+        out: EMRouted,  # what `self(a, mu, centres)` returned
+    ) -> Tensor:  # [..., j]
+        "Logits of the activations, from data and variances: exact where a sigmoid is full."
+        return self._logits(a.flatten(-3), out.R.flatten(-4, -2), out.sig2)

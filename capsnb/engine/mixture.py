@@ -10,7 +10,7 @@ import numbers
 from typing import NamedTuple
 import torch
 from torch import Tensor
-from .numerics import may_look, thread_pool, without_autocast
+from .numerics import in_threads, may_look, without_autocast
 
 # %% auto #0
 __all__ = ['covariances', 'n_features', 'features', 'Params', 'natural', 'from_moments', 'em_sweep', 'data_moments', 'kmeans_pp',
@@ -213,7 +213,7 @@ def _by_rows(
     if threads == 1:
         return [run(*job) for job in jobs]
     try:
-        return list(thread_pool(threads).map(lambda job: _alone(run, *job), jobs))
+        return in_threads(threads, lambda job: _alone(run, *job), jobs)
     finally:
         torch.set_num_threads(threads)  # what `_alone` set is also what new threads start with
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from ..routing.em import sig2_floor
 from ..routing.dstep import pool
-from .dstep import Plan, Problem, n_samples, plans
-from .numerics import FastOp, without_autocast
+from .dstep import Plan, Problem, gpu_seconds, n_samples, plans
+from .numerics import FastOp
 
 # %% auto #0
 __all__ = ['n_stats']
@@ -375,8 +375,7 @@ def _moments_forward(
 ) -> list[Tensor]:  # M [n, N, j] in float64, R [n, i, j] or nothing
     sweep, _ = _moments_sweep(f, x, x0, phi, theta, narrow, numbers)
     R = _no_shares(x, x.shape[3], theta.shape[2], shares)
-    with without_autocast(x.device):
-        (M,), _ = _gather_all(sweep, R)
+    (M,), _ = _gather_all(sweep, R)
     return [M.to(theta.dtype), R]
 
 
@@ -393,8 +392,7 @@ def _moments_backward(
     numbers: int,
 ) -> list[Tensor]:  # gradients of f, theta, and x or phi
     sweep, is_narrow = _moments_sweep(f, x, x0, phi, theta, narrow, numbers)
-    with without_autocast(x.device):
-        g_f, *g_parts, g_theta = _spread_all(sweep, outs[:1], grads[:1], outs[1], grads[1])
+    g_f, *g_parts, g_theta = _spread_all(sweep, outs[:1], grads[:1], outs[1], grads[1])
     g_x, g_phi = (g_parts[0], None) if is_narrow else (None, g_parts[0])
     return [g_f, g_x, None, g_phi, g_theta, None]
 
@@ -580,7 +578,7 @@ def _cast(x, W, B):
     "x [n, i, c, d], W [i|1, d, h, j], B [i|1, c, h, j] -> V [n, i, c, h, j]."
     (n, i, c, d), (h, j) = x.shape, W.shape[2:]
     if W.shape[0] == 1:
-        return (x.reshape(-1, d) @ W[0].reshape(d, h * j)).view(n, i, c, h, j) + B
+        return (x.reshape(n * i * c, d) @ W[0].reshape(d, h * j)).view(n, i, c, h, j) + B
     V = torch.bmm(x.transpose(0, 1).reshape(i, n * c, d), W.reshape(i, d, h * j))
     return V.view(i, n, c, h, j).transpose(0, 1) + B
 
@@ -589,11 +587,12 @@ def _cast_back(g_V, x, W):
     "Gradients of x and W from those of the votes: the transpose of `_cast`."
     (n, i, c, d), (h, j) = x.shape, W.shape[2:]
     if W.shape[0] > 1:
-        g, x = (t.transpose(0, 1).reshape(i, n * c, -1) for t in (g_V, x))
+        g = g_V.transpose(0, 1).reshape(i, n * c, h * j)
+        x = x.transpose(0, 1).reshape(i, n * c, d)
         g_x = torch.bmm(g, W.reshape(i, d, h * j).mT).view(i, n, c, d).transpose(0, 1)
         return g_x, torch.bmm(x.mT, g).view(i, d, h, j)
-    g, W = g_V.reshape(-1, h * j), W[0].reshape(d, h * j)
-    return (g @ W.T).view(x.shape), (x.reshape(-1, d).T @ g).view(1, d, h, j)
+    g, W = g_V.reshape(n * i * c, h * j), W[0].reshape(d, h * j)
+    return (g @ W.T).view(x.shape), (x.reshape(n * i * c, d).T @ g).view(1, d, h, j)
 
 # %% ../../nbs/engine/16_moments.ipynb #a12ade3a
 def _merge(mass, mean, squares, V, D):
@@ -739,8 +738,7 @@ def _votes_forward(
     "Statistics of the votes under their shares."
     sweep = _votes_sweep(f, x, W, B, beta_use, beta_ign, k, mu, v, free, row, numbers, parts)
     R = _no_shares(x, x.shape[1], k.shape[1], shares)
-    with without_autocast(x.device):
-        stats, norm = _gather_all(sweep, R)
+    stats, norm = _gather_all(sweep, R)
     return [*stats, R, norm]
 
 
@@ -764,8 +762,7 @@ def _votes_backward(
 ) -> list[Tensor]:  # gradients of the tensors
     tensors, how = (x, W, B, beta_use, beta_ign, k, mu, v), (free, row, numbers, parts)
     sweep = _votes_sweep(f, *tensors, *how, norm=outs[5])
-    with without_autocast(x.device):
-        return list(_spread_all(sweep, outs[:4], grads[:4], outs[4], grads[4]))
+    return list(_spread_all(sweep, outs[:4], grads[:4], outs[4], grads[4]))
 
 # %% ../../nbs/engine/16_moments.ipynb #op000007
 def _votes_shapes(f, x, W, B, use, ign, k, mu, v, shares, free, row, numbers, parts):
@@ -838,10 +835,14 @@ def _refuse_moments(s):
 # %% ../../nbs/engine/16_moments.ipynb #770cb6e2
 def _cost_moments(s):
     size = n_stats(s.c, s.d)
+    if s.device == 'cuda':
+        return gpu_seconds(228, s.n * s.i * (264 * size + 91 * s.j))
     return 1.2e-3 + s.n * s.i * (s.j * (1.2e-10 * size + 1.5e-9) + 6e-9 * size)
 
 # %% ../../nbs/engine/16_moments.ipynb #74fe2b09
 def _cost_stream(s):
+    if s.device == 'cuda':
+        return gpu_seconds(195, s.n * s.i * s.j * (174 * s.c * s.h + 295))
     return 2e-3 + s.n * s.i * s.j * (4e-9 * s.c * s.h + 1e-10 * s.c * s.d * s.h + 4e-9)
 
 # %% ../../nbs/engine/16_moments.ipynb #7b9b156c

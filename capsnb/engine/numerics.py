@@ -6,17 +6,19 @@
 from __future__ import annotations
 import contextlib
 import functools
+import importlib
 import inspect
 import math
 import os
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
 # %% auto #0
-__all__ = ['error_to', 'assert_as_exact', 'keep_freed_memory', 'thread_pool', 'over_threads', 'may_look', 'FastOp', 'autocasting',
-           'without_autocast']
+__all__ = ['error_to', 'assert_as_exact', 'keep_freed_memory', 'in_threads', 'over_threads', 'import_error', 'jit', 'may_look',
+           'check_tensors', 'FastOp', 'autocasting', 'without_autocast']
 
 # %% ../../nbs/engine/11_numerics.ipynb #00000010
 def error_to(
@@ -60,7 +62,7 @@ def keep_freed_memory() -> None:
 _pools = {}  # (process, threads) -> pool
 
 
-def thread_pool(
+def _thread_pool(
     threads: int,  # how many
 ) -> ThreadPoolExecutor:
     "A pool of threads, made once; a forked process starts its own."
@@ -68,6 +70,21 @@ def thread_pool(
     if key not in _pools:
         _pools[key] = ThreadPoolExecutor(threads)
     return _pools[key]
+
+
+def in_threads(
+    threads: int,  # how many
+    run: Callable,  # takes one of each column
+    *columns: Sequence,  # of the same length: arguments, task by task
+) -> list:  # what it returned
+    "Run tasks in a pool of threads, with gradients and inference mode as they are here."
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    def task(*args):
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+            return run(*args)
+
+    return list(_thread_pool(threads).map(task, *columns))
 
 # %% ../../nbs/engine/11_numerics.ipynb #d204da25
 def _as_array(t):
@@ -87,8 +104,48 @@ def over_threads(
     if threads < 2:
         return [kernel(0, n, *args)]
     cuts = [n * k // threads for k in range(threads + 1)]
-    run = thread_pool(threads).map(lambda a, b: kernel(a, b, *args), cuts[:-1], cuts[1:])
-    return list(run)
+    return in_threads(threads, lambda a, b: kernel(a, b, *args), cuts[:-1], cuts[1:])
+
+# %% ../../nbs/engine/11_numerics.ipynb #484dab27
+_import_errors = {}  # module -> '' or why it cannot be imported
+
+
+def import_error(
+    module: str,  # its name, in full
+) -> str:
+    "Why a module cannot be imported, '' if it can; tried once."
+    if module not in _import_errors:
+        try:
+            importlib.import_module(module)
+            _import_errors[module] = ''
+        except Exception as error:  # what is broken may raise anything
+            _import_errors[module] = f"{module} cannot be imported: {error!r}"
+    return _import_errors[module]
+
+
+import_error._dynamo_marked_constant = True  # assume_constant_result would import the compiler
+
+# %% ../../nbs/engine/11_numerics.ipynb #f20789a9
+@functools.cache
+def _tell_that_nothing_is_kept():
+    what = "compiled kernels cannot be kept on disk: every process compiles them again"
+    warnings.warn(f"{what}, unless NUMBA_CACHE_DIR names a directory that can be written to")
+
+
+def jit(
+    **how,  # of numba.njit
+) -> Callable:  # function -> kernel
+    "`numba.njit` without the GIL; what it compiles is kept on disk where that is possible."
+    import numba
+
+    def kernel(f):
+        try:
+            return numba.njit(nogil=True, cache=True, **how)(f)
+        except RuntimeError:  # no directory can be written to
+            _tell_that_nothing_is_kept()
+            return numba.njit(nogil=True, **how)(f)
+
+    return kernel
 
 # %% ../../nbs/engine/11_numerics.ipynb #a1f2bc11
 def may_look(
@@ -99,6 +156,15 @@ def may_look(
     plain = t.device.type == 'cpu' and type(t) in (Tensor, nn.Parameter)
     return plain and not (transformed or torch.compiler.is_compiling())
 
+# %% ../../nbs/engine/11_numerics.ipynb #33f8c317
+def check_tensors(
+    **given,  # by name
+):
+    "`TypeError` unless all are tensors."
+    for name, t in given.items():
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(t).__name__}")
+
 # %% ../../nbs/engine/11_numerics.ipynb #48b3725a
 def _one_by_one(
     op,  # a `torch.library` op that returns a list of tensors
@@ -108,11 +174,14 @@ def _one_by_one(
     def at(arg, dim, k):
         if isinstance(arg, list):
             return [at(a, d, k) for a, d in zip(arg, dim)]
+        if dim is not None and not arg.shape[dim]:  # of no samples, zeros tell the shapes
+            return arg.new_zeros(arg.movedim(dim, 0).shape[1:])
         return arg if dim is None else arg.select(dim, k)
 
     def rule(info, dims, *args):
-        outs = [op(*(at(a, d, k) for a, d in zip(args, dims))) for k in range(info.batch_size)]
-        return [torch.stack(o) for o in zip(*outs)], [0] * len(outs[0])
+        n = info.batch_size
+        outs = [op(*(at(a, d, k) for a, d in zip(args, dims))) for k in range(max(1, n))]
+        return [torch.stack(o)[:n] for o in zip(*outs)], [0] * len(outs[0])
 
     op.register_vmap(rule)
 
@@ -139,6 +208,19 @@ def _vjp_of_vjp(
     return [next(found) if k in real else None for k in range(len(inputs))] + [*found]
 
 # %% ../../nbs/engine/11_numerics.ipynb #op200001
+def _in_full(
+    run,  # an op's forward or backward pass, or its definition
+):
+    "The same outside of autocast: what is to be exact is not rounded to 16 bits."
+
+    @functools.wraps(run)
+    def outside(*args):
+        with without_autocast(args[0].device):
+            return run(*args)
+
+    return outside
+
+
 def _laid_out(
     backward,  # of an op
     n,  # tensors
@@ -178,6 +260,7 @@ class FastOp:
         hints = inspect.signature(forward, eval_str=True).parameters.values()
         self.n, self.n_out = sum(p.annotation is Tensor for p in hints), n_out
         self.name, self.definition = name, definition
+        forward, backward = _in_full(forward), _in_full(backward)
         self.forward, self.backward = (
             torch.library.custom_op(f'capsnb::{name}{end}', f, mutates_args=())
             for end, f in (('', forward), ('_backward', _laid_out(backward, self.n)))
@@ -203,7 +286,8 @@ class FastOp:
         def outs(*x):
             return tuple(self.definition(*x, *settings))[: self.n_out]
 
-        return _vjp_of_vjp(outs, inputs, grads, grads2)
+        with without_autocast(inputs[0].device):
+            return _vjp_of_vjp(outs, inputs, grads, grads2)
 
     def _in_graphs(self):
         "Autograd of the two ops themselves, for graphs."
@@ -233,6 +317,24 @@ class FastOp:
         self.backward.register_autograd(back_back, setup_context=save_back)
 
 # %% ../../nbs/engine/11_numerics.ipynb #op200002
+_is_many = torch._C._functorch.is_legacy_batchedtensor  # of `is_grads_batched`
+
+
+def _one_at_a_time(back, grads):
+    """`back(*grads)`, gradient by gradient where there are many at a time.
+
+    That is what `grad(is_grads_batched=True)` and `jacobian(vectorize=True)` ask for.
+    """
+    if not any(map(_is_many, grads)):
+        return back(*grads)
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    n = next(len(torch._remove_batch_dim(g, level, 1, 0)) for g in grads if _is_many(g))
+    each = zip(*(torch._remove_batch_dim(g, level, n, 0) for g in grads))
+    found = zip(*(back(*g) for g in each))
+    return [g[0] if g[0] is None else torch._add_batch_dim(torch.stack(g), 0, level) for g in found]
+
+
 def _is_bare(tensors):
     "Whether tensors have values and nobody watches what is done to them: then no op is needed."
     watched = torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack()
@@ -260,8 +362,12 @@ def _function(
 
         @staticmethod
         def backward(ctx, *grads2):
-            t = ctx.saved_tensors
-            found = op.second(t[:n], t[n:], ctx.settings, grads2)
+            t, settings = ctx.saved_tensors, ctx.settings
+
+            def back(*grads2):
+                return op.second(t[:n], t[n:], settings, grads2)
+
+            found = _one_at_a_time(back, grads2)
             return None, None, *found[:n], *[None] * ctx.n_states, *found[n:]
 
     class Forward(torch.autograd.Function):
@@ -281,10 +387,14 @@ def _function(
 
         @staticmethod
         def backward(ctx, *grads):
-            t, g = ctx.saved_tensors, grads[: op.n_out]
-            if torch.is_grad_enabled() or not _is_bare((*t, *g)):
-                return None, *Backward.apply(ctx.settings, ctx.n_states, *t, *g)
-            return None, *op.bare[1](*t[:n], list(t[n:]), list(g), *ctx.settings)
+            t, settings, n_states = ctx.saved_tensors, ctx.settings, ctx.n_states
+
+            def back(*g):
+                if torch.is_grad_enabled() or not _is_bare((*t, *g)):
+                    return Backward.apply(settings, n_states, *t, *g)
+                return op.bare[1](*t[:n], list(t[n:]), list(g), *settings)
+
+            return None, *_one_at_a_time(back, grads[: op.n_out])
 
     for f in (Forward.forward, Backward.forward):
         f.__signature__ = inspect.signature(f)  # `apply` looks it up in every call

@@ -15,6 +15,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, overload, register_model
+from .numerics import jit
 
 # %% ../../nbs/engine/20_routing_kernels.ipynb #00000005
 LANES = 16  # numbers in a vector: one register of AVX-512 in float32, two of AVX2
@@ -313,7 +314,7 @@ def _divide(m, gain_mass):
             _store(m, (g, j), _load(m, (g, j)) / (_load(gain_mass, (1, j)) + m.dtype.type(1e-30)))
 
 # %% ../../nbs/engine/20_routing_kernels.ipynb #00000018
-@njit(nogil=True, cache=True)
+@jit()
 def votes_forward(
     lo,  # first task
     hi,  # behind the last
@@ -411,7 +412,7 @@ def _model_row(V, s, i, c, v, RG, gV, gk, gc, gv):
             _store(gv, (g, j), _load(gv, (g, j)) - slope * gap * gap)
 
 # %% ../../nbs/engine/20_routing_kernels.ipynb #0000001d
-@njit(nogil=True, cache=True)
+@jit()
 def votes_backward(
     lo,  # first task
     hi,  # behind the last
@@ -522,7 +523,7 @@ def _gather_block(V, L, p, sums, task):
             )
 
 # %% ../../nbs/engine/20_routing_kernels.ipynb #00000024
-@njit(nogil=True, cache=True)
+@jit()
 def agree_sweep(
     lo,  # first task
     hi,  # behind the last
@@ -567,7 +568,7 @@ def _vote_grads_block(L, x, y, b, gV, place, first):
             _store(gV, (place, j, h, b, 0), g)
 
 # %% ../../nbs/engine/20_routing_kernels.ipynb #00000026
-@njit(nogil=True, cache=True)
+@jit()
 def agree_grads(
     lo,  # first task
     hi,  # behind the last

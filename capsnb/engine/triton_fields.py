@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from .em import proportions
 from .layers import FieldPlan, _Loop, _Parts, _route_votes, field_plans
-from .numerics import FastOp
+from .numerics import FastOp, import_error
 from .triton_routing import _interpreters, _power, _up, kernel
 from ..routing.em import TINY, EMRouted, Floor, sig2_floor
 
@@ -1120,7 +1120,7 @@ def _refuses(parts, loop):
         return f"poses of {c}×{d} and maps of {d}×{h} do not fit in registers (16 numbers do)"
     if len(loop.lams) > 8:
         return f"{len(loop.lams)} iterations do not fit in registers (8 do)"
-    return '' if b else "there is no image"
+    return import_error('triton') if b else "there is no image"
 
 
 if find_spec('triton'):

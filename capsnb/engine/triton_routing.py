@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Callable, NamedTuple
 import torch
 from torch import Tensor
-from .dstep import Plan, Problem, plans
+from .dstep import Plan, Problem, gpu_seconds, plans
 from .moments import _ByMoments, _ByVotes, _Tiling, _fit, _routed, _theta, n_stats
-from .numerics import FastOp
+from .numerics import FastOp, import_error
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -1371,7 +1371,9 @@ def _refuse_here(s):
     "Why no kernel runs: on this device, in this dtype."
     if s.device == 'cpu' and not _interpreters or s.device not in ('', 'cpu', 'cuda'):
         return f"Triton's kernels need CUDA tensors, got {s.device}"
-    return "its kernels compute in float32" if s.dtype == torch.float64 else ''
+    if s.dtype == torch.float64:
+        return "its kernels compute in float32"
+    return import_error('triton')
 
 
 def _refuse_streamed(s):
@@ -1389,7 +1391,12 @@ def _refuse_softmax_moments(s):
     return _refuse_here(s) if s.shared else "moments need maps shared by all inputs (n_inp=None)"
 
 
+def _cost_streamed(s):
+    "Votes stay in registers: hardly a byte, but each is made again for every use."
+    return gpu_seconds(157, 0, s.n * s.i * s.j * s.c * s.h * (58 + 11.3 * s.d))
+
+
 if find_spec('triton'):
-    plans['triton'] = Plan(_run_streamed, _refuse_streamed, lambda s: 0.0)
+    plans['triton'] = Plan(_run_streamed, _refuse_streamed, _cost_streamed)
     never = float('inf')
     plans['triton-moments'] = Plan(_run_softmax_moments, _refuse_softmax_moments, lambda s: never)

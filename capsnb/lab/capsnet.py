@@ -202,7 +202,11 @@ class CapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'rou
         return self.decoder(v, class_shares(of, v.shape[-2]).to(v.dtype))
 
 # %% ../../nbs/lab/44_capsnet.ipynb #cbd7fa24
-def check_images(images, image_shape):
+def check_images(
+    images: Tensor,  # that shall be [b, *image_shape], finite
+    image_shape: tuple,  # channels, rows, columns
+):
+    "`ValueError` for images that a network cannot take."
     if images.shape[1:] != image_shape:
         wanted = ', '.join(map(str, image_shape))
         raise ValueError(f"expected images [b, {wanted}], got {tuple(images.shape)}")
@@ -215,7 +219,7 @@ def check_images(images, image_shape):
 
 # %% ../../nbs/lab/44_capsnet.ipynb #00000011
 def capsnet_loss(
-    net: CapsNet,
+    net: nn.Module,  # with recon and decoder
     out: CapsOut,  # what it answered
     images: Tensor,  # [b, channels, rows, columns]
     labels: Tensor,  # class indices [b] or [b, k], or shares [b, n_classes]

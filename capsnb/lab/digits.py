@@ -52,6 +52,7 @@ _top_lr = {  # at 8×8, at 28×28
     'efficient': (None, 2e-3),
     'dstep': (1e-2, 1e-2),
     'matrix-caps': (5e-2, 5e-2),
+    'matrix-caps-norb': (1e-2, 1e-2),
     'cnn': (1e-2, 2e-2),
     'baseline': (2e-3, 4e-3),
     'routing': (1e-2, 1e-2),
@@ -76,6 +77,8 @@ def _networks_at(
     trunk = dict(channels=(32, 32, 64, 64), strides=(1, 2, 1, 1) if small else (2, 1, 2, 1))
     capsules = dict(zip('ABCD', (32, 8, 8, 8) if small else (64, 8, 16, 16)))
     capsules |= dict(E=10, in_channels=1, size=max(20, side), n_iters=2, loss='crossent')
+    on_trunk = dict(stem=trunk, B=16, E=10, in_channels=1, size=side, n_iters=2)
+    on_trunk |= dict(depth=0, preset='normalised')
     shape = dict(image_shape=(1, side, side), **(_few_pixels if small else {}))
     return {
         'capsnet': Net(CapsNet, shape),
@@ -83,6 +86,7 @@ def _networks_at(
         'matrix-caps': Net(MatrixCapsNet, capsules),
         'cnn': Net(PlainCNN, trunk, make=partial(_as_large_as_dstep, trunk)),
         'baseline': Net(BaselineCNN, dict(in_channels=1, n_classes=10, size=side)),
+        'matrix-caps-norb': Net(MatrixCapsNet, on_trunk),
         'routing': Net(RoutingNet, trunk),
         'plain': Net(PlainCNN, trunk),
         **({} if small else {'efficient': Net(EfficientCapsNet)}),

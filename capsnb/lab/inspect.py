@@ -404,6 +404,7 @@ def watch_classes(
     "How votes, shares and means of the classes change (Hinton 2018, figure 2)."
     x, top = net.below(images), net.classes
     V = torch.einsum('...icd,ijdh->...ijch', x.mu, top.W)
+    V = V + top.B if top.bias else V
     if top.coordinates:
         V = add_coordinates(V, *centres_of(net.layers, images, x))
     return watch_votes(top, x.a.flatten(1), V.flatten(1, 3))

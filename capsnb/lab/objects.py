@@ -190,14 +190,8 @@ class PairCrops:
         return [x[:, :, r : r + self.patch, c : c + self.patch] for r in at for c in at]
 
 # %% ../../nbs/lab/53_objects.ipynb #e608a14b
-_top_lr = {
-    'dstep': 5e-3,
-    'cnn': 2e-3,
-    'baseline': 5e-3,
-    'matrix-caps': 1e-2,
-    'routing': 5e-3,
-    'plain': 5e-3,
-}
+_top_lr = {'dstep': 5e-3, 'cnn': 2e-3, 'baseline': 5e-3, 'matrix-caps': 1e-2}
+_top_lr |= {'matrix-caps-norb': 1e-2, 'routing': 5e-3, 'plain': 5e-3}
 _published_lr = {'dstep': 5e-4, 'cnn': 5e-4, 'baseline': 1e-3, 'routing': 5e-4, 'plain': 5e-4}
 
 
@@ -264,12 +258,15 @@ class Objects(Task):
         both = dict(n_classes=n, **one)
         capsules = dict(zip('ABCD', (64, 8, 16, 16))) | dict(E=n, size=_caps_sizes(self.size)[1])
         capsules |= dict(preset='gritzman', eps='auto', loss='crossent')
+        on_trunk = dict(A=64, B=64, E=n, size=self.size, n_iters=2)
+        on_trunk |= dict(stem='norb', depth=0, preset='normalised')
         baseline = partial(_baseline, size=self.size, published=self.published)
         return {
             'dstep': Net(SmallNORBNet, both | own),
             'cnn': Net(PlainCNN, both | norb_trunk(**one), make=_as_large_as_dstep),
             'baseline': Net(BaselineCNN, both, make=baseline),
             'matrix-caps': Net(MatrixCapsNet, capsules | one),
+            'matrix-caps-norb': Net(MatrixCapsNet, on_trunk | one),
             'routing': Net(RoutingNet, both | norb_trunk(**one)),
             'plain': Net(PlainCNN, both | norb_trunk(**one)),
         }
@@ -281,9 +278,9 @@ class Objects(Task):
         return net == 'matrix-caps' or net == 'baseline' and self.published
 
     def recipe(self, net):
-        if net == 'matrix-caps' and self.published:
+        if net.startswith('matrix-caps') and self.published:
             raise ValueError(
-                "there is no published recipe for matrix-caps; its paper's set-up is the preset "
+                f"there is no published recipe for {net}; its paper's set-up is the preset "
                 "'paper': capsnb ablate --only '3 iterations', or "
                 "options=dict(preset='paper', eps=None, loss='spread')"
             )
@@ -308,7 +305,8 @@ class Objects(Task):
 
     def views(self, network, collator, batch):
         patch = (_caps_sizes(self.size)[1],) * 2  # older baselines saw it all: ask the network
-        patched = isinstance(network, MatrixCapsNet) or getattr(network, 'size', None) == patch
+        size = getattr(network, 'size', None)
+        patched = size == patch or isinstance(network, MatrixCapsNet) and size != self.size
         who = PairCrops(self.size) if patched else PairMixup()
         return [dict(images=view) for view in who.views(batch['images'], self.crops)]
 

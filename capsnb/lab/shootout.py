@@ -10,12 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 import torch
-from ..core import seed_everything
-from ..data.files import read_json
+from ..core import need, palette, plot_style, run_record, seed_everything
+from ..data.files import read_json, write_json
 from ..engine.bench import take_turns
 from .digits import Digits
 from .objects import Toys
 from .photographs import Photographs
+from .report import dots, interval, percent, runs_of, spread
 from .routing_net import RoutingNet
 from .tasks import Task, study
 from .train import batch_on
@@ -24,7 +25,7 @@ from ..zoo.routers import all_routings
 
 # %% auto #0
 __all__ = ['rates', 'norms_tried', 'Ground', 'ground', 'evened', 'plain_options', 'blind', 'candidates', 'chosen', 'shoot_out',
-           'costs']
+           'costs', 'apart', 'ranked', 'standings', 'plot_shootout', 'measure_costs', 'plot_against_cost']
 
 # %% ../../nbs/lab/64_shootout.ipynb #00000004
 class Ground(NamedTuple):
@@ -117,7 +118,7 @@ def blind(
     return other
 
 # %% ../../nbs/lab/64_shootout.ipynb #0000000c
-rates, norms_tried = (2e-3, 5e-3, 1e-2), ('none', 'layer')
+rates, norms_tried = (3e-3, 1e-2), ('none', 'batch')
 
 
 def candidates(
@@ -163,8 +164,9 @@ def shoot_out(
     same = dict(command=told, settings=settings, **kw)
     for who in contestants or (*all_routings(), 'cnn'):
         rows = candidates(g, who, **(tried or {}))
+        trials = {k: row | dict(epochs=max(1, row['epochs'] // 2)) for k, row in rows.items()}
         path, folder = out / f'shootout_{name}_search.json', Path(runs) / name / 'search'
-        best = chosen(study(blind(g.task), rows, path, (100,), runs=folder, **same))
+        best = chosen(study(blind(g.task), trials, path, (100,), runs=folder, **same))
         row, path = {who: rows[best]}, out / f'shootout_{name}.json'
         found |= study(g.task, row, path, seeds, runs=Path(runs) / name, **same)
     return found
@@ -207,3 +209,86 @@ def costs(
         steps[who] = lambda net=net: net(**batch)['loss'].backward()
     times = take_turns(steps, rounds)
     return {k: dict(v, seconds=statistics.median(times[k])) for k, v in found.items()}
+
+# %% ../../nbs/lab/64_shootout.ipynb #5a0d0002
+def apart(
+    some: list,  # numbers, one a seed
+    best: list,  # likewise
+) -> bool:  # whether the means differ, at 95 % (Welch's t-test)
+    "Whether two settings can be told apart; with one seed they cannot."
+    if min(len(some), len(best)) < 2:
+        return False
+    return bool(need('scipy.stats').ttest_ind(some, best, equal_var=False).pvalue < 0.05)
+
+# %% ../../nbs/lab/64_shootout.ipynb #5a0d0004
+def ranked(
+    record: str | Path | dict,  # of `shoot_out`
+) -> list:  # of dicts: name, runs, and whether it is apart from the best; the best comes first
+    "Who came where, by mean test accuracy."
+    found = runs_of(record)
+    mean = {k: statistics.mean(percent(v)) for k, v in found.items()}
+    order = sorted(found, key=mean.get, reverse=True)
+    best = percent(found[order[0]])
+    return [dict(name=k, runs=found[k], apart=apart(percent(found[k]), best)) for k in order]
+
+# %% ../../nbs/lab/64_shootout.ipynb #5a0d0005
+def standings(
+    record: str | Path | dict,  # of `shoot_out`
+) -> str:  # a line for each contestant
+    "Test accuracy, log-loss, calibration and seconds a step."
+    lines = [
+        f"{'':14s} {'test %':>12s} {'log-loss':>9s} {'ECE %':>6s} {'s/step':>7s} {'rate':>6s}  norm"
+    ]
+    for row in ranked(record):
+        runs, mean = row['runs'], lambda key: statistics.mean(r[key] for r in row['runs'])
+        first, step = runs[0], statistics.median(r['seconds'] / r['steps'] for r in row['runs'])
+        norm = first.get('options', {}).get('norm', '')
+        lines.append(
+            f"{row['name']:14s} {spread(percent(runs)):>12s} {mean('test_log_loss'):9.3f} "
+            f"{100 * mean('test_calibration'):6.1f} {step:7.3f} {first['lr'][1]:6g}  {norm}"
+            f"{'' if row['apart'] else '  (not told apart from the best)'}"
+        )
+    return '\n'.join(lines)
+
+# %% ../../nbs/lab/64_shootout.ipynb #5a0d0006
+def plot_shootout(
+    record: str | Path | dict,  # of `shoot_out`
+):  # matplotlib figure
+    "A dot for each seed, the mean and its interval; grey: can be told apart from the best."
+    rows = ranked(record)
+    colours = ['.55' if row['apart'] else palette[0] for row in rows]
+    ax = dots({row['name']: percent(row['runs']) for row in rows}, 'test accuracy, %', colours)
+    return ax.figure
+
+# %% ../../nbs/lab/64_shootout.ipynb #5a0d0008
+def measure_costs(
+    name: str,  # of a ground
+    path: str | Path,  # JSON file
+    rounds: int = 5,  # of all contestants, in turn
+) -> dict:  # as in the file: ground, batch_size, costs
+    "Measure `costs` on a ground and write them down."
+    g = ground(name)
+    command = f'capsnb shootout {name} --costs'
+    record = run_record() | dict(command=command, ground=name, batch_size=g.recipe['batch_size'])
+    record |= dict(costs=costs(g, rounds=rounds))
+    write_json(Path(path), record)
+    return record
+
+# %% ../../nbs/lab/64_shootout.ipynb #5a0d0009
+def plot_against_cost(
+    record: str | Path | dict,  # of `shoot_out`
+    cost: dict,  # of `costs`
+):  # matplotlib figure
+    "Accuracy against the time of a training step; whiskers: 95 % intervals of the means."
+    plt = plot_style()
+    fig, ax = plt.subplots(figsize=(7.5, 4.6), layout='constrained')
+    for row in ranked(record):
+        x, y = 1000 * cost[row['name']]['seconds'], percent(row['runs'])
+        colour = '.55' if row['apart'] else palette[0]
+        ax.plot([x, x], interval(y), color=colour, lw=1.5, alpha=0.5)
+        ax.plot(x, statistics.mean(y), 'o', ms=5, color=colour)
+        at = dict(xytext=(4, 3), textcoords='offset points', fontsize=9)
+        ax.annotate(row['name'], (x, statistics.mean(y)), **at)
+    ax.set_xscale('log')
+    ax.set(xlabel='forward and backward pass of a batch, ms', ylabel='test accuracy, %')
+    return fig
