@@ -104,6 +104,19 @@ def test_streamed_votes_of_narrow_wholes(narrow):
 
 
 @needs_triton
+@pytest.mark.parametrize('own', [False, True])
+def test_what_a_part_is_worth_does_not_feel_how_z_is_rounded(own):
+    inputs = streamed(2, 3, 3, 1, 2, 1, own)
+    with T.interpreting():
+        *outs, z = T._streamed(*inputs)
+        rough, fine = (
+            T._streamed_back(*inputs, [*outs, z + off], [torch.ones_like(o) for o in outs])[0]
+            for off in (0.01, 0)
+        )
+    assert error_to(rough, fine) < 1e-5
+
+
+@needs_triton
 @pytest.mark.parametrize('sizes', [(1, 1, 3, 1), (2, 19, 6, 70), (1, 70, 17, 5), (1, 33, 57, 3)])
 @pytest.mark.parametrize('products', ['ieee', 'tf32x3'])
 def test_softmax_moments_are_the_definition(sizes, products):
