@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 # %% auto #0
 __all__ = ['error_to', 'assert_as_exact', 'keep_freed_memory', 'in_threads', 'over_threads', 'import_error', 'jit', 'may_look',
-           'FastOp', 'autocasting', 'without_autocast']
+           'autocasting', 'without_autocast', 'FastOp']
 
 # %% ../../nbs/engine/11_numerics.ipynb #00000010
 def error_to(
@@ -155,6 +155,21 @@ def may_look(
     transformed = torch._C._are_functorch_transforms_active()  # no public name says it
     plain = t.device.type == 'cpu' and type(t) in (Tensor, nn.Parameter)
     return plain and not (transformed or torch.compiler.is_compiling())
+
+# %% ../../nbs/engine/11_numerics.ipynb #525a027f
+def autocasting(
+    device: torch.device,  # of the tensors
+) -> bool:
+    "Whether autocast is on for the device; never on 'meta'."
+    return device.type != 'meta' and torch.is_autocast_enabled(device.type)
+
+# %% ../../nbs/engine/11_numerics.ipynb #48131cfd
+def without_autocast(
+    device: torch.device,  # of the tensors
+):  # context
+    "A context in which autocast is off."
+    on = autocasting(device)
+    return torch.autocast(device.type, enabled=False) if on else contextlib.nullcontext()
 
 # %% ../../nbs/engine/11_numerics.ipynb #48b3725a
 def _one_by_one(
@@ -390,18 +405,3 @@ def _function(
     for f in (Forward.forward, Backward.forward):
         f.__signature__ = inspect.signature(f)  # `apply` looks it up in every call
     return Forward
-
-# %% ../../nbs/engine/11_numerics.ipynb #525a027f
-def autocasting(
-    device: torch.device,  # of the tensors
-) -> bool:
-    "Whether autocast is on for the device; never on 'meta'."
-    return device.type != 'meta' and torch.is_autocast_enabled(device.type)
-
-# %% ../../nbs/engine/11_numerics.ipynb #48131cfd
-def without_autocast(
-    device: torch.device,  # of the tensors
-):  # context
-    "A context in which autocast is off."
-    on = autocasting(device)
-    return torch.autocast(device.type, enabled=False) if on else contextlib.nullcontext()
