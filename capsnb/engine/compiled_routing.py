@@ -17,7 +17,7 @@ from torch import Tensor
 from ..routing.dynamic import squash
 from .dstep import Plan, Problem, exporting, plans
 from .dynamic import _maps_definition, _maps_shapes, _of_maps, _squash_back, faster
-from .moments import _precision, _routed, _wide
+from .moments import _FEW, _precision, _routed, _wide
 from .numerics import FastOp, import_error, over_threads
 
 # %% ../../nbs/engine/21_compiled_routing.ipynb #00000006
@@ -147,9 +147,6 @@ def _filled(t, with_=0.0):
     return F.pad(t, (0, -t.shape[-1] % _LANES), value=with_)
 
 # %% ../../nbs/engine/21_compiled_routing.ipynb #00000010
-_FEW = 1 << 17  # numbers in all votes below which float64 is free
-
-
 class _ByKernels:
     "A routing over votes that exist."
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 # %% auto #0
 __all__ = ['error_to', 'assert_as_exact', 'keep_freed_memory', 'in_threads', 'over_threads', 'import_error', 'jit', 'may_look',
-           'check_tensors', 'FastOp', 'autocasting', 'without_autocast']
+           'check_tensors', 'autocasting', 'without_autocast', 'FastOp']
 
 # %% ../../nbs/engine/11_numerics.ipynb #00000010
 def error_to(
@@ -164,6 +164,21 @@ def check_tensors(
     for name, t in given.items():
         if not isinstance(t, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(t).__name__}")
+
+# %% ../../nbs/engine/11_numerics.ipynb #525a027f
+def autocasting(
+    device: torch.device,  # of the tensors
+) -> bool:
+    "Whether autocast is on for the device; never on 'meta'."
+    return device.type != 'meta' and torch.is_autocast_enabled(device.type)
+
+# %% ../../nbs/engine/11_numerics.ipynb #48131cfd
+def without_autocast(
+    device: torch.device,  # of the tensors
+):  # context
+    "A context in which autocast is off."
+    on = autocasting(device)
+    return torch.autocast(device.type, enabled=False) if on else contextlib.nullcontext()
 
 # %% ../../nbs/engine/11_numerics.ipynb #48b3725a
 def _one_by_one(
@@ -399,18 +414,3 @@ def _function(
     for f in (Forward.forward, Backward.forward):
         f.__signature__ = inspect.signature(f)  # `apply` looks it up in every call
     return Forward
-
-# %% ../../nbs/engine/11_numerics.ipynb #525a027f
-def autocasting(
-    device: torch.device,  # of the tensors
-) -> bool:
-    "Whether autocast is on for the device; never on 'meta'."
-    return device.type != 'meta' and torch.is_autocast_enabled(device.type)
-
-# %% ../../nbs/engine/11_numerics.ipynb #48131cfd
-def without_autocast(
-    device: torch.device,  # of the tensors
-):  # context
-    "A context in which autocast is off."
-    on = autocasting(device)
-    return torch.autocast(device.type, enabled=False) if on else contextlib.nullcontext()

@@ -600,7 +600,6 @@ def _when(record: dict) -> dict:
 # %% ../../nbs/lab/60_speed.ipynb #0000001c
 def _measure_all(record, last, out, cases, how, quick, progress):
     "Case after case; the file is whole after each."
-    out.parent.mkdir(parents=True, exist_ok=True)
     if 'compiled' not in plans:
         print("compiled: pip install 'capsnb[fast]'", file=sys.stderr)
     start = time.perf_counter()
