@@ -1165,6 +1165,7 @@ class _Cells(NamedTuple):
     shared: bool
     still: dict  # constants of launches by parts
     moving: dict  # and of those that walk over parts
+    back: dict  # and of those that walk over parts for gradients of wholes
 
     @property
     def by_parts(self):
@@ -1184,14 +1185,16 @@ class _Cells(NamedTuple):
 def _cells(x, W, b, k):
     (n, i, c, d), (h, j) = x.shape, W.shape[2:]
     how, BJ = dict(C=c, D=d, H=h, MODEL=k.numel() > 0), _power(j, 16 if d > 8 else 1, 32)
-    if d > 8:  # one stage: only tensor cores wait for loads
-        still = how | dict(K=16, BR=16, BJ=BJ, stages=1)
-        moving = still | dict(warps=BJ // 4 if c * h > 2 else 4)
-    else:  # numbers of a vote, its part and its map that a thread holds at once
-        held = 2 * max(c * d, d * h) + 6 * c * h
-        wide = 4 if held <= 48 else 2 if held <= 80 else 1
-        still = moving = how | dict(K=1, BR=128 * wide // BJ, BJ=BJ, stages=2)
-    return _Cells((n, i, j), len(b) == 0, still, moving)
+    own = len(b) > 0
+    if d > 8:  # more warps and fewer loads under way, where a thread would hold too much
+        warps, stages = BJ // 4 if c * h > 2 else 4, 2 if c == 1 and h <= 2 else 1
+        still = how | dict(K=16, BR=16, BJ=BJ, stages=stages)
+        moving = still | (dict(warps=warps) if own else dict(stages=2))
+        return _Cells((n, i, j), not own, still, moving, moving | dict(stages=1, warps=warps))
+    held = 2 * max(c * d, d * h) + 6 * c * h  # numbers of a vote, its part and its map in a thread
+    wide = 4 if held <= 48 else 2 if held <= 80 else 1
+    how |= dict(K=1, BR=128 * wide // BJ, BJ=BJ, stages=2)
+    return _Cells((n, i, j), not own, how, how, how | dict(stages=1))
 
 # %% ../../nbs/engine/22_triton.ipynb #00000030
 def _ready(t, x):
@@ -1276,8 +1279,7 @@ def _streamed_back(
         if k.numel() or cells.shared:
             outs_ = g_k, g_mu, g_v, g_W
             sizes = *cells.sizes, per
-            how |= cells.moving | dict(stages=1)
-            _votes_wholes.launch(grid, *args, *outs_, *sizes, **how)
+            _votes_wholes.launch(grid, *args, *outs_, *sizes, **cells.back, **how)
         if not cells.shared:
             grid = _up(j, cells.moving['BJ']), i
             _votes_maps.launch(grid, *args, g_W, g_B, g_b, *cells.sizes, **cells.moving)
@@ -1378,8 +1380,10 @@ def _refuse_here(s):
 
 def _refuse_streamed(s):
     "Why votes are not streamed: they must fit in registers, and their maps."
-    small = s.d <= 8 and max(s.c * s.d, s.d * s.h, s.c * s.h) <= 16
-    if not (small or 8 < s.d <= 64 and max(s.c * s.d, s.d * s.h // 2) <= 64 and s.c * s.h <= 4):
+    d = s.d if s.d <= 8 else _up(s.d, 16) * 16  # large maps come in tiles of 16 rows
+    small = max(s.c * d, d * s.h, s.c * s.h) <= 16
+    large = max(s.c * d, d * s.h // 2) <= 64 and s.c * s.h <= 4
+    if not (small if d <= 8 else large):
         return f"votes of capsules {s.c}x{s.d} -> {s.c}x{s.h} do not fit in registers"
     return _refuse_here(s)
 
