@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import json
 import shlex
+import statistics
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -733,6 +734,21 @@ def shootout(
     print(f"{shoot.standings(record)}\n\nlook at {record.with_suffix('.png')}")
 
 
+def beside(
+    commit: str,  # older code
+    out: Path,  # file of the record
+    names: list | None,  # of cases; None: all
+    threads: int | None,  # of PyTorch
+):
+    "Time today's code beside an older commit's, and print the medians."
+    if threads:
+        room('core').need('torch').set_num_threads(threads)
+    found = room('lab.speed').against(commit, out, only=tuple(names or ()) or None)
+    for title, times in found['cases'].items():
+        medians = {k: 1000 * statistics.median(v) for k, v in times.items()}
+        print(title, ', '.join(f'{k} {v:.1f} ms' for k, v in medians.items()), sep=': ')
+
+
 def bench(
     names: Annotated[
         list[str] | None,
@@ -751,6 +767,10 @@ def bench(
     rehearse: Annotated[
         bool, option('Everything that --device cuda does, at tiny sizes.', '--rehearse')
     ] = False,
+    against: Annotated[
+        str | None,
+        unset('A commit of this repository: four cases beside its code; names pick among them.'),
+    ] = None,
     budget: Annotated[
         int | None,
         typer.Option(
@@ -775,6 +795,8 @@ def bench(
     record of this machine.
 
     With --device cuda and no name: tests, exactness, benches, rivals, training, in ten minutes."""
+    if against is not None:
+        return beside(against, out or Path('runs/against.json'), names, threads)
     if rehearse or (device.startswith('cuda') and not names):
         if names or quick or resume or threads:
             said = "no names, no --quick, no --resume, no --threads"

@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import time
+from pathlib import Path
 import pytest
 import torch
 
@@ -343,3 +344,20 @@ def test_the_rehearsal(tmp_path):
     for title, case in found['bench'].items():
         assert 'Traceback' not in str(case['not_run']), title
         assert ('definition, compiled' in case['measured']) == title.endswith(', compiled')
+
+
+def test_code_is_timed_beside_an_older_commits(tmp_path):
+    "here its own"
+    root = Path(__file__).resolve().parents[1]
+    if not (root / '.git').exists():
+        pytest.skip('no repository')
+    found = speed.against('HEAD', tmp_path / 'x.json', rounds=1, only=('capsnet',))
+    (title, times), *_ = found['cases'].items()
+    assert 'CapsNet' in title and set(times) == {'before', 'now', 'definition', 'floor'}
+    assert all(len(v) == 1 and v[0] > 0 for v in times.values())
+    assert json.loads((tmp_path / 'x.json').read_text(encoding='utf-8'))['before'] == 'HEAD'
+
+
+def test_an_unknown_commit_is_named(tmp_path):
+    with pytest.raises(ValueError, match="no commit 'nowhere'"):
+        speed.against('nowhere', tmp_path / 'x.json', only=('capsnet',))

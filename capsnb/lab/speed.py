@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import platform
+import subprocess
 import sys
 import tempfile
 import time
@@ -23,12 +24,16 @@ from capsnb.engine.bench import (
     Case,
     How,
     Runs,
+    _capsnet_runs,
+    _routing_runs,
     bare_products,
     benches,
     measure,
+    paper_sizes,
     peak,
     plans_of_fields,
     step_flops,
+    take_turns,
     when_called,
 )
 from ..engine.dstep import plans
@@ -41,7 +46,7 @@ from .vision import Scores, rival_of
 from ..routing.mixture import e_step, m_step
 
 # %% auto #0
-__all__ = ['training_step', 'pictures', 'sentences', 'Probe', 'machine', 'writable', 'page', 'bench']
+__all__ = ['training_step', 'pictures', 'sentences', 'Probe', 'machine', 'writable', 'page', 'bench', 'against']
 
 # %% ../../nbs/lab/60_speed.ipynb #00000005
 def training_step(
@@ -616,3 +621,147 @@ def _measure_all(record, last, out, cases, how, quick, progress):
         print(page(f'{bench}: {case.name}', found), flush=True)
         print(flush=True)
     print("'vs definition', 'of floor': median of the ratios within a round")
+
+# %% ../../nbs/lab/60_speed.ipynb #a9a10002
+_worker = '''
+import sys, time, torch
+
+torch.set_num_threads(int(sys.argv[2]))
+data = torch.load(sys.argv[1])
+
+
+def squares(out, X):
+    return torch.autograd.grad(sum(o.square().sum() for o in out), X)
+
+
+def training(net, batch):
+    optimizer = torch.optim.RAdam(net.train().parameters(), lr=1e-4)
+
+    def step():
+        optimizer.zero_grad()
+        net(*batch)["loss"].backward()
+        optimizer.step()
+
+    return step
+
+
+def routing():
+    from capsnb.engine.dstep import Routing
+
+    a, mu = (x.requires_grad_() for x in data["routing"])
+    layer = Routing(mu.shape[2], mu.shape[3], 4, n_out=64)
+    return lambda: squares(layer(a, mu), [a, mu, *layer.parameters()])
+
+
+def capsnet():
+    from capsnb.engine.dynamic import route_capsules
+
+    u, W = (x.requires_grad_() for x in data["capsnet"])
+    return lambda: squares([route_capsules(u, W, 3)[1]], [u, W])
+
+
+def matrix_caps():
+    from capsnb.lab.matrix_caps import MatrixCapsNet
+
+    return training(MatrixCapsNet(64, 8, 16, 16), data["matrix_caps"])
+
+
+def sst():
+    from capsnb.lab.text import SSTNet
+
+    return training(SSTNet(31, 576), data["sst"])
+
+
+made = {}
+for name in map(str.strip, sys.stdin):
+    step = made.setdefault(name, None) or globals()[name]()
+    made[name] = step
+    start = time.perf_counter()
+    step()
+    print(time.perf_counter() - start, flush=True)
+'''
+
+# %% ../../nbs/lab/60_speed.ipynb #a9a10003
+def _old_and_new() -> (
+    dict
+):  # name in the worker -> title, tensors, `Runs` of the definition and floor
+    s, batch = paper_sizes['smallNORB, layer 1'], pictures(20, (2, 32, 32), 5)
+    dice = torch.Generator().manual_seed(0)
+    normal = lambda *shape: torch.randn(shape, generator=dice)
+    return {
+        'routing': (
+            'routing [4, 5184] → 64',
+            [normal(s.n, s.i), normal(s.n, s.i, s.c, s.d)],
+            lambda: _routing_runs(s, 'cpu', False),
+        ),
+        'capsnet': (
+            "CapsNet's routing, 64 pictures",
+            [0.3 * normal(64, 1152, 8), 0.1 * normal(1152, 10, 8, 16)],
+            lambda: _capsnet_runs('cpu', False),
+        ),
+        'matrix_caps': (
+            'matrix capsules, a step of 20 pairs',
+            batch,
+            lambda: _matrix_caps_runs('cpu', False),
+        ),
+        'sst': (
+            'head of the treebank, a step of 20 sentences',
+            sentences(20, 19, (31, 576), 5),
+            lambda: _sst_runs('cpu', False),
+        ),
+    }
+
+# %% ../../nbs/lab/60_speed.ipynb #a9a10004
+def _asked(process, name: str):
+    "One step in a worker; its own time is the answer."
+    process.stdin.write(name + '\n')
+    process.stdin.flush()
+    answer = process.stdout.readline()
+    if not answer:
+        raise ValueError(f"the worker for {name!r} ended: {process.stderr.read()[-500:]}")
+
+# %% ../../nbs/lab/60_speed.ipynb #a9a10005
+def _worker_of(
+    code: Path,  # folder that has the package
+    data: Path,  # of the tensors
+):  # subprocess.Popen, which does a step for each line
+    line = [sys.executable, '-W', 'ignore', '-c', _worker, str(data), str(torch.get_num_threads())]
+    pipes = dict.fromkeys(('stdin', 'stdout', 'stderr'), subprocess.PIPE)
+    env = os.environ | dict(PYTHONPATH=str(code))
+    return subprocess.Popen(line, **pipes, text=True, env=env, cwd=data.parent)
+
+# %% ../../nbs/lab/60_speed.ipynb #a9a10006
+def against(
+    commit: str,  # older code, in this repository
+    out: str | Path,  # JSON file
+    rounds: int = 7,  # of all, in turn
+    only: tuple | None = None,  # names of cases; None: all
+) -> dict:  # as in the file: machine, before, cases: title -> contestant -> seconds of all rounds
+    "Time today's code beside an older commit's; `ValueError` for a commit that there is not."
+    root, cases = Path(__file__).resolve().parents[2], _old_and_new()
+    git = ['git', '-C', str(root)]
+    with tempfile.TemporaryDirectory() as tmp:
+        old, data = Path(tmp) / 'old', Path(tmp) / 'data.pt'
+        torch.save({k: list(v[1]) for k, v in cases.items()}, data)
+        add = [*git, 'worktree', 'add', '-q', '--detach', str(old), commit]
+        if subprocess.run(add, capture_output=True).returncode:
+            raise ValueError(f"no commit {commit!r} in a repository at '{root}'")
+        workers = dict(before=_worker_of(old, data), now=_worker_of(root, data))
+        try:
+            found = {cases[k][0]: _in_turn(workers, k, cases[k][2], rounds) for k in only or cases}
+        finally:
+            for worker in workers.values():
+                worker.kill()
+            subprocess.run([*git, 'worktree', 'remove', '--force', str(old)], check=True)
+    record = run_record() | dict(machine=machine('cpu'), before=commit, cases=found)
+    record['command'] = f'capsnb bench --against {commit}'
+    write_json(Path(out), record)
+    return record
+
+# %% ../../nbs/lab/60_speed.ipynb #a9a10007
+def _in_turn(workers: dict, name: str, make: Callable, rounds: int) -> dict:
+    "Seconds of every contestant by round."
+    runs = make()
+    contestants = {k: functools.partial(_asked, w, name) for k, w in workers.items()}
+    contestants |= dict(definition=runs.steps['definition'], floor=runs.floor)
+    return take_turns(contestants, rounds)
