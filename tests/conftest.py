@@ -1,4 +1,4 @@
-"""One thread, however many PyTorch would start; and no GPU, no test that needs one."""
+"""One thread, however many PyTorch would start; no test that needs a GPU, or long, unasked."""
 
 import os
 
@@ -6,13 +6,20 @@ os.environ.setdefault('OMP_NUM_THREADS', '1')  # read when torch is loaded: befo
 
 
 def pytest_configure(config):
-    line = 'cuda: needs a GPU; skipped where there is none'
-    config.addinivalue_line('markers', line)
+    for line in (
+        'cuda: needs a GPU; skipped where there is none',
+        'slow: half a minute or more; CAPSNB_SLOW_TESTS=1 runs it',
+    ):
+        config.addinivalue_line('markers', line)
 
 
 def pytest_collection_modifyitems(items):
     import pytest
 
+    if not os.environ.get('CAPSNB_SLOW_TESTS'):
+        for item in items:
+            if item.get_closest_marker('slow'):
+                item.add_marker(pytest.mark.skip(reason='slow: set CAPSNB_SLOW_TESTS=1'))
     marked = [o for o in items if o.get_closest_marker('cuda')]
     if not marked:
         return

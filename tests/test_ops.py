@@ -217,7 +217,10 @@ routes = {
 
 @pytest.mark.parametrize(
     'name, backend',
-    [*((name, 'aot_eager') for name in [*layers, *routes]), ('route_capsules', 'inductor')],
+    [
+        *((name, 'aot_eager') for name in [*layers, *routes]),
+        pytest.param('route_capsules', 'inductor', marks=pytest.mark.slow),
+    ],
 )
 def test_compiled_forward_and_back(name, backend):
     torch._dynamo.reset()

@@ -305,13 +305,14 @@ def test_the_short_table_is_read_too(tmp_path, monkeypatch):
     def table():
         return rows_in(tmp_path, 'index.ipynb', '#| label: tbl-results', monkeypatch)
 
-    assert len(table()) == 10 and all('| not measured here |' in r for r in table())
+    n = len(table())
+    assert n >= 10 and all('| not measured here |' in r for r in table())
     (tmp_path / 'results' / 'toys_poses.json').write_text(
         json.dumps(
             dict(headline={f'{what}, linear probe on class capsules, mean of 3 seeds': '0.5'})
         )
     )
-    assert sum('not measured here' in r for r in table()) == 9 and any(
+    assert sum('not measured here' in r for r in table()) == n - 1 and any(
         'class capsule 0.5 |' in r for r in table()
     )
 

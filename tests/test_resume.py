@@ -102,6 +102,7 @@ def whole(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_killed_twice_and_resumed(whole, tmp_path):
     rng = random.Random()
     first = rng.randint(4, 18)

@@ -365,7 +365,7 @@ class MatrixCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules'
         "Class capsules; norms touch their logits, and leave their poses in the votes' units."
         out = self.classes(*x, centres_of(self.layers, images, x))
         if not self.needs_logits and self.loss != 'logits':
-            return MatrixCapsOut(*out[:4])
+            return MatrixCapsOut(*out[:4], out.a.logit(torch.finfo(out.a.dtype).eps))
         score = self.classes.logits(x.a, out)
         if self.needs_logits:
             score = self.normed(len(self.caps) + 1, score, out.mu)[0]
@@ -406,7 +406,7 @@ class MatrixCapsOut(NamedTuple):
     mu: Tensor  # [b, j, c, h] poses
     sig2: Tensor  # [b, j, c, h] variances
     R: Tensor  # [b, m, n, i, j] shares of the capsules below
-    score: Tensor | None = None  # [b, j] logits of the activations, where they are computed
+    score: Tensor  # [b, j] their logits, exact where the loss or a norm needs them
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #0740d396
 def centres_of(

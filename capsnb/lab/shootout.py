@@ -91,7 +91,7 @@ def evened(
     def off(c):
         return abs(n_params(RoutingNet(**_shape_of(g), **made(c))) - wanted)
 
-    return made(min(range(max(1, last // 2), 2 * last), key=off))
+    return made(min(range(max(1, last - 8), last + 9), key=off))
 
 # %% ../../nbs/lab/64_shootout.ipynb #00000008
 def plain_options(
