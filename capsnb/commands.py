@@ -796,6 +796,8 @@ def bench(
 
     With --device cuda and no name: tests, exactness, benches, rivals, training, in ten minutes."""
     if against is not None:
+        if quick or rehearse or resume or budget or device != 'cpu':
+            raise ValueError("--against runs on the CPU and takes names, --threads and --out alone")
         return beside(against, out or Path('runs/against.json'), names, threads)
     if rehearse or (device.startswith('cuda') and not names):
         if names or quick or resume or threads:

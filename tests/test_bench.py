@@ -362,3 +362,10 @@ def test_code_is_timed_beside_an_older_commits(tmp_path):
 def test_an_unknown_commit_is_named(tmp_path):
     with pytest.raises(ValueError, match="no commit 'nowhere'"):
         speed.against('nowhere', tmp_path / 'x.json', only=('capsnet',))
+    with pytest.raises(ValueError, match="cases are 'routing', .* got \\['naps'\\]"):
+        speed.against('HEAD', tmp_path / 'x.json', only=('naps',))
+
+
+def test_a_commit_is_measured_alone():
+    done = CliRunner().invoke(make_app(), ['bench', '--against', 'HEAD', '--quick'])
+    assert done.exit_code == 1 and '--against runs on the CPU' in done.output

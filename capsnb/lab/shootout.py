@@ -6,7 +6,6 @@
 from __future__ import annotations
 import itertools
 import statistics
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 import torch
@@ -18,7 +17,7 @@ from .objects import Toys
 from .photographs import Photographs
 from .report import dots, interval, percent, runs_of, spread
 from .routing_net import RoutingNet
-from .tasks import Task, study
+from .tasks import Task, study, with_options
 from .train import batch_on
 from .vision import n_params, rival_of
 from ..zoo.routers import all_routings
@@ -55,7 +54,7 @@ def ground(
             Toys(size=48, subset=5000), _six, _sixteen, dict(epochs=epochs(2), **pairs)
         ),
         'eth80': lambda: Ground(
-            Photographs(size=48), _six, _sixteen, dict(epochs=epochs(6), **pairs)
+            Photographs(size=48), _six, _sixteen, dict(epochs=epochs(4), **pairs)
         ),
         **{
             k: lambda k=k: Ground(
@@ -113,12 +112,12 @@ def blind(
         def roles(self):
             return {**super().roles, 'test': None}
 
-    other = replace(task)
+    other = with_options(task)
     other.__class__ = Blind
     return other
 
 # %% ../../nbs/lab/64_shootout.ipynb #0000000c
-rates, norms_tried = (3e-3, 1e-2), ('none', 'batch')
+rates, norms_tried = (3e-3, 1e-2, 3e-2), ('none', 'batch')
 
 
 def candidates(
@@ -159,10 +158,14 @@ def shoot_out(
 ) -> dict:  # contestant -> metrics of the final runs
     "Search and compare; what the records hold is kept, what was interrupted goes on."
     g, out, found = g or ground(name, scale), Path(out).expanduser(), {}
+    there = (*all_routings(), 'cnn')
+    if unknown := sorted(set(contestants or ()) - set(there)):
+        raise ValueError(f"contestants are {', '.join(map(repr, there))}, got {unknown}")
     told = f'capsnb shootout {name} --scale {scale:g} --seeds {len(seeds)}'
     settings = dict(ground=name, scale=scale, stem=g.stem, caps=g.caps, recipe=g.recipe)
+    settings |= dict(search=dict(lrs=rates, norms=norms_tried, epochs='half') | (tried or {}))
     same = dict(command=told, settings=settings, **kw)
-    for who in contestants or (*all_routings(), 'cnn'):
+    for who in contestants or there:
         rows = candidates(g, who, **(tried or {}))
         trials = {k: row | dict(epochs=max(1, row['epochs'] // 2)) for k, row in rows.items()}
         path, folder = out / f'shootout_{name}_search.json', Path(runs) / name / 'search'
@@ -239,14 +242,14 @@ def standings(
     lines = [
         f"{'':14s} {'test %':>12s} {'log-loss':>9s} {'ECE %':>6s} {'s/step':>7s} {'rate':>6s}  norm"
     ]
-    for row in ranked(record):
+    for k, row in enumerate(ranked(record)):
         runs, mean = row['runs'], lambda key: statistics.mean(r[key] for r in row['runs'])
         first, step = runs[0], statistics.median(r['seconds'] / r['steps'] for r in row['runs'])
         norm = first.get('options', {}).get('norm', '')
         lines.append(
             f"{row['name']:14s} {spread(percent(runs)):>12s} {mean('test_log_loss'):9.3f} "
             f"{100 * mean('test_calibration'):6.1f} {step:7.3f} {first['lr'][1]:6g}  {norm}"
-            f"{'' if row['apart'] else '  (not told apart from the best)'}"
+            f"{'' if row['apart'] or not k else '  (not told apart from the best)'}"
         )
     return '\n'.join(lines)
 
@@ -267,11 +270,12 @@ def measure_costs(
     rounds: int = 5,  # of all contestants, in turn
 ) -> dict:  # as in the file: ground, batch_size, costs
     "Measure `costs` on a ground and write them down."
-    g = ground(name)
+    g, path = ground(name), Path(path).expanduser()
+    path.parent.mkdir(parents=True, exist_ok=True)
     command = f'capsnb shootout {name} --costs'
     record = run_record() | dict(command=command, ground=name, batch_size=g.recipe['batch_size'])
     record |= dict(costs=costs(g, rounds=rounds))
-    write_json(Path(path), record)
+    write_json(path, record)
     return record
 
 # %% ../../nbs/lab/64_shootout.ipynb #5a0d0009

@@ -624,7 +624,8 @@ def _measure_all(record, last, out, cases, how, quick, progress):
 
 # %% ../../nbs/lab/60_speed.ipynb #a9a10002
 _worker = '''
-import sys, time, torch
+import sys
+import torch
 
 torch.set_num_threads(int(sys.argv[2]))
 data = torch.load(sys.argv[1])
@@ -672,19 +673,19 @@ def sst():
     return training(SSTNet(31, 576), data["sst"])
 
 
+import capsnb
+
+assert capsnb.__file__.startswith(sys.argv[3]), capsnb.__file__
 made = {}
 for name in map(str.strip, sys.stdin):
-    step = made.setdefault(name, None) or globals()[name]()
-    made[name] = step
-    start = time.perf_counter()
-    step()
-    print(time.perf_counter() - start, flush=True)
+    if name not in made:
+        made[name] = globals()[name]()
+    made[name]()
+    print("done", flush=True)
 '''
 
 # %% ../../nbs/lab/60_speed.ipynb #a9a10003
-def _old_and_new() -> (
-    dict
-):  # name in the worker -> title, tensors, `Runs` of the definition and floor
+def _old_and_new() -> dict:  # name in the worker -> title, tensors, what makes its `Runs`
     s, batch = paper_sizes['smallNORB, layer 1'], pictures(20, (2, 32, 32), 5)
     dice = torch.Generator().manual_seed(0)
     normal = lambda *shape: torch.randn(shape, generator=dice)
@@ -713,11 +714,10 @@ def _old_and_new() -> (
 
 # %% ../../nbs/lab/60_speed.ipynb #a9a10004
 def _asked(process, name: str):
-    "One step in a worker; its own time is the answer."
+    "Wait for one step of a worker."
     process.stdin.write(name + '\n')
     process.stdin.flush()
-    answer = process.stdout.readline()
-    if not answer:
+    if not process.stdout.readline():
         raise ValueError(f"the worker for {name!r} ended: {process.stderr.read()[-500:]}")
 
 # %% ../../nbs/lab/60_speed.ipynb #a9a10005
@@ -725,7 +725,8 @@ def _worker_of(
     code: Path,  # folder that has the package
     data: Path,  # of the tensors
 ):  # subprocess.Popen, which does a step for each line
-    line = [sys.executable, '-W', 'ignore', '-c', _worker, str(data), str(torch.get_num_threads())]
+    told = [str(data), str(torch.get_num_threads()), str(code)]
+    line = [sys.executable, '-W', 'ignore', '-c', _worker, *told]
     pipes = dict.fromkeys(('stdin', 'stdout', 'stderr'), subprocess.PIPE)
     env = os.environ | dict(PYTHONPATH=str(code))
     return subprocess.Popen(line, **pipes, text=True, env=env, cwd=data.parent)
@@ -738,10 +739,12 @@ def against(
     only: tuple | None = None,  # names of cases; None: all
 ) -> dict:  # as in the file: machine, before, cases: title -> contestant -> seconds of all rounds
     "Time today's code beside an older commit's; `ValueError` for a commit that there is not."
-    root, cases = Path(__file__).resolve().parents[2], _old_and_new()
+    root, cases, out = Path(__file__).resolve().parents[2], _old_and_new(), writable(out)
+    if unknown := sorted(set(only or ()) - set(cases)):
+        raise ValueError(f"cases are {', '.join(map(repr, cases))}, got {unknown}")
     git = ['git', '-C', str(root)]
     with tempfile.TemporaryDirectory() as tmp:
-        old, data = Path(tmp) / 'old', Path(tmp) / 'data.pt'
+        old, data = Path(tmp).resolve() / 'old', Path(tmp) / 'data.pt'
         torch.save({k: list(v[1]) for k, v in cases.items()}, data)
         add = [*git, 'worktree', 'add', '-q', '--detach', str(old), commit]
         if subprocess.run(add, capture_output=True).returncode:
@@ -755,7 +758,7 @@ def against(
             subprocess.run([*git, 'worktree', 'remove', '--force', str(old)], check=True)
     record = run_record() | dict(machine=machine('cpu'), before=commit, cases=found)
     record['command'] = f'capsnb bench --against {commit}'
-    write_json(Path(out), record)
+    write_json(out, record)
     return record
 
 # %% ../../nbs/lab/60_speed.ipynb #a9a10007
