@@ -108,6 +108,8 @@ def blind(
     "A task without its test data."
 
     class Blind(type(task)):
+        watched = ()
+
         @property
         def roles(self):
             return {**super().roles, 'test': None}

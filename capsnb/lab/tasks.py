@@ -45,6 +45,7 @@ class Task:
     names = ()  # of the classes
     networks = {}  # name -> `Net`; the first is the usual one
     roles = dict(train='train', select='validation', test='test')  # select None: the last epoch
+    watched = ()  # splits tested after every epoch, for the record; nothing is chosen by them
     noted = {}  # option (a dataclass field) -> its types in task.json, as `read_json` takes them
     later = ()  # options among them that older runs do not note
     keys = ('task', 'net')  # of task.json: names of the task and of the network
@@ -258,7 +259,8 @@ def train(
     collator = task.collator(net, recipe['shift'], recipe['mixup'])
     network = task.make(net, seed, **(options or {}))
     splits = tuple(split for split in roles.values() if split)
-    decks = task.decks(net, splits, seed, recipe['shift'])
+    opened = tuple(dict.fromkeys((*splits, *task.watched)))
+    decks = task.decks(net, opened, seed, recipe['shift'])
     return fit_decks(
         network,
         *(decks.get(roles[role]) for role in ('train', 'select', 'test')),
@@ -273,6 +275,7 @@ def train(
         progress=progress,
         overwrite=overwrite,
         note=task.note(net) | (dict(options=options) if options else {}),
+        watch={split: decks[split] for split in task.watched},
     )
 
 # %% ../../nbs/lab/51_tasks.ipynb #bd4b4e5b
