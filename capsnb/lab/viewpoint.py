@@ -15,6 +15,7 @@ from ..core import from_bytes, need, palette, plot_style
 from ..data.norb import viewpoint_split
 from ..data.eth80 import familiar_views
 from .objects import Objects, PairCrops, PairMixup, SmallNORB
+from .photographs import Photographs
 from .report import percent, runs_of, spread
 from .shootout import Ground, blind, chosen, evened, ground, plain_options
 from .tasks import Task, study, with_options
@@ -127,7 +128,7 @@ def seen_from(
         def open(self, split):
             check_choice('split', split, tuple(roles_of))
             data = super().open('test' if split in self.watched else split)
-            known = familiar_rows(data, by, protocol)
+            known = familiar_rows(_angles(self, data), by, protocol)
             rows = (~known if split == 'novel' else known).nonzero().flatten()
             rows = _some(rows, most) if split in self.watched else rows
             return {k: v[rows] for k, v in data.items()}
@@ -145,6 +146,13 @@ def seen_from(
     return other
 
 # %% ../../nbs/lab/65_viewpoint.ipynb #0000000e
+def _angles(
+    task: Objects,  # whose data these are
+    data: dict,  # of its `open`
+) -> dict:  # for `familiar_rows`: ETH-80's are in degrees, its height over the table, too
+    return data | dict(polar=90 - data['elevation']) if isinstance(task, Photographs) else data
+
+
 def _some(
     rows: Tensor,  # [n]
     most: int,  # how many to keep
