@@ -754,6 +754,9 @@ def study_viewpoint(
         Path | None,
         unset('Record of a shoot-out to take learning rates from; else they are searched for.'),
     ] = None,
+    costs: Annotated[
+        bool, option('CPU time of the study instead, from a few steps; trains nothing.', '--costs')
+    ] = False,
     folder: Annotated[
         Path | None, unset('Folder of the files; else CAPSNB_DATA.', '--folder')
     ] = None,
@@ -769,8 +772,14 @@ def study_viewpoint(
     view, only = room('lab.viewpoint'), tuple(only or ()) or None
     if against not in (only or view.contestants):
         raise ValueError(f"--against {against}: it is not among the contestants")
+    own = dict(folder=folder) if folder else {}
+    if costs:
+        minutes = view.write_price(data, out, scale=scale, **own)['minutes']
+        for name, m in minutes.items():
+            print(f"{name:10s} {m:6.1f} CPU minutes a run")
+        return print(f"{view.hours(minutes, seeds):.1f} CPU hours for all, with the search")
     how = dict(protocol=protocol, plane=plane, only=only, seeds=tuple(range(seeds)), scale=scale)
-    how |= dict(shootout=shootout, options=dict(folder=folder) if folder else None)
+    how |= dict(shootout=shootout, options=own)
     view.viewpoint_study(data, by, out, **how, device=device, progress=progress)
     if not is_first():
         return

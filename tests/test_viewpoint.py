@@ -79,7 +79,9 @@ def test_splits_part_the_views_and_share_no_object(no_files, name, by, protocol)
     assert views['train'] == views['validation'] == views['familiar']
     assert not views['train'] & views['novel']
     k = 0 if by == 'azimuth' else 1
-    there = [(a, p) for p, a in viewpoints] if name == 'eth80' else itertools.product(range(0, 36, 2), range(9))
+    there = itertools.product(range(0, 36, 2), range(9))
+    if name == 'eth80':
+        there = [(azimuth, polar) for polar, azimuth in viewpoints]
     assert views['train'] | views['novel'] == {view[k] for view in there}
     assert things['familiar'] == things['novel'] and len(things['train']) >= 20
     for one, other in itertools.combinations(('train', 'validation', 'novel'), 2):

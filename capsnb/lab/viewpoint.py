@@ -6,12 +6,14 @@
 from __future__ import annotations
 import math
 import statistics
+import time
 from pathlib import Path
 from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from ..core import from_bytes, need, palette, plot_style
+from ..core import from_bytes, need, palette, plot_style, run_record
+from ..data.files import write_json
 from ..data.norb import viewpoint_split
 from ..data.eth80 import familiar_views
 from .objects import Objects, PairCrops, PairMixup, SmallNORB
@@ -22,10 +24,10 @@ from .tasks import Task, study, with_options
 from .train import dice
 
 # %% auto #0
-__all__ = ['factors', 'protocols', 'roles_of', 'contestants', 'rates_tried', 'table_2', 'familiar_rows', 'check_choice', 'turned',
-           'PlaneMixup', 'seen_from', 'stage', 'entrant', 'rates_in', 'record_of', 'viewpoint_study', 'told',
+__all__ = ['factors', 'protocols', 'roles_of', 'contestants', 'rates_tried', 'enough', 'table_2', 'familiar_rows', 'check_choice',
+           'turned', 'PlaneMixup', 'seen_from', 'stage', 'entrant', 'rates_in', 'record_of', 'viewpoint_study', 'told',
            'accuracies', 'epoch_of', 'Matched', 'matched', 'bootstrap', 'Gain', 'gains', 'viewpoint_table',
-           'plot_viewpoints']
+           'plot_viewpoints', 'verdict', 'price', 'hours', 'write_price']
 
 # %% ../../nbs/lab/65_viewpoint.ipynb #00000005
 factors, protocols = ('azimuth', 'elevation'), ('extrapolation', 'interpolation')
@@ -427,7 +429,95 @@ def plot_viewpoints(
     bx.set_xlabel(f'gain over {against} on novel views, points')
     return fig
 
+# %% ../../nbs/lab/65_viewpoint.ipynb #00000022
+enough = 5  # seeds
+
+
+def verdict(
+    record: str | Path | dict,  # of `viewpoint_study`
+    against: str = 'cnn',  # contestant
+) -> str:  # a sentence
+    "Who reads novel views better than the rival where both read familiar ones alike."
+    rows = [g for g in gains(record, against) if g.name != against and g.gains]
+    n = min((len(g.gains) for g in rows), default=0)
+    if n < enough:
+        return f"No verdict: {n or 'no'} seed{'s' * (n != 1)} of each so far, {enough} are needed."
+    sides = dict(better=[], worse=[], same=[])
+    for g in rows:
+        side = 'better' if g.interval[0] > 0 else 'worse' if g.interval[1] < 0 else 'same'
+        sides[side].append(f'{g.name} ({statistics.mean(g.gains):+.1f}; {_said(g.interval)})')
+    last = f"not told apart from {against}"
+    words = dict(better=f"better than {against}", worse=f"worse than {against}", same=last)
+    found = [f"{words[k]}: {', '.join(v)}" for k, v in sides.items() if v]
+    return f"On novel views, at equal familiar accuracy, {'; '.join(found)}."
+
 # %% ../../nbs/lab/65_viewpoint.ipynb #00000025
+def _timed(
+    work,  # a function without arguments
+    rounds: int,  # how often
+) -> float:  # CPU seconds a round, after one that is not counted
+    work()
+    start = time.process_time()
+    for _ in range(rounds):
+        work()
+    return (time.process_time() - start) / rounds
+
+
+def price(
+    g: Ground,  # of `stage`
+    only: tuple | None = None,  # of `contestants`; None: all
+    rounds: int = 3,  # of a step, and of a test of as many pictures
+) -> dict:  # contestant -> CPU minutes of a run
+    "What a run costs on the CPU, from steps that are timed beside whatever else runs."
+    decks, out = g.task.decks('routing', tuple(roles_of), 0, g.recipe['shift']), {}
+    b, epochs = g.recipe['batch_size'], g.recipe['epochs']
+    steps = math.ceil(len(decks['train']) / b)
+    tests = sum(math.ceil(len(decks[s]) / b) for s in roles_of if s != 'train')
+    for who in only or contestants:
+        row = entrant(g, who, rates_tried[0])
+        net = g.task.make(row['net'], 0, **row['options'])
+        collator = g.task.collator(row['net'], g.recipe['shift'], g.recipe['mixup'])
+        optimizer = torch.optim.RAdam(net.parameters(), lr=1e-6)
+        index = list(range(min(b, len(decks['train']))))
+        deal = lambda: collator.on_device(collator(decks['train'].__getitems__(index)))
+
+        def step():
+            optimizer.zero_grad()
+            net.train()(**deal())['loss'].backward()
+            optimizer.step()
+
+        def test():
+            with torch.no_grad():
+                net.eval()(**deal())
+
+        seconds = epochs * (steps * _timed(step, rounds) + tests * _timed(test, rounds))
+        out[who] = seconds / 60
+    return out
+
+# %% ../../nbs/lab/65_viewpoint.ipynb #00000026
+def hours(
+    minutes: dict,  # of `price`
+    seeds: int = 5,  # of the final runs
+    rates: int = len(rates_tried),  # of the search, half a run each; 0: none
+) -> float:  # CPU hours of a study
+    "What a study costs."
+    return sum(minutes.values()) * (seeds + rates / 2) / 60
+
+# %% ../../nbs/lab/65_viewpoint.ipynb #00000028
+def write_price(
+    data: str,  # as for `stage`
+    out: str | Path,  # folder
+    **kw,  # of `stage`: scale, options of the task
+) -> dict:  # as in the file viewpoint_<data>_costs.json
+    "Measure what a run of each contestant costs, and write it down."
+    path = Path(out).expanduser() / f'viewpoint_{data}_costs.json'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = run_record() | dict(command=f'capsnb study viewpoint --data {data} --costs')
+    record |= dict(minutes=price(stage(data, **kw)))
+    write_json(path, record)
+    return record
+
+# %% ../../nbs/lab/65_viewpoint.ipynb #0000002c
 table_2 = dict(  # Hinton (2018): error in percent on the test set of smallNORB
     azimuth=dict(cnn=dict(novel=20.0, familiar=3.7), capsules=dict(novel=13.5, familiar=3.7)),
     elevation=dict(cnn=dict(novel=17.8, familiar=4.3), capsules=dict(novel=12.3, familiar=4.3)),
