@@ -13,6 +13,7 @@ from capsnb.lab import objects, viewpoint
 from capsnb.lab.objects import SmallNORB, Toys
 from capsnb.lab.photographs import Photographs
 from capsnb.lab.shootout import Ground, blind
+from capsnb.lab.tasks import train
 from capsnb.lab.train import MixupCollator, fit_decks
 from capsnb.lab.viewpoint import PlaneMixup, accuracies, bootstrap, epoch_of, familiar_rows
 from capsnb.lab.viewpoint import gains, matched, record_of, seen_from, stage, viewpoint_study
@@ -151,7 +152,8 @@ def test_novel_views_are_never_trained_on_nor_chosen_by(tiny, tmp_path, monkeypa
     path = record_of(tmp_path, 'toys', 'azimuth', 'extrapolation', True)
     record = json.loads(path.read_text())
     assert record['study']['splits'] == viewpoint.roles_of
-    assert record['study']['selects']['rate'] == 'validation'
+    chosen_by = record['study']['selects'].values()
+    assert {viewpoint.roles_of[split] for split in chosen_by} == {'select', 'match'}
     opened.clear()
     assert viewpoint_study('toys', 'azimuth', tmp_path, **kw) == found and not opened
     del record['runs']['mean seed 0']
@@ -219,6 +221,25 @@ def test_no_epoch_is_chosen_by_test_data(split, role):
     with pytest.raises(ValueError, match=f"may be chosen by '{split}', whose role is '{role}'"):
         epoch_of(made((0.5, 0.5)), 0.5, split)
     assert epoch_of(made((0.5, 0.1), (0.7, 0.9), (0.6, 0.2)), 0.58) == 2
+
+
+@pytest.mark.parametrize('split, role', [('novel', 'watched'), ('train', 'train')])
+def test_nothing_is_trained_where_test_data_would_choose(tiny, tmp_path, split, role):
+    task = tiny.task
+    type(task).roles = type(task).roles | dict(select=split)
+    with pytest.raises(ValueError, match=f"'{split}' is to choose the epoch by, and {role}, too"):
+        train(task, 'plain', tmp_path / 'run')
+    assert not (tmp_path / 'run').exists()
+
+
+def test_a_study_that_has_only_begun_is_told_and_drawn():
+    runs = {'cnn seed 0': made((0.7, 0.5), (0.9, 0.6))}
+    assert 'No verdict: no seeds' in viewpoint.verdict(dict(runs=runs))
+    viewpoint.plot_viewpoints(dict(runs=runs))
+    runs |= {'em seed 0': made((0.7, 0.55)), 'em seed 1': made((0.7, 0.6), seed=1)}
+    assert 'No verdict: 1 seed of' in viewpoint.verdict(dict(runs=runs))
+    assert viewpoint.viewpoint_table(dict(runs=runs)).endswith('one seed')
+    viewpoint.plot_viewpoints(dict(runs=runs))
 
 
 def test_training_turns_and_tests_do_not():

@@ -425,7 +425,7 @@ def plot_viewpoints(
         bx.plot(statistics.mean(g.gains), y, '|', ms=12, mew=2, color=colours[g.name])
     bx.axvline(0, color='.5', lw=1)
     bx.set_yticks(range(len(rows)), [g.name for g in rows])
-    bx.set_ylim(len(rows) - 0.5, -0.5)
+    bx.set_ylim(max(1, len(rows)) - 0.5, -0.5)
     bx.set_xlabel(f'gain over {against} on novel views, points')
     return fig
 
