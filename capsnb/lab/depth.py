@@ -12,7 +12,7 @@ from torch import nn
 from ..core import palette, plot_style
 from ..data.files import read_json
 from .matrix_caps import MatrixCapsNet
-from .objects import toys
+from .objects import Toys
 from .tasks import Task, study
 from .train import summary
 
@@ -51,6 +51,7 @@ cures = {  # what they change of `matrix-caps-norb`
     'no cure': dict(norm='none'),
     'identity': dict(norm='none', start='identity'),
     'bias': dict(norm='none', bias=True),
+    'scale': dict(norm='none', lam='learned'),
     'norm': dict(norm='batch'),
     'all three': dict(norm='batch', start='identity', bias=True),
 }
@@ -62,7 +63,7 @@ def depth_rows(
     **options,  # of all networks
 ) -> dict:  # name -> row, as for `study`
     "Networks of every depth with every cure."
-    types = dict(B=16, C=16, D=16)
+    types = dict(stem=dict(channels=(32,) * 3, strides=(2,) * 3, padding=0), B=8, C=8, D=8)
     return {
         f'{cure}, depth {n}': dict(options=types | options | dict(depth=n) | cures[cure])
         for cure in only or cures
@@ -71,7 +72,7 @@ def depth_rows(
 
 # %% ../../nbs/lab/63_depth.ipynb #0000000b
 def depth_study(
-    task: Task = toys,  # with a network matrix-caps-norb
+    task: Task = Toys(size=32, subset=2000),  # with a network matrix-caps-norb
     path: str | Path = 'runs/depth/depth.json',  # collects the runs
     depths: Iterable[int] = range(7),  # layers between primary capsules and classes
     seeds: tuple = (0, 1, 2),  # one run of each row for each
@@ -84,7 +85,7 @@ def depth_study(
     "Accuracy by depth and cure; what the file holds is kept."
     rows = depth_rows(depths, only, **(options or {}))
     settings = dict(task=task.note('matrix-caps-norb'), options=options)
-    settings |= {k: v for k, v in recipe.items() if k not in ('device', 'progress')}
+    settings |= {k: v for k, v in recipe.items() if k not in ('device', 'progress', 'command')}
     how = dict(runs=runs, settings=settings, net='matrix-caps-norb', **recipe)
     return {k: summary(v) for k, v in study(task, rows, path, seeds, **how).items()}
 
