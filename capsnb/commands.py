@@ -768,9 +768,7 @@ def depth(
         list[str] | None,
         unset("A cure, e.g. 'norm', or 'no cure'; may be repeated. All if not given."),
     ] = None,
-    depths: Annotated[
-        str, option('Numbers of layers below the classes, separated by commas.')
-    ] = '1,2,3,4,5,6',
+    layers: Annotated[int, option('The most layers below the classes; from 1 on.', min=1)] = 6,
     seeds: Annotated[int, option('Runs of each row.', min=1)] = 3,
     epochs: Annotated[int, option('Times through 1,600 pairs.', min=1)] = 4,
     out: Annotated[Path, option('File of the record; finished runs are kept.')] = Path(
@@ -782,10 +780,10 @@ def depth(
     """Deep networks of matrix capsules with and without cures, on toys of 32 pixels.
 
     Trains one network after another; a study that was stopped goes on with the same command."""
-    told = f'capsnb depth --depths {depths} --seeds {seeds} --epochs {epochs}'
+    told = f'capsnb depth --layers {layers} --seeds {seeds} --epochs {epochs}'
     room('lab.depth').depth_study(
         path=out,
-        depths=tuple(int(k) for k in depths.split(',')),
+        depths=range(1, layers + 1),
         seeds=tuple(range(seeds)),
         only=tuple(only or ()) or None,
         runs=out.parent,

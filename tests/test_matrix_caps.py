@@ -236,6 +236,14 @@ def test_presets_start_as_their_sources_say():
     ]
 
 
+def test_the_default_is_what_trains():
+    n, printed = MatrixCapsNet(6, 2, 3, 3), MatrixCapsNet(6, 2, 3, 3, preset='paper')
+    assert (n.norm, n.loss, n.lam) == ('batch', 'logits', 'none') and n.classes.lam[0] > 0.1
+    assert (printed.norm, printed.loss, printed.lam) == ('none', 'spread', 'schedule')
+    x, y = torch.randn(4, 2, 32, 32), torch.tensor([0, 1, 2, 3])
+    assert_close(n(x, y)['loss'], F.cross_entropy(n(x).score, y))
+
+
 def test_first_layers_start_as_google_says():
     "a normal cut at two deviations has 0.88 of its deviation"
     torch.manual_seed(0)

@@ -5,6 +5,7 @@
 # %% ../../nbs/lab/63_depth.ipynb #00000003
 from __future__ import annotations
 import copy
+import statistics
 from pathlib import Path
 from typing import Iterable, NamedTuple
 import torch
@@ -13,11 +14,13 @@ from ..core import palette, plot_style
 from ..data.files import read_json
 from .matrix_caps import MatrixCapsNet
 from .objects import Toys
+from .report import percent, runs_of
 from .tasks import Task, study
 from .train import summary
 
 # %% auto #0
-__all__ = ['cures', 'LayerSize', 'layer_sizes', 'depth_rows', 'depth_study', 'sizes_over_steps', 'plot_sizes', 'depth_table']
+__all__ = ['cures', 'LayerSize', 'layer_sizes', 'depth_rows', 'depth_study', 'sizes_over_steps', 'plot_sizes', 'depth_table',
+           'plot_depth']
 
 # %% ../../nbs/lab/63_depth.ipynb #00000006
 class LayerSize(NamedTuple):
@@ -140,3 +143,24 @@ def depth_table(
         valid = sum(100 * r['valid_accuracy'] for r in each) / len(each)
         lines.append(f"{name:22s}{valid:12.1f}{s['test']:8.1f}{s['n']:7d}{size:12,d}")
     return '\n'.join(lines)
+
+# %% ../../nbs/lab/63_depth.ipynb #00000016
+def plot_depth(
+    path: str | Path,  # of `depth_study`
+    key: str = 'valid_accuracy',  # or 'test_accuracy'
+):  # matplotlib figure
+    "Accuracy by depth for each cure: a dot a run, lines through the means."
+    plt, found = plot_style(), {}
+    for name, runs in runs_of(path).items():
+        cure, _, depth = name.rpartition(', depth ')
+        found.setdefault(cure, {})[int(depth)] = percent(runs, key)
+    fig, ax = plt.subplots(figsize=(6.4, 3), layout='constrained')
+    for k, (cure, at) in enumerate(found.items()):
+        style = dict(color=palette[k], marker='osD^vX'[k % 6])
+        y = [statistics.mean(v) for v in at.values()]
+        ax.plot(list(at), y, ls=('-', '--', ':', '-.')[k % 4], label=cure, **style)
+        for depth, values in at.items():
+            ax.plot([depth] * len(values), values, ls='', ms=4, alpha=0.4, **style)
+    ax.set(xlabel='layers below the classes', ylabel='accuracy, %')
+    fig.legend(loc='outside right center')
+    return fig
