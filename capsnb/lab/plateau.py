@@ -274,8 +274,10 @@ def plot_plateau(
             ax.plot(*_course(runs[name], field, layer), **style)
     for ax, title in zip(axs.flat, ('accuracy, %', *_titles.values())):
         ax.set(title=title, xlabel='step')
-    axs.flat[3].set_yscale('log')
-    axs.flat[2].set_yscale('log')
+    for at, low, high in ((0, 0, 100), (1, 0, 1), (4, -1, 1)):
+        axs.flat[at].set_ylim(low, high)
+    for at in (2, 3):
+        axs.flat[at].set_yscale('log')
     axs.flat[5].axis('off')
     axs.flat[5].legend(*axs.flat[0].get_legend_handles_labels(), loc='center')
     return fig
