@@ -69,7 +69,7 @@ def ground(
             Sentiment('sst5', partial(smollm2, layers='11,14,17,20'), roots=True),
             _four_layers,
             dict(n_parts=16, d_cap=8),
-            dict(epochs=epochs(3), mixup=0.2, shift=0, batch_size=20),
+            dict(epochs=epochs(2), mixup=0.2, shift=0, batch_size=20),
         ),
     }
     if name not in there:
