@@ -699,7 +699,10 @@ def ablate(
 
 def shootout(
     data: Annotated[
-        str, typer.Argument(help="'toys', 'eth80', 'mnist' or 'fashion-mnist'.", metavar='DATA')
+        str,
+        typer.Argument(
+            help="'toys', 'eth80', 'mnist', 'fashion-mnist' or 'treebank'.", metavar='DATA'
+        ),
     ] = 'toys',
     only: Annotated[
         list[str] | None,
