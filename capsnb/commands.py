@@ -742,6 +742,60 @@ def shootout(
     print(f"{shoot.standings(record)}\n\nlook at {record.with_suffix('.png')}")
 
 
+def study_viewpoint(
+    data: Annotated[str, option("'toys', 'eth80' or 'smallnorb'.")] = 'toys',
+    by: Annotated[str, option("'azimuth' or 'elevation': what is novel in the test.")] = 'azimuth',
+    protocol: Annotated[
+        str,
+        option("'extrapolation', as in the paper: novel views beyond; 'interpolation': between."),
+    ] = 'extrapolation',
+    plane: Annotated[bool, option('Shift and turn the pictures in training.')] = True,
+    only: Annotated[
+        list[str] | None, unset("A routing, 'cnn' or 'baseline'; may be repeated.")
+    ] = None,
+    against: Annotated[
+        str, option('Whom the others are compared with at equal familiar accuracy.')
+    ] = 'cnn',
+    seeds: Annotated[int, option('Runs of each contestant.', min=1)] = 5,
+    scale: Annotated[float, option('Multiplies the number of epochs.', min=0.01)] = 1.0,
+    shootout: Annotated[
+        Path | None,
+        unset('Record of a shoot-out to take learning rates from; else they are searched for.'),
+    ] = None,
+    costs: Annotated[
+        bool, option('CPU time of the study instead, from a few steps; trains nothing.', '--costs')
+    ] = False,
+    folder: Annotated[
+        Path | None, unset('Folder of the files; else CAPSNB_DATA.', '--folder')
+    ] = None,
+    out: Annotated[Path, option('Folder of the records; finished runs are kept.')] = Path(
+        'runs/viewpoint'
+    ),
+    device: Device = None,
+    progress: Progress = None,
+):
+    """New viewpoints: trained on a third of the views, compared where familiar ones are read alike.
+
+    Trains one network after another; a study that was stopped goes on with the same command."""
+    view, only = room('lab.viewpoint'), tuple(only or ()) or None
+    if against not in (only or view.contestants):
+        raise ValueError(f"--against {against}: it is not among the contestants")
+    own = dict(folder=folder) if folder else {}
+    if costs:
+        minutes = view.write_price(data, out, scale=scale, **own)['minutes']
+        for name, m in minutes.items():
+            print(f"{name:10s} {m:6.1f} CPU minutes a run")
+        return print(f"{view.hours(minutes, seeds):.1f} CPU hours for all, with the search")
+    how = dict(protocol=protocol, plane=plane, only=only, seeds=tuple(range(seeds)), scale=scale)
+    how |= dict(shootout=shootout, options=own)
+    view.viewpoint_study(data, by, out, **how, device=device, progress=progress)
+    if not is_first():
+        return
+    record = view.record_of(out, data, by, protocol, plane)
+    view.plot_viewpoints(record, against).savefig(record.with_suffix('.png'), dpi=120)
+    print(f"{view.viewpoint_table(record, against)}\n\nlook at {record.with_suffix('.png')}")
+
+
 def plateau(
     only: Annotated[
         list[str] | None,
@@ -951,5 +1005,10 @@ def make_app() -> typer.Typer:
     app.command('plateau', short_help=short)(entrance(plateau))
     short = 'How many layers of capsules can be trained?'
     app.command('depth', short_help=short)(entrance(depth))
+    study = typer.Typer(help='Try a claim of the papers; one sub-command for each.', **plain)
+    app.add_typer(study, name='study')
+    study.callback()(lambda: None)
+    short = 'Trained on some viewpoints, tested on others.'
+    study.command('viewpoint', short_help=short)(entrance(study_viewpoint))
     app.command('bench', short_help='Time and memory of everything fast.')(entrance(bench))
     return app

@@ -131,6 +131,8 @@ def blind(
     "A task without its test data."
 
     class Blind(type(task)):
+        watched = ()
+
         @property
         def roles(self):
             return {**super().roles, 'test': None}

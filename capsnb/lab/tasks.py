@@ -20,8 +20,8 @@ from .runs import checked_network, claim, run_folder, task_of
 from .train import Deck, MixupCollator, batch_on, check_recipe, fit_decks, repeat
 
 # %% auto #0
-__all__ = ['paper_recipe', 'known', 'Net', 'Task', 'with_options', 'task_named', 'train', 'Opened', 'load_run', 'evaluate',
-           'study']
+__all__ = ['paper_recipe', 'known', 'Net', 'Task', 'with_options', 'task_named', 'check_roles', 'train', 'Opened', 'load_run',
+           'evaluate', 'study']
 
 # %% ../../nbs/lab/51_tasks.ipynb #6ce51416
 paper_recipe = dict(
@@ -45,6 +45,7 @@ class Task:
     names = ()  # of the classes
     networks = {}  # name -> `Net`; the first is the usual one
     roles = dict(train='train', select='validation', test='test')  # select None: the last epoch
+    watched = ()  # splits tested after every epoch, for the record; nothing is chosen by them
     noted = {}  # option (a dataclass field) -> its types in task.json, as `read_json` takes them
     later = ()  # options among them that older runs do not note
     keys = ('task', 'net')  # of task.json: names of the task and of the network
@@ -228,6 +229,17 @@ def task_named(
     found.name = name
     return found
 
+# %% ../../nbs/lab/51_tasks.ipynb #16a7c5f0
+def check_roles(
+    task: Task,  # that somebody wants to train on
+):
+    "`ValueError` where an epoch would be chosen by data that are trained on, tested or watched."
+    chosen = task.roles['select']
+    others = dict(watched=task.watched) | {k: (task.roles[k],) for k in ('train', 'test')}
+    for role, splits in others.items():
+        if chosen is not None and chosen in splits:
+            raise ValueError(f"{task.name}: {chosen!r} is to choose the epoch by, and {role}, too")
+
 # %% ../../nbs/lab/51_tasks.ipynb #fe8e2a93
 def train(
     task: Task | str,  # or its name
@@ -248,6 +260,7 @@ def train(
     "Train a network on a task; test the epoch that validates best, or else the last."
     task = _at_work(task, device, progress)
     net = task.known_net(net)
+    check_roles(task)
     recipe = dict(task.recipe(net), per_device_eval_batch_size=task.batch_size)
     recipe |= dict(changes, seed=seed) | ({} if epochs is None else dict(epochs=epochs))
     roles = task.roles
@@ -258,7 +271,8 @@ def train(
     collator = task.collator(net, recipe['shift'], recipe['mixup'])
     network = task.make(net, seed, **(options or {}))
     splits = tuple(split for split in roles.values() if split)
-    decks = task.decks(net, splits, seed, recipe['shift'])
+    opened = tuple(dict.fromkeys((*splits, *task.watched)))
+    decks = task.decks(net, opened, seed, recipe['shift'])
     return fit_decks(
         network,
         *(decks.get(roles[role]) for role in ('train', 'select', 'test')),
@@ -273,6 +287,7 @@ def train(
         progress=progress,
         overwrite=overwrite,
         note=task.note(net) | (dict(options=options) if options else {}),
+        watch={split: decks[split] for split in task.watched},
     )
 
 # %% ../../nbs/lab/51_tasks.ipynb #bd4b4e5b

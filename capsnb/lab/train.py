@@ -658,7 +658,8 @@ class BarHook(_Hook):
     def on_evaluate(self, args, state, control, metrics=None, **_):
         if self.bar is None:
             return
-        self.bar.set_postfix_str(f"validation {metrics['eval_accuracy']:.1%}", refresh=False)
+        if 'eval_accuracy' in metrics:  # not of a deck that is only watched
+            self.bar.set_postfix_str(f"validation {metrics['eval_accuracy']:.1%}", refresh=False)
 
     def on_train_end(self, args, state, control, **_):
         self.close()
@@ -742,6 +743,13 @@ class _Cycle:
         on_device = getattr(self.data_collator, 'on_device', dict)
         return on_device(super()._prepare_inputs(inputs))
 
+    def evaluate(self, *args, **kw):
+        found = super().evaluate(*args, **kw)
+        with torch.random.fork_rng():  # training goes on as if nobody had watched
+            for name, deck in self.watched.items():
+                super().evaluate(deck, metric_key_prefix=f'watched_{name}')
+        return found  # all that is chosen by
+
     def compute_loss(self, model, inputs, return_outputs=False, **kw):
         found = super().compute_loss(model, inputs, return_outputs, **kw)
         loss = (found[0] if return_outputs else found).mean()  # over the devices of a process
@@ -766,6 +774,7 @@ def make_trainer(
     collator: MixupCollator,  # makes the batches
     hooks: list,  # with methods of TrainerCallback
     ledger: Ledger,  # of the losses
+    watch: dict | None = None,  # name -> deck, tested whenever `valid` is
 ):  # transformers.Trainer with RAdam and the single cycle
     "A `Trainer` that runs the paper's schedule (Heinsen 2019, 4.2)."
     tf = quiet_transformers()
@@ -783,7 +792,7 @@ def make_trainer(
         callbacks=hooks,
         optimizers=(torch.optim.RAdam(net.parameters(), lr=cycle['lr'][0]), None),
     )
-    trainer.cycle, trainer.ledger = cycle, ledger
+    trainer.cycle, trainer.ledger, trainer.watched = cycle, ledger, watch or {}
     trainer.remove_callback(tf.PrinterCallback)
     trainer.model_accepts_loss_kwargs = False  # a loss is a mean over its batch, whatever else
     return trainer  # the network takes: divide when accumulating
@@ -1184,7 +1193,7 @@ def _load_best(
 # %% ../../nbs/lab/48_train.ipynb #00000032
 def history_of(
     state,  # transformers.TrainerState
-) -> list:  # per epoch: epoch, loss, validation accuracy (if there was validation)
+) -> list:  # per epoch: epoch, loss, valid_accuracy (if there was validation), watched (if any)
     "What happened, epoch by epoch."
     rows = {}
     for log in state.log_history:
@@ -1193,6 +1202,9 @@ def history_of(
             row['loss'] = log['loss']
         if 'eval_accuracy' in log:
             row['valid_accuracy'] = log['eval_accuracy']
+        for key, value in log.items():
+            if named := re.fullmatch('watched_(.+)_accuracy', key):
+                row.setdefault('watched', {})[named[1]] = value
     validated = any('valid_accuracy' in row for row in rows.values())
     told = 'valid_accuracy' if validated else 'loss'
     return [dict(epoch=e, **row) for e, row in rows.items() if told in row]
@@ -1257,15 +1269,20 @@ def fit_decks(
     progress: bool = True,  # as for `fit`
     overwrite: bool = False,  # as for `fit`
     note: dict | None = None,  # what the run is about: left as task.json, shared by a resumed run
+    watch: dict | None = None,  # name -> deck, tested after every epoch; nothing is chosen by it
 ) -> dict:  # as in metrics.json
     "What `fit` does, for data of any kind."
     keep_freed_memory()
-    folder, decks = run_folder(out), dict(training=deck, validation=held, test=test)
+    folder, watch = run_folder(out), watch or {}
+    if watch and held is None:
+        raise ValueError(f"{', '.join(watch)}: watched when validated; there is no validation set")
+    decks = dict(training=deck, validation=held, test=test) | watch
     args = _arguments(folder / 'checkpoints', recipe, device, validate=held is not None)
     if not _is_whole(save_steps, 0):
         raise ValueError(f"expected save_steps to be an integer >= 0, got {save_steps!r}")
     _check_network(net)
-    settings = {**_identity(net, deck, held, test), **(note or {}), **recipe, **_batches_of(args)}
+    identity = _identity(net, deck, held, test) | _watched(watch)
+    settings = {**identity, **(note or {}), **recipe, **_batches_of(args)}
     claim(folder, resume, overwrite)
     if resume and (folder / 'metrics.json').exists():
         same_run(folder, settings)
@@ -1281,7 +1298,7 @@ def fit_decks(
         to_do.callback(bar.close)
         cycle = {k: recipe[k] for k in ('lr', 'warmup', 'momentum')}
         hooks = [DealHook(deck), stop, seal, bar, *_progress_hooks(net)]
-        trainer = make_trainer(net, deck, held, args, cycle, collator, hooks, ledger)
+        trainer = make_trainer(net, deck, held, args, cycle, collator, hooks, ledger, watch)
         if first:
             _write_down(net, folder, settings, resume)
         _wait_for_all(args)
@@ -1305,6 +1322,12 @@ def _arguments(
         more.setdefault('greater_is_better', False)
     epochs, batch_size, seed = (recipe[k] for k in ('epochs', 'batch_size', 'seed'))
     return training_arguments(folder, epochs, batch_size, seed, device, **more)
+
+# %% ../../nbs/lab/48_train.ipynb #16a7c4ed
+def _watched(
+    watch: dict,  # name -> deck
+) -> dict:  # what `_identity` does not say; empty where nothing is watched, as in older runs
+    return dict(watched_data={k: v.mark() for k, v in watch.items()}) if watch else {}
 
 # %% ../../nbs/lab/48_train.ipynb #8c24dbb6
 def _progress_hooks(
@@ -1554,6 +1577,7 @@ _of_one_machine = (
     'train_data',
     'valid_data',
     'test_data',
+    'watched_data',
     'architecture',
     'fingerprint',
     'command',
