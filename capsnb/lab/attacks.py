@@ -32,7 +32,7 @@ from ..zoo.routers import all_routings
 __all__ = ['losses', 'contestants', 'effort', 'epsilons', 'tuned', 'Attacked', 'Target', 'attacked', 'margin', 'dlr', 'fgsm',
            'bim', 'pgd', 'noise', 'square', 'right', 'stands', 'sweep', 'success', 'gradients', 'retuned', 'through',
            'Routes', 'routes_of', 'plot_attack', 'row_of', 'attacks_on', 'train_and_attack', 'attack_study', 'worst',
-           'standing', 'plot_attacks', 'attack_rows']
+           'standing', 'plot_attacks', 'attack_rows', 'attack_lines']
 
 # %% ../../nbs/lab/66_attacks.ipynb #00000005
 class Attacked(nn.Module):
@@ -446,15 +446,15 @@ def row_of(
 
 # %% ../../nbs/lab/66_attacks.ipynb #00000026
 effort = dict(  # what may be spent on a network
-    n=500,  # pictures
-    n_targeted=100,  # of them, for attacks on every target
+    pictures=500,  # of the test
+    targeted=100,  # of them, for attacks on every target
     steps=20,  # of PGD
     restarts=4,  # of PGD, in turn on cross-entropy and on DLR
     queries=300,  # of Square Attack
 )
 epsilons = (0.02, 0.05, 0.1, 0.2, 0.4)  # the paper shows 0.1 and 0.4, and speaks of 0.2
 tuned = {  # floors and inverse temperatures that attacks are made with
-    **{f'floor {eps}': dict(eps=eps) for eps in ('10%', '100%', '1000%', '10000%')},
+    **{f'floor {eps}': dict(eps=eps) for eps in ('30%', '3000%', '30000%')},
     **{f'lambda {lam}': dict(lam=lam) for lam in (0.001, 0.1)},
 }
 
@@ -467,7 +467,7 @@ def attacks_on(
 ) -> dict:  # name -> function without arguments, that gives what is JSON-ready
     "All that is tried on a network."
     spend, (f, x, y) = effort | spend, t
-    few, n_classes = spread(y.cpu(), spend['n_targeted']), len(f.task.names)
+    few, n_classes = spread(y.cpu(), spend['targeted']), len(f.task.names)
     over = lambda *attacks, **how: lambda: sweep(f, x, y, list(attacks), eps, **how)
     wanted = lambda a: lambda: success(f, x[few], y[few], a, eps, n_classes)
     hard = partial(pgd, steps=spend['steps'])
@@ -511,7 +511,7 @@ def train_and_attack(
     task: Task,  # of a ground
     out: str | Path,  # folder of the run
     stranger: str | Path,  # folder of another network's finished run
-    settings: dict,  # epsilons, and changes of `effort`
+    settings: dict,  # epsilons, and all of `effort`
     device: str | None = None,  # None: the best there is
     **row,  # of `train`
 ) -> dict:  # as in metrics.json; attacked: the settings; attacks: what was found
@@ -520,7 +520,7 @@ def train_and_attack(
     opened = (load_run(folder, device, task) for folder in (out, stranger))
     one, other = ((o.network, o.note[task.keys[1]]) for o in opened)
     spend = {k: v for k, v in settings.items() if k != 'epsilons'}
-    t = attacked(task, *one, n=(effort | spend)['n'])
+    t = attacked(task, *one, n=settings['pictures'])
     works = attacks_on(t, Attacked(task, *other), tuple(settings['epsilons']), **spend)
     done = _try_all(works, Path(out) / 'attacks.json', settings)
     return metrics | dict(attacked=settings, attacks=done['found'], cpu_seconds=done['seconds'])
@@ -550,7 +550,7 @@ def attack_study(
     _check_record(path, settings)
     other = runs / f'cnn-seed-{_stranger}'
     train(g.task, out=other, seed=_stranger, resume=True, **row_of(g, 'cnn', search), **kw)
-    told, found = f'capsnb study attacks --data {name}', {}
+    told, found = _command(name, scale, seeds, settings), {}
     for one in who or contestants:
         row = row_of(g, one, search) | dict(stranger=other, settings=settings, **kw)
         work = partial(train_and_attack, g.task)
@@ -558,6 +558,17 @@ def attack_study(
     return found
 
 # %% ../../nbs/lab/66_attacks.ipynb #0000002b
+def _command(
+    name: str,  # of a ground
+    scale: float,  # of the number of epochs
+    seeds: tuple,  # of the runs
+    settings: dict,  # of the study
+) -> str:  # that makes the study again
+    words = [f'capsnb study attacks --data {name} --scale {scale:g} --seeds {len(seeds)}']
+    words += [f'--epsilon {e:g}' for e in settings['epsilons']]
+    return ' '.join([*words, *(f'--{k} {settings[k]}' for k in effort)])
+
+# %% ../../nbs/lab/66_attacks.ipynb #0000002c
 def _check_record(
     path: Path,  # of a study
     settings: dict,  # of the study that is wanted
@@ -570,7 +581,7 @@ def _check_record(
                 "name another folder (--out)"
             )
 
-# %% ../../nbs/lab/66_attacks.ipynb #0000002d
+# %% ../../nbs/lab/66_attacks.ipynb #0000002e
 _white = ('fgsm', 'bim', 'fgsm on activations', 'pgd', 'square')
 
 
@@ -595,7 +606,7 @@ def standing(
     clean = sum(k > '0' for k in found['fell']) / len(found['fell'])
     return [clean, *(shares[-1] for shares in found['tries'])]
 
-# %% ../../nbs/lab/66_attacks.ipynb #0000002e
+# %% ../../nbs/lab/66_attacks.ipynb #0000002f
 def plot_attacks(
     record: str | Path | dict,  # of `attack_study`
     which: tuple = ('fgsm', 'bim', 'worst', 'noise'),  # attacks, a picture each
@@ -613,7 +624,7 @@ def plot_attacks(
             ax.get_legend().remove()
     return fig
 
-# %% ../../nbs/lab/66_attacks.ipynb #0000002f
+# %% ../../nbs/lab/66_attacks.ipynb #00000030
 def attack_rows(
     record: str | Path | dict,  # of `attack_study`
     eps: float,  # one of its epsilons
@@ -629,3 +640,19 @@ def attack_rows(
         zero = [100 * run['attacks']['gradients']['zero'] for run in runs]
         rows.append(row | {'zero gradients': zero})
     return rows
+
+# %% ../../nbs/lab/66_attacks.ipynb #00000031
+def attack_lines(
+    record: str | Path | dict,  # of `attack_study`
+) -> str:  # a line for each contestant and epsilon
+    "Accuracies in percent, means over seeds."
+    runs, lines = runs_of(record), []
+    for eps in next(iter(runs.values()))[0]['attacked']['epsilons']:
+        for row in attack_rows(record, eps):
+            who, *found = row.values()
+            if not lines:
+                names = list(row)[1:]
+                lines.append(' ' * 22 + '  '.join(names))
+            wide = (f'{statistics.mean(v):{len(k)}.1f}' for k, v in zip(names, found))
+            lines.append(f"{who:14s} {eps:<6g} {'  '.join(wide)}")
+    return '\n'.join(lines)
