@@ -31,8 +31,8 @@ from ..zoo.routers import all_routings
 # %% auto #0
 __all__ = ['losses', 'contestants', 'effort', 'epsilons', 'tuned', 'Attacked', 'Target', 'attacked', 'margin', 'dlr', 'fgsm',
            'bim', 'pgd', 'noise', 'square', 'right', 'stands', 'sweep', 'success', 'gradients', 'retuned', 'through',
-           'Routes', 'routes_of', 'plot_attack', 'row_of', 'attacks_on', 'train_and_attack', 'attack_study', 'worst',
-           'standing', 'plot_attacks', 'attack_rows', 'attack_lines']
+           'Routes', 'routes_of', 'example', 'plot_example', 'row_of', 'attacks_on', 'train_and_attack', 'attack_study',
+           'worst', 'standing', 'plot_attacks', 'attack_rows', 'attack_lines']
 
 # %% ../../nbs/lab/66_attacks.ipynb #00000005
 class Attacked(nn.Module):
@@ -47,6 +47,7 @@ class Attacked(nn.Module):
         super().__init__()
         self.network = copy.deepcopy(network).eval().requires_grad_(False)
         self.task, self.collator = task, task.collator(net)
+        self.eval()
 
     def forward(
         self,
@@ -394,36 +395,53 @@ def routes_of(
     return Routes(found.R, rearrange(taken, 'b (t m n) k -> t b k m n', **places).sum(0))
 
 # %% ../../nbs/lab/66_attacks.ipynb #00000023
-def plot_attack(
+def example(
     f: Attacked,  # a `RoutingNet` is in it
-    x: Tensor,  # [1, channels, m, n] a picture
-    changed: Tensor,  # [1, channels, m, n] the same, attacked
-    y: int,  # its class
+    x: Tensor,  # [n, channels, m, n] in [0, 1]
+    y: Tensor,  # [n] classes
+    epsilons: tuple,  # that rise: the first that fools the network is taken
+) -> dict | None:  # JSON-ready; None: no picture is read correctly, or none falls
+    "The first picture that BIM turns into another class, and its routing before and after."
+    rows = right(f, x, y).nonzero().flatten()
+    for eps in epsilons:
+        for k in rows[:20].split(1):
+            both = torch.cat([x[k], bim(f, x[k], y[k], eps)])
+            with torch.no_grad():
+                read = f(both).argmax(-1).tolist()
+            if read[0] != read[1]:
+                routes = routes_of(f.network, both)
+                short = lambda t: t.double().mul(1e4).round().div(1e4).tolist()
+                maps, last = short(routes.maps[:, read]), short(routes.last)
+                return dict(eps=eps, read=read, pixels=short(both[:, 0]), maps=maps, last=last)
+    return None
+
+# %% ../../nbs/lab/66_attacks.ipynb #00000024
+def plot_example(
+    found: dict,  # of `example`
+    names: tuple,  # of the classes
 ):  # matplotlib figure
     "A picture and its routing before and after an attack."
-    plt, names, both = plot_style(), f.task.names, torch.cat([x, changed])
-    with torch.no_grad():
-        read = f(both).argmax(-1).tolist()
-    routes, wrong = routes_of(f.network, both), read[1]
-    size = dict(figsize=(8.4, 4.2), layout='constrained', width_ratios=(1, 1, 1, 1.2))
-    fig, axs = plt.subplots(2, 4, gridspec_kw=dict(width_ratios=size.pop('width_ratios')), **size)
-    top = routes.maps[:, [y, wrong]].max()
-    for row, ax in enumerate(axs):
-        ax[0].imshow(both[row, 0], cmap='gray', vmin=0, vmax=1)
-        ax[0].set_title(f"{('before', 'after')[row]}: read as {names[read[row]]}", fontsize=9)
-        for k, of in ((1, y), (2, wrong)):
-            ax[k].imshow(routes.maps[row, of], vmin=0, vmax=top)
-            ax[k].set_title(f"places that '{names[of]}' used", fontsize=9)
-        ax[3].imshow(routes.last[row].T, vmin=0, vmax=1, aspect='auto')
-        ax[3].set_title('R: parts to classes', fontsize=9)
-        ax[3].set(xlabel='part', yticks=range(len(names)), yticklabels=names)
-        ax[3].grid(False)
-        for a in ax[:3]:
+    said = [names[k] for k in found['read']]
+    how = dict(figsize=(8.4, 4.2), layout='constrained', width_ratios=(1, 1, 1, 1.2))
+    fig, axs = plot_style().subplots(2, 4, **how)
+    most = max(v for maps in found['maps'] for rows in maps for row in rows for v in row)
+    for k, (ax, when) in enumerate(zip(axs, ('before', 'after'))):
+        pictures = [found['pixels'][k], *found['maps'][k]]
+        titles = [f'{when}: read as {said[k]}', *(f'places that {name} used' for name in said)]
+        for a, picture, title in zip(ax, pictures, titles):
+            a.imshow(
+                picture, vmin=0, vmax=1 if a is ax[0] else most, cmap='gray' if a is ax[0] else None
+            )
             a.set(xticks=[], yticks=[])
-            a.grid(False)
+            a.set_title(title, fontsize=9)
+        ax[3].imshow(list(zip(*found['last'][k])), vmin=0, vmax=1, aspect='auto')
+        ax[3].set_title('R: from parts to classes', fontsize=9)
+        ax[3].set(xlabel='part', yticks=range(len(names)), yticklabels=names)
+    for a in axs.flat:
+        a.grid(False)
     return fig
 
-# %% ../../nbs/lab/66_attacks.ipynb #00000025
+# %% ../../nbs/lab/66_attacks.ipynb #00000026
 contestants = ('cnn', 'dstep', 'em', 'dynamic', 'mean', 'attention')
 _stranger = 100  # seed of the CNN whose attacks are tried on all others
 
@@ -444,7 +462,7 @@ def row_of(
         raise ValueError(f"the search has no trial of {who!r}")
     return rows[chosen(tried)]
 
-# %% ../../nbs/lab/66_attacks.ipynb #00000026
+# %% ../../nbs/lab/66_attacks.ipynb #00000027
 effort = dict(  # what may be spent on a network
     pictures=500,  # of the test
     targeted=100,  # of them, for attacks on every target
@@ -458,7 +476,7 @@ tuned = {  # floors and inverse temperatures that attacks are made with
     **{f'lambda {lam}': dict(lam=lam) for lam in (0.001, 0.1)},
 }
 
-# %% ../../nbs/lab/66_attacks.ipynb #00000027
+# %% ../../nbs/lab/66_attacks.ipynb #00000028
 def attacks_on(
     t: Target,  # a network and pictures
     stranger: Callable,  # another network's scores of pixels
@@ -487,9 +505,10 @@ def attacks_on(
         **{f'bim with {k}': over(through(g, bim), nested=True) for k, g in others.items()},
         'fgsm targeted': wanted(fgsm),
         'bim targeted': wanted(bim),
+        **({'example': lambda: example(f, x, y, eps)} if hasattr(f.network, 'routings') else {}),
     }
 
-# %% ../../nbs/lab/66_attacks.ipynb #00000028
+# %% ../../nbs/lab/66_attacks.ipynb #00000029
 def _try_all(
     works: dict,  # of `attacks_on`
     path: Path,  # JSON file that keeps what is done
@@ -506,7 +525,7 @@ def _try_all(
             write_json(path, done)
     return done
 
-# %% ../../nbs/lab/66_attacks.ipynb #00000029
+# %% ../../nbs/lab/66_attacks.ipynb #0000002a
 def train_and_attack(
     task: Task,  # of a ground
     out: str | Path,  # folder of the run
@@ -525,7 +544,7 @@ def train_and_attack(
     done = _try_all(works, Path(out) / 'attacks.json', settings)
     return metrics | dict(attacked=settings, attacks=done['found'], cpu_seconds=done['seconds'])
 
-# %% ../../nbs/lab/66_attacks.ipynb #0000002a
+# %% ../../nbs/lab/66_attacks.ipynb #0000002b
 def attack_study(
     name: str,  # of a ground
     out: str | Path,  # folder of the record: attacks_<name>.json
@@ -557,7 +576,7 @@ def attack_study(
         found[one] = repeat(work, path, one, seeds, runs, told, **row)
     return found
 
-# %% ../../nbs/lab/66_attacks.ipynb #0000002b
+# %% ../../nbs/lab/66_attacks.ipynb #0000002c
 def _command(
     name: str,  # of a ground
     scale: float,  # of the number of epochs
@@ -568,7 +587,7 @@ def _command(
     words += [f'--epsilon {e:g}' for e in settings['epsilons']]
     return ' '.join([*words, *(f'--{k} {settings[k]}' for k in effort)])
 
-# %% ../../nbs/lab/66_attacks.ipynb #0000002c
+# %% ../../nbs/lab/66_attacks.ipynb #0000002d
 def _check_record(
     path: Path,  # of a study
     settings: dict,  # of the study that is wanted
@@ -581,7 +600,7 @@ def _check_record(
                 "name another folder (--out)"
             )
 
-# %% ../../nbs/lab/66_attacks.ipynb #0000002e
+# %% ../../nbs/lab/66_attacks.ipynb #0000002f
 _white = ('fgsm', 'bim', 'fgsm on activations', 'pgd', 'square')
 
 
@@ -606,7 +625,7 @@ def standing(
     clean = sum(k > '0' for k in found['fell']) / len(found['fell'])
     return [clean, *(shares[-1] for shares in found['tries'])]
 
-# %% ../../nbs/lab/66_attacks.ipynb #0000002f
+# %% ../../nbs/lab/66_attacks.ipynb #00000030
 def plot_attacks(
     record: str | Path | dict,  # of `attack_study`
     which: tuple = ('fgsm', 'bim', 'worst', 'noise'),  # attacks, a picture each
@@ -624,7 +643,7 @@ def plot_attacks(
             ax.get_legend().remove()
     return fig
 
-# %% ../../nbs/lab/66_attacks.ipynb #00000030
+# %% ../../nbs/lab/66_attacks.ipynb #00000031
 def attack_rows(
     record: str | Path | dict,  # of `attack_study`
     eps: float,  # one of its epsilons
@@ -641,7 +660,7 @@ def attack_rows(
         rows.append(row | {'zero gradients': zero})
     return rows
 
-# %% ../../nbs/lab/66_attacks.ipynb #00000031
+# %% ../../nbs/lab/66_attacks.ipynb #00000032
 def attack_lines(
     record: str | Path | dict,  # of `attack_study`
 ) -> str:  # a line for each contestant and epsilon
