@@ -5,6 +5,7 @@
 # %% ../../nbs/lab/66_attacks.ipynb #00000003
 from __future__ import annotations
 import copy
+import math
 import re
 import statistics
 import time
@@ -21,7 +22,7 @@ from ..data.files import read_json, write_json
 from .digits import spread
 from .report import curves, runs_of
 from .routing_net import RoutingNet
-from .shootout import Ground, candidates, chosen, ground
+from .shootout import Ground, apart, candidates, chosen, ground
 from .tasks import Task, load_run, train
 from .train import repeat
 from .vision import trace_credit
@@ -32,7 +33,7 @@ from ..zoo.routers import all_routings
 __all__ = ['losses', 'contestants', 'effort', 'epsilons', 'tuned', 'Attacked', 'Target', 'attacked', 'margin', 'dlr', 'fgsm',
            'bim', 'pgd', 'noise', 'square', 'right', 'stands', 'sweep', 'success', 'gradients', 'retuned', 'through',
            'Routes', 'routes_of', 'example', 'plot_example', 'row_of', 'attacks_on', 'train_and_attack', 'attack_study',
-           'worst', 'standing', 'plot_attacks', 'attack_rows', 'attack_lines']
+           'worst', 'standing', 'plot_attacks', 'attack_rows', 'attack_lines', 'verdicts']
 
 # %% ../../nbs/lab/66_attacks.ipynb #00000005
 class Attacked(nn.Module):
@@ -657,7 +658,8 @@ def attack_rows(
         names = ('noise', 'fgsm', 'bim', 'bim on another CNN', 'pgd', 'square', 'worst')
         row |= {name: at(name) for name in names}
         zero = [100 * run['attacks']['gradients']['zero'] for run in runs]
-        rows.append(row | {'zero gradients': zero})
+        size = [math.log10(r['attacks']['gradients']['sizes']['pixels'] or 1e-45) for r in runs]
+        rows.append(row | {'zero gradients': zero, 'log10 of gradients': size})
     return rows
 
 # %% ../../nbs/lab/66_attacks.ipynb #00000032
@@ -674,4 +676,21 @@ def attack_lines(
                 lines.append(' ' * 22 + '  '.join(names))
             wide = (f'{statistics.mean(v):{len(k)}.1f}' for k, v in zip(names, found))
             lines.append(f"{who:14s} {eps:<6g} {'  '.join(wide)}")
+    return '\n'.join(lines)
+
+# %% ../../nbs/lab/66_attacks.ipynb #00000033
+def verdicts(
+    record: str | Path | dict,  # of `attack_study`, with a contestant 'cnn'
+    attack: str = 'worst',  # as for `standing`
+) -> str:  # a line for each contestant and epsilon
+    "What a routing gains over the CNN, and whether seeds can tell them apart (95 %, Welch)."
+    runs, lines = runs_of(record), []
+    eps = runs['cnn'][0]['attacked']['epsilons']
+    shares = {k: [[100 * a for a in standing(r, attack)] for r in v] for k, v in runs.items()}
+    for who in (k for k in runs if k != 'cnn'):
+        for k, e in enumerate(eps, 1):
+            one, other = ([s[k] for s in shares[name]] for name in (who, 'cnn'))
+            gain = statistics.mean(one) - statistics.mean(other)
+            sure = 'told apart' if apart(one, other) else 'not told apart'
+            lines.append(f'{who:14s} epsilon {e:<5g} {gain:+6.1f} points, {sure}')
     return '\n'.join(lines)
