@@ -796,6 +796,59 @@ def study_viewpoint(
     print(f"{view.viewpoint_table(record, against)}\n\nlook at {record.with_suffix('.png')}")
 
 
+def study_attacks(
+    data: Annotated[str, option("'toys', 'eth80', 'mnist' or 'fashion-mnist'.")] = 'toys',
+    only: Annotated[
+        list[str] | None,
+        unset(
+            "A routing, or 'cnn'; may be repeated. If not given: cnn, dstep, em, dynamic, "
+            'mean and attention.'
+        ),
+    ] = None,
+    epsilon: Annotated[
+        list[float] | None,
+        unset(
+            'Largest change of a pixel in [0, 1]; may be repeated, rising. '
+            'If not given: 0.02, 0.05, 0.1, 0.2 and 0.4.'
+        ),
+    ] = None,
+    seeds: Annotated[int, option('Runs of each contestant.', min=1)] = 3,
+    scale: Annotated[float, option('Multiplies the number of epochs.', min=0.01)] = 1.0,
+    pictures: Annotated[int, option('Test pictures that are attacked.', min=1)] = 500,
+    targeted: Annotated[int, option('Of them, towards every other class.', min=1)] = 100,
+    steps: Annotated[int, option('Of projected gradient descent.', min=1)] = 20,
+    restarts: Annotated[int, option('Of projected gradient descent.', min=1)] = 4,
+    queries: Annotated[int, option('Of the search without gradients.', min=1)] = 300,
+    search: Annotated[
+        Path | None,
+        unset('Record of a search of `capsnb shootout`, for rates and norms; else rate 0.01.'),
+    ] = None,
+    out: Annotated[Path, option('Folder of the record; finished runs are kept.')] = Path(
+        'runs/attacks'
+    ),
+    runs: Annotated[
+        Path | None, unset('Folder of the runs; finished ones are taken. Else in --out.')
+    ] = None,
+    device: Device = None,
+    progress: Progress = None,
+):
+    """Pictures changed so that networks err: is a routing harder to fool than a CNN as large?
+
+    Trains and attacks one network after another; a study that was stopped goes on with the same
+    command."""
+    attacks = room('lab.attacks')
+    spend = dict(pictures=pictures, targeted=targeted, steps=steps, restarts=restarts)
+    how = dict(scale=scale, search=search, spend=spend | dict(queries=queries))
+    how |= dict(runs=runs or out / 'runs' / data, device=device, progress=progress)
+    eps = tuple(epsilon or attacks.epsilons)
+    attacks.attack_study(data, out, tuple(only or ()) or None, tuple(range(seeds)), eps, **how)
+    if not is_first():
+        return
+    record = out / f'attacks_{data}.json'
+    attacks.plot_attacks(record).savefig(record.with_suffix('.png'), dpi=120)
+    print(f"{attacks.attack_lines(record)}\n\nlook at {record.with_suffix('.png')}")
+
+
 def plateau(
     only: Annotated[
         list[str] | None,
@@ -1001,14 +1054,15 @@ def make_app() -> typer.Typer:
     app.command('ablate', short_help=short)(entrance(ablate))
     short = 'Compare every routing on one stem.'
     app.command('shootout', short_help=short)(entrance(shootout))
-    short = 'Watch why matrix capsules learn late.'
-    app.command('plateau', short_help=short)(entrance(plateau))
-    short = 'How many layers of capsules can be trained?'
-    app.command('depth', short_help=short)(entrance(depth))
     study = typer.Typer(help='Try a claim of the papers; one sub-command for each.', **plain)
     app.add_typer(study, name='study')
     study.callback()(lambda: None)
-    short = 'Trained on some viewpoints, tested on others.'
-    study.command('viewpoint', short_help=short)(entrance(study_viewpoint))
+    for name, command, short in (
+        ('viewpoint', study_viewpoint, 'Trained on some viewpoints, tested on others.'),
+        ('attacks', study_attacks, 'Pictures changed so that networks err.'),
+        ('plateau', plateau, 'Why matrix capsules learn late.'),
+        ('depth', depth, 'How many layers of capsules can be trained?'),
+    ):
+        study.command(name, short_help=short)(entrance(command))
     app.command('bench', short_help='Time and memory of everything fast.')(entrance(bench))
     return app

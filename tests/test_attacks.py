@@ -1,0 +1,290 @@
+"Attacks: known answers, balls that are not left, restarts, masks, routes, and the study."
+
+from functools import partial
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+pytest.importorskip('captum', reason="the attacks need captum: pip install 'capsnb[attack]'")
+from capsnb.data.files import read_json
+from capsnb.lab import attacks
+from capsnb.lab.attacks import (
+    Attacked,
+    attack_lines,
+    attack_study,
+    attacked,
+    bim,
+    dlr,
+    fgsm,
+    gradients,
+    losses,
+    margin,
+    noise,
+    pgd,
+    retuned,
+    right,
+    routes_of,
+    square,
+    standing,
+    success,
+    sweep,
+    through,
+    worst,
+)
+from capsnb.lab.digits import Digits
+from capsnb.lab.objects import Objects
+from capsnb.lab.routing_net import RoutingNet
+from capsnb.lab.shootout import Ground
+from capsnb.lab.tasks import with_options
+from capsnb.lab.vision import DStepNet, PlainCNN
+
+everything = dict(
+    fgsm=fgsm, bim=bim, pgd=partial(pgd, steps=5), square=partial(square, queries=20), noise=noise
+)
+
+
+def linear(classes=4, side=6, seed=0):
+    "a linear model, and pictures that it reads correctly, some of their pixels black or white"
+    torch.manual_seed(seed)
+    f = nn.Sequential(nn.Flatten(), nn.Linear(side**2, classes))
+    x = (1.6 * torch.rand(30, 1, side, side) - 0.3).clamp(0, 1)
+    return f.requires_grad_(False), x, f(x).argmax(1)
+
+
+@pytest.mark.parametrize('aim', [False, True])
+def test_fgsm_is_what_calculus_says(aim):
+    f, x, y = linear()
+    goal = (y + 1) % 4
+    p = f(x).softmax(1) - F.one_hot(goal if aim else y, 4)  # of the cross-entropy, at the scores
+    step = 0.1 * (p @ f[1].weight).view_as(x).sign()
+    found = fgsm(f, x, y, 0.1, target=goal if aim else None)
+    torch.testing.assert_close(found, (x - step if aim else x + step).clamp(0, 1))
+
+
+def test_losses_are_those_of_the_papers():
+    z, y = torch.randn(9, 5, dtype=torch.double), torch.arange(9) % 5
+    for k in range(9):
+        others = sorted((z[k, j].item() for j in range(5) if j != y[k]), reverse=True)
+        ordered = sorted(z[k].tolist(), reverse=True)
+        ahead = others[0] - z[k, y[k]].item()
+        assert margin(z, y)[k].item() == pytest.approx(ahead)
+        assert dlr(z, y)[k].item() == pytest.approx(ahead / (ordered[0] - ordered[2]))
+    torch.testing.assert_close(losses['crossent'](z, y).mean(), F.cross_entropy(z, y))
+
+
+@pytest.mark.parametrize('name', everything)
+@pytest.mark.parametrize('eps', [0.03, 0.5])
+def test_no_attack_leaves_its_ball_or_the_pixels(name, eps):
+    f, x, y = linear()
+    before = x.clone()
+    changed = everything[name](f, x, y, eps)
+    assert torch.equal(x, before) and not changed.requires_grad
+    assert (changed - x).abs().max() <= eps + 1e-6
+    assert changed.min() >= 0 and changed.max() <= 1 and (changed != x).any()
+
+
+def test_restarts_only_take_away():
+    "and what stands is what stood against each attempt by itself"
+    torch.manual_seed(3)
+    f = nn.Sequential(nn.Flatten(), nn.Linear(36, 30), nn.Tanh(), nn.Linear(30, 4))
+    x = torch.rand(60, 1, 6, 6)
+    y = f(x).argmax(1)
+    tries = [partial(bim, steps=1 + k, loss=l) for k, l in enumerate([*losses, 'dlr'])]
+    (shares,) = sweep(f, x, y, tries, (0.03,))['tries']
+    alone = [right(f, t(f, x, y, 0.03), y) for t in tries]
+    assert shares == [torch.stack(alone[: k + 1]).all(0).double().mean().item() for k in range(5)]
+    assert shares == sorted(shares, reverse=True) and 0 < shares[-1] < shares[0]
+    same = pgd(f, x, y, 0.1, seed=5)
+    torch.rand(9)
+    assert torch.equal(same, pgd(f, x, y, 0.1, seed=5)) and not torch.equal(same, pgd(f, x, y, 0.1))
+
+
+def test_what_fell_first_is_told():
+    f = lambda x: torch.cat([x.mean((1, 2, 3))[:, None], torch.full((len(x), 1), 0.5)], 1)
+    x = torch.tensor([0.4, 0.55, 0.65, 0.95]).view(4, 1, 1, 1).expand(4, 1, 2, 2)
+    y = torch.zeros(4, dtype=torch.long)
+    found = sweep(f, x, y, [fgsm], (0.1, 0.2, 0.3))
+    assert found == dict(tries=[[0.5], [0.25], [0.25]], fell='0124')
+    assert sweep(f, x, y, [noise, fgsm], (0.1,), nested=True)['fell'] == '0122'
+
+
+def test_a_mask_is_found_out():
+    "gradients that vanish, are tiny, or are none at all"
+    f, x, y = linear()
+    saturated, tiny, steps = (
+        (lambda x: 1e5 * f(x)),
+        (lambda x: 1e-9 * f(x)),
+        (lambda x: f(x).round(decimals=2)),
+    )
+    at = lambda g, a: sweep(g, x, y, [a], (0.3,))['tries'][0][0]
+    assert at(f, fgsm) == at(f, square) == 0
+    assert at(saturated, fgsm) > 0.9
+    assert at(saturated, pgd) == at(saturated, square) == 0
+    assert at(tiny, fgsm) == at(tiny, bim) == at(tiny, pgd) == 0
+    assert at(steps, fgsm) == at(steps, bim) == 1 and at(steps, square) == 0
+    assert at(steps, through(f, fgsm)) == 0
+
+
+def test_a_target_is_reached_or_not():
+    f, x, y = linear(3)
+    assert success(f, x, y, lambda f, x, y, eps, target: x, (0.1,), 3) == [0]
+    small, large = success(f, x, y, bim, (0.01, 1.0), 3)
+    assert small < 0.2 and large == 1
+
+
+class Squares(Objects):
+    "five kinds of random pictures in bytes"
+
+    name = 'squares'
+
+    def open(self, split):
+        die = torch.Generator().manual_seed(len(split))
+        images = torch.randint(0, 256, (20, 2, self.size, self.size), generator=die)
+        return dict(images=images.to(torch.uint8), category=torch.arange(20) % 5)
+
+
+def test_epsilon_is_in_pixels_and_norms_are_inside():
+    "eight levels of 255 stay eight levels, whatever the network makes of them"
+    task = Squares(size=48)
+    net = task.make('plain', channels=(8, 8), strides=(2, 2))
+    net.trunk.stages[0][0].running_mean.fill_(0.5)
+    net.trunk.stages[0][0].running_var.fill_(1e-3)
+    t = attacked(task, net, 'plain', n=10)
+    raw = task.open('test')['images']
+    assert len(t.x) == 10 and t.x.min() == 0 and t.x.max() == 1 and not t.f.training
+    changed = 255 * fgsm(t.f, t.x, t.y, 8 / 255)
+    levels = (changed - 255 * t.x).abs()
+    assert levels.max() == pytest.approx(8, abs=1e-3)
+    assert changed.round().min() >= 0 and changed.round().max() <= 255
+    with torch.no_grad():
+        seen = net.eval()(raw[:10].float() / 255).a
+    rows = [k for k in range(20) if any(torch.equal(raw[k] / 255, x) for x in t.x)]
+    torch.testing.assert_close(t.f(raw[rows] / 255), net(raw[rows].float() / 255).a)
+    assert seen.shape == (10, 5)
+    crops = with_options(task, published=True)
+    with pytest.raises(ValueError, match='does not read pixels'):
+        attacked(crops, crops.make('baseline'), 'baseline', n=10)
+
+
+def test_gradients_are_counted_and_measured():
+    digits = Digits('digits')
+    net = PlainCNN(10, 1, (4, 6), (1, 2), n_hidden=5)
+    f = Attacked(digits, net, 'plain')
+    x, y = torch.rand(7, 1, 8, 8), torch.arange(7)
+    found = gradients(f, x, y, batch=3)
+    p = f(x).softmax(1) - F.one_hot(y, 10)
+    assert found['sizes']['classify'] == pytest.approx(p.abs().mean().item(), rel=1e-5)
+    assert list(found['sizes']) == [
+        'pixels',
+        'trunk.stages.0',
+        'trunk.stages.1',
+        'hidden',
+        'classify',
+    ]
+    assert found['zero'] == 0
+    f.forward = lambda x: f.network(x * (torch.arange(8) < 6)).a
+    assert gradients(f, x, y)['zero'] == pytest.approx(0.25)
+
+
+def test_another_floor_is_a_copy():
+    f = Attacked(
+        Digits('digits'),
+        RoutingNet(10, 1, (4,), (2,), n_types=2, n_parts=3, routing='em'),
+        'routing',
+    )
+    x = torch.rand(3, 1, 8, 8)
+    before = f(x)
+    g, h = retuned(f, eps='1000%'), retuned(f, lam=1.0)
+    assert [r.eps for r in g.network.routings] == ['1000%'] * 2 and f.network.routings[
+        0
+    ].eps == 'auto'
+    assert torch.equal(f(x), before) and not torch.equal(g(x), before)
+    assert not torch.equal(h(x), before)
+    cnn = Attacked(Digits('digits'), PlainCNN(10, 1, (4,), (2,)), 'plain')
+    assert retuned(cnn, eps='1000%') is None and retuned(cnn, lam=1.0) is None
+    with pytest.raises(ValueError, match='eps'):
+        retuned(f, eps=-1.0)
+
+
+def test_routes_are_the_credit_of_the_network():
+    "of which the D-step's network has its own account"
+    kw = dict(n_classes=4, channels=(6, 6), strides=(1, 2), n_types=3, n_parts=5)
+    net = RoutingNet(**kw).eval()
+    twin = DStepNet(**kw).eval()
+    twin.load_state_dict(net.state_dict())
+    x = torch.rand(2, 1, 10, 10)
+    found = routes_of(net, x)
+    torch.testing.assert_close(found.maps, twin.credit(x))
+    assert found.last.shape == (2, 5, 4)
+
+
+tiny = Ground(
+    Digits('digits', limit=100),
+    dict(channels=(4, 4), strides=(2, 2), padding=1),
+    dict(n_types=2, n_parts=2),
+    dict(epochs=1, batch_size=50, mixup=0.0, shift=0),
+)
+few = dict(pictures=12, targeted=4, steps=2, restarts=2, queries=4)
+
+
+def test_a_study_goes_on_and_keeps_what_it_has(tmp_path, monkeypatch):
+    how = dict(seeds=(0,), spend=few, g=tiny, progress=False, device='cpu')
+    study = partial(attack_study, 'digits', tmp_path, runs=tmp_path / 'runs', **how)
+    stop = lambda *a, **kw: (_ for _ in ()).throw(KeyboardInterrupt)
+    with monkeypatch.context() as m:
+        m.setattr(attacks, 'square', stop)
+        with pytest.raises(KeyboardInterrupt):
+            study(('dstep',), eps=(0.1, 0.3))
+    done = read_json(tmp_path / 'runs' / 'dstep-seed-0' / 'attacks.json')['found']
+    assert 'pgd' in done and 'square' not in done
+    with monkeypatch.context() as m:
+        m.setattr(attacks, 'pgd', stop)  # which has been tried
+        (run,) = study(('dstep',), eps=(0.1, 0.3))['dstep']
+    monkeypatch.setattr(attacks, 'train_and_attack', stop)
+    assert study(('dstep',), eps=(0.1, 0.3))['dstep'] == [run]
+    record = tmp_path / 'attacks_digits.json'
+    assert len(attack_lines(record).splitlines()) == 3
+    assert run['attacks']['pgd'] == done['pgd'] and 'bim with floor 30%' in run['attacks']
+    assert '--queries 4' in read_json(record)['command']
+    for message, names, eps in (
+        ('another study', ('dstep',), (0.1, 0.2)),
+        ('must rise', ('dstep',), (0.3, 0.1)),
+        ('contestants are', ('nobody',), (0.1, 0.3)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            study(names, eps=eps)
+
+
+def test_the_worst_is_the_worst_picture_by_picture():
+    kinds = dict(fgsm='0333', bim='0133', pgd='0323', square='0332', noise='0111')
+    found = {k: dict(fell=v, tries=[[0.5], [0.25]]) for k, v in kinds.items()}
+    run = dict(attacks=found | {'fgsm on activations': dict(fell='0333')})
+    run |= dict(attacked=dict(epsilons=[0.1, 0.2]))
+    assert worst(run) == [0.75, 0.5, 0.0] and standing(run, 'fgsm') == [0.75, 0.5, 0.25]
+    run['attacks']['bim with floor 30%'] = dict(fell='0331')
+    assert worst(run) == [0.75, 0.25, 0.0]
+
+
+def test_the_command_hands_its_options_on(monkeypatch, tmp_path):
+    testing = pytest.importorskip('typer.testing')
+    from capsnb.commands import make_app
+
+    asked = {}
+    monkeypatch.setattr(attacks, 'attack_study', lambda *a, **kw: asked.update(kw, args=a))
+    monkeypatch.setattr(attacks, 'plot_attacks', lambda r: nn.Module.__new__(Shown))
+    monkeypatch.setattr(attacks, 'attack_lines', lambda r: 'lines')
+    line = (
+        f'study attacks --data eth80 --only em --epsilon 0.1 --seeds 2 --steps 7 --out {tmp_path}'
+    )
+    done = testing.CliRunner().invoke(make_app(), line.split())
+    assert done.exit_code == 0 and 'lines' in done.output, done.output
+    assert asked['args'] == ('eth80', tmp_path, ('em',), (0, 1), (0.1,))
+    assert asked['spend']['steps'] == 7 and asked['spend'].keys() == attacks.effort.keys()
+
+
+class Shown(nn.Module):
+    "a figure that need not be saved"
+
+    def savefig(self, *a, **kw):
+        pass
