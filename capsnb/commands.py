@@ -734,7 +734,7 @@ def shootout(
     print(f"{shoot.standings(record)}\n\nlook at {record.with_suffix('.png')}")
 
 
-def overlap(
+def study_overlap(
     data: Annotated[str, option("'mnist', or 'digits', 8x8.")] = 'mnist',
     pairs: Annotated[
         int, option('Training pairs of an epoch, drawn anew in each.', min=1)
@@ -786,7 +786,7 @@ def save_pictures(
         print(f'look at {picture}')
 
 
-def distortion(
+def study_distortion(
     data: Annotated[
         str, option("'mnist', 'fashion-mnist', 'toys', 'eth80', or 'affnist'.")
     ] = 'mnist',
@@ -969,12 +969,12 @@ def make_app() -> typer.Typer:
     app.command('ablate', short_help=short)(entrance(ablate))
     short = 'Compare every routing on one stem.'
     app.command('shootout', short_help=short)(entrance(shootout))
-    study = typer.Typer(help='A claim, tried: one sub-command for each.', **plain)
+    study = typer.Typer(help='Try a claim of the papers; one sub-command for each.', **plain)
     app.add_typer(study, name='study')
     study.callback()(lambda: None)
     short = 'Two digits, one on top of the other.'
-    study.command('overlap', short_help=short)(entrance(overlap))
+    study.command('overlap', short_help=short)(entrance(study_overlap))
     short = 'Shift, rotation, scale, noise, occlusion; affine digits.'
-    study.command('distortion', short_help=short)(entrance(distortion))
+    study.command('distortion', short_help=short)(entrance(study_distortion))
     app.command('bench', short_help='Time and memory of everything fast.')(entrance(bench))
     return app

@@ -673,7 +673,7 @@ def measured(
     return read_json(path, runs=dict).get(name, {})
 
 # %% ../../nbs/lab/67_overlap.ipynb #0000002d
-rates = (1e-3, 3e-3, 1e-2)  # tops of the cycle
+rates = (1e-3, 3e-3, 1e-2, 3e-2)  # tops of the cycle
 
 
 def searched(
