@@ -349,7 +349,7 @@ class MultiDigits(DrawnDigits):
 
     @property
     def networks(self):
-        own = _capsnet_options(self.side, self.size, self.small, recon=0.001)
+        own = _capsnet_options(self.side, self.size, self.small, recon=0.001)  # of the mean of both
         rival = _rival_options(PairCapsNet, own)
         return {
             'capsnet': Net(PairCapsNet, own, _usual),
@@ -607,7 +607,7 @@ def robustness(
     batch_size: int = 100,  # pictures at a time
 ) -> dict:  # kind -> strength -> accuracy
     "Accuracy against the strength of distortions of what the network sees."
-    look = look or (lambda batch: [dict(images=batch['images'])])
+    look = look or (lambda batch: [dict(images=from_bytes(batch['images']))])
     on, found = next(net.parameters()).device, {}
     for kind, at in (kinds or strengths).items():
         right = dict.fromkeys(at, 0)
@@ -623,7 +623,7 @@ def robustness(
         found[kind] = {s: n / len(deck) for s, n in right.items()}
     return found
 
-# %% ../../nbs/lab/67_overlap.ipynb #0000002a
+# %% ../../nbs/lab/67_overlap.ipynb #0000002b
 def robustness_of(
     run: str | Path,  # folder of a finished run on a picture task
     kinds: dict | None = None,  # as for `robustness`
@@ -654,7 +654,7 @@ class _thinned:
     def __getitems__(self, index):
         return self.deck.__getitems__(self.rows[index].tolist())
 
-# %% ../../nbs/lab/67_overlap.ipynb #0000002c
+# %% ../../nbs/lab/67_overlap.ipynb #0000002d
 def measured(
     path: str | Path,  # record of a study
     name: str,  # under which the record keeps it
@@ -672,7 +672,7 @@ def measured(
         write_json(path, record | {name: found})
     return read_json(path, runs=dict).get(name, {})
 
-# %% ../../nbs/lab/67_overlap.ipynb #0000002d
+# %% ../../nbs/lab/67_overlap.ipynb #0000002e
 rates = (1e-3, 3e-3, 1e-2, 3e-2)  # tops of the cycle
 
 
@@ -698,7 +698,7 @@ def searched(
         found |= study(task, final, path, seeds, runs=runs, **same)
     return found
 
-# %% ../../nbs/lab/67_overlap.ipynb #0000002e
+# %% ../../nbs/lab/67_overlap.ipynb #0000002f
 def overlap_study(
     out: str | Path = 'runs/overlap',  # folder of the record and the runs
     seeds: tuple = (0, 1, 2),  # of the final runs
@@ -725,7 +725,7 @@ def overlap_study(
     measured(path, 'drawn', runs, capsules)
     return path
 
-# %% ../../nbs/lab/67_overlap.ipynb #0000002f
+# %% ../../nbs/lab/67_overlap.ipynb #00000030
 def _tested(
     run: Path,  # folder of a finished run
     **kw,  # of `evaluate`
@@ -734,7 +734,7 @@ def _tested(
     missed = digit_error(e['confusion'])
     return dict(n=e['n'], error=1 - e['accuracy'], digit_error=missed, by_overlap=e['by_overlap'])
 
-# %% ../../nbs/lab/67_overlap.ipynb #00000031
+# %% ../../nbs/lab/67_overlap.ipynb #00000032
 def packed(
     x: Tensor,  # pictures in [0, 1]
 ) -> dict:  # JSON-ready
@@ -750,7 +750,7 @@ def unpacked(
     raw = bytearray(zlib.decompress(base64.b64decode(d['bytes'])))
     return torch.frombuffer(raw, dtype=torch.uint8).view(d['shape']).float() / 255
 
-# %% ../../nbs/lab/67_overlap.ipynb #00000032
+# %% ../../nbs/lab/67_overlap.ipynb #00000033
 @torch.no_grad()
 def drawn_pairs(
     network: PairCapsNet,  # in evaluation mode, with a decoder
@@ -791,7 +791,7 @@ def _drawn(
     network, task, _ = load_run(run, device, task)
     return drawn_pairs(network, task.deck('capsnet', 'test'))
 
-# %% ../../nbs/lab/67_overlap.ipynb #00000033
+# %% ../../nbs/lab/67_overlap.ipynb #00000034
 def _in_colours(
     one: Tensor,  # [m, n] in [0, 1]
     other: Tensor,  # [m, n]
@@ -822,7 +822,7 @@ def plot_drawn(
         ax.set_ylabel(name)
     return fig
 
-# %% ../../nbs/lab/67_overlap.ipynb #00000034
+# %% ../../nbs/lab/67_overlap.ipynb #00000035
 def plot_by_overlap(
     record: str | Path | dict,  # of `overlap_study`
     least: int = 30,  # pairs in a bin
@@ -837,17 +837,14 @@ def plot_by_overlap(
         bins = [b for b in found['by_overlap'] if b['n'] >= least]
         x, y = [100 * b['low'] + 5 for b in bins], [100 * b['error'] for b in bins]
         sd = [196 * math.sqrt(b['error'] * (1 - b['error']) / b['n']) for b in bins]
-        first = seed == min(
-            s['seed'] for s in [dict(seed=q.rpartition(' ')[2]) for q in record['tested']]
-        )
         look = dict(color=palette[k], ls=('-', '--')[k % 2], marker='os'[k % 2], ms=4, capsize=2)
-        ax.errorbar(x, y, sd, label=who if first else None, **look)
+        ax.errorbar(x, y, sd, label=f'{who}, seed {seed}', **look)
     ax.set(xlabel='overlap of the boxes of ink, % of the smaller', ylabel='pairs misread, %')
     ax.set_ylim(0)
     ax.legend()
     return fig
 
-# %% ../../nbs/lab/67_overlap.ipynb #00000038
+# %% ../../nbs/lab/67_overlap.ipynb #00000039
 def _affine_rows(
     task: AffineDigits,  # where
     contestants: tuple | None,  # 'capsnet', 'cnn', routings; None: the first two
@@ -865,7 +862,7 @@ def _affine_rows(
             rows[who].pop('lr')
     return rows
 
-# %% ../../nbs/lab/67_overlap.ipynb #00000039
+# %% ../../nbs/lab/67_overlap.ipynb #0000003a
 def distortion_study(
     data: str = 'mnist',  # 'mnist', 'fashion-mnist', 'toys', 'eth80': a ground; or 'affnist'
     out: str | Path = 'runs/distortion',  # folder of the records and the runs
@@ -899,7 +896,7 @@ def distortion_study(
     measured(path, 'robustness', folder, partial(robustness_of, kinds=kinds, n=n, task=task, **own))
     return path
 
-# %% ../../nbs/lab/67_overlap.ipynb #0000003a
+# %% ../../nbs/lab/67_overlap.ipynb #0000003b
 def _affine_study(
     task: AffineDigits,  # with its level
     path: Path,  # of the record
@@ -919,7 +916,7 @@ def _affine_study(
     settings |= dict(until=task.until, select='validation', affine=affine_limits, **tried)
     searched(task, rows, path, seeds, runs, command=told, settings=settings, **tried, **kw)
 
-# %% ../../nbs/lab/67_overlap.ipynb #0000003b
+# %% ../../nbs/lab/67_overlap.ipynb #0000003c
 def plot_robustness(
     record: str | Path | dict,  # of `distortion_study`
 ):  # matplotlib figure
