@@ -748,7 +748,10 @@ def study_overlap(
     out: Annotated[Path, option('Folder of the record; finished runs are kept.')] = Path(
         'runs/overlap'
     ),
-    folder: Data = None,
+    folder: Annotated[
+        Path | None,
+        unset('MNIST: folder of the files; else CAPSNB_DATA, or a download.', '--data-folder'),
+    ] = None,
     device: Device = None,
     progress: Progress = None,
 ):

@@ -232,9 +232,22 @@ def test_runs_are_measured_once(tmp_path):
     assert asked == ['a-seed-0', 'b-c-seed-1']
 
 
-def test_the_commands_are_there():
+def test_the_commands_say_what_is_studied(monkeypatch):
     testing = pytest.importorskip('typer.testing')
     from capsnb.cli import make_app
 
-    told = testing.CliRunner().invoke(make_app(), ['study', '--help']).output
+    def capsnb(*args):
+        return testing.CliRunner().invoke(make_app(), ['study', *args]).output
+
+    told = capsnb('--help')
     assert 'overlap' in told and 'distortion' in told
+
+    def asked(*args, **kw):
+        task = next(o for o in (*args, kw.get('task')) if isinstance(o, overlap.DrawnDigits))
+        raise ValueError(f'{task.data}, {task.folder}, {task.small}, {getattr(task, "until", "")}')
+
+    monkeypatch.setattr(overlap, 'overlap_study', asked)
+    monkeypatch.setattr(overlap, 'distortion_study', asked)
+    assert 'digits, None, True' in capsnb('overlap', '--data', 'digits')
+    assert 'mnist, x, False' in capsnb('overlap', '--published', '--data-folder', 'x')
+    assert 'mnist, None, True, 0.5' in capsnb('distortion', '--data', 'affnist', '--until', '0.5')
