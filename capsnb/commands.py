@@ -705,6 +705,10 @@ def shootout(
         list[str] | None,
         unset("A routing, or 'cnn'; may be repeated. All if not given."),
     ] = None,
+    network: Annotated[
+        list[str] | None,
+        unset("A network of the data's task, in its own size, instead; may be repeated."),
+    ] = None,
     seeds: Annotated[int, option('Final runs of each routing.', min=1)] = 3,
     scale: Annotated[float, option('Multiplies the number of epochs.', min=0.01)] = 1.0,
     costs: Annotated[
@@ -726,10 +730,11 @@ def shootout(
             print(f"{name:14s} {1e3 * c['seconds']:7.1f} ms {c['bytes'] / 1e6:7.1f} MB")
         return
     how = dict(scale=scale, runs=out / 'runs', device=device, progress=progress)
+    how |= dict(networks=tuple(network or ()))
     shoot.shoot_out(data, out, tuple(only or ()) or None, tuple(range(seeds)), **how)
     if not is_first():
         return
-    record = out / f'shootout_{data}.json'
+    record = out / f"{'networks' if network else 'shootout'}_{data}.json"
     shoot.plot_shootout(record).savefig(record.with_suffix('.png'), dpi=120)
     print(f"{shoot.standings(record)}\n\nlook at {record.with_suffix('.png')}")
 
