@@ -22,8 +22,8 @@ from .capsnet import CapsNet, capsnet_loss, class_shares
 from .digits import Digits
 from .report import runs_of
 from .routing_net import RoutingNet
-from .shootout import Ground, blind, candidates, chosen, ground, shoot_out
-from .tasks import Net, Task, evaluate, load_run, study
+from .shootout import Ground, candidates, ground, race, shoot_out
+from .tasks import Net, Task, evaluate, load_run
 from .train import BaseDeck, dice, fingerprint, shift_images
 from .vision import HubMixin, PlainCNN, Scores, answer, n_params
 from ..zoo.routers import all_routings
@@ -33,7 +33,7 @@ __all__ = ['multi_mnist', 'affine_limits', 'affnist', 'distortions', 'strengths'
            'pair_scores', 'DrawnDeck', 'OverlapDeck', 'ink_boxes', 'box_overlap', 'overlaps', 'Both', 'PairCapsNet',
            'PoolingCNN', 'width_of_rival', 'DrawnDigits', 'MultiDigits', 'digit_error', 'warp', 'rotation',
            'affine_maps', 'room', 'AffineDeck', 'AffineDigits', 'shifted', 'rotated', 'scaled', 'noisy', 'occluded',
-           'robustness', 'robustness_of', 'measured', 'searched', 'overlap_study', 'packed', 'unpacked', 'drawn_pairs',
+           'robustness', 'robustness_of', 'measured', 'overlap_study', 'packed', 'unpacked', 'drawn_pairs',
            'plot_drawn', 'plot_by_overlap', 'distortion_study', 'plot_robustness']
 
 # %% ../../nbs/lab/67_overlap.ipynb #00000006
@@ -337,6 +337,12 @@ def _errors_at(
         dict(low=width * int(k), n=int((bins == k).sum()), error=1 - right[bins == k].mean().item())
         for k in bins.unique()
     ]
+
+
+def _recipe_of(
+    epochs: int,  # of the final runs
+) -> dict:  # of a `Ground`: all but the rate
+    return {k: v for k, v in _usual.items() if k != 'lr'} | dict(epochs=epochs)
 
 
 @dataclass
@@ -675,29 +681,6 @@ def measured(
 # %% ../../nbs/lab/67_overlap.ipynb #0000002e
 rates = (1e-3, 3e-3, 1e-2, 3e-2)  # tops of the cycle
 
-
-def searched(
-    task: Task,  # its networks are `rows`
-    rows: dict,  # contestant -> row of `study`
-    path: Path,  # of the record
-    seeds: tuple,  # of the final runs
-    runs: Path,  # folder of the runs
-    lrs: tuple = rates,  # to choose among
-    share: float = 0.25,  # of the epochs, in the search
-    **same,  # of `study`: command, settings; of `train`: device, progress
-) -> dict:  # contestant -> metrics of the final runs
-    "Choose each contestant's rate on validation data, then run it with fresh seeds."
-    found = {}
-    for who, row in rows.items():
-        epochs = row.get('epochs', task.recipe(row['net'])['epochs'])
-        few = max(1, round(share * epochs))
-        trials = {f'{who} {lr:g}': row | dict(lr=(1e-5, lr), epochs=few) for lr in lrs}
-        place = path.with_name(f'{path.stem}_search.json')
-        best = chosen(study(blind(task), trials, place, (100,), runs=runs / 'search', **same))
-        final = {who: row | dict(lr=trials[best]['lr'])}
-        found |= study(task, final, path, seeds, runs=runs, **same)
-    return found
-
 # %% ../../nbs/lab/67_overlap.ipynb #0000002f
 def overlap_study(
     out: str | Path = 'runs/overlap',  # folder of the record and the runs
@@ -717,8 +700,9 @@ def overlap_study(
     told += f' --epochs {epochs} --seeds {len(seeds)}{size}'
     settings = dict(data=task.data, n=task.n, n_held=task.n_held, small=task.small, epochs=epochs)
     same = dict(command=told, settings=settings | dict(lrs=lrs, select='validation'), **kw)
-    rows = {who: dict(net=who, epochs=epochs) for who in task.networks}
-    searched(task, rows, path, seeds, runs, lrs, **same)
+    g = Ground(task, {}, {}, _recipe_of(epochs))
+    rows = {who: candidates(g, who, lrs, whole=True) for who in task.networks}
+    race(g, rows, path, seeds, runs, **same)
     kinds = dict(task=task, device=kw.get('device'))
     measured(path, 'tested', runs, partial(_tested, **kinds))
     capsules = lambda run: _drawn(run, **kinds) if run.name.startswith('capsnet') else None
@@ -845,24 +829,6 @@ def plot_by_overlap(
     return fig
 
 # %% ../../nbs/lab/67_overlap.ipynb #00000039
-def _affine_rows(
-    task: AffineDigits,  # where
-    contestants: tuple | None,  # 'capsnet', 'cnn', routings; None: the first two
-    recipe: dict,  # of all
-) -> dict:  # contestant -> row of `study`
-    own, there = ('capsnet', 'cnn'), (*all_routings(), 'capsnet', 'cnn')
-    if unknown := sorted(set(contestants or ()) - set(there)):
-        raise ValueError(f"contestants are {', '.join(map(repr, there))}, got {unknown}")
-    g, rows = Ground(task, _four, dict(n_types=16, n_parts=16), recipe), {}
-    for who in contestants or own:
-        if who in own:
-            rows[who] = dict(net=who) | recipe
-        else:
-            (rows[who],) = candidates(g, who, (1.0,), ('none',)).values()
-            rows[who].pop('lr')
-    return rows
-
-# %% ../../nbs/lab/67_overlap.ipynb #0000003a
 def distortion_study(
     data: str = 'mnist',  # 'mnist', 'fashion-mnist', 'toys', 'eth80': a ground; or 'affnist'
     out: str | Path = 'runs/distortion',  # folder of the records and the runs
@@ -896,27 +862,31 @@ def distortion_study(
     measured(path, 'robustness', folder, partial(robustness_of, kinds=kinds, n=n, task=task, **own))
     return path
 
-# %% ../../nbs/lab/67_overlap.ipynb #0000003b
+# %% ../../nbs/lab/67_overlap.ipynb #0000003a
 def _affine_study(
     task: AffineDigits,  # with its level
     path: Path,  # of the record
-    contestants: tuple | None,  # of `_affine_rows`
+    contestants: tuple | None,  # 'capsnet', 'cnn', routings; None: the first two
     seeds: tuple,  # of the final runs
     scale: float,  # of the number of epochs
     runs: Path,  # folder of the runs
-    tried: dict,  # lrs: of `searched`
+    tried: dict,  # of `candidates`: lrs, norms
     **kw,  # of `train`
 ):
-    recipe = {k: v for k, v in _usual.items() if k != 'lr'}
-    recipe |= dict(epochs=max(1, round(scale * _usual['epochs'])))
-    rows = _affine_rows(task, contestants, recipe)
+    own, there = ('capsnet', 'cnn'), (*all_routings(), 'capsnet', 'cnn')
+    if unknown := sorted(set(contestants or ()) - set(there)):
+        raise ValueError(f"contestants are {', '.join(map(repr, there))}, got {unknown}")
+    recipe = _recipe_of(max(1, round(scale * _usual['epochs'])))
+    g = Ground(task, _four, dict(n_types=16, n_parts=16), recipe)
+    tried = dict(lrs=rates, norms=('none',)) | tried
+    each = {k: candidates(g, k, **tried, whole=k in own) for k in contestants or own}
     told = f'capsnb study distortion --data affnist --scale {scale:g} --seeds {len(seeds)}'
     told += f" --until {task.until}{'' if task.small else ' --published'}"
     settings = dict(data=task.data, n=task.n, n_held=task.n_held, small=task.small, scale=scale)
     settings |= dict(until=task.until, select='validation', affine=affine_limits, **tried)
-    searched(task, rows, path, seeds, runs, command=told, settings=settings, **tried, **kw)
+    race(g, each, path, seeds, runs, command=told, settings=settings, **kw)
 
-# %% ../../nbs/lab/67_overlap.ipynb #0000003c
+# %% ../../nbs/lab/67_overlap.ipynb #0000003b
 def plot_robustness(
     record: str | Path | dict,  # of `distortion_study`
 ):  # matplotlib figure
