@@ -158,6 +158,16 @@ def test_warp_against_scipy():
     assert_close(found[0, 0].double(), torch.from_numpy(want), atol=1e-5, rtol=0)
 
 
+def test_affine_maps_as_published():
+    turn, shear, scale = affine_maps(
+        torch.tensor([[1.0, 0.5, 0.5, 0.5], [0.5, 1.0, 0.5, 0.5], [0.5, 0.5, 0.0, 1.0]])
+    )
+    c, s = torch.cos(torch.tensor(20.0).deg2rad()), torch.sin(torch.tensor(20.0).deg2rad())
+    assert_close(turn, torch.tensor([[c, -s], [s, c]]))
+    assert_close(shear, torch.tensor([[1.0, 0.0], [0.2, 1.0]]))
+    assert_close(scale, torch.tensor([[0.8, 0.0], [0.0, 1.2]]))
+
+
 def test_affine_digits_stay_on_the_canvas(digits):
     torch.manual_seed(0)
     images, matrix = digits['test']['image'][:100], affine_maps(torch.rand(100, 4))
