@@ -699,7 +699,10 @@ def ablate(
 
 def shootout(
     data: Annotated[
-        str, typer.Argument(help="'toys', 'eth80', 'mnist' or 'fashion-mnist'.", metavar='DATA')
+        str,
+        typer.Argument(
+            help="'toys', 'eth80', 'mnist', 'fashion-mnist' or 'treebank'.", metavar='DATA'
+        ),
     ] = 'toys',
     only: Annotated[
         list[str] | None,
@@ -739,6 +742,7 @@ def shootout(
     print(f"{shoot.standings(record)}\n\nlook at {record.with_suffix('.png')}")
 
 
+<<<<<<< HEAD
 def study_overlap(
     data: Annotated[str, option("'mnist', or 'digits', 8x8.")] = 'mnist',
     pairs: Annotated[
@@ -832,6 +836,68 @@ def study_distortion(
     for key, found in record.get('test accuracy', {}).items():
         print(f"{key}: moved {record['clean accuracy'][key]:.1%}, affine {found:.1%}")
     save_pictures(path, robustness=lab.plot_robustness(record))
+=======
+def plateau(
+    only: Annotated[
+        list[str] | None,
+        unset("A row, e.g. '3 iterations'; may be repeated. All if not given."),
+    ] = None,
+    seeds: Annotated[int, option('Runs of each row.', min=1)] = 3,
+    epochs: Annotated[int, option('Times through 1,600 pairs.', min=1)] = 5,
+    out: Annotated[Path, option('File of the record; finished runs are kept.')] = Path(
+        'runs/plateau/plateau.json'
+    ),
+    device: Device = None,
+    progress: Progress = None,
+):
+    """What keeps matrix capsules from learning at first: watched runs on toys of 32 pixels.
+
+    Trains one network after another; a study that was stopped goes on with the same command."""
+    room('lab.plateau').plateau_study(
+        path=out,
+        seeds=tuple(range(seeds)),
+        only=tuple(only or ()) or None,
+        epochs=epochs,
+        runs=out.parent,
+        device=device,
+        progress=progress,
+    )
+    if is_first():
+        print(room('lab.plateau').plateau_table(out))
+
+
+def depth(
+    only: Annotated[
+        list[str] | None,
+        unset("A cure, e.g. 'norm', or 'no cure'; may be repeated. All if not given."),
+    ] = None,
+    layers: Annotated[int, option('The most layers below the classes; from 1 on.', min=1)] = 6,
+    seeds: Annotated[int, option('Runs of each row.', min=1)] = 3,
+    epochs: Annotated[int, option('Times through 1,600 pairs.', min=1)] = 4,
+    out: Annotated[Path, option('File of the record; finished runs are kept.')] = Path(
+        'runs/depth/depth.json'
+    ),
+    device: Device = None,
+    progress: Progress = None,
+):
+    """Deep networks of matrix capsules with and without cures, on toys of 32 pixels.
+
+    Trains one network after another; a study that was stopped goes on with the same command."""
+    told = f'capsnb depth --layers {layers} --seeds {seeds} --epochs {epochs}'
+    room('lab.depth').depth_study(
+        path=out,
+        depths=range(1, layers + 1),
+        seeds=tuple(range(seeds)),
+        only=tuple(only or ()) or None,
+        runs=out.parent,
+        command=told,
+        epochs=epochs,
+        device=device,
+        progress=progress,
+    )
+    if is_first():
+        print(room('lab.depth').depth_table(out))
+>>>>>>> main
 
 
 def beside(
@@ -977,6 +1043,7 @@ def make_app() -> typer.Typer:
     app.command('ablate', short_help=short)(entrance(ablate))
     short = 'Compare every routing on one stem.'
     app.command('shootout', short_help=short)(entrance(shootout))
+<<<<<<< HEAD
     study = typer.Typer(help='Try a claim of the papers; one sub-command for each.', **plain)
     app.add_typer(study, name='study')
     study.callback()(lambda: None)
@@ -984,5 +1051,11 @@ def make_app() -> typer.Typer:
     study.command('overlap', short_help=short)(entrance(study_overlap))
     short = 'Shift, rotation, scale, noise, occlusion; affine digits.'
     study.command('distortion', short_help=short)(entrance(study_distortion))
+=======
+    short = 'Watch why matrix capsules learn late.'
+    app.command('plateau', short_help=short)(entrance(plateau))
+    short = 'How many layers of capsules can be trained?'
+    app.command('depth', short_help=short)(entrance(depth))
+>>>>>>> main
     app.command('bench', short_help='Time and memory of everything fast.')(entrance(bench))
     return app

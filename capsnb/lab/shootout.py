@@ -6,6 +6,7 @@
 from __future__ import annotations
 import itertools
 import statistics
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 import torch
@@ -16,7 +17,8 @@ from .digits import Digits
 from .objects import Toys
 from .photographs import Photographs
 from .report import dots, interval, percent, runs_of, spread
-from .routing_net import RoutingNet
+from .routing_net import needed_for_text
+from .sentiment import Sentiment, smollm2
 from .tasks import Task, study, with_options
 from .train import batch_on
 from .vision import n_params, rival_of
@@ -32,18 +34,19 @@ class Ground(NamedTuple):
     "A data set, what stands on it, and how long it is trained."
 
     task: Task  # its networks 'routing' and 'plain' are used
-    stem: dict  # channels, strides, padding of the convolutions
-    caps: dict  # n_types, n_parts
+    stem: dict  # channels, strides, padding of convolutions; of texts d_depth, d_emb, d_feat
+    caps: dict  # n_types, n_parts; of texts n_parts, d_cap
     recipe: dict  # of `train`: epochs, batch_size, ...
 
 
 _six = dict(channels=(32,) * 6, strides=(1, 2) * 3, padding=0)  # the stem of Heinsen (2019)
 _four = dict(channels=(32, 32, 64, 64), strides=(2, 1, 2, 1), padding=1)
 _sixteen = dict(n_types=16, n_parts=16)
+_four_layers = dict(d_depth=4, d_emb=576, d_feat=64)  # of SmolLM2-135M, and what reads them
 
 # %% ../../nbs/lab/64_shootout.ipynb #00000005
 def ground(
-    name: str,  # 'toys', 'eth80', 'mnist', 'fashion-mnist'
+    name: str,  # 'toys', 'eth80', 'mnist', 'fashion-mnist', 'treebank'
     scale: float = 1.0,  # of the number of epochs
 ) -> Ground:  # its files are looked for when it is opened
     "A ground by name; `ValueError` for one that there is not."
@@ -63,6 +66,12 @@ def ground(
             )
             for k in ('mnist', 'fashion-mnist')
         },
+        'treebank': lambda: Ground(
+            Sentiment('sst5', partial(smollm2, layers='11,14,17,20'), roots=True),
+            _four_layers,
+            dict(n_parts=16, d_cap=8),
+            dict(epochs=epochs(2), mixup=0.2, shift=0, batch_size=20),
+        ),
     }
     if name not in there:
         raise ValueError(f"ground must be one of {', '.join(map(repr, there))}, got {name!r}")
@@ -71,36 +80,50 @@ def ground(
 # %% ../../nbs/lab/64_shootout.ipynb #00000007
 def _shape_of(
     g: Ground,
-) -> dict:  # n_classes and in_channels
-    return dict(n_classes=len(g.task.names), in_channels=getattr(g.task, 'channels', 1))
+) -> dict:  # n_classes, and of pictures in_channels
+    channels = {} if 'd_emb' in g.stem else dict(in_channels=getattr(g.task, 'channels', 1))
+    return dict(n_classes=len(g.task.names), **channels)
+
+
+def _size_of(
+    g: Ground,
+    **options,  # of its network of routings
+) -> int:  # parameters
+    return n_params(g.task.networks['routing'].cls(**_shape_of(g), **options))
+
+
+def _widened(
+    g: Ground,
+    by: int,  # channels or features
+) -> dict:  # the stem with another last width
+    if 'd_feat' in g.stem:
+        return g.stem | dict(d_feat=g.stem['d_feat'] + by)
+    *before, last = g.stem['channels']
+    return g.stem | dict(channels=(*before, last + by))
 
 
 def evened(
     g: Ground,  # where
     routing: str,  # of `all_routings`
-    **options,  # of `RoutingNet`
-) -> dict:  # options of `RoutingNet`, stem and capsules too
-    "A network of a routing with as many parameters as the D-step's, as nearly as a channel allows."
-    both = _shape_of(g) | g.caps
-    wanted = n_params(RoutingNet(**both, **g.stem))
-    *before, last = g.stem['channels']
-
-    def made(c):
-        return g.stem | dict(channels=(*before, c)) | g.caps | dict(routing=routing, **options)
-
-    def off(c):
-        return abs(n_params(RoutingNet(**_shape_of(g), **made(c))) - wanted)
-
-    return made(min(range(max(1, last - 8), last + 9), key=off))
+    **options,  # of the ground's network of routings
+) -> dict:  # all of its options, stem and capsules too
+    "A network of a routing with as many parameters as the D-step's, as nearly as a width allows."
+    wanted = _size_of(g, **g.caps, **g.stem)
+    if 'd_emb' in g.stem and routing in needed_for_text:
+        options = dict(settings=needed_for_text[routing]) | options
+    made = lambda by: _widened(g, by) | g.caps | dict(routing=routing, **options)
+    last = g.stem['d_feat'] if 'd_feat' in g.stem else g.stem['channels'][-1]
+    widths = range(max(-12, 1 - last), 13)
+    return made(min(widths, key=lambda by: abs(_size_of(g, **made(by)) - wanted)))
 
 # %% ../../nbs/lab/64_shootout.ipynb #00000008
 def plain_options(
     g: Ground,  # where
-) -> dict:  # options of `PlainCNN`
+) -> dict:  # options of the ground's network without capsules
     "The same stem without capsules, as large as the D-step's network."
-    wanted = n_params(RoutingNet(**_shape_of(g), **g.caps, **g.stem))
-    net = rival_of(wanted, **_shape_of(g), **g.stem)
-    return g.stem | dict(n_hidden=net.hidden[1].out_channels)
+    wanted, plain = _size_of(g, **g.caps, **g.stem), g.task.networks['plain'].cls
+    net = rival_of(wanted, plain, **_shape_of(g), **g.stem)
+    return g.stem | dict(n_hidden=net.classify.in_features)
 
 # %% ../../nbs/lab/64_shootout.ipynb #0000000b
 def blind(
@@ -199,7 +222,7 @@ def shoot_out(
 # %% ../../nbs/lab/64_shootout.ipynb #00000012
 def _held(
     net,  # in training mode
-    batch: dict,  # images and labels
+    batch: dict,  # what it takes, and labels
 ) -> int:  # bytes that autograd keeps for the backward pass, parameters not counted
     seen = {}
     own = {p.data_ptr() for p in net.parameters()}
