@@ -742,7 +742,6 @@ def shootout(
     print(f"{shoot.standings(record)}\n\nlook at {record.with_suffix('.png')}")
 
 
-<<<<<<< HEAD
 def study_overlap(
     data: Annotated[str, option("'mnist', or 'digits', 8x8.")] = 'mnist',
     pairs: Annotated[
@@ -836,7 +835,8 @@ def study_distortion(
     for key, found in record.get('test accuracy', {}).items():
         print(f"{key}: moved {record['clean accuracy'][key]:.1%}, affine {found:.1%}")
     save_pictures(path, robustness=lab.plot_robustness(record))
-=======
+
+
 def plateau(
     only: Annotated[
         list[str] | None,
@@ -897,7 +897,6 @@ def depth(
     )
     if is_first():
         print(room('lab.depth').depth_table(out))
->>>>>>> main
 
 
 def beside(
@@ -1043,7 +1042,6 @@ def make_app() -> typer.Typer:
     app.command('ablate', short_help=short)(entrance(ablate))
     short = 'Compare every routing on one stem.'
     app.command('shootout', short_help=short)(entrance(shootout))
-<<<<<<< HEAD
     study = typer.Typer(help='Try a claim of the papers; one sub-command for each.', **plain)
     app.add_typer(study, name='study')
     study.callback()(lambda: None)
@@ -1051,11 +1049,9 @@ def make_app() -> typer.Typer:
     study.command('overlap', short_help=short)(entrance(study_overlap))
     short = 'Shift, rotation, scale, noise, occlusion; affine digits.'
     study.command('distortion', short_help=short)(entrance(study_distortion))
-=======
     short = 'Watch why matrix capsules learn late.'
     app.command('plateau', short_help=short)(entrance(plateau))
     short = 'How many layers of capsules can be trained?'
     app.command('depth', short_help=short)(entrance(depth))
->>>>>>> main
     app.command('bench', short_help='Time and memory of everything fast.')(entrance(bench))
     return app
