@@ -41,6 +41,7 @@ _floors = {  # floor -> its rooms; of rooms that share a name the later floor's 
         'losses',
         'matrix_caps',
         'objects',
+        'overlap',
         'photographs',
         'pictures',
         'report',

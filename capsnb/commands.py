@@ -849,6 +849,101 @@ def study_attacks(
     print(f"{attacks.attack_lines(record)}\n\nlook at {record.with_suffix('.png')}")
 
 
+def study_overlap(
+    data: Annotated[str, option("'mnist', or 'digits', 8x8.")] = 'mnist',
+    pairs: Annotated[
+        int, option('Training pairs of an epoch, drawn anew in each.', min=1)
+    ] = 60_000,
+    held: Annotated[int, option('Pairs of validation, and of the test.', min=1)] = 10_000,
+    epochs: Annotated[int, option('Times so many pairs.', min=1)] = 20,
+    seeds: Annotated[int, option('Final runs of each network.', min=1)] = 3,
+    published: Annotated[
+        bool, option("Networks of the paper's size; a laptop's if not given.", '--published')
+    ] = False,
+    out: Annotated[Path, option('Folder of the record; finished runs are kept.')] = Path(
+        'runs/overlap'
+    ),
+    folder: Annotated[
+        Path | None,
+        unset('MNIST: folder of the files; else CAPSNB_DATA, or a download.', '--data-folder'),
+    ] = None,
+    device: Device = None,
+    progress: Progress = None,
+):
+    """MultiMNIST: which two digits are there, one on top of the other (Sabour 2017, section 6)?
+
+    CapsNet and a CNN as large with sigmoids: equal search and budget, then fresh seeds; errors by
+    degree of overlap; both digits drawn from their capsules. Goes on where it was stopped."""
+    lab = room('lab.overlap')
+    how = dict(n=pairs, n_held=held, small=not published, folder=folder)
+    task, kw = lab.MultiDigits(data, **how), dict(device=device, progress=progress)
+    path = lab.overlap_study(out, tuple(range(seeds)), epochs, task, **kw)
+    if not is_first():
+        return
+    record = json.loads(path.read_text(encoding='utf-8'))
+    for key, found in record['tested'].items():
+        print(
+            f"{key}: {found['error']:.1%} of {found['n']:,} pairs misread, "
+            f"{found['digit_error']:.1%} of the digits"
+        )
+    save_pictures(
+        path,
+        overlap=lab.plot_by_overlap(record),
+        **{k: lab.plot_drawn(v) for k, v in record['drawn'].items() if v},
+    )
+
+
+def save_pictures(
+    path: Path,  # of a record
+    **figures,  # name -> matplotlib figure
+):
+    "Pictures beside a record."
+    for name, figure in figures.items():
+        picture = path.with_name(f"{path.stem}_{name.replace(' ', '_')}.png")
+        figure.savefig(picture, dpi=120)
+        print(f'look at {picture}')
+
+
+def study_distortion(
+    data: Annotated[
+        str, option("'mnist', 'fashion-mnist', 'toys', 'eth80', or 'affnist'.")
+    ] = 'mnist',
+    only: Annotated[
+        list[str] | None,
+        unset("A routing, 'cnn', or of affnist 'capsnet'; may be repeated. All if not given."),
+    ] = None,
+    seeds: Annotated[int, option('Final runs of each contestant.', min=1)] = 3,
+    scale: Annotated[float, option('Multiplies the number of epochs.', min=0.01)] = 1.0,
+    pictures: Annotated[int, option('Test pictures for the curves.', min=1)] = 1000,
+    until: Annotated[
+        float, option('affnist: validation accuracy on moved digits that ends training.')
+    ] = 0.9923,
+    published: Annotated[
+        bool, option("affnist: networks of the paper's size.", '--published')
+    ] = False,
+    out: Annotated[
+        Path, option('Folder of the records; finished runs are kept, those of a shoot-out too.')
+    ] = Path('runs/distortion'),
+    device: Device = None,
+    progress: Progress = None,
+):
+    """Accuracy against shift, rotation, scale, noise and occlusion, for every routing on one stem.
+
+    affnist: trained on moved digits until a level, tested on affine ones (Sabour 2017, 5.2).
+    Goes on where it was stopped."""
+    lab = room('lab.overlap')
+    task = lab.AffineDigits(small=not published, until=until) if data == 'affnist' else None
+    how = dict(task=task, device=device, progress=progress)
+    who, numbers = tuple(only or ()) or None, tuple(range(seeds))
+    path = lab.distortion_study(data, out, who, numbers, scale, pictures, **how)
+    if not is_first():
+        return
+    record = json.loads(path.read_text(encoding='utf-8'))
+    for key, found in record.get('test accuracy', {}).items():
+        print(f"{key}: moved {record['clean accuracy'][key]:.1%}, affine {found:.1%}")
+    save_pictures(path, robustness=lab.plot_robustness(record))
+
+
 def plateau(
     only: Annotated[
         list[str] | None,
@@ -1060,6 +1155,12 @@ def make_app() -> typer.Typer:
     for name, command, short in (
         ('viewpoint', study_viewpoint, 'Trained on some viewpoints, tested on others.'),
         ('attacks', study_attacks, 'Pictures changed so that networks err.'),
+        ('overlap', study_overlap, 'Two digits, one on top of the other.'),
+        (
+            'distortion',
+            study_distortion,
+            'Shift, rotation, scale, noise, occlusion; affine digits.',
+        ),
         ('plateau', plateau, 'Why matrix capsules learn late.'),
         ('depth', depth, 'How many layers of capsules can be trained?'),
     ):

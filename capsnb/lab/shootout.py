@@ -25,8 +25,9 @@ from .vision import n_params, rival_of
 from ..zoo.routers import all_routings
 
 # %% auto #0
-__all__ = ['rates', 'norms_tried', 'Ground', 'ground', 'evened', 'plain_options', 'blind', 'candidates', 'chosen', 'shoot_out',
-           'costs', 'apart', 'ranked', 'standings', 'across', 'plot_shootout', 'measure_costs', 'plot_against_cost']
+__all__ = ['rates', 'norms_tried', 'Ground', 'ground', 'evened', 'plain_options', 'blind', 'candidates', 'chosen', 'race',
+           'shoot_out', 'costs', 'apart', 'ranked', 'standings', 'across', 'plot_shootout', 'measure_costs',
+           'plot_against_cost']
 
 # %% ../../nbs/lab/64_shootout.ipynb #00000004
 class Ground(NamedTuple):
@@ -172,7 +173,7 @@ def chosen(
     return max(found, key=lambda k: statistics.mean(run['valid_accuracy'] for run in found[k]))
 
 # %% ../../nbs/lab/64_shootout.ipynb #0000000e
-def _race(
+def race(
     g: Ground,  # where
     rows_of: dict,  # contestant -> its `candidates`
     path: Path,  # JSON file of the final runs; that of the search lies beside it
@@ -180,6 +181,7 @@ def _race(
     runs: Path,  # folder of the runs
     **same,  # of `study`, for all
 ) -> dict:  # contestant -> metrics of the final runs
+    "Each contestant's best row by a short run, then with fresh seeds; test data open at the end."
     found, searched = {}, path.with_name(f'{path.stem}_search.json')
     for who, rows in rows_of.items():
         trials = {k: row | dict(epochs=max(1, row['epochs'] // 2)) for k, row in rows.items()}
@@ -217,7 +219,7 @@ def shoot_out(
     kind = 'networks' if networks else 'shootout'
     rows_of = {k: candidates(g, k, **tried, whole=bool(networks)) for k in who}
     path, folder = out / f'{kind}_{name}.json', Path(runs) / name
-    return _race(g, rows_of, path, seeds, folder, command=told, settings=settings, **kw)
+    return race(g, rows_of, path, seeds, folder, command=told, settings=settings, **kw)
 
 # %% ../../nbs/lab/64_shootout.ipynb #00000012
 def _held(

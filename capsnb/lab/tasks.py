@@ -205,6 +205,8 @@ known = {
     'smallnorb': 'capsnb.lab.objects:smallnorb',
     'eth80': 'capsnb.lab.photographs:eth80',
     'cifar10': 'capsnb.lab.pictures:cifar10',
+    'multi-mnist': 'capsnb.lab.overlap:multi_mnist',
+    'affnist': 'capsnb.lab.overlap:affnist',
     'sst5': 'capsnb.lab.sentiment:sst5',
     'sst2': 'capsnb.lab.sentiment:sst2',
 }  # short name -> where the task is

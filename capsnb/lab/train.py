@@ -56,7 +56,7 @@ from capsnb.lab.runs import (
 # %% auto #0
 __all__ = ['honoured', 'load_digits_split', 'dice', 'shift_images', 'pictures', 'columns_of', 'BaseDeck', 'Deck', 'mixup',
            'MixupCollator', 'cycle_height', 'SingleCycle', 'Diverged', 'Ledger', 'SealHook', 'DealHook', 'ProgressHook',
-           'StopHook', 'BarHook', 'accuracy', 'quiet_transformers', 'training_arguments', 'make_trainer',
+           'UntilHook', 'StopHook', 'BarHook', 'accuracy', 'quiet_transformers', 'training_arguments', 'make_trainer',
            'check_recipe', 'fingerprint', 'Stopped', 'rehearse', 'batch_on', 'history_of', 'run_training', 'fit_decks',
            'fit', 'repeat', 'summary', 'in_words']
 
@@ -262,6 +262,7 @@ class BaseDeck(torch.utils.data.Dataset):
     labels: Tensor  # [n]
     seed: int | None = None  # of augmentation; None: none, as for validation
     epoch: int = 0  # whose dice are thrown
+    until: float | None = None  # validation: accuracy that ends training; None: it goes on
 
     def deal(
         self,
@@ -553,6 +554,20 @@ class ProgressHook(_Hook):
     def on_step_begin(self, args, state, control, **_):
         self.net.set_progress(state.global_step, state.max_steps)
 
+# %% ../../nbs/lab/48_train.ipynb #3365ac8e
+class UntilHook(_Hook):
+    "Ends training after the first epoch that validates so well."
+
+    def __init__(
+        self,
+        level: float,  # accuracy
+    ):
+        self.level = level
+
+    def on_evaluate(self, args, state, control, metrics=None, **_):
+        if metrics.get('eval_accuracy', 0) >= self.level:
+            control.should_training_stop = True
+
 # %% ../../nbs/lab/48_train.ipynb #00000029
 class StopHook(_Hook):
     "Ends training at the next step, with a checkpoint, when a signal came."
@@ -789,7 +804,7 @@ def make_trainer(
         eval_dataset=valid,
         data_collator=collator,
         compute_metrics=accuracy,
-        callbacks=hooks,
+        callbacks=[*hooks, *_until_hooks(valid)],
         optimizers=(torch.optim.RAdam(net.parameters(), lr=cycle['lr'][0]), None),
     )
     trainer.cycle, trainer.ledger, trainer.watched = cycle, ledger, watch or {}
@@ -1334,6 +1349,13 @@ def _progress_hooks(
     net: nn.Module,  # that may want to know how far training has come
 ) -> list:  # one, or none
     return [ProgressHook(net)] if hasattr(net, 'set_progress') else []
+
+
+def _until_hooks(
+    held,  # validation data; None: none
+) -> list:  # one, or none
+    level = getattr(held, 'until', None)
+    return [] if level is None else [UntilHook(level)]
 
 # %% ../../nbs/lab/48_train.ipynb #841d670b
 def _batches_of(
