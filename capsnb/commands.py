@@ -734,6 +734,44 @@ def shootout(
     print(f"{shoot.standings(record)}\n\nlook at {record.with_suffix('.png')}")
 
 
+def study_poses(
+    data: Annotated[str, option("'toys' or 'eth80': objects whose angles are known.")] = 'toys',
+    only: Annotated[
+        list[str] | None,
+        unset("'dstep', 'decoder', 'equivariance', 'cnn', ...; may be repeated. All if not given."),
+    ] = None,
+    seeds: Annotated[int, option('Runs of each network.', min=1)] = 2,
+    scale: Annotated[float, option('Multiplies the number of epochs.', min=0.01)] = 1.0,
+    weights: Annotated[
+        Path | None,
+        unset(
+            "The author's published smallNORB weights: draws figures 4, 6, 7 and 9 for them, "
+            "on 'smallnorb' or 'toys'; trains nothing."
+        ),
+    ] = None,
+    out: Annotated[Path, option('Folder of the record; finished runs are kept.')] = Path(
+        'runs/poses'
+    ),
+    device: Device = None,
+    progress: Progress = None,
+):
+    """What capsules know of the pose: R² of azimuth and elevation on unknown objects.
+
+    Trains one network after another; a study that was stopped goes on with the same command."""
+    poses = room('lab.poses')
+    if weights is not None:
+        drawn = poses.published_figures(weights, data, out)
+        print('look at ' + ', '.join(map(str, drawn)))
+        return
+    how = dict(scale=scale, runs=out / 'runs', device=device, progress=progress)
+    poses.study_poses(data, out, tuple(only or ()) or None, tuple(range(seeds)), **how)
+    if not is_first():
+        return
+    drawn = poses.draw_study(data, out)
+    record = room('data.files').read_json(out / f'poses_{data}.json')
+    print(f"{poses.pose_table(record)}\n\nlook at {', '.join(map(str, drawn))}")
+
+
 def beside(
     commit: str,  # older code
     out: Path,  # file of the record
@@ -877,5 +915,10 @@ def make_app() -> typer.Typer:
     app.command('ablate', short_help=short)(entrance(ablate))
     short = 'Compare every routing on one stem.'
     app.command('shootout', short_help=short)(entrance(shootout))
+    study = typer.Typer(help='Try a claim of the papers; one sub-command for each.', **plain)
+    app.add_typer(study, name='study')
+    study.callback()(lambda: None)
+    short = 'What capsules know of azimuth and elevation, on unknown objects.'
+    study.command('poses', short_help=short)(entrance(study_poses))
     app.command('bench', short_help='Time and memory of everything fast.')(entrance(bench))
     return app
