@@ -742,6 +742,10 @@ def study_poses(
     ] = None,
     seeds: Annotated[int, option('Runs of each network.', min=1)] = 2,
     scale: Annotated[float, option('Multiplies the number of epochs.', min=0.01)] = 1.0,
+    take: Annotated[
+        Path | None,
+        unset("Runs of `capsnb shootout` on the same data: what is there is not trained again."),
+    ] = None,
     weights: Annotated[
         Path | None,
         unset(
@@ -763,7 +767,7 @@ def study_poses(
         drawn = poses.published_figures(weights, data, out)
         print('look at ' + ', '.join(map(str, drawn)))
         return
-    how = dict(scale=scale, runs=out / 'runs', device=device, progress=progress)
+    how = dict(scale=scale, runs=out / 'runs', take=take, device=device, progress=progress)
     poses.study_poses(data, out, tuple(only or ()) or None, tuple(range(seeds)), **how)
     if not is_first():
         return

@@ -6,6 +6,7 @@
 from __future__ import annotations
 import functools
 import itertools
+import json
 import math
 import statistics
 from pathlib import Path
@@ -23,9 +24,10 @@ from .objects import PairMixup, Toys
 from .photographs import Photographs
 from .report import plot_history
 from .routing_net import RoutingNet
+from .runs import read_whole
 from .shootout import Ground, evened, ground, plain_options
 from .tasks import Net, load_run, study, task_named, with_options
-from .train import dice
+from .train import dice, repeat
 from .vision import SmallNORBNet, answer, norb_trunk
 from ..routing.dstep import Routed
 
@@ -445,6 +447,7 @@ def study_poses(
     *,
     scale: float = 1.0,  # of the number of epochs
     runs: str | Path = 'runs/poses',  # folder of the runs
+    take: str | Path | None = None,  # folder of the shoot-out's runs, not to be trained again
     g: Ground | None = None,  # None: the ground of that name
     **kw,  # of `train`: device, progress
 ) -> dict:  # the record: runs, probes, truth
@@ -457,16 +460,41 @@ def study_poses(
     settings = dict(ground=name, scale=scale, stem=g.stem, caps=g.caps, recipe=g.recipe)
     settings |= dict(probes=dict(fitted='train', chosen='validation', told='test'))
     told = f'capsnb study poses --data {name} --scale {scale:g} --seeds {len(seeds)}'
-    folder = Path(runs) / name
-    study(g.task, rows, path, seeds, runs=folder, command=told, settings=settings, **kw)
+    told += '' if take is None else f' --take runs/shootout/runs/{name}'
+    own = {k: v for k, v in rows.items() if take is None or k not in _shared}
+    folder = {k: Path(runs) / name if k in own else Path(take).expanduser() for k in rows}
+    how = dict(runs=Path(runs) / name, command=told, settings=settings)
+    study(g.task, own, path, seeds, **how, **kw)
+    for who in rows.keys() - own.keys():
+        repeat(_taken, path, who, seeds, folder[who], told, **rows[who])
     data = {k: g.task.open(k) for k in ('train', 'validation', 'test')}
     columns = {k: angles_of(g.task, d) for k, d in data.items()}
     for seed, who in itertools.product(seeds, rows):
-        _probe_run(path, g, who, seed, rows[who], folder, data, columns)
+        _probe_run(path, g, who, seed, rows[who], folder[who], data, columns)
     return read_json(path, runs=dict, probes=dict, truth=dict)
 
 # %% ../../nbs/lab/68_poses.ipynb #00000024
-_controls = ('dstep', 'larger pose', 'em', 'dynamic', 'cnn')  # networks that begin differently
+_shared = ('dstep', 'em', 'dynamic', 'cnn')  # with the shoot-out
+_controls = (*_shared, 'larger pose')  # networks that begin differently
+
+
+def _taken(
+    seed: int,  # of the run
+    out: Path,  # its folder
+    resume: bool = True,  # not used: it is finished
+    net: str = '',  # not used: the options say more
+    options: dict | None = None,  # of `pose_rows`
+    **recipe,  # that it must have had
+) -> dict:  # its metrics
+    "A run of the shoot-out; `ValueError` for one with other options or another recipe."
+    metrics = read_whole(Path(out) / 'metrics.json', options=dict)
+    options = (options or {}).get('caps', options)
+    kept = {k: v for k, v in metrics['options'].items() if (k, v) != ('norm', 'none')}
+    wanted = dict(recipe, seed=seed, options=options)
+    found = {k: metrics.get(k) for k in recipe} | dict(seed=metrics['seed'], options=kept)
+    if found != (wanted := json.loads(json.dumps(wanted))):
+        raise ValueError(f"'{out}' is another run: expected {wanted}, got {found}")
+    return metrics
 
 
 def _probe_run(
@@ -475,7 +503,7 @@ def _probe_run(
     who: str,  # a contestant
     seed: int,  # of the run
     row: dict,  # of `study`
-    folder: Path,  # of the runs
+    folder: Path,  # of its runs
     data: dict,  # as for `read_all`
     columns: dict,  # as for `read_all`
 ):
