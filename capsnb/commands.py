@@ -699,11 +699,18 @@ def ablate(
 
 def shootout(
     data: Annotated[
-        str, typer.Argument(help="'toys', 'eth80', 'mnist' or 'fashion-mnist'.", metavar='DATA')
+        str,
+        typer.Argument(
+            help="'toys', 'eth80', 'mnist', 'fashion-mnist' or 'treebank'.", metavar='DATA'
+        ),
     ] = 'toys',
     only: Annotated[
         list[str] | None,
         unset("A routing, or 'cnn'; may be repeated. All if not given."),
+    ] = None,
+    network: Annotated[
+        list[str] | None,
+        unset("A network of the data's task, in its own size, instead; may be repeated."),
     ] = None,
     seeds: Annotated[int, option('Final runs of each routing.', min=1)] = 3,
     scale: Annotated[float, option('Multiplies the number of epochs.', min=0.01)] = 1.0,
@@ -726,12 +733,75 @@ def shootout(
             print(f"{name:14s} {1e3 * c['seconds']:7.1f} ms {c['bytes'] / 1e6:7.1f} MB")
         return
     how = dict(scale=scale, runs=out / 'runs', device=device, progress=progress)
+    how |= dict(networks=tuple(network or ()))
     shoot.shoot_out(data, out, tuple(only or ()) or None, tuple(range(seeds)), **how)
     if not is_first():
         return
-    record = out / f'shootout_{data}.json'
+    record = out / f"{'networks' if network else 'shootout'}_{data}.json"
     shoot.plot_shootout(record).savefig(record.with_suffix('.png'), dpi=120)
     print(f"{shoot.standings(record)}\n\nlook at {record.with_suffix('.png')}")
+
+
+def plateau(
+    only: Annotated[
+        list[str] | None,
+        unset("A row, e.g. '3 iterations'; may be repeated. All if not given."),
+    ] = None,
+    seeds: Annotated[int, option('Runs of each row.', min=1)] = 3,
+    epochs: Annotated[int, option('Times through 1,600 pairs.', min=1)] = 5,
+    out: Annotated[Path, option('File of the record; finished runs are kept.')] = Path(
+        'runs/plateau/plateau.json'
+    ),
+    device: Device = None,
+    progress: Progress = None,
+):
+    """What keeps matrix capsules from learning at first: watched runs on toys of 32 pixels.
+
+    Trains one network after another; a study that was stopped goes on with the same command."""
+    room('lab.plateau').plateau_study(
+        path=out,
+        seeds=tuple(range(seeds)),
+        only=tuple(only or ()) or None,
+        epochs=epochs,
+        runs=out.parent,
+        device=device,
+        progress=progress,
+    )
+    if is_first():
+        print(room('lab.plateau').plateau_table(out))
+
+
+def depth(
+    only: Annotated[
+        list[str] | None,
+        unset("A cure, e.g. 'norm', or 'no cure'; may be repeated. All if not given."),
+    ] = None,
+    layers: Annotated[int, option('The most layers below the classes; from 1 on.', min=1)] = 6,
+    seeds: Annotated[int, option('Runs of each row.', min=1)] = 3,
+    epochs: Annotated[int, option('Times through 1,600 pairs.', min=1)] = 4,
+    out: Annotated[Path, option('File of the record; finished runs are kept.')] = Path(
+        'runs/depth/depth.json'
+    ),
+    device: Device = None,
+    progress: Progress = None,
+):
+    """Deep networks of matrix capsules with and without cures, on toys of 32 pixels.
+
+    Trains one network after another; a study that was stopped goes on with the same command."""
+    told = f'capsnb depth --layers {layers} --seeds {seeds} --epochs {epochs}'
+    room('lab.depth').depth_study(
+        path=out,
+        depths=range(1, layers + 1),
+        seeds=tuple(range(seeds)),
+        only=tuple(only or ()) or None,
+        runs=out.parent,
+        command=told,
+        epochs=epochs,
+        device=device,
+        progress=progress,
+    )
+    if is_first():
+        print(room('lab.depth').depth_table(out))
 
 
 def study_poses(
@@ -919,6 +989,10 @@ def make_app() -> typer.Typer:
     app.command('ablate', short_help=short)(entrance(ablate))
     short = 'Compare every routing on one stem.'
     app.command('shootout', short_help=short)(entrance(shootout))
+    short = 'Watch why matrix capsules learn late.'
+    app.command('plateau', short_help=short)(entrance(plateau))
+    short = 'How many layers of capsules can be trained?'
+    app.command('depth', short_help=short)(entrance(depth))
     study = typer.Typer(help='Try a claim of the papers; one sub-command for each.', **plain)
     app.add_typer(study, name='study')
     study.callback()(lambda: None)

@@ -81,7 +81,7 @@ on_meta = dict(
     SmallNORBNet=lambda: (SmallNORBNet(), (torch.rand(2, 2, 48, 48),)),
     PlainCNN=lambda: (PlainCNN(), (torch.rand(2, 1, 28, 28),)),
     CapsNet=lambda: (CapsNet(channels=8, n_types=2), (torch.rand(2, 1, 28, 28),)),
-    MatrixCapsNet=lambda: (MatrixCapsNet(4, 2, 2, 2), (torch.rand(2, 2, 32, 32),)),
+    MatrixCapsNet=lambda: (MatrixCapsNet(4, 2, 2, 2, preset='paper'), (torch.rand(2, 2, 32, 32),)),
 )
 
 

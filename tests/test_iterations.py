@@ -31,7 +31,7 @@ takes = dict(
     ConvCaps=lambda t: ConvCaps(2, 3, n_iters=t),
     ClassCaps=lambda t: ClassCaps(2, 3, n_iters=t),
     CapsNet=lambda t: CapsNet(channels=4, n_types=2, n_iters=t),
-    MatrixCapsNet=lambda t: MatrixCapsNet(4, 2, 2, 2, n_iters=t),
+    MatrixCapsNet=lambda t: MatrixCapsNet(4, 2, 2, 2, preset='paper', n_iters=t),
     DStepNet=lambda t: DStepNet(n_iters=t),
     SmallNORBNet=lambda t: SmallNORBNet(n_iters=t),
     SSTNet=lambda t: SSTNet(d_depth=3, d_emb=8, n_classes=5, n_iters=t),

@@ -15,7 +15,7 @@ from capsnb.lab.tasks import with_options
 from capsnb.lab.train import fit_decks
 from capsnb.lab.vision import ConvTrunk, n_params, norb_trunk
 
-few = dict(A=6, B=2, C=3, D=3)
+few = dict(A=6, B=2, C=3, D=3, preset='paper')
 each_preset = pytest.mark.parametrize('preset', list(presets))
 
 
@@ -33,8 +33,8 @@ def toys(tmp_path_factory):
 
 def test_sizes_of_the_paper():
     assert (
-        n_params(MatrixCapsNet(32, 32, 32, 32)) == 316_650
-        and n_params(MatrixCapsNet(64, 8, 16, 16)) == 68_618
+        n_params(MatrixCapsNet(32, 32, 32, 32, preset='paper')) == 316_650
+        and n_params(MatrixCapsNet(64, 8, 16, 16, preset='paper')) == 68_618
     )
     assert n_params(Toys().make('matrix-caps')) == 68_618
 
@@ -221,7 +221,7 @@ def test_presets_start_as_their_sources_say():
         and n.caps[0].eps == 1e-9
         and n.caps[0].damping == 0
     )
-    n = MatrixCapsNet()
+    n = MatrixCapsNet(preset='paper')
     assert (
         {l.eps for l in (*n.caps, n.classes)} == {'300%'}
         and MatrixCapsNet(P=2).classes.eps == '100%'
@@ -234,6 +234,14 @@ def test_presets_start_as_their_sources_say():
     assert not n.classes.beta_a.any() and n.caps[0].lam == [
         0.01 * (1 - 0.95 ** (t + 1)) for t in range(3)
     ]
+
+
+def test_the_default_is_what_trains():
+    n, printed = MatrixCapsNet(6, 2, 3, 3), MatrixCapsNet(6, 2, 3, 3, preset='paper')
+    assert (n.norm, n.loss, n.lam) == ('batch', 'logits', 'none') and n.classes.lam[0] > 0.1
+    assert (printed.norm, printed.loss, printed.lam) == ('none', 'spread', 'schedule')
+    x, y = torch.randn(4, 2, 32, 32), torch.tensor([0, 1, 2, 3])
+    assert_close(n(x, y)['loss'], F.cross_entropy(n(x).score, y))
 
 
 def test_first_layers_start_as_google_says():

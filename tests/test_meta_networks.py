@@ -16,7 +16,7 @@ one_class, all_classes = torch.tensor([1, 0]), torch.tensor([[0.25, 0.75, 0.0], 
 
 
 def matrix(**kw):
-    return lambda: (MatrixCapsNet(2, 2, 2, 2, 3, **kw), (torch.rand(pairs),))
+    return lambda: (MatrixCapsNet(2, 2, 2, 2, 3, **dict(preset='paper') | kw), (torch.rand(pairs),))
 
 
 def capsnet(**kw):

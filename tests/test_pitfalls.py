@@ -56,7 +56,7 @@ def test_pitfall_2_one_temperature_cannot_serve_parents_with_much_and_with_littl
 
 
 def test_pitfall_2_classes_of_the_network_do_get_ten_times_the_data():
-    n = MatrixCapsNet(64, 8, 16, 16)
+    n = MatrixCapsNet(64, 8, 16, 16, preset='paper')
     x = torch.randn(1, 2, 32, 32)
     with torch.no_grad():
         x = n.primary(n.conv(x).relu())
@@ -204,14 +204,14 @@ def test_pitfall_8_squash_has_a_value_and_a_gradient_at_0():
 
 
 def test_pitfall_checkpoints_without_betas():
-    names = set(MatrixCapsNet(6, 2, 3, 3).state_dict())
+    names = set(MatrixCapsNet(6, 2, 3, 3, preset='paper').state_dict())
     assert {
         f'{l}.{b}' for l in ('caps.0', 'caps.1', 'classes') for b in ('beta_a', 'beta_u')
     } <= names
 
 
 def test_pitfall_batch_size_image_size_and_coordinates_baked_in():
-    n = MatrixCapsNet(6, 2, 3, 3, in_channels=1)
+    n = MatrixCapsNet(6, 2, 3, 3, in_channels=1, preset='paper')
     with torch.no_grad():
         for shape in ((1, 1, 17, 17), (3, 1, 24, 41)):
             assert n(torch.randn(shape)).mu.shape == (shape[0], 5, 4, 4)

@@ -22,7 +22,7 @@ nets = dict(
     BaselineCNN=lambda: (BaselineCNN(3, 1, 12), picture),
     CapsNet=lambda: (CapsNet(3, (1, 12, 12), 4, (3, 3), 2, 2, 4, 4, decoder=(8,)), picture),
     MatrixCapsNet=lambda: (
-        MatrixCapsNet(4, 2, 2, 2, E=3, P=2, in_channels=1, size=18),
+        MatrixCapsNet(4, 2, 2, 2, E=3, P=2, in_channels=1, size=18, preset='paper'),
         dict(images=torch.rand(7, 1, 18, 18)),
     ),
     SSTNet=lambda: (

@@ -5,6 +5,7 @@
 # %% ../../nbs/lab/63_depth.ipynb #00000003
 from __future__ import annotations
 import copy
+import statistics
 from pathlib import Path
 from typing import Iterable, NamedTuple
 import torch
@@ -12,12 +13,14 @@ from torch import nn
 from ..core import palette, plot_style
 from ..data.files import read_json
 from .matrix_caps import MatrixCapsNet
-from .objects import toys
+from .objects import Toys
+from .report import percent, runs_of
 from .tasks import Task, study
 from .train import summary
 
 # %% auto #0
-__all__ = ['cures', 'LayerSize', 'layer_sizes', 'depth_rows', 'depth_study', 'sizes_over_steps', 'plot_sizes', 'depth_table']
+__all__ = ['cures', 'LayerSize', 'layer_sizes', 'depth_rows', 'depth_study', 'sizes_over_steps', 'plot_sizes', 'depth_table',
+           'plot_depth']
 
 # %% ../../nbs/lab/63_depth.ipynb #00000006
 class LayerSize(NamedTuple):
@@ -51,6 +54,7 @@ cures = {  # what they change of `matrix-caps-norb`
     'no cure': dict(norm='none'),
     'identity': dict(norm='none', start='identity'),
     'bias': dict(norm='none', bias=True),
+    'scale': dict(norm='none', lam='learned'),
     'norm': dict(norm='batch'),
     'all three': dict(norm='batch', start='identity', bias=True),
 }
@@ -62,7 +66,7 @@ def depth_rows(
     **options,  # of all networks
 ) -> dict:  # name -> row, as for `study`
     "Networks of every depth with every cure."
-    types = dict(B=16, C=16, D=16)
+    types = dict(stem=dict(channels=(32,) * 3, strides=(2,) * 3, padding=0), B=8, C=8, D=8)
     return {
         f'{cure}, depth {n}': dict(options=types | options | dict(depth=n) | cures[cure])
         for cure in only or cures
@@ -71,7 +75,7 @@ def depth_rows(
 
 # %% ../../nbs/lab/63_depth.ipynb #0000000b
 def depth_study(
-    task: Task = toys,  # with a network matrix-caps-norb
+    task: Task = Toys(size=32, subset=2000),  # with a network matrix-caps-norb
     path: str | Path = 'runs/depth/depth.json',  # collects the runs
     depths: Iterable[int] = range(7),  # layers between primary capsules and classes
     seeds: tuple = (0, 1, 2),  # one run of each row for each
@@ -84,7 +88,7 @@ def depth_study(
     "Accuracy by depth and cure; what the file holds is kept."
     rows = depth_rows(depths, only, **(options or {}))
     settings = dict(task=task.note('matrix-caps-norb'), options=options)
-    settings |= {k: v for k, v in recipe.items() if k not in ('device', 'progress')}
+    settings |= {k: v for k, v in recipe.items() if k not in ('device', 'progress', 'command')}
     how = dict(runs=runs, settings=settings, net='matrix-caps-norb', **recipe)
     return {k: summary(v) for k, v in study(task, rows, path, seeds, **how).items()}
 
@@ -139,3 +143,24 @@ def depth_table(
         valid = sum(100 * r['valid_accuracy'] for r in each) / len(each)
         lines.append(f"{name:22s}{valid:12.1f}{s['test']:8.1f}{s['n']:7d}{size:12,d}")
     return '\n'.join(lines)
+
+# %% ../../nbs/lab/63_depth.ipynb #00000016
+def plot_depth(
+    path: str | Path,  # of `depth_study`
+    key: str = 'valid_accuracy',  # or 'test_accuracy'
+):  # matplotlib figure
+    "Accuracy by depth for each cure: a dot a run, lines through the means."
+    plt, found = plot_style(), {}
+    for name, runs in runs_of(path).items():
+        cure, _, depth = name.rpartition(', depth ')
+        found.setdefault(cure, {})[int(depth)] = percent(runs, key)
+    fig, ax = plt.subplots(figsize=(6.4, 3), layout='constrained')
+    for k, (cure, at) in enumerate(found.items()):
+        style = dict(color=palette[k], marker='osD^vX'[k % 6])
+        y = [statistics.mean(v) for v in at.values()]
+        ax.plot(list(at), y, ls=('-', '--', ':', '-.')[k % 4], label=cure, **style)
+        for depth, values in at.items():
+            ax.plot([depth] * len(values), values, ls='', ms=4, alpha=0.4, **style)
+    ax.set(xlabel='layers below the classes', ylabel='accuracy, %')
+    fig.legend(loc='outside right center')
+    return fig

@@ -76,7 +76,8 @@ def _networks_at(
     small = side == 8
     trunk = dict(channels=(32, 32, 64, 64), strides=(1, 2, 1, 1) if small else (2, 1, 2, 1))
     capsules = dict(zip('ABCD', (32, 8, 8, 8) if small else (64, 8, 16, 16)))
-    capsules |= dict(E=10, in_channels=1, size=max(20, side), n_iters=2, loss='crossent')
+    capsules |= dict(E=10, in_channels=1, size=max(20, side), n_iters=2)
+    capsules |= dict(preset='paper', loss='crossent')
     on_trunk = dict(stem=trunk, B=16, E=10, in_channels=1, size=side, n_iters=2)
     on_trunk |= dict(depth=0, preset='normalised')
     shape = dict(image_shape=(1, side, side), **(_few_pixels if small else {}))

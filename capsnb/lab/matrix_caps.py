@@ -244,7 +244,7 @@ class MatrixCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules'
         P: int = 4,  # side of a pose
         n_iters: int = 3,  # iterations of all routings
         in_channels: int = 2,  # 2: a stereo pair
-        preset: str = 'paper',  # or 'gritzman', 'google', 'normalised': see the table above
+        preset: str = 'normalised',  # or 'paper', 'gritzman', 'google': see the table above
         pose: str = 'matrix',  # or 'vector': P² elements in one row
         loss: str | None = None,  # a name of `losses`; None: the preset's
         coordinates: bool = True,  # whether votes for classes get Coordinate Addition

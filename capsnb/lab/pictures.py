@@ -46,7 +46,7 @@ class Pictures(Task):
         'dstep': Net(DStepNet, _trunk, _usual | dict(lr=(1e-5, 1e-2))),
         'matrix-caps': Net(
             MatrixCapsNet,
-            _capsules | dict(in_channels=3, n_iters=2, loss='crossent'),
+            _capsules | dict(in_channels=3, n_iters=2, preset='paper', loss='crossent'),
             _usual | dict(lr=(1e-5, 5e-2)),
         ),
         'cnn': Net(PlainCNN, _trunk, _usual | dict(lr=(1e-5, 1e-2)), _as_large_as_dstep),

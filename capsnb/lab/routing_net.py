@@ -5,14 +5,16 @@
 # %% ../../nbs/lab/50_routing_net.ipynb #00000002
 from __future__ import annotations
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from ..engine.layers import at_least_1
-from .vision import CapsuleHeads, ConvTrunk, HubMixin, answer, n_params
+from .text import SSTNet, TextStem, as_parts, by_length
+from .vision import CapsuleHeads, ConvTrunk, HubMixin, Scores, answer, n_params
 from ..routing.dstep import Routed
 from ..zoo.routers import CapsNorm, all_routings, routing_layer
 
 # %% auto #0
-__all__ = ['RoutingNet']
+__all__ = ['needed_for_text', 'RoutingNet', 'RoutingText', 'PlainText']
 
 # %% ../../nbs/lab/50_routing_net.ipynb #00000006
 class RoutingNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'routing']):
@@ -67,3 +69,84 @@ class RoutingNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', '
             layers.append(Routed(*norm(out[0], out[1]), out[2]))
         top = layers[-1]
         return [*layers[:-1], top._replace(a=self.scale * top.a)]
+
+# %% ../../nbs/lab/50_routing_net.ipynb #15e70011
+needed_for_text = {'kmeans-hard': dict(loop='em')}  # settings, or no gradient reaches the maps
+
+
+class RoutingText(TextStem, HubMixin, library_name='capsnb', tags=['capsules', 'routing']):
+    "Hidden states of a transformer, and two layers of one routing."
+
+    def __init__(
+        self,
+        d_depth: int = 37,  # l: hidden states per token
+        d_emb: int = 1280,  # m: their width
+        n_classes: int = 5,  # classes
+        d_feat: int = 64,  # features that are read from a hidden state
+        d_cap: int = 2,  # width of parts and classes
+        n_parts: int = 64,  # capsules between tokens and classes
+        routing: str = 'dstep',  # of `all_routings`
+        n_iters: int = 3,  # iterations of both routings
+        norm: str = 'none',  # of scores and poses after both routings, see `CapsNorm`
+        settings: dict | None = None,  # of the routing alone
+        dropout: float = 0.0,  # share of the features left out in training
+    ):
+        super().__init__(d_depth, d_emb, d_feat, dropout)
+        own = dict(n_iters=n_iters, **(settings or {}))
+        if lacking := dict(needed_for_text.get(routing, {}).items() - own.items()):
+            raise ValueError(
+                f"{routing!r} reads texts only with settings={lacking}: its own scores are made of "
+                "hard shares and of constant scores of tokens, so that no gradient reaches a map"
+            )
+        first = routing_layer(routing, 1, d_feat, d_cap, None, n_parts, **own)
+        second = routing_layer(routing, 1, d_cap, d_cap, n_parts, n_classes, **own)
+        self.routings = nn.ModuleList([first, second])
+        self.norms = nn.ModuleList(CapsNorm(j, norm) for j in (n_parts, n_classes))
+        self.scale = nn.Parameter(torch.ones(())) if norm != 'none' else 1.0
+
+    def forward(
+        self,
+        mask: Tensor,  # [b, n] in [0, 1]
+        embs: Tensor,  # [b, n, l, m]; or packed: [t, l, m], the tokens alone, text after text
+        labels: Tensor | None = None,  # [b] or [b, n_classes]
+        lam: Tensor | None = None,  # mixup: [], see `blend`
+        partner: Tensor | None = None,  # mixup: [b], see `blend`
+    ):  # Routed(a [b, k], mu [b, k, 1, h], sig2), or with labels a dict of loss and logits
+        mask, x = self.features(mask, embs, lam, partner)
+        one = by_length(mask, x, lambda mask, x: self.routings[0](*as_parts(mask, x)))
+        two = self.routings[1](*self.norms[0](one.a, one.mu))
+        a, mu = self.norms[1](two.a, two.mu)
+        return answer(Routed(self.scale * a, mu, two.sig2), labels)
+
+# %% ../../nbs/lab/50_routing_net.ipynb #15e70015
+class PlainText(TextStem, HubMixin, library_name='capsnb', tags=['text-classification']):
+    "Hidden states of a transformer, attention pooling, and two linear maps: no capsules."
+
+    def __init__(
+        self,
+        d_depth: int = 37,  # l: hidden states per token
+        d_emb: int = 1280,  # m: their width
+        n_classes: int = 5,  # classes
+        d_feat: int = 64,  # features that are read from a hidden state
+        n_heads: int = 4,  # queries
+        n_hidden: int = 64,  # width between the two linear maps
+        dropout: float = 0.0,  # share of the features left out in training
+    ):
+        super().__init__(d_depth, d_emb, d_feat, dropout)
+        self.queries = nn.Linear(d_feat, n_heads, bias=False)
+        self.hidden = nn.Linear(n_heads * d_feat, n_hidden)
+        self.classify = nn.Linear(n_hidden, n_classes)
+
+    def forward(
+        self,
+        mask: Tensor,  # [b, n] in [0, 1]
+        embs: Tensor,  # [b, n, l, m]; or packed: [t, l, m], the tokens alone, text after text
+        labels: Tensor | None = None,  # [b] or [b, n_classes]
+        lam: Tensor | None = None,  # mixup: [], see `blend`
+        partner: Tensor | None = None,  # mixup: [b], see `blend`
+    ):  # Scores, or with labels a dict of loss and logits
+        a, x = as_parts(*self.features(mask, embs, lam, partner))
+        x = x[:, :, 0]
+        share = (self.queries(x) + F.logsigmoid(a)[..., None]).softmax(1)
+        pooled = torch.einsum('bih,bid->bhd', share, x).flatten(1)
+        return answer(Scores(self.classify(F.silu(self.hidden(pooled)))), labels)

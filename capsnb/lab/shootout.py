@@ -6,6 +6,7 @@
 from __future__ import annotations
 import itertools
 import statistics
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 import torch
@@ -16,7 +17,8 @@ from .digits import Digits
 from .objects import Toys
 from .photographs import Photographs
 from .report import dots, interval, percent, runs_of, spread
-from .routing_net import RoutingNet
+from .routing_net import needed_for_text
+from .sentiment import Sentiment, smollm2
 from .tasks import Task, study, with_options
 from .train import batch_on
 from .vision import n_params, rival_of
@@ -24,25 +26,26 @@ from ..zoo.routers import all_routings
 
 # %% auto #0
 __all__ = ['rates', 'norms_tried', 'Ground', 'ground', 'evened', 'plain_options', 'blind', 'candidates', 'chosen', 'shoot_out',
-           'costs', 'apart', 'ranked', 'standings', 'plot_shootout', 'measure_costs', 'plot_against_cost']
+           'costs', 'apart', 'ranked', 'standings', 'across', 'plot_shootout', 'measure_costs', 'plot_against_cost']
 
 # %% ../../nbs/lab/64_shootout.ipynb #00000004
 class Ground(NamedTuple):
     "A data set, what stands on it, and how long it is trained."
 
     task: Task  # its networks 'routing' and 'plain' are used
-    stem: dict  # channels, strides, padding of the convolutions
-    caps: dict  # n_types, n_parts
+    stem: dict  # channels, strides, padding of convolutions; of texts d_depth, d_emb, d_feat
+    caps: dict  # n_types, n_parts; of texts n_parts, d_cap
     recipe: dict  # of `train`: epochs, batch_size, ...
 
 
 _six = dict(channels=(32,) * 6, strides=(1, 2) * 3, padding=0)  # the stem of Heinsen (2019)
 _four = dict(channels=(32, 32, 64, 64), strides=(2, 1, 2, 1), padding=1)
 _sixteen = dict(n_types=16, n_parts=16)
+_four_layers = dict(d_depth=4, d_emb=576, d_feat=64)  # of SmolLM2-135M, and what reads them
 
 # %% ../../nbs/lab/64_shootout.ipynb #00000005
 def ground(
-    name: str,  # 'toys', 'eth80', 'mnist', 'fashion-mnist'
+    name: str,  # 'toys', 'eth80', 'mnist', 'fashion-mnist', 'treebank'
     scale: float = 1.0,  # of the number of epochs
 ) -> Ground:  # its files are looked for when it is opened
     "A ground by name; `ValueError` for one that there is not."
@@ -62,6 +65,12 @@ def ground(
             )
             for k in ('mnist', 'fashion-mnist')
         },
+        'treebank': lambda: Ground(
+            Sentiment('sst5', partial(smollm2, layers='11,14,17,20'), roots=True),
+            _four_layers,
+            dict(n_parts=16, d_cap=8),
+            dict(epochs=epochs(2), mixup=0.2, shift=0, batch_size=20),
+        ),
     }
     if name not in there:
         raise ValueError(f"ground must be one of {', '.join(map(repr, there))}, got {name!r}")
@@ -70,36 +79,50 @@ def ground(
 # %% ../../nbs/lab/64_shootout.ipynb #00000007
 def _shape_of(
     g: Ground,
-) -> dict:  # n_classes and in_channels
-    return dict(n_classes=len(g.task.names), in_channels=getattr(g.task, 'channels', 1))
+) -> dict:  # n_classes, and of pictures in_channels
+    channels = {} if 'd_emb' in g.stem else dict(in_channels=getattr(g.task, 'channels', 1))
+    return dict(n_classes=len(g.task.names), **channels)
+
+
+def _size_of(
+    g: Ground,
+    **options,  # of its network of routings
+) -> int:  # parameters
+    return n_params(g.task.networks['routing'].cls(**_shape_of(g), **options))
+
+
+def _widened(
+    g: Ground,
+    by: int,  # channels or features
+) -> dict:  # the stem with another last width
+    if 'd_feat' in g.stem:
+        return g.stem | dict(d_feat=g.stem['d_feat'] + by)
+    *before, last = g.stem['channels']
+    return g.stem | dict(channels=(*before, last + by))
 
 
 def evened(
     g: Ground,  # where
     routing: str,  # of `all_routings`
-    **options,  # of `RoutingNet`
-) -> dict:  # options of `RoutingNet`, stem and capsules too
-    "A network of a routing with as many parameters as the D-step's, as nearly as a channel allows."
-    both = _shape_of(g) | g.caps
-    wanted = n_params(RoutingNet(**both, **g.stem))
-    *before, last = g.stem['channels']
-
-    def made(c):
-        return g.stem | dict(channels=(*before, c)) | g.caps | dict(routing=routing, **options)
-
-    def off(c):
-        return abs(n_params(RoutingNet(**_shape_of(g), **made(c))) - wanted)
-
-    return made(min(range(max(1, last - 8), last + 9), key=off))
+    **options,  # of the ground's network of routings
+) -> dict:  # all of its options, stem and capsules too
+    "A network of a routing with as many parameters as the D-step's, as nearly as a width allows."
+    wanted = _size_of(g, **g.caps, **g.stem)
+    if 'd_emb' in g.stem and routing in needed_for_text:
+        options = dict(settings=needed_for_text[routing]) | options
+    made = lambda by: _widened(g, by) | g.caps | dict(routing=routing, **options)
+    last = g.stem['d_feat'] if 'd_feat' in g.stem else g.stem['channels'][-1]
+    widths = range(max(-12, 1 - last), 13)
+    return made(min(widths, key=lambda by: abs(_size_of(g, **made(by)) - wanted)))
 
 # %% ../../nbs/lab/64_shootout.ipynb #00000008
 def plain_options(
     g: Ground,  # where
-) -> dict:  # options of `PlainCNN`
+) -> dict:  # options of the ground's network without capsules
     "The same stem without capsules, as large as the D-step's network."
-    wanted = n_params(RoutingNet(**_shape_of(g), **g.caps, **g.stem))
-    net = rival_of(wanted, **_shape_of(g), **g.stem)
-    return g.stem | dict(n_hidden=net.hidden[1].out_channels)
+    wanted, plain = _size_of(g, **g.caps, **g.stem), g.task.networks['plain'].cls
+    net = rival_of(wanted, plain, **_shape_of(g), **g.stem)
+    return g.stem | dict(n_hidden=net.classify.in_features)
 
 # %% ../../nbs/lab/64_shootout.ipynb #0000000b
 def blind(
@@ -122,17 +145,20 @@ rates, norms_tried = (3e-3, 1e-2, 3e-2), ('none', 'batch')
 
 def candidates(
     g: Ground,  # where
-    routing: str,  # of `all_routings`, or 'cnn'
+    who: str,  # of `all_routings`, or 'cnn'; or a network of the ground's task
     lrs: tuple = rates,  # top rates of the cycle
-    norms: tuple = norms_tried,  # see `CapsNorm`; the network without capsules has none
+    norms: tuple = norms_tried,  # see `CapsNorm`; a routing's only
+    whole: bool = False,  # whether `who` is a network of the task, of its own size
 ) -> dict:  # name -> row of `study`
-    "What is tried of a routing."
-    if routing == 'cnn':
+    "What is tried of a contestant."
+    if whole:
+        own = [('', dict(net=who))]
+    elif who == 'cnn':
         own = [('', dict(net='plain', options=plain_options(g)))]
     else:
-        own = [(k, dict(net='routing', options=evened(g, routing, norm=k))) for k in norms]
+        own = [(k, dict(net='routing', options=evened(g, who, norm=k))) for k in norms]
     return {
-        ' '.join([routing, *([k] if k else []), f'{lr:g}']): row | g.recipe | dict(lr=(1e-5, lr))
+        ' '.join([who, *([k] if k else []), f'{lr:g}']): row | g.recipe | dict(lr=(1e-5, lr))
         for (k, row), lr in itertools.product(own, lrs)
     }
 
@@ -144,12 +170,29 @@ def chosen(
     return max(found, key=lambda k: statistics.mean(run['valid_accuracy'] for run in found[k]))
 
 # %% ../../nbs/lab/64_shootout.ipynb #0000000e
+def _race(
+    g: Ground,  # where
+    rows_of: dict,  # contestant -> its `candidates`
+    path: Path,  # JSON file of the final runs; that of the search lies beside it
+    seeds: tuple,  # of the final runs
+    runs: Path,  # folder of the runs
+    **same,  # of `study`, for all
+) -> dict:  # contestant -> metrics of the final runs
+    found, searched = {}, path.with_name(f'{path.stem}_search.json')
+    for who, rows in rows_of.items():
+        trials = {k: row | dict(epochs=max(1, row['epochs'] // 2)) for k, row in rows.items()}
+        tried = study(blind(g.task), trials, searched, (100,), runs=runs / 'search', **same)
+        found |= study(g.task, {who: rows[chosen(tried)]}, path, seeds, runs=runs, **same)
+    return found
+
+
 def shoot_out(
     name: str,  # of a ground
-    out: str | Path,  # folder of records: <name>_search.json, <name>.json
+    out: str | Path,  # folder of records: shootout_<name>.json, shootout_<name>_search.json
     contestants: tuple | None = None,  # routings and 'cnn'; None: all
     seeds: tuple = (0, 1, 2),  # of the final runs
     *,
+    networks: tuple = (),  # of the task, whole, instead of routings: networks_<name>.json
     scale: float = 1.0,  # of the number of epochs
     runs: str | Path = 'runs/shootout',  # folder of the runs
     tried: dict | None = None,  # arguments of `candidates`; None: all of it
@@ -157,27 +200,27 @@ def shoot_out(
     **kw,  # of `train`: device, progress
 ) -> dict:  # contestant -> metrics of the final runs
     "Search and compare; what the records hold is kept, what was interrupted goes on."
-    g, out, found = g or ground(name, scale), Path(out).expanduser(), {}
-    there = (*all_routings(), 'cnn')
-    if unknown := sorted(set(contestants or ()) - set(there)):
+    g, out, tried = g or ground(name, scale), Path(out).expanduser(), tried or {}
+    there = tuple(g.task.networks) if networks else (*all_routings(), 'cnn')
+    if networks and contestants:
+        raise ValueError("name contestants or networks, not both")
+    who = networks or contestants or there
+    if unknown := sorted(set(who) - set(there)):
         raise ValueError(f"contestants are {', '.join(map(repr, there))}, got {unknown}")
     told = f'capsnb shootout {name} --scale {scale:g} --seeds {len(seeds)}'
-    settings = dict(ground=name, scale=scale, stem=g.stem, caps=g.caps, recipe=g.recipe)
-    settings |= dict(search=dict(lrs=rates, norms=norms_tried, epochs='half') | (tried or {}))
-    same = dict(command=told, settings=settings, **kw)
-    for who in contestants or there:
-        rows = candidates(g, who, **(tried or {}))
-        trials = {k: row | dict(epochs=max(1, row['epochs'] // 2)) for k, row in rows.items()}
-        path, folder = out / f'shootout_{name}_search.json', Path(runs) / name / 'search'
-        best = chosen(study(blind(g.task), trials, path, (100,), runs=folder, **same))
-        row, path = {who: rows[best]}, out / f'shootout_{name}.json'
-        found |= study(g.task, row, path, seeds, runs=Path(runs) / name, **same)
-    return found
+    told += ''.join(f' --network {k}' for k in networks)
+    search = dict(lrs=rates, norms=() if networks else norms_tried, epochs='half') | tried
+    settings = dict(ground=name, scale=scale, recipe=g.recipe, search=search)
+    settings |= {} if networks else dict(stem=g.stem, caps=g.caps)
+    kind = 'networks' if networks else 'shootout'
+    rows_of = {k: candidates(g, k, **tried, whole=bool(networks)) for k in who}
+    path, folder = out / f'{kind}_{name}.json', Path(runs) / name
+    return _race(g, rows_of, path, seeds, folder, command=told, settings=settings, **kw)
 
 # %% ../../nbs/lab/64_shootout.ipynb #00000012
 def _held(
     net,  # in training mode
-    batch: dict,  # images and labels
+    batch: dict,  # what it takes, and labels
 ) -> int:  # bytes that autograd keeps for the backward pass, parameters not counted
     seen = {}
     own = {p.data_ptr() for p in net.parameters()}
@@ -251,6 +294,25 @@ def standings(
             f"{100 * mean('test_calibration'):6.1f} {step:7.3f} {first['lr'][1]:6g}  {norm}"
             f"{'' if row['apart'] or not k else '  (not told apart from the best)'}"
         )
+    return '\n'.join(lines)
+
+# %% ../../nbs/lab/64_shootout.ipynb #6bddb97c
+def across(
+    records: dict,  # name of a ground -> record of `shoot_out`
+) -> str:  # a line for each contestant, a column for each ground; * : not apart from the best
+    "Mean test accuracies of all grounds beside each other, by their mean rank."
+    rows = {ground: ranked(record) for ground, record in records.items()}
+    rank, cell = {}, {}
+    for ground, order in rows.items():
+        for k, row in enumerate(order):
+            rank.setdefault(row['name'], []).append(k + 1)
+            told = spread(percent(row['runs'])) + (' ' if row['apart'] else '*')
+            cell[row['name'], ground] = told
+    width = 2 + max(13, *map(len, rows))
+    lines = [f"{'':18s}" + ''.join(f'{k:>{width}s}' for k in rows) + '  mean rank']
+    for name in sorted(rank, key=lambda k: statistics.mean(rank[k])):
+        told = ''.join(f"{cell.get((name, k), '- '):>{width}s}" for k in rows)
+        lines.append(f'{name:18s}{told}{statistics.mean(rank[name]):11.1f}')
     return '\n'.join(lines)
 
 # %% ../../nbs/lab/64_shootout.ipynb #5a0d0006

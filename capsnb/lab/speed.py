@@ -95,7 +95,7 @@ def sentences(
 def _caps_net(plan: str, device: str, sizes=(64, 8, 16, 16), **kw) -> MatrixCapsNet:
     "Matrix capsules whose convolutional layers route by a plan."
     seed_everything(0)
-    net = MatrixCapsNet(*sizes, **kw).to(device)
+    net = MatrixCapsNet(*sizes, preset='paper', **kw).to(device)
     for layer in net.caps:
         layer.plan = plan
     return net
@@ -254,7 +254,7 @@ def _norb(tiny):
 
 def _matrix(tiny):
     "Small matrix capsules, and their rival."
-    net = MatrixCapsNet(*((2, 2, 2, 2) if tiny else (64, 8, 16, 16)))
+    net = MatrixCapsNet(*((2, 2, 2, 2) if tiny else (64, 8, 16, 16)), preset='paper')
     trunk = dict(in_channels=2, channels=(32, 32, 32), strides=(2, 2, 1))
     rival = rival_of(n_params(net), n_classes=5, **trunk)
     return net, rival, pictures(2 if tiny else 20, (2, 32, 32), 5)
@@ -664,7 +664,7 @@ def capsnet():
 def matrix_caps():
     from capsnb.lab.matrix_caps import MatrixCapsNet
 
-    return training(MatrixCapsNet(64, 8, 16, 16), data["matrix_caps"])
+    return training(MatrixCapsNet(64, 8, 16, 16, preset="paper"), data["matrix_caps"])
 
 
 def sst():

@@ -27,9 +27,9 @@ from capsnb.lab.vision import (
 )
 
 # %% auto #0
-__all__ = ['into_rows', 'blend', 'SSTNet', 'measure_scale', 'Credit', 'credit', 'leaning', 'without_each', 'coloured',
-           'Explanation', 'explain', 'RoutingClassifier', 'encoder_note', 'check_note', 'noted_encoder',
-           'layer_profile']
+__all__ = ['into_rows', 'blend', 'by_length', 'as_parts', 'TextStem', 'SSTNet', 'measure_scale', 'Credit', 'credit', 'leaning',
+           'without_each', 'coloured', 'Explanation', 'explain', 'RoutingClassifier', 'encoder_note', 'check_note',
+           'noted_encoder', 'layer_profile']
 
 # %% ../../nbs/lab/46_text.ipynb #0000000a
 def _mask_scores(
@@ -110,13 +110,14 @@ def blend(
     return torch.where(x == x[partner], x, x[partner] + lam * (x - x[partner]))
 
 # %% ../../nbs/lab/46_text.ipynb #00000013
-def _by_length(
+def by_length(
     mask: Tensor,  # [b, n]
     x: Tensor,  # [b, n, ...]
-    run,  # function of a mask and an x that gives a named tuple of tensors [b, ...]
-    n_groups: int,  # at most
+    run,  # function of a mask and an x that gives a named tuple of tensors [b, ...], or None
+    size: int = 5,  # texts in a group, where one may look at the mask
 ):  # what `run` gives, for the whole batch
     "Run in groups of similar length, cut to the longest of each group."
+    n_groups = -(-len(mask) // size) if may_look(mask) else 1
     if n_groups == 1 or len(mask) == 1:
         return run(mask, x)
     lengths = mask.shape[1] - (mask.flip(1) != 0).long().argmax(1)
@@ -126,7 +127,8 @@ def _by_length(
         longest = int(lengths[k].max())
         outs.append(run(mask[k, :longest], x[k, :longest]))
     back = order.argsort()
-    return type(outs[0])(*(torch.cat(parts)[back] for parts in zip(*outs)))
+    joined = lambda parts: None if parts[0] is None else torch.cat(parts)[back]
+    return type(outs[0])(*map(joined, zip(*outs)))
 
 # %% ../../nbs/lab/46_text.ipynb #00000015
 def _detect_parts(
@@ -139,11 +141,58 @@ def _detect_parts(
     nn.init.zeros_(linear.bias)
     return nn.Sequential(linear, nn.SiLU(), nn.LayerNorm(d_feat))
 
+# %% ../../nbs/lab/46_text.ipynb #15e70001
+def as_parts(
+    mask: Tensor,  # [b, n] in [0, 1]
+    x: Tensor,  # [b, n, l, d] features
+) -> tuple[Tensor, Tensor]:  # scores [b, n·l] and poses [b, n·l, 1, d], for a routing
+    "A part for every token at every layer; a token's score is its layers' score."
+    a = _mask_scores(mask)[:, :, None].expand(x.shape[:3])
+    return a.flatten(1), x.flatten(1, 2)[:, :, None]
+
+# %% ../../nbs/lab/46_text.ipynb #15e70002
+class TextStem(nn.Module):
+    "Reads hidden states: one affine map, a depth of layer, Swish, layer norm."
+
+    def __init__(
+        self,
+        d_depth: int,  # l: hidden states per token
+        d_emb: int,  # m: their width
+        d_feat: int,  # features that are read from a hidden state
+        dropout: float = 0.0,  # share of the features left out in training
+    ):
+        super().__init__()
+        self.depth_emb = nn.Parameter(torch.zeros(d_depth, d_emb))
+        self.detect_parts = _detect_parts(d_emb, d_feat)
+        self.dropout = nn.Dropout(dropout)
+        self.register_buffer('emb_mean', torch.zeros(d_depth, d_emb))
+        self.register_buffer('emb_size', torch.ones(d_depth, d_emb))
+
+    def features(
+        self,
+        mask: Tensor,  # [b, n] in [0, 1]
+        embs: Tensor,  # [b, n, l, m]; or packed: [t, l, m], the tokens alone
+        lam: Tensor | None = None,  # mixup: [], see `blend`
+        partner: Tensor | None = None,  # mixup: [b], see `blend`
+    ) -> tuple:  # mask [b, n] and x [b, n, l, d], blended
+        _check_text(self, mask, embs, lam, partner)
+        linear, swish, norm = self.detect_parts
+        scale = self.emb_mean, self.emb_size
+        A_l, u_l = _layer_maps(linear.weight, linear.bias, self.depth_emb, *scale)
+        if embs.ndim == 4:
+            embs = embs.masked_fill(mask[:, :, None, None] == 0, 0)  # whatever stands at padding
+        x = _read_layers(embs.to(A_l.dtype), A_l)
+        if embs.ndim == 3:
+            x = into_rows(x, mask)
+        if lam is not None:
+            mask, x = blend(mask, lam, partner), blend(x, lam, partner)
+        return mask, self.dropout(norm(swish(x + u_l)))
+
 # %% ../../nbs/lab/46_text.ipynb #00000016
 _tags = ['capsules', 'routing', 'text-classification']
 
 
-class SSTNet(nn.Module, HubMixin, library_name='capsnb', tags=_tags):
+class SSTNet(TextStem, HubMixin, library_name='capsnb', tags=_tags):
     "Routes hidden states of a transformer to classes (Heinsen 2019, fig. 5)."
 
     def __init__(
@@ -160,16 +209,11 @@ class SSTNet(nn.Module, HubMixin, library_name='capsnb', tags=_tags):
         plan: str = 'auto',  # of `Routing`
         dropout: float = 0.0,  # share of the features left out in training; not in the paper
     ):
-        super().__init__()
+        super().__init__(d_depth, d_emb, d_feat, dropout)
         kw = dict(n_iters=n_iters, eps=eps, init=init, plan=plan)
-        self.depth_emb = nn.Parameter(torch.zeros(d_depth, d_emb))
-        self.detect_parts = _detect_parts(d_emb, d_feat)
-        self.dropout = nn.Dropout(dropout)
         first = Routing(1, d_feat, d_cap, n_out=n_parts, **kw)
         second = Routing(1, d_cap, d_cap, n_inp=n_parts, n_out=n_classes, **kw)
         self.routings = nn.ModuleList([first, second])
-        self.register_buffer('emb_mean', torch.zeros(d_depth, d_emb))
-        self.register_buffer('emb_size', torch.ones(d_depth, d_emb))
 
     def forward(
         self,
@@ -180,28 +224,7 @@ class SSTNet(nn.Module, HubMixin, library_name='capsnb', tags=_tags):
         partner: Tensor | None = None,  # mixup: [b], see `blend`
     ):  # Routed(a [b, k], mu [b, k, 1, h], sig2), or with labels a dict of loss and logits
         mask, x = self.features(mask, embs, lam, partner)
-        n_groups = -(-len(mask) // 5) if may_look(mask) else 1
-        return answer(_by_length(mask, x, self.route, n_groups), labels)
-
-    def features(
-        self,
-        mask: Tensor,  # [b, n], as for `forward`
-        embs: Tensor,  # as for `forward`
-        lam: Tensor | None = None,  # as for `forward`
-        partner: Tensor | None = None,  # as for `forward`
-    ) -> tuple:  # mask [b, n] and x [b, n, l, d], blended
-        _check_text(self, mask, embs, lam, partner)
-        linear, swish, norm = self.detect_parts
-        scale = self.emb_mean, self.emb_size
-        A_l, u_l = _layer_maps(linear.weight, linear.bias, self.depth_emb, *scale)
-        if embs.ndim == 4:
-            embs = embs.masked_fill(mask[:, :, None, None] == 0, 0)  # whatever stands at padding
-        x = _read_layers(embs.to(A_l.dtype), A_l)
-        if embs.ndim == 3:
-            x = into_rows(x, mask)
-        if lam is not None:
-            mask, x = blend(mask, lam, partner), blend(x, lam, partner)
-        return mask, self.dropout(norm(swish(x + u_l)))
+        return answer(by_length(mask, x, self.route), labels)
 
     def route(
         self,
@@ -209,14 +232,13 @@ class SSTNet(nn.Module, HubMixin, library_name='capsnb', tags=_tags):
         x: Tensor,  # [b, n, l, d]
         return_R: bool = False,  # whether to give both routings, with their R
     ):  # Routed of the classes, or of parts and classes
-        a = _mask_scores(mask)[:, :, None].expand(x.shape[:3]).flatten(1)
-        one = self.routings[0](a, x.flatten(1, 2)[:, :, None], return_R=return_R)
+        one = self.routings[0](*as_parts(mask, x), return_R=return_R)
         two = self.routings[1](one.a, one.mu, return_R=return_R)
         return (one, two) if return_R else two
 
 # %% ../../nbs/lab/46_text.ipynb #00000017
 def _check_text(
-    net: SSTNet,
+    net: TextStem,  # that will read them
     mask: Tensor,  # as for `SSTNet.forward`
     embs: Tensor,  # as for `SSTNet.forward`
     lam=None,  # as for `SSTNet.forward`
@@ -249,9 +271,9 @@ def _check_text(
 # %% ../../nbs/lab/46_text.ipynb #00000021
 @torch.no_grad()
 def measure_scale(
-    net: SSTNet,  # whose emb_mean and emb_size are set
+    net: TextStem,  # whose emb_mean and emb_size are set
     items,  # iterable of hidden states [n, l, m], of training texts
-) -> SSTNet:  # the same network
+) -> TextStem:  # the same network
     "Read hidden states in units of their own spread; `ValueError` for none, or inf or NaN."
     n, total, square = 0, 0.0, 0.0
     for e in items:

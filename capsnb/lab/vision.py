@@ -523,11 +523,12 @@ class PlainCNN(nn.Module, HubMixin, library_name='capsnb', tags=['cnn']):
 # %% ../../nbs/lab/43_vision.ipynb #89565c53
 def rival_of(
     n: int,  # the number of parameters to come near to
-    **kw,  # of `PlainCNN`, without n_hidden
-) -> PlainCNN:  # whose number of parameters is nearest to n
-    "A `PlainCNN` as large as another network; each hidden channel costs the same."
-    one, two = (n_params(PlainCNN(n_hidden=h, **kw)) for h in (1, 2))
-    return PlainCNN(n_hidden=max(1, round((n - one) / (two - one)) + 1), **kw)
+    kind: type = PlainCNN,  # a network whose size n_hidden says
+    **kw,  # its other options
+) -> nn.Module:  # whose number of parameters is nearest to n
+    "A plain network as large as another one; each hidden channel costs the same."
+    one, two = (n_params(kind(n_hidden=h, **kw)) for h in (1, 2))
+    return kind(n_hidden=max(1, round((n - one) / (two - one)) + 1), **kw)
 
 # %% ../../nbs/lab/43_vision.ipynb #00000032
 class BaselineCNN(nn.Module, HubMixin, library_name='capsnb', tags=['cnn']):
