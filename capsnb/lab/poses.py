@@ -574,7 +574,7 @@ def plot_poses(
     probe: str = 'linear',  # of `probes`
     frame: str = 'world',  # or 'own'
 ):  # matplotlib figure
-    "R² of every net and place, with intervals over unknown objects; hollow: before training."
+    "R² of every net and place, with intervals over unknown objects; hollow: untrained; <: below -.5."
     rows = r2_of(record, probe, frame)
     rows.sort(key=lambda r: not r['trained'])
     names = list(dict.fromkeys(f"{r['net']}: {r['place']}" for r in rows))
@@ -585,8 +585,9 @@ def plot_poses(
         for r in rows:
             y, (mean, low, high) = names.index(f"{r['net']}: {r['place']}"), r[part]
             y, colour = y + (0.15 if r['trained'] else -0.2), colours[r['place']]
+            mark, face = '<' if mean < -0.5 else 'o', colour if r['trained'] else 'none'
             ax.plot([low, high], [y, y], color=colour, lw=1.5, alpha=0.5)
-            ax.plot(mean, y, 'o', ms=5, color=colour, mfc=colour if r['trained'] else 'none')
+            ax.plot(max(mean, -0.5), y, mark, ms=5, color=colour, mfc=face)
         ax.axvline(0, color='.5', lw=0.8)
         ax.set(title=part, xlabel='R², unknown objects', xlim=(-0.6, 1))
     axs[0].set_yticks(range(len(names)), names)
