@@ -574,7 +574,7 @@ def plot_poses(
     probe: str = 'linear',  # of `probes`
     frame: str = 'world',  # or 'own'
 ):  # matplotlib figure
-    "R² of every net and place, with intervals over unknown objects; hollow: untrained; <: below -.5."
+    "R² of nets and places, intervals over unknown objects; hollow: untrained; <: below -.5."
     rows = r2_of(record, probe, frame)
     rows.sort(key=lambda r: not r['trained'])
     names = list(dict.fromkeys(f"{r['net']}: {r['place']}" for r in rows))
