@@ -1006,6 +1006,48 @@ def depth(
         print(room('lab.depth').depth_table(out))
 
 
+def study_poses(
+    data: Annotated[str, option("'toys' or 'eth80': objects whose angles are known.")] = 'toys',
+    only: Annotated[
+        list[str] | None,
+        unset("'dstep', 'decoder', 'equivariance', 'cnn', ...; may be repeated. All if not given."),
+    ] = None,
+    seeds: Annotated[int, option('Runs of each network.', min=1)] = 2,
+    scale: Annotated[float, option('Multiplies the number of epochs.', min=0.01)] = 1.0,
+    take: Annotated[
+        Path | None,
+        unset("Runs of `capsnb shootout` on the same data: what is there is not trained again."),
+    ] = None,
+    weights: Annotated[
+        Path | None,
+        unset(
+            "The author's published smallNORB weights: draws figures 4, 6, 7 and 9 for them, "
+            "on 'smallnorb' or 'toys'; trains nothing."
+        ),
+    ] = None,
+    out: Annotated[Path, option('Folder of the record; finished runs are kept.')] = Path(
+        'runs/poses'
+    ),
+    device: Device = None,
+    progress: Progress = None,
+):
+    """What capsules know of the pose: R² of azimuth and elevation on unknown objects.
+
+    Trains one network after another; a study that was stopped goes on with the same command."""
+    poses = room('lab.poses')
+    if weights is not None:
+        drawn = poses.published_figures(weights, data, out)
+        print('look at ' + ', '.join(map(str, drawn)))
+        return
+    how = dict(scale=scale, runs=out / 'runs', take=take, device=device, progress=progress)
+    poses.study_poses(data, out, tuple(only or ()) or None, tuple(range(seeds)), **how)
+    if not is_first():
+        return
+    drawn = poses.draw_study(data, out)
+    record = room('data.files').read_json(out / f'poses_{data}.json')
+    print(f"{poses.pose_table(record)}\n\nlook at {', '.join(map(str, drawn))}")
+
+
 def beside(
     commit: str,  # older code
     out: Path,  # file of the record
@@ -1161,6 +1203,7 @@ def make_app() -> typer.Typer:
             study_distortion,
             'Shift, rotation, scale, noise, occlusion; affine digits.',
         ),
+        ('poses', study_poses, 'What capsules know of azimuth and elevation, on unknown objects.'),
         ('plateau', plateau, 'Why matrix capsules learn late.'),
         ('depth', depth, 'How many layers of capsules can be trained?'),
     ):

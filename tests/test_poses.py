@@ -380,3 +380,165 @@ def test_reach_holds_a_share_of_the_data():
     weight = torch.tensor([0.5, 0.3, 0.19, 0.01]).view(1, 1, 4, 1)
     w = Watched(distance, weight, None, None, None)
     assert reach(w) == 3 and reach(w, 0.5) == 1 and reach(w, 1.0) == 10
+
+
+# -- the study of poses ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope='module')
+def planted():
+    "Views of two classes: four objects to train on, one to choose by, three that are unknown."
+    from capsnb.lab.poses import pose_targets
+
+    axes = dict(category=[0, 1], azimuth=azimuths[::2], elevation=[30, 50, 70])
+    split = dict(train=[4, 6, 7, 8], validation=[9], test=[0, 1, 2])
+    columns = {k: every(instance=v, **axes) for k, v in split.items()}
+    torch.manual_seed(0)
+    M = torch.randn(5, 12).double()
+    own = 50 * torch.randn(2, 10, 12).double()  # an offset for every object
+    truth = {k: pose_targets(c) @ M for k, c in columns.items()}
+    moved = {k: v + own[columns[k]['category'], columns[k]['instance']] for k, v in truth.items()}
+    noise = {k: torch.randn(len(v), 12) for k, v in truth.items()}
+    return columns, truth, moved, noise
+
+
+@pytest.mark.parametrize('probe', ['linear', 'kernel'])
+def test_a_probe_recovers_what_was_planted_and_nothing_from_noise(planted, probe):
+    from capsnb.lab.poses import probe_pose
+
+    columns, truth, _, noise = planted
+    assert min(probe_pose(truth, columns, probe)['r2'].values()) > 0.98
+    assert max(probe_pose(noise, columns, probe)['r2'].values()) < 0.05
+    with pytest.raises(ValueError, match="other instances in 'test' than in 'train'"):
+        probe_pose(truth, columns | dict(test=columns['train']), probe)
+
+
+def test_the_own_frame_removes_an_offset_exactly(planted):
+    from capsnb.lab.poses import own_frame, probe_pose
+
+    columns, truth, moved, _ = planted
+    for k, c in columns.items():
+        one, two = own_frame(truth[k], c), own_frame(moved[k], c)
+        n = len(set(zip(c['category'].tolist(), c['instance'].tolist())))
+        assert_close(one[0], two[0], rtol=0, atol=1e-10)
+        assert len(one[0]) == len(c['azimuth']) - n  # a reference for each object, not told
+        assert ((one[1]['azimuth'] != 0) | (one[1]['elevation'] != 0)).all()
+    lost = probe_pose(moved, columns, 'linear', 'world')['r2']['azimuth']
+    found = probe_pose(moved, columns, 'linear', 'own')['r2']['azimuth']
+    assert lost < 0.5 and found > 0.999
+
+
+def test_unknown_objects_neither_fit_nor_choose(planted, monkeypatch):
+    "whatever the test split holds, the maps and the setting are the same"
+    from capsnb.lab import poses
+
+    columns, truth, _, noise = planted
+    seen, fit = [], poses.ridge_by_class
+
+    def spy(X, *rest):
+        seen.append(X)
+        return fit(X, *rest)
+
+    monkeypatch.setattr(poses, 'ridge_by_class', spy)
+    mixed = {k: truth[k] + noise[k].double() for k in truth}
+    one = poses.probe_pose(mixed, columns)
+    two = poses.probe_pose(mixed | dict(test=1e3 * noise['test']), columns)
+    assert one['setting'] == two['setting'] and one['r2'] != two['r2']
+    assert len(seen) == 2 * len(poses.probes['linear'][1])
+    assert all(torch.equal(X, mixed['train']) for X in seen)
+
+
+def test_r2_and_its_interval(planted):
+    from capsnb.lab.poses import pose_r2, pose_targets, probe_pose, r2_interval
+    from sklearn.metrics import r2_score
+
+    columns, truth, _, noise = planted
+    Y = pose_targets(columns['test'])
+    P = Y + 0.3 * torch.randn_like(Y)
+    got = pose_r2(Y, P)
+    assert got['azimuth'] == pytest.approx(
+        r2_score(Y[:, :2], P[:, :2], multioutput='variance_weighted')
+    )
+    assert got['elevation'] == pytest.approx(r2_score(Y[:, 4], P[:, 4]))
+    found = probe_pose({k: truth[k] + 2 * noise[k].double() for k in truth}, columns)
+    sse, sst = found['sse']['azimuth'], found['sst']['azimuth']
+    mean, low, high = r2_interval([sse], sst)
+    assert mean == pytest.approx(found['r2']['azimuth']) and low < mean < high
+    assert r2_interval([sse, sse], sst) == pytest.approx((mean, low, high))  # same objects
+
+
+def test_equivariance_is_zero_for_an_equivariant_network_only():
+    from capsnb.lab.poses import equivariance_gap, frames, turned_pictures
+
+    at = (torch.arange(16) + 0.5) / 8 - 1
+
+    def moments(x, skew=0.0):  # [b, 1, 16, 16] -> [b, 1, 4, 1]
+        sums = [(x * w).sum((1, 2, 3)) for w in (at + skew * at**2, at[:, None])]
+        return torch.stack([*sums, *[x.sum((1, 2, 3))] * 2], -1)[:, None, :, None]
+
+    torch.manual_seed(0)
+    x = torch.nn.functional.pad(torch.rand(4, 1, 6, 6), (5, 5, 5, 5))
+    turn = torch.tensor([0, 1, 2, 3]) * math.pi / 2
+    move = torch.tensor([[3, 0], [0, -2], [1, 2], [0, 0]]) / 8  # whole pixels
+    y, G, share = turned_pictures(x, turn, move), frames(turn, move), torch.ones(4, 1)
+    assert_close(y[0], x[0].roll(3, -1), rtol=0, atol=1e-5)  # to the right
+    assert equivariance_gap(moments(x), moments(y), G, share) < 1e-8
+    assert equivariance_gap(moments(x, 1), moments(y, 1), G, share) > 1e-3
+    assert equivariance_gap(moments(x), moments(x), G, share) > 0.1  # poses that do not move
+    small = 1e-4 * moments(x)
+    assert equivariance_gap(small, small, G, share) > 0.1  # nor do small ones do better
+    other = torch.eye(4)[:, :1]  # only the first picture counts
+    assert equivariance_gap(moments(x), moments(x), G, 0 * share) == 0
+    assert equivariance_gap(moments(x), moments(y), G, other) < 1e-8
+    with pytest.raises(ValueError, match='at least 3 rows, got 2'):
+        frames(turn, move, 2)
+
+
+def test_turned_views_are_dice_and_are_never_classified():
+    from capsnb.lab.poses import PairTurns, PoseNet
+    from capsnb.lab.routing_net import RoutingNet
+
+    caps = dict(channels=(6, 6), strides=(2, 2), n_types=3, n_parts=3)
+    images = torch.randint(0, 255, (8, 2, 16, 16), dtype=torch.uint8)
+    collate, labels = PairTurns(5, 2, 0.0), torch.arange(8) % 5
+    deal = lambda draw: collate.on_device(collate(dict(images=images, labels=labels, draw=draw)))
+    one, two, held = deal((0, 0, 0)), deal((0, 0, 0)), deal(None)
+    assert torch.equal(one['turn'], two['turn']) and not torch.equal(
+        one['turn'], deal((0, 1, 0))['turn']
+    )
+    assert one['turn'].abs().max() <= math.radians(45) and set(held) == {'images', 'labels'}
+    torch.manual_seed(0)
+    plain = RoutingNet(5, 2, **caps)
+    for wish in ({}, dict(equi=1.0), dict(decoder=(8,), recon=0.1)):
+        net = PoseNet(5, 2, 16, **wish, caps=caps)
+        net.load_state_dict(plain.state_dict(), strict=False)
+        same = plain.eval()(**held)['loss']
+        assert_close(net.eval()(**held)['loss'], same)  # validation knows no wish
+        if wish:
+            assert net.train()(**one)['loss'] > plain.train()(one['images'], one['labels'])['loss']
+    with pytest.raises(ValueError, match='needs turn and move'):
+        PoseNet(5, 2, 16, equi=1.0, caps=caps)(**held)
+    with pytest.raises(ValueError, match='has no decoder'):
+        net.__class__(5, 2, 16, caps=caps).draw(torch.zeros(1, 5, 4, 4), torch.zeros(1, 5))
+
+
+def test_spread_over_batches_is_that_of_numpy():
+    import numpy as np
+    from capsnb.lab.train import Moments, history_of
+    from types import SimpleNamespace
+
+    moments, losses, right = Moments(), [1.0, 4.0, 2.5], [0.5, 0.25, 1.0]
+    for n, loss, r in zip((20, 20, 10), losses, right):
+        moments.add(n, torch.tensor(loss), torch.tensor(r))
+    resumed = Moments()
+    resumed.sums = moments.told()  # as a checkpoint has it
+    for found in (moments.close(), resumed.close()):
+        w = [0.4, 0.4, 0.2]
+        for key, x in (('loss', losses), ('accuracy', right)):
+            mean = np.average(x, weights=w)
+            assert found[key] == pytest.approx(mean)
+            sd = np.average((np.array(x) - mean) ** 2, weights=w) ** 0.5
+            assert found[f'{key}_sd'] == pytest.approx(sd)
+    log = dict(epoch=1.0, **found), {'epoch': 1.0, 'eval_loss': 2.0, 'eval_accuracy': 0.5}
+    row = dict(epoch=1.0, **found, valid_loss=2.0, valid_accuracy=0.5)
+    assert history_of(SimpleNamespace(log_history=log)) == [row]

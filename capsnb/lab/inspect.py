@@ -227,12 +227,12 @@ def ridge_by_class(
     X: Tensor,  # [n, p] features to fit to
     Y: Tensor,  # [n, k] targets
     category: Tensor,  # [n] classes
-    alpha: float,  # strength of the ridge, in units of the number of samples
+    alpha,  # strength of the ridge, in units of the number of samples; or what `fit` takes
+    fit: Callable | None = None,  # (x, y, alpha) of one class -> its map; None: a ridge
 ) -> Callable:  # (X, category) -> predictions [m, k]; `ValueError` for a class not fitted to
-    "One ridge regression per class, on features that are standardised by the class."
-    maps = {
-        c: _ridge(X[category == c], Y[category == c], alpha) for c in category.unique().tolist()
-    }
+    "One regression per class; the ridge is on features that are standardised by the class."
+    of = {c: category == c for c in category.unique().tolist()}
+    maps = {c: (fit or _ridge)(X[rows], Y[rows], alpha) for c, rows in of.items()}
 
     def predict(X, category):
         if new := set(category.tolist()) - set(maps):

@@ -10,7 +10,7 @@ from pathlib import Path
 from ..core import need, palette, plot_style
 
 # %% auto #0
-__all__ = ['runs_of', 'percent', 'interval', 'spread', 'table', 'dots', 'curves']
+__all__ = ['runs_of', 'percent', 'interval', 'spread', 'table', 'dots', 'curves', 'plot_history']
 
 # %% ../../nbs/lab/59_report.ipynb #acf1a44b
 def runs_of(
@@ -120,3 +120,41 @@ def curves(
     ax.set(xlabel=xlabel, ylabel=ylabel)
     ax.legend()
     return ax
+
+# %% ../../nbs/lab/59_report.ipynb #8a8a0002
+def plot_history(
+    record: str | Path | dict,  # of `study` or `repeat`; or setting -> its runs
+    settings: tuple | None = None,  # which of them; None: all
+):  # matplotlib figure: a column for each setting, loss above accuracy
+    "Training and validation, epoch by epoch (Heinsen 2019, figure 8); the first seed is shaded."
+    is_record = not isinstance(record, dict) or 'runs' in record
+    found = runs_of(record) if is_record else record
+    names, plt = settings or tuple(found), plot_style()
+    size = dict(figsize=(2.4 * len(names) + 1.4, 4.6), squeeze=False, layout='constrained')
+    fig, axs = plt.subplots(2, len(names), sharex='col', sharey='row', **size)
+    for k, name in enumerate(names):
+        for ax, key in zip(axs[:, k], ('loss', 'accuracy')):
+            _draw_history(ax, found[name], key)
+        axs[0, k].set_title(name)
+        axs[1, k].set_xlabel('epoch')
+    axs[0, 0].set_ylabel('loss')
+    axs[1, 0].set_ylabel('accuracy')
+    axs[0, -1].legend()
+    return fig
+
+# %% ../../nbs/lab/59_report.ipynb #8a8a0003
+def _draw_history(
+    ax,  # matplotlib axes
+    runs: list,  # of metrics, one a seed
+    key: str,  # 'loss' or 'accuracy'
+):
+    looks = {key: dict(color=palette[0], ls='-'), f'valid_{key}': dict(color=palette[1], ls='--')}
+    for (told, look), label in zip(looks.items(), ('training', 'validation')):
+        for n, run in enumerate(runs):
+            rows = [row for row in run['history'] if told in row]
+            x, y = [row['epoch'] for row in rows], [row[told] for row in rows]
+            ax.plot(x, y, marker='o', ms=3, label=None if n else label, **look)
+            if not n and all(f'{told}_sd' in row for row in rows):
+                sd = [row[f'{told}_sd'] for row in rows]
+                low, high = ([v + s * e for v, e in zip(y, sd)] for s in (-1, 1))
+                ax.fill_between(x, low, high, color=look['color'], alpha=0.2, lw=0)

@@ -56,11 +56,19 @@ class RoutingNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', '
         images: Tensor,  # [b, channels, m, n]
         labels: Tensor | None = None,  # [b] or [b, n_classes]
     ):  # Routed(a, mu, sig2), or with labels dict(loss=, logits=)
-        out = self.heads(self.trunk(images))
+        return answer(self.capsules(images)[-1], labels)
+
+    def capsules(
+        self,
+        images: Tensor,  # [b, channels, m, n]
+    ) -> list:  # of Routed(a, mu, sig2): what the first routing reads (no sig2), then every layer
+        "The capsules of all layers; those of the classes are the last."
+        layers = [Routed(*self.heads(self.trunk(images)), None)]
         for routing, norm in zip(self.routings, self.norms):
-            sig2 = (out := routing(out[0], out[1]))[2]
-            out = norm(out[0], out[1])
-        return answer(Routed(self.scale * out[0], out[1], sig2), labels)
+            out = routing(*layers[-1][:2])
+            layers.append(Routed(*norm(out[0], out[1]), out[2]))
+        top = layers[-1]
+        return [*layers[:-1], top._replace(a=self.scale * top.a)]
 
 # %% ../../nbs/lab/50_routing_net.ipynb #15e70011
 needed_for_text = {'kmeans-hard': dict(loop='em')}  # settings, or no gradient reaches the maps

@@ -55,10 +55,10 @@ from capsnb.lab.runs import (
 
 # %% auto #0
 __all__ = ['honoured', 'load_digits_split', 'dice', 'shift_images', 'pictures', 'columns_of', 'BaseDeck', 'Deck', 'mixup',
-           'MixupCollator', 'cycle_height', 'SingleCycle', 'Diverged', 'Ledger', 'SealHook', 'DealHook', 'ProgressHook',
-           'UntilHook', 'StopHook', 'BarHook', 'accuracy', 'quiet_transformers', 'training_arguments', 'make_trainer',
-           'check_recipe', 'fingerprint', 'Stopped', 'rehearse', 'batch_on', 'history_of', 'run_training', 'fit_decks',
-           'fit', 'repeat', 'summary', 'in_words']
+           'MixupCollator', 'cycle_height', 'SingleCycle', 'Diverged', 'Moments', 'Ledger', 'SealHook', 'DealHook',
+           'ProgressHook', 'UntilHook', 'StopHook', 'BarHook', 'accuracy', 'quiet_transformers', 'training_arguments',
+           'make_trainer', 'check_recipe', 'fingerprint', 'Stopped', 'rehearse', 'batch_on', 'history_of',
+           'run_training', 'fit_decks', 'fit', 'repeat', 'summary', 'in_words']
 
 # %% ../../nbs/lab/48_train.ipynb #00000005
 def load_digits_split():  # datasets.DatasetDict with columns image [1, 8, 8] in [0, 1] and label
@@ -430,6 +430,67 @@ def _nothing(*args, **kw):
 class Diverged(ValueError):
     "The loss or the weights are not finite; the message says since when, and what is left."
 
+# %% ../../nbs/lab/48_train.ipynb #7d3f0001
+class Moments:
+    "Mean of loss and accuracy over samples, and their standard deviation over batches."
+
+    def __init__(self):
+        self.sums = 0  # of n · (1, l, l², r, r²) over batches of n samples
+
+    def add(
+        self,
+        n: int,  # samples of a batch
+        loss: Tensor,  # [] l, their mean
+        right: Tensor,  # [] r, the share of them that is read correctly
+    ):
+        wide = torch.float32 if loss.device.type == 'mps' else torch.float64
+        l, r = loss.detach().to(wide), right.to(wide)
+        new = n * torch.stack([torch.ones_like(l), l, l.square(), r, r.square()])
+        self.sums = new + torch.as_tensor(self.sums, dtype=wide, device=new.device)
+
+    def told(self):  # JSON-ready
+        return self.sums.tolist() if isinstance(self.sums, Tensor) else self.sums
+
+    def close(
+        self,
+        trainer=None,  # transformers.Trainer, whose processes are summed up; None: only this one
+    ) -> dict:  # as `_told`; empty where no batch was seen
+        "What the batches say, each weighted by its samples; then begin again."
+        sums, self.sums = self.told(), 0
+        if sums == 0:
+            return {}
+        n, *sums = _over_all(sums, trainer).tolist()
+        l, ll, r, rr = (s / n for s in sums)
+        spread = lambda mean, square: max(0.0, square - mean**2) ** 0.5
+        return dict(zip(_told, (l, spread(l, ll), r, spread(r, rr))))
+
+
+_told = ('loss', 'loss_sd', 'accuracy', 'accuracy_sd')
+
+# %% ../../nbs/lab/48_train.ipynb #7d3f0002
+def _over_all(
+    sums,  # numbers of this process
+    trainer=None,  # transformers.Trainer; None: there is only this process
+) -> Tensor:  # of all processes
+    device = torch.device('cpu') if trainer is None else trainer.args.device
+    wide = torch.float32 if device.type == 'mps' else torch.float64
+    sums = torch.as_tensor(sums, dtype=wide)
+    if trainer is None or trainer.args.world_size == 1:
+        return sums
+    return trainer.accelerator.reduce(sums.to(device), 'sum')
+
+# %% ../../nbs/lab/48_train.ipynb #7d3f0003
+def _share_right(
+    logits: Tensor,  # [b, n_classes]
+    labels: Tensor,  # [b], [b, k] (one of them will do) or shares [b, n_classes]
+) -> Tensor:  # []
+    "Share of the samples whose largest score is at the label, or at its largest share (mixup)."
+    top = logits.detach().argmax(-1)
+    if labels.is_floating_point():
+        labels = labels.argmax(-1)
+    hit = top == labels if labels.ndim == 1 else (top[:, None] == labels).any(-1)
+    return hit.double().mean() if hit.device.type != 'mps' else hit.float().mean()
+
 # %% ../../nbs/lab/48_train.ipynb #38f346d0
 class Ledger:
     "The losses of this epoch, added up on the device that trains."
@@ -439,6 +500,7 @@ class Ledger:
         every: int = 20,  # steps between two looks, where looking makes the program wait
     ):
         self.total, self.n, self.every, self.steps = 0.0, 0, every, 0
+        self.moments = Moments()
 
     def add(
         self,
@@ -480,6 +542,7 @@ class SealHook(_Hook):
         if seal := read_seal(self.folder / f'checkpoint-{state.global_step}'):
             self.before = seal['seconds']
             self.ledger.total, self.ledger.n = seal['loss'], seal['steps']
+            self.ledger.moments.sums = seal.get('moments', 0)  # older seals have none
 
     def on_save(self, args, state, control, model=None, **_):
         _wait_for_all(args)  # each has files in it
@@ -498,6 +561,7 @@ class SealHook(_Hook):
             seconds=self.seconds(),
             loss=float(self.ledger.total),
             steps=self.ledger.n,
+            moments=self.ledger.moments.told(),
         )
         for old in checkpoints_in(self.folder)[:-2]:
             if old.name != f'checkpoint-{state.best_global_step}':
@@ -766,15 +830,21 @@ class _Cycle:
         return found  # all that is chosen by
 
     def compute_loss(self, model, inputs, return_outputs=False, **kw):
-        found = super().compute_loss(model, inputs, return_outputs, **kw)
-        loss = (found[0] if return_outputs else found).mean()  # over the devices of a process
-        if not model.training or self.ledger.add(loss, len(inputs['labels'])):
-            return found
+        found, outputs = super().compute_loss(model, inputs, True, **kw)
+        loss, n = found.mean(), len(inputs['labels'])  # over the devices of a process
+        moments = self.ledger.moments if model.training else self.held
+        moments.add(n, loss, _share_right(outputs['logits'], inputs['labels']))
+        if not model.training or self.ledger.add(loss, n):
+            return (found, outputs) if return_outputs else found
         raise Diverged(_loss_in_words(loss.item(), self, 'at', self.state.global_step + 1))
 
     def log(self, logs, *rest, **kw):
         if 'loss' in logs:
-            logs = {**logs, 'loss': _mean_loss(self.ledger, self)}
+            more = self.ledger.moments.close(self)
+            logs = {**logs, **more, 'loss': _mean_loss(self.ledger, self)}
+        if 'eval_loss' in logs:
+            more = {f'eval_{k}': v for k, v in self.held.close(self).items()}
+            logs = {**more, **logs}
         if not math.isfinite(logs.get('loss', 0.0)):
             raise Diverged(_loss_in_words(logs['loss'], self, 'by', self.state.global_step))
         super().log(logs, *rest, **kw)
@@ -807,7 +877,8 @@ def make_trainer(
         callbacks=[*hooks, *_until_hooks(valid)],
         optimizers=(torch.optim.RAdam(net.parameters(), lr=cycle['lr'][0]), None),
     )
-    trainer.cycle, trainer.ledger, trainer.watched = cycle, ledger, watch or {}
+    trainer.cycle, trainer.ledger, trainer.held = cycle, ledger, Moments()
+    trainer.watched = watch or {}
     trainer.remove_callback(tf.PrinterCallback)
     trainer.model_accepts_loss_kwargs = False  # a loss is a mean over its batch, whatever else
     return trainer  # the network takes: divide when accumulating
@@ -818,12 +889,8 @@ def _mean_loss(
     trainer,  # transformers.Trainer
 ) -> float:  # over the samples of the epoch, and over all processes
     "The loss to log."
-    args = trainer.args
-    wide = torch.float32 if args.device.type == 'mps' else torch.float64
-    both = torch.tensor(ledger.close(), dtype=wide)
-    if args.world_size > 1:
-        both = trainer.accelerator.reduce(both.to(args.device), 'sum')
-    return (both[0] / both[1]).item()
+    total, n = _over_all(ledger.close(), trainer)
+    return (total / n).item()
 
 # %% ../../nbs/lab/48_train.ipynb #3f25eda2
 def _loss_in_words(
@@ -1208,15 +1275,13 @@ def _load_best(
 # %% ../../nbs/lab/48_train.ipynb #00000032
 def history_of(
     state,  # transformers.TrainerState
-) -> list:  # per epoch: epoch, loss, valid_accuracy (if there was validation), watched (if any)
+) -> list:  # per epoch: epoch, `_told`, valid_… (if there was validation), watched (if any)
     "What happened, epoch by epoch."
     rows = {}
     for log in state.log_history:
         row = rows.setdefault(round(log.get('epoch', 0), 6), {})
-        if 'loss' in log:
-            row['loss'] = log['loss']
-        if 'eval_accuracy' in log:
-            row['valid_accuracy'] = log['eval_accuracy']
+        row.update({k: log[k] for k in _told if k in log})
+        row.update({f'valid_{k}': log[f'eval_{k}'] for k in _told if f'eval_{k}' in log})
         for key, value in log.items():
             if named := re.fullmatch('watched_(.+)_accuracy', key):
                 row.setdefault('watched', {})[named[1]] = value
