@@ -990,7 +990,7 @@ def depth(
     """Deep networks of matrix capsules with and without cures, on toys of 32 pixels.
 
     Trains one network after another; a study that was stopped goes on with the same command."""
-    told = f'capsnb depth --layers {layers} --seeds {seeds} --epochs {epochs}'
+    told = f'capsnb study depth --layers {layers} --seeds {seeds} --epochs {epochs}'
     room('lab.depth').depth_study(
         path=out,
         depths=range(1, layers + 1),

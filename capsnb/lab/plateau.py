@@ -217,7 +217,7 @@ def plateau_study(
     "Watch the paper's network, and others without a suspect; what the file holds is kept."
     if unknown := sorted(set(only or ()) - set(suspects)):
         raise ValueError(f"suspects are {', '.join(map(repr, suspects))}, got {unknown}")
-    found, command = {}, f'capsnb plateau --seeds {len(seeds)} --epochs {epochs}'
+    found, command = {}, f'capsnb study plateau --seeds {len(seeds)} --epochs {epochs}'
     for name in only or suspects:
         row = dict(suspects[name])
         row['options'] = _paper | (options or {}) | row.get('options', {})

@@ -827,6 +827,7 @@ class _Cycle:
         with torch.random.fork_rng():  # training goes on as if nobody had watched
             for name, deck in self.watched.items():
                 super().evaluate(deck, metric_key_prefix=f'watched_{name}')
+                self.held.close()  # no part of the next validation
         return found  # all that is chosen by
 
     def compute_loss(self, model, inputs, return_outputs=False, **kw):
