@@ -162,5 +162,6 @@ def plot_depth(
         for depth, values in at.items():
             ax.plot([depth] * len(values), values, ls='', ms=4, alpha=0.4, **style)
     ax.set(xlabel='layers below the classes', ylabel='accuracy, %')
+    ax.xaxis.get_major_locator().set_params(integer=True)
     fig.legend(loc='outside right center')
     return fig

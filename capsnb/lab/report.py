@@ -151,7 +151,8 @@ def _draw_history(
     looks = {key: dict(color=palette[0], ls='-'), f'valid_{key}': dict(color=palette[1], ls='--')}
     for (told, look), label in zip(looks.items(), ('training', 'validation')):
         for n, run in enumerate(runs):
-            rows = [row for row in run['history'] if told in row]
+            if not (rows := [row for row in run['history'] if told in row]):
+                continue  # an older record
             x, y = [row['epoch'] for row in rows], [row[told] for row in rows]
             ax.plot(x, y, marker='o', ms=3, label=None if n else label, **look)
             if not n and all(f'{told}_sd' in row for row in rows):
