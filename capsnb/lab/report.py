@@ -137,9 +137,10 @@ def plot_history(
             _draw_history(ax, found[name], key)
         axs[0, k].set_title(name)
         axs[1, k].set_xlabel('epoch')
+        axs[1, k].xaxis.get_major_locator().set_params(integer=True)
     axs[0, 0].set_ylabel('loss')
     axs[1, 0].set_ylabel('accuracy')
-    axs[0, -1].legend()
+    axs[0, 0].legend()
     return fig
 
 # %% ../../nbs/lab/59_report.ipynb #8a8a0003

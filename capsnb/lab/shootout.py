@@ -287,14 +287,14 @@ def standings(
 ) -> str:  # a line for each contestant
     "Test accuracy, log-loss, calibration and seconds a step."
     lines = [
-        f"{'':14s} {'test %':>12s} {'log-loss':>9s} {'ECE %':>6s} {'s/step':>7s} {'rate':>6s}  norm"
+        f"{'':17s} {'test %':>12s} {'log-loss':>9s} {'ECE %':>6s} {'s/step':>7s} {'rate':>6s}  norm"
     ]
     for k, row in enumerate(ranked(record)):
         runs, mean = row['runs'], lambda key: statistics.mean(r[key] for r in row['runs'])
         first, step = runs[0], statistics.median(r['seconds'] / r['steps'] for r in row['runs'])
         norm = first.get('options', {}).get('norm', '')
         lines.append(
-            f"{row['name']:14s} {spread(percent(runs)):>12s} {mean('test_log_loss'):9.3f} "
+            f"{row['name']:17s} {spread(percent(runs)):>12s} {mean('test_log_loss'):9.3f} "
             f"{100 * mean('test_calibration'):6.1f} {step:7.3f} {first['lr'][1]:6g}  {norm}"
             f"{'' if row['apart'] or not k else '  (not told apart from the best)'}"
         )
