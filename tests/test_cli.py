@@ -653,6 +653,19 @@ def test_a_study_goes_on_and_replaces_nothing(tmp_path):
     )
 
 
+def test_a_shootout_refuses_whom_it_does_not_know(tmp_path):
+    for wrong, told in (
+        (('--only', 'nobody'), "'cnn', got ['nobody']"),
+        (('--network', 'nobody'), "'plain', got ['nobody']"),
+        (('--only', 'em', '--network', 'cnn'), 'not both'),
+    ):
+        r = capsnb('shootout', 'toys', *wrong, '--out', tmp_path)
+        assert r.exit_code == 1 and told in r.output, r.output
+    r = capsnb('shootout', 'nowhere', '--out', tmp_path)
+    assert r.exit_code == 1 and "'treebank', got 'nowhere'" in r.output, r.output
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_running_demo_is_not_replaced(tmp_path):
     from capsnb.lab.runs import locked
 
