@@ -360,5 +360,7 @@ def plot_against_cost(
         at = dict(xytext=(4, 3), textcoords='offset points', fontsize=9)
         ax.annotate(row['name'], (x, statistics.mean(y)), **at)
     ax.set_xscale('log')
+    ax.xaxis.set_major_formatter('{x:g}')
+    ax.xaxis.set_minor_formatter('{x:g}')
     ax.set(xlabel='forward and backward pass of a batch, ms', ylabel='test accuracy, %')
     return fig
