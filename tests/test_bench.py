@@ -325,6 +325,7 @@ def test_a_gpus_bench_wants_a_gpu(tmp_path):
         gpu.gpu_bench(tmp_path / 'x.json', device='cpu', tiny=True, names=('x',))
 
 
+@pytest.mark.slow
 def test_the_rehearsal(tmp_path):
     "everything that a GPU will run, at tiny sizes, through the command"
     out = tmp_path / 'gpu.json'

@@ -327,6 +327,7 @@ def check_folder(out, text):
     return metrics
 
 
+@pytest.mark.slow
 def test_interrupted_and_resumed(tmp_path):
     "A real Ctrl-C within an epoch; what it tells us to do ends where an undisturbed run does."
     out = tmp_path / 'run'

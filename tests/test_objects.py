@@ -165,7 +165,8 @@ def test_without_validation_the_last_epoch_of_all_training_instances(cache, tmp_
             evaluate(out, split, cache=cache, device='cpu')
     assert evaluate(out, 'train+validation', cache=cache, device='cpu')['n'] == 50
     assert m['steps'] == 2 * 3 and m['best_epoch'] == 2 and m['valid_accuracy'] is None
-    assert [set(h) for h in m['history']] == [{'epoch', 'loss'}] * 2
+    told = {'epoch', 'loss', 'loss_sd', 'accuracy', 'accuracy_sd'}
+    assert [set(h) for h in m['history']] == [told] * 2
     assert load_run(out, 'cpu').note['validate'] is False
     assert not load_run(out, 'cpu').task.validate
     with pytest.raises(ValueError, match='settings differ .*valid_data'):
@@ -237,6 +238,7 @@ def test_the_picture_shows_the_right_class(cache, monkeypatch):
         assert_close(drawn[name].xy, mds_path(poses_of(net, x['images'][at][order]).mu[:, c]).xy)
 
 
+@pytest.mark.slow
 def test_smallnorb_from_files_to_result(tmp_path):
     "cards in smallNORB's format, whose viewpoints are not those of the picture's first choice"
     pytest.importorskip('typer')

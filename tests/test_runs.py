@@ -141,6 +141,7 @@ def in_two_processes(script, out):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_two_processes_train_together_and_speak_with_one_voice(tmp_path):
     "They say how many samples a step sees; one of them removes a broken checkpoint, and says so."
     script, out = tmp_path / 'pair.py', tmp_path / 'run'

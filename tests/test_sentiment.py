@@ -112,7 +112,7 @@ def test_mixup_is_the_blend_it_says(world, encoder):
         ),
         (dict(device='cuda:77'), 'is not available'),
         (dict(encoder='./nowhere'), 'no folder'),
-        (dict(net='lstm'), "net must be one of 'sstnet', got 'lstm'"),
+        (dict(net='lstm'), "net must be one of 'sstnet', 'routing', 'plain', got 'lstm'"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_is_written(
@@ -248,6 +248,7 @@ def go(model, trees, out, resume):
 '''
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_is_as_if_nothing_had_happened(world, tmp_path):
     env = {**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
 
