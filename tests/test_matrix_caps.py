@@ -458,6 +458,7 @@ slow = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     'size, subset, batch, kw',
     [
