@@ -107,6 +107,20 @@ def test_what_fell_first_is_told():
     found = sweep(f, x, y, [fgsm], (0.1, 0.2, 0.3))
     assert found == dict(tries=[[0.5], [0.25], [0.25]], fell='0124')
     assert sweep(f, x, y, [noise, fgsm], (0.1,), nested=True)['fell'] == '0122'
+    fickle = lambda f, x, y, eps: x - 0.1 if eps < 0.2 else x  # gives up at the larger epsilon
+    tries = lambda nested: sweep(f, x, y, [fickle], (0.1, 0.2), nested=nested)['tries']
+    assert tries(True) == [[0.5], [0.5]] and tries(False) == [[0.5], [0.75]]
+
+
+def test_a_dozen_epsilons_are_told_apart():
+    f = lambda x: torch.cat([x.mean((1, 2, 3))[:, None], torch.full((len(x), 1), 0.5)], 1)
+    epsilons = tuple(k / 100 for k in range(1, 13))
+    at = torch.tensor([0.4, *(0.5 + e - 0.005 for e in epsilons), 0.95])
+    x = at.view(-1, 1, 1, 1).expand(-1, 1, 2, 2)
+    found = sweep(f, x, torch.zeros(len(x), dtype=torch.long), [fgsm], epsilons)
+    assert found['fell'] == '0123456789abcd'
+    run = dict(attacks=dict(fgsm=found), attacked=dict(epsilons=epsilons))
+    assert worst(run) == [k / 14 for k in range(13, 0, -1)]
 
 
 def test_a_mask_is_found_out():

@@ -135,7 +135,7 @@ def test_novel_views_are_never_trained_on_nor_chosen_by(tiny, tmp_path, monkeypa
 
     monkeypatch.setattr(PlaneMixup, '__call__', spy)
     monkeypatch.setattr(type(tiny.task), 'open', watch)
-    kw = dict(only=('cnn', 'mean'), seeds=(0,), lrs=(1e-2,), g=tiny, progress=False)
+    kw = dict(only=('cnn', 'mean'), seeds=(0,), lrs=(3e-3, 1e-2), g=tiny, progress=False)
     found = viewpoint_study('toys', 'azimuth', tmp_path, **kw)
     assert trained_on == {0, 2, 4, 30, 32, 34}
     assert {s for who, s in opened if who == 'Blind'} == {'train', 'validation'}  # the search

@@ -8,6 +8,7 @@ import copy
 import math
 import re
 import statistics
+import string
 import time
 import warnings
 from functools import partial
@@ -23,7 +24,7 @@ from .digits import spread
 from .report import curves, runs_of
 from .routing_net import RoutingNet
 from .shootout import Ground, apart, candidates, chosen, ground
-from .tasks import Task, load_run, train
+from .tasks import Task, begin_record, load_run, train
 from .train import repeat
 from .vision import trace_credit
 from ..routing.em import as_floor, as_schedule
@@ -266,6 +267,9 @@ def stands(
     return alive
 
 # %% ../../nbs/lab/66_attacks.ipynb #00000017
+_digits = string.digits + string.ascii_lowercase
+
+
 def sweep(
     f: Callable,  # scores of pixels
     x: Tensor,  # [n, channels, m, n]
@@ -273,7 +277,7 @@ def sweep(
     attacks: list,  # of f, x, y, eps: attempts
     epsilons: tuple,  # that rise
     nested: bool = False,  # whether what fell at a smaller epsilon has fallen
-) -> dict:  # tries [eps][attempt]; fell: for each picture 0, the number of an epsilon, or one more
+) -> dict:  # tries [eps][attempt]; fell: per picture a base-36 digit, which epsilon, or one more
     "Shares that stand after each attempt, and at which epsilon each picture falls first."
     last = len(epsilons) + 1
     sound = alive = right(f, x, y)
@@ -285,7 +289,7 @@ def sweep(
             shares.append(alive.double().mean().item())
         fell = fell.minimum(torch.where(alive, last, k))
         tries.append(shares)
-    return dict(tries=tries, fell=''.join(map(chr, (fell + ord('0')).tolist())))
+    return dict(tries=tries, fell=''.join(_digits[k] for k in fell.tolist()))
 
 # %% ../../nbs/lab/66_attacks.ipynb #00000018
 def success(
@@ -444,7 +448,7 @@ def plot_example(
 
 # %% ../../nbs/lab/66_attacks.ipynb #00000026
 contestants = ('cnn', 'dstep', 'em', 'dynamic', 'mean', 'attention')
-_stranger = 100  # seed of the CNN whose attacks are tried on all others
+_surrogate = 100  # seed of the CNN whose attacks are tried on all others
 
 
 def row_of(
@@ -480,7 +484,7 @@ tuned = {  # floors and inverse temperatures that attacks are made with
 # %% ../../nbs/lab/66_attacks.ipynb #00000028
 def attacks_on(
     t: Target,  # a network and pictures
-    stranger: Callable,  # another network's scores of pixels
+    surrogate: Callable,  # another network's scores of pixels
     eps: tuple = epsilons,  # that rise
     **spend,  # changes of `effort`
 ) -> dict:  # name -> function without arguments, that gives what is JSON-ready
@@ -499,8 +503,8 @@ def attacks_on(
         'fgsm': over(fgsm),
         'bim': over(bim),
         'fgsm on activations': over(partial(fgsm, loss='activation')),
-        'fgsm on another CNN': over(through(stranger, fgsm)),
-        'bim on another CNN': over(through(stranger, bim)),
+        'fgsm on another CNN': over(through(surrogate, fgsm)),
+        'bim on another CNN': over(through(surrogate, bim)),
         'pgd': over(*(partial(hard, **k) for k in kinds), nested=True),
         'square': over(partial(square, queries=spend['queries']), nested=True),
         **{f'bim with {k}': over(through(g, bim), nested=True) for k, g in others.items()},
@@ -530,14 +534,14 @@ def _try_all(
 def train_and_attack(
     task: Task,  # of a ground
     out: str | Path,  # folder of the run
-    stranger: str | Path,  # folder of another network's finished run
+    surrogate: str | Path,  # folder of another network's finished run
     settings: dict,  # epsilons, and all of `effort`
     device: str | None = None,  # None: the best there is
     **row,  # of `train`
 ) -> dict:  # as in metrics.json; attacked: the settings; attacks: what was found
     "Train, unless that is done, and attack; what was interrupted goes on."
     metrics = train(task, out=out, device=device, **row)
-    opened = (load_run(folder, device, task) for folder in (out, stranger))
+    opened = (load_run(folder, device, task) for folder in (out, surrogate))
     one, other = ((o.network, o.note[task.keys[1]]) for o in opened)
     spend = {k: v for k, v in settings.items() if k != 'epsilons'}
     t = attacked(task, *one, n=settings['pictures'])
@@ -563,16 +567,21 @@ def attack_study(
     "Train contestants and attack them; what the record holds is kept."
     if list(eps) != sorted(set(eps)) or not eps or not 0 < eps[0] <= eps[-1] <= 1:
         raise ValueError(f"epsilons must rise and lie in (0, 1], got {eps}")
+    if len(eps) > (most := len(_digits) - 2):
+        raise ValueError(f"expected at most {most} epsilons, got {len(eps)}")
     if unknown := sorted(set(spend or {}) - set(effort)):
         raise ValueError(f"effort has {', '.join(effort)}, got {unknown}")
     g, runs, path = g or ground(name, scale), Path(runs), Path(out) / f'attacks_{name}.json'
     settings = dict(epsilons=list(eps)) | effort | (spend or {})
-    _check_record(path, settings)
-    other = runs / f'cnn-seed-{_stranger}'
-    train(g.task, out=other, seed=_stranger, resume=True, **row_of(g, 'cnn', search), **kw)
-    told, found = _command(name, scale, seeds, settings), {}
+    told = _command(name, scale, seeds, settings, search)
+    same = dict(ground=name, scale=scale, stem=g.stem, caps=g.caps, recipe=g.recipe)
+    same |= dict(rates=None if search is None else 'searched on validation', attacked=settings)
+    begin_record(path, same, told)
+    other = runs / f'cnn-seed-{_surrogate}'
+    train(g.task, out=other, seed=_surrogate, resume=True, **row_of(g, 'cnn', search), **kw)
+    found = {}
     for one in who or contestants:
-        row = row_of(g, one, search) | dict(stranger=other, settings=settings, **kw)
+        row = row_of(g, one, search) | dict(surrogate=other, settings=settings, **kw)
         work = partial(train_and_attack, g.task)
         found[one] = repeat(work, path, one, seeds, runs, told, **row)
     return found
@@ -583,23 +592,12 @@ def _command(
     scale: float,  # of the number of epochs
     seeds: tuple,  # of the runs
     settings: dict,  # of the study
+    search: str | Path | dict | None,  # as for `row_of`
 ) -> str:  # that makes the study again
     words = [f'capsnb study attacks --data {name} --scale {scale:g} --seeds {len(seeds)}']
     words += [f'--epsilon {e:g}' for e in settings['epsilons']]
+    words += [f'--search {Path(search).name}'] if isinstance(search, (str, Path)) else []
     return ' '.join([*words, *(f'--{k} {settings[k]}' for k in effort)])
-
-# %% ../../nbs/lab/66_attacks.ipynb #0000002d
-def _check_record(
-    path: Path,  # of a study
-    settings: dict,  # of the study that is wanted
-):
-    runs = read_json(path, runs=dict)['runs'] if path.exists() else {}
-    for run in runs.values():
-        if run['attacked'] != settings:
-            raise ValueError(
-                f"'{path}' holds another study, {run['attacked']}; this one is {settings}: "
-                "name another folder (--out)"
-            )
 
 # %% ../../nbs/lab/66_attacks.ipynb #0000002f
 _white = ('fgsm', 'bim', 'fgsm on activations', 'pgd', 'square')
@@ -611,7 +609,7 @@ def worst(
     "Accuracy after the worst of all attacks that know the network."
     found, last = run['attacks'], len(run['attacked']['epsilons']) + 1
     all_of = [v['fell'] for k, v in found.items() if k in _white or k.startswith('bim with')]
-    fell = [min(map(int, each)) for each in zip(*all_of)]
+    fell = [min(int(k, 36) for k in each) for each in zip(*all_of)]
     return [sum(k > e for k in fell) / len(fell) for e in range(last)]
 
 

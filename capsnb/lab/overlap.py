@@ -24,16 +24,17 @@ from .report import runs_of
 from .routing_net import RoutingNet
 from .shootout import Ground, candidates, ground, race, shoot_out
 from .tasks import Net, Task, evaluate, load_run
-from .train import BaseDeck, dice, fingerprint, shift_images
+from .train import BaseDeck, dice, fingerprint, record_locked, shift_images
+from .viewpoint import rotation, warp
 from .vision import HubMixin, PlainCNN, Scores, answer, n_params
 from ..zoo.routers import all_routings
 
 # %% auto #0
 __all__ = ['multi_mnist', 'affine_limits', 'affnist', 'distortions', 'strengths', 'rates', 'pair_classes', 'pair_number',
            'pair_scores', 'DrawnDeck', 'OverlapDeck', 'ink_boxes', 'box_overlap', 'overlaps', 'Both', 'PairCapsNet',
-           'PoolingCNN', 'width_of_rival', 'DrawnDigits', 'MultiDigits', 'digit_error', 'warp', 'rotation',
-           'affine_maps', 'room', 'AffineDeck', 'AffineDigits', 'shifted', 'rotated', 'scaled', 'noisy', 'occluded',
-           'robustness', 'robustness_of', 'measured', 'overlap_study', 'packed', 'unpacked', 'drawn_pairs',
+           'PoolingCNN', 'width_of_rival', 'DrawnDigits', 'MultiDigits', 'digit_error', 'affine_maps', 'room',
+           'AffineDeck', 'AffineDigits', 'shifted', 'rotated', 'scaled', 'noisy', 'occluded', 'robustness',
+           'robustness_of', 'measured', 'overlap_study', 'pictures_to_text', 'pictures_from_text', 'drawn_pairs',
            'plot_drawn', 'plot_by_overlap', 'distortion_study', 'plot_robustness']
 
 # %% ../../nbs/lab/67_overlap.ipynb #00000006
@@ -389,32 +390,6 @@ def digit_error(
     hits = (pairs[:, None, :, None] == pairs[None, :, None, :]).sum((-1, -2))
     return (n * (2 - hits)).sum().item() / (2 * n.sum().item())
 
-# %% ../../nbs/lab/67_overlap.ipynb #0000001d
-def warp(
-    images: Tensor,  # [b, channels, m, n]
-    matrix: Tensor,  # [b, 2, 2] or [2, 2], of (down, right) from the centre
-    shift: Tensor | float = 0.0,  # [b, 2] pixels down and right, afterwards
-    size: int | None = None,  # side of the result; None: as they are
-    fill: str = 'zeros',  # what comes in from outside; or 'border': its pixels, repeated
-) -> Tensor:  # [b, channels, size, size]
-    "Each image under a linear map about its centre and a shift, bilinear."
-    b, _, m, n = images.shape
-    rows, cols = (torch.arange(s) - (s - 1) / 2 for s in ((size or m), (size or n)))
-    at = torch.stack(torch.meshgrid(rows, cols, indexing='ij'), -1).to(images)  # [m, n, 2]
-    shift = torch.as_tensor(shift).to(images).expand(b, 2)
-    back = torch.linalg.inv(matrix.to(images).expand(b, 2, 2))
-    source = torch.einsum('bij,bmnj->bmni', back, at - shift[:, None, None])
-    grid = (2 * source / torch.tensor([m, n]).to(images)).flip(-1)
-    return F.grid_sample(images, grid, padding_mode=fill, align_corners=False)
-
-
-def rotation(
-    degrees: Tensor,  # [...] counter-clockwise, as one sees it
-) -> Tensor:  # [..., 2, 2], of (down, right)
-    "The matrix of a rotation."
-    c, s = torch.cos(degrees.deg2rad()), torch.sin(degrees.deg2rad())
-    return torch.stack([torch.stack([c, -s], -1), torch.stack([s, c], -1)], -2)
-
 # %% ../../nbs/lab/67_overlap.ipynb #0000001f
 affine_limits = dict(degrees=20.0, shear=0.2, scale=0.2)  # each way; the scale about 1
 
@@ -671,11 +646,12 @@ def measured(
     path = Path(path).expanduser()
     keys = read_json(path, runs=dict)['runs']
     for key in keys:
-        record = read_json(path, runs=dict)
-        if key in record.get(name, {}):
+        if key in read_json(path, runs=dict).get(name, {}):
             continue
-        found = record.get(name, {}) | {key: measure(Path(runs) / key.replace(' ', '-'))}
-        write_json(path, record | {name: found})
+        found = measure(Path(runs) / key.replace(' ', '-'))
+        with record_locked(path):  # another process may write, too
+            record = read_json(path, runs=dict)
+            write_json(path, record | {name: record.get(name, {}) | {key: found}})
     return read_json(path, runs=dict).get(name, {})
 
 # %% ../../nbs/lab/67_overlap.ipynb #0000002e
@@ -719,7 +695,7 @@ def _tested(
     return dict(n=e['n'], error=1 - e['accuracy'], digit_error=missed, by_overlap=e['by_overlap'])
 
 # %% ../../nbs/lab/67_overlap.ipynb #00000032
-def packed(
+def pictures_to_text(
     x: Tensor,  # pictures in [0, 1]
 ) -> dict:  # JSON-ready
     "Pictures in bytes, as text."
@@ -727,10 +703,10 @@ def packed(
     return dict(shape=list(x.shape), bytes=base64.b64encode(zlib.compress(raw, 9)).decode())
 
 
-def unpacked(
-    d: dict,  # of `packed`
+def pictures_from_text(
+    d: dict,  # of `pictures_to_text`
 ) -> Tensor:  # pictures in [0, 1]
-    "What was packed, but for rounding."
+    "What was written, but for rounding."
     raw = bytearray(zlib.decompress(base64.b64decode(d['bytes'])))
     return torch.frombuffer(raw, dtype=torch.uint8).view(d['shape']).float() / 255
 
@@ -742,7 +718,7 @@ def drawn_pairs(
     n: int = 300,  # pairs to look through
     good: int = 5,  # columns that are right
     bad: int = 2,  # and wrong
-) -> dict:  # columns: kind, there, drawn (classes); pictures, packed: [column, 5, m, m]
+) -> dict:  # columns: kind, there, drawn (classes); pictures, as text: [column, 5, m, m]
     "Columns of the paper's figure: input, two originals, two drawings."
     batch = deck.__getitems__(list(range(min(n, len(deck)))))
     pairs = pair_classes(network.W.shape[1])
@@ -764,7 +740,7 @@ def drawn_pairs(
         seen = torch.cat([batch['images'][k], batch['originals'][k, :, 0], drawings])
         columns.append(dict(kind=kind, there=there, drawn=of))
         pictures.append(seen)
-    return dict(columns=columns, pictures=packed(torch.stack(pictures)))
+    return dict(columns=columns, pictures=pictures_to_text(torch.stack(pictures)))
 
 
 def _drawn(
@@ -789,7 +765,7 @@ def plot_drawn(
     drawn: dict,  # of `drawn_pairs`
 ):  # matplotlib figure
     "The paper's figure: above the input, in the middle the truth, below what was drawn."
-    plt, x = plot_style(), unpacked(drawn['pictures'])
+    plt, x = plot_style(), pictures_from_text(drawn['pictures'])
     size = (1.05 * len(x) + 0.4, 4.0)
     fig, axs = plt.subplots(3, len(x), figsize=size, layout='constrained', squeeze=False)
     for column, about, pictures in zip(axs.T, drawn['columns'], x):

@@ -27,7 +27,8 @@ from .routing_net import RoutingNet
 from .runs import read_whole
 from .shootout import Ground, evened, ground, plain_options
 from .tasks import Net, load_run, study, task_named, with_options
-from .train import dice, repeat
+from .train import dice, record_locked, repeat
+from .viewpoint import rotation, warp
 from .vision import SmallNORBNet, answer, norb_trunk
 from ..routing.dstep import Routed
 
@@ -44,11 +45,8 @@ def turned_pictures(
     move: Tensor,  # [b, 2] t, right and down, in half sides
 ) -> Tensor:  # [b, channels, m, m], the border repeated
     "Pictures that roll about their centre and then move; both eyes of a pair alike."
-    c, s = turn.cos(), turn.sin()
-    back = torch.stack([torch.stack([c, s], -1), torch.stack([-s, c], -1)], -2)  # [b, 2, 2]
-    at = torch.cat([back, -back @ move[..., None]], -1)
-    grid = F.affine_grid(at.to(images.dtype), list(images.shape), align_corners=False)
-    return F.grid_sample(images, grid, padding_mode='border', align_corners=False)
+    down_right = move.flip(-1) * images.shape[-1] / 2
+    return warp(images, rotation(-turn.rad2deg()), down_right, fill='border')
 
 # %% ../../nbs/lab/68_poses.ipynb #00000007
 def frames(
@@ -399,7 +397,7 @@ _built = {
 
 def pose_rows(
     g: Ground,  # where
-    lr: float = 1e-2,  # top of the cycle: what the shoot-out chose for all on toys
+    lr: float = 1e-2,  # top of the cycle: the shoot-out's for the D-step on toys
 ) -> dict:  # name -> row of `study`
     "Who is compared."
     told = {k: dict(caps=evened(g, 'dstep')) | v for k, v in _asked.items()}
@@ -514,17 +512,17 @@ def _probe_run(
         fresh = lambda: g.task.make(row['net'], seed, **row['options']).eval()
         nets[f'{who} untrained seed {seed}'] = fresh
     for key, made in nets.items():
-        record = read_json(path, runs=dict)
-        there = record.setdefault('probes', {})
-        if key in there:
+        if key in read_json(path, runs=dict).get('probes', {}):
             continue
         found = read_all(made(), data, columns)
         keep = lambda r: {k: v for k, v in r.items() if k not in ('sst', 'objects')}
-        there[key] = [_short(keep(r)) for r in found]
         truth = {r['frame']: dict(sst=r['sst'], objects=r['objects']) for r in found}
-        record['truth'] = _short(truth)
-        record['headline'] |= _headline(record)
-        write_json(path, record)
+        with record_locked(path):  # another process may write, too
+            record = read_json(path, runs=dict)
+            record.setdefault('probes', {})[key] = [_short(keep(r)) for r in found]
+            record['truth'] = _short(truth)
+            record['headline'] |= _headline(record)
+            write_json(path, record)
 
 # %% ../../nbs/lab/68_poses.ipynb #00000025
 def _short(

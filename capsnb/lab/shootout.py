@@ -26,8 +26,7 @@ from ..zoo.routers import all_routings
 
 # %% auto #0
 __all__ = ['rates', 'norms_tried', 'Ground', 'ground', 'evened', 'plain_options', 'blind', 'candidates', 'chosen', 'race',
-           'shoot_out', 'costs', 'apart', 'ranked', 'standings', 'across', 'plot_shootout', 'measure_costs',
-           'plot_against_cost']
+           'shoot_out', 'costs', 'apart', 'ranked', 'standings', 'plot_shootout', 'measure_costs', 'plot_against_cost']
 
 # %% ../../nbs/lab/64_shootout.ipynb #00000004
 class Ground(NamedTuple):
@@ -184,9 +183,12 @@ def race(
     "Each contestant's best row by a short run, then with fresh seeds; test data open at the end."
     found, searched = {}, path.with_name(f'{path.stem}_search.json')
     for who, rows in rows_of.items():
-        trials = {k: row | dict(epochs=max(1, row['epochs'] // 2)) for k, row in rows.items()}
-        tried = study(blind(g.task), trials, searched, (100,), runs=runs / 'search', **same)
-        found |= study(g.task, {who: rows[chosen(tried)]}, path, seeds, runs=runs, **same)
+        best = next(iter(rows))
+        if len(rows) > 1:  # else there is nothing to choose
+            half = {k: row | dict(epochs=max(1, row['epochs'] // 2)) for k, row in rows.items()}
+            tried = study(blind(g.task), half, searched, (100,), runs=runs / 'search', **same)
+            best = chosen(tried)
+        found |= study(g.task, {who: rows[best]}, path, seeds, runs=runs, **same)
     return found
 
 
@@ -298,25 +300,6 @@ def standings(
             f"{100 * mean('test_calibration'):6.1f} {step:7.3f} {first['lr'][1]:6g}  {norm}"
             f"{'' if row['apart'] or not k else '  (not told apart from the best)'}"
         )
-    return '\n'.join(lines)
-
-# %% ../../nbs/lab/64_shootout.ipynb #6bddb97c
-def across(
-    records: dict,  # name of a ground -> record of `shoot_out`
-) -> str:  # a line for each contestant, a column for each ground; * : not apart from the best
-    "Mean test accuracies of all grounds beside each other, by their mean rank."
-    rows = {ground: ranked(record) for ground, record in records.items()}
-    rank, cell = {}, {}
-    for ground, order in rows.items():
-        for k, row in enumerate(order):
-            rank.setdefault(row['name'], []).append(k + 1)
-            told = spread(percent(row['runs'])) + (' ' if row['apart'] else '*')
-            cell[row['name'], ground] = told
-    width = 2 + max(13, *map(len, rows))
-    lines = [f"{'':18s}" + ''.join(f'{k:>{width}s}' for k in rows) + '  mean rank']
-    for name in sorted(rank, key=lambda k: statistics.mean(rank[k])):
-        told = ''.join(f"{cell.get((name, k), '- '):>{width}s}" for k in rows)
-        lines.append(f'{name:18s}{told}{statistics.mean(rank[name]):11.1f}')
     return '\n'.join(lines)
 
 # %% ../../nbs/lab/64_shootout.ipynb #5a0d0006

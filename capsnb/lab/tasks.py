@@ -21,7 +21,7 @@ from .train import Deck, MixupCollator, batch_on, check_recipe, fit_decks, repea
 
 # %% auto #0
 __all__ = ['paper_recipe', 'known', 'Net', 'Task', 'with_options', 'task_named', 'check_roles', 'train', 'Opened', 'load_run',
-           'evaluate', 'study']
+           'evaluate', 'study', 'begin_record']
 
 # %% ../../nbs/lab/51_tasks.ipynb #6ce51416
 paper_recipe = dict(
@@ -437,7 +437,7 @@ def study(
     "Train rows × seeds; what the file holds is kept, what was interrupted goes on."
     path, found = Path(path).expanduser(), {}
     if settings is not None:
-        _begin(path, json.loads(json.dumps(settings)), command)
+        begin_record(path, settings, command)
     for name, row in rows.items():
         row = {'task': task, **of_all, **row}
         work = functools.partial(train, row.pop('task'))
@@ -446,11 +446,13 @@ def study(
     return found
 
 # %% ../../nbs/lab/51_tasks.ipynb #56c42675
-def _begin(
+def begin_record(
     path: Path,  # JSON file that collects the runs
-    settings: dict,  # that all rows share, as they come back from a file
+    settings: dict,  # JSON-ready: what all of its runs share
     command: str | None,  # that makes the study
 ):
+    "Open the record of a study; `ValueError` where the file holds another one."
+    settings = json.loads(json.dumps(settings))  # as they come back from a file
     old = read_json(path, runs=dict) if path.exists() else dict(runs={})
     if old['runs'] and old.get('study') != settings:
         raise ValueError(

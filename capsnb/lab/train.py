@@ -58,7 +58,7 @@ __all__ = ['honoured', 'load_digits_split', 'dice', 'shift_images', 'pictures', 
            'MixupCollator', 'cycle_height', 'SingleCycle', 'Diverged', 'Moments', 'Ledger', 'SealHook', 'DealHook',
            'ProgressHook', 'UntilHook', 'StopHook', 'BarHook', 'accuracy', 'quiet_transformers', 'training_arguments',
            'make_trainer', 'check_recipe', 'fingerprint', 'Stopped', 'rehearse', 'batch_on', 'history_of',
-           'run_training', 'fit_decks', 'fit', 'repeat', 'summary', 'in_words']
+           'run_training', 'fit_decks', 'fit', 'repeat', 'record_locked', 'summary', 'in_words']
 
 # %% ../../nbs/lab/48_train.ipynb #00000005
 def load_digits_split():  # datasets.DatasetDict with columns image [1, 8, 8] in [0, 1] and label
@@ -1626,7 +1626,7 @@ def repeat(
             continue
         out = Path(runs) / key.replace(' ', '-')
         found = train(seed=seed, out=out, **{'resume': True, **kw})
-        with _record_locked(path):
+        with record_locked(path):
             record = _read_record(path, command)  # another process may have
             record['runs'][key] = _row(found)  # finished a run meanwhile
             rows = [record['runs'][k] for k in keys.values() if k in record['runs']]
@@ -1645,7 +1645,7 @@ def _read_record(
     return {**run_record(), 'command': command, 'headline': {}, 'runs': {}}
 
 # %% ../../nbs/lab/48_train.ipynb #f624e737
-def _record_locked(
+def record_locked(
     path: Path,  # JSON file that collects the runs
 ):  # a context in which no other process changes it
     name = digest(dict(path=str(path.absolute())))

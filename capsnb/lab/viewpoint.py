@@ -19,15 +19,15 @@ from ..data.eth80 import familiar_views
 from .objects import Objects, PairCrops, PairMixup, SmallNORB
 from .photographs import Photographs
 from .report import percent, runs_of, spread
-from .shootout import Ground, blind, chosen, evened, ground, plain_options
-from .tasks import Task, study, with_options
+from .shootout import Ground, evened, ground, plain_options, race, rates
+from .tasks import Task, with_options
 from .train import dice
 
 # %% auto #0
-__all__ = ['factors', 'protocols', 'roles_of', 'contestants', 'rates_tried', 'enough', 'table_2', 'familiar_rows', 'check_choice',
-           'turned', 'PlaneMixup', 'seen_from', 'stage', 'entrant', 'rates_in', 'record_of', 'viewpoint_study', 'told',
-           'accuracies', 'epoch_of', 'Matched', 'matched', 'bootstrap', 'Gain', 'gains', 'viewpoint_table',
-           'plot_viewpoints', 'verdict', 'price', 'hours', 'write_price']
+__all__ = ['factors', 'protocols', 'roles_of', 'contestants', 'enough', 'table_2', 'familiar_rows', 'check_choice', 'warp',
+           'rotation', 'PlaneMixup', 'seen_from', 'stage', 'entrant', 'settings_in', 'entries', 'record_of',
+           'viewpoint_study', 'told', 'accuracies', 'epoch_of', 'Matched', 'matched', 'bootstrap', 'Gain', 'gains',
+           'viewpoint_table', 'plot_viewpoints', 'verdict', 'price', 'hours', 'write_price']
 
 # %% ../../nbs/lab/65_viewpoint.ipynb #00000005
 factors, protocols = ('azimuth', 'elevation'), ('extrapolation', 'interpolation')
@@ -62,16 +62,30 @@ def check_choice(
         raise ValueError(f"{name} must be one of {', '.join(map(repr, there))}, got {value!r}")
 
 # %% ../../nbs/lab/65_viewpoint.ipynb #00000009
-def turned(
-    images: Tensor,  # [b, channels, m, m], floats
-    degrees: Tensor,  # [b] counter-clockwise
-) -> Tensor:  # of the same shape
-    "Rotate each picture about its middle."
-    c, s = degrees.deg2rad().cos(), degrees.deg2rad().sin()
-    zero = torch.zeros_like(c)
-    turn = torch.stack([torch.stack([c, -s, zero], -1), torch.stack([s, c, zero], -1)], 1)
-    grid = F.affine_grid(turn, list(images.shape), align_corners=False)
-    return F.grid_sample(images, grid, padding_mode='border', align_corners=False)
+def warp(
+    images: Tensor,  # [b, channels, m, n]
+    matrix: Tensor,  # [b, 2, 2] or [2, 2], of (down, right) from the centre
+    shift: Tensor | float = 0.0,  # [b, 2] pixels down and right, afterwards
+    size: int | None = None,  # side of the result; None: as they are
+    fill: str = 'zeros',  # what comes in from outside; or 'border': its pixels, repeated
+) -> Tensor:  # [b, channels, size, size]
+    "Each image under a linear map about its centre and a shift, bilinear."
+    b, _, m, n = images.shape
+    rows, cols = (torch.arange(s) - (s - 1) / 2 for s in ((size or m), (size or n)))
+    at = torch.stack(torch.meshgrid(rows, cols, indexing='ij'), -1).to(images)  # [m, n, 2]
+    shift = torch.as_tensor(shift).to(images).expand(b, 2)
+    back = torch.linalg.inv(matrix.to(images).expand(b, 2, 2))
+    source = torch.einsum('bij,bmnj->bmni', back, at - shift[:, None, None])
+    grid = (2 * source / torch.tensor([m, n]).to(images)).flip(-1)
+    return F.grid_sample(images, grid, padding_mode=fill, align_corners=False)
+
+
+def rotation(
+    degrees: Tensor,  # [...] counter-clockwise, as one sees it
+) -> Tensor:  # [..., 2, 2], of (down, right)
+    "The matrix of a rotation."
+    c, s = torch.cos(degrees.deg2rad()), torch.sin(degrees.deg2rad())
+    return torch.stack([torch.stack([c, -s], -1), torch.stack([s, c], -1)], -2)
 
 # %% ../../nbs/lab/65_viewpoint.ipynb #0000000b
 class PlaneMixup(PairMixup):
@@ -97,13 +111,18 @@ class PlaneMixup(PairMixup):
 
     def on_device(self, batch):
         if 'turns' in batch:
-            batch = batch | dict(images=turned(from_bytes(batch['images']), batch['turns']))
+            batch = batch | dict(images=_rolled(batch))
         out = super().on_device(batch)
         if self.cut is None:
             return out
         (whole, side), images = self.cut, out['images']
         images, at = F.avg_pool2d(images, images.shape[-1] // whole), (whole - side) // 2
         return out | dict(images=images[:, :, at : at + side, at : at + side])
+
+
+def _rolled(batch: dict) -> Tensor:  # its images, each turned by its angle
+    images, turns = from_bytes(batch['images']), batch['turns']
+    return warp(images, rotation(turns), fill='border')
 
 # %% ../../nbs/lab/65_viewpoint.ipynb #0000000d
 roles_of = dict(train='train', validation='select', familiar='match', novel='test')
@@ -191,6 +210,7 @@ def entrant(
     g: Ground,  # of `stage`
     who: str,  # of `contestants`
     lr: float,  # top rate of the cycle
+    norm: str = 'none',  # see `CapsNorm`; of routings
 ) -> dict:  # row of `study`
     "How a contestant is trained."
     if who == 'cnn':
@@ -198,31 +218,28 @@ def entrant(
     elif who == 'baseline':
         own = dict(net='baseline', options=dict(size=PairCrops(g.task.size).patch))
     else:
-        own = dict(net='routing', options=evened(g, who))
+        own = dict(net='routing', options=evened(g, who, norm=norm))
     return own | g.recipe | dict(lr=(1e-5, lr))
 
 # %% ../../nbs/lab/65_viewpoint.ipynb #00000012
-rates_tried = (3e-3, 1e-2)
-
-
-def rates_in(
+def settings_in(
     record: str | Path | None,  # of `shoot_out`
-) -> dict:  # contestant -> the rate that was chosen for it there, on validation pictures
+) -> dict:  # contestant -> lr, norm: what was chosen for it there, on validation pictures
     "What a shoot-out has found."
-    return {} if record is None else {k: v[0]['lr'][1] for k, v in runs_of(record).items()}
+    first = {} if record is None else {k: runs[0] for k, runs in runs_of(record).items()}
+    norm = lambda run: run['options'].get('norm', 'none')
+    return {k: dict(lr=run['lr'][1], norm=norm(run)) for k, run in first.items()}
 
 
-def _best_rate(
+def entries(
     g: Ground,  # of `stage`
     who: str,  # of `contestants`
-    lrs: tuple,  # to try
-    path: Path,  # record of the search
-    **how,  # of `study`
-) -> float:  # by the validation of one seed after half of the epochs
-    half = dict(epochs=max(1, g.recipe['epochs'] // 2))
-    rows = {f'{who} {lr:g}': entrant(g, who, lr) | half for lr in lrs}
-    best = chosen(study(blind(g.task), rows, path, (100,), **how))
-    return rows[best]['lr'][1]
+    known: dict,  # of `settings_in`
+    lrs: tuple,  # to search where nothing is known
+) -> dict:  # name -> row of `study`
+    "What is tried of a contestant."
+    tried = [known[who]] if who in known else [dict(lr=lr) for lr in lrs]
+    return {f"{who} {how['lr']:g}": entrant(g, who, **how) for how in tried}
 
 # %% ../../nbs/lab/65_viewpoint.ipynb #00000013
 def record_of(
@@ -231,11 +248,10 @@ def record_of(
     by: str,  # as for `stage`
     protocol: str,  # as for `stage`
     plane: bool,  # as for `stage`
-    kind: str = '',  # '_search', or nothing
 ) -> Path:  # of a JSON file
     "Where a study is written down."
     name = '_'.join(['viewpoint', data, by, protocol, *([] if plane else ['flat'])])
-    return Path(out).expanduser() / f'{name}{kind}.json'
+    return Path(out).expanduser() / f'{name}.json'
 
 # %% ../../nbs/lab/65_viewpoint.ipynb #00000014
 def viewpoint_study(
@@ -249,7 +265,7 @@ def viewpoint_study(
     seeds: tuple = (0, 1, 2, 3, 4),  # of the final runs
     scale: float = 1.0,  # of the number of epochs
     shootout: str | Path | None = None,  # record that rates are taken from; else a search
-    lrs: tuple = rates_tried,  # rates of the search
+    lrs: tuple = rates,  # to search
     g: Ground | None = None,  # None: `stage`
     options: dict | None = None,  # of the data set's task
     **kw,  # of `train`: device, progress
@@ -258,20 +274,16 @@ def viewpoint_study(
     for who in only or ():
         check_choice('contestant', who, contestants)
     g = g or stage(data, by, protocol, plane, scale, **(options or {}))
-    known, where = rates_in(shootout), (out, data, by, protocol, plane)
+    known, path = settings_in(shootout), record_of(out, data, by, protocol, plane)
     settings = dict(data=data, by=by, protocol=protocol, plane=plane, scale=scale)
     settings |= dict(stem=g.stem, caps=g.caps, recipe=g.recipe, splits=roles_of)
     settings |= dict(selects=dict(rate='validation', epoch='validation', matched='familiar'))
     settings |= dict(searched=lrs, rates='shoot-out' if shootout else 'search')
-    path = record_of(*where)
-    how = dict(settings=settings, runs=Path(out).expanduser() / 'runs' / path.stem, **kw)
     command = told(data, by, protocol, plane, scale, len(seeds))
-    how |= dict(command=command + (f' --shootout {Path(shootout).name}' if shootout else ''))
-    found = {}
-    for who in only or contestants:
-        lr = known.get(who) or _best_rate(g, who, lrs, record_of(*where, '_search'), **how)
-        found |= study(g.task, {who: entrant(g, who, lr)}, path, seeds, **how)
-    return found
+    command += f' --shootout {Path(shootout).name}' if shootout else ''
+    rows, runs = {k: entries(g, k, known, lrs) for k in only or contestants}, path.parent / 'runs'
+    same = dict(settings=settings, command=command)
+    return race(g, rows, path, seeds, runs / path.stem, **same, **kw)
 
 # %% ../../nbs/lab/65_viewpoint.ipynb #00000015
 def told(
@@ -474,7 +486,7 @@ def price(
     steps = math.ceil(len(decks['train']) / b)
     tests = sum(math.ceil(len(decks[s]) / b) for s in roles_of if s != 'train')
     for who in only or contestants:
-        row = entrant(g, who, rates_tried[0])
+        row = entrant(g, who, rates[0])
         net = g.task.make(row['net'], 0, **row['options'])
         collator = g.task.collator(row['net'], g.recipe['shift'], g.recipe['mixup'])
         optimizer = torch.optim.RAdam(net.parameters(), lr=1e-6)
@@ -498,10 +510,10 @@ def price(
 def hours(
     minutes: dict,  # of `price`
     seeds: int = 5,  # of the final runs
-    rates: int = len(rates_tried),  # of the search, half a run each; 0: none
+    tried: int = len(rates),  # rates of the search, half a run each; 0: none
 ) -> float:  # CPU hours of a study
     "What a study costs."
-    return sum(minutes.values()) * (seeds + rates / 2) / 60
+    return sum(minutes.values()) * (seeds + tried / 2) / 60
 
 # %% ../../nbs/lab/65_viewpoint.ipynb #00000028
 def write_price(
