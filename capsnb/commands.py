@@ -1048,6 +1048,27 @@ def study_poses(
     print(f"{poses.pose_table(record)}\n\nlook at {', '.join(map(str, drawn))}")
 
 
+def rehearsal(
+    out: Annotated[
+        Path, option('Folder of the model (3.1 GB), the runs and rehearsal.json; acts are kept.')
+    ] = Path('runs/rehearsal'),
+    limit: Annotated[int, option('Sentences of each split.', min=1)] = 60,
+    data: Annotated[
+        Path | None, unset('Folder of the treebank; else CAPSNB_DATA, or a download.')
+    ] = None,
+    device: Device = None,
+):
+    """GPT-2-large without its weights: a transformer of its exact size with random weights is made,
+    read in float32 and bfloat16, trained on, killed, resumed, cached and explained."""
+    room('core').need('transformers', 'train')
+    found = room('lab.sentiment').rehearse(out, limit, data, device=device or 'cpu')
+    for name, act in found['acts'].items():
+        peak = f"{act['peak_bytes'] / 1e9:6.1f} GB at most" if 'peak_bytes' in act else ''
+        batch = f", {act['batch_seconds']:.1f} s a batch" if 'batch_seconds' in act else ''
+        print(f"{name:10s} {act['seconds']:7.0f} s {peak}{batch}")
+    print('resumed is whole, bit by bit' if found['resumed_is_whole'] else 'resumed DIFFERS')
+
+
 def beside(
     commit: str,  # older code
     out: Path,  # file of the record
@@ -1206,6 +1227,7 @@ def make_app() -> typer.Typer:
         ('poses', study_poses, 'What capsules know of azimuth and elevation, on unknown objects.'),
         ('plateau', plateau, 'Why matrix capsules learn late.'),
         ('depth', depth, 'How many layers of capsules can be trained?'),
+        ('rehearsal', rehearsal, "GPT-2-large's size with random weights: all but the download."),
     ):
         study.command(name, short_help=short)(entrance(command))
     app.command('bench', short_help='Time and memory of everything fast.')(entrance(bench))

@@ -13,7 +13,7 @@ import re
 import shutil
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 import torch
@@ -24,15 +24,16 @@ from .files import need_hub, read_json, write_json
 # %% auto #0
 __all__ = ['pinned', 'tiny_transformer', 'first_line', 'load_frozen', 'end_token', 'as_texts', 'longest', 'tokenize', 'Embedded',
            'pad_embeddings', 'hidden_states', 'fingerprint', 'pick_layers', 'probe', 'FrozenEncoder', 'read_config',
-           'about_tokens', 'Price', 'in_time', 'price_of', 'read_cache', 'CacheWriter', 'EmbeddingCache', 'check_space']
+           'stand_in', 'about_tokens', 'Price', 'in_time', 'price_of', 'read_cache', 'CacheWriter', 'EmbeddingCache',
+           'check_space']
 
 # %% ../../nbs/data/39_embed.ipynb #00000006
-def _tiny_bytes(texts: list):  # a tokenizer of byte pairs, as GPT-2's: nothing is unknown to it
+def _byte_pairs(texts, n: int = 400):  # a tokenizer as GPT-2's: nothing is unknown to it
     t = need('tokenizers')
     tok, levels = t.Tokenizer(t.models.BPE()), t.pre_tokenizers.ByteLevel
     tok.pre_tokenizer, tok.decoder = levels(add_prefix_space=False), t.decoders.ByteLevel()
     special = dict(special_tokens=['<|endoftext|>'], initial_alphabet=levels.alphabet())
-    trainer = t.trainers.BpeTrainer(vocab_size=400, show_progress=False, **special)
+    trainer = t.trainers.BpeTrainer(vocab_size=n, show_progress=False, **special)
     tok.train_from_iterator(texts, trainer)
     fast = need('transformers').PreTrainedTokenizerFast
     return fast(tokenizer_object=tok, eos_token='<|endoftext|>')
@@ -63,7 +64,7 @@ def tiny_transformer(
     "Save a transformer of two blocks with random weights, for tests without a download."
     if kind not in ('gpt2', 'bert'):
         raise ValueError(f"kind must be 'gpt2' or 'bert', got {kind!r}")
-    tokenizer = (_tiny_bytes if kind == 'gpt2' else _tiny_pieces)(texts)
+    tokenizer = (_byte_pairs if kind == 'gpt2' else _tiny_pieces)(texts)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         config = _tiny_config(kind, len(tokenizer), d_emb)
@@ -547,6 +548,26 @@ def read_config(
         return config
 
     return _here_or_hub(load, name, kw, fetch)
+
+# %% ../../nbs/data/39_embed.ipynb #08a6deb2
+def stand_in(
+    folder: str | Path,  # where to save it: 3.1 GB
+    texts: Iterable,  # of str: its vocabulary is learnt from these
+    seed: int = 0,  # of the weights
+    **sizes,  # of GPT2Config, where they are not GPT-2-large's
+) -> Path:  # the folder, for `FrozenEncoder`
+    "Save GPT-2-large's sizes with random weights and a byte-level vocabulary as large."
+    end = dict(bos_token_id=0, eos_token_id=0)  # the first token of `_byte_pairs`
+    config = need('transformers').GPT2Config(**_gpt2_large | end | sizes)
+    tokenizer = _byte_pairs(texts, config.vocab_size)
+    if (n := len(tokenizer)) != config.vocab_size:
+        raise ValueError(f"expected texts for {config.vocab_size:,} tokens, they give {n:,}")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = need('transformers').AutoModel.from_config(config)
+    for part in (tokenizer, model):
+        part.save_pretrained(folder)
+    return Path(folder)
 
 # %% ../../nbs/data/39_embed.ipynb #7ba10bd2
 def about_tokens(

@@ -6,8 +6,12 @@
 from __future__ import annotations
 import importlib.util
 import json
+import os
 import shutil
+import subprocess
 import sys
+import sysconfig
+import time
 from dataclasses import dataclass
 from functools import cache as kept
 from functools import partial
@@ -15,21 +19,21 @@ from pathlib import Path
 from typing import Callable, NamedTuple
 import torch
 import torch.nn.functional as F
-from ..core import need, pick_device
+from ..core import need, pick_device, run_record
 from ..data.embed import EmbeddingCache, FrozenEncoder, about_tokens, as_texts, check_space
-from ..data.embed import in_time, price_of, read_config
-from ..data.files import cache_folder
+from ..data.embed import in_time, price_of, read_config, stand_in
+from ..data.files import cache_folder, read_json, write_json
 from ..data.sst import label_names, load_sst
 from .routing_net import PlainText, RoutingText
 from .runs import first_process
-from .tasks import Net, Task, with_options
-from .text import SSTNet, TextStem
+from .tasks import Net, Task, load_run, train, with_options
+from .text import SSTNet, TextStem, explain
 from .text import check_note, encoder_note, measure_scale, noted_encoder
 from .train import BaseDeck, dice, fingerprint
 
 # %% auto #0
 __all__ = ['on_disk', 'most_unasked', 'names_of', 'sst5', 'sst2', 'TextDeck', 'packed', 'TextMixup', 'say', 'Samples',
-           'sst_samples', 'Sentiment', 'smollm2', 'linear_probes']
+           'sst_samples', 'Sentiment', 'smollm2', 'linear_probes', 'python_texts', 'act', 'apart', 'rehearse']
 
 # %% ../../nbs/lab/54_sentiment.ipynb #dd8c221d
 class TextDeck(BaseDeck):
@@ -457,3 +461,121 @@ def linear_probes(
             valid, test = (float(probe.score(Z[s], y[s].numpy())) for s in ('validation', 'test'))
             rows.append(dict(layer=layer, C=C, valid_accuracy=valid, test_accuracy=test))
     return sorted(rows, key=lambda r: -r['valid_accuracy'])
+
+# %% ../../nbs/lab/54_sentiment.ipynb #5e470002
+def python_texts(
+    n: int | None = None,  # files; None: all, 30 MB
+):  # yields str
+    "Sources of Python's own library, which every machine has."
+    files = sorted(Path(sysconfig.get_path('stdlib')).glob('**/*.py'))
+    for file in [f for f in files if 'site-packages' not in f.parts][:n]:
+        yield file.read_text(encoding='utf-8', errors='ignore')
+
+# %% ../../nbs/lab/54_sentiment.ipynb #5e470003
+def _make(out: Path, files: int | None, sizes: dict) -> dict:  # a transformer of full size
+    folder = stand_in(out / 'model', python_texts(files), **sizes)
+    return dict(bytes=sum(f.stat().st_size for f in folder.iterdir()))
+
+
+def _read(out: Path, dtype: str, texts: list, device: str) -> dict:  # one batch, the second time
+    encoder = FrozenEncoder(out / 'model', dtype=dtype, device=device)
+    encoder(texts[:2])
+    start = time.perf_counter()
+    mask, embs = encoder(texts)
+    took = time.perf_counter() - start
+    assert embs.isfinite().all()
+    return dict(tokens=int(mask.sum()), batch_seconds=took, shape=list(embs.shape))
+
+
+def _train(out: Path, run: str, resume: bool, cache: bool, trees: dict, device: str) -> dict:
+    encoder = FrozenEncoder(out / 'model', device=device)
+    kw = dict(roots=True, published=True, validate=False, **trees)
+    task = Sentiment('sst5', encoder, cache=out / 'cache' if cache else False, **kw)
+    kw = dict(epochs=1, save_steps=1, device=device, resume=resume, progress=False)
+    m = train(task, out=out / run, **kw)
+    kept = sum(f.stat().st_size for f in (out / 'cache').rglob('*') if f.is_file())
+    return dict(steps=m['steps'], weights=m['files']['model.safetensors'], cache_bytes=kept)
+
+
+def _explain(out: Path, text: str, trees: dict, device: str) -> dict:  # credit of its words
+    encoder = FrozenEncoder(out / 'model', device=device)
+    network, task, note = load_run(out / 'whole', device, encoder=encoder, folder=trees['folder'])
+    said = explain(text, network, task.reader(), note['names'])
+    return dict(words=said.words, html=len(said._repr_html_()))
+
+# %% ../../nbs/lab/54_sentiment.ipynb #5e470004
+def act(
+    name: str,  # 'make', 'read', 'train' or 'explain'
+    out: str | Path,  # folder of the rehearsal
+    told: str | Path,  # file for what it tells
+    **how,  # of the act
+):
+    "Do one part of a rehearsal, here, and write down what it took."
+    start, acts = time.perf_counter(), dict(make=_make, read=_read, train=_train, explain=_explain)
+    found = acts[name](Path(out), **how)
+    if os.name == 'posix':  # Windows does not tell
+        most = importlib.import_module('resource').getrusage(0).ru_maxrss
+        found['peak_bytes'] = most * (1 if sys.platform == 'darwin' else 1024)
+    write_json(told, found | dict(seconds=time.perf_counter() - start))
+
+
+def apart(
+    name: str,  # as for `act`
+    out: Path,  # as for `act`
+    told: Path,  # as for `act`
+    until: str | None = None,  # pattern of files in out; when there are some, the process is killed
+    **how,  # as for `act`
+) -> dict | None:  # what was told; None: it was killed
+    "Do one part in a process of its own; what was told before is kept."
+    if told.exists():
+        return read_json(told)
+    said = json.dumps(dict(name=name, out=str(out), told=str(told), **how))
+    code = 'import json, sys; from capsnb.lab.sentiment import act; act(**json.loads(sys.argv[1]))'
+    child = subprocess.Popen([sys.executable, '-c', code, said], stderr=subprocess.PIPE, text=True)
+    while child.poll() is None:
+        if until and any(out.glob(until)):
+            child.kill()
+        time.sleep(0.05)
+    complaint = child.communicate()[1]
+    if until is None and child.returncode:
+        why = (complaint.strip().splitlines() or [f'exit {child.returncode}'])[-1]
+        raise RuntimeError(f"the rehearsal failed in '{told.stem}': {why}")
+    return read_json(told) if told.exists() else None
+
+# %% ../../nbs/lab/54_sentiment.ipynb #5e470005
+def rehearse(
+    out: str | Path,  # folder of the model, the runs and rehearsal.json
+    limit: int = 60,  # sentences of each split
+    folder: str | Path | None = None,  # of the treebank, as for `load_sst`
+    official: bool = True,  # as for `load_sst`
+    device: str = 'cpu',  # where all of it runs
+    files: int | None = None,  # as for `python_texts`
+    sizes: dict | None = None,  # as for `stand_in`; None: GPT-2-large's
+) -> dict:  # the record: acts with their seconds and memory
+    "All that GPT-2-large will do, with random weights: read, train, be killed, resume, explain."
+    out = Path(out).expanduser()
+    trees = dict(folder=None if folder is None else str(folder), official=official, limit=limit)
+    texts = sst_samples('sst5', folder, official, True, limit, ('train',))['train'].texts[:20]
+    on = dict(trees=trees, device=device)
+    do = lambda name, title, **how: apart(name, out, out / f'{title}.json', **how)
+    acts = {'make': do('make', 'make', files=files, sizes=sizes or {})}
+    for dtype in ('float32', 'bfloat16'):
+        acts[dtype] = do('read', dtype, dtype=dtype, texts=texts, device=device)
+    acts['whole'] = do('train', 'whole', run='whole', resume=False, cache=False, **on)
+    do(
+        'train',
+        'killed',
+        run='again',
+        resume=False,
+        cache=False,
+        until='again/**/trainer_state.json',
+        **on,
+    )
+    acts['resumed'] = do('train', 'resumed', run='again', resume=True, cache=False, **on)
+    acts['cached'] = do('train', 'cached', run='cached', resume=False, cache=True, **on)
+    acts['reread'] = do('train', 'reread', run='reread', resume=False, cache=True, **on)
+    acts['explain'] = do('explain', 'explain', text='A gorgeous , witty , seductive movie .', **on)
+    same = acts['whole']['weights'] == acts['resumed']['weights']
+    told = run_record(acts=acts, limit=limit, sizes=sizes, resumed_is_whole=same)
+    write_json(out / 'rehearsal.json', told)
+    return told
