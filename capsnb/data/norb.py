@@ -27,6 +27,7 @@ from capsnb.data.files import (
     checksum,
     fetch,
     find_folder,
+    holds,
     left_behind,
     load_hub,
     put_in_place,
@@ -889,12 +890,17 @@ def find_norb(
 ) -> Path:  # the folder
     "Find NORB jittered-cluttered; `FileNotFoundError`: it is not downloaded."
     names = [norb_name(split, k, kind) for k in parts for kind in _wanted]
-    if found := find_folder('norb', names, folder, endings=('', '.gz')):
-        return found
-    raise FileNotFoundError(
-        f"expected {names[0]} and {len(names) - 1} other files of {norb_site}; name their folder "
-        "in CAPSNB_DATA or as `folder` (--data on the command line)"
-    )
+    place = find_folder('norb', names[:1], folder, endings=('', '.gz'))
+    if place is None:
+        raise FileNotFoundError(
+            f"expected {names[0]} and {len(names) - 1} other files of {norb_site}; name their "
+            "folder in CAPSNB_DATA or as `folder` (--data on the command line)"
+        )
+    there = holds(place, names, ('', '.gz'))
+    if lacks := [name for name in names if name not in there]:
+        said = f"expected {len(names)} files of NORB jittered-cluttered in '{place}'"
+        raise FileNotFoundError(f"{said}, found {len(there)}; {lacks[0]} is not there")
+    return place
 
 # %% ../../nbs/data/35_norb.ipynb #52fa7290
 def open_norb(
