@@ -155,7 +155,7 @@ def test_the_task_from_files_to_result(tmp_path):
 def test_sabours_network_learns_and_comes_back(tmp_path):
     task = Toys(size=48, subset=40, cache=tmp_path / 'toys')
     narrow = dict(channels=16, n_types=4)
-    usual = dict(epochs=3, options=narrow, warmup=0.0, **quiet)
+    usual = dict(epochs=2, options=narrow, warmup=0.0, **quiet)
     m = train(task, 'capsnet', tmp_path / 'run', lr=(5e-3, 5e-3), **usual)
     assert m['history'][-1]['loss'] < m['history'][0]['loss']
     network = load_run(tmp_path / 'run', 'cpu', task).network

@@ -193,7 +193,7 @@ class PairCrops:
 
 # %% ../../nbs/lab/53_objects.ipynb #e608a14b
 _top_lr = {'dstep': 5e-3, 'cnn': 2e-3, 'baseline': 5e-3, 'matrix-caps': 1e-2}
-_top_lr |= {'matrix-caps-norb': 1e-2, 'routing': 5e-3, 'plain': 5e-3, 'capsnet': 2e-3}
+_top_lr |= {'matrix-caps-norb': 1e-2, 'routing': 5e-3, 'plain': 5e-3, 'capsnet': 5e-3}
 _published_lr = {'dstep': 5e-4, 'cnn': 5e-4, 'baseline': 1e-3, 'routing': 5e-4, 'plain': 5e-4}
 _published_lr |= {'capsnet': 1e-3}  # Adam's usual one
 _slim = dict(channels=64, n_types=16)  # CapsNet, unless it is to be as published
