@@ -69,7 +69,7 @@ AnyFiles = Annotated[
 ]
 Pairs = Annotated[
     int | None,
-    unset('Toys: only so many pairs of each split; all 24,300 if not given.', min=10),
+    unset('Toys, NORB: only so many pairs of each split; all if not given.', min=10),
 ]
 ToyCache = Annotated[Path | None, unset("Toys: folder for drawn pictures; else the user's cache.")]
 Size = Annotated[int, option('Pixels per side (smallNORB has 96).', min=29)]
@@ -234,10 +234,13 @@ def train_objects(
         option(
             "'dstep': the paper's network; 'cnn': a CNN as large; 'baseline': the baseline CNN of "
             "Hinton et al. (2018); 'matrix-caps': its matrix capsules, best with --size 48; "
-            "'matrix-caps-norb': those on the convolutions of 'dstep', normed."
+            "'matrix-caps-norb': those on the convolutions of 'dstep', normed; 'capsnet': that of "
+            "Sabour et al. (2017)."
         ),
     ] = 'dstep',
-    size: Size = 96,
+    size: Annotated[
+        int | None, unset('Pixels per side; 96, of NORB 108, if not given.', min=29)
+    ] = None,
     pairs: Pairs = None,
     epochs: Epochs = None,
     seed: Seed = 0,
@@ -248,7 +251,7 @@ def train_objects(
         bool,
         option(
             "As published: learning rate, floor of the variances and start of beta of 'dstep', "
-            "patches for 'baseline'.",
+            "patches for 'baseline', width of 'capsnet'.",
             '--as-published',
         ),
     ] = False,
@@ -259,11 +262,12 @@ def train_objects(
     device: Device = None,
     progress: Progress = None,
 ):
-    """Stereo pictures of objects: toys that the library draws itself, or smallNORB.
+    """Stereo pictures of objects: toys that the library draws itself, smallNORB, or NORB.
 
     Keeps the epoch that validates best on instances held back (with --no-validate the last one),
     tests it once, and draws how poses move. Ctrl-C leaves a checkpoint and says how to go on."""
-    tasks, options = room('lab.tasks'), dict(size=size, subset=pairs, published=as_published)
+    tasks, options = room('lab.tasks'), dict(subset=pairs, published=as_published)
+    options |= {} if size is None else dict(size=size)
     options |= dict(official=not any_files, validate=validate, folder=data, cache=cache)
     task = tasks.with_options(tasks.task_named(ctx.info_name), **options)
     out = out or Path('runs', ctx.info_name)
@@ -278,7 +282,8 @@ def train_photographs(
         option(
             "'dstep': the paper's network; 'cnn': a CNN as large; 'baseline': the baseline CNN of "
             "Hinton et al. (2018); 'matrix-caps': its matrix capsules, best with --size 48; "
-            "'matrix-caps-norb': those on the convolutions of 'dstep', normed."
+            "'matrix-caps-norb': those on the convolutions of 'dstep', normed; 'capsnet': that of "
+            "Sabour et al. (2017)."
         ),
     ] = 'dstep',
     size: Annotated[int, option('Pixels per side, at most those of the files.', min=29)] = 48,
@@ -1198,6 +1203,7 @@ def make_app() -> typer.Typer:
         ('sst', train_sst, 'The Stanford Sentiment Treebank, read by a frozen transformer.'),
         ('toys', train_objects, 'Toys that the library draws itself.'),
         ('smallnorb', train_objects, 'smallNORB, stereo pictures of toys.'),
+        ('norb', train_objects, 'NORB jittered-cluttered: its files, 6 GB.'),
         ('eth80', train_photographs, 'ETH-80, photographs of eighty objects.'),
         ('digits', train_digits, '8x8 digits, always there.'),
         ('mnist', train_digits, 'Its files, or a download.'),

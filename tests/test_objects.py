@@ -89,7 +89,7 @@ def test_the_recipe_is_the_papers():
     assert recipe('baseline', 48, published=True)['lr'] == (1e-5, 1e-3)
     tasks, nets = (Toys(published=False), Toys(published=True)), Toys().networks
     on_crops = [{n for n in nets if task.on_crops(n)} for task in tasks]
-    assert on_crops == [{'matrix-caps'}, {'baseline', 'matrix-caps'}]
+    assert on_crops == [{'matrix-caps', 'capsnet'}, {'baseline', 'matrix-caps', 'capsnet'}]
 
 
 def test_options_go_before_what_is_published():

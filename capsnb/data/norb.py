@@ -27,6 +27,7 @@ from capsnb.data.files import (
     checksum,
     fetch,
     find_folder,
+    holds,
     left_behind,
     load_hub,
     put_in_place,
@@ -37,10 +38,11 @@ from capsnb.data.files import (
 )
 
 # %% auto #0
-__all__ = ['magics', 'site', 'norb_files', 'codes', 'instances', 'splits', 'hub_name', 'hub_revision', 'Header', 'parse_header',
-           'read_matrix', 'write_matrix', 'NorbFile', 'unpack', 'open_matrix', 'degrees', 'check_labels',
-           'tiny_smallnorb', 'read_split', 'find_smallnorb', 'download_smallnorb', 'valid_mask', 'viewpoint_split',
-           'open_smallnorb', 'load_smallnorb', 'as_tensors']
+__all__ = ['magics', 'site', 'norb_files', 'codes', 'instances', 'splits', 'hub_name', 'hub_revision', 'norb_site', 'norb_parts',
+           'norb_size', 'Header', 'parse_header', 'read_matrix', 'write_matrix', 'NorbFile', 'unpack', 'open_matrix',
+           'degrees', 'check_labels', 'tiny_smallnorb', 'read_split', 'find_smallnorb', 'download_smallnorb',
+           'valid_mask', 'viewpoint_split', 'open_smallnorb', 'load_smallnorb', 'as_tensors', 'norb_name', 'Joined',
+           'read_part', 'find_norb', 'open_norb', 'tiny_norb']
 
 # %% ../../nbs/data/35_norb.ipynb #00000006
 magics = {  # magic number: type of the elements; 0x1E3D4C52, "packed", is described nowhere
@@ -414,23 +416,26 @@ def _column(columns: Mapping, name: str) -> Tensor:  # [n], long
 def check_labels(
     columns: Mapping,  # the five columns of codes, [n] each
     where=lambda column, row: f"row {row}",  # says where a label stands, for the message
+    known: Mapping = codes,  # what may occur in each column
+    rows: Tensor | None = None,  # [n] numbers of the rows in their file; None: 0, 1, …
 ):
-    "`ValueError` for a label that smallNORB does not have, or for two rows with the same five."
-    q, cols = 0, {name: _column(columns, name) for name in codes}
-    for name, allowed in codes.items():
+    "`ValueError` for a label that the data have not, or for two rows with the same five."
+    q, cols = 0, {name: _column(columns, name) for name in known}
+    number = (lambda k: int(k)) if rows is None else (lambda k: int(rows[k]))
+    for name, allowed in known.items():
         bad = (~torch.isin(cols[name], torch.tensor(allowed))).nonzero()
         if len(bad):
-            came, at = int(cols[name][bad[0]]), where(name, int(bad[0]))
+            came, at = int(cols[name][bad[0]]), where(name, number(bad[0]))
             raise ValueError(f"{at}: expected {name} in {list(allowed)}, got {came}")
         q = q * len(allowed) + cols[name] // allowed.step  # the five as one number
     order = q.argsort(stable=True)
     again = order[1:][q[order[1:]] == q[order[:-1]]]
     if len(again):
         row = int(again.min())
-        first = int((q == q[row]).nonzero()[0])
+        first = number((q == q[row]).nonzero()[0])
         said = ', '.join(f'{name} {int(o[row])}' for name, o in cols.items())
-        same = f"row {row} has the same labels as row {first}"
-        raise ValueError(f"{where('category', row)}: {same}: {said}")
+        same = f"row {number(row)} has the same labels as row {first}"
+        raise ValueError(f"{where('category', number(row))}: {same}: {said}")
 
 # %% ../../nbs/data/35_norb.ipynb #0000002c
 def _cards(rows: Tensor, size: int) -> Tensor:  # rows [n, 5] of codes -> uint8 [n, 2, size, size]
@@ -469,31 +474,44 @@ def tiny_smallnorb(
 _wanted = dict(  # None: any size
     dat=(torch.uint8, (None, 2, None, None)),
     cat=(torch.int32, (None,)),
-    info=(torch.int32, (None, 4)),
+    info=(torch.int32, (None, None)),
 )
 
 
-def _check_kind(path: Path, x: Tensor, kind: str, n: int | None = None):
+def _check_kind(path: Path, x: Tensor, kind: str, n: int | None = None, columns: int = 4):
     dtype, shape = _wanted[kind]
     if x.dtype != dtype:
         wrong_byte(path, 0, f"a matrix of {dtype}", x.dtype)
     if x.ndim != len(shape):
         wrong_byte(path, 4, f"{len(shape)} dimensions", x.ndim)
-    for k, (want, got) in enumerate(zip((n, *shape[1:]), x.shape)):
+    rest = (columns,) if kind == 'info' else shape[1:]
+    for k, (want, got) in enumerate(zip((n, *rest), x.shape)):
         if want is not None and want != got:
             what = "as in the -dat file" if k == 0 else f"of dimension {k + 1}"
             wrong_byte(path, 8 + 4 * k, f"size {want} {what}", got)
 
 # %% ../../nbs/data/35_norb.ipynb #4d99bec8
-def _file(folder: Path, split: str, kind: str) -> Path:
-    plain = folder / norb_files[split, kind].name
+def _file(folder: Path, name: str) -> Path:  # the plain one goes before the gzipped one
+    plain = folder / name
     return plain if plain.is_file() else plain.with_name(f'{plain.name}.gz')
 
 # %% ../../nbs/data/35_norb.ipynb #02a6a819
-def _where(paths: dict[str, Path], name: str, row: int) -> str:  # file and byte of a label
+def _where(paths: dict[str, Path], name: str, row: int, columns: int = 4) -> str:  # file and byte
     if name == 'category':
         return f"{paths['cat']} byte {20 + 4 * row}"
-    return f"{paths['info']} byte {20 + 16 * row + 4 * (list(codes).index(name) - 1)}"
+    column = list(codes).index(name) - 1
+    return f"{paths['info']} byte {20 + 4 * (columns * row + column)}"
+
+# %% ../../nbs/data/35_norb.ipynb #2c0e7b2e
+def _three(paths: dict[str, Path], known=lambda kind: (), columns: int = 4) -> tuple:
+    "Picture, category and columns of `-info` of three files that agree; a key of content."
+    got = {kind: open_matrix(path, *known(kind)) for kind, path in paths.items()}
+    image = got['dat'][0]
+    for kind, (x, _) in got.items():
+        _check_kind(paths[kind], x, kind, len(image), columns)
+    sums = ''.join(md5 for _, md5 in got.values()).encode()
+    key = hashlib.md5(sums, usedforsecurity=False).hexdigest()
+    return image, got['cat'][0].long(), got['info'][0].long().unbind(1), key
 
 # %% ../../nbs/data/35_norb.ipynb #00000033
 def read_split(
@@ -502,18 +520,13 @@ def read_split(
     official: bool = True,  # must be smallNORB's by MD5; False: any in its format, of any size
 ) -> tuple[dict[str, Tensor], str]:  # image uint8 [n, 2, h, w], codes int64 [n]; a key of content
     "Read a split's three files; `ValueError` names file and byte of what is wrong."
-    paths, got = {kind: _file(Path(folder), split, kind) for kind in _wanted}, {}
-    for kind, path in paths.items():
-        known = norb_files[split, kind]
-        got[kind] = open_matrix(path, *((known.md5, known.unpacked) if official else ()))
-    image = got['dat'][0]
-    for kind, (x, _) in got.items():
-        _check_kind(paths[kind], x, kind, len(image))
-    info = got['info'][0].long().unbind(1)
-    columns = dict(zip(codes, (got['cat'][0].long(), *info)))
+    files = {kind: norb_files[split, kind] for kind in _wanted}
+    paths = {kind: _file(Path(folder), o.name) for kind, o in files.items()}
+    known = lambda kind: (files[kind].md5, files[kind].unpacked) if official else ()
+    image, category, info, key = _three(paths, known)
+    columns = dict(zip(codes, (category, *info)))
     check_labels(columns, lambda name, row: _where(paths, name, row))
-    sums = ''.join(md5 for _, md5 in got.values()).encode()
-    return dict(image=image, **columns), hashlib.md5(sums, usedforsecurity=False).hexdigest()
+    return dict(image=image, **columns), key
 
 # %% ../../nbs/data/35_norb.ipynb #00000038
 def find_smallnorb(
@@ -788,3 +801,177 @@ def as_tensors(
         why = "nothing says how large the images would be"
         raise ValueError(f"expected at least one row, got none: {why}")
     return dict(image=out, **{name: _column(dataset, name) for name in codes})
+
+# %% ../../nbs/data/35_norb.ipynb #5cc07477
+norb_site = 'https://cs.nyu.edu/~ylclab/data/norb-v1.0/'
+norb_parts = dict(train=range(1, 11), test=range(1, 3))  # numbers of the sets of files
+norb_size = 29_160, 2, 108, 108  # of a set
+
+
+def norb_name(
+    split: str,  # 'train' or 'test'
+    part: int,  # number of the set
+    kind: str,  # 'dat', 'cat' or 'info'
+) -> str:  # without .gz
+    "A file of NORB jittered-cluttered."
+    toys = ''.join(map(str, instances[split]))
+    return f"norb-5x{toys}x9x18x6x2x108x108-{split}ing-{part:02}-{kind}.mat"
+
+# %% ../../nbs/data/35_norb.ipynb #0f5e7445
+class Joined:
+    "Rows of several mapped arrays as if they were one: read when somebody takes them."
+
+    def __init__(
+        self,
+        arrays: Sequence[Tensor],  # [n, *sizes] each
+        rows: Tensor,  # numbers of the rows wanted, counted through all arrays
+        key: str,  # what the arrays hold, for `repr`
+    ):
+        if len({o.shape[1:] for o in arrays}) != 1:
+            came = ', '.join(str(list(o.shape[1:])) for o in arrays)
+            raise ValueError(f"expected arrays of one size, got {came}")
+        self.arrays, self.rows, self.key = arrays, rows, key
+        self.ends = torch.tensor([len(o) for o in arrays]).cumsum(0)
+        self.shape, self.dtype = (len(rows), *arrays[0].shape[1:]), arrays[0].dtype
+        self.ndim = len(self.shape)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __repr__(self) -> str:  # equal for equal rows
+        rows = hashlib.sha256(self.rows.numpy().tobytes()).hexdigest()[:12]
+        return f"Joined({list(self.shape)}, {self.key}, rows {rows})"
+
+    def __getitem__(
+        self,
+        ks,  # numbers among the rows wanted: a list, a slice, a tensor
+    ) -> Tensor:  # [len(ks), *sizes], in memory
+        rows = self.rows[ks]
+        at = torch.bucketize(rows, self.ends, right=True)
+        out = torch.empty((len(rows), *self.shape[1:]), dtype=self.dtype)
+        for k in at.unique().tolist():
+            start = int(self.ends[k]) - len(self.arrays[k])
+            out[at == k] = self.arrays[k][rows[at == k] - start]
+        return out
+
+# %% ../../nbs/data/35_norb.ipynb #5a985efd
+def _check_part(columns: dict[str, Tensor], where):  # toys as in smallNORB; without one: -1
+    bare = columns['category'] == 5
+    rows = (~bare).nonzero().flatten()
+    known = codes | dict(category=range(6))
+    check_labels({name: columns[name][rows] for name in codes}, where, known, rows)
+    for name in list(codes)[1:]:
+        if len(bad := (bare & (columns[name] != -1)).nonzero()):
+            came = int(columns[name][bad[0]])
+            said = f"{where(name, int(bad[0]))}: expected {name} -1 where there is no toy"
+            raise ValueError(f"{said}, got {came}")
+
+# %% ../../nbs/data/35_norb.ipynb #e4019370
+def read_part(
+    folder: str | Path,  # with the three files of a set, .mat or .mat.gz
+    split: str,  # 'train' or 'test'
+    part: int,  # number of the set
+    official: bool = True,  # must be of `norb_size`; False: of any size
+) -> tuple[dict[str, Tensor], str]:  # image, codes, jitter int64 [n, 6]; a key of content
+    "Read a set of NORB jittered-cluttered; `ValueError` names file and byte of what is wrong."
+    paths = {kind: _file(Path(folder), norb_name(split, part, kind)) for kind in _wanted}
+    image, category, info, key = _three(paths, columns=10)
+    if official and tuple(image.shape) != norb_size:
+        wrong_byte(paths['dat'], 8, f"sizes {list(norb_size)}", f'{list(image.shape)} ({_any})')
+    columns = dict(zip(codes, (category, *info[:4])))
+    _check_part(columns, lambda name, row: _where(paths, name, row, 10))
+    return dict(image=image, **columns, jitter=torch.stack(info[4:], 1)), key
+
+# %% ../../nbs/data/35_norb.ipynb #5ab1beac
+def find_norb(
+    folder: str | Path | None,  # with the files, or whose sub-folder `norb` has them
+    split: str,  # 'train' or 'test'
+    parts: Sequence[int],  # numbers of the sets that are needed
+) -> Path:  # the folder
+    "Find NORB jittered-cluttered; `FileNotFoundError`: it is not downloaded."
+    names = [norb_name(split, k, kind) for k in parts for kind in _wanted]
+    place = find_folder('norb', names[:1], folder, endings=('', '.gz'))
+    if place is None:
+        raise FileNotFoundError(
+            f"expected {names[0]} and {len(names) - 1} other files of {norb_site}; name their "
+            "folder in CAPSNB_DATA or as `folder` (--data on the command line)"
+        )
+    there = holds(place, names, ('', '.gz'))
+    if lacks := [name for name in names if name not in there]:
+        said = f"expected {len(names)} files of NORB jittered-cluttered in '{place}'"
+        raise FileNotFoundError(f"{said}, found {len(there)}; {lacks[0]} is not there")
+    return place
+
+# %% ../../nbs/data/35_norb.ipynb #52fa7290
+def open_norb(
+    split: str = 'train',  # 'train', 'validation' or 'test'
+    folder: str | Path | None = None,  # as for `find_norb`
+    parts: Sequence[int] | None = None,  # numbers of the sets to read; None: all of the split's
+    valid_instances: Sequence[int] = (9,),  # held back from 'train' for 'validation'; (): none
+    official: bool = True,  # sets must be of `norb_size`; False: of any size
+) -> dict:  # image `Joined` uint8 [n, 2, 108, 108]; codes [n], jitter [n, 6], int64
+    "A split of NORB jittered-cluttered; `ValueError`, `FileNotFoundError` as for smallNORB."
+    if split not in splits:
+        raise ValueError(f"split must be one of {', '.join(splits)}, got {split!r}")
+    source, held = 'test' if split == 'test' else 'train', _held(valid_instances)
+    if split == 'validation' and not held:
+        raise ValueError("split 'validation' needs valid_instances, got none")
+    parts = _numbers(parts, source)
+    place = find_norb(folder, source, parts)
+    read = [read_part(place, source, k, official) for k in parts]
+    columns = {k: torch.cat([o[k] for o, _ in read]) for k in (*codes, 'jitter')}
+    rows = _split_rows(columns, split, held)
+    images, key = [o['image'] for o, _ in read], ' '.join(key for _, key in read)
+    return dict(image=Joined(images, rows, key), **{k: v[rows] for k, v in columns.items()})
+
+# %% ../../nbs/data/35_norb.ipynb #ecd33d74
+def _numbers(parts: Sequence[int] | None, source: str) -> list[int]:  # of sets
+    there = list(norb_parts[source])
+    wanted = there if parts is None else list(parts)
+    if not wanted or not set(wanted) <= set(there) or len(set(wanted)) < len(wanted):
+        raise ValueError(f"parts: expected some of {there}, each once, got {parts!r}")
+    return wanted
+
+# %% ../../nbs/data/35_norb.ipynb #acb96994
+def _split_rows(columns: dict[str, Tensor], split: str, held: tuple) -> Tensor:
+    toy, bare = columns['instance'].clone(), (columns['category'] == 5).nonzero().flatten()
+    if split == 'test' or not held:
+        return torch.arange(len(toy))
+    turns = torch.tensor(instances['train'])
+    toy[bare] = turns[torch.arange(len(bare)) * len(turns) // max(1, len(bare))]
+    away = valid_mask(dict(instance=toy), held)
+    return (away if split == 'validation' else ~away).nonzero().flatten()
+
+# %% ../../nbs/data/35_norb.ipynb #ab3bd815
+def tiny_norb(
+    folder: str | Path,  # where to
+    size: int = 108,  # pixels of a side
+    elevations: Sequence[int] = (0, 8),  # codes
+    azimuths: Sequence[int] = (0, 6),  # codes
+    lightings: Sequence[int] = (0,),  # codes
+    parts: Mapping[str, Sequence[int]] = dict(train=(1, 2), test=(1,)),  # sets to write
+    gz: bool = False,  # gzipped
+) -> Path:  # folder
+    "Write shifted test cards before noise, and noise alone, as files of NORB jittered-cluttered."
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, part in ((split, k) for split in parts for k in parts[split]):
+        order = itertools.product(instances[split], elevations, azimuths, lightings, range(6))
+        rows = torch.tensor([(c, *rest) for *rest, c in order])
+        image, jitter = _cluttered(rows, size, 2 * part + (split == 'test'))
+        seen = rows[:, 1:].masked_fill(rows[:, :1] == 5, -1)
+        info = torch.cat((seen, jitter), 1).int()
+        for kind, x in dict(dat=image, cat=rows[:, 0].int(), info=info).items():
+            write_matrix(folder / f"{norb_name(split, part, kind)}{'.gz' if gz else ''}", x)
+    return folder
+
+# %% ../../nbs/data/35_norb.ipynb #4e3d88a6
+def _cluttered(rows: Tensor, size: int, seed: int) -> tuple[Tensor, Tensor]:  # pictures; jitter
+    die = torch.Generator().manual_seed(seed)
+    most = torch.tensor([5, 5, 19, 0, 0, 4])
+    jitter = ((2 * most + 1) * torch.rand(len(rows), 6, generator=die)).long() - most
+    card = _cards(rows, size)
+    noise = torch.randint(256, card.shape, dtype=torch.uint8, generator=die)
+    moved = [o.roll((int(v), int(u)), (1, 2)) for o, (u, v, *_) in zip(card, jitter)]
+    toy = (torch.stack(moved) < 190) & (rows[:, 0] != 5)[:, None, None, None]
+    return torch.where(toy, torch.stack(moved), noise), jitter

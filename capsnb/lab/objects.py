@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn, Tensor
 from ..core import from_bytes
-from ..data.norb import degrees, open_smallnorb, valid_mask
+from ..data.norb import degrees, norb_size, open_norb, open_smallnorb, valid_mask
 from ..data.toys import toys_tensors
+from .capsnet import CapsNet
+from .digits import spread
 from .matrix_caps import MatrixCapsNet
 from .inspect import class_pose, mds_path, plot_paths, poses_of, viewpoint_grid
 from .routing_net import RoutingNet
@@ -21,8 +23,8 @@ from .train import BaseDeck, dice, fingerprint, shift_images
 from .vision import BaselineCNN, PlainCNN, SmallNORBNet, n_params, norb_trunk, rival_of
 
 # %% auto #0
-__all__ = ['categories', 'factors', 'splits', 'toys', 'smallnorb', 'PairDeck', 'PairMixup', 'standardised', 'patches',
-           'PairCrops', 'Objects', 'Toys', 'SmallNORB', 'pose_picture']
+__all__ = ['categories', 'factors', 'splits', 'toys', 'smallnorb', 'norb', 'PairDeck', 'PairMixup', 'standardised', 'patches',
+           'PairCrops', 'Objects', 'Toys', 'SmallNORB', 'NORB', 'pose_picture']
 
 # %% ../../nbs/lab/53_objects.ipynb #9b2bcc49
 class PairDeck(BaseDeck):
@@ -111,8 +113,8 @@ class PairMixup:
 def _caps_sizes(
     size: int,  # of the pictures
 ) -> tuple[int, int]:  # pixels after shrinking, of a patch
-    "48 and 32 for multiples of 48 pixels; else no shrinking, and patches of two thirds."
-    whole = 48 if size % 48 == 0 else size
+    "48 or 54 where one divides the size, else all of it; and patches of two thirds."
+    whole = next((w for w in (48, 54) if size % w == 0), size)
     return whole, whole * 2 // 3
 
 # %% ../../nbs/lab/53_objects.ipynb #5264feaf
@@ -191,8 +193,10 @@ class PairCrops:
 
 # %% ../../nbs/lab/53_objects.ipynb #e608a14b
 _top_lr = {'dstep': 5e-3, 'cnn': 2e-3, 'baseline': 5e-3, 'matrix-caps': 1e-2}
-_top_lr |= {'matrix-caps-norb': 1e-2, 'routing': 5e-3, 'plain': 5e-3}
+_top_lr |= {'matrix-caps-norb': 1e-2, 'routing': 5e-3, 'plain': 5e-3, 'capsnet': 5e-3}
 _published_lr = {'dstep': 5e-4, 'cnn': 5e-4, 'baseline': 1e-3, 'routing': 5e-4, 'plain': 5e-4}
+_published_lr |= {'capsnet': 1e-3}  # Adam's usual one
+_slim = dict(channels=64, n_types=16)  # CapsNet, unless it is to be as published
 
 
 def _as_large_as_dstep(
@@ -225,10 +229,10 @@ splits = ('train', 'validation', 'train+validation', 'test')
 
 @dataclass
 class Objects(Task):
-    "Stereo pairs of five categories; `Toys` and `SmallNORB` say where they come from."
+    "Stereo pairs of categories; subclasses say where they come from."
 
     size: int = 96  # pixels per side
-    subset: int | dict | None = None  # of toys: which pairs (see `plan` in 34_toys); None: all
+    subset: int | dict | None = None  # toys: which pairs (`plan` in 34_toys); NORB: how many
     published: bool = False  # networks and rates as their papers have them
     official: bool = True  # smallNORB: whether the files must be the real ones
     validate: bool = True  # False: train on instance 9 too, and keep the last epoch
@@ -260,6 +264,8 @@ class Objects(Task):
         capsules |= dict(preset='gritzman', eps='auto', loss='crossent')
         on_trunk = dict(A=64, B=64, E=n, size=self.size, n_iters=2)
         on_trunk |= dict(stem='norb', depth=0, preset='normalised')
+        patch, slim = _caps_sizes(self.size)[1], {} if self.published else _slim
+        shape = dict(n_classes=n, image_shape=(self.channels, patch, patch), decoder=None)
         baseline = partial(_baseline, size=self.size, published=self.published)
         return {
             'dstep': Net(SmallNORBNet, both | own),
@@ -269,13 +275,14 @@ class Objects(Task):
             'matrix-caps-norb': Net(MatrixCapsNet, on_trunk | one),
             'routing': Net(RoutingNet, both | norb_trunk(**one)),
             'plain': Net(PlainCNN, both | norb_trunk(**one)),
+            'capsnet': Net(CapsNet, shape | slim),
         }
 
     def on_crops(
         self,
         net: str,  # a name of `networks`
-    ) -> bool:  # whether it is trained on patches: matrix capsules, and the published baseline
-        return net == 'matrix-caps' or net == 'baseline' and self.published
+    ) -> bool:  # whether it is trained on patches, as its paper has it
+        return net in ('matrix-caps', 'capsnet') or net == 'baseline' and self.published
 
     def recipe(self, net):
         if net.startswith('matrix-caps') and self.published:
@@ -301,12 +308,14 @@ class Objects(Task):
                 f"{net} is trained on crops, with shift=0 and mixup=0, "
                 f"got shift={shift}, mixup={mixup}"
             )
-        return PairCrops(self.size)
+        light = 0.0 if net == 'capsnet' and self.published else 0.5
+        return PairCrops(self.size, light, light)
 
     def views(self, network, collator, batch):
         patch = (_caps_sizes(self.size)[1],) * 2  # older baselines saw it all: ask the network
         size = getattr(network, 'size', None)
         patched = size == patch or isinstance(network, MatrixCapsNet) and size != self.size
+        patched |= isinstance(network, CapsNet)
         who = PairCrops(self.size) if patched else PairMixup()
         return [dict(images=view) for view in who.views(batch['images'], self.crops)]
 
@@ -322,7 +331,11 @@ class Objects(Task):
 
     def details(self, deck, right):
         angles = zip(('azimuth', 'elevation'), degrees(deck.data))
-        by = {k: {int(a): right[at == a].mean().item() for a in at.unique()} for k, at in angles}
+        toy = deck.data['azimuth'] >= 0  # NORB has pictures without one
+        by = {
+            k: {int(a): right[toy & (at == a)].mean().item() for a in at[toy].unique()}
+            for k, at in angles
+        }
         return dict(by_degrees=by)
 
     def note(self, net):
@@ -394,6 +407,45 @@ class SmallNORB(Objects):
 
 
 toys, smallnorb = Toys(), SmallNORB()
+
+# %% ../../nbs/lab/53_objects.ipynb #814f19b2
+@dataclass
+class NORB(Objects):
+    "NORB jittered-cluttered; files are known by names and sizes: no checksums are known to us."
+
+    size: int = 108  # pixels per side
+
+    name, names = 'norb', (*categories, 'none')
+
+    def open(
+        self,
+        split: str,  # a name of `splits`
+    ) -> dict:  # images uint8 [n, 2, size, size], in memory or `Joined`; each of `factors` [n]
+        "The pairs of a split; of the first `subset` of its files' pairs, as many of each category."
+        Objects.check_split(replace(self, validate=True), split)
+        few, (whole, *_) = self.subset, norb_size
+        if few is not None and (isinstance(few, bool) or not isinstance(few, int) or few < 1):
+            raise ValueError(f"subset must be an integer >= 1 or None, got {few!r}")
+        sets = None if few is None else range(1, 1 + -(-few // whole))
+        source, held = ('train', ()) if split == 'train+validation' else (split, (9,))
+        found = open_norb(source, self.folder, sets, held, self.official)
+        images = found.pop('image')
+        if images.shape[-1] != self.size:
+            side = images.shape[-1]
+            raise ValueError(f"the files hold pictures of {side} pixels, got size={self.size}")
+        if few is not None:
+            share = dict(train=4, validation=1).get(split, 5)
+            rows = spread(found['category'], max(1, few * share // 5))
+            images, found = images[rows], {k: v[rows] for k, v in found.items()}
+        return dict(images=images, **{k: found[k] for k in factors})
+
+    def turned(self):
+        found = open_norb('test', self.folder, (1,), official=self.official)
+        rows = ((found['category'] < 5) & (found['lighting'] == 0)).nonzero().flatten()
+        return dict(images=found['image'][rows], **{k: found[k][rows] for k in factors})
+
+
+norb = NORB()
 
 # %% ../../nbs/lab/53_objects.ipynb #dc559662
 def pose_picture(

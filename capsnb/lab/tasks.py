@@ -203,6 +203,7 @@ known = {
     'fashion-mnist': 'capsnb.lab.digits:fashion_mnist',
     'toys': 'capsnb.lab.objects:toys',
     'smallnorb': 'capsnb.lab.objects:smallnorb',
+    'norb': 'capsnb.lab.objects:norb',
     'eth80': 'capsnb.lab.photographs:eth80',
     'cifar10': 'capsnb.lab.pictures:cifar10',
     'multi-mnist': 'capsnb.lab.overlap:multi_mnist',
