@@ -706,7 +706,10 @@ def shootout(
     ] = 'toys',
     only: Annotated[
         list[str] | None,
-        unset("A routing, or 'cnn'; may be repeated. All if not given."),
+        unset(
+            "A routing, 'cnn', or 'em-part', whose misfit is measured in the part's pose; may be "
+            'repeated. All routings and the CNN if not given.'
+        ),
     ] = None,
     network: Annotated[
         list[str] | None,
