@@ -531,8 +531,8 @@ def evaluate(
     crops: Annotated[
         int,
         option(
-            'Matrix capsules and the baseline on pictures of objects: the mean over crops times '
-            'crops patches; 1: the one in the middle.',
+            'Pictures of objects: the mean over crops times crops views, patches or small shifts '
+            'as the network was trained; 1: the one in the middle.',
             min=1,
         ),
     ] = 1,

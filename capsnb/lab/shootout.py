@@ -220,6 +220,7 @@ def shoot_out(
         raise ValueError(f"contestants are {', '.join(map(repr, there))}, got {unknown}")
     told = f'capsnb shootout {name} --scale {scale:g} --seeds {len(seeds)}'
     told += ''.join(f' --network {k}' for k in networks)
+    told += ''.join(f' --only {k}' for k in who if k in variants)
     search = dict(lrs=rates, norms=() if networks else norms_tried, epochs='half') | tried
     settings = dict(ground=name, scale=scale, recipe=g.recipe, search=search)
     settings |= {} if networks else dict(stem=g.stem, caps=g.caps)
