@@ -707,8 +707,9 @@ def shootout(
     only: Annotated[
         list[str] | None,
         unset(
-            "A routing, 'cnn', or 'em-part', whose misfit is measured in the part's pose; may be "
-            'repeated. All routings and the CNN if not given.'
+            "A routing, 'cnn', or EM with other settings: 'em-part' (misfit in the part's pose), "
+            "'em-identity' (maps start there), 'em-part-identity'; may be repeated. "
+            'All routings and the CNN if not given.'
         ),
     ] = None,
     network: Annotated[

@@ -144,7 +144,11 @@ def blind(
 
 # %% ../../nbs/lab/64_shootout.ipynb #0000000c
 rates, norms_tried = (3e-3, 1e-2, 3e-2), ('none', 'batch')
-variants = {'em-part': ('em', dict(misfit='part'))}  # contestants when named: routing, settings
+variants = {  # contestants when they are named -> routing, its settings
+    'em-part': ('em', dict(misfit='part')),
+    'em-identity': ('em', dict(start='identity')),
+    'em-part-identity': ('em', dict(misfit='part', start='identity')),
+}
 
 
 def candidates(
