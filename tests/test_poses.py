@@ -542,3 +542,21 @@ def test_spread_over_batches_is_that_of_numpy():
     log = dict(epoch=1.0, **found), {'epoch': 1.0, 'eval_loss': 2.0, 'eval_accuracy': 0.5}
     row = dict(epoch=1.0, **found, valid_loss=2.0, valid_accuracy=0.5)
     assert history_of(SimpleNamespace(log_history=log)) == [row]
+
+
+def test_what_is_taken_had_the_same_budget(tmp_path):
+    "the shoot-out may have chosen another rate and norm, nothing else"
+    from capsnb.data.files import write_json
+    from capsnb.lab.poses import _taken
+    from capsnb.lab.runs import digest
+
+    run = dict(seed=3, epochs=2, lr=[1e-5, 0.03], options=dict(n_types=4, norm='batch'))
+    write_json(tmp_path / 'metrics.json', run | dict(digest=digest(run)))
+    row = dict(net='posed', options=dict(caps=dict(n_types=4)), epochs=2, lr=(1e-5, 0.01))
+    assert _taken(3, tmp_path, **row) == run
+    assert _taken(3, tmp_path, **row | dict(options=dict(n_types=4))) == run
+    for change in (dict(epochs=4), dict(options=dict(caps=dict(n_types=8)))):
+        with pytest.raises(ValueError, match='is another run'):
+            _taken(3, tmp_path, **row | change)
+    with pytest.raises(ValueError, match='is another run'):
+        _taken(4, tmp_path, **row)

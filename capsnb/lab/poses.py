@@ -468,7 +468,7 @@ def study_poses(
     data = {k: g.task.open(k) for k in ('train', 'validation', 'test')}
     columns = {k: angles_of(g.task, d) for k, d in data.items()}
     for seed, who in itertools.product(seeds, rows):
-        _probe_run(path, g, who, seed, rows[who], folder[who], data, columns)
+        _probe_run(path, g, who, seed, folder[who], data, columns)
     return read_json(path, runs=dict, probes=dict, truth=dict)
 
 # %% ../../nbs/lab/68_poses.ipynb #00000024
@@ -482,14 +482,14 @@ def _taken(
     resume: bool = True,  # not used: it is finished
     net: str = '',  # not used: the options say more
     options: dict | None = None,  # of `pose_rows`
-    **recipe,  # that it must have had
+    **recipe,  # that it must have had; but for the rate, which the shoot-out chose
 ) -> dict:  # its metrics
-    "A run of the shoot-out; `ValueError` for one with other options or another recipe."
+    "A run of the shoot-out, with its rate and norm; `ValueError` if all else is not the same."
     metrics = read_whole(Path(out) / 'metrics.json', options=dict)
     options = (options or {}).get('caps', options)
-    kept = {k: v for k, v in metrics['options'].items() if (k, v) != ('norm', 'none')}
-    wanted = dict(recipe, seed=seed, options=options)
-    found = {k: metrics.get(k) for k in recipe} | dict(seed=metrics['seed'], options=kept)
+    kept = {k: v for k, v in metrics['options'].items() if k != 'norm'}
+    wanted = {k: v for k, v in recipe.items() if k != 'lr'} | dict(seed=seed, options=options)
+    found = {k: metrics.get(k) for k in wanted} | dict(options=kept)
     if found != (wanted := json.loads(json.dumps(wanted))):
         raise ValueError(f"'{out}' is another run: expected {wanted}, got {found}")
     return metrics
@@ -500,7 +500,6 @@ def _probe_run(
     g: Ground,  # where
     who: str,  # a contestant
     seed: int,  # of the run
-    row: dict,  # of `study`
     folder: Path,  # of its runs
     data: dict,  # as for `read_all`
     columns: dict,  # as for `read_all`
@@ -509,7 +508,8 @@ def _probe_run(
     nets = {f'{who} seed {seed}': lambda: load_run(at, 'cpu', g.task).network}
     at = folder / f'{who} seed {seed}'.replace(' ', '-')
     if who in _controls:
-        fresh = lambda: g.task.make(row['net'], seed, **row['options']).eval()
+        run = read_json(path, runs=dict)['runs'][f'{who} seed {seed}']
+        fresh = lambda: g.task.make(run['kind'], seed, **run['options']).eval()
         nets[f'{who} untrained seed {seed}'] = fresh
     for key, made in nets.items():
         if key in read_json(path, runs=dict).get('probes', {}):
