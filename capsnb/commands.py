@@ -536,8 +536,8 @@ def evaluate(
     crops: Annotated[
         int,
         option(
-            'Matrix capsules and the baseline on pictures of objects: the mean over crops times '
-            'crops patches; 1: the one in the middle.',
+            'Pictures of objects: the mean over crops times crops views, patches or small shifts '
+            'as the network was trained; 1: the one in the middle.',
             min=1,
         ),
     ] = 1,
@@ -711,7 +711,11 @@ def shootout(
     ] = 'toys',
     only: Annotated[
         list[str] | None,
-        unset("A routing, or 'cnn'; may be repeated. All if not given."),
+        unset(
+            "A routing, 'cnn', or EM with other settings: 'em-part' (misfit in the part's pose), "
+            "'em-identity' (maps start there), 'em-part-identity'; may be repeated. "
+            'All routings and the CNN if not given.'
+        ),
     ] = None,
     network: Annotated[
         list[str] | None,

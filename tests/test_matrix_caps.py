@@ -556,8 +556,8 @@ def test_autocast_stays_finite_over_500_steps(toys, size, subset, batch, kw):
             'crops must be an integer >= 1, got 0',
         ),
         (
-            lambda: Toys(size=48).collator('cnn').views(None, 3),
-            'only networks that were trained on crops are tested on them, got crops=3',
+            lambda: Toys(size=48).collator('cnn').views(torch.zeros(1, 2, 48, 48), 0),
+            'crops must be an integer >= 1, got 0',
         ),
         (
             lambda: Toys().make('capsules'),

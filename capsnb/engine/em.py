@@ -128,12 +128,15 @@ def free_energy(
     beta_a: Tensor | float,  # as for `activation_logit`
     beta_u: Tensor | float,  # as for `cost`
     fields: bool = False,  # whether p precedes the other dimensions: the sum is over it as well
+    *,
+    gain: Tensor | None = None,  # [i, j] nats, as for `em_routing`
 ) -> Tensor:  # [...] nats
     "The objective said to be minimised (Hinton 2018, eq. 4)."
     r, n = R * a_in[..., None], V.shape[-2] * V.shape[-1]
     beta_u = torch.as_tensor(beta_u, dtype=V.dtype, device=V.device)
     beta_hat = n * (beta_u - 0.5 - 0.5 * math.log(2 * math.pi))
     energy = (beta_hat[..., None, :] if beta_u.ndim else beta_hat) - log_normal(V, mu, sig2)
+    energy = energy if gain is None else energy - gain
     switches = (-a * beta_a + torch.xlogy(a, a) + torch.xlogy(1 - a, 1 - a)).sum(-1)
     safe = R.clamp_min(torch.finfo(R.dtype).tiny)  # or no gradient where R is 0
     total = (r * energy + torch.xlogy(r, safe)).sum((-2, -1)) + switches
@@ -200,6 +203,14 @@ def _check_beta(name, b, V):
     if isinstance(b, Tensor) and may_look(b) and not b.isfinite().all():
         raise ValueError(f"{name} must be finite, got NaN or inf")
 
+
+def _check_gain(gain, links):
+    if not isinstance(gain, Tensor) or not _fits(gain, links):
+        got = tuple(gain.shape) if isinstance(gain, Tensor) else repr(gain)
+        raise ValueError(f"gain must fit the links, {tuple(links)}, got {got}")
+    if may_look(gain) and not gain.isfinite().all():
+        raise ValueError("gain must be finite, got NaN or inf: is a map singular?")
+
 # %% ../../nbs/engine/14_em.ipynb #0000001b
 def _check(a, V, parents, fields):
     "Refuse what cannot be routed."
@@ -223,14 +234,15 @@ class _Rules(NamedTuple):
     damping: float
     act: str
 
-    def log_a(self, S, sig2, lam, fields):
+    def log_a(self, S, sig2, lam, fields, saved=None):
         "Logs of the activations."
         if self.act == 'pi':
             return proportions(S, fields)
-        return F.logsigmoid(activation_logit(S, sig2, self.beta_a, self.beta_u, lam))
+        worth = self.beta_a if saved is None else self.beta_a + saved
+        return F.logsigmoid(activation_logit(S, sig2, worth, self.beta_u, lam))
 
 # %% ../../nbs/engine/14_em.ipynb #0000001e
-def _iterate(a, V, links, rules, want_F):
+def _iterate(a, V, links, rules, want_F, gain=None):
     "a [..., i] or [..., p, i]: activations of the places."
     fields, last = links.fields is not None, len(rules.lams) - 1
     dims = (-4, -3, -2, -1) if fields else (-3, -2, -1)  # of one sample
@@ -241,12 +253,15 @@ def _iterate(a, V, links, rules, want_F):
         if t == 0:
             floor = sig2_floor(s, mu, rules.floor, dims)
         sig2 = s + floor
-        log_a = rules.log_a(r.sum(-2), sig2, lam, fields)
+        saved = None if gain is None else (r * gain).sum(-2)
+        log_a = rules.log_a(r.sum(-2), sig2, lam, fields, saved)
         if want_F:
             now = R, log_a.exp(), mu, sig2
-            energies.append(free_energy(a, V, *now, rules.beta_a, rules.beta_u, fields))
+            betas = rules.beta_a, rules.beta_u
+            energies.append(free_energy(a, V, *now, *betas, fields, gain=gain))
         if t < last:
             L = log_a[..., None, :] + log_normal(V, mu, sig2)
+            L = L if gain is None else L + gain
             R = share_out(L, *links[2:])
     return log_a.exp(), mu, sig2, R, torch.stack(energies, -1) if want_F else None
 
@@ -265,6 +280,7 @@ def em_routing(
     act: str = 'logistic',  # 'logistic' (eq. 2), or 'pi': mixing proportions
     free_energy: bool = False,  # whether to compute F too
     damping: float = 0.0,  # see `damped`
+    gain: Tensor | None = None,  # [i|1, j] nats added to the log-density of each link
 ) -> EMRouted:  # a, mu, sig2, R, F; `ValueError` if the inputs do not fit
     "EM routing of parts with votes to wholes (Hinton 2018, Procedure 1)."
     if act not in ('logistic', 'pi'):
@@ -272,6 +288,8 @@ def em_routing(
     _check(a, V, parents, fields)
     _check_beta('beta_a', beta_a, V)
     _check_beta('beta_u', beta_u, V)
+    if gain is not None:
+        _check_gain(gain, V.shape[:-2])
     floor = as_floor(eps, V.shape[-2] * V.shape[-1])
     lams = as_schedule(lam, check_n_iters(n_iters))
     rules = _Rules(beta_a, beta_u, lams, floor, as_damping(damping), act)
@@ -282,5 +300,5 @@ def em_routing(
         links = _links(V, a.shape[-1], parents, fields)
         if fields is not None:
             a = F.pad(a, (0, 1))[..., fields]  # -1 reads the 0 behind the last part
-        a, mu, sig2, R, F_t = _iterate(a, V, links, rules, free_energy)
+        a, mu, sig2, R, F_t = _iterate(a, V, links, rules, free_energy, gain)
     return EMRouted(a.to(out_dtype), mu.to(out_dtype), sig2, R.to(out_dtype), F_t)

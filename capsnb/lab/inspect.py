@@ -391,7 +391,7 @@ class Watched(NamedTuple):
 
     distance: Tensor  # [t, b, i, j] from each vote to the mean of each class
     weight: Tensor  # [t, b, i, j] data: share of the child times its activation
-    a: Tensor  # [t, b, j] activations of the classes
+    a: Tensor  # [t, b, j] activations of the classes; the last as the network's norm reads them
     mu: Tensor  # [t, b, j, c, h] means
     V: Tensor  # [b, i, j, c, h] votes
 
@@ -407,7 +407,13 @@ def watch_classes(
     V = V + top.B if top.bias else V
     if top.coordinates:
         V = add_coordinates(V, *centres_of(net.layers, images, x))
-    return watch_votes(top, x.a.flatten(1), V.flatten(1, 3))
+    a, n = x.a.flatten(1), len(net.caps) + 1
+
+    def read(out):
+        logits = top.logits(x.a, out._replace(R=out.R.unflatten(1, x.a.shape[1:])))
+        return net.normed(n, logits, out.mu)[0].sigmoid()
+
+    return watch_votes(top, a, V.flatten(1, 3), read if net.needs_logits else None)
 
 # %% ../../nbs/lab/47_inspect.ipynb #95f26c34
 @torch.no_grad()
@@ -415,6 +421,7 @@ def watch_votes(
     top: ClassCaps,  # whose β, schedule, floor and iterations are used
     a: Tensor,  # [b, i] activations of the parts
     V: Tensor,  # [b, i, j, c, h] votes
+    read: Callable | None = None,  # what a norm makes of the last `EMRouted`; None: nothing
 ) -> Watched:  # all iterations
     "One routing, stopped after each of its iterations."
     lams, kw = as_schedule(top.lam, top.n_iters), dict(eps=top.eps, act=top.act)
@@ -424,9 +431,8 @@ def watch_votes(
     ]
     gap = torch.stack([(V - o.mu[:, None]).square().sum((-2, -1)).sqrt() for o in outs])
     weight = torch.stack([o.R * a[..., None] for o in outs])
-    return Watched(
-        gap, weight, *(torch.stack([getattr(o, k) for o in outs]) for k in ('a', 'mu')), V
-    )
+    a = [o.a for o in outs[:-1]] + [read(outs[-1]) if read else outs[-1].a]
+    return Watched(gap, weight, torch.stack(a), torch.stack([o.mu for o in outs]), V)
 
 # %% ../../nbs/lab/47_inspect.ipynb #ad6e705d
 def vote_histograms(

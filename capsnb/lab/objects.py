@@ -53,6 +53,16 @@ class PairDeck(BaseDeck):
         return dict(images=self.images[ks], labels=self.labels[ks], draw=self.draw(ks))
 
 # %% ../../nbs/lab/53_objects.ipynb #8e194848
+def _along(
+    room: int,  # pixels between the first view and the last
+    n: int,  # views per side
+) -> list:  # where they are; one: the middle
+    "`ValueError` unless there is a view."
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ValueError(f"crops must be an integer >= 1, got {n!r}")
+    return torch.linspace(0, room, n).round().long().tolist() if n > 1 else [room // 2]
+
+
 class PairMixup:
     "Makes the trainer's batches: throws the dice on the CPU, shifts and blends on the device."
 
@@ -100,14 +110,13 @@ class PairMixup:
     def views(
         self,
         images: Tensor,  # [b, channels, m, n] in bytes
-        crops: int = 1,  # there is one view only
+        crops: int = 1,  # shifts per side of a grid; 1: none
     ) -> list:  # the images as floats
-        "What is looked at in a test; `ValueError` for crops."
-        if crops != 1:
-            raise ValueError(
-                f"only networks that were trained on crops are tested on them, got crops={crops}"
-            )
-        return [from_bytes(images)]
+        "What is looked at in a test: all of it, shifted by up to a sixteenth of its width."
+        most = images.shape[-1] // 16  # no network is trained on smaller shifts
+        at = torch.tensor(_along(2 * most, crops)) - most
+        grid = torch.cartesian_prod(at, at).to(images.device)[:, None]
+        return [from_bytes(shift_images(images, by, repeat=True)) for by in grid]
 
 # %% ../../nbs/lab/53_objects.ipynb #993470c5
 def _caps_sizes(
@@ -184,11 +193,7 @@ class PairCrops:
         crops: int = 1,  # patches per side of a grid; 1: the one in the middle
     ) -> list:  # of patches
         "What is looked at in a test."
-        if isinstance(crops, bool) or not isinstance(crops, int) or crops < 1:
-            raise ValueError(f"crops must be an integer >= 1, got {crops!r}")
-        x, at = standardised(images, self.whole), [self.room // 2]
-        if crops > 1:
-            at = torch.linspace(0, self.room, crops).round().long().tolist()
+        x, at = standardised(images, self.whole), _along(self.room, crops)
         return [x[:, :, r : r + self.patch, c : c + self.patch] for r in at for c in at]
 
 # %% ../../nbs/lab/53_objects.ipynb #e608a14b
@@ -238,7 +243,7 @@ class Objects(Task):
     validate: bool = True  # False: train on instance 9 too, and keep the last epoch
     folder: str | Path | None = None  # smallNORB: of its files; None: CAPSNB_DATA, or a download
     cache: str | Path | None = None  # toys: where drawn ones are kept; None: the user's
-    crops: int = 1  # patches per side in a test, for networks that were trained on patches
+    crops: int = 1  # views per side in a test: patches where it was trained on them, else shifts
 
     names, channels = categories, 2  # 2: a stereo pair
     keys = ('data', 'kind')

@@ -25,8 +25,9 @@ from .vision import n_params, rival_of
 from ..zoo.routers import all_routings
 
 # %% auto #0
-__all__ = ['rates', 'norms_tried', 'Ground', 'ground', 'evened', 'plain_options', 'blind', 'candidates', 'chosen', 'race',
-           'shoot_out', 'costs', 'apart', 'ranked', 'standings', 'plot_shootout', 'measure_costs', 'plot_against_cost']
+__all__ = ['rates', 'norms_tried', 'variants', 'Ground', 'ground', 'evened', 'plain_options', 'blind', 'candidates', 'chosen',
+           'race', 'shoot_out', 'costs', 'apart', 'ranked', 'standings', 'plot_shootout', 'measure_costs',
+           'plot_against_cost']
 
 # %% ../../nbs/lab/64_shootout.ipynb #00000004
 class Ground(NamedTuple):
@@ -143,11 +144,16 @@ def blind(
 
 # %% ../../nbs/lab/64_shootout.ipynb #0000000c
 rates, norms_tried = (3e-3, 1e-2, 3e-2), ('none', 'batch')
+variants = {  # contestants when they are named -> routing, its settings
+    'em-part': ('em', dict(misfit='part')),
+    'em-identity': ('em', dict(start='identity')),
+    'em-part-identity': ('em', dict(misfit='part', start='identity')),
+}
 
 
 def candidates(
     g: Ground,  # where
-    who: str,  # of `all_routings`, or 'cnn'; or a network of the ground's task
+    who: str,  # of `all_routings` or `variants`, or 'cnn'; or a network of the ground's task
     lrs: tuple = rates,  # top rates of the cycle
     norms: tuple = norms_tried,  # see `CapsNorm`; a routing's only
     whole: bool = False,  # whether `who` is a network of the task, of its own size
@@ -158,7 +164,9 @@ def candidates(
     elif who == 'cnn':
         own = [('', dict(net='plain', options=plain_options(g)))]
     else:
-        own = [(k, dict(net='routing', options=evened(g, who, norm=k))) for k in norms]
+        routing, settings = variants.get(who, (who, None))
+        how = {} if settings is None else dict(settings=settings)
+        own = [(k, dict(net='routing', options=evened(g, routing, norm=k, **how))) for k in norms]
     return {
         ' '.join([who, *([k] if k else []), f'{lr:g}']): row | g.recipe | dict(lr=(1e-5, lr))
         for (k, row), lr in itertools.product(own, lrs)
@@ -195,7 +203,7 @@ def race(
 def shoot_out(
     name: str,  # of a ground
     out: str | Path,  # folder of records: shootout_<name>.json, shootout_<name>_search.json
-    contestants: tuple | None = None,  # routings and 'cnn'; None: all
+    contestants: tuple | None = None,  # routings, `variants` and 'cnn'; None: all but variants
     seeds: tuple = (0, 1, 2),  # of the final runs
     *,
     networks: tuple = (),  # of the task, whole, instead of routings: networks_<name>.json
@@ -211,10 +219,12 @@ def shoot_out(
     if networks and contestants:
         raise ValueError("name contestants or networks, not both")
     who = networks or contestants or there
+    there = there if networks else (*there, *variants)
     if unknown := sorted(set(who) - set(there)):
         raise ValueError(f"contestants are {', '.join(map(repr, there))}, got {unknown}")
     told = f'capsnb shootout {name} --scale {scale:g} --seeds {len(seeds)}'
     told += ''.join(f' --network {k}' for k in networks)
+    told += ''.join(f' --only {k}' for k in who if k in variants)
     search = dict(lrs=rates, norms=() if networks else norms_tried, epochs='half') | tried
     settings = dict(ground=name, scale=scale, recipe=g.recipe, search=search)
     settings |= {} if networks else dict(stem=g.stem, caps=g.caps)

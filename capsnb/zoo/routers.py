@@ -18,8 +18,8 @@ from ..routing.em import activation_logit, as_floor, as_schedule
 from ..routing.scene import bare, cast_votes, draw_votes, make_scene
 
 # %% auto #0
-__all__ = ['routings', 'norms', 'Router', 'all_routings', 'routing_layer', 'score_of_length', 'DynamicRouting', 'EMRouting',
-           'CapsNorm', 'draw_routes']
+__all__ = ['routings', 'norms', 'Router', 'all_routings', 'routing_layer', 'score_of_length', 'DynamicRouting', 'log_volume',
+           'EMRouting', 'CapsNorm', 'draw_routes']
 
 # %% ../../nbs/zoo/26_routers.ipynb #00000004
 class Router(nn.Module):
@@ -147,6 +147,15 @@ class DynamicRouting(Router):
 
 routings['dynamic'] = DynamicRouting
 
+# %% ../../nbs/zoo/26_routers.ipynb #65fa2a32
+def log_volume(
+    W: Tensor,  # [i, j, d, d] maps
+    d_cov: int,  # rows of a pose, each of which is mapped
+) -> Tensor:  # [i, j] nats; -inf for a singular map
+    "What a density in the pose of the part has beyond that of the vote (Hinton 2018, A.2)."
+    wide = W.to(torch.promote_types(W.dtype, torch.float32))
+    return d_cov * torch.linalg.slogdet(wide).logabsdet
+
 # %% ../../nbs/zoo/26_routers.ipynb #0000000a
 class EMRouting(Router):
     "EM routing between scored capsules (Hinton 2018, procedure 1)."
@@ -155,17 +164,27 @@ class EMRouting(Router):
         self,
         lam: float = 0.01,  # inverse temperature, see `as_schedule`
         eps: float | str = 'auto',  # floor of the variances, see `as_floor`
+        misfit: str = 'whole',  # whose pose densities are of: 'whole', or 'part', see `log_volume`
     ):
         as_floor(eps, self.d_cov * self.d_out)
-        self.lam, self.eps = as_schedule(lam, self.n_iters), eps
+        if misfit not in ('whole', 'part'):
+            raise ValueError(f"misfit must be 'whole' or 'part', got {misfit!r}")
+        if misfit == 'part' and self.d_inp != self.d_out:
+            told = f"got d_inp={self.d_inp}, d_out={self.d_out}"
+            raise ValueError(f"misfit='part' needs square maps, {told}")
+        self.lam, self.eps, self.misfit = as_schedule(lam, self.n_iters), eps, misfit
         self.beta_a = nn.Parameter(torch.zeros(self.n_out))
         self.beta_u = nn.Parameter(torch.zeros(self.n_out))
 
     def route(self, a, V):
-        a, betas = a.sigmoid(), (self.beta_a, self.beta_u)
-        out = em_routing(a, V, *betas, self.lam, self.n_iters, eps=self.eps)
-        data = (a[..., None] * out.R).sum(-2)
-        return RoutedR(activation_logit(data, out.sig2, *betas, self.lam[-1]), *out[1:4])
+        a, betas, how = a.sigmoid(), (self.beta_a, self.beta_u), dict(eps=self.eps)
+        gain = log_volume(self.W, self.d_cov) if self.misfit == 'part' else None
+        out = em_routing(a, V, *betas, self.lam, self.n_iters, gain=gain, **how)
+        data, worth = a[..., None] * out.R, self.beta_a
+        if gain is not None:
+            worth = worth + (data * gain).sum(-2)
+        priced = data.sum(-2), out.sig2, worth, self.beta_u, self.lam[-1]
+        return RoutedR(activation_logit(*priced), *out[1:4])
 
 
 routings['em'] = EMRouting
