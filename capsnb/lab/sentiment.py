@@ -492,9 +492,11 @@ def _train(out: Path, run: str, resume: bool, cache: bool, trees: dict, device: 
     kw = dict(roots=True, published=True, validate=False, **trees)
     task = Sentiment('sst5', encoder, cache=out / 'cache' if cache else False, **kw)
     kw = dict(epochs=1, save_steps=1, device=device, resume=resume, progress=False)
+    found = len(list((out / run).rglob('seal.json')))
     m = train(task, out=out / run, **kw)
     kept = sum(f.stat().st_size for f in (out / 'cache').rglob('*') if f.is_file())
-    return dict(steps=m['steps'], weights=m['files']['model.safetensors'], cache_bytes=kept)
+    weights = m['files']['model.safetensors']
+    return dict(steps=m['steps'], weights=weights, cache_bytes=kept, checkpoints=found)
 
 
 def _explain(out: Path, text: str, trees: dict, device: str) -> dict:  # credit of its words
@@ -568,7 +570,7 @@ def rehearse(
         run='again',
         resume=False,
         cache=False,
-        until='again/**/trainer_state.json',
+        until='again/**/seal.json',
         **on,
     )
     acts['resumed'] = do('train', 'resumed', run='again', resume=True, cache=False, **on)
@@ -576,6 +578,7 @@ def rehearse(
     acts['reread'] = do('train', 'reread', run='reread', resume=False, cache=True, **on)
     acts['explain'] = do('explain', 'explain', text='A gorgeous , witty , seductive movie .', **on)
     same = acts['whole']['weights'] == acts['resumed']['weights']
+    same &= acts['resumed']['checkpoints'] > 0  # it did not begin anew
     told = run_record(acts=acts, limit=limit, sizes=sizes, resumed_is_whole=same)
     write_json(out / 'rehearsal.json', told)
     return told
