@@ -580,5 +580,6 @@ def rehearse(
     same = acts['whole']['weights'] == acts['resumed']['weights']
     same &= acts['resumed']['checkpoints'] > 0  # it did not begin anew
     told = run_record(acts=acts, limit=limit, sizes=sizes, resumed_is_whole=same)
+    told |= dict(command=f'capsnb study rehearsal --limit {limit}')
     write_json(out / 'rehearsal.json', told)
     return told
