@@ -1070,7 +1070,7 @@ def rehearsal(
     """GPT-2-large without its weights: a transformer of its exact size with random weights is made,
     read in float32 and bfloat16, trained on, killed, resumed, cached and explained."""
     room('core').need('transformers', 'train')
-    found = room('lab.sentiment').rehearse(out, limit, data, device=device or 'cpu')
+    found = room('lab.sentiment').rehearse(out, limit, data, device=device)
     for name, act in found['acts'].items():
         peak = f"{act['peak_bytes'] / 1e9:6.1f} GB at most" if 'peak_bytes' in act else ''
         batch = f", {act['batch_seconds']:.1f} s a batch" if 'batch_seconds' in act else ''

@@ -38,6 +38,13 @@ def test_an_act_that_fails_says_why(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_another_rehearsal_is_not_mixed_in(tmp_path):
+    trees = tiny_treebank(tmp_path / 'trees')
+    (tmp_path / 'asked.json').write_text('{"limit": 7}')
+    with pytest.raises(ValueError, match='holds another rehearsal.*now .*60'):
+        rehearse(tmp_path, 60, trees, False)
+
+
 def check(told):
     acts = told['acts']
     assert told['resumed_is_whole']

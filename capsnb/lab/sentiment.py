@@ -550,13 +550,18 @@ def rehearse(
     limit: int = 60,  # sentences of each split
     folder: str | Path | None = None,  # of the treebank, as for `load_sst`
     official: bool = True,  # as for `load_sst`
-    device: str = 'cpu',  # where all of it runs
+    device: str | None = None,  # where all of it runs; None: the best there is
     files: int | None = None,  # as for `python_texts`
     sizes: dict | None = None,  # as for `stand_in`; None: GPT-2-large's
 ) -> dict:  # the record: acts with their seconds and memory
     "All that GPT-2-large will do, with random weights: read, train, be killed, resume, explain."
     out = Path(out).expanduser()
     trees = dict(folder=None if folder is None else str(folder), official=official, limit=limit)
+    asked = dict(trees, device=str(pick_device(device)), files=files, sizes=sizes or {})
+    if (path := out / 'asked.json').exists() and (old := read_json(path)) != asked:
+        raise ValueError(f"'{out}' holds another rehearsal: {old}, now {asked}")
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(path, asked)
     texts = sst_samples('sst5', folder, official, True, limit, ('train',))['train'].texts[:20]
     on = dict(trees=trees, device=device)
     do = lambda name, title, **how: apart(name, out, out / f'{title}.json', **how)
