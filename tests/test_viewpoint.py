@@ -234,12 +234,16 @@ def test_nothing_is_trained_where_test_data_would_choose(tiny, tmp_path, split, 
 
 def test_a_study_that_has_only_begun_is_told_and_drawn():
     runs = {'cnn seed 0': made((0.7, 0.5), (0.9, 0.6))}
-    assert 'No verdict: no seeds' in viewpoint.verdict(dict(runs=runs))
+    assert 'No verdict: no seeds so far' in viewpoint.verdict(dict(runs=runs))
     viewpoint.plot_viewpoints(dict(runs=runs))
     runs |= {'em seed 0': made((0.7, 0.55)), 'em seed 1': made((0.7, 0.6), seed=1)}
-    assert 'No verdict: 1 seed of' in viewpoint.verdict(dict(runs=runs))
+    assert 'No verdict: 1 seed so far' in viewpoint.verdict(dict(runs=runs))
     assert viewpoint.viewpoint_table(dict(runs=runs)).endswith('one seed')
     viewpoint.plot_viewpoints(dict(runs=runs))
+    runs |= {f'em seed {k}': made((0.9, 0.7), seed=k) for k in range(5)}
+    runs |= {f'cnn seed {k}': made((0.9, 0.6), seed=k) for k in range(5)}
+    said = viewpoint.verdict(dict(runs=runs))  # of those with seeds enough
+    assert 'better than cnn: em (+10.0;' in said and said.count('(') == 1
 
 
 def test_training_turns_and_tests_do_not():

@@ -451,9 +451,10 @@ def verdict(
 ) -> str:  # a sentence
     "Who reads novel views better than the rival where both read familiar ones alike."
     rows = [g for g in gains(record, against) if g.name != against and g.gains]
-    n = min((len(g.gains) for g in rows), default=0)
-    if n < enough:
-        return f"No verdict: {n or 'no'} seed{'s' * (n != 1)} of each so far, {enough} are needed."
+    n = max((len(g.gains) for g in rows), default=0)
+    rows = [g for g in rows if len(g.gains) >= enough]
+    if not rows:
+        return f"No verdict: {n or 'no'} seed{'s' * (n != 1)} so far, {enough} are needed."
     sides = dict(better=[], worse=[], same=[])
     for g in rows:
         side = 'better' if g.interval[0] > 0 else 'worse' if g.interval[1] < 0 else 'same'
