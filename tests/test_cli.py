@@ -656,7 +656,7 @@ def test_a_study_goes_on_and_replaces_nothing(tmp_path):
 
 def test_a_shootout_refuses_whom_it_does_not_know(tmp_path):
     for wrong, told in (
-        (('--only', 'nobody'), "'cnn', got ['nobody']"),
+        (('--only', 'nobody'), "'em-part-identity', got ['nobody']"),
         (('--network', 'nobody'), "'plain', got ['nobody']"),
         (('--only', 'em', '--network', 'cnn'), 'not both'),
     ):

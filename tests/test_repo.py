@@ -331,7 +331,6 @@ def test_hooks_have_nothing_to_add():
     assert {'.gitconfig', '.last_checked', '_proc/', '_docs/'} <= set(ignored)
 
 
-@pytest.mark.slow
 def test_docs_can_be_prepared(tmp_path):
     "nbdev_docs up to the point where Quarto itself renders, with a stand-in for Quarto; some rooms"
     tree, bin_ = tmp_path / 'tree', tmp_path / 'bin'
