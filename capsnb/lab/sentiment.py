@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from dataclasses import dataclass
 from functools import cache as kept
@@ -533,12 +534,14 @@ def apart(
         return read_json(told)
     said = json.dumps(dict(name=name, out=str(out), told=str(told), **how))
     code = 'import json, sys; from capsnb.lab.sentiment import act; act(**json.loads(sys.argv[1]))'
-    child = subprocess.Popen([sys.executable, '-c', code, said], stderr=subprocess.PIPE, text=True)
-    while child.poll() is None:
-        if until and any(out.glob(until)):
-            child.kill()
-        time.sleep(0.05)
-    complaint = child.communicate()[1]
+    with tempfile.TemporaryFile('w+') as said_wrong:  # a pipe that nobody reads would fill
+        child = subprocess.Popen([sys.executable, '-c', code, said], stderr=said_wrong)
+        while child.poll() is None:
+            if until and any(out.glob(until)):
+                child.kill()
+            time.sleep(0.05)
+        said_wrong.seek(0)
+        complaint = said_wrong.read()
     if until is None and child.returncode:
         why = (complaint.strip().splitlines() or [f'exit {child.returncode}'])[-1]
         raise RuntimeError(f"the rehearsal failed in '{told.stem}': {why}")
