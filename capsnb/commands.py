@@ -1057,6 +1057,41 @@ def study_poses(
     print(f"{poses.pose_table(record)}\n\nlook at {', '.join(map(str, drawn))}")
 
 
+def study_language(
+    which: Annotated[
+        str, option("'blocks': routing between blocks of self-attention; 'outputs': routed words.")
+    ] = 'blocks',
+    only: Annotated[list[str] | None, unset('A contestant; may be repeated.')] = None,
+    seeds: Annotated[int, option('Final runs of each contestant.', min=1)] = 3,
+    costs: Annotated[
+        bool, option('Time and memory of a training step instead; trains nothing.', '--costs')
+    ] = False,
+    folder: Annotated[
+        Path | None, unset('Folder of the treebank; else CAPSNB_DATA.', '--folder')
+    ] = None,
+    out: Annotated[Path, option('Folder of the records; finished runs are kept.')] = Path(
+        'runs/language'
+    ),
+    device: Device = None,
+    progress: Progress = None,
+):
+    """Small language models with routing inside, or at the end: equal parameters and search.
+
+    Trains one network after another; a study that was stopped goes on with the same command."""
+    lab, who = room('outlook.language'), tuple(only or ()) or None
+    g = lab.stage(which, folder=folder)
+    if costs:
+        for name, c in lab.measure_language(which, out, who, g=g)['costs'].items():
+            tokens = c['tokens']
+            each = f"{1e6 * c['seconds'] / tokens:9,.0f} µs {c['bytes'] / tokens:10,.0f} B a token"
+            print(f'{name:14s} {each}')
+        return
+    how = dict(g=g, runs=out / 'runs', device=device, progress=progress)
+    lab.language_study(which, out, who, tuple(range(seeds)), **how)
+    if is_first():
+        print(lab.language_table(out / f'language_{which}.json'))
+
+
 def rehearsal(
     out: Annotated[
         Path, option('Folder of the model (3.1 GB), the runs and rehearsal.json; acts are kept.')
@@ -1237,6 +1272,7 @@ def make_app() -> typer.Typer:
         ('poses', study_poses, 'What capsules know of azimuth and elevation, on unknown objects.'),
         ('plateau', plateau, 'Why matrix capsules learn late.'),
         ('depth', depth, 'How many layers of capsules can be trained?'),
+        ('language', study_language, 'Routing inside, and at the end of, language models.'),
         ('rehearsal', rehearsal, "GPT-2-large's size with random weights: all but the download."),
     ):
         study.command(name, short_help=short)(entrance(command))

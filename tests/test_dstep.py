@@ -314,3 +314,9 @@ def test_auto_takes_a_plan_that_serves():
         ):
             s = Sizes(*sizes, shared)
             assert not plans[choose_plan(s)].refuses(s)
+
+
+def test_auto_counts_what_an_output_costs():
+    "with few parts and many outputs, moments are ten times slower than votes"
+    assert choose_plan(Sizes(80, 8, 10_000, 1, 4, 4, True)) != 'moments'
+    assert choose_plan(Sizes(20, 5000, 64, 4, 4, 4, True)) == 'moments'

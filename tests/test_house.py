@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 root = Path(__file__).resolve().parent.parent
-floors = ('book', 'engine', 'zoo', 'data', 'lab', 'reports')
+floors = ('book', 'engine', 'zoo', 'data', 'lab', 'reports', 'outlook')
 notebooks = sorted((root / 'nbs').rglob('[0-9]*.ipynb'), key=lambda p: p.name)
 notebooks = [p for p in notebooks if not any(o[0] in '_.' for o in p.relative_to(root).parts)]
 book = [p for p in notebooks if p.parent.name == 'book']

@@ -447,34 +447,32 @@ def _precision(sig2, p_model):
     return 1 / (2 * sig2), 0.5 * sig2.log().sum((-2, -1))
 
 # %% ../../nbs/engine/16_moments.ipynb #4394ac93
-def _theta(a, t, sig2, W, p_model):
-    "a [n, j], t = mu - b and sig2 [n, j, c, h], W [j, d, h] -> theta [n, N, j]."
+def _theta(a, t, sig2, maps, p_model):
+    "a [n, j], t = mu - b and sig2 [n, j, c, h] -> theta [n, N, j]."
     v, log_size = _precision(sig2, p_model)
-    A = torch.einsum('njch,jdh,jeh->ncdej', v, W, W)
-    u = torch.einsum('njch,jdh->ncdj', v * t, W)
+    A = torch.einsum('njch,jph->ncpj', v, maps.pairs)
+    u = torch.einsum('njch,jdh->ncdj', v * t, maps.W)
     const = F.logsigmoid(a) - (v * t * t).sum((-2, -1)) - log_size
-    diagonals = [A.diagonal(k, 2, 3).movedim(-1, 2).flatten(1, 2) for k in range(W.shape[1])]
-    return torch.cat(
-        [-diagonals[0], *(-2 * q for q in diagonals[1:]), 2 * u.flatten(1, 2), const[:, None]], 1
-    )
+    diagonals = [-q.flatten(1, 2) for q in A.split(_lengths(maps.W.shape[1]), 2)]
+    return torch.cat([*diagonals, 2 * u.flatten(1, 2), const[:, None]], 1)
 
 # %% ../../nbs/engine/16_moments.ipynb #5832ff4a
-def _places(
-    d,  # columns
-    device,
-):
-    "Where x_e x_f stands among all products [d d], diagonal by diagonal."
-    e = torch.arange(d, device=device)
-    step = (e[:, None] - e).abs()
-    return (torch.minimum(e[:, None], e) + step * d - step * (step - 1) // 2).flatten()
+def _lengths(d):
+    "How many products x_e x_{e+step} there are, step by step."
+    return list(range(d, 0, -1))
 
 
-def _unpack(M, c, d, places):
-    "M [n, N, j] -> mass [n, j], first moments [n, c, d, j], second moments [n, c, d, d, j]."
+def _pairs(W):
+    "W [j, d, h] -> [j, p, h], its rows' products as in phi; those off the diagonal count twice."
+    d = W.shape[1]
+    return torch.cat([(2 if k else 1) * W[:, k:] * W[:, : d - k] for k in range(d)], 1)
+
+
+def _unpack(M, c, d):
+    "M [n, N, j] -> mass [n, j], first moments [n, c, d, j], second moments [n, c, p, j]."
     n, _, j = M.shape
     diagonals = [M[:, at].view(n, c, d - step, j) for step, at in _diagonals(c, d)]
-    second = torch.cat(diagonals, 2)[:, :, places].view(n, c, d, d, j)
-    return M[:, -1], M[:, -c * d - 1 : -1].view(n, c, d, j), second
+    return M[:, -1], M[:, -c * d - 1 : -1].view(n, c, d, j), torch.cat(diagonals, 2)
 
 # %% ../../nbs/engine/16_moments.ipynb #7a293342
 class _Maps(NamedTuple):
@@ -485,19 +483,19 @@ class _Maps(NamedTuple):
     beta_use: Tensor  # [1, j|1]
     beta_ign: Tensor  # [1, j|1]
     mass: Tensor  # [n, 1] sum of f(a_i)
-    places: Tensor  # of the products, see `_places`
+    pairs: Tensor  # [j, p, h] products of the rows of W, see `_pairs`
 
 # %% ../../nbs/engine/16_moments.ipynb #927e98f2
 def _fit(M, maps, eps_m):
     "Moments M [n, N, j] -> a [n, j], t = mu - b and raw variance, both [n, j, c, h]."
     W, b = maps.W, maps.b
-    S, first, second = _unpack(M, b.shape[2], W.shape[1], maps.places)
+    S, first, second = _unpack(M, b.shape[2], W.shape[1])
     used = S > 0
     over = torch.where(used, 1 / (S + eps_m), 0)  # who uses nothing passes no gradient on
     short = torch.where(used, eps_m * over, 1)[..., None, None]
-    mean = torch.einsum('jdh,ncdj,nj->njch', W, first, over)
+    mean = torch.einsum('jdh,ncdj->njch', W, first) * over[..., None, None]
     t = mean - short * b
-    square = torch.einsum('ncdej,jdh,jeh,nj->njch', second, W, W, over)
+    square = torch.einsum('jph,ncpj->njch', maps.pairs, second) * over[..., None, None]
     var = square - 2 * t * mean + (1 - short) * t * t
     return maps.beta_use * S - maps.beta_ign * (maps.mass - S), t, var.clamp_min(0)
 
@@ -533,7 +531,7 @@ class _ByMoments:
         W = _wide(p.W[0]).expand(j, -1, -1)
         b = torch.einsum('jdh,ncd->njch', W, x0) + _wide(p.B[0])
         betas, mass = (_wide(p.beta_use), _wide(p.beta_ign)), self.f.sum(-1, keepdim=True)
-        return _Maps(W, b, *betas, mass, _places(W.shape[1], W.device))
+        return _Maps(W, b, *betas, mass, _pairs(W))
 
     def step(self, model, shares):
         "a [n, j], mu and raw variance [n, j, c, h] after an E-step with `model`, if any; and R."
@@ -552,7 +550,7 @@ class _ByMoments:
         t, narrow = mu - self.maps.b, mu.new_zeros(())
         if self.phi.dtype != t.dtype:
             narrow = ((self.spread + t.square()) / sig2 > _NARROW).any().to(t.dtype)
-        return _theta(a, t, sig2, self.maps.W, self.p.p_model), narrow
+        return _theta(a, t, sig2, self.maps, self.p.p_model), narrow
 
 # %% ../../nbs/engine/16_moments.ipynb #9195c870
 def _routed(way):
@@ -837,7 +835,8 @@ def _cost_moments(s):
     size = n_stats(s.c, s.d)
     if s.device == 'cuda':
         return gpu_seconds(228, s.n * s.i * (264 * size + 91 * s.j))
-    return 1.2e-3 + s.n * s.i * (s.j * (1.2e-10 * size + 1.5e-9) + 6e-9 * size)
+    parts = s.n * s.i * (s.j * (1.2e-10 * size + 1.5e-9) + 6e-9 * size)
+    return 1.2e-3 + parts + s.n * s.j * (1e-6 + 4e-8 * size)
 
 # %% ../../nbs/engine/16_moments.ipynb #74fe2b09
 def _cost_stream(s):

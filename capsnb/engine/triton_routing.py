@@ -1358,7 +1358,7 @@ class _Moments(_ByMoments):
         if model is None or shares:
             return super().step(model, shares)
         a, mu, sig2 = model
-        theta = _theta(a, mu - self.maps.b, sig2, self.maps.W, self.p.p_model)
+        theta = _theta(a, mu - self.maps.b, sig2, self.maps, self.p.p_model)
         (M,) = _moments_op(self.f, self.phi, theta.to(self.phi.dtype), self.products)
         a, t, var = _fit(M, self.maps, self.p.eps.mass)
         return a, self.maps.b + t, var, M.new_empty(0)

@@ -26,7 +26,7 @@ from ..zoo.routers import all_routings
 
 # %% auto #0
 __all__ = ['rates', 'norms_tried', 'variants', 'Ground', 'ground', 'evened', 'plain_options', 'blind', 'candidates', 'chosen',
-           'race', 'shoot_out', 'costs', 'apart', 'ranked', 'standings', 'plot_shootout', 'measure_costs',
+           'race', 'shoot_out', 'step_costs', 'costs', 'apart', 'ranked', 'standings', 'plot_shootout', 'measure_costs',
            'plot_against_cost']
 
 # %% ../../nbs/lab/64_shootout.ipynb #00000004
@@ -250,6 +250,20 @@ def _held(
         net(**batch)['loss'].backward()
     return sum(seen.values())
 
+# %% ../../nbs/lab/64_shootout.ipynb #5a0d0013
+def step_costs(
+    nets: dict,  # name -> network in training mode
+    batch: dict,  # what they take, labels among it
+    rounds: int = 5,  # of all, in turn
+) -> dict:  # name -> seconds and bytes of a training step, without the optimiser's; n_params
+    "What a step of each network takes on one batch, measured in turn."
+    steps, found = {}, {}
+    for who, net in nets.items():
+        found[who] = dict(bytes=_held(net, batch), n_params=n_params(net))
+        steps[who] = lambda net=net: net(**batch)['loss'].backward()
+    times = take_turns(steps, rounds)
+    return {k: dict(v, seconds=statistics.median(times[k])) for k, v in found.items()}
+
 # %% ../../nbs/lab/64_shootout.ipynb #00000013
 def costs(
     g: Ground,  # where
@@ -257,20 +271,16 @@ def costs(
     rounds: int = 5,  # of all, in turn
 ) -> dict:  # contestant -> seconds and bytes of a training step, without the optimiser's
     "What a step of each network takes, measured in turn."
-    steps, found = {}, {}
+    nets = {}
     deck = g.task.decks('routing', (g.task.roles['train'],), 0, g.recipe['shift'])
     collator = g.task.collator('routing', g.recipe['shift'], g.recipe['mixup'])
     rows = list(range(min(g.recipe['batch_size'], len(deck[g.task.roles['train']]))))
     batch = batch_on(deck[g.task.roles['train']], rows, collator, torch.device('cpu'))
     batch = getattr(collator, 'on_device', dict)(batch)
     for who in contestants or (*all_routings(), 'cnn'):
-        seed_everything(0)
         kind, own = ('plain', plain_options(g)) if who == 'cnn' else ('routing', evened(g, who))
-        net = g.task.make(kind, 0, **own).train()
-        found[who] = dict(bytes=_held(net, batch), n_params=n_params(net))
-        steps[who] = lambda net=net: net(**batch)['loss'].backward()
-    times = take_turns(steps, rounds)
-    return {k: dict(v, seconds=statistics.median(times[k])) for k, v in found.items()}
+        nets[who] = g.task.make(kind, 0, **own).train()
+    return step_costs(nets, batch, rounds)
 
 # %% ../../nbs/lab/64_shootout.ipynb #5a0d0002
 def apart(

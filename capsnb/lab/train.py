@@ -481,14 +481,15 @@ def _over_all(
 
 # %% ../../nbs/lab/48_train.ipynb #7d3f0003
 def _share_right(
-    logits: Tensor,  # [b, n_classes]
-    labels: Tensor,  # [b], [b, k] (one of them will do) or shares [b, n_classes]
+    logits: Tensor,  # [b, n_classes], or [b, n, n_classes] for labels of n places
+    labels: Tensor,  # [b], [b, k] (one of them will do), shares [b, n_classes]; [b, n] of places
 ) -> Tensor:  # []
     "Share of the samples whose largest score is at the label, or at its largest share (mixup)."
     top = logits.detach().argmax(-1)
     if labels.is_floating_point():
         labels = labels.argmax(-1)
-    hit = top == labels if labels.ndim == 1 else (top[:, None] == labels).any(-1)
+    each = labels.shape == top.shape
+    hit = top == labels if each else (top[:, None] == labels).any(-1)
     return hit.double().mean() if hit.device.type != 'mps' else hit.float().mean()
 
 # %% ../../nbs/lab/48_train.ipynb #38f346d0
@@ -1227,20 +1228,23 @@ def _check_answer(
     except Exception as e:
         raise ValueError(f"{who} cannot take the {name} data: {e}; expected its {form}") from e
     loss, logits = _loss_and_logits(out, f"expected {who}.{form}")
-    if loss.numel() != 1 or logits.ndim != 2 or len(logits) != b:
+    places = (b,), tuple(batch['labels'].shape)
+    if loss.numel() != 1 or logits.ndim < 2 or tuple(logits.shape[:-1]) not in places:
         raise ValueError(
             f"expected {who}.{form}, got a loss {list(loss.shape)} "
             f"and logits {list(logits.shape)} for b = {b}"
         )
-    if top >= logits.shape[1]:
-        raise ValueError(f"{who} has {logits.shape[1]} classes, the {name} data have a label {top}")
+    if top >= logits.shape[-1]:
+        raise ValueError(
+            f"{who} has {logits.shape[-1]} classes, the {name} data have a label {top}"
+        )
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise ValueError(f"{who} gives a loss without a gradient: nothing would be trained")
     if not (loss.isfinite().all() and logits.isfinite().all()):
         raise ValueError(
             f"{who} gives NaN or inf for the first of the {name} data, before any training"
         )
-    return logits.shape[1]
+    return logits.shape[-1]
 
 # %% ../../nbs/lab/48_train.ipynb #b1dc6a94
 def _loss_and_logits(
@@ -1531,10 +1535,10 @@ def _deck(
 def _tested(
     found,  # what a transformers.Trainer predicted
 ) -> dict:  # accuracy, log-loss and calibration on test data
-    labels = torch.as_tensor(found.label_ids)
-    told = quality(
-        torch.as_tensor(found.predictions), labels.argmax(-1) if labels.ndim == 2 else labels
-    )
+    logits, labels = map(torch.as_tensor, (found.predictions, found.label_ids))
+    if labels.shape != logits.shape[:-1]:
+        labels = labels.argmax(-1)
+    told = quality(logits.flatten(0, -2), labels.flatten())
     return dict(
         test_accuracy=found.metrics['test_accuracy'], **{f'test_{k}': v for k, v in told.items()}
     )
