@@ -1092,6 +1092,24 @@ def study_language(
         print(lab.language_table(out / f'language_{which}.json'))
 
 
+def study_credit(
+    runs: Annotated[list[Path], typer.Argument(help='Finished runs on the treebank.')],
+    limit: Annotated[int, option('Test sentences of each run.', min=1)] = 300,
+    folder: Annotated[
+        Path | None, unset('Folder of the treebank; else CAPSNB_DATA.', '--folder')
+    ] = None,
+    cache: Annotated[Path | None, unset('Folder of cached hidden states.')] = None,
+    out: Annotated[Path, option('Record; runs that it holds are kept.')] = Path('runs/credit.json'),
+    device: Device = None,
+):
+    """Credit through the routings against deletion, gradients and integrated gradients."""
+    lab = room('outlook.faithful')
+    here = dict(folder=folder) | ({} if cache is None else dict(cache=cache))
+    record = lab.credit_study(runs, out, limit, device, **here)
+    for kind in lab.kinds:
+        print(f'taken away: a {kind}\n{lab.credit_table(record, kind)}\n')
+
+
 def rehearsal(
     out: Annotated[
         Path, option('Folder of the model (3.1 GB), the runs and rehearsal.json; acts are kept.')
@@ -1273,6 +1291,7 @@ def make_app() -> typer.Typer:
         ('plateau', plateau, 'Why matrix capsules learn late.'),
         ('depth', depth, 'How many layers of capsules can be trained?'),
         ('language', study_language, 'Routing inside, and at the end of, language models.'),
+        ('credit', study_credit, 'Whether credit tells which words decide.'),
         ('rehearsal', rehearsal, "GPT-2-large's size with random weights: all but the download."),
     ):
         study.command(name, short_help=short)(entrance(command))
