@@ -9,7 +9,7 @@ here = Path(__file__).parent
 config = ConfigParser(delimiters=['='], interpolation=None)
 config.read(here / 'settings.ini', encoding='utf-8')
 cfg = config['DEFAULT']
-extras = {e: cfg[f'{e}_requirements'].split() for e in ('train', 'fast', 'gpu', 'attack', 'dev')}
+extras = {e: cfg[f'{e}_requirements'].split() for e in ('train', 'fast', 'gpu', 'attack', 'lora', 'dev')}
 extras['dev'] = sum(extras.values(), [])
 
 

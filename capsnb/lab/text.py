@@ -910,7 +910,9 @@ def _save_classifier(
     folder: str | Path,  # made if missing
     with_encoder: bool | None = None,  # whether to save the transformer; None: if it was trained
 ):
-    "Save the head and, unless it is frozen, the transformer."
+    "Save the head and, unless it is frozen, the transformer; `ValueError` with adapters."
+    if hasattr(self.encoder, 'peft_config'):
+        raise ValueError("the transformer has adapters: merge_lora(classifier) puts them into it")
     folder, r = Path(folder), self.reader
     with_encoder = not self.frozen if with_encoder is None else with_encoder
     self.head.save_pretrained(folder / 'head')
