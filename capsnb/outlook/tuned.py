@@ -50,7 +50,7 @@ def merge_lora(
     "Add what adapters have learnt to the weights; `ValueError` where there are none."
     if not hasattr(classifier.encoder, 'peft_config'):
         raise ValueError("the transformer has no adapters: add_lora(classifier) makes some")
-    classifier.encoder = classifier.reader.model = classifier.encoder.merge_and_unload()
+    classifier.encoder = classifier.encoder.merge_and_unload()
     return classifier
 
 # %% ../../nbs/outlook/93_tuned.ipynb #00000009
