@@ -293,7 +293,7 @@ def _size(n_vocab: int, **options) -> int:  # parameters
 studies = dict(
     blocks=('self-attention', 'dstep', 'em', 'vectors', 'mean'), outputs=('tied', 'untied', 'dstep')
 )
-tried_rates = (1e-3, 3e-3, 1e-2)
+tried_rates = (3e-3, 1e-2, 3e-2)
 
 
 def stage(
