@@ -464,6 +464,59 @@ def train_own(
     train_task(ctx, task, net, out, progress=progress, **usual)
 
 
+def train_columns(
+    ctx: typer.Context,
+    image: Annotated[str | None, unset('Column of pictures.')] = None,
+    text: Annotated[str | None, unset('Column of texts.')] = None,
+    columns: Annotated[
+        str | None,
+        unset('Columns of numbers, with commas; all there are if no column is named.'),
+    ] = None,
+    label: Annotated[str, option('Column of the classes.')] = 'label',
+    test: Annotated[
+        str | None, unset("Split to test; 'test' if not given, or else cut from the rest.")
+    ] = None,
+    held: Annotated[float, option('Share that is cut for each split that is missing.')] = 0.15,
+    limit: Annotated[
+        int | None, unset('Only so many samples of each split; all if not given.', min=1)
+    ] = None,
+    size: Annotated[int | None, unset('Pictures: pixels per side; 32 if not given.', min=8)] = None,
+    grey: Annotated[bool, option('Pictures: without colour.', '--grey')] = False,
+    encoder: Annotated[
+        str | None, unset("Texts: a transformer's folder or name; gpt2-large if not given.")
+    ] = None,
+    cache: Annotated[
+        Path | None, unset("Texts: folder for hidden states; else the user's cache.")
+    ] = None,
+    net: Annotated[
+        str | None,
+        unset(
+            "Pictures: 'dstep', 'routing', 'cnn'; texts: 'sstnet', 'routing', 'plain'; numbers: "
+            "'table', 'plain'. The first if not given."
+        ),
+    ] = None,
+    epochs: Epochs = None,
+    seed: Seed = 0,
+    out: Out = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    device: Device = None,
+    progress: Progress = None,
+):
+    """Columns of your own: 'file:PATH' is a CSV, JSON or Parquet file, a folder of them, or a
+    folder of pictures with a sub-folder for each class; 'hub:NAME' is a data set of the Hub.
+
+    nbs/outlook/94_own_data.ipynb tells more."""
+    named = dict(image=image, text=text, columns=columns and tuple(columns.split(',')))
+    own = dict(size=size, colour=False if grey else None, encoder=encoder, cache=cache)
+    own = {k: v for k, v in own.items() if v is not None}
+    how = dict(label=label, test=test, held=held, limit=limit, **own)
+    task = room('outlook.own').own_task(ctx.info_name, **named, **how)
+    name = ctx.info_name.partition(':')[2].partition('@')[0].rstrip('/').rsplit('/', 1)[-1]
+    usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
+    train_task(ctx, task, net, out or Path('runs', Path(name).stem), progress=progress, **usual)
+
+
 def here_first():
     "Let modules of the current folder be found, as `python -m` does."
     if '' not in sys.path:
@@ -1213,10 +1266,12 @@ def bench(
 
 
 class Tasks(typer.core.TyperGroup):
-    "The sub-commands of `capsnb train`; a name with a colon is a task of one's own."
+    "The sub-commands of `capsnb train`; a name with a colon is data or a task of one's own."
 
     def get_command(self, ctx, name):
-        return super().get_command(ctx, 'module:task' if ':' in name else name)
+        kind, colon, _ = name.partition(':')
+        own = f'{kind}:…' if kind in ('file', 'hub') else 'module:task'
+        return super().get_command(ctx, own if colon else name)
 
 
 def show_version(
@@ -1266,6 +1321,8 @@ def make_app() -> typer.Typer:
         ('mnist', train_digits, 'Its files, or a download.'),
         ('fashion-mnist', train_digits, 'Its files, or a download.'),
         ('cifar10', train_digits, 'Small photographs in colour: its files, or a download.'),
+        ('file:…', train_columns, 'Pictures, texts or numbers of your own.'),
+        ('hub:…', train_columns, 'Pictures, texts or numbers of the Hub.'),
         ('module:task', train_own, 'A task of your own.'),
     ):
         group.command(name, short_help=short)(entrance(command))

@@ -268,7 +268,8 @@ class Sentiment(Task):
     noted = dict(names=list, encoder=str, fingerprint=str, treebank=str)
     later = ('net',)
     batch_size = 40
-    samples = None  # of `sst_samples`, once they are read
+    about = 'the treebank'
+    samples = None  # of `read`, once they are read
     on_the_fly = False  # whether the transformer runs in training
 
     def __post_init__(self):
@@ -296,11 +297,14 @@ class Sentiment(Task):
         if self.cache is None and began.get('on_the_fly') is True:
             self.cache = False  # a run goes on as it began
         if self.progress or self.official:
-            say("reading the treebank")
-        options = self.folder, self.official, self.roots, self.limit
-        self.samples = sst_samples(self.task, *options)  # is anything wrong with it?
+            say(f"reading {self.about}")
+        self.samples = self.read()  # is anything wrong with it?
         self.cache = _first_the_price(self, recipe['epochs'])
         self.reader()
+
+    def read(self, splits=('train', 'validation', 'test')) -> dict:  # name of a split -> Samples
+        "The texts."
+        return sst_samples(self.task, self.folder, self.official, self.roots, self.limit, splits)
 
     def reader(self) -> FrozenEncoder:
         "The transformer, loaded when it is first asked for."
@@ -329,8 +333,7 @@ class Sentiment(Task):
     def decks(self, net=None, splits=('train', 'validation', 'test'), seed=None, shift=0):
         samples, encoder = self.samples, self.reader()
         if samples is None:
-            options = self.folder, self.official, self.roots, self.limit
-            samples = sst_samples(self.task, *options, splits)
+            samples = self.read(splits)
         place = _embeddings_folder(encoder, self.cache)
         names = {s: _cache_name(samples[s].name, self.cache_dtype) for s in splits}
         token = encoder.n_layers * encoder.d_emb * getattr(torch, self.cache_dtype).itemsize
@@ -351,11 +354,19 @@ class Sentiment(Task):
 
     def note(self, net):
         note = dict(task=self.task, names=self.names, **encoder_note(self.reader()))
-        note |= dict(roots=self.roots, limit=self.limit, published=self.published)
-        note |= dict(treebank='SST' if self.official else 'another', cache_dtype=self.cache_dtype)
+        note |= dict(published=self.published, cache_dtype=self.cache_dtype, **self.data_note())
         note |= dict(net=net) if net not in (None, 'sstnet') else {}  # older runs do not say,
         note |= {} if self.validate else dict(validate=False)  # nor this
         return note | (dict(on_the_fly=True) if self.on_the_fly else {})
+
+    def data_note(self) -> dict:  # JSON-ready
+        "What task.json says of the texts, and"
+        treebank = 'SST' if self.official else 'another'
+        return dict(roots=self.roots, limit=self.limit, treebank=treebank)
+
+    def data_noted(self, note) -> dict:  # options
+        "Which of it the run's task takes again; all sentences are tested."
+        return dict(roots=True, limit=None, official=note['treebank'] == 'SST')
 
     def from_note(self, note, encoder=None, **here):
         check_note(note, "task.json")
@@ -375,8 +386,8 @@ class Sentiment(Task):
                 f"fingerprint {note['fingerprint'][:8]}; '{encoder.name}' is another "
                 f"transformer, {encoder.fingerprint[:8]}"
             )
-        whole = dict(roots=True, limit=None, official=note['treebank'] == 'SST')
-        return with_options(self, encoder=encoder, cache_dtype=dtype, **whole, **here)
+        same = self.data_noted(note) | dict(cache_dtype=dtype)
+        return with_options(self, encoder=encoder, **{**same, **here})
 
 
 sst5, sst2 = Sentiment('sst5'), Sentiment('sst2')

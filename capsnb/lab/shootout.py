@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 import torch
-from ..core import need, palette, plot_style, run_record, seed_everything
+from ..core import need, palette, plot_style, run_record
 from ..data.files import read_json, write_json
 from ..engine.bench import take_turns
 from .digits import Digits

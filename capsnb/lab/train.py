@@ -1699,6 +1699,8 @@ def in_words(
 ) -> str:  # for a table
     "Mean and spread of the test accuracy; of validation where nothing was tested."
     key, word = ('valid', 'validation') if math.isnan(s['test']) else ('test', 'test')
+    digits = 2 if s[key] > 99 else 1  # errors below 1 % differ in the second
     if s['n'] == 1:
-        return f"{word} {s[key]:.1f} %, one seed"
-    return f"{word} {s[key]:.1f} ± {s[f'{key}_sd']:.1f} %, {s['n']} seeds"
+        return f'{word} {s[key]:.{digits}f} %, one seed'
+    mean, sd = f'{s[key]:.{digits}f}', f"{s[f'{key}_sd']:.{digits}f}"
+    return f"{word} {mean} ± {sd} %, {s['n']} seeds"

@@ -223,7 +223,8 @@ class Language(Task):
     def __post_init__(self):
         if self.level not in levels:
             raise ValueError(f"level must be 'char' or 'word', got {self.level!r}")
-        at_least_1(n_ctx=self.n_ctx, limit=self.limit or 1, shorten=self.shorten or 1)
+        few = {k: getattr(self, k) for k in ('limit', 'shorten')}
+        at_least_1(n_ctx=self.n_ctx, **{k: n for k, n in few.items() if n is not None})
         if not isinstance(self.n_vocab, int) or self.n_vocab < 3:
             raise ValueError(f"expected n_vocab to be an integer >= 3, got {self.n_vocab!r}")
         self.name = f'capsnb.outlook.language:{self.level}s'

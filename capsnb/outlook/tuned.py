@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from ..core import need, pick_device, run_record, seed_everything
 from ..data.files import read_json, write_json
-from ..data.sst import load_sst
 from ..lab.shootout import step_costs
 from ..lab.text import RoutingClassifier
 from ..lab.train import accuracy, quiet_transformers, repeat

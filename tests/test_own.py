@@ -1,0 +1,250 @@
+"""Data of one's own: what can be read, what is refused and in which words, runs and their test."""
+
+import csv
+import json
+import math
+import pytest
+import torch
+
+datasets = pytest.importorskip('datasets')
+pytest.importorskip('sklearn')
+Image = pytest.importorskip('PIL.Image')
+pytest.importorskip('typer')
+from typer.testing import CliRunner
+from capsnb.cli import make_app
+from capsnb.data.embed import tiny_transformer
+from capsnb.lab.runs import task_of
+from capsnb.lab.tasks import evaluate, load_run, train
+from capsnb.outlook.own import OwnPictures, OwnTable, OwnTexts, in_parts, open_columns, own_task
+
+few = dict(device='cpu', progress=False, epochs=1)
+
+
+@pytest.fixture(autouse=True)
+def quiet(tmp_path, monkeypatch):
+    datasets.disable_progress_bars()
+    monkeypatch.setattr(datasets.config, 'HF_DATASETS_CACHE', tmp_path / 'hf')
+
+
+def numbers(n=60, **more):
+    rows = [dict(a=k % 7 + (k % 2) * 5.0, b=float(k), kind='xy'[k % 2], **more) for k in range(n)]
+    return datasets.Dataset.from_list(rows)
+
+
+def sheet(path, n=60):
+    with open(path, 'w', newline='') as f:
+        out = csv.DictWriter(f, ['a', 'b', 'kind'])
+        out.writeheader()
+        out.writerows(numbers(n).to_list())
+    return path
+
+
+def photographs(folder, n=12, splits=('',)):
+    for split in splits:
+        for kind, shade in (('dark', 30), ('light', 220)):
+            place = folder / split / kind
+            place.mkdir(parents=True)
+            for k in range(n):
+                Image.new('RGB', (20 + k, 15), (shade, shade, k)).save(place / f'{k}.png')
+    return folder
+
+
+def capsnb(*args):
+    return CliRunner().invoke(make_app(), [str(a) for a in args])
+
+
+@pytest.mark.parametrize('kind', ['csv', 'tsv', 'jsonl', 'parquet', 'folder'])
+def test_every_kind_of_file_gives_the_same_rows(tmp_path, kind):
+    wanted, path = numbers().to_list(), tmp_path / f'all.{kind}'
+    if kind in ('csv', 'tsv'):
+        text = open(sheet(path), newline='').read()
+        path.write_text(text.replace(',', '\t') if kind == 'tsv' else text)
+    elif kind == 'jsonl':
+        path.write_text('\n'.join(map(json.dumps, wanted)))
+    else:
+        path.mkdir() if kind == 'folder' else None
+        numbers().to_parquet(path / 'x.parquet' if kind == 'folder' else path)
+    for source in (str(path), f'file:{path}'):
+        assert open_columns(source)['train'].to_list() == wanted
+
+
+def test_a_split_that_is_there_is_taken_whole_and_others_are_cut_from_training():
+    whole = datasets.DatasetDict(train=numbers(), dev=numbers(10), test=numbers(20))
+    assert {k: len(v) for k, v in in_parts(whole, 'kind').labels.items()} == {
+        'train': 60,
+        'validation': 10,
+        'test': 20,
+    }
+    found = in_parts(whole, 'kind', test='dev')
+    assert [len(found.labels[k]) for k in ('train', 'validation', 'test')] == [51, 9, 10]
+    rows = [r['b'] for k in ('train', 'validation') for r in found.splits[k]]
+    assert sorted(rows) == [float(k) for k in range(60)]
+    assert found.labels['train'] == in_parts(whole, 'kind', test='dev').labels['train']
+    for k, labels in found.labels.items():  # labels stay with their rows
+        assert [found.names[v] for v in labels] == found.splits[k]['kind']
+
+
+@pytest.mark.parametrize(
+    'change,message',
+    [
+        (dict(label='nothing'), "no column 'nothing': there is a, b, kind"),
+        (dict(label='b'), "60 different values in 60 rows"),
+        (dict(test='train'), "trained on and tested"),
+        (dict(test='nowhere'), "there is no split 'nowhere', but 'train', 'test'"),
+        (dict(held=0.9), "a share below a half"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(change, message):
+    whole = datasets.DatasetDict(train=numbers(), test=numbers(20))
+    with pytest.raises(ValueError, match=message):
+        in_parts(whole, **{'label': 'kind', **change})
+
+
+def test_labels_that_are_missing_or_unknown():
+    hidden = numbers(20).map(lambda row: dict(kind=None))
+    with pytest.raises(ValueError, match="has no labels, .* test='validation'"):
+        in_parts(dict(train=numbers(), validation=numbers(10), test=hidden), 'kind')
+    strange = numbers(20).map(lambda row: dict(kind='z'))
+    with pytest.raises(ValueError, match="none of training: 'z'"):
+        in_parts(dict(train=numbers(), test=strange), 'kind')
+    coded = numbers().map(lambda row: dict(kind=ord(row['kind'])))
+    minus = numbers(20).map(lambda row: dict(kind=-1))
+    with pytest.raises(ValueError, match="has no labels"):
+        in_parts(dict(train=coded, test=minus), 'kind')
+    lone = datasets.concatenate_datasets([numbers(), strange.select([0])])
+    with pytest.raises(ValueError, match="cannot be set apart"):
+        in_parts(lone, 'kind')
+
+
+def test_a_table_is_trained_tested_and_found_again(tmp_path):
+    path = sheet(tmp_path / 'all.csv')
+    task = OwnTable(f'file:{path}', 'kind')
+    m = train(task, 'table', tmp_path / 'run', **few | dict(epochs=30))
+    assert m['test_accuracy'] > 0.7
+    assert evaluate(tmp_path / 'run', device='cpu')['accuracy'] == m['test_accuracy']
+    assert task_of(tmp_path / 'run')['source'] == str(path)
+    sheet(path, 30)
+    text = path.read_text().replace('x', 'q')
+    path.write_text(text)
+    with pytest.raises(ValueError, match="classes x, y; the data have q, y"):
+        load_run(tmp_path / 'run', 'cpu')
+    path.unlink()
+    with pytest.raises(ValueError, match="expected a folder or a file"):
+        load_run(tmp_path / 'run', 'cpu')
+
+
+def test_holes_in_a_table_are_absent_parts(tmp_path):
+    holes = numbers().map(lambda row: dict(b=None if row['b'] % 3 else row['b']))
+    task = OwnTable(holes, 'kind')
+    rows = task.open('train')['rows']
+    assert rows[:, 1].isnan().any() and not rows[:, 0].isnan().any()
+    net = task.make('table').eval()
+    assert net.mean[1] == rows[:, 1][~rows[:, 1].isnan()].mean()
+    one = torch.tensor([[1.0, math.nan]])
+    assert net.credit(one)[0, 1].eq(0).all() and net(one).a.isfinite().all()
+    assert net(torch.full((2, 2), math.nan)).a.isfinite().all()
+    train(task, 'plain', tmp_path / 'run', **few)
+    for wrong, message in ((('kind',), 'no column of numbers'), (('c',), "'c' is no column")):
+        with pytest.raises(ValueError, match=message):
+            OwnTable(numbers(), 'kind', columns=wrong).make('table')
+    far = numbers().map(lambda row: dict(a=math.inf))
+    with pytest.raises(ValueError, match="'a' of train has infinite numbers"):
+        OwnTable(far, 'kind').make('table')
+
+
+def test_credit_of_columns_adds_up_to_the_scores():
+    task = OwnTable(numbers(), 'kind')
+    net, rows = task.make('table').eval().double(), task.open('test')['rows'].double()
+    torch.testing.assert_close(net.credit(rows).sum(1), net(rows).a)
+
+
+@pytest.mark.parametrize('grey', [False, True])
+def test_pictures_in_folders(tmp_path, grey):
+    folder = photographs(tmp_path / 'all')
+    more = ['--grey'] if grey else []
+    out = tmp_path / 'run'
+    how = ('--image', 'image', '--size', 16, '--epochs', 6, '--device', 'cpu', '--out', out)
+    done = capsnb('train', f'file:{folder}', *how, *more)
+    assert done.exit_code == 0, done.output
+    assert task_of(out)['colour'] is not grey and task_of(out)['names'] == ['dark', 'light']
+    found = evaluate(out, device='cpu')
+    assert found['names'] == ('dark', 'light') or found['names'] == ['dark', 'light']
+    assert capsnb('eval', out, '--device', 'cpu').exit_code == 0
+    x = load_run(out, 'cpu').task.open('test')['image']
+    assert x.shape[1:] == (1 if grey else 3, 16, 16) and x.dtype == torch.uint8
+    if not grey:  # the third channel says which picture it was
+        assert {int(p[2].float().mean().round()) for p in x} <= set(range(12))
+
+
+def test_splits_of_a_folder_and_paths_in_a_column(tmp_path):
+    folder = photographs(tmp_path / 'all', splits=('train', 'test'))
+    task = OwnPictures(folder, size=16)
+    assert len(task.open('test')['label']) == 24 and len(task.open('train')['label']) == 20
+    paths = [str(p) for p in sorted((folder / 'train').rglob('*.png'))]
+    rows = [dict(at=p, shade=p.split('/')[-2]) for p in paths]
+    own = OwnPictures(datasets.Dataset.from_list(rows), 'shade', image='at', size=16)
+    assert own.open('train')['image'].float().std() > 50
+
+
+def test_what_is_no_picture(tmp_path):
+    folder = photographs(tmp_path / 'all')
+    (folder / 'dark' / '3.png').write_bytes(b'no picture')
+    with pytest.raises(ValueError, match='picture [0-9]+ of .* cannot be read: .*3.png'):
+        for split in ('test', 'validation', 'train'):
+            OwnPictures(folder, size=16, held=0.1).open(split)
+    with pytest.raises(ValueError, match="no column 'image': there is a, b, kind"):
+        OwnPictures(numbers(), 'kind').open('train')
+    with pytest.raises(ValueError, match='is no picture'):
+        OwnPictures(numbers(), 'kind', image='a').open('train')
+
+
+def test_texts(tmp_path):
+    say = [('bad', 'it broke'), ('good', 'it lasts'), ('good', 'worth it'), ('bad', 'no')]
+    rows = [dict(words=f'{t}, says {k}', mood=m) for k in range(10) for m, t in say]
+    path = tmp_path / 'all.jsonl'
+    path.write_text('\n'.join(map(json.dumps, rows)))
+    folder = tiny_transformer(tmp_path / 'model', [r['words'] for r in rows])
+    out, cache = tmp_path / 'run', tmp_path / 'cache'
+    how = ('--text', 'words', '--label', 'mood', '--encoder', folder, '--cache', cache)
+    how += ('--epochs', 1, '--device', 'cpu', '--out', out)
+    done = capsnb('train', f'file:{path}', *how)
+    assert done.exit_code == 0, done.output
+    found = load_run(out, 'cpu', cache=cache)
+    assert isinstance(found.task, OwnTexts) and found.task.names == ('bad', 'good')
+    accuracy = evaluate(out, device='cpu', cache=cache)['accuracy']
+    assert accuracy == json.loads((out / 'metrics.json').read_text())['test_accuracy']
+    done = capsnb('explain', 'it broke, worth it', '--run', out, '--device', 'cpu')
+    assert done.exit_code == 0 and 'bad' in done.output, done.output
+    with pytest.raises(ValueError, match="expected texts in the column 'n', got 1"):
+        numbered = datasets.Dataset.from_list([dict(r, n=1) for r in rows])
+        OwnTexts(encoder=folder, source=numbered, text='n', label='mood').read()
+
+
+def test_one_function_for_three_kinds():
+    made = [own_task(numbers(), label='kind', **k) for k in (dict(image='a'), dict(text='a'), {})]
+    assert [type(t) for t in made] == [OwnPictures, OwnTexts, OwnTable]
+    with pytest.raises(ValueError, match='columns of one kind, got image and text'):
+        own_task(numbers(), image='a', text='a')
+    with pytest.raises(ValueError, match="no option 'size'"):
+        own_task(numbers(), size=3)
+
+
+def test_limit_is_spread_evenly():
+    assert OwnTable(numbers(), 'kind', limit=10).parts.labels['train'].count(0) == 5
+    with pytest.raises(ValueError, match='limit'):
+        OwnTable(numbers(), 'kind', limit=0)
+
+
+def test_the_hub_is_asked_and_its_silence_is_a_sentence(monkeypatch):
+    asked = []
+
+    def load_hub(name, revision):
+        asked.append((name, revision))
+        if name == 'nobody/none':
+            raise ConnectionError("'nobody/none' is not on this machine")
+        return dict(train=numbers())
+
+    monkeypatch.setattr('capsnb.outlook.own.load_hub', load_hub)
+    assert list(open_columns('hub:me/mine@abc')) == ['train'] and asked == [('me/mine', 'abc')]
+    with pytest.raises(ValueError, match="'hub:nobody/none' cannot be read: 'nobody/none' is not"):
+        open_columns('hub:nobody/none')
