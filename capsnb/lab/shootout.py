@@ -27,7 +27,7 @@ from ..zoo.routers import all_routings
 # %% auto #0
 __all__ = ['rates', 'norms_tried', 'variants', 'Ground', 'ground', 'evened', 'plain_options', 'blind', 'candidates', 'chosen',
            'race', 'shoot_out', 'step_costs', 'costs', 'apart', 'ranked', 'standings', 'plot_shootout', 'measure_costs',
-           'plot_against_cost']
+           'plot_against_cost', 'plot_ranks', 'rank_correlation']
 
 # %% ../../nbs/lab/64_shootout.ipynb #00000004
 class Ground(NamedTuple):
@@ -367,3 +367,47 @@ def plot_against_cost(
     ax.xaxis.set_minor_formatter('{x:g}')
     ax.set(xlabel='forward and backward pass of a batch, ms', ylabel='test accuracy, %')
     return fig
+
+# %% ../../nbs/lab/64_shootout.ipynb #19ed7e7e
+def plot_ranks(
+    records: dict,  # name of a ground -> record of `shoot_out`, two or more
+):  # matplotlib figure
+    "Who came where on each ground; blue: nowhere told apart from the best."
+    plt = plot_style()
+    tables = [ranked(record) for record in records.values()]
+    place = [{row['name']: k for k, row in enumerate(rows)} for rows in tables]
+    names = set.intersection(*map(set, place))
+    grey = {row['name'] for rows in tables for row in rows if row['apart']}
+    size = (2.2 + 1.9 * len(tables), 0.8 + 0.24 * max(map(len, tables)))
+    fig, ax = plt.subplots(figsize=size, layout='constrained')
+    for name in names:
+        colour = '.6' if name in grey else palette[0]
+        ax.plot([p[name] for p in place], 'o-', ms=4, lw=1.5, color=colour)
+    for at, rows, side in ((0, tables[0], 'right'), (len(tables) - 1, tables[-1], 'left')):
+        for k, row in enumerate(rows):
+            told = f"{row['name']}  {spread(_shares(row))}"
+            step = (-8 if side == 'right' else 8, 0)
+            how = dict(xytext=step, textcoords='offset points', ha=side, va='center', fontsize=9)
+            ax.annotate(told, (at, k), **how)
+    ax.set_xticks(range(len(tables)), list(records))
+    ax.set(xlim=(-1.1, len(tables) + 0.1), yticks=[])
+    ax.invert_yaxis()
+    ax.grid(False)
+    for side in ('left', 'bottom'):
+        ax.spines[side].set_visible(False)
+    return fig
+
+
+def _shares(row: dict) -> list:  # percent, one a seed
+    return percent(row['runs'])
+
+
+def rank_correlation(
+    records: dict,  # name of a ground -> record of `shoot_out`, two of them
+    but: tuple = (),  # names that are left out
+) -> tuple:  # Spearman's, of the mean accuracies, and its p-value
+    "Whether two grounds order the contestants alike: 1 if they do, 0 if at random."
+    means = [{r['name']: statistics.mean(_shares(r)) for r in ranked(k)} for k in records.values()]
+    names = sorted((means[0].keys() & means[1].keys()) - set(but))
+    found = need('scipy.stats').spearmanr(*([m[k] for k in names] for m in means))
+    return float(found.statistic), float(found.pvalue)
