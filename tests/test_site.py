@@ -1,0 +1,175 @@
+"""The site: built from stored outputs, every link and figure, and looked at in a browser."""
+
+import importlib.util
+import json
+import re
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+import pytest
+from browser import browser, chromium, served
+
+ROOT = Path(__file__).resolve().parents[1]
+for name in ('sphinx', 'myst_nb', 'sphinx_book_theme', 'sphinx-mathjax-offline', 'nbformat'):
+    pytest.importorskip(name)
+spec = importlib.util.spec_from_file_location('capsnb_site', ROOT / '.ci' / 'site.py')
+site = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(site)
+
+
+class Page(HTMLParser):
+    "What a page links to, which places it has, which pictures lack a text."
+
+    def __init__(self, path):
+        super().__init__()
+        self.links, self.places, self.mute, self.foreign = [], set(), [], []
+        self.feed(path.read_text(encoding='utf-8'))
+
+    def handle_starttag(self, tag, attributes):
+        found = dict(attributes)
+        if 'id' in found:
+            self.places.add(found['id'])
+        if tag == 'a' and found.get('href'):
+            self.links.append(found['href'])
+        if tag in ('img', 'script', 'link') and (found.get('src') or found.get('href')):
+            at = found.get('src') or found['href']
+            kind = found.get('rel', '')
+            if re.match(r'(\w+:)?//', at) and kind not in ('canonical',):
+                self.foreign.append(at)
+            elif not at.startswith('data:') and tag != 'link':
+                self.links.append(at)
+        if tag == 'img' and not (found.get('alt') or '').strip():
+            self.mute.append(found.get('src', '')[:80])
+
+
+def missing(html: Path) -> list:  # of what is wrong, in words
+    "Links to nothing, places that are not there, mute pictures, foreign files."
+    pages = {p.resolve(): Page(p) for p in html.rglob('*.html') if '_static' not in p.parts}
+    said = []
+    for path, page in pages.items():
+        at = path.relative_to(html.resolve())
+        said += [f'{at}: no text for {src}' for src in page.mute]
+        said += [f'{at}: asks for {src}' for src in page.foreign]
+        for link in page.links:
+            to = urlsplit(link)
+            if to.scheme or to.netloc:
+                continue
+            target = (path.parent / unquote(to.path)).resolve() if to.path else path
+            if not target.exists():
+                said.append(f'{at}: links to {link}, which is not there')
+            elif to.fragment and target in pages:
+                if unquote(to.fragment) not in pages[target].places:
+                    said.append(f'{at}: links to {link}, a place that is not there')
+    return said
+
+
+def test_a_page_keeps_what_a_reader_sees(tmp_path):
+    nbs = tmp_path / 'nbs'
+    (nbs / 'lab').mkdir(parents=True)
+    code = lambda source, **meta: dict(
+        cell_type='code', id=f'{hash(source):x}', source=source, outputs=[], metadata=meta
+    )
+    cells = [
+        dict(
+            cell_type='markdown', metadata={}, source=['# A | B\n', '[x](../00.ipynb) [y](r.json)']
+        ),
+        code('#| hide\nsecret = 1'),
+        code('#| default_exp lab.x'),
+        code('#| export\ndef f(): ...'),
+        code('#| echo: false\n#| fig-alt: "two bars"\nplot()'),
+        code('long()', jupyter=dict(source_hidden=True)),
+        code('#| output: false\nloud()'),
+    ]
+    path = nbs / 'lab' / '01.ipynb'
+    path.write_text(json.dumps(dict(cells=cells, metadata={}, nbformat=4, nbformat_minor=5)))
+    (nbs / '00.ipynb').write_text('{}')
+    found = site.page_of(path, nbs, 'https://home')['cells']
+    assert [c['source'].split('\n')[0] for c in found] == [
+        '# A | B',
+        'def f(): ...',
+        'plot()',
+        'long()',
+        'loud()',
+    ]
+    assert '(../00.ipynb)' in found[0]['source']
+    assert '(https://home/blob/main/nbs/lab/r.json)' in found[0]['source']
+    tags = [c['metadata'].get('tags') for c in found[1:]]
+    assert tags == [[], ['remove-input'], ['hide-input'], ['remove-output']]
+    assert found[2]['metadata']['mystnb'] == dict(image=dict(alt='two bars'))
+    assert site.title_of(path) == 'A | B'
+
+
+def test_an_object_is_told_from_its_comments():
+    from capsnb.core import pick_device
+    from capsnb.engine.dstep import Routing, Sizes
+
+    told = site._entry('Routing', Routing, 2)
+    assert '## Routing' in told and '| `n_out` |' in told and '| `n_iters` | `3` |' in told
+    assert '| `n` | samples' in site._entry('Sizes', Sizes, 2)
+    assert 'result' in site._entry('pick_device', pick_device, 2)
+    assert [name for name, _ in site._methods(Routing)][:1] == ['forward']
+
+
+@pytest.fixture(scope='module')
+def built(tmp_path_factory, worker_id):
+    "The site, built once, however many processes test it."
+    import filelock
+
+    out = tmp_path_factory.mktemp('site')
+    if worker_id != 'master':
+        out = tmp_path_factory.getbasetemp().parent / 'site'
+    with filelock.FileLock(f'{out}.lock'):
+        if not (out / 'warnings').exists():
+            start = time.monotonic()
+            warnings = site.build(ROOT, out)
+            print(f'{time.monotonic() - start:.0f} s')
+            (out / 'warnings').write_text(str(warnings))
+    assert (out / 'warnings').read_text() == '0', 'Sphinx warned'
+    return out / 'html'
+
+
+def test_links_places_and_pictures(built):
+    assert not (found := missing(built)), '\n'.join(found[:20])
+    pages = {p.relative_to(ROOT / 'nbs') for p in (ROOT / 'nbs').rglob('[0-9]*.ipynb')}
+    pages = {p for p in pages if '.ipynb_checkpoints' not in p.parts}
+    assert all((built / p).with_suffix('.html').exists() for p in pages) and len(pages) > 70
+    assert (built / 'gallery.html').read_text(encoding='utf-8').count('<img loading') > 100
+    home = (built / 'index.html').read_text(encoding='utf-8')
+    assert all(f'>{floor}</span>' in home for floor in site.floors.values())
+
+
+@pytest.mark.skipif(chromium() is None, reason='there is no Chromium')
+def test_in_a_browser(built, tmp_path):
+    pytest.importorskip('websocket')
+    looked = 'index', 'book/04_em_routing', 'reports/75_which_routing', 'gallery'
+    looked += 'api/capsnb.engine.dstep', 'lab/58_command_line', 'outlook/94_own_data'
+    with served(built) as home, browser(tmp_path) as tab:
+        for page in looked:
+            for width in (1280, 390):
+                tab.go(f'{home}/{page}.html', width)
+                if 'math notranslate' in (built / f'{page}.html').read_text(encoding='utf-8'):
+                    tab.wait('window.MathJax && MathJax.startup && MathJax.startup.promise && true')
+                    tab.run('MathJax.startup.promise.then(() => true)')
+                    assert tab.run('document.querySelectorAll("mjx-merror").length') == 0
+                    wanted = tab.run('document.querySelectorAll(".math.notranslate").length')
+                    shown = tab.run('document.querySelectorAll(".math mjx-container").length')
+                    assert shown >= wanted > 0
+                wide = tab.run('document.scrollingElement.scrollWidth')
+                assert wide <= width, f'{page} is {wide} pixels wide at {width}'
+                assert not tab.wrong(), f'{page}: {tab.wrong()[:2]}'
+                away = {u for u in tab.asked() if not u.startswith((home, 'data:', 'blob:'))}
+                assert not away, f'{page} asks for {away}'
+        tab.go(f'{home}/book/04_em_routing.html', 1280)
+        pictures = 'document.querySelector("[id^=film-] img").src'
+        before = tab.run(pictures)
+        tab.run('document.querySelector("[id^=film-] button").click()')
+        tab.wait(f'{pictures} !== {json.dumps(before)}')
+        theme = 'document.documentElement.dataset.theme'
+        for mode in ('dark', 'light'):
+            tab.run(
+                f'document.querySelector("button.theme-change-button[data-mode={mode}]").click()'
+            )
+            assert tab.run(theme) == mode
+        tab.go(f'{home}/search.html?q=routing', 1280)
+        tab.wait('document.querySelectorAll("#search-results li").length > 5')
