@@ -614,32 +614,45 @@ def evaluate(
 
 
 def explain(
-    text: Annotated[str, typer.Argument(help='A sentence.')],
-    run: Annotated[Path, option('Folder of a finished run on the treebank.')] = Path('runs/sst'),
+    texts: Annotated[
+        list[str] | None, typer.Argument(help='Sentences.', show_default=False)
+    ] = None,
+    run: Annotated[Path, option('Folder of a finished run on texts.')] = Path('runs/sst'),
+    file: Annotated[Path | None, unset('File of sentences, one a line.')] = None,
     encoder: Annotated[
         str | None, unset('Where the transformer lies now, or its name on the Hub.')
     ] = None,
-    html: Annotated[Path | None, unset('File for the coloured words.')] = None,
+    html: Annotated[Path | None, unset('File for a page of coloured words.')] = None,
     device: Device = None,
 ):
-    """Which words a sentiment owes its score to, positive against negative: each word's credit,
+    """Which words a verdict owes its score to, positive against negative: each word's credit,
     which adds up to the sentence's, and what is lost without the word."""
+    lines = file.read_text(encoding='utf-8').splitlines() if file else []
+    if not (texts := [*(texts or ()), *filter(str.strip, lines)]):
+        raise ValueError("expected a sentence, or --file with one a line")
     room('lab.train').quiet_transformers().utils.logging.disable_progress_bar()
     here = {} if encoder is None else dict(encoder=encoder)
     network, task, note = room('lab.tasks').load_run(run, device, **here)
     if not hasattr(task, 'reader'):
-        raise ValueError(f"'{run}' is no run on the treebank, but on {task.name}")
-    e = room('lab.text').explain(text, network, task.reader(), note['names'])
+        raise ValueError(f"'{run}' is no run on texts, but on {task.name}")
+    text = room('lab.text')
+    told = [text.explain(t, network, task.reader(), note['names']) for t in texts]
+    print('\n\n'.join(map(_in_columns, told)))
     if html:
         html.parent.mkdir(parents=True, exist_ok=True)
-        page = f'<!doctype html><meta charset="utf-8"><body>{e._repr_html_()}</body>'
-        html.write_text(page, encoding='utf-8')
+        html.write_text(text.explained_page(told), encoding='utf-8')
+        print(f"\nlook at {html}")
+
+
+def _in_columns(
+    e,  # capsnb.lab.text.Explanation
+) -> str:  # shares of the classes, and a line for each word
     shares = importlib.import_module('torch').tensor(e.a).softmax(0)
-    print('  '.join(f'{n} {q:.0%}' for n, q in zip(e.names, shares)) + '\n')
-    print('  credit   lost without')
+    lines = ['  '.join(f'{n} {q:.0%}' for n, q in zip(e.names, shares)), '']
+    lines += ['  credit   lost without']
     for (word, v), (_, lost) in zip(e.words, e.without):
-        print(f"{v:+8.3f} {lost:+8.3f}  {word}")
-    print(f"{e.leaning():+8.3f}           together")
+        lines.append(f"{v:+8.3f} {lost:+8.3f}  {word}")
+    return '\n'.join([*lines, f"{e.leaning():+8.3f}           together"])
 
 
 def capsules_of(

@@ -215,6 +215,15 @@ def test_texts(tmp_path):
     assert accuracy == json.loads((out / 'metrics.json').read_text())['test_accuracy']
     done = capsnb('explain', 'it broke, worth it', '--run', out, '--device', 'cpu')
     assert done.exit_code == 0 and 'bad' in done.output, done.output
+    said, page = tmp_path / 'said.txt', tmp_path / 'new' / 'page.html'
+    said.write_text('it lasts\n\nno <b> way\n')
+    how = ('--run', out, '--device', 'cpu', '--file', said, '--html', page)
+    done = capsnb('explain', 'it broke', *how)
+    assert done.exit_code == 0 and done.output.count('together') == 3, done.output
+    found = page.read_text()
+    assert found.count('<section>') == 3 and '<b>' not in found and '&lt;b&gt;' in found
+    done = capsnb('explain', '--run', out, '--device', 'cpu')
+    assert done.exit_code == 1 and 'expected a sentence' in done.output
     with pytest.raises(ValueError, match="expected texts in the column 'n', got 1"):
         numbered = datasets.Dataset.from_list([dict(r, n=1) for r in rows])
         OwnTexts(encoder=folder, source=numbered, text='n', label='mood').read()

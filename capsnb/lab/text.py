@@ -28,8 +28,8 @@ from capsnb.lab.vision import (
 
 # %% auto #0
 __all__ = ['into_rows', 'blend', 'by_length', 'as_parts', 'TextStem', 'SSTNet', 'measure_scale', 'Credit', 'credit', 'leaning',
-           'without_each', 'coloured', 'Explanation', 'explain', 'RoutingClassifier', 'encoder_note', 'check_note',
-           'noted_encoder', 'layer_profile']
+           'without_each', 'coloured', 'Explanation', 'explain', 'explained_page', 'RoutingClassifier', 'encoder_note',
+           'check_note', 'noted_encoder', 'layer_profile']
 
 # %% ../../nbs/lab/46_text.ipynb #0000000a
 def _mask_scores(
@@ -449,6 +449,64 @@ def explain(
     names = tuple(names or map(str, range(len(w))))
     both = (list(zip(words, v)) for v in (earned, lost))
     return Explanation(text, names, c.a[0].tolist(), *both, shares.sum(0).tolist())
+
+# %% ../../nbs/lab/46_text.ipynb #7daf16d6
+_page_style = '''
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 50rem; margin: 2rem auto; padding: 0 1rem; }
+section { border-top: 1px solid #8884; padding: .8rem 0; }
+.words { display: none; } .bar { display: flex; height: .5rem; margin: .4rem 0; }
+label { margin-right: 1rem; cursor: pointer; } small { opacity: .75; }
+:root { color-scheme: light dark; }
+'''
+_ways = {  # name of a radio button -> what colours the words
+    'lost without it': lambda e: e.without,
+    'credit': lambda e: e.words,
+    'credit beyond an equal share': lambda e: e.beyond(),
+}
+
+
+def explained_page(
+    explanations: list,  # of `Explanation`
+    title: str = 'Where the verdict comes from',  # of the page
+) -> str:  # HTML, a whole page
+    "Coloured texts on one page; colours are as strong as in the text where they are strongest."
+    ids = [f'w{k}' for k in range(len(_ways))]
+    show = ''.join(f'#{i}:checked ~ section .{i} {{ display: block; }}' for i in ids)
+    button = '<input type="radio" name="way" id="{0}"{1}><label for="{0}">{2}</label>'
+    chosen = [' checked', *[''] * (len(ids) - 1)]
+    buttons = ''.join(map(button.format, ids, chosen, _ways))
+    parts = []
+    limit = [
+        max((abs(v) for e in explanations for _, v in f(e)), default=1) for f in _ways.values()
+    ]
+    for e in explanations:
+        p = torch.tensor(e.a).softmax(0)
+        words = ''.join(
+            f'<div class="words {i}">{coloured(f(e), most)}</div>'
+            for i, f, most in zip(ids, _ways.values(), limit)
+        )
+        said = (
+            f'{html.escape(e.names[int(p.argmax())])} ({p.max():.0%}), leaning {e.leaning():+.2f}'
+        )
+        parts.append(
+            f'<section>{words}{_class_bar(p.tolist(), e.names)}<small>{said}</small></section>'
+        )
+    legend = '<p><small>red: negative, blue: positive; point at a word for its number</small></p>'
+    name = html.escape(title)
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    head += f'<title>{name}</title><style>{_page_style}{show}</style>'
+    body = f'<h1>{name}</h1>{legend}{buttons}{"".join(parts)}'
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{body}</body></html>'
+
+
+def _class_bar(p: list, names: tuple) -> str:  # HTML
+    "Shares of the classes, from the most negative to the most positive."
+    parts = []
+    for q, w, name in zip(p, leaning(len(p)).tolist(), names):
+        rgb = '178,24,43' if w < 0 else '33,102,172' if w > 0 else '128,128,128'
+        style = f'width:{q:.1%};background:rgba({rgb},{0.25 + 0.6 * abs(w):.2f})'
+        parts.append(f'<div title="{html.escape(name)} {q:.0%}" style="{style}"></div>')
+    return f'<div class="bar">{"".join(parts)}</div>'
 
 # %% ../../nbs/lab/46_text.ipynb #94390ba3
 def _class_names(
