@@ -43,6 +43,7 @@ class RoutedWords(nn.Module):
         d_part: int = 4,  # d: width of their poses
         d_word: int = 2,  # h: width of a word's pose
         n_iters: int = 3,  # iterations, where the routing has any
+        scale: float = 32.0,  # start of what scores of capsules are multiplied by
         settings: dict | None = None,  # of the routing alone
     ):
         super().__init__()
@@ -50,13 +51,15 @@ class RoutedWords(nn.Module):
         self.score, self.pose = nn.Linear(d_emb, n_parts), nn.Linear(d_emb, n_parts * d_part)
         own = dict(n_iters=n_iters, **(settings or {}))
         self.route = routing_layer(routing, 1, d_part, d_word, None, n_vocab, **own)
+        self.scale = nn.Parameter(torch.tensor(float(scale)))
+        self.bias = nn.Parameter(torch.zeros(n_vocab))
 
     def forward(
         self,
         x: Tensor,  # [..., m] tokens
     ) -> Tensor:  # [..., j] scores of the words
         parts = self.pose(x).unflatten(-1, (self.score.out_features, 1, -1))
-        return self.route(self.score(x), parts)[0]
+        return self.scale * self.route(self.score(x), parts)[0] + self.bias
 
 # %% ../../nbs/outlook/91_language.ipynb #00000006
 class LanguageModel(nn.Module, HubMixin, library_name='capsnb', tags=['routing', 'causal-lm']):
