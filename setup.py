@@ -9,7 +9,7 @@ here = Path(__file__).parent
 config = ConfigParser(delimiters=['='], interpolation=None)
 config.read(here / 'settings.ini', encoding='utf-8')
 cfg = config['DEFAULT']
-names = 'train', 'fast', 'gpu', 'attack', 'lora', 'docs', 'dev'
+names = 'train', 'fast', 'gpu', 'attack', 'lora', 'onnx', 'docs', 'dev'
 extras = {e: cfg[f'{e}_requirements'].split() for e in names}
 extras['dev'] = sum(extras.values(), [])
 

@@ -290,7 +290,7 @@ def test_extras_are_those_of_settings():
     done = subprocess.run([sys.executable, '-c', code], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     extras = json.loads(done.stdout)
-    assert set(extras) == {'train', 'fast', 'gpu', 'attack', 'lora', 'docs', 'dev'}
+    assert set(extras) == {'train', 'fast', 'gpu', 'attack', 'lora', 'onnx', 'docs', 'dev'}
     assert {r for name in extras for r in extras[name]} == set(extras['dev'])
     assert extras['gpu'] == ['triton>=3.2;platform_system=="Linux"']
     assert [r.split('>=')[0] for r in extras['fast']] == ['numba']

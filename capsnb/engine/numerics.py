@@ -289,8 +289,9 @@ class FastOp:
         self.function = _function(self)
 
     def __call__(self, *args):  # tensors, then settings
-        if torch.compiler.is_compiling():  # a graph holds the op itself
-            outs = self.forward(*args)
+        if torch.compiler.is_compiling():  # a graph holds the op itself, ONNX knows none of ours
+            run = self.definition if torch.onnx.is_in_onnx_export() else self.forward
+            outs = run(*args)
         else:
             outs = self.function.apply(args[self.n :], *args[: self.n])
         return tuple(outs[: self.n_out])
