@@ -413,3 +413,14 @@ def test_tests_compute_on_one_thread():
     command = [sys.executable, '-c', code, str(root / 'tests' / 'conftest.py')]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.stdout.strip() == '1', done.stdout + done.stderr
+
+
+def test_who_cites_cites_this_version():
+    "CITATION.cff says what settings.ini says"
+    yaml = pytest.importorskip('yaml')
+    said = yaml.safe_load((root / 'CITATION.cff').read_text(encoding='utf-8'))
+    assert said['version'] == settings['version'] and said['repository-code'] == settings['git_url']
+    assert said['keywords'] == settings['keywords'].split() and said['authors'][0]['name']
+    papers = {r['title'] for r in said['references']}
+    readme = (root / 'README.md').read_text(encoding='utf-8').lower()
+    assert len(papers) == 3 and all(title.lower() in readme for title in papers)
