@@ -179,3 +179,19 @@ def test_in_onnx(case, tmp_path):
     given = {i.name: t.numpy() for i, t in zip(session.get_inputs(), x)}
     found = torch.from_numpy(session.run(None, given)[0])
     torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4)
+
+
+def test_a_run_in_tensorboard(tmp_path):
+    pytest.importorskip('tensorboard')
+    pytest.importorskip('sklearn')
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from capsnb.lab.tasks import train
+
+    how = dict(epochs=2, device='cpu', progress=False, report_to='tensorboard')
+    m = train('digits', 'cnn', tmp_path / 'run', 0, **how)
+    (file,) = (tmp_path / 'run').rglob('events.out.tfevents.*')
+    events = EventAccumulator(str(file.parent)).Reload()
+    found = [e.value for e in events.Scalars('eval/accuracy')]
+    want = [h['valid_accuracy'] for h in m['history']]
+    assert found == pytest.approx(want) and len(found) == 2
+    assert {'train/loss', 'train/learning_rate'} <= set(events.Tags()['scalars'])
