@@ -155,6 +155,8 @@ def test_holes_in_a_table_are_absent_parts(tmp_path):
 def test_credit_of_columns_adds_up_to_the_scores():
     task = OwnTable(numbers(), 'kind')
     net, rows = task.make('table').eval().double(), task.open('test')['rows'].double()
+    for beta in (net.routing.beta_use, net.routing.beta_ign):  # which start at 0, or equal
+        torch.nn.init.normal_(beta)
     torch.testing.assert_close(net.credit(rows).sum(1), net(rows).a)
 
 
