@@ -223,7 +223,12 @@ def test_texts(tmp_path):
     done = capsnb('explain', 'it broke', *how)
     assert done.exit_code == 0 and done.output.count('together') == 3, done.output
     found = page.read_text()
-    assert found.count('<section>') == 3 and '<b>' not in found and '&lt;b&gt;' in found
+    assert (
+        found.count(' checked>') == 1
+        and found.count('<section>') == 3
+        and '<b>' not in found
+        and '&lt;b&gt;' in found
+    )
     done = capsnb('explain', '--run', out, '--device', 'cpu')
     assert done.exit_code == 1 and 'expected a sentence' in done.output
     with pytest.raises(ValueError, match="expected texts in the column 'n', got 1"):
