@@ -635,6 +635,11 @@ def explain(
     network, task, note = room('lab.tasks').load_run(run, device, **here)
     if not hasattr(task, 'reader'):
         raise ValueError(f"'{run}' is no run on texts, but on {task.name}")
+    if len(note['names']) > 2 and not task.ordered:
+        raise ValueError(
+            f"words are weighed positive against negative, but {', '.join(note['names'])} have no "
+            "such order; capsnb.lab.text.credit gives the credit of each class"
+        )
     text = room('lab.text')
     told = [text.explain(t, network, task.reader(), note['names']) for t in texts]
     print('\n\n'.join(map(_in_columns, told)))

@@ -236,6 +236,17 @@ def test_texts(tmp_path):
         OwnTexts(encoder=folder, source=numbered, text='n', label='mood').read()
 
 
+def test_classes_without_an_order_are_not_weighed(tmp_path):
+    rows = [dict(text=f'{w} number {k}', label=w) for k in range(12) for w in ('one', 'two', 'six')]
+    path = tmp_path / 'all.jsonl'
+    path.write_text('\n'.join(map(json.dumps, rows)))
+    folder = tiny_transformer(tmp_path / 'model', [r['text'] for r in rows])
+    task = OwnTexts(encoder=folder, source=str(path), cache=tmp_path / 'cache')
+    train(task, None, tmp_path / 'run', **few)
+    done = capsnb('explain', 'one number 3', '--run', tmp_path / 'run', '--device', 'cpu')
+    assert done.exit_code == 1 and 'one, six, two have no such order' in done.output, done.output
+
+
 def test_one_function_for_three_kinds():
     made = [own_task(numbers(), label='kind', **k) for k in (dict(image='a'), dict(text='a'), {})]
     assert [type(t) for t in made] == [OwnPictures, OwnTexts, OwnTable]

@@ -269,6 +269,7 @@ class Sentiment(Task):
     later = ('net',)
     batch_size = 40
     about = 'the treebank'
+    ordered = True  # whether classes go from the most negative to the most positive
     samples = None  # of `read`, once they are read
     on_the_fly = False  # whether the transformer runs in training
 

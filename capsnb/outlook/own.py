@@ -454,6 +454,7 @@ class OwnTexts(Sentiment):
     held: float = 0.15  # as for `in_parts`
 
     name, about = 'capsnb.outlook.own:texts', 'the texts'
+    ordered = False
     noted = dict(_noted, text=str, encoder=str, fingerprint=str)
 
     __post_init__ = OwnTask.__post_init__
