@@ -5,10 +5,10 @@ import functools
 import json
 import shutil
 import subprocess
-import threading
 import time
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
+import web
 
 names = 'chromium', 'chromium-browser', 'google-chrome', 'chrome'
 
@@ -22,16 +22,9 @@ class Quiet(SimpleHTTPRequestHandler):
         pass
 
 
-@contextlib.contextmanager
-def served(folder: Path):  # its address
+def served(folder: Path):  # a context: its address
     "A folder at http://127.0.0.1."
-    handler = functools.partial(Quiet, directory=str(folder))
-    server = ThreadingHTTPServer(('127.0.0.1', 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f'http://127.0.0.1:{server.server_port}'
-    finally:
-        server.shutdown()
+    return web.served(functools.partial(Quiet, directory=str(folder)))
 
 
 class Tab:

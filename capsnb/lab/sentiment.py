@@ -361,7 +361,7 @@ class Sentiment(Task):
         return note | (dict(on_the_fly=True) if self.on_the_fly else {})
 
     def data_note(self) -> dict:  # JSON-ready
-        "What task.json says of the texts, and"
+        "What task.json says of the texts."
         treebank = 'SST' if self.official else 'another'
         return dict(roots=self.roots, limit=self.limit, treebank=treebank)
 

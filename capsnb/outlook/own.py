@@ -455,6 +455,7 @@ class OwnTexts(Sentiment):
 
     name, about = 'capsnb.outlook.own:texts', 'the texts'
     ordered = False
+    own = 'text', 'label', 'test', 'held', 'limit'  # options that task.json notes
     noted = dict(_noted, text=str, encoder=str, fingerprint=str)
 
     __post_init__ = OwnTask.__post_init__
@@ -478,14 +479,14 @@ class OwnTexts(Sentiment):
         return super().note(net) | dict(task=self.name)
 
     def data_note(self):
-        same = {k: getattr(self, k) for k in ('text', 'label', 'test', 'held', 'limit')}
+        same = {k: getattr(self, k) for k in self.own}
         return _noted_source(self, same)
 
     def data_noted(self, note):
         return {}
 
     def from_note(self, note, **here):
-        same = {k: note[k] for k in ('text', 'label', 'test', 'held', 'limit')}
+        same = {k: note[k] for k in self.own}
         found = with_options(self, **{**_same_source(self, note), **same})
         return Sentiment.from_note(_with_names(found, note), note, **here)
 
