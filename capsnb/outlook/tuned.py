@@ -136,14 +136,21 @@ def tune(
     device: str | None = None,  # None: the best there is
     resume: bool = True,  # whether to go on from a checkpoint, or keep a finished run
 ) -> dict:  # metrics: valid_accuracy, test_accuracy, seconds, n_params, step_seconds, step_bytes
-    "Train a classifier one way; the test texts are read once, at the end."
-    out = Path(out)
+    "Train a classifier one way; `ValueError` for a folder with another run."
+    out, asked = Path(out), dict(epochs=epochs, batch_size=batch_size, head_lr=head_lr)
+    asked |= dict(way=way, seed=seed, decay=decay, rank=rank)
     if resume and (out / 'metrics.json').exists():
-        return read_json(out / 'metrics.json')
+        found = read_json(out / 'metrics.json')
+        if other := [f'{k}={found.get(k)!r}' for k, v in asked.items() if found.get(k) != v]:
+            raise ValueError(f"'{out}' holds another run, with {', '.join(other)}")
+        return found
     seed_everything(seed)
     classifier = prepared(way, make, rank)
     groups = rate_groups(classifier, ways[way], head_lr, decay)
-    rows = [dict(text=t['text'], label=t['label']) for t in data['train'].select(range(batch_size))]
+    rows = [
+        dict(text=t['text'], label=t['label'])
+        for t in data['train'].select(range(min(batch_size, len(data['train']))))
+    ]
     batch = {k: v.to(classifier.reader.device) for k, v in classifier.collate(rows).items()}
     cost = step_costs({way: classifier.train()}, batch, 2)[way]
     classifier.zero_grad()
@@ -162,8 +169,8 @@ def tune(
     took = time.perf_counter() - start
     kept = [h['eval_accuracy'] for h in trainer.state.log_history if 'eval_accuracy' in h]
     tested = trainer.predict(data['test']).metrics
-    found = run_record(way=way, seed=seed, epochs=epochs, batch_size=batch_size, head_lr=head_lr)
-    found |= dict(lr=ways[way], decay=decay, rank=rank, n_params=n_params(classifier))
+    found = run_record(**asked)
+    found |= dict(lr=ways[way], n_params=n_params(classifier))
     found |= dict(seconds=round(took, 2), valid_accuracy=max(kept))
     found |= dict(step_seconds=cost['seconds'], step_bytes=cost['bytes'])
     found |= dict(test_accuracy=tested['test_accuracy'], texts=len(data['train']))
