@@ -21,6 +21,7 @@ import sys
 import time
 from pathlib import Path
 from types import GeneratorType
+from typing import TypeVar
 import torch
 from torch import Tensor
 
@@ -29,9 +30,12 @@ __all__ = ['MOST_ITERS', 'palette', 'from_generator', 'check_n_iters', 'seed_eve
            'run_record', 'plot_style', 'film']
 
 # %% ../nbs/00_core.ipynb #cf324b7a
+_Tuple = TypeVar('_Tuple')
+
+
 def from_generator(
-    cls: type,  # a named tuple; changed in place
-) -> type:  # the same
+    cls: type[_Tuple],  # a named tuple; changed in place
+) -> type[_Tuple]:  # the same
     "Let a generator of all fields make the tuple, as it makes a plain one."
     new = cls.__new__
 

@@ -226,6 +226,14 @@ def test_public_names_are_there(name):
     assert getattr(capsnb, name) is not None
 
 
+def test_editors_are_told_the_same_names():
+    "the stub that type checkers read in place of the lazy imports"
+    lines = (root / 'capsnb' / '__init__.pyi').read_text(encoding='utf-8').splitlines()
+    told = {n for line in lines for n in re.findall(r'^from \.(\S+) import (\w+) as \2$', line)}
+    assert told == {(room, n) for room, names in capsnb._names.items() for n in names}
+    assert len(told) == len(lines) - 3
+
+
 def test_import_needs_only_torch_and_einops():
     "in an interpreter that refuses every optional package"
     code = """

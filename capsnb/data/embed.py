@@ -13,7 +13,7 @@ import re
 import shutil
 import time
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from pathlib import Path
 from typing import NamedTuple
 import torch
@@ -355,7 +355,7 @@ _idle = set(  # settings that decide nothing here
 
 def fingerprint(
     model,  # of transformers
-    missing: set = frozenset(),  # names of weights that were not loaded, and are random
+    missing: Set = frozenset(),  # names of weights that were not loaded, and are random
 ) -> str:  # 32 hexadecimal digits
     "A hash of the weights and of the settings that change hidden states."
     counts = lambda k, v: k not in _idle and not k.startswith('_') and v is not None
@@ -464,6 +464,8 @@ def _learn_habits(encoder: FrozenEncoder, layers):
 # %% ../../nbs/data/39_embed.ipynb #00000028
 class FrozenEncoder:
     "All hidden states of a transformer that is never trained: `mask, embs = encoder(texts)`."
+
+    cache: Callable[..., EmbeddingCache]  # see `_make_cache`
 
     def __init__(
         self,
@@ -643,7 +645,7 @@ def price_of(
     return Price(len(texts), n_tokens, len(picked), width, n, memory, _dtype(dtype), seconds)
 
 # %% ../../nbs/data/39_embed.ipynb #a3269813
-def _count_weights(config) -> tuple[int, int]:  # all; those that are only looked up
+def _count_weights(config) -> tuple[int, ...]:  # all; those that are only looked up
     with _read("cannot make a model of this config"), torch.device('meta'):
         model = need('transformers').AutoModel.from_config(config, trust_remote_code=False)
     if config.is_encoder_decoder:

@@ -371,7 +371,7 @@ def open_matrix(
 _any = "official=False, or --any-files, opens any in this format"
 
 # %% ../../nbs/data/35_norb.ipynb #0aca1c86
-def _unpacked(path: Path, md5: str | None, size: int | None) -> tuple[Path, str]:  # where; its MD5
+def _unpacked(path: Path, md5: str | None, size: int | None) -> tuple:  # where; its MD5
     cache, packed, stamp = cache_folder('smallnorb') / 'unpacked', _md5(path), _stamp(path)
     note = _note_of(path)  # also says which file it has become
     came = note.get('unpacked')

@@ -4,6 +4,7 @@
 
 # %% ../../nbs/data/33_world.ipynb #bd7f0738
 from __future__ import annotations
+import functools
 import hashlib
 import itertools
 import math
@@ -206,7 +207,8 @@ def intersect(
 # %% ../../nbs/data/33_world.ipynb #00000029
 def _normal(kind: str, p: Sequence[Tensor], d: Sequence[Tensor], enter: Tensor) -> list[Tensor]:
     quadric, slabs = _surfaces[kind]
-    zero, g = torch.zeros_like(enter), [None] * 3
+    zero = torch.zeros_like(enter)
+    g = [zero] * 3
     free = torch.ones_like(enter, dtype=torch.bool)  # no surface found yet
     for k in slabs:
         met = free & (_slab(p[k], d[k])[0] == enter)
@@ -454,7 +456,8 @@ def _visible(toy: Toy, views: Tensor, objects: Tensor, S: int):  # rays that mee
 
 # %% ../../nbs/data/33_world.ipynb #f99c857f
 def _average(light: Tensor, k: int) -> Tensor:  # k × k rays a pixel -> grey levels
-    return sum(light[:, i::k, j::k] for i in range(k) for j in range(k)) * (255 / k**2)
+    rays = (light[:, i::k, j::k] for i in range(k) for j in range(k))
+    return functools.reduce(torch.add, rays) * (255 / k**2)
 
 # %% ../../nbs/data/33_world.ipynb #c9dee8eb
 def _noise(grain: Tensor, starts: Tensor, size: int) -> Tensor:  # [2n, size, size]

@@ -183,7 +183,7 @@ def _check_layer(r):
 def _outputs_of(
     r,  # the layer
     n_out,  # as given to `forward`
-) -> int:  # number of outputs
+):  # number of outputs
     "The number of outputs, given either to the layer or to `forward`."
     if n_out is None and r.n_out is None:
         raise ValueError(

@@ -225,7 +225,7 @@ def em_sweep(
     weight: Tensor | None = None,  # [b, N] weights of the points; None: one
     origin: Tensor | float = 0.0,  # [b, 1, D] where the data are centred
     tile: int | None = None,  # numbers per tile, see `_tile_rows`
-) -> tuple[Tensor, Tensor]:  # statistics S [b, K, J]; log-likelihood summed over points [b], nats
+) -> tuple:  # statistics S [b, K, J]; log-likelihood summed over points [b], nats
     "E-step and the sums of the M-step in one pass over the data, in memory for a tile a thread."
     (b, N, _), (K, J) = x.shape, theta.shape[-2:]
     T = _tile_rows(x, max(K, J), tile)
@@ -712,7 +712,7 @@ class GaussianMixture:
         return best
 
     @torch.no_grad()
-    def _posterior(self, x, wants_R):
+    def _posterior(self, x, wants_R) -> tuple:
         "Log-likelihoods [..., N] and, if wanted, responsibilities [..., N, J]."
         lead = _check_match(x, None if self.params is None else self.mu)
         flat = x.detach().expand(lead + x.shape[-2:]).reshape(-1, *x.shape[-2:])

@@ -99,7 +99,8 @@ def _statistics_backward(
     grads: list[Tensor],
     wide: bool,
 ) -> list[Tensor]:  # gradient of x
-    return [_phi_back(grads[0], _about(x, x0, wide)), None]
+    back = _phi_back(grads[0], _about(x, x0, wide))
+    return [back, None]  # pyright: ignore[reportReturnType]: PyTorch's schema knows no None
 
 
 def _statistics_shapes(x, x0, wide):
@@ -394,7 +395,7 @@ def _moments_backward(
     sweep, is_narrow = _moments_sweep(f, x, x0, phi, theta, narrow, numbers)
     g_f, *g_parts, g_theta = _spread_all(sweep, outs[:1], grads[:1], outs[1], grads[1])
     g_x, g_phi = (g_parts[0], None) if is_narrow else (None, g_parts[0])
-    return [g_f, g_x, None, g_phi, g_theta, None]
+    return [g_f, g_x, None, g_phi, g_theta, None]  # pyright: ignore[reportReturnType]
 
 # %% ../../nbs/engine/16_moments.ipynb #op000003
 def _moments_shapes(f, x, x0, phi, theta, narrow, shares, numbers):

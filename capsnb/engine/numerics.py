@@ -206,7 +206,7 @@ def _vjp_of_vjp(
     inputs: Sequence[Tensor],  # where
     grads: Sequence[Tensor],  # gradients at what f returns
     grads2: Sequence[Tensor],  # gradients at the gradients of the inputs
-) -> Sequence[Tensor]:  # gradients of inputs and grads
+) -> Sequence[Tensor | None]:  # gradients of inputs and grads
     "Back through the backward pass of `f`, which is differentiable as often as `f` is."
     real = [k for k, t in enumerate(inputs) if t.is_floating_point()]  # integers have no gradient
 

@@ -5,6 +5,7 @@
 # %% ../../nbs/lab/66_attacks.ipynb #00000003
 from __future__ import annotations
 import copy
+import functools
 import math
 import re
 import statistics
@@ -56,7 +57,7 @@ class Attacked(nn.Module):
         pixels: Tensor,  # [b, channels, m, n] in [0, 1]
     ) -> Tensor:  # scores [b, classes]
         views = self.task.views(self.network, self.collator, dict(images=pixels))
-        return sum(self.network(**view).a for view in views)
+        return functools.reduce(torch.add, (self.network(**view).a for view in views))
 
 # %% ../../nbs/lab/66_attacks.ipynb #00000006
 class Target(NamedTuple):

@@ -97,7 +97,7 @@ def sizes_over_steps(
     net: nn.Module,  # changed in place
     batches: Iterable[dict],  # images and labels of each step
     lr: float = 5e-3,  # of RAdam
-) -> tuple[list, list]:  # `layer_sizes` before the first step and after the last
+) -> tuple[list | None, list]:  # `layer_sizes` before the first step and after the last
     "What training does to the sizes, measured on the first batch."
     opt, probe, start = torch.optim.RAdam(net.parameters(), lr=lr), None, None
     for batch in batches:

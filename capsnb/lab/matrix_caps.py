@@ -160,7 +160,7 @@ def _class_loss(
 def _caps_places(
     size: tuple[int, int],  # rows and columns of an image
     layers: list,  # (K, stride, padding) of all layers up to the classes
-) -> tuple[int, int]:  # rows and columns of capsules below the classes
+) -> tuple[int, ...]:  # rows and columns of capsules below the classes
     "How many places an image leaves; `ValueError` if none is left."
     out, least = tuple(size), 1
     for K, stride, padding in layers:
@@ -413,7 +413,7 @@ def centres_of(
     layers: list | None,  # (K, stride, padding) of all layers; None: places divide it evenly
     images: Tensor,  # [b, channels, m, n]
     x: Caps,  # the capsules below the classes
-) -> tuple[Tensor, Tensor]:  # scaled coordinates of rows and columns
+) -> tuple[Tensor, ...]:  # scaled coordinates of rows and columns
     "Where in the image the children of the classes look."
     if layers is None:
         return tuple(field_centres(k, [], k).to(images.device) for k in x.a.shape[1:3])

@@ -8,7 +8,7 @@ import html
 import json
 import warnings
 from pathlib import Path
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 import torch
 from torch import nn, Tensor
 from ..core import need, palette, plot_style
@@ -194,6 +194,8 @@ _tags = ['capsules', 'routing', 'text-classification']
 
 class SSTNet(TextStem, HubMixin, library_name='capsnb', tags=_tags):
     "Routes hidden states of a transformer to classes (Heinsen 2019, fig. 5)."
+
+    from_published: Callable[..., SSTNet]  # see below
 
     def __init__(
         self,

@@ -1371,7 +1371,8 @@ def fit_decks(
     claim(folder, resume, overwrite)
     if resume and (folder / 'metrics.json').exists():
         same_run(folder, settings)
-        return finished_run(folder, net)
+        if found := finished_run(folder, net):
+            return found
     with contextlib.ExitStack() as to_do:
         first = args.process_index == 0
         if first:

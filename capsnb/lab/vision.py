@@ -10,7 +10,7 @@ import re
 import statistics
 import time
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import nn, Tensor
@@ -20,9 +20,9 @@ from ..engine.dstep import Routing
 from ..engine.numerics import may_look
 
 # %% auto #0
-__all__ = ['normed_conv', 'ConvTrunk', 'CapsuleHeads', 'Scores', 'answer', 'n_params', 'trace_credit', 'DStepNet', 'earned',
-           'norb_trunk', 'SmallNORBNet', 'draw_net', 'published_name', 'read_published', 'load_published', 'PlainCNN',
-           'rival_of', 'BaselineCNN', 'timed_step', 'step_shares']
+__all__ = ['normed_conv', 'ConvTrunk', 'CapsuleHeads', 'Scores', 'answer', 'n_params', 'HubMixin', 'trace_credit', 'DStepNet',
+           'earned', 'norb_trunk', 'SmallNORBNet', 'draw_net', 'published_name', 'read_published', 'load_published',
+           'PlainCNN', 'rival_of', 'BaselineCNN', 'timed_step', 'step_shares']
 
 # %% ../../nbs/lab/43_vision.ipynb #00000005
 def _stack_coordinates(
@@ -141,7 +141,7 @@ class Scores(NamedTuple):
 def answer(
     out,  # a named tuple whose `a` holds the scores [b, j]
     labels: Tensor | None = None,  # class indices [b], or soft targets [b, j]
-):  # `out` itself, or with labels {'loss': cross-entropy, 'logits': scores}
+) -> Any:  # `out` itself, or with labels {'loss': cross-entropy, 'logits': scores}
     "`out` for a reader, loss and logits for a trainer; `ValueError` for labels that do not fit."
     if labels is None:
         return out
@@ -206,32 +206,34 @@ def _no_config(self, name):
 # %% ../../nbs/lab/43_vision.ipynb #5ef876b0
 try:
     from huggingface_hub import PyTorchModelHubMixin
-
-    class HubMixin(_TrainerAdvice, PyTorchModelHubMixin):
-        "huggingface_hub's mixin, but strict: missing or extra weights are an error."
-
-        @classmethod
-        def _from_pretrained(cls, *, strict: bool = True, **kw):
-            return super()._from_pretrained(strict=strict, **kw)
 except ModuleNotFoundError as missing:
     if missing.name != 'huggingface_hub':
         raise
+    if not TYPE_CHECKING:  # what reads types takes the class for the real one
 
-    class HubMixin(_TrainerAdvice):
-        "Where huggingface_hub is not installed: each method says how to get it."
+        class PyTorchModelHubMixin:
+            "Where huggingface_hub is not installed: each method says how to get it."
 
-        def __init_subclass__(cls, **_):
-            super().__init_subclass__()
+            def __init_subclass__(cls, **_):
+                super().__init_subclass__()
 
-        @classmethod
-        def from_pretrained(cls, *_, **__):
-            need('huggingface_hub')
+            @classmethod
+            def from_pretrained(cls, *_, **__):
+                need('huggingface_hub')
 
-        def save_pretrained(self, *_, **__):
-            need('huggingface_hub')
+            def save_pretrained(self, *_, **__):
+                need('huggingface_hub')
 
-        def push_to_hub(self, *_, **__):
-            need('huggingface_hub')
+            def push_to_hub(self, *_, **__):
+                need('huggingface_hub')
+
+
+class HubMixin(_TrainerAdvice, PyTorchModelHubMixin):
+    "huggingface_hub's mixin, but strict: missing or extra weights are an error."
+
+    @classmethod
+    def _from_pretrained(cls, *, strict: bool = True, **kw):
+        return super()._from_pretrained(strict=strict, **kw)
 
 # %% ../../nbs/lab/43_vision.ipynb #00000016
 def trace_credit(
@@ -245,6 +247,8 @@ def trace_credit(
 # %% ../../nbs/lab/43_vision.ipynb #00000019
 class DStepNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'routing']):
     "Convolutions and two routing layers (Heinsen 2019, fig. 3)."
+
+    credit: Callable[..., Tensor]  # see `_credit_maps`
 
     def __init__(
         self,
@@ -450,11 +454,14 @@ def _check_state(state, path):
 _counter = '.num_batches_tracked'  # of batch norm, the only whole numbers among weights
 
 # %% ../../nbs/lab/43_vision.ipynb #00000026
+_Net = TypeVar('_Net', bound=nn.Module)
+
+
 def load_published(
-    net: nn.Module,  # gets the weights
+    net: _Net,  # gets the weights
     state: dict,  # name -> tensor, from `read_published`
     name_of: Callable,  # our name -> the author's
-) -> nn.Module:  # the network
+) -> _Net:  # the network
     "Load a published state dict; `ValueError` lists what does not fit, and nothing is loaded."
     ours = {name_of(k): v for k, v in net.state_dict().items()}
     given = {k: v for k, v in state.items() if not re.fullmatch(r'routings\.\d+\.CONST_one', k)}
@@ -523,9 +530,9 @@ class PlainCNN(nn.Module, HubMixin, library_name='capsnb', tags=['cnn']):
 # %% ../../nbs/lab/43_vision.ipynb #89565c53
 def rival_of(
     n: int,  # the number of parameters to come near to
-    kind: type = PlainCNN,  # a network whose size n_hidden says
+    kind: Callable[..., _Net] = PlainCNN,  # a network whose size n_hidden says
     **kw,  # its other options
-) -> nn.Module:  # whose number of parameters is nearest to n
+) -> _Net:  # whose number of parameters is nearest to n
     "A plain network as large as another one; each hidden channel costs the same."
     one, two = (n_params(kind(n_hidden=h, **kw)) for h in (1, 2))
     return kind(n_hidden=max(1, round((n - one) / (two - one)) + 1), **kw)

@@ -193,10 +193,10 @@ def end_to_end(
     "The scaled product of the credits of routings in sequence (Heinsen 2022, appendix A)."
     if not phis:
         raise ValueError("there is no credit without a routing")
-    total = None
-    for phi in phis:
-        total = phi if total is None else total @ phi
-        total = total / (total.std((-2, -1), keepdim=True) + eps)
+    scaled = lambda phi: phi / (phi.std((-2, -1), keepdim=True) + eps)
+    total = scaled(phis[0])
+    for phi in phis[1:]:
+        total = scaled(total @ phi)
     return total
 
 # %% ../../nbs/zoo/28_vectors.ipynb #00000018
