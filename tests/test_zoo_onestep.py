@@ -32,13 +32,14 @@ def slowly(V, b):
 def test_one_step_is_the_papers():
     torch.manual_seed(0)
     V, b = torch.randn(2, 6, 4, 5, **f64) / 2, torch.randn(6, 4, **f64)
-    s, R = agree_once(V, b)
+    s, R = agree_once(V[..., None, :], b)
+    s = s.squeeze(-2)
     for k in range(2):
         c, sums, v = map(torch.tensor, slowly(V[k].numpy(), b.numpy()))
         assert_close(R[k], c)
         assert_close(s[k], sums)
         assert_close(squash_exp(s[k]), v)
-    small = (V[:, :3, :2, :2] / 2).requires_grad_(), b[:3, :2].clone().requires_grad_()
+    small = (V[:, :3, :2, None, :2] / 2).requires_grad_(), b[:3, :2].clone().requires_grad_()
     torch.autograd.gradcheck(agree_once, small)
 
 
@@ -65,8 +66,8 @@ def test_the_layer_hears_only_who_is_there(n_inp):
     a[:, 4:] = -torch.inf
     out = layer(a, mu, return_R=True)
     V = layer.cast(mu)[:, :4] * a[:, :4].sigmoid()[..., None, None, None]
-    s, R = agree_once(V.flatten(-2), layer.prior[:4])
-    assert_close(out.mu.flatten(-2), squash_exp(s))
+    s, R = agree_once(V, layer.prior[:4])
+    assert_close(out.mu.flatten(-2), squash_exp(s.flatten(-2)))
     assert_close(out.a.sigmoid(), out.mu.flatten(-2).norm(dim=-1))
     assert_close(out.R[:, :4], R)
     assert out.sig2 is None and layer.prior.shape == (n_inp or 1, 5)

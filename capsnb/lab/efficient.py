@@ -97,7 +97,7 @@ class EfficientCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsul
     ) -> CapsOut:  # of the classes
         u = self.primary(self.features(images)).flatten(1).unflatten(1, (-1, self.d_inp))
         V = torch.einsum('ijdh,bid->bijh', self.W, squash_exp(u))
-        v = squash_exp(agree_once(V, self.prior)[0])
+        v = squash_exp(agree_once(V[..., None, :], self.prior)[0].squeeze(-2))
         return CapsOut((v.square().sum(-1) + 1e-7).sqrt(), v)
 
     def forward(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..core import check_n_iters
 from ..engine.dstep import check_capsules
 from ..routing.dstep import Routed, RoutedR
-from .routers import Router, routings
+from .routers import Router, SharedVotes, likeness, routings, total
 
 # %% auto #0
 __all__ = ['inverted_attention', 'InvertedAttention', 'Concurrent']
@@ -18,18 +18,19 @@ __all__ = ['inverted_attention', 'InvertedAttention', 'Concurrent']
 # %% ../../nbs/zoo/31_attention.ipynb #00000005
 def inverted_attention(
     p: Tensor,  # [..., j, c, h] poses of the wholes
-    V: Tensor,  # [..., i, j, c, h] votes
+    V: Tensor | SharedVotes,  # [..., i, j, c, h] votes
     f: Tensor | None = None,  # [..., i] activations of the parts, in [0, 1]; None: all 1
 ) -> tuple[Tensor, Tensor]:  # sums [..., j, c, h] before the norm, shares R [..., i, j]
     "Parts choose among wholes by dot products (Tsai 2020, procedure 1)."
     d = V.shape[-2] * V.shape[-1]
-    R = torch.softmax(torch.einsum('...jch,...ijch->...ij', p, V) / d**0.5, -1)
-    D = R if f is None else f[..., None] * R
-    return torch.einsum('...ij,...ijch->...jch', D, V), R
+    R = torch.softmax(likeness(p, V) / d**0.5, -1)
+    return total(R if f is None else f[..., None] * R, V), R
 
 # %% ../../nbs/zoo/31_attention.ipynb #00000009
 class InvertedAttention(Router):
     "Routing by inverted attention between scored capsules (Tsai 2020)."
+
+    linear = True
 
     def own(
         self,
@@ -43,13 +44,14 @@ class InvertedAttention(Router):
         self,
         p: Tensor | None,  # [..., j, c, h] poses of the wholes; None: zeros
         a: Tensor,  # [..., i] scores of the parts
-        V: Tensor,  # [..., i, j, c, h] votes
+        V: Tensor | SharedVotes,  # [..., i, j, c, h] votes
     ) -> RoutedR:  # a [..., j], mu [..., j, c, h], no sig2, R [..., i, j]
         "One iteration."
-        p = torch.zeros_like(V[..., 0, :, :, :]) if p is None else p
-        total, R = inverted_attention(p, V, a.sigmoid())
-        p = self.norm(total.flatten(-2))
-        return RoutedR(self.readout(p)[..., 0], p.view_as(total), None, R)
+        if p is None:
+            p = torch.zeros((*V.shape[:-4], *V.shape[-3:]), dtype=V.dtype, device=V.device)
+        s, R = inverted_attention(p, V, a.sigmoid())
+        p = self.norm(s.flatten(-2))
+        return RoutedR(self.readout(p)[..., 0], p.view_as(s), None, R)
 
     def route(self, a, V):
         out = self.step(None, a, V)
@@ -92,12 +94,12 @@ class Concurrent(nn.Module):
         outs, inp = [], (a_inp, mu_inp)
         for layer in self.layers:
             check_capsules(layer, *inp)
-            outs.append(layer.step(None, inp[0], layer.cast(inp[1])))
+            outs.append(layer.step(None, inp[0], layer.votes_of(inp[1])))
             inp = self.below(outs[-1])
-        V = self.layers[0].cast(mu_inp)  # the parts stay as they are
+        V = self.layers[0].votes_of(mu_inp)  # the parts stay as they are
         for _ in range(self.n_iters - 1):
             inps = [(a_inp, mu_inp), *map(self.below, outs[:-1])]
-            cast = [V, *(o.cast(mu) for o, (_, mu) in zip(self.layers[1:], inps[1:]))]
+            cast = [V, *(o.votes_of(mu) for o, (_, mu) in zip(self.layers[1:], inps[1:]))]
             steps = zip(self.layers, outs, inps, cast)
             outs = [layer.step(out.mu, a, votes) for layer, out, (a, _), votes in steps]
         return outs[-1] if return_R else Routed(*outs[-1][:3])

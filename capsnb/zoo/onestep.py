@@ -4,13 +4,14 @@
 
 # %% ../../nbs/zoo/30_onestep.ipynb #00000002
 from __future__ import annotations
+import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from ..engine.dstep import check_capsules
 from ..routing.dstep import Routed, RoutedR
 from ..routing.dynamic import squash
-from .routers import Router, routings, score_of_length
+from .routers import Router, SharedVotes, likeness, routings, score_of_length, total
 
 # %% auto #0
 __all__ = ['squash_exp', 'score_of_sum', 'agree_once', 'OneStepRouting', 'route_alone', 'SelfRouting', 'UniformRouting',
@@ -35,18 +36,22 @@ def score_of_sum(
 
 # %% ../../nbs/zoo/30_onestep.ipynb #00000009
 def agree_once(
-    V: Tensor,  # [..., i, j, h] votes
+    V: Tensor | SharedVotes,  # [..., i, j, c, h] votes
     prior: Tensor | None = None,  # [i or 1, j] shares that need no agreement; None: 0
-) -> tuple:  # s [..., j, h], the sums that are to be squashed, and shares [..., i, j]
+    f: Tensor | float = 1.0,  # [..., i, 1] what votes shrink by
+) -> tuple:  # s [..., j, c, h], the sums that are to be squashed, and shares [..., i, j]
     "One step of agreement (Mazzia 2021)."
-    fit = (V * V.sum(-3, keepdim=True)).sum(-1) / V.shape[-1] ** 0.5
+    ones = torch.ones(V.shape[:-2], dtype=V.dtype, device=V.device)
+    fit = f * likeness(total(f * ones, V), V) / math.prod(V.shape[-2:]) ** 0.5
     R = fit.softmax(-1)
     R = R if prior is None else R + prior
-    return (R[..., None] * V).sum(-3), R
+    return total(f * R, V), R
 
 # %% ../../nbs/zoo/30_onestep.ipynb #0000000a
 class OneStepRouting(Router):
     "One step of agreement between scored capsules; votes shrink with their part's activation."
+
+    linear = True
 
     def own(
         self,
@@ -56,10 +61,9 @@ class OneStepRouting(Router):
         self.register_parameter('prior', b)
 
     def route(self, a, V):
-        seen = (V * a.sigmoid()[..., None, None, None]).flatten(-2)
-        s, R = agree_once(seen, self.prior)
-        v = squash_exp(s).unflatten(-1, V.shape[-2:])
-        return RoutedR(score_of_sum(s), v, None, R)
+        s, R = agree_once(V, self.prior, a.sigmoid()[..., None])
+        v = squash_exp(s.flatten(-2)).unflatten(-1, V.shape[-2:])
+        return RoutedR(score_of_sum(s.flatten(-2)), v, None, R)
 
 
 routings['agreement'] = OneStepRouting
@@ -67,19 +71,21 @@ routings['agreement'] = OneStepRouting
 # %% ../../nbs/zoo/30_onestep.ipynb #00000010
 def route_alone(
     a: Tensor,  # [..., i] scores of the parts
-    V: Tensor,  # [..., i, j, c, h] votes
+    V: Tensor | SharedVotes,  # [..., i, j, c, h] votes
     fit: Tensor,  # [..., i, j] logits of the shares
 ) -> RoutedR:  # without variances
     "Share out activations and votes as the parts say (Hahn 2019)."
     R, tiny = fit.softmax(-1), torch.finfo(V.dtype).tiny ** 0.5
     got, left = ((a.sigmoid()[..., None] * share).sum(-2) for share in (R, 1 - R))
     weight = a.sigmoid()[..., None] * R / got.clamp_min(tiny)[..., None, :]
-    mu = (weight[..., None, None] * V).sum(-4)
+    mu = total(weight, V)
     return RoutedR(got.clamp_min(tiny).log() - left.clamp_min(tiny).log(), mu, None, R)
 
 # %% ../../nbs/zoo/30_onestep.ipynb #00000011
 class SelfRouting(Router):
     "Every part shares itself out by a linear map of its own pose (Hahn 2019)."
+
+    linear = True
 
     def own(self):
         n = self.n_inp or 1
@@ -88,8 +94,10 @@ class SelfRouting(Router):
 
     def forward(self, a_inp, mu_inp, return_R=False):
         check_capsules(self, a_inp, mu_inp)
-        fit = (mu_inp[..., None, :, :] * self.W_route).sum((-2, -1)) + self.b_route
-        out = route_alone(a_inp, self.cast(mu_inp), fit)
+        shared = self.n_inp is None
+        pairs, W = ('jcd', self.W_route[0]) if shared else ('ijcd', self.W_route)
+        fit = torch.einsum(f'...icd,{pairs}->...ij', mu_inp, W) + self.b_route
+        out = route_alone(a_inp, self.votes_of(mu_inp), fit)
         return out if return_R else Routed(*out[:3])
 
 
@@ -99,16 +107,17 @@ routings['self'] = SelfRouting
 class UniformRouting(Router):
     "Dynamic routing's first iteration: equal shares."
 
+    linear = True
+
     def shares(
         self,
-        V: Tensor,  # [..., i, j, c, h] votes
+        V: Tensor | SharedVotes,  # [..., i, j, c, h] votes
     ) -> Tensor:  # [i, j], fixed
-        return V.new_full(V.shape[-4:-2], 1 / V.shape[-3])
+        return torch.full(V.shape[-4:-2], 1 / V.shape[-3], dtype=V.dtype, device=V.device)
 
     def route(self, a, V):
         R = self.shares(V)
-        weight = a.sigmoid()[..., None] * R
-        v = squash((weight[..., None, None] * V).sum(-4).flatten(-2))
+        v = squash(total(a.sigmoid()[..., None] * R, V).flatten(-2))
         R = R.expand(*V.shape[:-2])
         return RoutedR(score_of_length(v), v.unflatten(-1, V.shape[-2:]), None, R)
 
@@ -157,6 +166,8 @@ routings['random'] = RandomRouting
 class MeanPooling(Router):
     "The mean vote of the parts that are there, and a linear map of it as score."
 
+    linear = True
+
     def own(self):
         shape = self.n_out, self.d_cov, self.d_out
         self.read = nn.Parameter(torch.randn(shape) / (self.d_cov * self.d_out) ** 0.5)
@@ -164,14 +175,14 @@ class MeanPooling(Router):
 
     def fit(
         self,
-        V: Tensor,  # [..., i, j, c, h] votes
+        V: Tensor | SharedVotes,  # [..., i, j, c, h] votes
     ) -> Tensor:  # [..., i, j] how much each whole wants of each part, a logit
-        return V.new_zeros(V.shape[:-2])
+        return torch.zeros(V.shape[:-2], dtype=V.dtype, device=V.device)
 
     def route(self, a, V):
         there = F.logsigmoid(a).clamp_min(torch.finfo(a.dtype).min / 2)
         R = (self.fit(V) + there[..., None]).softmax(-2)
-        mu = (R[..., None, None] * V).sum(-4)
+        mu = total(R, V)
         return RoutedR((mu * self.read).sum((-2, -1)) + self.offset, mu, None, R)
 
 
@@ -186,7 +197,7 @@ class AttentionPooling(MeanPooling):
         self.query = nn.Parameter(torch.zeros(self.n_out, self.d_cov, self.d_out))
 
     def fit(self, V):
-        return (V * self.query).sum((-2, -1)) / (self.d_cov * self.d_out) ** 0.5
+        return likeness(self.query, V) / (self.d_cov * self.d_out) ** 0.5
 
 
 routings['attention'] = AttentionPooling

@@ -5,7 +5,7 @@
 # %% ../../nbs/zoo/26_routers.ipynb #00000002
 from __future__ import annotations
 import importlib
-from typing import Callable
+from typing import Callable, NamedTuple
 import torch
 from torch import Tensor, nn
 from ..core import check_n_iters, plot_style
@@ -14,16 +14,61 @@ from ..engine.dynamic import dynamic_routing
 from ..engine.em import em_routing
 from ..engine.layers import at_least_1
 from ..routing.dstep import Routed, RoutedR, votes
+from ..routing.dynamic import squash
 from ..routing.em import activation_logit, as_floor, as_schedule
 from ..routing.scene import bare, cast_votes, draw_votes, make_scene
 
 # %% auto #0
-__all__ = ['routings', 'norms', 'Router', 'all_routings', 'routing_layer', 'score_of_length', 'DynamicRouting', 'log_volume',
-           'EMRouting', 'CapsNorm', 'draw_routes']
+__all__ = ['routings', 'norms', 'SharedVotes', 'total', 'likeness', 'Router', 'all_routings', 'routing_layer', 'score_of_length',
+           'DynamicRouting', 'log_volume', 'EMRouting', 'CapsNorm', 'draw_routes']
+
+# %% ../../nbs/zoo/26_routers.ipynb #11ea5002
+class SharedVotes(NamedTuple):
+    "Votes by maps that all parts share, for `total` and `likeness`; they are never made."
+
+    x: Tensor  # [..., i, c, d] poses of the parts
+    W: Tensor  # [j, d, h] maps
+    B: Tensor  # [j, c, h] biases
+
+    @property
+    def shape(self) -> tuple:  # that the votes would have
+        return *self.x.shape[:-2], *self.B.shape[:-1], self.W.shape[-1]
+
+    @property
+    def dtype(self) -> torch.dtype:  # of the votes
+        return self.x.dtype
+
+    @property
+    def device(self) -> torch.device:  # where they would be
+        return self.x.device
+
+# %% ../../nbs/zoo/26_routers.ipynb #11ea5003
+def total(
+    D: Tensor,  # [..., i, j] weights
+    V: Tensor | SharedVotes,  # [..., i, j, c, h] votes
+) -> Tensor:  # [..., j, c, h]
+    "The weighted sum of the votes for every whole."
+    if isinstance(V, Tensor):
+        return torch.einsum('...ij,...ijch->...jch', D, V)
+    inside = (D.mT @ V.x.flatten(-2)).unflatten(-1, V.x.shape[-2:])
+    return torch.einsum('...jcd,jdh->...jch', inside, V.W) + D.sum(-2)[..., None, None] * V.B
+
+
+def likeness(
+    q: Tensor,  # [..., j, c, h] a pose for every whole
+    V: Tensor | SharedVotes,  # [..., i, j, c, h] votes
+) -> Tensor:  # [..., i, j]
+    "The product of each vote with its whole's pose."
+    if isinstance(V, Tensor):
+        return torch.einsum('...jch,...ijch->...ij', q, V)
+    back = torch.einsum('...jch,jdh->...jcd', q, V.W)
+    return V.x.flatten(-2) @ back.flatten(-2).mT + (q * V.B).sum((-2, -1))[..., None, :]
 
 # %% ../../nbs/zoo/26_routers.ipynb #00000004
 class Router(nn.Module):
     "Maps, votes and checks; subclasses say `route`, and `own` if they have parameters."
+
+    linear = False  # whether `route` looks at votes through `total` and `likeness` alone
 
     def __init__(
         self,
@@ -76,7 +121,7 @@ class Router(nn.Module):
     def route(
         self,
         a: Tensor,  # [..., i] scores of the inputs; -inf: absent
-        V: Tensor,  # [..., i, j, c, h] votes
+        V: Tensor | SharedVotes,  # [..., i, j, c, h] votes; shared ones if `linear`
     ) -> RoutedR:  # a [..., j], mu [..., j, c, h], sig2 like mu or None, R [..., i, j]
         "What tells one routing from another."
         raise NotImplementedError(f"{type(self).__name__} has no method route(a, V)")
@@ -85,8 +130,20 @@ class Router(nn.Module):
         self,
         mu_inp: Tensor,  # [..., i, c, d] input capsules
     ) -> Tensor:  # [..., i, j, c, h] votes
-        B = self.B if self.bias else self.W.new_zeros(1, self.n_out, self.d_cov, self.d_out)
-        return votes(mu_inp, self.W, B)
+        return votes(mu_inp, self.W, self.offsets())
+
+    def offsets(self):  # [i or 1, j, c, h] B, or zeros without a bias
+        shape = 1, self.n_out, self.d_cov, self.d_out
+        return self.B if self.bias else self.W.new_zeros(shape)
+
+    def votes_of(
+        self,
+        mu_inp: Tensor,  # [..., i, c, d] input capsules
+    ) -> Tensor | SharedVotes:  # [..., i, j, c, h]
+        "What `route` gets: votes are not made where the routing can do without."
+        if self.linear and self.n_inp is None:
+            return SharedVotes(mu_inp, self.W[0], self.offsets()[0])
+        return self.cast(mu_inp)
 
     def forward(
         self,
@@ -96,7 +153,7 @@ class Router(nn.Module):
     ) -> Routed | RoutedR:  # a [..., j], mu and sig2 [..., j, c, h] (and R [..., i, j])
         "Route input capsules to output capsules; `ValueError` if they do not fit."
         check_capsules(self, a_inp, mu_inp)
-        out = self.route(a_inp, self.cast(mu_inp))
+        out = self.route(a_inp, self.votes_of(mu_inp))
         return out if return_R else Routed(*out[:3])
 
     def extra_repr(self):
@@ -139,10 +196,36 @@ def score_of_length(
 class DynamicRouting(Router):
     "Routing by agreement between scored capsules (Sabour 2017, procedure 1)."
 
+    linear = True
+
     def route(self, a, V):
+        v, R = self.from_shared(a, V) if isinstance(V, SharedVotes) else self.from_votes(a, V)
+        return RoutedR(score_of_length(v), v.unflatten(-1, V.shape[-2:]), None, R)
+
+    def from_votes(
+        self,
+        a: Tensor,  # [..., i] scores
+        V: Tensor,  # [..., i, j, c, h] votes
+    ) -> tuple:  # v [..., j, ch], R [..., i, j]
+        "By the engine's loop."
         seen = V * a.sigmoid()[..., None, None, None]
         out = dynamic_routing(seen.flatten(-2), self.n_iters, return_R=True)
-        return RoutedR(score_of_length(out.v), out.v.unflatten(-1, V.shape[-2:]), None, out.R)
+        return out.v, out.R
+
+    def from_shared(
+        self,
+        a: Tensor,  # [..., i] scores
+        V: SharedVotes,  # [..., i, j, c, h]
+    ) -> tuple:  # as `from_votes`
+        "The same without votes."
+        f = a.sigmoid()[..., None]
+        b = torch.zeros(V.shape[:-2], dtype=V.dtype, device=V.device)
+        for left in reversed(range(self.n_iters)):
+            R = b.softmax(-1)
+            v = squash(total(f * R, V).flatten(-2))
+            if left:
+                b = b + f * likeness(v.unflatten(-1, V.shape[-2:]), V)
+        return v, R
 
 
 routings['dynamic'] = DynamicRouting
