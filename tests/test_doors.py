@@ -5,7 +5,6 @@ import io
 import pickle
 import pytest
 import torch
-from torch import nn
 
 pytest.importorskip('transformers')
 from capsnb.core import seed_everything
@@ -14,7 +13,7 @@ from capsnb.lab.efficient import EfficientCapsNet
 from capsnb.lab.matrix_caps import MatrixCapsNet
 from capsnb.lab.routing_net import PlainText, RoutingNet, RoutingText
 from capsnb.lab.text import SSTNet
-from capsnb.lab.vision import BaselineCNN, DStepNet, PlainCNN
+from capsnb.lab.vision import BaselineCNN, DStepNet, OnlyScores, PlainCNN
 from capsnb.outlook.language import LanguageModel
 from capsnb.outlook.own import PlainTable, TableNet
 
@@ -141,22 +140,10 @@ def test_saved_and_read_as_on_the_hub(case, tmp_path):
     torch.testing.assert_close(score(other, x), want, rtol=0, atol=0)
 
 
-class Only(nn.Module):
-    "A network's scores alone."
-
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-
-    def forward(self, *given):
-        out = self.net(*given)
-        return out.a if hasattr(out, 'a') else out[0]
-
-
 def test_exported(case):
     net, x, want, _ = case
     with torch.no_grad():
-        program = torch.export.export(Only(net).eval(), x)
+        program = torch.export.export(OnlyScores(net).eval(), x)
         torch.testing.assert_close(program.module()(*x), want, rtol=1e-5, atol=1e-5)
 
 
@@ -173,12 +160,30 @@ def test_in_onnx(case, tmp_path):
     ort = pytest.importorskip('onnxruntime')
     place = tmp_path / 'net.onnx'
     with torch.no_grad():
-        program = torch.onnx.export(Only(net).eval(), x, dynamo=True, verbose=False)
+        program = torch.onnx.export(OnlyScores(net).eval(), x, dynamo=True, verbose=False)
     program.save(place)
     session = ort.InferenceSession(place, providers=['CPUExecutionProvider'])
     given = {i.name: t.numpy() for i, t in zip(session.get_inputs(), x)}
     found = torch.from_numpy(session.run(None, given)[0])
     torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4)
+
+
+def test_explained_by_captum(case):
+    "integrated gradients add up to the change of the score, for every network"
+    attr = pytest.importorskip('captum.attr')
+    net, x, _, _ = case
+    if not x[-1].is_floating_point():
+        pytest.skip('words have no gradient')
+    *before, x = x
+    score = OnlyScores(net)
+    forward = (lambda embs: score(before[0][:1].expand(len(embs), -1), embs)) if before else score
+    ways = attr.IntegratedGradients(forward), attr.Saliency(forward)
+    x, half = x[:1], x[:1] / 2  # at 0 the layer norm of hidden states has a step
+    found, rest = ways[0].attribute(x, half, 1, n_steps=50, return_convergence_delta=True)
+    assert found.shape == x.shape == ways[1].attribute(x, 1).shape
+    change = (forward(x) - forward(half))[0, 1].item()
+    assert found.sum().item() == pytest.approx(change, abs=0.01 * max(1, abs(change)))
+    assert rest.abs().item() < 0.01 * max(1, abs(change))
 
 
 def test_a_run_in_tensorboard(tmp_path):

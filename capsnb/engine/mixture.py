@@ -428,8 +428,8 @@ def _check_data(
 ) -> Tensor:  # [b, N, D]
     "Check the data and flatten the leading dimensions; `ValueError` says what is wrong."
     if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.float64):
-        kind = getattr(x, 'dtype', type(x).__name__)
-        raise ValueError(f"x must be a float32 or float64 tensor, got {kind}")
+        kind = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else f"{type(x)}"
+        raise ValueError(f"x must be a float32 or float64 tensor of PyTorch, got {kind}")
     if x.ndim < 2 or x.numel() == 0:
         raise ValueError(f"x must have shape [..., N, D] and not be empty, got {tuple(x.shape)}")
     if x.shape[-2] < n_components:

@@ -20,9 +20,9 @@ from ..engine.dstep import Routing
 from ..engine.numerics import may_look
 
 # %% auto #0
-__all__ = ['normed_conv', 'ConvTrunk', 'CapsuleHeads', 'Scores', 'answer', 'n_params', 'HubMixin', 'trace_credit', 'DStepNet',
-           'earned', 'norb_trunk', 'SmallNORBNet', 'draw_net', 'published_name', 'read_published', 'load_published',
-           'PlainCNN', 'rival_of', 'BaselineCNN', 'timed_step', 'step_shares']
+__all__ = ['normed_conv', 'ConvTrunk', 'CapsuleHeads', 'Scores', 'answer', 'OnlyScores', 'n_params', 'HubMixin', 'trace_credit',
+           'DStepNet', 'earned', 'norb_trunk', 'SmallNORBNet', 'draw_net', 'published_name', 'read_published',
+           'load_published', 'PlainCNN', 'rival_of', 'BaselineCNN', 'timed_step', 'step_shares']
 
 # %% ../../nbs/lab/43_vision.ipynb #00000005
 def _stack_coordinates(
@@ -167,6 +167,23 @@ def _check_labels(labels, a):
             f"expected labels from 0 to {a.shape[1] - 1}, "
             f"got {labels.min().item()} to {labels.max().item()}"
         )
+
+# %% ../../nbs/lab/43_vision.ipynb #0c0de001
+class OnlyScores(nn.Module):
+    "Scores alone, for tools that want one tensor: captum, ONNX, plain loss functions."
+
+    def __init__(
+        self,
+        net: nn.Module,  # whose result has a field `a`; not copied
+    ):
+        super().__init__()
+        self.net = net
+
+    def forward(
+        self,
+        *given: Tensor,  # what the network reads
+    ) -> Tensor:  # scores [b, j]
+        return self.net(*given).a
 
 # %% ../../nbs/lab/43_vision.ipynb #0000002d
 def n_params(
