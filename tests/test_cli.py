@@ -50,6 +50,9 @@ def test_help_and_version():
         assert option in capsnb('demo', '--help').output
     assert capsnb('--version').output.strip() == f'capsnb {__version__}'
     assert capsnb('tarin').exit_code == 2
+    module = [sys.executable, '-m', 'capsnb', '--version']  # as torchrun starts it
+    done = subprocess.run(module, env=ENV, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == f'capsnb {__version__}'
 
 
 @pytest.mark.parametrize(

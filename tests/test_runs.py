@@ -119,43 +119,78 @@ def test_what_is_honoured_changes_the_run_and_is_recorded(data, tmp_path):
 
 
 PAIR = """
-import os, sys
+import os, signal, sys
 from capsnb.core import seed_everything
+from capsnb.lab.capsnet import CapsNet
 from capsnb.lab.train import fit, load_digits_split
-from capsnb.lab.vision import PlainCNN
+
+out, batch_size, die = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 small = {k: v.select(range(40)) for k, v in load_digits_split().items()}
 seed_everything(0)
-m = fit(PlainCNN(channels=(8,), strides=(2,), n_hidden=8), small['train'], small['validation'],
-        sys.argv[1], small['test'], epochs=2, batch_size=5, device='cpu', progress=False,
-        resume=True)
+sizes = dict(channels=8, kernels=(3, 3), n_types=2, decoder=None)
+net, steps = CapsNet(image_shape=(1, 8, 8), **sizes), []
+
+
+def count(net, *_):
+    steps.append(net.training)
+    if net.training and sum(steps) == die and os.environ['RANK'] == '1':
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+net.register_forward_pre_hook(count)
+m = fit(net, small['train'], small['validation'], out, small['test'], epochs=2, mixup=0.0, shift=0,
+        batch_size=batch_size, device='cpu', progress=False, resume=True, save_steps=2)
 told = 'effective', m['samples_per_step'], m['processes'], m['steps'], m['test_accuracy']
 os.write(1, (' '.join(map(str, told)) + chr(10)).encode())          # whole lines: two write
 """
 
 
-def in_two_processes(script, out):
+def in_two_processes(script, *args):
     torchrun = [sys.executable, '-m', 'torch.distributed.run', '--standalone']
-    command = [*torchrun, '--nproc-per-node', '2', str(script), str(out)]
-    done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=300)
+    command = [*torchrun, '--nproc-per-node', '2', str(script), *map(str, args)]
+    return subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=300)
+
+
+def told_by(script, out, batch_size=5, die=0):
+    "What both processes say at the end, and all that was printed."
+    done = in_two_processes(script, out, batch_size, die)
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    told = [line.split() for line in done.stdout.splitlines() if line.startswith('effective')]
+    assert len(told) == 2 and told[0] == told[1]
+    return told[0], done.stdout
+
+
+def test_two_processes_train_as_one(tmp_path):
+    "One is killed, the run ends, and goes on to the weights of one process with that batch."
+    load_file = pytest.importorskip('safetensors.torch').load_file
+    script, out, one = tmp_path / 'pair.py', tmp_path / 'two', tmp_path / 'one'
+    script.write_text(PAIR)
+    done = in_two_processes(script, out, 5, 6)
+    assert done.returncode and 'SIGKILL' in done.stderr and not (out / 'metrics.json').exists()
+    assert list((out / 'checkpoints').glob('checkpoint-*'))
+    told, _ = told_by(script, out)
+    assert told[1:4] == ['10', '2', '8']
+    check_end(out)
+
+    alone = [sys.executable, str(script), str(one), '10', '0']
+    done = subprocess.run(alone, env=ENV, capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ['effective', '10', '1', '8', told[4]], done.stderr[-3000:]
+    one, two = (load_file(k / 'model.safetensors') for k in (one, out))
+    assert one.keys() == two.keys()
+    for name, weights in one.items():
+        torch.testing.assert_close(two[name], weights, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
-def test_two_processes_train_together_and_speak_with_one_voice(tmp_path):
-    "They say how many samples a step sees; one of them removes a broken checkpoint, and says so."
+def test_two_processes_speak_with_one_voice(tmp_path):
+    "One of them removes a broken checkpoint, and says so."
     script, out = tmp_path / 'pair.py', tmp_path / 'run'
     script.write_text(PAIR)
-    said = in_two_processes(script, out)
-    told = [line.split() for line in said.splitlines() if line.startswith('effective')]
-    assert len(told) == 2 and told[0] == told[1] and told[0][1:4] == ['10', '2', '8']
-    check_end(out)
-
+    told, _ = told_by(script, out)
     for name in ('metrics.json', 'model.safetensors', 'config.json'):
         (out / name).unlink()
     flip(out / 'checkpoints' / 'checkpoint-8' / 'model.safetensors')
-    said = in_two_processes(script, out)
-    again = [line.split() for line in said.splitlines() if line.startswith('effective')]
+    again, said = told_by(script, out)
     assert again == told and said.count('checkpoint-8 is not complete, or damaged') == 1
 
 
