@@ -25,15 +25,14 @@ def test_who_needs_no_votes():
 
 
 @pytest.mark.parametrize('bias', [True, False])
-@pytest.mark.parametrize('name', linear)
+@pytest.mark.parametrize('name', [*linear, 'em'])
 def test_the_same_without_votes(name, bias, monkeypatch):
     layer, a, mu = layer_of(name, bias=bias)
     assert isinstance(layer.votes_of(mu), SharedVotes)
     found = []
     for made in (False, True):
         if made:
-            monkeypatch.setattr(type(layer), 'linear', False)
-            assert torch.is_tensor(layer.votes_of(mu))
+            monkeypatch.setattr(layer, 'votes_of', layer.cast)
         out = layer(a, mu, return_R=True)
         loss = out.a.sin().sum() + (2 * out.mu).sin().sum()
         known = [mu, *layer.parameters()]
@@ -44,13 +43,31 @@ def test_the_same_without_votes(name, bias, monkeypatch):
             assert_close(without, with_votes, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize('name', linear)
+@pytest.mark.parametrize('how', [dict(lam=0.3, n_iters=1), dict(lam=[0.1, 0.5]), dict(eps=1e-3)])
+def test_em_without_votes_and_with_other_settings(how):
+    layer, a, mu = layer_of('em', **dict(n_iters=2) | how)
+    found, want = layer(a, mu, return_R=True), layer.route(a, layer.cast(mu))
+    assert_close(tuple(found), tuple(want), rtol=1e-9, atol=1e-10)
+    a[0] = -torch.inf  # nobody is there
+    assert_close(tuple(layer(a, mu)), tuple(layer.route(a, layer.cast(mu))[:3]))
+    narrow = layer.float()(a.float(), mu.float(), return_R=True)
+    assert all(t.dtype == torch.float32 and t.isfinite().all() for t in narrow)
+
+
+def test_em_makes_votes_where_moments_are_more():
+    mu = torch.randn(2, 7, 1, 64)
+    wide = all_routings()['em'](1, 64, 8, n_out=5)
+    part = all_routings()['em'](1, 8, 8, n_out=5, misfit='part')
+    assert torch.is_tensor(wide.votes_of(mu)) and torch.is_tensor(part.votes_of(mu[..., :8]))
+
+
+@pytest.mark.parametrize('name', [*linear, 'em'])
 def test_maps_of_their_own_need_votes(name):
     layer = all_routings()[name](4, 3, 2, n_inp=7, n_out=5)
     assert torch.is_tensor(layer.votes_of(torch.randn(2, 7, 4, 3)))
 
 
-@pytest.mark.parametrize('name', linear)
+@pytest.mark.parametrize('name', [*linear, 'em'])
 def test_memory_does_not_hold_votes(name):
     layer = all_routings()[name](4, 4, 4, n_out=16)
     a, mu = torch.randn(2, 500), torch.randn(2, 500, 4, 4)
@@ -62,4 +79,4 @@ def test_memory_does_not_hold_votes(name):
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         out = layer(a, mu)
-    assert out.a.requires_grad and max(kept.values()) <= votes / 8
+    assert out.a.requires_grad and max(kept.values()) <= votes / (2 if name == 'em' else 8)

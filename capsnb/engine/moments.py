@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from ..routing.em import sig2_floor
+from ..routing.em import TINY, Floor, activation_logit, sig2_floor
 from ..routing.dstep import pool
 from .dstep import Plan, Problem, gpu_seconds, n_samples, plans
 from .numerics import FastOp
 
 # %% auto #0
-__all__ = ['n_stats']
+__all__ = ['n_stats', 'em_moments']
 
 # %% ../../nbs/engine/16_moments.ipynb #81607b18
 def _on_cpu(t):
@@ -571,6 +571,41 @@ def _routed(way):
 def _run_moments(p: Problem, tiling: _Tiling = _Tiling()):
     "A `Plan`'s `run`."
     return _routed(_ByMoments(p, tiling))
+
+# %% ../../nbs/engine/16_moments.ipynb #e3000002
+def em_moments(
+    a_inp: Tensor,  # [n, i] scores of the parts; -inf: absent
+    mu_inp: Tensor,  # [n, i, c, d] parts
+    W: Tensor,  # [j, d, h] maps
+    B: Tensor,  # [j, c, h] biases
+    beta_a: Tensor | float,  # [j] or a number, see `activation_logit`
+    beta_u: Tensor | float,  # [j] or a number, see `cost`
+    lams: list[float],  # one inverse temperature an iteration
+    eps: Floor,  # of the variances
+    tiling: _Tiling = _Tiling(),  # see above
+) -> tuple:  # scores [n, j], means and variances [n, j, c, h], shares [n, i, j]
+    "EM routing from moments (Hinton 2018, Procedure 1)."
+    one, j = W.new_ones(1, 1), len(B)
+    betas = one, 0 * one  # so that gains are the masses
+    p = Problem(a_inp, mu_inp, W[None], B[None], *betas, len(lams), 'gaussian', eps, False, True)
+    way, model, M = _ByMoments(p, tiling), None, None
+    f, phi = way.f.to(way.phi.dtype), way.phi
+    R = f.new_full((*f.shape, j), 1 / j)
+    spare = _wide(TINY * _first(torch.ones_like(f), phi)[0])[..., None]
+    for t, lam in enumerate(lams):
+        if model is None:
+            M = (_first(f, phi)[0] / j)[..., None].expand(-1, -1, j)
+        else:
+            M, R = _moments(
+                way.f, *way.parts, phi, *way.model(*model), t == p.n_iters - 1, way.tile
+            )
+        S, shift, var = _fit(_wide(M) + spare, way.maps, 0.0)
+        mu = way.maps.b + shift
+        if t == 0:
+            way.spread, floor = var.detach(), sig2_floor(var, mu, eps)
+        sig2 = var + floor
+        model = activation_logit(S - TINY * f.shape[1], sig2, beta_a, beta_u, lam), mu, sig2
+    return tuple(o.to(mu_inp.dtype) for o in (*model, R))
 
 # %% ../../nbs/engine/16_moments.ipynb #00716b85
 def _cast(x, W, B):

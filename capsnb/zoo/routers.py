@@ -13,6 +13,8 @@ from ..engine.dstep import Routing, check_capsules
 from ..engine.dynamic import dynamic_routing
 from ..engine.em import em_routing
 from ..engine.layers import at_least_1
+from ..engine.moments import em_moments, n_stats
+from ..engine.numerics import without_autocast
 from ..routing.dstep import Routed, RoutedR, votes
 from ..routing.dynamic import squash
 from ..routing.em import activation_logit, as_floor, as_schedule
@@ -259,7 +261,29 @@ class EMRouting(Router):
         self.beta_a = nn.Parameter(torch.zeros(self.n_out))
         self.beta_u = nn.Parameter(torch.zeros(self.n_out))
 
+    def votes_of(self, mu_inp):
+        "None are made where their moments are fewer."
+        few = n_stats(self.d_cov, self.d_inp) <= 8 * self.d_cov * self.d_out
+        if few and self.n_inp is None and self.misfit == 'whole':
+            return SharedVotes(mu_inp, self.W[0], self.offsets()[0])
+        return self.cast(mu_inp)
+
+    def from_moments(
+        self,
+        a: Tensor,  # [..., i] scores
+        V: SharedVotes,  # [..., i, j, c, h]
+    ) -> RoutedR:  # as `route`
+        "The same without votes."
+        lead, kind = a.shape[:-1], torch.promote_types(a.dtype, torch.float32)
+        given = a.reshape(-1, a.shape[-1]), V.x.reshape(-1, *V.x.shape[-3:]), V.W, V.B
+        prices, eps = (self.beta_a, self.beta_u, self.lam), as_floor(self.eps, V.B[0].numel())
+        with without_autocast(a.device):
+            out = em_moments(*(t.to(kind) for t in given), *prices, eps)
+        return RoutedR(*(o.to(V.dtype).unflatten(0, lead) for o in out))
+
     def route(self, a, V):
+        if isinstance(V, SharedVotes):
+            return self.from_moments(a, V)
         a, betas, how = a.sigmoid(), (self.beta_a, self.beta_u), dict(eps=self.eps)
         gain = log_volume(self.W, self.d_cov) if self.misfit == 'part' else None
         out = em_routing(a, V, *betas, self.lam, self.n_iters, gain=gain, **how)
