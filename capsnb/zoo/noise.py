@@ -16,7 +16,7 @@ from ..engine.layers import at_least_1
 from ..engine.numerics import without_autocast
 from ..routing.dstep import RoutedR, d_step
 from ..routing.em import TINY, Floor, as_floor, as_schedule, sig2_floor
-from .routers import Router, routings
+from .routers import MomentVotes, Router, SharedVotes, routings
 
 # %% auto #0
 __all__ = ['Model', 'moments', 'Gaussian', 'dstep_loop', 'em_loop', 'Student', 'Laplace', 'Full', 'vmf_norm', 'VonMisesFisher',
@@ -34,10 +34,12 @@ class Model(NamedTuple):
 # %% ../../nbs/zoo/27_noise.ipynb #00000006
 def moments(
     r: Tensor,  # [..., i, j] weights of the votes
-    V: Tensor,  # [..., i, j, c, h] votes
+    V: Tensor | MomentVotes,  # [..., i, j, c, h] votes
     mass: float,  # added to the weights' sum, in parts
 ) -> tuple[Tensor, Tensor]:  # mu, s [..., j, c, h]
     "Mean and variance of weighted votes."
+    if isinstance(V, MomentVotes):
+        return V.moments(r, mass)
     S = (r.sum(-2) + mass)[..., None, None]
     mu = torch.einsum('...ij,...ijch->...jch', r, V) / S
     gap = (V - mu[..., None, :, :, :]).square()
@@ -47,10 +49,12 @@ def moments(
 class Gaussian:
     "Independent Gaussians; what a loop asks of a density, and the base of the others."
 
+    by_moments = True  # whether means, variances and distances of the votes are all it asks for
+
     def m_step(
         self,
         r: Tensor,  # [..., i, j] weights of the votes
-        V: Tensor,  # [..., i, j, c, h] votes
+        V: Tensor | MomentVotes,  # [..., i, j, c, h] votes
         mass: float,  # added to the sum of the weights, in parts
         kind: Floor,  # of the scales
         old: Model | None = None,  # of the last iteration; None in the first
@@ -69,14 +73,24 @@ class Gaussian:
         gap = V - model.mu[..., None, :, :, :]
         return gap.square() / model.scale[..., None, :, :, :]
 
+    def distance(
+        self,
+        V: Tensor | MomentVotes,  # [..., i, j, c, h] votes
+        model: Model,  # of the votes
+    ) -> Tensor:  # [..., i, j]
+        "q: the sum of z² over all components."
+        if isinstance(V, MomentVotes):
+            return V.distance(model.mu, model.scale)
+        return self.squares(V, model).sum((-2, -1))
+
     def log_p(
         self,
-        V: Tensor,  # [..., i, j, c, h] votes
+        V: Tensor | MomentVotes,  # [..., i, j, c, h] votes
         model: Model,  # of the votes
     ) -> Tensor:  # [..., i, j] log-densities, nats
         "How well output `j` explains the vote of input `i`."
-        z2 = self.squares(V, model) + math.log(2 * math.pi)
-        return -0.5 * z2.sum((-2, -1)) - self.nats(model)[..., None, :]
+        const = math.prod(V.shape[-2:]) * math.log(2 * math.pi)
+        return -0.5 * (self.distance(V, model) + const) - self.nats(model)[..., None, :]
 
     def nats(
         self,
@@ -112,7 +126,7 @@ def dstep_loop(
     "Heinsen's routing with any density (2019, Alg. 1)."
     check_n_iters(n_iters)
     a, kind, model = a_inp.sigmoid(), as_floor(eps, V.shape[-2] * V.shape[-1]), None
-    R = torch.full_like(V[..., 0, 0], 1 / V.shape[-3])
+    R = torch.full(V.shape[:-2], 1 / V.shape[-3], dtype=V.dtype, device=V.device)
     for t in range(n_iters):
         D_use, D_ign = d_step(a, R)
         score = (beta_use * D_use).sum(-2) - (beta_ign * D_ign).sum(-2)
@@ -136,7 +150,7 @@ def em_loop(
     n = V.shape[-2] * V.shape[-1]
     a, lams, kind = a_inp.sigmoid()[..., None], as_schedule(lam, n_iters), as_floor(eps, n)
     spare, model = TINY * (a + 1e-8), None  # an output without data: the mean of what is there
-    R = torch.full_like(V[..., 0, 0], 1 / V.shape[-3])
+    R = torch.full(V.shape[:-2], 1 / V.shape[-3], dtype=V.dtype, device=V.device)
     for t in range(n_iters):
         r = R * a
         model = noise.m_step(r + spare, V, 0.0, kind, model)
@@ -159,35 +173,37 @@ class Student(Gaussian):
         at_least_1(steps=steps)
         self.nu, self.steps = nu, steps
 
-    def weight(
+    def refit(
         self,
-        V: Tensor,  # [..., i, j, c, h] votes
-        model: Model,  # of the votes
-    ) -> Tensor:  # [..., i, j, 1|c, 1|h]
-        "u: how much a vote counts."
-        q = self.squares(V, model).sum((-2, -1), keepdim=True)
-        return (self.nu + V.shape[-2] * V.shape[-1]) / (self.nu + q)
+        r: Tensor,  # [..., i, j] weights of the votes
+        V: Tensor | MomentVotes,  # [..., i, j, c, h] votes
+        mass: float,  # added to the sum of the weights, in parts
+        model: Model,  # that tells how much a vote counts
+    ) -> tuple[Tensor, Tensor]:  # mean, and squares over the sum of r [..., j, c, h]
+        "The weighted Gaussian's maximum, with u for whole votes."
+        u = (self.nu + math.prod(V.shape[-2:])) / (self.nu + self.distance(V, model))
+        mu, s = moments(r * u, V, mass)
+        return mu, s * (((r * u).sum(-2) + mass) / (r.sum(-2) + mass))[..., None, None]
 
     def m_step(self, r, V, mass, kind, old=None):
         "`steps` fits with weights, from the last model or from a Gaussian; J does not fall."
         model = super().m_step(r, V, mass, kind) if old is None else old
-        S = (r.sum(-2) + mass)[..., None, None]
         for _ in range(self.steps):
-            w = r[..., None, None] * self.weight(V, model)
-            mu = (w * V).sum(-4) / (w.sum(-4) + mass)
-            s = (w * (V - mu[..., None, :, :, :]).square()).sum(-4) / S
+            mu, s = self.refit(r, V, mass, model)
             model = Model(mu, s + model.floor, model.floor)
         return model
 
     def log_p(self, V, model):
         nu, n = self.nu, V.shape[-2] * V.shape[-1]
         const = math.lgamma((nu + n) / 2) - math.lgamma(nu / 2) - n / 2 * math.log(nu * math.pi)
-        tail = torch.log1p(self.squares(V, model).sum((-2, -1)) / nu)
+        tail = torch.log1p(self.distance(V, model) / nu)
         return const - (nu + n) / 2 * tail - self.nats(model)[..., None, :]
 
 # %% ../../nbs/zoo/27_noise.ipynb #00000010
 class Laplace(Student):
     "Independent Laplace distributions with a rounded tip: components are doubted one by one."
+
+    by_moments = False
 
     def __init__(
         self,
@@ -201,8 +217,12 @@ class Laplace(Student):
         k1 = torch.special.modified_bessel_k1(torch.tensor(tip, dtype=torch.float64)).item()
         self.const = math.log(2 * tip * k1)
 
-    def weight(self, V, model):
-        return (self.squares(V, model) + self.tip**2).rsqrt()
+    def refit(self, r, V, mass, model):
+        "The same with u for each component."
+        w = r[..., None, None] * (self.squares(V, model) + self.tip**2).rsqrt()
+        mu = (w * V).sum(-4) / (w.sum(-4) + mass)
+        s = (w * (V - mu[..., None, :, :, :]).square()).sum(-4)
+        return mu, s / (r.sum(-2) + mass)[..., None, None]
 
     def log_p(self, V, model):
         far = (self.squares(V, model) + self.tip**2).sqrt() + self.const
@@ -211,6 +231,8 @@ class Laplace(Student):
 # %% ../../nbs/zoo/27_noise.ipynb #00000014
 class Full(Gaussian):
     "One Gaussian with a covariance between all components; `scale` is its Cholesky factor."
+
+    by_moments = False
 
     def m_step(self, r, V, mass, kind, old=None):
         "Mean and covariance: the maximum of J."
@@ -263,6 +285,8 @@ def vmf_norm(
 class VonMisesFisher(Gaussian):
     "Directions on a sphere; `scale` is κ [..., j], and capsules are unit vectors."
 
+    by_moments = False
+
     def directions(
         self,
         V: Tensor,  # [..., i, j, c, h] votes
@@ -312,8 +336,8 @@ class KMeans(Gaussian):
         self.hard = hard
 
     def log_p(self, V, model):
-        gap = (V - model.mu[..., None, :, :, :]).square() + 0.5 * math.log(math.pi)
-        return -gap.sum((-2, -1))
+        const = 0.5 * math.prod(V.shape[-2:]) * math.log(math.pi)
+        return -self.distance(V, model._replace(scale=torch.ones_like(model.mu))) - const
 
     def nats(self, model):
         return model.scale.sum((-2, -1))
@@ -349,15 +373,27 @@ class NoiseRouting(Router):
             self.beta_use = nn.Parameter(torch.full(size, use))
             self.beta_ign = nn.Parameter(torch.full(size, ign))
 
+    def without_votes(self):
+        return self.few_moments() and self.noise.by_moments
+
     def route(self, a, V):
         wide = torch.promote_types(torch.promote_types(a.dtype, V.dtype), torch.float32)
-        a, V = a.to(wide), V.to(wide)
         with without_autocast(V.device):
-            if self.loop == 'em':
-                prices = self.beta_a, self.beta_u, self.lam
-                return em_loop(a, V, self.noise, *prices, self.n_iters, self.eps)
-            prices = self.beta_use, self.beta_ign
-            return dstep_loop(a, V, self.noise, *prices, self.n_iters, self.eps)
+            V = MomentVotes(V) if isinstance(V, SharedVotes) else V.to(wide)
+            out = self.looped(a.to(V.dtype), V)
+        return RoutedR(*(t.to(wide) for t in out))
+
+    def looped(
+        self,
+        a: Tensor,  # [..., i] scores
+        V: Tensor | MomentVotes,  # [..., i, j, c, h] votes
+    ) -> RoutedR:  # as `route`
+        "The loop that was chosen."
+        if self.loop == 'em':
+            prices = self.beta_a, self.beta_u, self.lam
+            return em_loop(a, V, self.noise, *prices, self.n_iters, self.eps)
+        prices = self.beta_use, self.beta_ign
+        return dstep_loop(a, V, self.noise, *prices, self.n_iters, self.eps)
 
 # %% ../../nbs/zoo/27_noise.ipynb #00000020
 class StudentRouting(NoiseRouting):

@@ -21,8 +21,8 @@ from ..routing.em import activation_logit, as_floor, as_schedule
 from ..routing.scene import bare, cast_votes, draw_votes, make_scene
 
 # %% auto #0
-__all__ = ['routings', 'norms', 'SharedVotes', 'total', 'likeness', 'Router', 'all_routings', 'routing_layer', 'score_of_length',
-           'DynamicRouting', 'log_volume', 'EMRouting', 'CapsNorm', 'draw_routes']
+__all__ = ['routings', 'norms', 'SharedVotes', 'total', 'likeness', 'MomentVotes', 'Router', 'all_routings', 'routing_layer',
+           'score_of_length', 'DynamicRouting', 'log_volume', 'EMRouting', 'CapsNorm', 'draw_routes']
 
 # %% ../../nbs/zoo/26_routers.ipynb #11ea5002
 class SharedVotes(NamedTuple):
@@ -65,6 +65,49 @@ def likeness(
         return torch.einsum('...jch,...ijch->...ij', q, V)
     back = torch.einsum('...jch,jdh->...jcd', q, V.W)
     return V.x.flatten(-2) @ back.flatten(-2).mT + (q * V.B).sum((-2, -1))[..., None, :]
+
+# %% ../../nbs/zoo/26_routers.ipynb #11ea5006
+class MomentVotes:
+    "Votes by shared maps, never made: their means, variances and distances, from moments of poses."
+
+    def __init__(
+        self,
+        V: SharedVotes,  # [..., i, j, c, h]
+    ):
+        wide = torch.float32 if V.device.type == 'mps' else torch.float64  # mps has no other
+        x, self.W = V.x.to(wide), V.W.to(wide)
+        x0 = x.detach().mean(-3, keepdim=True)
+        self.shape, self.dtype, self.device = V.shape, wide, V.device
+        self.x = x - x0
+        self.xx = self.x[..., :, None] * self.x[..., None, :]
+        self.B = V.B + torch.einsum('...icd,jdh->...jch', x0, self.W)
+
+    def moments(
+        self,
+        r: Tensor,  # [..., i, j] weights
+        mass: float,  # added to their sum
+    ) -> tuple[Tensor, Tensor]:  # mean and variance [..., j, c, h]
+        S = r.sum(-2)[..., None, None]
+        one = torch.einsum('...ij,...icd->...jcd', r, self.x)
+        two = torch.einsum('...ij,...icde->...jcde', r, self.xx)
+        one = torch.einsum('...jcd,jdh->...jch', one, self.W)
+        two = torch.einsum('...jcde,jdh,jeh->...jch', two, self.W, self.W)
+        mu = (one + S * self.B) / (S + mass)
+        t = mu - self.B
+        return mu, ((two - 2 * t * one + S * t * t) / (S + mass)).clamp_min(0)
+
+    def distance(
+        self,
+        mu: Tensor,  # [..., j, c, h] from where
+        scale: Tensor,  # [..., j, c, h] squared units
+    ) -> Tensor:  # [..., i, j]
+        "The sum of squares over all components."
+        v, t = 1 / scale, mu - self.B
+        pairs = torch.einsum('...jch,jdh,jeh->...jcde', v, self.W, self.W)
+        line = torch.einsum('...jch,jdh->...jcd', v * t, self.W)
+        q = torch.einsum('...icde,...jcde->...ij', self.xx, pairs)
+        q = q - 2 * torch.einsum('...icd,...jcd->...ij', self.x, line)
+        return (q + (v * t * t).sum((-2, -1))[..., None, :]).clamp_min(0)
 
 # %% ../../nbs/zoo/26_routers.ipynb #00000004
 class Router(nn.Module):
@@ -138,12 +181,18 @@ class Router(nn.Module):
         shape = 1, self.n_out, self.d_cov, self.d_out
         return self.B if self.bias else self.W.new_zeros(shape)
 
+    def few_moments(self) -> bool:  # whether they are shared, and not many more than votes
+        return self.n_inp is None and n_stats(self.d_cov, self.d_inp) <= 8 * self.d_cov * self.d_out
+
+    def without_votes(self) -> bool:  # whether `route` takes shared votes
+        return self.linear and self.n_inp is None
+
     def votes_of(
         self,
         mu_inp: Tensor,  # [..., i, c, d] input capsules
     ) -> Tensor | SharedVotes:  # [..., i, j, c, h]
         "What `route` gets: votes are not made where the routing can do without."
-        if self.linear and self.n_inp is None:
+        if self.without_votes():
             return SharedVotes(mu_inp, self.W[0], self.offsets()[0])
         return self.cast(mu_inp)
 
@@ -261,12 +310,8 @@ class EMRouting(Router):
         self.beta_a = nn.Parameter(torch.zeros(self.n_out))
         self.beta_u = nn.Parameter(torch.zeros(self.n_out))
 
-    def votes_of(self, mu_inp):
-        "None are made where their moments are fewer."
-        few = n_stats(self.d_cov, self.d_inp) <= 8 * self.d_cov * self.d_out
-        if few and self.n_inp is None and self.misfit == 'whole':
-            return SharedVotes(mu_inp, self.W[0], self.offsets()[0])
-        return self.cast(mu_inp)
+    def without_votes(self):
+        return self.few_moments() and self.misfit == 'whole'
 
     def from_moments(
         self,
