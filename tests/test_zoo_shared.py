@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 from capsnb.zoo.routers import SharedVotes, all_routings
 
-squared = ['em', 'kmeans-hard', 'student']
+squared = ['bayes', 'em', 'kmeans-hard', 'student', 'vmf']
 linear = sorted(k for k, kind in all_routings().items() if getattr(kind, 'linear', False))
 
 

@@ -12,7 +12,7 @@ from torch.distributions import Dirichlet, kl_divergence
 from ..core import check_n_iters
 from ..engine.numerics import autocasting, without_autocast
 from ..routing.dstep import RoutedR
-from .routers import Router, routings
+from .routers import MomentVotes, Router, SharedVotes, routings
 
 # %% auto #0
 __all__ = ['covs', 'Prior', 'as_prior', 'Posterior', 'posterior', 'of_inverse', 'expected_log_det', 'expected_log_pi',
@@ -62,13 +62,17 @@ class Posterior(NamedTuple):
 # %% ../../nbs/zoo/29_bayes.ipynb #00000009
 def posterior(
     r: Tensor,  # [..., i, j] data: share of the part times its activation
-    V: Tensor,  # [..., i, j, n] votes
+    V: Tensor | MomentVotes,  # [..., i, j, n] votes; or, but for 'full', what stands for them
     prior: Prior,  # see `as_prior`
     cov: str = 'diag',  # of `covs`
 ) -> Posterior:
     "The M-step: the posterior of proportions, means and precisions."
     S = r.sum(-2)
     kappa = prior.kappa0 + S
+    if isinstance(V, MomentVotes):
+        m, s = (t.flatten(-2) for t in V.moments(r, prior.kappa0))
+        inv_Psi = kappa[..., None] * s + prior.kappa0 * m.square() + 1 / prior.Psi0
+        return Posterior(prior.alpha0 + S, kappa, prior.nu0 + S, m, inv_Psi)
     m = torch.einsum('...ij,...ijn->...jn', r, V) / kappa[..., None]
     gap = V - m[..., None, :, :]
     if cov == 'full':
@@ -115,9 +119,11 @@ def expected_log_pi(
 
 def distance2(
     q: Posterior,  # of means and precisions
-    V: Tensor,  # [..., i, j, n] votes
+    V: Tensor | MomentVotes,  # [..., i, j, n] votes
 ) -> Tensor:  # [..., i, j] (V - m)ᵀ Ψ (V - m)
     "Squared distances of votes from the means."
+    if isinstance(V, MomentVotes):
+        return V.distance(*(t.unflatten(-1, V.shape[-2:]) for t in (q.m, q.inv_Psi)))
     gap = V - q.m[..., None, :, :]
     if q.inv_Psi.ndim == q.m.ndim:
         return (gap.square() / q.inv_Psi[..., None, :, :]).sum(-1)
@@ -128,11 +134,11 @@ def distance2(
 # %% ../../nbs/zoo/29_bayes.ipynb #0000000e
 def expected_log_p(
     q: Posterior,  # of proportions, means and precisions
-    V: Tensor,  # [..., i, j, n] votes
+    V: Tensor | MomentVotes,  # [..., i, j, n] votes
     cov: str = 'diag',  # of `covs`
 ) -> Tensor:  # [..., i, j] ρ, nats
     "Expected log-density of whole and vote."
-    n = V.shape[-1]
+    n = q.m.shape[-1]
     of_j = expected_log_pi(q.alpha) + (expected_log_det(q, cov) - n / q.kappa) / 2
     far = q.nu[..., None, :] * distance2(q, V)
     return of_j[..., None, :] - (n * math.log(2 * math.pi) + far) / 2
@@ -197,7 +203,7 @@ def score(
 # %% ../../nbs/zoo/29_bayes.ipynb #0000001a
 def vb_routing(
     a: Tensor,  # [..., i] scores of the parts; -inf: absent
-    V: Tensor,  # [..., i, j, c, h] votes
+    V: Tensor | SharedVotes,  # [..., i, j, c, h] votes; shared ones not with cov='full'
     prior: Prior | None = None,  # see `as_prior`; None: its defaults
     beta_a: Tensor | float = 0.0,  # see `score`
     beta_u: Tensor | float = 0.0,  # see `score`
@@ -208,7 +214,7 @@ def vb_routing(
     per_part: bool = False,  # whether the price of a whole is paid for every part, see `score`
 ) -> RoutedR:  # scores, posterior means, diagonals of Ψ⁻¹ / ν, shares
     "Routing by variational Bayes (Ribeiro 2020); `ValueError` if the inputs do not fit."
-    if V.ndim < 4 or V.shape[:-3] != a.shape:
+    if len(V.shape) < 4 or V.shape[:-3] != a.shape:
         got = f'{tuple(a.shape)} and {tuple(V.shape)}'
         raise ValueError(f"a and V must have shapes [..., i] and [..., i, j, c, h], got {got}")
     n = V.shape[-2] * V.shape[-1]
@@ -217,8 +223,9 @@ def vb_routing(
     dtype = torch.promote_types(torch.promote_types(a.dtype, V.dtype), torch.float32)
     out_dtype = dtype if autocasting(V.device) else V.dtype
     with without_autocast(V.device):
-        w, U = a.to(dtype).sigmoid()[..., None], V.to(dtype).flatten(-2)
-        R = torch.full_like(U[..., 0], 1 / U.shape[-2])
+        U = MomentVotes(V) if isinstance(V, SharedVotes) else V.to(dtype).flatten(-2)
+        w = a.to(U.dtype).sigmoid()[..., None]
+        R = torch.full(V.shape[:-2], 1 / V.shape[-3], dtype=U.dtype, device=V.device)
         for t in range(n_iters):
             q = posterior(w * R, U, prior, cov)
             if t < n_iters - 1:
@@ -226,7 +233,7 @@ def vb_routing(
         out = score(q, beta_a, beta_u, cov, (w * R).sum(-2) if per_part else None)
         sig2 = q.inv_Psi.diagonal(dim1=-2, dim2=-1) if cov == 'full' else q.inv_Psi
         mu, sig2 = (t.unflatten(-1, V.shape[-2:]) for t in (q.m, sig2 / q.nu[..., None]))
-    return RoutedR(out.to(out_dtype), mu.to(out_dtype), sig2, R.to(out_dtype))
+    return RoutedR(out.to(out_dtype), mu.to(out_dtype), sig2.to(dtype), R.to(out_dtype))
 
 # %% ../../nbs/zoo/29_bayes.ipynb #0000001c
 class BayesRouting(Router):
@@ -246,6 +253,9 @@ class BayesRouting(Router):
         self.how = dict(cov=cov, least=least, per_part=per_part)
         self.beta_a = nn.Parameter(torch.zeros(self.n_out))
         self.beta_u = nn.Parameter(torch.zeros(self.n_out))
+
+    def without_votes(self):
+        return self.few_moments() and self.how['cov'] != 'full'
 
     def route(self, a, V):
         return vb_routing(a, V, self.prior, self.beta_a, self.beta_u, self.n_iters, **self.how)

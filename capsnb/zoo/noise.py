@@ -16,7 +16,7 @@ from ..engine.layers import at_least_1
 from ..engine.numerics import without_autocast
 from ..routing.dstep import RoutedR, d_step
 from ..routing.em import TINY, Floor, as_floor, as_schedule, sig2_floor
-from .routers import MomentVotes, Router, SharedVotes, routings
+from .routers import MomentVotes, Router, SharedVotes, likeness, routings, total
 
 # %% auto #0
 __all__ = ['Model', 'moments', 'Gaussian', 'dstep_loop', 'em_loop', 'Student', 'Laplace', 'Full', 'vmf_norm', 'VonMisesFisher',
@@ -285,20 +285,21 @@ def vmf_norm(
 class VonMisesFisher(Gaussian):
     "Directions on a sphere; `scale` is κ [..., j], and capsules are unit vectors."
 
-    by_moments = False
-
-    def directions(
+    def squared_lengths(
         self,
-        V: Tensor,  # [..., i, j, c, h] votes
-    ) -> Tensor:  # [..., i, j, n] of length 1, or less if the vote is shorter than 1e-6
-        "Votes without their lengths."
-        V = V.flatten(-2)
-        return V * (V.square().sum(-1, keepdim=True) + 1e-12).rsqrt()
+        V: Tensor | MomentVotes,  # [..., i, j, c, h] votes
+    ) -> Tensor:  # [..., i, j]
+        "Of the votes: directions are votes without them, shorter than 1 below lengths of 1e-6."
+        if isinstance(V, Tensor):
+            return V.square().sum((-2, -1))
+        zero = torch.zeros((V.shape[-3], *V.shape[-2:]), dtype=V.dtype, device=V.device)
+        return V.distance(zero, zero + 1)
 
     def m_step(self, r, V, mass, kind, old=None):
         "Mean direction (exact) and concentration (Banerjee 2005, eq. 4.4)."
-        x, p = self.directions(V), V.shape[-2] * V.shape[-1]
-        m = torch.einsum('...ij,...ijn->...jn', r, x) / (r.sum(-2) + mass)[..., None]
+        p, all_votes = V.shape[-2] * V.shape[-1], V if isinstance(V, Tensor) else V.linear
+        m = total(r * (self.squared_lengths(V) + 1e-12).rsqrt(), all_votes).flatten(-2)
+        m = m / (r.sum(-2) + mass)[..., None]
         length = (m.square().sum(-1) + 1e-12).sqrt()
         bar = length.clamp(max=1 - 1e-6)
         kappa = bar * (p - bar.square()) / (1 - bar.square())
@@ -311,9 +312,14 @@ class VonMisesFisher(Gaussian):
         return Model(mu, kappa / (1 + floor * kappa), floor)
 
     def log_p(self, V, model):
-        gap = self.directions(V) - model.mu.flatten(-2)[..., None, :, :]
-        log_c = vmf_norm(model.scale, gap.shape[-1])[0]
-        far = 0.5 * gap.square().sum(-1)  # 1 - cosine, without its rounding
+        log_c, q = vmf_norm(model.scale, math.prod(V.shape[-2:]))[0], self.squared_lengths(V)
+        scaled = (q + 1e-12).rsqrt()
+        if isinstance(V, Tensor):
+            gap = V * scaled[..., None, None] - model.mu[..., None, :, :, :]
+            far = 0.5 * gap.square().sum((-2, -1))  # 1 - cosine, without its rounding
+        else:  # in float64
+            norms = model.mu.square().sum((-2, -1))[..., None, :] + q * scaled.square()
+            far = norms / 2 - likeness(model.mu, V.linear) * scaled
         return log_c[..., None, :] - model.scale[..., None, :] * far
 
     def nats(self, model):

@@ -81,6 +81,7 @@ class MomentVotes:
         self.x = x - x0
         self.xx = self.x[..., :, None] * self.x[..., None, :]
         self.B = V.B + torch.einsum('...icd,jdh->...jch', x0, self.W)
+        self.linear = SharedVotes(self.x, self.W, self.B)  # for `total` and `likeness`
 
     def moments(
         self,
