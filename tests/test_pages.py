@@ -20,6 +20,7 @@ from capsnb.core import html_page, is_own_page
 from capsnb.data.files import read_json, write_text
 from capsnb.lab import demo
 from capsnb.lab.tasks import evaluate
+from capsnb.lab.train import load_digits_split
 from capsnb.lab.text import Explanation, explained_page
 from capsnb.outlook import pages
 from capsnb.outlook.pages import eval_page, record_page, run_page, write_page
@@ -324,7 +325,8 @@ def test_only_the_first_process_writes(run, monkeypatch):
 
 
 def test_a_demo_has_its_page(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, 'trunk', dict(channels=(4, 4), strides=(2, 2)))
+    few = {k: v.select(range(100)) for k, v in load_digits_split().items()}
+    monkeypatch.setattr(demo, 'load_digits_split', lambda: few)
     r = capsnb('demo', '--epochs', 1, '--device', 'cpu', '--out', tmp_path, '--json')
     assert r.exit_code == 0 and set(json.loads(r.stdout)) == {'dstep', 'cnn'}, r.output
     assert f"look at {tmp_path / 'report.html'}" in r.stderr
