@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import io
+import json
 import os
 import signal
 import sys
@@ -75,12 +76,21 @@ def on_terminal() -> bool:  # where progress bars are drawn, if nobody says othe
 def entrance(
     command,  # a function of options
 ):  # the same function, for Typer
-    "What every command begins with: folders without ~, errors in a sentence, one voice."
+    """What every command begins with: folders without ~, errors in a sentence, one voice.
+
+    With the option `as_json`, what it returns is all of stdout; what it prints goes to stderr."""
 
     @functools.wraps(command)
     def run(**options):
-        def work():
+        def act():
             return command(**{k: at_home(v) for k, v in options.items()})
+
+        def work():
+            if not options.get('as_json'):
+                return act()
+            with contextlib.redirect_stdout(sys.stderr):
+                found = act()
+            print(json.dumps(found))
 
         if options.get('progress', False) is None:
             options['progress'] = on_terminal()

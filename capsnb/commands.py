@@ -54,11 +54,12 @@ Resume = Annotated[
     bool, option('Go on where an interrupted run in this folder stopped.', '--resume')
 ]
 Overwrite = Annotated[bool, option('Replace the run that this folder holds.', '--overwrite')]
+AsJson = Annotated[bool, option('Print one JSON object, and nothing else.', '--json')]
 Out = Annotated[
     Path | None,
     typer.Option(
         show_default='runs/<data set>',
-        help='Folder for metrics.json, task.json, a picture and the network; made if missing.',
+        help='Folder for metrics.json, report.html, task.json and the network; made if missing.',
     ),
 ]
 Data = Annotated[
@@ -130,15 +131,15 @@ def train_task(
     resume: bool,  # go on where a run stopped
     overwrite: bool,  # replace the run that the folder holds
     progress: bool,  # whether to draw bars
-):
-    "Train on a task, say what came out, and draw its picture."
+) -> dict | None:  # as in metrics.json; None in other processes than the first
+    "Train on a task, say what came out, draw its picture, and leave a page."
     tasks, how = room('lab.tasks'), again(ctx)
     if not progress:
         room('lab.train').quiet_transformers().utils.logging.disable_progress_bar()
 
     def work():
         room('lab.runs').claim(out, resume, overwrite, command_line=True)
-        tasks.train(
+        found = tasks.train(
             task,
             net,
             out,
@@ -155,9 +156,39 @@ def train_task(
         net_ = task.known_net(net)
         whole = 'all training instances, ' if 'validation' in task.roles['train'] else ''
         print(f"{task.name}, {net_}, {told(out, whole)}")
-        draw(task, net_, out, device, progress)
+        picture = draw(task, net_, out, device, progress)
+        leave('run', out, (picture,) if picture else ())
+        return found
 
-    plainly(work, how)
+    return plainly(work, how)
+
+
+def leave(
+    what: str,  # 'run', 'test' or 'study': the page of capsnb.outlook.pages
+    *args,  # of the function that leaves it
+    quiet: bool = False,  # whether to say nothing of a page that was left
+    **more,  # of that function
+):
+    "Leave a page beside what is finished, and say where; nothing that goes wrong there is fatal."
+    if not is_first():
+        return
+    try:
+        path = getattr(room('outlook.pages'), f'leave_{what}')(*args, **more)
+    except Exception as e:  # whatever it is: the results are on the disk, and must be told
+        why = str(e) if isinstance(e, (ImportError, OSError, ValueError)) else repr(e)
+        return print(f"no page: {why}", file=sys.stderr)
+    if not quiet:
+        print(f"look at {path}")
+
+
+def leave_study(
+    path: Path,  # of the record
+    told: str,  # what the study says of its numbers
+    pictures: tuple = (),  # paths of what it drew
+) -> dict:  # the record
+    "Leave a study's page; the record is for other programs."
+    leave('study', path, told, pictures)
+    return room('data.files').read_json(path)
 
 
 def draw(
@@ -166,17 +197,18 @@ def draw(
     out: Path,  # folder of a finished run
     device: str | None,  # None: the best there is
     progress: bool,  # whether to draw bars
-):
+) -> Path | None:  # of the picture
     "Draw what the task has to show, and say where it is."
     task.progress = progress
     cls = task.networks[net].cls
     try:
         network = room('lab.runs').checked_network(out, cls, device)
         picture = task.draw(net, network, out)
-    except ValueError as e:
+    except (ImportError, OSError, ValueError) as e:
         return print(f"no picture: {e}", file=sys.stderr)
     if picture:
         print(f"look at {picture}")
+    return picture
 
 
 def train_digits(
@@ -207,6 +239,7 @@ def train_digits(
     overwrite: Overwrite = False,
     device: Device = None,
     progress: Progress = None,
+    as_json: AsJson = False,
 ):
     """Small pictures: digits (scikit-learn's, 8x8), MNIST, Fashion-MNIST, CIFAR-10.
 
@@ -224,7 +257,7 @@ def train_digits(
         )
     out = out or Path('runs', name)
     usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
-    train_task(ctx, task, net, out, progress=progress, **usual)
+    return train_task(ctx, task, net, out, progress=progress, **usual)
 
 
 def train_objects(
@@ -261,6 +294,7 @@ def train_objects(
     overwrite: Overwrite = False,
     device: Device = None,
     progress: Progress = None,
+    as_json: AsJson = False,
 ):
     """Stereo pictures of objects: toys that the library draws itself, smallNORB, or NORB.
 
@@ -272,7 +306,7 @@ def train_objects(
     task = tasks.with_options(tasks.task_named(ctx.info_name), **options)
     out = out or Path('runs', ctx.info_name)
     usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
-    train_task(ctx, task, net, out, progress=progress, **usual)
+    return train_task(ctx, task, net, out, progress=progress, **usual)
 
 
 def train_photographs(
@@ -325,6 +359,7 @@ def train_photographs(
     overwrite: Overwrite = False,
     device: Device = None,
     progress: Progress = None,
+    as_json: AsJson = False,
 ):
     """ETH-80: photographs of eighty objects from 41 viewpoints.
 
@@ -336,7 +371,7 @@ def train_photographs(
     task = room('lab.photographs').Photographs(**options)
     out = out or Path('runs', ctx.info_name)
     usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
-    train_task(ctx, task, net, out, progress=progress, **usual)
+    return train_task(ctx, task, net, out, progress=progress, **usual)
 
 
 def train_sst(
@@ -402,6 +437,7 @@ def train_sst(
     overwrite: Overwrite = False,
     device: Device = None,
     progress: Progress = None,
+    as_json: AsJson = False,
 ):
     """Route a frozen transformer's hidden states to sentiments (Heinsen 2019, section 5).
 
@@ -415,7 +451,8 @@ def train_sst(
     usual = dict(epochs=epochs, device=device, progress=progress)
     if seeds > 1:
         return train_seeds(ctx, found, range(seed, seed + seeds), out, **usual)
-    train_task(ctx, found, None, out, seed=seed, resume=resume, overwrite=overwrite, **usual)
+    usual |= dict(resume=resume, overwrite=overwrite)
+    return train_task(ctx, found, None, out, seed=seed, **usual)
 
 
 def train_seeds(
@@ -424,7 +461,7 @@ def train_seeds(
     seeds: range,  # one run each
     out: Path,  # folder of the runs, and of runs.json
     **usual,  # of `train`
-):
+) -> dict | None:  # the record; None in other processes than the first
     "Train with one seed after the other; finished ones are kept."
     how = again(ctx)
 
@@ -435,12 +472,15 @@ def train_seeds(
         return study(task, rows, path, tuple(seeds), runs=out, command=how, **usual)[task.name]
 
     s = room('lab.train').summary(plainly(work, how))
-    if is_first():
-        print(
-            f"{task.name}, seeds {seeds[0]} to {seeds[-1]}: "
-            f"test {s['test']:.1f} ± {s['test_sd']:.1f} %, "
-            f"validation {s['valid']:.1f} ± {s['valid_sd']:.1f} %; runs in {out}"
-        )
+    if not is_first():
+        return
+    found = (
+        f"{task.name}, seeds {seeds[0]} to {seeds[-1]}: "
+        f"test {s['test']:.1f} ± {s['test_sd']:.1f} %, "
+        f"validation {s['valid']:.1f} ± {s['valid_sd']:.1f} %"
+    )
+    print(f"{found}; runs in {out}")
+    return leave_study(out / 'runs.json', found)
 
 
 def train_own(
@@ -453,6 +493,7 @@ def train_own(
     overwrite: Overwrite = False,
     device: Device = None,
     progress: Progress = None,
+    as_json: AsJson = False,
 ):
     """A task of your own: 'my_module:my_task', in the current folder or installed.
 
@@ -461,7 +502,7 @@ def train_own(
     task = room('lab.tasks').task_named(ctx.info_name)
     out = out or Path('runs', ctx.info_name.split(':')[1])
     usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
-    train_task(ctx, task, net, out, progress=progress, **usual)
+    return train_task(ctx, task, net, out, progress=progress, **usual)
 
 
 def train_columns(
@@ -502,6 +543,7 @@ def train_columns(
     overwrite: Overwrite = False,
     device: Device = None,
     progress: Progress = None,
+    as_json: AsJson = False,
 ):
     """Columns of your own: 'file:PATH' is a CSV, JSON or Parquet file, a folder of them, or a
     folder of pictures with a sub-folder for each class; 'hub:NAME' is a data set of the Hub.
@@ -514,7 +556,8 @@ def train_columns(
     task = room('outlook.own').own_task(ctx.info_name, **named, **how)
     name = ctx.info_name.partition(':')[2].partition('@')[0].rstrip('/').rsplit('/', 1)[-1]
     usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
-    train_task(ctx, task, net, out or Path('runs', Path(name).stem), progress=progress, **usual)
+    out = out or Path('runs', Path(name).stem)
+    return train_task(ctx, task, net, out, progress=progress, **usual)
 
 
 def here_first():
@@ -528,13 +571,17 @@ def demo(
     seed: Seed = 0,
     out: Annotated[
         Path,
-        option('Folder for metrics.json, picture.png, dstep/ and cnn/ (weights); made if missing.'),
+        option(
+            'Folder for metrics.json, report.html, picture.png, dstep/ and cnn/ (weights); made if '
+            'missing.'
+        ),
     ] = Path('runs/demo'),
     resume: Resume = False,
     overwrite: Overwrite = False,
     epochs: Annotated[int, option('Times through the 1,000 training digits.', min=1)] = 24,
     device: Device = None,
     progress: Progress = None,
+    as_json: AsJson = False,
 ):
     """Train a small capsule network on real handwritten digits (8x8, from scikit-learn), next to a
     CNN of equal size.
@@ -547,6 +594,8 @@ def demo(
     results = plainly(lambda: rooms.demo(seed, out, how_to_resume=how, **kw), how)
     weights = f"capsnb.DStepNet.from_pretrained('{out / 'dstep'}')"
     print(f"\n{rooms.demo_table(results)}\n\nlook at {out / 'picture.png'}; weights: {weights}")
+    leave('run', out)
+    return results
 
 
 def confusion_table(
@@ -594,7 +643,7 @@ def evaluate(
             min=1,
         ),
     ] = 1,
-    as_json: Annotated[bool, option('Print one JSON object, and nothing else.', '--json')] = False,
+    as_json: AsJson = False,
     device: Device = None,
     progress: Progress = None,
 ):
@@ -606,11 +655,14 @@ def evaluate(
     with contextlib.redirect_stdout(sys.stderr):
         e = room('lab.tasks').evaluate(run, split, device=device, progress=progress, **here)
     if as_json:
-        return print(json.dumps(e))
+        leave('test', run, e, quiet=True)
+        return e
     print(f"{e['split']}: {e['accuracy']:.1%} of {e['n']:,}\n")
     print(confusion_table(e['names'], e['confusion']))
     for angle, found in e.get('by_degrees', {}).items():
         print(f"\nby {angle}: " + ', '.join(f'{d}° {a:.0%}' for d, a in found.items()))
+    print()
+    leave('test', run, e)
 
 
 def explain(
@@ -744,6 +796,7 @@ def ablate(
     cache: ToyCache = None,
     device: Device = None,
     progress: Progress = None,
+    as_json: AsJson = False,
 ):
     """What each part of matrix capsules is worth: the rows of Table 1 of Hinton et al. (2018),
     beside the paper's errors.
@@ -768,9 +821,10 @@ def ablate(
     )
     if not is_first():
         return
-    picture = out.with_suffix('.png')
+    picture, table = out.with_suffix('.png'), ablation.ablation_table(out)
     ablation.plot_ablation(out).savefig(picture, dpi=120)
-    print(f"{ablation.ablation_table(out)}\n\nlook at {picture}")
+    print(f"{table}\n\nlook at {picture}")
+    return leave_study(out, table, (picture,))
 
 
 def shootout(
@@ -802,24 +856,29 @@ def shootout(
     ),
     device: Device = None,
     progress: Progress = None,
+    as_json: AsJson = False,
 ):
     """Every routing on one stem: equal parameters, budget and search, then fresh seeds.
 
     Trains one network after another; a study that was stopped goes on with the same command."""
     shoot = room('lab.shootout')
     if costs:
-        found = shoot.measure_costs(data, out / f'shootout_{data}_costs.json')['costs']
-        for name, c in found.items():
-            print(f"{name:14s} {1e3 * c['seconds']:7.1f} ms {c['bytes'] / 1e6:7.1f} MB")
-        return
+        path = out / f'shootout_{data}_costs.json'
+        found = shoot.measure_costs(data, path)['costs'].items()
+        each = '{:14s} {:7.1f} ms {:7.1f} MB'
+        lines = [each.format(k, 1e3 * c['seconds'], c['bytes'] / 1e6) for k, c in found]
+        print(*lines, sep='\n')
+        return leave_study(path, '\n'.join(lines))
     how = dict(scale=scale, runs=out / 'runs', device=device, progress=progress)
     how |= dict(networks=tuple(network or ()))
     shoot.shoot_out(data, out, tuple(only or ()) or None, tuple(range(seeds)), **how)
     if not is_first():
         return
     record = out / f"{'networks' if network else 'shootout'}_{data}.json"
-    shoot.plot_shootout(record).savefig(record.with_suffix('.png'), dpi=120)
-    print(f"{shoot.standings(record)}\n\nlook at {record.with_suffix('.png')}")
+    picture, table = record.with_suffix('.png'), shoot.standings(record)
+    shoot.plot_shootout(record).savefig(picture, dpi=120)
+    print(f"{table}\n\nlook at {picture}")
+    return leave_study(record, table, (picture,))
 
 
 def study_viewpoint(
@@ -853,6 +912,7 @@ def study_viewpoint(
     ),
     device: Device = None,
     progress: Progress = None,
+    as_json: AsJson = False,
 ):
     """New viewpoints: trained on a third of the views, compared where familiar ones are read alike.
 
@@ -863,17 +923,20 @@ def study_viewpoint(
     own = dict(folder=folder) if folder else {}
     if costs:
         minutes = view.write_price(data, out, scale=scale, **own)['minutes']
-        for name, m in minutes.items():
-            print(f"{name:10s} {m:6.1f} CPU minutes a run")
-        return print(f"{view.hours(minutes, seeds):.1f} CPU hours for all, with the search")
+        lines = [f"{name:10s} {m:6.1f} CPU minutes a run" for name, m in minutes.items()]
+        lines.append(f"{view.hours(minutes, seeds):.1f} CPU hours for all, with the search")
+        print(*lines, sep='\n')
+        return leave_study(out / f'viewpoint_{data}_costs.json', '\n'.join(lines))
     how = dict(protocol=protocol, plane=plane, only=only, seeds=tuple(range(seeds)), scale=scale)
     how |= dict(shootout=shootout, options=own)
     view.viewpoint_study(data, by, out, **how, device=device, progress=progress)
     if not is_first():
         return
     record = view.record_of(out, data, by, protocol, plane)
-    view.plot_viewpoints(record, against).savefig(record.with_suffix('.png'), dpi=120)
-    print(f"{view.viewpoint_table(record, against)}\n\nlook at {record.with_suffix('.png')}")
+    picture, table = record.with_suffix('.png'), view.viewpoint_table(record, against)
+    view.plot_viewpoints(record, against).savefig(picture, dpi=120)
+    print(f"{table}\n\nlook at {picture}")
+    return leave_study(record, table, (picture,))
 
 
 def study_attacks(
@@ -911,6 +974,7 @@ def study_attacks(
     ] = None,
     device: Device = None,
     progress: Progress = None,
+    as_json: AsJson = False,
 ):
     """Pictures changed so that networks err: is a routing harder to fool than a CNN as large?
 
@@ -925,8 +989,10 @@ def study_attacks(
     if not is_first():
         return
     record = out / f'attacks_{data}.json'
-    attacks.plot_attacks(record).savefig(record.with_suffix('.png'), dpi=120)
-    print(f"{attacks.attack_lines(record)}\n\nlook at {record.with_suffix('.png')}")
+    picture, table = record.with_suffix('.png'), attacks.attack_lines(record)
+    attacks.plot_attacks(record).savefig(picture, dpi=120)
+    print(f"{table}\n\nlook at {picture}")
+    return leave_study(record, table, (picture,))
 
 
 def study_overlap(
@@ -949,6 +1015,7 @@ def study_overlap(
     ] = None,
     device: Device = None,
     progress: Progress = None,
+    as_json: AsJson = False,
 ):
     """MultiMNIST: which two digits are there, one on top of the other (Sabour 2017, section 6)?
 
@@ -961,27 +1028,31 @@ def study_overlap(
     if not is_first():
         return
     record = json.loads(path.read_text(encoding='utf-8'))
-    for key, found in record['tested'].items():
-        print(
-            f"{key}: {found['error']:.1%} of {found['n']:,} pairs misread, "
-            f"{found['digit_error']:.1%} of the digits"
-        )
-    save_pictures(
+    lines = [
+        f"{key}: {found['error']:.1%} of {found['n']:,} pairs misread, "
+        f"{found['digit_error']:.1%} of the digits"
+        for key, found in record['tested'].items()
+    ]
+    print(*lines, sep='\n')
+    pictures = save_pictures(
         path,
         overlap=lab.plot_by_overlap(record),
         **{k: lab.plot_drawn(v) for k, v in record['drawn'].items() if v},
     )
+    return leave_study(path, '\n'.join(lines), tuple(pictures))
 
 
 def save_pictures(
     path: Path,  # of a record
     **figures,  # name -> matplotlib figure
-):
+) -> list:  # their paths
     "Pictures beside a record."
+    pictures = []
     for name, figure in figures.items():
-        picture = path.with_name(f"{path.stem}_{name.replace(' ', '_')}.png")
-        figure.savefig(picture, dpi=120)
-        print(f'look at {picture}')
+        pictures.append(path.with_name(f"{path.stem}_{name.replace(' ', '_')}.png"))
+        figure.savefig(pictures[-1], dpi=120)
+        print(f'look at {pictures[-1]}')
+    return pictures
 
 
 def study_distortion(
@@ -1006,6 +1077,7 @@ def study_distortion(
     ] = Path('runs/distortion'),
     device: Device = None,
     progress: Progress = None,
+    as_json: AsJson = False,
 ):
     """Accuracy against shift, rotation, scale, noise and occlusion, for every routing on one stem.
 
@@ -1019,9 +1091,14 @@ def study_distortion(
     if not is_first():
         return
     record = json.loads(path.read_text(encoding='utf-8'))
-    for key, found in record.get('test accuracy', {}).items():
-        print(f"{key}: moved {record['clean accuracy'][key]:.1%}, affine {found:.1%}")
-    save_pictures(path, robustness=lab.plot_robustness(record))
+    lines = [
+        f"{key}: moved {record['clean accuracy'][key]:.1%}, affine {found:.1%}"
+        for key, found in record.get('test accuracy', {}).items()
+    ]
+    for line in lines:
+        print(line)
+    pictures = save_pictures(path, robustness=lab.plot_robustness(record))
+    return leave_study(path, '\n'.join(lines), tuple(pictures))
 
 
 def plateau(
@@ -1036,6 +1113,7 @@ def plateau(
     ),
     device: Device = None,
     progress: Progress = None,
+    as_json: AsJson = False,
 ):
     """What keeps matrix capsules from learning at first: watched runs on toys of 32 pixels.
 
@@ -1049,8 +1127,10 @@ def plateau(
         device=device,
         progress=progress,
     )
-    if is_first():
-        print(room('lab.plateau').plateau_table(out))
+    if not is_first():
+        return
+    print(table := room('lab.plateau').plateau_table(out))
+    return leave_study(out, table)
 
 
 def depth(
@@ -1066,6 +1146,7 @@ def depth(
     ),
     device: Device = None,
     progress: Progress = None,
+    as_json: AsJson = False,
 ):
     """Deep networks of matrix capsules with and without cures, on toys of 32 pixels.
 
@@ -1082,8 +1163,10 @@ def depth(
         device=device,
         progress=progress,
     )
-    if is_first():
-        print(room('lab.depth').depth_table(out))
+    if not is_first():
+        return
+    print(table := room('lab.depth').depth_table(out))
+    return leave_study(out, table)
 
 
 def study_poses(
@@ -1110,6 +1193,7 @@ def study_poses(
     ),
     device: Device = None,
     progress: Progress = None,
+    as_json: AsJson = False,
 ):
     """What capsules know of the pose: R² of azimuth and elevation on unknown objects.
 
@@ -1118,14 +1202,16 @@ def study_poses(
     if weights is not None:
         drawn = poses.published_figures(weights, data, out)
         print('look at ' + ', '.join(map(str, drawn)))
-        return
+        return dict(pictures=list(map(str, drawn)))
     how = dict(scale=scale, runs=out / 'runs', take=take, device=device, progress=progress)
     poses.study_poses(data, out, tuple(only or ()) or None, tuple(range(seeds)), **how)
     if not is_first():
         return
     drawn = poses.draw_study(data, out)
-    record = room('data.files').read_json(out / f'poses_{data}.json')
-    print(f"{poses.pose_table(record)}\n\nlook at {', '.join(map(str, drawn))}")
+    path = out / f'poses_{data}.json'
+    table = poses.pose_table(room('data.files').read_json(path))
+    print(f"{table}\n\nlook at {', '.join(map(str, drawn))}")
+    return leave_study(path, table, tuple(drawn))
 
 
 def study_language(
@@ -1145,6 +1231,7 @@ def study_language(
     ),
     device: Device = None,
     progress: Progress = None,
+    as_json: AsJson = False,
 ):
     """Small language models with routing inside, or at the end: equal parameters and search.
 
@@ -1152,15 +1239,20 @@ def study_language(
     lab, who = room('outlook.language'), tuple(only or ()) or None
     g = lab.stage(which, folder=folder)
     if costs:
+        lines = []
         for name, c in lab.measure_language(which, out, who, g=g)['costs'].items():
             tokens = c['tokens']
             each = f"{1e6 * c['seconds'] / tokens:9,.0f} µs {c['bytes'] / tokens:10,.0f} B a token"
-            print(f'{name:14s} {each}')
-        return
+            lines.append(f'{name:14s} {each}')
+        print(*lines, sep='\n')
+        return leave_study(out / f'language_{which}_costs.json', '\n'.join(lines))
     how = dict(g=g, runs=out / 'runs', device=device, progress=progress)
     lab.language_study(which, out, who, tuple(range(seeds)), **how)
-    if is_first():
-        print(lab.language_table(out / f'language_{which}.json'))
+    if not is_first():
+        return
+    path = out / f'language_{which}.json'
+    print(table := lab.language_table(path))
+    return leave_study(path, table)
 
 
 def study_credit(
@@ -1172,13 +1264,15 @@ def study_credit(
     cache: Annotated[Path | None, unset('Folder of cached hidden states.')] = None,
     out: Annotated[Path, option('Record; runs that it holds are kept.')] = Path('runs/credit.json'),
     device: Device = None,
+    as_json: AsJson = False,
 ):
     """Credit through the routings against deletion, gradients and integrated gradients."""
     lab = room('outlook.faithful')
     here = dict(folder=folder) | ({} if cache is None else dict(cache=cache))
     record = lab.credit_study(runs, out, limit, device, **here)
-    for kind in lab.kinds:
-        print(f'taken away: a {kind}\n{lab.credit_table(record, kind)}\n')
+    told = [f'taken away: a {kind}\n{lab.credit_table(record, kind)}\n' for kind in lab.kinds]
+    print(*told, sep='\n')
+    return leave_study(out, '\n'.join(told))
 
 
 def rehearsal(
@@ -1190,16 +1284,21 @@ def rehearsal(
         Path | None, unset('Folder of the treebank; else CAPSNB_DATA, or a download.')
     ] = None,
     device: Device = None,
+    as_json: AsJson = False,
 ):
     """GPT-2-large without its weights: a transformer of its exact size with random weights is made,
     read in float32 and bfloat16, trained on, killed, resumed, cached and explained."""
     room('core').need('transformers', 'train')
     found = room('lab.sentiment').rehearse(out, limit, data, device=device)
+    lines = []
     for name, act in found['acts'].items():
         peak = f"{act['peak_bytes'] / 1e9:6.1f} GB at most" if 'peak_bytes' in act else ''
         batch = f", {act['batch_seconds']:.1f} s a batch" if 'batch_seconds' in act else ''
-        print(f"{name:10s} {act['seconds']:7.0f} s {peak}{batch}")
-    print('resumed is whole, bit by bit' if found['resumed_is_whole'] else 'resumed DIFFERS')
+        lines.append(f"{name:10s} {act['seconds']:7.0f} s {peak}{batch}")
+    whole = found['resumed_is_whole']
+    lines.append('resumed is whole, bit by bit' if whole else 'resumed DIFFERS')
+    print(*lines, sep='\n')
+    return leave_study(out / 'rehearsal.json', '\n'.join(lines))
 
 
 def beside(

@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import platform
 import random
+import shlex
 import subprocess
 import sys
 import time
@@ -27,7 +28,7 @@ from torch import Tensor
 
 # %% auto #0
 __all__ = ['MOST_ITERS', 'palette', 'from_generator', 'check_n_iters', 'seed_everything', 'pick_device', 'need', 'from_bytes',
-           'run_record', 'plot_style', 'film']
+           'run_record', 'plot_style', 'film', 'html_page', 'is_own_page']
 
 # %% ../nbs/00_core.ipynb #cf324b7a
 _Tuple = TypeVar('_Tuple')
@@ -150,7 +151,7 @@ def run_record(
         else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     )
     return dict(
-        command=' '.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         seed=seed,
         commit=commit or None,
         device=device,
@@ -269,3 +270,34 @@ def film(
     if len(page) > limit:
         raise ValueError(f"a film of at most {limit:,} bytes is wanted, this has {len(page):,}")
     return need('IPython.display', 'dev').HTML(page)
+
+# %% ../nbs/00_core.ipynb #7d1c0f02
+_page_mark = '<meta name="generator" content="capsnb">'
+_page_style = '''
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 50rem; margin: 2rem auto; padding: 0 1rem; }
+body { overflow-wrap: break-word; } small { opacity: .75; }
+section { border-top: 1px solid #8884; padding: .8rem 0; }
+'''
+
+
+def html_page(
+    title: str,  # any text
+    body: str,  # HTML, below the headline
+    style: str = '',  # CSS, besides that of all pages
+) -> str:  # HTML
+    "A whole page that asks for no other file."
+    name = html.escape(title)
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    head += f'{_page_mark}<link rel="icon" href="data:,"><title>{name}</title>'
+    head += f'<style>{_page_style}{style}</style>'
+    body = f'<body><h1>{name}</h1>{body}</body>'
+    return f'<!doctype html><html lang="en"><head>{head}</head>{body}</html>'
+
+
+def is_own_page(
+    path: Path,  # of a file that is there
+) -> bool:
+    "Whether a file is a page of `html_page`."
+    with open(path, 'rb') as f:
+        return _page_mark.encode() in f.read(500)

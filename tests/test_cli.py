@@ -128,7 +128,7 @@ def test_a_demo_never_replaces_another_run(place, options, tmp_path):
     assert r.exit_code == 1 and 'which no demo left' in r.output and files_of(tmp_path) == kept
 
 
-@pytest.mark.parametrize('name', ['metrics.json', 'picture.png'])
+@pytest.mark.parametrize('name', ['metrics.json', 'picture.png', 'report.html'])
 def test_a_demo_never_replaces_somebodys_file(name, tmp_path):
     (tmp_path / name).write_text('{}')
     for options in ((), ('--overwrite',)):
@@ -137,7 +137,8 @@ def test_a_demo_never_replaces_somebodys_file(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    'name', ['drawings.png', 'poses.png', 'checkpoints/checkpoint-7/model.safetensors']
+    'name',
+    ['drawings.png', 'poses.png', 'report.html', 'checkpoints/checkpoint-7/model.safetensors'],
 )
 def test_pictures_and_checkpoints_of_others_are_kept(name, tmp_path):
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ from ..core import need
 
 # %% auto #0
 __all__ = ['cache_folder', 'holds', 'find_folder', 'put_in_place', 'sync_folder', 'left_behind', 'write_lock', 'checksum',
-           'fetch', 'write_json', 'read_json', 'wrong_byte', 'need_hub', 'load_hub']
+           'fetch', 'write_text', 'write_json', 'read_json', 'wrong_byte', 'need_hub', 'load_hub']
 
 # %% ../../nbs/data/32_files.ipynb #00000006
 def cache_folder(
@@ -270,23 +270,31 @@ def _write(url: str, answer, path: Path, most: int):  # appends at most so many 
             most -= len(piece)
 
 # %% ../../nbs/data/32_files.ipynb #7099af7c
-def write_json(
+def write_text(
     path: str | Path,  # of the file
-    content: dict,  # JSON-ready
+    content: str,  # written as UTF-8
 ):
-    "Write a note at once or not at all, and see it onto the disk."
+    "Write a file at once or not at all, and see it onto the disk."
     path = Path(path)
     temporary = path.with_name(f'{path.name}.{os.getpid()}.tmp')
     try:
         with open(temporary, 'w', encoding='utf-8') as f:
             _lock(f)
-            f.write(json.dumps(content, indent=1))
+            f.write(content)
         put_in_place(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     for old in left_behind(path.parent, re.escape(path.name) + r'[.](?P<pid>[0-9]+)[.]tmp'):
         with contextlib.suppress(OSError):
             old.unlink()
+
+
+def write_json(
+    path: str | Path,  # of the file
+    content: dict,  # JSON-ready
+):
+    "Write a note, as `write_text` does."
+    write_text(path, json.dumps(content, indent=1))
 
 # %% ../../nbs/data/32_files.ipynb #7f8861a5
 def read_json(

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 from ..core import palette, pick_device, plot_style, run_record, seed_everything
 from ..data.files import read_json, write_json
-from .runs import check_room, clear_run, first_process, found_in, is_busy, run_bytes
+from capsnb.lab.runs import (
+    check_room,
+    clear_run,
+    first_process,
+    foreign_page,
+    found_in,
+    is_busy,
+    pages_in,
+    run_bytes,
+)
 from .train import Deck, check_recipe, fit, load_digits_split
 from .vision import DStepNet, PlainCNN, n_params, rival_of
 
@@ -190,7 +199,7 @@ def _strangers(
     found = {out / name: found_in(out / name) for name in networks if name not in of_ours}
     ours = ['metrics.json'] if _shown_before(out) else []
     if ours or of_ours:
-        ours.append('picture.png')
+        ours += ['picture.png', *pages_in(out)]
     picture = ['picture.png'] if (out / 'picture.png').exists() else []
     found[out] = [f for f in found_in(out) + picture if f not in ours]
     return {folder: there for folder, there in found.items() if there}
@@ -210,7 +219,10 @@ def _claim_demo(
                 f"another process is at work in '{folder}': wait until it "
                 "has ended, stop it, or choose another folder (--out)"
             )
-    for folder, there in _strangers(out).items():
+    strangers = _strangers(out)
+    if not resume and (foreign := foreign_page(out)):
+        strangers[out] = strangers.get(out, []) + foreign
+    for folder, there in strangers.items():
         raise ValueError(
             f"'{folder}' holds {', '.join(there)}, which no demo left: "
             "choose another folder (--out)"
@@ -272,7 +284,7 @@ def _clear_demo(
 ):
     for name in networks:
         clear_run(out / name)
-    for name in ('metrics.json', 'picture.png'):
+    for name in ('metrics.json', 'picture.png', *pages_in(out)):
         (out / name).unlink(missing_ok=True)
 
 

@@ -21,14 +21,14 @@ from contextlib import contextmanager
 from pathlib import Path
 import torch
 from torch import nn
-from ..core import need, pick_device
+from ..core import is_own_page, need, pick_device
 from ..data.files import checksum, read_json, sync_folder, write_json
 
 # %% auto #0
 __all__ = ['run_folder', 'first_process', 'locked', 'is_busy', 'checkpoint_bytes', 'check_room', 'digest', 'with_digest',
            'read_whole', 'hash_files', 'seal_checkpoint', 'read_seal', 'checkpoints_in', 'last_whole', 'run_bytes',
-           'clear_run', 'found_in', 'claim', 'made_with', 'agree', 'same_run', 'save_network', 'write_end', 'check_end',
-           'finished_run', 'task_of', 'saved_network', 'checked_network']
+           'pages_in', 'clear_run', 'found_in', 'foreign_page', 'claim', 'made_with', 'agree', 'same_run',
+           'save_network', 'write_end', 'check_end', 'finished_run', 'task_of', 'saved_network', 'checked_network']
 
 # %% ../../nbs/lab/41_runs.ipynb #7fe514af
 def run_folder(
@@ -267,13 +267,21 @@ _run_files = (
 )
 
 
+def pages_in(
+    folder: Path,  # of a run
+) -> list:  # names
+    "Pages about a run and its tests; somebody else's `report.html` is none."
+    found = sorted(p for p in folder.glob('report*.html') if p.is_file())
+    return [p.name for p in found if is_own_page(p)]
+
+
 def clear_run(
     folder: Path,  # of a run; nothing else that lies there is touched
 ):
-    "Remove what an earlier run left: checkpoints, metrics, settings, network, pictures of it."
+    "Remove what an earlier run left: checkpoints, metrics, settings, network, pictures, pages."
     for old in checkpoints_in(folder / 'checkpoints'):
         shutil.rmtree(old)
-    for name in _run_files:
+    for name in (*_run_files, *pages_in(folder)):
         (folder / name).unlink(missing_ok=True)
 
 # %% ../../nbs/lab/41_runs.ipynb #e940bf88
@@ -281,8 +289,16 @@ def found_in(
     folder: Path,  # that a run would write to
 ) -> list:  # names of files and checkpoints
     "What an earlier run left in a folder."
-    files = [name for name in _run_files if (folder / name).exists()]
+    files = [name for name in _run_files if (folder / name).exists()] + pages_in(folder)
     return files + [f'checkpoints/{p.name}' for p in checkpoints_in(folder / 'checkpoints')]
+
+
+def foreign_page(
+    folder: Path,  # that a run would write to
+) -> list:  # 'report.html', if it is there and somebody else's
+    "A page that no run left."
+    there = (folder / 'report.html').exists() and 'report.html' not in pages_in(folder)
+    return ['report.html'] * there
 
 # %% ../../nbs/lab/41_runs.ipynb #9e54ef17
 def claim(
@@ -302,14 +318,15 @@ def claim(
         raise ValueError(f"{go_on} goes on with a run, {replace} replaces it: ask for one of them")
     if is_busy(folder):
         raise _at_work(folder)
-    there = found_in(folder)
+    there, foreign = found_in(folder), foreign_page(folder)
     if resume and not there and command_line:
         print(f"nothing to resume in '{folder}': a new run begins", file=sys.stderr)
-    if resume or not there:
+    if resume or not (there or foreign):
         return
-    if 'settings.json' not in there:
+    if strange := foreign or 'settings.json' not in there and there:
         raise ValueError(
-            f"'{folder}' holds {', '.join(there)}, which no run left: choose another folder ({out})"
+            f"'{folder}' holds {', '.join(strange)}, which no run left: "
+            f"choose another folder ({out})"
         )
     if overwrite:
         return

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Callable, NamedTuple
 import torch
 from torch import nn, Tensor
-from ..core import need, palette, plot_style
+from ..core import html_page, need, palette, plot_style
 from ..engine.dstep import Routing
 from ..engine.numerics import may_look
 from ..data.embed import FrozenEncoder, first_line, as_texts
@@ -453,12 +453,9 @@ def explain(
     return Explanation(text, names, c.a[0].tolist(), *both, shares.sum(0).tolist())
 
 # %% ../../nbs/lab/46_text.ipynb #7daf16d6
-_page_style = '''
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 50rem; margin: 2rem auto; padding: 0 1rem; }
-section { border-top: 1px solid #8884; padding: .8rem 0; }
+_words_style = '''
 .words { display: none; } .bar { display: flex; height: .5rem; margin: .4rem 0; }
-label { margin-right: 1rem; cursor: pointer; } small { opacity: .75; }
-:root { color-scheme: light dark; }
+label { margin-right: 1rem; cursor: pointer; }
 '''
 _ways = {  # name of a radio button -> what colours the words
     'lost without it': lambda e: e.without,
@@ -494,11 +491,7 @@ def explained_page(
             f'<section>{words}{_class_bar(p.tolist(), e.names)}<small>{said}</small></section>'
         )
     legend = '<p><small>red: negative, blue: positive; point at a word for its number</small></p>'
-    name = html.escape(title)
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-    head += f'<title>{name}</title><style>{_page_style}{show}</style>'
-    body = f'<h1>{name}</h1>{legend}{buttons}{"".join(parts)}'
-    return f'<!doctype html><html lang="en"><head>{head}</head><body>{body}</body></html>'
+    return html_page(title, legend + buttons + ''.join(parts), _words_style + show)
 
 
 def _class_bar(p: list, names: tuple) -> str:  # HTML

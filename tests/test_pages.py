@@ -1,0 +1,415 @@
+"""Pages of results: whole, of one file, safe from strangers' names; what `--json` prints."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+import pytest
+
+for name in ('typer', 'transformers', 'sklearn', 'matplotlib', 'scipy'):
+    pytest.importorskip(name)
+from typer.main import get_command
+from typer.testing import CliRunner
+from browser import browser, chromium, served
+from capsnb.cli import make_app
+from capsnb.core import html_page, is_own_page
+from capsnb.data.files import read_json, write_text
+from capsnb.lab import demo
+from capsnb.lab.tasks import evaluate
+from capsnb.lab.train import load_digits_split
+from capsnb.lab.text import Explanation, explained_page
+from capsnb.outlook import pages
+from capsnb.outlook.pages import eval_page, record_page, run_page, write_page
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / 'nbs' / 'results'
+tiny = 'train digits --net cnn --limit 60 --test-limit 50 --epochs 1 --device cpu --out'.split()
+evil = '<script>alert(1)</script>"\'><img src=http://x onerror=a>'
+
+
+def capsnb(*args):
+    return CliRunner().invoke(make_app(), [str(a) for a in args])
+
+
+class Whole(HTMLParser):
+    "Reads a page, and fails where a browser would have to guess."
+
+    empty = 'meta', 'link', 'img', 'input', 'br'
+
+    def __init__(self, page):
+        super().__init__()
+        self.page, self.open, self.text, self.images, self.rows = page, [], '', [], []
+        self.feed(page)
+        self.close()
+        assert page.startswith('<!doctype html>') and not self.open, self.open
+
+    def handle_starttag(self, tag, attributes):
+        found = dict(attributes)
+        assert tag != 'script' and len(found) == len(attributes), tag
+        assert not [k for k in found if k.startswith('on')], found
+        for key in ('src', 'href', 'srcset', 'data', 'action'):
+            assert found.get(key, 'data:').startswith('data:'), found
+        assert 'url(' not in found.get('style', ''), found
+        if tag == 'img':
+            assert found['alt'].strip()
+            self.images.append(found)
+        if tag == 'tr':
+            self.rows.append([])
+        if tag in ('td', 'th'):
+            self.rows[-1].append('')
+        if tag not in self.empty:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag, tag
+
+    def handle_data(self, data):
+        if 'style' in self.open:
+            assert 'url(' not in data and '@import' not in data
+            return
+        self.text += data
+        if {'td', 'th'} & set(self.open):
+            self.rows[-1][-1] += data
+
+    def row(self, name):
+        return next(r[1:] for r in self.rows if r[0] == name)
+
+
+def read(path):
+    return Whole(path.read_text(encoding='utf-8'))
+
+
+@pytest.mark.parametrize(
+    'page', ['<p><b></p></b>', '<p>', '<img src="data:">', '<script></script>']
+)
+def test_a_broken_page_is_seen(page):
+    with pytest.raises((AssertionError, KeyError)):
+        Whole('<!doctype html>' + page)
+
+
+@pytest.fixture(scope='module')
+def finished(tmp_path_factory):
+    "A run, and a test of it, as the command line leaves them."
+    out = tmp_path_factory.mktemp('pages') / 'run'
+    r = capsnb(*tiny, out, '--json')
+    assert r.exit_code == 0, r.output
+    assert f"look at {out / 'report.html'}" in r.stderr
+    assert json.loads(r.stdout) == read_metrics(out) and len(r.stdout.splitlines()) == 1
+    r = capsnb('eval', out, '--device', 'cpu')
+    assert r.exit_code == 0 and r.output.endswith(f"look at {out / 'report_test.html'}\n")
+    return out
+
+
+def read_metrics(out):
+    note = read_json(out / 'metrics.json')
+    return {k: v for k, v in note.items() if k != 'digest'}
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / 'run')
+    return tmp_path / 'run'
+
+
+def test_the_page_of_a_run(finished):
+    page, m = read(finished / 'report.html'), read_metrics(finished)
+    assert page.row('test accuracy') == [f"{m['test_accuracy']:.2%}"]
+    assert page.row('parameters') == ['90,035'] and page.row('seed') == ['0']
+    assert page.row('torch') == [m['torch']] and page.row('commit') == [str(m['commit'])]
+    assert page.row('lr') == ['[1e-05, 0.01]'] and page.row('epoch kept') == ['1 of 1']
+    assert m['command'] in page.text and '1 epochs: accuracy' in page.images[0]['alt']
+    loss = m['history'][0]['loss']
+    assert len(page.images) == 1 and page.row('1')[0] == f'{loss:.4g}'
+    style = (finished / 'report.html').read_text(encoding='utf-8')
+    assert 'prefers-color-scheme: dark' in style and 'color-scheme: light dark' in style
+
+
+def test_the_page_of_a_test(finished):
+    page, found = read(finished / 'report_test.html'), evaluate(finished, device='cpu')
+    cells = [row[1:11] for row in page.rows if len(row) == 12][1:]
+    assert [[int(n or 0) for n in row] for row in cells] == found['confusion']
+    right = found['confusion'][3][3] / sum(found['confusion'][3])
+    assert page.row('3')[-1] == f'{right:.0%}' and page.row('samples') == ['50']
+    assert page.row('arch') == ['cnn'] and page.row('n_params') == ['90,035']
+    assert page.row('capsnb') and page.row('device')
+
+
+def test_tests_of_two_splits_stand_side_by_side(run):
+    before = (run / 'report_test.html').read_bytes()
+    assert capsnb('eval', run, '--split', 'validation', '--device', 'cpu').exit_code == 0
+    assert read(run / 'report_validation.html').row('accuracy on validation')
+    assert (run / 'report_test.html').read_bytes() == before
+
+
+def test_many_classes_become_the_errors_that_are_most_frequent():
+    n = 40
+    confusion = [[0] * n for _ in range(n)]
+    confusion[3][5], confusion[1][2], confusion[7][7] = 4, 9, 50
+    names = [f'class {k}' for k in range(n)]
+    found = dict(split='test', n=63, accuracy=0.8, names=names, confusion=confusion)
+    page = Whole(eval_page(found, dict(task='words'), {}))
+    rows = [r for r in page.rows if r[0].startswith('class ')]
+    assert rows == [['class 1', 'class 2', '9'], ['class 3', 'class 5', '4']]
+
+
+def test_strange_names_are_text(run, tmp_path):
+    found = dict(split=evil, n=2, accuracy=0.5, names=[evil, 'b'], confusion=[[1, 0], [1, 0]])
+    found |= {evil: evil, 'by': {evil: {'1': 0.5}}}
+    page = Whole(eval_page(found, {'task': evil, evil: [evil]}, dict(command=evil, device=evil)))
+    assert page.text.count(evil) >= 9 and page.row(evil)
+    record = dict(headline={evil: evil}, study={evil: evil}, command=evil, seed=evil)
+    runs = {f'{evil} seed {k}': dict(seed=k, test_accuracy=0.5) for k in (0, 1)}
+    picture = tmp_path / 'a" onerror="x.png'
+    picture.write_bytes(b'no picture at all')
+    page = Whole(record_page(record | dict(runs=runs), evil, evil, (picture,)))
+    assert page.text.count(evil) >= 6 and len(page.images) == 2
+    assert 'a" onerror="x' in page.images[0]['alt']
+    odd = read_metrics(run) | dict(data=evil, network=evil, changes=[evil])
+    folder = tmp_path / 'demo'
+    folder.mkdir()
+    (folder / 'metrics.json').write_text(json.dumps({evil: odd, 'b': odd, 'command': evil}))
+    assert Whole(run_page(folder)).text.count(evil) >= 6
+
+
+def test_what_cannot_be_encoded_is_no_hindrance(tmp_path):
+    write_page(tmp_path / 'a.html', html_page('caf\udce9', ''))  # a path as the system gave it
+    assert read(tmp_path / 'a.html').text.startswith('caf?')
+
+
+def test_the_page_of_sentences_is_as_whole(tmp_path):
+    words = [(evil, -0.5), ('b', 0.25)]
+    e = Explanation('a b', (evil, 'good'), [0.1, 0.2], words, words, [[0.1, 0.2]])
+    (tmp_path / 'page.html').write_text(explained_page([e, e], evil), encoding='utf-8')
+    assert is_own_page(tmp_path / 'page.html') and evil in read(tmp_path / 'page.html').text
+
+
+records = sorted(RESULTS.glob('*.json'))
+of_studies = [
+    p
+    for p in records
+    if re.match('capsnb (study|shootout|ablate)', str(read_json(p).get('command')))
+]
+
+
+@pytest.mark.parametrize('path', records, ids=lambda p: p.stem)
+def test_every_record_has_a_page(path, monkeypatch):
+    "tables and texts; two of the pictures are drawn below"
+
+    def drawn(figure, alt):
+        pages.need('matplotlib.pyplot').close(figure)
+        return pages._picture(b'', 'image/png', alt)
+
+    monkeypatch.setattr(pages, '_figure', drawn)
+    page, record = Whole(record_page(path)), read_json(path)
+    if record.get('command'):
+        assert record['command'] in page.text
+    if record.get('torch'):
+        assert page.row('torch') == [record['torch']]
+    for name, told in (record.get('headline') or {}).items():
+        assert page.row(name) and str(told) in page.text
+    if path in of_studies and 'runs' in record:
+        settings = {key.rpartition(' seed ')[0] for key in record['runs']}
+        rows = {r[0]: r for r in page.rows if len(r) > 5}
+        assert settings <= set(rows) and len(page.images) == 2
+        for name in settings:
+            runs = [r for k, r in record['runs'].items() if k.rpartition(' seed ')[0] == name]
+            assert rows[name][1] == str(len(runs)) and (len(runs) > 1) == ('–' != rows[name][3])
+
+
+def test_there_are_studies():
+    assert len(of_studies) >= 28
+
+
+def test_a_mean_and_its_interval():
+    runs = {
+        f'{n} seed {s}': dict(seed=s, test_accuracy=a)
+        for n, a0 in (('a', 0.5), ('b', 0.7))
+        for s, a in enumerate((a0, a0 + 0.1))
+    }
+    page = Whole(record_page(dict(runs=runs), 'two'))
+    rows = [r for r in page.rows if r[0] in 'ab']
+    assert rows[0][:3] == ['b', '2', '75.0 ± 7.1'] and rows[1][:3] == ['a', '2', '55.0 ± 7.1']
+    assert rows[0][3] == '11.5–138.5'  # 75 ± 12.706 · 7.071 / √2
+
+
+@pytest.mark.parametrize('stem', ['overlap_digits', 'shootout_toys_search'])
+def test_pictures_of_a_study(stem):
+    page = Whole(record_page(RESULTS / f'{stem}.json'))
+    assert [len(i['src']) > 10_000 for i in page.images] == [True, True]
+    said = 'the 40 best of 111 settings' if 'search' in stem else 'every setting'
+    assert said in page.images[0]['alt']
+
+
+def test_a_damaged_record_is_one_sentence(tmp_path):
+    (tmp_path / 'a.json').write_text('[1')
+    with pytest.raises(ValueError, match='cannot be read'):
+        record_page(tmp_path / 'a.json')
+
+
+def test_what_a_task_drew(run):
+    (run / 'own.png').write_bytes(b'\x89PNG')
+    (run / 'own.txt').write_text('no picture')
+    page = Whole(run_page(run, (run / 'own.png', run / 'own.txt', run / 'gone.png')))
+    assert [i['alt'] for i in page.images][1:] == ['What the task drew: own.']
+
+
+# What is replaced, and what is not
+
+
+def test_a_run_shown_again_has_the_same_page(run):
+    before = (run / 'report.html').read_bytes()
+    assert capsnb(*tiny, run, '--resume').exit_code == 0
+    assert (run / 'report.html').read_bytes() == before
+    (run / 'report.html').unlink()
+    assert capsnb(*tiny, run, '--resume').exit_code == 0
+    assert (run / 'report.html').read_bytes() == before
+
+
+def test_a_new_run_takes_the_old_pages_away(run):
+    (run / 'report_mine.html').write_text('mine')
+    r = capsnb(*tiny, run, '--overwrite', '--seed', 1)
+    assert r.exit_code == 0 and not (run / 'report_test.html').exists(), r.output
+    assert read(run / 'report.html').row('seed') == ['1']
+    assert (run / 'report_mine.html').read_text() == 'mine'
+
+
+def test_somebodys_page_stays(run):
+    page, kept = run / 'report.html', '<!doctype html><p>mine'
+    page.write_text(kept)
+    r = capsnb(*tiny, run, '--resume')
+    assert r.exit_code == 0 and "no page: '" in r.stderr and 'stays' in r.stderr
+    r = capsnb(*tiny, run, '--overwrite')
+    assert r.exit_code == 1 and 'holds report.html, which no run left' in r.output
+    assert page.read_text() == kept and (run / 'metrics.json').exists()
+    (run / 'report_test.html').write_text(kept)
+    r = capsnb('eval', run, '--device', 'cpu')
+    assert r.exit_code == 0 and 'no page: ' in r.stderr and 'of 50' in r.stdout
+    assert (run / 'report_test.html').read_text() == kept
+
+
+@pytest.mark.parametrize('missing', ['matplotlib', 'a hole'])
+def test_a_page_that_fails_loses_nothing(missing, run, monkeypatch):
+    (run / 'report.html').unlink()
+    if missing == 'matplotlib':
+        monkeypatch.setitem(sys.modules, 'matplotlib.pyplot', None)
+        said = "no page: this needs the package 'matplotlib'"
+    else:
+        monkeypatch.setattr(pages, '_beside', lambda *a: {}['a hole'])
+        said = "no page: KeyError('a hole')"
+    r = capsnb(*tiny, run, '--resume', '--json')
+    assert r.exit_code == 0 and said in r.stderr and json.loads(r.stdout) == read_metrics(run)
+    assert not (run / 'report.html').exists()
+
+
+def test_a_folder_that_cannot_be_written(run, monkeypatch):
+    def full(*args):
+        raise OSError(28, 'No space left on device')
+
+    before = (run / 'report_test.html').read_bytes()
+    monkeypatch.setattr(os, 'replace', full)
+    r = capsnb('eval', run, '--device', 'cpu')
+    assert r.exit_code == 0 and 'of 50' in r.stdout and 'no page: ' in r.stderr
+    assert (run / 'report_test.html').read_bytes() == before
+    assert sorted(p.name for p in run.glob('report*')) == ['report.html', 'report_test.html']
+
+
+def test_only_the_first_process_writes(run, monkeypatch):
+    (run / 'report_test.html').unlink()
+    monkeypatch.setenv('RANK', '1')
+    assert capsnb('eval', run, '--device', 'cpu').exit_code == 0
+    assert not (run / 'report_test.html').exists()
+
+
+def test_a_demo_has_its_page(tmp_path, monkeypatch):
+    few = {k: v.select(range(100)) for k, v in load_digits_split().items()}
+    monkeypatch.setattr(demo, 'load_digits_split', lambda: few)
+    r = capsnb('demo', '--epochs', 1, '--device', 'cpu', '--out', tmp_path, '--json')
+    assert r.exit_code == 0 and set(json.loads(r.stdout)) == {'dstep', 'cnn'}, r.output
+    assert f"look at {tmp_path / 'report.html'}" in r.stderr
+    found, page = json.loads(r.stdout), read(tmp_path / 'report.html')
+    shares = [f"{found[k]['test_accuracy']:.2%}" for k in ('dstep', 'cnn')]
+    assert page.row('test accuracy') == shares and len(page.images) == 2
+    (tmp_path / 'report.html').write_text('mine')
+    for options, code in (('--overwrite', 1), ('--resume', 0)):
+        r = capsnb('demo', '--epochs', 1, '--device', 'cpu', '--out', tmp_path, options)
+        assert r.exit_code == code and 'report.html' in r.output
+        assert (tmp_path / 'report.html').read_text() == 'mine'
+
+
+studies = {
+    'em_ablation': 'ablate --data toys --size 48 --epochs 6 --seeds 3 --preset gritzman '
+    '--pairs 5000 --capsules 32,4,8,8 --eps auto --runs OUT/runs --out OUT/em_ablation.json',
+    'networks_toys': 'shootout toys --scale 2 --network matrix-caps-norb --network cnn --out OUT',
+    'plateau': "study plateau --seeds 1 --only '3 iterations' --out OUT/plateau.json",
+    'language_blocks': 'study language --which blocks --out OUT',
+}
+
+
+@pytest.mark.parametrize('stem', studies)
+def test_a_study_ends_with_a_page_and_prints_its_record(stem, tmp_path):
+    "every run is in the record, so that nothing is trained"
+    for name in (stem, f'{stem}_search'):
+        if (RESULTS / f'{name}.json').exists():
+            shutil.copy(RESULTS / f'{name}.json', tmp_path)
+    line = studies[stem].replace('OUT', str(tmp_path))
+    page = tmp_path / f'{stem}.html'
+    r = capsnb(*shlex.split(line), '--json')
+    assert r.exit_code == 0, r.output
+    assert json.loads(r.stdout) == read_json(page.with_suffix('.json'))
+    assert len(r.stdout.splitlines()) == 1 and f'look at {page}' in r.stderr
+    told = r.stderr.splitlines()
+    assert [line for line in told if 'seed' not in line and line.strip() in read(page).text]
+    page.write_text('mine')
+    r = capsnb(*shlex.split(line))
+    assert r.exit_code == 0 and 'stays' in r.stderr and page.read_text() == 'mine'
+
+
+def test_all_of_them_print_json():
+    app = get_command(make_app())
+    found = {k: c for k, c in app.commands.items() if k in ('demo', 'eval', 'shootout', 'ablate')}
+    for group in ('train', 'study'):
+        found |= {f'{group} {k}': c for k, c in app.commands[group].commands.items()}
+    assert len(found) > 20
+    assert not [
+        k for k, c in found.items() if '--json' not in {o for p in c.params for o in p.opts}
+    ]
+
+
+def test_json_of_a_failure_is_nothing(tmp_path):
+    r = capsnb(*tiny, tmp_path / 'x', '--net', 'resnet', '--json')
+    assert r.exit_code == 1 and r.stdout == '' and 'net must be one of' in r.stderr
+
+
+@pytest.mark.skipif(chromium() is None, reason='there is no Chromium')
+def test_in_a_browser(finished, tmp_path):
+    pytest.importorskip('websocket')
+    folder = tmp_path / 'pages'
+    folder.mkdir()
+    for path in (finished / 'report.html', finished / 'report_test.html'):
+        shutil.copy(path, folder)
+    long = dict(split='test', n=2, accuracy=0.5, names=['x' * 60] * 12, confusion=[[1] * 12] * 12)
+    about = dict(task='a' * 200, path='/' + 'folder/' * 60)
+    write_text(folder / 'long.html', eval_page(long, about, dict(command='b' * 500)))
+    said = 'a line of a study, as wide as its table is: ' * 6
+    write_text(folder / 'study.html', record_page(RESULTS / 'rehearsal.json', said=said))
+    with served(folder) as home, browser(tmp_path / 'chromium') as tab:
+        for page in sorted(p.name for p in folder.iterdir()):
+            for width in (1280, 390):
+                tab.go(f'{home}/{page}', width)
+                wide = tab.run('document.scrollingElement.scrollWidth')
+                assert wide <= width, f'{page} is {wide} pixels wide at {width}'
+                assert not tab.wrong(), f'{page}: {tab.wrong()[:2]}'
+                away = {u for u in tab.asked() if not u.startswith('data:')}
+                assert away == {f'{home}/{page}'}
+                shown = '[...document.images].every((i) => i.complete && i.naturalWidth > 0)'
+                assert tab.run(shown)
+        ink = []
+        for mode in ('light', 'dark'):
+            media = [dict(name='prefers-color-scheme', value=mode)]
+            tab.send('Emulation.setEmulatedMedia', features=media)
+            ink.append(tab.run('getComputedStyle(document.body).color'))
+        assert ink == ['rgb(0, 0, 0)', 'rgb(255, 255, 255)']
