@@ -151,6 +151,7 @@ class Hub(BaseHTTPRequestHandler):
 @contextlib.contextmanager
 def stand_in(monkeypatch, cache):
     "Runs an empty Hub of its own and lets huggingface_hub ask it, with a cache in a folder."
+    import transformers.utils.hub
     from huggingface_hub import constants, hf_api
 
     class Here(Hub):
@@ -164,6 +165,8 @@ def stand_in(monkeypatch, cache):
         template = address + '/{repo_id}/resolve/{revision}/{filename}'
         monkeypatch.setattr(constants, 'HUGGINGFACE_CO_URL_TEMPLATE', template)
         monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(cache))
+        one = hf_api.HfApi(endpoint=address)  # transformers keeps one from its first request on
+        monkeypatch.setattr(transformers.utils.hub, '_hf_api', one, raising=False)
         monkeypatch.setattr(config, 'HF_ENDPOINT', address)
         monkeypatch.setattr(config, 'HF_HUB_OFFLINE', False)
         monkeypatch.setattr(config, 'HF_DATASETS_CACHE', cache / 'datasets')
