@@ -712,6 +712,35 @@ def _in_columns(
     return '\n'.join([*lines, f"{e.leaning():+8.3f}           together"])
 
 
+def push(
+    run: Annotated[Path, typer.Argument(help='Folder of a finished run.')],
+    name: Annotated[
+        str, typer.Argument(help="On the Hub: 'owner/name', or a name of your own; made if absent.")
+    ],
+    private: Annotated[bool, option('Nobody else may see it.', '--private')] = False,
+    license: Annotated[str, option('Of the weights.')] = 'apache-2.0',
+    encoder: Annotated[
+        str | None, unset('Runs on texts: name on the Hub of the transformer that was trained on.')
+    ] = None,
+    token: Annotated[
+        str | None, unset("That may write; that of 'hf auth login', or HF_TOKEN, if not given.")
+    ] = None,
+    card: Annotated[Path | None, unset('Write the card into this file, and push nothing.')] = None,
+):
+    """Push a finished run to the Hugging Face Hub: weights, config, pictures, and a card written
+    from the run. A run on texts is pushed as a classifier for transformers' pipelines.
+
+    No folder of this machine is named in it."""
+    here_first()
+    hub, how = room('outlook.hub'), dict(license=license, encoder=encoder)
+    if card:
+        text = str(hub.card_of(run, name, **how))
+        card.parent.mkdir(parents=True, exist_ok=True)
+        card.write_text(text, encoding='utf-8')
+        return print(f'look at {card}')
+    print(hub.push_run(run, name, private=private or None, token=token, **how))
+
+
 def capsules_of(
     text: str | None,  # as on the command line
 ) -> tuple | None:  # A, B, C, D
@@ -1445,6 +1474,8 @@ def make_app() -> typer.Typer:
         group.command(name, short_help=short)(entrance(command))
     app.command('eval')(entrance(evaluate))
     app.command('explain')(entrance(explain))
+    short = 'Push a finished run to the Hugging Face Hub, with a card.'
+    app.command('push', short_help=short)(entrance(push))
     short = 'What each part of matrix capsules is worth: Table 1 of the paper.'
     app.command('ablate', short_help=short)(entrance(ablate))
     short = 'Compare every routing on one stem.'
