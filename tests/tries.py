@@ -121,13 +121,15 @@ class Tried:
 
 
 def write():
-    "The record of this process, where CAPSNB_FUZZ_OUT says."
+    "The record, where CAPSNB_FUZZ_OUT says; attacks there that were not tried now are kept."
     from capsnb.core import run_record
 
-    rows = {k: dict(v, seconds=round(v['seconds'], 1)) for k, v in found.items()}
+    path = Path(os.environ['CAPSNB_FUZZ_OUT'])
+    rows = json.loads(path.read_text())['attacks'] if path.exists() else {}
+    rows |= {k: dict(v, seconds=round(v['seconds'], 1)) for k, v in found.items()}
     n, broke = (sum(row[k] for row in rows.values()) for k in ('tries', 'broke'))
     said = f"{n - broke:,} of {n:,} tries ended right or with a sentence"
     command = f'CAPSNB_FUZZ={wanted} pytest -n 0 tests/test_fuzz.py tests/test_numbers.py'
     record = run_record(0, headline=said, attacks=rows)
     record['command'] = f'{command} tests/test_kills.py'
-    Path(os.environ['CAPSNB_FUZZ_OUT']).write_text(json.dumps(record, indent=1) + '\n')
+    path.write_text(json.dumps(record, indent=1) + '\n')
