@@ -590,30 +590,30 @@ def become_folder(path):
     (path / 'thesis.txt').write_text('all of it')
 
 
-places = dict(
-    folder=become_folder,
-    pipe=os.mkfifo,
-    device=lambda o: o.symlink_to('/dev/zero'),
-    nowhere=lambda o: o.symlink_to('/nowhere/at/all'),
-    loop=lambda o: o.symlink_to(o),
-    gone=lambda o: None,
-)
+places = {
+    'a folder': become_folder,
+    'a pipe': os.mkfifo,
+    'a device': lambda o: o.symlink_to('/dev/zero'),
+    'a broken link': lambda o: o.symlink_to('/nowhere/at/all'),
+    'a link to itself': lambda o: o.symlink_to(o),
+    'nothing': lambda o: None,
+}
 
 
 @pytest.mark.parametrize('place', places)
 def test_what_is_no_file(place, copies):
     "Each file of each reader is a folder, a pipe, a device, a link to nothing, or not there."
-    with Tried(f'no file, but: {place}', 'test_fuzz.py::test_what_is_no_file') as t:
+    with Tried(f'a file becomes {place}', 'test_fuzz.py::test_what_is_no_file') as t:
         for name, reader in readers.items():
             folder, files, truth = copies(name)
             for file in reader.files:
                 (folder / file).unlink()
                 places[place](folder / file)
-                with watched(folder / file if place == 'pipe' else '/dev/full/x') as asked:
+                with watched(folder / file if place == 'a pipe' else '/dev/full/x') as asked:
                     read_or_say(t, name, folder, file, truth, name)
                 if asked:
                     t.wrong(f"{name}, {file}: waits for a pipe")
-                if place == 'folder' and not (folder / file / 'thesis.txt').exists():
+                if place == 'a folder' and not (folder / file / 'thesis.txt').exists():
                     t.wrong(f"{name}, {file}: removed a folder")
                 restore(folder, files)
 
