@@ -1,6 +1,7 @@
 """Training, caching, downloading and studying, stopped at any moment: the next call makes it whole.
 
-Every kind of work meets every signal, at moments that are drawn; see tries.py. Other ends stand in test_resume.py, test_embed.py, test_files.py and test_runs.py.
+Every kind of work meets every signal, at moments that are drawn; see tries.py. Other ends stand
+in test_resume.py, test_embed.py, test_files.py and test_runs.py.
 """
 
 import hashlib
