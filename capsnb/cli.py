@@ -16,6 +16,7 @@ import signal
 import sys
 from pathlib import Path
 
+most_seeds = 1000  # of one command; more would fill the memory with their numbers
 _stopped = False  # whether Ctrl-C came: an import may swallow it (PyTorch's of NumPy)
 
 
@@ -58,9 +59,11 @@ def plainly(
 
 
 def at_home(
-    value,  # an option's
+    value,  # an option's, or a list of them
 ):  # the same, a path without ~
     "A folder as the system knows it; `ValueError` for an unknown user's."
+    if isinstance(value, list):
+        return [at_home(v) for v in value]
     if not isinstance(value, Path):
         return value
     try:
@@ -83,6 +86,8 @@ def entrance(
     @functools.wraps(command)
     def run(**options):
         def act():
+            if (n := options.get('seeds', 1)) > most_seeds:
+                raise ValueError(f"--seeds {n:,}: expected at most {most_seeds:,}")
             return command(**{k: at_home(v) for k, v in options.items()})
 
         def work():

@@ -679,7 +679,7 @@ def explain(
 ):
     """Which words a verdict owes its score to, positive against negative: each word's credit,
     which adds up to the sentence's, and what is lost without the word."""
-    lines = file.read_text(encoding='utf-8').splitlines() if file else []
+    lines = sentences_in(file) if file else []
     if not (texts := [*(texts or ()), *filter(str.strip, lines)]):
         raise ValueError("expected a sentence, or --file with one a line")
     room('lab.train').quiet_transformers().utils.logging.disable_progress_bar()
@@ -699,6 +699,18 @@ def explain(
         html.parent.mkdir(parents=True, exist_ok=True)
         html.write_text(text.explained_page(told), encoding='utf-8')
         print(f"\nlook at {html}")
+
+
+def sentences_in(
+    file: Path,  # text; a pipe, too
+) -> list:  # its lines
+    "What stands in a file; `ValueError` for one without an end."
+    most = 10_000_000
+    with file.open(encoding='utf-8') as f:
+        text = f.read(most + 1)
+    if len(text) > most:
+        raise ValueError(f"'{file}': expected at most {most:,} letters, got more")
+    return text.splitlines()
 
 
 def _in_columns(

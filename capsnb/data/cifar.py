@@ -7,11 +7,13 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
+import pickletools
 from pathlib import Path
+from reprlib import repr as short
 import torch
 from torch import Tensor
 from ..core import need
-from .files import find_folder, load_hub, wrong_byte
+from .files import find_folder, load_hub, regular, wrong_byte
 
 # %% auto #0
 __all__ = ['cifar_names', 'batch_names', 'batch_md5s', 'parse_records', 'format_records', 'parse_pickle', 'tiny_cifar10',
@@ -83,6 +85,12 @@ class _Arrays(pickle.Unpickler):
             return _Array
         raise pickle.UnpicklingError(f"expected arrays only, got {module}.{name}")
 
+# %% ../../nbs/data/40_cifar.ipynb #6c1de0f4
+def _check_memory(data: bytes):  # `ValueError` where a few bytes would claim many gigabytes
+    for op, number, _ in pickletools.genops(data):
+        if op.name in ('PUT', 'LONG_BINPUT') and int(number) > len(data):
+            raise ValueError(f"it numbers an object {int(number):,}")
+
 # %% ../../nbs/data/40_cifar.ipynb #0000000a
 _wrong_pickle = (pickle.UnpicklingError, ValueError, TypeError, KeyError, IndexError, EOFError)
 _wrong_pickle += (AttributeError, OverflowError, MemoryError, RuntimeError)
@@ -94,6 +102,7 @@ def parse_pickle(
 ) -> tuple[Tensor, Tensor]:  # images uint8 [n, 3, 32, 32], labels uint8 [n]
     "Read a pickled batch; `ValueError` names the file that is damaged."
     try:
+        _check_memory(data)
         found = _Arrays(io.BytesIO(data), encoding='latin1').load()
         y, (_, shape, kind, by_column, pixels) = list(found['labels']), found['data'].state
         n, x = len(y), bytearray(pixels.encode('latin1') if isinstance(pixels, str) else pixels)
@@ -102,9 +111,9 @@ def parse_pickle(
         raise ValueError(f"{path}: damaged pickle: {e}") from e
     wanted = dict(shape=(n, _record - 1), type='u1', bytes=n * (_record - 1))
     if not n or said != wanted:
-        raise ValueError(f"{path}: expected data for {n} labels of {wanted}, got {said}")
+        raise ValueError(f"{path}: expected data for {n} labels of {wanted}, got {short(said)}")
     if wrong := [o for o in y if type(o) is not int or not 0 <= o <= 9]:
-        raise ValueError(f"{path}: expected labels from 0 to 9, got {wrong[0]!r:.40}")
+        raise ValueError(f"{path}: expected labels from 0 to 9, got {short(wrong[0])}")
     x = torch.frombuffer(x, dtype=torch.uint8)
     x = x.view(-1, n).T.contiguous() if by_column else x
     return x.view(-1, 3, _side, _side), torch.tensor(y, dtype=torch.uint8)
@@ -137,7 +146,7 @@ def _in_order(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:  # of th
 
 # %% ../../nbs/data/40_cifar.ipynb #00000010
 def _read_batch(path: Path, official: bool) -> tuple[Tensor, Tensor]:
-    data = path.read_bytes()
+    data = regular(path).read_bytes()
     came = hashlib.md5(data, usedforsecurity=False).hexdigest()
     if official and came != (wanted := batch_md5s[path.name]):
         any_ = "official=False, on the command line --any-files, reads any in this format"

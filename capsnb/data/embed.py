@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from ..core import need, pick_device
-from .files import need_hub, read_json, write_json
+from .files import need_hub, read_json, regular, write_json
 
 # %% auto #0
 __all__ = ['pinned', 'tiny_transformer', 'first_line', 'load_frozen', 'end_token', 'as_texts', 'longest', 'tokenize', 'Embedded',
@@ -757,7 +757,8 @@ def _known_header(folder: Path) -> dict:  # of a format that can be read
 def _read_index(folder: Path, header: dict):
     np = need('numpy')
     try:
-        index = np.load(folder / 'index.npy')
+        path = regular(folder / 'index.npy')
+        index = np.array(np.lib.format.open_memmap(path, 'r'))  # no larger than the file
     except Exception as e:  # whatever numpy says
         raise _damaged(folder, f"index.npy: {first_line(e)}") from e
     if hashlib.blake2b(index.tobytes(), digest_size=16).hexdigest() != header['index']:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from ..core import need, plot_style
-from .files import cache_folder, checksum, put_in_place, read_json
+from .files import cache_folder, checksum, put_in_place, read_json, regular
 from .files import write_json, write_lock, wrong_byte
 
 # %% auto #0
@@ -214,7 +214,7 @@ def check_png(
 # %% ../../nbs/data/36_eth80.ipynb #00000019
 def _read_png(path: Path, mode: str, size: tuple | None) -> Tensor:
     "Bytes [height, width, 3] or, of a mask, [height, width]."
-    image, data = need('PIL.Image'), path.read_bytes()
+    image, data = need('PIL.Image'), regular(path).read_bytes()
     came = check_png(data, path)
     if size not in (None, came):
         want, got = (f'{w}x{h}' for h, w in (size, came))

@@ -10,6 +10,7 @@ import http.client
 import json
 import os
 import re
+import stat
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +18,8 @@ from urllib.request import Request, urlopen
 from ..core import need
 
 # %% auto #0
-__all__ = ['cache_folder', 'holds', 'find_folder', 'put_in_place', 'sync_folder', 'left_behind', 'write_lock', 'checksum',
-           'fetch', 'write_text', 'write_json', 'read_json', 'wrong_byte', 'need_hub', 'load_hub']
+__all__ = ['cache_folder', 'holds', 'find_folder', 'put_in_place', 'sync_folder', 'left_behind', 'write_lock', 'regular',
+           'checksum', 'fetch', 'write_text', 'write_json', 'read_json', 'wrong_byte', 'need_hub', 'load_hub']
 
 # %% ../../nbs/data/32_files.ipynb #00000006
 def cache_folder(
@@ -159,6 +160,17 @@ def write_lock(
     finally:
         os.close(handle)
 
+# %% ../../nbs/data/32_files.ipynb #5e91a3c7
+def regular(
+    path: str | Path,  # about to be read
+) -> Path:  # the same
+    "`OSError` unless it is a file with an end: a pipe would be waited for, a device read for ever."
+    path = Path(path)
+    if stat.S_ISREG(path.stat().st_mode):
+        return path
+    what = 'a folder' if path.is_dir() else 'a pipe or a device'
+    raise OSError(f"'{path}': expected a file, got {what}")
+
 # %% ../../nbs/data/32_files.ipynb #0000000f
 def checksum(
     path: Path,  # any file
@@ -166,7 +178,7 @@ def checksum(
 ) -> str:  # hexadecimal
     "Checksum of a file, read in pieces of a megabyte."
     digest = hashlib.new(kind, usedforsecurity=False)
-    with open(path, 'rb') as f:
+    with open(regular(path), 'rb') as f:
         while piece := f.read(2**20):
             digest.update(piece)
     return digest.hexdigest()
@@ -304,7 +316,7 @@ def read_json(
     "Read a note; `ValueError` in one sentence when it is damaged or lacks an entry of its type."
     path = Path(path)
     try:
-        note = json.loads(path.read_bytes())
+        note = json.loads(regular(path).read_bytes())
     except FileNotFoundError:
         raise
     except (OSError, ValueError, RecursionError) as e:

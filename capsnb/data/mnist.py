@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from ..core import from_bytes, need
-from .files import find_folder, load_hub, wrong_byte
+from .files import find_folder, load_hub, regular, wrong_byte
 
 # %% auto #0
 __all__ = ['idx_names', 'md5s', 'hub_names', 'hub_revisions', 'class_names', 'parse_idx', 'format_idx', 'read_idx', 'read_mnist',
@@ -73,7 +73,7 @@ def read_idx(
 def _unpacked(path: str | Path, size: int | None = None) -> bytes:  # as far as header or size says
     data, gzipped = bytearray(), str(path).endswith('.gz')
     try:
-        with (gzip.open if gzipped else open)(path, 'rb') as f:
+        with (gzip.open if gzipped else open)(regular(path), 'rb') as f:
             data += f.read(20)  # the longest header
             if not gzipped and data[:2] == b'\x1f\x8b':
                 zipped = "1f 8b: this looks gzipped, give it a name that ends in .gz"

@@ -32,6 +32,7 @@ from capsnb.data.files import (
     load_hub,
     put_in_place,
     read_json,
+    regular,
     write_json,
     write_lock,
     wrong_byte,
@@ -98,7 +99,7 @@ def read_matrix(
     path: str | Path,  # a .mat file, not gzipped
 ) -> Tensor:  # its array, mapped to the file: nothing is read before it is looked at
     "Open a matrix file; `ValueError` with file and byte where header or size are wrong."
-    size = Path(path).stat().st_size
+    size = regular(path).stat().st_size
     with open(path, 'rb') as f:
         header = parse_header(f.read(40), str(path))
     _check_size(header, size, str(path))
@@ -207,7 +208,7 @@ def _inflate(path: Path) -> Iterator[bytes]:
     "Unpack a gzip file piece by piece; `ValueError` with the byte at which it is damaged."
     stream, at = zlib.decompressobj(wbits=31), 0
     behind = "the end of the file behind the gzip stream"
-    with open(path, 'rb') as f:
+    with open(regular(path), 'rb') as f:
         while piece := f.read(2**16):
             if stream.eof:
                 wrong_byte(path, at, behind, "more bytes")

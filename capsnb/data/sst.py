@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 from ..core import need
-from .files import cache_folder, fetch, find_folder
+from .files import cache_folder, fetch, find_folder, regular
 
 # %% auto #0
 __all__ = ['label_names', 'files', 'archive', 'sizes', 'Tree', 'parse_tree', 'restore', 'phrase_text', 'tree_layout', 'plot_tree',
@@ -217,7 +217,7 @@ def read_trees(
     path: str | Path,  # a text file with one tree a line
 ) -> list[Tree]:  # its trees
     "Read a file of trees; `ValueError` with file and line for anything else."
-    lines = Path(path).read_bytes().split(b'\n')
+    lines = regular(path).read_bytes().split(b'\n')
     if lines[-1] == b'':
         lines.pop()  # after the last line feed
     return [_read_line(raw, f'{path} line {n}') for n, raw in enumerate(lines, 1)]

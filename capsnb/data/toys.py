@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from ..core import need
-from .files import cache_folder, checksum, put_in_place, read_json
+from .files import cache_folder, checksum, put_in_place, read_json, regular
 from capsnb.data.world import (
     World,
     build_toy,
@@ -189,7 +189,7 @@ def _seal(path: Path, sign: bytes, raw: bytes) -> bytes:  # of these bytes at th
 # %% ../../nbs/data/34_toys.ipynb #36126453
 def _part(path: Path, sign: bytes) -> bytes | None:  # None: not there, not whole, another's
     try:
-        raw = path.read_bytes()
+        raw = regular(path).read_bytes()
     except OSError:
         return None
     return raw[32:] if _seal(path, sign, raw[32:]) == raw[:32] else None

@@ -65,7 +65,11 @@ def depth_rows(
     only: tuple | None = None,  # names of `cures`; None: all
     **options,  # of all networks
 ) -> dict:  # name -> row, as for `study`
-    "Networks of every depth with every cure."
+    "Networks of every depth with every cure; `ValueError` for a cure that there is not."
+    if unknown := sorted(set(only or ()) - set(cures)):
+        raise ValueError(f"cures are {', '.join(map(repr, cures))}, got {unknown}")
+    if any(n > 100 for n in depths):
+        raise ValueError("expected at most 100 layers, got more")
     types = dict(stem=dict(channels=(32,) * 3, strides=(2,) * 3, padding=0), B=8, C=8, D=8)
     return {
         f'{cure}, depth {n}': dict(options=types | options | dict(depth=n) | cures[cure])

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn, Tensor
 from einops import rearrange
 from ..core import from_generator, need, plot_style
+from ..data.files import regular
 from ..engine.dstep import Routing
 from ..engine.numerics import may_look
 
@@ -440,7 +441,7 @@ def read_published(
     path: str | Path,  # of a file that torch.save has written
 ) -> dict:  # name -> tensor, on the CPU
     "Read a state dict, running nothing that is in the file; `ValueError` for anything else in it."
-    content = io.BytesIO(Path(path).read_bytes())  # OSError here: there is no such file
+    content = io.BytesIO(regular(path).read_bytes())  # OSError here: there is no such file
     try:
         state = torch.load(content, map_location='cpu', weights_only=True)
     except Exception as e:

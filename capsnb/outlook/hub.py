@@ -570,7 +570,7 @@ def _use(run: _Run, repo_id: str) -> str:  # Markdown: how to load it
     return _fenced('\n'.join(lines), 'python')
 
 
-def _encoder_name(note: dict) -> str:
+def _encoder_name(note: dict):  # as text, without places
     return without_places(str(note.get('encoder')))
 
 # %% ../../nbs/outlook/97_hub.ipynb #00000017
