@@ -55,7 +55,7 @@ _floors = {  # floor -> its rooms; of rooms that share a name the later floor's 
         'train',
         'vision',
     ],
-    'outlook': ['blocks', 'faithful', 'language', 'own', 'tuned'],
+    'outlook': ['blocks', 'faithful', 'hub', 'language', 'own', 'pages', 'tuned'],
 }
 _moved = {'poses': 'inspect', 'votes': 'inspect'}  # rooms that were joined
 _room_of = {name: room for room, names in _names.items() for name in names}
