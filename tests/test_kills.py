@@ -228,10 +228,27 @@ kinds = ['training', 'caching', 'downloading', 'studying']
 every = pytest.mark.parametrize('work', kinds)
 
 
+short = {  # what a run without CAPSNB_FUZZ tries: the rest of each kind stands in other tests
+    ('training', 'SIGKILL'),
+    ('training', 'full'),
+    ('caching', 'SIGTERM'),
+    ('caching', 'two'),
+    ('studying', 'twice'),
+    *(('downloading', how) for how in (*signals, 'full', 'two')),
+}
+
+
+def draw(work, how):
+    "The dice of a test; without CAPSNB_FUZZ most are left out."
+    if (work, how) not in short and not os.environ.get('CAPSNB_FUZZ'):
+        pytest.skip('CAPSNB_FUZZ=100 tries it')
+    return dice(f'{work} {how}')
+
+
 @pytest.mark.parametrize('how', signals)
 @every
 def test_signals(work, how, server, works, tmp_path):
-    rng, (args, _, seconds) = dice(f'{work} {how}'), works[work]
+    rng, (args, _, seconds) = draw(work, how), works[work]
     name = 'SIGINT twice' if how == 'twice' else how
     with Tried(f'{work}: {name}', 'test_kills.py::test_signals') as t:
         for k in range(tries(1, 100)):
@@ -249,4 +266,43 @@ def test_signals(work, how, server, works, tmp_path):
             if code not in allowed or 'Traceback' in said:
                 t.wrong(f"try {k}: ended with {code}: {said[-300:]}")
             check(t, server, works, work, out, f'try {k}, code {code}')
+            shutil.rmtree(out)
+
+
+@every
+def test_a_full_disk(work, server, works, tmp_path):
+    "A limit on the size of files stands in for it."
+    rng, (args, _, _) = draw(work, 'full'), works[work]
+    with Tried(f'{work}: full disk', 'test_kills.py::test_a_full_disk') as t:
+        for k in range(tries(1, 100)):
+            out, most = tmp_path / str(k), rng.choice([10, 1000, 5000, 20_000, 60_000])
+            code, said = server.end(server.begin(work, str(out), *args, most=most))
+            if code not in (0, 1) or 'Traceback' in said or code and 'capsnb: ' not in said:
+                t.wrong(f"{most} bytes: ended with {code}: {said[-300:]}")
+            check(t, server, works, work, out, f'{most} bytes')
+            shutil.rmtree(out)
+
+
+@every
+def test_a_place_that_may_only_be_read(work, server, works):
+    with Tried(f'{work}: read-only', 'test_kills.py::test_a_place_that_may_only_be_read') as t:
+        code, said = server.end(server.begin(work, '/sys/capsnb', *works[work][0]))
+        good = code == 1 and 'Traceback' not in said and '/sys/capsnb' in said
+        t.refused() if good else t.wrong(f"ended with {code}: {said[-300:]}")
+
+
+@every
+def test_two_at_once(work, server, works, tmp_path):
+    rng, (args, _, seconds) = draw(work, 'two'), works[work]
+    with Tried(f'{work}: two processes', 'test_kills.py::test_two_at_once') as t:
+        for k in range(tries(1, 100)):
+            out = tmp_path / str(k)
+            one = server.begin(work, str(out), *args)
+            time.sleep(rng.random() * seconds / 2)
+            two = server.begin(work, str(out), *args)
+            ends = [server.end(o) for o in (one, two)]
+            for code, said in ends:
+                if code not in (0, 1) or 'Traceback' in said or code and 'capsnb: ' not in said:
+                    t.wrong(f"try {k}: ended with {code}: {said[-300:]}")
+            check(t, server, works, work, out, f'try {k}, codes {[c for c, _ in ends]}')
             shutil.rmtree(out)
