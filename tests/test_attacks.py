@@ -283,9 +283,15 @@ def test_the_worst_is_the_worst_picture_by_picture():
 def test_the_command_hands_its_options_on(monkeypatch, tmp_path):
     testing = pytest.importorskip('typer.testing')
     from capsnb.commands import make_app
+    from capsnb.data.files import write_json
 
     asked = {}
-    monkeypatch.setattr(attacks, 'attack_study', lambda *a, **kw: asked.update(kw, args=a))
+
+    def study(*a, **kw):
+        asked.update(kw, args=a)
+        write_json(a[1] / 'attacks_eth80.json', dict(runs={}))
+
+    monkeypatch.setattr(attacks, 'attack_study', study)
     monkeypatch.setattr(attacks, 'plot_attacks', lambda r: nn.Module.__new__(Shown))
     monkeypatch.setattr(attacks, 'attack_lines', lambda r: 'lines')
     line = (

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shlex
 import shutil
 import tempfile
 import unicodedata
@@ -332,10 +333,13 @@ def without_places(
 
 
 def again_from(
-    command: str | None,  # as in metrics.json: words with blanks between them
+    command: str | None,  # as in metrics.json, quoted or, in old ones, not
 ) -> str | None:  # what repeats the run; None: it was started from Python
     "The command that was typed, without places, and without what only made room or went on."
-    words = (command or '').split()
+    try:
+        words = shlex.split(command or '')
+    except ValueError:  # not quoted
+        words = command.split()
     if not words or words[0] != 'capsnb':
         return None
     out, rest = [], False  # rest: of a path with blanks
@@ -344,7 +348,7 @@ def again_from(
             continue
         out.append(without_places(word))
         rest = out[-1] != word
-    return ' '.join(w for w in out if w not in ('--resume', '--overwrite'))
+    return shlex.join(w for w in out if w not in ('--resume', '--overwrite'))
 
 # %% ../../nbs/outlook/97_hub.ipynb #00000012
 papers = {

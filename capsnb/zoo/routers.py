@@ -325,7 +325,7 @@ class EMRouting(Router):
         prices, eps = (self.beta_a, self.beta_u, self.lam), as_floor(self.eps, V.B[0].numel())
         with without_autocast(a.device):
             out = em_moments(*(t.to(kind) for t in given), *prices, eps)
-        return RoutedR(*(o.to(V.dtype).unflatten(0, lead) for o in out))
+        return RoutedR(*(o.to(V.dtype).reshape(*lead, *o.shape[1:]) for o in out))
 
     def route(self, a, V):
         if isinstance(V, SharedVotes):
