@@ -400,10 +400,10 @@ def probe(
     return picked, len(picked), d_emb
 
 # %% ../../nbs/data/39_embed.ipynb #4327972d
-def _known_ids(model, ids: list) -> list:  # the same, if the model has an embedding for each
+def _known_ids(name: str, model, ids: list) -> list:  # the same, if the model knows each
     n, top = model.get_input_embeddings().num_embeddings, max(map(max, ids), default=0)
     if top >= n:
-        said = f"the tokenizer gives token {top}, the model knows {n} tokens"
+        said = f"'{name}': the tokenizer gives token {top}, the model knows {n} tokens"
         raise ValueError(f"{said}: they do not belong together")
     return ids
 
@@ -502,7 +502,8 @@ class FrozenEncoder:
         return f"FrozenEncoder('{self.name}', {size}, {self.dtype}, {self.device})"
 
     def tokens(self, texts: list) -> list:  # for each text its token ids
-        return _known_ids(self.model, tokenize(self.tokenizer, texts, self.end_id, self.most))
+        ids = tokenize(self.tokenizer, texts, self.end_id, self.most)
+        return _known_ids(self.name, self.model, ids)
 
     def pieces(self, text: str) -> list:  # one str for each token, as along mask
         return [self.tokenizer.decode([k]) for k in self.tokens([text])[0]]
