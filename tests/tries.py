@@ -128,7 +128,7 @@ def write():
     rows = json.loads(path.read_text())['attacks'] if path.exists() else {}
     rows |= {k: dict(v, seconds=round(v['seconds'], 1)) for k, v in found.items()}
     n, broke = (sum(row[k] for row in rows.values()) for k in ('tries', 'broke'))
-    said = f"{n - broke:,} of {n:,} tries ended right or with a sentence"
+    said = {'tries that ended right, or with a sentence': f'{n - broke:,} of {n:,}'}
     command = f'CAPSNB_FUZZ={wanted} pytest -n 0 tests/test_fuzz.py tests/test_numbers.py'
     record = run_record(0, headline=said, attacks=rows)
     record['command'] = f'{command} tests/test_kills.py'

@@ -484,7 +484,7 @@ def record_page(
     others = {k: v for k, v in record.items() if k not in own}
     chosen = {k: others.pop(k) for k in list(others) if isinstance(others[k], _plain)}
     headline, study = (record.get(k) or {} for k in ('headline', 'study'))
-    headline = _facts({'': headline} if isinstance(headline, str) else headline)
+    headline = _facts(headline)
     if found:
         headline = _folded('every setting in a line', headline)
     shown = {Path(p): f"{Path(p).stem.replace('_', ' ')}, as the study draws it." for p in pictures}
