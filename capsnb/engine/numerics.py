@@ -5,11 +5,13 @@
 # %% ../../nbs/engine/11_numerics.ipynb #c4c8c8ed
 from __future__ import annotations
 import contextlib
+import ctypes
 import functools
 import importlib
 import inspect
 import math
 import os
+import platform
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Callable, Sequence
@@ -53,10 +55,20 @@ def assert_as_exact(
         )
 
 # %% ../../nbs/engine/11_numerics.ipynb #5dcb0c00
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # glibc's malloc.h
+
+
 @functools.cache
-def keep_freed_memory() -> None:
-    "Let glibc keep freed blocks of up to 32 MB for the next tensor, once per process."
-    torch.empty(32 * 2**20 - 2**13, dtype=torch.uint8)  # asked for, not touched, freed
+def keep_freed_memory(
+    size: int = 32 * 2**20,  # bytes of the largest block that is kept
+) -> None:
+    "Let glibc keep freed blocks of up to `size` for the next tensor, once per process and size."
+    if size <= 32 * 2**20:
+        torch.empty(size - 2**13, dtype=torch.uint8)  # asked for, not touched, freed
+    elif platform.libc_ver()[0] == 'glibc':
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_MMAP_THRESHOLD, min(size, 2**31 - 1))
+        libc.mallopt(_TRIM_THRESHOLD, min(2 * size, 2**31 - 1))
 
 # %% ../../nbs/engine/11_numerics.ipynb #e0317924
 _pools = {}  # (process, threads) -> pool

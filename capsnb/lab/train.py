@@ -1357,7 +1357,7 @@ def fit_decks(
     watch: dict | None = None,  # name -> deck, tested after every epoch; nothing is chosen by it
 ) -> dict:  # as in metrics.json
     "What `fit` does, for data of any kind."
-    keep_freed_memory()
+    keep_freed_memory(2**30)
     folder, watch = run_folder(out), watch or {}
     if watch and held is None:
         raise ValueError(f"{', '.join(watch)}: watched when validated; there is no validation set")
