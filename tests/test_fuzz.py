@@ -3,6 +3,7 @@
 Single attacks stand in the tests of each room; this is the sweep over all. See tries.py.
 """
 
+import csv
 import functools
 import gzip
 import hashlib
@@ -26,6 +27,8 @@ import torch
 np = pytest.importorskip('numpy')
 pytest.importorskip('transformers')
 pytest.importorskip('PIL')
+pytest.importorskip('sklearn')
+datasets = pytest.importorskip('datasets')
 from PIL import Image
 from test_cifar import as_python_2
 from tries import Hang, Tried, dice, hungry, limits, tries, watched
@@ -37,6 +40,7 @@ from capsnb.lab import runs
 from capsnb.lab.digits import digits
 from capsnb.lab.tasks import load_run
 from capsnb.lab.vision import PlainCNN, read_published
+from capsnb.outlook import own
 
 TEXTS = ['a warm , funny film .', 'it never finds its feet .', 'twice .']
 DATA = Path(__file__).parent / 'data'
@@ -60,6 +64,8 @@ class Reader(NamedTuple):
     read: Callable  # folder -> what they hold
     exact: Callable | None = None  # what was read, path -> whether the file says so; no checksum
     cost: int = 1  # of a try
+    memory: int = 2**30  # beyond what there was
+    where: str = ''  # pattern of messages that name a place in the data in place of a file
 
 
 # ---- what is read
@@ -264,6 +270,57 @@ def picture(folder):
     Image.fromarray(pixels.numpy()).save(folder / 'apple1-000-000.png')
 
 
+def rows(n=40):
+    return [dict(x=k / 7, text=f'{TEXTS[k % 3]} {k}', kind='ab'[k % 2]) for k in range(n)]
+
+
+def made_sheet(folder):
+    with open(folder / 'all.csv', 'w', newline='') as f:
+        out = csv.DictWriter(f, rows()[0])
+        out.writeheader()
+        out.writerows(rows())
+
+
+def made_lines(folder):
+    (folder / 'all.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows()))
+
+
+def made_parquet(folder):
+    datasets.Dataset.from_list(rows()).to_parquet(folder / 'all.parquet')
+
+
+def columns(path):
+    found = own.in_parts(path, 'kind')
+    parts = {k: (part.to_list(), found.labels[k]) for k, part in found.splits.items()}
+    return parts, list(found.names)
+
+
+def in_order(found, _):  # what a file without a checksum says now cannot be known to be wrong
+    parts, names = found
+    return all(
+        len(rows) == len(labels) and set(labels) <= set(range(len(names)))
+        for rows, labels in parts.values()
+    )
+
+
+def made_pictures(folder):
+    with open(folder / 'all.csv', 'w') as f:
+        print('image,kind', file=f)
+        for k in range(16):
+            pixels = np.full((6, 5, 3), 10 * k, 'u1')
+            Image.fromarray(pixels).save(folder / f'{k}.png')
+            print(f"{folder / f'{k}.png'},{'ab'[k % 2]}", file=f)
+
+
+def read_pictures(folder):
+    task = own.OwnPictures(source=folder / 'all.csv', label='kind', size=4)
+    return {split: task.open(split) for split in ('train', 'validation', 'test')}
+
+
+def a_picture_each(found, _):
+    return all(x['image'].shape == (len(x['label']), 3, 4, 4) for x in found.values())
+
+
 readers = {
     'MNIST, one file': Reader(
         lambda o: idx_of(o / 'x-idx3-ubyte', mnist.format_idx(draw_bytes(3, 5, 4))),
@@ -321,6 +378,34 @@ readers = {
         made_sst, ('w.pt',), lambda o: read_published(o / 'w.pt'), any_state
     ),
     'toys': Reader(made_toys, ('info.json', 'pictures'), read_toys),
+    'own CSV': Reader(
+        made_sheet,
+        ('all.csv',),
+        lambda o: columns(o / 'all.csv'),
+        in_order,
+        10,
+        where='rows|column|codec',
+    ),
+    'own JSON': Reader(
+        made_lines,
+        ('all.jsonl',),
+        lambda o: columns(o / 'all.jsonl'),
+        in_order,
+        10,
+        where='rows|column|codec',
+    ),
+    'own pictures': Reader(
+        made_pictures, ('0.png', '7.png'), read_pictures, a_picture_each, 10, where='picture|row'
+    ),
+    'own Parquet': Reader(
+        made_parquet,
+        ('all.parquet',),
+        lambda o: columns(o / 'all.parquet'),
+        in_order,
+        cost=10,
+        memory=2**32,  # a page may be of 2 GB, and pyarrow believes it
+        where='rows|column|codec',
+    ),
 }
 
 # ---- how it is spoilt
@@ -495,6 +580,8 @@ def no_machine(monkeypatch, tmp_path):
     monkeypatch.delenv('CAPSNB_DATA', raising=False)
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'xdg'))
     monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
+    monkeypatch.setattr(datasets.config, 'HF_DATASETS_CACHE', tmp_path / 'hf')
+    datasets.disable_progress_bars()
 
 
 @pytest.fixture(scope='module')
@@ -519,11 +606,12 @@ def read_or_say(t, name, folder, file, truth, what):
     "One try: what was there, what the file says now, or a sentence that names it."
     reader = readers[name]
     try:
-        with limits():
+        with limits(memory=reader.memory):
             found = reader.read(folder)
     except (ValueError, OSError) as e:
         said = str(e)
         named = any(o in said for o in (file, Path(file).stem, str(folder)))
+        named |= bool(reader.where and re.search(reader.where, said))
         if hungry(e):
             return t.wrong(f"{file}, {what}: wanted too much memory: {said[:100]}")
         if not named or not said.strip():
@@ -618,6 +706,92 @@ def test_what_is_no_file(place, copies):
                 restore(folder, files)
 
 
+# ---- a folder of photographs
+
+
+def lose(rng, folder, path):
+    path.unlink()
+
+
+def rename(rng, folder, path):
+    other = rng.choice(['ü.png', 'apple1-000-001.png', 'pear9-000-000.png', '-.png', 'x' * 200])
+    path.rename(path.with_name(other))
+
+
+def move(rng, folder, path):
+    place = folder / rng.choice(['', '1', '9/9', 'maps', '1/1/maps', '3/2'])
+    place.mkdir(parents=True, exist_ok=True)
+    path.rename(place / path.name)
+
+
+def twice(rng, folder, path):
+    shutil.copytree(path.parent, folder / rng.choice(['more', '1/more', '8/10 (copy)']))
+
+
+def another(rng, folder, path):
+    path.with_name(rng.choice(['apple1-000-002.png', '.png', 'cow5.png', 'a b.png'])).touch()
+
+
+def file_for_folder(rng, folder, path):
+    place = rng.choice([path.parent, path.parent.parent])
+    shutil.rmtree(place)
+    place.touch()
+
+
+def folder_for_file(rng, folder, path):
+    path.unlink()
+    path.mkdir()
+
+
+def round_in_circles(rng, folder, path):
+    (path.parent / rng.choice(['up', 'up.png'])).symlink_to(folder)
+
+
+@pytest.fixture(scope='module')
+def photographs(tmp_path_factory):
+    "A folder of names: what is in the files is another test's."
+    folder = tmp_path_factory.mktemp('photographs')
+    for k, category in enumerate(eth80.categories):
+        for o, number in enumerate(eth80._numbers.get(category, range(1, 11))):
+            (folder / f'{k + 1}/{o + 1}/maps').mkdir(parents=True)
+            for view in range(len(eth80.viewpoints)):
+                photo = eth80.Photo(k, number, view)
+                (folder / f'{k + 1}/{o + 1}/{photo}.png').touch()
+                (folder / f'{k + 1}/{o + 1}/maps/{photo}-map.png').touch()
+    return folder, eth80.list_eth80(folder)
+
+
+changes = (lose, rename, move, twice, another, file_for_folder, folder_for_file, round_in_circles)
+
+
+@pytest.mark.parametrize('change', changes, ids=lambda f: f.__name__)
+def test_a_folder_of_photographs(change, photographs, tmp_path):
+    "A list of all photographs, or a sentence that names one or the folder; never fewer of them."
+    good, files = photographs
+    rng = dice(f'photographs {change.__name__}')
+    with Tried(
+        f'ETH-80, a folder: {change.__name__}', 'test_fuzz.py::test_a_folder_of_photographs'
+    ) as t:
+        for k in range(tries(1, 20)):
+            folder = tmp_path / str(k)
+            shutil.copytree(good, folder, copy_function=os.link)
+            path = rng.choice(rng.choice(files)).relative_to(good)
+            change(rng, folder, folder / path)
+            try:
+                with limits():
+                    found = eth80.list_eth80(folder)
+            except (ValueError, OSError) as e:
+                named = str(folder) in str(e) or path.stem in str(e)
+                t.refused() if named else t.wrong(f'{path}: {e}')
+            except (Exception, Hang) as e:
+                t.wrong(f'{path}: {e!r}')
+            else:
+                there = [o.is_file() and eth80.parse_name(o) for o in found.photos]
+                whole = there == [eth80.parse_name(o) for o in files.photos]
+                t.right() if whole else t.wrong(f'{path}: read as if it were whole')
+            shutil.rmtree(folder)
+
+
 # ---- what this suite has found: bytes that are read in every run of it
 
 found = {
@@ -630,6 +804,20 @@ found = {
         'CIFAR-10, pickled',
         'test_batch',
         lambda: pickle.dumps(dict(labels=[laughs()], data=np.zeros((1, 3072), 'u1')), 3),
+    ),
+    'a row that is null': ('own JSON', 'all.jsonl', lambda: b'null'),
+    'null among rows': ('own JSON', 'all.jsonl', lambda: b'{"x": 1}\nnull\n{"x": 2}'),
+    'a list of null': ('own JSON', 'all.jsonl', lambda: b'[{"x": 1}, null]'),
+    'objects in objects': (
+        'own JSON',
+        'all.jsonl',
+        lambda: b'{"x":' * 20_000 + b'1' + b'}' * 20_000,
+    ),
+    'a picture of 2.5 billion pixels': ('own pictures', '7.png', lambda: png(50_000, 50_000)),
+    'a chunk without a name': (
+        'own pictures',
+        '0.png',
+        lambda: png(5, 6, bytes(96)).replace(b'IDAT', b'\x02L\x0c\xa8'),
     ),
     'a shape without an end': (
         'CIFAR-10, pickled',

@@ -111,6 +111,9 @@ def test_labels_that_are_missing_or_unknown():
     minus = numbers(20).map(lambda row: dict(kind=-1))
     with pytest.raises(ValueError, match="has no labels"):
         in_parts(dict(train=coded, test=minus), 'kind')
+    some = numbers(20).map(lambda row: dict(kind='y' if row['b'] else None))
+    with pytest.raises(ValueError, match="1 of 20 rows of the split 'test' have no label"):
+        in_parts(dict(train=numbers(), test=some), 'kind')
     lone = datasets.concatenate_datasets([numbers(), strange.select([0])])
     with pytest.raises(ValueError, match="cannot be set apart"):
         in_parts(lone, 'kind')

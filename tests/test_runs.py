@@ -8,6 +8,7 @@ import pickle
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -177,6 +178,40 @@ def test_two_processes_train_as_one(tmp_path):
     assert done.stdout.split() == ['effective', '10', '1', '8', told[4]], done.stderr[-3000:]
     one, two = (load_file(k / 'model.safetensors') for k in (one, out))
     assert one.keys() == two.keys()
+    for name, weights in one.items():
+        torch.testing.assert_close(two[name], weights, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(
+    shutil.which('mpirun') is None, reason='accelerate launches no CPUs without MPI'
+)
+def test_accelerate_launches_two_processes(tmp_path):
+    "The weights of one process with that batch."
+    load_file = pytest.importorskip('safetensors.torch').load_file
+    script, hosts = tmp_path / 'pair.py', tmp_path / 'hosts'
+    script.write_text(PAIR)
+    hosts.write_text('localhost slots=2\n')
+    with socket.socket() as s:
+        s.bind(('', 0))
+        port = str(s.getsockname()[1])
+    how = (
+        '--cpu --num_machines 1 --num_processes 2 --mixed_precision no --dynamo_backend no'.split()
+    )
+    launch = [sys.executable, '-m', 'accelerate.commands.launch', *how]
+    launch += ['--main_process_port', port, '--mpirun_hostfile', str(hosts), str(script)]
+    as_root = {f'OMPI_ALLOW_RUN_AS_ROOT{k}': '1' for k in ('', '_CONFIRM')}
+    told = {}
+    for name, command, batch in (('two', launch, 5), ('one', [sys.executable, str(script)], 10)):
+        command = [*command, str(tmp_path / name), str(batch), '0']
+        done = subprocess.run(
+            command, env=ENV | as_root, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        told[name] = [o.split() for o in done.stdout.splitlines() if o.startswith('effective')]
+    ((_, *end),) = told['one']
+    assert [o[1:3] for o in told['two']] == [['10', '2']] * 2 and end[:2] == ['10', '1']
+    assert all(o[3:] == end[2:] for o in told['two'])
+    one, two = (load_file(tmp_path / k / 'model.safetensors') for k in ('one', 'two'))
     for name, weights in one.items():
         torch.testing.assert_close(two[name], weights, rtol=1e-5, atol=1e-6)
 

@@ -4,6 +4,8 @@
 
 # %% ../../nbs/outlook/94_own_data.ipynb #00000003
 from __future__ import annotations
+import contextlib
+import json
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -52,12 +54,36 @@ def open_columns(
     load = partial(_read_or_say, source, datasets.load_dataset)
     path = Path(name if colon and kind == 'file' else source).expanduser()
     if path.is_dir():
+        _check_json(*path.rglob('*.json'), *path.rglob('*.jsonl'))
         return load(str(path))
     if not path.is_file() or path.suffix not in _readers:
         there = f"a folder or a file ({', '.join(_readers)})"
         raise ValueError(f"expected {there}, got '{path}'")
+    if _readers[path.suffix] == 'json':
+        _check_json(path)
     more = dict(sep='\t') if path.suffix == '.tsv' else {}
     return load(_readers[path.suffix], data_files=str(path), **more)
+
+
+def _json_rows(path: Path):
+    "A row a line, or else a list of rows."
+    with open(path, 'rb') as lines, contextlib.suppress(ValueError):
+        for row in (json.loads(line) for line in lines if line.strip()):
+            yield from row if isinstance(row, list) else [row]
+        return
+    whole = json.loads(path.read_bytes())
+    yield from whole if isinstance(whole, list) else [whole]
+
+
+def _check_json(*paths: Path):
+    "`ValueError` unless rows are objects: pyarrow's reader crashes on `null`, and on deep ones."
+    for path in filter(Path.is_file, paths):
+        try:
+            wrong = next((row for row in _json_rows(path) if not isinstance(row, dict)), {})
+        except (ValueError, RecursionError) as e:
+            raise ValueError(f"'{path}' cannot be read: {first_line(e)}") from e
+        if wrong != {}:
+            raise ValueError(f"{path}: expected objects as rows, got {json.dumps(wrong)[:40]}")
 
 
 def _read_or_say(source, load, *args, **how) -> dict:
@@ -130,6 +156,9 @@ def _numbers(column, number: dict, split: str) -> list:
     if missing == len(column):
         advice = "test='validation' tests on that one"
         raise ValueError(f"the split {split!r} has no labels, as the test of a contest: {advice}")
+    if missing:
+        rows = f"{missing:,} of {len(column):,} rows"
+        raise ValueError(f"{rows} of the split {split!r} have no label")
     if unknown := sorted({repr(v) for v in column if v not in number}):
         there = f"{', '.join(unknown[:3])}{', …' if len(unknown) > 3 else ''}"
         raise ValueError(f"the split {split!r} has labels that are none of training: {there}")
@@ -228,13 +257,17 @@ def trunk_of(
     return dict(in_channels=channels, channels=tuple(wide), strides=(1, 2) * n)
 
 
+def _of_pillow() -> tuple:  # the errors it raises for damaged pictures
+    return OSError, SyntaxError, ValueError, need('PIL.Image').DecompressionBombError
+
+
 def _square(picture, size: int, colour: bool, where: str):  # NumPy [size, size(, 3)]
     Image, numpy = need('PIL.Image'), need('numpy')
     try:
         if not hasattr(picture, 'convert'):
             picture = Image.fromarray(numpy.asarray(picture, dtype='uint8'))
         return numpy.asarray(picture.convert('RGB' if colour else 'L').resize((size, size)))
-    except (IndexError, OSError, TypeError, ValueError) as e:
+    except (IndexError, TypeError, *_of_pillow()) as e:
         raise ValueError(f"{where} is no picture: {first_line(e)}") from e
 
 
@@ -262,13 +295,13 @@ class OwnPictures(OwnTask):
         part, size = self.parts.splits[split], self.size
         if self.image not in part.column_names:
             raise ValueError(f"no column {self.image!r}: there is {', '.join(part.column_names)}")
-        if getattr(part.features[self.image], 'dtype', '') == 'string':  # paths
+        if getattr(part.features[self.image], 'dtype', '') in ('string', 'large_string'):  # paths
             part = part.cast_column(self.image, need('datasets').Image())
         out = torch.empty(len(part), 3 if self.colour else 1, size, size, dtype=torch.uint8)
         for k in range(len(part)):
             try:
                 picture = part[k][self.image]
-            except (OSError, ValueError) as e:
+            except _of_pillow() as e:
                 raise ValueError(f"picture {k} of {split} cannot be read: {first_line(e)}") from e
             seen = _square(picture, size, self.colour, f"{self.image!r} of row {k} of {split}")
             out[k] = torch.tensor(seen).reshape(size, size, -1).movedim(-1, 0)
