@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from ..core import need
 from ..data.embed import FrozenEncoder, first_line
-from ..data.files import load_hub
+from ..data.files import load_hub, regular
 from ..engine.dstep import Routing
 from ..engine.layers import at_least_1
 from ..lab.digits import spread
@@ -295,11 +295,15 @@ class OwnPictures(OwnTask):
         part, size = self.parts.splits[split], self.size
         if self.image not in part.column_names:
             raise ValueError(f"no column {self.image!r}: there is {', '.join(part.column_names)}")
-        if getattr(part.features[self.image], 'dtype', '') in ('string', 'large_string'):  # paths
+        paths = []
+        if getattr(part.features[self.image], 'dtype', '') in ('string', 'large_string'):
+            paths = list(part[self.image])
             part = part.cast_column(self.image, need('datasets').Image())
         out = torch.empty(len(part), 3 if self.colour else 1, size, size, dtype=torch.uint8)
         for k in range(len(part)):
             try:
+                if paths and paths[k] and '://' not in paths[k]:
+                    regular(paths[k])
                 picture = part[k][self.image]
             except _of_pillow() as e:
                 raise ValueError(f"picture {k} of {split} cannot be read: {first_line(e)}") from e
