@@ -424,6 +424,77 @@ def test_transformers_trainer_trains_it(world, saved, tmp_path, frozen):
     trainer.train(resume_from_checkpoint=True)
 
 
+def test_what_callers_of_transformers_ask_for(saved, world):
+    model, tokenizer = read(saved), tf.AutoTokenizer.from_pretrained(saved)
+    batch = tokenizer(world['texts'][:2], padding=True, return_tensors='pt')
+    plain, told = model(**batch), model(**batch, output_hidden_states=True)
+    assert plain.hidden_states is None and len(told.hidden_states) == 3
+    assert len(read(saved, output_hidden_states=True)(**batch).hidden_states) == 3
+    loss, scores = model(**batch, labels=torch.tensor([0, 1]), return_dict=False)
+    torch.testing.assert_close(scores, plain.logits)
+    assert loss.ndim == 0 and model.num_labels == model.config.num_labels == 5
+    with pytest.raises(ValueError, match='nor output_attentions'):
+        model(**batch, output_attentions=True)
+    for wrong, said in (
+        (dict(num_labels=7), 'the head has 5 classes, num_labels is 7'),
+        (dict(problem_type='multi_label_classification'), 'one class a text'),
+    ):
+        with pytest.raises(ValueError, match=said):
+            read(saved, **wrong)
+
+
+def whole(world):
+    seed_everything(0)
+    how = dict(frozen=False, device='cpu', n_parts=4, d_feat=8)
+    return RoutingClassifier.from_encoder(encoder(world, 'gpt2'), 2, **how)
+
+
+def test_checkpointing_gives_the_same_gradients(world):
+    rc = whole(world)
+    rows = [dict(text=t, label=k % 2) for k, t in enumerate(world['texts'][:4])]
+    batch = rc.collate(rows)
+    for model in (rc, classifier_of(whole(world))[0]):
+        found, calls = [], []
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        model.encoder.h[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+        for enable in (False, True):
+            if enable:
+                model.gradient_checkpointing_enable()
+            model.zero_grad()
+            out = model.train()(**batch)
+            (out['loss'] if isinstance(out, dict) else out.loss).backward()
+            found.append(
+                {k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None}
+            )
+        assert len(calls) == 3  # once, then once more in the backward pass
+        model.gradient_checkpointing_disable()
+        assert found[0].keys() == found[1].keys() and len(found[0]) > 20
+        for k, g in found[0].items():
+            torch.testing.assert_close(found[1][k], g)
+
+
+def test_adapters_are_trained_or_refused(saved, world):
+    peft = pytest.importorskip('peft')
+    how = dict(task_type='SEQ_CLS', r=2, target_modules=['c_attn'], modules_to_save=['head'])
+    adapted = lambda model: peft.get_peft_model(model, peft.LoraConfig(**how)).train()
+    frozen, tokenizer = read(saved), tf.AutoTokenizer.from_pretrained(saved)
+    batch = tokenizer(world['texts'][:2], padding=True, return_tensors='pt')
+    batch = dict(batch, labels=torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match='lora_A.* would never be trained.*frozen=False'):
+        adapted(frozen)(**batch)
+    frozen = RoutingClassifier.from_encoder(encoder(world, 'gpt2'), 2, device='cpu', d_feat=8)
+    next(frozen.encoder.parameters()).requires_grad_()
+    with pytest.raises(ValueError, match='would never be trained'):
+        frozen.train()(text=world['texts'][:2])
+    assert frozen.predict(world['texts'][:2]).shape == (2, 2)  # nothing is trained here
+    model = adapted(classifier_of(whole(world))[0])
+    model(**batch).loss.backward()
+    grads = {k: p.grad for k, p in model.named_parameters() if 'lora_B' in k}
+    assert grads and all(g is not None and g.any() for g in grads.values())
+
+
 def test_a_copy_of_a_classifier(saved, world):
     model, tokenizer = read(saved), tf.AutoTokenizer.from_pretrained(saved)
     want = logits(model, tokenizer, world['texts'][:2])

@@ -100,6 +100,25 @@ def test_what_makes_no_sense_is_refused(change, message):
         in_parts(whole, **{'label': 'kind', **change})
 
 
+def test_kinds_of_data_that_are_not_read():
+    streamed = dict(train=numbers().to_iterable_dataset())
+    with pytest.raises(ValueError, match='expected splits of .*, got IterableDataset'):
+        open_columns(streamed)
+    several = numbers().map(lambda row: dict(kinds=[row['kind']]))
+    with pytest.raises(ValueError, match="one class a row in the column 'kinds', got .*list"):
+        in_parts(several, 'kinds')
+
+
+@pytest.mark.parametrize('hole', [None, '', '  '])
+def test_a_text_that_is_missing_is_named_with_its_row(tmp_path, hole):
+    rows = [dict(text=f'number {k}', kind='xy'[k % 2]) for k in range(20)]
+    rows[3]['text'] = hole
+    data = dict(train=numbers(20), test=datasets.Dataset.from_list(rows))
+    data['train'] = data['train'].add_column('text', [f'all of {k}' for k in range(20)])
+    with pytest.raises(ValueError, match=f"'text', got {hole!r} in row 3 of test"):
+        OwnTexts(source=data, label='kind').read()
+
+
 def test_labels_that_are_missing_or_unknown():
     hidden = numbers(20).map(lambda row: dict(kind=None))
     with pytest.raises(ValueError, match="has no labels, .* test='validation'"):

@@ -28,8 +28,8 @@ from capsnb.lab.vision import (
 
 # %% auto #0
 __all__ = ['into_rows', 'blend', 'by_length', 'as_parts', 'TextStem', 'SSTNet', 'measure_scale', 'Credit', 'credit', 'leaning',
-           'without_each', 'coloured', 'Explanation', 'explain', 'explained_page', 'RoutingClassifier', 'encoder_note',
-           'check_note', 'noted_encoder', 'layer_profile']
+           'without_each', 'coloured', 'Explanation', 'explain', 'explained_page', 'check_frozen', 'RoutingClassifier',
+           'encoder_note', 'check_note', 'noted_encoder', 'layer_profile']
 
 # %% ../../nbs/lab/46_text.ipynb #0000000a
 def _mask_scores(
@@ -556,6 +556,20 @@ def _check_tokens(
     )
 
 # %% ../../nbs/lab/46_text.ipynb #afa316b7
+def check_frozen(
+    model: nn.Module,  # with `encoder`, `frozen`, `training`
+):
+    "`ValueError` where weights of a frozen transformer, or adapters in it, are to be trained."
+    if not (model.training and model.frozen):
+        return
+    given = next((k for k, p in model.encoder.named_parameters() if p.requires_grad), None)
+    if given is not None:
+        raise ValueError(
+            f"the transformer is frozen, so its {given} would never be trained: make the "
+            "classifier with RoutingClassifier.from_encoder(..., frozen=False)"
+        )
+
+
 def _collate_rows(
     reader: FrozenEncoder,  # whose tokens and padding it takes
     rows: list,  # of dicts with text or input_ids, and (if known) label
@@ -617,6 +631,17 @@ class RoutingClassifier(nn.Module):
             self.encoder.eval()
         return self
 
+    def gradient_checkpointing_enable(
+        self,
+        **kw,  # of the transformer's method
+    ):
+        "Compute the transformer's inner values again in the backward pass; the head's are kept."
+        self.encoder.gradient_checkpointing_enable(**kw)
+
+    def gradient_checkpointing_disable(self):
+        "Keep them again."
+        self.encoder.gradient_checkpointing_disable()
+
     def forward(
         self,
         input_ids: Tensor | None = None,  # [b, n], of `tokenize` or `collate`
@@ -628,6 +653,7 @@ class RoutingClassifier(nn.Module):
             batch = self.collate([dict(text=t) for t in as_texts(text)])
             input_ids, attention_mask = (x.to(self.head.depth_emb.device) for x in batch.values())
         _check_tokens(self.reader, input_ids, attention_mask)
+        check_frozen(self)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             states = self.encoder(
                 input_ids=input_ids,

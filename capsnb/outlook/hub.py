@@ -25,7 +25,8 @@ from ..engine.numerics import may_look
 from ..lab.routing_net import PlainText, RoutingText
 from ..lab.runs import check_end, checked_network, run_folder, task_of
 from ..lab.tasks import Task, load_run, task_named, with_options
-from ..lab.text import RoutingClassifier, SSTNet, check_note, encoder_note, noted_encoder
+from ..lab.text import RoutingClassifier, SSTNet, check_frozen, check_note, encoder_note
+from ..lab.text import noted_encoder
 from ..lab.train import honoured
 from ..lab.vision import answer
 
@@ -98,6 +99,7 @@ class CapsForSequenceClassification(PreTrainedModel):
     "A transformer whose hidden states are routed to classes, for `AutoModel` and `pipeline`."
 
     config_class, main_input_name = CapsConfig, 'input_ids'
+    supports_gradient_checkpointing = True
 
     def __init__(
         self,
@@ -106,6 +108,11 @@ class CapsForSequenceClassification(PreTrainedModel):
     ):
         super().__init__(config)
         self.frozen, self.head = config.encoder_config is None, _new_head(config)
+        self.num_labels = config.num_labels
+        if self.num_labels != (n := self.head._hub_mixin_config['n_classes']):
+            raise ValueError(f"the head has {n} classes, num_labels is {self.num_labels}")
+        if config.problem_type not in (None, 'single_label_classification'):
+            raise ValueError(f"one class a text is what is learnt, not {config.problem_type!r:.60}")
         self.encoder = None
         if encoder is not None or not self.frozen:
             self.read_with(_new_encoder(config) if encoder is None else encoder)
@@ -166,9 +173,16 @@ def _forward(
     attention_mask: Tensor | None = None,  # [b, n] of 0 and 1, zeros on the right; None: ones
     token_type_ids: Tensor | None = None,  # not read: a text comes alone
     labels: Tensor | None = None,  # [b] or [b, k]
+    inputs_embeds: None = None,  # not taken, as `output_attentions`: peft hands both on
+    output_attentions: bool | None = None,
+    output_hidden_states: bool | None = None,  # also the transformer's; None: as in the config
+    return_dict: bool | None = None,  # False: a tuple
 ):  # SequenceClassifierOutput with logits [b, k], and with labels their loss
     if self.encoder is None:
         raise ValueError("the transformer has not been read: model.read_with(encoder)")
+    if inputs_embeds is not None or output_attentions:
+        raise ValueError("expected input_ids, and neither inputs_embeds nor output_attentions")
+    check_frozen(self)
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     _check_tokens(mask, None)
     ids, mask = _with_end(input_ids, mask.long(), self.config.reader['end_id'])
@@ -182,8 +196,11 @@ def _forward(
     there = mask.to(self.head.depth_emb.dtype)
     out = answer(self.head(there, embs.to(there.dtype)), None)
     loss = None if labels is None else answer(out, labels)['loss']
-    result = need('transformers.modeling_outputs').SequenceClassifierOutput
-    return result(loss=loss, logits=out.a)
+    result = need('transformers.modeling_outputs').SequenceClassifierOutput(loss, out.a)
+    wanted = output_hidden_states
+    if self.config.output_hidden_states if wanted is None else wanted:
+        result.hidden_states = states
+    return result.to_tuple() if return_dict is False else result
 
 
 CapsForSequenceClassification.forward = _forward

@@ -44,6 +44,8 @@ def open_columns(
     if isinstance(source, datasets.Dataset):
         return dict(train=source)
     if isinstance(source, dict) and source:
+        if odd := [v for v in source.values() if not isinstance(v, datasets.Dataset)]:
+            raise ValueError(f"expected splits of datasets.Dataset, got {type(odd[0]).__name__}")
         return dict(source)
     if not isinstance(source, (str, Path)) or not str(source):
         raise ValueError(f"expected a path, 'hub:NAME' or a data set, got {source!r:.80}")
@@ -139,7 +141,10 @@ def _classes(part, label: str) -> tuple:  # names; value -> class number
     feature = part.features[label]
     if getattr(feature, 'names', None):
         return tuple(feature.names), {k: k for k in range(len(feature.names))}
-    values = Counter(part[label])
+    try:
+        values = Counter(part[label])
+    except TypeError as e:
+        raise ValueError(f"expected one class a row in the column {label!r}, got {e}") from e
     values.pop(None, None)
     if any(isinstance(v, float) and not v.is_integer() for v in values):
         raise ValueError(f"expected classes in the column {label!r}, got numbers with fractions")
@@ -506,8 +511,10 @@ class OwnTexts(Sentiment):
                 there = ', '.join(part.column_names)
                 raise ValueError(f"no column {self.text!r}: there is {there}")
             texts, labels = list(part[self.text]), self.parts.labels[k]
-            if wrong := next((t for t in texts if not isinstance(t, str)), None):
-                raise ValueError(f"expected texts in the column {self.text!r}, got {wrong!r:.60}")
+            wrong = (n for n, t in enumerate(texts) if not isinstance(t, str) or not t.strip())
+            if (n := next(wrong, None)) is not None:
+                got = f"got {texts[n]!r:.60} in row {n} of {k}"
+                raise ValueError(f"expected texts in the column {self.text!r}, {got}")
             name = f'own-{fingerprint(texts)[:12]}'
             out[k] = Samples(name, texts, list(range(len(texts))), labels)
         return out
