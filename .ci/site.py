@@ -239,6 +239,8 @@ style = """
 .gallery { display: flex; flex-wrap: wrap; gap: .8rem; }
 .gallery img { height: 150px; max-width: 100%; object-fit: contain; background: #fff; }
 .bd-content table { display: block; max-width: 100%; overflow-x: auto; width: fit-content; }
+.bd-content table { overflow-wrap: normal; }
+@media (max-width: 36rem) { .bd-content table { font-size: .8em; } }
 .bd-content img { max-width: 100%; height: auto; }
 .gallery img { height: 150px; width: auto; }
 div.math { overflow-x: auto; overflow-y: hidden; max-width: 100%; }
@@ -301,6 +303,7 @@ def settings(root: Path) -> dict:
         myst_heading_anchors=4,
         nb_execution_mode='off',
         nb_merge_streams=True,
+        nb_render_markdown_format='gfm',  # commonmark has no tables
         html_theme='sphinx_book_theme',
         html_title=about['title'],
         html_favicon='_static/icon.svg',

@@ -129,6 +129,13 @@ def built(tmp_path_factory, worker_id):
     return out / 'html'
 
 
+def test_tables_are_tables(built):
+    "also those that code writes"
+    shown = ((p, p.read_text(encoding='utf-8')) for p in built.rglob('*.html'))
+    raw = [p.name for p, text in shown if re.search(r'<p>\|[ -]', text)]
+    assert not raw, f'tables shown as text: {raw}'
+
+
 def test_links_places_and_pictures(built):
     assert not (found := missing(built)), '\n'.join(found[:20])
     pages = {p.relative_to(ROOT / 'nbs') for p in (ROOT / 'nbs').rglob('[0-9]*.ipynb')}
@@ -139,11 +146,18 @@ def test_links_places_and_pictures(built):
     assert all(f'>{floor}</span>' in home for floor in site.floors.values())
 
 
+letters = """[...document.querySelectorAll("article th p")]
+    .filter(e => /^[a-z]+$/.test(e.innerText))
+    .filter(e => e.offsetHeight > 2.5 * parseFloat(getComputedStyle(e).fontSize))
+    .map(e => e.innerText)"""  # heads of one word on more than one line
+
+
 @pytest.mark.skipif(chromium() is None, reason='there is no Chromium')
 def test_in_a_browser(built, tmp_path):
     pytest.importorskip('websocket')
     looked = 'index', 'book/04_em_routing', 'reports/75_which_routing', 'gallery'
     looked += 'api/capsnb.engine.dstep', 'lab/58_command_line', 'outlook/94_own_data'
+    looked += 'reports/79_results', 'reports/82_hardening', 'engine/26_convolution'
     with served(built) as home, browser(tmp_path) as tab:
         for page in looked:
             for width in (1280, 390):
@@ -155,6 +169,8 @@ def test_in_a_browser(built, tmp_path):
                     wanted = tab.run('document.querySelectorAll(".math.notranslate").length')
                     shown = tab.run('document.querySelectorAll(".math mjx-container").length')
                     assert shown >= wanted > 0
+                narrow = tab.run(letters)
+                assert not narrow, f'{page} breaks words of tables at {width}: {narrow}'
                 wide = tab.run('document.scrollingElement.scrollWidth')
                 assert wide <= width, f'{page} is {wide} pixels wide at {width}'
                 assert not tab.wrong(), f'{page}: {tab.wrong()[:2]}'

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from .layers import at_least_1
 from .numerics import may_look
 
 # %% auto #0
@@ -26,7 +27,7 @@ class Transforms(NamedTuple):
 # %% ../../nbs/engine/26_convolution.ipynb #cv000006
 def _grid(m: int, n: int) -> Tensor:  # [m * n, 2] float64
     "All places of a picture."
-    return torch.cartesian_prod(*(torch.arange(k, dtype=torch.float64) for k in (m, n)))
+    return torch.cartesian_prod(*(torch.arange(k, device='cpu').double() for k in (m, n)))
 
 
 def _half_of_frequencies(m: int, n: int) -> list[tuple[int, int, bool]]:
@@ -36,16 +37,13 @@ def _half_of_frequencies(m: int, n: int) -> list[tuple[int, int, bool]]:
 
 # %% ../../nbs/engine/26_convolution.ipynb #cv000007
 @functools.lru_cache(maxsize=16)
-def transforms(
-    size: tuple[int, int],  # rows and columns of the picture
-    kernel: tuple[int, int],  # of the kernel
-) -> Transforms:  # float64
-    "A correlation without stride by products of Fourier coefficients, three a pair of them."
+@torch.inference_mode(False)
+def _transforms(size: tuple[int, int], kernel: tuple[int, int]) -> Transforms:
     (m, n), (k, l) = size, kernel
     places = _grid(m - k + 1, n - l + 1), _grid(k, l), _grid(m, n)
     A, G, B = [], [], []
     for i, j, alone in _half_of_frequencies(m, n):
-        angle = 2 * math.pi * torch.tensor([i / m, j / n], dtype=torch.float64)
+        angle = 2 * math.pi * torch.tensor([i / m, j / n], dtype=torch.float64, device='cpu')
         (yr, yi), (wr, wi), (xr, xi) = (
             (torch.cos(p @ angle), -torch.sin(p @ angle)) for p in places
         )
@@ -54,9 +52,39 @@ def transforms(
         B += [xr] if alone else [xr + xi, xi, xr]
     return Transforms(torch.stack(A) / (m * n), torch.stack(G), torch.stack(B))
 
+
+def _is_plain() -> bool:
+    "Whether a tensor that is made now may be kept: nothing traces, transforms or fakes it."
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    modes = torch._C._are_functorch_transforms_active(), torch._C._len_torch_dispatch_stack()
+    return not any(modes)  # no public names say it
+
+
+def transforms(
+    size: tuple[int, int],  # rows and columns of the picture
+    kernel: tuple[int, int],  # of the kernel
+) -> Transforms:  # float64; kept for the next call: never write into them
+    "A correlation without stride by products of Fourier coefficients, three a pair of them."
+    make = _transforms if _is_plain() else _transforms.__wrapped__
+    return make(tuple(size), tuple(kernel))
+
 # %% ../../nbs/engine/26_convolution.ipynb #cv000011
+def _fits(x: Tensor, w: Tensor, s: int) -> bool:
+    "Whether kernels `w` can move over pictures `x` in steps of `s`."
+    if not x.dim() == w.dim() == 4 or not isinstance(s, int) or s < 1:
+        return False
+    inside = all(1 <= k <= p for p, k in zip(x.shape[-2:], w.shape[-2:]))
+    return inside and len(w) > 0 and x.shape[1] == w.shape[1] > 0
+
+
 def _sizes(x: Tensor, w: Tensor, s: int) -> tuple:
     "Of the outputs, of a split kernel, of a split picture: rows and columns each."
+    if not _fits(x, w, s):
+        raise ValueError(
+            "expected pictures [b, c, m, n], kernels [d, c, k, l] that lie inside, and an integer "
+            f"stride >= 1, got {list(x.shape)}, {list(w.shape)} and {s!r}"
+        )
     out = [(p - k) // s + 1 for p, k in zip(x.shape[-2:], w.shape[-2:])]
     kernel = [-(-k // s) for k in w.shape[-2:]]
     return out, kernel, [p + k - 1 for p, k in zip(out, kernel)]
@@ -74,13 +102,13 @@ def conv2d_by_products(
     w: Tensor,  # [d, c, k, l], of its dtype
     stride: int = 1,  # step of the kernel
 ) -> Tensor:  # [b, d, (m - k) // stride + 1, (n - l) // stride + 1]
-    "`torch.nn.functional.conv2d` by fewer products (Lavin and Gray 2016, eq. 8)."
-    (b, c), d, s = x.shape[:2], len(w), stride
-    out, kernel, size = _sizes(x, w, s)
-    A, G, B = (t.to(x) for t in transforms(tuple(size), tuple(kernel)))
-    x = _split(x, size, s).reshape(b * c * s * s, -1)
-    w = _split(w, kernel, s).permute(1, 2, 3, 0, 4, 5).reshape(c * s * s * d, -1)
-    p = (B @ x.T).view(len(B), b, -1) @ (G @ w.T).view(len(G), -1, d)
+    "`torch.nn.functional.conv2d` by fewer products; `ValueError` where nothing fits."
+    out, kernel, size = _sizes(x, w, stride)
+    A, G, B = (t.to(x) for t in transforms(size, kernel))
+    b, d, c = len(x), len(w), x.shape[1] * stride**2
+    x = _split(x, size, stride).reshape(b * c, B.shape[1])
+    w = _split(w, kernel, stride).permute(1, 2, 3, 0, 4, 5).reshape(c * d, G.shape[1])
+    p = (B @ x.T).view(len(B), b, c) @ (G @ w.T).view(len(G), c, d)
     return (p.flatten(1).T @ A).view(b, d, *out)
 
 # %% ../../nbs/engine/26_convolution.ipynb #cv000015
@@ -89,12 +117,26 @@ def share_of_products(
     w: Tensor,  # [d, c, k, l]
     stride: int = 1,  # step of the kernel
 ) -> float:  # multiplications of `conv2d_by_products`, as a share of the direct way's
-    "What the transforms and their products cost."
+    "What the transforms and their products cost; `ValueError` where nothing fits."
+    out, kernel, size = (math.prod(v) for v in _sizes(x, w, stride))
     (b, c), d, s = x.shape[:2], len(w), stride
-    out, kernel, size = (math.prod(v) for v in _sizes(x, w, s))
     r = (3 * size) // 2  # nearly: a frequency that is its own negative takes one
     products = r * (b * c * s * s * (size + d) + d * c * s * s * kernel + b * d * out)
-    return products / (b * c * d * out * w.shape[-1] * w.shape[-2])
+    return products / max(b * c * d * out * w.shape[-1] * w.shape[-2], 1)
+
+
+def _pays(x: Tensor, w: Tensor, bias: Tensor | None, stride: int) -> bool:
+    "Whether products are faster than PyTorch's own way, which also says what is wrong."
+    given = [x, w] if bias is None else [x, w, bias]
+    if not _is_plain() or not all(map(may_look, given)) or torch.is_autocast_enabled('cpu'):
+        return False
+    exact = x.dtype in (torch.float32, torch.float64) and all(t.dtype == x.dtype for t in given)
+    if not exact or not len(x) or not _fits(x, w, stride):
+        return False
+    if bias is not None and bias.shape != w.shape[:1]:
+        return False
+    small = math.prod(_sizes(x, w, stride)[2]) <= 1024  # else the matrices take much memory
+    return small and share_of_products(x, w, stride) <= 0.5
 
 
 def conv2d(
@@ -104,9 +146,7 @@ def conv2d(
     stride: int = 1,  # step of the kernel
 ) -> Tensor:  # [b, d, (m - k) // stride + 1, (n - l) // stride + 1]
     "`torch.nn.functional.conv2d`, by fewer products where that is faster: on the CPU."
-    exact = x.dtype == w.dtype and x.dtype in (torch.float32, torch.float64)
-    here = exact and may_look(x) and not torch.is_autocast_enabled('cpu')
-    if not here or not x.numel() or share_of_products(x, w, stride) > 0.5:
+    if not _pays(x, w, bias, stride):
         return F.conv2d(x, w, bias, stride)
     y = conv2d_by_products(x, w, stride)
     return y if bias is None else y + bias[:, None, None]
@@ -122,6 +162,7 @@ class Conv2d(nn.Conv2d):
         kernel_size: int,  # side of the kernel
         stride: int = 1,  # its step
     ):
+        at_least_1(kernel_size=kernel_size, stride=stride)
         super().__init__(in_channels, out_channels, kernel_size, stride)
 
     def forward(

@@ -409,7 +409,8 @@ papers = {
         'T. Hahn, M. Pyeon and G. Kim',
         'Self-Routing Capsule Networks',
         'NeurIPS 2019',
-        'https://papers.nips.cc/paper_files/paper/2019',
+        'https://papers.nips.cc/paper_files/paper/2019/hash/'
+        'e46bc064f8e92ac2c404b9871b2a4ef2-Abstract.html',
     ),
     'ribeiro2020': (
         'F. De Sousa Ribeiro, G. Leontidis and S. Kollias',
