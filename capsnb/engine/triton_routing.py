@@ -234,7 +234,9 @@ def _dots(
     for q in range(0, P, K):
         p = q + tl.arange(0, K)
         left, right = _tile(a, N, I, p, rows).to(T), _tile(b, N, J, p, cols).to(T)
-        total = tl.dot(tl.trans(left), right, acc=total, input_precision=PRODUCTS)
+        total = tl.dot(
+            tl.trans(left), right, acc=total, input_precision=PRODUCTS, out_dtype=total.dtype
+        )
     return total
 
 # %% ../../nbs/engine/22_triton.ipynb #00000012
@@ -304,7 +306,9 @@ def _moments_sums(
         use = tl.load(f + n * I + rows, rows < I, 0.0).to(T)
         ok = (rows < I)[:, None] & (cols < J)[None, :]
         D = tl.where(ok, tl.exp(L - z[:, None]) * use[:, None], 0.0)
-        M = tl.dot(_tile(a, N, I, p, rows).to(T), D, acc=M, input_precision=PRODUCTS)
+        M = tl.dot(
+            _tile(a, N, I, p, rows).to(T), D, acc=M, input_precision=PRODUCTS, out_dtype=M.dtype
+        )
     at = out + (run * tl.num_programs(2) + n) * N * J
     ok = (p < N)[:, None] & (cols < J)[None, :]
     tl.store(at + p[:, None] * J + cols[None, :], M, ok)
@@ -351,9 +355,19 @@ def _moments_parts(
         L = _dots(a, b, rows, cols, N, I, J, P, K, BI, BJ, PRODUCTS, T)
         D = tl.where((cols < J)[None, :], tl.exp(L - z[:, None]) * use[:, None], 0.0)
         dL = D * (_dots(a, s, rows, cols, N, I, J, P, K, BI, BJ, PRODUCTS, T) - c[:, None])
-        total = tl.dot(_tile(s, N, J, p, cols), tl.trans(D), acc=total, input_precision=PRODUCTS)
         total = tl.dot(
-            _tile(b, N, J, p, cols).to(T), tl.trans(dL), acc=total, input_precision=PRODUCTS
+            _tile(s, N, J, p, cols),
+            tl.trans(D),
+            acc=total,
+            input_precision=PRODUCTS,
+            out_dtype=total.dtype,
+        )
+        total = tl.dot(
+            _tile(b, N, J, p, cols).to(T),
+            tl.trans(dL),
+            acc=total,
+            input_precision=PRODUCTS,
+            out_dtype=total.dtype,
         )
     ok = (p < N)[:, None] & (rows < I)[None, :]
     tl.store(g_phi + n * N * I + p[:, None] * I + rows[None, :], total, ok)
@@ -393,7 +407,13 @@ def _moments_wholes(
         ok = (rows < I)[:, None] & (cols < J)[None, :]
         D = tl.where(ok, tl.exp(L - z[:, None]) * use[:, None], 0.0)
         dL = D * (_dots(a, s, rows, cols, N, I, J, P, K, BI, BJ, PRODUCTS, T) - c[:, None])
-        total = tl.dot(_tile(a, N, I, p, rows).to(T), dL, acc=total, input_precision=PRODUCTS)
+        total = tl.dot(
+            _tile(a, N, I, p, rows).to(T),
+            dL,
+            acc=total,
+            input_precision=PRODUCTS,
+            out_dtype=total.dtype,
+        )
     at = out + (run * tl.num_programs(2) + n) * N * J
     ok = (p < N)[:, None] & (cols < J)[None, :]
     tl.store(at + p[:, None] * J + cols[None, :], total, ok)
@@ -588,7 +608,7 @@ def _gaps(
             else:
                 for q in tl.static_range(chunks):
                     left, right = xs[c * chunks + q], Ws[h * chunks + q]
-                    V = V + tl.dot(left, right, input_precision='ieee')
+                    V = V + tl.dot(left, right, input_precision='ieee', out_dtype=V.dtype)
             if MODEL:
                 V = V - mus[c * H + h]
             out = out + (V,)
@@ -825,7 +845,7 @@ def _spread(
                 new = new + pull * Ws[(q % n) * H + h]
             else:
                 right = tl.trans(Ws[h * n + q % n])
-                new = tl.dot(pull, right, acc=new, input_precision='ieee')
+                new = tl.dot(pull, right, acc=new, input_precision='ieee', out_dtype=new.dtype)
         out = out + (new,)
     return out
 
@@ -850,7 +870,13 @@ def _spread_maps(
                 new = new + pulls[c * H + q % H] * xs[c * D + q // H]
             else:
                 left = tl.trans(xs[c * n + q % n])
-                new = tl.dot(left, pulls[c * H + q // n], acc=new, input_precision='ieee')
+                new = tl.dot(
+                    left,
+                    pulls[c * H + q // n],
+                    acc=new,
+                    input_precision='ieee',
+                    out_dtype=new.dtype,
+                )
         out = out + (new,)
     return out
 
