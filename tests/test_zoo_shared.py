@@ -20,6 +20,25 @@ def layer_of(name, **kw):
     return layer, a, torch.randn(2, 3, 7, 4, 3).double().requires_grad_()
 
 
+@pytest.mark.parametrize('n_inp', [None, 7])
+@pytest.mark.parametrize('name', sorted(all_routings()))
+def test_parameters_begin_anew(name, n_inp):
+    "What transformers leaves as it lay in memory, and what was made on 'meta'."
+    make = lambda: all_routings()[name](4, 3, 2, n_inp, 5)
+    torch.manual_seed(3)
+    want = make().state_dict()
+    with torch.device('meta'):
+        layer = make()
+    layer = layer.to_empty(device='cpu')
+    for v in layer.state_dict().values():
+        v.fill_(9)
+    torch.manual_seed(3)
+    layer.reset_parameters()
+    assert want and layer.state_dict().keys() == want.keys()
+    for k, v in layer.state_dict().items():
+        assert_close(v, want[k].to(v))
+
+
 def test_who_needs_no_votes():
     want = 'agreement attention dynamic inverted mean random self uniform'
     assert linear == want.split()

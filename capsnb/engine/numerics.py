@@ -14,7 +14,7 @@ import os
 import platform
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from typing import Callable, Sequence
+from typing import Callable, List, Sequence, get_args, get_origin
 import torch
 from torch import Tensor, nn
 
@@ -268,6 +268,20 @@ def _laid_out(
     return run
 
 # %% ../../nbs/engine/11_numerics.ipynb #87b26401
+def _in_old_words(
+    f: Callable,  # with hints
+) -> Callable:  # the same, `list[…]` called `List[…]`
+    "PyTorch 2.6 knows lists in the signature of an op by their name in `typing` alone."
+
+    def old(hint):
+        return List[get_args(hint)[0]] if get_origin(hint) is list else hint
+
+    said = inspect.signature(f, eval_str=True)
+    hints = [p.replace(annotation=old(p.annotation)) for p in said.parameters.values()]
+    f.__signature__ = said.replace(parameters=hints, return_annotation=old(said.return_annotation))
+    return f
+
+
 class FastOp:
     """A fast path as the op `torch.ops.capsnb.NAME`: `outs = op(*tensors, *settings)`.
 
@@ -289,7 +303,7 @@ class FastOp:
         self.name, self.definition = name, definition
         forward, backward = _in_full(forward), _in_full(backward)
         self.forward, self.backward = (
-            torch.library.custom_op(f'capsnb::{name}{end}', f, mutates_args=())
+            torch.library.custom_op(f'capsnb::{name}{end}', _in_old_words(f), mutates_args=())
             for end, f in (('', forward), ('_backward', _laid_out(backward, self.n)))
         )
         self.bare = forward, backward

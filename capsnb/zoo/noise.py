@@ -214,8 +214,8 @@ class Laplace(Student):
             raise ValueError(f"tip must be positive, got {tip!r}")
         at_least_1(steps=steps)
         self.tip, self.steps = tip, steps
-        k1 = torch.special.modified_bessel_k1(torch.tensor(tip, dtype=torch.float64)).item()
-        self.const = math.log(2 * tip * k1)
+        at = torch.tensor(tip, dtype=torch.float64, device='cpu')
+        self.const = math.log(2 * tip * torch.special.modified_bessel_k1(at).item())
 
     def refit(self, r, V, mass, model):
         "The same with u for each component."

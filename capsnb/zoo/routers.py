@@ -21,8 +21,8 @@ from ..routing.em import activation_logit, as_floor, as_schedule
 from ..routing.scene import bare, cast_votes, draw_votes, make_scene
 
 # %% auto #0
-__all__ = ['routings', 'norms', 'SharedVotes', 'total', 'likeness', 'MomentVotes', 'Router', 'all_routings', 'routing_layer',
-           'score_of_length', 'DynamicRouting', 'log_volume', 'EMRouting', 'CapsNorm', 'draw_routes']
+__all__ = ['routings', 'norms', 'SharedVotes', 'total', 'likeness', 'MomentVotes', 'fill_anew', 'Router', 'all_routings',
+           'routing_layer', 'score_of_length', 'DynamicRouting', 'log_volume', 'EMRouting', 'CapsNorm', 'draw_routes']
 
 # %% ../../nbs/zoo/26_routers.ipynb #11ea5002
 class SharedVotes(NamedTuple):
@@ -111,6 +111,16 @@ class MomentVotes:
         return (q + (v * t * t).sum((-2, -1))[..., None, :]).clamp_min(0)
 
 # %% ../../nbs/zoo/26_routers.ipynb #00000004
+def fill_anew(
+    layer: nn.Module,  # whose parameters and buffers are overwritten
+    new: nn.Module,  # made with the same settings
+):
+    "All numbers as in another layer, of the layer's own dtype and device."
+    with torch.no_grad():
+        for name, kept in layer.state_dict().items():
+            kept.copy_(new.state_dict()[name])
+
+
 class Router(nn.Module):
     "Maps, votes and checks; subclasses say `route`, and `own` if they have parameters."
 
@@ -143,6 +153,14 @@ class Router(nn.Module):
         self.n_iters, self.bias, self.start = check_n_iters(n_iters), bias, start
         self.make_maps()
         self.own(**own)
+        self._own = own
+
+    def reset_parameters(self):
+        "Every parameter as a new layer has it."
+        sizes = self.d_cov, self.d_inp, self.d_out, self.n_inp, self.n_out
+        how = dict(n_iters=self.n_iters, bias=self.bias, start=self.start)
+        with torch.device('cpu'):
+            fill_anew(self, type(self)(*sizes, **how, **self._own))
 
     def make_maps(self):
         "W and B; for routings with other maps to replace."

@@ -12,7 +12,7 @@ from ..core import check_n_iters
 from ..engine.dstep import check_capsules
 from ..engine.layers import at_least_1
 from ..routing.dstep import Routed, RoutedR
-from .routers import Router, draw_routes, routings
+from .routers import Router, draw_routes, fill_anew, routings
 
 # %% auto #0
 __all__ = ['credit', 'shares', 'Credited', 'route_by_credit', 'definable_routing', 'VectorRouting', 'end_to_end', 'VectorRouter']
@@ -111,6 +111,12 @@ class VectorRouting(nn.Module):
             self.to_use, self.to_ign = nn.Linear(d, j), nn.Linear(d, j)
         else:
             self.beta_use, self.beta_ign = normal(i, j), normal(i, j)
+
+    def reset_parameters(self):
+        "Every parameter as a new layer has it."
+        sizes = self.n_inp, self.n_out, self.d_inp, self.d_out, self.n_iters, self.normalize
+        with torch.device('cpu'):
+            fill_anew(self, type(self)(*sizes))
 
     @classmethod
     def from_published(
