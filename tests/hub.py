@@ -152,7 +152,7 @@ class Hub(BaseHTTPRequestHandler):
 def stand_in(monkeypatch, cache):
     "Runs an empty Hub of its own and lets huggingface_hub ask it, with a cache in a folder."
     import transformers.utils.hub
-    from huggingface_hub import constants, hf_api
+    from huggingface_hub import constants, file_download, hf_api
 
     class Here(Hub):
         repos, large, asked = {}, {}, []
@@ -164,6 +164,8 @@ def stand_in(monkeypatch, cache):
         monkeypatch.setattr(hf_api.api, 'endpoint', address)  # of functions without an `HfApi`
         template = address + '/{repo_id}/resolve/{revision}/{filename}'
         monkeypatch.setattr(constants, 'HUGGINGFACE_CO_URL_TEMPLATE', template)
+        where = file_download, 'HUGGINGFACE_CO_URL_TEMPLATE', template  # huggingface_hub before 1.0
+        monkeypatch.setattr(*where, raising=False)
         monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(cache))
         one = hf_api.HfApi(endpoint=address)  # transformers keeps one from its first request on
         monkeypatch.setattr(transformers.utils.hub, '_hf_api', one, raising=False)

@@ -461,7 +461,7 @@ def test_a_note_that_is_absent_is_absent(tmp_path):
 
 
 def test_the_hub_answers_or_not_within_seconds(web, monkeypatch):
-    hub = pytest.importorskip('huggingface_hub').constants
+    hub = pytest.importorskip('huggingface_hub.constants')
     monkeypatch.setattr(hub, 'HF_HUB_OFFLINE', False)
     with served(Web) as address:  # a refusal is an answer, too
         monkeypatch.setattr(hub, 'ENDPOINT', address)

@@ -246,8 +246,20 @@ except ModuleNotFoundError as missing:
                 need('huggingface_hub')
 
 
+_card = """---
+{{ card_data }}
+---
+
+Weights of a network of capsnb: `from_pretrained` of its class reads this folder.
+`capsnb push RUN NAME` writes a card from the run, and sends it with the weights.
+"""
+
+
 class HubMixin(_TrainerAdvice, PyTorchModelHubMixin):
     "huggingface_hub's mixin, but strict: missing or extra weights are an error."
+
+    def __init_subclass__(cls, **about):
+        super().__init_subclass__(model_card_template=_card, **about)
 
     @classmethod
     def _from_pretrained(cls, *, strict: bool = True, **kw):
