@@ -86,6 +86,13 @@ def test_long_sentences_are_found():
 
 
 @pytest.mark.parametrize('path', book, ids=ids)
+def test_all_cells_of_a_chapter_run_on_a_laptop(path):
+    "Run All reaches the end: what wants data or days asks for a GPU first."
+    flagged = [o for o in cells(path, 'code') if o.startswith(('#| data', '#| cuda', '#| slow'))]
+    assert all('torch.cuda.is_available()' in o for o in flagged)
+
+
+@pytest.mark.parametrize('path', book, ids=ids)
 def test_a_chapter_has_exercises_with_folded_solutions(path):
     pages = '\n'.join(cells(path, 'markdown'))
     assert '## Exercises' in pages and '<details>' in pages and '</details>' in pages
