@@ -46,6 +46,13 @@ Seed = Annotated[
 Epochs = Annotated[
     int | None, unset("Times through the training data; the recipe's if not given.", min=1)
 ]
+Rate = Annotated[
+    float | None,
+    unset("Learning rate, the highest of its cycle; the recipe's if not given.", '--lr'),
+]
+BatchSize = Annotated[
+    int | None, unset("Samples of a training step; the recipe's if not given.", min=1)
+]
 Device = Annotated[str | None, unset("'cpu', 'cuda' or 'mps'; the best there is if not given.")]
 Progress = Annotated[
     bool | None, typer.Option(show_default='on a terminal', help='Draw progress bars.')
@@ -127,6 +134,8 @@ def train_task(
     *,
     seed: int,  # of everything
     epochs: int | None,  # None: the recipe's
+    lr: float | None,  # at the top of its cycle; None: the recipe's
+    batch_size: int | None,  # of a training step; None: the recipe's
     device: str | None,  # None: the best there is
     resume: bool,  # go on where a run stopped
     overwrite: bool,  # replace the run that the folder holds
@@ -150,6 +159,7 @@ def train_task(
             overwrite=overwrite,
             progress=progress,
             how_to_resume=how,
+            **changed(task, net, lr, batch_size),
         )
         if not is_first():
             return
@@ -161,6 +171,20 @@ def train_task(
         return found
 
     return plainly(work, how)
+
+
+def changed(
+    task,  # capsnb.lab.tasks.Task
+    net: str | None,  # a name of its networks; None: the first
+    lr: float | None,  # at the top of its cycle; None: the recipe's
+    batch_size: int | None,  # of a training step; None: the recipe's
+) -> dict:  # what of the recipe differs
+    "A cycle with another top begins and ends where it did, or at that top if it is lower."
+    changes = {} if batch_size is None else dict(batch_size=batch_size)
+    if lr is None:
+        return changes
+    low, _ = task.recipe(task.known_net(net))['lr']
+    return changes | dict(lr=(min(low, lr), lr))
 
 
 def leave(
@@ -224,6 +248,8 @@ def train_digits(
         ),
     ] = 'capsnet',
     epochs: Epochs = None,
+    lr: Rate = None,
+    batch_size: BatchSize = None,
     seed: Seed = 0,
     limit: Annotated[
         int | None,
@@ -257,6 +283,7 @@ def train_digits(
         )
     out = out or Path('runs', name)
     usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
+    usual |= dict(lr=lr, batch_size=batch_size)
     return train_task(ctx, task, net, out, progress=progress, **usual)
 
 
@@ -276,6 +303,8 @@ def train_objects(
     ] = None,
     pairs: Pairs = None,
     epochs: Epochs = None,
+    lr: Rate = None,
+    batch_size: BatchSize = None,
     seed: Seed = 0,
     out: Out = None,
     data: Data = None,
@@ -306,6 +335,7 @@ def train_objects(
     task = tasks.with_options(tasks.task_named(ctx.info_name), **options)
     out = out or Path('runs', ctx.info_name)
     usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
+    usual |= dict(lr=lr, batch_size=batch_size)
     return train_task(ctx, task, net, out, progress=progress, **usual)
 
 
@@ -334,6 +364,8 @@ def train_photographs(
         unset("'azimuth' or 'polar': train on familiar viewpoints, test on novel ones."),
     ] = None,
     epochs: Epochs = None,
+    lr: Rate = None,
+    batch_size: BatchSize = None,
     seed: Seed = 0,
     out: Out = None,
     data: Annotated[Path | None, unset('Folder of the photographs; else CAPSNB_DATA.')] = None,
@@ -371,6 +403,7 @@ def train_photographs(
     task = room('lab.photographs').Photographs(**options)
     out = out or Path('runs', ctx.info_name)
     usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
+    usual |= dict(lr=lr, batch_size=batch_size)
     return train_task(ctx, task, net, out, progress=progress, **usual)
 
 
@@ -391,6 +424,8 @@ def train_sst(
         bool, option('Train on the 8,544 sentences only, not on all 159,274 phrases.', '--roots')
     ] = False,
     epochs: Epochs = None,
+    lr: Rate = None,
+    batch_size: BatchSize = None,
     seed: Seed = 0,
     seeds: Annotated[
         int,
@@ -448,7 +483,7 @@ def train_sst(
     options |= dict(validate=validate)
     options |= dict(cache=False if on_the_fly else cache, cache_dtype=cache_dtype)
     found = room('lab.sentiment').Sentiment(task, **options)
-    usual = dict(epochs=epochs, device=device, progress=progress)
+    usual = dict(epochs=epochs, lr=lr, batch_size=batch_size, device=device, progress=progress)
     if seeds > 1:
         return train_seeds(ctx, found, range(seed, seed + seeds), out, **usual)
     usual |= dict(resume=resume, overwrite=overwrite)
@@ -460,6 +495,9 @@ def train_seeds(
     task,  # capsnb.lab.tasks.Task
     seeds: range,  # one run each
     out: Path,  # folder of the runs, and of runs.json
+    *,
+    lr: float | None,  # as for `train_task`
+    batch_size: int | None,  # as for `train_task`
     **usual,  # of `train`
 ) -> dict | None:  # the record; None in other processes than the first
     "Train with one seed after the other; finished ones are kept."
@@ -467,7 +505,7 @@ def train_seeds(
 
     def work():
         path = room('lab.runs').check_room(out, 2**20) / 'runs.json'
-        rows = {task.name: dict(how_to_resume=how)}
+        rows = {task.name: dict(how_to_resume=how, **changed(task, None, lr, batch_size))}
         study = room('lab.tasks').study
         return study(task, rows, path, tuple(seeds), runs=out, command=how, **usual)[task.name]
 
@@ -487,6 +525,8 @@ def train_own(
     ctx: typer.Context,
     net: Annotated[str | None, unset("One of the task's networks; the first if not given.")] = None,
     epochs: Epochs = None,
+    lr: Rate = None,
+    batch_size: BatchSize = None,
     seed: Seed = 0,
     out: Out = None,
     resume: Resume = False,
@@ -502,6 +542,7 @@ def train_own(
     task = room('lab.tasks').task_named(ctx.info_name)
     out = out or Path('runs', ctx.info_name.split(':')[1])
     usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
+    usual |= dict(lr=lr, batch_size=batch_size)
     return train_task(ctx, task, net, out, progress=progress, **usual)
 
 
@@ -537,6 +578,8 @@ def train_columns(
         ),
     ] = None,
     epochs: Epochs = None,
+    lr: Rate = None,
+    batch_size: BatchSize = None,
     seed: Seed = 0,
     out: Out = None,
     resume: Resume = False,
@@ -556,6 +599,7 @@ def train_columns(
     task = room('outlook.own').own_task(ctx.info_name, **named, **how)
     name = ctx.info_name.partition(':')[2].partition('@')[0].rstrip('/').rsplit('/', 1)[-1]
     usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
+    usual |= dict(lr=lr, batch_size=batch_size)
     out = out or Path('runs', Path(name).stem)
     return train_task(ctx, task, net, out, progress=progress, **usual)
 
@@ -1361,7 +1405,8 @@ def bench(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            help='routing, convcaps, capsnet, matrix_caps, sst, mixture, networks; all if none.',
+            help='routing, convcaps, capsnet, zoo, matrix_caps, sst, mixture, networks; '
+            'all if none.',
             show_default=False,
         ),
     ] = None,

@@ -145,13 +145,15 @@ def run_record(
         ).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         commit = ''
+    program = Path(sys.argv[0])  # of `python -m capsnb`: capsnb/__main__.py
+    name = program.parent.name if program.name == '__main__.py' else program.name
     device = (
         torch.cuda.get_device_name()
         if torch.cuda.is_available()
         else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     )
     return dict(
-        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        command=shlex.join([name, *sys.argv[1:]]),
         seed=seed,
         commit=commit or None,
         device=device,

@@ -103,7 +103,7 @@ def test_a_new_plan_competes_by_itself(monkeypatch):
         assert 'another' in found['measured'] or 'another' in found['not_run']
 
 
-@pytest.mark.parametrize('name', ['routing', 'convcaps', 'capsnet', 'sst', 'mixture'])
+@pytest.mark.parametrize('name', ['routing', 'convcaps', 'capsnet', 'sst', 'mixture', 'zoo'])
 def test_every_bench_runs(name):
     found = measure(benches[name]()[0], How(rounds=1, tiny=True))
     assert found['measured']['definition']['faster_than_definition'] == 1

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from capsnb import __version__
 from capsnb.cli import make_app
 from capsnb.commands import confusion_table
+from capsnb.core import run_record
 from capsnb.data.mnist import class_names
 from capsnb.lab.runs import last_whole
 from capsnb.lab.train import load_digits_split
@@ -408,6 +409,28 @@ def test_train_digits_and_eval(tmp_path):
     assert again.exit_code == 0 and again.output.splitlines()[-1] == r.output.splitlines()[-1]
     other = capsnb(*few, '--net', 'dstep', '--seed', 5, '--out', tmp_path / 'run', '--resume')
     assert other.exit_code == 1 and 'settings differ (seed: 4 then, 5 now' in other.output
+
+
+@pytest.mark.parametrize('program', ['/bin/capsnb', '/lib/capsnb/__main__.py'])
+def test_a_run_notes_the_command_whoever_started_it(program, monkeypatch):
+    monkeypatch.setattr(sys, 'argv', [program, 'train', 'digits', '--out', 'a b'])
+    assert run_record()['command'] == "capsnb train digits --out 'a b'"
+
+
+def test_rate_and_batch_size(tmp_path):
+    own = ('--net', 'dstep', '--lr', 0.002, '--batch-size', 30, '--out', tmp_path)
+    r = capsnb(*tiny[:2], *tiny[4:], *own)
+    assert r.exit_code == 0, r.output
+    m = json.loads((tmp_path / 'metrics.json').read_text())
+    assert m['lr'] == [1e-5, 0.002] and m['batch_size'] == 30
+    low = capsnb(*tiny, '--lr', 1e-6, '--out', tmp_path / 'low')
+    assert low.exit_code == 0, low.output
+    assert json.loads((tmp_path / 'low' / 'metrics.json').read_text())['lr'] == [1e-6, 1e-6]
+    for wrong in ('0', '-1', 'nan', 'inf'):
+        r = capsnb(*tiny, '--lr', wrong, '--out', tmp_path / 'wrong')
+        assert r.exit_code == 1 and 'two positive numbers' in r.output, r.output
+    for data in ('sst', 'toys', 'eth80', 'file:x.csv', 'some.module:task'):
+        assert '--lr' in capsnb('train', data, '--help').output
 
 
 @pytest.mark.parametrize(

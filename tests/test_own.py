@@ -68,6 +68,21 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path, kind):
         assert open_columns(source)['train'].to_list() == wanted
 
 
+def test_data_frames():
+    frame = numbers().to_pandas().sample(frac=1, random_state=0)  # its index is no column
+    assert open_columns(frame)['train'].to_list() == frame.to_dict('records')
+    frame = frame.astype(dict(kind='category'))
+    halves = dict(train=frame[:40], test=frame[40:])
+    found = in_parts(halves, 'kind')
+    assert [len(found.labels[k]) for k in ('train', 'validation', 'test')] == [34, 6, 20]
+    for k, labels in found.labels.items():
+        said = found.splits[k]['kind']
+        assert [found.names[v] for v in labels] == list(said)
+    frame['b'] = [b'x' if k else 1 for k in range(60)]
+    with pytest.raises(ValueError, match='the data frame cannot be read: '):
+        open_columns(frame)
+
+
 def test_a_split_that_is_there_is_taken_whole_and_others_are_cut_from_training():
     whole = datasets.DatasetDict(train=numbers(), dev=numbers(10), test=numbers(20))
     assert {k: len(v) for k, v in in_parts(whole, 'kind').labels.items()} == {

@@ -44,6 +44,7 @@ from .text import SSTNet
 from .vision import DStepNet, HubMixin, SmallNORBNet, answer, n_params, norb_trunk
 from .vision import Scores, rival_of
 from ..routing.mixture import e_step, m_step
+from ..zoo.routers import Router, all_routings, routing_layer
 
 # %% auto #0
 __all__ = ['training_step', 'pictures', 'sentences', 'Probe', 'machine', 'writable', 'page', 'bench', 'against']
@@ -208,6 +209,35 @@ def _mixture_runs(device: str, tiny: bool) -> Runs:
 
 
 benches['mixture'] = lambda: [Case('50,000 points, 64 Gaussians', _mixture_runs, quick=True)]
+
+# %% ../../nbs/lab/60_speed.ipynb #00200001
+def _zoo_runs(name: str, device: str, tiny: bool) -> Runs:
+    "A routing that needs no votes, beside itself with all of them; its floor is one weighted sum."
+    n, i, j = (2, 9, 3) if tiny else (50, 784, 16)
+    a, mu = torch.randn(n, i, device=device), torch.randn(n, i, 4, 4, device=device)
+    mu.requires_grad_()
+    layers = {}
+    for kind in ('definition', 'without votes'):
+        seed_everything(0)
+        layers[kind] = routing_layer(name, 4, 4, 4, None, j).to(device)
+    layers['definition'].votes_of = layers['definition'].cast
+
+    def step(layer):
+        out, known = layer(a, mu), [mu, *layer.parameters()]
+        torch.autograd.grad(out.a.sum() + out.mu.sum(), known, allow_unused=True)
+
+    R, x = torch.randn(n, i, j, device=device), mu.detach().flatten(2)
+    floor = lambda: torch.bmm(R, torch.bmm(R.mT, x))  # a sum over the parts, and its gradient
+    return Runs({k: functools.partial(step, layer) for k, layer in layers.items()}, floor)
+
+
+def _zoo_cases():
+    made = {name: routing_layer(name, 4, 4, 4, None, 16) for name in sorted(all_routings())}
+    spared = [k for k, m in made.items() if isinstance(m, Router) and m.without_votes()]
+    return [Case(k, functools.partial(_zoo_runs, k), items=50) for k in spared]
+
+
+benches['zoo'] = _zoo_cases
 
 # %% ../../nbs/lab/60_speed.ipynb #0000000c
 class Probe(nn.Module, HubMixin, library_name='capsnb', tags=['probe']):

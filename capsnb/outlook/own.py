@@ -37,16 +37,14 @@ _readers = {'.csv': 'csv', '.tsv': 'csv', '.json': 'json', '.jsonl': 'json', '.p
 
 
 def open_columns(
-    source,  # a path or 'file:PATH', 'hub:NAME', 'hub:NAME@REVISION', or a datasets.Dataset(Dict)
+    source,  # a path, 'file:PATH', 'hub:NAME(@REVISION)', a Dataset, a DataFrame, or a dict of them
 ) -> dict:  # name of a split -> datasets.Dataset
     "Data as columns; `ValueError` where nothing can be read."
     datasets = need('datasets')
-    if isinstance(source, datasets.Dataset):
-        return dict(train=source)
+    if isinstance(source, (datasets.Dataset, need('pandas').DataFrame)):
+        return dict(train=_rows(source))
     if isinstance(source, dict) and source:
-        if odd := [v for v in source.values() if not isinstance(v, datasets.Dataset)]:
-            raise ValueError(f"expected splits of datasets.Dataset, got {type(odd[0]).__name__}")
-        return dict(source)
+        return {k: _rows(v) for k, v in source.items()}
     if not isinstance(source, (str, Path)) or not str(source):
         raise ValueError(f"expected a path, 'hub:NAME' or a data set, got {source!r:.80}")
     kind, colon, name = str(source).partition(':')
@@ -65,6 +63,19 @@ def open_columns(
         _check_json(path)
     more = dict(sep='\t') if path.suffix == '.tsv' else {}
     return load(_readers[path.suffix], data_files=str(path), **more)
+
+
+def _rows(part):  # a datasets.Dataset from one, or from a pandas.DataFrame
+    datasets = need('datasets')
+    if isinstance(part, need('pandas').DataFrame):
+        try:
+            return datasets.Dataset.from_pandas(part, preserve_index=False)
+        except (TypeError, ValueError) as e:  # a column of several kinds
+            raise ValueError(f"the data frame cannot be read: {first_line(e)}") from e
+    if not isinstance(part, datasets.Dataset):
+        kinds = 'datasets.Dataset or pandas.DataFrame'
+        raise ValueError(f"expected splits of {kinds}, got {type(part).__name__}")
+    return part
 
 
 def _json_rows(path: Path):
