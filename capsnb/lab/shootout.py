@@ -16,7 +16,7 @@ from ..engine.bench import take_turns
 from .digits import Digits
 from .objects import Toys
 from .photographs import Photographs
-from .report import dots, interval, percent, runs_of, spread
+from .report import dots, interval, name_points, percent, runs_of, spread
 from .routing_net import needed_for_text
 from .sentiment import Sentiment, smollm2
 from .tasks import Task, study, with_options
@@ -355,17 +355,18 @@ def plot_against_cost(
     "Accuracy against the time of a training step; whiskers: 95 % intervals of the means."
     plt = plot_style()
     fig, ax = plt.subplots(figsize=(7.5, 4.6), layout='constrained')
+    points = {}
     for row in ranked(record):
         x, y = 1000 * cost[row['name']]['seconds'], percent(row['runs'])
         colour = '.55' if row['apart'] else palette[0]
         ax.plot([x, x], interval(y), color=colour, lw=1.5, alpha=0.5)
-        ax.plot(x, statistics.mean(y), 'o', ms=5, color=colour)
-        at = dict(xytext=(4, 3), textcoords='offset points', fontsize=9)
-        ax.annotate(row['name'], (x, statistics.mean(y)), **at)
+        points[row['name']] = x, statistics.mean(y)
+        ax.plot(*points[row['name']], 'o', ms=5, color=colour)
     ax.set_xscale('log')
     ax.xaxis.set_major_formatter('{x:g}')
     ax.xaxis.set_minor_formatter('{x:g}')
     ax.set(xlabel='forward and backward pass of a batch, ms', ylabel='test accuracy, %')
+    name_points(ax, points)
     return fig
 
 # %% ../../nbs/lab/64_shootout.ipynb #19ed7e7e
