@@ -8,6 +8,7 @@ os.environ.setdefault('OMP_NUM_THREADS', '1')  # read when torch is loaded: befo
 def pytest_configure(config):
     for line in (
         'cuda: needs a GPU; skipped where there is none',
+        'graphs: torch.compile or torch.export of a routing; skipped before PyTorch 2.10',
         'slow: half a minute or more; CAPSNB_SLOW_TESTS=1 runs it',
     ):
         config.addinivalue_line('markers', line)
@@ -20,11 +21,15 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker('slow'):
                 item.add_marker(pytest.mark.skip(reason='slow: set CAPSNB_SLOW_TESTS=1'))
+    graphs = [o for o in items if o.get_closest_marker('graphs')]
     marked = [o for o in items if o.get_closest_marker('cuda')]
-    if not marked:
+    if not (graphs or marked):
         return
     import torch
 
+    if torch.torch_version.TorchVersion(torch.__version__) < (2, 10):
+        for item in graphs:
+            item.add_marker(pytest.mark.skip(reason='graphs of routings need PyTorch 2.10'))
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason='there is no GPU'))

@@ -253,6 +253,7 @@ def test_torch_func_and_vmap():
     assert_close(each[0], torch.func.grad(loss)(W, a[0], mu[0]))
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize('make', [lambda: ConvCaps(2, 3, plan='compiled'), lambda: ClassCaps(2, 3)])
 def test_one_graph(make):
     torch.manual_seed(0)

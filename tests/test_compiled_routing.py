@@ -126,6 +126,7 @@ def test_opcheck(has_model):
     torch.library.opcheck(_votes.backward, args)
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize('shared', [True, False])
 def test_the_layer_in_a_graph_and_under_functional_transforms(shared):
     torch._dynamo.reset()

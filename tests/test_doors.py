@@ -140,6 +140,7 @@ def test_saved_and_read_as_on_the_hub(case, tmp_path):
     torch.testing.assert_close(score(other, x), want, rtol=0, atol=0)
 
 
+@pytest.mark.graphs
 def test_exported(case):
     net, x, want, _ = case
     with torch.no_grad():
@@ -153,6 +154,7 @@ def test_a_sample_alone_is_read_as_in_a_batch(case):
     torch.testing.assert_close(alone, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.graphs
 def test_in_onnx(case, tmp_path):
     net, x, want, _ = case
     for name in ('onnx', 'onnxscript'):

@@ -283,6 +283,7 @@ def test_starts():
     assert 'beta_ign' not in Routing(2, 3, 2, single_beta=True).state_dict()
 
 
+@pytest.mark.graphs
 def test_it_compiles_to_the_same_numbers():
     layer = make('votes', torch.float32)
     a, mu = torch.randn(2, 9), torch.randn(2, 9, 2, 3)

@@ -28,6 +28,7 @@ def inputs(n=3, i=50):
     return torch.randn(n, i), torch.randn(n, i, 4, 4)
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize('plan', ['auto', *here])
 def test_routing_is_one_graph(plan):
     torch.manual_seed(0)
@@ -38,6 +39,7 @@ def test_routing_is_one_graph(plan):
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize('n_parts', [4, 64])
 def test_a_network_is_exported_for_any_size_of_batch(n_parts):
     "A graph that can be used for one image and for seven, whichever it was made with."
@@ -51,6 +53,7 @@ def test_a_network_is_exported_for_any_size_of_batch(n_parts):
                 assert error_to(got, want) < 2e-5
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize('plan', ['auto', *anywhere])
 def test_routing_is_exported_for_any_size_of_batch(plan):
     torch.manual_seed(0)

@@ -122,6 +122,7 @@ def gradients(net, f, x, **kw):
     return outs + [p.grad for p in net.parameters()]
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize('labels', [None, one_class, all_classes], ids=['none', 'hard', 'soft'])
 @pytest.mark.parametrize('name', networks)
 def test_a_network_is_one_graph_forward_and_back(name, labels):

@@ -215,6 +215,7 @@ routes = {
 }
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize(
     'name, backend',
     [
@@ -235,6 +236,7 @@ def test_compiled_forward_and_back(name, backend):
         assert_close(got, want)
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize('name', routes)
 def test_exported_for_any_size_of_batch(name):
     class Net(torch.nn.Module):

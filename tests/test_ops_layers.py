@@ -104,6 +104,7 @@ def step(f, *x):
     return [*out, *torch.autograd.grad(loss, x, materialize_grads=True)]
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize(
     'plan, kw', [('votes', rules[2]), *(('tiles', kw) for kw in rules)], ids=str
 )
@@ -122,6 +123,7 @@ def test_one_graph_forward_and_back(plan, kw):
         assert_close(g, w)
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize('plan', ['tiles', 'votes', 'auto'])
 @kinds
 def test_exported_for_any_size_of_batch(plan, kw):
@@ -213,6 +215,7 @@ def test_shapes_and_gradients_on_meta(plan, kw):
         assert g.is_meta and g.shape == w.shape and g.stride() == w.stride()
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize('act', ['logistic', 'pi'])
 @pytest.mark.parametrize('how', ['plain', 'parents', 'fields'])
 def test_em_routing_reads_no_value_and_is_one_graph(how, act):
@@ -249,6 +252,7 @@ def small(l, *x):
     assert torch.autograd.gradgradcheck(lambda *x: l(*x)[:3], x, fast_mode=True)
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize('kw', [{}, dict(coordinates=False, act='pi', eps=0.1)], ids=str)
 def test_class_capsules_under_transformations(kw):
     torch.manual_seed(0)
@@ -270,6 +274,7 @@ def test_class_capsules_under_transformations(kw):
     small(l, *(t[:1, :2, :1].clone() for t in (a, mu)))
 
 
+@pytest.mark.graphs
 def test_primary_capsules_under_transformations():
     torch.manual_seed(0)
     l, x = PrimaryCaps(2, 2, 2, 2, K=2, stride=2).double(), torch.randn(3, 2, 4, 4, dtype=f64)

@@ -130,6 +130,7 @@ def test_a_single_tensor_is_a_field_and_not_the_fields():
     assert Scores(x).a is x and Scores(a=x).a is x
 
 
+@pytest.mark.graphs
 def test_routed_under_compile():
     layer, x = Routing(2, 3, 2, n_out=4), (torch.randn(2, 5), torch.randn(2, 5, 2, 3))
     out = torch.compile(layer, backend='eager')(*x)

@@ -139,6 +139,7 @@ def test_second_derivatives_are_those_of_the_definition():
         assert error_to(got, want) < 1e-5
 
 
+@pytest.mark.graphs
 def test_a_graph_holds_them():
     l, a, mu = layer(plan='triton'), torch.rand(1, 2, 2, 2), torch.randn(1, 2, 2, 2, 2, 2)
     with interpreting():

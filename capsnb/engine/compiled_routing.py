@@ -337,4 +337,4 @@ def _serves(
 
 
 if importlib.util.find_spec('numba'):
-    faster[_of_maps] = _agreement, _serves
+    faster[_of_maps.name] = _agreement, _serves

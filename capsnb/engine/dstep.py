@@ -111,6 +111,9 @@ def exporting() -> bool:
     return getattr(torch.compiler, 'is_exporting', torch.compiler.is_compiling)()
 
 
+exporting._dynamo_marked_constant = True  # up to PyTorch 2.10, every graph would be an exported one
+
+
 def n_samples(
     t: Tensor,  # [n, ...]
 ) -> int:  # n, or 1

@@ -243,7 +243,7 @@ _of_maps = FastOp(
 )
 
 # %% ../../nbs/engine/13_dynamic.ipynb #2d1df320
-faster: dict[FastOp, tuple] = {}  # op -> the same compiled, and whether that serves its tensors
+faster: dict[str, tuple] = {}  # op's name -> the same compiled, whether that serves its tensors
 
 
 def _fastest(
@@ -251,7 +251,7 @@ def _fastest(
     tensors: list[Tensor],  # that it will get
 ) -> FastOp:
     "The op, or what was entered in `faster` for it."
-    other, serves = faster.get(op, (op, None))
+    other, serves = faster.get(op.name, (op, None))
     return other if serves and serves(*tensors) else op
 
 # %% ../../nbs/engine/13_dynamic.ipynb #00000010

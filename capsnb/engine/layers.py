@@ -1033,7 +1033,8 @@ class ClassCaps(_Capsules):
 
         lead = a.shape[:-3]
         out = self._route(a, mu, route)
-        return out._replace(R=out.R.unflatten(-2, a.shape[-3:]))
+        R = out.R.unflatten(-2, a.shape[-3:])
+        return EMRouted(*out[:3], R, out.F)  # PyTorch 2.9 has no graph for `_replace`
 
     def logits(
         self,
