@@ -249,6 +249,9 @@ div.math { overflow-x: auto; overflow-y: hidden; max-width: 100%; }
 .bd-sidebar-secondary { flex: 0 0 15rem; }
 @media (min-width: 1200px) { .bd-header { display: none !important; } }
 .bd-article-container { overflow-wrap: anywhere; min-width: 0; }
+p code.literal, li code.literal, p code .pre, li code .pre { white-space: normal; }
+@media (max-width: 36rem) { .prev-next-area { display: block; } }
+@media (max-width: 36rem) { .prev-next-area a { max-width: 100%; } }
 html[data-theme=dark] .cell_output .text_html { color-scheme: light; }
 """
 

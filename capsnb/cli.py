@@ -32,7 +32,7 @@ def room(
 
 def is_first() -> bool:  # of the processes that `torchrun` started; true if there is only one
     "Whether this process prints, draws and writes for all of them."
-    return os.environ.get('RANK', '0') == '0'
+    return 'WORLD_SIZE' not in os.environ or os.environ.get('RANK', '0') == '0'
 
 
 def plainly(
@@ -88,6 +88,9 @@ def entrance(
         def act():
             if (n := options.get('seeds', 1)) > most_seeds:
                 raise ValueError(f"--seeds {n:,}: expected at most {most_seeds:,}")
+            if Path(out := options.get('out') or '').suffix in ('.png', '.html'):
+                beside = 'a picture and a page are written beside it, under its name'
+                raise ValueError(f"--out {out}: expected another ending, {beside}")
             return command(**{k: at_home(v) for k, v in options.items()})
 
         def work():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import os
 import shlex
 import statistics
 import sys
@@ -188,7 +189,7 @@ def changed(
 
 
 def leave(
-    what: str,  # 'run', 'test' or 'study': the page of capsnb.outlook.pages
+    what: str,  # 'run', 'test', 'words' or 'study': the page of capsnb.outlook.pages
     *args,  # of the function that leaves it
     quiet: bool = False,  # whether to say nothing of a page that was left
     **more,  # of that function
@@ -538,7 +539,7 @@ def train_own(
     """A task of your own: 'my_module:my_task', in the current folder or installed.
 
     nbs/lab/51_tasks.ipynb shows how one is written, in fifteen lines."""
-    here_first()
+    here_too()
     task = room('lab.tasks').task_named(ctx.info_name)
     out = out or Path('runs', ctx.info_name.split(':')[1])
     usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
@@ -604,10 +605,10 @@ def train_columns(
     return train_task(ctx, task, net, out, progress=progress, **usual)
 
 
-def here_first():
-    "Let modules of the current folder be found, as `python -m` does."
+def here_too():
+    "Let modules of the current folder be found; none of them takes an installed one's place."
     if '' not in sys.path:
-        sys.path.insert(0, '')
+        sys.path.append('')
 
 
 def demo(
@@ -692,7 +693,7 @@ def evaluate(
     progress: Progress = None,
 ):
     """Accuracy of a finished run, and what it takes for what."""
-    here_first()
+    here_too()
     here = dict(encoder=encoder, folder=data, cache=cache)
     here = {k: v for k, v in here.items() if v is not None}
     here |= ({'cache': False} if on_the_fly else {}) | ({} if crops == 1 else {'crops': crops})
@@ -718,11 +719,16 @@ def explain(
     encoder: Annotated[
         str | None, unset('Where the transformer lies now, or its name on the Hub.')
     ] = None,
-    html: Annotated[Path | None, unset('File for a page of coloured words.')] = None,
+    html: Annotated[
+        Path | None, unset("File of the page; report_words.html in the run's folder if not given.")
+    ] = None,
     device: Device = None,
+    as_json: AsJson = False,
 ):
     """Which words a verdict owes its score to, positive against negative: each word's credit,
-    which adds up to the sentence's, and what is lost without the word."""
+    which adds up to the sentence's, and what is lost without the word.
+
+    On a terminal words are blue for positive, red for negative; NO_COLOR turns that off."""
     lines = sentences_in(file) if file else []
     if not (texts := [*(texts or ()), *filter(str.strip, lines)]):
         raise ValueError("expected a sentence, or --file with one a line")
@@ -738,11 +744,14 @@ def explain(
         )
     text = room('lab.text')
     told = [text.explain(t, network, task.reader(), note['names']) for t in texts]
-    print('\n\n'.join(map(_in_columns, told)))
+    coloured = False if 'NO_COLOR' in os.environ else None  # None: on a terminal
+    typer.echo('\n\n'.join(map(_in_columns, told)) + '\n', color=coloured)
     if html:
         html.parent.mkdir(parents=True, exist_ok=True)
-        html.write_text(text.explained_page(told), encoding='utf-8')
-        print(f"\nlook at {html}")
+        print(f"look at {room('outlook.pages').leave_words(html, told)}")
+    else:
+        leave('words', run / 'report_words.html', told)
+    return [e._asdict() | dict(leaning=e.leaning()) for e in told]
 
 
 def sentences_in(
@@ -761,11 +770,24 @@ def _in_columns(
     e,  # capsnb.lab.text.Explanation
 ) -> str:  # shares of the classes, and a line for each word
     shares = importlib.import_module('torch').tensor(e.a).softmax(0)
-    lines = ['  '.join(f'{n} {q:.0%}' for n, q in zip(e.names, shares)), '']
+    most = max((abs(v) for _, v in e.words), default=0)
+    lines = [' '.join(_coloured(word, v, most) for word, v in e.words)]
+    lines += ['  '.join(f'{n} {q:.0%}' for n, q in zip(e.names, shares)), '']
     lines += ['  credit   lost without']
     for (word, v), (_, lost) in zip(e.words, e.without):
         lines.append(f"{v:+8.3f} {lost:+8.3f}  {word}")
     return '\n'.join([*lines, f"{e.leaning():+8.3f}           together"])
+
+
+def _coloured(
+    word: str,  # of a sentence
+    credit: float,  # of it
+    most: float,  # credit of the strongest word
+) -> str:  # for a terminal
+    "Blue for positive, red for negative; bold from half of the strongest on, plain below a tenth."
+    share = abs(credit) / most if most else 0
+    colour = 'blue' if credit > 0 else 'red'
+    return word if share < 0.1 else typer.style(word, fg=colour, bold=share >= 0.5 or None)
 
 
 def push(
@@ -787,13 +809,11 @@ def push(
     from the run. A run on texts is pushed as a classifier for transformers' pipelines.
 
     No folder of this machine is named in it."""
-    here_first()
+    here_too()
     hub, how = room('outlook.hub'), dict(license=license, encoder=encoder)
     if card:
         text = str(hub.card_of(run, name, **how))
-        card.parent.mkdir(parents=True, exist_ok=True)
-        card.write_text(text, encoding='utf-8')
-        return print(f'look at {card}')
+        return print(f'look at {hub.write_card(card, text)}')
     print(hub.push_run(run, name, private=private or None, token=token, **how))
 
 

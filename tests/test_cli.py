@@ -19,8 +19,8 @@ pytest.importorskip('transformers')
 pytest.importorskip('sklearn')
 from typer.testing import CliRunner
 from capsnb import __version__
-from capsnb.cli import make_app
-from capsnb.commands import confusion_table
+from capsnb.cli import is_first, make_app
+from capsnb.commands import confusion_table, here_too
 from capsnb.core import run_record
 from capsnb.data.mnist import class_names
 from capsnb.lab.runs import last_whole
@@ -417,6 +417,42 @@ def test_a_run_notes_the_command_whoever_started_it(program, monkeypatch):
     assert run_record()['command'] == "capsnb train digits --out 'a b'"
 
 
+@pytest.mark.parametrize('way', ['eval', 'push'])
+def test_code_that_came_with_a_run_is_not_executed(tmp_path, way):
+    (tmp_path / 'stranger.py').write_text("open('ran', 'w')")
+    for name in ('stranger:task', 'stranger.more:task'):
+        (tmp_path / 'task.json').write_text(json.dumps(dict(task=name, net='x')))
+        (tmp_path / 'metrics.json').write_text('{}')
+        r = call(way, '.', *(['me/x', '--card', 'c.md'] if way == 'push' else []), cwd=tmp_path)
+        assert r.returncode == 1 and not (tmp_path / 'ran').exists(), r.stderr
+        assert 'not executed' in r.stderr or way == 'push', r.stderr
+
+
+def test_modules_of_the_folder_come_last(monkeypatch):
+    monkeypatch.setattr(sys, 'path', ['/usr/lib/somewhere'])
+    here_too()
+    here_too()
+    assert sys.path == ['/usr/lib/somewhere', '']
+
+
+def test_a_record_is_never_its_own_picture(tmp_path):
+    path = tmp_path / 'record.png'
+    path.write_text('{}')
+    for ending in ('.png', '.html'):
+        r = capsnb('ablate', '--out', path.with_suffix(ending))
+        assert r.exit_code == 1 and 'expected another ending' in r.output, r.output
+    assert path.read_text() == '{}'
+
+
+def test_only_one_of_several_processes_is_silent(monkeypatch):
+    for rank, size, first in (('0', '2', True), ('1', '2', False), ('zero', None, True)):
+        monkeypatch.setenv('RANK', rank)
+        monkeypatch.delenv('WORLD_SIZE', raising=False)
+        if size:
+            monkeypatch.setenv('WORLD_SIZE', size)
+        assert is_first() is first
+
+
 def test_rate_and_batch_size(tmp_path):
     own = ('--net', 'dstep', '--lr', 0.002, '--batch-size', 30, '--out', tmp_path)
     r = capsnb(*tiny[:2], *tiny[4:], *own)
@@ -521,6 +557,7 @@ def test_only_the_first_process_speaks(run, monkeypatch):
     "torchrun starts the same command several times"
     monkeypatch.setenv('RANK', '0')
     assert 'of 50' in capsnb('eval', run, '--device', 'cpu').output
+    monkeypatch.setenv('WORLD_SIZE', '2')
     monkeypatch.setenv('RANK', '1')
     assert capsnb('eval', run, '--device', 'cpu', '--progress').output == ''
     assert capsnb('eval', run / 'nothing').output.startswith('capsnb (process 1): ')

@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -458,6 +459,15 @@ def test_a_damaged_note_is_one_sentence(tmp_path, damaged, says):
 def test_a_note_that_is_absent_is_absent(tmp_path):
     with pytest.raises(FileNotFoundError):
         files.read_json(tmp_path / 'note.json', n=int)
+
+
+def test_silence_is_noticed_within_seconds(tmp_path):
+    with socket.create_server(('127.0.0.1', 0)) as silent:  # takes a call, and says nothing
+        url = f'http://127.0.0.1:{silent.getsockname()[1]}/x'
+        began = time.time()
+        with pytest.raises(ConnectionError, match='does not answer'):
+            files.fetch(url, tmp_path / 'x', 10, '0' * 64)
+        assert 4 < time.time() - began < 8
 
 
 def test_the_hub_answers_or_not_within_seconds(web, monkeypatch):

@@ -124,6 +124,14 @@ def test_a_card_is_written_without_the_hub(digits, tmp_path):
     done = capsnb('push', digits, 'me/digits', '--card', tmp_path / 'new' / 'card.md')
     assert done.exit_code == 0, done.output
     assert (tmp_path / 'new' / 'card.md').read_text() == str(card_of(digits, 'me/digits'))
+    done = capsnb('push', digits, 'me/other', '--card', tmp_path / 'new' / 'card.md')
+    assert done.exit_code == 0 and 'me/other' in (tmp_path / 'new' / 'card.md').read_text()
+    (tmp_path / 'mine').write_text('mine')
+    done = capsnb('push', digits, 'me/digits', '--card', tmp_path / 'mine')
+    assert done.exit_code == 1 and "somebody's own file" in done.output
+    assert (tmp_path / 'mine').read_text() == 'mine'
+    done = capsnb('push', digits, '../x', '--card', tmp_path / 'x.md')
+    assert done.exit_code == 1 and '../x' in done.output and not (tmp_path / 'x.md').exists()
 
 
 def test_python_of_a_card_repeats_the_run(tmp_path, monkeypatch):

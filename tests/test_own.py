@@ -254,6 +254,13 @@ def test_texts(tmp_path):
     assert accuracy == json.loads((out / 'metrics.json').read_text())['test_accuracy']
     done = capsnb('explain', 'it broke, worth it', '--run', out, '--device', 'cpu')
     assert done.exit_code == 0 and 'bad' in done.output, done.output
+    left = (out / 'report_words.html').read_text()
+    assert 'it broke' not in left and '>broke' in left and 'To repeat it' in left
+    assert '\x1b[' not in done.output  # no colours for a file
+    done = capsnb('explain', 'it broke', '--run', out, '--device', 'cpu', '--json')
+    (e,) = json.loads(done.stdout)
+    assert [w for w, _ in e['words']][:2] == ['it', 'broke'] and e['names'] == ['bad', 'good']
+    assert sum(v for _, v in e['words']) == pytest.approx(e['leaning'])
     said, page = tmp_path / 'said.txt', tmp_path / 'new' / 'page.html'
     said.write_text('it lasts\n\nno <b> way\n')
     how = ('--run', out, '--device', 'cpu', '--file', said, '--html', page)
@@ -262,10 +269,14 @@ def test_texts(tmp_path):
     found = page.read_text()
     assert (
         found.count(' checked>') == 1
-        and found.count('<section>') == 3
+        and found.count('<section>') == 3 + found.count('<section><h2>')
         and '<b>' not in found
         and '&lt;b&gt;' in found
     )
+    said.write_text('mine')
+    done = capsnb('explain', 'it broke', '--run', out, '--device', 'cpu', '--html', said)
+    assert done.exit_code == 1 and "somebody's own file" in done.output
+    assert said.read_text() == 'mine'
     done = capsnb('explain', '--run', out, '--device', 'cpu')
     assert done.exit_code == 1 and 'expected a sentence' in done.output
     with pytest.raises(ValueError, match="expected texts in the column 'n', got 1"):

@@ -17,6 +17,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 from browser import browser, chromium, served
 from capsnb.cli import make_app
+from capsnb.commands import _in_columns
 from capsnb.core import html_page, is_own_page
 from capsnb.data.files import read_json, write_text
 from capsnb.lab import demo
@@ -24,7 +25,7 @@ from capsnb.lab.tasks import evaluate
 from capsnb.lab.train import load_digits_split
 from capsnb.lab.text import Explanation, explained_page
 from capsnb.outlook import pages
-from capsnb.outlook.pages import eval_page, record_page, run_page, write_page
+from capsnb.outlook.pages import eval_page, leave_words, record_page, run_page, write_page
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / 'nbs' / 'results'
@@ -188,6 +189,13 @@ def test_the_page_of_sentences_is_as_whole(tmp_path):
     e = Explanation('a b', (evil, 'good'), [0.1, 0.2], words, words, [[0.1, 0.2]])
     (tmp_path / 'page.html').write_text(explained_page([e, e], evil), encoding='utf-8')
     assert is_own_page(tmp_path / 'page.html') and evil in read(tmp_path / 'page.html').text
+    assert evil in read(leave_words(tmp_path / 'page.html', [e])).text
+
+
+def test_words_on_a_terminal_have_colours():
+    e = Explanation('a b c', ('bad', 'good'), [0.1, 0.2], [('a', -1), ('b', 0.4), ('c', 0)], [], [])
+    line = _in_columns(e).splitlines()[0]
+    assert line == '\x1b[31m\x1b[1ma\x1b[0m \x1b[34mb\x1b[0m c'
 
 
 records = sorted(RESULTS.glob('*.json'))
@@ -322,6 +330,7 @@ def test_a_folder_that_cannot_be_written(run, monkeypatch):
 
 def test_only_the_first_process_writes(run, monkeypatch):
     (run / 'report_test.html').unlink()
+    monkeypatch.setenv('WORLD_SIZE', '2')
     monkeypatch.setenv('RANK', '1')
     assert capsnb('eval', run, '--device', 'cpu').exit_code == 0
     assert not (run / 'report_test.html').exists()
@@ -371,9 +380,12 @@ def test_a_study_ends_with_a_page_and_prints_its_record(stem, tmp_path):
     assert r.exit_code == 0 and 'stays' in r.stderr and page.read_text() == 'mine'
 
 
+_results = 'demo', 'eval', 'explain', 'shootout', 'ablate'
+
+
 def test_all_of_them_print_json():
     app = get_command(make_app())
-    found = {k: c for k, c in app.commands.items() if k in ('demo', 'eval', 'shootout', 'ablate')}
+    found = {k: c for k, c in app.commands.items() if k in _results}
     for group in ('train', 'study'):
         found |= {f'{group} {k}': c for k, c in app.commands[group].commands.items()}
     assert len(found) > 20

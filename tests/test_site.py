@@ -153,6 +153,20 @@ letters = """[...document.querySelectorAll("article th p")]
 
 
 @pytest.mark.skipif(chromium() is None, reason='there is no Chromium')
+def test_every_page_fits_a_phone_and_leads_on(built, tmp_path):
+    pytest.importorskip('websocket')
+    found = [p for p in built.rglob('*.html') if not p.relative_to(built).parts[0].startswith('_')]
+    assert len(found) > 150
+    with served(built) as home, browser(tmp_path) as tab:
+        for path in (p.relative_to(built).as_posix() for p in found):
+            tab.go(f'{home}/{path}', 390)
+            wide = tab.run('document.scrollingElement.scrollWidth')
+            assert wide <= 390, f'{path} is {wide} pixels wide at 390'
+            on = tab.run('document.querySelectorAll("a.left-prev, a.right-next").length')
+            assert on or path in ('search.html', 'genindex.html'), f'{path} leads nowhere'
+
+
+@pytest.mark.skipif(chromium() is None, reason='there is no Chromium')
 def test_in_a_browser(built, tmp_path):
     pytest.importorskip('websocket')
     looked = 'index', 'book/04_em_routing', 'reports/75_which_routing', 'gallery'

@@ -23,9 +23,9 @@ from .files import need_hub, read_json, regular, write_json
 
 # %% auto #0
 __all__ = ['pinned', 'tiny_transformer', 'first_line', 'load_frozen', 'end_token', 'as_texts', 'longest', 'tokenize', 'Embedded',
-           'pad_embeddings', 'hidden_states', 'fingerprint', 'pick_layers', 'probe', 'FrozenEncoder', 'read_config',
-           'stand_in', 'about_tokens', 'Price', 'in_time', 'price_of', 'read_cache', 'CacheWriter', 'EmbeddingCache',
-           'check_space']
+           'pad_embeddings', 'hidden_states', 'fingerprint', 'pick_layers', 'probe', 'FrozenEncoder', 'check_encoder',
+           'read_config', 'stand_in', 'about_tokens', 'Price', 'in_time', 'price_of', 'read_cache', 'CacheWriter',
+           'EmbeddingCache', 'check_space']
 
 # %% ../../nbs/data/39_embed.ipynb #00000006
 def _byte_pairs(texts, n: int = 400):  # a tokenizer as GPT-2's: nothing is unknown to it
@@ -136,7 +136,8 @@ def _here_or_hub(load, name: str, kw: dict, fetch: bool = True):  # name, kw: fr
     try:
         need_hub(name)
     except ConnectionError as e:
-        raise ConnectionError(f"{absent}: {e} {state}") from here
+        folder = "a folder that holds it can be named instead: encoder='PATH' (--encoder PATH)"
+        raise ConnectionError(f"{absent}: {e}; {folder}") from here
     with _read(f"{absent}, from the Hub {state}"):
         return load(**kw)
 
@@ -529,6 +530,16 @@ class FrozenEncoder:
 
 # %% ../../nbs/data/39_embed.ipynb #08a6deb1
 _gpt2_large = dict(n_embd=1280, n_layer=36, n_head=20)  # of GPT2Config
+
+
+def check_encoder(
+    name_or_folder: str | Path,  # on the Hub, or a folder
+    gguf_file: str | None = None,  # as for `FrozenEncoder`
+    revision: str | None = None,  # as for `FrozenEncoder`
+):
+    "`OSError` or `ValueError`, within seconds, where there is no such transformer."
+    tf, (name, kw) = need('transformers'), _source_of(name_or_folder, gguf_file, revision)
+    _here_or_hub(lambda **kw: tf.AutoConfig.from_pretrained(name, **kw), name, kw)
 
 
 def read_config(

@@ -245,9 +245,20 @@ def _network(url: str):  # what goes wrong within is the network's fault
         raise ConnectionError(f"{url}: {e}") from e
 
 # %% ../../nbs/data/32_files.ipynb #bc83812b
+def _answers(url: str, timeout: float = 5.0):
+    "`ConnectionError` within seconds where nothing answers."
+    try:
+        urlopen(Request(url, method='HEAD'), timeout=timeout).close()
+    except (OSError, http.client.HTTPException) as e:
+        if not hasattr(e, 'code'):  # else it answered, if only with a refusal
+            why = getattr(e, 'reason', e)
+            raise ConnectionError(f"{url} does not answer ({why})") from e
+
+
 def _download(url: str, path: Path, size: int, timeout: float, locks: contextlib.ExitStack):
     have, fresh = _size(path), path.with_name(f'{path.name}.whole')
     asked = Request(url, headers={'Range': f'bytes={have}-'} if have else {})
+    _answers(url, min(timeout, 5))
     with _network(url):
         answer = urlopen(asked, timeout=timeout)
     fresh.unlink(missing_ok=True)
@@ -379,12 +390,9 @@ def need_hub(
     if hub.HF_HUB_OFFLINE:
         raise ConnectionError(f"{absent}, and HF_HUB_OFFLINE forbids to fetch it")
     try:
-        urlopen(Request(hub.ENDPOINT, method='HEAD'), timeout=timeout).close()
-    except (OSError, http.client.HTTPException) as e:
-        if isinstance(e, OSError) and hasattr(e, 'code'):
-            return  # it answered, if only with a refusal
-        why = getattr(e, 'reason', e)
-        raise ConnectionError(f"{absent}, and {hub.ENDPOINT} does not answer ({why})") from e
+        _answers(hub.ENDPOINT, timeout)
+    except ConnectionError as e:
+        raise ConnectionError(f"{absent}, and {e}") from e
 
 # %% ../../nbs/data/32_files.ipynb #3225335f
 def load_hub(

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from ..core import need, pick_device, run_record
 from ..data.embed import EmbeddingCache, FrozenEncoder, about_tokens, as_texts, check_space
-from ..data.embed import in_time, price_of, read_config, stand_in
+from ..data.embed import check_encoder, in_time, price_of, read_config, stand_in
 from ..data.files import cache_folder, read_json, write_json
 from ..data.sst import label_names, load_sst
 from .routing_net import PlainText, RoutingText
@@ -297,6 +297,8 @@ class Sentiment(Task):
             self.reader()
         if self.cache is None and began.get('on_the_fly') is True:
             self.cache = False  # a run goes on as it began
+        if isinstance(self.encoder, (str, Path)):
+            check_encoder(self.encoder, self.gguf_file, self.revision)
         if self.progress or self.official:
             say(f"reading {self.about}")
         self.samples = self.read()  # is anything wrong with it?

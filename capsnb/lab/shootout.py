@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from ..core import need, palette, plot_style, run_record
 from ..data.files import read_json, write_json
+from ..data.sst import find_sst
 from ..engine.bench import take_turns
 from .digits import Digits
 from .objects import Toys
@@ -215,6 +216,8 @@ def shoot_out(
 ) -> dict:  # contestant -> metrics of the final runs
     "Search and compare; what the records hold is kept, what was interrupted goes on."
     g, out, tried = g or ground(name, scale), Path(out).expanduser(), tried or {}
+    if type(g.task) is Sentiment:
+        find_sst(g.task.folder)  # before its transformer is loaded
     there = tuple(g.task.networks) if networks else (*all_routings(), 'cnn')
     if networks and contestants:
         raise ValueError("name contestants or networks, not both")

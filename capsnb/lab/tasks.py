@@ -6,7 +6,7 @@
 from __future__ import annotations
 import copy
 import functools
-import importlib
+import importlib.util
 import json
 import re
 from dataclasses import replace
@@ -20,8 +20,8 @@ from .runs import checked_network, claim, run_folder, task_of
 from .train import Deck, MixupCollator, batch_on, check_recipe, fit_decks, repeat
 
 # %% auto #0
-__all__ = ['paper_recipe', 'known', 'Net', 'Task', 'with_options', 'task_named', 'check_roles', 'train', 'Opened', 'load_run',
-           'evaluate', 'study', 'begin_record']
+__all__ = ['paper_recipe', 'known', 'Net', 'Task', 'with_options', 'task_in', 'task_named', 'check_roles', 'train', 'Opened',
+           'load_run', 'evaluate', 'study', 'begin_record']
 
 # %% ../../nbs/lab/51_tasks.ipynb #6ce51416
 paper_recipe = dict(
@@ -213,6 +213,35 @@ known = {
 }  # short name -> where the task is
 
 
+def _comes_with(
+    module: str,  # of a task
+    run: str | Path,  # folder of a run
+) -> bool:  # whether its code lies in that folder; nothing is imported
+    try:
+        spec = importlib.util.find_spec(module.partition('.')[0])
+    except (ImportError, ValueError):
+        return False
+    places = [spec.origin, *(spec.submodule_search_locations or ())] if spec else []
+    inside = run_folder(run).resolve()
+    return any(inside in Path(place).resolve().parents for place in places if place)
+
+
+def task_in(
+    note: dict,  # of task.json
+    run: str | Path,  # folder of the run
+) -> Task:  # as `task_named` finds it
+    "The task of a run; `ValueError` for one whose code came with the run: it is not executed."
+    name = note.get('task', note.get('data'))  # runs on pictures of older versions call it data
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"'{run}': task.json names no task that can be found, but {name!r:.60}")
+    if _comes_with(known.get(name, name).partition(':')[0], run):
+        raise ValueError(
+            f"'{run}': the code of its task {name!r} lies in the run's own folder and is not "
+            "executed: move it elsewhere, or call load_run(run, task=...)"
+        )
+    return task_named(name)
+
+
 def task_named(
     name: str,  # of `known`, or 'module:attribute'
 ) -> Task:  # a copy, under that name
@@ -333,20 +362,10 @@ def load_run(
 ) -> Opened:
     "What a run left; `ValueError` when it is not finished, or its files are damaged."
     note = task_of(run)
-    task = _at_work(_named_in(note, run) if task is None else task, device, True)
+    task = _at_work(task_in(note, run) if task is None else task, device, True)
     net = _check_note(task, note, run)
     task = task.from_note(note, **here)
     return Opened(checked_network(run, task.networks[net].cls, device), task, note)
-
-# %% ../../nbs/lab/51_tasks.ipynb #50f5216e
-def _named_in(
-    note: dict,  # of task.json
-    run: str | Path,  # folder of the run, for the message
-) -> str:  # name of the task; runs on pictures of older versions call it data
-    name = note.get('task', note.get('data'))
-    if isinstance(name, str) and name:
-        return name
-    raise ValueError(f"'{run}': task.json names no task that can be found, but {name!r:.60}")
 
 # %% ../../nbs/lab/51_tasks.ipynb #7d017493
 def _check_note(

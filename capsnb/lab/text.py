@@ -467,6 +467,8 @@ _ways = {  # name of a radio button -> what colours the words
 def explained_page(
     explanations: list,  # of `Explanation`
     title: str = 'Where the verdict comes from',  # of the page
+    more: str = '',  # HTML below
+    style: str = '',  # CSS of that
 ) -> str:  # HTML, a whole page
     "Coloured texts on one page; colours are as strong as in the text where they are strongest."
     ids = [f'w{k}' for k in range(len(_ways))]
@@ -491,7 +493,8 @@ def explained_page(
             f'<section>{words}{_class_bar(p.tolist(), e.names)}<small>{said}</small></section>'
         )
     legend = '<p><small>red: negative, blue: positive; point at a word for its number</small></p>'
-    return html_page(title, legend + buttons + ''.join(parts), _words_style + show)
+    body = legend + buttons + ''.join(parts) + more
+    return html_page(title, body, style + _words_style + show)
 
 
 def _class_bar(p: list, names: tuple) -> str:  # HTML

@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from ..core import need
 from ..data.embed import FrozenEncoder, _check_config, first_line, pick_layers
-from ..data.files import need_hub
+from ..data.files import need_hub, regular
 from ..data.mnist import hub_names
 from ..data.norb import hub_name
 from ..engine.numerics import may_look
 from ..lab.routing_net import PlainText, RoutingText
 from ..lab.runs import check_end, checked_network, run_folder, task_of
-from ..lab.tasks import Task, load_run, task_named, with_options
+from ..lab.tasks import Task, load_run, task_in, with_options
 from ..lab.text import RoutingClassifier, SSTNet, check_frozen, check_note, encoder_note
 from ..lab.text import noted_encoder
 from ..lab.train import honoured
@@ -51,7 +51,7 @@ except ModuleNotFoundError as missing:
 
 # %% auto #0
 __all__ = ['heads', 'papers', 'CapsConfig', 'CapsForSequenceClassification', 'register', 'classifier_of', 'shown',
-           'without_places', 'again_from', 'paper_of', 'card_of', 'files_for_hub', 'push_run']
+           'without_places', 'again_from', 'paper_of', 'card_of', 'write_card', 'files_for_hub', 'push_run']
 
 # %% ../../nbs/outlook/97_hub.ipynb #00000005
 heads = dict(sstnet=SSTNet, routing=RoutingText, plain=PlainText)  # by their names in a task
@@ -495,10 +495,7 @@ class _Run:
     ):
         self.folder, self.note = run_folder(run), task_of(run)
         self.metrics = check_end(self.folder)
-        name = self.note.get('task', self.note.get('data'))
-        if not isinstance(name, str):
-            raise ValueError(f"'{run}': task.json names no task, but {name!r:.60}")
-        self.task = task_named(name)
+        self.task = task_in(self.note, run)
         self.net = self.task.known_net(self.note.get(self.task.keys[1]))
         self.cls = self.task.networks[self.net].cls
         config = self.folder / 'config.json'
@@ -675,6 +672,7 @@ def card_of(
     "The card of a run, from its notes; `ValueError` when it is not finished, or damaged."
     found = _Run(run)
     repo_id = repo_id or f'you/{_as_name(found.folder.name)}'
+    need('huggingface_hub').utils.validate_repo_id(repo_id)
     title = repo_id.split('/')[-1]
     if encoder is not None:
         found.note['encoder'] = encoder
@@ -693,6 +691,19 @@ def card_of(
     return need('huggingface_hub').ModelCard(f'---\n{data.to_yaml()}\n---\n\n{body}\n')
 
 # %% ../../nbs/outlook/97_hub.ipynb #00000019
+def write_card(
+    path: str | Path,  # of the file; its folder is made
+    card: str,  # of `card_of`
+) -> Path:  # the path
+    "Write a card; `ValueError` where it would replace a file that is no card of capsnb's."
+    path = Path(path)
+    if path.exists() and b'library_name: capsnb' not in regular(path).read_bytes():
+        raise ValueError(f"'{path}' is somebody's own file, and stays")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(card, encoding='utf-8')
+    return path
+
+
 def files_for_hub(
     run: str | Path,  # folder of a finished run
     folder: str | Path,  # made if missing

@@ -104,7 +104,9 @@ def _read_or_say(source, load, *args, **how) -> dict:
         return dict(load(*args, **how))
     except Exception as e:  # pyarrow's, pandas', httpx's, the Hub's: they have no common class
         cause = e if isinstance(e, (OSError, ValueError)) else e.__cause__ or e
-        raise ValueError(f"'{source}' cannot be read: {first_line(cause)}") from e
+        said = f"'{source}' cannot be read: {first_line(cause)}"
+        here = '; files of it on this machine can be named instead: file:PATH'
+        raise ValueError(said + here * isinstance(e, ConnectionError)) from e
 
 # %% ../../nbs/outlook/94_own_data.ipynb #00000008
 _valid = 'validation', 'valid', 'val', 'dev'

@@ -13,12 +13,13 @@ import re
 import statistics
 from pathlib import Path
 from ..core import html_page, is_own_page, need, run_record
-from ..data.files import read_json, write_text
+from ..data.files import read_json, regular, write_text
 from ..lab.report import curves, dots, interval, percent, plot_history, runs_of, spread
 from ..lab.runs import read_whole, run_folder, task_of
+from ..lab.text import explained_page
 
 # %% auto #0
-__all__ = ['run_page', 'eval_page', 'record_page', 'write_page', 'leave_run', 'leave_test', 'leave_study']
+__all__ = ['run_page', 'eval_page', 'record_page', 'write_page', 'leave_run', 'leave_test', 'leave_words', 'leave_study']
 
 # %% ../../nbs/outlook/96_pages.ipynb #96000005
 _style = '''
@@ -506,7 +507,7 @@ def write_page(
 ) -> Path:  # the path
     "Write a page at once or not at all; `ValueError` where it would replace somebody's file."
     path = Path(path)
-    if path.exists() and not is_own_page(path):
+    if path.exists() and not is_own_page(regular(path)):
         raise ValueError(f"'{path}' is somebody's own file, and stays")
     write_text(path, page.encode('utf-8', 'replace').decode('utf-8'))
     return path
@@ -534,6 +535,18 @@ def leave_test(
         about |= {k: trained.get(k) for k in ('n_params', 'seed', 'commit', 'date')}
     page = eval_page(found, about, run_record(made_with=dict(capsnb=capsnb.__version__)))
     return write_page(Path(folder) / f'report_{split}.html', page)
+
+
+def leave_words(
+    path: str | Path,  # of the page
+    explanations: list,  # of `Explanation`
+) -> Path:  # of the page
+    "Write a page of coloured sentences."
+    import capsnb
+
+    record = run_record(made_with=dict(capsnb=capsnb.__version__))
+    more = _command(record['command']) + _environment(record)
+    return write_page(path, explained_page(explanations, more=more, style=_style))
 
 
 def leave_study(
