@@ -24,6 +24,7 @@ from capsnb.commands import confusion_table, here_too
 from capsnb.core import run_record
 from capsnb.data.mnist import class_names
 from capsnb.lab.runs import last_whole
+from capsnb.lab.tasks import task_in
 from capsnb.lab.train import load_digits_split
 from capsnb.lab.vision import DStepNet, PlainCNN
 
@@ -426,6 +427,10 @@ def test_code_that_came_with_a_run_is_not_executed(tmp_path, way):
         r = call(way, '.', *(['me/x', '--card', 'c.md'] if way == 'push' else []), cwd=tmp_path)
         assert r.returncode == 1 and not (tmp_path / 'ran').exists(), r.stderr
         assert 'not executed' in r.stderr or way == 'push', r.stderr
+
+
+def test_a_run_in_the_folder_of_the_library_is_no_stranger():
+    assert task_in(dict(task='digits'), ROOT).name == 'digits'
 
 
 def test_modules_of_the_folder_come_last(monkeypatch):

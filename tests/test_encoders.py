@@ -13,7 +13,16 @@ transformers = pytest.importorskip('transformers')
 pytest.importorskip('tokenizers')
 hub = pytest.importorskip('huggingface_hub')
 from capsnb import embed
-from capsnb.data.embed import EmbeddingCache, FrozenEncoder, pinned, tiny_transformer
+from capsnb.data.embed import (
+    EmbeddingCache,
+    FrozenEncoder,
+    check_encoder,
+    pinned,
+    tiny_transformer,
+)
+from capsnb.lab import shootout
+from capsnb.lab.sentiment import Sentiment
+from capsnb.lab.tasks import train
 from capsnb.lab.text import encoder_note, noted_encoder
 
 transformers.utils.logging.set_verbosity_error()
@@ -145,6 +154,26 @@ def test_the_revision_is_pinned_noted_and_used_again(tiny, cache, tmp_path):
     assert FrozenEncoder('gpt2-large', device='cpu', revision='main').revision == 'c' * 40
     in_the_cache(tiny, 'gpt2-large', pinned['gpt2-large'], cache, main=False)
     assert FrozenEncoder('gpt2-large', device='cpu').revision == pinned['gpt2-large']
+
+
+def test_what_is_missing_is_named_before_anything_is_read(cache, tmp_path, monkeypatch):
+    with pytest.raises(OSError, match="cannot load 'gpt2-large'.*HF_HUB_OFFLINE"):
+        check_encoder('gpt2-large')
+    with pytest.raises(ValueError, match='there is no folder'):
+        check_encoder(tmp_path / 'none')
+    monkeypatch.setattr(Sentiment, 'read', lambda *a: pytest.fail('the treebank was read'))
+    with pytest.raises(OSError, match="cannot load 'gpt2-large'"):
+        train('sst5', epochs=1, out=tmp_path / 'run', device='cpu', progress=False)
+
+
+def test_a_shoot_out_asks_for_the_texts_before_it_loads_a_transformer(tmp_path, monkeypatch):
+    def nowhere(folder):
+        raise FileNotFoundError('no treebank here')
+
+    monkeypatch.setattr(shootout, 'find_sst', nowhere)
+    monkeypatch.setattr(shootout, 'smollm2', lambda **kw: pytest.fail('it was loaded'))
+    with pytest.raises(FileNotFoundError, match='no treebank here'):
+        shootout.shoot_out('treebank', tmp_path / 'out', ('mean',), device='cpu', progress=False)
 
 
 def test_the_fingerprint_comes_before_anything_else(tiny, tmp_path, monkeypatch):

@@ -300,7 +300,7 @@ def test_extras_are_those_of_settings():
     extras = json.loads(done.stdout)
     assert set(extras) == {'train', 'fast', 'gpu', 'attack', 'lora', 'onnx', 'docs', 'dev'}
     assert {r for name in extras for r in extras[name]} == set(extras['dev'])
-    assert extras['gpu'] == ['triton>=3.2;platform_system=="Linux"']
+    assert extras['gpu'] == ['triton>=3.6;platform_system=="Linux"']
     assert [r.split('>=')[0] for r in extras['fast']] == ['numba']
 
 

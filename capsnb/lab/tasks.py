@@ -217,8 +217,11 @@ def _comes_with(
     module: str,  # of a task
     run: str | Path,  # folder of a run
 ) -> bool:  # whether its code lies in that folder; nothing is imported
+    package = module.partition('.')[0]
+    if package == __name__.partition('.')[0]:  # which is running
+        return False
     try:
-        spec = importlib.util.find_spec(module.partition('.')[0])
+        spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
         return False
     places = [spec.origin, *(spec.submodule_search_locations or ())] if spec else []

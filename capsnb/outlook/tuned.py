@@ -50,6 +50,7 @@ def merge_lora(
     if not hasattr(classifier.encoder, 'peft_config'):
         raise ValueError("the transformer has no adapters: add_lora(classifier) makes some")
     classifier.encoder = classifier.encoder.merge_and_unload()
+    vars(classifier.encoder).pop('peft_config', None)  # peft 0.17 leaves it there
     return classifier
 
 # %% ../../nbs/outlook/93_tuned.ipynb #00000009
