@@ -16,7 +16,7 @@ _names = {  # room -> its public names; PyTorch, which all need, takes seconds
     'lab.matrix_caps': ['MatrixCapsNet'],
     'lab.vision': ['BaselineCNN', 'DStepNet', 'SmallNORBNet'],
     'lab.routing_net': ['RoutingNet'],
-    'lab.text': ['SSTNet'],
+    'lab.text': ['RoutingClassifier', 'SSTNet'],
     'data.toys': ['load_toys'],
     'data.norb': ['load_smallnorb'],
     'data.eth80': ['load_eth80'],

@@ -732,6 +732,8 @@ def explain(
     lines = sentences_in(file) if file else []
     if not (texts := [*(texts or ()), *filter(str.strip, lines)]):
         raise ValueError("expected a sentence, or --file with one a line")
+    if folder := next((t for t in texts if os.path.isfile(f'{t}/task.json')), None):
+        raise ValueError(f"'{folder}' is a run: capsnb explain --run {folder} SENTENCE")
     room('lab.train').quiet_transformers().utils.logging.disable_progress_bar()
     here = {} if encoder is None else dict(encoder=encoder)
     network, task, note = room('lab.tasks').load_run(run, device, **here)

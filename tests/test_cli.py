@@ -154,6 +154,16 @@ def test_pictures_and_checkpoints_of_others_are_kept(name, tmp_path):
         )
 
 
+def test_notes_of_others_are_kept(tmp_path):
+    mine = {'settings.json': b'{}', 'metrics.json': b'"mine"', 'config.json': b'mine'}
+    for name, content in mine.items():
+        (tmp_path / name).write_bytes(content)
+    for options in ((), ('--overwrite',)):
+        r = capsnb(*tiny, '--out', tmp_path, *options)
+        assert r.exit_code == 1 and 'which no run left' in r.output
+        assert files_of(tmp_path) == mine
+
+
 def test_a_home_is_the_same_in_every_place(tmp_path, monkeypatch):
     "--out=~/x reaches the command as it is typed: the second training must see the first"
     monkeypatch.setenv('HOME', str(tmp_path))

@@ -117,7 +117,7 @@ def test_what_makes_no_sense_is_refused(change, message):
 
 def test_kinds_of_data_that_are_not_read():
     streamed = dict(train=numbers().to_iterable_dataset())
-    with pytest.raises(ValueError, match='expected splits of .*, got IterableDataset'):
+    with pytest.raises(ValueError, match='expected splits as .*, got IterableDataset'):
         open_columns(streamed)
     several = numbers().map(lambda row: dict(kinds=[row['kind']]))
     with pytest.raises(ValueError, match="one class a row in the column 'kinds', got .*list"):
@@ -293,6 +293,8 @@ def test_classes_without_an_order_are_not_weighed(tmp_path):
     train(task, None, tmp_path / 'run', **few)
     done = capsnb('explain', 'one number 3', '--run', tmp_path / 'run', '--device', 'cpu')
     assert done.exit_code == 1 and 'one, six, two have no such order' in done.output, done.output
+    done = capsnb('explain', tmp_path / 'run', 'one number 3')
+    assert done.exit_code == 1 and f"explain --run {tmp_path / 'run'} SENTENCE" in done.output
 
 
 def test_one_function_for_three_kinds():
@@ -302,6 +304,10 @@ def test_one_function_for_three_kinds():
         own_task(numbers(), image='a', text='a')
     with pytest.raises(ValueError, match="no option 'size'"):
         own_task(numbers(), size=3)
+    with pytest.raises(ValueError, match='or a pandas.DataFrame, got list'):
+        own_task([[1.0, 2.0]])
+    with pytest.raises(ValueError, match='splits as .*, got list'):
+        own_task(dict(data=[[1.0, 2.0]]))
 
 
 def test_limit_is_spread_evenly():

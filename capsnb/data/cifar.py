@@ -175,7 +175,7 @@ def _from_hub() -> dict:
         data = load_hub(_hub, _hub_revision)
     except (OSError, ValueError) as e:
         files = f"With the files {', '.join(batch_names)} (.bin, or pickles) in a folder"
-        instead = f"{files}, name that in CAPSNB_DATA or as `folder`"
+        instead = f"{files}, name that in CAPSNB_DATA or as `folder` (--data)"
         raise ConnectionError(f"could not load '{_hub}' from the Hub ({e}). {instead}") from e
     return {split: _decoded(data[split]) for split in ('train', 'test')}
 

@@ -211,7 +211,7 @@ def _ask_hub(hub: str, revision: str):
         return load_hub(hub, revision)
     except (OSError, ValueError) as e:
         files = f"With the files {', '.join(idx_names)} (raw or .gz) in a folder"
-        instead = f"{files}, name that in CAPSNB_DATA or as `folder`"
+        instead = f"{files}, name that in CAPSNB_DATA or as `folder` (--data)"
         raise ConnectionError(f"could not load '{hub}' from the Hub ({e}). {instead}") from e
 
 # %% ../../nbs/data/37_mnist.ipynb #00000012

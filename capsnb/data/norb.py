@@ -564,7 +564,7 @@ def download_smallnorb(
 _instead = (
     "With smallNORB's files in a folder, name that in CAPSNB_DATA or as `folder` "
     "(--data on the command line); "
-    "with the Hub within reach, load_smallnorb(source='hub') takes the copy there"
+    "with the Hub within reach, load_smallnorb(source='hub') in Python takes the copy there"
 )
 
 # %% ../../nbs/data/35_norb.ipynb #0000003e

@@ -301,6 +301,15 @@ def foreign_page(
     return ['report.html'] * there
 
 # %% ../../nbs/lab/41_runs.ipynb #9e54ef17
+def _left_by_a_run(
+    folder: Path,  # that a run would write to
+) -> bool:  # whether its settings are those of a run, and not somebody else's
+    try:
+        return bool(read_json(folder / 'settings.json', settings=dict, made_with=dict))
+    except (OSError, ValueError):
+        return False
+
+
 def claim(
     folder: str | Path,  # for a new run
     resume: bool,  # whether the run in it shall go on
@@ -323,7 +332,7 @@ def claim(
         print(f"nothing to resume in '{folder}': a new run begins", file=sys.stderr)
     if resume or not (there or foreign):
         return
-    if strange := foreign or 'settings.json' not in there and there:
+    if strange := foreign or not _left_by_a_run(folder) and there:
         raise ValueError(
             f"'{folder}' holds {', '.join(strange)}, which no run left: "
             f"choose another folder ({out})"

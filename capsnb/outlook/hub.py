@@ -766,7 +766,9 @@ def push_run(
 
 def _check_door(hub, repo_id: str, token: str | None):  # within seconds, before anything is made
     hub.utils.validate_repo_id(repo_id)
-    instead = 'its card alone can be written here: card_of(run), or capsnb push --card FILE'
+    instead = (
+        'its card alone can be written here: card_of(run), or capsnb push RUN NAME --card FILE'
+    )
     cannot = f"'{repo_id}' cannot be pushed"
     if hub.constants.HF_HUB_OFFLINE:
         raise ConnectionError(f"{cannot}: HF_HUB_OFFLINE is set; {instead}")

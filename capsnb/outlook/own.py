@@ -46,7 +46,8 @@ def open_columns(
     if isinstance(source, dict) and source:
         return {k: _rows(v) for k, v in source.items()}
     if not isinstance(source, (str, Path)) or not str(source):
-        raise ValueError(f"expected a path, 'hub:NAME' or a data set, got {source!r:.80}")
+        kinds = "a path, 'hub:NAME', a data set or a pandas.DataFrame"
+        raise ValueError(f"expected {kinds}, got {type(source).__name__} {source!r:.60}")
     kind, colon, name = str(source).partition(':')
     if colon and kind == 'hub':
         name, _, revision = name.partition('@')
@@ -74,7 +75,7 @@ def _rows(part):  # a datasets.Dataset from one, or from a pandas.DataFrame
             raise ValueError(f"the data frame cannot be read: {first_line(e)}") from e
     if not isinstance(part, datasets.Dataset):
         kinds = 'datasets.Dataset or pandas.DataFrame'
-        raise ValueError(f"expected splits of {kinds}, got {type(part).__name__}")
+        raise ValueError(f"expected splits as {kinds}, got {type(part).__name__}")
     return part
 
 
@@ -564,5 +565,7 @@ def own_task(
     named = {k: v for k, v in named.items() if v is not None}
     if len(named) > 1:
         raise ValueError(f"expected columns of one kind, got {' and '.join(named)}")
+    if not isinstance(source, (str, Path)):
+        open_columns(source)  # what cannot be one is told at once
     kind = dict(image=pictures, text=texts).get(next(iter(named), ''), table)
     return with_options(kind, source=source, **named, **options)
