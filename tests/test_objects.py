@@ -287,8 +287,8 @@ def test_an_older_picture_does_not_stay(cache, tmp_path):
     pytest.importorskip('typer')
     from typer.testing import CliRunner
 
-    for name in ('poses.png', 'settings.json'):
-        (tmp_path / name).write_bytes(b'{}')
+    (tmp_path / 'poses.png').write_bytes(b'')
+    (tmp_path / 'settings.json').write_text('{"settings": {}, "made_with": {}}')
     args = [
         'train',
         'toys',

@@ -182,6 +182,7 @@ def test_two_processes_train_as_one(tmp_path):
         torch.testing.assert_close(two[name], weights, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     shutil.which('mpirun') is None, reason='accelerate launches no CPUs without MPI'
 )

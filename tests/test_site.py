@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import time
 from html.parser import HTMLParser
@@ -155,10 +156,14 @@ letters = """[...document.querySelectorAll("article th p")]
 @pytest.mark.skipif(chromium() is None, reason='there is no Chromium')
 def test_every_page_fits_a_phone_and_leads_on(built, tmp_path):
     pytest.importorskip('websocket')
-    found = [p for p in built.rglob('*.html') if not p.relative_to(built).parts[0].startswith('_')]
+    found = [p.relative_to(built) for p in sorted(built.rglob('*.html'))]
+    found = [p for p in found if not p.parts[0].startswith('_')]
     assert len(found) > 150
+    if not os.environ.get('CAPSNB_SLOW_TESTS'):  # pages of objects are of one kind
+        objects = [p for p in found if p.parts[0] == 'api']
+        found = [p for p in found if p not in objects] + objects[::5]
     with served(built) as home, browser(tmp_path) as tab:
-        for path in (p.relative_to(built).as_posix() for p in found):
+        for path in (p.as_posix() for p in found):
             tab.go(f'{home}/{path}', 390)
             wide = tab.run('document.scrollingElement.scrollWidth')
             assert wide <= 390, f'{path} is {wide} pixels wide at 390'
