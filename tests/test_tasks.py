@@ -226,3 +226,17 @@ def test_records_in_the_repository_are_continued_without_a_run(monkeypatch):
         found = study(plain, {row: {} for row in rows}, path, (0,))
         assert all(len(v) == 1 and v[0]['test_accuracy'] > 0 for v in found.values())
         assert path.read_bytes() == before
+
+
+def test_the_headline_counts_all_seeds_of_a_setting(tmp_path):
+    "also those of calls before, and no other setting's"
+    from capsnb.lab.train import repeat
+
+    def made(seed, out, resume):
+        return dict(seed=seed, valid_accuracy=0.5, test_accuracy=seed / 10, seconds=1.0, epochs=1)
+
+    path = tmp_path / 'record.json'
+    for name, seeds in (('a', (0, 1)), ('a b', (9,)), ('a', (2,))):
+        repeat(made, path, name, seeds, tmp_path / 'runs')
+    told = json.loads(path.read_text())['headline']
+    assert told['a'] == 'test 10.0 ± 10.0 %, 3 seeds' and 'one seed' in told['a b']

@@ -1634,7 +1634,7 @@ def repeat(
         with record_locked(path):
             record = _read_record(path, command)  # another process may have
             record['runs'][key] = _row(found)  # finished a run meanwhile
-            rows = [record['runs'][k] for k in keys.values() if k in record['runs']]
+            rows = [r for k, r in record['runs'].items() if k.rpartition(' seed ')[0] == name]
             record['headline'][title or name] = in_words(summary(rows))
             write_json(path, record)
     record = _read_record(path, command)
