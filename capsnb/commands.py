@@ -62,6 +62,9 @@ Resume = Annotated[
     bool, option('Go on where an interrupted run in this folder stopped.', '--resume')
 ]
 Overwrite = Annotated[bool, option('Replace the run that this folder holds.', '--overwrite')]
+Start = Annotated[
+    Path | None, unset('Folder of a finished run whose weights to begin with, where they fit.')
+]
 AsJson = Annotated[bool, option('Print one JSON object, and nothing else.', '--json')]
 Out = Annotated[
     Path | None,
@@ -140,6 +143,7 @@ def train_task(
     device: str | None,  # None: the best there is
     resume: bool,  # go on where a run stopped
     overwrite: bool,  # replace the run that the folder holds
+    start: Path | None,  # a finished run to begin with
     progress: bool,  # whether to draw bars
 ) -> dict | None:  # as in metrics.json; None in other processes than the first
     "Train on a task, say what came out, draw its picture, and leave a page."
@@ -158,6 +162,7 @@ def train_task(
             device=device,
             resume=resume,
             overwrite=overwrite,
+            start=start,
             progress=progress,
             how_to_resume=how,
             **changed(task, net, lr, batch_size),
@@ -262,6 +267,7 @@ def train_digits(
     out: Out = None,
     data: Data = None,
     any_files: AnyFiles = False,
+    start: Start = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
     device: Device = None,
@@ -284,7 +290,7 @@ def train_digits(
         )
     out = out or Path('runs', name)
     usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
-    usual |= dict(lr=lr, batch_size=batch_size)
+    usual |= dict(lr=lr, batch_size=batch_size, start=start)
     return train_task(ctx, task, net, out, progress=progress, **usual)
 
 
@@ -320,6 +326,7 @@ def train_objects(
     ] = False,
     validate: Validate = True,
     any_files: AnyFiles = False,
+    start: Start = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
     device: Device = None,
@@ -336,7 +343,7 @@ def train_objects(
     task = tasks.with_options(tasks.task_named(ctx.info_name), **options)
     out = out or Path('runs', ctx.info_name)
     usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
-    usual |= dict(lr=lr, batch_size=batch_size)
+    usual |= dict(lr=lr, batch_size=batch_size, start=start)
     return train_task(ctx, task, net, out, progress=progress, **usual)
 
 
@@ -388,6 +395,7 @@ def train_photographs(
             'keep the last epoch.'
         ),
     ] = True,
+    start: Start = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
     device: Device = None,
@@ -404,7 +412,7 @@ def train_photographs(
     task = room('lab.photographs').Photographs(**options)
     out = out or Path('runs', ctx.info_name)
     usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
-    usual |= dict(lr=lr, batch_size=batch_size)
+    usual |= dict(lr=lr, batch_size=batch_size, start=start)
     return train_task(ctx, task, net, out, progress=progress, **usual)
 
 
@@ -418,6 +426,13 @@ def train_sst(
     ] = 'gpt2-large',
     gguf: Annotated[str | None, unset('Name of a GGUF file in that folder.')] = None,
     revision: Annotated[str | None, unset('Commit, branch or tag on the Hub.')] = None,
+    net: Annotated[
+        str,
+        option(
+            "'sstnet': two routings (Heinsen 2019); 'vectors': three vector routings (Heinsen "
+            "2022); 'plain': attention pooling; 'routing': as 'sstnet', for other routings."
+        ),
+    ] = 'sstnet',
     layers: Annotated[
         str, option("Hidden states to read, as in '0,12,24,36'; 0: embeddings.")
     ] = 'all',
@@ -469,6 +484,7 @@ def train_sst(
         bool,
         option('The files need not be the Stanford Sentiment Treebank.', '--any-treebank'),
     ] = False,
+    start: Start = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
     device: Device = None,
@@ -485,15 +501,17 @@ def train_sst(
     options |= dict(cache=False if on_the_fly else cache, cache_dtype=cache_dtype)
     found = room('lab.sentiment').Sentiment(task, **options)
     usual = dict(epochs=epochs, lr=lr, batch_size=batch_size, device=device, progress=progress)
+    usual |= dict(start=start)
     if seeds > 1:
-        return train_seeds(ctx, found, range(seed, seed + seeds), out, **usual)
+        return train_seeds(ctx, found, net, range(seed, seed + seeds), out, **usual)
     usual |= dict(resume=resume, overwrite=overwrite)
-    return train_task(ctx, found, None, out, seed=seed, **usual)
+    return train_task(ctx, found, net, out, seed=seed, **usual)
 
 
 def train_seeds(
     ctx: typer.Context,  # of the command
     task,  # capsnb.lab.tasks.Task
+    net: str | None,  # as for `train_task`
     seeds: range,  # one run each
     out: Path,  # folder of the runs, and of runs.json
     *,
@@ -506,7 +524,8 @@ def train_seeds(
 
     def work():
         path = room('lab.runs').check_room(out, 2**20) / 'runs.json'
-        rows = {task.name: dict(how_to_resume=how, **changed(task, None, lr, batch_size))}
+        row = dict(net=net, how_to_resume=how, **changed(task, net, lr, batch_size))
+        rows = {task.name: row}
         study = room('lab.tasks').study
         return study(task, rows, path, tuple(seeds), runs=out, command=how, **usual)[task.name]
 
@@ -530,6 +549,7 @@ def train_own(
     batch_size: BatchSize = None,
     seed: Seed = 0,
     out: Out = None,
+    start: Start = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
     device: Device = None,
@@ -543,7 +563,7 @@ def train_own(
     task = room('lab.tasks').task_named(ctx.info_name)
     out = out or Path('runs', ctx.info_name.split(':')[1])
     usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
-    usual |= dict(lr=lr, batch_size=batch_size)
+    usual |= dict(lr=lr, batch_size=batch_size, start=start)
     return train_task(ctx, task, net, out, progress=progress, **usual)
 
 
@@ -574,8 +594,8 @@ def train_columns(
     net: Annotated[
         str | None,
         unset(
-            "Pictures: 'dstep', 'routing', 'cnn'; texts: 'sstnet', 'routing', 'plain'; numbers: "
-            "'table', 'plain'. The first if not given."
+            "Pictures: 'dstep', 'routing', 'cnn'; texts: 'sstnet', 'routing', 'plain', 'vectors'; "
+            "numbers: 'table', 'plain'. The first if not given."
         ),
     ] = None,
     epochs: Epochs = None,
@@ -583,6 +603,7 @@ def train_columns(
     batch_size: BatchSize = None,
     seed: Seed = 0,
     out: Out = None,
+    start: Start = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
     device: Device = None,
@@ -600,7 +621,7 @@ def train_columns(
     task = room('outlook.own').own_task(ctx.info_name, **named, **how)
     name = ctx.info_name.partition(':')[2].partition('@')[0].rstrip('/').rsplit('/', 1)[-1]
     usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
-    usual |= dict(lr=lr, batch_size=batch_size)
+    usual |= dict(lr=lr, batch_size=batch_size, start=start)
     out = out or Path('runs', Path(name).stem)
     return train_task(ctx, task, net, out, progress=progress, **usual)
 
@@ -1362,6 +1383,58 @@ def study_language(
     return leave_study(path, table)
 
 
+def study_heads(
+    task: Annotated[str, option("'sst5': five labels; 'sst2': two.")] = 'sst5',
+    encoder: Annotated[
+        str, option('The frozen transformer: a name on the Hub, or a folder.')
+    ] = 'gpt2-large',
+    gguf: Annotated[str | None, unset('Name of a GGUF file in that folder.')] = None,
+    layers: Annotated[
+        str, option("Hidden states to read, as in '0,12,24,36'; 0: embeddings.")
+    ] = 'all',
+    only: Annotated[
+        list[str] | None,
+        unset(
+            "'dstep', 'em', 'attention', 'vectors' or 'large attention'; may be repeated. All if "
+            'not given.'
+        ),
+    ] = None,
+    seeds: Annotated[int, option('Final runs of each head.', min=1)] = 3,
+    epochs: Annotated[int, option('Of the final runs; the search takes half.', min=1)] = 4,
+    start: Annotated[
+        Path | None,
+        unset("Folder of such runs, as runs/heads/runs/sst5; 'vectors' begins with theirs, too."),
+    ] = None,
+    folder: Annotated[
+        Path | None, unset('Folder of the treebank; else CAPSNB_DATA.', '--folder')
+    ] = None,
+    cache: Annotated[Path | None, unset('Folder of cached hidden states.')] = None,
+    any_treebank: Annotated[
+        bool,
+        option('The files need not be the Stanford Sentiment Treebank.', '--any-treebank'),
+    ] = False,
+    out: Annotated[Path, option('Folder of the records; finished runs are kept.')] = Path(
+        'runs/heads'
+    ),
+    device: Device = None,
+    progress: Progress = None,
+    as_json: AsJson = False,
+):
+    """Heads on the same hidden states: two routings, three, attention pooling, a linear probe.
+
+    Trains one network after another; a study that was stopped goes on with the same command."""
+    options = dict(encoder=encoder, gguf_file=gguf, layers=layers, roots=True, folder=folder)
+    options |= dict(official=not any_treebank, cache=cache)
+    found = room('lab.sentiment').Sentiment(task, **options)
+    how = dict(epochs=epochs, runs=out / 'runs', start=start, device=device, progress=progress)
+    room('outlook.heads').head_study(found, out, tuple(only or ()) or None, tuple(range(seeds)), **how)
+    if not is_first():
+        return
+    record = out / f'heads_{task}.json'
+    print(table := room('lab.shootout').standings(record))
+    return leave_study(record, table)
+
+
 def study_credit(
     runs: Annotated[list[Path], typer.Argument(help='Finished runs on the treebank.')],
     limit: Annotated[int, option('Test sentences of each run.', min=1)] = 300,
@@ -1575,6 +1648,7 @@ def make_app() -> typer.Typer:
         ('plateau', plateau, 'Why matrix capsules learn late.'),
         ('depth', depth, 'How many layers of capsules can be trained?'),
         ('language', study_language, 'Routing inside, and at the end of, language models.'),
+        ('heads', study_heads, "What may read a frozen transformer's hidden states."),
         ('credit', study_credit, 'Whether credit tells which words decide.'),
         ('rehearsal', rehearsal, "GPT-2-large's size with random weights: all but the download."),
     ):

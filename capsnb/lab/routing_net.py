@@ -4,17 +4,30 @@
 
 # %% ../../nbs/lab/50_routing_net.ipynb #00000002
 from __future__ import annotations
+from pathlib import Path
+from typing import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from ..engine.layers import at_least_1
-from .text import SSTNet, TextStem, as_parts, by_length
+from capsnb.lab.text import (
+    Credit,
+    SSTNet,
+    TextStem,
+    as_parts,
+    blend,
+    by_length,
+    check_text,
+    into_rows,
+)
 from .vision import CapsuleHeads, ConvTrunk, HubMixin, Scores, answer, n_params
+from .vision import load_published, read_published
 from ..routing.dstep import Routed
 from ..zoo.routers import CapsNorm, all_routings, routing_layer
+from ..zoo.vectors import VectorRouting, end_to_end
 
 # %% auto #0
-__all__ = ['needed_for_text', 'RoutingNet', 'RoutingText', 'PlainText']
+__all__ = ['needed_for_text', 'RoutingNet', 'RoutingText', 'PlainText', 'VectorText']
 
 # %% ../../nbs/lab/50_routing_net.ipynb #00000006
 class RoutingNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'routing']):
@@ -150,3 +163,116 @@ class PlainText(TextStem, HubMixin, library_name='capsnb', tags=['text-classific
         share = (self.queries(x) + F.logsigmoid(a)[..., None]).softmax(1)
         pooled = torch.einsum('bih,bid->bhd', share, x).flatten(1)
         return answer(Scores(self.classify(F.silu(self.hidden(pooled)))), labels)
+
+# %% ../../nbs/lab/50_routing_net.ipynb #22a00002
+class VectorText(
+    nn.Module, HubMixin, library_name='capsnb', tags=['routing', 'text-classification']
+):
+    "Hidden states of a transformer, and three vector routings (Heinsen 2022)."
+
+    from_published: Callable[..., VectorText]  # see below
+
+    def __init__(
+        self,
+        d_depth: int = 25,  # l: hidden states per token
+        d_emb: int = 1024,  # m: their width
+        n_classes: int = 5,  # classes
+        n_parts: int = 64,  # vectors that the first and the second routing give
+        n_iters: int = 2,  # iterations of all three routings
+        dropout: float = 0.0,  # share of the features left out in training; not in the paper
+    ):
+        super().__init__()
+        self.depth_scale = nn.Parameter(torch.ones(d_depth, d_emb))
+        self.depth_emb = nn.Parameter(torch.zeros(d_depth, d_emb))
+        self.dropout = nn.Dropout(dropout)
+        sizes = (None, n_parts, d_emb), (n_parts, n_parts, d_emb), (n_parts, n_classes, 1)
+        self.routings = nn.ModuleList(VectorRouting(i, j, d_emb, h, n_iters) for i, j, h in sizes)
+
+    def features(
+        self,
+        mask: Tensor,  # [b, n] in [0, 1]
+        embs: Tensor,  # [b, n, l, m]; or packed: [t, l, m], the tokens alone
+        lam: Tensor | None = None,  # mixup: [], see `blend`
+        partner: Tensor | None = None,  # mixup: [b], see `blend`
+    ) -> tuple:  # mask [b, n] and x [b, n, l, m], blended
+        check_text(self, mask, embs, lam, partner)
+        if embs.ndim == 4:
+            embs = embs.masked_fill(mask[:, :, None, None] == 0, 0)  # whatever stands at padding
+        embs = embs.to(self.depth_emb.dtype)
+        x = F.layer_norm(embs, embs.shape[-1:]) * self.depth_scale + self.depth_emb
+        if embs.ndim == 3:
+            x = into_rows(x, mask)
+        if lam is not None:
+            mask, x = blend(mask, lam, partner), blend(x, lam, partner)
+        return mask, self.dropout(x)
+
+    def forward(
+        self,
+        mask: Tensor,  # [b, n] in [0, 1]
+        embs: Tensor,  # [b, n, l, m]; or packed: [t, l, m], the tokens alone, text after text
+        labels: Tensor | None = None,  # [b] or [b, n_classes]
+        lam: Tensor | None = None,  # mixup: [], see `blend`
+        partner: Tensor | None = None,  # mixup: [b], see `blend`
+    ):  # Scores, or with labels a dict of loss and logits
+        mask, x = self.features(mask, embs, lam, partner)
+        return answer(by_length(mask, x, self.route), labels)
+
+    def route(
+        self,
+        mask: Tensor,  # [b, n]
+        x: Tensor,  # [b, n, l, m]
+    ) -> Scores:  # of the classes
+        a, x = as_parts(mask, x)
+        return Scores(self.route_parts(a, x[:, :, 0]))
+
+    def route_parts(
+        self,
+        a: Tensor,  # [b, i] scores of parts; -inf: absent
+        x: Tensor,  # [b, i, m] their features
+    ) -> Tensor:  # [b, k] scores of the classes
+        one, two, three = self.routings
+        return three(two(one(x, scores=F.logsigmoid(a))))[..., 0]
+
+    @torch.no_grad()
+    def credit(
+        self,
+        mask: Tensor,  # as for `forward`
+        embs: Tensor,  # as for `forward`
+    ) -> Credit:  # scores [b, k], and credit [b, n, l, k], 0 at padding: relative, no sum
+        "Every token at every layer: the scaled product of three credits (Heinsen 2022, app. A)."
+        was = self.training
+        mask, x = self.eval().features(mask, embs)
+        self.train(was)
+        scores, shares = [], x.new_zeros(*x.shape[:3], self.routings[-1].n_out)
+        for row, text, there in zip(shares, x, mask != 0):
+            out, phis = text[there].flatten(0, 1), []
+            for routing in self.routings:
+                out, phi, _ = routing(out, return_credit=True)
+                phis.append(phi)
+            scores.append(out[..., 0])
+            row[there] = end_to_end(phis).unflatten(0, (-1, x.shape[2]))
+        return Credit(torch.stack(scores), shares)
+
+# %% ../../nbs/lab/50_routing_net.ipynb #22a00004
+def _vector_text_from_published(
+    path: str | Path,  # of the state dict of a head
+) -> VectorText:  # in evaluation mode
+    "The three vector routings with the author's weights; `ValueError` lists what does not fit."
+    state = {
+        k: v for k, v in read_published(path).items() if not k.endswith('CONST_ones_over_n_out')
+    }
+    n_dims = {'W': 2, 'route.0.B_F2': 2, 'route.2.B_F2': 2}
+    shapes = [state[k].shape for k in n_dims if k in state]
+    if [len(s) for s in shapes] != list(n_dims.values()):
+        raise ValueError(
+            f"expected the weights of three vector routings in '{path}', got {sorted(state)[:6]}..."
+        )
+    (d_depth, d_emb), (n_parts, _), (n_classes, _) = shapes
+    theirs = {'depth_scale': 'W', 'depth_emb': 'B'}
+    name_of = lambda k: (
+        theirs.get(k) or k.replace('routings.', 'route.').replace('.to_', '.compute_beta_')
+    )
+    return load_published(VectorText(d_depth, d_emb, n_classes, n_parts), state, name_of).eval()
+
+
+VectorText.from_published = staticmethod(_vector_text_from_published)

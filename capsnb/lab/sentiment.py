@@ -25,7 +25,7 @@ from ..data.embed import EmbeddingCache, FrozenEncoder, about_tokens, as_texts, 
 from ..data.embed import check_encoder, in_time, price_of, read_config, stand_in
 from ..data.files import cache_folder, read_json, write_json
 from ..data.sst import label_names, load_sst
-from .routing_net import PlainText, RoutingText
+from .routing_net import PlainText, RoutingText, VectorText
 from .runs import first_process
 from .tasks import Net, Task, load_run, train, with_options
 from .text import SSTNet, TextStem, explain
@@ -287,7 +287,7 @@ class Sentiment(Task):
         options = dict(eps='paper', init='paper') if self.published else {}
         lr = (1e-5, 5e-4 if self.published else 2e-3)
         recipe = dict(epochs=3, shift=0, lr=lr)
-        kinds = dict(sstnet=SSTNet, routing=RoutingText, plain=PlainText)
+        kinds = dict(sstnet=SSTNet, routing=RoutingText, plain=PlainText, vectors=VectorText)
         own = dict(sstnet=options)
         make = lambda cls: partial(self._network, cls)
         return {k: Net(cls, own.get(k, {}), recipe, make(cls)) for k, cls in kinds.items()}

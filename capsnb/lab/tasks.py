@@ -15,13 +15,13 @@ from typing import Callable, NamedTuple
 import torch
 from torch import nn, Tensor
 from ..core import need, pick_device, run_record, seed_everything
-from ..data.files import read_json, write_json
+from ..data.files import checksum, read_json, write_json
 from .runs import checked_network, claim, run_folder, task_of
 from .train import Deck, MixupCollator, batch_on, check_recipe, fit_decks, repeat
 
 # %% auto #0
-__all__ = ['paper_recipe', 'known', 'Net', 'Task', 'with_options', 'task_in', 'task_named', 'check_roles', 'train', 'Opened',
-           'load_run', 'evaluate', 'study', 'begin_record']
+__all__ = ['paper_recipe', 'known', 'Net', 'Task', 'with_options', 'task_in', 'task_named', 'check_roles', 'train', 'begin_with',
+           'Opened', 'load_run', 'evaluate', 'study', 'begin_record']
 
 # %% ../../nbs/lab/51_tasks.ipynb #6ce51416
 paper_recipe = dict(
@@ -290,6 +290,7 @@ def train(
     progress: bool = True,  # whether to draw bars
     how_to_resume: str = 'train(..., resume=True)',  # said when the run was stopped
     save_steps: int = 0,  # checkpoints within an epoch; 0: only at its end
+    start: str | Path | None = None,  # a finished run whose weights to begin with, where they fit
     **changes,  # of the recipe, or `honoured` arguments of TrainingArguments
 ) -> dict:  # as in metrics.json
     "Train a network on a task; test the epoch that validates best, or else the last."
@@ -302,9 +303,14 @@ def train(
     check_recipe(**recipe, validate=roles['select'] is not None)
     claim(out, resume, overwrite)
     pick_device(device)
+    if start is not None:
+        task_of(start)  # is there such a run?
     task.prepare(recipe, _began(out) if resume else {})
     collator = task.collator(net, recipe['shift'], recipe['mixup'])
     network = task.make(net, seed, **(options or {}))
+    own = dict(options=options) if options else {}
+    if start is not None:
+        own |= dict(start=begin_with(network, start, task.note(net)))
     splits = tuple(split for split in roles.values() if split)
     opened = tuple(dict.fromkeys((*splits, *task.watched)))
     decks = task.decks(net, opened, seed, recipe['shift'])
@@ -321,9 +327,29 @@ def train(
         name=f'{net} seed {seed}',
         progress=progress,
         overwrite=overwrite,
-        note=task.note(net) | (dict(options=options) if options else {}),
+        note=task.note(net) | own,
         watch={split: decks[split] for split in task.watched},
     )
+
+# %% ../../nbs/lab/51_tasks.ipynb #51a00001
+def begin_with(
+    network: nn.Module,  # new, changed in place
+    run: str | Path,  # folder of a finished run that trained one of its kind
+    note: dict,  # of the network's task
+) -> str:  # SHA-256 of the run's weights
+    "Take over weights whose name and shape agree, the others stay new; `ValueError` if none do."
+    theirs, kind = task_of(run), type(network).__name__
+    found = read_json(run_folder(run) / 'metrics.json', network=str)['network']
+    if found != kind:
+        raise ValueError(f"'{run}' trained a {found}, which cannot be the start of a {kind}")
+    if theirs.get('fingerprint') != note.get('fingerprint'):
+        raise ValueError(f"'{run}' read another transformer than this one, or none: no start")
+    old, new = checked_network(run, type(network), 'cpu').state_dict(), network.state_dict()
+    same = {k: v for k, v in old.items() if k in new and v.shape == new[k].shape}
+    if not same:
+        raise ValueError(f"no weight of '{run}' has the name and shape of one of this {kind}")
+    network.load_state_dict(new | same)
+    return checksum(run_folder(run) / 'model.safetensors')
 
 # %% ../../nbs/lab/51_tasks.ipynb #bd4b4e5b
 def _at_work(

@@ -27,9 +27,9 @@ from capsnb.lab.vision import (
 )
 
 # %% auto #0
-__all__ = ['into_rows', 'blend', 'by_length', 'as_parts', 'TextStem', 'SSTNet', 'measure_scale', 'Credit', 'credit', 'leaning',
-           'without_each', 'coloured', 'Explanation', 'explain', 'explained_page', 'check_frozen', 'RoutingClassifier',
-           'encoder_note', 'check_note', 'noted_encoder', 'layer_profile']
+__all__ = ['into_rows', 'blend', 'by_length', 'as_parts', 'TextStem', 'SSTNet', 'check_text', 'measure_scale', 'Credit', 'credit',
+           'leaning', 'without_each', 'coloured', 'Explanation', 'explain', 'explained_page', 'check_frozen',
+           'RoutingClassifier', 'encoder_note', 'check_note', 'noted_encoder', 'layer_profile']
 
 # %% ../../nbs/lab/46_text.ipynb #0000000a
 def _mask_scores(
@@ -175,7 +175,7 @@ class TextStem(nn.Module):
         lam: Tensor | None = None,  # mixup: [], see `blend`
         partner: Tensor | None = None,  # mixup: [b], see `blend`
     ) -> tuple:  # mask [b, n] and x [b, n, l, d], blended
-        _check_text(self, mask, embs, lam, partner)
+        check_text(self, mask, embs, lam, partner)
         linear, swish, norm = self.detect_parts
         scale = self.emb_mean, self.emb_size
         A_l, u_l = _layer_maps(linear.weight, linear.bias, self.depth_emb, *scale)
@@ -238,9 +238,17 @@ class SSTNet(TextStem, HubMixin, library_name='capsnb', tags=_tags):
         two = self.routings[1](one.a, one.mu, return_R=return_R)
         return (one, two) if return_R else two
 
+    def route_parts(
+        self,
+        a: Tensor,  # [b, i] scores of parts; -inf: absent
+        x: Tensor,  # [b, i, d] their features
+    ) -> Tensor:  # [b, k] scores of the classes
+        one = self.routings[0](a, x[:, :, None])
+        return self.routings[1](one.a, one.mu).a
+
 # %% ../../nbs/lab/46_text.ipynb #00000017
-def _check_text(
-    net: TextStem,  # that will read them
+def check_text(
+    net: nn.Module,  # that will read them, with a depth_emb [l, m]
     mask: Tensor,  # as for `SSTNet.forward`
     embs: Tensor,  # as for `SSTNet.forward`
     lam=None,  # as for `SSTNet.forward`
@@ -323,7 +331,7 @@ class Credit(NamedTuple):
     "Class scores, and what they are sums of."
 
     a: Tensor  # [b, k] scores
-    shares: Tensor  # [b, n, l, k] credit of each token at each layer; sums to a over n and l
+    shares: Tensor  # [b, n, l, k] of each token at each layer; an SSTNet's sum to a over n, l
 
 # %% ../../nbs/lab/46_text.ipynb #50118ab2
 @torch.no_grad()
@@ -332,7 +340,11 @@ def credit(
     mask: Tensor,  # as for `SSTNet.forward`
     embs: Tensor,  # as for `SSTNet.forward`
 ) -> Credit:  # scores and shares
-    "Pass each class score back to the tokens and layers it came from."
+    "Pass each class score back to the tokens and layers it came from; `ValueError` if unknown."
+    if hasattr(net, 'credit'):
+        return net.credit(mask, embs)
+    if not isinstance(net, SSTNet):
+        raise ValueError(f"the credit of a {type(net).__name__} is not known, that of an SSTNet is")
     mask, x = _features_now(net, mask, embs)
     one, two = net.route(mask, x, return_R=True)
     D1 = mask[:, :, None].expand(x.shape[:3]).flatten(1)[..., None] * one.R  # eq. 4
@@ -435,6 +447,11 @@ def explain(
     names: tuple | None = None,  # of the classes, from the most negative to the most positive
 ) -> Explanation:  # of the text
     "Which words and layers a class owes its score to; `ValueError` for an empty text."
+    if not isinstance(net, SSTNet):
+        raise ValueError(
+            "words are explained by credit that adds up to the scores, as an SSTNet's does; "
+            f"this network is a {type(net).__name__}"
+        )
     mask, embs = encoder([text])
     wanted, device = net.depth_emb.shape, net.depth_emb.device
     if embs.shape[2:] != wanted:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..core import need, run_record
 from ..data.files import read_json, write_json
 from ..lab.report import interval
+from ..lab.routing_net import VectorText
 from ..lab.tasks import load_run
 from ..lab.text import SSTNet, credit
 from ..lab.train import dice
@@ -39,16 +40,14 @@ def units_of(
 
 @torch.no_grad()
 def scores_of_some(
-    net: SSTNet,  # trained, in evaluation mode
+    net: SSTNet | VectorText,  # trained, in evaluation mode
     x: Tensor,  # [1, n, l, d] features of a text
     present: Tensor,  # [b, n, l], True for the parts that are there, at least one
 ) -> Tensor:  # [b, k] scores of the classes
     "Route some of a text's parts."
     a = torch.zeros(present.shape, device=x.device).masked_fill_(present, torch.inf)
     a = a.masked_fill_(~present, -torch.inf).flatten(1)
-    parts = x.flatten(1, 2)[:, :, None].expand(len(present), -1, -1, -1)
-    one = net.routings[0](a, parts)
-    return net.routings[1](one.a, one.mu).a
+    return net.route_parts(a, x.flatten(1, 2).expand(len(present), -1, -1))
 
 # %% ../../nbs/outlook/92_faithful.ipynb #00000008
 def margin(
@@ -77,7 +76,7 @@ def by_absence(net, mask, embs, label, units) -> Tensor:  # [u]
 def by_gradient(net, mask, embs, label, units, steps: int = 0) -> Tensor:  # [u]
     "As for `methods`; with steps, integrated gradients."
     attr = need('captum.attr', 'attack')
-    start = net.emb_mean.expand_as(embs)
+    start = getattr(net, 'emb_mean', embs.new_zeros(())).expand_as(embs)
 
     def of(moved):  # captum gives many points of the line at once
         return margin(net(mask.expand(len(moved), -1), start[:1] + moved).a, label)
@@ -109,7 +108,7 @@ methods = {  # name -> function(net, mask [1, n], embs [1, n, l, m], label, unit
 
 # %% ../../nbs/outlook/92_faithful.ipynb #0000000c
 def curves(
-    net: SSTNet,  # trained, in evaluation mode
+    net: SSTNet | VectorText,  # trained, in evaluation mode
     x: Tensor,  # [1, n, l, d] features of a text
     units: Tensor,  # [u, n, l]
     order: Tensor,  # [u] numbers of units, the most important first
@@ -123,7 +122,7 @@ def curves(
 
 
 def judge(
-    net: SSTNet,  # trained, in evaluation mode
+    net: SSTNet | VectorText,  # trained, in evaluation mode
     texts,  # iterable of mask [1, n] and hidden states [1, n, l, m]
     kind: str = 'token',  # what is a unit
     asked: tuple = tuple(methods),  # names of `methods`
@@ -156,7 +155,7 @@ def texts_of(
 
 
 def credit_study(
-    runs: list,  # folders of finished runs on the treebank with an `SSTNet`
+    runs: list,  # folders of finished runs on the treebank, of 'sstnet' or 'vectors'
     path: str | Path,  # JSON file that collects them
     limit: int | None = 300,  # test sentences; None: all
     device: str | None = 'cpu',  # where
@@ -172,9 +171,10 @@ def credit_study(
         if run.name in record['runs']:
             continue
         network, task, note = load_run(run, device, **here)
-        if not isinstance(network, SSTNet):
+        if not isinstance(network, (SSTNet, VectorText)):
             raise ValueError(
-                f"expected a run with an SSTNet in '{run}', got {type(network).__name__}"
+                f"expected a run with an SSTNet or a VectorText in '{run}', "
+                f"got {type(network).__name__}"
             )
         texts = list(texts_of(task.decks(splits=('test',))['test'], limit))
         found = {kind: judge(network, texts, kind) for kind in kinds}

@@ -22,7 +22,7 @@ from ..data.files import need_hub, regular
 from ..data.mnist import hub_names
 from ..data.norb import hub_name
 from ..engine.numerics import may_look
-from ..lab.routing_net import PlainText, RoutingText
+from ..lab.routing_net import PlainText, RoutingText, VectorText
 from ..lab.runs import check_end, checked_network, run_folder, task_of
 from ..lab.tasks import Task, load_run, task_in, with_options
 from ..lab.text import RoutingClassifier, SSTNet, check_frozen, check_note, encoder_note
@@ -54,7 +54,9 @@ __all__ = ['heads', 'papers', 'CapsConfig', 'CapsForSequenceClassification', 're
            'without_places', 'again_from', 'paper_of', 'card_of', 'write_card', 'files_for_hub', 'push_run']
 
 # %% ../../nbs/outlook/97_hub.ipynb #00000005
-heads = dict(sstnet=SSTNet, routing=RoutingText, plain=PlainText)  # by their names in a task
+heads = dict(
+    sstnet=SSTNet, routing=RoutingText, plain=PlainText, vectors=VectorText
+)  # by their names in a task
 
 
 class CapsConfig(PretrainedConfig):

@@ -1,0 +1,131 @@
+"Heads side by side, and runs that begin with the weights of others."
+
+import json
+import warnings
+import pytest
+import torch
+from torch.testing import assert_close
+
+pytest.importorskip('transformers')
+pytest.importorskip('sklearn')
+pytest.importorskip('typer')
+from typer.testing import CliRunner
+from capsnb.commands import make_app
+from capsnb.data.embed import FrozenEncoder, tiny_transformer
+from capsnb.data.files import checksum
+from capsnb.data.sst import load_sst, tiny_treebank
+from capsnb.lab.sentiment import Sentiment
+from capsnb.lab.tasks import begin_with, load_run, train
+from capsnb.lab.text import SSTNet
+from capsnb.lab.vision import n_params
+from capsnb.outlook.faithful import credit_study
+from capsnb.outlook.heads import head_rows
+
+quiet = dict(device='cpu', progress=False)
+
+
+@pytest.fixture(scope='module')
+def place(tmp_path_factory):
+    "A tiny treebank, two random transformers, and a run of each kind of head on five labels."
+    place = tmp_path_factory.mktemp('heads')
+    folder = tiny_treebank(place / 'trees')
+    texts = list(load_sst(folder, 'sst5', phrases=False, official=False)['train']['text'])
+    for seed in (0, 1):
+        tiny_transformer(place / f'model{seed}', texts, seed=seed)
+    for net in ('vectors', 'sstnet'):
+        train(task(place, 'sst5'), net, place / net, epochs=1, **quiet)
+    return place
+
+
+def task(place, name, model='model0'):
+    encoder = FrozenEncoder(place / model, device='cpu')
+    own = dict(folder=place / 'trees', official=False, cache=place / 'cache')
+    return Sentiment(name, encoder, roots=True, **own)
+
+
+def test_two_classes_begin_with_five(place, tmp_path):
+    "what fits is taken over: at a rate of nearly zero all of it is still there"
+    kw = dict(epochs=1, lr=(1e-30, 1e-30), **quiet)
+    train(task(place, 'sst2'), 'vectors', tmp_path / 'begun', start=place / 'vectors', **kw)
+    train(task(place, 'sst2'), 'vectors', tmp_path / 'new', **kw)
+    five = load_run(place / 'vectors', 'cpu').network.state_dict()
+    begun, note = load_run(tmp_path / 'begun', 'cpu')[::2]
+    begun, new = (n.state_dict() for n in (begun, load_run(tmp_path / 'new', 'cpu').network))
+    assert note['start'] == checksum(place / 'vectors' / 'model.safetensors')
+    fit = {k for k, v in five.items() if v.shape == begun[k].shape}
+    assert {k.split('.')[1] for k in five.keys() - fit} == {'2'} and len(fit) > 20
+    for k, v in begun.items():
+        assert_close(v, five[k] if k in fit else new[k], rtol=0, atol=1e-20)
+    assert not torch.equal(begun['routings.0.W_F2'], new['routings.0.W_F2'])
+
+
+def test_a_run_goes_on_only_from_its_own_start(place, tmp_path):
+    kw = dict(epochs=1, **quiet)
+    one = train(task(place, 'sst2'), 'vectors', tmp_path, start=place / 'vectors', **kw)
+    again = dict(kw, resume=True)
+    assert train(task(place, 'sst2'), 'vectors', tmp_path, start=place / 'vectors', **again) == one
+    with pytest.raises(ValueError, match='start'):
+        train(task(place, 'sst2'), 'vectors', tmp_path, **again)
+
+
+@pytest.mark.parametrize(
+    'start, net, model, said',
+    [
+        ('nowhere', 'vectors', 'model0', 'nowhere'),
+        ('sstnet', 'vectors', 'model0', 'trained a SSTNet, which cannot be the start of a Vector'),
+        ('vectors', 'vectors', 'model1', 'read another transformer'),
+    ],
+)
+def test_what_cannot_be_a_start(place, tmp_path, start, net, model, said):
+    with pytest.raises((ValueError, OSError), match=said):
+        train(task(place, 'sst2', model), net, tmp_path, start=place / start, epochs=1, **quiet)
+
+
+def test_nothing_that_fits(place):
+    note, net = load_run(place / 'sstnet', 'cpu').note, SSTNet(1, 3, 7, 5, 3, 2)
+    with pytest.raises(ValueError, match='no weight of .* has the name and shape'):
+        begin_with(net, place / 'sstnet', note)
+
+
+def test_heads_are_as_large_as_they_say(place):
+    five = task(place, 'sst5')
+    made = {
+        k: five.make(row['net'], 0, **row.get('options', {})) for k, row in head_rows(five).items()
+    }
+    assert list(made) == ['dstep', 'em', 'attention', 'vectors', 'large attention']
+    n = {k: n_params(net) for k, net in made.items()}
+    assert abs(n['attention'] / n['dstep'] - 1) < 0.05 > abs(n['em'] / n['dstep'] - 1)
+    assert abs(n['large attention'] / n['vectors'] - 1) < 0.05
+    with pytest.raises(ValueError, match=r"heads are 'dstep', .* got \['lstm'\]"):
+        head_rows(five, ('dstep', 'lstm'))
+
+
+def test_on_the_command_line(place, tmp_path):
+    line = f'study heads --encoder {place}/model0 --folder {place}/trees --any-treebank --out'
+    line += f' {tmp_path} --cache {place}/cache --seeds 2 --epochs 1 --device cpu --no-progress'
+    own = ['--only', 'vectors', '--only', 'attention']
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # tiny runs are alike
+        for more in ('', ' --task sst2 --start ' + str(tmp_path / 'runs' / 'sst5')):
+            r = CliRunner().invoke(make_app(), [*(line + more).split(), *own])
+            assert r.exit_code == 0, r.output
+    five, two = (json.loads((tmp_path / f'heads_sst{k}.json').read_text()) for k in (5, 2))
+    assert list(five['headline']) == ['vectors', 'attention']
+    assert list(two['headline']) == ['vectors', 'attention', 'vectors, begun']
+    assert {r['lr'][1] for k, r in two['runs'].items() if k.startswith('vectors')} == {
+        two['runs']['vectors seed 0']['lr'][1]
+    }
+    for k in (5, 2):
+        probes = json.loads((tmp_path / f'heads_sst{k}_probes.json').read_text())['probes']
+        assert probes == sorted(probes, key=lambda row: -row['valid_accuracy'])
+        assert (tmp_path / f'heads_sst{k}.html').exists()
+
+
+@pytest.mark.parametrize('net', ['vectors', 'sstnet'])
+def test_credit_of_both_is_judged(place, tmp_path, net):
+    here = dict(cache=place / 'cache', folder=place / 'trees')
+    record = credit_study([place / net], tmp_path / 'credit.json', 3, **here)
+    found = record['runs'][net]
+    for kind in ('token', 'layer'):
+        assert all(len(v) == 3 for v in found[kind].values())
+        assert found[kind]['credit'] != found[kind]['gradient']
