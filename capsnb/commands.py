@@ -1427,11 +1427,58 @@ def study_heads(
     options |= dict(official=not any_treebank, cache=cache)
     found = room('lab.sentiment').Sentiment(task, **options)
     how = dict(epochs=epochs, runs=out / 'runs', start=start, device=device, progress=progress)
-    room('outlook.heads').head_study(found, out, tuple(only or ()) or None, tuple(range(seeds)), **how)
+    room('outlook.heads').head_study(
+        found, out, tuple(only or ()) or None, tuple(range(seeds)), **how
+    )
     if not is_first():
         return
     record = out / f'heads_{task}.json'
     print(table := room('lab.shootout').standings(record))
+    return leave_study(record, table)
+
+
+def study_tuned(
+    task: Annotated[str, option("'sst2': two labels; 'sst5': five.")] = 'sst2',
+    encoder: Annotated[
+        str, option('The transformer: a name on the Hub, or a folder.')
+    ] = 'gpt2-large',
+    gguf: Annotated[str | None, unset('Name of a GGUF file in that folder.')] = None,
+    only: Annotated[
+        list[str] | None,
+        unset("'frozen', 'lora' or 'whole'; may be repeated. All if not given."),
+    ] = None,
+    seeds: Annotated[int, option('Runs of each way.', min=1)] = 3,
+    epochs: Annotated[int, option('Times through the training sentences.', min=1)] = 2,
+    limit: Annotated[
+        int | None, unset('At most so many training sentences; all if not given.', min=1)
+    ] = None,
+    folder: Annotated[
+        Path | None, unset('Folder of the treebank; else CAPSNB_DATA.', '--folder')
+    ] = None,
+    any_treebank: Annotated[
+        bool,
+        option('The files need not be the Stanford Sentiment Treebank.', '--any-treebank'),
+    ] = False,
+    out: Annotated[Path, option('Folder of the record; finished runs are kept.')] = Path(
+        'runs/tuned'
+    ),
+    device: Device = None,
+    as_json: AsJson = False,
+):
+    """A head with its transformer frozen, with low-rank adapters (LoRA), or trained whole.
+
+    Trains one network after another; a study that was stopped goes on with the same command."""
+    lab, ways = room('outlook.tuned'), tuple(only or ())
+    if unknown := sorted(set(ways) - set(lab.ways)):
+        raise ValueError(f"--only must be {', '.join(lab.ways)}, got {', '.join(unknown)}")
+    how = dict(gguf_file=gguf, folder=folder, official=not any_treebank, device=device)
+    make, data = lab.on_treebank(encoder, task, limit, **how)
+    record = out / f'tuned_{task}.json'
+    told = f'capsnb study tuned --task {task} --encoder FOLDER --seeds {seeds} --epochs {epochs}'
+    told += f' --limit {limit}' if limit else ''
+    how = dict(seeds=tuple(range(seeds)), runs=out / 'runs', command=told, epochs=epochs)
+    lab.tuned_study(make, data, record, ways or tuple(lab.ways), **how, device=device)
+    print(table := lab.tuned_table(record))
     return leave_study(record, table)
 
 
@@ -1649,6 +1696,7 @@ def make_app() -> typer.Typer:
         ('depth', depth, 'How many layers of capsules can be trained?'),
         ('language', study_language, 'Routing inside, and at the end of, language models.'),
         ('heads', study_heads, "What may read a frozen transformer's hidden states."),
+        ('tuned', study_tuned, 'Heads with transformers that are trained, too.'),
         ('credit', study_credit, 'Whether credit tells which words decide.'),
         ('rehearsal', rehearsal, "GPT-2-large's size with random weights: all but the download."),
     ):

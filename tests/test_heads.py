@@ -129,3 +129,17 @@ def test_credit_of_both_is_judged(place, tmp_path, net):
     for kind in ('token', 'layer'):
         assert all(len(v) == 3 for v in found[kind].values())
         assert found[kind]['credit'] != found[kind]['gradient']
+
+
+def test_three_ways_on_the_command_line(place, tmp_path):
+    pytest.importorskip('peft')
+    line = f'study tuned --encoder {place}/model0 --folder {place}/trees --any-treebank --limit 4'
+    line += f' --seeds 1 --epochs 1 --device cpu --out {tmp_path}'
+    r = CliRunner().invoke(make_app(), line.split())
+    assert r.exit_code == 0, r.output
+    runs = json.loads((tmp_path / 'tuned_sst2.json').read_text())['runs']
+    assert [r['texts'] for r in runs.values()] == [4, 4, 4]
+    n = [r['n_params'] for r in runs.values()]  # frozen, lora, whole
+    assert sorted(n) == n and (tmp_path / 'tuned_sst2.html').exists()
+    r = CliRunner().invoke(make_app(), [*line.split(), '--only', 'half'])
+    assert r.exit_code == 1 and '--only must be frozen, lora, whole, got half' in r.stderr

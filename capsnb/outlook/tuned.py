@@ -5,6 +5,7 @@
 # %% ../../nbs/outlook/93_tuned.ipynb #00000003
 from __future__ import annotations
 import math
+import statistics
 import time
 import warnings
 from functools import partial
@@ -13,13 +14,15 @@ import torch
 from torch import nn
 from ..core import need, pick_device, run_record, seed_everything
 from ..data.files import read_json, write_json
+from ..lab.report import percent, runs_of, spread
+from ..lab.sentiment import names_of, sst_samples
 from ..lab.shootout import step_costs
 from ..lab.text import RoutingClassifier
 from ..lab.train import accuracy, quiet_transformers, repeat
 from ..lab.vision import n_params
 
 # %% auto #0
-__all__ = ['ways', 'add_lora', 'merge_lora', 'rate_groups', 'prepared', 'tune', 'tuned_study']
+__all__ = ['ways', 'add_lora', 'merge_lora', 'rate_groups', 'prepared', 'tune', 'tuned_study', 'on_treebank', 'tuned_table']
 
 # %% ../../nbs/outlook/93_tuned.ipynb #00000005
 def add_lora(
@@ -195,3 +198,45 @@ def tuned_study(
         work = partial(tune, way, make, data)
         found[way] = repeat(work, path, way, seeds, runs, command, **how)
     return found
+
+# %% ../../nbs/outlook/93_tuned.ipynb #93a00002
+def on_treebank(
+    encoder: str | Path,  # as for `FrozenEncoder`
+    task: str = 'sst2',  # or 'sst5'
+    limit: int | None = None,  # at most so many training sentences, spread evenly; None: all
+    *,
+    gguf_file: str | None = None,  # as for `FrozenEncoder`
+    folder: str | Path | None = None,  # of the treebank, as for `load_sst`
+    official: bool = True,  # as for `load_sst`
+    device: str | None = None,  # None: the best there is
+    **head,  # of `SSTNet`, e.g. n_parts
+) -> tuple:  # make and data, as `tuned_study` takes them
+    "A classifier of sentences, and the sentences; the scale is that of at most 200 of them."
+    samples = sst_samples(task, folder, official, roots=True)
+    columns = {}
+    for split, s in samples.items():
+        n = min(len(s.rows), limit or len(s.rows)) if split == 'train' else len(s.rows)
+        some = [k * len(s.rows) // n for k in range(n)]
+        texts, labels = [s.texts[s.rows[k]] for k in some], [s.labels[k] for k in some]
+        columns[split] = dict(text=texts, label=labels)
+    sets = need('datasets')
+    data = sets.DatasetDict({k: sets.Dataset.from_dict(v) for k, v in columns.items()})
+    texts = columns['train']['text'][:200]
+    how = dict(texts=texts, gguf_file=gguf_file, device=device, **head)
+    return partial(RoutingClassifier.from_encoder, encoder, len(names_of[task]), **how), data
+
+# %% ../../nbs/outlook/93_tuned.ipynb #93a00003
+def tuned_table(
+    record: str | Path | dict,  # of `tuned_study`
+) -> str:  # a line for each way
+    "Test accuracy, what is trained, and what a step takes."
+    lines = [f"{'':8s} {'test %':>12s} {'trained':>13s} {'s a step':>9s} {'MB kept':>9s}"]
+    for way, runs in runs_of(record).items():
+        seconds, kept = (
+            statistics.median(r[k] for r in runs) for k in ('step_seconds', 'step_bytes')
+        )
+        n = f"{runs[0]['n_params']:,}"
+        lines.append(
+            f'{way:8s} {spread(percent(runs)):>12s} {n:>13s} {seconds:9.2f} {kept / 1e6:9.1f}'
+        )
+    return '\n'.join(lines)
