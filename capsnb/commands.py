@@ -473,7 +473,7 @@ def train_sst(
     as_published: Annotated[
         bool,
         option(
-            "As published: learning rate, floor of the variances, start of beta.",
+            "As published in 2019: learning rate, floor of the variances, start of beta.",
             '--as-published',
         ),
     ] = False,
@@ -525,9 +525,12 @@ def train_seeds(
     def work():
         path = room('lab.runs').check_room(out, 2**20) / 'runs.json'
         row = dict(net=net, how_to_resume=how, **changed(task, net, lr, batch_size))
-        rows = {task.name: row}
-        study = room('lab.tasks').study
-        return study(task, rows, path, tuple(seeds), runs=out, command=how, **usual)[task.name]
+        of_machine = 'seed seeds data cache on_the_fly out resume overwrite device progress as_json'
+        asked = {k: v for k, v in ctx.params.items() if k not in of_machine.split()}
+        asked = {k: str(v) if isinstance(v, Path) else v for k, v in asked.items()}
+        study, rows = room('lab.tasks').study, {task.name: row}
+        own = dict(runs=out, command=how, settings=asked)
+        return study(task, rows, path, tuple(seeds), **own, **usual)[task.name]
 
     s = room('lab.train').summary(plainly(work, how))
     if not is_first():
@@ -1433,7 +1436,11 @@ def study_heads(
     if not is_first():
         return
     record = out / f'heads_{task}.json'
-    print(table := room('lab.shootout').standings(record))
+    table = room('lab.shootout').standings(record)
+    probes = record.with_name(f'{record.stem}_probes.json')
+    best = room('data.files').read_json(probes, probes=list)['probes'][0]
+    told = f"linear probe of hidden state {best['layer']}, the best on validation"
+    print(table := f"{table}\n{told}: test {best['test_accuracy']:.1%}")
     return leave_study(record, table)
 
 
@@ -1472,12 +1479,13 @@ def study_tuned(
     if unknown := sorted(set(ways) - set(lab.ways)):
         raise ValueError(f"--only must be {', '.join(lab.ways)}, got {', '.join(unknown)}")
     how = dict(gguf_file=gguf, folder=folder, official=not any_treebank, device=device)
-    make, data = lab.on_treebank(encoder, task, limit, **how)
+    make, data, about = lab.on_treebank(encoder, task, limit, **how)
     record = out / f'tuned_{task}.json'
     told = f'capsnb study tuned --task {task} --encoder FOLDER --seeds {seeds} --epochs {epochs}'
     told += f' --limit {limit}' if limit else ''
-    how = dict(seeds=tuple(range(seeds)), runs=out / 'runs', command=told, epochs=epochs)
-    lab.tuned_study(make, data, record, ways or tuple(lab.ways), **how, device=device)
+    how = dict(seeds=tuple(range(seeds)), runs=out / 'runs' / task, command=told, epochs=epochs)
+    how |= dict(settings=about | dict(epochs=epochs), device=device)
+    lab.tuned_study(make, data, record, ways or tuple(lab.ways), **how)
     print(table := lab.tuned_table(record))
     return leave_study(record, table)
 

@@ -159,6 +159,48 @@ def test_credit_of_vectors_does_not_see_padding():
     assert not torch.allclose(credit(net, mask, moved).shares[0], told.shares[0])
 
 
+def test_vectors_padded_or_packed_blended_or_not():
+    "whatever stands at padding, NaN too; in a network that has learnt where its layers lie"
+    seed_everything(0)
+    net = VectorText(2, 8, n_parts=4).double()
+    torch.nn.init.normal_(net.depth_emb)
+    embs = torch.randn(3, 5, 2, 8).double()
+    broken = embs.masked_fill(mask[..., None, None] == 0, torch.nan)
+    mixed = dict(lam=torch.tensor(0.3).double(), partner=torch.tensor([1, 2, 0]))
+    for how in ({}, mixed):
+        found = []
+        for given in (embs, broken, embs[mask > 0]):
+            net.zero_grad()
+            out = net(mask, given, torch.arange(3), **how)
+            out['loss'].backward()
+            found.append([out['logits'].detach(), *(p.grad.clone() for p in net.parameters())])
+        for other in found[1:]:
+            for one, two in zip(found[0], other, strict=True):
+                assert_close(one, two)
+
+
+def test_a_mask_of_another_dtype():
+    embs = torch.randn(3, 5, 2, 8)
+    for net in (VectorText(2, 8, n_parts=4), PlainText(**sizes), RoutingText(**sizes, n_parts=4)):
+        told = net.bfloat16()(mask.float(), embs.bfloat16()).a
+        assert told.dtype == torch.bfloat16 and told.isfinite().all()
+
+
+def test_credit_of_half_a_token_and_of_none():
+    seed_everything(0)
+    net = VectorText(2, 8, n_parts=4).double()
+    embs, half = torch.randn(3, 5, 2, 8).double(), mask.clone()
+    half[0, 1] = 0.5
+    assert_close(credit(net, half, embs).a, net.eval()(half, embs).a)
+    half[1] = 0
+    net.train()
+    with pytest.raises(ValueError, match='sentence 1 is empty'):
+        credit(net, half, embs)
+    with pytest.raises(ValueError, match='expected hidden states'):
+        credit(net, mask, embs[..., :5])
+    assert net.training
+
+
 def test_credit_that_is_not_known():
     embs = torch.randn(3, 5, 2, 8).double()
     with pytest.raises(ValueError, match='the credit of a PlainText is not known'):

@@ -18,6 +18,7 @@ from capsnb.lab.text import (
     blend,
     by_length,
     check_text,
+    features_now,
     into_rows,
 )
 from .vision import CapsuleHeads, ConvTrunk, HubMixin, Scores, answer, n_params
@@ -160,7 +161,7 @@ class PlainText(TextStem, HubMixin, library_name='capsnb', tags=['text-classific
     ):  # Scores, or with labels a dict of loss and logits
         a, x = as_parts(*self.features(mask, embs, lam, partner))
         x = x[:, :, 0]
-        share = (self.queries(x) + F.logsigmoid(a)[..., None]).softmax(1)
+        share = (self.queries(x) + F.logsigmoid(a)[..., None].to(x.dtype)).softmax(1)
         pooled = torch.einsum('bih,bid->bhd', share, x).flatten(1)
         return answer(Scores(self.classify(F.silu(self.hidden(pooled)))), labels)
 
@@ -196,15 +197,22 @@ class VectorText(
         partner: Tensor | None = None,  # mixup: [b], see `blend`
     ) -> tuple:  # mask [b, n] and x [b, n, l, m], blended
         check_text(self, mask, embs, lam, partner)
+        empty = mask[:, :, None, None] == 0
         if embs.ndim == 4:
-            embs = embs.masked_fill(mask[:, :, None, None] == 0, 0)  # whatever stands at padding
-        embs = embs.to(self.depth_emb.dtype)
-        x = F.layer_norm(embs, embs.shape[-1:]) * self.depth_scale + self.depth_emb
-        if embs.ndim == 3:
-            x = into_rows(x, mask)
+            embs = embs.masked_fill(empty, 0)  # whatever stands at padding
+        x = self.placed(F.layer_norm(embs.to(self.depth_emb.dtype), embs.shape[-1:]))
+        mask = mask.to(x.dtype)
+        x = into_rows(x, mask) if embs.ndim == 3 else x.masked_fill(empty, 0)
         if lam is not None:
             mask, x = blend(mask, lam, partner), blend(x, lam, partner)
         return mask, self.dropout(x)
+
+    def placed(
+        self,
+        normed: Tensor,  # [..., l, m] hidden states of mean 0 and variance 1
+    ) -> Tensor:  # likewise
+        "Scaled and moved for their layer."
+        return normed * self.depth_scale + self.depth_emb
 
     def forward(
         self,
@@ -240,14 +248,13 @@ class VectorText(
         embs: Tensor,  # as for `forward`
     ) -> Credit:  # scores [b, k], and credit [b, n, l, k], 0 at padding: relative, no sum
         "Every token at every layer: the scaled product of three credits (Heinsen 2022, app. A)."
-        was = self.training
-        mask, x = self.eval().features(mask, embs)
-        self.train(was)
+        mask, x = features_now(self, mask, embs)
+        present = F.logsigmoid(as_parts(mask, x)[0]).view(x.shape[:3])
         scores, shares = [], x.new_zeros(*x.shape[:3], self.routings[-1].n_out)
-        for row, text, there in zip(shares, x, mask != 0):
-            out, phis = text[there].flatten(0, 1), []
+        for row, text, a, there in zip(shares, x, present, mask != 0):
+            out, phis, a = text[there].flatten(0, 1), [], a[there].flatten()
             for routing in self.routings:
-                out, phi, _ = routing(out, return_credit=True)
+                out, phi, _ = routing(out, scores=None if phis else a, return_credit=True)
                 phis.append(phi)
             scores.append(out[..., 0])
             row[there] = end_to_end(phis).unflatten(0, (-1, x.shape[2]))

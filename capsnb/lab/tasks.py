@@ -303,14 +303,16 @@ def train(
     check_recipe(**recipe, validate=roles['select'] is not None)
     claim(out, resume, overwrite)
     pick_device(device)
-    if start is not None:
+    began = _began(out) if resume else {}
+    begun = _going_on(out, start, began)  # a start that is taken already
+    if start is not None and begun is None:
         task_of(start)  # is there such a run?
-    task.prepare(recipe, _began(out) if resume else {})
+    task.prepare(recipe, began)
     collator = task.collator(net, recipe['shift'], recipe['mixup'])
     network = task.make(net, seed, **(options or {}))
     own = dict(options=options) if options else {}
     if start is not None:
-        own |= dict(start=begin_with(network, start, task.note(net)))
+        own |= dict(start=begun or begin_with(network, start, task.note(net)))
     splits = tuple(split for split in roles.values() if split)
     opened = tuple(dict.fromkeys((*splits, *task.watched)))
     decks = task.decks(net, opened, seed, recipe['shift'])
@@ -337,19 +339,43 @@ def begin_with(
     run: str | Path,  # folder of a finished run that trained one of its kind
     note: dict,  # of the network's task
 ) -> str:  # SHA-256 of the run's weights
-    "Take over weights whose name and shape agree, the others stay new; `ValueError` if none do."
+    "Take over layers of which every weight fits, the others stay new; `ValueError` if none does."
     theirs, kind = task_of(run), type(network).__name__
     found = read_json(run_folder(run) / 'metrics.json', network=str)['network']
     if found != kind:
         raise ValueError(f"'{run}' trained a {found}, which cannot be the start of a {kind}")
-    if theirs.get('fingerprint') != note.get('fingerprint'):
-        raise ValueError(f"'{run}' read another transformer than this one, or none: no start")
+    for key in ('fingerprint', 'layers', 'end'):  # of a transformer
+        if theirs.get(key) != note.get(key):
+            raise ValueError(
+                f"'{run}' read a transformer in another way than this run, which cannot begin "
+                f"there: {key} {theirs.get(key)!r:.60} there, {note.get(key)!r:.60} here"
+            )
     old, new = checked_network(run, type(network), 'cpu').state_dict(), network.state_dict()
-    same = {k: v for k, v in old.items() if k in new and v.shape == new[k].shape}
+    layer = lambda k: k.rpartition('.')[0]
+    odd = {layer(k) for k in new if k not in old or old[k].shape != new[k].shape}
+    same = {k: v for k, v in old.items() if k in new and layer(k) not in odd}
     if not same:
-        raise ValueError(f"no weight of '{run}' has the name and shape of one of this {kind}")
+        raise ValueError(f"no layer of '{run}' has the shape of one of this {kind}")
     network.load_state_dict(new | same)
     return checksum(run_folder(run) / 'model.safetensors')
+
+
+def _going_on(
+    out: str | Path,  # folder of a run
+    start: str | Path | None,  # that it is to begin with
+    began: dict,  # its settings; empty: it begins
+) -> str | None:  # SHA-256 of its start, where that is taken already and gone now
+    if start is None:
+        return None
+    if run_folder(start) == run_folder(out):
+        raise ValueError(
+            f"a run cannot begin with itself: '{out}' is both its start and its folder"
+        )
+    if run_folder(start).exists() or 'start' not in began:
+        return None
+    kept = run_folder(out)
+    taken = (kept / 'metrics.json').exists() or any(kept.glob('checkpoints/checkpoint-*'))
+    return began['start'] if taken else None
 
 # %% ../../nbs/lab/51_tasks.ipynb #bd4b4e5b
 def _at_work(

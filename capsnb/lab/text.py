@@ -28,8 +28,8 @@ from capsnb.lab.vision import (
 
 # %% auto #0
 __all__ = ['into_rows', 'blend', 'by_length', 'as_parts', 'TextStem', 'SSTNet', 'check_text', 'measure_scale', 'Credit', 'credit',
-           'leaning', 'without_each', 'coloured', 'Explanation', 'explain', 'explained_page', 'check_frozen',
-           'RoutingClassifier', 'encoder_note', 'check_note', 'noted_encoder', 'layer_profile']
+           'features_now', 'leaning', 'without_each', 'coloured', 'Explanation', 'explain', 'explained_page',
+           'check_frozen', 'RoutingClassifier', 'encoder_note', 'check_note', 'noted_encoder', 'layer_profile']
 
 # %% ../../nbs/lab/46_text.ipynb #0000000a
 def _mask_scores(
@@ -345,7 +345,7 @@ def credit(
         return net.credit(mask, embs)
     if not isinstance(net, SSTNet):
         raise ValueError(f"the credit of a {type(net).__name__} is not known, that of an SSTNet is")
-    mask, x = _features_now(net, mask, embs)
+    mask, x = features_now(net, mask, embs)
     one, two = net.route(mask, x, return_R=True)
     D1 = mask[:, :, None].expand(x.shape[:3]).flatten(1)[..., None] * one.R  # eq. 4
     f_a = one.a.sigmoid()[..., None]
@@ -354,12 +354,17 @@ def credit(
     return Credit(two.a, share.unflatten(1, x.shape[1:3]))
 
 # %% ../../nbs/lab/46_text.ipynb #fa0364e4
-def _features_now(net, mask, embs):
+def features_now(
+    net: nn.Module,  # with `features`
+    mask: Tensor,  # as for `SSTNet.forward`
+    embs: Tensor,  # as for `SSTNet.forward`
+) -> tuple:  # mask [b, n] and x [b, n, l, d]
     "Mask and features in evaluation mode; the network stays in the mode it is in."
     was = net.training
-    found = net.eval().features(mask, embs)
-    net.train(was)
-    return found
+    try:
+        return net.eval().features(mask, embs)
+    finally:
+        net.train(was)
 
 # %% ../../nbs/lab/46_text.ipynb #0000002a
 def leaning(
@@ -377,7 +382,7 @@ def without_each(
     groups: list,  # of lists of token numbers, such as a word's
 ) -> Tensor:  # [groups, k] what the scores lose without a group; all, if nothing is left
     "Take tokens away, one group after the other, and route again."
-    mask, x = _features_now(net, mask, embs)
+    mask, x = features_now(net, mask, embs)
     left = mask.repeat(len(groups), 1)
     for row, tokens in zip(left, groups):
         row[tokens] = 0

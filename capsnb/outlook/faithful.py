@@ -76,10 +76,14 @@ def by_absence(net, mask, embs, label, units) -> Tensor:  # [u]
 def by_gradient(net, mask, embs, label, units, steps: int = 0) -> Tensor:  # [u]
     "As for `methods`; with steps, integrated gradients."
     attr = need('captum.attr', 'attack')
-    start = getattr(net, 'emb_mean', embs.new_zeros(())).expand_as(embs)
+    if isinstance(net, VectorText):  # which does not see the size of what is not normed yet
+        embs = torch.nn.functional.layer_norm(embs, embs.shape[-1:])
+        start, read = torch.zeros_like(embs), lambda mask, x: net.route(mask, net.placed(x))
+    else:
+        start, read = net.emb_mean.expand_as(embs), net
 
     def of(moved):  # captum gives many points of the line at once
-        return margin(net(mask.expand(len(moved), -1), start[:1] + moved).a, label)
+        return margin(read(mask.expand(len(moved), -1), start[:1] + moved).a, label)
 
     if steps:
         told = attr.IntegratedGradients(of).attribute(embs - start, n_steps=steps)

@@ -6,10 +6,11 @@
 from __future__ import annotations
 from pathlib import Path
 from ..core import run_record
-from ..data.files import read_json, write_json
+from ..data.files import checksum, read_json, write_json
 from ..lab.routing_net import PlainText, VectorText
 from ..lab.sentiment import Sentiment, linear_probes
 from ..lab.shootout import Ground, race
+from ..lab.runs import task_of
 from ..lab.tasks import study
 from ..lab.text import SSTNet
 from ..lab.vision import n_params, rival_of
@@ -65,23 +66,42 @@ def head_study(
         who: {f'{who} {lr:g}': dict(recipe, **row, lr=(1e-5, lr)) for lr in rates}
         for who, row in head_rows(task, only).items()
     }
-    about = dict(transformer=Path(encoder.name).name, layers=encoder.layers, **task.data_note())
+    if start is not None:
+        if 'vectors' not in rows:
+            raise ValueError("start is a start of 'vectors', which is not among the heads")
+        begins = {seed: Path(start).expanduser() / f'vectors-seed-{seed}' for seed in seeds}
+        for run in begins.values():
+            task_of(run)  # is there such a run?
+    about = dict(transformer=Path(encoder.name).name, fingerprint=encoder.fingerprint)
+    about |= dict(layers=encoder.layers, **task.data_note())
     settings = dict(task=task.task, recipe=recipe, rates=rates, **about)
-    told = f'capsnb study heads --task {task.task} --seeds {len(seeds)} --encoder FOLDER'
+    told = f'capsnb study heads --task {task.task} --seeds {len(seeds)} --epochs {epochs}'
+    told += f" --encoder FOLDER --layers {','.join(map(str, encoder.layers))}"
     path, how = out / f'heads_{task.task}.json', dict(command=told, settings=settings, **kw)
     found = race(Ground(task, {}, {}, recipe), rows, path, seeds, runs / task.task, **how)
     if start is not None and 'vectors' in found:
-        found |= _started(task, recipe, found['vectors'], path, seeds, runs / task.task, start, how)
+        row = dict(recipe, net='vectors', lr=tuple(found['vectors'][0]['lr']))
+        found |= _started(task, row, path, begins, runs / task.task, how)
     if not (probes := path.with_name(f'{path.stem}_probes.json')).exists():
         told = linear_probes(task.decks(), strengths=(0.003, 0.03))
         write_json(probes, run_record(probes=told) | dict(command=how['command']))
     return found
 
 
-def _started(task, recipe, fresh, path, seeds, runs, start, how):
-    row = dict(recipe, net='vectors', lr=tuple(fresh[0]['lr']))
+def _started(
+    task: Sentiment,
+    row: dict,  # of 'vectors', for `train`
+    path: Path,  # of the record
+    begins: dict,  # seed -> run to begin with
+    runs: Path,  # folder of the runs
+    how: dict,  # of `study`
+) -> dict:  # name -> list of metrics
     name, found = 'vectors, begun', []
-    for seed in seeds:
-        begin = dict(row, start=Path(start) / f'vectors-seed-{seed}')
-        found += study(task, {name: begin}, path, (seed,), runs=runs, **how)[name]
+    for seed, run in begins.items():
+        sha = checksum(run / 'model.safetensors')
+        key = f'{name} seed {seed}'
+        old = read_json(path, runs=dict)['runs'].get(key)
+        if old and old['start'] != sha:
+            raise ValueError(f"'{path}': {key} began with another run than '{run}'")
+        found += study(task, {name: dict(row, start=run)}, path, (seed,), runs=runs, **how)[name]
     return {name: found}

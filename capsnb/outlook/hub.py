@@ -428,6 +428,7 @@ _paper_of = {
     'EfficientCapsNet': 'mazzia2021',
     'DStepNet': 'heinsen2019',
     'SSTNet': 'heinsen2019',
+    'VectorText': 'heinsen2022',
     'TableNet': 'heinsen2019',
 }  # name of a network -> key
 _paper_of_routing = {

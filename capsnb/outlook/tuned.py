@@ -13,12 +13,14 @@ from pathlib import Path
 import torch
 from torch import nn
 from ..core import need, pick_device, run_record, seed_everything
+from ..data.embed import FrozenEncoder
 from ..data.files import read_json, write_json
 from ..lab.report import percent, runs_of, spread
 from ..lab.sentiment import names_of, sst_samples
 from ..lab.shootout import step_costs
+from ..lab.tasks import begin_record
 from ..lab.text import RoutingClassifier
-from ..lab.train import accuracy, quiet_transformers, repeat
+from ..lab.train import accuracy, fingerprint, quiet_transformers, repeat
 from ..lab.vision import n_params
 
 # %% auto #0
@@ -113,6 +115,11 @@ def prepared(
     return add_lora(classifier, rank) if way == 'lora' else classifier
 
 
+def _check_asked(found: dict, asked: dict, out: Path):
+    if other := [f'{k}={found.get(k)!r}' for k, v in asked.items() if found.get(k) != v]:
+        raise ValueError(f"'{out}' holds another run, with {', '.join(other)}")
+
+
 def _arguments(out, seed, epochs, batch_size, device, n):  # n: training texts
     how = dict(per_device_train_batch_size=batch_size, per_device_eval_batch_size=40)
     how |= dict(eval_strategy='epoch', save_strategy='epoch', save_total_limit=1)
@@ -143,11 +150,15 @@ def tune(
     "Train a classifier one way; `ValueError` for a folder with another run."
     out, asked = Path(out), dict(epochs=epochs, batch_size=batch_size, head_lr=head_lr)
     asked |= dict(way=way, seed=seed, decay=decay, rank=rank)
+    asked |= dict(data=fingerprint(*([list(s['text']), list(s['label'])] for s in data.values())))
     if resume and (out / 'metrics.json').exists():
         found = read_json(out / 'metrics.json')
-        if other := [f'{k}={found.get(k)!r}' for k, v in asked.items() if found.get(k) != v]:
-            raise ValueError(f"'{out}' holds another run, with {', '.join(other)}")
+        _check_asked(found, asked, out)
         return found
+    if resume and (out / 'asked.json').exists():
+        _check_asked(read_json(out / 'asked.json'), asked, out)
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / 'asked.json', asked)
     seed_everything(seed)
     classifier = prepared(way, make, rank)
     groups = rate_groups(classifier, ways[way], head_lr, decay)
@@ -190,10 +201,13 @@ def tuned_study(
     seeds: tuple = (0, 1, 2),  # one run of each way for each
     runs: str | Path = 'runs/tuned',  # folder of the runs
     command: str | None = None,  # that repeats the study, for the record
+    settings: dict | None = None,  # JSON-ready: what its runs share; a record of others is refused
     **how,  # of `tune`
 ) -> dict:  # way -> list of metrics, one a seed
     "Each way with several seeds; finished runs are kept."
     found = {}
+    if settings is not None:
+        begin_record(Path(path).expanduser(), settings, command)
     for way in asked:
         work = partial(tune, way, make, data)
         found[way] = repeat(work, path, way, seeds, runs, command, **how)
@@ -210,8 +224,11 @@ def on_treebank(
     official: bool = True,  # as for `load_sst`
     device: str | None = None,  # None: the best there is
     **head,  # of `SSTNet`, e.g. n_parts
-) -> tuple:  # make and data, as `tuned_study` takes them
+) -> tuple:  # make, data and settings, as `tuned_study` takes them
     "A classifier of sentences, and the sentences; the scale is that of at most 200 of them."
+    reader = FrozenEncoder(encoder, gguf_file, device=device)
+    about = dict(transformer=Path(reader.name).name, fingerprint=reader.fingerprint)
+    about |= dict(task=task, limit=limit, treebank='SST' if official else 'another')
     samples = sst_samples(task, folder, official, roots=True)
     columns = {}
     for split, s in samples.items():
@@ -223,7 +240,8 @@ def on_treebank(
     data = sets.DatasetDict({k: sets.Dataset.from_dict(v) for k, v in columns.items()})
     texts = columns['train']['text'][:200]
     how = dict(texts=texts, gguf_file=gguf_file, device=device, **head)
-    return partial(RoutingClassifier.from_encoder, encoder, len(names_of[task]), **how), data
+    make = partial(RoutingClassifier.from_encoder, encoder, len(names_of[task]), **how)
+    return make, data, about
 
 # %% ../../nbs/outlook/93_tuned.ipynb #93a00003
 def tuned_table(
