@@ -1412,6 +1412,7 @@ def study_heads(
         Path | None, unset('Folder of the treebank; else CAPSNB_DATA.', '--folder')
     ] = None,
     cache: Annotated[Path | None, unset('Folder of cached hidden states.')] = None,
+    cache_dtype: Annotated[str, option("On disk: 'float16', 'bfloat16' or 'float32'.")] = 'float16',
     any_treebank: Annotated[
         bool,
         option('The files need not be the Stanford Sentiment Treebank.', '--any-treebank'),
@@ -1427,7 +1428,7 @@ def study_heads(
 
     Trains one network after another; a study that was stopped goes on with the same command."""
     options = dict(encoder=encoder, gguf_file=gguf, layers=layers, roots=True, folder=folder)
-    options |= dict(official=not any_treebank, cache=cache)
+    options |= dict(official=not any_treebank, cache=cache, cache_dtype=cache_dtype)
     found = room('lab.sentiment').Sentiment(task, **options)
     how = dict(epochs=epochs, runs=out / 'runs', start=start, device=device, progress=progress)
     room('outlook.heads').head_study(

@@ -12,7 +12,7 @@ pytest.importorskip('sklearn')
 pytest.importorskip('typer')
 from typer.testing import CliRunner
 from capsnb.commands import make_app
-from capsnb.data.embed import FrozenEncoder, tiny_transformer
+from capsnb.data.embed import FrozenEncoder, read_config, tiny_transformer
 from capsnb.data.files import checksum
 from capsnb.data.sst import load_sst, tiny_treebank
 from capsnb.lab.sentiment import Sentiment
@@ -20,7 +20,7 @@ from capsnb.lab.tasks import begin_with, load_run, train
 from capsnb.lab.text import SSTNet
 from capsnb.lab.vision import n_params
 from capsnb.outlook.faithful import by_gradient, credit_study, margin, units_of
-from capsnb.outlook.heads import head_rows, head_study
+from capsnb.outlook.heads import head_rows, head_study, plot_sizes, weights_below
 
 quiet = dict(device='cpu', progress=False)
 
@@ -209,3 +209,36 @@ def test_three_ways_on_the_command_line(place, tmp_path):
     assert r.exit_code == 0 and (tmp_path / 'runs' / 'sst5').is_dir()
     r = CliRunner().invoke(make_app(), [*line.split(), '--only', 'half'])
     assert r.exit_code == 1 and '--only must be frozen, lora, whole, got half' in r.stderr
+
+
+def test_weights_below_a_hidden_state():
+    "of GPT-2-large's shape, counted by hand; words and places are looked up"
+    transformers = pytest.importorskip('transformers')
+    with torch.device('meta'):
+        model = transformers.AutoModel.from_config(read_config('gpt2-large'))
+    m, told = 1280, weights_below(model)
+    block = (4 * m * m + 4 * m) + (8 * m * m + 5 * m) + 4 * m
+    assert len(told) == 37 and told[0] == 0 and told[36] == 36 * block + 2 * m
+    assert told[18] == 18 * block + m
+
+
+def test_probes_name_the_hidden_states_that_were_read(place, tmp_path):
+    folder = dict(folder=place / 'trees', official=False, cache=False)
+    encoder = FrozenEncoder(place / 'model0', layers=(0, 2), device='cpu')
+    five = Sentiment('sst5', encoder, roots=True, **folder)
+    head_study(five, tmp_path, ('attention',), (0, 1), epochs=1, rates=(1e-3,), **quiet)
+    record = tmp_path / 'heads_sst5.json'
+    found = json.loads(record.with_name('heads_sst5_probes.json').read_text())
+    assert {row['layer'] for row in found['probes']} == {0, 2} and len(found['weights_below']) == 3
+    plt = pytest.importorskip('matplotlib.pyplot')
+    ax = plot_sizes({'tiny': record}, {'other': (1e6, 58.5)}, head='attention')
+    line, x = ax.lines[0].get_xydata(), found['weights_below']
+    for (at, value), layer in zip(line, (0, 2)):
+        best = max(
+            (r for r in found['probes'] if r['layer'] == layer), key=lambda r: r['valid_accuracy']
+        )
+        assert at == x[layer] and value == 100 * best['test_accuracy']
+    plt.close(ax.figure)
+    with pytest.raises(ValueError, match="has no runs of 'dstep', but of attention"):
+        plot_sizes({'tiny': record})
+    plt.close('all')

@@ -4,9 +4,12 @@
 
 # %% ../../nbs/outlook/98_heads.ipynb #98000003
 from __future__ import annotations
+import statistics
 from pathlib import Path
-from ..core import run_record
+from torch import nn
+from ..core import palette, plot_style, run_record
 from ..data.files import checksum, read_json, write_json
+from ..lab.report import interval, percent, runs_of
 from ..lab.routing_net import PlainText, VectorText
 from ..lab.sentiment import Sentiment, linear_probes
 from ..lab.shootout import Ground, race
@@ -16,7 +19,7 @@ from ..lab.text import SSTNet
 from ..lab.vision import n_params, rival_of
 
 # %% auto #0
-__all__ = ['heads', 'rates_of_heads', 'head_rows', 'head_study']
+__all__ = ['heads', 'rates_of_heads', 'head_rows', 'head_study', 'weights_below', 'plot_sizes']
 
 # %% ../../nbs/outlook/98_heads.ipynb #98000004
 heads = 'dstep', 'em', 'attention', 'vectors', 'large attention'
@@ -84,7 +87,9 @@ def head_study(
         found |= _started(task, row, path, begins, runs / task.task, how)
     if not (probes := path.with_name(f'{path.stem}_probes.json')).exists():
         told = linear_probes(task.decks(), strengths=(0.003, 0.03))
-        write_json(probes, run_record(probes=told) | dict(command=how['command']))
+        told = [dict(row, layer=encoder.layers[row['layer']]) for row in told]
+        record = run_record(probes=told, weights_below=weights_below(encoder.model))
+        write_json(probes, record | dict(command=how['command']))
     return found
 
 
@@ -105,3 +110,47 @@ def _started(
             raise ValueError(f"'{path}': {key} began with another run than '{run}'")
         found += study(task, {name: dict(row, start=run)}, path, (seed,), runs=runs, **how)[name]
     return {name: found}
+
+# %% ../../nbs/outlook/98_heads.ipynb #98000015
+def weights_below(
+    model,  # of transformers, also one on 'meta'
+) -> list:  # of int, one for each hidden state; 0: that of the words
+    "About how many weights multiply each hidden state's input: those looked up are left out."
+    looked_up = {
+        id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()
+    }
+    multiplied = sum(p.numel() for p in model.parameters() if id(p) not in looked_up)
+    n = model.config.get_text_config().num_hidden_layers
+    return [multiplied * below // n for below in range(n + 1)]
+
+# %% ../../nbs/outlook/98_heads.ipynb #98000016
+def plot_sizes(
+    records: dict,  # name of a transformer -> path of its record, the one of its probes beside
+    marks: dict | None = None,  # name -> weights and percent of somebody else's, drawn as a cross
+    head: str = 'dstep',  # drawn with its interval, over all the weights
+):  # matplotlib axes
+    "Test accuracy against the weights that are read: a probe of each hidden state, and a head."
+    ax = plot_style().subplots(figsize=(7.5, 3.8), layout='constrained')[1]
+    for (name, path), colour in zip(records.items(), palette):
+        path, runs = Path(path), runs_of(path)
+        if head not in runs:
+            raise ValueError(f"'{path}' has no runs of '{head}', but of {', '.join(runs)}")
+        probes = path.with_name(f'{path.stem}_probes.json')
+        probes = read_json(probes, probes=list, weights_below=list)
+        best = {}  # of each hidden state, by validation; the record has the best first
+        for row in probes['probes']:
+            best.setdefault(row['layer'], 100 * row['test_accuracy'])
+        below = probes['weights_below']
+        ax.plot(
+            [below[k] for k in sorted(best)], [best[k] for k in sorted(best)], '.-', color=colour
+        )
+        told = percent(runs[head])
+        mean, (low, high) = statistics.mean(told), interval(told)
+        error = [[mean - low], [high - mean]]
+        ax.errorbar(below[-1], mean, error, fmt='o', ms=8, color=colour, label=name, capsize=3)
+    for name, (weights, value) in (marks or {}).items():
+        ax.plot(weights, value, 'kx', ms=9, mew=2, label=name)
+    ax.set_xscale('symlog', linthresh=1e6)
+    ax.set(xlabel='weights below the hidden state', ylabel='test accuracy, %')
+    ax.legend(loc='lower right')
+    return ax
