@@ -20,7 +20,7 @@ from capsnb.lab.tasks import begin_with, load_run, train
 from capsnb.lab.text import SSTNet
 from capsnb.lab.vision import n_params
 from capsnb.outlook.faithful import by_gradient, credit_study, margin, units_of
-from capsnb.outlook.heads import head_rows, head_study, plot_sizes, weights_below
+from capsnb.outlook.heads import head_rows, head_study, plot_by_weights, weights_below
 
 quiet = dict(device='cpu', progress=False)
 
@@ -231,7 +231,7 @@ def test_probes_name_the_hidden_states_that_were_read(place, tmp_path):
     found = json.loads(record.with_name('heads_sst5_probes.json').read_text())
     assert {row['layer'] for row in found['probes']} == {0, 2} and len(found['weights_below']) == 3
     plt = pytest.importorskip('matplotlib.pyplot')
-    ax = plot_sizes({'tiny': record}, {'other': (1e6, 58.5)}, head='attention')
+    ax = plot_by_weights({'tiny': record}, {'other': (1e6, 58.5)}, head='attention')
     line, x = ax.lines[0].get_xydata(), found['weights_below']
     for (at, value), layer in zip(line, (0, 2)):
         best = max(
@@ -240,5 +240,5 @@ def test_probes_name_the_hidden_states_that_were_read(place, tmp_path):
         assert at == x[layer] and value == 100 * best['test_accuracy']
     plt.close(ax.figure)
     with pytest.raises(ValueError, match="has no runs of 'dstep', but of attention"):
-        plot_sizes({'tiny': record})
+        plot_by_weights({'tiny': record})
     plt.close('all')

@@ -19,7 +19,7 @@ from ..lab.text import SSTNet
 from ..lab.vision import n_params, rival_of
 
 # %% auto #0
-__all__ = ['heads', 'rates_of_heads', 'head_rows', 'head_study', 'weights_below', 'plot_sizes']
+__all__ = ['heads', 'rates_of_heads', 'head_rows', 'head_study', 'weights_below', 'plot_by_weights']
 
 # %% ../../nbs/outlook/98_heads.ipynb #98000004
 heads = 'dstep', 'em', 'attention', 'vectors', 'large attention'
@@ -124,7 +124,7 @@ def weights_below(
     return [multiplied * below // n for below in range(n + 1)]
 
 # %% ../../nbs/outlook/98_heads.ipynb #98000016
-def plot_sizes(
+def plot_by_weights(
     records: dict,  # name of a transformer -> path of its record, the one of its probes beside
     marks: dict | None = None,  # name -> weights and percent of somebody else's, drawn as a cross
     head: str = 'dstep',  # drawn with its interval, over all the weights
