@@ -11,12 +11,12 @@ from typing import Iterable, NamedTuple
 import torch
 from torch import nn
 from ..core import palette, plot_style
-from ..data.files import read_json
+from ..data.files import read_json, write_json
 from .matrix_caps import MatrixCapsNet
 from .objects import Toys
 from .report import percent, runs_of
-from .tasks import Task, study
-from .train import summary
+from .tasks import Task, load_run, study
+from .train import record_locked, summary
 
 # %% auto #0
 __all__ = ['cures', 'LayerSize', 'layer_sizes', 'depth_rows', 'depth_study', 'sizes_over_steps', 'plot_sizes', 'depth_table',
@@ -89,12 +89,38 @@ def depth_study(
     runs: str | Path = 'runs/depth',  # folder of the runs
     **recipe,  # of all rows, and other arguments of `train`
 ) -> dict:  # name -> summary over seeds
-    "Accuracy by depth and cure; what the file holds is kept."
+    "Accuracy by depth and cure, and sizes by layer; what the file holds is kept."
     rows = depth_rows(depths, only, **(options or {}))
     settings = dict(task=task.note('matrix-caps-norb'), options=options)
     settings |= {k: v for k, v in recipe.items() if k not in ('device', 'progress', 'command')}
     how = dict(runs=runs, settings=settings, net='matrix-caps-norb', **recipe)
-    return {k: summary(v) for k, v in study(task, rows, path, seeds, **how).items()}
+    found = study(task, rows, path, seeds, **how)
+    for key in (f'{name} seed {seed}' for name in rows for seed in seeds):
+        _note_sizes(Path(path).expanduser(), key, Path(runs) / key.replace(' ', '-'), task)
+    return {k: summary(v) for k, v in found.items()}
+
+
+def _note_sizes(
+    path: Path,  # of the record
+    key: str,  # of a run in it
+    run: Path,  # its folder
+    task: Task,  # whose validation pictures are looked at
+    n: int = 64,  # of them
+):
+    "Note sizes in a run's network, new and trained, where they are not noted yet."
+    if 'sizes' in (row := read_json(path, runs=dict)['runs'][key]) or not run.exists():
+        return
+    net = 'matrix-caps-norb'
+    deck, collator = task.decks(net, ('validation',))['validation'], task.collator(net)
+    few = min(n, len(deck))
+    rows = [k * len(deck) // few for k in range(few)]
+    batch = getattr(collator, 'on_device', dict)(collator(deck.__getitems__(rows)))
+    new, trained = task.make(net, row['seed'], **row['options']), load_run(run, 'cpu').network
+    sizes = {'new': layer_sizes(new.train(), batch), 'trained': layer_sizes(trained.train(), batch)}
+    with record_locked(path):
+        record = read_json(path, runs=dict)
+        record['runs'][key]['sizes'] = sizes
+        write_json(path, record)
 
 # %% ../../nbs/lab/63_depth.ipynb #0000000c
 def sizes_over_steps(
@@ -137,15 +163,17 @@ def plot_sizes(
 def depth_table(
     path: str | Path,  # of `depth_study`
 ) -> str:  # a line per row that has runs
-    "Accuracy on validation and test, in percent."
-    runs, found = read_json(Path(path).expanduser(), runs=dict)['runs'], {}
-    for key, run in runs.items():
-        found.setdefault(key.rsplit(' seed ', 1)[0], []).append(run)
-    lines = [f"{'':22s}{'validation':>12s}{'test':>8s}{'seeds':>7s}{'parameters':>12s}"]
-    for name, each in found.items():
-        s, size = summary(each), each[0]['n_params']
-        valid = sum(100 * r['valid_accuracy'] for r in each) / len(each)
-        lines.append(f"{name:22s}{valid:12.1f}{s['test']:8.1f}{s['n']:7d}{size:12,d}")
+    "Accuracy on validation and test in percent, and what is left in the last layer and the first."
+    columns = 'validation', 'test', 'spread, last', 'gradient, first', 'parameters', 'seeds'
+    lines = [f"{'':22s}" + ''.join(f'{c:>{len(c) + 3}s}' for c in columns)]
+    for name, each in runs_of(Path(path).expanduser()).items():
+        sizes = [[LayerSize(*v) for v in r['sizes']['trained']] for r in each if 'sizes' in r]
+        told = [f"{statistics.mean(percent(each, f'{k}_accuracy')):.1f}" for k in ('valid', 'test')]
+        for at, field in ((-1, 'spread'), (0, 'g_pose')):
+            left = [getattr(rows[at], field) for rows in sizes]
+            told.append(f'{statistics.median(left):.1e}' if left else '')
+        told += [f"{each[0]['n_params']:,}", str(len(each))]
+        lines.append(f'{name:22s}' + ''.join(f'{v:>{len(c) + 3}s}' for v, c in zip(told, columns)))
     return '\n'.join(lines)
 
 # %% ../../nbs/lab/63_depth.ipynb #00000016
