@@ -35,7 +35,7 @@ from ..zoo.routers import all_routings
 __all__ = ['losses', 'contestants', 'effort', 'epsilons', 'tuned', 'Attacked', 'Target', 'attacked', 'margin', 'dlr', 'fgsm',
            'bim', 'pgd', 'noise', 'square', 'right', 'stands', 'sweep', 'success', 'gradients', 'retuned', 'through',
            'Routes', 'routes_of', 'example', 'plot_example', 'row_of', 'attacks_on', 'train_and_attack', 'attack_study',
-           'worst', 'standing', 'plot_attacks', 'attack_rows', 'attack_lines', 'verdicts']
+           'worst', 'standing', 'plot_attacks', 'attack_rows', 'check_rows', 'attack_lines', 'verdicts']
 
 # %% ../../nbs/lab/66_attacks.ipynb #00000005
 class Attacked(nn.Module):
@@ -659,6 +659,31 @@ def attack_rows(
         zero = [100 * run['attacks']['gradients']['zero'] for run in runs]
         size = [math.log10(r['attacks']['gradients']['sizes']['pixels'] or 1e-45) for r in runs]
         rows.append(row | {'zero gradients': zero, 'log10 of gradients': size})
+    return rows
+
+
+def check_rows(
+    record: str | Path | dict,  # of `attack_study`
+    eps: float,  # one of its epsilons
+) -> list:  # of dicts, for `table` of 59_report
+    "Targets that were reached and accuracies, in percent; sizes of gradients from pixels upwards."
+    rows, log = [], lambda size: math.log10(size or 1e-45)
+    for who, runs in runs_of(record).items():
+        k = runs[0]['attacked']['epsilons'].index(eps)
+        row = {'': who}
+        for attack in ('fgsm', 'bim'):
+            told = [100 * run['attacks'][f'{attack} targeted'][k] for run in runs]
+            row[f'{attack} reaches its class'] = told
+        for name in ('fgsm', 'fgsm on activations', 'bim'):
+            row[name] = [100 * standing(run, name)[1 + k] for run in runs]
+        others = [name for name in runs[0]['attacks'] if name.startswith('bim with ')]
+        row['bim through the best other floor or λ'] = [
+            100 * min(standing(run, name)[1 + k] for name in others) for run in runs if others
+        ]
+        sizes = [[log(v) for v in run['attacks']['gradients']['sizes'].values()] for run in runs]
+        low, first, *_, last = (statistics.mean(at) for at in zip(*sizes))
+        row['log10 of gradients: pixels, first layer, last'] = f'{low:.1f}, {first:.1f}, {last:.1f}'
+        rows.append(row)
     return rows
 
 # %% ../../nbs/lab/66_attacks.ipynb #00000032
