@@ -1338,7 +1338,7 @@ def study_poses(
     poses.study_poses(data, out, tuple(only or ()) or None, tuple(range(seeds)), **how)
     if not is_first():
         return
-    drawn = poses.draw_study(data, out)
+    drawn = poses.draw_study(data, out, take)
     path = out / f'poses_{data}.json'
     table = poses.pose_table(room('data.files').read_json(path))
     print(f"{table}\n\nlook at {', '.join(map(str, drawn))}")

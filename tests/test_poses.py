@@ -1,6 +1,9 @@
 """Reverse graphics: grids with holes, known rotations, probes that must not see the test toys."""
 
+import json
 import math
+import os
+from pathlib import Path
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -29,6 +32,8 @@ from capsnb.lab.inspect import (
 from capsnb.lab.vision import BaselineCNN, PlainCNN, SmallNORBNet, norb_trunk
 
 azimuths = list(range(0, 360, 20))
+weights = Path(os.environ.get('CAPSNB_DATA', ''), 'heinsen2019')
+weights /= 'smallNORB_pretrained_model_state_dict.pt'
 
 
 def every(**values):
@@ -560,3 +565,42 @@ def test_what_is_taken_had_the_same_budget(tmp_path):
             _taken(3, tmp_path, **row | change)
     with pytest.raises(ValueError, match='is another run'):
         _taken(4, tmp_path, **row)
+
+
+def test_runs_that_were_taken_are_drawn_too(tmp_path, monkeypatch):
+    "figures of the first network with capsules, wherever its run lies"
+    import shutil
+    from types import SimpleNamespace
+    from capsnb.lab import poses
+
+    record = Path(__file__).parents[1] / 'nbs' / 'results' / 'poses_toys.json'
+    shutil.copy(record, tmp_path / 'poses_toys.json')
+    first = next(k for k in json.loads(record.read_text())['runs'] if not k.startswith('cnn'))
+    opened = []
+    monkeypatch.setattr(
+        poses, 'load_run', lambda run, *a: opened.append(run) or SimpleNamespace(network='net')
+    )
+    monkeypatch.setattr(poses, 'pose_figures', lambda net, task, out: [out / f'{net}.png'])
+    for place in (tmp_path / 'elsewhere', tmp_path / 'runs' / 'toys'):  # its own come first
+        (place / first.replace(' ', '-')).mkdir(parents=True)
+        drawn = poses.draw_study('toys', tmp_path, tmp_path / 'elsewhere')
+        assert opened.pop() == place / first.replace(' ', '-') and drawn[-1].name == 'net.png'
+    poses.plot_style().close('all')
+
+
+@pytest.mark.skipif(
+    not (weights.is_file() and os.environ.get('CAPSNB_SLOW_TESTS')),
+    reason='40 s: CAPSNB_SLOW_TESTS=1, and the published weights in CAPSNB_DATA/heinsen2019',
+)
+def test_figures_of_the_published_weights(tmp_path):
+    from capsnb.lab.poses import published_figures
+
+    drawn = published_figures(weights, 'toys', tmp_path)
+    assert len(drawn) == 5 and all(p.stat().st_size > 5000 for p in drawn)
+
+
+def test_published_weights_read_two_worlds(tmp_path):
+    from capsnb.lab.poses import published_figures
+
+    with pytest.raises(ValueError, match="read 'smallnorb' or 'toys', got 'eth80'"):
+        published_figures(tmp_path / 'w.pt', 'eth80', tmp_path)

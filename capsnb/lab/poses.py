@@ -654,6 +654,7 @@ def pose_figures(
 def draw_study(
     name: str,  # of a ground
     out: str | Path,  # folder of the record and of runs/
+    take: str | Path | None = None,  # folder of runs that were taken instead of trained
 ) -> list:  # paths
     "The pictures of a study: R², the histories, and the paper's figures for the first run."
     out, g = Path(out).expanduser(), pose_ground(name)
@@ -662,9 +663,10 @@ def draw_study(
     plot_poses(record).savefig(paths[0], dpi=120)
     plot_history(record).savefig(paths[1], dpi=120)
     shown = next((k for k in record['runs'] if not k.startswith('cnn')), None)
-    folder = out / 'runs' / name / str(shown).replace(' ', '-')
-    if folder.is_dir():
-        net = load_run(folder, 'cpu', g.task).network
+    places = [out / 'runs' / name, *([] if take is None else [Path(take).expanduser()])]
+    there = [p for p in (place / str(shown).replace(' ', '-') for place in places) if p.is_dir()]
+    if there:
+        net = load_run(there[0], 'cpu', g.task).network
         paths += pose_figures(net, g.task, out / f'figures_{name}')
     return paths
 
