@@ -880,10 +880,16 @@ row_names = (
 
 
 def ablate(
-    data: Annotated[str, option("'toys', 'smallnorb' or 'eth80'.")] = 'toys',
-    size: Size = 48,
-    pairs: Pairs = None,
+    data: Annotated[
+        str, option("'toys', 'smallnorb', 'eth80', 'digits', 'mnist' or 'fashion-mnist'.")
+    ] = 'toys',
+    size: Annotated[int | None, unset('Objects: pixels per side; 48 if not given.', min=29)] = None,
+    pairs: Annotated[
+        int | None,
+        unset('Only so many pairs, or pictures to train on; all if not given.', min=10),
+    ] = None,
     epochs: Annotated[int, option('Times through the training data, for every row.', min=1)] = 50,
+    lr: Rate = None,
     seeds: Annotated[int, option('Runs of each row.', min=1)] = 3,
     rows: Annotated[
         str, option("'table': the paper's Table 1; 'ingredients': what makes them train.")
@@ -934,7 +940,11 @@ def ablate(
 
     Trains one network after another; a study that was stopped goes on with the same command."""
     tasks, ablation = room('lab.tasks'), room('lab.ablation')
-    options = dict(size=size, subset=pairs, validate=validate, folder=folder, cache=cache)
+    options = dict(size=size or 48, subset=pairs, validate=validate, folder=folder, cache=cache)
+    if data in room('lab.digits').sides:
+        asked = dict(size=size, cache=cache, validate=None if validate else False)
+        options = {k: v for k, v in asked.items() if v is not None}  # which digits have not
+        options |= dict(limit=pairs, folder=folder)
     task = tasks.with_options(tasks.task_named(data), **options)
     ablation.ablate(
         task,
@@ -949,6 +959,7 @@ def ablate(
         runs=runs,
         device=device,
         progress=progress,
+        **({} if lr is None else dict(lr=(min(lr, 1e-5), lr))),
     )
     if not is_first():
         return

@@ -4,16 +4,18 @@
 
 # %% ../../nbs/lab/55_ablation.ipynb #f5a0eedc
 from __future__ import annotations
+import statistics
 from pathlib import Path
 from typing import NamedTuple
-from ..core import plot_style
+from ..core import need, plot_style
 from ..data.files import read_json
-from .objects import Objects, toys
-from .tasks import study
+from .objects import toys
+from .report import percent
+from .tasks import Task, study
 from .train import summary
 
 # %% auto #0
-__all__ = ['Row', 'ablation_rows', 'ingredient_rows', 'ablate', 'ablation_table', 'plot_ablation']
+__all__ = ['Row', 'ablation_rows', 'ingredient_rows', 'ablate', 'ablation_table', 'paper_order', 'plot_ablation']
 
 # %% ../../nbs/lab/55_ablation.ipynb #c1e0f3b4
 class Row(NamedTuple):
@@ -22,6 +24,7 @@ class Row(NamedTuple):
     name: str  # key of its runs
     options: dict  # of `MatrixCapsNet`, beside the size
     paper: float | None  # test error in percent, smallNORB; None: not in the paper
+    net: str | None = None  # a name of the task's networks; None: matrix capsules
 
 # %% ../../nbs/lab/55_ablation.ipynb #55455f5a
 _table_1 = {  # what a row changes, and the paper's test error
@@ -73,7 +76,8 @@ _ingredients = {  # what a row changes of `matrix-caps-norb`
 
 def ingredient_rows() -> list[Row]:  # the first is the model that the others change
     "What makes matrix capsules train, one at a time."
-    return [Row(k, o, None) for k, o in _ingredients.items()]
+    rows = [Row(k, o, None) for k, o in _ingredients.items()]
+    return [*rows, Row('a CNN as large', {}, None, 'cnn')]
 
 # %% ../../nbs/lab/55_ablation.ipynb #5a550004
 def _named_rows(
@@ -93,17 +97,18 @@ def _ablate_command(
     n_seeds: int,  # runs of each row
 ) -> str:  # a command to copy
     "The command that makes a study again."
-    words = {k: settings[k] for k in ('data', 'size', 'epochs')} | dict(seeds=n_seeds)
-    words |= dict(preset=settings['preset'], pairs=settings['subset'])
+    words = {k: settings.get(k) for k in ('data', 'size', 'epochs')} | dict(seeds=n_seeds)
+    pairs = settings.get('subset', settings.get('limit'))
+    words |= dict(preset=settings['preset'], pairs=pairs)
     words |= dict(capsules=','.join(map(str, settings['capsules'] or ())), eps=settings['eps'])
-    words |= dict(rows=settings.get('rows'))
+    words |= dict(rows=settings.get('rows'), lr=settings.get('recipe', {}).get('lr', [None])[-1])
     told = [f'--{k} {v}' for k, v in words.items() if v not in (None, '')]
     told += [] if settings.get('validate', True) else ['--no-validate']
     return ' '.join(['capsnb ablate', *told])
 
 # %% ../../nbs/lab/55_ablation.ipynb #d7df2265
 def ablate(
-    task: Objects = toys,  # whose size, pairs and validation all rows share
+    task: Task = toys,  # of pictures, with these networks; all rows share its options
     path: str | Path = 'runs/ablate/em_ablation.json',  # collects the runs
     epochs: int = 50,  # of every row
     seeds: tuple = (0, 1, 2),  # one run of each row for each
@@ -124,15 +129,19 @@ def ablate(
         there = ', '.join(repr(r.name) for r in there)
         raise ValueError(f"unknown rows {unknown}; there are {there}")
     chosen = only or [r.name for r in there]
-    settings = dict(data=task.name, size=task.size, subset=task.subset, epochs=epochs)
-    settings |= dict(preset=preset, capsules=capsules, eps=eps)
+    settings = dict(data=task.name, epochs=epochs, preset=preset, capsules=capsules, eps=eps)
+    settings |= {k: getattr(task, k) for k in ('size', 'subset', 'limit') if hasattr(task, k)}
     settings |= {} if not recipe else dict(recipe=recipe)
-    settings |= {} if task.validate else dict(validate=False)
+    settings |= {} if getattr(task, 'validate', True) else dict(validate=False)
     settings |= {} if rows == 'table' else dict(rows=rows)
     of_all |= dict(eps=eps, **dict(zip('ABCD', capsules or ())))
     found = study(
         task,
-        {r.name: dict(options=of_all | r.options) for r in there if r.name in chosen},
+        {
+            r.name: dict(net=r.net) if r.net else dict(options=of_all | r.options)
+            for r in there
+            if r.name in chosen
+        },
         path,
         seeds,
         runs=Path(runs).expanduser(),
@@ -172,6 +181,21 @@ def ablation_table(
         size = runs[0]['n_params']
         lines.append(f"{r.name:28s} {here:>14s} {paper:>7s} {s['n']:6d} {size:11,d}")
     return '\n'.join(lines)
+
+
+def paper_order(
+    path: str | Path,  # of `ablate`, with rows of the paper's table
+) -> tuple:  # Spearman's correlation of the errors, its p-value, and how many rows
+    "Whether rows stand in the paper's order: 1 if they do, 0 if at random; `ValueError` for few."
+    rows = [
+        (r.paper, statistics.mean(percent(runs, error=True)))
+        for r, runs in _rows_of(path)
+        if r.paper
+    ]
+    if len(rows) < 3:
+        raise ValueError(f"an order wants three rows of the paper's table, got {len(rows)}")
+    found = need('scipy.stats').spearmanr(*zip(*rows))
+    return float(found.statistic), float(found.pvalue), len(rows)
 
 # %% ../../nbs/lab/55_ablation.ipynb #2575d930
 def plot_ablation(
