@@ -1017,7 +1017,10 @@ def shootout(
     if not is_first():
         return
     record = out / f"{'networks' if network else 'shootout'}_{data}.json"
-    picture, table = record.with_suffix('.png'), shoot.standings(record)
+    timed = None  # by --costs, into the same folder
+    if not network and (at := out / f'shootout_{data}_costs.json').exists():
+        timed = room('data.files').read_json(at, costs=dict)['costs']
+    picture, table = record.with_suffix('.png'), shoot.standings(record, timed)
     shoot.plot_shootout(record).savefig(picture, dpi=120)
     print(f"{table}\n\nlook at {picture}")
     return leave_study(record, table, (picture,))

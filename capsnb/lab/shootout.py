@@ -309,18 +309,25 @@ def ranked(
 # %% ../../nbs/lab/64_shootout.ipynb #5a0d0005
 def standings(
     record: str | Path | dict,  # of `shoot_out`
+    costs: dict | None = None,  # of `costs`; None: seconds are those of the runs
 ) -> str:  # a line for each contestant
-    "Test accuracy, log-loss, calibration and seconds a step."
+    "Test accuracy, log-loss, calibration, and the seconds and memory of a training step."
+    held = '' if costs is None else f" {'MB/step':>8s}"
     lines = [
-        f"{'':17s} {'test %':>12s} {'log-loss':>9s} {'ECE %':>6s} {'s/step':>7s} {'rate':>6s}  norm"
+        f"{'':17s} {'test %':>12s} {'log-loss':>9s} {'ECE %':>6s} {'s/step':>7s}{held} "
+        f"{'rate':>6s}  norm"
     ]
     for k, row in enumerate(ranked(record)):
-        runs, mean = row['runs'], lambda key: statistics.mean(r[key] for r in row['runs'])
-        first, step = runs[0], statistics.median(r['seconds'] / r['steps'] for r in row['runs'])
+        name, runs = row['name'], row['runs']
+        mean = lambda key: statistics.mean(r[key] for r in runs)
+        step = statistics.median(r['seconds'] / r['steps'] for r in runs)
+        if costs is not None:
+            step, held = costs[name]['seconds'], f" {costs[name]['bytes'] / 1e6:8.1f}"
+        first = runs[0]
         norm = first.get('options', {}).get('norm', '')
         lines.append(
-            f"{row['name']:17s} {spread(percent(runs)):>12s} {mean('test_log_loss'):9.3f} "
-            f"{100 * mean('test_calibration'):6.1f} {step:7.3f} {first['lr'][1]:6g}  {norm}"
+            f"{name:17s} {spread(percent(runs)):>12s} {mean('test_log_loss'):9.3f} "
+            f"{100 * mean('test_calibration'):6.1f} {step:7.3f}{held} {first['lr'][1]:6g}  {norm}"
             f"{'' if row['apart'] or not k else '  (not told apart from the best)'}"
         )
     return '\n'.join(lines)
