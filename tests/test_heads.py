@@ -226,7 +226,8 @@ def test_probes_name_the_hidden_states_that_were_read(place, tmp_path):
     folder = dict(folder=place / 'trees', official=False, cache=False)
     encoder = FrozenEncoder(place / 'model0', layers=(0, 2), device='cpu')
     five = Sentiment('sst5', encoder, roots=True, **folder)
-    head_study(five, tmp_path, ('attention',), (0, 1), epochs=1, rates=(1e-3,), **quiet)
+    own = dict(epochs=1, rates=(1e-3,), runs=tmp_path / 'runs', **quiet)
+    head_study(five, tmp_path, ('attention',), (0, 1), **own)
     record = tmp_path / 'heads_sst5.json'
     found = json.loads(record.with_name('heads_sst5_probes.json').read_text())
     assert {row['layer'] for row in found['probes']} == {0, 2} and len(found['weights_below']) == 3

@@ -240,3 +240,40 @@ def test_the_headline_counts_all_seeds_of_a_setting(tmp_path):
         repeat(made, path, name, seeds, tmp_path / 'runs')
     told = json.loads(path.read_text())['headline']
     assert told['a'] == 'test 10.0 ± 10.0 %, 3 seeds' and 'one seed' in told['a b']
+
+
+def test_a_study_says_what_it_chose_on(tmp_path):
+    "and refuses what was chosen on the data of the test, before anything is trained"
+    from capsnb.lab.shootout import blind
+    from capsnb.lab.tasks import choices_of
+
+    task = Digits('digits', limit=40, n_test=20)
+    path, kw = tmp_path / 's.json', dict(runs=tmp_path, epochs=1, device='cpu', progress=False)
+    study(task, {'a': {}}, path, (0,), selects=dict(rate='validation'), **kw)
+    told = dict(epoch='validation', rate='validation')
+    assert json.loads(path.read_text())['selects'] == {'a': told}
+    study(task, {'b': {}}, path, (0,), **kw)
+    assert json.loads(path.read_text())['selects'] == {'a': told, 'b': dict(epoch='validation')}
+    with pytest.raises(ValueError, match="rate was chosen on 'test', which is to be tested"):
+        study(task, {'c': {}}, path, (0,), selects=dict(rate='test'), **kw)
+    assert 'c seed 0' not in json.loads(path.read_text())['runs']
+    assert choices_of(blind(task), dict(rate='validation')) == told
+    watcher = Digits('digits')
+    watcher.watched = ('novel',)
+    with pytest.raises(ValueError, match="rate was chosen on 'novel'"):
+        choices_of(watcher, dict(rate='novel'))
+
+
+def test_no_record_was_chosen_on_its_test():
+    "of all records in the repository that say on what they chose"
+    records = Path(__file__).parents[1].glob('nbs/results/*.json')
+    said = {}
+    for path in records:
+        record = json.loads(path.read_text())
+        of_all = record.get('study', {}).get('selects')
+        if told := record.get('selects') or (of_all and {'all': of_all}):
+            said[path.stem] = told
+    assert said
+    for name, rows in said.items():
+        for row, by in rows.items():
+            assert 'epoch' in by and not {'test', 'novel'} & set(by.values()), (name, row)

@@ -197,7 +197,8 @@ def race(
             half = {k: row | dict(epochs=max(1, row['epochs'] // 2)) for k, row in rows.items()}
             tried = study(blind(g.task), half, searched, (100,), runs=runs / 'search', **same)
             best = chosen(tried)
-        found |= study(g.task, {who: rows[best]}, path, seeds, runs=runs, **same)
+        by = dict(selects={'rate and norm': g.task.roles['select']} if len(rows) > 1 else None)
+        found |= study(g.task, {who: rows[best]}, path, seeds, runs=runs, **by, **same)
     return found
 
 

@@ -17,11 +17,12 @@ from torch import nn, Tensor
 from ..core import need, pick_device, run_record, seed_everything
 from ..data.files import checksum, read_json, write_json
 from .runs import checked_network, claim, run_folder, task_of
-from .train import Deck, MixupCollator, batch_on, check_recipe, fit_decks, repeat
+from .train import Deck, MixupCollator, batch_on, check_recipe, fit_decks
+from .train import record_locked, repeat
 
 # %% auto #0
 __all__ = ['paper_recipe', 'known', 'Net', 'Task', 'with_options', 'task_in', 'task_named', 'check_roles', 'train', 'begin_with',
-           'Opened', 'load_run', 'evaluate', 'study', 'begin_record']
+           'Opened', 'load_run', 'evaluate', 'study', 'choices_of', 'note_choices', 'begin_record']
 
 # %% ../../nbs/lab/51_tasks.ipynb #6ce51416
 paper_recipe = dict(
@@ -507,18 +508,48 @@ def study(
     command: str | None = None,  # that makes the study again, for the record
     settings: dict | None = None,  # JSON-ready: what the rows share, written into the record
     titles: dict | None = None,  # row -> its name in the record's headline; None: its own
+    selects: dict | None = None,  # what was chosen before -> split it was chosen on
     **of_all,  # arguments of `train` for all rows
 ) -> dict:  # row -> list of metrics, one a seed; `summary` sums a list up
-    "Train rows × seeds; what the file holds is kept, what was interrupted goes on."
+    """Train rows × seeds; what the file holds is kept, what was interrupted goes on.
+
+    `ValueError` where something was chosen on the data of the test; the record says on which."""
     path, found = Path(path).expanduser(), {}
+    selects = {name: choices_of(row.get('task', task), selects) for name, row in rows.items()}
     if settings is not None:
         begin_record(path, settings, command)
     for name, row in rows.items():
         row = {'task': task, **of_all, **row}
         work = functools.partial(train, row.pop('task'))
         title = (titles or {}).get(name)
+        there = read_json(path, runs=dict)['runs'] if path.exists() else {}
         found[name] = repeat(work, path, name, seeds, runs, command, title, **row)
+        if any(f'{name} seed {seed}' not in there for seed in seeds):
+            note_choices(path, {name: selects[name]})
     return found
+
+
+def choices_of(
+    task: Task | str,  # of a row
+    selects: dict | None = None,  # what was chosen before -> split it was chosen on
+) -> dict:  # the same, and the split that the epoch is chosen on; None: it is the last
+    "What is chosen on which split; `ValueError` where that is the test's, or one that is watched."
+    task = task_named(task) if isinstance(task, str) else task
+    told = {'epoch': task.roles['select']} | (selects or {})
+    for what, split in told.items():
+        if split is not None and split in (task.roles['test'], *task.watched):
+            raise ValueError(f"{task.name}: {what} was chosen on {split!r}, which is to be tested")
+    return told
+
+
+def note_choices(
+    path: Path,  # of a record
+    selects: dict,  # row -> what was chosen on which split
+):
+    "Write into a record what was chosen on what."
+    with record_locked(path):
+        record = read_json(path, runs=dict)
+        write_json(path, record | dict(selects=record.get('selects', {}) | selects))
 
 # %% ../../nbs/lab/51_tasks.ipynb #56c42675
 def begin_record(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 import statistics
 from pathlib import Path
+import torch
 from torch import nn
 from ..core import palette, plot_style, run_record
 from ..data.files import checksum, read_json, write_json
@@ -80,6 +81,7 @@ def head_study(
     settings = dict(task=task.task, recipe=recipe, rates=rates, **about)
     told = f'capsnb study heads --task {task.task} --seeds {len(seeds)} --epochs {epochs}'
     told += f" --encoder FOLDER --layers {','.join(map(str, encoder.layers))}"
+    told += '' if start is None else ' --start FOLDER'
     path, how = out / f'heads_{task.task}.json', dict(command=told, settings=settings, **kw)
     found = race(Ground(task, {}, {}, recipe), rows, path, seeds, runs / task.task, **how)
     if start is not None and 'vectors' in found:
