@@ -46,6 +46,13 @@ def test_a_network_is_trained_within_the_hour():
     assert sum(map(words, early)) <= 6500
 
 
+@pytest.mark.parametrize('n', (77, 78, 80, 81))
+def test_a_verdict_is_short(n):
+    "the four claims of the papers, a report for each"
+    (path,) = (p for p in notebooks if p.name.startswith(str(n)))
+    assert words(path) <= 900
+
+
 def test_the_whole_house_is_short():
     "48 rooms in 32,300 words; one that is added may bring 275; the zoo has a page a routing"
     house = [p for p in notebooks if p.parent.name != 'zoo']
