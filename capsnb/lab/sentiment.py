@@ -285,8 +285,8 @@ class Sentiment(Task):
     @property
     def networks(self):
         options = dict(eps='paper', init='paper') if self.published else {}
-        lr = (1e-5, 5e-4 if self.published else 2e-3)
-        recipe = dict(epochs=3, shift=0, lr=lr)
+        top = 5e-4 if self.published else 8e-3 if self.roots else 2e-3
+        recipe = dict(epochs=3, shift=0, lr=(1e-5, top))
         kinds = dict(sstnet=SSTNet, routing=RoutingText, plain=PlainText, vectors=VectorText)
         own = dict(sstnet=options)
         make = lambda cls: partial(self._network, cls)

@@ -80,7 +80,11 @@ def head_study(
     about |= dict(layers=encoder.layers, **task.data_note())
     settings = dict(task=task.task, recipe=recipe, rates=rates, **about)
     told = f'capsnb study heads --task {task.task} --seeds {len(seeds)} --epochs {epochs}'
-    told += f" --encoder FOLDER --layers {','.join(map(str, encoder.layers))}"
+    below, told = weights_below(encoder.model), told + ' --encoder FOLDER'
+    if encoder.n_layers < len(below):
+        told += f" --layers {','.join(map(str, encoder.layers))}"
+    told += '' if encoder.gguf_file is None else f' --gguf {encoder.gguf_file}'
+    told += '' if task.cache_dtype == 'float16' else f' --cache-dtype {task.cache_dtype}'
     told += '' if start is None else ' --start FOLDER'
     path, how = out / f'heads_{task.task}.json', dict(command=told, settings=settings, **kw)
     found = race(Ground(task, {}, {}, recipe), rows, path, seeds, runs / task.task, **how)
@@ -90,7 +94,7 @@ def head_study(
     if not (probes := path.with_name(f'{path.stem}_probes.json')).exists():
         told = linear_probes(task.decks(), strengths=(0.003, 0.03))
         told = [dict(row, layer=encoder.layers[row['layer']]) for row in told]
-        record = run_record(probes=told, weights_below=weights_below(encoder.model))
+        record = run_record(probes=told, weights_below=below)
         write_json(probes, record | dict(command=how['command']))
     return found
 
