@@ -926,7 +926,7 @@ def ablate(
     folder: Annotated[
         Path | None,
         unset(
-            'smallNORB, ETH-80: folder of the files; else CAPSNB_DATA, or a download of smallNORB.',
+            'smallNORB, ETH-80, MNIST: folder of the files; else CAPSNB_DATA, or a download.',
             '--data-folder',
         ),
     ] = None,

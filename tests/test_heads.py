@@ -224,22 +224,26 @@ def test_weights_below_a_hidden_state():
 
 def test_probes_name_the_hidden_states_that_were_read(place, tmp_path):
     folder = dict(folder=place / 'trees', official=False, cache=False)
-    encoder = FrozenEncoder(place / 'model0', layers=(0, 2), device='cpu')
+    encoder = FrozenEncoder(place / 'model0', layers=(0, 1), device='cpu')
     five = Sentiment('sst5', encoder, roots=True, **folder)
     own = dict(epochs=1, rates=(1e-3,), runs=tmp_path / 'runs', **quiet)
     head_study(five, tmp_path, ('attention',), (0, 1), **own)
     record = tmp_path / 'heads_sst5.json'
     found = json.loads(record.with_name('heads_sst5_probes.json').read_text())
-    assert {row['layer'] for row in found['probes']} == {0, 2} and len(found['weights_below']) == 3
+    assert {row['layer'] for row in found['probes']} == {0, 1} and len(found['weights_below']) == 3
     plt = pytest.importorskip('matplotlib.pyplot')
     ax = plot_by_weights({'tiny': record}, {'other': (1e6, 58.5)}, head='attention')
     line, x = ax.lines[0].get_xydata(), found['weights_below']
-    for (at, value), layer in zip(line, (0, 2)):
+    for (at, value), layer in zip(line, (0, 1)):
         best = max(
             (r for r in found['probes'] if r['layer'] == layer), key=lambda r: r['valid_accuracy']
         )
         assert at == x[layer] and value == 100 * best['test_accuracy']
+    assert [line.get_xdata()[0] for line in ax.lines if len(line.get_xdata()) == 1][0] == x[1]
     plt.close(ax.figure)
+    shutil.copy(record.with_name('heads_sst5_probes.json'), tmp_path / 'bare_probes.json')
+    bare = plot_by_weights({'no head yet': tmp_path / 'bare.json'})
+    assert len(bare.lines) == 1
     with pytest.raises(ValueError, match="has no runs of 'dstep', but of attention"):
         plot_by_weights({'tiny': record})
     plt.close('all')

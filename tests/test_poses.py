@@ -582,9 +582,11 @@ def test_runs_that_were_taken_are_drawn_too(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(poses, 'pose_figures', lambda net, task, out: [out / f'{net}.png'])
     for place in (tmp_path / 'elsewhere', tmp_path / 'runs' / 'toys'):  # its own come first
-        (place / first.replace(' ', '-')).mkdir(parents=True)
+        folder = place / first.replace(' ', '-')
+        folder.mkdir(parents=True)
+        (folder / 'metrics.json').write_text('{}')  # finished
         drawn = poses.draw_study('toys', tmp_path, tmp_path / 'elsewhere')
-        assert opened.pop() == place / first.replace(' ', '-') and drawn[-1].name == 'net.png'
+        assert opened.pop() == folder and drawn[-1].name == 'net.png'
     poses.plot_style().close('all')
 
 

@@ -249,31 +249,45 @@ def test_a_study_says_what_it_chose_on(tmp_path):
 
     task = Digits('digits', limit=40, n_test=20)
     path, kw = tmp_path / 's.json', dict(runs=tmp_path, epochs=1, device='cpu', progress=False)
-    study(task, {'a': {}}, path, (0,), selects=dict(rate='validation'), **kw)
+    by = dict(selects=dict(rate='validation'))
+    study(task, {'a': {}}, path, (0,), **by, **kw)
     told = dict(epoch='validation', rate='validation')
     assert json.loads(path.read_text())['selects'] == {'a': told}
     study(task, {'b': {}}, path, (0,), **kw)
-    assert json.loads(path.read_text())['selects'] == {'a': told, 'b': dict(epoch='validation')}
-    with pytest.raises(ValueError, match="rate was chosen on 'test', which is to be tested"):
-        study(task, {'c': {}}, path, (0,), selects=dict(rate='test'), **kw)
-    assert 'c seed 0' not in json.loads(path.read_text())['runs']
+    there = {'a': told, 'b': dict(epoch='validation')}
+    assert json.loads(path.read_text())['selects'] == there
+    with pytest.raises(ValueError, match='a: this was chosen on .* the runs there on'):
+        study(task, {'a': {}}, path, (1,), **kw)
+    study(task, {'a': {}}, path, (0,), **by, **kw)
+    for split, why in (('test', 'which is to be tested'), ('tset', 'which is no split')):
+        with pytest.raises(ValueError, match=f"rate was chosen on '{split}', {why}"):
+            study(task, {'c': {}}, path, (0,), selects=dict(rate=split), **kw)
+    found = json.loads(path.read_text())
+    assert found['selects'] == there and list(found['runs']) == ['a seed 0', 'b seed 0']
     assert choices_of(blind(task), dict(rate='validation')) == told
     watcher = Digits('digits')
     watcher.watched = ('novel',)
-    with pytest.raises(ValueError, match="rate was chosen on 'novel'"):
+    with pytest.raises(ValueError, match="rate was chosen on 'novel', which is to be tested"):
         choices_of(watcher, dict(rate='novel'))
+    with pytest.raises(ValueError, match='expected a .*Task, got dict'):
+        choices_of({})
 
 
-def test_no_record_was_chosen_on_its_test():
-    "of all records in the repository that say on what they chose"
-    records = Path(__file__).parents[1].glob('nbs/results/*.json')
-    said = {}
-    for path in records:
-        record = json.loads(path.read_text())
-        of_all = record.get('study', {}).get('selects')
-        if told := record.get('selects') or (of_all and {'all': of_all}):
-            said[path.stem] = told
-    assert said
-    for name, rows in said.items():
-        for row, by in rows.items():
-            assert 'epoch' in by and not {'test', 'novel'} & set(by.values()), (name, row)
+def test_a_row_of_before_stays_without(tmp_path):
+    "nobody knows any more what was chosen on what"
+    from capsnb.lab.tasks import note_choices
+
+    path = tmp_path / 's.json'
+    path.write_text(json.dumps(dict(runs={'a seed 0': {}}, headline={})))
+    note_choices(path, 'a', dict(epoch='validation'), None)
+    assert 'selects' not in json.loads(path.read_text())
+    note_choices(path, 'b', dict(epoch='validation'), None)
+    assert json.loads(path.read_text())['selects']['b'] == dict(epoch='validation')
+
+
+@pytest.mark.parametrize(
+    'path', sorted((ROOT / 'nbs' / 'results').glob('*_search.json')), ids=lambda p: p.stem
+)
+def test_no_search_opened_the_test(path):
+    runs = json.loads(path.read_text())['runs']
+    assert runs and not any(run.get('test_accuracy') for run in runs.values())

@@ -101,7 +101,8 @@ def _ablate_command(
     pairs = settings.get('subset', settings.get('limit'))
     words |= dict(preset=settings['preset'], pairs=pairs)
     words |= dict(capsules=','.join(map(str, settings['capsules'] or ())), eps=settings['eps'])
-    words |= dict(rows=settings.get('rows'), lr=settings.get('recipe', {}).get('lr', [None])[-1])
+    lr = settings.get('recipe', {}).get('lr')
+    words |= dict(rows=settings.get('rows'), lr=lr[-1] if isinstance(lr, (tuple, list)) else lr)
     told = [f'--{k} {v}' for k, v in words.items() if v not in (None, '')]
     told += [] if settings.get('validate', True) else ['--no-validate']
     return ' '.join(['capsnb ablate', *told])
@@ -128,9 +129,12 @@ def ablate(
     if unknown := sorted(set(only or ()) - {r.name for r in there}):
         there = ', '.join(repr(r.name) for r in there)
         raise ValueError(f"unknown rows {unknown}; there are {there}")
-    chosen = only or [r.name for r in there]
+    chosen = only or [r.name for r in there if not (r.net and capsules)]
+    if capsules and any(r.net for r in there if r.name in chosen):
+        raise ValueError("the CNN is as large as the task's capsules, got other capsules")
     settings = dict(data=task.name, epochs=epochs, preset=preset, capsules=capsules, eps=eps)
     settings |= {k: getattr(task, k) for k in ('size', 'subset', 'limit') if hasattr(task, k)}
+    settings |= {k: n for k in ('n_test',) if (n := getattr(task, k, None)) is not None}
     settings |= {} if not recipe else dict(recipe=recipe)
     settings |= {} if getattr(task, 'validate', True) else dict(validate=False)
     settings |= {} if rows == 'table' else dict(rows=rows)

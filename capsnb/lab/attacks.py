@@ -677,9 +677,9 @@ def check_rows(
         for name in ('fgsm', 'fgsm on activations', 'bim'):
             row[name] = [100 * standing(run, name)[1 + k] for run in runs]
         others = [name for name in runs[0]['attacks'] if name.startswith('bim with ')]
-        row['bim through the best other floor or λ'] = [
-            100 * min(standing(run, name)[1 + k] for name in others) for run in runs if others
-        ]
+        left = {name: [100 * standing(run, name)[1 + k] for run in runs] for name in others}
+        best = min(left, key=lambda name: statistics.mean(left[name]), default='')
+        row |= {'best other floor or λ': best[9:], 'bim through it': left.get(best)}
         sizes = [[log(v) for v in run['attacks']['gradients']['sizes'].values()] for run in runs]
         low, first, *_, last = (statistics.mean(at) for at in zip(*sizes))
         row['log10 of gradients: pixels, first layer, last'] = f'{low:.1f}, {first:.1f}, {last:.1f}'

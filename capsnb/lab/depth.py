@@ -108,14 +108,17 @@ def _note_sizes(
     n: int = 64,  # of them
 ):
     "Note sizes in a run's network, new and trained, where they are not noted yet."
-    if 'sizes' in (row := read_json(path, runs=dict)['runs'][key]) or not run.exists():
+    row, metrics = read_json(path, runs=dict)['runs'][key], run / 'metrics.json'
+    if 'sizes' in row or not metrics.exists():
         return
+    if read_json(metrics).get('history') != row['history']:
+        return  # of another study
     net = 'matrix-caps-norb'
     deck, collator = task.decks(net, ('validation',))['validation'], task.collator(net)
     few = min(n, len(deck))
     rows = [k * len(deck) // few for k in range(few)]
     batch = getattr(collator, 'on_device', dict)(collator(deck.__getitems__(rows)))
-    new, trained = task.make(net, row['seed'], **row['options']), load_run(run, 'cpu').network
+    new, trained = task.make(net, row['seed'], **row['options']), load_run(run, 'cpu', task).network
     sizes = {'new': layer_sizes(new.train(), batch), 'trained': layer_sizes(trained.train(), batch)}
     with record_locked(path):
         record = read_json(path, runs=dict)

@@ -664,7 +664,8 @@ def draw_study(
     plot_history(record).savefig(paths[1], dpi=120)
     shown = next((k for k in record['runs'] if not k.startswith('cnn')), None)
     places = [out / 'runs' / name, *([] if take is None else [Path(take).expanduser()])]
-    there = [p for p in (place / str(shown).replace(' ', '-') for place in places) if p.is_dir()]
+    folders = (place / str(shown).replace(' ', '-') for place in places)
+    there = [p for p in folders if (p / 'metrics.json').is_file()]  # finished
     if there:
         net = load_run(there[0], 'cpu', g.task).network
         paths += pose_figures(net, g.task, out / f'figures_{name}')

@@ -5,6 +5,7 @@
 # %% ../../nbs/lab/64_shootout.ipynb #00000002
 from __future__ import annotations
 import itertools
+import math
 import statistics
 from functools import partial
 from pathlib import Path
@@ -322,8 +323,10 @@ def standings(
         name, runs = row['name'], row['runs']
         mean = lambda key: statistics.mean(r[key] for r in runs)
         step = statistics.median(r['seconds'] / r['steps'] for r in runs)
-        if costs is not None:
-            step, held = costs[name]['seconds'], f" {costs[name]['bytes'] / 1e6:8.1f}"
+        if costs is not None:  # a name that was not timed has none
+            cost = costs.get(name, {})
+            step = cost.get('seconds', math.nan)
+            held = f" {cost.get('bytes', math.nan) / 1e6:8.1f}"
         first = runs[0]
         norm = first.get('options', {}).get('norm', '')
         lines.append(

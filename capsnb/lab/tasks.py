@@ -522,10 +522,8 @@ def study(
         row = {'task': task, **of_all, **row}
         work = functools.partial(train, row.pop('task'))
         title = (titles or {}).get(name)
-        there = read_json(path, runs=dict)['runs'] if path.exists() else {}
+        note_choices(path, name, selects[name], command)
         found[name] = repeat(work, path, name, seeds, runs, command, title, **row)
-        if any(f'{name} seed {seed}' not in there for seed in seeds):
-            note_choices(path, {name: selects[name]})
     return found
 
 
@@ -533,23 +531,37 @@ def choices_of(
     task: Task | str,  # of a row
     selects: dict | None = None,  # what was chosen before -> split it was chosen on
 ) -> dict:  # the same, and the split that the epoch is chosen on; None: it is the last
-    "What is chosen on which split; `ValueError` where that is the test's, or one that is watched."
+    "What is chosen on which split; `ValueError` where that is the test's, or no split."
     task = task_named(task) if isinstance(task, str) else task
+    if not isinstance(task, Task):
+        raise ValueError(f"expected a capsnb.lab.tasks.Task, got {type(task).__name__}")
     told = {'epoch': task.roles['select']} | (selects or {})
     for what, split in told.items():
         if split is not None and split in (task.roles['test'], *task.watched):
             raise ValueError(f"{task.name}: {what} was chosen on {split!r}, which is to be tested")
+        if split not in (None, 'validation', *task.roles.values()):
+            raise ValueError(f"{task.name}: {what} was chosen on {split!r}, which is no split")
     return told
 
 
 def note_choices(
-    path: Path,  # of a record
-    selects: dict,  # row -> what was chosen on which split
+    path: Path,  # of a record; made if missing
+    name: str,  # of a row
+    selects: dict,  # what of it was chosen on which split
+    command: str | None,  # that makes the study
 ):
-    "Write into a record what was chosen on what."
+    """Write what was chosen on what before the first run of a row; `ValueError` where the record
+    says otherwise. Rows of before it was noted stay without."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = dict(command=command, headline={}, runs={})
     with record_locked(path):
-        record = read_json(path, runs=dict)
-        write_json(path, record | dict(selects=record.get('selects', {}) | selects))
+        record = read_json(path, runs=dict) if path.exists() else run_record() | new
+        noted = record.setdefault('selects', {})
+        if noted.setdefault(name, selects) != selects:
+            told = f"{name}: this was chosen on {selects}, the runs there on {noted[name]}"
+            raise ValueError(f"'{path}': {told}")
+        if not any(key.rpartition(' seed ')[0] == name for key in record['runs']):
+            write_json(path, record)
 
 # %% ../../nbs/lab/51_tasks.ipynb #56c42675
 def begin_record(

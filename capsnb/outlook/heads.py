@@ -4,6 +4,7 @@
 
 # %% ../../nbs/outlook/98_heads.ipynb #98000003
 from __future__ import annotations
+import itertools
 import statistics
 from pathlib import Path
 import torch
@@ -114,7 +115,8 @@ def _started(
         old = read_json(path, runs=dict)['runs'].get(key)
         if old and old['start'] != sha:
             raise ValueError(f"'{path}': {key} began with another run than '{run}'")
-        found += study(task, {name: dict(row, start=run)}, path, (seed,), runs=runs, **how)[name]
+        own = dict(runs=runs, selects={'rate and norm': task.roles['select']})
+        found += study(task, {name: dict(row, start=run)}, path, (seed,), **own, **how)[name]
     return {name: found}
 
 # %% ../../nbs/outlook/98_heads.ipynb #98000015
@@ -131,29 +133,29 @@ def weights_below(
 
 # %% ../../nbs/outlook/98_heads.ipynb #98000016
 def plot_by_weights(
-    records: dict,  # name of a transformer -> path of its record, the one of its probes beside
+    records: dict,  # name of a transformer -> path of its record; that of its probes lies beside
     marks: dict | None = None,  # name -> weights and percent of somebody else's, drawn as a cross
     head: str = 'dstep',  # drawn with its interval, over all the weights
 ):  # matplotlib axes
     "Test accuracy against the weights that are read: a probe of each hidden state, and a head."
     ax = plot_style().subplots(figsize=(7.5, 3.8), layout='constrained')[1]
-    for (name, path), colour in zip(records.items(), palette):
-        path, runs = Path(path), runs_of(path)
-        if head not in runs:
-            raise ValueError(f"'{path}' has no runs of '{head}', but of {', '.join(runs)}")
+    for (name, path), colour in zip(records.items(), itertools.cycle(palette)):
+        path, best = Path(path), {}
         probes = path.with_name(f'{path.stem}_probes.json')
         probes = read_json(probes, probes=list, weights_below=list)
-        best = {}  # of each hidden state, by validation; the record has the best first
-        for row in probes['probes']:
+        for row in probes['probes']:  # the best on validation come first
             best.setdefault(row['layer'], 100 * row['test_accuracy'])
-        below = probes['weights_below']
-        ax.plot(
-            [below[k] for k in sorted(best)], [best[k] for k in sorted(best)], '.-', color=colour
-        )
+        at, below = sorted(best), probes['weights_below']
+        told, look = [below[k] for k in at], dict(color=colour, label=name)
+        ax.plot(told, [best[k] for k in at], '.-', **look)
+        if not path.exists():  # no head has been trained
+            continue
+        if head not in (runs := runs_of(path)):
+            raise ValueError(f"'{path}' has no runs of '{head}', but of {', '.join(runs)}")
         told = percent(runs[head])
         mean, (low, high) = statistics.mean(told), interval(told)
         error = [[mean - low], [high - mean]]
-        ax.errorbar(below[-1], mean, error, fmt='o', ms=8, color=colour, label=name, capsize=3)
+        ax.errorbar(below[at[-1]], mean, error, fmt='o', ms=8, color=colour, capsize=3)
     for name, (weights, value) in (marks or {}).items():
         ax.plot(weights, value, 'kx', ms=9, mew=2, label=name)
     ax.set_xscale('symlog', linthresh=1e6)
