@@ -158,7 +158,8 @@ def plot_by_weights(
         ax.errorbar(below[at[-1]], mean, error, fmt='o', ms=8, color=colour, capsize=3)
     for name, (weights, value) in (marks or {}).items():
         ax.plot(weights, value, 'kx', ms=9, mew=2, label=name)
-    ax.set_xscale('symlog', linthresh=1e6)
+    ax.set_xscale('symlog', linthresh=1e6, linscale=0.5)
     ax.set(xlabel='weights below the hidden state', ylabel='test accuracy, %')
-    ax.legend(loc='lower right')
+    ax.set_xticks([0, *(10**k for k in range(6, 10))])
+    ax.legend(loc='upper left')
     return ax
