@@ -25,7 +25,7 @@ from .digits import spread
 from .report import curves, runs_of
 from .routing_net import RoutingNet
 from .shootout import Ground, apart, candidates, chosen, ground
-from .tasks import Task, begin_record, load_run, train
+from .tasks import Task, begin_record, choices_of, load_run, note_choices, train
 from .train import repeat
 from .vision import trace_credit
 from ..routing.em import as_floor, as_schedule
@@ -307,6 +307,8 @@ def success(
         shares = []
         for target in range(n_classes):
             rows = y != target
+            if not rows.any():
+                continue
             goal = torch.full_like(y[rows], target)
             changed = attack(f, x[rows], y[rows], eps, target=goal)
             shares.append(right(f, changed, goal).double().mean().item())
@@ -578,12 +580,14 @@ def attack_study(
     same = dict(ground=name, scale=scale, stem=g.stem, caps=g.caps, recipe=g.recipe)
     same |= dict(rates=None if search is None else 'searched on validation', attacked=settings)
     begin_record(path, same, told)
+    split = {} if search is None else {'rate and norm': g.task.roles['select']}
     other = runs / f'cnn-seed-{_surrogate}'
     train(g.task, out=other, seed=_surrogate, resume=True, **row_of(g, 'cnn', search), **kw)
     found = {}
     for one in who or contestants:
         row = row_of(g, one, search) | dict(surrogate=other, settings=settings, **kw)
         work = partial(train_and_attack, g.task)
+        note_choices(path, one, choices_of(g.task, split), told)
         found[one] = repeat(work, path, one, seeds, runs, told, **row)
     return found
 
