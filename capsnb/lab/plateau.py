@@ -23,7 +23,7 @@ from ..routing.em import EMRouted, activation_logit, m_step
 
 # %% auto #0
 __all__ = ['suspects', 'Look', 'shares_entropy', 'look', 'constant_shares', 'watch_training', 'plateau_study', 'plateau_table',
-           'plot_plateau']
+           'plot_plateau', 'plot_shares']
 
 # %% ../../nbs/lab/69_plateau.ipynb #00000006
 class Look(NamedTuple):
@@ -151,7 +151,9 @@ class _Eye:
             out = copy.deepcopy(self.net)(self.probe['images'])
         right = (out.score.argmax(1) == self.probe['labels']).float().mean().item()
         rows = [[round(v, 6) for v in row] for row in look(self.net, self.probe)]
-        self.seen.append(dict(step=step, accuracy=right, layers=rows))
+        shares = out.R[0].mean(-2).movedim(-1, 0)  # of a picture: [classes, m, n]
+        shares = [[[round(v, 3) for v in line] for line in rows] for rows in shares.tolist()]
+        self.seen.append(dict(step=step, accuracy=right, layers=rows, shares=shares))
 
 # %% ../../nbs/lab/69_plateau.ipynb #00000012
 def watch_training(
@@ -165,7 +167,8 @@ def watch_training(
     constant: bool = False,  # whether shares are constants for the gradient
     resume: bool = False,  # as `repeat` says it; the run is made again
     **how,  # of `train`
-) -> dict:  # its metrics, and `watched`: step, accuracy and `Look` of each layer
+) -> dict:  # its metrics, `watched`: step, accuracy, `Look` of each layer, and of the first of the
+    # pictures the classes' shares of each place; that `picture`, 0 to 9, and its class
     "Train as `train` does, and look on."
     task, eyes, before = copy.copy(task), [], task.make
     deck, collator = task.decks(net, ('train',))['train'], task.collator(net)
@@ -182,7 +185,10 @@ def watch_training(
 
     task.make = make
     metrics = train(task, net, out, seed, overwrite=True, **how)
-    return metrics | dict(watched=eyes[-1].seen)
+    first = probe['images'][0, 0].double()
+    first = 9 * (first - first.min()) / (first.max() - first.min()).clamp(min=1e-6)
+    seen = dict(picture=first.round().int().tolist(), picture_class=int(probe['labels'][0]))
+    return metrics | dict(watched=eyes[-1].seen) | seen
 
 # %% ../../nbs/lab/69_plateau.ipynb #00000013
 _trains = dict(preset='normalised', loss='logits')
@@ -280,4 +286,38 @@ def plot_plateau(
         axs.flat[at].set_yscale('log')
     axs.flat[5].axis('off')
     axs.flat[5].legend(*axs.flat[0].get_legend_handles_labels(), loc='center')
+    return fig
+
+# %% ../../nbs/lab/69_plateau.ipynb #69000026
+def plot_shares(
+    path: str | Path,  # of `plateau_study`
+    names: tuple,  # of its rows; the first seed of each
+    steps: tuple,  # of the looks
+    classes: tuple | None = None,  # their names; None: numbers
+):  # matplotlib figure: a line for each class, a block of columns for each row of the study
+    "What each class gets of each place of a picture, while a network learns."
+    plt, runs = plot_style(), {name: runs_of(path)[name][0] for name in names}
+    first, n = runs[names[0]], len(steps)
+    j = len(first['watched'][0]['shares'])
+    fig = plt.figure(figsize=(2.2 + 0.8 * n * len(names), 0.8 * j + 0.6), layout='constrained')
+    widths = [1.2] + [n] * len(names) + [0.7]
+    left, *blocks, right = fig.subfigures(1, len(widths), width_ratios=widths)
+    left.suptitle(' ')
+    for k, ax in enumerate(left.subplots(j, 1)):
+        ax.set(xticks=[], yticks=[])
+        ax.set_ylabel(classes[k] if classes else k, rotation=0, ha='right', va='center')
+        ax.spines[:].set_visible(False)
+        if k == first['picture_class']:
+            ax.imshow(first['picture'], cmap='gray')
+    for block, (name, run) in zip(blocks, runs.items()):
+        block.suptitle(name)
+        seen = {w['step']: w['shares'] for w in run['watched']}
+        axs = block.subplots(j, n, squeeze=False)
+        for at, ax in enumerate(axs.flat):
+            k, step = at // n, steps[at % n]
+            drawn = ax.imshow(seen[step][k], vmin=0, vmax=1)
+            ax.set(xticks=[], yticks=[])
+            if not k:
+                ax.set_title(step if at else f'step {step}')
+    right.colorbar(drawn, cax=right.add_axes((0.1, 0.25, 0.2, 0.5)), label='share')
     return fig
