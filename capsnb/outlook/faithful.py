@@ -182,6 +182,8 @@ def credit_study(
             )
         texts = list(texts_of(task.decks(splits=('test',))['test'], limit))
         found = {kind: judge(network, texts, kind) for kind in kinds}
+        for rows in (rows for of in found.values() for rows in of.values()):
+            rows[:] = [[round(v, 4) for v in row] for row in rows]
         record['runs'][run.name] = dict(task=note['task'], texts=len(texts), **found)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, record | dict(command=command))
@@ -194,10 +196,9 @@ def credit_table(
 ) -> str:  # a line for each method
     "Deletion and insertion in percent, and how much they are better than chance, over texts."
     lines = [f"{'':12s} deletion %  better by (95 %)          insertion %  better by (95 %)"]
-    runs = record['runs'].values()
-    chance = [v for r in runs for v in r[kind]['random']]
+    chance = _by_text(record, kind, 'random')
     for name in methods:
-        rows, told = [v for r in runs for v in r[kind][name]], ''
+        rows, told = _by_text(record, kind, name), ''
         for at, sign in ((0, -1), (1, 1)):
             gain = [100 * sign * (v[at] - c[at]) for v, c in zip(rows, chance)]
             low, high = interval(gain)
@@ -205,3 +206,18 @@ def credit_table(
             told += f' {mean:10.1f}  {statistics.mean(gain):+5.1f} ({low:+5.1f} to {high:+5.1f})'
         lines.append(f'{name:12s}{told}')
     return chr(10).join(lines)
+
+
+def _by_text(
+    record: dict,  # of `credit_study`
+    kind: str,  # 'token' or 'layer'
+    name: str,  # of a method
+) -> list:  # (deletion, insertion) of each text, means over the runs that read it
+    of_task = {}
+    for run in record['runs'].values():
+        of_task.setdefault((run['task'], run['texts']), []).append(run[kind][name])
+    return [
+        [statistics.mean(v[at] for v in same) for at in (0, 1)]
+        for runs in of_task.values()
+        for same in zip(*runs, strict=True)
+    ]
