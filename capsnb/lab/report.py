@@ -161,10 +161,11 @@ def plot_history(
             _draw_history(ax, found[name], key)
         axs[0, k].set_title(name)
         axs[1, k].set_xlabel('epoch')
-        axs[1, k].xaxis.get_major_locator().set_params(integer=True)
-    axs[0, 0].set_ylabel('loss')
-    axs[1, 0].set_ylabel('accuracy')
-    axs[0, 0].legend()
+        axs[1, k].xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    for ax, key in zip(axs[:, 0], ('loss', 'accuracy')):
+        ax.set_ylabel(key)
+    shown = {of: line for ax in axs[::-1, 0] for line, of in zip(*ax.get_legend_handles_labels())}
+    fig.legend(shown.values(), shown, loc='outside right upper')
     return fig
 
 # %% ../../nbs/lab/59_report.ipynb #8a8a0003

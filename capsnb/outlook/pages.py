@@ -14,7 +14,7 @@ import statistics
 from pathlib import Path
 from ..core import html_page, is_own_page, need, run_record
 from ..data.files import read_json, regular, write_text
-from ..lab.report import curves, dots, interval, percent, plot_history, runs_of, spread
+from ..lab.report import dots, interval, percent, plot_history, runs_of, spread
 from ..lab.runs import read_whole, run_folder, task_of
 from ..lab.text import explained_page
 
@@ -440,17 +440,10 @@ def _runs_table(
     return _table([*head, 'parameters', 'seconds'], rows)
 
 # %% ../../nbs/outlook/96_pages.ipynb #96000017
-def _validated(
-    run: dict,  # metrics
-) -> list:  # validation accuracy in percent, epoch by epoch; empty where some epoch has none
-    told = [row.get('valid_accuracy') for row in run.get('history') or ()]
-    return [] if None in told else [100 * v for v in told]
-
-
 def _runs_drawn(
     found: dict,  # setting -> its runs, the best first
     most: int = 40,  # settings in a picture of dots
-    lines: int = 6,  # settings in a picture of curves
+    learned: int = 4,  # settings whose epochs are drawn
 ) -> str:  # HTML; '' without accuracies
     if (key := _judged(found)) is None:
         return ''
@@ -459,13 +452,11 @@ def _runs_drawn(
     which = f'the {most} best of {len(found)} settings' if len(found) > most else 'every setting'
     alt = f'{word.capitalize()} accuracy of {which}, a dot for each seed; best: {next(iter(few))}.'
     drawn = _figure(dots(few, f'{word} accuracy, %').figure, alt)
-    told = {k: [_validated(run) for run in runs] for k, runs in found.items()}
-    few = dict([(k, v) for k, v in told.items() if all(v)][:lines])
-    if not few:
+    told = [k for k, runs in found.items() if all(run.get('history') for run in runs)][:learned]
+    if not told:
         return drawn
-    ax = curves(few, 'epoch', 'validation accuracy, %')
-    ax.xaxis.get_major_locator().set_params(integer=True)
-    return drawn + _figure(ax.figure, f"Validation accuracy by epoch: {', '.join(few)}.")
+    alt = f"Training and validation, epoch by epoch, of the best: {', '.join(told)}."
+    return drawn + _figure(plot_history({k: found[k] for k in told}), alt)
 
 # %% ../../nbs/outlook/96_pages.ipynb #96000018
 def record_page(
