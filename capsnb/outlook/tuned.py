@@ -18,7 +18,7 @@ from ..data.files import read_json, write_json
 from ..lab.report import percent, runs_of, spread
 from ..lab.sentiment import names_of, sst_samples
 from ..lab.shootout import step_costs
-from ..lab.tasks import begin_record
+from ..lab.tasks import begin_record, note_choices
 from ..lab.text import RoutingClassifier
 from ..lab.train import accuracy, fingerprint, quiet_transformers, repeat
 from ..lab.vision import n_params
@@ -205,10 +205,11 @@ def tuned_study(
     **how,  # of `tune`
 ) -> dict:  # way -> list of metrics, one a seed
     "Each way with several seeds; finished runs are kept."
-    found = {}
+    found, path = {}, Path(path).expanduser()
     if settings is not None:
-        begin_record(Path(path).expanduser(), settings, command)
+        begin_record(path, settings, command)
     for way in asked:
+        note_choices(path, way, {'epoch': 'validation'}, command)
         work = partial(tune, way, make, data)
         found[way] = repeat(work, path, way, seeds, runs, command, **how)
     return found
