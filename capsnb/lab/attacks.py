@@ -635,16 +635,19 @@ def plot_attacks(
     which: tuple = ('fgsm', 'bim', 'worst', 'noise'),  # attacks, a picture each
 ):  # matplotlib figure
     "Accuracy against epsilon: a colour and a dash for each contestant, a line for each seed."
-    found, size = runs_of(record), (2.1 * len(which), 2.7)
-    how = dict(figsize=size, layout='constrained', sharey=True, squeeze=False)
+    order = lambda item: (*contestants, item[0]).index(item[0])  # one colour in all records
+    found = dict(sorted(runs_of(record).items(), key=order))
+    how = dict(
+        figsize=(2.1 * len(which) + 1, 2.7), layout='constrained', sharey=True, squeeze=False
+    )
     fig, axs = plot_style().subplots(1, len(which), **how)
     for ax, attack in zip(axs[0], which):
         lines = {k: [[100 * a for a in standing(r, attack)] for r in v] for k, v in found.items()}
         eps = [0, *next(iter(found.values()))[0]['attacked']['epsilons']]
         curves(lines, 'epsilon', 'accuracy, %' if ax is axs[0][0] else '', eps, ax)
         ax.set_title(attack, fontsize=9)
-        if ax is not axs[0][-1]:
-            ax.get_legend().remove()
+        ax.get_legend().remove()
+    fig.legend(*axs[0][0].get_legend_handles_labels(), loc='outside right center')
     return fig
 
 # %% ../../nbs/lab/66_attacks.ipynb #00000031
