@@ -196,7 +196,8 @@ def plot_depth(
         ax.plot(list(at), y, ls=('-', '--', ':', '-.')[k % 4], label=cure, **style)
         for depth, values in at.items():
             ax.plot([depth] * len(values), values, ls='', ms=4, alpha=0.4, **style)
-    ax.set(xlabel='layers below the classes', ylabel='accuracy, %')
+    word = 'test' if key == 'test_accuracy' else 'validation'
+    ax.set(xlabel='layers below the classes', ylabel=f'{word} accuracy, %')
     ax.xaxis.get_major_locator().set_params(integer=True)
     fig.legend(loc='outside right center')
     return fig
