@@ -151,9 +151,10 @@ class _Eye:
             out = copy.deepcopy(self.net)(self.probe['images'])
         right = (out.score.argmax(1) == self.probe['labels']).float().mean().item()
         rows = [[round(v, 6) for v in row] for row in look(self.net, self.probe)]
-        shares = out.R[0].mean(-2).movedim(-1, 0)  # of a picture: [classes, m, n]
-        shares = [[[round(v, 3) for v in line] for line in rows] for rows in shares.tolist()]
-        self.seen.append(dict(step=step, accuracy=right, layers=rows, shares=shares))
+        self.seen.append(dict(step=step, accuracy=right, layers=rows))
+        if step % (4 * self.every) == 0:
+            shares = out.R[0].mean(-2).movedim(-1, 0)  # of a picture: [classes, m, n]
+            self.seen[-1]['shares'] = shares.double().mul(1e3).round().div(1e3).tolist()
 
 # %% ../../nbs/lab/69_plateau.ipynb #00000012
 def watch_training(
@@ -167,8 +168,10 @@ def watch_training(
     constant: bool = False,  # whether shares are constants for the gradient
     resume: bool = False,  # as `repeat` says it; the run is made again
     **how,  # of `train`
-) -> dict:  # its metrics, `watched`: step, accuracy, `Look` of each layer, and of the first of the
-    # pictures the classes' shares of each place; that `picture`, 0 to 9, and its class
+) -> (
+    dict
+):  # its metrics, `watched`: step, accuracy, `Look` of each layer, and at every fourth look the
+    # classes' shares of each place of the first picture; that `picture` in digits, and its class
     "Train as `train` does, and look on."
     task, eyes, before = copy.copy(task), [], task.make
     deck, collator = task.decks(net, ('train',))['train'], task.collator(net)
@@ -187,7 +190,8 @@ def watch_training(
     metrics = train(task, net, out, seed, overwrite=True, **how)
     first = probe['images'][0, 0].double()
     first = 9 * (first - first.min()) / (first.max() - first.min()).clamp(min=1e-6)
-    seen = dict(picture=first.round().int().tolist(), picture_class=int(probe['labels'][0]))
+    lines = [''.join(map(str, line)) for line in first.round().int().tolist()]
+    seen = dict(picture=lines, picture_class=int(probe['labels'][0]))
     return metrics | dict(watched=eyes[-1].seen) | seen
 
 # %% ../../nbs/lab/69_plateau.ipynb #00000013
@@ -200,7 +204,10 @@ suspects = {  # what they change of the paper's network
     '3 iterations, constant shares': dict(constant=True),
     '5 iterations, constant shares': dict(constant=True, options=dict(n_iters=5)),
     '3 iterations, norm': dict(options=dict(norm='batch')),
+    '3 iterations, identity': dict(options=dict(start='identity')),
+    '5 iterations, identity': dict(options=dict(n_iters=5, start='identity')),
     '3 iterations, normalised': dict(options=_trains),
+    '3 iterations, normalised, identity': dict(options=dict(start='identity', **_trains)),
     '3 iterations, wide floor': dict(options=dict(eps='2000%')),
     '5 iterations, normalised': dict(options=dict(n_iters=5, **_trains)),
     '3 iterations, λ of 0.01': dict(options=dict(lam='none')),
@@ -292,7 +299,7 @@ def plot_plateau(
 def plot_shares(
     path: str | Path,  # of `plateau_study`
     names: tuple,  # of its rows; the first seed of each
-    steps: tuple,  # of the looks
+    steps: tuple,  # of looks, every fourth
     classes: tuple | None = None,  # their names; None: numbers
 ):  # matplotlib figure: a line for each class, a block of columns for each row of the study
     "What each class gets of each place of a picture, while a network learns."
@@ -308,10 +315,10 @@ def plot_shares(
         ax.set_ylabel(classes[k] if classes else k, rotation=0, ha='right', va='center')
         ax.spines[:].set_visible(False)
         if k == first['picture_class']:
-            ax.imshow(first['picture'], cmap='gray')
+            ax.imshow([[int(v) for v in line] for line in first['picture']], cmap='gray')
     for block, (name, run) in zip(blocks, runs.items()):
         block.suptitle(name)
-        seen = {w['step']: w['shares'] for w in run['watched']}
+        seen = {w['step']: w['shares'] for w in run['watched'] if 'shares' in w}
         axs = block.subplots(j, n, squeeze=False)
         for at, ax in enumerate(axs.flat):
             k, step = at // n, steps[at % n]
