@@ -242,6 +242,12 @@ def test_the_default_is_what_trains():
     assert (printed.norm, printed.loss, printed.lam) == ('none', 'spread', 'schedule')
     x, y = torch.randn(4, 2, 32, 32), torch.tensor([0, 1, 2, 3])
     assert_close(n(x, y)['loss'], F.cross_entropy(n(x).score, y))
+    for caps in (*n.caps, n.classes):
+        off = caps.W.detach() - torch.eye(4)
+        assert off.abs().max() < 0.5 and 0.04 < off.std() < 0.06
+    for other in (dict(depth=0), dict(start='normal'), dict(preset='paper')):
+        m = MatrixCapsNet(**dict(dict(A=6, B=2, C=3, D=3), **other))
+        assert 0.4 < m.classes.W.std() < 0.6
 
 
 def test_first_layers_start_as_google_says():

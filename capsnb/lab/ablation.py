@@ -51,7 +51,7 @@ def ablation_rows(
     return rows + [Row(f'preset {p}', dict(preset=p, eps=None), None) for p in others]
 
 # %% ../../nbs/lab/55_ablation.ipynb #5a550002
-_deeper = dict(B=16, C=16, depth=1)  # about as many parameters
+_deeper = dict(B=16, C=16, depth=1, start='normal')  # about as many parameters
 _ingredients = {  # what a row changes of `matrix-caps-norb`
     'all ingredients': {},
     "the paper's stem": dict(stem='paper'),

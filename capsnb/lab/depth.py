@@ -51,11 +51,11 @@ def layer_sizes(
 
 # %% ../../nbs/lab/63_depth.ipynb #0000000a
 cures = {  # what they change of `matrix-caps-norb`
-    'no cure': dict(norm='none'),
+    'no cure': dict(norm='none', start='normal'),
     'identity': dict(norm='none', start='identity'),
-    'bias': dict(norm='none', bias=True),
-    'scale': dict(norm='none', lam='learned'),
-    'norm': dict(norm='batch'),
+    'bias': dict(norm='none', start='normal', bias=True),
+    'scale': dict(norm='none', start='normal', lam='learned'),
+    'norm': dict(norm='batch', start='normal'),
     'all three': dict(norm='batch', start='identity', bias=True),
 }
 

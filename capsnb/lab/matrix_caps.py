@@ -50,6 +50,7 @@ class Preset(NamedTuple):
     margin: str = 'linear'  # of the spread loss: .2 to .9 over the run, or the 'authors' sigmoid
     schedule: str = 'schedule'  # of the inverse temperature: a name of `schedules`
     norm: str = 'none'  # of poses and logits, see `CapsNorm`
+    start: str = 'normal'  # of the matrices of networks with convolutional capsules
     loss: str = 'spread'  # a name of `losses`
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #2d3b263e
@@ -74,6 +75,7 @@ presets = dict(
         beta_units=(100.0, 1.0),
         schedule='none',
         norm='batch',
+        start='identity',
         loss='logits',
     ),
 )
@@ -257,7 +259,7 @@ class MatrixCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules'
         norm: str | None = None,  # 'none', 'batch', 'layer': see `CapsNorm`; None: the preset's
         lam: str | None = None,  # a name of `schedules`; None: the preset's
         bias: bool = False,  # whether votes have a bias
-        start: str = 'normal',  # of the matrices: 'normal', or 'identity' with a little noise
+        start: str | None = None,  # 'normal' or 'identity'; None: the preset's, at depth 0 'normal'
         compete: str = 'across',  # wholes for a part, see `ConvCaps`
     ):
         super().__init__()
@@ -265,6 +267,7 @@ class MatrixCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules'
         self.loss, self.margin, self.schedule = loss or p.loss, 0.2, p.margin
         self.norm, self.lam = norm or p.norm, lam or p.schedule
         self.needs_logits = self.norm != 'none' or self.lam == 'learned'
+        start = start or (p.start if depth else 'normal')
         _check_net(self, pose, act, depth)
         at_least_1(A=A, B=B, C=C, D=D, E=E, K=K, P=P, in_channels=in_channels, size=size)
         self.in_channels, self.size = in_channels, size
