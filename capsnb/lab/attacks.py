@@ -635,7 +635,7 @@ def plot_attacks(
     which: tuple = ('fgsm', 'bim', 'worst', 'noise'),  # attacks, a picture each
 ):  # matplotlib figure
     "Accuracy against epsilon: a colour and a dash for each contestant, a line for each seed."
-    order = lambda item: (*contestants, item[0]).index(item[0])  # one colour in all records
+    order = lambda item: (*contestants, item[0]).index(item[0])
     found = dict(sorted(runs_of(record).items(), key=order))
     how = dict(
         figsize=(2.1 * len(which) + 1, 2.7), layout='constrained', sharey=True, squeeze=False

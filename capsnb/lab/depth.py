@@ -56,6 +56,7 @@ cures = {  # what they change of `matrix-caps-norb`
     'bias': dict(norm='none', start='normal', bias=True),
     'scale': dict(norm='none', start='normal', lam='learned'),
     'norm': dict(norm='batch', start='normal'),
+    'norm, identity': dict(norm='batch', start='identity'),
     'all three': dict(norm='batch', start='identity', bias=True),
 }
 

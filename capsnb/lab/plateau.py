@@ -168,11 +168,11 @@ def watch_training(
     constant: bool = False,  # whether shares are constants for the gradient
     resume: bool = False,  # as `repeat` says it; the run is made again
     **how,  # of `train`
-) -> (
-    dict
-):  # its metrics, `watched`: step, accuracy, `Look` of each layer, and at every fourth look the
-    # classes' shares of each place of the first picture; that `picture` in digits, and its class
-    "Train as `train` does, and look on."
+) -> dict:  # its metrics; watched, picture, picture_class: see below
+    """Train as `train` does, and look on.
+
+    `watched`: step, accuracy, `Look` of each layer, and at every fourth look the classes' shares of
+    each place of the first picture; `picture`: that one, in digits; `picture_class`: its class."""
     task, eyes, before = copy.copy(task), [], task.make
     deck, collator = task.decks(net, ('train',))['train'], task.collator(net)
     rows = list(range(0, len(deck), len(deck) // n_probe))[:n_probe]

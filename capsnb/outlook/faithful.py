@@ -184,7 +184,8 @@ def credit_study(
         found = {kind: judge(network, texts, kind) for kind in kinds}
         for rows in (rows for of in found.values() for rows in of.values()):
             rows[:] = [[round(v, 4) for v in row] for row in rows]
-        record['runs'][run.name] = dict(task=note['task'], texts=len(texts), **found)
+        about = {k: note.get(k) for k in ('task', 'fingerprint')}
+        record['runs'][run.name] = dict(about, texts=len(texts), **found)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, record | dict(command=command))
     return record
@@ -215,7 +216,8 @@ def _by_text(
 ) -> list:  # (deletion, insertion) of each text, means over the runs that read it
     of_task = {}
     for run in record['runs'].values():
-        of_task.setdefault((run['task'], run['texts']), []).append(run[kind][name])
+        read = run['task'], run['texts'], run['fingerprint']
+        of_task.setdefault(read, []).append(run[kind][name])
     return [
         [statistics.mean(v[at] for v in same) for at in (0, 1)]
         for runs in of_task.values()

@@ -440,6 +440,12 @@ def _runs_table(
     return _table([*head, 'parameters', 'seconds'], rows)
 
 # %% ../../nbs/outlook/96_pages.ipynb #96000017
+def _is_validated(
+    run: dict,  # metrics
+) -> bool:  # whether some epoch tells of validation
+    return any(key.startswith('valid_') for row in run.get('history') or () for key in row)
+
+
 def _runs_drawn(
     found: dict,  # setting -> its runs, the best first
     most: int = 40,  # settings in a picture of dots
@@ -452,7 +458,7 @@ def _runs_drawn(
     which = f'the {most} best of {len(found)} settings' if len(found) > most else 'every setting'
     alt = f'{word.capitalize()} accuracy of {which}, a dot for each seed; best: {next(iter(few))}.'
     drawn = _figure(dots(few, f'{word} accuracy, %').figure, alt)
-    told = [k for k, runs in found.items() if all(run.get('history') for run in runs)][:learned]
+    told = [k for k, runs in found.items() if all(map(_is_validated, runs))][:learned]
     if not told:
         return drawn
     alt = f"Training and validation, epoch by epoch, of the best: {', '.join(told)}."
