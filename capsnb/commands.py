@@ -1093,6 +1093,13 @@ def study_attacks(
             'mean and attention.'
         ),
     ] = None,
+    network: Annotated[
+        list[str] | None,
+        unset(
+            "A network of the task, such as 'matrix-caps-norb' beside 'cnn', instead of routings; "
+            'may be repeated.'
+        ),
+    ] = None,
     epsilon: Annotated[
         list[float] | None,
         unset(
@@ -1130,10 +1137,11 @@ def study_attacks(
     how = dict(scale=scale, search=search, spend=spend | dict(queries=queries))
     how |= dict(runs=runs or out / 'runs' / data, device=device, progress=progress)
     eps = tuple(epsilon or attacks.epsilons)
+    how['networks'] = tuple(network or ())
     attacks.attack_study(data, out, tuple(only or ()) or None, tuple(range(seeds)), eps, **how)
     if not is_first():
         return
-    record = out / f'attacks_{data}.json'
+    record = attacks.attacks_record(out, data, how['networks'])
     picture, table = record.with_suffix('.png'), attacks.attack_lines(record)
     attacks.plot_attacks(record).savefig(picture, dpi=120)
     print(f"{table}\n\nlook at {picture}")

@@ -270,6 +270,38 @@ def test_a_study_goes_on_and_keeps_what_it_has(tmp_path, monkeypatch):
             study(names, eps=eps)
 
 
+def test_networks_of_a_task_are_attacked_as_they_are(tmp_path):
+    how = dict(seeds=(0,), eps=(0.1, 0.3), spend=few, g=tiny, progress=False, device='cpu')
+    study = partial(attack_study, 'digits', tmp_path, runs=tmp_path / 'runs', **how)
+    whole = 'matrix-caps-norb', 'cnn'
+    (run,) = study(networks=whole)['matrix-caps-norb']
+    record = read_json(tmp_path / 'attacks_digits_networks.json')
+    assert list(record['runs']) == [f'{k} seed 0' for k in whole]
+    assert record['command'].endswith('--network matrix-caps-norb --network cnn')
+    assert 'stem' not in record['study']
+    sizes = run['attacks']['gradients']['sizes']
+    assert list(sizes)[0] == 'pixels' and list(sizes)[-2:] == ['primary.conv', 'scores']
+    assert min(sizes.values()) > 0 and 'stem.stages.0' in sizes
+    assert 'bim with lambda 0.1' in run['attacks'] and 'example' not in run['attacks']
+    with pytest.raises(ValueError, match='not both'):
+        study(('em',), networks=whole)
+    with pytest.raises(ValueError, match="contestants are .*'cnn'.*got 'em'"):
+        study(networks=('em',))
+
+
+@pytest.mark.parametrize('preset', ['paper', 'normalised'])
+def test_matrix_capsules_have_another_floor_and_scores(preset):
+    torch.manual_seed(0)
+    task = Digits('mnist')
+    net = task.make('matrix-caps-norb', preset=preset).eval()
+    x = torch.rand(2, 1, 28, 28)
+    f = Attacked(task, net, 'matrix-caps-norb')
+    torch.testing.assert_close(f(x), net(x).score)
+    for how in (dict(eps='30000%'), dict(lam=0.1)):
+        g = retuned(f, **how)
+        assert not torch.allclose(g(x), f(x)) and torch.equal(f(x), net(x).score)
+
+
 def test_the_worst_is_the_worst_picture_by_picture():
     kinds = dict(fgsm='0333', bim='0133', pgd='0323', square='0332', noise='0111')
     found = {k: dict(fell=v, tries=[[0.5], [0.25]]) for k, v in kinds.items()}
@@ -289,7 +321,7 @@ def test_the_command_hands_its_options_on(monkeypatch, tmp_path):
 
     def study(*a, **kw):
         asked.update(kw, args=a)
-        write_json(a[1] / 'attacks_eth80.json', dict(runs={}))
+        write_json(attacks.attacks_record(a[1], 'eth80', kw['networks']), dict(runs={}))
 
     monkeypatch.setattr(attacks, 'attack_study', study)
     monkeypatch.setattr(attacks, 'plot_attacks', lambda r: nn.Module.__new__(Shown))
@@ -301,6 +333,11 @@ def test_the_command_hands_its_options_on(monkeypatch, tmp_path):
     assert done.exit_code == 0 and 'lines' in done.output, done.output
     assert asked['args'] == ('eth80', tmp_path, ('em',), (0, 1), (0.1,))
     assert asked['spend']['steps'] == 7 and asked['spend'].keys() == attacks.effort.keys()
+    assert asked['networks'] == ()
+    line = f'study attacks --data eth80 --network cnn --network matrix-caps-norb --out {tmp_path}'
+    done = testing.CliRunner().invoke(make_app(), line.split())
+    assert done.exit_code == 0 and asked['networks'] == ('cnn', 'matrix-caps-norb'), done.output
+    assert (tmp_path / 'attacks_eth80_networks.json').exists()
 
 
 class Shown(nn.Module):

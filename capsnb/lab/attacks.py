@@ -35,7 +35,8 @@ from ..zoo.routers import all_routings
 __all__ = ['losses', 'contestants', 'effort', 'epsilons', 'tuned', 'Attacked', 'Target', 'attacked', 'margin', 'dlr', 'fgsm',
            'bim', 'pgd', 'noise', 'square', 'right', 'stands', 'sweep', 'success', 'gradients', 'retuned', 'through',
            'Routes', 'routes_of', 'example', 'plot_example', 'row_of', 'attacks_on', 'train_and_attack', 'attack_study',
-           'worst', 'standing', 'plot_attacks', 'attack_rows', 'check_rows', 'attack_lines', 'verdicts']
+           'attacks_record', 'worst', 'standing', 'plot_attacks', 'attack_rows', 'check_rows', 'attack_lines',
+           'verdicts']
 
 # %% ../../nbs/lab/66_attacks.ipynb #00000005
 class Attacked(nn.Module):
@@ -57,7 +58,8 @@ class Attacked(nn.Module):
         pixels: Tensor,  # [b, channels, m, n] in [0, 1]
     ) -> Tensor:  # scores [b, classes]
         views = self.task.views(self.network, self.collator, dict(images=pixels))
-        return functools.reduce(torch.add, (self.network(**view).a for view in views))
+        found = (self.network(**view) for view in views)
+        return functools.reduce(torch.add, (getattr(out, 'score', out.a) for out in found))
 
 # %% ../../nbs/lab/66_attacks.ipynb #00000006
 class Target(NamedTuple):
@@ -316,11 +318,13 @@ def success(
     return found
 
 # %% ../../nbs/lab/66_attacks.ipynb #0000001c
-_layers = re.compile(r'trunk\.stages\.\d+|heads|routings\.\d+|hidden|classify')
+_layers = re.compile(
+    r'(trunk|stem)\.stages\.\d+|heads|routings\.\d+|hidden|classify|primary\.conv|caps\.\d+'
+)
 
 
 def _watch(
-    network: nn.Module,  # `RoutingNet` or `PlainCNN`
+    network: nn.Module,  # `RoutingNet`, `PlainCNN` or `MatrixCapsNet`
     kept: dict,  # to be filled: layer -> its first output
 ) -> list:  # hooks
     def keep(name, out):
@@ -337,14 +341,19 @@ def gradients(
     loss: str = 'crossent',  # of `losses`
     batch: int = 100,  # pictures at a time
 ) -> dict:  # zero: share of pixels; sizes: layer -> mean of absolute values
-    "What an attack sees: gradients of the loss at pixels, and at the outputs of all layers."
+    "What an attack sees: gradients of the loss at pixels, at all layers, and at the scores."
     kept, zero, sizes = {}, [], {}
     hooks = _watch(f.network, kept)
     for some, of in zip(x.split(batch), y.split(batch)):
         pixels = some.detach().requires_grad_()
-        lost = losses[loss](f(pixels), of).sum()
+        scores = f(pixels)
         at = dict(pixels=pixels, **kept)
-        for k, g in zip(at, torch.autograd.grad(lost, list(at.values()))):
+        if not any(torch.equal(t, scores) for t in kept.values()):
+            at['scores'] = scores
+        lost = losses[loss](scores, of).sum()
+        for k, g in zip(at, torch.autograd.grad(lost, list(at.values()), allow_unused=True)):
+            if g is None:  # a layer whose activations a network with norms leaves for its logits
+                continue
             sizes.setdefault(k, []).append(g.abs().mean((*range(1, g.ndim),)))
             zero += [(g == 0).double().mean((1, 2, 3))] if k == 'pixels' else []
     for hook in hooks:
@@ -354,13 +363,13 @@ def gradients(
 
 # %% ../../nbs/lab/66_attacks.ipynb #0000001f
 def retuned(
-    f: Attacked,  # a `RoutingNet` is in it
+    f: Attacked,  # a `RoutingNet` or a `MatrixCapsNet` is in it
     eps: str | float | None = None,  # floor of the variances, see `as_floor`; None: as it is
     lam: float | None = None,  # inverse temperature of EM routing; None: as it is
 ) -> Attacked | None:  # a copy with the same weights; None: no layer has such a setting
     "The network with another floor or temperature."
     f, changed = copy.deepcopy(f), False
-    for r in getattr(f.network, 'routings', ()):
+    for r in (m for m in f.network.modules() if hasattr(m, 'd_cov')):
         if eps is not None and hasattr(r, 'eps'):
             as_floor(eps, r.d_cov * r.d_out)
             r.eps, changed = eps, True
@@ -458,13 +467,15 @@ def row_of(
     g: Ground,  # where
     who: str,  # of `all_routings`, or 'cnn'
     search: str | Path | dict | None = None,  # record of a search of 64_shootout; None: rate 0.01
+    whole: bool = False,  # whether `who` is a network of the ground's task, of its own size
 ) -> dict:  # arguments of `train`
     "How a contestant is trained; `ValueError` where the search has not tried it."
-    if who not in (there := (*all_routings(), 'cnn')):
+    there = tuple(g.task.networks) if whole else (*all_routings(), 'cnn')
+    if who not in there:
         raise ValueError(f"contestants are {', '.join(map(repr, there))}, got {who!r}")
     if search is None:
-        return candidates(g, who, (1e-2,), ('none',)).popitem()[1]
-    rows = candidates(g, who)
+        return candidates(g, who, (1e-2,), ('none',), whole).popitem()[1]
+    rows = candidates(g, who, whole=whole)
     tried = {k: runs for k, runs in runs_of(search).items() if k in rows}
     if not tried:
         raise ValueError(f"the search has no trial of {who!r}")
@@ -560,6 +571,7 @@ def attack_study(
     seeds: tuple = (0, 1, 2),  # one run of each for each
     eps: tuple = epsilons,  # that rise
     *,
+    networks: tuple = (),  # of the task, whole, instead of routings: attacks_<name>_networks.json
     scale: float = 1.0,  # of the number of epochs
     runs: str | Path = 'runs/attacks',  # folder of the runs; finished ones are taken
     search: str | Path | dict | None = None,  # as for `row_of`
@@ -574,24 +586,38 @@ def attack_study(
         raise ValueError(f"expected at most {most} epsilons, got {len(eps)}")
     if unknown := sorted(set(spend or {}) - set(effort)):
         raise ValueError(f"effort has {', '.join(effort)}, got {unknown}")
-    g, runs, path = g or ground(name, scale), Path(runs), Path(out) / f'attacks_{name}.json'
+    if networks and who:
+        raise ValueError("name contestants or networks, not both")
+    g, runs, path = g or ground(name, scale), Path(runs), attacks_record(out, name, networks)
     settings = dict(epsilons=list(eps)) | effort | (spend or {})
     told = _command(name, scale, seeds, settings, search)
-    same = dict(ground=name, scale=scale, stem=g.stem, caps=g.caps, recipe=g.recipe)
+    told += ''.join(f' --network {k}' for k in networks)
+    same = dict(ground=name, scale=scale, recipe=g.recipe)
+    same |= {} if networks else dict(stem=g.stem, caps=g.caps)
     same |= dict(rates=None if search is None else 'searched on validation', attacked=settings)
     begin_record(path, same, told)
     split = {} if search is None else {'rate and norm': g.task.roles['select']}
     other = runs / f'cnn-seed-{_surrogate}'
-    train(g.task, out=other, seed=_surrogate, resume=True, **row_of(g, 'cnn', search), **kw)
-    found = {}
-    for one in who or contestants:
-        row = row_of(g, one, search) | dict(surrogate=other, settings=settings, **kw)
-        work = partial(train_and_attack, g.task)
+    names = 'cnn', *(networks or who or contestants)
+    rows = {one: row_of(g, one, search, bool(networks)) for one in names}
+    train(g.task, out=other, seed=_surrogate, resume=True, **rows['cnn'], **kw)
+    found, work = {}, partial(train_and_attack, g.task)
+    for one in names[1:]:
+        row = rows[one] | dict(surrogate=other, settings=settings, **kw)
         note_choices(path, one, choices_of(g.task, split), told)
         found[one] = repeat(work, path, one, seeds, runs, told, **row)
     return found
 
 # %% ../../nbs/lab/66_attacks.ipynb #0000002c
+def attacks_record(
+    out: str | Path,  # folder
+    name: str,  # of a ground
+    networks: tuple | list = (),  # of its task; empty: routings
+) -> Path:  # of the record of `attack_study`
+    "Where a study of attacks keeps what it found."
+    return Path(out) / f'attacks_{name}{"_networks" if networks else ""}.json'
+
+
 def _command(
     name: str,  # of a ground
     scale: float,  # of the number of epochs
