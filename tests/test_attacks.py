@@ -282,7 +282,7 @@ def test_networks_of_a_task_are_attacked_as_they_are(tmp_path):
     sizes = run['attacks']['gradients']['sizes']
     assert list(sizes)[0] == 'pixels' and list(sizes)[-2:] == ['primary.conv', 'scores']
     assert min(sizes.values()) > 0 and 'stem.stages.0' in sizes
-    assert 'bim with lambda 0.1' in run['attacks'] and 'example' not in run['attacks']
+    assert 'bim with lambda 0.1' in run['attacks'] and 'example' in run['attacks']
     with pytest.raises(ValueError, match='not both'):
         study(('em',), networks=whole)
     with pytest.raises(ValueError, match="contestants are .*'cnn'.*got 'em'"):
@@ -300,6 +300,17 @@ def test_matrix_capsules_have_another_floor_and_scores(preset):
     for how in (dict(eps='30000%'), dict(lam=0.1)):
         g = retuned(f, **how)
         assert not torch.allclose(g(x), f(x)) and torch.equal(f(x), net(x).score)
+
+
+@pytest.mark.parametrize('depth', [0, 1])
+def test_what_classes_of_matrix_capsules_used(depth):
+    torch.manual_seed(0)
+    net = Digits('mnist').make('matrix-caps-norb', depth=depth).eval()
+    x = torch.rand(2, 1, 28, 28)
+    below, found = net.below(x), routes_of(net, x)
+    torch.testing.assert_close(found.last.sum(-1), torch.ones(found.last.shape[:2]))
+    assert found.maps.shape == (2, 10, *below.a.shape[1:3])
+    torch.testing.assert_close(found.maps.sum(1), below.a.sum(-1))
 
 
 def test_the_worst_is_the_worst_picture_by_picture():

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..core import from_bytes, need, plot_style
 from ..data.files import read_json, write_json
 from .digits import spread
+from .matrix_caps import MatrixCapsNet
 from .report import curves, runs_of
 from .routing_net import RoutingNet
 from .shootout import Ground, apart, candidates, chosen, ground
@@ -395,10 +396,15 @@ class Routes(NamedTuple):
 
 @torch.no_grad()
 def routes_of(
-    network: RoutingNet,  # in evaluation mode
+    network: RoutingNet | MatrixCapsNet,  # in evaluation mode
     images: Tensor,  # [b, channels, m, n]
 ) -> Routes:
-    "Routing probabilities for some pictures."
+    "Routing probabilities for some pictures; of matrix capsules those of the classes."
+    if isinstance(network, MatrixCapsNet):
+        below = network.below(images)
+        R = network.classify(below, images).R
+        used = (below.a[..., None] * R).sum(-2)
+        return Routes(R.flatten(1, 3), rearrange(used, 'b m n k -> b k m n'))
     x = network.trunk(images)
     out, used = network.heads(x), []
     for routing, norm in zip(network.routings, network.norms):
@@ -413,7 +419,7 @@ def routes_of(
 
 # %% ../../nbs/lab/66_attacks.ipynb #00000023
 def example(
-    f: Attacked,  # a `RoutingNet` is in it
+    f: Attacked,  # a network for `routes_of` is in it
     x: Tensor,  # [n, channels, m, n] in [0, 1]
     y: Tensor,  # [n] classes
     epsilons: tuple,  # that rise: the first that fools the network is taken
@@ -509,6 +515,7 @@ def attacks_on(
     wanted = lambda a: lambda: success(f, x[few], y[few], a, eps, n_classes)
     hard = partial(pgd, steps=spend['steps'])
     kinds = [dict(seed=k, loss=('crossent', 'dlr')[k % 2]) for k in range(spend['restarts'])]
+    routed = RoutingNet, MatrixCapsNet
     others = {k: g for k, how in tuned.items() if (g := retuned(f, **how)) is not None}
     return {
         'gradients': lambda: gradients(f, x, y),
@@ -524,7 +531,7 @@ def attacks_on(
         **{f'bim with {k}': over(through(g, bim), nested=True) for k, g in others.items()},
         'fgsm targeted': wanted(fgsm),
         'bim targeted': wanted(bim),
-        **({'example': lambda: example(f, x, y, eps)} if hasattr(f.network, 'routings') else {}),
+        **({'example': lambda: example(f, x, y, eps)} if isinstance(f.network, routed) else {}),
     }
 
 # %% ../../nbs/lab/66_attacks.ipynb #00000029
