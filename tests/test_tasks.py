@@ -237,8 +237,11 @@ def test_the_headline_counts_all_seeds_of_a_setting(tmp_path):
 
     path = tmp_path / 'record.json'
     for name, seeds in (('a', (0, 1)), ('a b', (9,)), ('a', (2,))):
-        repeat(made, path, name, seeds, tmp_path / 'runs')
-    told = json.loads(path.read_text())['headline']
+        repeat(made, path, name, seeds, tmp_path / 'runs', command=f'make {name} {len(seeds)}')
+    repeat(made, path, 'a', (0, 1, 2), tmp_path / 'runs')  # adds nothing, and says no command
+    record = json.loads(path.read_text())
+    told = record['headline']
+    assert record['command'] == 'make a 1'  # of the run that came last
     assert told['a'] == 'test 10.0 ± 10.0 %, 3 seeds' and 'one seed' in told['a b']
 
 

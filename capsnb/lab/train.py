@@ -1636,6 +1636,7 @@ def repeat(
             record['runs'][key] = _row(found)  # finished a run meanwhile
             rows = [r for k, r in record['runs'].items() if k.rpartition(' seed ')[0] == name]
             record['headline'][title or name] = in_words(summary(rows))
+            record['command'] = command or record.get('command')
             write_json(path, record)
     record = _read_record(path, command)
     return [record['runs'][key] for key in keys.values()]
