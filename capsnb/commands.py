@@ -897,7 +897,8 @@ def ablate(
     preset: Annotated[
         str,
         option(
-            "Set-up of the routing: 'paper', 'gritzman' or 'google'; the others get a row each."
+            "Set-up of the routing: 'paper', 'gritzman' or 'google'; the others get a row each. "
+            "'normalised': the table's rows on matrix capsules that train."
         ),
     ] = 'paper',
     capsules: Annotated[

@@ -1,6 +1,7 @@
 "Rows of a study of matrix capsules, on objects and on digits."
 
 import json
+import re
 import pytest
 
 pytest.importorskip('sklearn')
@@ -25,8 +26,9 @@ def capsnb(out, line, only):
     [
         ('--rows ingredients --lr 0.002', ['no norm', 'a CNN as large']),
         ('--capsules 6,2,3,3', ['1 iteration', 'vector']),
+        ('--preset normalised', ['3 iterations', 'mixing proportions']),
     ],
-    ids=['ingredients', 'table'],
+    ids=['ingredients', 'table', 'trained'],
 )
 def test_on_digits(tmp_path, line, only):
     said = capsnb(tmp_path, f'--data digits --pairs 60 {line}', only)
@@ -53,9 +55,12 @@ def test_what_digits_have_not(tmp_path, more, what):
 
 @pytest.mark.parametrize('data', ['digits', 'mnist'])
 def test_every_row_is_a_network(data):
-    task = Digits(data)
-    for row in ablation_rows():
-        task.make('matrix-caps', **row.options | dict(A=6, B=2, C=3, D=3))
+    task, few = Digits(data), dict(A=6, B=2, C=3, D=3)
+    for net, preset in (('matrix-caps', 'paper'), ('matrix-caps-norb', 'normalised')):
+        for row in ablation_rows(preset):
+            made = task.make(net, **row.options | few)
+            told = re.match(r'(\d) iteration', row.name)
+            assert made.classes.n_iters == int(told[1] if told else 3), row.name
     sizes = {
         r.name: n_params(task.make(r.net or 'matrix-caps-norb', **r.options))
         for r in ingredient_rows()

@@ -42,13 +42,19 @@ _table_1 = {  # what a row changes, and the paper's test error
 }
 
 
+_trained = {'mixing proportions': dict(norm='none')}  # they have no logits that a norm could touch
+
+
 def ablation_rows(
-    preset: str = 'paper',  # of all rows but the last, which are the other presets
+    preset: str = 'paper',  # of all rows but the last, which are the other presets, if there are
 ) -> list[Row]:  # the third is the paper's model
-    "The rows of the study."
-    rows = [Row(k, dict(preset=preset, **o), e) for k, (o, e) in _table_1.items()]
+    "The rows of the study; with 'normalised', of matrix capsules that train."
+    base, own = dict(preset=preset, n_iters=3, loss='spread'), {}
     others = [p for p in ('paper', 'gritzman', 'google') if p != preset]
-    return rows + [Row(f'preset {p}', dict(preset=p, eps=None), None) for p in others]
+    if preset == 'normalised':
+        own, others = _trained, []
+    rows = [Row(k, base | o | own.get(k, {}), e) for k, (o, e) in _table_1.items()]
+    return rows + [Row(f'preset {p}', base | dict(preset=p, eps=None), None) for p in others]
 
 # %% ../../nbs/lab/55_ablation.ipynb #5a550002
 _deeper = dict(B=16, C=16, depth=1, start='normal')  # about as many parameters
@@ -85,7 +91,8 @@ def _named_rows(
     preset: str,  # of the rows of the table
 ) -> tuple[list[Row], dict, str]:  # rows, options of all of them, the task's name of the network
     if name == 'table':
-        return ablation_rows(preset), dict(loss='spread'), 'matrix-caps'
+        net = 'matrix-caps-norb' if preset == 'normalised' else 'matrix-caps'
+        return ablation_rows(preset), {}, net
     if name != 'ingredients' or preset != 'paper':
         told = f"got rows={name!r}, preset={preset!r}"
         raise ValueError(f"rows must be 'table' or, without a preset, 'ingredients', {told}")
