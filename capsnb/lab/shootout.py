@@ -365,12 +365,13 @@ def measure_costs(
 def plot_against_cost(
     record: str | Path | dict,  # of `shoot_out`
     cost: dict,  # of `costs`
+    without: tuple = (),  # names that are not drawn
 ):  # matplotlib figure
     "Accuracy against the time of a training step; whiskers: 95 % intervals of the means."
     plt = plot_style()
     fig, ax = plt.subplots(figsize=(7.5, 4.6), layout='constrained')
     points = {}
-    for row in ranked(record):
+    for row in (r for r in ranked(record) if r['name'] not in without):
         x, y = 1000 * cost[row['name']]['seconds'], percent(row['runs'])
         colour = '.55' if row['apart'] else palette[0]
         ax.plot([x, x], interval(y), color=colour, lw=1.5, alpha=0.5)
