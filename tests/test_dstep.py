@@ -321,3 +321,21 @@ def test_auto_counts_what_an_output_costs():
     "with few parts and many outputs, moments are ten times slower than votes"
     assert choose_plan(Sizes(80, 8, 10_000, 1, 4, 4, True)) != 'moments'
     assert choose_plan(Sizes(20, 5000, 64, 4, 4, 4, True)) == 'moments'
+
+
+@pytest.mark.parametrize('name', ['dstep', 'kmeans-soft', 'em'])
+def test_maps_that_start_near_the_identity(name):
+    from capsnb.zoo.routers import routing_layer
+
+    torch.manual_seed(0)
+    layer = routing_layer(name, 2, 3, 4, None, 5, start='identity')
+    off = layer.W.detach() - torch.eye(3, 4)
+    assert 0 < off.abs().max() < 0.2
+    torch.manual_seed(0)
+    usual = routing_layer(name, 2, 3, 4, None, 5)
+    assert_close(off, usual.W.detach() / 10, rtol=1e-5, atol=1e-7)  # the same noise
+    assert "start='identity'" in repr(layer)
+    layer.reset_parameters()
+    assert (layer.W.detach() - torch.eye(3, 4)).abs().max() < 0.2
+    with pytest.raises(ValueError, match="start must be 'normal' or 'identity', got 'zero'"):
+        routing_layer(name, 2, 3, 4, None, 5, start='zero')

@@ -221,7 +221,11 @@ def load_mnist(
     n_valid: int = 5000,  # the last of the training images, set apart; 0: no validation split
     official: bool = True,  # False: any images and labels in this format
 ):  # datasets.DatasetDict; columns image (uint8 [1, rows, columns]) and label
-    "MNIST or Fashion-MNIST, checked; errors say what was expected where."
+    """MNIST or Fashion-MNIST, checked; errors say what was expected where.
+
+    MNIST: LeCun, Cortes and Burges (1998), CC BY-SA 3.0. Fashion-MNIST: Xiao, Rasul and Vollgraf
+    (2017), MIT License, github.com/zalandoresearch/fashion-mnist.
+    """
     _check_name(name)
     need('datasets')
     place = find_folder(name, idx_names, folder, _other_folders[name], ('', '.gz'))

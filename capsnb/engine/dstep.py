@@ -21,7 +21,7 @@ from ..routing.em import Floor, as_floor
 
 # %% auto #0
 __all__ = ['plans', 'brk_bias', 'beta_start', 'Sizes', 'Problem', 'Plan', 'gpu_seconds', 'exporting', 'n_samples', 'choose_plan',
-           'check_capsules', 'Routing']
+           'check_capsules', 'start_maps', 'Routing']
 
 # %% ../../nbs/engine/15_dstep.ipynb #00000007
 def brk_bias(
@@ -232,6 +232,19 @@ def _check_values(r, a_inp, mu_inp):
         raise ValueError("mu_inp must be finite, got NaN or inf")
 
 # %% ../../nbs/engine/15_dstep.ipynb #0000001e
+def start_maps(
+    W: Tensor,  # [..., d, h] maps, changed in place
+    start: str = 'normal',  # or 'identity', with a little noise
+):
+    "Normal, divided by d; or an identity and a tenth of that. `ValueError` for another start."
+    if start not in ('normal', 'identity'):
+        raise ValueError(f"start must be 'normal' or 'identity', got {start!r}")
+    nn.init.normal_(W, std=1 / W.shape[-2])
+    if start == 'identity':
+        with torch.no_grad():
+            W.mul_(0.1).add_(torch.eye(*W.shape[-2:], dtype=W.dtype, device=W.device))
+
+
 class _Parameters(nn.Module):
     "W, B, beta_use, beta_ign, and B_brk when the number of outputs is variable."
 
@@ -253,8 +266,8 @@ class _Parameters(nn.Module):
         return (0.0, 0.0) if self.init == 'paper' else (self.init, self.init)
 
     def reset_parameters(self):
-        "W: normal, divided by d_inp; B: 0; beta and B_brk: see `init`."
-        nn.init.normal_(self.W, std=1 / self.d_inp)
+        "W: see `start_maps`; B: 0; beta and B_brk: see `init`."
+        start_maps(self.W, self.start)
         nn.init.zeros_(self.B)
         for beta, value in zip((self.beta_use, self.beta_ign), self._start()):
             if beta is not None:
@@ -325,10 +338,11 @@ class Routing(_Parameters):
         init: str | float = 'auto',  # start of beta: 'auto', 'paper' (0), or a number
         plan: str = 'auto',  # a name in the table above; 'auto': the least estimated cost
         pooled: bool = False,  # whether the first E-step has one Gaussian for all outputs
+        start: str = 'normal',  # of the maps W, or 'identity': see `start_maps`
     ):
         super().__init__()
         given = locals()
-        for name in _settings:
+        for name in (*_settings, 'start'):
             setattr(self, name, given[name])
         _check_layer(self)
         self._make()
@@ -352,4 +366,5 @@ class Routing(_Parameters):
         return RoutedR(*out) if return_R else Routed(*out)
 
     def extra_repr(self):
-        return ', '.join(f'{k}={getattr(self, k)!r}' for k in _settings)
+        told = _settings if self.start == 'normal' else (*_settings, 'start')
+        return ', '.join(f'{k}={getattr(self, k)!r}' for k in told)

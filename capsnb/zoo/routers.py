@@ -9,7 +9,7 @@ from typing import Callable, NamedTuple
 import torch
 from torch import Tensor, nn
 from ..core import check_n_iters, plot_style
-from ..engine.dstep import Routing, check_capsules
+from ..engine.dstep import Routing, check_capsules, start_maps
 from ..engine.dynamic import dynamic_routing
 from ..engine.em import em_routing
 from ..engine.layers import at_least_1
@@ -171,11 +171,8 @@ class Router(nn.Module):
         self.reset_maps()
 
     def reset_maps(self):
-        "W: normal, divided by d_inp, or an identity and a tenth of that; B: 0."
-        nn.init.normal_(self.W, std=1 / self.d_inp)
-        if self.start == 'identity':
-            with torch.no_grad():
-                self.W.mul_(0.1).add_(torch.eye(self.d_inp, self.d_out))
+        "W: see `start_maps`; B: 0."
+        start_maps(self.W, self.start)
         if self.bias:
             nn.init.zeros_(self.B)
 
