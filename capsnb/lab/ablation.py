@@ -57,14 +57,13 @@ def ablation_rows(
     return rows + [Row(f'preset {p}', base | dict(preset=p, eps=None), None) for p in others]
 
 # %% ../../nbs/lab/55_ablation.ipynb #5a550002
-_deeper = dict(B=16, C=16, depth=1, start='normal')  # about as many parameters
+_deeper = dict(B=16, C=16, depth=1, start='normal')  # on toys about as many parameters
 _ingredients = {  # what a row changes of `matrix-caps-norb`
     'all ingredients': {},
     "the paper's stem": dict(stem='paper'),
     'no norm': dict(norm='none'),
     'layer norm': dict(norm='layer'),
     'schedule of λ': dict(lam='schedule'),
-    'learned λ': dict(lam='learned'),
     'floor of 1e-4': dict(eps=1e-4),
     'floor of 10%': dict(eps='10%'),
     'loss of activations': dict(loss='crossent'),
