@@ -16,7 +16,8 @@ from capsnb.lab.shootout import Ground, blind
 from capsnb.lab.tasks import train
 from capsnb.lab.train import MixupCollator, fit_decks
 from capsnb.lab.viewpoint import PlaneMixup, accuracies, bootstrap, epoch_of, familiar_rows
-from capsnb.lab.viewpoint import gains, matched, record_of, seen_from, stage, viewpoint_study
+from capsnb.lab.viewpoint import gains, holm, matched, p_value, record_of, seen_from, stage
+from capsnb.lab.viewpoint import viewpoint_study
 
 both = [(by, p) for by in viewpoint.factors for p in viewpoint.protocols]
 
@@ -212,6 +213,30 @@ def test_bootstrap_of_cases_that_can_be_counted():
     assert sum(m > high + 1e-9 for m in means) / len(means) == pytest.approx(0.025, abs=0.01)
     assert bootstrap([3.0, 3.0, 3.0]) == (3.0, 3.0)
     assert all(x != x for x in bootstrap([3.0]))  # one seed has no interval
+
+
+def test_a_verdict_counts_its_comparisons():
+    "what is told of one comparison is not told of it among seven"
+    from scipy.stats import ttest_1samp
+
+    def record(*rivals):
+        near = [0.01, 0.03, 0.05, 0.07, 0.12]
+        runs = {f'cnn seed {k}': made((0.9, 0.5), seed=k) for k in range(5)}
+        for who in rivals:
+            lead = near if who == 'em' else [x - 0.06 for x in near]
+            runs |= {f'{who} seed {k}': made((0.9, 0.5 + x), seed=k) for k, x in enumerate(lead)}
+        return dict(runs=runs)
+
+    g = gains(record('em'))[1]
+    assert g.p == p_value(g.gains) == pytest.approx(ttest_1samp(g.gains, 0).pvalue)
+    assert 0.01 < g.p < 0.05 and g.student[0] > 0
+    assert 'better than cnn: em (' in viewpoint.verdict(record('em'))
+    seven = viewpoint.verdict(record('em', *'abcdef'))
+    assert 'not told apart from cnn: em (' in seven and 'better' not in seven
+    assert (
+        p_value([1.0, 1.0]) == 0 and p_value([0.0, 0.0]) == 1 and p_value([1.0]) != p_value([1.0])
+    )
+    assert list(holm(dict(a=0.5, b=0.9, c=0.001)).values()) == pytest.approx([1.0, 1.0, 0.003])
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,13 @@
 # %% ../../nbs/lab/59_report.ipynb #67d88bbb
 from __future__ import annotations
 import json
+import re
 import statistics
 from pathlib import Path
 from ..core import need, palette, plot_style
 
 # %% auto #0
-__all__ = ['runs_of', 'percent', 'interval', 'spread', 'table', 'dots', 'curves', 'name_points', 'plot_history']
+__all__ = ['runs_of', 'percent', 'command_of', 'interval', 'spread', 'table', 'dots', 'curves', 'name_points', 'plot_history']
 
 # %% ../../nbs/lab/59_report.ipynb #acf1a44b
 def runs_of(
@@ -32,6 +33,14 @@ def percent(
 ) -> list:  # percent, one a run
     "A share of each run in percent."
     return [100 * (1 - run[key] if error else run[key]) for run in runs]
+
+# %% ../../nbs/lab/59_report.ipynb #8a8a0c01
+def command_of(
+    record: dict,  # with its command
+    folder: str = 'nbs/results',  # where records are that the command reads by their bare names
+) -> str:  # to type in the root of the repository
+    "A record's own command; records that it reads are looked for in a folder."
+    return re.sub(r' ([^ /]+\.json)(?= |$)', rf' {folder}/\1', record['command'])
 
 # %% ../../nbs/lab/59_report.ipynb #3729fd62
 def interval(

@@ -18,7 +18,7 @@ from ..data.norb import viewpoint_split
 from ..data.eth80 import familiar_views
 from .objects import Objects, PairCrops, PairMixup, SmallNORB
 from .photographs import Photographs
-from .report import percent, runs_of, spread
+from .report import interval as student, percent, runs_of, spread
 from .shootout import Ground, evened, ground, plain_options, race, rates
 from .tasks import Task, with_options
 from .train import dice
@@ -26,8 +26,8 @@ from .train import dice
 # %% auto #0
 __all__ = ['factors', 'protocols', 'roles_of', 'contestants', 'enough', 'table_2', 'familiar_rows', 'check_choice', 'warp',
            'rotation', 'PlaneMixup', 'seen_from', 'stage', 'entrant', 'settings_in', 'entries', 'record_of',
-           'viewpoint_study', 'told', 'accuracies', 'epoch_of', 'Matched', 'matched', 'bootstrap', 'Gain', 'gains',
-           'viewpoint_table', 'plot_viewpoints', 'verdict', 'price', 'hours', 'write_price']
+           'viewpoint_study', 'told', 'accuracies', 'epoch_of', 'Matched', 'matched', 'bootstrap', 'p_value', 'holm',
+           'Gain', 'gains', 'viewpoint_table', 'plot_viewpoints', 'verdict', 'price', 'hours', 'write_price']
 
 # %% ../../nbs/lab/65_viewpoint.ipynb #00000005
 factors, protocols = ('azimuth', 'elevation'), ('extrapolation', 'interpolation')
@@ -358,6 +358,30 @@ def bootstrap(
     low, high = resample((values,), need('numpy').mean, **how).confidence_interval
     return float(low), float(high)
 
+# %% ../../nbs/lab/65_viewpoint.ipynb #8a8b0001
+def p_value(
+    values: list,  # one a seed
+) -> float:  # NaN for fewer than two values
+    "How likely a mean as far from 0 would be if the truth were 0 (Student)."
+    if len(values) < 2:
+        return math.nan
+    mean, sd = statistics.mean(values), statistics.stdev(values)
+    if sd == 0:
+        return float(mean == 0)
+    t = abs(mean) / sd * len(values) ** 0.5
+    return float(2 * need('scipy.stats').t.sf(t, len(values) - 1))
+
+
+def holm(
+    p: dict,  # comparison -> p-value
+) -> dict:  # the same, each corrected for the number of comparisons
+    "Holm's correction (1979)."
+    out, least = {}, 0.0
+    for k, name in enumerate(sorted(p, key=p.get)):
+        least = max(least, min(1.0, (len(p) - k) * p[name]))
+        out[name] = least
+    return {name: out[name] for name in p}
+
 # %% ../../nbs/lab/65_viewpoint.ipynb #0000001d
 class Gain(NamedTuple):
     "A contestant against another one, at equal familiar accuracy; percent."
@@ -368,7 +392,9 @@ class Gain(NamedTuple):
     apart: list  # familiar accuracy of one minus that of the other where they are compared
     novel: list  # novel accuracy where they are compared
     gains: list  # novel accuracy of one minus that of the other
-    interval: tuple  # of the mean gain
+    interval: tuple  # of the mean gain, a bootstrap's
+    student: tuple  # likewise, Student's
+    p: float  # of the mean gain, for this comparison alone
 
 
 def gains(
@@ -386,8 +412,15 @@ def gains(
         best = [100 * max(accuracies(r, 'familiar')) for r in runs]
         apart = [100 * (m.familiar[0] - m.familiar[1]) for m in pairs]
         novel = [100 * m.novel[0] for m in pairs]
-        out.append(Gain(who, best, percent(runs), apart, novel, gain, bootstrap(gain)))
+        both = bootstrap(gain), student(gain) if len(gain) > 1 else (math.nan, math.nan)
+        out.append(Gain(who, best, percent(runs), apart, novel, gain, *both, p_value(gain)))
     return out
+
+
+def _corrected(
+    rows: list,  # of `Gain`, all that are compared
+) -> dict:  # name -> p-value
+    return holm({g.name: g.p for g in rows if not math.isnan(g.p)})
 
 # %% ../../nbs/lab/65_viewpoint.ipynb #0000001e
 def viewpoint_table(
@@ -395,28 +428,39 @@ def viewpoint_table(
     against: str = 'cnn',  # contestant
 ) -> str:  # a line for each contestant
     "Accuracies in percent, and the gain on novel views where both read familiar ones alike."
-    head = f"{'':10s} {'familiar':>12s} {'novel':>12s} {'matched':>12s} {'apart':>6s}"
-    lines = [f"{head} {'gain':>6s}  95 % interval"]
-    for g in gains(record, against):
+    head = f"{'':10s} {'familiar':>12s} {'novel':>12s} {'matched':>12s} {'apart':>6s} {'gain':>6s}"
+    lines = [f"{head}  {'95 %, Student':14s}  {'bootstrap':14s}  p, Holm"]
+    found = gains(record, against)
+    p = _corrected([g for g in found if g.name != against])
+    for g in found:
         line = f'{g.name:10s} {spread(g.familiar):>12s} {spread(g.kept):>12s}'
         if g.name != against and g.gains:
             line += f' {spread(g.novel):>12s} {statistics.mean(g.apart):+6.1f}'
-            line += f' {statistics.mean(g.gains):+6.1f}  {_said(g.interval)}'
+            line += f' {statistics.mean(g.gains):+6.1f}  {_said(g.student)}'
+            line += f'  {_said(g.interval)}  {_chance(p[g.name])}' if g.name in p else ''
         lines.append(line)
     return '\n'.join(lines)
 
 
 def _said(
-    interval: tuple,  # of `bootstrap`
+    interval: tuple,  # low and high
 ) -> str:
-    return 'one seed' if math.isnan(interval[0]) else '{:+.1f} to {:+.1f}'.format(*interval)
+    one = math.isnan(interval[0])
+    return 'one seed' if one else '{:+5.1f} to {:+5.1f}'.format(*interval)
+
+
+def _chance(
+    p: float,  # of `holm`
+) -> str:
+    return '< 0.01' if p < 0.01 else f'= {p:.2f}'
 
 # %% ../../nbs/lab/65_viewpoint.ipynb #0000001f
 def plot_viewpoints(
     record: str | Path | dict,  # of `viewpoint_study`
     against: str = 'cnn',  # contestant
 ):  # matplotlib figure
-    "Novel against familiar accuracy, epoch by epoch, and gains at equal familiar accuracy."
+    """Novel against familiar accuracy, epoch by epoch, and gains at equal familiar accuracy with
+    Student's 95 % intervals."""
     plt, found = plot_style(), runs_of(record)
     fig, (ax, bx) = plt.subplots(
         1, 2, figsize=(8.5, 3.8), width_ratios=(3, 2), layout='constrained'
@@ -432,7 +476,7 @@ def plot_viewpoints(
     ax.legend(fontsize=9)
     rows = [g for g in gains(record, against) if g.name != against and g.gains]
     for y, g in enumerate(rows):
-        bx.plot(g.interval, (y, y), color=colours[g.name], lw=2, alpha=0.5)
+        bx.plot(g.student, (y, y), color=colours[g.name], lw=2, alpha=0.5)
         bx.plot(g.gains, [y] * len(g.gains), 'o', ms=5, mfc='none', color=colours[g.name])
         bx.plot(statistics.mean(g.gains), y, '|', ms=12, mew=2, color=colours[g.name])
     bx.axvline(0, color='.5', lw=1)
@@ -449,16 +493,19 @@ def verdict(
     record: str | Path | dict,  # of `viewpoint_study`
     against: str = 'cnn',  # contestant
 ) -> str:  # a sentence
-    "Who reads novel views better than the rival where both read familiar ones alike."
+    """Who reads novel views better than the rival where both read familiar ones alike: p < .05
+    after Holm's correction."""
     rows = [g for g in gains(record, against) if g.name != against and g.gains]
     n = max((len(g.gains) for g in rows), default=0)
     rows = [g for g in rows if len(g.gains) >= enough]
     if not rows:
         return f"No verdict: {n or 'no'} seed{'s' * (n != 1)} so far, {enough} are needed."
-    sides = dict(better=[], worse=[], same=[])
+    sides, p = dict(better=[], worse=[], same=[]), _corrected(rows)
     for g in rows:
-        side = 'better' if g.interval[0] > 0 else 'worse' if g.interval[1] < 0 else 'same'
-        sides[side].append(f'{g.name} ({statistics.mean(g.gains):+.1f}; {_said(g.interval)})')
+        mean, (low, high) = statistics.mean(g.gains), g.student
+        side = 'same' if p[g.name] >= 0.05 else 'better' if mean > 0 else 'worse'
+        told = f'{low:+.1f} to {high:+.1f}; p {_chance(p[g.name])}'
+        sides[side].append(f'{g.name} ({mean:+.1f}; {told})')
     last = f"not told apart from {against}"
     words = dict(better=f"better than {against}", worse=f"worse than {against}", same=last)
     found = [f"{words[k]}: {', '.join(v)}" for k, v in sides.items() if v]
