@@ -323,6 +323,20 @@ def test_the_worst_is_the_worst_picture_by_picture():
     assert worst(run) == [0.75, 0.25, 0.0]
 
 
+def test_targets_are_drawn_where_they_were_tried():
+    "there is no attack at 0, and no accuracy"
+    runs = {f'em seed {k}': dict(seed=k, attacked=dict(epsilons=[0.1, 0.2])) for k in (0, 1)}
+    for k, run in enumerate(runs.values()):
+        tries = dict(fell='0231', tries=[[0.5], [0.25]])
+        run['attacks'] = {'fgsm': tries, 'bim targeted': [0.25 + k / 4, 0.75]}
+    axs = attacks.plot_attacks(dict(runs=runs), ('bim targeted', 'fgsm')).axes
+    assert [list(line.get_ydata()) for line in axs[0].lines] == [[25, 75], [50, 75]]
+    assert list(axs[0].lines[0].get_xdata()) == [0.1, 0.2]
+    assert axs[0].get_ylabel() == 'class reached, %'
+    assert list(axs[1].lines[0].get_xdata()) == [0, 0.1, 0.2]
+    attacks.plot_style().close('all')
+
+
 def test_the_command_hands_its_options_on(monkeypatch, tmp_path):
     testing = pytest.importorskip('typer.testing')
     from capsnb.commands import make_app

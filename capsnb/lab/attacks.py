@@ -665,9 +665,10 @@ def standing(
 # %% ../../nbs/lab/66_attacks.ipynb #00000030
 def plot_attacks(
     record: str | Path | dict,  # of `attack_study`
-    which: tuple = ('fgsm', 'bim', 'worst', 'noise'),  # attacks, a picture each
+    which: tuple = ('fgsm', 'bim', 'worst', 'noise'),  # attacks, a picture each; or 'bim targeted'
 ):  # matplotlib figure
-    "Accuracy against epsilon: a colour and a dash for each contestant, a line for each seed."
+    """Accuracy, or how often a wanted class was reached, against epsilon: a colour and a dash for
+    each contestant, a line for each seed."""
     order = lambda item: (*contestants, item[0]).index(item[0])
     found = dict(sorted(runs_of(record).items(), key=order))
     how = dict(
@@ -675,9 +676,11 @@ def plot_attacks(
     )
     fig, axs = plot_style().subplots(1, len(which), **how)
     for ax, attack in zip(axs[0], which):
-        lines = {k: [[100 * a for a in standing(r, attack)] for r in v] for k, v in found.items()}
-        eps = [0, *next(iter(found.values()))[0]['attacked']['epsilons']]
-        curves(lines, 'epsilon', 'accuracy, %' if ax is axs[0][0] else '', eps, ax)
+        eps, aimed = next(iter(found.values()))[0]['attacked']['epsilons'], 'targeted' in attack
+        shares = lambda run: run['attacks'][attack] if aimed else standing(run, attack)
+        lines = {k: [[100 * a for a in shares(r)] for r in v] for k, v in found.items()}
+        said = 'class reached, %' if aimed else 'accuracy, %'
+        curves(lines, 'epsilon', said if ax is axs[0][0] else '', eps if aimed else [0, *eps], ax)
         ax.set_title(attack, fontsize=9)
         ax.get_legend().remove()
     fig.legend(*axs[0][0].get_legend_handles_labels(), loc='outside right center')
