@@ -472,6 +472,30 @@ def test_r2_and_its_interval(planted):
     assert r2_interval([sse, sse], sst) == pytest.approx((mean, low, high))  # same objects
 
 
+def test_differences_are_those_of_the_same_objects():
+    "what objects have in common cancels: unpaired intervals overlap, the paired one does not"
+    from capsnb.lab.poses import r2_difference, r2_of
+
+    torch.manual_seed(0)
+    hard = 20 * torch.rand(25).double()  # some objects are hard for all
+    sse = {k: (hard - k + 0.5 * torch.rand(25)).tolist() for k in (0, 2)}
+    entry = lambda k: (
+        dict(place='class', probe='linear', frame='world', n_features=1)
+        | dict(sse={p: sse[k] for p in ('azimuth', 'axis', 'elevation')})
+    )
+    sst = {p: [20.0] * 25 for p in ('azimuth', 'axis', 'elevation')}
+    probes = {f'{who} seed {n}': [entry(k)] for who, k in (('a', 0), ('b', 2)) for n in (0, 1)}
+    record = dict(probes=probes, truth=dict(world=dict(sst=sst)))
+    a, b = (row['axis'] for row in r2_of(record))
+    assert a[2] > b[1]  # they overlap
+    mean, low, high = r2_difference(record, ('b', 'class'), ('a', 'class'), 'axis')
+    assert mean == pytest.approx(b[0] - a[0]) and 0.08 < low < mean < high < 0.12
+    back = r2_difference(record, ('a', 'class'), ('b', 'class'), 'axis')
+    assert back == pytest.approx((-mean, -high, -low))
+    with pytest.raises(ValueError, match='no seed of the record has both'):
+        r2_difference(record, ('b', 'class'), ('a', 'input'), 'axis')
+
+
 def test_equivariance_is_zero_for_an_equivariant_network_only():
     from capsnb.lab.poses import equivariance_gap, frames, turned_pictures
 

@@ -36,7 +36,8 @@ from ..routing.dstep import Routed
 __all__ = ['toys', 'eth80', 'parts', 'probes', 'turned_pictures', 'frames', 'equivariance_gap', 'PoseNet', 'PairTurns',
            'PosedToys', 'PosedPhotographs', 'pooled_input', 'knowledge', 'components', 'pose_targets', 'pose_r2',
            'own_frame', 'probe_pose', 'r2_interval', 'pose_ground', 'pose_rows', 'angles_of', 'read_all', 'study_poses',
-           'r2_of', 'plot_poses', 'pose_table', 'turned_columns', 'pose_figures', 'draw_study', 'published_figures']
+           'r2_of', 'r2_difference', 'plot_poses', 'pose_table', 'turned_columns', 'pose_figures', 'draw_study',
+           'published_figures']
 
 # %% ../../nbs/lab/68_poses.ipynb #00000006
 def turned_pictures(
@@ -554,6 +555,32 @@ def r2_of(
         r2 = {k: r2_interval([r['sse'][k] for r in each], sst[k]) for k in parts}
         rows.append(row | dict(n_features=each[0]['n_features']) | r2)
     return rows
+
+# %% ../../nbs/lab/68_poses.ipynb #68e00001
+def r2_difference(
+    record: dict,  # of `study_poses`
+    one: tuple,  # a network, as 'dstep' or 'dstep untrained', and a place
+    other: tuple,  # likewise
+    part: str,  # of `parts`
+    probe: str = 'linear',  # of `probes`
+    frame: str = 'world',  # or 'own'
+) -> tuple:  # R² of one minus that of the other, low, high
+    "Paired: the same seeds and unknown objects, drawn again together for the 95 % interval."
+
+    def errors(who, place):
+        return {
+            key: r['sse'][part]
+            for net, _, key in (k.rpartition(' seed ') for k in record['probes'])
+            if net == who
+            for r in record['probes'][f'{net} seed {key}']
+            if (r['place'], r['probe'], r['frame']) == (place, probe, frame)
+        }
+
+    a, b, sst = errors(*one), errors(*other), record['truth'][frame]['sst'][part]
+    if not (seeds := [k for k in a if k in b]):
+        raise ValueError(f"no seed of the record has both {one} and {other}")
+    # 1 - (a - b + sst) / sst is the difference of two R²
+    return r2_interval([[x - y + t for x, y, t in zip(a[k], b[k], sst)] for k in seeds], sst)
 
 # %% ../../nbs/lab/68_poses.ipynb #00000027
 def _headline(
