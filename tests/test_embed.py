@@ -607,6 +607,15 @@ def test_overflow_is_refused_with_its_layer(folders, tmp_path):
             FrozenEncoder.cache(enc, TEXTS, tmp_path / f'e{dtype}', dtype=dtype, progress=False)
 
 
+def test_states_read_on_the_fly_are_finite(folders):
+    "the transformer and the layer are named, by its own number"
+    enc = FrozenEncoder(folders['gpt2'], layers=[0, 2], device='cpu')
+    assert enc(TEXTS).embs.isfinite().all()
+    enc.model.h[1].mlp.c_proj.bias[3] = float('nan')
+    with pytest.raises(ValueError, match="transformer '.*' gives inf or NaN in layer 2"):
+        enc(TEXTS)
+
+
 def test_overflow_keeps_what_was_finished(folders, tmp_path):
     enc, seen = FrozenEncoder(folders['gpt2'], device='cpu'), []
 

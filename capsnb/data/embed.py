@@ -514,7 +514,12 @@ class FrozenEncoder:
         return _words_of(text, spans, self.pieces(text))
 
     def __call__(self, texts: list) -> Embedded:  # one batch, on the device
-        return hidden_states(self.model, self.tokens(texts), self.layers, self.pad_id)
+        out = hidden_states(self.model, self.tokens(texts), self.layers, self.pad_id)
+        if not out.embs.isfinite().all():  # would only be met within the network
+            whole = zip(self.layers, out.embs.isfinite().all(-1).flatten(0, 1).all(0).tolist())
+            first = min(layer for layer, is_finite in whole if not is_finite)
+            raise ValueError(f"the transformer '{self.name}' gives inf or NaN in layer {first}")
+        return out
 
     def stream(self, texts: list, batch_size: int = 20):  # (index, [n, l, m]), longest texts first
         return _embed_sorted(self, self.tokens(texts), batch_size)
