@@ -1,6 +1,7 @@
 "Heads side by side, and runs that begin with the weights of others."
 
 import json
+import shlex
 import shutil
 import warnings
 import pytest
@@ -160,6 +161,31 @@ def test_on_the_command_line(place, tmp_path):
         probes = json.loads((tmp_path / f'heads_sst{k}_probes.json').read_text())['probes']
         assert probes == sorted(probes, key=lambda row: -row['valid_accuracy'])
         assert (tmp_path / f'heads_sst{k}.html').exists()
+    for record in tmp_path.glob('heads_*.json'):
+        told = json.loads(record.read_text())['command']
+        assert told.endswith(' --only vectors --only attention --any-treebank'), record
+        assert ('--start FOLDER' in told) == record.name.startswith('heads_sst2')
+        assert known(told)
+
+
+def known(command):
+    "Whether the command line knows all options; it runs nothing."
+    r = CliRunner().invoke(make_app(), [*shlex.split(command)[1:], '--help'])
+    return r.exit_code == 0
+
+
+def test_records_repeat_what_they_were_asked(place, tmp_path):
+    "the transformer's file, its layers and a head of two words are in all three commands"
+    encoder = FrozenEncoder(place / 'model0', layers=(0, 2), device='cpu')
+    encoder.gguf_file = 'small.gguf'
+    own = dict(folder=place / 'trees', official=False, cache=False)
+    five, only = Sentiment('sst5', encoder, roots=True, **own), ('large attention',)
+    head_study(five, tmp_path, only, (0,), epochs=1, runs=tmp_path / 'runs', **quiet)
+    commands = {json.loads(p.read_text())['command'] for p in tmp_path.glob('heads_*.json')}
+    (told,) = commands
+    for part in ('--gguf small.gguf', '--layers 0,2', "--only 'large attention'"):
+        assert part in told
+    assert known(told) and not known(told + ' --nothing 1')
 
 
 @pytest.mark.parametrize('net', ['vectors', 'sstnet'])

@@ -5,6 +5,7 @@
 # %% ../../nbs/outlook/98_heads.ipynb #98000003
 from __future__ import annotations
 import itertools
+import shlex
 import statistics
 from pathlib import Path
 import torch
@@ -87,6 +88,8 @@ def head_study(
     told += '' if encoder.gguf_file is None else f' --gguf {encoder.gguf_file}'
     told += '' if task.cache_dtype == 'float16' else f' --cache-dtype {task.cache_dtype}'
     told += '' if start is None else ' --start FOLDER'
+    told += ''.join(f' --only {shlex.quote(head)}' for head in only or ())
+    told += '' if task.official else ' --any-treebank'
     path, how = out / f'heads_{task.task}.json', dict(command=told, settings=settings, **kw)
     found = race(Ground(task, {}, {}, recipe), rows, path, seeds, runs / task.task, **how)
     if start is not None and 'vectors' in found:
