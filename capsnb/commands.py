@@ -1402,7 +1402,7 @@ def study_language(
         for name, c in lab.measure_language(which, out, who, g=g)['costs'].items():
             tokens = c['tokens']
             each = f"{1e6 * c['seconds'] / tokens:9,.0f} µs {c['bytes'] / tokens:10,.0f} B a token"
-            lines.append(f'{name:14s} {each}')
+            lines.append(f'{name:15s} {each}')
         print(*lines, sep='\n')
         return leave_study(out / f'language_{which}_costs.json', '\n'.join(lines))
     how = dict(g=g, runs=out / 'runs', device=device, progress=progress)

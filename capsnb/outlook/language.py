@@ -371,7 +371,11 @@ def measure_language(
 ) -> dict:  # the record
     "Measure and write down."
     g, path = g or stage(which), Path(out).expanduser() / f'language_{which}_costs.json'
-    found = language_costs(g, entrants(which, g, only), rounds)
+    who = entrants(which, g, only)
+    if which == 'outputs' and 'dstep' in who:  # 'auto' may take another plan
+        streamed = dict(settings=dict(plan='stream'))
+        who['dstep, streamed'] = output_options('dstep', len(g.task.names), **streamed)
+    found = language_costs(g, who, rounds)
     told = dict(command=f'capsnb study language --which {which} --costs')
     record = run_record(costs=found) | told
     path.parent.mkdir(parents=True, exist_ok=True)
