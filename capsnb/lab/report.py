@@ -58,21 +58,24 @@ def interval(
 def spread(
     values: list,  # one a seed
     digits: int = 1,  # after the point
+    ends: bool = False,  # whether the 95 % interval of the mean follows
 ) -> str:  # for a table
     "Mean ± standard deviation; of a single value, that it is one."
     mean = f'{statistics.mean(values):.{digits}f}'
     if len(values) == 1:
         return f'{mean} (one seed)'
-    return f'{mean} ± {statistics.stdev(values):.{digits}f}'
+    told = f'{mean} ± {statistics.stdev(values):.{digits}f}'
+    return told + ' ({:.{d}f} to {:.{d}f})'.format(*interval(values), d=digits) if ends else told
 
 # %% ../../nbs/lab/59_report.ipynb #04b8aac0
 def table(
     rows: list,  # of dicts: column -> text, a number, or the numbers of all seeds
     digits: int = 1,  # after the point
+    ends: bool = False,  # whether 95 % intervals follow the means
 ):  # IPython's Markdown
     "A table: mean ± standard deviation where there are several numbers."
     lines = [list(rows[0]), ['---'] * len(rows[0])]
-    lines += [[_said(v, digits) for v in row.values()] for row in rows]
+    lines += [[_said(v, digits, ends) for v in row.values()] for row in rows]
     Markdown = need('IPython.display', 'dev').Markdown
     return Markdown('\n'.join(f"| {' | '.join(line)} |" for line in lines))
 
@@ -80,9 +83,10 @@ def table(
 def _said(
     value,  # text, a number, or a list of numbers
     digits: int,  # after the point
+    ends: bool,  # as for `spread`
 ) -> str:
     if isinstance(value, (list, tuple)):
-        return spread(value, digits) if value else ''
+        return spread(value, digits, ends) if value else ''
     if isinstance(value, float):
         return f'{value:.{digits}f}'
     return '' if value is None else f'{value:,}' if isinstance(value, int) else str(value)
