@@ -1311,6 +1311,7 @@ def depth(
 
     Trains one network after another; a study that was stopped goes on with the same command."""
     told = f'capsnb study depth --layers {layers} --seeds {seeds} --epochs {epochs}'
+    told += room('lab.tasks').as_typed(only=only)
     room('lab.depth').depth_study(
         path=out,
         depths=range(1, layers + 1),
@@ -1512,6 +1513,7 @@ def study_tuned(
     record = out / f'tuned_{task}.json'
     told = f'capsnb study tuned --task {task} --encoder FOLDER --seeds {seeds} --epochs {epochs}'
     told += f' --limit {limit}' if limit else ''
+    told += room('lab.tasks').as_typed(only=only)
     how = dict(seeds=tuple(range(seeds)), runs=out / 'runs' / task, command=told, epochs=epochs)
     how |= dict(settings=about | dict(epochs=epochs), device=device)
     lab.tuned_study(make, data, record, ways or tuple(lab.ways), **how)

@@ -591,6 +591,33 @@ def test_what_is_taken_had_the_same_budget(tmp_path):
         _taken(4, tmp_path, **row)
 
 
+def test_objects_of_other_folds_are_not_unknown(tmp_path, monkeypatch):
+    "the shoot-out has ten folds, here there are five: it trained on objects that are tested here"
+    from capsnb.data.files import write_json
+    from capsnb.lab import poses
+    from capsnb.lab.runs import digest
+
+    def probed(path, *_):
+        write_json(path, json.loads(path.read_text()) | dict(probes={}, truth={}))
+
+    record = Path(__file__).parents[1] / 'nbs' / 'results' / 'shootout_eth80.json'
+    run = json.loads(record.read_text())['runs']['dstep seed 0']
+    monkeypatch.setattr(poses, '_probe_run', probed)
+    monkeypatch.setattr(poses.PosedPhotographs, 'open', lambda self, split: None)
+    monkeypatch.setattr(poses, 'angles_of', lambda *_: None)
+    how = dict(contestants=('dstep',), seeds=(0,), runs=tmp_path / 'own', take=tmp_path / 'taken')
+    folder = tmp_path / 'taken' / 'dstep-seed-0'
+    folder.mkdir(parents=True)
+    write_json(folder / 'metrics.json', run | dict(digest=digest(run)))
+    with pytest.raises(ValueError, match='trained on other pictures .folds: 10, here 5'):
+        poses.study_poses('eth80', tmp_path, **how)
+    run['folds'] = 5
+    write_json(folder / 'metrics.json', run | dict(digest=digest(run)))
+    found = poses.study_poses('eth80', tmp_path, **how)
+    assert found['runs']['dstep seed 0']['test_accuracy'] == run['test_accuracy']
+    assert found['command'].endswith('--take runs/shootout/runs/eth80 --only dstep')
+
+
 def test_runs_that_were_taken_are_drawn_too(tmp_path, monkeypatch):
     "figures of the first network with capsules, wherever its run lies"
     import shutil

@@ -294,3 +294,39 @@ def test_a_row_of_before_stays_without(tmp_path):
 def test_no_search_opened_the_test(path):
     runs = json.loads(path.read_text())['runs']
     assert runs and not any(run.get('test_accuracy') for run in runs.values())
+
+
+def test_a_studys_command_names_who_was_asked_for(tmp_path, monkeypatch):
+    "without its contestants a command would train all of them"
+    from capsnb.lab import attacks, overlap, plateau, shootout, viewpoint
+    from capsnb.outlook import language
+
+    class Said(Exception):
+        pass
+
+    def stop(*args, command=None, **_):
+        raise Said(command or next(a for a in args if str(a).startswith('capsnb ')))
+
+    for module in (overlap, shootout, viewpoint, language):
+        monkeypatch.setattr(module, 'race', stop)
+    monkeypatch.setattr(attacks, 'begin_record', stop)
+    monkeypatch.setattr(plateau, 'repeat', stop)
+    monkeypatch.chdir(tmp_path)
+    record, two = tmp_path / 'of a' / 'search.json', ('em', 'mean')
+    g, affine = shootout.ground('toys'), overlap.AffineDigits('digits', until=0.5)
+    for begin, ends in {
+        lambda: viewpoint.viewpoint_study('toys', out=tmp_path, only=two): '--only em --only mean',
+        lambda: shootout.shoot_out('toys', tmp_path, two, g=g): '--only em --only mean',
+        lambda: shootout.shoot_out('toys', tmp_path, networks=('cnn',), g=g): '3 --network cnn',
+        lambda: attacks.attack_study('toys', tmp_path): '--queries 300',
+        lambda: overlap.distortion_study('affnist', tmp_path, two, task=affine): '--only mean',
+        lambda: attacks.attack_study('toys', tmp_path, two, search=record): '--only em --only mean',
+        lambda: plateau.plateau_study(only=('1 iteration',)): "--only '1 iteration'",
+        lambda: language.language_study('blocks', tmp_path, ('em',)): '--only em',
+    }.items():
+        with pytest.raises(Said) as told:
+            begin()
+        assert str(told.value).endswith(ends)
+        if 'search' in str(told.value):
+            assert "--search 'of a/search.json' " in str(told.value)
+    assert not list(tmp_path.iterdir())

@@ -26,7 +26,7 @@ from .matrix_caps import MatrixCapsNet
 from .report import curves, runs_of
 from .routing_net import RoutingNet
 from .shootout import Ground, apart, candidates, chosen, ground
-from .tasks import Task, begin_record, choices_of, load_run, note_choices, train
+from .tasks import Task, as_typed, begin_record, choices_of, load_run, note_choices, train
 from .train import repeat
 from .vision import trace_credit
 from ..routing.em import as_floor, as_schedule
@@ -598,7 +598,7 @@ def attack_study(
     g, runs, path = g or ground(name, scale), Path(runs), attacks_record(out, name, networks)
     settings = dict(epsilons=list(eps)) | effort | (spend or {})
     told = _command(name, scale, seeds, settings, search)
-    told += ''.join(f' --network {k}' for k in networks)
+    told += as_typed(only=who, network=networks)
     same = dict(ground=name, scale=scale, recipe=g.recipe)
     same |= {} if networks else dict(stem=g.stem, caps=g.caps)
     same |= dict(rates=None if search is None else 'searched on validation', attacked=settings)
@@ -634,8 +634,8 @@ def _command(
 ) -> str:  # that makes the study again
     words = [f'capsnb study attacks --data {name} --scale {scale:g} --seeds {len(seeds)}']
     words += [f'--epsilon {e:g}' for e in settings['epsilons']]
-    words += [f'--search {Path(search).name}'] if isinstance(search, (str, Path)) else []
-    return ' '.join([*words, *(f'--{k} {settings[k]}' for k in effort)])
+    told = as_typed(search=Path(search) if isinstance(search, (str, Path)) else None)
+    return ' '.join(words) + told + as_typed(**{k: settings[k] for k in effort})
 
 # %% ../../nbs/lab/66_attacks.ipynb #0000002f
 _white = ('fgsm', 'bim', 'fgsm on activations', 'pgd', 'square')

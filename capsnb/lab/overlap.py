@@ -23,7 +23,7 @@ from .digits import Digits
 from .report import runs_of
 from .routing_net import RoutingNet
 from .shootout import Ground, candidates, ground, race, shoot_out
-from .tasks import Net, Task, evaluate, load_run
+from .tasks import Net, Task, as_typed, evaluate, load_run
 from .train import BaseDeck, dice, fingerprint, record_locked, shift_images
 from .viewpoint import rotation, warp
 from .vision import HubMixin, PlainCNN, Scores, answer, n_params
@@ -858,6 +858,7 @@ def _affine_study(
     each = {k: candidates(g, k, **tried, whole=k in own) for k in contestants or own}
     told = f'capsnb study distortion --data affnist --scale {scale:g} --seeds {len(seeds)}'
     told += f" --until {task.until}{'' if task.small else ' --published'}"
+    told += as_typed(only=contestants)
     settings = dict(data=task.data, n=task.n, n_held=task.n_held, small=task.small, scale=scale)
     settings |= dict(until=task.until, select='validation', affine=affine_limits, **tried)
     race(g, each, path, seeds, runs, command=told, settings=settings, **kw)

@@ -17,7 +17,7 @@ from ..engine.layers import ConvCaps, add_coordinates, field_table
 from .matrix_caps import MatrixCapsNet
 from .objects import Toys
 from .report import percent, runs_of
-from .tasks import Task, train
+from .tasks import Task, as_typed, train
 from .train import repeat
 from ..routing.em import EMRouted, activation_logit, m_step
 
@@ -231,6 +231,7 @@ def plateau_study(
     if unknown := sorted(set(only or ()) - set(suspects)):
         raise ValueError(f"suspects are {', '.join(map(repr, suspects))}, got {unknown}")
     found, command = {}, f'capsnb study plateau --seeds {len(seeds)} --epochs {epochs}'
+    command += as_typed(only=only)
     for name in only or suspects:
         row = dict(suspects[name])
         row['options'] = _paper | (options or {}) | row.get('options', {})

@@ -26,7 +26,7 @@ from .report import plot_history
 from .routing_net import RoutingNet
 from .runs import read_whole
 from .shootout import Ground, evened, ground, plain_options
-from .tasks import Net, load_run, study, task_named, with_options
+from .tasks import Net, as_typed, load_run, study, task_named, with_options
 from .train import dice, record_locked, repeat
 from .viewpoint import rotation, warp
 from .vision import SmallNORBNet, answer, norb_trunk
@@ -460,12 +460,15 @@ def study_poses(
     settings |= dict(probes=dict(fitted='train', chosen='validation', told='test'))
     told = f'capsnb study poses --data {name} --scale {scale:g} --seeds {len(seeds)}'
     told += '' if take is None else f' --take runs/shootout/runs/{name}'
+    told += as_typed(only=contestants)
     own = {k: v for k, v in rows.items() if take is None or k not in _shared}
     folder = {k: Path(runs) / name if k in own else Path(take).expanduser() for k in rows}
     how = dict(runs=Path(runs) / name, command=told, settings=settings)
     study(g.task, own, path, seeds, **how, **kw)
+    drawn = g.task.note('routing')
+    taken = functools.partial(_taken, drawn={k: drawn[k] for k in g.task.noted if k in drawn})
     for who in rows.keys() - own.keys():
-        repeat(_taken, path, who, seeds, folder[who], told, **rows[who])
+        repeat(taken, path, who, seeds, folder[who], told, **rows[who])
     data = {k: g.task.open(k) for k in ('train', 'validation', 'test')}
     columns = {k: angles_of(g.task, d) for k, d in data.items()}
     for seed, who in itertools.product(seeds, rows):
@@ -481,12 +484,19 @@ def _taken(
     seed: int,  # of the run
     out: Path,  # its folder
     resume: bool = True,  # not used: it is finished
+    drawn: dict | None = None,  # what the task says of its pictures, folds among it; None: anything
     net: str = '',  # not used: the options say more
     options: dict | None = None,  # of `pose_rows`
     **recipe,  # that it must have had; but for the rate, which the shoot-out chose
 ) -> dict:  # its metrics
     "A run of the shoot-out, with its rate and norm; `ValueError` if all else is not the same."
     metrics = read_whole(Path(out) / 'metrics.json', options=dict)
+    for k, v in json.loads(json.dumps(drawn or {})).items():
+        if metrics.get(k) != v:
+            raise ValueError(
+                f"'{out}' was trained on other pictures ({k}: {metrics.get(k)}, here {v}): what is "
+                "unknown here may not have been there; train it here, without --take"
+            )
     options = (options or {}).get('caps', options)
     kept = {k: v for k, v in metrics['options'].items() if k != 'norm'}
     wanted = {k: v for k, v in recipe.items() if k != 'lr'} | dict(seed=seed, options=options)

@@ -21,7 +21,7 @@ from .photographs import Photographs
 from .report import dots, interval, name_points, percent, runs_of, spread
 from .routing_net import needed_for_text
 from .sentiment import Sentiment, smollm2
-from .tasks import Task, study, with_options
+from .tasks import Task, as_typed, study, with_options
 from .train import batch_on
 from .vision import n_params, rival_of
 from ..zoo.routers import all_routings
@@ -228,8 +228,7 @@ def shoot_out(
     if unknown := sorted(set(who) - set(there)):
         raise ValueError(f"contestants are {', '.join(map(repr, there))}, got {unknown}")
     told = f'capsnb shootout {name} --scale {scale:g} --seeds {len(seeds)}'
-    told += ''.join(f' --network {k}' for k in networks)
-    told += ''.join(f' --only {k}' for k in who if k in variants)
+    told += as_typed(network=networks, only=contestants)
     search = dict(lrs=rates, norms=() if networks else norms_tried, epochs='half') | tried
     settings = dict(ground=name, scale=scale, recipe=g.recipe, search=search)
     settings |= {} if networks else dict(stem=g.stem, caps=g.caps)

@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import json
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Callable, NamedTuple
@@ -22,7 +23,7 @@ from .train import record_locked, repeat
 
 # %% auto #0
 __all__ = ['paper_recipe', 'known', 'Net', 'Task', 'with_options', 'task_in', 'task_named', 'check_roles', 'train', 'begin_with',
-           'Opened', 'load_run', 'evaluate', 'study', 'choices_of', 'note_choices', 'begin_record']
+           'Opened', 'load_run', 'evaluate', 'study', 'choices_of', 'note_choices', 'begin_record', 'as_typed']
 
 # %% ../../nbs/lab/51_tasks.ipynb #6ce51416
 paper_recipe = dict(
@@ -581,3 +582,17 @@ def begin_record(
     record = dict(old) if old['runs'] else run_record()
     record |= dict(command=command, study=settings, headline=old.get('headline', {}))
     write_json(path, record | dict(runs=old['runs']))
+
+# %% ../../nbs/lab/51_tasks.ipynb #51e00001
+def as_typed(
+    **options,  # name -> a value, or a tuple of them; None: it was not given
+) -> str:  # ' --name value ...', to append to a command
+    "Options as they are typed; of a path the part below the working directory, else its name."
+    words = []
+    for name, given in options.items():
+        for value in given if isinstance(given, (tuple, list)) else (given,):
+            if isinstance(value, Path):
+                at, here = value.expanduser().absolute(), Path.cwd()
+                value = at.relative_to(here).as_posix() if at.is_relative_to(here) else at.name
+            words += [] if value is None else [f' --{name} {shlex.quote(str(value))}']
+    return ''.join(words)

@@ -20,7 +20,7 @@ from .objects import Objects, PairCrops, PairMixup, SmallNORB
 from .photographs import Photographs
 from .report import interval as student, percent, runs_of, spread
 from .shootout import Ground, evened, ground, plain_options, race, rates
-from .tasks import Task, with_options
+from .tasks import Task, as_typed, with_options
 from .train import dice
 
 # %% auto #0
@@ -280,7 +280,7 @@ def viewpoint_study(
     settings |= dict(selects=dict(rate='validation', epoch='validation', matched='familiar'))
     settings |= dict(searched=lrs, rates='shoot-out' if shootout else 'search')
     command = told(data, by, protocol, plane, scale, len(seeds))
-    command += f' --shootout {Path(shootout).name}' if shootout else ''
+    command += as_typed(only=only, shootout=Path(shootout) if shootout else None)
     rows, runs = {k: entries(g, k, known, lrs) for k in only or contestants}, path.parent / 'runs'
     same = dict(settings=settings, command=command)
     return race(g, rows, path, seeds, runs / path.stem, **same, **kw)

@@ -5,7 +5,6 @@
 # %% ../../nbs/outlook/98_heads.ipynb #98000003
 from __future__ import annotations
 import itertools
-import shlex
 import statistics
 from pathlib import Path
 import torch
@@ -17,7 +16,7 @@ from ..lab.routing_net import PlainText, VectorText
 from ..lab.sentiment import Sentiment, linear_probes
 from ..lab.shootout import Ground, race
 from ..lab.runs import task_of
-from ..lab.tasks import study
+from ..lab.tasks import as_typed, study
 from ..lab.text import SSTNet
 from ..lab.vision import n_params, rival_of
 
@@ -88,7 +87,7 @@ def head_study(
     told += '' if encoder.gguf_file is None else f' --gguf {encoder.gguf_file}'
     told += '' if task.cache_dtype == 'float16' else f' --cache-dtype {task.cache_dtype}'
     told += '' if start is None else ' --start FOLDER'
-    told += ''.join(f' --only {shlex.quote(head)}' for head in only or ())
+    told += as_typed(only=only)
     told += '' if task.official else ' --any-treebank'
     path, how = out / f'heads_{task.task}.json', dict(command=told, settings=settings, **kw)
     found = race(Ground(task, {}, {}, recipe), rows, path, seeds, runs / task.task, **how)

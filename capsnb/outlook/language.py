@@ -19,7 +19,7 @@ from ..data.sst import load_sst
 from ..engine.layers import at_least_1
 from ..lab.report import percent, runs_of, spread
 from ..lab.shootout import Ground, race, step_costs
-from ..lab.tasks import Net, Task
+from ..lab.tasks import Net, Task, as_typed
 from ..lab.train import BaseDeck, fingerprint
 from ..lab.vision import HubMixin, Scores, n_params
 from .blocks import Block, RoutingBlock, SelfAttention, as_large_as_attention
@@ -344,7 +344,7 @@ def language_study(
         for who, options in entrants(which, g, only).items()
     }
     settings = dict(study=which, recipe=g.recipe, rates=rates, task=g.task.note('lm'))
-    told = f'capsnb study language --which {which} --seeds {len(seeds)}'
+    told = f'capsnb study language --which {which} --seeds {len(seeds)}' + as_typed(only=only)
     how = dict(command=told, settings=settings, **kw)
     return race(g, rows, out / f'language_{which}.json', seeds, Path(runs) / which, **how)
 
