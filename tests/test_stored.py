@@ -3,7 +3,9 @@
 import ast
 import contextlib
 import io
+import json
 import re
+from pathlib import Path
 import pytest
 from test_repo import cells, count, notebooks, statements
 
@@ -113,3 +115,48 @@ def test_measured_numbers_are_printed_not_typed(path):
     typed = f'{mean}|{ratio}'
     found = [m[0] for page, _ in cells(path, 'markdown') for m in re.finditer(typed, page)]
     assert not found, f"{found}: print what the file in nbs/results/ says"
+
+
+results = sorted((Path(__file__).parents[1] / 'nbs' / 'results').glob('*.json'))
+records = {p.stem: json.loads(p.read_text(encoding='utf-8')) for p in results}
+silent = {'attacks_toys', 'poses_toys'}  # older ones, that do not say what they selected on
+elsewhere = {'viewpoint_toys_azimuth_extrapolation'}  # rates of nets that saw the novel views
+
+
+def chosen_on(record):
+    "(what, split) of every choice that a record tells of."
+    study = record.get('study', {})
+    told = [*record.get('selects', {}).values(), study.get('selects', {})]
+    told += [{'all': study[k]} for k in ('select',) if k in study]
+    return {choice for choices in told for choice in choices.items()}
+
+
+def tested(run):
+    "Whether a run looked at the test, or at what is watched beside it."
+    looked = {'test_accuracy', 'test_log_loss'} & run.keys()
+    return bool(looked) or any('watched' in epoch for epoch in run.get('history', []))
+
+
+@pytest.mark.parametrize('name', records)
+def test_nothing_was_chosen_on_test_data(name):
+    "searches saw no test, and studies of the four claims say what they selected on"
+    record = records[name]
+    if not isinstance(record, dict) or not isinstance(record.get('runs'), dict):
+        return
+    if name.endswith('_search'):
+        assert record['runs'] and not any(map(tested, record['runs'].values()))
+    choices = chosen_on(record) - {('matched', 'familiar')}  # 65_viewpoint says why
+    splits = {split for _, split in choices}
+    assert splits <= {'validation', None}
+    of_a_claim = re.match('(viewpoint|attacks|overlap|poses)_(?!.*_costs)', name)
+    if of_a_claim:
+        assert ('validation' in splits) != (name in silent)
+        assert (record['study'].get('rates') == 'shoot-out') == (name in elsewhere)
+
+
+def test_a_choice_on_test_data_would_be_found():
+    assert silent | elsewhere <= records.keys()
+    assert chosen_on(dict(selects=dict(a=dict(epoch='test')))) == {('epoch', 'test')}
+    assert chosen_on(dict(study=dict(select='novel'))) == {('all', 'novel')}
+    assert tested(dict(history=[dict(watched={})])) and tested(dict(test_accuracy=0.5))
+    assert not tested(dict(history=[dict(valid_accuracy=0.5)]))
