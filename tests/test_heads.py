@@ -153,7 +153,7 @@ def test_on_the_command_line(place, tmp_path):
             assert r.exit_code == 0, r.output
     five, two = (json.loads((tmp_path / f'heads_sst{k}.json').read_text()) for k in (5, 2))
     assert list(five['headline']) == ['vectors', 'attention']
-    assert five['command'].endswith('--only vectors --only attention')
+    assert five['command'].endswith(' --only vectors --only attention --any-treebank')
     assert list(two['headline']) == ['vectors', 'attention', 'vectors, begun']
     assert {r['lr'][1] for k, r in two['runs'].items() if k.startswith('vectors')} == {
         two['runs']['vectors seed 0']['lr'][1]
