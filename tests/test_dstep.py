@@ -339,3 +339,11 @@ def test_maps_that_start_near_the_identity(name):
     assert (layer.W.detach() - torch.eye(3, 4)).abs().max() < 0.2
     with pytest.raises(ValueError, match="start must be 'normal' or 'identity', got 'zero'"):
         routing_layer(name, 2, 3, 4, None, 5, start='zero')
+
+
+def test_a_layer_pickled_before_it_had_a_start():
+    layer = Routing(d_cov=2, d_inp=3, d_out=2, n_out=4)
+    del layer.__dict__['start']
+    assert 'start' not in repr(layer)
+    layer.reset_parameters()
+    assert layer.W.isfinite().all()

@@ -406,3 +406,11 @@ def test_the_command_puts_the_paper_beside_its_test(world, tmp_path, seeds):
         assert what in said
     for what in ('mixup', 'batch size', 'bf16', 'network', 'kept in'):
         assert what not in said
+
+
+def test_an_older_record_says_what_it_does_not_tell():
+    path = Path(__file__).parents[1] / 'nbs' / 'results' / 'sst_runs.json'
+    for run in list(json.loads(path.read_text(encoding='utf-8'))['runs'].values())[:4]:
+        (told,) = unlike_paper(run)
+        assert told.startswith('not told by its record: ')
+        assert 'Heinsen (2019)' in beside_paper([run])

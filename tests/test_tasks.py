@@ -330,3 +330,13 @@ def test_a_studys_command_names_who_was_asked_for(tmp_path, monkeypatch):
         if 'search' in str(told.value):
             assert "--search 'of a/search.json' " in str(told.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_options_as_they_are_typed():
+    from capsnb.lab.report import command_of
+    from capsnb.lab.tasks import as_typed
+
+    assert as_typed(only=dict.fromkeys(('em', 'a b'))) == " --only em --only 'a b'"
+    assert as_typed(queries_per=3, out=None) == ' --queries-per 3'
+    record = dict(command='capsnb study x --search a.json --out b.json --take runs/c.json')
+    assert command_of(record) == record['command'].replace('a.json', 'nbs/results/a.json')

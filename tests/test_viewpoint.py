@@ -237,6 +237,7 @@ def test_a_verdict_counts_its_comparisons():
         p_value([1.0, 1.0]) == 0 and p_value([0.0, 0.0]) == 1 and p_value([1.0]) != p_value([1.0])
     )
     assert list(holm(dict(a=0.5, b=0.9, c=0.001)).values()) == pytest.approx([1.0, 1.0, 0.003])
+    assert holm(dict(a=float('nan'), b=0.01, c=0.5)) == pytest.approx(dict(b=0.02, c=0.5))
 
 
 @pytest.mark.parametrize(

@@ -248,6 +248,8 @@ def start_maps(
 class _Parameters(nn.Module):
     "W, B, beta_use, beta_ign, and B_brk when the number of outputs is variable."
 
+    start = 'normal'  # of layers that were pickled before it was a setting
+
     def _make(self):
         i, j = self.n_inp or 1, self.n_out or 1
         self.W = nn.Parameter(torch.empty(i, j, self.d_inp, self.d_out))

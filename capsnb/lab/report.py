@@ -40,7 +40,8 @@ def command_of(
     folder: str = 'nbs/results',  # where records are that the command reads by their bare names
 ) -> str:  # to type in the root of the repository
     "A record's own command; records that it reads are looked for in a folder."
-    return re.sub(r' ([^ /]+\.json)(?= |$)', rf' {folder}/\1', record['command'])
+    bare = r'(--(?:search|shootout)) ([^ /]+\.json)(?= |$)'
+    return re.sub(bare, rf'\1 {folder}/\2', record['command'])
 
 # %% ../../nbs/lab/59_report.ipynb #3729fd62
 def interval(

@@ -472,8 +472,12 @@ def unlike_paper(
     m: dict,  # metrics of a run
 ) -> list:  # of str, one a setting
     "The settings of a run that are not those of Heinsen (2019), section 5.2."
-    name, gguf = Path(m['encoder']).name, m.get('gguf_file')
     asked = Sentiment(m['task'], published=True, validate=False).recipe('sstnet')
+    needed = *asked, 'encoder', 'layers', 'dtype', 'network', 'published', 'roots', 'limit'
+    needed += 'treebank', 'samples_per_step'
+    if missing := [k for k in needed if k not in m]:  # an older run
+        return [f"not told by its record: {', '.join(missing)}"]
+    name, gguf = Path(m['encoder']).name, m.get('gguf_file')
     large = m['encoder'] in pinned and m.get('revision') == pinned[m['encoder']]
     told = {
         f"transformer {gguf or name}, not the pinned GPT-2-large": gguf or not large,

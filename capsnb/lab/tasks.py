@@ -590,9 +590,11 @@ def as_typed(
     "Options as they are typed; of a path the part below the working directory, else its name."
     words = []
     for name, given in options.items():
-        for value in given if isinstance(given, (tuple, list)) else (given,):
+        one = given is None or isinstance(given, (str, Path, int, float))
+        for value in (given,) if one else given:
             if isinstance(value, Path):
                 at, here = value.expanduser().absolute(), Path.cwd()
                 value = at.relative_to(here).as_posix() if at.is_relative_to(here) else at.name
-            words += [] if value is None else [f' --{name} {shlex.quote(str(value))}']
+            option = f" --{name.replace('_', '-')}"
+            words += [] if value is None else [f'{option} {shlex.quote(str(value))}']
     return ''.join(words)

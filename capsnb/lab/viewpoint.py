@@ -373,9 +373,10 @@ def p_value(
 
 
 def holm(
-    p: dict,  # comparison -> p-value
-) -> dict:  # the same, each corrected for the number of comparisons
+    p: dict,  # comparison -> p-value; NaN: there was none
+) -> dict:  # the others, each corrected for the number of comparisons
     "Holm's correction (1979)."
+    p = {name: value for name, value in p.items() if not math.isnan(value)}
     out, least = {}, 0.0
     for k, name in enumerate(sorted(p, key=p.get)):
         least = max(least, min(1.0, (len(p) - k) * p[name]))
@@ -420,7 +421,7 @@ def gains(
 def _corrected(
     rows: list,  # of `Gain`, all that are compared
 ) -> dict:  # name -> p-value
-    return holm({g.name: g.p for g in rows if not math.isnan(g.p)})
+    return holm({g.name: g.p for g in rows})
 
 # %% ../../nbs/lab/65_viewpoint.ipynb #0000001e
 def viewpoint_table(
