@@ -131,7 +131,7 @@ def chosen_on(record):
     return {choice for choices in told for choice in choices.items()}
 
 
-def tested(run):
+def opened_the_test(run):
     "Whether a run looked at the test, or at what is watched beside it."
     looked = {'test_accuracy', 'test_log_loss'} & run.keys()
     return bool(looked) or any('watched' in epoch for epoch in run.get('history', []))
@@ -144,7 +144,7 @@ def test_nothing_was_chosen_on_test_data(name):
     if not isinstance(record, dict) or not isinstance(record.get('runs'), dict):
         return
     if name.endswith('_search'):
-        assert record['runs'] and not any(map(tested, record['runs'].values()))
+        assert record['runs'] and not any(map(opened_the_test, record['runs'].values()))
     choices = chosen_on(record) - {('matched', 'familiar')}  # 65_viewpoint says why
     splits = {split for _, split in choices}
     assert splits <= {'validation', None}
@@ -158,5 +158,7 @@ def test_a_choice_on_test_data_would_be_found():
     assert silent | elsewhere <= records.keys()
     assert chosen_on(dict(selects=dict(a=dict(epoch='test')))) == {('epoch', 'test')}
     assert chosen_on(dict(study=dict(select='novel'))) == {('all', 'novel')}
-    assert tested(dict(history=[dict(watched={})])) and tested(dict(test_accuracy=0.5))
-    assert not tested(dict(history=[dict(valid_accuracy=0.5)]))
+    assert opened_the_test(dict(history=[dict(watched={})])) and opened_the_test(
+        dict(test_accuracy=0.5)
+    )
+    assert not opened_the_test(dict(history=[dict(valid_accuracy=0.5)]))
