@@ -151,15 +151,15 @@ def test_graphs_hold_a_convolution(by_products):
 
 
 def test_not_here(by_products):
-    "Transforms of functions, other dtypes, autocast, no data: PyTorch's own way."
+    "Transforms of functions, other dtypes, no data: PyTorch's own way."
     x, w = pair(dtype=torch.float32)
     each = torch.func.vmap(lambda v: conv2d(v[None], w)[0])
     assert_close(each(x), F.conv2d(x, w))
     slope = lambda way: torch.func.grad(lambda v: way(x, v).square().mean())(w)
     assert_close(slope(conv2d), slope(F.conv2d))
-    assert conv2d(x.bfloat16(), w.bfloat16()).dtype == torch.bfloat16
-    with torch.autocast('cpu', torch.bfloat16):
-        assert conv2d(x, w).dtype == torch.bfloat16
+    assert conv2d(x.half(), w.half()).dtype == torch.float16
+    with torch.autocast('cpu', torch.float16):
+        assert conv2d(x, w).dtype == torch.float16
     assert conv2d(x.to('meta'), w.to('meta')).shape == (16, 64, 4, 3)
     assert conv2d(x[:0], w).shape == (0, 64, 4, 3)
     assert conv2d(x[0], w).shape == (64, 4, 3)
@@ -167,6 +167,32 @@ def test_not_here(by_products):
     large = torch.randn(1, 1, 33, 33)
     assert torch.equal(conv2d(large, large[:, :, :9, :9]), F.conv2d(large, large[:, :, :9, :9]))
     assert not by_products
+
+
+def test_half_precision_errs_three_times_pytorchs_at_most(by_products):
+    "Under autocast, values and gradients; the dtypes are those of PyTorch's way."
+    x, w = (t.requires_grad_() for t in pair(4, 64, 64, 12, 12, 5, 5, torch.float32))
+    bias = torch.randn(64, requires_grad=True)
+    ins, g = (x, w, bias), torch.randn(4, 64, 8, 8)
+
+    def found(way):
+        y = way(x, w, bias)
+        return y, *torch.autograd.grad(y, ins, g.to(y.dtype))
+
+    truth = found(F.conv2d)
+    with torch.autocast('cpu', torch.bfloat16):
+        ours, theirs = found(conv2d), found(F.conv2d)
+    assert len(by_products) == 1
+    for name, a, b, t in zip('y x w bias'.split(), ours, theirs, truth):
+        off = [((v - t).norm() / t.norm()).item() for v in (a, b)]
+        assert a.dtype == b.dtype and off[0] < 3 * off[1] < 0.02, (name, off)
+
+
+def test_tensors_of_half_precision(by_products):
+    x, w = pair(4, 64, 64, 12, 12, 5, 5, torch.float32)
+    y, truth = conv2d(x.bfloat16(), w.bfloat16()), F.conv2d(x, w)
+    assert y.dtype == torch.bfloat16 and len(by_products) == 1
+    assert (y - truth).norm() < 0.01 * truth.norm()
 
 
 bad = {

@@ -98,7 +98,7 @@ def _split(x: Tensor, size: list[int], s: int) -> Tensor:  # [p, q, s, s, m, n]
 
 # %% ../../nbs/engine/26_convolution.ipynb #cv000012
 def conv2d_by_products(
-    x: Tensor,  # [b, c, m, n], float32 or float64
+    x: Tensor,  # [b, c, m, n], float32, float64 or bfloat16
     w: Tensor,  # [d, c, k, l], of its dtype
     stride: int = 1,  # step of the kernel
 ) -> Tensor:  # [b, d, (m - k) // stride + 1, (n - l) // stride + 1]
@@ -125,18 +125,27 @@ def share_of_products(
     return products / max(b * c * d * out * w.shape[-1] * w.shape[-2], 1)
 
 
+_dtypes = (torch.float32, torch.float64, torch.bfloat16)
+
+
 def _pays(x: Tensor, w: Tensor, bias: Tensor | None, stride: int) -> bool:
     "Whether products are faster than PyTorch's own way, which also says what is wrong."
     given = [x, w] if bias is None else [x, w, bias]
-    if not _is_plain() or not all(map(may_look, given)) or torch.is_autocast_enabled('cpu'):
+    if not _is_plain() or not all(map(may_look, given)):
         return False
-    exact = x.dtype in (torch.float32, torch.float64) and all(t.dtype == x.dtype for t in given)
-    if not exact or not len(x) or not _fits(x, w, stride):
+    alike = x.dtype in _dtypes and all(t.dtype == x.dtype for t in given)
+    if not alike or not len(x) or not _fits(x, w, stride):
         return False
     if bias is not None and bias.shape != w.shape[:1]:
         return False
     small = math.prod(_sizes(x, w, stride)[2]) <= 1024  # else the matrices take much memory
     return small and share_of_products(x, w, stride) <= 0.5
+
+
+def _as_autocast(*tensors):
+    "In the dtype of autocast, as it takes all that a convolution is given."
+    low, can = torch.get_autocast_dtype('cpu'), (torch.float32, torch.bfloat16, torch.float16)
+    return [t.to(low) if t is not None and t.dtype in can else t for t in tensors]
 
 
 def conv2d(
@@ -146,6 +155,8 @@ def conv2d(
     stride: int = 1,  # step of the kernel
 ) -> Tensor:  # [b, d, (m - k) // stride + 1, (n - l) // stride + 1]
     "`torch.nn.functional.conv2d`, by fewer products where that is faster: on the CPU."
+    if torch.is_autocast_enabled('cpu') and x.device.type == 'cpu':
+        x, w, bias = _as_autocast(x, w, bias)
     if not _pays(x, w, bias, stride):
         return F.conv2d(x, w, bias, stride)
     y = conv2d_by_products(x, w, stride)

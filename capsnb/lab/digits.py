@@ -115,11 +115,12 @@ class Digits(Task):
     limit: int | None = None  # training pictures, of validation at most a third; None: all
     n_test: int | None = None  # test pictures; None: all
     official: bool = True  # whether files must be the real ones
+    validate: bool = True  # False: train on all training pictures, and keep the last epoch
     folder: str | Path | None = None  # of the files; None: CAPSNB_DATA, or a download
 
     keys = ('data', 'arch')
-    noted = dict(limit=(int, None), n_test=(int, None), official=bool)
-    later = ('n_test',)
+    noted = dict(limit=(int, None), n_test=(int, None), official=bool, validate=bool)
+    later = ('n_test', 'validate')
 
     def __post_init__(self):
         if self.data not in sides:
@@ -138,6 +139,12 @@ class Digits(Task):
         recipes = {k: _recipe_at(k, sides[self.data]) for k in nets}
         self.networks = {k: n._replace(recipe=recipes[k]) for k, n in nets.items()}
 
+    @property
+    def roles(self):
+        if self.validate:
+            return Task.roles
+        return dict(train='train+validation', select=None, test='test')
+
     @cached_property
     def _parts(self) -> dict:  # split -> image and label, whole
         if self.data == 'digits':
@@ -148,15 +155,17 @@ class Digits(Task):
 
     def open(
         self,
-        split: str,  # 'train', 'validation' or 'test'
+        split: str,  # 'train', 'validation', both, joined by a '+', or 'test'
     ) -> dict:  # image float32 [n, 1, m, m] in [0, 1] and label int64 [n]
         "The pictures of a split, as many as are wanted."
-        part, side, few = self._parts[split], sides[self.data], self.limit
+        each = [self._parts[name] for name in split.split('+')]
+        part = {k: torch.cat([p[k] for p in each]) for k in ('image', 'label')}
+        side, few = sides[self.data], self.limit
         if part['image'].shape[1:] != (1, side, side):
             got = tuple(part['image'].shape[2:])
             raise ValueError(f"{self.data} has pictures of {side}x{side}, got {got}")
         third = None if few is None else -(-few // 3)
-        n = dict(train=few, validation=third, test=self.n_test)[split]
+        n = {'train+validation': few, 'validation': third, 'test': self.n_test}.get(split, few)
         rows = spread(part['label'], n)
         return {k: v[rows] for k, v in part.items()}
 
