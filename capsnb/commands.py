@@ -51,6 +51,10 @@ Rate = Annotated[
     float | None,
     unset("Learning rate, the highest of its cycle; the recipe's if not given.", '--lr'),
 ]
+Half = Annotated[
+    bool,
+    option('Products in bfloat16 (autocast): faster where the processor has it.', '--bf16'),
+]
 BatchSize = Annotated[
     int | None, unset("Samples of a training step; the recipe's if not given.", min=1)
 ]
@@ -140,6 +144,7 @@ def train_task(
     epochs: int | None,  # None: the recipe's
     lr: float | None,  # at the top of its cycle; None: the recipe's
     batch_size: int | None,  # of a training step; None: the recipe's
+    bf16: bool,  # whether products are taken in bfloat16
     device: str | None,  # None: the best there is
     resume: bool,  # go on where a run stopped
     overwrite: bool,  # replace the run that the folder holds
@@ -165,12 +170,12 @@ def train_task(
             start=start,
             progress=progress,
             how_to_resume=how,
-            **changed(task, net, lr, batch_size),
+            **changed(task, net, lr, batch_size, bf16),
         )
         if not is_first():
             return
         net_ = task.known_net(net)
-        whole = 'all training instances, ' if 'validation' in task.roles['train'] else ''
+        whole = 'all training data, ' if 'validation' in task.roles['train'] else ''
         print(f"{task.name}, {net_}, {told(out, whole)}")
         picture = draw(task, net_, out, device, progress)
         leave('run', out, (picture,) if picture else ())
@@ -184,9 +189,11 @@ def changed(
     net: str | None,  # a name of its networks; None: the first
     lr: float | None,  # at the top of its cycle; None: the recipe's
     batch_size: int | None,  # of a training step; None: the recipe's
+    bf16: bool,  # whether products are taken in bfloat16
 ) -> dict:  # what of the recipe differs
     "A cycle with another top begins and ends where it did, or at that top if it is lower."
     changes = {} if batch_size is None else dict(batch_size=batch_size)
+    changes |= dict(bf16=True) if bf16 else {}
     if lr is None:
         return changes
     low, _ = task.recipe(task.known_net(net))['lr']
@@ -256,6 +263,7 @@ def train_digits(
     epochs: Epochs = None,
     lr: Rate = None,
     batch_size: BatchSize = None,
+    bf16: Half = False,
     seed: Seed = 0,
     limit: Annotated[
         int | None,
@@ -267,6 +275,13 @@ def train_digits(
     out: Out = None,
     data: Data = None,
     any_files: AnyFiles = False,
+    validate: Annotated[
+        bool,
+        option(
+            'Choose the epoch on pictures held back; if not, train on those too and keep the '
+            'last epoch (not cifar10).'
+        ),
+    ] = True,
     start: Start = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
@@ -276,10 +291,11 @@ def train_digits(
 ):
     """Small pictures: digits (scikit-learn's, 8x8), MNIST, Fashion-MNIST, CIFAR-10.
 
-    Keeps the epoch that validates best on training pictures held back, and tests it once.
-    Ctrl-C leaves a checkpoint and says how to go on."""
+    Keeps the epoch that validates best on training pictures held back (with --no-validate the
+    last one), and tests it once. Ctrl-C leaves a checkpoint and says how to go on."""
     name = ctx.info_name
     few = dict(limit=limit, n_test=test_limit, official=not any_files, folder=data)
+    few |= {} if validate else dict(validate=False)
     tasks = room('lab.tasks')
     task = tasks.with_options(tasks.task_named(name), **few)
     if limit and not test_limit and name != 'digits' and is_first():
@@ -290,7 +306,7 @@ def train_digits(
         )
     out = out or Path('runs', name)
     usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
-    usual |= dict(lr=lr, batch_size=batch_size, start=start)
+    usual |= dict(lr=lr, batch_size=batch_size, bf16=bf16, start=start)
     return train_task(ctx, task, net, out, progress=progress, **usual)
 
 
@@ -312,6 +328,7 @@ def train_objects(
     epochs: Epochs = None,
     lr: Rate = None,
     batch_size: BatchSize = None,
+    bf16: Half = False,
     seed: Seed = 0,
     out: Out = None,
     data: Data = None,
@@ -343,7 +360,7 @@ def train_objects(
     task = tasks.with_options(tasks.task_named(ctx.info_name), **options)
     out = out or Path('runs', ctx.info_name)
     usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
-    usual |= dict(lr=lr, batch_size=batch_size, start=start)
+    usual |= dict(lr=lr, batch_size=batch_size, bf16=bf16, start=start)
     return train_task(ctx, task, net, out, progress=progress, **usual)
 
 
@@ -374,6 +391,7 @@ def train_photographs(
     epochs: Epochs = None,
     lr: Rate = None,
     batch_size: BatchSize = None,
+    bf16: Half = False,
     seed: Seed = 0,
     out: Out = None,
     data: Annotated[Path | None, unset('Folder of the photographs; else CAPSNB_DATA.')] = None,
@@ -412,7 +430,7 @@ def train_photographs(
     task = room('lab.photographs').Photographs(**options)
     out = out or Path('runs', ctx.info_name)
     usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
-    usual |= dict(lr=lr, batch_size=batch_size, start=start)
+    usual |= dict(lr=lr, batch_size=batch_size, bf16=bf16, start=start)
     return train_task(ctx, task, net, out, progress=progress, **usual)
 
 
@@ -442,6 +460,7 @@ def train_sst(
     epochs: Epochs = None,
     lr: Rate = None,
     batch_size: BatchSize = None,
+    bf16: Half = False,
     seed: Seed = 0,
     seeds: Annotated[
         int,
@@ -501,8 +520,8 @@ def train_sst(
     options |= dict(cache=False if on_the_fly else cache, cache_dtype=cache_dtype)
     lab = room('lab.sentiment')
     made = lab.Sentiment(task, **options)
-    usual = dict(epochs=epochs, lr=lr, batch_size=batch_size, device=device, progress=progress)
-    usual |= dict(start=start)
+    usual = dict(epochs=epochs, lr=lr, batch_size=batch_size, bf16=bf16, start=start)
+    usual |= dict(device=device, progress=progress)
     if seeds > 1:
         found = train_seeds(ctx, made, net, range(seed, seed + seeds), out, **usual)
     else:
@@ -522,6 +541,7 @@ def train_seeds(
     *,
     lr: float | None,  # as for `train_task`
     batch_size: int | None,  # as for `train_task`
+    bf16: bool,  # as for `train_task`
     **usual,  # of `train`
 ) -> dict | None:  # the record; None in other processes than the first
     "Train with one seed after the other; finished ones are kept."
@@ -529,7 +549,7 @@ def train_seeds(
 
     def work():
         path = room('lab.runs').check_room(out, 2**20) / 'runs.json'
-        row = dict(net=net, how_to_resume=how, **changed(task, net, lr, batch_size))
+        row = dict(net=net, how_to_resume=how, **changed(task, net, lr, batch_size, bf16))
         of_machine = 'seed seeds data cache on_the_fly out resume overwrite device progress as_json'
         asked = {k: v for k, v in ctx.params.items() if k not in of_machine.split()}
         asked = {k: str(v) if isinstance(v, Path) else v for k, v in asked.items()}
@@ -555,6 +575,7 @@ def train_own(
     epochs: Epochs = None,
     lr: Rate = None,
     batch_size: BatchSize = None,
+    bf16: Half = False,
     seed: Seed = 0,
     out: Out = None,
     start: Start = None,
@@ -571,7 +592,7 @@ def train_own(
     task = room('lab.tasks').task_named(ctx.info_name)
     out = out or Path('runs', ctx.info_name.split(':')[1])
     usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
-    usual |= dict(lr=lr, batch_size=batch_size, start=start)
+    usual |= dict(lr=lr, batch_size=batch_size, bf16=bf16, start=start)
     return train_task(ctx, task, net, out, progress=progress, **usual)
 
 
@@ -609,6 +630,7 @@ def train_columns(
     epochs: Epochs = None,
     lr: Rate = None,
     batch_size: BatchSize = None,
+    bf16: Half = False,
     seed: Seed = 0,
     out: Out = None,
     start: Start = None,
@@ -629,7 +651,7 @@ def train_columns(
     task = room('outlook.own').own_task(ctx.info_name, **named, **how)
     name = ctx.info_name.partition(':')[2].partition('@')[0].rstrip('/').rsplit('/', 1)[-1]
     usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
-    usual |= dict(lr=lr, batch_size=batch_size, start=start)
+    usual |= dict(lr=lr, batch_size=batch_size, bf16=bf16, start=start)
     out = out or Path('runs', Path(name).stem)
     return train_task(ctx, task, net, out, progress=progress, **usual)
 

@@ -423,6 +423,17 @@ def test_train_digits_and_eval(tmp_path):
     assert other.exit_code == 1 and 'settings differ (seed: 4 then, 5 now' in other.output
 
 
+def test_train_in_half_precision_on_all_pictures(tmp_path):
+    few = ('train', 'digits', '--limit', 60, '--epochs', 1, '--device', 'cpu', '--no-progress')
+    few = (*few, '--net', 'cnn', '--out', tmp_path / 'run', '--no-validate')
+    r = capsnb(*few, '--bf16')
+    assert r.exit_code == 0 and 'all training data, epoch 1' in r.output, r.output
+    m = json.loads((tmp_path / 'run' / 'metrics.json').read_text())
+    assert (m['bf16'], m['validate'], m['valid_accuracy']) == (True, False, None)
+    other = capsnb(*few, '--resume')
+    assert other.exit_code == 1 and 'bf16: True then' in other.output, other.output
+
+
 @pytest.mark.parametrize('program', ['/bin/capsnb', '/lib/capsnb/__main__.py'])
 def test_a_run_notes_the_command_whoever_started_it(program, monkeypatch):
     monkeypatch.setattr(sys, 'argv', [program, 'train', 'digits', '--out', 'a b'])

@@ -166,7 +166,8 @@ def test_only_training_pictures_are_shifted():
 def test_a_run_with_every_note(tmp_path):
     few = dict(n_types=4, channels=8)
     m = trained(tmp_path, 'capsnet', few, n_test=100, seed=3)
-    note = dict(data='digits', arch='capsnet', limit=60, n_test=100, official=True, options=few)
+    note = dict(data='digits', arch='capsnet', limit=60, n_test=100, official=True, validate=True)
+    note['options'] = few
     assert json.loads((tmp_path / 'task.json').read_text()) == note
     net, task, read = load_run(tmp_path, 'cpu')
     assert read == note and (task.limit, task.n_test) == (60, 100)
@@ -177,6 +178,21 @@ def test_a_run_with_every_note(tmp_path):
     said = "split must be 'train', 'validation' or 'test', got 'all'"
     with pytest.raises(ValueError, match=said):
         evaluate(tmp_path, 'all')
+
+
+def test_without_validation_all_pictures_are_trained_on(tmp_path, folder):
+    options = dict(folder=folder, official=False)
+    both, task = opened('mnist', **options), Digits('mnist', validate=False, **options)
+    whole = task.open('train+validation')
+    for k, v in whole.items():
+        assert v.equal(torch.cat([both[s][k] for s in ('train', 'validation')]))
+    few = Digits('mnist', 30, validate=False, **options).open('train+validation')
+    assert few['image'].equal(whole['image'][spread(whole['label'], 30)])
+    few, kw = Digits(limit=60, n_test=100, validate=False), dict(device='cpu', progress=False)
+    m = train(few, 'cnn', tmp_path, epochs=2, **kw)
+    assert m['valid_accuracy'] is None and m['best_epoch'] == m['epochs'] == 2
+    with pytest.raises(ValueError, match="split must be 'train\\+validation' or 'test'"):
+        evaluate(tmp_path, 'validation')
 
 
 class Three(torch.nn.Module):
