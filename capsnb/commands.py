@@ -1382,7 +1382,7 @@ def study_poses(
     Trains one network after another; a study that was stopped goes on with the same command."""
     poses = room('lab.poses')
     if weights is not None:
-        drawn = poses.published_figures(weights, data, out)
+        drawn = poses.published_figures(weights, data, out, progress)
         print('look at ' + ', '.join(map(str, drawn)))
         return dict(pictures=list(map(str, drawn)))
     how = dict(scale=scale, runs=out / 'runs', take=take, device=device, progress=progress)

@@ -645,11 +645,12 @@ def test_runs_that_were_taken_are_drawn_too(tmp_path, monkeypatch):
     not (weights.is_file() and os.environ.get('CAPSNB_SLOW_TESTS')),
     reason='40 s: CAPSNB_SLOW_TESTS=1, and the published weights in CAPSNB_DATA/heinsen2019',
 )
-def test_figures_of_the_published_weights(tmp_path):
+def test_figures_of_the_published_weights(tmp_path, capfd):
     from capsnb.lab.poses import published_figures
 
-    drawn = published_figures(weights, 'toys', tmp_path)
+    drawn = published_figures(weights, 'toys', tmp_path, progress=False)
     assert len(drawn) == 5 and all(p.stat().st_size > 5000 for p in drawn)
+    assert 'drawing' not in capfd.readouterr().err
 
 
 def test_published_weights_read_two_worlds(tmp_path):

@@ -713,9 +713,11 @@ def published_figures(
     weights: str | Path,  # the state dict of Heinsen (2019) for smallNORB
     data: str,  # 'smallnorb', whose objects it knows, or 'toys', which it has never seen
     out: str | Path,  # folder
+    progress: bool = True,  # whether to draw bars
 ) -> list:  # paths
     "The paper's figures with its author's weights; `ValueError` for other data."
     if data not in ('smallnorb', 'toys'):
         raise ValueError(f"the published weights read 'smallnorb' or 'toys', got {data!r}")
-    net = SmallNORBNet.from_published(weights)
-    return pose_figures(net, task_named(data), Path(out) / f'figures_published_{data}')
+    net, task = SmallNORBNet.from_published(weights), task_named(data)
+    task.progress = progress
+    return pose_figures(net, task, Path(out) / f'figures_published_{data}')
