@@ -4,6 +4,7 @@ import json
 import shlex
 import shutil
 import warnings
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
@@ -20,7 +21,8 @@ from capsnb.lab.sentiment import Sentiment
 from capsnb.lab.tasks import begin_with, load_run, train
 from capsnb.lab.text import SSTNet
 from capsnb.lab.vision import n_params
-from capsnb.outlook.faithful import by_gradient, credit_study, margin, units_of
+from capsnb.outlook.faithful import by_gradient, credit_study, margin, mean_curves
+from capsnb.outlook.faithful import plot_curves, shares, units_of
 from capsnb.outlook.heads import head_rows, head_study, plot_by_weights, weights_below
 
 quiet = dict(device='cpu', progress=False)
@@ -196,6 +198,23 @@ def test_credit_of_both_is_judged(place, tmp_path, net):
     found = record['runs'][net]
     for kind in ('token', 'layer'):
         assert all(len(v) == 3 for v in found[kind].values())
+        assert set(found['curves'][kind]) == set(found[kind])
+    drawn = {line.get_label(): line for line in plot_curves(record).axes[1].lines}
+    for name, (down, up) in found['curves']['token'].items():
+        assert len(down) == len(up) == 21 and down[0] == up[-1]  # the whole text
+        assert_close(drawn[name].get_ydata(), 100 * np.array(up))
+    del found['curves']
+    with pytest.raises(ValueError, match='no run of the record has curves'):
+        plot_curves(record)
+
+
+def test_curves_of_texts_of_different_lengths():
+    "two units stand at 0 and 1/2 when they go, at 1/2 and 1 when they come"
+    short, long = torch.tensor([0.9, 0.1]), torch.tensor([0.8, 0.4, 0.2, 0.0])
+    down, up = mean_curves([(short, short), (long, long)])
+    at = shares.index
+    assert (down[at(0)], down[at(0.5)], down[-1]) == (0.85, 0.15, 0.05)
+    assert (up[0], up[at(0.5)], up[-1]) == (0.85, 0.65, 0.05)
 
 
 def test_gradients_of_normed_states(place):

@@ -7,9 +7,10 @@ from __future__ import annotations
 import statistics
 from functools import partial
 from pathlib import Path
+import numpy as np
 import torch
 from torch import Tensor
-from ..core import need, run_record
+from ..core import need, palette, plot_style, run_record
 from ..data.files import read_json, write_json
 from ..lab.report import interval
 from ..lab.routing_net import VectorText
@@ -18,8 +19,9 @@ from ..lab.text import SSTNet, credit
 from ..lab.train import dice
 
 # %% auto #0
-__all__ = ['kinds', 'methods', 'units_of', 'scores_of_some', 'margin', 'by_credit', 'by_absence', 'by_gradient', 'by_chance',
-           'curves', 'judge', 'texts_of', 'credit_study', 'credit_table']
+__all__ = ['kinds', 'methods', 'shares', 'units_of', 'scores_of_some', 'margin', 'by_credit', 'by_absence', 'by_gradient',
+           'by_chance', 'curves', 'judge', 'areas', 'mean_curves', 'texts_of', 'credit_study', 'credit_table',
+           'plot_curves']
 
 # %% ../../nbs/outlook/92_faithful.ipynb #00000005
 kinds = 'token', 'layer'
@@ -130,7 +132,7 @@ def judge(
     texts,  # iterable of mask [1, n] and hidden states [1, n, l, m]
     kind: str = 'token',  # what is a unit
     asked: tuple = tuple(methods),  # names of `methods`
-) -> dict:  # method -> list of (deletion, insertion), one a text of two units or more
+) -> dict:  # method -> list of `curves`, one pair a text of two units or more
     "How faithful each method is to the class that the network names."
     found = {name: [] for name in asked}
     for mask, embs in texts:
@@ -142,8 +144,29 @@ def judge(
         for name in asked:
             worth = methods[name](net, mask, embs, label, units)
             order = worth.argsort(descending=True, stable=True)
-            found[name].append([c.mean().item() for c in curves(net, x, units, order, label)])
+            found[name].append(curves(net, x, units, order, label))
     return found
+
+
+def areas(
+    pairs: list,  # of `curves`
+) -> list:  # of (deletion, insertion): mean probabilities
+    "A number for each curve."
+    return [[round(c.mean().item(), 4) for c in pair] for pair in pairs]
+
+
+shares = tuple(k / 20 for k in range(21))  # of a text's units
+
+
+def mean_curves(
+    pairs: list,  # of `curves`
+) -> list:  # deletion and insertion: a probability for each of `shares`, mean over texts
+    "Curves of texts of different lengths, one above the other."
+    both = []
+    for at in (0, 1):  # after how many units the first point stands
+        each = [np.interp(shares, (np.arange(len(p[at])) + at) / len(p[at]), p[at]) for p in pairs]
+        both.append([round(float(v), 4) for v in np.mean(each, 0)])
+    return both
 
 # %% ../../nbs/outlook/92_faithful.ipynb #00000010
 def texts_of(
@@ -181,11 +204,13 @@ def credit_study(
                 f"got {type(network).__name__}"
             )
         texts = list(texts_of(task.decks(splits=('test',))['test'], limit))
-        found = {kind: judge(network, texts, kind) for kind in kinds}
-        for rows in (rows for of in found.values() for rows in of.values()):
-            rows[:] = [[round(v, 4) for v in row] for row in rows]
         about = {k: note.get(k) for k in ('task', 'fingerprint')}
-        record['runs'][run.name] = dict(about, texts=len(texts), **found)
+        row = dict(about, texts=len(texts), curves={})
+        for kind in kinds:
+            found = judge(network, texts, kind)
+            row[kind] = {name: areas(pairs) for name, pairs in found.items()}
+            row['curves'][kind] = {name: mean_curves(pairs) for name, pairs in found.items()}
+        record['runs'][run.name] = row
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, record | dict(command=command))
     return record
@@ -223,3 +248,25 @@ def _by_text(
         for runs in of_task.values()
         for same in zip(*runs, strict=True)
     ]
+
+# %% ../../nbs/outlook/92_faithful.ipynb #92000041
+def plot_curves(
+    record: dict,  # of `credit_study`
+    kind: str = 'token',  # or 'layer'
+):  # matplotlib figure
+    "Probability of the class as units go and come, mean over texts and runs; a line a method."
+    runs = [run['curves'][kind] for run in record['runs'].values() if 'curves' in run]
+    if not runs:
+        raise ValueError("no run of the record has curves: it is older than they are")
+    plt = plot_style()
+    size = dict(figsize=(7.5, 2.9), sharey=True, layout='constrained')
+    fig, axs = plt.subplots(1, 2, **size)
+    for at, (ax, word) in enumerate(zip(axs, ('gone', 'there'))):
+        for k, name in enumerate(methods):
+            y = np.mean([run[name][at] for run in runs], 0)
+            ls = ':' if name == 'random' else '-'
+            ax.plot(100 * np.array(shares), 100 * y, ls, color=palette[k], label=name)
+        ax.set_xlabel(f'{kind}s {word}, %')
+    axs[0].set(ylabel="probability of the class, %")
+    fig.legend(*axs[0].get_legend_handles_labels(), loc='outside right center')
+    return fig
