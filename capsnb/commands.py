@@ -1449,8 +1449,8 @@ def study_heads(
     only: Annotated[
         list[str] | None,
         unset(
-            "'dstep', 'em', 'attention', 'vectors' or 'large attention'; may be repeated. All if "
-            'not given.'
+            "'dstep', 'em', 'attention', 'vectors' or 'large attention'; may be repeated; or "
+            "'probes': no head. All if not given."
         ),
     ] = None,
     seeds: Annotated[int, option('Final runs of each head.', min=1)] = 3,
@@ -1488,12 +1488,13 @@ def study_heads(
     if not is_first():
         return
     record = out / f'heads_{task}.json'
-    table = room('lab.shootout').standings(record)
+    heads = only != ['probes']
+    table = room('lab.shootout').standings(record) + '\n' if heads else ''
     probes = record.with_name(f'{record.stem}_probes.json')
     best = room('data.files').read_json(probes, probes=list)['probes'][0]
     told = f"linear probe of hidden state {best['layer']}, the best on validation"
-    print(table := f"{table}\n{told}: test {best['test_accuracy']:.1%}")
-    return leave_study(record, table)
+    print(table := f"{table}{told}: test {best['test_accuracy']:.1%}")
+    return leave_study(record if heads else probes, table)
 
 
 def study_tuned(

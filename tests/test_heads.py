@@ -191,6 +191,20 @@ def test_records_repeat_what_they_were_asked(place, tmp_path):
     assert known(told) and not known(told + ' --nothing 1')
 
 
+def test_probes_alone(place, tmp_path):
+    "no head is trained; the record's command asks for no more, and there is a page"
+    line = f'study heads --encoder {place}/model0 --folder {place}/trees --any-treebank'
+    line += f' --cache {place}/cache --device cpu --out {tmp_path}'
+    r = CliRunner().invoke(make_app(), [*line.split(), '--only', 'probes'])
+    assert r.exit_code == 0 and 'linear probe of hidden state' in r.output, r.output
+    left = sorted(p.name for p in tmp_path.iterdir())
+    assert left == ['heads_sst5_probes.html', 'heads_sst5_probes.json']
+    record = json.loads((tmp_path / 'heads_sst5_probes.json').read_text())
+    assert '--only probes' in record['command'] and len(record['probes']) == 6
+    r = CliRunner().invoke(make_app(), [*line.split(), '--only', 'probes', '--only', 'dstep'])
+    assert r.exit_code == 1 and "got ['probes']" in r.stderr
+
+
 @pytest.mark.parametrize('net', ['vectors', 'sstnet'])
 def test_credit_of_both_is_judged(place, tmp_path, net):
     here = dict(cache=place / 'cache', folder=place / 'trees')

@@ -55,7 +55,7 @@ def head_rows(
 def head_study(
     task: Sentiment,  # trained on
     out: str | Path = 'runs/heads',  # folder of the records
-    only: tuple | None = None,  # of `heads`; None: all
+    only: tuple | None = None,  # of `heads`, or 'probes' alone; None: all
     seeds: tuple = (0, 1, 2),  # of the final runs
     *,
     epochs: int = 4,  # of the final runs
@@ -67,9 +67,10 @@ def head_study(
     "Search each head's rate, then train with fresh seeds, then probe; what was done is kept."
     out, runs, encoder = Path(out).expanduser(), Path(runs).expanduser(), task.reader()
     recipe = dict(epochs=epochs, batch_size=20, mixup=0.2)
+    asked = {} if only == ('probes',) else head_rows(task, only)
     rows = {
         who: {f'{who} {lr:g}': dict(recipe, **row, lr=(1e-5, lr)) for lr in rates}
-        for who, row in head_rows(task, only).items()
+        for who, row in asked.items()
     }
     if start is not None:
         if 'vectors' not in rows:
@@ -90,7 +91,8 @@ def head_study(
     told += as_typed(only=only)
     told += '' if task.official else ' --any-treebank'
     path, how = out / f'heads_{task.task}.json', dict(command=told, settings=settings, **kw)
-    found = race(Ground(task, {}, {}, recipe), rows, path, seeds, runs / task.task, **how)
+    ground = Ground(task, {}, {}, recipe)
+    found = race(ground, rows, path, seeds, runs / task.task, **how) if rows else {}
     if start is not None and 'vectors' in found:
         row = dict(recipe, net='vectors', lr=tuple(found['vectors'][0]['lr']))
         found |= _started(task, row, path, begins, runs / task.task, how)
