@@ -54,6 +54,8 @@ def ablation_rows(
     if preset == 'normalised':
         own, others = _trained, []
     rows = [Row(k, base | o | own.get(k, {}), e) for k, (o, e) in _table_1.items()]
+    if preset == 'normalised':  # beside mixing proportions, which have no norm
+        rows.append(Row('3 iterations, no norm', base | dict(norm='none'), None))
     return rows + [Row(f'preset {p}', base | dict(preset=p, eps=None), None) for p in others]
 
 # %% ../../nbs/lab/55_ablation.ipynb #5a550002
