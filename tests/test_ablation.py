@@ -47,10 +47,19 @@ def test_on_digits(tmp_path, line, only):
     assert again.exit_code == 1 and 'holds another study' in again.stderr
 
 
-@pytest.mark.parametrize('more, what', [('--size 48', 'size'), ('--no-validate', 'validate')])
-def test_what_digits_have_not(tmp_path, more, what):
-    said = capsnb(tmp_path, f'--data digits {more}', ['3 iterations'])
-    assert said.exit_code == 1 and f"no option '{what}'" in said.stderr
+def test_what_digits_have_not(tmp_path):
+    said = capsnb(tmp_path, '--data digits --size 48', ['3 iterations'])
+    assert said.exit_code == 1 and "no option 'size'" in said.stderr
+
+
+def test_digits_without_validation(tmp_path):
+    line = '--data digits --pairs 60 --no-validate --rows ingredients'
+    assert capsnb(tmp_path, line, ['a CNN as large']).exit_code == 0
+    record = json.loads((tmp_path / 'a.json').read_text())
+    assert record['runs']['a CNN as large seed 0']['valid_accuracy'] is None
+    assert '--no-validate' in record['command'] and record['selects']['a CNN as large'] == {
+        'epoch': None
+    }
 
 
 @pytest.mark.parametrize('data', ['digits', 'mnist'])
