@@ -217,9 +217,11 @@ def test_credit_of_both_is_judged(place, tmp_path, net):
     for name, (down, up) in found['curves']['token'].items():
         assert len(down) == len(up) == 21 and down[0] == up[-1]  # the whole text
         assert_close(drawn[name].get_ydata(), 100 * np.array(up))
-    del found['curves']
-    with pytest.raises(ValueError, match='no run of the record has curves'):
-        plot_curves(record)
+    del found['curves']['layer']  # no text had two
+    for kind in ('layer', 'token'):
+        with pytest.raises(ValueError, match=f'no run of the record has curves by {kind}'):
+            plot_curves(record, kind)
+        found.pop('curves', None)  # an older record
 
 
 def test_curves_of_texts_of_different_lengths():

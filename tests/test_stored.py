@@ -158,7 +158,6 @@ def test_a_choice_on_test_data_would_be_found():
     assert silent | elsewhere <= records.keys()
     assert chosen_on(dict(selects=dict(a=dict(epoch='test')))) == {('epoch', 'test')}
     assert chosen_on(dict(study=dict(select='novel'))) == {('all', 'novel')}
-    assert opened_the_test(dict(history=[dict(watched={})])) and opened_the_test(
-        dict(test_accuracy=0.5)
-    )
+    assert opened_the_test(dict(history=[dict(watched={})]))
+    assert opened_the_test(dict(test_accuracy=0.5))
     assert not opened_the_test(dict(history=[dict(valid_accuracy=0.5)]))

@@ -158,15 +158,16 @@ class Digits(Task):
         split: str,  # 'train', 'validation', both, joined by a '+', or 'test'
     ) -> dict:  # image float32 [n, 1, m, m] in [0, 1] and label int64 [n]
         "The pictures of a split, as many as are wanted."
-        each = [self._parts[name] for name in split.split('+')]
-        part = {k: torch.cat([p[k] for p in each]) for k in ('image', 'label')}
+        part, *more = (self._parts[name] for name in split.split('+'))
+        if more:
+            part = {k: torch.cat([v, *(other[k] for other in more)]) for k, v in part.items()}
         side, few = sides[self.data], self.limit
         if part['image'].shape[1:] != (1, side, side):
             got = tuple(part['image'].shape[2:])
             raise ValueError(f"{self.data} has pictures of {side}x{side}, got {got}")
         third = None if few is None else -(-few // 3)
-        n = {'train+validation': few, 'validation': third, 'test': self.n_test}.get(split, few)
-        rows = spread(part['label'], n)
+        n = dict(train=few, validation=third, test=self.n_test) | {'train+validation': few}
+        rows = spread(part['label'], n[split])
         return {k: v[rows] for k, v in part.items()}
 
     def deck(self, net, split, seed=None, shift=0):

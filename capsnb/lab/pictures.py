@@ -20,7 +20,8 @@ __all__ = ['cifar10', 'Pictures']
 # %% ../../nbs/lab/62_pictures.ipynb #00000005
 _stem = dict(channels=(64, 64, 128, 128), strides=(1, 2, 1, 2))
 _trunk = dict(in_channels=3, **_stem)
-_on_trunk = dict(stem=_stem, B=32, E=10, in_channels=3, size=32)
+_on_trunk = dict(stem=_stem, depth=0, B=32, E=10, in_channels=3, size=32)
+_on_trunk |= dict(n_iters=2, preset='normalised')
 _capsules = dict(zip('ABCDE', (256, 32, 32, 32, 10)))
 _usual = dict(epochs=20, momentum='notebook', mixup=0.0, shift=4)  # but for the rate
 
@@ -51,11 +52,7 @@ class Pictures(Task):
             _capsules | dict(in_channels=3, n_iters=2, preset='paper', loss='crossent'),
             _usual | dict(lr=(1e-5, 5e-2)),
         ),
-        'matrix-caps-norb': Net(
-            MatrixCapsNet,
-            _on_trunk | dict(n_iters=2, depth=0, preset='normalised'),
-            _usual | dict(lr=(1e-5, 1e-2)),
-        ),
+        'matrix-caps-norb': Net(MatrixCapsNet, _on_trunk, _usual | dict(lr=(1e-5, 1e-2))),
         'cnn': Net(PlainCNN, _trunk, _usual | dict(lr=(1e-5, 1e-2)), _as_large_as_dstep),
         'baseline': Net(
             BaselineCNN,

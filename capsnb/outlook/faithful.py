@@ -151,7 +151,7 @@ def judge(
 def areas(
     pairs: list,  # of `curves`
 ) -> list:  # of (deletion, insertion): mean probabilities
-    "A number for each curve."
+    "A number for each curve, to four decimals."
     return [[round(c.mean().item(), 4) for c in pair] for pair in pairs]
 
 
@@ -159,12 +159,15 @@ shares = tuple(k / 20 for k in range(21))  # of a text's units
 
 
 def mean_curves(
-    pairs: list,  # of `curves`
+    pairs: list,  # of `curves`, one or more
 ) -> list:  # deletion and insertion: a probability for each of `shares`, mean over texts
     "Curves of texts of different lengths, one above the other."
     both = []
     for at in (0, 1):  # after how many units the first point stands
-        each = [np.interp(shares, (np.arange(len(p[at])) + at) / len(p[at]), p[at]) for p in pairs]
+        each = [
+            np.interp(shares, (np.arange(len(c)) + at) / len(c), c)
+            for c in (pair[at].tolist() for pair in pairs)
+        ]
         both.append([round(float(v), 4) for v in np.mean(each, 0)])
     return both
 
@@ -209,7 +212,7 @@ def credit_study(
         for kind in kinds:
             found = judge(network, texts, kind)
             row[kind] = {name: areas(pairs) for name, pairs in found.items()}
-            row['curves'][kind] = {name: mean_curves(pairs) for name, pairs in found.items()}
+            row['curves'][kind] = {k: mean_curves(v) for k, v in found.items() if v}
         record['runs'][run.name] = row
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, record | dict(command=command))
@@ -255,9 +258,13 @@ def plot_curves(
     kind: str = 'token',  # or 'layer'
 ):  # matplotlib figure
     "Probability of the class as units go and come, mean over texts and runs; a line a method."
-    runs = [run['curves'][kind] for run in record['runs'].values() if 'curves' in run]
+    runs = [run.get('curves', {}).get(kind) for run in record['runs'].values()]
+    runs = [run for run in runs if run]
     if not runs:
-        raise ValueError("no run of the record has curves: it is older than they are")
+        raise ValueError(
+            f"no run of the record has curves by {kind}: it is older than they are, or no text "
+            f"has two {kind}s"
+        )
     plt = plot_style()
     size = dict(figsize=(7.5, 2.9), sharey=True, layout='constrained')
     fig, axs = plt.subplots(1, 2, **size)
