@@ -36,7 +36,7 @@ def test_sizes_of_the_paper():
         n_params(MatrixCapsNet(32, 32, 32, 32, preset='paper')) == 316_650
         and n_params(MatrixCapsNet(64, 8, 16, 16, preset='paper')) == 68_618
     )
-    assert n_params(Toys().make('matrix-caps')) == 68_618
+    assert n_params(Toys().make('matrix-caps', preset='paper')) == 68_618
 
 
 @each_preset

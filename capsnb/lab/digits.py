@@ -51,7 +51,7 @@ _top_lr = {  # at 8×8, at 28×28
     'capsnet': (1e-2, 2e-3),
     'efficient': (None, 2e-3),
     'dstep': (1e-2, 1e-2),
-    'matrix-caps': (5e-2, 5e-2),
+    'matrix-caps': (1e-1, 3e-2),
     'matrix-caps-norb': (1e-2, 1e-2),
     'cnn': (1e-2, 2e-2),
     'baseline': (2e-3, 4e-3),
@@ -76,10 +76,8 @@ def _networks_at(
     small = side == 8
     trunk = dict(channels=(32, 32, 64, 64), strides=(1, 2, 1, 1) if small else (2, 1, 2, 1))
     capsules = dict(zip('ABCD', (32, 8, 8, 8) if small else (64, 8, 16, 16)))
-    capsules |= dict(E=10, in_channels=1, size=max(20, side), n_iters=2)
-    capsules |= dict(preset='paper', loss='crossent')
-    on_trunk = dict(stem=trunk, B=16, E=10, in_channels=1, size=side, n_iters=2)
-    on_trunk |= dict(depth=0, preset='normalised')
+    capsules |= dict(E=10, in_channels=1, size=max(20, side))
+    on_trunk = dict(stem=trunk, depth=0, B=16, E=10, in_channels=1, size=side)
     shape = dict(image_shape=(1, side, side), **(_few_pixels if small else {}))
     return {
         'capsnet': Net(CapsNet, shape),

@@ -52,6 +52,7 @@ class Preset(NamedTuple):
     norm: str = 'none'  # of poses and logits, see `CapsNorm`
     start: str = 'normal'  # of the matrices of networks with convolutional capsules
     loss: str = 'spread'  # a name of `losses`
+    n_iters: int = 3  # of all routings
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #2d3b263e
 presets = dict(
@@ -77,6 +78,7 @@ presets = dict(
         norm='batch',
         start='identity',
         loss='logits',
+        n_iters=2,
     ),
 )
 
@@ -244,7 +246,7 @@ class MatrixCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules'
         E: int = 5,  # classes
         K: int = 3,  # side of a field
         P: int = 4,  # side of a pose
-        n_iters: int = 3,  # iterations of all routings
+        n_iters: int | None = None,  # iterations of all routings; None: the preset's
         in_channels: int = 2,  # 2: a stereo pair
         preset: str = 'normalised',  # or 'paper', 'gritzman', 'google': see the table above
         pose: str = 'matrix',  # or 'vector': P² elements in one row
@@ -264,6 +266,7 @@ class MatrixCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules'
     ):
         super().__init__()
         p = presets.get(preset, Preset())
+        n_iters = p.n_iters if n_iters is None else n_iters
         self.loss, self.margin, self.schedule = loss or p.loss, 0.2, p.margin
         self.norm, self.lam = norm or p.norm, lam or p.schedule
         self.needs_logits = self.norm != 'none' or self.lam == 'learned'

@@ -266,9 +266,7 @@ class Objects(Task):
         one = dict(in_channels=self.channels)
         both = dict(n_classes=n, **one)
         capsules = dict(zip('ABCD', (64, 8, 16, 16))) | dict(E=n, size=_caps_sizes(self.size)[1])
-        capsules |= dict(preset='gritzman', eps='auto', loss='crossent')
-        on_trunk = dict(A=64, B=64, E=n, size=self.size, n_iters=2)
-        on_trunk |= dict(stem='norb', depth=0, preset='normalised')
+        on_trunk = dict(stem='norb', depth=0, A=64, B=64, E=n, size=self.size)
         patch, slim = _caps_sizes(self.size)[1], {} if self.published else _slim
         shape = dict(n_classes=n, image_shape=(self.channels, patch, patch), decoder=None)
         baseline = partial(_baseline, size=self.size, published=self.published)
@@ -294,7 +292,7 @@ class Objects(Task):
             raise ValueError(
                 f"there is no published recipe for {net}; its paper's set-up is the preset "
                 "'paper': capsnb ablate --only '3 iterations', or "
-                "options=dict(preset='paper', eps=None, loss='spread')"
+                "options=dict(preset='paper')"
             )
         lr = (1e-5, (_published_lr if self.published else _top_lr)[net])
         if self.on_crops(net):

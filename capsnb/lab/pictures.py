@@ -21,8 +21,7 @@ __all__ = ['cifar10', 'Pictures']
 _stem = dict(channels=(64, 64, 128, 128), strides=(1, 2, 1, 2))
 _trunk = dict(in_channels=3, **_stem)
 _on_trunk = dict(stem=_stem, depth=0, B=32, E=10, in_channels=3, size=32)
-_on_trunk |= dict(n_iters=2, preset='normalised')
-_capsules = dict(zip('ABCDE', (256, 32, 32, 32, 10)))
+_capsules = dict(zip('ABCDE', (256, 32, 32, 32, 10)), in_channels=3)
 _usual = dict(epochs=20, momentum='notebook', mixup=0.0, shift=4)  # but for the rate
 
 
@@ -47,11 +46,7 @@ class Pictures(Task):
     networks = {
         'capsnet': Net(CapsNet, dict(image_shape=(3, 32, 32)), _usual | dict(lr=(1e-5, 2e-3))),
         'dstep': Net(DStepNet, _trunk, _usual | dict(lr=(1e-5, 1e-2))),
-        'matrix-caps': Net(
-            MatrixCapsNet,
-            _capsules | dict(in_channels=3, n_iters=2, preset='paper', loss='crossent'),
-            _usual | dict(lr=(1e-5, 5e-2)),
-        ),
+        'matrix-caps': Net(MatrixCapsNet, _capsules, _usual | dict(lr=(1e-5, 3e-2))),
         'matrix-caps-norb': Net(MatrixCapsNet, _on_trunk, _usual | dict(lr=(1e-5, 1e-2))),
         'cnn': Net(PlainCNN, _trunk, _usual | dict(lr=(1e-5, 1e-2)), _as_large_as_dstep),
         'baseline': Net(

@@ -195,7 +195,7 @@ def watch_training(
     return metrics | dict(watched=eyes[-1].seen) | seen
 
 # %% ../../nbs/lab/69_plateau.ipynb #00000013
-_trains = dict(preset='normalised', loss='logits', start='normal')
+_trains = dict(preset='normalised', loss='logits', start='normal', n_iters=3)
 suspects = {  # what they change of the paper's network
     '3 iterations': {},
     '2 iterations': dict(options=dict(n_iters=2)),
@@ -209,7 +209,7 @@ suspects = {  # what they change of the paper's network
     '3 iterations, normalised': dict(options=_trains),
     '3 iterations, normalised, identity': dict(options=_trains | dict(start='identity')),
     '3 iterations, wide floor': dict(options=dict(eps='2000%')),
-    '5 iterations, normalised': dict(options=dict(n_iters=5, **_trains)),
+    '5 iterations, normalised': dict(options=_trains | dict(n_iters=5)),
     '3 iterations, λ of 0.01': dict(options=dict(lam='none')),
     '3 iterations, loss of logits': dict(options=dict(loss='logits')),
 }
