@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.testing import assert_close
-from capsnb.zoo.routers import SharedVotes, all_routings
+from capsnb.zoo.routers import SharedVotes, all_routings, routing_layer
 
 squared = ['bayes', 'em', 'kmeans-hard', 'student', 'vmf']
 linear = sorted(k for k, kind in all_routings().items() if getattr(kind, 'linear', False))
@@ -21,20 +21,23 @@ def layer_of(name, **kw):
 
 
 @pytest.mark.parametrize('n_inp', [None, 7])
+@pytest.mark.parametrize('bias', [True, False])
 @pytest.mark.parametrize('name', sorted(all_routings()))
-def test_parameters_begin_anew(name, n_inp):
+def test_parameters_begin_anew(name, bias, n_inp):
     "What transformers leaves as it lay in memory, and what was made on 'meta'."
-    make = lambda: all_routings()[name](4, 3, 2, n_inp, 5)
+    bias = bias or name == 'vectors'  # whose maps are others
+    make = lambda: all_routings()[name](4, 3, 2, n_inp, 5, bias=bias)
     torch.manual_seed(3)
     want = make().state_dict()
     with torch.device('meta'):
         layer = make()
     layer = layer.to_empty(device='cpu')
-    for v in layer.state_dict().values():
+    for v in (*layer.state_dict().values(), *layer.buffers()):
         v.fill_(9)
     torch.manual_seed(3)
     layer.reset_parameters()
     assert want and layer.state_dict().keys() == want.keys()
+    assert bias or not layer.B.any()
     for k, v in layer.state_dict().items():
         assert_close(v, want[k].to(v))
 
@@ -100,3 +103,34 @@ def test_memory_does_not_hold_votes(name):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         out = layer(a, mu)
     assert out.a.requires_grad and max(kept.values()) <= votes / (1 if name in squared else 8)
+
+
+@pytest.mark.parametrize('n_inp', [None, 6])
+@pytest.mark.parametrize('name', sorted(set(all_routings()) - {'vectors'}))
+def test_without_a_bias_votes_are_maps_alone(name, n_inp):
+    one, none = (routing_layer(name, 2, 3, 3, n_inp, 5, bias=b).double() for b in (True, False))
+    weights = one.state_dict()
+    assert weights.pop('B').abs().max() == 0
+    none.load_state_dict(weights)
+    assert 'B' not in none.state_dict() and 'B' not in dict(none.named_parameters())
+    given = torch.randn(2, 6).double(), torch.randn(2, 6, 2, 3).double()
+    outs = [layer(*given, return_R=True) for layer in (one, none)]
+    for x, y in zip(*outs):
+        assert (x is None and y is None) or torch.equal(x, y)
+    for out in outs:
+        out.mu.square().sum().backward()
+    assert_close(one.W.grad, none.W.grad)
+    assert none.B.grad is None and one.B.grad.abs().max() > 0
+    with torch.no_grad():
+        one.B.copy_(torch.randn(one.B.shape))
+    assert not torch.allclose(one(*given).mu, outs[1].mu)
+    none.reset_parameters()
+    assert none.B.abs().max() == 0 and 'bias=False' in repr(none)
+
+
+@pytest.mark.parametrize('name', ['self', 'vectors'])
+def test_parts_that_decide_alone_route_capsules_themselves(name):
+    layer, a, mu = layer_of(name)
+    assert layer.seen(mu) is mu
+    for x, y in zip(layer(a, mu, return_R=True), layer.route(a, mu)):
+        assert (x is None and y is None) or torch.equal(x, y)

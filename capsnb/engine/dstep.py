@@ -21,7 +21,7 @@ from ..routing.em import Floor, as_floor
 
 # %% auto #0
 __all__ = ['plans', 'brk_bias', 'beta_start', 'Sizes', 'Problem', 'Plan', 'gpu_seconds', 'exporting', 'n_samples', 'choose_plan',
-           'check_capsules', 'start_maps', 'Routing']
+           'check_capsules', 'start_maps', 'start_bias', 'Routing']
 
 # %% ../../nbs/engine/15_dstep.ipynb #00000007
 def brk_bias(
@@ -245,15 +245,28 @@ def start_maps(
             W.mul_(0.1).add_(torch.eye(*W.shape[-2:], dtype=W.dtype, device=W.device))
 
 
+def start_bias(
+    layer: nn.Module,  # whose B it becomes
+    *shape: int,  # of B
+    learned: bool = True,  # False: no parameter, and not in its state dict
+):
+    "Zeros that votes are shifted by."
+    B = torch.zeros(shape)
+    if learned:
+        layer.B = nn.Parameter(B)
+    else:
+        layer.register_buffer('B', B, persistent=False)
+
+
 class _Parameters(nn.Module):
     "W, B, beta_use, beta_ign, and B_brk when the number of outputs is variable."
 
-    start = 'normal'  # of layers that were pickled before it was a setting
+    start, bias = 'normal', True  # of layers that were pickled before these were settings
 
     def _make(self):
         i, j = self.n_inp or 1, self.n_out or 1
         self.W = nn.Parameter(torch.empty(i, j, self.d_inp, self.d_out))
-        self.B = nn.Parameter(torch.empty(i, j, self.d_cov, self.d_out))
+        start_bias(self, i, j, self.d_cov, self.d_out, learned=self.bias)
         if self.n_out is None:
             self.B_brk = nn.Parameter(torch.empty(1, self.d_cov, self.d_out))
         self.beta_use = nn.Parameter(torch.empty(i, j))
@@ -320,6 +333,7 @@ def _route(r, a_inp, mu_inp, j, need_R):
 
 # %% ../../nbs/engine/15_dstep.ipynb #00000022
 _settings = 'd_cov d_inp d_out n_inp n_out n_iters p_model single_beta eps init plan pooled'.split()
+_later = dict(start='normal', bias=True)  # told where they differ
 
 
 class Routing(_Parameters):
@@ -341,10 +355,11 @@ class Routing(_Parameters):
         plan: str = 'auto',  # a name in the table above; 'auto': the least estimated cost
         pooled: bool = False,  # whether the first E-step has one Gaussian for all outputs
         start: str = 'normal',  # of the maps W, or 'identity': see `start_maps`
+        bias: bool = True,  # whether votes have a bias B
     ):
         super().__init__()
         given = locals()
-        for name in (*_settings, 'start'):
+        for name in (*_settings, *_later):
             setattr(self, name, given[name])
         _check_layer(self)
         self._make()
@@ -368,5 +383,5 @@ class Routing(_Parameters):
         return RoutedR(*out) if return_R else Routed(*out)
 
     def extra_repr(self):
-        told = _settings if self.start == 'normal' else (*_settings, 'start')
+        told = [*_settings, *(k for k, usual in _later.items() if getattr(self, k) != usual)]
         return ', '.join(f'{k}={getattr(self, k)!r}' for k in told)

@@ -34,10 +34,10 @@ class InvertedAttention(Router):
 
     def own(
         self,
-        norm: bool = True,  # whether poses are layer-normed
+        normalize: bool = True,  # whether poses are layer-normed
     ):
         d = self.d_cov * self.d_out
-        self.norm = nn.LayerNorm(d) if norm and d > 1 else nn.Identity()
+        self.norm = nn.LayerNorm(d) if normalize and d > 1 else nn.Identity()
         self.readout = nn.Linear(d, 1)
 
     def step(

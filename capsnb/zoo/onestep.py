@@ -8,8 +8,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from ..engine.dstep import check_capsules
-from ..routing.dstep import Routed, RoutedR
+from ..routing.dstep import RoutedR
 from ..routing.dynamic import squash
 from .routers import Router, SharedVotes, likeness, routings, score_of_length, total
 
@@ -92,13 +91,14 @@ class SelfRouting(Router):
         self.W_route = nn.Parameter(torch.zeros(n, self.n_out, self.d_cov, self.d_inp))
         self.b_route = nn.Parameter(torch.zeros(n, self.n_out))
 
-    def forward(self, a_inp, mu_inp, return_R=False):
-        check_capsules(self, a_inp, mu_inp)
+    def seen(self, mu_inp):
+        return mu_inp
+
+    def route(self, a, u):
         shared = self.n_inp is None
         pairs, W = ('jcd', self.W_route[0]) if shared else ('ijcd', self.W_route)
-        fit = torch.einsum(f'...icd,{pairs}->...ij', mu_inp, W) + self.b_route
-        out = route_alone(a_inp, self.votes_of(mu_inp), fit)
-        return out if return_R else Routed(*out[:3])
+        fit = torch.einsum(f'...icd,{pairs}->...ij', u, W) + self.b_route
+        return route_alone(a, self.votes_of(u), fit)
 
 
 routings['self'] = SelfRouting

@@ -9,7 +9,7 @@ from typing import Callable, NamedTuple
 import torch
 from torch import Tensor, nn
 from ..core import check_n_iters, plot_style
-from ..engine.dstep import Routing, check_capsules, start_maps
+from ..engine.dstep import Routing, check_capsules, start_bias, start_maps
 from ..engine.dynamic import dynamic_routing
 from ..engine.em import em_routing
 from ..engine.layers import at_least_1
@@ -116,9 +116,10 @@ def fill_anew(
     new: nn.Module,  # made with the same settings
 ):
     "All numbers as in another layer, of the layer's own dtype and device."
+    numbers = lambda module: dict(module.named_parameters()) | dict(module.named_buffers())
     with torch.no_grad():
-        for name, kept in layer.state_dict().items():
-            kept.copy_(new.state_dict()[name])
+        for name, kept in numbers(layer).items():
+            kept.copy_(numbers(new)[name])
 
 
 class Router(nn.Module):
@@ -166,15 +167,13 @@ class Router(nn.Module):
         "W and B; for routings with other maps to replace."
         pairs = self.n_inp or 1, self.n_out
         self.W = nn.Parameter(torch.empty(*pairs, self.d_inp, self.d_out))
-        B = torch.zeros(*pairs, self.d_cov, self.d_out)
-        self.register_parameter('B', nn.Parameter(B) if self.bias else None)
+        start_bias(self, *pairs, self.d_cov, self.d_out, learned=self.bias)
         self.reset_maps()
 
     def reset_maps(self):
         "W: see `start_maps`; B: 0."
         start_maps(self.W, self.start)
-        if self.bias:
-            nn.init.zeros_(self.B)
+        nn.init.zeros_(self.B)
 
     def own(self):
         "Parameters and settings of the routing alone."
@@ -182,7 +181,7 @@ class Router(nn.Module):
     def route(
         self,
         a: Tensor,  # [..., i] scores of the inputs; -inf: absent
-        V: Tensor | SharedVotes,  # [..., i, j, c, h] votes; shared ones if `linear`
+        V: Tensor | SharedVotes,  # [..., i, j, c, h] what `seen` makes: votes, shared if `linear`
     ) -> RoutedR:  # a [..., j], mu [..., j, c, h], sig2 like mu or None, R [..., i, j]
         "What tells one routing from another."
         raise NotImplementedError(f"{type(self).__name__} has no method route(a, V)")
@@ -191,11 +190,7 @@ class Router(nn.Module):
         self,
         mu_inp: Tensor,  # [..., i, c, d] input capsules
     ) -> Tensor:  # [..., i, j, c, h] votes
-        return votes(mu_inp, self.W, self.offsets())
-
-    def offsets(self):  # [i or 1, j, c, h] B, or zeros without a bias
-        shape = 1, self.n_out, self.d_cov, self.d_out
-        return self.B if self.bias else self.W.new_zeros(shape)
+        return votes(mu_inp, self.W, self.B)
 
     def few_moments(self) -> bool:  # whether they are shared, and not many more than votes
         return self.n_inp is None and n_stats(self.d_cov, self.d_inp) <= 8 * self.d_cov * self.d_out
@@ -207,10 +202,17 @@ class Router(nn.Module):
         self,
         mu_inp: Tensor,  # [..., i, c, d] input capsules
     ) -> Tensor | SharedVotes:  # [..., i, j, c, h]
-        "What `route` gets: votes are not made where the routing can do without."
+        "Votes, which are not made where the routing can do without."
         if self.without_votes():
-            return SharedVotes(mu_inp, self.W[0], self.offsets()[0])
+            return SharedVotes(mu_inp, self.W[0], self.B[0])
         return self.cast(mu_inp)
+
+    def seen(
+        self,
+        mu_inp: Tensor,  # [..., i, c, d] input capsules
+    ) -> Tensor | SharedVotes:  # votes; or the capsules themselves, if a routing wants them
+        "What `route` gets."
+        return self.votes_of(mu_inp)
 
     def forward(
         self,
@@ -220,7 +222,7 @@ class Router(nn.Module):
     ) -> Routed | RoutedR:  # a [..., j], mu and sig2 [..., j, c, h] (and R [..., i, j])
         "Route input capsules to output capsules; `ValueError` if they do not fit."
         check_capsules(self, a_inp, mu_inp)
-        out = self.route(a_inp, self.votes_of(mu_inp))
+        out = self.route(a_inp, self.seen(mu_inp))
         return out if return_R else Routed(*out[:3])
 
     def extra_repr(self):

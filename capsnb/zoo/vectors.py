@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from ..core import check_n_iters
-from ..engine.dstep import check_capsules
 from ..engine.layers import at_least_1
-from ..routing.dstep import Routed, RoutedR
+from ..routing.dstep import RoutedR
 from .routers import Router, draw_routes, fill_anew, routings
 
 # %% auto #0
@@ -223,19 +222,14 @@ class VectorRouter(Router):
         self.vectors = VectorRouting(self.n_inp, self.n_out, d, h, self.n_iters, normalize=False)
         self.w = nn.Parameter(torch.randn(self.n_out, h) * h**-0.5)
 
-    def forward(
-        self,
-        a_inp: Tensor,  # [..., i] scores (logits) of the inputs; -inf: absent
-        mu_inp: Tensor,  # [..., i, c, d] input capsules, finite, also where they are absent
-        return_R: bool = False,  # whether to return the shares too
-    ) -> Routed | RoutedR:  # a [..., j], mu [..., j, c, h], None (and R [..., i, j])
-        "Route input capsules to output capsules; `ValueError` if they do not fit."
-        check_capsules(self, a_inp, mu_inp)
-        x, _, R = self.vectors(mu_inp.flatten(-2), scores=a_inp, return_credit=True)
+    def seen(self, mu_inp):
+        return mu_inp
+
+    def route(self, a, u):
+        x, _, R = self.vectors(u.flatten(-2), scores=a, return_credit=True)
         a = (x * self.w).sum(-1)
         x = self.vectors.norm(x) if self.normalize else x
-        mu = x.unflatten(-1, (self.d_cov, self.d_out))
-        return RoutedR(a, mu, None, R) if return_R else Routed(a, mu, None)
+        return RoutedR(a, x.unflatten(-1, (self.d_cov, self.d_out)), None, R)
 
 
 routings['vectors'] = VectorRouter
