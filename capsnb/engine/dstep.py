@@ -21,7 +21,7 @@ from ..routing.em import Floor, as_floor
 
 # %% auto #0
 __all__ = ['plans', 'brk_bias', 'beta_start', 'Sizes', 'Problem', 'Plan', 'gpu_seconds', 'exporting', 'n_samples', 'choose_plan',
-           'check_capsules', 'start_maps', 'start_bias', 'Routing']
+           'check_capsules', 'start_maps', 'bias_of', 'Routing']
 
 # %% ../../nbs/engine/15_dstep.ipynb #00000007
 def brk_bias(
@@ -245,17 +245,12 @@ def start_maps(
             W.mul_(0.1).add_(torch.eye(*W.shape[-2:], dtype=W.dtype, device=W.device))
 
 
-def start_bias(
-    layer: nn.Module,  # whose B it becomes
-    *shape: int,  # of B
-    learned: bool = True,  # False: no parameter, and not in its state dict
-):
-    "Zeros that votes are shifted by."
-    B = torch.zeros(shape)
-    if learned:
-        layer.B = nn.Parameter(B)
-    else:
-        layer.register_buffer('B', B, persistent=False)
+def bias_of(
+    layer: nn.Module,  # with W [i or 1, j, d, h], and B or None
+) -> Tensor:  # [i or 1, j, c, h]
+    "What a layer's votes are shifted by; zeros where it has no B."
+    W = layer.W
+    return W.new_zeros(*W.shape[:2], layer.d_cov, W.shape[-1]) if layer.B is None else layer.B
 
 
 class _Parameters(nn.Module):
@@ -266,7 +261,8 @@ class _Parameters(nn.Module):
     def _make(self):
         i, j = self.n_inp or 1, self.n_out or 1
         self.W = nn.Parameter(torch.empty(i, j, self.d_inp, self.d_out))
-        start_bias(self, i, j, self.d_cov, self.d_out, learned=self.bias)
+        B = nn.Parameter(torch.empty(i, j, self.d_cov, self.d_out)) if self.bias else None
+        self.register_parameter('B', B)
         if self.n_out is None:
             self.B_brk = nn.Parameter(torch.empty(1, self.d_cov, self.d_out))
         self.beta_use = nn.Parameter(torch.empty(i, j))
@@ -283,7 +279,8 @@ class _Parameters(nn.Module):
     def reset_parameters(self):
         "W: see `start_maps`; B: 0; beta and B_brk: see `init`."
         start_maps(self.W, self.start)
-        nn.init.zeros_(self.B)
+        if self.bias:
+            nn.init.zeros_(self.B)
         for beta, value in zip((self.beta_use, self.beta_ign), self._start()):
             if beta is not None:
                 nn.init.constant_(beta, value)
@@ -312,7 +309,7 @@ def _parameters_in(
 ) -> list[Tensor]:  # W, B, beta_use, beta_ign as `routing_ref` takes them
     "The layer's parameters, ready to route."
     beta_ign = r.beta_use if r.single_beta else r.beta_ign
-    W, B, *betas = (p.to(dtype) for p in (r.W, r.B, r.beta_use, beta_ign))
+    W, B, *betas = (p.to(dtype) for p in (r.W, bias_of(r), r.beta_use, beta_ign))
     return [W, B if r.n_out else brk_bias(B, r.B_brk.to(dtype), j), *betas]
 
 # %% ../../nbs/engine/15_dstep.ipynb #00000021
@@ -355,7 +352,7 @@ class Routing(_Parameters):
         plan: str = 'auto',  # a name in the table above; 'auto': the least estimated cost
         pooled: bool = False,  # whether the first E-step has one Gaussian for all outputs
         start: str = 'normal',  # of the maps W, or 'identity': see `start_maps`
-        bias: bool = True,  # whether votes have a bias B
+        bias: bool = True,  # whether votes have a bias B (B_brk stays, without `n_out`)
     ):
         super().__init__()
         given = locals()

@@ -9,7 +9,7 @@ from typing import Callable, NamedTuple
 import torch
 from torch import Tensor, nn
 from ..core import check_n_iters, plot_style
-from ..engine.dstep import Routing, check_capsules, start_bias, start_maps
+from ..engine.dstep import Routing, bias_of, check_capsules, start_maps
 from ..engine.dynamic import dynamic_routing
 from ..engine.em import em_routing
 from ..engine.layers import at_least_1
@@ -116,10 +116,9 @@ def fill_anew(
     new: nn.Module,  # made with the same settings
 ):
     "All numbers as in another layer, of the layer's own dtype and device."
-    numbers = lambda module: dict(module.named_parameters()) | dict(module.named_buffers())
     with torch.no_grad():
-        for name, kept in numbers(layer).items():
-            kept.copy_(numbers(new)[name])
+        for name, kept in layer.state_dict().items():
+            kept.copy_(new.state_dict()[name])
 
 
 class Router(nn.Module):
@@ -167,13 +166,15 @@ class Router(nn.Module):
         "W and B; for routings with other maps to replace."
         pairs = self.n_inp or 1, self.n_out
         self.W = nn.Parameter(torch.empty(*pairs, self.d_inp, self.d_out))
-        start_bias(self, *pairs, self.d_cov, self.d_out, learned=self.bias)
+        B = nn.Parameter(torch.empty(*pairs, self.d_cov, self.d_out)) if self.bias else None
+        self.register_parameter('B', B)
         self.reset_maps()
 
     def reset_maps(self):
         "W: see `start_maps`; B: 0."
         start_maps(self.W, self.start)
-        nn.init.zeros_(self.B)
+        if self.bias:
+            nn.init.zeros_(self.B)
 
     def own(self):
         "Parameters and settings of the routing alone."
@@ -181,7 +182,7 @@ class Router(nn.Module):
     def route(
         self,
         a: Tensor,  # [..., i] scores of the inputs; -inf: absent
-        V: Tensor | SharedVotes,  # [..., i, j, c, h] what `seen` makes: votes, shared if `linear`
+        V: Tensor | SharedVotes,  # [..., i, j, c, h] what `seen` makes: votes, or capsules
     ) -> RoutedR:  # a [..., j], mu [..., j, c, h], sig2 like mu or None, R [..., i, j]
         "What tells one routing from another."
         raise NotImplementedError(f"{type(self).__name__} has no method route(a, V)")
@@ -190,7 +191,7 @@ class Router(nn.Module):
         self,
         mu_inp: Tensor,  # [..., i, c, d] input capsules
     ) -> Tensor:  # [..., i, j, c, h] votes
-        return votes(mu_inp, self.W, self.B)
+        return votes(mu_inp, self.W, bias_of(self))
 
     def few_moments(self) -> bool:  # whether they are shared, and not many more than votes
         return self.n_inp is None and n_stats(self.d_cov, self.d_inp) <= 8 * self.d_cov * self.d_out
@@ -204,7 +205,7 @@ class Router(nn.Module):
     ) -> Tensor | SharedVotes:  # [..., i, j, c, h]
         "Votes, which are not made where the routing can do without."
         if self.without_votes():
-            return SharedVotes(mu_inp, self.W[0], self.B[0])
+            return SharedVotes(mu_inp, self.W[0], bias_of(self)[0])
         return self.cast(mu_inp)
 
     def seen(
