@@ -39,6 +39,15 @@ def test_sizes_of_the_paper():
     assert n_params(Toys().make('matrix-caps', preset='paper')) == 68_618
 
 
+@pytest.mark.parametrize(
+    'given, wanted', [({}, 2), (dict(preset='paper'), 3), (dict(n_iters=1), 1), (dict(eps=0.1), 2)]
+)
+def test_a_preset_says_how_many_iterations(given, wanted):
+    n = MatrixCapsNet(6, 2, 3, 3, **given)
+    assert {layer.n_iters for layer in (*n.caps, n.classes)} == {wanted}
+    assert len(n.classes.lam) == wanted
+
+
 @each_preset
 def test_values_and_gradients_are_finite_and_reach_every_parameter(preset):
     n = net(preset=preset)
