@@ -246,7 +246,7 @@ def start_maps(
 
 
 def bias_of(
-    layer: nn.Module,  # with W [i or 1, j, d, h], and B or None
+    layer,  # with W [i or 1, j, d, h], and B or None
 ) -> Tensor:  # [i or 1, j, c, h]
     "What a layer's votes are shifted by; zeros where it has no B."
     W = layer.W
