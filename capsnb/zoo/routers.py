@@ -182,7 +182,7 @@ class Router(nn.Module):
     def route(
         self,
         a: Tensor,  # [..., i] scores of the inputs; -inf: absent
-        V: Tensor | SharedVotes,  # [..., i, j, c, h] what `seen` makes: votes, or capsules
+        V: Tensor | SharedVotes,  # `seen`: votes [..., i, j, c, h], or capsules [..., i, c, d]
     ) -> RoutedR:  # a [..., j], mu [..., j, c, h], sig2 like mu or None, R [..., i, j]
         "What tells one routing from another."
         raise NotImplementedError(f"{type(self).__name__} has no method route(a, V)")
