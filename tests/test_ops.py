@@ -66,7 +66,7 @@ def of_dynamic_maps(n=2, i=4, j=3, d=2, h=2, n_iters=3, detach=False, shares=Tru
 tilings = dict(numbers=4), dict(row=1), dict(numbers=1, row=2)
 few = dict(i=1), dict(j=1), dict(i=1, j=1), dict(n=1)
 cases = [
-    (moments._statistics, of_statistics, kw) for kw in ({}, dict(c=1, d=3), dict(d=1), dict(i=1))
+    (moments.statistics_of, of_statistics, kw) for kw in ({}, dict(c=1, d=3), dict(d=1), dict(i=1))
 ]
 cases += [
     (moments._moments, of_moments, kw)
@@ -96,7 +96,7 @@ cases += [
 all_cases = pytest.mark.parametrize(
     'op, make, kw', cases, ids=[f'{op.name} {kw}' for op, make, kw in cases]
 )
-undifferentiable = {moments._statistics: (1,), moments._moments: (1, 2, 3, 5)}  # but see below
+undifferentiable = {moments.statistics_of: (1,), moments._moments: (1, 2, 3, 5)}  # but see below
 
 
 def variables(op, tensors):

@@ -5,13 +5,13 @@ import torch
 from torch.testing import assert_close
 from capsnb.zoo.routers import SharedVotes, all_routings, routing_layer
 
-squared = ['bayes', 'em', 'kmeans-hard', 'student', 'vmf']
+squared = ['bayes', 'em', 'full', 'kmeans-hard', 'student', 'vmf']
 linear = sorted(k for k, kind in all_routings().items() if getattr(kind, 'linear', False))
 
 
 def layer_of(name, **kw):
     torch.manual_seed(0)
-    layer = all_routings()[name](4, 3, 2, n_out=5, **kw).double()
+    layer = all_routings()[name](4, 3, 5, n_out=6, **kw).double()
     with torch.no_grad():  # what starts at 0 would hide a mistake
         for p in layer.parameters():
             p.add_(torch.randn_like(p) / 3)
@@ -91,9 +91,9 @@ def test_maps_of_their_own_need_votes(name):
 
 @pytest.mark.parametrize('name', squared + linear)
 def test_memory_does_not_hold_votes(name):
-    layer = all_routings()[name](4, 4, 4, n_out=16)
+    layer = all_routings()[name](4, 4, 4, n_out=20)
     a, mu = torch.randn(2, 500), torch.randn(2, 500, 4, 4)
-    votes, kept = 2 * 500 * 16 * 16 * 4, {}
+    votes, kept = 2 * 500 * 20 * 16 * 4, {}
 
     def keep(t):
         kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()

@@ -16,7 +16,7 @@ from .dstep import Plan, Problem, gpu_seconds, n_samples, plans
 from .numerics import FastOp
 
 # %% auto #0
-__all__ = ['n_stats', 'em_moments']
+__all__ = ['statistics_of', 'n_stats', 'products_at', 'em_moments']
 
 # %% ../../nbs/engine/16_moments.ipynb #81607b18
 def _on_cpu(t):
@@ -41,6 +41,18 @@ def _diagonals(c, d):
     "Where the products x_e x_{e+step} lie in phi: pairs of a step and a slice."
     starts = [c * (k * d - k * (k - 1) // 2) for k in range(d + 1)]
     return [(step, slice(starts[step], starts[step + 1])) for step in range(d)]
+
+
+def products_at(
+    c: int,  # rows of a capsule
+    d: int,  # columns
+) -> Tensor:  # [c, d, d] integers
+    "Where the product of two elements of a row lies in phi."
+    at = torch.empty(c, d, d, dtype=torch.long)
+    for step, there in _diagonals(c, d):
+        e = torch.arange(d - step)
+        at[:, e, e + step] = at[:, e + step, e] = torch.arange(there.start, there.stop).view(c, -1)
+    return at
 
 # %% ../../nbs/engine/16_moments.ipynb #84749429
 def _phi(
@@ -112,7 +124,7 @@ def _statistics_definition(x, x0, wide):
     return (_phi_definition(_about(x, x0.detach(), wide)),)
 
 
-_statistics = FastOp(
+statistics_of = FastOp(
     'statistics',
     _statistics_forward,
     _statistics_backward,
@@ -512,7 +524,7 @@ class _ByMoments:
         self.p, self.f, self.tile = p, _wide(p.a_inp).sigmoid(), tiling.numbers
         x = p.mu_inp.permute(0, 2, 3, 1).contiguous()
         self.parts = x, self._origin(x)
-        self.phi = _statistics(*self.parts, self._in_float64(x, tiling))[0]
+        self.phi = statistics_of(*self.parts, self._in_float64(x, tiling))[0]
         self.maps = self._about(self.parts[1])
 
     def _in_float64(self, x, tiling):

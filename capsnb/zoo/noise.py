@@ -4,6 +4,7 @@
 
 # %% ../../nbs/zoo/27_noise.ipynb #00000002
 from __future__ import annotations
+import itertools
 import math
 from functools import partial
 from typing import NamedTuple
@@ -13,15 +14,15 @@ from torch import Tensor, nn
 from ..core import check_n_iters
 from ..engine.dstep import Routing, beta_start
 from ..engine.layers import at_least_1
-from ..engine.numerics import without_autocast
+from ..engine.numerics import FastOp, without_autocast
 from ..routing.dstep import RoutedR, d_step
 from ..routing.em import TINY, Floor, as_floor, as_schedule, sig2_floor
 from .routers import MomentVotes, Router, SharedVotes, likeness, routings, total
 
 # %% auto #0
-__all__ = ['Model', 'moments', 'Gaussian', 'dstep_loop', 'em_loop', 'Student', 'Laplace', 'Full', 'vmf_norm', 'VonMisesFisher',
-           'KMeans', 'NoiseRouting', 'StudentRouting', 'LaplaceRouting', 'FullRouting', 'DirectionRouting',
-           'HardKMeans']
+__all__ = ['Model', 'moments', 'Gaussian', 'dstep_loop', 'em_loop', 'Student', 'Laplace', 'covariance', 'Full', 'vmf_norm',
+           'VonMisesFisher', 'KMeans', 'NoiseRouting', 'StudentRouting', 'LaplaceRouting', 'FullRouting',
+           'DirectionRouting', 'HardKMeans']
 
 # %% ../../nbs/zoo/27_noise.ipynb #00000005
 class Model(NamedTuple):
@@ -49,7 +50,8 @@ def moments(
 class Gaussian:
     "Independent Gaussians; what a loop asks of a density, and the base of the others."
 
-    by_moments = True  # whether means, variances and distances of the votes are all it asks for
+    whole = False  # whether it asks for covariances
+    by_moments = True  # whether these, means, variances and distances of the votes are all
 
     def m_step(
         self,
@@ -64,24 +66,16 @@ class Gaussian:
         floor = sig2_floor(s, mu, kind) if old is None else old.floor
         return Model(mu, s + floor, floor)
 
-    def squares(
-        self,
-        V: Tensor,  # [..., i, j, c, h] votes
-        model: Model,  # of the votes
-    ) -> Tensor:  # [..., i, j, c, h] squared distances in units of the scales
-        "z²: how far each component of a vote is from its mean."
-        gap = V - model.mu[..., None, :, :, :]
-        return gap.square() / model.scale[..., None, :, :, :]
-
     def distance(
         self,
         V: Tensor | MomentVotes,  # [..., i, j, c, h] votes
         model: Model,  # of the votes
     ) -> Tensor:  # [..., i, j]
-        "q: the sum of z² over all components."
+        "q: the sum over all components of z², squares in units of the scales."
         if isinstance(V, MomentVotes):
             return V.distance(model.mu, model.scale)
-        return self.squares(V, model).sum((-2, -1))
+        gap = V - model.mu[..., None, :, :, :]
+        return (gap.square() / model.scale[..., None, :, :, :]).sum((-2, -1))
 
     def log_p(
         self,
@@ -199,6 +193,125 @@ class Student(Gaussian):
         tail = torch.log1p(self.distance(V, model) / nu)
         return const - (nu + n) / 2 * tail - self.nats(model)[..., None, :]
 
+# %% ../../nbs/zoo/27_noise.ipynb #27ab0002
+def _tiles(
+    V,  # [b, i, j, n] votes
+):
+    "Slices of samples and of parts; on a CPU their votes lie in the cache."
+    size, most = V.shape[2] * V.shape[3], 1 << (16 if V.device.type == 'cpu' else 24)
+    rows = max(1, min(V.shape[1], most // max(1, size)))
+    step = max(1, most // max(1, rows * size))
+    for b, i in itertools.product(range(0, len(V), step), range(0, V.shape[1], rows)):
+        yield slice(b, b + step), slice(i, i + rows)
+
+
+def _gaps(
+    V,  # [b, i, j, n] a tile of votes
+    mu,  # [b, j, n]
+    inv,  # [b, j, n] 1/scale
+    tip2,  # κ²
+):
+    "V - mu, and u."
+    gap = V - mu[:, None]
+    return gap, gap.square().mul_(inv[:, None]).add_(tip2).rsqrt_()
+
+
+def _refit_forward(
+    r: Tensor,  # [b, i, j] weights
+    V: Tensor,  # [b, i, j, n] votes
+    mu: Tensor,  # [b, j, n] their old means
+    scale: Tensor,  # [b, j, n] and squared scales
+    tip2: float,  # κ²
+) -> list[Tensor]:  # [b, 3, j, n] sums of r u, r u (V - mu), r u (V - mu)²
+    sums, inv = V.new_zeros(len(V), 3, *V.shape[2:]), 1 / scale
+    for b, i in _tiles(V):
+        gap, w = _gaps(V[b, i], mu[b], inv[b], tip2)
+        w.mul_(r[b, i, :, None])
+        for k in range(3):
+            sums[b, k].add_((w if k == 0 else w.mul_(gap)).sum(1))
+    return [sums]
+
+
+def _refit_backward(
+    r: Tensor,  # as in `_refit_forward`
+    V: Tensor,
+    mu: Tensor,
+    scale: Tensor,
+    outs: list[Tensor],
+    grads: list[Tensor],
+    tip2: float,
+) -> list[Tensor]:  # gradients of r, V, mu, scale
+    g_r, g_V = torch.empty_like(r), torch.empty_like(V)
+    g_mu, g_scale, inv = torch.zeros_like(mu), torch.zeros_like(mu), 1 / scale
+    g0, g1, g2 = (g[:, None] for g in grads[0].unbind(1))
+    for b, i in _tiles(V):
+        gap, u = _gaps(V[b, i], mu[b], inv[b], tip2)
+        slope = gap * g2[b]
+        uG = (slope + g1[b]).mul_(gap).add_(g0[b]).mul_(u)
+        g_r[b, i] = uG.sum(-1)
+        Gx = uG.mul_(u).mul_(gap).mul_(inv[b, None])
+        w = u.mul_(r[b, i, :, None])
+        torch.mul(slope.mul_(2).add_(g1[b]).sub_(Gx), w, out=g_V[b, i])
+        g_mu[b].sub_(g_V[b, i].sum(1))
+        g_scale[b].add_(Gx.mul_(w).mul_(gap).sum(1))
+    return [g_r, g_V, g_mu, g_scale.mul_(inv / 2)]
+
+
+def _refit_fake(r, V, mu, scale, tip2):
+    return [V.new_empty(len(V), 3, *V.shape[2:])]
+
+
+def _refit_definition(r, V, mu, scale, tip2):
+    gap = V - mu[:, None]
+    w = r[..., None] * (gap.square() / scale[:, None] + tip2).rsqrt()
+    return (torch.stack([w.sum(1), (w * gap).sum(1), (w * gap * gap).sum(1)], 1),)
+
+
+_refit = FastOp('laplace_refit', _refit_forward, _refit_backward, _refit_fake, _refit_definition)
+
+# %% ../../nbs/zoo/27_noise.ipynb #27ab0003
+def _misfit_forward(
+    V: Tensor,  # as in `_refit_forward`
+    mu: Tensor,
+    scale: Tensor,
+    tip2: float,
+) -> list[Tensor]:  # [b, i, j] sums of √(z² + κ²)
+    far, inv = V.new_empty(V.shape[:3]), 1 / scale
+    for b, i in _tiles(V):
+        gap = V[b, i] - mu[b, None]
+        far[b, i] = gap.square_().mul_(inv[b, None]).add_(tip2).sqrt_().sum(-1)
+    return [far]
+
+
+def _misfit_backward(
+    V: Tensor,  # as in `_refit_forward`
+    mu: Tensor,
+    scale: Tensor,
+    outs: list[Tensor],
+    grads: list[Tensor],
+    tip2: float,
+) -> list[Tensor]:  # gradients of V, mu, scale
+    g_V, g_mu, g_scale = torch.empty_like(V), torch.zeros_like(mu), torch.zeros_like(mu)
+    inv = 1 / scale
+    for b, i in _tiles(V):
+        gap, u = _gaps(V[b, i], mu[b], inv[b], tip2)
+        torch.mul(u.mul_(grads[0][b, i, :, None]).mul_(inv[b, None]), gap, out=g_V[b, i])
+        g_mu[b].sub_(g_V[b, i].sum(1))
+        g_scale[b].sub_(gap.mul_(g_V[b, i]).sum(1))
+    return [g_V, g_mu, g_scale.mul_(inv / 2)]
+
+
+def _misfit_fake(V, mu, scale, tip2):
+    return [V.new_empty(V.shape[:3])]
+
+
+def _misfit_definition(V, mu, scale, tip2):
+    return (((V - mu[:, None]).square() / scale[:, None] + tip2).sqrt().sum(-1),)
+
+
+_ops = _misfit_forward, _misfit_backward, _misfit_fake, _misfit_definition
+_misfit = FastOp('laplace_misfit', *_ops)
+
 # %% ../../nbs/zoo/27_noise.ipynb #00000010
 class Laplace(Student):
     "Independent Laplace distributions with a rounded tip: components are doubted one by one."
@@ -217,38 +330,64 @@ class Laplace(Student):
         at = torch.tensor(tip, dtype=torch.float64, device='cpu')
         self.const = math.log(2 * tip * torch.special.modified_bessel_k1(at).item())
 
+    def given(
+        self,
+        V: Tensor,  # [..., i, j, c, h] votes
+        model: Model,  # of the votes
+    ) -> tuple:  # votes [b, i, j, n], means and squared scales [b, j, n], κ²
+        "What the two ops take."
+        lead, (j, c, h) = V.shape[:-4], V.shape[-3:]
+        of_all = (t.expand(*lead, j, c, h).reshape(-1, j, c * h) for t in model[:2])
+        return V.reshape(-1, V.shape[-4], j, c * h), *of_all, self.tip**2
+
     def refit(self, r, V, mass, model):
         "The same with u for each component."
-        w = r[..., None, None] * (self.squares(V, model) + self.tip**2).rsqrt()
-        mu = (w * V).sum(-4) / (w.sum(-4) + mass)
-        s = (w * (V - mu[..., None, :, :, :]).square()).sum(-4)
+        given = self.given(V, model)
+        S, one, two = _refit(r.reshape(-1, *r.shape[-2:]), *given)[0].unbind(1)
+        shift = (one - mass * given[1]) / (S + mass)
+        s = (two + shift * (shift * S - 2 * one)).clamp_min(0)
+        mu, s = (t.view(*V.shape[:-4], *V.shape[-3:]) for t in (given[1] + shift, s))
         return mu, s / (r.sum(-2) + mass)[..., None, None]
 
     def log_p(self, V, model):
-        far = (self.squares(V, model) + self.tip**2).sqrt() + self.const
-        return -far.sum((-2, -1)) - self.nats(model)[..., None, :]
+        far = _misfit(*self.given(V, model))[0].view(V.shape[:-2])
+        return -far - math.prod(V.shape[-2:]) * self.const - self.nats(model)[..., None, :]
 
 # %% ../../nbs/zoo/27_noise.ipynb #00000014
+def covariance(
+    r: Tensor,  # [..., i, j] weights of the votes
+    V: Tensor | MomentVotes,  # [..., i, j, c, h] votes
+    mass: float,  # added to the weights' sum, in parts
+) -> tuple[Tensor, Tensor]:  # mean [..., j, n], covariance [..., j, n, n]; n = c h
+    "Mean and covariance of weighted votes."
+    if isinstance(V, MomentVotes):
+        return V.covariance(r, mass)
+    S, V = (r.sum(-2) + mass)[..., None], V.flatten(-2)
+    mu = torch.einsum('...ij,...ijn->...jn', r, V) / S
+    gap = V - mu[..., None, :, :]
+    return mu, torch.einsum('...ijn,...ijm->...jnm', r[..., None] * gap, gap) / S[..., None]
+
+
 class Full(Gaussian):
     "One Gaussian with a covariance between all components; `scale` is its Cholesky factor."
 
-    by_moments = False
+    whole = True
 
     def m_step(self, r, V, mass, kind, old=None):
         "Mean and covariance: the maximum of J."
-        mu, s = moments(r, V, mass)
+        mu, cov = covariance(r, V, mass)
+        s, mu = (t.unflatten(-1, V.shape[-2:]) for t in (cov.diagonal(dim1=-2, dim2=-1), mu))
         floor = sig2_floor(s, mu, kind) if old is None else old.floor
-        gap, S = (V - mu[..., None, :, :, :]).flatten(-2), r.sum(-2) + mass
-        outer = torch.einsum('...ijn,...ijm->...jnm', r[..., None] * gap, gap)
-        f = floor.expand(s.shape)[..., :1, :1] * torch.eye(gap.shape[-1]).to(gap)
-        L = torch.linalg.cholesky(outer / S[..., None, None] + f)
-        return Model(mu, L, floor)
+        f = floor.expand(s.shape)[..., :1, :1] * torch.eye(cov.shape[-1]).to(cov)
+        return Model(mu, torch.linalg.cholesky(cov + f), floor)
 
-    def log_p(self, V, model):
+    def distance(self, V, model):
+        "The squared length of L⁻¹(V - mu)."
+        if isinstance(V, MomentVotes):
+            return V.distance_in(model.mu.flatten(-2), model.scale)
         gap = (V - model.mu[..., None, :, :, :]).flatten(-2)
         z = torch.linalg.solve_triangular(model.scale, gap.movedim(-3, -1), upper=False)
-        misfit = z.square().sum(-2) + gap.shape[-1] * math.log(2 * math.pi)
-        return -0.5 * misfit.mT - self.nats(model)[..., None, :]
+        return z.square().sum(-2).mT
 
     def nats(self, model):
         return model.scale.diagonal(dim1=-2, dim2=-1).log().sum(-1)
@@ -380,12 +519,15 @@ class NoiseRouting(Router):
             self.beta_ign = nn.Parameter(torch.full(size, ign))
 
     def without_votes(self):
-        return self.few_moments() and self.noise.by_moments
+        return self.noise.by_moments and self.few_moments(self.noise.whole)
 
     def route(self, a, V):
         wide = torch.promote_types(torch.promote_types(a.dtype, V.dtype), torch.float32)
         with without_autocast(V.device):
-            V = MomentVotes(V) if isinstance(V, SharedVotes) else V.to(wide)
+            if isinstance(V, SharedVotes):
+                V = MomentVotes(V, self.noise.whole)
+            else:
+                V = V.to(wide).contiguous()
             out = self.looped(a.to(V.dtype), V)
         return RoutedR(*(t.to(wide) for t in out))
 

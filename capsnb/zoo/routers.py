@@ -13,7 +13,7 @@ from ..engine.dstep import Routing, bias_of, check_capsules, start_maps
 from ..engine.dynamic import dynamic_routing
 from ..engine.em import em_routing
 from ..engine.layers import at_least_1
-from ..engine.moments import em_moments, n_stats
+from ..engine.moments import em_moments, n_stats, products_at, statistics_of
 from ..engine.numerics import without_autocast
 from ..routing.dstep import Routed, RoutedR, votes
 from ..routing.dynamic import squash
@@ -73,29 +73,62 @@ class MomentVotes:
     def __init__(
         self,
         V: SharedVotes,  # [..., i, j, c, h]
+        whole: bool = False,  # whether a pose is one row, for `covariance`
     ):
         wide = torch.float32 if V.device.type == 'mps' else torch.float64  # mps has no other
-        x, self.W = V.x.to(wide), V.W.to(wide)
-        x0 = x.detach().mean(-3, keepdim=True)
         self.shape, self.dtype, self.device = V.shape, wide, V.device
-        self.x = x - x0
-        self.xx = self.x[..., :, None] * self.x[..., None, :]
-        self.B = V.B + torch.einsum('...icd,jdh->...jch', x0, self.W)
-        self.linear = SharedVotes(self.x, self.W, self.B)  # for `total` and `likeness`
+        x, W, B = V.x, V.W.to(wide), V.B.to(wide)
+        if whole:
+            rows = torch.eye(x.shape[-2], dtype=wide, device=V.device)
+            x, B = (t.flatten(-2)[..., None, :] for t in (x, B))
+            W = torch.einsum('ab,jdh->jadbh', rows, W).flatten(3).flatten(1, 2)
+        *lead, i, c, d = x.shape
+        x0 = x.detach().to(wide).mean(-3)
+        flat = x.reshape(-1, i, c, d).permute(0, 2, 3, 1).contiguous()
+        (phi,) = statistics_of(flat, x0.reshape(-1, c, d), True)
+        self.phi, self.at = phi.view(*lead, *phi.shape[1:]), products_at(c, d).to(V.device)
+        self.W, self.B = W, B + torch.einsum('...cd,jdh->...jch', x0, W)
+
+    @property
+    def linear(self) -> SharedVotes:  # for `total` and `likeness`
+        c, d = self.at.shape[:2]
+        x = self.phi[..., -c * d - 1 : -1, :].mT.unflatten(-1, (c, d))
+        return SharedVotes(x, self.W, self.B)
+
+    def sums(
+        self,
+        r: Tensor,  # [..., i, j] weights
+    ) -> tuple[Tensor, Tensor, Tensor]:  # S [..., j], one [..., j, c, h], two [..., j, c, d, d]
+        "Of weights, of votes without their bias, and of products of poses about their mean."
+        (c, d), M = self.at.shape[:2], (self.phi @ r).mT
+        one = M[..., -c * d - 1 : -1].unflatten(-1, (c, d))
+        return M[..., -1], torch.einsum('...jcd,jdh->...jch', one, self.W), M[..., self.at]
 
     def moments(
         self,
         r: Tensor,  # [..., i, j] weights
         mass: float,  # added to their sum
     ) -> tuple[Tensor, Tensor]:  # mean and variance [..., j, c, h]
-        S = r.sum(-2)[..., None, None]
-        one = torch.einsum('...ij,...icd->...jcd', r, self.x)
-        two = torch.einsum('...ij,...icde->...jcde', r, self.xx)
-        one = torch.einsum('...jcd,jdh->...jch', one, self.W)
+        S, one, two = self.sums(r)
+        S = S[..., None, None]
         two = torch.einsum('...jcde,jdh,jeh->...jch', two, self.W, self.W)
         mu = (one + S * self.B) / (S + mass)
         t = mu - self.B
         return mu, ((two - 2 * t * one + S * t * t) / (S + mass)).clamp_min(0)
+
+    def covariance(
+        self,
+        r: Tensor,  # [..., i, j] weights
+        mass: float,  # added to their sum
+    ) -> tuple[Tensor, Tensor]:  # mean [..., j, n] and covariance [..., j, n, n], n = c h
+        "Of votes that are `whole`."
+        S, one, two = self.sums(r)
+        S, one, B = S[..., None], one[..., 0, :], self.B[..., 0, :]
+        two = torch.einsum('...jde,jdh,jek->...jhk', two[..., 0, :, :], self.W, self.W)
+        mu = (one + S * B) / (S + mass)
+        t = mu - B
+        half = (S * t / 2 - one)[..., :, None] * t[..., None, :]
+        return mu, (two + half + half.mT) / (S + mass)[..., None]
 
     def distance(
         self,
@@ -106,9 +139,31 @@ class MomentVotes:
         v, t = 1 / scale, mu - self.B
         pairs = torch.einsum('...jch,jdh,jeh->...jcde', v, self.W, self.W)
         line = torch.einsum('...jch,jdh->...jcd', v * t, self.W)
-        q = torch.einsum('...icde,...jcde->...ij', self.xx, pairs)
-        q = q - 2 * torch.einsum('...icd,...jcd->...ij', self.x, line)
-        return (q + (v * t * t).sum((-2, -1))[..., None, :]).clamp_min(0)
+        return self.squares(pairs, line, (v * t * t).sum((-2, -1)))
+
+    def distance_in(
+        self,
+        mu: Tensor,  # [..., j, n] from where
+        L: Tensor,  # [..., j, n, n] Cholesky factor of a covariance
+    ) -> Tensor:  # [..., i, j]
+        "The squared length of L⁻¹(V - mu), of votes that are `whole`."
+        maps = torch.linalg.solve_triangular(L, self.W.mT, upper=False)
+        t = torch.linalg.solve_triangular(L, (mu - self.B[..., 0, :])[..., None], upper=False)
+        pairs, line = (maps.mT @ maps)[..., None, :, :], (maps.mT @ t).mT
+        return self.squares(pairs, line, t.square().sum((-2, -1)))
+
+    def squares(
+        self,
+        pairs: Tensor,  # [..., j, c, d, d] P, symmetric
+        line: Tensor,  # [..., j, c, d] l
+        rest: Tensor,  # [..., j] k
+    ) -> Tensor:  # [..., i, j]
+        "x P x - 2 l x + k, which is not negative."
+        line, pairs = -2 * line.flatten(-2), pairs.flatten(-3).expand(*rest.shape, -1)
+        products = pairs.new_zeros(*rest.shape, self.phi.shape[-2] - line.shape[-1] - 1)
+        products = products.index_add(-1, self.at.flatten(), pairs)
+        theta = torch.cat([products, line, rest[..., None]], -1)
+        return (self.phi.mT @ theta.mT).clamp_min(0)
 
 # %% ../../nbs/zoo/26_routers.ipynb #00000004
 def fill_anew(
@@ -193,8 +248,13 @@ class Router(nn.Module):
     ) -> Tensor:  # [..., i, j, c, h] votes
         return votes(mu_inp, self.W, bias_of(self))
 
-    def few_moments(self) -> bool:  # whether they are shared, and not many more than votes
-        return self.n_inp is None and n_stats(self.d_cov, self.d_inp) <= 8 * self.d_cov * self.d_out
+    def few_moments(
+        self,
+        whole: bool = False,  # whether poses are one row
+    ) -> bool:  # whether maps are shared, and moments not many more than votes
+        c, d, n = self.d_cov, self.d_inp, self.d_cov * self.d_out
+        many = n_stats(1, c * d) > n * max(8, n) if whole else n_stats(c, d) > 8 * n
+        return self.n_inp is None and not many
 
     def without_votes(self) -> bool:  # whether `route` takes shared votes
         return self.linear and self.n_inp is None
