@@ -47,9 +47,11 @@ def test_who_needs_no_votes():
 
 
 @pytest.mark.parametrize('bias', [True, False])
-@pytest.mark.parametrize('name', squared + linear)
-def test_the_same_without_votes(name, bias, monkeypatch):
-    layer, a, mu = layer_of(name, bias=bias)
+@pytest.mark.parametrize(
+    'name, own', [*((k, {}) for k in squared + linear), ('bayes', dict(cov='full'))]
+)
+def test_the_same_without_votes(name, own, bias, monkeypatch):
+    layer, a, mu = layer_of(name, bias=bias, **own)
     assert isinstance(layer.votes_of(mu), SharedVotes)
     found = []
     for made in (False, True):
@@ -76,10 +78,12 @@ def test_em_without_votes_and_with_other_settings(how):
     assert all(t.dtype == torch.float32 and t.isfinite().all() for t in narrow)
 
 
-def test_em_makes_votes_where_moments_are_more():
+def test_votes_are_made_where_moments_are_more():
     mu = torch.randn(2, 7, 1, 64)
     wide = all_routings()['em'](1, 64, 8, n_out=5)
     part = all_routings()['em'](1, 8, 8, n_out=5, misfit='part')
+    full = all_routings()['full'](1, 64, 8, n_out=5)
+    assert torch.is_tensor(full.votes_of(mu))
     assert torch.is_tensor(wide.votes_of(mu)) and torch.is_tensor(part.votes_of(mu[..., :8]))
 
 

@@ -62,26 +62,28 @@ class Posterior(NamedTuple):
 # %% ../../nbs/zoo/29_bayes.ipynb #00000009
 def posterior(
     r: Tensor,  # [..., i, j] data: share of the part times its activation
-    V: Tensor | MomentVotes,  # [..., i, j, n] votes; or, but for 'full', what stands for them
+    V: Tensor | MomentVotes,  # [..., i, j, n] votes
     prior: Prior,  # see `as_prior`
     cov: str = 'diag',  # of `covs`
 ) -> Posterior:
     "The M-step: the posterior of proportions, means and precisions."
     S = r.sum(-2)
     kappa = prior.kappa0 + S
-    if isinstance(V, MomentVotes):
+    if isinstance(V, MomentVotes) and cov == 'full':
+        m, s = V.covariance(r, prior.kappa0)
+    elif isinstance(V, MomentVotes):
         m, s = (t.flatten(-2) for t in V.moments(r, prior.kappa0))
-        inv_Psi = kappa[..., None] * s + prior.kappa0 * m.square() + 1 / prior.Psi0
-        return Posterior(prior.alpha0 + S, kappa, prior.nu0 + S, m, inv_Psi)
-    m = torch.einsum('...ij,...ijn->...jn', r, V) / kappa[..., None]
-    gap = V - m[..., None, :, :]
-    if cov == 'full':
-        inv_Psi = torch.einsum('...ijn,...ijp->...jnp', gap * r[..., None], gap)
-        inv_Psi = inv_Psi + prior.kappa0 * m[..., :, None] * m[..., None, :]
-        inv_Psi = inv_Psi + torch.eye(V.shape[-1], dtype=V.dtype, device=V.device) / prior.Psi0
     else:
-        inv_Psi = torch.einsum('...ij,...ijn->...jn', r, gap.square())
-        inv_Psi = inv_Psi + prior.kappa0 * m.square() + 1 / prior.Psi0
+        m = torch.einsum('...ij,...ijn->...jn', r, V) / kappa[..., None]
+        gap = V - m[..., None, :, :]
+        near = '...ijn,...ijp->...jnp' if cov == 'full' else '...ijn,...ijn->...jn'
+        s = torch.einsum(near, gap * (r / kappa[..., None, :])[..., None], gap)
+    if cov == 'full':
+        outer = m[..., :, None] * m[..., None, :]
+        start = torch.eye(m.shape[-1], dtype=m.dtype, device=m.device) / prior.Psi0
+        inv_Psi = kappa[..., None, None] * s + prior.kappa0 * outer + start
+    else:
+        inv_Psi = kappa[..., None] * s + prior.kappa0 * m.square() + 1 / prior.Psi0
     return Posterior(prior.alpha0 + S, kappa, prior.nu0 + S, m, inv_Psi)
 
 # %% ../../nbs/zoo/29_bayes.ipynb #0000000b
@@ -122,10 +124,13 @@ def distance2(
     V: Tensor | MomentVotes,  # [..., i, j, n] votes
 ) -> Tensor:  # [..., i, j] (V - m)ᵀ Ψ (V - m)
     "Squared distances of votes from the means."
+    tilted = q.inv_Psi.ndim > q.m.ndim
+    if isinstance(V, MomentVotes) and tilted:
+        return V.distance_in(q.m, torch.linalg.cholesky(q.inv_Psi))
     if isinstance(V, MomentVotes):
         return V.distance(*(t.unflatten(-1, V.shape[-2:]) for t in (q.m, q.inv_Psi)))
     gap = V - q.m[..., None, :, :]
-    if q.inv_Psi.ndim == q.m.ndim:
+    if not tilted:
         return (gap.square() / q.inv_Psi[..., None, :, :]).sum(-1)
     L = torch.linalg.cholesky(q.inv_Psi)
     y = torch.linalg.solve_triangular(L, gap.movedim(-3, -1), upper=False)
@@ -203,7 +208,7 @@ def score(
 # %% ../../nbs/zoo/29_bayes.ipynb #0000001a
 def vb_routing(
     a: Tensor,  # [..., i] scores of the parts; -inf: absent
-    V: Tensor | SharedVotes,  # [..., i, j, c, h] votes; shared ones not with cov='full'
+    V: Tensor | SharedVotes,  # [..., i, j, c, h] votes
     prior: Prior | None = None,  # see `as_prior`; None: its defaults
     beta_a: Tensor | float = 0.0,  # see `score`
     beta_u: Tensor | float = 0.0,  # see `score`
@@ -223,7 +228,10 @@ def vb_routing(
     dtype = torch.promote_types(torch.promote_types(a.dtype, V.dtype), torch.float32)
     out_dtype = dtype if autocasting(V.device) else V.dtype
     with without_autocast(V.device):
-        U = MomentVotes(V) if isinstance(V, SharedVotes) else V.to(dtype).flatten(-2)
+        if isinstance(V, SharedVotes):
+            U = MomentVotes(V, whole=cov == 'full')
+        else:
+            U = V.to(dtype).flatten(-2)
         w = a.to(U.dtype).sigmoid()[..., None]
         R = torch.full(V.shape[:-2], 1 / V.shape[-3], dtype=U.dtype, device=V.device)
         for t in range(n_iters):
@@ -255,7 +263,7 @@ class BayesRouting(Router):
         self.beta_u = nn.Parameter(torch.zeros(self.n_out))
 
     def without_votes(self):
-        return self.few_moments() and self.how['cov'] != 'full'
+        return self.few_moments(whole=self.how['cov'] == 'full')
 
     def route(self, a, V):
         return vb_routing(a, V, self.prior, self.beta_a, self.beta_u, self.n_iters, **self.how)
