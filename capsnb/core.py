@@ -212,6 +212,7 @@ _script = """
 const box = document.getElementById('NAME'), frames = FRAMES, sizes = SIZES;
 const image = box.querySelector('img'), bars = [...box.querySelectorAll('input')];
 box.querySelector('.controls').style.display = 'block';
+box.querySelector('.still').remove();
 const show = () => {
   let k = 0;
   bars.forEach((bar, n) => {
@@ -266,7 +267,8 @@ def film(
     sliders = ''.join(_slider(name, v) for name, v in values.items())
     page = (
         f'<div id="{key}"><img src="{frames[-1]}" alt="{html.escape(alt)}" style="max-width:100%">'
-        f'<div class="controls" style="display:none"><button>play</button> {sliders}</div></div>'
+        f'<div class="controls" style="display:none"><button>play</button> {sliders}</div>'
+        '<small class="still">A still picture: run this cell, and it moves.</small></div>'
         f'<script>(() => {{{script}}})()</script>'
     )
     if len(page) > limit:

@@ -173,7 +173,9 @@ def _sound(
 
 # %% ../../nbs/book/04_em_routing.ipynb #0000002d
 def as_floor(
-    eps: str | float | Floor,  # 'auto'; '10%' of the votes' spread; 1e-4: absolute; 'paper': 1e-5
+    eps: str
+    | float
+    | Floor,  # 'auto'; '10%' of the votes' spread; 1e-4: absolute; 'paper': 2019's 1e-5
     n: int | None = None,  # components of a vote, c·h: needed for 'auto' only
 ) -> Floor:  # what is added where
     "Read the `eps` argument of a routing; `ValueError` unless it is positive and finite."
