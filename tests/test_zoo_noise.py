@@ -181,6 +181,48 @@ def test_a_sharp_laplace_has_the_weighted_median():
     close(model.scale.sqrt().squeeze(), mean_gap, rtol=1e-3, atol=0)
 
 
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
+def test_a_fit_of_laplace_is_that_of_the_sums(dtype):
+    "With a mass, and an old mean that is a thousand widths away."
+    V, r = votes(2, i=50)[1] * 1e-3 + 1, torch.rand(2, 50, 3, dtype=torch.float64)
+    old = Model(torch.zeros(2, 3, 2, 2).double(), torch.full((2, 3, 2, 2), 0.3).double(), None)
+    for mass in (0.0, 0.5):
+        w = r[..., None, None] * (V.square() / 0.3 + 0.01).rsqrt()
+        mu = (w * V).sum(1) / (w.sum(1) + mass)
+        s = (w * (V - mu[:, None]).square()).sum(1) / (r.sum(1) + mass)[..., None, None]
+        narrow = Model(*(t.to(dtype) for t in old[:2]), None)
+        found = Laplace().refit(r.to(dtype), V.to(dtype), mass, narrow)
+        loose = dict(rtol=1e-3, atol=0) if dtype == torch.float32 else {}
+        close(found[0].double(), mu, **loose)
+        close(found[1].double(), s, **loose)
+    x = [t[:1, :4].clone().requires_grad_() for t in (r, V * 1000)]
+    first = Model(*(t[:1] for t in old[:2]), None)
+    assert torch.autograd.gradcheck(lambda r, V: Laplace().refit(r, V, 0.5, first), x)
+
+
+def test_laplace_broadcasts():
+    a, V = votes(i=6)
+    a = a + torch.randn(2, 1).double()
+    for noise in (Student(), Laplace()):
+        for loop in (em_loop, dstep_loop):
+            betas = (torch.zeros(3).double(), torch.zeros(3).double())
+            out = loop(a, V, noise, *betas, *([0.1] if loop is em_loop else []))
+            assert out.mu.shape == (2, 3, 2, 2)
+            for k in range(2):
+                one = loop(a[k], V, noise, *betas, *([0.1] if loop is em_loop else []))
+                close(out.mu[k], one.mu)
+
+
+@pytest.mark.graphs
+def test_laplace_is_exported_for_any_batch():
+    layer, a, mu = routings['laplace'](2, 2, 2, n_out=3), torch.randn(2, 5), torch.randn(2, 5, 2, 2)
+    b = torch.export.Dim('b')
+    graph = torch.export.export(layer, (a, mu), dynamic_shapes=({0: b}, {0: b})).module()
+    more = torch.randn(7, 5), torch.randn(7, 5, 2, 2)
+    for x, y in zip(graph(*more), layer(*more)):
+        close(x, y)
+
+
 def test_limits():
     a, V = votes(2)
     use, ign = torch.rand(2, 7, 3, dtype=torch.float64)

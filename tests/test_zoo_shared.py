@@ -67,6 +67,32 @@ def test_the_same_without_votes(name, own, bias, monkeypatch):
             assert_close(without, with_votes, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize('far', [1e4, 1e10])
+@pytest.mark.parametrize(
+    'name, own', [*((k, {}) for k in squared if k != 'em'), ('bayes', dict(cov='full'))]
+)
+def test_where_absent_parts_lie_does_not_matter(name, own, far):
+    layer, a, mu = layer_of(name, **own)
+    a, mu, there = torch.randn(2, 3, 7).double(), mu.detach(), torch.ones(7).double()
+    a[..., :2], there[:2] = -torch.inf, far
+    found = []
+    for x in (mu, mu * there[:, None, None]):
+        x = x.clone().requires_grad_()
+        out = layer(a, x)
+        (g,) = torch.autograd.grad(out.a.sum() + out.mu.sin().sum(), x)
+        found.append([*out[:2], g[..., 2:, :, :]])
+        assert not g[..., :2, :, :].any()
+    for got, want in zip(*found):
+        assert_close(got, want, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize('name', ['full', 'laplace'])
+def test_no_parts_at_all(name):
+    layer = all_routings()[name](4, 4, 4, n_out=3)
+    out = layer(torch.randn(2, 0), torch.randn(2, 0, 4, 4))
+    assert out.mu.shape == (2, 3, 4, 4) and all(t.isfinite().all() for t in out)
+
+
 @pytest.mark.parametrize('how', [dict(lam=0.3, n_iters=1), dict(lam=[0.1, 0.5]), dict(eps=1e-3)])
 def test_em_without_votes_and_with_other_settings(how):
     layer, a, mu = layer_of('em', **dict(n_iters=2) | how)

@@ -229,7 +229,7 @@ def vb_routing(
     out_dtype = dtype if autocasting(V.device) else V.dtype
     with without_autocast(V.device):
         if isinstance(V, SharedVotes):
-            U = MomentVotes(V, whole=cov == 'full')
+            U = MomentVotes(V, a, whole=cov == 'full')
         else:
             U = V.to(dtype).flatten(-2)
         w = a.to(U.dtype).sigmoid()[..., None]

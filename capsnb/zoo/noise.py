@@ -4,9 +4,9 @@
 
 # %% ../../nbs/zoo/27_noise.ipynb #00000002
 from __future__ import annotations
+import functools
 import itertools
 import math
-from functools import partial
 from typing import NamedTuple
 import torch
 import torch.nn.functional as F
@@ -50,8 +50,8 @@ def moments(
 class Gaussian:
     "Independent Gaussians; what a loop asks of a density, and the base of the others."
 
-    whole = False  # whether it asks for covariances
-    by_moments = True  # whether these, means, variances and distances of the votes are all
+    by_moments = True  # whether moments of the votes, and distances, are all that it asks for
+    whole = False  # whether covariances are among them
 
     def m_step(
         self,
@@ -205,6 +205,11 @@ def _tiles(
         yield slice(b, b + step), slice(i, i + rows)
 
 
+def _inverse(scale):
+    "1/scale, finite for the smallest."
+    return (1 / scale).clamp_max(torch.finfo(scale.dtype).max)
+
+
 def _gaps(
     V,  # [b, i, j, n] a tile of votes
     mu,  # [b, j, n]
@@ -221,14 +226,16 @@ def _refit_forward(
     V: Tensor,  # [b, i, j, n] votes
     mu: Tensor,  # [b, j, n] their old means
     scale: Tensor,  # [b, j, n] and squared scales
+    about: Tensor,  # [b, j, n] near the new means, without gradient
     tip2: float,  # κ²
-) -> list[Tensor]:  # [b, 3, j, n] sums of r u, r u (V - mu), r u (V - mu)²
-    sums, inv = V.new_zeros(len(V), 3, *V.shape[2:]), 1 / scale
+) -> list[Tensor]:  # [b, 3, j, n] sums of r u, r u (V - about), r u (V - about)²
+    sums, inv = V.new_zeros(len(V), 3, *V.shape[2:]), _inverse(scale)
     for b, i in _tiles(V):
-        gap, w = _gaps(V[b, i], mu[b], inv[b], tip2)
-        w.mul_(r[b, i, :, None])
-        for k in range(3):
-            sums[b, k].add_((w if k == 0 else w.mul_(gap)).sum(1))
+        w = _gaps(V[b, i], mu[b], inv[b], tip2)[1].mul_(r[b, i, :, None])
+        sums[b, 0].add_(w.sum(1))
+        off = V[b, i] - about[b, None]
+        sums[b, 1].add_(w.mul_(off).sum(1))
+        sums[b, 2].add_(w.mul_(off).sum(1))
     return [sums]
 
 
@@ -237,34 +244,36 @@ def _refit_backward(
     V: Tensor,
     mu: Tensor,
     scale: Tensor,
+    about: Tensor,
     outs: list[Tensor],
     grads: list[Tensor],
     tip2: float,
-) -> list[Tensor]:  # gradients of r, V, mu, scale
+) -> list[Tensor]:  # gradients of r, V, mu, scale; none of about
     g_r, g_V = torch.empty_like(r), torch.empty_like(V)
-    g_mu, g_scale, inv = torch.zeros_like(mu), torch.zeros_like(mu), 1 / scale
+    g_mu, g_scale, inv = torch.zeros_like(mu), torch.zeros_like(mu), _inverse(scale)
     g0, g1, g2 = (g[:, None] for g in grads[0].unbind(1))
     for b, i in _tiles(V):
         gap, u = _gaps(V[b, i], mu[b], inv[b], tip2)
-        slope = gap * g2[b]
-        uG = (slope + g1[b]).mul_(gap).add_(g0[b]).mul_(u)
+        off = V[b, i] - about[b, None]
+        slope = off * g2[b]
+        uG = (slope + g1[b]).mul_(off).add_(g0[b]).mul_(u)
         g_r[b, i] = uG.sum(-1)
-        Gx = uG.mul_(u).mul_(gap).mul_(inv[b, None])
-        w = u.mul_(r[b, i, :, None])
-        torch.mul(slope.mul_(2).add_(g1[b]).sub_(Gx), w, out=g_V[b, i])
-        g_mu[b].sub_(g_V[b, i].sum(1))
-        g_scale[b].add_(Gx.mul_(w).mul_(gap).sum(1))
-    return [g_r, g_V, g_mu, g_scale.mul_(inv / 2)]
+        w = u * r[b, i, :, None]
+        pull = uG.mul_(u).mul_(gap).mul_(inv[b, None]).mul_(w)
+        torch.mul(slope.mul_(2).add_(g1[b]), w, out=g_V[b, i]).sub_(pull)
+        g_mu[b].add_(pull.sum(1))
+        g_scale[b].add_(pull.mul_(gap).sum(1))
+    return [g_r, g_V, g_mu, g_scale.mul_(inv / 2), torch.zeros_like(about)]
 
 
-def _refit_fake(r, V, mu, scale, tip2):
-    return [V.new_empty(len(V), 3, *V.shape[2:])]
+def _refit_fake(r, V, mu, scale, about, tip2):
+    return [V.new_empty(V.shape[0], 3, *V.shape[2:])]
 
 
-def _refit_definition(r, V, mu, scale, tip2):
-    gap = V - mu[:, None]
-    w = r[..., None] * (gap.square() / scale[:, None] + tip2).rsqrt()
-    return (torch.stack([w.sum(1), (w * gap).sum(1), (w * gap * gap).sum(1)], 1),)
+def _refit_definition(r, V, mu, scale, about, tip2):
+    w = r[..., None] * ((V - mu[:, None]).square() / scale[:, None] + tip2).rsqrt()
+    off = V - about.detach()[:, None]
+    return (torch.stack([w.sum(1), (w * off).sum(1), (w * off * off).sum(1)], 1),)
 
 
 _refit = FastOp('laplace_refit', _refit_forward, _refit_backward, _refit_fake, _refit_definition)
@@ -276,7 +285,7 @@ def _misfit_forward(
     scale: Tensor,
     tip2: float,
 ) -> list[Tensor]:  # [b, i, j] sums of √(z² + κ²)
-    far, inv = V.new_empty(V.shape[:3]), 1 / scale
+    far, inv = V.new_empty(V.shape[:3]), _inverse(scale)
     for b, i in _tiles(V):
         gap = V[b, i] - mu[b, None]
         far[b, i] = gap.square_().mul_(inv[b, None]).add_(tip2).sqrt_().sum(-1)
@@ -292,7 +301,7 @@ def _misfit_backward(
     tip2: float,
 ) -> list[Tensor]:  # gradients of V, mu, scale
     g_V, g_mu, g_scale = torch.empty_like(V), torch.zeros_like(mu), torch.zeros_like(mu)
-    inv = 1 / scale
+    inv = _inverse(scale)
     for b, i in _tiles(V):
         gap, u = _gaps(V[b, i], mu[b], inv[b], tip2)
         torch.mul(u.mul_(grads[0][b, i, :, None]).mul_(inv[b, None]), gap, out=g_V[b, i])
@@ -309,10 +318,25 @@ def _misfit_definition(V, mu, scale, tip2):
     return (((V - mu[:, None]).square() / scale[:, None] + tip2).sqrt().sum(-1),)
 
 
-_ops = _misfit_forward, _misfit_backward, _misfit_fake, _misfit_definition
-_misfit = FastOp('laplace_misfit', *_ops)
+_misfit = FastOp(
+    'laplace_misfit', _misfit_forward, _misfit_backward, _misfit_fake, _misfit_definition
+)
 
 # %% ../../nbs/zoo/27_noise.ipynb #00000010
+def _flat(
+    model,  # of the votes
+    V,  # [..., i, j, c, h] votes
+    *r,  # [..., i, j] their weights, or nothing
+):
+    "Leading dimensions, and r [b, i, j], V [b, i, j, n], mu and scale [b, j, n] of one dtype."
+    mu, scale = (t.flatten(-2) for t in model[:2])
+    given = [*((t, 2) for t in r), (V.flatten(-2), 3), (mu, 2), (scale, 2)]
+    lead = torch.broadcast_shapes(*(t.shape[:-n] for t, n in given))
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t, _ in given))
+    wide = (t.to(dtype).expand(*lead, *t.shape[-n:]) for t, n in given)
+    return lead, [t.reshape(math.prod(lead), *t.shape[len(lead) :]) for t in wide]
+
+
 class Laplace(Student):
     "Independent Laplace distributions with a rounded tip: components are doubted one by one."
 
@@ -330,27 +354,21 @@ class Laplace(Student):
         at = torch.tensor(tip, dtype=torch.float64, device='cpu')
         self.const = math.log(2 * tip * torch.special.modified_bessel_k1(at).item())
 
-    def given(
-        self,
-        V: Tensor,  # [..., i, j, c, h] votes
-        model: Model,  # of the votes
-    ) -> tuple:  # votes [b, i, j, n], means and squared scales [b, j, n], κ²
-        "What the two ops take."
-        lead, (j, c, h) = V.shape[:-4], V.shape[-3:]
-        of_all = (t.expand(*lead, j, c, h).reshape(-1, j, c * h) for t in model[:2])
-        return V.reshape(-1, V.shape[-4], j, c * h), *of_all, self.tip**2
-
     def refit(self, r, V, mass, model):
         "The same with u for each component."
-        given = self.given(V, model)
-        S, one, two = _refit(r.reshape(-1, *r.shape[-2:]), *given)[0].unbind(1)
-        shift = (one - mass * given[1]) / (S + mass)
-        s = (two + shift * (shift * S - 2 * one)).clamp_min(0)
-        mu, s = (t.view(*V.shape[:-4], *V.shape[-3:]) for t in (given[1] + shift, s))
-        return mu, s / (r.sum(-2) + mass)[..., None, None]
+        lead, (r, V, mu, scale) = _flat(model, V, r)
+        with torch.no_grad():  # where the new mean is
+            S, one, _ = _refit(r, V, mu, scale, mu, self.tip**2)[0].unbind(1)
+            about = mu + (one - mass * mu) / (S + mass)
+        S, one, two = _refit(r, V, mu, scale, about, self.tip**2)[0].unbind(1)
+        shift = (one - mass * about) / (S + mass)  # 0 but for rounding, with a gradient
+        s = (two + shift * (shift * S - 2 * one)).clamp_min(0) / (r.sum(-2) + mass)[..., None]
+        mu, s = (t.view(*lead, *model.mu.shape[-3:]) for t in (about + shift, s))
+        return mu, s
 
     def log_p(self, V, model):
-        far = _misfit(*self.given(V, model))[0].view(V.shape[:-2])
+        lead, (flat, mu, scale) = _flat(model, V)
+        far = _misfit(flat, mu, scale, self.tip**2)[0].view(*lead, *V.shape[-4:-2])
         return -far - math.prod(V.shape[-2:]) * self.const - self.nats(model)[..., None, :]
 
 # %% ../../nbs/zoo/27_noise.ipynb #00000014
@@ -525,7 +543,7 @@ class NoiseRouting(Router):
         wide = torch.promote_types(torch.promote_types(a.dtype, V.dtype), torch.float32)
         with without_autocast(V.device):
             if isinstance(V, SharedVotes):
-                V = MomentVotes(V, self.noise.whole)
+                V = MomentVotes(V, a, self.noise.whole)
             else:
                 V = V.to(wide).contiguous()
             out = self.looped(a.to(V.dtype), V)
@@ -611,4 +629,4 @@ class HardKMeans(NoiseRouting):
 
 
 routings['kmeans-hard'] = HardKMeans
-routings['kmeans-soft'] = partial(Routing, p_model='skm')
+routings['kmeans-soft'] = functools.partial(Routing, p_model='skm')

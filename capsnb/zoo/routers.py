@@ -5,6 +5,7 @@
 # %% ../../nbs/zoo/26_routers.ipynb #00000002
 from __future__ import annotations
 import importlib
+import math
 from typing import Callable, NamedTuple
 import torch
 from torch import Tensor, nn
@@ -73,7 +74,8 @@ class MomentVotes:
     def __init__(
         self,
         V: SharedVotes,  # [..., i, j, c, h]
-        whole: bool = False,  # whether a pose is one row, for `covariance`
+        a: Tensor,  # [..., i] scores of the parts; those that are absent are far, perhaps
+        whole: bool = False,  # whether a pose is one row, c = 1, for `covariance`
     ):
         wide = torch.float32 if V.device.type == 'mps' else torch.float64  # mps has no other
         self.shape, self.dtype, self.device = V.shape, wide, V.device
@@ -83,8 +85,10 @@ class MomentVotes:
             x, B = (t.flatten(-2)[..., None, :] for t in (x, B))
             W = torch.einsum('ab,jdh->jadbh', rows, W).flatten(3).flatten(1, 2)
         *lead, i, c, d = x.shape
-        x0 = x.detach().to(wide).mean(-3)
-        flat = x.reshape(-1, i, c, d).permute(0, 2, 3, 1).contiguous()
+        there = a.detach().to(wide).sigmoid() + torch.finfo(wide).tiny  # if nobody is, all are
+        there = (there / there.sum(-1, keepdim=True))[..., None, None]
+        x0 = (there * x.detach()).sum(-3)
+        flat = x.reshape(math.prod(lead), i, c, d).permute(0, 2, 3, 1).contiguous()
         (phi,) = statistics_of(flat, x0.reshape(-1, c, d), True)
         self.phi, self.at = phi.view(*lead, *phi.shape[1:]), products_at(c, d).to(V.device)
         self.W, self.B = W, B + torch.einsum('...cd,jdh->...jch', x0, W)
