@@ -166,6 +166,24 @@ def test_derivatives(op, make, kw):
     assert torch.autograd.gradgradcheck(f, x)
 
 
+@few_cases
+def test_forward_mode(op, make, kw):
+    tensors, settings = make(**kw)
+    free = variables(op, tensors)
+    x = tuple(tensors[k] for k in free)
+    moves = tuple(map(torch.randn_like, x))
+
+    def every(run):
+        def g(*x):
+            given = [x[free.index(k)] if k in free else t for k, t in enumerate(tensors)]
+            return run(*given, *settings)[0]
+
+        return g
+
+    found, want = (torch.func.jvp(every(run), x, moves)[1] for run in (op, op.definition))
+    assert_close(found, want)
+
+
 @all_cases
 def test_as_the_definition(op, make, kw):
     "Values, gradients, and those of a gradient penalty."

@@ -11,9 +11,10 @@ from capsnb.routing.em import Floor, em_routing_ref
 from capsnb.routing.scene import cast_votes, make_scene
 from capsnb.zoo.noise import Full, Gaussian, KMeans, Laplace, Model, NoiseRouting, Student
 from capsnb.zoo.noise import VonMisesFisher, dstep_loop, em_loop, vmf_norm
-from capsnb.zoo.routers import routings
+from capsnb.zoo.routers import all_routings
 
 close = torch.testing.assert_close
+routings = all_routings()
 no_floor, some = Floor(0.0, 1e-12, 1e-12), Floor(0.3, 1e-12, 1e-12)
 densities = [Gaussian(), Student(), Laplace(), Full(), VonMisesFisher(), KMeans()]
 by_name = pytest.mark.parametrize('noise', densities, ids=lambda o: type(o).__name__)
@@ -211,6 +212,19 @@ def test_laplace_broadcasts():
             for k in range(2):
                 one = loop(a[k], V, noise, *betas, *([0.1] if loop is em_loop else []))
                 close(out.mu[k], one.mu)
+
+
+@pytest.mark.parametrize('shared', [True, False])
+@pytest.mark.parametrize('name', [*names[:4], 'bayes'])
+def test_forward_mode(name, shared):
+    layer = routings[name](2, 2, 2, n_inp=None if shared else 5, n_out=3).double()
+    gen = torch.Generator().manual_seed(0)
+    at = [torch.randn(2, 5, *n, generator=gen).double() for n in ((), (2, 2), (), (2, 2))]
+    x, moves = tuple(at[:2]), tuple(at[2:])
+    near = lambda h: layer(*(t + h * m for t, m in zip(x, moves)))[:2]
+    slope = torch.func.jvp(lambda *x: layer(*x)[:2], x, moves)[1]
+    for got, p, m in zip(slope, near(1e-5), near(-1e-5)):
+        close(got, (p - m) / 2e-5, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.graphs

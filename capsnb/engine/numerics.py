@@ -286,7 +286,8 @@ class FastOp:
     """A fast path as the op `torch.ops.capsnb.NAME`: `outs = op(*tensors, *settings)`.
 
     Works under autograd, `torch.compile(fullgraph=True)`, `torch.export`, `torch.func` and on
-    'meta'. Second derivatives come from the definition: exact, slow, and with all its memory.
+    'meta'. Second derivatives and forward mode come from the definition: exact, slow, and with all
+    its memory.
     """
 
     def __init__(
@@ -330,6 +331,20 @@ class FastOp:
 
         with without_autocast(inputs[0].device):
             return _vjp_of_vjp(outs, inputs, grads, grads2)
+
+    def pushed(self, inputs, settings, tangents):
+        "How the outputs change with the inputs: forward mode, by two backward passes."
+        moved = [k for k, t in enumerate(tangents) if t is not None]
+
+        def outs(*x):
+            found = dict(zip(moved, x))
+            given = (found.get(k, t) for k, t in enumerate(inputs))
+            return tuple(self.definition(*given, *settings))[: self.n_out]
+
+        with without_autocast(inputs[0].device):
+            now, back = torch.func.vjp(outs, *(inputs[k] for k in moved))
+            forth = torch.func.vjp(lambda *g: back(g), *map(torch.zeros_like, now))[1]
+            return forth(tuple(tangents[k] for k in moved))
 
     def _in_graphs(self):
         "Autograd of the two ops themselves, for graphs."
@@ -425,7 +440,13 @@ def _function(
             ctx.settings, *tensors = inputs
             ctx.mark_non_differentiable(*output[op.n_out :])
             ctx.save_for_backward(*tensors, *output)
+            ctx.save_for_forward(*tensors)
             ctx.n_states = len(output)
+
+        @staticmethod
+        def jvp(ctx, _, *tangents):
+            found = op.pushed(ctx.saved_tensors[:n], ctx.settings, tangents)
+            return *found, *[None] * (ctx.n_states - op.n_out)
 
         @staticmethod
         def backward(ctx, *grads):
