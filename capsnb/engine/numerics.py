@@ -332,8 +332,13 @@ class FastOp:
         with without_autocast(inputs[0].device):
             return _vjp_of_vjp(outs, inputs, grads, grads2)
 
-    def pushed(self, inputs, settings, tangents):
-        "How the outputs change with the inputs: forward mode, by two backward passes."
+    def pushed(
+        self,
+        inputs,  # tensors, of any shape
+        settings,  # as in a call
+        tangents,  # like inputs: how they change; None: not at all
+    ):  # like the outputs: how they change
+        "Forward mode, by two backward passes of the definition."
         moved = [k for k, t in enumerate(tangents) if t is not None]
 
         def outs(*x):

@@ -12,6 +12,7 @@ from torch.distributions import Dirichlet, kl_divergence
 from ..core import check_n_iters
 from ..engine.numerics import autocasting, without_autocast
 from ..routing.dstep import RoutedR
+from .noise import covariance, moments
 from .routers import MomentVotes, Router, SharedVotes, routings
 
 # %% auto #0
@@ -69,20 +70,14 @@ def posterior(
     "The M-step: the posterior of proportions, means and precisions."
     S = r.sum(-2)
     kappa = prior.kappa0 + S
-    if isinstance(V, MomentVotes) and cov == 'full':
-        m, s = V.covariance(r, prior.kappa0)
-    elif isinstance(V, MomentVotes):
-        m, s = (t.flatten(-2) for t in V.moments(r, prior.kappa0))
-    else:
-        m = torch.einsum('...ij,...ijn->...jn', r, V) / kappa[..., None]
-        gap = V - m[..., None, :, :]
-        near = '...ijn,...ijp->...jnp' if cov == 'full' else '...ijn,...ijn->...jn'
-        s = torch.einsum(near, gap * (r / kappa[..., None, :])[..., None], gap)
+    rows = V if isinstance(V, MomentVotes) else V[..., None, :]
     if cov == 'full':
+        m, s = covariance(r, rows, prior.kappa0)
         outer = m[..., :, None] * m[..., None, :]
         start = torch.eye(m.shape[-1], dtype=m.dtype, device=m.device) / prior.Psi0
         inv_Psi = kappa[..., None, None] * s + prior.kappa0 * outer + start
     else:
+        m, s = (t.flatten(-2) for t in moments(r, rows, prior.kappa0))
         inv_Psi = kappa[..., None] * s + prior.kappa0 * m.square() + 1 / prior.Psi0
     return Posterior(prior.alpha0 + S, kappa, prior.nu0 + S, m, inv_Psi)
 

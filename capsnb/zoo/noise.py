@@ -359,7 +359,9 @@ class Laplace(Student):
         lead, (r, V, mu, scale) = _flat(model, V, r)
         with torch.no_grad():  # where the new mean is
             S, one, _ = _refit(r, V, mu, scale, mu, self.tip**2)[0].unbind(1)
-            about = (mu + (one - mass * mu) / (S + mass)).detach()  # nor in forward mode
+            about = (
+                mu + (one - mass * mu) / (S + mass)
+            ).detach()  # forward mode heeds no `no_grad`
         S, one, two = _refit(r, V, mu, scale, about, self.tip**2)[0].unbind(1)
         shift = (one - mass * about) / (S + mass)  # 0 but for rounding, with a gradient
         s = (two + shift * (shift * S - 2 * one)).clamp_min(0) / (r.sum(-2) + mass)[..., None]
