@@ -10,6 +10,7 @@ from capsnb.core import plot_style
 from capsnb.lab import tasks
 from capsnb.lab.objects import PairDeck, PairMixup, SmallNORB, Toys
 from capsnb.lab.runs import task_of
+from capsnb.lab.shootout import candidates, ground
 from capsnb.lab.tasks import evaluate, load_run, train
 from capsnb.lab.inspect import mds_path, poses_of
 from capsnb.lab.runs import write_end
@@ -90,6 +91,20 @@ def test_the_recipe_is_the_papers():
     tasks, nets = (Toys(published=False), Toys(published=True)), Toys().networks
     on_crops = [{n for n in nets if task.on_crops(n)} for task in tasks]
     assert on_crops == [{'matrix-caps', 'capsnet'}, {'baseline', 'matrix-caps', 'capsnet'}]
+
+
+@pytest.mark.parametrize('where', ['toys', 'eth80', 'mnist'])
+def test_the_grounds_networks_are_tried_as_they_can_be_trained(where):
+    g = ground(where)
+    moved = {}
+    for net in g.task.networks:
+        row = candidates(g, net, (0.01,), whole=True)[f'{net} 0.01']
+        g.task.collator(net, row['shift'], row['mixup'])  # raises for what it cannot do
+        assert row == row | dict(net=net, epochs=g.recipe['epochs'], lr=(1e-5, 0.01))
+        moved[net] = row['shift']
+    assert moved['cnn' if where != 'mnist' else 'plain'] == g.recipe['shift']
+    if where != 'mnist':
+        assert moved['capsnet'] == 0
 
 
 def test_options_go_before_what_is_published():

@@ -161,8 +161,10 @@ def candidates(
     whole: bool = False,  # whether `who` is a network of the task, of its own size
 ) -> dict:  # name -> row of `study`
     "What is tried of a contestant."
-    if whole:
-        own = [('', dict(net=who))]
+    if whole:  # what the network's own recipe leaves out stays out
+        given = g.task.recipe(who)
+        left_out = {k: 0 for k in ('mixup', 'shift') if given.get(k) == 0}
+        own = [('', dict(net=who, **left_out))]
     elif who == 'cnn':
         own = [('', dict(net='plain', options=plain_options(g)))]
     else:
@@ -170,7 +172,7 @@ def candidates(
         how = {} if settings is None else dict(settings=settings)
         own = [(k, dict(net='routing', options=evened(g, routing, norm=k, **how))) for k in norms]
     return {
-        ' '.join([who, *([k] if k else []), f'{lr:g}']): row | g.recipe | dict(lr=(1e-5, lr))
+        ' '.join([who, *([k] if k else []), f'{lr:g}']): g.recipe | row | dict(lr=(1e-5, lr))
         for (k, row), lr in itertools.product(own, lrs)
     }
 
