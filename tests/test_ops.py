@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from torch.export import Dim, export
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, vmap
 from torch.library import opcheck
 from torch.testing import assert_close
 from capsnb import Routing, dynamic_routing, route_capsules
@@ -182,6 +182,30 @@ def test_forward_mode(op, make, kw):
 
     found, want = (torch.func.jvp(every(run), x, moves)[1] for run in (op, op.definition))
     assert_close(found, want)
+
+
+@few_cases
+def test_forward_and_backward_mode_of_each_other(op, make, kw):
+    "Every order of two derivatives, and none that would be wrong."
+    tensors, settings = make(**kw)
+    (k, *_) = variables(op, tensors)
+    moves = torch.stack([torch.randn_like(tensors[k]) for _ in range(2)])
+
+    def along(run):
+        def f(t):
+            x = tensors[k] + torch.einsum('m,m...->...', t, moves)
+            outs = run(*tensors[:k], x, *tensors[k + 1 :], *settings)[0]
+            return (outs * (1 + torch.arange(outs.numel()).view_as(outs))).sin().sum()
+
+        return f
+
+    at, f = torch.tensor([0.1, -0.2], dtype=torch.float64), along(op)
+    want = jacrev(jacrev(along(op.definition)))(at)
+    assert want.abs().min() > 0
+    for found in (hessian(f), jacrev(jacfwd(f)), jacrev(jacrev(f))):
+        assert_close(found(at), want)
+    with pytest.raises(NotImplementedError, match=r'hessian\(f\)'):
+        jacfwd(jacfwd(f))(at)
 
 
 @all_cases

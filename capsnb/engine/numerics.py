@@ -14,6 +14,7 @@ import os
 import platform
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Callable, List, Sequence, get_args, get_origin
 import torch
 from torch import Tensor, nn
@@ -213,6 +214,16 @@ def _one_by_one(
     op.register_vmap(rule)
 
 # %% ../../nbs/engine/11_numerics.ipynb #e8545b5f
+def _in_some(f, inputs, where):
+    "`f` as a function of the inputs at these places, the others held."
+
+    def held(*x):
+        found = dict(zip(where, x))
+        return f(*(found.get(k, t) for k, t in enumerate(inputs)))
+
+    return held
+
+
 def _vjp_of_vjp(
     f: Callable,  # tensors -> tuple of tensors
     inputs: Sequence[Tensor],  # where
@@ -221,10 +232,7 @@ def _vjp_of_vjp(
 ) -> Sequence[Tensor | None]:  # gradients of inputs and grads
     "Back through the backward pass of `f`, which is differentiable as often as `f` is."
     real = [k for k, t in enumerate(inputs) if t.is_floating_point()]  # integers have no gradient
-
-    def of_real(*x):
-        found = dict(zip(real, x))
-        return f(*(found.get(k, t) for k, t in enumerate(inputs)))
+    of_real = _in_some(f, inputs, real)
 
     def first(*tensors):
         x, g = tensors[: len(real)], tensors[len(real) :]
@@ -233,6 +241,18 @@ def _vjp_of_vjp(
     at = *(inputs[k] for k in real), *grads
     found = iter(torch.func.vjp(first, *at)[1](tuple(grads2[k] for k in real)))
     return [next(found) if k in real else None for k in range(len(inputs))] + [*found]
+
+
+def _jvp(
+    f: Callable,  # tensors -> tuple of tensors
+    inputs: Sequence[Tensor],  # where
+    tangents: Sequence[Tensor | None],  # like inputs: how they change; None: not at all
+) -> Sequence[Tensor]:  # how what f returns changes
+    "Forward mode by two backward passes: an op of ours needs no third rule."
+    moved = [k for k, t in enumerate(tangents) if t is not None]
+    now, back = torch.func.vjp(_in_some(f, inputs, moved), *(inputs[k] for k in moved))
+    forth = torch.func.vjp(lambda *g: back(g), *map(torch.zeros_like, now))[1]
+    return forth(tuple(tangents[k] for k in moved))
 
 # %% ../../nbs/engine/11_numerics.ipynb #op200001
 def _in_full(
@@ -320,17 +340,19 @@ class FastOp:
             run = self.definition if torch.onnx.is_in_onnx_export() else self.forward
             outs = run(*args)
         else:
-            outs = self.function.apply(args[self.n :], *args[: self.n])
+            held = SimpleNamespace(settings=args[self.n :])  # no tuple: vmap counts what is in one
+            outs = self.function.apply(held, *args[: self.n])
         return tuple(outs[: self.n_out])
+
+    def outs(self, settings):
+        "The definition as a function of tensors."
+        return lambda *x: tuple(self.definition(*x, *settings))[: self.n_out]
 
     def second(self, inputs, grads, settings, grads2):
         "Gradients of inputs and grads, from those at the gradients of the inputs."
 
-        def outs(*x):
-            return tuple(self.definition(*x, *settings))[: self.n_out]
-
         with without_autocast(inputs[0].device):
-            return _vjp_of_vjp(outs, inputs, grads, grads2)
+            return _vjp_of_vjp(self.outs(settings), inputs, grads, grads2)
 
     def pushed(
         self,
@@ -338,18 +360,22 @@ class FastOp:
         settings,  # as in a call
         tangents,  # like inputs: how they change; None: not at all
     ):  # like the outputs: how they change
-        "Forward mode, by two backward passes of the definition."
-        moved = [k for k, t in enumerate(tangents) if t is not None]
+        "Forward mode."
+        with without_autocast(inputs[0].device):
+            return _jvp(self.outs(settings), inputs, tangents)
 
-        def outs(*x):
-            found = dict(zip(moved, x))
-            given = (found.get(k, t) for k, t in enumerate(inputs))
-            return tuple(self.definition(*given, *settings))[: self.n_out]
+    def second_pushed(self, inputs, grads, settings, tangents):
+        "Forward mode of the backward pass; tangents of inputs, then of grads."
+        real = [k for k, t in enumerate(inputs) if t.is_floating_point()]
+
+        def back(*t):
+            x, g = t[: len(inputs)], t[len(inputs) :]
+            outs = _in_some(self.outs(settings), x, real)
+            found = iter(torch.func.vjp(outs, *(x[k] for k in real))[1](tuple(g)))
+            return tuple(next(found) if k in real else torch.zeros_like(t) for k, t in enumerate(x))
 
         with without_autocast(inputs[0].device):
-            now, back = torch.func.vjp(outs, *(inputs[k] for k in moved))
-            forth = torch.func.vjp(lambda *g: back(g), *map(torch.zeros_like, now))[1]
-            return forth(tuple(tangents[k] for k in moved))
+            return _jvp(back, (*inputs, *grads), tangents)
 
     def _in_graphs(self):
         "Autograd of the two ops themselves, for graphs."
@@ -397,6 +423,16 @@ def _one_at_a_time(back, grads):
     return [g[0] if g[0] is None else torch._add_batch_dim(torch.stack(g), 0, level) for g in found]
 
 
+def _forward_mode_once():
+    "`NotImplementedError` in forward mode of forward mode, where PyTorch gets `Function`s wrong."
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    if sum(level.key() == torch._C._functorch.TransformType.Jvp for level in levels) > 1:
+        raise NotImplementedError(
+            "forward mode of forward mode, as in jacfwd(jacfwd(f)), would be wrong here; "
+            "hessian(f), jacfwd(jacrev(f)) and jacrev(jacfwd(f)) are exact"
+        )
+
+
 def _is_bare(tensors):
     "Whether tensors have values and nobody watches what is done to them: then no op is needed."
     watched = torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack()
@@ -405,7 +441,7 @@ def _is_bare(tensors):
 # %% ../../nbs/engine/11_numerics.ipynb #57564448
 def _function(
     op,  # a `FastOp`
-):  # torch.autograd.Function: apply(settings, *tensors)
+):  # torch.autograd.Function: apply(SimpleNamespace(settings=…), *tensors)
     "The same op for autograd and `torch.func`, outside of graphs."
     n = op.n
 
@@ -413,18 +449,25 @@ def _function(
         generate_vmap_rule = True
 
         @staticmethod
-        def forward(settings, n_states, *t):
+        def forward(held, n_states, *t):
             outs, g = list(t[n : n + n_states]), list(t[n + n_states :])
-            return tuple(op.backward(*t[:n], outs, g, *settings))
+            return tuple(op.backward(*t[:n], outs, g, *held.settings))
 
         @staticmethod
         def setup_context(ctx, inputs, output):
-            ctx.settings, ctx.n_states, *t = inputs
+            ctx.held, ctx.n_states, *t = inputs
             ctx.save_for_backward(*t[:n], *t[n + ctx.n_states :])
+            ctx.save_for_forward(*t[:n], *t[n + ctx.n_states :])
+
+        @staticmethod
+        def jvp(ctx, _, __, *tangents):
+            _forward_mode_once()
+            t, moves = ctx.saved_tensors, (*tangents[:n], *tangents[n + ctx.n_states :])
+            return op.second_pushed(t[:n], t[n:], ctx.held.settings, moves)
 
         @staticmethod
         def backward(ctx, *grads2):
-            t, settings = ctx.saved_tensors, ctx.settings
+            t, settings = ctx.saved_tensors, ctx.held.settings
 
             def back(*grads2):
                 return op.second(t[:n], t[n:], settings, grads2)
@@ -436,31 +479,32 @@ def _function(
         generate_vmap_rule = True
 
         @staticmethod
-        def forward(settings, *tensors):
+        def forward(held, *tensors):
             run = op.bare[0] if _is_bare(tensors) else op.forward
-            return tuple(run(*tensors, *settings))
+            return tuple(run(*tensors, *held.settings))
 
         @staticmethod
         def setup_context(ctx, inputs, output):
-            ctx.settings, *tensors = inputs
+            ctx.held, *tensors = inputs
             ctx.mark_non_differentiable(*output[op.n_out :])
             ctx.save_for_backward(*tensors, *output)
-            ctx.save_for_forward(*tensors)
+            ctx.save_for_forward(*tensors, *output)  # the same: vmap keeps one list for both
             ctx.n_states = len(output)
 
         @staticmethod
         def jvp(ctx, _, *tangents):
-            found = op.pushed(ctx.saved_tensors[:n], ctx.settings, tangents)
+            _forward_mode_once()
+            found = op.pushed(ctx.saved_tensors[:n], ctx.held.settings, tangents)
             return *found, *[None] * (ctx.n_states - op.n_out)
 
         @staticmethod
         def backward(ctx, *grads):
-            t, settings, n_states = ctx.saved_tensors, ctx.settings, ctx.n_states
+            t, held, n_states = ctx.saved_tensors, ctx.held, ctx.n_states
 
             def back(*g):
                 if torch.is_grad_enabled() or not _is_bare((*t, *g)):
-                    return Backward.apply(settings, n_states, *t, *g)
-                return op.bare[1](*t[:n], list(t[n:]), list(g), *settings)
+                    return Backward.apply(held, n_states, *t, *g)
+                return op.bare[1](*t[:n], list(t[n:]), list(g), *held.settings)
 
             return None, *_one_at_a_time(back, grads[: op.n_out])
 
