@@ -49,6 +49,8 @@ def check(told):
     acts = told['acts']
     assert told['resumed_is_whole']
     assert acts['cached']['weights'] == acts['reread']['weights'] != acts['whole']['weights']
+    assert acts['half']['weights'] not in (acts['whole']['weights'], acts['cached']['weights'])
+    assert all(acts[k]['batch_seconds'] > 0 for k in ('whole', 'half', 'cached', 'reread'))
     assert acts['cached']['cache_bytes'] > 0 == acts['whole']['cache_bytes']
     assert {'gorgeous', 'movie'} <= {w for w, _ in acts['explain']['words']}
 

@@ -28,8 +28,8 @@ from ..data.files import cache_folder, read_json, write_json
 from ..data.sst import label_names, load_sst
 from .routing_net import PlainText, RoutingText, VectorText
 from .runs import first_process
-from .tasks import Net, Task, load_run, train, with_options
-from .text import SSTNet, TextStem, explain
+from .tasks import Net, Task, train, with_options
+from .text import SSTNet, TextStem
 from .text import check_note, encoder_note, measure_scale, noted_encoder
 from .train import BaseDeck, dice, fingerprint
 
@@ -579,8 +579,10 @@ def _read(out: Path, dtype: str, texts: list, device: str) -> dict:  # one batch
     return dict(tokens=int(mask.sum()), batch_seconds=took, shape=list(embs.shape))
 
 
-def _train(out: Path, run: str, resume: bool, cache: bool, trees: dict, device: str) -> dict:
-    encoder = FrozenEncoder(out / 'model', device=device)
+def _train(
+    out: Path, run: str, trees: dict, device: str, resume=False, cache=False, dtype='float32'
+) -> dict:
+    encoder = FrozenEncoder(out / 'model', dtype=dtype, device=device)
     kw = dict(roots=True, published=True, validate=False, **trees)
     task = Sentiment('sst5', encoder, cache=out / 'cache' if cache else False, **kw)
     kw = dict(epochs=1, save_steps=1, device=device, resume=resume, progress=False)
@@ -588,14 +590,19 @@ def _train(out: Path, run: str, resume: bool, cache: bool, trees: dict, device: 
     m = train(task, out=out / run, **kw)
     kept = sum(f.stat().st_size for f in (out / 'cache').rglob('*') if f.is_file())
     weights = m['files']['model.safetensors']
-    return dict(steps=m['steps'], weights=weights, cache_bytes=kept, checkpoints=found)
+    told = dict(steps=m['steps'], weights=weights, cache_bytes=kept, checkpoints=found)
+    return told if resume else told | dict(batch_seconds=m['seconds'] / m['steps'])
 
 
-def _explain(out: Path, text: str, trees: dict, device: str) -> dict:  # credit of its words
-    encoder = FrozenEncoder(out / 'model', device=device)
-    network, task, note = load_run(out / 'whole', device, encoder=encoder, folder=trees['folder'])
-    said = explain(text, network, task.reader(), note['names'])
-    return dict(words=said.words, html=len(said._repr_html_()))
+def _explain(out: Path, text: str, device: str) -> dict:  # credit of its words, by the command
+    command = [sys.executable, '-m', 'capsnb', 'explain', text, '--json']
+    command += ['--run', out / 'whole', '--encoder', out / 'model']
+    command += ['--device', device] if device else []
+    done = subprocess.run(command, capture_output=True, encoding='utf-8')
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    (told,) = json.loads(done.stdout)
+    return dict(words=told['words'], html=(out / 'whole' / 'report_words.html').stat().st_size)
 
 # %% ../../nbs/lab/54_sentiment.ipynb #5e470004
 def act(
@@ -608,7 +615,8 @@ def act(
     start, acts = time.perf_counter(), dict(make=_make, read=_read, train=_train, explain=_explain)
     found = acts[name](Path(out), **how)
     if os.name == 'posix':  # Windows does not tell
-        most = importlib.import_module('resource').getrusage(0).ru_maxrss
+        used = importlib.import_module('resource').getrusage
+        most = max(used(who).ru_maxrss for who in (0, -1))  # this process, or one that it began
         found['peak_bytes'] = most * (1 if sys.platform == 'darwin' else 1024)
     write_json(told, found | dict(seconds=time.perf_counter() - start))
 
@@ -662,20 +670,14 @@ def rehearse(
     acts = {'make': do('make', 'make', files=files, sizes=sizes or {})}
     for dtype in ('float32', 'bfloat16'):
         acts[dtype] = do('read', dtype, dtype=dtype, texts=texts, device=device)
-    acts['whole'] = do('train', 'whole', run='whole', resume=False, cache=False, **on)
-    do(
-        'train',
-        'killed',
-        run='again',
-        resume=False,
-        cache=False,
-        until='again/**/seal.json',
-        **on,
-    )
-    acts['resumed'] = do('train', 'resumed', run='again', resume=True, cache=False, **on)
-    acts['cached'] = do('train', 'cached', run='cached', resume=False, cache=True, **on)
-    acts['reread'] = do('train', 'reread', run='reread', resume=False, cache=True, **on)
-    acts['explain'] = do('explain', 'explain', text='A gorgeous , witty , seductive movie .', **on)
+    acts['whole'] = do('train', 'whole', run='whole', **on)
+    acts['half'] = do('train', 'half', run='half', dtype='bfloat16', **on)
+    do('train', 'killed', run='again', until='again/**/seal.json', **on)
+    acts['resumed'] = do('train', 'resumed', run='again', resume=True, **on)
+    acts['cached'] = do('train', 'cached', run='cached', cache=True, **on)
+    acts['reread'] = do('train', 'reread', run='reread', cache=True, **on)
+    text = 'A gorgeous , witty , seductive movie .'
+    acts['explain'] = do('explain', 'explain', text=text, device=device)
     same = acts['whole']['weights'] == acts['resumed']['weights']
     same &= acts['resumed']['checkpoints'] > 0  # it did not begin anew
     told = run_record(acts=acts, limit=limit, sizes=sizes, resumed_is_whole=same)
