@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.func import hessian, jacfwd, jacrev
 from torch.testing import assert_close
 from capsnb.zoo.routers import SharedVotes, all_routings, routing_layer
 
@@ -165,3 +166,21 @@ def test_parts_that_decide_alone_route_capsules_themselves(name):
     assert layer.seen(mu) is mu
     for x, y in zip(layer(a, mu, return_R=True), layer.route(a, mu)):
         assert (x is None and y is None) or torch.equal(x, y)
+
+
+@pytest.mark.parametrize('name', sorted(all_routings()))
+def test_second_derivatives_in_every_order(name):
+    "Forward mode of the backward pass, as `torch.func.hessian` takes it, and the other way round."
+    layer, a, mu = layer_of(name)
+    weight, moves = torch.randn(2, 3, 6, 4, 5).double(), torch.randn(2, *mu.shape).double()
+
+    def along(t):
+        out = layer(a, mu.detach() + torch.einsum('m,m...->...', t, moves))
+        return (out.mu**3 * weight).sum()
+
+    at = torch.tensor([0.1, -0.2], dtype=torch.float64)
+    want = jacrev(jacrev(along))(at)
+    assert want.abs().min() > 0
+    assert_close(hessian(along)(at), want)
+    if name not in ('vectors', 'inverted'):  # PyTorch's layer_norm errs the other way round
+        assert_close(jacrev(jacfwd(along))(at), want)
