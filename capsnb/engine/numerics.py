@@ -224,13 +224,8 @@ def _in_some(f, inputs, where):
     return held
 
 
-def _vjp_of_vjp(
-    f: Callable,  # tensors -> tuple of tensors
-    inputs: Sequence[Tensor],  # where
-    grads: Sequence[Tensor],  # gradients at what f returns
-    grads2: Sequence[Tensor],  # gradients at the gradients of the inputs
-) -> Sequence[Tensor | None]:  # gradients of inputs and grads
-    "Back through the backward pass of `f`, which is differentiable as often as `f` is."
+def _backward_of(f, inputs):
+    "Its backward pass, a function of real inputs and of gradients at what it returns; the reals."
     real = [k for k, t in enumerate(inputs) if t.is_floating_point()]  # integers have no gradient
     of_real = _in_some(f, inputs, real)
 
@@ -238,6 +233,17 @@ def _vjp_of_vjp(
         x, g = tensors[: len(real)], tensors[len(real) :]
         return torch.func.vjp(of_real, *x)[1](tuple(g))
 
+    return first, real
+
+
+def _vjp_of_vjp(
+    f: Callable,  # tensors -> tuple of tensors
+    inputs: Sequence[Tensor],  # where
+    grads: Sequence[Tensor],  # gradients at what f returns
+    grads2: Sequence[Tensor],  # gradients at the gradients of the inputs
+) -> Sequence[Tensor | None]:  # gradients of inputs and grads
+    "Back through the backward pass of `f`, which is differentiable as often as `f` is."
+    first, real = _backward_of(f, inputs)
     at = *(inputs[k] for k in real), *grads
     found = iter(torch.func.vjp(first, *at)[1](tuple(grads2[k] for k in real)))
     return [next(found) if k in real else None for k in range(len(inputs))] + [*found]
@@ -350,7 +356,6 @@ class FastOp:
 
     def second(self, inputs, grads, settings, grads2):
         "Gradients of inputs and grads, from those at the gradients of the inputs."
-
         with without_autocast(inputs[0].device):
             return _vjp_of_vjp(self.outs(settings), inputs, grads, grads2)
 
@@ -366,16 +371,12 @@ class FastOp:
 
     def second_pushed(self, inputs, grads, settings, tangents):
         "Forward mode of the backward pass; tangents of inputs, then of grads."
-        real = [k for k, t in enumerate(inputs) if t.is_floating_point()]
-
-        def back(*t):
-            x, g = t[: len(inputs)], t[len(inputs) :]
-            outs = _in_some(self.outs(settings), x, real)
-            found = iter(torch.func.vjp(outs, *(x[k] for k in real))[1](tuple(g)))
-            return tuple(next(found) if k in real else torch.zeros_like(t) for k, t in enumerate(x))
-
+        n = len(inputs)
         with without_autocast(inputs[0].device):
-            return _jvp(back, (*inputs, *grads), tangents)
+            first, real = _backward_of(self.outs(settings), inputs)
+            at, moves = ([*(t[k] for k in real), *t[n:]] for t in ((*inputs, *grads), tangents))
+            found = iter(_jvp(first, at, moves))
+        return tuple(next(found) if k in real else None for k in range(n))
 
     def _in_graphs(self):
         "Autograd of the two ops themselves, for graphs."
