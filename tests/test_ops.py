@@ -4,8 +4,9 @@ import itertools
 import math
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.export import Dim, export
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, vjp, vmap
 from torch.library import opcheck
 from torch.testing import assert_close
 from capsnb import Routing, dynamic_routing, route_capsules
@@ -204,8 +205,30 @@ def test_forward_and_backward_mode_of_each_other(op, make, kw):
     assert want.abs().min() > 0
     for found in (hessian(f), jacrev(jacfwd(f)), jacrev(jacrev(f))):
         assert_close(found(at), want)
+    many = torch.ones(3, 1, dtype=torch.float64)
+    assert_close(hessian(lambda t: vmap(f)(t * many).sum())(at), 3 * want)
+    for wrong in (jacfwd(jacfwd(f)), jacfwd(jacfwd(jacrev(f)))):
+        with pytest.raises(NotImplementedError, match=r'hessian\(f\)'):
+            wrong(at)
+    _, pull = vjp(f, at)
     with pytest.raises(NotImplementedError, match=r'hessian\(f\)'):
-        jacfwd(jacfwd(f))(at)
+        jacfwd(jacfwd(lambda g: pull(g)[0].pow(3).sum()))(want.new_ones(()))
+
+
+@few_cases
+def test_forward_mode_over_a_plain_backward_pass(op, make, kw):
+    "A dual tensor, and `autograd.grad` without `create_graph`, which leaves no trace of its own."
+    tensors, settings = make(**kw)
+    (k, *_) = variables(op, tensors)
+    moves = torch.randn_like(tensors[k])
+    found = []
+    for run in (op, op.definition):
+        with forward_ad.dual_level():
+            x = forward_ad.make_dual(tensors[k].detach().requires_grad_(), moves)
+            out = run(*tensors[:k], x, *tensors[k + 1 :], *settings)[0]
+            (g,) = torch.autograd.grad(out.pow(3).sum(), x)
+            found.append(forward_ad.unpack_dual(g).tangent)
+    assert_close(*found)
 
 
 @all_cases

@@ -129,7 +129,8 @@ def write():
     rows |= {k: dict(v, seconds=round(v['seconds'], 1)) for k, v in found.items()}
     n, broke = (sum(row[k] for row in rows.values()) for k in ('tries', 'broke'))
     said = {'tries that ended right, or with a sentence': f'{n - broke:,} of {n:,}'}
-    command = f'CAPSNB_FUZZ={wanted} pytest -n 0 tests/test_fuzz.py tests/test_numbers.py'
+    where = f'CAPSNB_FUZZ={wanted} CAPSNB_FUZZ_OUT=nbs/results/{path.name}'
+    command = f'{where} pytest -n 0 tests/test_fuzz.py tests/test_numbers.py'
     record = run_record(0, headline=said, attacks=rows)
     record['command'] = f'{command} tests/test_kills.py'
     path.write_text(json.dumps(record, indent=1) + '\n')

@@ -424,12 +424,18 @@ def _one_at_a_time(back, grads):
     return [g[0] if g[0] is None else torch._add_batch_dim(torch.stack(g), 0, level) for g in found]
 
 
+def _is_batched_here(t):
+    "Whether the `vmap` in progress batches it: its rule takes such a state for differentiable."
+    ours = torch._C._functorch
+    return ours.is_batchedtensor(t) and ours.maybe_get_level(t) == ours.current_level()
+
+
 def _forward_mode_once():
     "`NotImplementedError` in forward mode of forward mode, where PyTorch gets `Function`s wrong."
     levels = torch._C._functorch.get_interpreter_stack() or ()
     if sum(level.key() == torch._C._functorch.TransformType.Jvp for level in levels) > 1:
         raise NotImplementedError(
-            "forward mode of forward mode, as in jacfwd(jacfwd(f)), would be wrong here; "
+            "forward mode of forward mode, as in jacfwd(jacfwd(f)), may be wrong here; "
             "hessian(f), jacfwd(jacrev(f)) and jacrev(jacfwd(f)) are exact"
         )
 
@@ -437,6 +443,7 @@ def _forward_mode_once():
 def _is_bare(tensors):
     "Whether tensors have values and nobody watches what is done to them: then no op is needed."
     watched = torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack()
+    watched = watched or torch.autograd.forward_ad._current_level >= 0
     return not watched and all(type(t) in (Tensor, nn.Parameter) and not t.is_meta for t in tensors)
 
 # %% ../../nbs/engine/11_numerics.ipynb #57564448
@@ -445,6 +452,8 @@ def _function(
 ):  # torch.autograd.Function: apply(SimpleNamespace(settings=…), *tensors)
     "The same op for autograd and `torch.func`, outside of graphs."
     n = op.n
+
+    FunctionCtx = torch.autograd.function.FunctionCtx
 
     class Backward(torch.autograd.Function):
         generate_vmap_rule = True
@@ -496,7 +505,9 @@ def _function(
         def jvp(ctx, _, *tangents):
             _forward_mode_once()
             found = op.pushed(ctx.saved_tensors[:n], ctx.held.settings, tangents)
-            return *found, *[None] * (ctx.n_states - op.n_out)
+            plain, states = isinstance(ctx, FunctionCtx), ctx.saved_tensors[n + op.n_out :]
+            wanted = [not plain and _is_batched_here(s) for s in states]
+            return *found, *(torch.zeros_like(s) if w else None for s, w in zip(states, wanted))
 
         @staticmethod
         def backward(ctx, *grads):
