@@ -1016,6 +1016,12 @@ def shootout(
         list[str] | None,
         unset("A network of the data's task, in its own size, instead; may be repeated."),
     ] = None,
+    rate: Annotated[
+        list[float] | None,
+        unset(
+            'Top learning rate to try; may be repeated. If not given: 0.003, 0.01 and 0.03.'
+        ),
+    ] = None,
     seeds: Annotated[int, option('Final runs of each routing.', min=1)] = 3,
     scale: Annotated[float, option('Multiplies the number of epochs.', min=0.01)] = 1.0,
     costs: Annotated[
@@ -1040,7 +1046,7 @@ def shootout(
         print(*lines, sep='\n')
         return leave_study(path, '\n'.join(lines))
     how = dict(scale=scale, runs=out / 'runs', device=device, progress=progress)
-    how |= dict(networks=tuple(network or ()))
+    how |= dict(networks=tuple(network or ()), tried=dict(lrs=tuple(rate)) if rate else None)
     shoot.shoot_out(data, out, tuple(only or ()) or None, tuple(range(seeds)), **how)
     if not is_first():
         return

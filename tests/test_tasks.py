@@ -318,6 +318,9 @@ def test_a_studys_command_names_who_was_asked_for(tmp_path, monkeypatch):
         lambda: viewpoint.viewpoint_study('toys', out=tmp_path, only=two): '--only em --only mean',
         lambda: shootout.shoot_out('toys', tmp_path, two, g=g): '--only em --only mean',
         lambda: shootout.shoot_out('toys', tmp_path, networks=('cnn',), g=g): '3 --network cnn',
+        lambda: shootout.shoot_out('toys', tmp_path, tried=dict(lrs=(1e-3, 0.1)), g=g): (
+            '--seeds 3 --rate 0.001 --rate 0.1'
+        ),
         lambda: attacks.attack_study('toys', tmp_path): '--queries 300',
         lambda: overlap.distortion_study('affnist', tmp_path, two, task=affine): '--only mean',
         lambda: attacks.attack_study('toys', tmp_path, two, search=record): '--only em --only mean',

@@ -230,7 +230,7 @@ def shoot_out(
     if unknown := sorted(set(who) - set(there)):
         raise ValueError(f"contestants are {', '.join(map(repr, there))}, got {unknown}")
     told = f'capsnb shootout {name} --scale {scale:g} --seeds {len(seeds)}'
-    told += as_typed(network=networks, only=contestants)
+    told += as_typed(network=networks, only=contestants, rate=tried.get('lrs'))
     search = dict(lrs=rates, norms=() if networks else norms_tried, epochs='half') | tried
     settings = dict(ground=name, scale=scale, recipe=g.recipe, search=search)
     settings |= {} if networks else dict(stem=g.stem, caps=g.caps)
