@@ -1018,9 +1018,7 @@ def shootout(
     ] = None,
     rate: Annotated[
         list[float] | None,
-        unset(
-            'Top learning rate to try; may be repeated. If not given: 0.003, 0.01 and 0.03.'
-        ),
+        unset('Top learning rate to try; may be repeated. If not given: 0.003, 0.01 and 0.03.'),
     ] = None,
     seeds: Annotated[int, option('Final runs of each routing.', min=1)] = 3,
     scale: Annotated[float, option('Multiplies the number of epochs.', min=0.01)] = 1.0,
