@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from capsnb.engine.dynamic import dynamic_routing
 from capsnb.zoo.onestep import agree_once, dice_at, score_of_sum, squash_exp
-from capsnb.zoo.routers import routings
+from capsnb.zoo.routers import routing_layer, routings
 
 f64 = dict(dtype=torch.float64)
 
@@ -203,3 +203,22 @@ def test_one_whole_is_certain_but_finite():
     layer = routings['self'](2, 3, 4, n_out=1)
     out = layer(torch.randn(7), torch.randn(7, 2, 3))
     assert out.a.isfinite().all() and out.a.sigmoid() == 1
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize('kind', ['dynamic', 'uniform', 'random', 'agreement'])
+@pytest.mark.parametrize('whole', [False, True], ids=['autocast', 'module'])
+def test_scores_of_long_capsules_are_finite_in_half_precision(kind, dtype, whole):
+    "1 - 1e-6 is 1 in half precision, and 1e-12 is 0 in float16"
+    torch.manual_seed(0)
+    layer = routing_layer(kind, 4, 4, 4, 64, 5, start='identity')
+    a, mu = 2 + torch.randn(8, 64), 1 + 0.3 * torch.randn(8, 64, 4, 4)
+    mu[0] = 0  # capsules of length 0
+    exact = layer(a, mu).a.detach()
+    layer, a, mu = (x.to(dtype) if whole else x for x in (layer, a, mu))
+    with torch.autocast('cpu', dtype, enabled=not whole):
+        found = layer(a, mu).a
+    found.float().logsumexp(-1).sum().backward()
+    assert found.isfinite().all() and all(p.grad.isfinite().all() for p in layer.parameters())
+    close = 0.1 + 0.1 * exact.abs()
+    assert ((found.float() - exact).abs() < close)[exact.abs() < 5].all()

@@ -27,11 +27,12 @@ def squash_exp(
 
 # %% ../../nbs/zoo/30_onestep.ipynb #00000007
 def score_of_sum(
-    s: Tensor,  # [..., h] what `squash_exp` shrinks
+    s: Tensor,  # [..., h] what `squash_exp` shrinks; half precision is computed in float32
 ) -> Tensor:  # [...] the score whose sigmoid is the length
     "The logit of a capsule's length, finite for a capsule of length 0."
-    r = s.square().sum(-1).add(1e-12).sqrt()
-    return r + torch.log(-torch.expm1(-r))
+    x = s.to(torch.promote_types(s.dtype, torch.float32))
+    r = x.square().sum(-1).add(1e-12).sqrt()
+    return (r + torch.log(-torch.expm1(-r))).to(s.dtype)
 
 # %% ../../nbs/zoo/30_onestep.ipynb #00000009
 def agree_once(

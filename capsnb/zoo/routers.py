@@ -320,11 +320,12 @@ def routing_layer(
 
 # %% ../../nbs/zoo/26_routers.ipynb #00000007
 def score_of_length(
-    v: Tensor,  # [..., j, h] squashed capsules, shorter than 1
+    v: Tensor,  # [..., j, h] squashed capsules; half precision is computed in float32
 ) -> Tensor:  # [..., j] the score whose sigmoid is the length
     "The logit of a capsule's length, finite for a capsule of length 0."
-    r = v.square().sum(-1).add(1e-12).sqrt()
-    return torch.log(r) - torch.log1p(-r.clamp(max=1 - 1e-6))
+    x = v.to(torch.promote_types(v.dtype, torch.float32))
+    r = x.square().sum(-1).add(1e-12).sqrt()
+    return (torch.log(r) - torch.log1p(-r.clamp(max=1 - 1e-6))).to(v.dtype)
 
 # %% ../../nbs/zoo/26_routers.ipynb #00000008
 class DynamicRouting(Router):
