@@ -1021,7 +1021,7 @@ def shootout(
         unset('Top learning rate to try; may be repeated. If not given: 0.003, 0.01 and 0.03.'),
     ] = None,
     seeds: Annotated[int, option('Final runs of each routing.', min=1)] = 3,
-    scale: Annotated[float, option('Multiplies the number of epochs.', min=0.01)] = 1.0,
+    scale: Annotated[float, option('Multiplies the number of epochs.', min=0.01, max=1000)] = 1.0,
     costs: Annotated[
         bool, option('Time and memory of a training step instead; trains nothing.', '--costs')
     ] = False,
@@ -1073,7 +1073,7 @@ def study_viewpoint(
         str, option('Whom the others are compared with at equal familiar accuracy.')
     ] = 'cnn',
     seeds: Annotated[int, option('Runs of each contestant.', min=1)] = 5,
-    scale: Annotated[float, option('Multiplies the number of epochs.', min=0.01)] = 1.0,
+    scale: Annotated[float, option('Multiplies the number of epochs.', min=0.01, max=1000)] = 1.0,
     shootout: Annotated[
         Path | None,
         unset('Record of a shoot-out to take learning rates from; else they are searched for.'),
@@ -1140,7 +1140,7 @@ def study_attacks(
         ),
     ] = None,
     seeds: Annotated[int, option('Runs of each contestant.', min=1)] = 3,
-    scale: Annotated[float, option('Multiplies the number of epochs.', min=0.01)] = 1.0,
+    scale: Annotated[float, option('Multiplies the number of epochs.', min=0.01, max=1000)] = 1.0,
     pictures: Annotated[int, option('Test pictures that are attacked.', min=1)] = 500,
     targeted: Annotated[int, option('Of them, towards every other class.', min=1)] = 100,
     steps: Annotated[int, option('Of projected gradient descent.', min=1)] = 20,
@@ -1249,7 +1249,7 @@ def study_distortion(
         unset("A routing, 'cnn', or of affnist 'capsnet'; may be repeated. All if not given."),
     ] = None,
     seeds: Annotated[int, option('Final runs of each contestant.', min=1)] = 3,
-    scale: Annotated[float, option('Multiplies the number of epochs.', min=0.01)] = 1.0,
+    scale: Annotated[float, option('Multiplies the number of epochs.', min=0.01, max=1000)] = 1.0,
     pictures: Annotated[int, option('Test pictures for the curves.', min=1)] = 1000,
     until: Annotated[
         float, option('affnist: validation accuracy on moved digits that ends training.')
@@ -1362,7 +1362,7 @@ def study_poses(
         unset("'dstep', 'decoder', 'equivariance', 'cnn', ...; may be repeated. All if not given."),
     ] = None,
     seeds: Annotated[int, option('Runs of each network.', min=1)] = 2,
-    scale: Annotated[float, option('Multiplies the number of epochs.', min=0.01)] = 1.0,
+    scale: Annotated[float, option('Multiplies the number of epochs.', min=0.01, max=1000)] = 1.0,
     take: Annotated[
         Path | None,
         unset("Runs of `capsnb shootout` on the same data: what is there is not trained again."),

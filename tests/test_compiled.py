@@ -182,19 +182,19 @@ def test_kernels_read_and_write_no_number_beyond_their_data(dims):
         return array
 
     sizes = tuple((0,) * k for k in dims)
-    x, W, a, tiny, mu, var = (
-        new(*s) for s in ((P, c * d * S), (J, d * h * S), (P, S), (n_fields, S), *[(P * J, m)] * 2)
+    x, W, a, least, mu, var = (
+        new(*s) for s in ((P, c * d * S), (J, d * h * S), (P, S), (P, S), *[(P * J, m)] * 2)
     )
     R, L, U, g_R = (new(P * J, S) for _ in range(4))
     mass, g_a, one, two = new(P, J), new(P, S), new(P * J, m), new(P * J, m)
     table = rng.integers(-1, 7, (n_fields, S))
     values = new(b * 7, c * d)
     kernels._lay_out(0, P, values, table, x)
-    kernels._gather(0, P, x, W, a, tiny, R, mu, var, mass, sizes)
+    kernels._gather(0, P, x, W, a, least, R, mu, var, mass, n_fields, sizes)
     kernels._score(0, P, x, W, mass, mu, var, L, sizes)
     kernels._below_top(0, b, L, J, table, 7)
     kernels._normalise(0, b, np.exp(L, out=L), J, table, 7)
-    kernels._worth(0, P, x, W, a, tiny, L, mu, var, mass, one, two, U, g_R, g_a, sizes)
+    kernels._worth(0, P, x, W, a, least, L, mu, var, mass, one, two, U, g_R, g_a, n_fields, sizes)
     kernels._centre(0, b, L, g_R, J, table, 7, g_a)
     g_k = new(P * J, 1)
     kernels._score_back(0, P, x, W, L, g_R, g_a, mu, U, g_k, one, two, sizes)

@@ -13,6 +13,7 @@ from capsnb import (
     dynamic_routing,
     em_routing,
     route_capsules,
+    routing_layer,
 )
 from capsnb.engine.numerics import error_to
 from capsnb.engine.dstep import plans
@@ -64,6 +65,20 @@ def test_routing_is_exported_for_any_size_of_batch(plan):
             x = inputs(n)
             for got, want in zip(graph(*x), layer(*x)):
                 assert error_to(got, want) < 2e-5
+
+
+@pytest.mark.graphs
+@pytest.mark.parametrize('strict', [False, True])
+@pytest.mark.parametrize('routing', ['dstep', 'em', 'kmeans-soft', 'student', 'inverted'])
+def test_a_layer_with_shared_maps_is_exported_for_any_number_of_parts(routing, strict):
+    torch.manual_seed(0)
+    layer, dims = routing_layer(routing, 4, 4, 4, None, 8).eval(), {0: Dim('b'), 1: Dim('i')}
+    with torch.no_grad():
+        graph = export(layer, inputs(), dynamic_shapes=(dims, dims), strict=strict).module()
+        for n, i in ((1, 3), (2, 400)):
+            x = inputs(n, i)
+            for got, want in zip(graph(*x), layer(*x)):
+                assert got is want is None or error_to(got, want) < 2e-5
 
 
 grid = lambda: (torch.rand(2, 5, 5, 2), torch.rand(2, 5, 5, 2, 4, 4))

@@ -20,14 +20,14 @@ from torch import Tensor
 import capsnb.engine.layers as layers
 from .em import damped, proportions
 from .numerics import FastOp, import_error, over_threads
-from ..routing.em import TINY, EMRouted, Floor
+from ..routing.em import TINY, EMRouted, Floor, least_weight
 
 # %% ../../nbs/engine/19_compiled.ipynb #00000008
 class _Map(NamedTuple):
     "Which part is where; places that fill the last block up hold none."
 
     table: Tensor  # [F, S] parts, -1: none
-    tiny: Tensor  # [F, S] weight that every part has for every whole
+    link: Tensor  # [F, S] 1 where there is a part, else 0
     first: Tensor  # [F, S] shares before the first iteration
     n: int  # parts of an image
     J: int  # types of wholes
@@ -38,7 +38,7 @@ class _Map(NamedTuple):
         link = (table >= 0).to(like.dtype)
         places = torch.bincount(fields[fields >= 0], minlength=n)
         first = link / (places[table] * J).clamp_min(1)
-        return cls(table, TINY * link, first, n, J)
+        return cls(table, link, first, n, J)
 
 # %% ../../nbs/engine/19_compiled.ipynb #00000009
 def _blocks(
@@ -76,6 +76,7 @@ class _Images:
         self.a, self.x = a.new_empty(self.P, S), mu.new_empty(self.P, c * d * S)
         for values, out in ((a.reshape(-1, 1), self.a), (mu.reshape(-1, c * d), self.x)):
             over_threads(self.P, kernels._lay_out, values.contiguous(), where.table, out)
+        self.least = least_weight(self.a) * where.link.repeat(self.b, 1)
 
     def by_image(self, x):
         "[p, ...] -> [images, p/images, ...]"
@@ -88,7 +89,7 @@ class _Images:
         "Shares -> means and variances [p, j, c·h], data [p, j]."
         mu, var = self.new(2, self.P * self.map.J, self.n)
         mass = self.new(self.P, self.map.J)
-        args = self.x, self.W, self.a, self.map.tiny, R, mu, var, mass, self.dims
+        args = self.x, self.W, self.a, self.least, R, mu, var, mass, len(self.map.table), self.dims
         over_threads(self.P, self.kernels._gather, *args)
         return *(t.view(*mass.shape, -1) for t in (mu, var)), mass
 
@@ -233,8 +234,8 @@ class _Back:
         mu, var, g_mu, g_var = (
             s.reshape(-1, im.n) for s in (state.raw_mu, state.raw_var, g_mu, g_var)
         )
-        args = im.x, im.W, im.a, im.map.tiny, R, mu, var, g_mass.contiguous(), g_mu, g_var
-        over_threads(im.P, im.kernels._worth, *args, term, g_R, self.g_a, im.dims)
+        args = im.x, im.W, im.a, im.least, R, mu, var, g_mass.contiguous(), g_mu, g_var, term
+        over_threads(im.P, im.kernels._worth, *args, g_R, self.g_a, len(im.map.table), im.dims)
         return g_R
 
     def score(self, model, R, g_R):

@@ -20,8 +20,8 @@ from ..routing.dstep import Routed, RoutedR, routing_ref
 from ..routing.em import Floor, as_floor
 
 # %% auto #0
-__all__ = ['plans', 'brk_bias', 'beta_start', 'Sizes', 'Problem', 'Plan', 'gpu_seconds', 'exporting', 'n_samples', 'choose_plan',
-           'check_capsules', 'start_maps', 'bias_of', 'Routing']
+__all__ = ['plans', 'brk_bias', 'beta_start', 'Sizes', 'Problem', 'Plan', 'gpu_seconds', 'exporting', 'n_samples', 'n_parts',
+           'choose_plan', 'check_capsules', 'start_maps', 'bias_of', 'in_dtype', 'Routing']
 
 # %% ../../nbs/engine/15_dstep.ipynb #00000007
 def brk_bias(
@@ -120,6 +120,14 @@ def n_samples(
     "The number of samples that a choice may depend on: 1 while `torch.export` draws a graph."
     return 1 if exporting() else len(t)
 
+
+def n_parts(
+    t: Tensor,  # [n, i, ...]
+    n_inp: int | None,  # of the layer; None: any number
+) -> int:  # i, or 1024
+    "The number of parts that a choice may depend on: 1024 in a graph for any number of them."
+    return 1024 if exporting() and n_inp is None else t.shape[1]
+
 # %% ../../nbs/engine/15_dstep.ipynb #00000014
 def choose_plan(
     s: Sizes,  # sizes of the routing
@@ -217,6 +225,7 @@ def check_capsules(
     if not (a_inp.is_floating_point() and mu_inp.is_floating_point()):
         dtypes = f"{a_inp.dtype} and {mu_inp.dtype}"
         raise ValueError(f"a_inp and mu_inp must be floating point, got {dtypes}")
+    _check_values(r, a_inp, mu_inp)
 
 # %% ../../nbs/engine/15_dstep.ipynb #0000001c
 def _check_values(r, a_inp, mu_inp):
@@ -295,6 +304,15 @@ class _Parameters(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 # %% ../../nbs/engine/15_dstep.ipynb #00000020
+def in_dtype(
+    a: Tensor,  # [..., j] scores
+    mu: Tensor,  # [..., j, c, h] capsules
+    dtype: torch.dtype,  # floating point
+) -> tuple[Tensor, Tensor]:  # both; a score beyond its range would come out as "surely there"
+    top = min(torch.finfo(t).max for t in (a.dtype, dtype))
+    return a.clamp(-top, top).to(dtype), mu.to(dtype)
+
+
 def _statistics_dtype(*tensors):
     dtype = torch.float32
     for t in tensors:
@@ -321,7 +339,7 @@ def _route(r, a_inp, mu_inp, j, need_R):
     a_inp = a_inp.to(dtype).reshape(math.prod(lead), a_inp.shape[-1])
     mu_inp = mu_inp.to(dtype).reshape(*a_inp.shape, *mu_inp.shape[-2:])
     what = r.d_cov, r.d_inp, r.d_out, r.n_inp is None, a_inp.device.type, dtype
-    s = Sizes(n_samples(a_inp), a_inp.shape[1], j, *what)
+    s = Sizes(n_samples(a_inp), n_parts(a_inp, r.n_inp), j, *what)
     plan = choose_plan(s) if r.plan == 'auto' else r.plan
     _check_serves(plan, s)
     how = r.n_iters, r.p_model, as_floor(r.eps, r.d_cov * r.d_out), r.pooled, need_R
@@ -371,12 +389,10 @@ class Routing(_Parameters):
         "Route input capsules to output capsules; `ValueError` if they do not fit."
         j = _outputs_of(self, n_out)
         check_capsules(self, a_inp, mu_inp)
-        _check_values(self, a_inp, mu_inp)
         with without_autocast(mu_inp.device):
             out = _route(self, a_inp, mu_inp, j, return_R)
         dtype = out[2].dtype if autocasting(mu_inp.device) else mu_inp.dtype
-        top = torch.finfo(dtype).max  # a score beyond it would come out as "surely present"
-        out = [out[0].clamp(-top, top).to(dtype), out[1].to(dtype), *out[2:]]
+        out[:2] = in_dtype(*out[:2], dtype)
         return RoutedR(*out) if return_R else Routed(*out)
 
     def extra_repr(self):

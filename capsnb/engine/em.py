@@ -19,6 +19,7 @@ from capsnb.routing.em import (
     as_floor,
     as_schedule,
     inverse_temperature,
+    least_weight,
     log_normal,
     m_step,
     sig2_floor,
@@ -249,7 +250,8 @@ def _iterate(a, V, links, rules, want_F, gain=None):
     R, mu, energies = links.start.expand(V.shape[:-2]), 0.0, []
     for t, lam in enumerate(rules.lams):
         r = R * a[..., None]
-        mu, s = damped(*m_step(r + TINY * links.may, V), mu, rules.damping)
+        data = r + least_weight(a)[..., None] * links.may
+        mu, s = damped(*m_step(data, V), mu, rules.damping)
         if t == 0:
             floor = sig2_floor(s, mu, rules.floor, dims)
         sig2 = s + floor

@@ -174,13 +174,13 @@ def _all_votes(
 # %% ../../nbs/engine/18_kernels.ipynb #0000000f
 @_vector_code
 def _row_weigh(q):
-    "R, a, tiny, w, sums (the last two written): weights that sum to 1; data, and their divisor."
-    R, a, tiny, w, sums = q.rows
+    "R, a, least, w, sums (the last two written): weights that sum to 1; data, and their divisor."
+    R, a, least, w, sums = q.rows
     data, total = both = q.sums(2)
     with q.loop(q.blocks) as i:
         r = q.b.fmul(q.load(R, i), q.load(a, i))
         q.more(data, r)
-        r = q.b.fadd(r, q.load(tiny, i))
+        r = q.b.fadd(r, q.load(least, i))
         q.more(total, r)
         q.store(r, w, i)
     _write_sums(q, both, sums)
@@ -345,15 +345,15 @@ def _add_up(start, stop, values, table, out):
 
 # %% ../../nbs/engine/18_kernels.ipynb #0000001f
 @_kernel
-def _gather(start, stop, x, W, a, tiny, R, mu, var, mass, dims):
+def _gather(start, stop, x, W, a, least, R, mu, var, mass, F, dims):
     "Shares -> means, variances and data."
-    J, F, S = W.shape[0], tiny.shape[0], tiny.shape[1]
+    J, S = W.shape[0], a.shape[1]
     n, sums = S * x.itemsize // BYTES, np.empty((1, 2), x.dtype)
     w, votes = np.empty((1, S), x.dtype), np.empty((1, S * mu.shape[1]), x.dtype)
     for p in range(start, stop):
         for j in range(J):
             q = p * J + j
-            _row_weigh(R, _row_of(R, p, j, J, F), a, p, tiny, p % F, w, 0, sums, 0, n, dims)
+            _row_weigh(R, _row_of(R, p, j, J, F), a, p, least, p, w, 0, sums, 0, n, dims)
             _row_mean(x, p, W, j, w, 0, votes, 0, mu, q, n, dims)
             _row_variance(votes, 0, w, 0, mu, q, var, q, n, dims)
             mass[p, j] = sums[0, 0]
@@ -418,15 +418,15 @@ def _normalise(start, stop, R, J, table, n):
 
 # %% ../../nbs/engine/18_kernels.ipynb #00000024
 @_kernel
-def _worth(start, stop, x, W, a, tiny, R, mu, var, g_mass, g_mu, g_var, U, g_R, g_a, dims):
+def _worth(start, stop, x, W, a, least, R, mu, var, g_mass, g_mu, g_var, U, g_R, g_a, F, dims):
     "Gradients of data, means, variances -> of shares and activations (grows); weights in U."
-    J, F, S, m = W.shape[0], tiny.shape[0], tiny.shape[1], mu.shape[1]
+    J, S, m = W.shape[0], a.shape[1], mu.shape[1]
     n, sums = S * x.itemsize // BYTES, np.empty((1, 2), x.dtype)
     A, B = np.empty((1, m), x.dtype), np.empty((1, m), x.dtype)
     for p in range(start, stop):
         for j in range(J):
             q, row = p * J + j, _row_of(R, p, j, J, F)
-            _row_weigh(R, row, a, p, tiny, p % F, U, q, sums, 0, n, dims)
+            _row_weigh(R, row, a, p, least, p, U, q, sums, 0, n, dims)
             part, shift = 1 / sums[0, 1], g_mass[p, j]
             for k in range(m):
                 A[0, k], B[0, k] = g_mu[q, k] * part, g_var[q, k] * part

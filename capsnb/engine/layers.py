@@ -18,6 +18,7 @@ from capsnb.routing.em import (
     as_floor,
     as_schedule,
     inverse_temperature,
+    least_weight,
     sig2_floor,
 )
 from .em import as_damping, damped, em_routing, proportions
@@ -286,7 +287,7 @@ def _model(log_a, mu, sig2):
 # %% ../../nbs/engine/17_layers.ipynb #0d3ea415
 def _weights(r, group):
     "Data r [p, j, s], used up -> weights that sum to 1, and what they were divided by [p, j]."
-    r += TINY * group.geo.link
+    r += least_weight(group.a)[:, None] * group.geo.link
     total = r.sum(-1)
     return r.div_(total[..., None]), total
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from ..routing.em import TINY, Floor, activation_logit, sig2_floor
+from ..routing.em import Floor, activation_logit, least_weight, sig2_floor
 from ..routing.dstep import pool
-from .dstep import Plan, Problem, gpu_seconds, n_samples, plans
+from .dstep import Plan, Problem, gpu_seconds, n_parts, n_samples, plans
 from .numerics import FastOp
 
 # %% auto #0
@@ -180,7 +180,7 @@ def _no_shares(
     wanted,  # whether there will be any
 ):
     "Place for the shares [n, i, j]; empty if they are not wanted or there is no model."
-    return x.new_empty((len(x), i, j) if wanted and j else (0,))
+    return x.new_empty((x.shape[0], i, j) if wanted and j else (0,))
 
 
 def _softmax_back(
@@ -529,8 +529,8 @@ class _ByMoments:
 
     def _in_float64(self, x, tiling):
         "Whether products are: small ones, and all where no value is read."
-        (_, c, d, i), j = x.shape, self.p.B.shape[1]
-        size = n_samples(x) * i * j * n_stats(c, d)
+        (_, c, d, _), j = x.shape, self.p.B.shape[1]
+        size = n_samples(x) * n_parts(self.p.a_inp, None) * j * n_stats(c, d)
         small = size < _FREE if tiling.float64 is None else tiling.float64
         return small or not _on_cpu(x)
 
@@ -603,7 +603,8 @@ def em_moments(
     way, model, M = _ByMoments(p, tiling), None, None
     f, phi = way.f.to(way.phi.dtype), way.phi
     R = f.new_full((*f.shape, j), 1 / j)
-    spare = _wide(TINY * _first(torch.ones_like(f), phi)[0])[..., None]
+    least = least_weight(f)
+    spare = _wide(_first(least, phi)[0])[..., None]
     for t, lam in enumerate(lams):
         if model is None:
             M = (_first(f, phi)[0] / j)[..., None].expand(-1, -1, j)
@@ -616,7 +617,8 @@ def em_moments(
         if t == 0:
             way.spread, floor = var.detach(), sig2_floor(var, mu, eps)
         sig2 = var + floor
-        model = activation_logit(S - TINY * f.shape[1], sig2, beta_a, beta_u, lam), mu, sig2
+        S = S - least.sum(1, keepdim=True)
+        model = activation_logit(S, sig2, beta_a, beta_u, lam), mu, sig2
     return tuple(o.to(mu_inp.dtype) for o in (*model, R))
 
 # %% ../../nbs/engine/16_moments.ipynb #00716b85

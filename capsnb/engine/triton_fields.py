@@ -128,7 +128,7 @@ def _gather(
     H: tl.constexpr,
     FIRST: tl.constexpr,
 ):
-    "Mass, sum of the weights, means and variances, in one pass; 1e-12: see `TINY`."
+    "Mass, sum of the weights, means and variances, in one pass; 1e-12, 1e-8: see `least_weight`."
     q, lane, j = lanes
     Q, P, S, J, N, X = sizes
     mass = tl.zeros_like(q + lane + j).to(tl.float32)
@@ -139,7 +139,7 @@ def _gather(
         mask = link & (j < J)
         f, R = _shares(data, (q * S + s) * J + j, node, link, mask, N, FIRST)
         r = tl.where(mask, f * R, 0.0)
-        u = tl.where(mask, r + 1e-12, 0.0)
+        u = tl.where(mask, r + 1e-12 * (f + 1e-8), 0.0)
         mass, total = mass + r, total + u
         step = u / tl.maximum(total, 1e-30)
         means, spreads = (), ()
@@ -595,10 +595,11 @@ def _tops(lse, node, link, parts, T: tl.constexpr):
 @kernel
 def _terms(r, f, tops, L, G, at, mask, places, T: tl.constexpr):
     "Data of all iterations, then gradients of their logits."
-    found = (tl.where(mask, r + 1e-12, 0.0),)
+    least = 1e-12 * (f + 1e-8)  # see `least_weight`
+    found = (tl.where(mask, r + least, 0.0),)
     for t in tl.static_range(T - 1):
         R = tl.exp(tl.load(L + t * places + at, mask=mask, other=-1e38) - tops[t])
-        found = found + (tl.where(mask, f * R + 1e-12, 0.0),)
+        found = found + (tl.where(mask, f * R + least, 0.0),)
     for t in tl.static_range(T - 1):
         found = found + (tl.load(G + (t + 1) * places + at, mask=mask, other=0.0),)
     return found

@@ -21,6 +21,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from ..core import from_bytes, need, plot_style
 from ..data.files import read_json, write_json
+from ..engine.layers import at_least_1
 from .digits import spread
 from .matrix_caps import MatrixCapsNet
 from .report import curves, runs_of
@@ -105,6 +106,8 @@ def dlr(
     y: Tensor,  # [b] classes
 ) -> Tensor:  # [b]
     "The margin in units of the distance between the first and the third score."
+    if scores.shape[-1] < 3:
+        raise ValueError(f"'dlr' needs three classes, got {scores.shape[-1]}: try 'margin'")
     first, _, third = scores.topk(3).values.unbind(-1)
     return margin(scores, y) / (first - third + 1e-12)
 
@@ -117,6 +120,15 @@ losses = {
 }
 
 # %% ../../nbs/lab/66_attacks.ipynb #0000000b
+def _check_attack(x, eps, **counts):
+    "Refuse what cannot be attacked."
+    if x.ndim != 4 or not len(x):
+        raise ValueError(f"expected pictures [b, channels, m, n], got {tuple(x.shape)}")
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"eps must be a number >= 0, got {eps!r}")
+    at_least_1(**counts)
+
+
 def _follow(
     kind: str,  # 'FGSM' or 'PGD'
     f: Callable,  # scores of pixels
@@ -144,6 +156,7 @@ def fgsm(
     target: Tensor | None = None,  # [b] classes that are wanted; None: any other
 ) -> Tensor:  # like x
     "The fast gradient sign method (Goodfellow 2014)."
+    _check_attack(x, eps)
     return _follow('FGSM', f, x, y, target, loss, eps)
 
 # %% ../../nbs/lab/66_attacks.ipynb #0000000d
@@ -157,6 +170,7 @@ def bim(
     steps: int = 10,  # of 2 eps / steps each
 ) -> Tensor:  # like x
     "The basic iterative method (Kurakin 2016)."
+    _check_attack(x, eps, steps=steps)
     return _follow('PGD', f, x, y, target, loss, eps, 2 * eps / steps, steps)
 
 # %% ../../nbs/lab/66_attacks.ipynb #0000000e
@@ -171,6 +185,7 @@ def pgd(
     seed: int = 0,  # of the random start
 ) -> Tensor:  # like x
     "Projected gradient descent from a random start (Madry 2018)."
+    _check_attack(x, eps, steps=steps)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         sizes = eps, 2.5 * eps / steps, steps
@@ -225,6 +240,7 @@ def square(
     seed: int = 0,  # of the squares
 ) -> Tensor:  # like x
     "Square Attack (Andriushchenko 2020, algorithms 1 and 2)."
+    _check_attack(x, eps, queries=queries)
     die, (b, c, m, n) = torch.Generator().manual_seed(seed), x.shape
     best = (x + eps * _signs(b, c, 1, n, die=die).to(x)).clamp(0, 1)  # stripes
     ahead = margin(f(best), y)

@@ -390,11 +390,11 @@ class MatrixCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules'
         self,
         out,  # MatrixCapsOut
         labels: Tensor,  # [b], or [b, n_classes] for soft ones
-    ) -> dict:  # loss; logits: scores with loss 'logits', else activations
+    ) -> dict:  # loss, logits
         "The loss of class capsules."
         if self.loss == 'logits':
             return answer(Scores(out.score), labels)
-        return dict(loss=_class_loss(out.a, labels, self.loss, self.margin), logits=out.a)
+        return dict(loss=_class_loss(out.a, labels, self.loss, self.margin), logits=out.score)
 
     def set_progress(
         self,

@@ -23,7 +23,7 @@ from .digits import Digits
 from .report import runs_of
 from .routing_net import RoutingNet
 from .shootout import Ground, candidates, ground, race, shoot_out
-from .tasks import Net, Task, as_typed, evaluate, load_run
+from .tasks import Net, Task, answers, as_typed, evaluate, load_run
 from .train import BaseDeck, dice, fingerprint, record_locked, shift_images
 from .viewpoint import rotation, warp
 from .vision import HubMixin, PlainCNN, Scores, answer, n_params
@@ -534,6 +534,8 @@ def scaled(
     fill: str = 'zeros',  # or 'border'
 ) -> Tensor:  # as images
     "Larger or smaller about the centre."
+    if not 0 < factor < math.inf:
+        raise ValueError(f"factor must be positive, got {factor!r}")
     return warp(images, factor * torch.eye(2), fill=fill)
 
 # %% ../../nbs/lab/67_overlap.ipynb #00000027
@@ -599,8 +601,8 @@ def robustness(
                 x = distortions[kind](images, s, dice(seed, int(rows[0])), fill)
                 x = (255 * x).round().byte() if in_bytes else x
                 views = look(dict(images=x.to(on), labels=batch['labels'].to(on)))
-                a = sum(net(**{k: v for k, v in o.items() if k != 'labels'}).a for o in views)
-                right[s] += int((a.argmax(1).cpu() == batch['labels']).sum())
+                guess = answers(net, views).argmax(1).cpu()
+                right[s] += int((guess == batch['labels']).sum())
         found[kind] = {s: n / len(deck) for s, n in right.items()}
     return found
 

@@ -12,7 +12,7 @@ import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import Callable, Iterable, NamedTuple
 import torch
 from torch import nn, Tensor
 from ..core import need, pick_device, run_record, seed_everything
@@ -23,7 +23,8 @@ from .train import record_locked, repeat
 
 # %% auto #0
 __all__ = ['paper_recipe', 'known', 'Net', 'Task', 'with_options', 'task_in', 'task_named', 'check_roles', 'train', 'begin_with',
-           'Opened', 'load_run', 'evaluate', 'study', 'choices_of', 'note_choices', 'begin_record', 'as_typed']
+           'Opened', 'load_run', 'evaluate', 'answers', 'study', 'choices_of', 'note_choices', 'begin_record',
+           'as_typed']
 
 # %% ../../nbs/lab/51_tasks.ipynb #6ce51416
 paper_recipe = dict(
@@ -474,26 +475,35 @@ def evaluate(
 @torch.no_grad()
 def _guesses(
     task: Task,  # at work
-    network: nn.Module,  # in evaluation mode; its answer has scores `a` [b, n_classes]
+    network: nn.Module,  # in evaluation mode; its answer has `a` [b, n_classes]
     collator,  # of the task
     deck,  # to be read
-) -> Tensor:  # [n] classes, by the sum of the scores over all views
+) -> Tensor:  # [n] classes, by `answers`
     on, out = next(network.parameters()).device, []
     rows = torch.arange(len(deck)).split(task.batch_size)
     for index in need('tqdm').tqdm(rows, 'testing', disable=not task.progress, leave=False):
         batch = batch_on(deck, index.tolist(), collator, on)
         views = task.views(network, collator, batch)
-        out.append(sum(_scores(network, view) for view in views).argmax(1).cpu())
+        out.append(answers(network, views).argmax(1).cpu())
     return torch.cat(out)
 
 # %% ../../nbs/lab/51_tasks.ipynb #8db3d0bd
-def _scores(
+def answers(
+    network: nn.Module,  # in evaluation mode
+    views: Iterable[dict],  # what it takes, for each view
+) -> Tensor:  # [b, n_classes]
+    "Activations summed over the views; of a single one the logits, which do not saturate."
+    outs = [_answer(network, view) for view in views]
+    return sum(o.a for o in outs) if len(outs) > 1 else getattr(outs[0], 'score', outs[0].a)
+
+
+def _answer(
     network: nn.Module,  # in evaluation mode
     view: dict,  # what it takes; labels are left out
-) -> Tensor:  # [b, n_classes]
+):  # its answer
     view = {k: v for k, v in view.items() if k != 'labels'}
     try:
-        return network(**view).a
+        return network(**view)
     except RuntimeError as e:
         shapes = ', '.join(f'{k} {list(v.shape[1:])}' for k, v in view.items())
         raise ValueError(f"the network cannot take {shapes}: {e}") from e

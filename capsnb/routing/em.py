@@ -12,8 +12,8 @@ from torch import Tensor
 from ..core import check_n_iters, from_generator
 
 # %% auto #0
-__all__ = ['TINY', 'log_normal', 'm_step', 'cost', 'activation_logit', 'inverse_temperature', 'e_step', 'EMRouted',
-           'em_routing_ref', 'as_schedule', 'Floor', 'as_floor', 'sig2_floor']
+__all__ = ['TINY', 'log_normal', 'least_weight', 'm_step', 'cost', 'activation_logit', 'inverse_temperature', 'e_step',
+           'EMRouted', 'em_routing_ref', 'as_schedule', 'Floor', 'as_floor', 'sig2_floor']
 
 # %% ../../nbs/book/04_em_routing.ipynb #00000007
 def log_normal(
@@ -26,7 +26,14 @@ def log_normal(
     return -0.5 * (gap.sum((-2, -1)) + (2 * math.pi * sig2).log().sum((-2, -1))[..., None, :])
 
 # %% ../../nbs/book/04_em_routing.ipynb #0000000b
-TINY = 1e-12  # the least weight of a vote: a whole without data has the mean of all votes, not 0/0
+TINY = 1e-12  # the least share of a part
+
+
+def least_weight(
+    a: Tensor,  # [...] activations of parts
+) -> Tensor:  # in its shape: what is added to the data, without a gradient
+    "Gives a whole without data the mean of all parts that are there, not 0/0."
+    return TINY * (a.detach() + 1e-8)  # absent parts count only where all are absent
 
 
 def m_step(
@@ -111,7 +118,7 @@ def em_routing_ref(
     R = (may / may.sum(-1, keepdim=True).clamp_min(1)).expand(V.shape[:-2])  # line 2
     for t in range(n_iters):  # line 3
         r = R * a[..., None]  # line 4: M-step, line 2
-        mu, s = m_step(r + TINY * may, V)  # M-step, lines 3 and 4
+        mu, s = m_step(r + least_weight(a)[..., None] * may, V)  # M-step, lines 3 and 4
         if t == 0:
             floor = sig2_floor(s, mu, kind)
         sig2 = s + floor

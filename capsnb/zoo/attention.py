@@ -75,6 +75,8 @@ class Concurrent(nn.Module):
         super().__init__()
         if not layers:
             raise ValueError("expected one layer or more, got none")
+        if others := {type(o).__name__ for o in layers if not isinstance(o, InvertedAttention)}:
+            raise ValueError(f"expected layers of inverted attention, got {', '.join(others)}")
         self.layers, self.scored = nn.ModuleList(layers), scored
         self.n_iters = check_n_iters(n_iters)
 

@@ -144,13 +144,17 @@ def expected_log_p(
     return of_j[..., None, :] - (n * math.log(2 * math.pi) + far) / 2
 
 # %% ../../nbs/zoo/29_bayes.ipynb #00000010
+def _check_least(least):
+    if not 0 <= least < math.inf:
+        raise ValueError(f"least must be a density, 0 or more, got {least!r}")
+
+
 def share(
     rho: Tensor,  # [..., i, j] expected log-densities
     least: float = 0.0,  # density of a part, over all wholes, below which its shares fade
 ) -> Tensor:  # [..., i, j] shares; they sum to 1 over j, or to less below `least`
     "The E-step."
-    if not 0 <= least < math.inf:
-        raise ValueError(f"least must be a density, 0 or more, got {least!r}")
+    _check_least(least)
     if least == 0:
         return rho.softmax(-1)
     return (rho - rho.logsumexp(-1, keepdim=True).clamp_min(math.log(least))).exp()
@@ -253,6 +257,7 @@ class BayesRouting(Router):
         per_part: bool = False,  # see `score`
     ):
         self.prior = as_prior(self.d_cov * self.d_out, alpha0, kappa0, nu0, Psi0, cov)
+        _check_least(least)
         self.how = dict(cov=cov, least=least, per_part=per_part)
         self.beta_a = nn.Parameter(torch.zeros(self.n_out))
         self.beta_u = nn.Parameter(torch.zeros(self.n_out))

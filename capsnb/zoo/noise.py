@@ -16,7 +16,7 @@ from ..engine.dstep import Routing, beta_start
 from ..engine.layers import at_least_1
 from ..engine.numerics import FastOp, without_autocast
 from ..routing.dstep import RoutedR, d_step
-from ..routing.em import TINY, Floor, as_floor, as_schedule, sig2_floor
+from ..routing.em import Floor, as_floor, as_schedule, least_weight, sig2_floor
 from .routers import MomentVotes, Router, SharedVotes, likeness, routings, total
 
 # %% auto #0
@@ -143,11 +143,11 @@ def em_loop(
     "EM routing with any density (Hinton 2018, Procedure 1)."
     n = V.shape[-2] * V.shape[-1]
     a, lams, kind = a_inp.sigmoid()[..., None], as_schedule(lam, n_iters), as_floor(eps, n)
-    spare, model = TINY * (a + 1e-8), None  # an output without data: the mean of what is there
+    least, model = least_weight(a), None
     R = torch.full(V.shape[:-2], 1 / V.shape[-3], dtype=V.dtype, device=V.device)
     for t in range(n_iters):
         r = R * a
-        model = noise.m_step(r + spare, V, 0.0, kind, model)
+        model = noise.m_step(r + least, V, 0.0, kind, model)
         score = lams[t] * (beta_a - r.sum(-2) * (n * beta_u + noise.nats(model)))
         if t < n_iters - 1:
             R = noise.shares(F.logsigmoid(score)[..., None, :] + noise.log_p(V, model))
@@ -162,8 +162,8 @@ class Student(Gaussian):
         nu: float = 4.0,  # degrees of freedom: the smaller, the heavier the tails
         steps: int = 1,  # reweighted fits in each M-step
     ):
-        if not nu > 0:
-            raise ValueError(f"nu must be positive, got {nu!r}")
+        if not 0 < nu < math.inf:
+            raise ValueError(f"nu must be positive and finite, got {nu!r}")
         at_least_1(steps=steps)
         self.nu, self.steps = nu, steps
 
@@ -347,12 +347,13 @@ class Laplace(Student):
         tip: float = 0.1,  # κ: where the tip is rounded, in scales
         steps: int = 1,  # reweighted fits in each M-step
     ):
-        if not tip > 0:
-            raise ValueError(f"tip must be positive, got {tip!r}")
+        if not 0 < tip < math.inf:
+            raise ValueError(f"tip must be positive and finite, got {tip!r}")
         at_least_1(steps=steps)
         self.tip, self.steps = tip, steps
         at = torch.tensor(tip, dtype=torch.float64, device='cpu')
-        self.const = math.log(2 * tip * torch.special.modified_bessel_k1(at).item())
+        scaled = torch.special.scaled_modified_bessel_k1(at)  # by exp(κ)
+        self.const = math.log(2 * tip * scaled.item()) - tip
 
     def refit(self, r, V, mass, model):
         "The same with u for each component."

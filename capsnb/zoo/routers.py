@@ -10,12 +10,12 @@ from typing import Callable, NamedTuple
 import torch
 from torch import Tensor, nn
 from ..core import check_n_iters, plot_style
-from ..engine.dstep import Routing, bias_of, check_capsules, start_maps
+from ..engine.dstep import Routing, bias_of, check_capsules, in_dtype, start_maps
 from ..engine.dynamic import dynamic_routing
 from ..engine.em import em_routing
 from ..engine.layers import at_least_1
 from ..engine.moments import em_moments, n_stats, products_at, statistics_of
-from ..engine.numerics import without_autocast
+from ..engine.numerics import autocasting, without_autocast
 from ..routing.dstep import Routed, RoutedR, votes
 from ..routing.dynamic import squash
 from ..routing.em import activation_logit, as_floor, as_schedule
@@ -199,7 +199,8 @@ class Router(nn.Module):
         **own,  # settings of a routing: see its `own`
     ):
         super().__init__()
-        at_least_1(d_cov=d_cov, d_inp=d_inp, d_out=d_out, n_out=n_out, n_inp=n_inp or 1)
+        at_least_1(d_cov=d_cov, d_inp=d_inp, d_out=d_out, n_out=n_out)
+        at_least_1(n_inp=1 if n_inp is None else n_inp)
         if start not in ('normal', 'identity'):
             raise ValueError(f"start must be 'normal' or 'identity', got {start!r}")
         self.d_cov, self.d_inp, self.d_out, self.n_inp, self.n_out = (
@@ -279,6 +280,17 @@ class Router(nn.Module):
         "What `route` gets."
         return self.votes_of(mu_inp)
 
+    def own_dtype(
+        self,
+        *inputs: Tensor,  # whose dtypes are no wider
+    ) -> torch.dtype:  # of the parameters, in which is computed
+        "`ValueError` for an input of a wider dtype."
+        own = next(self.parameters()).dtype
+        for x in inputs:
+            if torch.promote_types(x.dtype, own) != own:
+                raise ValueError(f"the layer computes in {own}, got {x.dtype}: cast one of them")
+        return own
+
     def forward(
         self,
         a_inp: Tensor,  # [..., i] scores (logits) of the inputs; -inf: absent
@@ -287,8 +299,10 @@ class Router(nn.Module):
     ) -> Routed | RoutedR:  # a [..., j], mu and sig2 [..., j, c, h] (and R [..., i, j])
         "Route input capsules to output capsules; `ValueError` if they do not fit."
         check_capsules(self, a_inp, mu_inp)
-        out = self.route(a_inp, self.seen(mu_inp))
-        return out if return_R else Routed(*out[:3])
+        own = self.own_dtype(a_inp, mu_inp)
+        a, mu, *rest = self.route(a_inp.to(own), self.seen(mu_inp.to(own)))
+        out = *in_dtype(a, mu, own if autocasting(mu.device) else mu_inp.dtype), *rest
+        return RoutedR(*out) if return_R else Routed(*out[:3])
 
     def extra_repr(self):
         kept = 'd_cov d_inp d_out n_inp n_out n_iters bias start'.split()
@@ -404,7 +418,8 @@ class EMRouting(Router):
     ) -> RoutedR:  # as `route`
         "The same without votes."
         lead, kind = a.shape[:-1], torch.promote_types(a.dtype, torch.float32)
-        given = a.reshape(-1, a.shape[-1]), V.x.reshape(-1, *V.x.shape[-3:]), V.W, V.B
+        n = math.prod(lead)
+        given = a.reshape(n, a.shape[-1]), V.x.reshape(n, *V.x.shape[-3:]), V.W, V.B
         prices, eps = (self.beta_a, self.beta_u, self.lam), as_floor(self.eps, V.B[0].numel())
         with without_autocast(a.device):
             out = em_moments(*(t.to(kind) for t in given), *prices, eps)

@@ -198,6 +198,9 @@ def end_to_end(
     "The scaled product of the credits of routings in sequence (Heinsen 2022, appendix A)."
     if not phis:
         raise ValueError("there is no credit without a routing")
+    few = [tuple(phi.shape) for phi in phis if phi.shape[-2:].numel() < 2]
+    if few:
+        raise ValueError(f"one link has no standard deviation, got credits of shapes {few}")
     scaled = lambda phi: phi / (phi.std((-2, -1), keepdim=True) + eps)
     total = scaled(phis[0])
     for phi in phis[1:]:
