@@ -122,7 +122,7 @@ records = {p.stem: json.loads(p.read_text(encoding='utf-8')) for p in results}
 silent = {'attacks_toys'}  # an older one, that does not say what it selected on
 elsewhere = {  # rates of nets that saw the novel views
     f'viewpoint_{k}_extrapolation' for k in ('toys_azimuth', 'eth80_azimuth', 'eth80_elevation')
-} | {'viewpoint_eth80_azimuth_interpolation'}
+} | {f'viewpoint_eth80_{k}_interpolation' for k in ('azimuth', 'elevation')}
 
 
 def chosen_on(record):
