@@ -52,6 +52,27 @@ def linear(classes=4, side=6, seed=0):
     return f.requires_grad_(False), x, f(x).argmax(1)
 
 
+@pytest.mark.parametrize('name', everything)
+def test_what_cannot_be_attacked_is_refused(name):
+    f, x, y = linear()
+    attack = everything[name]
+    with pytest.raises(ValueError, match='expected pictures'):
+        attack(f, x[:0], y[:0], 0.1)
+    for eps in (-0.1, float('inf'), float('nan')):
+        with pytest.raises(ValueError, match='eps must be a number >= 0'):
+            attack(f, x, y, eps)
+
+
+def test_counts_and_classes_are_checked():
+    f, x, y = linear()
+    for attack, count in ((bim, 'steps'), (pgd, 'steps'), (square, 'queries')):
+        with pytest.raises(ValueError, match=f'{count} must be an integer >= 1, got 0'):
+            attack(f, x, y, 0.1, **{count: 0})
+    f, x, y = linear(classes=2)
+    with pytest.raises(ValueError, match="'dlr' needs three classes, got 2"):
+        pgd(f, x, y, 0.1)
+
+
 @pytest.mark.parametrize('aim', [False, True])
 def test_fgsm_is_what_calculus_says(aim):
     f, x, y = linear()

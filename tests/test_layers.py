@@ -382,6 +382,22 @@ def test_padding_is_absence():
         assert_close(getattr(got, name), getattr(want, name), rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize('eps', [1e-4, '10%'])
+@pytest.mark.parametrize('plan', ['votes', 'tiles', 'compiled'])
+def test_where_absent_parts_lie_does_not_matter(plan, eps):
+    "not even where all others are weak"
+    if plan == 'compiled':
+        pytest.importorskip('numba', reason="the plan needs pip install 'capsnb[fast]'")
+    a, mu = draw(2, 4, 5, 2)
+    a = 1e-3 * a
+    a[:, 1] = 0
+    far = mu.clone()
+    far[:, 1] *= 1e4
+    got, want = (layer(plan, eps=eps, K=3)(a, x) for x in (far, mu))
+    for name in ('a', 'mu', 'sig2'):
+        assert_close(getattr(got, name), getattr(want, name), rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize('make', [lambda: ConvCaps(2, 3), lambda: ClassCaps(2, 3)])
 def test_pitfall_state_dict_holds_both_betas(make):
     l = make()

@@ -343,3 +343,19 @@ def test_options_as_they_are_typed():
     assert as_typed(queries_per=3, out=None) == ' --queries-per 3'
     record = dict(command='capsnb study x --search a.json --out b.json --take runs/c.json')
     assert command_of(record) == record['command'].replace('a.json', 'nbs/results/a.json')
+
+
+def test_one_view_is_read_by_logits_and_several_by_activations():
+    "activations that are 1 in float32 tie, and the first class would win"
+    from collections import namedtuple
+    from capsnb.lab.tasks import answers
+
+    Out = namedtuple('Out', 'a score')
+    reader = lambda score: Out(score.sigmoid(), score)
+    sure, doubtful = torch.tensor([[20.0, 30.0, -5.0]]), torch.tensor([[-1.0, -3.0, 4.0]])
+    assert sure.sigmoid().argmax(1) == 0
+    assert answers(reader, [dict(score=sure, labels=None)]).argmax(1) == 1
+    both = answers(reader, [dict(score=sure), dict(score=doubtful)])
+    assert both.equal(sure.sigmoid() + doubtful.sigmoid())
+    plain = namedtuple('Plain', 'a')
+    assert answers(plain, [dict(a=sure)]) is sure

@@ -61,6 +61,7 @@ cases = {
     'proportions, once': dict(b=2, act='pi', T=1),
     'once, relative': dict(b=2, T=1),
     'an image without parts': dict(b=2, size=(2, 2), pose=(1, 2, 1), T=2, empty=True),
+    'an absent part far away': dict(b=2, size=(2, 2), pose=(1, 2, 1), T=2, far=True),
 }
 
 
@@ -75,7 +76,10 @@ def test_kernels_give_values_and_gradients_of_votes(name):
 
     def leaves(dtype=torch.float32):
         a, *rest = draw(*args, dtype)
-        a.data[0] *= not how.get('empty')  # then 1e-12 a part is all that its wholes stand on
+        a.data[0] *= not how.get('empty')  # then `least_weight` is all that its wholes stand on
+        if how.get('far'):  # and the others are weak
+            a.data.mul_(1e-2)[:, 0] = 0
+            rest[0].data[:, 0] *= 1e3
         return [a, *rest]
 
     truth = results(_route_votes, leaves(torch.float64), table, loop)

@@ -1,10 +1,11 @@
 "Routings that need no votes, held against themselves with all votes."
 
+import math
 import pytest
 import torch
 from torch.func import hessian, jacfwd, jacrev
 from torch.testing import assert_close
-from capsnb.zoo.routers import SharedVotes, all_routings, routing_layer
+from capsnb.zoo.routers import Router, SharedVotes, all_routings, routing_layer
 
 squared = ['bayes', 'em', 'full', 'kmeans-hard', 'student', 'vmf']
 linear = sorted(k for k, kind in all_routings().items() if getattr(kind, 'linear', False))
@@ -184,3 +185,66 @@ def test_second_derivatives_in_every_order(name):
     assert_close(hessian(along)(at), want)
     if name not in ('vectors', 'inverted'):  # PyTorch's layer_norm errs the other way round
         assert_close(jacrev(jacfwd(along))(at), want)
+
+
+both = pytest.mark.parametrize('n_inp', [None, 7])
+each = pytest.mark.parametrize('name', sorted(all_routings()))
+
+
+def scene(dtype=torch.float32):
+    torch.manual_seed(0)
+    return torch.randn(2, 7, dtype=dtype), torch.randn(2, 7, 4, 3, dtype=dtype)
+
+
+@both
+@each
+def test_what_is_no_number_is_refused_by_all(name, n_inp):
+    layer, (a, mu) = routing_layer(name, 4, 3, 5, n_inp, 6), scene()
+    for bad in (math.nan, math.inf):
+        with pytest.raises(ValueError, match='mu_inp must be finite'):
+            layer(a, torch.where(torch.arange(3) == 0, bad, mu))
+    with pytest.raises(ValueError, match='a_inp must not contain NaN'):
+        layer(torch.where(torch.arange(7) == 2, math.nan, a), mu)
+    certain = layer(torch.where(torch.arange(7) == 2, math.inf, a), mu)
+    assert all(t.isfinite().all() for t in certain if t is not None)
+
+
+@both
+@each
+def test_dtypes_go_in_and_come_out_alike(name, n_inp):
+    layer, (a, mu) = routing_layer(name, 4, 3, 5, n_inp, 6), scene()
+    want = layer(a.half(), mu.half())
+    assert want.a.dtype == want.mu.dtype == torch.float16
+    assert_close(want.a.float(), layer(a.half().float(), mu.half().float()).a, rtol=2e-3, atol=2e-3)
+    with torch.autocast('cpu', torch.bfloat16):
+        found = layer(a.bfloat16(), mu.bfloat16())
+    assert found.a.dtype == found.mu.dtype == torch.float32 and found.a.isfinite().all()
+    if isinstance(layer, Router):  # the D-step and soft k-means compute in float64
+        with pytest.raises(ValueError, match='the layer computes in torch.float32, got'):
+            layer(a.double(), mu.double())
+
+
+@each
+def test_no_parts_are_no_error(name):
+    out = routing_layer(name, 4, 3, 5, None, 6)(torch.zeros(2, 0), torch.zeros(2, 0, 4, 3))
+    assert out.a.shape == (2, 6) and out.a.isfinite().all() and out.mu.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    'name, n_inp, own, told',
+    [
+        ('em', 0, {}, 'n_inp must be an integer >= 1, got 0'),
+        ('student', 7, dict(nu=math.inf), 'nu must be positive and finite'),
+        ('laplace', 7, dict(tip=math.inf), 'tip must be positive and finite'),
+        ('bayes', 7, dict(least=-1), 'least must be a density'),
+    ],
+)
+def test_layers_that_cannot_be_are_refused_at_once(name, n_inp, own, told):
+    with pytest.raises(ValueError, match=told):
+        routing_layer(name, 4, 3, 5, n_inp, 6, **own)
+
+
+def test_a_wide_tip_is_no_error():
+    "beyond where exp(-κ) is 0"
+    layer = routing_layer('laplace', 4, 3, 5, 7, 6, tip=1e4)
+    assert all(t.isfinite().all() for t in layer(*scene()))

@@ -207,6 +207,7 @@ def noise(
     seed: int = 0,  # of the signs
 ) -> Tensor:  # like x
     "Each pixel up or down by eps, at random."
+    _check_attack(x, eps)
     signs = _signs(*x.shape, die=torch.Generator().manual_seed(seed)).to(x)
     return (x + eps * signs).clamp(0, 1)
 

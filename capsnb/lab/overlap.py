@@ -30,10 +30,10 @@ from .vision import HubMixin, PlainCNN, Scores, answer, n_params
 from ..zoo.routers import all_routings
 
 # %% auto #0
-__all__ = ['multi_mnist', 'affine_limits', 'affnist', 'distortions', 'strengths', 'rates', 'pair_classes', 'pair_number',
-           'pair_scores', 'DrawnDeck', 'OverlapDeck', 'ink_boxes', 'box_overlap', 'overlaps', 'Both', 'PairCapsNet',
-           'PoolingCNN', 'width_of_rival', 'DrawnDigits', 'MultiDigits', 'digit_error', 'affine_maps', 'room',
-           'AffineDeck', 'AffineDigits', 'shifted', 'rotated', 'scaled', 'noisy', 'occluded', 'robustness',
+__all__ = ['multi_mnist', 'affine_limits', 'affnist', 'distortions', 'strengths', 'rates', 'distorting', 'pair_classes',
+           'pair_number', 'pair_scores', 'DrawnDeck', 'OverlapDeck', 'ink_boxes', 'box_overlap', 'overlaps', 'Both',
+           'PairCapsNet', 'PoolingCNN', 'width_of_rival', 'DrawnDigits', 'MultiDigits', 'digit_error', 'affine_maps',
+           'room', 'AffineDeck', 'AffineDigits', 'shifted', 'rotated', 'scaled', 'noisy', 'occluded', 'robustness',
            'robustness_of', 'measured', 'overlap_study', 'pictures_to_text', 'pictures_from_text', 'drawn_pairs',
            'plot_drawn', 'plot_by_overlap', 'distortion_study', 'plot_robustness']
 
@@ -807,6 +807,9 @@ def plot_by_overlap(
     return fig
 
 # %% ../../nbs/lab/67_overlap.ipynb #00000039
+distorting = 'capsnb study distortion --data'  # how a record is made again
+
+
 def distortion_study(
     data: str = 'mnist',  # 'mnist', 'fashion-mnist', 'toys', 'eth80': a ground; or 'affnist'
     out: str | Path = 'runs/distortion',  # folder of the records and the runs
@@ -835,7 +838,8 @@ def distortion_study(
         own |= dict(split='clean')
     else:
         g = g or ground(data, scale)
-        shoot_out(data, out, contestants, seeds, scale=scale, runs=runs, tried=tried, g=g, **kw)
+        how = dict(scale=scale, runs=runs, tried=tried, g=g, command=distorting)
+        shoot_out(data, out, contestants, seeds, **how, **kw)
         task, path, folder = g.task, out / f'shootout_{data}.json', runs / data
     measured(path, 'robustness', folder, partial(robustness_of, kinds=kinds, n=n, task=task, **own))
     return path

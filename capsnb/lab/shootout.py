@@ -216,6 +216,7 @@ def shoot_out(
     runs: str | Path = 'runs/shootout',  # folder of the runs
     tried: dict | None = None,  # arguments of `candidates`; None: all of it
     g: Ground | None = None,  # None: the ground of that name
+    command: str = 'capsnb shootout',  # that is running; what follows it is added
     **kw,  # of `train`: device, progress
 ) -> dict:  # contestant -> metrics of the final runs
     "Search and compare; what the records hold is kept, what was interrupted goes on."
@@ -229,7 +230,7 @@ def shoot_out(
     there = there if networks else (*there, *variants)
     if unknown := sorted(set(who) - set(there)):
         raise ValueError(f"contestants are {', '.join(map(repr, there))}, got {unknown}")
-    told = f'capsnb shootout {name} --scale {scale:g} --seeds {len(seeds)}'
+    told = f'{command} {name} --scale {scale:g} --seeds {len(seeds)}'
     told += as_typed(network=networks, only=contestants, rate=tried.get('lrs'))
     search = dict(lrs=rates, norms=() if networks else norms_tried, epochs='half') | tried
     settings = dict(ground=name, scale=scale, recipe=g.recipe, search=search)
