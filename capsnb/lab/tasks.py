@@ -494,7 +494,9 @@ def answers(
 ) -> Tensor:  # [b, n_classes]
     "Activations summed over the views; of a single one the logits, which do not saturate."
     outs = [_answer(network, view) for view in views]
-    return sum(o.a for o in outs) if len(outs) > 1 else getattr(outs[0], 'score', outs[0].a)
+    if len(outs) == 1:
+        return getattr(outs[0], 'score', outs[0].a)
+    return torch.stack([o.a for o in outs]).sum(0)
 
 
 def _answer(
