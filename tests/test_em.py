@@ -68,7 +68,7 @@ def procedure_1(a, V, beta_a, beta_u, lams, parents, eps, damping):
     R, mu = (may / may.sum(1, keepdim=True).clamp_min(1)).expand(V.shape[:-1]), 0.0
     for t, lam in enumerate(lams):
         r = (R * a[..., None])[..., None]
-        w = r + 1e-12 * may[..., None]
+        w = r + (1e-12 * (a[..., None] + 1e-8) * may)[..., None]  # a parent without votes
         mu = (1 - damping) * (w * V).sum(1) / w.sum(1) + damping * mu
         s = (w * (V - mu[:, None]) ** 2).sum(1) / w.sum(1)
         if t == 0:
