@@ -50,9 +50,9 @@ def m_step(
 def cost(
     S: Tensor,  # [..., j] amount of data of each whole
     sig2: Tensor,  # [..., j, c, h] variances
-    beta_u: Tensor | float,  # [j] or a number: price of describing a component, nats at σ = 1
+    beta_u: Tensor | float,  # [j] or a number: joint price of a component, nats at σ = 1
 ) -> Tensor:  # [..., j] nats, summed over the components
-    "What the parts of a whole that is on cost more (Hinton 2018, Procedure 1, M-step, line 5)."
+    "How much more parts cost if their whole is on (Hinton 2018, Procedure 1, M-step, line 5)."
     n = sig2.shape[-2] * sig2.shape[-1]
     return S * (n * beta_u + 0.5 * sig2.log().sum((-2, -1)))
 
