@@ -9,8 +9,9 @@ here = Path(__file__).parent
 config = ConfigParser(delimiters=['='], interpolation=None)
 config.read(here / 'settings.ini', encoding='utf-8')
 cfg = config['DEFAULT']
-names = 'train', 'fast', 'gpu', 'attack', 'lora', 'onnx', 'docs', 'dev'
+names = 'train', 'fast', 'gpu', 'attack', 'lora', 'onnx', 'book', 'docs', 'dev'
 extras = {e: cfg[f'{e}_requirements'].split() for e in names}
+extras['book'] += extras['train']  # chapters 6 to 10 train
 extras['dev'] = sum(extras.values(), [])
 
 

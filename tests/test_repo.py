@@ -1,7 +1,9 @@
 """What every notebook and module of this repository keeps to."""
 
 import ast
+import contextlib
 import importlib
+import importlib.metadata as md
 import importlib.util
 import json
 import os
@@ -299,10 +301,41 @@ def test_extras_are_those_of_settings():
     done = subprocess.run([sys.executable, '-c', code], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     extras = json.loads(done.stdout)
-    assert set(extras) == {'train', 'fast', 'gpu', 'attack', 'lora', 'onnx', 'docs', 'dev'}
+    named = {'train', 'fast', 'gpu', 'attack', 'lora', 'onnx', 'book', 'docs', 'dev'}
+    assert set(extras) == named and set(extras['train']) < set(extras['book'])
     assert {r for name in extras for r in extras[name]} == set(extras['dev'])
     assert extras['gpu'] == ['triton>=3.6;platform_system=="Linux"']
     assert [r.split('>=')[0] for r in extras['fast']] == ['numba']
+
+
+def closure(asked):
+    "Distributions that requirements lead to, as they are installed."
+    found, left = set(), [o for o in asked if 'extra ==' not in o]
+    while left:
+        name = re.match(r'[\w.-]+', left.pop())[0].lower().replace('_', '-')
+        if name not in found:
+            found.add(name)
+            with contextlib.suppress(md.PackageNotFoundError):  # of another system
+                left += [o for o in md.requires(name) or () if 'extra ==' not in o]
+    return found
+
+
+def test_the_book_needs_its_extra_alone():
+    "every package that a chapter imports comes with `pip install '.[book]'`"
+    kinds = 'requirements', 'train_requirements', 'book_requirements'
+    brought, found = closure(o for k in kinds for o in settings[k].split()), set()
+    for path in sorted((root / 'nbs' / 'book').glob('*.ipynb')):
+        cells = json.loads(path.read_text(encoding='utf-8'))['cells']
+        code = '\n\n'.join(''.join(c['source']) for c in cells if c['cell_type'] == 'code')
+        for node in ast.walk(ast.parse(code)):
+            names = [o.name for o in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            found |= {name.partition('.')[0] for name in names}
+    found -= {'capsnb', *sys.stdlib_module_names}
+    makers = md.packages_distributions()
+    assert {'torch', 'sklearn', 'matplotlib', 'IPython', 'nbdev'} <= found
+    lacking = {m for m in found if not {o.lower() for o in makers[m]} & brought}
+    assert not lacking, f'the extra book does not bring {sorted(lacking)}'
 
 
 def test_training_asks_for_a_torch_that_can_resume():
