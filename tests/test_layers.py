@@ -734,3 +734,19 @@ def test_the_table_of_a_grid_is_made_once_and_never_from_what_cannot_be_trained(
     assert layer._table((5, 5), a.device) is first
     assert torch.equal(first[0], field_table((5, 5), 2, 3)[0])
     assert layer._table((6, 5), a.device)[1] == (4, 3)
+
+
+def test_what_class_capsules_and_logits_need_is_named():
+    layer, (a, mu) = ClassCaps(2, 3), (torch.rand(1, 5, 5, 2), torch.randn(1, 5, 5, 2, 4, 4))
+    flat = torch.zeros(5)
+    with pytest.raises(TypeError, match='rows must be a tensor, got list'):
+        layer(a, mu, ([0.0] * 5, [0.0] * 5))
+    with pytest.raises(ValueError, match='centres must be finite'):
+        layer(a, mu, (flat + torch.nan, flat))
+    conv = ConvCaps(2, 3, compete='within')
+    with pytest.raises(ValueError, match='return_R=True'):
+        conv.logits(a, conv(a, mu))
+    assert "compete='within'" in repr(conv) and 'coordinates=True' in repr(layer)
+    for units in (1.0, (True, 1.0), (1.0,), (0.0, 1.0)):
+        with pytest.raises(ValueError, match='beta_units must be two numbers'):
+            ConvCaps(2, 3, beta_units=units)

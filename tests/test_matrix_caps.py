@@ -584,3 +584,13 @@ def test_autocast_stays_finite_over_500_steps(toys, size, subset, batch, kw):
 def test_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_settings_that_no_layer_looks_at_are_refused_too():
+    from capsnb.lab.routing_net import RoutingNet
+
+    with pytest.raises(ValueError, match="compete must be 'across' or 'within', got 'x'"):
+        MatrixCapsNet(4, 2, 2, 2, size=32, depth=0, compete='x')
+    for depth in (-1, True, 1.0):
+        with pytest.raises(ValueError, match='depth must be an integer >= 0'):
+            RoutingNet(depth=depth)

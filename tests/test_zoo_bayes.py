@@ -12,6 +12,7 @@ from torch.distributions import Gamma, kl_divergence
 from torch.testing import assert_close
 from capsnb.routing.mixture import e_step, em
 from capsnb.zoo import bayes
+from capsnb.engine.dstep import CapsNorm
 from capsnb.zoo.bayes import (
     BayesRouting,
     as_prior,
@@ -23,7 +24,7 @@ from capsnb.zoo.bayes import (
     share,
     vb_routing,
 )
-from capsnb.zoo.routers import CapsNorm, routings
+from capsnb.zoo.routers import routings
 
 published = np.load(Path(__file__).parent / 'data' / 'ribeiro2020_routing.npz')
 cases = sorted({k.split('/')[0] for k in published})

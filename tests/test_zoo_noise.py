@@ -11,7 +11,7 @@ from capsnb.routing.em import Floor, em_routing_ref
 from capsnb.routing.scene import cast_votes, make_scene
 from capsnb.zoo.noise import Full, Gaussian, KMeans, Laplace, Model, NoiseRouting, Student
 from capsnb.zoo.noise import VonMisesFisher, dstep_loop, em_loop, vmf_norm
-from capsnb.zoo.routers import all_routings
+from capsnb.zoo.routers import all_routings, routing_layer
 
 close = torch.testing.assert_close
 routings = all_routings()
@@ -292,7 +292,7 @@ def layer(name, loop, i=4, j=2, **settings):
 @pytest.mark.parametrize('loop', ['dstep', 'em'])
 @pytest.mark.parametrize('name', names)
 def test_layers_have_exact_gradients(name, loop):
-    made, a, mu = layer(name, loop, lam=0.3)
+    made, a, mu = layer(name, loop, **(dict(lam=0.3) if loop == 'em' else {}))
     theta = dict(made.named_parameters())
 
     def f(a, mu, *p):
@@ -385,3 +385,22 @@ def test_autocast_leaves_the_statistics_alone(noise):
 def test_settings_that_cannot_be_are_refused(name, own, said):
     with pytest.raises(ValueError, match=said):
         routings[name](2, 2, 2, n_out=3, **own)
+
+
+def test_an_inverse_temperature_without_its_loop_is_refused():
+    with pytest.raises(ValueError, match="lam=0.3 is a setting of loop='em', the loop is 'dstep'"):
+        routing_layer('student', 2, 3, 4, 6, 5, lam=0.3)
+
+
+@pytest.mark.parametrize('own', [dict(name='full', eps='paper'), dict(name='bayes', cov='full')])
+def test_covariances_of_far_votes_are_positive_in_float32(own):
+    "six votes span no space of twenty dimensions, and the floor is a billionth of the rest"
+    own = dict(own)
+    torch.manual_seed(0)
+    layer = routing_layer(own.pop('name'), 4, 4, 4, 6, 5, **own)
+    mu = (100 * torch.randn(2, 6, 4, 4)).requires_grad_()
+    out = layer(torch.zeros(2, 6), mu)
+    out.a.sum().backward()
+    assert out.mu.dtype == torch.float32 and out.a.isfinite().all() and mu.grad.isfinite().all()
+    want = layer.double()(torch.zeros(2, 6).double(), mu.double())
+    close(out.a.double(), want.a, rtol=1e-4, atol=1e-2)

@@ -5,6 +5,8 @@ import pytest
 import torch
 from torch.func import hessian, jacfwd, jacrev
 from torch.testing import assert_close
+from capsnb.engine.dstep import CapsNorm
+from capsnb.zoo.attention import Concurrent
 from capsnb.zoo.routers import Router, SharedVotes, all_routings, routing_layer
 
 squared = ['bayes', 'em', 'full', 'kmeans-hard', 'student', 'vmf']
@@ -13,7 +15,7 @@ linear = sorted(k for k, kind in all_routings().items() if getattr(kind, 'linear
 
 def layer_of(name, **kw):
     torch.manual_seed(0)
-    layer = all_routings()[name](4, 3, 5, n_out=6, **kw).double()
+    layer = all_routings()[name](4, 3, 5, **{'n_out': 6, **kw}).double()
     with torch.no_grad():  # what starts at 0 would hide a mistake
         for p in layer.parameters():
             p.add_(torch.randn_like(p) / 3)
@@ -23,12 +25,12 @@ def layer_of(name, **kw):
 
 
 @pytest.mark.parametrize('n_inp', [None, 7])
-@pytest.mark.parametrize('bias', [True, False])
+@pytest.mark.parametrize('bias, norm', [(True, 'none'), (False, 'none'), (True, 'batch')])
 @pytest.mark.parametrize('name', sorted(all_routings()))
-def test_parameters_begin_anew(name, bias, n_inp):
+def test_parameters_begin_anew(name, bias, norm, n_inp):
     "What transformers leaves as it lay in memory, and what was made on 'meta'."
     bias = bias or name == 'vectors'  # whose maps are others
-    make = lambda: all_routings()[name](4, 3, 2, n_inp, 5, bias=bias)
+    make = lambda: all_routings()[name](4, 3, 2, n_inp, 5, bias=bias, norm=norm)
     torch.manual_seed(3)
     want = make().state_dict()
     with torch.device('meta'):
@@ -248,3 +250,97 @@ def test_a_wide_tip_is_no_error():
     "beyond where exp(-κ) is 0"
     layer = routing_layer('laplace', 4, 3, 5, 7, 6, tip=1e4)
     assert all(t.isfinite().all() for t in layer(*scene()))
+
+
+@pytest.mark.parametrize('kind', ['batch', 'layer'])
+@pytest.mark.parametrize('name', sorted(all_routings()))
+def test_norm_is_an_option_of_every_routing(name, kind):
+    "Scores and poses as `CapsNorm` behind the layer leaves them; all else as without."
+    layer, a, mu = layer_of(name)
+    normed = all_routings()[name](4, 3, 5, n_out=6, norm=kind).double()
+    assert normed.load_state_dict(layer.state_dict(), strict=False).unexpected_keys == []
+    after = CapsNorm(6, kind).double()
+    for train in (True, False):  # then by the running means of the batch before
+        normed.train(train), after.train(train)
+        was, got = layer(a, mu, return_R=True), normed(a, mu, return_R=True)
+        for g, w in zip(got[:2], after(was.a, was.mu)):
+            assert_close(g, w)
+        assert (got.sig2 is None) == (was.sig2 is None)
+        assert_close(got.R, was.R)
+        if was.sig2 is not None:
+            assert_close(got.sig2, was.sig2)
+    assert not torch.allclose(got.a, was.a) and normed.normed.kind == kind
+    kept = normed.state_dict()
+    assert any('running_var' in k for k in kept) == (kind == 'batch')
+    again = all_routings()[name](4, 3, 5, n_out=6, norm=kind).double().eval()
+    again.load_state_dict(kept)
+    assert_close(again(a, mu).a, got.a)
+
+
+@pytest.mark.parametrize('name', ['dstep', 'dynamic'])
+def test_norms_that_cannot_be_are_refused(name):
+    make = all_routings()[name]
+    with pytest.raises(ValueError, match="norm must be one of 'none', 'batch', 'layer', got 'l2'"):
+        make(4, 3, 5, n_out=6, norm='l2')
+    with pytest.raises(ValueError, match='needs n_out|n_out must be'):
+        make(4, 3, 5, norm='batch')
+
+
+def test_without_n_out_a_norm_takes_any_number():
+    layer = all_routings()['dstep'](4, 3, 5, norm='layer').double()
+    for n in (2, 9):
+        out = layer(torch.zeros(3, 7).double(), torch.randn(3, 7, 4, 3).double(), n)
+        assert_close(out.mu.mean((-2, -1)), torch.zeros(3, n).double())
+
+
+def test_concurrent_layers_norm_too():
+    layers = [all_routings()['inverted'](4, 4, 4, i, j, norm='layer') for i, j in ((7, 5), (5, 3))]
+    out = Concurrent(layers, 2)(torch.zeros(2, 7), torch.randn(2, 7, 4, 4))
+    assert_close(out.a.mean(-1), torch.zeros(2), atol=1e-5, rtol=0)
+    assert_close(out.mu.var((-2, -1), correction=0), torch.ones(2, 3), atol=1e-2, rtol=0)
+
+
+def test_a_frozen_norm_stays_frozen_and_one_sample_has_no_variance():
+    layer, a, mu = layer_of('em', norm='batch')
+    layer(a, mu)
+    layer.normed.eval()  # its parent trains
+    before = layer.normed.of_a.running_mean.clone()
+    layer(a, mu)
+    assert layer.normed.of_a.running_mean.equal(before) and not layer.normed.training
+    layer.train()
+    one = layer(a[0, :1], mu[0, :1])
+    assert_close(one.a, layer.eval()(a[0, :1], mu[0, :1]).a)
+    assert layer.normed.of_a.running_mean.equal(before)
+
+
+@pytest.mark.parametrize('n_inp', [None, 7])
+@pytest.mark.parametrize('name', ['em', 'student', 'vectors', 'dynamic', 'bayes'])
+def test_the_number_of_iterations_can_be_changed(name, n_inp):
+    layer, a, mu = layer_of(name, n_inp=n_inp)
+    once = type(layer)(4, 3, 5, n_inp, 6, n_iters=1).double()
+    once.load_state_dict(layer.state_dict())
+    layer.n_iters = 1
+    assert_close(layer(a, mu).a, once(a, mu).a)
+
+
+@pytest.mark.parametrize('n_inp', [None, 300])
+def test_agreement_of_long_votes_in_half_precision(n_inp):
+    "squares of sums overflow float16 from a length of 256 on"
+    torch.manual_seed(0)
+    layer = routing_layer('agreement', 4, 4, 4, n_inp, 5)
+    a, mu = torch.zeros(2, 300), 5 * torch.randn(2, 300, 4, 4) + 5
+    want = layer(a, mu)
+    got = layer.half()(a.half(), mu.half())
+    assert got.mu.dtype == torch.float16
+    long = lambda out: out.mu.float().flatten(-2).norm(dim=-1)
+    assert_close(long(got), long(want), atol=2e-3, rtol=0)
+    assert_close(got.a.float(), want.a, rtol=2e-2, atol=0)
+
+
+def test_layers_that_were_pickled_before_norms_still_route():
+    layer, a, mu = layer_of('dynamic')
+    del layer.normed
+    assert layer(a, mu).a.isfinite().all()
+    dstep, a, mu = layer_of('dstep')
+    del dstep.norm
+    assert dstep(a, mu).a.isfinite().all()

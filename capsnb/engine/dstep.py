@@ -20,8 +20,9 @@ from ..routing.dstep import Routed, RoutedR, routing_ref
 from ..routing.em import Floor, as_floor
 
 # %% auto #0
-__all__ = ['plans', 'brk_bias', 'beta_start', 'Sizes', 'Problem', 'Plan', 'gpu_seconds', 'exporting', 'n_samples', 'n_parts',
-           'choose_plan', 'check_capsules', 'start_maps', 'bias_of', 'in_dtype', 'Routing']
+__all__ = ['plans', 'norms', 'brk_bias', 'beta_start', 'Sizes', 'Problem', 'Plan', 'gpu_seconds', 'exporting', 'n_samples',
+           'n_parts', 'choose_plan', 'check_capsules', 'start_maps', 'bias_of', 'check_norm', 'CapsNorm', 'in_dtype',
+           'Routing']
 
 # %% ../../nbs/engine/15_dstep.ipynb #00000007
 def brk_bias(
@@ -189,6 +190,7 @@ def _check_layer(r):
     _check_plan(r)
     _check_init(r.init)
     as_floor(r.eps, r.d_cov * r.d_out)
+    check_norm(r.norm, r.n_out)
 
 # %% ../../nbs/engine/15_dstep.ipynb #0000001a
 def _outputs_of(
@@ -265,7 +267,7 @@ def bias_of(
 class _Parameters(nn.Module):
     "W, B, beta_use, beta_ign, and B_brk when the number of outputs is variable."
 
-    start, bias = 'normal', True  # of layers that were pickled before these were settings
+    start, bias, norm = 'normal', True, 'none'  # of layers that were pickled before these settings
 
     def _make(self):
         i, j = self.n_inp or 1, self.n_out or 1
@@ -277,6 +279,8 @@ class _Parameters(nn.Module):
         self.beta_use = nn.Parameter(torch.empty(i, j))
         beta_ign = None if self.single_beta else nn.Parameter(torch.empty(i, j))
         self.register_parameter('beta_ign', beta_ign)
+        if self.norm != 'none':
+            self.normed = CapsNorm(j, self.norm)
         self.reset_parameters()
 
     def _start(self):
@@ -286,7 +290,7 @@ class _Parameters(nn.Module):
         return (0.0, 0.0) if self.init == 'paper' else (self.init, self.init)
 
     def reset_parameters(self):
-        "W: see `start_maps`; B: 0; beta and B_brk: see `init`."
+        "W: see `start_maps`; B: 0; beta and B_brk: see `init`; no batches seen."
         start_maps(self.W, self.start)
         if self.bias:
             nn.init.zeros_(self.B)
@@ -295,6 +299,8 @@ class _Parameters(nn.Module):
                 nn.init.constant_(beta, value)
         if self.n_out is None:
             nn.init.zeros_(self.B_brk) if self.init == 'paper' else nn.init.normal_(self.B_brk)
+        if self.norm != 'none':
+            self.normed.reset_parameters()
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         for k in [k for k in state_dict if k.startswith(prefix + 'CONST_')]:
@@ -302,6 +308,68 @@ class _Parameters(nn.Module):
         if self.single_beta:
             state_dict.pop(prefix + 'beta_ign', None)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+# %% ../../nbs/engine/15_dstep.ipynb #5121e88f
+norms = ('none', 'batch', 'layer')
+
+
+def check_norm(
+    kind: str,  # of `norms`
+    n_out: int | None = 1,  # outputs of the layer that is to norm them; None: any number
+):
+    "`ValueError` for a norm that there is not, or that needs to know its types."
+    if kind not in norms:
+        raise ValueError(f"norm must be one of {', '.join(map(repr, norms))}, got {kind!r}")
+    if kind == 'batch' and n_out is None:
+        raise ValueError("norm='batch' needs n_out: it keeps a mean for every output")
+
+
+def _as_seen(x, of):
+    "Normed by what a batch norm has seen before."
+    return nn.functional.batch_norm(x, of.running_mean, of.running_var, eps=of.eps)
+
+
+class CapsNorm(nn.Module):
+    """Scores and poses of mean 0 and variance 1, by type over a batch, or in each capsule alone.
+
+    A batch of one score has no variance: what was seen before norms it, as in evaluation."""
+
+    def __init__(
+        self,
+        n_types: int,  # of capsules, the last axis of the scores
+        kind: str = 'batch',  # of `norms`
+    ):
+        super().__init__()
+        check_norm(kind)
+        self.n_types, self.kind = n_types, kind
+        if kind == 'batch':
+            self.of_a = nn.BatchNorm1d(n_types, affine=False)
+            self.of_mu = nn.BatchNorm1d(n_types, affine=False)
+
+    def reset_parameters(self):
+        "Forget the means and variances of batches."
+        for of in self.children():
+            of.reset_parameters()
+
+    def forward(
+        self,
+        a: Tensor,  # [..., j] scores
+        mu: Tensor,  # [..., j, c, h] poses
+    ) -> tuple[Tensor, Tensor]:  # the same, normed
+        if self.kind == 'none':
+            return a, mu
+        if self.kind == 'layer':
+            own = nn.functional.layer_norm
+            return own(a, a.shape[-1:]), own(mu, mu.shape[-2:])
+        scores, poses = a.reshape(-1, self.n_types), mu.reshape(-1, *mu.shape[-3:]).flatten(2)
+        if self.training and len(scores) == 1:
+            a_out, mu_out = _as_seen(scores, self.of_a), _as_seen(poses, self.of_mu)
+        else:
+            a_out, mu_out = self.of_a(scores), self.of_mu(poses)
+        return a_out.view_as(a), mu_out.view_as(mu)
+
+    def extra_repr(self):
+        return f'{self.n_types}, {self.kind!r}'
 
 # %% ../../nbs/engine/15_dstep.ipynb #00000020
 def in_dtype(
@@ -348,7 +416,7 @@ def _route(r, a_inp, mu_inp, j, need_R):
 
 # %% ../../nbs/engine/15_dstep.ipynb #00000022
 _settings = 'd_cov d_inp d_out n_inp n_out n_iters p_model single_beta eps init plan pooled'.split()
-_later = dict(start='normal', bias=True)  # told where they differ
+_later = dict(start='normal', bias=True, norm='none')  # told where they differ
 
 
 class Routing(_Parameters):
@@ -371,6 +439,7 @@ class Routing(_Parameters):
         pooled: bool = False,  # whether the first E-step has one Gaussian for all outputs
         start: str = 'normal',  # of the maps W, or 'identity': see `start_maps`
         bias: bool = True,  # whether votes have a bias B (B_brk stays, without `n_out`)
+        norm: str = 'none',  # of a and mu, see `CapsNorm`; sig2 keeps the votes' units
     ):
         super().__init__()
         given = locals()
@@ -392,6 +461,8 @@ class Routing(_Parameters):
         with without_autocast(mu_inp.device):
             out = _route(self, a_inp, mu_inp, j, return_R)
         dtype = out[2].dtype if autocasting(mu_inp.device) else mu_inp.dtype
+        if self.norm != 'none':
+            out[:2] = self.normed(*out[:2])
         out[:2] = in_dtype(*out[:2], dtype)
         return RoutedR(*out) if return_R else Routed(*out)
 

@@ -32,8 +32,8 @@ from capsnb.engine.numerics import (
 )
 
 # %% auto #0
-__all__ = ['field_plans', 'at_least_1', 'field_table', 'FieldPlan', 'Caps', 'PrimaryCaps', 'layer_floor', 'ConvCaps',
-           'field_centres', 'add_coordinates', 'ClassCaps']
+__all__ = ['field_plans', 'at_least_1', 'field_table', 'FieldPlan', 'Caps', 'PrimaryCaps', 'layer_floor', 'check_compete',
+           'ConvCaps', 'field_centres', 'add_coordinates', 'ClassCaps']
 
 # %% ../../nbs/engine/17_layers.ipynb #5a76981e
 def _pair(
@@ -722,6 +722,14 @@ class _Settings(NamedTuple):
     start: str = 'normal'  # of the matrices: 'normal', or 'identity' with a little noise
 
 # %% ../../nbs/engine/17_layers.ipynb #751095a3
+def check_compete(
+    compete: str,  # see `ConvCaps`
+):
+    "`ValueError` for a competition that there is not."
+    if compete not in ('across', 'within'):
+        raise ValueError(f"compete must be 'across' or 'within', got {compete!r}")
+
+
 def _check_settings(s: _Settings, n: int):
     "`ValueError` unless a layer can be routed so; n: components of a pose."
     if s.act not in ('logistic', 'pi'):
@@ -733,8 +741,9 @@ def _check_settings(s: _Settings, n: int):
     as_schedule(s.lam, s.n_iters)
     as_damping(s.damping)
     as_floor(s.eps, n)
-    fit = [isinstance(u, (int, float)) and math.isfinite(u) and u for u in s.beta_units]
-    if len(fit) != 2 or not all(fit):
+    units = s.beta_units if isinstance(s.beta_units, (list, tuple)) else ()
+    number = lambda u: isinstance(u, (int, float)) and not isinstance(u, bool)
+    if len(units) != 2 or not all(number(u) and math.isfinite(u) and u for u in units):
         raise ValueError(f"beta_units must be two numbers other than 0, got {s.beta_units!r}")
 
 # %% ../../nbs/engine/17_layers.ipynb #e88d6037
@@ -783,6 +792,7 @@ class _Capsules(nn.Module):
     def extra_repr(self):
         fields = (*_Sizes._fields, 'K', 'stride', 'padding', *_Settings._fields)
         told = [k for k in fields if k != 'lam' and hasattr(self, k)]
+        told += [k for k in ('compete', 'coordinates') if hasattr(self, k)]
         lam = [round(v, 9) for v in as_schedule(self.lam, self.n_iters)]
         return ', '.join(f'{k}={getattr(self, k)!r}' for k in told) + f', lam={lam}'
 
@@ -871,8 +881,7 @@ class ConvCaps(_Capsules):
         compete: str = 'across',  # wholes for a part: 'across' positions, or 'within' each alone
     ):
         super().__init__()
-        if compete not in ('across', 'within'):
-            raise ValueError(f"compete must be 'across' or 'within', got {compete!r}")
+        check_compete(compete)
         self.compete = compete
         self.K, self.stride = _pair(K, 'K', 1), _pair(stride, 'stride', 1)
         self.padding = _pair(padding, 'padding', 0)
@@ -923,6 +932,8 @@ class ConvCaps(_Capsules):
         out: EMRouted,  # what `self(a, mu, return_R=True)` returned
     ) -> Tensor:  # [..., m', n', j]
         "Logits of the activations, from data and variances: exact where a sigmoid is full."
+        if out.R is None:
+            raise ValueError("logits need the shares: route with return_R=True")
         fields, _ = self._table(a.shape[-3:-1], a.device)
         seen = _gathered(a.reshape(-1, math.prod(a.shape[-3:])), fields)
         return self._logits(seen.reshape(out.R.shape[:-1]), out.R, out.sig2)
@@ -990,9 +1001,12 @@ class ClassCaps(_Capsules):
     def _centres(self, grid, centres):
         "Coordinates of rows and columns; `ValueError` if they do not fit the grid."
         rows, cols = centres if centres is not None else (field_centres(k, [], k) for k in grid)
+        check_tensors(rows=rows, cols=cols)
         if (len(rows), len(cols)) != grid:
             want, got = "{} rows and {} columns".format(*grid), f"{len(rows)} and {len(cols)}"
             raise ValueError(f"centres must be {want}, got {got}")
+        if not all(t.isfinite().all() for t in (rows, cols) if may_look(t)):
+            raise ValueError("centres must be finite, got NaN or inf")
         return rows, cols
 
     def _one_field(self, a, mu, W, where) -> _Parts:

@@ -17,6 +17,7 @@ from capsnb.engine.layers import (
     ConvCaps,
     PrimaryCaps,
     at_least_1,
+    check_compete,
     field_centres,
     layer_floor,
 )
@@ -28,11 +29,11 @@ from capsnb.lab.losses import (
     spread_loss,
 )
 from .vision import ConvTrunk, HubMixin, Scores, answer, norb_trunk
-from ..zoo.routers import CapsNorm
+from ..engine.dstep import CapsNorm
 
 # %% auto #0
-__all__ = ['presets', 'schedules', 'losses', 'Preset', 'routing_settings', 'start_weights', 'make_stem', 'MatrixCapsNet',
-           'MatrixCapsOut', 'centres_of']
+__all__ = ['presets', 'schedules', 'losses', 'Preset', 'routing_settings', 'start_weights', 'make_stem', 'check_depth',
+           'MatrixCapsNet', 'MatrixCapsOut', 'centres_of']
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #00000005
 class Preset(NamedTuple):
@@ -211,14 +212,22 @@ def _features_of(
     return shape[1], tuple(shape[2:])
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #5a450005
-def _check_net(net, pose, act, depth):
+def check_depth(
+    depth: int,  # layers
+):
+    "`ValueError` for a number of layers that cannot be."
+    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
+        raise ValueError(f"depth must be an integer >= 0, got {depth!r}")
+
+
+def _check_net(net, pose, act, depth, compete):
     "`ValueError` for settings that no layer looks at."
     if pose not in ('matrix', 'vector'):
         raise ValueError(f"pose must be 'matrix' or 'vector', got {pose!r}")
     if net.loss not in losses:
         raise ValueError(f"loss must be one of {', '.join(map(repr, losses))}, got {net.loss!r}")
-    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
-        raise ValueError(f"depth must be an integer >= 0, got {depth!r}")
+    check_depth(depth)
+    check_compete(compete)
     if act == 'pi' and (net.needs_logits or net.loss == 'logits'):
         raise ValueError(
             "act='pi' has no logits, which norms, lam='learned' and loss='logits' need"
@@ -271,7 +280,7 @@ class MatrixCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules'
         self.norm, self.lam = norm or p.norm, lam or p.schedule
         self.needs_logits = self.norm != 'none' or self.lam == 'learned'
         start = start or (p.start if depth else 'normal')
-        _check_net(self, pose, act, depth)
+        _check_net(self, pose, act, depth, compete)
         at_least_1(A=A, B=B, C=C, D=D, E=E, K=K, P=P, in_channels=in_channels, size=size)
         self.in_channels, self.size = in_channels, size
         c, d = (P, P) if pose == 'matrix' else (1, P * P)
@@ -331,9 +340,7 @@ class MatrixCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules'
     ) -> Caps:  # logits, multiplied by the learned λ, and poses
         "The norm of a layer, and its learned inverse temperature."
         if self.norms:
-            norm = self.norms[k]
-            norm.train(self.training and logits[..., 0].numel() > 1)  # one has no variance
-            logits, mu = norm(logits, mu)
+            logits, mu = self.norms[k](logits, mu)
         if self.log_lam is not None and (at := k - len(self.caps) - 2) >= -len(self.log_lam):
             logits = logits * self.log_lam[at].exp()
         return Caps(logits, mu)

@@ -9,7 +9,9 @@ from typing import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from ..engine.dstep import CapsNorm
 from ..engine.layers import at_least_1
+from .matrix_caps import check_depth
 from capsnb.lab.text import (
     Credit,
     SSTNet,
@@ -24,7 +26,7 @@ from capsnb.lab.text import (
 from .vision import CapsuleHeads, ConvTrunk, HubMixin, Scores, answer, n_params
 from .vision import load_published, read_published
 from ..routing.dstep import Routed
-from ..zoo.routers import CapsNorm, all_routings, routing_layer
+from ..zoo.routers import all_routings, routing_layer
 from ..zoo.vectors import VectorRouting, end_to_end
 
 # %% auto #0
@@ -54,6 +56,7 @@ class RoutingNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', '
     ):
         super().__init__()
         at_least_1(n_classes=n_classes, n_types=n_types, n_parts=n_parts)
+        check_depth(depth)
         self.trunk = ConvTrunk(in_channels, tuple(channels), tuple(strides), padding)
         self.heads = CapsuleHeads(channels[-1], n_types, d_cov, d_inp)
         parts, wholes = [None, *[n_parts] * depth], [*[n_parts] * depth, n_classes]

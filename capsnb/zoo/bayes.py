@@ -230,7 +230,8 @@ def vb_routing(
         if isinstance(V, SharedVotes):
             U = MomentVotes(V, a, whole=cov == 'full')
         else:
-            U = V.to(dtype).flatten(-2)
+            exact = cov == 'full' and V.device.type != 'mps'  # covariances lose half of the digits
+            U = V.to(torch.float64 if exact else dtype).flatten(-2)
         w = a.to(U.dtype).sigmoid()[..., None]
         R = torch.full(V.shape[:-2], 1 / V.shape[-3], dtype=U.dtype, device=V.device)
         for t in range(n_iters):

@@ -523,14 +523,18 @@ class NoiseRouting(Router):
         noise: Gaussian,  # the density of the votes
         loop: str = 'dstep',  # or 'em'
         eps: float | str = 'auto',  # floor of the scales, see `as_floor`
-        lam: float = 0.01,  # inverse temperature of loop 'em', see `as_schedule`
+        lam: float | None = None,  # inverse temperature of loop 'em', see `as_schedule`; None: 0.01
     ):
         if loop not in ('dstep', 'em'):
             raise ValueError(f"loop must be 'dstep' or 'em', got {loop!r}")
+        if loop == 'dstep' and lam is not None:
+            raise ValueError(f"lam={lam!r} is a setting of loop='em', the loop is 'dstep'")
         as_floor(eps, self.d_cov * self.d_out)
         self.noise, self.loop, self.eps = noise, loop, eps
         if loop == 'em':
-            self.lam = as_schedule(lam, self.n_iters)
+            lam = 0.01 if lam is None else lam
+            each = as_schedule(lam, self.n_iters)
+            self.lam = lam if isinstance(lam, (int, float)) else each
             self.beta_a = nn.Parameter(torch.zeros(self.n_out))
             self.beta_u = nn.Parameter(torch.zeros(self.n_out))
         else:
@@ -544,11 +548,12 @@ class NoiseRouting(Router):
 
     def route(self, a, V):
         wide = torch.promote_types(torch.promote_types(a.dtype, V.dtype), torch.float32)
+        most = torch.float64 if self.noise.whole and V.device.type != 'mps' else wide
         with without_autocast(V.device):
             if isinstance(V, SharedVotes):
                 V = MomentVotes(V, a, self.noise.whole)
             else:
-                V = V.to(wide).contiguous()
+                V = V.to(most).contiguous()  # covariances lose half of the digits
             out = self.looped(a.to(V.dtype), V)
         return RoutedR(*(t.to(wide) for t in out))
 
@@ -559,7 +564,7 @@ class NoiseRouting(Router):
     ) -> RoutedR:  # as `route`
         "The loop that was chosen."
         if self.loop == 'em':
-            prices = self.beta_a, self.beta_u, self.lam
+            prices = self.beta_a, self.beta_u, as_schedule(self.lam, self.n_iters)
             return em_loop(a, V, self.noise, *prices, self.n_iters, self.eps)
         prices = self.beta_use, self.beta_ign
         return dstep_loop(a, V, self.noise, *prices, self.n_iters, self.eps)

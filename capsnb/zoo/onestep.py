@@ -8,6 +8,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from ..engine.numerics import without_autocast
 from ..routing.dstep import RoutedR
 from ..routing.dynamic import squash
 from .routers import Router, SharedVotes, likeness, routings, score_of_length, total
@@ -18,12 +19,13 @@ __all__ = ['squash_exp', 'score_of_sum', 'agree_once', 'OneStepRouting', 'route_
 
 # %% ../../nbs/zoo/30_onestep.ipynb #00000005
 def squash_exp(
-    s: Tensor,  # [..., h] any vectors
+    s: Tensor,  # [..., h] any vectors; half precision is computed in float32
 ) -> Tensor:  # like s, of length 1 - exp(-r)
     "Shrink vectors to a length below 1, direction kept (Mazzia 2021)."
-    q = s.square().sum(-1, keepdim=True)
+    x = s.to(torch.promote_types(s.dtype, torch.float32))
+    q = x.square().sum(-1, keepdim=True)
     r = q.where(q > 0, 1).sqrt()
-    return s * torch.where(q > 0, -torch.expm1(-r) / r, 1)
+    return (x * torch.where(q > 0, -torch.expm1(-r) / r, 1)).to(s.dtype)
 
 # %% ../../nbs/zoo/30_onestep.ipynb #00000007
 def score_of_sum(
@@ -61,7 +63,10 @@ class OneStepRouting(Router):
         self.register_parameter('prior', b)
 
     def route(self, a, V):
-        s, R = agree_once(V, self.prior, a.sigmoid()[..., None])
+        wide = torch.promote_types(V.dtype, torch.float32)  # squares of sums overflow in half
+        V = V.to(wide) if isinstance(V, Tensor) else SharedVotes(*(t.to(wide) for t in V))
+        with without_autocast(V.device):
+            s, R = agree_once(V, self.prior, a.to(wide).sigmoid()[..., None])
         v = squash_exp(s.flatten(-2)).unflatten(-1, V.shape[-2:])
         return RoutedR(score_of_sum(s.flatten(-2)), v, None, R)
 

@@ -10,7 +10,15 @@ from typing import Callable, NamedTuple
 import torch
 from torch import Tensor, nn
 from ..core import check_n_iters, plot_style
-from ..engine.dstep import Routing, bias_of, check_capsules, in_dtype, start_maps
+from capsnb.engine.dstep import (
+    CapsNorm,
+    Routing,
+    bias_of,
+    check_capsules,
+    check_norm,
+    in_dtype,
+    start_maps,
+)
 from ..engine.dynamic import dynamic_routing
 from ..engine.em import em_routing
 from ..engine.layers import at_least_1
@@ -22,8 +30,8 @@ from ..routing.em import activation_logit, as_floor, as_schedule
 from ..routing.scene import bare, cast_votes, draw_votes, make_scene
 
 # %% auto #0
-__all__ = ['routings', 'norms', 'SharedVotes', 'total', 'likeness', 'MomentVotes', 'fill_anew', 'Router', 'all_routings',
-           'routing_layer', 'score_of_length', 'DynamicRouting', 'log_volume', 'EMRouting', 'CapsNorm', 'draw_routes']
+__all__ = ['routings', 'SharedVotes', 'total', 'likeness', 'MomentVotes', 'fill_anew', 'Router', 'all_routings', 'routing_layer',
+           'score_of_length', 'DynamicRouting', 'log_volume', 'EMRouting', 'draw_routes']
 
 # %% ../../nbs/zoo/26_routers.ipynb #11ea5002
 class SharedVotes(NamedTuple):
@@ -196,6 +204,7 @@ class Router(nn.Module):
         n_iters: int = 3,  # iterations, where there are any
         bias: bool = True,  # whether votes have a bias
         start: str = 'normal',  # of the maps: 'normal', or 'identity' with a little noise
+        norm: str = 'none',  # of a and mu, see `CapsNorm`; sig2 keeps the votes' units
         **own,  # settings of a routing: see its `own`
     ):
         super().__init__()
@@ -203,6 +212,7 @@ class Router(nn.Module):
         at_least_1(n_inp=1 if n_inp is None else n_inp)
         if start not in ('normal', 'identity'):
             raise ValueError(f"start must be 'normal' or 'identity', got {start!r}")
+        check_norm(norm)
         self.d_cov, self.d_inp, self.d_out, self.n_inp, self.n_out = (
             d_cov,
             d_inp,
@@ -211,6 +221,7 @@ class Router(nn.Module):
             n_out,
         )
         self.n_iters, self.bias, self.start = check_n_iters(n_iters), bias, start
+        self.normed = None if norm == 'none' else CapsNorm(n_out, norm)
         self.make_maps()
         self.own(**own)
         self._own = own
@@ -219,6 +230,7 @@ class Router(nn.Module):
         "Every parameter as a new layer has it."
         sizes = self.d_cov, self.d_inp, self.d_out, self.n_inp, self.n_out
         how = dict(n_iters=self.n_iters, bias=self.bias, start=self.start)
+        how['norm'] = 'none' if self.normed is None else self.normed.kind
         with torch.device('cpu'):
             fill_anew(self, type(self)(*sizes, **how, **self._own))
 
@@ -291,6 +303,13 @@ class Router(nn.Module):
                 raise ValueError(f"the layer computes in {own}, got {x.dtype}: cast one of them")
         return own
 
+    def given(
+        self,
+        out: RoutedR,  # of `route`
+    ) -> RoutedR:  # the same, normed if the layer norms
+        norm = getattr(self, 'normed', None)  # layers that were pickled before have none
+        return out if norm is None else RoutedR(*norm(*out[:2]), *out[2:])
+
     def forward(
         self,
         a_inp: Tensor,  # [..., i] scores (logits) of the inputs; -inf: absent
@@ -300,7 +319,7 @@ class Router(nn.Module):
         "Route input capsules to output capsules; `ValueError` if they do not fit."
         check_capsules(self, a_inp, mu_inp)
         own = self.own_dtype(a_inp, mu_inp)
-        a, mu, *rest = self.route(a_inp.to(own), self.seen(mu_inp.to(own)))
+        a, mu, *rest = self.given(self.route(a_inp.to(own), self.seen(mu_inp.to(own))))
         out = *in_dtype(a, mu, own if autocasting(mu.device) else mu_inp.dtype), *rest
         return RoutedR(*out) if return_R else Routed(*out[:3])
 
@@ -343,7 +362,7 @@ def score_of_length(
 
 # %% ../../nbs/zoo/26_routers.ipynb #00000008
 class DynamicRouting(Router):
-    "Routing by agreement between scored capsules (Sabour 2017, procedure 1)."
+    "Routing by agreement between scored capsules (Sabour 2017, procedure 1); R has no gradient."
 
     linear = True
 
@@ -374,7 +393,7 @@ class DynamicRouting(Router):
             v = squash(total(f * R, V).flatten(-2))
             if left:
                 b = b + f * likeness(v.unflatten(-1, V.shape[-2:]), V)
-        return v, R
+        return v, R.detach()
 
 
 routings['dynamic'] = DynamicRouting
@@ -404,9 +423,14 @@ class EMRouting(Router):
         if misfit == 'part' and self.d_inp != self.d_out:
             told = f"got d_inp={self.d_inp}, d_out={self.d_out}"
             raise ValueError(f"misfit='part' needs square maps, {told}")
-        self.lam, self.eps, self.misfit = as_schedule(lam, self.n_iters), eps, misfit
+        each = as_schedule(lam, self.n_iters)
+        self.lam = lam if isinstance(lam, (int, float)) else each
+        self.eps, self.misfit = eps, misfit
         self.beta_a = nn.Parameter(torch.zeros(self.n_out))
         self.beta_u = nn.Parameter(torch.zeros(self.n_out))
+
+    def lams(self) -> list:  # inverse temperature of every iteration
+        return as_schedule(self.lam, self.n_iters)
 
     def without_votes(self):
         return self.few_moments() and self.misfit == 'whole'
@@ -420,7 +444,7 @@ class EMRouting(Router):
         lead, kind = a.shape[:-1], torch.promote_types(a.dtype, torch.float32)
         n = math.prod(lead)
         given = a.reshape(n, a.shape[-1]), V.x.reshape(n, *V.x.shape[-3:]), V.W, V.B
-        prices, eps = (self.beta_a, self.beta_u, self.lam), as_floor(self.eps, V.B[0].numel())
+        prices, eps = (self.beta_a, self.beta_u, self.lams()), as_floor(self.eps, V.B[0].numel())
         with without_autocast(a.device):
             out = em_moments(*(t.to(kind) for t in given), *prices, eps)
         return RoutedR(*(o.to(V.dtype).reshape(*lead, *o.shape[1:]) for o in out))
@@ -430,51 +454,15 @@ class EMRouting(Router):
             return self.from_moments(a, V)
         a, betas, how = a.sigmoid(), (self.beta_a, self.beta_u), dict(eps=self.eps)
         gain = log_volume(self.W, self.d_cov) if self.misfit == 'part' else None
-        out = em_routing(a, V, *betas, self.lam, self.n_iters, gain=gain, **how)
+        out = em_routing(a, V, *betas, self.lams(), self.n_iters, gain=gain, **how)
         data, worth = a[..., None] * out.R, self.beta_a
         if gain is not None:
             worth = worth + (data * gain).sum(-2)
-        priced = data.sum(-2), out.sig2, worth, self.beta_u, self.lam[-1]
+        priced = data.sum(-2), out.sig2, worth, self.beta_u, self.lams()[-1]
         return RoutedR(activation_logit(*priced), *out[1:4])
 
 
 routings['em'] = EMRouting
-
-# %% ../../nbs/zoo/26_routers.ipynb #0000000e
-norms = ('none', 'batch', 'layer')
-
-
-class CapsNorm(nn.Module):
-    "Scores and poses of mean 0 and variance 1, by type over a batch, or in each capsule alone."
-
-    def __init__(
-        self,
-        n_types: int,  # of capsules, the last axis of the scores
-        kind: str = 'batch',  # of `norms`
-    ):
-        super().__init__()
-        if kind not in norms:
-            raise ValueError(f"norm must be one of {', '.join(map(repr, norms))}, got {kind!r}")
-        self.n_types, self.kind = n_types, kind
-        if kind == 'batch':
-            self.of_a = nn.BatchNorm1d(n_types, affine=False)
-            self.of_mu = nn.BatchNorm1d(n_types, affine=False)
-
-    def forward(
-        self,
-        a: Tensor,  # [..., j] scores
-        mu: Tensor,  # [..., j, c, h] poses
-    ) -> tuple[Tensor, Tensor]:  # the same, normed
-        if self.kind == 'none':
-            return a, mu
-        if self.kind == 'layer':
-            own = nn.functional.layer_norm
-            return own(a, a.shape[-1:]), own(mu, mu.shape[-2:])
-        poses = self.of_mu(mu.reshape(-1, *mu.shape[-3:]).flatten(2))
-        return self.of_a(a.reshape(-1, self.n_types)).view_as(a), poses.view_as(mu)
-
-    def extra_repr(self):
-        return f'{self.n_types}, {self.kind!r}'
 
 # %% ../../nbs/zoo/26_routers.ipynb #00000011
 def draw_routes(

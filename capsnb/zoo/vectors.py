@@ -229,6 +229,8 @@ class VectorRouter(Router):
         return mu_inp
 
     def route(self, a, u):
+        if self.vectors.n_iters != self.n_iters:
+            self.vectors.n_iters = check_n_iters(self.n_iters)
         x, _, R = self.vectors(u.flatten(-2), scores=a, return_credit=True)
         a = (x * self.w).sum(-1)
         x = self.vectors.norm(x) if self.normalize else x
