@@ -1099,9 +1099,11 @@ def study_viewpoint(
         raise ValueError(f"--against {against}: it is not among the contestants")
     own = dict(folder=folder) if folder else {}
     if costs:
-        minutes = view.write_price(data, out, scale=scale, **own)['minutes']
+        minutes = view.write_price(data, out, by, protocol, plane, scale, only, **own)['minutes']
         lines = [f"{name:10s} {m:6.1f} CPU minutes a run" for name, m in minutes.items()]
-        lines.append(f"{view.hours(minutes, seeds):.1f} CPU hours for all, with the search")
+        spent = view.hours(minutes, seeds, 0) if shootout else view.hours(minutes, seeds)
+        searched = 'without a search' if shootout else 'with the search'
+        lines.append(f"{spent:.1f} CPU hours for all, {searched}")
         print(*lines, sep='\n')
         return leave_study(out / f'viewpoint_{data}_costs.json', '\n'.join(lines))
     how = dict(protocol=protocol, plane=plane, only=only, seeds=tuple(range(seeds)), scale=scale)

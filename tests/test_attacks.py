@@ -9,6 +9,7 @@ from torch import nn
 pytest.importorskip('captum', reason="the attacks need captum: pip install 'capsnb[attack]'")
 from capsnb.data.files import read_json
 from capsnb.lab import attacks
+from capsnb.lab.objects import Toys
 from capsnb.lab.attacks import (
     Attacked,
     attack_lines,
@@ -200,6 +201,21 @@ def test_epsilon_is_in_pixels_and_norms_are_inside():
     crops = with_options(task, published=True)
     with pytest.raises(ValueError, match='does not read pixels'):
         attacked(crops, crops.make('baseline'), 'baseline', n=10)
+
+
+def test_what_is_attacked_reads_as_what_is_tested():
+    "one view by its scores, several by the sum of what `a` says"
+    from capsnb.lab.tasks import answers
+
+    torch.manual_seed(0)
+    for crops in (1, 2):
+        task = Toys(size=48, crops=crops)
+        net = task.make('matrix-caps', 0).eval()
+        f, x = Attacked(task, net, 'matrix-caps'), torch.rand(3, 2, 48, 48)
+        with torch.no_grad():
+            views = list(task.views(net, task.collator('matrix-caps'), dict(images=x)))
+            assert len(views) == crops**2
+            torch.testing.assert_close(f(x), answers(net, views))
 
 
 def test_gradients_are_counted_and_measured():

@@ -242,6 +242,31 @@ def test_runs_are_measured_once(tmp_path):
     assert asked == ['a-seed-0', 'b-c-seed-1']
 
 
+def test_curves_of_other_pictures_are_refused(tmp_path):
+    path = tmp_path / 'x.json'
+    overlap.write_json(path, dict(runs={}))
+    overlap.note_curves(path, 20, dict(shift=(0, 2)))
+    overlap.note_curves(path, 30, dict(shift=(0, 2)))  # nothing has been measured yet
+    record = overlap.read_json(path)
+    assert record['curves'] == dict(pictures=30, kinds=dict(shift=[0, 2]))
+    overlap.write_json(path, record | dict(robustness={'a seed 0': {}}))
+    overlap.note_curves(path, 30, dict(shift=(0, 2)))
+    for n, kinds in ((20, dict(shift=(0, 2))), (30, dict(shift=(0, 4))), (30, None)):
+        with pytest.raises(ValueError, match='has curves of .* name another file'):
+            overlap.note_curves(path, n, kinds)
+    del record['curves']  # as records were before
+    overlap.write_json(path, record | dict(robustness={'a seed 0': {}}))
+    overlap.note_curves(path, 1000, None)
+
+
+@pytest.mark.parametrize('k, n', [(0, 30), (1, 30), (15, 30), (30, 30)])
+def test_intervals_of_shares_are_wilsons(k, n):
+    stats = pytest.importorskip('scipy.stats')
+    want = stats.binomtest(k, n).proportion_ci(method='wilson')
+    assert overlap.wilson(k, n) == pytest.approx(tuple(want), abs=1e-4)
+    assert overlap.wilson(k, n)[0] >= 0 and overlap.wilson(k, n)[1] - overlap.wilson(k, n)[0] > 0.1
+
+
 def test_the_commands_say_what_is_studied(monkeypatch):
     testing = pytest.importorskip('typer.testing')
     from capsnb.cli import make_app

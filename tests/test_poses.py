@@ -615,7 +615,7 @@ def test_objects_of_other_folds_are_not_unknown(tmp_path, monkeypatch):
     write_json(folder / 'metrics.json', run | dict(digest=digest(run)))
     found = poses.study_poses('eth80', tmp_path, **how)
     assert found['runs']['dstep seed 0']['test_accuracy'] == run['test_accuracy']
-    assert found['command'].endswith('--take runs/shootout/runs/eth80 --only dstep')
+    assert found['command'].endswith('--take taken --only dstep')
 
 
 def test_runs_that_were_taken_are_drawn_too(tmp_path, monkeypatch):

@@ -228,6 +228,29 @@ def test_records_in_the_repository_are_continued_without_a_run(monkeypatch):
         assert path.read_bytes() == before
 
 
+def test_a_look_at_some_runs_does_not_rename_what_made_all(tmp_path):
+    path, how = (
+        tmp_path / 'study.json',
+        dict(runs=tmp_path / 'runs', settings=dict(size=8), **quiet),
+    )
+    told = lambda: json.loads(path.read_text())['command']
+    rows = {'a': {}, 'b': {}}
+    study(plain, {'a': {}}, path, (0,), command='one', **how)
+    assert told() == 'one'
+    study(plain, {'b': {}}, path, (0,), command='the other', **how)
+    assert told() == 'the other'  # which came last
+    study(plain, rows, path, (0,), command='both', **how)
+    assert told() == 'both'
+    study(plain, {'a': {}}, path, (0,), command='one', **how)
+    assert told() == 'both'
+    made = json.loads(path.read_text())['runs']['a seed 0']['lr']
+    study(plain, {'a': dict(lr=made)}, path, (0,), **how)
+    with pytest.raises(
+        ValueError, match=r"'a seed 0' has run with lr=.* asks for lr=\[1e-05, 0.5\]"
+    ):
+        study(plain, {'a': dict(lr=(1e-5, 0.5))}, path, (0,), **how)
+
+
 def test_the_headline_counts_all_seeds_of_a_setting(tmp_path):
     "also those of calls before, and no other setting's"
     from capsnb.lab.train import repeat

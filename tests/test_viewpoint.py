@@ -294,6 +294,18 @@ def test_the_baseline_is_the_papers():
     assert round(sum(p.numel() for p in net.parameters()) / 1e6, 1) == 4.3  # "4.2M", cut off
 
 
+def test_prices_are_of_what_was_asked(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(viewpoint, 'stage', lambda *a, **kw: asked.append((a, kw)))
+    monkeypatch.setattr(viewpoint, 'price', lambda g, only: asked.append(only) or {'em': 3.0})
+    how = dict(by='elevation', plane=False, scale=0.5, only=('em',), folder='x')
+    record = viewpoint.write_price('eth80', tmp_path, **how)
+    assert asked[0] == (('eth80', 'elevation', 'extrapolation', False, 0.5), dict(folder='x'))
+    assert asked[1] == ('em',) and record['minutes'] == {'em': 3.0}
+    own = '--data eth80 --by elevation --protocol extrapolation --no-plane --scale 0.5'
+    assert record['command'] == f'capsnb study viewpoint {own} --only em --costs'
+
+
 def test_wrong_arguments_are_named(no_files, tmp_path):
     task = seen_from(no_files['toys'])
     for said, wrong in {

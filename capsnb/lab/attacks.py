@@ -5,7 +5,6 @@
 # %% ../../nbs/lab/66_attacks.ipynb #00000003
 from __future__ import annotations
 import copy
-import functools
 import math
 import re
 import statistics
@@ -27,7 +26,17 @@ from .matrix_caps import MatrixCapsNet
 from .report import curves, runs_of
 from .routing_net import RoutingNet
 from .shootout import Ground, apart, candidates, chosen, ground
-from .tasks import Task, as_typed, begin_record, choices_of, load_run, note_choices, train
+from capsnb.lab.tasks import (
+    Task,
+    answers,
+    as_typed,
+    begin_record,
+    choices_of,
+    load_run,
+    note_choices,
+    settle_command,
+    train,
+)
 from .train import repeat
 from .vision import trace_credit
 from ..routing.em import as_floor, as_schedule
@@ -60,8 +69,7 @@ class Attacked(nn.Module):
         pixels: Tensor,  # [b, channels, m, n] in [0, 1]
     ) -> Tensor:  # scores [b, classes]
         views = self.task.views(self.network, self.collator, dict(images=pixels))
-        found = (self.network(**view) for view in views)
-        return functools.reduce(torch.add, (getattr(out, 'score', out.a) for out in found))
+        return answers(self.network, views)
 
 # %% ../../nbs/lab/66_attacks.ipynb #00000006
 class Target(NamedTuple):
@@ -206,7 +214,7 @@ def noise(
     eps: float,  # change of each pixel
     seed: int = 0,  # of the signs
 ) -> Tensor:  # like x
-    "Each pixel up or down by eps, at random."
+    "Each pixel up or down by eps, at random; by the same signs in every call for as many pictures."
     _check_attack(x, eps)
     signs = _signs(*x.shape, die=torch.Generator().manual_seed(seed)).to(x)
     return (x + eps * signs).clamp(0, 1)
@@ -630,6 +638,7 @@ def attack_study(
         row = rows[one] | dict(surrogate=other, settings=settings, **kw)
         note_choices(path, one, choices_of(g.task, split), told)
         found[one] = repeat(work, path, one, seeds, runs, told, **row)
+    settle_command(path, names[1:], seeds, told)
     return found
 
 # %% ../../nbs/lab/66_attacks.ipynb #0000002c

@@ -30,12 +30,12 @@ from .vision import HubMixin, PlainCNN, Scores, answer, n_params
 from ..zoo.routers import all_routings
 
 # %% auto #0
-__all__ = ['multi_mnist', 'affine_limits', 'affnist', 'distortions', 'strengths', 'rates', 'distorting', 'pair_classes',
+__all__ = ['multi_mnist', 'affine_limits', 'affnist', 'distortions', 'strengths', 'rates', 'usual_pictures', 'pair_classes',
            'pair_number', 'pair_scores', 'DrawnDeck', 'OverlapDeck', 'ink_boxes', 'box_overlap', 'overlaps', 'Both',
            'PairCapsNet', 'PoolingCNN', 'width_of_rival', 'DrawnDigits', 'MultiDigits', 'digit_error', 'affine_maps',
            'room', 'AffineDeck', 'AffineDigits', 'shifted', 'rotated', 'scaled', 'noisy', 'occluded', 'robustness',
            'robustness_of', 'measured', 'overlap_study', 'pictures_to_text', 'pictures_from_text', 'drawn_pairs',
-           'plot_drawn', 'plot_by_overlap', 'distortion_study', 'plot_robustness']
+           'plot_drawn', 'wilson', 'plot_by_overlap', 'note_curves', 'distortion_study', 'plot_robustness']
 
 # %% ../../nbs/lab/67_overlap.ipynb #00000006
 def pair_classes(
@@ -785,6 +785,16 @@ def plot_drawn(
     return fig
 
 # %% ../../nbs/lab/67_overlap.ipynb #00000035
+def wilson(
+    k: int,  # events
+    n: int,  # among so many
+    z: float = 1.96,  # standard deviations: 1.96 for 95 %
+) -> tuple[float, float]:  # from, to
+    "Wilson's interval of a share, which is not empty where there was no event."
+    mid, half = k + z * z / 2, z * math.sqrt(k * (1 - k / n) + z * z / 4)
+    return max(0.0, (mid - half) / (n + z * z)), min(1.0, (mid + half) / (n + z * z))
+
+
 def plot_by_overlap(
     record: str | Path | dict,  # of `overlap_study`
     least: int = 30,  # pairs in a bin
@@ -798,16 +808,35 @@ def plot_by_overlap(
         k = names.index(who)
         bins = [b for b in found['by_overlap'] if b['n'] >= least]
         x, y = [100 * b['low'] + 5 for b in bins], [100 * b['error'] for b in bins]
-        sd = [196 * math.sqrt(b['error'] * (1 - b['error']) / b['n']) for b in bins]
+        ends = [wilson(round(b['error'] * b['n']), b['n']) for b in bins]
+        sides = [[100 * abs(b['error'] - end[k]) for b, end in zip(bins, ends)] for k in (0, 1)]
         look = dict(color=palette[k], ls=('-', '--')[k % 2], marker='os'[k % 2], ms=4, capsize=2)
-        ax.errorbar(x, y, sd, label=f'{who}, seed {seed}', **look)
+        ax.errorbar(x, y, sides, label=f'{who}, seed {seed}', **look)
     ax.set(xlabel='overlap of the boxes of ink, % of the smaller', ylabel='pairs misread, %')
     ax.set_ylim(0)
     ax.legend()
     return fig
 
 # %% ../../nbs/lab/67_overlap.ipynb #00000039
-distorting = 'capsnb study distortion --data'  # how a record is made again
+usual_pictures = 1000  # of a test, for the curves
+
+
+def note_curves(
+    path: Path,  # of a record
+    n: int | None,  # pictures for every curve; None: all
+    kinds: dict | None,  # of `robustness`; None: all
+):
+    "What the curves are of; `ValueError` where the record has curves of something else."
+    asked = dict(pictures=n, kinds={k: list(at) for k, at in (kinds or strengths).items()})
+    usual = dict(pictures=usual_pictures, kinds={k: list(at) for k, at in strengths.items()})
+    with record_locked(path):
+        record = read_json(path, runs=dict)
+        there = record.get('curves', usual) if 'robustness' in record else asked
+        if there != asked:
+            raise ValueError(
+                f"'{path}' has curves of {there}, not {asked}: name another file (--out)"
+            )
+        write_json(path, record | dict(curves=asked))
 
 
 def distortion_study(
@@ -816,7 +845,7 @@ def distortion_study(
     contestants: tuple | None = None,  # routings and 'cnn'; None: all
     seeds: tuple = (0, 1, 2),  # of the final runs
     scale: float = 1.0,  # of the number of epochs
-    n: int | None = 1000,  # test pictures for the curves; None: all
+    n: int | None = usual_pictures,  # test pictures for the curves; None: all
     *,
     kinds: dict | None = None,  # of `robustness`
     tried: dict | None = None,  # of `shoot_out`: what its search tries
@@ -828,19 +857,22 @@ def distortion_study(
     "Train the contestants, or go on with them, and measure how far distortions take them."
     out = Path(out).expanduser()
     runs, own = Path(runs or out / 'runs'), dict(device=kw.get('device'))
+    pictures = as_typed(pictures=None if n == usual_pictures else n)
     if data == 'affnist':
         task = AffineDigits(small=True) if task is None else task
         path, folder = out / 'affnist.json', runs / 'affnist'
-        _affine_study(task, path, contestants, seeds, scale, folder, tried or {}, **kw)
+        _affine_study(task, path, contestants, seeds, scale, folder, tried or {}, pictures, **kw)
         for split in ('clean', 'test'):
             accuracy = lambda run: evaluate(run, split, task=task, **own)['accuracy']
             measured(path, f'{split} accuracy', folder, accuracy)
         own |= dict(split='clean')
     else:
         g = g or ground(data, scale)
-        how = dict(scale=scale, runs=runs, tried=tried, g=g, command=distorting)
+        command = f'capsnb study distortion{pictures} --data'
+        how = dict(scale=scale, runs=runs, tried=tried, g=g, command=command)
         shoot_out(data, out, contestants, seeds, **how, **kw)
         task, path, folder = g.task, out / f'shootout_{data}.json', runs / data
+    note_curves(path, n, kinds)
     measured(path, 'robustness', folder, partial(robustness_of, kinds=kinds, n=n, task=task, **own))
     return path
 
@@ -853,6 +885,7 @@ def _affine_study(
     scale: float,  # of the number of epochs
     runs: Path,  # folder of the runs
     tried: dict,  # of `candidates`: lrs, norms
+    pictures: str,  # as typed
     **kw,  # of `train`
 ):
     own, there = ('capsnet', 'cnn'), (*all_routings(), 'capsnet', 'cnn')
@@ -862,7 +895,8 @@ def _affine_study(
     g = Ground(task, _four, dict(n_types=16, n_parts=16), recipe)
     tried = dict(lrs=rates, norms=('none',)) | tried
     each = {k: candidates(g, k, **tried, whole=k in own) for k in contestants or own}
-    told = f'capsnb study distortion --data affnist --scale {scale:g} --seeds {len(seeds)}'
+    told = f'capsnb study distortion{pictures} --data affnist'
+    told += f' --scale {scale:g} --seeds {len(seeds)}'
     told += f" --until {task.until}{'' if task.small else ' --published'}"
     told += as_typed(only=contestants)
     settings = dict(data=task.data, n=task.n, n_held=task.n_held, small=task.small, scale=scale)

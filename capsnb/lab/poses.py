@@ -26,7 +26,15 @@ from .report import plot_history
 from .routing_net import RoutingNet
 from .runs import read_whole
 from .shootout import Ground, evened, ground, plain_options
-from .tasks import Net, as_typed, load_run, study, task_named, with_options
+from capsnb.lab.tasks import (
+    Net,
+    as_typed,
+    load_run,
+    settle_command,
+    study,
+    task_named,
+    with_options,
+)
 from .train import dice, record_locked, repeat
 from .viewpoint import rotation, warp
 from .vision import SmallNORBNet, answer, norb_trunk
@@ -459,8 +467,7 @@ def study_poses(
     settings = dict(ground=name, scale=scale, stem=g.stem, caps=g.caps, recipe=g.recipe)
     settings |= dict(probes=dict(fitted='train', chosen='validation', told='test'))
     told = f'capsnb study poses --data {name} --scale {scale:g} --seeds {len(seeds)}'
-    told += '' if take is None else f' --take runs/shootout/runs/{name}'
-    told += as_typed(only=contestants)
+    told += as_typed(take=None if take is None else Path(take), only=contestants)
     own = {k: v for k, v in rows.items() if take is None or k not in _shared}
     folder = {k: Path(runs) / name if k in own else Path(take).expanduser() for k in rows}
     how = dict(runs=Path(runs) / name, command=told, settings=settings)
@@ -469,6 +476,7 @@ def study_poses(
     taken = functools.partial(_taken, drawn={k: drawn[k] for k in g.task.noted if k in drawn})
     for who in rows.keys() - own.keys():
         repeat(taken, path, who, seeds, folder[who], told, **rows[who])
+    settle_command(path, rows, seeds, told)
     data = {k: g.task.open(k) for k in ('train', 'validation', 'test')}
     columns = {k: angles_of(g.task, d) for k, d in data.items()}
     for seed, who in itertools.product(seeds, rows):

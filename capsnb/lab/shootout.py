@@ -21,7 +21,7 @@ from .photographs import Photographs
 from .report import dots, interval, name_points, percent, runs_of, spread
 from .routing_net import needed_for_text
 from .sentiment import Sentiment, smollm2
-from .tasks import Task, as_typed, study, with_options
+from .tasks import Task, as_typed, settle_command, study, with_options
 from .train import batch_on
 from .vision import n_params, rival_of
 from ..zoo.routers import all_routings
@@ -202,6 +202,10 @@ def race(
             best = chosen(tried)
         by = dict(selects={'rate and norm': g.task.roles['select']} if len(rows) > 1 else None)
         found |= study(g.task, {who: rows[best]}, path, seeds, runs=runs, **by, **same)
+    settle_command(path, rows_of, seeds, same.get('command'))
+    if searched.exists():
+        tried = [k for rows in rows_of.values() if len(rows) > 1 for k in rows]
+        settle_command(searched, tried, (100,), same.get('command'))
     return found
 
 
@@ -336,13 +340,14 @@ def standings(
             f"{100 * mean('test_calibration'):6.1f} {step:7.3f}{held} {first['lr'][1]:6g}  {norm}"
             f"{'' if row['apart'] or not k else '  (not told apart from the best)'}"
         )
+    lines.append('told apart: each pair at 95 %, not corrected for the number of contestants')
     return '\n'.join(lines)
 
 # %% ../../nbs/lab/64_shootout.ipynb #5a0d0006
 def plot_shootout(
     record: str | Path | dict,  # of `shoot_out`
 ):  # matplotlib figure
-    "A dot for each seed, the mean and its interval; grey: can be told apart from the best."
+    "A dot for each seed, the mean and its interval; grey: told apart from the best, uncorrected."
     rows = ranked(record)
     colours = ['.55' if row['apart'] else palette[0] for row in rows]
     ax = dots({row['name']: percent(row['runs']) for row in rows}, 'test accuracy, %', colours)
@@ -390,7 +395,7 @@ def plot_against_cost(
 def plot_ranks(
     records: dict,  # name of a ground -> record of `shoot_out`, two or more
 ):  # matplotlib figure
-    "Who came where on each ground; blue: nowhere told apart from the best."
+    "Who came where on each ground; blue: nowhere told apart from the best, uncorrected."
     plt = plot_style()
     tables = [ranked(record) for record in records.values()]
     place = [{row['name']: k for k, row in enumerate(rows)} for rows in tables]

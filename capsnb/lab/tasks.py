@@ -24,7 +24,7 @@ from .train import record_locked, repeat
 # %% auto #0
 __all__ = ['paper_recipe', 'known', 'Net', 'Task', 'with_options', 'task_in', 'task_named', 'check_roles', 'train', 'begin_with',
            'Opened', 'load_run', 'evaluate', 'answers', 'study', 'choices_of', 'note_choices', 'begin_record',
-           'as_typed']
+           'settle_command', 'as_typed']
 
 # %% ../../nbs/lab/51_tasks.ipynb #6ce51416
 paper_recipe = dict(
@@ -492,7 +492,7 @@ def answers(
     network: nn.Module,  # in evaluation mode
     views: Iterable[dict],  # what it takes, for each view
 ) -> Tensor:  # [b, n_classes]
-    "Activations summed over the views; of a single one the logits, which do not saturate."
+    "Of a single view the logits, which do not saturate; of several the sum of what `a` says."
     outs = [_answer(network, view) for view in views]
     if len(outs) == 1:
         return getattr(outs[0], 'score', outs[0].a)
@@ -537,6 +537,7 @@ def study(
         title = (titles or {}).get(name)
         note_choices(path, name, selects[name], command)
         found[name] = repeat(work, path, name, seeds, runs, command, title, **row)
+    settle_command(path, rows, seeds, command)
     return found
 
 
@@ -591,9 +592,23 @@ def begin_record(
             "name another file (--out)"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    record = dict(old) if old['runs'] else run_record()
-    record |= dict(command=command, study=settings, headline=old.get('headline', {}))
+    record = dict(old) if old['runs'] else run_record() | dict(command=command)
+    record |= dict(study=settings, headline=old.get('headline', {}))
     write_json(path, record | dict(runs=old['runs']))
+
+
+def settle_command(
+    path: Path,  # of a record
+    names: Iterable[str],  # rows that were asked for
+    seeds: tuple,  # of their runs
+    command: str | None,  # that asked for them; None: the record keeps its own
+):
+    "Note what makes a record again, if the command accounts for all of its runs."
+    asked = {f'{name} seed {seed}' for name in names for seed in seeds}
+    with record_locked(path):
+        record = read_json(path, runs=dict)
+        if command and record.get('command') != command and record['runs'].keys() <= asked:
+            write_json(path, record | dict(command=command))
 
 # %% ../../nbs/lab/51_tasks.ipynb #51e00001
 def as_typed(

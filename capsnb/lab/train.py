@@ -80,7 +80,9 @@ def load_digits_split():  # datasets.DatasetDict with columns image [1, 8, 8] in
 def dice(
     *name: int,  # non-negative integers that name the occasion, e.g. (seed, epoch, sample)
 ):  # numpy.random.Generator
-    "A random generator that is a function of its name: no draw depends on the draws before it."
+    """A random generator that is a function of its name: no draw depends on the draws before it.
+
+    Zeros at the end of a name are not seen: (7,) and (7, 0) are one occasion."""
     return need('numpy').random.default_rng(name)
 
 # %% ../../nbs/lab/48_train.ipynb #0000000b
@@ -1627,7 +1629,8 @@ def repeat(
     path.parent.mkdir(parents=True, exist_ok=True)
     keys = {seed: f'{name} seed {seed}' for seed in seeds}
     for seed, key in keys.items():
-        if key in _read_record(path, command)['runs']:
+        if kept := _read_record(path, command)['runs'].get(key):
+            _check_rate(path, key, kept, kw)
             continue
         out = Path(runs) / key.replace(' ', '-')
         found = train(seed=seed, out=out, **{'resume': True, **kw})
@@ -1649,6 +1652,14 @@ def _read_record(
     if path.exists():
         return read_json(path, runs=dict, headline=dict)
     return {**run_record(), 'command': command, 'headline': {}, 'runs': {}}
+
+
+def _check_rate(path, key, kept, asked):
+    "`ValueError` where a run that is kept had another learning rate than the one asked for."
+    new, old = asked.get('lr'), kept.get('lr')
+    if None not in (new, old) and json.loads(json.dumps(new)) != old:
+        told = f"'{key}' has run with lr={old}, this study asks for lr={list(new)}"
+        raise ValueError(f"'{path}': {told}: name another file (--out)")
 
 # %% ../../nbs/lab/48_train.ipynb #f624e737
 def record_locked(

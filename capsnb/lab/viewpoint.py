@@ -279,6 +279,8 @@ def viewpoint_study(
     settings |= dict(stem=g.stem, caps=g.caps, recipe=g.recipe, splits=roles_of)
     settings |= dict(selects=dict(rate='validation', epoch='validation', matched='familiar'))
     settings |= dict(searched=lrs, rates='shoot-out' if shootout else 'search')
+    own = {k: v for k, v in (options or {}).items() if k != 'folder'}  # may lie anywhere
+    settings |= dict(options=own) if own else {}
     command = told(data, by, protocol, plane, scale, len(seeds))
     command += as_typed(only=only, shootout=Path(shootout) if shootout else None)
     rows, runs = {k: entries(g, k, known, lrs) for k in only or contestants}, path.parent / 'runs'
@@ -292,11 +294,12 @@ def told(
     protocol: str,  # as for `stage`
     plane: bool,  # as for `stage`
     scale: float,  # as for `stage`
-    seeds: int,  # how many
+    seeds: int | None = None,  # how many; None: as many as usual
 ) -> str:  # a command
     "What to type to repeat a study."
     own = [f'--data {data} --by {by} --protocol {protocol}', *([] if plane else ['--no-plane'])]
-    return ' '.join(['capsnb study viewpoint', *own, f'--scale {scale:g} --seeds {seeds}'])
+    own += [f'--scale {scale:g}', *([] if seeds is None else [f'--seeds {seeds}'])]
+    return ' '.join(['capsnb study viewpoint', *own])
 
 # %% ../../nbs/lab/65_viewpoint.ipynb #00000017
 def accuracies(
@@ -568,13 +571,19 @@ def hours(
 def write_price(
     data: str,  # as for `stage`
     out: str | Path,  # folder
-    **kw,  # of `stage`: scale, options of the task
+    by: str = 'azimuth',  # as for `stage`
+    protocol: str = 'extrapolation',  # as for `stage`
+    plane: bool = True,  # as for `stage`
+    scale: float = 1.0,  # as for `stage`
+    only: tuple | None = None,  # of `contestants`; None: all
+    **options,  # of the data set's task
 ) -> dict:  # as in the file viewpoint_<data>_costs.json
     "Measure what a run of each contestant costs, and write it down."
     path = Path(out).expanduser() / f'viewpoint_{data}_costs.json'
     path.parent.mkdir(parents=True, exist_ok=True)
-    record = run_record() | dict(command=f'capsnb study viewpoint --data {data} --costs')
-    record |= dict(minutes=price(stage(data, **kw)))
+    command = told(data, by, protocol, plane, scale) + as_typed(only=only) + ' --costs'
+    record = run_record() | dict(command=command)
+    record |= dict(minutes=price(stage(data, by, protocol, plane, scale, **options), only))
     write_json(path, record)
     return record
 

@@ -18,7 +18,7 @@ from ..data.files import read_json, write_json
 from ..lab.report import percent, runs_of, spread
 from ..lab.sentiment import names_of, sst_samples
 from ..lab.shootout import step_costs
-from ..lab.tasks import begin_record, note_choices
+from ..lab.tasks import begin_record, note_choices, settle_command
 from ..lab.text import RoutingClassifier
 from ..lab.train import accuracy, fingerprint, quiet_transformers, repeat
 from ..lab.vision import n_params
@@ -212,6 +212,7 @@ def tuned_study(
         note_choices(path, way, {'epoch': 'validation'}, command)
         work = partial(tune, way, make, data)
         found[way] = repeat(work, path, way, seeds, runs, command, **how)
+    settle_command(path, asked, seeds, command)
     return found
 
 # %% ../../nbs/outlook/93_tuned.ipynb #93a00002
