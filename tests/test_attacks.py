@@ -9,7 +9,6 @@ from torch import nn
 pytest.importorskip('captum', reason="the attacks need captum: pip install 'capsnb[attack]'")
 from capsnb.data.files import read_json
 from capsnb.lab import attacks
-from capsnb.lab.objects import Toys
 from capsnb.lab.attacks import (
     Attacked,
     attack_lines,
@@ -34,10 +33,10 @@ from capsnb.lab.attacks import (
     worst,
 )
 from capsnb.lab.digits import Digits
-from capsnb.lab.objects import Objects
+from capsnb.lab.objects import Objects, Toys
 from capsnb.lab.routing_net import RoutingNet
 from capsnb.lab.shootout import Ground
-from capsnb.lab.tasks import with_options
+from capsnb.lab.tasks import answers
 from capsnb.lab.vision import DStepNet, PlainCNN
 
 everything = dict(
@@ -198,15 +197,34 @@ def test_epsilon_is_in_pixels_and_norms_are_inside():
     rows = [k for k in range(20) if any(torch.equal(raw[k] / 255, x) for x in t.x)]
     torch.testing.assert_close(t.f(raw[rows] / 255), net(raw[rows].float() / 255).a)
     assert seen.shape == (10, 5)
-    crops = with_options(task, published=True)
+
+
+def test_networks_of_standardised_patches_are_attacked_through_them(monkeypatch):
+    "pictures of 48 pixels in [0, 1], of which a network reads 32, of mean 0 and variance 1"
+    torch.manual_seed(0)
+    for net in ('matrix-caps', 'baseline'):
+        task = Squares(size=48, published=net == 'baseline')
+        network = task.make(net).eval()
+        t = attacked(task, network, net, n=10)
+        assert t.f.white == 255 and t.x.max() <= 1 and t.x.shape[-1] == 48
+        raw = (255 * t.x).round().byte()
+        with torch.no_grad():
+            want = answers(network, task.views(network, task.collator(net), dict(images=raw)))
+            torch.testing.assert_close(t.f(t.x), want, rtol=1e-3, atol=1e-4)
+            read = want.argmax(1)
+        changed = fgsm(t.f, t.x, read, 0.1)
+        assert (changed - t.x).abs().max() == pytest.approx(0.1, abs=1e-6)
+        if net == 'matrix-caps':
+            found = attacks.example(t.f, t.x, read, (0.1, 0.9))
+            side = len(found['pixels'][0])
+            assert side == 32 and max(map(max, found['pixels'][0])) <= 1
+    monkeypatch.setattr(Squares, 'views', lambda *_: [dict(images=torch.rand(2, 2, 32, 32))])
     with pytest.raises(ValueError, match='does not read pixels'):
-        attacked(crops, crops.make('baseline'), 'baseline', n=10)
+        attacked(task, network, 'baseline', n=10)
 
 
 def test_what_is_attacked_reads_as_what_is_tested():
     "one view by its scores, several by the sum of what `a` says"
-    from capsnb.lab.tasks import answers
-
     torch.manual_seed(0)
     for crops in (1, 2):
         task = Toys(size=48, crops=crops)
