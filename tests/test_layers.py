@@ -746,7 +746,9 @@ def test_what_class_capsules_and_logits_need_is_named():
     conv = ConvCaps(2, 3, compete='within')
     with pytest.raises(ValueError, match='return_R=True'):
         conv.logits(a, conv(a, mu))
-    assert "compete='within'" in repr(conv) and 'coordinates=True' in repr(layer)
+    assert "compete='within'" in repr(conv)
+    assert 'coordinates=False' in repr(ClassCaps(2, 3, coordinates=False))
+    assert 'compete' not in repr(ConvCaps(2, 3))  # runs know their architecture by what is told
     for units in (1.0, (True, 1.0), (1.0,), (0.0, 1.0)):
         with pytest.raises(ValueError, match='beta_units must be two numbers'):
             ConvCaps(2, 3, beta_units=units)

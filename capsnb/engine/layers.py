@@ -792,7 +792,8 @@ class _Capsules(nn.Module):
     def extra_repr(self):
         fields = (*_Sizes._fields, 'K', 'stride', 'padding', *_Settings._fields)
         told = [k for k in fields if k != 'lam' and hasattr(self, k)]
-        told += [k for k in ('compete', 'coordinates') if hasattr(self, k)]
+        later = dict(compete='across', coordinates=True)  # told where they differ
+        told += [k for k, usual in later.items() if getattr(self, k, usual) != usual]
         lam = [round(v, 9) for v in as_schedule(self.lam, self.n_iters)]
         return ', '.join(f'{k}={getattr(self, k)!r}' for k in told) + f', lam={lam}'
 
