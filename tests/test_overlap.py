@@ -259,12 +259,20 @@ def test_curves_of_other_pictures_are_refused(tmp_path):
     overlap.note_curves(path, 1000, None)
 
 
-@pytest.mark.parametrize('k, n', [(0, 30), (1, 30), (15, 30), (30, 30)])
-def test_intervals_of_shares_are_wilsons(k, n):
+def test_a_share_without_an_error_has_an_interval():
     stats = pytest.importorskip('scipy.stats')
-    want = stats.binomtest(k, n).proportion_ci(method='wilson')
-    assert overlap.wilson(k, n) == pytest.approx(tuple(want), abs=1e-4)
-    assert overlap.wilson(k, n)[0] >= 0 and overlap.wilson(k, n)[1] - overlap.wilson(k, n)[0] > 0.1
+    bins = [dict(low=k / 10, n=30, error=e) for k, e in enumerate((0.0, 1 / 30, 1.0))]
+    record = dict(
+        runs={'capsnet seed 0': dict(seed=0)}, tested={'capsnet seed 0': dict(by_overlap=bins)}
+    )
+    (ax,) = overlap.plot_by_overlap(record).axes
+    whiskers = ax.containers[0].lines[2][0].get_segments()
+    for b, (low, high) in zip(bins, whiskers):
+        k = round(30 * b['error'])
+        want = stats.binomtest(k, 30).proportion_ci(method='wilson')
+        assert low[1] == pytest.approx(100 * want.low, abs=1e-6)
+        assert high[1] == pytest.approx(100 * want.high, abs=1e-6)
+    assert whiskers[0][1][1] > 10
 
 
 def test_the_commands_say_what_is_studied(monkeypatch):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from ..core import from_bytes, palette, plot_style
+from ..core import from_bytes, need, palette, plot_style
 from ..data.files import read_json, write_json
 from ..data.mnist import place_images
 from .capsnet import CapsNet, capsnet_loss, class_shares
@@ -35,7 +35,7 @@ __all__ = ['multi_mnist', 'affine_limits', 'affnist', 'distortions', 'strengths'
            'PairCapsNet', 'PoolingCNN', 'width_of_rival', 'DrawnDigits', 'MultiDigits', 'digit_error', 'affine_maps',
            'room', 'AffineDeck', 'AffineDigits', 'shifted', 'rotated', 'scaled', 'noisy', 'occluded', 'robustness',
            'robustness_of', 'measured', 'overlap_study', 'pictures_to_text', 'pictures_from_text', 'drawn_pairs',
-           'plot_drawn', 'wilson', 'plot_by_overlap', 'note_curves', 'distortion_study', 'plot_robustness']
+           'plot_drawn', 'plot_by_overlap', 'note_curves', 'distortion_study', 'plot_robustness']
 
 # %% ../../nbs/lab/67_overlap.ipynb #00000006
 def pair_classes(
@@ -785,31 +785,23 @@ def plot_drawn(
     return fig
 
 # %% ../../nbs/lab/67_overlap.ipynb #00000035
-def wilson(
-    k: int,  # events
-    n: int,  # among so many
-    z: float = 1.96,  # standard deviations: 1.96 for 95 %
-) -> tuple[float, float]:  # from, to
-    "Wilson's interval of a share, which is not empty where there was no event."
-    mid, half = k + z * z / 2, z * math.sqrt(k * (1 - k / n) + z * z / 4)
-    return max(0.0, (mid - half) / (n + z * z)), min(1.0, (mid + half) / (n + z * z))
-
-
 def plot_by_overlap(
     record: str | Path | dict,  # of `overlap_study`
     least: int = 30,  # pairs in a bin
 ):  # matplotlib figure
-    "Errors against the overlap of the boxes, a line for every seed; a 95 % interval of each share."
+    "Errors against the overlap of the boxes, a line for every seed; Wilson's 95 % intervals."
     record = record if isinstance(record, dict) else read_json(record, runs=dict, tested=dict)
     plt, names = plot_style(), list(runs_of(record))
+    binomtest = need('scipy.stats').binomtest
     fig, ax = plt.subplots(figsize=(6.5, 3.6), layout='constrained')
     for key, found in record['tested'].items():
         who, _, seed = key.rpartition(' seed ')
         k = names.index(who)
         bins = [b for b in found['by_overlap'] if b['n'] >= least]
         x, y = [100 * b['low'] + 5 for b in bins], [100 * b['error'] for b in bins]
-        ends = [wilson(round(b['error'] * b['n']), b['n']) for b in bins]
-        sides = [[100 * abs(b['error'] - end[k]) for b, end in zip(bins, ends)] for k in (0, 1)]
+        counts = [binomtest(round(b['error'] * b['n']), b['n']) for b in bins]
+        ends = [count.proportion_ci(method='wilson') for count in counts]
+        sides = [[100 * abs(b['error'] - end[s]) for b, end in zip(bins, ends)] for s in (0, 1)]
         look = dict(color=palette[k], ls=('-', '--')[k % 2], marker='os'[k % 2], ms=4, capsize=2)
         ax.errorbar(x, y, sides, label=f'{who}, seed {seed}', **look)
     ax.set(xlabel='overlap of the boxes of ink, % of the smaller', ylabel='pairs misread, %')

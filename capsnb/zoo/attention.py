@@ -96,7 +96,7 @@ class Concurrent(nn.Module):
         outs, inp = [], (a_inp, mu_inp)
         for layer in self.layers:
             check_capsules(layer, *inp)
-            outs.append(layer.given(layer.step(None, inp[0], layer.votes_of(inp[1]))))
+            outs.append(layer.after_norm(layer.step(None, inp[0], layer.votes_of(inp[1]))))
             inp = self.below(outs[-1])
         V = self.layers[0].votes_of(mu_inp)  # the parts stay as they are
         for _ in range(self.n_iters - 1):
@@ -104,6 +104,7 @@ class Concurrent(nn.Module):
             cast = [V, *(o.votes_of(mu) for o, (_, mu) in zip(self.layers[1:], inps[1:]))]
             steps = zip(self.layers, outs, inps, cast)
             outs = [
-                layer.given(layer.step(out.mu, a, votes)) for layer, out, (a, _), votes in steps
+                layer.after_norm(layer.step(out.mu, a, votes))
+                for layer, out, (a, _), votes in steps
             ]
         return outs[-1] if return_R else Routed(*outs[-1][:3])

@@ -303,7 +303,7 @@ class Router(nn.Module):
                 raise ValueError(f"the layer computes in {own}, got {x.dtype}: cast one of them")
         return own
 
-    def given(
+    def after_norm(
         self,
         out: RoutedR,  # of `route`
     ) -> RoutedR:  # the same, normed if the layer norms
@@ -319,7 +319,7 @@ class Router(nn.Module):
         "Route input capsules to output capsules; `ValueError` if they do not fit."
         check_capsules(self, a_inp, mu_inp)
         own = self.own_dtype(a_inp, mu_inp)
-        a, mu, *rest = self.given(self.route(a_inp.to(own), self.seen(mu_inp.to(own))))
+        a, mu, *rest = self.after_norm(self.route(a_inp.to(own), self.seen(mu_inp.to(own))))
         out = *in_dtype(a, mu, own if autocasting(mu.device) else mu_inp.dtype), *rest
         return RoutedR(*out) if return_R else Routed(*out[:3])
 
