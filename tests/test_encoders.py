@@ -20,6 +20,7 @@ from capsnb.data.embed import (
     pinned,
     tiny_transformer,
 )
+from capsnb.data.files import checksum
 from capsnb.lab import shootout
 from capsnb.lab.sentiment import Sentiment
 from capsnb.lab.tasks import train
@@ -290,3 +291,24 @@ def test_odd_heads_of_the_index_are_one_sentence(tiny, tmp_path):
             EmbeddingCache(tmp_path / 'c').verify()  # the padding says nothing
         except ValueError as e:
             assert 'damaged' in str(e)
+
+
+# ---- what was downloaded
+
+
+def test_a_download_with_wrong_bytes_says_so(tiny, cache):
+    commit, name = 'c' * 40, 'somebody/tiny'
+    in_the_cache(tiny, name, commit, cache)
+    home = cache / 'models--somebody--tiny'
+    (home / 'blobs').mkdir()
+    weights = home / 'snapshots' / commit / 'model.safetensors'
+    blob = home / 'blobs' / checksum(weights)
+    weights.rename(blob)
+    weights.symlink_to(blob)
+    assert FrozenEncoder(name, device='cpu').n_layers
+    data = bytearray(blob.read_bytes())
+    data[-1] ^= 1  # same size, readable, another number
+    blob.write_bytes(data)
+    with pytest.raises(ValueError, match='model.safetensors is damaged.*SHA-256') as told:
+        FrozenEncoder(name, device='cpu')
+    assert str(blob) in str(told.value)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from ..core import need, pick_device
-from .files import need_hub, read_json, regular, write_json
+from .files import checksum, need_hub, read_json, regular, write_json
 
 # %% auto #0
 __all__ = ['pinned', 'tiny_transformer', 'first_line', 'load_frozen', 'end_token', 'as_texts', 'longest', 'tokenize', 'Embedded',
@@ -186,6 +186,22 @@ def _load_parts(name: str, kw: dict, dtype: torch.dtype):  # tokenizer, model, m
         raise ValueError(f"it has a model but no tokenizer: {wanted}")
     return tokenizer, model, missing
 
+# %% ../../nbs/data/39_embed.ipynb #39a00f01
+def _check_download(name: str, kw: dict):  # name, kw: from `_source_of`
+    "`ValueError` for a file of the Hub's local cache whose SHA-256 is not the one that names it."
+    if kw['local_files_only']:
+        return
+    look = need('huggingface_hub').try_to_load_from_cache
+    found = look(name, kw.get('gguf_file', 'config.json'), revision=kw['revision'])
+    for path in sorted(Path(found).parent.rglob('*')) if isinstance(found, str) else ():
+        blob = path.resolve()
+        named = path.is_file() and re.fullmatch('[0-9a-f]{64}', blob.name)
+        if named and checksum(blob) != blob.name:
+            what = f"the file {path.name} is damaged, its SHA-256 is not what the Hub says"
+            raise ValueError(
+                f"cannot use '{name}': {what}; delete '{blob}', and it is fetched again"
+            )
+
 # %% ../../nbs/data/39_embed.ipynb #0000000b
 def load_frozen(
     name_or_folder: str | Path,  # on the Hub, or a folder with config.json, weights and tokenizer
@@ -201,6 +217,7 @@ def load_frozen(
         need(package)
     load = lambda **kw: _load_parts(name, kw, dtype)
     tokenizer, model, missing = _here_or_hub(load, name, kw, fetch)
+    _check_download(name, kw)
     if model.config.is_encoder_decoder:
         model = model.get_encoder()
     model.config.use_cache = False  # nothing is generated

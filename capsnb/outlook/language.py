@@ -17,7 +17,7 @@ from ..core import run_record
 from ..data.files import write_json
 from ..data.sst import load_sst
 from ..engine.layers import at_least_1
-from ..lab.report import percent, runs_of, spread
+from ..lab.report import interval, percent, runs_of, spread
 from ..lab.shootout import Ground, race, step_costs
 from ..lab.tasks import Net, Task, as_typed
 from ..lab.train import BaseDeck, fingerprint
@@ -386,14 +386,15 @@ def measure_language(
 def language_table(
     record: str | Path,  # of `language_study`
 ) -> str:  # a line for each contestant, the best first
-    "Loss in bits a token, perplexity, and share of tokens guessed, on test data."
+    "Test loss in bits a token, its 95 % interval, perplexity, share of tokens guessed."
     found, lines = runs_of(record), []
     bits = {k: [r['test_log_loss'] / math.log(2) for r in v] for k, v in found.items()}
     for who in sorted(found, key=lambda k: statistics.mean(bits[k])):
         perplexity = [2**b for b in bits[who]]
         right = percent(found[who])
+        sure = '({:.3f} to {:.3f})'.format(*interval(bits[who]))
         lines.append(
-            f'{who:14s} {spread(bits[who], 3):16s} bits  perplexity {spread(perplexity, 2):16s} '
-            f'{spread(right):14s} % right'
+            f'{who:14s} {spread(bits[who], 3):16s} {sure:18s} bits  '
+            f'perplexity {spread(perplexity, 2):16s} {spread(right):14s} % right'
         )
     return chr(10).join(lines)

@@ -15,7 +15,7 @@ from torch import nn
 from ..core import need, pick_device, run_record, seed_everything
 from ..data.embed import FrozenEncoder
 from ..data.files import read_json, write_json
-from ..lab.report import percent, runs_of, spread
+from ..lab.report import interval, percent, runs_of, spread
 from ..lab.sentiment import names_of, sst_samples
 from ..lab.shootout import step_costs
 from ..lab.tasks import begin_record, note_choices, settle_command
@@ -249,14 +249,17 @@ def on_treebank(
 def tuned_table(
     record: str | Path | dict,  # of `tuned_study`
 ) -> str:  # a line for each way
-    "Test accuracy, what is trained, and what a step takes."
-    lines = [f"{'':8s} {'test %':>12s} {'trained':>13s} {'s a step':>9s} {'MB kept':>9s}"]
+    """Test accuracy and its 95 % interval, what is trained, what a step and a run take.
+
+    Kept is what backward needs; gradients and AdamW's moments take 12 bytes a weight."""
+    lines = [f"{'':8s} {'test %':>12s} {'95 %':>14s} {'trained':>13s} {'s a step':>9s} "]
+    lines[0] += f"{'MB kept':>9s} {'MB AdamW':>9s} {'minutes':>8s}"
     for way, runs in runs_of(record).items():
-        seconds, kept = (
-            statistics.median(r[k] for r in runs) for k in ('step_seconds', 'step_bytes')
-        )
-        n = f"{runs[0]['n_params']:,}"
+        asked = 'step_seconds', 'step_bytes', 'seconds'
+        seconds, kept, took = (statistics.median(r[k] for r in runs) for k in asked)
+        n, sure = runs[0]['n_params'], '{:.1f} to {:.1f}'.format(*interval(percent(runs)))
         lines.append(
-            f'{way:8s} {spread(percent(runs)):>12s} {n:>13s} {seconds:9.2f} {kept / 1e6:9.1f}'
+            f'{way:8s} {spread(percent(runs)):>12s} {sure:>14s} {n:>13,} {seconds:9.2f} '
+            f'{kept / 1e6:9.1f} {12 * n / 1e6:9.1f} {took / 60:8.1f}'
         )
     return '\n'.join(lines)
