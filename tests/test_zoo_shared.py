@@ -293,6 +293,25 @@ def test_without_n_out_a_norm_takes_any_number():
         assert_close(out.mu.mean((-2, -1)), torch.zeros(3, n).double())
 
 
+def test_a_norm_by_layer_takes_a_pose_as_a_whole_and_one_by_batch_a_type():
+    a, mu = 3 + torch.randn(50, 6).double(), 2 + 5 * torch.randn(50, 6, 4, 3).double()
+    score, pose = CapsNorm(6, 'layer').double()(a, mu)
+    whole = mu.flatten(-2)
+    want = (whole - whole.mean(-1, keepdim=True)) / whole.var(-1, keepdim=True, correction=0).sqrt()
+    assert_close(pose.flatten(-2), want, atol=1e-4, rtol=0)
+    assert_close(
+        score,
+        (a - a.mean(-1, keepdim=True)) / a.std(-1, keepdim=True, correction=0),
+        atol=2e-3,
+        rtol=0,
+    )
+    score, pose = CapsNorm(6, 'batch').double()(a, mu)
+    own = mu.transpose(0, 1).flatten(1)
+    want = (own - own.mean(1, keepdim=True)) / own.var(1, keepdim=True, correction=0).sqrt()
+    assert_close(pose.transpose(0, 1).flatten(1), want, atol=1e-4, rtol=0)
+    assert_close(score, (a - a.mean(0)) / a.std(0, correction=0), atol=2e-3, rtol=0)
+
+
 def test_concurrent_layers_norm_too():
     layers = [all_routings()['inverted'](4, 4, 4, i, j, norm='layer') for i, j in ((7, 5), (5, 3))]
     out = Concurrent(layers, 2)(torch.zeros(2, 7), torch.randn(2, 7, 4, 4))
