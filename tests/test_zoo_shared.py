@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch.func import hessian, jacfwd, jacrev
 from torch.testing import assert_close
-from capsnb.engine.dstep import CapsNorm
+from capsnb.engine.dstep import CapsNorm, bias_of
+from capsnb.routing.dstep import votes
 from capsnb.zoo.attention import Concurrent
 from capsnb.zoo.routers import Router, SharedVotes, all_routings, routing_layer
 
@@ -88,6 +89,17 @@ def test_where_absent_parts_lie_does_not_matter(name, own, far):
         assert not g[..., :2, :, :].any()
     for got, want in zip(*found):
         assert_close(got, want, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize('name', all_routings())
+def test_a_layer_casts_its_votes_and_routes_them(name):
+    "`route` of votes, or of what a routing wants instead, is what the layer does with its inputs."
+    layer, a, mu = layer_of(name, n_iters=2)
+    heinsen = name in ('dstep', 'kmeans-soft')
+    seen = votes(mu, layer.W, bias_of(layer)) if heinsen else layer.seen(mu)
+    for got, want in zip(layer(a, mu, return_R=True), layer.route(a, seen)):
+        assert got is want is None or assert_close(got, want, rtol=1e-8, atol=1e-9) is None
+    assert layer.route(a, seen).R.shape == (2, 3, 7, 6)
 
 
 @pytest.mark.parametrize('name', ['full', 'laplace'])

@@ -16,7 +16,7 @@ from capsnb.engine.numerics import (
     may_look,
     without_autocast,
 )
-from ..routing.dstep import Routed, RoutedR, routing_ref
+from ..routing.dstep import Routed, RoutedR, route_votes, routing_ref, votes
 from ..routing.em import Floor, as_floor
 
 # %% auto #0
@@ -465,6 +465,16 @@ class Routing(_Parameters):
             out[:2] = self.normed(*out[:2])
         out[:2] = in_dtype(*out[:2], dtype)
         return RoutedR(*out) if return_R else Routed(*out)
+
+    def route(
+        self,
+        a: Tensor,  # [..., i] scores of the inputs; -inf: absent
+        V: Tensor,  # [..., i, j, c, h] votes
+    ) -> RoutedR:  # a [..., j], mu and sig2 [..., j, c, h], R [..., i, j]; no norm behind them
+        "Route votes that were cast already, as every other routing's `route` does."
+        beta_ign = self.beta_use if self.single_beta else self.beta_ign
+        how = self.n_iters, self.p_model, self.eps, self.pooled
+        return route_votes(a, V, self.beta_use, beta_ign, *how)
 
     def extra_repr(self):
         told = [*_settings, *(k for k, usual in _later.items() if getattr(self, k) != usual)]

@@ -12,7 +12,7 @@ from ..core import check_n_iters, from_generator
 from .em import Floor, as_floor, sig2_floor
 
 # %% auto #0
-__all__ = ['votes', 'log_p', 'e_step', 'd_step', 'm_step', 'Routed', 'RoutedR', 'pool', 'routing_ref']
+__all__ = ['votes', 'log_p', 'e_step', 'd_step', 'm_step', 'Routed', 'RoutedR', 'pool', 'route_votes', 'routing_ref']
 
 # %% ../../nbs/book/05_dstep.ipynb #00000007
 def votes(
@@ -108,11 +108,9 @@ def pool(
     return one.expand_as(mu), var.expand_as(mu)
 
 # %% ../../nbs/book/05_dstep.ipynb #00000020
-def routing_ref(
+def route_votes(
     a_inp: Tensor,  # [..., i] scores of the inputs; -inf: absent, +inf: surely present
-    mu_inp: Tensor,  # [..., i, c, d] input capsules
-    W: Tensor,  # [i|1, j|1, d, h] linear maps, see `votes`
-    B: Tensor,  # [i|1, j, c, h] biases, see `votes`
+    V: Tensor,  # [..., i, j, c, h] votes
     beta_use: Tensor,  # [i|1, j|1] net benefits
     beta_ign: Tensor,  # [i|1, j|1] net costs
     n_iters: int = 3,  # iterations of the loop, at least 1
@@ -120,10 +118,9 @@ def routing_ref(
     eps: str | float | Floor = 'auto',  # floor of the variances, see `as_floor`
     pooled: bool = False,  # whether the first E-step has one Gaussian for all outputs
 ) -> RoutedR:  # scores, capsules, variances, shares
-    "Heinsen's routing, written as in the paper (Heinsen 2019, Alg. 1)."
+    "The loop of Heinsen's routing, written as in the paper (Heinsen 2019, Alg. 1)."
     check_n_iters(n_iters)
-    eps = as_floor(eps, B.shape[-2] * B.shape[-1])
-    V, a = votes(mu_inp, W, B), a_inp.sigmoid()  # line 1
+    a, eps = a_inp.sigmoid(), as_floor(eps, V.shape[-2] * V.shape[-1])
     for t in range(n_iters):  # line 2
         if t == 0:
             R = torch.full_like(V[..., 0, 0], 1 / V.shape[-3])  # line 5
@@ -136,3 +133,20 @@ def routing_ref(
             floor = sig2_floor(s, mu, eps)
         sig2 = s + floor
     return RoutedR(score, mu, sig2, R)
+
+# %% ../../nbs/book/05_dstep.ipynb #05a00f01
+def routing_ref(
+    a_inp: Tensor,  # [..., i] scores of the inputs; -inf: absent, +inf: surely present
+    mu_inp: Tensor,  # [..., i, c, d] input capsules
+    W: Tensor,  # [i|1, j|1, d, h] linear maps, see `votes`
+    B: Tensor,  # [i|1, j, c, h] biases, see `votes`
+    beta_use: Tensor,  # [i|1, j|1] net benefits
+    beta_ign: Tensor,  # [i|1, j|1] net costs
+    n_iters: int = 3,  # iterations of the loop, at least 1
+    p_model: str = 'gaussian',  # 'gaussian' or 'skm'
+    eps: str | float | Floor = 'auto',  # floor of the variances, see `as_floor`
+    pooled: bool = False,  # whether the first E-step has one Gaussian for all outputs
+) -> RoutedR:  # scores, capsules, variances, shares
+    "Heinsen's routing of capsules: votes (line 1), and the loop."
+    V = votes(mu_inp, W, B)
+    return route_votes(a_inp, V, beta_use, beta_ign, n_iters, p_model, eps, pooled)
