@@ -296,7 +296,8 @@ def test_odd_heads_of_the_index_are_one_sentence(tiny, tmp_path):
 # ---- what was downloaded
 
 
-def test_a_download_with_wrong_bytes_says_so(tiny, cache):
+@pytest.mark.parametrize('how', ['changed', 'cut', 'fetch'])
+def test_a_download_with_wrong_bytes_says_so(tiny, cache, how):
     commit, name = 'c' * 40, 'somebody/tiny'
     in_the_cache(tiny, name, commit, cache)
     home = cache / 'models--somebody--tiny'
@@ -305,10 +306,30 @@ def test_a_download_with_wrong_bytes_says_so(tiny, cache):
     blob = home / 'blobs' / checksum(weights)
     weights.rename(blob)
     weights.symlink_to(blob)
+    other = home / 'blobs' / ('e' * 64)  # damaged, but nobody reads it
+    other.write_bytes(b'no')
+    (weights.parent / 'tf_model.h5').symlink_to(other)
     assert FrozenEncoder(name, device='cpu').n_layers
     data = bytearray(blob.read_bytes())
     data[-1] ^= 1  # same size, readable, another number
-    blob.write_bytes(data)
+    blob.write_bytes(data[: len(data) // 2] if how == 'cut' else data)
     with pytest.raises(ValueError, match='model.safetensors is damaged.*SHA-256') as told:
-        FrozenEncoder(name, device='cpu')
+        FrozenEncoder(name, device='cpu', **dict(fetch=False) if how == 'fetch' else {})
     assert str(blob) in str(told.value)
+
+
+def test_all_parts_of_a_download_are_checked(tiny, cache):
+    commit, name = 'c' * 40, 'somebody/tiny'
+    in_the_cache(tiny, name, commit, cache)
+    home = cache / 'models--somebody--tiny'
+    (home / 'blobs').mkdir()
+    here = home / 'snapshots' / commit
+    (here / 'model.safetensors').unlink()
+    for k in (1, 2):
+        blob = home / 'blobs' / (f'{k}' * 64)
+        blob.write_bytes(b'never these')
+        (here / f'part-{k}.safetensors').symlink_to(blob)
+    index = dict(weight_map=dict(a='part-2.safetensors', b='part-2.safetensors'))
+    (here / 'model.safetensors.index.json').write_text(json.dumps(index))
+    with pytest.raises(ValueError, match='part-2.safetensors is damaged'):
+        FrozenEncoder(name, device='cpu')

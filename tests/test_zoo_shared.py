@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.func import hessian, jacfwd, jacrev
 from torch.testing import assert_close
-from capsnb.engine.dstep import CapsNorm, bias_of
+from capsnb.engine.dstep import CapsNorm, bias_of, brk_bias
 from capsnb.routing.dstep import votes
 from capsnb.zoo.attention import Concurrent
 from capsnb.zoo.routers import Router, SharedVotes, all_routings, routing_layer
@@ -100,6 +100,30 @@ def test_a_layer_casts_its_votes_and_routes_them(name):
     for got, want in zip(layer(a, mu, return_R=True), layer.route(a, seen)):
         assert got is want is None or assert_close(got, want, rtol=1e-8, atol=1e-9) is None
     assert layer.route(a, seen).R.shape == (2, 3, 7, 6)
+
+
+def test_heinsens_loop_takes_votes_as_the_layer_takes_capsules():
+    for kw in (dict(single_beta=True), dict(n_out=None), dict(n_inp=7, pooled=True, eps=0.1)):
+        layer, a, mu = layer_of('dstep', **kw)
+        n = [9] if layer.n_out is None else []
+        B = brk_bias(bias_of(layer), layer.B_brk, 9) if n else bias_of(layer)
+        V = votes(mu, layer.W, B)
+        for got, want in zip(layer.route(a, V), layer(a, mu, *n, return_R=True)):
+            assert_close(got, want, rtol=1e-8, atol=1e-9)
+    half = layer.float().route(a.half(), V.half())
+    assert half.a.dtype == half.mu.dtype == torch.half and half.R.dtype == torch.float32
+    with torch.autocast('cpu', torch.bfloat16):  # which would round sums
+        as_usual = layer.route(a.float(), V.float())
+    assert_close(as_usual.mu.double(), layer.double().route(a, V).mu, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    'shape', [(2, 3, 6, 6, 4, 5), (2, 3, 7, 1, 4, 5), (2, 3, 7, 6, 5, 4), (7, 6)]
+)
+def test_votes_that_do_not_fit_are_refused(shape):
+    layer, a, _ = layer_of('dstep')
+    with pytest.raises(ValueError, match=r'votes \[..., i, 6, 4, 5\], got \(2, 3, 7\) and'):
+        layer.route(a, torch.zeros(shape).double())
 
 
 @pytest.mark.parametrize('name', ['full', 'laplace'])

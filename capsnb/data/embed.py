@@ -14,6 +14,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Set
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 import torch
@@ -121,6 +122,7 @@ def _here_or_hub(load, name: str, kw: dict, fetch: bool = True):  # name, kw: fr
         with _read(f"cannot use the model in '{name}'"):
             return load(**kw)
     absent = f"cannot load '{name}', which is no folder here"
+    _check_download(name, kw)
     try:
         return load(**kw | dict(local_files_only=True))
     except ImportError:
@@ -139,7 +141,9 @@ def _here_or_hub(load, name: str, kw: dict, fetch: bool = True):  # name, kw: fr
         folder = "a folder that holds it can be named instead: encoder='PATH' (--encoder PATH)"
         raise ConnectionError(f"{absent}: {e}; {folder}") from here
     with _read(f"{absent}, from the Hub {state}"):
-        return load(**kw)
+        loaded = load(**kw)
+    _check_download(name, kw)
+    return loaded
 
 # %% ../../nbs/data/39_embed.ipynb #570cc8ac
 @contextlib.contextmanager
@@ -188,19 +192,28 @@ def _load_parts(name: str, kw: dict, dtype: torch.dtype):  # tokenizer, model, m
 
 # %% ../../nbs/data/39_embed.ipynb #39a00f01
 def _check_download(name: str, kw: dict):  # name, kw: from `_source_of`
-    "`ValueError` for a file of the Hub's local cache whose SHA-256 is not the one that names it."
+    """`ValueError` for weights in the Hub's local cache that are not what their SHA-256 says.
+
+    Only links to files that are named by it can be checked: not on a disk without links."""
     if kw['local_files_only']:
         return
-    look = need('huggingface_hub').try_to_load_from_cache
-    found = look(name, kw.get('gguf_file', 'config.json'), revision=kw['revision'])
-    for path in sorted(Path(found).parent.rglob('*')) if isinstance(found, str) else ():
-        blob = path.resolve()
-        named = path.is_file() and re.fullmatch('[0-9a-f]{64}', blob.name)
-        if named and checksum(blob) != blob.name:
-            what = f"the file {path.name} is damaged, its SHA-256 is not what the Hub says"
-            raise ValueError(
-                f"cannot use '{name}': {what}; delete '{blob}', and it is fetched again"
-            )
+    look = partial(need('huggingface_hub').try_to_load_from_cache, name, revision=kw['revision'])
+    for file in _weights_files(look, kw.get('gguf_file')):
+        blob = Path(look(file)).resolve()
+        if re.fullmatch('[0-9a-f]{64}', blob.name) and checksum(blob) != blob.name:
+            what = f"the file {file} is damaged, its SHA-256 is not what the Hub says"
+            raise ValueError(f"cannot use '{name}': {what}; delete '{blob}' and fetch it again")
+
+
+def _weights_files(look, gguf_file: str | None) -> list:  # look: name of a file -> where it is
+    "Names of the files in the local cache from which the weights come."
+    here = lambda file: isinstance(look(file), str)
+    if gguf_file or here('model.safetensors'):
+        return [file for file in [gguf_file or 'model.safetensors'] if here(file)]
+    if not here(index := 'model.safetensors.index.json'):
+        return [file for file in ['pytorch_model.bin'] if here(file)]
+    parts = json.loads(Path(look(index)).read_text(encoding='utf-8'))['weight_map']
+    return [file for file in sorted(set(parts.values())) if here(file)]
 
 # %% ../../nbs/data/39_embed.ipynb #0000000b
 def load_frozen(
@@ -217,7 +230,6 @@ def load_frozen(
         need(package)
     load = lambda **kw: _load_parts(name, kw, dtype)
     tokenizer, model, missing = _here_or_hub(load, name, kw, fetch)
-    _check_download(name, kw)
     if model.config.is_encoder_decoder:
         model = model.get_encoder()
     model.config.use_cache = False  # nothing is generated

@@ -16,7 +16,7 @@ from capsnb.engine.numerics import (
     may_look,
     without_autocast,
 )
-from ..routing.dstep import Routed, RoutedR, route_votes, routing_ref, votes
+from ..routing.dstep import Routed, RoutedR, route_votes, routing_ref
 from ..routing.em import Floor, as_floor
 
 # %% auto #0
@@ -415,6 +415,16 @@ def _route(r, a_inp, mu_inp, j, need_R):
     return [o.reshape(*lead, *o.shape[1:]) for o in out[: 3 + need_R]]
 
 # %% ../../nbs/engine/15_dstep.ipynb #00000022
+def _check_votes(r, a, V):
+    "`ValueError` unless votes are those of as many inputs, outputs and numbers."
+    wanted = r.n_inp, r.n_out, r.d_cov, r.d_out  # None: any number
+    fits = V.ndim > 3 and all(w in (None, n) for n, w in zip(V.shape[-4:], wanted))
+    if not fits or a.shape != V.shape[:-3]:
+        told = ', '.join('ij'[k] if w is None else str(w) for k, w in enumerate(wanted))
+        came = f'{tuple(a.shape)} and {tuple(V.shape)}'
+        raise ValueError(f"expected scores [..., i] and votes [..., {told}], got {came}")
+
+
 _settings = 'd_cov d_inp d_out n_inp n_out n_iters p_model single_beta eps init plan pooled'.split()
 _later = dict(start='normal', bias=True, norm='none')  # told where they differ
 
@@ -471,10 +481,17 @@ class Routing(_Parameters):
         a: Tensor,  # [..., i] scores of the inputs; -inf: absent
         V: Tensor,  # [..., i, j, c, h] votes
     ) -> RoutedR:  # a [..., j], mu and sig2 [..., j, c, h], R [..., i, j]; no norm behind them
-        "Route votes that were cast already, as every other routing's `route` does."
+        """Route votes that were cast already, as every other routing's `route` does.
+
+        `ValueError` for votes that do not fit."""
+        _check_votes(self, a, V)
+        dtype = _statistics_dtype(a, V, self.W)
         beta_ign = self.beta_use if self.single_beta else self.beta_ign
+        betas = self.beta_use.to(dtype), beta_ign.to(dtype)
         how = self.n_iters, self.p_model, self.eps, self.pooled
-        return route_votes(a, V, self.beta_use, beta_ign, *how)
+        with without_autocast(V.device):
+            out = route_votes(a.to(dtype), V.to(dtype), *betas, *how)
+        return RoutedR(*in_dtype(*out[:2], V.dtype), *out[2:])
 
     def extra_repr(self):
         told = [*_settings, *(k for k, usual in _later.items() if getattr(self, k) != usual)]

@@ -392,7 +392,7 @@ def language_table(
     for who in sorted(found, key=lambda k: statistics.mean(bits[k])):
         perplexity = [2**b for b in bits[who]]
         right = percent(found[who])
-        sure = '({:.3f} to {:.3f})'.format(*interval(bits[who]))
+        sure = '({:.3f} to {:.3f})'.format(*interval(bits[who])) if len(bits[who]) > 1 else ''
         lines.append(
             f'{who:14s} {spread(bits[who], 3):16s} {sure:18s} bits  '
             f'perplexity {spread(perplexity, 2):16s} {spread(right):14s} % right'

@@ -251,13 +251,14 @@ def tuned_table(
 ) -> str:  # a line for each way
     """Test accuracy and its 95 % interval, what is trained, what a step and a run take.
 
-    Kept is what backward needs; gradients and AdamW's moments take 12 bytes a weight."""
+    Kept is what backward needs; the update takes gradients and two moments, 12 bytes a weight."""
     lines = [f"{'':8s} {'test %':>12s} {'95 %':>14s} {'trained':>13s} {'s a step':>9s} "]
-    lines[0] += f"{'MB kept':>9s} {'MB AdamW':>9s} {'minutes':>8s}"
+    lines[0] += f"{'MB kept':>9s} {'MB update':>9s} {'minutes':>8s}"
     for way, runs in runs_of(record).items():
         asked = 'step_seconds', 'step_bytes', 'seconds'
         seconds, kept, took = (statistics.median(r[k] for r in runs) for k in asked)
-        n, sure = runs[0]['n_params'], '{:.1f} to {:.1f}'.format(*interval(percent(runs)))
+        n, (low, high) = runs[0]['n_params'], interval(percent(runs))
+        sure = f'{max(low, 0):.1f} to {min(high, 100):.1f}' if len(runs) > 1 else ''
         lines.append(
             f'{way:8s} {spread(percent(runs)):>12s} {sure:>14s} {n:>13,} {seconds:9.2f} '
             f'{kept / 1e6:9.1f} {12 * n / 1e6:9.1f} {took / 60:8.1f}'
