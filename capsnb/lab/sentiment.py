@@ -574,8 +574,8 @@ def _read(out: Path, dtype: str, texts: list, device: str) -> dict:  # one batch
     encoder(texts[:2])
     start = time.perf_counter()
     mask, embs = encoder(texts)
+    assert embs.isfinite().all()  # a GPU has done it when this is known
     took = time.perf_counter() - start
-    assert embs.isfinite().all()
     return dict(tokens=int(mask.sum()), batch_seconds=took, shape=list(embs.shape))
 
 
@@ -618,6 +618,8 @@ def act(
         used = importlib.import_module('resource').getrusage
         most = max(used(who).ru_maxrss for who in (0, -1))  # this process, or one that it began
         found['peak_bytes'] = most * (1 if sys.platform == 'darwin' else 1024)
+    if torch.cuda.is_initialized():
+        found['gpu_bytes'] = torch.cuda.max_memory_allocated()
     write_json(told, found | dict(seconds=time.perf_counter() - start))
 
 
