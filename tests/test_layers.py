@@ -681,7 +681,7 @@ def test_tiles_far_from_the_origin_are_as_exact_as_votes(eps, offset, scale):
 def test_auto_with_shares_takes_the_first_that_returns_them(monkeypatch):
     plans, parts = layers.field_plans, layers._Parts(*[None] * 6)
     monkeypatch.setattr(layers, 'field_plans', {k: plans[k] for k in ('votes', 'tiles')})
-    find = lambda name: layers._field_plan(name, parts, layers._Loop([0.1]), True)
+    find = lambda name: layers._field_plan(name, parts, layers._Loop([0.1]), 'shares')
     assert find('auto') is find('votes') is plans['votes']
     layers.field_plans['triton'] = layers.FieldPlan(None, lambda parts, loop: '')
     layers.field_plans['compiled'] = layers.FieldPlan(None, lambda parts, loop: '', print)

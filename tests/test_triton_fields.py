@@ -3,12 +3,14 @@
 import json
 import os
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from capsnb.engine.layers import ConvCaps, _Loop, _Parts, _route_votes, field_table
+from capsnb.engine.layers import ConvCaps, _Loop, _Parts, _route_scores, _route_votes
+from capsnb.engine.layers import field_plans, field_table
 from capsnb.engine.numerics import assert_as_exact, error_to
 from capsnb.routing.em import Floor
 
@@ -62,6 +64,8 @@ cases = {
     'once, relative': dict(b=2, T=1),
     'an image without parts': dict(b=2, size=(2, 2), pose=(1, 2, 1), T=2, empty=True),
     'an absent part far away': dict(b=2, size=(2, 2), pose=(1, 2, 1), T=2, far=True),
+    'logits': dict(b=2, scores=True),
+    'logits, once, damped, absolute': dict(b=2, T=1, scores=True, damping=0.3, floor=absolute),
 }
 
 
@@ -82,10 +86,13 @@ def test_kernels_give_values_and_gradients_of_votes(name):
             rest[0].data[:, 0] *= 1e3
         return [a, *rest]
 
-    truth = results(_route_votes, leaves(torch.float64), table, loop)
-    reference = results(_route_votes, leaves(), table, loop)
+    votes, kernels = _route_votes, fields._route_triton
+    if how.get('scores'):
+        votes, kernels = (partial(_route_scores, field_plans[k]) for k in ('votes', 'triton'))
+    truth = results(votes, leaves(torch.float64), table, loop)
+    reference = results(votes, leaves(), table, loop)
     with interpreting():
-        found = results(fields._route_triton, leaves(), table, loop)
+        found = results(kernels, leaves(), table, loop)
     told = 'a', 'mu', 'sig2', 'g_a', 'g_mu', 'g_W', 'g_beta_a', 'g_beta_u'
     for name, got, ref, want in zip(told, found, reference, truth):
         assert_as_exact(got, ref, want, factor=3, ulps=16, name=name)
@@ -110,6 +117,21 @@ def test_a_layer_chooses_them_and_trains():
         found, named, step(layer(plan='votes').double(), a.double(), mu.double())
     ):
         assert torch.equal(x, y) and error_to(x, want) < 1e-5
+
+
+def test_logits_are_exact_where_a_sigmoid_is_full():
+    a, mu = torch.rand(2, 3, 3, 2), torch.randn(2, 3, 3, 2, 2, 2)
+    full = layer()
+    full.beta_a.data.fill_(1e6)
+    out = full(a, mu, return_R=True)
+    with interpreting():
+        found, pose = full.scores(a, mu)
+    assert out.a.min() == 1 and error_to(found, full.logits(a, out).double()) < 1e-6
+    assert error_to(pose, out.mu.double()) < 1e-6
+    with pytest.raises(ValueError, match='no logits'):
+        layer(act='pi').scores(a, mu)
+    with pytest.raises(ValueError, match="'tiles' does not return logits"):
+        layer(plan='tiles').scores(a, mu)
 
 
 def test_they_refuse_in_words():
@@ -157,9 +179,11 @@ def test_no_value_is_read():
     with FakeTensorMode():
         leaves = draw(2, (3, 3), 2, 3, (2, 2, 2), torch.empty(4, 8, dtype=torch.long))
         table = torch.empty(4, 8, dtype=torch.long)
-        for act in ('logistic', 'pi'):
+        for act in ('logistic', 'pi', 'logit'):
             loop = _Loop([0.3] * 3, relative, act, 0.3)
-            outs = fields._route_triton(_Parts(*leaves, table), loop)[:3]
+            if scores := act == 'logit':
+                loop = loop._replace(act='logistic')
+            outs = fields._route_triton(_Parts(*leaves, table), loop, scores)[:3]
             assert [o.shape for o in outs] == [(2, 4, 3), (2, 4, 3, 2, 2), (2, 4, 3, 2, 2)]
             grads = torch.autograd.grad(sum(o.sum() for o in outs), leaves)
             assert [g.shape for g in grads] == [x.shape for x in leaves]

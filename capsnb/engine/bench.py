@@ -186,6 +186,25 @@ def _summary(
     return row
 
 # %% ../../nbs/engine/25_bench.ipynb #1b8d5f3c
+def _as_a_graph(
+    run: Callable,  # on a GPU
+    how: How,  # device and rounds count
+) -> dict:  # graph: median seconds of a replay; or no_graph: why there is none
+    "All kernels of a call in one launch: what the GPU needs, whoever launches them."
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    try:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            run()
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph):
+            run()
+        turns = alternate(dict(graph=graph.replay), how, dict(graph=0.0))['graph']
+    except Exception as e:
+        return dict(no_graph=f'{type(e).__name__}: {e}'[:500])
+    return dict(graph=statistics.median(t.gpu for t in turns))
+
+
 def measure(
     case: Case,  # what
     how: How = How(),  # how
@@ -201,6 +220,8 @@ def measure(
     for name in rows if how.memory and how.device.startswith('cuda') else ():
         rows[name]['bytes'] = _growth(steps[name], how.device)
     floor = rows.pop('floor', None)
+    for name in rows if how.device.startswith('cuda') and not how.more else ():
+        rows[name] |= _as_a_graph(steps[name], how)
     return dict(measured=rows, floor=floor, computed=runs.computed, not_run=others)
 
 # %% ../../nbs/engine/25_bench.ipynb #7d1ac699

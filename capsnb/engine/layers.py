@@ -127,6 +127,7 @@ class FieldPlan(NamedTuple):
     run: Callable  # _Parts, _Loop -> EMRouted: a [b, p, j], mu and sig2 [b, p, j, c, h], R or None
     refuses: Callable  # _Parts, _Loop -> '', or why it cannot serve them (values are not read)
     shares: Callable | None = None  # as `run`, but R [b, p, s, j] is there; None: it cannot be
+    scores: Callable | None = None  # as `run`, but a holds its logits; None: by way of `shares`
 
 
 field_plans: dict[str, FieldPlan] = {}  # by name; later modules add theirs
@@ -149,6 +150,20 @@ def _route_votes(
 
 
 field_plans['votes'] = FieldPlan(_route_votes, lambda parts, loop: '', _route_votes)
+
+
+def _route_scores(
+    plan: FieldPlan,  # one that has `scores` or `shares`
+    parts: _Parts,  # what votes
+    loop: _Loop,  # how it is routed
+) -> EMRouted:  # as of the plan, but a holds the logits of the activations
+    "Logits from data and variances: exact where a sigmoid is full."
+    if plan.scores:
+        return plan.scores(parts, loop)
+    assert plan.shares
+    out = plan.shares(parts, loop)
+    data = torch.einsum('bps,bpsj->bpj', _gathered(parts.a, parts.fields), out.R)
+    return out._replace(a=activation_logit(data, out.sig2, *parts[3:5], loop.lams[-1]), R=None)
 
 # %% ../../nbs/engine/17_layers.ipynb #257e4bcb
 class _Votes:
@@ -622,17 +637,22 @@ field_plans['tiles'] = FieldPlan(_route_tiles, lambda parts, loop: '')
 _extras = {'compiled': 'fast', 'triton': 'gpu'}  # plan -> what to install for it
 
 
-def _field_plan(name, parts, loop, shares=False) -> FieldPlan:
+def _gives(plan, what):
+    return what == 'run' or getattr(plan, what) or what == 'scores' and plan.shares
+
+
+def _field_plan(name, parts, loop, what='run') -> FieldPlan:
     "The plan of that name; `ImportError` if it is not installed, `ValueError` if it refuses."
     if name == 'auto':
         found = (field_plans.get(k) for k in ('triton', 'compiled', 'tiles', 'votes'))
-        fit = (p for p in found if p and (p.shares or not shares))
+        fit = (p for p in found if p and _gives(p, what))
         return next(p for p in fit if not p.refuses(parts, loop))
     if name not in field_plans:
         raise ImportError(f"plan={name!r} is not installed: pip install 'capsnb[{_extras[name]}]'")
-    if shares and not field_plans[name].shares:
-        able = ', '.join(repr(k) for k, p in field_plans.items() if p.shares)
-        raise ValueError(f"plan={name!r} does not return R; 'auto' and these do: {able}")
+    if not _gives(field_plans[name], what):
+        able = ', '.join(repr(k) for k, p in field_plans.items() if _gives(p, what))
+        told = 'R' if what == 'shares' else 'logits'
+        raise ValueError(f"plan={name!r} does not return {told}; 'auto' and these do: {able}")
     if reason := field_plans[name].refuses(parts, loop):
         raise ValueError(f"plan={name!r} cannot serve here: {reason}")
     return field_plans[name]
@@ -909,6 +929,20 @@ class ConvCaps(_Capsules):
         return_R: bool = False,  # whether to return the shares [..., m', n', s, j], s = K·K·i
     ) -> EMRouted:  # a [..., m', n', j], mu and sig2 [..., m', n', j, c, h], R or None
         "Route the parts to the wholes above them; `ValueError` if the inputs do not fit."
+        done = self._routed(a, mu, 'shares' if return_R else 'run')
+        return done if return_R else done._replace(R=None)
+
+    def scores(
+        self,
+        a: Tensor,  # [..., m, n, i] activations of the parts, in [0, 1]
+        mu: Tensor,  # [..., m, n, i, c, d] poses of the parts
+    ) -> Caps:  # logits [..., m', n', j] of the activations, and poses
+        "Logits in place of activations: exact where a sigmoid is full; none of `act='pi'`."
+        if self.act == 'pi':
+            raise ValueError("mixing proportions, act='pi', have no logits")
+        return Caps(*self._routed(a, mu, 'scores')[:2])
+
+    def _routed(self, a, mu, what) -> EMRouted:
         self._check(a, mu)
         lead, grid = a.shape[:-3], a.shape[-3:-1]
         fields, out = self._table(grid, a.device)
@@ -919,11 +953,12 @@ class ConvCaps(_Capsules):
             parts = _Parts(a, mu, W, *self.betas(W.dtype), fields)
             parts = _apart(parts) if self.compete == 'within' else parts
             loop = self._loop()._replace(tiling=self.tiling)
-            found = _field_plan(self.plan, parts, loop, return_R)
-            return (found.shares if return_R else found.run)(parts, loop)
+            plan = _field_plan(self.plan, parts, loop, what)
+            if what == 'scores':
+                return _route_scores(plan, parts, loop)
+            return getattr(plan, what)(parts, loop)
 
         done = self._route(a, mu, route)
-        done = done if return_R else done._replace(R=None)
         shaped = (o if o is None else o.reshape(*lead, *out, *o.shape[2:]) for o in done)
         return EMRouted(*shaped)
 
@@ -944,12 +979,13 @@ def field_centres(
     n: int,  # positions along one axis
     layers: Sequence[tuple[int, int, int]],  # (K, stride, padding) of all layers, image first
     size: int,  # length of the image along this axis
+    device: torch.device | None = None,  # where they are made; None: torch's default
 ) -> Tensor:  # [n] centres of the receptive fields: 0 is one edge of the image, 1 the other
     "Where in the image a capsule looks (Hinton 2018, section 4, Coordinate Addition)."
     start, jump = 0.5, 1
     for K, stride, padding in layers:
         start, jump = start + jump * ((K - 1) / 2 - padding), jump * stride
-    return (start + jump * torch.arange(n)) / size
+    return (start + jump * torch.arange(n, device=device)) / size
 
 # %% ../../nbs/engine/17_layers.ipynb #81e6d204
 def add_coordinates(
@@ -999,9 +1035,9 @@ class ClassCaps(_Capsules):
         how = _Settings(n_iters, lam, eps, act, 'votes', damping, beta_units, bias, start)
         self._make((), sizes, how)
 
-    def _centres(self, grid, centres):
+    def _centres(self, grid, centres, device):
         "Coordinates of rows and columns; `ValueError` if they do not fit the grid."
-        rows, cols = centres if centres is not None else (field_centres(k, [], k) for k in grid)
+        rows, cols = centres or (field_centres(k, [], k, device) for k in grid)
         check_tensors(rows=rows, cols=cols)
         if (len(rows), len(cols)) != grid:
             want, got = "{} rows and {} columns".format(*grid), f"{len(rows)} and {len(cols)}"
@@ -1033,7 +1069,7 @@ class ClassCaps(_Capsules):
     ) -> EMRouted:  # a [..., j], mu and sig2 [..., j, c, h], R [..., m, n, i, j]
         "Route all parts of an image to the classes; `ValueError` if the inputs do not fit."
         self._check(a, mu)
-        where, loop = self._centres(a.shape[-3:-1], centres), self._loop()
+        where, loop = self._centres(a.shape[-3:-1], centres, a.device), self._loop()
 
         def route(a, mu, W):
             parts, plan = self._one_field(a, mu, W, where), field_plans.get('compiled')

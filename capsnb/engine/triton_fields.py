@@ -4,12 +4,13 @@
 
 # %% ../../nbs/engine/23_triton_fields.ipynb #00000002
 from __future__ import annotations
+import functools
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 from .em import proportions
-from .layers import FieldPlan, _Loop, _Parts, _route_votes, field_plans
+from .layers import FieldPlan, _Loop, _Parts, _route_scores, _route_votes, field_plans
 from .numerics import FastOp, import_error
 from .triton_routing import _interpreters, _power, _up, kernel
 from ..routing.em import TINY, EMRouted, Floor, sig2_floor
@@ -253,6 +254,7 @@ def _fields_pass(
     SCORE: tl.constexpr,
     DONE: tl.constexpr,
     PI: tl.constexpr,
+    LOGIT: tl.constexpr,
 ):
     "M-step (GATHER), then the logits of the next E-step (SCORE) or the results (DONE)."
     q, lane, j = _lanes(BP, BS, BJ)
@@ -288,6 +290,8 @@ def _fields_pass(
             log_on = tl.minimum(logit, 0.0) - tl.log(1 + tl.exp(-tl.abs(logit)))
             on = tl.sigmoid(logit)
         if DONE:
+            if LOGIT:
+                on = logit
             tl.store(a_out + one, on, mask=own)
             for k in tl.static_range(K):
                 tl.store(sig2_out + many + k * J, var[k] + eps, mask=own)
@@ -446,6 +450,7 @@ def _fields_score_back(
     BJ: tl.constexpr,
     SCORE: tl.constexpr,
     SMALL: tl.constexpr,
+    LOGIT: tl.constexpr,
     DAMPED: tl.constexpr,
 ):
     "Back through an E-step (SCORE), then through activations and variances (SMALL)."
@@ -478,7 +483,8 @@ def _fields_score_back(
         else:
             g_top = tl.zeros_like(mass)
             g_logit = tl.load(g_on + one, mask=own, other=0.0)
-            g_logit *= tl.sigmoid(logit) * tl.sigmoid(-logit)
+            if not LOGIT:
+                g_logit *= tl.sigmoid(logit) * tl.sigmoid(-logit)
         g_logs = -0.5 * (lam * mass * g_logit + g_top)
         tl.store(g_mass + one, -lam * g_logit * price, mask=own)
         tl.store(g_beta_a + one, lam * g_logit, mask=own)
@@ -880,6 +886,7 @@ def _iteration(run, saved, t, outs, settings, log_a=None, **flags):
         float(lams[t]),
         float(damping),
         **dict(GATHER=False, SCORE=False, DONE=False, PI=log_a is not None) | flags,
+        LOGIT=settings[2] == 'logit',
         FIRST=t == 0,
         DAMPED=damping > 0,
     )
@@ -972,6 +979,7 @@ def _score_back(run, saved, g, t, settings):
         float(settings[0][t]),
         SCORE=not done,
         SMALL=settings[2] != 'pi',
+        LOGIT=settings[2] == 'logit',
         DAMPED=settings[3] > 0,
     )
 
@@ -1049,7 +1057,7 @@ def _op_forward(
     starts: Tensor,
     lams: list[float],  # inverse temperatures
     floor: list[float],  # `Floor`
-    act: str,  # 'logistic' or 'pi'
+    act: str,  # 'logistic', 'logit' if their logits are wanted, or 'pi'
     damping: float,  # share of the old mean in the new one
 ) -> list[Tensor]:
     "See `_forward`."
@@ -1089,8 +1097,9 @@ def _op_fake(*args):
 def _op_definition(*args):
     "The same with all votes at hand, in torch."
     lams, floor, act, damping = args[8:]
-    parts = _Parts(*args[:5], args[5].long())
-    out = _route_votes(parts, _Loop(lams, Floor(*floor), act, damping))
+    parts, scores = _Parts(*args[:5], args[5].long()), act == 'logit'
+    loop = _Loop(lams, Floor(*floor), 'logistic' if scores else act, damping)
+    out = _route_scores(field_plans['votes'], parts, loop) if scores else _route_votes(parts, loop)
     return out.a, out.mu.flatten(-2), out.sig2.flatten(-2)
 
 
@@ -1100,11 +1109,13 @@ _op = FastOp('fields_triton', _op_forward, _op_backward, _op_fake, _op_definitio
 def _route_triton(
     parts: _Parts,  # what votes
     loop: _Loop,  # how it is routed
+    scores: bool = False,  # whether a holds logits
 ) -> EMRouted:  # as `_route_votes`, without R
     "Route parts in fields to wholes by Triton kernels."
     geometry = _by_part(parts.fields, parts.a.shape[1])
     lams, floor = [float(v) for v in loop.lams], [float(v) for v in loop.floor]
-    out, pose, sig2 = _op(*parts[:5], *geometry, lams, floor, loop.act, float(loop.damping))
+    act = 'logit' if scores else loop.act
+    out, pose, sig2 = _op(*parts[:5], *geometry, lams, floor, act, float(loop.damping))
     shape = parts.mu.shape[-2], parts.W.shape[-1]
     return EMRouted(out, pose.unflatten(-1, shape), sig2.unflatten(-1, shape), None)
 
@@ -1125,4 +1136,6 @@ def _refuses(parts, loop):
 
 
 if find_spec('triton'):
-    field_plans['triton'] = FieldPlan(_route_triton, _refuses)
+    field_plans['triton'] = FieldPlan(
+        _route_triton, _refuses, scores=functools.partial(_route_triton, scores=True)
+    )

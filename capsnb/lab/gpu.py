@@ -140,6 +140,10 @@ def _each_error(found: list[Tensor], truth: list[Tensor]) -> list[float]:
             errors.append(float('inf'))
     return errors
 
+
+def _broken(e: Exception) -> bool:  # whether the GPU can do no more work in this process
+    return 'illegal memory access' in str(e) or 'CUDA error' in str(e)
+
 # %% ../../nbs/lab/61_gpu.ipynb #00000009
 _least = 32 * torch.finfo(torch.float32).eps  # of an error that counts
 
@@ -156,8 +160,10 @@ def _exact_rows(name: str, ways: dict, tensors: list, definition: Callable, at: 
             row['good'] = all(e <= 2 * r + _least for e, r in pairs)
         except (ValueError, ImportError, NotImplementedError) as e:
             row['refused'] = f'{type(e).__name__}: {e}'
-        except Exception:
+        except Exception as e:
             row |= dict(failed=traceback.format_exc()[-3000:], good=False)
+            if _broken(e):
+                return [*rows, row | dict(broken=True)]
         rows.append(row)
     return rows
 
@@ -221,7 +227,7 @@ def _exactness_stage(at: Stage) -> dict:
     for found in itertools.chain(*sweeps):
         rows += found
         at.note(_judged(rows, False))
-        if at.over():
+        if at.over() or rows[-1].get('broken'):
             return _judged(rows, False)
     return _judged(rows, True)
 
@@ -423,15 +429,17 @@ def softmax_moments_ref(
     return phi @ (R * f[..., None])
 
 # %% ../../nbs/lab/61_gpu.ipynb #00000016
-def _flex() -> Callable:
+def _flex(device: str) -> Callable:
     "FlexAttention that returns the log-sum-exp too, which newer versions ask for by another name."
     from torch.nn.attention import flex_attention as flex
 
+    run = flex.flex_attention  # which is a kernel where it is compiled
+    run = torch.compile(run) if device == 'cuda' else run
     if not hasattr(flex, 'AuxRequest'):
-        return functools.partial(flex.flex_attention, return_lse=True)
+        return functools.partial(run, return_lse=True)
 
     def attention(*tensors, **how):
-        out, aux = flex.flex_attention(*tensors, return_aux=flex.AuxRequest(lse=True), **how)
+        out, aux = run(*tensors, return_aux=flex.AuxRequest(lse=True), **how)
         return out, aux.lse
 
     return attention
@@ -443,7 +451,7 @@ def softmax_moments_flex(
     theta: Tensor,  # [n, N, j] parameters of the wholes
 ) -> Tensor:  # [n, N, j] as `softmax_moments_ref`; no gradient of f
     "Softmax-moments as two calls of FlexAttention."
-    attention = _flex()
+    attention = _flex(f.device.type)
     q, k = (t.mT[:, None].contiguous() for t in (phi, theta))
     _, lse = attention(q, k, k, scale=1.0)
     shift = f.log() - lse[:, 0]
@@ -470,13 +478,9 @@ def _padded(t: Tensor) -> Tensor:
     return F.pad(t, (0, 0, 0, width - t.shape[1]))
 
 
-def _by_flex(f: Tensor, phi: Tensor, theta: Tensor, device: str) -> Callable:
-    "Both calls, compiled where there is a kernel."
+def _by_flex(f: Tensor, phi: Tensor, theta: Tensor) -> Callable:
     X = f, _padded(phi), _padded(theta)
-    run = softmax_moments_flex
-    if device.startswith('cuda'):
-        run = torch.compile(run)
-    return lambda: run(*X)[:, : phi.shape[1]]
+    return lambda: softmax_moments_flex(*X)[:, : phi.shape[1]]
 
 
 def _by_kernel(f: Tensor, phi: Tensor, theta: Tensor) -> Callable:
@@ -494,7 +498,7 @@ def _rival_ways(X: list[Tensor], device: str) -> dict[str, Callable]:
     return {
         'definition': lambda: softmax_moments_ref(*X),
         'definition, compiled': lambda: fused(*X),
-        'FlexAttention': when_called(_by_flex, *X, device),
+        'FlexAttention': when_called(_by_flex, *X),
         'kernel': when_called(_by_kernel, *X),
     }
 

@@ -359,8 +359,7 @@ class MatrixCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules'
         score, mu = self.normed(0, *self.primary.scores(x))
         found = [Caps(score.sigmoid(), mu)]
         for k, layer in enumerate(self.caps, 1):
-            out = layer(*found[-1], return_R=True)
-            score, mu = self.normed(k, layer.logits(found[-1].a, out), out.mu)
+            score, mu = self.normed(k, *layer.scores(*found[-1]))
             found.append(Caps(score.sigmoid(), mu))
         return found
 
@@ -429,10 +428,9 @@ def centres_of(
 ) -> tuple[Tensor, ...]:  # scaled coordinates of rows and columns
     "Where in the image the children of the classes look."
     if layers is None:
-        return tuple(field_centres(k, [], k).to(images.device) for k in x.a.shape[1:3])
-    return tuple(
-        field_centres(x.a.shape[k], layers, images.shape[k + 1]).to(images.device) for k in (1, 2)
-    )
+        return tuple(field_centres(k, [], k, images.device) for k in x.a.shape[1:3])
+    sizes = zip(x.a.shape[1:3], images.shape[2:])
+    return tuple(field_centres(k, layers, size, images.device) for k, size in sizes)
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #997dc311
 def _start_first(

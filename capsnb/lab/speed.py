@@ -55,7 +55,8 @@ def training_step(
     batch: tuple,  # what it is given
 ) -> Callable:  # a function without arguments
     "One step of training, with RAdam as in the studies."
-    optimizer = torch.optim.RAdam(net.train().parameters(), lr=1e-4)
+    on_gpu = next(net.parameters()).is_cuda  # where a CUDA graph may hold the step
+    optimizer = torch.optim.RAdam(net.train().parameters(), lr=1e-4, capturable=on_gpu)
 
     def step():
         optimizer.zero_grad()
@@ -532,8 +533,8 @@ def _times(ratio: float | None) -> str:
 
 def _line(name: str, row: dict) -> list[str]:
     "Cells of a table."
-    size, rate = row.get('bytes'), row.get('per_second')
-    shown = [_time(row['wall']), _time(row['cpu'])]
+    size, rate, graph = (row.get(k) for k in ('bytes', 'per_second', 'graph'))
+    shown = [_time(row['wall']), _time(row['cpu']), '' if graph is None else _time(graph)]
     shown.append('' if size is None else f'{size / 1e6:,.0f} MB')
     keys = 'faster_than_definition', 'times_floor', 'faster_than_last'
     shown += [_times(row.get(k)) for k in keys]
@@ -545,7 +546,8 @@ def page(
     found: dict,  # what was measured
 ) -> str:  # a table
     "A case as text; what was measured, then what is computed on paper, then who did not run."
-    head = ['', 'wall', 'CPU time', 'memory', 'vs definition', 'of floor', 'vs last', 'per s']
+    head = ['', 'wall', 'CPU time', 'as a graph', 'memory', 'vs definition', 'of floor']
+    head += ['vs last', 'per s']
     rows = [head, *(_line(name, row) for name, row in found['measured'].items())]
     if found['floor']:
         rows.append(_line('floor', {'wall': found['floor']['wall'], 'cpu': found['floor']['cpu']}))

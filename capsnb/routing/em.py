@@ -212,7 +212,7 @@ def sig2_floor(
 ) -> Tensor:  # broadcasts against s: what to add to every variance
     "The floor of the variances, absolute or from the spread of the votes."
     if floor.rel == 0:
-        return s.new_tensor(floor.abs)
+        return s.new_full((), floor.abs)
     spread = s.mean(dims, keepdim=True)
     size = spread + mu.square().mean(dims, keepdim=True)  # the mean of V²
     return floor.rel * spread + 1e-6 * size + floor.abs  # a millionth of V²: rounding's share

@@ -166,7 +166,7 @@ def kl_of_precisions(
     cov: str = 'diag',  # of `covs`
 ) -> Tensor:  # [..., j] KL(q(Λ) || p(Λ)), nats
     "How far Wishart (or Gamma) distributions of precisions are from their prior."
-    n, nu0 = q.m.shape[-1], q.nu.new_tensor(prior.nu0)
+    n, nu0 = q.m.shape[-1], q.nu.new_full((), prior.nu0)
     trace, log_det = of_inverse(q.inv_Psi, cov)
     log_gamma = (lambda x: torch.mvlgamma(x, n)) if cov != 'diag' else lambda x: n * torch.lgamma(x)
     known = (q.nu - nu0) * (expected_log_det(q, cov) - n * math.log(2))
