@@ -31,6 +31,8 @@ def words():
 
 made = {  # name -> a layer or network, and what it is given
     'Routing, shared maps': lambda: (Routing(4, 4, 4, n_out=7), routed(30)),
+    'Routing, moments': lambda: (Routing(4, 4, 4, n_out=7, plan='moments'), routed(30)),
+    'Routing, stream': lambda: (Routing(4, 4, 4, n_out=7, plan='stream'), routed(30)),
     'Routing, own maps': lambda: (Routing(4, 4, 4, n_inp=30, n_out=7), routed(30)),
     'ConvCaps': lambda: (ConvCaps(3, 4, 3, 2), caps(3)),
     'ClassCaps': lambda: (ClassCaps(3, 5), caps(3)),
@@ -64,8 +66,9 @@ def test_a_gpu_gives_what_the_cpu_gives(name):
     seed_everything(0)
     net, given = made[name]()
     wide = step(net.double(), [x.double() if x.is_floating_point() else x for x in given])
-    for mine, truth in zip(step(*there(net.float(), given, 'cuda')), wide):
-        assert error_to(mine, truth) < 2e-3
+    cpu = step(*there(net.float(), given, 'cpu'))  # the norms of three pictures magnify rounding
+    for mine, same, truth in zip(step(*there(net, given, 'cuda')), cpu, wide):
+        assert error_to(mine, truth) < max(2e-3, 2 * error_to(same, truth))
 
 
 @pytest.mark.parametrize('name', made)

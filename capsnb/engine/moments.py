@@ -65,7 +65,7 @@ def _phi(
         rows = phi[:, at].view(n, c, d - step, i)
         torch.mul(x[:, :, step:], x[:, :, : d - step], out=rows)
     phi[:, -c * d - 1 : -1] = x.reshape(n, c * d, i)
-    phi[:, -1] = 1
+    phi[:, -1].fill_(1)  # `= 1` copies from the CPU
     return phi
 
 

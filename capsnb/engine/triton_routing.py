@@ -1374,7 +1374,7 @@ def _run_streamed(p: Problem):
 class _Moments(_ByMoments):
     "A routing from softmax-moments."
 
-    products = 'tf32x3'  # or 'ieee'
+    products = 'ieee'  # or 'tf32x3'
 
     def _in_float64(self, x, tiling):
         return False
