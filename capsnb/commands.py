@@ -1657,21 +1657,24 @@ def bench(
     """Time and memory, side by side with the definition and the floor, and compared with the last
     record of this machine.
 
-    With --device cuda and no name: tests, exactness, benches, rivals, training, in ten minutes."""
+    With --device cuda and no name: tests, exactness, benches, rivals, training, in ten minutes.
+    Names of its stages: device, exactness, tests, matrix capsules, smallNORB, GPT-2-large,
+    rivals, bench."""
     if against is not None:
         if quick or rehearse or resume or budget or device != 'cpu':
             raise ValueError("--against runs on the CPU and takes names, --threads and --out alone")
         return beside(against, out or Path('runs/against.json'), names, threads)
-    if rehearse or (device.startswith('cuda') and not names):
-        if names or quick or resume or threads:
-            said = "no names, no --quick, no --resume, no --threads"
-            raise ValueError(f"--device cuda and --rehearse run everything: {said}")
+    on_gpu = device.startswith('cuda')
+    if rehearse or on_gpu and set(names or ()) <= set(room('lab.gpu').stages):
+        if quick or resume or threads:
+            said = "no --quick, no --resume, no --threads"
+            raise ValueError(f"--device cuda and --rehearse take names of stages: {said}")
         out = out or Path('runs/bench_gpu.json')
-        how = dict(tiny=rehearse, budget=budget or 570, progress=progress)
-        room('lab.gpu').gpu_bench(out, device=device, **how)
+        how = dict(tiny=rehearse, budget=budget or 570, names=tuple(names or ()))
+        room('lab.gpu').gpu_bench(out, device=device, progress=progress, **how)
         return print(f'the record is in {out}')
     if budget:
-        raise ValueError("--budget is for --rehearse, and for --device cuda without names")
+        raise ValueError("--budget is for --rehearse, and for the stages of --device cuda")
     out = out or Path('runs/bench.json')
     kw = dict(device=device, threads=threads, quick=quick, resume=resume, progress=progress)
     room('lab.speed').bench(tuple(names or ()), out, **kw)

@@ -237,7 +237,7 @@ def test_the_number_of_threads_is_restored(tmp_path, monkeypatch):
         (['routin'], "no bench is called 'routin'; there are 'routing'"),
         (['--device', 'cuda:77'], 'is not available'),
         (['mixture', '--device', 'gpu'], 'is not available'),
-        (['--rehearse', 'mixture'], 'run everything'),
+        (['--rehearse', 'mixture'], "no stage is called 'mixture'"),
         (['--rehearse', '--threads', 2], 'no --threads'),
         (['mixture', '--budget', 9], '--budget is for'),
     ],
@@ -313,6 +313,28 @@ def test_a_stage_that_fails_keeps_what_it_found(tmp_path, monkeypatch):
     assert 'illegal memory access' in found['failed']
 
 
+def test_a_gpu_that_is_broken_is_asked_no_more():
+    at = gpu.Stage('cpu', True, math.inf, print)
+    failing = lambda X: raising(RuntimeError('CUDA error: an illegal memory access'))
+    ways = {'first': failing, 'second': lambda X: [X[0].exp()]}
+    (row,) = gpu._exact_rows('exp', ways, [torch.ones(2)], ways['second'], at)
+    assert row['way'] == 'first' and row['broken'] and not row['good']
+    assert gpu._judged([row], False)['bad'] == ['exp, first']
+
+
+def raising(e):
+    raise e
+
+
+def test_stages_by_name_share_the_time(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(gpu, '_apart', lambda *args: told.append(args) or gpu._no_time)
+    out = tmp_path / 'x.json'
+    done = capsnb('bench', 'rivals', 'device', '--rehearse', '--budget', 100, '--out', out)
+    assert done.exit_code == 0 and [t[0] for t in told] == ['rivals', 'device']
+    assert [round(t[3]) for t in told] == [60, 40]
+
+
 def test_a_stage_that_takes_too_long_is_stopped():
     found = gpu._apart('exactness', 'cpu', True, 0.5)
     assert not found['ended'] and 'stopped after' in found['failed']
@@ -339,8 +361,11 @@ def test_the_rehearsal(tmp_path):
     assert found['exactness']['whole'] and not found['exactness']['bad']
     assert found['tests']['pytest']['status'] == 0 and found['tests']['counts']['skipped'] > 10
     assert found['rivals']['errors']['FlexAttention'] < 1e-6
-    for name in ('smallNORB', 'GPT-2-large'):
+    for name in ('matrix capsules', 'smallNORB', 'GPT-2-large'):
         plain, compiled = found[name].values()
+        if name == 'matrix capsules':
+            assert set(plain['measured']) == {'capsules', 'all votes'} and not plain['not_run']
+            continue
         assert 0 < plain['share_of_routing'] < 1 and not plain['not_run']
         assert compiled['measured']['capsules, compiled']['per_second'] > 0
     for title, case in found['bench'].items():

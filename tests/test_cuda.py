@@ -9,11 +9,18 @@ import torch
 from capsnb import CapsNet, ClassCaps, ConvCaps, DStepNet, GaussianMixture, MatrixCapsNet
 from capsnb import Routing, SSTNet, dynamic_routing, route_capsules
 from capsnb.core import seed_everything
+from capsnb.engine import bench
 from capsnb.engine.dstep import plans
 from capsnb.engine.layers import field_plans
 from capsnb.engine.numerics import error_to
 
 pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture(autouse=True)
+def products_in_float32(monkeypatch):
+    "cuDNN convolves in TF32 unless it is told not to."
+    monkeypatch.setattr(torch.backends.cudnn, 'allow_tf32', False)
 
 
 def pictures(channels, size, n_classes, n=3):
@@ -155,3 +162,11 @@ def test_matrix_capsules_store_no_votes():
     torch.cuda.reset_peak_memory_stats()
     net(x, y)['loss'].backward()
     assert torch.cuda.max_memory_allocated() < 1e9
+
+
+def test_a_bench_replays_graphs():
+    net, (a, mu) = there(Routing(4, 4, 4, n_out=9), routed(77), 'cuda')
+    loss = lambda: sum(o.sum() for o in net(a, mu)[:2]).backward()
+    found = bench._as_a_graph(loss, bench.How('cuda', rounds=2, seconds=1))
+    assert 0 < found['graph'] < 1
+    assert 'no_graph' in bench._as_a_graph(lambda: a.sum().item(), bench.How('cuda'))

@@ -1,11 +1,17 @@
 """Devices that are not at hand: shapes without values, and a GPU's path on the CPU."""
 
+import ast
 import itertools
+from pathlib import Path
 import pytest
+import test_cuda
 import torch
 from test_moments import assert_as_exact_in_total, define, exact_sizes, far, inputs, names, squares
 from test_moments import step
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+import capsnb
 from capsnb import Routing, dynamic_routing, route_capsules
 from capsnb.engine import dstep, dynamic, moments
 from capsnb.engine.dstep import Sizes, plans
@@ -102,3 +108,46 @@ def test_nothing_is_refused_where_nothing_is_read(as_on_a_gpu):
     layer = Routing(2, 3, 2, n_out=4)
     out = layer(torch.full((5,), torch.nan), torch.zeros(5, 2, 3))
     assert out.a.isnan().any()
+
+
+class FromTheCPU(TorchDispatchMode):
+    "Writes down what copies a tensor of the CPU to the device: there it would wait."
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        out = f(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)]
+        if {t.device.type for t in tensors} == {'cpu', 'meta'}:
+            self.found.append(str(f))
+        return out
+
+
+@pytest.mark.parametrize('name', [k for k in test_cuda.made if k != 'SSTNet'])
+def test_a_step_copies_nothing_from_the_cpu(name):
+    net, given = test_cuda.there(*test_cuda.made[name](), 'meta')
+    net(*given)  # tables are made once
+    with FromTheCPU() as seen:
+        out = test_cuda.tuple_of(net(*given))
+        sum(o.sum() for o in out).backward()
+    assert not seen.found
+
+
+def test_no_number_of_the_cpu_is_put_into_a_tensor():
+    "`x[0, 0] = 1` and `new_tensor` copy from the CPU and wait, which shapes alone do not tell"
+    rooms = Path(capsnb.__file__).parent
+    files = [*(rooms / 'zoo').glob('*.py'), *(rooms / 'routing').glob('*.py')]
+    names = 'layers em dstep moments dynamic triton_routing triton_fields'.split()
+    files += [rooms / 'engine' / f'{n}.py' for n in names]
+    files += [rooms / 'lab' / f'{n}.py' for n in ('matrix_caps', 'capsnet', 'vision')]
+    found = []
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding='utf-8'))):
+            into = isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+            if into and any(isinstance(t, ast.Subscript) for t in node.targets):
+                found.append((file.name, node.lineno))
+            if isinstance(node, ast.Attribute) and node.attr == 'new_tensor':
+                found.append((file.name, node.lineno))
+    assert len(files) > 15 and not found

@@ -37,6 +37,7 @@ from ..engine.dynamic import dynamic_routing, route_capsules
 from ..engine.layers import ConvCaps, field_plans
 from ..engine.moments import n_stats
 from ..engine.numerics import error_to
+from .matrix_caps import MatrixCapsNet
 from .speed import machine, page, pictures, sentences, training_step, writable
 from .text import SSTNet
 from .vision import SmallNORBNet, n_params, norb_trunk, rival_of
@@ -387,6 +388,27 @@ def _sst_cases() -> list[Case]:
     return cases
 
 
+def _matrix_runs(sizes: tuple, device: str, tiny: bool) -> Runs:
+    "A step of matrix capsules on 64 digits; the same with all votes at hand, and compiled."
+    seed_everything(0)
+    sizes, n = ((4, 2, 3, 3), 2) if tiny else (sizes, 64)
+    net = MatrixCapsNet(*sizes, E=10, in_channels=1).to(device)
+    votes, batch = copy.deepcopy(net), pictures(n, (1, 28, 28), 10, device)
+    for layer in votes.caps:
+        layer.plan = 'votes'
+    fused = lambda: training_step(compiled(net, device), batch)
+    steps = {'capsules': training_step(net, batch), 'all votes': training_step(votes, batch)}
+    known = dict(n_params=n_params(net), batch=list(batch[0].shape))
+    return Runs(steps, None, known, {'capsules, compiled': when_called(fused)})
+
+
+def _matrix_cases() -> list[Case]:
+    some = (32, 8, 16, 16), (32, 32, 32, 32)
+    make = lambda s: functools.partial(_matrix_runs, s)
+    return [Case(f"64 digits, {'·'.join(map(str, s))}", make(s), items=64) for s in some]
+
+
+benches['gpu: matrix capsules'] = _matrix_cases
 benches['gpu: smallNORB'] = _norb_cases
 benches['gpu: GPT-2-large'] = _sst_cases
 
@@ -415,6 +437,7 @@ def _share(rows: dict) -> float | None:
     return both[0] / sum(both)
 
 
+stages['matrix capsules'] = lambda at: _cases_stage(at, ('gpu: matrix capsules',)), 0.1
 stages['smallNORB'] = lambda at: _cases_stage(at, ('gpu: smallNORB',)), 0.2
 stages['GPT-2-large'] = lambda at: _cases_stage(at, ('gpu: GPT-2-large',)), 0.15
 
@@ -599,9 +622,9 @@ def gpu_bench(
         raise ValueError(f"this is for a GPU, not for {device!r}: rehearse it with --rehearse")
     out = writable(out)
     record = run_record(0, data='random inputs', machine=machine(device), tiny=tiny, stages={})
-    ends = time.time() + budget
+    ends, whole = time.time() + budget, sum(stages[name][1] for name in names) or 1.0
     for name in names or stages:
-        seconds = min(stages[name][1] * budget, ends - time.time())
+        seconds = min(stages[name][1] / whole * budget, ends - time.time())
         if progress:
             print(f'{name}: at most {seconds:.0f} s', file=sys.stderr, flush=True)
         record['stages'][name] = _apart(name, device, tiny, seconds) if seconds > 1 else _no_time
