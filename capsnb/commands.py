@@ -1616,7 +1616,7 @@ def bench(
         list[str] | None,
         typer.Argument(
             help='routing, convcaps, capsnet, zoo, matrix_caps, sst, mixture, networks; '
-            'all if none.',
+            'all if none. With --device cuda stages, too.',
             show_default=False,
         ),
     ] = None,
@@ -1665,7 +1665,7 @@ def bench(
             raise ValueError("--against runs on the CPU and takes names, --threads and --out alone")
         return beside(against, out or Path('runs/against.json'), names, threads)
     on_gpu = device.startswith('cuda')
-    if rehearse or on_gpu and set(names or ()) <= set(room('lab.gpu').stages):
+    if rehearse or on_gpu and (not names or set(names) & set(room('lab.gpu').stages)):
         if quick or resume or threads:
             said = "no --quick, no --resume, no --threads"
             raise ValueError(f"--device cuda and --rehearse take names of stages: {said}")

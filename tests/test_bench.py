@@ -313,13 +313,15 @@ def test_a_stage_that_fails_keeps_what_it_found(tmp_path, monkeypatch):
     assert 'illegal memory access' in found['failed']
 
 
-def test_a_gpu_that_is_broken_is_asked_no_more():
+def test_a_gpu_that_is_broken_is_asked_no_more(monkeypatch):
     at = gpu.Stage('cpu', True, math.inf, print)
     failing = lambda X: raising(RuntimeError('CUDA error: an illegal memory access'))
     ways = {'first': failing, 'second': lambda X: [X[0].exp()]}
-    (row,) = gpu._exact_rows('exp', ways, [torch.ones(2)], ways['second'], at)
+    (row,) = rows = gpu._exact_rows('exp', ways, [torch.ones(2)], ways['second'], at)
     assert row['way'] == 'first' and row['broken'] and not row['good']
-    assert gpu._judged([row], False)['bad'] == ['exp, first']
+    monkeypatch.setattr(gpu, '_exact_routings', lambda at: [rows, rows])
+    found = gpu._exactness_stage(gpu.Stage('cpu', True, math.inf, lambda x: x))
+    assert found == dict(rows=rows, bad=['exp, first'], whole=False)
 
 
 def raising(e):
@@ -332,7 +334,7 @@ def test_stages_by_name_share_the_time(tmp_path, monkeypatch):
     out = tmp_path / 'x.json'
     done = capsnb('bench', 'rivals', 'device', '--rehearse', '--budget', 100, '--out', out)
     assert done.exit_code == 0 and [t[0] for t in told] == ['rivals', 'device']
-    assert [round(t[3]) for t in told] == [60, 40]
+    assert [round(t[3]) for t in told] == [60, 100]  # the first left its share unused
 
 
 def test_a_stage_that_takes_too_long_is_stopped():

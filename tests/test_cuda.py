@@ -45,6 +45,10 @@ made = {  # name -> a layer or network, and what it is given
     'ClassCaps': lambda: (ClassCaps(3, 5), caps(3)),
     'CapsNet': lambda: (CapsNet(channels=8, n_types=2, decoder=(8, 8)), pictures(1, 28, 10)),
     'MatrixCapsNet, paper': lambda: (MatrixCapsNet(4, 2, 3, 3, preset='paper'), pictures(2, 32, 5)),
+    'MatrixCapsNet, google': lambda: (
+        MatrixCapsNet(4, 2, 3, 3, preset='google'),
+        pictures(2, 32, 5),
+    ),
     'MatrixCapsNet': lambda: (MatrixCapsNet(4, 2, 3, 3), pictures(2, 32, 5)),
     'DStepNet': lambda: (DStepNet(channels=(4, 4, 4), n_types=3, n_parts=5), pictures(1, 8, 10)),
     'SSTNet': lambda: (SSTNet(3, 8, 5, d_feat=6, n_parts=4), words()),

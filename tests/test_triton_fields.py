@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from capsnb.engine.layers import ConvCaps, _Loop, _Parts, _route_scores, _route_votes
 from capsnb.engine.layers import field_plans, field_table
 from capsnb.engine.numerics import assert_as_exact, error_to
+from capsnb.lab.matrix_caps import MatrixCapsNet
 from capsnb.routing.em import Floor
 
 pytest.importorskip('triton', reason="the kernels need triton: pip install 'capsnb[gpu]'")
@@ -150,18 +151,40 @@ def test_they_refuse_in_words():
             layer(plan='triton')(a[:0], mu[:0])
 
 
-def test_second_derivatives_are_those_of_the_definition():
+def test_matrix_capsules_ask_for_no_shares(monkeypatch):
+    "their logits come from the kernels, forward, twice backward, and under vmap"
+
+    def fail(*args):
+        raise AssertionError('shares were asked for')
+
+    for k in ('votes', 'compiled'):
+        if k in field_plans:
+            plan = field_plans[k]._replace(shares=fail, refuses=lambda parts, loop: 'no')
+            monkeypatch.setitem(field_plans, k, plan)
+    torch.manual_seed(0)
+    net, x = MatrixCapsNet(4, 2, 2, 2, E=2, in_channels=1), torch.rand(2, 1, 22, 22)
+    with interpreting():
+        net(x, torch.tensor([0, 1]))['loss'].backward()
+    assert all(p.grad is not None for p in net.caps.parameters())
+
+
+@pytest.mark.parametrize('scores', [False, True])
+def test_second_derivatives_are_those_of_the_definition(scores):
     table = field_table((2, 2), 1, 2)[0]
     leaves, loop = draw(1, (2, 2), 1, 2, (1, 2, 2), table), _Loop([0.3], absolute)
 
     def second(route, leaves):
-        out = route(_Parts(*leaves, table), loop).mu.square().sum()
+        found = route(_Parts(*leaves, table), loop)
+        out = found.mu.square().sum() + found.a.square().sum()
         g = torch.autograd.grad(out, leaves[1], create_graph=True)[0]
         return torch.autograd.grad(g.square().sum(), leaves[:3])
 
+    votes, kernels = _route_votes, fields._route_triton
+    if scores:
+        votes, kernels = (partial(_route_scores, field_plans[k]) for k in ('votes', 'triton'))
     with interpreting():
-        found = second(fields._route_triton, leaves)
-    for got, want in zip(found, second(_route_votes, leaves)):
+        found = second(kernels, leaves)
+    for got, want in zip(found, second(votes, leaves)):
         assert error_to(got, want) < 1e-5
 
 

@@ -87,6 +87,11 @@ def _links(V, n, parents, fields) -> _Links:
     return _Links(may, start, None, fields, n)
 
 # %% ../../nbs/engine/14_em.ipynb #0000000e
+def _like(x, t):
+    "A number or a tensor, as a tensor of t's kind; a number is made where t is."
+    return x.to(t) if isinstance(x, Tensor) else t.new_full((), x)
+
+
 def damped(
     mu: Tensor,  # [..., j, c, h] weighted means
     s: Tensor,  # [..., j, c, h] variances about them
@@ -96,7 +101,7 @@ def damped(
     "Means that keep a share of what they were, as in the code of the paper's authors."
     if not damping:
         return mu, s
-    before = torch.as_tensor(before, dtype=mu.dtype, device=mu.device).expand_as(mu)
+    before = _like(before, mu).expand_as(mu)
     new = torch.lerp(mu, before, damping)
     return new, s + (mu - new).square()
 
@@ -134,7 +139,7 @@ def free_energy(
 ) -> Tensor:  # [...] nats
     "The objective said to be minimised (Hinton 2018, eq. 4)."
     r, n = R * a_in[..., None], V.shape[-2] * V.shape[-1]
-    beta_u = torch.as_tensor(beta_u, dtype=V.dtype, device=V.device)
+    beta_u = _like(beta_u, V)
     beta_hat = n * (beta_u - 0.5 - 0.5 * math.log(2 * math.pi))
     energy = (beta_hat[..., None, :] if beta_u.ndim else beta_hat) - log_normal(V, mu, sig2)
     energy = energy if gain is None else energy - gain

@@ -1037,7 +1037,9 @@ class ClassCaps(_Capsules):
 
     def _centres(self, grid, centres, device):
         "Coordinates of rows and columns; `ValueError` if they do not fit the grid."
-        rows, cols = centres or (field_centres(k, [], k, device) for k in grid)
+        if centres is None:
+            centres = [field_centres(k, [], k, device) for k in grid]
+        rows, cols = centres
         check_tensors(rows=rows, cols=cols)
         if (len(rows), len(cols)) != grid:
             want, got = "{} rows and {} columns".format(*grid), f"{len(rows)} and {len(cols)}"

@@ -143,7 +143,7 @@ def _each_error(found: list[Tensor], truth: list[Tensor]) -> list[float]:
 
 
 def _broken(e: Exception) -> bool:  # whether the GPU can do no more work in this process
-    return 'illegal memory access' in str(e) or 'CUDA error' in str(e)
+    return 'CUDA error' in str(e) or 'Triton Error [CUDA]' in str(e)
 
 # %% ../../nbs/lab/61_gpu.ipynb #00000009
 _least = 32 * torch.finfo(torch.float32).eps  # of an error that counts
@@ -622,9 +622,10 @@ def gpu_bench(
         raise ValueError(f"this is for a GPU, not for {device!r}: rehearse it with --rehearse")
     out = writable(out)
     record = run_record(0, data='random inputs', machine=machine(device), tiny=tiny, stages={})
-    ends, whole = time.time() + budget, sum(stages[name][1] for name in names) or 1.0
-    for name in names or stages:
-        seconds = min(stages[name][1] / whole * budget, ends - time.time())
+    ends = time.time() + budget
+    for k, name in enumerate(names or stages):
+        left, rest = ends - time.time(), sum(stages[n][1] for n in names[k:])
+        seconds = left * stages[name][1] / rest if names else min(stages[name][1] * budget, left)
         if progress:
             print(f'{name}: at most {seconds:.0f} s', file=sys.stderr, flush=True)
         record['stages'][name] = _apart(name, device, tiny, seconds) if seconds > 1 else _no_time

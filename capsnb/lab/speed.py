@@ -55,7 +55,7 @@ def training_step(
     batch: tuple,  # what it is given
 ) -> Callable:  # a function without arguments
     "One step of training, with RAdam as in the studies."
-    on_gpu = next(net.parameters()).is_cuda  # where a CUDA graph may hold the step
+    on_gpu = next(net.parameters()).is_cuda  # a CUDA graph can hold it; launched, it is slower
     optimizer = torch.optim.RAdam(net.train().parameters(), lr=1e-4, capturable=on_gpu)
 
     def step():
@@ -559,6 +559,8 @@ def page(
     if found['computed']:
         lines.append('  on paper: ' + json.dumps(found['computed'], ensure_ascii=False))
     lines += [f'  {name} did not run: {_last(why)}' for name, why in found['not_run'].items()]
+    failed = {k: row['no_graph'] for k, row in found['measured'].items() if 'no_graph' in row}
+    lines += [f'  no graph of {name}: {why.splitlines()[0]}' for name, why in failed.items()]
     return '\n'.join(lines)
 
 
