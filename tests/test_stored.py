@@ -124,7 +124,9 @@ silent = {  # older ones, that do not say what they selected on
     *(f'shootout_{k}' for k in ('toys', 'eth80', 'treebank')),
 }
 elsewhere = {  # rates of nets that saw the novel views
-    f'viewpoint_{k}_extrapolation' for k in ('toys_azimuth', 'eth80_azimuth', 'eth80_elevation')
+    f'viewpoint_{k}_{by}_extrapolation'
+    for k in ('toys', 'eth80')
+    for by in ('azimuth', 'elevation')
 } | {f'viewpoint_eth80_{k}_interpolation' for k in ('azimuth', 'elevation')}
 
 
