@@ -60,8 +60,8 @@ def needed(body, before):
     return [before[i] for i in sorted(chosen)]
 
 
-def readers():
-    "Cells that show what a file in nbs/results/ holds, each with the statements above it."
+def always_run():
+    "Cells that every test of a notebook runs, but for exports: each with the statements above it."
     for path in notebooks:
         before = []
         for source, c in cells(path):
@@ -69,11 +69,18 @@ def readers():
             if flags & {'slow', 'data', 'cuda'} or 'nbdev_export()' in source:
                 continue
             code = statements(source)
-            reads = "results/" in source or "'results'" in source
-            writes = 'write_' in source or 'mkdir' in source
-            if reads and not writes and not flags & {'export', 'exporti'}:
-                yield pytest.param(path, c, code, list(before), id=f"{path.stem}-{c['id']}")
+            if not flags & {'export', 'exporti'}:
+                yield path, source, c, code, list(before)
             before += code
+
+
+def readers():
+    "Those that show what a file in nbs/results/ holds."
+    for path, source, c, code, before in always_run():
+        reads = "results/" in source or "'results'" in source
+        writes = 'write_' in source or 'mkdir' in source
+        if reads and not writes:
+            yield pytest.param(path, c, code, before, id=f"{path.stem}-{c['id']}")
 
 
 def shown(output):

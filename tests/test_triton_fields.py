@@ -152,7 +152,7 @@ def test_they_refuse_in_words():
 
 
 def test_matrix_capsules_ask_for_no_shares(monkeypatch):
-    "their logits come from the kernels, forward, twice backward, and under vmap"
+    "'auto' takes the kernels for their logits, and a step trains all that lies below"
 
     def fail(*args):
         raise AssertionError('shares were asked for')

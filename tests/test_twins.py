@@ -6,34 +6,19 @@ import io
 import re
 import time
 import pytest
-from test_repo import cells, count, notebooks, statements
-from test_stored import needed
+from test_stored import always_run, needed
 
 most = 30  # seconds of processor time
 studies = """ablate attack_study credit_study depth_study distortion_study head_study language_study
 overlap_study plateau_study shoot_out study_poses tuned_study viewpoint_study""".split()
 
 
-def twins():
-    "Cells that call a study and always run, with the statements above each."
-    call = re.compile(rf"\b({'|'.join(studies)})\(")
-    for path in notebooks:
-        before = []
-        for source, c in cells(path):
-            flags = count.flags_of(source)
-            if flags & {'slow', 'data', 'cuda'} or 'nbdev_export()' in source:
-                continue
-            code = statements(source)
-            if not flags & {'export', 'exporti'} and (called := call.findall(source)):
-                yield path, c, code, list(before), set(called)
-            before += code
-
-
 def first_of_each():
-    seen = {}
-    for twin in twins():
-        for study in twin[-1]:
-            seen.setdefault(study, twin)
+    "Study -> the first cell that calls it, and the statements above."
+    call, seen = re.compile(rf"\b({'|'.join(studies)})\("), {}
+    for path, source, _, code, before in always_run():
+        for study in call.findall(source):
+            seen.setdefault(study, (path, code, before))
     return seen
 
 
@@ -46,7 +31,7 @@ def test_every_study_has_one():
 
 @pytest.mark.parametrize('study', studies)
 def test_a_twin_is_quick(study, monkeypatch):
-    path, _, code, before, _ = found[study]
+    path, code, before = found[study]
     monkeypatch.chdir(path.parent)
     monkeypatch.setenv('MPLBACKEND', 'agg')
     scope = {'__name__': path.stem}

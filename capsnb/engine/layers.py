@@ -162,8 +162,12 @@ def _route_scores(
         return plan.scores(parts, loop)
     assert plan.shares
     out = plan.shares(parts, loop)
-    data = torch.einsum('bps,bpsj->bpj', _gathered(parts.a, parts.fields), out.R)
-    return out._replace(a=activation_logit(data, out.sig2, *parts[3:5], loop.lams[-1]), R=None)
+    seen = _gathered(parts.a, parts.fields)
+    return out._replace(a=_logits_of(seen, out.R, out.sig2, parts[3:5], loop.lams[-1]), R=None)
+
+
+def _logits_of(a, R, sig2, betas, lam):  # [..., s], [..., s, j], [..., j, c, h] -> [..., j]
+    return activation_logit(torch.einsum('...s,...sj->...j', a, R), sig2, *betas, lam)
 
 # %% ../../nbs/engine/17_layers.ipynb #257e4bcb
 class _Votes:
@@ -842,9 +846,9 @@ class _Capsules(nn.Module):
 
     def _logits(self, a, R, sig2):  # [..., s], [..., s, j], [..., j, c, h]
         with without_autocast(R.device):
-            data = torch.einsum('...s,...sj->...j', a.to(sig2.dtype), R.to(sig2.dtype))
             lam = as_schedule(self.lam, self.n_iters)[-1]
-            return activation_logit(data, sig2, *self.betas(sig2.dtype), lam)
+            a, R = a.to(sig2.dtype), R.to(sig2.dtype)
+            return _logits_of(a, R, sig2, self.betas(sig2.dtype), lam)
 
     def _route(self, a, mu, route):
         "`route(a, mu, W)` in float32 or better, outside of autocast; in the dtype of mu."
@@ -937,7 +941,7 @@ class ConvCaps(_Capsules):
         a: Tensor,  # [..., m, n, i] activations of the parts, in [0, 1]
         mu: Tensor,  # [..., m, n, i, c, d] poses of the parts
     ) -> Caps:  # logits [..., m', n', j] of the activations, and poses
-        "Logits in place of activations: exact where a sigmoid is full; none of `act='pi'`."
+        "Logits, exact where a sigmoid is full, as `logits` has them; `ValueError` for `act='pi'`."
         if self.act == 'pi':
             raise ValueError("mixing proportions, act='pi', have no logits")
         return Caps(*self._routed(a, mu, 'scores')[:2])
