@@ -668,7 +668,7 @@ def _fields_to_poses(
             for d in tl.static_range(D):
                 new = new + (g_x[d] + g * w[d],)
             g_x = new
-    size = Q.to(tl.int64) * S
+    size = tl.cast(Q, tl.int64) * S  # Q is a constant where it is 1
     at = out + row * D * size + q * S + s
     _store_all(at, size, (q < Q) & (s < S), g_x, D)
 

@@ -1212,11 +1212,11 @@ def _cells(x, W, b, k):
     (n, i, c, d), (h, j) = x.shape, W.shape[2:]
     how, BJ = dict(C=c, D=d, H=h, MODEL=k.numel() > 0), _power(j, 16 if d > 8 else 1, 32)
     own = len(b) > 0
-    if d > 8:  # more warps and fewer loads under way, where a thread would hold too much
-        warps, stages = BJ // 4 if c * h > 2 else 4, 2 if c == 1 and h <= 2 else 1
-        still = how | dict(K=16, BR=16, BJ=BJ, stages=stages)
-        moving = still | (dict(warps=warps) if own else dict(stages=2))
-        return _Cells((n, i, j), not own, still, moving, moving | dict(stages=1, warps=warps))
+    if d > 8:  # more warps, where a thread would hold too much
+        still = how | dict(K=16, BR=16, BJ=BJ, stages=1)  # with 2 the gradient of x is wrong
+        warps = dict(warps=BJ // 4 if own or c * h > 2 else 4)
+        moving = warps if own else dict(stages=2)
+        return _Cells((n, i, j), not own, still, still | moving, still | warps)
     held = 2 * max(c * d, d * h) + 6 * c * h  # numbers of a vote, its part and its map in a thread
     wide = 4 if held <= 48 else 2 if held <= 80 else 1
     how |= dict(K=1, BR=128 * wide // BJ, BJ=BJ, stages=2)

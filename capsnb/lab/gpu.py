@@ -100,6 +100,7 @@ _sweep = [  # n, i, j, c, d, h, shared
     Sizes(2, 19, 7, 4, 4, 4, False),
     Sizes(1, 257, 65, 4, 4, 4, True),
     Sizes(1, 1000, 300, 1, 64, 2, True),
+    Sizes(3, 40, 70, 1, 64, 2, False),
     Sizes(4, 5184, 64, 4, 4, 4, True),
 ]
 
