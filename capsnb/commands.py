@@ -55,6 +55,10 @@ Half = Annotated[
     bool,
     option('Products in bfloat16 (autocast): faster where the processor has it.', '--bf16'),
 ]
+Graphs = Annotated[
+    bool,
+    option('On a GPU: compile, and replay each step as CUDA graphs (torch.compile).', '--graphs'),
+]
 BatchSize = Annotated[
     int | None, unset("Samples of a training step; the recipe's if not given.", min=1)
 ]
@@ -145,6 +149,7 @@ def train_task(
     lr: float | None,  # at the top of its cycle; None: the recipe's
     batch_size: int | None,  # of a training step; None: the recipe's
     bf16: bool,  # whether products are taken in bfloat16
+    graphs: bool,  # whether steps are compiled into CUDA graphs
     device: str | None,  # None: the best there is
     resume: bool,  # go on where a run stopped
     overwrite: bool,  # replace the run that the folder holds
@@ -170,7 +175,7 @@ def train_task(
             start=start,
             progress=progress,
             how_to_resume=how,
-            **changed(task, net, lr, batch_size, bf16),
+            **changed(task, net, lr, batch_size, bf16, graphs),
         )
         if not is_first():
             return
@@ -190,10 +195,12 @@ def changed(
     lr: float | None,  # at the top of its cycle; None: the recipe's
     batch_size: int | None,  # of a training step; None: the recipe's
     bf16: bool,  # whether products are taken in bfloat16
+    graphs: bool,  # whether steps are compiled into CUDA graphs
 ) -> dict:  # what of the recipe differs
     "A cycle with another top begins and ends where it did, or at that top if it is lower."
     changes = {} if batch_size is None else dict(batch_size=batch_size)
     changes |= dict(bf16=True) if bf16 else {}
+    changes |= dict(torch_compile=True, torch_compile_mode='reduce-overhead') if graphs else {}
     if lr is None:
         return changes
     low, _ = task.recipe(task.known_net(net))['lr']
@@ -264,6 +271,7 @@ def train_digits(
     lr: Rate = None,
     batch_size: BatchSize = None,
     bf16: Half = False,
+    graphs: Graphs = False,
     seed: Seed = 0,
     limit: Annotated[
         int | None,
@@ -306,7 +314,7 @@ def train_digits(
         )
     out = out or Path('runs', name)
     usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
-    usual |= dict(lr=lr, batch_size=batch_size, bf16=bf16, start=start)
+    usual |= dict(lr=lr, batch_size=batch_size, bf16=bf16, graphs=graphs, start=start)
     return train_task(ctx, task, net, out, progress=progress, **usual)
 
 
@@ -329,6 +337,7 @@ def train_objects(
     lr: Rate = None,
     batch_size: BatchSize = None,
     bf16: Half = False,
+    graphs: Graphs = False,
     seed: Seed = 0,
     out: Out = None,
     data: Data = None,
@@ -360,7 +369,7 @@ def train_objects(
     task = tasks.with_options(tasks.task_named(ctx.info_name), **options)
     out = out or Path('runs', ctx.info_name)
     usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
-    usual |= dict(lr=lr, batch_size=batch_size, bf16=bf16, start=start)
+    usual |= dict(lr=lr, batch_size=batch_size, bf16=bf16, graphs=graphs, start=start)
     return train_task(ctx, task, net, out, progress=progress, **usual)
 
 
@@ -392,6 +401,7 @@ def train_photographs(
     lr: Rate = None,
     batch_size: BatchSize = None,
     bf16: Half = False,
+    graphs: Graphs = False,
     seed: Seed = 0,
     out: Out = None,
     data: Annotated[Path | None, unset('Folder of the photographs; else CAPSNB_DATA.')] = None,
@@ -430,7 +440,7 @@ def train_photographs(
     task = room('lab.photographs').Photographs(**options)
     out = out or Path('runs', ctx.info_name)
     usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
-    usual |= dict(lr=lr, batch_size=batch_size, bf16=bf16, start=start)
+    usual |= dict(lr=lr, batch_size=batch_size, bf16=bf16, graphs=graphs, start=start)
     return train_task(ctx, task, net, out, progress=progress, **usual)
 
 
@@ -461,6 +471,7 @@ def train_sst(
     lr: Rate = None,
     batch_size: BatchSize = None,
     bf16: Half = False,
+    graphs: Graphs = False,
     seed: Seed = 0,
     seeds: Annotated[
         int,
@@ -488,6 +499,10 @@ def train_sst(
     on_the_fly: Annotated[
         bool,
         option('Run the transformer for every batch; keep no hidden states.', '--on-the-fly'),
+    ] = False,
+    in_memory: Annotated[
+        bool,
+        option('Keep hidden states in the memory of the device that trains.', '--in-memory'),
     ] = False,
     as_published: Annotated[
         bool,
@@ -518,9 +533,10 @@ def train_sst(
     options |= dict(limit=limit, published=as_published, official=not any_treebank, folder=data)
     options |= dict(validate=validate)
     options |= dict(cache=False if on_the_fly else cache, cache_dtype=cache_dtype)
+    options |= dict(in_memory=in_memory)
     lab = room('lab.sentiment')
     made = lab.Sentiment(task, **options)
-    usual = dict(epochs=epochs, lr=lr, batch_size=batch_size, bf16=bf16, start=start)
+    usual = dict(epochs=epochs, lr=lr, batch_size=batch_size, bf16=bf16, graphs=graphs, start=start)
     usual |= dict(device=device, progress=progress)
     if seeds > 1:
         found = train_seeds(ctx, made, net, range(seed, seed + seeds), out, **usual)
@@ -542,6 +558,7 @@ def train_seeds(
     lr: float | None,  # as for `train_task`
     batch_size: int | None,  # as for `train_task`
     bf16: bool,  # as for `train_task`
+    graphs: bool,  # as for `train_task`
     **usual,  # of `train`
 ) -> dict | None:  # the record; None in other processes than the first
     "Train with one seed after the other; finished ones are kept."
@@ -549,8 +566,9 @@ def train_seeds(
 
     def work():
         path = room('lab.runs').check_room(out, 2**20) / 'runs.json'
-        row = dict(net=net, how_to_resume=how, **changed(task, net, lr, batch_size, bf16))
-        of_machine = 'seed seeds data cache on_the_fly out resume overwrite device progress as_json'
+        row = dict(net=net, how_to_resume=how, **changed(task, net, lr, batch_size, bf16, graphs))
+        of_machine = 'seed seeds data cache on_the_fly in_memory graphs out resume overwrite '
+        of_machine += 'device progress as_json'
         asked = {k: v for k, v in ctx.params.items() if k not in of_machine.split()}
         asked = {k: str(v) if isinstance(v, Path) else v for k, v in asked.items()}
         study, rows = room('lab.tasks').study, {task.name: row}
@@ -576,6 +594,7 @@ def train_own(
     lr: Rate = None,
     batch_size: BatchSize = None,
     bf16: Half = False,
+    graphs: Graphs = False,
     seed: Seed = 0,
     out: Out = None,
     start: Start = None,
@@ -592,7 +611,7 @@ def train_own(
     task = room('lab.tasks').task_named(ctx.info_name)
     out = out or Path('runs', ctx.info_name.split(':')[1])
     usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
-    usual |= dict(lr=lr, batch_size=batch_size, bf16=bf16, start=start)
+    usual |= dict(lr=lr, batch_size=batch_size, bf16=bf16, graphs=graphs, start=start)
     return train_task(ctx, task, net, out, progress=progress, **usual)
 
 
@@ -631,6 +650,7 @@ def train_columns(
     lr: Rate = None,
     batch_size: BatchSize = None,
     bf16: Half = False,
+    graphs: Graphs = False,
     seed: Seed = 0,
     out: Out = None,
     start: Start = None,
@@ -651,7 +671,7 @@ def train_columns(
     task = room('outlook.own').own_task(ctx.info_name, **named, **how)
     name = ctx.info_name.partition(':')[2].partition('@')[0].rstrip('/').rsplit('/', 1)[-1]
     usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
-    usual |= dict(lr=lr, batch_size=batch_size, bf16=bf16, start=start)
+    usual |= dict(lr=lr, batch_size=batch_size, bf16=bf16, graphs=graphs, start=start)
     out = out or Path('runs', Path(name).stem)
     return train_task(ctx, task, net, out, progress=progress, **usual)
 

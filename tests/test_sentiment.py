@@ -243,6 +243,37 @@ def test_without_validation_the_last_epoch_is_tested(world, encoder, tmp_path):
     assert abs(found['accuracy'] - m['test_accuracy']) < 1e-6
 
 
+def test_hidden_states_in_memory(world, encoder, tmp_path):
+    "The same run as on the fly; the next one reads nothing; what cannot be is refused at once."
+    losses, seen = {}, []
+    hook = encoder.model.register_forward_pre_hook(lambda *_: seen.append(1))
+    try:
+        for name, how in (('fly', {}), ('held', dict(in_memory=True, cache=None)), ('again', None)):
+            kw = losses['how'] if how is None else how
+            losses['how'], before = kw, len(seen)
+            task = on(world, encoder, 'sst2', cache_dtype='float32', **kw)
+            found = train(task, out=tmp_path / name, epochs=2, batch_size=4, **quiet)
+            losses[name] = [h['loss'] for h in found['history']], found['train_data']
+            assert found.get('in_memory', False) == (name != 'fly')
+            assert (len(seen) == before) == (name == 'again')
+    finally:
+        hook.remove()
+    assert losses['held'] == losses['again'] and losses['held'][1] == losses['fly'][1]
+    for mine, wanted in zip(losses['held'][0], losses['fly'][0]):
+        assert abs(mine - wanted) < 1e-6
+    with pytest.raises(ValueError, match='in memory or in a cache'):
+        on(world, encoder, in_memory=True, cache=tmp_path)
+    task = on(world, encoder, in_memory=True)
+    with pytest.raises(ValueError, match='dataloader_num_workers=0'):
+        train(task, out=tmp_path / 'workers', dataloader_num_workers=1, **quiet)
+
+
+def test_graphs_need_a_gpu(world, encoder, tmp_path):
+    how = dict(torch_compile=True, torch_compile_mode='reduce-overhead')
+    with pytest.raises(ValueError, match='need a GPU'):
+        train(on(world, encoder), out=tmp_path / 'run', **how, **quiet)
+
+
 COMMON = '''
 from capsnb.data.embed import FrozenEncoder
 from capsnb.lab.sentiment import Sentiment

@@ -26,7 +26,7 @@ from .files import checksum, need_hub, read_json, regular, write_json
 __all__ = ['pinned', 'tiny_transformer', 'first_line', 'load_frozen', 'end_token', 'as_texts', 'longest', 'tokenize', 'Embedded',
            'pad_embeddings', 'hidden_states', 'fingerprint', 'pick_layers', 'probe', 'FrozenEncoder', 'check_encoder',
            'read_config', 'stand_in', 'about_tokens', 'Price', 'in_time', 'price_of', 'read_cache', 'CacheWriter',
-           'EmbeddingCache', 'check_space']
+           'EmbeddingCache', 'check_space', 'HeldStates']
 
 # %% ../../nbs/data/39_embed.ipynb #00000006
 def _byte_pairs(texts, n: int = 400):  # a tokenizer as GPT-2's: nothing is unknown to it
@@ -496,6 +496,7 @@ class FrozenEncoder:
     "All hidden states of a transformer that is never trained: `mask, embs = encoder(texts)`."
 
     cache: Callable[..., EmbeddingCache]  # see `_make_cache`
+    hold: Callable[..., HeldStates]  # see `_hold`
 
     def __init__(
         self,
@@ -510,6 +511,7 @@ class FrozenEncoder:
         fetch: bool = True,  # whether a name may be asked for on the Hub
     ):
         self.name, self.gguf_file, self.end, self._mark = str(name_or_folder), gguf_file, end, None
+        self.held: dict = {}  # name -> what `hold` keeps
         self.device, self.dtype = pick_device(device), _dtype(dtype or torch.float32)
         parts = load_frozen(name_or_folder, gguf_file, self.dtype, self.device, revision, fetch)
         self.tokenizer, self.model, self._missing = parts
@@ -1034,9 +1036,7 @@ def _make_cache(
 ) -> EmbeddingCache:  # of all texts
     "Compute what is not there yet; `ValueError` for another cache, `OSError` for no room."
     folder, texts, dtype = Path(folder).expanduser().absolute(), as_texts(texts), _dtype(dtype)
-    if any(p.requires_grad for p in encoder.model.parameters()):
-        trained = "got one that is being trained: what it says now cannot be kept"
-        raise ValueError(f"expected a frozen transformer, {trained}")
+    _check_frozen(encoder)
     if not texts:
         raise ValueError("expected at least one text to cache, got none")
     ids = encoder.tokens(texts)
@@ -1050,6 +1050,12 @@ def _make_cache(
                 out.write(todo[k], item)
                 bar.update(len(item))
     return EmbeddingCache(folder)
+
+
+def _check_frozen(encoder: FrozenEncoder):
+    if any(p.requires_grad for p in encoder.model.parameters()):
+        trained = "got one that is being trained: what it says now cannot be kept"
+        raise ValueError(f"expected a frozen transformer, {trained}")
 
 
 FrozenEncoder.cache = _make_cache
@@ -1069,3 +1075,81 @@ def _prepare(encoder: FrozenEncoder, folder: Path, texts: list, ids: list, dtype
     if fresh:
         _lay_out(folder, header, index)
     return header, index, todo
+
+# %% ../../nbs/data/39_embed.ipynb #4e1d0002
+class HeldStates:
+    "Hidden states in the memory of the encoder's device, read once."
+
+    def __init__(
+        self,
+        encoder: FrozenEncoder,  # reads them
+        texts: list,  # of str
+        rows: list | None = None,  # numbers of the texts that are read; None: all
+        dtype='float16',  # in memory, or 'bfloat16', 'float32'
+        batch_size: int = 256,  # texts at a time
+    ):
+        self.encoder, self.texts, dtype = encoder, as_texts(texts), _dtype(dtype)
+        rows = list(range(len(self.texts))) if rows is None else rows
+        ids = encoder.tokens([self.texts[k] for k in rows])
+        shape = sum(map(len, ids)), encoder.n_layers, encoder.d_emb
+        _check_memory(math.prod(shape) * dtype.itemsize, encoder.device)
+        self.flat, at = torch.empty(shape, dtype=dtype, device=encoder.device), 0
+        self.starts, self.lengths = torch.zeros(2, len(self.texts), dtype=torch.long)
+        for batch in _sorted_batches([len(r) for r in ids], batch_size):
+            some, of = [ids[k] for k in batch], torch.tensor([rows[k] for k in batch])
+            mask, embs = hidden_states(encoder.model, some, encoder.layers, encoder.pad_id)
+            embs = _narrow(embs[mask > 0], dtype, encoder.layers)
+            self.flat[at : at + len(embs)] = embs
+            n = torch.tensor([len(r) for r in some])
+            self.lengths[of], self.starts[of] = n, at + n.cumsum(0) - n
+            at += len(embs)
+
+    def __len__(self) -> int:  # texts
+        return len(self.texts)
+
+    def places(
+        self,
+        rows: list,  # numbers of texts
+    ) -> tuple:  # mask [b, n], and where [b, n] in memory the tokens are
+        "On a GPU n is a multiple of 32: few shapes, and so few graphs."
+        lengths, longest = self.lengths[rows], int(self.lengths[rows].max())
+        if not lengths.all():
+            raise ValueError(f"text {rows[int(lengths.argmin())]} is not among those in memory")
+        at = torch.arange(-(-longest // 32) * 32 if self.flat.is_cuda else longest)
+        mask = at < lengths[:, None]
+        return mask.float(), torch.where(mask, self.starts[rows][:, None] + at, 0)
+
+    def look(
+        self,
+        where: Tensor,  # [b, n] of `places`
+    ) -> Tensor:  # [b, n, l, m] in float32; at padding anything
+        return self.flat[where.to(self.flat.device)].float()
+
+# %% ../../nbs/data/39_embed.ipynb #4e1d0003
+def _check_memory(n_bytes: int, device: torch.device):
+    "`MemoryError` where a GPU has not got the room."
+    if device.type != 'cuda' or n_bytes < (free := torch.cuda.mem_get_info(device)[0]):
+        return
+    raise MemoryError(
+        f"hidden states take {n_bytes / 1e9:,.1f} GB, {device} has {free / 1e9:,.1f} GB free: read "
+        "fewer layers (--layers) or sentences only (--roots), or keep them on disk (--cache)"
+    )
+
+# %% ../../nbs/data/39_embed.ipynb #4e1d0004
+def _hold(
+    encoder: FrozenEncoder,  # whose hidden states
+    name: str,  # of the texts; others of that name are let go
+    texts: list,  # as for `HeldStates`
+    rows: list | None = None,  # as for `HeldStates`
+    dtype='float16',  # as for `HeldStates`
+) -> HeldStates:  # the same object when asked again
+    "Hidden states that stay in memory as long as the encoder does."
+    _check_frozen(encoder)
+    key, kept = (as_texts(texts), rows, dtype), encoder.held.get(name)
+    if kept is None or kept[0] != key:
+        encoder.held.pop(name, None)
+        encoder.held[name] = key, HeldStates(encoder, texts, rows, dtype)
+    return encoder.held[name][1]
+
+
+FrozenEncoder.hold = _hold

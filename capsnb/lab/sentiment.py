@@ -22,8 +22,9 @@ from typing import Callable, NamedTuple
 import torch
 import torch.nn.functional as F
 from ..core import need, pick_device, run_record
-from ..data.embed import EmbeddingCache, FrozenEncoder, about_tokens, as_texts, check_space
-from ..data.embed import check_encoder, in_time, pinned, price_of, read_config, stand_in
+from ..data.embed import EmbeddingCache, FrozenEncoder, HeldStates, about_tokens, as_texts
+from ..data.embed import check_encoder, check_space, in_time, pinned, price_of, read_config
+from ..data.embed import stand_in
 from ..data.files import cache_folder, read_json, write_json
 from ..data.sst import label_names, load_sst
 from .routing_net import PlainText, RoutingText, VectorText
@@ -40,20 +41,21 @@ __all__ = ['on_disk', 'most_unasked', 'names_of', 'sst5', 'sst2', 'in_papers', '
 
 # %% ../../nbs/lab/54_sentiment.ipynb #dd8c221d
 class TextDeck(BaseDeck):
-    "Hidden states and labels, for `fit_decks`: from a cache, or from an encoder on the fly."
+    "Hidden states and labels, for `fit_decks`: from a cache, from memory, or on the fly."
 
     def __init__(
         self,
-        source,  # EmbeddingCache; or (FrozenEncoder, list of texts)
+        source,  # EmbeddingCache; HeldStates; or (FrozenEncoder, list of texts)
         labels: list,  # of ints, one a sample
         rows: list | None = None,  # which texts of the source the samples are; None: all
         seed: int | None = None,  # of mixup's dice; None: no mixup, as for validation
     ):
-        self.cached = isinstance(source, EmbeddingCache)
-        self.source = source if self.cached else (source[0], as_texts(source[1]))
+        self.cached, self.few_shapes = (isinstance(source, k) for k in (EmbeddingCache, HeldStates))
+        kept = self.cached or self.few_shapes
+        self.source = source if kept else (source[0], as_texts(source[1]))
         self.labels, self.seed = torch.as_tensor(labels), seed
         self.rows = list(range(len(self.labels)) if rows is None else rows)
-        n = len(source if self.cached else source[1])
+        n = len(source if kept else source[1])
         if len(self.rows) != len(self.labels):
             raise ValueError(
                 f"expected one label for each of {len(self.rows):,} texts, got {len(self.labels):,}"
@@ -68,18 +70,22 @@ class TextDeck(BaseDeck):
         if self.cached:
             of = json.dumps(self.source.header, sort_keys=True)
         else:
-            encoder, texts = self.source
+            held = self.few_shapes
+            encoder, texts = (self.source.encoder, self.source.texts) if held else self.source
             of = encoder.fingerprint, encoder.layers, list(texts)
         return fingerprint(of, self.rows, self.labels)
 
     def __getitems__(
         self,
         ks: list,  # of samples: a whole batch
-    ) -> dict:  # mask [b, n] and embs [t, l, m], or texts; labels, and where the dice stand
+    ) -> dict:  # mask and embs [t, l, m], or where [b, n] they are, or texts; labels, and the dice
         rows = [self.rows[k] for k in ks]
         out = dict(labels=self.labels[ks], draw=self.draw(ks))
         if self.cached:
             return {**out, **packed(self.source, rows)}
+        if self.few_shapes:
+            mask, where = self.source.places(rows)
+            return {**out, 'mask': mask, 'where': where, 'held': self.source}
         return {**out, 'texts': [self.source[1][r] for r in rows]}
 
     def read(
@@ -89,6 +95,8 @@ class TextDeck(BaseDeck):
         batch = self.__getitems__(ks)
         if self.cached:
             return batch['mask'], batch['embs']
+        if self.few_shapes:
+            return batch['mask'], self.source.look(batch['where'])
         return tuple(e.float() for e in self.source[0](batch['texts']))
 
 # %% ../../nbs/lab/54_sentiment.ipynb #75cc558f
@@ -134,6 +142,8 @@ class TextMixup:
         batch: dict,  # on the device that trains
     ) -> dict:  # what the network takes
         out = dict(batch)
+        if 'held' in out:
+            out['embs'] = out.pop('held').look(out.pop('where'))
         if 'texts' in out:
             mask, embs = self.encoder(out.pop('texts'))
             out |= dict(mask=mask.float(), embs=embs.float())
@@ -265,7 +275,8 @@ class Sentiment(Task):
     validate: bool = True  # False: keep the last epoch, as the paper does
     folder: str | Path | None = None  # of the treebank, as for `load_sst`
     cache: str | Path | bool | None = None  # root; None: the user's, if small; False: on the fly
-    cache_dtype: str = 'float16'  # of the caches
+    cache_dtype: str = 'float16'  # of the caches, and in memory
+    in_memory: bool = False  # keep hidden states in the memory of the encoder's device
 
     noted = dict(names=list, encoder=str, fingerprint=str, treebank=str)
     later = ('net',)
@@ -278,6 +289,8 @@ class Sentiment(Task):
     def __post_init__(self):
         if self.task not in names_of:
             raise ValueError(f"task must be 'sst5' or 'sst2', got {self.task!r}")
+        if self.in_memory and self.cache not in (None, False):
+            raise ValueError(f"hidden states stay in memory or in a cache, got {self.cache!r} too")
         self.name, self.names = self.task, names_of[self.task]
 
     @property
@@ -295,6 +308,8 @@ class Sentiment(Task):
         return {k: Net(cls, own.get(k, {}), recipe, make(cls)) for k, cls in kinds.items()}
 
     def prepare(self, recipe, began):
+        if self.in_memory and recipe.get('dataloader_num_workers'):
+            raise ValueError("hidden states in memory go to no worker: dataloader_num_workers=0")
         if callable(self.encoder):
             self.reader()
         if self.cache is None and began.get('on_the_fly') is True:
@@ -343,12 +358,16 @@ class Sentiment(Task):
         names = {s: _cache_name(samples[s].name, self.cache_dtype) for s in splits}
         token = encoder.n_layers * encoder.d_emb * getattr(torch, self.cache_dtype).itemsize
         needed = {names[s]: about_tokens(samples[s].texts) * token for s in splits}
-        cache, decks = _choose_cache(self.cache, needed, place.parent, place.name), {}
-        self.on_the_fly = cache is False
+        cache, decks = False, {}
+        if not self.in_memory:
+            cache = _choose_cache(self.cache, needed, place.parent, place.name)
+        self.on_the_fly = cache is False and not self.in_memory
         for split in splits:
-            _, texts, rows, labels = samples[split]
+            name, texts, rows, labels = samples[split]
             source = encoder, texts
-            if cache is not False:
+            if self.in_memory:
+                source = encoder.hold(name, texts, rows, self.cache_dtype)
+            elif cache is not False:
                 at = place / names[split]
                 source = encoder.cache(texts, at, self.cache_dtype, progress=self.progress)
             decks[split] = TextDeck(source, labels, rows, seed if split == 'train' else None)
@@ -362,6 +381,7 @@ class Sentiment(Task):
         note |= dict(published=self.published, cache_dtype=self.cache_dtype, **self.data_note())
         note |= dict(net=net) if net not in (None, 'sstnet') else {}  # older runs do not say,
         note |= {} if self.validate else dict(validate=False)  # nor this
+        note |= dict(in_memory=True) if self.in_memory else {}
         return note | (dict(on_the_fly=True) if self.on_the_fly else {})
 
     def data_note(self) -> dict:  # JSON-ready
@@ -419,11 +439,11 @@ def _first_the_price(
         say(f"{name}: {price}")
     root = Path(task.cache).expanduser() if task.cache else cache_folder('embeddings')
     needed = {k: about_tokens(t) * price.disk // price.n_tokens for k, t in names.items()}
-    chosen = _choose_cache(task.cache, needed, root)
+    chosen = task.cache if task.in_memory else _choose_cache(task.cache, needed, root)
     each_epoch = [split for role, split in task.roles.items() if split and role != 'test']
     again = sum(about_tokens(samples[split].texts) for split in each_epoch)
     fly = price.seconds * (1 + (epochs - 1) * again / price.n_tokens)
-    if chosen is False and (task.progress or fly > 600):
+    if chosen is False and not task.in_memory and (task.progress or fly > 600):
         say(f"on the fly, {epochs} epochs: roughly {in_time(fly)} for the transformer")
     return chosen
 

@@ -265,6 +265,7 @@ class BaseDeck(torch.utils.data.Dataset):
     seed: int | None = None  # of augmentation; None: none, as for validation
     epoch: int = 0  # whose dice are thrown
     until: float | None = None  # validation: accuracy that ends training; None: it goes on
+    few_shapes: bool = True  # of its batches: `torch_compile` compiles each for itself
 
     def deal(
         self,
@@ -1308,6 +1309,17 @@ def _has_room(
         return False
     return True
 
+# %% ../../nbs/lab/48_train.ipynb #0d7e35b8
+def _compiling(
+    trainer,  # transformers.Trainer
+):  # a context for training
+    "Where batches have few shapes, each is compiled with its sizes as constants, for a graph."
+    if not (trainer.args.torch_compile and getattr(trainer.train_dataset, 'few_shapes', False)):
+        return contextlib.nullcontext()
+    import torch._dynamo
+
+    return torch._dynamo.config.patch(automatic_dynamic_shapes=False)
+
 # %% ../../nbs/lab/48_train.ipynb #0d7e35b9
 def run_training(
     trainer,  # transformers.Trainer
@@ -1318,7 +1330,7 @@ def run_training(
     "Train; `Stopped`, with a checkpoint, after a signal; `OSError` when the disk has filled up."
     folder = Path(trainer.args.output_dir)
     try:
-        with _catching(stop), warnings.catch_warnings():
+        with _catching(stop), _compiling(trainer), warnings.catch_warnings():
             warnings.filterwarnings('ignore', module='accelerate|torch.utils.data')
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except Exception as e:
@@ -1406,6 +1418,8 @@ def _arguments(
     half = [name for name in ('fp16', 'fp16_full_eval') if more.get(name)]
     if half and pick_device(device).type == 'cpu':
         raise ValueError(f"{half[0]} would be ignored on the CPU; use instead: bf16")
+    if more.get('torch_compile_mode') == 'reduce-overhead' and pick_device(device).type != 'cuda':
+        raise ValueError("CUDA graphs (torch_compile_mode='reduce-overhead') need a GPU")
     if more.get('metric_for_best_model') == 'loss':
         more.setdefault('greater_is_better', False)
     epochs, batch_size, seed = (recipe[k] for k in ('epochs', 'batch_size', 'seed'))
