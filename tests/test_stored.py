@@ -131,10 +131,11 @@ silent = {  # older ones, that do not say what they selected on
     *(f'shootout_{k}' for k in ('toys', 'eth80', 'treebank')),
 }
 elsewhere = {  # rates of nets that saw the novel views
-    f'viewpoint_{k}_{by}_extrapolation'
+    f'viewpoint_{k}_{by}_{protocol}'
     for k in ('toys', 'eth80')
     for by in ('azimuth', 'elevation')
-} | {f'viewpoint_eth80_{k}_interpolation' for k in ('azimuth', 'elevation')}
+    for protocol in ('extrapolation', 'interpolation')
+}
 
 
 def chosen_on(record):
