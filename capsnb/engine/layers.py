@@ -999,10 +999,9 @@ def add_coordinates(
 ) -> Tensor:  # votes with coordinates added
     "Add row and column to the first two elements of the right-hand column, or of a vector."
     where = V.new_zeros(2, *V.shape[-2:])
-    if V.shape[-2] > 1:
-        where[0, 0, -1].fill_(1), where[1, 1, -1].fill_(1)  # `= 1` copies from the CPU
-    else:
-        where[0, 0, 0].fill_(1), where[1, 0, 1].fill_(1)
+    places = ((0, -1), (1, -1)) if V.shape[-2] > 1 else ((0, 0), (0, 1))
+    for axis, (row, col) in enumerate(places):
+        where[axis, row, col].fill_(1)  # `= 1` copies from the CPU
     rows = rows.to(V)[:, None, None, None, None, None] * where[0]
     return V + (rows + cols.to(V)[None, :, None, None, None, None] * where[1])
 

@@ -178,7 +178,7 @@ def plot_history(
         axs[1, k].xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     for ax, key in zip(axs[:, 0], ('loss', 'accuracy')):
         ax.set_ylabel(key)
-    shown = {of: line for ax in axs[::-1, 0] for line, of in zip(*ax.get_legend_handles_labels())}
+    shown = {of: line for ax in axs.flat for line, of in zip(*ax.get_legend_handles_labels())}
     fig.legend(shown.values(), shown, loc='outside right upper')
     return fig
 
