@@ -53,7 +53,7 @@ def plainly(
     except BrokenPipeError:  # whoever read has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1)
-    except (ImportError, OSError, ValueError) as e:
+    except (ImportError, MemoryError, OSError, ValueError) as e:
         print(f"{name}: {e}", file=sys.stderr)
         raise SystemExit(1)
 

@@ -57,7 +57,10 @@ Half = Annotated[
 ]
 Graphs = Annotated[
     bool,
-    option('On a GPU: compile, and replay each step as CUDA graphs (torch.compile).', '--graphs'),
+    option(
+        'On a GPU: compile, and replay steps as CUDA graphs (torch.compile); texts: --in-memory.',
+        '--graphs',
+    ),
 ]
 BatchSize = Annotated[
     int | None, unset("Samples of a training step; the recipe's if not given.", min=1)
@@ -495,7 +498,9 @@ def train_sst(
     cache: Annotated[
         Path | None, unset("Folder of hidden states; if not given, the user's, to 20 GB.")
     ] = None,
-    cache_dtype: Annotated[str, option("On disk: 'float16', 'bfloat16' or 'float32'.")] = 'float16',
+    cache_dtype: Annotated[
+        str, option("Hidden states are kept in 'float16', 'bfloat16' or 'float32'.")
+    ] = 'float16',
     on_the_fly: Annotated[
         bool,
         option('Run the transformer for every batch; keep no hidden states.', '--on-the-fly'),

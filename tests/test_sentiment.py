@@ -7,21 +7,25 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 import pytest
 import torch
+import torch._dynamo
 from torch.testing import assert_close
 
 pytest.importorskip('transformers')
 pytest.importorskip('datasets')
 pytest.importorskip('typer')
 from typer.testing import CliRunner
+import capsnb.data.embed as embed
 from capsnb.cli import make_app
 from capsnb.data.embed import FrozenEncoder, pinned, tiny_transformer
 from capsnb.lab.sentiment import Sentiment, TextDeck, TextMixup, linear_probes
 from capsnb.lab.sentiment import beside_paper, unlike_paper
-from capsnb.lab.tasks import evaluate, load_run, train
+from capsnb.lab.tasks import evaluate, load_run, study, train
 from capsnb.data.sst import load_sst, tiny_treebank
 from capsnb.lab.text import SSTNet
+from capsnb.lab.train import _compiling
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -57,6 +61,7 @@ def data(world, encoder, task='sst5', **kw):
 
 
 quiet = dict(device='cpu', progress=False)
+graphs = dict(torch_compile=True, torch_compile_mode='reduce-overhead')
 
 
 def test_cache_and_on_the_fly_give_the_network_the_same(world, encoder):
@@ -261,17 +266,58 @@ def test_hidden_states_in_memory(world, encoder, tmp_path):
     assert losses['held'] == losses['again'] and losses['held'][1] == losses['fly'][1]
     for mine, wanted in zip(losses['held'][0], losses['fly'][0]):
         assert abs(mine - wanted) < 1e-6
-    with pytest.raises(ValueError, match='in memory or in a cache'):
-        on(world, encoder, in_memory=True, cache=tmp_path)
-    task = on(world, encoder, in_memory=True)
-    with pytest.raises(ValueError, match='dataloader_num_workers=0'):
-        train(task, out=tmp_path / 'workers', dataloader_num_workers=1, **quiet)
 
 
-def test_graphs_need_a_gpu(world, encoder, tmp_path):
-    how = dict(torch_compile=True, torch_compile_mode='reduce-overhead')
-    with pytest.raises(ValueError, match='need a GPU'):
-        train(on(world, encoder), out=tmp_path / 'run', **how, **quiet)
+@pytest.mark.parametrize(
+    'kw, more, said',
+    [
+        (dict(cache='x'), {}, "in memory and lie in 'x'"),
+        (dict(cache=False), {}, 'in memory and come on the fly'),
+        (dict(cache=None), dict(dataloader_num_workers=1), 'dataloader_num_workers=0'),
+        (dict(cache=None), graphs, 'need a GPU'),
+        (dict(in_memory=False), graphs, 'few shapes: in_memory=True'),
+    ],
+)
+def test_what_cannot_be_in_memory_is_refused(world, encoder, tmp_path, kw, more, said):
+    with pytest.raises(ValueError, match=said):
+        train(
+            on(world, encoder, **dict(in_memory=True) | kw), out=tmp_path / 'run', **more, **quiet
+        )
+
+
+def test_what_is_held(world, encoder, monkeypatch):
+    "Other rows or numbers are read anew; what is no longer wanted goes; room is asked for first."
+    texts = world['texts']
+    first = encoder.hold({'a': (texts, [0, 1]), 'b': (texts, None)})
+    assert first['b'].made_by == (encoder.fingerprint, encoder.layers)
+    again = encoder.hold({'a': (texts, [0, 2]), 'b': (texts, None)}, torch.float16)
+    assert again['a'] is not first['a'] and again['b'] is first['b']
+    wide = encoder.hold({'b': (texts, None)}, 'float32')
+    assert list(encoder.held) == ['b'] and wide['b'].flat.dtype == torch.float32
+    with pytest.raises(ValueError, match='at least one text'):
+        encoder.hold({'a': (texts, [])})
+    monkeypatch.setattr('psutil.virtual_memory', lambda: SimpleNamespace(available=1000))
+    with pytest.raises(MemoryError, match='0.0 GB free.*--layers'):
+        encoder.hold({'a': (texts, None)})
+    assert encoder.hold({}) == {}
+
+
+def test_an_encoder_is_loaded_once_for_all_seeds(world, tmp_path, monkeypatch):
+    made, load = [], embed.load_frozen
+    monkeypatch.setattr(embed, 'load_frozen', lambda *a: made.append(a) or load(*a))
+    task = on(world, str(world['model']), in_memory=True, cache=None)
+    how = dict(runs=tmp_path, epochs=1, **quiet)
+    found = study(task, {'a': {}}, tmp_path / 'a.json', (0, 1), **how)
+    assert len(made) == 1 and len(found['a']) == 2
+
+
+@pytest.mark.parametrize('few, compiles', [(True, True), (False, True), (True, False)])
+def test_shapes_are_constants_where_they_are_few(few, compiles):
+    deck, args = SimpleNamespace(few_shapes=few), SimpleNamespace(torch_compile=compiles)
+    before = torch._dynamo.config.automatic_dynamic_shapes
+    with _compiling(SimpleNamespace(args=args, train_dataset=deck)):
+        assert torch._dynamo.config.automatic_dynamic_shapes == (before and not (few and compiles))
+    assert torch._dynamo.config.automatic_dynamic_shapes == before
 
 
 COMMON = '''

@@ -271,12 +271,12 @@ compiled = {
 }
 
 
-def check_machine_code(args, cap):
-    "Kernels fit, and keep their numbers in registers, but for few that ptxas parks for occupancy."
+def check_machine_code(args, cap, parked=0):
+    "Kernels fit, and keep their numbers in registers, but for bytes that ptxas parks on purpose."
     for launch in launches(*args):
         made = T.compile_ahead(launch, cap)
         print(args, made)
-        assert made['fits'] and made['spilled'] <= 24, (args, made)
+        assert made['fits'] and made['spilled'] <= parked, (args, made)
         assert made['occupancy'] >= 0.125, (args, made)
 
 
@@ -351,7 +351,7 @@ def test_a_sample_of_tiles_compiled_ahead(args):
 )
 def test_all_tiles_compiled_ahead():
     for args in all_tiles():
-        check_machine_code(args, 90)
+        check_machine_code(args, 90, parked=24 * (args[4:] == (1, 64, 2, False)))
 
 
 @needs_triton

@@ -496,7 +496,7 @@ class FrozenEncoder:
     "All hidden states of a transformer that is never trained: `mask, embs = encoder(texts)`."
 
     cache: Callable[..., EmbeddingCache]  # see `_make_cache`
-    hold: Callable[..., HeldStates]  # see `_hold`
+    hold: Callable[..., dict]  # see `_hold`
 
     def __init__(
         self,
@@ -511,7 +511,7 @@ class FrozenEncoder:
         fetch: bool = True,  # whether a name may be asked for on the Hub
     ):
         self.name, self.gguf_file, self.end, self._mark = str(name_or_folder), gguf_file, end, None
-        self.held: dict = {}  # name -> what `hold` keeps
+        self.held: dict = {}  # of `hold`: name -> what was asked for, and its states
         self.device, self.dtype = pick_device(device), _dtype(dtype or torch.float32)
         parts = load_frozen(name_or_folder, gguf_file, self.dtype, self.device, revision, fetch)
         self.tokenizer, self.model, self._missing = parts
@@ -869,9 +869,9 @@ def _narrow(item: Tensor, dtype: torch.dtype, layers: list) -> Tensor:  # [n, l,
         raise ValueError(f"{said}: try dtype='float32' for it")
     top, most = item.abs().amax((0, 2)), torch.finfo(dtype).max
     reach = f"hidden states of layer {layers[int(top.argmax())]} reach {top.max():,.0f}"
-    instead = "choose dtype='bfloat16' or 'float32' for the cache, leave that layer out"
+    instead = "choose dtype='bfloat16' or 'float32' to keep them, leave that layer out"
     can = f"more than {str(dtype)[6:]} can hold ({most:,.0f})"
-    raise ValueError(f"{reach}, {can}: {instead}, or read on the fly, without a cache")
+    raise ValueError(f"{reach}, {can}: {instead}, or read on the fly")
 
 # %% ../../nbs/data/39_embed.ipynb #00000039
 class CacheWriter:
@@ -1053,6 +1053,7 @@ def _make_cache(
 
 
 def _check_frozen(encoder: FrozenEncoder):
+    "`ValueError` for a transformer whose hidden states will change."
     if any(p.requires_grad for p in encoder.model.parameters()):
         trained = "got one that is being trained: what it says now cannot be kept"
         raise ValueError(f"expected a frozen transformer, {trained}")
@@ -1078,23 +1079,22 @@ def _prepare(encoder: FrozenEncoder, folder: Path, texts: list, ids: list, dtype
 
 # %% ../../nbs/data/39_embed.ipynb #4e1d0002
 class HeldStates:
-    "Hidden states in the memory of the encoder's device, read once."
+    "Hidden states in the memory of the encoder's device: see `FrozenEncoder.hold`."
 
     def __init__(
         self,
         encoder: FrozenEncoder,  # reads them
         texts: list,  # of str
-        rows: list | None = None,  # numbers of the texts that are read; None: all
-        dtype='float16',  # in memory, or 'bfloat16', 'float32'
-        batch_size: int = 256,  # texts at a time
+        ids: dict,  # number of a text -> its tokens; other texts are not read
+        dtype: torch.dtype,  # in memory
+        batch_size: int,  # texts at a time
+        bar,  # is told of tokens
     ):
-        self.encoder, self.texts, dtype = encoder, as_texts(texts), _dtype(dtype)
-        rows = list(range(len(self.texts))) if rows is None else rows
-        ids = encoder.tokens([self.texts[k] for k in rows])
+        self.texts, self.made_by, at = texts, (encoder.fingerprint, encoder.layers), 0
+        rows, ids = list(ids), list(ids.values())
         shape = sum(map(len, ids)), encoder.n_layers, encoder.d_emb
-        _check_memory(math.prod(shape) * dtype.itemsize, encoder.device)
-        self.flat, at = torch.empty(shape, dtype=dtype, device=encoder.device), 0
-        self.starts, self.lengths = torch.zeros(2, len(self.texts), dtype=torch.long)
+        self.flat = torch.empty(shape, dtype=dtype, device=encoder.device)
+        self.starts, self.lengths = torch.zeros(2, len(texts), dtype=torch.long)
         for batch in _sorted_batches([len(r) for r in ids], batch_size):
             some, of = [ids[k] for k in batch], torch.tensor([rows[k] for k in batch])
             mask, embs = hidden_states(encoder.model, some, encoder.layers, encoder.pad_id)
@@ -1103,6 +1103,7 @@ class HeldStates:
             n = torch.tensor([len(r) for r in some])
             self.lengths[of], self.starts[of] = n, at + n.cumsum(0) - n
             at += len(embs)
+            bar.update(len(embs))
 
     def __len__(self) -> int:  # texts
         return len(self.texts)
@@ -1127,29 +1128,45 @@ class HeldStates:
 
 # %% ../../nbs/data/39_embed.ipynb #4e1d0003
 def _check_memory(n_bytes: int, device: torch.device):
-    "`MemoryError` where a GPU has not got the room."
-    if device.type != 'cuda' or n_bytes < (free := torch.cuda.mem_get_info(device)[0]):
-        return
-    raise MemoryError(
-        f"hidden states take {n_bytes / 1e9:,.1f} GB, {device} has {free / 1e9:,.1f} GB free: read "
-        "fewer layers (--layers) or sentences only (--roots), or keep them on disk (--cache)"
-    )
+    "`MemoryError` where there is not the room, and some to train."
+    if device.type == 'cuda':
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = need('psutil').virtual_memory().available
+    if n_bytes > 0.9 * free:
+        raise MemoryError(
+            f"hidden states take {n_bytes / 1e9:,.1f} GB, {device} has {free / 1e9:,.1f} GB free: "
+            "read fewer layers (--layers), sentences only (--roots), or keep them on disk (--cache)"
+        )
 
 # %% ../../nbs/data/39_embed.ipynb #4e1d0004
 def _hold(
     encoder: FrozenEncoder,  # whose hidden states
-    name: str,  # of the texts; others of that name are let go
-    texts: list,  # as for `HeldStates`
-    rows: list | None = None,  # as for `HeldStates`
-    dtype='float16',  # as for `HeldStates`
-) -> HeldStates:  # the same object when asked again
-    "Hidden states that stay in memory as long as the encoder does."
+    wanted: dict,  # name -> texts, and numbers of those that are read (None: all)
+    dtype='float16',  # in memory, or 'bfloat16', 'float32'
+    batch_size: int = 256,  # texts at a time
+    progress: bool = False,  # whether to draw a bar
+) -> dict:  # name -> `HeldStates`
+    "Read what is not in memory yet, let go what is no longer wanted; `MemoryError` for no room."
     _check_frozen(encoder)
-    key, kept = (as_texts(texts), rows, dtype), encoder.held.get(name)
-    if kept is None or kept[0] != key:
-        encoder.held.pop(name, None)
-        encoder.held[name] = key, HeldStates(encoder, texts, rows, dtype)
-    return encoder.held[name][1]
+    dtype, width = _dtype(dtype), encoder.n_layers * encoder.d_emb
+    keys = {k: (tuple(texts), rows and tuple(rows), dtype) for k, (texts, rows) in wanted.items()}
+    encoder.held = {k: kept for k, kept in encoder.held.items() if kept[0] == keys.get(k)}
+    ids = {}
+    for name, (texts, rows, _) in keys.items():
+        if name not in encoder.held:
+            some = range(len(texts)) if rows is None else rows
+            ids[name] = dict(zip(some, encoder.tokens([texts[k] for k in some])))
+            if not some:
+                raise ValueError(f"expected at least one text to keep in memory, got none: {name}")
+    n = sum(len(r) for read in ids.values() for r in read.values())
+    _check_memory(n * width * dtype.itemsize, encoder.device)
+    with need('tqdm').tqdm(total=n, unit=' tokens', unit_scale=True, disable=not progress) as bar:
+        for name, read in ids.items():
+            states = HeldStates(encoder, list(keys[name][0]), read, dtype, batch_size, bar)
+            encoder.held[name] = keys[name], states
+    return {k: states for k, (_, states) in encoder.held.items()}
 
 
 FrozenEncoder.hold = _hold

@@ -50,8 +50,9 @@ class TextDeck(BaseDeck):
         rows: list | None = None,  # which texts of the source the samples are; None: all
         seed: int | None = None,  # of mixup's dice; None: no mixup, as for validation
     ):
-        self.cached, self.few_shapes = (isinstance(source, k) for k in (EmbeddingCache, HeldStates))
-        kept = self.cached or self.few_shapes
+        self.cached, self.held = isinstance(source, EmbeddingCache), isinstance(source, HeldStates)
+        self.few_shapes = self.held and source.flat.is_cuda
+        kept = self.cached or self.held
         self.source = source if kept else (source[0], as_texts(source[1]))
         self.labels, self.seed = torch.as_tensor(labels), seed
         self.rows = list(range(len(self.labels)) if rows is None else rows)
@@ -70,10 +71,12 @@ class TextDeck(BaseDeck):
         if self.cached:
             of = json.dumps(self.source.header, sort_keys=True)
         else:
-            held = self.few_shapes
-            encoder, texts = (self.source.encoder, self.source.texts) if held else self.source
-            of = encoder.fingerprint, encoder.layers, list(texts)
+            of = (*self.source.made_by, self.source.texts) if self.held else self._fly()
         return fingerprint(of, self.rows, self.labels)
+
+    def _fly(self) -> tuple:  # what a deck on the fly reads, and with what
+        encoder, texts = self.source
+        return encoder.fingerprint, encoder.layers, list(texts)
 
     def __getitems__(
         self,
@@ -83,7 +86,7 @@ class TextDeck(BaseDeck):
         out = dict(labels=self.labels[ks], draw=self.draw(ks))
         if self.cached:
             return {**out, **packed(self.source, rows)}
-        if self.few_shapes:
+        if self.held:
             mask, where = self.source.places(rows)
             return {**out, 'mask': mask, 'where': where, 'held': self.source}
         return {**out, 'texts': [self.source[1][r] for r in rows]}
@@ -95,8 +98,9 @@ class TextDeck(BaseDeck):
         batch = self.__getitems__(ks)
         if self.cached:
             return batch['mask'], batch['embs']
-        if self.few_shapes:
-            return batch['mask'], self.source.look(batch['where'])
+        if self.held:
+            embs = self.source.look(batch['where'])
+            return batch['mask'].to(embs.device), embs
         return tuple(e.float() for e in self.source[0](batch['texts']))
 
 # %% ../../nbs/lab/54_sentiment.ipynb #75cc558f
@@ -127,7 +131,7 @@ class TextMixup:
     def __call__(
         self,
         batch: dict,  # of `TextDeck`
-    ) -> dict:  # mask and embs, or texts; labels; and in training lam, partner
+    ) -> dict:  # the same with soft labels; and in training lam, partner, but no draw
         out = {k: v for k, v in batch.items() if k != 'draw'}
         draw = batch['draw']
         if draw is None or not self.alpha:
@@ -195,8 +199,9 @@ def _choose_cache(
         f"Caches of {missing / 1e9:,.0f} GB are not made unasked "
         f"(the disk has {free / 1e9:,.0f} GB free): hidden states are computed on the fly, "
         "again in every epoch. Instead: name a folder with room for them (--cache), "
-        "train on sentences only (--roots), read fewer layers (--layers 0,12,24,36) or a smaller "
-        "transformer (--encoder). --on-the-fly says the same without this sentence."
+        "or keep them in memory (--in-memory), train on sentences only (--roots), read fewer "
+        "layers (--layers 0,12,24,36) or a smaller transformer (--encoder). --on-the-fly says "
+        "the same without this sentence."
     )
     return False
 
@@ -259,6 +264,20 @@ def _samples(
     return Samples(name, texts, rows, labels)
 
 # %% ../../nbs/lab/54_sentiment.ipynb #56193736
+def _check_in_memory(
+    task: Sentiment,  # that will be trained on
+    recipe: dict,  # of the run
+):
+    "`ValueError` for what cannot be together."
+    if task.in_memory and task.cache is not None:
+        other = 'come on the fly' if task.cache is False else f"lie in '{task.cache}'"
+        raise ValueError(f"hidden states cannot stay in memory and {other}: choose one")
+    if task.in_memory and recipe.get('dataloader_num_workers'):
+        raise ValueError("hidden states in memory go to no worker: dataloader_num_workers=0")
+    if recipe.get('torch_compile_mode') == 'reduce-overhead' and not task.in_memory:
+        raise ValueError("CUDA graphs need batches of few shapes: in_memory=True (--in-memory)")
+
+
 @dataclass
 class Sentiment(Task):
     "The Stanford Sentiment Treebank, read by a frozen transformer."
@@ -289,8 +308,7 @@ class Sentiment(Task):
     def __post_init__(self):
         if self.task not in names_of:
             raise ValueError(f"task must be 'sst5' or 'sst2', got {self.task!r}")
-        if self.in_memory and self.cache not in (None, False):
-            raise ValueError(f"hidden states stay in memory or in a cache, got {self.cache!r} too")
+        self.loaded = {}
         self.name, self.names = self.task, names_of[self.task]
 
     @property
@@ -308,8 +326,7 @@ class Sentiment(Task):
         return {k: Net(cls, own.get(k, {}), recipe, make(cls)) for k, cls in kinds.items()}
 
     def prepare(self, recipe, began):
-        if self.in_memory and recipe.get('dataloader_num_workers'):
-            raise ValueError("hidden states in memory go to no worker: dataloader_num_workers=0")
+        _check_in_memory(self, recipe)
         if callable(self.encoder):
             self.reader()
         if self.cache is None and began.get('on_the_fly') is True:
@@ -332,7 +349,11 @@ class Sentiment(Task):
             self.encoder = self.encoder(self.device)
         if not isinstance(self.encoder, FrozenEncoder):
             reading = dict(gguf_file=self.gguf_file, layers=self.layers, revision=self.revision)
-            self.encoder = FrozenEncoder(self.encoder, device=self.device, **reading)
+            asked = str(self.encoder), self.device, *map(str, reading.values())
+            if asked not in self.loaded:  # which copies share: once for all seeds
+                reading['device'] = self.device
+                self.loaded[asked] = FrozenEncoder(self.encoder, **reading)
+            self.encoder = self.loaded[asked]
         return self.encoder
 
     def make(self, net='sstnet', seed=0, **options):
@@ -361,13 +382,14 @@ class Sentiment(Task):
         cache, decks = False, {}
         if not self.in_memory:
             cache = _choose_cache(self.cache, needed, place.parent, place.name)
-        self.on_the_fly = cache is False and not self.in_memory
+        self.on_the_fly, held = cache is False and not self.in_memory, {}
+        if self.in_memory:
+            wanted = {samples[s].name: samples[s][1:3] for s in splits}
+            held = encoder.hold(wanted, self.cache_dtype, progress=self.progress)
         for split in splits:
             name, texts, rows, labels = samples[split]
-            source = encoder, texts
-            if self.in_memory:
-                source = encoder.hold(name, texts, rows, self.cache_dtype)
-            elif cache is not False:
+            source = held.get(name, (encoder, texts))
+            if cache is not False:
                 at = place / names[split]
                 source = encoder.cache(texts, at, self.cache_dtype, progress=self.progress)
             decks[split] = TextDeck(source, labels, rows, seed if split == 'train' else None)
