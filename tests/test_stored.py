@@ -135,7 +135,7 @@ elsewhere = {  # rates of nets that saw the novel views
     for k in ('toys', 'eth80')
     for by in ('azimuth', 'elevation')
     for protocol in ('extrapolation', 'interpolation')
-}
+} | {'viewpoint_toys_azimuth_extrapolation_flat'}
 
 
 def chosen_on(record):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from ..core import from_bytes, need, palette, plot_style, run_record
-from ..data.files import write_json
+from ..data.files import read_json, write_json
 from ..data.norb import viewpoint_split
 from ..data.eth80 import familiar_views
 from .objects import Objects, PairCrops, PairMixup, SmallNORB
@@ -487,6 +487,11 @@ def plot_viewpoints(
     bx.set_yticks(range(len(rows)), [g.name for g in rows])
     bx.set_ylim(max(1, len(rows)) - 0.5, -0.5)
     bx.set_xlabel(f'gain over {against} on novel views, points')
+    whole = record if isinstance(record, dict) else read_json(record, runs=dict)
+    if study := whole.get('study'):
+        side = 'between' if study['protocol'] == 'interpolation' else 'beyond'
+        bare = '' if study.get('plane', True) else ', without augmentation'
+        fig.suptitle(f"{study['data']}: {side} familiar {study['by']}s{bare}")
     return fig
 
 # %% ../../nbs/lab/65_viewpoint.ipynb #00000022
