@@ -303,12 +303,12 @@ class Sentiment(Task):
     about = 'the treebank'
     ordered = True  # whether classes go from the most negative to the most positive
     samples = None  # of `read`, once they are read
+    loaded = None  # encoders that the runs of a `study` share
     on_the_fly = False  # whether the transformer runs in training
 
     def __post_init__(self):
         if self.task not in names_of:
             raise ValueError(f"task must be 'sst5' or 'sst2', got {self.task!r}")
-        self.loaded = {}
         self.name, self.names = self.task, names_of[self.task]
 
     @property
@@ -349,11 +349,10 @@ class Sentiment(Task):
             self.encoder = self.encoder(self.device)
         if not isinstance(self.encoder, FrozenEncoder):
             reading = dict(gguf_file=self.gguf_file, layers=self.layers, revision=self.revision)
-            asked = str(self.encoder), self.device, *map(str, reading.values())
-            if asked not in self.loaded:  # which copies share: once for all seeds
-                reading['device'] = self.device
-                self.loaded[asked] = FrozenEncoder(self.encoder, **reading)
-            self.encoder = self.loaded[asked]
+            loaded = {} if self.loaded is None else self.loaded
+            if self.device not in loaded:
+                loaded[self.device] = FrozenEncoder(self.encoder, device=self.device, **reading)
+            self.encoder = loaded[self.device]
         return self.encoder
 
     def make(self, net='sstnet', seed=0, **options):

@@ -533,12 +533,22 @@ def study(
         begin_record(path, settings, command)
     for name, row in rows.items():
         row = {'task': task, **of_all, **row}
-        work = functools.partial(train, row.pop('task'))
+        work = functools.partial(train, _sharing(row.pop('task')))
         title = (titles or {}).get(name)
         note_choices(path, name, selects[name], command)
         found[name] = repeat(work, path, name, seeds, runs, command, title, **row)
     settle_command(path, rows, seeds, command)
     return found
+
+
+def _sharing(
+    task: Task | str,  # of a row
+) -> Task | str:  # a copy of it, whose runs share what is loaded, if it has `loaded`
+    task = task_named(task) if isinstance(task, str) else task
+    if hasattr(task, 'loaded'):
+        task = copy.copy(task)
+        task.loaded = {}
+    return task
 
 
 def choices_of(

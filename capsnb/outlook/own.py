@@ -514,11 +514,8 @@ class OwnTexts(Sentiment):
     own = 'text', 'label', 'test', 'held', 'limit'  # options that task.json notes
     noted = dict(_noted, text=str, encoder=str, fingerprint=str)
 
+    __post_init__ = OwnTask.__post_init__
     parts, names = OwnTask.parts, OwnTask.names
-
-    def __post_init__(self):
-        OwnTask.__post_init__(self)
-        self.loaded = {}
 
     def read(self, splits=('train', 'validation', 'test')):
         out = {}
