@@ -25,7 +25,8 @@ def same(l, a, mu, tol=1e-11):
     want = step(l, a, mu)
     l.plan = 'compiled'
     for got, w in zip(step(l, a, mu), want):
-        assert got.dtype == w.dtype and error_to(got, w) <= tol
+        assert got.dtype == w.dtype
+        assert error_to(got, w) <= tol or (got - w).abs().max() < 1e-15  # the rounding of a zero
 
 
 @settings(max_examples=15, deadline=None)
