@@ -303,7 +303,7 @@ class Sentiment(Task):
     about = 'the treebank'
     ordered = True  # whether classes go from the most negative to the most positive
     samples = None  # of `read`, once they are read
-    loaded = None  # encoders that the runs of a `study` share
+    loaded = None  # device -> encoder, which the runs of a `study` share
     on_the_fly = False  # whether the transformer runs in training
 
     def __post_init__(self):
@@ -350,9 +350,9 @@ class Sentiment(Task):
         if not isinstance(self.encoder, FrozenEncoder):
             reading = dict(gguf_file=self.gguf_file, layers=self.layers, revision=self.revision)
             loaded = {} if self.loaded is None else self.loaded
-            if self.device not in loaded:
-                loaded[self.device] = FrozenEncoder(self.encoder, device=self.device, **reading)
-            self.encoder = loaded[self.device]
+            there = loaded.get(self.device)
+            self.encoder = there or FrozenEncoder(self.encoder, device=self.device, **reading)
+            loaded[self.device] = self.encoder
         return self.encoder
 
     def make(self, net='sstnet', seed=0, **options):
