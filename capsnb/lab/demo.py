@@ -262,9 +262,6 @@ def demo(
     if not resume and first_process():
         _clear_demo(out)
     data = load_digits_split()
-    if first_process() and not progress:
-        told = "training on 1,000 digits, a minute on two idle cores"
-        print(f'{told}; beside other work OMP_NUM_THREADS=1 is faster', file=sys.stderr, flush=True)
     kw |= dict(seed=seed, device=device, resume=True, progress=progress)
     kw |= dict(how_to_resume=how_to_resume, test=data['test'])
     results = {
