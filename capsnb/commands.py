@@ -1032,8 +1032,9 @@ def shootout(
     only: Annotated[
         list[str] | None,
         unset(
-            "A routing, 'cnn', or EM with other settings: 'em-part' (misfit in the part's pose), "
-            "'em-identity' (maps start there), 'em-part-identity'; may be repeated. "
+            "A routing, 'cnn', or one with other settings: 'em-part' (misfit in the part's pose), "
+            "'em-identity' (maps start there), 'em-part-identity', 'em-student', 'em-laplace', "
+            "'em-full', 'em-vmf', 'bayes-published' (as its authors' code); may be repeated. "
             'All routings and the CNN if not given.'
         ),
     ] = None,

@@ -749,7 +749,7 @@ def test_a_study_goes_on_and_replaces_nothing(tmp_path):
 
 def test_a_shootout_refuses_whom_it_does_not_know(tmp_path):
     for wrong, told in (
-        (('--only', 'nobody'), "'em-part-identity', got ['nobody']"),
+        (('--only', 'nobody'), "'bayes-published', got ['nobody']"),
         (('--network', 'nobody'), "'capsnet', got ['nobody']"),
         (('--only', 'em', '--network', 'cnn'), 'not both'),
     ):

@@ -114,6 +114,17 @@ def test_normalised_networks_learn_save_and_read_images_alone(kw, tmp_path):
     assert n(x[:1], y[:1])['loss'].isfinite()  # one image has no variance: what is known is taken
 
 
+def test_only_a_constant_lambda_is_not_learned():
+    usual, still = (net(preset='normalised', lam=k).double().eval() for k in (None, 'constant'))
+    assert usual.log_lam.shape == (1,) and still.log_lam is None
+    still.load_state_dict({k: v for k, v in usual.state_dict().items() if k != 'log_lam'})
+    x = torch.randn(2, 2, 32, 32).double()
+    assert_close(still(x).score, usual(x).score)
+    with torch.no_grad():
+        usual.log_lam.fill_(0.7)
+    assert_close(still(x).score * math.exp(0.7), usual(x).score)
+
+
 def test_logits_are_those_of_eq_2_where_activations_are_full():
     n = net(preset='normalised', norm='none', stem='norb', depth=1).double().eval()
     with torch.no_grad():
@@ -515,7 +526,7 @@ def test_autocast_stays_finite_over_500_steps(toys, size, subset, batch, kw):
         ),
         (
             lambda: MatrixCapsNet(lam='cold'),
-            "lam must be one of 'schedule', 'none', 'learned', got 'cold'",
+            "lam must be one of 'schedule', 'none', 'learned', 'constant', got 'cold'",
         ),
         (
             lambda: MatrixCapsNet(norm='group'),

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from capsnb.engine.em import em_routing, free_energy
 from capsnb.lab.digits import Digits
 from capsnb.lab.objects import PairMixup
-from capsnb.lab.shootout import Ground, candidates
+from capsnb.lab.shootout import Ground, candidates, variants
 from capsnb.routing.em import m_step
 from capsnb.zoo.routers import EMRouting, log_volume
 
@@ -107,9 +107,11 @@ def test_what_has_no_determinant():
 def test_a_variant_is_its_routing_with_settings():
     stem = dict(channels=(4, 4), strides=(1, 2), padding=1)
     g = Ground(Digits('digits'), stem, dict(n_types=2, n_parts=2), dict(epochs=1))
-    rows = [candidates(g, who, (0.1,), ('none',)) for who in ('em', 'em-part')]
-    one, other = (next(iter(r.values()))['options'] for r in rows)
-    assert other == one | dict(settings=dict(misfit='part'))
+    options = lambda who: next(iter(candidates(g, who, (0.1,), ('none',)).values()))['options']
+    assert options('em-part') == options('em') | dict(settings=dict(misfit='part'))
+    for who, (routing, settings) in variants.items():
+        assert options(who)['routing'] == routing and options(who)['settings'] == settings
+        g.task.make('routing', 0, **options(who))  # each is a network
 
 
 def test_whole_pictures_are_looked_at_shifted():

@@ -66,6 +66,7 @@ _ingredients = {  # what a row changes of `matrix-caps-norb`
     'no norm': dict(norm='none'),
     'layer norm': dict(norm='layer'),
     'schedule of λ': dict(lam='schedule'),
+    'no learned λ': dict(lam='constant'),
     'floor of 1e-4': dict(eps=1e-4),
     'floor of 10%': dict(eps='10%'),
     'loss of activations': dict(loss='crossent'),

@@ -84,7 +84,8 @@ presets = dict(
 )
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #5a450001
-schedules = ('schedule', 'none', 'learned')
+# 'none' is no schedule, and with a norm one learned λ, of the classes; 'constant' not that either
+schedules = ('schedule', 'none', 'learned', 'constant')
 
 
 def _schedule(
@@ -314,7 +315,8 @@ class MatrixCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules'
             start_weights(layer, preset, int(layer is self.classes))
         normed = (*types, E) if self.norm != 'none' else ()
         self.norms = nn.ModuleList(CapsNorm(n, self.norm) for n in normed)
-        n = depth + 1 if self.lam == 'learned' else min(len(normed), 1)
+        one = min(len(normed), 1) if self.lam != 'constant' else 0
+        n = depth + 1 if self.lam == 'learned' else one
         self.register_parameter('log_lam', nn.Parameter(torch.zeros(n)) if n else None)
 
     def features(

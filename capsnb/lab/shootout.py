@@ -150,6 +150,8 @@ variants = {  # contestants when they are named -> routing, its settings
     'em-part': ('em', dict(misfit='part')),
     'em-identity': ('em', dict(start='identity')),
     'em-part-identity': ('em', dict(misfit='part', start='identity')),
+    **{f'em-{k}': (k, dict(loop='em')) for k in ('student', 'laplace', 'full', 'vmf')},
+    'bayes-published': ('bayes', dict(cov='published', least=1e-11)),
 }
 
 
