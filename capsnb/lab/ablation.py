@@ -85,7 +85,8 @@ _ingredients = {  # what a row changes of `matrix-caps-norb`
 def ingredient_rows() -> list[Row]:  # the first is the model that the others change
     "What makes matrix capsules train, one at a time."
     rows = [Row(k, o, None) for k, o in _ingredients.items()]
-    return [*rows, Row('a CNN as large', {}, None, 'cnn')]
+    others = {'a CNN as large': 'cnn', 'baseline CNN': 'baseline'}
+    return rows + [Row(k, {}, None, net) for k, net in others.items()]
 
 # %% ../../nbs/lab/55_ablation.ipynb #5a550004
 def _named_rows(
