@@ -16,6 +16,9 @@ import signal
 import sys
 from pathlib import Path
 
+if 'OMP_WAIT_POLICY' not in os.environ:  # before PyTorch: GNU's threads read it when they load
+    # waiting threads give their core up soon; else two of them crawl beside another busy program
+    os.environ.setdefault('GOMP_SPINCOUNT', '10000')
 most_seeds = 1000  # of one command; more would fill the memory with their numbers
 _stopped = False  # whether Ctrl-C came: an import may swallow it (PyTorch's of NumPy)
 

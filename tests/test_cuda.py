@@ -185,7 +185,7 @@ def test_a_step_fits_in_a_cuda_graph():
 
 def test_matrix_capsules_store_no_votes():
     "Three layers of 32 types: with all votes the step of 16 digits takes gigabytes."
-    net = MatrixCapsNet(32, 32, 32, 32, E=10, in_channels=1).cuda()
+    net = MatrixCapsNet(32, 32, 32, 32, E=10, in_channels=1, stem='paper').cuda()
     x, y = torch.rand(16, 1, 28, 28, device='cuda'), torch.arange(16, device='cuda') % 10
     net(x, y)['loss'].backward()
     torch.cuda.reset_peak_memory_stats()

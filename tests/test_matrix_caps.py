@@ -15,7 +15,7 @@ from capsnb.lab.tasks import with_options
 from capsnb.lab.train import fit_decks
 from capsnb.lab.vision import ConvTrunk, n_params, norb_trunk
 
-few = dict(A=6, B=2, C=3, D=3, preset='paper')
+few = dict(A=6, B=2, C=3, D=3, preset='paper', stem='paper')
 each_preset = pytest.mark.parametrize('preset', list(presets))
 
 
@@ -260,6 +260,7 @@ def test_the_default_is_what_trains():
     n, printed = MatrixCapsNet(6, 2, 3, 3), MatrixCapsNet(6, 2, 3, 3, preset='paper')
     assert (n.norm, n.loss, n.lam) == ('batch', 'logits', 'none') and n.classes.lam[0] > 0.1
     assert (printed.norm, printed.loss, printed.lam) == ('none', 'spread', 'schedule')
+    assert n_params(n.stem) == n_params(ConvTrunk(**norb_trunk(6))) and len(printed.layers) == 4
     x, y = torch.randn(4, 2, 32, 32), torch.tensor([0, 1, 2, 3])
     assert_close(n(x, y)['loss'], F.cross_entropy(n(x).score, y))
     for caps in (*n.caps, n.classes):

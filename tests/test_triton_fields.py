@@ -162,7 +162,8 @@ def test_matrix_capsules_ask_for_no_shares(monkeypatch):
             plan = field_plans[k]._replace(shares=fail, refuses=lambda parts, loop: 'no')
             monkeypatch.setitem(field_plans, k, plan)
     torch.manual_seed(0)
-    net, x = MatrixCapsNet(4, 2, 2, 2, E=2, in_channels=1), torch.rand(2, 1, 22, 22)
+    net = MatrixCapsNet(4, 2, 2, 2, E=2, in_channels=1, stem='paper')
+    x = torch.rand(2, 1, 22, 22)
     with interpreting():
         net(x, torch.tensor([0, 1]))['loss'].backward()
     assert all(p.grad is not None for p in net.caps.parameters())

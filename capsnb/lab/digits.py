@@ -76,7 +76,7 @@ def _networks_at(
     small = side == 8
     trunk = dict(channels=(32, 32, 64, 64), strides=(1, 2, 1, 1) if small else (2, 1, 2, 1))
     capsules = dict(zip('ABCD', (32, 8, 8, 8) if small else (64, 8, 16, 16)))
-    capsules |= dict(E=10, in_channels=1, size=max(20, side))
+    capsules |= dict(E=10, in_channels=1, size=max(20, side), stem='paper')
     on_trunk = dict(stem=trunk, depth=0, B=16, E=10, in_channels=1, size=side)
     shape = dict(image_shape=(1, side, side), **(_few_pixels if small else {}))
     return {

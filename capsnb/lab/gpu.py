@@ -393,7 +393,7 @@ def _matrix_runs(sizes: tuple, device: str, tiny: bool) -> Runs:
     "A step of matrix capsules on 64 digits; the same with all votes at hand, and compiled."
     seed_everything(0)
     sizes, n = ((4, 2, 3, 3), 2) if tiny else (sizes, 64)
-    net = MatrixCapsNet(*sizes, E=10, in_channels=1).to(device)
+    net = MatrixCapsNet(*sizes, E=10, in_channels=1, stem='paper').to(device)
     votes, batch = copy.deepcopy(net), pictures(n, (1, 28, 28), 10, device)
     for layer in votes.caps:
         layer.plan = 'votes'

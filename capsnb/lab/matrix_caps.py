@@ -54,6 +54,7 @@ class Preset(NamedTuple):
     start: str = 'normal'  # of the matrices of networks with convolutional capsules
     loss: str = 'spread'  # a name of `losses`
     n_iters: int = 3  # of all routings
+    stem: str = 'paper'  # a name of `make_stem`
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #2d3b263e
 presets = dict(
@@ -80,6 +81,7 @@ presets = dict(
         start='identity',
         loss='logits',
         n_iters=2,
+        stem='norb',
     ),
 )
 
@@ -266,7 +268,7 @@ class MatrixCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules'
         eps: float | str | None = None,  # floor of the variances; None: the preset's, or 'auto'
         size: int = 32,  # side of the images for which the children of a class are counted
         *,
-        stem: str | dict | nn.Module = 'paper',  # or 'norb', or another: see `make_stem`
+        stem: str | dict | nn.Module | None = None,  # see `make_stem`; None: the preset's
         depth: int = 2,  # layers of convolutional capsules; 0: none
         norm: str | None = None,  # 'none', 'batch', 'layer': see `CapsNorm`; None: the preset's
         lam: str | None = None,  # a name of `schedules`; None: the preset's
@@ -277,6 +279,7 @@ class MatrixCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules'
         super().__init__()
         p = presets.get(preset, Preset())
         n_iters = p.n_iters if n_iters is None else n_iters
+        stem = p.stem if stem is None else stem
         self.loss, self.margin, self.schedule = loss or p.loss, 0.2, p.margin
         self.norm, self.lam = norm or p.norm, lam or p.schedule
         self.needs_logits = self.norm != 'none' or self.lam == 'learned'

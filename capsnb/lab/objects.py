@@ -265,7 +265,8 @@ class Objects(Task):
         n, own = len(self.names), dict(eps='paper', init='paper') if self.published else {}
         one = dict(in_channels=self.channels)
         both = dict(n_classes=n, **one)
-        capsules = dict(zip('ABCD', (64, 8, 16, 16))) | dict(E=n, size=_caps_sizes(self.size)[1])
+        capsules = dict(zip('ABCD', (64, 8, 16, 16))) | dict(E=n, stem='paper')
+        capsules |= dict(size=_caps_sizes(self.size)[1])
         on_trunk = dict(stem='norb', depth=0, A=64, B=64, E=n, size=self.size)
         patch, slim = _caps_sizes(self.size)[1], {} if self.published else _slim
         shape = dict(n_classes=n, image_shape=(self.channels, patch, patch), decoder=None)

@@ -21,7 +21,7 @@ __all__ = ['cifar10', 'Pictures']
 _stem = dict(channels=(64, 64, 128, 128), strides=(1, 2, 1, 2))
 _trunk = dict(in_channels=3, **_stem)
 _on_trunk = dict(stem=_stem, depth=0, B=32, E=10, in_channels=3, size=32)
-_capsules = dict(zip('ABCDE', (256, 32, 32, 32, 10)), in_channels=3)
+_capsules = dict(zip('ABCDE', (256, 32, 32, 32, 10)), in_channels=3, stem='paper')
 _usual = dict(epochs=20, momentum='notebook', mixup=0.0, shift=4)  # but for the rate
 
 
