@@ -1104,6 +1104,10 @@ def study_viewpoint(
         Path | None,
         unset('Record of a shoot-out to take learning rates from; else they are searched for.'),
     ] = None,
+    rate: Annotated[
+        list[float] | None,
+        unset('A learning rate to try where no shoot-out tells one; may be repeated.'),
+    ] = None,
     costs: Annotated[
         bool, option('CPU time of the study instead, from a few steps; trains nothing.', '--costs')
     ] = False,
@@ -1123,17 +1127,18 @@ def study_viewpoint(
     view, only = room('lab.viewpoint'), tuple(only or ()) or None
     if against not in (only or view.contestants):
         raise ValueError(f"--against {against}: it is not among the contestants")
-    own = dict(folder=folder) if folder else {}
+    own, lrs = dict(folder=folder) if folder else {}, tuple(rate or view.rates)
     if costs:
         minutes = view.write_price(data, out, by, protocol, plane, scale, only, **own)['minutes']
         lines = [f"{name:10s} {m:6.1f} CPU minutes a run" for name, m in minutes.items()]
-        spent = view.hours(minutes, seeds, 0) if shootout else view.hours(minutes, seeds)
-        searched = 'without a search' if shootout else 'with the search'
+        tried = 0 if shootout or len(lrs) == 1 else len(lrs)
+        spent = view.hours(minutes, seeds, tried)
+        searched = 'with the search' if tried else 'without a search'
         lines.append(f"{spent:.1f} CPU hours for all, {searched}")
         print(*lines, sep='\n')
         return leave_study(out / f'viewpoint_{data}_costs.json', '\n'.join(lines))
     how = dict(protocol=protocol, plane=plane, only=only, seeds=tuple(range(seeds)), scale=scale)
-    how |= dict(shootout=shootout, options=own)
+    how |= dict(shootout=shootout, options=own, lrs=lrs)
     view.viewpoint_study(data, by, out, **how, device=device, progress=progress)
     if not is_first():
         return

@@ -330,3 +330,49 @@ def test_wrong_arguments_are_named(no_files, tmp_path):
         found = CliRunner().invoke(make_app(), ['study', 'viewpoint', *wrong, '--out', tmp_path])
         assert found.exit_code == 1 and said in found.output
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_study_says_what_its_rates_saw(tmp_path, monkeypatch):
+    "those of a shoot-out were chosen among all views, also of the novel ones"
+    asked = {}
+
+    def race(g, rows, path, seeds, runs, *, settings, command, **kw):
+        asked.update(rows=rows, command=command, **settings)
+
+    monkeypatch.setattr(viewpoint, 'race', race)
+    how = dict(only=('em', 'baseline'), g=stage('toys'), lrs=(0.1, 0.2))
+    viewpoint_study('toys', 'azimuth', tmp_path, **how)
+    assert asked['selects'] == dict(rate='validation', epoch='validation', matched='familiar')
+    tried = ['em 0.1', 'em 0.2'], ['baseline 0.1', 'baseline 0.2']
+    assert [list(rows) for rows in asked['rows'].values()] == list(tried)
+    assert asked['command'].endswith('--only em --only baseline --rate 0.1 --rate 0.2')
+    shootout = tmp_path / 'shootout.json'
+    run = dict(seed=0, lr=[1e-5, 0.4], options=dict(norm='batch'))
+    shootout.write_text(json.dumps(dict(runs={'em seed 0': run})))
+    viewpoint_study('toys', 'azimuth', tmp_path, **how, shootout=shootout)
+    assert asked['selects']['rate'] == viewpoint.saw_all and asked['rates'] == 'shoot-out'
+    assert [list(rows) for rows in asked['rows'].values()] == [['em 0.4'], tried[1]]
+    del how['lrs']
+    viewpoint_study('toys', 'azimuth', tmp_path, **how)
+    assert '--rate' not in asked['command'] and asked['searched'] == viewpoint.rates
+
+
+def test_rates_are_handed_on(tmp_path, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(viewpoint, 'viewpoint_study', lambda *a, **kw: asked.update(kw))
+    monkeypatch.setattr('capsnb.commands.is_first', lambda: False)
+    typed = ['study', 'viewpoint', '--out', str(tmp_path)]
+    for rates, got in (((), viewpoint.rates), (('--rate', '0.1', '--rate', '0.2'), (0.1, 0.2))):
+        found = CliRunner().invoke(make_app(), [*typed, *rates])
+        assert found.exit_code == 0 and asked['lrs'] == got, found.output
+
+
+@pytest.mark.parametrize('rates, spent', [((0.1, 0.2, 0.3, 0.4), 7), ((0.1,), 5), ((), 6.5)])
+def test_costs_count_the_rates_that_are_tried(rates, spent, tmp_path, monkeypatch):
+    "a run of an hour, five seeds, half a run a rate where there is a choice"
+    monkeypatch.setattr(viewpoint, 'write_price', lambda *a, **kw: dict(minutes=dict(em=60.0)))
+    monkeypatch.setattr('capsnb.commands.leave_study', lambda *a: None)
+    typed = [x for rate in rates for x in ('--rate', str(rate))]
+    line = ['study', 'viewpoint', '--costs', '--out', str(tmp_path), *typed]
+    found = CliRunner().invoke(make_app(), line)
+    assert found.exit_code == 0 and f'{spent:.1f} CPU hours' in found.output, found.output

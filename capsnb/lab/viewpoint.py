@@ -24,8 +24,8 @@ from .tasks import Task, as_typed, with_options
 from .train import dice
 
 # %% auto #0
-__all__ = ['factors', 'protocols', 'roles_of', 'contestants', 'enough', 'table_2', 'familiar_rows', 'check_choice', 'warp',
-           'rotation', 'PlaneMixup', 'seen_from', 'stage', 'entrant', 'settings_in', 'entries', 'record_of',
+__all__ = ['factors', 'protocols', 'roles_of', 'contestants', 'saw_all', 'enough', 'table_2', 'familiar_rows', 'check_choice',
+           'warp', 'rotation', 'PlaneMixup', 'seen_from', 'stage', 'entrant', 'settings_in', 'entries', 'record_of',
            'viewpoint_study', 'told', 'accuracies', 'epoch_of', 'Matched', 'matched', 'bootstrap', 'p_value', 'holm',
            'Gain', 'gains', 'viewpoint_table', 'plot_viewpoints', 'verdict', 'price', 'hours', 'write_price']
 
@@ -183,6 +183,7 @@ def _some(
 
 # %% ../../nbs/lab/65_viewpoint.ipynb #00000010
 contestants = ('dstep', 'em', 'dynamic', 'agreement', 'attention', 'mean', 'cnn', 'baseline')
+saw_all = 'validation of a shoot-out, all views'  # what chose the rates that are taken from one
 _epochs = dict(toys=12, eth80=24, smallnorb=6)
 
 
@@ -265,7 +266,7 @@ def viewpoint_study(
     seeds: tuple = (0, 1, 2, 3, 4),  # of the final runs
     scale: float = 1.0,  # of the number of epochs
     shootout: str | Path | None = None,  # record that rates are taken from; else a search
-    lrs: tuple = rates,  # to search
+    lrs: tuple = rates,  # tried for whom the shoot-out has none
     g: Ground | None = None,  # None: `stage`
     options: dict | None = None,  # of the data set's task
     **kw,  # of `train`: device, progress
@@ -277,12 +278,14 @@ def viewpoint_study(
     known, path = settings_in(shootout), record_of(out, data, by, protocol, plane)
     settings = dict(data=data, by=by, protocol=protocol, plane=plane, scale=scale)
     settings |= dict(stem=g.stem, caps=g.caps, recipe=g.recipe, splits=roles_of)
-    settings |= dict(selects=dict(rate='validation', epoch='validation', matched='familiar'))
+    chose = dict(rate=saw_all if shootout else 'validation')
+    settings |= dict(selects=chose | dict(epoch='validation', matched='familiar'))
     settings |= dict(searched=lrs, rates='shoot-out' if shootout else 'search')
     own = {k: v for k, v in (options or {}).items() if k != 'folder'}  # may lie anywhere
     settings |= dict(options=own) if own else {}
     command = told(data, by, protocol, plane, scale, len(seeds))
     command += as_typed(only=only, shootout=Path(shootout) if shootout else None)
+    command += as_typed(rate=lrs if tuple(lrs) != rates else None)
     rows, runs = {k: entries(g, k, known, lrs) for k in only or contestants}, path.parent / 'runs'
     same = dict(settings=settings, command=command)
     return race(g, rows, path, seeds, runs / path.stem, **same, **kw)
