@@ -256,6 +256,25 @@ def test_gradients_are_counted_and_measured():
     assert gradients(f, x, y)['zero'] == pytest.approx(0.25)
 
 
+@pytest.mark.parametrize('preset', ['paper', 'normalised'])
+def test_all_layers_of_matrix_capsules_are_measured(preset):
+    "also where norms want their logits, and layers are not called as modules"
+    torch.manual_seed(0)
+    task = Digits('mnist')
+    net = task.make('matrix-caps', preset=preset, A=6, B=3, C=3, D=3).eval()
+    f, y = Attacked(task, net, 'matrix-caps'), torch.arange(2)
+    x = torch.rand(2, 1, 28, 28)
+    sizes = gradients(f, x, y)['sizes']
+    assert list(sizes) == ['pixels', 'conv', 'primary', 'caps.0', 'caps.1', 'scores']
+    assert min(sizes.values()) > 0
+    seen = []
+    f.network.classes.register_forward_pre_hook(lambda m, given: seen.append(given[0]))
+    lost = F.cross_entropy(f(x.requires_grad_()), y, reduction='sum')
+    (g,) = torch.autograd.grad(lost, seen)  # at the activations below the classes
+    assert sizes['caps.1'] == pytest.approx(g.abs().mean().item(), rel=1e-4)
+    assert 'trace' not in vars(f.network)
+
+
 def test_another_floor_is_a_copy():
     f = Attacked(
         Digits('digits'),
@@ -335,7 +354,7 @@ def test_networks_of_a_task_are_attacked_as_they_are(tmp_path):
     assert record['command'].endswith('--network matrix-caps-norb --network cnn')
     assert 'stem' not in record['study']
     sizes = run['attacks']['gradients']['sizes']
-    assert list(sizes)[0] == 'pixels' and list(sizes)[-2:] == ['primary.conv', 'scores']
+    assert list(sizes)[0] == 'pixels' and list(sizes)[-2:] == ['primary', 'scores']
     assert min(sizes.values()) > 0 and 'stem.stages.0' in sizes
     assert 'bim with lambda 0.1' in run['attacks'] and 'example' in run['attacks']
     with pytest.raises(ValueError, match='not both'):

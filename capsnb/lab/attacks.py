@@ -4,6 +4,7 @@
 
 # %% ../../nbs/lab/66_attacks.ipynb #00000003
 from __future__ import annotations
+import contextlib
 import copy
 import math
 import re
@@ -354,20 +355,33 @@ def success(
     return found
 
 # %% ../../nbs/lab/66_attacks.ipynb #0000001c
-_layers = re.compile(
-    r'(trunk|stem)\.stages\.\d+|heads|routings\.\d+|hidden|classify|primary\.conv|caps\.\d+'
-)
+_layers = re.compile(r'(trunk|stem)\.stages\.\d+|conv|heads|routings\.\d+|hidden|classify')
 
 
-def _watch(
+@contextlib.contextmanager
+def _watched(
     network: nn.Module,  # `RoutingNet`, `PlainCNN` or `MatrixCapsNet`
-    kept: dict,  # to be filled: layer -> its first output
-) -> list:  # hooks
+):  # dict that is filled: layer -> its first output, of capsules their activations
+    kept, own = {}, {k: m for k, m in network.named_modules() if _layers.fullmatch(k)}
+
     def keep(name, out):
         kept[name] = out if isinstance(out, Tensor) else out[0]
 
-    own = {k: m for k, m in network.named_modules() if _layers.fullmatch(k)}
-    return [m.register_forward_hook(lambda *io, k=k: keep(k, io[-1])) for k, m in own.items()]
+    def trace(images):  # with norms, layers of matrix capsules are not called as modules
+        found = type(network).trace(network, images)
+        for k, caps in enumerate(found):
+            keep(f'caps.{k - 1}' if k else 'primary', caps)
+        return found
+
+    hooks = [m.register_forward_hook(lambda *io, k=k: keep(k, io[-1])) for k, m in own.items()]
+    if isinstance(network, MatrixCapsNet):
+        network.trace = trace
+    try:
+        yield kept
+    finally:
+        for hook in hooks:
+            hook.remove()
+        network.__dict__.pop('trace', None)
 
 # %% ../../nbs/lab/66_attacks.ipynb #0000001d
 def gradients(
@@ -378,11 +392,11 @@ def gradients(
     batch: int = 100,  # pictures at a time
 ) -> dict:  # zero: share of pixels; sizes: layer -> mean of absolute values
     "What an attack sees: gradients of the loss at pixels, at all layers, and at the scores."
-    kept, zero, sizes = {}, [], {}
-    hooks = _watch(f.network, kept)
+    zero, sizes = [], {}
     for some, of in zip(x.split(batch), y.split(batch)):
         pixels = some.detach().requires_grad_()
-        scores = f(pixels)
+        with _watched(f.network) as kept:
+            scores = f(pixels)
         at = dict(pixels=pixels, **kept)
         if not any(torch.equal(t, scores) for t in kept.values()):
             at['scores'] = scores
@@ -392,8 +406,6 @@ def gradients(
                 continue
             sizes.setdefault(k, []).append(g.abs().mean((*range(1, g.ndim),)))
             zero += [(g == 0).double().mean((1, 2, 3))] if k == 'pixels' else []
-    for hook in hooks:
-        hook.remove()
     sizes = {k: torch.cat(v).mean().item() for k, v in sizes.items()}
     return dict(zero=torch.cat(zero).mean().item(), sizes=sizes)
 
