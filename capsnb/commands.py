@@ -1210,7 +1210,9 @@ def study_attacks(
     picture, table = record.with_suffix('.png'), attacks.attack_lines(record)
     attacks.plot_attacks(record).savefig(picture, dpi=120)
     print(f"{table}\n\nlook at {picture}")
-    return leave_study(record, table, (picture,))
+    names, found = room('lab.tasks').task_named(data).names, attacks.examples(record)
+    drawn = {who: attacks.plot_example(each, names, who) for who, each in found.items()}
+    return leave_study(record, table, (picture, *save_pictures(record, **drawn)))
 
 
 def study_overlap(

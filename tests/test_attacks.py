@@ -395,6 +395,30 @@ def test_the_worst_is_the_worst_picture_by_picture():
     assert worst(run) == [0.75, 0.5, 0.0] and standing(run, 'fgsm') == [0.75, 0.5, 0.25]
     run['attacks']['bim with floor 30%'] = dict(fell='0331')
     assert worst(run) == [0.75, 0.25, 0.0]
+    assert worst(run, own=False) == standing(run, 'worst common') == [0.75, 0.5, 0.0]
+
+
+def test_a_gain_has_an_interval():
+    "which leaves out what only some of the networks underwent"
+    from scipy.stats import t
+
+    def run(seed, *fell):
+        kinds = dict(zip(attacks.common, fell), **{'bim with floor 30%': '1111'})
+        attacked = dict(epsilons=[0.1, 0.2])
+        return dict(
+            seed=seed, attacked=attacked, attacks={k: dict(fell=v) for k, v in kinds.items()}
+        )
+
+    runs = {'em seed 0': run(0, *['3322'] * 5), 'em seed 1': run(1, *['3332'] * 5)}
+    runs |= {'cnn seed 0': run(0, *['3222'] * 5), 'cnn seed 1': run(1, *['2222'] * 5)}
+    record = dict(runs=runs)
+    found = attacks.beside(record)
+    half = t.ppf(0.975, 2) * 12.5 * 2**0.5  # each mean of two is off by 12.5 points
+    assert found['em', 0.1] == pytest.approx((0, float('nan'), float('nan')), nan_ok=True)
+    assert found['em', 0.2] == pytest.approx((50, 50 - half, 50 + half))
+    *_, line = attacks.verdicts(record).splitlines()
+    assert line.endswith(f'+50.0 points ({50 - half:+.1f} to {50 + half:+.1f}), not told apart')
+    assert 'points, not' in attacks.verdicts(record, 'worst')
 
 
 def test_targets_are_drawn_where_they_were_tried():
@@ -420,7 +444,11 @@ def test_the_command_hands_its_options_on(monkeypatch, tmp_path):
 
     def study(*a, **kw):
         asked.update(kw, args=a)
-        write_json(attacks.attacks_record(a[1], 'eth80', kw['networks']), dict(runs={}))
+        picture, found = [[0.0, 1.0]], dict(eps=0.1, read=[0, 2])
+        found |= dict(pixels=[picture] * 2, maps=[[picture] * 2] * 2, last=[[[0.1] * 8] * 2] * 2)
+        run = dict(seed=0, attacks=dict(example=found))
+        runs = {'cnn seed 0': dict(seed=0, attacks={}), 'matrix-caps seed 0': run}
+        write_json(attacks.attacks_record(a[1], 'eth80', kw['networks']), dict(runs=runs))
 
     monkeypatch.setattr(attacks, 'attack_study', study)
     monkeypatch.setattr(attacks, 'plot_attacks', lambda r: nn.Module.__new__(Shown))
@@ -437,6 +465,15 @@ def test_the_command_hands_its_options_on(monkeypatch, tmp_path):
     done = testing.CliRunner().invoke(make_app(), line.split())
     assert done.exit_code == 0 and asked['networks'] == ('cnn', 'matrix-caps-norb'), done.output
     assert (tmp_path / 'attacks_eth80_networks.json').exists()
+    drawn = [p.name for p in tmp_path.glob('*.png')]
+    assert sorted(drawn) == [f'attacks_eth80{k}_matrix-caps.png' for k in ('', '_networks')]
+
+
+def test_a_picture_says_who_was_fooled_and_by_how_much():
+    found = dict(eps=0.05, read=[0, 1], pixels=[[[0.0]]] * 2, maps=[[[[1.0]]] * 2] * 2)
+    fig = attacks.plot_example(found | dict(last=[[[0.5, 0.5]]] * 2), ('car', 'cup'), 'em')
+    assert fig.get_suptitle() == 'em under BIM at epsilon 0.05'
+    attacks.plot_style().close('all')
 
 
 class Shown(nn.Module):

@@ -26,7 +26,7 @@ from .digits import spread
 from .matrix_caps import MatrixCapsNet
 from .report import curves, runs_of
 from .routing_net import RoutingNet
-from .shootout import Ground, apart, candidates, chosen, ground
+from .shootout import Ground, candidates, chosen, ground
 from capsnb.lab.tasks import (
     Task,
     answers,
@@ -44,11 +44,11 @@ from ..routing.em import as_floor, as_schedule
 from ..zoo.routers import all_routings
 
 # %% auto #0
-__all__ = ['losses', 'contestants', 'effort', 'epsilons', 'tuned', 'Attacked', 'Target', 'attacked', 'margin', 'dlr', 'fgsm',
-           'bim', 'pgd', 'noise', 'square', 'right', 'stands', 'sweep', 'success', 'gradients', 'retuned', 'through',
-           'Routes', 'routes_of', 'example', 'plot_example', 'row_of', 'attacks_on', 'train_and_attack', 'attack_study',
-           'attacks_record', 'worst', 'standing', 'plot_attacks', 'attack_rows', 'check_rows', 'attack_lines',
-           'verdicts']
+__all__ = ['losses', 'contestants', 'effort', 'epsilons', 'tuned', 'common', 'Attacked', 'Target', 'attacked', 'margin', 'dlr',
+           'fgsm', 'bim', 'pgd', 'noise', 'square', 'right', 'stands', 'sweep', 'success', 'gradients', 'retuned',
+           'through', 'Routes', 'routes_of', 'example', 'plot_example', 'examples', 'row_of', 'attacks_on',
+           'train_and_attack', 'attack_study', 'attacks_record', 'worst', 'standing', 'plot_attacks', 'attack_rows',
+           'check_rows', 'attack_lines', 'beside', 'verdicts']
 
 # %% ../../nbs/lab/66_attacks.ipynb #00000005
 class Attacked(nn.Module):
@@ -493,6 +493,7 @@ def example(
 def plot_example(
     found: dict,  # of `example`
     names: tuple,  # of the classes
+    who: str = '',  # the network, for the title
 ):  # matplotlib figure
     "A picture and its routing before and after an attack."
     said = [names[k] for k in found['read']]
@@ -513,7 +514,16 @@ def plot_example(
         ax[3].set(xlabel='part', yticks=range(len(names)), yticklabels=names)
     for a in axs.flat:
         a.grid(False)
+    fig.suptitle(f"{who} under BIM at epsilon {found['eps']:g}".lstrip())
     return fig
+
+
+def examples(
+    record: str | Path | dict,  # of `attack_study`
+) -> dict:  # contestant -> the first that one of its runs has, for `plot_example`
+    "Pictures that fooled a network whose routing can be shown."
+    kept = {k: [r['attacks'].get('example') for r in v] for k, v in runs_of(record).items()}
+    return {k: next(filter(None, v)) for k, v in kept.items() if any(v)}
 
 # %% ../../nbs/lab/66_attacks.ipynb #00000026
 contestants = ('cnn', 'dstep', 'em', 'dynamic', 'mean', 'attention')
@@ -690,26 +700,28 @@ def _command(
     return ' '.join(words) + told + as_typed(**{k: settings[k] for k in effort})
 
 # %% ../../nbs/lab/66_attacks.ipynb #0000002f
-_white = ('fgsm', 'bim', 'fgsm on activations', 'pgd', 'square')
+common = ('fgsm', 'bim', 'fgsm on activations', 'pgd', 'square')  # know it, and suit all
 
 
 def worst(
     run: dict,  # of the record
+    own: bool = True,  # whether attacks through its other floors or temperatures count
 ) -> list:  # accuracy at 0 and at every epsilon
     "Accuracy after the worst of all attacks that know the network."
     found, last = run['attacks'], len(run['attacked']['epsilons']) + 1
-    all_of = [v['fell'] for k, v in found.items() if k in _white or k.startswith('bim with')]
+    counts = lambda k: k in common or own and k.startswith('bim with')
+    all_of = [v['fell'] for k, v in found.items() if counts(k)]
     fell = [min(int(k, 36) for k in each) for each in zip(*all_of)]
     return [sum(k > e for k in fell) / len(fell) for e in range(last)]
 
 
 def standing(
     run: dict,  # of the record
-    attack: str,  # of its attacks, or 'worst'
+    attack: str,  # of its attacks, 'worst', or 'worst common'
 ) -> list:  # accuracy at 0 and at every epsilon
     "Accuracy against epsilon."
-    if attack == 'worst':
-        return worst(run)
+    if attack in ('worst', 'worst common'):
+        return worst(run, own=attack == 'worst')
     found = run['attacks'][attack]
     clean = sum(k > '0' for k in found['fell']) / len(found['fell'])
     return [clean, *(shares[-1] for shares in found['tries'])]
@@ -717,7 +729,7 @@ def standing(
 # %% ../../nbs/lab/66_attacks.ipynb #00000030
 def plot_attacks(
     record: str | Path | dict,  # of `attack_study`
-    which: tuple = ('fgsm', 'bim', 'worst', 'noise'),  # attacks, a picture each; or 'bim targeted'
+    which: tuple = ('fgsm', 'bim', 'worst common', 'noise'),  # a picture each; or 'bim targeted'
 ):  # matplotlib figure
     """Accuracy, or how often a wanted class was reached, against epsilon: a colour and a dash for
     each contestant, a line for each seed."""
@@ -749,8 +761,8 @@ def attack_rows(
         k = 1 + runs[0]['attacked']['epsilons'].index(eps)
         at = lambda attack: [100 * standing(run, attack)[k] for run in runs]
         row = {'': who, 'no attack': [100 * standing(run, 'fgsm')[0] for run in runs]}
-        names = ('noise', 'fgsm', 'bim', 'bim on another CNN', 'pgd', 'square', 'worst')
-        row |= {name: at(name) for name in names}
+        names = ('noise', 'fgsm', 'bim', 'bim on another CNN', 'pgd', 'square')
+        row |= {name: at(name) for name in (*names, 'worst common', 'worst')}
         zero = [100 * run['attacks']['gradients']['zero'] for run in runs]
         size = [math.log10(r['attacks']['gradients']['sizes']['pixels'] or 1e-45) for r in runs]
         rows.append(row | {'zero gradients': zero, 'log10 of gradients': size})
@@ -798,18 +810,37 @@ def attack_lines(
     return '\n'.join(lines)
 
 # %% ../../nbs/lab/66_attacks.ipynb #00000033
-def verdicts(
+def beside(
     record: str | Path | dict,  # of `attack_study`, with a contestant 'cnn'
-    attack: str = 'worst',  # as for `standing`
-) -> str:  # a line for each contestant and epsilon
-    "What a routing gains over the CNN, and whether seeds can tell them apart (95 %, Welch)."
-    runs, lines = runs_of(record), []
+    attack: str = 'worst common',  # as for `standing`
+) -> dict:  # (contestant, epsilon) -> points over the CNN, and their 95 % interval (Welch)
+    "What networks gain over the CNN; where seeds do not differ, or are single, no interval: NaN."
+    runs, found = runs_of(record), {}
     eps = runs['cnn'][0]['attacked']['epsilons']
     shares = {k: [[100 * a for a in standing(r, attack)] for r in v] for k, v in runs.items()}
+    test = need('scipy.stats').ttest_ind
     for who in (k for k in runs if k != 'cnn'):
         for k, e in enumerate(eps, 1):
             one, other = ([s[k] for s in shares[name]] for name in (who, 'cnn'))
+            ends = math.nan, math.nan
+            if (
+                statistics.pstdev(one) + statistics.pstdev(other)
+                and min(map(len, (one, other))) > 1
+            ):
+                ends = test(one, other, equal_var=False).confidence_interval()
             gain = statistics.mean(one) - statistics.mean(other)
-            sure = 'told apart' if apart(one, other) else 'not told apart'
-            lines.append(f'{who:14s} epsilon {e:<5g} {gain:+6.1f} points, {sure}')
+            found[who, e] = gain, *map(float, ends)
+    return found
+
+
+def verdicts(
+    record: str | Path | dict,  # of `attack_study`, with a contestant 'cnn'
+    attack: str = 'worst common',  # as for `standing`
+) -> str:  # a line for each contestant and epsilon
+    "What networks gain over the CNN, and whether seeds can tell them apart."
+    lines = []
+    for (who, e), (gain, low, high) in beside(record, attack).items():
+        sure = 'told apart' if low > 0 or high < 0 else 'not told apart'
+        said = '' if math.isnan(low) else f' ({low:+.1f} to {high:+.1f})'
+        lines.append(f'{who:16s} epsilon {e:<5g} {gain:+6.1f} points{said}, {sure}')
     return '\n'.join(lines)
