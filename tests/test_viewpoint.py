@@ -376,3 +376,21 @@ def test_costs_count_the_rates_that_are_tried(rates, spent, tmp_path, monkeypatc
     line = ['study', 'viewpoint', '--costs', '--out', str(tmp_path), *typed]
     found = CliRunner().invoke(make_app(), line)
     assert found.exit_code == 0 and f'{spent:.1f} CPU hours' in found.output, found.output
+
+
+def test_gains_of_settings_stand_beside_what_the_paper_claims():
+    runs = {f'cnn seed {k}': made((0.9, 0.5), seed=k) for k in range(2)}
+    runs |= {f'em seed {k}': made((0.92, 0.55 + k / 10), seed=k) for k in range(2)}
+    runs['dstep seed 7'] = made((0.9, 0.9), seed=7)  # with nobody to compare with
+    records = dict(one=dict(runs=runs), other=dict(runs=runs | {'em seed 1': runs['em seed 0']}))
+    found = viewpoint.across(records, 'em')
+    assert viewpoint.across(records, 'dstep') == {} and list(found) == ['one', 'other']
+    assert viewpoint.claimed(found['one']) == pytest.approx(15)  # of 50 that the CNN misreads
+    assert viewpoint.claimed(found['one'], 0.5) == pytest.approx(25)
+    (ax,) = viewpoint.plot_gains(records).axes
+    drawn = [(line.get_marker(), line.get_xdata()[0]) for line in ax.lines]
+    assert [x for m, x in drawn if m == '|'] == pytest.approx([15, 15])
+    assert [x for m, x in drawn if m == 'o'] == pytest.approx([10, 5])
+    told = viewpoint.viewpoint_table(records['one']).splitlines()[2]
+    assert '  +2.0   2.0  +10.0' in told
+    viewpoint.plot_style().close('all')
