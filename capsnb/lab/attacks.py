@@ -48,7 +48,7 @@ __all__ = ['losses', 'contestants', 'effort', 'epsilons', 'tuned', 'common', 'At
            'fgsm', 'bim', 'pgd', 'noise', 'square', 'right', 'stands', 'sweep', 'success', 'gradients', 'retuned',
            'through', 'Routes', 'routes_of', 'example', 'plot_example', 'examples', 'row_of', 'attacks_on',
            'train_and_attack', 'attack_study', 'attacks_record', 'worst', 'standing', 'plot_attacks', 'attack_rows',
-           'check_rows', 'attack_lines', 'beside', 'verdicts']
+           'check_rows', 'attack_lines', 'lead_of', 'beside', 'verdicts']
 
 # %% ../../nbs/lab/66_attacks.ipynb #00000005
 class Attacked(nn.Module):
@@ -810,26 +810,30 @@ def attack_lines(
     return '\n'.join(lines)
 
 # %% ../../nbs/lab/66_attacks.ipynb #00000033
+def lead_of(
+    one: list,  # numbers, one a seed
+    other: list,  # likewise
+) -> tuple:  # of means, and its 95 % interval (Welch); NaN: seeds are single, or do not differ
+    "One setting minus another, whose seeds are no pairs."
+    ends, enough = (math.nan, math.nan), min(len(one), len(other)) > 1
+    if enough and statistics.pstdev(one) + statistics.pstdev(other):
+        test = need('scipy.stats').ttest_ind(one, other, equal_var=False)
+        ends = map(float, test.confidence_interval())
+    return statistics.mean(one) - statistics.mean(other), *ends
+
+
 def beside(
     record: str | Path | dict,  # of `attack_study`, with a contestant 'cnn'
     attack: str = 'worst common',  # as for `standing`
 ) -> dict:  # (contestant, epsilon) -> points over the CNN, and their 95 % interval (Welch)
-    "What networks gain over the CNN; where seeds do not differ, or are single, no interval: NaN."
+    "What networks gain over the CNN."
     runs, found = runs_of(record), {}
     eps = runs['cnn'][0]['attacked']['epsilons']
     shares = {k: [[100 * a for a in standing(r, attack)] for r in v] for k, v in runs.items()}
-    test = need('scipy.stats').ttest_ind
     for who in (k for k in runs if k != 'cnn'):
         for k, e in enumerate(eps, 1):
             one, other = ([s[k] for s in shares[name]] for name in (who, 'cnn'))
-            ends = math.nan, math.nan
-            if (
-                statistics.pstdev(one) + statistics.pstdev(other)
-                and min(map(len, (one, other))) > 1
-            ):
-                ends = test(one, other, equal_var=False).confidence_interval()
-            gain = statistics.mean(one) - statistics.mean(other)
-            found[who, e] = gain, *map(float, ends)
+            found[who, e] = lead_of(one, other)
     return found
 
 
