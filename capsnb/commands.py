@@ -1114,6 +1114,7 @@ def study_viewpoint(
     folder: Annotated[
         Path | None, unset('Folder of the files; else CAPSNB_DATA.', '--folder')
     ] = None,
+    any_files: AnyFiles = False,
     out: Annotated[Path, option('Folder of the records; finished runs are kept.')] = Path(
         'runs/viewpoint'
     ),
@@ -1128,6 +1129,7 @@ def study_viewpoint(
     if against not in (only or view.contestants):
         raise ValueError(f"--against {against}: it is not among the contestants")
     own, lrs = dict(folder=folder) if folder else {}, tuple(rate or view.rates)
+    own |= dict(official=False) if any_files else {}
     if costs:
         minutes = view.write_price(data, out, by, protocol, plane, scale, only, **own)['minutes']
         lines = [f"{name:10s} {m:6.1f} CPU minutes a run" for name, m in minutes.items()]

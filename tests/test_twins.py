@@ -11,13 +11,15 @@ from test_stored import always_run, needed
 most = 30  # seconds of processor time
 studies = """ablate attack_study credit_study depth_study distortion_study head_study language_study
 overlap_study plateau_study shoot_out study_poses tuned_study viewpoint_study""".split()
+studies.append("distortion_study('affnist'")  # whose networks and record are its own
 
 
 def first_of_each():
     "Study -> the first cell that calls it, and the statements above."
-    call, seen = re.compile(rf"\b({'|'.join(studies)})\("), {}
+    calls = {k: re.compile(rf'\b{re.escape(k if "(" in k else k + "(")}') for k in studies}
+    seen = {}
     for path, source, _, code, before in always_run():
-        for study in call.findall(source):
+        for study in (k for k, call in calls.items() if call.search(source)):
             seen.setdefault(study, (path, code, before))
     return seen
 

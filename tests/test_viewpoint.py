@@ -8,6 +8,7 @@ import torch
 from typer.testing import CliRunner
 from capsnb.cli import make_app
 from capsnb.data.eth80 import viewpoints
+from capsnb.data.norb import tiny_smallnorb
 from capsnb.data.toys import ToysTensors, plan
 from capsnb.lab import objects, viewpoint
 from capsnb.lab.objects import SmallNORB, Toys
@@ -394,3 +395,22 @@ def test_gains_of_settings_stand_beside_what_the_paper_claims():
     told = viewpoint.viewpoint_table(records['one']).splitlines()[2]
     assert '  +2.0   2.0  +10.0' in told
     viewpoint.plot_style().close('all')
+
+
+def test_smallnorb_from_files_to_result(tmp_path):
+    "cards in smallNORB's format, one epoch of pictures of 96 pixels, by the command"
+    cards = dict(elevations=(0,), azimuths=(0, 6, 20), lightings=(0,))
+    tiny_smallnorb(tmp_path / 'cards', **cards)
+    line = f'study viewpoint --data smallnorb --folder {tmp_path}/cards --any-files --only mean '
+    line += (
+        f'--only cnn --protocol interpolation --seeds 1 --rate 0.01 --scale 0.1 --out {tmp_path}'
+    )
+    line += ' --device cpu --no-progress'
+    done = CliRunner().invoke(make_app(), line.split())
+    assert done.exit_code == 0 and 'one seed' in done.output, done.output
+    path = record_of(tmp_path, 'smallnorb', 'azimuth', 'interpolation', True)
+    record = json.loads(path.read_text())
+    assert list(record['runs']) == ['mean seed 0', 'cnn seed 0']
+    assert record['study']['options'] == dict(official=False)
+    assert all(len(accuracies(run, 'novel')) == 1 for run in record['runs'].values())
+    assert path.with_suffix('.png').exists()
