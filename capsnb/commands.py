@@ -1576,8 +1576,8 @@ def study_tuned(
     make, data, about = lab.on_treebank(encoder, task, limit, **how)
     record = out / f'tuned_{task}.json'
     told = f'capsnb study tuned --task {task} --encoder FOLDER --seeds {seeds} --epochs {epochs}'
-    told += f' --limit {limit}' if limit else ''
-    told += room('lab.tasks').as_typed(only=only)
+    told += room('lab.tasks').as_typed(limit=limit, gguf=gguf, only=only)
+    told += ' --any-treebank' if any_treebank else ''
     how = dict(seeds=tuple(range(seeds)), runs=out / 'runs' / task, command=told, epochs=epochs)
     how |= dict(settings=about | dict(epochs=epochs), device=device)
     lab.tuned_study(make, data, record, ways or tuple(lab.ways), **how)

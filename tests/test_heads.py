@@ -260,7 +260,9 @@ def test_three_ways_on_the_command_line(place, tmp_path):
     line += f' --seeds 1 --epochs 1 --device cpu --out {tmp_path}'
     r = CliRunner().invoke(make_app(), line.split())
     assert r.exit_code == 0, r.output
-    runs = json.loads((tmp_path / 'tuned_sst2.json').read_text())['runs']
+    record = json.loads((tmp_path / 'tuned_sst2.json').read_text())
+    runs, told = record['runs'], 'capsnb study tuned --task sst2 --encoder FOLDER --seeds 1'
+    assert record['command'] == f'{told} --epochs 1 --limit 4 --any-treebank'
     assert [r['texts'] for r in runs.values()] == [4, 4, 4]
     n = [r['n_params'] for r in runs.values()]  # frozen, lora, whole
     assert sorted(n) == n and (tmp_path / 'tuned_sst2.html').exists()
@@ -271,6 +273,22 @@ def test_three_ways_on_the_command_line(place, tmp_path):
     assert r.exit_code == 0 and (tmp_path / 'runs' / 'sst5').is_dir()
     r = CliRunner().invoke(make_app(), [*line.split(), '--only', 'half'])
     assert r.exit_code == 1 and '--only must be frozen, lora, whole, got half' in r.stderr
+
+
+@pytest.mark.parametrize('more', ['', ' --gguf a.gguf', ' --limit 7 --gguf a.gguf --only lora'])
+def test_what_was_trained_stands_in_the_command(tmp_path, monkeypatch, more):
+    "nothing is loaded: what is written down is what was typed"
+    tuned, found = 'capsnb.outlook.tuned', {}
+    monkeypatch.setattr(f'{tuned}.on_treebank', lambda *a, **k: (None, None, {}))
+    monkeypatch.setattr(f'{tuned}.tuned_study', lambda *a, **k: found.update(k))
+    monkeypatch.setattr(f'{tuned}.tuned_table', lambda path: '')
+    monkeypatch.setattr('capsnb.commands.leave_study', lambda *a: None)
+    for trees in ('', ' --any-treebank'):
+        line = f'study tuned --encoder x{more}{trees} --out {tmp_path}'
+        r = CliRunner().invoke(make_app(), line.split())
+        assert r.exit_code == 0, r.output
+        told = 'capsnb study tuned --task sst2 --encoder FOLDER --seeds 3 --epochs 2'
+        assert found['command'] == told + more + trees
 
 
 def test_weights_below_a_hidden_state():
