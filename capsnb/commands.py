@@ -512,13 +512,18 @@ def train_sst(
     as_published: Annotated[
         bool,
         option(
-            "As published in 2019: learning rate, floor of the variances, start of beta.",
+            "As published in 2019: learning rate, floor of the variances, start of beta; the last "
+            'epoch is kept (--no-validate), unless --validate is given.',
             '--as-published',
         ),
     ] = False,
     validate: Annotated[
-        bool, option('Choose the epoch on validation; if not, keep the last, as the paper does.')
-    ] = True,
+        bool | None,
+        typer.Option(
+            show_default='not with --as-published',
+            help='Choose the epoch on validation; if not, keep the last, as the paper does.',
+        ),
+    ] = None,
     any_treebank: Annotated[
         bool,
         option('The files need not be the Stanford Sentiment Treebank.', '--any-treebank'),
@@ -532,8 +537,9 @@ def train_sst(
 ):
     """Route a frozen transformer's hidden states to sentiments (Heinsen 2019, section 5).
 
-    Says its price, keeps the epoch that validates best (with --no-validate the last one), tests
-    once, and says what differs from the paper. Ctrl-C leaves a checkpoint."""
+    Says its price, keeps the epoch that validates best (with --no-validate, or --as-published, the
+    last one), tests once, and says what differs from the paper. Ctrl-C leaves a checkpoint."""
+    ctx.params['validate'] = validate = not as_published if validate is None else validate
     options = dict(encoder=encoder, gguf_file=gguf, revision=revision, layers=layers, roots=roots)
     options |= dict(limit=limit, published=as_published, official=not any_treebank, folder=data)
     options |= dict(validate=validate)
@@ -1626,7 +1632,8 @@ def rehearsal(
         batch = f", {act['batch_seconds']:.1f} s a batch" if 'batch_seconds' in act else ''
         lines.append(f"{name:10s} {act['seconds']:7.0f} s {peak}{batch}")
     whole = found['resumed_is_whole']
-    lines.append('resumed is whole, bit by bit' if whole else 'resumed DIFFERS')
+    late = 'resumed DIFFERS, or was killed too late (--limit)'
+    lines.append('resumed is whole, bit by bit' if whole else late)
     print(*lines, sep='\n')
     return leave_study(out / 'rehearsal.json', '\n'.join(lines))
 

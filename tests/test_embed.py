@@ -413,6 +413,52 @@ def test_workers_and_pickle(encoders, tmp_path):
         assert batch.embs.equal(cache.batch(range(5 * k, min(5 * k + 5, 12))).embs)
 
 
+def reading(encoder):  # texts in each batch that goes through
+    seen = []
+    note = lambda net, args, kw: seen.append(len(kw['input_ids']))
+    return seen, encoder.model.register_forward_pre_hook(note, with_kwargs=True)
+
+
+@pytest.mark.parametrize('kind', ['gpt2', 'bert'])
+def test_equal_texts_are_read_once(encoders, kind, tmp_path):
+    "from a cache and in memory each has its own place in the order, as if it had been read alone"
+    encoder, order = encoders[kind], [0, 1, 0, 2, 3, 1, 0]
+    texts, alone = [TEXTS[k] for k in order], [encoder([TEXTS[k]]).embs[0] for k in range(4)]
+    seen, hook = reading(encoder)
+    try:
+        cache = encoder.cache(texts, tmp_path / 'c', 'float32', progress=False)
+        assert sum(seen) == 4 and len(cache) == len(texts)
+        held = encoder.hold({'a': (texts, None)}, 'float32')['a']
+        some = encoder.hold({'a': (texts, [6, 2, 5])}, 'float32')['a']
+        assert sum(seen) == 4 + 4 + 2
+    finally:
+        hook.remove()
+    assert len(held.flat) == sum(map(len, alone)) < cache.header['n_tokens']
+    assert len(some.flat) == len(alone[0]) + len(alone[1])
+    for k, who in enumerate(order):
+        mask, where = held.places([k])
+        for found in (cache[k], held.look(where)[mask > 0], encoder.encode(texts)[k]):
+            assert_close(found, alone[who], atol=1e-5, rtol=1e-4)
+    assert torch.equal(*(some.places([k])[1] for k in (2, 6)))
+    with pytest.raises(ValueError, match='text 0 is not among'):
+        some.places([0])  # the same text as 2, but it was not asked for
+
+
+@pytest.mark.parametrize('kind', ['gpt2', 'llama'])
+@pytest.mark.parametrize('end', ['auto', None])
+def test_a_tokenizer_without_a_token_to_pad_with(folders, kind, end):
+    "as GPT-2's: of what fills the box nothing is seen"
+    encoder = FrozenEncoder(folders[kind], device='cpu', end=end)
+    assert encoder.tokenizer.pad_token is None and (end is None or encoder.pad_id == encoder.end_id)
+    texts = sorted(TEXTS, key=len)[:: len(TEXTS) - 1]
+    mask, embs = encoder(texts)
+    lengths = [len(r) for r in encoder.tokens(texts)]
+    assert lengths[0] < lengths[1] and mask.sum(1).tolist() == lengths
+    for text, e, n in zip(texts, embs, lengths):
+        assert_close(e[:n], encoder([text]).embs[0], atol=1e-5, rtol=1e-4)
+        assert not e[n:].any()
+
+
 def test_empty_folder_is_taken_and_a_full_one_left_alone(encoders, tmp_path):
     (tmp_path / 'c').mkdir()
     encoders['gpt2'].cache(TEXTS, tmp_path / 'c', progress=False)

@@ -232,6 +232,7 @@ short = {  # what a run without CAPSNB_FUZZ tries: the rest of each kind stands 
     ('training', 'SIGKILL'),
     ('training', 'full'),
     ('caching', 'SIGTERM'),
+    ('caching', 'full'),
     ('caching', 'two'),
     ('studying', 'twice'),
     *(('downloading', how) for how in (*signals, 'full', 'two')),

@@ -413,6 +413,9 @@ def test_in_a_browser(finished, tmp_path):
     write_text(folder / 'long.html', eval_page(long, about, dict(command='b' * 500)))
     said = 'a line of a study, as wide as its table is: ' * 6
     write_text(folder / 'study.html', record_page(RESULTS / 'rehearsal.json', said=said))
+    credit, lost = [('not', 0.9), ('bad', -0.5)], [('not', 0.3), ('bad', -0.2)]
+    told = Explanation('not bad', ('no', 'yes'), [0.1, 0.5], credit, lost, [[0.1, 0.5]])
+    leave_words(folder / 'words.html', [told, told])
     with served(folder) as home, browser(tmp_path / 'chromium') as tab:
         for page in sorted(p.name for p in folder.iterdir()):
             for width in (1280, 390):
@@ -424,6 +427,15 @@ def test_in_a_browser(finished, tmp_path):
                 assert away == {f'{home}/{page}'}
                 shown = '[...document.images].every((i) => i.complete && i.naturalWidth > 0)'
                 assert tab.run(shown)
+        tab.go(f'{home}/words.html', 1280)
+        ways = 'lost without it', 'credit', 'credit beyond an equal share'
+        assert tab.run('[...document.querySelectorAll("label")].map((l) => l.textContent)') == [*ways]
+        seen = '[...document.querySelectorAll(".words")].filter((w) => w.offsetHeight > 0)'
+        seen = f'{seen}.map((w) => [...w.querySelectorAll("span")].map((s) => s.title).join(" "))'
+        numbers = '+0.300 -0.200', '+0.900 -0.500', '+0.700 -0.700'
+        for k in (0, 1, 2, 0):
+            tab.run(f'document.querySelectorAll("label")[{k}].click()')
+            assert tab.run(seen) == [numbers[k], numbers[k]]
         ink = []
         for mode in ('light', 'dark'):
             media = [dict(name='prefers-color-scheme', value=mode)]

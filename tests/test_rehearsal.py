@@ -17,6 +17,13 @@ def free_memory():
         return 0
 
 
+def treebank(folder, times):
+    "The tiny one, its twelve training sentences so many times over."
+    path = tiny_treebank(folder) / 'train.txt'
+    path.write_bytes(path.read_bytes() * times)
+    return path.parent
+
+
 def test_its_sizes_are_those_of_the_model_it_stands_in_for(tmp_path):
     encoder = FrozenEncoder(stand_in(tmp_path, python_texts(2), **small), device='cpu')
     config, real = encoder.model.config, read_config('gpt2-large')
@@ -45,9 +52,12 @@ def test_another_rehearsal_is_not_mixed_in(tmp_path):
         rehearse(tmp_path, 60, trees, False)
 
 
-def check(told):
+def check(told, steps):
     acts = told['acts']
-    assert told['resumed_is_whole']
+    assert told['resumed_is_whole'] and acts['resumed']['weights'] == acts['whole']['weights']
+    assert all(acts[k]['steps'] == steps for k in ('whole', 'half', 'resumed', 'cached', 'reread'))
+    assert 0 < acts['resumed']['resumed_from'] < steps and steps >= 3
+    assert 'resumed_from' not in acts['whole']
     assert acts['cached']['weights'] == acts['reread']['weights'] != acts['whole']['weights']
     assert acts['half']['weights'] not in (acts['whole']['weights'], acts['cached']['weights'])
     assert all(acts[k]['batch_seconds'] > 0 for k in ('whole', 'half', 'cached', 'reread'))
@@ -57,11 +67,11 @@ def check(told):
 
 @pytest.mark.slow
 def test_all_acts_with_a_small_double(tmp_path):
-    trees = tiny_treebank(tmp_path / 'trees')
-    told = rehearse(tmp_path / 'all', 60, trees, False, files=3, sizes=small)
-    check(told)
+    trees = treebank(tmp_path / 'trees', 15)
+    told = rehearse(tmp_path / 'all', 180, trees, False, files=3, sizes=small)
+    check(told, 9)
     assert (
-        rehearse(tmp_path / 'all', 60, trees, False, files=3, sizes=small)['acts'] == told['acts']
+        rehearse(tmp_path / 'all', 180, trees, False, files=3, sizes=small)['acts'] == told['acts']
     )
 
 
@@ -70,8 +80,8 @@ def test_all_acts_with_a_small_double(tmp_path):
 def test_all_acts_at_full_size(tmp_path):
     if shutil.disk_usage(tmp_path).free < 8e9:
         pytest.skip('needs 8 GB of disk')
-    trees = tiny_treebank(tmp_path / 'trees')
-    told = rehearse(tmp_path / 'all', 40, trees, False)
-    check(told)
+    trees = treebank(tmp_path / 'trees', 5)
+    told = rehearse(tmp_path / 'all', 60, trees, False)
+    check(told, 3)
     assert told['acts']['make']['bytes'] > 3.0e9
     assert told['acts']['float32']['shape'][2:] == [37, 1280]

@@ -452,13 +452,22 @@ def _sorted_batches(lengths: list, batch_size: int) -> list:  # of lists of indi
     return [order[s : s + batch_size] for s in range(0, len(order), batch_size)]
 
 # %% ../../nbs/data/39_embed.ipynb #f5a7bd78
+def _alike(ids: Mapping) -> dict:  # tokens, as a tuple -> numbers of the texts that have them
+    out = {}
+    for k, r in ids.items():
+        out.setdefault(tuple(r), []).append(k)
+    return out
+
+
 def _embed_sorted(encoder: FrozenEncoder, ids: list, batch_size: int):
-    "Generator of (index, [n, l, m] on the CPU), the longest first."
-    for batch in _sorted_batches([len(r) for r in ids], batch_size):
-        some = [ids[k] for k in batch]
+    "Generator of (index, [n, l, m] on the CPU), the longest first; equal texts are read once."
+    alike = _alike(dict(enumerate(ids)))
+    each = list(alike)
+    for batch in _sorted_batches([len(r) for r in each], batch_size):
+        some = [each[k] for k in batch]
         embs = hidden_states(encoder.model, some, encoder.layers, encoder.pad_id).embs.cpu()
-        for k, e in zip(batch, embs):
-            yield k, e[: len(ids[k])]
+        for r, e in zip(some, embs):
+            yield from ((k, e[: len(r)]) for k in alike[r])
 
 # %% ../../nbs/data/39_embed.ipynb #b1ed8ebc
 def _words_of(text: str, spans: list, pieces: list) -> list:
@@ -648,11 +657,12 @@ class Price(NamedTuple):
     d_emb: int  # their width
     n_weights: int  # of the transformer
     memory: int  # bytes of its weights
-    dtype: torch.dtype  # of a cache
+    dtype: torch.dtype  # of hidden states that are kept
     seconds: float  # to read all texts once, roughly
+    place: str = 'disk'  # where they are kept, or 'memory'
 
     @property
-    def disk(self) -> int:  # bytes of a cache, about
+    def disk(self) -> int:  # bytes that they take there, about
         return self.n_tokens * self.n_layers * self.d_emb * self.dtype.itemsize
 
     def __str__(self):
@@ -661,7 +671,7 @@ class Price(NamedTuple):
             f"{self.n_weights / 1e6:,.1f} million weights ({self.memory / 1e9:,.1f} GB of memory); "
             f"{self.n_texts:,} texts, about {self.n_tokens:,} tokens: "
             f"to read them once takes roughly {in_time(self.seconds)}, "
-            f"to keep their hidden states about {self.disk / 1e9:,.1f} GB of disk "
+            f"to keep their hidden states about {self.disk / 1e9:,.1f} GB of {self.place} "
             f"in {str(self.dtype)[6:]}"
         )
 
@@ -1091,19 +1101,21 @@ class HeldStates:
         bar,  # is told of tokens
     ):
         self.texts, self.made_by, at = texts, (encoder.fingerprint, encoder.layers), 0
-        rows, ids = list(ids), list(ids.values())
-        shape = sum(map(len, ids)), encoder.n_layers, encoder.d_emb
+        alike, places = _alike(ids), [(0, 0)] * len(texts)
+        each = list(alike)  # equal texts share a place
+        shape = sum(map(len, each)), encoder.n_layers, encoder.d_emb
         self.flat = torch.empty(shape, dtype=dtype, device=encoder.device)
-        self.starts, self.lengths = torch.zeros(2, len(texts), dtype=torch.long)
-        for batch in _sorted_batches([len(r) for r in ids], batch_size):
-            some, of = [ids[k] for k in batch], torch.tensor([rows[k] for k in batch])
+        for batch in _sorted_batches([len(r) for r in each], batch_size):
+            some = [each[k] for k in batch]
             mask, embs = hidden_states(encoder.model, some, encoder.layers, encoder.pad_id)
             embs = _narrow(embs[mask > 0], dtype, encoder.layers)
             self.flat[at : at + len(embs)] = embs
-            n = torch.tensor([len(r) for r in some])
-            self.lengths[of], self.starts[of] = n, at + n.cumsum(0) - n
-            at += len(embs)
+            for r in some:
+                for k in alike[r]:
+                    places[k] = at, len(r)
+                at += len(r)
             bar.update(len(embs))
+        self.starts, self.lengths = torch.tensor(places).unbind(1)
 
     def __len__(self) -> int:  # texts
         return len(self.texts)
@@ -1136,7 +1148,8 @@ def _check_memory(n_bytes: int, device: torch.device):
         free = need('psutil').virtual_memory().available
     if n_bytes > 0.9 * free:
         raise MemoryError(
-            f"hidden states take {n_bytes / 1e9:,.1f} GB, {device} has {free / 1e9:,.1f} GB free: "
+            f"hidden states take {n_bytes / 1e9:,.1f} GB of memory, "
+            f"of which {device} has {free / 1e9:,.1f} GB free: "
             "read fewer layers (--layers), sentences only (--roots), or keep them on disk (--cache)"
         )
 
@@ -1160,7 +1173,7 @@ def _hold(
             ids[name] = dict(zip(some, encoder.tokens([texts[k] for k in some])))
             if not some:
                 raise ValueError(f"expected at least one text to keep in memory, got none: {name}")
-    n = sum(len(r) for read in ids.values() for r in read.values())
+    n = sum(len(r) for read in ids.values() for r in _alike(read))
     _check_memory(n * width * dtype.itemsize, encoder.device)
     with need('tqdm').tqdm(total=n, unit=' tokens', unit_scale=True, disable=not progress) as bar:
         for name, read in ids.items():

@@ -456,6 +456,7 @@ def _first_the_price(
     names = {_cache_name(s.name, task.cache_dtype): s.texts for s in samples.values()}
     texts = [t for s in samples.values() for t in s.texts]
     price = price_of(config, texts, layers, task.cache_dtype, device, compute)
+    price = price._replace(place='memory' if task.in_memory else 'disk')
     if task.progress or price.disk > 1e9 or price.seconds > 60:
         say(f"{name}: {price}")
     root = Path(task.cache).expanduser() if task.cache else cache_folder('embeddings')
@@ -627,11 +628,12 @@ def _train(
     kw = dict(roots=True, published=True, validate=False, **trees)
     task = Sentiment('sst5', encoder, cache=out / 'cache' if cache else False, **kw)
     kw = dict(epochs=1, save_steps=1, device=device, resume=resume, progress=False)
-    found = len(list((out / run).rglob('seal.json')))
+    found = [int(p.parent.name.partition('-')[2]) for p in (out / run).rglob('seal.json')]
     m = train(task, out=out / run, **kw)
     kept = sum(f.stat().st_size for f in (out / 'cache').rglob('*') if f.is_file())
     weights = m['files']['model.safetensors']
-    told = dict(steps=m['steps'], weights=weights, cache_bytes=kept, checkpoints=found)
+    told = dict(steps=m['steps'], weights=weights, cache_bytes=kept, checkpoints=len(found))
+    told |= dict(resumed_from=max(found)) if found else {}
     return told if resume else told | dict(batch_seconds=m['seconds'] / m['steps'])
 
 
@@ -681,7 +683,7 @@ def apart(
         while child.poll() is None:
             if until and any(out.glob(until)):
                 child.kill()
-            time.sleep(0.05)
+            time.sleep(0.01)
         said_wrong.seek(0)
         complaint = said_wrong.read()
     if until is None and child.returncode:
@@ -722,7 +724,8 @@ def rehearse(
     text = 'A gorgeous , witty , seductive movie .'
     acts['explain'] = do('explain', 'explain', text=text, device=device)
     same = acts['whole']['weights'] == acts['resumed']['weights']
-    same &= acts['resumed']['checkpoints'] > 0  # it did not begin anew
+    begun = acts['resumed'].get('resumed_from', 0)
+    same &= 0 < begun < acts['resumed']['steps']  # it had begun, and was not at its end
     told = run_record(acts=acts, limit=limit, sizes=sizes, resumed_is_whole=same)
     told |= dict(command=f'capsnb study rehearsal --limit {limit}')
     write_json(out / 'rehearsal.json', told)
