@@ -429,7 +429,8 @@ def test_in_a_browser(finished, tmp_path):
                 assert tab.run(shown)
         tab.go(f'{home}/words.html', 1280)
         ways = 'lost without it', 'credit', 'credit beyond an equal share'
-        assert tab.run('[...document.querySelectorAll("label")].map((l) => l.textContent)') == [*ways]
+        labels = '[...document.querySelectorAll("label")].map((l) => l.textContent)'
+        assert tab.run(labels) == [*ways]
         seen = '[...document.querySelectorAll(".words")].filter((w) => w.offsetHeight > 0)'
         seen = f'{seen}.map((w) => [...w.querySelectorAll("span")].map((s) => s.title).join(" "))'
         numbers = '+0.300 -0.200', '+0.900 -0.500', '+0.700 -0.700'

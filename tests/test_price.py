@@ -101,6 +101,10 @@ def test_the_price_of_gpt2_large_comes_first_and_its_default_takes_no_disk(
     for way in ('--cache', '--roots', '--layers', '--on-the-fly', 'computed on the fly'):
         assert way in said
     assert not (tmp_path / 'run').exists() and not (tmp_path / 'xdg').exists()
+    with pytest.raises(Loaded):
+        go('sst2', str(large), out=tmp_path / 'run', device='cpu', in_memory=True)
+    said = capsys.readouterr().err
+    assert 'GB of memory in float16' in said and 'disk' not in said and 'on the fly' not in said
 
 
 def test_what_was_asked_for_is_done_or_refused_before_loading(large, tmp_path, monkeypatch, capsys):

@@ -297,7 +297,7 @@ def test_what_is_held(world, encoder, monkeypatch):
     with pytest.raises(ValueError, match='at least one text'):
         encoder.hold({'a': (texts, [])})
     monkeypatch.setattr('psutil.virtual_memory', lambda: SimpleNamespace(available=1000))
-    with pytest.raises(MemoryError, match='0.0 GB free.*--layers'):
+    with pytest.raises(MemoryError, match='GB of memory, of which cpu has 0.0 GB free.*--layers'):
         encoder.hold({'a': (texts, None)})
     assert encoder.hold({}) == {}
 
@@ -483,6 +483,34 @@ def test_the_command_puts_the_paper_beside_its_test(world, tmp_path, seeds):
         assert what in said
     for what in ('mixup', 'batch size', 'bf16', 'network', 'kept in'):
         assert what not in said
+
+
+@pytest.mark.parametrize(
+    'more, validates',
+    [
+        ('', True),
+        ('--as-published', False),
+        ('--as-published --no-validate', False),
+        ('--as-published --validate', True),
+        ('--no-validate', False),
+    ],
+)
+@pytest.mark.parametrize('seeds', (1, 2))
+def test_as_published_no_epoch_is_chosen(world, tmp_path, monkeypatch, more, validates, seeds):
+    "unless it is asked for; the record of several seeds says which"
+    found = {}
+    note = lambda task, *a, **k: found.update(k, validate=task.validate) or dict(runs={}, sst5=[])
+    for name in ('train', 'study'):
+        monkeypatch.setattr(f'capsnb.lab.tasks.{name}', note)
+    monkeypatch.setattr('capsnb.commands.told', lambda *a: '')
+    monkeypatch.setattr('capsnb.commands.draw', lambda *a: None)
+    line = f'train sst --encoder x {more} --no-progress --seeds {seeds}'
+    capsnb(*line.split(), '--out', tmp_path / 'run')
+    assert found['validate'] == validates
+    if seeds > 1:
+        assert found['settings']['validate'] == validates
+        typed = f'capsnb {line} --out {tmp_path}/run --resume'
+        assert sorted(found['command'].split()) == sorted(typed.split())
 
 
 def test_an_older_record_says_what_it_does_not_tell():
