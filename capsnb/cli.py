@@ -16,9 +16,6 @@ import signal
 import sys
 from pathlib import Path
 
-if 'OMP_WAIT_POLICY' not in os.environ:  # before PyTorch: GNU's threads read it when they load
-    # waiting threads give their core up soon; else two of them crawl beside another busy program
-    os.environ.setdefault('GOMP_SPINCOUNT', '10000')
 most_seeds = 1000  # of one command; more would fill the memory with their numbers
 _stopped = False  # whether Ctrl-C came: an import may swallow it (PyTorch's of NumPy)
 
@@ -123,8 +120,17 @@ def make_app():  # typer.Typer
     return room('commands').make_app()
 
 
+def share_cores():
+    """Let waiting threads give their core up soon, unless the user has said how they shall wait.
+
+    GNU's OpenMP reads this when PyTorch loads. Else two threads crawl beside another busy program."""
+    if 'OMP_WAIT_POLICY' not in os.environ:
+        os.environ.setdefault('GOMP_SPINCOUNT', '10000')
+
+
 def main():
     "Entry point of `capsnb`."
+    share_cores()
 
     def stop(signum, frame):
         global _stopped

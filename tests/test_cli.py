@@ -774,3 +774,20 @@ def test_a_running_demo_is_not_replaced(tmp_path):
         'demo', '--epochs', 1, '--device', 'cpu', '--out', tmp_path, '--overwrite', '--resume'
     )
     assert r.exit_code == 1 and 'give one of them' in r.output and files_of(tmp_path) == kept
+
+
+@pytest.mark.parametrize(
+    'given, spins',
+    [({}, '10000'), (dict(GOMP_SPINCOUNT='7'), '7'), (dict(OMP_WAIT_POLICY='PASSIVE'), 'None')],
+)
+def test_the_command_shares_its_cores_unless_told_otherwise(given, spins):
+    code = (
+        "import os, sys; sys.argv = ['capsnb', '--help']\n"
+        "from capsnb.cli import main; assert 'torch' not in sys.modules\n"
+        "try: main()\nexcept SystemExit: print(os.environ.get('GOMP_SPINCOUNT'))"
+    )
+    env = {k: v for k, v in os.environ.items() if k not in ('GOMP_SPINCOUNT', 'OMP_WAIT_POLICY')}
+    r = subprocess.run(
+        [sys.executable, '-c', code], env=env | given, capture_output=True, text=True
+    )
+    assert r.returncode == 0 and r.stdout.splitlines()[-1] == spins, r.stderr

@@ -86,7 +86,7 @@ presets = dict(
 )
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #5a450001
-# 'none' is no schedule, and with a norm one learned λ, of the classes; 'constant' not that either
+# 'none': no schedule, but with a norm one learned λ, of the classes; 'constant': without that, too
 schedules = ('schedule', 'none', 'learned', 'constant')
 
 
@@ -178,7 +178,7 @@ def _caps_places(
     if min(out) < 1:
         raise ValueError(
             f"an image of {tuple(size)} leaves no place for capsules, "
-            f"its sides must be at least {least}"
+            f"its sides must be at least {least} with this stem"
         )
     return out
 

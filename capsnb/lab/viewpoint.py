@@ -279,7 +279,7 @@ def viewpoint_study(
     known, path = settings_in(shootout), record_of(out, data, by, protocol, plane)
     settings = dict(data=data, by=by, protocol=protocol, plane=plane, scale=scale)
     settings |= dict(stem=g.stem, caps=g.caps, recipe=g.recipe, splits=roles_of)
-    chose = dict(rate=saw_all if shootout else 'validation')
+    chose = dict(rate=saw_all if shootout else 'validation' if len(lrs) > 1 else None)
     settings |= dict(selects=chose | dict(epoch='validation', matched='familiar'))
     settings |= dict(searched=lrs, rates='shoot-out' if shootout else 'search')
     own = {k: v for k, v in (options or {}).items() if k != 'folder'}  # may lie anywhere
