@@ -123,7 +123,7 @@ def make_app():  # typer.Typer
 def share_cores():
     """Let waiting threads give their core up soon, unless the user has said how they shall wait.
 
-    GNU's OpenMP reads this when PyTorch loads. Else two threads crawl beside another busy program."""
+    GNU's OpenMP reads this when PyTorch loads. Else threads crawl beside another busy program."""
     if 'OMP_WAIT_POLICY' not in os.environ:
         os.environ.setdefault('GOMP_SPINCOUNT', '10000')
 

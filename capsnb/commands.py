@@ -1038,8 +1038,9 @@ def shootout(
     only: Annotated[
         list[str] | None,
         unset(
-            "A routing, 'cnn', or one with other settings: 'em-part' (misfit in the part's pose), "
-            "'em-identity' (maps start there), 'em-part-identity', 'em-student', 'em-laplace', "
+            "A routing (an error lists them), 'cnn', or one with other settings: "
+            "'em-part' (misfit in the part's pose), 'em-identity' (maps start there), "
+            "'em-part-identity', 'em-student', 'em-laplace', "
             "'em-full', 'em-vmf', 'bayes-published' (as its authors' code); may be repeated. "
             'All routings and the CNN if not given.'
         ),
