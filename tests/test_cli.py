@@ -21,7 +21,7 @@ from tries import tries
 from typer.testing import CliRunner
 from capsnb import __version__
 from capsnb.cli import is_first, make_app
-from capsnb.commands import confusion_table, here_too
+from capsnb.commands import confusion_table, here_too, one_thread
 from capsnb.core import run_record
 from capsnb.data.mnist import class_names
 from capsnb.lab.runs import last_whole
@@ -791,3 +791,19 @@ def test_the_command_shares_its_cores_unless_told_otherwise(given, spins):
         [sys.executable, '-c', code], env=env | given, capture_output=True, text=True
     )
     assert r.returncode == 0 and r.stdout.splitlines()[-1] == spins, r.stderr
+
+
+@pytest.mark.parametrize('named, threads', [(None, 1), ('2', 2)])
+def test_the_demo_takes_one_thread_unless_told_otherwise(named, threads, monkeypatch):
+    before = torch.get_num_threads()
+    monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
+    if named:
+        monkeypatch.setenv('OMP_NUM_THREADS', named)
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(ValueError), one_thread():
+            assert torch.get_num_threads() == threads
+            raise ValueError
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
