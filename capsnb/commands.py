@@ -1245,6 +1245,12 @@ def study_overlap(
     ] = 60_000,
     held: Annotated[int, option('Pairs of validation, and of the test.', min=1)] = 10_000,
     epochs: Annotated[int, option('Times so many pairs.', min=1)] = 20,
+    rate: Annotated[
+        list[float] | None,
+        unset(
+            'Top learning rate to try; may be repeated. If not given: 0.001, 0.003, 0.01 and 0.03.'
+        ),
+    ] = None,
     seeds: Annotated[int, option('Final runs of each network.', min=1)] = 3,
     published: Annotated[
         bool, option("Networks of the paper's size; a laptop's if not given.", '--published')
@@ -1267,6 +1273,7 @@ def study_overlap(
     lab = room('lab.overlap')
     how = dict(n=pairs, n_held=held, small=not published, folder=folder)
     task, kw = lab.MultiDigits(data, **how), dict(device=device, progress=progress)
+    kw['lrs'] = tuple(rate or ()) or None
     path = lab.overlap_study(out, tuple(range(seeds)), epochs, task, **kw)
     if not is_first():
         return

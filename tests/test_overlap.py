@@ -287,10 +287,14 @@ def test_the_commands_say_what_is_studied(monkeypatch):
 
     def asked(*args, **kw):
         task = next(o for o in (*args, kw.get('task')) if isinstance(o, overlap.DrawnDigits))
-        raise ValueError(f'{task.data}, {task.folder}, {task.small}, {getattr(task, "until", "")}')
+        told = [task.data, task.folder, task.small, getattr(task, 'until', ''), kw.get('lrs')]
+        raise ValueError(', '.join(map(str, told)))
 
     monkeypatch.setattr(overlap, 'overlap_study', asked)
     monkeypatch.setattr(overlap, 'distortion_study', asked)
-    assert 'digits, None, True' in capsnb('overlap', '--data', 'digits')
     assert 'mnist, x, False' in capsnb('overlap', '--published', '--data-folder', 'x')
+    assert 'mnist, None, True, , (0.01, 0.03)' in capsnb(
+        'overlap', '--rate', '0.01', '--rate', '0.03'
+    )
+    assert 'digits, None, True, , None' in capsnb('overlap', '--data', 'digits')
     assert 'mnist, None, True, 0.5' in capsnb('distortion', '--data', 'affnist', '--until', '0.5')

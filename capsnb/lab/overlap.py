@@ -665,7 +665,7 @@ def overlap_study(
     seeds: tuple = (0, 1, 2),  # of the final runs
     epochs: int = 20,  # times n pairs
     task: MultiDigits | None = None,  # None: MultiMNIST with small networks
-    lrs: tuple = rates,  # to choose among
+    lrs: tuple | None = None,  # rates to choose among; None: `rates`; of one it is taken
     runs: str | Path | None = None,  # folder of the runs; None: below out
     **kw,  # of `train`: device, progress
 ) -> Path:  # of the record
@@ -675,9 +675,10 @@ def overlap_study(
     path, runs = out / f'overlap_{task.data}.json', Path(runs or out / 'runs')
     size = '' if task.small else ' --published'
     told = f'capsnb study overlap --data {task.data} --pairs {task.n} --held {task.n_held}'
-    told += f' --epochs {epochs} --seeds {len(seeds)}{size}'
+    told += f' --epochs {epochs} --seeds {len(seeds)}{size}' + as_typed(rate=lrs)
     settings = dict(data=task.data, n=task.n, n_held=task.n_held, small=task.small, epochs=epochs)
-    same = dict(command=told, settings=settings | dict(lrs=lrs, select='validation'), **kw)
+    settings |= dict(lrs=(lrs := lrs or rates), select='validation')
+    same = dict(command=told, settings=settings, **kw)
     g = Ground(task, {}, {}, _recipe_of(epochs))
     rows = {who: candidates(g, who, lrs, whole=True) for who in task.networks}
     race(g, rows, path, seeds, runs, **same)
