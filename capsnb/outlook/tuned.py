@@ -120,6 +120,11 @@ def _check_asked(found: dict, asked: dict, out: Path):
         raise ValueError(f"'{out}' holds another run, with {', '.join(other)}")
 
 
+def _by_length(split):  # of a datasets.DatasetDict; texts of a length pad each other least
+    sizes = [len(text) for text in split['text']]
+    return split.select(sorted(range(len(sizes)), key=sizes.__getitem__))
+
+
 def _arguments(out, seed, epochs, batch_size, device, n):  # n: training texts
     how = dict(per_device_train_batch_size=batch_size, per_device_eval_batch_size=40)
     how |= dict(eval_strategy='epoch', save_strategy='epoch', save_total_limit=1)
@@ -173,7 +178,7 @@ def tune(
         model=classifier,
         args=_arguments(out, seed, epochs, batch_size, device, len(data['train'])),
         train_dataset=data['train'],
-        eval_dataset=data['validation'],
+        eval_dataset=_by_length(data['validation']),
         data_collator=classifier.collate,
         compute_metrics=accuracy,
         optimizers=(torch.optim.AdamW(groups), None),
@@ -183,7 +188,7 @@ def tune(
     trainer.train(resume_from_checkpoint=resume and any((out / 'checkpoints').glob('checkpoint-*')))
     took = time.perf_counter() - start
     kept = [h['eval_accuracy'] for h in trainer.state.log_history if 'eval_accuracy' in h]
-    tested = trainer.predict(data['test']).metrics
+    tested = trainer.predict(_by_length(data['test'])).metrics
     found = run_record(**asked)
     found |= dict(lr=ways[way], n_params=n_params(classifier))
     found |= dict(seconds=round(took, 2), valid_accuracy=max(kept))
