@@ -24,7 +24,7 @@ from ..data.files import read_json, write_json
 from ..engine.layers import at_least_1
 from .digits import spread
 from .matrix_caps import MatrixCapsNet
-from .report import curves, runs_of
+from .report import curves, lead_of, runs_of
 from .routing_net import RoutingNet
 from .shootout import Ground, candidates, chosen, ground
 from capsnb.lab.tasks import (
@@ -48,7 +48,7 @@ __all__ = ['losses', 'contestants', 'effort', 'epsilons', 'tuned', 'common', 'At
            'fgsm', 'bim', 'pgd', 'noise', 'square', 'right', 'stands', 'sweep', 'success', 'gradients', 'retuned',
            'through', 'Routes', 'routes_of', 'example', 'plot_example', 'examples', 'row_of', 'attacks_on',
            'train_and_attack', 'attack_study', 'attacks_record', 'worst', 'standing', 'plot_attacks', 'attack_rows',
-           'check_rows', 'attack_lines', 'lead_of', 'beside', 'verdicts']
+           'check_rows', 'attack_lines', 'beside', 'verdicts']
 
 # %% ../../nbs/lab/66_attacks.ipynb #00000005
 class Attacked(nn.Module):
@@ -810,18 +810,6 @@ def attack_lines(
     return '\n'.join(lines)
 
 # %% ../../nbs/lab/66_attacks.ipynb #00000033
-def lead_of(
-    one: list,  # numbers, one a seed
-    other: list,  # likewise
-) -> tuple:  # of means, and its 95 % interval (Welch); NaN: seeds are single, or do not differ
-    "One setting minus another, whose seeds are no pairs."
-    ends, enough = (math.nan, math.nan), min(len(one), len(other)) > 1
-    if enough and statistics.pstdev(one) + statistics.pstdev(other):
-        test = need('scipy.stats').ttest_ind(one, other, equal_var=False)
-        ends = map(float, test.confidence_interval())
-    return statistics.mean(one) - statistics.mean(other), *ends
-
-
 def beside(
     record: str | Path | dict,  # of `attack_study`, with a contestant 'cnn'
     attack: str = 'worst common',  # as for `standing`

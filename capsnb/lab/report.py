@@ -5,13 +5,15 @@
 # %% ../../nbs/lab/59_report.ipynb #67d88bbb
 from __future__ import annotations
 import json
+import math
 import re
 import statistics
 from pathlib import Path
 from ..core import need, palette, plot_style
 
 # %% auto #0
-__all__ = ['runs_of', 'percent', 'command_of', 'interval', 'spread', 'table', 'dots', 'curves', 'name_points', 'plot_history']
+__all__ = ['runs_of', 'percent', 'command_of', 'interval', 'lead_of', 'spread', 'table', 'dots', 'curves', 'name_points',
+           'plot_history']
 
 # %% ../../nbs/lab/59_report.ipynb #acf1a44b
 def runs_of(
@@ -54,6 +56,18 @@ def interval(
     half *= need('scipy.stats').t.ppf(0.975, len(values) - 1)
     mean = statistics.mean(values)
     return mean - half, mean + half
+
+# %% ../../nbs/lab/59_report.ipynb #5900lead
+def lead_of(
+    one: list,  # numbers, one a seed
+    other: list,  # likewise
+) -> tuple:  # of means, and its 95 % interval (Welch); NaN: seeds are single, or do not differ
+    "One setting minus another, whose seeds are no pairs."
+    ends, enough = (math.nan, math.nan), min(len(one), len(other)) > 1
+    if enough and statistics.pstdev(one) + statistics.pstdev(other):
+        test = need('scipy.stats').ttest_ind(one, other, equal_var=False)
+        ends = map(float, test.confidence_interval())
+    return statistics.mean(one) - statistics.mean(other), *ends
 
 # %% ../../nbs/lab/59_report.ipynb #0f6d8a81
 def spread(
