@@ -545,6 +545,8 @@ def train_sst(
     options |= dict(validate=validate)
     options |= dict(cache=False if on_the_fly else cache, cache_dtype=cache_dtype)
     options |= dict(in_memory=in_memory)
+    if data is not None:
+        room('data.sst').find_sst(data)  # before a transformer is loaded
     lab = room('lab.sentiment')
     made = lab.Sentiment(task, **options)
     usual = dict(epochs=epochs, lr=lr, batch_size=batch_size, bf16=bf16, graphs=graphs, start=start)
@@ -1149,6 +1151,10 @@ def study_viewpoint(
     view, only = room('lab.viewpoint'), tuple(only or ()) or None
     if against not in (only or view.contestants):
         raise ValueError(f"--against {against}: it is not among the contestants")
+    if shootout and not shootout.is_file():
+        raise ValueError(f"--shootout {shootout}: no such file; `capsnb shootout` writes one")
+    if wrong := [lr for lr in rate or () if lr <= 0]:
+        raise ValueError(f"--rate must be above 0, got {wrong[0]:g}")
     own, lrs = dict(folder=folder) if folder else {}, tuple(rate or view.rates)
     own |= dict(official=False) if any_files else {}
     if costs:

@@ -186,6 +186,14 @@ def test_an_unknown_home_is_one_sentence(tmp_path, monkeypatch):
     assert r.exit_code == 1 and 'capsnb: ' in r.output and not list(tmp_path.iterdir())
 
 
+def test_data_are_looked_for_before_a_transformer(tmp_path, monkeypatch):
+    monkeypatch.setenv('HF_HUB_OFFLINE', '1')
+    r = capsnb('train', 'sst', '--data', tmp_path / 'x', '--out', tmp_path / 'run')
+    assert r.exit_code == 1 and 'expected train.txt' in r.output and not list(tmp_path.iterdir())
+    r = capsnb('shootout', 'x', '--out', tmp_path / 'run')
+    assert r.exit_code == 1 and "data must be one of 'toys'" in r.output
+
+
 def test_unwritable_folder(tmp_path):
     (tmp_path / 'file').write_text('not a folder')
     r = capsnb('demo', '--out', tmp_path / 'file' / 'run')

@@ -327,6 +327,8 @@ def test_wrong_arguments_are_named(no_files, tmp_path):
     for wrong, said in {
         ('--by', 'colour'): "by must be one of",
         ('--against', 'me'): "not among the contestants",
+        ('--shootout', 'missing.json'): "no such file",
+        ('--rate', '0'): "must be above 0, got 0",
     }.items():
         found = CliRunner().invoke(make_app(), ['study', 'viewpoint', *wrong, '--out', tmp_path])
         assert found.exit_code == 1 and said in found.output

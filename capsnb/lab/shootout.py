@@ -76,7 +76,7 @@ def ground(
         ),
     }
     if name not in there:
-        raise ValueError(f"ground must be one of {', '.join(map(repr, there))}, got {name!r}")
+        raise ValueError(f"data must be one of {', '.join(map(repr, there))}, got {name!r}")
     return there[name]()
 
 # %% ../../nbs/lab/64_shootout.ipynb #00000007
