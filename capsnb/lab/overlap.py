@@ -899,6 +899,7 @@ def _affine_study(
 # %% ../../nbs/lab/67_overlap.ipynb #0000003b
 def plot_robustness(
     record: str | Path | dict,  # of `distortion_study`
+    named: tuple = ('cnn', 'dstep', 'em', 'dynamic', 'attention', 'bayes'),  # where many are drawn
 ):  # matplotlib figure
     "Accuracy against strength, a panel for each distortion, a line for each contestant."
     record = record if isinstance(record, dict) else read_json(record, runs=dict, robustness=dict)
@@ -906,16 +907,23 @@ def plot_robustness(
     for key, kinds in record['robustness'].items():
         found.setdefault(key.rpartition(' seed ')[0], []).append(kinds)
     kinds = list(next(iter(found.values()))[0])
+    if len(found) > len(palette):  # colours are few: the others stay behind, in grey
+        found = {k: found[k] for k in sorted(found, key=lambda k: k in named)}
+    else:
+        named = tuple(found)
     size = (2.5 * len(kinds), 3.4)
     fig, axs = plt.subplots(
         1, len(kinds), figsize=size, layout='constrained', sharey=True, squeeze=False
     )
     for ax, kind in zip(axs[0], kinds):
-        for k, (who, runs) in enumerate(found.items()):
+        for who, runs in found.items():
             x = sorted(runs[0][kind], key=float)
             y = [100 * statistics.mean(run[kind][s] for run in runs) for s in x]
-            look = dict(color=palette[k % len(palette)], ls=('-', '--', ':')[k // len(palette) % 3])
-            ax.plot([float(s) for s in x], y, label=who, marker='osv^D'[k % 5], ms=3, **look)
+            look = dict(color='0.8', lw=0.8)
+            if who in named:
+                k = named.index(who)
+                look = dict(color=palette[k], marker='osv^D'[k % 5], ms=3, label=who)
+            ax.plot([float(s) for s in x], y, **look)
         ax.set(xlabel=kind, ylim=(0, 100))
     axs[0, 0].set_ylabel('test accuracy, %')
     fig.legend(*axs[0, 0].get_legend_handles_labels(), loc='outside upper center', ncols=6)
