@@ -1208,6 +1208,7 @@ def study_attacks(
     steps: Annotated[int, option('Of projected gradient descent.', min=1)] = 20,
     restarts: Annotated[int, option('Of projected gradient descent.', min=1)] = 4,
     queries: Annotated[int, option('Of the search without gradients.', min=1)] = 300,
+    auto: Annotated[int, option('Of the pictures, for AutoAttack; 0: none.', min=0)] = 0,
     search: Annotated[
         Path | None,
         unset('Record of a search of `capsnb shootout`, for rates and norms; else rate 0.01.'),
@@ -1231,7 +1232,7 @@ def study_attacks(
     how = dict(scale=scale, search=search, spend=spend | dict(queries=queries))
     how |= dict(runs=runs or out / 'runs' / data, device=device, progress=progress)
     eps = tuple(epsilon or attacks.epsilons)
-    how['networks'] = tuple(network or ())
+    how |= dict(networks=tuple(network or ()), auto=auto)
     attacks.attack_study(data, out, tuple(only or ()) or None, tuple(range(seeds)), eps, **how)
     if not is_first():
         return

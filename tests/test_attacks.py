@@ -14,6 +14,8 @@ from capsnb.lab.attacks import (
     attack_lines,
     attack_study,
     attacked,
+    auto_rows,
+    autoattack,
     bim,
     dlr,
     fgsm,
@@ -103,6 +105,25 @@ def test_no_attack_leaves_its_ball_or_the_pixels(name, eps):
     assert torch.equal(x, before) and not changed.requires_grad
     assert (changed - x).abs().max() <= eps + 1e-6
     assert changed.min() >= 0 and changed.max() <= 1 and (changed != x).any()
+
+
+def test_autoattack_finds_all_that_can_be_found():
+    "of a linear model it is known which pictures can be turned"
+    pytest.importorskip('pyautoattack')
+    f, _, _ = linear()
+    x = 0.3 + 0.4 * torch.rand(20, 1, 6, 6)  # so that no pixel gets to 0 or 1
+    y, W = f(x).argmax(1), f[1].weight
+    ahead = f(x).gather(1, y[:, None]) - f(x)  # of each class
+    reach = (W[y][:, None] - W).abs().sum(-1)  # what an epsilon of 1 would take from it
+    needed = (ahead / reach.clamp(min=1e-12)).masked_fill(F.one_hot(y, 4).bool(), 1).amin(1)
+    eps = needed.sort().values[9:11].mean().item()
+    before = torch.random.get_rng_state()
+    changed = autoattack(f, x, y, eps)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert (changed - x).abs().max() <= eps + 1e-6
+    assert ((f(changed).argmax(1) == y) == (needed > eps)).all()
+    with pytest.raises(ValueError, match='needs four classes, got 3'):
+        autoattack(lambda x: f(x)[:, :3], x, y, eps)
 
 
 def test_restarts_only_take_away():
@@ -344,14 +365,23 @@ def test_a_study_goes_on_and_keeps_what_it_has(tmp_path, monkeypatch):
             study(names, eps=eps)
 
 
-def test_networks_of_a_task_are_attacked_as_they_are(tmp_path):
-    how = dict(seeds=(0,), eps=(0.1, 0.3), spend=few, g=tiny, progress=False, device='cpu')
+def test_networks_of_a_task_are_attacked_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(attacks, 'autoattack', bim)
+    how = dict(seeds=(0,), eps=(0.1, 0.3), spend=few, g=tiny, progress=False, device='cpu', auto=5)
     study = partial(attack_study, 'digits', tmp_path, runs=tmp_path / 'runs', **how)
     whole = 'matrix-caps-norb', 'cnn'
     (run,) = study(networks=whole)['matrix-caps-norb']
     record = read_json(tmp_path / 'attacks_digits_networks.json')
     assert list(record['runs']) == [f'{k} seed 0' for k in whole]
-    assert record['command'].endswith('--network matrix-caps-norb --network cnn')
+    assert record['command'].endswith('--auto 5 --network matrix-caps-norb --network cnn')
+    rows = run['attacks']['autoattack']['rows']
+    assert len(rows) == len(set(rows)) == 5 and set(rows) <= set(range(12))
+    first, second, *_ = auto_rows(record)
+    assert (first['epsilon'], second['epsilon'], first['pictures']) == ('0.1', '0.3', 5)
+    fell = run['attacks']['autoattack']['fell']
+    assert second['stand after AutoAttack, %'] == [100 * sum(k == '3' for k in fell) / 5]
+    ours = [min(run['attacks'][k]['fell'][n] for k in attacks.common) for n in rows]
+    assert second['after ours, %'] == [100 * sum(k == '3' for k in ours) / 5]
     assert 'stem' not in record['study']
     sizes = run['attacks']['gradients']['sizes']
     assert list(sizes)[0] == 'pixels' and list(sizes)[-2:] == ['primary', 'scores']
@@ -460,10 +490,12 @@ def test_the_command_hands_its_options_on(monkeypatch, tmp_path):
     assert done.exit_code == 0 and 'lines' in done.output, done.output
     assert asked['args'] == ('eth80', tmp_path, ('em',), (0, 1), (0.1,))
     assert asked['spend']['steps'] == 7 and asked['spend'].keys() == attacks.effort.keys()
-    assert asked['networks'] == ()
-    line = f'study attacks --data eth80 --network cnn --network matrix-caps-norb --out {tmp_path}'
+    assert asked['networks'] == () and asked['auto'] == 0
+    line = 'study attacks --data eth80 --auto 9 --network cnn --network matrix-caps-norb '
+    line += f'--out {tmp_path}'
     done = testing.CliRunner().invoke(make_app(), line.split())
     assert done.exit_code == 0 and asked['networks'] == ('cnn', 'matrix-caps-norb'), done.output
+    assert asked['auto'] == 9
     assert (tmp_path / 'attacks_eth80_networks.json').exists()
     drawn = [p.name for p in tmp_path.glob('*.png')]
     assert sorted(drawn) == [f'attacks_eth80{k}_matrix-caps.png' for k in ('', '_networks')]

@@ -45,10 +45,10 @@ from ..zoo.routers import all_routings
 
 # %% auto #0
 __all__ = ['losses', 'contestants', 'effort', 'epsilons', 'tuned', 'common', 'Attacked', 'Target', 'attacked', 'margin', 'dlr',
-           'fgsm', 'bim', 'pgd', 'noise', 'square', 'right', 'stands', 'sweep', 'success', 'gradients', 'retuned',
-           'through', 'Routes', 'routes_of', 'example', 'plot_example', 'examples', 'row_of', 'attacks_on',
+           'fgsm', 'bim', 'pgd', 'noise', 'square', 'autoattack', 'right', 'stands', 'sweep', 'success', 'gradients',
+           'retuned', 'through', 'Routes', 'routes_of', 'example', 'plot_example', 'examples', 'row_of', 'attacks_on',
            'train_and_attack', 'attack_study', 'attacks_record', 'worst', 'standing', 'plot_attacks', 'attack_rows',
-           'check_rows', 'attack_lines', 'beside', 'verdicts']
+           'check_rows', 'auto_rows', 'attack_lines', 'beside', 'verdicts']
 
 # %% ../../nbs/lab/66_attacks.ipynb #00000005
 class Attacked(nn.Module):
@@ -277,6 +277,26 @@ def square(
         won = found > ahead[rows]
         best[rows[won]], ahead[rows[won]] = new[won], found[won]
     return best
+
+# %% ../../nbs/lab/66_attacks.ipynb #6600auto
+def autoattack(
+    f: Callable,  # scores of pixels, four classes at least
+    x: Tensor,  # [b, channels, m, n] in [0, 1]
+    y: Tensor,  # [b] classes
+    eps: float,  # largest change of a pixel
+    seed: int = 0,  # of everything
+) -> Tensor:  # like x
+    """AutoAttack (Croce 2020): APGD on cross-entropy and towards all classes, FAB, Square Attack.
+
+    Each tries what stood before, the last with 5,000 queries. `ValueError` for three classes."""
+    _check_attack(x, eps)
+    with torch.no_grad():
+        if (n_classes := f(x[:1]).shape[-1]) < 4:
+            raise ValueError(f"AutoAttack needs four classes, got {n_classes}")
+    with torch.random.fork_rng():
+        all_of = need('pyautoattack', 'attack').AutoAttack(f, eps=eps, seed=seed, device=x.device)
+        all_of.apgd_targeted.n_target_classes = all_of.fab.n_target_classes = n_classes - 1
+        return all_of.run_standard_evaluation(x, y, batch_size=len(x))[0]
 
 # %% ../../nbs/lab/66_attacks.ipynb #00000016
 @torch.no_grad()
@@ -570,7 +590,7 @@ def attacks_on(
     **spend,  # changes of `effort`
 ) -> dict:  # name -> function without arguments, that gives what is JSON-ready
     "All that is tried on a network."
-    spend, (f, x, y) = effort | spend, t
+    spend, (f, x, y) = effort | dict(auto=0) | spend, t
     few, n_classes = spread(y.cpu(), spend['targeted']), len(f.task.names)
     over = lambda *attacks, **how: lambda: sweep(f, x, y, list(attacks), eps, **how)
     wanted = lambda a: lambda: success(f, x[few], y[few], a, eps, n_classes)
@@ -593,7 +613,18 @@ def attacks_on(
         'fgsm targeted': wanted(fgsm),
         'bim targeted': wanted(bim),
         **({'example': lambda: example(f, x, y, eps)} if isinstance(f.network, routed) else {}),
+        **({'autoattack': lambda: _auto(t, spend['auto'], eps)} if spend['auto'] else {}),
     }
+
+
+def _auto(
+    t: Target,  # a network and pictures
+    n: int,  # how many pictures
+    eps: tuple,  # that rise
+) -> dict:  # of `sweep`; rows: which pictures
+    rows = spread(t.y.cpu(), n)
+    found = sweep(t.f, t.x[rows], t.y[rows], [autoattack], eps, nested=True)
+    return dict(found, rows=rows.tolist())
 
 # %% ../../nbs/lab/66_attacks.ipynb #00000029
 def _try_all(
@@ -644,6 +675,7 @@ def attack_study(
     runs: str | Path = 'runs/attacks',  # folder of the runs; finished ones are taken
     search: str | Path | dict | None = None,  # as for `row_of`
     spend: dict | None = None,  # changes of `effort`
+    auto: int = 0,  # of the pictures, for AutoAttack; 0: none
     g: Ground | None = None,  # None: the ground of that name
     **kw,  # of `train`: device, progress
 ) -> dict:  # contestant -> metrics, one a seed
@@ -658,6 +690,7 @@ def attack_study(
         raise ValueError("name contestants or networks, not both")
     g, runs, path = g or ground(name, scale), Path(runs), attacks_record(out, name, networks)
     settings = dict(epsilons=list(eps)) | effort | (spend or {})
+    settings |= dict(auto=auto) if auto else {}
     told = _command(name, scale, seeds, settings, search)
     told += as_typed(only=who, network=networks)
     same = dict(ground=name, scale=scale, recipe=g.recipe)
@@ -697,7 +730,8 @@ def _command(
     words = [f'capsnb study attacks --data {name} --scale {scale:g} --seeds {len(seeds)}']
     words += [f'--epsilon {e:g}' for e in settings['epsilons']]
     told = as_typed(search=Path(search) if isinstance(search, (str, Path)) else None)
-    return ' '.join(words) + told + as_typed(**{k: settings[k] for k in effort})
+    asked = {k: settings[k] for k in (*effort, 'auto') if k in settings}
+    return ' '.join(words) + told + as_typed(**asked)
 
 # %% ../../nbs/lab/66_attacks.ipynb #0000002f
 common = ('fgsm', 'bim', 'fgsm on activations', 'pgd', 'square')  # know it, and suit all
@@ -708,11 +742,17 @@ def worst(
     own: bool = True,  # whether attacks through its other floors or temperatures count
 ) -> list:  # accuracy at 0 and at every epsilon
     "Accuracy after the worst of all attacks that know the network."
-    found, last = run['attacks'], len(run['attacked']['epsilons']) + 1
-    counts = lambda k: k in common or own and k.startswith('bim with')
-    all_of = [v['fell'] for k, v in found.items() if counts(k)]
-    fell = [min(int(k, 36) for k in each) for each in zip(*all_of)]
+    fell, last = _fell(run, own), len(run['attacked']['epsilons']) + 1
     return [sum(k > e for k in fell) / len(fell) for e in range(last)]
+
+
+def _fell(
+    run: dict,  # of the record
+    own: bool = False,  # as for `worst`
+) -> list:  # per picture: which epsilon was the first, or one more
+    counts = lambda k: k in common or own and k.startswith('bim with')
+    all_of = [v['fell'] for k, v in run['attacks'].items() if counts(k)]
+    return [min(int(k, 36) for k in each) for each in zip(*all_of)]
 
 
 def standing(
@@ -791,6 +831,22 @@ def check_rows(
         low, first, *_, last = (statistics.mean(at) for at in zip(*sizes))
         row['log10 of gradients: pixels, first layer, last'] = f'{low:.1f}, {first:.1f}, {last:.1f}'
         rows.append(row)
+    return rows
+
+# %% ../../nbs/lab/66_attacks.ipynb #6600rows
+def auto_rows(
+    record: str | Path | dict,  # of `attack_study` with `auto`
+) -> list:  # of dicts, for `table` of 59_report
+    "What stands after AutoAttack and after all of ours that know the network, the same pictures."
+    rows = []
+    for who, runs in runs_of(record).items():
+        for k, eps in enumerate(runs[0]['attacked']['epsilons'], 1):
+            row = {'network': who, 'epsilon': f'{eps:g}'}
+            found = [r['attacks']['autoattack'] for r in runs]
+            row |= {'pictures': len(found[0]['rows'])}
+            row |= {'stand after AutoAttack, %': [100 * f['tries'][k - 1][-1] for f in found]}
+            stood = [[_fell(r)[n] > k for n in f['rows']] for r, f in zip(runs, found)]
+            rows.append(row | {'after ours, %': [100 * statistics.mean(s) for s in stood]})
     return rows
 
 # %% ../../nbs/lab/66_attacks.ipynb #00000032
