@@ -288,7 +288,7 @@ def autoattack(
 ) -> Tensor:  # like x
     """AutoAttack (Croce 2020): APGD on cross-entropy and towards all classes, FAB, Square Attack.
 
-    Each tries what stood before, the last with 5,000 queries. `ValueError` for three classes."""
+    Each tries what stood before, the last with 5,000 queries. `ValueError` below four classes."""
     _check_attack(x, eps)
     with torch.no_grad():
         if (n_classes := f(x[:1]).shape[-1]) < 4:
