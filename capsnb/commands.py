@@ -1093,7 +1093,8 @@ def shootout(
         print(*lines, sep='\n')
         return leave_study(path, '\n'.join(lines))
     how = dict(scale=scale, runs=out / 'runs', device=device, progress=progress)
-    how |= dict(networks=tuple(network or ()), tried=dict(lrs=tuple(rate)) if rate else None)
+    tried = dict(lrs=lrs) if (lrs := checked_rates(rate)) else None
+    how |= dict(networks=tuple(network or ()), tried=tried)
     shoot.shoot_out(data, out, tuple(only or ()) or None, tuple(range(seeds)), **how)
     if not is_first():
         return
@@ -1153,9 +1154,7 @@ def study_viewpoint(
         raise ValueError(f"--against {against}: it is not among the contestants")
     if shootout and not shootout.is_file():
         raise ValueError(f"--shootout {shootout}: no such file; `capsnb shootout` writes one")
-    if wrong := [lr for lr in rate or () if lr <= 0]:
-        raise ValueError(f"--rate must be above 0, got {wrong[0]:g}")
-    own, lrs = dict(folder=folder) if folder else {}, tuple(rate or view.rates)
+    own, lrs = dict(folder=folder) if folder else {}, checked_rates(rate) or view.rates
     own |= dict(official=False) if any_files else {}
     if costs:
         minutes = view.write_price(data, out, by, protocol, plane, scale, only, **own)['minutes']
@@ -1280,7 +1279,7 @@ def study_overlap(
     lab = room('lab.overlap')
     how = dict(n=pairs, n_held=held, small=not published, folder=folder)
     task, kw = lab.MultiDigits(data, **how), dict(device=device, progress=progress)
-    kw['lrs'] = tuple(rate or ()) or None
+    kw['lrs'] = checked_rates(rate)
     path = lab.overlap_study(out, tuple(range(seeds)), epochs, task, **kw)
     if not is_first():
         return
@@ -1297,6 +1296,15 @@ def study_overlap(
         **{k: lab.plot_drawn(v) for k, v in record['drawn'].items() if v},
     )
     return leave_study(path, '\n'.join(lines), tuple(pictures))
+
+
+def checked_rates(
+    rates: list | None,  # as typed
+) -> tuple | None:  # the same; None: none was
+    "Learning rates to try; `ValueError` where one is not above 0."
+    if wrong := [lr for lr in rates or () if not lr > 0]:
+        raise ValueError(f"--rate must be above 0, got {wrong[0]:g}")
+    return tuple(rates or ()) or None
 
 
 def save_pictures(

@@ -275,6 +275,19 @@ def test_three_ways_on_the_command_line(place, tmp_path):
     assert r.exit_code == 1 and '--only must be frozen, lora, whole, got half' in r.stderr
 
 
+def test_texts_of_a_length_are_read_together():
+    sets = pytest.importorskip('datasets')
+    tuned = pytest.importorskip('capsnb.outlook.tuned')
+    split = sets.Dataset.from_dict(dict(text=['four', 'one', 'seventeen', ''], label=[0, 1, 2, 3]))
+    found = tuned._by_length(split)
+    assert found['text'][:] == ['', 'one', 'four', 'seventeen'] and found['label'][:] == [
+        3,
+        1,
+        0,
+        2,
+    ]
+
+
 @pytest.mark.parametrize('more', ['', ' --gguf a.gguf', ' --limit 7 --gguf a.gguf --only lora'])
 def test_what_was_trained_stands_in_the_command(tmp_path, monkeypatch, more):
     "nothing is loaded: what is written down is what was typed"

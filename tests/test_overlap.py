@@ -275,6 +275,18 @@ def test_a_share_without_an_error_has_an_interval():
     assert whiskers[0][1][1] > 10
 
 
+@pytest.mark.parametrize('n', [3, 9])
+def test_of_many_contestants_some_are_named(n):
+    who = ['zebra', 'cnn', 'em', *'abcdef'][:n]
+    found = dict(shift={'0': 0.9, '2': 0.7})
+    record = dict(runs={}, robustness={f'{k} seed 0': found for k in who})
+    fig = overlap.plot_robustness(record)
+    shown = fig.legends[0].get_texts()
+    assert sorted(t.get_text() for t in shown) == (sorted(who) if n == 3 else ['cnn', 'em'])
+    assert len(fig.axes[0].lines) == n
+    overlap.plot_style().close(fig)
+
+
 def test_the_commands_say_what_is_studied(monkeypatch):
     testing = pytest.importorskip('typer.testing')
     from capsnb.cli import make_app
