@@ -385,6 +385,12 @@ def test_networks_of_a_task_are_attacked_as_they_are(tmp_path, monkeypatch):
     for row, eps in ((first, 1), (second, 2)):
         assert row['stand after AutoAttack, %'] == [100 * sum(int(k) > eps for k in fell) / 5]
         assert row['after ours, %'] == [100 * sum(int(k) > eps for k in ours) / 5]
+    tried = record['runs']['matrix-caps-norb seed 0']['attacks']
+    for k in (*attacks.common, *own):
+        tried[k]['fell'] = '3' * 12
+    assert auto_rows(record)[0]['after ours, %'] == [100]
+    tried[own[0]]['fell'] = '1' * 12  # through another floor, too
+    assert auto_rows(record)[0]['after ours, %'] == [0]
     assert 'stem' not in record['study']
     sizes = run['attacks']['gradients']['sizes']
     assert list(sizes)[0] == 'pixels' and list(sizes)[-2:] == ['primary', 'scores']
