@@ -280,12 +280,8 @@ def test_texts_of_a_length_are_read_together():
     tuned = pytest.importorskip('capsnb.outlook.tuned')
     split = sets.Dataset.from_dict(dict(text=['four', 'one', 'seventeen', ''], label=[0, 1, 2, 3]))
     found = tuned._by_length(split)
-    assert found['text'][:] == ['', 'one', 'four', 'seventeen'] and found['label'][:] == [
-        3,
-        1,
-        0,
-        2,
-    ]
+    assert found['text'][:] == ['', 'one', 'four', 'seventeen']
+    assert found['label'][:] == [3, 1, 0, 2]
 
 
 @pytest.mark.parametrize('more', ['', ' --gguf a.gguf', ' --limit 7 --gguf a.gguf --only lora'])
