@@ -399,6 +399,19 @@ def test_gains_of_settings_stand_beside_what_the_paper_claims():
     viewpoint.plot_style().close('all')
 
 
+def test_a_contestant_looks_the_same_in_every_setting():
+    runs = {'em seed 0': made((0.7, 0.5), (0.9, 0.6)), 'em seed 1': made((0.8, 0.7), seed=1)}
+    both = {'cnn seed 0': made((0.6, 0.5))} | runs  # in another order
+    fig = viewpoint.plot_epochs(dict(one=dict(runs=runs), two=dict(runs=both)))
+    one, two = fig.axes
+    drawn = lambda ax: {(x.get_color(), x.get_marker()) for x in ax.lines if len(x.get_xdata())}
+    look = {line.get_label(): (line.get_color(), line.get_marker()) for line in two.lines}
+    assert look['em'] in drawn(one) and look['em'] != look['cnn'] not in drawn(one)
+    assert list(one.lines[0].get_xdata()) == [70, 90] and list(one.lines[0].get_ydata()) == [50, 60]
+    assert [ax.get_title() for ax in fig.axes] == ['one', 'two']
+    viewpoint.plot_style().close('all')
+
+
 def test_smallnorb_from_files_to_result(tmp_path):
     "cards in smallNORB's format, one epoch of pictures of 96 pixels, by the command"
     cards = dict(elevations=(0,), azimuths=(0, 6, 20), lightings=(0,))

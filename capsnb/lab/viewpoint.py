@@ -27,8 +27,8 @@ from .train import dice
 __all__ = ['factors', 'protocols', 'roles_of', 'contestants', 'saw_all', 'enough', 'table_2', 'familiar_rows', 'check_choice',
            'warp', 'rotation', 'PlaneMixup', 'seen_from', 'stage', 'entrant', 'settings_in', 'entries', 'record_of',
            'viewpoint_study', 'told', 'accuracies', 'epoch_of', 'Matched', 'matched', 'bootstrap', 'p_value', 'holm',
-           'Gain', 'gains', 'claimed', 'across', 'plot_gains', 'viewpoint_table', 'plot_viewpoints', 'verdict', 'price',
-           'hours', 'write_price']
+           'Gain', 'gains', 'claimed', 'across', 'plot_gains', 'viewpoint_table', 'plot_epochs', 'plot_viewpoints',
+           'verdict', 'price', 'hours', 'write_price']
 
 # %% ../../nbs/lab/65_viewpoint.ipynb #00000005
 factors, protocols = ('azimuth', 'elevation'), ('extrapolation', 'interpolation')
@@ -510,6 +510,41 @@ def _chance(
     return '< 0.01' if p < 0.01 else f'= {p:.2f}'
 
 # %% ../../nbs/lab/65_viewpoint.ipynb #0000001f
+def _draw_epochs(
+    ax,  # matplotlib axes
+    found: dict,  # contestant -> its runs
+) -> dict:  # contestant -> colour
+    "Novel against familiar accuracy, epoch by epoch; a contestant looks the same everywhere."
+    everyone = tuple(dict.fromkeys((*contestants, *found)))
+    colours = {k: (*palette[:6], 'black', '.55')[n % 8] for n, k in enumerate(everyone)}
+    for n, who in ((n, k) for n, k in enumerate(everyone) if k in found):
+        look = dict(color=colours[who], marker='os^Dv<>P'[n % 8], ms=4, lw=1, alpha=0.7)
+        for k, run in enumerate(found[who]):
+            x, y = ([100 * a for a in accuracies(run, s)] for s in ('familiar', 'novel'))
+            ax.plot(x, y, label=None if k else who, **look)
+    ax.axline((50, 50), slope=1, color='.7', ls=':', zorder=0)
+    return colours
+
+
+def plot_epochs(
+    records: dict,  # title -> record of `viewpoint_study`
+):  # matplotlib figure
+    "Novel against familiar accuracy, epoch by epoch, a panel for each setting."
+    rows = -(-len(records) // 3)
+    fig, axs = plot_style().subplots(
+        rows, 3, figsize=(9, 2.7 * rows + 0.5), layout='constrained', squeeze=False
+    )
+    for ax, (title, record) in zip(axs.flat, records.items()):
+        _draw_epochs(ax, runs_of(record))
+        ax.set_title(title, fontsize=9)
+    for ax in axs.flat[len(records) :]:
+        ax.remove()
+    fig.supxlabel('familiar views, accuracy in %', fontsize=9)
+    fig.supylabel('novel views, accuracy in %', fontsize=9)
+    fig.legend(*axs.flat[0].get_legend_handles_labels(), loc='outside upper center', ncols=8)
+    return fig
+
+
 def plot_viewpoints(
     record: str | Path | dict,  # of `viewpoint_study`
     against: str = 'cnn',  # contestant
@@ -520,13 +555,7 @@ def plot_viewpoints(
     fig, (ax, bx) = plt.subplots(
         1, 2, figsize=(8.5, 3.8), width_ratios=(3, 2), layout='constrained'
     )
-    colours = {k: (*palette[:6], 'black', '.55')[n % 8] for n, k in enumerate(found)}
-    for n, (who, runs) in enumerate(found.items()):
-        look = dict(color=colours[who], marker='os^Dv<>P'[n % 8], ms=4, lw=1, alpha=0.7)
-        for k, run in enumerate(runs):
-            x, y = ([100 * a for a in accuracies(run, s)] for s in ('familiar', 'novel'))
-            ax.plot(x, y, label=None if k else who, **look)
-    ax.axline((50, 50), slope=1, color='.7', ls=':', zorder=0)
+    colours = _draw_epochs(ax, found)
     ax.set(xlabel='familiar views, accuracy in %', ylabel='novel views, accuracy in %')
     ax.legend(fontsize=9)
     rows = [g for g in gains(record, against) if g.name != against and g.gains]
