@@ -406,7 +406,8 @@ def test_a_contestant_looks_the_same_in_every_setting():
     one, two = fig.axes
     drawn = lambda ax: {(x.get_color(), x.get_marker()) for x in ax.lines if len(x.get_xdata())}
     look = {line.get_label(): (line.get_color(), line.get_marker()) for line in two.lines}
-    assert look['em'] in drawn(one) and look['em'] != look['cnn'] not in drawn(one)
+    assert look['em'] in drawn(one) and look['cnn'] not in drawn(one)
+    assert {t.get_text() for t in fig.legends[0].get_texts()} == {'em', 'cnn'}
     assert list(one.lines[0].get_xdata()) == [70, 90] and list(one.lines[0].get_ydata()) == [50, 60]
     assert [ax.get_title() for ax in fig.axes] == ['one', 'two']
     viewpoint.plot_style().close('all')

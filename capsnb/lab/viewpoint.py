@@ -517,9 +517,9 @@ def _draw_epochs(
     "Novel against familiar accuracy, epoch by epoch; a contestant looks the same everywhere."
     everyone = tuple(dict.fromkeys((*contestants, *found)))
     colours = {k: (*palette[:6], 'black', '.55')[n % 8] for n, k in enumerate(everyone)}
-    for n, who in ((n, k) for n, k in enumerate(everyone) if k in found):
+    for n, who in enumerate(everyone):
         look = dict(color=colours[who], marker='os^Dv<>P'[n % 8], ms=4, lw=1, alpha=0.7)
-        for k, run in enumerate(found[who]):
+        for k, run in enumerate(found.get(who, ())):
             x, y = ([100 * a for a in accuracies(run, s)] for s in ('familiar', 'novel'))
             ax.plot(x, y, label=None if k else who, **look)
     ax.axline((50, 50), slope=1, color='.7', ls=':', zorder=0)
@@ -530,18 +530,20 @@ def plot_epochs(
     records: dict,  # title -> record of `viewpoint_study`
 ):  # matplotlib figure
     "Novel against familiar accuracy, epoch by epoch, a panel for each setting."
-    rows = -(-len(records) // 3)
-    fig, axs = plot_style().subplots(
-        rows, 3, figsize=(9, 2.7 * rows + 0.5), layout='constrained', squeeze=False
-    )
+    columns = min(3, math.ceil(len(records) ** 0.5))
+    rows = -(-len(records) // columns)
+    how = dict(figsize=(3 * columns, 2.7 * rows + 0.5), layout='constrained', squeeze=False)
+    fig, axs = plot_style().subplots(rows, columns, **how)
+    named = {}
     for ax, (title, record) in zip(axs.flat, records.items()):
         _draw_epochs(ax, runs_of(record))
         ax.set_title(title, fontsize=9)
+        named |= dict(zip(*ax.get_legend_handles_labels()[::-1]))
     for ax in axs.flat[len(records) :]:
         ax.remove()
     fig.supxlabel('familiar views, accuracy in %', fontsize=9)
     fig.supylabel('novel views, accuracy in %', fontsize=9)
-    fig.legend(*axs.flat[0].get_legend_handles_labels(), loc='outside upper center', ncols=8)
+    fig.legend(named.values(), named.keys(), loc='outside upper center', ncols=4)
     return fig
 
 
