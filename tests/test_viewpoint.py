@@ -410,6 +410,8 @@ def test_a_contestant_looks_the_same_in_every_setting():
     assert {t.get_text() for t in fig.legends[0].get_texts()} == {'em', 'cnn'}
     assert list(one.lines[0].get_xdata()) == [70, 90] and list(one.lines[0].get_ydata()) == [50, 60]
     assert [ax.get_title() for ax in fig.axes] == ['one', 'two']
+    with pytest.raises(ValueError, match='a record of a study at least, got none'):
+        viewpoint.plot_epochs({})
     viewpoint.plot_style().close('all')
 
 

@@ -530,6 +530,8 @@ def plot_epochs(
     records: dict,  # title -> record of `viewpoint_study`
 ):  # matplotlib figure
     "Novel against familiar accuracy, epoch by epoch, a panel for each setting."
+    if not records:
+        raise ValueError("expected a record of a study at least, got none")
     columns = min(3, math.ceil(len(records) ** 0.5))
     rows = -(-len(records) // columns)
     how = dict(figsize=(3 * columns, 2.7 * rows + 0.5), layout='constrained', squeeze=False)
