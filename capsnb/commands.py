@@ -1648,33 +1648,6 @@ def study_credit(
     return leave_study(out, '\n'.join(told))
 
 
-def rehearsal(
-    out: Annotated[
-        Path, option('Folder of the model (3.1 GB), the runs and rehearsal.json; acts are kept.')
-    ] = Path('runs/rehearsal'),
-    limit: Annotated[int, option('Sentences of each split.', min=1)] = 60,
-    data: Annotated[
-        Path | None, unset('Folder of the treebank; else CAPSNB_DATA, or a download.')
-    ] = None,
-    device: Device = None,
-    as_json: AsJson = False,
-):
-    """GPT-2-large without its weights: a transformer of its exact size with random weights is made,
-    read in float32 and bfloat16, trained on, killed, resumed, cached and explained."""
-    room('core').need('transformers', 'train')
-    found = room('lab.sentiment').rehearse(out, limit, data, device=device)
-    lines = []
-    for name, act in found['acts'].items():
-        peak = f"{act['peak_bytes'] / 1e9:6.1f} GB at most" if 'peak_bytes' in act else ''
-        batch = f", {act['batch_seconds']:.1f} s a batch" if 'batch_seconds' in act else ''
-        lines.append(f"{name:10s} {act['seconds']:7.0f} s {peak}{batch}")
-    whole = found['resumed_is_whole']
-    late = 'resumed DIFFERS, or was killed too late (--limit)'
-    lines.append('resumed is whole, bit by bit' if whole else late)
-    print(*lines, sep='\n')
-    return leave_study(out / 'rehearsal.json', '\n'.join(lines))
-
-
 def beside(
     commit: str,  # older code
     out: Path,  # file of the record
@@ -1848,7 +1821,6 @@ def make_app() -> typer.Typer:
         ('heads', study_heads, "What may read a frozen transformer's hidden states."),
         ('tuned', study_tuned, 'Heads with transformers that are trained, too.'),
         ('credit', study_credit, 'Whether credit tells which words decide.'),
-        ('rehearsal', rehearsal, "GPT-2-large's size with random weights: all but the download."),
     ):
         study.command(name, short_help=short)(entrance(command))
     app.command('bench', short_help='Time and memory of everything fast.')(entrance(bench))

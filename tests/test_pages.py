@@ -412,7 +412,7 @@ def test_in_a_browser(finished, tmp_path):
     about = dict(task='a' * 200, path='/' + 'folder/' * 60)
     write_text(folder / 'long.html', eval_page(long, about, dict(command='b' * 500)))
     said = 'a line of a study, as wide as its table is: ' * 6
-    write_text(folder / 'study.html', record_page(RESULTS / 'rehearsal.json', said=said))
+    write_text(folder / 'study.html', record_page(RESULTS / 'toys_runs.json', said=said))
     credit, lost = [('not', 0.9), ('bad', -0.5)], [('not', 0.3), ('bad', -0.2)]
     told = Explanation('not bad', ('no', 'yes'), [0.1, 0.5], credit, lost, [[0.1, 0.5]])
     leave_words(folder / 'words.html', [told, told])

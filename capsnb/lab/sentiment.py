@@ -6,14 +6,9 @@
 from __future__ import annotations
 import importlib.util
 import json
-import os
 import shutil
 import statistics
-import subprocess
 import sys
-import sysconfig
-import tempfile
-import time
 from dataclasses import dataclass
 from functools import cache as kept
 from functools import partial
@@ -21,11 +16,10 @@ from pathlib import Path
 from typing import Callable, NamedTuple
 import torch
 import torch.nn.functional as F
-from ..core import need, pick_device, run_record
+from ..core import need, pick_device
 from ..data.embed import EmbeddingCache, FrozenEncoder, HeldStates, about_tokens, as_texts
 from ..data.embed import check_encoder, check_space, in_time, pinned, price_of, read_config
-from ..data.embed import stand_in
-from ..data.files import cache_folder, read_json, write_json
+from ..data.files import cache_folder
 from ..data.sst import label_names, load_sst
 from .routing_net import PlainText, RoutingText, VectorText
 from .runs import first_process
@@ -36,8 +30,7 @@ from .train import BaseDeck, dice, fingerprint
 
 # %% auto #0
 __all__ = ['on_disk', 'most_unasked', 'names_of', 'sst5', 'sst2', 'in_papers', 'TextDeck', 'packed', 'TextMixup', 'say',
-           'Samples', 'sst_samples', 'Sentiment', 'smollm2', 'gemma3', 'unlike_paper', 'beside_paper', 'linear_probes',
-           'python_texts', 'act', 'apart', 'rehearse']
+           'Samples', 'sst_samples', 'Sentiment', 'smollm2', 'gemma3', 'unlike_paper', 'beside_paper', 'linear_probes']
 
 # %% ../../nbs/lab/54_sentiment.ipynb #dd8c221d
 class TextDeck(BaseDeck):
@@ -595,138 +588,3 @@ def linear_probes(
             valid, test = (float(probe.score(Z[s], y[s].numpy())) for s in ('validation', 'test'))
             rows.append(dict(layer=layer, C=C, valid_accuracy=valid, test_accuracy=test))
     return sorted(rows, key=lambda r: -r['valid_accuracy'])
-
-# %% ../../nbs/lab/54_sentiment.ipynb #5e470002
-def python_texts(
-    n: int | None = None,  # files; None: all, 30 MB
-):  # yields str
-    "Sources of Python's own library, which every machine has."
-    files = sorted(Path(sysconfig.get_path('stdlib')).glob('**/*.py'))
-    for file in [f for f in files if 'site-packages' not in f.parts][:n]:
-        yield file.read_text(encoding='utf-8', errors='ignore')
-
-# %% ../../nbs/lab/54_sentiment.ipynb #5e470003
-def _make(out: Path, files: int | None, sizes: dict) -> dict:  # a transformer of full size
-    folder = stand_in(out / 'model', python_texts(files), **sizes)
-    return dict(bytes=sum(f.stat().st_size for f in folder.iterdir()))
-
-
-def _read(out: Path, dtype: str, texts: list, device: str) -> dict:  # one batch, the second time
-    encoder = FrozenEncoder(out / 'model', dtype=dtype, device=device)
-    encoder(texts[:2])
-    start = time.perf_counter()
-    mask, embs = encoder(texts)
-    assert embs.isfinite().all()  # a GPU has done it when this is known
-    took = time.perf_counter() - start
-    return dict(tokens=int(mask.sum()), batch_seconds=took, shape=list(embs.shape))
-
-
-def _train(
-    out: Path, run: str, trees: dict, device: str, resume=False, cache=False, dtype='float32'
-) -> dict:
-    encoder = FrozenEncoder(out / 'model', dtype=dtype, device=device)
-    kw = dict(roots=True, published=True, validate=False, **trees)
-    task = Sentiment('sst5', encoder, cache=out / 'cache' if cache else False, **kw)
-    kw = dict(epochs=1, save_steps=1, device=device, resume=resume, progress=False)
-    found = [int(p.parent.name.partition('-')[2]) for p in (out / run).rglob('seal.json')]
-    m = train(task, out=out / run, **kw)
-    kept = sum(f.stat().st_size for f in (out / 'cache').rglob('*') if f.is_file())
-    weights = m['files']['model.safetensors']
-    told = dict(steps=m['steps'], weights=weights, cache_bytes=kept, checkpoints=len(found))
-    told |= dict(resumed_from=max(found)) if found else {}
-    return told if resume else told | dict(batch_seconds=m['seconds'] / m['steps'])
-
-
-def _explain(out: Path, text: str, device: str) -> dict:  # credit of its words, by the command
-    command = [sys.executable, '-m', 'capsnb', 'explain', text, '--json']
-    command += ['--run', out / 'whole', '--encoder', out / 'model']
-    command += ['--device', device] if device else []
-    done = subprocess.run(command, capture_output=True, encoding='utf-8')
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    (told,) = json.loads(done.stdout)
-    return dict(words=told['words'], html=(out / 'whole' / 'report_words.html').stat().st_size)
-
-# %% ../../nbs/lab/54_sentiment.ipynb #5e470004
-def act(
-    name: str,  # 'make', 'read', 'train' or 'explain'
-    out: str | Path,  # folder of the rehearsal
-    told: str | Path,  # file for what it tells
-    **how,  # of the act
-):
-    "Do one part of a rehearsal, here, and write down what it took."
-    start, acts = time.perf_counter(), dict(make=_make, read=_read, train=_train, explain=_explain)
-    found = acts[name](Path(out), **how)
-    if os.name == 'posix':  # Windows does not tell
-        used = importlib.import_module('resource').getrusage
-        most = max(used(who).ru_maxrss for who in (0, -1))  # this process, or one that it began
-        found['peak_bytes'] = most * (1 if sys.platform == 'darwin' else 1024)
-    if torch.cuda.is_initialized():
-        found['gpu_bytes'] = torch.cuda.max_memory_allocated()
-    write_json(told, found | dict(seconds=time.perf_counter() - start))
-
-
-def apart(
-    name: str,  # as for `act`
-    out: Path,  # as for `act`
-    told: Path,  # as for `act`
-    until: str | None = None,  # pattern of files in out; when there are some, the process is killed
-    **how,  # as for `act`
-) -> dict | None:  # what was told; None: it was killed
-    "Do one part in a process of its own; what was told before is kept."
-    if told.exists():
-        return read_json(told)
-    said = json.dumps(dict(name=name, out=str(out), told=str(told), **how))
-    code = 'import json, sys; from capsnb.lab.sentiment import act; act(**json.loads(sys.argv[1]))'
-    with tempfile.TemporaryFile('w+') as said_wrong:  # a pipe that nobody reads would fill
-        child = subprocess.Popen([sys.executable, '-c', code, said], stderr=said_wrong)
-        while child.poll() is None:
-            if until and any(out.glob(until)):
-                child.kill()
-            time.sleep(0.01)
-        said_wrong.seek(0)
-        complaint = said_wrong.read()
-    if until is None and child.returncode:
-        why = (complaint.strip().splitlines() or [f'exit {child.returncode}'])[-1]
-        raise RuntimeError(f"the rehearsal failed in '{told.stem}': {why}")
-    return read_json(told) if told.exists() else None
-
-# %% ../../nbs/lab/54_sentiment.ipynb #5e470005
-def rehearse(
-    out: str | Path,  # folder of the model, the runs and rehearsal.json
-    limit: int = 60,  # sentences of each split
-    folder: str | Path | None = None,  # of the treebank, as for `load_sst`
-    official: bool = True,  # as for `load_sst`
-    device: str | None = None,  # where all of it runs; None: the best there is
-    files: int | None = None,  # as for `python_texts`
-    sizes: dict | None = None,  # as for `stand_in`; None: GPT-2-large's
-) -> dict:  # the record: acts with their seconds and memory
-    "All that GPT-2-large will do, with random weights: read, train, be killed, resume, explain."
-    out = Path(out).expanduser()
-    trees = dict(folder=None if folder is None else str(folder), official=official, limit=limit)
-    asked = dict(trees, device=str(pick_device(device)), files=files, sizes=sizes or {})
-    if (path := out / 'asked.json').exists() and (old := read_json(path)) != asked:
-        raise ValueError(f"'{out}' holds another rehearsal: {old}, now {asked}")
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(path, asked)
-    texts = sst_samples('sst5', folder, official, True, limit, ('train',))['train'].texts[:20]
-    on = dict(trees=trees, device=device)
-    do = lambda name, title, **how: apart(name, out, out / f'{title}.json', **how)
-    acts = {'make': do('make', 'make', files=files, sizes=sizes or {})}
-    for dtype in ('float32', 'bfloat16'):
-        acts[dtype] = do('read', dtype, dtype=dtype, texts=texts, device=device)
-    acts['whole'] = do('train', 'whole', run='whole', **on)
-    acts['half'] = do('train', 'half', run='half', dtype='bfloat16', **on)
-    do('train', 'killed', run='again', until='again/**/seal.json', **on)
-    acts['resumed'] = do('train', 'resumed', run='again', resume=True, **on)
-    acts['cached'] = do('train', 'cached', run='cached', cache=True, **on)
-    acts['reread'] = do('train', 'reread', run='reread', cache=True, **on)
-    text = 'A gorgeous , witty , seductive movie .'
-    acts['explain'] = do('explain', 'explain', text=text, device=device)
-    same = acts['whole']['weights'] == acts['resumed']['weights']
-    begun = acts['resumed'].get('resumed_from', 0)
-    same &= 0 < begun < acts['resumed']['steps']  # it had begun, and was not at its end
-    told = run_record(acts=acts, limit=limit, sizes=sizes, resumed_is_whole=same)
-    told |= dict(command=f'capsnb study rehearsal --limit {limit}')
-    write_json(out / 'rehearsal.json', told)
-    return told
