@@ -32,6 +32,7 @@ floors = {
     'data': 'Data',
     'lab': 'Lab',
     'reports': 'Reports',
+    'studies': 'Studies',
     'outlook': 'Outlook',
 }
 _link = re.compile(r'(\]\()([^)\s]+)(\))')
@@ -40,7 +41,8 @@ _pictures = 'image/png', 'image/jpeg'
 
 def notebooks(nbs: Path) -> dict:  # floor -> paths, in their order
     "All notebooks but the index."
-    return {f: sorted((nbs / f).glob('[0-9]*.ipynb')) for f in floors}
+    found = {f: sorted((nbs / f).glob('[0-9]*.ipynb')) for f in floors}
+    return {f: paths for f, paths in found.items() if paths}
 
 
 def move_links(text: str, at: Path, nbs: Path, repository: str) -> str:

@@ -20,6 +20,7 @@ import typer
 
 from . import __version__
 from .cli import at_home, entrance, is_first, plainly, room
+from .study import Studies
 
 
 def option(
@@ -1802,7 +1803,9 @@ def make_app() -> typer.Typer:
     app.command('ablate', short_help=short)(entrance(ablate))
     short = 'Compare every routing on one stem.'
     app.command('shootout', short_help=short)(entrance(shootout))
-    study = typer.Typer(help='Try a claim of the papers; one sub-command for each.', **plain)
+    study = typer.Typer(
+        cls=Studies, help='Run a notebook of nbs/studies; one sub-command for each.', **plain
+    )
     app.add_typer(study, name='study')
     study.callback()(lambda: None)
     for name, command, short in (

@@ -67,7 +67,7 @@ def always_run():
         before = []
         for source, c in cells(path):
             flags = count.flags_of(source)
-            if flags & {'slow', 'data', 'cuda'} or 'nbdev_export()' in source:
+            if flags & {'slow', 'data', 'cuda', 'study'} or 'nbdev_export()' in source:
                 continue
             code = statements(source)
             if not flags & {'export', 'exporti'}:

@@ -1,0 +1,110 @@
+"""`capsnb study`: runs a notebook of nbs/studies from a checkout. Written by hand, no notebook."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import json
+import linecache
+import os
+import re
+import sys
+import typing
+from pathlib import Path
+
+import typer
+
+from .cli import entrance
+
+
+def studies() -> dict:  # name -> path
+    "The studies of the checkout that is the current folder or holds it, or this library."
+    here = Path.cwd()
+    for root in (here, *here.parents, Path(__file__).resolve().parent.parent):
+        if found := sorted((root / 'nbs' / 'studies').glob('[0-9]*.ipynb')):
+            return {p.stem.split('_', 1)[1].replace('_', '-'): p for p in found}
+    raise ValueError("no nbs/studies here: `capsnb study` runs notebooks in a checkout of capsnb")
+
+
+def cells_of(path: Path, kind: str) -> list:  # their sources
+    cells = json.loads(path.read_text(encoding='utf-8'))['cells']
+    return [''.join(c['source']) for c in cells if c['cell_type'] == kind]
+
+
+def remarks(source: str) -> dict:  # name -> the comment behind it
+    return dict(re.findall(r'^ *(\w+) *[:=].*?# +(.+)$', source, re.M))
+
+
+def literal(text: str):  # a value where Python reads one, else the text
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
+
+
+def parameters(source: str) -> list:  # of inspect.Parameter
+    "What a cell of plain literals assigns; each name becomes an option of its default's type."
+    told, made = remarks(source), []
+    for line in ast.parse(source).body:
+        name, value = line.targets[0].id, ast.literal_eval(line.value)
+        how = dict(help=told.get(name, ''))
+        kind = type(value)
+        if value is None:
+            kind, how['parser'] = str, literal
+        elif kind in (list, tuple):
+            kind = list[type(value[0]) if value else str]
+        option = typing.Annotated[kind, typer.Option(f"--{name.replace('_', '-')}", **how)]
+        made.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value))
+        made[-1] = made[-1].replace(annotation=option)
+    return made
+
+
+def run_cells(path: Path, values: dict):
+    "All code cells in one namespace, in the notebook's folder; `values` for its parameters."
+    os.environ.setdefault('MPLBACKEND', 'agg')
+    os.chdir(path.parent)
+    sources = [s for s in cells_of(path, 'code') if s.strip() and 'nbdev_export(' not in s]
+    names = dict(__name__='__main__')
+    for k, source in enumerate(sources, 1):
+        where, code = f'{path.name}, cell {k}', re.sub(r'^[%!].*$', '', source, flags=re.M)
+        made = functools.partial(compile, filename=where, dont_inherit=True)
+        linecache.cache[where] = len(code), None, code.splitlines(True), where
+        first = next((s for s in code.splitlines() if s and not s.startswith('#|')), '')
+        print(f'[{k}/{len(sources)}] {first[:80]}', file=sys.stderr)
+        body = ast.parse(code).body
+        last = body.pop().value if body and isinstance(body[-1], ast.Expr) else None
+        exec(made(ast.Module(body, []), mode='exec'), names)
+        shown = last and eval(made(ast.Expression(last), mode='eval'), names)
+        if shown is not None:
+            print(shown._repr_markdown_() if hasattr(shown, '_repr_markdown_') else shown)
+        if source.startswith('# parameters'):
+            names |= values
+    print(f'{path.name} draws its tables and pictures from the record: open it', file=sys.stderr)
+
+
+class Studies(typer.core.TyperGroup):
+    "The sub-commands of `capsnb study`."
+
+    def list_commands(self, ctx):
+        return [*super().list_commands(ctx), *studies()]
+
+    def get_command(self, ctx, name):
+        if known := super().get_command(ctx, name):
+            return known
+        found = studies()
+        if (name := name.replace('_', '-')) not in found:
+            raise ValueError(f"no study '{name}'; there are {', '.join(found)}")
+        path = found[name]
+        title, told = cells_of(path, 'markdown')[0].split('\n>', 1)
+        named = next((s for s in cells_of(path, 'code') if s.startswith('# parameters')), '')
+
+        def command(**values):
+            values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+            run_cells(path, values)
+
+        command.__doc__ = f"{title.strip('# ' + chr(10))}\n\n{told.strip()}"
+        command.__signature__ = inspect.Signature(parameters(named))
+        app = typer.Typer(add_completion=False, rich_markup_mode=None)
+        app.command(name, short_help=told.split('\n\n')[0].strip())(entrance(command))
+        return typer.main.get_command(app)
