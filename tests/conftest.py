@@ -3,6 +3,8 @@
 import os
 
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # read when torch is loaded: before any test is
+for name in ('HF_HUB_OFFLINE', 'PYTHONIOENCODING'):  # a test says itself what it is about
+    os.environ.pop(name, None)
 
 
 def pytest_configure(config):

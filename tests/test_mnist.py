@@ -211,13 +211,14 @@ def test_files_that_do_not_belong_together(folder):
         read_mnist(folder, official=False)
 
 
-def test_a_gzipped_file_without_its_ending(folder):
-    (folder / idx_names[0]).write_bytes(gzip.compress((folder / idx_names[0]).read_bytes()))
-    with pytest.raises(
-        ValueError,
-        match='train-images-idx3-ubyte byte 0: .* got 1f 8b: this looks gzipped',
-    ):
-        read_mnist(folder, official=False)
+@pytest.mark.parametrize('zipped', [False, True])
+def test_names_need_not_say_whether_a_file_is_zipped(folder, zipped):
+    "browsers unpack a file and keep its name, or the other way round"
+    truth, name = read_mnist(folder, official=False), idx_names[0]
+    raw = format_idx(truth['train'][0])
+    (folder / name).unlink()
+    (folder / (name if zipped else f'{name}.gz')).write_bytes(gzip.compress(raw) if zipped else raw)
+    assert read_mnist(folder, official=False)['train'][0].equal(truth['train'][0])
 
 
 @pytest.mark.parametrize('n', (True, -1, 40, 2.0))

@@ -880,10 +880,19 @@ def test_a_plain_file_goes_before_its_gzipped_form(plain, packed):
     assert not (cache_folder('smallnorb') / 'unpacked').exists()
 
 
+@pytest.mark.parametrize('gz', [False, True])
+def test_names_need_not_say_whether_a_file_is_zipped(plain, packed, gz):
+    "browsers unpack a file and keep its name, or the other way round"
+    folder = packed if gz else plain
+    for p in list(folder.iterdir()):
+        p.rename(p.with_name(p.name[:-3] if gz else f'{p.name}.gz'))
+    assert len(open_smallnorb('train', folder, (), official=False)['image']) == 100
+
+
 def test_nothing_to_be_had(tmp_path):
     with pytest.raises(
         ConnectionError,
-        match=r"CAPSNB_DATA or as `folder` \(--data .*\); .*load_smallnorb\(source='hub'\)",
+        match=r"CAPSNB_DATA or as `folder` \(--data .*\); folder='hub:' \(--data hub:\) takes the copy",
     ):
         open_smallnorb()
     assert not any(p.is_file() for p in (tmp_path / 'xdg').rglob('*'))
@@ -1066,8 +1075,11 @@ def test_a_copy_in_parquet(plain, parquet):
     for split, part in hub.items():
         equal(as_tensors(part), open_smallnorb(split, plain, official=False))
         assert part.features == load_smallnorb(plain, split, official=False).features
+        equal(open_smallnorb(split, f'hub:{parquet()}', official=False), as_tensors(part))
     with pytest.raises(ValueError, match='expected 24,300 pairs of instances'):
         load_smallnorb(parquet(), source='hub')
+    with pytest.raises(ValueError, match='expected 24,300 pairs of instances'):
+        open_smallnorb('test', f'hub:{parquet()}')
 
 
 def test_a_copy_that_is_not_one(parquet):
@@ -1129,10 +1141,10 @@ def test_pixels_of_the_copy_have_the_official_checksum(plain, parquet, as_offici
 def test_the_copy_on_the_hub_is_pinned(monkeypatch):
     asked = []
     monkeypatch.setattr(norb, 'load_hub', lambda *args: asked.append(args) or {})
-    for folder in (None, 'who/else'):
+    for folder in (None, norb.hub_name, 'who/else'):
         with pytest.raises(ValueError, match='expected the splits'):
             load_smallnorb(folder, source='hub')
-    assert asked == [(norb.hub_name, norb.hub_revision), ('who/else',)]
+    assert asked == [(norb.hub_name, norb.hub_revision)] * 2 + [('who/else',)]
     assert re.fullmatch('[0-9a-f]{40}', norb.hub_revision)
 
 

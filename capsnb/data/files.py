@@ -19,7 +19,8 @@ from ..core import need
 
 # %% auto #0
 __all__ = ['cache_folder', 'holds', 'find_folder', 'put_in_place', 'sync_folder', 'left_behind', 'write_lock', 'regular',
-           'checksum', 'fetch', 'write_text', 'write_json', 'read_json', 'wrong_byte', 'need_hub', 'load_hub']
+           'is_gzip', 'checksum', 'fetch', 'write_text', 'write_json', 'read_json', 'wrong_byte', 'need_hub',
+           'load_hub']
 
 # %% ../../nbs/data/32_files.ipynb #00000006
 def cache_folder(
@@ -170,6 +171,14 @@ def regular(
         return path
     what = 'a folder' if path.is_dir() else 'a pipe or a device'
     raise OSError(f"'{path}': expected a file, got {what}")
+
+# %% ../../nbs/data/32_files.ipynb #5e91a3c8
+def is_gzip(
+    path: str | Path,  # of a file, whatever its name ends in: browsers unpack and keep the name
+) -> bool:  # whether it begins as a gzip file
+    "Look at the first two bytes."
+    with open(regular(path), 'rb') as f:
+        return f.read(2) == b'\x1f\x8b'
 
 # %% ../../nbs/data/32_files.ipynb #0000000f
 def checksum(

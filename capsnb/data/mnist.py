@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from ..core import from_bytes, need
-from .files import find_folder, load_hub, regular, wrong_byte
+from .files import find_folder, is_gzip, load_hub, regular, wrong_byte
 
 # %% auto #0
 __all__ = ['idx_names', 'md5s', 'hub_names', 'hub_revisions', 'class_names', 'parse_idx', 'format_idx', 'read_idx', 'read_mnist',
@@ -64,20 +64,17 @@ def format_idx(
 
 # %% ../../nbs/data/37_mnist.ipynb #00000009
 def read_idx(
-    path: str | Path,  # an IDX file, raw, or gzipped if its name ends in .gz
+    path: str | Path,  # an IDX file, raw or gzipped
 ) -> Tensor:  # uint8
     "Read an IDX file; `ValueError` with file and byte where it is wrong."
     return parse_idx(_unpacked(path), path)
 
 # %% ../../nbs/data/37_mnist.ipynb #b6cbae26
 def _unpacked(path: str | Path, size: int | None = None) -> bytes:  # as far as header or size says
-    data, gzipped = bytearray(), str(path).endswith('.gz')
+    data, opener = bytearray(), gzip.open if is_gzip(path) else open
     try:
-        with (gzip.open if gzipped else open)(regular(path), 'rb') as f:
+        with opener(path, 'rb') as f:
             data += f.read(20)  # the longest header
-            if not gzipped and data[:2] == b'\x1f\x8b':
-                zipped = "1f 8b: this looks gzipped, give it a name that ends in .gz"
-                wrong_byte(path, 0, "two zero bytes", zipped)
             shape, most = _sizes(data, path, size)
             while piece := f.read(max(0, min(2**20, most + 1 - len(data)))):
                 data += piece

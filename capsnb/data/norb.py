@@ -28,6 +28,7 @@ from capsnb.data.files import (
     fetch,
     find_folder,
     holds,
+    is_gzip,
     left_behind,
     load_hub,
     put_in_place,
@@ -351,13 +352,13 @@ def _md5(path: Path) -> str:  # noted if the file has not changed since, or take
 
 # %% ../../nbs/data/35_norb.ipynb #00000023
 def open_matrix(
-    path: str | Path,  # .mat, or .mat.gz, which is unpacked into the cache the first time
+    path: str | Path,  # plain, or gzipped: unpacked into the cache the first time
     md5: str | None = None,  # what the MD5 of the unpacked file must be, if known
     size: int | None = None,  # how many bytes it must have unpacked, if known
 ) -> tuple[Tensor, str]:  # the array, mapped; the MD5 of the unpacked file
     "Open a matrix file, gzipped or not; `ValueError` names file and byte, or the MD5 that came."
     path = Path(path)
-    raw, came = _unpacked(path, md5, size) if path.suffix == '.gz' else (path, None)
+    raw, came = _unpacked(path, md5, size) if is_gzip(path) else (path, None)
     x = read_matrix(raw)  # header and size first: they tell more than an MD5
     if size is not None and (n := raw.stat().st_size) != size:
         wanted = f"expected MD5 {md5} of {size:,} bytes"
@@ -563,8 +564,7 @@ def download_smallnorb(
 # %% ../../nbs/data/35_norb.ipynb #6ac4e7b4
 _instead = (
     "With smallNORB's files in a folder, name that in CAPSNB_DATA or as `folder` "
-    "(--data on the command line); "
-    "with the Hub within reach, load_smallnorb(source='hub') in Python takes the copy there"
+    "(--data on the command line); folder='hub:' (--data hub:) takes the copy on the Hub"
 )
 
 # %% ../../nbs/data/35_norb.ipynb #0000003e
@@ -612,7 +612,7 @@ splits = ('train', 'validation', 'test')
 
 def open_smallnorb(
     split: str = 'train',  # 'train', 'validation' or 'test'
-    folder: str | Path | None = None,  # as for find_smallnorb
+    folder: str | Path | None = None,  # as for find_smallnorb, or 'hub:NAME': a copy on the Hub
     valid_instances: Sequence[int] = (9,),  # held back from 'train' for 'validation'; (): none
     official: bool = True,  # the files must be smallNORB's by MD5; False: any in its format
 ) -> dict[str, Tensor]:  # image uint8 [n, 2, 96, 96] and the five codes, int64 [n]
@@ -623,7 +623,10 @@ def open_smallnorb(
     if split == 'validation' and not len(valid_instances):
         raise ValueError("split 'validation' needs valid_instances, got none")
     source = 'test' if split == 'test' else 'train'
-    data, _ = read_split(find_smallnorb(folder, [source]), source, official)
+    if str(folder).startswith('hub:'):
+        data = as_tensors(_from_hub(str(folder)[4:] or None, official)[source])
+    else:
+        data, _ = read_split(find_smallnorb(folder, [source]), source, official)
     if split == 'test' or not len(valid_instances):
         return data
     held = valid_mask(data, valid_instances)
@@ -682,7 +685,8 @@ hub_name, hub_revision = 'Ramos-Ramos/smallnorb', '7962619a7ba6dfcc7d16e4e2d948d
 
 
 def _from_hub(name: str | Path | None, official: bool):  # DatasetDict: train, test
-    data = load_hub(hub_name, hub_revision) if name is None else load_hub(name)
+    pinned = name is None or str(name) == hub_name
+    data = load_hub(hub_name, hub_revision) if pinned else load_hub(name)
     out, name = need('datasets').DatasetDict(), name or hub_name
     for split in instances:
         if split not in data:

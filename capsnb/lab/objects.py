@@ -241,7 +241,7 @@ class Objects(Task):
     published: bool = False  # networks and rates as their papers have them
     official: bool = True  # smallNORB: whether the files must be the real ones
     validate: bool = True  # False: train on instance 9 too, and keep the last epoch
-    folder: str | Path | None = None  # smallNORB: of its files; None: CAPSNB_DATA, or a download
+    folder: str | Path | None = None  # smallNORB: of its files, or 'hub:'; None: CAPSNB_DATA
     cache: str | Path | None = None  # toys: where drawn ones are kept; None: the user's
     crops: int = 1  # views per side in a test: patches where it was trained on them, else shifts
 
