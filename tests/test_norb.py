@@ -892,7 +892,7 @@ def test_names_need_not_say_whether_a_file_is_zipped(plain, packed, gz):
 def test_nothing_to_be_had(tmp_path):
     with pytest.raises(
         ConnectionError,
-        match=r"CAPSNB_DATA or as `folder` \(--data .*\); folder='hub:' \(--data hub:\) takes the copy",
+        match=r"CAPSNB_DATA or as `folder` \(--data .*\); folder='hub:' \(--data hub:\) takes",
     ):
         open_smallnorb()
     assert not any(p.is_file() for p in (tmp_path / 'xdg').rglob('*'))
