@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from ..core import from_bytes, need
-from .files import find_folder, is_gzip, load_hub, regular, wrong_byte
+from .files import find_folder, is_gzip, load_hub, wrong_byte
 
 # %% auto #0
 __all__ = ['idx_names', 'md5s', 'hub_names', 'hub_revisions', 'class_names', 'parse_idx', 'format_idx', 'read_idx', 'read_mnist',
