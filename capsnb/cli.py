@@ -145,5 +145,7 @@ def main():
                 raise KeyboardInterrupt from None  # Typer left without a word
             raise
 
+    for stream in (sys.stdout, sys.stderr):  # a path need not fit their encoding
+        stream.reconfigure(errors='backslashreplace')
     signal.signal(signal.SIGINT, stop)
     plainly(work, 'the same command')

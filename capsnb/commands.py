@@ -105,6 +105,12 @@ Validate = Annotated[
 ]
 
 
+Named = Annotated[
+    str | None,
+    unset('The task of the run, if it is your own: its code is executed only when you name it.'),
+]
+
+
 def again(
     ctx: typer.Context,  # of a command
 ) -> str:  # a command to copy
@@ -787,6 +793,7 @@ def evaluate(
             min=1,
         ),
     ] = 1,
+    task: Named = None,
     as_json: AsJson = False,
     device: Device = None,
     progress: Progress = None,
@@ -797,7 +804,9 @@ def evaluate(
     here = {k: v for k, v in here.items() if v is not None}
     here |= ({'cache': False} if on_the_fly else {}) | ({} if crops == 1 else {'crops': crops})
     with contextlib.redirect_stdout(sys.stderr):
-        e = room('lab.tasks').evaluate(run, split, device=device, progress=progress, **here)
+        e = room('lab.tasks').evaluate(
+            run, split, device=device, progress=progress, task=task, **here
+        )
     if as_json:
         leave('test', run, e, quiet=True)
         return e
@@ -904,6 +913,7 @@ def push(
     token: Annotated[
         str | None, unset("That may write; that of 'hf auth login', or HF_TOKEN, if not given.")
     ] = None,
+    task: Named = None,
     card: Annotated[Path | None, unset('Write the card into this file, and push nothing.')] = None,
 ):
     """Push a finished run to the Hugging Face Hub: weights, config, pictures, and a card written
@@ -911,6 +921,8 @@ def push(
 
     No folder of this machine is named in it."""
     here_too()
+    if task:
+        room('lab.tasks').task_named(task)
     hub, how = room('outlook.hub'), dict(license=license, encoder=encoder)
     if card:
         text = str(hub.card_of(run, name, **how))

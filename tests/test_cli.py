@@ -24,8 +24,7 @@ from capsnb.cli import is_first, make_app
 from capsnb.commands import confusion_table, here_too, one_thread
 from capsnb.core import run_record
 from capsnb.data.mnist import class_names
-from capsnb.lab.runs import last_whole
-from capsnb.lab.tasks import task_in
+from capsnb.lab.runs import last_whole, with_digest
 from capsnb.lab.train import load_digits_split
 from capsnb.lab.vision import DStepNet, PlainCNN
 
@@ -38,10 +37,9 @@ def capsnb(*args):
     return CliRunner().invoke(make_app(), [str(a) for a in args])
 
 
-def call(*args, **kw):
-    return subprocess.run(
-        [*COMMAND, *map(str, args)], env=ENV, capture_output=True, text=True, timeout=300, **kw
-    )
+def call(*args, env={}, **kw):
+    how = dict(env=ENV | env, capture_output=True, text=True, timeout=300)
+    return subprocess.run([*COMMAND, *map(str, args)], **how, **kw)
 
 
 tiny = ('train', 'digits', '--net', 'cnn', '--limit', 60, '--epochs', 1, '--device', 'cpu')
@@ -449,18 +447,46 @@ def test_a_run_notes_the_command_whoever_started_it(program, monkeypatch):
 
 
 @pytest.mark.parametrize('way', ['eval', 'push'])
-def test_code_that_came_with_a_run_is_not_executed(tmp_path, way):
-    (tmp_path / 'stranger.py').write_text("open('ran', 'w')")
-    for name in ('stranger:task', 'stranger.more:task'):
-        (tmp_path / 'task.json').write_text(json.dumps(dict(task=name, net='x')))
-        (tmp_path / 'metrics.json').write_text('{}')
-        r = call(way, '.', *(['me/x', '--card', 'c.md'] if way == 'push' else []), cwd=tmp_path)
-        assert r.returncode == 1 and not (tmp_path / 'ran').exists(), r.stderr
-        assert 'not executed' in r.stderr or way == 'push', r.stderr
+def test_a_task_of_ones_own_is_executed_only_when_it_is_named(tmp_path, way):
+    (run := tmp_path / 'run').mkdir()
+    for place in (run, tmp_path):  # inside the run, and beside it
+        (place / 'stranger.py').write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    more = ['me/x', '--card', 'c.md'] if way == 'push' else []
+    for name in ('stranger:task', 'antigravity:fly', 'capsnb.__main__:main'):
+        (run / 'task.json').write_text(json.dumps(dict(task=name, net='x')))
+        (run / 'metrics.json').write_text(json.dumps(with_digest(dict(files={}))))
+        for place in (tmp_path, run):
+            r = call(way, run, *more, cwd=place, env=dict(BROWSER=f'touch {tmp_path / "ran"}'))
+            assert r.returncode == 1 and 'not executed unless you name it' in r.stderr, r.stderr
+    assert not (tmp_path / 'ran').exists()
+    (run / 'task.json').write_text(json.dumps(dict(task='stranger:task', net='x')))
+    call(way, run, *more, '--task', 'stranger:task', cwd=tmp_path)
+    assert (tmp_path / 'ran').exists()
 
 
-def test_a_run_in_the_folder_of_the_library_is_no_stranger():
-    assert task_in(dict(task='digits'), ROOT).name == 'digits'
+@pytest.mark.parametrize('name', ['.lock', 'model.safetensors', 'report_test.html', 'checkpoints'])
+def test_a_link_in_a_run_leads_nowhere(tmp_path, name):
+    (run := tmp_path / 'run').mkdir()
+    (precious := tmp_path / 'precious').write_text('years of work')
+    (run / name).symlink_to(precious)
+    for command in (('eval', run), ('push', run, 'me/x'), ('train', 'digits', '--out', run)):
+        r = call(*command, cwd=tmp_path)
+        assert r.returncode == 1 and 'is a link' in r.stderr, r.stderr
+    assert precious.read_text() == 'years of work' and (run / name).is_symlink()
+
+
+def test_a_path_that_the_terminal_cannot_show(tmp_path):
+    ascii = dict(PYTHONIOENCODING='ascii')
+    few = '--net', 'dstep', '--limit', 100, '--epochs', 1, '--device', 'cpu', '--out', 'lé'
+    assert 'in l\\xe9' in call('train', 'digits', *few, cwd=tmp_path, env=ascii).stdout
+    r = call('eval', 'lé', '--device', 'cpu', cwd=tmp_path, env=ascii)
+    assert r.returncode == 0 and 'look at l\\xe9' in r.stdout, r.stderr
+
+
+def test_a_rate_without_measure_is_what_is_blamed(tmp_path):
+    few = '--net', 'dstep', '--limit', 100, '--epochs', 2, '--device', 'cpu'
+    r = call('train', 'digits', *few, '--lr', 1e300, cwd=tmp_path)
+    assert r.returncode == 1 and 'try a smaller learning rate' in r.stderr, r.stderr
 
 
 def test_modules_of_the_folder_come_last(monkeypatch):

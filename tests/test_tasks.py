@@ -54,7 +54,8 @@ def test_a_data_set_of_ones_own_on_the_command_line(tmp_path):
     run = tmp_path / 'runs' / 'stripes'
     note, metrics = (json.loads((run / f).read_text()) for f in ('task.json', 'metrics.json'))
     assert note == dict(task='stripes:stripes', net='cnn') and metrics['epochs'] == 2
-    r = capsnb(tmp_path, 'eval', 'runs/stripes', '--device', 'cpu', '--json')
+    named = 'eval', 'runs/stripes', '--task', 'stripes:stripes'
+    r = capsnb(tmp_path, *named, '--device', 'cpu', '--json')
     found = json.loads(r.stdout)
     assert found['accuracy'] == pytest.approx(metrics['test_accuracy']) and found['n'] == 200
     for args, said in (
@@ -62,12 +63,13 @@ def test_a_data_set_of_ones_own_on_the_command_line(tmp_path):
         (train_it, 'holds a finished run'),
         (('train', 'stripes:spots'), "no task 'stripes:spots'"),
         (('train', 'no_such:task'), "no task 'no_such:task'"),
-        (('eval', 'runs/stripes', '--crops', 2), "have no option 'crops'"),
+        (('eval', 'runs/stripes'), 'not executed unless you name it'),
+        ((*named, '--crops', 2), "have no option 'crops'"),
     ):
         r = capsnb(tmp_path, *args)
         assert r.returncode == 1 and said in r.stderr and 'Traceback' not in r.stderr, r.stderr
     assert not (tmp_path / 'x').exists()
-    r = capsnb(tmp_path.parent, 'eval', run)  # from another folder the task is not found
+    r = capsnb(tmp_path.parent, 'eval', run, *named[2:])  # elsewhere it is not found
     assert r.returncode == 1 and "no task 'stripes:stripes'" in r.stderr
 
 

@@ -308,15 +308,16 @@ def write_text(
 ):
     "Write a file at once or not at all, and see it onto the disk."
     path = Path(path)
-    temporary = path.with_name(f'{path.name}.{os.getpid()}.tmp')
+    temporary = path.with_name(f'{path.name}.{os.getpid()}.{os.urandom(8).hex()}.tmp')
     try:
-        with open(temporary, 'w', encoding='utf-8') as f:
+        with open(temporary, 'x', encoding='utf-8') as f:  # follows no link
             _lock(f)
             f.write(content)
         put_in_place(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    for old in left_behind(path.parent, re.escape(path.name) + r'[.](?P<pid>[0-9]+)[.]tmp'):
+    ours = r'[.](?P<pid>[0-9]+)([.][0-9a-f]+)?[.]tmp'
+    for old in left_behind(path.parent, re.escape(path.name) + ours):
         with contextlib.suppress(OSError):
             old.unlink()
 

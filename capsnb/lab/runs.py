@@ -10,6 +10,7 @@ import functools
 import hashlib
 import inspect
 import io
+import itertools
 import json
 import os
 import re
@@ -27,7 +28,7 @@ from ..data.files import checksum, read_json, sync_folder, write_json
 # %% auto #0
 __all__ = ['run_folder', 'first_process', 'locked', 'is_busy', 'checkpoint_bytes', 'check_room', 'digest', 'with_digest',
            'read_whole', 'hash_files', 'seal_checkpoint', 'read_seal', 'checkpoints_in', 'last_whole', 'run_bytes',
-           'pages_in', 'clear_run', 'found_in', 'foreign_page', 'claim', 'made_with', 'agree', 'same_run',
+           'no_links', 'pages_in', 'clear_run', 'found_in', 'foreign_page', 'claim', 'made_with', 'agree', 'same_run',
            'save_network', 'write_end', 'check_end', 'finished_run', 'task_of', 'saved_network', 'checked_network']
 
 # %% ../../nbs/lab/41_runs.ipynb #7fe514af
@@ -57,6 +58,7 @@ def locked(
     folder: Path,  # of a run; it exists
 ):
     "Keep a run's folder to this process; `ValueError` when another one is at work in it."
+    no_links(folder)
     filelock = need('filelock')
     lock = filelock.FileLock(folder / '.lock')
     try:
@@ -75,6 +77,7 @@ def is_busy(
     "Whether another process is at work in a folder."
     if not (folder / '.lock').exists():
         return False
+    no_links(folder)
     try:
         with locked(folder):
             return False
@@ -265,6 +268,18 @@ _run_files = (
     'drawings.png',
     'poses.png',
 )
+
+
+def no_links(
+    folder: Path,  # of a run
+):
+    "`ValueError` for a link in place of a file of a run: it leads to what the run did not write."
+    names = ('.lock', 'checkpoints', *_run_files)
+    here = (folder / name for name in names)
+    below = (p for pattern in ('*.html', '*.png', 'checkpoints/**/*') for p in folder.glob(pattern))
+    for path in itertools.chain(here, below):
+        if path.is_symlink():
+            raise ValueError(f"'{path}' is a link; a run's folder holds its own files alone")
 
 
 def pages_in(
@@ -474,6 +489,7 @@ def check_end(
     folder: Path,  # of a finished run
 ) -> dict:  # as in metrics.json
     "What a finished run found; `ValueError` when one of its files is not the one that it left."
+    no_links(folder)
     metrics = read_whole(folder / 'metrics.json', files=dict)
     for name, wanted in metrics['files'].items():
         if Path(name).name != name:
@@ -508,6 +524,7 @@ def task_of(
 ) -> dict:  # its task.json
     "What a run was about; `ValueError` when it is not finished, or the note is damaged."
     folder = run_folder(run)
+    no_links(folder)
     if (folder / 'task.json').is_file():
         return read_json(folder / 'task.json')
     if below := sorted(p.parent.name for p in folder.glob('*/task.json')):
@@ -535,6 +552,7 @@ def saved_network(
 ) -> nn.Module:  # in evaluation mode
     "The network of a finished run; `ValueError` when its files are missing or damaged."
     folder, names = run_folder(run), ('config.json', 'model.safetensors')
+    no_links(folder)
     if missing := [f for f in names if not (folder / f).is_file()]:
         raise ValueError(f"'{run}': its network cannot be read: no {' and no '.join(missing)}")
     if (folder / 'metrics.json').exists():

@@ -6,7 +6,7 @@
 from __future__ import annotations
 import copy
 import functools
-import importlib.util
+import importlib
 import json
 import re
 import shlex
@@ -216,34 +216,19 @@ known = {
 }  # short name -> where the task is
 
 
-def _comes_with(
-    module: str,  # of a task
-    run: str | Path,  # folder of a run
-) -> bool:  # whether its code lies in that folder; nothing is imported
-    package = module.partition('.')[0]
-    if package == __name__.partition('.')[0]:  # which is running
-        return False
-    try:
-        spec = importlib.util.find_spec(package)
-    except (ImportError, ValueError):
-        return False
-    places = [spec.origin, *(spec.submodule_search_locations or ())] if spec else []
-    inside = run_folder(run).resolve()
-    return any(inside in Path(place).resolve().parents for place in places if place)
-
-
+_named = set()  # tasks that somebody has named to this process
 def task_in(
     note: dict,  # of task.json
     run: str | Path,  # folder of the run
 ) -> Task:  # as `task_named` finds it
-    "The task of a run; `ValueError` for one whose code came with the run: it is not executed."
+    "The task of a run; `ValueError` for foreign code that nobody has named: it is not executed."
     name = note.get('task', note.get('data'))  # runs on pictures of older versions call it data
     if not isinstance(name, str) or not name:
         raise ValueError(f"'{run}': task.json names no task that can be found, but {name!r:.60}")
-    if _comes_with(known.get(name, name).partition(':')[0], run):
+    if not (name in known or name in _named or re.match(r'capsnb(\.[a-z]\w*)+:', name)):
         raise ValueError(
-            f"'{run}': the code of its task {name!r} lies in the run's own folder and is not "
-            "executed: move it elsewhere, or call load_run(run, task=...)"
+            f"'{run}': its task {name!r} is somebody's code, which is not executed unless you name "
+            f"it yourself: --task {name}, or load_run(run, task=...)"
         )
     return task_named(name)
 
@@ -263,6 +248,7 @@ def task_named(
     if not isinstance(found, Task):
         kind = type(found).__name__
         raise ValueError(f"{name!r} is no task (an object of capsnb.lab.tasks.Task), but a {kind}")
+    _named.add(name)
     found = copy.copy(found)
     found.name = name
     return found
@@ -415,7 +401,7 @@ class Opened(NamedTuple):
 def load_run(
     run: str | Path,  # folder of a finished run
     device: str | None = None,  # None: the best there is
-    task: Task | None = None,  # None: found by the name in task.json
+    task: Task | str | None = None,  # or its name; None: that in task.json, if it is capsnb's
     **here,  # options of the task that differ on this machine, e.g. folder
 ) -> Opened:
     "What a run left; `ValueError` when it is not finished, or its files are damaged."
@@ -450,7 +436,7 @@ def evaluate(
     *,
     device: str | None = None,  # None: the best there is
     progress: bool = False,  # whether to draw a bar
-    task: Task | None = None,  # None: found by the name in task.json
+    task: Task | str | None = None,  # as for `load_run`
     **here,  # options of the task that differ on this machine, e.g. folder
 ) -> dict:  # split, n, accuracy, names, confusion [label][predicted], and the task's own
     "Test a finished run; `ValueError` for splits that it has no use for."
@@ -506,7 +492,7 @@ def _answer(
     view = {k: v for k, v in view.items() if k != 'labels'}
     try:
         return network(**view)
-    except RuntimeError as e:
+    except Exception as e:  # of a network whose config.json somebody has changed, anything
         shapes = ', '.join(f'{k} {list(v.shape[1:])}' for k, v in view.items())
         raise ValueError(f"the network cannot take {shapes}: {e}") from e
 

@@ -835,7 +835,13 @@ class _Cycle:
         return found  # all that is chosen by
 
     def compute_loss(self, model, inputs, return_outputs=False, **kw):
-        found, outputs = super().compute_loss(model, inputs, True, **kw)
+        try:
+            found, outputs = super().compute_loss(model, inputs, True, **kw)
+        except ValueError as e:  # of a layer that refuses what is not finite
+            if 'NaN' not in str(e) and _weights_are_finite(model):
+                raise
+            step = self.state.global_step + 1
+            raise Diverged(_loss_in_words(math.nan, self, 'at', step)) from e
         loss, n = found.mean(), len(inputs['labels'])  # over the devices of a process
         moments = self.ledger.moments if model.training else self.held
         moments.add(n, loss, _share_right(outputs['logits'], inputs['labels']))
@@ -1334,9 +1340,11 @@ def run_training(
             warnings.filterwarnings('ignore', module='accelerate|torch.utils.data')
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except Exception as e:
+        state = trainer.state
+        if checkpoint and checkpoint.name == f'checkpoint-{state.global_step}':
+            raise ValueError(f"'{checkpoint}' cannot be resumed from: {e!r:.200}") from e
         if isinstance(e, Diverged) or _has_room(folder, checkpoint_bytes(trainer.model)):
             raise
-        state = trainer.state
         message = (
             "the disk is full, or cannot be written any more, "
             f"at step {state.global_step} of {state.max_steps}; {_left_in(folder)}; "

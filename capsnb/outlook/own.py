@@ -143,7 +143,8 @@ def in_parts(
         if label not in part.column_names:
             raise ValueError(f"no column {label!r}: there is {', '.join(part.column_names)}")
     names, number = _classes(splits['train'], label)
-    labels = {k: _numbers(part[label], number, wanted[k]) for k, part in splits.items()}
+    other = next((k for k in _valid if k in found), None)
+    labels = {k: _numbers(part[label], number, wanted[k], other) for k, part in splits.items()}
     for k in [k for k in ('test', 'validation') if k not in splits]:
         rows = _cut(labels['train'], held)
         splits[k], splits['train'] = (splits['train'].select(at) for at in rows)
@@ -170,10 +171,12 @@ def _classes(part, label: str) -> tuple:  # names; value -> class number
     return names, {v: k for k, v in enumerate(order)}
 
 
-def _numbers(column, number: dict, split: str) -> list:
+def _numbers(column, number: dict, split: str, other: str | None = None) -> list:
     missing = sum(v is None or (v == -1 and -1 not in number) for v in column)
     if missing == len(column):
-        advice = "test='validation' tests on that one"
+        advice = 'leave it out, and rows of the others are set apart for it'
+        if other not in (None, split):
+            advice = f"test={other!r} tests on that one"
         raise ValueError(f"the split {split!r} has no labels, as the test of a contest: {advice}")
     if missing:
         rows = f"{missing:,} of {len(column):,} rows"
