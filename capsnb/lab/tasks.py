@@ -217,6 +217,8 @@ known = {
 
 
 _named = set()  # tasks that somebody has named to this process
+
+
 def task_in(
     note: dict,  # of task.json
     run: str | Path,  # folder of the run

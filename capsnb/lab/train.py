@@ -1341,9 +1341,10 @@ def run_training(
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except Exception as e:
         state = trainer.state
-        if checkpoint and checkpoint.name == f'checkpoint-{state.global_step}':
-            raise ValueError(f"'{checkpoint}' cannot be resumed from: {e!r:.200}") from e
         if isinstance(e, Diverged) or _has_room(folder, checkpoint_bytes(trainer.model)):
+            at = f'checkpoint-{state.global_step}'
+            if checkpoint and checkpoint.name == at and not isinstance(e, Diverged):
+                raise ValueError(f"'{checkpoint}' cannot be resumed from: {e!r:.200}") from e
             raise
         message = (
             "the disk is full, or cannot be written any more, "
