@@ -497,7 +497,9 @@ def _learn_habits(encoder: FrozenEncoder, layers):
     encoder.end_id, encoder.most = end_token(tok, encoder.end), longest(encoder.model, tok)
     silent = encoder.end_id is None and encoder.end is not None  # the tokenizer ends texts itself
     encoder.last_id = _own_end(tok) if silent else encoder.end_id
-    encoder.pad_id = next((k for k in (tok.pad_token_id, encoder.end_id) if k is not None), 0)
+    n = encoder.model.get_input_embeddings().num_embeddings  # an added padding token has none
+    own = (tok.pad_token_id, encoder.end_id)
+    encoder.pad_id = next((k for k in own if k is not None and k < n), 0)  # no token sees it
     encoder.layers, encoder.n_layers, encoder.d_emb = probe(encoder.model, layers)
 
 # %% ../../nbs/data/39_embed.ipynb #00000028

@@ -126,9 +126,11 @@ def phrase_text(
     tree: Tree,  # a sentence
     start: int = 0,  # first word
     end: int | None = None,  # the word after the last; None: to the end
-) -> str:  # restored words, one blank between two
+    raw: bool = False,  # words as the file spells them, not restored
+) -> str:  # words with one blank between two
     "The text of a phrase."
-    return ' '.join(restore(w) for w in tree.words[start:end])
+    words = tree.words[start:end]
+    return ' '.join(words if raw else map(restore, words))
 
 # %% ../../nbs/data/38_sst.ipynb #00000018
 _label_colours = ('#B2182B', '#F4A582', '#E0E0E0', '#92C5DE', '#2166AC')  # red: negative
@@ -354,6 +356,7 @@ def load_sst(
     task: str = 'sst5',  # 'sst5': five labels; 'sst2': two, neutral phrases left out
     phrases: bool = True,  # train on all unique phrases; False: on whole sentences
     official: bool = True,  # must be the Stanford Sentiment Treebank's; False: any treebank
+    raw: bool = False,  # texts as the files spell them: -LRB- for a bracket, as the author read them
 ):  # datasets.DatasetDict; columns text, label, tree (line - 1), start, end (words)
     "The treebank; `ValueError` for a damaged or wrong file, `FileNotFoundError` for none."
     names = {'sst5': label_names, 'sst2': ('negative', 'positive')}.get(task)
@@ -368,16 +371,16 @@ def load_sst(
             rows = unique_phrases(trees, str(folder / files[split]))
         else:
             rows = [(t, *tree.nodes[0]) for t, tree in enumerate(trees)]
-        out[split] = datasets.Dataset.from_dict(_columns(trees, rows, task), features=features)
+        made = _columns(trees, rows, task, raw)
+        out[split] = datasets.Dataset.from_dict(made, features=features)
     return out
 
 # %% ../../nbs/data/38_sst.ipynb #00000038
-def _columns(trees: list[Tree], rows: list, task: str) -> dict:  # the columns of a data set
+def _columns(trees: list[Tree], rows: list, task: str, raw: bool) -> dict:  # of a data set
     if task == 'sst2':
         rows = [(t, start, end, int(label > 2)) for t, start, end, label in rows if label != 2]
-    words = [[restore(w) for w in tree.words] for tree in trees]
     return dict(
-        text=[' '.join(words[t][start:end]) for t, start, end, _ in rows],
+        text=[phrase_text(trees[t], start, end, raw) for t, start, end, _ in rows],
         label=[row[3] for row in rows],
         tree=[row[0] for row in rows],
         start=[row[1] for row in rows],

@@ -126,7 +126,7 @@ class RoutingText(TextStem, HubMixin, library_name='capsnb', tags=['capsules', '
         mask: Tensor,  # [b, n] in [0, 1]
         embs: Tensor,  # [b, n, l, m]; or packed: [t, l, m], the tokens alone, text after text
         labels: Tensor | None = None,  # [b] or [b, n_classes]
-        lam: Tensor | None = None,  # mixup: [], see `blend`
+        lam: Tensor | None = None,  # mixup: [b] or [], see `blend`
         partner: Tensor | None = None,  # mixup: [b], see `blend`
     ):  # Routed(a [b, k], mu [b, k, 1, h], sig2), or with labels a dict of loss and logits
         mask, x = self.features(mask, embs, lam, partner)
@@ -159,7 +159,7 @@ class PlainText(TextStem, HubMixin, library_name='capsnb', tags=['text-classific
         mask: Tensor,  # [b, n] in [0, 1]
         embs: Tensor,  # [b, n, l, m]; or packed: [t, l, m], the tokens alone, text after text
         labels: Tensor | None = None,  # [b] or [b, n_classes]
-        lam: Tensor | None = None,  # mixup: [], see `blend`
+        lam: Tensor | None = None,  # mixup: [b] or [], see `blend`
         partner: Tensor | None = None,  # mixup: [b], see `blend`
     ):  # Scores, or with labels a dict of loss and logits
         a, x = as_parts(*self.features(mask, embs, lam, partner))
@@ -196,7 +196,7 @@ class VectorText(
         self,
         mask: Tensor,  # [b, n] in [0, 1]
         embs: Tensor,  # [b, n, l, m]; or packed: [t, l, m], the tokens alone
-        lam: Tensor | None = None,  # mixup: [], see `blend`
+        lam: Tensor | None = None,  # mixup: [b] or [], see `blend`
         partner: Tensor | None = None,  # mixup: [b], see `blend`
     ) -> tuple:  # mask [b, n] and x [b, n, l, m], blended
         check_text(self, mask, embs, lam, partner)
@@ -222,7 +222,7 @@ class VectorText(
         mask: Tensor,  # [b, n] in [0, 1]
         embs: Tensor,  # [b, n, l, m]; or packed: [t, l, m], the tokens alone, text after text
         labels: Tensor | None = None,  # [b] or [b, n_classes]
-        lam: Tensor | None = None,  # mixup: [], see `blend`
+        lam: Tensor | None = None,  # mixup: [b] or [], see `blend`
         partner: Tensor | None = None,  # mixup: [b], see `blend`
     ):  # Scores, or with labels a dict of loss and logits
         mask, x = self.features(mask, embs, lam, partner)

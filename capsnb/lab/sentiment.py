@@ -24,7 +24,7 @@ from ..data.sst import label_names, load_sst
 from .routing_net import PlainText, RoutingText, VectorText
 from .runs import first_process
 from .tasks import Net, Task, train, with_options
-from .text import SSTNet, TextStem
+from .text import SSTNet, TextStem, blend
 from .text import check_note, encoder_note, measure_scale, noted_encoder
 from .train import BaseDeck, dice, fingerprint
 
@@ -118,8 +118,11 @@ class TextMixup:
         n_classes: int,  # width of the soft labels
         alpha: float = 0.2,  # of the Beta distribution; 0: no mixup
         encoder: FrozenEncoder | None = None,  # reads texts that come without hidden states
+        per: str = 'pair',  # of sentences, as in the author's notebook; or 'batch': what has a weight
     ):
-        self.n_classes, self.alpha, self.encoder = n_classes, alpha, encoder
+        if per not in ('pair', 'batch'):
+            raise ValueError(f"expected a weight of mixup per 'pair' or 'batch', got {per!r}")
+        self.n_classes, self.alpha, self.encoder, self.per = n_classes, alpha, encoder, per
 
     def __call__(
         self,
@@ -130,9 +133,10 @@ class TextMixup:
         if draw is None or not self.alpha:
             return out
         die, y = dice(*draw, 1), F.one_hot(batch['labels'], self.n_classes).float()
-        lam = torch.tensor(die.beta(self.alpha, self.alpha), dtype=torch.float32)
+        n = len(y) if self.per == 'pair' else None
+        lam = torch.tensor(die.beta(self.alpha, self.alpha, n), dtype=torch.float32)
         partner = torch.from_numpy(die.permutation(len(y)))
-        return {**out, 'labels': lam * y + (1 - lam) * y[partner], 'lam': lam, 'partner': partner}
+        return {**out, 'labels': blend(y, lam, partner), 'lam': lam, 'partner': partner}
 
     def on_device(
         self,
@@ -224,16 +228,18 @@ def sst_samples(
     roots: bool = False,  # train on sentences, not phrases
     limit: int | None = None,  # at most so many samples of each split, spread evenly
     splits: tuple = ('train', 'validation', 'test'),  # which
+    raw: bool = False,  # as for `load_sst`
 ) -> dict:  # name of a split -> Samples
     "Read the treebank, once; the sentences of both tasks share a cache."
     if task not in names_of:
         raise ValueError(f"task must be 'sst5' or 'sst2', got {task!r}")
     if limit is not None and (type(limit) is not int or limit < 1):
         raise ValueError(f"expected limit to be an integer >= 1, got {limit!r}")
-    whole, out = load_sst(folder, 'sst5', not roots, official), {}
+    whole, out = load_sst(folder, 'sst5', not roots, official, raw), {}
     for split in splits:
         phrases = '-phrases' if not roots and split == 'train' else ''
-        part, name = whole[split], f"{split}{phrases}{f'-{task}-{limit}' if limit else ''}"
+        of = f"{phrases}{'-raw' if raw else ''}{f'-{task}-{limit}' if limit else ''}"
+        part, name = whole[split], f'{split}{of}'
         out[split] = _samples(name, list(part['text']), list(part['label']), task, limit)
     return out
 
@@ -282,18 +288,21 @@ class Sentiment(Task):
     layers: str | list = 'all'  # of the encoder, as for `pick_layers`
     roots: bool = False  # train on sentences, not phrases
     limit: int | None = None  # at most so many samples of each split; None: all
-    published: bool = False  # rate, floor and start as the paper has them
+    published: bool = False  # rate, floor, start and texts as the paper's author has them
     official: bool = True  # whether the treebank must be the real one
     validate: bool = True  # False: keep the last epoch, as the paper does
     folder: str | Path | None = None  # of the treebank, as for `load_sst`
     cache: str | Path | bool | None = None  # root; None: the user's, if small; False: on the fly
     cache_dtype: str = 'float16'  # of the caches, and in memory
+    raw: bool | None = None  # texts as for `load_sst`; None: raw where `published`
+    mixup_per: str = 'pair'  # or 'batch': what has a weight of its own, see `TextMixup`
     in_memory: bool = False  # keep hidden states in the memory of the encoder's device
 
     noted = dict(names=list, encoder=str, fingerprint=str, treebank=str)
     later = ('net',)
     batch_size = 40
     about = 'the treebank'
+    followed = 'validation'  # also where the last epoch is kept: figure 8
     ordered = True  # whether classes go from the most negative to the most positive
     samples = None  # of `read`, once they are read
     loaded = None  # device -> encoder, which the runs of a `study` share
@@ -303,6 +312,11 @@ class Sentiment(Task):
         if self.task not in names_of:
             raise ValueError(f"task must be 'sst5' or 'sst2', got {self.task!r}")
         self.name, self.names = self.task, names_of[self.task]
+
+    @property
+    def as_spelt(self) -> bool:
+        "Whether texts are as the treebank's files spell them."
+        return self.published if self.raw is None else self.raw
 
     @property
     def roles(self):
@@ -334,7 +348,8 @@ class Sentiment(Task):
 
     def read(self, splits=('train', 'validation', 'test')) -> dict:  # name of a split -> Samples
         "The texts."
-        return sst_samples(self.task, self.folder, self.official, self.roots, self.limit, splits)
+        of = self.official, self.roots, self.limit, splits, self.as_spelt
+        return sst_samples(self.task, self.folder, *of)
 
     def reader(self) -> FrozenEncoder:
         "The transformer, loaded when it is first asked for."
@@ -388,11 +403,12 @@ class Sentiment(Task):
         return decks
 
     def collator(self, net, shift=0, mixup=0.0):
-        return TextMixup(len(self.names), mixup, self.reader())
+        return TextMixup(len(self.names), mixup, self.reader(), self.mixup_per)
 
     def note(self, net):
         note = dict(task=self.task, names=self.names, **encoder_note(self.reader()))
         note |= dict(published=self.published, cache_dtype=self.cache_dtype, **self.data_note())
+        note |= dict(mixup_per=self.mixup_per)
         note |= dict(net=net) if net not in (None, 'sstnet') else {}  # older runs do not say,
         note |= {} if self.validate else dict(validate=False)  # nor this
         note |= dict(in_memory=True) if self.in_memory else {}
@@ -401,11 +417,13 @@ class Sentiment(Task):
     def data_note(self) -> dict:  # JSON-ready
         "What task.json says of the texts."
         treebank = 'SST' if self.official else 'another'
-        return dict(roots=self.roots, limit=self.limit, treebank=treebank)
+        note = dict(roots=self.roots, limit=self.limit, treebank=treebank)
+        return note | (dict(raw=True) if self.as_spelt else {})
 
     def data_noted(self, note) -> dict:  # options
         "Which of it the run's task takes again; all sentences are tested."
-        return dict(roots=True, limit=None, official=note['treebank'] == 'SST')
+        raw = note.get('raw', False)  # older runs had all texts restored
+        return dict(roots=True, limit=None, official=note['treebank'] == 'SST', raw=raw)
 
     def from_note(self, note, encoder=None, **here):
         check_note(note, "task.json")
@@ -455,8 +473,7 @@ def _first_the_price(
     root = Path(task.cache).expanduser() if task.cache else cache_folder('embeddings')
     needed = {k: about_tokens(t) * price.disk // price.n_tokens for k, t in names.items()}
     chosen = task.cache if task.in_memory else _choose_cache(task.cache, needed, root)
-    each_epoch = [split for role, split in task.roles.items() if split and role != 'test']
-    again = sum(about_tokens(samples[split].texts) for split in each_epoch)
+    again = sum(about_tokens(samples[k].texts) for k in ('train', 'validation'))
     fly = price.seconds * (1 + (epochs - 1) * again / price.n_tokens)
     if chosen is False and not task.in_memory and (task.progress or fly > 600):
         say(f"on the fly, {epochs} epochs: roughly {in_time(fly)} for the transformer")
@@ -525,6 +542,8 @@ def unlike_paper(
         'sentences alone, no phrases': m['roots'],
         f"at most {m['limit']} samples of a split": m['limit'],
         'another treebank': m['treebank'] != 'SST',
+        'brackets and escapes restored': not m.get('raw'),  # as in all older runs
+        'one weight of mixup a batch': m.get('mixup_per') != 'pair',
         'the epoch chosen on validation': m.get('validate', True),
         'weights of another run to begin with': m.get('start'),
     }

@@ -49,6 +49,7 @@ class Task:
     networks = {}  # name -> `Net`; the first is the usual one
     roles = dict(train='train', select='validation', test='test')  # select None: the last epoch
     watched = ()  # splits tested after every epoch, for the record; nothing is chosen by them
+    followed = None  # split validated after every epoch where none selects: a curve, no choice
     noted = {}  # option (a dataclass field) -> its types in task.json, as `read_json` takes them
     later = ()  # options among them that older runs do not note
     keys = ('task', 'net')  # of task.json: names of the task and of the network
@@ -305,11 +306,12 @@ def train(
     if start is not None:
         own |= dict(start=begun or begin_with(network, start, task.note(net)))
     splits = tuple(split for split in roles.values() if split)
-    opened = tuple(dict.fromkeys((*splits, *task.watched)))
+    held = roles['select'] or task.followed
+    opened = tuple(dict.fromkeys((*splits, *filter(None, [held]), *task.watched)))
     decks = task.decks(net, opened, seed, recipe['shift'])
     return fit_decks(
         network,
-        *(decks.get(roles[role]) for role in ('train', 'select', 'test')),
+        *(decks.get(split) for split in (roles['train'], held, roles['test'])),
         collator,
         out,
         recipe,
@@ -322,6 +324,7 @@ def train(
         overwrite=overwrite,
         note=task.note(net) | own,
         watch={split: decks[split] for split in task.watched},
+        choose=roles['select'] is not None,
     )
 
 # %% ../../nbs/lab/51_tasks.ipynb #51a00001

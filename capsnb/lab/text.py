@@ -103,10 +103,11 @@ def _check_packed(x, mask):
 # %% ../../nbs/lab/46_text.ipynb #f48dc06e
 def blend(
     x: Tensor,  # [b, ...], masks or features
-    lam: Tensor,  # [] share of the sentence itself, in [0, 1]
+    lam: Tensor,  # [b], or [] for all: share of the sentence itself, in [0, 1]
     partner: Tensor,  # [b], whom each is blended with
 ) -> Tensor:  # [b, ...]; where the two are equal, exactly that
     "Mixup (Zhang et al. 2017)."
+    lam = lam.view(-1, *[1] * (x.ndim - 1))
     return torch.where(x == x[partner], x, x[partner] + lam * (x - x[partner]))
 
 # %% ../../nbs/lab/46_text.ipynb #00000013
@@ -172,7 +173,7 @@ class TextStem(nn.Module):
         self,
         mask: Tensor,  # [b, n] in [0, 1]
         embs: Tensor,  # [b, n, l, m]; or packed: [t, l, m], the tokens alone
-        lam: Tensor | None = None,  # mixup: [], see `blend`
+        lam: Tensor | None = None,  # mixup: [b] or [], see `blend`
         partner: Tensor | None = None,  # mixup: [b], see `blend`
     ) -> tuple:  # mask [b, n] and x [b, n, l, d], blended
         check_text(self, mask, embs, lam, partner)
@@ -222,7 +223,7 @@ class SSTNet(TextStem, HubMixin, library_name='capsnb', tags=_tags):
         mask: Tensor,  # [b, n] in [0, 1]
         embs: Tensor,  # [b, n, l, m]; or packed: [t, l, m], the tokens alone, text after text
         labels: Tensor | None = None,  # [b] or [b, n_classes]
-        lam: Tensor | None = None,  # mixup: [], see `blend`
+        lam: Tensor | None = None,  # mixup: [b] or [], see `blend`
         partner: Tensor | None = None,  # mixup: [b], see `blend`
     ):  # Routed(a [b, k], mu [b, k, 1, h], sig2), or with labels a dict of loss and logits
         mask, x = self.features(mask, embs, lam, partner)
@@ -257,9 +258,10 @@ def check_text(
     "`ValueError` when mask, hidden states, mixup and network do not fit together."
     shape = lambda v: v if v is None else tuple(v.shape)
     alone = (lam is None) != (partner is None)
-    if alone or lam is not None and (lam.numel() != 1 or partner.shape != mask.shape[:1]):
+    b = mask.shape[:1]
+    if alone or lam is not None and (lam.shape not in ((), b) or partner.shape != b):
         raise ValueError(
-            f"expected lam [] and partner [b], or neither, got {shape(lam)} and {shape(partner)} "
+            f"expected lam [b] or [] and partner [b], or neither, got {shape(lam)} and {shape(partner)} "
             f"for b = {len(mask)}"
         )
     want = (*mask.shape, *net.depth_emb.shape)

@@ -1278,7 +1278,7 @@ def _load_best(
 ) -> int:  # last step of the epoch to keep
     "Load the epoch that validated best; the last one when nothing was held back."
     state = trainer.state
-    step = state.global_step if trainer.eval_dataset is None else state.best_global_step
+    step = state.best_global_step or state.global_step
     path = Path(trainer.args.output_dir) / f'checkpoint-{step}'
     if not read_seal(path):
         raise ValueError(f"'{path}', the checkpoint to keep, is damaged; {_left_in(path.parent)}")
@@ -1378,6 +1378,7 @@ def fit_decks(
     overwrite: bool = False,  # as for `fit`
     note: dict | None = None,  # what the run is about: left as task.json, shared by a resumed run
     watch: dict | None = None,  # name -> deck, tested after every epoch; nothing is chosen by it
+    choose: bool = True,  # keep the epoch that validates best; False: the last, validated or not
 ) -> dict:  # as in metrics.json
     "What `fit` does, for data of any kind."
     keep_freed_memory(2**30)
@@ -1386,6 +1387,8 @@ def fit_decks(
         raise ValueError(f"{', '.join(watch)}: watched when validated; there is no validation set")
     decks = dict(training=deck, validation=held, test=test) | watch
     args = _arguments(folder / 'checkpoints', recipe, device, validate=held is not None)
+    if not choose:
+        args.metric_for_best_model = None
     if not _is_whole(save_steps, 0):
         raise ValueError(f"expected save_steps to be an integer >= 0, got {save_steps!r}")
     _check_network(net)
