@@ -98,11 +98,36 @@ def test_mixup_is_the_blend_it_says(world, encoder):
     deck = data(world, encoder)['train']
     deck.deal(2)
     raw = deck.__getitems__([0, 1, 2, 3, 4])
-    out = TextMixup(5)(raw)
     y = torch.nn.functional.one_hot(raw['labels'], 5).float()
-    assert 0 <= out['lam'] <= 1 and sorted(out['partner'].tolist()) == list(range(5))
-    assert_close(out['labels'], out['lam'] * y + (1 - out['lam']) * y[out['partner']])
+    for per, shape in dict(pair=(5, 1), batch=()).items():
+        out = TextMixup(5, per=per)(raw)
+        lam = out['lam'].view(shape)
+        assert 0 <= lam.min() and lam.max() <= 1 and len(lam.unique()) == len(lam.flatten())
+        assert sorted(out['partner'].tolist()) == list(range(5))
+        assert_close(out['labels'], lam * y + (1 - lam) * y[out['partner']])
     assert set(TextMixup(5, 0.0)(raw)) == {'mask', 'embs', 'labels'}
+    with pytest.raises(ValueError, match="per 'pair' or 'batch'"):
+        TextMixup(5, per='token')
+
+
+def test_texts_as_the_treebank_spells_them(world, encoder, tmp_path):
+    "published texts are raw, older runs had them restored, and each has a cache of its own"
+    kw = dict(cache=tmp_path / 'cache', published=True)
+    for task, raw in ((on(world, encoder, **kw), True), (on(world, encoder, **kw, raw=False), False)):
+        assert any('-LRB-' in t for t in task.read()['train'].texts) == raw
+        task.decks()
+        note = json.loads(json.dumps(task.note('sstnet')))
+        assert note.get('raw', False) == raw == task.from_note(note, encoder=encoder).as_spelt
+    (place,) = (tmp_path / 'cache').iterdir()
+    assert {p.name for p in place.glob('train*')} == {'train', 'train-raw'}
+
+
+def test_validation_is_watched_where_the_last_epoch_is_kept(world, encoder, tmp_path):
+    task = on(world, encoder, validate=False)
+    m = train(task, out=tmp_path / 'run', epochs=3, **quiet)
+    assert m['best_epoch'] == 3
+    assert all('valid_accuracy' in h and 'valid_loss' in h for h in m['history'])
+    assert m['valid_accuracy'] == m['history'][-1]['valid_accuracy']
 
 
 @pytest.mark.parametrize(
@@ -463,6 +488,8 @@ def test_a_run_as_published_differs_by_seeds_and_hardware(published):
         (dict(mixup=0.0), 'mixup 0.0, not 0.2'),
         (dict(momentum='notebook'), 'momentum notebook, not paper'),
         (dict(bf16=True), 'training in bf16'),
+        (dict(raw=False), 'brackets and escapes restored'),
+        (dict(mixup_per='batch'), 'one weight of mixup a batch'),
     ],
 )
 def test_each_setting_that_differs_is_named_alone(published, changes, said):
@@ -519,3 +546,22 @@ def test_an_older_record_says_what_it_does_not_tell():
         (told,) = unlike_paper(run)
         assert told.startswith('not told by its record: ')
         assert 'Heinsen (2019)' in beside_paper([run])
+
+
+def test_the_cells_of_chapter_10_for_the_real_model(world, tmp_path, monkeypatch):
+    "with a small transformer and a small treebank in the real one's format; twice: it goes on"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv('CAPSNB_DATA', str(world['trees']))
+    monkeypatch.setattr('capsnb.data.sst._check', lambda *_: None)
+    book = json.loads((ROOT / 'nbs/book/10_text.ipynb').read_text(encoding='utf-8'))
+    sources = [''.join(c['source']) for c in book['cells'] if c['cell_type'] == 'code']
+    imports, real = sources[1], [s for s in sources if s.startswith('#| data')]
+    assert len(real) == 2
+    for known, small in {"'gpt2-large'": repr(str(world['model'])), '(37, 1280)': '(3, 32)'}.items():
+        real = [s.replace(known, small) for s in real]
+    names = {}
+    for source in (imports, *real, real[-1]):
+        exec(source, names)
+    kept = json.loads((tmp_path / 'runs/gpt2-large-sst2/metrics.json').read_text())
+    assert kept['raw'] and kept['published'] and kept['best_epoch'] == 3
+    assert kept['mixup_per'] == 'pair' and unlike_paper(kept)

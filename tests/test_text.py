@@ -126,13 +126,10 @@ def test_values_and_gradients_are_the_definitions(lengths, seed, mixed, packed):
     torch.nn.init.normal_(net.depth_emb)
     mask, embs = ragged(lengths)
     measure_scale(net, [torch.randn(9, 3, 8).exp()])
-    lam, partner = (
-        (torch.tensor(0.7, dtype=torch.float64), torch.randperm(len(lengths)))
-        if mixed
-        else (None, None)
-    )
+    lam = torch.rand(len(lengths), dtype=torch.float64) if mixed else None
+    partner = torch.randperm(len(lengths)) if mixed else None
     out = net(mask, embs[mask > 0] if packed else embs, lam=lam, partner=partner)
-    mix = (lambda x: lam * x + (1 - lam) * x[partner]) if mixed else (lambda x: x)
+    mix = (lambda x: x[partner].lerp(x, lam.view(-1, 1, 1, 1))) if mixed else (lambda x: x)
     expected = ref(net, blend(mask, lam, partner) if mixed else mask, mix(embs))
     for o, r in zip(out, expected):
         assert_close(o, r)
@@ -396,6 +393,7 @@ def test_mixup_needs_both_share_and_partners():
         dict(lam=torch.tensor(0.5)),
         dict(lam=torch.tensor(0.5), partner=torch.tensor([0])),
         dict(lam=torch.rand(3), partner=torch.tensor([1, 0])),
+        dict(lam=torch.rand(2, 1), partner=torch.tensor([1, 0])),
     ):
         with pytest.raises(ValueError, match='or neither'):
             SSTNet(3, 8)(mask, embs, **kw)
