@@ -519,8 +519,8 @@ def train_sst(
     as_published: Annotated[
         bool,
         option(
-            "As published in 2019: learning rate, floor of the variances, start of beta, the words "
-            'as the treebank spells them; the last epoch is kept (--no-validate), unless --validate '
+            "As published in 2019: learning rate, floor of the variances, start of beta, words as "
+            'the treebank spells them; the last epoch is kept (--no-validate), unless --validate '
             'is given.',
             '--as-published',
         ),

@@ -113,7 +113,10 @@ def test_mixup_is_the_blend_it_says(world, encoder):
 def test_texts_as_the_treebank_spells_them(world, encoder, tmp_path):
     "published texts are raw, older runs had them restored, and each has a cache of its own"
     kw = dict(cache=tmp_path / 'cache', published=True)
-    for task, raw in ((on(world, encoder, **kw), True), (on(world, encoder, **kw, raw=False), False)):
+    for task, raw in (
+        (on(world, encoder, **kw), True),
+        (on(world, encoder, **kw, raw=False), False),
+    ):
         assert any('-LRB-' in t for t in task.read()['train'].texts) == raw
         task.decks()
         note = json.loads(json.dumps(task.note('sstnet')))
@@ -557,7 +560,10 @@ def test_the_cells_of_chapter_10_for_the_real_model(world, tmp_path, monkeypatch
     sources = [''.join(c['source']) for c in book['cells'] if c['cell_type'] == 'code']
     imports, real = sources[1], [s for s in sources if s.startswith('#| data')]
     assert len(real) == 2
-    for known, small in {"'gpt2-large'": repr(str(world['model'])), '(37, 1280)': '(3, 32)'}.items():
+    for known, small in {
+        "'gpt2-large'": repr(str(world['model'])),
+        '(37, 1280)': '(3, 32)',
+    }.items():
         real = [s.replace(known, small) for s in real]
     names = {}
     for source in (imports, *real, real[-1]):

@@ -356,7 +356,7 @@ def load_sst(
     task: str = 'sst5',  # 'sst5': five labels; 'sst2': two, neutral phrases left out
     phrases: bool = True,  # train on all unique phrases; False: on whole sentences
     official: bool = True,  # must be the Stanford Sentiment Treebank's; False: any treebank
-    raw: bool = False,  # texts as the files spell them: -LRB- for a bracket, as the author read them
+    raw: bool = False,  # texts as the files spell them, -LRB- for a bracket: the author's
 ):  # datasets.DatasetDict; columns text, label, tree (line - 1), start, end (words)
     "The treebank; `ValueError` for a damaged or wrong file, `FileNotFoundError` for none."
     names = {'sst5': label_names, 'sst2': ('negative', 'positive')}.get(task)

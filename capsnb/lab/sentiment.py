@@ -118,7 +118,7 @@ class TextMixup:
         n_classes: int,  # width of the soft labels
         alpha: float = 0.2,  # of the Beta distribution; 0: no mixup
         encoder: FrozenEncoder | None = None,  # reads texts that come without hidden states
-        per: str = 'pair',  # of sentences, as in the author's notebook; or 'batch': what has a weight
+        per: str = 'pair',  # what has a weight: a pair of sentences, as the author's, or a 'batch'
     ):
         if per not in ('pair', 'batch'):
             raise ValueError(f"expected a weight of mixup per 'pair' or 'batch', got {per!r}")

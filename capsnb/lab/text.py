@@ -261,8 +261,8 @@ def check_text(
     b = mask.shape[:1]
     if alone or lam is not None and (lam.shape not in ((), b) or partner.shape != b):
         raise ValueError(
-            f"expected lam [b] or [] and partner [b], or neither, got {shape(lam)} and {shape(partner)} "
-            f"for b = {len(mask)}"
+            f"expected lam [b] or [] and partner [b], or neither, for b = {len(mask)}, "
+            f"got {shape(lam)} and {shape(partner)}"
         )
     want = (*mask.shape, *net.depth_emb.shape)
     if embs.ndim == 3:
