@@ -15,7 +15,7 @@ from capsnb.lab.routing_net import PlainText, RoutingNet, RoutingText, VectorTex
 from capsnb.lab.text import SSTNet
 from capsnb.lab.vision import BaselineCNN, DStepNet, OnlyScores, PlainCNN
 from capsnb.outlook.language import LanguageModel
-from capsnb.outlook.own import PlainTable, TableNet
+from capsnb.lab.own import PlainTable, TableNet
 
 trunk = dict(channels=(8, 8), strides=(2, 2))
 text = dict(d_depth=2, d_emb=8, n_classes=3, d_feat=8)

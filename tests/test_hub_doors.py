@@ -25,7 +25,7 @@ from capsnb.data.sst import load_sst, tiny_treebank
 from capsnb.lab.sentiment import Sentiment
 from capsnb.lab.tasks import load_run, train
 from capsnb.lab.text import RoutingClassifier
-from capsnb.outlook.own import OwnTexts
+from capsnb.lab.own import OwnTexts
 from capsnb.outlook.hub import CapsConfig, CapsForSequenceClassification, card_of, classifier_of
 from capsnb.outlook.hub import push_run, shown
 

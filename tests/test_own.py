@@ -3,6 +3,10 @@
 import csv
 import json
 import math
+import shutil
+import warnings
+from pathlib import Path
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +19,7 @@ from capsnb.cli import make_app
 from capsnb.data.embed import tiny_transformer
 from capsnb.lab.runs import task_of
 from capsnb.lab.tasks import evaluate, load_run, train
-from capsnb.outlook.own import OwnPictures, OwnTable, OwnTexts, in_parts, open_columns, own_task
+from capsnb.lab.own import OwnPictures, OwnTable, OwnTexts, in_parts, open_columns, own_task
 
 few = dict(device='cpu', progress=False, epochs=1)
 
@@ -91,7 +95,7 @@ def test_a_split_that_is_there_is_taken_whole_and_others_are_cut_from_training()
         'test': 20,
     }
     found = in_parts(whole, 'kind', test='dev')
-    assert [len(found.labels[k]) for k in ('train', 'validation', 'test')] == [51, 9, 10]
+    assert [len(found.labels[k]) for k in ('train', 'validation', 'test')] == [52, 8, 10]
     rows = [r['b'] for k in ('train', 'validation') for r in found.splits[k]]
     assert sorted(rows) == [float(k) for k in range(60)]
     assert found.labels['train'] == in_parts(whole, 'kind', test='dev').labels['train']
@@ -135,16 +139,9 @@ def test_a_text_that_is_missing_is_named_with_its_row(tmp_path, hole):
 
 
 def test_labels_that_are_missing_or_unknown():
-    hidden = numbers(20).map(lambda row: dict(kind=None))
-    with pytest.raises(ValueError, match="has no labels, .* test='validation'"):
-        in_parts(dict(train=numbers(), validation=numbers(10), test=hidden), 'kind')
     strange = numbers(20).map(lambda row: dict(kind='z'))
     with pytest.raises(ValueError, match="none of training: 'z'"):
         in_parts(dict(train=numbers(), test=strange), 'kind')
-    coded = numbers().map(lambda row: dict(kind=ord(row['kind'])))
-    minus = numbers(20).map(lambda row: dict(kind=-1))
-    with pytest.raises(ValueError, match="has no labels"):
-        in_parts(dict(train=coded, test=minus), 'kind')
     some = numbers(20).map(lambda row: dict(kind='y' if row['b'] else None))
     with pytest.raises(ValueError, match="1 of 20 rows of the split 'test' have no label"):
         in_parts(dict(train=numbers(), test=some), 'kind')
@@ -154,20 +151,105 @@ def test_labels_that_are_missing_or_unknown():
 
 
 def test_a_table_is_trained_tested_and_found_again(tmp_path):
-    path = sheet(tmp_path / 'all.csv')
+    path = sheet(tmp_path / 'all.csv', 200)
     task = OwnTable(f'file:{path}', 'kind')
     m = train(task, 'table', tmp_path / 'run', **few | dict(epochs=30))
     assert m['test_accuracy'] > 0.7
     assert evaluate(tmp_path / 'run', device='cpu')['accuracy'] == m['test_accuracy']
     assert task_of(tmp_path / 'run')['source'] == str(path)
-    sheet(path, 30)
-    text = path.read_text().replace('x', 'q')
-    path.write_text(text)
+    lines = path.read_text().splitlines()
+    path.write_text('\n'.join([lines[0], *lines[:0:-1]]))  # in another order: cut as before
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        assert evaluate(tmp_path / 'run', device='cpu')['accuracy'] == m['test_accuracy']
+    path.write_text('\n'.join(lines[:150]))
+    with pytest.warns(UserWarning, match='the data have changed'):
+        load_run(tmp_path / 'run', 'cpu')
+    path.write_text('\n'.join(lines).replace('x', 'q'))
     with pytest.raises(ValueError, match="classes x, y; the data have q, y"):
         load_run(tmp_path / 'run', 'cpu')
     path.unlink()
     with pytest.raises(ValueError, match="expected a folder or a file"):
         load_run(tmp_path / 'run', 'cpu')
+
+
+@pytest.mark.parametrize('hidden', [None, -1, 'no column'])
+def test_a_test_without_labels_is_left_out(hidden):
+    data = numbers().map(lambda row: dict(kind=ord(row['kind'])))
+    test = data.select(range(20)).remove_columns('kind')
+    test = test if hidden == 'no column' else test.add_column('kind', [hidden] * 20)
+    with pytest.warns(UserWarning, match="1 left out: split 'test' of 20 rows, without labels"):
+        found = in_parts(dict(train=data, validation=data.select(range(30)), test=test), 'kind')
+    assert found.cut == ('test',) and len(found.labels['validation']) == 30
+    with pytest.raises(ValueError, match="the split 'test' has no labels"):
+        in_parts(dict(train=data, test=test), 'kind', test='test')
+
+
+@pytest.mark.parametrize(
+    'name,text,rows',
+    [
+        ('words.csv', 'x,y\n1,None\n2,NA\n3,null\n', [(1, 'None'), (2, 'NA'), (3, 'null')]),
+        ('names.csv', 'x,y\n01,1.5\n1,\n', [('01', 1.5), ('1', None)]),
+        ('truth.csv', 'x,y\nTrue,false\n,true\n', [(True, False), (None, True)]),
+        ('bom.csv', '\ufeffx,y\n1,"a,b"\n', [(1, 'a,b')]),
+        ('index.csv', ',x,y\n0,5,6\n1,7,8\n', [(5, 6), (7, 8)]),
+        (
+            'quote.tsv',
+            'x\ty\n1\t"What\n0\tI left, "bored"\n',
+            [(1, '"What'), (0, 'I left, "bored"')],
+        ),
+        ('lines.jsonl', '{"x": "01"}\n\n{"y": "NA", "x": "1"}\n', [('01', None), ('1', 'NA')]),
+        ('list.json', '[{"x": 1, "y": null},\n {"x": 2}]', [(1, None), (2, None)]),
+    ],
+)
+def test_what_a_file_says(tmp_path, name, text, rows):
+    (tmp_path / name).write_text(text, encoding='utf-8')
+    found = open_columns(tmp_path / name)['train'].to_list()
+    assert [tuple(r.values()) for r in found] == rows
+    assert [[type(v) for v in r.values()] for r in found] == [[type(v) for v in r] for r in rows]
+
+
+@pytest.mark.parametrize(
+    'name,text,message',
+    [
+        ('long.csv', 'x,y\n1,2,3\n', 'cannot be read: Length of header'),
+        ('open.csv', 'x,y\n1,"2\n3,4\n', 'cannot be read: .*EOF'),
+        ('null.jsonl', 'null\n', 'expected objects as rows, got null'),
+        ('deep.json', '[' * 100_000, 'cannot be read: .*recursion'),
+        ('half.json', '{"x": 1', 'cannot be read: '),
+        ('image.txt', 'x', 'expected a folder or a file'),
+    ],
+)
+def test_what_no_file_says(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        open_columns(tmp_path / name)
+
+
+def test_words_for_no_number_and_columns_that_are_left_out():
+    odd = [
+        dict(n=('?' if k % 5 == 0 else str(k)), m=('1,5' if k % 7 == 0 else str(k)), e=None)
+        for k in range(60)
+    ]
+    data = datasets.Dataset.from_list([a | b for a, b in zip(numbers().to_list(), odd)])
+    with pytest.warns(UserWarning) as said:
+        rows = OwnTable(data, 'kind').open('train')['rows']
+    (said,) = {str(o.message) for o in said}
+    for part in ("entries '?' of column 'n'", " of 44 no numbers: '1,5')", "'e' (empty)"):
+        assert part in said
+    assert rows.shape == (44, 3) and 0 < rows[:, 2].isnan().sum() < 20
+    with pytest.raises(ValueError, match="'m' is no column of numbers: .*'1,5'"):
+        OwnTable(data, 'kind', columns=('m',)).read
+
+
+def test_numbers_far_from_zero_keep_their_digits(tmp_path):
+    rows = [dict(t=1_700_000_000 + k % 90 / 8, kind='xy'[k % 90 > 45]) for k in range(400)]
+    task = OwnTable(datasets.Dataset.from_list(rows), 'kind')
+    train(task, 'plain', tmp_path / 'run', **few)
+    found = load_run(tmp_path / 'run', 'cpu', task=OwnTable(task.source, 'kind'))
+    seen = found.task.open('test')['rows']
+    assert len(seen.unique()) == len({r['t'] for r in task.parts.splits['test']})
+    torch.testing.assert_close(seen, task.open('test')['rows'])
 
 
 def test_holes_in_a_table_are_absent_parts(tmp_path):
@@ -213,6 +295,86 @@ def test_pictures_in_folders(tmp_path, grey):
     assert x.shape[1:] == (1 if grey else 3, 16, 16) and x.dtype == torch.uint8
     if not grey:  # the third channel says which picture it was
         assert {int(p[2].float().mean().round()) for p in x} <= set(range(12))
+
+
+def test_names_of_folders_and_files(tmp_path):
+    folder = photographs(tmp_path / 'all', splits=('Train', 'TEST'))
+    assert {k: len(v) for k, v in open_columns(folder).items()} == dict(train=24, test=24)
+    (folder / 'dark').mkdir()
+    shutil.copy(folder / 'Train' / 'dark' / '1.png', folder / 'dark')
+    with pytest.raises(ValueError, match="'TEST' looks like a split, 'dark' like a class"):
+        open_columns(folder)
+    folder = photographs(tmp_path / 'flat')
+    for k, p in enumerate(sorted((folder / 'dark').iterdir())[:5]):
+        p.rename(p.with_name(f'test_{k}.png'))
+    (folder / 'light').rename(folder / 'train')  # which is a vehicle
+    (folder / 'notes.txt').write_text('mine')
+    with pytest.warns(UserWarning, match='1 left out: notes.txt'):
+        found = in_parts(folder)
+    assert found.names == ('dark', 'train') and sum(map(len, found.labels.values())) == 24
+    name = lambda r: Path(r['image'].filename).name
+    names = [*map(name, found.splits['test'])]
+    shutil.move(folder, tmp_path / 'moved')  # another place: the same rows
+    with pytest.warns(UserWarning, match='notes.txt'):
+        moved = in_parts(tmp_path / 'moved')
+    assert [*map(name, moved.splits['test'])] == names
+    tables = tmp_path / 'tables'
+    tables.mkdir()
+    for stem in ('train-00000-of-00002', 'train-00001-of-00002', 'test'):
+        numbers(20).to_parquet(tables / f'{stem}.parquet')
+    assert {k: len(v) for k, v in open_columns(tables).items()} == dict(train=40, test=20)
+    numbers(20).to_parquet(tables / 'more.parquet')
+    with pytest.raises(ValueError, match="which split is 'more.parquet'"):
+        open_columns(tables)
+
+
+@pytest.mark.parametrize(
+    'dtype,white',
+    [
+        ('bool', 1),
+        ('uint8', 255),
+        ('uint16', 65535),
+        ('float32', 1),
+        ('float64', 255),
+        ('int64', 255),
+        ('int32', 1),
+        ('float32', 65535),
+    ],
+)
+@pytest.mark.parametrize('first', [False, True])
+def test_arrays_of_any_kind(dtype, white, first):
+    levels = [0, white] if dtype == 'bool' else [white / 5, white]
+    shape = (3, 9, 12) if first else (9, 12, 3)
+    rows = [np.full(shape, levels[k % 2]).astype(dtype).tolist() for k in range(40)]
+    kind = datasets.Array3D(shape, dtype)
+    data = datasets.Dataset.from_dict(
+        dict(image=rows, label=[k % 2 for k in range(40)]),
+        features=datasets.Features(image=kind, label=datasets.Value('int64')),
+    )
+    for data in (data, data.with_format('torch')):
+        seen = OwnPictures(data, size=8).open('test')
+        want = {k: round(float(levels[k]) / white * 255) for k in (0, 1)}
+        if dtype.startswith('int') and white == 1:
+            want[0] = 0
+        for x, y in zip(seen['image'], seen['label'].tolist()):
+            assert x.float().mean() == want[y]
+
+
+def test_images_of_16_bits_transparent_and_of_other_modes(tmp_path):
+    def one(image):
+        rows = datasets.Dataset.from_dict(
+            dict(image=[image] * 10 + [Image.new('L', (4, 4))] * 10, label=[0] * 10 + [1] * 10)
+        )
+        x = OwnPictures(rows, size=4).open('test')
+        return x['image'][x['label'] == 0][0, :, 0, 0].tolist()
+
+    deep = Image.fromarray(np.full((4, 4), 12000, 'uint16'))
+    assert one(deep) == [47, 47, 47]
+    assert one(Image.new('RGBA', (4, 4), (255, 0, 0, 0))) == [255, 255, 255]
+    assert one(Image.new('LA', (4, 4), (0, 255))) == [0, 0, 0]
+    palette = Image.new('P', (4, 4), 1)
+    palette.putpalette([0, 0, 0, 10, 200, 30])
+    assert one(palette) == [10, 200, 30]
 
 
 def test_splits_of_a_folder_and_paths_in_a_column(tmp_path):
@@ -325,7 +487,7 @@ def test_the_hub_is_asked_and_its_silence_is_a_sentence(monkeypatch):
             raise ConnectionError("'nobody/none' is not on this machine")
         return dict(train=numbers())
 
-    monkeypatch.setattr('capsnb.outlook.own.load_hub', load_hub)
+    monkeypatch.setattr('capsnb.lab.own.load_hub', load_hub)
     assert list(open_columns('hub:me/mine@abc')) == ['train'] and asked == [('me/mine', 'abc')]
     with pytest.raises(ValueError, match="'hub:nobody/none' cannot be read: 'nobody/none' is not"):
         open_columns('hub:nobody/none')
