@@ -684,12 +684,12 @@ def train_columns(
     """Columns of your own: 'file:PATH' is a CSV, JSON or Parquet file, a folder of them, or a
     folder of pictures with a sub-folder for each class; 'hub:NAME' is a data set of the Hub.
 
-    nbs/outlook/94_own_data.ipynb tells more."""
+    nbs/lab/55_own_data.ipynb tells more."""
     named = dict(image=image, text=text, columns=columns and tuple(columns.split(',')))
     own = dict(size=size, colour=False if grey else None, encoder=encoder, cache=cache)
     own = {k: v for k, v in own.items() if v is not None}
     how = dict(label=label, test=test, held=held, limit=limit, **own)
-    task = room('outlook.own').own_task(ctx.info_name, **named, **how)
+    task = room('lab.own').own_task(ctx.info_name, **named, **how)
     name = ctx.info_name.partition(':')[2].partition('@')[0].rstrip('/').rsplit('/', 1)[-1]
     usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
     usual |= dict(lr=lr, batch_size=batch_size, bf16=bf16, graphs=graphs, start=start)

@@ -484,7 +484,7 @@ def _kind_of(task: Task) -> str | None:  # of `pipeline_tag`
     if hasattr(task, 'reader'):
         return 'text-classification'
     own = task.name.partition(':')[0]
-    if task.name in _data or own == 'capsnb.outlook.own':
+    if task.name in _data or own in ('capsnb.lab.own', 'capsnb.outlook.own'):
         return 'tabular-classification' if 'columns' in task.noted else 'image-classification'
     return None
 
