@@ -19,16 +19,18 @@ from ..data.eth80 import familiar_views
 from .objects import Objects, PairCrops, PairMixup, SmallNORB
 from .photographs import Photographs
 from .report import interval as student, percent, runs_of, spread
-from .shootout import Ground, evened, ground, plain_options, race, rates
+from .shootout import Ground, _size_of, _widened, evened, ground, plain_options, race
+from .shootout import rates
 from .tasks import Task, as_typed, with_options
 from .train import dice
+from .vision import n_params
 
 # %% auto #0
-__all__ = ['factors', 'protocols', 'roles_of', 'contestants', 'saw_all', 'enough', 'table_2', 'familiar_rows', 'check_choice',
-           'warp', 'rotation', 'PlaneMixup', 'seen_from', 'stage', 'entrant', 'settings_in', 'entries', 'record_of',
-           'viewpoint_study', 'told', 'accuracies', 'epoch_of', 'Matched', 'matched', 'bootstrap', 'p_value', 'holm',
-           'Gain', 'gains', 'claimed', 'across', 'plot_gains', 'viewpoint_table', 'plot_epochs', 'plot_viewpoints',
-           'verdict', 'price', 'hours', 'write_price']
+__all__ = ['factors', 'protocols', 'roles_of', 'matrix', 'contestants', 'saw_all', 'enough', 'table_2', 'familiar_rows',
+           'check_choice', 'warp', 'rotation', 'PlaneMixup', 'seen_from', 'stage', 'entrant', 'settings_in', 'entries',
+           'record_of', 'viewpoint_study', 'told', 'accuracies', 'epoch_of', 'Matched', 'matched', 'bootstrap',
+           'p_value', 'holm', 'Gain', 'gains', 'claimed', 'across', 'plot_gains', 'viewpoint_table', 'plot_epochs',
+           'plot_viewpoints', 'verdict', 'price', 'hours', 'write_price']
 
 # %% ../../nbs/lab/65_viewpoint.ipynb #00000005
 factors, protocols = ('azimuth', 'elevation'), ('extrapolation', 'interpolation')
@@ -183,7 +185,9 @@ def _some(
     return rows[chance[:most].sort().values]
 
 # %% ../../nbs/lab/65_viewpoint.ipynb #00000010
-contestants = ('dstep', 'em', 'dynamic', 'agreement', 'attention', 'mean', 'cnn', 'baseline')
+matrix = {'matrix-caps': 'normalised', 'matrix-caps-printed': 'paper'}  # contestant -> preset
+contestants = ('dstep', 'em', 'dynamic', 'agreement', 'attention', 'mean', *matrix, 'cnn')
+contestants += ('baseline',)
 saw_all = 'validation of a shoot-out, all views'  # what chose the rates that are taken from one
 _epochs = dict(toys=12, eth80=24, smallnorb=6)
 
@@ -208,6 +212,14 @@ def stage(
     return g._replace(task=task, recipe=recipe)
 
 # %% ../../nbs/lab/65_viewpoint.ipynb #00000011
+def _matrix_options(g: Ground, preset: str) -> dict:
+    "Matrix capsules on the ground's stem, as large as the D-step's network."
+    wanted = _size_of(g, **g.caps, **g.stem)
+    of = lambda by: dict(stem=_widened(g, by), B=g.caps['n_types'], preset=preset)
+    size = lambda by: n_params(g.task.make('matrix-caps-norb', 0, **of(by)))
+    return of(min(range(-12, 13), key=lambda by: abs(size(by) - wanted)))
+
+
 def entrant(
     g: Ground,  # of `stage`
     who: str,  # of `contestants`
@@ -217,6 +229,8 @@ def entrant(
     "How a contestant is trained."
     if who == 'cnn':
         own = dict(net='plain', options=plain_options(g))
+    elif who in matrix:
+        own = dict(net='matrix-caps-norb', options=_matrix_options(g, matrix[who]))
     elif who == 'baseline':
         own = dict(net='baseline', options=dict(size=PairCrops(g.task.size).patch))
     else:
