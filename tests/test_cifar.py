@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 from typer.testing import CliRunner
-from capsnb import cifar, files, load_cifar10
+from capsnb import load_cifar10
+from capsnb.data import cifar, files
 from capsnb.cli import make_app
 from capsnb.data.cifar import (
     batch_md5s,

@@ -17,7 +17,7 @@ from torch.testing import assert_close
 transformers = pytest.importorskip('transformers')
 pytest.importorskip('tokenizers')
 np = pytest.importorskip('numpy')
-from capsnb import embed
+from capsnb.data import embed
 from capsnb.data.embed import (
     CacheWriter,
     EmbeddingCache,

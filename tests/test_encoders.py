@@ -12,7 +12,7 @@ import pytest
 transformers = pytest.importorskip('transformers')
 pytest.importorskip('tokenizers')
 hub = pytest.importorskip('huggingface_hub')
-from capsnb import embed
+from capsnb.data import embed
 from capsnb.data.embed import (
     EmbeddingCache,
     FrozenEncoder,

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
-from capsnb import files
+from capsnb.data import files
 from capsnb.data.files import cache_folder, checksum, fetch, find_folder, holds, write_json
 from web import Web, served
 
@@ -354,7 +354,7 @@ def test_the_longest_part_of_the_dead_is_taken_and_the_rest_swept(web, tmp_path)
 writing = """
 import os, sys, time
 from pathlib import Path
-from capsnb import files
+from capsnb.data import files
 os.getpid = lambda: int(sys.argv[3])            # the number it has on another machine
 def wait(*args):
     print('now', flush=True)

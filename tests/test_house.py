@@ -197,11 +197,3 @@ def test_commands_in_records_name_notebooks_that_exist():
     for path in sorted((root / 'nbs' / 'results').glob('*.json')):
         for named in re.findall(r'nbs/[\w/]+\.ipynb', path.read_text(encoding='utf-8')):
             assert (root / named).exists(), f'{path.name} names {named}'
-
-
-def test_old_names_of_rooms_are_found():
-    import capsnb
-
-    old = 'dstep dynamic em layers mixture moments embed files mnist norb sst toys losses capsnet'
-    for name in [*old.split(), *'matrix_caps objects poses runs text train vision votes'.split()]:
-        assert getattr(capsnb, name).__name__.startswith('capsnb.')

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from capsnb import files, mnist
+from capsnb.data import files, mnist
 from capsnb.data.mnist import (
     as_floats,
     format_idx,

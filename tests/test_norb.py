@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
-from capsnb import norb
+from capsnb.data import norb
 from capsnb.data.files import cache_folder
 from capsnb.data.norb import (
     NorbFile,
@@ -321,7 +321,7 @@ def test_killed_while_unpacking(packed, plain, tmp_path):
     "the process dies without a chance to tidy up"
     code = f"""
 import sys, time
-from capsnb import norb
+from capsnb.data import norb
 inflate = norb._inflate
 def slow(path):
     yield next(inflate(path))[:30]

@@ -13,7 +13,8 @@ tf = pytest.importorskip('transformers')
 pytest.importorskip('datasets')
 pytest.importorskip('typer')
 from typer.testing import CliRunner
-from capsnb import embed, sentiment, sst
+from capsnb.data import embed, sst
+from capsnb.lab import sentiment
 from capsnb.cli import make_app
 from capsnb.data.embed import FrozenEncoder, about_tokens, price_of, read_config, tiny_transformer
 from capsnb.lab import tasks

@@ -11,7 +11,7 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
-from capsnb import sst
+from capsnb.data import sst
 from capsnb.data.files import holds
 from web import Web
 from capsnb.data.sst import (

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from capsnb import toys, world as drawn
+from capsnb.data import toys, world as drawn
 from capsnb.data.toys import cache_of, draw, instances, load_toys, plan, toys_tensors
 from capsnb.data.world import (
     Part,
@@ -338,7 +338,7 @@ def test_a_subset_has_the_bytes_of_the_larger_set(tmp_path):
 
 killed = """
 import os, sys
-from capsnb import toys
+from capsnb.data import toys
 one, count = toys._draw_part, []
 def some(*args):
     count.append(1)

@@ -117,20 +117,6 @@ def test_what_a_part_is_worth_does_not_feel_how_z_is_rounded(own):
 
 
 @needs_triton
-@pytest.mark.parametrize('sizes', [(1, 1, 3, 1), (2, 19, 6, 70), (1, 70, 17, 5), (1, 33, 57, 3)])
-@pytest.mark.parametrize('products', ['ieee', 'tf32x3'])
-def test_softmax_moments_are_the_definition(sizes, products):
-    n, i, N, j = sizes
-    gen = torch.Generator().manual_seed(0)
-    shapes = (n, i), (n, N, i), (n, N, j)
-    f, phi, theta = (torch.randn(shape, generator=gen) for shape in shapes)
-    f = f.sigmoid()
-    f[:, 1::3] = 0
-    inputs = f, phi, theta / N**0.5
-    check_exact(T._moments_op, T._softmax_moments_ref, inputs, products)
-
-
-@needs_triton
 def test_bf16_parts():
     inputs = streamed(2, 7, 3, 2, 2, 2, False)
     half = [t.bfloat16() if k == 1 else t for k, t in enumerate(inputs)]
@@ -166,11 +152,8 @@ layers = [
 
 
 @needs_triton
-@pytest.mark.parametrize('plan', ['triton', 'triton-moments'])
 @pytest.mark.parametrize('kwargs', layers)
-def test_layer(kwargs, plan):
-    if plan != 'triton' and 'n_inp' in kwargs:
-        pytest.skip("moments need shared maps")
+def test_layer(kwargs):
     torch.manual_seed(0)
     layer = Routing(2, 2, 2, plan='votes', **kwargs)
     a, mu = torch.randn(1, 1, 5), torch.randn(1, 1, 5, 2, 2)
@@ -187,7 +170,7 @@ def test_layer(kwargs, plan):
         return [*routed, *again, *grads]
 
     ref, truth = outs(layer, a, mu), outs(copy.deepcopy(layer).double(), a.double(), mu.double())
-    layer.plan = plan
+    layer.plan = 'triton'
     with T.interpreting():
         fast = outs(layer, a, mu)
     for k, (y, r, t) in enumerate(zip(fast, ref, truth)):
@@ -207,10 +190,6 @@ def test_refusals():
     assert not plans['triton'].refuses(Sizes(1, 1, 1, 2, 32, 2, True, 'cuda'))
     for large in (1, 33, 3), (3, 17, 1), (1, 65, 1):  # their tiles would spill
         assert 'registers' in plans['triton'].refuses(Sizes(1, 1, 1, *large, True, 'cuda'))
-    with pytest.raises(ValueError, match="more than 64"):
-        Routing(8, 8, 8, plan='triton-moments')
-    with pytest.raises(ValueError, match="shared by all inputs"):
-        Routing(2, 2, 2, n_inp=3, plan='triton-moments')
 
 
 @needs_triton
@@ -229,7 +208,8 @@ def test_without_triton():
 import sys
 sys.modules['triton'] = None
 from capsnb import Routing
-assert 'triton' not in __import__('capsnb').dstep.plans
+from capsnb.engine.dstep import plans
+assert 'triton' not in plans
 try:
     Routing(2, 2, 2, plan='triton')
 except ImportError as e:
@@ -239,35 +219,22 @@ except ImportError as e:
     assert "pip install 'capsnb[gpu]'" in said.stdout, said.stderr
 
 
-def launches(what, *args):
-    "All launches of an op, forward and backward."
-
-    def at(*shape):
-        return torch.empty(shape, device='meta')
-
+def launches(*args):
+    "All launches of the op, forward and backward."
     with T.recording() as found:
-        if what == 'moments':
-            n, i, N, j, products = args
-            x = at(n, i), at(n, N, i), at(n, N, j)
-            outs = T._softmax_moments(*x, products)
-            T._softmax_moments_back(*x, outs, outs[:1], products)
-        else:
-            x = [t.to('meta') for t in streamed(*args)]
-            outs = T._streamed(*x)
-            T._streamed_back(*x, outs, outs[:4])
+        x = [t.to('meta') for t in streamed(*args)]
+        outs = T._streamed(*x)
+        T._streamed_back(*x, outs, outs[:4])
     return found
 
 
 compiled = {
-    'shared': ('votes', 2, 600, 64, 4, 4, 4, False),
-    'own': ('votes', 20, 64, 10, 4, 4, 4, True),
-    'first': ('votes', 2, 600, 64, 4, 4, 4, False, False),
-    'small': ('votes', 2, 600, 5, 1, 2, 2, False),
-    'large maps': ('votes', 2, 600, 64, 1, 64, 2, False),
-    'own large maps': ('votes', 20, 64, 64, 1, 64, 2, True),
-    'ieee': ('moments', 2, 600, 57, 70, 'ieee'),
-    'tf32x3': ('moments', 2, 600, 57, 70, 'tf32x3'),
-    'one tile': ('moments', 2, 600, 57, 64, 'tf32x3'),
+    'shared': (2, 600, 64, 4, 4, 4, False),
+    'own': (20, 64, 10, 4, 4, 4, True),
+    'first': (2, 600, 64, 4, 4, 4, False, False),
+    'small': (2, 600, 5, 1, 2, 2, False),
+    'large maps': (2, 600, 64, 1, 64, 2, False),
+    'own large maps': (20, 64, 64, 1, 64, 2, True),
 }
 
 
@@ -326,15 +293,15 @@ def all_tiles():
     "Arguments of `launches` for every tile that plan 'triton' can choose."
     for (c, d, h), own in itertools.product(largest(), (True, False)):
         for j in (16, 32, 64) if d > 8 else (1, 2, 4, 8, 16, 32, 64):
-            yield 'votes', 20, 64, j, c, d, h, own
+            yield 20, 64, j, c, d, h, own
 
 
 sampled = [  # those that need most
-    ('votes', 20, 64, 64, 2, 8, 2, True),
-    ('votes', 20, 64, 64, 2, 32, 2, True),
-    ('votes', 20, 64, 16, 2, 32, 2, True),
-    ('votes', 20, 64, 64, 1, 32, 4, False),
-    ('votes', 20, 64, 64, 4, 16, 1, False),
+    (20, 64, 64, 2, 8, 2, True),
+    (20, 64, 64, 2, 32, 2, True),
+    (20, 64, 16, 2, 32, 2, True),
+    (20, 64, 64, 1, 32, 4, False),
+    (20, 64, 64, 4, 16, 1, False),
 ]
 
 
@@ -350,7 +317,7 @@ def test_a_sample_of_tiles_compiled_ahead(args):
 )
 def test_all_tiles_compiled_ahead():
     for args in all_tiles():
-        check_machine_code(args, 90, parked=24 * (args[4:] == (1, 64, 2, False)))
+        check_machine_code(args, 90, parked=24 * (args[3:] == (1, 64, 2, False)))
 
 
 @needs_triton

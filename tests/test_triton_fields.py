@@ -1,11 +1,9 @@
 "Triton kernels of routing in fields: in the interpreter against votes, and compiled ahead."
 
-import json
 import os
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,12 +15,6 @@ from capsnb.routing.em import Floor
 
 pytest.importorskip('triton', reason="the kernels need triton: pip install 'capsnb[gpu]'")
 import capsnb.engine.triton_fields as fields  # noqa: E402
-from capsnb.engine.roofline import (  # noqa: E402
-    _fields_case,
-    costs_on_paper,
-    paper_cases,
-    summed_up,
-)
 from capsnb.engine.triton_routing import (  # noqa: E402
     _source,
     compile_ahead,
@@ -267,21 +259,3 @@ def test_one_of_all_compiles():
     found = launches(J=1, T=2, field=(3, 1, 3, 1), b=1)
     each = {launch.kernel.__name__: launch for launch in found}
     assert len(each) == 8 and all(compile_ahead(launch)['fits'] for launch in each.values())
-
-
-def test_a_step_on_paper():
-    "launches of a layer, operations of a kernel counted by hand, and a record that says what it is"
-    found = costs_on_paper(*_fields_case(20, 14, 8, 16, 2, 'triton'))
-    kernels = {k: [c for c in costs if c.triton] for k, costs in found.items()}
-    assert [len(v) for v in kernels.values()] == [6, 12]
-    votes = 20 * 36 * 72 * 16 * 16  # images, fields, places, types, numbers
-    maps = next(c for c in kernels['backward'] if c.name == '_fields_to_maps')
-    assert maps.float32 == 2 * votes * (4 + 4 + 2 * 5 + 2)  # vote, map, 5 terms of 2, their sum
-    sums = summed_up(found['forward'])
-    busy, eager = sums['computed_ms']['H100'].values()
-    assert 0 < busy < eager and sums['launches']['kernels'] == 6
-
-
-def test_the_record_is_said_to_be_computed():
-    record = json.loads((Path(__file__).parent.parent / 'nbs/results/roofline.json').read_text())
-    assert record['kind'].startswith('computed') and set(record['cases']) == set(paper_cases())

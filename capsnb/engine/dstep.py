@@ -157,7 +157,7 @@ def _check_init(init):
 
 # %% ../../nbs/engine/15_dstep.ipynb #00000018
 # plan -> the extra that brings it
-_extras = {'compiled': 'fast', 'triton': 'gpu', 'triton-moments': 'gpu'}
+_extras = {'compiled': 'fast', 'triton': 'gpu'}
 
 
 def _check_serves(plan, s):

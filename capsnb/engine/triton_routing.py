@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Callable, NamedTuple
 import torch
 from torch import Tensor
 from .dstep import Plan, Problem, gpu_seconds, plans
-from .moments import _ByMoments, _ByVotes, _Tiling, _fit, _routed, _theta, n_stats
+from .moments import _ByVotes, _Tiling, _routed
 from .numerics import FastOp, import_error
 
 if TYPE_CHECKING:
@@ -205,219 +205,6 @@ def compile_ahead(
         occupancy=_occupancy(number['REG'], shared, launch.warps, cap),
     )
 
-# %% ../../nbs/engine/22_triton.ipynb #00000010
-@kernel
-def _tile(at, height, width, rows, cols):
-    "Tile of a matrix [height, width]; 0 outside."
-    ok = (rows < height)[:, None] & (cols < width)[None, :]
-    return tl.load(at + rows[:, None] * width + cols[None, :], ok, 0.0)
-
-# %% ../../nbs/engine/22_triton.ipynb #00000011
-@kernel
-def _dots(
-    a,
-    b,
-    rows,
-    cols,
-    N,
-    I,
-    J,
-    P: tl.constexpr,
-    K: tl.constexpr,
-    BI: tl.constexpr,
-    BJ: tl.constexpr,
-    PRODUCTS: tl.constexpr,
-    T: tl.constexpr,
-):
-    "Products of columns of a [N, I] and b [N, J], K rows at a time: ieee keeps all K in registers."
-    total = tl.full((BI, BJ), 0.0, T)
-    for q in range(0, P, K):
-        p = q + tl.arange(0, K)
-        left, right = _tile(a, N, I, p, rows).to(T), _tile(b, N, J, p, cols).to(T)
-        total = tl.dot(
-            tl.trans(left), right, acc=total, input_precision=PRODUCTS, out_dtype=total.dtype
-        )
-    return total
-
-# %% ../../nbs/engine/22_triton.ipynb #00000012
-@kernel
-def _moments_lse(
-    phi,
-    theta,
-    lse,
-    N,
-    I,
-    J,
-    P: tl.constexpr,
-    K: tl.constexpr,
-    BI: tl.constexpr,
-    BJ: tl.constexpr,
-    PRODUCTS: tl.constexpr,
-):
-    "z [n, i]: program (block of parts, sample)."
-    T: tl.constexpr = lse.dtype.element_ty
-    n, rows = tl.program_id(1).to(tl.int64), tl.program_id(0) * BI + tl.arange(0, BI)
-    a, b = phi + n * N * I, theta + n * N * J
-    most, total = tl.full((BI,), -3e38, T), tl.full((BI,), 0.0, T)
-    for start in range(0, J, BJ):
-        cols = start + tl.arange(0, BJ)
-        L = _dots(a, b, rows, cols, N, I, J, P, K, BI, BJ, PRODUCTS, T)
-        L = tl.where((cols < J)[None, :], L, float('-inf'))
-        top = tl.maximum(most, tl.max(L, 1))
-        total = total * tl.exp(most - top) + tl.sum(tl.exp(L - top[:, None]), 1)
-        most = top
-    tl.store(lse + n * I + rows, most + tl.log(total), rows < I)
-
-# %% ../../nbs/engine/22_triton.ipynb #00000013
-@kernel
-def _moments_sums(
-    phi,
-    theta,
-    f,
-    lse,
-    out,
-    N,
-    I,
-    J,
-    per,
-    P: tl.constexpr,
-    K: tl.constexpr,
-    BI: tl.constexpr,
-    BJ: tl.constexpr,
-    PRODUCTS: tl.constexpr,
-    FUSED: tl.constexpr,
-):
-    "M [run, n, N, j] of each run of `per` parts: program (block of wholes, run, sample)."
-    T: tl.constexpr = out.dtype.element_ty
-    run, n, p = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.arange(0, P)
-    cols = tl.program_id(0) * BJ + tl.arange(0, BJ)
-    a, b = phi + n * N * I, theta + n * N * J
-    M = tl.full((P, BJ), 0.0, T)
-    for start in range(run * per, tl.minimum(I, run * per + per), BI):
-        rows = start + tl.arange(0, BI)
-        L = _dots(a, b, rows, cols, N, I, J, P, K, BI, BJ, PRODUCTS, T)
-        if FUSED:
-            L = tl.where((cols < J)[None, :], L, float('-inf'))
-            top = tl.max(L, 1)
-            z = top + tl.log(tl.sum(tl.exp(L - top[:, None]), 1))
-            tl.store(lse + n * I + rows, z, rows < I)
-        else:
-            z = tl.load(lse + n * I + rows, rows < I, 0.0)
-        use = tl.load(f + n * I + rows, rows < I, 0.0).to(T)
-        ok = (rows < I)[:, None] & (cols < J)[None, :]
-        D = tl.where(ok, tl.exp(L - z[:, None]) * use[:, None], 0.0)
-        M = tl.dot(
-            _tile(a, N, I, p, rows).to(T), D, acc=M, input_precision=PRODUCTS, out_dtype=M.dtype
-        )
-    at = out + (run * tl.num_programs(2) + n) * N * J
-    ok = (p < N)[:, None] & (cols < J)[None, :]
-    tl.store(at + p[:, None] * J + cols[None, :], M, ok)
-
-# %% ../../nbs/engine/22_triton.ipynb #00000014
-@kernel
-def _moments_parts(
-    phi,
-    theta,
-    g,
-    f,
-    lse,
-    pay,
-    g_phi,
-    N,
-    I,
-    J,
-    P: tl.constexpr,
-    K: tl.constexpr,
-    BI: tl.constexpr,
-    BJ: tl.constexpr,
-    PRODUCTS: tl.constexpr,
-):
-    "c [n, i] and the gradient of phi: program (block of parts, sample)."
-    T: tl.constexpr = pay.dtype.element_ty
-    n, p = tl.program_id(1).to(tl.int64), tl.arange(0, P)
-    rows = tl.program_id(0) * BI + tl.arange(0, BI)
-    a, b, s = phi + n * N * I, theta + n * N * J, g + n * N * J
-    z = tl.load(lse + n * I + rows, rows < I, 0.0)
-    use = tl.load(f + n * I + rows, rows < I, 0.0).to(T)
-    c, norm = tl.full((BI,), 0.0, T), tl.full((BI,), 0.0, T)
-    for start in range(0, J, BJ):
-        cols = start + tl.arange(0, BJ)
-        L = _dots(a, b, rows, cols, N, I, J, P, K, BI, BJ, PRODUCTS, T)
-        R = tl.where((cols < J)[None, :], tl.exp(L - z[:, None]), 0.0)
-        G = _dots(a, s, rows, cols, N, I, J, P, K, BI, BJ, PRODUCTS, T)
-        c += tl.sum(R * G, 1)
-        norm += tl.sum(R, 1)  # 1, but for the rounding of z
-    c = c / norm
-    tl.store(pay + n * I + rows, c, rows < I)
-    total = tl.full((P, BI), 0.0, T)
-    for start in range(0, J, BJ):
-        cols = start + tl.arange(0, BJ)
-        L = _dots(a, b, rows, cols, N, I, J, P, K, BI, BJ, PRODUCTS, T)
-        D = tl.where((cols < J)[None, :], tl.exp(L - z[:, None]) * use[:, None], 0.0)
-        dL = D * (_dots(a, s, rows, cols, N, I, J, P, K, BI, BJ, PRODUCTS, T) - c[:, None])
-        total = tl.dot(
-            _tile(s, N, J, p, cols),
-            tl.trans(D),
-            acc=total,
-            input_precision=PRODUCTS,
-            out_dtype=total.dtype,
-        )
-        total = tl.dot(
-            _tile(b, N, J, p, cols).to(T),
-            tl.trans(dL),
-            acc=total,
-            input_precision=PRODUCTS,
-            out_dtype=total.dtype,
-        )
-    ok = (p < N)[:, None] & (rows < I)[None, :]
-    tl.store(g_phi + n * N * I + p[:, None] * I + rows[None, :], total, ok)
-
-# %% ../../nbs/engine/22_triton.ipynb #00000015
-@kernel
-def _moments_wholes(
-    phi,
-    theta,
-    g,
-    f,
-    lse,
-    pay,
-    out,
-    N,
-    I,
-    J,
-    per,
-    P: tl.constexpr,
-    K: tl.constexpr,
-    BI: tl.constexpr,
-    BJ: tl.constexpr,
-    PRODUCTS: tl.constexpr,
-):
-    "Gradient of theta [run, n, N, j]: program (block of wholes, run, sample)."
-    T: tl.constexpr = out.dtype.element_ty
-    run, n, p = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.arange(0, P)
-    cols = tl.program_id(0) * BJ + tl.arange(0, BJ)
-    a, b, s = phi + n * N * I, theta + n * N * J, g + n * N * J
-    total = tl.full((P, BJ), 0.0, T)
-    for start in range(run * per, tl.minimum(I, run * per + per), BI):
-        rows = start + tl.arange(0, BI)
-        z = tl.load(lse + n * I + rows, rows < I, 0.0)
-        c = tl.load(pay + n * I + rows, rows < I, 0.0)
-        use = tl.load(f + n * I + rows, rows < I, 0.0).to(T)
-        L = _dots(a, b, rows, cols, N, I, J, P, K, BI, BJ, PRODUCTS, T)
-        ok = (rows < I)[:, None] & (cols < J)[None, :]
-        D = tl.where(ok, tl.exp(L - z[:, None]) * use[:, None], 0.0)
-        dL = D * (_dots(a, s, rows, cols, N, I, J, P, K, BI, BJ, PRODUCTS, T) - c[:, None])
-        total = tl.dot(
-            _tile(a, N, I, p, rows).to(T),
-            dL,
-            acc=total,
-            input_precision=PRODUCTS,
-            out_dtype=total.dtype,
-        )
-    at = out + (run * tl.num_programs(2) + n) * N * J
-    ok = (p < N)[:, None] & (cols < J)[None, :]
-    tl.store(at + p[:, None] * J + cols[None, :], total, ok)
-
 # %% ../../nbs/engine/22_triton.ipynb #00000017
 _PROGRAMS = 528
 
@@ -438,91 +225,10 @@ def _runs(n, block, others):
     per = _up(blocks, max(1, min(blocks, _up(_PROGRAMS, max(1, others))))) * block
     return max(1, _up(n, per)), per
 
-# %% ../../nbs/engine/22_triton.ipynb #00000018
-class _Blocks(NamedTuple):
-    "Shapes of softmax-moments' kernels."
-
-    parts: dict  # constants of launches by parts
-    wholes: dict  # and by wholes
-    by_parts: int  # blocks
-    by_wholes: tuple[int, int]  # blocks, runs
-    per: int  # parts in a run
-    sizes: tuple[int, int, int]  # N, i, j
-
-
-def _blocks(phi, theta, products):
-    (n, N, i), j = phi.shape, theta.shape[2]
-    BI, BJ = 64, _power(j, 16, 64)
-    runs, per = _runs(i, 16, n * _up(j, BJ))
-    how = dict(P=_power(N, 16, 64), K=16, PRODUCTS=products, warps=8)
-    how['stages'] = 1 if products == 'ieee' else 2  # no spill; only tensor cores wait for loads
-    parts, wholes = how | dict(BI=BI, BJ=16), how | dict(BI=16, BJ=BJ)
-    return _Blocks(parts, wholes, _up(i, BI), (_up(j, BJ), runs), per, (N, i, j))
-
 # %% ../../nbs/engine/22_triton.ipynb #00000019
 def _narrow(t):
     "float64 for float64, otherwise float32: what kernels compute in."
     return t.dtype if t.dtype == torch.float64 else torch.float32
-
-
-def _softmax_moments(f: Tensor, phi: Tensor, theta: Tensor, products: str) -> list[Tensor]:
-    "f [n, i], phi [n, N, i], theta [n, N, j] -> M [n, N, j] in float64, and z [n, i]."
-    f, phi, theta = (t.contiguous() for t in (f, phi, theta))
-    b, (n, N, i), j = _blocks(phi, theta, products), phi.shape, theta.shape[2]
-    lse = phi.new_empty(n, i, dtype=_narrow(phi))
-    out = lse.new_empty(b.by_wholes[1], n, N, j)
-    fused = b.by_wholes[0] == 1
-    if lse.numel() and j:
-        if not fused:
-            _moments_lse.launch((b.by_parts, n), phi, theta, lse, *b.sizes, **b.parts)
-        args = phi, theta, f, lse, out, *b.sizes, b.per
-        _moments_sums.launch((*b.by_wholes, n), *args, FUSED=fused, **b.wholes)
-    else:
-        out.zero_()
-    return [out.sum(0, dtype=torch.float64), lse]
-
-# %% ../../nbs/engine/22_triton.ipynb #0000001a
-def _softmax_moments_back(
-    f: Tensor,
-    phi: Tensor,
-    theta: Tensor,
-    outs: list[Tensor],
-    grads: list[Tensor],
-    products: str,
-) -> list[Tensor]:
-    "Gradients of f, phi and theta."
-    like = f, phi, theta
-    f, phi, theta = (t.contiguous() for t in like)
-    b, (n, N, i), j, lse = _blocks(phi, theta, products), phi.shape, theta.shape[2], outs[1]
-    g, pay = grads[0].to(lse.dtype).contiguous(), torch.zeros_like(lse)
-    g_phi, out = lse.new_zeros(n, N, i), lse.new_zeros(b.by_wholes[1], n, N, j)
-    if lse.numel() and j:
-        args = phi, theta, g, f, lse, pay
-        _moments_parts.launch((b.by_parts, n), *args, g_phi, *b.sizes, **b.parts)
-        _moments_wholes.launch((*b.by_wholes, n), *args, out, *b.sizes, b.per, **b.wholes)
-    grads = pay, g_phi, out.sum(0, dtype=torch.float64)
-    return [g.to(t.dtype) for g, t in zip(grads, like)]
-
-# %% ../../nbs/engine/22_triton.ipynb #0000001b
-def _softmax_moments_fake(f, phi, theta, products):
-    M = phi.new_empty(*phi.shape[:2], theta.shape[2], dtype=torch.float64)
-    return [M, phi.new_empty(f.shape, dtype=_narrow(phi))]
-
-
-def _softmax_moments_ref(f, phi, theta, products):
-    "The same by the definition: R is stored."
-    phi, theta = (t.to(_narrow(t)) for t in (phi, theta))
-    D = torch.softmax(phi.mT @ theta, -1) * f[..., None]
-    return [(phi @ D).double()]
-
-
-_moments_op = FastOp(
-    'softmax_moments',
-    _softmax_moments,
-    _softmax_moments_back,
-    _softmax_moments_fake,
-    _softmax_moments_ref,
-)
 
 # %% ../../nbs/engine/22_triton.ipynb #0000001f
 @kernel
@@ -1370,30 +1076,6 @@ def _run_streamed(p: Problem):
     "A `Plan`'s `run`."
     return _routed(_Streamed(p, _Tiling(float64=False)))
 
-# %% ../../nbs/engine/22_triton.ipynb #00000037
-class _Moments(_ByMoments):
-    "A routing from softmax-moments."
-
-    products = 'ieee'  # or 'tf32x3'
-
-    def _in_float64(self, x, tiling):
-        return False
-
-    def step(self, model, shares):
-        "As for `_ByMoments`, which serves the first step, and that whose R is wanted."
-        if model is None or shares:
-            return super().step(model, shares)
-        a, mu, sig2 = model
-        theta = _theta(a, mu - self.maps.b, sig2, self.maps, self.p.p_model)
-        (M,) = _moments_op(self.f, self.phi, theta.to(self.phi.dtype), self.products)
-        a, t, var = _fit(M, self.maps, self.p.eps.mass)
-        return a, self.maps.b + t, var, M.new_empty(0)
-
-
-def _run_softmax_moments(p: Problem):
-    "A `Plan`'s `run`."
-    return _routed(_Moments(p, _Tiling()))
-
 # %% ../../nbs/engine/22_triton.ipynb #00000038
 def _refuse_here(s):
     "Why no kernel runs: on this device, in this dtype."
@@ -1414,13 +1096,6 @@ def _refuse_streamed(s):
     return _refuse_here(s)
 
 
-def _refuse_softmax_moments(s):
-    "Why moments do not serve."
-    if n_stats(s.c, s.d) > 64:
-        return f"a capsule {s.c}x{s.d} has {n_stats(s.c, s.d)} moments, more than 64"
-    return _refuse_here(s) if s.shared else "moments need maps shared by all inputs (n_inp=None)"
-
-
 def _cost_streamed(s):
     "Votes stay in registers: hardly a byte, but each is made again for every use."
     return gpu_seconds(157, 0, s.n * s.i * s.j * s.c * s.h * (58 + 11.3 * s.d))
@@ -1428,5 +1103,3 @@ def _cost_streamed(s):
 
 if find_spec('triton'):
     plans['triton'] = Plan(_run_streamed, _refuse_streamed, _cost_streamed)
-    never = float('inf')
-    plans['triton-moments'] = Plan(_run_softmax_moments, _refuse_softmax_moments, lambda s: never)

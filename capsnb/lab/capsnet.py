@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn, Tensor
 from einops import rearrange
 from ..core import check_n_iters, from_generator
-from ..engine.convolution import Conv2d
 from ..engine.dynamic import route_capsules
 from ..routing.dynamic import squash
 from ..engine.layers import at_least_1
@@ -36,7 +35,7 @@ class VectorCaps(nn.Module):
         at_least_1(n_types=n_types, d_inp=d_inp, kernel=kernel, stride=stride)
         super().__init__()
         self.d_inp = d_inp
-        self.conv = Conv2d(channels, n_types * d_inp, kernel, stride)
+        self.conv = nn.Conv2d(channels, n_types * d_inp, kernel, stride)
 
     def forward(
         self,
