@@ -11,7 +11,6 @@ import importlib
 import json
 import os
 import shlex
-import statistics
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -1662,88 +1661,29 @@ def study_credit(
     return leave_study(out, '\n'.join(told))
 
 
-def beside(
-    commit: str,  # older code
-    out: Path,  # file of the record
-    names: list | None,  # of cases; None: all
-    threads: int | None,  # of PyTorch
-):
-    "Time today's code beside an older commit's, and print the medians."
-    if threads:
-        room('core').need('torch').set_num_threads(threads)
-    found = room('lab.speed').against(commit, out, only=tuple(names or ()) or None)
-    for title, times in found['cases'].items():
-        medians = {k: 1000 * statistics.median(v) for k, v in times.items()}
-        print(title, ', '.join(f'{k} {v:.1f} ms' for k, v in medians.items()), sep=': ')
-
-
 def bench(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            help='routing, convcaps, capsnet, zoo, matrix_caps, sst, mixture, networks; '
-            'all if none. With --device cuda stages, too.',
+            help='routing, convcaps, capsnet, zoo, mixture, matrix_caps, sst, networks; '
+            'all if none.',
             show_default=False,
         ),
     ] = None,
-    device: Annotated[str, option("'cpu', or 'cuda' for everything that only a GPU can show.")] = (
-        'cpu'
-    ),
+    device: Annotated[str, option("'cpu' or 'cuda'.")] = 'cpu',
     threads: Annotated[
         int | None, unset("Threads of PyTorch; its own choice if not given.", min=1)
     ] = None,
-    quick: Annotated[bool, option('About a minute: few cases, no memory.', '--quick')] = False,
-    rehearse: Annotated[
-        bool, option('Everything that --device cuda does, at tiny sizes.', '--rehearse')
+    quick: Annotated[
+        bool, option('One case of each bench, one round, no memory.', '--quick')
     ] = False,
-    against: Annotated[
-        str | None,
-        unset('A commit of this repository: four cases beside its code; names pick among them.'),
-    ] = None,
-    budget: Annotated[
-        int | None,
-        typer.Option(
-            show_default='570',
-            help='Seconds after which the bench of a GPU ends, whatever is left.',
-            min=1,
-        ),
-    ] = None,
-    resume: Annotated[
-        bool, option('Keep the cases that the record has, of this commit and machine.', '--resume')
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            show_default='runs/bench.json',
-            help='File of the record; it keeps the records of other machines and --threads, too.',
-        ),
-    ] = None,
+    out: Annotated[Path, option('File of the record.')] = Path('runs/bench.json'),
     progress: Progress = None,
 ):
-    """Time and memory, side by side with the definition and the floor, and compared with the last
-    record of this machine.
-
-    With --device cuda and no name: tests, exactness, benches, rivals, training, in ten minutes.
-    Names of its stages: device, exactness, tests, matrix capsules, smallNORB, GPT-2-large,
-    rivals, bench."""
-    if against is not None:
-        if quick or rehearse or resume or budget or device != 'cpu':
-            raise ValueError("--against runs on the CPU and takes names, --threads and --out alone")
-        return beside(against, out or Path('runs/against.json'), names, threads)
-    on_gpu = device.startswith('cuda')
-    if rehearse or on_gpu and (not names or set(names) & set(room('lab.gpu').stages)):
-        if quick or resume or threads:
-            said = "no --quick, no --resume, no --threads"
-            raise ValueError(f"--device cuda and --rehearse take names of stages: {said}")
-        out = out or Path('runs/bench_gpu.json')
-        how = dict(tiny=rehearse, budget=budget or 570, names=tuple(names or ()))
-        room('lab.gpu').gpu_bench(out, device=device, progress=progress, **how)
-        return print(f'the record is in {out}')
-    if budget:
-        raise ValueError("--budget is for --rehearse, and for the stages of --device cuda")
-    out = out or Path('runs/bench.json')
-    kw = dict(device=device, threads=threads, quick=quick, resume=resume, progress=progress)
-    room('lab.speed').bench(tuple(names or ()), out, **kw)
+    """Time and memory of everything fast, side by side with the definition."""
+    if threads:
+        room('core').need('torch').set_num_threads(threads)
+    room('lab.speed').bench(tuple(names or ()), out, device, quick, progress=progress)
     print(f'the record is in {out}')
 
 

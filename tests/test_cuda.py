@@ -1,6 +1,6 @@
 """On a GPU everything gives what it gives on the CPU, and nothing waits for a value.
 
-Skipped where there is none; `capsnb bench --device cuda` runs these first.
+Skipped where there is none.
 """
 
 import copy
@@ -9,10 +9,10 @@ import torch
 from capsnb import CapsNet, ClassCaps, ConvCaps, DStepNet, GaussianMixture, MatrixCapsNet
 from capsnb import Routing, SSTNet, dynamic_routing, route_capsules
 from capsnb.core import seed_everything
-from capsnb.engine import bench
 from capsnb.engine.dstep import plans
 from capsnb.engine.layers import field_plans
 from capsnb.engine.numerics import error_to
+from capsnb.lab.speed import _as_a_graph, bench
 
 pytestmark = pytest.mark.cuda
 
@@ -111,8 +111,8 @@ routings = {  # what it is -> a layer, and what it is given
 
 refused = {  # the plans that do not serve it
     'shared maps': {'compiled'},
-    'large maps': {'compiled', 'triton-moments'},
-    'own large maps': {'compiled', 'triton-moments', 'moments'},
+    'large maps': {'compiled'},
+    'own large maps': {'compiled', 'moments'},
 }
 
 
@@ -193,9 +193,10 @@ def test_matrix_capsules_store_no_votes():
     assert torch.cuda.max_memory_allocated() < 1e9
 
 
-def test_a_bench_replays_graphs():
-    net, (a, mu) = there(Routing(4, 4, 4, n_out=9), routed(77), 'cuda')
-    loss = lambda: sum(o.sum() for o in net(a, mu)[:2]).backward()
-    found = bench._as_a_graph(loss, bench.How('cuda', rounds=2, seconds=1))
-    assert 0 < found['graph'] < 1
-    assert 'no_graph' in bench._as_a_graph(lambda: a.sum().item(), bench.How('cuda'))
+def test_a_bench_replays_graphs(tmp_path):
+    record = bench(('routing',), tmp_path / 'x.json', 'cuda', quick=True, tiny=True)
+    rows = record['benches']['routing']['digits, layer 2']['measured']
+    assert all(0 < row['graph'] < 1 for row in rows.values() if 'no_graph' not in row)
+    a = torch.ones(2, device='cuda')
+    assert 'graph' in _as_a_graph(lambda: a + 1, 1)
+    assert 'no_graph' in _as_a_graph(lambda: a.sum().item(), 1)

@@ -14,7 +14,7 @@ import torch
 from ..core import need, palette, plot_style, run_record
 from ..data.files import read_json, write_json
 from ..data.sst import find_sst
-from ..engine.bench import take_turns
+from .speed import take_turns
 from .digits import Digits
 from .objects import Toys
 from .photographs import Photographs
