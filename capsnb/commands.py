@@ -1190,73 +1190,6 @@ def study_viewpoint(
     return leave_study(record, table, (picture,))
 
 
-def study_attacks(
-    data: Annotated[str, option("'toys', 'eth80', 'mnist' or 'fashion-mnist'.")] = 'toys',
-    only: Annotated[
-        list[str] | None,
-        unset(
-            "A routing, or 'cnn'; may be repeated. If not given: cnn, dstep, em, dynamic, "
-            'mean and attention.'
-        ),
-    ] = None,
-    network: Annotated[
-        list[str] | None,
-        unset(
-            "A network of the task, such as 'matrix-caps-norb' beside 'cnn', instead of routings; "
-            'may be repeated.'
-        ),
-    ] = None,
-    epsilon: Annotated[
-        list[float] | None,
-        unset(
-            'Largest change of a pixel in [0, 1]; may be repeated, rising. '
-            'If not given: 0.02, 0.05, 0.1, 0.2 and 0.4.'
-        ),
-    ] = None,
-    seeds: Annotated[int, option('Runs of each contestant.', min=1)] = 3,
-    scale: Annotated[float, option('Multiplies the number of epochs.', min=0.01, max=1000)] = 1.0,
-    pictures: Annotated[int, option('Test pictures that are attacked.', min=1)] = 500,
-    targeted: Annotated[int, option('Of them, towards every other class.', min=1)] = 100,
-    steps: Annotated[int, option('Of projected gradient descent.', min=1)] = 20,
-    restarts: Annotated[int, option('Of projected gradient descent.', min=1)] = 4,
-    queries: Annotated[int, option('Of the search without gradients.', min=1)] = 300,
-    auto: Annotated[int, option('Of the pictures, for AutoAttack; 0: none.', min=0)] = 0,
-    search: Annotated[
-        Path | None,
-        unset('Record of a search of `capsnb shootout`, for rates and norms; else rate 0.01.'),
-    ] = None,
-    out: Annotated[Path, option('Folder of the record; finished runs are kept.')] = Path(
-        'runs/attacks'
-    ),
-    runs: Annotated[
-        Path | None, unset('Folder of the runs; finished ones are taken. Else in --out.')
-    ] = None,
-    device: Device = None,
-    progress: Progress = None,
-    as_json: AsJson = False,
-):
-    """Pictures changed so that networks err: is a routing harder to fool than a CNN as large?
-
-    Trains and attacks one network after another; a study that was stopped goes on with the same
-    command."""
-    attacks = room('lab.attacks')
-    spend = dict(pictures=pictures, targeted=targeted, steps=steps, restarts=restarts)
-    how = dict(scale=scale, search=search, spend=spend | dict(queries=queries))
-    how |= dict(runs=runs or out / 'runs' / data, device=device, progress=progress)
-    eps = tuple(epsilon or attacks.epsilons)
-    how |= dict(networks=tuple(network or ()), auto=auto)
-    attacks.attack_study(data, out, tuple(only or ()) or None, tuple(range(seeds)), eps, **how)
-    if not is_first():
-        return
-    record = attacks.attacks_record(out, data, how['networks'])
-    picture, table = record.with_suffix('.png'), attacks.attack_lines(record)
-    attacks.plot_attacks(record).savefig(picture, dpi=120)
-    print(f"{table}\n\nlook at {picture}")
-    names, found = room('lab.tasks').task_named(data).names, attacks.examples(record)
-    drawn = {who: attacks.plot_example(each, names, who) for who, each in found.items()}
-    return leave_study(record, table, (picture, *save_pictures(record, **drawn)))
-
-
 def study_overlap(
     data: Annotated[str, option("'mnist', or 'digits', 8x8.")] = 'mnist',
     pairs: Annotated[
@@ -1763,7 +1696,6 @@ def make_app() -> typer.Typer:
     study.callback()(lambda: None)
     for name, command, short in (
         ('viewpoint', study_viewpoint, 'Trained on some viewpoints, tested on others.'),
-        ('attacks', study_attacks, 'Pictures changed so that networks err.'),
         ('overlap', study_overlap, 'Two digits, one on top of the other.'),
         (
             'distortion',

@@ -323,7 +323,7 @@ def test_no_search_opened_the_test(path):
 
 def test_a_studys_command_names_who_was_asked_for(tmp_path, monkeypatch):
     "without its contestants a command would train all of them"
-    from capsnb.lab import attacks, overlap, plateau, shootout, viewpoint
+    from capsnb.lab import overlap, plateau, shootout, viewpoint
     from capsnb.outlook import language
 
     class Said(Exception):
@@ -334,7 +334,6 @@ def test_a_studys_command_names_who_was_asked_for(tmp_path, monkeypatch):
 
     for module in (overlap, shootout, viewpoint, language):
         monkeypatch.setattr(module, 'race', stop)
-    monkeypatch.setattr(attacks, 'begin_record', stop)
     monkeypatch.setattr(plateau, 'repeat', stop)
     monkeypatch.chdir(tmp_path)
     record, two = tmp_path / 'of a' / 'search.json', ('em', 'mean')
@@ -346,9 +345,7 @@ def test_a_studys_command_names_who_was_asked_for(tmp_path, monkeypatch):
         lambda: shootout.shoot_out('toys', tmp_path, tried=dict(lrs=(1e-3, 0.1)), g=g): (
             '--seeds 3 --rate 0.001 --rate 0.1'
         ),
-        lambda: attacks.attack_study('toys', tmp_path): '--queries 300',
         lambda: overlap.distortion_study('affnist', tmp_path, two, task=affine): '--only mean',
-        lambda: attacks.attack_study('toys', tmp_path, two, search=record): '--only em --only mean',
         lambda: plateau.plateau_study(only=('1 iteration',)): "--only '1 iteration'",
         lambda: language.language_study('blocks', tmp_path, ('em',)): '--only em',
     }.items():

@@ -592,10 +592,10 @@ def begin_record(
             f"'{path}' holds another study, {old.get('study')}; this one is {settings}: "
             "name another file (--out)"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    record = dict(old) if old['runs'] else run_record() | dict(command=command)
-    record |= dict(study=settings, headline=old.get('headline', {}))
-    write_json(path, record | dict(runs=old['runs']))
+    if not old['runs']:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        begun = dict(command=command, study=settings, headline={}, runs={})
+        write_json(path, run_record() | begun)
 
 
 def settle_command(
