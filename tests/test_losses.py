@@ -117,22 +117,28 @@ a, t = draw(3, 4, 0)
 @pytest.mark.parametrize(
     'call, message',
     [
-        (lambda: spread_loss(a, t.bool()), 'hard targets must be integers'),
+        (
+            lambda: spread_loss(a, t.bool()),
+            r'expected class numbers \[3\] or weights .*got torch.bool',
+        ),
         (lambda: spread_loss(a, t - 4), r'must lie in \[0, 4\), got -'),
         (lambda: spread_loss(a.long(), t), 'a must be floating point'),
         (
             lambda: spread_loss(a[:, :2], torch.tensor([[-1.0, 2.0]] * 3)),
-            r'soft targets must lie in \[0, 1\]',
+            r'weights of classes must lie in \[0, 1\]',
         ),
-        (lambda: margin_loss(a, -a), r'soft targets must lie in \[0, 1\]'),
+        (lambda: margin_loss(a, -a), r'weights of classes must lie in \[0, 1\]'),
         (
             lambda: spread_loss(a, torch.full((3, 4), 0.3)),
-            'soft targets must sum to 1, got one that is off by 0.2',
+            'weights of classes must sum to 1, got some that are off by 0.2',
         ),
-        (lambda: activation_cross_entropy(a, a * math.nan), r'soft targets must lie in \[0, 1\]'),
+        (
+            lambda: activation_cross_entropy(a, a * math.nan),
+            r'weights of classes must lie in \[0, 1\]',
+        ),
         (
             lambda: activation_cross_entropy(a, torch.full((3, 4), 0.24)),
-            'soft targets must sum to 1',
+            'weights of classes must sum to 1',
         ),
         (lambda: spread_loss(a, t, 0), r'margin must lie in \(0, 1\], got 0'),
         (

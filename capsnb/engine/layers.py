@@ -4,6 +4,7 @@
 
 # %% ../../nbs/engine/17_layers.ipynb #531d4866
 from __future__ import annotations
+import itertools
 import math
 from typing import Callable, NamedTuple, Sequence
 import torch
@@ -862,13 +863,27 @@ class _Capsules(nn.Module):
         return EMRouted(*(o if o is None else o.to(out_dtype) for o in out))
 
 # %% ../../nbs/engine/17_layers.ipynb #5a01c0de
-def _apart(
-    parts: _Parts,  # of a layer
-) -> _Parts:  # each field has parts of its own, as if it were an image
-    "Parts for which the wholes of one place alone compete."
-    a, mu = (_gathered(x, parts.fields).flatten(0, 1) for x in parts[:2])
-    alone = torch.arange(a.shape[1], device=a.device)[None]
-    return parts._replace(a=a, mu=mu, fields=alone)
+def _alike(size, K, stride, padding, out) -> list[list[int]]:
+    "Fields by which of their places the grid has: those in the middle, at each edge, in each corner."
+    found = {}
+    for p, at in enumerate(itertools.product(*map(range, out))):
+        first = [o * s - q for o, s, q in zip(at, stride, padding)]
+        has = tuple((max(0, -f), min(k, n - f)) for f, k, n in zip(first, K, size))
+        found.setdefault(has, []).append(p)
+    return list(found.values())
+
+
+def _within(parts, alike, route) -> EMRouted:
+    "Each field with parts of its own, as if it were an image; fields that are `alike` in one go."
+    found, b = [], len(parts.a)
+    for at in alike:
+        fields = parts.fields[at]
+        a, mu = (_gathered(x, fields).flatten(0, 1) for x in parts[:2])
+        own = torch.arange(fields.shape[1], device=a.device)
+        out = route(parts._replace(a=a, mu=mu, fields=torch.where(fields[:1] < 0, -1, own)))
+        found.append([o if o is None else o.reshape(b, len(at), *o.shape[2:]) for o in out])
+    back = torch.cat(alike).argsort()
+    return EMRouted(*(None if o[0] is None else torch.cat(o, 1)[:, back] for o in zip(*found)))
 
 # %% ../../nbs/engine/17_layers.ipynb #25ca6877
 class ConvCaps(_Capsules):
@@ -913,17 +928,23 @@ class ConvCaps(_Capsules):
         sizes = _Sizes(n_inp, n_out, d_cov, d_inp, d_out)
         how = _Settings(n_iters, lam, eps, act, plan, damping, beta_units, bias, start)
         self._make(self.K, sizes, how)
-        self._tables = {}
+        self._tables, self._captured = {}, {}
 
     def _table(self, grid, device):
-        "`field_table` on a device, made once outside of graphs."
+        "`field_table` and `_alike` on a device, made once for each of the last sizes."
         key = (*grid, str(device))
         if key in self._tables and not torch.compiler.is_compiling():
+            if device.type == 'cuda' and torch.cuda.is_current_stream_capturing():
+                self._captured[key] = self._tables[key]  # the graph will read it again
             return self._tables[key]
-        fields, out = field_table(grid, self.n_inp, self.K, self.stride, self.padding)
-        made = fields.to(device), out
+        how = self.K, self.stride, self.padding
+        fields, out = field_table(grid, self.n_inp, *how)
+        alike = _alike(grid, *how, out) if self.compete == 'within' else []
+        made = fields.to(device), (out, [torch.tensor(p, device=device) for p in alike])
         if may_look(fields) and not fields.is_inference():
             self._tables[key] = made
+            if len(self._tables) > 16:
+                del self._tables[next(iter(self._tables))]
         return made
 
     def forward(
@@ -949,13 +970,15 @@ class ConvCaps(_Capsules):
     def _routed(self, a, mu, what) -> EMRouted:
         self._check(a, mu)
         lead, grid = a.shape[:-3], a.shape[-3:-1]
-        fields, out = self._table(grid, a.device)
+        fields, (out, alike) = self._table(grid, a.device)
         flat = math.prod(lead), math.prod(a.shape[-3:])
 
         def route(a, mu, W):
             a, mu, W = a.reshape(flat), mu.reshape(*flat, *mu.shape[-2:]), W.flatten(0, 2)
             parts = _Parts(a, mu, W, *self.betas(W.dtype), fields)
-            parts = _apart(parts) if self.compete == 'within' else parts
+            return _within(parts, alike, run) if self.compete == 'within' else run(parts)
+
+        def run(parts):
             loop = self._loop()._replace(tiling=self.tiling)
             plan = _field_plan(self.plan, parts, loop, what)
             if what == 'scores':
@@ -974,7 +997,7 @@ class ConvCaps(_Capsules):
         "Logits of the activations, from data and variances: exact where a sigmoid is full."
         if out.R is None:
             raise ValueError("logits need the shares: route with return_R=True")
-        fields, _ = self._table(a.shape[-3:-1], a.device)
+        fields = self._table(a.shape[-3:-1], a.device)[0]
         seen = _gathered(a.reshape(-1, math.prod(a.shape[-3:])), fields)
         return self._logits(seen.reshape(out.R.shape[:-1]), out.R, out.sig2)
 

@@ -4,7 +4,7 @@
 
 # %% ../../nbs/engine/12_mixture.ipynb #00000002
 from __future__ import annotations
-import itertools
+
 import math
 import numbers
 from typing import NamedTuple
@@ -22,7 +22,7 @@ covariances = ('diag', 'spherical', 'full')
 
 def n_features(
     D: int,  # dimensions of a data point
-    covariance: str = 'diag',  # 'diag', 'spherical' or 'full'
+    covariance: str = 'diag',  # of `covariances`
 ) -> int:  # K
     "Length of phi(x); `ValueError` for an unknown covariance."
     if covariance not in covariances:
@@ -32,22 +32,15 @@ def n_features(
 # %% ../../nbs/engine/12_mixture.ipynb #00000006
 def features(
     x: Tensor,  # [..., N, D] data points, best centred
-    covariance: str = 'diag',  # 'diag', 'spherical' or 'full'
-    out: Tensor | None = None,  # [..., N, K] to write into
+    covariance: str = 'diag',  # of `covariances`
 ) -> Tensor:  # [..., N, K]
     "Sufficient statistics phi(x): squares (or products, d <= d'), then x, then 1."
-    D = x.shape[-1]
-    if out is None:
-        out = x.new_empty(*x.shape[:-1], n_features(D, covariance))
-    out[..., -D - 1 : -1], out[..., -1] = x, 1
-    if covariance == 'diag':
-        out[..., :D] = x * x
-    elif covariance == 'spherical':
-        out[..., 0] = (x * x).sum(-1)
+    one, D = torch.ones_like(x[..., :1]), x.shape[-1]
+    if covariance == 'full':
+        products = [x[..., d : d + 1] * x[..., d:] for d in range(D)]
     else:
-        for d, end in enumerate(itertools.accumulate(range(D, 0, -1))):
-            out[..., end - D + d : end] = x[..., d : d + 1] * x[..., d:]
-    return out
+        products = [x * x if covariance == 'diag' else (x * x).sum(-1, keepdim=True)]
+    return torch.cat([*products, x, one], -1)
 
 # %% ../../nbs/engine/12_mixture.ipynb #00000007
 class Params(NamedTuple):
@@ -58,11 +51,8 @@ class Params(NamedTuple):
     sig2: Tensor  # variances, [..., J, D], [..., J] or [..., J, D, D] by the kind of covariance
 
 # %% ../../nbs/engine/12_mixture.ipynb #00000008
-def _full_terms(
-    mu: Tensor,  # [..., J, D] means
-    C: Tensor,  # [..., J, D, D] covariance matrices
-) -> tuple[Tensor, Tensor, Tensor]:  # quadratic and linear part of theta; log-determinant of C
-    "Natural parameters of full covariances; products count twice off the diagonal."
+def _full_terms(mu, C):
+    "Quadratic and linear part of theta, log-determinant of C; off the diagonal products count twice."
     D, chol = mu.shape[-1], torch.linalg.cholesky(C)
     precision = torch.cholesky_inverse(chol)
     d, e = torch.triu_indices(D, D, device=C.device)
@@ -88,12 +78,8 @@ def natural(
     return torch.cat([quadratic, linear, const[..., None]], -1).mT.contiguous()
 
 # %% ../../nbs/engine/12_mixture.ipynb #0000000c
-def _central(
-    second: Tensor,  # [..., J, K-D-1] E_j of the quadratic part of phi
-    mu: Tensor,  # [..., J, D] E_j[x]
-    covariance: str,  # 'diag', 'spherical' or 'full'
-) -> tuple[Tensor, Tensor]:  # variances as in `Params`; size of what was subtracted
-    "Central moments from raw ones, E[x^2] - mu^2; the size for 'full' is the trace, [..., J, 1]."
+def _central(second, mu, covariance) -> tuple:
+    "Variances E[x²] - mu², as in `Params`, and the raw moments, by column."
     D = mu.shape[-1]
     if covariance == 'diag':
         return second - mu * mu, second
@@ -101,69 +87,49 @@ def _central(
         return (second[..., 0] - (mu * mu).sum(-1)) / D, second[..., 0] / D
     d, e = torch.triu_indices(D, D, device=mu.device)
     C = second.new_empty(*mu.shape, D)
-    C[..., d, e] = second
-    C[..., e, d] = second
-    trace = C.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
-    return C - mu[..., :, None] * mu[..., None, :], trace
+    C[..., d, e] = C[..., e, d] = second
+    return C - mu[..., :, None] * mu[..., None, :], C.diagonal(dim1=-2, dim2=-1)
 
 # %% ../../nbs/engine/12_mixture.ipynb #0000000d
-def _floored(
-    sig2: Tensor,  # variances as in `Params`, perhaps too small
-    size: Tensor,  # size of the numbers whose difference they are, from `_central`
-    covariance: str,  # 'diag', 'spherical' or 'full'
-    least: Tensor | float = 0.0,  # least variance (least eigenvalue for 'full')
-) -> Tensor:  # like sig2
-    "The nearest variances above rounding noise and above `least`."
-    noise = 4 * torch.finfo(sig2.dtype).eps * size
-    least = torch.as_tensor(least, dtype=sig2.dtype, device=sig2.device)
+def _at_least(C, least):
+    "The nearest covariance matrices whose eigenvalues are at least that."
+    values, U = torch.linalg.eigh(C)
+    return U * values.clamp(min=least)[..., None, :] @ U.mT
+
+
+def _floored(sig2, second, covariance, least=0.0):
+    "The nearest variances above rounding noise, column by column, and above `least`."
+    noise = 16 * torch.finfo(sig2.dtype).eps
     if covariance != 'full':
-        return sig2.maximum(noise).maximum(least)
-    eigenvalues, U = torch.linalg.eigh(sig2)
-    eigenvalues = eigenvalues.maximum(4 * noise).maximum(least)  # rounding mixes the directions
-    return U * eigenvalues[..., None, :] @ U.mT
+        return sig2.maximum(noise * second).clamp(min=least)
+    unit = second.clamp(min=torch.finfo(sig2.dtype).tiny).sqrt()  # else the widest column decides
+    unit = unit[..., :, None] * unit[..., None, :]
+    sig2 = _at_least(sig2 / unit, noise * sig2.shape[-1]) * unit
+    return _at_least(sig2, least) if least else sig2
 
 # %% ../../nbs/engine/12_mixture.ipynb #0000000e
-def _keep_empty(
-    new: Params,  # from an M-step
-    old: Params,  # before it
-) -> Params:
-    "The new mixture, but for Gaussians without points, which keep mean and variance."
-    gone = new.pi < torch.finfo(new.pi.dtype).eps
-    wide = lambda q: gone.reshape(gone.shape + (1,) * (q.ndim - gone.ndim))
-    mu = torch.where(wide(new.mu), old.mu, new.mu)
-    return Params(new.pi, mu, torch.where(wide(new.sig2), old.sig2, new.sig2))
+def _choose(which, one: Params, two: Params) -> Params:
+    "Parameters of one mixture where `which` [..., J] or [b] says so, of the other elsewhere."
+    wide = lambda q: which.reshape(which.shape + (1,) * (q.ndim - which.ndim))
+    return Params(*(torch.where(wide(p), p, q) for p, q in zip(one, two)))
 
 # %% ../../nbs/engine/12_mixture.ipynb #0000000f
 def from_moments(
     S: Tensor,  # [..., K, J] statistics: the weighted sums of phi(x) for each Gaussian
     D: int,  # dimensions of a data point
-    covariance: str = 'diag',  # 'diag', 'spherical' or 'full'
+    covariance: str = 'diag',  # of `covariances`
     reg_covar: float = 0.0,  # added to every variance
-    least: Tensor | float = 0.0,  # least variance before that
+    least: float = 0.0,  # least variance before that (least eigenvalue for 'full')
     old: Params | None = None,  # what a Gaussian keeps that has lost all its points
 ) -> Params:  # the mixture, relative to the origin of the data behind S
     "M-step from sufficient statistics; without `old` a Gaussian without points gets zeros."
-    n = S[..., -1, :]
-    mean = (S / n.clamp(min=torch.finfo(S.dtype).tiny)[..., None, :]).mT  # E_j[phi], [..., J, K]
+    n, eps = S[..., -1, :], torch.finfo(S.dtype)
+    mean = (S / n.clamp(min=eps.tiny)[..., None, :]).mT  # E_j[phi], [..., J, K]
     mu = mean[..., -D - 1 : -1]
     sig2 = _floored(*_central(mean[..., : -D - 1], mu, covariance), covariance, least)
     eye = torch.eye(D, dtype=S.dtype, device=S.device) if covariance == 'full' else 1
     new = Params(n / n.sum(-1, keepdim=True), mu, sig2 + reg_covar * eye)
-    return new if old is None else _keep_empty(new, old)
-
-# %% ../../nbs/engine/12_mixture.ipynb #00000011
-def _allowed(
-    p: Params,  # the mixture, relative to the origin of the data
-    covariance: str,  # 'diag', 'spherical' or 'full'
-    least: Tensor | float = 0.0,  # least variance, as for `_floored`
-) -> Params:  # the same with variances that an M-step could return
-    "A start that keeps to the floors of `from_moments`, or its first M-step would lose likelihood."
-    second = {
-        'diag': lambda: p.sig2 + p.mu.square(),
-        'spherical': lambda: p.sig2 + p.mu.square().mean(-1),
-        'full': lambda: (p.sig2.diagonal(dim1=-2, dim2=-1) + p.mu.square()).sum(-1, keepdim=True),
-    }[covariance]()
-    return p._replace(sig2=_floored(p.sig2, second, covariance, least))
+    return new if old is None else _choose(new.pi < eps.eps, old._replace(pi=new.pi), new)
 
 # %% ../../nbs/engine/12_mixture.ipynb #00000013
 def _responsibilities(
@@ -177,15 +143,15 @@ def _responsibilities(
     return top + z.log()
 
 # %% ../../nbs/engine/12_mixture.ipynb #00000014
-def _tile_rows(
-    x: Tensor,  # [b, N, D] data sets
-    width: int,  # numbers per row in the wider buffer
-    tile: int | None = None,  # numbers per tile; None: 2**17 on a CPU, 2**24 elsewhere
-) -> int:  # rows per tile, at least 64 (or N)
-    "How many rows of every data set make a tile."
-    if tile is None:
-        tile = 2**17 if x.device.type == 'cpu' else 2**24
+def _tile_rows(x, width, tile=None) -> int:
+    "Rows of every data set in a tile of numbers, at least 64; None: 2**17 on a CPU, else 2**24."
+    tile = tile or (2**17 if x.device.type == 'cpu' else 2**24)
     return min(x.shape[1], max(64, tile // (width * max(1, x.shape[0]))))
+
+
+def _wide(x):
+    "In what dtype sums are made: squares of float32 lose what columns and points far away leave."
+    return torch.float32 if x.device.type == 'mps' else torch.float64
 
 # %% ../../nbs/engine/12_mixture.ipynb #09903e93
 def _alone(run, *args):
@@ -195,21 +161,14 @@ def _alone(run, *args):
     return run(*args)
 
 
-def _by_rows(
-    run,  # run(start, stop): what is to be done with some rows of all data sets
-    x: Tensor,  # [b, N, D] data sets
-    T: int,  # rows of a tile
-    most: int = 16,  # chunks: their number, and so the result, is that of the sizes alone
-) -> list:  # what it returned for each chunk of whole tiles
-    """Share rows out over PyTorch's number of threads, which wait for each other only once.
+def _by_rows(run, x, T, most=16) -> list:
+    """What `run(start, stop)` returns for chunks of tiles, which PyTorch's threads share out.
 
-    Threads inside every operation wait some ten times a tile: on a machine that has other things
-    to do they would lose a slice of time at each.
+    They wait for each other once, not at every operation; the sizes alone say what is a chunk.
     """
     N, threads = x.shape[1], torch.get_num_threads() if may_look(x) else 1
-    step = T * max(1, -(-N // (T * most)))
-    cuts = range(0, N, step) if x.device.type == 'cpu' else [0]
-    jobs = [(s, min(s + step, N) if x.device.type == 'cpu' else N) for s in cuts]
+    step = T * max(1, -(-N // (T * most))) if x.device.type == 'cpu' else max(1, N)
+    jobs = [(s, min(s + step, N)) for s in range(0, N, step)]
     if threads == 1:
         return [run(*job) for job in jobs]
     try:
@@ -220,28 +179,27 @@ def _by_rows(
 # %% ../../nbs/engine/12_mixture.ipynb #00000015
 def em_sweep(
     x: Tensor,  # [b, N, D] data sets
-    theta: Tensor,  # [b, K, J] natural parameters, relative to `origin`
-    covariance: str = 'diag',  # 'diag', 'spherical' or 'full'
+    theta: Tensor,  # [b, K, J] natural parameters, relative to `origin`; sums have its dtype
+    covariance: str = 'diag',  # of `covariances`
     weight: Tensor | None = None,  # [b, N] weights of the points; None: one
     origin: Tensor | float = 0.0,  # [b, 1, D] where the data are centred
-    tile: int | None = None,  # numbers per tile, see `_tile_rows`
+    tile: int | None = None,  # numbers per tile
 ) -> tuple:  # statistics S [b, K, J]; log-likelihood summed over points [b], nats
     "E-step and the sums of the M-step in one pass over the data, in memory for a tile a thread."
-    (b, N, _), (K, J) = x.shape, theta.shape[-2:]
-    T = _tile_rows(x, max(K, J), tile)
+    T = _tile_rows(x, max(theta.shape[-2:]), tile)
 
     def sweep(start, stop):
-        phi, R = x.new_empty(b, T, K), x.new_empty(b, T, J)
-        S, log_p = torch.zeros_like(theta), x.new_zeros(b)
+        S, log_p = torch.zeros_like(theta), theta.new_zeros(len(x))
         for s in range(start, stop, T):
-            at, t = slice(s, s + T), min(T, N - s)
-            f, r = features(x[:, at] - origin, covariance, out=phi[:, :t]), R[:, :t]
-            log_p_i = _responsibilities(torch.bmm(f, theta, out=r))[..., 0]
+            at = slice(s, min(s + T, stop))
+            f = features(x[:, at].to(theta.dtype) - origin, covariance)
+            R = f @ theta
+            log_p_i = _responsibilities(R)[..., 0]
             if weight is not None:
-                r *= weight[:, at, None]
+                R *= weight[:, at, None]
                 log_p_i *= weight[:, at]
             log_p += log_p_i.sum(-1)
-            S.baddbmm_(f.mT, r)
+            S.baddbmm_(f.mT, R)
         return S, log_p
 
     return tuple(map(sum, zip(*_by_rows(sweep, x, T))))
@@ -250,39 +208,34 @@ def em_sweep(
 def data_moments(
     x: Tensor,  # [b, N, D] data sets
     weight: Tensor | None = None,  # [b, N] weights of the points; None: one
-    tile: int | None = None,  # numbers per tile, see `_tile_rows`
-) -> tuple[Tensor, Tensor]:  # mean [b, 1, D]; variance [b, 1, D]
-    "Mean and variance of every column: a first mean, then moments about it, tile by tile."
-    b, N, D = x.shape
-    w = x.new_ones(1, 1).expand(b, N) if weight is None else weight
-    total, T = w.sum(-1)[:, None, None], _tile_rows(x, D, tile)
+    tile: int | None = None,  # numbers per tile
+) -> tuple[Tensor, Tensor]:  # mean and variance [b, 1, D] of every column, in float64
+    "A first mean, then moments about it, tile by tile."
+    T, wide = _tile_rows(x, x.shape[-1], tile), _wide(x)
+    w = torch.ones_like(x[..., 0]) if weight is None else weight
+    w = (w / w.sum(-1, keepdim=True))[:, None]
 
-    def mean_of(start, stop):
-        at = slice(start, stop)
-        return x[:, at].sum(1, keepdim=True) if weight is None else w[:, None, at] @ x[:, at]
-
-    def about(start, stop):
+    def sums(start, stop):
         one, two = torch.zeros_like(mean), torch.zeros_like(mean)
         for s in range(start, stop, T):
-            dx, wt = x[:, s : s + T] - mean, w[:, None, s : s + T] / total
-            one += wt @ dx
-            two += wt @ (dx * dx)
+            at = slice(s, min(s + T, stop))
+            dx, w_t = x[:, at].to(wide) - mean, w[..., at].to(wide)
+            one += w_t @ dx
+            two += w_t @ (dx * dx)
         return one, two
 
-    mean = sum(_by_rows(mean_of, x, T)) / total
-    one, two = map(sum, zip(*_by_rows(about, x, T)))
-    return mean + one, (two - one * one).clamp(min=0)
+    mean = x[:, :1].to(wide)  # of the points, any
+    for _ in range(2):
+        one, two = map(sum, zip(*_by_rows(sums, x, T)))
+        mean = mean + one
+    return mean, (two - one * one).clamp(min=0)
 
 # %% ../../nbs/engine/12_mixture.ipynb #00000019
-def _draw(
-    weights: Tensor,  # [b, N] at least one positive in each row
-    generator: torch.Generator | None = None,  # source of randomness; None: torch's own
-) -> Tensor:  # [b] an index per row
-    "Draw one index per row in proportion to its weight; never one of weight 0, any N."
-    dtype = weights.dtype if weights.device.type == 'mps' else torch.float64
-    cum = weights.to(dtype).cumsum(-1)
+def _draw(weights, generator=None) -> Tensor:
+    "An index [b] for each row of weights [b, N], in proportion; never one of weight 0, any N."
+    cum = weights.to(_wide(weights)).cumsum(-1)
     last = cum[:, -1:]
-    u = torch.rand(len(weights), 1, generator=generator, dtype=dtype, device=cum.device) * last
+    u = torch.rand(len(weights), 1, generator=generator, dtype=cum.dtype, device=cum.device) * last
     u = u.minimum(torch.nextafter(last, torch.zeros_like(u)))  # rounding must not step past the end
     return torch.searchsorted(cum, u, right=True)[:, 0]
 
@@ -292,32 +245,22 @@ def kmeans_pp(
     n: int,  # number of centres
     weight: Tensor | None = None,  # [b, N] weights of the points; None: one
     generator: torch.Generator | None = None,  # source of randomness; None: torch's own
-    tile: int | None = None,  # numbers per tile, see `_tile_rows`
+    tile: int | None = None,  # numbers per tile
 ) -> tuple[Tensor, Tensor]:  # centres [b, n, D], points of the data; squared distances [b, N]
     "Centres by k-means++, and how far each point is from the nearest (Arthur, Vassilvitskii 2007)."
-    mean, T = data_moments(x, weight, tile)[0], _tile_rows(x, x.shape[-1], tile)
-    w = torch.ones_like(x[..., 0]) if weight is None else weight
-    near, size, centres = torch.full_like(w, math.inf), torch.empty_like(w), []
-
-    def measure(start, stop):
-        for s in range(start, stop, T):
-            size[:, s : s + T] = (x[:, s : s + T] - mean).square().sum(-1)
+    T, wide = _tile_rows(x, x.shape[-1], tile), _wide(x)
+    w = torch.ones_like(x[..., 0], dtype=wide) if weight is None else weight.to(wide)
+    near, centres, p = torch.full_like(w, math.inf), [], w
 
     def compare(start, stop):
-        "|x - m - c|^2, without differences; and what is left to choose from."
-        at = slice(start, stop)
-        cross = (x[:, at] @ c.mT)[..., 0] - (mean @ c.mT)[..., 0]
-        dist = size[:, at] - 2 * cross + c.square().sum(-1)
-        near[:, at] = near[:, at].minimum(dist.clamp(min=0))
+        for s in range(start, stop, T):
+            at = slice(s, min(s + T, stop))
+            near[:, at] = near[:, at].minimum((x[:, at].to(wide) - c).square().sum(-1))
 
-    _by_rows(measure, x, T)
-    p = w
     for _ in range(n):
-        i = _draw(p, generator)
-        centres.append(x[torch.arange(len(x), device=x.device), i])
-        c = centres[-1][:, None, :] - mean
+        centres.append(x[torch.arange(len(x), device=x.device), _draw(p, generator)])
+        c = centres[-1][:, None].to(wide)
         _by_rows(compare, x, T)
-        near.scatter_(1, i[:, None], 0)
         p = w * near
         p = torch.where(p.sum(-1, keepdim=True) > 0, p, w)  # fewer distinct points than centres
     return torch.stack(centres, 1), near
@@ -326,24 +269,22 @@ def kmeans_pp(
 def start_params(
     x: Tensor,  # [b, N, D] data sets
     n: int,  # number of Gaussians
-    covariance: str = 'diag',  # 'diag', 'spherical' or 'full'
+    covariance: str = 'diag',  # of `covariances`
     weight: Tensor | None = None,  # [b, N] weights of the points; None: one
     generator: torch.Generator | None = None,  # source of randomness; None: torch's own
     least: float = 0.0,  # least variance
-    tile: int | None = None,  # numbers per tile, see `_tile_rows`
+    tile: int | None = None,  # numbers per tile
 ) -> Params:  # leading dimension b
     "Where EM starts: k-means++ centres, equal proportions, the variance that the centres leave."
     var = data_moments(x, weight, tile)[1]
     mu, near = kmeans_pp(x, n, weight, generator, tile)
-    left = near.mean(-1) if weight is None else (near * weight).sum(-1) / weight.sum(-1)
-    share = left / var.sum((-2, -1)).clamp(min=torch.finfo(x.dtype).tiny)
-    share = share.clamp(4 * torch.finfo(x.dtype).eps, 1)
-    sig2 = (var * share[:, None, None]).clamp(min=least).expand_as(mu)
-    if covariance == 'spherical':
-        sig2 = sig2.mean(-1)
-    if covariance == 'full':
-        sig2 = sig2.diag_embed()
-    return Params(x.new_full(mu.shape[:-1], 1 / n), mu, sig2)
+    w = torch.ones_like(near) if weight is None else weight
+    tiny, eps = torch.finfo(var.dtype).tiny, torch.finfo(x.dtype).eps
+    left = (near * w).sum(-1) / w.sum(-1)
+    share = (left / var.sum((-2, -1)).clamp(min=tiny)).clamp(4 * eps, 1)
+    sig2 = (var * share[:, None, None]).clamp(min=least).expand(*mu.shape)
+    form = {'diag': lambda v: v, 'spherical': lambda v: v.mean(-1), 'full': torch.diag_embed}
+    return Params(var.new_full(mu.shape[:-1], 1 / n), mu.to(var), form[covariance](sig2))
 
 # %% ../../nbs/engine/12_mixture.ipynb #0000001d
 class Fit(NamedTuple):
@@ -355,281 +296,160 @@ class Fit(NamedTuple):
     converged: Tensor  # [b] whether the bound changed by less than tol
     history: Tensor  # [b, n_iter.max()] bound at every E-step, repeated after convergence
 
-# %% ../../nbs/engine/12_mixture.ipynb #0000001e
-def _choose(
-    which: Tensor,  # [b] bool
-    one: Params,  # b mixtures
-    two: Params,  # b mixtures
-) -> Params:  # one where `which`, two elsewhere
-    "One of two mixtures for every data set."
-    wide = lambda q: which.reshape(-1, *[1] * (q.ndim - 1))
-    return Params(*(torch.where(wide(p), p, q) for p, q in zip(one, two)))
-
 # %% ../../nbs/engine/12_mixture.ipynb #0000001f
 def em(
     x: Tensor,  # [b, N, D] data sets
     start: Params,  # [b, ...] where to start
-    covariance: str = 'diag',  # 'diag', 'spherical' or 'full'
+    covariance: str = 'diag',  # of `covariances`
     weight: Tensor | None = None,  # [b, N] weights of the points; None: one
     *,
     max_iter: int = 100,  # most iterations
     tol: float = 1e-3,  # stop when the bound changes by less, nats per point
     reg_covar: float = 1e-6,  # added to every variance
     min_var: float = 0.0,  # least variance before that
-    tile: int | None = None,  # numbers per tile, see `_tile_rows`
-) -> Fit:
+    tile: int | None = None,  # numbers per tile
+) -> Fit:  # in float64
     """EM for a mixture of Gaussians in two matrix products per tile and iteration.
 
     It stops when all data sets have converged; where values are not looked at (see `may_look`),
     it goes on to `max_iter`, and those that have converged keep what they have.
     """
-    mean, var = data_moments(x, weight, tile)
-    least = (4 * torch.finfo(x.dtype).eps * var).clamp(min=min_var)  # rounding noise, per data set
-    if covariance != 'diag':
-        least = least.mean(-1, keepdim=covariance == 'full')
-    p = _allowed(start._replace(mu=start.mu - mean), covariance, least)
-    log_p, history = x.new_full(x.shape[:1], -math.inf), []
+    mean, how = data_moments(x, weight, tile)[0], (covariance, weight)
+    p = Params(*(q.to(mean) for q in start))
+    p = p._replace(mu=p.mu - mean)
+    second = p.mu.square() + {
+        'diag': lambda s: s,
+        'spherical': lambda s: s[..., None],
+        'full': lambda s: s.diagonal(dim1=-2, dim2=-1),
+    }[covariance](p.sig2)
+    second = second.mean(-1) if covariance == 'spherical' else second
+    p = p._replace(sig2=_floored(p.sig2, second, covariance, min_var))  # as an M-step would
+    log_p, history = mean.new_full(x.shape[:1], -math.inf), []
     active = torch.ones_like(log_p, dtype=torch.bool)
     n_iter = torch.zeros_like(log_p, dtype=torch.long)
-    total = x.shape[1] if weight is None else weight.sum(-1)
+    total = x.shape[1] if weight is None else weight.to(mean).sum(-1)
     while len(history) < max_iter and not (may_look(x) and not active.any()):
-        S, now = em_sweep(x, natural(p, covariance), covariance, weight, mean, tile)
-        p = _choose(active, from_moments(S, x.shape[-1], covariance, reg_covar, least, p), p)
+        S, now = em_sweep(x, natural(p, covariance), *how, mean, tile)
+        p = _choose(active, from_moments(S, x.shape[-1], covariance, reg_covar, min_var, p), p)
         n_iter, old, log_p = n_iter + active, log_p, torch.where(active, now / total, log_p)
         active = active & ((log_p - old).abs() >= tol)
         history.append(log_p)
     return Fit(p._replace(mu=p.mu + mean), log_p, n_iter, ~active, torch.stack(history, -1))
 
 # %% ../../nbs/engine/12_mixture.ipynb #00000021
-def _longer(
-    history: Tensor,  # [b, n]
-    n: int,  # at least as many
-) -> Tensor:  # [b, n]
-    "A history with its last value repeated."
-    return torch.cat([history, history[:, -1:].expand(-1, n - history.shape[-1])], -1)
-
-
-def _better(
-    one: Fit,  # fits of b data sets
-    two: Fit,  # other fits of the same data sets
-) -> Fit:  # for each data set the one with the higher bound; `one` on a tie
-    "The better of two fits, data set by data set."
-    n = max(one.history.shape[-1], two.history.shape[-1])
-    one, two = (f._replace(history=_longer(f.history, n)) for f in (one, two))
+def _better(one: Fit, two: Fit) -> Fit:
+    "For each data set the fit with the higher bound, the first on a tie."
+    n = max(f.history.shape[-1] for f in (one, two))
+    longer = lambda h: torch.cat([h, h[:, -1:].expand(-1, n - h.shape[-1])], -1)
+    one, two = (f._replace(history=longer(f.history)) for f in (one, two))
     keep = ~(two.lower_bound > one.lower_bound)
-    rest = (torch.where(keep, a, b) for a, b in zip(one[1:-1], two[1:-1]))
-    history = torch.where(keep[:, None], one.history, two.history)
-    return Fit(_choose(keep, one.params, two.params), *rest, history)
+    each = (keep, keep, keep, keep[:, None])
+    rest = (torch.where(k, a, b) for k, a, b in zip(each, one[1:], two[1:]))
+    return Fit(_choose(keep, one.params, two.params), *rest)
 
 # %% ../../nbs/engine/12_mixture.ipynb #00000023
-def _check_data(
-    x: Tensor,  # [..., N, D] data sets, float32 or float64, finite
-    n_components: int = 1,  # how many points at least
-) -> Tensor:  # [b, N, D]
-    "Check the data and flatten the leading dimensions; `ValueError` says what is wrong."
+def _check_data(x, n_components=1) -> Tensor:
+    "Data flattened to [b, N, D]; `ValueError` says what is wrong."
     if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.float64):
         kind = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else f"{type(x)}"
         raise ValueError(f"x must be a float32 or float64 tensor of PyTorch, got {kind}")
-    if x.ndim < 2 or x.numel() == 0:
-        raise ValueError(f"x must have shape [..., N, D] and not be empty, got {tuple(x.shape)}")
-    if x.shape[-2] < n_components:
-        what = f"n_components={n_components} needs at least as many points"
-        raise ValueError(f"{what}, got N={x.shape[-2]}")
+    if x.ndim < 2 or x.numel() == 0 or x.shape[-2] < n_components:
+        told = f"[..., N, D] with N >= {n_components}"
+        raise ValueError(f"x must have shape {told} and not be empty, got {tuple(x.shape)}")
     if may_look(x):
-        _check_range(x.detach())
+        low, high = (v.item() for v in torch.aminmax(x.detach()))
+        if not (high - low) * (high - low) * x.shape[-1] * x.shape[-2] < math.inf:
+            raise ValueError(
+                f"x must be finite, and so must the squares of its range, got {low} to {high}"
+            )
     return x.detach().reshape(-1, *x.shape[-2:])
 
 
-def _check_range(
-    x: Tensor,  # [..., N, D]
-):
-    "`ValueError` for data that are not finite, or whose squares are not."
-    low, high = (v.item() for v in torch.aminmax(x))
-    if not math.isfinite(high - low):
-        raise ValueError("x must be finite, got NaN or inf (or a range that overflows)")
-    if (high - low) * (high - low) * x.shape[-1] * x.shape[-2] > torch.finfo(x.dtype).max:
-        what = f"the squares of x overflow {x.dtype}"
-        raise ValueError(f"{what}: rescale the data, whose range is {high - low:.3g}")
-
-# %% ../../nbs/engine/12_mixture.ipynb #00000024
-def _check_weight(
-    w: Tensor,  # broadcasts to [..., N], finite, not negative
-    x: Tensor,  # [..., N, D] the data
-    n_components: int = 1,  # how many points of positive weight at least
-) -> Tensor:  # [b, N], scaled to a maximum of 1 in every data set
-    "Check the weights of the points; `ValueError` says what is wrong."
-    if not isinstance(w, Tensor):
-        raise ValueError(f"sample_weight must be a tensor, got {type(w).__name__}")
+def _given(name, given, x, tail) -> Tensor:
+    "What was given for every data set [b, *tail]; `ValueError` says what is wrong."
+    shape = x.shape[:-2] + tail
     try:
-        w = w.detach().to(x).broadcast_to(x.shape[:-1]).reshape(-1, x.shape[-2])
-    except RuntimeError:
-        shapes = f"{tuple(x.shape[:-1])}, got {tuple(w.shape)}"
-        raise ValueError(f"sample_weight must broadcast to {shapes}") from None
+        flat = torch.as_tensor(given).detach().to(x.device, _wide(x))
+        flat = flat.broadcast_to(shape).reshape(-1, *tail)
+    except (TypeError, ValueError, RuntimeError):
+        got = tuple(given.shape) if isinstance(given, Tensor) else f'{given!r:.80}'
+        raise ValueError(f"{name} must be numbers that fit {tuple(shape)}, got {got}") from None
+    if may_look(flat) and not flat.isfinite().all():
+        raise ValueError(f"{name} must be finite, got NaN or inf")
+    return flat
+
+
+def _check_weight(w, x, n_components) -> Tensor:
+    "Weights [b, N], scaled to a maximum of 1 in every data set."
+    w = _given('sample_weight', w, x, x.shape[-2:-1])
     if may_look(w):
-        _check_signs(w, n_components)
+        if w.min() < 0:
+            raise ValueError(f"sample_weight must not be negative, got {w.min().item()}")
+        few = (w > 0).sum(-1).min().item()
+        if few < n_components:
+            told = f"n_components={n_components} needs at least as many points of positive"
+            raise ValueError(f"{told} sample_weight, got {few}")
     return w / w.amax(-1, keepdim=True)
 
 
-def _check_signs(
-    w: Tensor,  # [b, N]
-    n_components: int,  # as for `_check_weight`
-):
-    "`ValueError` for weights that are not finite, negative, or 0 too often."
-    low, high = (v.item() for v in torch.aminmax(w))
-    if not (math.isfinite(low) and math.isfinite(high)):
-        raise ValueError("sample_weight must be finite, got NaN or inf")
-    if low < 0:
-        raise ValueError(f"sample_weight must not be negative, got {low}")
-    few = (w > 0).sum(-1).min().item()
-    if few < max(1, n_components):
-        what = f"n_components={n_components} needs at least as many points of positive"
-        raise ValueError(f"{what} sample_weight, got {few}")
-
-# %% ../../nbs/engine/12_mixture.ipynb #00000025
-def _check_number(
-    name: str,  # of the argument, for the message
-    v,  # what was given
-    least: float = 0,  # the least value allowed
-    whole: bool = False,  # whether it counts something
-):
-    "`ValueError` unless `v` is a finite number, an integer if `whole`, and at least `least`."
-    kind = numbers.Integral if whole else numbers.Real
-    if isinstance(v, bool) or not isinstance(v, kind):
-        raise ValueError(f"{name} must be {'an integer' if whole else 'a number'}, got {v!r}")
-    if not least <= v < math.inf:
-        raise ValueError(f"{name} must be at least {least} and finite, got {v}")
-
-# %% ../../nbs/engine/12_mixture.ipynb #00000026
-def _check_three(
-    start,  # what was given as a start
-):
-    "`ValueError` unless it is a tuple or list of three things."
-    if not isinstance(start, (tuple, list)):
+def _check_start(start, x, J, covariance) -> Params:
+    "A start for every data set [b, ...]."
+    if not isinstance(start, (tuple, list)) or len(start) != 3:
         raise ValueError(f"start must be (pi, mu, sig2), got {start!r}"[:120])
-    if len(start) != 3:
-        raise ValueError(f"start must be (pi, mu, sig2), got {len(start)} things")
-
-# %% ../../nbs/engine/12_mixture.ipynb #00000027
-def _expanded(
-    name: str,  # of the parameter, for the message
-    given,  # a tensor, or what makes one
-    x: Tensor,  # [..., N, D] the data
-    tail: tuple,  # shape of the parameter after the leading dimensions
-) -> Tensor:  # [b, *tail] dtype and device of x
-    "A parameter of a start for every data set; `ValueError` says what is wrong."
-    shape = x.shape[:-2] + tail
-    try:
-        given = torch.as_tensor(given)
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"start: {name} must be a tensor, got {given!r:.80}") from None
-    try:
-        flat = given.detach().to(x).broadcast_to(shape).reshape(-1, *tail)
-    except RuntimeError:
-        shapes = f"{tuple(shape)}, got {tuple(given.shape)}"
-        raise ValueError(f"start: {name} must broadcast to {shapes}") from None
-    if may_look(flat) and not flat.isfinite().all():
-        raise ValueError(f"start: {name} must be finite, got NaN or inf")
-    return flat
-
-# %% ../../nbs/engine/12_mixture.ipynb #00000028
-def _check_start(
-    start: Params | tuple,  # pi, mu, sig2 as in `Params`
-    x: Tensor,  # [..., N, D] the data
-    J: int,  # number of Gaussians
-    covariance: str,  # 'diag', 'spherical' or 'full'
-) -> Params:  # leading dimension b, dtype and device of x
-    "Check a start given by the user and expand it to the batch; `ValueError` says what is wrong."
     D = x.shape[-1]
-    spread = {'diag': (J, D), 'spherical': (J,), 'full': (J, D, D)}[covariance]
-    tails = dict(pi=(J,), mu=(J, D), sig2=spread)
-    p = Params(*(_expanded(name, q, x, tails[name]) for name, q in zip(tails, start)))
+    sig2 = {'diag': (J, D), 'spherical': (J,), 'full': (J, D, D)}[covariance]
+    shapes = zip(('pi', 'mu', 'sig2'), start, ((J,), (J, D), sig2))
+    p = Params(*(_given(f'start: {name}', q, x, shape) for name, q, shape in shapes))
     if may_look(x):
-        _check_mixture(p, covariance)
+        if (p.pi < 0).any() or (p.pi.sum(-1) - 1).abs().max() > 1e-4:
+            sums = p.pi.sum(-1).tolist()[:3]
+            raise ValueError(f"start: pi must be proportions that sum to 1, got sums {sums}")
+        full = covariance == 'full'
+        positive = torch.linalg.cholesky_ex(p.sig2)[1] == 0 if full else p.sig2 > 0
+        if not positive.all():
+            raise ValueError("start: sig2 must be positive" + (" definite" if full else ""))
     return p
 
 
-def _check_mixture(
-    p: Params,  # leading dimension b
-    covariance: str,  # 'diag', 'spherical' or 'full'
-):
-    "`ValueError` for proportions or variances that cannot be."
-    if (p.pi < 0).any() or (p.pi.sum(-1) - 1).abs().max() > 1e-4:
-        sums = p.pi.sum(-1).tolist()[:3]
-        raise ValueError(f"start: pi must be proportions that sum to 1, got sums {sums}")
-    full = covariance == 'full'
-    positive = torch.linalg.cholesky_ex(p.sig2)[1] == 0 if full else p.sig2 > 0
-    if not positive.all():
-        raise ValueError("start: sig2 must be positive" + (" definite" if full else ""))
-
-# %% ../../nbs/engine/12_mixture.ipynb #00000029
-def _check_match(
-    x: Tensor,  # [..., N, D] data
-    mu: Tensor | None,  # [..., J, D] means of the fitted mixtures; None: not fitted
-) -> torch.Size:  # leading dimensions of the answer
-    "`ValueError` unless the data fit the mixtures."
-    if mu is None:
-        raise ValueError("this GaussianMixture is not fitted yet: call fit(x) first")
-    _check_data(x)
-    like = "like the data of fit"
-    if x.shape[-1] != mu.shape[-1]:
-        raise ValueError(f"x must have {mu.shape[-1]} columns {like}, got {x.shape[-1]}")
-    if (x.dtype, x.device) != (mu.dtype, mu.device):
-        got = f"got {x.dtype} on {x.device}"
-        raise ValueError(f"x must be {mu.dtype} on {mu.device} {like}, {got}")
-    try:
-        return torch.broadcast_shapes(x.shape[:-2], mu.shape[:-2])
-    except RuntimeError:
-        shapes = f"{tuple(mu.shape[:-2])}, got {tuple(x.shape[:-2])}"
-        what = "the leading dimensions of x must broadcast with the mixtures'"
-        raise ValueError(f"{what} {shapes}") from None
+def _check_numbers(least, whole=False, **given):
+    "`ValueError` unless all are finite numbers, whole ones where they count, of at least `least`."
+    for name, v in given.items():
+        kind = numbers.Integral if whole else numbers.Real
+        if isinstance(v, bool) or not isinstance(v, kind) or not least <= v < math.inf:
+            told = 'an integer' if whole else 'a finite number'
+            raise ValueError(f"{name} must be {told} of at least {least}, got {v!r}")
 
 # %% ../../nbs/engine/12_mixture.ipynb #0000002a
-def _posterior(
-    x: Tensor,  # [b, N, D] data sets
-    p: Params,  # [b, ...] the mixtures
-    covariance: str,  # 'diag', 'spherical' or 'full'
-    R: Tensor | None = None,  # [b, N, J] to be filled with responsibilities
-    tile: int | None = None,  # numbers per tile, see `_tile_rows`
-) -> Tensor:  # [b, N] log-likelihood of each point, nats
-    "An E-step in tiles: log-likelihoods, and responsibilities if wanted."
+def _posterior(x, p: Params, covariance, R=None, tile=None) -> Tensor:
+    "Log-likelihood of each point [b, N], nats; fills responsibilities R [b, N, J] if given."
     origin = (p.pi[..., None] * p.mu).sum(-2, keepdim=True)  # the mixture's mean
     theta = natural(p._replace(mu=p.mu - origin), covariance)
-    log_p, T = x.new_empty(x.shape[:2]), _tile_rows(x, max(theta.shape[-2:]), tile)
+    log_p, T = theta.new_empty(x.shape[:2]), _tile_rows(x, max(theta.shape[-2:]), tile)
 
     def fill(start, stop):
         for s in range(start, stop, T):
-            L = torch.bmm(features(x[:, s : s + T] - origin, covariance), theta)
-            log_p[:, s : s + T] = _responsibilities(L)[..., 0]
+            at = slice(s, min(s + T, stop))
+            L = features(x[:, at].to(theta.dtype) - origin, covariance) @ theta
+            log_p[:, at] = _responsibilities(L)[..., 0]
             if R is not None:
-                R[:, s : s + T] = L
+                R[:, at] = L
 
     _by_rows(fill, x, T)
-    return log_p
+    return log_p.to(x.dtype)
 
 # %% ../../nbs/engine/12_mixture.ipynb #0000002b
-def _take(
-    q: Tensor,  # [..., J, *tail] a parameter of every Gaussian
-    j: Tensor,  # [..., n] which
-) -> Tensor:  # [..., n, *tail]
-    "The parameters of the Gaussians that made some points."
+def _take(q, j) -> Tensor:
+    "Parameters [..., n, *tail] of the Gaussians j [..., n] that made some points."
     axis, tail = j.ndim - 1, q.shape[j.ndim :]
-    index = j.reshape(*j.shape, *[1] * len(tail)).expand(*j.shape, *tail)
-    return q.gather(axis, index)
+    return q.gather(axis, j.reshape(*j.shape, *[1] * len(tail)).expand(*j.shape, *tail))
 
 
-def _sample(
-    p: Params,  # [..., J] mixtures
-    n: int,  # points of each
-    covariance: str,  # 'diag', 'spherical' or 'full'
-    generator: torch.Generator | None,  # source of randomness; None: torch's own
-) -> tuple[Tensor, Tensor]:  # points [..., n, D]; the Gaussians that made them [..., n]
+def _sample(p: Params, n, covariance, generator) -> tuple[Tensor, Tensor]:
     "Two throws for each point: a Gaussian, then a place."
     pi, mu, sig2 = p
-    flat = pi.reshape(-1, pi.shape[-1])
-    j = torch.multinomial(flat, n, replacement=True, generator=generator)
+    j = torch.multinomial(pi.reshape(-1, pi.shape[-1]), n, replacement=True, generator=generator)
     j = j.reshape(*pi.shape[:-1], n)
-    shape = (*j.shape, mu.shape[-1])
-    z = torch.randn(shape, dtype=mu.dtype, device=mu.device, generator=generator)
+    z = torch.randn(*j.shape, mu.shape[-1], dtype=mu.dtype, device=mu.device, generator=generator)
     if covariance == 'full':
         return _take(mu, j) + (_take(torch.linalg.cholesky(sig2), j) @ z[..., None])[..., 0], j
     var = _take(sig2 if covariance == 'diag' else sig2[..., None], j)
@@ -637,7 +457,10 @@ def _sample(
 
 # %% ../../nbs/engine/12_mixture.ipynb #0000002c
 class GaussianMixture:
-    "Mixture of Gaussians by EM, for any batch of data sets; `fit` sets `Params` and `Fit`'s names."
+    """Mixture of Gaussians by EM, for any batch of data sets; sums are made in float64.
+
+    `fit` sets `pi`, `mu`, `sig2` (`params`), and `lower_bound`, `n_iter`, `converged`, `history`.
+    """
 
     params = None  # `Params` after fit
 
@@ -657,13 +480,9 @@ class GaussianMixture:
     ):
         n_features(1, covariance)
         counts = dict(n_components=n_components, n_init=n_init, max_iter=max_iter)
-        for name, v in (counts | dict(tile=1 if tile is None else tile)).items():
-            _check_number(name, v, 1, whole=True)
         floats = dict(tol=tol, reg_covar=reg_covar, min_var=min_var)
-        for name, v in floats.items():
-            _check_number(name, v)
-        if start is not None:
-            _check_three(start)
+        _check_numbers(1, True, tile=tile or 1, **counts)
+        _check_numbers(0, **floats)
         if start is not None and n_init > 1:
             same = "with an explicit start all restarts are equal"
             raise ValueError(f"{same}: n_init must be 1, got {n_init}")
@@ -689,9 +508,12 @@ class GaussianMixture:
             what = "the log-likelihood is not finite: a component collapsed"
             raise ValueError(f"{what}; raise reg_covar or min_var")
         unflat = lambda q: q.reshape(x.shape[:-2] + q.shape[1:])
-        self.params = Params(*map(unflat, fit.params))
+        own = lambda q: q.to(x.dtype) if q.is_floating_point() else q
+        self._exact = Params(*map(unflat, fit.params))
+        self.params = Params(*map(own, self._exact))
         self.pi, self.mu, self.sig2 = self.params
-        self.lower_bound, self.n_iter, self.converged, self.history = map(unflat, fit[1:])
+        rest = (own(unflat(q)) for q in fit[1:])
+        self.lower_bound, self.n_iter, self.converged, self.history = rest
         return self
 
     def _best(self, x, flat, w):
@@ -712,12 +534,22 @@ class GaussianMixture:
         return best
 
     @torch.no_grad()
-    def _posterior(self, x, wants_R) -> tuple:
-        "Log-likelihoods [..., N] and, if wanted, responsibilities [..., N, J]."
-        lead = _check_match(x, None if self.params is None else self.mu)
+    def _posterior(self, x, wants_R=False) -> tuple:
+        "Log-likelihoods [..., N] and, if wanted, responsibilities [..., N, J]; `ValueError`."
+        if self.params is None:
+            raise ValueError("this GaussianMixture is not fitted yet: call fit(x) first")
+        flat, mu = _check_data(x), self.mu
+        if (x.dtype, x.device, x.shape[-1]) != (mu.dtype, mu.device, mu.shape[-1]):
+            want, got = (f"{t.shape[-1]} columns of {t.dtype} on {t.device}" for t in (mu, x))
+            raise ValueError(f"x must have {want} like the data of fit, got {got}")
+        try:
+            lead = torch.broadcast_shapes(x.shape[:-2], mu.shape[:-2])
+        except RuntimeError:
+            told = f"{tuple(mu.shape[:-2])}, got {tuple(x.shape[:-2])}"
+            raise ValueError(f"leading dimensions of x must broadcast with {told}") from None
         flat = x.detach().expand(lead + x.shape[-2:]).reshape(-1, *x.shape[-2:])
         tail = lambda q: q.shape[self.pi.ndim - 1 :]
-        p = Params(*(q.expand(lead + tail(q)).reshape(-1, *tail(q)) for q in self.params))
+        p = Params(*(q.expand(lead + tail(q)).reshape(-1, *tail(q)) for q in self._exact))
         R = flat.new_empty(*flat.shape[:2], p.pi.shape[-1]) if wants_R else None
         with without_autocast(x.device):
             log_p = _posterior(flat, p, self.covariance, R, self.tile)
@@ -726,7 +558,7 @@ class GaussianMixture:
 
     def score_samples(self, x: Tensor) -> Tensor:
         "Log-likelihood [..., N] of each point of x [..., N, D], nats."
-        return self._posterior(x, False)[0]
+        return self._posterior(x)[0]
 
     def predict_proba(self, x: Tensor) -> Tensor:
         "Responsibilities [..., N, J] of the Gaussians for the points of x [..., N, D]."

@@ -16,7 +16,7 @@ from .dstep import Plan, Problem, gpu_seconds, n_parts, n_samples, plans
 from .numerics import FastOp
 
 # %% auto #0
-__all__ = ['statistics_of', 'n_stats', 'products_at', 'em_moments']
+__all__ = ['statistics_of', 'weighted_mean', 'n_stats', 'products_at', 'em_moments']
 
 # %% ../../nbs/engine/16_moments.ipynb #81607b18
 def _on_cpu(t):
@@ -27,6 +27,16 @@ def _on_cpu(t):
 def _wide(t):
     "`t` in float64, or in float32 on a device that has no float64."
     return t.to(torch.float32 if t.device.type == 'mps' else torch.float64)
+
+# %% ../../nbs/engine/16_moments.ipynb #1a38a941
+def weighted_mean(
+    f: Tensor,  # [..., i] weights, 0 or more
+    x: Tensor,  # [..., i, c, d] parts
+) -> Tensor:  # [..., c, d] in float64, without gradient
+    "An origin for moments: the mean of the parts that count; where none does, of all."
+    f = _wide(f.detach()) + torch.finfo(f.dtype).tiny
+    f = (f / f.sum(-1, keepdim=True)).to(x.dtype)
+    return _wide(torch.einsum('...i,...icd->...cd', f, x.detach()))
 
 # %% ../../nbs/engine/16_moments.ipynb #1d91601c
 def n_stats(
@@ -523,7 +533,7 @@ class _ByMoments:
     def __init__(self, p: Problem, tiling: _Tiling):
         self.p, self.f, self.tile = p, _wide(p.a_inp).sigmoid(), tiling.numbers
         x = p.mu_inp.permute(0, 2, 3, 1).contiguous()
-        self.parts = x, self._origin(x)
+        self.parts = x, weighted_mean(self.f, p.mu_inp)
         self.phi = statistics_of(*self.parts, self._in_float64(x, tiling))[0]
         self.maps = self._about(self.parts[1])
 
@@ -533,11 +543,6 @@ class _ByMoments:
         size = n_samples(x) * n_parts(self.p.a_inp, None) * j * n_stats(c, d)
         small = size < _FREE if tiling.float64 is None else tiling.float64
         return small or not _on_cpu(x)
-
-    def _origin(self, x):
-        f, x = self.f.detach().to(x.dtype), x.detach()
-        mean = torch.einsum('ni,ncdi->ncd', f, x) / (f.sum(-1) + 1e-12)[:, None, None]
-        return _wide(mean)
 
     def _about(self, x0):
         p, j = self.p, self.p.B.shape[1]

@@ -342,9 +342,9 @@ class FastOp:
         self.function = _function(self)
 
     def __call__(self, *args):  # tensors, then settings
-        if torch.compiler.is_compiling():  # a graph holds the op itself, ONNX knows none of ours
-            run = self.definition if torch.onnx.is_in_onnx_export() else self.forward
-            outs = run(*args)
+        traced = torch.jit.is_tracing() or torch.onnx.is_in_onnx_export()  # know none of our ops
+        if traced or torch.compiler.is_compiling():  # a graph holds the op itself
+            outs = (self.definition if traced else self.forward)(*args)
         else:
             held = SimpleNamespace(settings=args[self.n :])  # no tuple: vmap counts what is in one
             outs = self.function.apply(held, *args[: self.n])

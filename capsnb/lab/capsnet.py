@@ -13,12 +13,12 @@ from ..core import check_n_iters, from_generator
 from ..engine.dynamic import route_capsules
 from ..routing.dynamic import squash
 from ..engine.layers import at_least_1
-from ..engine.numerics import may_look
-from .losses import margin_loss
-from .vision import HubMixin
+
+from .losses import class_shares, margin_loss
+from .vision import HubMixin, as_images
 
 # %% auto #0
-__all__ = ['VectorCaps', 'Decoder', 'class_shares', 'CapsOut', 'CapsNet', 'check_images', 'capsnet_loss']
+__all__ = ['VectorCaps', 'Decoder', 'CapsOut', 'CapsNet', 'capsnet_loss']
 
 # %% ../../nbs/lab/44_capsnet.ipynb #00000006
 class VectorCaps(nn.Module):
@@ -70,41 +70,6 @@ class Decoder(nn.Module):
         share: Tensor,  # [..., j] weight of each; one-hot: all others are masked
     ) -> Tensor:  # [..., channels, rows, columns] in [0, 1]
         return self.layers((v * share[..., None]).flatten(-2)).unflatten(-1, self.image_shape)
-
-# %% ../../nbs/lab/44_capsnet.ipynb #6f5eccfb
-def class_shares(
-    labels: Tensor,  # class indices [b] or [b, k] (k at once), or shares [b, n_classes]
-    n_classes: int,  # there are
-) -> Tensor:  # [b, n_classes] float32, how much of each class is there
-    "Presences of the classes; `ValueError` for labels of another form or (on the CPU) range."
-    if labels.is_floating_point():
-        _check_shares(labels, n_classes)
-        return labels.float()
-    _check_indices(labels, n_classes)
-    each = F.one_hot(labels.long(), n_classes).float()
-    return each.amax(1) if labels.ndim == 2 else each
-
-# %% ../../nbs/lab/44_capsnet.ipynb #4aa432c8
-def _check_shares(labels, n_classes):
-    if labels.ndim != 2 or labels.shape[1] != n_classes:
-        raise ValueError(f"expected shares [b, {n_classes}], got {tuple(labels.shape)}")
-    if may_look(labels) and not ((labels >= 0) & (labels <= 1 + 1e-6)).all():
-        raise ValueError(
-            f"shares must lie in [0, 1], got {labels.min().item()} to {labels.max().item()}"
-        )
-
-# %% ../../nbs/lab/44_capsnet.ipynb #bf20d533
-def _check_indices(labels, n_classes):
-    empty = labels.ndim == 2 and not labels.shape[1]
-    if labels.ndim not in (1, 2) or labels.dtype == torch.bool or empty:
-        raise ValueError(
-            f"expected class indices [b] or [b, k], got {labels.dtype} {tuple(labels.shape)}"
-        )
-    if not may_look(labels) or not labels.numel():
-        return
-    low, high = labels.min().item(), labels.max().item()
-    if low < 0 or high >= n_classes:
-        raise ValueError(f"class indices must lie in [0, {n_classes}), got {low} to {high}")
 
 # %% ../../nbs/lab/44_capsnet.ipynb #3f60b9d4
 @from_generator
@@ -175,11 +140,11 @@ class CapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'rou
     def forward(
         self,
         images: Tensor,  # [b, *image_shape], finite, in [0, 1] if they are to be drawn
-        labels: Tensor | None = None,  # class indices [b] or [b, k], or shares [b, n_classes]
+        labels: Tensor | None = None,  # see `class_shares`; or k numbers at once [b, k]
         originals: Tensor | None = None,  # [b, k, *image_shape], one for each of k labels
     ) -> CapsOut | dict:  # class capsules; with labels: loss, logits (the lengths)
         "Class capsules, or the loss; `ValueError` for images that do not fit."
-        check_images(images, self.image_shape)
+        images = as_images(images, self, self.image_shape)
         u = self.primary(F.relu(self.conv(images)))
         out = CapsOut(*route_capsules(u, self.W, self.n_iters)[:2])
         if labels is None:
@@ -199,36 +164,18 @@ class CapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'rou
             raise ValueError(f"expected v [b, j, h] and of [b], got {tuple(v.shape)} and {got}")
         if of is None:
             of = v.norm(dim=-1).argmax(-1)
-        return self.decoder(v, class_shares(of, v.shape[-2]).to(v.dtype))
-
-# %% ../../nbs/lab/44_capsnet.ipynb #cbd7fa24
-def check_images(
-    images: Tensor,  # that shall be [b, *image_shape], finite
-    image_shape: tuple,  # channels, rows, columns
-):
-    "`ValueError` for images that a network cannot take."
-    if images.shape[1:] != image_shape:
-        wanted = ', '.join(map(str, image_shape))
-        raise ValueError(f"expected images [b, {wanted}], got {tuple(images.shape)}")
-    if not images.is_floating_point():
-        raise ValueError(
-            f"expected images of a floating dtype (divide bytes by 255), got {images.dtype}"
-        )
-    if may_look(images) and not images.isfinite().all():
-        raise ValueError("images must be finite, got NaN or inf")
+        return self.decoder(v, class_shares(of, v[..., 0]))
 
 # %% ../../nbs/lab/44_capsnet.ipynb #00000011
 def capsnet_loss(
     net: nn.Module,  # with recon and decoder
     out: CapsOut,  # what it answered
     images: Tensor,  # [b, channels, rows, columns]
-    labels: Tensor,  # class indices [b] or [b, k], or shares [b, n_classes]
+    labels: Tensor,  # see `class_shares`; or k numbers at once [b, k]
     originals: Tensor | None = None,  # [b, k, channels, rows, columns]
 ) -> Tensor:  # mean over samples
     "Margin loss and `net.recon` times the squared error of the drawings (of k: their mean)."
-    if not len(images):
-        raise ValueError("expected at least one image to learn from, got an empty batch")
-    share = class_shares(labels, out.a.shape[-1]).to(out.a)
+    share = class_shares(labels, out.a, sums_to_1=False, at_once=True)
     loss = margin_loss(out.a, share)
     if net.decoder is None:
         return loss
@@ -236,7 +183,7 @@ def capsnet_loss(
         error = (net.decoder(out.v, share) - images).square().sum((1, 2, 3))
         return loss + net.recon * error.mean()
     _check_originals(labels, originals, net.image_shape)
-    each = F.one_hot(labels.long(), out.a.shape[-1]).to(out.a)  # [b, k, j]
+    each = class_shares(labels, out.a[:, None].expand(-1, labels.shape[1], -1))  # [b, k, j]
     error = (net.decoder(out.v[:, None], each) - originals).square().sum((2, 3, 4))
     return loss + net.recon * error.mean()
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from ..engine.layers import at_least_1
-from .capsnet import CapsNet, CapsOut, Decoder, capsnet_loss, check_images
-from .vision import HubMixin
+from .capsnet import CapsNet, CapsOut, Decoder, capsnet_loss
+from .vision import HubMixin, as_images
 from ..zoo.onestep import agree_once, squash_exp
 
 # %% auto #0
@@ -103,11 +103,11 @@ class EfficientCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsul
     def forward(
         self,
         images: Tensor,  # [b, *image_shape], finite, in [0, 1] if they are to be drawn
-        labels: Tensor | None = None,  # class indices [b] or [b, k], or shares [b, n_classes]
+        labels: Tensor | None = None,  # see `class_shares`; or k numbers at once [b, k]
         originals: Tensor | None = None,  # [b, k, *image_shape], one for each of k labels
     ) -> CapsOut | dict:  # class capsules; with labels: loss, logits (the lengths)
         "Class capsules, or the loss; `ValueError` for images that do not fit."
-        check_images(images, self.image_shape)
+        images = as_images(images, self, self.image_shape)
         out = self.capsules(images)
         if labels is None:
             return out

@@ -11,78 +11,78 @@ from torch import Tensor
 from ..engine.numerics import may_look
 
 # %% auto #0
-__all__ = ['spread_loss', 'LinearMargin', 'authors_margin', 'margin_loss', 'activation_cross_entropy', 'quality']
+__all__ = ['class_shares', 'reduced', 'spread_loss', 'LinearMargin', 'authors_margin', 'margin_loss', 'activation_cross_entropy',
+           'quality']
 
 # %% ../../nbs/lab/42_losses.ipynb #00000005
-def _as_distribution(
-    a: Tensor,  # [..., k] activations of the classes
-    target: Tensor,  # [...] class indices (integers), or [..., k] weights (floating point)
+def class_shares(
+    labels: Tensor,  # [...] class numbers; or [..., k] weights in [0, 1]: one-hot, soft or several
+    a: Tensor,  # [..., k] scores or activations of the classes
     sums_to_1: bool = True,  # whether weights must
+    at_once: bool = False,  # whether [..., m] may be m class numbers of one sample, where m is not k
 ) -> Tensor:  # [..., k] weights of the classes, in the dtype of a
-    "One-hot weights for hard targets, soft targets as they are; `ValueError` if they do not fit."
-    k = a.shape[-1] if a.ndim else 0
-    if not a.is_floating_point() or k < 1:
+    "Labels of every form and dtype as weights; `ValueError` says what was expected and what came."
+    if not a.ndim or not a.is_floating_point():
+        raise ValueError(f"a must be floating point [..., k], got {a.dtype} {tuple(a.shape)}")
+    if not isinstance(labels, Tensor):
+        raise ValueError(f"labels must be a tensor, got {type(labels).__name__}")
+    lead, k = a.shape[:-1], a.shape[-1]
+    if labels.shape == a.shape:
+        _check_weights(labels, sums_to_1)
+        return labels.to(a.dtype)
+    several = at_once and labels.ndim == a.ndim and labels.shape[:-1] == lead and labels.shape[-1]
+    whole = not labels.is_floating_point() and labels.dtype != torch.bool
+    if not whole or not (several or labels.shape == lead):
         raise ValueError(
-            f"a must be floating point, of shape [..., k], got {a.dtype} of shape {tuple(a.shape)}"
+            f"expected class numbers {[*lead]} or weights {[*a.shape]} of the classes, "
+            f"got {labels.dtype} {[*labels.shape]}"
         )
-    if not target.is_floating_point():
-        _check_indices(target, a.shape)
-        return torch.zeros_like(a).scatter(-1, target.long()[..., None], 1.0)
-    if target.shape != a.shape:
-        raise ValueError(
-            f"soft targets must have the shape of a, {tuple(a.shape)}, got {tuple(target.shape)}"
-        )
-    if may_look(target):
-        _check_shares(target, sums_to_1)
-    return target.to(a.dtype)
+    if may_look(labels) and labels.numel():
+        low, high = (v.item() for v in torch.aminmax(labels))
+        if low < 0 or high >= k:
+            raise ValueError(f"class numbers must lie in [0, {k}), got {low} to {high}")
+    return torch.zeros_like(a).scatter(
+        -1, labels.long() if several else labels.long()[..., None], 1
+    )
 
-# %% ../../nbs/lab/42_losses.ipynb #e51d5c7e
-def _check_indices(target, shape):
-    if target.dtype == torch.bool or target.shape != shape[:-1]:
-        raise ValueError(
-            f"hard targets must be integers of shape {tuple(shape[:-1])}, "
-            f"got {target.dtype} of shape {tuple(target.shape)}"
-        )
-    if not may_look(target) or not target.numel():
+
+def _check_weights(labels, sums_to_1):
+    if not may_look(labels) or not labels.numel():
         return
-    low, high = target.min().item(), target.max().item()
-    if low < 0 or high >= shape[-1]:
-        raise ValueError(f"hard targets must lie in [0, {shape[-1]}), got {low} to {high}")
-
-# %% ../../nbs/lab/42_losses.ipynb #1607638b
-def _check_shares(target, sums_to_1):
-    if not ((target >= 0) & (target <= 1)).all():
-        raise ValueError("soft targets must lie in [0, 1]")
-    off = (target.sum(-1) - 1).abs()
-    if sums_to_1 and (off > 8 * target.shape[-1] * torch.finfo(target.dtype).eps).any():
-        raise ValueError(
-            f"soft targets must sum to 1, got one that is off by {off.max().item():.3g}"
-        )
+    if not ((labels >= 0) & (labels <= 1 + 1e-6)).all():
+        low, high = labels.min().item(), labels.max().item()
+        raise ValueError(f"weights of classes must lie in [0, 1], got {low} to {high}")
+    eps = torch.finfo(labels.dtype).eps if labels.is_floating_point() else 0
+    off = (labels.sum(-1) - 1).abs().max().item()
+    if sums_to_1 and off > 8 * labels.shape[-1] * eps:
+        raise ValueError(f"weights of classes must sum to 1, got some that are off by {off:.3g}")
 
 # %% ../../nbs/lab/42_losses.ipynb #156117aa
-def _reduced(
+def reduced(
     loss: Tensor,  # [...] losses of the samples
-    reduction: str,  # 'mean', 'sum' or 'none'
+    reduction: str = 'mean',  # 'mean', 'sum' or 'none'
 ) -> Tensor:  # a number, or the losses as they are
-    "Mean over samples, sum, or neither; `ValueError` for any other word."
+    "Mean over samples, sum, or neither; `ValueError` for any other word, and for the mean of none."
     if reduction not in ('mean', 'sum', 'none'):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+    if reduction == 'mean' and not loss.numel():
+        raise ValueError("expected at least one sample to learn from, got an empty batch")
     return loss if reduction == 'none' else getattr(loss, reduction)()
 
 # %% ../../nbs/lab/42_losses.ipynb #00000008
 def spread_loss(
     a: Tensor,  # [..., k] activations of the classes
-    target: Tensor,  # [...] class indices, or [..., k] soft targets
+    target: Tensor,  # [...] class numbers, or [..., k] weights of the classes
     margin: float = 0.9,  # smallest gap that costs nothing, in (0, 1]
     reduction: str = 'mean',  # 'mean', 'sum' or 'none', over samples
 ) -> Tensor:  # a number, or [...] without reduction
     "Squared shortfall of the gaps between the right class and all others (Hinton 2018, eq. 3)."
     if not 0 < margin <= 1:
         raise ValueError(f"margin must lie in (0, 1], got {margin!r}")
-    p = _as_distribution(a, target)
+    p = class_shares(target, a)
     short = (margin - (a[..., :, None] - a[..., None, :])).clamp_min(0).square()  # [..., t, i]
     off = 1 - torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-    return _reduced((p[..., None] * short * off).sum((-2, -1)), reduction)
+    return reduced((p[..., None] * short * off).sum((-2, -1)), reduction)
 
 # %% ../../nbs/lab/42_losses.ipynb #0000000b
 class LinearMargin:
@@ -123,7 +123,7 @@ def authors_margin(
 # %% ../../nbs/lab/42_losses.ipynb #0000000e
 def margin_loss(
     a: Tensor,  # [..., k] activations of the classes (or lengths of capsules)
-    target: Tensor,  # [...] class indices, or [..., k] presences in [0, 1], which need not sum to 1
+    target: Tensor,  # [...] class numbers, or [..., k] weights, which need not sum to 1
     above: float = 0.9,  # a present class should be at least this active
     below: float = 0.1,  # an absent one at most this
     absent: float = 0.5,  # weight of absent classes
@@ -134,14 +134,14 @@ def margin_loss(
         raise ValueError(
             f"margins must be 0 <= below <= above <= 1, got below={below!r}, above={above!r}"
         )
-    T = _as_distribution(a, target, sums_to_1=False)
+    T = class_shares(target, a, sums_to_1=False)
     there, not_there = (above - a).clamp_min(0).square(), (a - below).clamp_min(0).square()
-    return _reduced((T * there + absent * (1 - T) * not_there).sum(-1), reduction)
+    return reduced((T * there + absent * (1 - T) * not_there).sum(-1), reduction)
 
 # %% ../../nbs/lab/42_losses.ipynb #00000011
 def activation_cross_entropy(
     a: Tensor,  # [..., k] activations of the classes, in [0, 1]
-    target: Tensor,  # [...] class indices, or [..., k] soft targets
+    target: Tensor,  # [...] class numbers, or [..., k] weights of the classes
     of: str = 'share',  # of a class's 'share' of all activation, or of the 'softmax' of activations
     reduction: str = 'mean',  # 'mean', 'sum' or 'none', over samples
     eps: float = 1e-6,  # added to every activation under 'share', so that none is impossible
@@ -149,9 +149,9 @@ def activation_cross_entropy(
     "Cross-entropy for activations that are no logits (Hinton 2018, Table 1, CrossEnt)."
     if of not in ('share', 'softmax'):
         raise ValueError(f"of must be 'share' or 'softmax', got {of!r}")
-    p = _as_distribution(a, target)
+    p = class_shares(target, a)
     log_p = torch.log_softmax((a.clamp_min(0) + eps).log() if of == 'share' else a, -1)
-    return _reduced(-(p * log_p).sum(-1), reduction)
+    return reduced(-(p * log_p).sum(-1), reduction)
 
 # %% ../../nbs/lab/42_losses.ipynb #ca1b0002
 def quality(

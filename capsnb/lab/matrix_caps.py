@@ -28,7 +28,7 @@ from capsnb.lab.losses import (
     margin_loss,
     spread_loss,
 )
-from .vision import ConvTrunk, HubMixin, Scores, answer, norb_trunk
+from .vision import ConvTrunk, HubMixin, Scores, answer, as_images, norb_trunk
 from ..engine.dstep import CapsNorm
 
 # %% auto #0
@@ -327,12 +327,7 @@ class MatrixCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules'
         images: Tensor,  # [b, channels, m, n]
     ) -> Tensor:  # [b, channels, m', n']: what primary capsules see
         "Feature maps of images; `ValueError` if the images do not fit."
-        if images.ndim != 4 or images.shape[1] != self.in_channels:
-            raise ValueError(
-                f"expected images [b, {self.in_channels}, m, n], got shape {tuple(images.shape)}"
-            )
-        if not images.is_floating_point():
-            raise ValueError(f"images must be floating point, got {images.dtype}")
+        images = as_images(images, self, (self.in_channels, None, None))
         if self.layers is not None:
             _caps_places(images.shape[-2:], self.layers)
         return self.stem(images) if hasattr(self, 'stem') else F.relu(self.conv(images))

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from ..core import from_bytes, need, palette, plot_style
 from ..data.files import read_json, write_json
 from ..data.mnist import place_images
-from .capsnet import CapsNet, capsnet_loss, class_shares
+from .capsnet import CapsNet, capsnet_loss
+from .losses import class_shares
 from .digits import Digits
 from .report import runs_of
 from .routing_net import RoutingNet
@@ -238,8 +239,9 @@ class PoolingCNN(nn.Module, HubMixin, library_name='capsnb', tags=['cnn']):
         scores = pair_scores(a)
         if labels is None:
             return Both(scores, a)
-        share = class_shares(pair_classes(a.shape[-1]).to(labels.device)[labels], a.shape[-1])
-        loss = F.binary_cross_entropy_with_logits(a, share.to(a), reduction='sum') / len(a)
+        both = pair_classes(a.shape[-1]).to(labels.device)[labels]
+        share = class_shares(both, a, sums_to_1=False, at_once=True)
+        loss = F.binary_cross_entropy_with_logits(a, share, reduction='sum') / len(a)
         return dict(loss=loss, logits=scores)
 
 # %% ../../nbs/lab/67_overlap.ipynb #00000013

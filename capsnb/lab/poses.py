@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from ..core import need, palette, plot_style
 from ..data.files import read_json, write_json
 from ..data.norb import degrees
-from .capsnet import Decoder, class_shares
+from .capsnet import Decoder
+from .losses import class_shares
 from .inspect import Poses, check_novel, class_pose, features_of, in_batches
 from .inspect import mds_path, plot_change, plot_paths, plot_sheet, pose_change, poses_of
 from .inspect import ridge_by_class, viewpoint_grid
@@ -124,7 +125,7 @@ class PoseNet(RoutingNet, library_name='capsnb', tags=['capsules', 'routing']):
         seen = torch.cat([images, turned_pictures(images, turn, move)]) if self.equi else images
         top = self.capsules(seen)[-1]
         a, mu = top.a[: len(images)], top.mu[: len(images)]
-        share = class_shares(labels, a.shape[-1]).to(mu)
+        share = class_shares(labels, a).to(mu)
         found = answer(Routed(a, mu, None), labels)
         if self.decoder is not None:
             error = (self.draw(mu, share) - images).square().sum((1, 2, 3)).mean()

@@ -18,24 +18,44 @@ from einops import rearrange
 from ..core import from_generator, need, plot_style
 from ..data.files import regular
 from ..engine.dstep import Routing
-from ..engine.numerics import may_look
+from ..engine.numerics import autocasting, may_look
+from .losses import class_shares, reduced
 
 # %% auto #0
-__all__ = ['normed_conv', 'ConvTrunk', 'CapsuleHeads', 'Scores', 'answer', 'OnlyScores', 'n_params', 'HubMixin', 'trace_credit',
-           'DStepNet', 'earned', 'norb_trunk', 'SmallNORBNet', 'draw_net', 'published_name', 'read_published',
-           'load_published', 'PlainCNN', 'rival_of', 'BaselineCNN', 'timed_step', 'step_shares']
+__all__ = ['as_images', 'normed_conv', 'ConvTrunk', 'CapsuleHeads', 'Scores', 'answer', 'OnlyScores', 'n_params', 'HubMixin',
+           'trace_credit', 'DStepNet', 'earned', 'norb_trunk', 'SmallNORBNet', 'draw_net', 'published_name',
+           'read_published', 'load_published', 'PlainCNN', 'rival_of', 'BaselineCNN', 'timed_step', 'step_shares']
 
 # %% ../../nbs/lab/43_vision.ipynb #00000005
-def _stack_coordinates(
-    images: Tensor,  # [b, channels, m, n]
-) -> Tensor:  # [b, channels + 2, m, n]: the image, then row and column in [-1, 1]
-    "Stack a vertical and a horizontal coordinate on the channels of an image."
-    if images.ndim != 4:
-        raise ValueError(f"expected images [b, channels, m, n], got shape {tuple(images.shape)}")
+def as_images(
+    images: Tensor,  # that shall be [b, channels, m, n], floating point and finite
+    net: nn.Module,  # that reads them
+    shape: tuple,  # channels, rows, columns; None: any number
+    least: int = 1,  # rows and columns
+) -> Tensor:  # in the dtype of the network
+    "Images as a network reads them; `ValueError` says what was expected and what came."
+    sizes = ', '.join(str(name if n is None else n) for name, n in zip('cmn', shape))
+    told = f"expected images [b, {sizes}]" + (f", m and n at least {least}" if least > 1 else '')
+    if not isinstance(images, Tensor):
+        raise ValueError(
+            f"{told} as a tensor, got {type(images).__name__} (torch.as_tensor makes one)"
+        )
+    fits = images.ndim == 4 and all(n in (None, got) for n, got in zip(shape, images.shape[1:]))
+    if not fits or min(images.shape[2:]) < least:
+        raise ValueError(f"{told}, got shape {tuple(images.shape)}")
     if not images.is_floating_point():
         raise ValueError(
             f"expected images of a floating dtype (divide bytes by 255), got {images.dtype}"
         )
+    if may_look(images) and not images.isfinite().all():
+        raise ValueError("images must be finite, got NaN or inf")
+    return images if autocasting(images.device) else images.to(next(net.parameters()).dtype)
+
+
+def _stack_coordinates(
+    images: Tensor,  # [b, channels, m, n]
+) -> Tensor:  # [b, channels + 2, m, n]: the image, then row and column in [-1, 1]
+    "Stack a vertical and a horizontal coordinate on the channels of an image."
     b, _, m, n = images.shape
     kw = dict(dtype=images.dtype, device=images.device)
     rows, cols = (torch.linspace(-1, 1, k, **kw) for k in (m, n))
@@ -84,12 +104,7 @@ class ConvTrunk(nn.Module):
         self,
         images: Tensor,  # [b, in_channels, m, n]
     ) -> Tensor:  # [b, channels[-1], m', n']
-        least, shape = self.least, images.shape
-        if len(shape) != 4 or shape[1] != self.in_channels or min(shape[2:]) < least:
-            raise ValueError(
-                f"expected images [b, {self.in_channels}, m, n], m and n at least {least}, "
-                f"got shape {tuple(shape)}"
-            )
+        images = as_images(images, self, (self.in_channels, None, None), self.least)
         x = _stack_coordinates(images)
         for stage in self.stages:
             x = F.silu(stage(x))
@@ -141,33 +156,15 @@ class Scores(NamedTuple):
 # %% ../../nbs/lab/43_vision.ipynb #0615521a
 def answer(
     out,  # a named tuple whose `a` holds the scores [b, j]
-    labels: Tensor | None = None,  # class indices [b], or soft targets [b, j]
+    labels: Tensor | None = None,  # see `class_shares`
 ) -> Any:  # `out` itself, or with labels {'loss': cross-entropy, 'logits': scores}
     "`out` for a reader, loss and logits for a trainer; `ValueError` for labels that do not fit."
     if labels is None:
         return out
-    _check_labels(labels, out.a)
-    target = labels.float() if labels.ndim == 2 else labels.long()
-    return dict(loss=F.cross_entropy(out.a.float(), target), logits=out.a)
-
-# %% ../../nbs/lab/43_vision.ipynb #3c087b62
-def _check_labels(labels, a):
-    if labels.shape not in (a.shape, a.shape[:1]):
-        raise ValueError(
-            f"expected labels [b] or [b, n_classes] for scores {tuple(a.shape)}, "
-            f"got {tuple(labels.shape)}"
-        )
-    if labels.ndim == 2:
-        return
-    if labels.is_floating_point() or labels.dtype == torch.bool:
-        raise ValueError(f"expected whole numbers as labels [b], got {labels.dtype}")
-    if not may_look(labels):
-        return  # looking would make a GPU wait
-    if ((labels < 0) | (labels >= a.shape[1])).any():
-        raise ValueError(
-            f"expected labels from 0 to {a.shape[1] - 1}, "
-            f"got {labels.min().item()} to {labels.max().item()}"
-        )
+    shares = class_shares(labels, out.a)
+    target = labels.long() if labels.ndim == 1 else shares.float()
+    loss = reduced(F.cross_entropy(out.a.float(), target, reduction='none'))
+    return dict(loss=loss, logits=out.a)
 
 # %% ../../nbs/lab/43_vision.ipynb #0c0de001
 class OnlyScores(nn.Module):
@@ -600,12 +597,7 @@ class BaselineCNN(nn.Module, HubMixin, library_name='capsnb', tags=['cnn']):
         self,
         images: Tensor,  # [b, channels, m, n]
     ) -> Tensor:  # [b, 1024]: what the last layer reads
-        wanted = (self.in_channels, *self.size)
-        if images.shape[1:] != wanted:
-            raise ValueError(
-                f"expected images [b, {', '.join(map(str, wanted))}], "
-                f"got shape {tuple(images.shape)}"
-            )
+        images = as_images(images, self, (self.in_channels, *self.size))
         return F.relu(self.hidden(self.convs(images).flatten(1)))
 
 # %% ../../nbs/lab/43_vision.ipynb #0000003b

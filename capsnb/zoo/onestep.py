@@ -80,11 +80,12 @@ def route_alone(
     fit: Tensor,  # [..., i, j] logits of the shares
 ) -> RoutedR:  # without variances
     "Share out activations and votes as the parts say (Hahn 2019)."
+    there = F.logsigmoid(a).clamp_min(torch.finfo(a.dtype).min / 4)[..., None]
+    there = there - there.detach().logsumexp(-2, keepdim=True)  # ratios count, however weak all are
+    weight = (there + fit.log_softmax(-1)).softmax(-2)
     R, tiny = fit.softmax(-1), torch.finfo(V.dtype).tiny ** 0.5
-    got, left = ((a.sigmoid()[..., None] * share).sum(-2) for share in (R, 1 - R))
-    weight = a.sigmoid()[..., None] * R / got.clamp_min(tiny)[..., None, :]
-    mu = total(weight, V)
-    return RoutedR(got.clamp_min(tiny).log() - left.clamp_min(tiny).log(), mu, None, R)
+    got, left = ((there.exp() * share).sum(-2).clamp_min(tiny).log() for share in (R, 1 - R))
+    return RoutedR(got - left, total(weight, V), None, R)
 
 # %% ../../nbs/zoo/30_onestep.ipynb #00000011
 class SelfRouting(Router):

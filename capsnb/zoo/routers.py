@@ -22,7 +22,7 @@ from capsnb.engine.dstep import (
 from ..engine.dynamic import dynamic_routing
 from ..engine.em import em_routing
 from ..engine.layers import at_least_1
-from ..engine.moments import em_moments, n_stats, products_at, statistics_of
+from ..engine.moments import em_moments, n_stats, products_at, statistics_of, weighted_mean
 from ..engine.numerics import autocasting, without_autocast
 from ..routing.dstep import Routed, RoutedR, votes
 from ..routing.dynamic import squash
@@ -93,9 +93,7 @@ class MomentVotes:
             x, B = (t.flatten(-2)[..., None, :] for t in (x, B))
             W = torch.einsum('ab,jdh->jadbh', rows, W).flatten(3).flatten(1, 2)
         *lead, i, c, d = x.shape
-        there = a.detach().to(wide).sigmoid() + torch.finfo(wide).tiny  # if nobody is, all are
-        there = (there / there.sum(-1, keepdim=True))[..., None, None]
-        x0 = (there * x.detach()).sum(-3)
+        x0 = weighted_mean(a.to(wide).sigmoid(), x)
         flat = x.reshape(math.prod(lead), i, c, d).permute(0, 2, 3, 1).contiguous()
         (phi,) = statistics_of(flat, x0.reshape(-1, c, d), True)
         self.phi, self.at = phi.view(*lead, *phi.shape[1:]), products_at(c, d).to(V.device)
