@@ -13,7 +13,7 @@ from capsnb.engine import compiled
 from capsnb.engine.layers import ClassCaps, ConvCaps, field_table
 from capsnb.engine.numerics import assert_as_exact, error_to
 from capsnb.routing.em import as_floor, inverse_temperature
-from test_layers import brute_force, draw, errors_far_away, layer, step
+from test_layers import draw, layer, step
 
 pytest.importorskip('numba')
 f64 = torch.float64
@@ -27,31 +27,6 @@ def same(l, a, mu, tol=1e-11):
     for got, w in zip(step(l, a, mu), want):
         assert got.dtype == w.dtype
         assert error_to(got, w) <= tol or (got - w).abs().max() < 1e-15  # the rounding of a zero
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    st.integers(1, 5),
-    st.integers(1, 5),
-    st.tuples(st.integers(1, 3), st.integers(1, 3)),
-    st.tuples(st.integers(1, 3), st.integers(1, 3)),
-    st.tuples(st.integers(0, 2), st.integers(0, 2)),
-    st.integers(1, 4),
-    st.sampled_from([1e-3, '10%']),
-    st.integers(0, 99),
-)
-def test_any_field_against_brute_force(M, N, K, stride, padding, n_iters, eps, seed):
-    kw = dict(K=K, stride=stride, padding=tuple(min(p, k - 1) for p, k in zip(padding, K)))
-    try:
-        field_table((M, N), 2, **kw)
-    except ValueError:
-        return  # no room
-    l = layer('compiled', n_iters=n_iters, eps=eps, seed=seed, **kw)
-    a, mu = draw(1, M, N, 2, seed=seed)
-    want, _, parents = brute_force(l, a, mu, n_iters, eps)
-    if eps == 1e-3 or parents.any(0).all():
-        for got, w in zip(l(a, mu)[:3], want):
-            assert_close(got, w, rtol=1e-6, atol=1e-8)
 
 
 @settings(max_examples=25, deadline=None)
@@ -112,30 +87,6 @@ def test_float32_is_as_exact_as_votes(damping):
     l.plan = 'compiled'
     for fast, r, t in zip(step(l, a, mu), ref, truth):
         assert_as_exact(fast, r, t)
-
-
-@pytest.mark.parametrize('eps', [1e-8, 1e-4, 1e-2, 1.0, '1%', 'auto'])
-@pytest.mark.parametrize('offset', [0.0, 1.0, 1e3, 1e5, -1e6])
-def test_the_mean_of_one_vote_is_the_vote_wherever_it_lies(eps, offset):
-    votes, found = (errors_far_away(p, 1, 1, eps, offset) for p in ('votes', 'compiled'))
-    assert max(found[:3]) < max(1e-6, 2 * max(votes[:3]))
-    assert max(f / max(v, 1e-5) for f, v in zip(found, votes)) < 2
-
-
-@pytest.mark.parametrize('scale', [1e-3, 1.0, 1e3])
-@pytest.mark.parametrize('offset', [0.0, 1e2, 1e4])
-@pytest.mark.parametrize('eps', ['1%', 'auto'])
-def test_far_from_the_origin_they_are_as_exact_as_votes(eps, offset, scale):
-    for K, I in ((2, 1), (3, 3)):
-        votes, found = (errors_far_away(p, K, I, eps, offset, scale) for p in ('votes', 'compiled'))
-        assert all(f < 4 * v + 1e-4 for f, v in zip(found, votes)), (K, I, votes, found)
-
-
-@pytest.mark.parametrize('eps', [1e-4, '10%'])
-def test_finite_with_one_child_and_at_the_extremes(eps):
-    for a in (torch.zeros, torch.ones):
-        l, mu = layer('compiled', I=1, K=2, eps=eps), 1e3 * draw(1, 3, 3, 1)[1]
-        assert all(t.isfinite().all() for t in step(l, a(1, 3, 3, 1, dtype=f64), mu))
 
 
 def test_groups_of_images_and_shares_that_are_made_again_change_nothing(monkeypatch):

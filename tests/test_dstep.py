@@ -34,13 +34,6 @@ def test_a_missing_weight_is_named():
         Routing(**golden['published_1']['args']).load_state_dict(weights)
 
 
-def test_loading_leaves_the_given_state_dict_alone():
-    weights = dict(golden['tied']['weights'])
-    before = set(weights)
-    Routing(**golden['tied']['args']).load_state_dict(weights)
-    assert set(weights) == before
-
-
 def make(plan, dtype=torch.float64, **kw):
     torch.manual_seed(0)
     layer = Routing(**{**dict(d_cov=2, d_inp=3, d_out=2, n_out=4, plan=plan), **kw}).to(dtype)
@@ -246,11 +239,6 @@ def test_what_is_not_a_tensor_is_refused_by_name():
         make('auto', torch.float32)(torch.zeros(5), torch.zeros(5, 2, 3).numpy())
 
 
-def test_an_unknown_plan_is_told_all_names():
-    with pytest.raises(ValueError, match="'auto', 'votes', .*'compiled'.*'triton'"):
-        Routing(2, 3, 2, n_out=4, plan='fast')
-
-
 def test_a_broken_parameter_is_named():
     layer = make('auto', torch.float32)
     layer.W.data[0, 0] = math.nan
@@ -292,19 +280,6 @@ def test_it_compiles_to_the_same_numbers():
         assert_close(p, q)
 
 
-def test_deepcopy_and_pickle():
-    import copy
-    import io
-
-    layer = make('auto')
-    buffer = io.BytesIO()
-    torch.save(layer.state_dict(), buffer)
-    other = copy.deepcopy(layer)
-    a, mu = torch.randn(9).double(), torch.randn(9, 2, 3).double()
-    for p, q in zip(layer(a, mu), other(a, mu)):
-        assert_close(p, q)
-
-
 def test_auto_takes_a_plan_that_serves():
     for shared in (True, False):
         for sizes in (
@@ -315,12 +290,6 @@ def test_auto_takes_a_plan_that_serves():
         ):
             s = Sizes(*sizes, shared)
             assert not plans[choose_plan(s)].refuses(s)
-
-
-def test_auto_counts_what_an_output_costs():
-    "with few parts and many outputs, moments are ten times slower than votes"
-    assert choose_plan(Sizes(80, 8, 10_000, 1, 4, 4, True)) != 'moments'
-    assert choose_plan(Sizes(20, 5000, 64, 4, 4, 4, True)) == 'moments'
 
 
 @pytest.mark.parametrize('name', ['dstep', 'kmeans-soft', 'em'])
@@ -347,3 +316,9 @@ def test_a_layer_pickled_before_it_had_a_start():
     assert 'start' not in repr(layer)
     layer.reset_parameters()
     assert layer.W.isfinite().all()
+
+
+def test_auto_counts_what_an_output_costs():
+    "with few parts and many outputs, moments are ten times slower than votes"
+    assert choose_plan(Sizes(80, 8, 10_000, 1, 4, 4, True)) != 'moments'
+    assert choose_plan(Sizes(20, 5000, 64, 4, 4, 4, True)) == 'moments'

@@ -1,6 +1,5 @@
 """EM routing: its invariants, its limits, and the pitfalls of other implementations."""
 
-import itertools
 import math
 import pytest
 import torch
@@ -8,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 from torch.distributions import Independent, Normal
 from torch.testing import assert_close
 from capsnb.routing import mixture
-from capsnb.engine.em import as_damping, em_routing, free_energy, share_out
+from capsnb.engine.em import as_damping, em_routing, free_energy
 from capsnb.routing.em import (
     Floor,
     activation_logit,
@@ -141,69 +140,6 @@ def test_shares_of_a_child_sum_to_one_over_its_parents(size, n_iters, seed, mask
     assert_close(R.sum(-1), want)
     if masked:
         assert (R[:, ~m] == 0).all()
-
-
-def test_pitfall_3_parents_at_different_positions_compete():
-    "child 1 is in both fields: what one position takes, the other lacks"
-    fields = torch.tensor([[0, 1], [1, 2]])
-    L = torch.randn(2, 2, 4, dtype=f64)
-    R = share_out(L, fields=fields, n=1 + int(fields.max()))
-    both = torch.softmax(torch.cat([L[0, 1], L[1, 0]]), 0)
-    assert_close(torch.cat([R[0, 1], R[1, 0]]), both)
-    a, V = torch.ones(3, dtype=f64), torch.randn(2, 2, 4, 2, 2, dtype=f64)
-    start = em_routing(a, V, 0.0, 0.0, 1.0, 1, fields=fields).R
-    assert_close(
-        start, torch.tensor([[1 / 4, 1 / 8], [1 / 8, 1 / 4]], dtype=f64)[..., None].expand(2, 2, 4)
-    )
-
-
-@pytest.mark.parametrize('n_iters', [1, 3])
-def test_pitfall_4_output_depends_on_a_in(n_iters):
-    a, V, ba, bu = problem(b=1)
-    a = a.requires_grad_()
-    out = em_routing(a, V, ba, bu, 1.0, n_iters)
-    for o in out[:3]:
-        assert torch.autograd.grad(o.sin().sum(), a, retain_graph=True)[0].abs().min() > 1e-9
-    halved = em_routing(a / 2, V, ba, bu, 1.0, 1)  # half of everyone: the same poses, half the cost
-    first = em_routing(a, V, ba, bu, 1.0, 1)
-    assert_close(halved.mu, first.mu)
-    assert_close(halved.a.logit(), ba + (first.a.logit() - ba) / 2)
-
-
-def test_pitfall_5_e_step_is_softmax_of_log_a_plus_log_density():
-    a, V, _, _ = problem()
-    mu, s = m_step(a[..., None].expand(2, 7, 3), V)
-    act = torch.rand(2, 3, dtype=f64)
-    want = torch.softmax(
-        act.log()[:, None] + Independent(Normal(mu[:, None], s.sqrt()[:, None]), 2).log_prob(V), -1
-    )
-    assert_close(e_step(V, act.log(), mu, s), want)
-    out2, out1 = (
-        em_routing(a, V, 0.3, 0.2, 1.0, 2, eps=1e-3),
-        em_routing(a, V, 0.3, 0.2, 1.0, 1, eps=1e-3),
-    )
-    assert_close(out2.R, e_step(V, out1.a.log(), out1.mu, out1.sig2))
-
-
-def test_pitfall_8_softmax_over_parents_not_children():
-    a, V, ba, bu = problem()
-    R = em_routing(a, V, ba, bu, 1.0).R
-    assert_close(R.sum(-1), torch.ones(2, 7, dtype=f64))
-    assert (R.sum(-2) - 1).abs().min() > 1e-3
-
-
-@pytest.mark.parametrize('dtype', [torch.float32, f64])
-@pytest.mark.parametrize('n_iters', [1, 2, 3, 5])
-@pytest.mark.parametrize('eps', [1e-4, 1e-9, '10%'])
-def test_pitfall_1_parent_with_one_child_is_finite(dtype, n_iters, eps):
-    for scale, lam in itertools.product((0.0, 1e-6, 1.0, 1e4), (1.0, inverse_temperature)):
-        a, V, ba, bu = problem(i=1, dtype=dtype, scale=scale)
-        for acts in (a, 0 * a, 0 * a + 1):
-            assert_finite(acts, V, ba, bu, lam, n_iters, eps)
-    m = torch.eye(4, dtype=torch.bool)
-    m[0] = True  # one or two children each
-    a, V, ba, bu = problem(i=4, j=4, dtype=dtype)
-    assert_finite(a, V, ba, bu, 1.0, n_iters, eps, parents=m)
 
 
 def assert_finite(a, V, ba, bu, lam, n_iters, eps, **kw):
@@ -409,15 +345,6 @@ def test_F_is_the_free_energy_of_what_is_returned(act):
         assert_close(out.F[:, -1], want)
 
 
-def test_more_data_need_a_higher_temperature():
-    "pitfall 2: the logit is linear in the data: half the temperature makes up for twice the data"
-    a, V, _, _ = problem(b=1)
-    one = em_routing(a, V, 0.0, 0.7, 0.5, 1)
-    two = em_routing(torch.cat([a, a], 1), torch.cat([V, V], 1), 0.0, 0.7, 0.25, 1)
-    assert_close(two.a, one.a)
-    assert_close(two.mu, one.mu)
-
-
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_low_precision_inputs_and_autocast(dtype):
     a, V, ba, bu = problem(dtype=torch.float32)
@@ -466,22 +393,6 @@ def test_variances_of_half_precision_poses_do_not_overflow():
     want = em_routing(a.half().float(), (1e4 * V).half().float(), ba, bu, 0.01, eps='auto')
     assert_close(out.sig2, want.sig2)
     assert out.a.dtype == out.mu.dtype == out.R.dtype == torch.float16
-
-
-def test_vector_poses_are_routed_as_matrices_are():
-    g = torch.Generator().manual_seed(0)
-    a, M, W = (
-        torch.rand(2, 6, generator=g),
-        torch.randn(2, 6, 1, 16, generator=g),
-        torch.randn(6, 3, 16, 16, generator=g),
-    )
-    V = torch.einsum('bicd,ijdh->bijch', M, W)
-    flat, square = (
-        em_routing(a, V, 0.1, 0.2, 0.5),
-        em_routing(a, V.unflatten(-1, (4, 4))[..., 0, :, :], 0.1, 0.2, 0.5),
-    )
-    assert_close(flat.mu.flatten(-2), square.mu.flatten(-2))
-    assert_close(flat.a, square.a)
 
 
 a2, V2 = torch.rand(4), torch.randn(4, 3, 2, 2)

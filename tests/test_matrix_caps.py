@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 from capsnb.engine.layers import ClassCaps, ConvCaps, PrimaryCaps
 from capsnb.lab.matrix_caps import MatrixCapsNet, presets, routing_settings, start_weights
-from capsnb.lab.objects import PairCrops, PairDeck, Toys, standardised
+from capsnb.lab.objects import PairCrops, PairDeck, Toys
+from capsnb.lab.routing_net import RoutingNet
 from capsnb.lab.tasks import with_options
 from capsnb.lab.train import fit_decks
 from capsnb.lab.vision import ConvTrunk, n_params, norb_trunk
@@ -153,23 +154,6 @@ def test_any_module_is_a_stem():
     assert trunk.training is False and n.primary.conv.in_channels == 6
 
 
-def test_competition_within_places_is_that_of_each_place():
-    torch.manual_seed(0)
-    a, mu = torch.rand(2, 4, 4, 2).double(), torch.randn(2, 4, 4, 2, 4, 4).double()
-    layer = ConvCaps(2, 3, compete='within', bias=True, padding=1).double()
-    torch.nn.init.normal_(layer.B)
-    out = layer(a, mu, return_R=True)
-    seen = out.R.sum(-1)
-    assert_close(seen[:, 1:3, 1:3], torch.ones(2, 2, 2, 18).double())
-    alone = ConvCaps(2, 3, bias=True).double()
-    alone.load_state_dict(layer.state_dict())
-    for r, c in ((0, 0), (1, 0)):
-        one = alone(a[:, r : r + 3, c : c + 3], mu[:, r : r + 3, c : c + 3])
-        assert_close(one.mu[:, 0, 0], out.mu[:, r + 1, c + 1])
-        assert_close(one.a[:, 0, 0], out.a[:, r + 1, c + 1])
-    assert (alone(a, mu).mu - out.mu[:, 1:3, 1:3]).abs().max() > 1e-3
-
-
 def test_shares_for_logits_have_the_gradients_of_all_votes():
     torch.manual_seed(0)
     a, mu = torch.rand(2, 4, 4, 2).double(), torch.randn(2, 4, 4, 2, 4, 4).double()
@@ -182,20 +166,6 @@ def test_shares_for_logits_have_the_gradients_of_all_votes():
         found.append([layer.W.grad, a.grad, mu.grad, layer.beta_u.grad])
         a.grad = mu.grad = None
     assert_close(*found)
-
-
-@each_preset
-def test_no_image_is_no_error(preset):
-    n = net(preset=preset)
-    x = torch.zeros(0, 2, 32, 32, requires_grad=True)
-    out = n(x)
-    out.a.sum().backward()
-    assert (
-        out.a.shape == (0, 5)
-        and out.mu.shape == (0, 5, 4, 4)
-        and out.R.shape == (0, 4, 4, 3, 5)
-        and x.grad.shape == x.shape
-    )
 
 
 @pytest.mark.parametrize('size', [(17, 17), (32, 45), (51, 20)])
@@ -363,41 +333,6 @@ def _one_iteration(l):
     return l
 
 
-def test_pitfall_2_classes_get_many_times_the_data_of_convolutional_parents():
-    n = Toys().make('matrix-caps')
-    x = n.primary(n.conv(torch.randn(1, 2, 32, 32)).relu())
-    S = []
-    for layer in n.caps:
-        out = layer(*x[:2], return_R=True)
-        S.append(x[0].sum().item() / out.a.numel())
-        x = out
-    S.append(x[0].sum().item() / 5)
-    assert S[2] > 10 * max(S[:2])
-    kappa = [
-        routing_settings('gritzman', *k)['lam'][0] / routing_settings('paper', *k)['lam'][0]
-        for k in ((72, 16, 0), (144, 16, 0), (256, 5, 1))
-    ]
-    assert kappa == pytest.approx([100 / 4.5, 100 / 9, 100 / 51.2])
-
-
-def test_pitfall_7_a_test_image_is_prepared_from_itself_alone():
-    g = torch.Generator().manual_seed(0)
-    x = torch.randint(0, 256, (5, 2, 48, 48), generator=g, dtype=torch.uint8)
-    crops = PairCrops(48)
-    for n in (1, 3):
-        alone, together = crops.views(x[2:3], n), crops.views(x, n)
-        for p, q in zip(alone, together):
-            assert_close(p, q[2:3])
-    bright = torch.cat([x[:4], 255 + 0 * x[4:]])
-    assert_close(crops.views(bright)[0][:4], crops.views(x)[0][:4])
-    assert standardised(bright[4:], 48).abs().max() == 0  # one grey: nothing to see, and no 0/0
-
-
-def test_pitfall_7_no_toy_of_the_test_is_in_another_split(toys):
-    instances = {s: set(toys.open(s)['instance'].tolist()) for s in ('train', 'validation', 'test')}
-    assert instances == dict(train={4, 6, 7, 8}, validation={9}, test={0, 1, 2, 3, 5})
-
-
 def test_pitfall_7_the_test_set_is_looked_at_once_after_training(toys, tmp_path):
     seen = []
 
@@ -469,17 +404,6 @@ def test_margin_follows_the_trainer_and_survives_a_stop(toys, tmp_path):
     )
 
 
-def test_patches_and_light_repeat_with_the_seed_and_not_with_the_epoch(toys):
-    def batch(seed, epoch):
-        deck = PairDeck(toys.open('train'), seed)
-        deck.deal(epoch)
-        c = PairCrops(32)
-        return c.on_device(c(deck.__getitems__([3, 1, 2])))['images']
-
-    assert_close(batch(0, 1), batch(0, 1), rtol=0, atol=0)
-    assert not torch.equal(batch(0, 1), batch(0, 2)) and not torch.equal(batch(0, 1), batch(1, 1))
-
-
 slow = pytest.mark.skipif(
     not os.environ.get('CAPSNB_SLOW_TESTS'), reason='minutes: set CAPSNB_SLOW_TESTS=1'
 )
@@ -535,7 +459,6 @@ def test_autocast_stays_finite_over_500_steps(toys, size, subset, batch, kw):
         ),
         (lambda: MatrixCapsNet(depth=-1), 'depth must be an integer >= 0, got -1'),
         (lambda: MatrixCapsNet(start='zero'), "start must be 'normal' or 'identity', got 'zero'"),
-        (lambda: MatrixCapsNet(compete='no'), "compete must be 'across' or 'within', got 'no'"),
         (
             lambda: MatrixCapsNet(stem='resnet'),
             "stem must be 'paper', 'norb', a dict of channels and strides, or a module, "
@@ -549,23 +472,12 @@ def test_autocast_stays_finite_over_500_steps(toys, size, subset, batch, kw):
             lambda: net(stem='norb')(torch.zeros(1, 2, 28, 48)),
             r'an image of \(28, 48\) leaves no place for capsules, its sides must be at least 29',
         ),
-        (lambda: MatrixCapsNet(eps='wide'), "eps must be .*got 'wide'"),
-        (lambda: MatrixCapsNet(n_iters=0), 'n_iters must be an integer >= 1, got 0'),
-        (lambda: MatrixCapsNet(n_iters=2.0), 'n_iters must be an integer >= 1, got 2.0'),
         (lambda: MatrixCapsNet(size=(32, 32)), r'size must be an integer >= 1, got \(32, 32\)'),
-        (lambda: MatrixCapsNet(K=(3, 3)), r'K must be an integer >= 1, got \(3, 3\)'),
-        (lambda: MatrixCapsNet(A=0), 'A must be an integer >= 1, got 0'),
-        (lambda: MatrixCapsNet(E=2.0), 'E must be an integer >= 1, got 2.0'),
-        (lambda: MatrixCapsNet(in_channels=0), 'in_channels must be an integer >= 1, got 0'),
         (
-            lambda: net()(torch.zeros(1, 2, 32, 32, dtype=torch.uint8)),
-            'images must be floating point, got torch.uint8',
+            lambda: MatrixCapsNet(depth=0, compete='x'),
+            "compete must be 'across' or 'within', got 'x'",
         ),
-        (lambda: net()(torch.full((1, 2, 32, 32), math.nan)), 'a must be finite, got NaN or inf'),
-        (
-            lambda: net()(torch.zeros(1, 3, 32, 32)),
-            r'expected images \[b, 2, m, n\], got shape \(1, 3, 32, 32\)',
-        ),
+        (lambda: RoutingNet(depth=True), 'depth must be an integer >= 0, got True'),
         (
             lambda: net()(torch.zeros(1, 2, 16, 40)),
             r'an image of \(16, 40\) leaves no place for capsules, its sides must be at least 17',
@@ -596,13 +508,3 @@ def test_autocast_stays_finite_over_500_steps(toys, size, subset, batch, kw):
 def test_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_settings_that_no_layer_looks_at_are_refused_too():
-    from capsnb.lab.routing_net import RoutingNet
-
-    with pytest.raises(ValueError, match="compete must be 'across' or 'within', got 'x'"):
-        MatrixCapsNet(4, 2, 2, 2, size=32, depth=0, compete='x')
-    for depth in (-1, True, 1.0):
-        with pytest.raises(ValueError, match='depth must be an integer >= 0'):
-            RoutingNet(depth=depth)

@@ -41,20 +41,14 @@ class _Map(NamedTuple):
         return cls(table, link, first, n, J)
 
 # %% ../../nbs/engine/19_compiled.ipynb #00000009
-def _blocks(
-    W: Tensor,  # [s, j, d, h]
-    S: int,  # places, filled up
-) -> Tensor:  # [j, d·h·S] in blocks of a vector
+def _blocks(W: Tensor, S: int) -> Tensor:
     s, j, d, h = W.shape
     lanes = 64 // W.element_size()
     W = F.pad(W.permute(1, 2, 3, 0), (0, S - s)).view(j, d * h, S // lanes, lanes)
     return W.transpose(1, 2).reshape(j, d * h * S).contiguous()  # also where it could be a view
 
 
-def _unblocked(
-    W: Tensor,  # [j, d·h·S] as `_blocks` makes it
-    shape: tuple,  # s, j, d, h
-) -> Tensor:  # [s, j, d, h]
+def _unblocked(W: Tensor, shape: tuple) -> Tensor:
     s, j, d, h = shape
     lanes = 64 // W.element_size()
     W = W.view(j, -1, d * h, lanes).transpose(1, 2).reshape(j, d, h, -1)
@@ -64,7 +58,7 @@ def _unblocked(
 class _Images:
     "Images of a group, P = b·F fields in a row, and the passes over their votes."
 
-    def __init__(self, a, mu, W, shape, where, loop):  # a [b, n], mu [b, n, c, d], W in blocks
+    def __init__(self, a, mu, W, shape, where, loop):
         from capsnb.engine import kernels
 
         self.kernels, self.W, self.map, self.loop = kernels, W, where, loop
@@ -128,13 +122,7 @@ class _Wholes(NamedTuple):
         return layers._Model(self.log_a - self.half, mu, 0.5 / self.sig2)
 
 # %% ../../nbs/engine/19_compiled.ipynb #0000000e
-def _wholes(
-    images: _Images,  # a group
-    t: int,  # iteration
-    state: _State,  # of the iteration
-    floor: Tensor,  # broadcasts against the variances
-    betas: tuple,  # beta_a and beta_u [j]
-) -> _Wholes:
+def _wholes(images: _Images, t: int, state: _State, floor: Tensor, betas: tuple) -> _Wholes:
     sig2 = state.var + floor
     half = 0.5 * sig2.log().sum(-1)
     if images.loop.act == 'pi':
@@ -145,13 +133,8 @@ def _wholes(
 
 # %% ../../nbs/engine/19_compiled.ipynb #0000000f
 def _wholes_back(
-    images: _Images,  # a group
-    t: int,  # iteration
-    state: _State,  # of the iteration
-    w: _Wholes,  # what `_wholes` made of it
-    betas: tuple,  # beta_a and beta_u [j]
-    g_log_a: Tensor,  # [p, j]
-) -> tuple:  # gradients of data and `half` [p, j], of the betas [j]
+    images: _Images, t: int, state: _State, w: _Wholes, betas: tuple, g_log_a: Tensor
+) -> tuple:
     if images.loop.act == 'pi':
         g, a = images.by_image(g_log_a), images.by_image(w.log_a.exp())
         g = (g - a * g.sum((-2, -1), keepdim=True)).flatten(0, 1)
@@ -161,11 +144,7 @@ def _wholes_back(
     return -g * (images.n * betas[1] + w.half), g_half, [g.sum(0), images.n * g_half.sum(0)]
 
 # %% ../../nbs/engine/19_compiled.ipynb #00000010
-def _floor_back(
-    images: _Images,  # a group
-    state: _State,  # of the first iteration
-    g_sig2: Tensor,  # [p, j, c·h] of all iterations, added up
-) -> tuple:  # of the first means and variances
+def _floor_back(images: _Images, state: _State, g_sig2: Tensor) -> tuple:
     "Back through `sig2_floor`."
     floor = images.loop.floor
     if not floor.rel:
@@ -175,11 +154,7 @@ def _floor_back(
     return g_mu.flatten(0, 1), ((floor.rel + 1e-6) * g).expand_as(g_mu).flatten(0, 1)
 
 # %% ../../nbs/engine/19_compiled.ipynb #00000012
-def _forward(
-    images: _Images,  # a group
-    betas: tuple,  # beta_a and beta_u [j]
-    kept: list,  # where the shares of the second and later iterations go; or nothing
-) -> tuple:  # a [p, j], mu and sig2 [p, j, c·h]; last shares; `_State`s
+def _forward(images: _Images, betas: tuple, kept: list) -> tuple:
     mu, states, R, now, floor = 0.0, [], images.map.first, None, None
     for t in range(len(images.loop.lams)):
         if t:
@@ -264,13 +239,7 @@ class _Back:
         return g_x, sum(over_threads(im.P, spread, *args))
 
 # %% ../../nbs/engine/19_compiled.ipynb #00000015
-def _backward(
-    back: _Back,  # of a group; gradients are left in it
-    g_a: Tensor,  # [p, j] of the activations
-    g_mu: Tensor,  # [p, j, c·h] of the means
-    g_sig2: Tensor,  # [p, j, c·h] of the variances
-    of_R: Tensor | None,  # [p·j, s] of the last shares, if they are an output
-):
+def _backward(back: _Back, g_a: Tensor, g_mu: Tensor, g_sig2: Tensor, of_R: Tensor | None):
     "Walk the iterations from the last to the first."
     im, incoming, states = back.images, (g_a, g_sig2), back.states
     now = _wholes(im, len(states) - 1, states[-1], back.floor, back.betas)
@@ -295,24 +264,14 @@ _HOLD = 1 << 26  # most shares that are kept for the backward pass; beyond, they
 _GROUP = 1 << 21  # shares of images that are routed in one go
 
 # %% ../../nbs/engine/19_compiled.ipynb #00000018
-def _groups(
-    b: int,  # images
-    where: _Map,  # the fields of each
-):  # yields slices
+def _groups(b: int, where: _Map):
     "Images in groups, whose shares stay in a cache."
     size = max(1, _GROUP // (where.table.numel() * where.J))
     for k in range(0, b, size):
         yield slice(k, min(k + size, b))
 
 # %% ../../nbs/engine/19_compiled.ipynb #00000019
-def _kept(
-    a: Tensor,  # [b, n]
-    mu: Tensor,  # [b, n, c, d]
-    W: Tensor,  # [s, j, d, h]
-    fields: Tensor,  # [p, s]
-    T: int,  # iterations
-    damping: float,  # whether raw means and variances differ from the damped ones
-) -> tuple:  # shapes of the states: Gaussians and data of all iterations, shares
+def _kept(a: Tensor, mu: Tensor, W: Tensor, fields: Tensor, T: int, damping: float) -> tuple:
     b, (p, s), J, n = a.shape[0], fields.shape, W.shape[1], mu.shape[2] * W.shape[3]
     shares = T - 1, b, p, J, s + -s % 16
     shares = shares if math.prod(shares) <= _HOLD else (0, *shares[1:])
@@ -331,26 +290,23 @@ def _fields_fake(a, mu, W, beta_a, beta_u, fields, lams, floor, act, damping, sh
     return [a.new_empty(shape) for shape in (*outs, *shapes)]
 
 # %% ../../nbs/engine/19_compiled.ipynb #0000001c
-def _rows(
-    shares: Tensor,  # [T - 1, b, p, J, s], or nothing
-    g: slice,  # images
-) -> list:  # [p·J, s] of each iteration
+def _rows(shares: Tensor, g: slice) -> list:
     return [R[g].view(-1, R.shape[-1]) for R in shares]
 
 # %% ../../nbs/engine/19_compiled.ipynb #0000001d
 def _fields_forward(
-    a: Tensor,  # [b, n]
-    mu: Tensor,  # [b, n, c, d]
-    W: Tensor,  # [s, j, d, h]
-    beta_a: Tensor,  # [j]
-    beta_u: Tensor,  # [j]
-    fields: Tensor,  # [p, s]
-    lams: list[float],  # of `_Loop`
-    floor: list[float],  # of `_Loop`
-    act: str,  # of `_Loop`
-    damping: float,  # of `_Loop`
-    shares: bool,  # whether those of the last iteration are an output
-) -> list[Tensor]:  # a, mu, sig2, shares [b, p, j, s] or nothing; Gaussians, data, all shares
+    a: Tensor,
+    mu: Tensor,
+    W: Tensor,
+    beta_a: Tensor,
+    beta_u: Tensor,
+    fields: Tensor,
+    lams: list[float],
+    floor: list[float],
+    act: str,
+    damping: float,
+    shares: bool,
+) -> list[Tensor]:
     loop, where = _loop_of(lams, floor, act, damping), _Map.make(fields, a.shape[1], W.shape[1], a)
     made = _fields_fake(a, mu, W, beta_a, beta_u, fields, lams, floor, act, damping, shares)
     outs, (gaussians, data, kept) = made[:4], made[4:]
@@ -371,20 +327,20 @@ def _fields_forward(
 
 # %% ../../nbs/engine/19_compiled.ipynb #0000001e
 def _fields_backward(
-    a: Tensor,  # as for `_fields_forward`, up to fields
+    a: Tensor,
     mu: Tensor,
     W: Tensor,
     beta_a: Tensor,
     beta_u: Tensor,
     fields: Tensor,
-    outs: list[Tensor],  # what the forward pass returned
-    grads: list[Tensor],  # of a, mu, sig2, shares
-    lams: list[float],  # settings, from here on
+    outs: list[Tensor],
+    grads: list[Tensor],
+    lams: list[float],
     floor: list[float],
     act: str,
     damping: float,
     shares: bool,
-) -> list[Tensor]:  # gradients of the tensors
+) -> list[Tensor]:
     loop, where = _loop_of(lams, floor, act, damping), _Map.make(fields, a.shape[1], W.shape[1], a)
     (gaussians, data, kept), Wt = outs[4:], _blocks(W, where.table.shape[1])
     g_a, g_mu = a.new_zeros(a.shape), mu.new_zeros(mu.shape)
@@ -431,11 +387,7 @@ def _refuses(parts, loop) -> str:
     return import_error('capsnb.engine.kernels')
 
 # %% ../../nbs/engine/19_compiled.ipynb #00000022
-def _route_compiled(
-    parts: layers._Parts,  # what votes
-    loop: layers._Loop,  # how it is routed
-    shares: bool = False,  # whether R is returned
-) -> EMRouted:  # a [b, p, j], mu and sig2 [b, p, j, c, h], R [b, p, s, j] or None
+def _route_compiled(parts: layers._Parts, loop: layers._Loop, shares: bool = False) -> EMRouted:
     "Route parts in fields to wholes by kernels."
     tensors = [t.contiguous() for t in parts]
     lams, floor = [float(v) for v in loop.lams], [float(v) for v in loop.floor]

@@ -54,15 +54,8 @@ def _by_chunk(t, V):
 
 # %% ../../nbs/engine/21_compiled_routing.ipynb #00000009
 def _votes_forward(
-    V: Tensor,  # [n, i, g, j] votes, without their bias
-    f: Tensor,  # [n, i] activations
-    k: Tensor,  # [n, j] log of prior and of normaliser; [n, 0]: no model yet
-    c: Tensor,  # [n, g, j] means
-    v: Tensor,  # [n, g, j] 1/(2 sig2)
-    use: Tensor,  # [i|1, j] net benefits
-    ign: Tensor,  # [i|1, j] net costs
-    n_out: int,  # wholes that are meant; the rest fills registers up
-) -> list[Tensor]:  # gain and mass [n, j], means and squared gaps [n, g, j], float64
+    V: Tensor, f: Tensor, k: Tensor, c: Tensor, v: Tensor, use: Tensor, ign: Tensor, n_out: int
+) -> list[Tensor]:
     given = _given(V, f, k, c, v, use, ign)
     (*_, G, J), tasks = V.shape, _tasks(V)
     stats = [torch.zeros(tasks, *s, dtype=torch.float64) for s in ((J,), (J,), (G, J), (G, J))]
@@ -216,18 +209,13 @@ if importlib.util.find_spec('numba'):
     plans['compiled'] = Plan(_run_compiled, _refuse_compiled, _cost_compiled)
 
 # %% ../../nbs/engine/21_compiled_routing.ipynb #00000014
-def _by_block(
-    x: Tensor,  # [n, ...]
-) -> Tensor:  # [blocks, ..., LANES]
+def _by_block(x: Tensor) -> Tensor:
     "Samples innermost, in blocks, zeros behind the last."
     x = F.pad(x.movedim(0, -1), (0, -len(x) % _LANES))
     return x.unflatten(-1, (-1, _LANES)).movedim(-2, 0).contiguous()
 
 
-def _by_sample(
-    x: Tensor,  # [blocks, ..., LANES]
-    n: int,  # samples
-) -> Tensor:  # [n, ...]
+def _by_sample(x: Tensor, n: int) -> Tensor:
     "The reverse."
     return x.movedim(0, -2).flatten(-2)[..., :n].movedim(-1, 0).contiguous()
 
@@ -274,13 +262,7 @@ class _Sweeps:
         return _by_sample(sums.view(self.blocks, -1, *sums.shape[1:]).sum(1), self.n)
 
 # %% ../../nbs/engine/21_compiled_routing.ipynb #00000016
-def _agree_forward(
-    u: Tensor,  # [n, i, d] input capsules
-    W: Tensor,  # [i, j, d, h] maps
-    n_iters: int,  # iterations
-    detach: bool,  # whether gradients take the shares as given
-    shares: bool,  # whether the shares are wanted
-) -> list[Tensor]:  # v [n, j, h], R [n, j, i] or nothing, sums [t, n, j, h]
+def _agree_forward(u: Tensor, W: Tensor, n_iters: int, detach: bool, shares: bool) -> list[Tensor]:
     votes = _Sweeps(u.detach(), W.detach())
     sums, total = [votes.even(u.detach()) / votes.j], 0
     R = u.new_full((votes.i, votes.j, votes.blocks, _LANES), 1 / votes.j) if shares else None
@@ -327,10 +309,7 @@ _agreement = FastOp(
 )
 
 
-def _serves(
-    u: Tensor,  # [n, i, d] input capsules
-    W: Tensor,  # [i, j, d, h] maps
-) -> bool:
+def _serves(u: Tensor, W: Tensor) -> bool:
     "Whether kernels are faster: a register holds 16 samples, full or not."
     fits = u.device.type == 'cpu' and not exporting() and len(u) >= 12
     return fits and not import_error(_KERNELS)

@@ -193,10 +193,7 @@ def _check_layer(r):
     check_norm(r.norm, r.n_out)
 
 # %% ../../nbs/engine/15_dstep.ipynb #0000001a
-def _outputs_of(
-    r,  # the layer
-    n_out,  # as given to `forward`
-):  # number of outputs
+def _outputs_of(r, n_out):
     "The number of outputs, given either to the layer or to `forward`."
     if n_out is None and r.n_out is None:
         raise ValueError(
@@ -388,11 +385,7 @@ def _statistics_dtype(*tensors):
     return dtype
 
 
-def _parameters_in(
-    r,  # the layer
-    dtype,  # of the statistics
-    j,  # number of outputs
-) -> list[Tensor]:  # W, B, beta_use, beta_ign as `routing_ref` takes them
+def _parameters_in(r, dtype, j) -> list[Tensor]:
     "The layer's parameters, ready to route."
     beta_ign = r.beta_use if r.single_beta else r.beta_ign
     W, B, *betas = (p.to(dtype) for p in (r.W, bias_of(r), r.beta_use, beta_ign))

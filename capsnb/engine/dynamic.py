@@ -15,9 +15,7 @@ from ..routing.dynamic import Agreed, dynamic_routing_ref, squash
 __all__ = ['faster', 'dynamic_routing', 'route_capsules']
 
 # %% ../../nbs/engine/13_dynamic.ipynb #00000005
-def _blocks(
-    v: Tensor,  # [n, j, h] capsules
-) -> Tensor:  # [n, j, (j h)], row j holds v_j in block j
+def _blocks(v: Tensor) -> Tensor:
     "Capsules as a block-diagonal matrix."
     eye = torch.eye(v.shape[1], dtype=v.dtype, device=v.device)
     return (eye[:, :, None] * v[:, :, None]).flatten(2)
@@ -26,13 +24,10 @@ def _blocks(
 class _Votes:
     "Votes that exist."
 
-    def __init__(
-        self,
-        V: Tensor,  # [n, i, j, h] votes
-    ):
+    def __init__(self, V: Tensor):
         self.V, self.J = V.flatten(2), V.shape[2]
 
-    def even(self):  # the first shares
+    def even(self):
         return self.V.new_full((len(self.V), self.J, self.V.shape[1]), 1 / self.J)
 
     def score(self, x):
@@ -41,22 +36,18 @@ class _Votes:
     def gather(self, r):
         return torch.bmm(r, self.V).unflatten(2, (self.J, -1)).diagonal(dim1=1, dim2=2).mT
 
-    def grads(self):  # zeros, for `spread` to add to
+    def grads(self):
         return [torch.zeros_like(self.V)]
 
-    def spread(self, grads, r, x, gather=False):  # gather: return self.gather(r), too
+    def spread(self, grads, r, x, gather=False):
         grads[0].baddbmm_(r.mT, _blocks(x))
         return self.gather(r) if gather else None
 
-    def shaped(self, grads):  # as the tensors that came in
+    def shaped(self, grads):
         return [grads[0].unflatten(2, (self.J, -1))]
 
 # %% ../../nbs/engine/13_dynamic.ipynb #00000008
-def _tiles(
-    J: int,  # wholes
-    width: int,  # numbers that a whole needs
-    most: int,  # numbers at a time
-) -> list[slice]:  # of wholes
+def _tiles(J: int, width: int, most: int) -> list[slice]:
     "Tiles of equal size."
     n_tiles = max(1, -(-J * width // most))
     step = max(1, -(-J // n_tiles))
@@ -66,12 +57,7 @@ def _tiles(
 class _Maps:
     "Votes that are never made; works on a few wholes at a time."
 
-    def __init__(
-        self,
-        u: Tensor,  # [n, i, d] input capsules
-        W: Tensor,  # [i, j, d, h] maps
-        tile: int = 2**21,  # weighted numbers at a time, about
-    ):
+    def __init__(self, u: Tensor, W: Tensor, tile: int = 2**21):
         self.u, self.J = u.mT.contiguous(), W.shape[1]  # [n, d, i]
         self.W = W.permute(1, 2, 0, 3).flatten(1, 2)  # [j, (d i), h]
         self.tiles = _tiles(self.J, self.u.numel(), tile)
@@ -79,10 +65,10 @@ class _Maps:
     def even(self):
         return self.u.new_full((len(self.u), self.J, self.u.shape[2]), 1 / self.J)
 
-    def weighted(self, r, t):  # [j, n, (d i)], for the wholes of a tile
+    def weighted(self, r, t):
         return (r[:, t].transpose(0, 1)[:, :, None] * self.u).flatten(2)
 
-    def mapped_back(self, x, t):  # [j, n, d, i]
+    def mapped_back(self, x, t):
         back = torch.bmm(x[:, t].transpose(0, 1), self.W[t].mT)
         return back.unflatten(2, self.u.shape[1:])
 
@@ -113,10 +99,7 @@ class _Maps:
         return [du.mT, dW.unflatten(1, (-1, self.u.shape[2])).permute(2, 0, 1, 3)]
 
 # %% ../../nbs/engine/13_dynamic.ipynb #0000000b
-def _squash_back(
-    s: Tensor,  # [..., h] what was squashed
-    g: Tensor,  # [..., h] gradient at squash(s)
-) -> Tensor:  # [..., h] gradient at s
+def _squash_back(s: Tensor, g: Tensor) -> Tensor:
     "Back through `squash`."
     m = s.abs().amax(-1, keepdim=True).clamp_min(1)
     x, c = s / m, m**-2  # as in `squash`
@@ -127,27 +110,17 @@ def _squash_back(
     return (g * (r / (c + q)) + unit * (along * r * (c - q) / (c + q) ** 2)) / m
 
 # %% ../../nbs/engine/13_dynamic.ipynb #0000000c
-def _shares(
-    votes,  # `_Votes` or `_Maps`
-    total: Tensor | None,  # [n, j, h] sum of the capsules so far; None: before the first
-) -> Tensor:  # [n, j, i] sum to 1 over j
+def _shares(votes, total: Tensor | None) -> Tensor:
     "Even shares at first, then a softmax over the wholes."
     return votes.even() if total is None else torch.softmax(votes.score(total), 1)
 
 # %% ../../nbs/engine/13_dynamic.ipynb #0000000d
-def _softmax_back(
-    R: Tensor,  # [n, j, i] a softmax over j
-    g: Tensor,  # [n, j, i] gradient at R
-) -> Tensor:  # [n, j, i] gradient at its logits
+def _softmax_back(R: Tensor, g: Tensor) -> Tensor:
     "Back through the softmax over the wholes."
     return R * (g - (R * g).sum(1, keepdim=True))
 
 # %% ../../nbs/engine/13_dynamic.ipynb #0000000e
-def _agree(
-    votes,  # `_Votes` or `_Maps`
-    n_iters,  # iterations
-    shares,  # whether to return the shares
-):
+def _agree(votes, n_iters, shares):
     "Capsules v [n, j, h], shares R [n, j, i] or nothing, sums s [t, n, j, h] of all iterations."
     sums, total = [], None
     for _ in range(n_iters):
@@ -159,12 +132,7 @@ def _agree(
     return [v.contiguous(), R, torch.stack(sums)]
 
 
-def _agree_back(
-    votes,  # as in `_agree`
-    sums,  # [t, n, j, h] from there
-    g,  # [n, j, h] gradient at v
-    detach,  # whether the shares are taken as given
-):
+def _agree_back(votes, sums, g, detach):
     "Gradients of what the votes are made of."
     v, grads, later = squash(sums), votes.grads(), torch.zeros_like(sums[0])
     for t in reversed(range(len(sums))):
@@ -191,12 +159,7 @@ def _votes_forward(V: Tensor, n_iters: int, detach: bool, shares: bool) -> list[
 
 
 def _votes_backward(
-    V: Tensor,  # [n, i, j, h] votes
-    outs: list[Tensor],  # of `_votes_forward`
-    grads: list[Tensor],  # at v, and at R, where it is taken for 0
-    n_iters: int,
-    detach: bool,
-    shares: bool,
+    V: Tensor, outs: list[Tensor], grads: list[Tensor], n_iters: int, detach: bool, shares: bool
 ) -> list[Tensor]:
     return _agree_back(_Votes(V), outs[2], grads[0], detach)
 
@@ -217,10 +180,10 @@ def _maps_forward(u: Tensor, W: Tensor, n_iters: int, detach: bool, shares: bool
 
 
 def _maps_backward(
-    u: Tensor,  # [n, i, d] input capsules
-    W: Tensor,  # [i, j, d, h] maps
-    outs: list[Tensor],  # of `_maps_forward`
-    grads: list[Tensor],  # at v, and at R, where it is taken for 0
+    u: Tensor,
+    W: Tensor,
+    outs: list[Tensor],
+    grads: list[Tensor],
     n_iters: int,
     detach: bool,
     shares: bool,
@@ -246,22 +209,14 @@ _of_maps = FastOp(
 faster: dict[str, tuple] = {}  # op's name -> the same compiled, whether that serves its tensors
 
 
-def _fastest(
-    op: FastOp,  # `_of_votes` or `_of_maps`
-    tensors: list[Tensor],  # that it will get
-) -> FastOp:
+def _fastest(op: FastOp, tensors: list[Tensor]) -> FastOp:
     "The op, or what was entered in `faster` for it."
     other, serves = faster.get(op.name, (op, None))
     return other if serves and serves(*tensors) else op
 
 # %% ../../nbs/engine/13_dynamic.ipynb #00000010
 def _routed(
-    op: FastOp,  # `_of_votes` or `_of_maps`
-    tensors: list[Tensor],  # what the votes are made of, floating point
-    lead: torch.Size,  # leading dimensions of the result
-    n_iters: int,  # iterations
-    detach: bool,  # whether gradients take the shares as given
-    return_R: bool,  # whether to return the shares
+    op: FastOp, tensors: list[Tensor], lead: torch.Size, n_iters: int, detach: bool, return_R: bool
 ) -> Agreed:
     "Route in float32 or better; the result has the dtype of the tensors."
     check_n_iters(n_iters)
@@ -295,10 +250,7 @@ def dynamic_routing(
     return _routed(_of_votes, flat, V.shape[:-3], n_iters, detach=detach, return_R=return_R)
 
 # %% ../../nbs/engine/13_dynamic.ipynb #00000012
-def _check_maps(
-    u: Tensor,  # [..., i, d] input capsules
-    W: Tensor,  # [i, j, d, h] maps
-):
+def _check_maps(u: Tensor, W: Tensor):
     "`ValueError` unless they fit."
     shapes = f"{tuple(u.shape)} and {tuple(W.shape)}"
     if W.ndim != 4 or u.ndim < 2 or u.shape[-2:] != W.shape[::2][:2]:

@@ -29,22 +29,14 @@ from capsnb.routing.em import (
 __all__ = ['share_out', 'damped', 'as_damping', 'proportions', 'free_energy', 'em_routing']
 
 # %% ../../nbs/engine/14_em.ipynb #00000005
-def _lse_of_parts(
-    lse: Tensor,  # [..., q] log-sum-exps of the places, all fields in a row
-    part: Tensor,  # [q] which of n parts a place holds; n: none
-    n: int,  # number of parts
-) -> Tensor:  # [..., n + 1] log-sum-exps of the parts, over their places
+def _lse_of_parts(lse: Tensor, part: Tensor, n: int) -> Tensor:
     top = torch.full_like(lse[..., :1], -math.inf).expand(*lse.shape[:-1], n + 1)
     top = top.scatter_reduce(-1, part.expand_as(lse), lse.detach(), 'amax')
     total = torch.zeros_like(top).index_add(-1, part, (lse - top[..., part]).exp())
     return total.clamp_min(torch.finfo(lse.dtype).tiny).log() + top
 
 # %% ../../nbs/engine/14_em.ipynb #00000006
-def _share_out_fields(
-    L: Tensor,  # [..., p, i, j] logits
-    fields: Tensor,  # [p, i] which part a place holds, -1: none
-    n: int,  # number of parts
-) -> Tensor:  # [..., p, i, j] shares
+def _share_out_fields(L: Tensor, fields: Tensor, n: int) -> Tensor:
     part = fields.flatten()
     part = torch.where(part < 0, n, part)  # empty places hold a part of their own
     lse = _lse_of_parts(L.logsumexp(-1).flatten(-2), part, n)
@@ -194,7 +186,7 @@ def _check_values(a, V):
         raise ValueError("V must be finite, got NaN or inf")
 
 # %% ../../nbs/engine/14_em.ipynb #0000001a
-def _fits(b, shape) -> bool:  # whether b is a finite number, or numbers that fit the wholes
+def _fits(b, shape) -> bool:
     if not isinstance(b, Tensor):
         return isinstance(b, (int, float)) and math.isfinite(b)
     sizes = zip(b.shape[::-1], shape[::-1])

@@ -90,9 +90,7 @@ class _Code:
             yield loop.index
 
 # %% ../../nbs/engine/18_kernels.ipynb #00000007
-def _vector_code(
-    write,  # of a `_Code`: writes instructions
-):  # what kernels call
+def _vector_code(write):
     "A function `f(array, row, ..., n_blocks, dims)` for kernels."
 
     @intrinsic
@@ -107,9 +105,7 @@ def _vector_code(
     return code
 
 # %% ../../nbs/engine/18_kernels.ipynb #00000009
-def _folds(
-    lanes: int,  # of a vector
-) -> list:  # per level: lanes that are kept and lanes that are added to them
+def _folds(lanes: int) -> list:
     levels, width = [], lanes
     while width > 1:
         low = [k for k in range(lanes) if k % width < width // 2]
@@ -118,20 +114,14 @@ def _folds(
     return levels
 
 # %% ../../nbs/engine/18_kernels.ipynb #0000000a
-def _landing(
-    lanes: int,  # of a vector
-) -> list:  # where the sums of vectors 0, 1, ... are
+def _landing(lanes: int) -> list:
     found = [[k] * lanes for k in range(lanes)]
     for low, _ in _folds(lanes):
         found = [[v[k] for k in low] + [w[k] for k in low] for v, w in zip(found[::2], found[1::2])]
     return [found[0].index(k) for k in range(lanes)]
 
 # %% ../../nbs/engine/18_kernels.ipynb #0000000b
-def _write_sums(
-    q: _Code,  # where
-    cells: list,  # vectors
-    row,  # their sums over lanes are written there
-):
+def _write_sums(q: _Code, cells: list, row):
     for first in range(0, len(cells), q.lanes):
         some = [q.b.load(cell) for cell in cells[first : first + q.lanes]]
         vs = some + [q.zero] * (q.lanes - len(some))
@@ -144,13 +134,7 @@ def _write_sums(
             q.b.store(value, q.b.gep(row, [_int(first + k)]))
 
 # %% ../../nbs/engine/18_kernels.ipynb #0000000c
-def _votes(
-    q: _Code,  # where
-    x,  # poses of places, in blocks of c·d vectors
-    W,  # matrices of places, in blocks of d·h vectors
-    block,  # which
-    r: int,  # row of the poses
-) -> list:  # h vectors
+def _votes(q: _Code, x, W, block, r: int) -> list:
     "Row r of the votes of a block of places."
     c, d, h = q.dims
     xs, out = [q.load(x, block, c * d, r * d + e) for e in range(d)], []
@@ -162,12 +146,7 @@ def _votes(
     return out
 
 # %% ../../nbs/engine/18_kernels.ipynb #0000000d
-def _all_votes(
-    q: _Code,  # where
-    x,  # as for `_votes`
-    W,  # as for `_votes`
-    block,  # which
-):  # yields k and vector k of c·h
+def _all_votes(q: _Code, x, W, block):
     for r in range(q.dims[0]):
         yield from enumerate(_votes(q, x, W, block, r), r * q.dims[2])
 
@@ -260,12 +239,7 @@ def _row_score_back(q):
         _write_sums(q, cells, row)
 
 # %% ../../nbs/engine/18_kernels.ipynb #00000017
-def _total(
-    q: _Code,  # where
-    block,  # which places
-    r: int,  # which row of the votes
-    terms,  # how many
-) -> list:  # h vectors
+def _total(q: _Code, block, r: int, terms) -> list:
     "Gradients of a row of votes: `x, W, origin, A, B [c·h], U [places]` of the first term."
     (x, W, origin, A, B, U), (c, _, h), step = q.rows[:6], q.dims, q.counts[1]
     one, two = q.sums(h), q.sums(h)

@@ -37,11 +37,7 @@ __all__ = ['field_plans', 'at_least_1', 'field_table', 'FieldPlan', 'Caps', 'Pri
            'ConvCaps', 'field_centres', 'add_coordinates', 'ClassCaps']
 
 # %% ../../nbs/engine/17_layers.ipynb #5a76981e
-def _pair(
-    v: int | Sequence[int],  # one number, or one for rows and one for columns
-    name: str,  # what to call it in an error
-    least: int,  # its least value
-) -> tuple[int, int]:  # rows, columns
+def _pair(v: int | Sequence[int], name: str, least: int) -> tuple[int, int]:
     "Read a size; `ValueError` unless it is an integer, or two, of at least `least`."
     both = (v, v) if isinstance(v, int) else tuple(v) if isinstance(v, (list, tuple)) else ()
     fit = [isinstance(k, int) and not isinstance(k, bool) and k >= least for k in both]
@@ -139,10 +135,7 @@ def _gathered(x, fields):
     return torch.cat([x, torch.zeros_like(x[:, :1])], 1)[:, fields]
 
 # %% ../../nbs/engine/17_layers.ipynb #956c3a39
-def _route_votes(
-    parts: _Parts,  # what votes
-    loop: _Loop,  # how it is routed
-) -> EMRouted:  # a [b, p, j], mu and sig2 [b, p, j, c, h], R [b, p, s, j]
+def _route_votes(parts: _Parts, loop: _Loop) -> EMRouted:
     "Route parts in fields to wholes, with all votes at hand."
     a, mu, W, beta_a, beta_u, fields = parts
     V = torch.einsum('bpscd,sjdh->bpsjch', _gathered(mu, fields), W)
@@ -153,11 +146,7 @@ def _route_votes(
 field_plans['votes'] = FieldPlan(_route_votes, lambda parts, loop: '', _route_votes)
 
 
-def _route_scores(
-    plan: FieldPlan,  # one that has `scores` or `shares`
-    parts: _Parts,  # what votes
-    loop: _Loop,  # how it is routed
-) -> EMRouted:  # as of the plan, but a holds the logits of the activations
+def _route_scores(plan: FieldPlan, parts: _Parts, loop: _Loop) -> EMRouted:
     "Logits from data and variances: exact where a sigmoid is full."
     if plan.scores:
         return plan.scores(parts, loop)
@@ -167,14 +156,14 @@ def _route_scores(
     return out._replace(a=_logits_of(seen, out.R, out.sig2, parts[3:5], loop.lams[-1]), R=None)
 
 
-def _logits_of(a, R, sig2, betas, lam):  # [..., s], [..., s, j], [..., j, c, h] -> [..., j]
+def _logits_of(a, R, sig2, betas, lam):
     return activation_logit(torch.einsum('...s,...sj->...j', a, R), sig2, *betas, lam)
 
 # %% ../../nbs/engine/17_layers.ipynb #257e4bcb
 class _Votes:
     "Votes of a group in tiles of fields, [q, j, c·h, s] each; held from the first use if few."
 
-    def __init__(self, x, W, tiling):  # x [p, c, d, s], W [d, j, h, s]
+    def __init__(self, x, W, tiling):
         (p, c, _, s), (j, h) = x.shape, W.shape[1:3]
         self.x, self.W, step = x, W, max(1, tiling.numbers // (j * c * h * s))
         self.tiles = [slice(k, min(k + step, p)) for k in range(0, p, step)]
@@ -569,13 +558,13 @@ def _read(lams, floor, act, damping, tiling) -> _Loop:
 
 # %% ../../nbs/engine/17_layers.ipynb #896de541
 def _fields(
-    a: Tensor,  # these six: `_Parts`
+    a: Tensor,
     mu: Tensor,
     W: Tensor,
     beta_a: Tensor,
     beta_u: Tensor,
     fields: Tensor,
-    lams: list[float],  # these five: `_Loop`
+    lams: list[float],
     floor: list[float],
     act: str,
     damping: float,
@@ -587,14 +576,14 @@ def _fields(
 
 # %% ../../nbs/engine/17_layers.ipynb #20d190a5
 def _fields_backward(
-    a: Tensor,  # as for `_fields`
+    a: Tensor,
     mu: Tensor,
     W: Tensor,
     beta_a: Tensor,
     beta_u: Tensor,
     fields: Tensor,
-    outs: list[Tensor],  # what it returned
-    grads: list[Tensor],  # gradients of its three outputs
+    outs: list[Tensor],
+    grads: list[Tensor],
     lams: list[float],
     floor: list[float],
     act: str,
@@ -622,10 +611,7 @@ _op = FastOp(
 )
 
 # %% ../../nbs/engine/17_layers.ipynb #e3e4a5a8
-def _route_tiles(
-    parts: _Parts,  # what votes
-    loop: _Loop,  # how it is routed
-) -> EMRouted:  # as `_route_votes`, without R
+def _route_tiles(parts: _Parts, loop: _Loop) -> EMRouted:
     "`_route_votes`, a group and a tile at a time; votes are made again in the backward pass."
     lams, floor, act, damping, tiling = loop
     if parts.a.device.type != 'cpu':  # no core's cache to fit in, and calls cost more
@@ -811,7 +797,7 @@ class _Capsules(nn.Module):
         nn.init.zeros_(self.beta_a)
         nn.init.zeros_(self.beta_u)
 
-    def betas(self, dtype) -> tuple:  # beta_a, beta_u [j] as the routing takes them
+    def betas(self, dtype) -> tuple:
         return tuple(u * b.to(dtype) for u, b in zip(self.beta_units, (self.beta_a, self.beta_u)))
 
     def extra_repr(self):
@@ -845,7 +831,7 @@ class _Capsules(nn.Module):
         one = one.expand(*mu.shape[:-1], self.d_cov)
         return a, torch.cat([mu, one], -1), torch.cat([W, self.B.to(W.dtype)], -2)
 
-    def _logits(self, a, R, sig2):  # [..., s], [..., s, j], [..., j, c, h]
+    def _logits(self, a, R, sig2):
         with without_autocast(R.device):
             lam = as_schedule(self.lam, self.n_iters)[-1]
             a, R = a.to(sig2.dtype), R.to(sig2.dtype)
@@ -864,7 +850,7 @@ class _Capsules(nn.Module):
 
 # %% ../../nbs/engine/17_layers.ipynb #5a01c0de
 def _alike(size, K, stride, padding, out) -> list[list[int]]:
-    "Fields by which of their places the grid has: those in the middle, at each edge, in each corner."
+    "Fields by which of their places the grid has: in the middle, at an edge, in a corner."
     found = {}
     for p, at in enumerate(itertools.product(*map(range, out))):
         first = [o * s - q for o, s, q in zip(at, stride, padding)]

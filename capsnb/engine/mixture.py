@@ -52,7 +52,7 @@ class Params(NamedTuple):
 
 # %% ../../nbs/engine/12_mixture.ipynb #00000008
 def _full_terms(mu, C):
-    "Quadratic and linear part of theta, log-determinant of C; off the diagonal products count twice."
+    "Quadratic and linear part of theta, log-determinant of C; d < d' counts twice."
     D, chol = mu.shape[-1], torch.linalg.cholesky(C)
     precision = torch.cholesky_inverse(chol)
     d, e = torch.triu_indices(D, D, device=C.device)
@@ -132,9 +132,7 @@ def from_moments(
     return new if old is None else _choose(new.pi < eps.eps, old._replace(pi=new.pi), new)
 
 # %% ../../nbs/engine/12_mixture.ipynb #00000013
-def _responsibilities(
-    L: Tensor,  # [..., J] log-joints; overwritten by R, their softmax over J
-) -> Tensor:  # [..., 1] logsumexp over J: the log-likelihood of each point
+def _responsibilities(L: Tensor) -> Tensor:
     "Softmax in place without subnormal numbers: shares are at least sqrt(smallest normal)."
     top = L.amax(-1, keepdim=True)
     L.sub_(top).clamp_(min=0.5 * math.log(torch.finfo(L.dtype).tiny)).exp_()
@@ -212,17 +210,17 @@ def data_moments(
 ) -> tuple[Tensor, Tensor]:  # mean and variance [b, 1, D] of every column, in float64
     "A first mean, then moments about it, tile by tile."
     T, wide = _tile_rows(x, x.shape[-1], tile), _wide(x)
-    w = torch.ones_like(x[..., 0]) if weight is None else weight
-    w = (w / w.sum(-1, keepdim=True))[:, None]
+    total = x.shape[1] if weight is None else weight.to(wide).sum(-1)[:, None, None]
 
     def sums(start, stop):
         one, two = torch.zeros_like(mean), torch.zeros_like(mean)
         for s in range(start, stop, T):
             at = slice(s, min(s + T, stop))
-            dx, w_t = x[:, at].to(wide) - mean, w[..., at].to(wide)
-            one += w_t @ dx
-            two += w_t @ (dx * dx)
-        return one, two
+            dx = x[:, at].to(wide) - mean
+            w = 1 if weight is None else weight[:, at, None].to(wide)
+            one += (w * dx).sum(1, keepdim=True)
+            two += (w * dx * dx).sum(1, keepdim=True)
+        return one / total, two / total
 
     mean = x[:, :1].to(wide)  # of the points, any
     for _ in range(2):

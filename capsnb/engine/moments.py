@@ -65,9 +65,7 @@ def products_at(
     return at
 
 # %% ../../nbs/engine/16_moments.ipynb #84749429
-def _phi(
-    x,  # [n, c, d, i] parts about an origin
-):
+def _phi(x):
     "phi [n, N, i]: products diagonal by diagonal, then x itself, then 1."
     n, c, d, i = x.shape
     phi = x.new_empty(n, n_stats(c, d), i)
@@ -79,10 +77,7 @@ def _phi(
     return phi
 
 
-def _phi_back(
-    g_phi,  # [n, N, i] gradient
-    x,  # [n, c, d, i] parts about an origin
-):
+def _phi_back(g_phi, x):
     "Gradient of x."
     n, c, d, i = x.shape
     g_x = g_phi[:, -c * d - 1 : -1].reshape(n, c, d, i).clone()
@@ -106,21 +101,13 @@ def _about(x, x0, wide):
     return x.to(dtype) - x0[..., None].to(dtype)
 
 
-def _statistics_forward(
-    x: Tensor,  # [n, c, d, i] parts
-    x0: Tensor,  # [n, c, d] their origin, in float64; a matter of rounding, without gradient
-    wide: bool,  # whether to return float64
-) -> list[Tensor]:  # phi [n, N, i]
+def _statistics_forward(x: Tensor, x0: Tensor, wide: bool) -> list[Tensor]:
     return [_phi(_about(x, x0, wide))]
 
 
 def _statistics_backward(
-    x: Tensor,  # as in `_statistics_forward`
-    x0: Tensor,
-    outs: list[Tensor],
-    grads: list[Tensor],
-    wide: bool,
-) -> list[Tensor]:  # gradient of x
+    x: Tensor, x0: Tensor, outs: list[Tensor], grads: list[Tensor], wide: bool
+) -> list[Tensor]:
     back = _phi_back(grads[0], _about(x, x0, wide))
     return [back, None]  # pyright: ignore[reportReturnType]: PyTorch's schema knows no None
 
@@ -164,56 +151,33 @@ class _Cuts(NamedTuple):
     n_out: int  # wholes in all
 
 # %% ../../nbs/engine/16_moments.ipynb #1f3b20ba
-def _slices(
-    n,  # rows
-    size,  # numbers in a row
-    most,  # numbers in a slice
-    parts=1 << 30,  # rows in a slice, at most
-):
+def _slices(n, size, most, parts=1 << 30):
     "Slices over `n` rows."
     step = max(1, min(parts, most // max(1, size)))
     return [slice(k, min(k + step, n)) for k in range(0, n, step)]
 
 # %% ../../nbs/engine/16_moments.ipynb #op000004
-def _most(
-    numbers,  # in a tile on a CPU
-    t,  # a tensor on the device
-):
+def _most(numbers, t):
     "Numbers in a tile: many where a tile is a handful of kernels."
     return numbers if _on_cpu(t) else 64 * numbers
 
 
-def _no_shares(
-    x,  # [n, ...] parts
-    i,  # their number
-    j,  # wholes; 0: there is no model yet
-    wanted,  # whether there will be any
-):
+def _no_shares(x, i, j, wanted):
     "Place for the shares [n, i, j]; empty if they are not wanted or there is no model."
     return x.new_empty((x.shape[0], i, j) if wanted and j else (0,))
 
 
-def _softmax_back(
-    R,  # [..., j] a softmax
-    g,  # [..., j] gradient at R
-):
+def _softmax_back(R, g):
     "Gradient at the logits."
     return R * (g - torch.linalg.vecdot(R, g)[..., None])
 
 # %% ../../nbs/engine/16_moments.ipynb #93a6d98f
-def _of(
-    p,  # [..., j]
-    cols,  # wholes
-):
+def _of(p, cols):
     "A slice along the last axis; `p` itself where that is all of it."
     return p if cols.stop - cols.start == p.shape[-1] else p[..., cols]
 
 # %% ../../nbs/engine/16_moments.ipynb #3e8e45c0
-def _log_norms(
-    votes,  # an engine
-    cuts,  # its tiles
-    f,  # [n, i] activations, for their shape
-):
+def _log_norms(votes, cuts, f):
     "Log of the sum of exp(L) over all wholes [n, i]; empty where a tile holds all wholes."
     if len(cuts.cols) < 2 or not votes.model:
         return f.new_empty(0)
@@ -224,10 +188,7 @@ def _log_norms(
     return norm
 
 # %% ../../nbs/engine/16_moments.ipynb #0cd85beb
-def _softmax(
-    L,  # [n, i, j] logits of a tile
-    norm,  # [n, i] from `_log_norms`, or None
-):
+def _softmax(L, norm):
     "Shares of a tile."
     return torch.softmax(L, -1) if norm is None else (L - norm[..., None]).exp_()
 
@@ -271,10 +232,7 @@ class _Sweep(NamedTuple):
         return total
 
 # %% ../../nbs/engine/16_moments.ipynb #79a16800
-def _gather_all(
-    sweep,  # over the tiles
-    shares,  # [n, i, j] to be filled with R; empty: not asked for
-):
+def _gather_all(sweep, shares):
     "The statistics of all votes under their shares, and the norms of the softmax."
     sweep = sweep._replace(norm=_log_norms(sweep.votes, sweep.cuts, sweep.f))
     stats = sweep.votes.no_statistics()
@@ -287,13 +245,7 @@ def _gather_all(
     return stats, sweep.norm
 
 
-def _spread_all(
-    sweep,  # over the tiles
-    stats,  # what `_gather_all` returned
-    g_stats,  # and its gradients
-    shares,  # [n, i, j] R, or empty
-    g_shares,  # and its gradient
-):
+def _spread_all(sweep, stats, g_stats, shares, g_shares):
     "Gradients of f and of the engine's tensors."
     slopes, grads = sweep.votes.slopes(stats, g_stats), sweep.votes.first_grads(g_stats)
     g_f, centres = torch.zeros_like(sweep.f), sweep.centres(slopes)
@@ -387,15 +339,15 @@ def _moments_sweep(f, x, x0, phi, theta, narrow, numbers):
 
 # %% ../../nbs/engine/16_moments.ipynb #op000002
 def _moments_forward(
-    f: Tensor,  # [n, i] activations, in float64
-    x: Tensor,  # [n, c, d, i] parts
-    x0: Tensor,  # [n, c, d] their origin, as for phi
-    phi: Tensor,  # [n, N, i] statistics of the parts
-    theta: Tensor,  # [n, N, j] the model, in float64
-    narrow: Tensor,  # one number: not 0 where float64 is needed, in which phi is made again
-    shares: bool,  # whether R is wanted
-    numbers: int,  # in a tile
-) -> list[Tensor]:  # M [n, N, j] in float64, R [n, i, j] or nothing
+    f: Tensor,
+    x: Tensor,
+    x0: Tensor,
+    phi: Tensor,
+    theta: Tensor,
+    narrow: Tensor,
+    shares: bool,
+    numbers: int,
+) -> list[Tensor]:
     sweep, _ = _moments_sweep(f, x, x0, phi, theta, narrow, numbers)
     R = _no_shares(x, x.shape[3], theta.shape[2], shares)
     (M,), _ = _gather_all(sweep, R)
@@ -403,7 +355,7 @@ def _moments_forward(
 
 
 def _moments_backward(
-    f: Tensor,  # as in `_moments_forward`
+    f: Tensor,
     x: Tensor,
     x0: Tensor,
     phi: Tensor,
@@ -413,7 +365,7 @@ def _moments_backward(
     grads: list[Tensor],
     shares: bool,
     numbers: int,
-) -> list[Tensor]:  # gradients of f, theta, and x or phi
+) -> list[Tensor]:
     sweep, is_narrow = _moments_sweep(f, x, x0, phi, theta, narrow, numbers)
     g_f, *g_parts, g_theta = _spread_all(sweep, outs[:1], grads[:1], outs[1], grads[1])
     g_x, g_phi = (g_parts[0], None) if is_narrow else (None, g_parts[0])
@@ -438,10 +390,7 @@ _moments = FastOp(
 )
 
 # %% ../../nbs/engine/16_moments.ipynb #05563122
-def _first_forward(
-    f: Tensor,  # [n, i] activations
-    phi: Tensor,  # [n, N, i] statistics of the parts
-) -> list[Tensor]:  # [n, N] sums of f phi: a row times a matrix is 15 times faster than a column
+def _first_forward(f: Tensor, phi: Tensor) -> list[Tensor]:
     return [torch.bmm(f[:, None], phi.mT)[:, 0]]
 
 
@@ -666,7 +615,7 @@ def _merge(mass, mean, squares, V, D):
 class _Votes:
     "Votes in tiles. Statistics: gain and mass [n, j], means and squared gaps [n, c, h, j]."
 
-    def __init__(self, x, W, B, beta_use, beta_ign, *model):  # model: k, mu, v
+    def __init__(self, x, W, B, beta_use, beta_ign, *model):
         self.x, self.maps, self.betas = x, (W, B), (beta_use, beta_ign)
         self.model = model if model and model[0].shape[-1] else ()
         self.tensors = (x, W, B, beta_use, beta_ign, *model)
@@ -773,21 +722,21 @@ def _votes_sweep(f, x, W, B, use, ign, k, mu, v, free, row, numbers, parts, norm
 
 # %% ../../nbs/engine/16_moments.ipynb #op000006
 def _votes_forward(
-    f: Tensor,  # [n, i] activations
-    x: Tensor,  # [n, i, c, d] parts
-    W: Tensor,  # [i|1, d, h, j] maps
-    B: Tensor,  # [i|1, c, h, j] biases
-    beta_use: Tensor,  # [i|1, j] net benefits
-    beta_ign: Tensor,  # [i|1, j] net costs
-    k: Tensor,  # [n, j] constants of the logits; j = 0 before there is a model
-    mu: Tensor,  # [n, c, h, j] means of the model
-    v: Tensor,  # [n, c, h, j] its 1/(2 sig2)
-    shares: bool,  # whether R is wanted
-    free: float,  # numbers in all votes below which they are in float64
-    row: int,  # numbers in the votes of a part in a tile
-    numbers: int,  # in a tile
-    parts: int,  # in a tile, at most
-) -> list[Tensor]:  # gain, mass, means, squared gaps, R or nothing, norms of the softmax or nothing
+    f: Tensor,
+    x: Tensor,
+    W: Tensor,
+    B: Tensor,
+    beta_use: Tensor,
+    beta_ign: Tensor,
+    k: Tensor,
+    mu: Tensor,
+    v: Tensor,
+    shares: bool,
+    free: float,
+    row: int,
+    numbers: int,
+    parts: int,
+) -> list[Tensor]:
     "Statistics of the votes under their shares."
     sweep = _votes_sweep(f, x, W, B, beta_use, beta_ign, k, mu, v, free, row, numbers, parts)
     R = _no_shares(x, x.shape[1], k.shape[1], shares)
@@ -796,7 +745,7 @@ def _votes_forward(
 
 
 def _votes_backward(
-    f: Tensor,  # as in `_votes_forward`
+    f: Tensor,
     x: Tensor,
     W: Tensor,
     B: Tensor,
@@ -812,7 +761,7 @@ def _votes_backward(
     row: int,
     numbers: int,
     parts: int,
-) -> list[Tensor]:  # gradients of the tensors
+) -> list[Tensor]:
     tensors, how = (x, W, B, beta_use, beta_ign, k, mu, v), (free, row, numbers, parts)
     sweep = _votes_sweep(f, *tensors, *how, norm=outs[5])
     return list(_spread_all(sweep, outs[:4], grads[:4], outs[4], grads[4]))

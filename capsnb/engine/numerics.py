@@ -75,9 +75,7 @@ def keep_freed_memory(
 _pools = {}  # (process, threads) -> pool
 
 
-def _thread_pool(
-    threads: int,  # how many
-) -> ThreadPoolExecutor:
+def _thread_pool(threads: int) -> ThreadPoolExecutor:
     "A pool of threads, made once; a forked process starts its own."
     key = os.getpid(), threads
     if key not in _pools:
@@ -194,9 +192,7 @@ def without_autocast(
     return torch.autocast(device.type, enabled=False) if on else contextlib.nullcontext()
 
 # %% ../../nbs/engine/11_numerics.ipynb #48b3725a
-def _one_by_one(
-    op,  # a `torch.library` op that returns a list of tensors
-):
+def _one_by_one(op):
     "Register `vmap` for an op: one call a sample."
 
     def at(arg, dim, k):
@@ -237,11 +233,8 @@ def _backward_of(f, inputs):
 
 
 def _vjp_of_vjp(
-    f: Callable,  # tensors -> tuple of tensors
-    inputs: Sequence[Tensor],  # where
-    grads: Sequence[Tensor],  # gradients at what f returns
-    grads2: Sequence[Tensor],  # gradients at the gradients of the inputs
-) -> Sequence[Tensor | None]:  # gradients of inputs and grads
+    f: Callable, inputs: Sequence[Tensor], grads: Sequence[Tensor], grads2: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
     "Back through the backward pass of `f`, which is differentiable as often as `f` is."
     first, real = _backward_of(f, inputs)
     at = *(inputs[k] for k in real), *grads
@@ -250,10 +243,8 @@ def _vjp_of_vjp(
 
 
 def _jvp(
-    f: Callable,  # tensors -> tuple of tensors
-    inputs: Sequence[Tensor],  # where
-    tangents: Sequence[Tensor | None],  # like inputs: how they change; None: not at all
-) -> Sequence[Tensor]:  # how what f returns changes
+    f: Callable, inputs: Sequence[Tensor], tangents: Sequence[Tensor | None]
+) -> Sequence[Tensor]:
     "Forward mode by two backward passes: an op of ours needs no third rule."
     moved = [k for k, t in enumerate(tangents) if t is not None]
     now, back = torch.func.vjp(_in_some(f, inputs, moved), *(inputs[k] for k in moved))
@@ -261,9 +252,7 @@ def _jvp(
     return forth(tuple(tangents[k] for k in moved))
 
 # %% ../../nbs/engine/11_numerics.ipynb #op200001
-def _in_full(
-    run,  # an op's forward or backward pass, or its definition
-):
+def _in_full(run):
     "The same outside of autocast: what is to be exact is not rounded to 16 bits."
 
     @functools.wraps(run)
@@ -274,10 +263,7 @@ def _in_full(
     return outside
 
 
-def _laid_out(
-    backward,  # of an op
-    n,  # tensors
-):
+def _laid_out(backward, n):
     "The same, with gradients in dtype and layout of `torch.empty_like`, and zeros for None."
 
     def as_(g, t):
@@ -294,9 +280,7 @@ def _laid_out(
     return run
 
 # %% ../../nbs/engine/11_numerics.ipynb #87b26401
-def _in_old_words(
-    f: Callable,  # with hints
-) -> Callable:  # the same, `list[…]` called `List[…]`
+def _in_old_words(f: Callable) -> Callable:
     "PyTorch 2.6 knows lists in the signature of an op by their name in `typing` alone."
 
     def old(hint):
@@ -447,9 +431,7 @@ def _is_bare(tensors):
     return not watched and all(type(t) in (Tensor, nn.Parameter) and not t.is_meta for t in tensors)
 
 # %% ../../nbs/engine/11_numerics.ipynb #57564448
-def _function(
-    op,  # a `FastOp`
-):  # torch.autograd.Function: apply(SimpleNamespace(settings=…), *tensors)
+def _function(op):
     "The same op for autograd and `torch.func`, outside of graphs."
     n = op.n
 

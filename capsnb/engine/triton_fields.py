@@ -733,17 +733,7 @@ def _fields_to_maps(
 # %% ../../nbs/engine/23_triton_fields.ipynb #00000024
 @kernel
 def _fields_to_parts(
-    g,
-    order,
-    starts,
-    out,
-    nodes,
-    N,
-    PS,
-    size,
-    K: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
+    g, order, starts, out, nodes, N, PS, size, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):
     "Sum over each part's places: [k, q·s] -> [b·n, k]."
     node, own, at, count = _places_of(order, starts, N, nodes, BN)
@@ -756,10 +746,7 @@ def _fields_to_parts(
     tl.store(out + node[:, None] * K + k, total, mask=own[:, None] & (k < K))
 
 # %% ../../nbs/engine/23_triton_fields.ipynb #00000027
-def _by_part(
-    fields: Tensor,  # [p, s] which part is where, -1: none
-    n: int,  # number of parts
-) -> tuple[Tensor, Tensor, Tensor]:  # the table in 32 bits, places by part, where each part's begin
+def _by_part(fields: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
     "What the kernels need of the geometry; kept on the table."
     found = None if torch.compiler.is_compiling() else getattr(fields, '_by_part', None)
     if found is None:
@@ -1047,7 +1034,7 @@ def _backward(inputs, outs, grads, settings):
 
 # %% ../../nbs/engine/23_triton_fields.ipynb #00000037
 def _op_forward(
-    a: Tensor,  # these eight: `_Fields`
+    a: Tensor,
     mu: Tensor,
     W: Tensor,
     beta_a: Tensor,
@@ -1055,10 +1042,10 @@ def _op_forward(
     fields: Tensor,
     order: Tensor,
     starts: Tensor,
-    lams: list[float],  # inverse temperatures
-    floor: list[float],  # `Floor`
-    act: str,  # 'logistic', 'logit' if their logits are wanted, or 'pi'
-    damping: float,  # share of the old mean in the new one
+    lams: list[float],
+    floor: list[float],
+    act: str,
+    damping: float,
 ) -> list[Tensor]:
     "See `_forward`."
     inputs = _Fields(a, mu, W, beta_a, beta_u, fields, order, starts)
@@ -1066,7 +1053,7 @@ def _op_forward(
 
 # %% ../../nbs/engine/23_triton_fields.ipynb #00000038
 def _op_backward(
-    a: Tensor,  # as for `_op_forward`
+    a: Tensor,
     mu: Tensor,
     W: Tensor,
     beta_a: Tensor,
@@ -1074,8 +1061,8 @@ def _op_backward(
     fields: Tensor,
     order: Tensor,
     starts: Tensor,
-    outs: list[Tensor],  # what it returned
-    grads: list[Tensor],  # gradients of the first three
+    outs: list[Tensor],
+    grads: list[Tensor],
     lams: list[float],
     floor: list[float],
     act: str,
@@ -1106,11 +1093,7 @@ def _op_definition(*args):
 _op = FastOp('fields_triton', _op_forward, _op_backward, _op_fake, _op_definition, n_out=3)
 
 # %% ../../nbs/engine/23_triton_fields.ipynb #0000003b
-def _route_triton(
-    parts: _Parts,  # what votes
-    loop: _Loop,  # how it is routed
-    scores: bool = False,  # whether a holds logits
-) -> EMRouted:  # as `_route_votes`, without R
+def _route_triton(parts: _Parts, loop: _Loop, scores: bool = False) -> EMRouted:
     "Route parts in fields to wholes by Triton kernels."
     geometry = _by_part(parts.fields, parts.a.shape[1])
     lams, floor = [float(v) for v in loop.lams], [float(v) for v in loop.floor]

@@ -93,11 +93,7 @@ def _check_sizes(image_shape, kernels, decoder, recon, **sizes):
         raise ValueError(f"recon must be a finite number >= 0, got {recon!r}")
 
 # %% ../../nbs/lab/44_capsnet.ipynb #10092858
-def _places(
-    image_shape: tuple,  # channels, rows, columns
-    kernels: tuple,  # sides of the two kernels
-    stride: int,  # of the second
-) -> int:  # places of primary capsules; `ValueError` for images that are too small
+def _places(image_shape: tuple, kernels: tuple, stride: int) -> int:
     m, n = image_shape[1:]
     if min(m, n) < sum(kernels) - 1:
         raise ValueError(

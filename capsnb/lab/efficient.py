@@ -17,13 +17,7 @@ from ..zoo.onestep import agree_once, squash_exp
 __all__ = ['published_norb', 'EfficientCapsNet', 'middle_of_norb']
 
 # %% ../../nbs/lab/49_efficient.ipynb #00000004
-def _block(
-    channels: int,  # that come in
-    out: int,  # that go out
-    kernel: int,  # side
-    stride: int,  # step
-    norm: str,  # 'batch' or 'instance'
-) -> nn.Sequential:  # convolution, activation, norm, as published
+def _block(channels: int, out: int, kernel: int, stride: int, norm: str) -> nn.Sequential:
     conv = nn.Conv2d(channels, out, kernel, stride)
     nn.init.kaiming_normal_(conv.weight)
     nn.init.zeros_(conv.bias)
@@ -35,11 +29,7 @@ def _block(
     return nn.Sequential(conv, nn.LeakyReLU(0.3), own)
 
 # %% ../../nbs/lab/49_efficient.ipynb #00000005
-def _left(
-    image_shape: tuple,  # channels, rows, columns
-    kernels: tuple,  # sides of the convolutions
-    strides: tuple,  # and their steps
-) -> tuple:  # rows and columns of the last map; `ValueError` if nothing is left
+def _left(image_shape: tuple, kernels: tuple, strides: tuple) -> tuple:
     sizes = []
     for size in image_shape[1:]:
         for k, s in zip(kernels, strides):
@@ -136,9 +126,7 @@ published_norb = dict(  # options of the smallNORB network
 )
 
 # %% ../../nbs/lab/49_efficient.ipynb #0000000c
-def _published_weights(
-    path: str | Path,  # of an h5 file of Keras
-) -> list[Tensor]:  # in the order of the layers
+def _published_weights(path: str | Path) -> list[Tensor]:
     try:
         import h5py
     except ModuleNotFoundError as e:
@@ -153,10 +141,7 @@ def _published_weights(
         raise ValueError(f"'{path}' is no file of Efficient-CapsNet's weights: {e}") from e
 
 # %% ../../nbs/lab/49_efficient.ipynb #0000000d
-def _fill(
-    net: EfficientCapsNet,  # changed in place
-    weights: list[Tensor],  # kernel, bias, scale, offset of each block; primary; W; prior
-):
+def _fill(net: EfficientCapsNet, weights: list[Tensor]):
     "`ValueError` for weights of another network."
     *rest, W, prior = weights
     moved = [w.permute(3, 2, 0, 1) if w.ndim == 4 else w for w in rest]

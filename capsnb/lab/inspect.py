@@ -8,7 +8,7 @@ from typing import Callable, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn, Tensor
-from ..core import film, from_bytes, need, palette, plot_style
+from ..core import from_bytes, need, palette, plot_style
 from ..engine.em import em_routing
 from ..engine.layers import ClassCaps, add_coordinates
 from .matrix_caps import MatrixCapsNet, centres_of
@@ -18,7 +18,7 @@ from ..routing.em import as_schedule
 __all__ = ['Grid', 'viewpoint_grid', 'in_degrees', 'Change', 'pose_change', 'plot_change', 'Flat', 'mds_path', 'plot_paths',
            'Probe', 'viewpoint_targets', 'r_squared', 'ridge_by_class', 'check_novel', 'probe_viewpoint', 'Poses',
            'in_batches', 'poses_of', 'features_of', 'class_pose', 'plot_sheet', 'Watched', 'watch_classes',
-           'watch_votes', 'vote_histograms', 'reach', 'winner_by_iteration', 'draw_votes', 'votes_film']
+           'watch_votes', 'vote_histograms', 'reach', 'winner_by_iteration']
 
 # %% ../../nbs/lab/47_inspect.ipynb #00000007
 class Grid(NamedTuple):
@@ -60,11 +60,7 @@ def viewpoint_grid(
     return Grid(x[kept[place.argsort()]].unflatten(0, (len(toys), len(views))), views, toys)
 
 # %% ../../nbs/lab/47_inspect.ipynb #da44d642
-def _held(
-    col: dict,  # name -> [n]
-    vary: str,  # 'azimuth' or 'elevation'
-    at: dict,  # name -> value
-) -> Tensor:  # numbers of the images where all other columns are held
+def _held(col: dict, vary: str, at: dict) -> Tensor:
     if unknown := set(at) - (set(col) - {vary}):
         can = ', '.join(sorted(set(col) - {vary}))
         raise ValueError(f"at can hold {can}, got {', '.join(sorted(unknown))}")
@@ -245,11 +241,7 @@ def ridge_by_class(
     return predict
 
 # %% ../../nbs/lab/47_inspect.ipynb #57762158
-def _ridge(
-    x: Tensor,  # [n, p]
-    y: Tensor,  # [n, k]
-    alpha: float,  # strength, in units of n
-) -> Callable:  # x [m, p] -> predictions [m, k]
+def _ridge(x: Tensor, y: Tensor, alpha: float) -> Callable:
     mean, sd = x.mean(0), x.std(0, correction=0).clamp_min(1e-12)
     ridge = need('sklearn.linear_model').Ridge(alpha=alpha * len(x))
     ridge.fit(((x - mean) / sd).numpy(), y.numpy())
@@ -484,47 +476,3 @@ def winner_by_iteration(
         distance=take(D) / take(S),
         others=(D.sum(-1) - take(D)) / (S.sum(-1) - take(S)),
     )
-
-# %% ../../nbs/lab/47_inspect.ipynb #28cffbe4
-def _plane_of(
-    w: Watched,  # of `watch_classes`
-    k: int,  # which image
-) -> tuple[Tensor, Tensor]:  # origin [c·h], two directions [c·h, 2]
-    "The plane in which the classes' final means differ most."
-    M = w.mu[-1, k].flatten(1)
-    return M.mean(0), torch.linalg.svd(M - M.mean(0), full_matrices=False).Vh[:2].T
-
-# %% ../../nbs/lab/47_inspect.ipynb #e8b972c4
-def draw_votes(
-    axs,  # one matplotlib axes a class
-    w: Watched,  # of `watch_classes`
-    k: int,  # which image
-    t: int,  # iteration, from 0
-    names: tuple,  # of the classes
-):
-    "All votes for each class after an iteration, in the plane of the classes."
-    origin, plane = _plane_of(w, k)
-    v, means = ((p.flatten(-2) - origin) @ plane for p in (w.V[k], w.mu[:, k]))
-    size = 1.2 * max(v.flatten(0, 1).abs().quantile(0.9).item(), means.abs().max().item())
-    for j, ax in enumerate(axs):
-        look = dict(color=palette[j % len(palette)], alpha=0.6, lw=0)
-        ax.scatter(*v[:, j].T, s=60 * w.weight[t, k, :, j], **look)
-        ax.plot(*means[t, j], 'k+', ms=9, mew=0.5 + 2.5 * w.a[t, k, j].item())
-        ax.set(xlim=(-size, size), ylim=(-size, size), title=f'{names[j]}\na = {w.a[t, k, j]:.2f}')
-
-# %% ../../nbs/lab/47_inspect.ipynb #8ceda121
-def votes_film(
-    w: Watched,  # of `watch_classes`
-    k: int,  # which image
-    names: tuple,  # of the classes
-):  # IPython's HTML
-    "One routing as a moving picture, a frame per iteration."
-
-    def frame(iteration):
-        kw = dict(sharex=True, sharey=True, layout='constrained')
-        fig, axs = plot_style().subplots(1, w.V.shape[2], figsize=(9.5, 2.5), **kw)
-        draw_votes(axs, w, k, iteration - 1, names)
-        return fig
-
-    alt = 'Votes for each class, iteration by iteration: the dots of one class grow.'
-    return film(frame, alt, iteration=range(1, len(w.a) + 1))

@@ -19,7 +19,7 @@ def class_shares(
     labels: Tensor,  # [...] class numbers; or [..., k] weights in [0, 1]: one-hot, soft or several
     a: Tensor,  # [..., k] scores or activations of the classes
     sums_to_1: bool = True,  # whether weights must
-    at_once: bool = False,  # whether [..., m] may be m class numbers of one sample, where m is not k
+    at_once: bool = False,  # whether [..., m], m ≠ k, may be m class numbers of one sample
 ) -> Tensor:  # [..., k] weights of the classes, in the dtype of a
     "Labels of every form and dtype as weights; `ValueError` says what was expected and what came."
     if not a.ndim or not a.is_floating_point():

@@ -90,10 +90,7 @@ presets = dict(
 schedules = ('schedule', 'none', 'learned', 'constant')
 
 
-def _schedule(
-    kind: str,  # a name of `schedules`
-    n_iters: int,  # iterations
-) -> list[float]:  # inverse temperature of each; without a schedule what the paper's tends to
+def _schedule(kind: str, n_iters: int) -> list[float]:
     if kind not in schedules:
         raise ValueError(f"lam must be one of {', '.join(map(repr, schedules))}, got {kind!r}")
     return as_schedule(inverse_temperature if kind == 'schedule' else 0.01, n_iters)
@@ -141,11 +138,7 @@ def start_weights(
     nn.init.uniform_(layer.beta_u, centre - width, centre + width)
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #0000000d
-def _margin_at(
-    kind: str,  # 'linear' or 'authors'
-    step: int,  # steps taken so far
-    n_steps: int,  # steps of the run
-) -> float:  # margin of the spread loss
+def _margin_at(kind: str, step: int, n_steps: int) -> float:
     "Margin at a step of a run (Hinton 2018, section 4.1)."
     return authors_margin(step) if kind == 'authors' else LinearMargin(max(1, n_steps))(step)
 
@@ -154,21 +147,13 @@ _losses = dict(spread=spread_loss, margin=margin_loss, crossent=activation_cross
 losses = (*_losses, 'logits')  # the last is the cross-entropy of the logits themselves
 
 
-def _class_loss(
-    a: Tensor,  # [b, j] activations
-    labels: Tensor,  # classes [b] or weights of classes [b, j]
-    loss: str,  # 'spread', 'margin' or 'crossent'
-    margin: float,  # of the spread loss
-) -> Tensor:  # a number
+def _class_loss(a: Tensor, labels: Tensor, loss: str, margin: float) -> Tensor:
     "One of the losses of (Hinton 2018, Table 1)."
     kw = dict(margin=margin) if loss == 'spread' else {}
     return _losses[loss](a.float(), labels, **kw)
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #0000000f
-def _caps_places(
-    size: tuple[int, int],  # rows and columns of an image
-    layers: list,  # (K, stride, padding) of all layers up to the classes
-) -> tuple[int, ...]:  # rows and columns of capsules below the classes
+def _caps_places(size: tuple[int, int], layers: list) -> tuple[int, ...]:
     "How many places an image leaves; `ValueError` if none is left."
     out, least = tuple(size), 1
     for K, stride, padding in layers:
@@ -201,11 +186,7 @@ def make_stem(
     return trunk, [(3, s, how.get('padding', 1)) for s in how['strides']]
 
 
-def _features_of(
-    stem: nn.Module,  # stays as it is
-    in_channels: int,  # of the images
-    size: int,  # their side
-) -> tuple[int, tuple]:  # channels, and rows and columns, of its feature maps
+def _features_of(stem: nn.Module, in_channels: int, size: int) -> tuple[int, tuple]:
     was = stem.training
     with torch.no_grad():
         shape = stem.eval()(torch.zeros(1, in_channels, size, size)).shape
@@ -237,11 +218,7 @@ def _check_net(net, pose, act, depth, compete):
         )
 
 
-def _fields_of(
-    stem,  # of `MatrixCapsNet`
-    K: int,  # side of a field
-    depth: int,  # layers
-) -> list:  # (K, stride, padding) of the convolutional capsules
+def _fields_of(stem, K: int, depth: int) -> list:
     own = [(K, 2, 0), (K, 1, 0)] if isinstance(stem, str) and stem == 'paper' else []
     return [*own, *[(K, 1, (K - 1) // 2)] * depth][:depth]
 
@@ -433,11 +410,7 @@ def centres_of(
     return tuple(field_centres(k, layers, size, images.device) for k, size in sizes)
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #997dc311
-def _start_first(
-    conv: nn.Module,  # the stem; a convolution is changed in place
-    primary: PrimaryCaps,  # changed in place
-    preset: str,  # as for `routing_settings`
-):
+def _start_first(conv: nn.Module, primary: PrimaryCaps, preset: str):
     "The first two layers as the preset starts them; torch's start where it does not say."
     n, (wide, poses, acts) = primary.n_types, presets[preset].first
     w = primary.conv.weight

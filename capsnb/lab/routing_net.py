@@ -264,9 +264,7 @@ class VectorText(
         return Credit(torch.stack(scores), shares)
 
 # %% ../../nbs/lab/50_routing_net.ipynb #22a00004
-def _vector_text_from_published(
-    path: str | Path,  # of the state dict of a head
-) -> VectorText:  # in evaluation mode
+def _vector_text_from_published(path: str | Path) -> VectorText:
     "The three vector routings with the author's weights; `ValueError` lists what does not fit."
     state = {
         k: v for k, v in read_published(path).items() if not k.endswith('CONST_ones_over_n_out')

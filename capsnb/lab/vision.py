@@ -4,11 +4,8 @@
 
 # %% ../../nbs/lab/43_vision.ipynb #00000002
 from __future__ import annotations
-import copy
 import io
 import re
-import statistics
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, NamedTuple, TypeVar
 import torch
@@ -24,7 +21,7 @@ from .losses import class_shares, reduced
 # %% auto #0
 __all__ = ['as_images', 'normed_conv', 'ConvTrunk', 'CapsuleHeads', 'Scores', 'answer', 'OnlyScores', 'n_params', 'HubMixin',
            'trace_credit', 'DStepNet', 'earned', 'norb_trunk', 'SmallNORBNet', 'draw_net', 'published_name',
-           'read_published', 'load_published', 'PlainCNN', 'rival_of', 'BaselineCNN', 'timed_step', 'step_shares']
+           'read_published', 'load_published', 'PlainCNN', 'rival_of', 'BaselineCNN']
 
 # %% ../../nbs/lab/43_vision.ipynb #00000005
 def as_images(
@@ -52,9 +49,7 @@ def as_images(
     return images if autocasting(images.device) else images.to(next(net.parameters()).dtype)
 
 
-def _stack_coordinates(
-    images: Tensor,  # [b, channels, m, n]
-) -> Tensor:  # [b, channels + 2, m, n]: the image, then row and column in [-1, 1]
+def _stack_coordinates(images: Tensor) -> Tensor:
     "Stack a vertical and a horizontal coordinate on the channels of an image."
     b, _, m, n = images.shape
     kw = dict(dtype=images.dtype, device=images.device)
@@ -111,10 +106,7 @@ class ConvTrunk(nn.Module):
         return x
 
 # %% ../../nbs/lab/43_vision.ipynb #7145ca17
-def _smallest_image(
-    strides: tuple,  # of 3x3 convolutions
-    padding: int,  # of each
-) -> int:  # side of the smallest image that leaves one place
+def _smallest_image(strides: tuple, padding: int) -> int:
     least = 1
     for s in reversed(strides):
         least = max(1, (least - 1) * s + 3 - 2 * padding)
@@ -313,11 +305,7 @@ class DStepNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'ro
 
 # %% ../../nbs/lab/43_vision.ipynb #0000001a
 @torch.no_grad()
-def _credit_maps(
-    self: DStepNet,  # in evaluation mode, or batch norm looks at the other images too
-    images: Tensor,  # [b, channels, m, n]
-    of: str = 'use',  # 'use': adds up to the data each class used; 'score': to its score
-) -> Tensor:  # [b, n_classes, m', n']
+def _credit_maps(self: DStepNet, images: Tensor, of: str = 'use') -> Tensor:
     "Which places each class used, from the routing itself; `ValueError` for an unknown `of`."
     if of not in ('use', 'score'):
         raise ValueError(f"of must be 'use' or 'score', got {of!r}")
@@ -410,21 +398,14 @@ def draw_net(
     return fig
 
 # %% ../../nbs/lab/43_vision.ipynb #8c8012c1
-def _shape_of(
-    out,  # [1, ...], or scores (or activations) and poses of capsules
-) -> str:  # sizes without the batch
+def _shape_of(out) -> str:
     parts = out[:2] if isinstance(out, tuple) else (out,)
     names = getattr(out, '_fields', ('a', 'mu'))[: len(parts)] if len(parts) > 1 else ('',)
     sizes = ('×'.join(map(str, p.shape[1:])) for p in parts)
     return '\n'.join(f'{n} {s}'.strip() for n, s in zip(names, sizes)).replace('mu', 'μ')
 
 # %% ../../nbs/lab/43_vision.ipynb #b0cb2e70
-def _draw_stage(
-    ax,  # matplotlib axes
-    k: int,  # which box, from the left
-    text: str,  # in the box
-    shape: str,  # under it
-):
+def _draw_stage(ax, k: int, text: str, shape: str):
     routed = 'routing' in text
     look = dict(boxstyle='round,pad=0.03', fc='#CFDCEA' if routed else '#F4F4F4', ec='#444444')
     box = need('matplotlib.patches').FancyBboxPatch((k - 0.34, -0.2), 0.68, 0.6, **look)
@@ -501,10 +482,7 @@ def load_published(
     return net
 
 # %% ../../nbs/lab/43_vision.ipynb #fbace875
-def _differences(
-    ours: dict,  # name -> tensor, wanted
-    given: dict,  # name -> tensor
-) -> dict:  # 'missing', 'extra', 'misshapen', 'mistyped' -> descriptions; empty where all fits
+def _differences(ours: dict, given: dict) -> dict:
     both = [(k, given[k], v) for k, v in ours.items() if k in given]
     real = lambda v: v.is_floating_point()
     wrong = dict(
@@ -599,47 +577,3 @@ class BaselineCNN(nn.Module, HubMixin, library_name='capsnb', tags=['cnn']):
     ) -> Tensor:  # [b, 1024]: what the last layer reads
         images = as_images(images, self, (self.in_channels, *self.size))
         return F.relu(self.hidden(self.convs(images).flatten(1)))
-
-# %% ../../nbs/lab/43_vision.ipynb #0000003b
-def timed_step(
-    net: DStepNet,  # in training mode; gets the gradients
-    deal: Callable,  # () -> images, labels
-) -> dict:  # seconds for 'data', 'convolutions' and 'routing' (with the loss), both directions
-    "One training step, without the optimizer's, cut where routing begins."
-    clock = [_now()]
-    images, labels = deal()
-    clock.append(_now())
-    caps = net.heads(net.trunk(images))
-    clock.append(_now())
-    cut = out = [x.detach().requires_grad_() for x in caps]
-    for routing in net.routings:
-        out = routing(out[0], out[1])
-    answer(out, labels)['loss'].backward()
-    clock.append(_now())
-    torch.autograd.backward(caps, [x.grad for x in cut])
-    clock.append(_now())
-    d = [t - s for s, t in zip(clock, clock[1:])]
-    return dict(data=d[0], convolutions=d[1] + d[3], routing=d[2])
-
-# %% ../../nbs/lab/43_vision.ipynb #b24f856e
-def _now() -> float:
-    "Seconds, with nothing left to do on a GPU."
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-# %% ../../nbs/lab/43_vision.ipynb #0000003c
-def step_shares(
-    net: DStepNet,  # stays as it is: a copy of it is timed
-    deal: Callable,  # () -> images, labels: one batch
-    rounds: int = 5,  # steps that count
-    warmup: int = 1,  # steps before them that do not
-) -> dict:  # median seconds of each part, their sum 'step', and 'shares' of it
-    "What share of a training step the data, the convolutions and the routing take."
-    net, times = copy.deepcopy(net).train(), []
-    for _ in range(warmup + rounds):
-        net.zero_grad()
-        times.append(timed_step(net, deal))
-    parts = {k: statistics.median(t[k] for t in times[warmup:]) for k in times[0]}
-    total = sum(parts.values())
-    return dict(parts, step=total, shares={k: v / total for k, v in parts.items()})
