@@ -13,7 +13,6 @@ from capsnb import Routing, dynamic_routing, route_capsules
 from capsnb.engine import dynamic, moments
 from capsnb.engine.numerics import error_to
 from capsnb.routing.dynamic import dynamic_routing_ref
-from capsnb.zoo import noise
 
 
 def seeded(*shapes, dtype=torch.float64):
@@ -65,18 +64,6 @@ def of_dynamic_maps(n=2, i=4, j=3, d=2, h=2, n_iters=3, detach=False, shares=Tru
     return seeded((n, i, d), (i, j, d, h)), (n_iters, detach, shares)
 
 
-def of_refit(b=2, i=4, j=3, n=2, absent=0):
-    r, V, mu, scale, about = seeded((b, i, j), (b, i, j, n), *[(b, j, n)] * 3)
-    r = r.sigmoid()
-    r[:, :absent] = 0
-    return [r, V, mu, scale.exp(), about], (0.01,)
-
-
-def of_misfit(**kw):
-    (_, *tensors, _), settings = of_refit(**kw)
-    return tensors, settings
-
-
 tilings = dict(numbers=4), dict(row=1), dict(numbers=1, row=2)
 few = dict(i=1), dict(j=1), dict(i=1, j=1), dict(n=1)
 cases = [
@@ -107,15 +94,10 @@ cases += [
     )
     for kw in (*few, dict(shares=False))
 ]
-cases += [
-    (op, make, kw)
-    for op, make in ((noise._refit, of_refit), (noise._misfit, of_misfit))
-    for kw in ({}, dict(i=1), dict(absent=2))
-]
 all_cases = pytest.mark.parametrize(
     'op, make, kw', cases, ids=[f'{op.name} {kw}' for op, make, kw in cases]
 )
-undifferentiable = {moments.statistics_of: (1,), noise._refit: (4,)}
+undifferentiable = {moments.statistics_of: (1,)}
 undifferentiable[moments._moments] = 1, 2, 3, 5  # but see below
 
 
@@ -244,20 +226,6 @@ def test_as_the_definition(op, make, kw):
         penalty = sum(v.square().sum() for v in g)
         more = torch.autograd.grad(penalty, x, materialize_grads=True)
         found.append([*run(*tensors, *settings), *g, *more])
-    for got, want in zip(*found, strict=True):
-        assert_close(got, want)
-
-
-@pytest.mark.parametrize('op, make', [(noise._refit, of_refit), (noise._misfit, of_misfit)])
-@pytest.mark.parametrize('b, i', [(3, 300), (90, 5), (0, 5)])
-def test_laplace_in_several_tiles(op, make, b, i):
-    tensors, settings = make(b=b, i=i, j=15, n=20)
-    assert b == 0 or len(list(noise._tiles(tensors[make is of_refit]))) > 1
-    found = []
-    for run in (op, op.definition):
-        x = [t.clone().requires_grad_() for t in tensors]
-        (out,) = run(*x, *settings)
-        found.append([out, *torch.autograd.grad(out.sin().sum(), x[:4], materialize_grads=True)])
     for got, want in zip(*found, strict=True):
         assert_close(got, want)
 

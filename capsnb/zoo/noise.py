@@ -5,7 +5,6 @@
 # %% ../../nbs/zoo/27_noise.ipynb #00000002
 from __future__ import annotations
 import functools
-import itertools
 import math
 from typing import NamedTuple
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from ..core import check_n_iters
 from ..engine.dstep import Routing, beta_start
 from ..engine.layers import at_least_1
-from ..engine.numerics import FastOp, without_autocast
+from ..engine.numerics import without_autocast
 from ..routing.dstep import RoutedR, d_step
 from ..routing.em import Floor, as_floor, as_schedule, least_weight, sig2_floor
 from .routers import MomentVotes, Router, SharedVotes, likeness, routings, total
@@ -193,150 +192,7 @@ class Student(Gaussian):
         tail = torch.log1p(self.distance(V, model) / nu)
         return const - (nu + n) / 2 * tail - self.nats(model)[..., None, :]
 
-# %% ../../nbs/zoo/27_noise.ipynb #27ab0002
-def _tiles(
-    V,  # [b, i, j, n] votes
-):
-    "Slices of samples and of parts; on a CPU their votes lie in the cache."
-    size, most = V.shape[2] * V.shape[3], 1 << (16 if V.device.type == 'cpu' else 24)
-    rows = max(1, min(V.shape[1], most // max(1, size)))
-    step = max(1, most // max(1, rows * size))
-    for b, i in itertools.product(range(0, len(V), step), range(0, V.shape[1], rows)):
-        yield slice(b, b + step), slice(i, i + rows)
-
-
-def _inverse(scale):
-    "1/scale, finite for the smallest."
-    return (1 / scale).clamp_max(torch.finfo(scale.dtype).max)
-
-
-def _gaps(
-    V,  # [b, i, j, n] a tile of votes
-    mu,  # [b, j, n]
-    inv,  # [b, j, n] 1/scale
-    tip2,  # κ²
-):
-    "V - mu, and u."
-    gap = V - mu[:, None]
-    return gap, gap.square().mul_(inv[:, None]).add_(tip2).rsqrt_()
-
-
-def _refit_forward(
-    r: Tensor,  # [b, i, j] weights
-    V: Tensor,  # [b, i, j, n] votes
-    mu: Tensor,  # [b, j, n] their old means
-    scale: Tensor,  # [b, j, n] and squared scales
-    about: Tensor,  # [b, j, n] near the new means, without gradient
-    tip2: float,  # κ²
-) -> list[Tensor]:  # [b, 3, j, n] sums of r u, r u (V - about), r u (V - about)²
-    sums, inv = V.new_zeros(len(V), 3, *V.shape[2:]), _inverse(scale)
-    for b, i in _tiles(V):
-        w = _gaps(V[b, i], mu[b], inv[b], tip2)[1].mul_(r[b, i, :, None])
-        sums[b, 0].add_(w.sum(1))
-        off = V[b, i] - about[b, None]
-        sums[b, 1].add_(w.mul_(off).sum(1))
-        sums[b, 2].add_(w.mul_(off).sum(1))
-    return [sums]
-
-
-def _refit_backward(
-    r: Tensor,  # as in `_refit_forward`
-    V: Tensor,
-    mu: Tensor,
-    scale: Tensor,
-    about: Tensor,
-    outs: list[Tensor],
-    grads: list[Tensor],
-    tip2: float,
-) -> list[Tensor]:  # gradients of r, V, mu, scale; none of about
-    g_r, g_V = torch.empty_like(r), torch.empty_like(V)
-    g_mu, g_scale, inv = torch.zeros_like(mu), torch.zeros_like(mu), _inverse(scale)
-    g0, g1, g2 = (g[:, None] for g in grads[0].unbind(1))
-    for b, i in _tiles(V):
-        gap, u = _gaps(V[b, i], mu[b], inv[b], tip2)
-        off = V[b, i] - about[b, None]
-        slope = off * g2[b]
-        uG = (slope + g1[b]).mul_(off).add_(g0[b]).mul_(u)
-        g_r[b, i] = uG.sum(-1)
-        w = u * r[b, i, :, None]
-        pull = uG.mul_(u).mul_(gap).mul_(inv[b, None]).mul_(w)
-        torch.mul(slope.mul_(2).add_(g1[b]), w, out=g_V[b, i]).sub_(pull)
-        g_mu[b].add_(pull.sum(1))
-        g_scale[b].add_(pull.mul_(gap).sum(1))
-    return [g_r, g_V, g_mu, g_scale.mul_(inv / 2), torch.zeros_like(about)]
-
-
-def _refit_fake(r, V, mu, scale, about, tip2):
-    return [V.new_empty(V.shape[0], 3, *V.shape[2:])]
-
-
-def _refit_definition(r, V, mu, scale, about, tip2):
-    w = r[..., None] * ((V - mu[:, None]).square() / scale[:, None] + tip2).rsqrt()
-    off = V - about.detach()[:, None]
-    return (torch.stack([w.sum(1), (w * off).sum(1), (w * off * off).sum(1)], 1),)
-
-
-_refit = FastOp('laplace_refit', _refit_forward, _refit_backward, _refit_fake, _refit_definition)
-
-# %% ../../nbs/zoo/27_noise.ipynb #27ab0003
-def _misfit_forward(
-    V: Tensor,  # as in `_refit_forward`
-    mu: Tensor,
-    scale: Tensor,
-    tip2: float,
-) -> list[Tensor]:  # [b, i, j] sums of √(z² + κ²)
-    far, inv = V.new_empty(V.shape[:3]), _inverse(scale)
-    for b, i in _tiles(V):
-        gap = V[b, i] - mu[b, None]
-        far[b, i] = gap.square_().mul_(inv[b, None]).add_(tip2).sqrt_().sum(-1)
-    return [far]
-
-
-def _misfit_backward(
-    V: Tensor,  # as in `_refit_forward`
-    mu: Tensor,
-    scale: Tensor,
-    outs: list[Tensor],
-    grads: list[Tensor],
-    tip2: float,
-) -> list[Tensor]:  # gradients of V, mu, scale
-    g_V, g_mu, g_scale = torch.empty_like(V), torch.zeros_like(mu), torch.zeros_like(mu)
-    inv = _inverse(scale)
-    for b, i in _tiles(V):
-        gap, u = _gaps(V[b, i], mu[b], inv[b], tip2)
-        torch.mul(u.mul_(grads[0][b, i, :, None]).mul_(inv[b, None]), gap, out=g_V[b, i])
-        g_mu[b].sub_(g_V[b, i].sum(1))
-        g_scale[b].sub_(gap.mul_(g_V[b, i]).sum(1))
-    return [g_V, g_mu, g_scale.mul_(inv / 2)]
-
-
-def _misfit_fake(V, mu, scale, tip2):
-    return [V.new_empty(V.shape[:3])]
-
-
-def _misfit_definition(V, mu, scale, tip2):
-    return (((V - mu[:, None]).square() / scale[:, None] + tip2).sqrt().sum(-1),)
-
-
-_misfit = FastOp(
-    'laplace_misfit', _misfit_forward, _misfit_backward, _misfit_fake, _misfit_definition
-)
-
 # %% ../../nbs/zoo/27_noise.ipynb #00000010
-def _flat(
-    model,  # of the votes
-    V,  # [..., i, j, c, h] votes
-    *r,  # [..., i, j] their weights, or nothing
-):
-    "Leading dimensions, and r [b, i, j], V [b, i, j, n], mu and scale [b, j, n] of one dtype."
-    mu, scale = (t.flatten(-2) for t in model[:2])
-    given = [*((t, 2) for t in r), (V.flatten(-2), 3), (mu, 2), (scale, 2)]
-    lead = torch.broadcast_shapes(*(t.shape[:-n] for t, n in given))
-    dtype = functools.reduce(torch.promote_types, (t.dtype for t, _ in given))
-    wide = (t.to(dtype).expand(*lead, *t.shape[-n:]) for t, n in given)
-    return lead, [t.reshape(math.prod(lead), *t.shape[len(lead) :]) for t in wide]
-
-
 class Laplace(Student):
     "Independent Laplace distributions with a rounded tip: components are doubted one by one."
 
@@ -355,23 +211,20 @@ class Laplace(Student):
         scaled = torch.special.scaled_modified_bessel_k1(at)  # by exp(κ)
         self.const = math.log(2 * tip * scaled.item()) - tip
 
+    def _squares(self, V, model):
+        "z² + κ² of every component [..., i, j, c, h]."
+        gap = V - model.mu[..., None, :, :, :]
+        return gap.square() / model.scale[..., None, :, :, :] + self.tip**2
+
     def refit(self, r, V, mass, model):
         "The same with u for each component."
-        lead, (r, V, mu, scale) = _flat(model, V, r)
-        with torch.no_grad():  # where the new mean is
-            S, one, _ = _refit(r, V, mu, scale, mu, self.tip**2)[0].unbind(1)
-            about = (
-                mu + (one - mass * mu) / (S + mass)
-            ).detach()  # forward mode heeds no `no_grad`
-        S, one, two = _refit(r, V, mu, scale, about, self.tip**2)[0].unbind(1)
-        shift = (one - mass * about) / (S + mass)  # 0 but for rounding, with a gradient
-        s = (two + shift * (shift * S - 2 * one)).clamp_min(0) / (r.sum(-2) + mass)[..., None]
-        mu, s = (t.view(*lead, *model.mu.shape[-3:]) for t in (about + shift, s))
-        return mu, s
+        w = r[..., None, None] * self._squares(V, model).rsqrt()
+        mu = (w * V).sum(-4) / (w.sum(-4) + mass)
+        squares = (w * (V - mu[..., None, :, :, :]).square()).sum(-4)
+        return mu, squares / (r.sum(-2) + mass)[..., None, None]
 
     def log_p(self, V, model):
-        lead, (flat, mu, scale) = _flat(model, V)
-        far = _misfit(flat, mu, scale, self.tip**2)[0].view(*lead, *V.shape[-4:-2])
+        far = self._squares(V, model).sqrt().sum((-2, -1))
         return -far - math.prod(V.shape[-2:]) * self.const - self.nats(model)[..., None, :]
 
 # %% ../../nbs/zoo/27_noise.ipynb #00000014
