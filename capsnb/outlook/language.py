@@ -22,7 +22,7 @@ from ..lab.shootout import Ground, race, step_costs
 from ..lab.tasks import Net, Task, as_typed
 from ..lab.train import BaseDeck, fingerprint
 from ..lab.vision import HubMixin, Scores, n_params
-from .blocks import Block, RoutingBlock, SelfAttention, as_large_as_attention
+from ..zoo.blocks import Block, RoutingBlock, SelfAttention, as_large_as_attention
 from ..zoo.routers import all_routings, routing_layer
 
 # %% auto #0

@@ -437,7 +437,7 @@ class StudentRouting(NoiseRouting):
 
 routings['student'] = StudentRouting
 
-# %% ../../nbs/zoo/27_noise.ipynb #00000021
+
 class LaplaceRouting(NoiseRouting):
     "Routing with Laplace noise: far components count less."
 
@@ -452,7 +452,7 @@ class LaplaceRouting(NoiseRouting):
 
 routings['laplace'] = LaplaceRouting
 
-# %% ../../nbs/zoo/27_noise.ipynb #00000022
+
 class FullRouting(NoiseRouting):
     "Routing with a full covariance; sig2 is its diagonal."
 
@@ -465,7 +465,7 @@ class FullRouting(NoiseRouting):
 
 routings['full'] = FullRouting
 
-# %% ../../nbs/zoo/27_noise.ipynb #00000023
+
 class DirectionRouting(NoiseRouting):
     "Routing of directions (von Mises–Fisher); capsules are unit vectors, sig2 is 1/κ."
 
@@ -478,7 +478,7 @@ class DirectionRouting(NoiseRouting):
 
 routings['vmf'] = DirectionRouting
 
-# %% ../../nbs/zoo/27_noise.ipynb #00000024
+
 class HardKMeans(NoiseRouting):
     "Routing by hard k-means: every input belongs to one output; no gradient through the choice."
 
