@@ -50,18 +50,6 @@ def test_misfit_of_parts_is_em_by_densities_of_their_poses():
         assert_close(got.a[k], score, rtol=1e-5, atol=1e-7)
 
 
-def test_a_map_in_other_units_changes_nothing():
-    for how, same in (('part', True), ('whole', False)):
-        em, a, u = made(how, eps=1e-16)
-        before = em(a, u, return_R=True)
-        with torch.no_grad():
-            em.W[:, 1] *= 0.3
-            em.B[:, 1] *= 0.3
-        after = em(a, u, return_R=True)
-        close = lambda x, y: torch.allclose(x, y, atol=1e-6)
-        assert close(before.R, after.R) is close(before.a, after.a) is same
-
-
 def test_absent_parts_and_gradients():
     em, a, u = made(n_inp=None)
     with torch.no_grad():  # no whole is left without data, where `TINY` would be seen

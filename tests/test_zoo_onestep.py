@@ -1,6 +1,5 @@
 """Routing without iterations: against NumPy in a loop, at the edges, as layers of the zoo."""
 
-import math
 from pathlib import Path
 
 import numpy as np
@@ -8,39 +7,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from capsnb.engine.dynamic import dynamic_routing
 from capsnb.zoo.onestep import agree_once, dice_at, score_of_sum, squash_exp
 from capsnb.zoo.routers import routing_layer, routings
 
 f64 = dict(dtype=torch.float64)
-
-
-def slowly(V, b):
-    "Mazzia 2021, one number at a time; V [i, j, h], b [i, j]."
-    I, J, H = V.shape
-    c, s = np.zeros((I, J)), np.zeros((J, H))
-    for i in range(I):
-        fit = [sum(V[i, j, h] * V[k, j, h] for k in range(I) for h in range(H)) for j in range(J)]
-        e = np.exp([f / math.sqrt(H) for f in fit])
-        c[i] = e / e.sum() + b[i]
-        for j in range(J):
-            s[j] += c[i, j] * V[i, j]
-    r = np.linalg.norm(s, axis=-1, keepdims=True)
-    return c, s, (1 - 1 / np.exp(r)) * s / r
-
-
-def test_one_step_is_the_papers():
-    torch.manual_seed(0)
-    V, b = torch.randn(2, 6, 4, 5, **f64) / 2, torch.randn(6, 4, **f64)
-    s, R = agree_once(V[..., None, :], b)
-    s = s.squeeze(-2)
-    for k in range(2):
-        c, sums, v = map(torch.tensor, slowly(V[k].numpy(), b.numpy()))
-        assert_close(R[k], c)
-        assert_close(s[k], sums)
-        assert_close(squash_exp(s[k]), v)
-    small = (V[:, :3, :2, None, :2] / 2).requires_grad_(), b[:3, :2].clone().requires_grad_()
-    torch.autograd.gradcheck(agree_once, small)
 
 
 def test_squash_and_score_at_the_edges():
@@ -108,50 +78,6 @@ def test_self_routing_is_the_authors():
         assert_close(got, torch.tensor(told[name]), rtol=1e-10, atol=1e-12)
 
 
-names = ('agreement', 'self', 'uniform', 'random', 'mean', 'attention')
-
-
-@pytest.mark.parametrize('name', names)
-def test_parts_that_are_not_there_say_nothing(name):
-    torch.manual_seed(2)
-    layer = routings[name](2, 3, 4, n_out=5).double()
-    with torch.no_grad():
-        for p in layer.parameters():
-            p.normal_()
-    a, mu = torch.randn(3, 7, **f64), torch.randn(3, 7, 2, 3, **f64)
-    a[:, 4:] = -torch.inf
-    few = layer(a[:, :4], mu[:, :4])
-    all_ = layer(a, mu.where(a[..., None, None] > -9, 1e3))
-    assert_close(all_.a, few.a)
-    assert_close(all_.mu, few.mu)
-    assert few.a.shape == (3, 5) and few.mu.shape == (3, 5, 2, 4)
-    nobody = layer(torch.full((7,), -torch.inf, **f64).requires_grad_(), mu[0], return_R=True)
-    assert all(x.isfinite().all() for x in (nobody.a, nobody.mu, nobody.R))
-    (nobody.a.sum() + nobody.mu.sum()).backward()
-    assert all(p.grad.isfinite().all() for p in layer.parameters() if p.grad is not None)
-
-
-@pytest.mark.parametrize('name', names)
-def test_saved_and_loaded_it_says_the_same(name, tmp_path):
-    kw = dict(seed=5) if name == 'random' else {}
-    one, two = (routings[name](2, 3, 4, n_inp=7, n_out=5, **kw) for _ in range(2))
-    a, mu = torch.randn(7), torch.randn(7, 2, 3)
-    torch.save(one.state_dict(), tmp_path / 'x.pt')
-    two.load_state_dict(torch.load(tmp_path / 'x.pt'))
-    assert_close(two(a, mu, return_R=True), one(a, mu, return_R=True), rtol=0, atol=0)
-
-
-def test_even_shares_are_dynamic_routings_first():
-    torch.manual_seed(3)
-    layer = routings['uniform'](2, 3, 4, n_out=5).double()
-    mu = torch.randn(3, 7, 2, 3, **f64)
-    out = layer(torch.full((3, 7), 60.0, **f64), mu, return_R=True)
-    hand = dynamic_routing(layer.cast(mu).flatten(-2), 1)
-    assert_close(out.a.sigmoid(), hand.a)
-    assert_close(out.mu.flatten(-2), hand.v)
-    assert (out.R == 0.2).all() and out.R.shape == (3, 7, 5)
-
-
 def test_random_links_are_fixed_even_and_their_own():
     u = dice_at(4000, 5, 3)
     assert 0 < u.min() and u.max() < 1 and u.unique().numel() > 0.999 * u.numel()
@@ -197,12 +123,6 @@ def test_pooling_is_attention_of_torch():
         layer.query.zero_()
     even = layer(torch.zeros(3, 7, **f64), mu)
     assert_close(even.mu, layer.cast(mu).mean(1))
-
-
-def test_one_whole_is_certain_but_finite():
-    layer = routings['self'](2, 3, 4, n_out=1)
-    out = layer(torch.randn(7), torch.randn(7, 2, 3))
-    assert out.a.isfinite().all() and out.a.sigmoid() == 1
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16], ids=str)

@@ -46,11 +46,6 @@ def test_parameters_begin_anew(name, bias, norm, n_inp):
         assert_close(v, want[k].to(v))
 
 
-def test_who_needs_no_votes():
-    want = 'agreement attention dynamic inverted mean random self uniform'
-    assert linear == want.split()
-
-
 @pytest.mark.parametrize('bias', [True, False])
 @pytest.mark.parametrize(
     'name, own', [*((k, {}) for k in squared + linear), ('bayes', dict(cov='full'))]
@@ -126,13 +121,6 @@ def test_votes_that_do_not_fit_are_refused(shape):
         layer.route(a, torch.zeros(shape).double())
 
 
-@pytest.mark.parametrize('name', ['full', 'laplace'])
-def test_no_parts_at_all(name):
-    layer = all_routings()[name](4, 4, 4, n_out=3)
-    out = layer(torch.randn(2, 0), torch.randn(2, 0, 4, 4))
-    assert out.mu.shape == (2, 3, 4, 4) and all(t.isfinite().all() for t in out)
-
-
 @pytest.mark.parametrize('how', [dict(lam=0.3, n_iters=1), dict(lam=[0.1, 0.5]), dict(eps=1e-3)])
 def test_em_without_votes_and_with_other_settings(how):
     layer, a, mu = layer_of('em', **dict(n_iters=2) | how)
@@ -151,12 +139,6 @@ def test_votes_are_made_where_moments_are_more():
     full = all_routings()['full'](1, 64, 8, n_out=5)
     assert torch.is_tensor(full.votes_of(mu))
     assert torch.is_tensor(wide.votes_of(mu)) and torch.is_tensor(part.votes_of(mu[..., :8]))
-
-
-@pytest.mark.parametrize('name', squared + linear)
-def test_maps_of_their_own_need_votes(name):
-    layer = all_routings()[name](4, 3, 2, n_inp=7, n_out=5)
-    assert torch.is_tensor(layer.votes_of(torch.randn(2, 7, 4, 3)))
 
 
 @pytest.mark.parametrize('name', squared + linear)
@@ -197,14 +179,6 @@ def test_without_a_bias_votes_are_maps_alone(name, n_inp):
         read = routing_layer(name, 2, 3, 3, n_inp, 5, bias=False).double()
     read.to_empty(device='cpu').load_state_dict(weights)  # as transformers reads a network
     assert torch.equal(read(*given).mu, outs[1].mu) and 'bias=False' in repr(read)
-
-
-@pytest.mark.parametrize('name', ['self', 'vectors'])
-def test_parts_that_decide_alone_route_capsules_themselves(name):
-    layer, a, mu = layer_of(name)
-    assert layer.seen(mu) is mu
-    for x, y in zip(layer(a, mu, return_R=True), layer.route(a, mu)):
-        assert (x is None and y is None) or torch.equal(x, y)
 
 
 @pytest.mark.parametrize('name', sorted(all_routings()))
@@ -322,32 +296,6 @@ def test_norms_that_cannot_be_are_refused(name):
         make(4, 3, 5, norm='batch')
 
 
-def test_without_n_out_a_norm_takes_any_number():
-    layer = all_routings()['dstep'](4, 3, 5, norm='layer').double()
-    for n in (2, 9):
-        out = layer(torch.zeros(3, 7).double(), torch.randn(3, 7, 4, 3).double(), n)
-        assert_close(out.mu.mean((-2, -1)), torch.zeros(3, n).double())
-
-
-def test_a_norm_by_layer_takes_a_pose_as_a_whole_and_one_by_batch_a_type():
-    a, mu = 3 + torch.randn(50, 6).double(), 2 + 5 * torch.randn(50, 6, 4, 3).double()
-    score, pose = CapsNorm(6, 'layer').double()(a, mu)
-    whole = mu.flatten(-2)
-    want = (whole - whole.mean(-1, keepdim=True)) / whole.var(-1, keepdim=True, correction=0).sqrt()
-    assert_close(pose.flatten(-2), want, atol=1e-4, rtol=0)
-    assert_close(
-        score,
-        (a - a.mean(-1, keepdim=True)) / a.std(-1, keepdim=True, correction=0),
-        atol=2e-3,
-        rtol=0,
-    )
-    score, pose = CapsNorm(6, 'batch').double()(a, mu)
-    own = mu.transpose(0, 1).flatten(1)
-    want = (own - own.mean(1, keepdim=True)) / own.var(1, keepdim=True, correction=0).sqrt()
-    assert_close(pose.transpose(0, 1).flatten(1), want, atol=1e-4, rtol=0)
-    assert_close(score, (a - a.mean(0)) / a.std(0, correction=0), atol=2e-3, rtol=0)
-
-
 def test_concurrent_layers_norm_too():
     layers = [all_routings()['inverted'](4, 4, 4, i, j, norm='layer') for i, j in ((7, 5), (5, 3))]
     out = Concurrent(layers, 2)(torch.zeros(2, 7), torch.randn(2, 7, 4, 4))
@@ -390,12 +338,3 @@ def test_agreement_of_long_votes_in_half_precision(n_inp):
     long = lambda out: out.mu.float().flatten(-2).norm(dim=-1)
     assert_close(long(got), long(want), atol=2e-3, rtol=0)
     assert_close(got.a.float(), want.a, rtol=2e-2, atol=0)
-
-
-def test_layers_that_were_pickled_before_norms_still_route():
-    layer, a, mu = layer_of('dynamic')
-    del layer.normed
-    assert layer(a, mu).a.isfinite().all()
-    dstep, a, mu = layer_of('dstep')
-    del dstep.norm
-    assert dstep(a, mu).a.isfinite().all()

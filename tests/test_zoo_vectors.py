@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
-from capsnb.zoo.routers import routings
 from capsnb.zoo.vectors import VectorRouter, VectorRouting, definable_routing, end_to_end
 
 f64 = torch.float64
@@ -156,43 +155,6 @@ def test_a_hidden_input_has_no_credit():
     assert_close(out.R.sum(-1), torch.ones(5))
     (g,) = torch.autograd.grad(out.x.square().sum() + out.x[0].sum() ** 3, x)
     assert g.isfinite().all() and not g[1].any() and g[0].any()
-
-
-@pytest.mark.parametrize('n_inp', [None, 6])
-def test_an_absent_capsule_leaves_no_trace(n_inp):
-    torch.manual_seed(0)
-    router = routings['vectors'](2, 3, 2, n_inp, 4, n_iters=2).double()
-    assert type(router) is VectorRouter and not hasattr(router, 'W')
-    a = torch.randn(2, 6, dtype=f64)
-    a[:, 4] = float('-inf')
-    a, mu = a.requires_grad_(), torch.randn(2, 6, 2, 3, dtype=f64).requires_grad_()
-    out = router(a, mu, return_R=True)
-    assert out.a.shape == (2, 4) and out.mu.shape == (2, 4, 2, 2) and out.R.shape == (2, 6, 4)
-    other = mu.detach().clone()
-    other[:, 4] += 5
-    again = router(a, other)
-    assert_close((again.a, again.mu), (out.a, out.mu))
-    g_a, g_mu = torch.autograd.grad(out.a.sum() + out.mu[..., 0].square().sum(), (a, mu))
-    for g in (g_a, g_mu):
-        assert g.isfinite().all() and not g[:, 4].any() and g[:, 3].any()
-    if n_inp is None:
-        seen = [0, 1, 2, 3, 5]
-        fewer = router(a[:, seen], mu[:, seen])
-        assert_close((fewer.a, fewer.mu), (out.a, out.mu))
-
-
-def test_gradients_of_scores_and_poses():
-    torch.manual_seed(0)
-    router = VectorRouter(1, 2, 3, n_out=2).double()
-    a = torch.randn(3, dtype=f64).requires_grad_()
-    mu = torch.randn(3, 1, 2, dtype=f64).requires_grad_()
-    assert torch.autograd.gradcheck(lambda a, mu: router(a, mu)[:2], (a, mu))
-    router.to('meta')
-    assert router(a.to('meta'), mu.to('meta')).mu.shape == (2, 1, 3)
-    half = VectorRouter(1, 2, 3, n_out=2)
-    with torch.autocast('cpu', torch.bfloat16):
-        out = half(a.float(), mu.float())
-    assert out.a.isfinite().all() and out.mu.isfinite().all()
 
 
 def test_what_does_not_fit_is_refused():

@@ -264,8 +264,6 @@ def bias_of(
 class _Parameters(nn.Module):
     "W, B, beta_use, beta_ign, and B_brk when the number of outputs is variable."
 
-    start, bias, norm = 'normal', True, 'none'  # of layers that were pickled before these settings
-
     def _make(self):
         i, j = self.n_inp or 1, self.n_out or 1
         self.W = nn.Parameter(torch.empty(i, j, self.d_inp, self.d_out))

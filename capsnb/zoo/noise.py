@@ -167,12 +167,8 @@ class Student(Gaussian):
         self.nu, self.steps = nu, steps
 
     def refit(
-        self,
-        r: Tensor,  # [..., i, j] weights of the votes
-        V: Tensor | MomentVotes,  # [..., i, j, c, h] votes
-        mass: float,  # added to the sum of the weights, in parts
-        model: Model,  # that tells how much a vote counts
-    ) -> tuple[Tensor, Tensor]:  # mean, and squares over the sum of r [..., j, c, h]
+        self, r: Tensor, V: Tensor | MomentVotes, mass: float, model: Model
+    ) -> tuple[Tensor, Tensor]:
         "The weighted Gaussian's maximum, with u for whole votes."
         u = (self.nu + math.prod(V.shape[-2:])) / (self.nu + self.distance(V, model))
         mu, s = moments(r * u, V, mass)
@@ -298,10 +294,7 @@ def vmf_norm(
 class VonMisesFisher(Gaussian):
     "Directions on a sphere; `scale` is κ [..., j], and capsules are unit vectors."
 
-    def squared_lengths(
-        self,
-        V: Tensor | MomentVotes,  # [..., i, j, c, h] votes
-    ) -> Tensor:  # [..., i, j]
+    def squared_lengths(self, V: Tensor | MomentVotes) -> Tensor:
         "Of the votes: directions are votes without them, shorter than 1 below lengths of 1e-6."
         if isinstance(V, Tensor):
             return V.square().sum((-2, -1))
@@ -410,11 +403,7 @@ class NoiseRouting(Router):
             out = self.looped(a.to(V.dtype), V)
         return RoutedR(*(t.to(wide) for t in out))
 
-    def looped(
-        self,
-        a: Tensor,  # [..., i] scores
-        V: Tensor | MomentVotes,  # [..., i, j, c, h] votes
-    ) -> RoutedR:  # as `route`
+    def looped(self, a: Tensor, V: Tensor | MomentVotes) -> RoutedR:
         "The loop that was chosen."
         if self.loop == 'em':
             prices = self.beta_a, self.beta_u, as_schedule(self.lam, self.n_iters)

@@ -105,20 +105,14 @@ class MomentVotes:
         x = self.phi[..., -c * d - 1 : -1, :].mT.unflatten(-1, (c, d))
         return SharedVotes(x, self.W, self.B)
 
-    def sums(
-        self,
-        r: Tensor,  # [..., i, j] weights
-    ) -> tuple[Tensor, Tensor, Tensor]:  # S [..., j], one [..., j, c, h], two [..., j, c, d, d]
-        "Of weights, of votes without their bias, and of products of poses about their mean."
+    def sums(self, r: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        "With weights r: their sums, those of votes without bias, of products of poses [..., j, c, d, d]."
         (c, d), M = self.at.shape[:2], (self.phi @ r).mT
         one = M[..., -c * d - 1 : -1].unflatten(-1, (c, d))
         return M[..., -1], torch.einsum('...jcd,jdh->...jch', one, self.W), M[..., self.at]
 
-    def moments(
-        self,
-        r: Tensor,  # [..., i, j] weights
-        mass: float,  # added to their sum
-    ) -> tuple[Tensor, Tensor]:  # mean and variance [..., j, c, h]
+    def moments(self, r: Tensor, mass: float) -> tuple[Tensor, Tensor]:
+        "Mean and variance [..., j, c, h]."
         S, one, two = self.sums(r)
         S = S[..., None, None]
         two = torch.einsum('...jcde,jdh,jeh->...jch', two, self.W, self.W)
@@ -126,12 +120,8 @@ class MomentVotes:
         t = mu - self.B
         return mu, ((two - 2 * t * one + S * t * t) / (S + mass)).clamp_min(0)
 
-    def covariance(
-        self,
-        r: Tensor,  # [..., i, j] weights
-        mass: float,  # added to their sum
-    ) -> tuple[Tensor, Tensor]:  # mean [..., j, n] and covariance [..., j, n, n], n = c h
-        "Of votes that are `whole`."
+    def covariance(self, r: Tensor, mass: float) -> tuple[Tensor, Tensor]:
+        "Mean [..., j, n] and covariance [..., j, n, n] of votes that are `whole`."
         S, one, two = self.sums(r)
         S, one, B = S[..., None], one[..., 0, :], self.B[..., 0, :]
         two = torch.einsum('...jde,jdh,jek->...jhk', two[..., 0, :, :], self.W, self.W)
@@ -140,34 +130,21 @@ class MomentVotes:
         half = (S * t / 2 - one)[..., :, None] * t[..., None, :]
         return mu, (two + half + half.mT) / (S + mass)[..., None]
 
-    def distance(
-        self,
-        mu: Tensor,  # [..., j, c, h] from where
-        scale: Tensor,  # [..., j, c, h] squared units
-    ) -> Tensor:  # [..., i, j]
-        "The sum of squares over all components."
+    def distance(self, mu: Tensor, scale: Tensor) -> Tensor:
+        "From mu, in units of scale: the sum of squares over all components [..., i, j]."
         v, t = 1 / scale, mu - self.B
         pairs = torch.einsum('...jch,jdh,jeh->...jcde', v, self.W, self.W)
         line = torch.einsum('...jch,jdh->...jcd', v * t, self.W)
         return self.squares(pairs, line, (v * t * t).sum((-2, -1)))
 
-    def distance_in(
-        self,
-        mu: Tensor,  # [..., j, n] from where
-        L: Tensor,  # [..., j, n, n] Cholesky factor of a covariance
-    ) -> Tensor:  # [..., i, j]
+    def distance_in(self, mu: Tensor, L: Tensor) -> Tensor:
         "The squared length of L⁻¹(V - mu), of votes that are `whole`."
         maps = torch.linalg.solve_triangular(L, self.W.mT, upper=False)
         t = torch.linalg.solve_triangular(L, (mu - self.B[..., 0, :])[..., None], upper=False)
         pairs, line = (maps.mT @ maps)[..., None, :, :], (maps.mT @ t).mT
         return self.squares(pairs, line, t.square().sum((-2, -1)))
 
-    def squares(
-        self,
-        pairs: Tensor,  # [..., j, c, d, d] P, symmetric
-        line: Tensor,  # [..., j, c, d] l
-        rest: Tensor,  # [..., j] k
-    ) -> Tensor:  # [..., i, j]
+    def squares(self, pairs: Tensor, line: Tensor, rest: Tensor) -> Tensor:
         "x P x - 2 l x + k, which is not negative."
         line, pairs = -2 * line.flatten(-2), pairs.flatten(-3).expand(*rest.shape, -1)
         products = pairs.new_zeros(*rest.shape, self.phi.shape[-2] - line.shape[-1] - 1)
@@ -257,56 +234,41 @@ class Router(nn.Module):
         "What tells one routing from another."
         raise NotImplementedError(f"{type(self).__name__} has no method route(a, V)")
 
-    def cast(
-        self,
-        mu_inp: Tensor,  # [..., i, c, d] input capsules
-    ) -> Tensor:  # [..., i, j, c, h] votes
+    def cast(self, mu_inp: Tensor) -> Tensor:
+        "The votes [..., i, j, c, h] of capsules [..., i, c, d]."
         return votes(mu_inp, self.W, bias_of(self))
 
-    def few_moments(
-        self,
-        whole: bool = False,  # whether poses are one row
-    ) -> bool:  # whether maps are shared, and moments not many more than votes
+    def few_moments(self, whole: bool = False) -> bool:
+        "Whether maps are shared, and moments not many more than votes."
         c, d, n = self.d_cov, self.d_inp, self.d_cov * self.d_out
         many = n_stats(1, c * d) > n * max(8, n) if whole else n_stats(c, d) > 8 * n
         return self.n_inp is None and not many
 
-    def without_votes(self) -> bool:  # whether `route` takes shared votes
+    def without_votes(self) -> bool:
+        "Whether `route` takes shared votes."
         return self.linear and self.n_inp is None
 
-    def votes_of(
-        self,
-        mu_inp: Tensor,  # [..., i, c, d] input capsules
-    ) -> Tensor | SharedVotes:  # [..., i, j, c, h]
+    def votes_of(self, mu_inp: Tensor) -> Tensor | SharedVotes:
         "Votes, which are not made where the routing can do without."
         if self.without_votes():
             return SharedVotes(mu_inp, self.W[0], bias_of(self)[0])
         return self.cast(mu_inp)
 
-    def seen(
-        self,
-        mu_inp: Tensor,  # [..., i, c, d] input capsules
-    ) -> Tensor | SharedVotes:  # votes; or the capsules themselves, if a routing wants them
+    def seen(self, mu_inp: Tensor) -> Tensor | SharedVotes:
         "What `route` gets."
         return self.votes_of(mu_inp)
 
-    def own_dtype(
-        self,
-        *inputs: Tensor,  # whose dtypes are no wider
-    ) -> torch.dtype:  # of the parameters, in which is computed
-        "`ValueError` for an input of a wider dtype."
+    def own_dtype(self, *inputs: Tensor) -> torch.dtype:
+        "That of the parameters, in which is computed; `ValueError` for an input of a wider one."
         own = next(self.parameters()).dtype
         for x in inputs:
             if torch.promote_types(x.dtype, own) != own:
                 raise ValueError(f"the layer computes in {own}, got {x.dtype}: cast one of them")
         return own
 
-    def after_norm(
-        self,
-        out: RoutedR,  # of `route`
-    ) -> RoutedR:  # the same, normed if the layer norms
-        norm = getattr(self, 'normed', None)  # layers that were pickled before have none
-        return out if norm is None else RoutedR(*norm(*out[:2]), *out[2:])
+    def after_norm(self, out: RoutedR) -> RoutedR:
+        "The same, normed if the layer norms."
+        return out if self.normed is None else RoutedR(*self.normed(*out[:2]), *out[2:])
 
     def forward(
         self,
@@ -368,21 +330,13 @@ class DynamicRouting(Router):
         v, R = self.from_shared(a, V) if isinstance(V, SharedVotes) else self.from_votes(a, V)
         return RoutedR(score_of_length(v), v.unflatten(-1, V.shape[-2:]), None, R)
 
-    def from_votes(
-        self,
-        a: Tensor,  # [..., i] scores
-        V: Tensor,  # [..., i, j, c, h] votes
-    ) -> tuple:  # v [..., j, ch], R [..., i, j]
+    def from_votes(self, a: Tensor, V: Tensor) -> tuple:
         "By the engine's loop."
         seen = V * a.sigmoid()[..., None, None, None]
         out = dynamic_routing(seen.flatten(-2), self.n_iters, return_R=True)
         return out.v, out.R
 
-    def from_shared(
-        self,
-        a: Tensor,  # [..., i] scores
-        V: SharedVotes,  # [..., i, j, c, h]
-    ) -> tuple:  # as `from_votes`
+    def from_shared(self, a: Tensor, V: SharedVotes) -> tuple:
         "The same without votes."
         f = a.sigmoid()[..., None]
         b = torch.zeros(V.shape[:-2], dtype=V.dtype, device=V.device)
@@ -427,17 +381,14 @@ class EMRouting(Router):
         self.beta_a = nn.Parameter(torch.zeros(self.n_out))
         self.beta_u = nn.Parameter(torch.zeros(self.n_out))
 
-    def lams(self) -> list:  # inverse temperature of every iteration
+    def lams(self) -> list:
+        "Inverse temperature of every iteration."
         return as_schedule(self.lam, self.n_iters)
 
     def without_votes(self):
         return self.few_moments() and self.misfit == 'whole'
 
-    def from_moments(
-        self,
-        a: Tensor,  # [..., i] scores
-        V: SharedVotes,  # [..., i, j, c, h]
-    ) -> RoutedR:  # as `route`
+    def from_moments(self, a: Tensor, V: SharedVotes) -> RoutedR:
         "The same without votes."
         lead, kind = a.shape[:-1], torch.promote_types(a.dtype, torch.float32)
         n = math.prod(lead)

@@ -133,19 +133,13 @@ class VectorRouting(nn.Module):
         made.to(state['W_F2'].dtype).load_state_dict(renamed)
         return made
 
-    def scale(
-        self,
-        x: Tensor,  # [..., i, d] inputs
-        scores: Tensor | None = None,  # [..., i] and their scores
-    ) -> Tensor:  # [1] or [..., 1] one over the root of the number of inputs that are there
+    def scale(self, x: Tensor, scores: Tensor | None = None) -> Tensor:
         "Sums over more inputs are not larger."
         there = x.new_ones(x.shape[-2]) if scores is None else (~scores.isneginf()).to(x.dtype)
         return there.sum(-1, keepdim=True).clamp(min=1).rsqrt()
 
-    def norm(
-        self,
-        x_out: Tensor,  # [..., j, h] outputs
-    ) -> Tensor:  # of mean 0 and variance 1, if they have more than one element
+    def norm(self, x_out: Tensor) -> Tensor:
+        "Of mean 0 and variance 1, if they have more than one element."
         return F.layer_norm(x_out, x_out.shape[-1:]) if self.d_out > 1 else x_out
 
     def _check(self, x, mask, scores):
