@@ -106,7 +106,7 @@ class MomentVotes:
         return SharedVotes(x, self.W, self.B)
 
     def sums(self, r: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        "With weights r: their sums, those of votes without bias, of products of poses [..., j, c, d, d]."
+        "Sums of weights, of votes without bias, of products of poses [..., j, c, d, d]."
         (c, d), M = self.at.shape[:2], (self.phi @ r).mT
         one = M[..., -c * d - 1 : -1].unflatten(-1, (c, d))
         return M[..., -1], torch.einsum('...jcd,jdh->...jch', one, self.W), M[..., self.at]
