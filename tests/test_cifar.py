@@ -22,7 +22,7 @@ from capsnb.data.cifar import (
     read_cifar10,
     tiny_cifar10,
 )
-from capsnb.lab.pictures import Pictures
+from capsnb.lab.digits import Pictures
 from capsnb.lab.tasks import evaluate, load_run, task_named, train
 
 try:

@@ -9,7 +9,6 @@ from torch.testing import assert_close
 pytest.importorskip('transformers')
 pytest.importorskip('sklearn')
 from capsnb.data.mnist import format_idx, idx_names
-from capsnb.lab import tasks
 from capsnb.lab.digits import Digits, as_seen, sides, spread
 from capsnb.lab.capsnet import CapsNet
 from capsnb.lab.tasks import evaluate, load_run, train
@@ -57,11 +56,6 @@ def test_every_class_keeps_its_share(labels, limit):
         len(k) == l == len(k.unique()) and k.equal(k.sort().values) and 0 <= k.min() and k.max() < n
     )
     assert (y[k].bincount(minlength=5) - y.bincount(minlength=5) * l / n).abs().max() < 1
-
-
-def test_periodic_labels_are_no_trap():
-    y = torch.arange(1000) % 10
-    assert y[spread(y, 100)].bincount().tolist() == [10] * 10
 
 
 def test_splits_share_nothing_and_limits_are_kept(folder):
@@ -142,21 +136,6 @@ def test_options_reach_the_network():
         make('resnet')
 
 
-def test_small_pictures_are_doubled_only_where_they_must_be():
-    x = torch.rand(2, 1, 8, 8)
-    y = as_seen('matrix-caps', x)
-    assert (
-        y.shape == (2, 1, 20, 20)
-        and y[:, :, 2:-2:2, 2:-2:2].equal(x)
-        and y[:, :, 3:-2:2, 3:-2:2].equal(x)
-        and y[..., :2].sum() == y[..., -2:].sum() == 0
-    )
-    for net in set(nets) - {'matrix-caps'}:
-        assert as_seen(net, x) is x
-    big = torch.rand(1, 1, 17, 17)
-    assert as_seen('matrix-caps', big) is big
-
-
 def test_only_training_pictures_are_shifted():
     decks = Digits(limit=40).decks('cnn', seed=0, shift=1)
     assert decks['train'].shifts.abs().max() == 1
@@ -195,26 +174,6 @@ def test_without_validation_all_pictures_are_trained_on(tmp_path, folder):
         evaluate(tmp_path, 'validation')
 
 
-class Three(torch.nn.Module):
-    "Reads a 3 everywhere."
-
-    def __init__(self):
-        super().__init__()
-        self.p = torch.nn.Parameter(torch.zeros(1))
-
-    def forward(self, images):
-        return type('Out', (), dict(a=torch.eye(10)[torch.full((len(images),), 3)]))
-
-
-def test_a_confusion_is_label_by_guess(monkeypatch):
-    task, note = Digits(), dict(arch='cnn')
-    monkeypatch.setattr(tasks, 'load_run', lambda *_, **__: tasks.Opened(Three(), task, note))
-    e = evaluate('run')
-    columns = torch.tensor(e['confusion']).sum(0).tolist()
-    assert columns == [500 * (k == 3) for k in range(10)]
-    assert e['accuracy'] == pytest.approx(e['confusion'][3][3] / 500)
-
-
 def test_the_test_decides_nothing(tmp_path, monkeypatch):
     whole = Digits.open
     a = trained(tmp_path / 'a')
@@ -241,20 +200,20 @@ def test_stopped_and_resumed_is_as_if_nothing_had_happened(net, tmp_path, monkey
     def go(out, **kw):
         return trained(out, net, small, **kw)
 
-    whole, bar = go(tmp_path / 'whole'), train.BarHook
+    whole, usual = go(tmp_path / 'whole'), train.RunHooks.on_step_end
 
-    class Stopping(bar):  # Ctrl-C in the second epoch
-        def on_step_end(self, args, state, control, **kw):
-            if state.global_step == 4:
-                signal.raise_signal(signal.SIGINT)
+    def stopping(self, args, state, control, **kw):  # Ctrl-C in the second epoch
+        usual(self, args, state, control)
+        if state.global_step == 4:
+            signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(train, 'BarHook', Stopping)
+    monkeypatch.setattr(train.RunHooks, 'on_step_end', stopping)
     with pytest.raises(Stopped, match='stopped at step . of 6.*go on with: that'):
         go(tmp_path / 'cut', how_to_resume='that')
     assert not (tmp_path / 'cut' / 'task.json').exists()
     with pytest.raises(ValueError, match='has not come to its end'):
         load_run(tmp_path / 'cut')
-    monkeypatch.setattr(train, 'BarHook', bar)
+    monkeypatch.setattr(train.RunHooks, 'on_step_end', usual)
     with pytest.raises(ValueError, match='settings differ .*limit: 60 then, 50 now'):
         go(tmp_path / 'cut', resume=True, limit=50)
     again = go(tmp_path / 'cut', resume=True)
@@ -263,35 +222,6 @@ def test_stopped_and_resumed_is_as_if_nothing_had_happened(net, tmp_path, monkey
     a, b = (load_run(tmp_path / k, 'cpu')[0].state_dict() for k in ('whole', 'cut'))
     for k in a:
         assert_close(a[k], b[k], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize('absent', ('data', 'arch', 'limit', 'official'))
-def test_a_note_without_a_key_is_refused(absent, tmp_path):
-    note = dict(data='digits', arch='cnn', limit=None, official=True)
-    del note[absent]
-    (tmp_path / 'task.json').write_text(json.dumps(note))
-    said = f'is no run on digits: task.json says nothing of {absent}'
-    with pytest.raises(ValueError, match='names no task' if absent == 'data' else said):
-        evaluate(tmp_path, device='cpu')
-
-
-def test_nothing_is_begun_with_a_bad_recipe(tmp_path):
-    for kw, what in (
-        (dict(epochs=0), 'epochs'),
-        (dict(lr=(1.0, 0.1)), 'lr'),
-        (dict(device='gpu'), "'gpu' is not available"),
-        (dict(seed=-1), 'seed'),
-    ):
-        with pytest.raises(ValueError, match=what):
-            trained(tmp_path / 'run', **kw)
-    assert not (tmp_path / 'run').exists()
-
-
-def test_a_run_is_found_at_home(tmp_path, monkeypatch):
-    monkeypatch.setenv('HOME', str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    trained('~/run', n_test=20)
-    assert evaluate('~/run', device='cpu')['n'] == 20 and not (tmp_path / '~').exists()
 
 
 @pytest.mark.parametrize(
@@ -319,13 +249,3 @@ def test_a_config_of_another_network_is_refused_before_it_is_made(
     monkeypatch.setattr(CapsNet, 'from_pretrained', None)
     with pytest.raises(ValueError, match=said):
         load_run(tmp_path, 'cpu')
-
-
-def test_accuracy_is_in_float64(monkeypatch):
-    y = torch.arange(29) % 10
-    guess = torch.where(torch.arange(29) < 8, y, (y + 1) % 10)
-    monkeypatch.setattr(Digits, 'open', lambda *_: dict(image=torch.zeros(29, 1, 8, 8), label=y))
-    opened = tasks.Opened(Three(), Digits(), dict(arch='cnn'))
-    monkeypatch.setattr(tasks, 'load_run', lambda *_, **__: opened)
-    monkeypatch.setattr(tasks, '_guesses', lambda *_: guess)
-    assert evaluate('run')['accuracy'] == 8 / 29  # in float32: 0.27586206793

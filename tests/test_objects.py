@@ -59,16 +59,6 @@ def test_shares_of_mixup_are_symmetric_and_one_for_each_pair():
     assert abs(lam.var() - 0.25 / 1.4) < 0.02  # variance 1/(4(2·.2 + 1))
 
 
-def test_validation_throws_no_dice():
-    deck = PairDeck(
-        dict(
-            images=torch.zeros(3, 2, 8, 8, dtype=torch.uint8),
-            category=torch.zeros(3, dtype=torch.long),
-        )
-    )
-    assert set(PairMixup()(deck.__getitems__([0, 1]))) == {'images', 'labels'}
-
-
 def test_the_recipe_is_the_papers():
     def recipe(net, size, published=False):
         return Toys(size=size, published=published).recipe(net)
@@ -298,36 +288,6 @@ def test_files_of_another_size(tmp_path):
         SmallNORB(size=48).open('test')
 
 
-def test_an_older_picture_does_not_stay(cache, tmp_path):
-    pytest.importorskip('typer')
-    from typer.testing import CliRunner
-
-    (tmp_path / 'poses.png').write_bytes(b'')
-    (tmp_path / 'settings.json').write_text('{"settings": {}, "made_with": {}}')
-    args = [
-        'train',
-        'toys',
-        '--net',
-        'cnn',
-        '--size',
-        32,
-        '--pairs',
-        50,
-        '--epochs',
-        1,
-        '--cache',
-        cache,
-        '--device',
-        'cpu',
-        '--no-progress',
-        '--overwrite',
-        '--out',
-        tmp_path,
-    ]
-    done = CliRunner().invoke(cli.make_app(), list(map(str, args)))
-    assert done.exit_code == 0 and not (tmp_path / 'poses.png').exists(), done.output
-
-
 odd = [None, True, -1, 0, 10**9, 10**30, 1.5, '', 'x', [], [10**9], {}, {'a': 1}]
 
 
@@ -350,31 +310,3 @@ def test_odd_notes_are_one_sentence(run, cache, tmp_path, monkeypatch):
                     assert len(str(e).splitlines()) >= 1
         (tmp_path / name).write_text(whole)
     assert said > 100 and evaluate(tmp_path, device='cpu')['n'] == 6
-
-
-@pytest.mark.parametrize(
-    'change, said',
-    [
-        (dict(size=10**9), 'expected a size from 1 to 1,024'),
-        (dict(size='32'), "expected 'size' to be a whole number"),
-        (dict(subset='50'), "expected 'subset' to be"),
-        (dict(validate=1), "expected 'validate' to be true or false"),
-        (dict(kind=[]), "expected 'kind' to be a text"),
-    ],
-)
-def test_every_entry_is_checked(change, said, run, tmp_path):
-    for name in ('config.json', 'model.safetensors'):
-        (tmp_path / name).write_bytes((run / name).read_bytes())
-    (tmp_path / 'task.json').write_text(
-        json.dumps({**json.loads((run / 'task.json').read_text()), **change})
-    )
-    with pytest.raises(ValueError, match=said):
-        evaluate(tmp_path, device='cpu')
-
-
-def test_floats_are_not_divided_again():
-    x = torch.rand(2, 2, 8, 8)
-    assert_close(
-        PairMixup(shift=0).on_device(dict(images=x, labels=torch.tensor([0, 1])))['images'], x
-    )
-    assert_close(PairMixup(shift=0).views(x)[0], x)

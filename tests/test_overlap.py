@@ -26,7 +26,7 @@ from capsnb.lab.overlap import (
     room,
     warp,
 )
-from capsnb.lab.train import UntilHook, shift_images
+from capsnb.lab.train import RunHooks, shift_images
 from capsnb.lab.vision import Scores
 
 pytest.importorskip('datasets')
@@ -222,7 +222,7 @@ def test_robustness_of_a_network_that_is_known(in_bytes):
 
 def test_training_ends_at_a_level():
     control = SimpleNamespace(should_training_stop=False)
-    hook = UntilHook(0.9)
+    hook = RunHooks(None, '', None, None, level=0.9)
     for metrics in (dict(eval_accuracy=0.89), dict(watched_test_accuracy=1.0)):
         hook.on_evaluate(None, None, control, metrics)
         assert not control.should_training_stop

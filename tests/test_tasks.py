@@ -313,14 +313,6 @@ def test_a_row_of_before_stays_without(tmp_path):
     assert json.loads(path.read_text())['selects']['b'] == dict(epoch='validation')
 
 
-@pytest.mark.parametrize(
-    'path', sorted((ROOT / 'nbs' / 'results').glob('*_search.json')), ids=lambda p: p.stem
-)
-def test_no_search_opened_the_test(path):
-    runs = json.loads(path.read_text())['runs']
-    assert runs and not any(run.get('test_accuracy') for run in runs.values())
-
-
 def test_a_studys_command_names_who_was_asked_for(tmp_path, monkeypatch):
     "without its contestants a command would train all of them"
     from capsnb.lab import overlap, plateau, shootout, viewpoint

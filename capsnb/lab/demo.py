@@ -10,16 +10,8 @@ import torch
 from torch import Tensor
 from ..core import palette, pick_device, plot_style, run_record, seed_everything
 from ..data.files import read_json, write_json
-from capsnb.lab.runs import (
-    check_room,
-    clear_run,
-    first_process,
-    foreign_page,
-    found_in,
-    is_busy,
-    pages_in,
-    run_bytes,
-)
+import capsnb.lab.runs as folders
+from .runs import check_room, first_process, found_in, run_folder
 from .train import Deck, check_recipe, fit, load_digits_split
 from .vision import DStepNet, PlainCNN, n_params, rival_of
 
@@ -60,11 +52,8 @@ def demo_table(
     return '\n'.join('  '.join(line) for line in lines)
 
 # %% ../../nbs/lab/57_demo.ipynb #80c69475
-def _picked(
-    a: Tensor,  # [n, n_classes] scores
-    labels: Tensor,  # [n]
-    n: int = 7,  # how many to show
-) -> Tensor:  # [n] samples: up to two misread ones, then the least sure of distinct classes
+def _picked(a: Tensor, labels: Tensor, n: int = 7) -> Tensor:
+    "[n] samples: up to two misread ones, then the least sure of distinct classes."
     top = a.softmax(-1).topk(2).values
     margin, wrong = top[:, 0] - top[:, 1], a.argmax(-1) != labels
     chosen = torch.where(wrong)[0][: min(2, n)].tolist()
@@ -75,13 +64,7 @@ def _picked(
     return torch.tensor(chosen)
 
 # %% ../../nbs/lab/57_demo.ipynb #c3e8c626
-def _draw_map(
-    ax,  # matplotlib axes
-    image: Tensor,  # [m, n]
-    credit: Tensor,  # [m', n'], any size
-    limit: float,  # credit of the strongest colour
-    cmap: str = 'Greens',  # 'PRGn' for maps with a sign
-):
+def _draw_map(ax, image: Tensor, credit: Tensor, limit: float, cmap: str = 'Greens'):
     "A credit map as colours, the digit as an outline."
     m, n = image.shape
     low = -limit if cmap == 'PRGn' else 0
@@ -90,13 +73,7 @@ def _draw_map(
     ax.contour(x, y, image, levels=[0.5], colors='k', linewidths=0.9)
 
 # %% ../../nbs/lab/57_demo.ipynb #cc96abeb
-def _draw_scores(
-    ax,  # matplotlib axes
-    a: Tensor,  # [n_classes] scores
-    first: int,  # the winner
-    second: int,  # the runner-up
-    label: int,  # the truth, in bold
-):
+def _draw_scores(ax, a: Tensor, first: int, second: int, label: int):
     "Probabilities of the classes as bars."
     colours = [palette[2 if k == first else 5 if k == second else 6] for k in range(len(a))]
     ax.bar(range(len(a)), a.softmax(-1), color=colours)
@@ -106,14 +83,7 @@ def _draw_scores(
     ax.get_xticklabels()[label].set_fontweight('bold')
 
 # %% ../../nbs/lab/57_demo.ipynb #3ee71480
-def _draw_column(
-    axs,  # five matplotlib axes, from top to bottom
-    image: Tensor,  # [m, n]
-    label: int,  # what it is
-    a: Tensor,  # [k] scores
-    used: Tensor,  # [k, m', n'] data that each class used, by place
-    earned: Tensor,  # [k, m', n'] what each place gave to the score
-):
+def _draw_column(axs, image: Tensor, label: int, a: Tensor, used: Tensor, earned: Tensor):
     "One digit: itself, its scores, what two classes used, what decided between them."
     first, second = a.topk(2).indices.tolist()
     decided = earned[first] - earned[second]
@@ -173,71 +143,55 @@ def demo_picture(
 networks = {'dstep': DStepNet.__name__, 'cnn': PlainCNN.__name__}
 
 
-def _of_demo(
-    folder: Path,  # below a demo's
-    network: str,  # class of the network that a demo leaves there
-) -> bool:  # whether a demo, and nothing else, has written there; `ValueError`: damaged settings
+def _is_of_demo(folder: Path, network: str) -> bool:
+    "Whether a demo, and nothing else, has written there; `ValueError`: damaged settings."
     if not (folder / 'settings.json').exists():
         return False
     note = read_json(folder / 'settings.json', settings=dict)['settings']
     return note.get('network') == network and not {'arch', 'kind', 'net'} & set(note)
 
-# %% ../../nbs/lab/57_demo.ipynb #1b4dcb1c
-def _shown_before(
-    out: Path,  # folder of a demo
-) -> dict:  # name -> metrics, as `demo` returns them; empty: there is no finished demo
+
+def _shown_before(out: Path) -> dict:
+    "Name -> metrics, as `demo` returns them; empty: there is no finished demo."
     if not (out / 'metrics.json').exists():
         return {}
     note = read_json(out / 'metrics.json')
     return {name: note[name] for name in _titles} if set(_titles) <= set(note) else {}
 
-# %% ../../nbs/lab/57_demo.ipynb #dc6a5dc8
-def _strangers(
-    out: Path,  # folder of a demo
-) -> dict:  # folder -> files in it that are none of a demo's
-    of_ours = [name for name, network in networks.items() if _of_demo(out / name, network)]
-    found = {out / name: found_in(out / name) for name in networks if name not in of_ours}
-    ours = ['metrics.json'] if _shown_before(out) else []
-    if ours or of_ours:
-        ours += ['picture.png', *pages_in(out)]
+
+def _strangers(out: Path, done: bool) -> dict:
+    "Folder -> files in it that are none of a demo's."
+    ours = [name for name, network in networks.items() if _is_of_demo(out / name, network)]
+    found = {out / name: found_in(out / name) for name in networks if name not in ours}
     picture = ['picture.png'] if (out / 'picture.png').exists() else []
-    found[out] = [f for f in found_in(out) + picture if f not in ours]
+    pages = [name for name in found_in(out) if name.startswith('report')]
+    known = ['metrics.json'] * done + ['picture.png', *pages] * bool(done or ours)
+    found[out] = [name for name in found_in(out) + picture if name not in known]
     return {folder: there for folder, there in found.items() if there}
 
-# %% ../../nbs/lab/57_demo.ipynb #9b1ba07f
-def _claim_demo(
-    out: Path,  # folder of the demo
-    resume: bool,  # as on the command line
-    overwrite: bool,  # likewise
-):
+
+def _claim_demo(out: Path, resume: bool, overwrite: bool):
     "`ValueError` if a demo would replace another run, or, without being told to, a demo."
     if resume and overwrite:
         raise ValueError("--resume goes on with a demo, --overwrite replaces it: give one of them")
-    for folder in (out / name for name in networks):
-        if is_busy(folder):
-            raise ValueError(
-                f"another process is at work in '{folder}': wait until it "
-                "has ended, stop it, or choose another folder (--out)"
-            )
-    strangers = _strangers(out)
-    if not resume and (foreign := foreign_page(out)):
-        strangers[out] = strangers.get(out, []) + foreign
-    for folder, there in strangers.items():
-        raise ValueError(
-            f"'{folder}' holds {', '.join(there)}, which no demo left: "
-            "choose another folder (--out)"
-        )
+    folders.no_links(out)
+    for name in networks:
+        folders.claim(out / name, True, False)  # nobody is at work there
     done, there = _shown_before(out), any(found_in(out / name) for name in networks)
+    strange = _strangers(out, bool(done))
+    page = [name for name in folders.strange_in(out) if name == 'report.html']
+    if page and page[0] not in found_in(out) and not resume:
+        strange = {out: strange.get(out, []) + page} | strange
+    for folder, names in strange.items():
+        said = f"'{folder}' holds {', '.join(names)}, which no demo left"
+        raise ValueError(f"{said}: choose another folder (--out)")
     if resume and not (done or there):
         print(f"nothing to resume in '{out}': a new demo begins", file=sys.stderr)
-    if resume or overwrite or not (done or there):
-        return
-    unfinished = 'a demo that has not come to its end: go on with it'
-    what = 'a finished demo: see it again' if done else unfinished
-    raise ValueError(
-        f"'{out}' holds {what} (--resume), choose another folder (--out), "
-        "or replace it (--overwrite)"
-    )
+    if (done or there) and not (resume or overwrite):
+        unfinished = 'a demo that has not come to its end: go on with it'
+        what = 'a finished demo: see it again' if done else unfinished
+        advice = 'choose another folder (--out), or replace it (--overwrite)'
+        raise ValueError(f"'{out}' holds {what} (--resume), {advice}")
 
 # %% ../../nbs/lab/57_demo.ipynb #0138bdc1
 def demo(
@@ -255,12 +209,15 @@ def demo(
     kw = {**recipe, **({} if epochs is None else {'epochs': epochs})}
     check_recipe(**kw, seed=seed)
     pick_device(device)  # one that is not there is an error now, not later
-    out, nets = Path(out).expanduser(), contestants(seed)
+    out, nets, record = run_folder(out), contestants(seed), run_record(seed, **kw)
     if first_process():
         _claim_demo(out, resume, overwrite)
-    out = check_room(out, sum(run_bytes(net, out / name) for name, net in nets.items()))
+    check_room(out, sum(5 * folders.checkpoint_bytes(net) for net in nets.values()))
     if not resume and first_process():
-        _clear_demo(out)
+        for name in networks:
+            folders.clear_run(out / name)
+        (out / 'picture.png').unlink(missing_ok=True)
+        folders.clear_run(out)
     data = load_digits_split()
     kw |= dict(seed=seed, device=device, resume=True, progress=progress)
     kw |= dict(how_to_resume=how_to_resume, test=data['test'])
@@ -268,42 +225,15 @@ def demo(
         name: fit(net, data['train'], data['validation'], out / name, name=_titles[name], **kw)
         for name, net in nets.items()
     }
-    if first_process() and _checked(out) != results:
-        _leave_demo(out, nets, data['test'], results, run_record(seed, **_of_recipe(kw)))
-    return results
-
-# %% ../../nbs/lab/57_demo.ipynb #0893fb2e
-def _of_recipe(
-    kw: dict,  # of `fit`
-) -> dict:  # what `recipe` names
-    return {k: kw[k] for k in recipe}
-
-
-def _clear_demo(
-    out: Path,  # folder of a demo that is replaced
-):
-    for name in networks:
-        clear_run(out / name)
-    for name in ('metrics.json', 'picture.png', *pages_in(out)):
-        (out / name).unlink(missing_ok=True)
-
-
-def _checked(
-    out: Path,  # folder of a demo whose networks are trained
-) -> dict:  # what it has shown before; `ValueError` for damaged metrics
     shown = dict(test_accuracy=float, valid_accuracy=float, n_params=int)
     for name in networks:
         read_json(out / name / 'metrics.json', **shown, seconds=float, device_used=str)
-    return _shown_before(out)
+    if first_process() and _shown_before(out) != results:
+        _leave_demo(out, nets, data['test'], results, record)
+    return results
 
-# %% ../../nbs/lab/57_demo.ipynb #13f700d5
-def _leave_demo(
-    out: Path,  # folder of the demo
-    nets: dict,  # name -> trained network
-    data,  # the test digits
-    results: dict,  # name -> metrics
-    record: dict,  # of the run
-):
+
+def _leave_demo(out: Path, nets: dict, data, results: dict, record: dict):
     "Draw the picture, and write down what `capsnb eval` asks for, and the metrics, last."
     test = Deck(data)
     fig = demo_picture(nets['dstep'], test.images, test.labels)

@@ -53,10 +53,7 @@ class PairDeck(BaseDeck):
         return dict(images=self.images[ks], labels=self.labels[ks], draw=self.draw(ks))
 
 # %% ../../nbs/lab/53_objects.ipynb #8e194848
-def _along(
-    room: int,  # pixels between the first view and the last
-    n: int,  # views per side
-) -> list:  # where they are; one: the middle
+def _along(room: int, n: int) -> list:
     "`ValueError` unless there is a view."
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ValueError(f"crops must be an integer >= 1, got {n!r}")
@@ -119,9 +116,7 @@ class PairMixup:
         return [from_bytes(shift_images(images, by, repeat=True)) for by in grid]
 
 # %% ../../nbs/lab/53_objects.ipynb #993470c5
-def _caps_sizes(
-    size: int,  # of the pictures
-) -> tuple[int, int]:  # pixels after shrinking, of a patch
+def _caps_sizes(size: int) -> tuple[int, int]:
     "48 or 54 where one divides the size, else all of it; and patches of two thirds."
     whole = next((w for w in (48, 54) if size % w == 0), size)
     return whole, whole * 2 // 3
@@ -204,21 +199,13 @@ _published_lr |= {'capsnet': 1e-3}  # Adam's usual one
 _slim = dict(channels=64, n_types=16)  # CapsNet, unless it is to be as published
 
 
-def _as_large_as_dstep(
-    n_classes: int,  # of the labels
-    in_channels: int = 2,  # 2: a stereo pair
-    **options,  # of the network
-) -> PlainCNN:  # with about as many parameters as `SmallNORBNet`
+def _as_large_as_dstep(n_classes: int, in_channels: int = 2, **options) -> PlainCNN:
+    "With about as many parameters as `SmallNORBNet`."
     both = dict(n_classes=n_classes, in_channels=in_channels)
     return rival_of(n_params(SmallNORBNet(**both)), **both, **options)
 
 
-def _baseline(
-    n_classes: int,  # of the labels
-    size: int,  # pixels of a picture
-    published: bool,  # whether it sees patches of 32 out of 48 pixels
-    **options,  # of the network
-) -> BaselineCNN:
+def _baseline(n_classes: int, size: int, published: bool, **options) -> BaselineCNN:
     if published and size % 48:
         raise ValueError(
             "the published baseline sees patches of 32 out of 48 pixels: "

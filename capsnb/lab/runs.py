@@ -12,24 +12,25 @@ import inspect
 import io
 import itertools
 import json
+import math
 import os
 import re
 import shutil
 import tempfile
 import sys
-import warnings
 from contextlib import contextmanager
 from pathlib import Path
 import torch
 from torch import nn
-from ..core import is_own_page, need, pick_device
+from ..core import is_own_page, need, pick_device, run_record
 from ..data.files import checksum, read_json, sync_folder, write_json
 
 # %% auto #0
-__all__ = ['run_folder', 'first_process', 'locked', 'is_busy', 'checkpoint_bytes', 'check_room', 'digest', 'with_digest',
-           'read_whole', 'hash_files', 'seal_checkpoint', 'read_seal', 'checkpoints_in', 'last_whole', 'run_bytes',
-           'no_links', 'pages_in', 'clear_run', 'found_in', 'foreign_page', 'claim', 'made_with', 'agree', 'same_run',
-           'save_network', 'write_end', 'check_end', 'finished_run', 'task_of', 'saved_network', 'checked_network']
+__all__ = ['run_folder', 'first_process', 'no_links', 'locked', 'is_busy', 'checkpoint_bytes', 'check_room', 'digest',
+           'with_digest', 'read_whole', 'hash_files', 'seal_checkpoint', 'read_seal', 'checkpoints_in', 'last_whole',
+           'found_in', 'clear_run', 'strange_in', 'claim', 'made_with', 'agree', 'same_run', 'save_network',
+           'write_end', 'check_end', 'finished_run', 'task_of', 'checked_network', 'repeat', 'record_locked', 'summary',
+           'in_words']
 
 # %% ../../nbs/lab/41_runs.ipynb #7fe514af
 def run_folder(
@@ -38,21 +39,35 @@ def run_folder(
     "The folder of a run."
     return Path(out).expanduser().absolute()
 
-# %% ../../nbs/lab/41_runs.ipynb #ae3e981f
+
 def first_process() -> bool:  # also true for the only process
     "Whether this process writes and prints: the first of those that `torchrun` started."
     return int(os.environ.get('RANK', 0)) == 0
 
-# %% ../../nbs/lab/41_runs.ipynb #42e88af7
-def _at_work(
+
+_network_files = ('model.safetensors', 'config.json')
+_notes = ('metrics.json', 'settings.json', 'task.json')
+_run_files = (*_notes, *_network_files, 'drawings.png', 'poses.png')
+
+
+def no_links(
     folder: Path,  # of a run
-) -> ValueError:  # to be raised
+):
+    "`ValueError` for a link in place of a file of a run: it leads to what the run did not write."
+    here = (folder / name for name in ('.lock', 'checkpoints', *_run_files))
+    below = (p for pattern in ('*.html', '*.png', 'checkpoints/**/*') for p in folder.glob(pattern))
+    for path in itertools.chain(here, below):
+        if path.is_symlink():
+            raise ValueError(f"'{path}' is a link; a run's folder holds its own files alone")
+
+# %% ../../nbs/lab/41_runs.ipynb #a6069d18
+def _at_work(folder: Path) -> ValueError:
     return ValueError(
         f"another process is at work in '{folder}': "
         "wait until it has ended, stop it, or choose another folder"
     )
 
-# %% ../../nbs/lab/41_runs.ipynb #a6069d18
+
 @contextmanager
 def locked(
     folder: Path,  # of a run; it exists
@@ -60,44 +75,36 @@ def locked(
     "Keep a run's folder to this process; `ValueError` when another one is at work in it."
     no_links(folder)
     filelock = need('filelock')
-    lock = filelock.FileLock(folder / '.lock')
     try:
-        lock.acquire(timeout=0)
+        lock = filelock.FileLock(folder / '.lock').acquire(timeout=0)
     except filelock.Timeout:
         raise _at_work(folder) from None
-    try:
+    with lock:
         yield
-    finally:
-        lock.release()
 
-# %% ../../nbs/lab/41_runs.ipynb #e2f50010
+
 def is_busy(
     folder: Path,  # of a run
 ) -> bool:
     "Whether another process is at work in a folder."
+    no_links(folder)
     if not (folder / '.lock').exists():
         return False
-    no_links(folder)
     try:
         with locked(folder):
             return False
     except ValueError:
         return True
 
-# %% ../../nbs/lab/41_runs.ipynb #5805b4a2
-def _bytes_of(
-    tensors,  # any number of them
-) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-# %% ../../nbs/lab/41_runs.ipynb #611d85a2
+# %% ../../nbs/lab/41_runs.ipynb #0747c761
 def checkpoint_bytes(
     net: nn.Module,  # any network
 ) -> int:  # bytes of one checkpoint, about
     "Weights, two moments of the optimizer for each, and a little for the rest."
-    return _bytes_of(net.state_dict().values()) + 2 * _bytes_of(net.parameters()) + 2**16
+    size = lambda tensors: sum(t.numel() * t.element_size() for t in tensors)
+    return size(net.state_dict().values()) + 2 * size(net.parameters()) + 2**16
 
-# %% ../../nbs/lab/41_runs.ipynb #0747c761
+
 def check_room(
     folder: str | Path,  # made if it is not there
     n_bytes: int,  # how much will be written
@@ -111,29 +118,24 @@ def check_room(
     except OSError as e:
         full = e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         advice = 'Free some space.' if full else 'Is it a folder that you may write to?'
-        size = f"{n_bytes / 2**20:.1f} MB"
-        message = (
-            f"cannot write {size} for checkpoints ({e.strerror}); nothing was trained. "
-            f"{advice} Choose another folder than"
-        )
-        raise OSError(e.errno, message, str(folder)) from e
+        said = f"cannot write {n_bytes / 2**20:.1f} MB for checkpoints ({e.strerror})"
+        said += f"; nothing was trained. {advice} Choose another folder than"
+        raise OSError(e.errno, said, str(folder)) from e
     return folder
 
-# %% ../../nbs/lab/41_runs.ipynb #ad5b3b83
-def _claim_bytes(
-    f,  # a binary file, open for writing
-    n: int,  # bytes: blocks of the disk, without writing them where the system can
-):
-    if n and hasattr(os, 'posix_fallocate'):
-        try:
-            return os.posix_fallocate(f.fileno(), 0, n)
-        except OSError as e:
-            if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                raise
-    for k in range(0, n, 2**20):
-        f.write(b'\0' * min(2**20, n - k))
+
+def _claim_bytes(f, n: int):
+    "Blocks of the disk for an open file, without writing them where the system can."
+    try:
+        return n and os.posix_fallocate(f.fileno(), 0, n)
+    except AttributeError:
+        pass  # not on this system
+    except OSError as e:
+        if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+    for _ in range(0, n, 2**20):
+        f.write(bytes(2**20))
     f.flush()
-    os.fsync(f.fileno())
 
 # %% ../../nbs/lab/41_runs.ipynb #0e54fdd1
 def digest(
@@ -142,7 +144,7 @@ def digest(
     "SHA-256 of what a note says, however it is laid out."
     return hashlib.sha256(json.dumps(note, sort_keys=True).encode()).hexdigest()
 
-# %% ../../nbs/lab/41_runs.ipynb #f9e168e5
+
 def with_digest(
     note: dict,  # JSON-ready
 ) -> dict:  # the same, and its digest
@@ -150,7 +152,7 @@ def with_digest(
     note = json.loads(json.dumps(note))  # as it comes back from a file
     return dict(note, digest=digest(note))
 
-# %% ../../nbs/lab/41_runs.ipynb #f469402d
+
 def read_whole(
     path: Path,  # of a note that has its digest
     **fields,  # as for `read_json`
@@ -161,7 +163,7 @@ def read_whole(
         return note
     raise ValueError(f"'{path}' is damaged: it does not say what was written (SHA-256 differs)")
 
-# %% ../../nbs/lab/41_runs.ipynb #cbfbd5d6
+
 def hash_files(
     folder: Path,  # that holds them
     names: list,  # of files, relative to the folder
@@ -173,53 +175,42 @@ def hash_files(
     sync_folder(folder)
     return {name: checksum(folder / name) for name in names}
 
-# %% ../../nbs/lab/41_runs.ipynb #2f5cdbee
+
 def seal_checkpoint(
     folder: Path,  # a checkpoint that is completely written
     **notes,  # JSON-ready, kept in the seal
 ):
     "Mark a checkpoint as complete."
     files = (p for p in folder.rglob('*') if p.is_file() and p.name != 'seal.json')
-    names = sorted(str(p.relative_to(folder)) for p in files)
-    note = dict(files=hash_files(folder, names), **notes)
+    sealed = hash_files(folder, sorted(str(p.relative_to(folder)) for p in files))
     sync_folder(folder.parent)
-    write_json(folder / 'seal.json', with_digest(note))
+    write_json(folder / 'seal.json', with_digest(dict(files=sealed, **notes)))
 
-# %% ../../nbs/lab/41_runs.ipynb #66284f1b
-def _is_inside(
-    folder: Path,  # of a checkpoint
-    name: str,  # of a file, as a seal has it
-) -> bool:
-    return (folder / name).is_file() and (folder / name).resolve().is_relative_to(folder.resolve())
 
-# %% ../../nbs/lab/41_runs.ipynb #9751b8ba
 def read_seal(
     folder: Path,  # a checkpoint
 ) -> dict | None:  # what the seal holds; None when the checkpoint is not whole
     "The seal of a whole checkpoint."
+    inside = lambda name: (folder / name).resolve().is_relative_to(folder.resolve())
     try:
         note = read_whole(folder / 'seal.json', files=dict)
-        whole = all(
-            _is_inside(folder, name) and checksum(folder / name) == sha
-            for name, sha in note['files'].items()
-        )
+        for name, sha in note['files'].items():
+            if not inside(name) or checksum(folder / name) != sha:
+                return None
     except (OSError, ValueError):
         return None
-    return note if whole else None
+    return note
 
-# %% ../../nbs/lab/41_runs.ipynb #63704fcd
+
 def checkpoints_in(
     folder: Path,  # of checkpoints
 ) -> list:  # whole or not, oldest first
     "Folders named checkpoint-<step>, by step."
-    found = {}
-    for path in Path(folder).glob('checkpoint-*'):
-        step = re.fullmatch(r'checkpoint-(\d+)', path.name, re.ASCII)
-        if step and path.is_dir():
-            found[path] = int(step[1])
-    return sorted(found, key=found.get)
+    step = lambda path: re.fullmatch(r'checkpoint-([0-9]+)', path.name)
+    found = (p for p in Path(folder).glob('checkpoint-*') if step(p) and p.is_dir())
+    return sorted(found, key=lambda p: int(step(p)[1]))
 
-# %% ../../nbs/lab/41_runs.ipynb #51d8019b
+
 def last_whole(
     folder: Path,  # of checkpoints; broken ones at its end are removed, with a message
     run: str | None = None,  # the digest of the run's settings that the seal must name; None: any
@@ -238,10 +229,9 @@ def last_whole(
         if not checkpoints_in(folder):
             print("no checkpoint is left: the run begins anew")
 
-# %% ../../nbs/lab/41_runs.ipynb #6535471f
-def _lost_best(
-    path: Path,  # a whole checkpoint
-) -> str | None:  # name of the best one, if it must be trained again
+
+def _lost_best(path: Path) -> str | None:
+    "The best checkpoint that a whole one names, if it must be trained again."
     try:
         best = read_json(path / 'trainer_state.json').get('best_global_step')
     except (OSError, ValueError):
@@ -249,80 +239,38 @@ def _lost_best(
     name = f'checkpoint-{best}'
     return None if best is None or read_seal(path.parent / name) else name
 
-# %% ../../nbs/lab/41_runs.ipynb #15c76357
-def run_bytes(
-    net: nn.Module,  # to be trained
-    folder: Path,  # of the run; checkpoints that are there already take no new room
-) -> int:  # bytes that training will still need
-    "Four checkpoints, and the weights that are kept."
-    there = min(len(checkpoints_in(folder / 'checkpoints')), 3)
-    return (4 - there) * checkpoint_bytes(net) + _bytes_of(net.state_dict().values())
-
 # %% ../../nbs/lab/41_runs.ipynb #cf4ffe71
-_run_files = (
-    'metrics.json',
-    'settings.json',
-    'task.json',
-    'model.safetensors',
-    'config.json',
-    'drawings.png',
-    'poses.png',
-)
-
-
-def no_links(
-    folder: Path,  # of a run
-):
-    "`ValueError` for a link in place of a file of a run: it leads to what the run did not write."
-    names = ('.lock', 'checkpoints', *_run_files)
-    here = (folder / name for name in names)
-    below = (p for pattern in ('*.html', '*.png', 'checkpoints/**/*') for p in folder.glob(pattern))
-    for path in itertools.chain(here, below):
-        if path.is_symlink():
-            raise ValueError(f"'{path}' is a link; a run's folder holds its own files alone")
-
-
-def pages_in(
-    folder: Path,  # of a run
-) -> list:  # names
-    "Pages about a run and its tests; somebody else's `report.html` is none."
-    found = sorted(p for p in folder.glob('report*.html') if p.is_file())
-    return [p.name for p in found if is_own_page(p)]
+def found_in(
+    folder: Path,  # that a run would write to
+) -> list:  # names of files and checkpoints
+    "What an earlier run left in a folder; somebody else's `report.html` is not among it."
+    pages = (p for p in sorted(folder.glob('report*.html')) if p.is_file() and is_own_page(p))
+    files = [name for name in _run_files if (folder / name).exists()]
+    checkpoints = checkpoints_in(folder / 'checkpoints')
+    return files + [p.name for p in pages] + [f'checkpoints/{p.name}' for p in checkpoints]
 
 
 def clear_run(
     folder: Path,  # of a run; nothing else that lies there is touched
 ):
     "Remove what an earlier run left: checkpoints, metrics, settings, network, pictures, pages."
-    for old in checkpoints_in(folder / 'checkpoints'):
-        shutil.rmtree(old)
-    for name in (*_run_files, *pages_in(folder)):
-        (folder / name).unlink(missing_ok=True)
+    for name in found_in(folder):
+        path = folder / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-# %% ../../nbs/lab/41_runs.ipynb #e940bf88
-def found_in(
+
+def strange_in(
     folder: Path,  # that a run would write to
-) -> list:  # names of files and checkpoints
-    "What an earlier run left in a folder."
-    files = [name for name in _run_files if (folder / name).exists()] + pages_in(folder)
-    return files + [f'checkpoints/{p.name}' for p in checkpoints_in(folder / 'checkpoints')]
-
-
-def foreign_page(
-    folder: Path,  # that a run would write to
-) -> list:  # 'report.html', if it is there and somebody else's
-    "A page that no run left."
-    there = (folder / 'report.html').exists() and 'report.html' not in pages_in(folder)
-    return ['report.html'] * there
-
-# %% ../../nbs/lab/41_runs.ipynb #9e54ef17
-def _left_by_a_run(
-    folder: Path,  # that a run would write to
-) -> bool:  # whether its settings are those of a run, and not somebody else's
+) -> list:  # names of files
+    "What a run would replace, and no run left."
+    there = found_in(folder)
+    if (folder / 'report.html').exists() and 'report.html' not in there:
+        return ['report.html']
     try:
-        return bool(read_json(folder / 'settings.json', settings=dict, made_with=dict))
+        read_json(folder / 'settings.json', settings=dict, made_with=dict)
     except (OSError, ValueError):
-        return False
+        return there
+    return []
 
 
 def claim(
@@ -335,65 +283,51 @@ def claim(
     if not first_process():
         return
     folder = run_folder(folder)
-    out, go_on, replace = ('out', 'resume=True', 'overwrite=True')
-    if command_line:
-        out, go_on, replace = ('--out', '--resume', '--overwrite')
+    names = ('--out', '--resume', '--overwrite')
+    out, go_on, replace = names if command_line else ('out', 'resume=True', 'overwrite=True')
     if resume and overwrite:
         raise ValueError(f"{go_on} goes on with a run, {replace} replaces it: ask for one of them")
     if is_busy(folder):
         raise _at_work(folder)
-    there, foreign = found_in(folder), foreign_page(folder)
+    there, strange = found_in(folder), strange_in(folder)
     if resume and not there and command_line:
         print(f"nothing to resume in '{folder}': a new run begins", file=sys.stderr)
-    if resume or not (there or foreign):
+    if resume:
         return
-    if strange := foreign or not _left_by_a_run(folder) and there:
-        raise ValueError(
-            f"'{folder}' holds {', '.join(strange)}, which no run left: "
-            f"choose another folder ({out})"
-        )
-    if overwrite:
-        return
-    unfinished = f'a run that has not come to its end: go on with it ({go_on}),'
-    what = 'a finished run:' if 'metrics.json' in there else unfinished
-    raise ValueError(
-        f"'{folder}' holds {what} choose another folder ({out}), or replace it ({replace})"
-    )
+    if strange:
+        holds = f"'{folder}' holds {', '.join(strange)}, which no run left"
+        raise ValueError(f"{holds}: choose another folder ({out})")
+    if there and not overwrite:
+        unfinished = f'a run that has not come to its end: go on with it ({go_on}),'
+        what = 'a finished run:' if 'metrics.json' in there else unfinished
+        advice = f"choose another folder ({out}), or replace it ({replace})"
+        raise ValueError(f"'{folder}' holds {what} {advice}")
 
-# %% ../../nbs/lab/41_runs.ipynb #9d2d36f6
-def _short_hash(
-    content: bytes,  # anything
-) -> str:  # twelve hexadecimal digits
-    return hashlib.sha256(content).hexdigest()[:12]
-
-# %% ../../nbs/lab/41_runs.ipynb #e31ace38
+# %% ../../nbs/lab/41_runs.ipynb #6e60437b
 @functools.cache
-def _code() -> tuple:  # version and hash of this library, as it is on the disk
+def _code() -> tuple:
+    "Version and hash of this library, as it is on the disk."
     import capsnb
 
     files = sorted(Path(capsnb.__file__).parent.rglob('*.py'))
-    return capsnb.__version__, _short_hash(b''.join(p.read_bytes() for p in files))
+    content = b''.join(p.read_bytes() for p in files)
+    return capsnb.__version__, hashlib.sha256(content).hexdigest()[:12]
 
-# %% ../../nbs/lab/41_runs.ipynb #6e60437b
+
 def made_with(
     net: nn.Module,  # to be trained
 ) -> dict:  # JSON-ready
     "Versions, threads and code that a run is made with."
     version, code = _code()
     try:
-        own = _short_hash(inspect.getsource(type(net)).encode())
+        own = hashlib.sha256(inspect.getsource(type(net)).encode()).hexdigest()[:12]
     except (OSError, TypeError):
         own = None  # defined where no source is kept
-    return dict(
-        capsnb=version,
-        code=code,
-        network_code=own,
-        torch=torch.__version__,
-        transformers=need('transformers').__version__,
-        threads=torch.get_num_threads(),
-    )
+    versions = dict(capsnb=version, torch=torch.__version__)
+    versions |= dict(transformers=need('transformers').__version__)
+    return dict(versions, code=code, network_code=own, threads=torch.get_num_threads())
 
-# %% ../../nbs/lab/41_runs.ipynb #5d0c11aa
+
 def agree(
     folder: Path,  # of a run
     settings: dict,  # of this run
@@ -402,7 +336,6 @@ def agree(
 ) -> list:  # what has changed about the tools since the run began, sentence by sentence
     "Write the settings down, or compare them with those there; `ValueError` names what differs."
     path, changes = folder / 'settings.json', []
-    settings = json.loads(json.dumps(settings))  # as they come back from a file
     if resume and path.exists():
         old = same_run(folder, settings)
         now = _differences(old['made_with'], tools)
@@ -416,42 +349,30 @@ def agree(
     write_json(path, with_digest(dict(settings=settings, made_with=tools, changes=changes)))
     return changes
 
-# %% ../../nbs/lab/41_runs.ipynb #d88f2f72
+
 def same_run(
     folder: Path,  # of a run
     settings: dict,  # that must be the same
 ) -> dict:  # settings, made_with, changes
     "What settings.json says; `ValueError` names what differs, or is damaged."
-    settings = json.loads(json.dumps(settings))
     try:
         old = read_whole(folder / 'settings.json', settings=dict, made_with=dict, changes=list)
         if not all(isinstance(change, str) for change in old['changes']):
-            raise ValueError(
-                f"'{folder}/settings.json' is damaged: expected 'changes' to be a list of texts"
-            )
+            raise ValueError(f"'{folder}': expected 'changes' to be a list of texts")
     except (OSError, ValueError) as e:
         raise ValueError(f"cannot resume: {e}; start anew without resume") from e
-    if differ := _differences(old['settings'], settings):
+    if differ := _differences(old['settings'], json.loads(json.dumps(settings))):
         raise ValueError(
             f"cannot resume in {folder}, the settings differ "
             f"({'; '.join(differ)}); start anew without resume"
         )
     return old
 
-# %% ../../nbs/lab/41_runs.ipynb #afad334e
-def _differences(
-    old: dict,  # name -> value
-    new: dict,  # name -> value
-) -> list:  # a sentence for each name whose values differ
+
+def _differences(old: dict, new: dict) -> list:
+    "A sentence for each name whose values differ."
     names = [k for k in {**old, **new} if old.get(k) != new.get(k)]
     return [f"{k}: {old.get(k)!r} then, {new.get(k)!r} now" for k in names]
-
-# %% ../../nbs/lab/41_runs.ipynb #fe23c7e2
-def _those_in(
-    folder: Path,  # of a run
-    *names: str,  # of files
-) -> list:  # the names of those that are there
-    return [name for name in names if (folder / name).exists()]
 
 # %% ../../nbs/lab/41_runs.ipynb #0d7cbfd0
 def save_network(
@@ -463,15 +384,13 @@ def save_network(
         net.save_pretrained(folder)
     else:
         need('safetensors.torch').save_file(net.state_dict(), folder / 'model.safetensors')
-    names = _those_in(folder, 'model.safetensors', 'config.json')
+    names = [name for name in _network_files if (folder / name).exists()]
     if 'model.safetensors' in names:
         return names
-    raise ValueError(
-        "expected save_pretrained to write model.safetensors, "
-        f"got {sorted(p.name for p in folder.iterdir())}"
-    )
+    there = sorted(p.name for p in folder.iterdir())
+    raise ValueError(f"expected save_pretrained to write model.safetensors, got {there}")
 
-# %% ../../nbs/lab/41_runs.ipynb #d53eb1d4
+
 def write_end(
     folder: Path,  # of the run; its network is saved
     metrics: dict,  # JSON-ready
@@ -480,11 +399,11 @@ def write_end(
     "Close a run: task.json, and metrics.json with the checksums of what must not change any more."
     if task is not None:
         write_json(folder / 'task.json', task)
-    names = _those_in(folder, 'model.safetensors', 'config.json', 'task.json')
+    names = [name for name in (*_network_files, 'task.json') if (folder / name).exists()]
     write_json(folder / 'metrics.json', with_digest(dict(metrics, files=hash_files(folder, names))))
     return read_whole(folder / 'metrics.json')
 
-# %% ../../nbs/lab/41_runs.ipynb #7b3e9f02
+
 def check_end(
     folder: Path,  # of a finished run
 ) -> dict:  # as in metrics.json
@@ -499,12 +418,11 @@ def check_end(
         except OSError as e:
             raise ValueError(f"'{folder}': {name} cannot be read ({e.strerror})") from e
         if came != wanted:
-            raise ValueError(
-                f"'{folder}': {name} is damaged, or not the one that the run left (SHA-256 differs)"
-            )
+            said = 'is damaged, or not the one that the run left (SHA-256 differs)'
+            raise ValueError(f"'{folder}': {name} {said}")
     return metrics
 
-# %% ../../nbs/lab/41_runs.ipynb #fbe27317
+
 def finished_run(
     folder: Path,  # of a run
     net: nn.Module,  # gets the weights of the epoch that was kept
@@ -528,107 +446,159 @@ def task_of(
     if (folder / 'task.json').is_file():
         return read_json(folder / 'task.json')
     if below := sorted(p.parent.name for p in folder.glob('*/task.json')):
-        raise ValueError(
-            f"'{run}' holds several runs, in the folders {', '.join(below)}: name one of them"
-        )
-    if is_busy(folder):
+        said = f"several runs, in the folders {', '.join(below)}: name one of them"
+    elif is_busy(folder):
         raise _at_work(folder)
-    if (folder / 'metrics.json').exists():
-        raise ValueError(
-            f"'{run}' holds a finished run, but no task.json that says on which data: "
-            "load its network with from_pretrained"
-        )
-    if (folder / 'settings.json').exists():
-        raise ValueError(
-            f"'{run}' holds a run that has not come to its end: go on with it (--resume)"
-        )
-    raise ValueError(f"'{run}' holds no finished run (no task.json): train one with {command}")
-
-# %% ../../nbs/lab/41_runs.ipynb #2821f070
-def saved_network(
-    run: str | Path,  # folder of a finished run
-    cls: type,  # the network's class
-    device: str | None = None,  # None: the best there is
-) -> nn.Module:  # in evaluation mode
-    "The network of a finished run; `ValueError` when its files are missing or damaged."
-    folder, names = run_folder(run), ('config.json', 'model.safetensors')
-    no_links(folder)
-    if missing := [f for f in names if not (folder / f).is_file()]:
-        raise ValueError(f"'{run}': its network cannot be read: no {' and no '.join(missing)}")
-    if (folder / 'metrics.json').exists():
-        check_end(folder)
+    elif (folder / 'metrics.json').exists():
+        said = 'a finished run, but no task.json that says on which data: '
+        said += 'load its network with from_pretrained'
+    elif (folder / 'settings.json').exists():
+        said = 'a run that has not come to its end: go on with it (--resume)'
     else:
-        warnings.warn(
-            f"'{run}' has no metrics.json: whether its network is the one "
-            "that was trained cannot be checked"
-        )
-    said = io.StringIO()  # where the weights come from
-    try:
-        with contextlib.redirect_stdout(said):
-            net = cls.from_pretrained(folder)
-    except Exception as e:
-        raise ValueError(f"'{run}': its network cannot be read: {e}") from e
-    return net.to(pick_device(device)).eval()
+        said = f'no finished run (no task.json): train one with {command}'
+    raise ValueError(f"'{run}' holds {said}")
 
-# %% ../../nbs/lab/41_runs.ipynb #c382b26a
+
 _most = dict(n_iters=100, padding=16, stride=16, strides=16, kernels=64, K=64)  # else 2**16
 
 
-def _check_config(
-    config: dict,  # what a network was made with
-):
+def _check_config(config: dict):
     "`ValueError` names a number that no network here has."
     for name, value in config.items():
         there, limit = [value], _most.get(name, 2**16)
         while there:
             v = there.pop()
-            if isinstance(v, list):
-                there += v
+            there += v if isinstance(v, list) else []
             if isinstance(v, list) and len(v) > 64 or isinstance(v, int) and v > limit:
-                raise ValueError(
-                    f"expected {name} to be at most {limit:,}, no list of over 64, "
-                    f"got {repr(value)[:60]}"
-                )
+                most = f"at most {limit:,}, no list of over 64, got {repr(value)[:60]}"
+                raise ValueError(f"expected {name} to be {most}")
 
-# %% ../../nbs/lab/41_runs.ipynb #c3145f48
-def _shapes_in(
-    path: Path,  # of a safetensors file
-) -> dict:  # name -> shape: what the header says; no weight is read
-    with need('safetensors').safe_open(path, 'pt') as f:
-        return {k: tuple(f.get_slice(k).get_shape()) for k in f.keys()}
 
-# %% ../../nbs/lab/41_runs.ipynb #53e5a044
-def _shapes_by(
-    config: dict,  # of a network
-    cls: type,  # the network's class
-) -> dict:  # name -> shape of the weights it would have; nothing is allocated
+def _check_shapes(config: dict, weights: Path, cls: type):
+    "`ValueError` unless a network of this config has weights of these shapes; none is allocated."
     _check_config(config)
     wanted = inspect.signature(cls.__init__).parameters
     with torch.device('meta'):
         net = cls(**{k: v for k, v in config.items() if k in wanted})
-    return {k: tuple(v.shape) for k, v in net.state_dict().items()}
+    wanted = {k: tuple(v.shape) for k, v in net.state_dict().items()}
+    with need('safetensors').safe_open(weights, 'pt') as f:  # reads the header alone
+        there = {k: tuple(f.get_slice(k).get_shape()) for k in f.keys()}
+    if odd := [k for k in {**wanted, **there} if wanted.get(k) != there.get(k)]:
+        told = [side.get(odd[0], 'none') for side in (wanted, there)]
+        more = f", and {len(odd) - 1} more" if odd[1:] else ''
+        raise ValueError(f"{odd[0]}: {told[0]} by config.json, {told[1]} by the weights{more}")
 
-# %% ../../nbs/lab/41_runs.ipynb #91bb6b32
+
 def checked_network(
     run: str | Path,  # folder of a finished run
     cls: type,  # the network's class
     device: str | None = None,  # None: the best there is
 ) -> nn.Module:  # in evaluation mode
-    "The network of a finished run; `ValueError` when config.json and the weights do not match."
-    config, weights = (run_folder(run) / f for f in ('config.json', 'model.safetensors'))
-    if not (config.is_file() and weights.is_file()):
-        return saved_network(run, cls, device)  # says which is missing
-    note = read_json(config)
+    "The network of a finished run; `ValueError` when its files are missing, damaged or at odds."
+    folder = run_folder(run)
+    no_links(folder)
+    config, weights = folder / 'config.json', folder / 'model.safetensors'
+    unread = f"'{run}': its network cannot be read"
+    if missing := [p.name for p in (config, weights) if not p.is_file()]:
+        raise ValueError(f"{unread}: no {' and no '.join(missing)}")
+    if (folder / 'metrics.json').exists():
+        check_end(folder)
     try:
-        wanted, there = _shapes_by(note, cls), _shapes_in(weights)
+        _check_shapes(read_json(config), weights, cls)
+        with contextlib.redirect_stdout(io.StringIO()):  # where the weights come from
+            net = cls.from_pretrained(folder)
     except Exception as e:
-        raise ValueError(f"'{run}': its network cannot be read: {e}") from e
-    odd = [
-        f"{k}: {wanted.get(k, 'none')} by config.json, {there.get(k, 'none')} by the weights"
-        for k in {**wanted, **there}
-        if wanted.get(k) != there.get(k)
-    ]
-    if odd:
-        more = f", and {len(odd) - 1} more" if odd[1:] else ''
-        raise ValueError(f"'{run}': its network cannot be read: {odd[0]}{more}")
-    return saved_network(run, cls, device)
+        raise ValueError(f"{unread}: {e}") from e
+    return net.to(pick_device(device)).eval()
+
+# %% ../../nbs/lab/41_runs.ipynb #6b7b0f09
+def repeat(
+    train,  # of `seed`, `out`, `resume`, `kw`, gives metrics: as `fit` and `train` do
+    path: str | Path,  # JSON file that collects the runs
+    name: str,  # of the setting
+    seeds: tuple = (0, 1, 2),  # one run each
+    runs: str | Path = 'runs',  # folder of the runs themselves
+    command: str | None = None,  # that repeats the study, for the record
+    title: str | None = None,  # of the setting in the record's headline; None: its name
+    **kw,  # of `train`
+) -> list:  # of metrics, one a seed
+    "Train a setting over seeds; runs in the file are kept, and one that was interrupted goes on."
+    path = Path(path).expanduser()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    keys = {seed: f'{name} seed {seed}' for seed in seeds}
+    for seed, key in keys.items():
+        if kept := _read_record(path, command)['runs'].get(key):
+            _check_rate(path, key, kept, kw)
+            continue
+        out = Path(runs) / key.replace(' ', '-')
+        found = train(seed=seed, out=out, **{'resume': True, **kw})
+        with record_locked(path):
+            record = _read_record(path, command)  # another process may have
+            record['runs'][key] = _row(found)  # finished a run meanwhile
+            rows = [r for k, r in record['runs'].items() if k.rpartition(' seed ')[0] == name]
+            record['headline'][title or name] = in_words(summary(rows))
+            record['command'] = command or record.get('command')
+            write_json(path, record)
+    record = _read_record(path, command)
+    return [record['runs'][key] for key in keys.values()]
+
+
+def record_locked(
+    path: Path,  # JSON file that collects the runs
+):  # a context in which no other process changes it
+    name = digest(dict(path=str(path.absolute())))
+    return need('filelock').FileLock(Path(tempfile.gettempdir()) / f'capsnb-{name}.lock')
+
+
+def _read_record(path: Path, command: str | None) -> dict:
+    "Runs, headline, and what repeats the study; a new record where there is none."
+    if path.exists():
+        return read_json(path, runs=dict, headline=dict)
+    return {**run_record(), 'command': command, 'headline': {}, 'runs': {}}
+
+
+def _check_rate(path: Path, key: str, kept: dict, asked: dict):
+    "`ValueError` where a run that is kept had another learning rate than the one asked for."
+    new, old = asked.get('lr'), kept.get('lr')
+    if None not in (new, old) and json.loads(json.dumps(new)) != old:
+        told = f"'{key}' has run with lr={old}, this study asks for lr={list(new)}"
+        raise ValueError(f"'{path}': {told}: name another file (--out)")
+
+
+_of_one_machine = """train_data valid_data test_data watched_data architecture fingerprint command
+    files made_with changes""".split()
+
+
+def _row(metrics: dict) -> dict:
+    "A run's metrics without what is only of interest where it ran."
+    row = {k: v for k, v in metrics.items() if k not in _of_one_machine}
+    if 'encoder' in row:
+        row['encoder'] = Path(row['encoder']).name  # without where it lies
+    return row
+
+# %% ../../nbs/lab/41_runs.ipynb #bce42b17
+def summary(
+    rows: list,  # of metrics
+) -> dict:  # n, seconds (an epoch), valid, valid_sd, test, test_sd (percent; NaN where none was)
+    "Mean and standard deviation over seeds."
+    out, n = dict(n=len(rows)), len(rows)
+    for key in ('valid', 'test'):
+        found = [row.get(f'{key}_accuracy') for row in rows]
+        percent = [math.nan if a is None else 100 * a for a in found]
+        out[key] = mean = math.fsum(percent) / n
+        squares = sum((p - mean) ** 2 for p in percent)
+        out[f'{key}_sd'] = math.sqrt(squares / (n - 1)) if n > 1 else math.nan
+    out['seconds'] = math.fsum(row['seconds'] / row['epochs'] for row in rows) / n
+    return out
+
+# %% ../../nbs/lab/41_runs.ipynb #c5adaeaf
+def in_words(
+    s: dict,  # of `summary`
+) -> str:  # for a table
+    "Mean and spread of the test accuracy; of validation where nothing was tested."
+    key, word = ('valid', 'validation') if math.isnan(s['test']) else ('test', 'test')
+    digits = 2 if s[key] > 99 else 1  # errors below 1 % differ in the second
+    if s['n'] == 1:
+        return f'{word} {s[key]:.{digits}f} %, one seed'
+    mean, sd = f'{s[key]:.{digits}f}', f"{s[f'{key}_sd']:.{digits}f}"
+    return f"{word} {mean} ± {sd} %, {s['n']} seeds"

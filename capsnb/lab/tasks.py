@@ -209,7 +209,7 @@ known = {
     'smallnorb': 'capsnb.lab.objects:smallnorb',
     'norb': 'capsnb.lab.objects:norb',
     'eth80': 'capsnb.lab.photographs:eth80',
-    'cifar10': 'capsnb.lab.pictures:cifar10',
+    'cifar10': 'capsnb.lab.digits:cifar10',
     'multi-mnist': 'capsnb.lab.overlap:multi_mnist',
     'affnist': 'capsnb.lab.overlap:affnist',
     'sst5': 'capsnb.lab.sentiment:sst5',
@@ -292,7 +292,7 @@ def train(
     recipe = dict(task.recipe(net), per_device_eval_batch_size=task.batch_size)
     recipe |= dict(changes, seed=seed) | ({} if epochs is None else dict(epochs=epochs))
     roles = task.roles
-    check_recipe(**recipe, validate=roles['select'] is not None)
+    check_recipe(**recipe)
     claim(out, resume, overwrite)
     pick_device(device)
     began = _began(out) if resume else {}
@@ -354,11 +354,8 @@ def begin_with(
     return checksum(run_folder(run) / 'model.safetensors')
 
 
-def _going_on(
-    out: str | Path,  # folder of a run
-    start: str | Path | None,  # that it is to begin with
-    began: dict,  # its settings; empty: it begins
-) -> str | None:  # SHA-256 of its start, where that is taken already and gone now
+def _going_on(out: str | Path, start: str | Path | None, began: dict) -> str | None:
+    "SHA-256 of its start, where that is taken already and gone now."
     if start is None:
         return None
     if run_folder(start) == run_folder(out):
@@ -372,11 +369,8 @@ def _going_on(
     return began['start'] if taken else None
 
 # %% ../../nbs/lab/51_tasks.ipynb #bd4b4e5b
-def _at_work(
-    task: Task | str,  # or its name
-    device: str | None,  # of the run
-    progress: bool,  # whether it draws bars
-) -> Task:  # a copy that knows both, and may keep what it opens
+def _at_work(task: Task | str, device: str | None, progress: bool) -> Task:
+    "A copy that knows both, and may keep what it opens."
     task = task_named(task) if isinstance(task, str) else copy.copy(task)
     if not isinstance(task, Task):
         raise ValueError(f"expected a task (capsnb.lab.tasks.Task), got {task!r:.60}")
@@ -386,9 +380,8 @@ def _at_work(
     return task
 
 # %% ../../nbs/lab/51_tasks.ipynb #8ec67d6b
-def _began(
-    out: str | Path,  # folder of a run
-) -> dict:  # its settings; empty where there are none, or damaged ones, which `fit_decks` refuses
+def _began(out: str | Path) -> dict:
+    "Its settings; empty where there are none, or damaged ones, which `fit_decks` refuses."
     try:
         return read_json(run_folder(out) / 'settings.json', settings=dict)['settings']
     except (OSError, ValueError):
@@ -417,11 +410,8 @@ def load_run(
     return Opened(checked_network(run, task.networks[net].cls, device), task, note)
 
 # %% ../../nbs/lab/51_tasks.ipynb #7d017493
-def _check_note(
-    task: Task,  # that the note is about
-    note: dict,  # of task.json
-    run: str | Path,  # folder of the run
-) -> str:  # the network's name
+def _check_note(task: Task, note: dict, run: str | Path) -> str:
+    "The network's name."
     who, net = task.keys
     kinds = {who: str, net: str, **task.noted}
     if absent := [k for k in kinds if k not in note and k not in task.later]:
@@ -464,12 +454,8 @@ def evaluate(
 
 # %% ../../nbs/lab/51_tasks.ipynb #fe8938a3
 @torch.no_grad()
-def _guesses(
-    task: Task,  # at work
-    network: nn.Module,  # in evaluation mode; its answer has `a` [b, n_classes]
-    collator,  # of the task
-    deck,  # to be read
-) -> Tensor:  # [n] classes, by `answers`
+def _guesses(task: Task, network: nn.Module, collator, deck) -> Tensor:
+    "[n] classes, by `answers`."
     on, out = next(network.parameters()).device, []
     rows = torch.arange(len(deck)).split(task.batch_size)
     for index in need('tqdm').tqdm(rows, 'testing', disable=not task.progress, leave=False):
@@ -490,10 +476,8 @@ def answers(
     return torch.stack([o.a for o in outs]).sum(0)
 
 
-def _answer(
-    network: nn.Module,  # in evaluation mode
-    view: dict,  # what it takes; labels are left out
-):  # its answer
+def _answer(network: nn.Module, view: dict):
+    "Its answer."
     view = {k: v for k, v in view.items() if k != 'labels'}
     try:
         return network(**view)
@@ -532,9 +516,8 @@ def study(
     return found
 
 
-def _sharing(
-    task: Task | str,  # of a row
-) -> Task | str:  # a copy of it, whose runs share what is loaded, if it has `loaded`
+def _sharing(task: Task | str) -> Task | str:
+    "A copy of it, whose runs share what is loaded, if it has `loaded`."
     task = task_named(task) if isinstance(task, str) else task
     if hasattr(task, 'loaded'):
         task = copy.copy(task)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
-import hashlib
 import json
 import math
 import numbers
@@ -20,349 +19,24 @@ import tempfile
 import threading
 import time
 import warnings
-from contextlib import contextmanager
 from pathlib import Path
 import torch
-import torch.nn.functional as F
 from torch import nn, Tensor
 from torch.optim.lr_scheduler import LRScheduler
-from ..core import from_bytes, need, pick_device, run_record
+from ..core import need, pick_device, run_record
 from ..engine.numerics import keep_freed_memory
 from ..data.files import read_json, write_json
 from .losses import quality
-from capsnb.lab.runs import (
-    agree,
-    check_room,
-    checkpoint_bytes,
-    checkpoints_in,
-    claim,
-    clear_run,
-    digest,
-    finished_run,
-    first_process,
-    last_whole,
-    locked,
-    made_with,
-    read_seal,
-    read_whole,
-    run_bytes,
-    run_folder,
-    same_run,
-    save_network,
-    seal_checkpoint,
-    write_end,
-)
+import capsnb.lab.runs as folders
+from .decks import Deck, MixupCollator, fingerprint
+from .decks import BaseDeck, dice, load_digits_split, shift_images  # noqa: F401
+from .runs import checkpoints_in, first_process, read_seal, run_folder
+from .runs import in_words, record_locked, repeat, summary  # noqa: F401
 
 # %% auto #0
-__all__ = ['honoured', 'load_digits_split', 'dice', 'shift_images', 'pictures', 'columns_of', 'BaseDeck', 'Deck', 'mixup',
-           'MixupCollator', 'cycle_height', 'SingleCycle', 'Diverged', 'Moments', 'Ledger', 'SealHook', 'DealHook',
-           'ProgressHook', 'UntilHook', 'StopHook', 'BarHook', 'accuracy', 'quiet_transformers', 'training_arguments',
-           'make_trainer', 'check_recipe', 'fingerprint', 'Stopped', 'rehearse', 'batch_on', 'history_of',
-           'run_training', 'fit_decks', 'fit', 'repeat', 'record_locked', 'summary', 'in_words']
-
-# %% ../../nbs/lab/48_train.ipynb #00000005
-def load_digits_split():  # datasets.DatasetDict with columns image [1, 8, 8] in [0, 1] and label
-    "scikit-learn's digits in the order written: 1000 to train on, 297 to validate, 500 to test."
-    datasets, digits = need('datasets'), need('sklearn.datasets').load_digits()
-    images, labels = (digits.images[:, None] / 16).astype('float32'), digits.target
-    features = datasets.Features(
-        image=datasets.Array3D((1, 8, 8), 'float32'),
-        label=datasets.ClassLabel(names=[str(k) for k in range(10)]),
-    )
-    cuts = dict(train=(0, 1000), validation=(1000, 1297), test=(1297, 1797))
-    parts = {}
-    for name, (start, stop) in cuts.items():
-        columns = dict(image=list(images[start:stop]), label=labels[start:stop])
-        parts[name] = datasets.Dataset.from_dict(columns, features=features).with_format('torch')
-    return datasets.DatasetDict(parts)
-
-# %% ../../nbs/lab/48_train.ipynb #00000008
-def dice(
-    *name: int,  # non-negative integers that name the occasion, e.g. (seed, epoch, sample)
-):  # numpy.random.Generator
-    """A random generator that is a function of its name: no draw depends on the draws before it.
-
-    Zeros at the end of a name are not seen: (7,) and (7, 0) are one occasion."""
-    return need('numpy').random.default_rng(name)
-
-# %% ../../nbs/lab/48_train.ipynb #0000000b
-def shift_images(
-    images: Tensor,  # [b, channels, m, n]
-    shifts: Tensor,  # [b, 2] integers: pixels down, pixels right
-    repeat: bool = False,  # what comes in at the border: its pixels, repeated, or zeros
-) -> Tensor:  # [b, channels, m, n]
-    "Shift each image by its own whole number of pixels, on any device."
-    b, _, m, n = images.shape
-    sample, row, col = (torch.arange(size, device=images.device) for size in (b, m, n))
-    rows, cols = row - shifts[:, :1], col - shifts[:, 1:]  # [b, m], [b, n]: where from
-    near_rows, near_cols = rows.clamp(0, m - 1), cols.clamp(0, n - 1)
-    moved = images[sample[:, None, None], :, near_rows[:, :, None], near_cols[:, None]]
-    moved = moved.movedim(-1, 1)
-    if repeat:
-        return moved
-    row_inside, col_inside = (rows >= 0) & (rows < m), (cols >= 0) & (cols < n)
-    inside = row_inside[:, None, :, None] & col_inside[:, None, None]
-    return moved.masked_fill(~inside, 0)
-
-# %% ../../nbs/lab/48_train.ipynb #2b2cb179
-def pictures(
-    column,  # Tensor, NumPy array, or list of those or of PIL images
-) -> Tensor:  # float32 [n, channels, rows, columns]
-    "Pictures for a network; `ValueError` names sizes that differ, other shapes and types, NaN."
-    if not isinstance(column, Tensor):
-        column = _as_tensor(column)
-    if column.dtype == torch.bool:
-        column = column.float()
-    if column.dtype != torch.uint8 and not column.is_floating_point():
-        raise ValueError(f"expected pictures in bytes (uint8) or floats, got {column.dtype}")
-    x = _channels_first(from_bytes(column)).float()
-    if not x.numel():
-        return x
-    if not (fine := x.isfinite().flatten(1).all(1)).all():
-        first = int((~fine).float().argmax())
-        raise ValueError(f"expected finite pictures, got NaN or inf in picture {first}")
-    if x.abs().max() > 10:
-        warnings.warn(
-            f"the pictures reach from {x.min():g} to {x.max():g}; "
-            "networks here expect about 0 to 1 (bytes are divided by 255)"
-        )
-    return x
-
-# %% ../../nbs/lab/48_train.ipynb #7b6ed70d
-def _as_tensor(
-    column,  # NumPy array, or list of pictures
-) -> Tensor:  # of any shape and type
-    np = need('numpy')
-    if isinstance(column, np.ndarray) and column.dtype != object:
-        return _from_array(np.ascontiguousarray(column))
-    each = [_plain(p) for p in column]
-    sizes = {tuple(p.shape) for p in each}
-    if len(sizes) > 1:
-        raise ValueError(f"expected pictures of one size, got {sorted(sizes)[:4]}")
-    return torch.stack(each) if each else torch.zeros(0, 1, 1, 1)
-
-# %% ../../nbs/lab/48_train.ipynb #56bab3a7
-def _from_array(
-    array,  # NumPy array
-) -> Tensor:
-    try:
-        return torch.from_numpy(array)
-    except TypeError as e:
-        raise ValueError(f"expected pictures in bytes (uint8) or floats, got {array.dtype}") from e
-
-# %% ../../nbs/lab/48_train.ipynb #6c1f0a5d
-def _plain(
-    picture,  # Tensor, NumPy array, nested list or PIL image
-) -> Tensor:  # a PIL image without palette and transparency; anything else as it came
-    if isinstance(picture, Tensor):
-        return picture
-    mode = getattr(picture, 'mode', None)
-    if mode is not None and mode not in ('L', 'RGB', 'F') and not mode.startswith('I'):
-        picture = picture.convert('L' if mode in ('1', 'LA', 'La') else 'RGB')
-    return _from_array(need('numpy').array(picture))  # 16 or 32 bits are not cut down
-
-# %% ../../nbs/lab/48_train.ipynb #450c3da3
-def _channels_first(
-    x: Tensor,  # pictures, channels anywhere
-) -> Tensor:  # [n, channels, rows, columns]
-    if x.ndim == 3:
-        return x[:, None]
-    if x.ndim != 4:
-        raise ValueError(
-            "expected pictures [n, rows, columns], [n, channels, rows, columns] or "
-            f"[n, rows, columns, channels], got shape {tuple(x.shape)}"
-        )
-    at_the_end = x.shape[-1] in (1, 3) and x.shape[1] not in (1, 2, 3)
-    return x.movedim(-1, 1) if at_the_end else x
-
-# %% ../../nbs/lab/48_train.ipynb #4a2ee02a
-def _class_numbers(
-    column,  # Tensor, NumPy array or list of whole numbers
-) -> Tensor:  # int64 [n]
-    "Labels for a network; `ValueError` for anything but whole numbers from 0 on."
-    y = column if isinstance(column, Tensor) else need('numpy').asarray(column)
-    if not isinstance(y, Tensor):
-        if y.dtype.kind not in 'iu' and y.size:
-            advice = '; ds.class_encode_column(...) numbers names' if y.dtype.kind in 'UO' else ''
-            raise ValueError(f"expected whole numbers as labels, got {y.flat[0]!r}{advice}")
-        y = torch.from_numpy(y.astype('int64'))
-    if y.is_floating_point() or y.dtype == torch.bool:
-        raise ValueError(f"expected whole numbers as labels, got {y.dtype}")
-    if y.ndim != 1:
-        raise ValueError(f"expected one label for each picture, [n], got shape {tuple(y.shape)}")
-    if y.numel() and y.min() < 0:
-        raise ValueError(f"expected labels from 0 on, got {y.min()}")
-    return y.long()
-
-# %% ../../nbs/lab/48_train.ipynb #54162471
-def columns_of(
-    data,  # datasets.Dataset, or a dict of columns: image (or images) and label (or labels)
-) -> tuple:  # pictures [n, channels, rows, columns] and labels [n]
-    "Pictures and labels of a data set; `ValueError` says what is missing, or wrong with them."
-    image, label = _image_and_label(data)
-    y = _class_numbers(label)
-    if not len(y):
-        raise ValueError("expected at least one sample, got none")
-    x = pictures(image)
-    if len(x) != len(y):
-        raise ValueError(
-            f"expected one label for each picture, got {len(x):,} pictures and {len(y):,} labels"
-        )
-    return x, y
-
-# %% ../../nbs/lab/48_train.ipynb #2d97c84e
-def _image_and_label(
-    data,  # of `columns_of`
-) -> tuple:  # the two columns, as they come
-    is_set, is_dict = hasattr(data, 'with_format'), isinstance(data, dict)
-    there = data.column_names if is_set else data.keys() if is_dict else None
-    if there is None:
-        raise ValueError(
-            "expected a datasets.Dataset, or a dict with image and label, "
-            f"got {type(data).__name__}"
-        )
-    pairs = ('image', 'images'), ('label', 'labels')
-    names = [next((name for name in pair if name in there), None) for pair in pairs]
-    if None in names:
-        has_parts = is_dict and hasattr(next(iter(data.values()), None), 'with_format')
-        advice = ": name one of them, as in data['train']" if has_parts else ''
-        raise ValueError(
-            f"expected columns image and label, got {', '.join(map(str, there))}{advice}"
-        )
-    return tuple(_column(data, name) if is_set else data[name] for name in names)
-
-# %% ../../nbs/lab/48_train.ipynb #27c6100d
-def _transformed(
-    data,  # datasets.Dataset with a transform of the user's
-    name: str,  # of a column
-):  # what the transform makes of it
-    rows = data[:]
-    if name in rows:
-        return rows[name]
-    raise ValueError(f"the transform of the data gives {', '.join(rows)}, and no {name}")
-
-# %% ../../nbs/lab/48_train.ipynb #8c07e379
-def _column(
-    data,  # datasets.Dataset
-    name: str,  # of a column
-):  # what it holds; bytes as bytes, where the NumPy format would make int64 of them
-    if data.format['type'] == 'custom':
-        return _transformed(data, name)
-    feature, column = data.features[name], data.select_columns([name])
-    while hasattr(feature, 'feature'):
-        feature = feature.feature
-    if type(feature).__name__ == 'Image':
-        return column.with_format(None)[:][name]
-    array = column.with_format('numpy')[:][name]
-    is_bytes = getattr(feature, 'dtype', '') == 'uint8' and array.dtype != object
-    return array.astype('uint8') if is_bytes else array
-
-# %% ../../nbs/lab/48_train.ipynb #ba5edec4
-class BaseDeck(torch.utils.data.Dataset):
-    "Samples that are dealt in batches; a subclass says `mark` and `__getitems__`."
-
-    labels: Tensor  # [n]
-    seed: int | None = None  # of augmentation; None: none, as for validation
-    epoch: int = 0  # whose dice are thrown
-    until: float | None = None  # validation: accuracy that ends training; None: it goes on
-    few_shapes: bool = True  # of its batches: `torch_compile` compiles each for itself
-
-    def deal(
-        self,
-        epoch: int,  # whose dice are thrown
-    ):
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(
-        self,
-        k: int,  # of a sample
-    ) -> dict:  # a batch of one
-        return self.__getitems__([k])
-
-    def draw(
-        self,
-        index: list,  # of samples: a whole batch
-    ) -> tuple | None:  # what `dice` takes; None without a seed
-        "Where the dice of a batch stand."
-        return None if self.seed is None else (self.seed, self.epoch, int(index[0]))
-
-# %% ../../nbs/lab/48_train.ipynb #0000000e
-class Deck(BaseDeck):
-    "Images and labels in memory; with a seed, each epoch shifts every image by its own draw."
-
-    def __init__(
-        self,
-        data,  # of `columns_of`
-        seed: int | None = None,  # None: no augmentation, as for validation
-        shift: int = 0,  # largest shift in pixels, each way
-    ):
-        self.images, self.labels = columns_of(data)
-        self.seed, self.shift = seed, shift
-        self.deal(0)
-
-    def deal(
-        self,
-        epoch: int,  # whose shifts are drawn
-    ):
-        super().deal(epoch)
-        self.shifts = None
-        if self.seed is None or not self.shift:
-            return
-        die = dice(self.seed, epoch)
-        drawn = die.integers(-self.shift, self.shift + 1, (len(self), 2))
-        self.shifts = torch.from_numpy(drawn)
-
-    def mark(self) -> str:  # equal for equal data
-        return fingerprint(self.images, self.labels)
-
-    def __getitems__(
-        self,
-        index: list,  # of samples: a whole batch
-    ) -> dict:  # images, labels, and draw: where the dice stand, None without a seed
-        images, labels = self.images[index], self.labels[index]
-        if self.shifts is not None:
-            images = shift_images(images, self.shifts[index])
-        return dict(images=images, labels=labels, draw=self.draw(index))
-
-# %% ../../nbs/lab/48_train.ipynb #00000012
-def mixup(
-    images: Tensor,  # [b, ...]
-    targets: Tensor,  # [b, n_classes], rows of probabilities
-    lam: float,  # share of the sample itself, in [0, 1]
-    partner: Tensor,  # [b], whom each sample is blended with
-) -> tuple:  # images and targets, blended
-    "Blend each sample and its target with its partner's (Zhang et al. 2017)."
-    return tuple(lam * x + (1 - lam) * x[partner] for x in (images, targets))
-
-# %% ../../nbs/lab/48_train.ipynb #00000014
-class MixupCollator:
-    "Makes the trainer's batches: mixup for batches that carry a draw (training), none for others."
-
-    def __init__(
-        self,
-        n_classes: int,  # width of the soft targets
-        alpha: float = 0.2,  # of the Beta distribution; 0: no mixup
-    ):
-        if alpha < 0:
-            raise ValueError(f"expected mixup alpha >= 0, got {alpha}")
-        self.n_classes, self.alpha = n_classes, alpha
-
-    def __call__(
-        self,
-        batch: dict,  # images, labels, draw: of `Deck`
-    ) -> dict:  # images and labels, ready for a network
-        images, labels, draw = batch['images'], batch['labels'], batch['draw']
-        if draw is None or not self.alpha:
-            return dict(images=images, labels=labels)
-        die = dice(*draw, 1)  # not the one behind the shifts
-        lam = die.beta(self.alpha, self.alpha)
-        partner = torch.from_numpy(die.permutation(len(labels)))
-        targets = F.one_hot(labels, self.n_classes).to(images.dtype)
-        images, targets = mixup(images, targets, lam, partner)
-        return dict(images=images, labels=targets)
+__all__ = ['honoured', 'cycle_height', 'SingleCycle', 'Diverged', 'Moments', 'RunHooks', 'accuracy', 'quiet_transformers',
+           'check_recipe', 'training_arguments', 'Stopped', 'batch_on', 'rehearse', 'history_of', 'run_training',
+           'fit_decks', 'fit']
 
 # %% ../../nbs/lab/48_train.ipynb #00000018
 def cycle_height(
@@ -416,24 +90,11 @@ class SingleCycle(LRScheduler):
         for group in self.optimizer.param_groups:
             group['betas'] = (beta, group['betas'][1])
 
-# %% ../../nbs/lab/48_train.ipynb #0bf19abf
-class _Hook:
-    "A callback for transformers' Trainer; no subclass of its own, which takes seconds to import."
-
-    def __getattr__(self, name):
-        if name.startswith('on_'):
-            return _nothing
-        raise AttributeError(f"{type(self).__name__} has no {name}")
-
-
-def _nothing(*args, **kw):
-    "What a hook does at a call that it has no method for."
-
-# %% ../../nbs/lab/48_train.ipynb #00000027
+# %% ../../nbs/lab/48_train.ipynb #7d3f0001
 class Diverged(ValueError):
     "The loss or the weights are not finite; the message says since when, and what is left."
 
-# %% ../../nbs/lab/48_train.ipynb #7d3f0001
+
 class Moments:
     "Mean of loss and accuracy over samples, and their standard deviation over batches."
 
@@ -454,6 +115,9 @@ class Moments:
     def told(self):  # JSON-ready
         return self.sums.tolist() if isinstance(self.sums, Tensor) else self.sums
 
+    def is_finite(self) -> bool:
+        return self.told() == 0 or math.isfinite(self.told()[1])
+
     def close(
         self,
         trainer=None,  # transformers.Trainer, whose processes are summed up; None: only this one
@@ -462,32 +126,23 @@ class Moments:
         sums, self.sums = self.told(), 0
         if sums == 0:
             return {}
-        n, *sums = _over_all(sums, trainer).tolist()
-        l, ll, r, rr = (s / n for s in sums)
+        if trainer is not None and trainer.args.world_size > 1:
+            wide = torch.float32 if trainer.args.device.type == 'mps' else torch.float64
+            sums = torch.tensor(sums, dtype=wide, device=trainer.args.device)
+            sums = trainer.accelerator.reduce(sums, 'sum').tolist()
+        l, ll, r, rr = (s / sums[0] for s in sums[1:])
         spread = lambda mean, square: max(0.0, square - mean**2) ** 0.5
         return dict(zip(_told, (l, spread(l, ll), r, spread(r, rr))))
 
 
 _told = ('loss', 'loss_sd', 'accuracy', 'accuracy_sd')
 
-# %% ../../nbs/lab/48_train.ipynb #7d3f0002
-def _over_all(
-    sums,  # numbers of this process
-    trainer=None,  # transformers.Trainer; None: there is only this process
-) -> Tensor:  # of all processes
-    device = torch.device('cpu') if trainer is None else trainer.args.device
-    wide = torch.float32 if device.type == 'mps' else torch.float64
-    sums = torch.as_tensor(sums, dtype=wide)
-    if trainer is None or trainer.args.world_size == 1:
-        return sums
-    return trainer.accelerator.reduce(sums.to(device), 'sum')
 
-# %% ../../nbs/lab/48_train.ipynb #7d3f0003
-def _share_right(
-    logits: Tensor,  # [b, n_classes], or [b, n, n_classes] for labels of n places
-    labels: Tensor,  # [b], [b, k] (one of them will do), shares [b, n_classes]; [b, n] of places
-) -> Tensor:  # []
-    "Share of the samples whose largest score is at the label, or at its largest share (mixup)."
+def _share_right(logits: Tensor, labels: Tensor) -> Tensor:
+    """Share of the samples whose largest score is at the label, or at its largest share (mixup).
+
+    Logits [b, k] and labels [b], [b, any] (one of them will do) or shares [b, k]; or of n places,
+    [b, n, k] and [b, n]."""
     top = logits.detach().argmax(-1)
     if labels.is_floating_point():
         labels = labels.argmax(-1)
@@ -495,163 +150,47 @@ def _share_right(
     hit = top == labels if each else (top[:, None] == labels).any(-1)
     return hit.double().mean() if hit.device.type != 'mps' else hit.float().mean()
 
-# %% ../../nbs/lab/48_train.ipynb #38f346d0
-class Ledger:
-    "The losses of this epoch, added up on the device that trains."
-
-    def __init__(
-        self,
-        every: int = 20,  # steps between two looks, where looking makes the program wait
-    ):
-        self.total, self.n, self.every, self.steps = 0.0, 0, every, 0
-        self.moments = Moments()
-
-    def add(
-        self,
-        loss: Tensor,  # of one step: the mean over its samples
-        n: int = 1,  # samples
-    ) -> bool:  # whether all is well as far as one has looked
-        wide = torch.float32 if loss.device.type == 'mps' else torch.float64
-        self.total, self.n = self.total + n * loss.detach().to(wide), self.n + n
-        self.steps += 1
-        look = loss.device.type == 'cpu' or self.steps % self.every == 0
-        return self.is_finite() if look else True
-
-    def is_finite(self) -> bool:
-        return math.isfinite(float(self.total))
-
-    def close(self) -> tuple:  # sum and number of the losses; then begin again
-        total, n = float(self.total), self.n
-        self.total, self.n = 0.0, 0
-        return total, n
-
-# %% ../../nbs/lab/48_train.ipynb #fb6655df
-class SealHook(_Hook):
-    "Seals each checkpoint and removes old ones, except the last two and the best."
+# %% ../../nbs/lab/48_train.ipynb #1efb792e
+class RunHooks:
+    "A callback of transformers' Trainer; no subclass of its own, which takes seconds to import."
 
     def __init__(
         self,
         folder: Path,  # of the checkpoints
         run: str,  # digest of the run's settings
-        ledger: Ledger,  # its state goes into the seal
+        deck,  # that is trained on
+        net: nn.Module,  # that is trained
+        save_steps: int = 0,  # also save after each so many steps; 0: only at an epoch's end
+        level: float | None = None,  # validation accuracy that ends training; None: it goes on
     ):
-        self.folder, self.run, self.ledger = folder, run, ledger
+        self.folder, self.run, self.deck, self.net = folder, run, deck, net
+        self.save_steps, self.level = save_steps, level
+        self.moments, self.signal, self.early = Moments(), None, False
         self.before, self.start = 0.0, time.perf_counter()
+
+    def __getattr__(self, name):
+        if name.startswith('on_'):
+            return lambda *args, **kw: None
+        raise AttributeError(f"{type(self).__name__} has no {name}")
 
     def seconds(self) -> float:  # of training, over all resumptions
         return self.before + time.perf_counter() - self.start
+
+    def catch(self, signum, frame):
+        self.signal = signum
 
     def on_train_begin(self, args, state, control, **_):
         self.start = time.perf_counter()
         if seal := read_seal(self.folder / f'checkpoint-{state.global_step}'):
             self.before = seal['seconds']
-            self.ledger.total, self.ledger.n = seal['loss'], seal['steps']
-            self.ledger.moments.sums = seal.get('moments', 0)  # older seals have none
-
-    def on_save(self, args, state, control, model=None, **_):
-        _wait_for_all(args)  # each has files in it
-        if not state.is_world_process_zero:
-            return
-        path = self.folder / f'checkpoint-{state.global_step}'
-        if not (self.ledger.is_finite() and _weights_are_finite(model)):
-            shutil.rmtree(path)
-            raise Diverged(
-                f"the weights are not finite after step {state.global_step} "
-                f"of {state.max_steps}; {_left_in(self.folder)}"
-            )
-        seal_checkpoint(
-            path,
-            run=self.run,
-            seconds=self.seconds(),
-            loss=float(self.ledger.total),
-            steps=self.ledger.n,
-            moments=self.ledger.moments.told(),
-        )
-        for old in checkpoints_in(self.folder)[:-2]:
-            if old.name != f'checkpoint-{state.best_global_step}':
-                shutil.rmtree(old)
-
-# %% ../../nbs/lab/48_train.ipynb #1e8d4b70
-def _weights_are_finite(
-    net: nn.Module,  # any network
-) -> bool:
-    "Whether no weight is NaN or inf: one question to the device."
-    floats = (t for t in net.state_dict().values() if t.is_floating_point())
-    found = [t.isfinite().all() for t in floats]
-    return bool(torch.stack(found).all()) if found else True
-
-# %% ../../nbs/lab/48_train.ipynb #a2887043
-def _left_in(
-    folder: Path,  # of checkpoints
-) -> str:  # for a message
-    "What can still be used after a run has gone wrong."
-    whole = next((p for p in reversed(checkpoints_in(folder)) if read_seal(p)), None)
-    return f"the last good checkpoint is {whole.name}" if whole else "there is no checkpoint yet"
-
-# %% ../../nbs/lab/48_train.ipynb #84b7b7ac
-def _wait_for_all(
-    args,  # transformers.TrainingArguments
-):
-    "Wait until every process of the run has come here."
-    if args.world_size > 1:
-        torch.distributed.barrier()
-
-# %% ../../nbs/lab/48_train.ipynb #3ace349e
-class DealHook(_Hook):
-    "Tells the deck which epoch begins."
-
-    def __init__(
-        self,
-        deck: Deck,  # or anything that deals as it does
-    ):
-        self.deck = deck
+            self.moments.sums = seal.get('moments', 0)  # older seals have none
 
     def on_epoch_begin(self, args, state, control, **_):
         self.deck.deal(int(state.epoch or 0))
 
-# %% ../../nbs/lab/48_train.ipynb #b9af61b4
-class ProgressHook(_Hook):
-    "Tells a network how far training has come, by the trainer's own count, also after a resume."
-
-    def __init__(
-        self,
-        net: nn.Module,  # with `set_progress`
-    ):
-        self.net = net
-
     def on_step_begin(self, args, state, control, **_):
-        self.net.set_progress(state.global_step, state.max_steps)
-
-# %% ../../nbs/lab/48_train.ipynb #3365ac8e
-class UntilHook(_Hook):
-    "Ends training after the first epoch that validates so well."
-
-    def __init__(
-        self,
-        level: float,  # accuracy
-    ):
-        self.level = level
-
-    def on_evaluate(self, args, state, control, metrics=None, **_):
-        if metrics.get('eval_accuracy', 0) >= self.level:
-            control.should_training_stop = True
-
-# %% ../../nbs/lab/48_train.ipynb #00000029
-class StopHook(_Hook):
-    "Ends training at the next step, with a checkpoint, when a signal came."
-
-    def __init__(
-        self,
-        save_steps: int = 0,  # also save after each so many steps; 0: only at an epoch's end
-    ):
-        self.signal, self.save_steps, self.early = None, save_steps, False
-
-    def catch(
-        self,
-        signum: int,  # of the signal
-        frame,  # where it was caught; not used
-    ):
-        self.signal = signum
+        if hasattr(self.net, 'set_progress'):
+            self.net.set_progress(state.global_step, state.max_steps)
 
     def on_step_end(self, args, state, control, **_):
         self.signal = _heard_by_any(self.signal, args)
@@ -663,98 +202,64 @@ class StopHook(_Hook):
             control.should_training_stop = True
 
     def on_epoch_end(self, args, state, control, **_):
-        if not self.early:
-            return
-        control.should_evaluate = control.should_save = control.should_log = False
+        if self.early:
+            control.should_evaluate = control.should_save = control.should_log = False
 
-# %% ../../nbs/lab/48_train.ipynb #593fbb16
-def _heard_by_any(
-    signum: int | None,  # what this process has heard
-    args,  # transformers.TrainingArguments
-) -> int | None:  # what one of the processes has heard, so that all stop at one step
-    "Agree on a signal over all processes."
+    def on_evaluate(self, args, state, control, metrics=None, **_):
+        if self.level is not None and metrics.get('eval_accuracy', 0) >= self.level:
+            control.should_training_stop = True
+
+    def on_save(self, args, state, control, model=None, **_):
+        _wait_for_all(args)  # each has files in it
+        if not state.is_world_process_zero:
+            return
+        path = self.folder / f'checkpoint-{state.global_step}'
+        if not (self.moments.is_finite() and _weights_are_finite(model)):
+            shutil.rmtree(path)
+            at = f"after step {state.global_step} of {state.max_steps}"
+            raise Diverged(f"the weights are not finite {at}; {_left_in(self.folder)}")
+        notes = dict(run=self.run, seconds=self.seconds(), moments=self.moments.told())
+        folders.seal_checkpoint(path, **notes)
+
+
+def _heard_by_any(signum: int | None, args) -> int | None:
+    "A signal that one of the processes has heard, so that all stop at one step."
     if args.world_size == 1:
         return signum
     heard = torch.tensor(signum or 0, device=args.device)
     torch.distributed.all_reduce(heard, torch.distributed.ReduceOp.MAX)
     return int(heard) or None
 
-# %% ../../nbs/lab/48_train.ipynb #287e9422
-@contextmanager
-def _catching(
-    stop: StopHook,  # told about the signals
-    signals: tuple = (signal.SIGINT, signal.SIGTERM),  # which ones
-):
-    "Hand signals to `stop` within the block (in the main thread; others never get them)."
+
+def _wait_for_all(args):
+    "Wait until every process of the run has come here."
+    if args.world_size > 1:
+        torch.distributed.barrier()
+
+
+def _weights_are_finite(net: nn.Module) -> bool:
+    "Whether no weight is NaN or inf: one question to the device."
+    found = [t.isfinite().all() for t in net.state_dict().values() if t.is_floating_point()]
+    return bool(torch.stack(found).all()) if found else True
+
+
+def _left_in(folder: Path) -> str:
+    "What can still be used after a run has gone wrong, for a message."
+    whole = next((p for p in reversed(checkpoints_in(folder)) if read_seal(p)), None)
+    return f"the last good checkpoint is {whole.name}" if whole else "there is no checkpoint yet"
+
+
+@contextlib.contextmanager
+def _catching(hooks: RunHooks):
+    "Hand SIGINT and SIGTERM to `hooks` within the block (in the main thread; others get none)."
     main = threading.current_thread() is threading.main_thread()
-    old = {s: signal.signal(s, stop.catch) for s in signals} if main else {}
+    signals = (signal.SIGINT, signal.SIGTERM) if main else ()
+    old = {s: signal.signal(s, hooks.catch) for s in signals}
     try:
         yield
     finally:
         for s, handler in old.items():
             signal.signal(s, handler)
-
-# %% ../../nbs/lab/48_train.ipynb #0000002b
-_bar_format = (
-    '{desc:12s} {percentage:3.0f}%|{bar:24}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]'
-)
-
-
-class BarHook(_Hook):
-    "One progress bar for training, one for the test after it."
-
-    def __init__(
-        self,
-        name: str,  # of the bar
-        show: bool = True,  # whether to draw it
-    ):
-        self.name, self.show, self.bar, self.testing = name, show, None, False
-
-    def draw(
-        self,
-        total: int,  # steps
-        done: int = 0,  # of them, before
-        name: str | None = None,  # None: the bar of training
-    ):
-        self.testing = name is not None
-        hidden = not (self.show and first_process())
-        self.bar = need('tqdm').tqdm(
-            total=total,
-            initial=done,
-            desc=name or self.name,
-            disable=hidden,
-            mininterval=0.5,
-            bar_format=_bar_format,
-        )
-
-    def close(self):
-        if self.bar is not None:
-            self.bar.close()
-        self.bar = None
-
-    def on_train_begin(self, args, state, control, **_):
-        self.draw(state.max_steps, state.global_step)
-
-    def on_step_end(self, args, state, control, **_):
-        self.bar.update(state.global_step - self.bar.n)
-
-    def on_evaluate(self, args, state, control, metrics=None, **_):
-        if self.bar is None:
-            return
-        if 'eval_accuracy' in metrics:  # not of a deck that is only watched
-            self.bar.set_postfix_str(f"validation {metrics['eval_accuracy']:.1%}", refresh=False)
-
-    def on_train_end(self, args, state, control, **_):
-        self.close()
-
-    def on_prediction_step(self, args, state, control, eval_dataloader=None, **_):
-        if self.bar is None:
-            self.draw(len(eval_dataloader), name='testing')
-        if self.testing:
-            self.bar.update()
-
-    def on_predict(self, args, state, control, **_):
-        self.close()
 
 # %% ../../nbs/lab/48_train.ipynb #0000002d
 def accuracy(
@@ -765,7 +270,7 @@ def accuracy(
         raise Diverged("the network's scores are not finite")
     return dict(accuracy=float((p.predictions.argmax(-1) == p.label_ids).mean()))
 
-# %% ../../nbs/lab/48_train.ipynb #3d0c2476
+
 def quiet_transformers():  # the module
     "transformers, with its chatter turned off and nothing sent anywhere."
     os.environ.setdefault('HF_HUB_DISABLE_TELEMETRY', '1')
@@ -774,47 +279,8 @@ def quiet_transformers():  # the module
     transformers.utils.logging.set_verbosity_error()
     return transformers
 
-# %% ../../nbs/lab/48_train.ipynb #8bb6ae61
-def training_arguments(
-    folder: Path,  # for checkpoints
-    epochs: int,  # as in `fit`
-    batch_size: int,  # as in `fit`
-    seed: int,  # as in `fit`
-    device: str | None,  # as in `fit`
-    **more,  # `honoured` ones
-):  # transformers.TrainingArguments
-    "Evaluate, log and save at the end of each epoch; report to nobody; the seed orders the data."
-    device = pick_device(device)
-    if device.index:
-        raise ValueError(
-            f"expected 'cpu', 'cuda' or 'mps', got '{device}'; "
-            f"to choose a GPU set CUDA_VISIBLE_DEVICES={device.index}"
-        )
-    ours = dict(
-        output_dir=str(folder),
-        num_train_epochs=epochs,
-        per_device_train_batch_size=batch_size,
-        per_device_eval_batch_size=250,
-        eval_strategy='epoch',
-        save_strategy='epoch',
-        logging_strategy='epoch',
-        logging_nan_inf_filter=False,
-        metric_for_best_model='accuracy',
-        greater_is_better=True,
-        seed=seed,
-        data_seed=seed,
-        max_grad_norm=0.0,
-        report_to='none',
-        disable_tqdm=True,
-        remove_unused_columns=False,
-        label_names=['labels'],
-        dataloader_pin_memory=device.type == 'cuda',
-        use_cpu=device.type == 'cpu',
-    )
-    return quiet_transformers().TrainingArguments(**{**ours, **more})
 
-# %% ../../nbs/lab/48_train.ipynb #4f0ad6c3
-class _Cycle:
+class _OurTrainer:
     "What is ours in the trainer: its schedule, batches on the device, losses that are watched."
 
     def create_scheduler(self, num_training_steps, optimizer=None):
@@ -838,102 +304,98 @@ class _Cycle:
         try:
             found, outputs = super().compute_loss(model, inputs, True, **kw)
         except ValueError as e:  # of a layer that refuses what is not finite
-            if 'NaN' not in str(e) and _weights_are_finite(model):
-                raise
-            step = self.state.global_step + 1
-            raise Diverged(_loss_in_words(math.nan, self, 'at', step)) from e
+            if 'NaN' in str(e) or not _weights_are_finite(model):
+                raise self.diverged(math.nan, 'at', 1) from e
+            raise
         loss, n = found.mean(), len(inputs['labels'])  # over the devices of a process
-        moments = self.ledger.moments if model.training else self.held
+        moments = self.hooks.moments if model.training else self.held
         moments.add(n, loss, _share_right(outputs['logits'], inputs['labels']))
-        if not model.training or self.ledger.add(loss, n):
-            return (found, outputs) if return_outputs else found
-        raise Diverged(_loss_in_words(loss.item(), self, 'at', self.state.global_step + 1))
+        look = model.training and _is_looked_at(loss.device, self.state.global_step)
+        if look and not moments.is_finite():
+            raise self.diverged(loss.item(), 'at', 1)
+        return (found, outputs) if return_outputs else found
 
     def log(self, logs, *rest, **kw):
         if 'loss' in logs:
-            more = self.ledger.moments.close(self)
-            logs = {**logs, **more, 'loss': _mean_loss(self.ledger, self)}
+            logs = {**logs, **self.hooks.moments.close(self)}
         if 'eval_loss' in logs:
             more = {f'eval_{k}': v for k, v in self.held.close(self).items()}
             logs = {**more, **logs}
         if not math.isfinite(logs.get('loss', 0.0)):
-            raise Diverged(_loss_in_words(logs['loss'], self, 'by', self.state.global_step))
+            raise self.diverged(logs['loss'], 'by', 0)
         super().log(logs, *rest, **kw)
 
-# %% ../../nbs/lab/48_train.ipynb #0000002e
-def make_trainer(
-    net: nn.Module,  # gives {'loss', 'logits'} for images and labels
-    train: Deck,  # data
-    valid: Deck | None,  # data; None: no validation
-    args,  # transformers.TrainingArguments
-    cycle: dict,  # arguments of `SingleCycle`
-    collator: MixupCollator,  # makes the batches
-    hooks: list,  # with methods of TrainerCallback
-    ledger: Ledger,  # of the losses
-    watch: dict | None = None,  # name -> deck, tested whenever `valid` is
-):  # transformers.Trainer with RAdam and the single cycle
-    "A `Trainer` that runs the paper's schedule (Heinsen 2019, 4.2)."
+    def diverged(self, loss: float, word: str, ahead: int) -> Diverged:
+        state, rate = self.state, self.lr_scheduler.get_last_lr()[0]
+        return Diverged(
+            f"the loss is {loss:g} {word} step {state.global_step + ahead} of {state.max_steps} "
+            f"(learning rate {rate:.2g}); {_left_in(Path(self.args.output_dir))}; "
+            "try a smaller learning rate"
+        )
+
+
+def _is_looked_at(device: torch.device, step: int) -> bool:
+    "Whether the losses are looked at in this step: where it makes the program wait, in few."
+    return device.type == 'cpu' or step % 20 == 0
+
+
+def _trainer(net, decks: dict, args, cycle: dict, collator, hooks: RunHooks, watch: dict, bars):
+    "transformers' trainer with RAdam on the single cycle (Heinsen 2019, 4.2)."
     tf = quiet_transformers()
-
-    class CycleTrainer(_Cycle, tf.Trainer):
-        "transformers' trainer on the single cycle."
-
-    trainer = CycleTrainer(
+    trainer = type('CycleTrainer', (_OurTrainer, tf.Trainer), {})(
         model=net,
         args=args,
-        train_dataset=train,
-        eval_dataset=valid,
+        train_dataset=decks['training'],
+        eval_dataset=decks['validation'],
         data_collator=collator,
         compute_metrics=accuracy,
-        callbacks=[*hooks, *_until_hooks(valid)],
+        callbacks=[hooks, *bars],
         optimizers=(torch.optim.RAdam(net.parameters(), lr=cycle['lr'][0]), None),
     )
-    trainer.cycle, trainer.ledger, trainer.held = cycle, ledger, Moments()
-    trainer.watched = watch or {}
+    trainer.cycle, trainer.hooks, trainer.held, trainer.watched = cycle, hooks, Moments(), watch
     trainer.remove_callback(tf.PrinterCallback)
     trainer.model_accepts_loss_kwargs = False  # a loss is a mean over its batch, whatever else
     return trainer  # the network takes: divide when accumulating
 
-# %% ../../nbs/lab/48_train.ipynb #c86d10f4
-def _mean_loss(
-    ledger: Ledger,  # of the epoch that ends
-    trainer,  # transformers.Trainer
-) -> float:  # over the samples of the epoch, and over all processes
-    "The loss to log."
-    total, n = _over_all(ledger.close(), trainer)
-    return (total / n).item()
 
-# %% ../../nbs/lab/48_train.ipynb #3f25eda2
-def _loss_in_words(
-    loss: float,  # not finite
-    trainer,  # transformers.Trainer
-    word: str,  # 'at' a step, or 'by' a step, where nobody looked before
-    step: int,  # at which it was found
-) -> str:  # for `Diverged`
-    "When, at which learning rate, and what is left."
-    state, rate = trainer.state, trainer.lr_scheduler.get_last_lr()[0]
-    return (
-        f"the loss is {loss:g} {word} step {step} of {state.max_steps} "
-        f"(learning rate {rate:.2g}); {_left_in(Path(trainer.args.output_dir))}; "
-        "try a smaller learning rate"
-    )
+def _bar(name: str):
+    "transformers' bar, with the run's name and its last validation."
+
+    class Bar(quiet_transformers().ProgressCallback):
+        def on_train_begin(self, args, state, control, **kw):
+            super().on_train_begin(args, state, control, **kw)
+            if self.training_bar is not None:
+                self.training_bar.set_description(name)
+
+        def on_evaluate(self, args, state, control, metrics=None, **kw):
+            super().on_evaluate(args, state, control, **kw)
+            if self.training_bar is not None and 'eval_accuracy' in metrics:
+                told = f"validation {metrics['eval_accuracy']:.1%}"
+                self.training_bar.set_postfix_str(told, refresh=False)
+
+        def on_log(self, *args, **kw):
+            "The numbers stand in metrics.json."
+
+        def close(self):
+            for bar in (self.training_bar, self.prediction_bar):
+                if bar is not None:
+                    bar.close()
+
+    return Bar()
 
 # %% ../../nbs/lab/48_train.ipynb #7f9e84fc
 honoured = frozenset(
-    '''bf16 fp16 tf32 bf16_full_eval fp16_full_eval gradient_accumulation_steps
-    max_grad_norm torch_compile torch_compile_backend torch_compile_mode
-    per_device_eval_batch_size eval_accumulation_steps eval_strategy save_strategy
-    load_best_model_at_end metric_for_best_model greater_is_better dataloader_num_workers
-    dataloader_pin_memory dataloader_prefetch_factor dataloader_persistent_workers report_to
-    run_name full_determinism torch_empty_cache_steps ddp_backend ddp_find_unused_parameters
-    ddp_bucket_cap_mb ddp_broadcast_buffers ddp_timeout'''.split()
+    """bf16 fp16 tf32 bf16_full_eval fp16_full_eval gradient_accumulation_steps max_grad_norm
+    torch_compile torch_compile_backend torch_compile_mode per_device_eval_batch_size
+    eval_accumulation_steps metric_for_best_model greater_is_better dataloader_num_workers
+    dataloader_pin_memory dataloader_prefetch_factor report_to run_name full_determinism
+    torch_empty_cache_steps ddp_backend ddp_find_unused_parameters ddp_bucket_cap_mb
+    ddp_broadcast_buffers ddp_timeout""".split()
 )  # of TrainingArguments
 _own_names = ('epochs', 'batch_size', 'lr', 'warmup', 'momentum', 'shift', 'mixup', 'seed')
-_of_the_optimizer = '''optim optim_args weight_decay adafactor adam_beta1 adam_beta2 adam_epsilon
-    lr_scheduler_type lr_scheduler_kwargs'''.split()
 _optimizer = (
-    "nothing: the optimizer is RAdam, its schedule the single cycle (lr, warmup, "
-    "momentum); for another one hand the network to transformers.Trainer"
+    'nothing: the optimizer is RAdam, its schedule the single cycle (lr, warmup, momentum); '
+    'for another one hand the network to transformers.Trainer'
 )
 _instead = dict(
     learning_rate='lr=(at the ends, at the top)',
@@ -941,97 +403,17 @@ _instead = dict(
     max_steps='epochs',
     per_device_train_batch_size='batch_size',
     output_dir='out',
-    overwrite_output_dir='overwrite',
-    resume_from_checkpoint='resume',
-    warmup_ratio='warmup',
     warmup_steps='warmup, a share of all steps',
-    data_seed='seed',
-    use_cpu='device',
-    no_cuda='device',
-    use_mps_device='device',
-    disable_tqdm='progress',
+    eval_strategy='valid=None for no validation',
     label_smoothing_factor="mixup, which makes soft labels, or a loss of the network's own",
     gradient_checkpointing="plan='stream' of Routing, which keeps no votes for the backward pass",
-    **dict.fromkeys(_of_the_optimizer, _optimizer),
+    **dict.fromkeys('optim weight_decay adam_beta1 lr_scheduler_type'.split(), _optimizer),
 )
-
-# %% ../../nbs/lab/48_train.ipynb #9be27d15
-def _check_names(
-    more: dict,  # what a recipe has beside `_own_names`
-):
-    "`ValueError` names the first argument that would be ignored, and what to use instead."
-    for name in more:
-        if name in honoured:
-            continue
-        if name in _instead:
-            raise ValueError(f"{name} would be ignored; use instead: {_instead[name]}")
-        if name in quiet_transformers().TrainingArguments.__dataclass_fields__:
-            raise ValueError(
-                f"{name} is not honoured by fit; of TrainingArguments it takes "
-                f"{', '.join(sorted(honoured))}"
-            )
-        near = difflib.get_close_matches(name, [*_own_names, *honoured], 1)
-        advice = f"; did you mean {near[0]}?" if near else ''
-        raise ValueError(f"there is no argument {name!r}{advice}")
-
-# %% ../../nbs/lab/48_train.ipynb #5c8dab23
-def check_recipe(
-    epochs,  # an integer
-    batch_size,  # an integer
-    shift,  # an integer
-    seed,  # an integer
-    lr,  # (at the ends, at the top)
-    warmup,  # a share
-    mixup,  # a number
-    momentum,  # a name
-    validate=True,  # whether there is a validation set
-    **more,  # `honoured` ones
-):
-    "`ValueError` for the first argument of `fit` that makes no sense, with what was expected."
-    _check_names(more)
-    tiny, top = sys.float_info.min, sys.float_info.max
-    pair = isinstance(lr, (tuple, list)) and len(lr) == 2
-    rates = pair and all(_is_number(rate, tiny, top) for rate in lr) and lr[0] <= lr[1]
-    known = momentum in list(_top_momentum)
-    checks = [
-        ('epochs', epochs, _is_whole(epochs, 1), 'an integer >= 1'),
-        ('batch_size', batch_size, _is_whole(batch_size, 1), 'an integer >= 1'),
-        ('shift', shift, _is_whole(shift, 0), 'an integer >= 0'),
-        ('seed', seed, _is_whole(seed, 0), 'an integer from 0 to 2**32 - 1'),
-        ('lr', lr, rates, 'two positive numbers, the lower first'),
-        ('warmup', warmup, _is_number(warmup, 0, 1), 'a number from 0 to 1'),
-        ('mixup', mixup, _is_number(mixup, 0, top), 'a number >= 0'),
-        ('momentum', momentum, known, "'paper', 'notebook' or None"),
-    ]
-    for name, value, fine, wanted in checks + _trainer_checks(more, validate):
-        if not fine:
-            raise ValueError(f"expected {name} to be {wanted}, got {value!r}")
-
-# %% ../../nbs/lab/48_train.ipynb #a3c50e86
-def _is_number(
-    x,  # anything
-    low: float,  # smallest that will do
-    high: float,  # largest
-    kind: type = numbers.Real,  # of number; true and false are none
-) -> bool:
-    return isinstance(x, kind) and not isinstance(x, bool) and low <= x <= high
-
-# %% ../../nbs/lab/48_train.ipynb #6d16c2dd
-def _is_whole(
-    x,  # anything
-    low: int,  # smallest that will do
-) -> bool:
-    return _is_number(x, low, 2**32 - 1, numbers.Integral)
-
-# %% ../../nbs/lab/48_train.ipynb #1aec4ba0
-def _is_named(
-    value,  # a name, or transformers' own constant for it
-    name: str,  # that is expected
-) -> bool:
-    return str(getattr(value, 'value', value)) == name
-
-# %% ../../nbs/lab/48_train.ipynb #fee56bfa
 _at_least = dict(
+    epochs=1,
+    batch_size=1,
+    shift=0,
+    seed=0,
     per_device_eval_batch_size=1,
     gradient_accumulation_steps=1,
     eval_accumulation_steps=1,
@@ -1041,144 +423,121 @@ _at_least = dict(
     ddp_timeout=1,
     ddp_bucket_cap_mb=1,
 )
-_switches = '''bf16 fp16 tf32 bf16_full_eval fp16_full_eval torch_compile greater_is_better
+_switches = """bf16 fp16 tf32 bf16_full_eval fp16_full_eval torch_compile greater_is_better
     full_determinism dataloader_pin_memory ddp_find_unused_parameters
-    ddp_broadcast_buffers'''.split()
+    ddp_broadcast_buffers""".split()
 
 
-def _trainer_checks(
-    more: dict,  # `honoured` arguments
-    validate: bool,  # whether there is a validation set
-) -> list:  # of (name, value, whether it is fine, what is expected)
-    best = 'since the epoch that validates best is kept'
-    when, why = ('epoch', best) if validate else ('no', 'since there is no validation set')
-    eval_fine = _is_named(more.get('eval_strategy', when), when)
-    save_fine = _is_named(more.get('save_strategy', 'epoch'), 'epoch')
-    wanted = dict(
-        eval_strategy=(eval_fine, f"{when!r}, {why}"), save_strategy=(save_fine, f"'epoch', {best}")
+def check_recipe(
+    **recipe,  # of `fit`: its own arguments, and `honoured` ones
+):
+    "`ValueError` for the first argument of `fit` that makes no sense, with what was expected."
+    for name, value in recipe.items():
+        if name not in honoured and name not in _own_names:
+            raise ValueError(_refusal(name))
+        fine, wanted = _rule(name, value)
+        if not fine:
+            raise ValueError(f"expected {name} to be {wanted}, got {value!r}")
+
+
+def _refusal(name: str) -> str:
+    "Why an argument is not taken, and what to use instead."
+    if name in _instead:
+        return f"{name} would be ignored; use instead: {_instead[name]}"
+    if name in quiet_transformers().TrainingArguments.__dataclass_fields__:
+        there = ', '.join(sorted(honoured))
+        return f"{name} is not honoured by fit; of TrainingArguments it takes {there}"
+    near = difflib.get_close_matches(name, [*_own_names, *honoured], 1)
+    return f"there is no argument {name!r}" + (f"; did you mean {near[0]}?" if near else '')
+
+
+def _is_number(x, low: float, high: float = sys.float_info.max, kind: type = numbers.Real) -> bool:
+    "Whether it is a number between two others; true and false are none."
+    return isinstance(x, kind) and not isinstance(x, bool) and low <= x <= high
+
+
+def _rule(name: str, value) -> tuple:
+    "Whether a value of an argument is fine, and what is expected."
+    if name in _at_least:
+        low = _at_least[name]
+        return _is_number(value, low, 2**32 - 1, numbers.Integral), f'an integer >= {low}'
+    if name in _switches:
+        return isinstance(value, bool), 'True or False'
+    if name == 'lr':
+        pair = isinstance(value, (tuple, list)) and len(value) == 2
+        fine = pair and all(_is_number(v, sys.float_info.min) for v in value)
+        return fine and value[0] <= value[1], 'two positive numbers, the lower first'
+    if name == 'warmup':
+        return _is_number(value, 0, 1), 'a number from 0 to 1'
+    if name in ('mixup', 'max_grad_norm'):
+        return _is_number(value, 0), 'a number >= 0'
+    if name == 'momentum':
+        return value in list(_top_momentum), "'paper', 'notebook' or None"
+    if name == 'metric_for_best_model':
+        return value in ('accuracy', 'loss'), "'accuracy' or 'loss'"
+    return name != 'run_name' or isinstance(value, str), 'a text'
+
+
+def training_arguments(
+    folder: Path,  # for checkpoints
+    recipe: dict,  # of `fit`
+    device: str | None = None,  # as in `fit`
+    validate: bool = True,  # whether there is a validation set
+):  # transformers.TrainingArguments
+    "Evaluate, log and save at the end of each epoch; report to nobody; the seed orders the data."
+    check_recipe(**recipe)
+    device, more = pick_device(device), {k: v for k, v in recipe.items() if k in honoured}
+    if device.index:
+        raise ValueError(
+            f"expected 'cpu', 'cuda' or 'mps', got '{device}'; "
+            f"to choose a GPU set CUDA_VISIBLE_DEVICES={device.index}"
+        )
+    if device.type == 'cpu' and (more.get('fp16') or more.get('fp16_full_eval')):
+        raise ValueError("fp16 would be ignored on the CPU; use instead: bf16")
+    if device.type != 'cuda' and more.get('torch_compile_mode') == 'reduce-overhead':
+        raise ValueError("CUDA graphs (torch_compile_mode='reduce-overhead') need a GPU")
+    usual = dict(
+        output_dir=str(folder),
+        num_train_epochs=recipe['epochs'],
+        per_device_train_batch_size=recipe['batch_size'],
+        per_device_eval_batch_size=250,
+        eval_strategy='epoch' if validate else 'no',
+        save_strategy='epoch',
+        save_total_limit=3,
+        logging_strategy='epoch',
+        logging_nan_inf_filter=False,
+        metric_for_best_model='accuracy',
+        greater_is_better=more.get('metric_for_best_model') != 'loss',
+        seed=recipe['seed'],
+        data_seed=recipe['seed'],
+        max_grad_norm=0.0,
+        report_to='none',
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        label_names=['labels'],
+        dataloader_pin_memory=device.type == 'cuda',
+        use_cpu=device.type == 'cpu',
     )
-    refused = dict(
-        dataloader_persistent_workers="since such workers keep the first epoch's dice",
-        load_best_model_at_end='since the epoch to keep is loaded anyway',
-    )
-    for name, why in refused.items():
-        wanted[name] = not more.get(name), f"False, {why}"
-    for name in more.keys() & _at_least:
-        wanted[name] = _is_whole(more[name], _at_least[name]), f'an integer >= {_at_least[name]}'
-    for name in more.keys() & set(_switches):
-        wanted[name] = isinstance(more[name], bool), 'True or False'
-    norm, run_name = more.get('max_grad_norm', 0.0), more.get('run_name')
-    metric = more.get('metric_for_best_model')
-    wanted['max_grad_norm'] = _is_number(norm, 0, sys.float_info.max), 'a number >= 0'
-    wanted['metric_for_best_model'] = metric in (None, 'accuracy', 'loss'), "'accuracy' or 'loss'"
-    wanted['run_name'] = run_name is None or isinstance(run_name, str), 'a text'
-    return [(name, more.get(name), *rest) for name, rest in wanted.items()]
-
-# %% ../../nbs/lab/48_train.ipynb #7799f657
-def fingerprint(
-    *things,  # tensors, networks, anything that prints the same when it is the same
-) -> str:  # twelve hexadecimal digits
-    "SHA-256, shortened: equal for equal things, else different (but for one chance in 2**48)."
-    h = hashlib.sha256()
-    for x in things:
-        if isinstance(x, Tensor):
-            h.update(f"{x.dtype} {tuple(x.shape)}".encode())
-            h.update(x.detach().cpu().contiguous().numpy().tobytes())
-        else:  # what it is, not where it lies
-            h.update(re.sub(r' at 0x[0-9a-f]+', '', repr(x)).encode())
-    return h.hexdigest()[:12]
+    return quiet_transformers().TrainingArguments(**{**usual, **more})
 
 # %% ../../nbs/lab/48_train.ipynb #a8faf579
-def _identity(
-    net: nn.Module,  # of a run
-    train: Deck,  # of a run
-    valid: Deck | None,  # of a run, if it validates
-    test: Deck | None = None,  # of a run, if it tests
-) -> dict:  # JSON-ready
+def _identity(net: nn.Module, train, valid, test=None) -> dict:
     "What a resumed run must have in common with the first, beside the recipe."
+    mark = lambda deck: None if deck is None else deck.mark()
     return dict(
         network=type(net).__name__,
         n_params=sum(p.numel() for p in net.parameters()),
         architecture=fingerprint(net),
-        train_data=train.mark(),
-        valid_data=None if valid is None else valid.mark(),
-        test_data=None if test is None else test.mark(),
+        train_data=mark(train),
+        valid_data=mark(valid),
+        test_data=mark(test),
     )
 
-# %% ../../nbs/lab/48_train.ipynb #00000030
+# %% ../../nbs/lab/48_train.ipynb #53f04e98
 class Stopped(KeyboardInterrupt):
     "Training was stopped by a signal; there is a checkpoint, and the message says how to go on."
 
-# %% ../../nbs/lab/48_train.ipynb #830faf91
-@torch.no_grad()
-def _width_of(
-    net: nn.Module,  # as given to `fit`
-    decks: dict,  # name -> `Deck`, or None
-) -> int:  # number of classes
-    "How many classes a network tells apart; `ValueError` for data with a label beyond them."
-    _check_network(net)
-    was, images = net.training, decks['training'].images[:2]
-    here = next(net.parameters()).device
-    zeros = torch.zeros(len(images), dtype=torch.long, device=here)
-    batch = dict(images=images.to(here), labels=zeros)
-    try:
-        with torch.random.fork_rng():
-            n = _check_answer(net.eval(), batch, 'training', 0)
-    finally:
-        net.train(was)
-    for name, deck in decks.items():
-        top = 0 if deck is None else int(deck.labels.max())
-        if top >= n:
-            raise ValueError(
-                f"{type(net).__name__} has {n} classes, the {name} data have a label {top}"
-            )
-    return n
 
-# %% ../../nbs/lab/48_train.ipynb #d64aabd2
-def _check_network(
-    net,  # should be a network that can learn
-):
-    "`ValueError` for what is no network, or has no weight to train."
-    if not isinstance(net, nn.Module):
-        what = f'the class {net.__name__}' if isinstance(net, type) else type(net).__name__
-        raise ValueError(f"expected a network (torch.nn.Module), got {what}")
-    if not any(p.requires_grad for p in net.parameters()):
-        raise ValueError(
-            f"{type(net).__name__} has no weight that requires a gradient: nothing would be trained"
-        )
-
-# %% ../../nbs/lab/48_train.ipynb #53f04e98
-@torch.no_grad()
-def rehearse(
-    net: nn.Module,  # as given to `fit`
-    decks: dict,  # name -> deck, or None
-    collator,  # makes batches
-    folder: Path,  # of the run
-    args,  # transformers.TrainingArguments
-):
-    "`ValueError` for what would fail later: odd data, an odd answer, weights that cannot be saved."
-    was = net.training
-    net.to(args.device).eval()
-    try:
-        with torch.random.fork_rng():
-            for name, deck in decks.items():
-                if deck is None:
-                    continue
-                batch = _first_batch(deck, 2, collator, args.device)
-                with torch.set_grad_enabled(name == 'training'):
-                    _check_answer(net, batch, name, int(deck.labels.max()))
-            _check_last_batch(net, decks['training'], collator, args)
-    finally:
-        net.train(was)
-    try:
-        with tempfile.TemporaryDirectory(dir=folder, prefix='.rehearsal-') as place:
-            save_network(net, Path(place))
-            checkpoint = Path(place) / 'checkpoint.safetensors'
-            need('safetensors.torch').save_file(net.state_dict(), checkpoint)
-    except Exception as e:
-        raise ValueError(f"{type(net).__name__} cannot be saved: {e}") from e
-
-# %% ../../nbs/lab/48_train.ipynb #58fe1c20
 def batch_on(
     deck,  # of some data
     index: list,  # of samples
@@ -1189,60 +548,75 @@ def batch_on(
     batch = collator(deck.__getitems__(index))
     return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
 
-# %% ../../nbs/lab/48_train.ipynb #b32f4c36
-def _first_batch(
-    deck,  # of some data
-    n: int,  # samples at most
-    collator,  # makes batches
-    device: torch.device,  # that will train
-) -> dict:  # arguments of the network's forward
-    batch = batch_on(deck, list(range(min(n, len(deck)))), collator, device)
-    return getattr(collator, 'on_device', dict)(batch)
 
-# %% ../../nbs/lab/48_train.ipynb #9dec64a1
-def _check_last_batch(
-    net: nn.Module,  # in evaluation mode
-    deck,  # training data
+@torch.no_grad()
+def rehearse(
+    net: nn.Module,  # as given to `fit`
+    decks: dict,  # name -> deck, or None
     collator,  # makes batches
+    folder: Path,  # of the run
     args,  # transformers.TrainingArguments
 ):
-    of_all = args.train_batch_size * args.world_size
-    if of_all > 1 and len(deck) % of_all != 1:
-        return
+    "`ValueError` for what would fail later: odd data, an odd answer, weights that cannot be saved."
+    was, on_device = net.training, getattr(collator, 'on_device', dict)
+    first = lambda deck, n: on_device(batch_on(deck, list(range(n)), collator, args.device))
+    net.to(args.device).eval()
+    try:
+        with torch.random.fork_rng():
+            for name, deck in decks.items():
+                if deck is not None:
+                    with torch.set_grad_enabled(name == 'training'):
+                        batch = first(deck, min(2, len(deck)))
+                        _check_answer(net, batch, name, int(deck.labels.max()))
+            n, of_all = len(decks['training']), args.train_batch_size * args.world_size
+            if of_all == 1 or n % of_all == 1:
+                _check_batch_of_one(net, first(decks['training'], 1), n)
+    finally:
+        net.train(was)
+    try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix='.rehearsal-') as place:
+            folders.save_network(net, Path(place))
+            checkpoint = Path(place) / 'checkpoint.safetensors'
+            need('safetensors.torch').save_file(net.state_dict(), checkpoint)
+    except Exception as e:
+        raise ValueError(f"{type(net).__name__} cannot be saved: {e}") from e
+
+
+def _check_network(net):
+    "`ValueError` for what is no network, or has no weight to train."
+    if not isinstance(net, nn.Module):
+        what = f'the class {net.__name__}' if isinstance(net, type) else type(net).__name__
+        raise ValueError(f"expected a network (torch.nn.Module), got {what}")
+    if not any(p.requires_grad for p in net.parameters()):
+        said = 'has no weight that requires a gradient: nothing would be trained'
+        raise ValueError(f"{type(net).__name__} {said}")
+
+
+def _check_batch_of_one(net: nn.Module, batch: dict, n: int):
+    "`ValueError` where a network cannot learn from a single sample; its state stays."
     before = {k: v.clone() for k, v in net.state_dict().items()}
     try:
-        net.train()(**_first_batch(deck, 1, collator, args.device))
+        net.train()(**batch)
     except Exception as e:
-        raise ValueError(
-            f"the last batch of an epoch has one sample (of {len(deck):,}), and "
-            f"{type(net).__name__} cannot learn from one: {e}; "
-            "choose another batch_size"
-        ) from e
+        said = f"the last batch of an epoch has one sample (of {n:,}), and {type(net).__name__}"
+        said += f" cannot learn from one: {e}; choose another batch_size"
+        raise ValueError(said) from e
     finally:
         net.load_state_dict(before)
-        net.eval()
 
-# %% ../../nbs/lab/48_train.ipynb #38015ca6
-def _check_answer(
-    net: nn.Module,  # in evaluation mode
-    batch: dict,  # arguments of its forward
-    name: str,  # of the data set
-    top: int,  # the largest label there is
-) -> int:  # number of classes
-    "`ValueError` unless a network gives {'loss', 'logits'} for a batch."
+
+def _check_answer(net: nn.Module, batch: dict, name: str, top: int) -> int:
+    "The number of classes; `ValueError` unless a network gives {'loss', 'logits'} for a batch."
     who, b = type(net).__name__, len(batch['labels'])
     form = f"forward({', '.join(batch)}) to give a dict of loss [] and logits [b, n_classes]"
     try:
         out = net(**batch)
     except Exception as e:
         raise ValueError(f"{who} cannot take the {name} data: {e}; expected its {form}") from e
-    loss, logits = _loss_and_logits(out, f"expected {who}.{form}")
-    places = (b,), tuple(batch['labels'].shape)
-    if loss.numel() != 1 or logits.ndim < 2 or tuple(logits.shape[:-1]) not in places:
-        raise ValueError(
-            f"expected {who}.{form}, got a loss {list(loss.shape)} "
-            f"and logits {list(logits.shape)} for b = {b}"
-        )
+    got = _odd_answer(out, b, tuple(batch['labels'].shape))
+    if got:
+        raise ValueError(f"expected {who}.{form}, got {got}")
+    loss, logits = out['loss'], out['logits']
     if top >= logits.shape[-1]:
         raise ValueError(
             f"{who} has {logits.shape[-1]} classes, the {name} data have a label {top}"
@@ -1250,43 +624,46 @@ def _check_answer(
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise ValueError(f"{who} gives a loss without a gradient: nothing would be trained")
     if not (loss.isfinite().all() and logits.isfinite().all()):
-        raise ValueError(
-            f"{who} gives NaN or inf for the first of the {name} data, before any training"
-        )
+        said = f"gives NaN or inf for the first of the {name} data, before any training"
+        raise ValueError(f"{who} {said}")
     return logits.shape[-1]
 
-# %% ../../nbs/lab/48_train.ipynb #b1dc6a94
-def _loss_and_logits(
-    out,  # what a network gave
-    expected: str,  # beginning of the message
-) -> tuple:  # two tensors
+
+def _odd_answer(out, b: int, places: tuple) -> str:
+    "What is wrong with the answer to b samples; empty where it has the form that is expected."
     if not isinstance(out, dict):
-        raise ValueError(f"{expected}, got {type(out).__name__}")
+        return type(out).__name__
     if not {'loss', 'logits'} <= out.keys():
-        raise ValueError(f"{expected}, got {list(out)}")
-    extra = [k for k, v in out.items() if k not in ('loss', 'logits') and v is not None]
-    if extra:
-        raise ValueError(f"{expected} and nothing else, got also {', '.join(extra)}")
+        return str(list(out))
+    if extra := [k for k, v in out.items() if k not in ('loss', 'logits') and v is not None]:
+        return f"also {', '.join(extra)}"
     for name in ('loss', 'logits'):
         if not isinstance(out[name], Tensor):
-            raise ValueError(f"{expected}, got {name} of type {type(out[name]).__name__}")
-    return out['loss'], out['logits']
+            return f"{name} of type {type(out[name]).__name__}"
+    loss, logits = out['loss'], out['logits']
+    if loss.numel() == 1 and logits.ndim > 1 and tuple(logits.shape[:-1]) in ((b,), places):
+        return ''
+    return f"a loss {list(loss.shape)} and logits {list(logits.shape)} for b = {b}"
 
-# %% ../../nbs/lab/48_train.ipynb #00000031
-def _load_best(
-    trainer,  # transformers.Trainer after training
-) -> int:  # last step of the epoch to keep
-    "Load the epoch that validated best; the last one when nothing was held back."
-    state = trainer.state
-    step = state.best_global_step or state.global_step
-    path = Path(trainer.args.output_dir) / f'checkpoint-{step}'
-    if not read_seal(path):
-        raise ValueError(f"'{path}', the checkpoint to keep, is damaged; {_left_in(path.parent)}")
-    weights = need('safetensors.torch').load_file(path / 'model.safetensors')
-    trainer.model.load_state_dict(weights)
-    return step
 
-# %% ../../nbs/lab/48_train.ipynb #00000032
+@torch.no_grad()
+def _width_of(net: nn.Module, decks: dict) -> int:
+    "How many classes a network tells apart; `ValueError` for data with a label beyond them."
+    _check_network(net)
+    was, images = net.training, decks['training'].images[:2].to(next(net.parameters()).device)
+    labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
+    try:
+        with torch.random.fork_rng():
+            n = _check_answer(net.eval(), dict(images=images, labels=labels), 'training', 0)
+    finally:
+        net.train(was)
+    for name, deck in decks.items():
+        if deck is not None and (top := int(deck.labels.max())) >= n:
+            who = type(net).__name__
+            raise ValueError(f"{who} has {n} classes, the {name} data have a label {top}")
+    return n
+
+# %% ../../nbs/lab/48_train.ipynb #00000033
 def history_of(
     state,  # transformers.TrainerState
 ) -> list:  # per epoch: epoch, `_told`, valid_… (if there was validation), watched (if any)
@@ -1303,22 +680,8 @@ def history_of(
     told = 'valid_accuracy' if validated else 'loss'
     return [dict(epoch=e, **row) for e, row in rows.items() if told in row]
 
-# %% ../../nbs/lab/48_train.ipynb #3c35c6da
-def _has_room(
-    folder: Path,  # of checkpoints
-    n_bytes: int,  # how much is wanted
-) -> bool:
-    "Whether a checkpoint could still be written."
-    try:
-        check_room(folder, n_bytes)
-    except OSError:
-        return False
-    return True
 
-# %% ../../nbs/lab/48_train.ipynb #0d7e35b8
-def _compiling(
-    trainer,  # transformers.Trainer
-):  # a context for training
+def _compiling(trainer):
     "Where batches have few shapes, each is compiled with its sizes as constants, for a graph."
     if not (trainer.args.torch_compile and getattr(trainer.train_dataset, 'few_shapes', False)):
         return contextlib.nullcontext()
@@ -1326,40 +689,43 @@ def _compiling(
 
     return torch._dynamo.config.patch(automatic_dynamic_shapes=False)
 
-# %% ../../nbs/lab/48_train.ipynb #0d7e35b9
+
 def run_training(
-    trainer,  # transformers.Trainer
-    stop: StopHook,  # among its hooks
+    trainer,  # transformers.Trainer, with `RunHooks`
     checkpoint: Path | None,  # to go on from
     how_to_resume: str,  # said when a signal ended the run
 ):
     "Train; `Stopped`, with a checkpoint, after a signal; `OSError` when the disk has filled up."
-    folder = Path(trainer.args.output_dir)
+    hooks, folder, state = trainer.hooks, Path(trainer.args.output_dir), trainer.state
     try:
-        with _catching(stop), _compiling(trainer), warnings.catch_warnings():
+        with _catching(hooks), _compiling(trainer), warnings.catch_warnings():
             warnings.filterwarnings('ignore', module='accelerate|torch.utils.data')
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    except Diverged:
+        raise
     except Exception as e:
         state = trainer.state
-        if isinstance(e, Diverged) or _has_room(folder, checkpoint_bytes(trainer.model)):
-            at = f'checkpoint-{state.global_step}'
-            if checkpoint and checkpoint.name == at and not isinstance(e, Diverged):
-                raise ValueError(f"'{checkpoint}' cannot be resumed from: {e!r:.200}") from e
-            raise
-        message = (
-            "the disk is full, or cannot be written any more, "
-            f"at step {state.global_step} of {state.max_steps}; {_left_in(folder)}; "
-            f"free some space and go on with: {how_to_resume}"
-        )
-        raise OSError(errno.ENOSPC, message, str(folder)) from e
+        at = f"at step {state.global_step} of {state.max_steps}; {_left_in(folder)}"
+        if not _has_room(folder, folders.checkpoint_bytes(trainer.model)):
+            said = f"the disk is full, or cannot be written any more, {at}; "
+            said += f"free some space and go on with: {how_to_resume}"
+            raise OSError(errno.ENOSPC, said, str(folder)) from e
+        if checkpoint and checkpoint.name == f'checkpoint-{state.global_step}':
+            raise ValueError(f"'{checkpoint}' cannot be resumed from: {e!r:.200}") from e
+        raise
     state = trainer.state
-    if stop.signal and state.global_step < state.max_steps:
-        raise Stopped(
-            f"stopped at step {state.global_step} of {state.max_steps}, "
-            f"with a checkpoint; go on with: {how_to_resume}"
-        )
+    if hooks.signal and state.global_step < state.max_steps:
+        at = f"stopped at step {state.global_step} of {state.max_steps}, with a checkpoint"
+        raise Stopped(f"{at}; go on with: {how_to_resume}")
 
-# %% ../../nbs/lab/48_train.ipynb #00000033
+
+def _has_room(folder: Path, n_bytes: int) -> bool:
+    "Whether a checkpoint could still be written."
+    with contextlib.suppress(OSError):
+        return bool(folders.check_room(folder, n_bytes))
+    return False
+
+
 def fit_decks(
     net: nn.Module,  # trained in place
     deck,  # training data: a `Deck`, or anything that deals, marks and gives batches as it does
@@ -1378,117 +744,107 @@ def fit_decks(
     overwrite: bool = False,  # as for `fit`
     note: dict | None = None,  # what the run is about: left as task.json, shared by a resumed run
     watch: dict | None = None,  # name -> deck, tested after every epoch; nothing is chosen by it
-    choose: bool = True,  # keep the epoch that validates best; False: the last, validated or not
 ) -> dict:  # as in metrics.json
     "What `fit` does, for data of any kind."
     keep_freed_memory(2**30)
     folder, watch = run_folder(out), watch or {}
     if watch and held is None:
         raise ValueError(f"{', '.join(watch)}: watched when validated; there is no validation set")
-    decks = dict(training=deck, validation=held, test=test) | watch
-    args = _arguments(folder / 'checkpoints', recipe, device, validate=held is not None)
-    if not choose:
-        args.metric_for_best_model = None
-    if not _is_whole(save_steps, 0):
+    if not _is_number(save_steps, 0, 2**32, numbers.Integral):
         raise ValueError(f"expected save_steps to be an integer >= 0, got {save_steps!r}")
+    args = training_arguments(folder / 'checkpoints', recipe, device, held is not None)
     _check_network(net)
-    identity = _identity(net, deck, held, test) | _watched(watch)
-    settings = {**identity, **(note or {}), **recipe, **_batches_of(args)}
-    claim(folder, resume, overwrite)
+    settings = _identity(net, deck, held, test) | (note or {}) | recipe
+    if watch:
+        settings |= dict(watched_data={k: v.mark() for k, v in watch.items()})
+    per_process = args.train_batch_size * args.gradient_accumulation_steps
+    settings |= dict(processes=args.world_size, samples_per_step=per_process * args.world_size)
+    folders.claim(folder, resume, overwrite)
     if resume and (folder / 'metrics.json').exists():
-        same_run(folder, settings)
-        if found := finished_run(folder, net):
-            return found
+        folders.same_run(folder, settings)
+        return folders.finished_run(folder, net)
+    decks, first = dict(training=deck, validation=held, test=test), args.process_index == 0
     with contextlib.ExitStack() as to_do:
-        first = args.process_index == 0
         if first:
-            check_room(folder, run_bytes(net, folder))
-            to_do.enter_context(locked(folder))
-            rehearse(net, decks, collator, folder, args)
-        ledger, stop, bar = Ledger(), StopHook(save_steps), BarHook(name, progress)
-        seal = SealHook(folder / 'checkpoints', _digest_of(settings), ledger)
-        to_do.callback(bar.close)
+            there = min(len(checkpoints_in(folder / 'checkpoints')), 3)
+            folders.check_room(folder, (5 - there) * folders.checkpoint_bytes(net))
+            to_do.enter_context(folders.locked(folder))
+            rehearse(net, decks | watch, collator, folder, args)
+        bars = [_bar(name)] if progress and first_process() else []
+        for bar in bars:
+            to_do.callback(bar.close)
+        run = folders.digest(json.loads(json.dumps(settings)))
+        level = getattr(held, 'until', None)
+        hooks = RunHooks(folder / 'checkpoints', run, deck, net, save_steps, level)
         cycle = {k: recipe[k] for k in ('lr', 'warmup', 'momentum')}
-        hooks = [DealHook(deck), stop, seal, bar, *_progress_hooks(net)]
-        trainer = make_trainer(net, deck, held, args, cycle, collator, hooks, ledger, watch)
+        trainer = _trainer(net, decks, args, cycle, collator, hooks, watch, bars)
         if first:
             _write_down(net, folder, settings, resume)
+            folders.last_whole(hooks.folder, run)  # removes what is broken
         _wait_for_all(args)
-        return _to_the_end(trainer, stop, seal, folder, settings, test, how_to_resume, note)
-
-# %% ../../nbs/lab/48_train.ipynb #91b4fe5c
-def _arguments(
-    folder: Path,  # for checkpoints
-    recipe: dict,  # of `fit_decks`
-    device: str | None,  # as for `fit`
-    validate: bool,  # whether there is a validation set
-):  # transformers.TrainingArguments
-    check_recipe(**recipe, validate=validate)
-    more = {k: v for k, v in recipe.items() if k not in _own_names}
-    if not validate:
-        more['eval_strategy'] = 'no'
-    half = [name for name in ('fp16', 'fp16_full_eval') if more.get(name)]
-    if half and pick_device(device).type == 'cpu':
-        raise ValueError(f"{half[0]} would be ignored on the CPU; use instead: bf16")
-    if more.get('torch_compile_mode') == 'reduce-overhead' and pick_device(device).type != 'cuda':
-        raise ValueError("CUDA graphs (torch_compile_mode='reduce-overhead') need a GPU")
-    if more.get('metric_for_best_model') == 'loss':
-        more.setdefault('greater_is_better', False)
-    epochs, batch_size, seed = (recipe[k] for k in ('epochs', 'batch_size', 'seed'))
-    return training_arguments(folder, epochs, batch_size, seed, device, **more)
-
-# %% ../../nbs/lab/48_train.ipynb #16a7c4ed
-def _watched(
-    watch: dict,  # name -> deck
-) -> dict:  # what `_identity` does not say; empty where nothing is watched, as in older runs
-    return dict(watched_data={k: v.mark() for k, v in watch.items()}) if watch else {}
-
-# %% ../../nbs/lab/48_train.ipynb #8c24dbb6
-def _progress_hooks(
-    net: nn.Module,  # that may want to know how far training has come
-) -> list:  # one, or none
-    return [ProgressHook(net)] if hasattr(net, 'set_progress') else []
+        run_training(trainer, folders.last_whole(hooks.folder, run), how_to_resume)
+        metrics = _finish(trainer, folder, settings, test, note)
+    if not hooks.signal:
+        return metrics
+    raise Stopped(  # more runs may be waiting
+        "stopped after the last step: this run is finished "
+        f"({folder.name}/metrics.json); go on with: {how_to_resume}"
+    )
 
 
-def _until_hooks(
-    held,  # validation data; None: none
-) -> list:  # one, or none
-    level = getattr(held, 'until', None)
-    return [] if level is None else [UntilHook(level)]
-
-# %% ../../nbs/lab/48_train.ipynb #841d670b
-def _batches_of(
-    args,  # transformers.TrainingArguments
-) -> dict:  # processes, samples_per_step
-    "How many samples a step of the optimizer sees, over all processes."
-    per_process = args.train_batch_size * args.gradient_accumulation_steps
-    return dict(processes=args.world_size, samples_per_step=per_process * args.world_size)
-
-# %% ../../nbs/lab/48_train.ipynb #3c04834f
-def _digest_of(
-    settings: dict,  # of a run
-) -> str:  # that its checkpoints name
-    "Equal for equal settings, also after a detour through JSON."
-    return digest(json.loads(json.dumps(settings)))
-
-# %% ../../nbs/lab/48_train.ipynb #3f396752
-def _write_down(
-    net: nn.Module,  # as for `fit_decks`
-    folder: Path,  # of the run, held by this process
-    settings: dict,  # of the run
-    resume: bool,  # as for `fit_decks`
-):
+def _write_down(net: nn.Module, folder: Path, settings: dict, resume: bool):
     "Remove an old run, write down the settings of this one, and say which tools have changed."
     if not resume:
-        clear_run(folder)
-    changes = agree(folder, settings, made_with(net), resume)
+        folders.clear_run(folder)
+    changes = folders.agree(folder, settings, folders.made_with(net), resume)
     if changes:
         print(
             f"resumed with other tools ({'; '.join(changes)}): "
             "the weights may differ from those of a run that was never stopped"
         )
 
-# %% ../../nbs/lab/48_train.ipynb #c0e094c1
+
+def _finish(trainer, folder: Path, settings: dict, test, note: dict | None) -> dict:
+    "Load the epoch to keep, test, save the network, and write metrics.json last: it means done."
+    state, net = trainer.state, trainer.model
+    step = state.global_step if trainer.eval_dataset is None else state.best_global_step
+    path = trainer.hooks.folder / f'checkpoint-{step}'
+    if not read_seal(path):
+        raise ValueError(f"'{path}', the checkpoint to keep, is damaged; {_left_in(path.parent)}")
+    net.load_state_dict(need('safetensors.torch').load_file(path / 'model.safetensors'))
+    history, kept = history_of(state), round(step * settings['epochs'] / state.max_steps)
+    valid = next((h.get('valid_accuracy') for h in history if round(h['epoch']) == kept), None)
+    tested = {} if test is None else _tested(trainer.predict(test))
+    if state.is_world_process_zero:
+        tools = read_json(folder / 'settings.json', made_with=dict, changes=list)
+        folders.save_network(net.eval(), folder)
+        metrics = dict(
+            run_record(**settings),
+            device_used=trainer.args.device.type,
+            seconds=round(trainer.hooks.seconds(), 2),
+            steps=state.global_step,
+            best_epoch=kept,
+            valid_accuracy=valid,
+            history=history,
+            made_with=tools['made_with'],
+            changes=tools['changes'],
+            **tested,
+        )
+        folders.write_end(folder, metrics, note)
+    _wait_for_all(trainer.args)
+    return folders.read_whole(folder / 'metrics.json')
+
+
+def _tested(found) -> dict:
+    "Accuracy, log-loss and calibration of what a Trainer predicted on test data."
+    logits, labels = map(torch.as_tensor, (found.predictions, found.label_ids))
+    if labels.shape != logits.shape[:-1]:
+        labels = labels.argmax(-1)
+    told = quality(logits.flatten(0, -2), labels.flatten())
+    told = {f'test_{k}': v for k, v in told.items()}
+    return dict(test_accuracy=found.metrics['test_accuracy'], **told)
+
+
 def fit(
     net: nn.Module,  # trained in place; seed before you make it
     train,  # of `columns_of`
@@ -1514,232 +870,25 @@ def fit(
     **more,  # `honoured` arguments of transformers.TrainingArguments, e.g. bf16=True
 ) -> dict:  # as in metrics.json
     "Train a network as the paper does, keep the best epoch on `valid` (or the last), test once."
-    recipe = dict(
-        epochs=epochs,
-        batch_size=batch_size,
-        lr=lr,
-        warmup=warmup,
-        momentum=momentum,
-        shift=shift,
-        mixup=mixup,
-        seed=seed,
-        **more,
-    )
-    check_recipe(**recipe, validate=valid is not None)
+    recipe = dict(epochs=epochs, batch_size=batch_size, lr=lr, warmup=warmup, momentum=momentum)
+    recipe |= dict(shift=shift, mixup=mixup, seed=seed, **more)
+    check_recipe(**recipe)
     decks = dict(
         training=_deck('train', train, seed, shift),
         validation=_deck('valid', valid),
         test=_deck('test', test),
     )
     collator = MixupCollator(_width_of(net, decks), mixup)
-    return fit_decks(
-        net,
-        *decks.values(),
-        collator,
-        out,
-        recipe,
-        device=device,
-        resume=resume,
-        how_to_resume=how_to_resume,
-        save_steps=save_steps,
-        name=name,
-        progress=progress,
-        overwrite=overwrite,
-    )
+    how = dict(device=device, resume=resume, how_to_resume=how_to_resume, save_steps=save_steps)
+    how |= dict(name=name, progress=progress, overwrite=overwrite)
+    return fit_decks(net, *decks.values(), collator, out, recipe, **how)
 
-# %% ../../nbs/lab/48_train.ipynb #4c9a72e1
-def _deck(
-    name: str,  # of the argument, for the message
-    data,  # of `columns_of`, or None
-    *shifts,  # seed and shift of a `Deck`, if it shifts
-) -> Deck | None:
+
+def _deck(name: str, data, *shifts) -> Deck | None:
+    "A deck; `ValueError` names the argument that it comes from."
     if data is None:
         return None
     try:
         return Deck(data, *shifts)
     except ValueError as e:
         raise ValueError(f"{name}: {e}") from e
-
-# %% ../../nbs/lab/48_train.ipynb #ca1b0004
-def _tested(
-    found,  # what a transformers.Trainer predicted
-) -> dict:  # accuracy, log-loss and calibration on test data
-    logits, labels = map(torch.as_tensor, (found.predictions, found.label_ids))
-    if labels.shape != logits.shape[:-1]:
-        labels = labels.argmax(-1)
-    told = quality(logits.flatten(0, -2), labels.flatten())
-    return dict(
-        test_accuracy=found.metrics['test_accuracy'], **{f'test_{k}': v for k, v in told.items()}
-    )
-
-# %% ../../nbs/lab/48_train.ipynb #00000034
-def _finish(
-    trainer,  # after training
-    folder: Path,  # of the run
-    settings: dict,  # of the run
-    seconds: float,  # of training
-    test=None,  # a deck, looked at once, here
-    note: dict | None = None,  # left as task.json
-) -> dict:  # as in metrics.json
-    "Load the epoch to keep, test, save the network, and write metrics.json last: it means done."
-    step, state, net = _load_best(trainer), trainer.state, trainer.model
-    history, kept = history_of(state), round(step * settings['epochs'] / state.max_steps)
-    valid = next((h.get('valid_accuracy') for h in history if round(h['epoch']) == kept), None)
-    tested = {}
-    if test is not None:
-        tested = _tested(trainer.predict(test))
-    if state.is_world_process_zero:
-        tools = read_json(folder / 'settings.json', made_with=dict, changes=list)
-        save_network(net.eval(), folder)
-        metrics = dict(
-            run_record(**settings),
-            device_used=trainer.args.device.type,
-            seconds=round(seconds, 2),
-            steps=state.global_step,
-            best_epoch=kept,
-            valid_accuracy=valid,
-            history=history,
-            made_with=tools['made_with'],
-            changes=tools['changes'],
-            **tested,
-        )
-        write_end(folder, metrics, note)
-    _wait_for_all(trainer.args)
-    return read_whole(folder / 'metrics.json')
-
-# %% ../../nbs/lab/48_train.ipynb #b5e2d93f
-def _to_the_end(
-    trainer,  # transformers.Trainer
-    stop: StopHook,  # among its hooks
-    seal: SealHook,  # among its hooks
-    folder: Path,  # of the run
-    settings: dict,  # of the run
-    test,  # as in `_finish`
-    how_to_resume: str,  # as in `fit`
-    note: dict | None = None,  # as in `_finish`
-) -> dict:  # as in metrics.json
-    "Train and finish; `Stopped` also when the signal came too late: more runs may be waiting."
-    run_training(trainer, stop, _checkpoint(trainer, seal), how_to_resume)
-    metrics = _finish(trainer, folder, settings, seal.seconds(), test, note)
-    if not stop.signal:
-        return metrics
-    raise Stopped(
-        "stopped after the last step: this run is finished "
-        f"({folder.name}/metrics.json); go on with: {how_to_resume}"
-    )
-
-# %% ../../nbs/lab/48_train.ipynb #9943b898
-def _checkpoint(
-    trainer,  # transformers.Trainer
-    seal: SealHook,  # among its hooks
-) -> Path | None:  # to go on from; only the first process removes those before it that are broken
-    found, first = None, trainer.args.process_index == 0
-    if first:
-        found = last_whole(seal.folder, seal.run)
-    _wait_for_all(trainer.args)
-    return found if first else last_whole(seal.folder, seal.run)
-
-# %% ../../nbs/lab/48_train.ipynb #6b7b0f09
-def repeat(
-    train,  # of `seed`, `out`, `resume`, `kw`, gives metrics: as `fit` and `train` do
-    path: str | Path,  # JSON file that collects the runs
-    name: str,  # of the setting
-    seeds: tuple = (0, 1, 2),  # one run each
-    runs: str | Path = 'runs',  # folder of the runs themselves
-    command: str | None = None,  # that repeats the study, for the record
-    title: str | None = None,  # of the setting in the record's headline; None: its name
-    **kw,  # of `train`
-) -> list:  # of metrics, one a seed
-    "Train a setting over seeds; runs in the file are kept, and one that was interrupted goes on."
-    path = Path(path).expanduser()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    keys = {seed: f'{name} seed {seed}' for seed in seeds}
-    for seed, key in keys.items():
-        if kept := _read_record(path, command)['runs'].get(key):
-            _check_rate(path, key, kept, kw)
-            continue
-        out = Path(runs) / key.replace(' ', '-')
-        found = train(seed=seed, out=out, **{'resume': True, **kw})
-        with record_locked(path):
-            record = _read_record(path, command)  # another process may have
-            record['runs'][key] = _row(found)  # finished a run meanwhile
-            rows = [r for k, r in record['runs'].items() if k.rpartition(' seed ')[0] == name]
-            record['headline'][title or name] = in_words(summary(rows))
-            record['command'] = command or record.get('command')
-            write_json(path, record)
-    record = _read_record(path, command)
-    return [record['runs'][key] for key in keys.values()]
-
-# %% ../../nbs/lab/48_train.ipynb #e4d81a37
-def _read_record(
-    path: Path,  # JSON file that collects the runs
-    command: str | None,  # for a new one
-) -> dict:  # runs, headline, and what repeats the study
-    if path.exists():
-        return read_json(path, runs=dict, headline=dict)
-    return {**run_record(), 'command': command, 'headline': {}, 'runs': {}}
-
-
-def _check_rate(path, key, kept, asked):
-    "`ValueError` where a run that is kept had another learning rate than the one asked for."
-    new, old = asked.get('lr'), kept.get('lr')
-    if None not in (new, old) and json.loads(json.dumps(new)) != old:
-        told = f"'{key}' has run with lr={old}, this study asks for lr={list(new)}"
-        raise ValueError(f"'{path}': {told}: name another file (--out)")
-
-# %% ../../nbs/lab/48_train.ipynb #f624e737
-def record_locked(
-    path: Path,  # JSON file that collects the runs
-):  # a context in which no other process changes it
-    name = digest(dict(path=str(path.absolute())))
-    return need('filelock').FileLock(Path(tempfile.gettempdir()) / f'capsnb-{name}.lock')
-
-# %% ../../nbs/lab/48_train.ipynb #9c38d3af
-def _row(
-    metrics: dict,  # of a run
-) -> dict:  # without what is only of interest where it ran
-    row = {k: v for k, v in metrics.items() if k not in _of_one_machine}
-    if 'encoder' in row:
-        row['encoder'] = Path(row['encoder']).name  # without where it lies
-    return row
-
-# %% ../../nbs/lab/48_train.ipynb #f6d6021c
-_of_one_machine = (
-    'train_data',
-    'valid_data',
-    'test_data',
-    'watched_data',
-    'architecture',
-    'fingerprint',
-    'command',
-    'files',
-    'made_with',
-    'changes',
-)
-
-# %% ../../nbs/lab/48_train.ipynb #bce42b17
-def summary(
-    rows: list,  # of metrics
-) -> dict:  # n, seconds (an epoch), valid, valid_sd, test, test_sd (percent; NaN where none was)
-    "Mean and standard deviation over seeds."
-    out, n = dict(n=len(rows)), len(rows)
-    for key in ('valid', 'test'):
-        found = [row.get(f'{key}_accuracy') for row in rows]
-        percent = [math.nan if a is None else 100 * a for a in found]
-        out[key] = mean = math.fsum(percent) / n
-        squares = sum((p - mean) ** 2 for p in percent)
-        out[f'{key}_sd'] = math.sqrt(squares / (n - 1)) if n > 1 else math.nan
-    out['seconds'] = math.fsum(row['seconds'] / row['epochs'] for row in rows) / n
-    return out
-
-# %% ../../nbs/lab/48_train.ipynb #c5adaeaf
-def in_words(
-    s: dict,  # of `summary`
-) -> str:  # for a table
-    "Mean and spread of the test accuracy; of validation where nothing was tested."
-    key, word = ('valid', 'validation') if math.isnan(s['test']) else ('test', 'test')
-    digits = 2 if s[key] > 99 else 1  # errors below 1 % differ in the second
-    if s['n'] == 1:
-        return f'{word} {s[key]:.{digits}f} %, one seed'
-    mean, sd = f'{s[key]:.{digits}f}', f"{s[f'{key}_sd']:.{digits}f}"
-    return f"{word} {mean} ± {sd} %, {s['n']} seeds"
