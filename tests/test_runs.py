@@ -77,20 +77,12 @@ def flip(path, at=None):
     'ignored,advice',
     [
         (dict(weight_decay=10.0), 'RAdam'),
-        (dict(optim='sgd'), 'RAdam'),
-        (dict(adam_beta1=0.5), 'RAdam'),
         (dict(lr_scheduler_type='constant'), 'single cycle'),
         (dict(learning_rate=1e3), 'lr='),
         (dict(warmup_steps=5), 'warmup'),
-        (dict(per_device_train_batch_size=50), 'batch_size'),
-        (dict(num_train_epochs=3), 'epochs'),
-        (dict(max_steps=3), 'epochs'),
         (dict(output_dir='x'), 'out'),
         (dict(label_smoothing_factor=0.1), 'mixup'),
         (dict(gradient_checkpointing=True), "plan='stream'"),
-        (dict(dataloader_drop_last=True), 'not honoured'),
-        (dict(auto_find_batch_size=True), 'not honoured'),
-        (dict(logging_nan_inf_filter=True), 'not honoured'),
         (dict(save_total_limit=1), 'not honoured'),
         (dict(epoch=3), 'did you mean epochs'),
         (dict(bathc_size=3), 'did you mean batch_size'),
@@ -259,6 +251,18 @@ class Broken(Own):
         raise TypeError('not JSON serializable')
 
 
+class Elsewhere(Own):
+    def save_pretrained(self, folder):
+        torch.save(self.state_dict(), folder / 'pytorch_model.bin')
+
+
+class TiedButSaved(Tied):
+    def save_pretrained(self, folder):
+        import safetensors.torch
+
+        safetensors.torch.save_model(self, folder / 'model.safetensors')
+
+
 class Nan(Own):
     def forward(self, images, labels=None):
         return dict(loss=images.sum() * math.nan, logits=self.logits(images))
@@ -277,14 +281,18 @@ class Nan(Own):
         (Own(n=3), 'has 3 classes, the training data have a label 9'),
         (Own(width=60), 'Own cannot take the training data'),
         (Nan(), 'before any training'),
+        (Elsewhere(), 'cannot be saved: expected save_pretrained to write model.safetensors'),
+        (TiedButSaved(), 'TiedButSaved cannot be saved'),
+        (Own().requires_grad_(False), 'no weight that requires a gradient'),
+        (Own, 'expected a network .*, got the class Own'),
     ],
 )
 def test_what_would_fail_at_the_end_is_said_at_the_start(net, message, data, tmp_path):
-    before = {k: v.clone() for k, v in net.state_dict().items()}
+    before = {} if net is Own else {k: v.clone() for k, v in net.state_dict().items()}
     with pytest.raises(ValueError, match=message):
         run(data, tmp_path, net, mixup=0.0)
     assert not checkpoints_in(tmp_path / 'checkpoints')
-    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+    assert all(torch.equal(net.state_dict()[k], v) for k, v in before.items())
 
 
 @pytest.mark.parametrize('part,word', [('valid', 'validation'), ('test', 'test')])
@@ -457,25 +465,6 @@ def test_odd_seals_never_leave_a_traceback(damage, cut, whole, data):
     else:
         (path / 'seal.json').write_text(ODD_SEALS[damage])
     assert run(data, cut, resume=True)['history'] == whole[1]['history']
-
-
-def test_after_a_stop_the_loss_of_the_epoch_is_that_of_all_its_steps(cut, whole, data):
-    assert run(data, cut, resume=True)['history'] == whole[1]['history']
-
-
-def test_the_loss_is_the_mean_over_the_steps(data, tmp_path):
-    seen = []
-
-    class Telling(Own):
-        def forward(self, images, labels=None):
-            out = super().forward(images, labels)
-            if self.training:
-                seen.append(out['loss'].item())
-            return out
-
-    done = run(data, tmp_path, Telling())
-    wanted = [sum(seen[:3]) / 3, sum(seen[3:]) / 3]
-    assert [h['loss'] for h in done['history']] == pytest.approx(wanted, rel=1e-12)
 
 
 def test_a_checkpoint_of_another_run_is_not_resumed(cut, data, tmp_path):
@@ -781,24 +770,15 @@ def test_the_lowest_loss_is_kept_when_the_loss_decides(data, tmp_path):
         dict(bf16='yes'),
         dict(metric_for_best_model='accurracy'),
         dict(ddp_timeout='x'),
+        dict(fp16=True),
+        dict(save_steps=-1),
+        dict(save_steps='x'),
     ],
 )
 def test_values_of_honoured_arguments_are_checked(odd, data, tmp_path):
-    with pytest.raises(ValueError, match=f'expected {next(iter(odd))} to be'):
+    with pytest.raises(ValueError, match=f'{next(iter(odd))} (to be|would be ignored)'):
         run(data, tmp_path / 'run', **odd)
     assert not (tmp_path / 'run').exists()
-
-
-class Elsewhere(Own):
-    def save_pretrained(self, folder):
-        torch.save(self.state_dict(), folder / 'pytorch_model.bin')
-
-
-class TiedButSaved(Tied):
-    def save_pretrained(self, folder):
-        import safetensors.torch
-
-        safetensors.torch.save_model(self, folder / 'model.safetensors')
 
 
 class Normed(Own):
@@ -810,22 +790,6 @@ class Normed(Own):
         return self.f(self.norm(images.flatten(1)))
 
 
-@pytest.mark.parametrize(
-    'net,message',
-    [
-        (Elsewhere, 'cannot be saved: expected save_pretrained to write model.safetensors'),
-        (TiedButSaved, 'TiedButSaved cannot be saved'),
-        (lambda: Own().requires_grad_(False), 'no weight that requires a gradient'),
-        (lambda: Own, 'expected a network .*, got the class Own'),
-        (lambda: Own(n=3), 'has 3 classes, the training data have a label 9'),
-    ],
-)
-def test_a_network_that_cannot_be_trained_or_kept_is_named(net, message, data, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        run(data, tmp_path, net())
-    assert not names_in(tmp_path)
-
-
 def test_a_last_batch_of_one_is_found_before_training(data, tmp_path):
     few = {k: v[:41] for k, v in data['train'].items()}
     net = Normed()
@@ -834,12 +798,6 @@ def test_a_last_batch_of_one_is_found_before_training(data, tmp_path):
         run(data, tmp_path, net, train=few)
     assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
     assert run(data, tmp_path / 'cnn', train=few)['steps'] == 6  # others can learn from one
-
-
-def test_a_network_with_more_outputs_than_labels_is_trained(data, tmp_path):
-    low = data['train']['label'] < 3
-    few = {k: v[low] for k, v in data['train'].items()}
-    assert run(data, tmp_path, Own(), train=few, valid=few)['best_epoch'] > 0
 
 
 def test_a_transform_of_a_data_set_is_heard(data):
@@ -858,11 +816,6 @@ def test_a_note_that_says_something_else_is_damaged(name, whole, data, tmp_path)
     path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))
     with pytest.raises(ValueError, match=f'{name}. is damaged'):
         run(data, tmp_path / 'run', resume=True)
-
-
-def test_one_cannot_go_on_with_a_run_and_replace_it(data, tmp_path):
-    with pytest.raises(ValueError, match='ask for one of them'):
-        run(data, tmp_path, resume=True, overwrite=True)
 
 
 def test_an_old_run_stays_until_the_new_one_can_begin(whole, data, tmp_path):
@@ -917,20 +870,6 @@ def test_a_short_last_batch_counts_by_its_samples(data, tmp_path):
     assert found['history'][0]['loss'] == pytest.approx(truth, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    'odd,message',
-    [
-        (dict(fp16=True), 'fp16 would be ignored on the CPU'),
-        (dict(save_steps=-1), 'save_steps to be'),
-        (dict(save_steps='x'), 'save_steps to be'),
-    ],
-)
-def test_what_the_cpu_ignores_and_odd_steps_are_refused(odd, message, data, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        run(data, tmp_path / 'run', **odd)
-    assert not (tmp_path / 'run').exists()
-
-
 def test_a_transform_without_labels_is_named(data):
     from datasets import Dataset
 
@@ -942,11 +881,6 @@ def test_a_transform_without_labels_is_named(data):
 def test_batches_of_one_are_found_before_training(data, tmp_path):
     with pytest.raises(ValueError, match='cannot learn from one'):
         run(data, tmp_path, Normed(), batch_size=1)
-
-
-def test_a_finished_run_of_ones_own_is_not_called_unfinished(whole, tmp_path):
-    with pytest.raises(ValueError, match='a finished run, but no task.json'):
-        runs.task_of(whole[0])
 
 
 def test_when_no_checkpoint_is_left_it_is_said(cut, whole, data, capsys):
