@@ -257,9 +257,7 @@ class Pictures(_Few):
         'cnn': Net(
             PlainCNN, _colour_trunk, _shifted(1e-2), partial(_as_large_as_dstep, _colour_trunk)
         ),
-        'baseline': Net(
-            BaselineCNN, dict(in_channels=3, n_classes=10, size=32), _shifted(4e-3)
-        ),
+        'baseline': Net(BaselineCNN, dict(in_channels=3, n_classes=10, size=32), _shifted(4e-3)),
     }
 
     @cached_property
