@@ -744,6 +744,7 @@ def fit_decks(
     overwrite: bool = False,  # as for `fit`
     note: dict | None = None,  # what the run is about: left as task.json, shared by a resumed run
     watch: dict | None = None,  # name -> deck, tested after every epoch; nothing is chosen by it
+    choose: bool = True,  # keep the epoch that validates best; False: the last, validated or not
 ) -> dict:  # as in metrics.json
     "What `fit` does, for data of any kind."
     keep_freed_memory(2**30)
@@ -753,6 +754,7 @@ def fit_decks(
     if not _is_number(save_steps, 0, 2**32, numbers.Integral):
         raise ValueError(f"expected save_steps to be an integer >= 0, got {save_steps!r}")
     args = training_arguments(folder / 'checkpoints', recipe, device, held is not None)
+    args.metric_for_best_model = args.metric_for_best_model if choose else None
     _check_network(net)
     settings = _identity(net, deck, held, test) | (note or {}) | recipe
     if watch:
@@ -807,7 +809,7 @@ def _write_down(net: nn.Module, folder: Path, settings: dict, resume: bool):
 def _finish(trainer, folder: Path, settings: dict, test, note: dict | None) -> dict:
     "Load the epoch to keep, test, save the network, and write metrics.json last: it means done."
     state, net = trainer.state, trainer.model
-    step = state.global_step if trainer.eval_dataset is None else state.best_global_step
+    step = state.best_global_step or state.global_step
     path = trainer.hooks.folder / f'checkpoint-{step}'
     if not read_seal(path):
         raise ValueError(f"'{path}', the checkpoint to keep, is damaged; {_left_in(path.parent)}")
