@@ -271,15 +271,6 @@ def test_starts():
     assert 'beta_ign' not in Routing(2, 3, 2, single_beta=True).state_dict()
 
 
-@pytest.mark.graphs
-def test_it_compiles_to_the_same_numbers():
-    layer = make('votes', torch.float32)
-    a, mu = torch.randn(2, 9), torch.randn(2, 9, 2, 3)
-    exported = torch.compile(layer, backend='eager')(a, mu)
-    for p, q in zip(exported, layer(a, mu)):
-        assert_close(p, q)
-
-
 def test_auto_takes_a_plan_that_serves():
     for shared in (True, False):
         for sizes in (

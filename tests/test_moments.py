@@ -177,21 +177,6 @@ def test_memory_stays_within_a_tile():
         assert kept and max(kept) < s.i * s.j
 
 
-def penalty(run, X, n_iters=3):
-    "Gradients of a gradient penalty, which is a second derivative."
-    out = run(Problem(*X, n_iters, 'gaussian', as_floor('auto', 4), False))[:3]
-    (g,) = torch.autograd.grad(sum(o.sum() for o in out), X[1], create_graph=True)
-    return torch.autograd.grad(g.square().sum(), X, materialize_grads=True)
-
-
-@pytest.mark.parametrize('plan', ['moments', 'stream'])
-@pytest.mark.parametrize('n_iters', [1, 2, 3])
-def test_second_derivatives_are_those_of_the_definition(plan, n_iters):
-    X = inputs(Sizes(1, 5, 3, 2, 2, 2, True))
-    for got, want in zip(penalty(plans[plan].run, X, n_iters), penalty(define, X, n_iters)):
-        assert_close(got, want)
-
-
 def test_no_inputs_and_tiled_outputs():
     s = Sizes(2, 0, 5, 2, 3, 2, True)
     got = step(plans['stream'].run, inputs(s), tiling=_Tiling(row=4))

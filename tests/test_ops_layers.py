@@ -69,12 +69,6 @@ def test_opcheck_of_both_ops(kw):
 
 
 @kinds
-def test_opcheck_without_images(kw):
-    tensors, settings = arguments(layer(**kw), *draw(0))
-    torch.library.opcheck(torch.ops.capsnb.fields, (*tensors, *settings))
-
-
-@kinds
 def test_first_and_second_derivatives(kw):
     l = layer(**kw)
     f, x = outputs(l), inputs(l, 1)
