@@ -21,7 +21,7 @@ from .lab.losses import margin_loss as margin_loss
 from .lab.losses import spread_loss as spread_loss
 from .lab.matrix_caps import MatrixCapsNet as MatrixCapsNet
 from .lab.routing_net import RoutingNet as RoutingNet
-from .lab.text import RoutingClassifier as RoutingClassifier
+from .lab.hub import RoutingClassifier as RoutingClassifier
 from .lab.text import SSTNet as SSTNet
 from .lab.vision import BaselineCNN as BaselineCNN
 from .lab.vision import DStepNet as DStepNet

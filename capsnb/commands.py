@@ -217,7 +217,7 @@ def changed(
 
 
 def leave(
-    what: str,  # 'run', 'test', 'words' or 'study': the page of capsnb.outlook.pages
+    what: str,  # 'run', 'test', 'words' or 'study': the page of capsnb.lab.pages
     *args,  # of the function that leaves it
     quiet: bool = False,  # whether to say nothing of a page that was left
     **more,  # of that function
@@ -226,7 +226,7 @@ def leave(
     if not is_first():
         return
     try:
-        path = getattr(room('outlook.pages'), f'leave_{what}')(*args, **more)
+        path = getattr(room('lab.pages'), f'leave_{what}')(*args, **more)
     except Exception as e:  # whatever it is: the results are on the disk, and must be told
         why = str(e) if isinstance(e, (ImportError, OSError, ValueError)) else repr(e)
         return print(f"no page: {why}", file=sys.stderr)
@@ -858,7 +858,7 @@ def explain(
     typer.echo('\n\n'.join(map(_in_columns, told)) + '\n', color=coloured)
     if html:
         html.parent.mkdir(parents=True, exist_ok=True)
-        print(f"look at {room('outlook.pages').leave_words(html, told)}")
+        print(f"look at {room('lab.pages').leave_words(html, told)}")
     else:
         leave('words', run / 'report_words.html', told)
     return [e._asdict() | dict(leaning=e.leaning()) for e in told]
@@ -923,7 +923,7 @@ def push(
     here_too()
     if task:
         room('lab.tasks').task_named(task)
-    hub, how = room('outlook.hub'), dict(license=license, encoder=encoder)
+    hub, how = room('lab.hub'), dict(license=license, encoder=encoder)
     if card:
         text = str(hub.card_of(run, name, **how))
         return print(f'look at {hub.write_card(card, text)}')

@@ -3,8 +3,6 @@
 import inspect
 import json
 import os
-import re
-import shlex
 import shutil
 import sys
 from html.parser import HTMLParser
@@ -13,7 +11,6 @@ import pytest
 
 for name in ('typer', 'transformers', 'sklearn', 'matplotlib', 'scipy'):
     pytest.importorskip(name)
-from typer.main import get_command
 from typer.testing import CliRunner
 from browser import browser, chromium, served
 from capsnb.cli import make_app
@@ -23,9 +20,9 @@ from capsnb.data.files import read_json, write_text
 from capsnb.lab import demo
 from capsnb.lab.tasks import evaluate
 from capsnb.lab.train import load_digits_split
-from capsnb.lab.text import Explanation, explained_page
-from capsnb.outlook import pages
-from capsnb.outlook.pages import eval_page, leave_words, record_page, run_page, write_page
+from capsnb.lab.text import Explanation
+from capsnb.lab import pages
+from capsnb.lab.pages import eval_page, leave_words, record_page, run_page, write_page
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / 'nbs' / 'results'
@@ -87,14 +84,6 @@ def read(path):
     return Whole(path.read_text(encoding='utf-8'))
 
 
-@pytest.mark.parametrize(
-    'page', ['<p><b></p></b>', '<p>', '<img src="data:">', '<script></script>']
-)
-def test_a_broken_page_is_seen(page):
-    with pytest.raises((AssertionError, KeyError)):
-        Whole('<!doctype html>' + page)
-
-
 @pytest.fixture(scope='module')
 def finished(tmp_path_factory):
     "A run, and a test of it, as the command line leaves them."
@@ -122,26 +111,17 @@ def run(finished, tmp_path):
 def test_the_page_of_a_run(finished):
     page, m = read(finished / 'report.html'), read_metrics(finished)
     assert page.row('test accuracy') == [f"{m['test_accuracy']:.2%}"]
-    assert page.row('parameters') == ['90,035'] and page.row('seed') == ['0']
-    assert page.row('torch') == [m['torch']]
-    if m['commit']:  # none in a copy of the sources
-        assert page.row('commit') == [m['commit']]
-    assert page.row('lr') == ['[1e-05, 0.01]'] and page.row('epoch kept') == ['1 of 1']
-    assert m['command'] in page.text and '1 epochs: accuracy' in page.images[0]['alt']
-    loss = m['history'][0]['loss']
-    assert len(page.images) == 1 and page.row('1')[0] == f'{loss:.4g}'
-    style = (finished / 'report.html').read_text(encoding='utf-8')
-    assert 'prefers-color-scheme: dark' in style and 'color-scheme: light dark' in style
+    assert page.row('n_params') == ['90035'] and page.row('seed') == ['0']
+    assert page.row('torch') == [m['torch']] and page.row('epoch kept') == ['1 of 1']
+    assert page.row('lr') == ['[1e-05, 0.01]'] and m['command'] in page.text
+    assert len(page.images) == 1 and page.row('1')[0] == f"{m['history'][0]['loss']:.4g}"
 
 
 def test_the_page_of_a_test(finished):
     page, found = read(finished / 'report_test.html'), evaluate(finished, device='cpu')
     cells = [row[1:11] for row in page.rows if len(row) == 12][1:]
-    assert [[int(n or 0) for n in row] for row in cells] == found['confusion']
-    right = found['confusion'][3][3] / sum(found['confusion'][3])
-    assert page.row('3')[-1] == f'{right:.0%}' and page.row('samples') == ['50']
-    assert page.row('arch') == ['cnn'] and page.row('n_params') == ['90,035']
-    assert page.row('capsnb') and page.row('device')
+    assert [list(map(int, row)) for row in cells] == found['confusion']
+    assert page.row('samples') == ['50'] and page.row('arch') == ['cnn'] and page.row('device')
 
 
 def test_tests_of_two_splits_stand_side_by_side(run):
@@ -166,19 +146,17 @@ def test_strange_names_are_text(run, tmp_path):
     found = dict(split=evil, n=2, accuracy=0.5, names=[evil, 'b'], confusion=[[1, 0], [1, 0]])
     found |= {evil: evil, 'by': {evil: {'1': 0.5}}}
     page = Whole(eval_page(found, {'task': evil, evil: [evil]}, dict(command=evil, device=evil)))
-    assert page.text.count(evil) >= 9 and page.row(evil)
+    assert page.text.count(evil) >= 8 and page.row(evil)
     record = dict(headline={evil: evil}, study={evil: evil}, command=evil, seed=evil)
     runs = {f'{evil} seed {k}': dict(seed=k, test_accuracy=0.5) for k in (0, 1)}
-    picture = tmp_path / 'a" onerror="x.png'
-    picture.write_bytes(b'no picture at all')
-    page = Whole(record_page(record | dict(runs=runs), evil, evil, (picture,)))
-    assert page.text.count(evil) >= 6 and len(page.images) == 2
-    assert 'a" onerror="x' in page.images[0]['alt']
+    (tmp_path / 'r.json').write_text(json.dumps(record | dict(runs=runs)))
+    page = Whole(record_page(tmp_path / 'r.json', evil))
+    assert page.text.count(evil) >= 5 and len(page.images) == 1
     odd = read_metrics(run) | dict(data=evil, network=evil, changes=[evil])
     folder = tmp_path / 'demo'
     folder.mkdir()
     (folder / 'metrics.json').write_text(json.dumps({evil: odd, 'b': odd, 'command': evil}))
-    assert Whole(run_page(folder)).text.count(evil) >= 6
+    assert Whole(run_page(folder)).text.count(evil) >= 5
 
 
 def test_what_cannot_be_encoded_is_no_hindrance(tmp_path):
@@ -189,9 +167,8 @@ def test_what_cannot_be_encoded_is_no_hindrance(tmp_path):
 def test_the_page_of_sentences_is_as_whole(tmp_path):
     words = [(evil, -0.5), ('b', 0.25)]
     e = Explanation('a b', (evil, 'good'), [0.1, 0.2], words, words, [[0.1, 0.2]])
-    (tmp_path / 'page.html').write_text(explained_page([e, e], evil), encoding='utf-8')
-    assert is_own_page(tmp_path / 'page.html') and evil in read(tmp_path / 'page.html').text
-    assert evil in read(leave_words(tmp_path / 'page.html', [e])).text
+    assert evil in read(leave_words(tmp_path / 'page.html', [e, e])).text
+    assert is_own_page(tmp_path / 'page.html')
 
 
 def test_words_on_a_terminal_have_colours():
@@ -200,63 +177,12 @@ def test_words_on_a_terminal_have_colours():
     assert line == '\x1b[31m\x1b[1ma\x1b[0m \x1b[34mb\x1b[0m c'
 
 
-records = sorted(RESULTS.glob('*.json'))
-of_studies = [
-    p
-    for p in records
-    if re.match('capsnb (study|shootout|ablate)', str(read_json(p).get('command')))
-]
-
-
-@pytest.mark.parametrize('path', records, ids=lambda p: p.stem)
-def test_every_record_has_a_page(path, monkeypatch):
-    "tables and texts; two of the pictures are drawn below"
-
-    def drawn(figure, alt):
-        pages.need('matplotlib.pyplot').close(figure)
-        return pages._picture(b'', 'image/png', alt)
-
-    monkeypatch.setattr(pages, '_figure', drawn)
-    page, record = Whole(record_page(path)), read_json(path)
-    if record.get('command'):
-        assert record['command'] in page.text
-    if record.get('torch'):
-        assert page.row('torch') == [record['torch']]
-    for name, told in (record.get('headline') or {}).items():
-        assert page.row(name) and str(told) in page.text
-    if path in of_studies and all(' seed ' in key for key in record.get('runs', ['none'])):
-        settings = {key.rpartition(' seed ')[0] for key in record['runs']}
-        rows = {r[0]: r for r in page.rows if len(r) > 5}
-        epochs = [row for r in record['runs'].values() for row in r.get('history') or ()]
-        learned = any(key.startswith('valid_') for row in epochs for key in row)
-        assert settings <= set(rows) and len(page.images) == 1 + learned
-        for name in settings:
-            runs = [r for k, r in record['runs'].items() if k.rpartition(' seed ')[0] == name]
-            assert rows[name][1] == str(len(runs)) and (len(runs) > 1) == ('–' != rows[name][3])
-
-
-def test_there_are_studies():
-    assert len(of_studies) >= 28
-
-
-def test_a_mean_and_its_interval():
-    runs = {
-        f'{n} seed {s}': dict(seed=s, test_accuracy=a)
-        for n, a0 in (('a', 0.5), ('b', 0.7))
-        for s, a in enumerate((a0, a0 + 0.1))
-    }
-    page = Whole(record_page(dict(runs=runs), 'two'))
-    rows = [r for r in page.rows if r[0] in 'ab']
-    assert rows[0][:3] == ['b', '2', '75.0 ± 7.1'] and rows[1][:3] == ['a', '2', '55.0 ± 7.1']
-    assert rows[0][3] == '11.5–138.5'  # 75 ± 12.706 · 7.071 / √2
-
-
-@pytest.mark.parametrize('stem', ['overlap_digits', 'shootout_toys_search'])
-def test_pictures_of_a_study(stem):
-    page = Whole(record_page(RESULTS / f'{stem}.json'))
-    assert [len(i['src']) > 10_000 for i in page.images] == [True, True]
-    said = 'the 40 best of 111 settings' if 'search' in stem else 'every setting'
-    assert said in page.images[0]['alt']
+@pytest.mark.parametrize('stem', ['overlap_digits', 'speed_networks', 'sst_counts'])
+def test_the_page_of_a_record(stem):
+    page, record = Whole(record_page(RESULTS / f'{stem}.json')), read_json(RESULTS / f'{stem}.json')
+    assert record['command'] is None or record['command'] in page.text
+    settings = {key.rpartition(' seed ')[0] for key in record.get('runs', ())} - {''}
+    assert settings <= {r[0] for r in page.rows} and len(page.images) == bool(settings)
 
 
 def test_a_damaged_record_is_one_sentence(tmp_path):
@@ -267,9 +193,8 @@ def test_a_damaged_record_is_one_sentence(tmp_path):
 
 def test_what_a_task_drew(run):
     (run / 'own.png').write_bytes(b'\x89PNG')
-    (run / 'own.txt').write_text('no picture')
-    page = Whole(run_page(run, (run / 'own.png', run / 'own.txt', run / 'gone.png')))
-    assert [i['alt'] for i in page.images][1:] == ['What the task drew: own.']
+    page = Whole(run_page(run, (run / 'own.png', run / 'gone.png')))
+    assert [i['alt'] for i in page.images][1:] == ['What the run drew at its end: own.']
 
 
 # What is replaced, and what is not
@@ -313,7 +238,7 @@ def test_a_page_that_fails_loses_nothing(missing, run, monkeypatch):
         monkeypatch.setitem(sys.modules, 'matplotlib.pyplot', None)
         said = "no page: this needs the package 'matplotlib'"
     else:
-        monkeypatch.setattr(pages, '_beside', lambda *a: {}['a hole'])
+        monkeypatch.setattr(pages, '_results', lambda *a: {}['a hole'])
         said = "no page: KeyError('a hole')"
     r = capsnb(*tiny, run, '--resume', '--json')
     assert r.exit_code == 0 and said in r.stderr and json.loads(r.stdout) == read_metrics(run)
@@ -356,53 +281,6 @@ def test_a_demo_has_its_page(tmp_path, monkeypatch):
         assert (tmp_path / 'report.html').read_text() == 'mine'
 
 
-studies = {
-    'em_ablation': 'ablate --data toys --size 48 --epochs 6 --seeds 3 --preset gritzman '
-    '--pairs 5000 --capsules 32,4,8,8 --eps auto --runs OUT/runs --out OUT/em_ablation.json',
-    'networks_toys': 'shootout toys --scale 2 --network matrix-caps-norb --network cnn --out OUT',
-    'plateau': "study plateau --seeds 1 --only '3 iterations' --out OUT/plateau.json",
-    'language_blocks': 'study language --which blocks --out OUT',
-}
-
-
-@pytest.mark.parametrize('stem', studies)
-def test_a_study_ends_with_a_page_and_prints_its_record(stem, tmp_path):
-    "every run is in the record, so that nothing is trained"
-    for name in (stem, f'{stem}_search'):
-        if (RESULTS / f'{name}.json').exists():
-            shutil.copy(RESULTS / f'{name}.json', tmp_path)
-    line = studies[stem].replace('OUT', str(tmp_path))
-    page = tmp_path / f'{stem}.html'
-    r = capsnb(*shlex.split(line), '--json')
-    assert r.exit_code == 0, r.output
-    assert json.loads(r.stdout) == read_json(page.with_suffix('.json'))
-    assert len(r.stdout.splitlines()) == 1 and f'look at {page}' in r.stderr
-    told = r.stderr.splitlines()
-    assert [line for line in told if 'seed' not in line and line.strip() in read(page).text]
-    page.write_text('mine')
-    r = capsnb(*shlex.split(line))
-    assert r.exit_code == 0 and 'stays' in r.stderr and page.read_text() == 'mine'
-
-
-_results = 'demo', 'eval', 'explain', 'shootout', 'ablate'
-
-
-def test_all_of_them_print_json():
-    app = get_command(make_app())
-    found = {k: c for k, c in app.commands.items() if k in _results}
-    for group in ('train', 'study'):
-        found |= {f'{group} {k}': c for k, c in app.commands[group].commands.items()}
-    assert len(found) > 20
-    assert not [
-        k for k, c in found.items() if '--json' not in {o for p in c.params for o in p.opts}
-    ]
-
-
-def test_json_of_a_failure_is_nothing(tmp_path):
-    r = capsnb(*tiny, tmp_path / 'x', '--net', 'resnet', '--json')
-    assert r.exit_code == 1 and r.stdout == '' and 'net must be one of' in r.stderr
-
-
 @pytest.mark.skipif(chromium() is None, reason='there is no Chromium')
 def test_in_a_browser(finished, tmp_path):
     pytest.importorskip('websocket')
@@ -429,16 +307,6 @@ def test_in_a_browser(finished, tmp_path):
                 assert away == {f'{home}/{page}'}
                 shown = '[...document.images].every((i) => i.complete && i.naturalWidth > 0)'
                 assert tab.run(shown)
-        tab.go(f'{home}/words.html', 1280)
-        ways = 'lost without it', 'credit', 'credit beyond an equal share'
-        labels = '[...document.querySelectorAll("label")].map((l) => l.textContent)'
-        assert tab.run(labels) == [*ways]
-        seen = '[...document.querySelectorAll(".words")].filter((w) => w.offsetHeight > 0)'
-        seen = f'{seen}.map((w) => [...w.querySelectorAll("span")].map((s) => s.title).join(" "))'
-        numbers = '+0.300 -0.200', '+0.900 -0.500', '+0.700 -0.700'
-        for k in (0, 1, 2, 0):
-            tab.run(f'document.querySelectorAll("label")[{k}].click()')
-            assert tab.run(seen) == [numbers[k], numbers[k]]
         ink = []
         for mode in ('light', 'dark'):
             media = [dict(name='prefers-color-scheme', value=mode)]

@@ -2,7 +2,6 @@
 
 import math
 import random
-import re
 from pathlib import Path
 import pytest
 import torch
@@ -16,7 +15,6 @@ from capsnb.engine.numerics import error_to
 from capsnb.core import seed_everything
 from capsnb.data.embed import FrozenEncoder, tiny_transformer
 from capsnb.lab.text import (
-    RoutingClassifier,
     SSTNet,
     blend,
     coloured,
@@ -299,54 +297,6 @@ def test_words_come_back_with_all_of_their_credit(encoders, kind):
         explain(text, SSTNet(7, 8), enc)
 
 
-# ---- the head for any transformer
-
-
-@pytest.mark.parametrize('kind', ['gpt2', 'bert'])
-def test_frozen_weights_stay_and_free_ones_learn_from_every_layer(encoders, kind, tmp_path):
-    texts = some_texts(6, 9)
-    rows = [dict(text=t, label=k % 2) for k, t in enumerate(texts)]
-    for frozen in (True, False):
-        torch.manual_seed(0)
-        rc = RoutingClassifier.from_encoder(
-            encoders[kind].name, 2, texts, frozen=frozen, device='cpu', d_feat=8, n_parts=4
-        ).train()
-        assert rc.encoder.training != frozen
-        rc(**rc.collate(rows))['loss'].backward()
-        moved = {
-            n
-            for n, p in rc.encoder.named_parameters()
-            if p.grad is not None and p.grad.abs().max() > 0
-        }
-        blocks = {
-            re.search(r'(?:h|layer)\.(\d)\.', n) and re.search(r'(?:h|layer)\.(\d)\.', n)[1]
-            for n in moved
-        }
-        assert blocks == (set() if frozen else {None, '0', '1'})  # None: the embeddings
-        rc.eval()
-        rc.save_pretrained(tmp_path / f'{frozen}')
-        assert (tmp_path / f'{frozen}' / 'encoder').exists() != frozen
-        assert_close(
-            RoutingClassifier.from_pretrained(tmp_path / f'{frozen}', device='cpu').predict(texts),
-            rc.predict(texts),
-        )
-
-
-def test_another_transformer_left_padding_and_empty_folders_are_refused(encoders, tmp_path):
-    rc = RoutingClassifier.from_encoder(encoders['gpt2'].name, 2, device='cpu', d_feat=8, n_parts=4)
-    rc.save_pretrained(tmp_path / 'rc')
-    other = tiny_transformer(tmp_path / 'other', WORDS, seed=1)
-    with pytest.raises(ValueError, match='fingerprint'):
-        RoutingClassifier.from_pretrained(tmp_path / 'rc', other, device='cpu')
-    with pytest.raises(ValueError, match='no classifier'):
-        RoutingClassifier.from_pretrained(tmp_path, device='cpu')
-    with pytest.raises(ValueError, match='padding on the right'):
-        rc(torch.zeros(1, 3, dtype=torch.long), torch.tensor([[0, 1, 1]]))
-    with pytest.raises(ValueError, match='expected a head'):
-        RoutingClassifier(encoders['gpt2'], SSTNet(9, 9))
-    assert rc.predict([]).shape == (0, 2)
-
-
 def test_without_a_token_is_the_text_that_lacks_it():
     torch.manual_seed(0)
     net = SSTNet(3, 8).eval()
@@ -397,27 +347,3 @@ def test_mixup_needs_both_share_and_partners():
     ):
         with pytest.raises(ValueError, match='or neither'):
             SSTNet(3, 8)(mask, embs, **kw)
-
-
-def test_a_layer_subset_and_many_batches_give_the_right_rows(encoders):
-    enc = FrozenEncoder(encoders['gpt2'].name, layers=[2, 0], device='cpu')
-    texts = some_texts(7, 9)
-    torch.manual_seed(0)
-    rc = RoutingClassifier(enc, SSTNet(2, enc.d_emb, 3, d_feat=8, n_parts=4))
-    one = torch.cat([rc.head.eval()(*enc([t])).a.softmax(-1) for t in texts])
-    for size in (2, 7):
-        assert_close(rc.predict(texts, size), one, atol=1e-5, rtol=1e-4)
-
-
-def test_a_transformer_in_training_is_not_cached_and_its_mode_stays(encoders, tmp_path):
-    rc = RoutingClassifier.from_encoder(
-        encoders['bert'].name, 2, frozen=False, device='cpu', d_feat=8, n_parts=4
-    ).train()
-    before = rc.reader.fingerprint
-    rc.reader(['a film'])
-    assert rc.encoder.training
-    with pytest.raises(ValueError, match='being trained'):
-        rc.reader.cache(['a film'], tmp_path / 'c')
-    with torch.no_grad():
-        next(rc.encoder.parameters()).add_(1.0)
-    assert rc.reader.fingerprint != before

@@ -15,9 +15,8 @@ from ..core import need
 from .files import cache_folder, fetch, find_folder, regular
 
 # %% auto #0
-__all__ = ['label_names', 'files', 'archive', 'sizes', 'Tree', 'parse_tree', 'restore', 'phrase_text', 'tree_layout', 'plot_tree',
-           'tiny_treebank', 'read_trees', 'phrase_keys', 'unique_phrases', 'find_sst', 'download_sst', 'read_sst',
-           'load_sst']
+__all__ = ['label_names', 'files', 'archive', 'sizes', 'Tree', 'parse_tree', 'restore', 'phrase_text', 'tiny_treebank',
+           'read_trees', 'unique_phrases', 'find_sst', 'download_sst', 'read_sst', 'load_sst']
 
 # %% ../../nbs/data/38_sst.ipynb #00000008
 label_names = ('very negative', 'negative', 'neutral', 'positive', 'very positive')  # 0 to 4
@@ -43,72 +42,55 @@ class Tree(NamedTuple):
         return () if end - start == 1 else (k + 1, k + 2 * (self.nodes[k + 1][1] - start))
 
     def __str__(self):
-        return _write(self)
+        return _write(self, 0)
 
-# %% ../../nbs/data/38_sst.ipynb #0000000a
-def _write(tree: Tree) -> str:  # open each phrase in turn, after a word close what ends there
-    out, ends = [], []
-    for start, end, label in tree.nodes:
-        out.append(f'({label} ')
-        ends.append(end)
-        if end - start > 1:
-            continue
-        out.append(tree.words[start])
-        while ends and ends[-1] == end:
-            ends.pop()
-            out.append(')')
-        out.append(' ')
-    return ''.join(out[:-1])
+
+def _write(tree: Tree, k: int) -> str:
+    start, _, label = tree.nodes[k]
+    inside = ' '.join(_write(tree, p) for p in tree.parts(k)) or tree.words[start]
+    return f'({label} {inside})'
 
 # %% ../../nbs/data/38_sst.ipynb #0000000d
 _phrase = re.compile(r'\(([0-4]) (?:([^()\x00-\x20\x7f]+)\))?')  # '(3 ' opens, '(3 word)' is whole
 
 
-def _wrong(where: str, line: str, at: int, expected: str) -> ValueError:
-    came = repr(line[at : at + 12]) if at < len(line) else 'the end of the line'
-    return ValueError(f"{where}, column {at + 1}: expected {expected}, got {came}")
-
-# %% ../../nbs/data/38_sst.ipynb #f450572e
 def parse_tree(
     line: str,  # one tree in bracket notation, without a line end
     where: str = 'line 1',  # where the line comes from, for messages
 ) -> Tree:  # the tree, such that str(tree) == line
     "Read one tree; `ValueError` with `where` and the column for anything else."
-    words, nodes, opened, at = [], [], [], 0  # opened: [index of a phrase, parts it has so far]
-    while opened or not nodes:
-        m = _phrase.match(line, at)
+    words, nodes = [], []
+
+    def wrong(at, expected):
+        came = repr(line[at : at + 12]) if at < len(line) else 'the end of the line'
+        return ValueError(f"{where}, column {at + 1}: expected {expected}, got {came}")
+
+    def sign(at, expected):
+        if line[at : at + 1] != expected[1]:
+            raise wrong(at, expected)
+        return at + 1
+
+    def phrase(at):
+        m, k, start = _phrase.match(line, at), len(nodes), len(words)
         if not m:
-            phrase = "'(', a label from 0 to 4, ' ', and a word with ')' or another '('"
-            raise _wrong(where, line, at, phrase)
+            raise wrong(at, "'(', a label from 0 to 4, ' ', and a word with ')' or another '('")
+        nodes.append(None)  # its parts follow
         at = m.end()
         if m[2]:
             words.append(m[2])
         else:
-            opened.append([len(nodes), 0])  # its first part follows
-        nodes.append((len(words) - bool(m[2]), len(words), int(m[1])))
-        if m[2]:
-            at = _close(where, line, at, len(words), nodes, opened)
-    if at != len(line):
-        raise _wrong(where, line, at, "nothing after the tree")
-    return Tree(tuple(words), tuple(nodes))
+            at = phrase(sign(phrase(at), "' ' and a second phrase"))
+            at = sign(at, "')' after two phrases")
+        nodes[k] = (start, len(words), int(m[1]))
+        return at
 
-# %% ../../nbs/data/38_sst.ipynb #0000000f
-def _close(where: str, line: str, at: int, end: int, nodes: list, opened: list) -> int:
-    "Where to read on after a word."
-    while opened:
-        k, n_parts = opened[-1]
-        if n_parts == 0:
-            if line[at : at + 1] != ' ':
-                raise _wrong(where, line, at, "' ' and a second phrase")
-            opened[-1][1] = 1
-            return at + 1
-        if line[at : at + 1] != ')':
-            raise _wrong(where, line, at, "')' after two phrases")
-        start, _, label = nodes[k]
-        nodes[k] = (start, end, label)
-        opened.pop()
-        at += 1
-    return at
+    try:
+        at = phrase(0)
+    except RecursionError:
+        raise ValueError(f"{where}: expected a sentence, got phrases in phrases without end") from None
+    if at != len(line):
+        raise wrong(at, 'nothing after the tree')
+    return Tree(tuple(words), tuple(nodes))
 
 # %% ../../nbs/data/38_sst.ipynb #00000015
 _brackets = {'-LRB-': '(', '-RRB-': ')', '-LSB-': '[', '-RSB-': ']', '-LCB-': '{', '-RCB-': '}'}
@@ -131,47 +113,6 @@ def phrase_text(
     "The text of a phrase."
     words = tree.words[start:end]
     return ' '.join(words if raw else map(restore, words))
-
-# %% ../../nbs/data/38_sst.ipynb #00000018
-_label_colours = ('#B2182B', '#F4A582', '#E0E0E0', '#92C5DE', '#2166AC')  # red: negative
-_label_signs = ('– –', '–', '0', '+', '+ +')
-
-
-def tree_layout(
-    tree: Tree,  # a sentence
-) -> list[tuple[float, float]]:  # (x, y) of each phrase; words have y = 0 and x in letters
-    "Where to draw the phrases: each above and between its two parts."
-    ends = [0]
-    for w in tree.words:
-        ends.append(ends[-1] + max(len(restore(w)), 4) + 2)
-    xy = [((ends[start] + ends[end]) / 2, 0.0) for start, end, _ in tree.nodes]
-    for k in reversed(range(len(tree.nodes))):  # parts have larger indices than their phrase
-        if at := [xy[p] for p in tree.parts(k)]:
-            xy[k] = (sum(x for x, _ in at) / 2, 1 + max(y for _, y in at))
-    return xy
-
-# %% ../../nbs/data/38_sst.ipynb #0000001a
-def plot_tree(
-    tree: Tree,  # a sentence
-    ax=None,  # matplotlib axes; None: a new figure as large as the sentence needs
-):  # the axes
-    "Draw a tree of phrases with their labels as colours and signs."
-    xy = tree_layout(tree)
-    wide, high = max(x for x, _ in xy), max(y for _, y in xy)
-    if ax is None:
-        _, ax = need('matplotlib.pyplot').subplots(figsize=(1 + 0.11 * wide, 1 + 0.4 * high))
-    for k, (x, y) in enumerate(xy):
-        for p in tree.parts(k):
-            ax.plot([x, xy[p][0]], [y, xy[p][1]], color='0.6', lw=1, zorder=1)
-        start, end, label = tree.nodes[k]
-        colour = dict(color='white' if label in (0, 4) else 'black')
-        box = dict(boxstyle='round,pad=.35', fc=_label_colours[label], ec='white')
-        ax.text(x, y, _label_signs[label], ha='center', va='center', bbox=box, zorder=2, **colour)
-        if end - start == 1:
-            ax.text(x, -0.6, restore(tree.words[start]), ha='center', va='center')
-    ax.set(xlim=(-1, wide + 4), ylim=(-1, high + 0.6))
-    ax.axis('off')
-    return ax
 
 # %% ../../nbs/data/38_sst.ipynb #0000001f
 _tiny = dict(
@@ -232,47 +173,18 @@ def _read_line(raw: bytes, where: str) -> Tree:
         came = raw[e.start : e.start + 8]
         raise ValueError(f"{where}: expected UTF-8, got the bytes {came!r}") from e
 
-# %% ../../nbs/data/38_sst.ipynb #b1438802
-def phrase_keys(
-    trees: Sequence[Tree],  # sentences
-) -> list:  # a key for each phrase of each tree, in order; keys are equal where the words are
-    "Name phrases by two runs of words, as long as a power of two, that cover them."
-    waiting, n = _by_run(trees)
-    out, size, longest = [None] * n, 1, max(waiting, default=0)
-    runs = _numbers(w for tree in trees for w in tree.words)
-    while size <= longest:  # runs[at]: number of the run of `size` words
-        for k, at, length in waiting.get(size, ()):
-            out[k] = (length, runs[at], runs[at + length - size])
-        runs = _numbers(zip(runs, runs[size:]))
-        size *= 2
-    return out
-
-# %% ../../nbs/data/38_sst.ipynb #6b4fba89
-def _by_run(trees: Sequence[Tree]):  # longest run that fits -> (phrase, first word, length); count
-    waiting, at, k = {}, 0, 0
-    for tree in trees:
-        for start, end, _ in tree.nodes:
-            run = 1 << (end - start).bit_length() - 1
-            waiting.setdefault(run, []).append((k, at + start, end - start))
-            k += 1
-        at += len(tree.words)
-    return waiting, k
-
-# %% ../../nbs/data/38_sst.ipynb #19868bf2
-def _numbers(things) -> list[int]:  # equal ones get equal numbers
-    numbers = {}
-    return [numbers.setdefault(o, len(numbers)) for o in things]
-
 # %% ../../nbs/data/38_sst.ipynb #00000026
 def unique_phrases(
     trees: Sequence[Tree],  # sentences, one for each line of a file
     where: str = 'trees',  # the file, for messages
 ) -> list[tuple[int, int, int, int]]:  # (tree, start, end, label) where each first occurs
     "Phrases that differ in their words; `ValueError` if one occurs with two labels."
-    first, keys = {}, iter(phrase_keys(trees))
+    first = {}
     for t, tree in enumerate(trees):
         for start, end, label in tree.nodes:
-            u, *_, known = first.setdefault(next(keys), (t, start, end, label))
+            u, *_, known = first.setdefault(
+                tree.words[start:end], (t, start, end, label)
+            )
             if label != known:
                 phrase, before = phrase_text(tree, start, end), f"label {known} in line {u + 1}"
                 said = f"'{phrase}' has label {label}, but {before}"

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Callable, NamedTuple
 import torch
 from torch import nn, Tensor
-from ..core import html_page, need, palette, plot_style
+from ..core import palette, plot_style
 from ..engine.dstep import Routing
 from ..engine.numerics import may_look
-from ..data.embed import FrozenEncoder, first_line, as_texts
-from ..data.files import checksum, read_json, write_json
-from .runs import digest, hash_files
+from ..data.embed import FrozenEncoder
 from capsnb.lab.vision import (
     HubMixin,
     answer,
@@ -28,8 +26,8 @@ from capsnb.lab.vision import (
 
 # %% auto #0
 __all__ = ['into_rows', 'blend', 'by_length', 'as_parts', 'TextStem', 'SSTNet', 'check_text', 'measure_scale', 'Credit', 'credit',
-           'features_now', 'leaning', 'without_each', 'coloured', 'Explanation', 'explain', 'explained_page',
-           'check_frozen', 'RoutingClassifier', 'encoder_note', 'check_note', 'noted_encoder', 'layer_profile']
+           'features_now', 'leaning', 'without_each', 'coloured', 'Explanation', 'explain', 'encoder_note',
+           'check_note', 'noted_encoder', 'layer_profile']
 
 # %% ../../nbs/lab/46_text.ipynb #0000000a
 def _mask_scores(
@@ -476,337 +474,33 @@ def explain(
     both = (list(zip(words, v)) for v in (earned, lost))
     return Explanation(text, names, c.a[0].tolist(), *both, shares.sum(0).tolist())
 
-# %% ../../nbs/lab/46_text.ipynb #7daf16d6
-_words_style = '''
-.words { display: none; } .bar { display: flex; height: .5rem; margin: .4rem 0; }
-label { margin-right: 1rem; cursor: pointer; }
-'''
-_ways = {  # name of a radio button -> what colours the words
-    'lost without it': lambda e: e.without,
-    'credit': lambda e: e.words,
-    'credit beyond an equal share': lambda e: e.beyond(),
-}
-
-
-def explained_page(
-    explanations: list,  # of `Explanation`
-    title: str = 'Where the verdict comes from',  # of the page
-    more: str = '',  # HTML below
-    style: str = '',  # CSS of that
-) -> str:  # HTML, a whole page
-    "Coloured texts on one page; colours are as strong as in the text where they are strongest."
-    ids = [f'w{k}' for k in range(len(_ways))]
-    show = ''.join(f'#{i}:checked ~ section .{i} {{ display: block; }}' for i in ids)
-    button = '<input type="radio" name="way" id="{0}"{1}><label for="{0}">{2}</label>'
-    chosen = [' checked', *[''] * (len(ids) - 1)]
-    buttons = ''.join(map(button.format, ids, chosen, _ways))
-    parts = []
-    limit = [
-        max((abs(v) for e in explanations for _, v in f(e)), default=1) for f in _ways.values()
-    ]
-    for e in explanations:
-        p = torch.tensor(e.a).softmax(0)
-        words = ''.join(
-            f'<div class="words {i}">{coloured(f(e), most)}</div>'
-            for i, f, most in zip(ids, _ways.values(), limit)
-        )
-        said = (
-            f'{html.escape(e.names[int(p.argmax())])} ({p.max():.0%}), leaning {e.leaning():+.2f}'
-        )
-        parts.append(
-            f'<section>{words}{_class_bar(p.tolist(), e.names)}<small>{said}</small></section>'
-        )
-    legend = '<p><small>red: negative, blue: positive; point at a word for its number</small></p>'
-    body = legend + buttons + ''.join(parts) + more
-    return html_page(title, body, style + _words_style + show)
-
-
-def _class_bar(p: list, names: tuple) -> str:  # HTML
-    "Shares of the classes, from the most negative to the most positive."
-    parts = []
-    for q, w, name in zip(p, leaning(len(p)).tolist(), names):
-        rgb = '178,24,43' if w < 0 else '33,102,172' if w > 0 else '128,128,128'
-        style = f'width:{q:.1%};background:rgba({rgb},{0.25 + 0.6 * abs(w):.2f})'
-        parts.append(f'<div title="{html.escape(name)} {q:.0%}" style="{style}"></div>')
-    return f'<div class="bar">{"".join(parts)}</div>'
-
-# %% ../../nbs/lab/46_text.ipynb #94390ba3
-def _class_names(
-    names,  # list, or dict as of id2label; None: none
-    n_classes: int,  # there are
-) -> tuple | None:  # of str
-    "Names of classes in their order; `ValueError` unless each class has one of its own."
-    if names is None:
-        return None
-    wrong = ValueError(
-        f"expected {n_classes} different names of classes, "
-        f"as a list or as id2label, got {names!r:.200}"
-    )
-    if isinstance(names, dict):
-        if sorted(map(str, names)) != sorted(map(str, range(n_classes))):
-            raise wrong
-        names = [name for _, name in sorted(names.items(), key=lambda pair: int(pair[0]))]
-    if not isinstance(names, (list, tuple)):
-        raise wrong
-    if any(not isinstance(name, str) for name in names):
-        raise wrong
-    if len(names) != n_classes or len(set(names)) != n_classes:
-        raise wrong
-    return tuple(names)
-
-# %% ../../nbs/lab/46_text.ipynb #284adb7b
-def _check_tokens(
-    reader: FrozenEncoder,  # whose tokens they should be
-    ids: Tensor | None,  # [b, n]
-    mask: Tensor | None,  # [b, n] of 0 and 1
-):
-    "`ValueError` for no tokens, padding on the left, or texts that do not end as in training."
-    if ids is None or mask is None:
-        raise ValueError(
-            "expected text, or input_ids and attention_mask: "
-            "give the Trainer data_collator=classifier.collate"
-        )
-    if (mask[:, 1:] > mask[:, :-1]).any():
-        raise ValueError("expected padding on the right: tokenizer.padding_side = 'right'")
-    if reader.last_id is None:
-        return
-    last = ids.gather(1, (mask.sum(1, keepdim=True).long() - 1).clamp_min(0))[:, 0]
-    wrong = (last != reader.last_id).nonzero()
-    if not wrong.numel():
-        return
-    k = int(wrong[0])
-    end, came = (reader.tokenizer.decode([int(t)]) for t in (reader.last_id, last[k]))
-    raise ValueError(
-        f"text {k} ends with the token {came!r}, expected {end!r}, as in training: "
-        "tokenize with classifier.tokenize(texts), or leave texts as they are "
-        "and pass data_collator=classifier.collate"
-    )
-
-# %% ../../nbs/lab/46_text.ipynb #afa316b7
-def check_frozen(
-    model: nn.Module,  # with `encoder`, `frozen`, `training`
-):
-    "`ValueError` where weights of a frozen transformer, or adapters in it, are to be trained."
-    if not (model.training and model.frozen):
-        return
-    given = next((k for k, p in model.encoder.named_parameters() if p.requires_grad), None)
-    if given is not None:
-        raise ValueError(
-            f"the transformer is frozen, so its {given} would never be trained: make the "
-            "classifier with RoutingClassifier.from_encoder(..., frozen=False)"
-        )
-
-
-def _collate_rows(
-    reader: FrozenEncoder,  # whose tokens and padding it takes
-    rows: list,  # of dicts with text or input_ids, and (if known) label
-) -> dict:  # input_ids and attention_mask [b, n], labels [b]
-    "Make a batch; `ValueError` names the columns that came instead."
-    columns = sorted(rows[0]) if rows else []
-    if not any(c in columns for c in ('text', 'input_ids')):
-        raise ValueError(
-            f"expected rows with a text (or input_ids), got {columns}: "
-            "name the column so, as in data.rename_column('sentence', 'text'); "
-            "a Trainer hides columns of other names"
-        )
-    if 'input_ids' in columns:
-        ids = [list(map(int, r['input_ids'])) for r in rows]
-    else:
-        ids = reader.tokens([r['text'] for r in rows])
-    n = max(map(len, ids))
-    batch = dict(
-        input_ids=torch.tensor([r + [reader.pad_id] * (n - len(r)) for r in ids]),
-        attention_mask=torch.tensor([[1] * len(r) + [0] * (n - len(r)) for r in ids]),
-    )
-    label = next((c for c in ('label', 'labels') if c in columns), None)
-    if label is None:
-        return batch
-    try:
-        return batch | dict(labels=torch.tensor([r[label] for r in rows]))
-    except (TypeError, ValueError) as e:
-        raise ValueError(
-            f"expected numbers as labels, got {rows[0][label]!r:.60}: "
-            f"data.class_encode_column({label!r}) makes some"
-        ) from e
-
-# %% ../../nbs/lab/46_text.ipynb #00000036
-class RoutingClassifier(nn.Module):
-    "A transformer whose hidden states are routed to classes. See `from_encoder`."
-
-    def __init__(
-        self,
-        reader: FrozenEncoder,  # transformer, tokenizer and their habits
-        head: SSTNet,  # for its hidden states
-        frozen: bool = True,  # whether the transformer is left as it is
-        names: list | dict | None = None,  # of the classes: a list, or id2label
-    ):
-        super().__init__()
-        got, wanted = tuple(head.depth_emb.shape), (reader.n_layers, reader.d_emb)
-        if got != wanted:
-            raise ValueError(f"expected a head for hidden states {wanted}, got one for {got}")
-        self.reader, self.head, self.frozen = reader, head, frozen
-        self.encoder = reader.model.requires_grad_(not frozen)
-        self.names = _class_names(names, head.routings[1].n_out)
-        self.to(reader.device)
-
-    def train(
-        self,
-        mode: bool = True,  # a frozen transformer stays in evaluation mode
-    ):
-        super().train(mode)
-        if self.frozen:
-            self.encoder.eval()
-        return self
-
-    def gradient_checkpointing_enable(
-        self,
-        **kw,  # of the transformer's method
-    ):
-        "Compute the transformer's inner values again in the backward pass; the head's are kept."
-        self.encoder.gradient_checkpointing_enable(**kw)
-
-    def gradient_checkpointing_disable(self):
-        "Keep them again."
-        self.encoder.gradient_checkpointing_disable()
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,  # [b, n], of `tokenize` or `collate`
-        attention_mask: Tensor | None = None,  # [b, n] of 0 and 1
-        labels: Tensor | None = None,  # [b] or [b, k]
-        text: list | None = None,  # of str, instead of both
-    ):  # as of `SSTNet`
-        if text is not None:
-            batch = self.collate([dict(text=t) for t in as_texts(text)])
-            input_ids, attention_mask = (x.to(self.head.depth_emb.device) for x in batch.values())
-        _check_tokens(self.reader, input_ids, attention_mask)
-        check_frozen(self)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
-            states = self.encoder(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                output_hidden_states=True,
-                return_dict=True,
-            ).hidden_states
-        mask = attention_mask.to(self.head.depth_emb.dtype)
-        embs = torch.stack([states[k] for k in self.reader.layers], 2)
-        embs = embs.masked_fill(mask[:, :, None, None] == 0, 0)
-        return self.head(mask, embs.to(mask.dtype), labels)
-
-# %% ../../nbs/lab/46_text.ipynb #5f886bf4
-def _tokenize_texts(
-    self: RoutingClassifier,
-    texts: list,  # of str
-) -> dict:  # input_ids and attention_mask, lists
-    "Tokens as the classifier reads them, the end included; for `Dataset.map(..., batched=True)`."
-    ids = self.reader.tokens(texts)
-    return dict(input_ids=ids, attention_mask=[[1] * len(r) for r in ids])
-
-# %% ../../nbs/lab/46_text.ipynb #514ff761
-@torch.no_grad()
-def _predict_texts(
-    self: RoutingClassifier,
-    texts,  # list of str, a Dataset with a column text, or one text
-    batch_size: int = 20,  # texts at a time
-    named: bool = False,  # as dicts of label and score: the likeliest class and its probability
-):  # [n_texts, k] probabilities of the classes, or a list
-    "Classify texts; `ValueError` for what are none."
-    texts = [texts] if isinstance(texts, str) else as_texts(texts)
-    was, device, p = self.training, self.head.depth_emb.device, []
-    self.eval()
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"expected batch_size to be an integer >= 1, got {batch_size!r}")
-    for k in range(0, len(texts), batch_size):
-        batch = self.collate([dict(text=t) for t in texts[k : k + batch_size]])
-        p.append(self(**{name: x.to(device) for name, x in batch.items()}).a.softmax(-1))
-    self.train(was)
-    p = torch.cat(p) if p else torch.empty(0, self.head.routings[1].n_out)
-    if not named:
-        return p
-    best = zip(*(x.tolist() for x in p.max(-1)))
-    return [dict(label=self.names[k] if self.names else k, score=score) for score, k in best]
-
-# %% ../../nbs/lab/46_text.ipynb #7a5fbcce
-RoutingClassifier.tokenize, RoutingClassifier.predict = _tokenize_texts, _predict_texts
-RoutingClassifier.collate = lambda self, rows: _collate_rows(self.reader, rows)  # a data_collator
-
-# %% ../../nbs/lab/46_text.ipynb #00000038
-def _classifier_from_encoder(
-    name_or_folder: str | Path,  # as for `FrozenEncoder`
-    n_classes: int = 2,  # of the task
-    texts: list | None = None,  # training texts to measure the scale on; None: not measured
-    frozen: bool = True,  # False: the transformer is trained, too
-    gguf_file: str | None = None,  # as for `FrozenEncoder`
-    layers='all',  # as for `FrozenEncoder`
-    device: str | None = None,  # as for `FrozenEncoder`
-    end: str | None = 'auto',  # as for `FrozenEncoder`
-    revision: str | None = None,  # as for `FrozenEncoder`
-    names: list | dict | None = None,  # of the classes: a list, or id2label
-    **kw,  # of `SSTNet`, e.g. n_parts, dropout
-) -> RoutingClassifier:  # ready to be trained
-    "Put a new routing head on a transformer."
-    if texts is not None:
-        texts = as_texts(texts)
-    _class_names(names, n_classes)  # what is wrong is said before anything is loaded
-    reader = FrozenEncoder(name_or_folder, gguf_file, layers, None, device, end, revision)
-    head = SSTNet(reader.n_layers, reader.d_emb, n_classes, **kw)
-    if texts is not None:
-        measure_scale(head, (e for _, e in reader.stream(texts)))
-    return RoutingClassifier(reader, head, frozen, names)
-
-
-RoutingClassifier.from_encoder = staticmethod(_classifier_from_encoder)
-
-# %% ../../nbs/lab/46_text.ipynb #00000039
+# %% ../../nbs/lab/46_text.ipynb #ba0a2049
 def encoder_note(
     encoder: FrozenEncoder,  # any
 ) -> dict:  # JSON-ready
     "What it takes to find the same transformer again."
-    return _place_note(encoder) | dict(fingerprint=encoder.fingerprint)
-
-# %% ../../nbs/lab/46_text.ipynb #00f78a86
-def _place_note(
-    encoder: FrozenEncoder,  # any
-) -> dict:  # JSON-ready
-    "Where a transformer lies and how it is read, whatever its weights."
     folder = Path(encoder.name).expanduser()
-    place = str(folder.absolute()) if folder.is_dir() else encoder.name
-    return dict(
-        encoder=place,
-        gguf_file=encoder.gguf_file,
-        revision=encoder.revision,
-        fingerprint=None,
-        layers=encoder.layers,
-        end=encoder.end,
-        dtype=str(encoder.dtype)[6:],
-    )
+    same = 'gguf_file', 'revision', 'fingerprint', 'layers', 'end'
+    note = dict(encoder=str(folder.absolute()) if folder.is_dir() else encoder.name)
+    return note | {k: getattr(encoder, k) for k in same} | dict(dtype=str(encoder.dtype)[6:])
 
-# %% ../../nbs/lab/46_text.ipynb #232b2702
+
 def check_note(
     note: dict,  # of `encoder_note`, as read from somewhere
     where: str,  # from where, for the message
 ) -> dict:  # the same
     "`ValueError` for an entry of a kind that `encoder_note` does not write."
-    text, none = (str,), (str, type(None))
-    kinds = dict(
-        encoder=none,
-        gguf_file=none,
-        revision=none,
-        fingerprint=none,
-        layers=(list,),
-        end=none,
-        dtype=text,
-    )
+    kinds = dict(encoder=str, gguf_file=str, revision=str, fingerprint=str, end=str)
+    kinds = {k: (kind, type(None)) for k, kind in kinds.items()} | dict(layers=list, dtype=str)
     for key, kind in kinds.items():
         value = note.get(key, None if key == 'revision' else 0)  # older notes have no revision
         odd = key == 'layers' and isinstance(value, list) and any(type(k) is not int for k in value)
-        if isinstance(value, kind) and not odd:
-            continue
-        said = f"is {note[key]!r:.60}" if key in note else "is missing"
-        raise ValueError(f"{where} is damaged: its entry '{key}' {said}")
+        if not isinstance(value, kind) or odd:
+            said = f"is {note[key]!r:.60}" if key in note else "is missing"
+            raise ValueError(f"{where} is damaged: its entry '{key}' {said}")
     return note
 
-# %% ../../nbs/lab/46_text.ipynb #15334efc
+
 def noted_encoder(
     note: dict,  # of `encoder_note`
     where: str | Path | None = None,  # if it lies elsewhere now: a folder, or a name on the Hub
@@ -815,246 +509,9 @@ def noted_encoder(
     "Load a transformer from a note; only one that `where` names may be fetched."
     place = where or note['encoder']
     same = str(place) == note['encoder'] and not Path(place).expanduser().is_dir()
-    return FrozenEncoder(
-        place,
-        note['gguf_file'],
-        note['layers'],
-        note['dtype'],
-        device,
-        note['end'],
-        note.get('revision') if same else None,
-        expected=note['fingerprint'],
-        fetch=bool(where),
-    )
-
-# %% ../../nbs/lab/46_text.ipynb #b9bc4505
-_format = 'capsnb routing classifier 1'
-
-
-def _classifier_note(
-    c: RoutingClassifier,  # any
-) -> dict:  # JSON-ready; no fingerprint of a transformer in training: its weights lie beside it
-    "What it takes to put a classifier together again, beside its weights."
-    note = encoder_note(c.reader) if c.frozen else _place_note(c.reader)
-    return dict(format=_format, frozen=c.frozen, names=c.names and list(c.names)) | note
-
-# %% ../../nbs/lab/46_text.ipynb #3031faca
-def _extra_note(
-    state: Tensor,  # [bytes] of `RoutingClassifier.get_extra_state`
-    where: str,  # it comes from, for messages
-) -> dict:  # the note
-    "A checkpoint's note; `ValueError` when it is damaged."
-    try:
-        note = json.loads(state.cpu().numpy().tobytes())
-    except (ValueError, RecursionError, AttributeError, TypeError) as e:
-        raise ValueError(f"the note in {where} is damaged: {first_line(e)}") from e
-    if not isinstance(note, dict) or note.get('format') != _format:
-        raise ValueError(f"{where}: expected a note of the format {_format!r}, got {note!r:.100}")
-    for key, kind in dict(frozen=bool, head=dict).items():
-        if isinstance(note.get(key), kind):
-            continue
-        said = f"its entry '{key}' is {note.get(key)!r:.60}"
-        raise ValueError(f"the note in {where} is damaged: {said}")
-    note['names'] = note.get('names')
-    return check_note(note, f"the note in {where}")
-
-# %% ../../nbs/lab/46_text.ipynb #27f91c22
-def _note_as_state(
-    self: RoutingClassifier,
-) -> Tensor:  # [bytes] the note of `save_pretrained`, and the head's config
-    "What makes a trainer's checkpoint a whole classifier: part of its state dict."
-    note = _classifier_note(self) | dict(head=self.head._hub_mixin_config)
-    return torch.frombuffer(bytearray(json.dumps(note), 'utf-8'), dtype=torch.uint8)
-
-# %% ../../nbs/lab/46_text.ipynb #9da3ad1d
-def _state_as_note(
-    self: RoutingClassifier,
-    state: Tensor,  # [bytes]
-):
-    "`ValueError` when weights come from a classifier that read texts in another way."
-    note = _extra_note(state, 'these weights')
-    for key, mine in dict(layers=self.reader.layers, end=self.reader.end).items():
-        if note[key] == mine:
-            continue
-        raise ValueError(
-            f"the weights belong to a classifier with {key} {note[key]}, this one has {mine}"
-        )
-    if note['names']:
-        self.names = _class_names(note['names'], self.head.routings[1].n_out)
-
-# %% ../../nbs/lab/46_text.ipynb #5303353e
-RoutingClassifier.get_extra_state, RoutingClassifier.set_extra_state = (
-    _note_as_state,
-    _state_as_note,
-)
-RoutingClassifier.id2label = property(lambda self: self.names and dict(enumerate(self.names)))
-RoutingClassifier.label2id = property(
-    lambda self: self.names and {name: k for k, name in enumerate(self.names)}
-)
-
-# %% ../../nbs/lab/46_text.ipynb #ba2490b9
-def _build_head(
-    config: dict,  # arguments of `SSTNet`
-    shapes: dict,  # name -> shape of each weight in a file
-    where: str,  # it comes from, for messages
-) -> SSTNet:  # untrained
-    "A head for weights; `ValueError` for an odd config before any memory is taken."
-    try:
-        with torch.device('meta'):
-            state = SSTNet(**config).state_dict()
-    except Exception as e:  # whatever odd entries lead to
-        raise ValueError(f"the config in {where} makes no network: {first_line(e)}") from e
-    wanted = {k: tuple(v.shape) for k, v in state.items()}
-    shapes = {k: tuple(v) for k, v in shapes.items()}
-    if differ := sorted(k for k in wanted | shapes if wanted.get(k) != shapes.get(k)):
-        k = differ[0]
-        raise ValueError(
-            f"config and weights in {where} do not belong together: "
-            f"{k} is {shapes.get(k, 'missing')}, expected {wanted.get(k, 'none')}"
-        )
-    return SSTNet(**config)
-
-# %% ../../nbs/lab/46_text.ipynb #5382f977
-def _read_weights(
-    path: Path,  # of a safetensors file
-) -> dict:  # name -> tensor
-    "Read weights; `ValueError` in one sentence when the file is damaged."
-    try:
-        return need('safetensors.torch').load_file(path)
-    except Exception as e:  # safetensors has its own errors
-        raise ValueError(f"'{path}' cannot be read: {first_line(e)}") from e
-
-# %% ../../nbs/lab/46_text.ipynb #ae04f516
-def _read_head(
-    folder: Path,  # written by `SSTNet.save_pretrained`
-) -> SSTNet:  # with its weights
-    "Read a head from here and nowhere else; `ValueError` when something is missing or damaged."
-    for name in ('config.json', 'model.safetensors'):
-        if not (folder / name).is_file():
-            raise ValueError(f"'{folder}' holds no head (no {name})")
-    state = _read_weights(folder / 'model.safetensors')
-    shapes = {k: v.shape for k, v in state.items()}
-    head = _build_head(read_json(folder / 'config.json'), shapes, f"'{folder}'")
-    head.load_state_dict(state)
-    return head
-
-# %% ../../nbs/lab/46_text.ipynb #aff93e26
-def _load_checkpoint(
-    folder: Path,  # written by a `transformers.Trainer`: its checkpoint, or what `save_model` left
-    encoder: str | Path | None = None,  # as for `_load_classifier`
-    device: str | None = None,  # as for `_load_classifier`
-) -> RoutingClassifier:  # in evaluation mode
-    "Put a classifier together from weights that carry its note."
-    path = folder / 'model.safetensors'
-    nothing, where = f"'{folder}' holds no classifier", f"'{path}'"
-    if not path.is_file():
-        raise ValueError(f"{nothing} (neither classifier.json nor model.safetensors)")
-    state = _read_weights(path)
-    if '_extra_state' not in state:
-        raise ValueError(f"{nothing} (no classifier.json, and {path.name} has no note of one)")
-    note = _extra_note(state['_extra_state'], where)
-    shapes = {k.removeprefix('head.'): v.shape for k, v in state.items() if k.startswith('head.')}
-    head = _build_head(note['head'], shapes, where)
-    reader = noted_encoder(note, encoder, device)
-    found = RoutingClassifier(reader, head, note['frozen'], note['names'])
-    try:
-        found.load_state_dict(state)
-    except RuntimeError as e:
-        raise ValueError(
-            f"{where} does not fit the transformer '{reader.name}': {first_line(e)}"
-        ) from e
-    return found.eval()
-
-# %% ../../nbs/lab/46_text.ipynb #cb54ab8f
-def _hash_saved(
-    folder: Path,  # of a classifier
-    parts: tuple,  # names of its sub-folders that have just been written
-) -> dict:  # name relative to the folder -> SHA-256
-    "Checksums of all files in some parts of a classifier's folder, each seen onto the disk."
-    found = {}
-    for part in parts:
-        files = (p for p in (folder / part).rglob('*') if p.is_file())
-        names = sorted(p.relative_to(folder / part).as_posix() for p in files)
-        sums = hash_files(folder / part, names)
-        found |= {f'{part}/{name}': sha for name, sha in sums.items()}
-    return found
-
-# %% ../../nbs/lab/46_text.ipynb #7309054e
-def _check_saved(
-    folder: Path,  # of a classifier
-    note: dict,  # its classifier.json
-    parts: tuple,  # names of the sub-folders that will be read
-):
-    "`ValueError` when the note, or a file to be read, is not as saved; warns without checksums."
-    said = 'is damaged, or not the one that was saved (SHA-256 differs)'
-    path = folder / 'classifier.json'
-    if 'files' not in note and 'digest' not in note:
-        warnings.warn(
-            f"'{path}' is of an older version and has no checksums: whether the "
-            "classifier is the one that was saved cannot be checked"
-        )
-        return
-    own = {key: value for key, value in note.items() if key != 'digest'}
-    if note.get('digest') != digest(own) or not isinstance(note.get('files'), dict):
-        raise ValueError(f"'{path}' {said}")
-    for name, wanted in note['files'].items():
-        if name.split('/')[0] not in parts:
-            continue
-        path = folder / name
-        try:
-            came = checksum(path) if path.is_file() else None
-        except OSError as e:
-            raise ValueError(f"'{path}' cannot be read ({e.strerror})") from e
-        if came is None:
-            raise ValueError(f"'{path}' is missing: it was saved with the classifier")
-        if came != wanted:
-            raise ValueError(f"'{path}' {said}")
-
-# %% ../../nbs/lab/46_text.ipynb #0000003a
-def _save_classifier(
-    self: RoutingClassifier,
-    folder: str | Path,  # made if missing
-    with_encoder: bool | None = None,  # whether to save the transformer; None: if it was trained
-):
-    "Save the head and, unless it is frozen, the transformer; `ValueError` with adapters."
-    if hasattr(self.encoder, 'peft_config'):
-        raise ValueError("the transformer has adapters: merge_lora(classifier) puts them into it")
-    folder, r = Path(folder), self.reader
-    with_encoder = not self.frozen if with_encoder is None else with_encoder
-    self.head.save_pretrained(folder / 'head')
-    if with_encoder:
-        for part in (self.encoder, r.tokenizer):
-            part.save_pretrained(folder / 'encoder')
-    note = _classifier_note(self) | dict(fingerprint=r.fingerprint)
-    if with_encoder:
-        note |= dict(encoder=None, gguf_file=None, revision=None)
-    note['files'] = _hash_saved(folder, ('head', 'encoder') if with_encoder else ('head',))
-    write_json(folder / 'classifier.json', note | dict(digest=digest(note)))
-
-# %% ../../nbs/lab/46_text.ipynb #a569e0bb
-def _load_classifier(
-    folder: str | Path,  # written by `save_pretrained`, or by a `transformers.Trainer`
-    encoder: str | Path | None = None,  # where the transformer lies now; None: where it lay then
-    device: str | None = None,  # None: the best there is
-) -> RoutingClassifier:  # in evaluation mode
-    "Read a classifier; `ValueError` when the transformer is not the one it was trained on."
-    folder = Path(folder).expanduser()
-    if not (folder / 'classifier.json').is_file():
-        return _load_checkpoint(folder, encoder, device)
-    where = f"'{folder / 'classifier.json'}'"
-    note = read_json(folder / 'classifier.json', format=str, frozen=bool, fingerprint=str)
-    _check_saved(folder, note, ('head',) if encoder else ('head', 'encoder'))
-    if check_note(note, where)['format'] != _format:
-        raise ValueError(f"{where} has the format {note['format']!r}, expected {_format!r}")
-    head, place = _read_head(folder / 'head'), note['encoder'] or str(folder / 'encoder')
-    reader = noted_encoder(note | dict(encoder=place), encoder, device)
-    return RoutingClassifier(reader, head, note['frozen'], note.get('names')).eval()
-
-# %% ../../nbs/lab/46_text.ipynb #82d5794f
-RoutingClassifier.save_pretrained, RoutingClassifier.from_pretrained = (
-    _save_classifier,
-    staticmethod(_load_classifier),
-)
+    how = {k: note[k] for k in ('gguf_file', 'layers', 'dtype', 'end')}
+    how |= dict(revision=note.get('revision') if same else None, expected=note['fingerprint'])
+    return FrozenEncoder(place, device=device, fetch=bool(where), **how)
 
 # %% ../../nbs/lab/46_text.ipynb #00000040
 def layer_profile(
