@@ -87,7 +87,9 @@ def parse_tree(
     try:
         at = phrase(0)
     except RecursionError:
-        raise ValueError(f"{where}: expected a sentence, got phrases in phrases without end") from None
+        raise ValueError(
+            f"{where}: expected a sentence, got phrases in phrases without end"
+        ) from None
     if at != len(line):
         raise wrong(at, 'nothing after the tree')
     return Tree(tuple(words), tuple(nodes))
@@ -182,9 +184,7 @@ def unique_phrases(
     first = {}
     for t, tree in enumerate(trees):
         for start, end, label in tree.nodes:
-            u, *_, known = first.setdefault(
-                tree.words[start:end], (t, start, end, label)
-            )
+            u, *_, known = first.setdefault(tree.words[start:end], (t, start, end, label))
             if label != known:
                 phrase, before = phrase_text(tree, start, end), f"label {known} in line {u + 1}"
                 said = f"'{phrase}' has label {label}, but {before}"

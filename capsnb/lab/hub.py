@@ -230,6 +230,33 @@ class RoutingClassifier(_tf.PreTrainedModel):
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
 
+    def collate(
+        self,
+        rows: list,  # of dicts with text and, if known, label
+    ) -> dict:  # input_ids, attention_mask [b, n], and labels [b]
+        "A `data_collator` for rows that are not tokenized."
+        if self.tokenizer is None:
+            self.tokenizer = _tf.AutoTokenizer.from_pretrained(self.name_or_path)
+        batch = self.tokenizer([r['text'] for r in rows], padding=True, return_tensors='pt')
+        if 'label' in rows[0]:
+            batch['labels'] = torch.tensor([r['label'] for r in rows])
+        return batch
+
+    @torch.no_grad()
+    def predict(
+        self,
+        texts: list,  # of str
+        batch_size: int = 20,  # texts at a time
+    ) -> Tensor:  # [n, k] probabilities of the classes
+        "Classify texts, in evaluation mode."
+        was, texts, p = self.training, as_texts(texts), []
+        self.eval()
+        for k in range(0, len(texts), batch_size):
+            batch = self.collate([dict(text=t) for t in texts[k : k + batch_size]])
+            p.append(self(**batch.to(self.device)).logits.softmax(-1))
+        self.train(was)
+        return torch.cat(p)
+
     @classmethod
     def from_pretrained(
         cls,

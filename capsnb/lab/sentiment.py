@@ -163,10 +163,7 @@ def say(
         print(text, file=sys.stderr, flush=True)
 
 # %% ../../nbs/lab/54_sentiment.ipynb #96c070fb
-def _cache_name(
-    name: str,  # of a split
-    dtype: str,  # of its numbers on disk
-) -> str:  # of the cache's folder
+def _cache_name(name: str, dtype: str) -> str:
     "Caches of other dtypes lie beside the usual ones."
     if dtype not in on_disk:
         there = ' or '.join(map(repr, on_disk))
@@ -175,11 +172,8 @@ def _cache_name(
 
 # %% ../../nbs/lab/54_sentiment.ipynb #031440da
 def _choose_cache(
-    cache: str | Path | bool | None,  # as for `Sentiment`
-    needed: dict,  # name of a cache -> its bytes
-    root: Path,  # where caches are
-    place: str = '*',  # folder of the encoder's caches in it; '*': any encoder's
-) -> str | Path | bool | None:  # the same, or False: on the fly
+    cache: str | Path | bool | None, needed: dict, root: Path, place: str = '*'
+) -> str | Path | bool | None:
     "Whether to keep hidden states; `OSError` when the folder that was named has not got the room."
     if cache is False:
         return False
@@ -203,10 +197,7 @@ def _choose_cache(
     return False
 
 # %% ../../nbs/lab/54_sentiment.ipynb #3537e360
-def _embeddings_folder(
-    encoder: FrozenEncoder,  # who makes the cache
-    root: str | Path | None,  # where caches are; None: the user's cache folder
-) -> Path:  # of this encoder's caches
+def _embeddings_folder(encoder: FrozenEncoder, root: str | Path | None) -> Path:
     "One folder for each encoder and choice of layers and end token."
     root = Path(root).expanduser() if root else cache_folder('embeddings')
     return root / fingerprint(encoder.fingerprint, encoder.layers, encoder.end_id)
@@ -247,13 +238,7 @@ def sst_samples(
 names_of = dict(sst5=label_names, sst2=('negative', 'positive'))
 
 # %% ../../nbs/lab/54_sentiment.ipynb #5cc145ad
-def _samples(
-    name: str,  # of the cache
-    texts: list,  # of the whole split
-    labels: list,  # from 0 to 4
-    task: str,  # 'sst5' or 'sst2', which leaves the middle label out
-    limit: int | None,  # at most so many, spread evenly, since files are not shuffled
-) -> Samples:
+def _samples(name: str, texts: list, labels: list, task: str, limit: int | None) -> Samples:
     rows = [k for k, label in enumerate(labels) if task == 'sst5' or label != 2]
     n = min(len(rows), limit or len(rows))
     rows = [rows[k * len(rows) // n] for k in range(n)]
@@ -263,10 +248,7 @@ def _samples(
     return Samples(name, texts, rows, labels)
 
 # %% ../../nbs/lab/54_sentiment.ipynb #56193736
-def _check_in_memory(
-    task: Sentiment,  # that will be trained on
-    recipe: dict,  # of the run
-):
+def _check_in_memory(task: Sentiment, recipe: dict):
     "`ValueError` for what cannot be together."
     if task.in_memory and task.cache is not None:
         other = 'come on the fly' if task.cache is False else f"lie in '{task.cache}'"
@@ -450,10 +432,7 @@ class Sentiment(Task):
 sst5, sst2 = Sentiment('sst5'), Sentiment('sst2')
 
 # %% ../../nbs/lab/54_sentiment.ipynb #42cc4639
-def _first_the_price(
-    task: Sentiment,  # its texts are read, its encoder need not be loaded
-    epochs: int,  # of the run
-):  # cache, or False: on the fly
+def _first_the_price(task: Sentiment, epochs: int):
     "Say what a run will cost, and decide where hidden states come from."
     encoder, samples, device = task.encoder, task.samples, pick_device(task.device)
     if isinstance(encoder, FrozenEncoder):
@@ -573,10 +552,7 @@ def beside_paper(
     return f"{paper}, here {found} % ({count}); {end}"
 
 # %% ../../nbs/lab/54_sentiment.ipynb #d0dfc239
-def _mean_states(
-    deck: TextDeck,  # data
-    batch_size: int = 40,  # texts at a time
-):  # NumPy [n, l, m]
+def _mean_states(deck: TextDeck, batch_size: int = 40):
     "Each layer's hidden states, averaged over the tokens of each text."
     out = []
     for k in range(0, len(deck), batch_size):

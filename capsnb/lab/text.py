@@ -30,9 +30,7 @@ __all__ = ['into_rows', 'blend', 'by_length', 'as_parts', 'TextStem', 'SSTNet', 
            'check_note', 'noted_encoder', 'layer_profile']
 
 # %% ../../nbs/lab/46_text.ipynb #0000000a
-def _mask_scores(
-    mask: Tensor,  # [b, n] in [0, 1]: 1 token, 0 padding, between them a blend of the two
-) -> Tensor:  # [b, n] scores: logits, +inf for tokens and -inf for padding
+def _mask_scores(mask: Tensor) -> Tensor:
     "How present each token is (Heinsen 2019, fig. 5d); `ValueError` for what is no mask."
     if mask.ndim != 2 or not mask.is_floating_point():
         raise ValueError(
@@ -48,22 +46,13 @@ def _mask_scores(
     return torch.logit(mask)
 
 # %% ../../nbs/lab/46_text.ipynb #0000000d
-def _layer_maps(
-    A: Tensor,  # [d, m], the linear map
-    u: Tensor,  # [d], its offset
-    depth: Tensor,  # [l, m], the depth-of-layer parameter
-    mean: Tensor,  # [l, m], what is subtracted from hidden states
-    size: Tensor,  # [l, m], what they are divided by
-) -> tuple:  # one map a layer: A_l [l, d, m], u_l [l, d]
+def _layer_maps(A: Tensor, u: Tensor, depth: Tensor, mean: Tensor, size: Tensor) -> tuple:
     "Affine map, depth of layer and scale of hidden states as one affine map per layer."
     A_l = A / size[:, None]
     return A_l, u + depth @ A.T - torch.einsum('ldm,lm->ld', A_l, mean)
 
 # %% ../../nbs/lab/46_text.ipynb #f6fce020
-def _read_layers(
-    embs: Tensor,  # [..., l, m] hidden states
-    A_l: Tensor,  # [l, d, m], of `_layer_maps`
-) -> Tensor:  # [..., l, d]
+def _read_layers(embs: Tensor, A_l: Tensor) -> Tensor:
     "Every layer's hidden states through its own linear map: one product of matrices a layer."
     flat = embs.reshape(-1, *embs.shape[-2:]).transpose(0, 1)
     return (
@@ -130,10 +119,7 @@ def by_length(
     return type(outs[0])(*map(joined, zip(*outs)))
 
 # %% ../../nbs/lab/46_text.ipynb #00000015
-def _detect_parts(
-    d_emb: int,  # m: width of the transformer
-    d_feat: int,  # sentiment features
-) -> nn.Sequential:  # of an affine map, Swish, layer norm
+def _detect_parts(d_emb: int, d_feat: int) -> nn.Sequential:
     "What reads a hidden state (Heinsen 2019, fig. 5c): Kaiming-normal weights, biases of 0."
     linear = nn.Linear(d_emb, d_feat)
     nn.init.kaiming_normal_(linear.weight)
@@ -306,9 +292,7 @@ def measure_scale(
     return net
 
 # %% ../../nbs/lab/46_text.ipynb #00000024
-def _sst_from_published(
-    path: str | Path,  # of the state dict
-) -> SSTNet:  # in evaluation mode, with the author's floor (eps='paper')
+def _sst_from_published(path: str | Path) -> SSTNet:
     "The network for text with the author's weights; `ValueError` lists what does not fit."
     state = read_published(path)
     n_dims = {'depth_emb': 2, 'detect_parts.0.weight': 2, 'routings.0.W': 4, 'routings.1.W': 4}
@@ -403,11 +387,7 @@ def coloured(
     return f'<div style="line-height:1.9;font-size:15px">{spans}</div>'
 
 # %% ../../nbs/lab/46_text.ipynb #39317214
-def _coloured_word(
-    word: str,
-    v: float,  # its number
-    strength: float,  # from -1 to 1
-) -> str:  # HTML
+def _coloured_word(word: str, v: float, strength: float) -> str:
     rgb, opacity = '178,24,43' if v < 0 else '33,102,172', min(1.0, abs(strength)) * 0.75
     ink = '#fff' if opacity > 0.5 else 'inherit'
     style = f'background:rgba({rgb},{opacity:.2f});color:{ink};padding:1px 3px;border-radius:3px'

@@ -19,7 +19,7 @@ from ..lab.report import interval, percent, runs_of, spread
 from ..lab.sentiment import names_of, sst_samples
 from ..lab.shootout import step_costs
 from ..lab.tasks import begin_record, note_choices, settle_command
-from ..lab.text import RoutingClassifier
+from ..lab.hub import RoutingClassifier
 from ..lab.train import accuracy, fingerprint, quiet_transformers, repeat
 from ..lab.vision import n_params
 
@@ -43,8 +43,8 @@ def add_lora(
         warnings.simplefilter(
             'ignore'
         )  # of weights stored the other way round, which it sets right
+        classifier.thaw()
         classifier.encoder = peft.get_peft_model(classifier.encoder, peft.LoraConfig(**how))
-    classifier.frozen = False
     return classifier
 
 
@@ -171,7 +171,7 @@ def tune(
         dict(text=t['text'], label=t['label'])
         for t in data['train'].select(range(min(batch_size, len(data['train']))))
     ]
-    batch = {k: v.to(classifier.reader.device) for k, v in classifier.collate(rows).items()}
+    batch = {k: v.to(classifier.device) for k, v in classifier.collate(rows).items()}
     cost = step_costs({way: classifier.train()}, batch, 2)[way]
     classifier.zero_grad()
     trainer = quiet_transformers().Trainer(
