@@ -146,6 +146,7 @@ def main():
             raise
 
     for stream in (sys.stdout, sys.stderr):  # a path need not fit their encoding
-        stream.reconfigure(errors='backslashreplace')
+        if hasattr(stream, 'reconfigure'):
+            stream.reconfigure(errors='backslashreplace')
     signal.signal(signal.SIGINT, stop)
     plainly(work, 'the same command')
