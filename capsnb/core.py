@@ -196,10 +196,7 @@ def plot_style():
     return plt
 
 # %% ../nbs/00_core.ipynb #0eaf7ec2
-def _frame(
-    figure,  # of matplotlib; closed afterwards
-    dpi: int,  # dots per inch
-) -> str:  # the picture as a data URI
+def _frame(figure, dpi: int) -> str:
     "A figure as a small picture."
     png, webp = io.BytesIO(), io.BytesIO()
     figure.savefig(png, dpi=dpi, facecolor='white')
@@ -234,10 +231,7 @@ show();
 """
 
 # %% ../nbs/00_core.ipynb #faab5f36
-def _slider(
-    name: str,  # what varies
-    values: list,  # the values it takes
-) -> str:  # HTML
+def _slider(name: str, values: list) -> str:
     "One labelled slider, at its last value."
     said, last = html.escape(json.dumps([str(v) for v in values])), len(values) - 1
     return (

@@ -102,23 +102,16 @@ def _case(bench: str, name: str):
     return lambda make: benches.setdefault(bench, {}).setdefault(name, make)
 
 
-def _made(contestants: dict[str, Callable]) -> tuple[dict, dict]:
-    "The steps of those that run; of the others, why they do not."
+def _measure(bench, case, device='cpu', rounds=5, memory=True, tiny=False) -> dict:
+    "measured: contestant -> numbers; not_run: contestant -> why. Ratios are medians over rounds."
     steps, others = {}, {}
-    for name, make in contestants.items():
+    for name, make in benches[bench][case](device, tiny).items():
         try:
             step = make()
             step()
+            steps[name] = step
         except Exception as e:  # a refusal, or out of memory: the others still run
             others[name] = f'{type(e).__name__}: {e}'[:500]
-        else:
-            steps[name] = step
-    return steps, others
-
-
-def _measure(bench, case, device='cpu', rounds=5, memory=True, tiny=False) -> dict:
-    "measured: contestant -> numbers; not_run: contestant -> why. Ratios are medians over rounds."
-    steps, others = _made(benches[bench][case](device, tiny))
     times, rows = take_turns(steps, rounds), {}
     for name, seconds in times.items():
         row = rows[name] = dict(wall=statistics.median(seconds), rounds=seconds)
@@ -137,16 +130,15 @@ def _measure(bench, case, device='cpu', rounds=5, memory=True, tiny=False) -> di
 # %% ../../nbs/lab/60_speed.ipynb #a0759575
 def _gradients(out, X: list) -> tuple:
     "Backward from the sum of squares of all outputs."
-    return torch.autograd.grad(sum(o.square().sum() for o in out), X)
+    return torch.autograd.grad(sum(o.square().sum() for o in out), X, allow_unused=True)
 
 
-def _by_plans(make: Callable, registry: dict) -> dict:
+def _by_plans(make: Callable, plans) -> dict:
     "A contestant for each plan; 'votes' is the definition."
-    named = {'definition': 'votes', **{p: p for p in registry if p != 'votes'}, 'auto': 'auto'}
-    return {name: functools.partial(make, plan) for name, plan in named.items()}
+    return {'definition' if p == 'votes' else p: functools.partial(make, p) for p in plans}
 
 
-def _layer(make: Callable, registry: dict, parts: tuple, pose: tuple, device: str) -> dict:
+def _layer(make: Callable, plans, parts: tuple, pose: tuple, device: str) -> dict:
     "A layer, forward and backward, of random `parts`."
 
     def step(plan):
@@ -156,7 +148,7 @@ def _layer(make: Callable, registry: dict, parts: tuple, pose: tuple, device: st
         X = [x.to(device).requires_grad_() for x in X]
         return lambda: _gradients(layer(*X)[:2], [*X, *layer.parameters()])
 
-    return _by_plans(step, registry)
+    return _by_plans(step, plans)
 
 
 paper_sizes = {
@@ -174,13 +166,13 @@ def _routing(s: Sizes, device: str, tiny: bool) -> dict:
     s = s._replace(n=2, i=12, j=6) if tiny else s
     how = dict(n_inp=None if s.shared else s.i, n_out=s.j)
     make = lambda plan: Routing(s.c, s.d, s.h, plan=plan, **how)
-    return _layer(make, plans, (s.n, s.i), (s.c, s.d), device)
+    return _layer(make, [*plans, 'auto'], (s.n, s.i), (s.c, s.d), device)
 
 
 for _name, _s in paper_sizes.items():
     _case('routing', _name)(functools.partial(_routing, _s))
 
-# %% ../../nbs/lab/60_speed.ipynb #acdb9fce
+
 _fields = {  # images, rows and columns of the parts, types of parts and of wholes, stride
     '32·32·32·32, layer 1': (4, 14, 32, 32, 2),
     '32·32·32·32, layer 2': (4, 6, 32, 32, 1),
@@ -193,7 +185,7 @@ def _convcaps(sizes: tuple, device: str, tiny: bool) -> dict:
     "`ConvCaps` with fields of 3×3 and poses of 4×4."
     b, grid, n_inp, n_out, stride = (1, 5, 2, 2, sizes[-1]) if tiny else sizes
     make = lambda plan: ConvCaps(n_inp, n_out, 3, stride, plan=plan, eps=1e-4)
-    return _layer(make, field_plans, (b, grid, grid, n_inp), (4, 4), device)
+    return _layer(make, [*field_plans, 'auto'], (b, grid, grid, n_inp), (4, 4), device)
 
 
 for _name, _s in _fields.items():
@@ -216,20 +208,15 @@ def _dynamic(device: str, tiny: bool) -> dict:
 
 # %% ../../nbs/lab/60_speed.ipynb #53f12e7a
 def _zoo(name: str, device: str, tiny: bool) -> dict:
-    "A routing, forward and backward, with votes and without."
+    "A routing, with votes and without."
     n, i, j = (2, 9, 3) if tiny else (50, 784, 16)
 
-    def step(votes):
-        seed_everything(0)
-        layer = routing_layer(name, 4, 4, 4, None, j).to(device)
-        layer.votes_of = layer.cast if votes else layer.votes_of
-        a, mu = torch.randn(n, i).to(device), torch.randn(n, i, 4, 4).to(device)
-        X = [mu.requires_grad_(), *layer.parameters()]
-        total = lambda out: out.a.sum() + out.mu.sum()
-        return lambda: torch.autograd.grad(total(layer(a, mu)), X, allow_unused=True)
+    def make(plan):
+        layer = routing_layer(name, 4, 4, 4, None, j)
+        layer.votes_of = layer.cast if plan == 'votes' else layer.votes_of
+        return layer
 
-    ways = {'definition': True, 'without votes': False}
-    return {name: functools.partial(step, votes) for name, votes in ways.items()}
+    return _layer(make, ('votes', 'without votes'), (n, i), (4, 4), device)
 
 
 with torch.random.fork_rng(devices=[]):
@@ -284,33 +271,38 @@ def _sentences(n: int, words: int, shape: tuple) -> tuple:
     return mask, torch.randn(int(lengths.sum()), *shape, generator=dice), torch.arange(n) % 5
 
 
+def _steps(make: Callable, plans, batch: tuple, device: str) -> dict:
+    "Steps of a network by each plan."
+
+    def step(plan):
+        seed_everything(0)
+        return _Training(make(plan), batch, device)
+
+    return _by_plans(step, plans)
+
+
 @_case('matrix_caps', '64·8·16·16, 20 pairs of 32 × 32')
 def _matrix_caps(device: str, tiny: bool) -> dict:
     "Small matrix capsules."
     sizes, n = ((2, 2, 2, 2), 2) if tiny else ((64, 8, 16, 16), 20)
 
-    def step(plan):
-        seed_everything(0)
+    def make(plan):
         net = MatrixCapsNet(*sizes, preset='paper')
         for layer in net.caps:
             layer.plan = plan
-        return _Training(net, _images(n, (2, 32, 32), 5), device)
+        return net
 
-    return _by_plans(step, field_plans)
+    return _steps(make, [*field_plans, 'auto'], _images(n, (2, 32, 32), 5), device)
 
 
 @_case('sst', 'head, 20 sentences of 19 words')
 def _sst(device: str, tiny: bool) -> dict:
     "The network for text."
     n, words, shape = (2, 4, (3, 8)) if tiny else (20, 19, (31, 576))
+    make = lambda plan: SSTNet(*shape, plan=plan)
+    return _steps(make, [*plans, 'auto'], _sentences(n, words, shape), device)
 
-    def step(plan):
-        seed_everything(0)
-        return _Training(SSTNet(*shape, plan=plan), _sentences(n, words, shape), device)
 
-    return _by_plans(step, plans)
-
-# %% ../../nbs/lab/60_speed.ipynb #8701a731
 _networks = {  # whether all is tiny -> a network, its rival's options, a batch
     'D-step, digits': lambda tiny: (DStepNet(), {}, _images((20, 2)[tiny], (1, 8, 8), 10)),
     'D-step, smallNORB': lambda tiny: (
@@ -361,7 +353,7 @@ def _page(title: str, found: dict) -> str:
         lines.append(line + (f"{row['per_second']:10,.0f} per s" if 'per_second' in row else ''))
     return '\n'.join(lines + [f'  {k} did not run: {why}' for k, why in found['not_run'].items()])
 
-# %% ../../nbs/lab/60_speed.ipynb #e6d1ed64
+
 def bench(
     names: tuple = (),  # of benches; none: all
     out: str | Path = 'runs/bench.json',  # the record
