@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
 import shlex
 import sys
@@ -1190,60 +1189,6 @@ def study_viewpoint(
     return leave_study(record, table, (picture,))
 
 
-def study_overlap(
-    data: Annotated[str, option("'mnist', or 'digits', 8x8.")] = 'mnist',
-    pairs: Annotated[
-        int, option('Training pairs of an epoch, drawn anew in each.', min=1)
-    ] = 60_000,
-    held: Annotated[int, option('Pairs of validation, and of the test.', min=1)] = 10_000,
-    epochs: Annotated[int, option('Times so many pairs.', min=1)] = 20,
-    rate: Annotated[
-        list[float] | None,
-        unset(
-            'Top learning rate to try; may be repeated. If not given: 0.001, 0.003, 0.01 and 0.03.'
-        ),
-    ] = None,
-    seeds: Annotated[int, option('Final runs of each network.', min=1)] = 3,
-    published: Annotated[
-        bool, option("Networks of the paper's size; a laptop's if not given.", '--published')
-    ] = False,
-    out: Annotated[Path, option('Folder of the record; finished runs are kept.')] = Path(
-        'runs/overlap'
-    ),
-    folder: Annotated[
-        Path | None,
-        unset('MNIST: folder of the files; else CAPSNB_DATA, or a download.', '--data-folder'),
-    ] = None,
-    device: Device = None,
-    progress: Progress = None,
-    as_json: AsJson = False,
-):
-    """MultiMNIST: which two digits are there, one on top of the other (Sabour 2017, section 6)?
-
-    CapsNet and a CNN as large with sigmoids: equal search and budget, then fresh seeds; errors by
-    degree of overlap; both digits drawn from their capsules. Goes on where it was stopped."""
-    lab = room('lab.overlap')
-    how = dict(n=pairs, n_held=held, small=not published, folder=folder)
-    task, kw = lab.MultiDigits(data, **how), dict(device=device, progress=progress)
-    kw['lrs'] = checked_rates(rate)
-    path = lab.overlap_study(out, tuple(range(seeds)), epochs, task, **kw)
-    if not is_first():
-        return
-    record = json.loads(path.read_text(encoding='utf-8'))
-    lines = [
-        f"{key}: {found['error']:.1%} of {found['n']:,} pairs misread, "
-        f"{found['digit_error']:.1%} of the digits"
-        for key, found in record['tested'].items()
-    ]
-    print(*lines, sep='\n')
-    pictures = save_pictures(
-        path,
-        overlap=lab.plot_by_overlap(record),
-        **{k: lab.plot_drawn(v) for k, v in record['drawn'].items() if v},
-    )
-    return leave_study(path, '\n'.join(lines), tuple(pictures))
-
-
 def checked_rates(
     rates: list | None,  # as typed
 ) -> tuple | None:  # the same; None: none was
@@ -1251,65 +1196,6 @@ def checked_rates(
     if wrong := [lr for lr in rates or () if not lr > 0]:
         raise ValueError(f"--rate must be above 0, got {wrong[0]:g}")
     return tuple(rates or ()) or None
-
-
-def save_pictures(
-    path: Path,  # of a record
-    **figures,  # name -> matplotlib figure
-) -> list:  # their paths
-    "Pictures beside a record."
-    pictures = []
-    for name, figure in figures.items():
-        pictures.append(path.with_name(f"{path.stem}_{name.replace(' ', '_')}.png"))
-        figure.savefig(pictures[-1], dpi=120)
-        print(f'look at {pictures[-1]}')
-    return pictures
-
-
-def study_distortion(
-    data: Annotated[
-        str, option("'mnist', 'fashion-mnist', 'toys', 'eth80', or 'affnist'.")
-    ] = 'mnist',
-    only: Annotated[
-        list[str] | None,
-        unset("A routing, 'cnn', or of affnist 'capsnet'; may be repeated. All if not given."),
-    ] = None,
-    seeds: Annotated[int, option('Final runs of each contestant.', min=1)] = 3,
-    scale: Annotated[float, option('Multiplies the number of epochs.', min=0.01, max=1000)] = 1.0,
-    pictures: Annotated[int, option('Test pictures for the curves.', min=1)] = 1000,
-    until: Annotated[
-        float, option('affnist: validation accuracy on moved digits that ends training.')
-    ] = 0.9923,
-    published: Annotated[
-        bool, option("affnist: networks of the paper's size.", '--published')
-    ] = False,
-    out: Annotated[
-        Path, option('Folder of the records; finished runs are kept, those of a shoot-out too.')
-    ] = Path('runs/distortion'),
-    device: Device = None,
-    progress: Progress = None,
-    as_json: AsJson = False,
-):
-    """Accuracy against shift, rotation, scale, noise and occlusion, for every routing on one stem.
-
-    affnist: trained on moved digits until a level, tested on affine ones (Sabour 2017, 5.2).
-    Goes on where it was stopped."""
-    lab = room('lab.overlap')
-    task = lab.AffineDigits(small=not published, until=until) if data == 'affnist' else None
-    how = dict(task=task, device=device, progress=progress)
-    who, numbers = tuple(only or ()) or None, tuple(range(seeds))
-    path = lab.distortion_study(data, out, who, numbers, scale, pictures, **how)
-    if not is_first():
-        return
-    record = json.loads(path.read_text(encoding='utf-8'))
-    lines = [
-        f"{key}: moved {record['clean accuracy'][key]:.1%}, affine {found:.1%}"
-        for key, found in record.get('test accuracy', {}).items()
-    ]
-    for line in lines:
-        print(line)
-    pictures = save_pictures(path, robustness=lab.plot_robustness(record))
-    return leave_study(path, '\n'.join(lines), tuple(pictures))
 
 
 def plateau(
@@ -1379,51 +1265,6 @@ def depth(
         return
     print(table := room('lab.depth').depth_table(out))
     return leave_study(out, table)
-
-
-def study_poses(
-    data: Annotated[str, option("'toys' or 'eth80': objects whose angles are known.")] = 'toys',
-    only: Annotated[
-        list[str] | None,
-        unset("'dstep', 'decoder', 'equivariance', 'cnn', ...; may be repeated. All if not given."),
-    ] = None,
-    seeds: Annotated[int, option('Runs of each network.', min=1)] = 2,
-    scale: Annotated[float, option('Multiplies the number of epochs.', min=0.01, max=1000)] = 1.0,
-    take: Annotated[
-        Path | None,
-        unset("Runs of `capsnb shootout` on the same data: what is there is not trained again."),
-    ] = None,
-    weights: Annotated[
-        Path | None,
-        unset(
-            "The author's published smallNORB weights: draws figures 4, 6, 7 and 9 for them, "
-            "on 'smallnorb' or 'toys'; trains nothing."
-        ),
-    ] = None,
-    out: Annotated[Path, option('Folder of the record; finished runs are kept.')] = Path(
-        'runs/poses'
-    ),
-    device: Device = None,
-    progress: Progress = None,
-    as_json: AsJson = False,
-):
-    """What capsules know of the pose: R² of azimuth and elevation on unknown objects.
-
-    Trains one network after another; a study that was stopped goes on with the same command."""
-    poses = room('lab.poses')
-    if weights is not None:
-        drawn = poses.published_figures(weights, data, out, progress)
-        print('look at ' + ', '.join(map(str, drawn)))
-        return dict(pictures=list(map(str, drawn)))
-    how = dict(scale=scale, runs=out / 'runs', take=take, device=device, progress=progress)
-    poses.study_poses(data, out, tuple(only or ()) or None, tuple(range(seeds)), **how)
-    if not is_first():
-        return
-    drawn = poses.draw_study(data, out, take)
-    path = out / f'poses_{data}.json'
-    table = poses.pose_table(room('data.files').read_json(path))
-    print(f"{table}\n\nlook at {', '.join(map(str, drawn))}")
-    return leave_study(path, table, tuple(drawn))
 
 
 def study_language(
@@ -1696,13 +1537,6 @@ def make_app() -> typer.Typer:
     study.callback()(lambda: None)
     for name, command, short in (
         ('viewpoint', study_viewpoint, 'Trained on some viewpoints, tested on others.'),
-        ('overlap', study_overlap, 'Two digits, one on top of the other.'),
-        (
-            'distortion',
-            study_distortion,
-            'Shift, rotation, scale, noise, occlusion; affine digits.',
-        ),
-        ('poses', study_poses, 'What capsules know of azimuth and elevation, on unknown objects.'),
         ('plateau', plateau, 'Why matrix capsules learn late.'),
         ('depth', depth, 'How many layers of capsules can be trained?'),
         ('language', study_language, 'Routing inside, and at the end of, language models.'),

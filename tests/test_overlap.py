@@ -8,28 +8,16 @@ from torch import nn
 from torch.testing import assert_close
 
 pytest.importorskip('sklearn')
-from capsnb.lab import overlap
 from capsnb.lab.capsnet import CapsNet, CapsOut
-from capsnb.lab.overlap import (
-    AffineDeck,
-    AffineDigits,
-    MultiDigits,
-    OverlapDeck,
-    PairCapsNet,
-    PoolingCNN,
-    affine_maps,
-    digit_error,
-    measured,
-    overlaps,
-    pair_classes,
-    robustness,
-    room,
-    warp,
-)
+from capsnb.lab.overlap import AffineDeck, AffineDigits, MultiDigits, OverlapDeck, PairCapsNet
+from capsnb.lab.overlap import PoolingCNN, _affine_maps, _room, pair_classes, warp
 from capsnb.lab.train import RunHooks, shift_images
 from capsnb.lab.vision import Scores
 
+from rooms import room
+
 pytest.importorskip('datasets')
+names = room('80_overlap')
 
 
 @pytest.fixture(scope='module')
@@ -50,14 +38,14 @@ def box(image):
 def test_overlap_of_boxes(digits):
     deck = OverlapDeck(digits['train'], 60, shift=2, size=12)
     placed = deck.__getitems__(list(range(60)))
-    found = overlaps(deck)
+    found = names['overlaps'](deck)
     for k, (one, other) in enumerate(placed['originals'][:, :, 0]):
         p, q = box(one), box(other)
         assert found['ink'][k].item() == pytest.approx(len(p & q) / min(len(p), len(q)))
     frames = torch.ones(60, 1, 8, 8)
     whole = OverlapDeck(dict(image=frames, label=torch.arange(60) % 10), 60, shift=2, size=12)
     both = (whole.__getitems__(list(range(60)))['originals'].sum(1) == 2).sum((1, 2, 3)) / 64
-    assert_close(overlaps(whole)['frames'].float(), both)
+    assert_close(names['overlaps'](whole)['frames'].float(), both)
 
 
 def test_a_pair_is_a_function_of_its_name(digits):
@@ -135,21 +123,10 @@ def test_loss_of_the_rival_by_hand():
     assert net(x, y)['loss'].item() == pytest.approx(want, rel=1e-5)
 
 
-def test_errors_by_digit():
-    torch.manual_seed(0)
-    label, guess = torch.randint(45, (2, 300))
-    n = torch.zeros(45, 45)
-    pairs, missed = pair_classes().tolist(), 0
-    for q, g in zip(label.tolist(), guess.tolist()):
-        n[q, g] += 1
-        missed += len(set(pairs[q]) - set(pairs[g]))
-    assert digit_error(n.tolist()) == pytest.approx(missed / 600)
-
-
 def test_warp_against_scipy():
     ndimage = pytest.importorskip('scipy.ndimage')
     x = torch.rand(1, 1, 11, 11)
-    matrix = affine_maps(torch.tensor([[0.9, 0.1, 0.8, 0.2]]))
+    matrix = _affine_maps(torch.tensor([[0.9, 0.1, 0.8, 0.2]]))
     back, middle, shift = torch.linalg.inv(matrix[0]), torch.tensor([5.0, 5.0]), [0.7, -1.3]
     offset = middle - back @ (middle + torch.tensor(shift))
     kw = dict(order=1, mode='grid-constant', cval=0.0)
@@ -158,20 +135,10 @@ def test_warp_against_scipy():
     assert_close(found[0, 0].double(), torch.from_numpy(want), atol=1e-5, rtol=0)
 
 
-def test_affine_maps_as_published():
-    turn, shear, scale = affine_maps(
-        torch.tensor([[1.0, 0.5, 0.5, 0.5], [0.5, 1.0, 0.5, 0.5], [0.5, 0.5, 0.0, 1.0]])
-    )
-    c, s = torch.cos(torch.tensor(20.0).deg2rad()), torch.sin(torch.tensor(20.0).deg2rad())
-    assert_close(turn, torch.tensor([[c, -s], [s, c]]))
-    assert_close(shear, torch.tensor([[1.0, 0.0], [0.2, 1.0]]))
-    assert_close(scale, torch.tensor([[0.8, 0.0], [0.0, 1.2]]))
-
-
 def test_affine_digits_stay_on_the_canvas(digits):
     torch.manual_seed(0)
-    images, matrix = digits['test']['image'][:100], affine_maps(torch.rand(100, 4))
-    low, high = room(images, matrix, 14)
+    images, matrix = digits['test']['image'][:100], _affine_maps(torch.rand(100, 4))
+    low, high = _room(images, matrix, 14)
     assert (high - low).min() > 0
     at = lambda shift: warp(images, matrix, shift, 14).sum((1, 2, 3))
     whole = warp(images, matrix, 0.0, 30).sum((1, 2, 3))
@@ -215,7 +182,7 @@ def test_robustness_of_a_network_that_is_known(in_bytes):
     images = (255 * images).byte() if in_bytes else images
     deck = Known(images, labels)
     kinds = dict(rotation=(0, 180), scale=(1.0, 0.5), shift=(0, 1), noise=(0.0,), occlusion=(0.0,))
-    found = robustness(Upper(), deck, kinds, batch_size=16)
+    found = names['robustness'](Upper(), deck, kinds, batch_size=16)
     assert found['rotation'] == {0: 1.0, 180: 0.0} and found['scale'] == {1.0: 1.0, 0.5: 1.0}
     assert found['shift'] == {0: 1.0, 1: 1.0} and found['noise'] == found['occlusion'] == {0.0: 1.0}
 
@@ -231,82 +198,3 @@ def test_training_ends_at_a_level():
     task = AffineDigits('digits', n=20, n_held=20, until=0.7)
     untils = [task.deck('cnn', split).until for split in ('train', 'validation', 'clean', 'test')]
     assert untils == [None, 0.7, None, None]
-
-
-def test_runs_are_measured_once(tmp_path):
-    path, asked = tmp_path / 'x.json', []
-    overlap.write_json(path, dict(runs={'a seed 0': {}, 'b c seed 1': {}}))
-    measure = lambda run: asked.append(run.name) or len(asked)
-    for _ in range(2):
-        assert measured(path, 'found', tmp_path, measure) == {'a seed 0': 1, 'b c seed 1': 2}
-    assert asked == ['a-seed-0', 'b-c-seed-1']
-
-
-def test_curves_of_other_pictures_are_refused(tmp_path):
-    path = tmp_path / 'x.json'
-    overlap.write_json(path, dict(runs={}))
-    overlap.note_curves(path, 20, dict(shift=(0, 2)))
-    overlap.note_curves(path, 30, dict(shift=(0, 2)))  # nothing has been measured yet
-    record = overlap.read_json(path)
-    assert record['curves'] == dict(pictures=30, kinds=dict(shift=[0, 2]))
-    overlap.write_json(path, record | dict(robustness={'a seed 0': {}}))
-    overlap.note_curves(path, 30, dict(shift=(0, 2)))
-    for n, kinds in ((20, dict(shift=(0, 2))), (30, dict(shift=(0, 4))), (30, None)):
-        with pytest.raises(ValueError, match='has curves of .* name another file'):
-            overlap.note_curves(path, n, kinds)
-    del record['curves']  # as records were before
-    overlap.write_json(path, record | dict(robustness={'a seed 0': {}}))
-    overlap.note_curves(path, 1000, None)
-
-
-def test_a_share_without_an_error_has_an_interval():
-    stats = pytest.importorskip('scipy.stats')
-    bins = [dict(low=k / 10, n=30, error=e) for k, e in enumerate((0.0, 1 / 30, 1.0))]
-    record = dict(
-        runs={'capsnet seed 0': dict(seed=0)}, tested={'capsnet seed 0': dict(by_overlap=bins)}
-    )
-    (ax,) = overlap.plot_by_overlap(record).axes
-    whiskers = ax.containers[0].lines[2][0].get_segments()
-    for b, (low, high) in zip(bins, whiskers):
-        k = round(30 * b['error'])
-        want = stats.binomtest(k, 30).proportion_ci(method='wilson')
-        assert low[1] == pytest.approx(100 * want.low, abs=1e-6)
-        assert high[1] == pytest.approx(100 * want.high, abs=1e-6)
-    assert whiskers[0][1][1] > 10
-
-
-@pytest.mark.parametrize('n', [3, 9])
-def test_of_many_contestants_some_are_named(n):
-    who = ['zebra', 'cnn', 'em', *'abcdef'][:n]
-    found = dict(shift={'0': 0.9, '2': 0.7})
-    record = dict(runs={}, robustness={f'{k} seed 0': found for k in who})
-    fig = overlap.plot_robustness(record)
-    shown = fig.legends[0].get_texts()
-    assert sorted(t.get_text() for t in shown) == (sorted(who) if n == 3 else ['cnn', 'em'])
-    assert len(fig.axes[0].lines) == n
-    overlap.plot_style().close(fig)
-
-
-def test_the_commands_say_what_is_studied(monkeypatch):
-    testing = pytest.importorskip('typer.testing')
-    from capsnb.cli import make_app
-
-    def capsnb(*args):
-        return testing.CliRunner().invoke(make_app(), ['study', *args]).output
-
-    told = capsnb('--help')
-    assert 'overlap' in told and 'distortion' in told
-
-    def asked(*args, **kw):
-        task = next(o for o in (*args, kw.get('task')) if isinstance(o, overlap.DrawnDigits))
-        told = [task.data, task.folder, task.small, getattr(task, 'until', ''), kw.get('lrs')]
-        raise ValueError(', '.join(map(str, told)))
-
-    monkeypatch.setattr(overlap, 'overlap_study', asked)
-    monkeypatch.setattr(overlap, 'distortion_study', asked)
-    assert 'mnist, x, False' in capsnb('overlap', '--published', '--data-folder', 'x')
-    assert 'mnist, None, True, , (0.01, 0.03)' in capsnb(
-        'overlap', '--rate', '0.01', '--rate', '0.03'
-    )
-    assert 'digits, None, True, , None' in capsnb('overlap', '--data', 'digits')
-    assert 'mnist, None, True, 0.5' in capsnb('distortion', '--data', 'affnist', '--until', '0.5')
