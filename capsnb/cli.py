@@ -20,9 +20,7 @@ most_seeds = 1000  # of one command; more would fill the memory with their numbe
 _stopped = False  # whether Ctrl-C came: an import may swallow it (PyTorch's of NumPy)
 
 
-def room(
-    name: str,  # of a module of capsnb, e.g. 'lab.tasks'
-):  # the module
+def room(name: str):  # the module of that name, e.g. 'lab.tasks'
     "Import a room when it is needed; `KeyboardInterrupt` if Ctrl-C came meanwhile."
     module = importlib.import_module(f'capsnb.{name}')
     if _stopped:
@@ -35,19 +33,15 @@ def is_first() -> bool:  # of the processes that `torchrun` started; true if the
     return 'WORLD_SIZE' not in os.environ or os.environ.get('RANK', '0') == '0'
 
 
-def plainly(
-    action,  # a function without arguments
-    if_stopped: str,  # said when Ctrl-C came outside of training, where no checkpoint was written
-):  # what it returns
+def plainly(action, again=lambda: 'the same command'):  # what the action returns
     "Run it; what the user can mend becomes one sentence and an exit code instead of a traceback."
     global _stopped
     name = 'capsnb' if is_first() else f"capsnb (process {os.environ['RANK']})"
     try:
         return action()
     except KeyboardInterrupt as e:  # `Stopped`, too, which says more
-        said = str(e) or f"stopped; go on with: {if_stopped}"
         if is_first():
-            print(f"\n{said}", file=sys.stderr)
+            print(f"\n{str(e) or 'stopped; go on with: ' + again()}", file=sys.stderr)
         _stopped = False  # it has been answered
         raise SystemExit(130)
     except BrokenPipeError:  # whoever read has gone
@@ -58,12 +52,8 @@ def plainly(
         raise SystemExit(1)
 
 
-def at_home(
-    value,  # an option's, or a list of them
-):  # the same, a path without ~
+def at_home(value):  # an option's: the same, a path without ~
     "A folder as the system knows it; `ValueError` for an unknown user's."
-    if isinstance(value, list):
-        return [at_home(v) for v in value]
     if not isinstance(value, Path):
         return value
     try:
@@ -76,37 +66,35 @@ def on_terminal() -> bool:  # where progress bars are drawn, if nobody says othe
     return sys.stderr.isatty()
 
 
-def entrance(
-    command,  # a function of options
-):  # the same function, for Typer
+def entrance(command, again=None):  # the same function of options, for Typer
     """What every command begins with: folders without ~, errors in a sentence, one voice.
 
-    With the option `as_json`, what it returns is all of stdout; what it prints goes to stderr."""
+    With the option `as_json`, what it returns is all of stdout; what it prints goes to stderr.
+    `again` says of Typer's context how an interrupted command goes on."""
 
     @functools.wraps(command)
     def run(**options):
-        def act():
+        def work():
             if (n := options.get('seeds', 1)) > most_seeds:
                 raise ValueError(f"--seeds {n:,}: expected at most {most_seeds:,}")
             if Path(out := options.get('out') or '').suffix in ('.png', '.html'):
                 beside = 'a picture and a page are written beside it, under its name'
                 raise ValueError(f"--out {out}: expected another ending, {beside}")
-            return command(**{k: at_home(v) for k, v in options.items()})
-
-        def work():
+            given = {k: at_home(v) for k, v in options.items()}
             if not options.get('as_json'):
-                return act()
+                return command(**given)
             with contextlib.redirect_stdout(sys.stderr):
-                found = act()
+                found = command(**given)
             print(json.dumps(found))
 
         if options.get('progress', False) is None:
             options['progress'] = on_terminal()
+        how = (functools.partial(again, options['ctx']),) if again else ()
         if is_first():
-            return plainly(work, 'the same command')
+            return plainly(work, *how)
         options |= dict(progress=False) if 'progress' in options else {}
         with contextlib.redirect_stdout(io.StringIO()):
-            return plainly(work, 'the same command')
+            return plainly(work, *how)
 
     return run
 
@@ -120,17 +108,11 @@ def make_app():  # typer.Typer
     return room('commands').make_app()
 
 
-def share_cores():
-    """Let waiting threads give their core up soon, unless the user has said how they shall wait.
-
-    GNU's OpenMP reads this when PyTorch loads. Else threads crawl beside another busy program."""
-    if 'OMP_WAIT_POLICY' not in os.environ:
-        os.environ.setdefault('GOMP_SPINCOUNT', '10000')
-
-
 def main():
     "Entry point of `capsnb`."
-    share_cores()
+    # threads that wait give their core up soon: GNU's OpenMP reads this when PyTorch loads
+    if 'OMP_WAIT_POLICY' not in os.environ:
+        os.environ.setdefault('GOMP_SPINCOUNT', '10000')
 
     def stop(signum, frame):
         global _stopped
@@ -149,4 +131,4 @@ def main():
         if hasattr(stream, 'reconfigure'):
             stream.reconfigure(errors='backslashreplace')
     signal.signal(signal.SIGINT, stop)
-    plainly(work, 'the same command')
+    plainly(work)

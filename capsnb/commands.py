@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import os
 import shlex
 import sys
@@ -17,7 +18,8 @@ from typing import Annotated
 import typer
 
 from . import __version__
-from .cli import at_home, entrance, is_first, plainly, room
+from .cli import at_home, entrance, is_first, room
+from .options import fields_of, options_of, with_options
 from .study import Studies
 
 
@@ -40,61 +42,19 @@ def unset(
 
 
 # Options of several commands
-Seed = Annotated[
-    int, option('Seed of the weights, the order of the data and all draws.', min=0, max=2**32 - 1)
-]
-Epochs = Annotated[
-    int | None, unset("Times through the training data; the recipe's if not given.", min=1)
-]
 Rate = Annotated[
     float | None,
     unset("Learning rate, the highest of its cycle; the recipe's if not given.", '--lr'),
-]
-Half = Annotated[
-    bool,
-    option('Products in bfloat16 (autocast): faster where the processor has it.', '--bf16'),
-]
-Graphs = Annotated[
-    bool,
-    option(
-        'On a GPU: compile, and replay steps as CUDA graphs (torch.compile); texts: --in-memory.',
-        '--graphs',
-    ),
-]
-BatchSize = Annotated[
-    int | None, unset("Samples of a training step; the recipe's if not given.", min=1)
 ]
 Device = Annotated[str | None, unset("'cpu', 'cuda' or 'mps'; the best there is if not given.")]
 Progress = Annotated[
     bool | None, typer.Option(show_default='on a terminal', help='Draw progress bars.')
 ]
-Resume = Annotated[
-    bool, option('Go on where an interrupted run in this folder stopped.', '--resume')
-]
-Overwrite = Annotated[bool, option('Replace the run that this folder holds.', '--overwrite')]
-Start = Annotated[
-    Path | None, unset('Folder of a finished run whose weights to begin with, where they fit.')
-]
 AsJson = Annotated[bool, option('Print one JSON object, and nothing else.', '--json')]
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        show_default='runs/<data set>',
-        help='Folder for metrics.json, report.html, task.json and the network; made if missing.',
-    ),
-]
-Data = Annotated[
-    Path | None, unset('Folder of the files; else CAPSNB_DATA, or a download.', '--data')
-]
 AnyFiles = Annotated[
     bool, option('The files need not be the official ones, only in their format.', '--any-files')
 ]
-Pairs = Annotated[
-    int | None,
-    unset('Toys, NORB: only so many pairs of each split; all if not given.', min=10),
-]
 ToyCache = Annotated[Path | None, unset("Toys: folder for drawn pictures; else the user's cache.")]
-Size = Annotated[int, option('Pixels per side (smallNORB has 96).', min=29)]
 Validate = Annotated[
     bool,
     option(
@@ -103,22 +63,13 @@ Validate = Annotated[
 ]
 
 
-Named = Annotated[
-    str | None,
-    unset('The task of the run, if it is your own: its code is executed only when you name it.'),
-]
-
-
-def again(
-    ctx: typer.Context,  # of a command
-) -> str:  # a command to copy
+def again(ctx: typer.Context) -> str:
     "The command that goes on with an interrupted run: as it was typed, and --resume."
     words = ['capsnb', *ctx.command_path.split()[1:]]
     for p in ctx.command.params:
-        source = ctx.get_parameter_source(p.name)
-        if p.name in ('resume', 'overwrite') or source is None or source.name != 'COMMANDLINE':
+        value = ctx.params.get(p.name)
+        if p.name in ('resume', 'overwrite') or not typed(ctx, p.name):
             continue
-        value = ctx.params[p.name]
         if getattr(p, 'is_flag', False):
             words.append((p.opts if value else p.secondary_opts)[0])
         else:
@@ -126,10 +77,37 @@ def again(
     return shlex.join([*words, '--resume'])
 
 
-def told(
-    out: Path,  # folder of a finished run
-    trained_on: str = '',  # what, if that must be said
-) -> str:  # a sentence
+def typed(ctx: typer.Context, name: str) -> bool:  # whether an option was given
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == 'COMMANDLINE'
+
+
+def here_too():
+    "Let modules of the current folder be found; none of them takes an installed one's place."
+    if '' not in sys.path:
+        sys.path.append('')
+
+
+def leave(what: str, *args, quiet: bool = False, **more):
+    "Leave a page beside what is finished, and say where; nothing that goes wrong there is fatal."
+    if not is_first():
+        return
+    try:
+        path = getattr(room('lab.pages'), f'leave_{what}')(*args, **more)
+    except Exception as e:  # whatever it is: the results are on the disk, and must be told
+        why = str(e) if isinstance(e, (ImportError, OSError, ValueError)) else repr(e)
+        return print(f"no page: {why}", file=sys.stderr)
+    if not quiet:
+        print(f"look at {path}")
+
+
+def leave_study(path: Path, told: str, pictures: tuple = ()) -> dict:  # the record
+    "Leave a study's page; the record is for other programs."
+    leave('study', path, told, pictures)
+    return room('data.files').read_json(path)
+
+
+def told(out: Path, trained_on: str = '') -> str:
     "What a finished run found; `ValueError` when its metrics.json is damaged."
     numbers = dict(n_params=int, epochs=int, best_epoch=int, test_accuracy=float, seconds=float)
     kinds = dict(numbers, valid_accuracy=(float, None))
@@ -146,66 +124,21 @@ def told(
     )
 
 
-def train_task(
-    ctx: typer.Context,  # of the command
-    task,  # capsnb.lab.tasks.Task
-    net: str | None,  # a name of its networks; None: the first
-    out: Path,  # folder of the run
-    *,
-    seed: int,  # of everything
-    epochs: int | None,  # None: the recipe's
-    lr: float | None,  # at the top of its cycle; None: the recipe's
-    batch_size: int | None,  # of a training step; None: the recipe's
-    bf16: bool,  # whether products are taken in bfloat16
-    graphs: bool,  # whether steps are compiled into CUDA graphs
-    device: str | None,  # None: the best there is
-    resume: bool,  # go on where a run stopped
-    overwrite: bool,  # replace the run that the folder holds
-    start: Path | None,  # a finished run to begin with
-    progress: bool,  # whether to draw bars
-) -> dict | None:  # as in metrics.json; None in other processes than the first
-    "Train on a task, say what came out, draw its picture, and leave a page."
-    tasks, how = room('lab.tasks'), again(ctx)
-    if not progress:
-        room('lab.train').quiet_transformers().utils.logging.disable_progress_bar()
-
-    def work():
-        room('lab.runs').claim(out, resume, overwrite, command_line=True)
-        found = tasks.train(
-            task,
-            net,
-            out,
-            seed,
-            epochs=epochs,
-            device=device,
-            resume=resume,
-            overwrite=overwrite,
-            start=start,
-            progress=progress,
-            how_to_resume=how,
-            **changed(task, net, lr, batch_size, bf16, graphs),
-        )
-        if not is_first():
-            return
-        net_ = task.known_net(net)
-        whole = 'all training data, ' if 'validation' in task.roles['train'] else ''
-        print(f"{task.name}, {net_}, {told(out, whole)}")
-        picture = draw(task, net_, out, device, progress)
-        leave('run', out, (picture,) if picture else ())
-        return found
-
-    return plainly(work, how)
+def draw(task, net: str, out: Path, device: str | None, progress: bool) -> Path | None:
+    "Draw what the task has to show, and say where it is."
+    task.progress = progress
+    try:
+        network = room('lab.runs').checked_network(out, task.networks[net].cls, device)
+        picture = task.draw(net, network, out)
+    except (ImportError, OSError, ValueError) as e:
+        return print(f"no picture: {e}", file=sys.stderr)
+    if picture:
+        print(f"look at {picture}")
+    return picture
 
 
-def changed(
-    task,  # capsnb.lab.tasks.Task
-    net: str | None,  # a name of its networks; None: the first
-    lr: float | None,  # at the top of its cycle; None: the recipe's
-    batch_size: int | None,  # of a training step; None: the recipe's
-    bf16: bool,  # whether products are taken in bfloat16
-    graphs: bool,  # whether steps are compiled into CUDA graphs
-) -> dict:  # what of the recipe differs
-    "A cycle with another top begins and ends where it did, or at that top if it is lower."
+def changed(task, net: str | None, lr: float | None, batch_size, bf16: bool, graphs: bool) -> dict:
+    "What of the recipe differs; a cycle with another top begins at that top if it is lower."
     changes = {} if batch_size is None else dict(batch_size=batch_size)
     changes |= dict(bf16=True) if bf16 else {}
     changes |= dict(torch_compile=True, torch_compile_mode='reduce-overhead') if graphs else {}
@@ -215,490 +148,163 @@ def changed(
     return changes | dict(lr=(min(low, lr), lr))
 
 
-def leave(
-    what: str,  # 'run', 'test', 'words' or 'study': the page of capsnb.lab.pages
-    *args,  # of the function that leaves it
-    quiet: bool = False,  # whether to say nothing of a page that was left
-    **more,  # of that function
+def train(
+    ctx: typer.Context,
+    *,
+    net: str | None = None,  # one of the task's networks, which an error lists; else the first
+    epochs: int | None = None,  # times through the training data; else the recipe's
+    lr: float | None = None,  # learning rate, the highest of its cycle; else the recipe's
+    batch_size: int | None = None,  # samples of a training step; else the recipe's
+    bf16: bool = False,  # products in bfloat16 (autocast): faster where the processor has it
+    graphs: bool = False,  # on a GPU: steps are compiled, and replayed as CUDA graphs
+    seed: int = 0,  # of the weights, the order of the data and all draws
+    seeds: int = 1,  # how many, from --seed on; more than one: each in a folder below --out
+    out: Path | None = None,  # folder of metrics.json, report.html and the network; else runs/NAME
+    start: Path | None = None,  # finished run whose weights to begin with, where they fit
+    resume: bool = False,  # go on where an interrupted run in this folder stopped
+    overwrite: bool = False,  # replace the run that this folder holds
+    device: str | None = None,  # 'cpu', 'cuda' or 'mps'; else the best there is
+    progress: bool | None = None,  # draw progress bars; else on a terminal
+    as_json: bool = False,  # print one JSON object, and nothing else
+    **own,  # options of the task
 ):
-    "Leave a page beside what is finished, and say where; nothing that goes wrong there is fatal."
+    "Train on a task, say what came out, draw its picture, and leave a page."
+    name, how = ctx.info_name, again(ctx)
+    task = open_task(name, {k: v for k, v in own.items() if typed(ctx, k)})
+    if not progress:
+        room('lab.train').quiet_transformers().utils.logging.disable_progress_bar()
+    last = name.split('@')[0].rstrip('/').replace(':', '/').rsplit('/', 1)[-1]
+    out = out or Path('runs', last if ':' not in name or '.' not in last else Path(last).stem)
+    tasks = room('lab.tasks')
+    row = changed(task, net, lr, batch_size, bf16, graphs)
+    row |= dict(epochs=epochs, device=device, progress=progress, start=start, how_to_resume=how)
+    if seeds > 1:
+        path = room('lab.runs').check_room(out, 2**20) / 'runs.json'
+        kept = dict(runs=out, command=how, settings=settings_of(ctx))
+        numbers = tuple(range(seed, seed + seeds))
+        found = tasks.study(task, {task.name: dict(row, net=net)}, path, numbers, **kept)
+        found, several = found[task.name], room('lab.train').summary(found[task.name])
+        if is_first():
+            said = f"{task.name}, seeds {seed} to {numbers[-1]}: test {several['test']:.1f} ± "
+            said += f"{several['test_sd']:.1f} %; runs in {out}"
+            print(said)
+            after(task, found)
+            return leave_study(path, said)
+        return
+    room('lab.runs').claim(out, resume, overwrite, command_line=True)
+    found = tasks.train(task, net, out, seed, resume=resume, overwrite=overwrite, **row)
     if not is_first():
         return
-    try:
-        path = getattr(room('lab.pages'), f'leave_{what}')(*args, **more)
-    except Exception as e:  # whatever it is: the results are on the disk, and must be told
-        why = str(e) if isinstance(e, (ImportError, OSError, ValueError)) else repr(e)
-        return print(f"no page: {why}", file=sys.stderr)
-    if not quiet:
-        print(f"look at {path}")
-
-
-def leave_study(
-    path: Path,  # of the record
-    told: str,  # what the study says of its numbers
-    pictures: tuple = (),  # paths of what it drew
-) -> dict:  # the record
-    "Leave a study's page; the record is for other programs."
-    leave('study', path, told, pictures)
-    return room('data.files').read_json(path)
-
-
-def draw(
-    task,  # capsnb.lab.tasks.Task
-    net: str,  # a name of its networks
-    out: Path,  # folder of a finished run
-    device: str | None,  # None: the best there is
-    progress: bool,  # whether to draw bars
-) -> Path | None:  # of the picture
-    "Draw what the task has to show, and say where it is."
-    task.progress = progress
-    cls = task.networks[net].cls
-    try:
-        network = room('lab.runs').checked_network(out, cls, device)
-        picture = task.draw(net, network, out)
-    except (ImportError, OSError, ValueError) as e:
-        return print(f"no picture: {e}", file=sys.stderr)
-    if picture:
-        print(f"look at {picture}")
-    return picture
-
-
-def train_digits(
-    ctx: typer.Context,
-    net: Annotated[
-        str,
-        option(
-            "'capsnet': dynamic routing, with a decoder; 'dstep': Heinsen (2019); 'matrix-caps': "
-            "EM routing; 'cnn': as large as the D-step network; 'baseline': a larger CNN; "
-            "'matrix-caps-norb': EM routing on the D-step network's convolutions; 'routing', "
-            "'plain': the D-step network with another routing, or without capsules; 'efficient': "
-            "Efficient-CapsNet (28x28 only)."
-        ),
-    ] = 'capsnet',
-    epochs: Epochs = None,
-    lr: Rate = None,
-    batch_size: BatchSize = None,
-    bf16: Half = False,
-    graphs: Graphs = False,
-    seed: Seed = 0,
-    limit: Annotated[
-        int | None,
-        unset('Only so many training pictures, of validation at most a third.', min=1),
-    ] = None,
-    test_limit: Annotated[
-        int | None, unset('Only so many test pictures, for eval too; all if not given.', min=1)
-    ] = None,
-    out: Out = None,
-    data: Data = None,
-    any_files: AnyFiles = False,
-    validate: Annotated[
-        bool,
-        option(
-            'Choose the epoch on pictures held back; if not, train on those too and keep the '
-            'last epoch (not cifar10).'
-        ),
-    ] = True,
-    start: Start = None,
-    resume: Resume = False,
-    overwrite: Overwrite = False,
-    device: Device = None,
-    progress: Progress = None,
-    as_json: AsJson = False,
-):
-    """Small pictures: digits (scikit-learn's, 8x8), MNIST, Fashion-MNIST, CIFAR-10.
-
-    Keeps the epoch that validates best on training pictures held back (with --no-validate the
-    last one), and tests it once. Ctrl-C leaves a checkpoint and says how to go on."""
-    name = ctx.info_name
-    few = dict(limit=limit, n_test=test_limit, official=not any_files, folder=data)
-    few |= {} if validate else dict(validate=False)
-    tasks = room('lab.tasks')
-    task = tasks.with_options(tasks.task_named(name), **few)
-    if limit and not test_limit and name != 'digits' and is_first():
-        print(
-            "the test takes all pictures, however few are trained on; for a trial, "
-            "--test-limit 500 saves minutes",
-            file=sys.stderr,
-        )
-    out = out or Path('runs', name)
-    usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
-    usual |= dict(lr=lr, batch_size=batch_size, bf16=bf16, graphs=graphs, start=start)
-    return train_task(ctx, task, net, out, progress=progress, **usual)
-
-
-def train_objects(
-    ctx: typer.Context,
-    net: Annotated[
-        str,
-        option(
-            "'dstep': the paper's network; 'cnn': a CNN as large; 'baseline': the baseline CNN of "
-            "Hinton et al. (2018); 'matrix-caps': its matrix capsules, best with --size 48; "
-            "'matrix-caps-norb': those on the convolutions of 'dstep', normed; 'capsnet': that of "
-            "Sabour et al. (2017)."
-        ),
-    ] = 'dstep',
-    size: Annotated[
-        int | None, unset('Pixels per side; 96, of NORB 108, if not given.', min=29)
-    ] = None,
-    pairs: Pairs = None,
-    epochs: Epochs = None,
-    lr: Rate = None,
-    batch_size: BatchSize = None,
-    bf16: Half = False,
-    graphs: Graphs = False,
-    seed: Seed = 0,
-    out: Out = None,
-    data: Data = None,
-    cache: ToyCache = None,
-    as_published: Annotated[
-        bool,
-        option(
-            "As published: learning rate, floor of the variances and start of beta of 'dstep', "
-            "patches for 'baseline', width of 'capsnet'.",
-            '--as-published',
-        ),
-    ] = False,
-    validate: Validate = True,
-    any_files: AnyFiles = False,
-    start: Start = None,
-    resume: Resume = False,
-    overwrite: Overwrite = False,
-    device: Device = None,
-    progress: Progress = None,
-    as_json: AsJson = False,
-):
-    """Stereo pictures of objects: toys that the library draws itself, smallNORB, or NORB.
-
-    Keeps the epoch that validates best on instances held back (with --no-validate the last one),
-    tests it once, and draws how poses move. Ctrl-C leaves a checkpoint and says how to go on."""
-    tasks, options = room('lab.tasks'), dict(subset=pairs, published=as_published)
-    options |= {} if size is None else dict(size=size)
-    options |= dict(official=not any_files, validate=validate, folder=data, cache=cache)
-    task = tasks.with_options(tasks.task_named(ctx.info_name), **options)
-    out = out or Path('runs', ctx.info_name)
-    usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
-    usual |= dict(lr=lr, batch_size=batch_size, bf16=bf16, graphs=graphs, start=start)
-    return train_task(ctx, task, net, out, progress=progress, **usual)
-
-
-def train_photographs(
-    ctx: typer.Context,
-    net: Annotated[
-        str,
-        option(
-            "'dstep': the paper's network; 'cnn': a CNN as large; 'baseline': the baseline CNN of "
-            "Hinton et al. (2018); 'matrix-caps': its matrix capsules, best with --size 48; "
-            "'matrix-caps-norb': those on the convolutions of 'dstep', normed; 'capsnet': that of "
-            "Sabour et al. (2017)."
-        ),
-    ] = 'dstep',
-    size: Annotated[int, option('Pixels per side, at most those of the files.', min=29)] = 48,
-    colour: Annotated[bool, option('Colour; grey if not given.', '--colour')] = False,
-    background: Annotated[
-        str, option("'kept', 'masked' (grey) or 'replaced' (coloured noise).")
-    ] = 'kept',
-    fold: Annotated[int, option('Which objects to test.', min=0)] = 0,
-    folds: Annotated[
-        int, option('10: one object of each category is tested; 5: two; 2: half of them.')
-    ] = 10,
-    by: Annotated[
-        str | None,
-        unset("'azimuth' or 'polar': train on familiar viewpoints, test on novel ones."),
-    ] = None,
-    epochs: Epochs = None,
-    lr: Rate = None,
-    batch_size: BatchSize = None,
-    bf16: Half = False,
-    graphs: Graphs = False,
-    seed: Seed = 0,
-    out: Out = None,
-    data: Annotated[Path | None, unset('Folder of the photographs; else CAPSNB_DATA.')] = None,
-    cache: Annotated[
-        Path | None, unset("Folder for the packed copy; if not given, the user's cache.")
-    ] = None,
-    as_published: Annotated[
-        bool,
-        option(
-            "As published: learning rate, floor of the variances and start of beta of 'dstep', "
-            "patches for 'baseline'.",
-            '--as-published',
-        ),
-    ] = False,
-    validate: Annotated[
-        bool,
-        option(
-            'Choose the epoch on one object of each category; if not, train on those too and '
-            'keep the last epoch.'
-        ),
-    ] = True,
-    start: Start = None,
-    resume: Resume = False,
-    overwrite: Overwrite = False,
-    device: Device = None,
-    progress: Progress = None,
-    as_json: AsJson = False,
-):
-    """ETH-80: photographs of eighty objects from 41 viewpoints.
-
-    Keeps the epoch that validates best on objects held back (with --no-validate the last one),
-    tests it once on others, and draws how poses move. Ctrl-C leaves a checkpoint and says how to
-    go on."""
-    options = dict(size=size, colour=colour, background=background, fold=fold, folds=folds, by=by)
-    options |= dict(published=as_published, validate=validate, folder=data, cache=cache)
-    task = room('lab.photographs').Photographs(**options)
-    out = out or Path('runs', ctx.info_name)
-    usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
-    usual |= dict(lr=lr, batch_size=batch_size, bf16=bf16, graphs=graphs, start=start)
-    return train_task(ctx, task, net, out, progress=progress, **usual)
-
-
-def train_sst(
-    ctx: typer.Context,
-    task: Annotated[
-        str, option("'sst5': five labels; 'sst2': negative or positive, neutral ones left out.")
-    ] = 'sst5',
-    encoder: Annotated[
-        str, option('The frozen transformer: a name on the Hub, or a folder.')
-    ] = 'gpt2-large',
-    gguf: Annotated[str | None, unset('Name of a GGUF file in that folder.')] = None,
-    revision: Annotated[str | None, unset('Commit, branch or tag on the Hub.')] = None,
-    net: Annotated[
-        str,
-        option(
-            "'sstnet': two routings (Heinsen 2019); 'vectors': three vector routings (Heinsen "
-            "2022); 'plain': attention pooling; 'routing': as 'sstnet', for other routings."
-        ),
-    ] = 'sstnet',
-    layers: Annotated[
-        str, option("Hidden states to read, as in '0,12,24,36'; 0: embeddings.")
-    ] = 'all',
-    roots: Annotated[
-        bool, option('Train on the 8,544 sentences only, not on all 159,274 phrases.', '--roots')
-    ] = False,
-    epochs: Epochs = None,
-    lr: Rate = None,
-    batch_size: BatchSize = None,
-    bf16: Half = False,
-    graphs: Graphs = False,
-    seed: Seed = 0,
-    seeds: Annotated[
-        int,
-        option(
-            'How many seeds, from --seed on; more than one: each in a folder of its own below '
-            '--out, finished ones are kept.',
-            min=1,
-        ),
-    ] = 1,
-    limit: Annotated[
-        int | None,
-        unset('Only so many samples of each split, spread evenly: a trial.', min=1),
-    ] = None,
-    out: Annotated[
-        Path, option('Folder for metrics.json, task.json and the network; made if missing.')
-    ] = Path('runs/sst'),
-    data: Annotated[
-        Path | None,
-        unset('Folder with train.txt, dev.txt and test.txt; else CAPSNB_DATA, or a download.'),
-    ] = None,
-    cache: Annotated[
-        Path | None, unset("Folder of hidden states; if not given, the user's, to 20 GB.")
-    ] = None,
-    cache_dtype: Annotated[
-        str, option("Hidden states are kept in 'float16', 'bfloat16' or 'float32'.")
-    ] = 'float16',
-    on_the_fly: Annotated[
-        bool,
-        option('Run the transformer for every batch; keep no hidden states.', '--on-the-fly'),
-    ] = False,
-    in_memory: Annotated[
-        bool,
-        option('Keep hidden states in the memory of the device that trains.', '--in-memory'),
-    ] = False,
-    as_published: Annotated[
-        bool,
-        option(
-            "As published in 2019: learning rate, floor of the variances, start of beta, words as "
-            'the treebank spells them; the last epoch is kept (--no-validate), unless --validate '
-            'is given.',
-            '--as-published',
-        ),
-    ] = False,
-    validate: Annotated[
-        bool | None,
-        typer.Option(
-            show_default='not with --as-published',
-            help='Choose the epoch on validation; if not, keep the last, as the paper does.',
-        ),
-    ] = None,
-    any_treebank: Annotated[
-        bool,
-        option('The files need not be the Stanford Sentiment Treebank.', '--any-treebank'),
-    ] = False,
-    start: Start = None,
-    resume: Resume = False,
-    overwrite: Overwrite = False,
-    device: Device = None,
-    progress: Progress = None,
-    as_json: AsJson = False,
-):
-    """Route a frozen transformer's hidden states to sentiments (Heinsen 2019, section 5).
-
-    Says its price, keeps the epoch that validates best (with --no-validate, or --as-published, the
-    last one), tests once, and says what differs from the paper. Ctrl-C leaves a checkpoint."""
-    ctx.params['validate'] = validate = not as_published if validate is None else validate
-    options = dict(encoder=encoder, gguf_file=gguf, revision=revision, layers=layers, roots=roots)
-    options |= dict(limit=limit, published=as_published, official=not any_treebank, folder=data)
-    options |= dict(validate=validate)
-    options |= dict(cache=False if on_the_fly else cache, cache_dtype=cache_dtype)
-    options |= dict(in_memory=in_memory)
-    if data is not None:
-        room('data.sst').find_sst(data)  # before a transformer is loaded
-    lab = room('lab.sentiment')
-    made = lab.Sentiment(task, **options)
-    usual = dict(epochs=epochs, lr=lr, batch_size=batch_size, bf16=bf16, graphs=graphs, start=start)
-    usual |= dict(device=device, progress=progress)
-    if seeds > 1:
-        found = train_seeds(ctx, made, net, range(seed, seed + seeds), out, **usual)
-    else:
-        usual |= dict(resume=resume, overwrite=overwrite)
-        found = train_task(ctx, made, net, out, seed=seed, **usual)
-    if is_first():
-        print(lab.beside_paper(list(found['runs'].values()) if seeds > 1 else [found]))
+    net = task.known_net(net)
+    whole = 'all training data, ' if 'validation' in task.roles['train'] else ''
+    print(f"{task.name}, {net}, {told(out, whole)}")
+    picture = draw(task, net, out, device, progress)
+    leave('run', out, (picture,) if picture else ())
+    after(task, [found])
     return found
 
 
-def train_seeds(
-    ctx: typer.Context,  # of the command
-    task,  # capsnb.lab.tasks.Task
-    net: str | None,  # as for `train_task`
-    seeds: range,  # one run each
-    out: Path,  # folder of the runs, and of runs.json
+def after(task, found: list):
+    "What differs from the paper, where a task has one to compare with."
+    if type(task).__name__ == 'Sentiment':
+        print(room('lab.sentiment').beside_paper(found))
+
+
+def settings_of(ctx: typer.Context) -> dict:  # JSON-ready: what all seeds of a study share
+    of_machine = 'seed seeds folder cache on_the_fly in_memory graphs out resume overwrite '
+    of_machine += 'device progress as_json'
+    asked = {k: v for k, v in ctx.params.items() if k not in of_machine.split()}
+    return {k: str(v) if isinstance(v, Path) else v for k, v in asked.items()}
+
+
+def open_task(name: str, own: dict):  # capsnb.lab.tasks.Task
+    "A task with the options that were given; files are looked for before a transformer is loaded."
+    if name.startswith(('file:', 'hub:')):
+        own |= dict(columns=tuple(own['columns'].split(','))) if 'columns' in own else {}
+        own |= dict(colour=False) if own.pop('grey', False) else {}
+        return room('lab.own').own_task(name, **own)
+    if ':' in name:
+        here_too()
+    if name == 'sst':
+        own = dict(validate=not own.get('published', False)) | own
+        own |= dict(cache=False) if own.pop('on_the_fly', False) else {}
+        if 'folder' in own:
+            room('data.sst').find_sst(own['folder'])
+    own = preset.get(name, {}) | own
+    return room('lab.tasks').with_options(room('lab.tasks').task_named(name), **own)
+
+
+def on_the_fly(
     *,
-    lr: float | None,  # as for `train_task`
-    batch_size: int | None,  # as for `train_task`
-    bf16: bool,  # as for `train_task`
-    graphs: bool,  # as for `train_task`
-    **usual,  # of `train`
-) -> dict | None:  # the record; None in other processes than the first
-    "Train with one seed after the other; finished ones are kept."
-    how = again(ctx)
-
-    def work():
-        path = room('lab.runs').check_room(out, 2**20) / 'runs.json'
-        row = dict(net=net, how_to_resume=how, **changed(task, net, lr, batch_size, bf16, graphs))
-        of_machine = 'seed seeds data cache on_the_fly in_memory graphs out resume overwrite '
-        of_machine += 'device progress as_json'
-        asked = {k: v for k, v in ctx.params.items() if k not in of_machine.split()}
-        asked = {k: str(v) if isinstance(v, Path) else v for k, v in asked.items()}
-        study, rows = room('lab.tasks').study, {task.name: row}
-        own = dict(runs=out, command=how, settings=asked)
-        return study(task, rows, path, tuple(seeds), **own, **usual)[task.name]
-
-    s = room('lab.train').summary(plainly(work, how))
-    if not is_first():
-        return
-    found = (
-        f"{task.name}, seeds {seeds[0]} to {seeds[-1]}: "
-        f"test {s['test']:.1f} ± {s['test_sd']:.1f} %, "
-        f"validation {s['valid']:.1f} ± {s['valid_sd']:.1f} %"
-    )
-    print(f"{found}; runs in {out}")
-    return leave_study(out / 'runs.json', found)
+    on_the_fly: bool = False,  # run the transformer for every batch; keep no hidden states
+): ...
 
 
-def train_own(
-    ctx: typer.Context,
-    net: Annotated[str | None, unset("One of the task's networks; the first if not given.")] = None,
-    epochs: Epochs = None,
-    lr: Rate = None,
-    batch_size: BatchSize = None,
-    bf16: Half = False,
-    graphs: Graphs = False,
-    seed: Seed = 0,
-    out: Out = None,
-    start: Start = None,
-    resume: Resume = False,
-    overwrite: Overwrite = False,
-    device: Device = None,
-    progress: Progress = None,
-    as_json: AsJson = False,
-):
-    """A task of your own: 'my_module:my_task', in the current folder or installed.
-
-    nbs/lab/51_tasks.ipynb shows how one is written, in fifteen lines."""
-    here_too()
-    task = room('lab.tasks').task_named(ctx.info_name)
-    out = out or Path('runs', ctx.info_name.split(':')[1])
-    usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
-    usual |= dict(lr=lr, batch_size=batch_size, bf16=bf16, graphs=graphs, start=start)
-    return train_task(ctx, task, net, out, progress=progress, **usual)
+def own_columns(
+    *,
+    image: str | None = None,  # column of pictures
+    text: str | None = None,  # column of texts
+    columns: str | None = None,  # columns of numbers, with commas; else all there are
+    label: str = 'label',  # column of the classes
+    test: str | None = None,  # split to test; else 'test', or cut from the rest
+    held: float = 0.15,  # share that is cut for each split that is missing
+    limit: int | None = None,  # only so many samples of each split
+    size: int | None = None,  # pictures: pixels per side; else 32
+    grey: bool = False,  # pictures: without colour
+    encoder: str | None = None,  # texts: a transformer's folder or name; else gpt2-large
+    cache: Path | None = None,  # texts: folder for hidden states; else the user's cache
+): ...
 
 
-def train_columns(
-    ctx: typer.Context,
-    image: Annotated[str | None, unset('Column of pictures.')] = None,
-    text: Annotated[str | None, unset('Column of texts.')] = None,
-    columns: Annotated[
-        str | None,
-        unset('Columns of numbers, with commas; all there are if no column is named.'),
-    ] = None,
-    label: Annotated[str, option('Column of the classes.')] = 'label',
-    test: Annotated[
-        str | None, unset("Split to test; 'test' if not given, or else cut from the rest.")
-    ] = None,
-    held: Annotated[float, option('Share that is cut for each split that is missing.')] = 0.15,
-    limit: Annotated[
-        int | None, unset('Only so many samples of each split; all if not given.', min=1)
-    ] = None,
-    size: Annotated[int | None, unset('Pictures: pixels per side; 32 if not given.', min=8)] = None,
-    grey: Annotated[bool, option('Pictures: without colour.', '--grey')] = False,
-    encoder: Annotated[
-        str | None, unset("Texts: a transformer's folder or name; gpt2-large if not given.")
-    ] = None,
-    cache: Annotated[
-        Path | None, unset("Texts: folder for hidden states; else the user's cache.")
-    ] = None,
-    net: Annotated[
-        str | None,
-        unset(
-            "Pictures: 'dstep', 'routing', 'cnn'; texts: 'sstnet', 'routing', 'plain', 'vectors'; "
-            "numbers: 'table', 'plain'. The first if not given."
-        ),
-    ] = None,
-    epochs: Epochs = None,
-    lr: Rate = None,
-    batch_size: BatchSize = None,
-    bf16: Half = False,
-    graphs: Graphs = False,
-    seed: Seed = 0,
-    out: Out = None,
-    start: Start = None,
-    resume: Resume = False,
-    overwrite: Overwrite = False,
-    device: Device = None,
-    progress: Progress = None,
-    as_json: AsJson = False,
-):
-    """Columns of your own: 'file:PATH' is a CSV, JSON or Parquet file, a folder of them, or a
-    folder of pictures with a sub-folder for each class; 'hub:NAME' is a data set of the Hub.
+digits = ('lab.digits:Digits',)
+objects, photographs = (
+    ('lab.objects:Objects',),
+    ('lab.objects:Objects', 'lab.photographs:Photographs'),
+)
+chosen = """
 
-    nbs/lab/55_own_data.ipynb tells more."""
-    named = dict(image=image, text=text, columns=columns and tuple(columns.split(',')))
-    own = dict(size=size, colour=False if grey else None, encoder=encoder, cache=cache)
-    own = {k: v for k, v in own.items() if v is not None}
-    how = dict(label=label, test=test, held=held, limit=limit, **own)
-    task = room('lab.own').own_task(ctx.info_name, **named, **how)
-    name = ctx.info_name.partition(':')[2].partition('@')[0].rstrip('/').rsplit('/', 1)[-1]
-    usual = dict(seed=seed, epochs=epochs, device=device, resume=resume, overwrite=overwrite)
-    usual |= dict(lr=lr, batch_size=batch_size, bf16=bf16, graphs=graphs, start=start)
-    out = out or Path('runs', Path(name).stem)
-    return train_task(ctx, task, net, out, progress=progress, **usual)
+The epoch that validates best on what was held back is tested once, with --no-validate the last one.
+Ctrl-C leaves a checkpoint and says how to go on."""
+trained = {  # name -> where its options are, and what it is
+    'sst': (
+        'lab.sentiment:Sentiment',
+        on_the_fly,
+        'The Stanford Sentiment Treebank, read by a frozen transformer.',
+    ),
+    'toys': (*objects, 'Toys that the library draws itself.'),
+    'smallnorb': (*objects, 'smallNORB, stereo pictures of toys.'),
+    'norb': (*objects, 'NORB jittered-cluttered: its files, 6 GB.'),
+    'eth80': (*photographs, 'ETH-80, photographs of eighty objects from 41 viewpoints.'),
+    'digits': (*digits, '8x8 digits, always there.'),
+    'mnist': (*digits, 'Its files, or a download.'),
+    'fashion-mnist': (*digits, 'Its files, or a download.'),
+    'cifar10': ('lab.digits:Pictures', 'Small photographs in colour: its files, or a download.'),
+    'file:…': (own_columns, 'Pictures, texts or numbers of your own: a file, or a folder.'),
+    'hub:…': (own_columns, 'Pictures, texts or numbers of the Hub.'),
+    'module:task': ('A task of your own, in the current folder or installed.',),
+}
 
 
-def here_too():
-    "Let modules of the current folder be found; none of them takes an installed one's place."
-    if '' not in sys.path:
-        sys.path.append('')
+preset = {'eth80': dict(size=48), 'norb': dict(size=108)}  # beside the fields' own
+
+
+def trainer(name: str):  # a command
+    "A sub-command of `capsnb train`: the same for all, and the options of its task."
+    *places, said = trained[name]
+    own = {}
+    for place in places:
+        own |= (
+            fields_of(place) if isinstance(place, str) else {p.name: p for p in options_of(place)}
+        )
+    hidden = 'data', 'crops'  # the name of the command, and a matter of tests
+    own |= {k: own[k].replace(default=v) for k, v in preset.get(name, {}).items()}
+    own = [p for k, p in own.items() if k not in hidden]
+
+    def command(ctx, **options):
+        return train(ctx, **options)
+
+    command.__doc__ = said + chosen
+    return with_options(command, [*own, *options_of(train)])
 
 
 @contextlib.contextmanager
@@ -716,20 +322,15 @@ def one_thread():
 
 def demo(
     ctx: typer.Context,
-    seed: Seed = 0,
-    out: Annotated[
-        Path,
-        option(
-            'Folder for metrics.json, report.html, picture.png, dstep/ and cnn/ (weights); made if '
-            'missing.'
-        ),
-    ] = Path('runs/demo'),
-    resume: Resume = False,
-    overwrite: Overwrite = False,
-    epochs: Annotated[int, option('Times through the 1,000 training digits.', min=1)] = 24,
-    device: Device = None,
-    progress: Progress = None,
-    as_json: AsJson = False,
+    *,
+    seed: int = 0,  # of the weights, the order of the data and all draws
+    out: Path = Path('runs/demo'),  # folder of metrics.json, report.html, picture.png and weights
+    resume: bool = False,  # go on where an interrupted demo in this folder stopped
+    overwrite: bool = False,  # replace the demo that this folder holds
+    epochs: int = 24,  # times through the 1,000 training digits
+    device: str | None = None,  # 'cpu', 'cuda' or 'mps'; else the best there is
+    progress: bool | None = None,  # draw progress bars; else on a terminal
+    as_json: bool = False,  # print one JSON object, and nothing else
 ):
     """Train a small capsule network on real handwritten digits (8x8, from scikit-learn), next to a
     CNN of equal size.
@@ -737,21 +338,18 @@ def demo(
     Prints both accuracies on the last 500 digits, from forms neither was trained on, and draws
     where each class got its score from. No download; about a minute of one core. Ctrl-C leaves a
     checkpoint and says how to go on."""
-    how, rooms = again(ctx), room('lab.demo')
+    rooms = room('lab.demo')
     kw = dict(epochs=epochs, device=device, resume=resume, overwrite=overwrite, progress=progress)
     with one_thread():
-        results = plainly(lambda: rooms.demo(seed, out, how_to_resume=how, **kw), how)
+        results = rooms.demo(seed, out, how_to_resume=again(ctx), **kw)
     weights = f"capsnb.DStepNet.from_pretrained('{out / 'dstep'}')"
     print(f"\n{rooms.demo_table(results)}\n\nlook at {out / 'picture.png'}; weights: {weights}")
     leave('run', out)
     return results
 
 
-def confusion_table(
-    names: list,  # of the classes
-    confusion: list,  # [label][predicted] counts
-) -> str:  # a line for each label
-    "What is taken for what."
+def confusion_table(names: list, confusion: list) -> str:  # [label][predicted] counts
+    "What is taken for what, a line for each label."
     rows = [['label', 'read as', *names]]
     rows += [[name, '', *(f'{n:,}' for n in row)] for name, row in zip(names, confusion)]
     widths = [max(map(len, column)) for column in zip(*rows)]
@@ -765,47 +363,27 @@ def confusion_table(
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(help='Folder of a finished run.')],
-    split: Annotated[
-        str,
-        option(
-            "'train', 'validation' or 'test'; on pictures of objects also 'train+validation', "
-            "and 'familiar' after train eth80 --by."
-        ),
-    ] = 'test',
-    encoder: Annotated[
-        str | None,
-        unset('Where the transformer lies now; where it lay in training if not given.'),
-    ] = None,
-    data: Annotated[Path | None, unset('Folder of the data, as for train.')] = None,
-    cache: Annotated[
-        Path | None, unset("Folder for hidden states or drawn toys; else the user's cache.")
-    ] = None,
-    on_the_fly: Annotated[
-        bool, option('Run the transformer; keep no hidden states.', '--on-the-fly')
-    ] = False,
-    crops: Annotated[
-        int,
-        option(
-            'Pictures of objects: the mean over crops times crops views, patches or small shifts '
-            'as the network was trained; 1: the one in the middle.',
-            min=1,
-        ),
-    ] = 1,
-    task: Named = None,
-    as_json: AsJson = False,
-    device: Device = None,
-    progress: Progress = None,
+    run: Path,  # folder of a finished run
+    *,
+    split: str = 'test',  # 'train', 'validation' or 'test'; 'familiar' after train eth80 --by
+    encoder: str | None = None,  # where the transformer lies now; else where it lay in training
+    folder: Path | None = None,  # of the data, as for train
+    cache: Path | None = None,  # folder for hidden states or drawn toys; else the user's cache
+    on_the_fly: bool = False,  # run the transformer; keep no hidden states
+    crops: int = 1,  # pictures of objects: the mean over so many views a side
+    task: str | None = None,  # the run's, if it is your own: its code is run only if you name it
+    as_json: bool = False,  # print one JSON object, and nothing else
+    device: str | None = None,  # 'cpu', 'cuda' or 'mps'; else the best there is
+    progress: bool | None = None,  # draw progress bars; else on a terminal
 ):
-    """Accuracy of a finished run, and what it takes for what."""
+    "Accuracy of a finished run, and what it takes for what."
     here_too()
-    here = dict(encoder=encoder, folder=data, cache=cache)
+    here = dict(encoder=encoder, folder=folder, cache=cache)
     here = {k: v for k, v in here.items() if v is not None}
     here |= ({'cache': False} if on_the_fly else {}) | ({} if crops == 1 else {'crops': crops})
+    how = dict(device=device, progress=progress)
     with contextlib.redirect_stdout(sys.stderr):
-        e = room('lab.tasks').evaluate(
-            run, split, device=device, progress=progress, task=task, **here
-        )
+        e = room('lab.tasks').evaluate(run, split, task=task, **how, **here)
     if as_json:
         leave('test', run, e, quiet=True)
         return e
@@ -818,19 +396,14 @@ def evaluate(
 
 
 def explain(
-    texts: Annotated[
-        list[str] | None, typer.Argument(help='Sentences.', show_default=False)
-    ] = None,
-    run: Annotated[Path, option('Folder of a finished run on texts.')] = Path('runs/sst'),
-    file: Annotated[Path | None, unset('File of sentences, one a line.')] = None,
-    encoder: Annotated[
-        str | None, unset('Where the transformer lies now, or its name on the Hub.')
-    ] = None,
-    html: Annotated[
-        Path | None, unset("File of the page; report_words.html in the run's folder if not given.")
-    ] = None,
-    device: Device = None,
-    as_json: AsJson = False,
+    texts: list[str] = (),  # sentences
+    *,
+    run: Path = Path('runs/sst'),  # folder of a finished run on texts
+    file: Path | None = None,  # file of sentences, one a line
+    encoder: str | None = None,  # where the transformer lies now, or its name on the Hub
+    html: Path | None = None,  # file of the page; else report_words.html in the run's folder
+    device: str | None = None,  # 'cpu', 'cuda' or 'mps'; else the best there is
+    as_json: bool = False,  # print one JSON object, and nothing else
 ):
     """Which words a verdict owes its score to, positive against negative: each word's credit,
     which adds up to the sentence's, and what is lost without the word.
@@ -863,11 +436,8 @@ def explain(
     return [e._asdict() | dict(leaning=e.leaning()) for e in told]
 
 
-def sentences_in(
-    file: Path,  # text; a pipe, too
-) -> list:  # its lines
+def sentences_in(file: Path, most: int = 10_000_000) -> list:  # its lines
     "What stands in a file; `ValueError` for one without an end."
-    most = 10_000_000
     with file.open(encoding='utf-8') as f:
         text = f.read(most + 1)
     if len(text) > most:
@@ -875,9 +445,7 @@ def sentences_in(
     return text.splitlines()
 
 
-def _in_columns(
-    e,  # capsnb.lab.text.Explanation
-) -> str:  # shares of the classes, and a line for each word
+def _in_columns(e) -> str:  # of an Explanation: shares of the classes, and a line for each word
     shares = importlib.import_module('torch').tensor(e.a).softmax(0)
     most = max((abs(v) for _, v in e.words), default=0)
     lines = [' '.join(_coloured(word, v, most) for word, v in e.words)]
@@ -888,11 +456,7 @@ def _in_columns(
     return '\n'.join([*lines, f"{e.leaning():+8.3f}           together"])
 
 
-def _coloured(
-    word: str,  # of a sentence
-    credit: float,  # of it
-    most: float,  # credit of the strongest word
-) -> str:  # for a terminal
+def _coloured(word: str, credit: float, most: float) -> str:  # for a terminal
     "Blue for positive, red for negative; bold from half of the strongest on, plain below a tenth."
     share = abs(credit) / most if most else 0
     colour = 'blue' if credit > 0 else 'red'
@@ -900,20 +464,15 @@ def _coloured(
 
 
 def push(
-    run: Annotated[Path, typer.Argument(help='Folder of a finished run.')],
-    name: Annotated[
-        str, typer.Argument(help="On the Hub: 'owner/name', or a name of your own; made if absent.")
-    ],
-    private: Annotated[bool, option('Nobody else may see it.', '--private')] = False,
-    license: Annotated[str, option('Of the weights.')] = 'apache-2.0',
-    encoder: Annotated[
-        str | None, unset('Runs on texts: name on the Hub of the transformer that was trained on.')
-    ] = None,
-    token: Annotated[
-        str | None, unset("That may write; that of 'hf auth login', or HF_TOKEN, if not given.")
-    ] = None,
-    task: Named = None,
-    card: Annotated[Path | None, unset('Write the card into this file, and push nothing.')] = None,
+    run: Path,  # folder of a finished run
+    name: str,  # on the Hub: 'owner/name', or a name of your own; made if absent
+    *,
+    private: bool = False,  # nobody else may see it
+    license: str = 'apache-2.0',  # of the weights
+    encoder: str | None = None,  # runs on texts: the transformer's name on the Hub
+    token: str | None = None,  # that may write; else that of 'hf auth login', or HF_TOKEN
+    task: str | None = None,  # the run's, if it is your own: its code is run only if you name it
+    card: Path | None = None,  # write the card into this file, and push nothing
 ):
     """Push a finished run to the Hugging Face Hub: weights, config, pictures, and a card written
     from the run. A run on texts is pushed as a classifier for transformers' pipelines.
@@ -1267,194 +826,16 @@ def depth(
     return leave_study(out, table)
 
 
-def study_language(
-    which: Annotated[
-        str, option("'blocks': routing between blocks of self-attention; 'outputs': routed words.")
-    ] = 'blocks',
-    only: Annotated[list[str] | None, unset('A contestant; may be repeated.')] = None,
-    seeds: Annotated[int, option('Final runs of each contestant.', min=1)] = 3,
-    costs: Annotated[
-        bool, option('Time and memory of a training step instead; trains nothing.', '--costs')
-    ] = False,
-    folder: Annotated[
-        Path | None, unset('Folder of the treebank; else CAPSNB_DATA.', '--folder')
-    ] = None,
-    out: Annotated[Path, option('Folder of the records; finished runs are kept.')] = Path(
-        'runs/language'
-    ),
-    device: Device = None,
-    progress: Progress = None,
-    as_json: AsJson = False,
-):
-    """Small language models with routing inside, or at the end: equal parameters and search.
-
-    Trains one network after another; a study that was stopped goes on with the same command."""
-    lab, who = room('outlook.language'), tuple(only or ()) or None
-    g = lab.stage(which, folder=folder)
-    if costs:
-        lines = []
-        for name, c in lab.measure_language(which, out, who, g=g)['costs'].items():
-            tokens = c['tokens']
-            each = f"{1e6 * c['seconds'] / tokens:9,.0f} µs {c['bytes'] / tokens:10,.0f} B a token"
-            lines.append(f'{name:15s} {each}')
-        print(*lines, sep='\n')
-        return leave_study(out / f'language_{which}_costs.json', '\n'.join(lines))
-    how = dict(g=g, runs=out / 'runs', device=device, progress=progress)
-    lab.language_study(which, out, who, tuple(range(seeds)), **how)
-    if not is_first():
-        return
-    path = out / f'language_{which}.json'
-    print(table := lab.language_table(path))
-    return leave_study(path, table)
-
-
-def study_heads(
-    task: Annotated[str, option("'sst5': five labels; 'sst2': two.")] = 'sst5',
-    encoder: Annotated[
-        str, option('The frozen transformer: a name on the Hub, or a folder.')
-    ] = 'gpt2-large',
-    gguf: Annotated[str | None, unset('Name of a GGUF file in that folder.')] = None,
-    layers: Annotated[
-        str, option("Hidden states to read, as in '0,12,24,36'; 0: embeddings.")
-    ] = 'all',
-    only: Annotated[
-        list[str] | None,
-        unset(
-            "'dstep', 'em', 'attention', 'vectors' or 'large attention'; may be repeated; or "
-            "'probes': no head. All if not given."
-        ),
-    ] = None,
-    seeds: Annotated[int, option('Final runs of each head.', min=1)] = 3,
-    epochs: Annotated[int, option('Of the final runs; the search takes half.', min=1)] = 4,
-    start: Annotated[
-        Path | None,
-        unset("Folder of such runs, as runs/heads/runs/sst5; 'vectors' begins with theirs, too."),
-    ] = None,
-    folder: Annotated[
-        Path | None, unset('Folder of the treebank; else CAPSNB_DATA.', '--folder')
-    ] = None,
-    cache: Annotated[Path | None, unset('Folder of cached hidden states.')] = None,
-    cache_dtype: Annotated[str, option("On disk: 'float16', 'bfloat16' or 'float32'.")] = 'float16',
-    any_treebank: Annotated[
-        bool,
-        option('The files need not be the Stanford Sentiment Treebank.', '--any-treebank'),
-    ] = False,
-    out: Annotated[Path, option('Folder of the records; finished runs are kept.')] = Path(
-        'runs/heads'
-    ),
-    device: Device = None,
-    progress: Progress = None,
-    as_json: AsJson = False,
-):
-    """Heads on the same hidden states: two routings, three, attention pooling, a linear probe.
-
-    Trains one network after another; a study that was stopped goes on with the same command."""
-    options = dict(encoder=encoder, gguf_file=gguf, layers=layers, roots=True, folder=folder)
-    options |= dict(official=not any_treebank, cache=cache, cache_dtype=cache_dtype)
-    found = room('lab.sentiment').Sentiment(task, **options)
-    how = dict(epochs=epochs, runs=out / 'runs', start=start, device=device, progress=progress)
-    room('outlook.heads').head_study(
-        found, out, tuple(only or ()) or None, tuple(range(seeds)), **how
-    )
-    if not is_first():
-        return
-    record = out / f'heads_{task}.json'
-    heads = only != ['probes']
-    table = room('lab.shootout').standings(record) + '\n' if heads else ''
-    probes = record.with_name(f'{record.stem}_probes.json')
-    best = room('data.files').read_json(probes, probes=list)['probes'][0]
-    told = f"linear probe of hidden state {best['layer']}, the best on validation"
-    print(table := f"{table}{told}: test {best['test_accuracy']:.1%}")
-    return leave_study(record if heads else probes, table)
-
-
-def study_tuned(
-    task: Annotated[str, option("'sst2': two labels; 'sst5': five.")] = 'sst2',
-    encoder: Annotated[
-        str, option('The transformer: a name on the Hub, or a folder.')
-    ] = 'gpt2-large',
-    gguf: Annotated[str | None, unset('Name of a GGUF file in that folder.')] = None,
-    only: Annotated[
-        list[str] | None,
-        unset("'frozen', 'lora' or 'whole'; may be repeated. All if not given."),
-    ] = None,
-    seeds: Annotated[int, option('Runs of each way.', min=1)] = 3,
-    epochs: Annotated[int, option('Times through the training sentences.', min=1)] = 2,
-    limit: Annotated[
-        int | None, unset('At most so many training sentences; all if not given.', min=1)
-    ] = None,
-    folder: Annotated[
-        Path | None, unset('Folder of the treebank; else CAPSNB_DATA.', '--folder')
-    ] = None,
-    any_treebank: Annotated[
-        bool,
-        option('The files need not be the Stanford Sentiment Treebank.', '--any-treebank'),
-    ] = False,
-    out: Annotated[Path, option('Folder of the record; finished runs are kept.')] = Path(
-        'runs/tuned'
-    ),
-    device: Device = None,
-    as_json: AsJson = False,
-):
-    """A head with its transformer frozen, with low-rank adapters (LoRA), or trained whole.
-
-    Trains one network after another; a study that was stopped goes on with the same command."""
-    lab, ways = room('outlook.tuned'), tuple(only or ())
-    if unknown := sorted(set(ways) - set(lab.ways)):
-        raise ValueError(f"--only must be {', '.join(lab.ways)}, got {', '.join(unknown)}")
-    how = dict(gguf_file=gguf, folder=folder, official=not any_treebank, device=device)
-    make, data, about = lab.on_treebank(encoder, task, limit, **how)
-    record = out / f'tuned_{task}.json'
-    told = f'capsnb study tuned --task {task} --encoder FOLDER --seeds {seeds} --epochs {epochs}'
-    told += room('lab.tasks').as_typed(limit=limit, gguf=gguf, only=only)
-    told += ' --any-treebank' if any_treebank else ''
-    how = dict(seeds=tuple(range(seeds)), runs=out / 'runs' / task, command=told, epochs=epochs)
-    how |= dict(settings=about | dict(epochs=epochs), device=device)
-    lab.tuned_study(make, data, record, ways or tuple(lab.ways), **how)
-    print(table := lab.tuned_table(record))
-    return leave_study(record, table)
-
-
-def study_credit(
-    runs: Annotated[list[Path], typer.Argument(help='Finished runs on the treebank.')],
-    limit: Annotated[int, option('Test sentences of each run.', min=1)] = 300,
-    folder: Annotated[
-        Path | None, unset('Folder of the treebank; else CAPSNB_DATA.', '--folder')
-    ] = None,
-    cache: Annotated[Path | None, unset('Folder of cached hidden states.')] = None,
-    out: Annotated[Path, option('Record; runs that it holds are kept.')] = Path('runs/credit.json'),
-    device: Device = None,
-    as_json: AsJson = False,
-):
-    """Credit through the routings against deletion, gradients and integrated gradients."""
-    lab = room('outlook.faithful')
-    here = dict(folder=folder) | ({} if cache is None else dict(cache=cache))
-    record = lab.credit_study(runs, out, limit, device, **here)
-    told = [f'taken away: a {kind}\n{lab.credit_table(record, kind)}\n' for kind in lab.kinds]
-    print(*told, sep='\n')
-    return leave_study(out, '\n'.join(told))
-
-
 def bench(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help='routing, convcaps, capsnet, zoo, mixture, matrix_caps, sst, networks; '
-            'all if none.',
-            show_default=False,
-        ),
-    ] = None,
-    device: Annotated[str, option("'cpu' or 'cuda'.")] = 'cpu',
-    threads: Annotated[
-        int | None, unset("Threads of PyTorch; its own choice if not given.", min=1)
-    ] = None,
-    quick: Annotated[
-        bool, option('One case of each bench, one round, no memory.', '--quick')
-    ] = False,
-    out: Annotated[Path, option('File of the record.')] = Path('runs/bench.json'),
-    progress: Progress = None,
+    names: list[str] = (),  # routing, convcaps, capsnet, zoo, mixture, matrix_caps, sst, networks
+    *,
+    device: str = 'cpu',  # or 'cuda'
+    threads: int | None = None,  # of PyTorch; else its own choice
+    quick: bool = False,  # one case of each bench, one round, no memory
+    out: Path = Path('runs/bench.json'),  # file of the record
+    progress: bool | None = None,  # draw progress bars; else on a terminal
 ):
-    """Time and memory of everything fast, side by side with the definition."""
+    "Time and memory of everything fast, side by side with the definition."
     if threads:
         room('core').need('torch').set_num_threads(threads)
     room('lab.speed').bench(tuple(names or ()), out, device, quick, progress=progress)
@@ -1504,28 +885,16 @@ def make_app() -> typer.Typer:
     )
     app.callback()(top)
     short = 'A capsule network and a CNN of equal size on real digits, in a minute.'
-    app.command('demo', short_help=short)(entrance(demo))
+    app.command('demo', short_help=short)(entrance(with_options(demo), again))
     app.add_typer(group, name='train')
     group.callback()(lambda: None)
-    for name, command, short in (
-        ('sst', train_sst, 'The Stanford Sentiment Treebank, read by a frozen transformer.'),
-        ('toys', train_objects, 'Toys that the library draws itself.'),
-        ('smallnorb', train_objects, 'smallNORB, stereo pictures of toys.'),
-        ('norb', train_objects, 'NORB jittered-cluttered: its files, 6 GB.'),
-        ('eth80', train_photographs, 'ETH-80, photographs of eighty objects.'),
-        ('digits', train_digits, '8x8 digits, always there.'),
-        ('mnist', train_digits, 'Its files, or a download.'),
-        ('fashion-mnist', train_digits, 'Its files, or a download.'),
-        ('cifar10', train_digits, 'Small photographs in colour: its files, or a download.'),
-        ('file:…', train_columns, 'Pictures, texts or numbers of your own.'),
-        ('hub:…', train_columns, 'Pictures, texts or numbers of the Hub.'),
-        ('module:task', train_own, 'A task of your own.'),
-    ):
-        group.command(name, short_help=short)(entrance(command))
-    app.command('eval')(entrance(evaluate))
-    app.command('explain')(entrance(explain))
+    for name, (*_, short) in trained.items():
+        group.command(name, short_help=short)(entrance(trainer(name), again))
+    app.command('eval')(entrance(with_options(evaluate)))
+    short = 'Which words a verdict owes its score to.'
+    app.command('explain', short_help=short)(entrance(with_options(explain)))
     short = 'Push a finished run to the Hugging Face Hub, with a card.'
-    app.command('push', short_help=short)(entrance(push))
+    app.command('push', short_help=short)(entrance(with_options(push)))
     short = 'What each part of matrix capsules is worth: Table 1 of the paper.'
     app.command('ablate', short_help=short)(entrance(ablate))
     short = 'Compare every routing on one stem.'
@@ -1539,11 +908,9 @@ def make_app() -> typer.Typer:
         ('viewpoint', study_viewpoint, 'Trained on some viewpoints, tested on others.'),
         ('plateau', plateau, 'Why matrix capsules learn late.'),
         ('depth', depth, 'How many layers of capsules can be trained?'),
-        ('language', study_language, 'Routing inside, and at the end of, language models.'),
-        ('heads', study_heads, "What may read a frozen transformer's hidden states."),
-        ('tuned', study_tuned, 'Heads with transformers that are trained, too.'),
-        ('credit', study_credit, 'Whether credit tells which words decide.'),
     ):
         study.command(name, short_help=short)(entrance(command))
-    app.command('bench', short_help='Time and memory of everything fast.')(entrance(bench))
+    app.command('bench', short_help='Time and memory of everything fast.')(
+        entrance(with_options(bench))
+    )
     return app

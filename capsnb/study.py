@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import ast
 import functools
-import inspect
 import json
 import linecache
 import os
 import re
 import sys
-import typing
 from pathlib import Path
 
 import typer
 
 from .cli import entrance
+from .options import literal, option, remarks, with_options
 
 
 def studies() -> dict:  # name -> path
@@ -32,32 +31,24 @@ def cells_of(path: Path, kind: str) -> list:  # their sources
     return [''.join(c['source']) for c in cells if c['cell_type'] == kind]
 
 
-def remarks(source: str) -> dict:  # name -> the comment behind it
-    return dict(re.findall(r'^ *(\w+) *[:=].*?# +(.+)$', source, re.M))
-
-
-def literal(text: str):  # a value where Python reads one, else the text
-    try:
-        return ast.literal_eval(text)
-    except (SyntaxError, ValueError):
-        return text
-
-
 def parameters(source: str) -> list:  # of inspect.Parameter
     "What a cell of plain literals assigns; each name becomes an option of its default's type."
     told, made = remarks(source), []
     for line in ast.parse(source).body:
         name, value = line.targets[0].id, ast.literal_eval(line.value)
-        how = dict(help=told.get(name, ''))
-        kind = type(value)
-        if value is None:
-            kind, how['parser'] = str, literal
-        elif kind in (list, tuple):
-            kind = list[type(value[0]) if value else str]
-        option = typing.Annotated[kind, typer.Option(f"--{name.replace('_', '-')}", **how)]
-        made.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value))
-        made[-1] = made[-1].replace(annotation=option)
+        many = list[type(value[0]) if value else str] if isinstance(value, (list, tuple)) else None
+        kind = str if value is None else many or type(value)
+        made.append(option(name, kind, value, told.get(name, '')))
     return made
+
+
+def as_given(value, default, here: Path):  # as the notebook takes it
+    "Words are read as literals where the default is None; files stand where the person stands."
+    if isinstance(value, list):
+        return tuple(as_given(v, default, here) for v in value)
+    if isinstance(value, str) and '/' in value and (here / value).exists():
+        return str(here / value)
+    return literal(value) if default is None and isinstance(value, str) else value
 
 
 def run_cells(path: Path, values: dict):
@@ -98,13 +89,14 @@ class Studies(typer.core.TyperGroup):
         path = found[name]
         title, told = cells_of(path, 'markdown')[0].split('\n>', 1)
         named = next((s for s in cells_of(path, 'code') if s.startswith('# parameters')), '')
+        made = parameters(named)
 
         def command(**values):
-            values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-            run_cells(path, values)
+            here, first = Path.cwd(), {p.name: p.default for p in made}
+            run_cells(path, {k: as_given(v, first[k], here) for k, v in values.items()})
 
-        command.__doc__ = f"{title.strip('# ' + chr(10))}\n\n{told.strip()}"
-        command.__signature__ = inspect.Signature(parameters(named))
+        command.__doc__ = f"{title.strip().removeprefix('# ')}\n\n{told.strip()}"
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
-        app.command(name, short_help=told.split('\n\n')[0].strip())(entrance(command))
+        short = told.split('\n\n')[0].strip()
+        app.command(name, short_help=short)(entrance(with_options(command, made)))
         return typer.main.get_command(app)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import re
 import resource
 import shutil
@@ -17,16 +16,13 @@ import torch
 pytest.importorskip('typer')
 pytest.importorskip('transformers')
 pytest.importorskip('sklearn')
-from tries import tries
 from typer.testing import CliRunner
 from capsnb import __version__
 from capsnb.cli import is_first, make_app
 from capsnb.commands import confusion_table, here_too, one_thread
 from capsnb.core import run_record
-from capsnb.data.mnist import class_names
-from capsnb.lab.runs import last_whole, with_digest
-from capsnb.lab.train import load_digits_split
-from capsnb.lab.vision import DStepNet, PlainCNN
+from capsnb.lab.runs import locked
+from capsnb.lab.runs import with_digest
 
 ROOT = Path(__file__).resolve().parents[1]
 ENV = {**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
@@ -56,14 +52,6 @@ def test_help_and_version():
     assert done.stdout.strip() == f'capsnb {__version__}'
 
 
-@pytest.mark.parametrize(
-    'args', [('--epochs', 0), ('--seed', -1), ('--seed', 2**32), ('--epochs', 'ten')]
-)
-def test_bad_options(args, tmp_path):
-    assert capsnb('demo', '--out', tmp_path, *args).exit_code == 2
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize('device', ['cuda:99', 'gpu'])
 def test_bad_device(device, tmp_path):
     r = call('demo', '--out', tmp_path, '--device', device)
@@ -85,82 +73,6 @@ def finished(tmp_path_factory):
 
 def files_of(folder):
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob('*') if p.is_file()}
-
-
-def test_a_second_demo_asks_first(finished, tmp_path):
-    out = tmp_path / 'demo'
-    shutil.copytree(finished, out)
-    kept, again = files_of(out), ('demo', '--epochs', 1, '--device', 'cpu', '--out', out)
-    for more in ((), ('--seed', 1)):
-        r = capsnb(*again, *more)
-        assert (
-            r.exit_code == 1 and 'holds a finished demo' in r.output and '--overwrite' in r.output
-        )
-        assert files_of(out) == kept
-    r = capsnb(*again, '--resume')  # shown again, not made again
-    m = json.loads(kept['metrics.json'])
-    assert (
-        r.exit_code == 0
-        and f"{m['cnn']['test_accuracy']:.1%}" in r.output
-        and files_of(out) == kept
-    )
-    r = capsnb(*again, '--seed', 1, '--overwrite')
-    assert r.exit_code == 0 and json.loads((out / 'metrics.json').read_text())['seed'] == 1
-
-
-def test_an_interrupted_demo_is_not_replaced(finished, tmp_path):
-    shutil.copytree(finished / 'dstep', tmp_path / 'dstep')
-    kept = files_of(tmp_path)
-    r = capsnb('demo', '--epochs', 1, '--device', 'cpu', '--out', tmp_path)
-    assert r.exit_code == 1 and 'not come to its end' in r.output and files_of(tmp_path) == kept
-
-
-@pytest.mark.parametrize('options', [(), ('--overwrite',), ('--resume',)])
-@pytest.mark.parametrize('place', ['cnn', 'dstep', '.'])
-def test_a_demo_never_replaces_another_run(place, options, tmp_path):
-    run = tmp_path / 'runs' / place
-    run.mkdir(parents=True)
-    note = dict(network='PlainCNN', kind='cnn', data='toys')
-    (run / 'settings.json').write_text(json.dumps(dict(settings=note)))
-    for name in ('metrics.json', 'task.json', 'model.safetensors'):
-        (run / name).write_text('{}')
-    kept = files_of(tmp_path)
-    r = capsnb('demo', '--epochs', 1, '--device', 'cpu', '--out', tmp_path / 'runs', *options)
-    assert r.exit_code == 1 and 'which no demo left' in r.output and files_of(tmp_path) == kept
-
-
-@pytest.mark.parametrize('name', ['metrics.json', 'picture.png', 'report.html'])
-def test_a_demo_never_replaces_somebodys_file(name, tmp_path):
-    (tmp_path / name).write_text('{}')
-    for options in ((), ('--overwrite',)):
-        r = capsnb('demo', '--epochs', 1, '--device', 'cpu', '--out', tmp_path, *options)
-        assert r.exit_code == 1 and name in r.output and files_of(tmp_path) == {name: b'{}'}
-
-
-@pytest.mark.parametrize(
-    'name',
-    ['drawings.png', 'poses.png', 'report.html', 'checkpoints/checkpoint-7/model.safetensors'],
-)
-def test_pictures_and_checkpoints_of_others_are_kept(name, tmp_path):
-    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / name).write_text('mine')
-    for options in ((), ('--overwrite',)):
-        r = capsnb(*tiny, '--out', tmp_path, *options)
-        assert (
-            r.exit_code == 1
-            and 'which no run left' in r.output
-            and files_of(tmp_path) == {name: b'mine'}
-        )
-
-
-def test_notes_of_others_are_kept(tmp_path):
-    mine = {'settings.json': b'{}', 'metrics.json': b'"mine"', 'config.json': b'mine'}
-    for name, content in mine.items():
-        (tmp_path / name).write_bytes(content)
-    for options in ((), ('--overwrite',)):
-        r = capsnb(*tiny, '--out', tmp_path, *options)
-        assert r.exit_code == 1 and 'which no run left' in r.output
-        assert files_of(tmp_path) == mine
 
 
 def test_a_home_is_the_same_in_every_place(tmp_path, monkeypatch):
@@ -192,12 +104,6 @@ def test_data_are_looked_for_before_a_transformer(tmp_path, monkeypatch):
     assert r.exit_code == 1 and "data must be one of 'toys'" in r.output
 
 
-def test_unwritable_folder(tmp_path):
-    (tmp_path / 'file').write_text('not a folder')
-    r = capsnb('demo', '--out', tmp_path / 'file' / 'run')
-    assert r.exit_code == 1 and 'nothing was trained' in r.output and 'cannot write' in r.output
-
-
 def test_full_disk(tmp_path):
     "A limit on the size of files stands in for a full disk: the system refuses the write."
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -218,22 +124,6 @@ def test_without_typer():
         r.returncode == 1
         and "pip install 'capsnb[train]'" in r.stderr
         and 'Traceback' not in r.stderr
-    )
-
-
-def test_without_huggingface_hub():
-    "The networks work without it; saving says what to install."
-    code = (
-        "import sys; sys.modules['huggingface_hub'] = None\nimport torch\n"
-        "from capsnb.lab.vision import PlainCNN\nnet = PlainCNN(n_hidden=4)\n"
-        "assert net(torch.zeros(2, 1, 8, 8)).a.shape == (2, 10)\n"
-        "try: net.save_pretrained('x')\nexcept ImportError as e: print(e)"
-    )
-    r = subprocess.run(
-        [sys.executable, '-c', code], env=ENV, capture_output=True, text=True, timeout=120
-    )
-    assert r.returncode == 0 and "'huggingface_hub': pip install 'capsnb[train]'" in r.stdout, (
-        r.stderr
     )
 
 
@@ -258,44 +148,6 @@ def test_what_needs_no_pytorch_does_not_wait_for_it(args):
         [sys.executable, '-c', code, *args], env=ENV, capture_output=True, text=True, timeout=120
     )
     assert r.returncode == 0 and r.stderr.strip() == '[]', r.stdout + r.stderr
-
-
-def test_the_faster_plans_are_there_in_any_order():
-    "the package imports nothing before it is asked; routing must not fall back for that"
-    for first in (
-        'from capsnb.engine.dstep import plans',
-        'import capsnb.engine.moments, capsnb; plans = capsnb.engine.dstep.plans',
-    ):
-        r = subprocess.run(
-            [sys.executable, '-c', f'{first}; print(sorted(plans))'],
-            env=ENV,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert {'moments', 'stream', 'votes'} <= set(eval(r.stdout)), r.stderr
-
-
-@pytest.mark.parametrize(
-    'args',
-    [
-        (),
-        ('demo',),
-        ('train',),
-        ('train', 'toys'),
-        ('train', 'eth80'),
-        ('train', 'digits'),
-        ('train', 'sst'),
-        ('eval',),
-        ('explain',),
-        ('ablate',),
-    ],
-)
-def test_h_is_help(args):
-    assert (
-        capsnb(*args, '-h').exit_code == 0
-        and capsnb(*args, '-h').output == capsnb(*args, '--help').output
-    )
 
 
 @pytest.mark.parametrize('module', ['typer', 'inside typer', 'torch', 'numpy', 'transformers'])
@@ -324,109 +176,6 @@ main()"""
         and len(r.stderr.strip().splitlines()) == 1
         and 'stopped; go on with' in r.stderr
     ), r.stderr
-
-
-def test_bars_are_for_terminals(run, tmp_path, monkeypatch):
-    import capsnb.cli as cli
-
-    train, test = (*tiny, '--test-limit', 50, '--out'), ('eval', run, '--device', 'cpu')
-    for k, command in enumerate(((*train, tmp_path / 'a'), test)):
-        assert '%|' not in capsnb(*command, *(('--overwrite',) if k == 0 else ())).output
-        assert '%|' in capsnb(*command, *(('--overwrite',) if k == 0 else ()), '--progress').output
-    monkeypatch.setattr(cli, 'on_terminal', lambda: True)
-    assert '%|' in capsnb(*test).output and '%|' not in capsnb(*test, '--no-progress').output
-
-
-def check_folder(out, text):
-    metrics = json.loads((out / 'metrics.json').read_text())
-    for name, kind in (('dstep', DStepNet), ('cnn', PlainCNN)):
-        m, net = metrics[name], kind.from_pretrained(out / name)
-        assert (
-            sum(p.numel() for p in net.parameters()) == m['n_params']
-            and f"{m['test_accuracy']:.1%}" in text
-        )
-        assert all(torch.isfinite(p).all() for p in net.parameters())
-    assert (out / 'picture.png').stat().st_size > 10_000
-    return metrics
-
-
-@pytest.mark.slow
-def test_interrupted_and_resumed(tmp_path):
-    "A real Ctrl-C within an epoch; what it tells us to do ends where an undisturbed run does."
-    out = tmp_path / 'run'
-    p = subprocess.Popen(
-        [*COMMAND, 'demo', '--epochs', '2', '--device', 'cpu', '--out', str(out)],
-        env=ENV,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    deadline = time.time() + 240
-    while (
-        not (out / 'dstep' / 'checkpoints' / 'checkpoint-50' / 'seal.json').exists()
-        and time.time() < deadline
-        and p.poll() is None
-    ):
-        time.sleep(0.02)
-    p.send_signal(signal.SIGINT)  # early in the second epoch
-    text = p.communicate(timeout=240)[0]
-    assert p.returncode == 130 and 'Traceback' not in text, text
-    command = re.search(r'go on with: capsnb (.*)', text)[1].split()
-    assert (
-        '--resume' in command
-        and 50 <= int(last_whole(out / 'dstep' / 'checkpoints').name[11:]) < 100
-    )
-    r = call(*command)
-    assert r.returncode == 0, r.stdout + r.stderr
-    again = check_folder(out, r.stdout)
-    r = call('demo', '--epochs', 2, '--device', 'cpu', '--out', tmp_path / 'undisturbed')
-    assert r.returncode == 0, r.stdout + r.stderr
-    whole = check_folder(tmp_path / 'undisturbed', r.stdout)
-    for name in ('dstep', 'cnn'):
-        for key in ('test_accuracy', 'valid_accuracy', 'best_epoch'):
-            assert whole[name][key] == again[name][key]
-        a, b = (
-            (folder / name / 'model.safetensors').read_bytes()
-            for folder in (out, tmp_path / 'undisturbed')
-        )
-        assert a == b, name
-    assert 'Warning' not in r.stderr and 'http' not in r.stderr, (
-        r.stderr
-    )  # quiet, and nobody was called
-
-
-def test_train_digits_and_eval(tmp_path):
-    few = ('train', 'digits', '--limit', 60, '--epochs', 1, '--device', 'cpu', '--no-progress')
-    for option in (
-        '--net',
-        '--epochs',
-        '--seed',
-        '--limit',
-        '--out',
-        '--data',
-        '--resume',
-        '--device',
-        '--progress',
-    ):
-        for data in ('digits', 'mnist', 'fashion-mnist'):
-            assert option in capsnb('train', data, '--help').output
-    r = capsnb(*few, '--net', 'dstep', '--seed', 4, '--out', tmp_path / 'run')
-    assert r.exit_code == 0, r.output
-    m = json.loads((tmp_path / 'run' / 'metrics.json').read_text())
-    assert (m['seed'], m['limit'], m['epochs'], m['network']) == (
-        4,
-        60,
-        1,
-        'DStepNet',
-    ) and f"test {m['test_accuracy']:.1%}" in r.output
-    e = capsnb('eval', tmp_path / 'run', '--device', 'cpu')
-    assert e.exit_code == 0 and f"test: {m['test_accuracy']:.1%} of 500" in e.output, e.output
-    e = capsnb('eval', tmp_path / 'run', '--crops', 2)
-    assert e.exit_code == 1 and "runs on digits have no option 'crops'" in e.output
-    again = capsnb(*few, '--net', 'dstep', '--seed', 4, '--out', tmp_path / 'run', '--resume')
-    assert again.exit_code == 0 and again.output.splitlines()[-1] == r.output.splitlines()[-1]
-    other = capsnb(*few, '--net', 'dstep', '--seed', 5, '--out', tmp_path / 'run', '--resume')
-    assert other.exit_code == 1 and 'settings differ (seed: 4 then, 5 now' in other.output
 
 
 def test_train_in_half_precision_on_all_pictures(tmp_path):
@@ -514,22 +263,6 @@ def test_only_one_of_several_processes_is_silent(monkeypatch):
         assert is_first() is first
 
 
-def test_rate_and_batch_size(tmp_path):
-    own = ('--net', 'dstep', '--lr', 0.002, '--batch-size', 30, '--out', tmp_path)
-    r = capsnb(*tiny[:2], *tiny[4:], *own)
-    assert r.exit_code == 0, r.output
-    m = json.loads((tmp_path / 'metrics.json').read_text())
-    assert m['lr'] == [1e-5, 0.002] and m['batch_size'] == 30
-    low = capsnb(*tiny, '--lr', 1e-6, '--out', tmp_path / 'low')
-    assert low.exit_code == 0, low.output
-    assert json.loads((tmp_path / 'low' / 'metrics.json').read_text())['lr'] == [1e-6, 1e-6]
-    for wrong in ('0', '-1', 'nan', 'inf'):
-        r = capsnb(*tiny, '--lr', wrong, '--out', tmp_path / 'wrong')
-        assert r.exit_code == 1 and 'two positive numbers' in r.output, r.output
-    for data in ('sst', 'toys', 'eth80', 'file:x.csv', 'some.module:task'):
-        assert '--lr' in capsnb('train', data, '--help').output
-
-
 @pytest.mark.parametrize(
     'args, code, said',
     [
@@ -588,32 +321,6 @@ def test_eval_for_other_programs(run):
     )
 
 
-@pytest.mark.parametrize(
-    'names, top',
-    [
-        (class_names['fashion-mnist'], 10_000),
-        (tuple('0123456789'), 1_234_567),
-        (('a', 'T-shirt/top'), 1),
-    ],
-)
-def test_columns_line_up(names, top):
-    rows = [
-        [random.Random(9 * k + j).randint(0, top) for j in range(len(names))]
-        for k in range(len(names))
-    ]
-    lines = confusion_table(names, rows).splitlines()
-    ends = [
-        m.end()
-        for m in re.finditer(
-            '|'.join(map(re.escape, sorted(names, key=len, reverse=True))), lines[0]
-        )
-    ][-len(names) :]
-    assert len(lines) == len(names) + 1 and len(set(map(len, lines))) == 1
-    for line, row in zip(lines[1:], rows):
-        for end, n in zip(ends, row):
-            assert re.search(r'(\S+)$', line[:end])[1] == f'{n:,}'
-
-
 def test_only_the_first_process_speaks(run, monkeypatch):
     "torchrun starts the same command several times"
     monkeypatch.setenv('RANK', '0')
@@ -622,124 +329,6 @@ def test_only_the_first_process_speaks(run, monkeypatch):
     monkeypatch.setenv('RANK', '1')
     assert capsnb('eval', run, '--device', 'cpu', '--progress').output == ''
     assert capsnb('eval', run / 'nothing').output.startswith('capsnb (process 1): ')
-
-
-odd = [
-    None,
-    True,
-    False,
-    0,
-    -1,
-    1,
-    3,
-    10**9,
-    10**30,
-    1.5,
-    -1e300,
-    '',
-    'x',
-    '1e9',
-    [],
-    [[]],
-    [10**9],
-    [1] * 70,
-    {},
-    {'a': [None]},
-]
-
-
-def mutated(notes, dice):
-    "One of the notes, with an entry that is odd, or gone, or of another name; or no object at all."
-    name = dice.choice(sorted(notes))
-    note = json.loads(notes[name])
-    key, value, way = dice.choice(sorted(note)), dice.choice(odd), dice.randrange(8)
-    if way == 0:
-        return name, json.dumps(value)
-    if way == 1:
-        return name, notes[name][: dice.randrange(len(notes[name]))]
-    if way == 2:
-        return name, json.dumps({k: v for k, v in note.items() if k != key})
-    if way == 3:
-        return name, json.dumps(
-            {**note, dice.choice(['kind', 'data', 'size', 'subset', 'validate', 'extra']): value}
-        )
-    if way == 4 and isinstance(note[key], list):
-        return name, json.dumps({**note, key: [*note[key][1:], value]})
-    return name, json.dumps({**note, key: value})
-
-
-@pytest.mark.parametrize('net', ['cnn', 'capsnet', 'dstep', 'matrix-caps', 'baseline'])
-def test_odd_notes_are_one_sentence(net, run, tmp_path, monkeypatch):
-    "Whatever stands in the notes of a run, `capsnb eval` gives a result or one sentence, and soon."
-    import capsnb.lab.digits as digits
-
-    small = {'capsnet': dict(n_types=2, channels=4), 'matrix-caps': dict(A=4, B=2, C=2, D=2)}.get(
-        net, {}
-    )
-    split = load_digits_split()
-    few = {k: {c: v[:40][c] for c in ('image', 'label')} for k, v in split.items()}
-    monkeypatch.setattr(digits, 'load_digits_split', lambda: {k: _Rows(v) for k, v in few.items()})
-    digits.digits.make(net, **small).eval().save_pretrained(tmp_path)
-    (tmp_path / 'task.json').write_text(
-        json.dumps({**json.loads((run / 'task.json').read_text()), 'arch': net, 'n_test': 20})
-    )
-    notes, dice, said = (
-        {n: (tmp_path / n).read_text() for n in ('task.json', 'config.json')},
-        random.Random(net),
-        0,
-    )
-    assert capsnb('eval', tmp_path, '--device', 'cpu').exit_code == 0
-    (tmp_path / 'nothing').mkdir()
-    monkeypatch.setenv('CAPSNB_DATA', str(tmp_path / 'nothing'))
-    n = tries(40)
-    for _ in range(n):
-        name, text = mutated(notes, dice)
-        (tmp_path / name).write_text(text)
-        start, r = time.time(), capsnb('eval', tmp_path, '--device', 'cpu')
-        assert r.exit_code in (0, 1) and (
-            r.exception is None or isinstance(r.exception, SystemExit)
-        ), (name, text, r.exception)
-        assert time.time() - start < 20 and (r.exit_code == 0 or r.output.startswith('capsnb: ')), (
-            name,
-            text,
-            r.output,
-        )
-        (tmp_path / name).write_text(notes[name])
-        said += r.exit_code
-    assert n / 3 < said < n
-
-
-class _Rows(dict):  # columns that are asked for as a data set is
-    def __getitem__(self, k):
-        return self if isinstance(k, slice) else super().__getitem__(k)
-
-
-@pytest.mark.parametrize('text', ['[]', '{', '{"n_params": "many"}', 'epochs'])
-def test_odd_metrics_are_one_sentence_or_made_again(text, run, finished, tmp_path):
-    again = {
-        'run': (*tiny, '--test-limit', 50),
-        'demo/.': ('demo', '--epochs', 1, '--device', 'cpu'),
-        'demo/cnn': ('demo', '--epochs', 1, '--device', 'cpu'),
-    }
-    for place, command in again.items():
-        out = tmp_path / place.split('/')[0]
-        shutil.copytree(run if place == 'run' else finished, out)
-        note = json.loads((tmp_path / place / 'metrics.json').read_text())
-        (tmp_path / place / 'metrics.json').write_text(
-            json.dumps({**note, 'epochs': 0}) if text == 'epochs' else text
-        )
-        r = capsnb(*command, '--out', out, '--resume')
-        assert (
-            r.exception is None
-            or isinstance(r.exception, SystemExit)
-            and r.output.startswith('capsnb: ')
-        ), (place, r.output, r.exception)
-        assert (
-            r.exit_code == 1
-            or place != 'run'
-            or json.loads((out / 'metrics.json').read_text())['epochs'] == 1
-        )
-        shutil.rmtree(out)
 
 
 def test_a_study_goes_on_and_replaces_nothing(tmp_path):
@@ -794,22 +383,6 @@ def test_a_shootout_refuses_whom_it_does_not_know(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_a_running_demo_is_not_replaced(tmp_path):
-    from capsnb.lab.runs import locked
-
-    assert capsnb('demo', '--epochs', 1, '--device', 'cpu', '--out', tmp_path).exit_code == 0
-    kept = files_of(tmp_path)
-    with locked(tmp_path / 'dstep'):
-        r = capsnb('demo', '--epochs', 1, '--device', 'cpu', '--out', tmp_path, '--overwrite')
-    assert (
-        r.exit_code == 1 and 'another process is at work' in r.output and files_of(tmp_path) == kept
-    )
-    r = capsnb(
-        'demo', '--epochs', 1, '--device', 'cpu', '--out', tmp_path, '--overwrite', '--resume'
-    )
-    assert r.exit_code == 1 and 'give one of them' in r.output and files_of(tmp_path) == kept
-
-
 @pytest.mark.parametrize(
     'given, spins',
     [({}, '10000'), (dict(GOMP_SPINCOUNT='7'), '7'), (dict(OMP_WAIT_POLICY='PASSIVE'), 'None')],
@@ -841,3 +414,167 @@ def test_the_demo_takes_one_thread_unless_told_otherwise(named, threads, monkeyp
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize('options', [('--seed', '-1'), ('--epochs', 'ten'), ('--epochs', '0')])
+def test_bad_options(options, tmp_path):
+    assert capsnb('demo', '--out', tmp_path, *options).exit_code == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_train_digits_and_eval(tmp_path):
+    few = (*tiny[:2], '--net', 'dstep', *tiny[4:], '--no-progress', '--out', tmp_path / 'run')
+    r = capsnb(*few, '--seed', 4)
+    assert r.exit_code == 0, r.output
+    m = json.loads((tmp_path / 'run' / 'metrics.json').read_text())
+    said = m['seed'], m['limit'], m['epochs'], m['network']
+    assert said == (4, 60, 1, 'DStepNet') and f"test {m['test_accuracy']:.1%}" in r.output
+    e = capsnb('eval', tmp_path / 'run', '--device', 'cpu')
+    assert e.exit_code == 0 and f"test: {m['test_accuracy']:.1%} of 500" in e.output, e.output
+    e = capsnb('eval', tmp_path / 'run', '--crops', 2)
+    assert e.exit_code == 1 and "runs on digits have no option 'crops'" in e.output
+    again = capsnb(*few, '--seed', 4, '--resume')
+    assert again.exit_code == 0 and again.output.splitlines()[-1] == r.output.splitlines()[-1]
+    other = capsnb(*few, '--seed', 5, '--resume')
+    assert other.exit_code == 1 and 'settings differ (seed: 4 then, 5 now' in other.output
+
+
+def test_odd_metrics_are_one_sentence(run, tmp_path):
+    shutil.copytree(run, tmp_path / 'run')
+    note = json.loads((run / 'metrics.json').read_text())
+    for text in ('[]', '{', json.dumps(note | dict(epochs=0))):
+        (tmp_path / 'run' / 'metrics.json').write_text(text)
+        r = capsnb(*tiny, '--test-limit', 50, '--out', tmp_path / 'run', '--resume')
+        assert isinstance(r.exception, SystemExit) and r.output.startswith('capsnb: '), r.output
+
+
+def test_columns_line_up():
+    names, counts = ('a', 'T-shirt/top'), [[1_234_567, 0], [10, 3]]
+    top, *lines = confusion_table(names, counts).splitlines()
+    ends = [m.end() for m in re.finditer('a|T-shirt/top', top)][-2:]
+    assert len({len(line) for line in (top, *lines)}) == 1
+    for line, row in zip(lines, counts):
+        assert [line[:end].split()[-1] for end in ends] == [f'{n:,}' for n in row]
+
+
+def test_options_come_from_the_fields_of_a_task():
+    "the module is read, not run: each field is an option, and says what its comment says"
+    told = capsnb('train', 'eth80', '--help').output
+    for word in (
+        '--size',
+        '--pairs',
+        '--no-validate',
+        '--any-files',
+        '--data',
+        '--fold',
+        '--colour',
+    ):
+        assert word in told
+    assert 'default: 48' in told and '10, 5 or 2' in told and '--crops' not in told
+    told = capsnb('train', 'sst', '--help').output
+    assert '--gguf' in told and '--on-the-fly' in told and '--task' in told
+    assert all('--lr' in capsnb('train', k, '--help').output for k in ('file:x.csv', 'a.b:task'))
+
+
+def test_a_second_demo_asks_first(finished, tmp_path):
+    out = tmp_path / 'demo'
+    shutil.copytree(finished, out)
+    kept, again = files_of(out), ('demo', '--epochs', 1, '--device', 'cpu', '--out', out)
+    for more in ((), ('--seed', 1)):
+        r = capsnb(*again, *more)
+        assert r.exit_code == 1 and '--overwrite' in r.output and files_of(out) == kept
+    r = capsnb(*again, '--resume')  # shown again, not made again
+    m = json.loads(kept['metrics.json'])
+    assert r.exit_code == 0 and f"{m['cnn']['test_accuracy']:.1%}" in r.output
+    assert files_of(out) == kept
+    with locked(out / 'dstep'):
+        r = capsnb(*again, '--overwrite')
+    assert r.exit_code == 1 and 'another process is at work' in r.output
+    r = capsnb(*again, '--overwrite', '--resume')
+    assert r.exit_code == 1 and 'give one of them' in r.output and files_of(out) == kept
+
+
+@pytest.mark.parametrize('options', [(), ('--overwrite',), ('--resume',)])
+def test_a_demo_never_replaces_another_run(options, tmp_path):
+    for place in ('cnn', 'dstep', '.'):
+        run = tmp_path / place.replace('.', 'x') / 'runs' / place
+        run.mkdir(parents=True)
+        note = dict(network='PlainCNN', kind='cnn', data='toys')
+        (run / 'settings.json').write_text(json.dumps(dict(settings=note)))
+        for name in ('metrics.json', 'task.json', 'model.safetensors'):
+            (run / name).write_text('{}')
+        out = run if place == '.' else run.parent
+        kept = files_of(out)
+        r = capsnb('demo', '--epochs', 1, '--device', 'cpu', '--out', out, *options)
+        assert r.exit_code == 1 and 'which no demo left' in r.output and files_of(out) == kept
+
+
+somebodys = {'metrics.json': '"mine"', 'settings.json': '{}'}, {'poses.png': 'mine'}
+somebodys += ({'report.html': 'mine'}, {'checkpoints/checkpoint-7/model.safetensors': 'mine'})
+
+
+@pytest.mark.parametrize('mine', somebodys)
+def test_files_of_others_are_kept(mine, tmp_path):
+    for name, content in mine.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    kept = files_of(tmp_path)
+    for options in ((), ('--overwrite',)):
+        r = capsnb(*tiny, '--out', tmp_path, *options)
+        assert r.exit_code == 1 and 'which no run left' in r.output
+        assert files_of(tmp_path) == kept
+
+
+@pytest.mark.parametrize('command', ['demo', 'train'])
+def test_unwritable_folder(command, tmp_path):
+    (tmp_path / 'file').write_text('not a folder')
+    begin = ('demo',) if command == 'demo' else tiny
+    r = capsnb(*begin, '--out', tmp_path / 'file' / 'run')
+    assert r.exit_code == 1 and 'cannot write' in r.output
+
+
+def test_bars_are_for_terminals(run, monkeypatch):
+    import capsnb.cli as cli
+
+    test = ('eval', run, '--device', 'cpu')
+    assert '%|' not in capsnb(*test).output and '%|' in capsnb(*test, '--progress').output
+    monkeypatch.setattr(cli, 'on_terminal', lambda: True)
+    assert '%|' in capsnb(*test).output and '%|' not in capsnb(*test, '--no-progress').output
+
+
+@pytest.mark.slow
+def test_interrupted_and_resumed(tmp_path):
+    "A real Ctrl-C within an epoch; what it tells us to do ends where an undisturbed run does."
+    out, deadline = tmp_path / 'run', time.time() + 240
+    demo = ('demo', '--epochs', '2', '--device', 'cpu', '--out')
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    p = subprocess.Popen([*COMMAND, *demo, str(out)], env=ENV, **pipes)
+    sealed = out / 'dstep' / 'checkpoints' / 'checkpoint-50'
+    while not sealed.exists() and time.time() < deadline and p.poll() is None:
+        time.sleep(0.02)
+    time.sleep(0.5)
+    p.send_signal(signal.SIGINT)  # early in the second epoch
+    text = p.communicate(timeout=240)[0]
+    assert p.returncode == 130 and 'Traceback' not in text, text
+    command = re.search(r'go on with: capsnb (.*)', text)[1].split()
+    assert '--resume' in command
+    r = call(*command)
+    assert r.returncode == 0 and 'Warning' not in r.stderr, r.stdout + r.stderr
+    assert call(*demo, tmp_path / 'undisturbed').returncode == 0
+    for name in ('dstep', 'cnn'):
+        whole, again = (folder / name for folder in (tmp_path / 'undisturbed', out))
+        a, b = ((folder / 'model.safetensors').read_bytes() for folder in (whole, again))
+        assert a == b, name
+        a, b = (json.loads((folder / 'metrics.json').read_text()) for folder in (whole, again))
+        assert a['test_accuracy'] == b['test_accuracy'] and a['best_epoch'] == b['best_epoch']
+
+
+def test_rate_and_batch_size(tmp_path):
+    own = ('--net', 'dstep', '--lr', 0.002, '--batch-size', 30, '--out', tmp_path)
+    r = capsnb(*tiny[:2], *tiny[4:], *own)
+    assert r.exit_code == 0, r.output
+    m = json.loads((tmp_path / 'metrics.json').read_text())
+    assert m['lr'] == [1e-5, 0.002] and m['batch_size'] == 30
+    for wrong in ('0', 'nan'):
+        r = capsnb(*tiny, '--lr', wrong, '--out', tmp_path / 'wrong')
+        assert r.exit_code == 1 and 'two positive numbers' in r.output, r.output

@@ -14,7 +14,7 @@ from capsnb.lab.matrix_caps import MatrixCapsNet
 from capsnb.lab.routing_net import PlainText, RoutingNet, RoutingText, VectorText
 from capsnb.lab.text import SSTNet
 from capsnb.lab.vision import BaselineCNN, DStepNet, OnlyScores, PlainCNN
-from capsnb.outlook.language import LanguageModel
+from capsnb.lab.language import LanguageModel
 from capsnb.lab.own import PlainTable, TableNet
 
 trunk = dict(channels=(8, 8), strides=(2, 2))

@@ -843,7 +843,6 @@ mistakes = {
     'a cure that there is not': ('study', 'depth', '--only', 'x'),
     'layers without an end': ('study', 'depth', '--layers', 10**9),
     'sentences without an end': ('explain', 'run', '--file', '/dev/zero'),
-    "an unknown user's folder in a list": ('study', 'credit', '~nobody-of-this-name/x'),
 }
 
 
@@ -872,8 +871,7 @@ def at_work(*_, **__):
 
 heavy = (
     'data.toys:_fill lab.train:fit_decks lab.tasks:fit_decks lab.demo:fit_decks '
-    'lab.shootout:measure_costs lab.viewpoint:write_price outlook.language:measure_language '
-    'lab.speed:bench'
+    'lab.shootout:measure_costs lab.viewpoint:write_price lab.speed:bench'
 ).split()
 numbers = ['-1', '0', '1', '2', '3', '5', '10', '31', '96', '1e3', 'x', '', 'nan', 'inf', '-inf']
 numbers += ['1e-300', '0.5', '٣', '4294967295', '4294967296', '1000000000000000000', '9' * 5000]
@@ -958,7 +956,7 @@ def test_command_lines(sandbox, monkeypatch):
     paths, threads = paths_in(sandbox), torch.get_num_threads()
     commands = leaves(get_command(app))
     kept = {p: p.read_bytes() for p in sandbox.rglob('*') if p.is_file()}
-    assert len(commands) > 20
+    assert len(commands) > 12
     with Tried('command lines', 'test_fuzz.py::test_command_lines') as t:
         for k in range(tries(len(commands), 3)):
             line = drawn(*commands[k % len(commands)], paths, rng)

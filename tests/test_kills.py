@@ -80,7 +80,7 @@ for line in sys.stdin:
         os.dup2(said, 1), os.dup2(said, 2), os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         if order['most']:
             resource.setrlimit(resource.RLIMIT_FSIZE, (order['most'], order['most']))
-        plainly(lambda: globals()[order['work']](*order['args']), 'again')
+        plainly(lambda: globals()[order['work']](*order['args']), lambda: 'again')
         code = 0
     except SystemExit as e:
         code = e.code

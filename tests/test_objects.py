@@ -4,7 +4,8 @@ import json
 import pytest
 import torch
 from torch.testing import assert_close
-from capsnb import cli, objects
+from capsnb import cli
+from capsnb.lab import objects
 from capsnb.data.norb import tiny_smallnorb
 from capsnb.core import plot_style
 from capsnb.lab import tasks

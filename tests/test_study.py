@@ -18,7 +18,7 @@ cells = [
     ),
     ('code', "#| study\nfound = [data, seeds, rates, limit, big]\nPath('out').write_text('done')"),
     ('code', 'found'),
-    ('code', "if seeds == 0:\n    raise ValueError('no seeds')"),
+    ('code', "if data == 'none':\n    raise ValueError('no data')"),
 ]
 
 
@@ -59,7 +59,7 @@ def test_parameters_have_the_type_of_their_default(name, study):
         (('other',), 1, "no study 'other'; there are two-sums"),
         (('two-sums', '--sedes', '1'), 2, '--seeds'),
         (('two-sums', '--seeds', 'x'), 2, 'valid integer'),
-        (('two-sums', '--seeds', '0'), 1, 'capsnb: no seeds'),
+        (('two-sums', '--data', 'none'), 1, 'capsnb: no data'),
     ],
 )
 def test_bad_words_are_one_sentence(words, code, said, study, monkeypatch, capsys):
@@ -67,7 +67,7 @@ def test_bad_words_are_one_sentence(words, code, said, study, monkeypatch, capsy
 
     monkeypatch.setattr(sys, 'argv', ['capsnb', 'study', *words])
     with pytest.raises(SystemExit) as stopped:
-        plainly(lambda: make_app()(), 'the same command')
+        plainly(make_app())
     assert stopped.value.code == code and said in capsys.readouterr().err
 
 
