@@ -16,7 +16,7 @@ from ..engine.layers import at_least_1
 from .tasks import Net, Task
 from .train import BaseDeck, fingerprint
 from .vision import HubMixin, Scores
-from ..outlook.blocks import Block, RoutingBlock, SelfAttention, as_large_as_attention
+from ..zoo.blocks import Block, RoutingBlock, SelfAttention, as_large_as_attention
 from ..zoo.routers import all_routings, routing_layer
 
 # %% auto #0
