@@ -21,7 +21,7 @@ _names = {  # room -> its public names; PyTorch, which all need, takes seconds
     'data.toys': ['load_toys'],
     'data.norb': ['load_smallnorb'],
     'data.eth80': ['load_eth80'],
-    'data.cifar': ['load_cifar10'],
+    'data.mnist': ['load_cifar10'],
     'data.sst': ['load_sst'],
     'data.embed': ['FrozenEncoder'],
 }

@@ -1,7 +1,7 @@
 # What type checkers and editors read in place of the lazy imports of __init__.py.
 __version__: str
 
-from .data.cifar import load_cifar10 as load_cifar10
+from .data.mnist import load_cifar10 as load_cifar10
 from .data.embed import FrozenEncoder as FrozenEncoder
 from .data.eth80 import load_eth80 as load_eth80
 from .data.norb import load_smallnorb as load_smallnorb

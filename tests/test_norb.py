@@ -1,19 +1,13 @@
-"Damaged files, broken downloads, killed unpacking; the rest is in nbs/data/35_norb.ipynb."
+"Damaged files, the Hub by proxy, downloads, labels; the rest is in nbs/data/35_norb.ipynb."
 
 import gzip
 import hashlib
-import json
-import math
+import io
 import os
 import random
 import re
 import shutil
-import signal
 import struct
-import subprocess
-import sys
-import time
-from pathlib import Path
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -21,31 +15,31 @@ from torch.testing import assert_close
 from capsnb.data import norb
 from capsnb.data.files import cache_folder
 from capsnb.data.norb import (
-    NorbFile,
+    Joined,
     as_tensors,
-    check_labels,
     codes,
     degrees,
-    download_smallnorb,
     find_smallnorb,
     instances,
     load_smallnorb,
     magics,
     norb_files,
+    norb_name,
     open_matrix,
+    open_norb,
     open_smallnorb,
-    parse_header,
     read_matrix,
+    read_part,
     read_split,
+    tiny_norb,
     tiny_smallnorb,
-    unpack,
     valid_mask,
     viewpoint_split,
     write_matrix,
 )
 from web import Web, served
 
-some = settings(max_examples=300, deadline=None, derandomize=True)
+datasets = pytest.importorskip('datasets')
 few = settings(max_examples=60, deadline=None, derandomize=True)
 names = [o.name for o in norb_files.values()]
 
@@ -66,9 +60,8 @@ def no_machine(monkeypatch, tmp_path):
 
 
 def cards(folder, **kw):
-    return tiny_smallnorb(
-        folder, **{**dict(size=8, elevations=(0, 4), azimuths=(0, 20), lightings=(1,)), **kw}
-    )
+    few = dict(size=8, elevations=(0, 4), azimuths=(0, 20), lightings=(1,))
+    return tiny_smallnorb(folder, **few | kw)
 
 
 @pytest.fixture
@@ -86,129 +79,68 @@ def as_official(monkeypatch, plain, packed):
     "makes the test cards the official files"
     for key, o in list(norb_files.items()):
         raw, gz = (plain / o.name).read_bytes(), (packed / f'{o.name}.gz').read_bytes()
-        monkeypatch.setitem(
-            norb_files,
-            key,
-            NorbFile(
-                o.name,
-                len(gz),
-                hashlib.sha256(gz).hexdigest(),
-                hashlib.md5(gz).hexdigest(),
-                hashlib.md5(raw).hexdigest(),
-                len(raw),
-            ),
-        )
+        sums = hashlib.sha256(gz).hexdigest(), hashlib.md5(raw).hexdigest()
+        mine = norb.NorbFile(o.name, len(gz), *sums, len(raw))
+        monkeypatch.setitem(norb_files, key, mine)
 
 
 # ---- one matrix ----
 
-shapes = st.lists(st.integers(1, 4), min_size=1, max_size=8)
-kinds = {
-    torch.uint8: 'B',
-    torch.int16: 'h',
-    torch.int32: 'i',
-    torch.float32: 'f',
-    torch.float64: 'd',
-}
+kinds = dict(zip(magics.values(), 'fdiBh'))
 
 
-@some
-@given(shapes, st.sampled_from(list(kinds)), st.integers(0, 2**32))
+@few
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=8),
+    st.sampled_from(list(kinds)),
+    st.integers(0, 2**32),
+)
 def test_reads_what_was_written(tmp_path_factory, shape, dtype, seed):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 1e4
     x = x.clamp(0, 255).to(dtype) if dtype == torch.uint8 else x.to(dtype)
     path = write_matrix(tmp_path_factory.mktemp('m') / 'x.mat', x)
     assert_close(read_matrix(path), x, rtol=0, atol=0)
-    # and an independent reader, word by word
-    data = path.read_bytes()
+    data = path.read_bytes()  # and an independent reader, word by word
     kind, n, *dims = struct.unpack_from(f'<{2 + max(len(shape), 3)}I', data)
     assert magics[kind] == dtype and n == len(shape) and dims == shape + [1] * (3 - n)
-    assert (
-        list(struct.unpack_from(f'<{x.numel()}{kinds[dtype]}', data, 8 + 4 * len(dims)))
-        == x.flatten().tolist()
-    )
-
-
-words = st.one_of(
-    st.sampled_from([*magics, 0x1E3D4C52, 0x1E3D4C57, 0, 1, 2, 3, 4, 8, 9, 2**31, 2**32 - 1]),
-    st.integers(0, 2**32 - 1),
-)
-
-
-@some
-@given(st.lists(words, max_size=12), st.binary(max_size=3))
-def test_a_header_is_refused_or_says_what_it_says(some_words, rest):
-    data = struct.pack(f'<{len(some_words)}I', *some_words) + rest
-    try:
-        header = parse_header(data, 'f')
-    except ValueError as e:
-        at = int(re.match(r'f byte (\d+): expected ', str(e))[1])
-        assert at <= len(data) and type(e) is ValueError
-    else:
-        n = len(header.shape)
-        back = struct.pack(
-            f'<{2 + max(n, 3)}I',
-            {v: k for k, v in magics.items()}[header.dtype],
-            n,
-            *header.shape,
-            *[1] * (3 - n),
-        )
-        assert (
-            data.startswith(back)
-            and header.start == len(back)
-            and header.size == len(back) + math.prod(header.shape) * header.dtype.itemsize
-        )
+    elements = struct.unpack_from(f'<{x.numel()}{kinds[dtype]}', data, 8 + 4 * len(dims))
+    assert list(elements) == x.flatten().tolist()
 
 
 def test_every_cut_and_every_bit_of_a_small_file(tmp_path):
-    whole = write_matrix(
-        tmp_path / 'x.mat', torch.arange(6, dtype=torch.int32).view(2, 3)
-    ).read_bytes()
-    path, start = tmp_path / 'y.mat', 20
+    x = torch.arange(6, dtype=torch.int32).view(2, 3)
+    whole, path = write_matrix(tmp_path / 'x.mat', x).read_bytes(), tmp_path / 'y.mat'
     for n in range(len(whole)):
         path.write_bytes(whole[:n])
-        with pytest.raises(
-            ValueError, match=rf'y.mat byte {n}: expected .* got the end of the file'
-        ):
+        said = rf'y.mat byte {n}: expected .* got the end of the file'
+        with pytest.raises(ValueError, match=said):
             read_matrix(path)
-    for bit in range(8 * start):
+    for bit in range(8 * 20):
         data = bytearray(whole)
         data[bit // 8] ^= 1 << bit % 8
         path.write_bytes(data)
-        if bit == 8 * 4:
-            assert read_matrix(path).shape == (
-                2,
-                3,
-                1,
-            )  # two dimensions or three: the stored 1 may be meant
-        else:
-            with pytest.raises(ValueError, match=r'y.mat byte \d+: expected'):
-                read_matrix(path)
+        if bit == 8 * 4:  # two dimensions or three: the stored 1 may be meant
+            assert read_matrix(path).shape == (2, 3, 1)
+            continue
+        with pytest.raises(ValueError, match=r'y.mat byte \d+: expected'):
+            read_matrix(path)
     path.write_bytes(whole + b'\0')
-    with pytest.raises(
-        ValueError,
-        match=rf'y.mat byte {len(whole)}: expected the end of the file after \[2, 3\] elements',
-    ):
+    said = rf'y.mat byte {len(whole)}: expected the end of the file after \[2, 3\] elements'
+    with pytest.raises(ValueError, match=said):
         read_matrix(path)
 
 
 def test_a_map_is_private_and_needs_no_right_to_write(tmp_path):
     path = write_matrix(tmp_path / 'x.mat', torch.zeros(4, dtype=torch.uint8))
-    before = path.read_bytes()
     path.chmod(0o444)
     x = read_matrix(path)
     x += 1
-    assert (
-        x.tolist() == [1] * 4
-        and path.read_bytes() == before
-        and read_matrix(path).tolist() == [0] * 4
-    )
+    assert read_matrix(path).tolist() == [0] * 4
 
 
 @pytest.mark.parametrize(
     'x',
     [
-        torch.zeros(2),
         torch.zeros(0),
         torch.tensor(1.0),
         torch.zeros(2, dtype=torch.int64),
@@ -216,360 +148,65 @@ def test_a_map_is_private_and_needs_no_right_to_write(tmp_path):
     ],
 )
 def test_what_the_format_cannot_hold(tmp_path, x):
-    if x.dtype == torch.float32 and x.ndim == 1 and x.numel():
+    with pytest.raises(ValueError, match='expected 1 to 8 dimensions of torch.float32'):
         write_matrix(tmp_path / 'x.mat', x)
-    else:
-        with pytest.raises(ValueError, match='expected 1 to 8 dimensions of torch.float32'):
-            write_matrix(tmp_path / 'x.mat', x)
-        assert not (tmp_path / 'x.mat').exists()
+    assert not (tmp_path / 'x.mat').exists()
 
 
 # ---- unpacking ----
 
 
-def test_unpacks_as_gzip_does(tmp_path):
-    x = torch.randint(
-        0, 256, (3, 2, 300, 100), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
-    )  # more than one piece
-    raw, gz = write_matrix(tmp_path / 'x.mat', x), write_matrix(tmp_path / 'x.mat.gz', x)
-    assert gzip.decompress(gz.read_bytes()) == raw.read_bytes()
-    path, md5 = unpack(gz, tmp_path / 'u')
-    assert (
-        path.read_bytes() == raw.read_bytes()
-        and md5 == hashlib.md5(raw.read_bytes()).hexdigest()
-        and path.name == f'{md5}.mat'
-    )
-    assert unpack(gz, tmp_path / 'u', 'name.mat', md5)[0].name == 'name.mat'
-    with pytest.raises(
-        ValueError,
-        match=f'x.mat.gz: expected MD5 {"0" * 32} after unpacking, got {md5}; nothing was kept',
-    ):
-        unpack(gz, tmp_path / 'u', 'other.mat', '0' * 32)
-    assert sorted(p.name for p in (tmp_path / 'u').iterdir()) == sorted([f'{md5}.mat', 'name.mat'])
-
-
 def test_every_byte_of_a_gzip_file(tmp_path):
-    raw = write_matrix(tmp_path / 'x.mat', torch.arange(40, dtype=torch.int32)).read_bytes()
+    raw = write_matrix(tmp_path / 'x.mat', torch.arange(9, dtype=torch.int32)).read_bytes()
     whole, path, harmless = gzip.compress(raw, mtime=0), tmp_path / 'y.mat.gz', 0
-    for n in range(len(whole)):
+    for n in range(2, len(whole)):
         path.write_bytes(whole[:n])
-        with pytest.raises(
-            ValueError, match=rf'y.mat.gz byte {n}: expected more of the gzip stream'
-        ):
-            unpack(path, tmp_path / 'u')
+        with pytest.raises(ValueError, match=r'y.mat.gz'):
+            open_matrix(path)
         for bit in range(8):
             data = bytearray(whole)
             data[n] ^= 1 << bit
             path.write_bytes(data)
             try:
-                back, _ = unpack(path, tmp_path / 'u')
+                x = open_matrix(path)[0]
             except ValueError as e:
-                assert (
-                    re.search(r'y.mat.gz( \(unpacked\))? byte \d+: ', str(e))
-                    and type(e) is ValueError
-                )
+                assert type(e) is ValueError and 'y.mat.gz' in str(e)
             else:
                 harmless += 1
-                assert back.read_bytes() == raw
-                back.unlink()
-        assert not list((tmp_path / 'u').iterdir())
+                assert x.tolist() == list(range(9))
     assert harmless < 8 * 10  # only in the gzip header: time, system, hints
+    assert not list((cache_folder('smallnorb') / 'unpacked').glob('*.tmp'))
 
 
-@pytest.mark.parametrize('at', [100, 65_535, 65_536, 70_000, 150_000])
-def test_damage_is_found_where_the_stream_breaks(tmp_path, at):
-    import zlib
-
-    x = torch.randint(
-        0, 256, (200_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
-    )
-    data = bytearray(write_matrix(tmp_path / 'x.mat.gz', x).read_bytes())
-    data[at : at + 40] = b'\xff' * 40
-    (tmp_path / 'x.mat.gz').write_bytes(data)
-    with pytest.raises(ValueError, match=r'x.mat.gz byte \d+: damaged gzip stream') as e:
-        unpack(tmp_path / 'x.mat.gz', tmp_path / 'u')
-    said = int(re.search(r'byte (\d+)', str(e.value))[1])
-    zlib.decompressobj(31).decompress(bytes(data[:said]))  # all bytes before it pass, it does not
-    with pytest.raises(zlib.error):
-        zlib.decompressobj(31).decompress(bytes(data[: said + 1]))
-
-
-def test_a_bomb_is_not_unpacked_to_its_end(tmp_path):
-    raw = write_matrix(tmp_path / 'x.mat', torch.zeros(4, dtype=torch.uint8)).read_bytes()
-    (tmp_path / 'x.mat.gz').write_bytes(gzip.compress(raw + bytes(300_000_000), 9))
-    with pytest.raises(
-        ValueError, match=r'byte 24: expected the end of the file after \[4\] elements'
-    ) as e:
-        unpack(tmp_path / 'x.mat.gz', tmp_path / 'u')
-    assert (
-        int(re.search(r'got ([\d,]+) bytes more', str(e.value))[1].replace(',', '')) < 100_000_000
-    )
-    assert not list((tmp_path / 'u').iterdir())
-
-
-def test_interrupted_while_unpacking(packed, tmp_path, monkeypatch):
-    def dies(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, 'replace', dies)
-    with pytest.raises(KeyboardInterrupt):
-        read_split(packed, 'train', official=False)
-    assert not any(p.is_file() for p in cache_folder('smallnorb').rglob('*'))
-
-
-def test_killed_while_unpacking(packed, plain, tmp_path):
-    "the process dies without a chance to tidy up"
-    code = f"""
-import sys, time
-from capsnb.data import norb
-inflate = norb._inflate
-def slow(path):
-    yield next(inflate(path))[:30]
-    print('now', flush=True); time.sleep(60)
-norb._inflate = slow
-norb.unpack({str(packed / names[0])!r} + '.gz', norb.Path({str(tmp_path / 'u')!r}), 'whole.mat')
-"""
-    child = subprocess.Popen(
-        [sys.executable, '-c', code], stdout=subprocess.PIPE, cwd=Path(__file__).parent.parent
-    )
-    assert child.stdout.readline() == b'now\n'
-
-    def again():
-        return unpack(packed / f'{names[0]}.gz', tmp_path / 'u', 'whole.mat')[0].read_bytes()
-
-    left, whole = list((tmp_path / 'u').iterdir()), (plain / names[0]).read_bytes()
-    assert [p.suffix for p in left] == ['.unpacking']
-    assert again() == whole and left[0].exists()  # it is still at work
-    child.send_signal(signal.SIGKILL)
-    child.wait()
-    child.stdout.close()
-    assert again() == whole and not left[0].exists()
-
-
-# ---- checked once ----
-
-
-@pytest.fixture
-def looked_at(monkeypatch):
-    "the files whose checksum is taken; none is small, and none has just changed"
-    calls, now = [], time.time_ns
-
-    def count(path, kind, f=norb.checksum):
-        calls.append(path.name)
-        return f(path, kind)
-
-    monkeypatch.setattr(norb, 'checksum', count)
-    monkeypatch.setattr(norb, '_small', 0)
-    monkeypatch.setattr(norb.time, 'time_ns', lambda: now() + 10**10)
-    return calls
-
-
-def test_an_unchanged_file_is_checked_once(plain, looked_at):
-    a, key = read_split(plain, 'train', official=False)
-    assert sorted(looked_at) == sorted(names[:3])
-    b, again = read_split(plain, 'train', official=False)
-    assert len(looked_at) == 3 and key == again
-    equal(a, b)
-    whole = bytearray((plain / names[0]).read_bytes())
-    whole[-1] ^= 1
-    (plain / names[0]).write_bytes(whole)
-    assert read_split(plain, 'train', official=False)[1] != key and len(looked_at) == 4
-
-
-def as_before(path, o):
-    "gives a file the times that it had"
-    os.utime(path, ns=(o.st_atime_ns, o.st_mtime_ns))
-
-
-def change(path):
-    "another byte, as long, and as old for all who look at the time of the last change"
-    o, raw = path.stat(), bytearray(path.read_bytes())
-    raw[-4] ^= 1
-    with open(path, 'r+b') as f:
-        f.write(raw)
-    as_before(path, o)
-    assert path.stat().st_mtime_ns == o.st_mtime_ns
-
-
-def exchange(path):
-    "the same with another file in its place"
-    o, raw = path.stat(), bytearray(path.read_bytes())
-    raw[-4] ^= 1
-    other = path.with_name('other')
-    other.write_bytes(raw)
-    as_before(other, o)
-    os.replace(other, path)
-
-
-@pytest.mark.parametrize('how', [change, exchange])
-@pytest.mark.parametrize('gz', [False, True])
-def test_a_changed_byte_behind_the_same_size_and_time_is_noticed(plain, packed, looked_at, how, gz):
-    folder = packed if gz else plain
-    _, key = read_split(folder, 'train', official=False)
-    read_split(folder, 'train', official=False)
-    path = next((cache_folder('smallnorb') / 'unpacked').iterdir()) if gz else plain / names[0]
-    how(path)
-    if gz:
-        assert read_split(folder, 'train', official=False)[1] == key  # unpacked anew
-    else:
-        assert read_split(folder, 'train', official=False)[1] != key
-
-
-def test_a_small_file_is_read_each_time(plain, monkeypatch):
-    "so not even a disk that changes bytes by itself goes unnoticed there"
-    path = plain / names[1]
-    monkeypatch.setattr(norb, '_stamp', lambda path: [path.stat().st_size, 0, 0, 0, 0])
-    md5 = open_matrix(path)[1]
-    assert open_matrix(path)[1] == md5
-    change(path)
-    assert open_matrix(path)[1] == hashlib.md5(path.read_bytes()).hexdigest() != md5
-
-
-def test_a_file_that_has_just_changed_is_not_noted(plain, monkeypatch):
-    "two changes within one tick of the clock leave the same times: look at young files again"
-    path = plain / names[1]
-    monkeypatch.setattr(norb, '_small', 0)
-    o = path.stat()
-    stamp = max(o.st_mtime_ns, o.st_ctime_ns)
-    monkeypatch.setattr(norb.time, 'time_ns', lambda: stamp + 1_999_999_999)
-    md5 = open_matrix(path)[1]
-    assert norb._note_of(path) == dict(md5=md5, stamp=None)
-    monkeypatch.setattr(norb.time, 'time_ns', lambda: stamp + 2_000_000_000)
-    open_matrix(path)
-    assert norb._note_of(path) == dict(md5=md5, stamp=norb._stamp(path))
-
-
-spoilt = [
-    '',
-    '{',
-    '[]',
-    'null',
-    '3',
-    '{"a": 1}',
-    '\udcff',
-    '[' * 100_000,
-    '{"a": {"md5": 3, "stamp": []}}',
-    '{"a": {}}',
-    '9' * 5000,
-]
-
-
-@pytest.mark.parametrize('notes', spoilt, ids=range(len(spoilt)))
-def test_spoilt_notes_are_no_notes(plain, looked_at, notes):
-    a, _ = read_split(plain, 'train', official=False)
-    path = cache_folder('smallnorb') / 'checked.json'
-    path.write_bytes(notes.encode(errors='surrogateescape'))
-    equal(read_split(plain, 'train', official=False)[0], a)
-    assert len(json.loads(path.read_text())) == 3
-
-
-odd = (
-    None,
-    True,
-    -1,
-    1e300,
-    '',
-    'x' * 32,
-    '../../escape',
-    'f' * 32,
-    [],
-    [[]],
-    {},
-    {'md5': {}},
-    '\ud800',
-    10**40,
-)
-
-
-@pytest.mark.parametrize('gz', [False, True])
-@pytest.mark.parametrize('seed', range(4))
-def test_odd_notes_are_never_believed(plain, packed, looked_at, tmp_path, gz, seed):
-    "entries at every depth replaced by something else: the data are the same, no error"
-    rng, folder = random.Random(seed), packed if gz else plain
-    truth, key = read_split(folder, 'train', official=False)
-    read_split(folder, 'train', official=False)
-    path = cache_folder('smallnorb') / 'checked.json'
-    good = json.loads(path.read_text())
-    for _ in range(40):
-        notes = json.loads(json.dumps(good))
-        at = rng.choice([notes, *notes.values()])
-        name = rng.choice(list(at))
-        if rng.random() < 0.2:
-            del at[name]
-        else:
-            at[name] = rng.choice([o for o in odd if name != 'md5' or o != 'f' * 32])
-        path.write_text(json.dumps(notes))
-        got, again = read_split(folder, 'train', official=False)
-        assert again == key
-        equal(got, truth)
-
-
-@pytest.mark.parametrize('gz', [False, True])
-def test_notes_that_cannot_be_written_block_nothing(plain, packed, monkeypatch, gz):
-    folder = packed if gz else plain
-
-    def refuse(*args, **kw):
-        raise PermissionError(13, 'read-only', 'checked.json')
-
-    monkeypatch.setattr(norb, 'write_json', refuse)
-    a, key = read_split(folder, 'train', official=False)
-    equal(read_split(folder, 'train', official=False)[0], a)
-    if gz:
-        return
-    monkeypatch.setattr(norb.Path, 'mkdir', refuse)
-    assert read_split(folder, 'train', official=False)[1] == key
-
-
-def test_a_cache_that_is_no_folder_blocks_nothing(plain, tmp_path, monkeypatch):
-    (tmp_path / 'file').touch()
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'file'))
-    assert read_split(plain, 'train', official=False)[0]['image'].shape[0] == 100
-
-
-def test_a_file_spoilt_in_the_cache_is_unpacked_again(packed, plain):
-    a = {name: x.clone() for name, x in read_split(packed, 'train', official=False)[0].items()}
-    read_split(packed, 'train', official=False)
-    for p in (cache_folder('smallnorb') / 'unpacked').iterdir():
-        p.write_bytes(bytes(p.stat().st_size))
-    equal(read_split(packed, 'train', official=False)[0], a)
-    equal(read_split(plain, 'train', official=False)[0], a)
-
-
-def test_a_bomb_under_an_official_name_is_not_unpacked(packed, as_official):
-    "its header asks for what it brings, but smallNORB's sizes are known"
-    path = packed / f'{names[0]}.gz'
+@pytest.mark.parametrize('official', [False, True])
+def test_a_bomb_is_not_unpacked_to_its_end(packed, as_official, monkeypatch, official):
+    path, written = packed / f'{names[0]}.gz', []
+    shape = (5000, 2, 200, 200) if official else (1, 2, 8, 8)
     with gzip.open(path, 'wb', compresslevel=1) as f:
-        f.write(struct.pack('<6I', 0x1E3D4C55, 4, 5000, 2, 200, 200))
-        for _ in range(400):
+        f.write(struct.pack('<6I', 0x1E3D4C55, 4, *shape))
+        for _ in range(50):
             f.write(bytes(1_000_000))
-    began, most, write = time.process_time(), [], norb._inflate
-
-    def count(path):
-        for piece in write(path):
-            most.append(len(piece))
-            yield piece
-
-    norb._inflate = count
-    try:
-        said = (
-            r'dat.mat.gz \(unpacked\) byte 8: expected sizes that fill [\d,]+ bytes, '
-            r'got \[5000, 2, 200, 200\]'
-        )
-        with pytest.raises(ValueError, match=said):
-            read_split(packed, 'train')
-    finally:
-        norb._inflate = write
-    assert sum(most) <= 2**20 and time.process_time() - began < 1
+    size = norb._check_size
+    monkeypatch.setattr(
+        norb, '_check_size', lambda h, n, name: (written.append(n), size(h, n, name))
+    )
+    said = 'byte 8: expected sizes that fill' if official else 'expected the end of the file after'
+    with pytest.raises(ValueError, match=said):
+        read_split(packed, 'train', official)
+    assert max(written, default=0) <= 24 + 128 + 1
     assert not list(cache_folder('smallnorb').rglob('*.mat'))
 
 
-def test_pieces_are_small_however_much_is_packed_into_them(tmp_path):
-    (tmp_path / 'x.gz').write_bytes(gzip.compress(bytes(30_000_000) + b'end'))
-    pieces = list(norb._inflate(tmp_path / 'x.gz'))
-    assert max(map(len, pieces)) <= 2**20 and b''.join(pieces) == bytes(30_000_000) + b'end'
+def test_a_file_spoilt_in_the_cache_is_unpacked_again(packed, plain):
+    read_split(packed, 'train', official=False)
+    for p in (cache_folder('smallnorb') / 'unpacked').glob('*.mat'):
+        p.write_bytes(bytes(p.stat().st_size))
+        p.with_name('left.tmp').write_bytes(b'by a killed process')
+    equal(read_split(packed, 'train', official=False), read_split(plain, 'train', official=False))
+    assert not list(cache_folder('smallnorb').rglob('*.tmp'))
 
 
-# ---- a thousand damaged files ----
+# ---- hundreds of damaged files ----
 
 
 def damage(rng, data, gz, official):
@@ -580,11 +217,6 @@ def damage(rng, data, gz, official):
     def flip(lo, hi):
         for _ in range(rng.choice([1, 1, 1, 2, 5])):
             data[rng.randrange(lo, hi)] ^= 1 << rng.randrange(8)
-
-    def shuffle_dims():
-        k = 8 + 4 * rng.randrange(3)
-        j = 8 + 4 * rng.randrange(3)
-        data[k : k + 4], data[j : j + 4] = data[j : j + 4], data[k : k + 4]
 
     def cut_out():
         k = rng.randrange(n)
@@ -604,53 +236,39 @@ def damage(rng, data, gz, official):
         lambda: data.reverse(),
     ]
     if gz:
-        ways += [lambda: flip(0, n)] * 6 + [
-            lambda: data.__setitem__(slice(0, n), gzip.compress(bytes(data))),
-            lambda: data.__setitem__(slice(0, n), gzip.decompress(bytes(data))),
-        ]
+        ways += [lambda: flip(0, n)] * 6
     else:
-        ways += [lambda: flip(0, start)] * 4 + [
-            shuffle_dims,
-            lambda: data.__setitem__(slice(0, 4), struct.pack('<I', rng.choice(list(magics)))),
-            lambda: data.__setitem__(slice(4, 8), struct.pack('<I', rng.randrange(10))),
-            lambda: data.__setitem__(slice(0, n), gzip.compress(bytes(data))),
-        ]
-        if official:
-            ways += [lambda: flip(start, n)] * 6
+        ways += [lambda: flip(0, start)] * 4
+        ways += [lambda: data.__setitem__(slice(4, 8), struct.pack('<I', rng.randrange(10)))]
+        ways += [lambda: flip(start, n)] * 6 * official
     rng.choice(ways)()
     return bytes(data)
 
 
 @pytest.mark.parametrize('gz', [False, True])
 @pytest.mark.parametrize('official', [False, True])
-def test_a_thousand_damaged_files(plain, packed, as_official, tmp_path, gz, official):
-    "250 in each of four ways to read them; a gzip file's time or name does not count"
+def test_damaged_files(plain, packed, as_official, gz, official):
+    "60 in each of four ways to read them; a gzip file's time or name does not count"
     rng, folder = random.Random(f'{gz} {official}'), packed if gz else plain
     good = {name: (folder / name).read_bytes() for name in sorted(p.name for p in folder.iterdir())}
-    truth = {name: x.clone() for name, x in read_split(folder, 'train', official)[0].items()}
+    truth = {name: x.clone() for name, x in read_split(folder, 'train', official).items()}
     refused, harmless = 0, 0
-    while refused < 250:
+    while refused < 60:
         name = rng.choice([o for o in good if 'training' in o])
         bad = damage(rng, good[name], gz, official)
-        if bad == good[name]:
-            continue
         (folder / name).write_bytes(bad)
         try:
-            got, _ = read_split(folder, 'train', official)
+            got = read_split(folder, 'train', official)
         except ValueError as e:
             refused += 1
-            assert type(e) is ValueError and re.match(
-                re.escape(str(folder)) + r'/smallnorb-\S+( \(unpacked\))?( byte \d+)?: ', str(e)
-            ), e
-            assert ' byte ' in str(e) or 'expected MD5 ' in str(e)
+            assert type(e) is ValueError and str(e).startswith(f'{folder}/smallnorb-'), e
+            assert re.search(' byte |expected MD5 |damaged gzip file', str(e))
         else:
-            harmless += 1
+            harmless += bad != good[name]
             equal(got, truth)
         (folder / name).write_bytes(good[name])
-    assert harmless < (100 if gz else 10)
-    assert {name: (folder / name).read_bytes() for name in good} == good
-    equal(read_split(folder, 'train', official)[0], truth)
-    assert not list(cache_folder('smallnorb').rglob('*.unpacking'))
+    assert harmless < (30 if gz else 5)
+    equal(read_split(folder, 'train', official), truth)
 
 
 def test_the_wrong_file_under_a_name(plain, as_official):
@@ -666,63 +284,36 @@ def test_the_wrong_file_under_a_name(plain, as_official):
         with pytest.raises(ValueError, match=re.escape(f'{plain / names[a]}: expected MD5')):
             read_split(plain, 'train')
         (plain / names[a]).write_bytes(good)
-    shutil.copy(
-        plain / names[3], plain / names[0]
-    )  # the test pictures with the training labels: only a checksum can tell
-    with pytest.raises(ValueError, match='training-dat.mat: expected MD5'):
+    shutil.copy(plain / names[3], plain / names[0])  # only a checksum can tell
+    with pytest.raises(ValueError, match='training-dat.mat: expected MD5 .* any in this format'):
         read_split(plain, 'train')
 
 
 @pytest.mark.parametrize(
-    'kind, x, message',
+    'kind, shape, message',
     [
-        (
-            'dat',
-            torch.zeros(100, 3, 8, 8, dtype=torch.uint8),
-            'dat.mat byte 12: expected size 2 of dimension 2, got 3',
-        ),
-        (
-            'info',
-            torch.zeros(100, 5, dtype=torch.int32),
-            'info.mat byte 12: expected size 4 of dimension 2, got 5',
-        ),
-        (
-            'info',
-            torch.zeros(99, 4, dtype=torch.int32),
-            'info.mat byte 8: expected size 100 as in the -dat file, got 99',
-        ),
-        (
-            'cat',
-            torch.zeros(101, dtype=torch.int32),
-            'cat.mat byte 8: expected size 100 as in the -dat file, got 101',
-        ),
-        (
-            'cat',
-            torch.zeros(100, dtype=torch.uint8),
-            'cat.mat byte 0: expected a matrix of torch.int32, got torch.uint8',
-        ),
+        ('dat', (100, 3, 8, 8), 'dat.mat byte 12: expected size 2 of dimension 2, got 3'),
+        ('info', (100, 5), 'info.mat byte 12: expected size 4 of dimension 2, got 5'),
+        ('info', (99, 4), 'info.mat byte 8: expected size 100 of dimension 1, got 99'),
+        ('cat', (101,), 'cat.mat byte 8: expected size 100 of dimension 1, got 101'),
     ],
 )
-def test_files_that_disagree(plain, kind, x, message):
-    write_matrix(plain / norb_files['train', kind].name, x)
+def test_files_that_disagree(plain, kind, shape, message):
+    dtype = torch.uint8 if kind == 'dat' else torch.int32
+    write_matrix(plain / norb_files['train', kind].name, torch.zeros(shape, dtype=dtype))
     with pytest.raises(ValueError, match=re.escape(message)):
         read_split(plain, 'train', official=False)
 
 
 # ---- labels ----
 
-every = dict(
-    zip(
-        codes,
-        torch.cartesian_prod(
-            torch.arange(5),
-            torch.tensor(instances['train']),
-            torch.arange(9),
-            2 * torch.arange(18),
-            torch.arange(6),
-        ).T,
-    )
-)
+factors = [torch.tensor(list(o)) for o in codes.values()]
+factors[1] = torch.tensor(instances['train'])
+every = dict(zip(codes, torch.cartesian_prod(*factors).T))
+
+
+def check(columns):
+    norb._check_labels(columns, lambda column, row: f'row {row}')
 
 
 @few
@@ -735,110 +326,36 @@ def test_no_label_of_a_whole_split_can_be_changed_unnoticed(name, row, to):
     columns = {**every, name: every[name].clone()}
     columns[name][row] = to
     if to == every[name][row] or name == 'instance' and to in instances['test']:
-        check_labels(columns)  # a toy of the other split: the checksum's business
+        check(columns)  # a toy of the other split: the checksum's business
     else:
         with pytest.raises(ValueError, match=r'row \d+'):
-            check_labels(columns)
+            check(columns)
 
 
-@pytest.mark.parametrize('name', codes)
-@pytest.mark.parametrize(
-    'bad',
-    [
-        lambda x: x + 0.9,
-        lambda x: x.double(),
-        lambda x: x.bool(),
-        lambda x: x + 0j,
-        lambda x: (x + 0.9).tolist(),
-        lambda x: ['a'],
-        lambda x: [None, 4],
-        lambda x: [[1, 2], [3]],
-    ],
-    ids=range(8),
-)
-def test_labels_are_whole_numbers(name, bad):
-    columns = {other: x[:50] for other, x in every.items()}
-    columns[name] = bad(columns[name])
-    with pytest.raises(ValueError, match=f'^{name}: expected whole numbers, got ') as e:
-        check_labels(columns)
-    assert type(e.value) is ValueError
-    for look, of in (
-        (valid_mask, 'instance'),
-        (degrees, 'azimuth'),
-        (degrees, 'elevation'),
-        (viewpoint_split, 'azimuth'),
-    ):
-        if of == name:
-            with pytest.raises(ValueError, match=f'^{name}: expected whole numbers'):
-                look(columns)
+@pytest.mark.parametrize('bad', [lambda x: x + 0.9, lambda x: ['a'], lambda x: [[1, 2], [3]]])
+def test_labels_are_whole_numbers(bad):
+    for name in codes:
+        columns = {other: x[:50] for other, x in every.items()}
+        columns[name] = bad(columns[name])
+        with pytest.raises(ValueError, match=f'^{name}: expected whole numbers, got '):
+            check(columns)
 
 
-@pytest.mark.parametrize('dtype', [torch.uint8, torch.int8, torch.int16, torch.int32])
-def test_labels_may_be_narrow(dtype):
-    check_labels({name: x.to(dtype) for name, x in every.items()})
+def test_labels_may_be_narrow_or_none():
+    check({name: x.byte() for name, x in every.items()})
+    check({name: [] for name in codes})
 
 
-def test_no_labels_are_no_error():
-    check_labels({name: [] for name in codes})
-
-
-@pytest.mark.parametrize('held', [9, 9.0, None, 'nine', '9', [9.0], [None], [[9]]])
+@pytest.mark.parametrize('held', [9, None, 'nine', [9.0], [[9]]])
 def test_held_back_toys_are_a_list_of_whole_numbers(plain, held):
+    said = re.escape(f'expected a list of whole numbers such as (9,), got {held!r}')
     for ask in (
         lambda: valid_mask(every, held),
-        lambda: open_smallnorb('train', plain, held, official=False),
         lambda: open_smallnorb('test', plain, held, official=False),
         lambda: load_smallnorb(plain, 'train', held, official=False),
-        lambda: load_smallnorb(plain, valid_instances=held, official=False),
     ):
-        with pytest.raises(ValueError) as e:
+        with pytest.raises(ValueError, match=said):
             ask()
-        assert (
-            str(e.value)
-            == f'valid_instances: expected a list of whole numbers such as (9,), got {held!r}'
-        )
-
-
-@pytest.mark.parametrize(
-    'held',
-    [[9], {9}, torch.tensor([9]), range(9, 10), iter([9])],
-    ids=lambda held: type(held).__name__,
-)
-def test_any_list_of_toys_will_do(held):
-    assert valid_mask(every, held).sum() == 4860
-
-
-def test_the_copy_is_named_not_the_original():
-    columns = {name: torch.cat([x[:50], x[7:8]]) for name, x in every.items()}
-    with pytest.raises(
-        ValueError,
-        match='row 50 has the same labels as row 7: category 0, instance 4, elevation 0, azim',
-    ):
-        check_labels(columns)
-
-
-@few
-@given(
-    st.lists(
-        st.tuples(*(st.sampled_from(list(o)) for o in codes.values())),
-        min_size=1,
-        max_size=40,
-        unique=True,
-    ),
-    st.sampled_from(['azimuth', 'elevation']),
-)
-def test_viewpoints_are_parted(rows, by):
-    columns = dict(zip(codes, map(list, zip(*rows))))
-    check_labels(columns)
-    known, novel = viewpoint_split(columns, by)
-    azimuth, elevation = degrees(columns)
-    assert (known ^ novel).all() and known.dtype == torch.bool
-    expected = (
-        [(o >= 300 or o <= 40) for o in azimuth.tolist()]
-        if by == 'azimuth'
-        else [o <= 40 for o in elevation.tolist()]
-    )
-    assert known.tolist() == expected
 
 
 @few
@@ -849,6 +366,15 @@ def test_held_back_toys_are_whole(held):
     assert not set(every['instance'][~mask].tolist()) & set(held)
 
 
+def test_viewpoints_are_parted():
+    azimuth, elevation = degrees(every)
+    for by, expected in dict(
+        azimuth=(azimuth >= 300) | (azimuth <= 40), elevation=elevation <= 40
+    ).items():
+        known, novel = viewpoint_split(every, by)
+        assert (known ^ novel).all() and known.equal(expected)
+
+
 # ---- where they are ----
 
 
@@ -857,26 +383,15 @@ def test_order_of_places(plain, packed, tmp_path, monkeypatch):
     assert find_smallnorb() == cache
     monkeypatch.setenv('CAPSNB_DATA', str(tmp_path / 'data'))
     data = cards(tmp_path / 'data' / 'smallnorb', gz=True)
-    assert (
-        find_smallnorb() == data
-        and find_smallnorb(plain) == plain
-        and find_smallnorb(str(packed)) == packed
-    )
+    assert find_smallnorb() == data and find_smallnorb(plain) == plain
     (data / f'{names[5]}.gz').unlink()
-    with pytest.raises(
-        FileNotFoundError,
-        match=r"\(CAPSNB_DATA\) or its sub-folder 'smallnorb', found \['smallnorb-5x46789",
-    ):
+    said = r"\(CAPSNB_DATA\) or its sub-folder 'smallnorb', found \['smallnorb-5x46789"
+    with pytest.raises(FileNotFoundError, match=said):
         find_smallnorb()
     assert find_smallnorb(splits=['train']) == data
-    shutil.copy(packed / f'{names[5]}.gz', data)
-    equal(open_smallnorb('test', official=False), open_smallnorb('test', plain, official=False))
-
-
-def test_a_plain_file_goes_before_its_gzipped_form(plain, packed):
     for p in packed.iterdir():
         shutil.copy(p, plain)
-    open_smallnorb('train', plain, (), official=False)
+    open_smallnorb('train', plain, (), official=False)  # plain files go before gzipped ones
     assert not (cache_folder('smallnorb') / 'unpacked').exists()
 
 
@@ -889,13 +404,10 @@ def test_names_need_not_say_whether_a_file_is_zipped(plain, packed, gz):
     assert len(open_smallnorb('train', folder, (), official=False)['image']) == 100
 
 
-def test_nothing_to_be_had(tmp_path):
-    with pytest.raises(
-        ConnectionError,
-        match=r"CAPSNB_DATA or as `folder` \(--data .*\); folder='hub:' \(--data hub:\) takes",
-    ):
+def test_nothing_to_be_had():
+    said = r"CAPSNB_DATA or as `folder` \(--data .*\); folder='hub:' \(--data hub:\) takes"
+    with pytest.raises(ConnectionError, match=said):
         open_smallnorb()
-    assert not any(p.is_file() for p in (tmp_path / 'xdg').rglob('*'))
 
 
 @pytest.fixture
@@ -912,135 +424,37 @@ def web(packed, as_official, monkeypatch):
         yield Here
 
 
-@pytest.mark.parametrize('ranges', [True, False])
-def test_download_goes_on_where_it_broke_off(web, plain, tmp_path, ranges):
-    web.breaks, web.ranges, size = 2, ranges, norb_files['train', 'dat'].size
-    for have in [size // 3, size // 3 + (size - size // 3) // 3] if ranges else [size // 3] * 2:
-        with pytest.raises(
-            ConnectionError,
-            match=rf'training-dat.mat.gz broke off after {have:,} of {size:,} bytes',
-        ):
-            find_smallnorb()
-        assert [(p.name, p.stat().st_size) for p in cache_folder('smallnorb').iterdir()] == [
-            (f'{names[0]}.gz.part', have)
-        ]
-    assert web.asked == [None, f'bytes={size // 3}-']
-    place = find_smallnorb()
-    assert web.asked[2] == f'bytes={have}-' and len(web.asked) == 3 + 5
-    assert sorted(p.name for p in place.iterdir()) == sorted(names + ['checked.json'])
-    assert all((place / name).read_bytes() == (plain / name).read_bytes() for name in names)
-    for split in instances:
-        equal(read_split(place, split)[0], read_split(plain, split)[0])
-    assert find_smallnorb() == place and len(web.asked) == 8  # nothing is asked for again
-
-
-def test_what_has_arrived_stays(web, packed, tmp_path):
-    other = gzip.compress(b'another file', mtime=0)
-    good = (packed / f'{names[2]}.gz').read_bytes()
-    (packed / f'{names[2]}.gz').write_bytes(other + bytes(len(good) - len(other)))
-    with pytest.raises(
-        ValueError, match='training-info.mat.gz: expected SHA-256 .* nothing was kept'
-    ):
-        find_smallnorb()
-    assert sorted(p.name for p in cache_folder('smallnorb').iterdir()) == sorted(
-        names[:2] + ['checked.json']
-    )
-    (packed / f'{names[2]}.gz').write_bytes(good)
-    web.asked.clear()
-    find_smallnorb()
-    assert len(web.asked) == 4
-
-
-def test_killed_between_download_and_unpacking(web, plain, monkeypatch):
-    def dies(*args):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as m:
-        m.setattr(norb, 'unpack', dies)
-        with pytest.raises(KeyboardInterrupt):
-            find_smallnorb()
-    assert [p.name for p in cache_folder('smallnorb').iterdir()] == [f'{names[0]}.gz']
-    equal(read_split(find_smallnorb(), 'train')[0], read_split(plain, 'train')[0])
-    assert len(web.asked) == 6  # each file once
-
-
-def test_only_what_is_needed_is_fetched(web):
-    download_smallnorb(cache_folder('smallnorb'), ['test'])
-    assert (
-        sorted(p.name for p in cache_folder('smallnorb').glob('small*')) == sorted(names[3:])
-        and len(web.asked) == 3
-    )
-
-
-def test_a_changed_byte_in_the_cache_is_noticed(web):
-    place = find_smallnorb()
-    data = bytearray((place / names[0]).read_bytes())
-    data[-1] ^= 4
-    (place / names[0]).write_bytes(data)
-    with pytest.raises(
-        ValueError,
-        match='training-dat.mat: expected MD5 .* a byte has changed, or it is another file',
-    ):
+def test_download_goes_on_where_it_broke_off(web, plain, packed):
+    web.breaks, size = 1, norb_files['train', 'dat'].size
+    with pytest.raises(ConnectionError, match=rf'broke off after {size // 3:,} of {size:,} bytes'):
         open_smallnorb()
+    equal(open_smallnorb('train', valid_instances=()), read_split(plain, 'train'))
+    assert web.asked == [None, f'bytes={size // 3}-', None, None]  # what is needed, each once
+    other = packed / f'{names[4]}.gz'
+    good = other.read_bytes()
+    other.write_bytes(bytes(len(good)))
+    with pytest.raises(
+        ValueError, match='testing-cat.mat.gz: expected SHA-256 .* nothing was kept'
+    ):
+        open_smallnorb('test')
+    other.write_bytes(good)
+    web.asked.clear()
+    equal(open_smallnorb('test'), read_split(plain, 'test'))
+    assert len(web.asked) == 2  # what had arrived stays
 
 
 # ---- the data set ----
 
-datasets = pytest.importorskip('datasets')
 
-
-@pytest.mark.parametrize('gz', [False, True])
 @pytest.mark.parametrize('held', [(), (9,), (4, 8)])
-def test_dataset_and_tensors_are_the_same(plain, packed, gz, held):
-    folder = packed if gz else plain
-    loaded = load_smallnorb(folder, valid_instances=held, official=False)
+def test_dataset_and_tensors_are_the_same(plain, held):
+    loaded = load_smallnorb(plain, valid_instances=held, official=False)
     assert list(loaded) == (['train', 'validation', 'test'] if held else ['train', 'test'])
     for split, part in loaded.items():
-        tensors = open_smallnorb(split, folder, held, official=False)
+        tensors = open_smallnorb(split, plain, held, official=False)
         equal(as_tensors(part), tensors)
-        assert (
-            as_tensors(load_smallnorb(folder, split, held, official=False))['image'].shape
-            == tensors['image'].shape
-        )
-        for by in ('azimuth', 'elevation'):
-            assert_close(viewpoint_split(part, by), viewpoint_split(tensors, by))
+        equal(as_tensors(load_smallnorb(plain, split, held, official=False)), tensors)
     assert sum(o.num_rows for o in loaded.values()) == 2 * 100
-
-
-def test_images_of_more_than_one_batch_and_odd_size(tmp_path):
-    folder = tiny_smallnorb(
-        tmp_path / 'big',
-        size=7,
-        elevations=range(9),
-        azimuths=range(0, 36, 6),
-        lightings=(0, 5),
-        splits=['test'],
-    )
-    part = load_smallnorb(folder, 'test', official=False)
-    assert part.num_rows == 2700 and part[2600]['image_lt'].size == (7, 7)
-    equal(as_tensors(part), open_smallnorb('test', folder, official=False))
-
-
-def test_the_arrow_file_is_written_once_and_whole(plain, monkeypatch):
-    replace = os.replace
-
-    def dies(a, b):
-        if str(b).endswith('.arrow'):
-            raise KeyboardInterrupt
-        replace(a, b)
-
-    monkeypatch.setattr(os, 'replace', dies)
-    with pytest.raises(KeyboardInterrupt):
-        load_smallnorb(plain, 'test', official=False)
-    assert not list((cache_folder('smallnorb') / 'arrow').iterdir())
-    monkeypatch.setattr(os, 'replace', replace)
-    load_smallnorb(plain, 'test', official=False)
-    [path] = (cache_folder('smallnorb') / 'arrow').iterdir()
-    stamp = path.stat().st_mtime_ns
-    assert (
-        load_smallnorb(plain, 'test', official=False).num_rows == 100
-        and path.stat().st_mtime_ns == stamp
-    )
 
 
 @pytest.fixture
@@ -1050,21 +464,13 @@ def parquet(plain, tmp_path):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         for split in splits:
-            rows = change(
-                split,
-                load_smallnorb(plain, split, (), official=False)
-                .cast_column('image_lt', datasets.Image())
-                .to_list(),
-            )
-            features = datasets.Features(
-                {
-                    name: datasets.Image() if name.startswith('image') else datasets.Value('int64')
-                    for name in rows[0]
-                }
-            )
-            datasets.Dataset.from_list(rows, features=features).to_parquet(
-                str(folder / f'{split}-00000-of-00001.parquet')
-            )
+            rows = change(split, load_smallnorb(plain, split, (), official=False).to_list())
+            kinds = {
+                name: datasets.Image() if name.startswith('image') else datasets.Value('int64')
+                for name in rows[0]
+            }
+            part = datasets.Dataset.from_list(rows, features=datasets.Features(kinds))
+            part.to_parquet(str(folder / f'{split}-00000-of-00001.parquet'))
         return folder
 
     return write
@@ -1078,64 +484,39 @@ def test_a_copy_in_parquet(plain, parquet):
         equal(open_smallnorb(split, f'hub:{parquet()}', official=False), as_tensors(part))
     with pytest.raises(ValueError, match='expected 24,300 pairs of instances'):
         load_smallnorb(parquet(), source='hub')
-    with pytest.raises(ValueError, match='expected 24,300 pairs of instances'):
-        open_smallnorb('test', f'hub:{parquet()}')
 
 
-def test_a_copy_that_is_not_one(parquet):
-    def drop(split, rows):
-        return [{k: v for k, v in row.items() if k != 'azimuth'} for row in rows]
+def one_pixel(split, rows):
+    from PIL import Image
 
-    with pytest.raises(ValueError, match='split train: expected the columns .* lacks azimuth'):
-        load_smallnorb(parquet(drop), source='hub', official=False)
+    image = Image.open(io.BytesIO(rows[7]['image_rt']['bytes']))
+    image.putpixel((1, 2), image.getpixel((1, 2)) ^ 1)
+    image.save(out := io.BytesIO(), 'PNG')
+    rows[7]['image_rt'] = dict(bytes=out.getvalue(), path=None)
+    return rows
 
-    def in_degrees(split, rows):
-        return [{**row, 'azimuth': 10 * row['azimuth']} for row in rows]
 
-    with pytest.raises(
-        ValueError, match=r'split train, row \d+: expected azimuth in \[0, 2, .* got 200'
-    ):
-        load_smallnorb(parquet(in_degrees), source='hub', official=False)
+copies = {
+    'lacks azimuth': lambda s, rows: [{k: o[k] for k in o if k != 'azimuth'} for o in rows],
+    r'split train, row \d+: expected azimuth in \[0, 2, .* got 200': lambda s, rows: [
+        {**o, 'azimuth': 10 * o['azimuth']} for o in rows
+    ],
+    'split train: expected pixels whose file would have MD5': one_pixel,
+}
+
+
+@pytest.mark.parametrize('said', copies)
+def test_a_copy_that_is_not_one(parquet, as_official, said):
+    with pytest.raises(ValueError, match=said):
+        load_smallnorb(parquet(copies[said]), source='hub')
+
+
+def test_a_copy_in_part_or_another_order(plain, parquet, as_official):
+    equal(open_smallnorb('train', f'hub:{parquet()}', ()), read_split(plain, 'train'))
     with pytest.raises(ValueError, match='expected the splits train, test, got train'):
-        load_smallnorb(parquet(splits=['train']), source='hub', official=False)
-
-
-def test_pixels_of_the_copy_have_the_official_checksum(plain, parquet, as_official, monkeypatch):
-    def part(change=lambda split, rows: rows):
-        return load_smallnorb(parquet(change), 'train', (), 'hub', official=False)
-
-    decoded = []
-    monkeypatch.setattr(norb, 'as_tensors', lambda part: (decoded.append(1), as_tensors(part))[1])
-    same = part()
-    files = [o['filename'] for o in same.cache_files]
-    for _ in range(3):
-        norb._check_pixels(same, 'train', 'a copy')
-    assert len(decoded) == 1  # noted
-    notes = cache_folder('smallnorb') / 'checked.json'
-    for text in ('{', json.dumps({o: dict(md5='0' * 32, pixels='0' * 32) for o in files})):
-        notes.write_text(text)
-        norb._check_pixels(same, 'train', 'a copy')
-    assert len(decoded) == 3
-
-    def one_pixel(split, rows):
-        from PIL import Image
-        import io
-
-        image = Image.open(io.BytesIO(rows[7]['image_rt']['bytes']))
-        image.putpixel((1, 2), image.getpixel((1, 2)) ^ 1)
-        image.save(out := io.BytesIO(), 'PNG')
-        return [
-            {**row, 'image_rt': dict(bytes=out.getvalue(), path=None)} if k == 7 else row
-            for k, row in enumerate(rows)
-        ]
-
-    for _ in range(2):
-        with pytest.raises(
-            ValueError, match='a copy, split train: expected pixels whose file would have MD5'
-        ):
-            norb._check_pixels(part(one_pixel), 'train', 'a copy')
+        load_smallnorb(parquet(splits=['train']), source='hub')
     with pytest.warns(UserWarning, match='no checksum says whether the pixels are'):
-        norb._check_pixels(part(lambda split, rows: rows[::-1]), 'train', 'a copy')
+        open_smallnorb('test', f'hub:{parquet(lambda split, rows: rows[::-1])}')
 
 
 def test_the_copy_on_the_hub_is_pinned(monkeypatch):
@@ -1148,61 +529,30 @@ def test_the_copy_on_the_hub_is_pinned(monkeypatch):
     assert re.fullmatch('[0-9a-f]{40}', norb.hub_revision)
 
 
-@pytest.mark.parametrize('where', [8, 900, -900, -1])
-def test_a_changed_byte_of_the_arrow_file_has_it_written_anew(plain, where):
-    whole = load_smallnorb(plain, 'test', official=False)
-    truth = as_tensors(whole)
-    [path] = (cache_folder('smallnorb') / 'arrow').iterdir()
-    good = path.read_bytes()
-    del whole
-    raw = bytearray(good)
-    raw[where] ^= 1
-    path.write_bytes(raw)
-    equal(as_tensors(load_smallnorb(plain, 'test', official=False)), truth)
-    assert [(p, p.read_bytes()) for p in path.parent.iterdir()] == [(path, good)]
-
-
-@pytest.mark.parametrize('mode, shape', [('RGB', '[8, 8, 3]'), ('P', '[8, 8]'), ('L', '[8, 9]')])
-def test_images_that_are_not_grey_or_of_one_size(mode, shape):
+@pytest.mark.parametrize('mode, width', [('RGB', 8), ('P', 8), ('L', 9)])
+def test_images_that_are_not_grey_or_of_one_size(mode, width):
     from PIL import Image
 
-    images = [
-        Image.new('L', (8, 8)),
-        Image.new(mode, (9 if mode == 'L' else 8, 8)),
-        Image.new('L', (8, 8)),
-    ]
-    part = datasets.Dataset.from_dict(
-        {**{name: [0, 0, 0] for name in codes}, 'image_lt': images, 'image_rt': images},
-        features=norb._features(),
-    )
+    images = [Image.new('L', (8, 8)), Image.new(mode, (width, 8))]
+    columns = dict.fromkeys(codes, [0, 0]) | dict(image_lt=images, image_rt=images)
+    part = datasets.Dataset.from_dict(columns).cast_column('image_lt', datasets.Image())
+    part = part.cast_column('image_rt', datasets.Image())
     with pytest.raises(
-        ValueError,
-        match=re.escape(f"row 1: expected a grey image of [8, 8], got mode '{mode}' and {shape}"),
+        ValueError, match=rf"row 1: expected a grey image of \[8, 8\], got mode '{mode}'"
     ):
         as_tensors(part)
-
-
-def test_no_images_have_no_size(plain):
-    none = load_smallnorb(plain, 'test', official=False).select([])
-    with pytest.raises(
-        ValueError,
-        match='expected at least one row, got none: nothing says how large the images would be',
-    ):
-        as_tensors(none)
+    with pytest.raises(ValueError, match='expected at least one row, got none'):
+        as_tensors(part.select([]))
 
 
 def test_words_that_are_not_splits(plain):
-    with pytest.raises(
-        ValueError, match="split must be one of train, validation, test, got 'valid'"
-    ):
+    with pytest.raises(ValueError, match="one of train, validation, test, got 'valid'"):
         open_smallnorb('valid', plain)
     with pytest.raises(ValueError, match="needs valid_instances, got none"):
         open_smallnorb('validation', plain, ())
     with pytest.raises(ValueError, match="source must be 'files' or 'hub', got 'Hub'"):
         load_smallnorb(plain, source='Hub')
 
-
-# ---- the real one ----
 
 _real = os.environ.get('CAPSNB_DATA')
 try:
@@ -1214,9 +564,99 @@ except FileNotFoundError:
 @pytest.mark.skipif(not _real, reason='needs smallNORB: CAPSNB_DATA')
 def test_smallnorb_itself():
     for split in instances:
-        data, _ = read_split(_real, split)
-        assert data['image'].shape == (24_300, 2, 96, 96) and sorted(
-            set(data['instance'].tolist())
-        ) == sorted(instances[split])
+        data = read_split(_real, split)
+        assert data['image'].shape == (24_300, 2, 96, 96)
+        assert set(data['instance'].tolist()) == set(instances[split])
         assert (data['category'] == torch.arange(24_300) % 5).all()
-        assert [int(o.sum()) for o in viewpoint_split(data)] == [8100, 16_200]
+
+
+# ---- jittered and cluttered ----
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tiny_norb(tmp_path / 'norb', 27, azimuths=(0, 34), elevations=(0,))
+
+
+def test_names_are_the_official_ones():
+    assert norb_name('train', 3, 'dat') == 'norb-5x46789x9x18x6x2x108x108-training-03-dat.mat'
+    assert norb_name('test', 2, 'info') == 'norb-5x01235x9x18x6x2x108x108-testing-02-info.mat'
+
+
+def test_what_is_read_is_what_the_bytes_say(folder, tmp_path):
+    whole = open_norb('train', folder, (2, 1), (), official=False)
+    n = len(whole['category']) // 2
+    for at, part in ((0, 2), (n, 1)):
+        dat, cat, info = (
+            (folder / norb_name('train', part, k)).read_bytes() for k in ('dat', 'cat', 'info')
+        )
+        for k in (0, 5, n - 1):
+            pixels = dat[24 + k * 2 * 27**2 : 24 + (k + 1) * 2 * 27**2]
+            assert bytes(whole['image'][[at + k]].flatten().tolist()) == pixels
+            row = struct.unpack_from('<10i', info, 20 + 40 * k)
+            assert struct.unpack_from('<i', cat, 20 + 4 * k)[0] == whole['category'][at + k]
+            assert row[:4] == tuple(int(whole[name][at + k]) for name in list(codes)[1:])
+            assert row[4:] == tuple(whole['jitter'][at + k].tolist())
+    packed = tiny_norb(tmp_path / 'gz', 27, azimuths=(0, 34), elevations=(0,), gz=True)
+    same = open_norb('train', packed, (2, 1), (), official=False)
+    assert all(whole[k][:].equal(same[k][:]) for k in whole)
+    assert repr(whole['image']) == repr(same['image'])
+    other = open_norb('train', folder, (1, 2), (), official=False)
+    assert repr(whole['image']) != repr(other['image'])
+
+
+def test_no_toy_and_no_background_is_in_two_splits(folder):
+    parts = [open_norb(k, folder, (1, 2), official=False) for k in ('train', 'validation')]
+    assert [len(o['image']) for o in parts] == [96, 24]
+    toys = [sorted(set(o['instance'].tolist())) for o in parts]
+    assert toys == [[-1, 4, 6, 7, 8], [-1, 9]]
+    assert [int((o['category'] == 5).sum()) for o in parts] == [16, 4]
+    seen = [{o.numpy().tobytes() for o in part['image'][:]} for part in parts]
+    assert not seen[0] & seen[1] and sum(map(len, seen)) == 120
+    test = open_norb('test', folder, (1,), official=False)
+    assert set(test['instance'].tolist()) == {-1, *instances['test']}
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def put(path, at, value):
+    data = bytearray(path.read_bytes())
+    data[at : at + 4] = struct.pack('<i', value)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    'kind, change, message',
+    [
+        ('dat', cut, r'01-dat.mat byte 87503: expected 87,504 bytes .* got the end of the file'),
+        ('info', cut, r'01-info.mat byte 2419: expected 2,420 bytes'),
+        ('cat', lambda p: put(p, 0, 7), '01-cat.mat byte 0: expected a magic number'),
+        ('cat', lambda p: put(p, 20, 6), r'01-cat.mat byte 20: expected category in \[0.* got 6'),
+        ('info', lambda p: put(p, 20 + 40 * 5, 4), 'byte 220: expected instance -1 where there is'),
+        ('info', lambda p: put(p, 20 + 40 * 7 + 8, 0), 'byte 48: row 7 has the same labels as row'),
+    ],
+)
+def test_damage_is_named_with_its_byte(folder, kind, change, message):
+    change(folder / norb_name('train', 1, kind))
+    with pytest.raises(ValueError, match=message):
+        read_part(folder, 'train', 1, official=False)
+
+
+def test_what_is_missing_or_other_is_said(folder, tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError, match='training-01-dat.mat and 29 other files of https:'):
+        open_norb()
+    (folder / norb_name('train', 2, 'cat')).unlink()
+    assert len(open_norb('train', folder, (1,), (), official=False)['image']) == 60
+    with pytest.raises(FileNotFoundError, match='found .*training-02-dat'):
+        open_norb('train', folder, (1, 2), official=False)
+    with pytest.raises(ValueError, match=r'byte 8: expected sizes \[29160, 2, 108, 108\], got'):
+        open_norb('train', folder, (1,))
+    for parts in ((), (0,), (1, 1), (11,)):
+        with pytest.raises(ValueError, match='parts: expected some of'):
+            open_norb('train', folder, parts, official=False)
+    with pytest.raises(ValueError, match='expected arrays of one size, got'):
+        Joined([torch.zeros(1, 2), torch.zeros(1, 3)], torch.arange(2), '')
+    monkeypatch.setenv('CAPSNB_DATA', str(folder.parent))
+    assert len(open_norb('test', None, (1,), official=False)['image']) == 60

@@ -13,20 +13,20 @@ import re
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 import torch
 from torch import Tensor
 from ..core import need, pick_device
-from .files import checksum, need_hub, read_json, regular, write_json
+from .files import alone, checksum, need_hub, read_json, regular, write_json
 
 # %% auto #0
 __all__ = ['pinned', 'tiny_transformer', 'first_line', 'load_frozen', 'end_token', 'as_texts', 'longest', 'tokenize', 'Embedded',
-           'pad_embeddings', 'hidden_states', 'fingerprint', 'pick_layers', 'probe', 'FrozenEncoder', 'check_encoder',
-           'read_config', 'stand_in', 'about_tokens', 'Price', 'in_time', 'price_of', 'read_cache', 'CacheWriter',
-           'EmbeddingCache', 'check_space', 'HeldStates']
+           'pad_embeddings', 'hidden_states', 'fingerprint', 'pick_layers', 'FrozenEncoder', 'check_encoder',
+           'read_config', 'about_tokens', 'Price', 'in_time', 'price_of', 'read_cache', 'EmbeddingCache', 'check_space',
+           'HeldStates']
 
 # %% ../../nbs/data/39_embed.ipynb #00000006
 def _byte_pairs(texts, n: int = 400):  # a tokenizer as GPT-2's: nothing is unknown to it
@@ -39,14 +39,12 @@ def _byte_pairs(texts, n: int = 400):  # a tokenizer as GPT-2's: nothing is unkn
     fast = need('transformers').PreTrainedTokenizerFast
     return fast(tokenizer_object=tok, eos_token='<|endoftext|>')
 
-# %% ../../nbs/data/39_embed.ipynb #f63f2e0a
+
 def _tiny_pieces(texts: list):  # a tokenizer of word pieces, as BERT's: it frames each text
     t, special = need('tokenizers'), ['[PAD]', '[UNK]', '[CLS]', '[SEP]']
     tok = t.Tokenizer(t.models.WordPiece(unk_token='[UNK]'))
-    tok.normalizer, tok.pre_tokenizer = (
-        t.normalizers.BertNormalizer(),
-        t.pre_tokenizers.BertPreTokenizer(),
-    )
+    tok.normalizer = t.normalizers.BertNormalizer()
+    tok.pre_tokenizer = t.pre_tokenizers.BertPreTokenizer()
     known = dict(vocab_size=200, special_tokens=special, show_progress=False)
     tok.train_from_iterator(texts, t.trainers.WordPieceTrainer(**known))
     frame = dict(single='[CLS] $A [SEP]', special_tokens=[('[CLS]', 2), ('[SEP]', 3)])
@@ -65,22 +63,19 @@ def tiny_transformer(
     "Save a transformer of two blocks with random weights, for tests without a download."
     if kind not in ('gpt2', 'bert'):
         raise ValueError(f"kind must be 'gpt2' or 'bert', got {kind!r}")
-    tokenizer = (_byte_pairs if kind == 'gpt2' else _tiny_pieces)(texts)
+    tf, tokenizer = need('transformers'), (_byte_pairs if kind == 'gpt2' else _tiny_pieces)(texts)
+    sizes = dict(hidden_size=d_emb, num_hidden_layers=2, num_attention_heads=4)
+    sizes |= dict(vocab_size=len(tokenizer))
+    if kind == 'gpt2':
+        config = tf.GPT2Config(n_positions=600, bos_token_id=0, eos_token_id=0, **sizes)
+    else:
+        config = tf.BertConfig(intermediate_size=4 * d_emb, **sizes)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        config = _tiny_config(kind, len(tokenizer), d_emb)
-        model = need('transformers').AutoModel.from_config(config)
+        model = tf.AutoModel.from_config(config)
     for part in (tokenizer, model):
         part.save_pretrained(folder)
     return Path(folder)
-
-# %% ../../nbs/data/39_embed.ipynb #a97c9302
-def _tiny_config(kind: str, n: int, d_emb: int):  # n: tokens of the vocabulary
-    tf = need('transformers')
-    sizes = dict(hidden_size=d_emb, num_hidden_layers=2, num_attention_heads=4, vocab_size=n)
-    if kind == 'gpt2':
-        return tf.GPT2Config(n_positions=600, bos_token_id=0, eos_token_id=0, **sizes)
-    return tf.BertConfig(intermediate_size=4 * d_emb, max_position_embeddings=512, **sizes)
 
 # %% ../../nbs/data/39_embed.ipynb #e4533cb6
 pinned = dict.fromkeys(
@@ -130,17 +125,16 @@ def _here_or_hub(load, name: str, kw: dict, fetch: bool = True):  # name, kw: fr
     except Exception as e:
         here = e
     if not fetch:
-        cache = f"and not in the local cache of the Hub (revision {kw['revision']})"
         ask = f"to fetch it, name it yourself: encoder='{name}' (--encoder {name}), or its folder"
+        cache = f"and not in the local cache of the Hub (revision {kw['revision']})"
         raise OSError(f"{absent} {cache}; {ask}") from here
-    other = "another one can be named, as in revision='main' or --revision main"
-    state = f"(revision {kw['revision']}; {other})"
     try:
         need_hub(name)
     except ConnectionError as e:
         folder = "a folder that holds it can be named instead: encoder='PATH' (--encoder PATH)"
         raise ConnectionError(f"{absent}: {e}; {folder}") from here
-    with _read(f"{absent}, from the Hub {state}"):
+    other = "another one can be named, as in revision='main' or --revision main"
+    with _read(f"{absent}, from the Hub (revision {kw['revision']}; {other})"):
         loaded = load(**kw)
     _check_download(name, kw)
     return loaded
@@ -169,9 +163,7 @@ def _revision_of(name_or_folder: str | Path, gguf_file: str | None, revision) ->
     return parts[parts.index('snapshots') + 1] if 'snapshots' in parts else kw['revision']
 
 # %% ../../nbs/data/39_embed.ipynb #0000000a
-def first_line(
-    e: Exception,  # any
-) -> str:  # of its message; the name of its class where there is none
+def first_line(e: Exception) -> str:  # of its message; the name of its class where there is none
     "What an error says, without what follows."
     return next(iter(str(e).strip().splitlines()), '') or type(e).__name__
 
@@ -217,12 +209,12 @@ def _weights_files(look, gguf_file: str | None) -> list:  # look: name of a file
 
 # %% ../../nbs/data/39_embed.ipynb #0000000b
 def load_frozen(
-    name_or_folder: str | Path,  # on the Hub, or a folder with config.json, weights and tokenizer
-    gguf_file: str | None,  # the name of a GGUF file in it
-    dtype: torch.dtype,  # in which the transformer computes
-    device: torch.device,  # where
-    revision: str | None = None,  # on the Hub; None: the one of `pinned`, or main
-    fetch: bool = True,  # whether a name that is not on this machine may be asked for on the Hub
+    name_or_folder: str | Path,
+    gguf_file: str | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    revision: str | None = None,
+    fetch: bool = True,
 ) -> tuple:  # tokenizer, model (of an encoder-decoder the encoder), names of missing weights
     "A transformer that will not be trained; `ValueError` or `OSError` say what is missing."
     name, kw = _source_of(name_or_folder, gguf_file, revision)
@@ -236,10 +228,7 @@ def load_frozen(
     return tokenizer, model.to(device).eval().requires_grad_(False), missing
 
 # %% ../../nbs/data/39_embed.ipynb #0000000e
-def end_token(
-    tokenizer,  # of transformers
-    end: str | None = 'auto',  # as above
-) -> int | None:  # the id to append; None: nothing
+def end_token(tokenizer, end: str | None = 'auto') -> int | None:  # the id to append; None: nothing
     "What closes a text; `ValueError` for a tokenizer without end token, or not the one named."
     if end is None:
         return None
@@ -261,9 +250,7 @@ def _own_end(tokenizer) -> int | None:  # what it puts, or leaves, at the end of
     return own[-1] if own else None
 
 # %% ../../nbs/data/39_embed.ipynb #8baed9a9
-def as_texts(
-    texts,  # list of str, or what gives them one by one; a datasets.Dataset with a column text
-) -> list:  # of what came
+def as_texts(texts) -> list:  # of what came
     "`ValueError` for what would be read by its letters or columns: one text, a table."
     columns = getattr(texts, 'column_names', None)
     if isinstance(columns, list) and 'text' in columns:
@@ -284,10 +271,7 @@ def as_texts(
         raise ValueError(f"expected a list of texts, got {texts!r:.60}") from None
 
 # %% ../../nbs/data/39_embed.ipynb #00000011
-def longest(
-    model,  # of transformers
-    tokenizer,  # of transformers
-) -> int | None:  # tokens, the end token included; None: no limit known
+def longest(model, tokenizer) -> int | None:  # tokens, the end token included; None: no limit known
     "The most tokens that one text may have."
     n = getattr(model.config, 'max_position_embeddings', None)
     for name, part in model.named_modules():
@@ -298,11 +282,8 @@ def longest(
 
 # %% ../../nbs/data/39_embed.ipynb #00000012
 def tokenize(
-    tokenizer,  # of transformers
-    texts: list,  # of str
-    end_id: int | None = None,  # appended to each
-    most: int | None = None,  # from `longest`
-) -> list:  # for each text a list of token ids
+    tokenizer, texts: list, end_id: int | None = None, most: int | None = None
+) -> list:  # of lists of ids, with `end_id` at their ends, none longer than `most`
     "Token ids; `ValueError` for an empty text, one that is too long, and what is no text."
     texts = as_texts(texts)
     for k, t in enumerate(texts):
@@ -357,11 +338,8 @@ def pad_embeddings(
 # %% ../../nbs/data/39_embed.ipynb #0000001a
 @torch.no_grad()
 def hidden_states(
-    model,  # of transformers
-    ids: list,  # lists of token ids
-    layers: list | None = None,  # which, 0 the embeddings; None: all
-    pad_id: int = 0,  # what fills the box; never seen by a token
-) -> Embedded:  # mask [b, n] and embs [b, n, l, m] on the model's device
+    model, ids: list, layers: list | None = None, pad_id: int = 0
+) -> Embedded:  # mask [b, n], embs [b, n, l, m]; layers 0: the embeddings; None: all
     "The hidden states of a padded batch, in eval mode and without gradients."
     if not ids:
         raise ValueError("expected at least one text, got none")
@@ -383,10 +361,7 @@ _idle = set(  # settings that decide nothing here
 )
 
 
-def fingerprint(
-    model,  # of transformers
-    missing: Set = frozenset(),  # names of weights that were not loaded, and are random
-) -> str:  # 32 hexadecimal digits
+def fingerprint(model, missing: Set = frozenset()) -> str:  # 32 hexadecimal digits
     "A hash of the weights and of the settings that change hidden states."
     counts = lambda k, v: k not in _idle and not k.startswith('_') and v is not None
     config = {k: v for k, v in model.config.to_dict().items() if counts(k, v)}
@@ -399,10 +374,7 @@ def fingerprint(
     return h.hexdigest()
 
 # %% ../../nbs/data/39_embed.ipynb #00000022
-def pick_layers(
-    layers,  # 'all', or numbers as a list or as in '0,18,36'; 0 is the embeddings, -1 the last
-    n: int,  # how many there are
-) -> list:  # numbers from 0 to n - 1
+def pick_layers(layers, n: int) -> list:  # numbers from 0 to n - 1
     "Which hidden states; `ValueError` for layers that are not there, or twice there."
     if isinstance(layers, str) and layers == 'all':
         return list(range(n))
@@ -418,24 +390,6 @@ def pick_layers(
     if len(set(picked)) < len(picked):
         raise ValueError(f"layers {layers!r} name the same layer twice")
     return picked
-
-# %% ../../nbs/data/39_embed.ipynb #00000023
-def probe(
-    model,  # of transformers
-    layers,  # as for `pick_layers`
-) -> tuple:  # numbers of the layers, how many, and their width
-    "Ask the model itself, with one token, what its hidden states look like."
-    _, _, n, d_emb = hidden_states(model, [[0]]).embs.shape
-    picked = pick_layers(layers, n)
-    return picked, len(picked), d_emb
-
-# %% ../../nbs/data/39_embed.ipynb #4327972d
-def _known_ids(name: str, model, ids: list) -> list:  # the same, if the model knows each
-    n, top = model.get_input_embeddings().num_embeddings, max(map(max, ids), default=0)
-    if top >= n:
-        said = f"'{name}': the tokenizer gives token {top}, the model knows {n} tokens"
-        raise ValueError(f"{said}: they do not belong together")
-    return ids
 
 # %% ../../nbs/data/39_embed.ipynb #4074ee4b
 def _dtype(dtype) -> torch.dtype:  # torch.float16 or 'float16'
@@ -483,13 +437,6 @@ def _words_of(text: str, spans: list, pieces: list) -> list:
             out.append([at, [k]])
     return [(text[slice(*at)] if at else pieces[ks[0]].strip() or '·', ks) for at, ks in out]
 
-# %% ../../nbs/data/39_embed.ipynb #21997132
-def _check_fingerprint(encoder: FrozenEncoder, expected: str):
-    if encoder.fingerprint == expected:
-        return
-    other = f"'{encoder.name}' is another transformer, {encoder.fingerprint[:8]}"
-    raise ValueError(f"expected the transformer with fingerprint {expected[:8]}; {other}")
-
 # %% ../../nbs/data/39_embed.ipynb #dd807bd1
 def _learn_habits(encoder: FrozenEncoder, layers):
     "What closes and what pads a text, how long one may be, and what the layers are."
@@ -500,7 +447,9 @@ def _learn_habits(encoder: FrozenEncoder, layers):
     n = encoder.model.get_input_embeddings().num_embeddings  # an added padding token has none
     own = (tok.pad_token_id, encoder.end_id)
     encoder.pad_id = next((k for k in own if k is not None and k < n), 0)  # no token sees it
-    encoder.layers, encoder.n_layers, encoder.d_emb = probe(encoder.model, layers)
+    _, _, n, encoder.d_emb = hidden_states(encoder.model, [[0]]).embs.shape  # asked with one token
+    encoder.layers = pick_layers(layers, n)
+    encoder.n_layers = len(encoder.layers)
 
 # %% ../../nbs/data/39_embed.ipynb #00000028
 class FrozenEncoder:
@@ -527,7 +476,10 @@ class FrozenEncoder:
         parts = load_frozen(name_or_folder, gguf_file, self.dtype, self.device, revision, fetch)
         self.tokenizer, self.model, self._missing = parts
         if expected:
-            _check_fingerprint(self, expected)  # before anything else is done
+            if self.fingerprint != expected:  # before anything else is done
+                other = f"'{self.name}' is another transformer, {self.fingerprint[:8]}"
+                wanted = f"expected the transformer with fingerprint {expected[:8]}"
+                raise ValueError(f"{wanted}; {other}")
         self.revision = _revision_of(name_or_folder, gguf_file, revision)
         with _read(f"cannot use the model in '{self.name}'", (ImportError, ValueError, OSError)):
             _learn_habits(self, layers)
@@ -546,7 +498,11 @@ class FrozenEncoder:
 
     def tokens(self, texts: list) -> list:  # for each text its token ids
         ids = tokenize(self.tokenizer, texts, self.end_id, self.most)
-        return _known_ids(self.name, self.model, ids)
+        n, top = self.model.get_input_embeddings().num_embeddings, max(map(max, ids), default=0)
+        if top >= n:
+            said = f"'{self.name}': the tokenizer gives token {top}, the model knows {n} tokens"
+            raise ValueError(f"{said}: they do not belong together")
+        return ids
 
     def pieces(self, text: str) -> list:  # one str for each token, as along mask
         return [self.tokenizer.decode([k]) for k in self.tokens([text])[0]]
@@ -571,18 +527,15 @@ class FrozenEncoder:
         return [items[k] for k in range(len(items))]
 
     def cache_bytes(self, texts: list, dtype='float16') -> int:  # before anything is computed
-        return (
-            sum(map(len, self.tokens(texts))) * self.n_layers * self.d_emb * _dtype(dtype).itemsize
-        )
+        each = self.n_layers * self.d_emb * _dtype(dtype).itemsize
+        return sum(map(len, self.tokens(texts))) * each
 
 # %% ../../nbs/data/39_embed.ipynb #08a6deb1
 _gpt2_large = dict(n_embd=1280, n_layer=36, n_head=20)  # of GPT2Config
 
 
 def check_encoder(
-    name_or_folder: str | Path,  # on the Hub, or a folder
-    gguf_file: str | None = None,  # as for `FrozenEncoder`
-    revision: str | None = None,  # as for `FrozenEncoder`
+    name_or_folder: str | Path, gguf_file: str | None = None, revision: str | None = None
 ):
     "`OSError` or `ValueError`, within seconds, where there is no such transformer."
     tf, (name, kw) = need('transformers'), _source_of(name_or_folder, gguf_file, revision)
@@ -590,10 +543,10 @@ def check_encoder(
 
 
 def read_config(
-    name_or_folder: str | Path,  # on the Hub, or a folder
-    gguf_file: str | None = None,  # as for `FrozenEncoder`
-    revision: str | None = None,  # as for `FrozenEncoder`
-    fetch: bool = True,  # whether a name that is not on this machine may be asked for on the Hub
+    name_or_folder: str | Path,
+    gguf_file: str | None = None,
+    revision: str | None = None,
+    fetch: bool = True,
 ):  # config of transformers
     "The sizes of a transformer without its weights; GPT-2-large's are known."
     tf, (name, kw) = need('transformers'), _source_of(name_or_folder, gguf_file, revision)
@@ -610,44 +563,10 @@ def read_config(
 
     return _here_or_hub(load, name, kw, fetch)
 
-# %% ../../nbs/data/39_embed.ipynb #08a6deb2
-def stand_in(
-    folder: str | Path,  # where to save it: 3.1 GB
-    texts: Iterable,  # of str: its vocabulary is learnt from these
-    seed: int = 0,  # of the weights
-    **sizes,  # of GPT2Config, where they are not GPT-2-large's
-) -> Path:  # the folder, for `FrozenEncoder`
-    "Save GPT-2-large's sizes with random weights and a byte-level vocabulary as large."
-    end = dict(bos_token_id=0, eos_token_id=0)  # the first token of `_byte_pairs`
-    config = need('transformers').GPT2Config(**_gpt2_large | end | sizes)
-    tokenizer = _byte_pairs(texts, config.vocab_size)
-    if (n := len(tokenizer)) != config.vocab_size:
-        raise ValueError(f"expected texts for {config.vocab_size:,} tokens, they give {n:,}")
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = need('transformers').AutoModel.from_config(config)
-    for part in (tokenizer, model):
-        part.save_pretrained(folder)
-    return Path(folder)
-
 # %% ../../nbs/data/39_embed.ipynb #7ba10bd2
-def about_tokens(
-    texts: list,  # of str
-) -> int:  # with an end token for each
+def about_tokens(texts: list) -> int:  # with an end token for each
     "How many tokens there will be, before a tokenizer is loaded."
     return len(texts) + round(1.1 * sum(len(t.split()) for t in texts))
-
-# %% ../../nbs/data/39_embed.ipynb #1190acc7
-def _multiplications(device: torch.device, dtype: torch.dtype) -> float:  # operations a second
-    x = torch.ones(1024, 1024, device=device, dtype=dtype)
-
-    def seconds():
-        start = time.perf_counter()
-        float((x @ x)[0, 0])
-        return time.perf_counter() - start
-
-    seconds()
-    return 2 * 1024**3 / min(seconds() for _ in range(4))
 
 # %% ../../nbs/data/39_embed.ipynb #dce6cbd2
 class Price(NamedTuple):
@@ -678,9 +597,7 @@ class Price(NamedTuple):
         )
 
 # %% ../../nbs/data/39_embed.ipynb #69d1c2a1
-def in_time(
-    seconds: float,  # any
-) -> str:  # in seconds, minutes or hours
+def in_time(seconds: float) -> str:  # in seconds, minutes or hours
     "A time as one says it."
     sizes = ((3600, 'hours'), (60, 'minutes'))
     size, word = next((s for s in sizes if seconds >= 2 * s[0]), (1, 'seconds'))
@@ -688,30 +605,30 @@ def in_time(
 
 # %% ../../nbs/data/39_embed.ipynb #a5395e70
 def price_of(
-    config,  # of transformers
-    texts: list,  # of str
-    layers='all',  # as for `pick_layers`
-    dtype='float16',  # of a cache
-    device: torch.device | None = None,  # where the transformer runs; None: the best there is
-    compute: torch.dtype = torch.float32,  # in which numbers it computes
+    config,
+    texts: list,
+    layers='all',
+    dtype='float16',
+    device: torch.device | None = None,
+    compute: torch.dtype = torch.float32,
 ) -> Price:  # of reading them
     "What it costs to read texts with a transformer, known from its config alone."
     sizes = config.get_text_config() if hasattr(config, 'get_text_config') else config
-    picked, device = pick_layers(layers, sizes.num_hidden_layers + 1), device or pick_device()
-    n, looked_up = _count_weights(config)
-    n_tokens = about_tokens(texts)
-    seconds = 2 * (n - looked_up) * n_tokens / _multiplications(device, compute)
-    width, memory = sizes.hidden_size, n * compute.itemsize
-    return Price(len(texts), n_tokens, len(picked), width, n, memory, _dtype(dtype), seconds)
-
-# %% ../../nbs/data/39_embed.ipynb #a3269813
-def _count_weights(config) -> tuple[int, ...]:  # all; those that are only looked up
+    picked, n_tokens = pick_layers(layers, sizes.num_hidden_layers + 1), about_tokens(texts)
     with _read("cannot make a model of this config"), torch.device('meta'):
         model = need('transformers').AutoModel.from_config(config, trust_remote_code=False)
-    if config.is_encoder_decoder:
-        model = model.get_encoder()
-    parts = model, model.get_input_embeddings()
-    return tuple(sum(p.numel() for p in part.parameters()) for part in parts)
+    model = model.get_encoder() if config.is_encoder_decoder else model
+    parts = model, model.get_input_embeddings()  # the second are only looked up
+    n, idle = (sum(p.numel() for p in part.parameters()) for part in parts)
+    x = torch.ones(1024, 1024, device=device or pick_device(), dtype=compute)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        float((x @ x)[0, 0])
+        times.append(time.perf_counter() - start)
+    seconds = (n - idle) * n_tokens * min(times[1:]) / 1024**3
+    kept = len(picked), sizes.hidden_size, n, n * compute.itemsize, _dtype(dtype)
+    return Price(len(texts), n_tokens, *kept, seconds)
 
 # %% ../../nbs/data/39_embed.ipynb #0000002d
 _formats = ('capsnb embeddings 1', 'capsnb embeddings 2')  # that can be read; the last is written
@@ -753,117 +670,93 @@ def _header_sum(header: dict) -> str:  # of what it says, in whatever order and 
     return hashlib.blake2b(said.encode('utf-8', 'surrogatepass'), digest_size=16).hexdigest()
 
 # %% ../../nbs/data/39_embed.ipynb #0000002f
-def _lay_out(folder: Path, header: dict, index):  # the folder must not be there, or be empty
-    "Make the files, each in its full size (the file system gives the space when it is written)."
-    draft = folder.with_name(f".{folder.name}.draft")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    need('numpy').save(draft / 'index.npy', index)
-    for name, size in (('embeddings.bin', header['n_bytes']), ('ticks.bin', 8 * len(index))):
-        with open(draft / name, 'wb') as f:
-            f.truncate(size)
-    write_json(draft / 'header.json', header)
-    if folder.exists():
-        folder.rmdir()
-    os.replace(draft, folder)
+def _sizes(header: dict) -> dict[str, int]:  # of the two large files
+    return {'embeddings.bin': header['n_bytes'], 'ticks.bin': 8 * header['n_texts']}
 
-# %% ../../nbs/data/39_embed.ipynb #00000030
+
+def _lay_out(folder: Path, header: dict, index):
+    "Make the files in their full size (the file system gives the space when it is written)."
+    folder.mkdir(parents=True, exist_ok=True)
+    if strange := {o.name for o in folder.iterdir()} - {'index.npy', *_sizes(header)}:
+        raise ValueError(f"'{folder}' holds no cache of embeddings, but {', '.join(strange)}")
+    need('numpy').save(folder / 'index.npy', index)
+    for name, size in _sizes(header).items():
+        with open(folder / name, 'wb') as f:
+            f.truncate(size)
+    write_json(folder / 'header.json', header)
+
+# %% ../../nbs/data/39_embed.ipynb #ef5c8462
 _again = "delete the folder and make the cache again"
 
 
-def _read_header(path: Path) -> dict:  # `ValueError` for an odd entry, or one that was changed
-    words = dict.fromkeys(('format', 'encoder', 'name', 'transformers', 'dtype', 'index'), str)
-    numbers = dict.fromkeys(('d_emb', 'n_texts', 'n_tokens', 'n_bytes'), int)
-    header = read_json(path, layers=list, **words, **numbers)
-    checked = header['format'] != _formats[0] or 'sum' in header  # the first format had no sum
-    if checked and header.get('sum') != _header_sum(header):
-        raise ValueError("an entry of header.json was changed")
-    size = len(header['layers']) * header['d_emb'] * _dtype(header['dtype']).itemsize
-    fits = size > 0 and header['n_bytes'] == header['n_tokens'] * size
-    if not fits or any(type(k) is not int for k in header['layers']):
-        raise ValueError("the sizes in header.json do not belong together")
-    return header
-
-# %% ../../nbs/data/39_embed.ipynb #ef5c8462
-def read_cache(
-    folder: Path,  # of a cache, finished or not
-) -> tuple:  # header, index, ticks
+def read_cache(folder: Path) -> tuple:  # header, index, ticks
     "Read all but the embeddings; `ValueError` when something is missing, cut short or damaged."
     if not (folder / 'header.json').is_file():
         raise ValueError(f"'{folder}' holds no cache of embeddings (no header.json)")
-    header = _known_header(folder)
-    index = _read_index(folder, header)
-    for name, size in (('embeddings.bin', header['n_bytes']), ('ticks.bin', 8 * len(index))):
+    try:
+        header = _read_header(folder / 'header.json')
+        index = _read_index(folder, header)
+    except (ValueError, OSError) as e:
+        raise ValueError(f"the cache '{folder}' is damaged ({e}): {_again}") from e
+    for name, size in _sizes(header).items():
         there = (folder / name).stat().st_size if (folder / name).is_file() else 0
         if there != size:
             short = f"{name} has {there:,} bytes, expected {size:,}"
             raise ValueError(f"the cache '{folder}' was cut short: {short}; {_again}")
     return header, index, need('numpy').fromfile(folder / 'ticks.bin', '<u8')
 
-# %% ../../nbs/data/39_embed.ipynb #8fd0b688
-def _known_header(folder: Path) -> dict:  # of a format that can be read
-    path = folder / 'header.json'
-    try:
-        form = read_json(path, format=str)['format']
-        header = _read_header(path) if form in _formats else None
-    except (ValueError, OSError) as e:
-        raise _damaged(folder, e) from e
-    if not header:
-        wanted = f"expected one of {', '.join(_formats)}"
-        raise ValueError(f"the cache '{folder}' has the format {form!r}, {wanted}")
+
+def _read_header(path: Path) -> dict:  # `ValueError` for an odd entry, or one that was changed
+    words = dict.fromkeys(('format', 'encoder', 'name', 'transformers', 'dtype', 'index'), str)
+    numbers = dict.fromkeys(('d_emb', 'n_texts', 'n_tokens', 'n_bytes'), int)
+    header = read_json(path, layers=list, **words, **numbers)
+    if header['format'] not in _formats:
+        raise ValueError(f"it has the format {header['format']!r}, expected one of {_formats}")
+    checked = header['format'] != _formats[0] or 'sum' in header  # the first format had no sum
+    if checked and header.get('sum') != _header_sum(header):
+        raise ValueError("an entry of header.json was changed")
+    size = len(header['layers']) * header['d_emb'] * _dtype(header['dtype']).itemsize
+    if not 0 < header['n_bytes'] == header['n_tokens'] * size:
+        raise ValueError("the sizes in header.json do not belong together")
     return header
 
-# %% ../../nbs/data/39_embed.ipynb #27017fef
+
 def _read_index(folder: Path, header: dict):
     np = need('numpy')
     try:
         path = regular(folder / 'index.npy')
         index = np.array(np.lib.format.open_memmap(path, 'r'))  # no larger than the file
     except Exception as e:  # whatever numpy says
-        raise _damaged(folder, f"index.npy: {first_line(e)}") from e
+        raise ValueError(f"index.npy: {first_line(e)}") from e
     if hashlib.blake2b(index.tobytes(), digest_size=16).hexdigest() != header['index']:
-        raise _damaged(folder, "index.npy")
+        raise ValueError("index.npy")
     fits = index.dtype == np.int64 and index.shape == (header['n_texts'], 3)
     if not fits or index[:, 0].sum() != header['n_tokens']:
-        raise _damaged(folder, "header.json and index.npy do not belong together")
+        raise ValueError("header.json and index.npy do not belong together")
     return index
-
-# %% ../../nbs/data/39_embed.ipynb #cc769e61
-def _damaged(folder: Path, why) -> ValueError:
-    return ValueError(f"the cache '{folder}' is damaged ({why}): {_again}")
 
 # %% ../../nbs/data/39_embed.ipynb #00000033
 def _compare(folder: Path, header: dict, index, wanted: dict, wanted_index=None):
     "`ValueError` that names the first difference; wanted_index None: any texts."
     at, instead = f"the cache '{folder}'", "use another folder"
     if header['encoder'] != wanted['encoder']:
-        other = f"another encoder: '{header['name']}', fingerprint {_signature(header)}"
-        this = f"this is '{wanted['name']}', {_signature(wanted)}"
-        raise ValueError(f"{at} was made by {other}; {this}; {instead}")
+        one, two = (
+            f"'{o['name']}', fingerprint {o['encoder'][:8]} (transformers {o['transformers']})"
+            for o in (header, wanted)
+        )
+        raise ValueError(f"{at} was made by another encoder: {one}; this is {two}; {instead}")
     for key in ('layers', 'dtype'):
         if header[key] != wanted[key]:
             asked = f"{key} {header[key]}, this asks for {wanted[key]}"
             raise ValueError(f"{at} has {asked}; {instead}")
-    if wanted_index is not None:
-        _compare_texts(at, index, wanted_index, instead)
-
-# %% ../../nbs/data/39_embed.ipynb #2e6739cd
-def _signature(header: dict) -> str:
-    return f"{header['encoder'][:8]} (transformers {header['transformers']})"
-
-# %% ../../nbs/data/39_embed.ipynb #a236aca8
-_differences = {  # column of the index: what differs
-    1: "another text",
-    2: "the same text, but tokens of another tokenizer (or another end token)",
-}
-
-
-def _compare_texts(at: str, index, wanted, instead: str):
-    if len(index) != len(wanted):
-        asked = f"{len(index):,} texts, this asks for {len(wanted):,}"
+    if wanted_index is None:
+        return
+    if len(index) != len(wanted_index):
+        asked = f"{len(index):,} texts, this asks for {len(wanted_index):,}"
         raise ValueError(f"{at} holds {asked}; {instead}")
-    for column, what in _differences.items():
-        differ = (index[:, column] != wanted[:, column]).nonzero()[0]
+    tokens = "the same text, but tokens of another tokenizer (or another end token)"
+    for column, what in ((1, "another text"), (2, tokens)):
+        differ = (index[:, column] != wanted_index[:, column]).nonzero()[0]
         if len(differ):
             where = f"at {differ[0]}, and at {len(differ) - 1:,} more places"
             raise ValueError(f"{at} holds {what} {where}; {instead}")
@@ -874,110 +767,71 @@ def _narrow(item: Tensor, dtype: torch.dtype, layers: list) -> Tensor:  # [n, l,
     small = item.to(dtype).contiguous()
     if small.isfinite().all():
         return small
-    odd = ~item.isfinite()
-    if odd.any():
-        first = layers[int(odd.any(2).any(0).int().argmax())]
+    top = item.abs().nan_to_num(torch.inf).amax((0, 2))  # of each layer
+    if top.isinf().any():
+        first = layers[int(top.isinf().int().argmax())]
         said = f"the transformer itself gives inf or NaN, first in layer {first}"
         raise ValueError(f"{said}: try dtype='float32' for it")
-    top, most = item.abs().amax((0, 2)), torch.finfo(dtype).max
     reach = f"hidden states of layer {layers[int(top.argmax())]} reach {top.max():,.0f}"
+    can = f"more than {str(dtype)[6:]} can hold ({torch.finfo(dtype).max:,.0f})"
     instead = "choose dtype='bfloat16' or 'float32' to keep them, leave that layer out"
-    can = f"more than {str(dtype)[6:]} can hold ({most:,.0f})"
     raise ValueError(f"{reach}, {can}: {instead}, or read on the fly")
 
 # %% ../../nbs/data/39_embed.ipynb #00000039
-class CacheWriter:
-    "Puts each text in its place and ticks it off when it is safe there; for a `with` block."
+def _fill(folder: Path, header: dict, index, items, bar, save_seconds: float):
+    "Put each text (number, [n, l, m]) in its place, and tick it off when it is safe there."
+    starts = (index[:, 0].cumsum() - index[:, 0]) * (header['n_bytes'] // header['n_tokens'])
+    dtype, pending, last = _dtype(header['dtype']), {}, time.monotonic()
+    with open(folder / 'embeddings.bin', 'r+b') as data, open(folder / 'ticks.bin', 'r+b') as ticks:
 
-    def __init__(
-        self,
-        folder: Path,  # of the cache
-        header: dict,  # of the cache
-        index,  # of the cache
-        save_seconds: float = 5.0,  # how often finished texts are ticked off
-    ):
-        self.folder, self.dtype, self.layers = folder, _dtype(header['dtype']), header['layers']
-        self.pending, self.save_seconds, self.last = {}, save_seconds, time.monotonic()
-        first = need('numpy').cumsum(index[:, 0]) - index[:, 0]
-        self.starts = first * (header['n_bytes'] // header['n_tokens'])
-        self.data = open(folder / 'embeddings.bin', 'r+b')
-        self.marks = open(folder / 'ticks.bin', 'r+b')
-        _keep_apart(folder, self.marks)
+        def save():
+            data.flush()
+            os.fsync(data.fileno())
+            for k, tick in pending.items():
+                ticks.seek(8 * k)
+                ticks.write(tick.to_bytes(8, 'little'))
+            ticks.flush()
+            os.fsync(ticks.fileno())
+            pending.clear()
 
-    def write(self, k: int, item: Tensor):  # text k, [n, l, m]
-        raw = _narrow(item, self.dtype, self.layers).reshape(-1).view(torch.uint8).numpy()
-        self.data.seek(int(self.starts[k]))
-        self.data.write(raw)
-        self.pending[k] = _tick(raw)
-        if time.monotonic() - self.last >= self.save_seconds:
-            self.save()
-
-    def save(self):
-        self.data.flush()
-        os.fsync(self.data.fileno())
-        for k, tick in self.pending.items():
-            self.marks.seek(8 * k)
-            self.marks.write(tick.to_bytes(8, 'little'))
-        self.marks.flush()
-        os.fsync(self.marks.fileno())
-        self.pending, self.last = {}, time.monotonic()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
         try:
-            self.save()
+            for k, item in items:
+                small = _narrow(item, dtype, header['layers'])
+                raw = small.reshape(-1).view(torch.uint8).numpy()
+                data.seek(int(starts[k]))
+                data.write(raw)
+                pending[k] = _tick(raw)
+                if time.monotonic() - last >= save_seconds:
+                    save()
+                    last = time.monotonic()
+                bar.update(len(item))
         finally:
-            self.data.close()
-            self.marks.close()
-
-# %% ../../nbs/data/39_embed.ipynb #7670f7a4
-def _keep_apart(folder: Path, file):  # two writers
-    with contextlib.suppress(ImportError):  # Windows has no fcntl: there, do not start two
-        import fcntl
-
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as e:
-            raise OSError(f"another process is writing the cache '{folder}'") from e
+            save()
 
 # %% ../../nbs/data/39_embed.ipynb #4c2e4be1
 def _tick(raw) -> int:  # of a text that is done; never 0
     return 2**32 + zlib.crc32(raw)
 
-# %% ../../nbs/data/39_embed.ipynb #0000003b
-def _read_finished(folder: Path, encoder: FrozenEncoder | None = None) -> tuple:
-    "As `read_cache`; `ValueError` also when texts are missing, or when another encoder made it."
-    header, index, ticks = read_cache(folder)
-    if encoder is not None:
-        _compare(folder, header, None, _make_header(encoder, index, _dtype(header['dtype'])))
-    if left := int((ticks == 0).sum()):
-        missing = f"{left:,} of {len(ticks):,} texts are missing"
-        again = "call FrozenEncoder.cache with the same texts again"
-        raise ValueError(f"the cache '{folder}' is not finished, {missing}: {again}")
-    return header, index, ticks
-
 # %% ../../nbs/data/39_embed.ipynb #0000003c
 class EmbeddingCache(torch.utils.data.Dataset):
     "A finished cache: `cache[k]` is text k, [n, l, m]; use with `collate_fn=pad_embeddings`."
 
-    def __init__(
-        self,
-        folder: str | Path,  # of the cache
-        encoder: FrozenEncoder | None = None,  # if given, the cache must be its work
-    ):
+    def __init__(self, folder: str | Path, encoder: FrozenEncoder | None = None):
         self.folder = Path(folder).expanduser().absolute()
-        self.header, self.index, self.ticks = _read_finished(self.folder, encoder)
+        self.header, self.index, self.ticks = read_cache(self.folder)
         self.dtype, self.lengths = _dtype(self.header['dtype']), self.index[:, 0]
+        if encoder is not None:
+            wanted = _make_header(encoder, self.index, self.dtype)
+            _compare(self.folder, self.header, None, wanted)
+        if left := int((self.ticks == 0).sum()):
+            missing = f"{left:,} of {len(self.ticks):,} texts are missing"
+            again = "call FrozenEncoder.cache with the same texts again"
+            raise ValueError(f"the cache '{self.folder}' is not finished, {missing}: {again}")
         self.starts, self.checked = self.lengths.cumsum() - self.lengths, bytearray(len(self))
         self.shape = (len(self.header['layers']), self.header['d_emb'])
         shape = (self.header['n_tokens'], *self.shape)
-        file, whole = (
-            str(self.folder / 'embeddings.bin'),
-            dict(size=math.prod(shape), dtype=self.dtype),
-        )
-        self.flat = torch.from_file(file, shared=False, **whole).view(shape)
+        whole = dict(shared=False, size=math.prod(shape), dtype=self.dtype)
+        self.flat = torch.from_file(str(self.folder / 'embeddings.bin'), **whole).view(shape)
 
     def __len__(self) -> int:  # texts
         return len(self.index)
@@ -992,13 +846,10 @@ class EmbeddingCache(torch.utils.data.Dataset):
         k = range(len(self))[k]
         item = self.flat[self.starts[k] : self.starts[k] + self.lengths[k]]
         if not self.checked[k]:
-            self._check(k, item)
+            if _tick(item.reshape(-1).view(torch.uint8).numpy()) != self.ticks[k]:
+                raise ValueError(f"text {k} in the cache '{self.folder}' is damaged: {_again}")
+            self.checked[k] = 1
         return item
-
-    def _check(self, k: int, item: Tensor):
-        if _tick(item.reshape(-1).view(torch.uint8).numpy()) != self.ticks[k]:
-            raise ValueError(f"text {k} in the cache '{self.folder}' is damaged: {_again}")
-        self.checked[k] = 1
 
     def verify(self):  # reads all of it; `ValueError` at the first damaged text
         self.checked = bytearray(len(self))
@@ -1006,35 +857,21 @@ class EmbeddingCache(torch.utils.data.Dataset):
             self.look(k)
 
     def batch(
-        self,
-        ks: list,  # numbers of texts
-        dtype: torch.dtype = torch.float32,  # of the batch
-        out: Tensor | None = None,  # as for `pad_embeddings`
+        self, ks: list, dtype: torch.dtype = torch.float32, out: Tensor | None = None
     ) -> Embedded:  # `pad_embeddings` of these texts, one copy fewer
         return pad_embeddings([self.look(k) for k in ks], dtype, out)
 
 # %% ../../nbs/data/39_embed.ipynb #0000003e
-def check_space(
-    folder: Path,  # where it will be written
-    n_bytes: int,  # that are missing
-):
+def check_space(folder: Path, n_bytes: int):  # to be written there
     "`OSError` when the disk has not got the room (and 1 % more)."
-    there = next(p for p in (folder, *folder.parents) if p.exists())
-    free = shutil.disk_usage(there).free
-    if n_bytes * 1.01 <= free:
-        return
-    raise OSError(
-        f"the cache '{folder}' needs {n_bytes / 1e9:,.2f} GB more, "
-        f"the disk has {free / 1e9:,.2f} GB: choose another folder (--cache), "
-        "fewer layers (--layers), fewer texts (--roots, --limit) or a smaller dtype "
-        "(--cache-dtype), or read on the fly, without a cache (--on-the-fly)"
-    )
-
-# %% ../../nbs/data/39_embed.ipynb #04f24a6a
-def _bar(header: dict, left: int, progress: bool):
-    size = f"{header['n_texts']:,} texts, {header['n_bytes'] / 1e9:.2f} GB"
-    look = dict(unit=' tokens', unit_scale=True, mininterval=0.5, desc=size, disable=not progress)
-    return need('tqdm').tqdm(total=header['n_tokens'], initial=header['n_tokens'] - left, **look)
+    free = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
+    if n_bytes * 1.01 > free:
+        raise OSError(
+            f"the cache '{folder}' needs {n_bytes / 1e9:,.2f} GB more, "
+            f"the disk has {free / 1e9:,.2f} GB: choose another folder (--cache), "
+            "fewer layers (--layers), fewer texts (--roots, --limit) or a smaller dtype "
+            "(--cache-dtype), or read on the fly, without a cache (--on-the-fly)"
+        )
 
 # %% ../../nbs/data/39_embed.ipynb #0000003f
 def _make_cache(
@@ -1052,15 +889,26 @@ def _make_cache(
     if not texts:
         raise ValueError("expected at least one text to cache, got none")
     ids = encoder.tokens(texts)
-    header, index, todo = _prepare(encoder, folder, texts, ids, dtype)
-    if todo:
-        with (
-            _bar(header, int(index[todo, 0].sum()), progress) as bar,
-            CacheWriter(folder, header, index, save_seconds) as out,
-        ):
-            for k, item in _embed_sorted(encoder, [ids[k] for k in todo], batch_size):
-                out.write(todo[k], item)
-                bar.update(len(item))
+    index = _make_index(texts, ids)
+    header = _make_header(encoder, index, dtype)
+    with alone(folder):
+        fresh, ticks = not (folder / 'header.json').exists(), 0 * index[:, 0]
+        if not fresh:
+            old, old_index, ticks = read_cache(folder)
+            _compare(folder, old, old_index, header, index)
+        todo = (ticks == 0).nonzero()[0].tolist()
+        left = int(index[todo, 0].sum())
+        check_space(folder, left * (header['n_bytes'] // header['n_tokens']))
+        if fresh:
+            _lay_out(folder, header, index)
+        look = dict(unit=' tokens', unit_scale=True, mininterval=0.5, disable=not progress)
+        look |= dict(desc=f"{len(texts):,} texts, {header['n_bytes'] / 1e9:.2f} GB")
+        begun = dict(total=header['n_tokens'], initial=header['n_tokens'] - left)
+        if todo:
+            with need('tqdm').tqdm(**begun, **look) as bar:
+                some = _embed_sorted(encoder, [ids[k] for k in todo], batch_size)
+                items = ((todo[k], item) for k, item in some)
+                _fill(folder, header, index, items, bar, save_seconds)
     return EmbeddingCache(folder)
 
 
@@ -1073,34 +921,18 @@ def _check_frozen(encoder: FrozenEncoder):
 
 FrozenEncoder.cache = _make_cache
 
-# %% ../../nbs/data/39_embed.ipynb #690eceb3
-def _prepare(encoder: FrozenEncoder, folder: Path, texts: list, ids: list, dtype: torch.dtype):
-    "Compare with what is there, or lay out; header, index, numbers of the missing texts."
-    index = _make_index(texts, ids)
-    header = _make_header(encoder, index, dtype)
-    if fresh := not folder.exists() or not any(folder.iterdir()):
-        ticks = 0 * index[:, 0]
-    else:
-        old, old_index, ticks = read_cache(folder)
-        _compare(folder, old, old_index, header, index)
-    todo = (ticks == 0).nonzero()[0].tolist()
-    check_space(folder, int(index[todo, 0].sum()) * (header['n_bytes'] // header['n_tokens']))
-    if fresh:
-        _lay_out(folder, header, index)
-    return header, index, todo
-
 # %% ../../nbs/data/39_embed.ipynb #4e1d0002
 class HeldStates:
     "Hidden states in the memory of the encoder's device: see `FrozenEncoder.hold`."
 
     def __init__(
         self,
-        encoder: FrozenEncoder,  # reads them
-        texts: list,  # of str
-        ids: dict,  # number of a text -> its tokens; other texts are not read
-        dtype: torch.dtype,  # in memory
-        batch_size: int,  # texts at a time
-        bar,  # is told of tokens
+        encoder: FrozenEncoder,
+        texts: list,
+        ids: dict,
+        dtype: torch.dtype,
+        batch_size: int,
+        bar,
     ):
         self.texts, self.made_by, at = texts, (encoder.fingerprint, encoder.layers), 0
         alike, places = _alike(ids), [(0, 0)] * len(texts)
@@ -1119,13 +951,10 @@ class HeldStates:
             bar.update(len(embs))
         self.starts, self.lengths = torch.tensor(places).unbind(1)
 
-    def __len__(self) -> int:  # texts
+    def __len__(self):  # texts
         return len(self.texts)
 
-    def places(
-        self,
-        rows: list,  # numbers of texts
-    ) -> tuple:  # mask [b, n], and where [b, n] in memory the tokens are
+    def places(self, rows: list) -> tuple:  # mask [b, n], and where [b, n] in memory the tokens are
         "On a GPU n is a multiple of 32: few shapes, and so few graphs."
         lengths, longest = self.lengths[rows], int(self.lengths[rows].max())
         if not lengths.all():
@@ -1134,10 +963,7 @@ class HeldStates:
         mask = at < lengths[:, None]
         return mask.float(), torch.where(mask, self.starts[rows][:, None] + at, 0)
 
-    def look(
-        self,
-        where: Tensor,  # [b, n] of `places`
-    ) -> Tensor:  # [b, n, l, m] in float32; at padding anything
+    def look(self, where: Tensor) -> Tensor:
         return self.flat[where.to(self.flat.device)].float()
 
 # %% ../../nbs/data/39_embed.ipynb #4e1d0003
@@ -1149,9 +975,9 @@ def _check_memory(n_bytes: int, device: torch.device):
     else:
         free = need('psutil').virtual_memory().available
     if n_bytes > 0.9 * free:
+        wants = f"hidden states take {n_bytes / 1e9:,.1f} GB of memory"
         raise MemoryError(
-            f"hidden states take {n_bytes / 1e9:,.1f} GB of memory, "
-            f"of which {device} has {free / 1e9:,.1f} GB free: "
+            f"{wants}, of which {device} has {free / 1e9:,.1f} GB free: "
             "read fewer layers (--layers), sentences only (--roots), or keep them on disk (--cache)"
         )
 

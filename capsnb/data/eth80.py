@@ -10,22 +10,19 @@ import json
 import math
 import os
 import re
-import struct
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from ..core import need, plot_style
-from .files import cache_folder, checksum, put_in_place, read_json, regular
-from .files import write_json, write_lock, wrong_byte
+from ..core import need
+from .files import alone, cache_folder, checksum, draft, read_json, regular, sweep
+from .files import write_json
 
 # %% auto #0
 __all__ = ['categories', 'viewpoints', 'n_objects', 'n_photos', 'backgrounds', 'Photo', 'parse_name', 'tiny_eth80', 'find_eth80',
-           'Files', 'list_eth80', 'check_png', 'open_eth80', 'plot_views', 'object_split', 'familiar_views',
-           'as_images', 'load_eth80']
+           'Files', 'list_eth80', 'open_eth80', 'object_split', 'familiar_views', 'as_images', 'load_eth80']
 
 # %% ../../nbs/data/36_eth80.ipynb #00000006
 categories = ('apple', 'car', 'cow', 'cup', 'dog', 'horse', 'pear', 'tomato')  # folders 1 to 8
@@ -57,9 +54,7 @@ class Photo(NamedTuple):
 _pattern = re.compile(rf"({'|'.join(categories)})([1-9][0-9]*)-([0-9]{{3}})-([0-9]{{3}})")
 
 
-def parse_name(
-    path: str | Path,  # of a photograph, or its name
-) -> Photo:  # such that str(photo) is the name without its ending
+def parse_name(path: str | Path) -> Photo:  # such that str(photo) is the name without its ending
     "Read a name; `ValueError` for one that is none of ETH-80's."
     match = _pattern.fullmatch(Path(path).stem)
     view = match and (int(match[3]), int(match[4]))
@@ -112,9 +107,7 @@ _how = (
 )
 
 
-def find_eth80(
-    folder: str | Path | None = None,  # with the photographs, or whose sub-folder has them
-) -> Path:  # the folder
+def find_eth80(folder: str | Path | None = None) -> Path:  # the folder
     "Find ETH-80; `FileNotFoundError` says where it was looked for."
     given = folder or os.environ.get('CAPSNB_DATA')
     tops = [Path(given).expanduser()] if given else []
@@ -135,95 +128,54 @@ class Files(NamedTuple):
     masks: list  # likewise; empty: the copy has none
 
 # %% ../../nbs/data/36_eth80.ipynb #00000011
-def list_eth80(
-    folder: str | Path,  # of `find_eth80`
-) -> Files:  # in order
+def list_eth80(folder: str | Path) -> Files:  # of `find_eth80`; in order
     "All files; `ValueError` names what is missing, and what is not ETH-80's."
-    objects = {}
-    for place in _object_folders(Path(folder)):
-        key = _object_in(place)
-        if key in objects:
-            one = f"{categories[key[0]]} {key[1]}"
-            raise ValueError(f"{place}: {one} is in '{objects[key]}' already")
-        objects[key] = place
-    _check_objects(objects, folder)
-    photos, masks = [], []
-    for key, place in sorted(objects.items()):
-        for view in range(len(viewpoints)):
-            photos.append(place / f'{Photo(*key, view)}.png')
-            masks.append(place / 'maps' / f'{Photo(*key, view)}-map.png')
-    _check_there(photos, 'photographs', folder)
-    if not any(o.is_file() for o in masks):
-        return Files(photos, [])
-    _check_there(masks, 'masks', folder)
-    return Files(photos, masks)
-
-# %% ../../nbs/data/36_eth80.ipynb #00000012
-def _object_folders(folder: Path) -> list[Path]:  # one level down, or two
-    below = [o for depth in ('*', '*/*') for o in folder.glob(depth) if o.name != 'maps']
-    return sorted(o for o in below if o.is_dir() and any(o.glob('*.png')))
-
-# %% ../../nbs/data/36_eth80.ipynb #00000013
-def _object_in(place: Path) -> tuple[int, int]:  # category and number, by the names in a folder
-    photos = {path: parse_name(path) for path in sorted(place.glob('*.png'))}
-    first = next(iter(photos.values()))
-    for path, photo in photos.items():
-        if photo[:2] != first[:2]:
-            here = f"{categories[first.category]} {first.number}"
-            raise ValueError(f"{path}: expected a photograph of {here}, as its neighbours are")
-    return first[:2]
-
-# %% ../../nbs/data/36_eth80.ipynb #00000014
-def _check_objects(objects: Mapping, folder):  # ten of each category
+    objects, below = {}, [o for depth in ('*', '*/*') for o in Path(folder).glob(depth)]
+    for place in sorted(o for o in below if o.is_dir() and o.name != 'maps'):
+        first = None
+        for path in sorted(place.glob('*.png')):
+            photo = parse_name(path)
+            first = first or photo[:2]
+            if photo[:2] != first:
+                here = f"{categories[first[0]]} {first[1]}"
+                raise ValueError(f"{path}: expected a photograph of {here}, as its neighbours are")
+        if first in objects:
+            one = f"{categories[first[0]]} {first[1]}"
+            raise ValueError(f"{place}: {one} is in '{objects[first]}' already")
+        if first:
+            objects[first] = place
     for k, name in enumerate(categories):
         numbers = [number for category, number in sorted(objects) if category == k]
         if len(numbers) != n_objects:
             found = f"got {len(numbers)}: {numbers}" if numbers else "got none"
             raise ValueError(f"{folder}: expected {n_objects} objects of {name}, {found}")
-
-# %% ../../nbs/data/36_eth80.ipynb #00000015
-def _check_there(paths: list[Path], what: str, folder):
-    absent = [o.name for o in paths if not o.is_file()]
-    if absent:
-        named = ', '.join(absent[:5]) + (', …' if len(absent) > 5 else '')
-        missing = f"{len(absent):,} of {len(paths):,} {what} are missing"
-        raise ValueError(f"{folder}: {missing}: {named}")
-
-# %% ../../nbs/data/36_eth80.ipynb #00000018
-def check_png(
-    data: bytes,  # a whole file
-    path: str | Path = 'data',  # its name, for messages
-) -> tuple[int, int]:  # height, width
-    "Check all chunks of a PNG; `ValueError` with file and byte where it is damaged."
-    if data[:8] != b'\x89PNG\r\n\x1a\n':
-        wrong_byte(path, 0, "a PNG's first eight bytes", data[:8].hex(' ') or 'an empty file')
-    at, kind = 8, b''
-    while kind != b'IEND':
-        size, kind = struct.unpack('>I4s', data[at : at + 8].ljust(8, b'\0'))
-        end = at + 12 + size
-        if end > len(data):
-            wrong_byte(path, len(data), "more of the picture", "the end of the file")
-        if zlib.crc32(data[at + 4 : end - 4]) != int.from_bytes(data[end - 4 : end], 'big'):
-            wrong_byte(path, at, "a chunk that fits its checksum", "a damaged one")
-        if at == 8 and (kind, size) != (b'IHDR', 13):
-            wrong_byte(path, at, "a header", repr(kind))
-        at = end
-    width, height = struct.unpack('>II', data[16:24])
-    return height, width
+    each = [(p, Photo(*o, v)) for o, p in sorted(objects.items()) for v in range(len(viewpoints))]
+    photos = [place / f'{photo}.png' for place, photo in each]
+    masks = [place / 'maps' / f'{photo}-map.png' for place, photo in each]
+    masks = masks if any(o.is_file() for o in masks) else []
+    for what, paths in (('photographs', photos), ('masks', masks)):
+        if absent := [o.name for o in paths if not o.is_file()]:
+            named = ', '.join(absent[:5]) + (', …' if len(absent) > 5 else '')
+            missing = f"{len(absent):,} of {len(paths):,} {what} are missing"
+            raise ValueError(f"{folder}: {missing}: {named}")
+    return Files(photos, masks)
 
 # %% ../../nbs/data/36_eth80.ipynb #00000019
-def _read_png(path: Path, mode: str, size: tuple | None) -> Tensor:
+def _read_png(path: Path, mode: str, size: tuple | None = None) -> Tensor:
     "Bytes [height, width, 3] or, of a mask, [height, width]."
-    image, data = need('PIL.Image'), regular(path).read_bytes()
-    came = check_png(data, path)
-    if size not in (None, came):
-        want, got = (f'{w}x{h}' for h, w in (size, came))
-        raise ValueError(f"{path}: expected {want} pixels like the first photograph, got {got}")
+    image = need('PIL.Image')
     try:
-        with image.open(io.BytesIO(data)) as png:
-            return torch.from_numpy(need('numpy').array(png.convert(mode)))
+        data = io.BytesIO(regular(path).read_bytes())
+        with image.open(data, formats=['PNG']) as png:
+            png.verify()  # the checksums
+        with image.open(data, formats=['PNG']) as png:
+            x = torch.from_numpy(need('numpy').array(png.convert(mode)))
     except (OSError, SyntaxError, ValueError, image.DecompressionBombError) as e:
         raise ValueError(f"{path}: damaged PNG: {e}") from e
+    if size not in (None, x.shape[:2]):
+        want, got = (f'{w}x{h}' for h, w in (size, x.shape[:2]))
+        raise ValueError(f"{path}: expected {want} pixels like the first photograph, got {got}")
+    return x
 
 # %% ../../nbs/data/36_eth80.ipynb #0000001a
 def _read_mask(path: Path, size: tuple) -> Tensor:  # [height, width], 255 on the object
@@ -242,40 +194,28 @@ def _read_object(files: Files, k: int, size: tuple) -> Tensor:  # uint8 [41, 3 o
     masks = torch.stack([_read_mask(files.masks[n], size) for n in rows])
     return torch.cat([x, masks[:, None]], 1)
 
-# %% ../../nbs/data/36_eth80.ipynb #0000001c
-def _stamp(files: Files) -> str:  # changes with any file
-    seen = [(o.name, s.st_size, s.st_mtime_ns) for o in sum(files, []) for s in [o.stat()]]
-    return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
-
-# %% ../../nbs/data/36_eth80.ipynb #0000001d
-def _shape(files: Files) -> tuple:  # of everything
-    first = files.photos[0]
-    return n_photos, 4 if files.masks else 3, *check_png(first.read_bytes(), first)
-
 # %% ../../nbs/data/36_eth80.ipynb #0000001e
-def _pack(files: Files, folder: Path, stamp: str, size: tuple):
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / 'photos'
-    mine = path.with_name(f'photos.{os.getpid()}')
-    try:
-        with write_lock(mine), open(mine, 'wb') as f:
+def _packed(place: Path, files: Files, root: Path) -> tuple[Path, tuple]:  # a file; its shape
+    "All photographs and masks one after the other; made if not there, or not whole."
+    key = hashlib.sha256(str(place).encode()).hexdigest()[:12]
+    path, note = root / f'{key}.bin', root / f'{key}.json'
+    seen = [(o.name, s.st_size, s.st_mtime_ns) for o in sum(files, []) for s in [o.stat()]]
+    stamp = hashlib.sha256(json.dumps(seen).encode()).hexdigest()  # changes with any file
+    size = tuple(_read_png(files.photos[0], 'RGB').shape[:2])
+    shape = n_photos, 4 if files.masks else 3, *size
+    with alone(path):
+        try:
+            info = read_json(note, stamp=str, sha256=str)
+            if info['stamp'] == stamp and checksum(path) == info['sha256']:
+                return path, shape
+        except (OSError, ValueError):
+            pass  # a copy is only a copy: it is made anew
+        sweep(root)
+        with draft(path) as f:
             for k in range(n_photos // len(viewpoints)):
                 f.write(_read_object(files, k, size).numpy().tobytes())
-        came = checksum(mine)
-        put_in_place(mine, path)
-    finally:
-        mine.unlink(missing_ok=True)
-    write_json(folder / 'info.json', dict(stamp=stamp, sha256=came))
-
-# %% ../../nbs/data/36_eth80.ipynb #0000001f
-def _is_whole(folder: Path, stamp: str, n: int) -> bool:  # a packed copy of n bytes
-    path = folder / 'photos'
-    try:
-        info = read_json(folder / 'info.json', stamp=str, sha256=str)
-        same = info['stamp'] == stamp and path.stat().st_size == n
-        return same and checksum(path) == info['sha256']
-    except (OSError, ValueError):
-        return False  # a copy is only a copy: it is made anew
+        write_json(note, dict(stamp=stamp, sha256=checksum(path)))
+    return path, shape
 
 # %% ../../nbs/data/36_eth80.ipynb #00000020
 def open_eth80(
@@ -287,12 +227,9 @@ def open_eth80(
     azimuth [3280]. `ValueError` for missing or damaged files, `FileNotFoundError` for none."""
     place = find_eth80(folder).resolve()
     files, root = list_eth80(place), cache or cache_folder('eth80') / 'packed'
-    own = Path(root).expanduser() / hashlib.sha256(str(place).encode()).hexdigest()[:12]
-    stamp, shape = _stamp(files), _shape(files)
-    n = math.prod(shape)
-    if not _is_whole(own, stamp, n):
-        _pack(files, own, stamp, shape[2:])
-    x = torch.from_file(str(own / 'photos'), shared=False, size=n, dtype=torch.uint8).view(shape)
+    path, shape = _packed(place, files, Path(root).expanduser())
+    x = torch.from_file(str(path), shared=False, size=math.prod(shape), dtype=torch.uint8)
+    x = x.view(shape)
     masks = {'mask': x[:, 3] > 127} if files.masks else {}
     return dict(image=x[:, :3], **masks, **_labels())
 
@@ -302,28 +239,6 @@ def _labels() -> dict[str, Tensor]:  # in the order of the files
     polar, azimuth = torch.tensor(viewpoints)[k % n].T
     objects = dict(category=k // (n_objects * n), instance=k // n % n_objects)
     return dict(**objects, polar=polar.contiguous(), azimuth=azimuth.contiguous())
-
-# %% ../../nbs/data/36_eth80.ipynb #00000024
-def plot_views(
-    data: Mapping,  # of `open_eth80`
-    category: int = 3,  # 0 to 7
-    instance: int = 0,  # 0 to 9
-):  # matplotlib figure
-    "All photographs of an object, a row for each polar angle."
-    plt = plot_style()
-    of = (data['category'] == category) & (data['instance'] == instance)
-    height, width = data['image'].shape[-2:]
-    sheet = torch.full((len(_rings), height, 16, width, 3), 255, dtype=torch.uint8)
-    for x, view in zip(data['image'][of], viewpoints):
-        sheet[list(_rings).index(view[0]), :, round(view[1] / 22.5)] = x.movedim(0, -1)
-    fig, ax = plt.subplots(figsize=(8, 3.9), layout='constrained')
-    ax.imshow(sheet.flatten(2, 3).flatten(0, 1))
-    ax.grid(False)
-    rows, columns = ((torch.arange(n) + 0.5).tolist() for n in (len(_rings), 16))
-    ax.set_yticks([height * o for o in rows], [f'{o}°' for o in _rings])
-    ax.set_xticks([width * o for o in columns][::2], [f'{45 * k}°' for k in range(8)])
-    ax.set(xlabel='azimuth', ylabel='polar angle')
-    return fig
 
 # %% ../../nbs/data/36_eth80.ipynb #00000029
 def object_split(

@@ -9,35 +9,25 @@ import hashlib
 import http.client
 import json
 import os
-import re
+import secrets
 import stat
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.request import Request, urlopen
 from ..core import need
 
 # %% auto #0
-__all__ = ['cache_folder', 'holds', 'find_folder', 'put_in_place', 'sync_folder', 'left_behind', 'write_lock', 'regular',
-           'is_gzip', 'checksum', 'fetch', 'write_text', 'write_json', 'read_json', 'wrong_byte', 'need_hub',
-           'load_hub']
+__all__ = ['cache_folder', 'find_folder', 'draft', 'sync_folder', 'alone', 'sweep', 'regular', 'is_gzip', 'checksum', 'fetch',
+           'write_text', 'write_json', 'read_json', 'wrong_byte', 'need_hub', 'load_hub']
 
 # %% ../../nbs/data/32_files.ipynb #00000006
-def cache_folder(
-    name: str,  # of the data set
-) -> Path:  # its folder; it need not exist yet
+def cache_folder(name: str) -> Path:  # its folder; it need not exist yet
     "The folder for files that the library writes itself."
     return Path(os.environ.get('XDG_CACHE_HOME') or '~/.cache').expanduser() / 'capsnb' / name
 
 # %% ../../nbs/data/32_files.ipynb #00000009
-def holds(
-    folder: Path,  # where to look
-    names: Sequence[str],  # files wanted
-    endings: Sequence[str] = ('',),  # what may follow a name
-) -> list[str]:  # those that are there, without ending
-    "Which of the files a folder holds."
-    there = lambda name: any((folder / f'{name}{end}').is_file() for end in endings)
-    return [name for name in names if there(name)]
+def _held(folder: Path, names: Sequence[str], endings: Sequence[str]) -> list[str]:
+    return [o for o in names if any((folder / f'{o}{end}').is_file() for end in endings)]
 
 # %% ../../nbs/data/32_files.ipynb #0000000c
 def find_folder(
@@ -48,46 +38,41 @@ def find_folder(
     endings: Sequence[str] = ('',),  # what may follow a name
 ) -> Path | None:  # the folder that holds all of them; None if there is none
     "Find the folder of a data set; `FileNotFoundError` if a named folder does not hold it."
-    given, place = folder is not None, None
+    given, cache = folder is not None, cache_folder(name)
     named = folder if given else os.environ.get('CAPSNB_DATA')
     if given or named:
-        place = _below(Path(named).expanduser(), name, names, given, subs, endings)
-    if place:
-        return place
-    cache = cache_folder(name)
-    return cache if len(holds(cache, names, endings)) == len(names) else None
-
-# %% ../../nbs/data/32_files.ipynb #8f1e4174
-def _below(top: Path, name: str, names: Sequence[str], given: bool, subs, endings) -> Path | None:
-    "The folder below `top` with all files; None if there is none and nothing speaks against it."
-    places = [top / sub for sub in ('', name, *subs)]
-    place = max(places, key=lambda p: len(holds(p, names, endings)))
-    found = holds(place, names, endings)
-    if len(found) == len(names):
-        return place
-    if given or found or not top.is_dir():
-        where = f"'{top}'{'' if given else ' (CAPSNB_DATA)'} or its sub-folder '{name}'"
-        came = found or 'none of them'
-        raise FileNotFoundError(f"expected {', '.join(names)} in {where}, found {came}")
+        top = Path(named).expanduser()
+        places = [top / sub for sub in ('', name, *subs)]
+        place = max(places, key=lambda p: len(_held(p, names, endings)))
+        found = _held(place, names, endings)
+        if len(found) == len(names):
+            return place
+        if given or found or not top.is_dir():
+            where = f"'{top}'{'' if given else ' (CAPSNB_DATA)'} or its sub-folder '{name}'"
+            came = found or 'none of them'
+            raise FileNotFoundError(f"expected {', '.join(names)} in {where}, found {came}")
+    return cache if len(_held(cache, names, endings)) == len(names) else None
 
 # %% ../../nbs/data/32_files.ipynb #770a7b5b
-def put_in_place(
-    written: Path,  # a file under another name, closed
-    path: Path,  # the name it is to have, in the same folder
-):
-    "Rename a file once its bytes are on the disk: after a power failure there is all or none."
-    handle = os.open(written, os.O_RDWR)
+@contextlib.contextmanager
+def draft(
+    path: str | Path,  # of a file that is to appear when the block ends well
+) -> Iterator:  # the open file, binary, under a name that nobody can guess
+    "Write a file whole or not at all, and see it onto the disk."
+    path = Path(path)
+    mine = path.with_name(f'{path.name}.{secrets.token_hex(4)}.tmp')
     try:
-        os.fsync(handle)
+        with open(mine, 'xb') as f:  # never through a link that somebody laid there
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(mine, path)
+        sync_folder(path.parent)
     finally:
-        os.close(handle)
-    os.replace(written, path)
-    sync_folder(path.parent)
+        mine.unlink(missing_ok=True)
 
 # %% ../../nbs/data/32_files.ipynb #6fd50a30
-def sync_folder(
-    folder: Path,  # whose names have changed
-):
+def sync_folder(folder: Path):  # whose names have changed
     "See a folder's list of names onto the disk, where the system can."
     if os.name != 'posix':
         return
@@ -100,71 +85,19 @@ def sync_folder(
         os.close(handle)
 
 # %% ../../nbs/data/32_files.ipynb #14e7e984
-def left_behind(
-    folder: Path,  # where to look
-    pattern: str,  # regular expression of whole names; its group `pid` is the process's number
-) -> list[Path]:  # those to which nobody writes any more
-    "Files of processes that were killed while they wrote them."
-    found = [(path, re.fullmatch(pattern, path.name)) for path in folder.iterdir()]
-    return [path for path, match in found if match and _ended(path, int(match['pid']))]
+def alone(path: Path):  # a lock, for a `with` block
+    "While this lasts, no other process is in a block for the same path."
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return need('filelock').FileLock(path.with_name(f'{path.name}.lock'))
 
 # %% ../../nbs/data/32_files.ipynb #3f338536
-def _ended(path: Path, pid: int) -> bool:  # whether the process that wrote the file has
-    try:
-        handle = os.open(path, os.O_RDWR)
-        try:
-            free = _lock(handle)
-        finally:
-            os.close(handle)
-        old = time.time() - path.stat().st_mtime > 3600
-    except OSError:
-        return False  # it has just gone, or is somebody else's
-    return not _runs(pid) and (old if free is None else free)
-
-# %% ../../nbs/data/32_files.ipynb #b387bb46
-def _runs(pid: int) -> bool:  # as far as this system can tell
-    if os.name != 'posix' or pid == os.getpid():
-        return False  # an earlier one had our number
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        pass  # another user's
-    return True
-
-# %% ../../nbs/data/32_files.ipynb #4ca10819
-def _lock(handle) -> bool | None:  # whether it is ours now; None: no locks here
-    try:
-        from fcntl import LOCK_EX, LOCK_NB, flock
-
-        flock(handle, LOCK_EX | LOCK_NB)
-    except BlockingIOError:
-        return False
-    except (ImportError, OSError):
-        return None
-    return True
-
-# %% ../../nbs/data/32_files.ipynb #ce329ee8
-@contextlib.contextmanager
-def write_lock(
-    path: Path,  # a file that is being written, also by others' handles; made if absent
-):
-    "While this lasts, no process takes the file for one left behind."
-    if os.name != 'posix':  # there an open file could not be renamed
-        yield
-        return
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        _lock(handle)
-        yield
-    finally:
-        os.close(handle)
+def sweep(folder: Path):  # to which nobody else can write now
+    "Remove drafts of processes that were killed."
+    for old in folder.glob('*.tmp'):
+        old.unlink(missing_ok=True)
 
 # %% ../../nbs/data/32_files.ipynb #5e91a3c7
-def regular(
-    path: str | Path,  # about to be read
-) -> Path:  # the same
+def regular(path: str | Path) -> Path:  # the same
     "`OSError` unless it is a file with an end: a pipe would be waited for, a device read for ever."
     path = Path(path)
     if stat.S_ISREG(path.stat().st_mode):
@@ -173,18 +106,13 @@ def regular(
     raise OSError(f"'{path}': expected a file, got {what}")
 
 # %% ../../nbs/data/32_files.ipynb #5e91a3c8
-def is_gzip(
-    path: str | Path,  # of a file, whatever its name ends in: browsers unpack and keep the name
-) -> bool:  # whether it begins as a gzip file
+def is_gzip(path: str | Path) -> bool:  # whether it begins as a gzip file
     "Look at the first two bytes."
     with open(regular(path), 'rb') as f:
         return f.read(2) == b'\x1f\x8b'
 
 # %% ../../nbs/data/32_files.ipynb #0000000f
-def checksum(
-    path: Path,  # any file
-    kind: str = 'sha256',  # or 'md5'
-) -> str:  # hexadecimal
+def checksum(path: Path, kind: str = 'sha256') -> str:  # hexadecimal
     "Checksum of a file, read in pieces of a megabyte."
     digest = hashlib.new(kind, usedforsecurity=False)
     with open(regular(path), 'rb') as f:
@@ -198,52 +126,29 @@ def fetch(
     path: Path,  # where to; the file appears only when it is whole
     size: int,  # its bytes
     sha256: str,  # its checksum, hexadecimal
-    timeout: float = 30.0,  # seconds without an answer
-    md5: str | None = None,  # a second checksum, if one was published
+    timeout: float = 10.0,  # seconds without an answer
 ) -> Path:  # path
     """Download a file. `ConnectionError` if it breaks off (the next call goes on from there),
     `ValueError` if it is another file, `OSError` if it cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part, mine = (path.with_name(f'{path.name}.{o}') for o in ('part', os.getpid()))
-    with contextlib.ExitStack() as locks:
-        try:
-            _adopt(path, part, mine, size)
-            locks.enter_context(write_lock(mine))
-            if _size(mine) < size:
-                _download(url, mine, size, timeout, locks)
-            _check_fetched(url, mine, size, sha256, md5)
-            put_in_place(mine, path)
-        finally:
-            if _size(mine):
-                os.replace(mine, part)
-            mine.unlink(missing_ok=True)
+    part = path.with_name(f'{path.name}.part')
+    with alone(path):
+        if path.is_file() and checksum(path) == sha256:
+            return path  # another process was first
+        if part.exists() and part.stat().st_size > size:
+            part.unlink()
+        if not part.exists() or part.stat().st_size < size:
+            _download(url, part, size, timeout)
+        if (have := part.stat().st_size) < size:
+            rest = "the next call goes on from there"
+            raise ConnectionError(f"{url} broke off after {have:,} of {size:,} bytes; {rest}")
+        if (came := checksum(part)) != sha256:
+            part.unlink()
+            raise ValueError(f"{url}: expected SHA-256 {sha256}, got {came}; nothing was kept")
+        with open(part, 'ab') as f:
+            os.fsync(f.fileno())
+        os.replace(part, path)
+        sync_folder(path.parent)
     return path
-
-# %% ../../nbs/data/32_files.ipynb #74f63a77
-def _check_fetched(url: str, mine: Path, size: int, sha256: str, md5: str | None):
-    if (have := _size(mine)) < size:
-        rest = "the next call goes on from there"
-        raise ConnectionError(f"{url} broke off after {have:,} of {size:,} bytes; {rest}")
-    for name, wanted in {'SHA-256': sha256, 'MD5': md5}.items():
-        if wanted and (came := checksum(mine, name.lower().replace('-', ''))) != wanted:
-            mine.unlink()
-            raise ValueError(f"{url}: expected {name} {wanted}, got {came}; nothing was kept")
-
-# %% ../../nbs/data/32_files.ipynb #00000013
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-# %% ../../nbs/data/32_files.ipynb #a15dfea1
-def _adopt(path: Path, part: Path, mine: Path, size: int):  # the longest of what is left
-    left = left_behind(path.parent, re.escape(path.name) + r'[.](?P<pid>[0-9]+)([.]whole)?')
-    left = sorted([part, *left], key=lambda o: (_size(o) <= size, _size(o)))
-    while left:
-        with contextlib.suppress(FileNotFoundError):  # another process was quicker
-            os.replace(left.pop(), mine)
-            break
-    for o in left:
-        if o != mine:
-            o.unlink(missing_ok=True)
 
 # %% ../../nbs/data/32_files.ipynb #8c8fdd97
 @contextlib.contextmanager
@@ -251,81 +156,36 @@ def _network(url: str):  # what goes wrong within is the network's fault
     try:
         yield
     except (OSError, http.client.HTTPException) as e:
-        raise ConnectionError(f"{url}: {e}") from e
-
-# %% ../../nbs/data/32_files.ipynb #bc83812b
-def _answers(url: str, timeout: float = 5.0):
-    "`ConnectionError` within seconds where nothing answers."
-    try:
-        urlopen(Request(url, method='HEAD'), timeout=timeout).close()
-    except (OSError, http.client.HTTPException) as e:
-        if not hasattr(e, 'code'):  # else it answered, if only with a refusal
-            why = getattr(e, 'reason', e)
-            raise ConnectionError(f"{url} does not answer ({why})") from e
+        raise ConnectionError(f"{url} does not answer ({getattr(e, 'reason', e)})") from e
 
 
-def _download(url: str, path: Path, size: int, timeout: float, locks: contextlib.ExitStack):
-    have, fresh = _size(path), path.with_name(f'{path.name}.whole')
+def _download(url: str, part: Path, size: int, timeout: float):
+    have = part.stat().st_size if part.exists() else 0
     asked = Request(url, headers={'Range': f'bytes={have}-'} if have else {})
-    _answers(url, min(timeout, 5))
     with _network(url):
         answer = urlopen(asked, timeout=timeout)
-    fresh.unlink(missing_ok=True)
-    with answer:
-        goes_on = answer.status == 206
-        if not goes_on:
-            _check_length(url, answer, size)
-            locks.enter_context(write_lock(fresh))
-        try:
-            _write(url, answer, path if goes_on else fresh, size + 1 - goes_on * have)
-        finally:
-            if _size(fresh) > have:
-                os.replace(fresh, path)
-            fresh.unlink(missing_ok=True)
-
-# %% ../../nbs/data/32_files.ipynb #27234c76
-def _check_length(url: str, answer, size: int):  # as announced, before anything is written
+    at = have if answer.status == 206 else 0  # 0: all of it comes once more
     length = answer.headers.get('Content-Length') or ''
-    if length.isdecimal() and int(length) != size:
-        came = f"got an answer of {int(length):,}; nothing was kept of it"
-        raise ValueError(f"{url}: expected {size:,} bytes, {came}")
-
-# %% ../../nbs/data/32_files.ipynb #574c1d09
-def _write(url: str, answer, path: Path, most: int):  # appends at most so many bytes
-    with open(path, 'ab') as f:
-        while most > 0:
+    with answer, open(part, 'ab') as f:
+        if not at and length.isdecimal() and int(length) != size:
+            came = f"got an answer of {int(length):,}; nothing was kept of it"
+            raise ValueError(f"{url}: expected {size:,} bytes, {came}")
+        while at <= size:
             with _network(url):
-                piece = answer.read(min(most, 2**16))
+                piece = answer.read(min(2**16, size + 1 - at))
             if not piece:
                 break
-            f.write(piece)
-            most -= len(piece)
+            f.write(piece[max(0, have - at) :])
+            at += len(piece)
 
 # %% ../../nbs/data/32_files.ipynb #7099af7c
-def write_text(
-    path: str | Path,  # of the file
-    content: str,  # written as UTF-8
-):
+def write_text(path: str | Path, content: str):  # in UTF-8
     "Write a file at once or not at all, and see it onto the disk."
-    path = Path(path)
-    temporary = path.with_name(f'{path.name}.{os.getpid()}.{os.urandom(8).hex()}.tmp')
-    try:
-        with open(temporary, 'x', encoding='utf-8') as f:  # follows no link
-            _lock(f)
-            f.write(content)
-        put_in_place(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    ours = r'[.](?P<pid>[0-9]+)([.][0-9a-f]+)?[.]tmp'
-    for old in left_behind(path.parent, re.escape(path.name) + ours):
-        with contextlib.suppress(OSError):
-            old.unlink()
+    with draft(path) as f:
+        f.write(content.encode())
 
 
-def write_json(
-    path: str | Path,  # of the file
-    content: dict,  # JSON-ready
-):
+def write_json(path: str | Path, content: dict):  # JSON-ready
     "Write a note, as `write_text` does."
     write_text(path, json.dumps(content, indent=1))
 
@@ -335,80 +195,55 @@ def read_json(
     **fields,  # name -> type, or tuple of types, of an entry that must be there; None: null
 ) -> dict:  # the note
     "Read a note; `ValueError` in one sentence when it is damaged or lacks an entry of its type."
-    path = Path(path)
     try:
         note = json.loads(regular(path).read_bytes())
     except FileNotFoundError:
         raise
     except (OSError, ValueError, RecursionError) as e:
         raise ValueError(f"'{path}' cannot be read: {e}") from e
-    damaged = f"'{path}' is damaged"
-    if not isinstance(note, dict):
-        raise ValueError(f"{damaged}: expected a JSON object, got {_kind(note)}")
+    if type(note) is not dict:
+        raise ValueError(f"'{path}' is damaged: expected a JSON object, got {_kind(note)}")
     for name, wanted in fields.items():
+        kinds = wanted if isinstance(wanted, tuple) else (wanted,)
         if name not in note:
-            raise ValueError(f"{damaged}: it has no entry '{name}'")
-        if not _is_a(x := note[name], wanted):
-            said = f"expected '{name}' to be {_words(wanted)}, got {_kind(x)}"
-            raise ValueError(f"{damaged}: {said}")
+            raise ValueError(f"'{path}' is damaged: it has no entry '{name}'")
+        if (came := _type(note[name])) not in kinds and not (came is int and float in kinds):
+            said = f"'{name}' to be {' or '.join(_words[k] for k in kinds)}"
+            raise ValueError(f"'{path}' is damaged: expected {said}, got {_kind(note[name])}")
     return note
 
 # %% ../../nbs/data/32_files.ipynb #1caf6a57
-_names = {
-    int: 'a whole number',
-    float: 'a number',
-    str: 'a text',
-    bool: 'true or false',
-    list: 'a list',
-    dict: 'an object',
-    None: 'null',
-    type(None): 'null',
-}
+_words = {int: 'a whole number', float: 'a number', str: 'a text', bool: 'true or false'}
+_words |= {list: 'a list', dict: 'an object', None: 'null'}
 
 
-def _words(wanted) -> str:
-    return ' or '.join(_names[t] for t in (wanted if isinstance(wanted, tuple) else (wanted,)))
+def _type(value):  # true is no number
+    return None if value is None else type(value)
 
-# %% ../../nbs/data/32_files.ipynb #29b228b5
+
 def _kind(value) -> str:
-    return f"{_names[type(value)]}, {repr(value)[:60]}" if value is not None else 'null'
-
-# %% ../../nbs/data/32_files.ipynb #07e11912
-def _is_a(value, wanted) -> bool:  # true is no number, a whole number is one
-    kinds = wanted if isinstance(wanted, tuple) else (wanted,)
-    if value is None:
-        return None in kinds
-    return type(value) in kinds or type(value) is int and float in kinds
+    return 'null' if value is None else f"{_words[type(value)]}, {repr(value)[:60]}"
 
 # %% ../../nbs/data/32_files.ipynb #ebdc3e19
-def wrong_byte(
-    path: str | Path,  # of a file, for the message
-    at: int,  # byte at which it is wrong
-    expected,  # there
-    came,  # instead
-):
+def wrong_byte(path: str | Path, at: int, expected, came):  # at: the byte that is wrong
     "Raise `ValueError` for a damaged file."
     raise ValueError(f"{path} byte {at}: expected {expected}, got {came}")
 
 # %% ../../nbs/data/32_files.ipynb #81bc9832
-def need_hub(
-    name: str,  # what is wanted of the Hub, for the message
-    timeout: float = 5.0,  # seconds without an answer
-):
+def need_hub(name: str, timeout: float = 5.0):  # what is wanted of it; seconds
     "`ConnectionError` within seconds when the Hub does not answer, or is switched off."
-    hub, absent = need('huggingface_hub').constants, f"'{name}' is not on this machine"
+    hub, absent = need('huggingface_hub.constants'), f"'{name}' is not on this machine"
     if hub.HF_HUB_OFFLINE:
         raise ConnectionError(f"{absent}, and HF_HUB_OFFLINE forbids to fetch it")
     try:
-        _answers(hub.ENDPOINT, timeout)
-    except ConnectionError as e:
-        raise ConnectionError(f"{absent}, and {e}") from e
+        urlopen(Request(hub.ENDPOINT, method='HEAD'), timeout=timeout).close()
+    except (OSError, http.client.HTTPException) as e:
+        if not hasattr(e, 'code'):  # else it answered, if only with a refusal
+            why = f"{hub.ENDPOINT} does not answer ({getattr(e, 'reason', e)})"
+            raise ConnectionError(f"{absent}, and {why}") from e
 
 # %% ../../nbs/data/32_files.ipynb #3225335f
-def load_hub(
-    name: str | Path,  # of a data set on the Hub, or a folder on this machine
-    revision: str | None = None,  # the commit on the Hub; None: the newest
-):  # datasets.DatasetDict
+def load_hub(name: str | Path, revision: str | None = None):  # datasets.DatasetDict
     "Load a data set of the Hub, or from the cache of `datasets`; `ConnectionError` within seconds."
     datasets = need('datasets')
     if Path(name).is_dir() and revision is None:

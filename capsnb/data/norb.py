@@ -4,47 +4,30 @@
 
 # %% ../../nbs/data/35_norb.ipynb #e2f1ac6f
 from __future__ import annotations
-import contextlib
 import gzip
 import hashlib
 import itertools
 import math
 import operator
-import os
-import re
 import struct
-import time
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 import torch
 from torch import Tensor
 from ..core import need
-from capsnb.data.files import (
-    cache_folder,
-    checksum,
-    fetch,
-    find_folder,
-    holds,
-    is_gzip,
-    left_behind,
-    load_hub,
-    put_in_place,
-    read_json,
-    regular,
-    write_json,
-    write_lock,
-    wrong_byte,
-)
+from .files import alone, cache_folder, checksum, draft, fetch, find_folder, is_gzip
+from .files import load_hub, regular, sweep, wrong_byte
+from .toys import with_pictures
 
 # %% auto #0
-__all__ = ['magics', 'site', 'norb_files', 'codes', 'instances', 'splits', 'hub_name', 'hub_revision', 'norb_site', 'norb_parts',
+__all__ = ['magics', 'instances', 'site', 'norb_files', 'codes', 'splits', 'hub_name', 'hub_revision', 'norb_site', 'norb_parts',
            'norb_size', 'Header', 'parse_header', 'read_matrix', 'write_matrix', 'NorbFile', 'unpack', 'open_matrix',
-           'degrees', 'check_labels', 'tiny_smallnorb', 'read_split', 'find_smallnorb', 'download_smallnorb',
-           'valid_mask', 'viewpoint_split', 'open_smallnorb', 'load_smallnorb', 'as_tensors', 'norb_name', 'Joined',
-           'read_part', 'find_norb', 'open_norb', 'tiny_norb']
+           'degrees', 'tiny_smallnorb', 'read_split', 'find_smallnorb', 'valid_mask', 'viewpoint_split',
+           'open_smallnorb', 'load_smallnorb', 'as_tensors', 'norb_name', 'Joined', 'read_part', 'open_norb',
+           'tiny_norb']
 
 # %% ../../nbs/data/35_norb.ipynb #00000006
 magics = {  # magic number: type of the elements; 0x1E3D4C52, "packed", is described nowhere
@@ -67,38 +50,27 @@ class Header(NamedTuple):
     def size(self) -> int:  # bytes of the whole file
         return self.start + math.prod(self.shape) * self.dtype.itemsize
 
-# %% ../../nbs/data/35_norb.ipynb #5def475e
-def _word(data: bytes, at: int, name: str) -> int:
-    if len(data) < at + 4:
-        least = f"a header of at least {max(20, at + 4)} bytes"
-        wrong_byte(name, len(data), least, "the end of the file")
-    return struct.unpack_from('<I', data, at)[0]
-
 # %% ../../nbs/data/35_norb.ipynb #0000000c
-def parse_header(
-    data: bytes,  # the beginning of a file, 40 bytes if it has as many
-    name: str = 'header',  # of the file, for messages
-) -> Header:  # type and sizes of the elements, and where they begin
+def parse_header(data: bytes, name: str = 'header') -> Header:  # 40 bytes, if there are as many
     "Read the header of a matrix file; `ValueError` with the byte at which it is wrong."
-    kind, n = _word(data, 0, name), _word(data, 4, name)
-    if kind not in magics:
+    words = [o for (o,) in struct.iter_unpack('<I', data[: len(data) // 4 * 4])]
+    kind, n = (words + [None] * 2)[:2]
+    if kind is not None and kind not in magics:
         known = ', '.join(f'0x{o:X}' for o in magics)
         wrong_byte(name, 0, f"a magic number of {known}", f'0x{kind:X}')
-    if not 1 <= n <= 8:
+    if n is not None and not 1 <= n <= 8:
         wrong_byte(name, 4, "1 to 8 dimensions", n)
-    stored = [_word(data, 8 + 4 * k, name) for k in range(max(n, 3))]
-    for k, d in enumerate(stored):
+    if len(words) < (least := 2 + max(n or 3, 3)):
+        wrong_byte(name, len(data), f"a header of {4 * least} bytes", "the end of the file")
+    for k, d in enumerate(words[2:least]):
         if k < n and not 0 < d < 2**31:
-            signed = struct.unpack('<i', struct.pack('<I', d))[0]
-            wrong_byte(name, 8 + 4 * k, "a positive size", signed)
+            wrong_byte(name, 8 + 4 * k, "a positive size", d)
         if k >= n and d != 1:
             wrong_byte(name, 8 + 4 * k, f"1, since dimension {k + 1} of {n} is unused", d)
-    return Header(magics[kind], tuple(stored[:n]), 8 + 4 * len(stored))
+    return Header(magics[kind], tuple(words[2 : 2 + n]), 4 * least)
 
 # %% ../../nbs/data/35_norb.ipynb #00000010
-def read_matrix(
-    path: str | Path,  # a .mat file, not gzipped
-) -> Tensor:  # its array, mapped to the file: nothing is read before it is looked at
+def read_matrix(path: str | Path) -> Tensor:  # mapped: nothing is read before it is looked at
     "Open a matrix file; `ValueError` with file and byte where header or size are wrong."
     size = regular(path).stat().st_size
     with open(path, 'rb') as f:
@@ -119,10 +91,7 @@ def _check_size(header: Header, size: int, name: str):
         wrong_byte(name, whole, end, f"{size - whole:,} bytes more")
 
 # %% ../../nbs/data/35_norb.ipynb #00000013
-def write_matrix(
-    path: str | Path,  # where to; .gz at its end: gzipped
-    x: Tensor,  # uint8, int16, int32, float32 or float64, 1 to 8 dimensions, none of size 0
-) -> Path:  # path
+def write_matrix(path: str | Path, x: Tensor) -> Path:  # path
     "Write an array in smallNORB's format; `ValueError` for one that the format cannot hold."
     head, gzipped = _head(x), str(path).endswith('.gz')
     with gzip.GzipFile(path, 'wb', compresslevel=6, mtime=0) if gzipped else open(path, 'wb') as f:
@@ -147,245 +116,90 @@ class NorbFile(NamedTuple):
     name: str  # without .gz
     size: int  # bytes, gzipped
     sha256: str  # of the gzipped file
-    md5_gz: str  # of the gzipped file
     md5: str  # of the unpacked file
     unpacked: int  # bytes of the unpacked file
 
 # %% ../../nbs/data/35_norb.ipynb #00000019
+instances = dict(train=(4, 6, 7, 8, 9), test=(0, 1, 2, 3, 5))  # of the official splits
 site = 'https://cs.nyu.edu/~ylclab/data/norb-v1.0-small/'
-norb_files = {
-    ('train', 'dat'): NorbFile(
-        'smallnorb-5x46789x9x18x6x2x96x96-training-dat.mat',
-        131_896_188,
-        '5ffd6272a07d32695ee1082a26a41a93a37aab8c28da047f8c34ed348d214873',
-        '66054832f9accfe74a0f4c36a75bc0a2',
-        '8138a0902307b32dfa0025a36dfa45ec',
-        447_897_624,
-    ),
-    ('train', 'cat'): NorbFile(
-        'smallnorb-5x46789x9x18x6x2x96x96-training-cat.mat',
-        348,
-        '2784e542c1922060691090952b6cd6278879a216c90f81476f0f00256d42cdaa',
-        '23c8b86101fbf0904a000b43d3ed2fd9',
-        'fd5120d3f770ad57ebe620eb61a0b633',
-        97_220,
-    ),
-    ('train', 'info'): NorbFile(
-        'smallnorb-5x46789x9x18x6x2x96x96-training-info.mat',
-        71_052,
-        'de7eb932ebe7a4ee16217fead60660d0eb3d23632c2f4d1c51f88c501c17bf32',
-        '51dee1210a742582ff607dfd94e332e3',
-        '19faee774120001fc7e17980d6960451',
-        388_820,
-    ),
-    ('test', 'dat'): NorbFile(
-        'smallnorb-5x01235x9x18x6x2x96x96-testing-dat.mat',
-        130_799_817,
-        'cf7104eed3e51174d2f65b66d1e5878b9da233b886f161b0d88f4510ba2c7474',
-        'e4ad715691ed5a3a5f138751a4ceb071',
-        'e9920b7f7b2869a8f1a12e945b2c166c',
-        447_897_624,
-    ),
-    ('test', 'cat'): NorbFile(
-        'smallnorb-5x01235x9x18x6x2x96x96-testing-cat.mat',
-        347,
-        'ecaf6d5bb8c3bc5eab9cf0258f6d2198dd474e016e374836fc097f2e5ff509ff',
-        '5aa791cd7e6016cf957ce9bdb93b8603',
-        'fd5120d3f770ad57ebe620eb61a0b633',
-        97_220,
-    ),
-    ('test', 'info'): NorbFile(
-        'smallnorb-5x01235x9x18x6x2x96x96-testing-info.mat',
-        10_428,
-        '16adf314226327ee006d1a44db8cfef52773c06c829951d5653a9f6f310248a2',
-        'a9454f3864d7fd4bb3ea7fc3eb84924e',
-        '7c5b871cc69dcadec1bf6a18141f5edc',
-        388_820,
-    ),
-}
+_sizes = 131_896_188, 348, 71_052, 130_799_817, 347, 10_428
+_sha256 = (
+    '5ffd6272a07d32695ee1082a26a41a93a37aab8c28da047f8c34ed348d214873',
+    '2784e542c1922060691090952b6cd6278879a216c90f81476f0f00256d42cdaa',
+    'de7eb932ebe7a4ee16217fead60660d0eb3d23632c2f4d1c51f88c501c17bf32',
+    'cf7104eed3e51174d2f65b66d1e5878b9da233b886f161b0d88f4510ba2c7474',
+    'ecaf6d5bb8c3bc5eab9cf0258f6d2198dd474e016e374836fc097f2e5ff509ff',
+    '16adf314226327ee006d1a44db8cfef52773c06c829951d5653a9f6f310248a2',
+)
+_md5s = (
+    '8138a0902307b32dfa0025a36dfa45ec',
+    'fd5120d3f770ad57ebe620eb61a0b633',
+    '19faee774120001fc7e17980d6960451',
+    'e9920b7f7b2869a8f1a12e945b2c166c',
+    'fd5120d3f770ad57ebe620eb61a0b633',
+    '7c5b871cc69dcadec1bf6a18141f5edc',
+)
+_unpacked = (24 + 24_300 * 2 * 96 * 96, 20 + 4 * 24_300, 20 + 16 * 24_300) * 2
 
-# %% ../../nbs/data/35_norb.ipynb #0000001d
-def _inflate(path: Path) -> Iterator[bytes]:
-    "Unpack a gzip file piece by piece; `ValueError` with the byte at which it is damaged."
-    stream, at = zlib.decompressobj(wbits=31), 0
-    behind = "the end of the file behind the gzip stream"
-    with open(regular(path), 'rb') as f:
-        while piece := f.read(2**16):
-            if stream.eof:
-                wrong_byte(path, at, behind, "more bytes")
-            yield from _pieces(stream, piece, path, at)
-            at += len(piece)
-            if extra := len(stream.unused_data):
-                wrong_byte(path, at - extra, behind, "more bytes")
-    if not stream.eof:
-        wrong_byte(path, at, "more of the gzip stream", "the end of the file")
 
-# %% ../../nbs/data/35_norb.ipynb #0f3afdf3
-def _pieces(stream, piece: bytes, path: Path, at: int) -> Iterator[bytes]:
-    rest = out = piece
-    while rest or out:  # a thousand bytes may come out of one
-        start = stream.copy()
-        try:
-            out = stream.decompress(rest, 2**20)
-        except zlib.error as e:
-            bad = at + len(piece) - len(rest) + _first_bad(start, rest)
-            raise ValueError(f"{path} byte {bad}: damaged gzip stream: {e}") from e
-        if out:
-            yield out
-        rest = stream.unconsumed_tail
+def _file_name(split: str, kind: str, data: str = 'small', sizes: str = '96x96') -> str:
+    toys = ''.join(map(str, instances[split]))
+    return f'{data}norb-5x{toys}x9x18x6x2x{sizes}-{split}ing-{kind}.mat'
 
-# %% ../../nbs/data/35_norb.ipynb #24615887
-def _first_bad(stream, piece: bytes) -> int:  # fed once more, byte by byte
-    for k in range(len(piece)):
-        try:
-            stream.decompress(piece[k : k + 1])
-        except zlib.error:
-            return k
-    return len(piece) - 1
+
+_keys = list(itertools.product(instances, ('dat', 'cat', 'info')))
+_names = [_file_name(*key) for key in _keys]
+norb_files = dict(zip(_keys, map(NorbFile, _names, _sizes, _sha256, _md5s, _unpacked)))
 
 # %% ../../nbs/data/35_norb.ipynb #0000001f
-def unpack(
-    path: str | Path,  # gzipped matrix file
-    folder: Path,  # where to
-    name: str | None = None,  # of the new file; None: its MD5, and '.mat'
-    md5: str | None = None,  # what the MD5 of the unpacked file must be, if known
-    size: int | None = None,  # how many bytes it must have, if known
-) -> tuple[Path, str]:  # the unpacked file; its MD5
+def unpack(path: str | Path, raw: Path, size: int | None = None):  # bytes it must have, if known
     "Unpack a matrix file, whole or not at all; `ValueError` with file and byte where it is wrong."
-    folder.mkdir(parents=True, exist_ok=True)
-    _sweep(folder)
-    label, digest = f'{path} (unpacked)', hashlib.md5(usedforsecurity=False)
-    with _draft(folder / Path(path).name) as mine:
-        with open(mine, 'wb') as f:
-            for piece in _limited(_inflate(Path(path)), label, size):
-                digest.update(piece)
-                f.write(piece)
-        came = digest.hexdigest()
-        if md5 and came != md5:
-            said = f"expected MD5 {md5} after unpacking, got {came}"
-            raise ValueError(f"{path}: {said}; nothing was kept")
-        whole = folder / (name or f'{came}.mat')
-        put_in_place(mine, whole)
-    return whole, came
-
-# %% ../../nbs/data/35_norb.ipynb #a98cd3ca
-@contextlib.contextmanager
-def _draft(path: Path) -> Iterator[Path]:  # a file of our own beside it, locked; gone at the end
-    mine = path.with_name(f'{path.name}.{os.getpid()}.unpacking')
-    with write_lock(mine):
+    label = f'{path} (unpacked)'
+    with draft(raw) as out:
         try:
-            yield mine
-        finally:
-            mine.unlink(missing_ok=True)
-
-# %% ../../nbs/data/35_norb.ipynb #f5ddb772
-def _sweep(folder: Path):  # drafts of processes that were killed
-    for old in left_behind(folder, r'.*[.](?P<pid>[0-9]+)[.]unpacking'):
-        with contextlib.suppress(OSError):
-            old.unlink()
-
-# %% ../../nbs/data/35_norb.ipynb #1f000001
-def _limited(pieces: Iterator[bytes], label: str, size: int | None):  # as many as the header says
-    head, have, header = b'', 0, None
-    for piece in pieces:
-        head, have = (head + piece[:40])[:40], have + len(piece)
-        if len(head) == 40 and header is None:
-            header = _known(head, label, size)
-        yield piece
-        if header and have > header.size:
-            break  # more than it may have
-    _check_size(header or _known(head, label, size), have, label)
-
-# %% ../../nbs/data/35_norb.ipynb #b27009c1
-def _known(head: bytes, label: str, size: int | None) -> Header:  # of a file of so many bytes
-    header = parse_header(head, label)
-    if size not in (None, header.size):
-        said = f"{list(header.shape)}, which fill {header.size:,}"
-        wrong_byte(label, 8, f"sizes that fill {size:,} bytes", said)
-    return header
-
-# %% ../../nbs/data/35_norb.ipynb #00000022
-_small = 2**20  # bytes: up to here a file is read again each time
-
-
-def _stamp(path: Path) -> list[int]:  # changes with the content
-    o = path.stat()
-    return [o.st_size, o.st_mtime_ns, o.st_ctime_ns, o.st_ino, o.st_dev]
-
-# %% ../../nbs/data/35_norb.ipynb #e94f4203
-def _noted() -> dict[str, dict]:  # path -> its note
-    try:
-        notes = read_json(cache_folder('smallnorb') / 'checked.json')
-    except (OSError, ValueError):
-        return {}  # lost notes cost a second look, nothing else
-    return {name: o for name, o in notes.items() if isinstance(o, dict) and _is_md5(o.get('md5'))}
-
-# %% ../../nbs/data/35_norb.ipynb #db695f5e
-def _is_md5(o) -> bool:
-    return isinstance(o, str) and re.fullmatch('[0-9a-f]{32}', o) is not None
-
-# %% ../../nbs/data/35_norb.ipynb #95b47a90
-def _note_of(path: Path) -> dict:
-    return _noted().get(str(path.resolve()), {})
-
-# %% ../../nbs/data/35_norb.ipynb #bf520aa6
-def _note(path: Path, stamp: list[int], known: dict, ours: bool = False):  # ours: written just now
-    file = cache_folder('smallnorb') / 'checked.json'
-    settled = ours or time.time_ns() - max(stamp[1:3]) >= 2e9
-    kept = {name: o for name, o in _noted().items() if os.path.exists(name)}
-    with contextlib.suppress(OSError):  # a cache that may only be read: no notes
-        file.parent.mkdir(parents=True, exist_ok=True)
-        known = {**known, 'stamp': stamp if settled else None}
-        write_json(file, {**kept, str(path.resolve()): known})
-
-# %% ../../nbs/data/35_norb.ipynb #70aa3cac
-def _md5(path: Path) -> str:  # noted if the file has not changed since, or taken
-    stamp, note = _stamp(path), _note_of(path)
-    large = stamp[0] > _small
-    if large and note.get('stamp') == stamp:
-        return note['md5']
-    came = checksum(path, 'md5')
-    same = note.get('md5') == came
-    if large or not same:
-        _note(path, stamp, {**(note if same else {}), 'md5': came})
-    return came
+            with gzip.open(regular(path)) as f:
+                have = out.write(head := f.read(40))
+                header = parse_header(head, label)
+                if size not in (None, header.size):
+                    said = f"{list(header.shape)}, which fill {header.size:,}"
+                    wrong_byte(label, 8, f"sizes that fill {size:,} bytes", said)
+                while piece := f.read(max(0, min(2**20, header.size + 1 - have))):
+                    have += out.write(piece)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as e:
+            raise ValueError(f"{path}: damaged gzip file: {e}") from e
+        _check_size(header, have, label)
 
 # %% ../../nbs/data/35_norb.ipynb #00000023
 def open_matrix(
-    path: str | Path,  # plain, or gzipped: unpacked into the cache the first time
-    md5: str | None = None,  # what the MD5 of the unpacked file must be, if known
-    size: int | None = None,  # how many bytes it must have unpacked, if known
+    path: str | Path, md5: str | None = None, size: int | None = None
 ) -> tuple[Tensor, str]:  # the array, mapped; the MD5 of the unpacked file
     "Open a matrix file, gzipped or not; `ValueError` names file and byte, or the MD5 that came."
-    path = Path(path)
-    raw, came = _unpacked(path, md5, size) if is_gzip(path) else (path, None)
-    x = read_matrix(raw)  # header and size first: they tell more than an MD5
-    if size is not None and (n := raw.stat().st_size) != size:
-        wanted = f"expected MD5 {md5} of {size:,} bytes"
-        raise ValueError(f"{path}: {wanted}, got a file of {n:,} ({_any})")
-    came = came or _md5(raw)
+    raw = _unpacked_of(Path(path), size) if is_gzip(path) else path
+    x, came = read_matrix(raw), checksum(raw, 'md5')  # header and size tell more than an MD5
     if md5 and came != md5:
         why = f"a byte has changed, or it is another file ({_any})"
         raise ValueError(f"{path}: expected MD5 {md5}, got {came}: {why}")
     return x, came
 
-# %% ../../nbs/data/35_norb.ipynb #0746c147
+
 _any = "official=False, or --any-files, opens any in this format"
 
 # %% ../../nbs/data/35_norb.ipynb #0aca1c86
-def _unpacked(path: Path, md5: str | None, size: int | None) -> tuple:  # where; its MD5
-    cache, packed, stamp = cache_folder('smallnorb') / 'unpacked', _md5(path), _stamp(path)
-    note = _note_of(path)  # also says which file it has become
-    came = note.get('unpacked')
-    if note.get('md5') == packed and _is_md5(came):
-        raw = cache / f'{came}.mat'
-        if raw.is_file() and _md5(raw) == came:
-            return raw, came
-    raw, came = unpack(path, cache, md5=md5, size=size)
-    _note(raw, _stamp(raw), dict(md5=came), ours=True)
-    if _stamp(path) == stamp:
-        _note(path, stamp, dict(md5=packed, unpacked=came))
-    return raw, came
+def _unpacked_of(path: Path, size: int | None) -> Path:  # in the cache
+    raw = cache_folder('smallnorb') / 'unpacked' / f"{checksum(path, 'md5')}.mat"
+    with alone(raw):
+        if not raw.is_file() or _crc(raw) != path.read_bytes()[-8:-4]:
+            sweep(raw.parent)
+            unpack(path, raw, size)
+    return raw
+
+
+def _crc(path: Path) -> bytes:  # as at the end of a gzip file
+    crc = 0
+    with open(path, 'rb') as f:
+        while piece := f.read(2**20):
+            crc = zlib.crc32(piece, crc)
+    return crc.to_bytes(4, 'little')
 
 # %% ../../nbs/data/35_norb.ipynb #00000026
 codes = dict(  # what may occur
@@ -395,7 +209,6 @@ codes = dict(  # what may occur
     azimuth=range(0, 36, 2),
     lighting=range(6),
 )
-instances = dict(train=(4, 6, 7, 8, 9), test=(0, 1, 2, 3, 5))  # of the official splits
 
 
 def degrees(
@@ -415,29 +228,25 @@ def _column(columns: Mapping, name: str) -> Tensor:  # [n], long
     return x.long()
 
 # %% ../../nbs/data/35_norb.ipynb #00000029
-def check_labels(
-    columns: Mapping,  # the five columns of codes, [n] each
-    where=lambda column, row: f"row {row}",  # says where a label stands, for the message
-    known: Mapping = codes,  # what may occur in each column
-    rows: Tensor | None = None,  # [n] numbers of the rows in their file; None: 0, 1, …
-):
-    "`ValueError` for a label that the data have not, or for two rows with the same five."
+def _check_labels(columns: Mapping, where, known: Mapping = codes, rows: Tensor | None = None):
+    """`ValueError` for a label that the data have not, or for two rows with the same five. `where`
+    says where the label of a column and row stands; rows are numbers in a file, None: 0, 1, …"""
     q, cols = 0, {name: _column(columns, name) for name in known}
-    number = (lambda k: int(k)) if rows is None else (lambda k: int(rows[k]))
+    rows = torch.arange(len(cols['category'])) if rows is None else rows
     for name, allowed in known.items():
         bad = (~torch.isin(cols[name], torch.tensor(allowed))).nonzero()
         if len(bad):
-            came, at = int(cols[name][bad[0]]), where(name, number(bad[0]))
+            came, at = int(cols[name][bad[0]]), where(name, int(rows[bad[0]]))
             raise ValueError(f"{at}: expected {name} in {list(allowed)}, got {came}")
         q = q * len(allowed) + cols[name] // allowed.step  # the five as one number
     order = q.argsort(stable=True)
     again = order[1:][q[order[1:]] == q[order[:-1]]]
     if len(again):
-        row = int(again.min())
-        first = number((q == q[row]).nonzero()[0])
-        said = ', '.join(f'{name} {int(o[row])}' for name, o in cols.items())
-        same = f"row {number(row)} has the same labels as row {first}"
-        raise ValueError(f"{where('category', number(row))}: {same}: {said}")
+        k = int(again.min())
+        row, first = int(rows[k]), int(rows[(q == q[k]).nonzero()[0]])
+        said = ', '.join(f'{name} {int(o[k])}' for name, o in cols.items())
+        same = f"row {row} has the same labels as row {first}"
+        raise ValueError(f"{where('category', row)}: {same}: {said}")
 
 # %% ../../nbs/data/35_norb.ipynb #0000002c
 def _cards(rows: Tensor, size: int) -> Tensor:  # rows [n, 5] of codes -> uint8 [n, 2, size, size]
@@ -462,104 +271,79 @@ def tiny_smallnorb(
     gz: bool = False,  # gzipped
 ) -> Path:  # folder
     "Write test cards (drawn polygons) as files with smallNORB's names, format and labels."
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     for split in splits:
         order = itertools.product(instances[split], elevations, azimuths, lightings, range(5))
         rows = torch.tensor([(c, *rest) for *rest, c in order])
         image = torch.cat([_cards(part, size) for part in rows.split(500)])
-        for kind, x in dict(dat=image, cat=rows[:, 0].int(), info=rows[:, 1:].int()).items():
-            write_matrix(folder / f"{norb_files[split, kind].name}{'.gz' if gz else ''}", x)
-    return folder
+        _write(folder, lambda kind: norb_files[split, kind].name, image, rows, gz)
+    return Path(folder)
+
+
+def _write(folder: str | Path, name, image: Tensor, rows: Tensor, gz: bool):  # a set of files
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for kind, x in dict(dat=image, cat=rows[:, 0].int(), info=rows[:, 1:].int()).items():
+        write_matrix(Path(folder, f"{name(kind)}{'.gz' * gz}"), x)
 
 # %% ../../nbs/data/35_norb.ipynb #00000032
-_wanted = dict(  # None: any size
-    dat=(torch.uint8, (None, 2, None, None)),
-    cat=(torch.int32, (None,)),
-    info=(torch.int32, (None, None)),
-)
+_kinds = dict(dat=torch.uint8, cat=torch.int32, info=torch.int32)
 
 
-def _check_kind(path: Path, x: Tensor, kind: str, n: int | None = None, columns: int = 4):
-    dtype, shape = _wanted[kind]
-    if x.dtype != dtype:
-        wrong_byte(path, 0, f"a matrix of {dtype}", x.dtype)
-    if x.ndim != len(shape):
-        wrong_byte(path, 4, f"{len(shape)} dimensions", x.ndim)
-    rest = (columns,) if kind == 'info' else shape[1:]
-    for k, (want, got) in enumerate(zip((n, *rest), x.shape)):
-        if want is not None and want != got:
-            what = "as in the -dat file" if k == 0 else f"of dimension {k + 1}"
-            wrong_byte(path, 8 + 4 * k, f"size {want} {what}", got)
-
-# %% ../../nbs/data/35_norb.ipynb #4d99bec8
-def _file(folder: Path, name: str) -> Path:  # the plain one goes before the gzipped one
-    plain = folder / name
-    return plain if plain.is_file() else plain.with_name(f'{plain.name}.gz')
+def _three(folder: str | Path, name, known=lambda kind: (), columns: int = 4) -> tuple:
+    "The arrays of three files that agree; their paths; a key of content."
+    plain = {kind: Path(folder, name(kind)) for kind in _kinds}
+    paths = {k: o if o.is_file() else o.with_name(f'{o.name}.gz') for k, o in plain.items()}
+    got = {kind: open_matrix(path, *known(kind)) for kind, path in paths.items()}
+    n, *sizes = got['dat'][0].shape
+    shapes = dict(dat=(n, 2, *(sizes + [1, 1])[1:3]), cat=(n,), info=(n, columns))
+    for kind, (x, _) in got.items():
+        if x.dtype != _kinds[kind]:
+            wrong_byte(paths[kind], 0, f"a matrix of {_kinds[kind]}", x.dtype)
+        if x.ndim != len(shapes[kind]):
+            wrong_byte(paths[kind], 4, f"{len(shapes[kind])} dimensions", x.ndim)
+        for k, (want, came) in enumerate(zip(shapes[kind], x.shape)):
+            if want != came:
+                wrong_byte(paths[kind], 8 + 4 * k, f"size {want} of dimension {k + 1}", came)
+    key = hashlib.sha256(''.join(md5 for _, md5 in got.values()).encode()).hexdigest()
+    return {kind: x for kind, (x, _) in got.items()}, paths, key
 
 # %% ../../nbs/data/35_norb.ipynb #02a6a819
-def _where(paths: dict[str, Path], name: str, row: int, columns: int = 4) -> str:  # file and byte
-    if name == 'category':
-        return f"{paths['cat']} byte {20 + 4 * row}"
-    column = list(codes).index(name) - 1
-    return f"{paths['info']} byte {20 + 4 * (columns * row + column)}"
+def _labels_in(paths: dict[str, Path], columns: int = 4):  # says in which byte a label stands
+    def where(name: str, row: int) -> str:
+        if name == 'category':
+            return f"{paths['cat']} byte {20 + 4 * row}"
+        return f"{paths['info']} byte {20 + 4 * (columns * row + list(codes).index(name) - 1)}"
 
-# %% ../../nbs/data/35_norb.ipynb #2c0e7b2e
-def _three(paths: dict[str, Path], known=lambda kind: (), columns: int = 4) -> tuple:
-    "Picture, category and columns of `-info` of three files that agree; a key of content."
-    got = {kind: open_matrix(path, *known(kind)) for kind, path in paths.items()}
-    image = got['dat'][0]
-    for kind, (x, _) in got.items():
-        _check_kind(paths[kind], x, kind, len(image), columns)
-    sums = ''.join(md5 for _, md5 in got.values()).encode()
-    key = hashlib.md5(sums, usedforsecurity=False).hexdigest()
-    return image, got['cat'][0].long(), got['info'][0].long().unbind(1), key
+    return where
 
 # %% ../../nbs/data/35_norb.ipynb #00000033
 def read_split(
-    folder: str | Path,  # with the split's three files, .mat or .mat.gz
+    folder: str | Path,  # with the split's three files
     split: str,  # 'train' or 'test'
     official: bool = True,  # must be smallNORB's by MD5; False: any in its format, of any size
-) -> tuple[dict[str, Tensor], str]:  # image uint8 [n, 2, h, w], codes int64 [n]; a key of content
+) -> dict[str, Tensor]:  # image uint8 [n, 2, h, w], codes int64 [n]
     "Read a split's three files; `ValueError` names file and byte of what is wrong."
-    files = {kind: norb_files[split, kind] for kind in _wanted}
-    paths = {kind: _file(Path(folder), o.name) for kind, o in files.items()}
+    files = {kind: norb_files[split, kind] for kind in _kinds}
     known = lambda kind: (files[kind].md5, files[kind].unpacked) if official else ()
-    image, category, info, key = _three(paths, known)
-    columns = dict(zip(codes, (category, *info)))
-    check_labels(columns, lambda name, row: _where(paths, name, row))
-    return dict(image=image, **columns), key
+    got, paths, _ = _three(folder, lambda kind: files[kind].name, known)
+    columns = dict(zip(codes, (got['cat'].long(), *got['info'].long().unbind(1))))
+    _check_labels(columns, _labels_in(paths))
+    return dict(image=got['dat'], **columns)
 
 # %% ../../nbs/data/35_norb.ipynb #00000038
 def find_smallnorb(
-    folder: str | Path | None = None,  # with the files, or whose sub-folder `smallnorb` has them
-    splits: Sequence[str] = ('train', 'test'),  # which are needed
-) -> Path:  # the folder
+    folder: str | Path | None = None, splits: Sequence[str] = ('train', 'test')
+) -> Path:
     "Find smallNORB, or download it; `FileNotFoundError` or `ConnectionError` if that fails."
-    names = [o.name for (split, _), o in norb_files.items() if split in splits]
-    found = find_folder('smallnorb', names, folder, endings=('', '.gz'))
-    return found or download_smallnorb(cache_folder('smallnorb'), splits)
-
-# %% ../../nbs/data/35_norb.ipynb #17a14170
-def download_smallnorb(
-    cache: str | Path,  # folder for the files
-    splits: Sequence[str] = ('train', 'test'),  # which to get
-) -> Path:  # the folder, filled
-    "Download and unpack what is missing; an error leaves no file half-written."
-    cache = Path(cache)
-    for (split, _), o in norb_files.items():
-        if split not in splits or (cache / o.name).is_file():
-            continue
-        packed = cache / f'{o.name}.gz'
-        try:
-            if not packed.is_file():
-                fetch(f'{site}{o.name}.gz', packed, o.size, o.sha256, md5=o.md5_gz)
-        except ConnectionError as e:
-            raise ConnectionError(f"{e}. {_instead}") from e
-        path, md5 = unpack(packed, cache, o.name, o.md5, o.unpacked)
-        _note(path, _stamp(path), dict(md5=md5), ours=True)
-        packed.unlink(missing_ok=True)
-    return cache
+    wanted = [o for (split, _), o in norb_files.items() if split in splits]
+    found = find_folder('smallnorb', [o.name for o in wanted], folder, endings=('', '.gz'))
+    cache = cache_folder('smallnorb')
+    for o in [] if found else wanted:
+        if not (cache / f'{o.name}.gz').is_file():
+            try:
+                fetch(f'{site}{o.name}.gz', cache / f'{o.name}.gz', o.size, o.sha256)
+            except ConnectionError as e:
+                raise ConnectionError(f"{e}. {_instead}") from e
+    return found or cache
 
 # %% ../../nbs/data/35_norb.ipynb #6ac4e7b4
 _instead = (
@@ -617,133 +401,54 @@ def open_smallnorb(
     official: bool = True,  # the files must be smallNORB's by MD5; False: any in its format
 ) -> dict[str, Tensor]:  # image uint8 [n, 2, 96, 96] and the five codes, int64 [n]
     "A split as tensors; `ValueError` for a damaged or other file, `FileNotFoundError` for none."
-    if split not in splits:
-        raise ValueError(f"split must be one of {', '.join(splits)}, got {split!r}")
-    valid_instances = _held(valid_instances)
-    if split == 'validation' and not len(valid_instances):
-        raise ValueError("split 'validation' needs valid_instances, got none")
-    source = 'test' if split == 'test' else 'train'
+    source, held = _role(split, valid_instances)
     if str(folder).startswith('hub:'):
-        data = as_tensors(_from_hub(str(folder)[4:] or None, official)[source])
+        data = _from_hub(str(folder)[4:], source, official)
     else:
-        data, _ = read_split(find_smallnorb(folder, [source]), source, official)
-    if split == 'test' or not len(valid_instances):
+        data = read_split(find_smallnorb(folder, [source]), source, official)
+    if split == 'test' or not held:
         return data
-    held = valid_mask(data, valid_instances)
-    rows = (held if split == 'validation' else ~held).nonzero().flatten()
+    away = valid_mask(data, held)
+    rows = (away if split == 'validation' else ~away).nonzero().flatten()
     return {name: x[rows] for name, x in data.items()}
 
-# %% ../../nbs/data/35_norb.ipynb #00000049
-def _features():
-    whole, image = (o := need('datasets')).Value('int32'), o.Image()
-    return o.Features(image_lt=image, image_rt=image, **dict.fromkeys(codes, whole))
 
-# %% ../../nbs/data/35_norb.ipynb #2b095f71
-def _pgm(images: Tensor):  # uint8 [n, h, w] -> Arrow array of images in PGM
-    np, pa = need('numpy'), need('pyarrow')
-    n, h, w = images.shape
-    head = np.frombuffer(f'P5\n{w} {h}\n255\n'.encode(), np.uint8)
-    data = np.empty((n, len(head) + h * w), np.uint8)
-    data[:, : len(head)], data[:, len(head) :] = head, images.reshape(n, -1).numpy()
-    offsets = np.arange(n + 1, dtype=np.int32) * data.shape[1]
-    column = pa.Array.from_buffers(
-        pa.binary(), n, [None, pa.py_buffer(offsets), pa.py_buffer(data)]
-    )
-    return pa.StructArray.from_arrays([column, pa.nulls(n, pa.string())], ['bytes', 'path'])
-
-# %% ../../nbs/data/35_norb.ipynb #0000004a
-def _as_dataset(data: dict[str, Tensor], path: Path):  # kept beside path, with its MD5 in the name
-    datasets = need('datasets')
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for whole in path.parent.glob(f'{path.stem}-*{path.suffix}'):
-        if _md5(whole) == whole.stem[-32:]:
-            return datasets.Dataset.from_file(str(whole))
-    _sweep(path.parent)
-    with _draft(path) as mine:
-        _write_arrow(data, mine)
-        md5 = checksum(mine, 'md5')
-        whole = path.with_name(f'{path.stem}-{md5}{path.suffix}')
-        put_in_place(mine, whole)
-        _note(whole, _stamp(whole), dict(md5=md5), ours=True)
-    for old in path.parent.glob(f'{path.stem}-*{path.suffix}'):
-        if old != whole:
-            old.unlink(missing_ok=True)  # its bytes have changed
-    return datasets.Dataset.from_file(str(whole))
-
-# %% ../../nbs/data/35_norb.ipynb #80683e15
-def _write_arrow(data: dict[str, Tensor], path: Path):
-    pa, schema = need('pyarrow'), _features().arrow_schema
-    with pa.OSFile(str(path), 'wb') as f, pa.ipc.new_stream(f, schema) as out:
-        for k in range(0, len(data['image']), 1000):
-            image, *rest = (data[name][k : k + 1000] for name in ('image', *codes))
-            numbers = [pa.array(o.int().numpy()) for o in rest]
-            columns = [_pgm(image[:, 0]), _pgm(image[:, 1]), *numbers]
-            out.write_batch(pa.record_batch(columns, schema=schema))
+def _role(split: str, valid_instances: Sequence[int]) -> tuple[str, tuple]:  # split of the files
+    held = _held(valid_instances)
+    if split not in splits:
+        raise ValueError(f"split must be one of {', '.join(splits)}, got {split!r}")
+    if split == 'validation' and not held:
+        raise ValueError("split 'validation' needs valid_instances, got none")
+    return 'test' if split == 'test' else 'train', held
 
 # %% ../../nbs/data/35_norb.ipynb #0000004d
 hub_name, hub_revision = 'Ramos-Ramos/smallnorb', '7962619a7ba6dfcc7d16e4e2d948d846f9624b15'
 
 
-def _from_hub(name: str | Path | None, official: bool):  # DatasetDict: train, test
-    pinned = name is None or str(name) == hub_name
-    data = load_hub(hub_name, hub_revision) if pinned else load_hub(name)
-    out, name = need('datasets').DatasetDict(), name or hub_name
-    for split in instances:
-        if split not in data:
-            wanted = f"expected the splits {', '.join(instances)}"
-            raise ValueError(f"{name}: {wanted}, got {', '.join(data)}")
-        out[split] = _check_copy(data[split], f"{name}, split {split}")
-        if official:
-            _check_count(out[split], split, f"{name}, split {split}")
-            _check_pixels(out[split], split, name)
-    return out
-
-# %% ../../nbs/data/35_norb.ipynb #c89cb528
-def _check_copy(part, said: str):  # its columns and labels
-    features = _features()
-    if lacks := set(features) - set(part.column_names):
-        wanted = f"expected the columns {', '.join(features)}"
-        raise ValueError(f"{said}: {wanted}, lacks {', '.join(sorted(lacks))}")
-    part = part.select_columns(list(features)).cast(features)
-    check_labels(part, lambda column, row: f"{said}, row {row}")
-    return part
-
-# %% ../../nbs/data/35_norb.ipynb #542a9e93
-def _check_count(part, split: str, said: str):
-    toys = tuple(sorted(part.unique('instance')))
-    if (part.num_rows, toys) != (24_300, instances[split]):
-        wanted = f"expected 24,300 pairs of instances {instances[split]}"
-        raise ValueError(f"{said}: {wanted}, got {part.num_rows:,} of {toys}")
+def _from_hub(name: str, split: str, official: bool) -> dict[str, Tensor]:  # as `read_split` does
+    data = load_hub(hub_name, hub_revision) if name in ('', hub_name) else load_hub(name)
+    said = f"{name or hub_name}, split {split}"
+    if split not in data:
+        raise ValueError(f"{said}: expected the splits train, test, got {', '.join(data)}")
+    data = as_tensors(data[split])
+    _check_labels(data, lambda column, row: f"{said}, row {row}")
+    if official:
+        _check_copy(data, split, said)
+    return data
 
 # %% ../../nbs/data/35_norb.ipynb #2a224770
-def _check_pixels(part, split: str, name):  # in the form of the official files
-    want, said = norb_files[split, 'dat'].md5, f"{name}, split {split}"
-    if not _in_order(part, split):
-        warnings.warn(f"{said}: {_unordered}")
-        return
-    files = [Path(o['filename']) for o in part.cache_files]
-    seen = [(_md5(o), _note_of(o)) for o in files]
-    if files and all(o.get('md5') == now and o.get('pixels') == want for now, o in seen):
-        return  # checked before
-    came = _md5_of(as_tensors(part)['image'])
-    if came != want:
-        any_ = "official=False, or --any-files, takes any"
-        wanted = f"expected pixels whose file would have MD5 {want}"
-        raise ValueError(f"{said}: {wanted}, got {came} ({any_})")
-    for o, (now, _) in zip(files, seen):
-        _note(o, _stamp(o), dict(md5=now, pixels=want))
-
-# %% ../../nbs/data/35_norb.ipynb #22f04e63
-_unordered = (
-    "the rows are not in the order of smallNORB's files, so no checksum says whether the pixels "
-    "are smallNORB's; only their number and labels were checked"
-)
-
-
-def _in_order(part, split: str) -> bool:  # labels have the official files' MD5s
-    info = torch.stack([_column(part, o) for o in list(codes)[1:]], 1)
-    labels = dict(cat=_column(part, 'category'), info=info)
-    return all(_md5_of(x.int()) == norb_files[split, kind].md5 for kind, x in labels.items())
+def _check_copy(data: Mapping, split: str, said: str):  # in the form of the official files
+    pixels, _, labels = (norb_files[split, kind] for kind in _kinds)
+    n, toys = (labels.unpacked - 20) // 16, tuple(sorted(set(data['instance'].tolist())))
+    if (len(data['image']), toys) != (n, instances[split]):
+        wanted = f"expected {n:,} pairs of instances {instances[split]}"
+        raise ValueError(f"{said}: {wanted}, got {len(data['image']):,} of {toys}")
+    if _md5_of(torch.stack([data[o] for o in list(codes)[1:]], 1).int()) != labels.md5:
+        order = "the rows are not in the order of smallNORB's files, so no checksum says whether"
+        warnings.warn(f"{said}: {order} the pixels are smallNORB's")
+    elif (came := _md5_of(data['image'])) != pixels.md5:
+        wanted = f"expected pixels whose file would have MD5 {pixels.md5}"
+        raise ValueError(f"{said}: {wanted}, got {came} ({_any})")
 
 # %% ../../nbs/data/35_norb.ipynb #8117b2c5
 def _md5_of(x: Tensor) -> str:  # that a file of this array would have
@@ -751,61 +456,52 @@ def _md5_of(x: Tensor) -> str:  # that a file of this array would have
     digest.update(memoryview(x.contiguous().numpy()).cast('B'))
     return digest.hexdigest()
 
-# %% ../../nbs/data/35_norb.ipynb #6435dc12
-def _parts(folder, source: str, wanted: list, official: bool) -> dict:  # 'train', 'test'
-    if source == 'hub':
-        return _from_hub(folder, official)
-    place, arrow = find_smallnorb(folder, wanted), cache_folder('smallnorb') / 'arrow'
-    read = {o: read_split(place, o, official) for o in wanted}
-    return {o: _as_dataset(data, arrow / f'{key}.arrow') for o, (data, key) in read.items()}
-
 # %% ../../nbs/data/35_norb.ipynb #0000004e
 def load_smallnorb(
-    folder: str
-    | Path
-    | None = None,  # as for find_smallnorb; source='hub': a name or a folder there
+    folder: str | Path | None = None,  # as for find_smallnorb; source='hub': a name there
     split: str | None = None,  # 'train', 'validation' or 'test': only that one
     valid_instances: Sequence[int] = (9,),  # held back from 'train' for 'validation'; (): none
     source: str = 'files',  # 'files': the six official files; 'hub': the copy on the Hub
     official: bool = True,  # the data must be smallNORB's; False: any in its format
 ):  # datasets.DatasetDict (train, validation, test), or with `split` one datasets.Dataset
     "smallNORB with the Hub's columns; `ValueError` for other data, `FileNotFoundError` for none."
-    valid_instances = _held(valid_instances)
-    names = [o for o in splits if o != 'validation' or len(valid_instances)]
-    if split is not None and split not in names:
-        raise ValueError(f"split must be None or one of {', '.join(names)}, got {split!r}")
     if source not in ('files', 'hub'):
         raise ValueError(f"source must be 'files' or 'hub', got {source!r}")
-    wanted = list(instances) if split is None else ['test' if split == 'test' else 'train']
-    parts, out = _parts(folder, source, wanted, official), need('datasets').DatasetDict()
-    for name in names if split is None else [split]:
-        part = parts['test' if name == 'test' else 'train']
-        if name != 'test' and len(valid_instances):
-            held = valid_mask(part, valid_instances)
-            rows = held if name == 'validation' else ~held
-            part = part.select(rows.nonzero().flatten().tolist())
-        out[name] = part
-    return out if split is None else out[split]
+    folder = f"hub:{folder or ''}" if source == 'hub' else folder
+    held = _held(valid_instances)
+    load = lambda name: _as_dataset(open_smallnorb(name, folder, held, official))
+    if split is not None:
+        return load(split)
+    names = [o for o in splits if o != 'validation' or held]
+    return need('datasets').DatasetDict({name: load(name) for name in names})
+
+
+def _as_dataset(data: dict[str, Tensor]):
+    datasets = need('datasets')
+    kinds = datasets.Features(dict.fromkeys(codes, datasets.Value('int32')))
+    columns = {name: data[name].int().numpy() for name in codes}
+    return with_pictures(data['image'], datasets.Dataset.from_dict(columns, features=kinds))
 
 # %% ../../nbs/data/35_norb.ipynb #00000051
 def as_tensors(
     dataset,  # datasets.Dataset with the columns of load_smallnorb
 ) -> dict[str, Tensor]:  # image uint8 [n, 2, h, w] and the five codes, int64 [n]
     "A split in memory; `ValueError` for an image that is not grey with 8 bits, and for none."
-    np, out = need('numpy'), None
+    np, out = need('numpy'), []
+    if lacks := {'image_lt', 'image_rt', *codes} - set(dataset.column_names):
+        raise ValueError(f"expected the columns of smallNORB, lacks {', '.join(sorted(lacks))}")
     for k, row in enumerate(dataset.select_columns(['image_lt', 'image_rt'])):
-        for c, image in enumerate(row.values()):
-            x = np.asarray(image)
-            if out is None:
-                out = torch.empty((len(dataset), 2, *x.shape), dtype=torch.uint8)
-            if image.mode != 'L' or x.shape != out.shape[2:]:
-                wanted = f"expected a grey image of {list(out.shape[2:])}"
-                raise ValueError(f"row {k}: {wanted}, got mode {image.mode!r} and {list(x.shape)}")
-            out[k, c] = torch.from_numpy(np.array(x))
-    if out is None:
-        why = "nothing says how large the images would be"
-        raise ValueError(f"expected at least one row, got none: {why}")
-    return dict(image=out, **{name: _column(dataset, name) for name in codes})
+        pair = [np.asarray(image) for image in row.values()]
+        size = (out or pair)[0].shape[-2:]
+        for image, x in zip(row.values(), pair):
+            if image.mode != 'L' or x.shape != size:
+                came = f"got mode {image.mode!r} and {list(x.shape)}"
+                raise ValueError(f"row {k}: expected a grey image of {list(size)}, {came}")
+        out.append(np.stack(pair))
+    if not out:
+        raise ValueError("expected at least one row, got none")
+    columns = {name: _column(dataset, name) for name in codes}
+    return dict(image=torch.from_numpy(np.stack(out)), **columns)
 
 # %% ../../nbs/data/35_norb.ipynb #5cc07477
 norb_site = 'https://cs.nyu.edu/~ylclab/data/norb-v1.0/'
@@ -813,25 +509,15 @@ norb_parts = dict(train=range(1, 11), test=range(1, 3))  # numbers of the sets o
 norb_size = 29_160, 2, 108, 108  # of a set
 
 
-def norb_name(
-    split: str,  # 'train' or 'test'
-    part: int,  # number of the set
-    kind: str,  # 'dat', 'cat' or 'info'
-) -> str:  # without .gz
+def norb_name(split: str, part: int, kind: str) -> str:  # without .gz
     "A file of NORB jittered-cluttered."
-    toys = ''.join(map(str, instances[split]))
-    return f"norb-5x{toys}x9x18x6x2x108x108-{split}ing-{part:02}-{kind}.mat"
+    return _file_name(split, f'{part:02}-{kind}', '', '108x108')
 
 # %% ../../nbs/data/35_norb.ipynb #0f5e7445
 class Joined:
     "Rows of several mapped arrays as if they were one: read when somebody takes them."
 
-    def __init__(
-        self,
-        arrays: Sequence[Tensor],  # [n, *sizes] each
-        rows: Tensor,  # numbers of the rows wanted, counted through all arrays
-        key: str,  # what the arrays hold, for `repr`
-    ):
+    def __init__(self, arrays: Sequence[Tensor], rows: Tensor, key: str):
         if len({o.shape[1:] for o in arrays}) != 1:
             came = ', '.join(str(list(o.shape[1:])) for o in arrays)
             raise ValueError(f"expected arrays of one size, got {came}")
@@ -840,17 +526,14 @@ class Joined:
         self.shape, self.dtype = (len(rows), *arrays[0].shape[1:]), arrays[0].dtype
         self.ndim = len(self.shape)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.rows)
 
-    def __repr__(self) -> str:  # equal for equal rows
+    def __repr__(self):  # equal for equal rows
         rows = hashlib.sha256(self.rows.numpy().tobytes()).hexdigest()[:12]
         return f"Joined({list(self.shape)}, {self.key}, rows {rows})"
 
-    def __getitem__(
-        self,
-        ks,  # numbers among the rows wanted: a list, a slice, a tensor
-    ) -> Tensor:  # [len(ks), *sizes], in memory
+    def __getitem__(self, ks):  # numbers among the rows wanted -> [len(ks), *sizes], in memory
         rows = self.rows[ks]
         at = torch.bucketize(rows, self.ends, right=True)
         out = torch.empty((len(rows), *self.shape[1:]), dtype=self.dtype)
@@ -864,78 +547,58 @@ def _check_part(columns: dict[str, Tensor], where):  # toys as in smallNORB; wit
     bare = columns['category'] == 5
     rows = (~bare).nonzero().flatten()
     known = codes | dict(category=range(6))
-    check_labels({name: columns[name][rows] for name in codes}, where, known, rows)
+    _check_labels({name: columns[name][rows] for name in codes}, where, known, rows)
     for name in list(codes)[1:]:
         if len(bad := (bare & (columns[name] != -1)).nonzero()):
-            came = int(columns[name][bad[0]])
             said = f"{where(name, int(bad[0]))}: expected {name} -1 where there is no toy"
-            raise ValueError(f"{said}, got {came}")
+            raise ValueError(f"{said}, got {int(columns[name][bad[0]])}")
 
 # %% ../../nbs/data/35_norb.ipynb #e4019370
 def read_part(
-    folder: str | Path,  # with the three files of a set, .mat or .mat.gz
-    split: str,  # 'train' or 'test'
-    part: int,  # number of the set
-    official: bool = True,  # must be of `norb_size`; False: of any size
+    folder: str | Path, split: str, part: int, official: bool = True
 ) -> tuple[dict[str, Tensor], str]:  # image, codes, jitter int64 [n, 6]; a key of content
     "Read a set of NORB jittered-cluttered; `ValueError` names file and byte of what is wrong."
-    paths = {kind: _file(Path(folder), norb_name(split, part, kind)) for kind in _wanted}
-    image, category, info, key = _three(paths, columns=10)
-    if official and tuple(image.shape) != norb_size:
-        wrong_byte(paths['dat'], 8, f"sizes {list(norb_size)}", f'{list(image.shape)} ({_any})')
-    columns = dict(zip(codes, (category, *info[:4])))
-    _check_part(columns, lambda name, row: _where(paths, name, row, 10))
-    return dict(image=image, **columns, jitter=torch.stack(info[4:], 1)), key
+    got, paths, key = _three(folder, lambda kind: norb_name(split, part, kind), columns=10)
+    if official and tuple(got['dat'].shape) != norb_size:
+        came = f"{list(got['dat'].shape)} ({_any})"
+        wrong_byte(paths['dat'], 8, f"sizes {list(norb_size)}", came)
+    info = got['info'].long()
+    columns = dict(zip(codes, (got['cat'].long(), *info[:, :4].unbind(1))))
+    _check_part(columns, _labels_in(paths, 10))
+    return dict(image=got['dat'], **columns, jitter=info[:, 4:]), key
 
 # %% ../../nbs/data/35_norb.ipynb #5ab1beac
-def find_norb(
-    folder: str | Path | None,  # with the files, or whose sub-folder `norb` has them
-    split: str,  # 'train' or 'test'
-    parts: Sequence[int],  # numbers of the sets that are needed
-) -> Path:  # the folder
+def _find_norb(folder: str | Path | None, split: str, parts: Sequence[int]) -> Path:
     "Find NORB jittered-cluttered; `FileNotFoundError`: it is not downloaded."
-    names = [norb_name(split, k, kind) for k in parts for kind in _wanted]
-    place = find_folder('norb', names[:1], folder, endings=('', '.gz'))
+    names = [norb_name(split, k, kind) for k in parts for kind in _kinds]
+    place = find_folder('norb', names, folder, endings=('', '.gz'))
     if place is None:
         raise FileNotFoundError(
             f"expected {names[0]} and {len(names) - 1} other files of {norb_site}; name their "
             "folder in CAPSNB_DATA or as `folder` (--data on the command line)"
         )
-    there = holds(place, names, ('', '.gz'))
-    if lacks := [name for name in names if name not in there]:
-        said = f"expected {len(names)} files of NORB jittered-cluttered in '{place}'"
-        raise FileNotFoundError(f"{said}, found {len(there)}; {lacks[0]} is not there")
     return place
 
 # %% ../../nbs/data/35_norb.ipynb #52fa7290
 def open_norb(
     split: str = 'train',  # 'train', 'validation' or 'test'
-    folder: str | Path | None = None,  # as for `find_norb`
+    folder: str | Path | None = None,  # with the files, or whose sub-folder `norb` has them
     parts: Sequence[int] | None = None,  # numbers of the sets to read; None: all of the split's
     valid_instances: Sequence[int] = (9,),  # held back from 'train' for 'validation'; (): none
     official: bool = True,  # sets must be of `norb_size`; False: of any size
 ) -> dict:  # image `Joined` uint8 [n, 2, 108, 108]; codes [n], jitter [n, 6], int64
     "A split of NORB jittered-cluttered; `ValueError`, `FileNotFoundError` as for smallNORB."
-    if split not in splits:
-        raise ValueError(f"split must be one of {', '.join(splits)}, got {split!r}")
-    source, held = 'test' if split == 'test' else 'train', _held(valid_instances)
-    if split == 'validation' and not held:
-        raise ValueError("split 'validation' needs valid_instances, got none")
-    parts = _numbers(parts, source)
-    place = find_norb(folder, source, parts)
-    read = [read_part(place, source, k, official) for k in parts]
-    columns = {k: torch.cat([o[k] for o, _ in read]) for k in (*codes, 'jitter')}
-    rows = _split_rows(columns, split, held)
-    images, key = [o['image'] for o, _ in read], ' '.join(key for _, key in read)
-    return dict(image=Joined(images, rows, key), **{k: v[rows] for k, v in columns.items()})
-
-# %% ../../nbs/data/35_norb.ipynb #ecd33d74
-def _numbers(parts: Sequence[int] | None, source: str) -> list[int]:  # of sets
+    source, held = _role(split, valid_instances)
     there = list(norb_parts[source])
     wanted = there if parts is None else list(parts)
     if not wanted or not set(wanted) <= set(there) or len(set(wanted)) < len(wanted):
         raise ValueError(f"parts: expected some of {there}, each once, got {parts!r}")
-    return wanted
+    place = _find_norb(folder, source, wanted)
+    read = [read_part(place, source, k, official) for k in wanted]
+    columns = {k: torch.cat([o[k] for o, _ in read]) for k in (*codes, 'jitter')}
+    rows = _split_rows(columns, split, held)
+    images, key = [o['image'] for o, _ in read], ' '.join(key for _, key in read)
+    return dict(image=Joined(images, rows, key), **{k: v[rows] for k, v in columns.items()})
 
 # %% ../../nbs/data/35_norb.ipynb #acb96994
 def _split_rows(columns: dict[str, Tensor], split: str, held: tuple) -> Tensor:
@@ -958,17 +621,14 @@ def tiny_norb(
     gz: bool = False,  # gzipped
 ) -> Path:  # folder
     "Write shifted test cards before noise, and noise alone, as files of NORB jittered-cluttered."
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     for split, part in ((split, k) for split in parts for k in parts[split]):
         order = itertools.product(instances[split], elevations, azimuths, lightings, range(6))
         rows = torch.tensor([(c, *rest) for *rest, c in order])
         image, jitter = _cluttered(rows, size, 2 * part + (split == 'test'))
         seen = rows[:, 1:].masked_fill(rows[:, :1] == 5, -1)
-        info = torch.cat((seen, jitter), 1).int()
-        for kind, x in dict(dat=image, cat=rows[:, 0].int(), info=info).items():
-            write_matrix(folder / f"{norb_name(split, part, kind)}{'.gz' if gz else ''}", x)
-    return folder
+        told = torch.cat((rows[:, :1], seen, jitter), 1)
+        _write(folder, lambda kind: norb_name(split, part, kind), image, told, gz)
+    return Path(folder)
 
 # %% ../../nbs/data/35_norb.ipynb #4e3d88a6
 def _cluttered(rows: Tensor, size: int, seed: int) -> tuple[Tensor, Tensor]:  # pictures; jitter

@@ -8,34 +8,20 @@ import hashlib
 import itertools
 import json
 import os
-import re
-import threading
-import time
 from collections.abc import Sequence, Set
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 import torch
 from torch import Tensor
 from ..core import need
-from .files import cache_folder, checksum, put_in_place, read_json, regular
-from capsnb.data.world import (
-    World,
-    build_toy,
-    categories,
-    check_world,
-    grain_table,
-    ground_of,
-    is_whole,
-    name_of,
-    object_pose,
-    render,
-    view_matrix,
-)
+from .files import alone, cache_folder, checksum, read_json, sweep, write_json
+from .world import World, build_toy, categories, check_world, grain_table, ground_of
+from .world import is_whole, name_of, object_pose, render, view_matrix
 
 # %% auto #0
-__all__ = ['instances', 'factors', 'columns', 'version', 'draw', 'plan', 'cache_of', 'ToysTensors', 'toys_tensors', 'load_toys']
+__all__ = ['instances', 'factors', 'columns', 'version', 'draw', 'plan', 'cache_of', 'ToysTensors', 'toys_tensors', 'load_toys',
+           'with_pictures']
 
 # %% ../../nbs/data/34_toys.ipynb #00000006
 instances = dict(train=(4, 6, 7, 8, 9), test=(0, 1, 2, 3, 5))  # smallNORB's splits
@@ -143,16 +129,16 @@ def _spread(rows: Tensor, pairs: int, key: str) -> Tensor:  # indices of a draw,
     return torch.tensor(sorted(order[n][1] for n in first))
 
 # %% ../../nbs/data/34_toys.ipynb #0000006b
-version = 1  # of the world: another number for any change that changes a byte
+version = 2  # of the files: another number for any change that changes a byte
 
 
 def cache_of(
-    split: str,  # 'train' or 'test'
-    size: int,  # pixels per side
-    subset: int | dict | None,  # as for `plan`
-    seed: int,  # which fifty toys
-    world: World,  # knobs of difficulty
-    cache: str | Path | None = None,  # None: XDG_CACHE_HOME or ~/.cache, capsnb/toys
+    split: str,
+    size: int,
+    subset: int | dict | None,
+    seed: int,
+    world: World,
+    cache: str | Path | None = None,
 ) -> tuple[Path, dict]:  # the folder, and what its bytes depend on
     "Where a split is kept; `ValueError` as for `load_toys`."
     check_world(world, seed)
@@ -163,71 +149,56 @@ def cache_of(
     root = Path(cache) if cache is not None else cache_folder('toys')
     return root.expanduser() / f"{split}-{size}-{len(rows)}-{_hash(made)[:12]}", made
 
-# %% ../../nbs/data/34_toys.ipynb #8c19b4e1
+
 def _hash(x) -> str:  # of anything JSON-ready
     return hashlib.sha256(json.dumps(x).encode()).hexdigest()
 
-# %% ../../nbs/data/34_toys.ipynb #de735c0d
-def _pgm(size: int) -> bytes:
-    return f'P5\n{size} {size}\n255\n'.encode()
-
-# %% ../../nbs/data/34_toys.ipynb #d570d5cb
-def _put(path: Path, chunks):  # the whole file or none
-    mine = path.with_name(f'{path.name}.{os.getpid()}.{threading.get_ident()}')
-    try:
-        with open(mine, 'wb') as f:
-            for chunk in chunks:
-                f.write(chunk)
-        put_in_place(mine, path)
-    finally:
-        mine.unlink(missing_ok=True)
-
-# %% ../../nbs/data/34_toys.ipynb #0000006c
-def _seal(path: Path, sign: bytes, raw: bytes) -> bytes:  # of these bytes at this place
-    return hashlib.sha256(sign + path.name.encode() + raw).digest()
-
-# %% ../../nbs/data/34_toys.ipynb #36126453
-def _part(path: Path, sign: bytes) -> bytes | None:  # None: not there, not whole, another's
-    try:
-        raw = regular(path).read_bytes()
-    except OSError:
-        return None
-    return raw[32:] if _seal(path, sign, raw[32:]) == raw[:32] else None
-
 # %% ../../nbs/data/34_toys.ipynb #4907d326
-def _draw_part(path: Path, rows: Tensor, made: dict, world: World, grain: Tensor) -> int:
-    "Draws a toy; how many pairs it has."
-    size, seed = made['size'], made['seed']
-    pictures = draw(*rows[0, :2].tolist(), rows[:, 2:], size, seed, world, grain)
-    head = torch.frombuffer(bytearray(_pgm(size)), dtype=torch.uint8)
-    out = torch.cat([head.expand(2, len(rows), -1), pictures.transpose(0, 1).flatten(2)], 2)
-    raw = out.contiguous().numpy().tobytes()
-    _put(path, (_seal(path, _sign(made), raw), raw))
-    return len(rows)
+def _draw_all(rows: Tensor, todo: list, made: dict, world: World, workers: int):
+    "Generator of (first row, bytes) of each toy; todo: first and last row of toys. One core each."
+    size, seed, threads = made['size'], made['seed'], torch.get_num_threads()
+    grain = grain_table(seed, 2**20 + size**2)
 
-# %% ../../nbs/data/34_toys.ipynb #2f238663
-def _sign(made: dict) -> bytes:
-    return json.dumps(made).encode()
+    def toy(first, last):
+        some = rows[first:last]
+        pairs = draw(*some[0, :2].tolist(), some[:, 2:], size, seed, world, grain)
+        return first, pairs.numpy().tobytes()
+
+    pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        yield from (o.result() for o in as_completed([pool.submit(toy, *o) for o in todo]))
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)
 
 # %% ../../nbs/data/34_toys.ipynb #0000006d
 def _fill(folder: Path, made: dict, rows: Tensor, world: World, workers: int | None, show: bool):
-    "Draws what is missing, then joins."
-    folder.mkdir(parents=True, exist_ok=True)
-    toys = [rows[(rows[:, :2] == toy).all(1)] for toy in rows[:, :2].unique_consecutive(dim=0)]
-    toys = {folder / f'part-{n:02d}': toy for n, toy in enumerate(toys)}
-    todo = {path: toy for path, toy in toys.items() if _part(path, _sign(made)) is None}
-    left = sum(map(len, todo.values()))
-    look = dict(unit=' pairs', mininterval=0.5, desc=f"drawing toys ({made['split']})")
-    start = dict(total=len(rows), initial=len(rows) - left, disable=not show)
-    with need('tqdm').tqdm(**start, **look) as bar:
-        for n in _draw_all(todo, made, world, workers or _cores()):
-            bar.update(n)
-    try:
-        _join(folder, made, list(toys))
-    except ValueError:
-        if not (folder / 'info.json').exists():
-            raise
-        _tidy(folder)  # another process was first, with the same bytes
+    "Draws what is missing; `drawn.json`: first row of a toy -> SHA-256 of its bytes."
+    path, noted, each = folder / 'pictures', folder / 'drawn.json', 2 * made['size'] ** 2
+    ends = [0, *rows[:, :2].unique_consecutive(dim=0, return_counts=True)[1].cumsum(0).tolist()]
+    toys = list(zip(ends, ends[1:]))
+    path.touch()
+    os.truncate(path, each * len(rows))
+    with open(path, 'r+b') as f:
+        done = {}
+        for first, last in toys if noted.exists() else ():
+            f.seek(first * each)
+            done[str(first)] = hashlib.sha256(f.read((last - first) * each)).hexdigest()
+        there = json.loads(noted.read_bytes()) if done else {}
+        done = {k: o for k, o in done.items() if there.get(k) == o}
+        todo = [o for o in toys if str(o[0]) not in done]
+        look = dict(unit=' pairs', mininterval=0.5, desc=f"drawing toys ({made['split']})")
+        with need('tqdm').tqdm(total=sum(b - a for a, b in todo), disable=not show, **look) as bar:
+            for first, raw in _draw_all(rows, todo, made, world, workers or _cores()):
+                f.seek(first * each)
+                f.write(raw)
+                f.flush()
+                os.fsync(f.fileno())
+                done[str(first)] = hashlib.sha256(raw).hexdigest()
+                write_json(noted, done)
+                bar.update(len(raw) // each)
+    write_json(folder / 'info.json', dict(made, sha256=checksum(path)))
+    noted.unlink()
 
 # %% ../../nbs/data/34_toys.ipynb #c946e023
 def _cores() -> int:  # that this process may use
@@ -235,85 +206,28 @@ def _cores() -> int:  # that this process may use
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
-# %% ../../nbs/data/34_toys.ipynb #bf4639ee
-def _draw_all(todo: dict, made: dict, world: World, workers: int):  # pairs of each toy when done
-    grain, threads = grain_table(made['seed'], 2**20 + made['size'] ** 2), torch.get_num_threads()
-    pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
-    try:  # one core each
-        jobs = [pool.submit(_draw_part, *toy, made, world, grain) for toy in todo.items()]
-        yield from (done.result() for done in as_completed(jobs))
-    finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)
-
-# %% ../../nbs/data/34_toys.ipynb #0000006e
-def _join(folder: Path, made: dict, paths: list[Path]):
-    "One file from the toys' files: left pictures, then right ones."
-    digest = hashlib.sha256()
-    _put(folder / 'pictures', _halves(paths, _sign(made), digest))
-    info = dict(made, sha256=digest.hexdigest())
-    _put(folder / 'info.json', (json.dumps(info, indent=1).encode(),))
-    _tidy(folder)
-
-# %% ../../nbs/data/34_toys.ipynb #6550b8ca
-def _halves(paths: list[Path], sign: bytes, digest):
-    for eye in (0, 1):
-        for path in paths:
-            if (raw := _part(path, sign)) is None:
-                changed = "changed while it was being read; call again to draw it anew"
-                raise ValueError(f"{path}: {changed}")
-            half = raw[eye * len(raw) // 2 : (eye + 1) * len(raw) // 2]
-            digest.update(half)
-            yield half
-
-# %% ../../nbs/data/34_toys.ipynb #1f9d0244
-_ours = re.compile(  # see `_put`
-    r'part-[0-9]{2}|(?:part-[0-9]{2}|pictures|info[.]json)(?P<temporary>[.][0-9]+[.][0-9]+)'
-)
-
-
-def _tidy(folder: Path):  # removes the toys' files, and what killed runs left behind
-    for path in folder.iterdir():
-        ours = _ours.fullmatch(path.name)  # nobody else's
-        with suppress(OSError):  # a cache that may only be read stays as it is
-            if ours and (not ours['temporary'] or path.stat().st_mtime < time.time() - 3600):
-                path.unlink()  # who still writes wrote within the hour
-
-# %% ../../nbs/data/34_toys.ipynb #7e49038e
-def _check(folder: Path, made: dict):  # the cache is whole, and of what was asked
-    info, path = _check_info(folder, made), folder / 'pictures'
-    hint = _hint(folder)
-    length = 2 * made['pairs'] * (len(_pgm(made['size'])) + made['size'] ** 2)
-    came = path.stat().st_size if path.exists() else 0
-    if came != length:
-        raise ValueError(f"pictures: expected {length:,} bytes, got {came:,}; {hint}")
-    if (got := checksum(path)) != info['sha256']:
-        raise ValueError(f"pictures: expected SHA-256 {info['sha256']!r:.70}, got {got}; {hint}")
-
-# %% ../../nbs/data/34_toys.ipynb #efe4d046
-def _hint(folder: Path) -> str:
-    return f"remove the folder '{folder}' to draw it anew"
-
-# %% ../../nbs/data/34_toys.ipynb #685c6868
-def _check_info(folder: Path, made: dict) -> dict:
-    hint = _hint(folder)
+# %% ../../nbs/data/34_toys.ipynb #0000006f
+def _ready(split, size, subset, seed, world, cache, workers, show) -> tuple[Path, Tensor]:
+    "The pictures of a split, checked and drawn first if they are not there; and its rows."
+    folder, made = cache_of(split, size, subset, seed, world, cache)
+    rows, path = plan(split, subset, seed), folder / 'pictures'
+    if not (folder / 'info.json').exists():
+        with alone(path):
+            if not (folder / 'info.json').exists():
+                sweep(folder)
+                _fill(folder, made, rows, world, workers, show)
+    hint = f"remove the folder '{folder}' to draw it anew"
     try:
         info = read_json(folder / 'info.json', sha256=str)
     except ValueError as e:
-        raise ValueError(f"info.json is damaged ({e}); {hint}") from e
+        raise ValueError(f"{e}; {hint}") from e
     said = {name: x for name, x in info.items() if name != 'sha256'}
     if json.dumps(said, sort_keys=True) != json.dumps(made, sort_keys=True):  # true is not 1
         raise ValueError(f"expected toys of {made}, got an info.json of {repr(said)[:500]}; {hint}")
-    return info
-
-# %% ../../nbs/data/34_toys.ipynb #0000006f
-def _ready(folder: Path, made: dict, rows: Tensor, world: World, workers: int | None, show: bool):
-    "Draws a split if it is not there, and checks it."
-    if (folder / 'info.json').exists():
-        _tidy(folder)
-    else:
-        _fill(folder, made, rows, world, workers, show)
-    _check(folder, made)
+    came = checksum(path) if path.is_file() else 'no such file'
+    if came != info['sha256']:
+        raise ValueError(f"pictures: expected SHA-256 {info['sha256']:.70}, got {came}; {hint}")
+    return path, rows
 
 # %% ../../nbs/data/34_toys.ipynb #00000071
 class ToysTensors(NamedTuple):
@@ -347,13 +261,10 @@ def toys_tensors(
     progress: bool = True,  # whether to draw a bar
 ) -> ToysTensors:  # memory-mapped pictures, labels and poses
     "A split of the toys, drawn first if it is not in the cache; errors as for `load_toys`."
-    folder, made = cache_of(split, size, subset, seed, world, cache)
-    rows = plan(split, subset, seed)
-    _ready(folder, made, rows, world, workers, progress)
-    n, head = len(rows), len(_pgm(size))
-    whole = dict(size=2 * n * (head + size**2), dtype=torch.uint8)
-    raw = torch.from_file(str(folder / 'pictures'), shared=False, **whole)
-    images = raw.view(2, n, head + size**2)[:, :, head:].unflatten(2, (size, size)).transpose(0, 1)
+    path, rows = _ready(split, size, subset, seed, world, cache, workers, progress)
+    shape = len(rows), 2, size, size
+    whole = dict(size=2 * len(rows) * size**2, dtype=torch.uint8)
+    images = torch.from_file(str(path), shared=False, **whole).view(shape)
     return ToysTensors(images, *rows.T.contiguous(), *_poses(rows, seed, world))
 
 # %% ../../nbs/data/34_toys.ipynb #00000074
@@ -371,29 +282,19 @@ def load_toys(
     datasets, rest = need('datasets'), (subset, seed, world, cache, workers, progress)
     if split is None:
         return datasets.DatasetDict({s: load_toys(size, s, *rest) for s in instances})
-    folder, made = cache_of(split, size, subset, seed, world, cache)
-    rows = plan(split, subset, seed)
-    _ready(folder, made, rows, world, workers, progress)
-    table = datasets.Dataset.from_dict(_columns(rows, seed, world), features=_features()).data.table
-    names = ['image_lt', 'image_rt', *table.column_names]
-    images = _images(folder / 'pictures', len(rows), size)
-    table = need('pyarrow').table([*images, *table.columns], names=names)
-    image = datasets.Image()
-    features = datasets.Features({'image_lt': image, 'image_rt': image, **_features()})
-    return datasets.Dataset(
-        datasets.table.InMemoryTable(table),
-        info=datasets.DatasetInfo(features=features),
-        split=datasets.NamedSplit(split),
-        fingerprint=folder.name[-12:],
-    )
+    toys = toys_tensors(split, size, *rest)
+    rows = torch.stack(toys[1:6], 1)
+    poses = datasets.Dataset.from_dict(_columns(rows, seed, world), features=_features())
+    return with_pictures(toys.images, poses)
 
 # %% ../../nbs/data/34_toys.ipynb #102a7718
 def _features():  # of all columns but the images
     datasets = need('datasets')
     pose, code = datasets.Array2D((4, 4), 'float32'), datasets.Value('int32')
     parts = datasets.Array3D((None, 4, 4), 'float32')
-    poses = dict(view=pose, object_pose=pose, part_poses=parts)
-    return datasets.Features({**{name: code for name in columns}, **poses})
+    return datasets.Features(
+        dict.fromkeys(columns, code) | dict(view=pose, object_pose=pose, part_poses=parts)
+    )
 
 # %% ../../nbs/data/34_toys.ipynb #b9b265b2
 def _columns(rows: Tensor, seed: int, world: World) -> dict:
@@ -408,11 +309,21 @@ def _columns(rows: Tensor, seed: int, world: World) -> dict:
     )
 
 # %% ../../nbs/data/34_toys.ipynb #00000075
-def _images(path: Path, n: int, size: int) -> list:  # two Arrow columns on the memory-mapped file
-    pa = need('pyarrow')
-    raw, each = pa.memory_map(str(path)).read_buffer(), len(_pgm(size)) + size**2
-    offsets = pa.array([k * each for k in range(n + 1)], pa.int32()).buffers()[1]
-    halves = [raw.slice(eye * n * each, n * each) for eye in (0, 1)]
-    data = [pa.BinaryArray.from_buffers(pa.binary(), n, [None, offsets, o]) for o in halves]
-    empty = pa.nulls(n, pa.string())
-    return [pa.StructArray.from_arrays([o, empty], ['bytes', 'path']) for o in data]
+def with_pictures(images: Tensor, dataset):  # uint8 [n, 2, h, w]; datasets.Dataset of n rows
+    "Stereo pairs as two columns of images, in the format PGM."
+    np, pa, datasets = need('numpy'), need('pyarrow'), need('datasets')
+    (n, _, h, w), head = images.shape, None
+    head = np.frombuffer(f'P5\n{w} {h}\n255\n'.encode(), np.uint8)
+    pictures, features = {}, {}
+    for eye, name in enumerate(('image_lt', 'image_rt')):
+        data = np.empty((n, len(head) + h * w), np.uint8)
+        data[:, : len(head)], data[:, len(head) :] = head, images[:, eye].reshape(n, -1).numpy()
+        offsets = pa.py_buffer(np.arange(n + 1, dtype=np.int32) * data.shape[1])
+        bits = pa.Array.from_buffers(pa.binary(), n, [None, offsets, pa.py_buffer(data)])
+        nowhere = pa.nulls(n, pa.string())
+        pictures[name] = pa.StructArray.from_arrays([bits, nowhere], ['bytes', 'path'])
+        features[name] = datasets.Image()
+    columns = dict(zip(dataset.column_names, dataset.data.table.columns))
+    table = datasets.table.InMemoryTable(pa.table(pictures | columns))
+    info = datasets.DatasetInfo(features=datasets.Features(features | dataset.features))
+    return datasets.Dataset(table, info=info)

@@ -26,9 +26,7 @@ def _root(x: Tensor) -> Tensor:
     return torch.tensor([math.sqrt(o) for o in x.flatten().tolist()], dtype=x.dtype).view(x.shape)
 
 # %% ../../nbs/data/33_world.ipynb #0000000c
-def compose(
-    *poses: Tensor,  # [..., 4, 4], outermost first
-) -> Tensor:  # [..., 4, 4]: their product
+def compose(*poses: Tensor) -> Tensor:  # [..., 4, 4]: their product
     "Product of homogeneous matrices, summed in a fixed order."
     out = poses[0]
     for pose in poses[1:]:
@@ -50,21 +48,14 @@ def _sincos(degrees: float) -> tuple[float, float]:
     return [(s, c), (c, -s), (-s, -c), (-c, s)][quarter % 4]
 
 # %% ../../nbs/data/33_world.ipynb #00000015
-def shift(
-    x: float = 0.0,  # to the right
-    y: float = 0.0,  # to the back
-    z: float = 0.0,  # up
-) -> Tensor:  # [4, 4], float64
+def shift(x: float = 0.0, y: float = 0.0, z: float = 0.0) -> Tensor:  # [4, 4], float64
     "The pose that moves by (x, y, z)."
     pose = torch.eye(4, dtype=torch.float64)
     pose[0, 3], pose[1, 3], pose[2, 3] = x, y, z
     return pose
 
 # %% ../../nbs/data/33_world.ipynb #f17b4575
-def turn(
-    axis: str,  # 'x', 'y' or 'z'
-    degrees: float,  # counter-clockwise, seen from the tip of the axis
-) -> Tensor:  # [4, 4], float64
+def turn(axis: str, degrees: float) -> Tensor:  # [4, 4], float64
     "The pose that turns about an axis."
     (s, c), k = _sincos(degrees), 'xyz'.index(axis)
     i, j = (k + 1) % 3, (k + 2) % 3
@@ -73,9 +64,7 @@ def turn(
     return pose
 
 # %% ../../nbs/data/33_world.ipynb #00000016
-def inverse(
-    pose: Tensor,  # [..., 4, 4], rigid
-) -> Tensor:  # [..., 4, 4]
+def inverse(pose: Tensor) -> Tensor:  # [..., 4, 4]
     "Inverse of a rigid pose: turn back, then shift back."
     R, t = pose[..., :3, :3].transpose(-1, -2), pose[..., :3, 3]
     terms = [R[..., k] * t[..., k, None] for k in range(3)]
@@ -124,9 +113,7 @@ def _walk(part: Part, above: Tensor | None):  # (name, kind, pose, size) of each
         yield from _walk(child, pose)
 
 # %% ../../nbs/data/33_world.ipynb #0000001a
-def flatten(
-    part: Part,  # root of a tree
-) -> Toy:  # its parts, parents before children
+def flatten(part: Part) -> Toy:  # its parts, parents before children
     "Compose the poses down the tree; `ValueError` for an unknown kind or a size of 0."
     found = list(_walk(part, None))
     if not found:
@@ -140,10 +127,7 @@ field = 1.14  # half-width w of the picture at distance D
 _half_angle = 2.5  # δ in degrees
 
 
-def view_matrix(
-    elevation: float,  # ε, degrees above the horizon
-    eye: int = 0,  # -1: left, 1: right, 0: the middle between them
-) -> Tensor:  # [4, 4], float64: world → camera
+def view_matrix(elevation: float, eye: int = 0) -> Tensor:  # [4, 4], float64: world → camera
     "The view from an elevation, looking at the origin."
     s, c = _sincos(elevation)
     view = torch.eye(4, dtype=torch.float64)
@@ -151,10 +135,7 @@ def view_matrix(
     return compose(shift(z=distance), turn('y', eye * _half_angle), shift(z=-distance), view)
 
 # %% ../../nbs/data/33_world.ipynb #00000021
-def project(
-    points: Tensor,  # [..., 3] in the camera
-    size: int,  # S
-) -> Tensor:  # [..., 2]: row and column; the centre of the first pixel is (0, 0)
+def project(points: Tensor, size: int) -> Tensor:  # [n, 3] in the camera -> [n, 2] row, column
     "Where points appear in a picture of S × S pixels."
     x, y = points[..., 0] / points[..., 2], points[..., 1] / points[..., 2]
     return torch.stack([y, x], -1) * (size * distance / (2 * field)) + (size / 2 - 0.5)
@@ -191,11 +172,9 @@ _surfaces = dict(  # axes of the quadric, axes of the slabs
 )
 
 
-def intersect(
-    kind: str,  # 'ellipsoid', 'box' or 'cylinder'
-    p: Sequence[Tensor],  # three tensors that broadcast: the rays at u = 0, the part in unit size
-    d: Sequence[Tensor],  # three more: their directions
-) -> tuple[Tensor, Tensor]:  # u where each ray enters, and where it leaves
+def intersect(  # of rays p + t d, three tensors each
+    kind: str, p: Sequence[Tensor], d: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:  # t where a ray enters the solid, and leaves
     "Intersect rays with a unit shape; a ray that enters after it leaves misses it."
     quadric, slabs = _surfaces[kind]
     spans = [_slab(p[k], d[k]) for k in slabs] + ([_quadric(p, d, quadric)] if quadric else [])
@@ -374,9 +353,7 @@ class World(NamedTuple):
 ground_white = 0.8  # reflectance of the ground
 
 
-def is_whole(
-    x,  # anything
-) -> bool:
+def is_whole(x) -> bool:  # a whole number, and not true or false
     "Whether it is a whole number; `True` is none."
     return isinstance(x, int) and not isinstance(x, bool)
 
@@ -389,10 +366,7 @@ _knobs = dict(
 )
 
 # %% ../../nbs/data/33_world.ipynb #83fcd6cb
-def check_world(
-    world: World,  # the knobs
-    seed: int = 0,  # of the draw
-):
+def check_world(world: World, seed: int = 0):  # before anything is drawn
     "`ValueError` for knobs or a seed that cannot be."
     if not is_whole(seed) or seed < 0:
         raise ValueError(f"seed must be a whole number, at least 0, got {seed!r}")
@@ -409,10 +383,7 @@ def check_world(
 _grain_sd = math.sqrt(4 * (256**2 - 1) / 12)
 
 
-def grain_table(
-    seed: int,  # of the world
-    n: int = 2**20,  # how many numbers
-) -> Tensor:  # [n], float32: mean 0, standard deviation 1
+def grain_table(seed: int, n: int = 2**20) -> Tensor:  # [n], float32: mean 0, standard deviation 1
     "The sensor's noise, from a hash."
     check_world(World(), seed)
     raw = bytearray(hashlib.shake_128(f'grain/{seed}'.encode()).digest(4 * n))
@@ -1002,10 +973,7 @@ def _reach(toy: Toy) -> Tensor:  # [k, 3]: half-sizes of the upright boxes aroun
     return torch.stack([of[kind][i] for i, kind in enumerate(toy.kinds)])
 
 # %% ../../nbs/data/33_world.ipynb #0000005e
-def name_of(
-    category: int | str,  # 0 to 4, or its name
-    instance: int,  # 0 to 9
-) -> str:  # the category's name
+def name_of(category: int | str, instance: int) -> str:  # the category's name
     "`ValueError` for a toy that does not exist."
     name = categories[category] if is_whole(category) and category in range(5) else category
     if name not in categories:
@@ -1040,9 +1008,7 @@ def _centred(toy: Toy, radius: float) -> Toy:
     return toy._replace(poses=poses, sizes=toy.sizes * scale)
 
 # %% ../../nbs/data/33_world.ipynb #0000005f
-def ground_of(
-    toy: Toy,  # a toy
-) -> float:  # height of the ground it stands on
+def ground_of(toy: Toy) -> float:  # height of the ground it stands on
     "Where the lowest part ends."
     return (toy.poses[:, 2, 3] - _reach(toy)[:, 2]).min().item()
 
