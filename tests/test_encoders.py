@@ -184,7 +184,7 @@ def test_the_fingerprint_comes_before_anything_else(tiny, tmp_path, monkeypatch)
     def never(*_):
         raise AssertionError('the model was used before it was recognised')
 
-    for f in ('probe', 'end_token', 'longest'):
+    for f in ('hidden_states', 'end_token', 'longest'):
         monkeypatch.setattr(embed, f, never)
     with pytest.raises(ValueError, match='is another transformer'):
         noted_encoder(note, tmp_path / 'other', 'cpu')

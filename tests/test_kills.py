@@ -188,7 +188,7 @@ def study_of(out):
 left = dict(
     training=run_of,
     caching=cache_of,
-    downloading=lambda out: {p.name: p.read_bytes() for p in out.iterdir()},
+    downloading=lambda out: {p.name: p.read_bytes() for p in out.iterdir() if p.suffix != '.lock'},
     studying=study_of,
 )
 

@@ -1,101 +1,84 @@
-"""MNIST's files: damage of every kind, the Hub by proxy, the real files where there are any."""
+"""The files of MNIST, Fashion-MNIST and CIFAR-10: damage of every kind, the Hub by proxy, pairs."""
 
 import gzip
+import hashlib
+import pickle
 import struct
 from pathlib import Path
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from capsnb import load_cifar10
 from capsnb.data import files, mnist
 from capsnb.data.mnist import (
     as_floats,
+    batch_md5s,
+    batch_names,
+    cifar_names,
     format_idx,
     idx_names,
     load_mnist,
+    open_cifar10,
     overlapping_pairs,
-    parse_idx,
     place_images,
+    read_cifar10,
     read_idx,
     read_mnist,
+    tiny_cifar10,
 )
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+@pytest.fixture(autouse=True)
+def no_machine(monkeypatch, tmp_path):
+    "no test finds the data or the cache of the machine it runs on"
     monkeypatch.delenv('CAPSNB_DATA', raising=False)
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'xdg'))
+
+
+@pytest.fixture
+def folder(tmp_path):
     place = tmp_path / 'fashion-mnist'
     place.mkdir()
     g = torch.Generator().manual_seed(0)
     for k, name in enumerate(idx_names):
         n = 40 if k < 2 else 10
-        x = (
-            torch.randint(256, (n, 6, 5), generator=g, dtype=torch.uint8)
-            if 'images' in name
-            else torch.arange(n, dtype=torch.uint8) % 10
-        )
+        x = torch.arange(n, dtype=torch.uint8) % 10
+        if 'images' in name:
+            x = torch.randint(256, (n, 6, 5), generator=g, dtype=torch.uint8)
         data = format_idx(x)
         (place / (name + '.gz' * (k % 2))).write_bytes(gzip.compress(data) if k % 2 else data)
     return place
 
 
-@settings(deadline=None, max_examples=300)
+# ---- IDX ----
+
+
+@settings(deadline=None, max_examples=150)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
-def test_one_changed_or_missing_byte_never_passes_unseen(shape, data):
+def test_one_changed_or_missing_byte_never_passes_unseen(tmp_path_factory, shape, data):
+    path = tmp_path_factory.mktemp('idx') / 'somefile'
     whole = format_idx(torch.randint(256, shape, dtype=torch.uint8))
     at = data.draw(st.integers(0, len(whole) - 1))
-    start = 4 + 4 * len(shape)
-    cut, byte = whole[:at], data.draw(st.integers(0, 255))
-    with pytest.raises(ValueError, match='somefile byte'):
-        parse_idx(cut, 'somefile')
-    changed = whole[:at] + bytes([byte]) + whole[at + 1 :]
-    if at < start and byte != whole[at]:
-        try:
-            x = parse_idx(changed, 'somefile')
-        except ValueError as e:
-            assert 'somefile byte' in str(e)
-        else:
-            assert list(x.shape) != shape and x.numel() + 4 + 4 * x.ndim == len(
-                whole
-            )  # another array of just this size: the checksum's business
-    else:
-        assert format_idx(parse_idx(changed)) == changed
-
-
-@settings(deadline=None, max_examples=300)
-@given(st.binary(max_size=60))
-def test_noise_is_refused_or_read_exactly(data):
-    try:
-        x = parse_idx(data, 'noise')
-    except ValueError as e:
-        assert 'noise byte' in str(e)
-    else:
-        assert format_idx(x) == data
-
-
-def test_a_huge_header_allocates_nothing():
-    with pytest.raises(ValueError, match='byte 16'):
-        parse_idx(bytes([0, 0, 8, 3]) + b'\xff' * 12)
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.data())
-def test_damaged_gzip(tmp_path_factory, data):
-    whole = gzip.compress(format_idx(torch.randint(256, (30, 30), dtype=torch.uint8)))
-    at = data.draw(st.integers(0, len(whole) - 1))
-    path = tmp_path_factory.mktemp('gz') / 'x.gz'
+    byte = data.draw(st.integers(0, 255))
     path.write_bytes(whole[:at])
-    with pytest.raises(ValueError, match='x.gz byte'):
+    with pytest.raises(ValueError, match='somefile byte'):
         read_idx(path)
+    changed = whole[:at] + bytes([byte]) + whole[at + 1 :]
+    path.write_bytes(changed)
+    try:
+        x, md5 = read_idx(path)
+    except ValueError as e:
+        assert 'somefile byte' in str(e) and at < 4 + 4 * len(shape)
+    else:  # another byte among the elements, or another array of just this size
+        assert format_idx(x) == changed and md5 == hashlib.md5(changed).hexdigest()
 
 
-def test_all_ways_to_name_a_folder(folder, monkeypatch):
-    want = as_floats(load_mnist('fashion-mnist', folder, n_valid=10, official=False)['train'])
+def test_raw_and_gzipped_files_are_one_data_set(folder, monkeypatch):
+    want = read_mnist(folder, official=False)
     monkeypatch.setenv('CAPSNB_DATA', str(folder.parent))
     data = load_mnist('fashion-mnist', n_valid=10, official=False)
-    assert as_floats(data['train'])['image'].equal(want['image']) and {
-        k: len(v) for k, v in data.items()
-    } == {'train': 30, 'validation': 10, 'test': 10}
+    assert {k: len(v) for k, v in data.items()} == {'train': 30, 'validation': 10, 'test': 10}
+    assert as_floats(data['test'])['image'].equal(want['test'][0][:, None] / 255)
     assert 'validation' not in load_mnist('fashion-mnist', n_valid=0, official=False)
 
 
@@ -136,63 +119,62 @@ def test_what_is_wrong_is_named(folder):
         load_mnist('fashion-mnist', folder)
 
 
-def test_the_hub(folder, monkeypatch, capsys):
-    "by a stand-in that hands out images as the Hub does"
+def hub_of(parts, column='image'):
+    "a data set as the Hub hands it out"
     import datasets
-    import numpy as np
     from PIL import Image
 
-    parts = read_mnist(folder, official=False)
-    asked = []
+    kinds = {column: datasets.Image(), 'label': datasets.ClassLabel(num_classes=10)}
+    out = datasets.DatasetDict()
+    for k, (x, y) in parts.items():
+        columns = {column: [Image.fromarray(o.numpy()) for o in x], 'label': y.tolist()}
+        out[k] = datasets.Dataset.from_dict(columns, features=datasets.Features(kinds))
+    return out
 
-    def hub(name, revision):
-        asked.append((name, revision))
-        return datasets.DatasetDict(
-            {
-                k: datasets.Dataset.from_dict(
-                    {'image': [Image.fromarray(np.array(i)) for i in x], 'label': y.tolist()},
-                    features=datasets.Features(
-                        image=datasets.Image(), label=datasets.ClassLabel(num_classes=10)
-                    ),
-                )
-                for k, (x, y) in parts.items()
-            }
-        )
 
-    monkeypatch.setattr(datasets, 'load_dataset', hub)
-    monkeypatch.setattr(datasets.config, 'HF_DATASETS_CACHE', folder / 'hf')
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    import datasets
+
+    class Here:
+        asked, parts = [], None
+
+        def load(self, name, revision):
+            if self.parts is None:
+                raise ConnectionError('no network')
+            self.asked.append((name, revision))
+            return self.parts
+
+    here = Here()
+    monkeypatch.setattr(datasets, 'load_dataset', here.load)
+    monkeypatch.setattr(datasets.config, 'HF_DATASETS_CACHE', tmp_path / 'hf')
     monkeypatch.setattr(files, 'need_hub', lambda name: None)
+    return here
+
+
+def test_mnist_of_the_hub(folder, hub, capsys):
+    parts = read_mnist(folder, official=False)
+    hub.parts = hub_of(parts)
     data = load_mnist('mnist', n_valid=4, official=False)
-    assert (
-        asked == [('ylecun/mnist', mnist.hub_revisions['mnist'])]
-        and "'ylecun/mnist' from the Hugging Face Hub" in capsys.readouterr().out
-    )
+    assert hub.asked == [('ylecun/mnist', mnist.hub_revisions['mnist'])]
+    assert "'ylecun/mnist' from the Hugging Face Hub" in capsys.readouterr().out
     assert (as_floats(data['test'])['image'] * 255).round().byte()[:, 0].equal(parts['test'][0])
     with pytest.raises(ValueError, match='ylecun/mnist, train: expected MD5'):
         load_mnist('mnist')
-
-    def down(name, revision):
-        raise ConnectionError('no network')
-
-    monkeypatch.setattr(datasets, 'load_dataset', down)
+    hub.parts = None
     with pytest.raises(ConnectionError, match='no network.*CAPSNB_DATA'):
         load_mnist('mnist')
 
 
 def test_checksums_are_those_of_the_unpacked_files(folder, monkeypatch):
-    import hashlib
-
     parts = read_mnist(folder, official=False)
     sums = [hashlib.md5(format_idx(x)).hexdigest() for part in parts.values() for x in part]
     monkeypatch.setitem(mnist.md5s, 'mnist', dict(zip(idx_names, sums)))
-    for name, xy in zip(('train', 'test'), (idx_names[:2], idx_names[2:])):
-        for x, file in zip(parts[name], xy):
-            mnist._check_md5(format_idx(x), mnist.md5s['mnist'][file], file)
     assert load_mnist('mnist', folder, n_valid=0)['train'].num_rows == 40
     for k, name in enumerate(idx_names):  # one pixel, or one label, in each of the four
         path = next(p for p in (folder / name, folder / f'{name}.gz') if p.exists())
         whole = path.read_bytes()
-        x = read_idx(path)
+        x, _ = read_idx(path)
         x.view(-1)[-1] = (x.view(-1)[-1] + 1) % 10
         path.write_bytes(gzip.compress(format_idx(x)) if path.suffix == '.gz' else format_idx(x))
         with pytest.raises(ValueError, match=f'{name}.*: expected MD5 {sums[k]}'):
@@ -241,21 +223,6 @@ def test_pairs(m, shift, seed, n):
         labels[torch.arange(n) % m]
     )
     assert p.images.equal(overlapping_pairs(images, labels, seed, shift, 4 + 2 * shift, n).images)
-
-
-def test_each_of_a_pair_has_a_place_of_its_own():
-    p = overlapping_pairs(
-        torch.ones(50, 1, 1, 1), torch.arange(50) % 2, seed=3, shift=2, size=5, n=5000
-    )
-    at = p.originals.flatten(2).argmax(-1)  # [n, 2], 25 places
-    both = torch.bincount(at[:, 0] * 25 + at[:, 1], minlength=625)
-    for k in (0, 1):
-        assert (
-            at[:, k].bincount(minlength=25) - 200.0
-        ).abs().max() < 70  # five standard deviations
-    assert (both - 8.0).abs().max() < 20 and both.view(
-        25, 25
-    ).diagonal().sum() < 300  # independent: a twenty-fifth, 200, coincide
 
 
 def test_a_pair_is_what_place_images_says():
@@ -477,3 +444,183 @@ def test_a_tiny_file_with_much_behind_it(tmp_path, gzipped):
                 read_idx(path)
         else:
             assert read_idx(path).tolist() == [1]
+
+
+# ---- CIFAR-10 ----
+
+
+def short(text):
+    return b'U' + bytes([len(text)]) + text.encode()
+
+
+def int4(n):
+    return b'J' + struct.pack('<i', n)
+
+
+def as_python_2(x, y, kind='training batch 1 of 5'):
+    "A batch in the bytes that cPickle of Python 2 wrote (protocol 2), opcode by opcode."
+    n, pixels = len(y), x.flatten(1).numpy().tobytes()
+    labels = b']q\x06(' + b''.join(b'K' + bytes([k]) for k in y.tolist()) + b'e'
+    made = b'cnumpy.core.multiarray\n_reconstruct\nq\x08cnumpy\nndarray\nq\x09'
+    made += b'K\x00\x85q\x0a' + short('b') + b'\x87q\x0bRq\x0c'
+    dtype = b'cnumpy\ndtype\nq\x0d' + short('u1') + b'K\x00K\x01\x87q\x0eRq\x0f'
+    dtype += b'(K\x03' + short('|') + b'NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb'
+    state = b'(K\x01' + int4(n) + int4(3072) + b'\x86q\x10' + dtype + b'\x89'
+    state += b'T' + struct.pack('<i', len(pixels)) + pixels + b'tb'
+    names = b']q\x11(' + b''.join(map(short, (f'{k}.png' for k in range(n)))) + b'e'
+    items = short('batch_label') + short(kind) + short('labels') + labels
+    items += short('data') + made + state + short('filenames') + names
+    return b'\x80\x02}q\x01(' + items + b'u.'
+
+
+@pytest.fixture
+def cifar(tmp_path):
+    return tiny_cifar10(tmp_path / 'cifar-10-batches-bin', 12)
+
+
+@pytest.fixture
+def pickled(cifar, tmp_path):
+    "the same images, as Python 2 pickled them"
+    out = tmp_path / 'other' / 'cifar-10-batches-py'
+    out.mkdir(parents=True)
+    for name in batch_names:
+        x, y = mnist._from_records((cifar / f'{name}.bin').read_bytes(), name)
+        (out / name).write_bytes(as_python_2(x, y))
+    return out
+
+
+def same(a, b):
+    assert a.keys() == b.keys()
+    for k in a:
+        for name in a[k]:
+            assert a[k][name].dtype == b[k][name].dtype and a[k][name].equal(b[k][name])
+
+
+def test_both_kinds_of_files_and_all_ways_to_name_them(cifar, pickled, monkeypatch):
+    few = dict(n_valid=20, official=False)
+    want = open_cifar10(cifar, **few)
+    assert {k: v['image'].shape for k, v in want.items()} == {
+        'train': (40, 3, 32, 32),
+        'validation': (20, 3, 32, 32),
+        'test': (12, 3, 32, 32),
+    }
+    same(open_cifar10(pickled, **few), want)
+    same(open_cifar10(pickled.parent, **few), want)
+    monkeypatch.setenv('CAPSNB_DATA', str(cifar.parent))
+    same(open_cifar10(**few), want)
+    data = load_cifar10(**few)
+    for k, part in want.items():
+        assert data[k].features['label'].names == list(cifar_names)
+        assert data[k]['image'][:].equal(part['image']) and data[k]['label'][:].equal(part['label'])
+    assert list(open_cifar10(n_valid=0, official=False)) == ['train', 'test']
+
+
+def test_nothing_is_lost_or_twice(cifar):
+    parts = open_cifar10(cifar, 20, official=False)
+    (x, y), _ = read_cifar10(cifar, official=False).values()
+    rows = lambda x, y: sorted(
+        (*y.tolist(), hash(o.numpy().tobytes())) for o, y in zip(x, y[:, None])
+    )
+    both = [torch.cat([parts[k][name] for k in ('train', 'validation')]) for name in parts['test']]
+    assert rows(*both) == rows(x, y)
+
+
+def test_cifar_of_the_hub(cifar, hub):
+    "in another order, and yet the same split"
+    parts = {
+        k: (x.permute(0, 2, 3, 1).flip(0), y.flip(0))
+        for k, (x, y) in read_cifar10(cifar, official=False).items()
+    }
+    hub.parts = hub_of(parts, 'img')
+    found, want = open_cifar10(n_valid=20), open_cifar10(cifar, 20, official=False)
+    same({k: found[k] for k in ('train', 'validation')}, {k: want[k] for k in found if k != 'test'})
+    assert found['test']['image'].flip(0).equal(want['test']['image'])
+    assert hub.asked == [mnist._cifar_hub]
+    hub.parts = None
+    with pytest.raises(ConnectionError, match='no network.*data_batch_1.*CAPSNB_DATA'):
+        open_cifar10()
+
+
+def test_checksums_of_cifar(cifar, pickled, monkeypatch):
+    "of every file, before anything in it is read; twelve published ones"
+    assert len(batch_md5s) == len(set(batch_md5s.values())) == 12
+    hint = 'official=False, on the command line --any-files'
+    with pytest.raises(ValueError, match=f'data_batch_1.bin: expected MD5 5dd7e06a.*{hint}'):
+        read_cifar10(cifar)
+    monkeypatch.setattr(mnist, '_Arrays', None)
+    with pytest.raises(ValueError, match='data_batch_1: expected MD5 c99cafc1'):
+        read_cifar10(pickled)
+    for path in cifar.iterdir():
+        known = hashlib.md5(path.read_bytes()).hexdigest()
+        monkeypatch.setitem(batch_md5s, path.name, known)
+    read_cifar10(cifar)
+    (cifar / 'data_batch_3.bin').unlink()
+    with pytest.raises(FileNotFoundError, match=r"data_batch_3, .*found \['data_batch_1', 'data_b"):
+        open_cifar10(cifar)
+
+
+@pytest.mark.parametrize(
+    'change, said',
+    [
+        (lambda raw: raw[:3073] + b'\x0a' + raw[3074:], 'byte 3073: expected a label.*got 10'),
+        (lambda raw: raw[:-1], 'byte 36875: expected records of 3,073 bytes'),
+        (lambda raw: b'', 'byte 0'),
+    ],
+)
+def test_records_are_read_exactly_or_refused(cifar, change, said):
+    path = cifar / 'data_batch_2.bin'
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(ValueError, match=f'data_batch_2.bin {said}'):
+        read_cifar10(cifar, official=False)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_a_damaged_pickle_never_passes_as_another_error(data):
+    whole = as_python_2(torch.zeros(2, 3072, dtype=torch.uint8), torch.tensor([1, 2]))
+    heads = [*range(300), *range(len(whole) - 60, len(whole))]  # what is between are pixels
+    at, byte = data.draw(st.sampled_from(heads)), data.draw(st.integers(0, 255))
+    with pytest.raises(ValueError, match='f: '):
+        mnist._from_pickle(whole[:at], 'f')
+    try:
+        x, y = mnist._from_pickle(whole[:at] + bytes([byte]) + whole[at + 1 :], 'f')
+    except ValueError as e:
+        assert 'f: ' in str(e)
+    else:
+        assert x.shape[1:] == (3072,) and len(x) == len(y) and y.max() <= 9
+
+
+class Hostile:
+    def __reduce__(self):
+        return print, ('run',)
+
+
+@pytest.mark.parametrize(
+    'raw, said',
+    [
+        (pickle.dumps({'data': Hostile(), 'labels': []}), 'expected arrays only, got .*print'),
+        (b'\x80\x02Nr\xff\xff\xff\x7f.', 'numbers an object 2,147,483,647'),  # 16 GB
+    ],
+)
+def test_a_pickle_runs_nothing_and_claims_nothing(capsys, raw, said):
+    with pytest.raises(ValueError, match=f'f: damaged pickle: {said}'):
+        mnist._from_pickle(raw, 'f')
+    assert not capsys.readouterr().out
+
+
+def test_a_pickle_with_another_array():
+    x, y = torch.randint(256, (4, 3072), dtype=torch.uint8), torch.tensor([1, 2, 3, 9])
+    whole = as_python_2(x, y)
+    for was, came in (
+        (short('u1'), short('i1')),
+        (int4(3072), int4(3071)),
+        (b'K\x09e', b'K\x0ae'),
+        (b'K\x09e', b'e'),
+    ):
+        assert whole.count(was) == 1
+        with pytest.raises(ValueError, match='f: '):
+            mnist._from_pickle(whole.replace(was, came), 'f')
+    by_column = as_python_2(x.T.contiguous().view(4, 3072), y)
+    by_column = by_column.replace(b'tb\x89T', b'tb\x88T')  # Fortran's order
+    assert mnist._from_pickle(by_column, 'f')[0].equal(x)
+    assert mnist._from_pickle(whole, 'f')[0].equal(x)

@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 import pytest
 import torch
@@ -326,25 +325,23 @@ one_view = dict(azimuth=[4], elevation=[3], lighting=[2])
 
 def test_a_subset_has_the_bytes_of_the_larger_set(tmp_path):
     large = toys_tensors('test', subset=dict(azimuth=[4, 8], elevation=[3]), cache=tmp_path, **tiny)
-    small = toys_tensors(
-        'test', subset=dict(azimuth=[4], elevation=[3], pairs=70), cache=tmp_path, **tiny
-    )
+    some = dict(azimuth=[4], elevation=[3], pairs=70)
+    small = toys_tensors('test', subset=some, cache=tmp_path, **tiny)
     key = lambda t: list(zip(*(getattr(t, name).tolist() for name in toys.columns)))
     where = {row: n for n, row in enumerate(key(large))}
-    assert len(small.images) == 70 and small.images.equal(
-        large.images[[where[row] for row in key(small)]]
-    )
+    assert len(small.images) == 70
+    assert small.images.equal(large.images[[where[row] for row in key(small)]])
 
 
 killed = """
 import os, sys
 from capsnb.data import toys
-one, count = toys._draw_part, []
+one, count = toys.draw, []
 def some(*args):
     count.append(1)
     if len(count) == 8: os._exit(9)
     return one(*args)
-toys._draw_part = some
+toys.draw = some
 ask = dict(subset=dict(azimuth=[4], elevation=[3], lighting=[2]), workers=1, progress=False)
 toys.toys_tensors('train', 16, cache=sys.argv[1], **ask)
 """
@@ -360,115 +357,35 @@ def test_goes_on_after_a_kill(tmp_path, monkeypatch):
     )
     assert done.returncode == 9, done.stderr
     folder, _ = cache_of('train', 16, one_view, 0, World(), tmp_path / 'a')
-    assert len(list(folder.glob('part-*'))) == 7 and not (folder / 'info.json').exists()
-    damaged = folder / 'part-03'
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b'!')
-    drawn = []
-    monkeypatch.setattr(
-        toys, 'draw', lambda *args, draw=draw: drawn.append(args[:2]) or draw(*args)
-    )
+    n = len(json.loads((folder / 'drawn.json').read_text()))
+    assert 5 <= n <= 7 and not (folder / 'info.json').exists()
+    raw = bytearray((folder / 'pictures').read_bytes())
+    raw[3 * 2 * 16**2] ^= 1  # of the fourth toy
+    (folder / 'pictures').write_bytes(raw)
+    (folder / 'info.json.0a.tmp').write_text('left by a killed process')
+    drawn, draw = [], toys.draw
+    monkeypatch.setattr(toys, 'draw', lambda *args: drawn.append(args[:2]) or draw(*args))
     again = toys_tensors('train', subset=one_view, cache=tmp_path / 'a', **tiny)
-    assert len(drawn) == 25 - 7 + 1  # what was there is kept, but for the damaged one
-    assert again.images.equal(
-        toys_tensors('train', subset=one_view, cache=tmp_path / 'b', **tiny).images
-    )
-    assert sorted(p.name for p in folder.iterdir()) == ['info.json', 'pictures']
+    assert len(drawn) == 25 - n + 1  # what was there is kept, but for the damaged one
+    whole = toys_tensors('train', subset=one_view, cache=tmp_path / 'b', **tiny)
+    assert again.images.equal(whole.images)
+    left = {p.name for p in folder.iterdir()}
+    assert left == {'info.json', 'pictures', 'pictures.lock'}
 
 
-def test_two_at_the_same_time(tmp_path):
-    got = []
-    both = [
-        threading.Thread(
-            target=lambda: got.append(
-                toys_tensors(
-                    'test', subset=one_view, cache=tmp_path, workers=1, **tiny
-                ).images.clone()
-            )
-        )
-        for _ in range(2)
-    ]
+def test_two_at_the_same_time(tmp_path, monkeypatch):
+    got, drawn, draw = [], [], toys.draw
+    monkeypatch.setattr(toys, 'draw', lambda *args: drawn.append(1) or draw(*args))
+    ask = dict(split='test', subset=one_view, cache=tmp_path, workers=1, **tiny)
+    both = [threading.Thread(target=lambda: got.append(toys_tensors(**ask))) for _ in range(2)]
     for t in both:
         t.start()
     for t in both:
         t.join()
-    assert len(got) == 2 and got[0].equal(got[1])
+    assert len(got) == 2 and got[0].images.equal(got[1].images) and len(drawn) == 25
 
 
-def test_who_comes_second_leaves_nothing_behind(tmp_path, monkeypatch):
-    "one draws its ninth toy when another is done: what the first would still draw is not needed"
-    ask = dict(split='test', subset=one_view, cache=tmp_path, workers=1, **tiny)
-    one, calls, other = toys._draw_part, [], []
-
-    def slow(*args):
-        calls.append(1)
-        if len(calls) == 9:
-            other.append(toys_tensors(**ask).images.clone())
-        return one(*args)
-
-    monkeypatch.setattr(toys, '_draw_part', slow)
-    late = toys_tensors(**ask)
-    assert len(calls) == 8 + 17 + 17 and late.images.equal(other[0])
-    assert sorted(
-        p.name for p in cache_of('test', 16, one_view, 0, World(), tmp_path)[0].iterdir()
-    ) == ['info.json', 'pictures']
-
-
-def test_who_was_killed_while_coming_second_leaves_nothing_for_long(tmp_path):
-    ask = dict(split='test', subset=one_view, cache=tmp_path, **tiny)
-    whole, folder = (
-        toys_tensors(**ask).images.clone(),
-        cache_of('test', 16, one_view, 0, World(), tmp_path)[0],
-    )
-    hour, theirs = (
-        time.time() - 1800,
-        ['notes.v2', 'part-07.bak1', 'part-99x', 'pictures.sha256', 'pictures.2026', 'clip.mp4'],
-    )
-    for name in (
-        'part-03',
-        'part-24',
-        'part-25.77.88',
-        'info.json.77.88',
-        'pictures.99.1',
-        'part-01.5.6',
-        *theirs,
-    ):
-        (folder / name).write_bytes(b'left')
-    for name in ('part-25.77.88', 'info.json.77.88', *theirs):
-        os.utime(folder / name, (1, 1))  # of long ago
-    for name in ('pictures.99.1', 'part-01.5.6'):
-        os.utime(folder / name, (hour, hour))  # may still be written
-    assert toys_tensors(**ask).images.equal(whole)
-    assert sorted(p.name for p in folder.iterdir()) == sorted(
-        ['info.json', 'pictures', 'pictures.99.1', 'part-01.5.6', *theirs]
-    )
-
-
-def test_a_cache_that_may_only_be_read(tmp_path, monkeypatch):
-    ask = dict(split='test', subset=one_view, cache=tmp_path, **tiny)
-    whole, folder = (
-        toys_tensors(**ask).images.clone(),
-        cache_of('test', 16, one_view, 0, World(), tmp_path)[0],
-    )
-    (folder / 'part-03').write_bytes(b'left')
-
-    def refuse(self, *_, **__):
-        raise PermissionError(13, 'read-only', str(self))
-
-    monkeypatch.setattr(type(folder), 'unlink', refuse)
-    assert toys_tensors(**ask).images.equal(whole) and (folder / 'part-03').exists()
-
-
-def test_a_file_is_written_whole_or_not_at_all(tmp_path):
-    def breaks():
-        yield b'half'
-        raise OSError('no space')
-
-    with pytest.raises(OSError, match='no space'):
-        toys._put(tmp_path / 'a', breaks())
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize('where', [0, 1, 12, 13, 200, -1])
+@pytest.mark.parametrize('where', [0, 200, -1])
 def test_no_damaged_byte_passes(tmp_path, where):
     ask = dict(split='train', subset=dict(one_view, category=[1]), cache=tmp_path, **tiny)
     toys_tensors(**ask)
@@ -480,147 +397,53 @@ def test_no_damaged_byte_passes(tmp_path, where):
         with pytest.raises(ValueError, match='expected SHA-256 .* remove the folder'):
             load(**ask)
     path.unlink()
-    with pytest.raises(ValueError, match='expected .* bytes, got 0; remove the folder'):
+    with pytest.raises(ValueError, match='got no such file; remove the folder'):
         load_toys(**ask)
 
 
-def killed_after(n, folder):
-    "the cache of a run that was killed when it had drawn so many toys"
-    code = killed.replace('== 8', f'== {n + 1}')
-    env = dict(os.environ, PYTHONPATH=str(root))
-    run = [sys.executable, '-c', code, str(folder)]
-    done = subprocess.run(run, cwd=root, env=env, capture_output=True, text=True)
-    assert done.returncode == 9, done.stderr
-    return cache_of('train', 16, one_view, 0, World(), folder)[0]
+odd = ['', '[]', '{}', 'null', '{"version": 2}', '\x00', '[' * 900 + ']' * 900, '{"sha256": ""}']
 
 
-def test_swapped_parts_are_drawn_anew(tmp_path, monkeypatch):
-    "each is whole, but stands in another's place"
-    folder = killed_after(6, tmp_path / 'a')
-    one, two = folder / 'part-01', folder / 'part-04'
-    one.rename(folder / 'x'), two.rename(one), (folder / 'x').rename(two)
-    (folder / 'part-05').write_bytes((folder / 'part-00').read_bytes())
-    drawn = []
-    monkeypatch.setattr(
-        toys, 'draw', lambda *args, draw=draw: drawn.append(args[:2]) or draw(*args)
-    )
-    again = toys_tensors('train', subset=one_view, cache=tmp_path / 'a', **tiny).images
-    assert len(drawn) == 25 - 6 + 3
-    assert again.equal(toys_tensors('train', subset=one_view, cache=tmp_path / 'b', **tiny).images)
-
-
-def test_bytes_are_on_the_disk_before_the_name(tmp_path, monkeypatch):
-    done, fsync, replace = [], os.fsync, os.replace
-
-    def note_fsync(handle):
-        done.append(os.fstat(handle).st_ino)
-        fsync(handle)
-
-    def note_replace(a, b):
-        assert done[-1] == os.stat(a).st_ino, f'{b} has its name before its bytes are on the disk'
-        replace(a, b)
-
-    monkeypatch.setattr(os, 'fsync', note_fsync)
-    monkeypatch.setattr(os, 'replace', note_replace)
-    toys_tensors('train', subset=dict(one_view, category=[1]), cache=tmp_path, workers=1, **tiny)
-    assert len(done) == 2 * (5 + 1 + 1)  # five toys, their pictures, the note; and the folder
-
-
-def test_an_odd_note_is_one_sentence_or_the_note_itself(tmp_path):
-    import random
-
+@pytest.mark.parametrize('text', odd)
+def test_foreign_info_is_refused(tmp_path, text):
     ask = dict(split='train', subset=dict(one_view, category=[1]), cache=tmp_path, **tiny)
-    truth = toys_tensors(**ask).images.clone()
-    path = cache_of('train', 16, ask['subset'], 0, World(), tmp_path)[0] / 'info.json'
-    good, rng = path.read_bytes(), random.Random(0)
-    deep = '[' * 900 + ']' * 900
-    odd = [
-        'null',
-        'true',
-        '1',
-        '1.0',
-        '-1',
-        '1e999',
-        'NaN',
-        '9' * 4000,
-        '""',
-        '"\\ud800"',
-        '[]',
-        '{}',
-        deep,
-        f'"{"x" * 10_000}"',
-    ]
-    entries = list(json.loads(good))
-    for k in range(400):
-        raw = bytearray(good)
-        if k % 2:
-            name = rng.choice(entries)
-            note = {o: json.dumps(v) for o, v in json.loads(good).items()}
-            if rng.random() < 0.2:
-                del note[name]
-            else:
-                note[rng.choice([name, 'more'])] = rng.choice(odd)
-            raw = ('{' + ', '.join(f'"{o}": {v}' for o, v in note.items()) + '}').encode()
-        else:
-            for _ in range(rng.choice([1, 1, 2, 9])):
-                raw[rng.randrange(len(raw))] = rng.randrange(256)
-            if rng.random() < 0.2:
-                del raw[rng.randrange(len(raw)) :]
-        path.write_bytes(raw)
-        try:
-            images = toys_tensors(**ask).images
-        except ValueError as e:
-            assert type(e) is ValueError and 'remove the folder' in str(e) and '\n' not in str(e), e
-            assert len(str(e)) < 2000
-        else:
-            assert images.equal(truth) and json.loads(raw) == json.loads(good)
+    toys_tensors(**ask)
+    info = cache_of('train', 16, ask['subset'], 0, World(), tmp_path)[0] / 'info.json'
+    good = json.loads(info.read_text())
+    info.write_text(text)
+    with pytest.raises(ValueError, match='remove the folder'):
+        toys_tensors(**ask)
+    for name in good:
+        info.write_text(json.dumps(good | {name: True}))
+        with pytest.raises(ValueError, match='remove the folder'):
+            toys_tensors(**ask)
+
+
+def test_every_question_has_a_place_of_its_own(tmp_path, monkeypatch):
+    ask = ('train', 96, None, 0, World())
+    assert cache_of(*ask)[0].parent == tmp_path / 'xdg' / 'capsnb' / 'toys'
+    others = [('test', *ask[1:]), ('train', 48, *ask[2:]), ('train', 96, 100, 0, World())]
+    others += [('train', 96, None, 1, World()), (*ask[:4], World(noise=1.0))]
+    assert len({cache_of(*o)[0].name for o in (ask, *others)}) == 6
 
 
 @pytest.mark.parametrize(
     'kw, said',
     [
         (dict(tile=0), 'tile must be a whole number, at least 1, got 0'),
-        (dict(tile=-1), 'got -1'),
-        (dict(tile=1.0), 'tile'),
         (dict(size=0), 'got 0'),
-        (dict(size=16.0), 'size'),
         (dict(size=10**6), 'size must be a whole number from 16 to 256, got 1000000'),
         (dict(world=World(samples=10**9)), 'samples must be a whole number from 1 to 16'),
+        (dict(world=None), 'world must be a World, got '),
+        (dict(rows=[[9, 0, 0]]), 'elevation must be one of'),
+        (dict(rows=[[0, 36, 0]]), 'azimuth must be one of'),
+        (dict(rows=[[0, 0, 6]]), 'lighting must be one of'),
     ],
 )
-def test_what_would_take_for_ever_is_refused_at_once(kw, said):
+def test_what_would_take_for_ever_or_is_not_there_is_refused_at_once(kw, said):
+    kw = dict(size=16, rows=[[0, 0, 0]]) | kw
     with pytest.raises(ValueError, match=said):
-        draw(2, 3, torch.tensor([[0, 0, 0]]), **{**dict(size=16), **kw})
-
-
-@pytest.mark.parametrize('text', ['', '[]', '{}', 'null', '{"version": 1}', '\x00\x01'])
-def test_foreign_info_is_refused(tmp_path, text):
-    ask = dict(split='train', subset=dict(one_view, category=[1]), cache=tmp_path, **tiny)
-    toys_tensors(**ask)
-    (cache_of('train', 16, ask['subset'], 0, World(), tmp_path)[0] / 'info.json').write_text(text)
-    with pytest.raises(ValueError, match='remove the folder'):
-        toys_tensors(**ask)
-
-
-def test_the_cache_is_where_others_are(tmp_path, monkeypatch):
-    assert cache_of('train', 96, None, 0, World())[0].parent == tmp_path / 'xdg' / 'capsnb' / 'toys'
-    monkeypatch.delenv('XDG_CACHE_HOME')
-    monkeypatch.setenv('HOME', str(tmp_path))
-    assert (
-        cache_of('train', 96, None, 0, World())[0].parent == tmp_path / '.cache' / 'capsnb' / 'toys'
-    )
-    keys = {
-        cache_of(*ask)[0].name
-        for ask in (
-            ('train', 96, None, 0, World()),
-            ('test', 96, None, 0, World()),
-            ('train', 48, None, 0, World()),
-            ('train', 96, 100, 0, World()),
-            ('train', 96, None, 1, World()),
-            ('train', 96, None, 0, World(noise=1.0)),
-        )
-    }
-    assert len(keys) == 6
+        draw(2, 3, torch.tensor(kw.pop('rows')), **kw)
 
 
 def test_an_error_while_drawing_leaves_no_split(tmp_path, monkeypatch):
@@ -668,29 +491,18 @@ never = (math.nan, math.inf, -math.inf, 1e30, -1, -0.01, True, False, None, 'a',
 too_much = dict(spread=1.01, contrast=1.0, noise=255.1, jitter=0.21, samples=1.5)
 
 
-@pytest.mark.parametrize('name, x', [(name, x) for name in knobs for x in (*never, too_much[name])])
-def test_a_world_that_cannot_be_is_refused(tmp_path, name, x):
-    world = World(**{name: x})
-    for ask in (
-        lambda: toys_tensors('train', subset=one_view, world=world, cache=tmp_path, **tiny),
-        lambda: load_toys(16, 'train', 25, world=world, cache=tmp_path, progress=False),
-        lambda: cache_of('train', 16, one_view, 0, world, tmp_path),
-        lambda: build_toy(2, 3, world=world),
-        lambda: object_pose(2, 3, 0, world=world),
-        lambda: draw(2, 3, torch.tensor([[0, 0, 0]]), 16, world=world),
-        lambda: render(
-            build_toy(2, 3),
-            object_pose(2, 3, 0)[None],
-            [30],
-            torch.tensor([[0, 0]]),
-            16,
-            -1.0,
-            world,
-        ),
-    ):
-        with pytest.raises(ValueError) as e:
-            ask()
-        assert str(e.value) == f'{name} must be {knobs[name]}, got {x!r}'
+@pytest.mark.parametrize('name', knobs)
+def test_a_world_that_cannot_be_is_refused(tmp_path, name):
+    for x in (*never, too_much[name]):
+        for ask in (
+            lambda w: toys_tensors('train', subset=one_view, world=w, cache=tmp_path, **tiny),
+            lambda w: build_toy(2, 3, world=w),
+            lambda w: object_pose(2, 3, 0, world=w),
+            lambda w: draw(2, 3, torch.tensor([[0, 0, 0]]), 16, world=w),
+        ):
+            with pytest.raises(ValueError) as e:
+                ask(World(**{name: x}))
+            assert str(e.value) == f'{name} must be {knobs[name]}, got {x!r}'
     assert not list(tmp_path.iterdir())
 
 
@@ -702,28 +514,17 @@ def test_a_world_at_the_ends_of_its_ranges(world):
     assert draw('car', 0, torch.tensor([[0, 0, 0]]), 16, world=world).shape == (1, 2, 16, 16)
 
 
-@pytest.mark.parametrize('seed', [-1, 1.0, True, False, None, 'x', math.nan, [1]])
+@pytest.mark.parametrize('seed', [-1, 1.0, True, None, 'x', math.nan])
 def test_a_seed_is_a_whole_number(tmp_path, seed):
     for ask in (
         lambda: toys_tensors('train', subset=one_view, seed=seed, cache=tmp_path, **tiny),
-        lambda: load_toys(16, 'train', 25, seed, cache=tmp_path, progress=False),
-        lambda: cache_of('train', 16, one_view, seed, World(), tmp_path),
         lambda: plan('train', 25, seed),
         lambda: build_toy(2, 3, seed),
-        lambda: object_pose(2, 3, 0, seed),
-        lambda: draw(2, 3, torch.tensor([[0, 0, 0]]), 16, seed),
         lambda: drawn.grain_table(seed, 4),
     ):
-        with pytest.raises(ValueError) as e:
+        with pytest.raises(ValueError, match='seed must be a whole number, at least 0, got '):
             ask()
-        assert str(e.value) == f'seed must be a whole number, at least 0, got {seed!r}'
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize('world', [None, dict(noise=1.0), (1.0, 0.25, 2.5, 0.06, 2)])
-def test_a_world_is_a_world(world):
-    with pytest.raises(ValueError, match='world must be a World, got '):
-        build_toy(2, 3, 0, world)
 
 
 @pytest.mark.parametrize(
@@ -799,12 +600,6 @@ def test_a_part_that_cannot_be(part, said):
     ):
         with pytest.raises(ValueError, match=said):
             flatten(tree)
-
-
-@pytest.mark.parametrize('row', [[9, 0, 0], [0, 36, 0], [0, 5, 0], [0, 0, 6]])
-def test_codes_that_do_not_exist(row):
-    with pytest.raises(ValueError, match='must be one of'):
-        draw('animal', 4, torch.tensor([row]), 16)
 
 
 def test_a_part_is_asked_only_where_it_can_be(monkeypatch):

@@ -209,12 +209,12 @@ def _weights_files(look, gguf_file: str | None) -> list:  # look: name of a file
 
 # %% ../../nbs/data/39_embed.ipynb #0000000b
 def load_frozen(
-    name_or_folder: str | Path,
-    gguf_file: str | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    revision: str | None = None,
-    fetch: bool = True,
+    name_or_folder: str | Path,  # on the Hub, or a folder with config.json, weights and tokenizer
+    gguf_file: str | None,  # the name of a GGUF file in it
+    dtype: torch.dtype,  # in which the transformer computes
+    device: torch.device,  # where
+    revision: str | None = None,  # on the Hub; None: the one of `pinned`, or main
+    fetch: bool = True,  # whether a name that is not on this machine may be asked for on the Hub
 ) -> tuple:  # tokenizer, model (of an encoder-decoder the encoder), names of missing weights
     "A transformer that will not be trained; `ValueError` or `OSError` say what is missing."
     name, kw = _source_of(name_or_folder, gguf_file, revision)
@@ -282,8 +282,11 @@ def longest(model, tokenizer) -> int | None:  # tokens, the end token included; 
 
 # %% ../../nbs/data/39_embed.ipynb #00000012
 def tokenize(
-    tokenizer, texts: list, end_id: int | None = None, most: int | None = None
-) -> list:  # of lists of ids, with `end_id` at their ends, none longer than `most`
+    tokenizer,  # of transformers
+    texts: list,  # of str
+    end_id: int | None = None,  # appended to each
+    most: int | None = None,  # from `longest`
+) -> list:  # for each text a list of token ids
     "Token ids; `ValueError` for an empty text, one that is too long, and what is no text."
     texts = as_texts(texts)
     for k, t in enumerate(texts):
@@ -338,8 +341,11 @@ def pad_embeddings(
 # %% ../../nbs/data/39_embed.ipynb #0000001a
 @torch.no_grad()
 def hidden_states(
-    model, ids: list, layers: list | None = None, pad_id: int = 0
-) -> Embedded:  # mask [b, n], embs [b, n, l, m]; layers 0: the embeddings; None: all
+    model,  # of transformers
+    ids: list,  # lists of token ids
+    layers: list | None = None,  # which, 0 the embeddings; None: all
+    pad_id: int = 0,  # what fills the box; never seen by a token
+) -> Embedded:  # mask [b, n] and embs [b, n, l, m] on the model's device
     "The hidden states of a padded batch, in eval mode and without gradients."
     if not ids:
         raise ValueError("expected at least one text, got none")
@@ -535,7 +541,9 @@ _gpt2_large = dict(n_embd=1280, n_layer=36, n_head=20)  # of GPT2Config
 
 
 def check_encoder(
-    name_or_folder: str | Path, gguf_file: str | None = None, revision: str | None = None
+    name_or_folder: str | Path,  # on the Hub, or a folder
+    gguf_file: str | None = None,  # as for `FrozenEncoder`
+    revision: str | None = None,  # as for `FrozenEncoder`
 ):
     "`OSError` or `ValueError`, within seconds, where there is no such transformer."
     tf, (name, kw) = need('transformers'), _source_of(name_or_folder, gguf_file, revision)
@@ -543,10 +551,10 @@ def check_encoder(
 
 
 def read_config(
-    name_or_folder: str | Path,
-    gguf_file: str | None = None,
-    revision: str | None = None,
-    fetch: bool = True,
+    name_or_folder: str | Path,  # on the Hub, or a folder
+    gguf_file: str | None = None,  # as for `FrozenEncoder`
+    revision: str | None = None,  # as for `FrozenEncoder`
+    fetch: bool = True,  # whether a name that is not on this machine may be asked for on the Hub
 ):  # config of transformers
     "The sizes of a transformer without its weights; GPT-2-large's are known."
     tf, (name, kw) = need('transformers'), _source_of(name_or_folder, gguf_file, revision)
@@ -605,12 +613,12 @@ def in_time(seconds: float) -> str:  # in seconds, minutes or hours
 
 # %% ../../nbs/data/39_embed.ipynb #a5395e70
 def price_of(
-    config,
-    texts: list,
-    layers='all',
-    dtype='float16',
-    device: torch.device | None = None,
-    compute: torch.dtype = torch.float32,
+    config,  # of transformers
+    texts: list,  # of str
+    layers='all',  # as for `pick_layers`
+    dtype='float16',  # of a cache
+    device: torch.device | None = None,  # where the transformer runs; None: the best there is
+    compute: torch.dtype = torch.float32,  # in which numbers it computes
 ) -> Price:  # of reading them
     "What it costs to read texts with a transformer, known from its config alone."
     sizes = config.get_text_config() if hasattr(config, 'get_text_config') else config
@@ -711,7 +719,8 @@ def _read_header(path: Path) -> dict:  # `ValueError` for an odd entry, or one t
     numbers = dict.fromkeys(('d_emb', 'n_texts', 'n_tokens', 'n_bytes'), int)
     header = read_json(path, layers=list, **words, **numbers)
     if header['format'] not in _formats:
-        raise ValueError(f"it has the format {header['format']!r}, expected one of {_formats}")
+        wanted = f"expected one of {', '.join(_formats)}"
+        raise ValueError(f"it has the format {header['format']!r}, {wanted}")
     checked = header['format'] != _formats[0] or 'sum' in header  # the first format had no sum
     if checked and header.get('sum') != _header_sum(header):
         raise ValueError("an entry of header.json was changed")

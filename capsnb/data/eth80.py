@@ -4,6 +4,7 @@
 
 # %% ../../nbs/data/36_eth80.ipynb #00000002
 from __future__ import annotations
+import contextlib
 import hashlib
 import io
 import json
@@ -170,7 +171,7 @@ def _read_png(path: Path, mode: str, size: tuple | None = None) -> Tensor:
             png.verify()  # the checksums
         with image.open(data, formats=['PNG']) as png:
             x = torch.from_numpy(need('numpy').array(png.convert(mode)))
-    except (OSError, SyntaxError, ValueError, image.DecompressionBombError) as e:
+    except Exception as e:  # whatever Pillow says
         raise ValueError(f"{path}: damaged PNG: {e}") from e
     if size not in (None, x.shape[:2]):
         want, got = (f'{w}x{h}' for h, w in (size, x.shape[:2]))
@@ -198,24 +199,26 @@ def _read_object(files: Files, k: int, size: tuple) -> Tensor:  # uint8 [41, 3 o
 def _packed(place: Path, files: Files, root: Path) -> tuple[Path, tuple]:  # a file; its shape
     "All photographs and masks one after the other; made if not there, or not whole."
     key = hashlib.sha256(str(place).encode()).hexdigest()[:12]
-    path, note = root / f'{key}.bin', root / f'{key}.json'
+    path, note, planes = root / f'{key}.bin', root / f'{key}.json', 4 if files.masks else 3
     seen = [(o.name, s.st_size, s.st_mtime_ns) for o in sum(files, []) for s in [o.stat()]]
     stamp = hashlib.sha256(json.dumps(seen).encode()).hexdigest()  # changes with any file
-    size = tuple(_read_png(files.photos[0], 'RGB').shape[:2])
-    shape = n_photos, 4 if files.masks else 3, *size
-    with alone(path):
-        try:
-            info = read_json(note, stamp=str, sha256=str)
+
+    def size_of_copy():  # a copy is only a copy: if it is not whole it is made anew
+        with contextlib.suppress(OSError, ValueError):
+            info = read_json(note, stamp=str, sha256=str, size=list)
             if info['stamp'] == stamp and checksum(path) == info['sha256']:
-                return path, shape
-        except (OSError, ValueError):
-            pass  # a copy is only a copy: it is made anew
-        sweep(root)
-        with draft(path) as f:
-            for k in range(n_photos // len(viewpoints)):
-                f.write(_read_object(files, k, size).numpy().tobytes())
-        write_json(note, dict(stamp=stamp, sha256=checksum(path)))
-    return path, shape
+                return info['size']
+
+    if not (size := size_of_copy()):
+        with alone(path):
+            if not (size := size_of_copy()):
+                sweep(root)
+                size = list(_read_png(files.photos[0], 'RGB').shape[:2])
+                with draft(path) as f:
+                    for k in range(n_photos // len(viewpoints)):
+                        f.write(_read_object(files, k, tuple(size)).numpy().tobytes())
+                write_json(note, dict(stamp=stamp, size=size, sha256=checksum(path)))
+    return path, (n_photos, planes, *size)
 
 # %% ../../nbs/data/36_eth80.ipynb #00000020
 def open_eth80(

@@ -171,7 +171,9 @@ def unpack(path: str | Path, raw: Path, size: int | None = None):  # bytes it mu
 
 # %% ../../nbs/data/35_norb.ipynb #00000023
 def open_matrix(
-    path: str | Path, md5: str | None = None, size: int | None = None
+    path: str | Path,  # plain, or gzipped: unpacked into the cache the first time
+    md5: str | None = None,  # what the MD5 of the unpacked file must be, if known
+    size: int | None = None,  # how many bytes it must have unpacked, if known
 ) -> tuple[Tensor, str]:  # the array, mapped; the MD5 of the unpacked file
     "Open a matrix file, gzipped or not; `ValueError` names file and byte, or the MD5 that came."
     raw = _unpacked_of(Path(path), size) if is_gzip(path) else path
@@ -331,8 +333,9 @@ def read_split(
 
 # %% ../../nbs/data/35_norb.ipynb #00000038
 def find_smallnorb(
-    folder: str | Path | None = None, splits: Sequence[str] = ('train', 'test')
-) -> Path:
+    folder: str | Path | None = None,  # with the files, or whose sub-folder `smallnorb` has them
+    splits: Sequence[str] = ('train', 'test'),  # which are needed
+) -> Path:  # the folder
     "Find smallNORB, or download it; `FileNotFoundError` or `ConnectionError` if that fails."
     wanted = [o for (split, _), o in norb_files.items() if split in splits]
     found = find_folder('smallnorb', [o.name for o in wanted], folder, endings=('', '.gz'))
@@ -555,7 +558,10 @@ def _check_part(columns: dict[str, Tensor], where):  # toys as in smallNORB; wit
 
 # %% ../../nbs/data/35_norb.ipynb #e4019370
 def read_part(
-    folder: str | Path, split: str, part: int, official: bool = True
+    folder: str | Path,  # with the three files of a set, .mat or .mat.gz
+    split: str,  # 'train' or 'test'
+    part: int,  # number of the set
+    official: bool = True,  # must be of `norb_size`; False: of any size
 ) -> tuple[dict[str, Tensor], str]:  # image, codes, jitter int64 [n, 6]; a key of content
     "Read a set of NORB jittered-cluttered; `ValueError` names file and byte of what is wrong."
     got, paths, key = _three(folder, lambda kind: norb_name(split, part, kind), columns=10)

@@ -133,12 +133,12 @@ version = 2  # of the files: another number for any change that changes a byte
 
 
 def cache_of(
-    split: str,
-    size: int,
-    subset: int | dict | None,
-    seed: int,
-    world: World,
-    cache: str | Path | None = None,
+    split: str,  # 'train' or 'test'
+    size: int,  # pixels per side
+    subset: int | dict | None,  # as for `plan`
+    seed: int,  # which fifty toys
+    world: World,  # knobs of difficulty
+    cache: str | Path | None = None,  # None: XDG_CACHE_HOME or ~/.cache, capsnb/toys
 ) -> tuple[Path, dict]:  # the folder, and what its bytes depend on
     "Where a split is kept; `ValueError` as for `load_toys`."
     check_world(world, seed)
@@ -326,4 +326,5 @@ def with_pictures(images: Tensor, dataset):  # uint8 [n, 2, h, w]; datasets.Data
     columns = dict(zip(dataset.column_names, dataset.data.table.columns))
     table = datasets.table.InMemoryTable(pa.table(pictures | columns))
     info = datasets.DatasetInfo(features=datasets.Features(features | dataset.features))
-    return datasets.Dataset(table, info=info)
+    said = hashlib.sha256(images.contiguous().numpy()).hexdigest() + dataset._fingerprint
+    return datasets.Dataset(table, info=info, fingerprint=_hash(said)[:16])

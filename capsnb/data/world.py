@@ -172,9 +172,11 @@ _surfaces = dict(  # axes of the quadric, axes of the slabs
 )
 
 
-def intersect(  # of rays p + t d, three tensors each
-    kind: str, p: Sequence[Tensor], d: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:  # t where a ray enters the solid, and leaves
+def intersect(
+    kind: str,  # 'ellipsoid', 'box' or 'cylinder'
+    p: Sequence[Tensor],  # three tensors that broadcast: the rays at u = 0, the part in unit size
+    d: Sequence[Tensor],  # three more: their directions
+) -> tuple[Tensor, Tensor]:  # u where each ray enters, and where it leaves
     "Intersect rays with a unit shape; a ray that enters after it leaves misses it."
     quadric, slabs = _surfaces[kind]
     spans = [_slab(p[k], d[k]) for k in slabs] + ([_quadric(p, d, quadric)] if quadric else [])

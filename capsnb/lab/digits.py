@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from ..core import plot_style
-from ..data.cifar import cifar_names, open_cifar10
+from ..data.mnist import cifar_names, open_cifar10
 from ..data.mnist import as_floats, class_names, load_mnist
 from .capsnet import CapsNet
 from .efficient import EfficientCapsNet
