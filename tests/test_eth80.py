@@ -1,7 +1,6 @@
 "ETH-80: what is missing, wrong or damaged is named; folds, viewpoints, the task; the real files."
 
 import contextlib
-import hashlib
 import itertools
 import json
 import os

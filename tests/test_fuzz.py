@@ -30,10 +30,10 @@ pytest.importorskip('PIL')
 pytest.importorskip('sklearn')
 datasets = pytest.importorskip('datasets')
 from PIL import Image
-from test_cifar import as_python_2
+from test_mnist import as_python_2
 from tries import Hang, Tried, dice, hungry, limits, tries, watched
 from capsnb.core import seed_everything
-from capsnb.data import cifar, eth80, mnist, norb, toys
+from capsnb.data import eth80, mnist, norb, toys
 from capsnb.data.embed import EmbeddingCache, FrozenEncoder, tiny_transformer
 from capsnb.data.sst import read_trees, tiny_treebank
 from capsnb.lab import runs
@@ -111,22 +111,22 @@ def made_mnist(folder):
 
 
 def made_cifar(folder):
-    cifar.tiny_cifar10(folder, 2)
-    for name in cifar.batch_names:
+    mnist.tiny_cifar10(folder, 2)
+    for name in mnist.batch_names:
         official['cifar'][f'{name}.bin'] = md5((folder / f'{name}.bin').read_bytes())
 
 
 def read_cifar(folder):
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(cifar, 'batch_md5s', official['cifar'])
-        return cifar.read_cifar10(folder)
+        m.setattr(mnist, 'batch_md5s', official['cifar'])
+        return mnist.read_cifar10(folder)
 
 
 def made_pickles(folder):
-    cifar.tiny_cifar10(folder, 2)
-    for name in cifar.batch_names:
+    mnist.tiny_cifar10(folder, 2)
+    for name in mnist.batch_names:
         path = folder / f'{name}.bin'
-        batch = as_python_2(*cifar.parse_records(path.read_bytes()))
+        batch = as_python_2(*mnist._from_records(path.read_bytes(), path))
         path.with_suffix('').write_bytes(batch)
         path.unlink()
 
@@ -150,7 +150,7 @@ def made_norb(folder):
 def read_norb(folder):
     with pytest.MonkeyPatch.context() as m:
         m.setattr(norb, 'norb_files', official['norb'])
-        return norb.read_split(folder, 'train')[0]
+        return norb.read_split(folder, 'train')
 
 
 def made_trees(folder):
@@ -350,7 +350,7 @@ readers = {
     'CIFAR-10, pickled': Reader(
         made_pickles,
         ('data_batch_2', 'test_batch'),
-        lambda o: cifar.read_cifar10(o, official=False),
+        lambda o: mnist.read_cifar10(o, official=False),
         is_a_batch,
     ),
     'treebank': Reader(made_trees, ('train.txt',), lambda o: read_trees(o / 'train.txt'), said_by),
@@ -886,7 +886,7 @@ def paths_in(folder):
     (folder / 'full' / 'thesis.txt').write_text('all of it')
     os.mkfifo(folder / 'pipe')
     tiny_treebank(folder / 'sst')
-    cifar.tiny_cifar10(folder / 'cifar10', 2)
+    mnist.tiny_cifar10(folder / 'cifar10', 2)
     made = [folder / o for o in ('file', 'full', 'pipe', 'sst', 'cifar10', 'file/below', 'new')]
     odd = ['', '~', '~nobody-of-this-name/x', '/dev/null', '/dev/full', '/proc/self', 'n' * 300]
     return [*map(str, made), *odd, 'a\nb', 'ü 名', str(folder / 'a' / 'run')]
