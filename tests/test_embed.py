@@ -491,8 +491,7 @@ def test_killed_and_resumed(folders, encoders, tmp_path):
         stdout=subprocess.PIPE,
         text=True,
     )
-    rng, start = random.Random(), time.time()
-    wanted = rng.randint(5, 35)
+    wanted = random.Random().randint(5, 35)
     assert p.stdout.readline() == 'starts\n'
 
     def ticked():
@@ -502,7 +501,7 @@ def test_killed_and_resumed(folders, encoders, tmp_path):
             else 0
         )
 
-    while ticked() < wanted and p.poll() is None and time.time() - start < 60:
+    while ticked() < wanted and p.poll() is None:
         time.sleep(0.001)
     p.kill()
     p.wait()

@@ -685,8 +685,11 @@ def _sizes(header: dict) -> dict[str, int]:  # of the two large files
 def _lay_out(folder: Path, header: dict, index):
     "Make the files in their full size (the file system gives the space when it is written)."
     folder.mkdir(parents=True, exist_ok=True)
-    if strange := {o.name for o in folder.iterdir()} - {'index.npy', *_sizes(header)}:
-        raise ValueError(f"'{folder}' holds no cache of embeddings, but {', '.join(strange)}")
+    ticks = folder / 'ticks.bin'  # with ticks, somebody has lost the header
+    strange = {o.name for o in folder.iterdir()} - {'index.npy', *_sizes(header)}
+    if strange or ticks.is_file() and any(regular(ticks).read_bytes()):
+        held = ', '.join(strange) or 'ticks.bin'
+        raise ValueError(f"'{folder}' holds no cache of embeddings (no header.json), but {held}")
     need('numpy').save(folder / 'index.npy', index)
     for name, size in _sizes(header).items():
         with open(folder / name, 'wb') as f:

@@ -74,14 +74,10 @@ def draft(
 # %% ../../nbs/data/32_files.ipynb #6fd50a30
 def sync_folder(folder: Path):  # whose names have changed
     "See a folder's list of names onto the disk, where the system can."
-    if os.name != 'posix':
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError:
-        pass  # some network file systems cannot
-    finally:
+    if os.name == 'posix':
+        handle = os.open(folder, os.O_RDONLY)
+        with contextlib.suppress(OSError):  # some network file systems cannot
+            os.fsync(handle)
         os.close(handle)
 
 # %% ../../nbs/data/32_files.ipynb #14e7e984
@@ -270,15 +266,10 @@ def _cached(name: str, revision: str) -> Path | None:  # newest folder in the ca
 # %% ../../nbs/data/32_files.ipynb #ce0f2f87
 def _from_cache(name: str, folder: Path):
     config, version, revision = folder.parts[-3:]
+    said = dict(repo_id=name, dataset_name=name.split('/')[-1], config_name=config)
+    said |= dict(cache_dir=str(folder.parents[3]), version=version, hash=revision)
     try:
-        builder = need('datasets.packaged_modules.cache.cache').Cache(
-            cache_dir=str(folder.parents[3]),
-            repo_id=name,
-            dataset_name=name.split('/')[-1],
-            config_name=config,
-            version=version,
-            hash=revision,
-        )
+        builder = need('datasets.packaged_modules.cache.cache').Cache(**said)
         builder.download_and_prepare()
         return builder.as_dataset()
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
