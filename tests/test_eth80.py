@@ -17,7 +17,8 @@ from torch.testing import assert_close
 
 image = pytest.importorskip('PIL.Image')
 from typer.testing import CliRunner
-from capsnb import eth80, load_eth80
+from capsnb import load_eth80
+from capsnb.data import eth80
 from capsnb.cli import make_app
 from capsnb.data.eth80 import (
     Photo,

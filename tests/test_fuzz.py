@@ -325,7 +325,7 @@ readers = {
     'MNIST, one file': Reader(
         lambda o: idx_of(o / 'x-idx3-ubyte', mnist.format_idx(draw_bytes(3, 5, 4))),
         ('x-idx3-ubyte',),
-        lambda o: mnist.read_idx(o / 'x-idx3-ubyte'),
+        lambda o: mnist.read_idx(o / 'x-idx3-ubyte')[0],
         lambda x, path: mnist.format_idx(x) == path.read_bytes(),
     ),
     'MNIST': Reader(made_mnist, tuple(f'{o}.gz' for o in mnist.idx_names), read_mnist),

@@ -443,7 +443,7 @@ def test_a_tiny_file_with_much_behind_it(tmp_path, gzipped):
             with pytest.raises(ValueError, match='byte 9: expected the end of the file'):
                 read_idx(path)
         else:
-            assert read_idx(path).tolist() == [1]
+            assert read_idx(path)[0].tolist() == [1]
 
 
 # ---- CIFAR-10 ----

@@ -68,9 +68,11 @@ def read_idx(path: str | Path, size: int | None = None) -> tuple[Tensor, str]:  
     except (EOFError, gzip.BadGzipFile, zlib.error) as e:
         at = f"{path} byte {len(data)} of the unpacked data"
         raise ValueError(f"{at}: damaged gzip stream: {e}") from e
-    if len(data) != whole:
+    if len(data) > whole:
+        wrong_byte(path, whole, f"the end of the file for sizes {list(shape)}", "more bytes")
+    if len(data) < whole:
         wrong_byte(
-            path, min(len(data), whole), f"{whole:,} bytes for sizes {list(shape)}", len(data)
+            path, len(data), f"{whole:,} bytes for sizes {list(shape)}", "the end of the file"
         )
     md5 = hashlib.md5(data, usedforsecurity=False).hexdigest()
     return torch.frombuffer(data, dtype=torch.uint8)[-math.prod(shape) :].reshape(shape), md5
