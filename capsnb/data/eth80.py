@@ -11,6 +11,8 @@ import json
 import math
 import os
 import re
+import struct
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -162,14 +164,22 @@ def list_eth80(folder: str | Path) -> Files:  # of `find_eth80`; in order
     return Files(photos, masks)
 
 # %% ../../nbs/data/36_eth80.ipynb #00000019
+def _check_chunks(data: bytes):  # of a PNG, by their checksums
+    at, kind = 8, b''
+    while kind != b'IEND':
+        size, kind = struct.unpack('>I4s', data[at : at + 8])
+        end = at + 12 + size
+        if zlib.crc32(data[at + 4 : end - 4]) != int.from_bytes(data[end - 4 : end], 'big'):
+            raise ValueError(f"byte {at}: expected a chunk that fits its checksum")
+        at = end
+
+
 def _read_png(path: Path, mode: str, size: tuple | None = None) -> Tensor:
     "Bytes [height, width, 3] or, of a mask, [height, width]."
     image = need('PIL.Image')
     try:
-        data = io.BytesIO(regular(path).read_bytes())
-        with image.open(data, formats=['PNG']) as png:
-            png.verify()  # the checksums
-        with image.open(data, formats=['PNG']) as png:
+        _check_chunks(data := regular(path).read_bytes())
+        with image.open(io.BytesIO(data), formats=['PNG']) as png:
             x = torch.from_numpy(need('numpy').array(png.convert(mode)))
     except Exception as e:  # whatever Pillow says
         raise ValueError(f"{path}: damaged PNG: {e}") from e
