@@ -646,7 +646,13 @@ def push_run(
     return str(done.commit_url)
 
 
-def files_for_hub(run, folder, repo_id, license='apache-2.0', encoder=None) -> list:
+def files_for_hub(
+    run: str | Path,  # folder of a finished run
+    folder: str | Path,  # where to write; made if missing
+    repo_id: str,  # on the Hub: 'owner/name'
+    license: str = 'apache-2.0',  # of the weights
+    encoder: str | None = None,  # of runs on texts: the transformer's name on the Hub
+) -> list:  # names of the files
     "Write what goes to the Hub: weights, config, pictures, card; for texts a classifier's files."
     folder, lies, note = Path(folder), run_folder(run), task_of(run)
     folder.mkdir(parents=True, exist_ok=True)

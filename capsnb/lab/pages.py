@@ -192,7 +192,9 @@ def _all_have(found: dict, key: str) -> bool:
     return bool(found) and all(r.get(key) is not None for v in found.values() for r in v)
 
 
-def words_page(explanations: list) -> str:
+def words_page(
+    explanations: list,  # of `Explanation`
+) -> str:  # HTML
     "Coloured sentences, each an `Explanation`, which escapes what it shows."
     said = '<p><small>red: negative, blue: positive; point at a word for its number</small></p>'
     told = ''.join(f'<section>{e._repr_html_()}</section>' for e in explanations)
@@ -211,23 +213,36 @@ def write_page(
     return path
 
 
-def leave_run(folder: str | Path, pictures: tuple = ()) -> Path:
+def leave_run(
+    folder: str | Path,  # of a finished run
+    pictures: tuple = (),  # paths of what was drawn
+) -> Path:  # of the page
     "Write the page of a run into its folder."
     return write_page(Path(folder) / 'report.html', run_page(folder, pictures))
 
 
-def leave_test(folder: str | Path, found: dict) -> Path:
+def leave_test(
+    folder: str | Path,  # of a finished run
+    found: dict,  # of `evaluate`
+) -> Path:  # of the page
     "Write the page of a test into the run's folder, under the name of the split."
     split = re.sub('[^A-Za-z0-9+-]+', '-', found['split'])
     page = eval_page(found, task_of(folder), run_record())
     return write_page(Path(folder) / f'report_{split}.html', page)
 
 
-def leave_words(path: str | Path, explanations: list) -> Path:
+def leave_words(
+    path: str | Path,  # of the page
+    explanations: list,  # of `Explanation`
+) -> Path:  # of the page
     "Write a page of coloured sentences."
     return write_page(path, words_page(explanations))
 
 
-def leave_study(record: str | Path, said: str = '', pictures: tuple = ()) -> Path:
+def leave_study(
+    record: str | Path,  # of the study
+    said: str = '',  # what it says of its numbers
+    pictures: tuple = (),  # paths of what was drawn
+) -> Path:  # of the page
     "Write the page of a study beside its record, under the record's name."
     return write_page(Path(record).with_suffix('.html'), record_page(record, said, pictures))
