@@ -85,9 +85,8 @@ def test_a_home_is_the_same_in_every_place(tmp_path, monkeypatch):
     assert r.exit_code == 1 and 'holds a finished run' in r.output
     assert files_of(tmp_path / 'x') == kept
     assert capsnb('eval', '~/x', '--device', 'cpu').exit_code == 0 and not (tmp_path / '~').exists()
-    for command in ('demo', 'ablate'):  # their folders, too
-        capsnb(command, '--out=~/y', '--epochs', 0), capsnb(command, '--out=~/y', '--device', 'gpu')
-        assert not (tmp_path / '~').exists()
+    capsnb('demo', '--out=~/y', '--epochs', 0), capsnb('demo', '--out=~/y', '--device', 'gpu')
+    assert not (tmp_path / '~').exists()
 
 
 def test_an_unknown_home_is_one_sentence(tmp_path, monkeypatch):
@@ -100,8 +99,6 @@ def test_data_are_looked_for_before_a_transformer(tmp_path, monkeypatch):
     monkeypatch.setenv('HF_HUB_OFFLINE', '1')
     r = capsnb('train', 'sst', '--data', tmp_path / 'x', '--out', tmp_path / 'run')
     assert r.exit_code == 1 and 'expected train.txt' in r.output and not list(tmp_path.iterdir())
-    r = capsnb('shootout', 'x', '--out', tmp_path / 'run')
-    assert r.exit_code == 1 and "data must be one of 'toys'" in r.output
 
 
 def test_full_disk(tmp_path):
@@ -133,7 +130,6 @@ def test_without_typer():
         ('--version',),
         ('--help',),
         ('train', 'mnist', '--help'),
-        ('ablate', '--help'),
         ('eval', '--help'),
     ],
 )
@@ -245,15 +241,6 @@ def test_modules_of_the_folder_come_last(monkeypatch):
     assert sys.path == ['/usr/lib/somewhere', '']
 
 
-def test_a_record_is_never_its_own_picture(tmp_path):
-    path = tmp_path / 'record.png'
-    path.write_text('{}')
-    for ending in ('.png', '.html'):
-        r = capsnb('ablate', '--out', path.with_suffix(ending))
-        assert r.exit_code == 1 and 'expected another ending' in r.output, r.output
-    assert path.read_text() == '{}'
-
-
 def test_only_one_of_several_processes_is_silent(monkeypatch):
     for rank, size, first in (('0', '2', True), ('1', '2', False), ('zero', None, True)):
         monkeypatch.setenv('RANK', rank)
@@ -329,58 +316,6 @@ def test_only_the_first_process_speaks(run, monkeypatch):
     monkeypatch.setenv('RANK', '1')
     assert capsnb('eval', run, '--device', 'cpu', '--progress').output == ''
     assert capsnb('eval', run / 'nothing').output.startswith('capsnb (process 1): ')
-
-
-def test_a_study_goes_on_and_replaces_nothing(tmp_path):
-    "two studies with one folder of runs: the second must not replace the first's networks"
-    few = (
-        'ablate',
-        '--size',
-        32,
-        '--pairs',
-        50,
-        '--epochs',
-        1,
-        '--seeds',
-        1,
-        '--only',
-        '1 iteration',
-        '--capsules',
-        '4,2,2,2',
-        '--runs',
-        tmp_path / 'runs',
-        '--cache',
-        tmp_path / 'cache',
-        '--device',
-        'cpu',
-    )
-    r = capsnb(*few, '--out', tmp_path / 'a.json')
-    assert r.exit_code == 0 and '1 iteration' in r.output, r.output
-    kept = files_of(tmp_path / 'runs')
-    r = capsnb(*few[:4], 60, *few[5:], '--out', tmp_path / 'b.json')
-    assert (
-        r.exit_code == 1 and 'settings differ' in r.output and files_of(tmp_path / 'runs') == kept
-    ), r.output
-    (tmp_path / 'mine.json').write_text('{"runs": [1]}')
-    r = capsnb(*few, '--out', tmp_path / 'mine.json')
-    assert (
-        r.exit_code == 1
-        and 'capsnb: ' in r.output
-        and (tmp_path / 'mine.json').read_text() == '{"runs": [1]}'
-    )
-
-
-def test_a_shootout_refuses_whom_it_does_not_know(tmp_path):
-    for wrong, told in (
-        (('--only', 'nobody'), "'bayes-published', got ['nobody']"),
-        (('--network', 'nobody'), "'capsnet', got ['nobody']"),
-        (('--only', 'em', '--network', 'cnn'), 'not both'),
-    ):
-        r = capsnb('shootout', 'toys', *wrong, '--out', tmp_path)
-        assert r.exit_code == 1 and told in r.output, r.output
-    r = capsnb('shootout', 'nowhere', '--out', tmp_path)
-    assert r.exit_code == 1 and "'treebank', got 'nowhere'" in r.output, r.output
-    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -215,7 +215,7 @@ def test_docs_can_be_prepared(tmp_path):
     for name in ('nbs', 'capsnb'):
         shutil.copytree(root / name, tree / name, ignore=shutil.ignore_patterns(*left_out))
     some = [p for p in notebooks if (tree / p.relative_to(root)).exists()]
-    assert {p.parent.name for p in some} >= {'nbs', 'book', 'zoo', 'reports'}
+    assert {p.parent.name for p in some} >= {'nbs', 'book', 'zoo', 'studies'}
     for name in ('settings.ini', 'README.md'):
         shutil.copy(root / name, tree / name)
     (bin_ / 'quarto').write_text('#!/bin/sh\nexit 0\n')

@@ -174,9 +174,8 @@ def test_every_page_fits_a_phone_and_leads_on(built, tmp_path):
 @pytest.mark.skipif(chromium() is None, reason='there is no Chromium')
 def test_in_a_browser(built, tmp_path):
     pytest.importorskip('websocket')
-    looked = 'index', 'book/04_em_routing', 'reports/75_which_routing', 'gallery'
+    looked = 'index', 'book/04_em_routing', 'studies/75_which_routing', 'gallery'
     looked += 'api/capsnb.engine.dstep', 'lab/58_command_line', 'lab/55_own_data'
-    looked += ('reports/79_results',)
     with served(built) as home, browser(tmp_path) as tab:
         for page in looked:
             for width in (1280, 390):

@@ -315,7 +315,7 @@ def test_a_row_of_before_stays_without(tmp_path):
 
 def test_a_studys_command_names_who_was_asked_for(tmp_path, monkeypatch):
     "without its contestants a command would train all of them"
-    from capsnb.lab import plateau, shootout, viewpoint
+    from capsnb.lab import shootout
     from capsnb.outlook import language
 
     class Said(Exception):
@@ -324,20 +324,17 @@ def test_a_studys_command_names_who_was_asked_for(tmp_path, monkeypatch):
     def stop(*args, command=None, **_):
         raise Said(command or next(a for a in args if str(a).startswith('capsnb ')))
 
-    for module in (shootout, viewpoint, language):
+    for module in (shootout, language):
         monkeypatch.setattr(module, 'race', stop)
-    monkeypatch.setattr(plateau, 'repeat', stop)
     monkeypatch.chdir(tmp_path)
     two = ('em', 'mean')
     g = shootout.ground('toys')
     for begin, ends in {
-        lambda: viewpoint.viewpoint_study('toys', out=tmp_path, only=two): '--only em --only mean',
         lambda: shootout.shoot_out('toys', tmp_path, two, g=g): '--only em --only mean',
         lambda: shootout.shoot_out('toys', tmp_path, networks=('cnn',), g=g): '3 --network cnn',
         lambda: shootout.shoot_out('toys', tmp_path, tried=dict(lrs=(1e-3, 0.1)), g=g): (
             '--seeds 3 --rate 0.001 --rate 0.1'
         ),
-        lambda: plateau.plateau_study(only=('1 iteration',)): "--only '1 iteration'",
         lambda: language.language_study('blocks', tmp_path, ('em',)): '--only em',
     }.items():
         with pytest.raises(Said) as told:

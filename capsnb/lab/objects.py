@@ -23,8 +23,8 @@ from .train import BaseDeck, dice, fingerprint, shift_images
 from .vision import BaselineCNN, PlainCNN, SmallNORBNet, n_params, norb_trunk, rival_of
 
 # %% auto #0
-__all__ = ['categories', 'factors', 'splits', 'toys', 'smallnorb', 'norb', 'PairDeck', 'PairMixup', 'standardised', 'patches',
-           'PairCrops', 'Objects', 'Toys', 'SmallNORB', 'NORB', 'pose_picture']
+__all__ = ['categories', 'factors', 'splits', 'toys', 'smallnorb', 'norb', 'PairDeck', 'PairMixup', 'warp', 'rotation',
+           'standardised', 'patches', 'PairCrops', 'Objects', 'Toys', 'SmallNORB', 'NORB', 'pose_picture']
 
 # %% ../../nbs/lab/53_objects.ipynb #9b2bcc49
 class PairDeck(BaseDeck):
@@ -114,6 +114,32 @@ class PairMixup:
         at = torch.tensor(_along(2 * most, crops)) - most
         grid = torch.cartesian_prod(at, at).to(images.device)[:, None]
         return [from_bytes(shift_images(images, by, repeat=True)) for by in grid]
+
+# %% ../../nbs/lab/53_objects.ipynb #00000009
+def warp(
+    images: Tensor,  # [b, channels, m, n]
+    matrix: Tensor,  # [b, 2, 2] or [2, 2], of (down, right) from the centre
+    shift: Tensor | float = 0.0,  # [b, 2] pixels down and right, afterwards
+    size: int | None = None,  # side of the result; None: as they are
+    fill: str = 'zeros',  # what comes in from outside; or 'border': its pixels, repeated
+) -> Tensor:  # [b, channels, size, size]
+    "Each image under a linear map about its centre and a shift, bilinear."
+    b, _, m, n = images.shape
+    rows, cols = (torch.arange(s) - (s - 1) / 2 for s in ((size or m), (size or n)))
+    at = torch.stack(torch.meshgrid(rows, cols, indexing='ij'), -1).to(images)  # [m, n, 2]
+    shift = torch.as_tensor(shift).to(images).expand(b, 2)
+    back = torch.linalg.inv(matrix.to(images).expand(b, 2, 2))
+    source = torch.einsum('bij,bmnj->bmni', back, at - shift[:, None, None])
+    grid = (2 * source / torch.tensor([m, n]).to(images)).flip(-1)
+    return F.grid_sample(images, grid, padding_mode=fill, align_corners=False)
+
+
+def rotation(
+    degrees: Tensor,  # [...] counter-clockwise, as one sees it
+) -> Tensor:  # [..., 2, 2], of (down, right)
+    "The matrix of a rotation."
+    c, s = torch.cos(degrees.deg2rad()), torch.sin(degrees.deg2rad())
+    return torch.stack([torch.stack([c, -s], -1), torch.stack([s, c], -1)], -2)
 
 # %% ../../nbs/lab/53_objects.ipynb #993470c5
 def _caps_sizes(size: int) -> tuple[int, int]:
@@ -279,7 +305,7 @@ class Objects(Task):
         if net.startswith('matrix-caps') and self.published:
             raise ValueError(
                 f"there is no published recipe for {net}; its paper's set-up is the preset "
-                "'paper': capsnb ablate --only '3 iterations', or "
+                "'paper': capsnb study ingredients --rows table --preset paper, or "
                 "options=dict(preset='paper')"
             )
         lr = (1e-5, (_published_lr if self.published else _top_lr)[net])

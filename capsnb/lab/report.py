@@ -12,8 +12,7 @@ from pathlib import Path
 from ..core import need, palette, plot_style
 
 # %% auto #0
-__all__ = ['runs_of', 'percent', 'command_of', 'interval', 'lead_of', 'spread', 'table', 'dots', 'curves', 'name_points',
-           'plot_history']
+__all__ = ['runs_of', 'percent', 'command_of', 'interval', 'lead_of', 'spread', 'table', 'dots', 'curves', 'plot_history']
 
 # %% ../../nbs/lab/59_report.ipynb #acf1a44b
 def runs_of(
@@ -148,30 +147,6 @@ def curves(
     ax.set(xlabel=xlabel, ylabel=ylabel)
     ax.legend()
     return ax
-
-# %% ../../nbs/lab/59_report.ipynb #8a7a0001
-def name_points(
-    ax,  # matplotlib axes with everything else in place
-    points: dict,  # name -> (x, y)
-):
-    "Write names beside points, where they cover no other name and no point, if there is room."
-    ax.figure.canvas.draw()
-    dots_ = ax.transData.transform(list(points.values()))
-    Bbox = need('matplotlib.transforms').Bbox
-    taken = [Bbox.from_bounds(x - 3, y - 3, 6, 6) for x, y in dots_]
-    sides = [((6, 0), 'left', 'center'), ((-6, 0), 'right', 'center')]
-    sides += [((0, s * d), 'center', 'center') for d in (11, 22, 33) for s in (1, -1)]
-    for (name, at), own in zip(points.items(), tuple(taken)):
-        for step, ha, va in sides:
-            how = dict(xytext=step, textcoords='offset points', ha=ha, va=va, fontsize=9)
-            told = ax.annotate(name, at, **how)
-            box = told.get_window_extent()
-            if not any(box.overlaps(other) for other in taken if other is not own):
-                break
-            told.remove()
-        else:
-            told = ax.annotate(name, at, xytext=(6, 0), textcoords='offset points', fontsize=9)
-        taken.append(told.get_window_extent())
 
 # %% ../../nbs/lab/59_report.ipynb #8a8a0002
 def plot_history(

@@ -11,25 +11,22 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 import torch
-from ..core import need, palette, plot_style, run_record
-from ..data.files import read_json, write_json
+from ..core import need
 from ..data.sst import find_sst
 from .speed import take_turns
 from .digits import Digits
 from .objects import Toys
 from .photographs import Photographs
-from .report import dots, interval, name_points, percent, runs_of, spread
+from .report import percent, runs_of, spread
 from .routing_net import needed_for_text
 from .sentiment import Sentiment, smollm2
 from .tasks import Task, as_typed, settle_command, study, with_options
-from .train import batch_on
 from .vision import n_params, rival_of
 from ..zoo.routers import all_routings
 
 # %% auto #0
-__all__ = ['rates', 'norms_tried', 'variants', 'Ground', 'ground', 'evened', 'plain_options', 'blind', 'candidates', 'chosen',
-           'race', 'shoot_out', 'step_costs', 'costs', 'apart', 'ranked', 'standings', 'plot_shootout', 'measure_costs',
-           'plot_against_cost', 'plot_ranks', 'rank_correlation']
+__all__ = ['rates', 'norms_tried', 'variants', 'Ground', 'ground', 'evened', 'evened_matrix', 'plain_options', 'blind',
+           'candidates', 'chosen', 'race', 'shoot_out', 'step_costs', 'apart', 'ranked', 'standings']
 
 # %% ../../nbs/lab/64_shootout.ipynb #00000004
 class Ground(NamedTuple):
@@ -119,6 +116,18 @@ def evened(
     return made(min(widths, key=lambda by: abs(_size_of(g, **made(by)) - wanted)))
 
 # %% ../../nbs/lab/64_shootout.ipynb #00000008
+def evened_matrix(
+    g: Ground,  # of images
+    preset: str,  # of `MatrixCapsNet`
+) -> dict:  # options of the ground's network 'matrix-caps-norb'
+    "Class capsules of matrices on the ground's stem, as large as the D-step's network."
+    wanted = _size_of(g, **g.caps, **g.stem)
+    of = lambda by: dict(stem=_widened(g, by), B=g.caps['n_types'], preset=preset)
+    size = lambda by: n_params(g.task.make('matrix-caps-norb', 0, **of(by)))
+    widths = range(max(-12, 1 - g.stem['channels'][-1]), 13)
+    return of(min(widths, key=lambda by: abs(size(by) - wanted)))
+
+
 def plain_options(
     g: Ground,  # where
 ) -> dict:  # options of the ground's network without capsules
@@ -222,7 +231,7 @@ def shoot_out(
     runs: str | Path = 'runs/shootout',  # folder of the runs
     tried: dict | None = None,  # arguments of `candidates`; None: all of it
     g: Ground | None = None,  # None: the ground of that name
-    command: str = 'capsnb shootout',  # that is running; what follows it is added
+    command: str = 'capsnb study which-routing --data',  # that is running; the rest is added
     **kw,  # of `train`: device, progress
 ) -> dict:  # contestant -> metrics of the final runs
     "Search and compare; what the records hold is kept, what was interrupted goes on."
@@ -277,24 +286,6 @@ def step_costs(
     times = take_turns(steps, rounds)
     return {k: dict(v, seconds=statistics.median(times[k])) for k, v in found.items()}
 
-# %% ../../nbs/lab/64_shootout.ipynb #00000013
-def costs(
-    g: Ground,  # where
-    contestants: tuple | None = None,  # routings and 'cnn'; None: all
-    rounds: int = 5,  # of all, in turn
-) -> dict:  # contestant -> seconds and bytes of a training step, without the optimiser's
-    "What a step of each network takes, measured in turn."
-    nets = {}
-    deck = g.task.decks('routing', (g.task.roles['train'],), 0, g.recipe['shift'])
-    collator = g.task.collator('routing', g.recipe['shift'], g.recipe['mixup'])
-    rows = list(range(min(g.recipe['batch_size'], len(deck[g.task.roles['train']]))))
-    batch = batch_on(deck[g.task.roles['train']], rows, collator, torch.device('cpu'))
-    batch = getattr(collator, 'on_device', dict)(batch)
-    for who in contestants or (*all_routings(), 'cnn'):
-        kind, own = ('plain', plain_options(g)) if who == 'cnn' else ('routing', evened(g, who))
-        nets[who] = g.task.make(kind, 0, **own).train()
-    return step_costs(nets, batch, rounds)
-
 # %% ../../nbs/lab/64_shootout.ipynb #5a0d0002
 def apart(
     some: list,  # numbers, one a seed
@@ -344,95 +335,3 @@ def standings(
         )
     lines.append('told apart: each pair at 95 %, not corrected for the number of contestants')
     return '\n'.join(lines)
-
-# %% ../../nbs/lab/64_shootout.ipynb #5a0d0006
-def plot_shootout(
-    record: str | Path | dict,  # of `shoot_out`
-):  # matplotlib figure
-    "A dot for each seed, the mean and its interval; grey: told apart from the best, uncorrected."
-    rows = ranked(record)
-    colours = ['.55' if row['apart'] else palette[0] for row in rows]
-    ax = dots({row['name']: percent(row['runs']) for row in rows}, 'test accuracy, %', colours)
-    return ax.figure
-
-# %% ../../nbs/lab/64_shootout.ipynb #5a0d0008
-def measure_costs(
-    name: str,  # of a ground
-    path: str | Path,  # JSON file
-    rounds: int = 5,  # of all contestants, in turn
-) -> dict:  # as in the file: ground, batch_size, costs
-    "Measure `costs` on a ground and write them down."
-    g, path = ground(name), Path(path).expanduser()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    command = f'capsnb shootout {name} --costs'
-    record = run_record() | dict(command=command, ground=name, batch_size=g.recipe['batch_size'])
-    record |= dict(costs=costs(g, rounds=rounds))
-    write_json(path, record)
-    return record
-
-# %% ../../nbs/lab/64_shootout.ipynb #5a0d0009
-def plot_against_cost(
-    record: str | Path | dict,  # of `shoot_out`
-    cost: dict,  # of `costs`
-    without: tuple = (),  # names that are not drawn
-):  # matplotlib figure
-    "Accuracy against the time of a training step; whiskers: 95 % intervals of the means."
-    plt = plot_style()
-    fig, ax = plt.subplots(figsize=(7.5, 4.6), layout='constrained')
-    points = {}
-    for row in (r for r in ranked(record) if r['name'] not in without):
-        x, y = 1000 * cost[row['name']]['seconds'], percent(row['runs'])
-        colour = '.55' if row['apart'] else palette[0]
-        ax.plot([x, x], interval(y), color=colour, lw=1.5, alpha=0.5)
-        points[row['name']] = x, statistics.mean(y)
-        ax.plot(*points[row['name']], 'o', ms=5, color=colour)
-    ax.set_xscale('log')
-    ax.xaxis.set_major_formatter('{x:g}')
-    ax.xaxis.set_minor_formatter('{x:g}')
-    ax.set(xlabel='forward and backward pass of a batch, ms', ylabel='test accuracy, %')
-    name_points(ax, points)
-    return fig
-
-# %% ../../nbs/lab/64_shootout.ipynb #19ed7e7e
-def plot_ranks(
-    records: dict,  # name of a ground -> record of `shoot_out`, two or more
-):  # matplotlib figure
-    "Who came where on each ground; blue: nowhere told apart from the best, uncorrected."
-    plt = plot_style()
-    tables = [ranked(record) for record in records.values()]
-    place = [{row['name']: k for k, row in enumerate(rows)} for rows in tables]
-    names = set.intersection(*map(set, place))
-    grey = {row['name'] for rows in tables for row in rows if row['apart']}
-    size = (2.2 + 1.9 * len(tables), 0.8 + 0.24 * max(map(len, tables)))
-    fig, ax = plt.subplots(figsize=size, layout='constrained')
-    for name in names:
-        colour = '.6' if name in grey else palette[0]
-        ax.plot([p[name] for p in place], 'o-', ms=4, lw=1.5, color=colour)
-    for at, rows, side in ((0, tables[0], 'right'), (len(tables) - 1, tables[-1], 'left')):
-        for k, row in enumerate(rows):
-            told = f"{row['name']}  {spread(_shares(row))}"
-            step = (-8 if side == 'right' else 8, 0)
-            how = dict(xytext=step, textcoords='offset points', ha=side, va='center', fontsize=9)
-            ax.annotate(told, (at, k), **how)
-    ax.set_xticks(range(len(tables)), list(records))
-    ax.set(xlim=(-1.1, len(tables) + 0.1), yticks=[])
-    ax.invert_yaxis()
-    ax.grid(False)
-    for side in ('left', 'bottom'):
-        ax.spines[side].set_visible(False)
-    return fig
-
-
-def _shares(row: dict) -> list:  # percent, one a seed
-    return percent(row['runs'])
-
-
-def rank_correlation(
-    records: dict,  # name of a ground -> record of `shoot_out`, two of them
-    but: tuple = (),  # names that are left out
-) -> tuple:  # Spearman's, of the mean accuracies, and its p-value
-    "Whether two grounds order the contestants alike: 1 if they do, 0 if at random."
-    means = [{r['name']: statistics.mean(_shares(r)) for r in ranked(k)} for k in records.values()]
-    names = sorted((means[0].keys() & means[1].keys()) - set(but))
-    found = need('scipy.stats').spearmanr(*([m[k] for k in names] for m in means))
-    return float(found.statistic), float(found.pvalue)
