@@ -19,7 +19,7 @@ from .digits import Digits
 from .routing_net import RoutingNet
 from .tasks import Net, Task
 from .train import BaseDeck, dice, fingerprint
-from .viewpoint import rotation, warp
+from .objects import rotation, warp
 from .vision import HubMixin, PlainCNN, Scores, answer, n_params
 
 # %% auto #0

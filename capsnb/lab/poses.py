@@ -19,7 +19,7 @@ from .photographs import Photographs
 from .routing_net import RoutingNet
 from .tasks import Net
 from .train import dice
-from .viewpoint import rotation, warp
+from .objects import rotation, warp
 from .vision import answer, norb_trunk
 from ..routing.dstep import Routed
 
