@@ -570,8 +570,7 @@ def make_app() -> typer.Typer:
     )
     app.add_typer(study, name='study')
     study.callback()(lambda: None)
-    for name, command, short in (
-    ):
+    for name, command, short in ():
         study.command(name, short_help=short)(entrance(command))
     app.command('bench', short_help='Time and memory of everything fast.')(
         entrance(with_options(bench))

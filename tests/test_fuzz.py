@@ -870,8 +870,7 @@ def at_work(*_, **__):
 
 
 heavy = (
-    'data.toys:_fill lab.train:fit_decks lab.tasks:fit_decks lab.demo:fit_decks '
-    'lab.speed:bench'
+    'data.toys:_fill lab.train:fit_decks lab.tasks:fit_decks lab.demo:fit_decks lab.speed:bench'
 ).split()
 numbers = ['-1', '0', '1', '2', '3', '5', '10', '31', '96', '1e3', 'x', '', 'nan', 'inf', '-inf']
 numbers += ['1e-300', '0.5', '٣', '4294967295', '4294967296', '1000000000000000000', '9' * 5000]
