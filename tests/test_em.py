@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 from torch.distributions import Independent, Normal
 from torch.testing import assert_close
 from capsnb.routing import mixture
-from capsnb.engine.em import as_damping, em_routing, free_energy
+from capsnb.engine.em import as_damping, em_routing, free_energy, share_out
 from capsnb.routing.em import (
     Floor,
     activation_logit,
@@ -183,6 +183,22 @@ def test_finite_at_the_extremes(size, n_iters, seed, votes, acts, act, eps):
         'any': a,
     }[acts]
     assert_finite(a, V, 10 * ba, 10 * bu, 1.0, n_iters, eps, act=act)
+
+
+def test_parents_at_different_positions_compete():
+    "child 1 is in both fields: what one position takes, the other lacks"
+    fields = torch.tensor([[0, 1], [1, 2]])
+    L = torch.randn(2, 2, 4, dtype=f64)
+    R = share_out(L, fields=fields, n=1 + int(fields.max()))
+    both = torch.softmax(torch.cat([L[0, 1], L[1, 0]]), 0)
+    assert_close(torch.cat([R[0, 1], R[1, 0]]), both)
+    a, V = torch.ones(3, dtype=f64), torch.randn(2, 2, 4, 2, 2, dtype=f64)
+    start = em_routing(a, V, 0.0, 0.0, 1.0, 1, fields=fields).R
+    assert_close(
+        start, torch.tensor([[1 / 4, 1 / 8], [1 / 8, 1 / 4]], dtype=f64)[..., None].expand(2, 2, 4)
+    )
+    none = torch.tensor([[0, 1], [1, -1]])
+    assert (em_routing(a, V, 0.0, 0.0, 1.0, fields=none).R[1, 1] == 0).all()
 
 
 @pytest.mark.parametrize('act', ['logistic', 'pi'])
