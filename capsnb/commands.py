@@ -22,46 +22,6 @@ from .options import fields_of, options_of, with_options
 from .study import Studies
 
 
-def option(
-    help: str,  # one sentence or two
-    *names: str,  # on the command line; none: the parameter's
-    **more,  # of `typer.Option`
-):  # typer's description of an option
-    "An option whose default is not shown when there is none to show."
-    return typer.Option(*names, help=help, **more)
-
-
-def unset(
-    help: str,  # what happens where it is not given
-    *names: str,  # on the command line; none: the parameter's
-    **more,  # of `typer.Option`
-):  # typer's description of an option
-    "An option that may be left out."
-    return typer.Option(*names, help=help, show_default=False, **more)
-
-
-# Options of several commands
-Rate = Annotated[
-    float | None,
-    unset("Learning rate, the highest of its cycle; the recipe's if not given.", '--lr'),
-]
-Device = Annotated[str | None, unset("'cpu', 'cuda' or 'mps'; the best there is if not given.")]
-Progress = Annotated[
-    bool | None, typer.Option(show_default='on a terminal', help='Draw progress bars.')
-]
-AsJson = Annotated[bool, option('Print one JSON object, and nothing else.', '--json')]
-AnyFiles = Annotated[
-    bool, option('The files need not be the official ones, only in their format.', '--any-files')
-]
-ToyCache = Annotated[Path | None, unset("Toys: folder for drawn pictures; else the user's cache.")]
-Validate = Annotated[
-    bool,
-    option(
-        'Choose the epoch on instance 9; if not, train on that one too and keep the last epoch.'
-    ),
-]
-
-
 def again(ctx: typer.Context) -> str:
     "The command that goes on with an interrupted run: as it was typed, and --resume."
     words = ['capsnb', *ctx.command_path.split()[1:]]
@@ -487,15 +447,6 @@ def push(
     print(hub.push_run(run, name, private=private or None, token=token, **how))
 
 
-def checked_rates(
-    rates: list | None,  # as typed
-) -> tuple | None:  # the same; None: none was
-    "Learning rates to try; `ValueError` where one is not above 0."
-    if wrong := [lr for lr in rates or () if not lr > 0]:
-        raise ValueError(f"--rate must be above 0, got {wrong[0]:g}")
-    return tuple(rates or ()) or None
-
-
 def bench(
     names: list[str] = (),  # routing, convcaps, capsnet, zoo, mixture, matrix_caps, sst, networks
     *,
@@ -570,8 +521,6 @@ def make_app() -> typer.Typer:
     )
     app.add_typer(study, name='study')
     study.callback()(lambda: None)
-    for name, command, short in ():
-        study.command(name, short_help=short)(entrance(command))
     app.command('bench', short_help='Time and memory of everything fast.')(
         entrance(with_options(bench))
     )
