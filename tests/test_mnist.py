@@ -599,7 +599,7 @@ class Hostile:
     'raw, said',
     [
         (pickle.dumps({'data': Hostile(), 'labels': []}), 'expected arrays only, got .*print'),
-        (b'\x80\x02Nr\xff\xff\xff\x7f.', 'numbers an object 2,147,483,647'),  # 16 GB
+        (b'\x80\x02Nr\xff\xff\xff\x7f.', 'it numbers an object 2,147,483,647'),  # 16 GB
     ],
 )
 def test_a_pickle_runs_nothing_and_claims_nothing(capsys, raw, said):
