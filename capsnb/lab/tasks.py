@@ -228,7 +228,8 @@ def task_in(
     name = note.get('task', note.get('data'))  # runs on pictures of older versions call it data
     if not isinstance(name, str) or not name:
         raise ValueError(f"'{run}': task.json names no task that can be found, but {name!r:.60}")
-    if not (name in known or name in _named or re.match(r'capsnb(\.[a-z]\w*)+:', name)):
+    known_here = name in known or name in _named or re.match(r'capsnb(\.[a-z]\w*)+:', name)
+    if ':' in name and not known_here:
         raise ValueError(
             f"'{run}': its task {name!r} is somebody's code, which is not executed unless you name "
             f"it yourself: --task {name}, or load_run(run, task=...)"
