@@ -253,7 +253,7 @@ def test_layers_and_dtype_from_the_command_line_to_the_evaluation(world, tmp_pat
         1,
         '--out',
         tmp_path / 'run',
-        '--any-treebank',
+        '--any-files',
         '--progress',
         *more,
     )

@@ -375,7 +375,7 @@ def test_each_setting_that_differs_is_named_alone(published, changes, said):
 def test_the_command_puts_the_paper_beside_its_test(world, tmp_path, seeds):
     "a small encoder on sentences alone: it names what differs, and nothing else"
     line = f"train sst --task sst2 --encoder {world['model']} --data {world['trees']} --roots"
-    line += f' --any-treebank --on-the-fly --epochs 1 --device cpu --seeds {seeds} --no-progress'
+    line += f' --any-files --on-the-fly --epochs 1 --device cpu --seeds {seeds} --no-progress'
     r = capsnb(*line.split(), '--out', tmp_path / 'run')
     assert r.exit_code == 0, r.output
     (said,) = (row for row in r.stdout.splitlines() if 'Heinsen (2019)' in row)

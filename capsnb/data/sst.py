@@ -253,7 +253,7 @@ def read_sst(
 
 # %% ../../nbs/data/38_sst.ipynb #8c28abd6
 def _check(trees: list[Tree], path: Path, split: str):
-    hint = "load with official=False (on the command line: --any-treebank) if this is another one"
+    hint = "load with official=False (on the command line: --any-files) if this is another one"
     n, wanted = len(trees), sizes[split]
     if n != wanted:
         raise ValueError(f"{path} line {n}: expected {wanted:,} trees, got {n:,}; {hint}")
