@@ -189,6 +189,7 @@ def open_task(name: str, own: dict):  # capsnb.lab.tasks.Task
         own |= dict(cache=False) if own.pop('on_the_fly', False) else {}
         if 'folder' in own:
             room('data.sst').find_sst(own['folder'])
+        name = own.pop('task', 'sst5')
     own = preset.get(name, {}) | own
     return room('lab.tasks').with_options(room('lab.tasks').task_named(name), **own)
 

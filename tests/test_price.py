@@ -264,7 +264,7 @@ def test_layers_and_dtype_from_the_command_line_to_the_evaluation(world, tmp_pat
     )
     assert r.output.index('reading the treebank') < r.output.index('2 hidden states of width 32')
     assert capsnb('eval', tmp_path / 'run', *more).exit_code == 0 and sorted(
-        p.name for p in next((tmp_path / 'cache').iterdir()).iterdir()
+        p.name for p in next((tmp_path / 'cache').iterdir()).iterdir() if p.is_dir()
     ) == ['test-bfloat16', 'train-bfloat16', 'validation-bfloat16']
 
 

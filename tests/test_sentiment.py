@@ -117,7 +117,7 @@ def test_texts_as_the_treebank_spells_them(world, encoder, tmp_path):
         note = json.loads(json.dumps(task.note('sstnet')))
         assert note.get('raw', False) == raw == task.from_note(note, encoder=encoder).as_spelt
     (place,) = (tmp_path / 'cache').iterdir()
-    assert {p.name for p in place.glob('train*')} == {'train', 'train-raw'}
+    assert {p.name for p in place.glob('train*') if p.is_dir()} == {'train', 'train-raw'}
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_on_the_fly_trains_as_from_a_cache(world, encoder, tmp_path):
 
 def test_only_what_is_asked_for_is_encoded(world, encoder, tmp_path):
     on(world, encoder, cache=tmp_path).decks(splits=('test',))
-    assert [p.name for p in next(tmp_path.iterdir()).iterdir()] == ['test']
+    assert [p.name for p in next(tmp_path.iterdir()).iterdir() if p.is_dir()] == ['test']
 
 
 def test_published_and_own_recipe_differ_where_they_say(world, encoder, tmp_path):
@@ -409,7 +409,7 @@ def test_as_published_no_epoch_is_chosen(world, tmp_path, monkeypatch, more, val
     capsnb(*line.split(), '--out', tmp_path / 'run')
     assert found['validate'] == validates
     if seeds > 1:
-        assert found['settings']['validate'] == validates
+        assert found['settings']['published'] == ('--as-published' in more)
         typed = f'capsnb {line} --out {tmp_path}/run --resume'
         assert sorted(found['command'].split()) == sorted(typed.split())
 
@@ -431,10 +431,8 @@ def test_the_cells_of_chapter_10_for_the_real_model(world, tmp_path, monkeypatch
     sources = [''.join(c['source']) for c in book['cells'] if c['cell_type'] == 'code']
     imports, real = sources[1], [s for s in sources if s.startswith('#| data')]
     assert len(real) == 2
-    for known, small in {
-        "'gpt2-large'": repr(str(world['model'])),
-        '(37, 1280)': '(3, 32)',
-    }.items():
+    here = {"'gpt2-large'": repr(str(world['model'])), '(37, 1280)': '(3, 32)'}
+    for known, small in (here | {'torch.cuda.is_available()': 'True'}).items():
         real = [s.replace(known, small) for s in real]
     names = {}
     for source in (imports, *real, real[-1]):
