@@ -31,9 +31,7 @@ floors = {
     'zoo': 'Other routings',
     'data': 'Data',
     'lab': 'Lab',
-    'reports': 'Reports',
     'studies': 'Studies',
-    'outlook': 'Outlook',
 }
 _link = re.compile(r'(\]\()([^)\s]+)(\))')
 _pictures = 'image/png', 'image/jpeg'

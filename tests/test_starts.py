@@ -99,7 +99,7 @@ def test_a_start_that_is_gone(place, tmp_path):
 
 
 def test_seeds_of_one_setting_are_not_those_of_another(place, tmp_path):
-    line = f'train sst --encoder {place}/model0 --data {place}/trees --any-treebank --roots'
+    line = f'train sst --encoder {place}/model0 --data {place}/trees --any-files --roots'
     line += f' --cache {place}/cache --epochs 1 --seeds 2 --device cpu --out {tmp_path}'
     for more, code in (('', 0), ('', 0), (' --net vectors', 1), (f' --start {place}/sstnet', 1)):
         r = CliRunner().invoke(make_app(), (line + more + ' --no-progress').split())
