@@ -160,7 +160,7 @@ sys.meta_path.insert(0, Interrupt())
 import capsnb.cli
 from capsnb.cli import main
 inside = {module!r} == 'inside typer'
-if inside: capsnb.cli.entrance = lambda f: lambda: signal.raise_signal(signal.SIGINT)
+if inside: capsnb.cli.entrance = lambda *_: lambda: signal.raise_signal(signal.SIGINT)
 options = [] if inside else ['--device', 'cpu', '--out', {str(tmp_path / 'run')!r}]
 sys.argv = ['capsnb', 'train', 'digits', *options]
 main()"""
