@@ -492,6 +492,11 @@ def top(
     """Capsule routing, derived in notebooks: mixtures of Gaussians, EM routing, and the D-step."""
 
 
+def list_studies(ctx: typer.Context):
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help())
+
+
 def make_app() -> typer.Typer:
     "The `capsnb` command."
     plain = dict(no_args_is_help=True, rich_markup_mode=None)
@@ -518,10 +523,13 @@ def make_app() -> typer.Typer:
     short = 'Push a finished run to the Hugging Face Hub, with a card.'
     app.command('push', short_help=short)(entrance(with_options(push)))
     study = typer.Typer(
-        cls=Studies, help='Run a notebook of nbs/studies; one sub-command for each.', **plain
+        cls=Studies,
+        help='Run a notebook of nbs/studies; one sub-command for each.',
+        invoke_without_command=True,
+        rich_markup_mode=None,
     )
     app.add_typer(study, name='study')
-    study.callback()(lambda: None)
+    study.callback()(list_studies)
     app.command('bench', short_help='Time and memory of everything fast.')(
         entrance(with_options(bench))
     )

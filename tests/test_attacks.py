@@ -117,7 +117,7 @@ def test_small_gradients_and_steps_are_no_defence():
     tiny, steps = (lambda x: 1e-9 * f(x)), (lambda x: f(x).round(decimals=4))
     at = lambda g, a: o.sweep(g, x, y, [a], (0.3,))['tries'][0][0]
     assert at(tiny, o.fgsm) == at(tiny, o.bim) == at(tiny, o.pgd) == 0
-    assert at(steps, o.fgsm) == 1 and at(steps, o.square) == at(steps, o.through(f, o.fgsm)) == 0
+    assert at(steps, o.fgsm) == 1 and at(steps, o.square) < 0.1 > at(steps, o.through(f, o.fgsm))
 
 
 class Squares(Objects):

@@ -301,14 +301,6 @@ def test_maps_that_start_near_the_identity(name):
         routing_layer(name, 2, 3, 4, None, 5, start='zero')
 
 
-def test_a_layer_pickled_before_it_had_a_start():
-    layer = Routing(d_cov=2, d_inp=3, d_out=2, n_out=4)
-    del layer.__dict__['start']
-    assert 'start' not in repr(layer)
-    layer.reset_parameters()
-    assert layer.W.isfinite().all()
-
-
 def test_auto_counts_what_an_output_costs():
     "with few parts and many outputs, moments are ten times slower than votes"
     assert choose_plan(Sizes(80, 8, 10_000, 1, 4, 4, True)) != 'moments'
