@@ -571,7 +571,7 @@ def test_a_run_on_texts_is_pushed_and_read_from_the_hub_alone(hub, world, tmp_pa
     assert (note['reader']['encoder'], note['reader']['revision']) == ('me/tiny', 'c' * 40)
     assert card.data.pipeline_tag == 'text-classification' and card.data.base_model == 'me/tiny'
     assert 'The last of 1 epochs was kept: no data were held back' in card.text
-    assert 'files in the format of: Stanford Sentiment Treebank' in card.text
+    assert 'files in the format of: sst' in card.text
     assert {r.dataset_split for r in card.data.eval_results} == {'test'}
     network, task, _ = load_run(out, 'cpu')
     text = world['texts'][0]
