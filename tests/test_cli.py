@@ -214,7 +214,11 @@ def test_a_link_in_a_run_leads_nowhere(tmp_path, name):
     (run := tmp_path / 'run').mkdir()
     (precious := tmp_path / 'precious').write_text('years of work')
     (run / name).symlink_to(precious)
-    for command in (('eval', run), ('push', run, 'me/x', '--card', 'x.md'), ('train', 'digits', '--out', run)):
+    for command in (
+        ('eval', run),
+        ('push', run, 'me/x', '--card', 'x.md'),
+        ('train', 'digits', '--out', run),
+    ):
         r = call(*command, cwd=tmp_path)
         assert r.returncode == 1 and 'is a link' in r.stderr, r.stderr
     assert precious.read_text() == 'years of work' and (run / name).is_symlink()

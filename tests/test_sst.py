@@ -279,7 +279,8 @@ def test_order_of_places(tiny, tmp_path, monkeypatch):
 def test_nothing_to_be_had(tmp_path):
     with pytest.raises(ConnectionError, match='name that in CAPSNB_DATA or as `folder`'):
         load_sst()
-    assert not any(p.is_file() for p in (tmp_path / 'xdg').rglob('*'))
+    left = [p for p in (tmp_path / 'xdg').rglob('*') if p.is_file()]
+    assert not [p for p in left if p.suffix != '.lock']
     with pytest.raises(ValueError, match="task must be 'sst5' or 'sst2', got 'SST-5'"):
         load_sst(task='SST-5')
 
@@ -320,7 +321,7 @@ def test_download_fills_the_cache_once_also_after_a_kill(web, tmp_path, monkeypa
         with pytest.raises(KeyboardInterrupt):
             load_sst(official=False)
     for _ in range(2):
-        assert load_sst(official=False)['train'].num_rows == 108 and len(web.asked) == 2
+        assert load_sst(official=False)['train'].num_rows == 108 and len(web.asked) == 1
 
 
 # ---- the data set ----
