@@ -10,9 +10,9 @@ import pytest
 from test_repo import count, notebooks
 
 
-def cells(path):
+def cells(path, kind='code'):
     for c in json.loads(path.read_text(encoding='utf-8'))['cells']:
-        if c['cell_type'] == 'code':
+        if c['cell_type'] == kind:
             yield ''.join(c['source']), c
 
 

@@ -316,7 +316,6 @@ def test_a_row_of_before_stays_without(tmp_path):
 def test_a_studys_command_names_who_was_asked_for(tmp_path, monkeypatch):
     "without its contestants a command would train all of them"
     from capsnb.lab import shootout
-    from capsnb.outlook import language
 
     class Said(Exception):
         pass
@@ -324,8 +323,7 @@ def test_a_studys_command_names_who_was_asked_for(tmp_path, monkeypatch):
     def stop(*args, command=None, **_):
         raise Said(command or next(a for a in args if str(a).startswith('capsnb ')))
 
-    for module in (shootout, language):
-        monkeypatch.setattr(module, 'race', stop)
+    monkeypatch.setattr(shootout, 'race', stop)
     monkeypatch.chdir(tmp_path)
     two = ('em', 'mean')
     g = shootout.ground('toys')
@@ -335,7 +333,6 @@ def test_a_studys_command_names_who_was_asked_for(tmp_path, monkeypatch):
         lambda: shootout.shoot_out('toys', tmp_path, tried=dict(lrs=(1e-3, 0.1)), g=g): (
             '--seeds 3 --rate 0.001 --rate 0.1'
         ),
-        lambda: language.language_study('blocks', tmp_path, ('em',)): '--only em',
     }.items():
         with pytest.raises(Said) as told:
             begin()

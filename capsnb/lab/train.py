@@ -764,7 +764,7 @@ def fit_decks(
     folders.claim(folder, resume, overwrite)
     if resume and (folder / 'metrics.json').exists():
         folders.same_run(folder, settings)
-        return folders.finished_run(folder, net)
+        return folders.finished_run(folder, net) or {}
     decks, first = dict(training=deck, validation=held, test=test), args.process_index == 0
     with contextlib.ExitStack() as to_do:
         if first:
