@@ -29,7 +29,8 @@ from ..data.files import read_json, write_json
 from .losses import quality
 import capsnb.lab.runs as folders
 from .decks import Deck, MixupCollator, fingerprint
-from .decks import BaseDeck, dice, load_digits_split, shift_images  # noqa: F401
+from .decks import BaseDeck, columns_of, dice, load_digits_split  # noqa: F401
+from .decks import shift_images  # noqa: F401
 from .runs import checkpoints_in, first_process, read_seal, run_folder
 from .runs import in_words, record_locked, repeat, summary  # noqa: F401
 
