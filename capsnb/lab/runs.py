@@ -191,7 +191,8 @@ def read_seal(
     folder: Path,  # a checkpoint
 ) -> dict | None:  # what the seal holds; None when the checkpoint is not whole
     "The seal of a whole checkpoint."
-    inside = lambda name: (folder / name).resolve().is_relative_to(folder.resolve())
+    real = lambda path: Path(os.path.realpath(path))  # of a loop, too
+    inside = lambda name: real(folder / name).is_relative_to(real(folder))
     try:
         note = read_whole(folder / 'seal.json', files=dict)
         for name, sha in note['files'].items():
