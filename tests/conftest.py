@@ -11,7 +11,8 @@ def pytest_configure(config):
     for line in (
         'cuda: needs a GPU; skipped where there is none',
         'graphs: torch.compile or torch.export of a routing; skipped before PyTorch 2.10',
-        'slow: half a minute or more; CAPSNB_SLOW_TESTS=1 runs it',
+        'slow: seconds, or a process of its own; pytest -m slow',
+        'long: minutes to an hour; pytest -m long',
     ):
         config.addinivalue_line('markers', line)
 
@@ -19,10 +20,6 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     import pytest
 
-    if not os.environ.get('CAPSNB_SLOW_TESTS'):
-        for item in items:
-            if item.get_closest_marker('slow'):
-                item.add_marker(pytest.mark.skip(reason='slow: set CAPSNB_SLOW_TESTS=1'))
     graphs = [o for o in items if o.get_closest_marker('graphs')]
     marked = [o for o in items if o.get_closest_marker('cuda')]
     if not (graphs or marked):

@@ -79,7 +79,7 @@ def test_equals_are_equal():
         assert abs(theirs / ours - 1) < 0.15, name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_peak_memory_is_that_of_the_contestant():
     at = 'capsnet', 'CapsNet, 1,152 → 10'
     votes, maps = (_peak(*at, k, 'cpu', False) for k in ('definition', 'route_capsules'))

@@ -481,7 +481,7 @@ def test_bars_are_for_terminals(run, monkeypatch):
     assert '%|' in capsnb(*test).output and '%|' not in capsnb(*test, '--no-progress').output
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_interrupted_and_resumed(tmp_path):
     "A real Ctrl-C within an epoch; what it tells us to do ends where an undisturbed run does."
     out, deadline = tmp_path / 'run', time.time() + 240

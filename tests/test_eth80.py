@@ -532,7 +532,7 @@ def test_a_run_is_tested_on_what_it_was_meant_for(drawn, cache, tmp_path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command(drawn, cache, tmp_path):
     def capsnb(*args):
         return CliRunner().invoke(make_app(), [str(a) for a in args])

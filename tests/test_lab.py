@@ -1,6 +1,6 @@
 """JupyterLab in a browser: the book's notebooks reach their end by "Run All Cells".
 
-Minutes: CAPSNB_SLOW_TESTS=1 pytest tests/test_lab.py
+Minutes: pytest -m long tests/test_lab.py
 """
 
 import contextlib
@@ -77,7 +77,7 @@ def jupyterlab(folder: Path):  # its address
         process.wait(20)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(chromium() is None, reason='there is no Chromium')
 def test_run_all_reaches_the_end_of_every_chapter(tmp_path):
     pytest.importorskip('jupyterlab')

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import signal
 import pytest
 import torch
@@ -404,17 +403,14 @@ def test_margin_follows_the_trainer_and_survives_a_stop(toys, tmp_path):
     )
 
 
-slow = pytest.mark.skipif(
-    not os.environ.get('CAPSNB_SLOW_TESTS'), reason='minutes: set CAPSNB_SLOW_TESTS=1'
-)
-
-
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     'size, subset, batch, kw',
     [
         (32, 60, 4, dict(few, size=21)),
-        pytest.param(48, 2000, 8, dict(A=64, B=8, C=16, D=16, preset='gritzman'), marks=slow),
+        pytest.param(
+            48, 2000, 8, dict(A=64, B=8, C=16, D=16, preset='gritzman'), marks=pytest.mark.long
+        ),
     ],
     ids=['tiny', 'small network'],
 )

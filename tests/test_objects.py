@@ -244,7 +244,7 @@ def test_the_picture_shows_the_right_class(cache, monkeypatch):
         assert_close(drawn[name].xy, mds_path(poses_of(net, x['images'][at][order]).mu[:, c]).xy)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_smallnorb_from_files_to_result(tmp_path):
     "cards in smallNORB's format, whose viewpoints are not those of the picture's first choice"
     pytest.importorskip('typer')

@@ -286,7 +286,7 @@ routes = {
     'name, backend',
     [
         *((name, 'aot_eager') for name in [*layers, *routes]),
-        pytest.param('route_capsules', 'inductor', marks=pytest.mark.slow),
+        pytest.param('route_capsules', 'inductor', marks=pytest.mark.long),
     ],
 )
 def test_compiled_forward_and_back(name, backend):

@@ -174,7 +174,7 @@ def test_the_book_needs_its_extra_alone():
     assert not lacking, f'the extra book does not bring {sorted(lacking)}'
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_source_archive_builds_again(tmp_path):
     "what setup.py reads lies in the archive, so that a release can be installed from it"
     tree = tmp_path / 'tree'
@@ -205,7 +205,7 @@ def test_hooks_have_nothing_to_add():
     assert {'.gitconfig', '.last_checked', '_proc/', '_docs/'} <= set(ignored)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_docs_can_be_prepared(tmp_path):
     "nbdev_docs up to the point where Quarto itself renders, with a stand-in for Quarto; some rooms"
     tree, bin_ = tmp_path / 'tree', tmp_path / 'bin'

@@ -102,7 +102,7 @@ def whole(tmp_path_factory):
     return out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_twice_and_resumed(whole, tmp_path):
     rng = random.Random()
     first = rng.randint(4, 18)
@@ -133,7 +133,7 @@ def test_another_seed_differs(whole, tmp_path):
     assert not same(state_of(whole)[0], state_of(tmp_path)[0])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_half_written_checkpoint_is_skipped(whole, tmp_path):
     "What a kill within a save leaves: a folder without a seal, one whose file is too short."
     kill_at(tmp_path, False, 5, 20)

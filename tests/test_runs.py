@@ -175,7 +175,7 @@ def test_two_processes_train_as_one(tmp_path):
         torch.testing.assert_close(two[name], weights, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_speak_with_one_voice(tmp_path):
     "One of them removes a broken checkpoint, and says so."
     script, out = tmp_path / 'pair.py', tmp_path / 'run'

@@ -42,7 +42,7 @@ def capsnb(folder, *args):
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_data_set_of_ones_own_on_the_command_line(tmp_path):
     source = example()
     lines = [line for line in source.splitlines() if line.strip()]

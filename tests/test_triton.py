@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import os
 import re
 import subprocess
 import sys
@@ -312,9 +311,7 @@ def test_a_sample_of_tiles_compiled_ahead(args):
 
 
 @needs_triton
-@pytest.mark.skipif(
-    not os.environ.get('CAPSNB_SLOW_TESTS'), reason='an hour: set CAPSNB_SLOW_TESTS=1'
-)
+@pytest.mark.long
 def test_all_tiles_compiled_ahead():
     for args in all_tiles():
         check_machine_code(args, 90, parked=24 * (args[3:] == (1, 64, 2, False)))

@@ -242,7 +242,7 @@ def compiled(case):
 tiles = [dict(J=8), dict(J=16), dict(J=32)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_all_tiles_compile_without_spills():
     os.environ['TRITON_DEFAULT_FP_FUSION'] = '1'
     work = [*((90, how) for how in tiles), *((80, how) for how in tiles[::2])]
