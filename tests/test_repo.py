@@ -48,30 +48,6 @@ def test_count():
     assert count.count(nb, ['slow', 'cuda', 'data']) == dict(ran=2, slow=2, data=1)
 
 
-def test_count_prints_the_totals(tmp_path, capsys):
-    (tmp_path / 'nbs' / '_skipped').mkdir(parents=True)
-    (tmp_path / 'settings.ini').write_text('[DEFAULT]\ntst_flags = slow cuda\n')
-    nb = json.dumps(
-        dict(cells=[dict(cell_type='code', source=s) for s in ('f()', 'g()', '#| slow\nf()')])
-    )
-    for name in ('a', 'b', '_no', '_skipped/c'):
-        (tmp_path / 'nbs' / f'{name}.ipynb').write_text(nb)
-    assert count.main(tmp_path) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        '  a.ipynb: 2 cells ran, skipped: 1 slow',
-        '  b.ipynb: 2 cells ran, skipped: 1 slow',
-        '2 notebooks, 4 code cells ran, 2 skipped by a flag (slow: 2, cuda: 0)',
-    ]
-
-
-def test_version():
-    assert capsnb.__version__ == settings['version']
-
-
-def test_changelog_knows_the_version():
-    assert settings['version'] in (root / 'CHANGELOG.md').read_text(encoding='utf-8')
-
-
 @pytest.mark.parametrize('name', getattr(capsnb, '__all__', []))
 def test_public_names_are_there(name):
     assert getattr(capsnb, name) is not None
@@ -198,13 +174,6 @@ def test_a_source_archive_builds_again(tmp_path):
     assert packed == {'setup.py', *(p.relative_to(root).as_posix() for p in modules)}
 
 
-def test_hooks_have_nothing_to_add():
-    "the line that nbdev_install_hooks looks for is there, so a fresh clone stays clean"
-    assert '*.ipynb merge=nbdev-merge\n' in (root / '.gitattributes').read_text()
-    ignored = (root / '.gitignore').read_text().split()
-    assert {'.gitconfig', '.last_checked', '_proc/', '_docs/'} <= set(ignored)
-
-
 @pytest.mark.long
 def test_docs_can_be_prepared(tmp_path):
     "nbdev_docs up to the point where Quarto itself renders, with a stand-in for Quarto; some rooms"
@@ -263,18 +232,6 @@ assert threads == {want!r}, threads"""
     command = [str(Path(sys.executable).with_name('nbdev_test')), '--n_workers', '2']
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_tests_compute_on_one_thread():
-    "nbdev_test and pytest must not depend on how many threads PyTorch likes to start"
-    code = (
-        "import runpy, sys; runpy.run_path(sys.argv[1]); import torch; "
-        "print(torch.get_num_threads())"
-    )
-    env = {k: v for k, v in os.environ.items() if k != 'OMP_NUM_THREADS'}
-    command = [sys.executable, '-c', code, str(root / 'tests' / 'conftest.py')]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.stdout.strip() == '1', done.stdout + done.stderr
 
 
 def test_who_cites_cites_this_version():
