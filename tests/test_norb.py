@@ -1,10 +1,9 @@
-"Damaged files, the Hub by proxy, downloads, labels; the rest is in nbs/data/35_norb.ipynb."
+"Damaged files, the Hub by proxy, downloads, labels, NORB 108; the rest is in nbs/data/35_norb."
 
 import gzip
 import hashlib
 import io
 import os
-import random
 import re
 import shutil
 import struct
@@ -14,29 +13,10 @@ from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 from capsnb.data import norb
 from capsnb.data.files import cache_folder
-from capsnb.data.norb import (
-    Joined,
-    as_tensors,
-    codes,
-    degrees,
-    find_smallnorb,
-    instances,
-    load_smallnorb,
-    magics,
-    norb_files,
-    norb_name,
-    open_matrix,
-    open_norb,
-    open_smallnorb,
-    read_matrix,
-    read_part,
-    read_split,
-    tiny_norb,
-    tiny_smallnorb,
-    valid_mask,
-    viewpoint_split,
-    write_matrix,
-)
+from capsnb.data.norb import as_tensors, codes, find_smallnorb, instances, load_smallnorb, magics
+from capsnb.data.norb import norb_files, norb_name, open_matrix, open_norb, open_smallnorb
+from capsnb.data.norb import read_matrix, read_part, read_split, tiny_norb, tiny_smallnorb
+from capsnb.data.norb import valid_mask, write_matrix
 from web import Web, served
 
 datasets = pytest.importorskip('datasets')
@@ -45,9 +25,7 @@ names = [o.name for o in norb_files.values()]
 
 
 def equal(a, b):
-    assert set(a) == set(b)
-    for name in a:
-        assert_close(a[name], b[name], rtol=0, atol=0)
+    assert_close(dict(a), dict(b), rtol=0, atol=0)
 
 
 @pytest.fixture(autouse=True)
@@ -86,15 +64,11 @@ def as_official(monkeypatch, plain, packed):
 
 # ---- one matrix ----
 
-kinds = dict(zip(magics.values(), 'fdiBh'))
+kinds, seeds = dict(zip(magics.values(), 'fdiBh')), st.integers(0, 2**32)
 
 
 @few
-@given(
-    st.lists(st.integers(1, 4), min_size=1, max_size=8),
-    st.sampled_from(list(kinds)),
-    st.integers(0, 2**32),
-)
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=8), st.sampled_from([*kinds]), seeds)
 def test_reads_what_was_written(tmp_path_factory, shape, dtype, seed):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 1e4
     x = x.clamp(0, 255).to(dtype) if dtype == torch.uint8 else x.to(dtype)
@@ -110,24 +84,16 @@ def test_reads_what_was_written(tmp_path_factory, shape, dtype, seed):
 def test_every_cut_and_every_bit_of_a_small_file(tmp_path):
     x = torch.arange(6, dtype=torch.int32).view(2, 3)
     whole, path = write_matrix(tmp_path / 'x.mat', x).read_bytes(), tmp_path / 'y.mat'
-    for n in range(len(whole)):
-        path.write_bytes(whole[:n])
-        said = rf'y.mat byte {n}: expected .* got the end of the file'
-        with pytest.raises(ValueError, match=said):
-            read_matrix(path)
+    spoilt = [whole[:n] for n in range(len(whole))] + [whole + b'\0']
     for bit in range(8 * 20):
         data = bytearray(whole)
         data[bit // 8] ^= 1 << bit % 8
+        if bit != 8 * 4:  # two dimensions or three: the stored 1 may be meant
+            spoilt.append(data)
+    for data in spoilt:
         path.write_bytes(data)
-        if bit == 8 * 4:  # two dimensions or three: the stored 1 may be meant
-            assert read_matrix(path).shape == (2, 3, 1)
-            continue
         with pytest.raises(ValueError, match=r'y.mat byte \d+: expected'):
             read_matrix(path)
-    path.write_bytes(whole + b'\0')
-    said = rf'y.mat byte {len(whole)}: expected the end of the file after \[2, 3\] elements'
-    with pytest.raises(ValueError, match=said):
-        read_matrix(path)
 
 
 def test_a_map_is_private_and_needs_no_right_to_write(tmp_path):
@@ -138,15 +104,7 @@ def test_a_map_is_private_and_needs_no_right_to_write(tmp_path):
     assert read_matrix(path).tolist() == [0] * 4
 
 
-@pytest.mark.parametrize(
-    'x',
-    [
-        torch.zeros(0),
-        torch.tensor(1.0),
-        torch.zeros(2, dtype=torch.int64),
-        torch.zeros([1] * 9),
-    ],
-)
+@pytest.mark.parametrize('x', [torch.zeros(0), torch.zeros(2).long(), torch.zeros([1] * 9)])
 def test_what_the_format_cannot_hold(tmp_path, x):
     with pytest.raises(ValueError, match='expected 1 to 8 dimensions of torch.float32'):
         write_matrix(tmp_path / 'x.mat', x)
@@ -206,102 +164,27 @@ def test_a_file_spoilt_in_the_cache_is_unpacked_again(packed, plain):
     assert not list(cache_folder('smallnorb').rglob('*.tmp'))
 
 
-# ---- hundreds of damaged files ----
+# ---- files that do not belong together ----
 
 
-def damage(rng, data, gz, official):
-    "one of many ways to spoil a file; without checksums only those that can be told without them"
-    data, n = bytearray(data), len(data)
-    start = 24 if data[4] == 4 else 20  # of the elements, where not gzipped
-
-    def flip(lo, hi):
-        for _ in range(rng.choice([1, 1, 1, 2, 5])):
-            data[rng.randrange(lo, hi)] ^= 1 << rng.randrange(8)
-
-    def cut_out():
-        k = rng.randrange(n)
-        del data[k : k + rng.randrange(1, 40)]
-
-    def put_in():
-        k = rng.randrange(n + 1)
-        data[k:k] = rng.randbytes(rng.randrange(1, 40))
-
-    ways = [
-        lambda: data.__delitem__(slice(rng.randrange(n), n)),
-        lambda: data.extend(rng.randbytes(rng.randrange(1, 50))),
-        lambda: data.extend(bytes(data)),
-        lambda: data.clear(),
-        cut_out,
-        put_in,
-        lambda: data.reverse(),
-    ]
-    if gz:
-        ways += [lambda: flip(0, n)] * 6
-    else:
-        ways += [lambda: flip(0, start)] * 4
-        ways += [lambda: data.__setitem__(slice(4, 8), struct.pack('<I', rng.randrange(10)))]
-        ways += [lambda: flip(start, n)] * 6 * official
-    rng.choice(ways)()
-    return bytes(data)
-
-
-@pytest.mark.parametrize('gz', [False, True])
-@pytest.mark.parametrize('official', [False, True])
-def test_damaged_files(plain, packed, as_official, gz, official):
-    "60 in each of four ways to read them; a gzip file's time or name does not count"
-    rng, folder = random.Random(f'{gz} {official}'), packed if gz else plain
-    good = {name: (folder / name).read_bytes() for name in sorted(p.name for p in folder.iterdir())}
-    truth = {name: x.clone() for name, x in read_split(folder, 'train', official).items()}
-    refused, harmless = 0, 0
-    while refused < 60:
-        name = rng.choice([o for o in good if 'training' in o])
-        bad = damage(rng, good[name], gz, official)
-        (folder / name).write_bytes(bad)
-        try:
-            got = read_split(folder, 'train', official)
-        except ValueError as e:
-            refused += 1
-            assert type(e) is ValueError and str(e).startswith(f'{folder}/smallnorb-'), e
-            assert re.search(' byte |expected MD5 |damaged gzip file', str(e))
-        else:
-            harmless += bad != good[name]
-            equal(got, truth)
-        (folder / name).write_bytes(good[name])
-    assert harmless < (30 if gz else 5)
-    equal(read_split(folder, 'train', official), truth)
-
-
-def test_the_wrong_file_under_a_name(plain, as_official):
-    for a, b, message in [
-        (0, 1, 'byte 0: expected a matrix of torch.uint8'),
-        (1, 2, 'byte 4: expected 1 dimensions, got 2'),
-        (2, 1, 'byte 4: expected 2 dimensions, got 1'),
-    ]:
-        good = (plain / names[a]).read_bytes()
-        shutil.copy(plain / names[b], plain / names[a])
-        with pytest.raises(ValueError, match=re.escape(f'{plain / names[a]} {message}')):
+@pytest.mark.parametrize('a, b', [(0, 1), (1, 2), (2, 1), (0, 3)])
+def test_the_wrong_file_under_a_name(plain, as_official, a, b):
+    shutil.copy(plain / names[b], plain / names[a])
+    if b != 3:  # only a checksum can tell the other split's pixels
+        with pytest.raises(ValueError, match=f'{names[a]} byte [04]: expected'):
             read_split(plain, 'train', official=False)
-        with pytest.raises(ValueError, match=re.escape(f'{plain / names[a]}: expected MD5')):
-            read_split(plain, 'train')
-        (plain / names[a]).write_bytes(good)
-    shutil.copy(plain / names[3], plain / names[0])  # only a checksum can tell
-    with pytest.raises(ValueError, match='training-dat.mat: expected MD5 .* any in this format'):
+    with pytest.raises(ValueError, match=f'{names[a]}: expected MD5 .* any in this format'):
         read_split(plain, 'train')
 
 
 @pytest.mark.parametrize(
-    'kind, shape, message',
-    [
-        ('dat', (100, 3, 8, 8), 'dat.mat byte 12: expected size 2 of dimension 2, got 3'),
-        ('info', (100, 5), 'info.mat byte 12: expected size 4 of dimension 2, got 5'),
-        ('info', (99, 4), 'info.mat byte 8: expected size 100 of dimension 1, got 99'),
-        ('cat', (101,), 'cat.mat byte 8: expected size 100 of dimension 1, got 101'),
-    ],
+    'kind, shape',
+    [('dat', (100, 3, 8, 8)), ('info', (100, 5)), ('info', (99, 4)), ('cat', (101,))],
 )
-def test_files_that_disagree(plain, kind, shape, message):
+def test_files_that_disagree(plain, kind, shape):
     dtype = torch.uint8 if kind == 'dat' else torch.int32
     write_matrix(plain / norb_files['train', kind].name, torch.zeros(shape, dtype=dtype))
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=rf'{kind}.mat byte \d+: expected size'):
         read_split(plain, 'train', official=False)
 
 
@@ -312,16 +195,15 @@ factors[1] = torch.tensor(instances['train'])
 every = dict(zip(codes, torch.cartesian_prod(*factors).T))
 
 
+anything = st.integers(-(2**31), 2**31 - 1) | st.integers(-3, 40)
+
+
 def check(columns):
     norb._check_labels(columns, lambda column, row: f'row {row}')
 
 
 @few
-@given(
-    st.sampled_from(list(codes)),
-    st.integers(0, 24_299),
-    st.integers(-(2**31), 2**31 - 1) | st.integers(-3, 40),
-)
+@given(st.sampled_from(list(codes)), st.integers(0, 24_299), anything)
 def test_no_label_of_a_whole_split_can_be_changed_unnoticed(name, row, to):
     columns = {**every, name: every[name].clone()}
     columns[name][row] = to
@@ -334,28 +216,18 @@ def test_no_label_of_a_whole_split_can_be_changed_unnoticed(name, row, to):
 
 @pytest.mark.parametrize('bad', [lambda x: x + 0.9, lambda x: ['a'], lambda x: [[1, 2], [3]]])
 def test_labels_are_whole_numbers(bad):
-    for name in codes:
-        columns = {other: x[:50] for other, x in every.items()}
-        columns[name] = bad(columns[name])
-        with pytest.raises(ValueError, match=f'^{name}: expected whole numbers, got '):
-            check(columns)
-
-
-def test_labels_may_be_narrow_or_none():
-    check({name: x.byte() for name, x in every.items()})
-    check({name: [] for name in codes})
+    check({name: x.byte() for name, x in every.items()})  # narrow ones too
+    columns = {name: x[:50] for name, x in every.items()}
+    with pytest.raises(ValueError, match='^azimuth: expected whole numbers, got '):
+        check(columns | dict(azimuth=bad(columns['azimuth'])))
 
 
 @pytest.mark.parametrize('held', [9, None, 'nine', [9.0], [[9]]])
 def test_held_back_toys_are_a_list_of_whole_numbers(plain, held):
     said = re.escape(f'expected a list of whole numbers such as (9,), got {held!r}')
-    for ask in (
-        lambda: valid_mask(every, held),
-        lambda: open_smallnorb('test', plain, held, official=False),
-        lambda: load_smallnorb(plain, 'train', held, official=False),
-    ):
+    for ask in (valid_mask, lambda _, held: open_smallnorb('test', plain, held, official=False)):
         with pytest.raises(ValueError, match=said):
-            ask()
+            ask(every, held)
 
 
 @few
@@ -364,15 +236,6 @@ def test_held_back_toys_are_whole(held):
     mask = valid_mask(every, held)
     assert mask.sum() == 4860 * len(held) and set(every['instance'][mask].tolist()) == set(held)
     assert not set(every['instance'][~mask].tolist()) & set(held)
-
-
-def test_viewpoints_are_parted():
-    azimuth, elevation = degrees(every)
-    for by, expected in dict(
-        azimuth=(azimuth >= 300) | (azimuth <= 40), elevation=elevation <= 40
-    ).items():
-        known, novel = viewpoint_split(every, by)
-        assert (known ^ novel).all() and known.equal(expected)
 
 
 # ---- where they are ----
@@ -433,9 +296,7 @@ def test_download_goes_on_where_it_broke_off(web, plain, packed):
     other = packed / f'{names[4]}.gz'
     good = other.read_bytes()
     other.write_bytes(bytes(len(good)))
-    with pytest.raises(
-        ValueError, match='testing-cat.mat.gz: expected SHA-256 .* nothing was kept'
-    ):
+    with pytest.raises(ValueError, match='cat.mat.gz: expected SHA-256 .* nothing was kept'):
         open_smallnorb('test')
     other.write_bytes(good)
     web.asked.clear()
@@ -459,16 +320,14 @@ def test_dataset_and_tensors_are_the_same(plain, held):
 
 @pytest.fixture
 def parquet(plain, tmp_path):
-    def write(change=lambda split, rows: rows, splits=('train', 'test')):
+    def write(change=lambda rows: rows, splits=('train', 'test')):
         folder = tmp_path / 'parquet'
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         for split in splits:
-            rows = change(split, load_smallnorb(plain, split, (), official=False).to_list())
-            kinds = {
-                name: datasets.Image() if name.startswith('image') else datasets.Value('int64')
-                for name in rows[0]
-            }
+            rows = change(load_smallnorb(plain, split, (), official=False).to_list())
+            kinds = {k: datasets.Value('int64') for k in rows[0]}
+            kinds |= dict.fromkeys(('image_lt', 'image_rt'), datasets.Image())
             part = datasets.Dataset.from_list(rows, features=datasets.Features(kinds))
             part.to_parquet(str(folder / f'{split}-00000-of-00001.parquet'))
         return folder
@@ -486,7 +345,7 @@ def test_a_copy_in_parquet(plain, parquet):
         load_smallnorb(parquet(), source='hub')
 
 
-def one_pixel(split, rows):
+def one_pixel(rows):
     from PIL import Image
 
     image = Image.open(io.BytesIO(rows[7]['image_rt']['bytes']))
@@ -497,10 +356,8 @@ def one_pixel(split, rows):
 
 
 copies = {
-    'lacks azimuth': lambda s, rows: [{k: o[k] for k in o if k != 'azimuth'} for o in rows],
-    r'split train, row \d+: expected azimuth in \[0, 2, .* got 200': lambda s, rows: [
-        {**o, 'azimuth': 10 * o['azimuth']} for o in rows
-    ],
+    'lacks azimuth': lambda rows: [{k: o[k] for k in o if k != 'azimuth'} for o in rows],
+    r'row \d+: expected azimuth in \[0, 2': lambda rows: [o | dict(azimuth=200) for o in rows],
     'split train: expected pixels whose file would have MD5': one_pixel,
 }
 
@@ -516,7 +373,7 @@ def test_a_copy_in_part_or_another_order(plain, parquet, as_official):
     with pytest.raises(ValueError, match='expected the splits train, test, got train'):
         load_smallnorb(parquet(splits=['train']), source='hub')
     with pytest.warns(UserWarning, match='no checksum says whether the pixels are'):
-        open_smallnorb('test', f'hub:{parquet(lambda split, rows: rows[::-1])}')
+        open_smallnorb('test', f'hub:{parquet(lambda rows: rows[::-1])}')
 
 
 def test_the_copy_on_the_hub_is_pinned(monkeypatch):
@@ -526,7 +383,6 @@ def test_the_copy_on_the_hub_is_pinned(monkeypatch):
         with pytest.raises(ValueError, match='expected the splits'):
             load_smallnorb(folder, source='hub')
     assert asked == [(norb.hub_name, norb.hub_revision)] * 2 + [('who/else',)]
-    assert re.fullmatch('[0-9a-f]{40}', norb.hub_revision)
 
 
 @pytest.mark.parametrize('mode, width', [('RGB', 8), ('P', 8), ('L', 9)])
@@ -537,21 +393,11 @@ def test_images_that_are_not_grey_or_of_one_size(mode, width):
     columns = dict.fromkeys(codes, [0, 0]) | dict(image_lt=images, image_rt=images)
     part = datasets.Dataset.from_dict(columns).cast_column('image_lt', datasets.Image())
     part = part.cast_column('image_rt', datasets.Image())
-    with pytest.raises(
-        ValueError, match=rf"row 1: expected a grey image of \[8, 8\], got mode '{mode}'"
-    ):
+    said = rf"row 1: expected a grey image of \[8, 8\], got mode '{mode}'"
+    with pytest.raises(ValueError, match=said):
         as_tensors(part)
     with pytest.raises(ValueError, match='expected at least one row, got none'):
         as_tensors(part.select([]))
-
-
-def test_words_that_are_not_splits(plain):
-    with pytest.raises(ValueError, match="one of train, validation, test, got 'valid'"):
-        open_smallnorb('valid', plain)
-    with pytest.raises(ValueError, match="needs valid_instances, got none"):
-        open_smallnorb('validation', plain, ())
-    with pytest.raises(ValueError, match="source must be 'files' or 'hub', got 'Hub'"):
-        load_smallnorb(plain, source='Hub')
 
 
 _real = os.environ.get('CAPSNB_DATA')
@@ -578,18 +424,12 @@ def folder(tmp_path):
     return tiny_norb(tmp_path / 'norb', 27, azimuths=(0, 34), elevations=(0,))
 
 
-def test_names_are_the_official_ones():
-    assert norb_name('train', 3, 'dat') == 'norb-5x46789x9x18x6x2x108x108-training-03-dat.mat'
-    assert norb_name('test', 2, 'info') == 'norb-5x01235x9x18x6x2x108x108-testing-02-info.mat'
-
-
 def test_what_is_read_is_what_the_bytes_say(folder, tmp_path):
     whole = open_norb('train', folder, (2, 1), (), official=False)
     n = len(whole['category']) // 2
     for at, part in ((0, 2), (n, 1)):
-        dat, cat, info = (
-            (folder / norb_name('train', part, k)).read_bytes() for k in ('dat', 'cat', 'info')
-        )
+        paths = [folder / norb_name('train', part, k) for k in ('dat', 'cat', 'info')]
+        dat, cat, info = (path.read_bytes() for path in paths)
         for k in (0, 5, n - 1):
             pixels = dat[24 + k * 2 * 27**2 : 24 + (k + 1) * 2 * 27**2]
             assert bytes(whole['image'][[at + k]].flatten().tolist()) == pixels
@@ -631,20 +471,18 @@ def put(path, at, value):
     'kind, change, message',
     [
         ('dat', cut, r'01-dat.mat byte 87503: expected 87,504 bytes .* got the end of the file'),
-        ('info', cut, r'01-info.mat byte 2419: expected 2,420 bytes'),
-        ('cat', lambda p: put(p, 0, 7), '01-cat.mat byte 0: expected a magic number'),
-        ('cat', lambda p: put(p, 20, 6), r'01-cat.mat byte 20: expected category in \[0.* got 6'),
-        ('info', lambda p: put(p, 20 + 40 * 5, 4), 'byte 220: expected instance -1 where there is'),
-        ('info', lambda p: put(p, 20 + 40 * 7 + 8, 0), 'byte 48: row 7 has the same labels as row'),
+        ('cat', lambda p: put(p, 20, 6), r'01-cat.mat .*: expected category in \[0.* got 6'),
+        ('info', lambda p: put(p, 20 + 40 * 5, 4), 'expected instance -1 where there is no toy'),
+        ('info', lambda p: put(p, 20 + 40 * 7 + 8, 0), 'row 7 has the same labels as row'),
     ],
 )
-def test_damage_is_named_with_its_byte(folder, kind, change, message):
+def test_damage_is_named(folder, kind, change, message):
     change(folder / norb_name('train', 1, kind))
     with pytest.raises(ValueError, match=message):
         read_part(folder, 'train', 1, official=False)
 
 
-def test_what_is_missing_or_other_is_said(folder, tmp_path, monkeypatch):
+def test_what_is_missing_or_other_is_said(folder, monkeypatch):
     with pytest.raises(FileNotFoundError, match='training-01-dat.mat and 29 other files of https:'):
         open_norb()
     (folder / norb_name('train', 2, 'cat')).unlink()
@@ -653,10 +491,8 @@ def test_what_is_missing_or_other_is_said(folder, tmp_path, monkeypatch):
         open_norb('train', folder, (1, 2), official=False)
     with pytest.raises(ValueError, match=r'byte 8: expected sizes \[29160, 2, 108, 108\], got'):
         open_norb('train', folder, (1,))
-    for parts in ((), (0,), (1, 1), (11,)):
+    for parts in ((), (0,), (1, 1)):
         with pytest.raises(ValueError, match='parts: expected some of'):
             open_norb('train', folder, parts, official=False)
-    with pytest.raises(ValueError, match='expected arrays of one size, got'):
-        Joined([torch.zeros(1, 2), torch.zeros(1, 3)], torch.arange(2), '')
     monkeypatch.setenv('CAPSNB_DATA', str(folder.parent))
     assert len(open_norb('test', None, (1,), official=False)['image']) == 60
