@@ -24,6 +24,7 @@ def test_the_task(tmp_path):
     assert task_named('cifar10').networks == Pictures.networks
 
 
+@pytest.mark.slow
 def test_every_network_takes_the_pictures():
     for net in Pictures.networks:
         network = task_named('cifar10').make(net).eval()
