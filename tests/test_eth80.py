@@ -6,10 +6,8 @@ import itertools
 import json
 import os
 import random
-import re
 import shutil
 import struct
-import sys
 import zlib
 import pytest
 import torch
@@ -21,32 +19,16 @@ from typer.testing import CliRunner
 from capsnb import load_eth80
 from capsnb.data import eth80
 from capsnb.cli import make_app
-from capsnb.data.eth80 import (
-    Photo,
-    as_images,
-    backgrounds,
-    categories,
-    familiar_views,
-    find_eth80,
-    list_eth80,
-    n_photos,
-    object_split,
-    open_eth80,
-    parse_name,
-    tiny_eth80,
-    viewpoints,
-)
+from capsnb.data.eth80 import Photo, as_images, categories, familiar_views, find_eth80, list_eth80
+from capsnb.data.eth80 import n_photos, object_split, open_eth80, parse_name, tiny_eth80, viewpoints
 from capsnb.data.files import cache_folder
 from capsnb.lab.photographs import Photographs, folds_of
-from capsnb.lab.tasks import evaluate, load_run, task_named, train
+from capsnb.lab.tasks import evaluate, load_run, train
 
 try:
     real_folder = find_eth80()
 except FileNotFoundError:
     real_folder = None
-real = pytest.mark.skipif(
-    real_folder is None, reason='ETH-80 is not on this machine: name its folder in CAPSNB_DATA'
-)
 
 
 @pytest.fixture(autouse=True)
@@ -91,35 +73,15 @@ def png(path, size, mode='RGB', **kw):
     return path.read_bytes()
 
 
-# ---- names ----
+# ---- names and places ----
 
 
-def test_every_name_is_read_as_it_is_written():
+def test_names():
     photos = [Photo(k, n, v) for k, n, v in itertools.product(range(8), (1, 14), range(41))]
     assert [parse_name(f'a/b/{photo}.png') for photo in photos] == photos
-
-
-@pytest.mark.parametrize(
-    'name',
-    [
-        'aple1-000-000.png',
-        'apple-000-000.png',
-        'apple01-000-000.png',
-        'apple1-000-090.png',  # there is one view from above
-        'apple1-066-000.png',
-        'apple1-66-27.png',
-        'apple1-066-027-map.png',
-        'Apple1-066-027.png',
-        'apple1-066-027 (1).png',
-        'apple١-066-027.png',
-    ],
-)
-def test_other_names_are_refused(name):
-    with pytest.raises(ValueError, match=f'x/{re.escape(name)}: expected a name of a category'):
-        parse_name(f'x/{name}')
-
-
-# ---- finding ----
+    for name in ('aple1-000-000', 'apple01-000-000', 'apple1-66-27', 'apple١-066-027'):
+        with pytest.raises(ValueError, match=f'x/{name}.png: expected a name of a category'):
+            parse_name(f'x/{name}.png')
 
 
 def test_all_ways_to_name_a_folder(drawn, monkeypatch, tmp_path):
@@ -134,17 +96,9 @@ def test_all_ways_to_name_a_folder(drawn, monkeypatch, tmp_path):
     place.parent.mkdir(parents=True)
     place.symlink_to(drawn)
     assert find_eth80() == place
-    with pytest.raises(FileNotFoundError, match='other/eth80'):
+    said = 'expected ETH-80 in one of .*other/eth80.*1/1/apple1-000-000.png.*CAPSNB_DATA'
+    with pytest.raises(FileNotFoundError, match=said):
         find_eth80(tmp_path / 'other')  # who names a folder gets no other
-
-
-def test_where_it_was_looked_for_is_said(tmp_path, monkeypatch):
-    (tmp_path / 'a').mkdir()
-    png(tmp_path / 'a' / 'holiday.png', (4, 4))
-    said = 'expected ETH-80 in one of .*eth80.*1/1/apple1-000-000.png.*CAPSNB_DATA'
-    for call in (lambda: find_eth80(tmp_path), find_eth80, lambda: open_eth80(tmp_path / 'no')):
-        with pytest.raises(FileNotFoundError, match=said):
-            call()
 
 
 def test_folders_may_be_named_after_objects(drawn, data, tmp_path):
@@ -155,22 +109,16 @@ def test_folders_may_be_named_after_objects(drawn, data, tmp_path):
     assert all(again[name].equal(x) for name, x in data.items())
 
 
-# ---- missing and wrong files ----
-
+# ---- missing, wrong and damaged files ----
 
 one = '1/1/apple1-066-027.png'
 faults = [
     (['3/4/cow4-066-027.png'], {}, '1 of 3,280 photographs are missing: cow4-066-027'),
     (['3/4/maps/cow4-066-027-map.png'], {}, '1 of 3,280 masks are missing: cow4-066-027-map'),
-    (
-        [f'8/{n}/tomato{n}-090-338.png' for n in range(1, 8)],
-        {},
-        r'7 of 3,280 .*: tomato1-090-338.*tomato5.*, …$',
-    ),
     ([], {'1/1/apple1-066-27.png': one}, 'apple1-066-27.png: expected a name of a category'),
     ([], {'1/1/pear1-066-027.png': one}, 'pear1-066-027.png: expected a photograph of apple 1'),
     ([], {'2/11/car14-066-027.png': one}, "2/11: car 14 is in '.*2/10' already"),
-    ([], {'2/11/car15-066-027.png': one}, r'expected 10 objects of car, got 11: \[1, 2, 3'),
+    ([], {'2/11/car15-066-027.png': one}, r'expected 10 objects of car, got 11'),
 ]
 
 
@@ -187,46 +135,16 @@ def test_what_is_missing_or_wrong_is_named(drawn, gone, more, said):
             list_eth80(drawn)
 
 
-def test_other_files_do_not_disturb(drawn, data, cache):
-    for path in (drawn / 'README.md', drawn / '1' / '1' / 'Thumbs.db', drawn / '1' / 'notes.png'):
-        path.write_bytes(b'')
-    try:
-        with pytest.raises(ValueError, match='notes.png: expected a name'):
-            open_eth80(drawn, cache)
-        (drawn / '1' / 'notes.png').unlink()
-        assert open_eth80(drawn, cache)['image'].equal(data['image'])
-    finally:
-        for path in (drawn / 'README.md', drawn / '1' / '1' / 'Thumbs.db'):
-            path.unlink()
-
-
-@pytest.fixture(scope='module')
-def bare(tmp_path_factory):
-    "a copy of another size, without masks"
-    return tiny_eth80(tmp_path_factory.mktemp('bare') / 'eth80', 12, masks=False)
-
-
-def test_without_masks_only_the_background_stays(bare, cache):
+def test_without_masks_only_the_background_stays(cache, tmp_path):
+    bare = tiny_eth80(tmp_path / 'eth80', 12, masks=False)
     data, rows = open_eth80(bare, cache), torch.arange(3)
     assert 'mask' not in data and data['image'].shape == (n_photos, 3, 12, 12)
     assert as_images(data, rows, 5).shape == (3, 1, 5, 5)
-    for background in ('masked', 'replaced'):
-        with pytest.raises(ValueError, match=f"'{background}' needs masks .* has none"):
-            as_images(data, rows, 4, background=background)
+    with pytest.raises(ValueError, match="'masked' needs masks .* has none"):
+        as_images(data, rows, 4, background='masked')
     assert 'mask' not in load_eth80(bare)['test'].column_names
-
-
-def test_pictures_are_square_and_never_enlarged(bare, cache):
-    data = open_eth80(bare, cache)
     with pytest.raises(ValueError, match='no smaller than 13, the photographs have 12x12'):
-        as_images(data, torch.tensor([0]), 13)
-    with pytest.raises(ValueError, match='expected square .* have 12x8'):
-        as_images({**data, 'image': data['image'][:, :, :8]}, torch.tensor([0]), 8)
-
-
-# ---- damage ----
-
-some = settings(max_examples=200, deadline=None, derandomize=True)
+        as_images(data, rows, 13)
 
 
 @pytest.fixture(scope='module')
@@ -234,7 +152,7 @@ def whole(drawn):
     return (drawn / '1' / '1' / 'apple1-045-090.png').read_bytes()
 
 
-@some
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.data())
 def test_no_changed_byte_passes_unseen(tmp_path_factory, whole, data):
     path = tmp_path_factory.mktemp('png') / 'dog'
@@ -246,55 +164,29 @@ def test_no_changed_byte_passes_unseen(tmp_path_factory, whole, data):
                 eth80._read_png(path, 'RGB')
 
 
-def chunk(kind, content):
-    return (
-        struct.pack('>I', len(content))
-        + kind
-        + content
-        + struct.pack('>I', zlib.crc32(kind + content))
-    )
-
-
 def test_damage_is_named_by_file(drawn, whole):
-    path = drawn / '1' / '1' / 'apple1-045-090.png'
-    head, end = whole[:33], chunk(b'IEND', b'')
-    damaged = {
-        b'': 'damaged PNG',
-        b'GIF89a..': 'damaged PNG',
-        whole[:50]: 'damaged PNG',
-        whole[:60] + b'?' + whole[61:]: 'damaged PNG',
-        whole[:8] + end: 'damaged PNG',
-        head + chunk(b'IDAT', b'not deflated') + end: 'damaged PNG',
-        head + chunk(b'IDAT', zlib.compress(bytes(20))) + end: 'damaged PNG',
-        head + end: 'damaged PNG',
-    }
-    for content, said in damaged.items():
-        with changed(path, content), pytest.raises(ValueError, match=f'apple1-045-090.png.*{said}'):
-            open_eth80(drawn)
-    assert not list(cache_folder('eth80').rglob('*.bin'))  # nothing is kept of them
-
-
-def test_a_header_of_a_huge_picture_costs_nothing(drawn, tmp_path):
-    head = struct.pack('>IIBBBBB', 2**31 - 1, 2**31 - 1, 8, 2, 0, 0, 0)
-    content = b'\x89PNG\r\n\x1a\n' + chunk(b'IHDR', head) + chunk(b'IEND', b'')
-    with changed(drawn / '1' / '1' / 'apple1-045-090.png', content):
-        with pytest.raises(ValueError, match='damaged PNG: .*exceeds limit'):
-            open_eth80(drawn)
+    "nothing is kept of it; a header of a huge picture costs nothing"
+    head = b'IHDR' + struct.pack('>IIBBBBB', 2**31 - 1, 2**31 - 1, 8, 2, 0, 0, 0)
+    huge = b'\x89PNG\r\n\x1a\n\0\0\0\x0d' + head + struct.pack('>I', zlib.crc32(head)) + whole[-12:]
+    for content in (b'', b'GIF89a..', whole[:33] + whole[-12:], huge):
+        with changed(drawn / '1' / '1' / 'apple1-045-090.png', content):
+            with pytest.raises(ValueError, match='apple1-045-090.png.*damaged PNG'):
+                open_eth80(drawn)
+    assert not list(cache_folder('eth80').rglob('*.bin'))
 
 
 @pytest.mark.parametrize('name', ['apple1-045-090.png', 'maps/apple1-045-090-map.png'])
 def test_mixed_sizes_are_named(drawn, tmp_path, name):
-    other = png(tmp_path / 'other', (9, 8))
-    with changed(drawn / '1' / '1' / name, other):
+    with changed(drawn / '1' / '1' / name, png(tmp_path / 'other', (9, 8))):
         with pytest.raises(ValueError, match=f'{name}: expected 8x8 pixels .*, got 9x8'):
             open_eth80(drawn)
 
 
-@pytest.mark.parametrize('colour, shown', [(0, 'background'), (1, 'object')])
-def test_a_mask_must_show_something(drawn, tmp_path, colour, shown):
+@pytest.mark.parametrize('colour', [0, 1])
+def test_a_mask_must_show_something(drawn, tmp_path, colour):
     path = drawn / '1' / '1' / 'maps' / 'apple1-045-090-map.png'
     with changed(path, png(tmp_path / 'other', (8, 8), '1', color=colour)):
-        with pytest.raises(ValueError, match=f'apple1-045-090-map.png: .* got {shown} only'):
+        with pytest.raises(ValueError, match='apple1-045-090-map.png: expected a mask of object'):
             open_eth80(drawn)
 
 
@@ -311,24 +203,16 @@ def test_masks_and_photographs_of_other_modes(drawn, data, tmp_path):
     assert all(again[name][row].equal(data[name][row]) for name in ('image', 'mask'))
 
 
-def test_pillow_is_asked_for_in_words(drawn, monkeypatch):
-    monkeypatch.setitem(sys.modules, 'PIL.Image', None)
-    monkeypatch.setitem(sys.modules, 'PIL', None)
-    with pytest.raises(ImportError, match=r"'PIL': pip install 'capsnb\[train\]'"):
-        open_eth80(drawn)
-
-
 # ---- the packed copy ----
 
 
-def test_photographs_are_read_once(drawn, data, cache, monkeypatch):
-    monkeypatch.setattr(eth80, '_read_png', None)
-    again = open_eth80(drawn, cache)
-    assert all(again[name].equal(x) for name, x in data.items())
-
-
-def test_a_changed_photograph_is_seen(drawn, cache, data, tmp_path):
-    row = viewpoints.index((45, 90))
+def test_photographs_are_read_once(drawn, data, cache, monkeypatch, tmp_path):
+    "and a tensor that is written to changes nobody else's"
+    with monkeypatch.context() as m:
+        m.setattr(eth80, '_read_png', None)
+        open_eth80(drawn, cache)['image'].zero_()
+        assert all(open_eth80(drawn, cache)[name].equal(x) for name, x in data.items())
+    row = viewpoints.index((45, 90))  # but one that was changed is seen
     with changed(drawn / '1' / '1' / 'apple1-045-090.png', png(tmp_path / 'black', (8, 8))):
         assert open_eth80(drawn, cache)['image'][row].sum() == 0
     assert open_eth80(drawn, cache)['image'].equal(data['image'])
@@ -342,7 +226,6 @@ def test_a_damaged_copy_is_made_anew(drawn, cache, data):
     for path, content in (
         (photos, good[:-1]),
         (photos, good[:5000] + bytes([good[5000] ^ 1]) + good[5001:]),
-        (info, b'not JSON'),
         (info, json.dumps(json.loads(noted) | dict(sha256=1)).encode()),
     ):
         written = path.with_name('new')  # not into the file that others have mapped
@@ -353,12 +236,7 @@ def test_a_damaged_copy_is_made_anew(drawn, cache, data):
     assert photos.read_bytes() == good and info.read_text() == noted
 
 
-def test_what_is_written_to_a_tensor_stays_there(drawn, cache, data):
-    open_eth80(drawn, cache)['image'].zero_()
-    assert open_eth80(drawn, cache)['image'].equal(data['image'])
-
-
-# ---- splits ----
+# ---- splits and pictures ----
 
 
 @pytest.mark.parametrize('folds', [2, 5, 10])
@@ -371,23 +249,15 @@ def test_no_object_is_in_two_splits(data, folds):
         for o in parts.values():
             counts = data['category'][o].bincount()
             assert len(counts) == 8 and (counts == counts[0]).all()
-
-
-@pytest.mark.parametrize('fold, folds', [(10, 10), (-1, 5), (0, 3), (0, 1), (0.5, 10), (True, 2)])
-def test_other_folds_are_refused(data, fold, folds):
-    with pytest.raises(ValueError, match='expected a fold from 0 of 2, 5 or 10'):
-        object_split(data, fold, folds)
+    for wrong in ((folds, folds), (-1, folds), (0, 3), (0.5, folds)):
+        with pytest.raises(ValueError, match='expected a fold from 0 of 2, 5 or 10'):
+            object_split(data, *wrong)
 
 
 def test_familiar_viewpoints(data):
     near = familiar_views(data, 'azimuth')
     assert sorted(data['azimuth'][near].unique().tolist()) == [0, 22, 27, 45, 315, 333, 338]
     assert data['polar'][familiar_views(data, 'polar')].unique().tolist() == [90]
-    with pytest.raises(ValueError, match="'azimuth' or 'polar', got 'elevation'"):
-        familiar_views(data, 'elevation')
-
-
-# ---- pictures ----
 
 
 def test_a_new_background_depends_on_nothing_but_the_photograph(data):
@@ -396,10 +266,9 @@ def test_a_new_background_depends_on_nothing_but_the_photograph(data):
 
     one, two = look([7, 300, 7]), look([300])
     assert one[1].equal(two[0]) and one[0].equal(one[2])
-    outside = ~data['mask'][7].expand(3, -1, -1)
-    assert not look([7], seed=1)[0][outside].equal(one[0][outside])
-    assert not look([8])[0][outside].equal(one[0][outside])
     inside = data['mask'][7].expand(3, -1, -1)
+    assert not look([7], seed=1)[0][~inside].equal(one[0][~inside])
+    assert not look([8])[0][~inside].equal(one[0][~inside])
     assert one[0][inside].equal(data['image'][7][inside])
 
 
@@ -410,14 +279,9 @@ def test_grey_is_that_of_pillow(data):
         pil = image.fromarray(data['image'][row].movedim(0, -1).contiguous().numpy()).convert('L')
         theirs = torch.tensor(list(pil.tobytes())).view(8, 8)
         assert_close(x.long(), theirs, rtol=0, atol=1)
-
-
-def test_more_photographs_than_are_prepared_at_once(data):
-    rows = torch.arange(250)
+    rows = torch.arange(250)  # more than are prepared at once, and none
     assert as_images(data, rows, 8, True).equal(data['image'][:250])
     assert as_images(data, rows[:0], 4, True).shape == (0, 3, 4, 4)
-    with pytest.raises(ValueError, match="'kept', 'masked', 'replaced', got 'blue'"):
-        as_images(data, rows, 8, background='blue')
 
 
 def test_the_data_set_shows_the_same(drawn, data):
@@ -426,9 +290,8 @@ def test_the_data_set_shows_the_same(drawn, data):
     rows = object_split(data, 3, 5)['test'].nonzero().flatten()
     for k in random.Random(0).sample(range(len(rows)), 20):
         one = loaded['test'][k]
-        assert one['image'].convert('RGB').tobytes() == bytes(
-            data['image'][rows[k]].movedim(0, -1).flatten().tolist()
-        )
+        pixels = bytes(data['image'][rows[k]].movedim(0, -1).flatten().tolist())
+        assert one['image'].convert('RGB').tobytes() == pixels
         labels = ('category', 'instance', 'polar', 'azimuth')
         assert all(one[name] == data[name][rows[k]] for name in labels)
     assert load_eth80(drawn, 'validation')[0]['instance'] == 1
@@ -460,12 +323,8 @@ def test_what_is_tested_chooses_nothing(drawn, cache):
             known = {k % 41 for k in both | familiar}
             assert len(known) == (13 if by == 'azimuth' else 16)
             assert not known & {k % 41 for k in rows['test']}
-
-
-def test_the_split_of_familiar_views_is_there_only_with_by(drawn, cache):
     with pytest.raises(ValueError, match="'test', got 'familiar'"):
         small(drawn, cache).open('familiar')
-    assert len(small(drawn, cache, by='polar').open('familiar')['images']) == 8 * 16
 
 
 def test_rows_are_what_they_are_called(drawn, cache, data):
@@ -481,7 +340,6 @@ def test_rows_are_what_they_are_called(drawn, cache, data):
         (dict(background='blue'), "background must be one of 'kept'"),
         (dict(by='elevation'), "by must be 'azimuth', 'polar' or None"),
         (dict(fold=10), 'expected a fold from 0'),
-        (dict(folds=4), 'expected a fold from 0'),
         (dict(subset=40), 'ETH-80 has all of its photographs, got subset=40'),
         (dict(size=0), 'expected a size from 1'),
     ],
@@ -491,10 +349,10 @@ def test_other_options_are_refused(options, said):
         Photographs(**options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('colour', [False, True])
 def test_all_networks_look_through_one_camera(colour):
-    task = task_named('eth80')
-    task = type(task)(48, colour=colour)
+    task = Photographs(48, colour=colour)
     for net in task.networks:
         network = task.make(net).eval()
         collator = task.collator(net, 0 if task.on_crops(net) else 8, 0)
@@ -504,12 +362,6 @@ def test_all_networks_look_through_one_camera(colour):
         assert network(**view).a.shape == (2, 8)
 
 
-def test_networks_are_about_as_large():
-    nets = Photographs(48).make('dstep'), Photographs(48).make('cnn')
-    n, m = (sum(p.numel() for p in net.parameters()) for net in nets)
-    assert abs(n - m) / n < 0.01
-
-
 def test_folds_are_rows(drawn, cache):
     rows = folds_of(small(drawn, cache, folds=5, colour=True), net='cnn')
     assert [o['task'].fold for o in rows.values()] == list(range(5))
@@ -517,23 +369,22 @@ def test_folds_are_rows(drawn, cache):
     assert list(rows)[3] == 'eth80 fold 3'
 
 
+@pytest.mark.slow
 def test_a_run_is_tested_on_what_it_was_meant_for(drawn, cache, tmp_path):
     task = small(drawn, cache, folds=2, fold=1, by='polar', background='masked', colour=True)
-    usual = dict(epochs=1, device='cpu', progress=False)
-    m = train(task, 'baseline', tmp_path / 'run', **usual)
+    m = train(task, 'baseline', tmp_path / 'run', epochs=1, device='cpu', progress=False)
     here = dict(device='cpu', folder=drawn, cache=cache)
     found = evaluate(tmp_path / 'run', **here)
     assert found['n'] == 40 * 25 and found['accuracy'] == pytest.approx(m['test_accuracy'])
-    assert set(found['by_degrees']['elevation']) == {0, 22, 24, 45, 55, 68, 90} - {0}
+    assert set(found['by_degrees']['elevation']) == {22, 24, 45, 55, 68, 90}
     assert evaluate(tmp_path / 'run', 'familiar', **here)['n'] == 40 * 16
     was = load_run(tmp_path / 'run', **here).task
-    assert (was.folds, was.fold, was.by, was.background, was.colour) == (
-        (2, 1, 'polar', 'masked', True)
-    )
+    kept = was.folds, was.fold, was.by, was.background, was.colour
+    assert kept == (2, 1, 'polar', 'masked', True)
 
 
 @pytest.mark.long
-def test_the_command(drawn, cache, tmp_path):
+def test_the_command(drawn, tmp_path):
     def capsnb(*args):
         return CliRunner().invoke(make_app(), [str(a) for a in args])
 
@@ -546,55 +397,33 @@ def test_the_command(drawn, cache, tmp_path):
     assert r.exit_code == 0 and 'familiar: ' in r.output and 'tomato' in r.output
     r = capsnb('train', 'eth80', '--out', tmp_path / 'no', '--folds', 3, *where)
     assert r.exit_code == 1 and 'got fold 0 of 3' in r.output
-    r = capsnb('train', 'eth80', '--out', tmp_path / 'no', '--data', tmp_path)
-    assert r.exit_code == 1 and 'expected ETH-80 in one of' in r.output
 
 
 # ---- the real files ----
 
 
-@pytest.fixture(scope='module')
-def photos(tmp_path_factory):
-    return open_eth80(real_folder, tmp_path_factory.mktemp('real'))
-
-
-@real
-def test_the_real_photographs_are_what_their_names_say(photos):
-    "round things from all sides, red tomatoes, a silhouette from behind that is a mirror image"
+@pytest.mark.slow
+@pytest.mark.skipif(not real_folder, reason='ETH-80 is not here: name its folder in CAPSNB_DATA')
+def test_the_real_photographs_are_what_their_names_say(tmp_path):
+    "red tomatoes; a silhouette from behind is a mirror image; round things are so from all sides"
+    photos = open_eth80(real_folder, tmp_path)
     assert len(photos['image']) == n_photos and photos['image'].shape[-1] >= 96
     area = photos['mask'].float().mean((1, 2))
     assert 0.03 < area.min() and area.max() < 0.6
     inside = photos['mask'][:, None]
     rgb = (photos['image'] * inside).double().sum((2, 3)) / inside.sum((2, 3))
     mean = torch.stack([rgb[photos['category'] == k].mean(0) for k in range(8)])
-    red = mean[:, 0] - mean[:, 2]
-    assert red.argmax() == categories.index('tomato')
-    spread = {  # of an object's area over viewpoints from the side
-        k: area[(photos['category'] == k) & (photos['polar'] == 90)].view(10, 16).std(1).mean()
-        for k in range(8)
-    }
-    round_, long_ = ('apple', 'tomato', 'pear'), ('car', 'cow', 'horse', 'dog')
-    at = lambda names: [spread[categories.index(name)] / area.mean() for name in names]
-    assert max(at(round_)) < min(at(long_))
-
-
-@real
-def test_opposite_azimuths_are_mirror_images(photos):
-    "seen from the opposite side, a silhouette is mirrored: azimuths are what they are said to be"
+    assert (mean[:, 0] - mean[:, 2]).argmax() == categories.index('tomato')
+    aside = area.view(8, 10, 41)[:, :, torch.tensor([v[0] == 90 for v in viewpoints])]
+    sd = dict(zip(categories, aside.std(2).mean(1).tolist()))
+    worst = max(sd[o] for o in ('apple', 'tomato', 'pear'))
+    assert worst < min(sd[o] for o in ('car', 'cow', 'horse', 'dog'))
     side = (photos['polar'] == 90) & (photos['category'] == categories.index('car'))
     masks = photos['mask'][side].view(10, 16, *photos['mask'].shape[1:]).float()
-
-    def overlap(a, b):
-        return (a * b).sum((1, 2)) / torch.maximum(a, b).sum((1, 2))
-
-    behind = overlap(masks[:, 4], masks[:, 12].flip(-1)).mean()
-    beside = overlap(masks[:, 4], masks[:, 8].flip(-1)).mean()
-    assert behind > beside
-
-
-@real
-def test_the_real_photographs_as_a_task():
-    task = Photographs(48, folder=real_folder, background='replaced', colour=True)
-    x = task.open('test')
+    flipped = masks[:, [12, 8]].flip(-1)
+    common = (masks[:, 4:5] * flipped).sum((2, 3)) / torch.maximum(masks[:, 4:5], flipped).sum(
+        (2, 3)
+    )
+    assert common[:, 0].mean() > common[:, 1].mean()
+    x = Photographs(48, folder=real_folder, background='replaced', colour=True).open('test')
     assert x['images'].shape == (328, 3, 48, 48) and x['category'].bincount().tolist() == [41] * 8
-    assert backgrounds[2] == task.background

@@ -10,22 +10,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 from capsnb import load_cifar10
 from capsnb.data import files, mnist
-from capsnb.data.mnist import (
-    as_floats,
-    batch_md5s,
-    batch_names,
-    cifar_names,
-    format_idx,
-    idx_names,
-    load_mnist,
-    open_cifar10,
-    overlapping_pairs,
-    place_images,
-    read_cifar10,
-    read_idx,
-    read_mnist,
-    tiny_cifar10,
-)
+from capsnb.data.mnist import as_floats, batch_md5s, batch_names, cifar_names, format_idx, idx_names
+from capsnb.data.mnist import load_mnist, open_cifar10, overlapping_pairs, place_images
+from capsnb.data.mnist import read_cifar10, read_idx, read_mnist, tiny_cifar10
 
 
 @pytest.fixture(autouse=True)
@@ -86,33 +73,46 @@ try:
     real_folder = files.find_folder('mnist', idx_names, None, ('MNIST/raw',), ('', '.gz'))
 except FileNotFoundError:
     real_folder = None
+real_garments = Path('/usr/share/datasets/fashion-mnist')  # Debian's dataset-fashion-mnist
 
 
-@pytest.mark.skipif(
-    real_folder is None, reason='MNIST is not on this machine: name its folder in CAPSNB_DATA'
-)
+@pytest.mark.slow
+@pytest.mark.skipif(not real_folder, reason='MNIST is not here: name its folder in CAPSNB_DATA')
 def test_the_real_files_through_the_environment(monkeypatch):
     "a folder of them, or the folder above, named in CAPSNB_DATA; the official MD5s"
     data = read_mnist(real_folder)
-    assert {k: tuple(x.shape) for k, (x, _) in data.items()} == dict(
-        train=(60_000, 28, 28), test=(10_000, 28, 28)
-    )
+    assert [len(x) for x, _ in data.values()] == [60_000, 10_000]
     for named in (real_folder, real_folder.parent):
         monkeypatch.setenv('CAPSNB_DATA', str(named))
         assert files.find_folder('mnist', idx_names, endings=('', '.gz')) == real_folder
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not real_garments.is_dir(), reason='Fashion-MNIST is not here')
+def test_the_real_fashion_mnist():
+    parts = read_mnist(real_garments, 'fashion-mnist')
+    assert parts['train'][1].bincount().tolist() == [6000] * 10
+    with pytest.raises(ValueError, match='MD5'):
+        read_mnist(real_garments, 'mnist')
+
+
+def put(folder, name, *shape):
+    (folder / name).write_bytes(format_idx(torch.zeros(shape, dtype=torch.uint8)))
 
 
 def test_what_is_wrong_is_named(folder):
     hint = 'official=False, on the command line --any-files'
     with pytest.raises(ValueError, match=f'train-images-idx3-ubyte: expected MD5.*{hint}'):
         read_mnist(folder, 'fashion-mnist')
-    (folder / f'{idx_names[3]}.gz').write_bytes(
-        gzip.compress(format_idx(torch.zeros(9, dtype=torch.uint8)))
-    )
-    with pytest.raises(ValueError, match='t10k-labels.* byte 4: expected 10 labels'):
+    put(folder, idx_names[3], 9)
+    with pytest.raises(ValueError, match='t10k-labels.* expected 10 labels'):
         read_mnist(folder, official=False)
-    (folder / idx_names[2]).write_bytes(format_idx(torch.zeros(10, 30, dtype=torch.uint8)))
-    with pytest.raises(ValueError, match='t10k-images.* byte 3: expected 3 dimensions'):
+    put(folder, idx_names[2], 10, 30)
+    with pytest.raises(ValueError, match='t10k-images.* expected 3 dimensions'):
+        read_mnist(folder, official=False)
+    put(folder, idx_names[3], 10)
+    put(folder, idx_names[2], 10, 6, 6)
+    with pytest.raises(ValueError, match='t10k-images.* expected images of 6 x 5 as in .*6 x 6'):
         read_mnist(folder, official=False)
     (folder / idx_names[0]).unlink()
     with pytest.raises(FileNotFoundError, match='train-images-idx3-ubyte'):
@@ -183,15 +183,6 @@ def test_checksums_are_those_of_the_unpacked_files(folder, monkeypatch):
     read_mnist(folder)
 
 
-def test_files_that_do_not_belong_together(folder):
-    (folder / idx_names[2]).write_bytes(format_idx(torch.zeros(10, 6, 6, dtype=torch.uint8)))
-    with pytest.raises(
-        ValueError,
-        match='t10k-images-idx3-ubyte byte 8: expected images of 6 x 5 as in .*, got 6 x 6',
-    ):
-        read_mnist(folder, official=False)
-
-
 @pytest.mark.parametrize('zipped', [False, True])
 def test_names_need_not_say_whether_a_file_is_zipped(folder, zipped):
     "browsers unpack a file and keep its name, or the other way round"
@@ -212,17 +203,14 @@ def test_validation_pictures_are_a_number(folder, n):
 @given(st.integers(2, 12), st.integers(0, 3), st.integers(0, 10**6), st.integers(1, 30))
 def test_pairs(m, shift, seed, n):
     images, labels = (torch.rand(m, 1, 4, 3) + 0.01).clamp(max=1), torch.arange(m) % 3
-    p = overlapping_pairs(images, labels, seed, shift, 4 + 2 * shift, n)
-    assert (
-        p.images.shape == (n, 1, 4 + 2 * shift, 4 + 2 * shift)
-        and (p.labels[:, 0] != p.labels[:, 1]).all()
-        and p.images.max() <= 1
-    )
+    side = 4 + 2 * shift
+    p = overlapping_pairs(images, labels, seed, shift, side, n)
+    assert p.images.shape == (n, 1, side, side) and p.images.max() <= 1
+    assert (p.labels[:, 0] != p.labels[:, 1]).all()
     torch.testing.assert_close(p.originals.sum(1).clamp(max=1), p.images)
-    assert (p.originals > 0).sum((2, 3, 4)).eq(12).all() and p.labels[:, 0].equal(
-        labels[torch.arange(n) % m]
-    )
-    assert p.images.equal(overlapping_pairs(images, labels, seed, shift, 4 + 2 * shift, n).images)
+    assert (p.originals > 0).sum((2, 3, 4)).eq(12).all()
+    assert p.labels[:, 0].equal(labels[torch.arange(n) % m])
+    assert p.images.equal(overlapping_pairs(images, labels, seed, shift, side, n).images)
 
 
 def test_a_pair_is_what_place_images_says():
@@ -237,18 +225,17 @@ ok = torch.tensor([[0, 0]] * 2)
 
 
 @pytest.mark.parametrize(
-    'images, shifts, what',
+    'shape, shifts, what',
     [
-        (torch.rand(2, 3, 4, 4), ok, r'\[n, 1, rows, columns\], got \(2, 3, 4, 4\)'),
-        (torch.rand(2, 4, 4), ok, r'\(2, 4, 4\)'),
-        (torch.rand(2, 1, 4, 4), ok[:1], r'shifts \[2, 2\]'),
-        (torch.rand(2, 1, 4, 4), ok.float(), 'float32'),
-        (torch.rand(2, 1, 4, 4), ok + 3, 'do not fit'),
+        ((2, 3, 4, 4), ok, r'\[n, 1, rows, columns\], got \(2, 3, 4, 4\)'),
+        ((2, 1, 4, 4), ok[:1], r'shifts \[2, 2\]'),
+        ((2, 1, 4, 4), ok.float(), 'float32'),
+        ((2, 1, 4, 4), ok + 3, 'do not fit'),
     ],
 )
-def test_place_images_refuses(images, shifts, what):
+def test_place_images_refuses(shape, shifts, what):
     with pytest.raises(ValueError, match=what):
-        place_images(images, shifts, 8)
+        place_images(torch.rand(shape), shifts, 8)
 
 
 @pytest.mark.parametrize(
@@ -264,8 +251,6 @@ def test_place_images_refuses(images, shifts, what):
         (dict(images=torch.full((4, 1, 4, 4), float('nan'))), 'got nan'),
         (dict(shift=-1), 'shift must be an integer >= 0, got -1'),
         (dict(n=0), 'n must be an integer >= 1, got 0'),
-        (dict(n=-2), 'got -2'),
-        (dict(size=36.0), 'size must be'),
     ],
 )
 def test_pairs_refuse(kw, what):
@@ -273,92 +258,52 @@ def test_pairs_refuse(kw, what):
         overlapping_pairs(**{**dict(images=torch.rand(4, 1, 4, 4), labels=torch.arange(4)), **kw})
 
 
-real = Path('/usr/share/datasets/fashion-mnist')
-
-
-@pytest.mark.skipif(not real.is_dir(), reason='needs the files of dataset-fashion-mnist (Debian)')
-def test_the_real_fashion_mnist():
-    parts = read_mnist(real, 'fashion-mnist')
-    assert (
-        parts['train'][0].shape == (60000, 28, 28)
-        and parts['train'][1].bincount().tolist() == [6000] * 10
-        and parts['test'][1].bincount().tolist() == [1000] * 10
-    )
-    with pytest.raises(ValueError, match='MD5'):
-        read_mnist(real, 'mnist')
-
-
 # ---- files that would not end ----
-
-
-class Bomb:
-    "a gzip stream that says how much of it was read"
-
-    def __init__(self, head):
-        self.head, self.read_so_far = head, 0
-
-    def __call__(self, *args):
-        return self
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *args):
-        pass
-
-    def read(self, n=10**9):
-        self.read_so_far += n
-        assert self.read_so_far < 10_000_000, 'it is read on and on'
-        out, self.head = self.head[:n], self.head[n:]
-        return out + bytes(n - len(out))
 
 
 def header(*shape):
     return bytes([0, 0, 8, len(shape)]) + struct.pack(f'>{len(shape)}I', *shape)
 
 
-@pytest.mark.parametrize('gzipped', [True, False])
+class Counted:
+    "an open file that notes how much of it was asked for"
+
+    def __init__(self, f, count):
+        self.f, self.count = f, count
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.f.close()
+
+    def read(self, n):
+        self.count.append(n)
+        return self.f.read(n)
+
+
+@pytest.mark.parametrize('zipped', [True, False])
 @pytest.mark.parametrize(
-    'shape, official, most',
-    [
-        ((40, 6, 5), False, 1216),
-        ((40, 6, 5), True, 1216),
-        ((3_000_000_000,), True, 20),
-        ((60000, 28, 29), True, 20),
-    ],
+    'shape, official',
+    [((40, 6, 5), False), ((40, 6, 5), True), ((3_000_000_000,), True), ((60000, 28, 29), True)],
 )
 def test_no_more_is_read_than_the_header_or_the_official_size_says(
-    folder, monkeypatch, gzipped, shape, official, most
+    folder, monkeypatch, zipped, shape, official
 ):
-    path = folder / f"{idx_names[0]}{'.gz' if gzipped else ''}"
-    for old in folder.glob(f'{idx_names[0]}*'):
-        old.unlink()
-    path.write_bytes(b'\x1f\x8b' if gzipped else b'')
-    bomb = Bomb(header(*shape))
-    if gzipped:
-        monkeypatch.setattr(mnist.gzip, 'open', bomb)
+    (folder / idx_names[0]).unlink()
+    path, count = folder / f"{idx_names[0]}{'.gz' * zipped}", []
+    with gzip.open(path, 'wb', compresslevel=1) if zipped else open(path, 'wb') as f:
+        f.write(header(*shape) + bytes(10_000_000))
+
+    if zipped:
+        real = gzip.open
+        monkeypatch.setattr(gzip, 'open', lambda *args: Counted(real(*args), count))
     else:
-        monkeypatch.setattr(mnist, 'open', bomb, raising=False)
+        monkeypatch.setattr(mnist, 'open', lambda *args: Counted(open(*args), count), raising=False)
     said = r'train-images\S* byte \d+: expected (the end of the file|sizes that)'
     with pytest.raises(ValueError, match=said):
         read_mnist(folder, official=official)
-    assert bomb.read_so_far <= most + 1
-
-
-def test_a_real_gzip_bomb_is_left_alone(folder):
-    path = folder / f'{idx_names[1]}.gz'
-    with gzip.open(path, 'wb', compresslevel=1) as f:
-        f.write(header(300_000_000))
-        for _ in range(300):
-            f.write(bytes(1_000_000))
-    with pytest.raises(ValueError, match=r'train-images.*expected MD5'):
-        read_mnist(folder, 'fashion-mnist')
-    for name in (idx_names[0], f'{idx_names[0]}.gz'):
-        (folder / name).unlink(missing_ok=True)
-    path.rename(folder / f'{idx_names[0]}.gz')
-    said = r'sizes that fill 47,040,016 bytes, got \[300000000\], which fill 300,000,008'
-    with pytest.raises(ValueError, match=said):
-        read_mnist(folder, 'fashion-mnist')
+    assert sum(count) <= 1217
 
 
 # ---- the Hub ----
@@ -369,26 +314,13 @@ def hub_cache(folder, monkeypatch):
     "the library's own cache holds the data at the pinned revision, and no network answers"
     import datasets
     import huggingface_hub
-    import numpy as np
-    from PIL import Image
     from hub import put_in_cache
 
     cache = folder.parent / 'hf'
     monkeypatch.setattr(datasets.config, 'HF_DATASETS_CACHE', cache)
     monkeypatch.setattr(huggingface_hub.constants, 'ENDPOINT', 'http://127.0.0.1:1')
-    features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(num_classes=10))
-    parts = {
-        name: datasets.Dataset.from_dict(
-            dict(image=[Image.fromarray(np.array(o)) for o in x], label=y.tolist()),
-            features=features,
-        )
-        for name, (x, y) in read_mnist(folder, official=False).items()
-    }
-
-    def put(revision):
-        return put_in_cache(cache, 'ylecun/mnist', revision, parts, 'mnist')
-
-    return put
+    parts = hub_of(read_mnist(folder, official=False))
+    return lambda revision: put_in_cache(cache, 'ylecun/mnist', revision, parts, 'mnist')
 
 
 def test_the_cache_of_datasets_needs_no_network(folder, hub_cache):
@@ -400,15 +332,11 @@ def test_the_cache_of_datasets_needs_no_network(folder, hub_cache):
 
 def test_another_revision_is_another_data_set(hub_cache):
     hub_cache('a' * 40)
-    with pytest.raises(
-        ConnectionError, match="'ylecun/mnist' is not on this machine, .* does not answer"
-    ):
+    with pytest.raises(ConnectionError, match="'ylecun/mnist' is not on this machine, "):
         load_mnist('mnist', official=False)
 
 
-@pytest.mark.parametrize(
-    'text', ['', '{', '[]', 'null', '{"features": 3}', '{"splits": [1]}', '[' * 100_000]
-)
+@pytest.mark.parametrize('text', ['', '[]', '{"features": 3}', '{"splits": [1]}', '[' * 100_000])
 def test_a_damaged_cache_is_named(hub_cache, text):
     place = hub_cache(mnist.hub_revisions['mnist'])
     (place / 'dataset_info.json').write_text(text)
@@ -416,29 +344,20 @@ def test_a_damaged_cache_is_named(hub_cache, text):
         load_mnist('mnist', official=False)
 
 
-def test_revisions_are_whole_commits():
-    assert set(mnist.hub_revisions) == set(mnist.hub_names)
-    for o in mnist.hub_revisions.values():
-        assert len(o) == 40 and int(o, 16)
-
-
 def test_floats_stay_as_they_are():
-    import datasets
-
+    datasets = pytest.importorskip('datasets')
     x = torch.rand(4, 1, 3, 3)
-    part = datasets.Dataset.from_dict(dict(image=x.numpy(), label=[0, 1, 2, 3])).with_format(
-        'torch'
-    )
-    assert as_floats(part)['image'].sub(x).abs().max() < 1e-6
+    part = datasets.Dataset.from_dict(dict(image=x.numpy(), label=[0, 1, 2, 3]))
+    assert as_floats(part.with_format('torch'))['image'].sub(x).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize('gzipped', [True, False])
-def test_a_tiny_file_with_much_behind_it(tmp_path, gzipped):
+@pytest.mark.parametrize('zipped', [True, False])
+def test_a_tiny_file_with_much_behind_it(tmp_path, zipped):
     "the longest header is longer than this whole file"
-    data = format_idx(torch.ones(1, dtype=torch.uint8))
-    path = tmp_path / f"x{'.gz' if gzipped else ''}"
+    path = tmp_path / 'x'
     for more in (0, 1, 10, 5_000_000):
-        path.write_bytes(gzip.compress(data + bytes(more), 1) if gzipped else data + bytes(more))
+        data = format_idx(torch.ones(1, dtype=torch.uint8)) + bytes(more)
+        path.write_bytes(gzip.compress(data, 1) if zipped else data)
         if more:
             with pytest.raises(ValueError, match='byte 9: expected the end of the file'):
                 read_idx(path)
@@ -499,11 +418,7 @@ def same(a, b):
 def test_both_kinds_of_files_and_all_ways_to_name_them(cifar, pickled, monkeypatch):
     few = dict(n_valid=20, official=False)
     want = open_cifar10(cifar, **few)
-    assert {k: v['image'].shape for k, v in want.items()} == {
-        'train': (40, 3, 32, 32),
-        'validation': (20, 3, 32, 32),
-        'test': (12, 3, 32, 32),
-    }
+    assert [v['image'].shape for v in want.values()] == [(n, 3, 32, 32) for n in (40, 20, 12)]
     same(open_cifar10(pickled, **few), want)
     same(open_cifar10(pickled.parent, **few), want)
     monkeypatch.setenv('CAPSNB_DATA', str(cifar.parent))
@@ -518,20 +433,16 @@ def test_both_kinds_of_files_and_all_ways_to_name_them(cifar, pickled, monkeypat
 def test_nothing_is_lost_or_twice(cifar):
     parts = open_cifar10(cifar, 20, official=False)
     (x, y), _ = read_cifar10(cifar, official=False).values()
-    rows = lambda x, y: sorted(
-        (*y.tolist(), hash(o.numpy().tobytes())) for o, y in zip(x, y[:, None])
-    )
+    rows = lambda x, y: sorted((int(k), o.numpy().tobytes()) for o, k in zip(x, y))
     both = [torch.cat([parts[k][name] for k in ('train', 'validation')]) for name in parts['test']]
     assert rows(*both) == rows(x, y)
 
 
 def test_cifar_of_the_hub(cifar, hub):
     "in another order, and yet the same split"
-    parts = {
-        k: (x.permute(0, 2, 3, 1).flip(0), y.flip(0))
-        for k, (x, y) in read_cifar10(cifar, official=False).items()
-    }
-    hub.parts = hub_of(parts, 'img')
+    parts = read_cifar10(cifar, official=False).items()
+    turned = {k: (x.permute(0, 2, 3, 1).flip(0), y.flip(0)) for k, (x, y) in parts}
+    hub.parts = hub_of(turned, 'img')
     found, want = open_cifar10(n_valid=20), open_cifar10(cifar, 20, official=False)
     same({k: found[k] for k in ('train', 'validation')}, {k: want[k] for k in found if k != 'test'})
     assert found['test']['image'].flip(0).equal(want['test']['image'])
