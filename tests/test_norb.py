@@ -14,8 +14,8 @@ from torch.testing import assert_close
 from capsnb.data import norb
 from capsnb.data.files import cache_folder
 from capsnb.data.norb import as_tensors, codes, find_smallnorb, instances, load_smallnorb, magics
-from capsnb.data.norb import norb_files, norb_name, open_matrix, open_norb, open_smallnorb
-from capsnb.data.norb import read_matrix, read_part, read_split, tiny_norb, tiny_smallnorb
+from capsnb.data.norb import norb_files, norb_name, open_norb, open_smallnorb
+from capsnb.data.norb import read_matrix, read_split, tiny_norb, tiny_smallnorb
 from capsnb.data.norb import valid_mask, write_matrix
 from web import Web, served
 
@@ -120,13 +120,13 @@ def test_every_byte_of_a_gzip_file(tmp_path):
     for n in range(2, len(whole)):
         path.write_bytes(whole[:n])
         with pytest.raises(ValueError, match=r'y.mat.gz'):
-            open_matrix(path)
+            norb._open_matrix(path)
         for bit in range(8):
             data = bytearray(whole)
             data[n] ^= 1 << bit
             path.write_bytes(data)
             try:
-                x = open_matrix(path)[0]
+                x = norb._open_matrix(path)[0]
             except ValueError as e:
                 assert type(e) is ValueError and 'y.mat.gz' in str(e)
             else:
@@ -184,7 +184,9 @@ def test_the_wrong_file_under_a_name(plain, as_official, a, b):
 def test_files_that_disagree(plain, kind, shape):
     dtype = torch.uint8 if kind == 'dat' else torch.int32
     write_matrix(plain / norb_files['train', kind].name, torch.zeros(shape, dtype=dtype))
-    with pytest.raises(ValueError, match=rf'{kind}.mat byte \d+: expected size'):
+    with pytest.raises(
+        ValueError, match=rf'{kind}.mat byte 0: expected a matrix of'
+    ):
         read_split(plain, 'train', official=False)
 
 
@@ -199,7 +201,7 @@ anything = st.integers(-(2**31), 2**31 - 1) | st.integers(-3, 40)
 
 
 def check(columns):
-    norb._check_labels(columns, lambda column, row: f'row {row}')
+    norb._check_labels(columns, 'here')
 
 
 @few
@@ -336,13 +338,13 @@ def parquet(plain, tmp_path):
 
 
 def test_a_copy_in_parquet(plain, parquet):
-    hub = load_smallnorb(parquet(), source='hub', official=False)
+    hub = load_smallnorb(f'hub:{parquet()}', official=False)
     for split, part in hub.items():
         equal(as_tensors(part), open_smallnorb(split, plain, official=False))
         assert part.features == load_smallnorb(plain, split, official=False).features
         equal(open_smallnorb(split, f'hub:{parquet()}', official=False), as_tensors(part))
     with pytest.raises(ValueError, match='expected 24,300 pairs of instances'):
-        load_smallnorb(parquet(), source='hub')
+        load_smallnorb(f'hub:{parquet()}')
 
 
 def one_pixel(rows):
@@ -365,13 +367,13 @@ copies = {
 @pytest.mark.parametrize('said', copies)
 def test_a_copy_that_is_not_one(parquet, as_official, said):
     with pytest.raises(ValueError, match=said):
-        load_smallnorb(parquet(copies[said]), source='hub')
+        load_smallnorb(f'hub:{parquet(copies[said])}')
 
 
 def test_a_copy_in_part_or_another_order(plain, parquet, as_official):
     equal(open_smallnorb('train', f'hub:{parquet()}', ()), read_split(plain, 'train'))
     with pytest.raises(ValueError, match='expected the splits train, test, got train'):
-        load_smallnorb(parquet(splits=['train']), source='hub')
+        load_smallnorb('hub:' + str(parquet(splits=['train'])))
     with pytest.warns(UserWarning, match='no checksum says whether the pixels are'):
         open_smallnorb('test', f'hub:{parquet(lambda rows: rows[::-1])}')
 
@@ -379,9 +381,9 @@ def test_a_copy_in_part_or_another_order(plain, parquet, as_official):
 def test_the_copy_on_the_hub_is_pinned(monkeypatch):
     asked = []
     monkeypatch.setattr(norb, 'load_hub', lambda *args: asked.append(args) or {})
-    for folder in (None, norb.hub_name, 'who/else'):
+    for name in ('', norb.hub_name, 'who/else'):
         with pytest.raises(ValueError, match='expected the splits'):
-            load_smallnorb(folder, source='hub')
+            load_smallnorb(f'hub:{name}')
     assert asked == [(norb.hub_name, norb.hub_revision)] * 2 + [('who/else',)]
 
 
@@ -479,7 +481,7 @@ def put(path, at, value):
 def test_damage_is_named(folder, kind, change, message):
     change(folder / norb_name('train', 1, kind))
     with pytest.raises(ValueError, match=message):
-        read_part(folder, 'train', 1, official=False)
+        norb._read_part(folder, 'train', 1, False)
 
 
 def test_what_is_missing_or_other_is_said(folder, monkeypatch):

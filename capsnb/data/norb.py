@@ -23,11 +23,10 @@ from .files import load_hub, regular, sweep, wrong_byte
 from .toys import with_pictures
 
 # %% auto #0
-__all__ = ['magics', 'instances', 'site', 'norb_files', 'codes', 'splits', 'hub_name', 'hub_revision', 'norb_site', 'norb_parts',
-           'norb_size', 'Header', 'parse_header', 'read_matrix', 'write_matrix', 'NorbFile', 'unpack', 'open_matrix',
-           'degrees', 'tiny_smallnorb', 'read_split', 'find_smallnorb', 'valid_mask', 'viewpoint_split',
-           'open_smallnorb', 'load_smallnorb', 'as_tensors', 'norb_name', 'Joined', 'read_part', 'open_norb',
-           'tiny_norb']
+__all__ = ['magics', 'instances', 'site', 'norb_files', 'codes', 'splits', 'hub_name', 'hub_revision', 'norb_size', 'Header',
+           'parse_header', 'read_matrix', 'write_matrix', 'NorbFile', 'degrees', 'tiny_smallnorb', 'read_split',
+           'find_smallnorb', 'valid_mask', 'viewpoint_split', 'open_smallnorb', 'load_smallnorb', 'as_tensors',
+           'norb_name', 'Joined', 'open_norb', 'tiny_norb']
 
 # %% ../../nbs/data/35_norb.ipynb #00000006
 magics = {  # magic number: type of the elements; 0x1E3D4C52, "packed", is described nowhere
@@ -53,8 +52,8 @@ class Header(NamedTuple):
 # %% ../../nbs/data/35_norb.ipynb #0000000c
 def parse_header(data: bytes, name: str = 'header') -> Header:  # 40 bytes, if there are as many
     "Read the header of a matrix file; `ValueError` with the byte at which it is wrong."
-    words = [o for (o,) in struct.iter_unpack('<I', data[: len(data) // 4 * 4])]
-    kind, n = (words + [None] * 2)[:2]
+    words = struct.unpack_from(f'<{len(data) // 4}I', data)
+    kind, n = (*words, None, None)[:2]
     if kind is not None and kind not in magics:
         known = ', '.join(f'0x{o:X}' for o in magics)
         wrong_byte(name, 0, f"a magic number of {known}", f'0x{kind:X}')
@@ -62,12 +61,10 @@ def parse_header(data: bytes, name: str = 'header') -> Header:  # 40 bytes, if t
         wrong_byte(name, 4, "1 to 8 dimensions", n)
     if len(words) < (least := 2 + max(n or 3, 3)):
         wrong_byte(name, len(data), f"a header of {4 * least} bytes", "the end of the file")
-    for k, d in enumerate(words[2:least]):
-        if k < n and not 0 < d < 2**31:
-            wrong_byte(name, 8 + 4 * k, "a positive size", d)
-        if k >= n and d != 1:
-            wrong_byte(name, 8 + 4 * k, f"1, since dimension {k + 1} of {n} is unused", d)
-    return Header(magics[kind], tuple(words[2 : 2 + n]), 4 * least)
+    used, unused = words[2 : 2 + n], words[2 + n : least]
+    if not all(0 < d < 2**31 for d in used) or any(d != 1 for d in unused):
+        wrong_byte(name, 8, f"{n} positive sizes, and 1 for what is unused", [*used, *unused])
+    return Header(magics[kind], used, 4 * least)
 
 # %% ../../nbs/data/35_norb.ipynb #00000010
 def read_matrix(path: str | Path) -> Tensor:  # mapped: nothing is read before it is looked at
@@ -152,7 +149,7 @@ _names = [_file_name(*key) for key in _keys]
 norb_files = dict(zip(_keys, map(NorbFile, _names, _sizes, _sha256, _md5s, _unpacked)))
 
 # %% ../../nbs/data/35_norb.ipynb #0000001f
-def unpack(path: str | Path, raw: Path, size: int | None = None):  # bytes it must have, if known
+def _unpack(path: Path, raw: Path, size: int | None):  # size: bytes it must have, if known
     "Unpack a matrix file, whole or not at all; `ValueError` with file and byte where it is wrong."
     label = f'{path} (unpacked)'
     with draft(raw) as out:
@@ -170,13 +167,9 @@ def unpack(path: str | Path, raw: Path, size: int | None = None):  # bytes it mu
         _check_size(header, have, label)
 
 # %% ../../nbs/data/35_norb.ipynb #00000023
-def open_matrix(
-    path: str | Path,  # plain, or gzipped: unpacked into the cache the first time
-    md5: str | None = None,  # what the MD5 of the unpacked file must be, if known
-    size: int | None = None,  # how many bytes it must have unpacked, if known
-) -> tuple[Tensor, str]:  # the array, mapped; the MD5 of the unpacked file
-    "Open a matrix file, gzipped or not; `ValueError` names file and byte, or the MD5 that came."
-    raw = _unpacked_of(Path(path), size) if is_gzip(path) else path
+def _open_matrix(path: Path, md5: str | None = None, size: int | None = None) -> tuple:
+    "Array, mapped, and MD5 of a file; one that is gzipped is unpacked into the cache first."
+    raw = _unpacked_of(path, size) if is_gzip(path) else path
     x, came = read_matrix(raw), checksum(raw, 'md5')  # header and size tell more than an MD5
     if md5 and came != md5:
         why = f"a byte has changed, or it is another file ({_any})"
@@ -192,7 +185,7 @@ def _unpacked_of(path: Path, size: int | None) -> Path:  # in the cache
     with alone(raw):
         if not raw.is_file() or _crc(raw) != path.read_bytes()[-8:-4]:
             sweep(raw.parent)
-            unpack(path, raw, size)
+            _unpack(path, raw, size)
     return raw
 
 
@@ -230,25 +223,22 @@ def _column(columns: Mapping, name: str) -> Tensor:  # [n], long
     return x.long()
 
 # %% ../../nbs/data/35_norb.ipynb #00000029
-def _check_labels(columns: Mapping, where, known: Mapping = codes, rows: Tensor | None = None):
-    """`ValueError` for a label that the data have not, or for two rows with the same five. `where`
-    says where the label of a column and row stands; rows are numbers in a file, None: 0, 1, …"""
-    q, cols = 0, {name: _column(columns, name) for name in known}
-    rows = torch.arange(len(cols['category'])) if rows is None else rows
+def _check_labels(columns: Mapping, where: str, known: Mapping = codes):
+    "`ValueError` for a label that the data have not, or for two rows with the same five."
+    cols, q = {name: _column(columns, name) for name in known}, 0
+    bare = cols['category'] == 5  # of NORB: no toy, and so no other label
     for name, allowed in known.items():
-        bad = (~torch.isin(cols[name], torch.tensor(allowed))).nonzero()
-        if len(bad):
-            came, at = int(cols[name][bad[0]]), where(name, int(rows[bad[0]]))
-            raise ValueError(f"{at}: expected {name} in {list(allowed)}, got {came}")
+        fits = torch.isin(cols[name], torch.tensor(allowed))
+        fits = fits if name == 'category' else torch.where(bare, cols[name] == -1, fits)
+        if len(bad := (~fits).nonzero()):
+            k, wanted = int(bad[0]), f"{name} in {list(allowed)}"
+            wanted = f"{name} -1 where there is no toy" if bare[k] and name != 'category' else wanted
+            raise ValueError(f"{where}, row {k}: expected {wanted}, got {int(cols[name][k])}")
         q = q * len(allowed) + cols[name] // allowed.step  # the five as one number
-    order = q.argsort(stable=True)
-    again = order[1:][q[order[1:]] == q[order[:-1]]]
-    if len(again):
-        k = int(again.min())
-        row, first = int(rows[k]), int(rows[(q == q[k]).nonzero()[0]])
-        said = ', '.join(f'{name} {int(o[k])}' for name, o in cols.items())
-        same = f"row {row} has the same labels as row {first}"
-        raise ValueError(f"{where('category', row)}: {same}: {said}")
+    toys = (~bare).nonzero().flatten()
+    _, which, counts = q[toys].unique(return_inverse=True, return_counts=True)
+    if len(again := toys[counts[which] > 1]):
+        raise ValueError(f"{where}: row {int(again[1])} has the same labels as row {int(again[0])}")
 
 # %% ../../nbs/data/35_norb.ipynb #0000002c
 def _cards(rows: Tensor, size: int) -> Tensor:  # rows [n, 5] of codes -> uint8 [n, 2, size, size]
@@ -294,28 +284,15 @@ def _three(folder: str | Path, name, known=lambda kind: (), columns: int = 4) ->
     "The arrays of three files that agree; their paths; a key of content."
     plain = {kind: Path(folder, name(kind)) for kind in _kinds}
     paths = {k: o if o.is_file() else o.with_name(f'{o.name}.gz') for k, o in plain.items()}
-    got = {kind: open_matrix(path, *known(kind)) for kind, path in paths.items()}
+    got = {kind: _open_matrix(path, *known(kind)) for kind, path in paths.items()}
     n, *sizes = got['dat'][0].shape
     shapes = dict(dat=(n, 2, *(sizes + [1, 1])[1:3]), cat=(n,), info=(n, columns))
     for kind, (x, _) in got.items():
-        if x.dtype != _kinds[kind]:
-            wrong_byte(paths[kind], 0, f"a matrix of {_kinds[kind]}", x.dtype)
-        if x.ndim != len(shapes[kind]):
-            wrong_byte(paths[kind], 4, f"{len(shapes[kind])} dimensions", x.ndim)
-        for k, (want, came) in enumerate(zip(shapes[kind], x.shape)):
-            if want != came:
-                wrong_byte(paths[kind], 8 + 4 * k, f"size {want} of dimension {k + 1}", came)
+        if (x.dtype, x.shape) != (_kinds[kind], shapes[kind]):
+            wanted = f"{_kinds[kind]} of sizes {list(shapes[kind])}"
+            wrong_byte(paths[kind], 0, f"a matrix of {wanted}", f"{x.dtype} of {list(x.shape)}")
     key = hashlib.sha256(''.join(md5 for _, md5 in got.values()).encode()).hexdigest()
     return {kind: x for kind, (x, _) in got.items()}, paths, key
-
-# %% ../../nbs/data/35_norb.ipynb #02a6a819
-def _labels_in(paths: dict[str, Path], columns: int = 4):  # says in which byte a label stands
-    def where(name: str, row: int) -> str:
-        if name == 'category':
-            return f"{paths['cat']} byte {20 + 4 * row}"
-        return f"{paths['info']} byte {20 + 4 * (columns * row + list(codes).index(name) - 1)}"
-
-    return where
 
 # %% ../../nbs/data/35_norb.ipynb #00000033
 def read_split(
@@ -328,7 +305,7 @@ def read_split(
     known = lambda kind: (files[kind].md5, files[kind].unpacked) if official else ()
     got, paths, _ = _three(folder, lambda kind: files[kind].name, known)
     columns = dict(zip(codes, (got['cat'].long(), *got['info'].long().unbind(1))))
-    _check_labels(columns, _labels_in(paths))
+    _check_labels(columns, f"{paths['cat']} and {paths['info'].name}")
     return dict(image=got['dat'], **columns)
 
 # %% ../../nbs/data/35_norb.ipynb #00000038
@@ -384,12 +361,10 @@ def viewpoint_split(
     columns: Mapping,  # with 'azimuth' or 'elevation' as smallNORB codes them
     by: str = 'azimuth',  # or 'elevation'
 ) -> tuple[Tensor, Tensor]:  # familiar, novel: bool [n] each
-    "Familiar and novel viewpoints; `ValueError` for an unknown factor or code."
+    "Familiar and novel viewpoints; `ValueError` for an unknown factor."
     if by not in _familiar:
         raise ValueError(f"by: expected 'azimuth' or 'elevation', got {by!r}")
     of = _column(columns, by)
-    if len(bad := of[~torch.isin(of, torch.tensor(codes[by]))]):
-        raise ValueError(f"{by}: expected codes in {list(codes[by])}, got {int(bad[0])}")
     known = torch.isin(of, torch.tensor(_familiar[by]))
     return known, ~known
 
@@ -434,7 +409,7 @@ def _from_hub(name: str, split: str, official: bool) -> dict[str, Tensor]:  # as
     if split not in data:
         raise ValueError(f"{said}: expected the splits train, test, got {', '.join(data)}")
     data = as_tensors(data[split])
-    _check_labels(data, lambda column, row: f"{said}, row {row}")
+    _check_labels(data, said)
     if official:
         _check_copy(data, split, said)
     return data
@@ -461,21 +436,16 @@ def _md5_of(x: Tensor) -> str:  # that a file of this array would have
 
 # %% ../../nbs/data/35_norb.ipynb #0000004e
 def load_smallnorb(
-    folder: str | Path | None = None,  # as for find_smallnorb; source='hub': a name there
+    folder: str | Path | None = None,  # as for open_smallnorb
     split: str | None = None,  # 'train', 'validation' or 'test': only that one
     valid_instances: Sequence[int] = (9,),  # held back from 'train' for 'validation'; (): none
-    source: str = 'files',  # 'files': the six official files; 'hub': the copy on the Hub
     official: bool = True,  # the data must be smallNORB's; False: any in its format
 ):  # datasets.DatasetDict (train, validation, test), or with `split` one datasets.Dataset
     "smallNORB with the Hub's columns; `ValueError` for other data, `FileNotFoundError` for none."
-    if source not in ('files', 'hub'):
-        raise ValueError(f"source must be 'files' or 'hub', got {source!r}")
-    folder = f"hub:{folder or ''}" if source == 'hub' else folder
-    held = _held(valid_instances)
-    load = lambda name: _as_dataset(open_smallnorb(name, folder, held, official))
+    load = lambda name: _as_dataset(open_smallnorb(name, folder, valid_instances, official))
     if split is not None:
         return load(split)
-    names = [o for o in splits if o != 'validation' or held]
+    names = [o for o in splits if o != 'validation' or valid_instances]
     return need('datasets').DatasetDict({name: load(name) for name in names})
 
 
@@ -507,8 +477,8 @@ def as_tensors(
     return dict(image=torch.from_numpy(np.stack(out)), **columns)
 
 # %% ../../nbs/data/35_norb.ipynb #5cc07477
-norb_site = 'https://cs.nyu.edu/~ylclab/data/norb-v1.0/'
-norb_parts = dict(train=range(1, 11), test=range(1, 3))  # numbers of the sets of files
+_norb_site = 'https://cs.nyu.edu/~ylclab/data/norb-v1.0/'
+_norb_parts = dict(train=range(1, 11), test=range(1, 3))  # numbers of the sets of files
 norb_size = 29_160, 2, 108, 108  # of a set
 
 
@@ -521,9 +491,6 @@ class Joined:
     "Rows of several mapped arrays as if they were one: read when somebody takes them."
 
     def __init__(self, arrays: Sequence[Tensor], rows: Tensor, key: str):
-        if len({o.shape[1:] for o in arrays}) != 1:
-            came = ', '.join(str(list(o.shape[1:])) for o in arrays)
-            raise ValueError(f"expected arrays of one size, got {came}")
         self.arrays, self.rows, self.key = arrays, rows, key
         self.ends = torch.tensor([len(o) for o in arrays]).cumsum(0)
         self.shape, self.dtype = (len(rows), *arrays[0].shape[1:]), arrays[0].dtype
@@ -545,45 +512,18 @@ class Joined:
             out[at == k] = self.arrays[k][rows[at == k] - start]
         return out
 
-# %% ../../nbs/data/35_norb.ipynb #5a985efd
-def _check_part(columns: dict[str, Tensor], where):  # toys as in smallNORB; without one: -1
-    bare = columns['category'] == 5
-    rows = (~bare).nonzero().flatten()
-    known = codes | dict(category=range(6))
-    _check_labels({name: columns[name][rows] for name in codes}, where, known, rows)
-    for name in list(codes)[1:]:
-        if len(bad := (bare & (columns[name] != -1)).nonzero()):
-            said = f"{where(name, int(bad[0]))}: expected {name} -1 where there is no toy"
-            raise ValueError(f"{said}, got {int(columns[name][bad[0]])}")
-
 # %% ../../nbs/data/35_norb.ipynb #e4019370
-def read_part(
-    folder: str | Path,  # with the three files of a set, .mat or .mat.gz
-    split: str,  # 'train' or 'test'
-    part: int,  # number of the set
-    official: bool = True,  # must be of `norb_size`; False: of any size
-) -> tuple[dict[str, Tensor], str]:  # image, codes, jitter int64 [n, 6]; a key of content
-    "Read a set of NORB jittered-cluttered; `ValueError` names file and byte of what is wrong."
+def _read_part(folder: Path, split: str, part: int, official: bool) -> tuple[dict, str]:
+    "A set of NORB jittered-cluttered: image, codes, jitter int64 [n, 6]; a key of content."
     got, paths, key = _three(folder, lambda kind: norb_name(split, part, kind), columns=10)
     if official and tuple(got['dat'].shape) != norb_size:
         came = f"{list(got['dat'].shape)} ({_any})"
         wrong_byte(paths['dat'], 8, f"sizes {list(norb_size)}", came)
     info = got['info'].long()
     columns = dict(zip(codes, (got['cat'].long(), *info[:, :4].unbind(1))))
-    _check_part(columns, _labels_in(paths, 10))
+    where = f"{paths['cat']} and {paths['info'].name}"
+    _check_labels(columns, where, codes | dict(category=range(6)))
     return dict(image=got['dat'], **columns, jitter=info[:, 4:]), key
-
-# %% ../../nbs/data/35_norb.ipynb #5ab1beac
-def _find_norb(folder: str | Path | None, split: str, parts: Sequence[int]) -> Path:
-    "Find NORB jittered-cluttered; `FileNotFoundError`: it is not downloaded."
-    names = [norb_name(split, k, kind) for k in parts for kind in _kinds]
-    place = find_folder('norb', names, folder, endings=('', '.gz'))
-    if place is None:
-        raise FileNotFoundError(
-            f"expected {names[0]} and {len(names) - 1} other files of {norb_site}; name their "
-            "folder in CAPSNB_DATA or as `folder` (--data on the command line)"
-        )
-    return place
 
 # %% ../../nbs/data/35_norb.ipynb #52fa7290
 def open_norb(
@@ -595,12 +535,16 @@ def open_norb(
 ) -> dict:  # image `Joined` uint8 [n, 2, 108, 108]; codes [n], jitter [n, 6], int64
     "A split of NORB jittered-cluttered; `ValueError`, `FileNotFoundError` as for smallNORB."
     source, held = _role(split, valid_instances)
-    there = list(norb_parts[source])
+    there = list(_norb_parts[source])
     wanted = there if parts is None else list(parts)
     if not wanted or not set(wanted) <= set(there) or len(set(wanted)) < len(wanted):
         raise ValueError(f"parts: expected some of {there}, each once, got {parts!r}")
-    place = _find_norb(folder, source, wanted)
-    read = [read_part(place, source, k, official) for k in wanted]
+    names = [norb_name(source, k, kind) for k in wanted for kind in _kinds]
+    if (place := find_folder('norb', names, folder, endings=('', '.gz'))) is None:
+        files = f"expected {names[0]} and {len(names) - 1} other files of {_norb_site}"
+        name = "CAPSNB_DATA or as `folder` (--data on the command line)"
+        raise FileNotFoundError(f"{files}; name their folder in {name}")
+    read = [_read_part(place, source, k, official) for k in wanted]
     columns = {k: torch.cat([o[k] for o, _ in read]) for k in (*codes, 'jitter')}
     rows = _split_rows(columns, split, held)
     images, key = [o['image'] for o, _ in read], ' '.join(key for _, key in read)
