@@ -233,5 +233,5 @@ def test_all_parts_of_a_download_are_checked(tiny, cache):
         (here / f'part-{k}.safetensors').symlink_to(blob)
     index = dict(weight_map=dict(a='part-2.safetensors', b='part-2.safetensors'))
     (here / 'model.safetensors.index.json').write_text(json.dumps(index))
-    with pytest.raises(ValueError, match='part-2.safetensors is damaged'):
+    with pytest.raises(ValueError, match='part-.*.safetensors is damaged'):
         FrozenEncoder(name, device='cpu')

@@ -187,25 +187,16 @@ def _check_download(name: str, kw: dict):  # name, kw: from `_source_of`
     """`ValueError` for weights in the Hub's local cache that are not what their SHA-256 says.
 
     Only links to files that are named by it can be checked: not on a disk without links."""
-    if kw['local_files_only']:
+    file, look = kw.get('gguf_file'), need('huggingface_hub').try_to_load_from_cache
+    found = look(name, file or 'config.json', revision=kw['revision'])
+    if not isinstance(found, str):
         return
-    look = partial(need('huggingface_hub').try_to_load_from_cache, name, revision=kw['revision'])
-    for file in _weights_files(look, kw.get('gguf_file')):
-        blob = Path(look(file)).resolve()
+    there = [Path(found)] if file else sorted(Path(found).parent.iterdir())
+    for path in (o for o in there if o.suffix in ('.safetensors', '.bin', '.gguf')):
+        blob = path.resolve()
         if re.fullmatch('[0-9a-f]{64}', blob.name) and checksum(blob) != blob.name:
-            what = f"the file {file} is damaged, its SHA-256 is not what the Hub says"
+            what = f"the file {path.name} is damaged, its SHA-256 is not what the Hub says"
             raise ValueError(f"cannot use '{name}': {what}; delete '{blob}' and fetch it again")
-
-
-def _weights_files(look, gguf_file: str | None) -> list:  # look: name of a file -> where it is
-    "Names of the files in the local cache from which the weights come."
-    here = lambda file: isinstance(look(file), str)
-    if gguf_file or here('model.safetensors'):
-        return [file for file in [gguf_file or 'model.safetensors'] if here(file)]
-    if not here(index := 'model.safetensors.index.json'):
-        return [file for file in ['pytorch_model.bin'] if here(file)]
-    parts = json.loads(Path(look(index)).read_text(encoding='utf-8'))['weight_map']
-    return [file for file in sorted(set(parts.values())) if here(file)]
 
 # %% ../../nbs/data/39_embed.ipynb #0000000b
 def load_frozen(
@@ -252,23 +243,20 @@ def _own_end(tokenizer) -> int | None:  # what it puts, or leaves, at the end of
 # %% ../../nbs/data/39_embed.ipynb #8baed9a9
 def as_texts(texts) -> list:  # of what came
     "`ValueError` for what would be read by its letters or columns: one text, a table."
-    columns = getattr(texts, 'column_names', None)
+    columns = texts if isinstance(texts, Mapping) else getattr(texts, 'column_names', None)
+    columns = getattr(texts, 'columns', None) if columns is None else columns
     if isinstance(columns, list) and 'text' in columns:
         return list(texts['text'])
-    if isinstance(texts, (str, bytes)):
-        raise ValueError("expected a list of texts, got one text: put it into a list")
-    if isinstance(texts, Mapping):
-        columns = texts
-    elif columns is None:
-        columns = getattr(texts, 'columns', None)
+    wanted = "expected a list of texts"
     if columns is not None:
-        wanted = "expected a list of texts, or a Dataset with a column text"
-        came = f"{type(texts).__name__} of {list(columns)}"
-        raise ValueError(f"{wanted}, got {came}: pass one column, as in data['sentence']")
-    try:
-        return list(texts)
-    except TypeError:
-        raise ValueError(f"expected a list of texts, got {texts!r:.60}") from None
+        came = f"or a Dataset with a column text, got {type(texts).__name__} of {list(columns)}"
+        raise ValueError(f"{wanted}, {came}: pass one column, as in data['sentence']")
+    if isinstance(texts, (str, bytes)) or not hasattr(texts, '__iter__'):
+        came = (
+            'one text: put it into a list' if isinstance(texts, (str, bytes)) else f'{texts!r:.60}'
+        )
+        raise ValueError(f"{wanted}, got {came}")
+    return list(texts)
 
 # %% ../../nbs/data/39_embed.ipynb #00000011
 def longest(model, tokenizer) -> int | None:  # tokens, the end token included; None: no limit known
@@ -544,32 +532,31 @@ def check_encoder(
     name_or_folder: str | Path,  # on the Hub, or a folder
     gguf_file: str | None = None,  # as for `FrozenEncoder`
     revision: str | None = None,  # as for `FrozenEncoder`
-):
+    fetch: bool = True,  # whether a name that is not on this machine may be asked for on the Hub
+):  # its config, of transformers
     "`OSError` or `ValueError`, within seconds, where there is no such transformer."
-    tf, (name, kw) = need('transformers'), _source_of(name_or_folder, gguf_file, revision)
-    _here_or_hub(lambda **kw: tf.AutoConfig.from_pretrained(name, **kw), name, kw)
+    name, kw = _source_of(name_or_folder, gguf_file, revision)
+    load = partial(need('transformers').AutoConfig.from_pretrained, name)
+    config = _here_or_hub(load, name, kw, fetch)
+    with _read(f"cannot use the model in '{name}'"):
+        _check_config(config)
+    return config
 
 
 def read_config(
     name_or_folder: str | Path,  # on the Hub, or a folder
     gguf_file: str | None = None,  # as for `FrozenEncoder`
     revision: str | None = None,  # as for `FrozenEncoder`
-    fetch: bool = True,  # whether a name that is not on this machine may be asked for on the Hub
+    fetch: bool = True,  # as for `check_encoder`
 ):  # config of transformers
     "The sizes of a transformer without its weights; GPT-2-large's are known."
-    tf, (name, kw) = need('transformers'), _source_of(name_or_folder, gguf_file, revision)
-    if name in pinned:
-        try:
-            return tf.AutoConfig.from_pretrained(name, **kw | dict(local_files_only=True))
-        except OSError:
-            return tf.GPT2Config(**_gpt2_large)
-
-    def load(**kw):
-        config = tf.AutoConfig.from_pretrained(name, **kw)
-        _check_config(config)
-        return config
-
-    return _here_or_hub(load, name, kw, fetch)
+    known = str(name_or_folder) in pinned
+    try:
+        return check_encoder(name_or_folder, gguf_file, revision, fetch and not known)
+    except OSError:
+        if not known:
+            raise
+        return need('transformers').GPT2Config(**_gpt2_large)
 
 # %% ../../nbs/data/39_embed.ipynb #7ba10bd2
 def about_tokens(texts: list) -> int:  # with an end token for each
@@ -702,76 +689,58 @@ _again = "delete the folder and make the cache again"
 
 def read_cache(folder: Path) -> tuple:  # header, index, ticks
     "Read all but the embeddings; `ValueError` when something is missing, cut short or damaged."
+    np = need('numpy')
     if not (folder / 'header.json').is_file():
         raise ValueError(f"'{folder}' holds no cache of embeddings (no header.json)")
     try:
-        header = _read_header(folder / 'header.json')
-        index = _read_index(folder, header)
-    except (ValueError, OSError) as e:
-        raise ValueError(f"the cache '{folder}' is damaged ({e}): {_again}") from e
+        header, index = _read_notes(folder)
+    except Exception as e:  # whatever NumPy says
+        raise ValueError(f"the cache '{folder}' is damaged ({first_line(e)}): {_again}") from e
     for name, size in _sizes(header).items():
         there = (folder / name).stat().st_size if (folder / name).is_file() else 0
         if there != size:
             short = f"{name} has {there:,} bytes, expected {size:,}"
             raise ValueError(f"the cache '{folder}' was cut short: {short}; {_again}")
-    return header, index, need('numpy').fromfile(folder / 'ticks.bin', '<u8')
+    return header, index, np.fromfile(folder / 'ticks.bin', '<u8')
 
 
-def _read_header(path: Path) -> dict:  # `ValueError` for an odd entry, or one that was changed
-    words = dict.fromkeys(('format', 'encoder', 'name', 'transformers', 'dtype', 'index'), str)
+def _read_notes(folder: Path) -> tuple:  # header and index, which belong together
+    np, words = need('numpy'), ('format', 'encoder', 'name', 'transformers', 'dtype', 'index')
     numbers = dict.fromkeys(('d_emb', 'n_texts', 'n_tokens', 'n_bytes'), int)
-    header = read_json(path, layers=list, **words, **numbers)
+    header = read_json(folder / 'header.json', layers=list, **dict.fromkeys(words, str), **numbers)
     if header['format'] not in _formats:
         wanted = f"expected one of {', '.join(_formats)}"
         raise ValueError(f"it has the format {header['format']!r}, {wanted}")
     checked = header['format'] != _formats[0] or 'sum' in header  # the first format had no sum
     if checked and header.get('sum') != _header_sum(header):
         raise ValueError("an entry of header.json was changed")
+    index = np.array(np.load(regular(folder / 'index.npy'), mmap_mode='r'))  # as large as the file
     size = len(header['layers']) * header['d_emb'] * _dtype(header['dtype']).itemsize
-    if not 0 < header['n_bytes'] == header['n_tokens'] * size:
-        raise ValueError("the sizes in header.json do not belong together")
-    return header
-
-
-def _read_index(folder: Path, header: dict):
-    np = need('numpy')
-    try:
-        path = regular(folder / 'index.npy')
-        index = np.array(np.lib.format.open_memmap(path, 'r'))  # no larger than the file
-    except Exception as e:  # whatever numpy says
-        raise ValueError(f"index.npy: {first_line(e)}") from e
-    if hashlib.blake2b(index.tobytes(), digest_size=16).hexdigest() != header['index']:
-        raise ValueError("index.npy")
+    same = hashlib.blake2b(index.tobytes(), digest_size=16).hexdigest() == header['index']
     fits = index.dtype == np.int64 and index.shape == (header['n_texts'], 3)
-    if not fits or index[:, 0].sum() != header['n_tokens']:
+    fits = fits and index[:, 0].sum() == header['n_tokens']
+    if not (same and fits and 0 < header['n_bytes'] == header['n_tokens'] * size):
         raise ValueError("header.json and index.npy do not belong together")
-    return index
+    return header, index
 
 # %% ../../nbs/data/39_embed.ipynb #00000033
 def _compare(folder: Path, header: dict, index, wanted: dict, wanted_index=None):
     "`ValueError` that names the first difference; wanted_index None: any texts."
-    at, instead = f"the cache '{folder}'", "use another folder"
+    said, texts = None, wanted_index is not None
+    differ = [k for k in ('layers', 'dtype') if header[k] != wanted[k]]
     if header['encoder'] != wanted['encoder']:
-        one, two = (
-            f"'{o['name']}', fingerprint {o['encoder'][:8]} (transformers {o['transformers']})"
-            for o in (header, wanted)
-        )
-        raise ValueError(f"{at} was made by another encoder: {one}; this is {two}; {instead}")
-    for key in ('layers', 'dtype'):
-        if header[key] != wanted[key]:
-            asked = f"{key} {header[key]}, this asks for {wanted[key]}"
-            raise ValueError(f"{at} has {asked}; {instead}")
-    if wanted_index is None:
-        return
-    if len(index) != len(wanted_index):
-        asked = f"{len(index):,} texts, this asks for {len(wanted_index):,}"
-        raise ValueError(f"{at} holds {asked}; {instead}")
-    tokens = "the same text, but tokens of another tokenizer (or another end token)"
-    for column, what in ((1, "another text"), (2, tokens)):
-        differ = (index[:, column] != wanted_index[:, column]).nonzero()[0]
-        if len(differ):
-            where = f"at {differ[0]}, and at {len(differ) - 1:,} more places"
-            raise ValueError(f"{at} holds {what} {where}; {instead}")
+        name = "'{name}', fingerprint {encoder:.8} (transformers {transformers})".format
+        said = f"was made by another encoder: {name(**header)}; this is {name(**wanted)}"
+    elif differ:
+        said = f"has {differ[0]} {header[differ[0]]}, this asks for {wanted[differ[0]]}"
+    elif texts and len(index) != len(wanted_index):
+        said = f"holds {len(index):,} texts, this asks for {len(wanted_index):,}"
+    elif texts and (index[:, 1] != wanted_index[:, 1]).any():
+        said = f"holds another text at {(index[:, 1] != wanted_index[:, 1]).argmax()}"
+    elif texts and (index[:, 2] != wanted_index[:, 2]).any():
+        said = "holds the same texts, but tokens of another tokenizer (or another end token)"
+    if said:
+        raise ValueError(f"the cache '{folder}' {said}; use another folder")
 
 # %% ../../nbs/data/39_embed.ipynb #00000036
 def _narrow(item: Tensor, dtype: torch.dtype, layers: list) -> Tensor:  # [n, l, m] in dtype

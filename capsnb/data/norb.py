@@ -232,7 +232,9 @@ def _check_labels(columns: Mapping, where: str, known: Mapping = codes):
         fits = fits if name == 'category' else torch.where(bare, cols[name] == -1, fits)
         if len(bad := (~fits).nonzero()):
             k, wanted = int(bad[0]), f"{name} in {list(allowed)}"
-            wanted = f"{name} -1 where there is no toy" if bare[k] and name != 'category' else wanted
+            wanted = (
+                f"{name} -1 where there is no toy" if bare[k] and name != 'category' else wanted
+            )
             raise ValueError(f"{where}, row {k}: expected {wanted}, got {int(cols[name][k])}")
         q = q * len(allowed) + cols[name] // allowed.step  # the five as one number
     toys = (~bare).nonzero().flatten()
