@@ -511,6 +511,10 @@ class Hostile:
     [
         (pickle.dumps({'data': Hostile(), 'labels': []}), 'expected arrays only, got .*print'),
         (b'\x80\x02Nr\xff\xff\xff\x7f.', 'it numbers an object 2,147,483,647'),  # 16 GB
+        (
+            b'\x80\x02}U\x04datacnumpy\nndarray\nJ\xff\xff\xff\x7f\x85Rs.',
+            'cannot unpack',
+        ),  # likewise
     ],
 )
 def test_a_pickle_runs_nothing_and_claims_nothing(capsys, raw, said):

@@ -5,18 +5,17 @@
 # %% ../../nbs/data/38_sst.ipynb #020d934c
 from __future__ import annotations
 import hashlib
-import os
 import re
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 from ..core import need
-from .files import cache_folder, fetch, find_folder, regular
+from .files import cache_folder, draft, fetch, find_folder, regular
 
 # %% auto #0
 __all__ = ['label_names', 'files', 'archive', 'sizes', 'Tree', 'parse_tree', 'restore', 'phrase_text', 'tiny_treebank',
-           'read_trees', 'unique_phrases', 'find_sst', 'download_sst', 'read_sst', 'load_sst']
+           'read_trees', 'unique_phrases', 'find_sst', 'read_sst', 'load_sst']
 
 # %% ../../nbs/data/38_sst.ipynb #00000008
 label_names = ('very negative', 'negative', 'neutral', 'positive', 'very positive')  # 0 to 4
@@ -200,7 +199,7 @@ def find_sst(
 ) -> Path:  # the folder with train.txt, dev.txt and test.txt
     "Find the treebank, or download it; `FileNotFoundError` or `ConnectionError` if that fails."
     found = find_folder('sst', list(files.values()), folder, ('trees',))
-    return found or download_sst(cache_folder('sst'))
+    return found or _download(cache_folder('sst'))
 
 # %% ../../nbs/data/38_sst.ipynb #00000030
 archive = dict(
@@ -210,23 +209,18 @@ archive = dict(
 )
 
 
-def download_sst(
-    cache: str | Path,  # folder for the three files
-    source: dict | None = None,  # url, size and sha256 of another archive; None: the official one
-) -> Path:  # the folder, filled
+def _download(cache: Path) -> Path:
     "Download the archive and unpack its three files; an error leaves none half-written."
-    cache = Path(cache)
     try:
-        path = fetch(path=cache / 'archive.zip', **(source or archive))
+        path = fetch(path=cache / 'archive.zip', **archive)
     except ConnectionError as e:
         have = f"With the treebank in a folder ({', '.join(files.values())})"
         name = "name that in CAPSNB_DATA or as `folder` (--data on the command line)"
         raise ConnectionError(f"{e}. {have}, {name}") from e
     with zipfile.ZipFile(path) as z:
         for name in files.values():
-            mine = cache / f'{name}.{os.getpid()}'
-            mine.write_bytes(z.read(f'trees/{name}'))
-            os.replace(mine, cache / name)
+            with draft(cache / name) as f:
+                f.write(z.read(f'trees/{name}'))
     path.unlink(missing_ok=True)
     return cache
 

@@ -59,19 +59,16 @@ def draw(
     seed: int = 0,  # which fifty toys
     world: World = World(),  # knobs of difficulty
     grain: Tensor | None = None,  # `grain_table(seed, 2**20 + size**2)`, to save making it
-    tile: int | None = None,  # views at a time; never changes the result
 ) -> Tensor:  # [n, 2, size, size], uint8
     "Stereo pairs of one toy; `ValueError` for codes, toys or knobs that do not exist."
     _check_codes(rows)
-    if tile is not None and (not is_whole(tile) or tile < 1):
-        raise ValueError(f"tile must be a whole number, at least 1, got {tile!r}")
     _check_size(size)
     toy = build_toy(category, instance, seed, world)
     grain = grain_table(seed, 2**20 + size**2) if grain is None else grain
     view = rows[:, 1] // 2 * 9 + rows[:, 0]  # 0 to 161, azimuth by azimuth: like rectangles
     starts = _starts(category, instance, seed)[view, rows[:, 2]]
     out = torch.empty(len(rows), 2, size, size, dtype=torch.uint8)
-    for now in view.unique().split(tile or max(4, min(36, 9 * 96**2 // size**2))):
+    for now in view.unique().split(max(4, min(36, 9 * 96**2 // size**2))):
         at = torch.isin(view, now).nonzero()[:, 0]
         turns, ups = [20 * (v // 9) for v in now.tolist()], [30 + 5 * (v % 9) for v in now.tolist()]
         poses = torch.stack([object_pose(category, instance, a, seed, world) for a in turns])

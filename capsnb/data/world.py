@@ -360,26 +360,17 @@ def is_whole(x) -> bool:  # a whole number, and not true or false
     return isinstance(x, int) and not isinstance(x, bool)
 
 # %% ../../nbs/data/33_world.ipynb #0722997b
-_knobs = dict(
-    spread=('from 0 to 1', lambda x: 0 <= x <= 1),
-    contrast=('at least 0 and below 1', lambda x: 0 <= x < 1),
-    noise=('from 0 to 255', lambda x: 0 <= x <= 255),
-    jitter=('from 0 to 0.2', lambda x: 0 <= x <= 0.2),
-)
+_knobs = dict(spread=(0, 1), contrast=(0, 0.99), noise=(0, 255), jitter=(0, 0.2), samples=(1, 16))
 
 # %% ../../nbs/data/33_world.ipynb #83fcd6cb
 def check_world(world: World, seed: int = 0):  # before anything is drawn
     "`ValueError` for knobs or a seed that cannot be."
     if not is_whole(seed) or seed < 0:
         raise ValueError(f"seed must be a whole number, at least 0, got {seed!r}")
-    if not isinstance(world, World):
-        raise ValueError(f"world must be a World, got {world!r}")
-    if not is_whole(world.samples) or not 1 <= world.samples <= 16:
-        raise ValueError(f"samples must be a whole number from 1 to 16, got {world.samples!r}")
-    for name, (said, holds) in _knobs.items():
-        x = getattr(world, name)
-        if not (is_whole(x) or isinstance(x, float)) or not holds(x):
-            raise ValueError(f"{name} must be a number {said}, got {x!r}")
+    for name, (low, high) in _knobs.items():
+        x, kind = getattr(world, name, world), 'whole ' * (name == 'samples')
+        if not (is_whole(x) or isinstance(x, float) and not kind) or not low <= x <= high:
+            raise ValueError(f"{name} must be a {kind}number from {low} to {high}, got {x!r}")
 
 # %% ../../nbs/data/33_world.ipynb #00000044
 _grain_sd = math.sqrt(4 * (256**2 - 1) / 12)
