@@ -142,21 +142,12 @@ def project(points: Tensor, size: int) -> Tensor:  # [n, 3] in the camera -> [n,
 
 # %% ../../nbs/data/33_world.ipynb #00000024
 def _quadric(p: Sequence[Tensor], d: Sequence[Tensor], axes: Sequence[int]):  # u-, u+
-    a, b, c = (
-        _add([x[k] * y[k] for k in axes])  # sums in a fixed order
-        for x, y in ((d, d), (p, d), (p, p))
-    )
+    dot = lambda x, y: functools.reduce(torch.add, [x[k] * y[k] for k in axes])  # in this order
+    a, b, c = dot(d, d), dot(p, d), dot(p, p)
     a = a.clamp(min=1e-12)  # a ray along the axis of a cylinder
     disc = b * b - a * (c - 1)
     s = _root(disc.clamp(min=0))
     return torch.where(disc < 0, math.inf, (-b - s) / a), (s - b) / a
-
-# %% ../../nbs/data/33_world.ipynb #28257c2c
-def _add(terms: Sequence[Tensor]) -> Tensor:  # from the first to the last
-    out = terms[0]
-    for term in terms[1:]:
-        out = out + term
-    return out
 
 # %% ../../nbs/data/33_world.ipynb #df5ff0cc
 def _slab(p: Tensor, d: Tensor):  # u-, u+
@@ -466,40 +457,39 @@ class _Dice:
         return options[int(self.unit(name) * len(options))]
 
 # %% ../../nbs/data/33_world.ipynb #59e9fcf1
-_animal_ranges = {
-    'body length': (0.55, 0.95),
-    'body height': (0.2, 0.36),
-    'body width': (0.7, 1.0),
-    'leg': (0.4, 0.95),
-    'leg radius': (0.055, 0.11),
-    'stride': (0, 26),  # degrees, as all angles
-    'sitting': (35, 52),
-    'neck': (0.25, 0.95),
-    'neck angle': (25, 75),
-    'head': (0.16, 0.25),
-    'snout': (0.35, 1.0),
-    'look': (-10, 25),
-    'ear': (0.5, 1.3),
-    'tail': (0.15, 0.9),
-    'tail angle': (15, 120),
-    'tail radius': (0.03, 0.07),
-}
+def _table(text: str) -> dict:  # name -> least and largest
+    rows = [o.rsplit(maxsplit=2) for o in text.split(',')]
+    return {name.strip(): (float(low), float(high)) for name, low, high in rows}
+
+
+_ranges = dict(  # angles in degrees; the knee's is a share of the hip's
+    animal=_table("""
+        body length 0.55 0.95, body height 0.2 0.36, body width 0.7 1, leg 0.4 0.95,
+        leg radius 0.055 0.11, stride 0 26, sitting 35 52, neck 0.25 0.95, neck angle 25 75,
+        head 0.16 0.25, snout 0.35 1, look -10 25, ear 0.5 1.3, tail 0.15 0.9, tail angle 15 120,
+        tail radius 0.03 0.07
+    """),
+    human=_table("""
+        thigh 0.42 0.58, shin 0.4 0.55, leg radius 0.07 0.13, torso 0.34 0.5,
+        shoulders 0.22 0.38, depth 0.13 0.23, straddle 0 9, knee 0.8 1.1, arm radius 0.055 0.09,
+        upper arm 0.32 0.46, lower arm 0.3 0.44, head 0.15 0.23
+    """),
+    airplane=_table("""
+        fuselage radius 0.09 0.2, nose 0.12 0.4, span 0.6 1.25, chord 0.13 0.3, sweep -4 42,
+        dihedral -3 9, wing place -0.12 0.28, engine 0.055 0.095, engine length 0.12 0.22,
+        fin 0.2 0.42, tail span 0.25 0.5, tail chord 0.08 0.14, tail sweep 0 35, blade 0 180
+    """),
+    truck=_table("""
+        length 0.75 1.15, width 0.25 0.37, wheel 0.11 0.19, cab 0.17 0.26, cab height 0.24 0.46,
+        hood 0.12 0.25, gap 0.02 0.1, load height 0.2 0.48, side 0.07 0.2, tipped 0 28
+    """),
+    car=_table("""
+        length 0.68 0.98, width 0.3 0.42, wheel 0.12 0.19, body height 0.1 0.19, clearance 0.6 1,
+        axle 0.55 0.7, cabin height 0.12 0.2, cabin place -0.3 0
+    """),
+)
 
 # %% ../../nbs/data/33_world.ipynb #3de79d5b
-_human_ranges = {
-    'thigh': (0.42, 0.58),
-    'shin': (0.4, 0.55),
-    'leg radius': (0.07, 0.13),
-    'torso': (0.34, 0.5),
-    'shoulders': (0.22, 0.38),
-    'depth': (0.13, 0.23),
-    'straddle': (0, 9),
-    'knee': (0.8, 1.1),  # share of the hip's angle
-    'arm radius': (0.055, 0.09),
-    'upper arm': (0.32, 0.46),
-    'lower arm': (0.3, 0.44),
-    'head': (0.15, 0.23),
-}
 _hips = dict(
     stride=('stride', 20, 42),
     sit=('sit', 70, 95),
@@ -507,50 +497,6 @@ _hips = dict(
     arms=('arms stride', 0, 15),
 )
 _leans = dict(stride=('hurry', 0, 18), sit=('slouch', -12, 12), bend=('bend', 55, 95))
-
-# %% ../../nbs/data/33_world.ipynb #32d1d43c
-_airplane_ranges = {
-    'fuselage radius': (0.09, 0.2),
-    'nose': (0.12, 0.4),
-    'span': (0.6, 1.25),
-    'chord': (0.13, 0.3),
-    'sweep': (-4, 42),
-    'dihedral': (-3, 9),
-    'wing place': (-0.12, 0.28),
-    'engine': (0.055, 0.095),
-    'engine length': (0.12, 0.22),
-    'fin': (0.2, 0.42),
-    'tail span': (0.25, 0.5),
-    'tail chord': (0.08, 0.14),
-    'tail sweep': (0, 35),
-    'blade': (0, 180),
-}
-
-# %% ../../nbs/data/33_world.ipynb #85742773
-_truck_ranges = {
-    'length': (0.75, 1.15),
-    'width': (0.25, 0.37),
-    'wheel': (0.11, 0.19),
-    'cab': (0.17, 0.26),
-    'cab height': (0.24, 0.46),
-    'hood': (0.12, 0.25),
-    'gap': (0.02, 0.1),
-    'load height': (0.2, 0.48),
-    'side': (0.07, 0.2),
-    'tipped': (0, 28),
-}
-
-# %% ../../nbs/data/33_world.ipynb #26262cd0
-_car_ranges = {
-    'length': (0.68, 0.98),
-    'width': (0.3, 0.42),
-    'wheel': (0.12, 0.19),
-    'body height': (0.1, 0.19),
-    'clearance': (0.6, 1.0),
-    'axle': (0.55, 0.7),
-    'cabin height': (0.12, 0.2),
-    'cabin place': (-0.3, 0.0),
-}
 _cabins = dict(beetle=(0.5, 0.68), saloon=(0.3, 0.42), estate=(0.5, 0.62), van=(0.62, 0.8))
 
 # %% ../../nbs/data/33_world.ipynb #0000004a
@@ -946,13 +892,6 @@ def _glass(
 # %% ../../nbs/data/33_world.ipynb #6790f17f
 categories = ('animal', 'human', 'airplane', 'truck', 'car')  # smallNORB's categories 0 to 4
 _builders = dict(zip(categories, (_animal, _human, _airplane, _truck, _car)))
-_ranges = dict(
-    animal=_animal_ranges,
-    human=_human_ranges,
-    airplane=_airplane_ranges,
-    truck=_truck_ranges,
-    car=_car_ranges,
-)
 
 # %% ../../nbs/data/33_world.ipynb #0000005c
 def _reach(toy: Toy) -> Tensor:  # [k, 3]: half-sizes of the upright boxes around the parts
