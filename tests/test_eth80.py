@@ -116,8 +116,8 @@ faults = [
     (['3/4/cow4-066-027.png'], {}, '1 of 3,280 photographs are missing: cow4-066-027'),
     (['3/4/maps/cow4-066-027-map.png'], {}, '1 of 3,280 masks are missing: cow4-066-027-map'),
     ([], {'1/1/apple1-066-27.png': one}, 'apple1-066-27.png: expected a name of a category'),
-    ([], {'1/1/pear1-066-027.png': one}, 'pear1-066-027.png: expected a photograph of apple 1'),
-    ([], {'2/11/car14-066-027.png': one}, "2/11: car 14 is in '.*2/10' already"),
+    ([], {'1/1/pear1-066-027.png': one}, "pear1-066-027.png: .* '.*1/1' already"),
+    ([], {'2/11/car14-066-027.png': one}, "2/11/car14-066-027.png: .* '.*2/10' already"),
     ([], {'2/11/car15-066-027.png': one}, r'expected 10 objects of car, got 11'),
 ]
 

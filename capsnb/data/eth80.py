@@ -133,28 +133,21 @@ class Files(NamedTuple):
 # %% ../../nbs/data/36_eth80.ipynb #00000011
 def list_eth80(folder: str | Path) -> Files:  # of `find_eth80`; in order
     "All files; `ValueError` names what is missing, and what is not ETH-80's."
-    objects, below = {}, [o for depth in ('*', '*/*') for o in Path(folder).glob(depth)]
-    for place in sorted(o for o in below if o.is_dir() and o.name != 'maps'):
-        first = None
-        for path in sorted(place.glob('*.png')):
-            photo = parse_name(path)
-            first = first or photo[:2]
-            if photo[:2] != first:
-                here = f"{categories[first[0]]} {first[1]}"
-                raise ValueError(f"{path}: expected a photograph of {here}, as its neighbours are")
-        if first in objects:
-            one = f"{categories[first[0]]} {first[1]}"
-            raise ValueError(f"{place}: {one} is in '{objects[first]}' already")
-        if first:
-            objects[first] = place
+    found, paths = {}, [o for depth in ('*/*.png', '*/*/*.png') for o in Path(folder).glob(depth)]
+    for path in sorted(o for o in paths if o.parent.name != 'maps'):
+        photo = parse_name(path)
+        if photo in found:
+            raise ValueError(f"{path}: this photograph is in '{found[photo].parent}' already")
+        found[photo] = path
+    objects = sorted({photo[:2] for photo in found})
     for k, name in enumerate(categories):
-        numbers = [number for category, number in sorted(objects) if category == k]
+        numbers = [number for category, number in objects if category == k]
         if len(numbers) != n_objects:
-            found = f"got {len(numbers)}: {numbers}" if numbers else "got none"
-            raise ValueError(f"{folder}: expected {n_objects} objects of {name}, {found}")
-    each = [(p, Photo(*o, v)) for o, p in sorted(objects.items()) for v in range(len(viewpoints))]
-    photos = [place / f'{photo}.png' for place, photo in each]
-    masks = [place / 'maps' / f'{photo}-map.png' for place, photo in each]
+            came = f"got {len(numbers)}: {numbers}"
+            raise ValueError(f"{folder}: expected {n_objects} objects of {name}, {came}")
+    each = [Photo(*o, v) for o in objects for v in range(len(viewpoints))]
+    photos = [found.get(o, Path(folder, f'{o}.png')) for o in each]
+    masks = [o.parent / 'maps' / f'{o.stem}-map.png' for o in photos]
     masks = masks if any(o.is_file() for o in masks) else []
     for what, paths in (('photographs', photos), ('masks', masks)):
         if absent := [o.name for o in paths if not o.is_file()]:

@@ -186,7 +186,9 @@ def _fill(folder: Path, made: dict, rows: Tensor, world: World, workers: int | N
         todo = [o for o in toys if str(o[0]) not in done]
         look = dict(unit=' pairs', mininterval=0.5, desc=f"drawing toys ({made['split']})")
         with need('tqdm').tqdm(total=sum(b - a for a, b in todo), disable=not show, **look) as bar:
-            for first, raw in _draw_all(rows, todo, made, world, workers or _cores()):
+            for first, raw in _draw_all(
+                rows, todo, made, world, workers or torch.get_num_threads()
+            ):
                 f.seek(first * each)
                 f.write(raw)
                 f.flush()
@@ -196,12 +198,6 @@ def _fill(folder: Path, made: dict, rows: Tensor, world: World, workers: int | N
                 bar.update(len(raw) // each)
     write_json(folder / 'info.json', dict(made, sha256=checksum(path)))
     noted.unlink()
-
-# %% ../../nbs/data/34_toys.ipynb #c946e023
-def _cores() -> int:  # that this process may use
-    if hasattr(os, 'sched_getaffinity'):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 # %% ../../nbs/data/34_toys.ipynb #0000006f
 def _ready(split, size, subset, seed, world, cache, workers, show) -> tuple[Path, Tensor]:
@@ -254,7 +250,7 @@ def toys_tensors(
     seed: int = 0,  # which fifty toys
     world: World = World(),  # knobs of difficulty
     cache: str | Path | None = None,  # folder; None: XDG_CACHE_HOME or ~/.cache, capsnb/toys
-    workers: int | None = None,  # threads; None: one for each core
+    workers: int | None = None,  # threads; None: as many as PyTorch's
     progress: bool = True,  # whether to draw a bar
 ) -> ToysTensors:  # memory-mapped pictures, labels and poses
     "A split of the toys, drawn first if it is not in the cache; errors as for `load_toys`."
@@ -272,7 +268,7 @@ def load_toys(
     seed: int = 0,  # which fifty toys
     world: World = World(),  # knobs of difficulty
     cache: str | Path | None = None,  # folder; None: XDG_CACHE_HOME or ~/.cache, capsnb/toys
-    workers: int | None = None,  # threads; None: one for each core
+    workers: int | None = None,  # threads; None: as many as PyTorch's
     progress: bool = True,  # whether to draw a bar
 ):  # datasets.DatasetDict with 'train' and 'test'; with `split`, that Dataset
     "The toys as a data set; `ValueError` for what does not exist, and for a damaged cache."
