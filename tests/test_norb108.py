@@ -17,6 +17,7 @@ def no_machine(monkeypatch, tmp_path):
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'xdg'))
 
 
+@pytest.mark.slow
 def test_the_task_from_files_to_result(tmp_path):
     sets = dict(train=range(1, 11), test=(1, 2))
     few = dict(elevations=(0, 3), azimuths=(0, 12), parts=dict(train=(1,), test=(1,)))
@@ -24,10 +25,7 @@ def test_the_task_from_files_to_result(tmp_path):
     task = NORB(size=36, subset=100, official=False, folder=tiny)
     out = tmp_path / 'run'
     m = train(task, 'dstep', out, epochs=1, **quiet)
-    assert {k: len(task.open(k)['category']) for k in ('train', 'validation')} == {
-        'train': 80,
-        'validation': 20,
-    }
+    assert [len(task.open(k)['category']) for k in ('train', 'validation')] == [80, 20]
     found = evaluate(out, device='cpu', folder=tiny)  # finds the task by its name
     assert found['accuracy'] == m['test_accuracy'] and found['n'] == 100
     assert found['names'][5] == 'none' and len(found['confusion']) == 6
@@ -41,9 +39,10 @@ def test_the_task_from_files_to_result(tmp_path):
     assert isinstance(found['images'], Joined) and len(found['images']) == 10 * 24
     deck = PairDeck(found)
     again = deck.mark()
-    data = bytearray((whole.folder / norb_name('train', 10, 'dat')).read_bytes())
+    path = whole.folder / norb_name('train', 10, 'dat')
+    data = bytearray(path.read_bytes())
     data[-1] ^= 1
-    (whole.folder / norb_name('train', 10, 'dat')).write_bytes(data)
+    path.write_bytes(data)
     assert PairDeck(whole.open('train')).mark() != again == deck.mark()
     for task, message in (
         (NORB(size=32, official=False, folder=whole.folder), '36 pixels, got size=32'),
@@ -53,6 +52,7 @@ def test_the_task_from_files_to_result(tmp_path):
             task.open('test')
 
 
+@pytest.mark.slow
 def test_sabours_network_learns_and_comes_back(tmp_path):
     task = Toys(size=48, subset=40, cache=tmp_path / 'toys')
     narrow = dict(channels=16, n_types=4)
