@@ -29,15 +29,12 @@ __all__ = ['pinned', 'tiny_transformer', 'first_line', 'load_frozen', 'end_token
            'HeldStates']
 
 # %% ../../nbs/data/39_embed.ipynb #00000006
-def _byte_pairs(texts, n: int = 400):  # a tokenizer as GPT-2's: nothing is unknown to it
-    t = need('tokenizers')
-    tok, levels = t.Tokenizer(t.models.BPE()), t.pre_tokenizers.ByteLevel
-    tok.pre_tokenizer, tok.decoder = levels(add_prefix_space=False), t.decoders.ByteLevel()
-    special = dict(special_tokens=['<|endoftext|>'], initial_alphabet=levels.alphabet())
-    trainer = t.trainers.BpeTrainer(vocab_size=n, show_progress=False, **special)
-    tok.train_from_iterator(texts, trainer)
+def _byte_pairs(texts: list):  # a tokenizer as GPT-2's: nothing is unknown to it
+    t, end = need('tokenizers'), '<|endoftext|>'
+    tok, known = t.ByteLevelBPETokenizer(), dict(special_tokens=[end], show_progress=False)
+    tok.train_from_iterator(texts, vocab_size=400, min_frequency=0, **known)
     fast = need('transformers').PreTrainedTokenizerFast
-    return fast(tokenizer_object=tok, eos_token='<|endoftext|>')
+    return fast(tokenizer_object=t.Tokenizer.from_str(tok.to_str()), eos_token=end)
 
 
 def _tiny_pieces(texts: list):  # a tokenizer of word pieces, as BERT's: it frames each text
