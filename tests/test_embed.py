@@ -155,15 +155,6 @@ def test_a_network_can_be_trained_on_them(encoders):
     assert not any(p.requires_grad for p in encoders['gpt2'].model.parameters())
 
 
-def test_order_and_stream(encoders):
-    enc = encoders['gpt2']
-    lengths = [len(r) for r in enc.tokens(TEXTS)]
-    assert [len(e) for e in enc.encode(TEXTS, 5)] == lengths
-    pairs = list(enc.stream(TEXTS, 5))
-    assert sorted(k for k, _ in pairs) == list(range(12))
-    assert [len(e) for _, e in pairs] == sorted(lengths, reverse=True)
-
-
 # ---- the end of a text, and what fills the box
 
 

@@ -15,10 +15,8 @@ from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
 image = pytest.importorskip('PIL.Image')
-from typer.testing import CliRunner
 from capsnb import load_eth80
 from capsnb.data import eth80
-from capsnb.cli import make_app
 from capsnb.data.eth80 import Photo, as_images, categories, familiar_views, find_eth80, list_eth80
 from capsnb.data.eth80 import n_photos, object_split, open_eth80, parse_name, tiny_eth80, viewpoints
 from capsnb.data.files import cache_folder
@@ -381,22 +379,6 @@ def test_a_run_is_tested_on_what_it_was_meant_for(drawn, cache, tmp_path):
     was = load_run(tmp_path / 'run', **here).task
     kept = was.folds, was.fold, was.by, was.background, was.colour
     assert kept == (2, 1, 'polar', 'masked', True)
-
-
-@pytest.mark.long
-def test_the_command(drawn, tmp_path):
-    def capsnb(*args):
-        return CliRunner().invoke(make_app(), [str(a) for a in args])
-
-    out, where = tmp_path / 'run', ('--data', drawn.parent / 'e32', '--cache', tmp_path / 'cache')
-    tiny_eth80(drawn.parent / 'e32', 32)
-    few = ('--size', 32, '--folds', 2, '--by', 'azimuth', '--epochs', 1, '--device', 'cpu')
-    r = capsnb('train', 'eth80', '--out', out, *where, *few)
-    assert r.exit_code == 0 and 'eth80, dstep' in r.output and (out / 'poses.png').is_file()
-    r = capsnb('eval', out, '--split', 'familiar', '--device', 'cpu', *where)
-    assert r.exit_code == 0 and 'familiar: ' in r.output and 'tomato' in r.output
-    r = capsnb('train', 'eth80', '--out', tmp_path / 'no', '--folds', 3, *where)
-    assert r.exit_code == 1 and 'got fold 0 of 3' in r.output
 
 
 # ---- the real files ----
