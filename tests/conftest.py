@@ -32,10 +32,3 @@ def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason='there is no GPU'))
-
-
-def pytest_sessionfinish(session):
-    if os.environ.get('CAPSNB_FUZZ_OUT') and not hasattr(session.config, 'workerinput'):
-        import tries
-
-        tries.write()

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from hypothesis import Phase, given, settings, strategies as st
-from tries import Tried, tries
+from tries import tries
 from capsnb.core import seed_everything
 from capsnb.engine.dstep import Routing
 from capsnb.engine.layers import ClassCaps, ConvCaps
@@ -57,21 +57,6 @@ def close(found, wanted, tol=1e-9):
         torch.testing.assert_close(x, y, rtol=tol, atol=tol)
 
 
-def tried(attack):
-    "Counts an example of hypothesis as a try of the attack."
-    test = attack.__name__
-
-    def run(*args, **kw):
-        with Tried(
-            f'numbers: {attack.__doc__.strip(".").lower()}', f'test_numbers.py::{test}'
-        ) as t:
-            attack(*args, **kw)
-            t.right()
-
-    run.__name__, run.__doc__ = test, attack.__doc__
-    return run
-
-
 by_place = ('random',)  # its shares are drawn for each part and whole, once
 
 
@@ -81,7 +66,7 @@ def each(*strategies, but=()):
     def wrap(attack):
         @pytest.mark.parametrize('name', [o for o in names if o not in but])
         def test(name):
-            one = lambda drawn: tried(attack)(name, *drawn)
+            one = lambda drawn: attack(name, *drawn)
             sweep()(given(st.tuples(*strategies))(one))()
 
         test.__name__, test.__doc__ = attack.__name__, attack.__doc__
@@ -205,7 +190,7 @@ def on_grids(*strategies):
                 seed_everything(seed)
                 net = fields[name]().double().eval()
                 a = torch.rand(3, 5, 5, 3, dtype=wide)
-                tried(attack)(net, a, torch.randn(3, 5, 5, 3, 2, 3, dtype=wide), *drawn)
+                attack(net, a, torch.randn(3, 5, 5, 3, 2, 3, dtype=wide), *drawn)
 
             sweep()(given(st.tuples(seeds, *strategies))(one))()
 
