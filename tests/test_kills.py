@@ -1,13 +1,13 @@
 """Training, caching, downloading and studying, stopped at any moment: the next call makes it whole.
 
 Every kind of work meets every signal, at moments that are drawn; see tries.py. Other ends stand
-in test_resume.py, test_embed.py, test_files.py and test_runs.py.
+in test_embed.py, test_files.py and test_runs.py.
 """
 
+import contextlib
 import hashlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,10 +21,11 @@ pytest.importorskip('sklearn')
 if not hasattr(os, 'fork'):
     pytest.skip('needs fork', allow_module_level=True)
 from safetensors.torch import load_file
-from tries import Tried, dice, tries
+from tries import dice, tries
 from web import Web, served
 from capsnb.data.embed import EmbeddingCache, tiny_transformer
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = [' '.join(['film', 'twice', 'warm', 'funny'][: 1 + k % 4]) + f' {k}' for k in range(40)]
 BODY = bytes(range(256)) * 2000
@@ -194,116 +195,63 @@ left = dict(
 
 
 def same(a, b):
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.allclose(a, b, rtol=0, atol=0)
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
-def as_whole(work, found, truth):
-    if work == 'caching':  # what is left is computed in other batches: rounding
-        return (found - truth).abs().max() <= 2e-3 * truth.abs().max()
-    return same(found, truth)
-
-
-def check(t, server, works, work, out, what):
-    "Goes on; what is left must be what nobody stopped would have left."
+def broken(server, works, work, out):
+    "Goes on; what is left must be what nobody stopped would have left: else says what is wrong."
     args, truth, _ = works[work]
     code, said = server.end(server.begin(work, str(out), *args))
     if code or 'Traceback' in said:
-        return t.wrong(f"{what}: going on ended with {code}: {said[-300:]}")
-    t.right() if as_whole(work, left[work](out), truth) else t.wrong(f"{what}: something else")
+        return [f"going on ended with {code}: {said[-300:]}"]
+    found = left[work](out)
+    if work == 'caching':  # what is left is computed in other batches: rounding
+        return [] if (found - truth).abs().max() <= 2e-3 * truth.abs().max() else ['other states']
+    return [] if same(found, truth) else ['something else']
 
 
-signals = dict(
-    SIGKILL=[signal.SIGKILL],
-    SIGTERM=[signal.SIGTERM],
-    SIGINT=[signal.SIGINT],
-    twice=[signal.SIGINT, signal.SIGINT],
-)
-kinds = ['training', 'caching', 'downloading', 'studying']
-every = pytest.mark.parametrize('work', kinds)
+def odd(code, said, *allowed):
+    fine = code in allowed and 'Traceback' not in said and (code != 1 or 'capsnb: ' in said)
+    return [] if fine else [f"ended with {code}: {said[-300:]}"]
 
 
-short = {  # what a run without CAPSNB_FUZZ tries: the rest of each kind stands in other tests
-    ('training', 'SIGKILL'),
-    ('training', 'full'),
-    ('caching', 'SIGTERM'),
-    ('caching', 'full'),
-    ('caching', 'two'),
-    ('studying', 'twice'),
-    *(('downloading', how) for how in (*signals, 'full', 'two')),
-}
+signals = dict(SIGKILL='KILL', SIGTERM='TERM', SIGINT='INT', twice='INT INT')
+works_of = 'training', 'caching', 'downloading', 'studying'
+every = [(work, how) for work in works_of for how in (*signals, 'full', 'two')]
+short = """training-SIGKILL training-full caching-SIGTERM caching-full caching-two studying-twice
+    downloading-SIGKILL downloading-SIGINT downloading-full downloading-two""".split()
+if not os.environ.get('CAPSNB_FUZZ'):
+    every = [o for o in every if '-'.join(o) in short]
 
 
-def draw(work, how):
-    "The dice of a test; without CAPSNB_FUZZ most are left out."
-    if (work, how) not in short and not os.environ.get('CAPSNB_FUZZ'):
-        pytest.skip('CAPSNB_FUZZ=100 tries it')
-    return dice(f'{work} {how}')
-
-
-@pytest.mark.parametrize('how', signals)
-@every
-def test_signals(work, how, server, works, tmp_path):
-    rng, (args, _, seconds) = draw(work, how), works[work]
-    name = 'SIGINT twice' if how == 'twice' else how
-    with Tried(f'{work}: {name}', 'test_kills.py::test_signals') as t:
-        for k in range(tries(1, 100)):
-            out = tmp_path / str(k)
-            begun = server.begin(work, str(out), *args)
-            time.sleep(rng.random() * seconds)
-            for s in signals[how]:
-                try:
-                    os.kill(begun[0], s)  # until it is waited for, its number stays
-                except ProcessLookupError:
-                    break
+@pytest.mark.parametrize('work, how', every)
+def test_what_is_stopped_goes_on(work, how, server, works, tmp_path):
+    "By signals, a full disk (a limit on the size of files stands in for it), another process."
+    rng, (args, _, seconds) = dice(f'{work} {how}'), works[work]
+    for k in range(tries(1, 100)):
+        out = str(tmp_path / str(k))
+        most = rng.choice([10, 1000, 5000, 20_000, 60_000]) if how == 'full' else None
+        begun = [server.begin(work, out, *args, most=most)]
+        if how != 'full':
+            time.sleep(rng.random() * seconds / (1 + (how == 'two')))
+        if how == 'two':
+            begun.append(server.begin(work, out, *args))
+        allowed = [0, 1]
+        if how in signals:
+            sent = [getattr(signal, f'SIG{o}') for o in signals[how].split()]
+            allowed = [0, 130, *(-s for s in sent if s != signal.SIGINT)]
+            for s in sent:
+                with contextlib.suppress(ProcessLookupError):  # its number stays until `end`
+                    os.kill(begun[0][0], s)
                 time.sleep(rng.random() * 0.1)
-            code, said = server.end(begun)
-            allowed = (0, 130, *(-s for s in signals[how] if s != signal.SIGINT))
-            if code not in allowed or 'Traceback' in said:
-                t.wrong(f"try {k}: ended with {code}: {said[-300:]}")
-            check(t, server, works, work, out, f'try {k}, code {code}')
-            shutil.rmtree(out)
+        wrong = [w for o in begun for w in odd(*server.end(o), *allowed)]
+        wrong += broken(server, works, work, tmp_path / str(k))
+        assert not wrong, f'try {k}, {most} bytes: {wrong}'
 
 
-@every
-def test_a_full_disk(work, server, works, tmp_path):
-    "A limit on the size of files stands in for it."
-    rng, (args, _, _) = draw(work, 'full'), works[work]
-    with Tried(f'{work}: full disk', 'test_kills.py::test_a_full_disk') as t:
-        for k in range(tries(1, 100)):
-            out, most = tmp_path / str(k), rng.choice([10, 1000, 5000, 20_000, 60_000])
-            code, said = server.end(server.begin(work, str(out), *args, most=most))
-            if code not in (0, 1) or 'Traceback' in said or code and 'capsnb: ' not in said:
-                t.wrong(f"{most} bytes: ended with {code}: {said[-300:]}")
-            check(t, server, works, work, out, f'{most} bytes')
-            shutil.rmtree(out)
-
-
-@every
+@pytest.mark.parametrize('work', works_of)
 def test_a_place_that_may_only_be_read(work, server, works):
-    with Tried(f'{work}: read-only', 'test_kills.py::test_a_place_that_may_only_be_read') as t:
-        code, said = server.end(server.begin(work, '/sys/capsnb', *works[work][0]))
-        good = code == 1 and 'Traceback' not in said and '/sys/capsnb' in said
-        t.refused() if good else t.wrong(f"ended with {code}: {said[-300:]}")
-
-
-@every
-def test_two_at_once(work, server, works, tmp_path):
-    rng, (args, _, seconds) = draw(work, 'two'), works[work]
-    with Tried(f'{work}: two processes', 'test_kills.py::test_two_at_once') as t:
-        for k in range(tries(1, 100)):
-            out = tmp_path / str(k)
-            one = server.begin(work, str(out), *args)
-            time.sleep(rng.random() * seconds / 2)
-            two = server.begin(work, str(out), *args)
-            ends = [server.end(o) for o in (one, two)]
-            for code, said in ends:
-                if code not in (0, 1) or 'Traceback' in said or code and 'capsnb: ' not in said:
-                    t.wrong(f"try {k}: ended with {code}: {said[-300:]}")
-            check(t, server, works, work, out, f'try {k}, codes {[c for c, _ in ends]}')
-            shutil.rmtree(out)
+    code, said = server.end(server.begin(work, '/sys/capsnb', *works[work][0]))
+    assert not odd(code, said, 1) and '/sys/capsnb' in said, said
