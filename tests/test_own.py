@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -82,9 +83,6 @@ def test_data_frames():
     for k, labels in found.labels.items():
         said = found.splits[k]['kind']
         assert [found.names[v] for v in labels] == list(said)
-    frame['b'] = [b'x' if k else 1 for k in range(60)]
-    with pytest.raises(ValueError, match='the data frame cannot be read: '):
-        open_columns(frame)
 
 
 def test_a_split_that_is_there_is_taken_whole_and_others_are_cut_from_training():
@@ -119,22 +117,12 @@ def test_what_makes_no_sense_is_refused(change, message):
         in_parts(whole, **{'label': 'kind', **change})
 
 
-def test_kinds_of_data_that_are_not_read():
-    streamed = dict(train=numbers().to_iterable_dataset())
-    with pytest.raises(ValueError, match='expected splits as .*, got IterableDataset'):
-        open_columns(streamed)
-    several = numbers().map(lambda row: dict(kinds=[row['kind']]))
-    with pytest.raises(ValueError, match="one class a row in the column 'kinds', got .*list"):
-        in_parts(several, 'kinds')
-
-
-@pytest.mark.parametrize('hole', [None, '', '  '])
-def test_a_text_that_is_missing_is_named_with_its_row(tmp_path, hole):
+def test_a_text_that_is_missing_is_named_with_its_row():
     rows = [dict(text=f'number {k}', kind='xy'[k % 2]) for k in range(20)]
-    rows[3]['text'] = hole
+    rows[3]['text'] = '  '
     data = dict(train=numbers(20), test=datasets.Dataset.from_list(rows))
     data['train'] = data['train'].add_column('text', [f'all of {k}' for k in range(20)])
-    with pytest.raises(ValueError, match=f"'text', got {hole!r} in row 3 of test"):
+    with pytest.raises(ValueError, match="'text', got '  ' in row 3 of test"):
         OwnTexts(source=data, label='kind').read()
 
 
@@ -150,6 +138,7 @@ def test_labels_that_are_missing_or_unknown():
         in_parts(lone, 'kind')
 
 
+@pytest.mark.slow
 def test_a_table_is_trained_tested_and_found_again(tmp_path):
     path = sheet(tmp_path / 'all.csv', 200)
     task = OwnTable(f'file:{path}', 'kind')
@@ -212,12 +201,9 @@ def test_what_a_file_says(tmp_path, name, text, rows):
 @pytest.mark.parametrize(
     'name,text,message',
     [
-        ('long.csv', 'x,y\n1,2,3\n', 'cannot be read: Length of header'),
         ('open.csv', 'x,y\n1,"2\n3,4\n', 'cannot be read: .*EOF'),
         ('null.jsonl', 'null\n', 'expected objects as rows, got null'),
         ('deep.json', '[' * 100_000, 'cannot be read: .*recursion'),
-        ('half.json', '{"x": 1', 'cannot be read: '),
-        ('image.txt', 'x', 'expected a folder or a file'),
     ],
 )
 def test_what_no_file_says(tmp_path, name, text, message):
@@ -271,30 +257,17 @@ def test_holes_in_a_table_are_absent_parts(tmp_path):
         OwnTable(far, 'kind').make('table')
 
 
-def test_credit_of_columns_adds_up_to_the_scores():
-    task = OwnTable(numbers(), 'kind')
-    net, rows = task.make('table').eval().double(), task.open('test')['rows'].double()
-    for beta in (net.routing.beta_use, net.routing.beta_ign):  # which start at 0, or equal
-        torch.nn.init.normal_(beta)
-    torch.testing.assert_close(net.credit(rows).sum(1), net(rows).a)
-
-
-@pytest.mark.parametrize('grey', [False, True])
-def test_pictures_in_folders(tmp_path, grey):
-    folder = photographs(tmp_path / 'all')
-    more = ['--grey'] if grey else []
-    out = tmp_path / 'run'
+def test_pictures_in_folders(tmp_path):
+    folder, out = photographs(tmp_path / 'all'), tmp_path / 'run'
     how = ('--image', 'image', '--size', 16, '--epochs', 6, '--device', 'cpu', '--out', out)
-    done = capsnb('train', f'file:{folder}', *how, *more)
+    done = capsnb('train', f'file:{folder}', *how, '--grey')
     assert done.exit_code == 0, done.output
-    assert task_of(out)['colour'] is not grey and task_of(out)['names'] == ['dark', 'light']
-    found = evaluate(out, device='cpu')
-    assert found['names'] == ('dark', 'light') or found['names'] == ['dark', 'light']
+    assert task_of(out)['colour'] is False and task_of(out)['names'] == ['dark', 'light']
     assert capsnb('eval', out, '--device', 'cpu').exit_code == 0
-    x = load_run(out, 'cpu').task.open('test')['image']
-    assert x.shape[1:] == (1 if grey else 3, 16, 16) and x.dtype == torch.uint8
-    if not grey:  # the third channel says which picture it was
-        assert {int(p[2].float().mean().round()) for p in x} <= set(range(12))
+    assert load_run(out, 'cpu').task.open('test')['image'].shape[1:] == (1, 16, 16)
+    x = OwnPictures(folder, size=16).open('test')['image']
+    assert x.shape[1:] == (3, 16, 16) and x.dtype == torch.uint8
+    assert {int(p[2].float().mean().round()) for p in x} <= set(range(12))  # which image it was
 
 
 def test_names_of_folders_and_files(tmp_path):
@@ -328,19 +301,11 @@ def test_names_of_folders_and_files(tmp_path):
         open_columns(tables)
 
 
-@pytest.mark.parametrize(
-    'dtype,white',
-    [
-        ('bool', 1),
-        ('uint8', 255),
-        ('uint16', 65535),
-        ('float32', 1),
-        ('float64', 255),
-        ('int64', 255),
-        ('int32', 1),
-        ('float32', 65535),
-    ],
-)
+kinds = ('bool', 1), ('uint8', 255), ('uint16', 65535), ('float32', 1), ('float64', 255)
+kinds += ('int64', 255), ('int32', 1), ('float32', 65535)
+
+
+@pytest.mark.parametrize('dtype,white', kinds)
 @pytest.mark.parametrize('first', [False, True])
 def test_arrays_of_any_kind(dtype, white, first):
     levels = [0, white] if dtype == 'bool' else [white / 5, white]
@@ -416,29 +381,25 @@ def test_texts(tmp_path):
     assert accuracy == json.loads((out / 'metrics.json').read_text())['test_accuracy']
     done = capsnb('explain', 'it broke, worth it', '--run', out, '--device', 'cpu')
     assert done.exit_code == 0 and 'bad' in done.output, done.output
-    left = (out / 'report_words.html').read_text()
-    assert 'broke' in left
     assert '\x1b[' not in done.output  # no colours for a file
+    left = (out / 'report_words.html').read_text()
+    words = [w.strip() for w in re.findall('<span[^>]*>([^<]+)</span>', left)]
+    assert words[:4] == ['it', 'broke,', 'worth', 'it']
     done = capsnb('explain', 'it broke', '--run', out, '--device', 'cpu', '--json')
     (e,) = json.loads(done.stdout)
     assert [w for w, _ in e['words']][:2] == ['it', 'broke'] and e['names'] == ['bad', 'good']
     assert sum(v for _, v in e['words']) == pytest.approx(e['leaning'])
     said, page = tmp_path / 'said.txt', tmp_path / 'new' / 'page.html'
     said.write_text('it lasts\n\nno <b> way\n')
-    how = ('--run', out, '--device', 'cpu', '--file', said, '--html', page)
-    done = capsnb('explain', 'it broke', *how)
+    how = ('explain', 'it broke', '--run', out, '--device', 'cpu')
+    done = capsnb(*how, '--file', said, '--html', page)
     assert done.exit_code == 0 and done.output.count('together') == 3, done.output
-    found = page.read_text()
-    assert '<b> way' not in found and '&lt;b&gt;' in found
-    said.write_text('mine')
-    done = capsnb('explain', 'it broke', '--run', out, '--device', 'cpu', '--html', said)
+    assert '<b> way' not in page.read_text() and '&lt;b&gt;' in page.read_text()
+    done = capsnb(*how, '--html', said)
     assert done.exit_code == 1 and "somebody's own file" in done.output
-    assert said.read_text() == 'mine'
-    done = capsnb('explain', '--run', out, '--device', 'cpu')
+    assert said.read_text() == 'it lasts\n\nno <b> way\n'
+    done = capsnb('explain', '--run', out)
     assert done.exit_code == 1 and 'expected a sentence' in done.output
-    with pytest.raises(ValueError, match="expected texts in the column 'n', got 1"):
-        numbered = datasets.Dataset.from_list([dict(r, n=1) for r in rows])
-        OwnTexts(encoder=folder, source=numbered, text='n', label='mood').read()
 
 
 def test_classes_without_an_order_are_not_weighed(tmp_path):
@@ -454,23 +415,17 @@ def test_classes_without_an_order_are_not_weighed(tmp_path):
     assert done.exit_code == 1 and f"explain --run {tmp_path / 'run'} SENTENCE" in done.output
 
 
-def test_one_function_for_three_kinds():
-    made = [own_task(numbers(), label='kind', **k) for k in (dict(image='a'), dict(text='a'), {})]
-    assert [type(t) for t in made] == [OwnPictures, OwnTexts, OwnTable]
-    with pytest.raises(ValueError, match='columns of one kind, got image and text'):
-        own_task(numbers(), image='a', text='a')
-    with pytest.raises(ValueError, match="no option 'size'"):
-        own_task(numbers(), size=3)
-    with pytest.raises(ValueError, match='or a pandas.DataFrame, got list'):
-        own_task([[1.0, 2.0]])
-    with pytest.raises(ValueError, match='splits as .*, got list'):
-        own_task(dict(data=[[1.0, 2.0]]))
-
-
-def test_limit_is_spread_evenly():
-    assert OwnTable(numbers(), 'kind', limit=10).parts.labels['train'].count(0) == 5
-    with pytest.raises(ValueError, match='limit'):
-        OwnTable(numbers(), 'kind', limit=0)
+def test_options_that_make_no_sense():
+    for wrong, said in (
+        (dict(image='a', text='a'), 'columns of one kind, got image and text'),
+        (dict(limit=0), 'limit'),
+    ):
+        with pytest.raises(ValueError, match=said):
+            own_task(numbers(), **wrong)
+    for source in ([[1.0, 2.0]], dict(data=[[1.0, 2.0]])):
+        with pytest.raises(ValueError, match='got list'):
+            own_task(source)
+    assert own_task(numbers(), label='kind', limit=10).parts.labels['train'].count(0) == 5
 
 
 def test_the_hub_is_asked_and_its_silence_is_a_sentence(monkeypatch):
