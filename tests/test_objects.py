@@ -61,24 +61,15 @@ def test_shares_of_mixup_are_symmetric_and_one_for_each_pair():
 
 
 def test_the_recipe_is_the_papers():
-    def recipe(net, size, published=False):
-        return Toys(size=size, published=published).recipe(net)
-
+    recipe = lambda net, size, published=False: Toys(size=size, published=published).recipe(net)
     assert recipe('dstep', 96, published=True) == dict(
         epochs=50, batch_size=20, lr=(1e-5, 5e-4), warmup=0.1, momentum='paper', mixup=0.2, shift=16
     )
     assert recipe('dstep', 48) == recipe('dstep', 48, True) | dict(lr=(1e-5, 5e-3))
-    assert recipe('dstep', 48)['shift'] == 8
-    assert recipe('matrix-caps-norb', 48) == recipe('dstep', 48) | dict(lr=(1e-5, 1e-2))
-    for net in ('matrix-caps', 'matrix-caps-norb'):
-        with pytest.raises(ValueError, match=f'no published recipe for {net};'):
-            recipe(net, 48, published=True)
+    with pytest.raises(ValueError, match='no published recipe for matrix-caps;'):
+        recipe('matrix-caps', 48, published=True)
     for crops in (recipe('matrix-caps', 96), recipe('baseline', 96, published=True)):
         assert crops['shift'] == crops['mixup'] == 0
-    assert [recipe('baseline', s)['shift'] for s in (48, 96)] == [3, 6]
-    assert recipe('baseline', 48)['mixup'] == 0.2
-    assert recipe('baseline', 48)['lr'] == (1e-5, 5e-3)
-    assert recipe('baseline', 48, published=True)['lr'] == (1e-5, 1e-3)
     tasks, nets = (Toys(published=False), Toys(published=True)), Toys().networks
     on_crops = [{n for n in nets if task.on_crops(n)} for task in tasks]
     assert on_crops == [{'matrix-caps', 'capsnet'}, {'baseline', 'matrix-caps', 'capsnet'}]
@@ -98,13 +89,6 @@ def test_the_grounds_networks_are_tried_as_they_can_be_trained(where):
         assert moved['capsnet'] == 0
 
 
-def test_options_go_before_what_is_published():
-    made = Toys(size=48, published=True).make('dstep', eps=1e-3)._hub_mixin_config
-    assert (made['eps'], made['init']) == (1e-3, 'paper')
-    with pytest.raises(ValueError, match='size must be a multiple of 48, got 64'):
-        Toys(size=64, published=True).make('baseline')
-
-
 @pytest.mark.parametrize('validate', [True, False])
 def test_only_what_is_trained_on_is_thrown_about(cache, tmp_path, monkeypatch, validate):
     seen = {}
@@ -121,6 +105,7 @@ def test_only_what_is_trained_on_is_thrown_about(cache, tmp_path, monkeypatch, v
     assert seen['held'].seed is None if validate else seen['held'] is None
 
 
+@pytest.mark.slow
 def test_the_baseline_as_published_sees_patches(cache, tmp_path):
     task = small(cache, size=48, published=True)
     m = train(task, 'baseline', tmp_path / 'run', epochs=1, **quiet)
@@ -133,6 +118,7 @@ def test_the_baseline_as_published_sees_patches(cache, tmp_path):
     evaluate(tmp_path / 'run', cache=cache, device='cpu', crops=2)
 
 
+@pytest.mark.slow
 def test_a_baseline_of_older_code_is_read_on_whole_pictures(cache, tmp_path):
     m = train(small(cache), 'baseline', tmp_path / 'run', epochs=1, **quiet)
     note = json.loads((tmp_path / 'run' / 'task.json').read_text())
@@ -162,11 +148,12 @@ def test_smallnorb_joins_as_toys_do(tmp_path):
     assert n['train'] + n['validation'] == n['train+validation'] and n['validation'] > 0
 
 
+@pytest.mark.slow
 def test_without_validation_the_last_epoch_of_all_training_instances(cache, tmp_path):
     out, kw = tmp_path / 'run', dict(epochs=2, **quiet)
     m = train(small(cache, validate=False), 'baseline', out, **kw)
     for split in ('train', 'validation'):
-        said = f"there is 'train\\+validation' and 'test', got '{split}'"
+        said = f"split must be 'train\\+validation' or 'test', got '{split}'"
         with pytest.raises(ValueError, match=said):
             evaluate(out, split, cache=cache, device='cpu')
     assert evaluate(out, 'train+validation', cache=cache, device='cpu')['n'] == 50
@@ -177,11 +164,6 @@ def test_without_validation_the_last_epoch_of_all_training_instances(cache, tmp_
     assert not load_run(out, 'cpu').task.validate
     with pytest.raises(ValueError, match='settings differ .*valid_data'):
         train(small(cache), 'baseline', out, resume=True, **kw)
-
-
-def test_published_is_the_papers_floor_and_start(run):
-    note, config = load_run(run, 'cpu').note, json.loads((run / 'config.json').read_text())
-    assert note['published'] and (config['eps'], config['init']) == ('paper', 'paper')
 
 
 def test_confusion_is_label_by_prediction(run, cache, monkeypatch):
@@ -201,32 +183,6 @@ def test_confusion_is_label_by_prediction(run, cache, monkeypatch):
             assert accuracy == (truth['category'][at] == 3).sum().item() / at.sum().item()
 
 
-@pytest.mark.parametrize(
-    'damage, message',
-    [
-        ('[]', 'expected a JSON object'),
-        ('{"kind": "dstep"', 'cannot be read'),
-        ('{"kind": "dstep", "data": "toys"}', 'no run on toys'),
-        ('{"kind": "dstep", "data": "cats"}', "no task 'cats'"),
-        ('{"kind": "dstep"}', 'names no task'),
-    ],
-)
-def test_damaged_notes_are_named(tmp_path, damage, message):
-    (tmp_path / 'task.json').write_text(damage)
-    with pytest.raises(ValueError, match=message):
-        load_run(tmp_path, 'cpu')
-
-
-def test_a_cut_network_is_named(run, tmp_path):
-    for name in ('task.json', 'config.json'):
-        (tmp_path / name).write_bytes((run / name).read_bytes())
-    (tmp_path / 'model.safetensors').write_bytes((run / 'model.safetensors').read_bytes()[:1000])
-    with pytest.raises(ValueError, match='network cannot be read'):
-        load_run(tmp_path, 'cpu')
-    with pytest.raises(ValueError, match='no finished run'):
-        task_of(tmp_path / 'nowhere')
-
-
 def test_the_picture_shows_the_right_class(cache, monkeypatch):
     task, drawn = small(cache), {}
     net = task.make('dstep', seed=1).eval()
@@ -244,40 +200,19 @@ def test_the_picture_shows_the_right_class(cache, monkeypatch):
         assert_close(drawn[name].xy, mds_path(poses_of(net, x['images'][at][order]).mu[:, c]).xy)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_smallnorb_from_files_to_result(tmp_path):
     "cards in smallNORB's format, whose viewpoints are not those of the picture's first choice"
     pytest.importorskip('typer')
     from typer.testing import CliRunner
 
-    tiny_smallnorb(tmp_path / 'cards')
-    args = [
-        'train',
-        'smallnorb',
-        '--data',
-        tmp_path / 'cards',
-        '--any-files',
-        '--epochs',
-        1,
-        '--as-published',
-        '--device',
-        'cpu',
-        '--no-progress',
-        '--out',
-        tmp_path / 'run',
-    ]
-    done = CliRunner().invoke(cli.make_app(), list(map(str, args)))
-    assert done.exit_code == 0 and 'smallnorb, dstep, 271,688 parameters' in done.output, (
-        done.output
-    )
-    assert (
-        task_of(tmp_path / 'run')['published']
-        and json.loads((tmp_path / 'run' / 'config.json').read_text())['eps'] == 'paper'
-    )
-    shown = CliRunner().invoke(
-        cli.make_app(),
-        list(map(str, ['eval', tmp_path / 'run', '--data', tmp_path / 'cards', '--device', 'cpu'])),
-    )
+    call = lambda *args: CliRunner().invoke(cli.make_app(), list(map(str, args)))
+    cards, run = tiny_smallnorb(tmp_path / 'cards'), tmp_path / 'run'
+    how = '--as-published', '--device', 'cpu', '--no-progress', '--out', run
+    done = call('train', 'smallnorb', '--data', cards, '--any-files', '--epochs', 1, *how)
+    assert done.exit_code == 0 and 'smallnorb, dstep, 271,688 parameters' in done.output
+    assert task_of(run)['published']
+    shown = call('eval', run, '--data', cards, '--device', 'cpu')
     assert shown.exit_code == 0 and 'by azimuth' in shown.output, shown.output
 
 
@@ -285,11 +220,9 @@ def test_files_of_another_size(tmp_path):
     tiny_smallnorb(tmp_path / 'cards')
     with pytest.raises(ValueError, match='pictures of 96 pixels, got size=48'):
         SmallNORB(size=48, folder=tmp_path / 'cards', official=False).open('test')
-    with pytest.raises(ValueError, match='smallNORB has 96 pixels'):
-        SmallNORB(size=48).open('test')
 
 
-odd = [None, True, -1, 0, 10**9, 10**30, 1.5, '', 'x', [], [10**9], {}, {'a': 1}]
+odd = [None, -1, 10**30, 1.5, 'x', [10**9], {'a': 1}]
 
 
 def test_odd_notes_are_one_sentence(run, cache, tmp_path, monkeypatch):
@@ -310,4 +243,4 @@ def test_odd_notes_are_one_sentence(run, cache, tmp_path, monkeypatch):
                     said += 1
                     assert len(str(e).splitlines()) >= 1
         (tmp_path / name).write_text(whole)
-    assert said > 100 and evaluate(tmp_path, device='cpu')['n'] == 6
+    assert said > 60 and evaluate(tmp_path, device='cpu')['n'] == 6
