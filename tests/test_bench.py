@@ -12,7 +12,7 @@ from capsnb.cli import make_app
 from capsnb.engine.dstep import plans
 from capsnb.engine.layers import field_plans
 from capsnb.lab import speed
-from capsnb.lab.speed import _measure, _peak, benches, take_turns
+from capsnb.lab.speed import _measure, _peak, benches
 
 tiny = dict(rounds=1, memory=False, tiny=True)
 
@@ -45,12 +45,6 @@ def test_contestants_take_turns_and_who_does_not_run_says_why(napping):
     fast = found['measured']['fast']
     assert len(fast['rounds']) == 3 and fast['wall'] > 0.002 and fast['bytes'] is None
     assert fast['faster_than_definition'] > 1 and fast['per_second'] == 3 / fast['wall']
-
-
-def test_short_functions_are_called_often():
-    calls = []
-    take_turns({'short': lambda: calls.append(1), 'long': lambda: time.sleep(0.02)}, 1)
-    assert len(calls) > 50
 
 
 def test_all_plans_of_the_registries_compete(monkeypatch):

@@ -1,6 +1,7 @@
 """Digits and garments: pictures, networks, runs that are stopped, resumed, read or refused."""
 
 import json
+import signal
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -12,8 +13,7 @@ from capsnb.data.mnist import format_idx, idx_names
 from capsnb.lab.digits import Digits, as_seen, sides, spread
 from capsnb.lab.capsnet import CapsNet
 from capsnb.lab.tasks import evaluate, load_run, train
-from capsnb.lab.train import Stopped, check_recipe
-from capsnb.lab.vision import n_params
+from capsnb.lab.train import RunHooks, Stopped, check_recipe
 
 nets = tuple(Digits().networks)
 splits = ('train', 'validation', 'test')
@@ -70,37 +70,18 @@ def test_splits_share_nothing_and_limits_are_kept(folder):
     assert set(map(tuple, parts['train']['image'].flatten(1)[:, :9].tolist())) <= rows[0]
 
 
-def test_official_files_are_checked(folder):
-    with pytest.raises(ValueError, match='expected MD5'):
-        opened('fashion-mnist', folder=folder)
-
-
 @pytest.mark.parametrize(
     'kw, what',
     [
-        (
-            dict(data='kmnist'),
-            "data must be one of 'digits', 'mnist', 'fashion-mnist', got 'kmnist'",
-        ),
+        (dict(data='kmnist'), "data must be one of 'digits', 'mnist', 'fashion-mnist'"),
         (dict(limit=0), 'limit must be an integer >= 1 or None, got 0'),
-        (dict(limit=True), 'got True'),
-        (dict(limit=1.5), 'got 1.5'),
-        (dict(n_test=0), 'n_test must be'),
+        (dict(n_test=1.5), 'n_test must be'),
         (dict(folder='x'), "lie in no folder, got folder='x'"),
     ],
 )
 def test_bad_questions(kw, what):
     with pytest.raises(ValueError, match=what):
         Digits(**kw)
-
-
-def test_pictures_of_another_size(folder):
-    for k in (0, 2):
-        (folder / idx_names[k]).write_bytes(
-            format_idx(torch.zeros(5100 if k == 0 else 60, 9, 8, dtype=torch.uint8))
-        )
-    with pytest.raises(ValueError, match=r'mnist has pictures of 28x28, got \(9, 8\)'):
-        opened('mnist', folder=folder, official=False)
 
 
 @pytest.mark.parametrize('net', nets)
@@ -114,26 +95,6 @@ def test_every_network_fits_every_set(net, data):
     assert out['logits'].shape == (2, 10) and type(model) is task.networks[net].cls
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     check_recipe(**task.recipe(net), seed=0)
-
-
-def test_sizes():
-    with torch.device('meta'):
-        for data in ('mnist', 'fashion-mnist'):
-            assert n_params(Digits(data).make('capsnet')) == 8_215_568
-    for data in sides:
-        a, b = (n_params(Digits(data).make(net)) for net in ('cnn', 'dstep'))
-        assert abs(a / b - 1) < 0.01
-
-
-def test_options_reach_the_network():
-    make = Digits().make
-    assert make('capsnet', recon=0.0, n_iters=1).n_iters == 1
-    assert Digits('mnist').make('capsnet', decoder=None).decoder is None
-    assert not torch.equal(make('capsnet', seed=0).W, make('capsnet', seed=1).W)
-    there = ', '.join(map(repr, Digits().networks))
-    assert there.startswith("'capsnet', 'dstep', 'matrix-caps'")
-    with pytest.raises(ValueError, match=f"net must be one of {there}, got 'resnet'"):
-        make('resnet')
 
 
 def test_only_training_pictures_are_shifted():
@@ -168,10 +129,10 @@ def test_without_validation_all_pictures_are_trained_on(tmp_path, folder):
     few = Digits('mnist', 30, validate=False, **options).open('train+validation')
     assert few['image'].equal(whole['image'][spread(whole['label'], 30)])
     few, kw = Digits(limit=60, n_test=100, validate=False), dict(device='cpu', progress=False)
-    m = train(few, 'cnn', tmp_path, epochs=2, **kw)
+    m = train(few, 'cnn', tmp_path / 'run', epochs=2, **kw)
     assert m['valid_accuracy'] is None and m['best_epoch'] == m['epochs'] == 2
     with pytest.raises(ValueError, match="split must be 'train\\+validation' or 'test'"):
-        evaluate(tmp_path, 'validation')
+        evaluate(tmp_path / 'run', 'validation')
 
 
 def test_the_test_decides_nothing(tmp_path, monkeypatch):
@@ -188,35 +149,29 @@ def test_the_test_decides_nothing(tmp_path, monkeypatch):
     assert a['test_accuracy'] != b['test_accuracy']
 
 
-@pytest.mark.parametrize('net', ('capsnet', 'matrix-caps'))
+small = {'capsnet': dict(n_types=2, channels=8), 'matrix-caps': dict(A=4, B=2, C=2, D=2)}
+
+
+@pytest.mark.parametrize('net', small)
 def test_stopped_and_resumed_is_as_if_nothing_had_happened(net, tmp_path, monkeypatch):
-    import signal
-    import capsnb.lab.train as train
-
-    small = dict(capsnet=dict(n_types=2, channels=8), **{'matrix-caps': dict(A=4, B=2, C=2, D=2)})[
-        net
-    ]
-
-    def go(out, **kw):
-        return trained(out, net, small, **kw)
-
-    whole, usual = go(tmp_path / 'whole'), train.RunHooks.on_step_end
+    go = lambda out, **kw: trained(tmp_path / out, net, small[net], **kw)
+    whole, usual = go('whole'), RunHooks.on_step_end
 
     def stopping(self, args, state, control, **kw):  # Ctrl-C in the second epoch
         usual(self, args, state, control)
         if state.global_step == 4:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(train.RunHooks, 'on_step_end', stopping)
-    with pytest.raises(Stopped, match='stopped at step . of 6.*go on with: that'):
-        go(tmp_path / 'cut', how_to_resume='that')
+    with monkeypatch.context() as m:
+        m.setattr(RunHooks, 'on_step_end', stopping)
+        with pytest.raises(Stopped, match='stopped at step . of 6.*go on with: that'):
+            go('cut', how_to_resume='that')
     assert not (tmp_path / 'cut' / 'task.json').exists()
     with pytest.raises(ValueError, match='has not come to its end'):
         load_run(tmp_path / 'cut')
-    monkeypatch.setattr(train.RunHooks, 'on_step_end', usual)
     with pytest.raises(ValueError, match='settings differ .*limit: 60 then, 50 now'):
-        go(tmp_path / 'cut', resume=True, limit=50)
-    again = go(tmp_path / 'cut', resume=True)
+        go('cut', resume=True, limit=50)
+    again = go('cut', resume=True)
     for key in ('steps', 'best_epoch', 'valid_accuracy', 'test_accuracy'):
         assert again[key] == whole[key]
     a, b = (load_run(tmp_path / k, 'cpu')[0].state_dict() for k in ('whole', 'cut'))
@@ -233,19 +188,15 @@ def test_stopped_and_resumed_is_as_if_nothing_had_happened(net, tmp_path, monkey
         (dict(decoder=[1] * 65), 'no list of over 64'),
     ],
 )
-def test_a_config_of_another_network_is_refused_before_it_is_made(
-    change, said, tmp_path, monkeypatch
-):
-    CapsNet(
-        n_types=2, channels=4, kernels=(3, 3), image_shape=(1, 8, 8), decoder=None
-    ).save_pretrained(tmp_path)
-    (tmp_path / 'task.json').write_text(
-        json.dumps(dict(data='digits', arch='capsnet', limit=None, n_test=5, official=True))
-    )
+def test_a_config_of_another_network_is_refused(change, said, tmp_path, monkeypatch):
+    "before it is made"
+    own = dict(n_types=2, channels=4, kernels=(3, 3), image_shape=(1, 8, 8), decoder=None)
+    CapsNet(**own).save_pretrained(tmp_path)
+    note = dict(data='digits', arch='capsnet', limit=None, n_test=5, official=True)
+    (tmp_path / 'task.json').write_text(json.dumps(note))
     assert load_run(tmp_path, 'cpu').task.n_test == 5
-    (tmp_path / 'config.json').write_text(
-        json.dumps({**json.loads((tmp_path / 'config.json').read_text()), **change})
-    )
+    config = json.loads((tmp_path / 'config.json').read_text())
+    (tmp_path / 'config.json').write_text(json.dumps({**config, **change}))
     monkeypatch.setattr(CapsNet, 'from_pretrained', None)
     with pytest.raises(ValueError, match=said):
         load_run(tmp_path, 'cpu')
