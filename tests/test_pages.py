@@ -17,7 +17,7 @@ from capsnb.cli import make_app
 from capsnb.commands import _in_columns
 from capsnb.core import html_page, is_own_page
 from capsnb.data.files import read_json, write_text
-from capsnb.lab import demo
+from capsnb.lab import digits
 from capsnb.lab.tasks import evaluate
 from capsnb.lab.train import load_digits_split
 from capsnb.lab.text import Explanation
@@ -267,7 +267,7 @@ def test_only_the_first_process_writes(run, monkeypatch):
 
 def test_a_demo_has_its_page(tmp_path, monkeypatch):
     few = {k: v.select(range(100)) for k, v in load_digits_split().items()}
-    monkeypatch.setattr(demo, 'load_digits_split', lambda: few)
+    monkeypatch.setattr(digits, 'load_digits_split', lambda: few)
     r = capsnb('demo', '--epochs', 1, '--device', 'cpu', '--out', tmp_path, '--json')
     assert r.exit_code == 0 and set(json.loads(r.stdout)) == {'dstep', 'cnn'}, r.output
     assert f"look at {tmp_path / 'report.html'}" in r.stderr

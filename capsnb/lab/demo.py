@@ -4,19 +4,21 @@
 
 # %% ../../nbs/lab/57_demo.ipynb #a3234d8f
 from __future__ import annotations
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 import torch
 from torch import Tensor
 from ..core import palette, pick_device, plot_style, run_record, seed_everything
 from ..data.files import read_json, write_json
 import capsnb.lab.runs as folders
+from .digits import Digits
 from .runs import check_room, first_process, found_in, run_folder
-from .train import Deck, check_recipe, fit, load_digits_split
-from .vision import DStepNet, PlainCNN, n_params, rival_of
+from .tasks import train
+from .train import check_recipe
+from .vision import DStepNet, n_params, rival_of
 
 # %% auto #0
-__all__ = ['trunk', 'recipe', 'networks', 'contestants', 'demo_table', 'demo_picture', 'demo']
+__all__ = ['trunk', 'recipe', 'demo_table', 'demo_picture', 'demo']
 
 # %% ../../nbs/lab/57_demo.ipynb #bac907d2
 trunk = dict(channels=(32, 32, 64, 64), strides=(1, 2, 1, 1))  # of both networks
@@ -26,16 +28,14 @@ recipe = dict(  # of the demo
 _titles = {'dstep': 'D-step network', 'cnn': 'plain CNN'}
 
 
-def contestants(
-    seed: int = 0,  # of the weights
-) -> dict:  # name -> network
-    "The demo's two networks, of (almost) equal size."
-    nets = {}
-    seed_everything(seed)
-    nets['dstep'] = DStepNet(**trunk)
-    seed_everything(seed)
-    nets['cnn'] = rival_of(n_params(nets['dstep']), **trunk)
-    return nets
+@dataclass
+class _Contest(Digits):
+    "The digits, read by two networks of (almost) equal size from one seed."
+
+    def make(self, net, seed=0, **options):
+        n = n_params(DStepNet(**trunk))
+        seed_everything(seed)
+        return DStepNet(**trunk) if net == 'dstep' else rival_of(n, **trunk)
 
 # %% ../../nbs/lab/57_demo.ipynb #2be69bb4
 def demo_table(
@@ -140,58 +140,28 @@ def demo_picture(
     return fig
 
 # %% ../../nbs/lab/57_demo.ipynb #a6b82d8f
-networks = {'dstep': DStepNet.__name__, 'cnn': PlainCNN.__name__}
-
-
-def _is_of_demo(folder: Path, network: str) -> bool:
-    "Whether a demo, and nothing else, has written there; `ValueError`: damaged settings."
-    if not (folder / 'settings.json').exists():
-        return False
-    note = read_json(folder / 'settings.json', settings=dict)['settings']
-    return note.get('network') == network and not {'arch', 'kind', 'net'} & set(note)
-
-
-def _shown_before(out: Path) -> dict:
-    "Name -> metrics, as `demo` returns them; empty: there is no finished demo."
-    if not (out / 'metrics.json').exists():
-        return {}
-    note = read_json(out / 'metrics.json')
-    return {name: note[name] for name in _titles} if set(_titles) <= set(note) else {}
-
-
-def _strangers(out: Path, done: bool) -> dict:
-    "Folder -> files in it that are none of a demo's."
-    ours = [name for name, network in networks.items() if _is_of_demo(out / name, network)]
-    found = {out / name: found_in(out / name) for name in networks if name not in ours}
-    picture = ['picture.png'] if (out / 'picture.png').exists() else []
-    pages = [name for name in found_in(out) if name.startswith('report')]
-    known = ['metrics.json'] * done + ['picture.png', *pages] * bool(done or ours)
-    found[out] = [name for name in found_in(out) + picture if name not in known]
-    return {folder: there for folder, there in found.items() if there}
-
-
 def _claim_demo(out: Path, resume: bool, overwrite: bool):
     "`ValueError` if a demo would replace another run, or, without being told to, a demo."
-    if resume and overwrite:
-        raise ValueError("--resume goes on with a demo, --overwrite replaces it: give one of them")
     folders.no_links(out)
-    for name in networks:
+    is_demo, left = (
+        False,
+        {folder: found_in(folder) for folder in (out, *map(out.joinpath, _titles))},
+    )
+    left[out] += ['picture.png'] if (out / 'picture.png').exists() else []
+    left[out] += [k for k in folders.strange_in(out) if k not in left[out]]
+    if (out / 'settings.json').exists():
+        is_demo = 'demo' in read_json(out / 'settings.json', settings=dict)['settings']
+    for folder, files in left.items():
+        if files and not is_demo:
+            said = f"'{folder}' holds {', '.join(files)}, which no demo left"
+            raise ValueError(f"{said}: choose another folder (--out)")
+    folders.claim(out, resume, overwrite, command_line=True)
+    for name in _titles:
         folders.claim(out / name, True, False)  # nobody is at work there
-    done, there = _shown_before(out), any(found_in(out / name) for name in networks)
-    strange = _strangers(out, bool(done))
-    page = [name for name in folders.strange_in(out) if name == 'report.html']
-    if page and page[0] not in found_in(out) and not resume:
-        strange = {out: strange.get(out, []) + page} | strange
-    for folder, names in strange.items():
-        said = f"'{folder}' holds {', '.join(names)}, which no demo left"
-        raise ValueError(f"{said}: choose another folder (--out)")
-    if resume and not (done or there):
-        print(f"nothing to resume in '{out}': a new demo begins", file=sys.stderr)
-    if (done or there) and not (resume or overwrite):
-        unfinished = 'a demo that has not come to its end: go on with it'
-        what = 'a finished demo: see it again' if done else unfinished
-        advice = 'choose another folder (--out), or replace it (--overwrite)'
-        raise ValueError(f"'{out}' holds {what} (--resume), {advice}")
+    if overwrite:
+        for folder in left:
+            folders.clear_run(folder)
+        (out / 'picture.png').unlink(missing_ok=True)
 
 # %% ../../nbs/lab/57_demo.ipynb #0138bdc1
 def demo(
@@ -206,40 +176,21 @@ def demo(
     how_to_resume: str = 'demo(..., resume=True)',  # said when the demo was stopped
 ) -> dict:  # name -> metrics
     "Train both networks on the digits; `ValueError` where that would replace another run."
-    kw = {**recipe, **({} if epochs is None else {'epochs': epochs})}
-    check_recipe(**kw, seed=seed)
+    kw = {**recipe, **({} if epochs is None else {'epochs': epochs}), 'seed': seed}
+    check_recipe(**kw)
     pick_device(device)  # one that is not there is an error now, not later
-    out, nets, record = run_folder(out), contestants(seed), run_record(seed, **kw)
+    out, task, record = run_folder(out), _Contest(), run_record(**kw)
     if first_process():
         _claim_demo(out, resume, overwrite)
-    check_room(out, sum(5 * folders.checkpoint_bytes(net) for net in nets.values()))
-    if not resume and first_process():
-        for name in networks:
-            folders.clear_run(out / name)
-        (out / 'picture.png').unlink(missing_ok=True)
-        folders.clear_run(out)
-    data = load_digits_split()
-    kw |= dict(seed=seed, device=device, resume=True, progress=progress)
-    kw |= dict(how_to_resume=how_to_resume, test=data['test'])
-    results = {
-        name: fit(net, data['train'], data['validation'], out / name, name=_titles[name], **kw)
-        for name, net in nets.items()
-    }
-    shown = dict(test_accuracy=float, valid_accuracy=float, n_params=int)
-    for name in networks:
-        read_json(out / name / 'metrics.json', **shown, seconds=float, device_used=str)
-    if first_process() and _shown_before(out) != results:
-        _leave_demo(out, nets, data['test'], results, record)
+        check_room(out, 2**25)  # for all checkpoints
+        folders.agree(out, dict(kw, demo=1), {}, resume)
+    kw |= dict(device=device, resume=True, progress=progress, how_to_resume=how_to_resume)
+    results = {name: train(task, name, out / name, **kw) for name in _titles}
+    done = out / 'metrics.json'
+    if first_process() and not (done.exists() and results.items() <= read_json(done).items()):
+        net, test = DStepNet.from_pretrained(out / 'dstep'), task.open('test')
+        fig = demo_picture(net, test['image'], test['label'])
+        fig.savefig(out / 'picture.png', dpi=120)
+        plot_style().close(fig)
+        write_json(done, {**record, **results})
     return results
-
-
-def _leave_demo(out: Path, nets: dict, data, results: dict, record: dict):
-    "Draw the picture, and write down what `capsnb eval` asks for, and the metrics, last."
-    test = Deck(data)
-    fig = demo_picture(nets['dstep'], test.images, test.labels)
-    fig.savefig(out / 'picture.png', dpi=120)
-    plot_style().close(fig)
-    for name in nets:
-        note = dict(data='digits', arch=name, limit=None, n_test=None, official=True)
-        write_json(out / name / 'task.json', note)
-    write_json(out / 'metrics.json', {**record, **results})
