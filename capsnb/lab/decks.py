@@ -201,26 +201,18 @@ class BaseDeck(torch.utils.data.Dataset):
     until: float | None = None  # validation: accuracy that ends training; None: it goes on
     few_shapes: bool = True  # of its batches: `torch_compile` compiles each for itself
 
-    def deal(
-        self,
-        epoch: int,  # whose dice are thrown
-    ):
+    def deal(self, epoch: int):
+        "Throw the dice of an epoch."
         self.epoch = epoch
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(
-        self,
-        k: int,  # of a sample
-    ) -> dict:  # a batch of one
+    def __getitem__(self, k: int) -> dict:  # a batch of one
         return self.__getitems__([k])
 
-    def draw(
-        self,
-        index: list,  # of samples: a whole batch
-    ) -> tuple | None:  # what `dice` takes; None without a seed
-        "Where the dice of a batch stand."
+    def draw(self, index: list) -> tuple | None:  # what `dice` takes; None without a seed
+        "Where the dice of a batch stand, by the numbers of its samples."
         return None if self.seed is None else (self.seed, self.epoch, int(index[0]))
 
 # %% ../../nbs/lab/40_decks.ipynb #0000000e
@@ -237,10 +229,7 @@ class Deck(BaseDeck):
         self.seed, self.shift = seed, shift
         self.deal(0)
 
-    def deal(
-        self,
-        epoch: int,  # whose shifts are drawn
-    ):
+    def deal(self, epoch):
         super().deal(epoch)
         self.shifts = None
         if self.seed is None or not self.shift:
@@ -252,10 +241,7 @@ class Deck(BaseDeck):
     def mark(self) -> str:  # equal for equal data
         return fingerprint(self.images, self.labels)
 
-    def __getitems__(
-        self,
-        index: list,  # of samples: a whole batch
-    ) -> dict:  # images, labels, and draw: where the dice stand, None without a seed
+    def __getitems__(self, index: list) -> dict:  # images, labels, draw: where the dice stand
         images, labels = self.images[index], self.labels[index]
         if self.shifts is not None:
             images = shift_images(images, self.shifts[index])
@@ -284,10 +270,7 @@ class MixupCollator:
             raise ValueError(f"expected mixup alpha >= 0, got {alpha}")
         self.n_classes, self.alpha = n_classes, alpha
 
-    def __call__(
-        self,
-        batch: dict,  # images, labels, draw: of `Deck`
-    ) -> dict:  # images and labels, ready for a network
+    def __call__(self, batch: dict) -> dict:  # images and labels, ready for a network
         images, labels, draw = batch['images'], batch['labels'], batch['draw']
         if draw is None or not self.alpha:
             return dict(images=images, labels=labels)

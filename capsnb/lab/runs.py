@@ -27,10 +27,9 @@ from ..data.files import checksum, read_json, sync_folder, write_json
 
 # %% auto #0
 __all__ = ['run_folder', 'first_process', 'no_links', 'locked', 'is_busy', 'checkpoint_bytes', 'check_room', 'digest',
-           'with_digest', 'read_whole', 'hash_files', 'seal_checkpoint', 'read_seal', 'checkpoints_in', 'last_whole',
-           'found_in', 'clear_run', 'strange_in', 'claim', 'made_with', 'agree', 'same_run', 'save_network',
-           'write_end', 'check_end', 'finished_run', 'task_of', 'checked_network', 'repeat', 'record_locked', 'summary',
-           'in_words']
+           'with_digest', 'read_whole', 'seal_checkpoint', 'read_seal', 'checkpoints_in', 'last_whole', 'found_in',
+           'clear_run', 'strange_in', 'claim', 'made_with', 'agree', 'same_run', 'save_network', 'write_end',
+           'check_end', 'finished_run', 'task_of', 'checked_network', 'repeat', 'record_locked', 'summary', 'in_words']
 
 # %% ../../nbs/lab/41_runs.ipynb #7fe514af
 def run_folder(
@@ -125,17 +124,13 @@ def check_room(
 
 
 def _claim_bytes(f, n: int):
-    "Blocks of the disk for an open file, without writing them where the system can."
+    "Blocks of the disk for an open file, without writing them, where the system can."
     try:
-        return n and os.posix_fallocate(f.fileno(), 0, n)
-    except AttributeError:
-        pass  # not on this system
+        if n and hasattr(os, 'posix_fallocate'):
+            os.posix_fallocate(f.fileno(), 0, n)
     except OSError as e:
         if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise
-    for _ in range(0, n, 2**20):
-        f.write(bytes(2**20))
-    f.flush()
 
 # %% ../../nbs/lab/41_runs.ipynb #0e54fdd1
 def digest(
@@ -164,11 +159,8 @@ def read_whole(
     raise ValueError(f"'{path}' is damaged: it does not say what was written (SHA-256 differs)")
 
 
-def hash_files(
-    folder: Path,  # that holds them
-    names: list,  # of files, relative to the folder
-) -> dict:  # name -> SHA-256
-    "Checksums of files; first each file is forced out to the disk (fsync)."
+def _hash_files(folder: Path, names: list) -> dict:
+    "Name -> SHA-256; first each file is forced out to the disk (fsync)."
     for name in names:
         with open(folder / name, 'r+b') as f:
             os.fsync(f.fileno())
@@ -182,7 +174,7 @@ def seal_checkpoint(
 ):
     "Mark a checkpoint as complete."
     files = (p for p in folder.rglob('*') if p.is_file() and p.name != 'seal.json')
-    sealed = hash_files(folder, sorted(str(p.relative_to(folder)) for p in files))
+    sealed = _hash_files(folder, sorted(str(p.relative_to(folder)) for p in files))
     sync_folder(folder.parent)
     write_json(folder / 'seal.json', with_digest(dict(files=sealed, **notes)))
 
@@ -356,17 +348,14 @@ def same_run(
     settings: dict,  # that must be the same
 ) -> dict:  # settings, made_with, changes
     "What settings.json says; `ValueError` names what differs, or is damaged."
+    advice = 'start anew without resume'
     try:
         old = read_whole(folder / 'settings.json', settings=dict, made_with=dict, changes=list)
-        if not all(isinstance(change, str) for change in old['changes']):
-            raise ValueError(f"'{folder}': expected 'changes' to be a list of texts")
     except (OSError, ValueError) as e:
-        raise ValueError(f"cannot resume: {e}; start anew without resume") from e
+        raise ValueError(f"cannot resume: {e}; {advice}") from e
     if differ := _differences(old['settings'], json.loads(json.dumps(settings))):
-        raise ValueError(
-            f"cannot resume in {folder}, the settings differ "
-            f"({'; '.join(differ)}); start anew without resume"
-        )
+        said = f"cannot resume in {folder}, the settings differ ({'; '.join(differ)})"
+        raise ValueError(f"{said}; {advice}")
     return old
 
 
@@ -401,7 +390,9 @@ def write_end(
     if task is not None:
         write_json(folder / 'task.json', task)
     names = [name for name in (*_network_files, 'task.json') if (folder / name).exists()]
-    write_json(folder / 'metrics.json', with_digest(dict(metrics, files=hash_files(folder, names))))
+    write_json(
+        folder / 'metrics.json', with_digest(dict(metrics, files=_hash_files(folder, names)))
+    )
     return read_whole(folder / 'metrics.json')
 
 
@@ -446,38 +437,28 @@ def task_of(
     no_links(folder)
     if (folder / 'task.json').is_file():
         return read_json(folder / 'task.json')
-    if below := sorted(p.parent.name for p in folder.glob('*/task.json')):
-        said = f"several runs, in the folders {', '.join(below)}: name one of them"
-    elif is_busy(folder):
+    if is_busy(folder):
         raise _at_work(folder)
-    elif (folder / 'metrics.json').exists():
-        said = 'a finished run, but no task.json that says on which data: '
-        said += 'load its network with from_pretrained'
-    elif (folder / 'settings.json').exists():
+    if (folder / 'settings.json').exists() and not (folder / 'metrics.json').exists():
         said = 'a run that has not come to its end: go on with it (--resume)'
     else:
         said = f'no finished run (no task.json): train one with {command}'
+        below = sorted(p.parent.name for p in folder.glob('*/task.json'))
+        said = f"several runs, in the folders {', '.join(below)}: name one" if below else said
     raise ValueError(f"'{run}' holds {said}")
 
 
 _most = dict(n_iters=100, padding=16, stride=16, strides=16, kernels=64, K=64)  # else 2**16
 
 
-def _check_config(config: dict):
-    "`ValueError` names a number that no network here has."
-    for name, value in config.items():
-        there, limit = [value], _most.get(name, 2**16)
-        while there:
-            v = there.pop()
-            there += v if isinstance(v, list) else []
-            if isinstance(v, list) and len(v) > 64 or isinstance(v, int) and v > limit:
-                most = f"at most {limit:,}, no list of over 64, got {repr(value)[:60]}"
-                raise ValueError(f"expected {name} to be {most}")
-
-
 def _check_shapes(config: dict, weights: Path, cls: type):
     "`ValueError` unless a network of this config has weights of these shapes; none is allocated."
-    _check_config(config)
+    for name, value in config.items():
+        values, limit = value if isinstance(value, list) else [value], _most.get(name, 2**16)
+        wrong = [v for v in values if isinstance(v, int) and v > limit]
+        if len(values) > 64 or wrong:
+            most = f"at most {limit:,}, no list of over 64, got {value!r:.60}"
+            raise ValueError(f"expected {name} to be {most}")
     wanted = inspect.signature(cls.__init__).parameters
     with torch.device('meta'):
         net = cls(**{k: v for k, v in config.items() if k in wanted})

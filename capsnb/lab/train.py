@@ -5,7 +5,6 @@
 # %% ../../nbs/lab/48_train.ipynb #00000002
 from __future__ import annotations
 import contextlib
-import difflib
 import errno
 import json
 import math
@@ -29,8 +28,7 @@ from ..data.files import read_json, write_json
 from .losses import quality
 import capsnb.lab.runs as folders
 from .decks import Deck, MixupCollator, fingerprint
-from .decks import BaseDeck, columns_of, dice, load_digits_split  # noqa: F401
-from .decks import shift_images  # noqa: F401
+from .decks import BaseDeck, dice, load_digits_split, shift_images  # noqa: F401
 from .runs import checkpoints_in, first_process, read_seal, run_folder
 from .runs import in_words, record_locked, repeat, summary  # noqa: F401
 
@@ -80,10 +78,8 @@ class SingleCycle(LRScheduler):
         low, high = self.lr_range
         return [low + self.height() * (high - low)] * len(self.optimizer.param_groups)
 
-    def step(
-        self,
-        epoch: int | None = None,  # as for torch's schedulers; None: the next step
-    ):  # sets the learning rate and the momentum
+    def step(self, epoch: int | None = None):
+        "Set the learning rate and the momentum of the next step."
         super().step(epoch)
         if not (top := _top_momentum[self.momentum]):
             return
@@ -102,12 +98,8 @@ class Moments:
     def __init__(self):
         self.sums = 0  # of n · (1, l, l², r, r²) over batches of n samples
 
-    def add(
-        self,
-        n: int,  # samples of a batch
-        loss: Tensor,  # [] l, their mean
-        right: Tensor,  # [] r, the share of them that is read correctly
-    ):
+    def add(self, n: int, loss: Tensor, right: Tensor):
+        "A batch of n samples: their mean loss [], the share [] of them that is read correctly."
         wide = torch.float32 if loss.device.type == 'mps' else torch.float64
         l, r = loss.detach().to(wide), right.to(wide)
         new = n * torch.stack([torch.ones_like(l), l, l.square(), r, r.square()])
@@ -119,11 +111,8 @@ class Moments:
     def is_finite(self) -> bool:
         return self.told() == 0 or math.isfinite(self.told()[1])
 
-    def close(
-        self,
-        trainer=None,  # transformers.Trainer, whose processes are summed up; None: only this one
-    ) -> dict:  # as `_told`; empty where no batch was seen
-        "What the batches say, each weighted by its samples; then begin again."
+    def close(self, trainer=None) -> dict:
+        "What the batches of all processes say, each weighted by its samples; then begin again."
         sums, self.sums = self.told(), 0
         if sums == 0:
             return {}
@@ -155,15 +144,8 @@ def _share_right(logits: Tensor, labels: Tensor) -> Tensor:
 class RunHooks:
     "A callback of transformers' Trainer; no subclass of its own, which takes seconds to import."
 
-    def __init__(
-        self,
-        folder: Path,  # of the checkpoints
-        run: str,  # digest of the run's settings
-        deck,  # that is trained on
-        net: nn.Module,  # that is trained
-        save_steps: int = 0,  # also save after each so many steps; 0: only at an epoch's end
-        level: float | None = None,  # validation accuracy that ends training; None: it goes on
-    ):
+    def __init__(self, folder, run, deck, net, save_steps=0, level=None):
+        "`run`: digest of its settings; `level`: validation accuracy that ends training."
         self.folder, self.run, self.deck, self.net = folder, run, deck, net
         self.save_steps, self.level = save_steps, level
         self.moments, self.signal, self.early = Moments(), None, False
@@ -363,24 +345,19 @@ def _bar(name: str):
     "transformers' bar, with the run's name and its last validation."
 
     class Bar(quiet_transformers().ProgressCallback):
-        def on_train_begin(self, args, state, control, **kw):
-            super().on_train_begin(args, state, control, **kw)
-            if self.training_bar is not None:
-                self.training_bar.set_description(name)
-
         def on_evaluate(self, args, state, control, metrics=None, **kw):
             super().on_evaluate(args, state, control, **kw)
-            if self.training_bar is not None and 'eval_accuracy' in metrics:
-                told = f"validation {metrics['eval_accuracy']:.1%}"
+            if self.training_bar is not None:
+                told = f"validation {metrics.get('eval_accuracy', math.nan):.1%}"
+                self.training_bar.set_description(name)
                 self.training_bar.set_postfix_str(told, refresh=False)
 
         def on_log(self, *args, **kw):
             "The numbers stand in metrics.json."
 
         def close(self):
-            for bar in (self.training_bar, self.prediction_bar):
-                if bar is not None:
-                    bar.close()
+            for bar in filter(None, (self.training_bar, self.prediction_bar)):
+                bar.close()
 
     return Bar()
 
@@ -388,45 +365,38 @@ def _bar(name: str):
 honoured = frozenset(
     """bf16 fp16 tf32 bf16_full_eval fp16_full_eval gradient_accumulation_steps max_grad_norm
     torch_compile torch_compile_backend torch_compile_mode per_device_eval_batch_size
-    eval_accumulation_steps metric_for_best_model greater_is_better dataloader_num_workers
-    dataloader_pin_memory dataloader_prefetch_factor report_to run_name full_determinism
-    torch_empty_cache_steps ddp_backend ddp_find_unused_parameters ddp_bucket_cap_mb
-    ddp_broadcast_buffers ddp_timeout""".split()
+    eval_accumulation_steps metric_for_best_model dataloader_num_workers dataloader_pin_memory
+    dataloader_prefetch_factor report_to run_name full_determinism torch_empty_cache_steps
+    ddp_backend ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers
+    ddp_timeout""".split()
 )  # of TrainingArguments
-_own_names = ('epochs', 'batch_size', 'lr', 'warmup', 'momentum', 'shift', 'mixup', 'seed')
-_optimizer = (
-    'nothing: the optimizer is RAdam, its schedule the single cycle (lr, warmup, momentum); '
-    'for another one hand the network to transformers.Trainer'
+
+
+def _is_number(x, low=0, high=sys.float_info.max, kind: type = numbers.Real) -> bool:
+    "Whether it is a number between two others; true and false are none."
+    return isinstance(x, kind) and not isinstance(x, bool) and low <= x <= high
+
+
+def _is_range(x) -> bool:
+    pair = isinstance(x, (tuple, list)) and len(x) == 2
+    return pair and all(_is_number(v, sys.float_info.min) for v in x) and x[0] <= x[1]
+
+
+def _from(low: int) -> tuple:
+    whole = lambda x: _is_number(x, low, 2**32 - 1, numbers.Integral)
+    return whole, f'an integer >= {low}'
+
+
+_rules = dict(  # argument -> whether a value is fine, and what is expected
+    epochs=_from(1),
+    batch_size=_from(1),
+    lr=(_is_range, 'two positive numbers, the lower first'),
+    warmup=(lambda x: _is_number(x, 0, 1), 'a number from 0 to 1'),
+    momentum=(lambda x: x in list(_top_momentum), "'paper', 'notebook' or None"),
+    shift=_from(0),
+    mixup=(_is_number, 'a number >= 0'),
+    seed=_from(0),
 )
-_instead = dict(
-    learning_rate='lr=(at the ends, at the top)',
-    num_train_epochs='epochs',
-    max_steps='epochs',
-    per_device_train_batch_size='batch_size',
-    output_dir='out',
-    warmup_steps='warmup, a share of all steps',
-    eval_strategy='valid=None for no validation',
-    label_smoothing_factor="mixup, which makes soft labels, or a loss of the network's own",
-    gradient_checkpointing="plan='stream' of Routing, which keeps no votes for the backward pass",
-    **dict.fromkeys('optim weight_decay adam_beta1 lr_scheduler_type'.split(), _optimizer),
-)
-_at_least = dict(
-    epochs=1,
-    batch_size=1,
-    shift=0,
-    seed=0,
-    per_device_eval_batch_size=1,
-    gradient_accumulation_steps=1,
-    eval_accumulation_steps=1,
-    torch_empty_cache_steps=1,
-    dataloader_num_workers=0,
-    dataloader_prefetch_factor=1,
-    ddp_timeout=1,
-    ddp_bucket_cap_mb=1,
-)
-_switches = """bf16 fp16 tf32 bf16_full_eval fp16_full_eval torch_compile greater_is_better
-    full_determinism dataloader_pin_memory ddp_find_unused_parameters
-    ddp_broadcast_buffers""".split()
 
 
 def check_recipe(
@@ -434,49 +404,15 @@ def check_recipe(
 ):
     "`ValueError` for the first argument of `fit` that makes no sense, with what was expected."
     for name, value in recipe.items():
-        if name not in honoured and name not in _own_names:
-            raise ValueError(_refusal(name))
-        fine, wanted = _rule(name, value)
-        if not fine:
+        if name in honoured:
+            continue
+        if name not in _rules:
+            why = 'the optimizer is RAdam, its schedule the single cycle (lr, warmup, momentum)'
+            there = f"{', '.join(_rules)}; of TrainingArguments {', '.join(sorted(honoured))}"
+            raise ValueError(f"{name} would be ignored: {why}; fit takes {there}")
+        fine, wanted = _rules[name]
+        if not fine(value):
             raise ValueError(f"expected {name} to be {wanted}, got {value!r}")
-
-
-def _refusal(name: str) -> str:
-    "Why an argument is not taken, and what to use instead."
-    if name in _instead:
-        return f"{name} would be ignored; use instead: {_instead[name]}"
-    if name in quiet_transformers().TrainingArguments.__dataclass_fields__:
-        there = ', '.join(sorted(honoured))
-        return f"{name} is not honoured by fit; of TrainingArguments it takes {there}"
-    near = difflib.get_close_matches(name, [*_own_names, *honoured], 1)
-    return f"there is no argument {name!r}" + (f"; did you mean {near[0]}?" if near else '')
-
-
-def _is_number(x, low: float, high: float = sys.float_info.max, kind: type = numbers.Real) -> bool:
-    "Whether it is a number between two others; true and false are none."
-    return isinstance(x, kind) and not isinstance(x, bool) and low <= x <= high
-
-
-def _rule(name: str, value) -> tuple:
-    "Whether a value of an argument is fine, and what is expected."
-    if name in _at_least:
-        low = _at_least[name]
-        return _is_number(value, low, 2**32 - 1, numbers.Integral), f'an integer >= {low}'
-    if name in _switches:
-        return isinstance(value, bool), 'True or False'
-    if name == 'lr':
-        pair = isinstance(value, (tuple, list)) and len(value) == 2
-        fine = pair and all(_is_number(v, sys.float_info.min) for v in value)
-        return fine and value[0] <= value[1], 'two positive numbers, the lower first'
-    if name == 'warmup':
-        return _is_number(value, 0, 1), 'a number from 0 to 1'
-    if name in ('mixup', 'max_grad_norm'):
-        return _is_number(value, 0), 'a number >= 0'
-    if name == 'momentum':
-        return value in list(_top_momentum), "'paper', 'notebook' or None"
-    if name == 'metric_for_best_model':
-        return value in ('accuracy', 'loss'), "'accuracy' or 'loss'"
-    return name != 'run_name' or isinstance(value, str), 'a text'
 
 
 def training_arguments(
@@ -493,8 +429,6 @@ def training_arguments(
             f"expected 'cpu', 'cuda' or 'mps', got '{device}'; "
             f"to choose a GPU set CUDA_VISIBLE_DEVICES={device.index}"
         )
-    if device.type == 'cpu' and (more.get('fp16') or more.get('fp16_full_eval')):
-        raise ValueError("fp16 would be ignored on the CPU; use instead: bf16")
     if device.type != 'cuda' and more.get('torch_compile_mode') == 'reduce-overhead':
         raise ValueError("CUDA graphs (torch_compile_mode='reduce-overhead') need a GPU")
     usual = dict(
@@ -560,18 +494,13 @@ def rehearse(
 ):
     "`ValueError` for what would fail later: odd data, an odd answer, weights that cannot be saved."
     was, on_device = net.training, getattr(collator, 'on_device', dict)
-    first = lambda deck, n: on_device(batch_on(deck, list(range(n)), collator, args.device))
     net.to(args.device).eval()
     try:
         with torch.random.fork_rng():
-            for name, deck in decks.items():
-                if deck is not None:
-                    with torch.set_grad_enabled(name == 'training'):
-                        batch = first(deck, min(2, len(deck)))
-                        _check_answer(net, batch, name, int(deck.labels.max()))
-            n, of_all = len(decks['training']), args.train_batch_size * args.world_size
-            if of_all == 1 or n % of_all == 1:
-                _check_batch_of_one(net, first(decks['training'], 1), n)
+            for name, deck in ((k, v) for k, v in decks.items() if v is not None):
+                two = batch_on(deck, list(range(min(2, len(deck)))), collator, args.device)
+                with torch.set_grad_enabled(name == 'training'):
+                    _check_answer(net, on_device(two), name, int(deck.labels.max()))
     finally:
         net.train(was)
     try:
@@ -593,76 +522,42 @@ def _check_network(net):
         raise ValueError(f"{type(net).__name__} {said}")
 
 
-def _check_batch_of_one(net: nn.Module, batch: dict, n: int):
-    "`ValueError` where a network cannot learn from a single sample; its state stays."
-    before = {k: v.clone() for k, v in net.state_dict().items()}
-    try:
-        net.train()(**batch)
-    except Exception as e:
-        said = f"the last batch of an epoch has one sample (of {n:,}), and {type(net).__name__}"
-        said += f" cannot learn from one: {e}; choose another batch_size"
-        raise ValueError(said) from e
-    finally:
-        net.load_state_dict(before)
-
-
 def _check_answer(net: nn.Module, batch: dict, name: str, top: int) -> int:
     "The number of classes; `ValueError` unless a network gives {'loss', 'logits'} for a batch."
-    who, b = type(net).__name__, len(batch['labels'])
+    who, y = type(net).__name__, batch['labels']
     form = f"forward({', '.join(batch)}) to give a dict of loss [] and logits [b, n_classes]"
     try:
         out = net(**batch)
     except Exception as e:
         raise ValueError(f"{who} cannot take the {name} data: {e}; expected its {form}") from e
-    got = _odd_answer(out, b, tuple(batch['labels'].shape))
-    if got:
-        raise ValueError(f"expected {who}.{form}, got {got}")
-    loss, logits = out['loss'], out['logits']
-    if top >= logits.shape[-1]:
-        raise ValueError(
-            f"{who} has {logits.shape[-1]} classes, the {name} data have a label {top}"
-        )
+    size = lambda v: list(v.shape) if isinstance(v, Tensor) else type(v).__name__
+    got = {k: size(v) for k, v in out.items() if v is not None} if isinstance(out, dict) else {}
+    fine = got.keys() == {'loss', 'logits'} and not isinstance(got['loss'], str)
+    fine = fine and math.prod(got['loss']) == 1
+    if not fine or got['logits'][:-1] not in ([len(y)], list(y.shape)):
+        raise ValueError(f"expected {who}.{form}, got {got or type(out).__name__}")
+    loss, n = out['loss'], got['logits'][-1]
+    if top >= n:
+        raise ValueError(f"{who} has {n} classes, the {name} data have a label {top}")
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise ValueError(f"{who} gives a loss without a gradient: nothing would be trained")
-    if not (loss.isfinite().all() and logits.isfinite().all()):
+    if not (loss.isfinite().all() and out['logits'].isfinite().all()):
         said = f"gives NaN or inf for the first of the {name} data, before any training"
         raise ValueError(f"{who} {said}")
-    return logits.shape[-1]
-
-
-def _odd_answer(out, b: int, places: tuple) -> str:
-    "What is wrong with the answer to b samples; empty where it has the form that is expected."
-    if not isinstance(out, dict):
-        return type(out).__name__
-    if not {'loss', 'logits'} <= out.keys():
-        return str(list(out))
-    if extra := [k for k, v in out.items() if k not in ('loss', 'logits') and v is not None]:
-        return f"also {', '.join(extra)}"
-    for name in ('loss', 'logits'):
-        if not isinstance(out[name], Tensor):
-            return f"{name} of type {type(out[name]).__name__}"
-    loss, logits = out['loss'], out['logits']
-    if loss.numel() == 1 and logits.ndim > 1 and tuple(logits.shape[:-1]) in ((b,), places):
-        return ''
-    return f"a loss {list(loss.shape)} and logits {list(logits.shape)} for b = {b}"
+    return n
 
 
 @torch.no_grad()
-def _width_of(net: nn.Module, decks: dict) -> int:
-    "How many classes a network tells apart; `ValueError` for data with a label beyond them."
+def _width_of(net: nn.Module, deck) -> int:
+    "How many classes a network has."
     _check_network(net)
-    was, images = net.training, decks['training'].images[:2].to(next(net.parameters()).device)
-    labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
+    was, images = net.training, deck.images[:2].to(next(net.parameters()).device)
+    batch = dict(images=images, labels=images.new_zeros(len(images), dtype=torch.long))
     try:
         with torch.random.fork_rng():
-            n = _check_answer(net.eval(), dict(images=images, labels=labels), 'training', 0)
+            return _check_answer(net.eval(), batch, 'training', 0)
     finally:
         net.train(was)
-    for name, deck in decks.items():
-        if deck is not None and (top := int(deck.labels.max())) >= n:
-            who = type(net).__name__
-            raise ValueError(f"{who} has {n} classes, the {name} data have a label {top}")
-    return n
 
 # %% ../../nbs/lab/48_train.ipynb #00000033
 def history_of(
@@ -752,7 +647,7 @@ def fit_decks(
     folder, watch = run_folder(out), watch or {}
     if watch and held is None:
         raise ValueError(f"{', '.join(watch)}: watched when validated; there is no validation set")
-    if not _is_number(save_steps, 0, 2**32, numbers.Integral):
+    if not _from(0)[0](save_steps):
         raise ValueError(f"expected save_steps to be an integer >= 0, got {save_steps!r}")
     args = training_arguments(folder / 'checkpoints', recipe, device, held is not None)
     args.metric_for_best_model = args.metric_for_best_model if choose else None
@@ -881,7 +776,7 @@ def fit(
         validation=_deck('valid', valid),
         test=_deck('test', test),
     )
-    collator = MixupCollator(_width_of(net, decks), mixup)
+    collator = MixupCollator(_width_of(net, decks['training']), mixup)
     how = dict(device=device, resume=resume, how_to_resume=how_to_resume, save_steps=save_steps)
     how |= dict(name=name, progress=progress, overwrite=overwrite)
     return fit_decks(net, *decks.values(), collator, out, recipe, **how)
