@@ -30,11 +30,8 @@ __all__ = ['categories', 'factors', 'splits', 'toys', 'smallnorb', 'norb', 'Pair
 class PairDeck(BaseDeck):
     "Pairs of pictures in bytes and their labels, for `fit_decks`."
 
-    def __init__(
-        self,
-        data: dict,  # of `Objects.open`
-        seed: int | None = None,  # of shifts and mixup; None: neither, as for validation
-    ):
+    def __init__(self, data: dict, seed: int | None = None):
+        "Data of `Objects.open`; the seed of shifts and mixup, None: neither, as for validation."
         x, y = data['images'], data['category']
         if x.dtype != torch.uint8 or x.ndim != 4 or len(x) != len(y) or not len(y):
             raise ValueError(
@@ -43,13 +40,10 @@ class PairDeck(BaseDeck):
             )
         self.data, self.images, self.labels, self.seed = data, x, y, seed
 
-    def mark(self) -> str:  # equal for equal data
+    def mark(self) -> str:
         return fingerprint(self.images, self.labels)
 
-    def __getitems__(
-        self,
-        ks: list,  # of samples: a whole batch
-    ) -> dict:  # images in bytes, labels, and draw: where the dice stand, None without a seed
+    def __getitems__(self, ks: list) -> dict:  # images in bytes, labels, and draw: of the dice
         return dict(images=self.images[ks], labels=self.labels[ks], draw=self.draw(ks))
 
 # %% ../../nbs/lab/53_objects.ipynb #8e194848
@@ -71,10 +65,7 @@ class PairMixup:
     ):
         self.n_classes, self.shift, self.alpha = n_classes, shift, alpha
 
-    def __call__(
-        self,
-        batch: dict,  # of `PairDeck`
-    ) -> dict:  # images and labels; and in training shifts, lam, partner
+    def __call__(self, batch: dict) -> dict:  # images, labels; in training shifts, lam, partner
         out, draw = {k: batch[k] for k in ('images', 'labels')}, batch['draw']
         if draw is None:
             return out
@@ -87,10 +78,7 @@ class PairMixup:
             out['partner'] = torch.from_numpy(die.permutation(b))
         return out
 
-    def on_device(
-        self,
-        batch: dict,  # on the device that trains
-    ) -> dict:  # images as floats in [0, 1], shifted and blended, and labels
+    def on_device(self, batch: dict) -> dict:  # images in [0, 1], shifted and blended; labels
         images, labels = batch['images'], batch['labels']
         if 'shifts' in batch:
             images = shift_images(images, batch['shifts'], repeat=True)
@@ -104,11 +92,7 @@ class PairMixup:
             labels=torch.lerp(y[partner], y, lam.view(-1, 1)),
         )
 
-    def views(
-        self,
-        images: Tensor,  # [b, channels, m, n] in bytes
-        crops: int = 1,  # shifts per side of a grid; 1: none
-    ) -> list:  # the images as floats
+    def views(self, images: Tensor, crops: int = 1) -> list:  # the images as floats
         "What is looked at in a test: all of it, shifted by up to a sixteenth of its width."
         most = images.shape[-1] // 16  # no network is trained on smaller shifts
         at = torch.tensor(_along(2 * most, crops)) - most
@@ -184,10 +168,7 @@ class PairCrops:
         self.whole, self.patch = _caps_sizes(size)
         self.contrast, self.brightness, self.room = contrast, brightness, self.whole - self.patch
 
-    def __call__(
-        self,
-        batch: dict,  # of `PairDeck`
-    ) -> dict:  # images and labels; and in training corners, light
+    def __call__(self, batch: dict) -> dict:  # images and labels; in training corners, light
         out, draw = {k: batch[k] for k in ('images', 'labels')}, batch['draw']
         if draw is None:
             return out
@@ -198,22 +179,15 @@ class PairCrops:
         out['corners'] = torch.from_numpy(die.integers(0, self.room + 1, (b, 2)))
         return out
 
-    def on_device(
-        self,
-        batch: dict,  # on the device that trains
-    ) -> dict:  # images as patches, and labels
+    def on_device(self, batch: dict) -> dict:  # images as patches, and labels
         if 'corners' not in batch:
             return dict(images=self.views(batch['images'])[0], labels=batch['labels'])
         x = patches(standardised(batch['images'], self.whole), batch['corners'], self.patch)
         c, b = batch['light'].T[:, :, None, None, None]
         return dict(images=c * x + b, labels=batch['labels'])
 
-    def views(
-        self,
-        images: Tensor,  # [b, channels, m, n] in bytes
-        crops: int = 1,  # patches per side of a grid; 1: the one in the middle
-    ) -> list:  # of patches
-        "What is looked at in a test."
+    def views(self, images: Tensor, crops: int = 1) -> list:  # of patches
+        "What is looked at in a test: so many a side of a grid; 1: the one in the middle."
         x, at = standardised(images, self.whole), _along(self.room, crops)
         return [x[:, :, r : r + self.patch, c : c + self.patch] for r in at for c in at]
 
@@ -243,6 +217,13 @@ def _baseline(n_classes: int, size: int, published: bool, **options) -> Baseline
 categories = ('animal', 'human', 'airplane', 'truck', 'car')  # of both data sets
 factors = ('category', 'instance', 'elevation', 'azimuth', 'lighting')
 splits = ('train', 'validation', 'train+validation', 'test')
+
+
+def _check_among(split: str, there: tuple):
+    "`ValueError` for another split than these."
+    if split not in there:
+        known = f"{', '.join(map(repr, there[:-1]))} or {there[-1]!r}"
+        raise ValueError(f"split must be {known}, got {split!r}")
 
 
 @dataclass
@@ -295,10 +276,8 @@ class Objects(Task):
             'capsnet': Net(CapsNet, shape | slim),
         }
 
-    def on_crops(
-        self,
-        net: str,  # a name of `networks`
-    ) -> bool:  # whether it is trained on patches, as its paper has it
+    def on_crops(self, net: str) -> bool:
+        "Whether a network is trained on patches, as its paper has it."
         return net in ('matrix-caps', 'capsnet') or net == 'baseline' and self.published
 
     def recipe(self, net):
@@ -337,14 +316,16 @@ class Objects(Task):
         return [dict(images=view) for view in who.views(batch['images'], self.crops)]
 
     def check_split(self, split):
-        if not self.validate and split in ('train', 'validation'):
-            raise ValueError(
-                "the run was trained on all training instances: "
-                f"there is 'train+validation' and 'test', got {split!r}"
-            )
-        if split not in splits:
-            there = ', '.join(map(repr, splits[:-1]))
-            raise ValueError(f"split must be {there} or {splits[-1]!r}, got {split!r}")
+        _check_among(split, splits if self.validate else ('train+validation', 'test'))
+
+    def open(self, split: str) -> dict:  # images uint8 [n, 2, size, size]; each of `factors` [n]
+        "The pairs of a split, a name of `splits`; `ValueError` for files of another size."
+        _check_among(split, splits)
+        found = self.read(split)
+        images = found.get('images', found.get('image'))
+        if (side := images.shape[-1]) != self.size:
+            raise ValueError(f"the files hold pictures of {side} pixels, got size={self.size}")
+        return dict(images=images, **{k: found[k] for k in factors})
 
     def details(self, deck, right):
         angles = zip(('azimuth', 'elevation'), degrees(deck.data))
@@ -375,22 +356,15 @@ class Toys(Objects):
 
     name = 'toys'
 
-    def open(
-        self,
-        split: str,  # a name of `splits`
-    ) -> dict:  # images uint8 [n, 2, size, size], and each of `factors` [n]
-        "The pairs of a split."
-        Objects.check_split(replace(self, validate=True), split)
+    def read(self, split):
+        how = dict(cache=self.cache, progress=self.progress)
         part = 'test' if split == 'test' else 'train'
-        drawn = toys_tensors(
-            part, self.size, self.subset, cache=self.cache, progress=self.progress
-        )._asdict()
-        toys = {k: drawn[k] for k in ('images', *factors)}
+        drawn = toys_tensors(part, self.size, self.subset, **how)._asdict()
         if split in ('test', 'train+validation'):
-            return toys
-        held = valid_mask(toys, (9,))
+            return drawn
+        held = valid_mask(drawn, (9,))
         rows = (held if split == 'validation' else ~held).nonzero().flatten()
-        return {k: v[rows] for k, v in toys.items()}
+        return {k: drawn[k][rows] for k in ('images', *factors)}
 
     def turned(self):
         few = dict(elevation=(3,), lighting=(0,))  # each toy once around
@@ -403,24 +377,12 @@ class SmallNORB(Objects):
 
     name = 'smallnorb'
 
-    def open(
-        self,
-        split: str,  # a name of `splits`
-    ) -> dict:  # images uint8 [n, 2, size, size], and each of `factors` [n]
-        "The pairs of a split; `ValueError` for files of another size."
-        Objects.check_split(replace(self, validate=True), split)
+    def read(self, split):
         if self.subset is not None or (self.official and self.size != 96):
-            raise ValueError(
-                "smallNORB has 96 pixels and all of its pairs, "
-                f"got size={self.size}, subset={self.subset}"
-            )
-        both = split == 'train+validation'
-        args = ('train', self.folder, ()) if both else (split, self.folder)
-        found = open_smallnorb(*args, official=self.official)
-        side = found['image'].shape[-1]
-        if side != self.size:
-            raise ValueError(f"the files hold pictures of {side} pixels, got size={self.size}")
-        return dict(images=found['image'], **{k: found[k] for k in factors})
+            got = f"got size={self.size}, subset={self.subset}"
+            raise ValueError(f"smallNORB has 96 pixels and all of its pairs, {got}")
+        args = ('train', self.folder, ()) if '+' in split else (split, self.folder)
+        return open_smallnorb(*args, official=self.official)
 
 
 toys, smallnorb = Toys(), SmallNORB()
@@ -434,27 +396,19 @@ class NORB(Objects):
 
     name, names = 'norb', (*categories, 'none')
 
-    def open(
-        self,
-        split: str,  # a name of `splits`
-    ) -> dict:  # images uint8 [n, 2, size, size], in memory or `Joined`; each of `factors` [n]
-        "The pairs of a split; of the first `subset` of its files' pairs, as many of each category."
-        Objects.check_split(replace(self, validate=True), split)
+    def read(self, split):
+        "Of the first `subset` of its files' pairs, as many of each category."
         few, (whole, *_) = self.subset, norb_size
         if few is not None and (isinstance(few, bool) or not isinstance(few, int) or few < 1):
             raise ValueError(f"subset must be an integer >= 1 or None, got {few!r}")
         sets = None if few is None else range(1, 1 + -(-few // whole))
-        source, held = ('train', ()) if split == 'train+validation' else (split, (9,))
+        source, held = ('train', ()) if '+' in split else (split, (9,))
         found = open_norb(source, self.folder, sets, held, self.official)
-        images = found.pop('image')
-        if images.shape[-1] != self.size:
-            side = images.shape[-1]
-            raise ValueError(f"the files hold pictures of {side} pixels, got size={self.size}")
-        if few is not None:
-            share = dict(train=4, validation=1).get(split, 5)
-            rows = spread(found['category'], max(1, few * share // 5))
-            images, found = images[rows], {k: v[rows] for k, v in found.items()}
-        return dict(images=images, **{k: found[k] for k in factors})
+        if few is None:
+            return found
+        share = dict(train=4, validation=1).get(split, 5)
+        rows = spread(found['category'], max(1, few * share // 5))
+        return {k: v[rows] for k, v in found.items()}
 
     def turned(self):
         found = open_norb('test', self.folder, (1,), official=self.official)

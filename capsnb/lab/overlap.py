@@ -48,17 +48,16 @@ _block = 1000  # samples whose dice are thrown together
 
 
 class DrawnDeck(BaseDeck):
-    "Pictures made on the fly from digits; a subclass says `thrown`, `settle` and `__getitems__`."
+    """Pictures made on the fly from digits; a subclass says `__getitems__`, and
 
-    def __init__(
-        self,
-        part: dict,  # image [m, 1, rows, columns] in [0, 1] and label [m]
-        n: int,  # pictures
-        name: tuple = (0,),  # integers that name the draws
-        fresh: bool = False,  # whether every epoch draws anew
-        shift: int = 4,  # largest shift in pixels, each way
-        size: int = 36,  # side of the canvas
-    ):
+    `thrown(die)`: the draws of a block by a numpy.random.Generator, tensors of `_block` rows;
+    `settle(first, *drawn)`: keeps numbers of digits [n] and their draws, and sets `labels`."""
+
+    def __init__(self, part: dict, n: int, name=(0,), fresh=False, shift=4, size=36):
+        """n pictures of part: image [m, 1, rows, columns] in [0, 1] and label [m].
+
+        `name`: integers that name the draws; `fresh`: every epoch draws anew; `shift`: in pixels,
+        each way; `size`: side of the canvas."""
         self.digits, self.classes = part['image'], part['label']
         self.n, self.name, self.fresh, self.shift, self.size = n, name, fresh, shift, size
         self.deal(0)
@@ -70,15 +69,7 @@ class DrawnDeck(BaseDeck):
         drawn = [torch.cat(o)[: self.n] for o in zip(*blocks)]
         self.settle(torch.arange(self.n) % len(self.classes), *drawn)
 
-    def thrown(self, die) -> tuple:
-        "The draws of a block by a numpy.random.Generator: tensors of `_block` rows."
-        raise NotImplementedError
-
-    def settle(self, first, *drawn):
-        "Keep numbers of digits [n] and what `thrown` drew for them, and set `labels`."
-        raise NotImplementedError
-
-    def mark(self) -> str:  # equal for equal data
+    def mark(self) -> str:
         about = (type(self).__name__, self.n, self.name, self.fresh, self.shift, self.size)
         return fingerprint(self.digits, self.classes, about)
 
@@ -99,11 +90,9 @@ class OverlapDeck(DrawnDeck):
         self.labels = _pair_number(low, high)
 
     def __getitems__(self, index):
-        placed = (
-            place_images(self.digits[self.pairs[index, k]], self.shifts[index, k], self.size)
-            for k in (0, 1)
-        )
-        originals = torch.stack(list(placed), 1)
+        pairs, shifts = self.pairs[index].T, self.shifts[index].unbind(1)
+        placed = [place_images(self.digits[k], at, self.size) for k, at in zip(pairs, shifts)]
+        originals = torch.stack(placed, 1)
         images = originals.sum(1).clamp(max=1)
         return dict(images=images, labels=self.labels[index], originals=originals)
 
@@ -113,8 +102,6 @@ def _partners(classes: Tensor, first: Tensor, u: Tensor) -> Tensor:  # [n]
     order = classes.argsort(stable=True)
     end = torch.searchsorted(classes[order], classes[first], right=True)
     others = len(classes) - classes.bincount()[classes[first]]
-    if not others.all():
-        raise ValueError("expected digits of at least two classes, got one")
     return order[(end + (u * others).long()) % len(classes)]
 
 # %% ../../nbs/lab/67_overlap.ipynb #00000011
@@ -222,12 +209,7 @@ def _room(images: Tensor, matrix: Tensor, size: int) -> tuple:  # low, high [b, 
 class AffineDeck(DrawnDeck):
     "Digits on a larger canvas: moved only, or under affine maps too."
 
-    def __init__(
-        self,
-        *args,  # of `DrawnDeck`
-        affine: bool = False,  # whether they are more than moved
-        **kw,  # of `DrawnDeck`
-    ):
+    def __init__(self, *args, affine: bool = False, **kw):
         self.affine = affine
         super().__init__(*args, **kw)
 
@@ -316,11 +298,8 @@ class MultiDigits(DrawnDigits):
         return OverlapDeck(self.open(split), **self._name(split, seed))
 
     def collator(self, net, shift=0, mixup=0.0):
-        return dict if net == 'capsnet' else _without_originals
-
-
-def _without_originals(batch: dict) -> dict:
-    return {k: v for k, v in batch.items() if k != 'originals'}
+        alone = lambda batch: {k: batch[k] for k in ('images', 'labels')}
+        return dict if net == 'capsnet' else alone
 
 
 multi_mnist = MultiDigits()

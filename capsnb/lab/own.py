@@ -32,8 +32,8 @@ from .vision import DStepNet, HubMixin, PlainCNN, Scores, answer, n_params, riva
 from .vision import earned
 
 # %% auto #0
-__all__ = ['pictures', 'table', 'texts', 'open_columns', 'Parts', 'in_parts', 'OwnTask', 'trunk_of', 'OwnPictures', 'TableNet',
-           'PlainTable', 'RowDeck', 'OwnTable', 'OwnTexts', 'own_task']
+__all__ = ['pictures', 'table', 'texts', 'open_columns', 'Parts', 'in_parts', 'OwnTask', 'OwnPictures', 'TableNet', 'PlainTable',
+           'OwnTable', 'OwnTexts', 'own_task']
 
 # %% ../../nbs/lab/55_own_data.ipynb #00000005
 _role_of = {k: 'validation' for k in ('validation', 'valid', 'val', 'dev')}
@@ -382,14 +382,11 @@ def _same_data(task, note: dict):
     return task
 
 # %% ../../nbs/lab/55_own_data.ipynb #0000000f
-def trunk_of(
-    size: int,  # pixels per side
-    channels: int,  # of an image
-) -> dict:  # options of a network
-    "Convolutions in pairs, the second of a pair halves the image."
+def _trunk_of(size: int, channels: int) -> dict:
+    "Options of a network: convolutions in pairs, the second of a pair halves the image."
     n = max(1, round(math.log2(size / 7)))
-    wide = [w for k in range(n) for w in ((32, 32) if k == 0 else (64, 64))]
-    return dict(in_channels=channels, channels=tuple(wide), strides=(1, 2) * n)
+    wide = (32, 32, *[64] * (2 * n - 2))
+    return dict(in_channels=channels, channels=wide, strides=(1, 2) * n)
 
 
 def _pillow_errors() -> tuple:
@@ -439,7 +436,7 @@ class OwnPictures(OwnTask):
 
     @property
     def networks(self):
-        trunk = trunk_of(self.size, 3 if self.colour else 1) | dict(n_classes=len(self.names))
+        trunk = _trunk_of(self.size, 3 if self.colour else 1) | dict(n_classes=len(self.names))
         recipe = dict(epochs=20, momentum='notebook', mixup=0.0, lr=(1e-5, 1e-2))
         recipe |= dict(shift=max(1, self.size // 14))
         rival = lambda **o: rival_of(n_params(DStepNet(**o)), **o)
@@ -515,28 +512,19 @@ class TableNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'ta
         self.routing = Routing(d_cov, d_pose, d_pose, **sizes)
         self.d_cov = d_cov
 
-    def parts(
-        self,
-        rows: Tensor,  # [b, i]; NaN: no number
-    ) -> tuple:  # scores [b, i], poses [b, i, c, d]
-        "The columns as capsules."
+    def parts(self, rows: Tensor) -> tuple:  # scores [b, i], poses [b, i, c, d]
+        "The columns as capsules; rows [b, i], NaN: no number."
         x = ((rows - self.mean) / self.sd).clamp(-10, 10)
         there = ~x.isnan()
         x = F.gelu(x.where(there, torch.zeros_like(x))[..., None] * self.slope + self.start)
         a = self.score(x).squeeze(-1).masked_fill(~there, -math.inf)
         return a, self.pose(x).unflatten(-1, (self.d_cov, -1))
 
-    def forward(
-        self,
-        rows: Tensor,  # [b, i]; NaN: no number
-        labels: Tensor | None = None,  # [b]
-    ):  # Routed(a, mu, sig2), or with labels dict(loss=, logits=)
+    def forward(self, rows: Tensor, labels: Tensor | None = None):
+        "Routed(a, mu, sig2), or with labels [b] dict(loss=, logits=)."
         return answer(self.routing(*self.parts(rows)), labels)
 
-    def credit(
-        self,
-        rows: Tensor,  # [b, i]
-    ) -> Tensor:  # [b, i, j]; adds up, but for the classes' own offsets, to the scores
+    def credit(self, rows: Tensor) -> Tensor:  # [b, i, j]; adds up, but for offsets, to the scores
         "What each class's score owes to each column."
         a, mu = self.parts(rows)
         out, f = self.routing(a, mu, return_R=True), a.sigmoid()[..., None]
@@ -559,11 +547,8 @@ class PlainTable(nn.Module, HubMixin, library_name='capsnb', tags=['tabular']):
         self.register_buffer('sd', torch.ones(n_columns))
         self.hidden, self.classify = nn.Linear(n_columns, n_hidden), nn.Linear(n_hidden, n_classes)
 
-    def forward(
-        self,
-        rows: Tensor,  # [b, i]; NaN: no number
-        labels: Tensor | None = None,  # [b]
-    ):  # Scores, or with labels dict(loss=, logits=)
+    def forward(self, rows: Tensor, labels: Tensor | None = None):
+        "Scores, or with labels [b] dict(loss=, logits=)."
         x = ((rows - self.mean) / self.sd).clamp(-10, 10).nan_to_num(0.0)
         return answer(Scores(self.classify(F.gelu(self.hidden(x)))), labels)
 
@@ -583,23 +568,16 @@ def _as_number(v):
         return None
 
 
-class RowDeck(BaseDeck):
-    "Rows of numbers and their labels."
+class _RowDeck(BaseDeck):
+    "Rows of numbers [n, i] and their labels [n]."
 
-    def __init__(
-        self,
-        rows: Tensor,  # [n, i]
-        labels: Tensor,  # [n]
-    ):
+    def __init__(self, rows: Tensor, labels: Tensor):
         self.rows, self.labels = rows, labels
 
-    def mark(self) -> str:  # equal for equal data
+    def mark(self) -> str:
         return fingerprint(self.rows.nan_to_num(1e30), self.labels)
 
-    def __getitems__(
-        self,
-        ks: list,  # of rows: a whole batch
-    ) -> dict:  # rows [b, i] and labels [b]
+    def __getitems__(self, ks: list) -> dict:
         return dict(rows=self.rows[ks], labels=self.labels[ks])
 
 
@@ -618,13 +596,12 @@ class OwnTable(OwnTask):
     def read(self) -> tuple:  # names of the columns
         part = self.parts.splits['train']
         odd, numbers = {}, []
-        for k in [k for k in part.column_names if k != self.label]:
+        for k in (k for k in part.column_names if k != self.label):
             values = [_as_number(v) for v in part[k]]
             wrong = [v for v, x in zip(part[k], values) if x is None]
             if wrong:
-                odd[k] = (
-                    f"column {k!r} ({len(wrong):,} of {len(part):,} no numbers: {wrong[0]!r:.20})"
-                )
+                no = f'{len(wrong):,} of {len(part):,} no numbers'
+                odd[k] = f"column {k!r} ({no}: {wrong[0]!r:.20})"
             elif all(map(math.isnan, values)):
                 odd[k] = f"column {k!r} (empty)"
             else:
@@ -651,11 +628,11 @@ class OwnTable(OwnTask):
         return {k: Net(cls, {}, recipe, make[k]) for k, cls in kinds.items()}
 
     def _scaled(self, kind, **options):
-        sizes = dict(n_columns=len(self.read), n_classes=len(self.names))
-        if kind == 'plain' and 'n_hidden' not in options:
-            net = rival_of(n_params(TableNet(**sizes)), PlainTable, **sizes, **options)
+        sizes = dict(n_columns=len(self.read), n_classes=len(self.names), **options)
+        if kind == 'table' or 'n_hidden' in options:
+            net = dict(table=TableNet, plain=PlainTable)[kind](**sizes)
         else:
-            net = dict(table=TableNet, plain=PlainTable)[kind](**{**sizes, **options})
+            net = rival_of(n_params(TableNet(**sizes)), PlainTable, **sizes)
         rows = self.open('train')['rows']
         net.mean.copy_(rows.nanmean(0).nan_to_num(0.0))
         sd = (rows - net.mean).square().nanmean(0).sqrt()
@@ -670,20 +647,17 @@ class OwnTable(OwnTask):
                 raise ValueError(f"{split} has no column {k!r}")
             out.append([_as_number(v) for v in part[k]])
             if None in out[-1]:
-                wrong = part[k][out[-1].index(None)]
-                raise ValueError(
-                    f"expected numbers in the column {k!r} of {split}, got {wrong!r:.40}"
-                )
-        rows = torch.tensor(out, dtype=torch.float64).mT.contiguous()
-        if rows.isinf().any():
-            k = int(rows.isinf().any(0).nonzero()[0])
-            raise ValueError(f"the column {self.read[k]!r} of {split} has infinite numbers")
-        return rows
+                wrong = f'{part[k][out[-1].index(None)]!r:.40}'
+                raise ValueError(f"expected numbers in the column {k!r} of {split}, got {wrong}")
+            if any(map(math.isinf, out[-1])):
+                raise ValueError(f"the column {k!r} of {split} has infinite numbers")
+        return torch.tensor(out, dtype=torch.float64).mT.contiguous()
 
     @cached_property
     def centre(self) -> list:  # [i]
-        means = lambda: self._raw('train').nanmean(0).nan_to_num(0.0).tolist()
-        return means() if self.origin is None else list(self.origin)
+        if self.origin is not None:
+            return list(self.origin)
+        return self._raw('train').nanmean(0).nan_to_num(0.0).tolist()
 
     def note(self, net):
         return super().note(net) | dict(columns=list(self.read), origin=self.centre)
@@ -696,7 +670,7 @@ class OwnTable(OwnTask):
         return dict(rows=rows.float(), label=torch.tensor(self.parts.labels[split]))
 
     def deck(self, net, split, seed=None, shift=0):
-        return RowDeck(*self.open(split).values())
+        return _RowDeck(*self.open(split).values())
 
     def collator(self, net, shift=0, mixup=0.0):
         return dict

@@ -51,54 +51,45 @@ def ground(
     "A ground by name; `ValueError` for one that there is not."
     epochs = lambda n: max(1, round(n * scale))
     pairs = dict(mixup=0.2, shift=8, batch_size=20)
-    pictures = dict(mixup=0.0, shift=2, batch_size=50)
+    pictures = dict(mixup=0.0, shift=2, batch_size=50, epochs=epochs(3))
+    small = lambda k: Ground(Digits(k, limit=12_000), _four, _sixteen, pictures)
+    roots = partial(Sentiment, 'sst5', partial(smollm2, layers='11,14,17,20'), roots=True)
+    read = dict(n_parts=16, d_cap=8), dict(pairs, shift=0, epochs=epochs(2))
+    toys, eth80 = (dict(pairs, epochs=epochs(n)) for n in (2, 4))
     there = {
-        'toys': lambda: Ground(
-            Toys(size=48, subset=5000), _six, _sixteen, dict(epochs=epochs(2), **pairs)
-        ),
-        'eth80': lambda: Ground(
-            Photographs(size=48), _six, _sixteen, dict(epochs=epochs(4), **pairs)
-        ),
-        **{
-            k: lambda k=k: Ground(
-                Digits(k, limit=12_000), _four, _sixteen, dict(epochs=epochs(3), **pictures)
-            )
-            for k in ('mnist', 'fashion-mnist')
-        },
-        'treebank': lambda: Ground(
-            Sentiment('sst5', partial(smollm2, layers='11,14,17,20'), roots=True),
-            _four_layers,
-            dict(n_parts=16, d_cap=8),
-            dict(epochs=epochs(2), mixup=0.2, shift=0, batch_size=20),
-        ),
+        'toys': lambda: Ground(Toys(size=48, subset=5000), _six, _sixteen, toys),
+        'eth80': lambda: Ground(Photographs(size=48), _six, _sixteen, eth80),
+        'mnist': lambda: small('mnist'),
+        'fashion-mnist': lambda: small('fashion-mnist'),
+        'treebank': lambda: Ground(roots(), _four_layers, *read),
     }
     if name not in there:
         raise ValueError(f"data must be one of {', '.join(map(repr, there))}, got {name!r}")
     return there[name]()
 
 # %% ../../nbs/lab/64_shootout.ipynb #00000007
-def _shape_of(
-    g: Ground,
-) -> dict:  # n_classes, and of pictures in_channels
+def _shape_of(g: Ground) -> dict:  # n_classes, and of pictures in_channels
     channels = {} if 'd_emb' in g.stem else dict(in_channels=getattr(g.task, 'channels', 1))
     return dict(n_classes=len(g.task.names), **channels)
 
 
-def _size_of(
-    g: Ground,
-    **options,  # of its network of routings
-) -> int:  # parameters
+def _size_of(g: Ground, **options) -> int:  # parameters of its network of routings
     return n_params(g.task.networks['routing'].cls(**_shape_of(g), **options))
 
 
-def _widened(
-    g: Ground,
-    by: int,  # channels or features
-) -> dict:  # the stem with another last width
+def _widened(g: Ground, by: int) -> dict:  # the stem with another last width
     if 'd_feat' in g.stem:
         return g.stem | dict(d_feat=g.stem['d_feat'] + by)
     *before, last = g.stem['channels']
     return g.stem | dict(channels=(*before, last + by))
+
+
+def _nearest(g: Ground, options_of, size_of) -> dict:
+    "Options at the last width that comes nearest to the D-step's network in size."
+    wanted = _size_of(g, **g.caps, **g.stem)
+    last = g.stem['d_feat'] if 'd_feat' in g.stem else g.stem['channels'][-1]
+    widths = range(max(-12, 1 - last), 13)
+    return options_of(min(widths, key=lambda by: abs(size_of(**options_of(by)) - wanted)))
 
 
 def evened(
@@ -107,13 +98,10 @@ def evened(
     **options,  # of the ground's network of routings
 ) -> dict:  # all of its options, stem and capsules too
     "A network of a routing with as many parameters as the D-step's, as nearly as a width allows."
-    wanted = _size_of(g, **g.caps, **g.stem)
     if 'd_emb' in g.stem and routing in needed_for_text:
         options = dict(settings=needed_for_text[routing]) | options
     made = lambda by: _widened(g, by) | g.caps | dict(routing=routing, **options)
-    last = g.stem['d_feat'] if 'd_feat' in g.stem else g.stem['channels'][-1]
-    widths = range(max(-12, 1 - last), 13)
-    return made(min(widths, key=lambda by: abs(_size_of(g, **made(by)) - wanted)))
+    return _nearest(g, made, partial(_size_of, g))
 
 # %% ../../nbs/lab/64_shootout.ipynb #00000008
 def evened_matrix(
@@ -121,11 +109,8 @@ def evened_matrix(
     preset: str,  # of `MatrixCapsNet`
 ) -> dict:  # options of the ground's network 'matrix-caps-norb'
     "Class capsules of matrices on the ground's stem, as large as the D-step's network."
-    wanted = _size_of(g, **g.caps, **g.stem)
     of = lambda by: dict(stem=_widened(g, by), B=g.caps['n_types'], preset=preset)
-    size = lambda by: n_params(g.task.make('matrix-caps-norb', 0, **of(by)))
-    widths = range(max(-12, 1 - g.stem['channels'][-1]), 13)
-    return of(min(widths, key=lambda by: abs(size(by) - wanted)))
+    return _nearest(g, of, lambda **o: n_params(g.task.make('matrix-caps-norb', 0, **o)))
 
 
 def plain_options(

@@ -22,9 +22,9 @@ from .train import Deck, MixupCollator, batch_on, check_recipe, fit_decks
 from .train import record_locked, repeat
 
 # %% auto #0
-__all__ = ['paper_recipe', 'known', 'Net', 'Task', 'with_options', 'task_in', 'task_named', 'check_roles', 'train', 'begin_with',
-           'Opened', 'load_run', 'evaluate', 'answers', 'study', 'choices_of', 'note_choices', 'begin_record',
-           'settle_command', 'as_typed']
+__all__ = ['paper_recipe', 'known', 'Net', 'Task', 'with_options', 'task_in', 'task_named', 'train', 'begin_with', 'Opened',
+           'load_run', 'evaluate', 'answers', 'study', 'choices_of', 'note_choices', 'begin_record', 'settle_command',
+           'as_typed']
 
 # %% ../../nbs/lab/51_tasks.ipynb #6ce51416
 paper_recipe = dict(
@@ -57,132 +57,75 @@ class Task:
     device = None  # that a run is on, and
     progress = True  # whether it draws bars: told by `train` and `evaluate`
 
-    def open(
-        self,
-        split: str,  # as `roles` name them
-    ) -> dict:  # image and label, as `columns_of` takes them
-        "The data of a split."
+    def open(self, split: str) -> dict:  # image and label, as `columns_of` takes them
+        "The data of a split, as `roles` name them."
         raise NotImplementedError(f"{type(self).__name__} has no method open(split)")
 
-    def recipe(
-        self,
-        net: str,  # a name of `networks`
-    ) -> dict:  # of `fit`
-        "The recipe of a network."
+    def recipe(self, net: str) -> dict:  # of `fit`
+        "The recipe of a network, a name of `networks`."
         return {**paper_recipe, **self.networks[net].recipe}
 
-    def prepare(
-        self,
-        recipe: dict,  # of the run
-        began: dict,  # settings of the run that goes on; empty: it begins
-    ):
-        "Whatever takes long or costs something, before networks and decks are made."
+    def prepare(self, recipe: dict, began: dict):
+        """Whatever takes long or costs something, before networks and decks are made.
 
-    def make(
-        self,
-        net: str,  # a name of `networks`
-        seed: int = 0,  # of the weights
-        **options,  # of the network, before those of `networks`
-    ) -> nn.Module:  # not yet trained
-        "A network of the task."
+        `began` holds the settings of the run that goes on; empty: it begins."""
+
+    def make(self, net: str, seed: int = 0, **options) -> nn.Module:  # not yet trained
+        "A network; `options` go before those of `networks`."
         seed_everything(seed)
         n = self.networks[self.known_net(net)]
         return (n.make or n.cls)(**{**n.options, **options})
 
-    def deck(
-        self,
-        net: str,  # a name of `networks`
-        split: str,  # to open
-        seed: int | None = None,  # of the dice; None: no augmentation
-        shift: int = 0,  # largest shift in pixels
-    ):  # a data set that deals, marks and gives whole batches, as `Deck` does
-        "What a trainer draws from."
+    def deck(self, net: str, split: str, seed: int | None = None, shift: int = 0):
+        "What a trainer draws from, as `Deck`; no seed: no augmentation; shift: pixels each way."
         return Deck(self.open(split), seed, shift)
 
-    def decks(
-        self,
-        net: str | None = None,  # a name of `networks`; None: the first
-        splits: tuple | None = None,  # to open; None: of all roles
-        seed: int | None = None,  # of the dice of the training split; None: no augmentation
-        shift: int = 0,  # largest shift in pixels, of the training split
-    ) -> dict:  # split -> deck
-        "The decks of several splits; only the one to train on throws dice."
+    def decks(self, net: str | None = None, splits=None, seed=None, shift: int = 0) -> dict:
+        "Split -> its deck, of several splits or all roles; only that to train on throws dice."
         net, trained = self.known_net(net), self.roles['train']
         splits = splits or tuple(split for split in self.roles.values() if split)
         dice = {s: (seed, shift) if s == trained and seed is not None else () for s in splits}
         return {s: self.deck(net, s, *dice[s]) for s in splits}
 
-    def collator(
-        self,
-        net: str,  # a name of `networks`
-        shift: int = 0,  # largest shift in pixels, where the collator shifts
-        mixup: float = 0.0,  # its alpha; 0: none
-    ):  # makes batches of what a deck gives; its `on_device`, if any, on the device that trains
-        "Who makes the batches."
+    def collator(self, net: str, shift: int = 0, mixup: float = 0.0):
+        "Makes batches of what a deck gives; its `on_device`, if any, on the device that trains."
         return MixupCollator(len(self.names), mixup)
 
-    def check_split(
-        self,
-        split: str,  # that somebody wants to test on
-    ):
+    def check_split(self, split: str):
         "`ValueError` for a split that no role is for."
         there = [repr(s) for s in self.roles.values() if s]
         if split not in self.roles.values():
             raise ValueError(f"split must be {', '.join(there[:-1])} or {there[-1]}, got {split!r}")
 
-    def views(
-        self,
-        network: nn.Module,  # that is tested
-        collator,  # of `collator`
-        batch: dict,  # of it, on the network's device
-    ) -> list:  # of dicts, arguments of the network; its scores for them are added up
-        "What a network looks at in a test."
+    def views(self, network: nn.Module, collator, batch: dict) -> list:  # of dicts, its arguments
+        "What a network looks at in a test; its scores for all of them are added up."
         return [getattr(collator, 'on_device', dict)(batch)]
 
-    def details(
-        self,
-        deck,  # of the split that was tested
-        right: Tensor,  # [n] whether each sample was read correctly, as a number
-    ) -> dict:  # JSON-ready
-        "What `evaluate` adds to the accuracy."
+    def details(self, deck, right: Tensor) -> dict:  # JSON-ready
+        "What `evaluate` adds to the accuracy; right [n]: whether each was read correctly."
         return {}
 
-    def draw(
-        self,
-        net: str,  # a name of `networks`
-        network: nn.Module,  # trained
-        out: Path,  # folder of the run
-    ) -> Path | None:  # where the picture is; None: there is none
-        "Draw something at the end; `ValueError` when that cannot be done."
+    def draw(self, net: str, network: nn.Module, out: Path) -> Path | None:  # of the picture
+        "Draw something at the end into the run's folder; `ValueError` when that cannot be done."
 
-    def note(
-        self,
-        net: str,  # a name of `networks`
-    ) -> dict:  # JSON-ready
+    def note(self, net: str) -> dict:  # JSON-ready
         "What task.json says: task, network, and the options in `noted`."
         about = dict(zip(self.keys, (self.name, net)))
         return about | {k: getattr(self, k) for k in self.noted}
 
-    def from_note(
-        self,
-        note: dict,  # of a run on this task; checked
-        **here,  # options that differ on this machine
-    ) -> Task:  # with the options of the run
-        "The task that a run was about."
+    def from_note(self, note: dict, **here) -> Task:  # with the options of the run
+        "The task of a checked note; `here`: options that differ on this machine."
         return with_options(self, **{k: note[k] for k in self.noted if k in note}, **here)
 
-    def known_net(
-        self,
-        net: str | None,  # None: the first there is
-    ) -> str:  # a name of `networks`
-        "`ValueError` for a network that the task has not."
-        if net is None and self.networks:
-            return next(iter(self.networks))
-        if isinstance(net, str) and net in self.networks:
-            return net
+    def known_net(self, net: str | None) -> str:  # a name of `networks`
+        "The network, or for None the first; `ValueError` for one that the task has not."
         there = ', '.join(map(repr, self.networks))
         if not there:
             raise ValueError(f"the task {self.name!r} has no networks")
+        if net is None:
+            return next(iter(self.networks))
+        if isinstance(net, str) and net in self.networks:
+            return net
         raise ValueError(f"net must be one of {there}, got {net!r}")
 
 # %% ../../nbs/lab/51_tasks.ipynb #e5e73175
@@ -258,9 +201,7 @@ def task_named(
     return found
 
 # %% ../../nbs/lab/51_tasks.ipynb #16a7c5f0
-def check_roles(
-    task: Task,  # that somebody wants to train on
-):
+def _check_roles(task: Task):
     "`ValueError` where an epoch would be chosen by data that are trained on, tested or watched."
     chosen = task.roles['select']
     others = dict(watched=task.watched) | {k: (task.roles[k],) for k in ('train', 'test')}
@@ -289,7 +230,7 @@ def train(
     "Train a network on a task; test the epoch that validates best, or else the last."
     task = _at_work(task, device, progress)
     net = task.known_net(net)
-    check_roles(task)
+    _check_roles(task)
     recipe = dict(task.recipe(net), per_device_eval_batch_size=task.batch_size)
     recipe |= dict(changes, seed=seed) | ({} if epochs is None else dict(epochs=epochs))
     roles = task.roles
@@ -359,15 +300,11 @@ def _going_on(out: str | Path, start: str | Path | None, began: dict) -> str | N
     "SHA-256 of its start, where that is taken already and gone now."
     if start is None:
         return None
-    if run_folder(start) == run_folder(out):
-        raise ValueError(
-            f"a run cannot begin with itself: '{out}' is both its start and its folder"
-        )
-    if run_folder(start).exists() or 'start' not in began:
-        return None
-    kept = run_folder(out)
-    taken = (kept / 'metrics.json').exists() or any(kept.glob('checkpoints/checkpoint-*'))
-    return began['start'] if taken else None
+    start, out = run_folder(start), run_folder(out)
+    if start == out:
+        raise ValueError(f"a run cannot begin with itself: '{out}' is its start and its folder")
+    taken = (out / 'metrics.json').exists() or any(out.glob('checkpoints/checkpoint-*'))
+    return began.get('start') if taken and not start.exists() else None
 
 # %% ../../nbs/lab/51_tasks.ipynb #bd4b4e5b
 def _at_work(task: Task | str, device: str | None, progress: bool) -> Task:
