@@ -47,12 +47,12 @@ def here_too():
         sys.path.append('')
 
 
-def leave(what: str, *args, quiet: bool = False, **more):
+def leave(what: str, *args, quiet: bool = False):
     "Leave a page beside what is finished, and say where; nothing that goes wrong there is fatal."
     if not is_first():
         return
     try:
-        path = getattr(room('lab.pages'), f'leave_{what}')(*args, **more)
+        path = getattr(room('lab.pages'), f'leave_{what}')(*args)
     except Exception as e:  # whatever it is: the results are on the disk, and must be told
         why = str(e) if isinstance(e, (ImportError, OSError, ValueError)) else repr(e)
         return print(f"no page: {why}", file=sys.stderr)
@@ -60,40 +60,28 @@ def leave(what: str, *args, quiet: bool = False, **more):
         print(f"look at {path}")
 
 
-def leave_study(path: Path, told: str, pictures: tuple = ()) -> dict:  # the record
-    "Leave a study's page; the record is for other programs."
-    leave('study', path, told, pictures)
-    return room('data.files').read_json(path)
-
-
-def told(out: Path, trained_on: str = '') -> str:
-    "What a finished run found; `ValueError` when its metrics.json is damaged."
-    numbers = dict(n_params=int, epochs=int, best_epoch=int, test_accuracy=float, seconds=float)
-    kinds = dict(numbers, valid_accuracy=(float, None))
-    m = room('data.files').read_json(out / 'metrics.json', **kinds)
-    n, valid = m['epochs'], m['valid_accuracy']
-    if n < 1:
-        raise ValueError(f"'{out}/metrics.json' is damaged: expected an epoch, got {n}")
-    found = f"epoch {n}"
-    if valid is not None:
-        found = f"best of {n} epochs: {m['best_epoch']}; validation {valid:.1%}"
+def told(m: dict, out: Path, trained_on: str = '') -> str:
+    "What a finished run found, by its metrics."
+    n, found = m['epochs'], f"epoch {m['epochs']}"
+    if m['valid_accuracy'] is not None:
+        found = f"best of {n} epochs: {m['best_epoch']}; validation {m['valid_accuracy']:.1%}"
     return (
         f"{m['n_params']:,} parameters, {trained_on}{found}, test {m['test_accuracy']:.1%}; "
         f"{m['seconds'] / n:.1f} s per epoch; the network is in {out}"
     )
 
 
-def draw(task, net: str, out: Path, device: str | None, progress: bool) -> Path | None:
+def draw(task, net: str, out: Path, device: str | None, progress: bool) -> tuple:  # of paths
     "Draw what the task has to show, and say where it is."
     task.progress = progress
     try:
         network = room('lab.runs').checked_network(out, task.networks[net].cls, device)
         picture = task.draw(net, network, out)
     except (ImportError, OSError, ValueError) as e:
-        return print(f"no picture: {e}", file=sys.stderr)
+        return print(f"no picture: {e}", file=sys.stderr) or ()
     if picture:
         print(f"look at {picture}")
-    return picture
+    return (picture,) if picture else ()
 
 
 def changed(task, net: str | None, lr: float | None, batch_size, bf16: bool, graphs: bool) -> dict:
@@ -142,23 +130,23 @@ def train(
         kept = dict(runs=out, command=how, settings=settings_of(ctx))
         numbers = tuple(range(seed, seed + seeds))
         found = tasks.study(task, {task.name: dict(row, net=net)}, path, numbers, **kept)
-        found, several = found[task.name], room('lab.train').summary(found[task.name])
-        if is_first():
-            said = f"{task.name}, seeds {seed} to {numbers[-1]}: test {several['test']:.1f} ± "
-            said += f"{several['test_sd']:.1f} %; runs in {out}"
-            print(said)
-            after(task, found)
-            return leave_study(path, said)
-        return
+        if not is_first():
+            return
+        found = found[task.name]
+        several = room('lab.train').in_words(room('lab.train').summary(found))
+        said = f"{task.name}, seeds {seed} to {numbers[-1]}: {several}; runs in {out}"
+        print(said)
+        after(task, found)
+        leave('study', path, said)
+        return room('data.files').read_json(path)
     room('lab.runs').claim(out, resume, overwrite, command_line=True)
     found = tasks.train(task, net, out, seed, resume=resume, overwrite=overwrite, **row)
     if not is_first():
         return
     net = task.known_net(net)
     whole = 'all training data, ' if 'validation' in task.roles['train'] else ''
-    print(f"{task.name}, {net}, {told(out, whole)}")
-    picture = draw(task, net, out, device, progress)
-    leave('run', out, (picture,) if picture else ())
+    print(f"{task.name}, {net}, {told(found, out, whole)}")
+    leave('run', out, draw(task, net, out, device, progress))
     after(task, [found])
     return found
 
@@ -217,20 +205,14 @@ def own_columns(
 
 
 digits = ('lab.digits:Digits',)
-objects, photographs = (
-    ('lab.objects:Objects',),
-    ('lab.objects:Objects', 'lab.photographs:Photographs'),
-)
+objects = ('lab.objects:Objects',)
+photographs = *objects, 'lab.photographs:Photographs'
 chosen = """
 
 The epoch that validates best on what was held back is tested once, with --no-validate the last one.
 Ctrl-C leaves a checkpoint and says how to go on."""
 trained = {  # name -> where its options are, and what it is
-    'sst': (
-        'lab.sentiment:Sentiment',
-        on_the_fly,
-        'The Stanford Sentiment Treebank, read by a frozen transformer.',
-    ),
+    'sst': ('lab.sentiment:Sentiment', on_the_fly, 'The treebank, read by a frozen transformer.'),
     'toys': (*objects, 'Toys that the library draws itself.'),
     'smallnorb': (*objects, 'smallNORB, stereo pictures of toys.'),
     'norb': (*objects, 'NORB jittered-cluttered: its files, 6 GB.'),
@@ -251,12 +233,10 @@ preset = {'eth80': dict(size=48), 'norb': dict(size=108)}  # beside the fields' 
 def trainer(name: str):  # a command
     "A sub-command of `capsnb train`: the same for all, and the options of its task."
     *places, said = trained[name]
-    own = {}
+    own, hidden = {}, ('data', 'crops')  # the name of the command, and a matter of tests
     for place in places:
-        own |= (
-            fields_of(place) if isinstance(place, str) else {p.name: p for p in options_of(place)}
-        )
-    hidden = 'data', 'crops'  # the name of the command, and a matter of tests
+        by_name = isinstance(place, str)
+        own |= fields_of(place) if by_name else {p.name: p for p in options_of(place)}
     own |= {k: own[k].replace(default=v) for k, v in preset.get(name, {}).items()}
     own = [p for k, p in own.items() if k not in hidden]
 
@@ -473,22 +453,16 @@ class Tasks(typer.core.TyperGroup):
         return super().get_command(ctx, own if colon else name)
 
 
-def show_version(
-    wanted: bool,  # whether --version was given
-):
+def show_version(wanted: bool):
     if wanted:
         typer.echo(f"capsnb {__version__}")
         raise typer.Exit()
 
 
-def top(
-    version: Annotated[
-        bool,
-        typer.Option(
-            '--version', callback=show_version, is_eager=True, help='Print the version and exit.'
-        ),
-    ] = False,
-):
+told_once = dict(callback=show_version, is_eager=True, help='Print the version and exit.')
+
+
+def top(version: Annotated[bool, typer.Option('--version', **told_once)] = False):
     """Capsule routing, derived in notebooks: mixtures of Gaussians, EM routing, and the D-step."""
 
 
@@ -517,20 +491,16 @@ def make_app() -> typer.Typer:
     group.callback()(lambda: None)
     for name, (*_, short) in trained.items():
         group.command(name, short_help=short)(entrance(trainer(name), again))
-    app.command('eval')(entrance(with_options(evaluate)))
-    short = 'Which words a verdict owes its score to.'
-    app.command('explain', short_help=short)(entrance(with_options(explain)))
-    short = 'Push a finished run to the Hugging Face Hub, with a card.'
-    app.command('push', short_help=short)(entrance(with_options(push)))
-    study = typer.Typer(
-        cls=Studies,
-        help='Run a notebook of nbs/studies; one sub-command for each.',
-        invoke_without_command=True,
-        rich_markup_mode=None,
-    )
-    app.add_typer(study, name='study')
+    for name, (command, short) in {
+        'eval': (evaluate, 'Accuracy of a finished run, and what it takes for what.'),
+        'explain': (explain, 'Which words a verdict owes its score to.'),
+        'push': (push, 'Push a finished run to the Hugging Face Hub, with a card.'),
+        'bench': (bench, 'Time and memory of everything fast.'),
+    }.items():
+        app.command(name, short_help=short)(entrance(with_options(command)))
+    told = 'Run a notebook of nbs/studies; one sub-command for each.'
+    how = dict(cls=Studies, help=told, invoke_without_command=True, rich_markup_mode=None)
+    study = typer.Typer(**how)
     study.callback()(list_studies)
-    app.command('bench', short_help='Time and memory of everything fast.')(
-        entrance(with_options(bench))
-    )
+    app.add_typer(study, name='study')
     return app
