@@ -49,7 +49,7 @@ def same(a, b):
 
 # ---- what is read
 
-batch = lambda x, y: pickle.dumps(dict(data=x, labels=y), 2)
+batch = lambda x, y: pickle.dumps(dict(data=x, labels=y), 3)
 
 
 def make_cifar(folder):
