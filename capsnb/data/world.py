@@ -95,17 +95,13 @@ class Toy(NamedTuple):
     poses: Tensor  # [k, 4, 4], float64, rigid
     sizes: Tensor  # [k, 3], float64
 
-# %% ../../nbs/data/33_world.ipynb #9de788f6
-def _check_part(part: Part):
+# %% ../../nbs/data/33_world.ipynb #2495e6fb
+def _walk(part: Part, above: Tensor | None):  # (name, kind, pose, size) of each part with a shape
     if part.kind not in (None, *kinds):
         known = f"one of {', '.join(kinds)} or None"
         raise ValueError(f"part '{part.name}': kind must be {known}, got {part.kind!r}")
     if part.kind and not min(part.size) > 0:
         raise ValueError(f"part '{part.name}': sizes must be positive, got {part.size}")
-
-# %% ../../nbs/data/33_world.ipynb #2495e6fb
-def _walk(part: Part, above: Tensor | None):  # (name, kind, pose, size) of each part with a shape
-    _check_part(part)
     pose = part.pose if above is None else compose(above, part.pose)
     if part.kind:
         yield part.name, part.kind, pose, torch.tensor(part.size, dtype=torch.float64)
@@ -115,10 +111,7 @@ def _walk(part: Part, above: Tensor | None):  # (name, kind, pose, size) of each
 # %% ../../nbs/data/33_world.ipynb #0000001a
 def flatten(part: Part) -> Toy:  # its parts, parents before children
     "Compose the poses down the tree; `ValueError` for an unknown kind or a size of 0."
-    found = list(_walk(part, None))
-    if not found:
-        return Toy((), (), torch.zeros(0, 4, 4).double(), torch.zeros(0, 3).double())
-    names, kind, poses, sizes = zip(*found)
+    names, kind, poses, sizes = zip(*_walk(part, None))
     return Toy(names, kind, torch.stack(poses), torch.stack(sizes))
 
 # %% ../../nbs/data/33_world.ipynb #0000001e
@@ -156,11 +149,8 @@ def _slab(p: Tensor, d: Tensor):  # u-, u+
     return torch.minimum(one, two), torch.maximum(one, two)
 
 # %% ../../nbs/data/33_world.ipynb #00000025
-_surfaces = dict(  # axes of the quadric, axes of the slabs
-    ellipsoid=((0, 1, 2), ()),
-    box=((), (0, 1, 2)),
-    cylinder=((0, 1), (2,)),
-)
+# of each shape: axes of its quadric, axes of its slabs
+_surfaces = dict(ellipsoid=((0, 1, 2), ()), box=((), (0, 1, 2)), cylinder=((0, 1), (2,)))
 
 
 def intersect(
@@ -196,16 +186,10 @@ _corners = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=3)), dtype=to
 
 def _bounds(kind: str, A: Tensor, t: Tensor) -> Tensor:
     "Least and greatest x = X/Z, least and greatest y = Y/Z [..., 4] of the shape A v + t."
-    return _ellipsoid_bounds(A, t) if kind == 'ellipsoid' else _corner_bounds(A, t)
-
-# %% ../../nbs/data/33_world.ipynb #677bcd3e
-def _corner_bounds(A: Tensor, t: Tensor) -> Tensor:
-    at = sum(A[..., None, :, k] * _corners[:, k, None] for k in range(3)) + t[..., None, :]
-    x, y = at[..., 0] / at[..., 2], at[..., 1] / at[..., 2]
-    return torch.stack([x.amin(-1), x.amax(-1), y.amin(-1), y.amax(-1)], -1)
-
-# %% ../../nbs/data/33_world.ipynb #2598def3
-def _ellipsoid_bounds(A: Tensor, t: Tensor) -> Tensor:
+    if kind != 'ellipsoid':
+        at = sum(A[..., None, :, k] * _corners[:, k, None] for k in range(3)) + t[..., None, :]
+        x, y = at[..., 0] / at[..., 2], at[..., 1] / at[..., 2]
+        return torch.stack([x.amin(-1), x.amax(-1), y.amin(-1), y.amax(-1)], -1)
     dot = lambda i, j: (A[..., i, :] * A[..., j, :]).sum(-1)
     a, out = t[..., 2] ** 2 - dot(2, 2), []
     for i in (0, 1):
@@ -288,13 +272,6 @@ lightings = (  # codes 0 to 5
     Lamp(215, 75, 0.45, 0.65),
 )
 
-# %% ../../nbs/data/33_world.ipynb #72ccb887
-def _pressed(light: Tensor, ground: float) -> Tensor:  # [4, 4]: along the light onto the ground
-    flat = torch.eye(4, dtype=torch.float64)
-    flat[:3, 2] -= light / light[2]
-    flat[:3, 3] = light * (ground / light[2])
-    return flat
-
 # %% ../../nbs/data/33_world.ipynb #821e539f
 def _ground_rays(views: Tensor, ground: float):  # w [v, 3]; w times the ground's point [v, 3, 3]
     R, q = views[:, :3, :3], inverse(views)[:, :3, 3]  # rows of R: the camera's axes in the world
@@ -302,17 +279,19 @@ def _ground_rays(views: Tensor, ground: float):  # w [v, 3]; w times the ground'
     return w, w[:, :, None] * q[:, None] + R * (q[:, None, 2:] - ground)
 
 # %% ../../nbs/data/33_world.ipynb #0000003e
-def _cast_shadow(
-    toy: Toy, views: Tensor, objects: Tensor, light: Tensor, ground: float, S: int
-) -> Tensor:
+def _cast_shadow(toy: Toy, views: Tensor, objects: Tensor, light: Tensor, ground: float, S: int):
     "Where the ground lies in the toy's shadow: bool [v, S, S], meant for rays that meet it."
     dark = torch.zeros(len(views) * S * S, dtype=torch.bool)
-    pressed, (w, meet) = compose(views, _pressed(light, ground)), _ground_rays(views, ground)
+    flat = torch.eye(4, dtype=torch.float64)  # along the light onto the ground
+    flat[:3, 2] -= light / light[2]
+    flat[:3, 3] = light * (ground / light[2])
+    pressed, (w, meet) = compose(views, flat), _ground_rays(views, ground)
     for kind, part, size in zip(toy.kinds, toy.poses, toy.sizes):
         world = compose(objects, part)
         here, G = compose(pressed, world), inverse(world)[:, :3] / size[:, None]
         index, x, y = _window(_bounds(kind, here[:, :3, :3] * size, here[:, :3, 3]), S)
-        p, d = _shadow_rays(G, meet, w, x, y), _toward(G, light)
+        d = (G[:, :, 0] * light[0] + G[:, :, 1] * light[1] + G[:, :, 2] * light[2]).float()
+        p, d = _shadow_rays(G, meet, w, x, y), d.T[..., None, None]
         enter, leave = intersect(kind, p, d)
         dark[index[enter <= leave]] = True
     return dark.view(-1, S, S)
@@ -325,12 +304,6 @@ def _shadow_rays(G: Tensor, meet: Tensor, w: Tensor, x: Tensor, y: Tensor) -> li
     weight = w.float()[:, :, None, None]
     weight = weight[:, 0] * x + (weight[:, 1] * y + weight[:, 2])
     return [o / weight for o in _local(N, torch.zeros(()), x, y)]
-
-# %% ../../nbs/data/33_world.ipynb #4bf23b29
-def _toward(G: Tensor, light: Tensor) -> list[Tensor]:  # three of [v, 1, 1]: to the lamp, at home
-    d = G[:, :, 0] * light[0] + G[:, :, 1] * light[1] + G[:, :, 2] * light[2]
-    d = d.float()[..., None, None]
-    return [d[:, k] for k in range(3)]
 
 # %% ../../nbs/data/33_world.ipynb #00000042
 class World(NamedTuple):
@@ -396,9 +369,12 @@ def render(
         lamp, rows = lightings[code], (pairs[:, 1] == code).nonzero()[:, 0]
         eyes = (2 * pairs[rows, :1] + torch.tensor([0, 1])).view(-1)
         dark = _cast_shadow(toy, views[eyes], objects[eyes], lamp.direction, ground, S)
-        grey = _average(_shade(*seen, dark, eyes, len(views), lamp, world), k)
+        light = _shade(*seen, dark, eyes, len(views), lamp, world)
+        rays = (light[:, i::k, j::k] for i in range(k) for j in range(k))
+        grey = functools.reduce(torch.add, rays) * (255 / k**2)
         if grain is not None:
-            grey = grey + _noise(grain, starts[rows], size) * world.noise
+            noise = grain[starts[rows].view(-1, 1) + torch.arange(size * size)]
+            grey = grey + noise.view(-1, size, size) * world.noise
         out[rows] = (grey + 0.5).floor().clamp(0, 255).to(torch.uint8).view(-1, 2, size, size)
     return out
 
@@ -409,19 +385,9 @@ def _visible(toy: Toy, views: Tensor, objects: Tensor, S: int):  # rays that mee
     n = normal.permute(3, 0, 1, 2).reshape(3, -1)[:, on]
     return on, n / _root(n[0] * n[0] + n[1] * n[1] + n[2] * n[2])
 
-# %% ../../nbs/data/33_world.ipynb #f99c857f
-def _average(light: Tensor, k: int) -> Tensor:  # k × k rays a pixel -> grey levels
-    rays = (light[:, i::k, j::k] for i in range(k) for j in range(k))
-    return functools.reduce(torch.add, rays) * (255 / k**2)
-
-# %% ../../nbs/data/33_world.ipynb #c9dee8eb
-def _noise(grain: Tensor, starts: Tensor, size: int) -> Tensor:  # [2n, size, size]
-    return grain[starts.view(-1, 1) + torch.arange(size * size)].view(-1, size, size)
-
 # %% ../../nbs/data/33_world.ipynb #00000048
-def _shade(
-    on: Tensor, n: Tensor, dark: Tensor, eyes: Tensor, n_views: int, lamp: Lamp, world: World
-) -> Tensor:  # [e, S, S]: light of each ray
+def _shade(on, n, dark: Tensor, eyes: Tensor, n_views: int, lamp: Lamp, world: World) -> Tensor:
+    "Light of each ray [e, S, S]; on, n: which rays meet the toy, and normals there."
     S, l = dark.shape[-1], lamp.direction
     slots = torch.full((n_views,), -1).index_put((eyes,), torch.arange(len(eyes)))
     slot = slots[on // (S * S)]  # of all views, those asked for
@@ -490,12 +456,8 @@ _ranges = dict(  # angles in degrees; the knee's is a share of the hip's
 )
 
 # %% ../../nbs/data/33_world.ipynb #3de79d5b
-_hips = dict(
-    stride=('stride', 20, 42),
-    sit=('sit', 70, 95),
-    bend=('knees', -5, 20),
-    arms=('arms stride', 0, 15),
-)
+_hips = dict(stride=('stride', 20, 42), sit=('sit', 70, 95), bend=('knees', -5, 20))
+_hips |= dict(arms=('arms stride', 0, 15))
 _leans = dict(stride=('hurry', 0, 18), sit=('slouch', -12, 12), bend=('bend', 55, 95))
 _cabins = dict(beetle=(0.5, 0.68), saloon=(0.3, 0.42), estate=(0.5, 0.62), van=(0.62, 0.8))
 
@@ -525,7 +487,9 @@ def _animal(d: _Dice) -> Part:
     L, H = d['body length'], d['body height']
     W, tilt = H * d['body width'], d['sitting'] if d.unit('sits') < 0.2 else 0.0
     legs = [leg for s, side in _sides for leg in _animal_legs(d, s, side, L, H, W, tilt)]
-    parts = (*_trunk(d, L, H, W), *legs, _neck(d, L, H, tilt), _tail(d, L, H, tilt > 0))
+    end, up = (-0.95 * L, 0, -0.2 * H if tilt else 0.4 * H), 60 if tilt else d['tail angle']
+    tail = _limb('tail', d['tail'], d['tail radius'], end, ('y', up))
+    parts = (*_trunk(d, L, H, W), *legs, _neck(d, L, H, tilt), tail)
     return _group('animal', *parts, turns=[('y', -tilt)])
 
 # %% ../../nbs/data/33_world.ipynb #5224fa49
@@ -588,11 +552,6 @@ def _ear(s: int, side: str, h: float, ears: float, top: str) -> Part:
     at = (-0.35 * h, 0.6 * s * h, 1.05 * h)
     return _shape(f'{side} ear', 'ellipsoid', size, at, ('x', -25 * s))
 
-# %% ../../nbs/data/33_world.ipynb #719c9384
-def _tail(d: _Dice, L: float, H: float, sits: bool) -> Part:
-    at = (-0.95 * L, 0, -0.2 * H if sits else 0.4 * H)
-    return _limb('tail', d['tail'], d['tail radius'], at, ('y', 60 if sits else d['tail angle']))
-
 # %% ../../nbs/data/33_world.ipynb #00000050
 def _human(d: _Dice) -> Part:
     tall, wide, deep = d['torso'], d['shoulders'], d['depth']
@@ -617,10 +576,8 @@ def _human_leg(d: _Dice, s: int, side: str, pose: str, wide: float) -> Part:
 # %% ../../nbs/data/33_world.ipynb #f0f9e67e
 def _torso(d: _Dice, deep: float, wide: float, tall: float) -> Part:
     kind = d.pick('chest', 'box', 'ellipsoid', 'cylinder')
-    round_ = (deep * 1.2, wide * 1.15, tall * 1.15)
-    return _shape(
-        'torso', kind, round_ if kind == 'ellipsoid' else (deep, wide, tall), (0, 0, tall)
-    )
+    size = (deep * 1.2, wide * 1.15, tall * 1.15) if kind == 'ellipsoid' else (deep, wide, tall)
+    return _shape('torso', kind, size, (0, 0, tall))
 
 # %% ../../nbs/data/33_world.ipynb #00000051
 def _arm(d: _Dice, s: int, side: str, pose: str, lean: float, tall: float, wide: float) -> Part:
@@ -719,18 +676,10 @@ def _propeller(d: _Dice) -> list[Part]:
     return [blades, _shape('hub', 'ellipsoid', (0.07, 0.05, 0.05), at)]
 
 # %% ../../nbs/data/33_world.ipynb #00000056
-def _wheels(places: Sequence[float], track: float, radius: float, width: float) -> list[Part]:
-    return [  # a pair at each place
-        _shape(
-            f'{side} wheel {i + 1}',
-            'cylinder',
-            (radius, radius, width),
-            (x, s * track, radius),
-            ('x', 90),
-        )
-        for i, x in enumerate(places)
-        for s, side in _sides
-    ]
+def _wheels(places: Sequence[float], track: float, radius: float, width: float):
+    for (i, x), (s, side) in itertools.product(enumerate(places, 1), _sides):  # a pair at each
+        size, at = (radius, radius, width), (x, s * track, radius)
+        yield _shape(f'{side} wheel {i}', 'cylinder', size, at, ('x', 90))
 
 # %% ../../nbs/data/33_world.ipynb #ab8ec894
 def _truck(d: _Dice) -> Part:
@@ -746,24 +695,21 @@ def _truck(d: _Dice) -> Part:
         _shape('frame', 'box', (L * 0.98, W * 0.55, 0.05), (0, 0, floor)),
         _shape('cab', 'box', (cab, W * 0.95, top), (front, 0, floor + top)),
         *_wheels(places, W * 0.88, wheel, 0.06),
-        _bonnet(hood, L, W, top, floor) if hood else _screen(cab, W, top, floor, front),
-        *_stack(d, load, W, top, floor),
+        *_cab_parts(d, L, W, cab, top, hood, floor, front, load),
         *_load(d, load, back, W, floor, what),
     )
 
 # %% ../../nbs/data/33_world.ipynb #8c012dd0
-def _bonnet(hood: float, L: float, W: float, top: float, floor: float) -> Part:
-    return _shape('hood', 'box', (hood, W * 0.8, top * 0.48), (L - hood, 0, floor + top * 0.48))
-
-# %% ../../nbs/data/33_world.ipynb #75c04104
-def _screen(cab: float, W: float, top: float, floor: float, front: float) -> Part:
-    at = (front + cab * 0.88, 0, floor + 1.45 * top)
-    return _shape('windscreen', 'box', (0.05, W * 0.9, top * 0.5), at, ('y', -12))
-
-# %% ../../nbs/data/33_world.ipynb #2426aece
-def _stack(d: _Dice, load: float, W: float, top: float, floor: float) -> list[Part]:
-    at = (load + 0.03, W * 0.75, floor + 1.7 * top)
-    return [_shape('stack', 'cylinder', (0.03, 0.03, top * 0.8), at)] * (d.unit('stack') < 0.35)
+def _cab_parts(d: _Dice, L, W, cab, top, hood, floor, front, load: float):
+    if hood:
+        at = (L - hood, 0, floor + top * 0.48)
+        yield _shape('hood', 'box', (hood, W * 0.8, top * 0.48), at)
+    else:
+        at = (front + cab * 0.88, 0, floor + 1.45 * top)
+        yield _shape('windscreen', 'box', (0.05, W * 0.9, top * 0.5), at, ('y', -12))
+    if d.unit('stack') < 0.35:
+        at = (load + 0.03, W * 0.75, floor + 1.7 * top)
+        yield _shape('stack', 'cylinder', (0.03, 0.03, top * 0.8), at)
 
 # %% ../../nbs/data/33_world.ipynb #00000057
 def _load(d: _Dice, x1: float, x0: float, W: float, floor: float, what: str) -> list[Part]:
@@ -786,10 +732,8 @@ def _tank(half: float, mid: float, W: float, base: float, r: float) -> list[Part
 
 # %% ../../nbs/data/33_world.ipynb #3f09fa45
 def _logs(half: float, mid: float, W: float, base: float) -> list[Part]:
-    bed, size = (
-        _shape('bed', 'box', (half, W, 0.04), (mid, 0, base)),
-        (W * 0.33, W * 0.33, half * 0.93),
-    )
+    bed = _shape('bed', 'box', (half, W, 0.04), (mid, 0, base))
+    size = (W * 0.33, W * 0.33, half * 0.93)
     at = lambda y, z: (mid, y * W * 0.64, base + 0.04 + W * (0.33 + 0.55 * z))
     places = ((-1, 0), (0, 0), (1, 0), (-0.5, 1), (0.5, 1))
     log = lambda i, place: _shape(f'log {i}', 'cylinder', size, at(*place), ('y', 90))
@@ -867,9 +811,7 @@ def _seats(L: float, W: float, deck: float):  # of an open car, behind a windscr
             yield _shape(f'{side} {row} seat', 'box', size, at, ('y', -15))
 
 # %% ../../nbs/data/33_world.ipynb #7fba0f3b
-def _closed_cabin(
-    d: _Dice, style: str, half: float, high: float, place: float, W: float, deck: float
-):
+def _closed_cabin(d: _Dice, style: str, half: float, high: float, place: float, W, deck: float):
     slope = d('slope', *((20, 50) if style != 'van' else (10, 25)))
     yield _shape('cabin', 'box', (half, W * 0.86, high), (place, 0, deck + high))
     yield _glass('windscreen', 1, slope, half, high, place, W, deck)
@@ -881,9 +823,7 @@ def _closed_cabin(
             yield _shape(f'rack {i + 1}', 'box', (0.02, W * 0.8, 0.02), at)
 
 # %% ../../nbs/data/33_world.ipynb #40c2a259
-def _glass(
-    name: str, s: int, slope: float, half: float, high: float, place: float, W: float, deck: float
-) -> Part:
+def _glass(name: str, s: int, slope: float, half, high, place, W, deck: float) -> Part:
     sin, cos = _sincos(slope)
     size = (0.6 * high, W * 0.84, high / cos)
     at = (place + s * (half + high * sin / cos - 0.6 * high / cos), 0, deck + high)
