@@ -11,8 +11,8 @@ import pytest
 transformers = pytest.importorskip('transformers')
 pytest.importorskip('tokenizers')
 hub = pytest.importorskip('huggingface_hub')
-from capsnb.data import embed
-from capsnb.data.embed import EmbeddingCache, FrozenEncoder, check_encoder, pinned
+from capsnb.data import embed, files
+from capsnb.data.embed import EmbeddingCache, FrozenEncoder, pinned, read_config
 from capsnb.data.embed import tiny_transformer
 from capsnb.data.files import checksum
 from capsnb.lab.sentiment import Sentiment
@@ -103,7 +103,7 @@ def test_a_config_cannot_name_a_kernel(tiny, tmp_path):
 
 def test_a_name_from_a_note_asks_nobody(tiny, cache, monkeypatch):
     asked = []
-    monkeypatch.setattr(embed, 'need_hub', lambda name, timeout=5.0: asked.append(name))
+    monkeypatch.setattr(files, 'need_hub', lambda name, timeout=5.0: asked.append(name))
     note = encoder_note(FrozenEncoder(tiny, device='cpu')) | dict(encoder='someone/model')
     with pytest.raises(OSError, match=r"encoder='someone/model' \(--encoder someone/model\)"):
         noted_encoder(note, device='cpu')
@@ -134,9 +134,9 @@ def test_the_revision_is_pinned_noted_and_used_again(tiny, cache, tmp_path):
 
 def test_what_is_missing_is_named_before_anything_is_read(cache, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="cannot load 'gpt2-large'.*HF_HUB_OFFLINE"):
-        check_encoder('gpt2-large')
+        read_config('gpt2-large', known=False)
     with pytest.raises(ValueError, match='there is no folder'):
-        check_encoder(tmp_path / 'none')
+        read_config(tmp_path / 'none')
     monkeypatch.setattr(Sentiment, 'read', lambda *a: pytest.fail('the treebank was read'))
     with pytest.raises(OSError, match="cannot load 'gpt2-large'"):
         train('sst5', epochs=1, out=tmp_path / 'run', device='cpu', progress=False)

@@ -75,7 +75,7 @@ def large(world, tmp_path, monkeypatch):
         row = lambda name, n: sentiment.Samples(name, [text] * n, list(range(n)), [0, 1] * (n // 2))
         return {k: row('train-phrases' if k == 'train' else k, n) for k, n in sizes.items()}
 
-    monkeypatch.setattr(embed, 'load_frozen', never)
+    monkeypatch.setattr(embed, '_load_frozen', never)
     monkeypatch.setattr(sentiment, 'sst_samples', many)
     return folder
 

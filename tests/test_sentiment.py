@@ -299,8 +299,8 @@ def test_what_is_held(world, encoder, monkeypatch):
 
 
 def test_an_encoder_is_loaded_once_for_all_seeds(world, tmp_path, monkeypatch):
-    made, load = [], embed.load_frozen
-    monkeypatch.setattr(embed, 'load_frozen', lambda *a: made.append(a) or load(*a))
+    made, load = [], embed._load_frozen
+    monkeypatch.setattr(embed, '_load_frozen', lambda *a: made.append(a) or load(*a))
     task = on(world, str(world['model']), in_memory=True, cache=None)
     how = dict(runs=tmp_path, epochs=1, **quiet)
     found = study(task, {'a': {}}, tmp_path / 'a.json', (0, 1), **how)

@@ -4,7 +4,6 @@
 
 # %% ../../nbs/data/39_embed.ipynb #4ac1c410
 from __future__ import annotations
-import contextlib
 import hashlib
 import json
 import math
@@ -20,13 +19,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from ..core import need, pick_device
-from .files import alone, checksum, need_hub, read_json, regular, write_json
+from .files import alone, first_line, here_or_hub, in_words, read_json, regular
+from .files import write_json
 
 # %% auto #0
-__all__ = ['pinned', 'tiny_transformer', 'first_line', 'load_frozen', 'end_token', 'as_texts', 'longest', 'tokenize', 'Embedded',
-           'pad_embeddings', 'hidden_states', 'fingerprint', 'pick_layers', 'FrozenEncoder', 'check_encoder',
-           'read_config', 'about_tokens', 'Price', 'in_time', 'price_of', 'read_cache', 'EmbeddingCache', 'check_space',
-           'HeldStates']
+__all__ = ['pinned', 'tiny_transformer', 'end_token', 'as_texts', 'longest', 'tokenize', 'Embedded', 'pad_embeddings',
+           'hidden_states', 'fingerprint', 'pick_layers', 'FrozenEncoder', 'read_config', 'about_tokens', 'Price',
+           'in_time', 'price_of', 'read_cache', 'EmbeddingCache', 'check_space', 'HeldStates']
 
 # %% ../../nbs/data/39_embed.ipynb #00000006
 def _byte_pairs(texts: list):  # a tokenizer as GPT-2's: nothing is unknown to it
@@ -107,47 +106,6 @@ def _check_config(config):  # no kernel to fetch and run, no impossible size
         if type(n) is not int or not 0 < n <= 100_000 or n > 1000 and key == 'num_hidden_layers':
             raise ValueError(f"its config has the {key} {n!r}")
 
-# %% ../../nbs/data/39_embed.ipynb #f1d549a7
-def _here_or_hub(load, name: str, kw: dict, fetch: bool = True):  # name, kw: from `_source_of`
-    "Load what lies on this machine, or fetch it; `OSError` or `ValueError` in one sentence."
-    if kw['local_files_only']:
-        with _read(f"cannot use the model in '{name}'"):
-            return load(**kw)
-    absent = f"cannot load '{name}', which is no folder here"
-    _check_download(name, kw)
-    try:
-        return load(**kw | dict(local_files_only=True))
-    except ImportError:
-        raise
-    except Exception as e:
-        here = e
-    if not fetch:
-        ask = f"to fetch it, name it yourself: encoder='{name}' (--encoder {name}), or its folder"
-        cache = f"and not in the local cache of the Hub (revision {kw['revision']})"
-        raise OSError(f"{absent} {cache}; {ask}") from here
-    try:
-        need_hub(name)
-    except ConnectionError as e:
-        folder = "a folder that holds it can be named instead: encoder='PATH' (--encoder PATH)"
-        raise ConnectionError(f"{absent}: {e}; {folder}") from here
-    other = "another one can be named, as in revision='main' or --revision main"
-    with _read(f"{absent}, from the Hub (revision {kw['revision']}; {other})"):
-        loaded = load(**kw)
-    _check_download(name, kw)
-    return loaded
-
-# %% ../../nbs/data/39_embed.ipynb #570cc8ac
-@contextlib.contextmanager
-def _read(what: str, but: tuple = (ImportError,)):  # what a library says of unusable files
-    try:
-        yield
-    except but:
-        raise
-    except OSError as e:
-        raise OSError(f"{what}: {first_line(e)}") from e
-    except Exception as e:
-        raise ValueError(f"{what}: {first_line(e)}") from e
-
 # %% ../../nbs/data/39_embed.ipynb #7c106032
 def _revision_of(name_or_folder: str | Path, gguf_file: str | None, revision) -> str | None:
     "The commit on the Hub that was loaded, as the local cache knows; None: it came from a folder."
@@ -158,11 +116,6 @@ def _revision_of(name_or_folder: str | Path, gguf_file: str | None, revision) ->
     found = look(name, gguf_file or 'config.json', revision=kw['revision'])
     parts = Path(found).parts if isinstance(found, str) else ()
     return parts[parts.index('snapshots') + 1] if 'snapshots' in parts else kw['revision']
-
-# %% ../../nbs/data/39_embed.ipynb #0000000a
-def first_line(e: Exception) -> str:  # of its message; the name of its class where there is none
-    "What an error says, without what follows."
-    return next(iter(str(e).strip().splitlines()), '') or type(e).__name__
 
 # %% ../../nbs/data/39_embed.ipynb #0581d585
 def _load_parts(name: str, kw: dict, dtype: torch.dtype):  # tokenizer, model, missing weights
@@ -179,37 +132,14 @@ def _load_parts(name: str, kw: dict, dtype: torch.dtype):  # tokenizer, model, m
         raise ValueError(f"it has a model but no tokenizer: {wanted}")
     return tokenizer, model, missing
 
-# %% ../../nbs/data/39_embed.ipynb #39a00f01
-def _check_download(name: str, kw: dict):  # name, kw: from `_source_of`
-    """`ValueError` for weights in the Hub's local cache that are not what their SHA-256 says.
-
-    Only links to files that are named by it can be checked: not on a disk without links."""
-    file, look = kw.get('gguf_file'), need('huggingface_hub').try_to_load_from_cache
-    found = look(name, file or 'config.json', revision=kw['revision'])
-    if not isinstance(found, str):
-        return
-    there = [Path(found)] if file else sorted(Path(found).parent.iterdir())
-    for path in (o for o in there if o.suffix in ('.safetensors', '.bin', '.gguf')):
-        blob = path.resolve()
-        if re.fullmatch('[0-9a-f]{64}', blob.name) and checksum(blob) != blob.name:
-            what = f"the file {path.name} is damaged, its SHA-256 is not what the Hub says"
-            raise ValueError(f"cannot use '{name}': {what}; delete '{blob}' and fetch it again")
-
 # %% ../../nbs/data/39_embed.ipynb #0000000b
-def load_frozen(
-    name_or_folder: str | Path,  # on the Hub, or a folder with config.json, weights and tokenizer
-    gguf_file: str | None,  # the name of a GGUF file in it
-    dtype: torch.dtype,  # in which the transformer computes
-    device: torch.device,  # where
-    revision: str | None = None,  # on the Hub; None: the one of `pinned`, or main
-    fetch: bool = True,  # whether a name that is not on this machine may be asked for on the Hub
-) -> tuple:  # tokenizer, model (of an encoder-decoder the encoder), names of missing weights
-    "A transformer that will not be trained; `ValueError` or `OSError` say what is missing."
+def _load_frozen(name_or_folder, gguf_file, dtype, device, revision=None, fetch=True) -> tuple:
+    "Tokenizer, model (of an encoder-decoder the encoder), names of weights that are missing."
     name, kw = _source_of(name_or_folder, gguf_file, revision)
     for package in ('accelerate', 'gguf') if gguf_file else ():
         need(package)
     load = lambda **kw: _load_parts(name, kw, dtype)
-    tokenizer, model, missing = _here_or_hub(load, name, kw, fetch)
+    tokenizer, model, missing = here_or_hub(load, name, kw, fetch)
     if model.config.is_encoder_decoder:
         model = model.get_encoder()
     model.config.use_cache = False  # nothing is generated
@@ -464,7 +394,7 @@ class FrozenEncoder:
         self.name, self.gguf_file, self.end, self._mark = str(name_or_folder), gguf_file, end, None
         self.held: dict = {}  # of `hold`: name -> what was asked for, and its states
         self.device, self.dtype = pick_device(device), _dtype(dtype or torch.float32)
-        parts = load_frozen(name_or_folder, gguf_file, self.dtype, self.device, revision, fetch)
+        parts = _load_frozen(name_or_folder, gguf_file, self.dtype, self.device, revision, fetch)
         self.tokenizer, self.model, self._missing = parts
         if expected:
             if self.fingerprint != expected:  # before anything else is done
@@ -472,7 +402,7 @@ class FrozenEncoder:
                 wanted = f"expected the transformer with fingerprint {expected[:8]}"
                 raise ValueError(f"{wanted}; {other}")
         self.revision = _revision_of(name_or_folder, gguf_file, revision)
-        with _read(f"cannot use the model in '{self.name}'", (ImportError, ValueError, OSError)):
+        with in_words(f"cannot use the model in '{self.name}'", (ImportError, ValueError, OSError)):
             _learn_habits(self, layers)
 
     @property
@@ -525,35 +455,24 @@ class FrozenEncoder:
 _gpt2_large = dict(n_embd=1280, n_layer=36, n_head=20)  # of GPT2Config
 
 
-def check_encoder(
-    name_or_folder: str | Path,  # on the Hub, or a folder
-    gguf_file: str | None = None,  # as for `FrozenEncoder`
-    revision: str | None = None,  # as for `FrozenEncoder`
-    fetch: bool = True,  # whether a name that is not on this machine may be asked for on the Hub
-):  # its config, of transformers
-    "`OSError` or `ValueError`, within seconds, where there is no such transformer."
-    name, kw = _source_of(name_or_folder, gguf_file, revision)
-    load = partial(need('transformers').AutoConfig.from_pretrained, name)
-    config = _here_or_hub(load, name, kw, fetch)
-    with _read(f"cannot use the model in '{name}'"):
-        _check_config(config)
-    return config
-
-
 def read_config(
     name_or_folder: str | Path,  # on the Hub, or a folder
     gguf_file: str | None = None,  # as for `FrozenEncoder`
     revision: str | None = None,  # as for `FrozenEncoder`
-    fetch: bool = True,  # as for `check_encoder`
+    known: bool = True,  # whether GPT-2-large's sizes will do where it is not on this machine
 ):  # config of transformers
-    "The sizes of a transformer without its weights; GPT-2-large's are known."
-    known = str(name_or_folder) in pinned
+    "The sizes of a transformer without its weights; `OSError` or `ValueError` within seconds."
+    tf, (name, kw) = need('transformers'), _source_of(name_or_folder, gguf_file, revision)
+    known = known and name in pinned
     try:
-        return check_encoder(name_or_folder, gguf_file, revision, fetch and not known)
+        config = here_or_hub(partial(tf.AutoConfig.from_pretrained, name), name, kw, not known)
     except OSError:
         if not known:
             raise
-        return need('transformers').GPT2Config(**_gpt2_large)
+        return tf.GPT2Config(**_gpt2_large)
+    with in_words(f"cannot use the model in '{name}'"):
+        _check_config(config)
+    return config
 
 # %% ../../nbs/data/39_embed.ipynb #7ba10bd2
 def about_tokens(texts: list) -> int:  # with an end token for each
@@ -579,14 +498,13 @@ class Price(NamedTuple):
         return self.n_tokens * self.n_layers * self.d_emb * self.dtype.itemsize
 
     def __str__(self):
-        return (
-            f"{self.n_layers} hidden states of width {self.d_emb:,}, "
-            f"{self.n_weights / 1e6:,.1f} million weights ({self.memory / 1e9:,.1f} GB of memory); "
-            f"{self.n_texts:,} texts, about {self.n_tokens:,} tokens: "
-            f"to read them once takes roughly {in_time(self.seconds)}, "
-            f"to keep their hidden states about {self.disk / 1e9:,.1f} GB of {self.place} "
-            f"in {str(self.dtype)[6:]}"
-        )
+        memory = f"{self.memory / 1e9:,.1f} GB of memory"
+        weights = f"{self.n_weights / 1e6:,.1f} million weights ({memory})"
+        what = f"{self.n_layers} hidden states of width {self.d_emb:,}, {weights}"
+        texts = f"{self.n_texts:,} texts, about {self.n_tokens:,} tokens"
+        once = f"to read them once takes roughly {in_time(self.seconds)}"
+        kept = f"{self.disk / 1e9:,.1f} GB of {self.place} in {str(self.dtype)[6:]}"
+        return f"{what}; {texts}: {once}, to keep their hidden states about {kept}"
 
 # %% ../../nbs/data/39_embed.ipynb #69d1c2a1
 def in_time(seconds: float) -> str:  # in seconds, minutes or hours
@@ -607,7 +525,7 @@ def price_of(
     "What it costs to read texts with a transformer, known from its config alone."
     sizes = config.get_text_config() if hasattr(config, 'get_text_config') else config
     picked, n_tokens = pick_layers(layers, sizes.num_hidden_layers + 1), about_tokens(texts)
-    with _read("cannot make a model of this config"), torch.device('meta'):
+    with in_words("cannot make a model of this config"), torch.device('meta'):
         model = need('transformers').AutoModel.from_config(config, trust_remote_code=False)
     model = model.get_encoder() if config.is_encoder_decoder else model
     parts = model, model.get_input_embeddings()  # the second are only looked up
@@ -639,21 +557,13 @@ def _make_index(texts: list, ids: list):  # NumPy int64 [n_texts, 3]: tokens, ha
 # %% ../../nbs/data/39_embed.ipynb #d525e729
 def _make_header(encoder: FrozenEncoder, index, dtype: torch.dtype) -> dict:
     "What the cache says about itself, JSON-ready; dtype: on disk."
-    n_tokens = int(index[:, 0].sum())
-    header = dict(
-        format=_formats[-1],
-        encoder=encoder.fingerprint,
-        name=encoder.name,
-        revision=encoder.revision,
-        transformers=need('transformers').__version__,
-        layers=encoder.layers,
-        d_emb=encoder.d_emb,
-        dtype=str(dtype)[6:],
-        n_texts=len(index),
-        n_tokens=n_tokens,
-        n_bytes=n_tokens * encoder.n_layers * encoder.d_emb * dtype.itemsize,
-        index=hashlib.blake2b(index.tobytes(), digest_size=16).hexdigest(),
-    )
+    n_tokens, transformers = int(index[:, 0].sum()), need('transformers').__version__
+    header = dict(format=_formats[-1], encoder=encoder.fingerprint, name=encoder.name)
+    header |= dict(revision=encoder.revision, transformers=transformers, layers=encoder.layers)
+    header |= dict(d_emb=encoder.d_emb, dtype=str(dtype)[6:], n_texts=len(index), n_tokens=n_tokens)
+    size = encoder.n_layers * encoder.d_emb * dtype.itemsize
+    digest = hashlib.blake2b(index.tobytes(), digest_size=16).hexdigest()
+    header |= dict(n_bytes=n_tokens * size, index=digest)
     return header | dict(sum=_header_sum(header))
 
 # %% ../../nbs/data/39_embed.ipynb #e36a6dea
@@ -745,14 +655,14 @@ def _narrow(item: Tensor, dtype: torch.dtype, layers: list) -> Tensor:  # [n, l,
     small = item.to(dtype).contiguous()
     if small.isfinite().all():
         return small
-    top = item.abs().nan_to_num(torch.inf).amax((0, 2))  # of each layer
-    if top.isinf().any():
-        first = layers[int(top.isinf().int().argmax())]
-        said = f"the transformer itself gives inf or NaN, first in layer {first}"
+    top = item.abs().nan_to_num(torch.inf).amax((0, 2)).tolist()  # of each layer
+    k = top.index(max(top))
+    if top[k] == math.inf:
+        said = f"the transformer itself gives inf or NaN, first in layer {layers[k]}"
         raise ValueError(f"{said}: try dtype='float32' for it")
-    reach = f"hidden states of layer {layers[int(top.argmax())]} reach {top.max():,.0f}"
     can = f"more than {str(dtype)[6:]} can hold ({torch.finfo(dtype).max:,.0f})"
     instead = "choose dtype='bfloat16' or 'float32' to keep them, leave that layer out"
+    reach = f"hidden states of layer {layers[k]} reach {top[k]:,.0f}"
     raise ValueError(f"{reach}, {can}: {instead}, or read on the fly")
 
 # %% ../../nbs/data/39_embed.ipynb #00000039
@@ -903,15 +813,7 @@ FrozenEncoder.cache = _make_cache
 class HeldStates:
     "Hidden states in the memory of the encoder's device: see `FrozenEncoder.hold`."
 
-    def __init__(
-        self,
-        encoder: FrozenEncoder,
-        texts: list,
-        ids: dict,
-        dtype: torch.dtype,
-        batch_size: int,
-        bar,
-    ):
+    def __init__(self, encoder, texts: list, ids: dict, dtype: torch.dtype, batch_size: int, bar):
         self.texts, self.made_by, at = texts, (encoder.fingerprint, encoder.layers), 0
         alike, places = _alike(ids), [(0, 0)] * len(texts)
         each = list(alike)  # equal texts share a place

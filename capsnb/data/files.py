@@ -9,6 +9,7 @@ import hashlib
 import http.client
 import json
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,8 @@ from ..core import need
 
 # %% auto #0
 __all__ = ['cache_folder', 'find_folder', 'draft', 'sync_folder', 'alone', 'sweep', 'regular', 'is_gzip', 'checksum', 'fetch',
-           'write_text', 'write_json', 'read_json', 'wrong_byte', 'need_hub', 'load_hub']
+           'write_text', 'write_json', 'read_json', 'wrong_byte', 'need_hub', 'here_or_hub', 'first_line', 'in_words',
+           'load_hub']
 
 # %% ../../nbs/data/32_files.ipynb #00000006
 def cache_folder(name: str) -> Path:  # its folder; it need not exist yet
@@ -237,6 +239,77 @@ def need_hub(name: str, timeout: float = 5.0):  # what is wanted of it; seconds
         if not hasattr(e, 'code'):  # else it answered, if only with a refusal
             why = f"{hub.ENDPOINT} does not answer ({getattr(e, 'reason', e)})"
             raise ConnectionError(f"{absent}, and {why}") from e
+
+# %% ../../nbs/data/32_files.ipynb #0b5f00a2
+def here_or_hub(
+    load,  # takes kw
+    name: str,  # of a transformer: a folder, or on the Hub
+    kw: dict,  # local_files_only (it is a folder), revision, gguf_file if it is in one
+    fetch: bool = True,  # whether the Hub may be asked
+):  # what `load` gives
+    "Load what lies on this machine, or fetch it; `OSError` or `ValueError` in one sentence."
+    if kw['local_files_only']:
+        with in_words(f"cannot use the model in '{name}'"):
+            return load(**kw)
+    absent, revision = f"cannot load '{name}', which is no folder here", kw['revision']
+    _check_download(name, kw)
+    try:
+        return load(**kw | dict(local_files_only=True))
+    except ImportError:
+        raise
+    except Exception as e:
+        here = e
+    if not fetch:
+        ask = f"to fetch it, name it yourself: encoder='{name}' (--encoder {name}), or its folder"
+        cache = f"and not in the local cache of the Hub (revision {revision})"
+        raise OSError(f"{absent} {cache}; {ask}") from here
+    try:
+        need_hub(name)
+    except ConnectionError as e:
+        folder = "a folder that holds it can be named instead: encoder='PATH' (--encoder PATH)"
+        raise ConnectionError(f"{absent}: {e}; {folder}") from here
+    other = "another one can be named, as in revision='main' or --revision main"
+    with in_words(f"{absent}, from the Hub (revision {revision}; {other})"):
+        loaded = load(**kw)
+    _check_download(name, kw)
+    return loaded
+
+# %% ../../nbs/data/32_files.ipynb #0b5f00a3
+def first_line(e: Exception) -> str:  # of its message; the name of its class where there is none
+    "What an error says, without what follows."
+    return next(iter(str(e).strip().splitlines()), '') or type(e).__name__
+
+# %% ../../nbs/data/32_files.ipynb #0b5f00a4
+@contextlib.contextmanager
+def in_words(
+    what: str,  # cannot be done
+    but: tuple = (ImportError,),  # errors that pass as they are
+):
+    "What a library says of unusable files in one sentence, `OSError` or `ValueError`."
+    try:
+        yield
+    except but:
+        raise
+    except OSError as e:
+        raise OSError(f"{what}: {first_line(e)}") from e
+    except Exception as e:
+        raise ValueError(f"{what}: {first_line(e)}") from e
+
+# %% ../../nbs/data/32_files.ipynb #0b5f00a5
+def _check_download(name: str, kw: dict):
+    """`ValueError` for weights in the Hub's local cache that are not what their SHA-256 says.
+
+    Only links to files that are named by it can be checked: not on a disk without links."""
+    file, look = kw.get('gguf_file'), need('huggingface_hub').try_to_load_from_cache
+    found = look(name, file or 'config.json', revision=kw['revision'])
+    if not isinstance(found, str):
+        return
+    there = [Path(found)] if file else sorted(Path(found).parent.iterdir())
+    for path in (o for o in there if o.suffix in ('.safetensors', '.bin', '.gguf')):
+        blob = path.resolve()
+        if re.fullmatch('[0-9a-f]{64}', blob.name) and checksum(blob) != blob.name:
+            what = f"the file {path.name} is damaged, its SHA-256 is not what the Hub says"
+            raise ValueError(f"cannot use '{name}': {what}; delete '{blob}' and fetch it again")
 
 # %% ../../nbs/data/32_files.ipynb #3225335f
 def load_hub(name: str | Path, revision: str | None = None):  # datasets.DatasetDict

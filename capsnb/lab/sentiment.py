@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from ..core import need, pick_device
 from ..data.embed import EmbeddingCache, FrozenEncoder, HeldStates, about_tokens, as_texts
-from ..data.embed import check_encoder, check_space, in_time, pinned, price_of, read_config
+from ..data.embed import check_space, in_time, pinned, price_of, read_config
 from ..data.files import cache_folder
 from ..data.sst import label_names, load_sst
 from .routing_net import PlainText, RoutingText, VectorText
@@ -321,7 +321,7 @@ class Sentiment(Task):
         if self.cache is None and began.get('on_the_fly') is True:
             self.cache = False  # a run goes on as it began
         if isinstance(self.encoder, (str, Path)):
-            check_encoder(self.encoder, self.gguf_file, self.revision)
+            read_config(self.encoder, self.gguf_file, self.revision, known=False)
         if self.progress or self.official:
             say(f"reading {self.about}")
         self.samples = self.read()  # is anything wrong with it?
