@@ -99,6 +99,7 @@ def test_all_ways_to_name_a_folder(drawn, monkeypatch, tmp_path):
         find_eth80(tmp_path / 'other')  # who names a folder gets no other
 
 
+@pytest.mark.slow
 def test_folders_may_be_named_after_objects(drawn, data, tmp_path):
     for place in drawn.glob('*/*'):
         first = parse_name(next(place.glob('*.png')))
@@ -133,6 +134,7 @@ def test_what_is_missing_or_wrong_is_named(drawn, gone, more, said):
             list_eth80(drawn)
 
 
+@pytest.mark.slow
 def test_without_masks_only_the_background_stays(cache, tmp_path):
     bare = tiny_eth80(tmp_path / 'eth80', 12, masks=False)
     data, rows = open_eth80(bare, cache), torch.arange(3)
@@ -204,6 +206,7 @@ def test_masks_and_photographs_of_other_modes(drawn, data, tmp_path):
 # ---- the packed copy ----
 
 
+@pytest.mark.slow
 def test_photographs_are_read_once(drawn, data, cache, monkeypatch, tmp_path):
     "and a tensor that is written to changes nobody else's"
     with monkeypatch.context() as m:
@@ -216,6 +219,7 @@ def test_photographs_are_read_once(drawn, data, cache, monkeypatch, tmp_path):
     assert open_eth80(drawn, cache)['image'].equal(data['image'])
 
 
+@pytest.mark.slow
 def test_a_damaged_copy_is_made_anew(drawn, cache, data):
     open_eth80(drawn, cache)
     key = hashlib.sha256(str(drawn.resolve()).encode()).hexdigest()[:12]
@@ -282,6 +286,7 @@ def test_grey_is_that_of_pillow(data):
     assert as_images(data, rows[:0], 4, True).shape == (0, 3, 4, 4)
 
 
+@pytest.mark.slow
 def test_the_data_set_shows_the_same(drawn, data):
     loaded = load_eth80(drawn, fold=3, folds=5)
     assert {k: len(v) for k, v in loaded.items()} == dict(train=2296, validation=328, test=656)
@@ -306,6 +311,7 @@ def small(drawn, cache, **options):
     return task
 
 
+@pytest.mark.slow
 def test_what_is_tested_chooses_nothing(drawn, cache):
     for by, folds, fold in itertools.product((None, 'azimuth', 'polar'), (2, 10), (0, 1)):
         task = small(drawn, cache, by=by, folds=folds, fold=fold)
