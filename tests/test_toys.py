@@ -182,6 +182,7 @@ def test_threads_and_batches_change_nothing():
     assert one.equal(backwards.flip(0)) and one[5].equal(draw(2, 3, rows[5:6], 96)[0])
 
 
+@pytest.mark.slow
 def test_checksum():
     "of twenty-five toys; a change here needs another `toys.version`"
     digest = hashlib.sha256()
@@ -233,6 +234,7 @@ tiny = dict(size=16, progress=False)
 one_view = dict(azimuth=[4], elevation=[3], lighting=[2])
 
 
+@pytest.mark.slow
 def test_a_subset_has_the_bytes_of_the_larger_set(tmp_path):
     large = toys_tensors('test', subset=dict(azimuth=[4, 8], elevation=[3]), cache=tmp_path, **tiny)
     some = dict(azimuth=[4], elevation=[3], pairs=70)
