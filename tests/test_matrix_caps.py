@@ -1,6 +1,5 @@
-"""Matrix capsules: size, set-ups, training, and the pitfalls of other implementations by name."""
+"""Matrix capsules: set-ups, training, and the pitfalls of other implementations by name."""
 
-import json
 import math
 import signal
 import pytest
@@ -10,13 +9,12 @@ from torch.testing import assert_close
 from capsnb.engine.layers import ClassCaps, ConvCaps, PrimaryCaps
 from capsnb.lab.matrix_caps import MatrixCapsNet, presets, routing_settings, start_weights
 from capsnb.lab.objects import PairCrops, PairDeck, Toys
-from capsnb.lab.routing_net import RoutingNet
 from capsnb.lab.tasks import with_options
 from capsnb.lab.train import fit_decks
 from capsnb.lab.vision import ConvTrunk, n_params, norb_trunk
 
 few = dict(A=6, B=2, C=3, D=3, preset='paper', stem='paper')
-each_preset = pytest.mark.parametrize('preset', list(presets))
+splits = 'train', 'validation', 'test'
 
 
 def net(seed=0, **kw):
@@ -31,30 +29,23 @@ def toys(tmp_path_factory):
     return task
 
 
-def test_sizes_of_the_paper():
-    assert (
-        n_params(MatrixCapsNet(32, 32, 32, 32, preset='paper')) == 316_650
-        and n_params(MatrixCapsNet(64, 8, 16, 16, preset='paper')) == 68_618
-    )
-    assert n_params(Toys().make('matrix-caps', preset='paper')) == 68_618
+def train_on(toys, net, folder, deck=PairDeck, **kw):
+    "Two epochs of three steps."
+    decks = [deck(toys.open(s), 0 if s == 'train' else None) for s in splits]
+    for s, d in zip(splits, decks):
+        d.name = s
+    recipe = dict(toys.recipe('matrix-caps'), epochs=2, seed=0)
+    how = dict(device='cpu', progress=False, **kw)
+    return fit_decks(net, *decks, PairCrops(32), folder, recipe, **how)
 
 
-@pytest.mark.parametrize(
-    'given, wanted', [({}, 2), (dict(preset='paper'), 3), (dict(n_iters=1), 1), (dict(eps=0.1), 2)]
-)
-def test_a_preset_says_how_many_iterations(given, wanted):
-    n = MatrixCapsNet(6, 2, 3, 3, **given)
-    assert {layer.n_iters for layer in (*n.caps, n.classes)} == {wanted}
-    assert len(n.classes.lam) == wanted
-
-
-@each_preset
+@pytest.mark.parametrize('preset', list(presets))
 def test_values_and_gradients_are_finite_and_reach_every_parameter(preset):
     n = net(preset=preset)
     out = n(torch.randn(3, 2, 32, 32), torch.tensor([0, 1, 4]))
     out['loss'].backward()
     assert out['loss'].isfinite() and all(p.grad.isfinite().all() for p in n.parameters())
-    assert all(p.grad.abs().max() > 0 for name, p in n.named_parameters())
+    assert all(p.grad.abs().max() > 0 for p in n.parameters())
 
 
 @pytest.mark.parametrize('loss', ['spread', 'crossent'])
@@ -75,17 +66,6 @@ def test_the_papers_network_is_bit_for_bit_the_chain_of_its_layers(loss):
     assert not [k for k in n.state_dict() if 'norm' in k or '.B' in k]
 
 
-def test_networks_saved_before_there_were_stems_and_norms_load(tmp_path):
-    n = net(preset='gritzman', eps='auto')
-    n.save_pretrained(tmp_path)
-    kept = json.loads((tmp_path / 'config.json').read_text())
-    for name in 'stem depth norm lam bias start compete'.split():
-        del kept[name]
-    (tmp_path / 'config.json').write_text(json.dumps(kept | dict(loss='spread')))
-    again, x = MatrixCapsNet.from_pretrained(tmp_path), torch.randn(2, 2, 32, 32)
-    assert torch.equal(again(x).a, n(x).a)
-
-
 @pytest.mark.parametrize(
     'kw',
     [
@@ -103,8 +83,7 @@ def test_normalised_networks_learn_save_and_read_images_alone(kw, tmp_path):
     out = n(x, y)
     out['loss'].backward()
     assert_close(out['loss'], F.cross_entropy(out['logits'], y))
-    still = [k for k, p in n.named_parameters() if p.grad is None or not p.grad.any()]
-    assert not still
+    assert not [k for k, p in n.named_parameters() if p.grad is None or not p.grad.any()]
     n.eval()
     assert_close(n(x[1:2]).score, n(x).score[1:2], rtol=1e-3, atol=1e-4)
     n.save_pretrained(tmp_path)
@@ -142,7 +121,6 @@ def test_any_module_is_a_stem():
     torch.manual_seed(0)
     trunk = ConvTrunk(**norb_trunk(6))
     n = net(stem=trunk, preset='normalised', size=48)
-    torch.manual_seed(1)
     same = net(A=6, stem='norb', preset='normalised', size=48)
     same.load_state_dict(n.state_dict())
     x = torch.randn(3, 2, 48, 48)
@@ -160,25 +138,22 @@ def test_shares_for_logits_have_the_gradients_of_all_votes():
     for plan in ('auto', 'votes'):
         torch.manual_seed(0)
         layer = ConvCaps(2, 3, plan=plan).double()
-        out = layer(a.requires_grad_(), mu.requires_grad_(), return_R=True)
-        (layer.logits(a, out).sin().sum() + out.mu.cos().sum()).backward()
-        found.append([layer.W.grad, a.grad, mu.grad, layer.beta_u.grad])
-        a.grad = mu.grad = None
+        given = [t.clone().requires_grad_() for t in (a, mu)]
+        out = layer(*given, return_R=True)
+        (layer.logits(given[0], out).sin().sum() + out.mu.cos().sum()).backward()
+        found.append([layer.W.grad, layer.beta_u.grad, *(t.grad for t in given)])
     assert_close(*found)
 
 
-@pytest.mark.parametrize('size', [(17, 17), (32, 45), (51, 20)])
+@pytest.mark.parametrize('size', [(17, 17), (51, 20)])
 @pytest.mark.parametrize(
     'kw',
     [
         {},
-        dict(eps=1e-4),
-        dict(pose='vector'),
-        dict(K=2, P=3),
-        dict(n_iters=1),
+        dict(pose='vector', eps=1e-4),
+        dict(K=2, P=3, in_channels=1),
+        dict(n_iters=1, coordinates=False),
         dict(act='pi'),
-        dict(coordinates=False),
-        dict(in_channels=1),
     ],
 )
 def test_any_size_of_image_and_every_option(size, kw):
@@ -190,39 +165,21 @@ def test_any_size_of_image_and_every_option(size, kw):
 
 
 def test_presets_start_as_their_sources_say():
-    n = MatrixCapsNet(preset='google')
-    assert_close(
-        torch.stack(
-            [*[l.beta_a.mean() for l in n.caps], n.classes.beta_a.mean(), n.classes.beta_u.mean()]
-        ),
-        torch.tensor([0.5, 0.5, 1.0, 2.0]),
-    )
-    assert (
-        0.2 < n.caps[0].W.std() < 0.3
-        and n.classes.W.std() < 0.01
-        and n.caps[0].damping == 0.1
-        and n.caps[0].eps == 5e-4
-    )
+    g = MatrixCapsNet(preset='google')
+    starts = [*[l.beta_a.mean() for l in (*g.caps, g.classes)], g.classes.beta_u.mean()]
+    assert [round(v.item(), 5) for v in starts] == [0.5, 0.5, 1.0, 2.0]
+    assert 0.2 < g.caps[0].W.std() < 0.3 and g.classes.W.std() < 0.01 and g.caps[0].damping == 0.1
+    w = g.primary.conv.weight  # a normal cut at two deviations has .88 of its deviation
+    for x, std in ((g.conv.weight, 0.05), (w[32:], 0.5), (w[:32], 3.0)):
+        assert x.std().item() == pytest.approx(0.88 * std, rel=0.1) and x.abs().max() <= 2 * std
     n = MatrixCapsNet(preset='gritzman')
-    assert (
-        -1200 < n.caps[0].beta_a.mean() < -800
-        and n.classes.beta_u.abs().max() <= 1
-        and n.caps[0].eps == 1e-9
-        and n.caps[0].damping == 0
-    )
-    n = MatrixCapsNet(preset='paper')
-    assert (
-        {l.eps for l in (*n.caps, n.classes)} == {'300%'}
-        and MatrixCapsNet(P=2).classes.eps == '100%'
-        and MatrixCapsNet(P=1, coordinates=False).classes.eps == '10%'
-    )
-    m = MatrixCapsNet(preset='gritzman', eps='auto')
-    assert {l.eps for l in (*m.caps, m.classes)} == {'300%'} and MatrixCapsNet(eps=1e-4).caps[
-        1
-    ].eps == 1e-4
-    assert not n.classes.beta_a.any() and n.caps[0].lam == [
-        0.01 * (1 - 0.95 ** (t + 1)) for t in range(3)
-    ]
+    assert -1200 < n.caps[0].beta_a.mean() < -800 and n.classes.beta_u.abs().max() <= 1
+    caps = lambda **kw: [l for l in MatrixCapsNet(**kw).modules() if hasattr(l, 'beta_units')]
+    floor = lambda **kw: {l.eps for l in caps(**kw)}
+    assert floor(preset='gritzman') == {1e-9} and floor(preset='google') == {5e-4}
+    assert floor(preset='gritzman', eps='auto') == floor(preset='paper') == {'300%'}
+    assert floor(P=2) == {'100%'} and floor(P=1, coordinates=False) == {'10%'}
+    assert floor(eps=1e-4) == {1e-4}
 
 
 def test_the_default_is_what_trains():
@@ -230,36 +187,11 @@ def test_the_default_is_what_trains():
     assert (n.norm, n.loss, n.lam) == ('batch', 'logits', 'none') and n.classes.lam[0] > 0.1
     assert (printed.norm, printed.loss, printed.lam) == ('none', 'spread', 'schedule')
     assert n_params(n.stem) == n_params(ConvTrunk(**norb_trunk(6))) and len(printed.layers) == 4
-    x, y = torch.randn(4, 2, 32, 32), torch.tensor([0, 1, 2, 3])
-    assert_close(n(x, y)['loss'], F.cross_entropy(n(x).score, y))
+    assert n_params(Toys().make('matrix-caps', preset='paper')) == 68_618
     for caps in (*n.caps, n.classes):
-        off = caps.W.detach() - torch.eye(4)
-        assert off.abs().max() < 0.5 and 0.04 < off.std() < 0.06
+        assert (caps.W.detach() - torch.eye(4)).abs().max() < 0.5
     for other in (dict(depth=0), dict(start='normal'), dict(preset='paper')):
-        m = MatrixCapsNet(**dict(dict(A=6, B=2, C=3, D=3), **other))
-        assert 0.4 < m.classes.W.std() < 0.6
-
-
-def test_first_layers_start_as_google_says():
-    "a normal cut at two deviations has 0.88 of its deviation"
-    torch.manual_seed(0)
-    n = MatrixCapsNet(preset='google')
-    w, k = n.primary.conv.weight, 32
-    for x, std in ((n.conv.weight, 0.05), (w[k:], 0.5), (w[:k], 3.0)):
-        assert x.std().item() == pytest.approx(0.88 * std, rel=0.1) and x.abs().max() <= 2 * std
-
-
-def test_temperatures_and_units_of_google_are_two_and_a_half_of_the_schedule():
-    n = MatrixCapsNet(preset='google', n_iters=2)
-    schedule = [0.01 * (1 - 0.95 ** (t + 1)) for t in range(2)]
-    u = (math.log(2 * math.pi) + 1) / 2
-    for l in n.caps:
-        assert l.lam == pytest.approx([2 * v for v in schedule]) and l.beta_units == pytest.approx(
-            (-2500, u)
-        )
-    assert n.classes.lam == pytest.approx(
-        [v / 2 for v in schedule]
-    ) and n.classes.beta_units == pytest.approx((-2500, u))
+        assert 0.4 < MatrixCapsNet(6, 2, 3, 3, **other).classes.W.std() < 0.6
 
 
 def test_logit_of_googles_convolutional_capsules():
@@ -271,65 +203,43 @@ def test_logit_of_googles_convolutional_capsules():
         l.beta_a.uniform_(-0.01, 0.01)
     a, mu = torch.rand(1, 3, 3, 2), torch.randn(1, 3, 3, 2, 4, 4)
     out = l(a, mu)
-    seen = torch.tensor([[1, 2, 1], [2, 4, 2], [1, 2, 1]])
-    share = a[0] / (seen[..., None] * 3)
-    S = torch.stack([share[r : r + 2, c : c + 2].sum() for r in (0, 1) for c in (0, 1)]).view(
-        2, 2, 1
-    )
-    want = (
-        0.01
-        * (1 - 0.95)
-        * (
-            S * (-out.sig2[0].log().sum((-2, -1)) - 16 * l.beta_u * (math.log(2 * math.pi) + 1))
-            - 5000 * l.beta_a
-        )
-    )
+    share = a[0] / (3 * torch.tensor([[1, 2, 1], [2, 4, 2], [1, 2, 1]])[..., None])
+    S = torch.stack([share[r : r + 2, c : c + 2].sum() for r in (0, 1) for c in (0, 1)])
+    nats = out.sig2[0].log().sum((-2, -1)) + 16 * l.beta_u * (math.log(2 * math.pi) + 1)
+    want = 0.01 * (1 - 0.95) * (-S.view(2, 2, 1) * nats - 5000 * l.beta_a)
     assert_close(out.a[0].logit(), want, rtol=1e-4, atol=1e-4)
 
 
 def test_coordinates_are_the_centres_of_the_receptive_fields():
     "by hand: (8.5, 12.5, 16.5, 20.5)/32, and not the grid of four divided evenly"
     n = net()
-    x = torch.randn(2, 2, 32, 32)
-    below, t = n.below(x), torch.tensor([8.5, 12.5, 16.5, 20.5]) / 32
-    got, want, even = n(x), n.classes(*below, (t, t)), n.classes(*below)
-    assert_close(got.mu, want.mu)
-    assert_close(got.a, want.a)
-    assert (got.mu - even.mu).abs().max() > 0.01
-    wide = n(x := torch.randn(1, 2, 32, 40))
-    rows, cols = t, torch.tensor([8.5, 12.5, 16.5, 20.5, 24.5, 28.5]) / 40
-    assert_close(wide.mu, n.classes(*n.below(x), (rows, cols)).mu)
+    x, t = torch.randn(2, 2, 32, 32), torch.tensor([8.5, 12.5, 16.5, 20.5])
+    below, got = n.below(x), n(x)
+    want = n.classes(*below, (t / 32, t / 32))
+    assert_close((got.mu, got.a), (want.mu, want.a))
+    assert (got.mu - n.classes(*below).mu).abs().max() > 0.01
+    wide = torch.randn(1, 2, 32, 40)
+    cols = torch.tensor([*t.tolist(), 24.5, 28.5]) / 40
+    assert_close(n(wide).mu, n.classes(*n.below(wide), (t / 32, cols)).mu)
 
 
-def test_pitfall_2_activations_do_not_depend_on_the_amount_of_data():
+@pytest.mark.parametrize('preset, factor', [('gritzman', 1.0), ('paper', 4.0)])
+def test_pitfall_2_activations_do_not_depend_on_the_amount_of_data(preset, factor):
     "a class that sees all four times is as sure with gritzman's scale; the paper's logit grows"
     g = torch.Generator().manual_seed(0)
     a, mu = torch.rand(2, 2, 3, 3, generator=g), torch.randn(2, 2, 3, 3, 4, 4, generator=g)
-    more = [t.repeat_interleave(4, 2) for t in (a, mu)]
-    for preset, factor in (('gritzman', 1.0), ('paper', 4.0)):
-        found = []
-        for x, n_children in (((a, mu), 18), (more, 72)):
-            torch.manual_seed(0)
-            l = ClassCaps(
-                3,
-                5,
-                coordinates=False,
-                **{**routing_settings(preset, n_children, 5, 1), 'eps': 1e-4},
-            )
-            start_weights(l, preset, 1)
-            with torch.no_grad():
-                l.beta_a.zero_()
-            found.append(
-                l(*x).a.logit()
-                if preset == 'gritzman'
-                else ClassCaps.forward(_one_iteration(l), *x).a.logit()
-            )
-        assert_close(found[1], factor * found[0], rtol=1e-3, atol=1e-4)
-
-
-def _one_iteration(l):
-    l.n_iters, l.lam = 1, l.lam[:1]
-    return l
+    found = []
+    for times in (1, 4):
+        torch.manual_seed(0)
+        how = routing_settings(preset, 18 * times, 5, 1, eps=1e-4)
+        l = ClassCaps(3, 5, coordinates=False, **how)
+        start_weights(l, preset, 1)
+        if preset == 'paper':
+            l.n_iters, l.lam = 1, l.lam[:1]
+        with torch.no_grad():
+            l.beta_a.zero_()
+        found.append(l(a.repeat_interleave(times, 2), mu.repeat_interleave(times, 2)).a.logit())
+    assert_close(found[1], factor * found[0], rtol=1e-3, atol=1e-4)
 
 
 def test_pitfall_7_the_test_set_is_looked_at_once_after_training(toys, tmp_path):
@@ -340,25 +250,11 @@ def test_pitfall_7_the_test_set_is_looked_at_once_after_training(toys, tmp_path)
             seen.append(self.name)
             return super().__getitems__(ks)
 
-    decks = {
-        s: Watched(toys.open(s), 0 if s == 'train' else None)
-        for s in ('train', 'validation', 'test')
-    }
-    for s, d in decks.items():
-        d.name = s
-    m = fit_decks(
-        net(size=21),
-        *decks.values(),
-        PairCrops(32),
-        tmp_path,
-        dict(toys.recipe('matrix-caps'), epochs=2, seed=0),
-        device='cpu',
-        progress=False,
-    )
-    assert seen[:3] == ['train', 'validation', 'test']  # the rehearsal: two samples of each
-    seen = seen[3:]
-    at = seen.index('test')
-    assert set(seen[at:]) == {'test'} and seen.count('test') == 1 and 0 <= m['test_accuracy'] <= 1
+    m = train_on(toys, net(size=21), tmp_path, Watched)
+    assert tuple(seen[:3]) == splits  # the rehearsal: two samples of each
+    at = seen.index('test', 3)
+    assert set(seen[at:]) == {'test'} and seen[3:].count('test') == 1
+    assert 0 <= m['test_accuracy'] <= 1
 
 
 def test_margin_follows_the_trainer_and_survives_a_stop(toys, tmp_path):
@@ -372,35 +268,19 @@ def test_margin_follows_the_trainer_and_survives_a_stop(toys, tmp_path):
             if step == self.stop_at:
                 signal.raise_signal(signal.SIGINT)
 
-    def run(folder, stop_at=None, resume=False):
+    def made(stop_at=None):
         torch.manual_seed(0)
         n = Watched(**few, size=21)
         n.stop_at = stop_at
-        decks = [
-            PairDeck(toys.open(s), 0 if s == 'train' else None)
-            for s in ('train', 'validation', 'test')
-        ]
-        try:
-            return n, fit_decks(
-                n,
-                *decks,
-                PairCrops(32),
-                folder,
-                dict(toys.recipe('matrix-caps'), epochs=2, seed=0),
-                device='cpu',
-                resume=resume,
-                progress=False,
-            )
-        except KeyboardInterrupt:
-            return n, None
+        return n
 
-    whole, m = run(tmp_path / 'a')
-    first, none = run(tmp_path / 'b', stop_at=3)
-    second, n = run(tmp_path / 'b', resume=True)
-    assert none is None and whole.told == list(range(6)) == first.told + second.told
-    assert all(
-        torch.equal(p, q) for p, q in zip(whole.state_dict().values(), second.state_dict().values())
-    )
+    whole, first, second = made(), made(3), made()
+    train_on(toys, whole, tmp_path / 'a')
+    with pytest.raises(KeyboardInterrupt):
+        train_on(toys, first, tmp_path / 'b')
+    train_on(toys, second, tmp_path / 'b', resume=True)
+    assert whole.told == list(range(6)) == first.told + second.told
+    assert_close(dict(whole.state_dict()), dict(second.state_dict()), rtol=0, atol=0)
 
 
 @pytest.mark.long
@@ -408,25 +288,20 @@ def test_margin_follows_the_trainer_and_survives_a_stop(toys, tmp_path):
     'size, subset, batch, kw',
     [
         (32, 60, 4, dict(few, size=21)),
-        pytest.param(
-            48, 2000, 8, dict(A=64, B=8, C=16, D=16, preset='gritzman'), marks=pytest.mark.long
-        ),
+        (48, 2000, 8, dict(A=64, B=8, C=16, D=16, preset='gritzman')),
     ],
     ids=['tiny', 'small network'],
 )
 def test_autocast_stays_finite_over_500_steps(toys, size, subset, batch, kw):
-    x = with_options(toys, size=size, subset=subset).open('train')
-    deck, crops = PairDeck(x, 0), PairCrops(size)
-    n = net(**kw)
+    deck = PairDeck(with_options(toys, size=size, subset=subset).open('train'), 0)
+    crops, n = PairCrops(size), net(**kw)
     opt = torch.optim.RAdam(n.parameters(), lr=3e-3)
     for step in range(500):
         deck.deal(step)
-        b = crops.on_device(
-            crops(deck.__getitems__([(7 * step + k) % len(deck) for k in range(batch)]))
-        )
+        rows = deck.__getitems__([(7 * step + k) % len(deck) for k in range(batch)])
         n.set_progress(step, 500)
         with torch.autocast('cpu', torch.bfloat16):
-            out = n(**b)
+            out = n(**crops.on_device(crops(rows)))
         opt.zero_grad()
         out['loss'].backward()
         assert out['loss'].isfinite() and all(p.grad.isfinite().all() for p in n.parameters()), step
@@ -436,69 +311,22 @@ def test_autocast_stays_finite_over_500_steps(toys, size, subset, batch, kw):
 @pytest.mark.parametrize(
     'call, message',
     [
-        (
-            lambda: MatrixCapsNet(preset='best'),
-            "preset must be one of 'paper', 'gritzman', 'google', 'normalised', got 'best'",
-        ),
-        (lambda: MatrixCapsNet(pose='tensor'), "pose must be 'matrix' or 'vector', got 'tensor'"),
-        (
-            lambda: MatrixCapsNet(loss='l2'),
-            "loss must be one of 'spread', 'margin', 'crossent', 'logits', got 'l2'",
-        ),
-        (
-            lambda: MatrixCapsNet(lam='cold'),
-            "lam must be one of 'schedule', 'none', 'learned', 'constant', got 'cold'",
-        ),
-        (
-            lambda: MatrixCapsNet(norm='group'),
-            "norm must be one of 'none', 'batch', 'layer', got 'group'",
-        ),
+        (lambda: MatrixCapsNet(preset='best'), "preset must be one of .* got 'best'"),
+        (lambda: MatrixCapsNet(pose='tensor'), "pose must be .* got 'tensor'"),
+        (lambda: MatrixCapsNet(loss='l2'), "loss must be one of .* got 'l2'"),
+        (lambda: MatrixCapsNet(lam='cold'), "lam must be one of .* got 'cold'"),
+        (lambda: MatrixCapsNet(norm='group'), "norm must be one of .* got 'group'"),
         (lambda: MatrixCapsNet(depth=-1), 'depth must be an integer >= 0, got -1'),
-        (lambda: MatrixCapsNet(start='zero'), "start must be 'normal' or 'identity', got 'zero'"),
-        (
-            lambda: MatrixCapsNet(stem='resnet'),
-            "stem must be 'paper', 'norb', a dict of channels and strides, or a module, "
-            "got 'resnet'",
-        ),
-        (
-            lambda: MatrixCapsNet(act='pi', norm='batch'),
-            "act='pi' has no logits, which norms, lam='learned' and loss='logits' need",
-        ),
-        (
-            lambda: net(stem='norb')(torch.zeros(1, 2, 28, 48)),
-            r'an image of \(28, 48\) leaves no place for capsules, its sides must be at least 29',
-        ),
+        (lambda: MatrixCapsNet(start='zero'), "start must be .* got 'zero'"),
+        (lambda: MatrixCapsNet(stem='resnet'), "stem must be .* got 'resnet'"),
+        (lambda: MatrixCapsNet(act='pi', norm='batch'), "act='pi' has no logits"),
         (lambda: MatrixCapsNet(size=(32, 32)), r'size must be an integer >= 1, got \(32, 32\)'),
-        (
-            lambda: MatrixCapsNet(depth=0, compete='x'),
-            "compete must be 'across' or 'within', got 'x'",
-        ),
-        (lambda: RoutingNet(depth=True), 'depth must be an integer >= 0, got True'),
-        (
-            lambda: net()(torch.zeros(1, 2, 16, 40)),
-            r'an image of \(16, 40\) leaves no place for capsules, its sides must be at least 17',
-        ),
-        (
-            lambda: Toys(size=48).collator('matrix-caps', mixup=0.2),
-            'matrix-caps is trained on crops, with shift=0 and mixup=0, got shift=0, mixup=0.2',
-        ),
-        (
-            lambda: Toys(size=48, published=True).collator('baseline', shift=8),
-            'baseline is trained on crops, with shift=0 and mixup=0, got shift=8, mixup=0',
-        ),
-        (
-            lambda: PairCrops(48).views(torch.zeros(1, 2, 48, 48, dtype=torch.uint8), 0),
-            'crops must be an integer >= 1, got 0',
-        ),
-        (
-            lambda: Toys(size=48).collator('cnn').views(torch.zeros(1, 2, 48, 48), 0),
-            'crops must be an integer >= 1, got 0',
-        ),
-        (
-            lambda: Toys().make('capsules'),
-            "net must be one of 'dstep', 'cnn', 'baseline', 'matrix-caps', 'matrix-caps-norb', "
-            ".*got 'capsules'",
-        ),
+        (lambda: MatrixCapsNet(depth=0, compete='x'), "compete must be .* got 'x'"),
+        (lambda: net(stem='norb')(torch.zeros(1, 2, 28, 48)), 'must be at least 29'),
+        (lambda: net()(torch.zeros(1, 2, 16, 40)), r'of \(16, 40\) .*must be at least 17'),
+        (lambda: Toys(size=48).collator('matrix-caps', mixup=0.2), 'got shift=0, mixup=0.2'),
+        (lambda: PairCrops(48).views(torch.zeros(1, 2, 48, 48), 0), 'crops must be .* got 0'),
+        (lambda: Toys().make('capsules'), "net must be one of .*got 'capsules'"),
     ],
 )
 def test_errors(call, message):
