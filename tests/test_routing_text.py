@@ -8,54 +8,58 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 from capsnb.core import seed_everything
 from capsnb.lab.routing_net import PlainText, RoutingText, VectorText, needed_for_text
-from capsnb.lab.text import SSTNet, credit
+from capsnb.lab.text import credit
 from capsnb.lab.shootout import evened, ground, plain_options
 from capsnb.zoo.routers import all_routings
 
 sizes = dict(d_depth=2, d_emb=8, d_feat=6)
 mask = (torch.arange(5) < torch.tensor([5, 1, 3])[:, None]).double()
+embs = torch.randn(3, 5, 2, 8, generator=torch.Generator().manual_seed(0)).double()
+mixed = dict(lam=torch.tensor(0.3).double(), partner=torch.tensor([1, 2, 0]))
 # EM's M-step gives every vote a weight of 1e-12 at least (chapter 4), those of absent parts too
 nearly = dict.fromkeys(('em', 'kmeans-hard'), dict(atol=1e-8, rtol=1e-5))
 
 
-def look(net, mask, embs):
+def vectors():
+    seed_everything(0)
+    return VectorText(2, 8, n_parts=4).double()
+
+
+def look(net, mask, embs, **how):
     net.zero_grad()
-    out = net(mask, embs, torch.arange(3))
+    out = net(mask, embs, torch.arange(3), **how)
     out['loss'].backward()
-    return [out['logits'].detach(), *(p.grad for p in net.parameters() if p.grad is not None)]
+    grads = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    return [out['logits'].detach(), *grads]
 
 
-def nets():
-    for name in all_routings():
-        seed_everything(0)
+@pytest.mark.parametrize('name', [*all_routings(), 'no capsules', 'three vectors'])
+def test_padding_counts_for_nothing(name):
+    seed_everything(0)
+    own = dict(routing=name, settings=needed_for_text.get(name))
+    if name == 'no capsules':
+        net = PlainText(**sizes).double()
+    elif name == 'three vectors':
+        net = vectors()
+    else:
         norm = 'none' if name in nearly else 'batch'
-        own = dict(routing=name, norm=norm, settings=needed_for_text.get(name))
-        yield name, RoutingText(**sizes, n_parts=4, d_cap=4, **own).double()
-    yield 'no capsules', PlainText(**sizes).double()
-    yield 'three vectors', VectorText(2, 8, n_parts=4).double()
-
-
-def test_padding_counts_for_nothing():
-    embs = torch.randn(3, 5, 2, 8, generator=torch.Generator().manual_seed(0)).double()
+        net = RoutingText(**sizes, n_parts=4, d_cap=4, norm=norm, **own).double()
     junk = embs + 1e3 * (1 - mask)[..., None, None]
     longer = F.pad(mask, (0, 11)), F.pad(junk, (0, 0, 0, 0, 0, 11), value=-7.0)
-    for name, net in nets():
-        for now, padded in zip(look(net, mask, embs), look(net, *longer), strict=True):
-            how = nearly.get(name, dict(atol=1e-11, rtol=1e-9))
-            assert_close(now, padded, **how, msg=lambda m: f'{name}: {m}')
+    for now, padded in zip(look(net, mask, embs), look(net, *longer), strict=True):
+        assert_close(now, padded, **nearly.get(name, dict(atol=1e-11, rtol=1e-9)))
 
 
-def test_alone_or_in_company():  # groups of like length are routed apart
+@pytest.mark.parametrize('name', ['vectors', 'random', 'bayes', None])  # one with variances
+def test_alone_or_in_company(name):  # groups of like length are routed apart
     lengths = torch.tensor([3, 1, 6, 2, 5, 6, 4])
     mask = (torch.arange(6) < lengths[:, None]).double()
     embs = torch.randn(7, 6, 2, 8, generator=torch.Generator().manual_seed(1)).double()
-    names = 'vectors', 'random', 'bayes'  # one with, two without variances
-    some = [RoutingText(**sizes, n_parts=4, d_cap=4, routing=name) for name in names]
-    for net in (*some, VectorText(2, 8, n_parts=4)):
-        net = net.double().eval()
-        alone = [net(mask[k : k + 1, :n], embs[k : k + 1, :n]).a for k, n in enumerate(lengths)]
-        assert_close(net(mask, embs).a, torch.cat(alone))
-        assert_close(net(mask, embs[mask > 0]).a, torch.cat(alone))
+    net = RoutingText(**sizes, n_parts=4, d_cap=4, routing=name) if name else vectors()
+    net = net.double().eval()
+    alone = [net(mask[k : k + 1, :n], embs[k : k + 1, :n]).a for k, n in enumerate(lengths)]
+    assert_close(net(mask, embs).a, torch.cat(alone))
+    assert_close(net(mask, embs[mask > 0]).a, torch.cat(alone))
 
 
 def test_a_routing_without_a_gradient_says_so():
@@ -66,14 +70,11 @@ def test_a_routing_without_a_gradient_says_so():
 
 
 def test_mixup_between_a_sentence_and_itself_changes_nothing():
-    embs = torch.randn(3, 5, 2, 8, generator=torch.Generator().manual_seed(2)).double()
-    lam, other = torch.tensor(0.3).double(), torch.tensor([1, 2, 0])
-    attention = RoutingText(**sizes, routing='attention')
-    for net in (attention, PlainText(**sizes), VectorText(2, 8, n_parts=4)):
+    for net in (RoutingText(**sizes, routing='attention'), PlainText(**sizes), vectors()):
         net = net.double()
-        same = net(mask, embs, lam=lam, partner=torch.arange(3)).a
+        same = net(mask, embs, lam=mixed['lam'], partner=torch.arange(3)).a
         assert_close(same, net(mask, embs).a)
-        assert not torch.allclose(same, net(mask, embs, lam=lam, partner=other).a)
+        assert not torch.allclose(same, net(mask, embs, **mixed).a)
 
 
 def test_the_rival_leaves_words_out():  # a share of 0 for what its queries do not want
@@ -94,52 +95,61 @@ def test_without_the_package_the_treebank_says_what_to_install(monkeypatch):
     assert plain_options(ground('treebank'))['n_hidden'] > 1  # its sizes are known without
 
 
-def published():
-    return json.loads((Path(__file__).parent / 'data' / 'heinsen2022_head.json').read_text())
+golden = json.loads((Path(__file__).parent / 'data' / 'heinsen2022_head.json').read_text())
+theirs = {k: torch.tensor(v).double() for k, v in golden['state'].items()}
 
 
-@pytest.fixture
-def theirs(tmp_path):
-    "The author's head, read from a file of its weights."
-    state = {k: torch.tensor(v).double() for k, v in published()['state'].items()}
-    torch.save(state, tmp_path / 'head.pt')
-    return tmp_path / 'head.pt'
-
-
-def test_the_published_head_of_vectors(theirs):
+def test_the_published_head_of_vectors(tmp_path):
     "outputs and gradients of its author's code"
-    told = published()
-    net = VectorText.from_published(theirs).double()
-    x = torch.tensor(told['x']).double().requires_grad_()
-    a = net(torch.ones(2, 4).double(), x).a
-    assert_close(a, torch.tensor(told['out']).double(), atol=1e-6, rtol=1e-6)
-    (a * torch.tensor(told['g']).double()).sum().backward()
-    ours = dict(net.named_parameters())
+    torch.save(theirs, tmp_path / 'head.pt')
+    net = VectorText.from_published(tmp_path / 'head.pt').double()
+    x, want, g = (torch.tensor(golden[k]).double() for k in ('x', 'out', 'g'))
+    a = net(torch.ones(2, 4).double(), x.requires_grad_()).a
+    assert_close(a, want, atol=1e-6, rtol=1e-6)
+    (a * g).sum().backward()
+    grads = {k: torch.tensor(v).double() for k, v in golden['grads'].items()}
     back = {'depth_scale': 'W', 'depth_emb': 'B'}
-    for k, p in ours.items():
+    ours = {}
+    for k, p in net.named_parameters():
         k = back.get(k) or k.replace('routings', 'route').replace('.to_', '.compute_beta_')
-        assert_close(p.grad, torch.tensor(told['grads'][k]).double(), atol=1e-5, rtol=1e-5)
-    assert_close(x.grad, torch.tensor(told['grads']['x']).double(), atol=1e-5, rtol=1e-5)
-    assert len(ours) == len(told['grads']) - 1
+        ours[k] = p.grad
+    assert_close(ours | dict(x=x.grad), grads, atol=1e-5, rtol=1e-5)
 
 
-def test_weights_of_another_head_are_refused(theirs, tmp_path):
-    state = torch.load(theirs)
-    lacking = {k: v for k, v in state.items() if k != 'route.1.W_S'}
-    for broken, said in (
-        (lacking, 'missing: route.1.W_S'),
-        (state | {'route.1.B_G2': torch.zeros(9, 9)}, 'route.1.B_G2'),
-        ({'depth_emb': state['W']}, 'expected the weights of three vector routings'),
-    ):
-        torch.save(broken, tmp_path / 'broken.pt')
-        with pytest.raises(ValueError, match=said):
-            VectorText.from_published(tmp_path / 'broken.pt')
+@pytest.mark.parametrize(
+    'state, said',
+    [
+        ({k: v for k, v in theirs.items() if k != 'route.1.W_S'}, 'missing: route.1.W_S'),
+        (theirs | {'route.1.B_G2': torch.zeros(9, 9)}, 'route.1.B_G2'),
+        ({'depth_emb': theirs['W']}, 'expected the weights of three vector routings'),
+    ],
+    ids=['one lacks', 'another shape', 'another head'],
+)
+def test_weights_of_another_head_are_refused(state, said, tmp_path):
+    torch.save(state, tmp_path / 'broken.pt')
+    with pytest.raises(ValueError, match=said):
+        VectorText.from_published(tmp_path / 'broken.pt')
+
+
+@pytest.mark.parametrize('how', [{}, mixed], ids=['one', 'mixed'])
+def test_vectors_padded_or_packed(how):
+    "whatever stands at padding, NaN too; in a network that has learnt where its layers lie"
+    net = vectors()
+    torch.nn.init.normal_(net.depth_emb)
+    broken = embs.masked_fill(mask[..., None, None] == 0, torch.nan)
+    first, *others = (look(net, mask, given, **how) for given in (embs, broken, embs[mask > 0]))
+    for other in others:
+        assert_close(first, other)
+
+
+def test_a_mask_of_another_dtype():
+    for net in (vectors(), PlainText(**sizes), RoutingText(**sizes, n_parts=4)):
+        told = net.bfloat16()(mask.float(), embs.bfloat16()).a
+        assert told.dtype == torch.bfloat16 and told.isfinite().all()
 
 
 def test_credit_of_vectors_does_not_see_padding():
-    seed_everything(0)
-    net = VectorText(2, 8, n_parts=4).double().train()
-    embs = torch.randn(3, 5, 2, 8).double()
+    net = vectors().train()
     told = credit(net, mask, embs)
     assert net.training and not told.shares[mask == 0].any()
     for k, n in enumerate((5, 1, 3)):
@@ -151,52 +161,14 @@ def test_credit_of_vectors_does_not_see_padding():
     assert not torch.allclose(credit(net, mask, moved).shares[0], told.shares[0])
 
 
-def test_vectors_padded_or_packed_blended_or_not():
-    "whatever stands at padding, NaN too; in a network that has learnt where its layers lie"
-    seed_everything(0)
-    net = VectorText(2, 8, n_parts=4).double()
-    torch.nn.init.normal_(net.depth_emb)
-    embs = torch.randn(3, 5, 2, 8).double()
-    broken = embs.masked_fill(mask[..., None, None] == 0, torch.nan)
-    mixed = dict(lam=torch.tensor(0.3).double(), partner=torch.tensor([1, 2, 0]))
-    for how in ({}, mixed):
-        found = []
-        for given in (embs, broken, embs[mask > 0]):
-            net.zero_grad()
-            out = net(mask, given, torch.arange(3), **how)
-            out['loss'].backward()
-            found.append([out['logits'].detach(), *(p.grad.clone() for p in net.parameters())])
-        for other in found[1:]:
-            for one, two in zip(found[0], other, strict=True):
-                assert_close(one, two)
-
-
-def test_a_mask_of_another_dtype():
-    embs = torch.randn(3, 5, 2, 8)
-    for net in (VectorText(2, 8, n_parts=4), PlainText(**sizes), RoutingText(**sizes, n_parts=4)):
-        told = net.bfloat16()(mask.float(), embs.bfloat16()).a
-        assert told.dtype == torch.bfloat16 and told.isfinite().all()
-
-
-def test_credit_of_half_a_token_and_of_none():
-    seed_everything(0)
-    net = VectorText(2, 8, n_parts=4).double()
-    embs, half = torch.randn(3, 5, 2, 8).double(), mask.clone()
+def test_credit_of_half_a_token_of_none_and_of_no_capsules():
+    net, half = vectors(), mask.clone()
     half[0, 1] = 0.5
     assert_close(credit(net, half, embs).a, net.eval()(half, embs).a)
     half[1] = 0
     net.train()
     with pytest.raises(ValueError, match='sentence 1 is empty'):
         credit(net, half, embs)
-    with pytest.raises(ValueError, match='expected hidden states'):
-        credit(net, mask, embs[..., :5])
     assert net.training
-
-
-def test_credit_that_is_not_known():
-    embs = torch.randn(3, 5, 2, 8).double()
     with pytest.raises(ValueError, match='the credit of a PlainText is not known'):
         credit(PlainText(**sizes).double(), mask, embs)
-    net = SSTNet(**sizes, n_parts=4).double()
-    told = credit(net, mask, embs)
-    assert_close(told.shares.sum((1, 2)), told.a)
