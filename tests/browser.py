@@ -8,6 +8,7 @@ import subprocess
 import time
 from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
+import pytest
 import web
 
 names = 'chromium', 'chromium-browser', 'google-chrome', 'chrome'
@@ -15,6 +16,9 @@ names = 'chromium', 'chromium-browser', 'google-chrome', 'chrome'
 
 def chromium() -> str | None:  # its path, if it is installed
     return next(filter(None, map(shutil.which, names)), None)
+
+
+needs_chromium = pytest.mark.skipif(chromium() is None, reason='there is no Chromium')
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -76,11 +80,19 @@ class Tab:
         return {e['params']['request']['url'] for e in sent}
 
 
+def fits(tab: Tab, page: str, width: int, home: str):
+    "No wider than the window, no error, and nothing asked for elsewhere."
+    wide = tab.run('document.scrollingElement.scrollWidth')
+    assert wide <= width, f'{page} is {wide} pixels wide at {width}'
+    assert not tab.wrong(), f'{page}: {tab.wrong()[:2]}'
+    away = {u for u in tab.asked() if not u.startswith((home, 'data:', 'blob:'))}
+    assert not away, f'{page} asks for {away}'
+
+
 @contextlib.contextmanager
 def browser(folder: Path):  # a Tab; the folder is Chromium's own
     "Start Chromium, and end it."
-    import websocket
-
+    websocket = pytest.importorskip('websocket')
     flags = '--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --mute-audio'
     ports = '--remote-debugging-port=0 --remote-allow-origins=*'
     program = [chromium(), *flags.split(), *ports.split(), f'--user-data-dir={folder}']
