@@ -169,6 +169,8 @@ def test_presets_start_as_their_sources_say():
     starts = [*[l.beta_a.mean() for l in (*g.caps, g.classes)], g.classes.beta_u.mean()]
     assert [round(v.item(), 5) for v in starts] == [0.5, 0.5, 1.0, 2.0]
     assert 0.2 < g.caps[0].W.std() < 0.3 and g.classes.W.std() < 0.01 and g.caps[0].damping == 0.1
+    g.set_progress(0, 100)
+    assert 0.21 < g.margin < 0.22  # the authors' sigmoid
     w = g.primary.conv.weight  # a normal cut at two deviations has .88 of its deviation
     for x, std in ((g.conv.weight, 0.05), (w[32:], 0.5), (w[:32], 3.0)):
         assert x.std().item() == pytest.approx(0.88 * std, rel=0.1) and x.abs().max() <= 2 * std

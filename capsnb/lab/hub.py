@@ -58,11 +58,11 @@ class CapsConfig(_tf.PretrainedConfig):
 
 def _new_head(config: CapsConfig) -> nn.Module:
     "Untrained; `ValueError` for whatever odd entries lead to."
-    if not isinstance(config.network, str) or config.network not in heads:
-        there = ', '.join(map(repr, heads))
-        raise ValueError(f"config.json: network must be one of {there}, got {config.network!r:.60}")
+    network = str(config.network)
+    if network not in heads:
+        raise ValueError(f"config.json: network must be one of {[*heads]}, got {network!r:.60}")
     try:
-        return heads[config.network](**config.head)
+        return heads[network](**config.head)
     except Exception as e:
         raise ValueError(f"config.json: its head makes no network: {first_line(e)}") from e
 
@@ -103,19 +103,11 @@ def _check_tokens(mask: Tensor, most: int | None):
 def _check_frozen(model: nn.Module):
     if not (model.training and model.frozen):
         return
-    given = next((k for k, p in model.encoder.named_parameters() if p.requires_grad), None)
-    if given is not None:
+    if given := [k for k, p in model.encoder.named_parameters() if p.requires_grad]:
         raise ValueError(
-            f"the transformer is frozen, so its {given} would never be trained: make the "
+            f"the transformer is frozen, so its {given[0]} would never be trained: make the "
             "classifier with RoutingClassifier.from_encoder(..., frozen=False), or call thaw()"
         )
-
-
-def _check_names(names, n: int):
-    if names is None:
-        return
-    if not isinstance(names, (list, tuple)) or len(names) != n or len({*map(str, names)}) != n:
-        raise ValueError(f"expected {n} different names of classes, got {names!r:.200}")
 
 
 def _checked(reader: dict) -> dict:
@@ -305,7 +297,9 @@ class RoutingClassifier(_tf.PreTrainedModel):
         **kw,  # of `SSTNet`, e.g. n_parts, dropout
     ) -> RoutingClassifier:  # ready to be trained, with its tokenizer
         "A new routing head on a transformer."
-        _check_names(names, n_classes)
+        listed = isinstance(names, (list, tuple)) and len(names) == len({*map(str, names)})
+        if names is not None and not (listed and len(names) == n_classes):
+            raise ValueError(f"expected {n_classes} different names of classes, got {names!r:.200}")
         texts = None if texts is None else as_texts(texts)
         reader = FrozenEncoder(name_or_folder, gguf_file, layers, None, device, end, revision)
         head = head or SSTNet(reader.n_layers, reader.d_emb, n_classes, **kw)
@@ -374,14 +368,13 @@ def _own_tokenizer(reader: FrozenEncoder):
 def _refuse_older(name_or_folder: str | Path):
     "`ValueError` for what `RoutingClassifier` saved before it was a `PreTrainedModel`."
     folder = Path(name_or_folder).expanduser()
-    trained = (folder / 'model.safetensors').is_file() and not (folder / 'config.json').is_file()
-    if trained or (folder / 'classifier.json').is_file():
-        how = 'load_state_dict of its weights'
-        if not trained:
-            how = f"head=SSTNet.from_pretrained('{folder / 'head'}')"
+    head = (folder / 'classifier.json').is_file()
+    if head or (folder / 'model.safetensors').is_file() > (folder / 'config.json').is_file():
+        how = f"head=SSTNet.from_pretrained('{folder / 'head'}')"
         raise ValueError(
             f"'{folder}' was saved by an older capsnb, before classifiers were transformers' "
-            f"models: RoutingClassifier.from_encoder(...) with {how} makes it again"
+            "models: RoutingClassifier.from_encoder(...) makes it again with "
+            + (how if head else 'load_state_dict of its weights')
         )
 
 # %% ../../nbs/lab/97_hub.ipynb #42499ff0
@@ -421,26 +414,28 @@ def _fenced(text: str, kind: str) -> str:
 def _repeat(m: dict) -> str:
     "The command that was typed, without places."
     try:
-        words = shlex.split(m.get('command') or '')
+        program, *words = shlex.split(m.get('command') or '')
     except (AttributeError, ValueError):
-        words = []
-    if words[:1] != ['capsnb']:
+        program = None
+    if program != 'capsnb':
         return 'It was trained from Python, with these settings:'
-    made_room = '--resume', '--overwrite'
-    return _fenced(shlex.join(without_places(w) for w in words if w not in made_room), 'sh')
+    words = [without_places(w) for w in words if w not in ('--resume', '--overwrite')]
+    return _fenced(shlex.join([program, *words]), 'sh')
 
 
 def _use(task: Task, cls: type, note: dict, repo_id: str) -> str:
     "How to load it."
-    lines = [f'from {cls.__module__} import {cls.__name__}', '']
-    lines.append(f'network = {cls.__name__}.from_pretrained({repo_id!r})')
+    name = cls.__name__
+    code = f'from {cls.__module__} import {name}\n\nnetwork = {name}.from_pretrained({repo_id!r})'
     if hasattr(task, 'reader'):
-        reads = f'dict(encoder={without_places(str(note.get("encoder")))!r})'
-        lines = ['import capsnb.lab.hub  # transformers gets to know the classifier']
-        lines += ['from transformers import pipeline', '']
-        name = f'{repo_id!r}, model_kwargs={reads}'
-        lines.append(f"classify = pipeline('text-classification', model={name})")
-    return _fenced('\n'.join(lines), 'python')
+        base = without_places(str(note.get('encoder')))
+        model = f'{repo_id!r}, model_kwargs=dict(encoder={base!r})'
+        code = (
+            'import capsnb.lab.hub  # transformers gets to know the classifier\n'
+            'from transformers import pipeline\n\n'
+            f"classify = pipeline('text-classification', model={model})"
+        )
+    return _fenced(code, 'python')
 
 # %% ../../nbs/lab/97_hub.ipynb #7af06c01
 _papers = {  # network, or its routing -> paper
@@ -466,13 +461,6 @@ def _data_of(task: Task, note: dict) -> tuple:
     if note.get('official') is False or note.get('treebank') == 'another':
         return f'files in the format of: {task.name}', None
     return task.name, _on_hub.get(task.name)
-
-
-def _kind_of(task: Task) -> str:
-    "Its `pipeline_tag`."
-    if hasattr(task, 'reader'):
-        return 'text-classification'
-    return f"{'tabular' if 'columns' in task.noted else 'image'}-classification"
 
 # %% ../../nbs/lab/97_hub.ipynb #d13114e8
 _template = '''---
@@ -521,12 +509,9 @@ _unsaid += 'train_data valid_data test_data watched_data gguf_file names made_wi
 
 def _scores(m: dict) -> dict:
     "Name of a measure -> split -> number."
-    found = {}
-    for key in ('accuracy', 'log_loss', 'calibration'):
-        for split, start in (('validation', 'valid_'), ('test', 'test_')):
-            if isinstance(m.get(start + key), float):
-                found.setdefault(key, {})[split] = m[start + key]
-    return found
+    splits = dict(validation='valid_', test='test_')
+    of = lambda key: {s: m[p + key] for s, p in splits.items() if isinstance(m.get(p + key), float)}
+    return {k: by for k in ('accuracy', 'log_loss', 'calibration') if (by := of(k))}
 
 
 def _chosen(m: dict) -> str:
@@ -558,11 +543,14 @@ def card_of(
     title, name = _data_of(task, note)
     as_name = lambda text: re.sub(r'[^\w.-]+', '-', text, flags=re.ASCII).strip('-.') or 'run'
     repo_id = repo_id or f'you/{as_name(folder.name)}'
-    hub, scores, kind = need('huggingface_hub'), _scores(m), _kind_of(task)
+    hub, scores, reads = need('huggingface_hub'), _scores(m), hasattr(task, 'reader')
+    kind = 'text' if reads else 'tabular' if 'columns' in task.noted else 'image'
+    kind, base = (
+        f'{kind}-classification',
+        without_places(str(note.get('encoder'))) if reads else None,
+    )
     hub.utils.validate_repo_id(repo_id)
-    reads = without_places(str(note.get('encoder'))) if hasattr(task, 'reader') else 'PATH'
-    of = dict(dataset_type=name or as_name(title), task_type=kind or 'other')
-    of |= dict(dataset_name=without_places(title))
+    of = dict(dataset_type=name or as_name(title), dataset_name=without_places(title))
     info = getattr(cls, '_hub_mixin_info', None)
     data = hub.ModelCardData(
         library_name='capsnb',
@@ -570,13 +558,13 @@ def card_of(
         tags=sorted({'capsnb', *(info.model_card_data.tags if info else ())}),
         pipeline_tag=kind,
         datasets=[name] if name else None,
-        base_model=None if reads == 'PATH' else reads,
+        base_model=None if base == 'PATH' else base,
         metrics=sorted(scores) or None,
         model_name=repo_id.split('/')[-1],
         eval_results=[
-            hub.EvalResult(metric_type=key, metric_value=value, dataset_split=split, **of)
-            for key, by in scores.items()
-            for split, value in by.items()
+            hub.EvalResult(kind, metric_type=k, metric_value=v, dataset_split=split, **of)
+            for k, by in scores.items()
+            for split, v in by.items()
         ]
         or None,
     )

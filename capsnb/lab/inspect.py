@@ -21,15 +21,15 @@ __all__ = ['Grid', 'viewpoint_grid', 'in_degrees', 'Change', 'pose_change', 'plo
            'watch_votes', 'vote_histograms', 'reach', 'winner_by_iteration']
 
 # %% ../../nbs/lab/47_inspect.ipynb #00000007
+_factors = 'category', 'instance', 'elevation', 'azimuth', 'lighting'
+
+
 class Grid(NamedTuple):
     "Something for every toy from every viewpoint."
 
     x: Tensor  # [toys, views, ...]
     views: Tensor  # [views] the angle that varies, rising
     toys: Tensor  # [toys, 2] category and instance
-
-# %% ../../nbs/lab/47_inspect.ipynb #00000008
-_factors = ('category', 'instance', 'elevation', 'azimuth', 'lighting')
 
 
 def viewpoint_grid(
@@ -39,39 +39,20 @@ def viewpoint_grid(
     at: dict | None = None,  # where other columns are held, e.g. dict(lighting=3); None: smallest
 ) -> Grid:  # one row per toy, one column per viewpoint
     "Arrange by toy and viewpoint; `ValueError` when an image is missing or there are two."
-    if vary not in ('azimuth', 'elevation'):
-        raise ValueError(f"vary must be 'azimuth' or 'elevation', got {vary!r}")
     col = {k: torch.as_tensor(columns[k]) for k in _factors}
-    if any(len(v) != len(x) for v in col.values()):
-        raise ValueError(
-            f"expected columns as long as x, {len(x)}, got {[len(v) for v in col.values()]}"
-        )
-    kept = _held(col, vary, at or {})
+    others = [k for k in _factors[2:] if k != vary]
+    hold = {k: col[k].min() for k in others if len(col[k])} | (at or {})
+    kept = torch.stack([col[k] == v for k, v in hold.items()]).all(0).nonzero()[:, 0]
     toys = torch.stack([col['category'][kept], col['instance'][kept]], 1)
     toys, toy = toys.unique(dim=0, return_inverse=True)
     views, view = col[vary][kept].unique(return_inverse=True)
-    place = toy * len(views) + view
-    n_places = len(toys) * len(views)
-    if place.sort().values.tolist() != list(range(n_places)):
+    place, n_places = toy * len(views) + view, len(toys) * len(views)
+    if not len(kept) or place.sort().values.tolist() != list(range(n_places)):
         raise ValueError(
             f"expected one image for each of {len(toys)} toys from each of {len(views)} "
             f"viewpoints, got {len(kept)} images for {len(place.unique())} of {n_places} places"
         )
     return Grid(x[kept[place.argsort()]].unflatten(0, (len(toys), len(views))), views, toys)
-
-# %% ../../nbs/lab/47_inspect.ipynb #da44d642
-def _held(col: dict, vary: str, at: dict) -> Tensor:
-    if unknown := set(at) - (set(col) - {vary}):
-        can = ', '.join(sorted(set(col) - {vary}))
-        raise ValueError(f"at can hold {can}, got {', '.join(sorted(unknown))}")
-    others = (k for k in ('elevation', 'azimuth', 'lighting') if k != vary)
-    hold = {k: col[k].min() for k in others if len(col[k])} | at
-    kept = torch.ones(len(col[vary]), dtype=torch.bool)
-    for k, v in hold.items():
-        kept = kept & (col[k] == v)
-    if not kept.any():
-        raise ValueError(f"no image is at { ({k: float(v) for k, v in hold.items()}) }")
-    return kept.nonzero()[:, 0]
 
 # %% ../../nbs/lab/47_inspect.ipynb #de9ee502
 def in_degrees(
@@ -94,22 +75,17 @@ class Change(NamedTuple):
     norm: Tensor  # [toys, views, c] divided by the norm at the first viewpoint
     cosine: Tensor  # [toys, views, c] 0 where the vector is 0
 
-# %% ../../nbs/lab/47_inspect.ipynb #14f0e5ed
+
 def pose_change(
     poses: Tensor,  # [toys, views, c, h]
 ) -> Change:  # `ValueError` if a pose vector is 0, or not finite, at the first viewpoint
     "How pose vectors change with the viewpoint (Heinsen 2019, figures 6 and 7)."
-    if poses.ndim != 4:
-        raise ValueError(f"expected poses [toys, views, c, h], got shape {tuple(poses.shape)}")
     first = poses[:, :1]
     size = first.norm(dim=-1)
     if not ((size > 0) & size.isfinite()).all():
         raise ValueError("expected pose vectors other than 0 at the first viewpoint")
-    return Change(
-        (poses - first).norm(dim=-1) / size,
-        poses.norm(dim=-1) / size,
-        F.cosine_similarity(poses, first, dim=-1),
-    )
+    distance, norm = (poses - first).norm(dim=-1) / size, poses.norm(dim=-1) / size
+    return Change(distance, norm, F.cosine_similarity(poses, first, dim=-1))
 
 # %% ../../nbs/lab/47_inspect.ipynb #0000000d
 def plot_change(
@@ -140,25 +116,19 @@ class Flat(NamedTuple):
     xy: Tensor  # [views, c, 2]
     stress: float  # 0: all distances are as they were
 
-# %% ../../nbs/lab/47_inspect.ipynb #23568d35
+
 def mds_path(
     poses: Tensor,  # [views, c, h] of one toy
 ) -> Flat:  # `ValueError` if all pose vectors are the same, or not finite
     "Multidimensional scaling of one toy's pose vectors (Heinsen 2019, figure 4)."
-    if poses.ndim != 3 or not poses.numel():
-        raise ValueError(f"expected poses [views, c, h] of one toy, got shape {tuple(poses.shape)}")
-    if bad := (~poses.isfinite()).flatten(1).any(1).sum().item():
-        raise ValueError(f"expected finite poses, got NaN or inf in {bad} of {len(poses)} views")
     p = poses.detach().cpu().double().flatten(0, 1)
     p = p - p.mean(0)
-    if not p.abs().max() > 0:
-        raise ValueError("expected pose vectors that differ, all are the same")
+    if not 0 < p.abs().max() < float('inf'):
+        raise ValueError("expected finite pose vectors that differ")
     U, S, _ = torch.linalg.svd(p, full_matrices=False)
     start, D = F.pad(U * S, (0, 2))[:, :2], (p[:, None] - p).norm(dim=-1)
-    y, _ = need('sklearn.manifold').smacof(
-        D.numpy(), n_components=2, init=start.numpy(), n_init=1, normalized_stress=False
-    )
-    y = torch.from_numpy(y)
+    kw = dict(n_components=2, init=start.numpy(), n_init=1, normalized_stress=False)
+    y = torch.from_numpy(need('sklearn.manifold').smacof(D.numpy(), **kw)[0])
     stress = ((y[:, None] - y).norm(dim=-1) - D).square().sum().sqrt() / D.square().sum().sqrt()
     return Flat(y.unflatten(0, poses.shape[:2]), stress.item())
 
@@ -172,12 +142,8 @@ def plot_paths(
     for ax, (name, flat) in zip(axs[0], paths.items()):
         n = len(flat.xy)
         for k, y in enumerate(flat.xy):
-            ax.plot(
-                *torch.cat([y, y[:1]]).T,
-                color=palette[0],
-                lw=1,
-                alpha=0.15 + 0.85 * k / max(1, n - 1),
-            )
+            alpha = 0.15 + 0.85 * k / max(1, n - 1)
+            ax.plot(*torch.cat([y, y[:1]]).T, color=palette[0], lw=1, alpha=alpha)
         for k, face in ((0, 'white'), (n - 1, palette[0])):
             ax.scatter(*flat.xy[k, 0], s=28, facecolor=face, edgecolor=palette[0], zorder=3)
         ax.set(title=f'{name}\nstress {flat.stress:.2f}', xticks=[], yticks=[])
@@ -199,24 +165,20 @@ def viewpoint_targets(
     columns: dict,  # name -> [n]: azimuth and elevation, in degrees
 ) -> Tensor:  # [n, 3] sine and cosine of the azimuth, elevation in degrees
     "What a probe is to predict; `ValueError` for smallNORB's codes in place of degrees."
-    if len(columns['azimuth']) > 1:
-        in_degrees(columns['azimuth'], 'azimuth')
-        in_degrees(columns['elevation'], 'elevation')
-    azimuth = torch.as_tensor(columns['azimuth']).double().deg2rad()
-    return torch.stack(
-        [azimuth.sin(), azimuth.cos(), torch.as_tensor(columns['elevation']).double()], 1
-    )
+    found = {k: torch.as_tensor(columns[k]).double() for k in ('azimuth', 'elevation')}
+    if len(found['azimuth']) > 1:
+        for k, v in found.items():
+            in_degrees(v, k)
+    azimuth = found['azimuth'].deg2rad()
+    return torch.stack([azimuth.sin(), azimuth.cos(), found['elevation']], 1)
 
-# %% ../../nbs/lab/47_inspect.ipynb #d3c66e0f
+
 def r_squared(
     Y: Tensor,  # [n, k] the truth
     P: Tensor,  # [n, k] predictions
-) -> Tensor:  # [k] `ValueError` if the truth does not vary
+) -> Tensor:  # [k]
     "Share of the variance that is explained."
-    total = (Y - Y.mean(0)).square().sum(0)
-    if not (total > 0).all():
-        raise ValueError("expected several azimuths and elevations, got a single one")
-    return 1 - (Y - P).square().sum(0) / total
+    return 1 - (Y - P).square().sum(0) / (Y - Y.mean(0)).square().sum(0)
 
 # %% ../../nbs/lab/47_inspect.ipynb #00000018
 def ridge_by_class(
@@ -225,14 +187,12 @@ def ridge_by_class(
     category: Tensor,  # [n] classes
     alpha,  # strength of the ridge, in units of the number of samples; or what `fit` takes
     fit: Callable | None = None,  # (x, y, alpha) of one class -> its map; None: a ridge
-) -> Callable:  # (X, category) -> predictions [m, k]; `ValueError` for a class not fitted to
+) -> Callable:  # (X, category) -> predictions [m, k]
     "One regression per class; the ridge is on features that are standardised by the class."
     of = {c: category == c for c in category.unique().tolist()}
     maps = {c: (fit or _ridge)(X[rows], Y[rows], alpha) for c, rows in of.items()}
 
     def predict(X, category):
-        if new := set(category.tolist()) - set(maps):
-            raise ValueError(f"expected classes {sorted(maps)}, got {sorted(new)} too")
         P = torch.empty(len(X), Y.shape[1], dtype=Y.dtype)
         for c in category.unique().tolist():
             P[category == c] = maps[c](X[category == c])
@@ -252,10 +212,8 @@ def check_novel(
     columns: dict,  # split -> columns
 ):
     "`ValueError` unless each toy (category, instance) is in one split only."
-    toys = {
-        split: set(zip(*(torch.as_tensor(c[k]).tolist() for k in ('category', 'instance'))))
-        for split, c in columns.items()
-    }
+    of = lambda c: zip(*(torch.as_tensor(c[k]).tolist() for k in ('category', 'instance')))
+    toys = {split: set(of(c)) for split, c in columns.items()}
     for one, two in (('train', 'validation'), ('train', 'test'), ('validation', 'test')):
         if both := toys[one] & toys[two]:
             raise ValueError(
@@ -295,7 +253,7 @@ class Poses(NamedTuple):
     a: Tensor  # [n, k] scores
     mu: Tensor  # [n, k, c, h] poses
 
-# %% ../../nbs/lab/47_inspect.ipynb #726321b0
+
 @torch.no_grad()
 def in_batches(
     f: Callable,  # images [b, channels, m, n] -> Tensor, or a tuple of them
@@ -304,11 +262,6 @@ def in_batches(
     batch_size: int = 100,  # images at a time
 ):  # what `f` returns, of all images, on the CPU
     "Run a network over many images."
-    if not len(images) or batch_size < 1:
-        raise ValueError(
-            "expected at least one image and a batch_size of at least 1, "
-            f"got {len(images)} and {batch_size}"
-        )
     was, like, parts = net.training, next(net.parameters()), []
     net.eval()
     try:
@@ -328,7 +281,7 @@ def poses_of(
     "Scores and poses of all class capsules for many images."
     return Poses(*in_batches(lambda x: tuple(net(x)[:2]), net, images, batch_size))
 
-# %% ../../nbs/lab/47_inspect.ipynb #b99884e0
+
 def features_of(
     net: nn.Module,  # a CNN with `features`: `PlainCNN`, `BaselineCNN`
     images: Tensor,  # [n, channels, m, n], bytes, or floats in [0, 1]
@@ -337,7 +290,7 @@ def features_of(
     "What the last layer of a CNN reads, for many images."
     return in_batches(net.features, net, images, batch_size)[0]
 
-# %% ../../nbs/lab/47_inspect.ipynb #33a47f6d
+
 def class_pose(
     poses: Poses,  # of many images
     category: Tensor | None = None,  # [n] which class's capsule; None: that of the highest score
@@ -360,9 +313,6 @@ def plot_sheet(
     plt, grid = plot_style(), viewpoint_grid(images, columns, vary, at)
     rows = (grid.toys[:, 1] == instance).nonzero()[:, 0].tolist()
     in_degrees(grid.views, vary)
-    if not rows:
-        there = grid.toys[:, 1].unique().tolist()
-        raise ValueError(f"no toy is instance {instance}; there are {there}")
     wide = torch.cat(list(grid.x[rows][:, ::step].unbind(2)), -1).cpu()
     (n, k, m, w), top = wide.shape, 255 if wide.dtype == torch.uint8 else 1
     kw = dict(squeeze=False, layout='constrained')

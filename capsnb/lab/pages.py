@@ -15,8 +15,7 @@ from .report import dots, percent, plot_history, runs_of, spread
 from .runs import read_whole, run_folder, task_of
 
 # %% auto #0
-__all__ = ['run_page', 'eval_page', 'record_page', 'words_page', 'write_page', 'leave_run', 'leave_test', 'leave_words',
-           'leave_study']
+__all__ = ['run_page', 'eval_page', 'record_page', 'write_page', 'leave_run', 'leave_test', 'leave_words', 'leave_study']
 
 # %% ../../nbs/lab/96_pages.ipynb #a3228e39
 _style = '''
@@ -51,9 +50,9 @@ def _told(value) -> str:
         return {None: '–', True: 'yes', False: 'no'}[value]
     if isinstance(value, float):
         return f'{value:.4g}'
-    if isinstance(value, (dict, list, tuple)):
-        value = json.dumps(value, ensure_ascii=False, default=str)
-    return str(value) if len(str(value)) <= 300 else str(value)[:300] + ' …'
+    as_json = isinstance(value, (dict, list, tuple))
+    text = json.dumps(value, ensure_ascii=False, default=str) if as_json else str(value)
+    return text if len(text) <= 300 else text[:300] + ' …'
 
 
 def _page(title: str, sections: list) -> str:
@@ -93,15 +92,17 @@ def _settings(note: dict, *more) -> list:
 
 def _results(runs: dict) -> list:
     "A column for each run."
-    share = lambda v: None if v is None else f'{v:.2%}'
-    rows = [
-        ['test accuracy', *(share(m.get('test_accuracy')) for m in runs.values())],
-        ['validation accuracy', *(share(m.get('valid_accuracy')) for m in runs.values())],
-        ['test log-loss', *(m.get('test_log_loss') for m in runs.values())],
-        ['calibration error', *(share(m.get('test_calibration')) for m in runs.values())],
-        ['epoch kept', *(f"{m.get('best_epoch')} of {m.get('epochs')}" for m in runs.values())],
-        *([k, *(m.get(k) for m in runs.values())] for k in ('n_params', 'seconds')),
-    ]
+    share = lambda k: lambda m: None if m.get(k) is None else f'{m[k]:.2%}'
+    told = {
+        'test accuracy': share('test_accuracy'),
+        'validation accuracy': share('valid_accuracy'),
+        'test log-loss': lambda m: m.get('test_log_loss'),
+        'calibration error': share('test_calibration'),
+        'epoch kept': lambda m: f"{m.get('best_epoch')} of {m.get('epochs')}",
+        'n_params': lambda m: m.get('n_params'),
+        'seconds': lambda m: m.get('seconds'),
+    }
+    rows = [[name, *map(of, runs.values())] for name, of in told.items()]
     return [dict(head=['', *runs], rows=[r for r in rows if any(v is not None for v in r[1:])])]
 
 
@@ -175,7 +176,8 @@ def record_page(
     runs = note.get('runs')
     if isinstance(runs, dict) and all(isinstance(r, dict) and 'seed' in r for r in runs.values()):
         found = runs_of(note)
-    key = next((k for k in ('test_accuracy', 'valid_accuracy') if _all_have(found, k)), None)
+    have = lambda key: found and all(r.get(key) is not None for v in found.values() for r in v)
+    key = next(filter(have, ('test_accuracy', 'valid_accuracy')), None)
     drawn = [_image(regular(p).read_bytes(), f'As drawn: {Path(p).stem}.') for p in pictures]
     parts = [said] if said else []
     parts += [note['headline']] if isinstance(note.get('headline'), dict) else []
@@ -186,19 +188,6 @@ def record_page(
         drawn.append(_figure(dots(few, f'{key}, %').figure, 'A dot for each seed of a setting.'))
     sections = [('What came out', parts), ('Pictures', drawn), *_settings(note, 'headline', 'runs')]
     return _page(Path(record).stem.replace('_', ' '), sections)
-
-
-def _all_have(found: dict, key: str) -> bool:
-    return bool(found) and all(r.get(key) is not None for v in found.values() for r in v)
-
-
-def words_page(
-    explanations: list,  # of `Explanation`
-) -> str:  # HTML
-    "Coloured sentences, each an `Explanation`, which escapes what it shows."
-    said = '<p><small>red: negative, blue: positive; point at a word for its number</small></p>'
-    told = ''.join(f'<section>{e._repr_html_()}</section>' for e in explanations)
-    return html_page('Where the verdict comes from', said + told, _style)
 
 # %% ../../nbs/lab/96_pages.ipynb #3a824ad4
 def write_page(
@@ -235,8 +224,10 @@ def leave_words(
     path: str | Path,  # of the page
     explanations: list,  # of `Explanation`
 ) -> Path:  # of the page
-    "Write a page of coloured sentences."
-    return write_page(path, words_page(explanations))
+    "Write a page of coloured sentences; an `Explanation` escapes what it shows."
+    said = '<p><small>red: negative, blue: positive; point at a word for its number</small></p>'
+    told = ''.join(f'<section>{e._repr_html_()}</section>' for e in explanations)
+    return write_page(path, html_page('Where the verdict comes from', said + told, _style))
 
 
 def leave_study(

@@ -94,11 +94,7 @@ def table(
     return Markdown('\n'.join(f"| {' | '.join(line)} |" for line in lines))
 
 # %% ../../nbs/lab/59_report.ipynb #082431b8
-def _said(
-    value,  # text, a number, or a list of numbers
-    digits: int,  # after the point
-    ends: bool,  # as for `spread`
-) -> str:
+def _said(value, digits: int, ends: bool) -> str:
     if isinstance(value, (list, tuple)):
         return spread(value, digits, ends) if value else ''
     if isinstance(value, float):
@@ -172,11 +168,7 @@ def plot_history(
     return fig
 
 # %% ../../nbs/lab/59_report.ipynb #8a8a0003
-def _draw_history(
-    ax,  # matplotlib axes
-    runs: list,  # of metrics, one a seed
-    key: str,  # 'loss' or 'accuracy'
-):
+def _draw_history(ax, runs: list, key: str):
     looks = {key: dict(color=palette[0], ls='-'), f'valid_{key}': dict(color=palette[1], ls='--')}
     for (told, look), label in zip(looks.items(), ('training', 'validation')):
         for n, run in enumerate(runs):

@@ -5,44 +5,33 @@
 # %% ../../nbs/lab/46_text.ipynb #00000004
 from __future__ import annotations
 import html
-import json
-import warnings
 from pathlib import Path
 from typing import Callable, NamedTuple
 import torch
 from torch import nn, Tensor
-from ..core import palette, plot_style
 from ..engine.dstep import Routing
 from ..engine.numerics import may_look
 from ..data.embed import FrozenEncoder
-from capsnb.lab.vision import (
-    HubMixin,
-    answer,
-    earned,
-    load_published,
-    read_published,
-    trace_credit,
-)
+from .vision import HubMixin, answer, earned
+from .vision import load_published, read_published, trace_credit
 
 # %% auto #0
 __all__ = ['into_rows', 'blend', 'by_length', 'as_parts', 'TextStem', 'SSTNet', 'check_text', 'measure_scale', 'Credit', 'credit',
            'features_now', 'leaning', 'without_each', 'coloured', 'Explanation', 'explain', 'encoder_note',
-           'check_note', 'noted_encoder', 'layer_profile']
+           'check_note', 'noted_encoder']
 
 # %% ../../nbs/lab/46_text.ipynb #0000000a
 def _mask_scores(mask: Tensor) -> Tensor:
     "How present each token is (Heinsen 2019, fig. 5d); `ValueError` for what is no mask."
     if mask.ndim != 2 or not mask.is_floating_point():
-        raise ValueError(
-            f"expected a floating-point mask [b, n], got {mask.dtype} {tuple(mask.shape)}"
-        )
+        got = f'{mask.dtype} {tuple(mask.shape)}'
+        raise ValueError(f"expected a floating-point mask [b, n], got {got}")
     if may_look(mask):
         if not ((mask >= 0) & (mask <= 1)).all():
             raise ValueError("expected a mask between 0 and 1")
         if (empty := (mask == 0).all(1)).any():
-            raise ValueError(
-                f"sentence {int(empty.float().argmax())} is empty: its mask is 0 everywhere"
-            )
+            k = int(empty.float().argmax())
+            raise ValueError(f"sentence {k} is empty: its mask is 0 everywhere")
     return torch.logit(mask)
 
 # %% ../../nbs/lab/46_text.ipynb #0000000d
@@ -55,9 +44,8 @@ def _layer_maps(A: Tensor, u: Tensor, depth: Tensor, mean: Tensor, size: Tensor)
 def _read_layers(embs: Tensor, A_l: Tensor) -> Tensor:
     "Every layer's hidden states through its own linear map: one product of matrices a layer."
     flat = embs.reshape(-1, *embs.shape[-2:]).transpose(0, 1)
-    return (
-        torch.bmm(flat, A_l.transpose(1, 2)).transpose(0, 1).reshape(*embs.shape[:-1], A_l.shape[1])
-    )
+    read = torch.bmm(flat, A_l.transpose(1, 2)).transpose(0, 1)
+    return read.reshape(*embs.shape[:-1], A_l.shape[1])
 
 # %% ../../nbs/lab/46_text.ipynb #00000010
 def into_rows(
@@ -80,12 +68,8 @@ def _check_packed(x, mask):
             f"expected as many tokens as the mask has ones, {sum(lengths)}, the longest text "
             f"{mask.shape[1]}, got {len(x)} tokens and a longest text of {max(lengths)}"
         )
-    places = torch.arange(mask.shape[1], device=mask.device)
-    ones = places < mask.new_tensor(lengths)[:, None]
-    if not torch.equal(mask, ones.to(mask.dtype)):
-        raise ValueError(
-            "expected a mask of ones with zeros on the right, for tokens that come without padding"
-        )
+    if not torch.equal(mask, (mask == 1).to(mask).sort(1, descending=True).values):
+        raise ValueError("expected a mask of ones with zeros on the right, for packed tokens")
 
 # %% ../../nbs/lab/46_text.ipynb #f48dc06e
 def blend(
@@ -112,7 +96,7 @@ def by_length(
     order = lengths.argsort(stable=True)
     outs = []
     for k in order.chunk(n_groups):
-        longest = int(lengths[k].max())
+        longest = int(lengths[k[-1]])
         outs.append(run(mask[k, :longest], x[k, :longest]))
     back = order.argsort()
     joined = lambda parts: None if parts[0] is None else torch.cat(parts)[back]
@@ -240,27 +224,18 @@ def check_text(
     partner=None,  # as for `SSTNet.forward`
 ):
     "`ValueError` when mask, hidden states, mixup and network do not fit together."
-    shape = lambda v: v if v is None else tuple(v.shape)
-    alone = (lam is None) != (partner is None)
-    b = mask.shape[:1]
-    if alone or lam is not None and (lam.shape not in ((), b) or partner.shape != b):
-        raise ValueError(
-            f"expected lam [b] or [] and partner [b], or neither, for b = {len(mask)}, "
-            f"got {shape(lam)} and {shape(partner)}"
-        )
-    want = (*mask.shape, *net.depth_emb.shape)
+    b, both = mask.shape[:1], [v if v is None else tuple(v.shape) for v in (lam, partner)]
+    if both != [None, None] and (both[0] not in ((), b) or both[1] != b):
+        told = f"lam [b] or [] and partner [b], or neither, for b = {len(mask)}"
+        raise ValueError(f"expected {told}, got {both[0]} and {both[1]}")
+    shape, tokens = tuple(mask.shape), mask.shape
+    if len(shape) != 2 or 0 in shape:
+        raise ValueError(f"expected a mask [b, n] of at least one text, got shape {shape}")
     if embs.ndim == 3:
-        n_tokens = int(mask.sum()) if may_look(mask) else len(embs)
-        want = (n_tokens, *net.depth_emb.shape)
-    if mask.ndim != 2 or 0 in mask.shape:
-        raise ValueError(
-            f"expected a mask [b, n] of at least one text, got shape {tuple(mask.shape)}"
-        )
-    if tuple(embs.shape) != want:
-        raise ValueError(
-            f"expected hidden states of shape {tuple(want)} for a mask {tuple(mask.shape)}, "
-            f"got {tuple(embs.shape)}"
-        )
+        tokens = (int(mask.sum()) if may_look(mask) else len(embs),)
+    if tuple(embs.shape) != (want := (*tokens, *net.depth_emb.shape)):
+        told = f"hidden states of shape {want} for a mask {shape}"
+        raise ValueError(f"expected {told}, got {tuple(embs.shape)}")
     if not embs.is_floating_point():
         raise ValueError(f"expected floating-point hidden states, got {embs.dtype}")
 
@@ -279,9 +254,7 @@ def measure_scale(
         e = e.cpu().double()
         n, total, square = n + len(e), total + e.sum(0), square + e.square().sum(0)
     if n == 0:
-        raise ValueError(
-            "expected hidden states of at least one text to measure their scale, got none"
-        )
+        raise ValueError("expected hidden states to measure their scale, got none")
     mean = total / n
     size = (square / n - mean.square()).clamp_min(0).sqrt()
     size = size + 1e-3 * size.mean(1, keepdim=True) + 1e-12
@@ -298,9 +271,8 @@ def _sst_from_published(path: str | Path) -> SSTNet:
     n_dims = {'depth_emb': 2, 'detect_parts.0.weight': 2, 'routings.0.W': 4, 'routings.1.W': 4}
     shapes = [state[k].shape for k in n_dims if k in state]
     if [len(s) for s in shapes] != list(n_dims.values()):
-        raise ValueError(
-            f"expected the weights of a network for text in '{path}', got {sorted(state)[:6]}..."
-        )
+        told = f"the weights of a network for text in '{path}'"
+        raise ValueError(f"expected {told}, got {sorted(state)[:6]}...")
     (d_depth, d_emb), (d_feat, _), W1, W2 = shapes
     sizes = dict(d_feat=d_feat, d_cap=W1[3], n_parts=W1[1])
     net = SSTNet(d_depth, d_emb, W2[1], **sizes, eps='paper', init='paper')
@@ -433,18 +405,14 @@ def explain(
 ) -> Explanation:  # of the text
     "Which words and layers a class owes its score to; `ValueError` for an empty text."
     if not isinstance(net, SSTNet):
-        raise ValueError(
-            "words are explained by credit that adds up to the scores, as an SSTNet's does; "
-            f"this network is a {type(net).__name__}"
-        )
+        told = "words are explained by credit that adds up to the scores, as an SSTNet's does"
+        raise ValueError(f"{told}; this network is a {type(net).__name__}")
     mask, embs = encoder([text])
-    wanted, device = net.depth_emb.shape, net.depth_emb.device
-    if embs.shape[2:] != wanted:
-        raise ValueError(
-            f"the network reads hidden states [{', '.join(map(str, wanted))}], "
-            f"the encoder '{encoder.name}' gives {list(embs.shape[2:])}"
-        )
-    mask, embs = mask.float().to(device), embs.float().to(device)
+    if embs.shape[2:] != net.depth_emb.shape:
+        reads, gives = list(net.depth_emb.shape), list(embs.shape[2:])
+        told = f"the encoder '{encoder.name}' gives {gives}"
+        raise ValueError(f"the network reads hidden states {reads}, {told}")
+    mask, embs = (v.float().to(net.depth_emb.device) for v in (mask, embs))
     c = credit(net, mask, embs)
     shares, w = c.shares[0].cpu().double(), leaning(c.a.shape[1]).double()
     words, groups = zip(*encoder.words(text))
@@ -492,21 +460,3 @@ def noted_encoder(
     how = {k: note[k] for k in ('gguf_file', 'layers', 'dtype', 'end')}
     how |= dict(revision=note.get('revision') if same else None, expected=note['fingerprint'])
     return FrozenEncoder(place, device=device, fetch=bool(where), **how)
-
-# %% ../../nbs/lab/46_text.ipynb #00000040
-def layer_profile(
-    told: list,  # of `Explanation`
-    ax=None,  # matplotlib axes; None: new ones
-):  # the axes
-    "Leaning of each layer, a line for each text."
-    if ax is None:
-        _, ax = plot_style().subplots(figsize=(9, 3.4), layout='constrained')
-    for k, e in enumerate(told):
-        y = torch.tensor(e.layers) @ leaning(len(e.a))
-        look = dict(color=palette[k % len(palette)], ls='-' if k < len(palette) else '--')
-        short = e.text if len(e.text) < 35 else e.text[:32] + '...'
-        ax.plot(range(len(y)), y, marker='.osv^D*x'[k % 8], ms=4, label=short, **look)
-    ax.axhline(0, color='k', lw=0.8)
-    ax.set(xlabel='hidden state (0: embeddings)', ylabel='leaning')
-    ax.legend(loc='center left', bbox_to_anchor=(1, 0.5))
-    return ax

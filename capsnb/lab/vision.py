@@ -35,15 +35,14 @@ def as_images(
     told = f"expected images [b, {sizes}]" + (f", m and n at least {least}" if least > 1 else '')
     if not isinstance(images, Tensor):
         raise ValueError(
-            f"{told} as a tensor, got {type(images).__name__} (torch.as_tensor makes one)"
+            f"{told} as a tensor, got {type(images).__name__}: torch.as_tensor(images)"
         )
     fits = images.ndim == 4 and all(n in (None, got) for n, got in zip(shape, images.shape[1:]))
     if not fits or min(images.shape[2:]) < least:
         raise ValueError(f"{told}, got shape {tuple(images.shape)}")
     if not images.is_floating_point():
-        raise ValueError(
-            f"expected images of a floating dtype (divide bytes by 255), got {images.dtype}"
-        )
+        said = 'expected images of a floating dtype (divide bytes by 255)'
+        raise ValueError(f"{said}, got {images.dtype}")
     if may_look(images) and not images.isfinite().all():
         raise ValueError("images must be finite, got NaN or inf")
     return images if autocasting(images.device) else images.to(next(net.parameters()).dtype)
@@ -89,7 +88,9 @@ class ConvTrunk(nn.Module):
                 f"got {len(channels)} channels and {len(strides)} strides"
             )
         self.in_channels = in_channels
-        self.least = _smallest_image(strides, padding)
+        self.least = 1  # side of the smallest image
+        for s in reversed(strides):
+            self.least = max(1, (self.least - 1) * s + 3 - 2 * padding)
         widths = (in_channels + 2, *channels)
         self.stages = nn.ModuleList(
             normed_conv(p, q, 3, s, padding) for p, q, s in zip(widths, channels, strides)
@@ -104,13 +105,6 @@ class ConvTrunk(nn.Module):
         for stage in self.stages:
             x = F.silu(stage(x))
         return x
-
-# %% ../../nbs/lab/43_vision.ipynb #7145ca17
-def _smallest_image(strides: tuple, padding: int) -> int:
-    least = 1
-    for s in reversed(strides):
-        least = max(1, (least - 1) * s + 3 - 2 * padding)
-    return least
 
 # %% ../../nbs/lab/43_vision.ipynb #0000000e
 class CapsuleHeads(nn.Module):
@@ -133,10 +127,8 @@ class CapsuleHeads(nn.Module):
         x: Tensor,  # [b, channels, m, n]
     ) -> tuple:  # scores [b, i] and poses [b, i, c, d], i = (type, row, column)
         a, mu, size = self.compute_a(x), self.compute_mu(x), dict(c=self.d_cov, d=self.d_inp)
-        return (
-            rearrange(a, 'b t m n -> b (t m n)'),
-            rearrange(mu, 'b (t c d) m n -> b (t m n) c d', **size),
-        )
+        mu = rearrange(mu, 'b (t c d) m n -> b (t m n) c d', **size)
+        return rearrange(a, 'b t m n -> b (t m n)'), mu
 
 # %% ../../nbs/lab/43_vision.ipynb #00000011
 @from_generator
@@ -183,34 +175,6 @@ def n_params(
     return sum(p.numel() for p in net.parameters() if p.requires_grad)
 
 # %% ../../nbs/lab/43_vision.ipynb #00000014
-class _TrainerAdvice:
-    "Says what to do where transformers' `Trainer` wants what only a `PreTrainedModel` has."
-
-    def __init_subclass__(cls, **kw):
-        super().__init_subclass__(**kw)
-        if issubclass(cls, nn.Module):
-            cls.__getattr__ = _no_config
-
-    def gradient_checkpointing_enable(self, *_, **__):
-        "`ValueError`: there is nothing to gain, since routing keeps no votes."
-        raise ValueError(
-            f"a {type(self).__name__} has no gradient checkpointing: leave it False, and "
-            "if memory runs out, take smaller batches (per_device_train_batch_size)"
-        )
-
-    activation_checkpointing_enable = gradient_checkpointing_enable
-
-# %% ../../nbs/lab/43_vision.ipynb #e5452f71
-def _no_config(self, name):
-    if name == 'config':
-        raise AttributeError(
-            f"a {type(self).__name__} has no config, since it is no PreTrainedModel; "
-            "if label_smoothing_factor wanted it: leave that at 0 "
-            "and give smoothed labels [b, n_classes] instead"
-        )
-    return nn.Module.__getattr__(self, name)
-
-# %% ../../nbs/lab/43_vision.ipynb #5ef876b0
 try:
     from huggingface_hub import PyTorchModelHubMixin
 except ModuleNotFoundError as missing:
@@ -221,18 +185,11 @@ except ModuleNotFoundError as missing:
         class PyTorchModelHubMixin:
             "Where huggingface_hub is not installed: each method says how to get it."
 
+            needed = staticmethod(lambda *_, **__: need('huggingface_hub'))
+            from_pretrained = save_pretrained = push_to_hub = needed
+
             def __init_subclass__(cls, **_):
                 super().__init_subclass__()
-
-            @classmethod
-            def from_pretrained(cls, *_, **__):
-                need('huggingface_hub')
-
-            def save_pretrained(self, *_, **__):
-                need('huggingface_hub')
-
-            def push_to_hub(self, *_, **__):
-                need('huggingface_hub')
 
 
 _card = """---
@@ -244,15 +201,35 @@ Weights of a network of capsnb: `from_pretrained` of its class reads this folder
 """
 
 
-class HubMixin(_TrainerAdvice, PyTorchModelHubMixin):
-    "huggingface_hub's mixin, but strict: missing or extra weights are an error."
+def _no_config(self, name):
+    if name == 'config':
+        raise AttributeError(
+            f"a {type(self).__name__} has no config, since it is no PreTrainedModel; if "
+            "label_smoothing_factor wanted it: leave that at 0 and give soft labels [b, n_classes]"
+        )
+    return nn.Module.__getattr__(self, name)
+
+
+class HubMixin(PyTorchModelHubMixin):
+    "huggingface_hub's mixin, but strict, with advice where `Trainer` wants a `PreTrainedModel`."
 
     def __init_subclass__(cls, **about):
         super().__init_subclass__(model_card_template=_card, **about)
+        if issubclass(cls, nn.Module):
+            cls.__getattr__ = _no_config
 
     @classmethod
     def _from_pretrained(cls, *, strict: bool = True, **kw):
         return super()._from_pretrained(strict=strict, **kw)
+
+    def gradient_checkpointing_enable(self, *_, **__):
+        "`ValueError`: there is nothing to gain, since routing keeps no votes."
+        raise ValueError(
+            f"a {type(self).__name__} has no gradient checkpointing: leave it False, and "
+            "if memory runs out, take smaller batches (per_device_train_batch_size)"
+        )
+
+    activation_checkpointing_enable = gradient_checkpointing_enable
 
 # %% ../../nbs/lab/43_vision.ipynb #00000016
 def trace_credit(
@@ -382,41 +359,33 @@ def draw_net(
     for name in stages:
         hook = lambda m, i, out, name=name: seen.setdefault(name, out)
         hooks.append(net.get_submodule(name).register_forward_hook(hook))
-    try:
-        with torch.no_grad():
-            (run or (lambda: net(images)))()
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with torch.no_grad():
+        (run or (lambda: net(images)))()
+    for hook in hooks:
+        hook.remove()
     boxes = [('input', images), *((text, seen[name]) for name, text in stages.items())]
     fig, ax = plot_style().subplots(figsize=(1.75 * len(boxes), 1.7))
+    patches = need('matplotlib.patches')
     for k, (text, out) in enumerate(boxes):
-        _draw_stage(ax, k, text, _shape_of(out))
+        fill, width = ('#CFDCEA', 2) if 'routing' in text else ('#F4F4F4', None)
+        look = dict(boxstyle='round,pad=0.03', fc=fill, ec='#444444', lw=width)
+        ax.add_patch(patches.FancyBboxPatch((k - 0.34, -0.2), 0.68, 0.6, **look))
+        ax.text(k, 0.1, text, ha='center', va='center')
+        ax.text(k, -0.3, _shape_of(out), ha='center', va='top', family='monospace')
+        if k:
+            arrow = dict(arrowstyle='->', color='#444444')
+            ax.annotate('', (k - 0.38, 0.1), (k - 0.62, 0.1), arrowprops=arrow)
     ax.set(xlim=(-0.45, len(boxes) - 0.55), ylim=(-0.75, 0.5))
     ax.axis('off')
     fig.tight_layout(pad=0.2)
     return fig
 
-# %% ../../nbs/lab/43_vision.ipynb #8c8012c1
+
 def _shape_of(out) -> str:
     parts = out[:2] if isinstance(out, tuple) else (out,)
     names = getattr(out, '_fields', ('a', 'mu'))[: len(parts)] if len(parts) > 1 else ('',)
     sizes = ('×'.join(map(str, p.shape[1:])) for p in parts)
     return '\n'.join(f'{n} {s}'.strip() for n, s in zip(names, sizes)).replace('mu', 'μ')
-
-# %% ../../nbs/lab/43_vision.ipynb #b0cb2e70
-def _draw_stage(ax, k: int, text: str, shape: str):
-    routed = 'routing' in text
-    look = dict(boxstyle='round,pad=0.03', fc='#CFDCEA' if routed else '#F4F4F4', ec='#444444')
-    box = need('matplotlib.patches').FancyBboxPatch((k - 0.34, -0.2), 0.68, 0.6, **look)
-    ax.add_patch(box)
-    if routed:
-        box.set_linewidth(2)
-    ax.text(k, 0.1, text, ha='center', va='center')
-    ax.text(k, -0.3, shape, ha='center', va='top', family='monospace')
-    if k:
-        arrow = dict(arrowstyle='->', color='#444444')
-        ax.annotate('', (k - 0.38, 0.1), (k - 0.62, 0.1), arrowprops=arrow)
 
 # %% ../../nbs/lab/43_vision.ipynb #00000023
 def published_name(
@@ -445,21 +414,19 @@ def read_published(
 
 # %% ../../nbs/lab/43_vision.ipynb #cefdaafd
 def _check_state(state, path):
-    named = isinstance(state, dict) and all(isinstance(k, str) for k in state)
-    if not named or not state or not all(isinstance(v, Tensor) for v in state.values()):
-        kind = type(state).__name__ + (' of other things' if isinstance(state, dict) else '')
-        raise ValueError(f"expected a dict of named tensors in '{path}', got {kind}")
-    counts = {k for k, v in state.items() if v.dtype == torch.int64 and k.endswith(_counter)}
-    odd = [k for k, v in state.items() if not v.is_floating_point() and k not in counts]
+    if not isinstance(state, dict) or not state:
+        raise ValueError(
+            f"expected a dict of named tensors in '{path}', got {type(state).__name__}"
+        )
+    if not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items()):
+        raise ValueError(f"expected named tensors in '{path}', got dict of other things")
+    count = '.num_batches_tracked'  # of batch norm, the only whole numbers among weights
+    whole = {k for k, v in state.items() if v.dtype == torch.int64 and k.endswith(count)}
+    odd = [f'{k} {v.dtype}' for k, v in state.items() if not (v.is_floating_point() or k in whole)]
     if odd:
-        said = ', '.join(f'{k} {state[k].dtype}' for k in odd)
-        raise ValueError(f"expected floating-point numbers in '{path}', got {said}")
-    bad = [k for k, v in state.items() if not v.isfinite().all()]
-    if bad:
+        raise ValueError(f"expected floating-point numbers in '{path}', got {', '.join(odd)}")
+    if bad := [k for k, v in state.items() if not v.isfinite().all()]:
         raise ValueError(f"expected finite numbers in '{path}', got NaN or inf in {', '.join(bad)}")
-
-
-_counter = '.num_batches_tracked'  # of batch norm, the only whole numbers among weights
 
 # %% ../../nbs/lab/43_vision.ipynb #00000026
 _Net = TypeVar('_Net', bound=nn.Module)
@@ -483,21 +450,14 @@ def load_published(
 
 # %% ../../nbs/lab/43_vision.ipynb #fbace875
 def _differences(ours: dict, given: dict) -> dict:
-    both = [(k, given[k], v) for k, v in ours.items() if k in given]
-    real = lambda v: v.is_floating_point()
+    both, real = [(k, given[k], v) for k, v in ours.items() if k in given], Tensor.is_floating_point
+    sizes = lambda *of: ' instead of '.join(str(tuple(v.shape)) for v in of)
+    types = lambda *of: ' instead of '.join(str(v.dtype) for v in of)
     wrong = dict(
         missing=[k for k in ours if k not in given],
         extra=[k for k in given if k not in ours],
-        misshapen=[
-            f"{k} {tuple(g.shape)} instead of {tuple(v.shape)}"
-            for k, g, v in both
-            if g.shape != v.shape
-        ],
-        mistyped=[
-            f"{k} {g.dtype} instead of {v.dtype}"
-            for k, g, v in both
-            if g.dtype != v.dtype and not (real(g) and real(v))
-        ],
+        misshapen=[f'{k} {sizes(g, v)}' for k, g, v in both if g.shape != v.shape],
+        mistyped=[f'{k} {types(g, v)}' for k, g, v in both if real(g) != real(v)],
     )
     return {k: v for k, v in wrong.items() if v}
 
