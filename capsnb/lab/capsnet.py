@@ -104,7 +104,11 @@ def _places(image_shape: tuple, kernels: tuple, stride: int) -> int:
 
 # %% ../../nbs/lab/44_capsnet.ipynb #00000010
 class CapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'routing']):
-    "Convolution, primary capsules, dynamic routing, decoder (Sabour 2017, figs. 1 and 2)."
+    """Convolution, primary capsules, dynamic routing, decoder (Sabour 2017, figs. 1 and 2).
+
+    >>> CapsNet()(torch.rand(1, 1, 28, 28)).v.shape
+    torch.Size([1, 10, 16])
+    """
 
     def __init__(
         self,

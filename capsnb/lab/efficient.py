@@ -42,7 +42,11 @@ def _left(image_shape: tuple, kernels: tuple, strides: tuple) -> tuple:
 
 # %% ../../nbs/lab/49_efficient.ipynb #00000007
 class EfficientCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'routing']):
-    "Four convolutions, one filter a number of sixteen parts, one step of agreement (Mazzia 2021)."
+    """Four convolutions, one filter a number of sixteen parts, one step of agreement (Mazzia 2021).
+
+    >>> EfficientCapsNet()(torch.rand(2, 1, 28, 28)).v.shape
+    torch.Size([2, 10, 16])
+    """
 
     def __init__(
         self,
@@ -148,9 +152,8 @@ def _fill(net: EfficientCapsNet, weights: list[Tensor]):
     moved += [W.transpose(0, 1), prior.squeeze(-1).T]
     kept = [*net.features.parameters(), *net.primary.parameters(), net.W, net.prior]
     if [p.shape for p in kept] != [w.shape for w in moved]:
-        raise ValueError(
-            f"these are the weights of another network: {[tuple(w.shape) for w in weights]}"
-        )
+        shapes = [tuple(w.shape) for w in weights]
+        raise ValueError(f"these are the weights of another network: {shapes}")
     with torch.no_grad():
         for p, w in zip(kept, moved):
             p.copy_(w)

@@ -194,7 +194,11 @@ def _fields_of(stem, K: int, depth: int) -> list:
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #00000011
 class MatrixCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'routing']):
-    "Matrix capsules with EM routing (Hinton 2018, figure 1): class capsules, or loss and logits."
+    """Matrix capsules with EM routing (Hinton 2018, figure 1): class capsules, or loss and logits.
+
+    >>> MatrixCapsNet(8, 4, 4, 4)(torch.rand(2, 2, 32, 32)).mu.shape
+    torch.Size([2, 5, 4, 4])
+    """
 
     def __init__(
         self,

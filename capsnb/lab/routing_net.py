@@ -34,7 +34,11 @@ __all__ = ['needed_for_text', 'RoutingNet', 'RoutingText', 'PlainText', 'VectorT
 
 # %% ../../nbs/lab/50_routing_net.ipynb #00000006
 class RoutingNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'routing']):
-    "Convolutions, capsules at every place, and layers of one routing."
+    """Convolutions, capsules at every place, and layers of one routing.
+
+    >>> RoutingNet(n_classes=3, routing='em')(torch.rand(2, 1, 8, 8)).a.shape
+    torch.Size([2, 3])
+    """
 
     def __init__(
         self,

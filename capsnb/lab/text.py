@@ -162,7 +162,12 @@ _tags = ['capsules', 'routing', 'text-classification']
 
 
 class SSTNet(TextStem, HubMixin, library_name='capsnb', tags=_tags):
-    "Routes hidden states of a transformer to classes (Heinsen 2019, fig. 5)."
+    """Routes hidden states of a transformer to classes (Heinsen 2019, fig. 5).
+
+    >>> mask, embs = torch.ones(2, 7), torch.randn(2, 7, 3, 32)  # 7 tokens, 3 hidden states each
+    >>> SSTNet(d_depth=3, d_emb=32)(mask, embs).a.shape
+    torch.Size([2, 5])
+    """
 
     from_published: Callable[..., SSTNet]  # see below
 

@@ -242,7 +242,11 @@ def trace_credit(
 
 # %% ../../nbs/lab/43_vision.ipynb #00000019
 class DStepNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'routing']):
-    "Convolutions and two routing layers (Heinsen 2019, fig. 3)."
+    """Convolutions and two routing layers (Heinsen 2019, fig. 3).
+
+    >>> DStepNet()(torch.rand(2, 1, 8, 8)).mu.shape
+    torch.Size([2, 10, 4, 4])
+    """
 
     credit: Callable[..., Tensor]  # see `_credit_maps`
 
@@ -320,7 +324,11 @@ def norb_trunk(
 
 # %% ../../nbs/lab/43_vision.ipynb #00000020
 class SmallNORBNet(DStepNet, library_name='capsnb', tags=['capsules', 'routing', 'smallnorb']):
-    "The network of Heinsen (2019), fig. 3, for pairs of images from 29x29 up; 271,688 parameters."
+    """The network of Heinsen (2019), fig. 3, for pairs of images from 29x29 up; 271,688 parameters.
+
+    >>> SmallNORBNet(n_classes=5, n_parts=8, channels=8)(torch.rand(2, 2, 32, 32)).a.shape
+    torch.Size([2, 5])
+    """
 
     def __init__(
         self,
@@ -504,7 +512,11 @@ def rival_of(
 
 # %% ../../nbs/lab/43_vision.ipynb #00000032
 class BaselineCNN(nn.Module, HubMixin, library_name='capsnb', tags=['cnn']):
-    "The baseline of Hinton et al. (2018), section 5; for one size of images."
+    """The baseline of Hinton et al. (2018), section 5; for one size of images.
+
+    >>> BaselineCNN(size=32)(torch.rand(2, 2, 32, 32)).a.shape
+    torch.Size([2, 5])
+    """
 
     def __init__(
         self,
