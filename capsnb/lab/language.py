@@ -113,13 +113,8 @@ class LanguageModel(nn.Module, HubMixin, library_name='capsnb', tags=['routing',
         return x if self.bias is None else F.linear(x, self.table.weight, self.bias)
 
 # %% ../../nbs/lab/91_language.ipynb #00000007
-def _make_mixer(
-    name: str,  # 'self-attention', or a routing
-    d_emb: int,  # m: width of the tokens
-    n_heads: int = 4,  # of self-attention
-    options: dict | None = None,  # of `RoutingBlock`; None: as many parameters as self-attention
-) -> nn.Module:  # takes tokens [b, n, m], sees no future
-    "Who mixes tokens; `ValueError` for a name that nobody has."
+def _make_mixer(name: str, d_emb: int, n_heads: int = 4, options: dict | None = None):
+    "Who mixes tokens [b, n, m], and sees no future; without options as large as attention."
     if name == 'self-attention':
         return SelfAttention(d_emb, n_heads)
     _check_routing(name, "'self-attention'")
@@ -132,14 +127,8 @@ def _check_routing(name: str, others: str):
         raise ValueError(f"expected {others} or a routing ({known}), got {name!r}")
 
 # %% ../../nbs/lab/91_language.ipynb #00000008
-def _make_head(
-    name: str,  # 'tied', 'untied', or a routing
-    d_emb: int,  # m: width of the tokens
-    d_table: int,  # width of the table of tokens
-    n_vocab: int,  # j: words
-    options: dict | None = None,  # of `RoutedWords`
-) -> nn.Module:  # takes tokens [..., m], gives scores [..., j]; if tied, tokens [..., d_table]
-    "Who reads the last tokens; `ValueError` for a name that nobody has."
+def _make_head(name: str, d_emb: int, d_table: int, n_vocab: int, options: dict | None = None):
+    "Who reads the last tokens [..., m] to scores; if tied, to the width of the table."
     narrow = nn.Identity() if d_table == d_emb else nn.Linear(d_emb, d_table)
     if name == 'tied':
         return narrow
@@ -153,19 +142,13 @@ _unknown, _end = '<unk>', '<end>'
 _levels = ('char', 'word')
 
 
-def _tokens_of(
-    texts: list,  # of str
-    level: str,  # 'char' or 'word'
-) -> list:  # of str
+def _tokens_of(texts: list, level: str) -> list:
     "Characters or words, and an end after each text."
     return [t for text in texts for t in [*(text if level == 'char' else text.split()), _end]]
 
 
-def _vocabulary(
-    tokens: list,  # of str, of the training split
-    most: int,  # entries
-) -> tuple:  # of str; the unknown one first
-    "The most frequent tokens; among equals the earlier in the alphabet."
+def _vocabulary(tokens: list, most: int) -> tuple:
+    "The unknown one, and the most frequent tokens; among equals the earlier in the alphabet."
     count = Counter(tokens)
     order = sorted(count, key=lambda t: (-count[t], t))
     return (_unknown, *order[: most - 1])
@@ -174,12 +157,7 @@ def _vocabulary(
 class _TokenDeck(BaseDeck):
     "Texts of equal length, and at every place the token that comes next."
 
-    def __init__(
-        self,
-        stream: Tensor,  # [t] tokens of a split
-        n_ctx: int,  # n: tokens of a text
-        limit: int | None = None,  # at most so many texts, spread evenly; None: all
-    ):
+    def __init__(self, stream: Tensor, n_ctx: int, limit: int | None = None):
         n = (len(stream) - 1) // n_ctx
         if n < 1:
             raise ValueError(f"expected more than {n_ctx} tokens, got {len(stream)}")
@@ -192,10 +170,7 @@ class _TokenDeck(BaseDeck):
     def mark(self) -> str:  # equal for equal data
         return fingerprint(self.ids, self.labels)
 
-    def __getitems__(
-        self,
-        ks: list,  # of texts: a whole batch
-    ) -> dict:  # ids and labels [b, n]
+    def __getitems__(self, ks: list) -> dict:  # ids and labels [b, n]
         return dict(ids=self.ids[ks], labels=self.labels[ks])
 
 # %% ../../nbs/lab/91_language.ipynb #00000013
@@ -204,7 +179,7 @@ class Language(Task):
     "What comes next in the sentences of the treebank."
 
     level: str = 'char'  # or 'word'
-    n_vocab: int = 10_000  # the most entries of the _vocabulary
+    n_vocab: int = 10_000  # the most entries of the vocabulary
     n_ctx: int = 64  # tokens of a text
     limit: int | None = None  # texts of validation and test; None: all
     shorten: int | None = None  # texts to train on; None: all
@@ -230,7 +205,7 @@ class Language(Task):
         return {split: list(part['text']) for split, part in whole.items()}
 
     @cached_property
-    def names(self) -> tuple:  # the _vocabulary
+    def names(self) -> tuple:  # the vocabulary
         return _vocabulary(_tokens_of(self.texts['train'], self.level), self.n_vocab)
 
     def recipe(self, net):

@@ -29,8 +29,8 @@ from .text import check_note, encoder_note, measure_scale, noted_encoder
 from .train import BaseDeck, dice, fingerprint
 
 # %% auto #0
-__all__ = ['on_disk', 'most_unasked', 'names_of', 'sst5', 'sst2', 'in_papers', 'TextDeck', 'packed', 'TextMixup', 'say',
-           'Samples', 'sst_samples', 'Sentiment', 'smollm2', 'unlike_paper', 'beside_paper', 'linear_probes']
+__all__ = ['on_disk', 'most_unasked', 'names_of', 'sst5', 'sst2', 'in_papers', 'TextDeck', 'TextMixup', 'say', 'Samples',
+           'sst_samples', 'Sentiment', 'smollm2', 'unlike_paper', 'beside_paper', 'linear_probes']
 
 # %% ../../nbs/lab/54_sentiment.ipynb #dd8c221d
 class TextDeck(BaseDeck):
@@ -51,14 +51,11 @@ class TextDeck(BaseDeck):
         self.rows = list(range(len(self.labels)) if rows is None else rows)
         n = len(source if kept else source[1])
         if len(self.rows) != len(self.labels):
-            raise ValueError(
-                f"expected one label for each of {len(self.rows):,} texts, got {len(self.labels):,}"
-            )
+            told = f"one label for each of {len(self.rows):,} texts"
+            raise ValueError(f"expected {told}, got {len(self.labels):,}")
         if not self.rows or max(self.rows) >= n:
-            raise ValueError(
-                f"expected texts among the {n:,} of the source, at least one, "
-                f"got {len(self.rows):,} of them, up to number {max(self.rows, default=-1):,}"
-            )
+            got = f"{len(self.rows):,}, up to number {max(self.rows, default=-1):,}"
+            raise ValueError(f"expected texts among the {n:,} of the source, got {got}")
 
     def mark(self) -> str:  # equal for equal data
         if self.cached:
@@ -77,8 +74,14 @@ class TextDeck(BaseDeck):
     ) -> dict:  # mask and embs [t, l, m], or where [b, n] they are, or texts; labels, and the dice
         rows = [self.rows[k] for k in ks]
         out = dict(labels=self.labels[ks], draw=self.draw(ks))
-        if self.cached:
-            return {**out, **packed(self.source, rows)}
+        if self.cached:  # one pass over the file, no padding
+            items = [self.source.look(r) for r in rows]
+            lengths = torch.tensor([len(e) for e in items])
+            embs = torch.empty(int(lengths.sum()), *self.source.shape)
+            for row, e in zip(embs.split(lengths.tolist()), items):
+                row.copy_(e)
+            mask = (torch.arange(int(lengths.max())) < lengths[:, None]).float()
+            return {**out, 'mask': mask, 'embs': embs}
         if self.held:
             mask, where = self.source.places(rows)
             return {**out, 'mask': mask, 'where': where, 'held': self.source}
@@ -95,19 +98,6 @@ class TextDeck(BaseDeck):
             embs = self.source.look(batch['where'])
             return batch['mask'].to(embs.device), embs
         return tuple(e.float() for e in self.source[0](batch['texts']))
-
-# %% ../../nbs/lab/54_sentiment.ipynb #75cc558f
-def packed(
-    cache: EmbeddingCache,  # finished
-    ks: list,  # which texts
-) -> dict:  # mask [b, n] and embs [t, l, m], both float32
-    "Texts of a cache, one after the other: one pass over the file, no padding."
-    items = [cache.look(k) for k in ks]
-    lengths = torch.tensor([len(e) for e in items])
-    embs = torch.empty(int(lengths.sum()), *cache.shape)
-    for row, e in zip(embs.split(lengths.tolist()), items):
-        row.copy_(e)
-    return dict(mask=(torch.arange(int(lengths.max())) < lengths[:, None]).float(), embs=embs)
 
 # %% ../../nbs/lab/54_sentiment.ipynb #2f0b78f1
 class TextMixup:
@@ -166,8 +156,7 @@ def say(
 def _cache_name(name: str, dtype: str) -> str:
     "Caches of other dtypes lie beside the usual ones."
     if dtype not in on_disk:
-        there = ' or '.join(map(repr, on_disk))
-        raise ValueError(f"expected the cache's dtype to be {there}, got {dtype!r}")
+        raise ValueError(f"expected the cache's dtype to be one of {on_disk}, got {dtype!r}")
     return name if dtype == 'float16' else f'{name}-{dtype}'
 
 # %% ../../nbs/lab/54_sentiment.ipynb #031440da
@@ -195,12 +184,6 @@ def _choose_cache(
         "the same without this sentence."
     )
     return False
-
-# %% ../../nbs/lab/54_sentiment.ipynb #3537e360
-def _embeddings_folder(encoder: FrozenEncoder, root: str | Path | None) -> Path:
-    "One folder for each encoder and choice of layers and end token."
-    root = Path(root).expanduser() if root else cache_folder('embeddings')
-    return root / fingerprint(encoder.fingerprint, encoder.layers, encoder.end_id)
 
 # %% ../../nbs/lab/54_sentiment.ipynb #74f579db
 class Samples(NamedTuple):
@@ -248,17 +231,6 @@ def _samples(name: str, texts: list, labels: list, task: str, limit: int | None)
     return Samples(name, texts, rows, labels)
 
 # %% ../../nbs/lab/54_sentiment.ipynb #56193736
-def _check_in_memory(task: Sentiment, recipe: dict):
-    "`ValueError` for what cannot be together."
-    if task.in_memory and task.cache is not None:
-        other = 'come on the fly' if task.cache is False else f"lie in '{task.cache}'"
-        raise ValueError(f"hidden states cannot stay in memory and {other}: choose one")
-    if task.in_memory and recipe.get('dataloader_num_workers'):
-        raise ValueError("hidden states in memory go to no worker: dataloader_num_workers=0")
-    if recipe.get('torch_compile_mode') == 'reduce-overhead' and not task.in_memory:
-        raise ValueError("CUDA graphs need batches of few shapes: in_memory=True (--in-memory)")
-
-
 @dataclass
 class Sentiment(Task):
     "The Stanford Sentiment Treebank, read by a frozen transformer."
@@ -310,12 +282,18 @@ class Sentiment(Task):
         top = 5e-4 if self.published else 8e-3 if self.roots else 2e-3
         recipe = dict(epochs=3, shift=0, lr=(1e-5, top))
         kinds = dict(sstnet=SSTNet, routing=RoutingText, plain=PlainText, vectors=VectorText)
-        own = dict(sstnet=options)
-        make = lambda cls: partial(self._network, cls)
-        return {k: Net(cls, own.get(k, {}), recipe, make(cls)) for k, cls in kinds.items()}
+        own = lambda k: options if k == 'sstnet' else {}
+        net = lambda k, cls: Net(cls, own(k), recipe, partial(self._network, cls))
+        return {k: net(k, cls) for k, cls in kinds.items()}
 
     def prepare(self, recipe, began):
-        _check_in_memory(self, recipe)
+        if self.in_memory and self.cache is not None:
+            other = 'come on the fly' if self.cache is False else f"lie in '{self.cache}'"
+            raise ValueError(f"hidden states cannot stay in memory and {other}: choose one")
+        if self.in_memory and recipe.get('dataloader_num_workers'):
+            raise ValueError("hidden states in memory go to no worker: dataloader_num_workers=0")
+        if recipe.get('torch_compile_mode') == 'reduce-overhead' and not self.in_memory:
+            raise ValueError("CUDA graphs need batches of few shapes: in_memory=True (--in-memory)")
         if callable(self.encoder):
             self.reader()
         if self.cache is None and began.get('on_the_fly') is True:
@@ -364,13 +342,14 @@ class Sentiment(Task):
         samples, encoder = self.samples, self.reader()
         if samples is None:
             samples = self.read(splits)
-        place = _embeddings_folder(encoder, self.cache)
+        root = Path(self.cache).expanduser() if self.cache else cache_folder('embeddings')
+        place = root / fingerprint(encoder.fingerprint, encoder.layers, encoder.end_id)
         names = {s: _cache_name(samples[s].name, self.cache_dtype) for s in splits}
         token = encoder.n_layers * encoder.d_emb * getattr(torch, self.cache_dtype).itemsize
         needed = {names[s]: about_tokens(samples[s].texts) * token for s in splits}
         cache, decks = False, {}
         if not self.in_memory:
-            cache = _choose_cache(self.cache, needed, place.parent, place.name)
+            cache = _choose_cache(self.cache, needed, root, place.name)
         self.on_the_fly, held = cache is False and not self.in_memory, {}
         if self.in_memory:
             wanted = {samples[s].name: samples[s][1:3] for s in splits}
@@ -393,8 +372,7 @@ class Sentiment(Task):
         note |= dict(mixup_per=self.mixup_per)
         note |= dict(net=net) if net not in (None, 'sstnet') else {}  # older runs do not say,
         note |= {} if self.validate else dict(validate=False)  # nor this
-        note |= dict(in_memory=True) if self.in_memory else {}
-        return note | (dict(on_the_fly=True) if self.on_the_fly else {})
+        return note | {k: True for k in ('in_memory', 'on_the_fly') if getattr(self, k)}
 
     def data_note(self) -> dict:  # JSON-ready
         "What task.json says of the texts."
@@ -410,21 +388,17 @@ class Sentiment(Task):
     def from_note(self, note, encoder=None, **here):
         check_note(note, "task.json")
         if note['names'] != list(self.names):
-            raise ValueError(
-                f"task.json is damaged: the task {note['task']!r:.60} "
-                f"with the classes {note['names']!r:.100}"
-            )
+            told = f"the task {note['task']!r:.60} with the classes {note['names']!r:.100}"
+            raise ValueError(f"task.json is damaged: {told}")
         dtype = note.get('cache_dtype', 'float16')
         if dtype not in on_disk:
             raise ValueError(f"task.json is damaged: its entry 'cache_dtype' is {dtype!r:.60}")
         if not isinstance(encoder, FrozenEncoder):
             encoder = noted_encoder(note, encoder, self.device)
         if encoder.fingerprint != note['fingerprint']:
-            raise ValueError(
-                f"the run was trained on '{note['encoder']}', "
-                f"fingerprint {note['fingerprint'][:8]}; '{encoder.name}' is another "
-                f"transformer, {encoder.fingerprint[:8]}"
-            )
+            told = f"'{note['encoder']}', fingerprint {note['fingerprint'][:8]}"
+            other = f"'{encoder.name}' is another transformer, {encoder.fingerprint[:8]}"
+            raise ValueError(f"the run was trained on {told}; {other}")
         same = self.data_noted(note) | dict(cache_dtype=dtype)
         return with_options(self, encoder=encoder, **{**same, **here})
 
