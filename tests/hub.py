@@ -33,10 +33,6 @@ class Hub(BaseHTTPRequestHandler):
         if self.command != 'HEAD':
             self.wfile.write(body)
 
-    @property
-    def here(self):
-        return f'http://{self.headers["Host"]}'
-
     def read(self):
         body = self.rfile.read(int(self.headers.get('Content-Length') or 0))
         path = unquote(urlsplit(self.path).path)
@@ -59,11 +55,11 @@ class Hub(BaseHTTPRequestHandler):
         if self.refused():
             return
         what = {} if path.endswith('/commit/main') else json.loads(body)
+        here = f'http://{self.headers["Host"]}'
         if path == '/api/repos/create':
-            name = '/'.join(filter(None, (what.get('organization'), what['name'])))
-            name = name if '/' in name else f'me/{name}'
+            name = f"{what.get('organization') or 'me'}/{what['name']}"
             self.repos.setdefault(f"{what.get('type', 'model')}s/{name}", {})
-            return self.say(answer=dict(url=f'{self.here}/{name}', id=name, name=name))
+            return self.say(answer=dict(url=f'{here}/{name}', id=name, name=name))
         if path == '/api/validate-yaml':
             return self.say(answer=dict(errors=[], warnings=[]))
         if path.endswith('/preupload/main'):
@@ -74,10 +70,8 @@ class Hub(BaseHTTPRequestHandler):
             ]
             return self.say(answer=dict(files=files))
         if path.endswith('/info/lfs/objects/batch'):
-            objects = [
-                dict(o, actions=dict(upload=dict(href=f"{self.here}/large/{o['oid']}")))
-                for o in what['objects']
-            ]
+            to = lambda o: dict(upload=dict(href=f"{here}/large/{o['oid']}"))
+            objects = [dict(o, actions=to(o)) for o in what['objects']]
             return self.say(answer=dict(transfer='basic', objects=objects))
         if path.endswith('/commit/main'):
             repo = self.repos[path.removeprefix('/api/').removesuffix('/commit/main')]
@@ -87,8 +81,7 @@ class Hub(BaseHTTPRequestHandler):
                     repo[value['path']] = base64.b64decode(value['content'])
                 elif line['key'] == 'lfsFile':
                     repo[value['path']] = self.large[value['oid']]
-            name = path.split('/')[-4] + '/' + path.split('/')[-3]
-            url = f'{self.here}/{name}/commit/{"c" * 40}'
+            url = f'{here}/{"/".join(path.split("/")[-4:-2])}/commit/{"c" * 40}'
             return self.say(answer=dict(commitUrl=url, commitOid='c' * 40, success=True))
         self.say(404, dict(error=f'nothing at {path}'))
 
@@ -119,16 +112,9 @@ class Hub(BaseHTTPRequestHandler):
             if tree := re.fullmatch(r'/tree/[^/]+/?(.*)', found[2] or ''):
                 deep = 'recursive=True' in self.path
                 return self.say(answer=list(self.below(files, tree[1] and tree[1] + '/', deep)))
-            return self.say(
-                answer=dict(
-                    id=found[1].partition('/')[2],
-                    sha='c' * 40,
-                    private=False,
-                    siblings=[dict(rfilename=p, size=len(b)) for p, b in files.items()],
-                    tags=[],
-                    downloads=0,
-                )
-            )
+            told = dict(id=found[1].partition('/')[2], sha='c' * 40, private=False, tags=[])
+            told['siblings'] = [dict(rfilename=p, size=len(b)) for p, b in files.items()]
+            return self.say(answer=told | dict(downloads=0))
         self.say(404, dict(error=f'nothing at {path}'))
 
     do_HEAD = do_GET
@@ -158,20 +144,22 @@ def stand_in(monkeypatch, cache):
         repos, large, asked = {}, {}, []
 
     with served(Here) as address:
-        monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', False)
-        monkeypatch.setattr(constants, 'HF_HUB_DISABLE_XET', True)
-        monkeypatch.setattr(constants, 'ENDPOINT', address)
-        monkeypatch.setattr(hf_api.api, 'endpoint', address)  # of functions without an `HfApi`
         template = address + '/{repo_id}/resolve/{revision}/{filename}'
-        monkeypatch.setattr(constants, 'HUGGINGFACE_CO_URL_TEMPLATE', template)
-        where = file_download, 'HUGGINGFACE_CO_URL_TEMPLATE', template  # huggingface_hub before 1.0
-        monkeypatch.setattr(*where, raising=False)
-        monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(cache))
-        one = hf_api.HfApi(endpoint=address)  # transformers keeps one from its first request on
-        monkeypatch.setattr(transformers.utils.hub, '_hf_api', one, raising=False)
-        monkeypatch.setattr(config, 'HF_ENDPOINT', address)
-        monkeypatch.setattr(config, 'HF_HUB_OFFLINE', False)
-        monkeypatch.setattr(config, 'HF_DATASETS_CACHE', cache / 'datasets')
+        one = hf_api.HfApi(endpoint=address)
+        for where, name, value in (
+            (constants, 'HF_HUB_OFFLINE', False),
+            (constants, 'HF_HUB_DISABLE_XET', True),
+            (constants, 'ENDPOINT', address),
+            (constants, 'HF_HUB_CACHE', str(cache)),
+            (constants, 'HUGGINGFACE_CO_URL_TEMPLATE', template),
+            (file_download, 'HUGGINGFACE_CO_URL_TEMPLATE', template),  # before 1.0
+            (hf_api.api, 'endpoint', address),  # of functions without an `HfApi`
+            (transformers.utils.hub, '_hf_api', one),  # kept from its first request on
+            (config, 'HF_ENDPOINT', address),
+            (config, 'HF_HUB_OFFLINE', False),
+            (config, 'HF_DATASETS_CACHE', cache / 'datasets'),
+        ):
+            monkeypatch.setattr(where, name, value, raising=False)
         monkeypatch.setenv('HF_TOKEN', TOKEN)
         yield Here
 
