@@ -17,8 +17,7 @@ from ..routing.em import as_schedule
 # %% auto #0
 __all__ = ['Grid', 'viewpoint_grid', 'in_degrees', 'Change', 'pose_change', 'plot_change', 'Flat', 'mds_path', 'plot_paths',
            'Probe', 'viewpoint_targets', 'r_squared', 'ridge_by_class', 'check_novel', 'probe_viewpoint', 'Poses',
-           'in_batches', 'poses_of', 'features_of', 'class_pose', 'plot_sheet', 'Watched', 'watch_classes',
-           'watch_votes', 'vote_histograms', 'reach', 'winner_by_iteration']
+           'in_batches', 'poses_of', 'features_of', 'class_pose', 'Watched', 'watch_classes', 'watch_votes']
 
 # %% ../../nbs/lab/47_inspect.ipynb #00000007
 _factors = 'category', 'instance', 'elevation', 'azimuth', 'lighting'
@@ -299,34 +298,6 @@ def class_pose(
     which = poses.a.argmax(-1) if category is None else torch.as_tensor(category).long()
     return poses.mu[torch.arange(len(poses.mu)), which]
 
-# %% ../../nbs/lab/47_inspect.ipynb #00000023
-def plot_sheet(
-    images: Tensor,  # [n, channels, m, n], the left eye first
-    columns: dict,  # name -> [n]: category, instance, elevation, azimuth, lighting
-    instance: int,  # which toy of each category
-    names: tuple | None = None,  # of the categories
-    vary: str = 'azimuth',  # or 'elevation'
-    step: int = 1,  # every how many views
-    at: dict | None = None,  # as in `viewpoint_grid`
-):  # the matplotlib figure
-    "One toy of each category from many viewpoints (Heinsen 2019, supplementary figure 9)."
-    plt, grid = plot_style(), viewpoint_grid(images, columns, vary, at)
-    rows = (grid.toys[:, 1] == instance).nonzero()[:, 0].tolist()
-    in_degrees(grid.views, vary)
-    wide = torch.cat(list(grid.x[rows][:, ::step].unbind(2)), -1).cpu()
-    (n, k, m, w), top = wide.shape, 255 if wide.dtype == torch.uint8 else 1
-    kw = dict(squeeze=False, layout='constrained')
-    fig, axs = plt.subplots(n, k, figsize=(1.6 * k, (1.6 * m / w + 0.06) * n + 0.3), **kw)
-    for ax, picture in zip(axs.flat, wide.flatten(0, 1)):
-        ax.imshow(picture, cmap='gray', vmin=0, vmax=top)
-        ax.set(xticks=[], yticks=[])
-        ax.grid(False)
-    for ax, view in zip(axs[0], grid.views[::step].tolist()):
-        ax.set_title(f'{view:g}°')
-    for row, c in zip(axs[:, 0], grid.toys[rows, 0].tolist()):
-        row.set_ylabel(names[c] if names else f'category {c}')
-    return fig
-
 # %% ../../nbs/lab/47_inspect.ipynb #00000006
 class Watched(NamedTuple):
     "One routing of class capsules, after each of its iterations."
@@ -375,54 +346,3 @@ def watch_votes(
     weight = torch.stack([o.R * a[..., None] for o in outs])
     a = [o.a for o in outs[:-1]] + [read(outs[-1]) if read else outs[-1].a]
     return Watched(gap, weight, torch.stack(a), torch.stack([o.mu for o in outs]), V)
-
-# %% ../../nbs/lab/47_inspect.ipynb #ad6e705d
-def vote_histograms(
-    w: Watched,  # of `watch_classes`
-    k: int,  # which image
-    names: tuple,  # of the classes
-    limit: float | None = None,  # largest distance shown; None: all
-    bins: int = 40,  # number of bins
-    log: bool = False,  # whether counts are on a log scale, as in figure B.2
-):  # matplotlib figure: a row per iteration, a column per class
-    "Histograms of vote distances, weighted by assignment (Hinton 2018, figures 2 and B.2)."
-    plt, (T, _, _, J) = plot_style(), w.distance.shape
-    edges = torch.linspace(0, limit or w.distance[:, k].max().item(), bins + 1).tolist()
-    kw = dict(sharex=True, sharey=not log, squeeze=False, layout='constrained')
-    fig, axs = plt.subplots(T, J, figsize=(1.9 * J, 1.25 * T + 0.6), **kw)
-    for (t, j), ax in zip(((t, j) for t in range(T) for j in range(J)), axs.flat):
-        kw = dict(weights=w.weight[t, k, :, j], color=palette[j % len(palette)], log=log)
-        ax.hist(w.distance[t, k, :, j], edges, **kw)
-        at = dict(xycoords='axes fraction', ha='right')
-        ax.annotate(f'a = {w.a[t, k, j]:.2f}', (0.97, 0.83), **at)
-    for ax, name in zip(axs[0], names):
-        ax.set_title(name)
-    for t, ax in enumerate(axs[:, 0]):
-        ax.set_ylabel(f'iteration {t + 1}')
-    fig.supxlabel('distance of a vote from the class capsule', fontsize=10)
-    fig.supylabel('data in a bin, parts', fontsize=10)
-    return fig
-
-# %% ../../nbs/lab/47_inspect.ipynb #ecadf570
-def reach(
-    w: Watched,  # of `watch_classes`
-    share: float = 0.98,  # of the data of the last iteration
-) -> float:  # distance that holds it
-    "Where the axis of `vote_histograms` may end."
-    distance, order = w.distance[-1].flatten().sort()
-    mass = w.weight[-1].flatten()[order].cumsum(0)
-    return distance[(mass >= share * mass[-1]).nonzero()[0, 0]].item()
-
-# %% ../../nbs/lab/47_inspect.ipynb #00000010
-def winner_by_iteration(
-    w: Watched,  # of `watch_classes`
-) -> dict:  # [t, b] each: the winner's 'share' of data, its mean 'distance', that of 'others'
-    "What routing moves to the class that wins."
-    win = w.a[-1].argmax(-1)[None, :, None]
-    S, D = w.weight.sum(2), (w.weight * w.distance).sum(2)
-    take = lambda v: v.gather(-1, win.expand(len(v), -1, 1))[..., 0]
-    return dict(
-        share=take(S) / S.sum(-1),
-        distance=take(D) / take(S),
-        others=(D.sum(-1) - take(D)) / (S.sum(-1) - take(S)),
-    )
