@@ -160,6 +160,7 @@ def test_the_page_of_a_record(stem):
 # What is replaced, and what is not
 
 
+@pytest.mark.slow
 def test_a_run_shown_again_has_the_same_page_and_a_new_one_takes_it_away(run):
     page, before = run / 'report.html', (run / 'report.html').read_bytes()
     page.unlink()
@@ -218,6 +219,7 @@ def test_a_folder_that_cannot_be_written_and_a_second_process(run, monkeypatch):
     assert not (run / 'report_test.html').exists()
 
 
+@pytest.mark.slow
 def test_a_demo_has_its_page(tmp_path, monkeypatch):
     few = {k: v.select(range(100)) for k, v in load_digits_split().items()}
     monkeypatch.setattr(digits, 'load_digits_split', lambda: few)
