@@ -147,6 +147,7 @@ def test_in_onnx(case, tmp_path):
     assert_close(found, want, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_explained_by_captum(case):
     "integrated gradients add up to the change of the score, for every network"
     attr = pytest.importorskip('captum.attr')

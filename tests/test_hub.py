@@ -336,6 +336,7 @@ def test_a_trained_transformer_is_saved_whole(world, tmp_path, kind):
     assert model.train().encoder.training and all(p.requires_grad for p in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('frozen', [True, False])
 def test_transformers_trainer_trains_it(world, saved, tmp_path, frozen):
     model = read(saved) if frozen else whole(encoder(world), 5)
@@ -524,6 +525,7 @@ def put(hub, name, tmp_path, **splits):  # a data set as the Hub keeps it
         files[f'data/{split}-00000-of-00001.parquet'] = content
 
 
+@pytest.mark.slow
 def test_pictures_of_a_data_set_of_the_hub(hub, tmp_path):
     Image = pytest.importorskip('PIL.Image')
     one = lambda k: Image.new('RGB', (20, 15), (30 + 190 * (k % 2), k, 0))

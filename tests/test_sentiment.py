@@ -137,6 +137,7 @@ def test_decks_refuse_what_does_not_fit(world, encoder):
 # ---- runs
 
 
+@pytest.mark.slow
 def test_from_a_cache_on_the_fly_or_in_memory(world, encoder, tmp_path):
     "the same run, and what is held is read once"
     losses, seen = {}, []
