@@ -206,7 +206,7 @@ def own_columns(
 
 digits = ('lab.digits:Digits',)
 objects = ('lab.objects:Objects',)
-photographs = *objects, 'lab.photographs:Photographs'
+photographs = *objects, 'lab.objects:Photographs'
 chosen = """
 
 The epoch that validates best on what was held back is tested once, with --no-validate the last one.

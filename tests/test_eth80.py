@@ -20,7 +20,7 @@ from capsnb.data import eth80
 from capsnb.data.eth80 import Photo, as_images, categories, familiar_views, find_eth80, list_eth80
 from capsnb.data.eth80 import n_photos, object_split, open_eth80, parse_name, tiny_eth80, viewpoints
 from capsnb.data.files import cache_folder
-from capsnb.lab.photographs import Photographs, folds_of
+from capsnb.lab.objects import Photographs, folds_of
 from capsnb.lab.tasks import evaluate, load_run, train
 
 try:

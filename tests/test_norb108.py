@@ -4,7 +4,7 @@ import pytest
 import torch
 from capsnb.data.norb import Joined, norb_name, tiny_norb
 from capsnb.lab.objects import NORB, PairCrops, PairDeck, Toys
-from capsnb.lab.photographs import Photographs
+from capsnb.lab.objects import Photographs
 from capsnb.lab.tasks import evaluate, load_run, task_named, train
 
 quiet = dict(device='cpu', progress=False)

@@ -5,12 +5,14 @@
 # %% ../../nbs/lab/53_objects.ipynb #c1f49cf8
 from __future__ import annotations
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn, Tensor
 from ..core import from_bytes
+from ..data.eth80 import categories as eth80_categories
+from ..data.eth80 import as_images, backgrounds, familiar_views, object_split, open_eth80
 from ..data.norb import degrees, norb_size, open_norb, open_smallnorb, valid_mask
 from ..data.toys import toys_tensors
 from .capsnet import CapsNet
@@ -18,13 +20,14 @@ from .digits import spread
 from .matrix_caps import MatrixCapsNet
 from .inspect import class_pose, mds_path, plot_paths, poses_of, viewpoint_grid
 from .routing_net import RoutingNet
-from .tasks import Net, Task, paper_recipe
+from .tasks import Net, Task, paper_recipe, with_options
 from .train import BaseDeck, dice, fingerprint, shift_images
 from .vision import BaselineCNN, PlainCNN, SmallNORBNet, n_params, norb_trunk, rival_of
 
 # %% auto #0
-__all__ = ['categories', 'factors', 'splits', 'toys', 'smallnorb', 'norb', 'PairDeck', 'PairMixup', 'warp', 'rotation',
-           'standardised', 'patches', 'PairCrops', 'Objects', 'Toys', 'SmallNORB', 'NORB', 'pose_picture']
+__all__ = ['categories', 'factors', 'splits', 'toys', 'smallnorb', 'norb', 'eth80', 'PairDeck', 'PairMixup', 'warp', 'rotation',
+           'standardised', 'patches', 'PairCrops', 'Objects', 'Toys', 'SmallNORB', 'NORB', 'pose_picture',
+           'Photographs', 'folds_of']
 
 # %% ../../nbs/lab/53_objects.ipynb #9b2bcc49
 class PairDeck(BaseDeck):
@@ -442,3 +445,88 @@ def pose_picture(
         fontsize=9,
     )
     return fig
+
+# %% ../../nbs/lab/53_objects.ipynb #00000005
+@dataclass
+class Photographs(Objects):
+    "ETH-80's photographs; of `Objects`, `subset` and `official` do not concern it."
+
+    colour: bool = False  # False: grey
+    background: str = 'kept'  # a name of `backgrounds`
+    fold: int = 0  # which objects to test, from 0
+    folds: int = 10  # 10, 5 or 2, as for `object_split`
+    by: str | None = None  # 'azimuth', 'polar': test on novel viewpoints; None: train, test on all
+
+    name, names = 'eth80', eth80_categories
+    noted = Objects.noted | dict(colour=bool, background=str, fold=int, folds=int, by=(str, None))
+
+    def __post_init__(self):
+        super().__post_init__()
+        object_split(dict(instance=[]), self.fold, self.folds)
+        if self.background not in backgrounds:
+            there = ', '.join(map(repr, backgrounds))
+            raise ValueError(f"background must be one of {there}, got {self.background!r}")
+        if self.by not in (None, 'azimuth', 'polar'):
+            raise ValueError(f"by must be 'azimuth', 'polar' or None, got {self.by!r}")
+        if self.subset is not None:
+            raise ValueError(f"ETH-80 has all of its photographs, got subset={self.subset!r}")
+
+    @property
+    def channels(self):
+        return 3 if self.colour else 1
+
+    @cached_property
+    def _data(self) -> dict:  # of `open_eth80`
+        return open_eth80(self.folder, self.cache)
+
+    def check_split(self, split):
+        if split != 'familiar' or self.by is None:
+            super().check_split(split)
+
+    def rows(
+        self,
+        split: str,  # 'train', 'validation', 'train+validation', 'test'; with `by`, 'familiar'
+    ) -> Tensor:  # numbers of photographs
+        "Which photographs a split has."
+        with_options(self, validate=True).check_split(split)
+        objects = object_split(self._data, self.fold, self.folds)
+        objects |= {'train+validation': ~objects['test'], 'familiar': objects['test']}
+        views = torch.tensor(True)
+        if self.by is not None:
+            known = familiar_views(self._data, self.by)
+            views = ~known if split == 'test' else known
+        return (objects[split] & views).nonzero().flatten()
+
+    def open(
+        self,
+        split: str,  # as for `rows`
+    ) -> dict:  # images uint8 [n, channels, size, size]; labels, angles in degrees
+        "The photographs of a split."
+        rows = self.rows(split)
+        x = {k: self._data[k][rows] for k in ('category', 'instance', 'polar', 'azimuth')}
+        above = dict(elevation=90 - x.pop('polar'), lighting=torch.zeros_like(rows))
+        images = as_images(self._data, rows, self.size, self.colour, self.background)
+        return dict(images=images, **x, **above)
+
+    def details(self, deck, right):
+        angles = {k: deck.data[k] for k in ('azimuth', 'elevation')}
+        by = {
+            k: {int(a): right[at == a].mean().item() for a in at.unique()}
+            for k, at in angles.items()
+        }
+        return dict(by_degrees=by)
+
+    def turned(self):
+        return with_options(self, by=None).open('test')
+
+
+eth80 = Photographs()
+
+# %% ../../nbs/lab/53_objects.ipynb #00000007
+def folds_of(
+    task: Photographs,  # its `fold` is replaced
+    **row,  # of all rows: net, options, recipe
+) -> dict:  # name -> row, for `study`
+    "A row for each fold."
+    each = {k: with_options(task, fold=k) for k in range(task.folds)}
+    return {f'{task.name} fold {k}': dict(task=o, **row) for k, o in each.items()}

@@ -15,7 +15,7 @@ from .capsnet import Decoder
 from .inspect import check_novel, ridge_by_class
 from .losses import class_shares
 from .objects import PairMixup, Toys
-from .photographs import Photographs
+from .objects import Photographs
 from .routing_net import RoutingNet
 from .tasks import Net
 from .train import dice

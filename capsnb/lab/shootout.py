@@ -16,7 +16,7 @@ from ..data.sst import find_sst
 from .speed import take_turns
 from .digits import Digits
 from .objects import Toys
-from .photographs import Photographs
+from .objects import Photographs
 from .report import percent, runs_of, spread
 from .routing_net import needed_for_text
 from .sentiment import Sentiment, smollm2

@@ -151,7 +151,7 @@ known = {
     'toys': 'capsnb.lab.objects:toys',
     'smallnorb': 'capsnb.lab.objects:smallnorb',
     'norb': 'capsnb.lab.objects:norb',
-    'eth80': 'capsnb.lab.photographs:eth80',
+    'eth80': 'capsnb.lab.objects:eth80',
     'cifar10': 'capsnb.lab.digits:cifar10',
     'multi-mnist': 'capsnb.lab.overlap:multi_mnist',
     'affnist': 'capsnb.lab.overlap:affnist',
