@@ -33,16 +33,11 @@ from .runs import checkpoints_in, first_process, read_seal, run_folder
 from .runs import in_words, record_locked, repeat, summary  # noqa: F401
 
 # %% auto #0
-__all__ = ['honoured', 'cycle_height', 'SingleCycle', 'Diverged', 'Moments', 'RunHooks', 'accuracy', 'quiet_transformers',
-           'check_recipe', 'training_arguments', 'Stopped', 'batch_on', 'rehearse', 'history_of', 'run_training',
-           'fit_decks', 'fit']
+__all__ = ['honoured', 'SingleCycle', 'Diverged', 'Moments', 'RunHooks', 'accuracy', 'quiet_transformers', 'check_recipe',
+           'training_arguments', 'Stopped', 'batch_on', 'rehearse', 'history_of', 'fit_decks', 'fit']
 
 # %% ../../nbs/lab/48_train.ipynb #00000018
-def cycle_height(
-    t: int,  # step, from 0
-    n_steps: int,  # steps of the run
-    warmup: float = 0.1,  # share of the steps that climb
-) -> float:  # in [0, 1]; 0 at the first and the last step, 1 at the top
+def _cycle_height(t: int, n_steps: int, warmup: float = 0.1) -> float:
     "Height of the single cycle: a line up, half a cosine down (Heinsen 2019, 4.2)."
     up = max(1, round(warmup * n_steps))
     if t <= up:
@@ -72,7 +67,7 @@ class SingleCycle(LRScheduler):
         super().__init__(optimizer)
 
     def height(self) -> float:  # of the cycle at this step
-        return cycle_height(self.last_epoch, self.n_steps, self.warmup)
+        return _cycle_height(self.last_epoch, self.n_steps, self.warmup)
 
     def get_lr(self) -> list:  # one learning rate per parameter group
         low, high = self.lr_range
@@ -586,11 +581,7 @@ def _compiling(trainer):
     return torch._dynamo.config.patch(automatic_dynamic_shapes=False)
 
 
-def run_training(
-    trainer,  # transformers.Trainer, with `RunHooks`
-    checkpoint: Path | None,  # to go on from
-    how_to_resume: str,  # said when a signal ended the run
-):
+def _run_training(trainer, checkpoint: Path | None, how_to_resume: str):
     "Train; `Stopped`, with a checkpoint, after a signal; `OSError` when the disk has filled up."
     hooks, folder, state = trainer.hooks, Path(trainer.args.output_dir), trainer.state
     try:
@@ -680,7 +671,7 @@ def fit_decks(
             _write_down(net, folder, settings, resume)
             folders.last_whole(hooks.folder, run)  # removes what is broken
         _wait_for_all(args)
-        run_training(trainer, folders.last_whole(hooks.folder, run), how_to_resume)
+        _run_training(trainer, folders.last_whole(hooks.folder, run), how_to_resume)
         metrics = _finish(trainer, folder, settings, test, note)
     if not hooks.signal:
         return metrics
