@@ -13,27 +13,13 @@ from torch import Tensor
 from .numerics import in_threads, may_look, without_autocast
 
 # %% auto #0
-__all__ = ['covariances', 'n_features', 'features', 'Params', 'natural', 'from_moments', 'em_sweep', 'data_moments', 'kmeans_pp',
-           'start_params', 'Fit', 'em', 'GaussianMixture']
-
-# %% ../../nbs/engine/12_mixture.ipynb #00000005
-covariances = ('diag', 'spherical', 'full')
-
-
-def n_features(
-    D: int,  # dimensions of a data point
-    covariance: str = 'diag',  # of `covariances`
-) -> int:  # K
-    "Length of phi(x); `ValueError` for an unknown covariance."
-    if covariance not in covariances:
-        raise ValueError(f"covariance must be one of {covariances}, got {covariance!r}")
-    return {'diag': D, 'spherical': 1, 'full': D * (D + 1) // 2}[covariance] + D + 1
+__all__ = ['Params', 'GaussianMixture']
 
 # %% ../../nbs/engine/12_mixture.ipynb #00000006
-def features(
-    x: Tensor,  # [..., N, D] data points, best centred
-    covariance: str = 'diag',  # of `covariances`
-) -> Tensor:  # [..., N, K]
+_covariances = ('diag', 'spherical', 'full')
+
+
+def _features(x: Tensor, covariance: str = 'diag') -> Tensor:
     "Sufficient statistics phi(x): squares (or products, d <= d'), then x, then 1."
     one, D = torch.ones_like(x[..., :1]), x.shape[-1]
     if covariance == 'full':
@@ -61,10 +47,7 @@ def _full_terms(mu, C):
     return quadratic, linear, 2 * chol.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
 # %% ../../nbs/engine/12_mixture.ipynb #00000009
-def natural(
-    p: Params,  # the mixture, relative to the same origin as the data
-    covariance: str = 'diag',  # 'diag', 'spherical' or 'full'
-) -> Tensor:  # [..., K, J]
+def _natural(p: Params, covariance: str = 'diag') -> Tensor:
     "Natural parameters theta, such that features(x) @ theta = log(pi_j N(x_i; mu_j, sig2_j))."
     D, tiny = p.mu.shape[-1], torch.finfo(p.mu.dtype).tiny
     if covariance == 'full':
@@ -114,14 +97,7 @@ def _choose(which, one: Params, two: Params) -> Params:
     return Params(*(torch.where(wide(p), p, q) for p, q in zip(one, two)))
 
 # %% ../../nbs/engine/12_mixture.ipynb #0000000f
-def from_moments(
-    S: Tensor,  # [..., K, J] statistics: the weighted sums of phi(x) for each Gaussian
-    D: int,  # dimensions of a data point
-    covariance: str = 'diag',  # of `covariances`
-    reg_covar: float = 0.0,  # added to every variance
-    least: float = 0.0,  # least variance before that (least eigenvalue for 'full')
-    old: Params | None = None,  # what a Gaussian keeps that has lost all its points
-) -> Params:  # the mixture, relative to the origin of the data behind S
+def _from_moments(S, D, covariance='diag', reg_covar=0.0, least=0.0, old=None) -> Params:
     "M-step from sufficient statistics; without `old` a Gaussian without points gets zeros."
     n, eps = S[..., -1, :], torch.finfo(S.dtype)
     mean = (S / n.clamp(min=eps.tiny)[..., None, :]).mT  # E_j[phi], [..., J, K]
@@ -141,10 +117,13 @@ def _responsibilities(L: Tensor) -> Tensor:
     return top + z.log()
 
 # %% ../../nbs/engine/12_mixture.ipynb #00000014
-def _tile_rows(x, width, tile=None) -> int:
-    "Rows of every data set in a tile of numbers, at least 64; None: 2**17 on a CPU, else 2**24."
-    tile = tile or (2**17 if x.device.type == 'cpu' else 2**24)
-    return min(x.shape[1], max(64, tile // (width * max(1, x.shape[0]))))
+_TILE = {'cpu': 2**17}  # numbers in a tile; elsewhere 2**24
+
+
+def _tile_rows(x, width) -> int:
+    "Rows of every data set in a tile, at least 64."
+    numbers = _TILE.get(x.device.type, 2**24)
+    return min(x.shape[1], max(64, numbers // (width * max(1, x.shape[0]))))
 
 
 def _wide(x):
@@ -175,22 +154,15 @@ def _by_rows(run, x, T, most=16) -> list:
         torch.set_num_threads(threads)  # what `_alone` set is also what new threads start with
 
 # %% ../../nbs/engine/12_mixture.ipynb #00000015
-def em_sweep(
-    x: Tensor,  # [b, N, D] data sets
-    theta: Tensor,  # [b, K, J] natural parameters, relative to `origin`; sums have its dtype
-    covariance: str = 'diag',  # of `covariances`
-    weight: Tensor | None = None,  # [b, N] weights of the points; None: one
-    origin: Tensor | float = 0.0,  # [b, 1, D] where the data are centred
-    tile: int | None = None,  # numbers per tile
-) -> tuple:  # statistics S [b, K, J]; log-likelihood summed over points [b], nats
+def _em_sweep(x, theta, covariance='diag', weight=None, origin=0.0) -> tuple:
     "E-step and the sums of the M-step in one pass over the data, in memory for a tile a thread."
-    T = _tile_rows(x, max(theta.shape[-2:]), tile)
+    T = _tile_rows(x, max(theta.shape[-2:]))
 
     def sweep(start, stop):
         S, log_p = torch.zeros_like(theta), theta.new_zeros(len(x))
         for s in range(start, stop, T):
             at = slice(s, min(s + T, stop))
-            f = features(x[:, at].to(theta.dtype) - origin, covariance)
+            f = _features(x[:, at].to(theta.dtype) - origin, covariance)
             R = f @ theta
             log_p_i = _responsibilities(R)[..., 0]
             if weight is not None:
@@ -203,13 +175,9 @@ def em_sweep(
     return tuple(map(sum, zip(*_by_rows(sweep, x, T))))
 
 # %% ../../nbs/engine/12_mixture.ipynb #00000018
-def data_moments(
-    x: Tensor,  # [b, N, D] data sets
-    weight: Tensor | None = None,  # [b, N] weights of the points; None: one
-    tile: int | None = None,  # numbers per tile
-) -> tuple[Tensor, Tensor]:  # mean and variance [b, 1, D] of every column, in float64
+def _data_moments(x, weight=None) -> tuple[Tensor, Tensor]:
     "A first mean, then moments about it, tile by tile."
-    T, wide = _tile_rows(x, x.shape[-1], tile), _wide(x)
+    T, wide = _tile_rows(x, x.shape[-1]), _wide(x)
     total = x.shape[1] if weight is None else weight.to(wide).sum(-1)[:, None, None]
 
     def sums(start, stop):
@@ -238,15 +206,9 @@ def _draw(weights, generator=None) -> Tensor:
     return torch.searchsorted(cum, u, right=True)[:, 0]
 
 # %% ../../nbs/engine/12_mixture.ipynb #0000001a
-def kmeans_pp(
-    x: Tensor,  # [b, N, D] data sets
-    n: int,  # number of centres
-    weight: Tensor | None = None,  # [b, N] weights of the points; None: one
-    generator: torch.Generator | None = None,  # source of randomness; None: torch's own
-    tile: int | None = None,  # numbers per tile
-) -> tuple[Tensor, Tensor]:  # centres [b, n, D], points of the data; squared distances [b, N]
+def _kmeans_pp(x, n, weight=None, generator=None) -> tuple[Tensor, Tensor]:
     "Centres by k-means++, and how far each point is from the nearest (Arthur, Vassilvitskii 2007)."
-    T, wide = _tile_rows(x, x.shape[-1], tile), _wide(x)
+    T, wide = _tile_rows(x, x.shape[-1]), _wide(x)
     w = torch.ones_like(x[..., 0], dtype=wide) if weight is None else weight.to(wide)
     near, centres, p = torch.full_like(w, math.inf), [], w
 
@@ -264,18 +226,10 @@ def kmeans_pp(
     return torch.stack(centres, 1), near
 
 # %% ../../nbs/engine/12_mixture.ipynb #0000001b
-def start_params(
-    x: Tensor,  # [b, N, D] data sets
-    n: int,  # number of Gaussians
-    covariance: str = 'diag',  # of `covariances`
-    weight: Tensor | None = None,  # [b, N] weights of the points; None: one
-    generator: torch.Generator | None = None,  # source of randomness; None: torch's own
-    least: float = 0.0,  # least variance
-    tile: int | None = None,  # numbers per tile
-) -> Params:  # leading dimension b
+def _start_params(x, n, covariance='diag', weight=None, generator=None, least=0.0) -> Params:
     "Where EM starts: k-means++ centres, equal proportions, the variance that the centres leave."
-    var = data_moments(x, weight, tile)[1]
-    mu, near = kmeans_pp(x, n, weight, generator, tile)
+    var = _data_moments(x, weight)[1]
+    mu, near = _kmeans_pp(x, n, weight, generator)
     w = torch.ones_like(near) if weight is None else weight
     tiny, eps = torch.finfo(var.dtype).tiny, torch.finfo(x.dtype).eps
     left = (near * w).sum(-1) / w.sum(-1)
@@ -285,7 +239,7 @@ def start_params(
     return Params(var.new_full(mu.shape[:-1], 1 / n), mu.to(var), form[covariance](sig2))
 
 # %% ../../nbs/engine/12_mixture.ipynb #0000001d
-class Fit(NamedTuple):
+class _Fit(NamedTuple):
     "What EM returns; `b` data sets."
 
     params: Params  # the mixtures, [b, ...]
@@ -295,24 +249,19 @@ class Fit(NamedTuple):
     history: Tensor  # [b, n_iter.max()] bound at every E-step, repeated after convergence
 
 # %% ../../nbs/engine/12_mixture.ipynb #0000001f
-def em(
-    x: Tensor,  # [b, N, D] data sets
-    start: Params,  # [b, ...] where to start
-    covariance: str = 'diag',  # of `covariances`
-    weight: Tensor | None = None,  # [b, N] weights of the points; None: one
+def _em(
+    x,
+    start,
+    covariance='diag',
+    weight=None,
     *,
-    max_iter: int = 100,  # most iterations
-    tol: float = 1e-3,  # stop when the bound changes by less, nats per point
-    reg_covar: float = 1e-6,  # added to every variance
-    min_var: float = 0.0,  # least variance before that
-    tile: int | None = None,  # numbers per tile
-) -> Fit:  # in float64
-    """EM for a mixture of Gaussians in two matrix products per tile and iteration.
-
-    It stops when all data sets have converged; where values are not looked at (see `may_look`),
-    it goes on to `max_iter`, and those that have converged keep what they have.
-    """
-    mean, how = data_moments(x, weight, tile)[0], (covariance, weight)
+    max_iter=100,
+    tol=0.001,
+    reg_covar=1e-06,
+    min_var=0.0,
+) -> _Fit:
+    "Stops when all data sets have converged; at `max_iter` where values are not looked at."
+    mean, how = _data_moments(x, weight)[0], (covariance, weight)
     p = Params(*(q.to(mean) for q in start))
     p = p._replace(mu=p.mu - mean)
     second = p.mu.square() + {
@@ -327,15 +276,15 @@ def em(
     n_iter = torch.zeros_like(log_p, dtype=torch.long)
     total = x.shape[1] if weight is None else weight.to(mean).sum(-1)
     while len(history) < max_iter and not (may_look(x) and not active.any()):
-        S, now = em_sweep(x, natural(p, covariance), *how, mean, tile)
-        p = _choose(active, from_moments(S, x.shape[-1], covariance, reg_covar, min_var, p), p)
+        S, now = _em_sweep(x, _natural(p, covariance), *how, mean)
+        p = _choose(active, _from_moments(S, x.shape[-1], covariance, reg_covar, min_var, p), p)
         n_iter, old, log_p = n_iter + active, log_p, torch.where(active, now / total, log_p)
         active = active & ((log_p - old).abs() >= tol)
         history.append(log_p)
-    return Fit(p._replace(mu=p.mu + mean), log_p, n_iter, ~active, torch.stack(history, -1))
+    return _Fit(p._replace(mu=p.mu + mean), log_p, n_iter, ~active, torch.stack(history, -1))
 
 # %% ../../nbs/engine/12_mixture.ipynb #00000021
-def _better(one: Fit, two: Fit) -> Fit:
+def _better(one: _Fit, two: _Fit) -> _Fit:
     "For each data set the fit with the higher bound, the first on a tie."
     n = max(f.history.shape[-1] for f in (one, two))
     longer = lambda h: torch.cat([h, h[:, -1:].expand(-1, n - h.shape[-1])], -1)
@@ -343,10 +292,10 @@ def _better(one: Fit, two: Fit) -> Fit:
     keep = ~(two.lower_bound > one.lower_bound)
     each = (keep, keep, keep, keep[:, None])
     rest = (torch.where(k, a, b) for k, a, b in zip(each, one[1:], two[1:]))
-    return Fit(_choose(keep, one.params, two.params), *rest)
+    return _Fit(_choose(keep, one.params, two.params), *rest)
 
 # %% ../../nbs/engine/12_mixture.ipynb #00000023
-def _check_data(x, n_components=1) -> Tensor:
+def _checked(x, n_components=1) -> Tensor:
     "Data flattened to [b, N, D]; `ValueError` says what is wrong."
     if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.float64):
         kind = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else f"{type(x)}"
@@ -357,13 +306,12 @@ def _check_data(x, n_components=1) -> Tensor:
     if may_look(x):
         low, high = (v.item() for v in torch.aminmax(x.detach()))
         if not (high - low) * (high - low) * x.shape[-1] * x.shape[-2] < math.inf:
-            raise ValueError(
-                f"x must be finite, and so must the squares of its range, got {low} to {high}"
-            )
+            told = f"and so must the squares of its range, got {low} to {high}"
+            raise ValueError(f"x must be finite, {told}")
     return x.detach().reshape(-1, *x.shape[-2:])
 
 
-def _given(name, given, x, tail) -> Tensor:
+def _given(name, given, x, tail, least=-math.inf) -> Tensor:
     "What was given for every data set [b, *tail]; `ValueError` says what is wrong."
     shape = x.shape[:-2] + tail
     try:
@@ -374,32 +322,30 @@ def _given(name, given, x, tail) -> Tensor:
         raise ValueError(f"{name} must be numbers that fit {tuple(shape)}, got {got}") from None
     if may_look(flat) and not flat.isfinite().all():
         raise ValueError(f"{name} must be finite, got NaN or inf")
+    if may_look(flat) and flat.min() < least:
+        raise ValueError(f"{name} must not be negative, got {flat.min().item()}")
     return flat
 
 
-def _check_weight(w, x, n_components) -> Tensor:
+def _weights(w, x, n_components) -> Tensor:
     "Weights [b, N], scaled to a maximum of 1 in every data set."
-    w = _given('sample_weight', w, x, x.shape[-2:-1])
-    if may_look(w):
-        if w.min() < 0:
-            raise ValueError(f"sample_weight must not be negative, got {w.min().item()}")
-        few = (w > 0).sum(-1).min().item()
-        if few < n_components:
-            told = f"n_components={n_components} needs at least as many points of positive"
-            raise ValueError(f"{told} sample_weight, got {few}")
+    w = _given('sample_weight', w, x, x.shape[-2:-1], least=0)
+    if may_look(w) and (few := (w > 0).sum(-1).min().item()) < n_components:
+        told = f"n_components={n_components} needs at least as many points of positive"
+        raise ValueError(f"{told} sample_weight, got {few}")
     return w / w.amax(-1, keepdim=True)
 
 
-def _check_start(start, x, J, covariance) -> Params:
+def _start_of(start, x, J, covariance) -> Params:
     "A start for every data set [b, ...]."
     if not isinstance(start, (tuple, list)) or len(start) != 3:
         raise ValueError(f"start must be (pi, mu, sig2), got {start!r}"[:120])
     D = x.shape[-1]
     sig2 = {'diag': (J, D), 'spherical': (J,), 'full': (J, D, D)}[covariance]
-    shapes = zip(('pi', 'mu', 'sig2'), start, ((J,), (J, D), sig2))
-    p = Params(*(_given(f'start: {name}', q, x, shape) for name, q, shape in shapes))
+    shapes = zip(Params._fields, start, ((J,), (J, D), sig2), (0, -math.inf, -math.inf))
+    p = Params(*(_given(f'start: {name}', q, x, *how) for name, q, *how in shapes))
     if may_look(x):
-        if (p.pi < 0).any() or (p.pi.sum(-1) - 1).abs().max() > 1e-4:
+        if (p.pi.sum(-1) - 1).abs().max() > 1e-4:
             sums = p.pi.sum(-1).tolist()[:3]
             raise ValueError(f"start: pi must be proportions that sum to 1, got sums {sums}")
         full = covariance == 'full'
@@ -409,25 +355,24 @@ def _check_start(start, x, J, covariance) -> Params:
     return p
 
 
-def _check_numbers(least, whole=False, **given):
-    "`ValueError` unless all are finite numbers, whole ones where they count, of at least `least`."
+def _numbers(least, kind, **given):
+    "`ValueError` unless all are finite numbers of a kind, of at least `least`."
     for name, v in given.items():
-        kind = numbers.Integral if whole else numbers.Real
         if isinstance(v, bool) or not isinstance(v, kind) or not least <= v < math.inf:
-            told = 'an integer' if whole else 'a finite number'
+            told = 'an integer' if kind is numbers.Integral else 'a finite number'
             raise ValueError(f"{name} must be {told} of at least {least}, got {v!r}")
 
 # %% ../../nbs/engine/12_mixture.ipynb #0000002a
-def _posterior(x, p: Params, covariance, R=None, tile=None) -> Tensor:
+def _posterior(x, p: Params, covariance, R=None) -> Tensor:
     "Log-likelihood of each point [b, N], nats; fills responsibilities R [b, N, J] if given."
     origin = (p.pi[..., None] * p.mu).sum(-2, keepdim=True)  # the mixture's mean
-    theta = natural(p._replace(mu=p.mu - origin), covariance)
-    log_p, T = theta.new_empty(x.shape[:2]), _tile_rows(x, max(theta.shape[-2:]), tile)
+    theta = _natural(p._replace(mu=p.mu - origin), covariance)
+    log_p, T = theta.new_empty(x.shape[:2]), _tile_rows(x, max(theta.shape[-2:]))
 
     def fill(start, stop):
         for s in range(start, stop, T):
             at = slice(s, min(s + T, stop))
-            L = features(x[:, at].to(theta.dtype) - origin, covariance) @ theta
+            L = _features(x[:, at].to(theta.dtype) - origin, covariance) @ theta
             log_p[:, at] = _responsibilities(L)[..., 0]
             if R is not None:
                 R[:, at] = L
@@ -474,17 +419,17 @@ class GaussianMixture:
         min_var: float = 0.0,  # least variance before that; see above
         start: Params | tuple | None = None,  # (pi, mu, sig2) to start from; None: k-means++
         seed: int | None = None,  # of the k-means++ draws; None: torch's own generator
-        tile: int | None = None,  # numbers per tile; None: 2**17 on a CPU, 2**24 elsewhere
     ):
-        n_features(1, covariance)
+        if covariance not in _covariances:
+            raise ValueError(f"covariance must be one of {_covariances}, got {covariance!r}")
         counts = dict(n_components=n_components, n_init=n_init, max_iter=max_iter)
         floats = dict(tol=tol, reg_covar=reg_covar, min_var=min_var)
-        _check_numbers(1, True, tile=tile or 1, **counts)
-        _check_numbers(0, **floats)
+        _numbers(1, numbers.Integral, **counts)
+        _numbers(0, numbers.Real, **floats)
         if start is not None and n_init > 1:
             same = "with an explicit start all restarts are equal"
             raise ValueError(f"{same}: n_init must be 1, got {n_init}")
-        self.covariance, self.start, self.seed, self.tile = covariance, start, seed, tile
+        self.covariance, self.start, self.seed = covariance, start, seed
         vars(self).update(counts | floats)
 
     @torch.no_grad()
@@ -494,10 +439,10 @@ class GaussianMixture:
         sample_weight: Tensor | None = None,  # broadcasts to [..., N]: points that each counts for
     ) -> GaussianMixture:  # itself; results are attributes with the leading dimensions of x
         "Fit by EM; `ValueError` for data or weights that cannot be fitted."
-        flat, w = _check_data(x, self.n_components), sample_weight
-        w = None if w is None else _check_weight(w, x, self.n_components)
+        flat, w = _checked(x, self.n_components), sample_weight
+        w = None if w is None else _weights(w, x, self.n_components)
         looks, bare = may_look(flat), self.reg_covar == self.min_var == 0
-        if looks and bare and (data_moments(flat, w, self.tile)[1] == 0).any():
+        if looks and bare and (_data_moments(flat, w)[1] == 0).any():
             what = "a column of x is constant"
             raise ValueError(f"{what}: its variance needs reg_covar or min_var above 0")
         with without_autocast(x.device):
@@ -518,16 +463,16 @@ class GaussianMixture:
         "The best of all starts for every data set."
         fixed = self.seed is not None and not x.is_meta
         g = torch.Generator(x.device).manual_seed(self.seed) if fixed else None
-        names = ('max_iter', 'tol', 'reg_covar', 'min_var', 'tile')
+        names = ('max_iter', 'tol', 'reg_covar', 'min_var')
         how = {name: getattr(self, name) for name in names}
         J, cov, least = self.n_components, self.covariance, max(self.reg_covar, self.min_var)
         best = None
         for _ in range(self.n_init):
             if self.start is None:
-                start = start_params(flat, J, cov, w, g, least, self.tile)
+                start = _start_params(flat, J, cov, w, g, least)
             else:
-                start = _check_start(self.start, x, J, cov)
-            fit = em(flat, start, cov, w, **how)
+                start = _start_of(self.start, x, J, cov)
+            fit = _em(flat, start, cov, w, **how)
             best = fit if best is None else _better(best, fit)
         return best
 
@@ -536,7 +481,7 @@ class GaussianMixture:
         "Log-likelihoods [..., N] and, if wanted, responsibilities [..., N, J]; `ValueError`."
         if self.params is None:
             raise ValueError("this GaussianMixture is not fitted yet: call fit(x) first")
-        flat, mu = _check_data(x), self.mu
+        flat, mu = _checked(x), self.mu
         if (x.dtype, x.device, x.shape[-1]) != (mu.dtype, mu.device, mu.shape[-1]):
             want, got = (f"{t.shape[-1]} columns of {t.dtype} on {t.device}" for t in (mu, x))
             raise ValueError(f"x must have {want} like the data of fit, got {got}")
@@ -550,7 +495,7 @@ class GaussianMixture:
         p = Params(*(q.expand(lead + tail(q)).reshape(-1, *tail(q)) for q in self._exact))
         R = flat.new_empty(*flat.shape[:2], p.pi.shape[-1]) if wants_R else None
         with without_autocast(x.device):
-            log_p = _posterior(flat, p, self.covariance, R, self.tile)
+            log_p = _posterior(flat, p, self.covariance, R)
         R = R.reshape(lead + R.shape[1:]) if wants_R else None
         return log_p.reshape(lead + log_p.shape[1:]), R
 
