@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 import capsnb.engine.layers as layers
-from .em import damped, proportions
+from .em import _damped, _proportions
 from .numerics import FastOp, import_error, over_threads
 from ..routing.em import TINY, EMRouted, Floor, least_weight
 
@@ -126,15 +126,13 @@ def _wholes(images: _Images, t: int, state: _State, floor: Tensor, betas: tuple)
     sig2 = state.var + floor
     half = 0.5 * sig2.log().sum(-1)
     if images.loop.act == 'pi':
-        log_a = proportions(images.by_image(state.mass), fields=True).flatten(0, 1)
+        log_a = _proportions(images.by_image(state.mass), fields=True).flatten(0, 1)
         return _Wholes(half, sig2, log_a, 1 / (state.mass + TINY))
     logit = images.loop.lams[t] * (betas[0] - state.mass * (images.n * betas[1] + half))
     return _Wholes(half, sig2, F.logsigmoid(logit), (-logit).sigmoid())
 
 # %% ../../nbs/engine/19_compiled.ipynb #0000000f
-def _wholes_back(
-    images: _Images, t: int, state: _State, w: _Wholes, betas: tuple, g_log_a: Tensor
-) -> tuple:
+def _wholes_back(images, t, state, w, betas, g_log_a) -> tuple:
     if images.loop.act == 'pi':
         g, a = images.by_image(g_log_a), images.by_image(w.log_a.exp())
         g = (g - a * g.sum((-2, -1), keepdim=True)).flatten(0, 1)
@@ -160,7 +158,7 @@ def _forward(images: _Images, betas: tuple, kept: list) -> tuple:
         if t:
             R = images.share(now.model(mu), kept[t - 1] if len(kept) else None)
         *raw, mass = images.gather(R)
-        mu, var = damped(*raw, mu, images.loop.damping)
+        mu, var = _damped(*raw, mu, images.loop.damping)
         floor = layers._floor(mu, var, images) if floor is None else floor
         states.append(_State(mu, var, mass, *raw))
         now = _wholes(images, t, states[-1], floor, betas)

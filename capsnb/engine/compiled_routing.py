@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from ..routing.dynamic import squash
-from .dstep import Plan, Problem, exporting, plans
+from .dstep import Plan, Problem, _exporting, plans
 from .dynamic import _maps_definition, _maps_shapes, _of_maps, _squash_back, faster
 from .moments import _FEW, _precision, _routed, _wide
 from .numerics import FastOp, import_error, over_threads
@@ -197,7 +197,7 @@ def _refuse_compiled(s):
         return f"it is for the CPU, not for {s.device}"
     if s.n * s.i * s.j * s.c * s.h > _MOST:
         return f"its votes would be more than {_MOST} numbers"
-    return 'an exported graph cannot hold it' if exporting() else import_error(_KERNELS)
+    return 'an exported graph cannot hold it' if _exporting() else import_error(_KERNELS)
 
 
 def _cost_compiled(s):
@@ -311,7 +311,7 @@ _agreement = FastOp(
 
 def _serves(u: Tensor, W: Tensor) -> bool:
     "Whether kernels are faster: a register holds 16 samples, full or not."
-    fits = u.device.type == 'cpu' and not exporting() and len(u) >= 12
+    fits = u.device.type == 'cpu' and not _exporting() and len(u) >= 12
     return fits and not import_error(_KERNELS)
 
 

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from ..core import check_n_iters
 from capsnb.engine.numerics import (
+    at_least_1,
     autocasting,
+    check_finite,
     check_tensors,
     keep_freed_memory,
     may_look,
@@ -20,24 +22,16 @@ from ..routing.dstep import Routed, RoutedR, route_votes, routing_ref
 from ..routing.em import Floor, as_floor
 
 # %% auto #0
-__all__ = ['plans', 'norms', 'brk_bias', 'beta_start', 'Sizes', 'Problem', 'Plan', 'gpu_seconds', 'exporting', 'n_samples',
-           'n_parts', 'choose_plan', 'check_capsules', 'start_maps', 'bias_of', 'check_norm', 'CapsNorm', 'in_dtype',
-           'Routing']
+__all__ = ['plans', 'Sizes', 'Problem', 'Plan', 'choose_plan', 'CapsNorm', 'Routing']
 
 # %% ../../nbs/engine/15_dstep.ipynb #00000007
-def brk_bias(
-    B: Tensor,  # [1|i, 1, c, h] bias shared by all outputs
-    B_brk: Tensor,  # [1, c, h] direction in which outputs differ
-    n_out: int,  # number of outputs
-) -> Tensor:  # [1|i, j, c, h]: one bias an output
+def _brk_bias(B: Tensor, B_brk: Tensor, n_out: int) -> Tensor:
     "Biases for any number of outputs, told apart along `B_brk` (Heinsen 2019, 3.1.1)."
     tau = torch.linspace(-1, 1, n_out, dtype=B.dtype, device=B.device)
     return B + B_brk * tau[:, None, None]
 
 # %% ../../nbs/engine/15_dstep.ipynb #0000000c
-def beta_start(
-    n_inp: int | None,  # number of inputs, if it is known
-) -> tuple[float, float]:  # where beta_use and beta_ign start
+def _beta_start(n_inp: int | None) -> tuple[float, float]:
     "Start of the net benefit, 8/n_inp (0.03 if n_inp is not known), and of the net cost, 0."
     return (8 / n_inp if n_inp else 0.03), 0.0
 
@@ -83,11 +77,7 @@ class Plan(NamedTuple):
 plans: dict[str, Plan] = {}  # filled here, in `moments`, and where an optional package is needed
 
 # %% ../../nbs/engine/15_dstep.ipynb #741d4ee0
-def gpu_seconds(
-    launches: float,  # of kernels
-    n_bytes: float,  # moved
-    flops: float = 0.0,  # in float32
-) -> float:  # seconds
+def _gpu_seconds(launches: float, n_bytes: float, flops: float = 0.0) -> float:
     "The estimate of a plan on CUDA: launches of 4 µs, and bytes or work at an A100's peak rates."
     calls, busy = 4e-6 * launches, max(n_bytes / 2.039e12, flops / 19.5e12)
     return max(calls, busy) + min(calls, busy) / 2  # half of the shorter hides behind the longer
@@ -100,34 +90,31 @@ def _run_votes(p: Problem):
 
 def _cost_votes(s):
     if s.device == 'cuda':
-        return gpu_seconds(110, s.n * s.i * s.j * (216 * s.c * s.h + 286))
+        return _gpu_seconds(110, s.n * s.i * s.j * (216 * s.c * s.h + 286))
     return 6e-4 + s.n * s.i * s.j * s.c * s.h * (1.3e-8 + 1e-10 * s.d)
 
 
 plans['votes'] = Plan(_run_votes, lambda s: '', _cost_votes)
 
 # %% ../../nbs/engine/15_dstep.ipynb #00000013
-def exporting() -> bool:
+def _exporting() -> bool:
     "Whether `torch.export` is drawing a graph."
     return getattr(torch.compiler, 'is_exporting', torch.compiler.is_compiling)()
 
 
-exporting._dynamo_marked_constant = True  # up to PyTorch 2.10, every graph would be an exported one
+_exporting._dynamo_marked_constant = (
+    True  # up to PyTorch 2.10, every graph would be an exported one
+)
 
 
-def n_samples(
-    t: Tensor,  # [n, ...]
-) -> int:  # n, or 1
+def _n_samples(t: Tensor) -> int:
     "The number of samples that a choice may depend on: 1 while `torch.export` draws a graph."
-    return 1 if exporting() else len(t)
+    return 1 if _exporting() else len(t)
 
 
-def n_parts(
-    t: Tensor,  # [n, i, ...]
-    n_inp: int | None,  # of the layer; None: any number
-) -> int:  # i, or 1024
+def _n_parts(t: Tensor, n_inp: int | None) -> int:
     "The number of parts that a choice may depend on: 1024 in a graph for any number of them."
-    return 1024 if exporting() and n_inp is None else t.shape[1]
+    return 1024 if _exporting() and n_inp is None else t.shape[1]
 
 # %% ../../nbs/engine/15_dstep.ipynb #00000014
 def choose_plan(
@@ -143,21 +130,7 @@ def choose_plan(
     return best
 
 # %% ../../nbs/engine/15_dstep.ipynb #00000017
-def _check_count(name, v):
-    if isinstance(v, bool) or not isinstance(v, int) or v < 1:
-        raise ValueError(f"{name} must be an integer >= 1, got {v!r}")
-
-
-def _check_init(init):
-    if init in ('auto', 'paper'):
-        return
-    is_number = isinstance(init, (int, float)) and not isinstance(init, bool)
-    if not is_number or not math.isfinite(init):
-        raise ValueError(f"init must be 'auto', 'paper' or a finite number, got {init!r}")
-
-# %% ../../nbs/engine/15_dstep.ipynb #00000018
-# plan -> the extra that brings it
-_extras = {'compiled': 'fast', 'triton': 'gpu'}
+_extras = {'compiled': 'fast', 'triton': 'gpu'}  # plan -> the extra that brings it
 
 
 def _check_serves(plan, s):
@@ -166,8 +139,18 @@ def _check_serves(plan, s):
         raise ValueError(f"plan={plan!r} cannot serve this routing: {why}")
 
 
-def _check_plan(r):
-    "Refuse a plan that is unknown, not installed, or cannot serve the layer."
+def _check_layer(r):
+    "Refuse a layer that cannot be, or whose plan is unknown, not installed, or cannot serve it."
+    at_least_1(d_cov=r.d_cov, d_inp=r.d_inp, d_out=r.d_out)
+    at_least_1(**{k: v for k in ('n_inp', 'n_out') if (v := getattr(r, k)) is not None})
+    check_n_iters(r.n_iters)
+    if r.p_model not in ('gaussian', 'skm'):
+        raise ValueError(f"p_model must be 'gaussian' or 'skm', got {r.p_model!r}")
+    number = isinstance(r.init, (int, float)) and not isinstance(r.init, bool)
+    if r.init not in ('auto', 'paper') and not (number and math.isfinite(r.init)):
+        raise ValueError(f"init must be 'auto', 'paper' or a finite number, got {r.init!r}")
+    as_floor(r.eps, r.d_cov * r.d_out)
+    _check_norm(r.norm, r.n_out)
     if r.plan == 'auto':
         return
     if r.plan in _extras and r.plan not in plans:
@@ -176,74 +159,40 @@ def _check_plan(r):
         raise ValueError(f"plan must be one of {['auto', *(plans | _extras)]}, got {r.plan!r}")
     _check_serves(r.plan, Sizes(1, 1, 1, r.d_cov, r.d_inp, r.d_out, r.n_inp is None, ''))
 
-# %% ../../nbs/engine/15_dstep.ipynb #00000019
-def _check_layer(r):
-    "Refuse a layer that cannot be."
-    for name in ('d_cov', 'd_inp', 'd_out'):
-        _check_count(name, getattr(r, name))
-    for name in ('n_inp', 'n_out'):
-        if getattr(r, name) is not None:
-            _check_count(name, getattr(r, name))
-    check_n_iters(r.n_iters)
-    if r.p_model not in ('gaussian', 'skm'):
-        raise ValueError(f"p_model must be 'gaussian' or 'skm', got {r.p_model!r}")
-    _check_plan(r)
-    _check_init(r.init)
-    as_floor(r.eps, r.d_cov * r.d_out)
-    check_norm(r.norm, r.n_out)
-
 # %% ../../nbs/engine/15_dstep.ipynb #0000001a
 def _outputs_of(r, n_out):
     "The number of outputs, given either to the layer or to `forward`."
     if n_out is None and r.n_out is None:
-        raise ValueError(
-            "n_out is missing: pass it to forward, since the layer was made without it"
-        )
+        told = "pass it to forward, since the layer was made without it"
+        raise ValueError(f"n_out is missing: {told}")
     if n_out is not None and r.n_out is not None:
         made = f"the layer was made with n_out={r.n_out}"
         raise ValueError(f"n_out is given twice: {n_out} to forward, but {made}")
-    if n_out is not None:
-        _check_count('n_out', n_out)
+    at_least_1(n_out=r.n_out or n_out)
     return r.n_out or n_out
 
 # %% ../../nbs/engine/15_dstep.ipynb #0000001b
-def check_capsules(
-    r,  # a layer with n_inp, d_cov and d_inp
-    a_inp: Tensor,  # scores that shall be [..., i]
-    mu_inp: Tensor,  # capsules that shall be [..., i, c, d]
-):
-    "`TypeError` for what is not a tensor, `ValueError` for inputs that do not fit the layer."
+def _check_capsules(r, a_inp: Tensor, mu_inp: Tensor):
+    "`TypeError` for what is not a tensor, `ValueError` for what does not fit or is not finite."
     check_tensors(a_inp=a_inp, mu_inp=mu_inp)
     fits = a_inp.ndim > 0 and mu_inp.shape == (*a_inp.shape, r.d_cov, r.d_inp)
     if not fits or r.n_inp not in (None, a_inp.shape[-1]):
         i = r.n_inp or 'i'
-        raise ValueError(
-            f"a_inp and mu_inp must have shapes [..., {i}] and [..., {i}, {r.d_cov}, {r.d_inp}], "
-            f"got {tuple(a_inp.shape)} and {tuple(mu_inp.shape)}"
-        )
+        want = f"[..., {i}] and [..., {i}, {r.d_cov}, {r.d_inp}]"
+        got = f"{tuple(a_inp.shape)} and {tuple(mu_inp.shape)}"
+        raise ValueError(f"a_inp and mu_inp must have shapes {want}, got {got}")
     if not (a_inp.is_floating_point() and mu_inp.is_floating_point()):
         dtypes = f"{a_inp.dtype} and {mu_inp.dtype}"
         raise ValueError(f"a_inp and mu_inp must be floating point, got {dtypes}")
-    _check_values(r, a_inp, mu_inp)
-
-# %% ../../nbs/engine/15_dstep.ipynb #0000001c
-def _check_values(r, a_inp, mu_inp):
-    "Refuse NaN, and infinite parameters or capsules, where looking costs no waiting."
-    if not may_look(mu_inp):
+    if not may_look(mu_inp):  # on a GPU a look would wait
         return
-    for name, p in r.named_parameters(recurse=False):
-        if not p.isfinite().all():
-            raise ValueError(f"the layer's parameter {name} must be finite, got NaN or inf")
+    own = {f'the parameter {name}': p for name, p in r.named_parameters(recurse=False)}
+    check_finite(**own, mu_inp=mu_inp)
     if a_inp.isnan().any():
         raise ValueError("a_inp must not contain NaN (infinite scores are welcome)")
-    if not mu_inp.isfinite().all():
-        raise ValueError("mu_inp must be finite, got NaN or inf")
 
 # %% ../../nbs/engine/15_dstep.ipynb #0000001e
-def start_maps(
-    W: Tensor,  # [..., d, h] maps, changed in place
-    start: str = 'normal',  # or 'identity', with a little noise
-):
+def _start_maps(W: Tensor, start: str = 'normal'):
     "Normal, divided by d; or an identity and a tenth of that. `ValueError` for another start."
     if start not in ('normal', 'identity'):
         raise ValueError(f"start must be 'normal' or 'identity', got {start!r}")
@@ -253,9 +202,7 @@ def start_maps(
             W.mul_(0.1).add_(torch.eye(*W.shape[-2:], dtype=W.dtype, device=W.device))
 
 
-def bias_of(
-    layer,  # with W [i or 1, j, d, h], and B or None
-) -> Tensor:  # [i or 1, j, c, h]
+def _bias_of(layer) -> Tensor:
     "What a layer's votes are shifted by; zeros where it has no B."
     W = layer.W
     return W.new_zeros(*W.shape[:2], layer.d_cov, W.shape[-1]) if layer.B is None else layer.B
@@ -281,12 +228,12 @@ class _Parameters(nn.Module):
     def _start(self):
         "Where beta_use and beta_ign start."
         if self.init == 'auto':
-            return beta_start(self.n_inp)
+            return _beta_start(self.n_inp)
         return (0.0, 0.0) if self.init == 'paper' else (self.init, self.init)
 
     def reset_parameters(self):
-        "W: see `start_maps`; B: 0; beta and B_brk: see `init`; no batches seen."
-        start_maps(self.W, self.start)
+        "W: see `_start_maps`; B: 0; beta and B_brk: see `init`; no batches seen."
+        _start_maps(self.W, self.start)
         if self.bias:
             nn.init.zeros_(self.B)
         for beta, value in zip((self.beta_use, self.beta_ign), self._start()):
@@ -305,16 +252,13 @@ class _Parameters(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 # %% ../../nbs/engine/15_dstep.ipynb #5121e88f
-norms = ('none', 'batch', 'layer')
+_norms = ('none', 'batch', 'layer')
 
 
-def check_norm(
-    kind: str,  # of `norms`
-    n_out: int | None = 1,  # outputs of the layer that is to norm them; None: any number
-):
+def _check_norm(kind: str, n_out: int | None = 1):
     "`ValueError` for a norm that there is not, or that needs to know its types."
-    if kind not in norms:
-        raise ValueError(f"norm must be one of {', '.join(map(repr, norms))}, got {kind!r}")
+    if kind not in _norms:
+        raise ValueError(f"norm must be one of {', '.join(map(repr, _norms))}, got {kind!r}")
     if kind == 'batch' and n_out is None:
         raise ValueError("norm='batch' needs n_out: it keeps a mean for every output")
 
@@ -332,10 +276,10 @@ class CapsNorm(nn.Module):
     def __init__(
         self,
         n_types: int,  # of capsules, the last axis of the scores
-        kind: str = 'batch',  # of `norms`
+        kind: str = 'batch',  # of `_norms`
     ):
         super().__init__()
-        check_norm(kind)
+        _check_norm(kind)
         self.n_types, self.kind = n_types, kind
         if kind == 'batch':
             self.of_a = nn.BatchNorm1d(n_types, affine=False)
@@ -367,11 +311,7 @@ class CapsNorm(nn.Module):
         return f'{self.n_types}, {self.kind!r}'
 
 # %% ../../nbs/engine/15_dstep.ipynb #00000020
-def in_dtype(
-    a: Tensor,  # [..., j] scores
-    mu: Tensor,  # [..., j, c, h] capsules
-    dtype: torch.dtype,  # floating point
-) -> tuple[Tensor, Tensor]:  # both; a score beyond its range would come out as "surely there"
+def _in_dtype(a: Tensor, mu: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     top = min(torch.finfo(t).max for t in (a.dtype, dtype))
     return a.clamp(-top, top).to(dtype), mu.to(dtype)
 
@@ -386,8 +326,8 @@ def _statistics_dtype(*tensors):
 def _parameters_in(r, dtype, j) -> list[Tensor]:
     "The layer's parameters, ready to route."
     beta_ign = r.beta_use if r.single_beta else r.beta_ign
-    W, B, *betas = (p.to(dtype) for p in (r.W, bias_of(r), r.beta_use, beta_ign))
-    return [W, B if r.n_out else brk_bias(B, r.B_brk.to(dtype), j), *betas]
+    W, B, *betas = (p.to(dtype) for p in (r.W, _bias_of(r), r.beta_use, beta_ign))
+    return [W, B if r.n_out else _brk_bias(B, r.B_brk.to(dtype), j), *betas]
 
 # %% ../../nbs/engine/15_dstep.ipynb #00000021
 def _route(r, a_inp, mu_inp, j, need_R):
@@ -398,7 +338,7 @@ def _route(r, a_inp, mu_inp, j, need_R):
     a_inp = a_inp.to(dtype).reshape(math.prod(lead), a_inp.shape[-1])
     mu_inp = mu_inp.to(dtype).reshape(*a_inp.shape, *mu_inp.shape[-2:])
     what = r.d_cov, r.d_inp, r.d_out, r.n_inp is None, a_inp.device.type, dtype
-    s = Sizes(n_samples(a_inp), n_parts(a_inp, r.n_inp), j, *what)
+    s = Sizes(_n_samples(a_inp), _n_parts(a_inp, r.n_inp), j, *what)
     plan = choose_plan(s) if r.plan == 'auto' else r.plan
     _check_serves(plan, s)
     how = r.n_iters, r.p_model, as_floor(r.eps, r.d_cov * r.d_out), r.pooled, need_R
@@ -438,7 +378,7 @@ class Routing(_Parameters):
         init: str | float = 'auto',  # start of beta: 'auto', 'paper' (0), or a number
         plan: str = 'auto',  # a name in the table above; 'auto': the least estimated cost
         pooled: bool = False,  # whether the first E-step has one Gaussian for all outputs
-        start: str = 'normal',  # of the maps W, or 'identity': see `start_maps`
+        start: str = 'normal',  # of the maps W, or 'identity': see `_start_maps`
         bias: bool = True,  # whether votes have a bias B (B_brk stays, without `n_out`)
         norm: str = 'none',  # of a and mu, see `CapsNorm`; sig2 keeps the votes' units
     ):
@@ -458,13 +398,13 @@ class Routing(_Parameters):
     ) -> Routed | RoutedR:  # a [..., j], mu and sig2 [..., j, c, h] (and R [..., i, j])
         "Route input capsules to output capsules; `ValueError` if they do not fit."
         j = _outputs_of(self, n_out)
-        check_capsules(self, a_inp, mu_inp)
+        _check_capsules(self, a_inp, mu_inp)
         with without_autocast(mu_inp.device):
             out = _route(self, a_inp, mu_inp, j, return_R)
         dtype = out[2].dtype if autocasting(mu_inp.device) else mu_inp.dtype
         if self.norm != 'none':
             out[:2] = self.normed(*out[:2])
-        out[:2] = in_dtype(*out[:2], dtype)
+        out[:2] = _in_dtype(*out[:2], dtype)
         return RoutedR(*out) if return_R else Routed(*out)
 
     def route(
@@ -482,7 +422,7 @@ class Routing(_Parameters):
         how = self.n_iters, self.p_model, self.eps, self.pooled
         with without_autocast(V.device):
             out = route_votes(a.to(dtype), V.to(dtype), *betas, *how)
-        return RoutedR(*in_dtype(*out[:2], V.dtype), *out[2:])
+        return RoutedR(*_in_dtype(*out[:2], V.dtype), *out[2:])
 
     def extra_repr(self):
         told = [*_settings, *(k for k, usual in _later.items() if getattr(self, k) != usual)]

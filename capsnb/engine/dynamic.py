@@ -215,9 +215,7 @@ def _fastest(op: FastOp, tensors: list[Tensor]) -> FastOp:
     return other if serves and serves(*tensors) else op
 
 # %% ../../nbs/engine/13_dynamic.ipynb #00000010
-def _routed(
-    op: FastOp, tensors: list[Tensor], lead: torch.Size, n_iters: int, detach: bool, return_R: bool
-) -> Agreed:
+def _routed(op, tensors, lead, n_iters, detach, return_R) -> Agreed:
     "Route in float32 or better; the result has the dtype of the tensors."
     check_n_iters(n_iters)
     if may_look(tensors[0]):

@@ -10,7 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from ..core import check_n_iters
-from .numerics import autocasting, may_look, without_autocast
+from capsnb.engine.numerics import (
+    autocasting,
+    check_capsule_values,
+    check_finite,
+    may_look,
+    without_autocast,
+)
 from capsnb.routing.em import (
     TINY,
     EMRouted,
@@ -26,7 +32,7 @@ from capsnb.routing.em import (
 )
 
 # %% auto #0
-__all__ = ['share_out', 'damped', 'as_damping', 'proportions', 'free_energy', 'em_routing']
+__all__ = ['free_energy', 'em_routing']
 
 # %% ../../nbs/engine/14_em.ipynb #00000005
 def _lse_of_parts(lse: Tensor, part: Tensor, n: int) -> Tensor:
@@ -44,12 +50,7 @@ def _share_out_fields(L: Tensor, fields: Tensor, n: int) -> Tensor:
     return (L - norm[..., None]).exp() * (fields >= 0)[..., None]
 
 # %% ../../nbs/engine/14_em.ipynb #00000007
-def share_out(
-    L: Tensor,  # [..., i, j] or [..., p, i, j] logits
-    parents: Tensor | None = None,  # [i, j] bool: is j a parent of i?
-    fields: Tensor | None = None,  # [p, i] which part a place of a field holds, -1: none
-    n: int = 0,  # number of parts, with `fields`
-) -> Tensor:  # in the shape of L: shares, 0 where there is no part or no parent
+def _share_out(L, parents=None, fields=None, n=0) -> Tensor:
     "Softmax of each part's logits over all its parents (Hinton 2018, section 4)."
     if fields is not None:
         return _share_out_fields(L, fields, n)
@@ -63,8 +64,8 @@ class _Links(NamedTuple):
 
     may: Tensor  # broadcasts against [..., i, j]: 1 where it may, else 0
     start: Tensor  # in the shape of `may`: shares before the first M-step
-    parents: Tensor | None  # as for `share_out`
-    fields: Tensor | None  # as for `share_out`
+    parents: Tensor | None  # as for `_share_out`
+    fields: Tensor | None  # as for `_share_out`
     n: int  # number of parts
 
 # %% ../../nbs/engine/14_em.ipynb #0000000c
@@ -84,12 +85,7 @@ def _like(x, t):
     return x.to(t) if isinstance(x, Tensor) else t.new_full((), x)
 
 
-def damped(
-    mu: Tensor,  # [..., j, c, h] weighted means
-    s: Tensor,  # [..., j, c, h] variances about them
-    before: Tensor | float,  # [..., j, c, h] means of the iteration before; 0 before the first
-    damping: float,  # share of the old mean in the new one, in [0, 1)
-) -> tuple[Tensor, Tensor]:  # damped means, and variances about them
+def _damped(mu, s, before, damping) -> tuple[Tensor, Tensor]:
     "Means that keep a share of what they were, as in the code of the paper's authors."
     if not damping:
         return mu, s
@@ -98,19 +94,14 @@ def damped(
     return new, s + (mu - new).square()
 
 # %% ../../nbs/engine/14_em.ipynb #0000000f
-def as_damping(
-    damping: float,  # share of the old mean in the new one
-) -> float:  # the same
+def _as_damping(damping: float) -> float:
     "`ValueError` unless it lies in [0, 1)."
     if isinstance(damping, bool) or not isinstance(damping, (int, float)) or not 0 <= damping < 1:
         raise ValueError(f"damping must be a number in [0, 1), got {damping!r}")
     return damping
 
 # %% ../../nbs/engine/14_em.ipynb #00000012
-def proportions(
-    S: Tensor,  # [..., j] or [..., p, j] amount of data of each whole
-    fields: bool = False,  # whether p precedes j: the sum is then over both
-) -> Tensor:  # in the shape of S: logs of the proportions
+def _proportions(S: Tensor, fields: bool = False) -> Tensor:
     "Activations as the mixing proportions of a mixture (Hinton 2018, section 5)."
     S = S + TINY
     return (S / S.sum((-2, -1) if fields else -1, keepdim=True)).log()
@@ -140,86 +131,54 @@ def free_energy(
     total = (r * energy + torch.xlogy(r, safe)).sum((-2, -1)) + switches
     return total.sum(-1) if fields else total
 
-# %% ../../nbs/engine/14_em.ipynb #00000016
-def _check_shapes(a, V, fields):
+# %% ../../nbs/engine/14_em.ipynb #0000001b
+def _check_links(parents, fields, V, n):
+    "Refuse what does not say which of n parts may belong to which whole."
+    shape = tuple(V.shape[-4:-2])
+    if parents is not None and (parents.dtype != torch.bool or parents.shape != shape):
+        got = f'{parents.dtype} of shape {tuple(parents.shape)}'
+        raise ValueError(f"parents must be a bool tensor of shape {shape}, got {got}")
+    if parents is not None and may_look(parents) and not parents.any(0).all():
+        told = "every parent needs at least one child"
+        raise ValueError(f"{told}, got a column of parents without True")
+    fits = fields is None or fields.dtype == torch.long
+    if fits and fields is not None and may_look(fields):
+        fits = bool((fields.amax(-1) >= 0).all()) and fields.min() >= -1 and fields.max() < n
+    if not fits:
+        told = f"a long tensor of child numbers in [0, {n}) or -1"
+        raise ValueError(f"fields must be {told}, with a child in every field")
+
+
+def _check(a, V, parents, fields):
+    "Refuse what cannot be routed."
+    if parents is not None and fields is not None:
+        raise ValueError("give parents or fields, not both")
     if not (a.is_floating_point() and V.is_floating_point()):
         raise ValueError(f"a and V must be floating point, got {a.dtype} and {V.dtype}")
     if fields is None:
-        want = '[..., i] and [..., i, j, c, h]'
-        fits = V.ndim >= 4 and V.shape[:-3] == a.shape
+        want, fits = '[..., i] and [..., i, j, c, h]', V.ndim >= 4 and V.shape[:-3] == a.shape
     else:
         want = '[..., n] and [..., p, i, j, c, h]'
         fits = V.ndim >= 5 and V.shape[:-5] == a.shape[:-1] and V.shape[-5:-3] == fields.shape
     if not fits or 0 in V.shape[-4:]:
         got = f'{tuple(a.shape)} and {tuple(V.shape)}'
         raise ValueError(f"a and V must have shapes {want}, got {got}")
+    _check_links(parents, fields, V, a.shape[-1])
+    check_capsule_values(a, V=V)
 
-# %% ../../nbs/engine/14_em.ipynb #00000017
-def _check_parents(parents, shape):
-    if parents.dtype != torch.bool or parents.shape != shape:
-        got = f'{parents.dtype} of shape {tuple(parents.shape)}'
-        raise ValueError(f"parents must be a bool tensor of shape {tuple(shape)}, got {got}")
-    if may_look(parents) and not parents.any(0).all():
-        raise ValueError(
-            "every parent needs at least one child, got a column of parents without True"
-        )
 
-# %% ../../nbs/engine/14_em.ipynb #00000018
-def _check_fields(fields, n):
-    fits = fields.dtype == torch.long
-    if fits and may_look(fields):
-        fits = bool((fields.amax(-1) >= 0).all()) and fields.min() >= -1 and fields.max() < n
+def _check_fit(name, t, shape, told):
+    "Refuse what is no number, and no finite tensor that broadcasts to a shape."
+    if isinstance(t, Tensor):
+        sizes = zip(t.shape[::-1], shape[::-1])
+        fits = t.is_floating_point() and t.ndim <= len(shape) and all(m in (1, k) for m, k in sizes)
+    else:
+        fits = isinstance(t, (int, float)) and math.isfinite(t)
     if not fits:
-        raise ValueError(
-            f"fields must be a long tensor of child numbers in [0, {n}) or -1, "
-            "with a child in every field"
-        )
-
-# %% ../../nbs/engine/14_em.ipynb #00000019
-def _check_values(a, V):
-    if not (may_look(a) and may_look(V)):  # a look would wait for the GPU
-        return
-    if not ((a >= 0) & (a <= 1)).all():
-        what = ', got NaN' if a.isnan().any() else ' (activations, not logits)'
-        raise ValueError(f"a must lie in [0, 1]{what}")
-    if not V.isfinite().all():
-        raise ValueError("V must be finite, got NaN or inf")
-
-# %% ../../nbs/engine/14_em.ipynb #0000001a
-def _fits(b, shape) -> bool:
-    if not isinstance(b, Tensor):
-        return isinstance(b, (int, float)) and math.isfinite(b)
-    sizes = zip(b.shape[::-1], shape[::-1])
-    return b.is_floating_point() and b.ndim <= len(shape) and all(m in (1, k) for m, k in sizes)
-
-
-def _check_beta(name, b, V):
-    shape = V.shape[:-4] + V.shape[-3:-2]  # [..., j] or [..., p, j]
-    if not _fits(b, shape):
-        got = f'{b.dtype} of shape {tuple(b.shape)}' if isinstance(b, Tensor) else b
-        raise ValueError(f"{name} must be a number or one per parent, [{shape[-1]}], got {got}")
-    if isinstance(b, Tensor) and may_look(b) and not b.isfinite().all():
-        raise ValueError(f"{name} must be finite, got NaN or inf")
-
-
-def _check_gain(gain, links):
-    if not isinstance(gain, Tensor) or not _fits(gain, links):
-        got = tuple(gain.shape) if isinstance(gain, Tensor) else repr(gain)
-        raise ValueError(f"gain must fit the links, {tuple(links)}, got {got}")
-    if may_look(gain) and not gain.isfinite().all():
-        raise ValueError("gain must be finite, got NaN or inf: is a map singular?")
-
-# %% ../../nbs/engine/14_em.ipynb #0000001b
-def _check(a, V, parents, fields):
-    "Refuse what cannot be routed."
-    if parents is not None and fields is not None:
-        raise ValueError("give parents or fields, not both")
-    _check_shapes(a, V, fields)
-    if parents is not None:
-        _check_parents(parents, V.shape[-4:-2])
-    if fields is not None:
-        _check_fields(fields, a.shape[-1])
-    _check_values(a, V)
+        got = f'{t.dtype} of shape {tuple(t.shape)}' if isinstance(t, Tensor) else t
+        raise ValueError(f"{name} must be {told}, got {got}")
+    if isinstance(t, Tensor):
+        check_finite(**{name: t})
 
 # %% ../../nbs/engine/14_em.ipynb #0000001d
 class _Rules(NamedTuple):
@@ -235,7 +194,7 @@ class _Rules(NamedTuple):
     def log_a(self, S, sig2, lam, fields, saved=None):
         "Logs of the activations."
         if self.act == 'pi':
-            return proportions(S, fields)
+            return _proportions(S, fields)
         worth = self.beta_a if saved is None else self.beta_a + saved
         return F.logsigmoid(activation_logit(S, sig2, worth, self.beta_u, lam))
 
@@ -248,7 +207,7 @@ def _iterate(a, V, links, rules, want_F, gain=None):
     for t, lam in enumerate(rules.lams):
         r = R * a[..., None]
         data = r + least_weight(a)[..., None] * links.may
-        mu, s = damped(*m_step(data, V), mu, rules.damping)
+        mu, s = _damped(*m_step(data, V), mu, rules.damping)
         if t == 0:
             floor = sig2_floor(s, mu, rules.floor, dims)
         sig2 = s + floor
@@ -261,7 +220,7 @@ def _iterate(a, V, links, rules, want_F, gain=None):
         if t < last:
             L = log_a[..., None, :] + log_normal(V, mu, sig2)
             L = L if gain is None else L + gain
-            R = share_out(L, *links[2:])
+            R = _share_out(L, *links[2:])
     return log_a.exp(), mu, sig2, R, torch.stack(energies, -1) if want_F else None
 
 # %% ../../nbs/engine/14_em.ipynb #0000001f
@@ -278,20 +237,21 @@ def em_routing(
     eps: float | str | Floor = 1e-4,  # floor of the variances, see `as_floor`; to learn: 'auto'
     act: str = 'logistic',  # 'logistic' (eq. 2), or 'pi': mixing proportions
     free_energy: bool = False,  # whether to compute F too
-    damping: float = 0.0,  # see `damped`
+    damping: float = 0.0,  # see `_damped`
     gain: Tensor | None = None,  # [i|1, j] nats added to the log-density of each link
 ) -> EMRouted:  # a, mu, sig2, R, F; `ValueError` if the inputs do not fit
     "EM routing of parts with votes to wholes (Hinton 2018, Procedure 1)."
     if act not in ('logistic', 'pi'):
         raise ValueError(f"act must be 'logistic' or 'pi', got {act!r}")
     _check(a, V, parents, fields)
-    _check_beta('beta_a', beta_a, V)
-    _check_beta('beta_u', beta_u, V)
+    wholes = V.shape[:-4] + V.shape[-3:-2]  # [..., j] or [..., p, j]
+    for name, beta in (('beta_a', beta_a), ('beta_u', beta_u)):
+        _check_fit(name, beta, wholes, f"a number or one per parent, [{wholes[-1]}]")
     if gain is not None:
-        _check_gain(gain, V.shape[:-2])
+        _check_fit('gain', gain, V.shape[:-2], f"nats for the links, {tuple(V.shape[:-2])}")
     floor = as_floor(eps, V.shape[-2] * V.shape[-1])
     lams = as_schedule(lam, check_n_iters(n_iters))
-    rules = _Rules(beta_a, beta_u, lams, floor, as_damping(damping), act)
+    rules = _Rules(beta_a, beta_u, lams, floor, _as_damping(damping), act)
     dtype = torch.promote_types(torch.promote_types(a.dtype, V.dtype), torch.float32)
     out_dtype = dtype if autocasting(V.device) else V.dtype
     with without_autocast(V.device):

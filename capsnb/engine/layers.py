@@ -22,10 +22,14 @@ from capsnb.routing.em import (
     least_weight,
     sig2_floor,
 )
-from .em import as_damping, damped, em_routing, proportions
+from .dstep import _extras
+from .em import _as_damping, _damped, em_routing, _proportions
 from capsnb.engine.numerics import (
     FastOp,
+    at_least_1,
     autocasting,
+    check_capsule_values,
+    check_finite,
     check_tensors,
     keep_freed_memory,
     may_look,
@@ -33,8 +37,8 @@ from capsnb.engine.numerics import (
 )
 
 # %% auto #0
-__all__ = ['field_plans', 'at_least_1', 'field_table', 'FieldPlan', 'Caps', 'PrimaryCaps', 'layer_floor', 'check_compete',
-           'ConvCaps', 'field_centres', 'add_coordinates', 'ClassCaps']
+__all__ = ['field_plans', 'field_table', 'FieldPlan', 'Caps', 'PrimaryCaps', 'ConvCaps', 'field_centres', 'add_coordinates',
+           'ClassCaps']
 
 # %% ../../nbs/engine/17_layers.ipynb #5a76981e
 def _pair(v: int | Sequence[int], name: str, least: int) -> tuple[int, int]:
@@ -44,15 +48,6 @@ def _pair(v: int | Sequence[int], name: str, least: int) -> tuple[int, int]:
     if len(both) != 2 or not all(fit):
         raise ValueError(f"{name} must be an integer >= {least}, or two of them, got {v!r}")
     return both
-
-# %% ../../nbs/engine/17_layers.ipynb #fc77e5f9
-def at_least_1(
-    **sizes,  # by name
-):
-    "`ValueError` unless all are integers of at least 1."
-    for name, v in sizes.items():
-        if isinstance(v, bool) or not isinstance(v, int) or v < 1:
-            raise ValueError(f"{name} must be an integer >= 1, got {v!r}")
 
 # %% ../../nbs/engine/17_layers.ipynb #038c36c8
 def _grid_out(size, K, stride, padding) -> tuple[int, int]:
@@ -286,7 +281,7 @@ def _floor(mu, var, group):
 def _log_activation(group, lam, mass, sig2, betas):
     "Data [p, j] and variances [p, j, c·h] -> logs of the activations [p, j]."
     if group.loop.act == 'pi':
-        return proportions(group.by_image(mass), fields=True).flatten(0, 1)
+        return _proportions(group.by_image(mass), fields=True).flatten(0, 1)
     return F.logsigmoid(activation_logit(mass, sig2[..., None, :], *betas, lam))
 
 # %% ../../nbs/engine/17_layers.ipynb #7b2ca4d7
@@ -311,7 +306,7 @@ def _forward(group, betas, states):
         r = R * group.a[:, None]
         mass = torch.sum(r, -1, out=state.mass)
         raw = _gather(group.V, _weights(r, group)[0], state[3:])  # one vote's mean is the vote
-        mu, var = damped(*raw, mu, group.loop.damping)
+        mu, var = _damped(*raw, mu, group.loop.damping)
         if group.loop.damping:
             state.mu.copy_(mu)
             state.var.copy_(var)
@@ -625,9 +620,6 @@ def _route_tiles(parts: _Parts, loop: _Loop) -> EMRouted:
 field_plans['tiles'] = FieldPlan(_route_tiles, lambda parts, loop: '')
 
 # %% ../../nbs/engine/17_layers.ipynb #81c399f0
-_extras = {'compiled': 'fast', 'triton': 'gpu'}  # plan -> what to install for it
-
-
 def _gives(plan, what):
     return what == 'run' or getattr(plan, what) or what == 'scores' and plan.shares
 
@@ -701,48 +693,24 @@ class PrimaryCaps(nn.Module):
         return Caps(logits.sigmoid(), mu)
 
 # %% ../../nbs/engine/17_layers.ipynb #9ade67dc
-def layer_floor(
-    eps: float | str,  # 'auto', or what `as_floor` reads
-    n: int,  # components of a whole's pose, c·h
-) -> float | str:  # what `as_floor` reads without n
+def _layer_floor(eps: float | str, n: int) -> float | str:
     "A floor as records write it: 'auto' becomes its percentage of the votes' spread, '300%'."
     return f"{100 * as_floor('auto', n)[0]:.4g}%" if eps == 'auto' else eps
 
 # %% ../../nbs/engine/17_layers.ipynb #574e1bce
-class _Sizes(NamedTuple):
-    "Sizes of a layer."
-
-    n_inp: int  # types of parts
-    n_out: int  # types of wholes
-    d_cov: int  # rows of a pose
-    d_inp: int  # columns of a part's pose
-    d_out: int  # columns of a whole's pose
-
-# %% ../../nbs/engine/17_layers.ipynb #29480fc7
-class _Settings(NamedTuple):
-    "How a layer routes, as for `ConvCaps`."
-
-    n_iters: int  # iterations
-    lam: float | Sequence | Callable  # inverse temperature
-    eps: float | str  # floor of the variances
-    act: str  # 'logistic' or 'pi'
-    plan: str  # 'auto' or the name of one of `field_plans`
-    damping: float  # share of the old mean in the new one
-    beta_units: tuple  # what beta_a and beta_u are multiplied by
-    bias: bool = False  # whether votes have a bias
-    start: str = 'normal'  # of the matrices: 'normal', or 'identity' with a little noise
+_sizes = 'n_inp n_out d_cov d_inp d_out'.split()
+_settings = 'n_iters lam eps act plan damping beta_units bias start'.split()
 
 # %% ../../nbs/engine/17_layers.ipynb #751095a3
-def check_compete(
-    compete: str,  # see `ConvCaps`
-):
+def _check_compete(compete: str):
     "`ValueError` for a competition that there is not."
     if compete not in ('across', 'within'):
         raise ValueError(f"compete must be 'across' or 'within', got {compete!r}")
 
 
-def _check_settings(s: _Settings, n: int):
-    "`ValueError` unless a layer can be routed so; n: components of a pose."
+def _check_settings(s):
+    "`ValueError` unless a layer can be routed so."
+    at_least_1(**{k: getattr(s, k) for k in _sizes})
     if s.act not in ('logistic', 'pi'):
         raise ValueError(f"act must be 'logistic' or 'pi', got {s.act!r}")
     if s.plan not in (known := ['auto', *(field_plans | _extras)]):
@@ -750,39 +718,28 @@ def _check_settings(s: _Settings, n: int):
     if s.start not in ('normal', 'identity'):
         raise ValueError(f"start must be 'normal' or 'identity', got {s.start!r}")
     as_schedule(s.lam, s.n_iters)
-    as_damping(s.damping)
-    as_floor(s.eps, n)
+    _as_damping(s.damping)
+    as_floor(s.eps, s.d_cov * s.d_out)
     units = s.beta_units if isinstance(s.beta_units, (list, tuple)) else ()
     number = lambda u: isinstance(u, (int, float)) and not isinstance(u, bool)
     if len(units) != 2 or not all(number(u) and math.isfinite(u) and u for u in units):
         raise ValueError(f"beta_units must be two numbers other than 0, got {s.beta_units!r}")
 
-# %% ../../nbs/engine/17_layers.ipynb #e88d6037
-def _check_values(a, mu):
-    "`ValueError` unless activations lie in [0, 1] and poses are finite; where values can be read."
-    if not (may_look(a) and may_look(mu)):
-        return
-    for name, t in (('a', a), ('mu', mu)):
-        if not t.isfinite().all():
-            raise ValueError(f"{name} must be finite, got NaN or inf")
-    if not ((a >= 0) & (a <= 1)).all():
-        raise ValueError("a must lie in [0, 1] (activations, not logits)")
-
 # %% ../../nbs/engine/17_layers.ipynb #e27319e9
 class _Capsules(nn.Module):
     "What convolutional and class capsules share: matrices W, two betas a type, and how to route."
 
-    def _make(self, shape, sizes: _Sizes, settings: _Settings):
-        "Matrices for places of a `shape`; sizes and settings become attributes."
-        at_least_1(**sizes._asdict())
-        _check_settings(settings, sizes.d_cov * sizes.d_out)
-        for name, v in (sizes._asdict() | settings._asdict()).items():
-            setattr(self, name, v)
+    def _make(self, shape, given: dict):
+        "Matrices for places of a `shape`; what was given becomes attributes."
+        for name in (*_sizes, *_settings):
+            setattr(self, name, given[name])
+        _check_settings(self)
         self.beta_units = tuple(self.beta_units)
-        self.W = nn.Parameter(torch.empty(*shape, *sizes[:2], *sizes[3:]))
+        maps, pose = (self.n_inp, self.n_out, self.d_inp), (self.d_cov, self.d_out)
+        self.W = nn.Parameter(torch.empty(*shape, *maps, self.d_out))
         self.beta_a = nn.Parameter(torch.empty(self.n_out))
         self.beta_u = nn.Parameter(torch.empty(self.n_out))
-        B = torch.empty(*shape, *sizes[:3], sizes.d_out) if self.bias else None
+        B = torch.empty(*shape, *maps[:2], *pose) if self.bias else None
         self.register_parameter('B', B if B is None else nn.Parameter(B))
         self.reset_parameters()
 
@@ -801,7 +758,7 @@ class _Capsules(nn.Module):
         return tuple(u * b.to(dtype) for u, b in zip(self.beta_units, (self.beta_a, self.beta_u)))
 
     def extra_repr(self):
-        fields = (*_Sizes._fields, 'K', 'stride', 'padding', *_Settings._fields)
+        fields = (*_sizes, 'K', 'stride', 'padding', *_settings)
         told = [k for k in fields if k != 'lam' and hasattr(self, k)]
         later = dict(compete='across', coordinates=True)  # told where they differ
         told += [k for k, usual in later.items() if getattr(self, k, usual) != usual]
@@ -821,7 +778,7 @@ class _Capsules(nn.Module):
             raise ValueError(f"a and mu must have shapes {want}, got {got}")
         if not (a.is_floating_point() and mu.is_floating_point()):
             raise ValueError(f"a and mu must be floating point, got {a.dtype} and {mu.dtype}")
-        _check_values(a, mu)
+        check_capsule_values(a, mu=mu)
 
     def _with_bias(self, a, mu, W):
         "A bias is the part of W that belongs to further columns of the poses, an identity."
@@ -907,13 +864,11 @@ class ConvCaps(_Capsules):
         compete: str = 'across',  # wholes for a part: 'across' positions, or 'within' each alone
     ):
         super().__init__()
-        check_compete(compete)
+        _check_compete(compete)
         self.compete = compete
         self.K, self.stride = _pair(K, 'K', 1), _pair(stride, 'stride', 1)
         self.padding = _pair(padding, 'padding', 0)
-        sizes = _Sizes(n_inp, n_out, d_cov, d_inp, d_out)
-        how = _Settings(n_iters, lam, eps, act, plan, damping, beta_units, bias, start)
-        self._make(self.K, sizes, how)
+        self._make(self.K, locals())
         self._tables, self._captured = {}, {}
 
     def _table(self, grid, device):
@@ -1043,9 +998,7 @@ class ClassCaps(_Capsules):
         if coordinates and d_cov * d_out < 2:
             raise ValueError(f"coordinates need a pose of at least 2 elements, got {d_cov}x{d_out}")
         self.coordinates = coordinates
-        sizes = _Sizes(n_inp, n_out, d_cov, d_inp, d_out)
-        how = _Settings(n_iters, lam, eps, act, 'votes', damping, beta_units, bias, start)
-        self._make((), sizes, how)
+        self._make((), locals() | dict(plan='votes'))
 
     def _centres(self, grid, centres, device):
         "Coordinates of rows and columns; `ValueError` if they do not fit the grid."
@@ -1056,8 +1009,7 @@ class ClassCaps(_Capsules):
         if (len(rows), len(cols)) != grid:
             want, got = "{} rows and {} columns".format(*grid), f"{len(rows)} and {len(cols)}"
             raise ValueError(f"centres must be {want}, got {got}")
-        if not all(t.isfinite().all() for t in (rows, cols) if may_look(t)):
-            raise ValueError("centres must be finite, got NaN or inf")
+        check_finite(rows=rows, cols=cols)
         return rows, cols
 
     def _one_field(self, a, mu, W, where) -> _Parts:

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from ..routing.em import Floor, activation_logit, least_weight, sig2_floor
 from ..routing.dstep import pool
-from .dstep import Plan, Problem, gpu_seconds, n_parts, n_samples, plans
+from .dstep import Plan, Problem, _gpu_seconds, _n_parts, _n_samples, plans
 from .numerics import FastOp
 
 # %% auto #0
-__all__ = ['statistics_of', 'weighted_mean', 'n_stats', 'products_at', 'em_moments']
+__all__ = []
 
 # %% ../../nbs/engine/16_moments.ipynb #81607b18
 def _on_cpu(t):
@@ -29,20 +29,14 @@ def _wide(t):
     return t.to(torch.float32 if t.device.type == 'mps' else torch.float64)
 
 # %% ../../nbs/engine/16_moments.ipynb #1a38a941
-def weighted_mean(
-    f: Tensor,  # [..., i] weights, 0 or more
-    x: Tensor,  # [..., i, c, d] parts
-) -> Tensor:  # [..., c, d] in float64, without gradient
+def _weighted_mean(f: Tensor, x: Tensor) -> Tensor:
     "An origin for moments: the mean of the parts that count; where none does, of all."
     f = _wide(f.detach()) + torch.finfo(f.dtype).tiny
     f = (f / f.sum(-1, keepdim=True)).to(x.dtype)
     return _wide(torch.einsum('...i,...icd->...cd', f, x.detach()))
 
 # %% ../../nbs/engine/16_moments.ipynb #1d91601c
-def n_stats(
-    c: int,  # rows of a capsule
-    d: int,  # columns
-) -> int:
+def _n_stats(c: int, d: int) -> int:
     "Length N of phi for a capsule of `c` rows and `d` columns."
     return c * d * (d + 1) // 2 + c * d + 1
 
@@ -53,10 +47,7 @@ def _diagonals(c, d):
     return [(step, slice(starts[step], starts[step + 1])) for step in range(d)]
 
 
-def products_at(
-    c: int,  # rows of a capsule
-    d: int,  # columns
-) -> Tensor:  # [c, d, d] integers
+def _products_at(c: int, d: int) -> Tensor:
     "Where the product of two elements of a row lies in phi."
     at = torch.empty(c, d, d, dtype=torch.long)
     for step, there in _diagonals(c, d):
@@ -68,7 +59,7 @@ def products_at(
 def _phi(x):
     "phi [n, N, i]: products diagonal by diagonal, then x itself, then 1."
     n, c, d, i = x.shape
-    phi = x.new_empty(n, n_stats(c, d), i)
+    phi = x.new_empty(n, _n_stats(c, d), i)
     for step, at in _diagonals(c, d):
         rows = phi[:, at].view(n, c, d - step, i)
         torch.mul(x[:, :, step:], x[:, :, : d - step], out=rows)
@@ -114,14 +105,14 @@ def _statistics_backward(
 
 def _statistics_shapes(x, x0, wide):
     n, c, d, i = x.shape
-    return [x.new_empty(n, n_stats(c, d), i, dtype=x0.dtype if wide else x.dtype)]
+    return [x.new_empty(n, _n_stats(c, d), i, dtype=x0.dtype if wide else x.dtype)]
 
 
 def _statistics_definition(x, x0, wide):
     return (_phi_definition(_about(x, x0.detach(), wide)),)
 
 
-statistics_of = FastOp(
+_statistics_of = FastOp(
     'statistics',
     _statistics_forward,
     _statistics_backward,
@@ -482,14 +473,14 @@ class _ByMoments:
     def __init__(self, p: Problem, tiling: _Tiling):
         self.p, self.f, self.tile = p, _wide(p.a_inp).sigmoid(), tiling.numbers
         x = p.mu_inp.permute(0, 2, 3, 1).contiguous()
-        self.parts = x, weighted_mean(self.f, p.mu_inp)
-        self.phi = statistics_of(*self.parts, self._in_float64(x, tiling))[0]
+        self.parts = x, _weighted_mean(self.f, p.mu_inp)
+        self.phi = _statistics_of(*self.parts, self._in_float64(x, tiling))[0]
         self.maps = self._about(self.parts[1])
 
     def _in_float64(self, x, tiling):
         "Whether products are: small ones, and all where no value is read."
         (_, c, d, _), j = x.shape, self.p.B.shape[1]
-        size = n_samples(x) * n_parts(self.p.a_inp, None) * j * n_stats(c, d)
+        size = _n_samples(x) * _n_parts(self.p.a_inp, None) * j * _n_stats(c, d)
         small = size < _FREE if tiling.float64 is None else tiling.float64
         return small or not _on_cpu(x)
 
@@ -539,17 +530,7 @@ def _run_moments(p: Problem, tiling: _Tiling = _Tiling()):
     return _routed(_ByMoments(p, tiling))
 
 # %% ../../nbs/engine/16_moments.ipynb #e3000002
-def em_moments(
-    a_inp: Tensor,  # [n, i] scores of the parts; -inf: absent
-    mu_inp: Tensor,  # [n, i, c, d] parts
-    W: Tensor,  # [j, d, h] maps
-    B: Tensor,  # [j, c, h] biases
-    beta_a: Tensor | float,  # [j] or a number, see `activation_logit`
-    beta_u: Tensor | float,  # [j] or a number, see `cost`
-    lams: list[float],  # one inverse temperature an iteration
-    eps: Floor,  # of the variances
-    tiling: _Tiling = _Tiling(),  # see above
-) -> tuple:  # scores [n, j], means and variances [n, j, c, h], shares [n, i, j]
+def _em_moments(a_inp, mu_inp, W, B, beta_a, beta_u, lams, eps, tiling=_Tiling()) -> tuple:
     "EM routing from moments (Hinton 2018, Procedure 1)."
     one, j = W.new_ones(1, 1), len(B)
     betas = one, 0 * one  # so that gains are the masses
@@ -836,16 +817,16 @@ def _refuse_moments(s):
 
 # %% ../../nbs/engine/16_moments.ipynb #770cb6e2
 def _cost_moments(s):
-    size = n_stats(s.c, s.d)
+    size = _n_stats(s.c, s.d)
     if s.device == 'cuda':
-        return gpu_seconds(228, s.n * s.i * (264 * size + 91 * s.j))
+        return _gpu_seconds(228, s.n * s.i * (264 * size + 91 * s.j))
     parts = s.n * s.i * (s.j * (1.2e-10 * size + 1.5e-9) + 6e-9 * size)
     return 1.2e-3 + parts + s.n * s.j * (1e-6 + 4e-8 * size)
 
 # %% ../../nbs/engine/16_moments.ipynb #74fe2b09
 def _cost_stream(s):
     if s.device == 'cuda':
-        return gpu_seconds(195, s.n * s.i * s.j * (174 * s.c * s.h + 295))
+        return _gpu_seconds(195, s.n * s.i * s.j * (174 * s.c * s.h + 295))
     return 2e-3 + s.n * s.i * s.j * (4e-9 * s.c * s.h + 1e-10 * s.c * s.d * s.h + 4e-9)
 
 # %% ../../nbs/engine/16_moments.ipynb #7b9b156c

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 # %% auto #0
 __all__ = ['error_to', 'assert_as_exact', 'keep_freed_memory', 'in_threads', 'over_threads', 'import_error', 'jit', 'may_look',
-           'check_tensors', 'autocasting', 'without_autocast', 'FastOp']
+           'check_tensors', 'at_least_1', 'check_finite', 'check_capsule_values', 'autocasting', 'without_autocast',
+           'FastOp']
 
 # %% ../../nbs/engine/11_numerics.ipynb #00000010
 def error_to(
@@ -176,6 +177,34 @@ def check_tensors(
         if not isinstance(t, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(t).__name__}")
 
+
+def at_least_1(
+    **sizes,  # by name
+):
+    "`ValueError` unless all are integers of at least 1."
+    for name, v in sizes.items():
+        if isinstance(v, bool) or not isinstance(v, int) or v < 1:
+            raise ValueError(f"{name} must be an integer >= 1, got {v!r}")
+
+
+def check_finite(
+    **given,  # tensors by name
+):
+    "`ValueError` unless all are finite; where values cannot be read, nothing is asked."
+    for name, t in given.items():
+        if may_look(t) and not t.isfinite().all():
+            raise ValueError(f"{name} must be finite, got NaN or inf")
+
+
+def check_capsule_values(
+    a: Tensor,  # activations
+    **given,  # poses or votes by name
+):
+    "`ValueError` unless activations lie in [0, 1] and all else is finite; as `check_finite`."
+    check_finite(a=a, **given)
+    if may_look(a) and not ((a >= 0) & (a <= 1)).all():
+        raise ValueError("a must lie in [0, 1] (activations, not logits)")
+
 # %% ../../nbs/engine/11_numerics.ipynb #525a027f
 def autocasting(
     device: torch.device,  # of the tensors
@@ -232,9 +261,7 @@ def _backward_of(f, inputs):
     return first, real
 
 
-def _vjp_of_vjp(
-    f: Callable, inputs: Sequence[Tensor], grads: Sequence[Tensor], grads2: Sequence[Tensor]
-) -> Sequence[Tensor | None]:
+def _vjp_of_vjp(f, inputs, grads, grads2) -> Sequence[Tensor | None]:
     "Back through the backward pass of `f`, which is differentiable as often as `f` is."
     first, real = _backward_of(f, inputs)
     at = *(inputs[k] for k in real), *grads
@@ -242,9 +269,7 @@ def _vjp_of_vjp(
     return [next(found) if k in real else None for k in range(len(inputs))] + [*found]
 
 
-def _jvp(
-    f: Callable, inputs: Sequence[Tensor], tangents: Sequence[Tensor | None]
-) -> Sequence[Tensor]:
+def _jvp(f, inputs, tangents) -> Sequence[Tensor]:
     "Forward mode by two backward passes: an op of ours needs no third rule."
     moved = [k for k, t in enumerate(tangents) if t is not None]
     now, back = torch.func.vjp(_in_some(f, inputs, moved), *(inputs[k] for k in moved))

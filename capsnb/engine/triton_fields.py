@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
-from .em import proportions
+from .em import _proportions
 from .layers import FieldPlan, _Loop, _Parts, _route_scores, _route_votes, field_plans
 from .numerics import FastOp, import_error
 from .triton_routing import _interpreters, _power, _up, kernel
@@ -118,17 +118,7 @@ def _merged(total, mean, var, K: tl.constexpr):
 
 # %% ../../nbs/engine/23_triton_fields.ipynb #00000010
 @kernel
-def _gather(
-    votes,
-    data,
-    lanes,
-    sizes,
-    BS: tl.constexpr,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    H: tl.constexpr,
-    FIRST: tl.constexpr,
-):
+def _gather(votes, data, lanes, sizes, BS, C, D, H, FIRST):
     "Mass, sum of the weights, means and variances, in one pass; 1e-12, 1e-8: see `least_weight`."
     q, lane, j = lanes
     Q, P, S, J, N, X = sizes
@@ -156,7 +146,7 @@ def _gather(
 # %% ../../nbs/engine/23_triton_fields.ipynb #00000011
 @kernel
 def _keep_some(mean, var, before, damping, K: tl.constexpr):
-    "As `damped` of `em_routing`."
+    "As `_damped` of `em_routing`."
     means, spreads = (), ()
     for k in tl.static_range(K):
         m = mean[k] + damping * (before[k] - mean[k])
@@ -181,20 +171,7 @@ def _logit(mass, logs, beta_a, beta_u, lam, j, J, K: tl.constexpr):
 
 # %% ../../nbs/engine/23_triton_fields.ipynb #00000014
 @kernel
-def _scores(
-    votes,
-    L,
-    top,
-    mean,
-    var,
-    eps,
-    lanes,
-    sizes,
-    BS: tl.constexpr,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    H: tl.constexpr,
-):
+def _scores(votes, L, top, mean, var, eps, lanes, sizes, BS, C, D, H):
     "Logits of all places."
     q, lane, j = lanes
     Q, P, S, J, N, X = sizes
@@ -242,19 +219,19 @@ def _fields_pass(
     J,
     N,
     X,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    H: tl.constexpr,
-    BP: tl.constexpr,
-    BS: tl.constexpr,
-    BJ: tl.constexpr,
-    GATHER: tl.constexpr,
-    FIRST: tl.constexpr,
-    DAMPED: tl.constexpr,
-    SCORE: tl.constexpr,
-    DONE: tl.constexpr,
-    PI: tl.constexpr,
-    LOGIT: tl.constexpr,
+    C,
+    D,
+    H,
+    BP,
+    BS,
+    BJ,
+    GATHER,
+    FIRST,
+    DAMPED,
+    SCORE,
+    DONE,
+    PI,
+    LOGIT,
 ):
     "M-step (GATHER), then the logits of the next E-step (SCORE) or the results (DONE)."
     q, lane, j = _lanes(BP, BS, BJ)
@@ -330,24 +307,7 @@ def _fields_lse(L, order, starts, lse, nodes, N, PS, J, BN: tl.constexpr, BJ: tl
 
 # %% ../../nbs/engine/23_triton_fields.ipynb #00000019
 @kernel
-def _fields_pay(
-    G,
-    L,
-    lse,
-    first,
-    order,
-    starts,
-    pay,
-    g_a,
-    nodes,
-    N,
-    PS,
-    J,
-    BN: tl.constexpr,
-    BJ: tl.constexpr,
-    FIRST: tl.constexpr,
-    ADD: tl.constexpr,
-):
+def _fields_pay(G, L, lse, first, order, starts, pay, g_a, nodes, N, PS, J, BN, BJ, FIRST, ADD):
     "`pay`: sum of R·G over each part's places and all types; added to g_a."
     node, own, at, count = _places_of(order, starts, N, nodes, BN)
     j = tl.arange(0, BJ)[None, :]
@@ -372,19 +332,7 @@ def _fields_pay(
 
 # %% ../../nbs/engine/23_triton_fields.ipynb #0000001a
 @kernel
-def _scores_back(
-    votes,
-    data,
-    G,
-    pay,
-    mean,
-    lanes,
-    sizes,
-    BS: tl.constexpr,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    H: tl.constexpr,
-):
+def _scores_back(votes, data, G, pay, mean, lanes, sizes, BS, C, D, H):
     "G becomes the gradient of the logits; its sum, and its sums with gaps and their squares."
     q, lane, j = lanes
     Q, P, S, J, N, X = sizes
@@ -442,16 +390,16 @@ def _fields_score_back(
     J,
     N,
     X,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    H: tl.constexpr,
-    BP: tl.constexpr,
-    BS: tl.constexpr,
-    BJ: tl.constexpr,
-    SCORE: tl.constexpr,
-    SMALL: tl.constexpr,
-    LOGIT: tl.constexpr,
-    DAMPED: tl.constexpr,
+    C,
+    D,
+    H,
+    BP,
+    BS,
+    BJ,
+    SCORE,
+    SMALL,
+    LOGIT,
+    DAMPED,
 ):
     "Back through an E-step (SCORE), then through activations and variances (SMALL)."
     q, lane, j = _lanes(BP, BS, BJ)
@@ -505,20 +453,7 @@ def _fields_score_back(
 
 # %% ../../nbs/engine/23_triton_fields.ipynb #0000001c
 @kernel
-def _worth(
-    votes,
-    G,
-    const,
-    mean,
-    g_mean,
-    g_var,
-    lanes,
-    sizes,
-    BS: tl.constexpr,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    H: tl.constexpr,
-):
+def _worth(votes, G, const, mean, g_mean, g_var, lanes, sizes, BS, C, D, H):
     "Gradient of the data."
     q, lane, j = lanes
     Q, P, S, J, N, X = sizes
@@ -556,13 +491,13 @@ def _fields_data_back(
     J,
     N,
     X,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    H: tl.constexpr,
-    BP: tl.constexpr,
-    BS: tl.constexpr,
-    BJ: tl.constexpr,
-    DAMPED: tl.constexpr,
+    C,
+    D,
+    H,
+    BP,
+    BS,
+    BJ,
+    DAMPED,
 ):
     "Back through an M-step: G, and this step's share in the votes' gradient, A + B·(V - origin)."
     q, lane, j = _lanes(BP, BS, BJ)
@@ -645,10 +580,10 @@ def _fields_to_poses(
     parts,
     step,
     columns,
-    D: tl.constexpr,
-    BP: tl.constexpr,
-    BS: tl.constexpr,
-    T: tl.constexpr,
+    D,
+    BP,
+    BS,
+    T,
 ):
     "Gradient of a row of the poses in all places [c·d, q·s]; here W is [h·d, j, s]."
     q = (tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP))[:, None]
@@ -698,11 +633,11 @@ def _fields_to_maps(
     step,
     rows,
     span,
-    D: tl.constexpr,
-    H: tl.constexpr,
-    BS: tl.constexpr,
-    BJ: tl.constexpr,
-    T: tl.constexpr,
+    D,
+    H,
+    BS,
+    BJ,
+    T,
 ):
     "Gradient of the maps [run, d·h, s, j] from a run of `span` fields."
     s = (tl.program_id(0) * BS + tl.arange(0, BS))[:, None]
@@ -732,9 +667,7 @@ def _fields_to_maps(
 
 # %% ../../nbs/engine/23_triton_fields.ipynb #00000024
 @kernel
-def _fields_to_parts(
-    g, order, starts, out, nodes, N, PS, size, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
-):
+def _fields_to_parts(g, order, starts, out, nodes, N, PS, size, K, BN, BK):
     "Sum over each part's places: [k, q·s] -> [b·n, k]."
     node, own, at, count = _places_of(order, starts, N, nodes, BN)
     k, total = tl.arange(0, BK)[None, :].to(tl.int64), tl.zeros([BN, BK], tl.float32)
@@ -895,7 +828,7 @@ def _forward(inputs, settings):
         if cut:
             log_a = None
             if act == 'pi':
-                log_a = proportions(run.by_image(saved.mass[t]), fields=True).flatten(0, 1)
+                log_a = _proportions(run.by_image(saved.mass[t]), fields=True).flatten(0, 1)
             _iteration(run, saved, t, outs, settings, log_a, **end)
         if t + 1 < len(lams):
             what = saved.L[t], inputs.order, inputs.starts, saved.lse[t]

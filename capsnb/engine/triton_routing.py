@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Callable, NamedTuple
 import torch
 from torch import Tensor
-from .dstep import Plan, Problem, gpu_seconds, plans
+from .dstep import Plan, Problem, _gpu_seconds, plans
 from .moments import _ByVotes, _Tiling, _routed
 from .numerics import FastOp, import_error
 
@@ -232,15 +232,7 @@ def _narrow(t):
 
 # %% ../../nbs/engine/22_triton.ipynb #0000001f
 @kernel
-def _load_parts(
-    x,
-    at,
-    ok,
-    T: tl.constexpr,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    K: tl.constexpr,
-):
+def _load_parts(x, at, ok, T: tl.constexpr, C: tl.constexpr, D: tl.constexpr, K: tl.constexpr):
     "Capsules in the places `at`: columns [BR, 1] of numbers, or for large d tiles [BR, K]."
     out = ()
     if K == 1:
@@ -256,16 +248,7 @@ def _load_parts(
 
 # %% ../../nbs/engine/22_triton.ipynb #00000020
 @kernel
-def _load_maps(
-    W,
-    part,
-    cols,
-    J,
-    T: tl.constexpr,
-    D: tl.constexpr,
-    H: tl.constexpr,
-    K: tl.constexpr,
-):
+def _load_maps(W, part, cols, J, T, D, H, K):
     "Maps of a part: rows [1, BJ] of numbers, or for large d tiles [K, BJ]."
     out = ()
     if K == 1:
@@ -291,17 +274,7 @@ def _load_rows(p, at, ok, J, T: tl.constexpr, CH: tl.constexpr):
 
 # %% ../../nbs/engine/22_triton.ipynb #00000022
 @kernel
-def _gaps(
-    xs,
-    Ws,
-    Bs,
-    mus,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    MODEL: tl.constexpr,
-):
+def _gaps(xs, Ws, Bs, mus, C, D, H, K, MODEL):
     "Votes less the model's means; votes, if there is no model."
     chunks: tl.constexpr = (D + K - 1) // K
     out = ()
@@ -331,25 +304,7 @@ def _score(ys, k, vs, CH: tl.constexpr):
 
 # %% ../../nbs/engine/22_triton.ipynb #00000024
 @kernel
-def _votes_lse(
-    x,
-    W,
-    B,
-    k,
-    mu,
-    v,
-    lse,
-    n,
-    I,
-    J,
-    SHARED: tl.constexpr,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    BR: tl.constexpr,
-    BJ: tl.constexpr,
-):
+def _votes_lse(x, W, B, k, mu, v, lse, n, I, J, SHARED, C, D, H, K, BR, BJ):
     "z [n, i]: program (block of rows, sample or part)."
     T: tl.constexpr = lse.dtype.element_ty
     CH: tl.constexpr = C * H
@@ -401,15 +356,15 @@ def _votes_sums(
     I,
     J,
     per,
-    SHARED: tl.constexpr,
-    MODEL: tl.constexpr,
-    FUSED: tl.constexpr,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    BR: tl.constexpr,
-    BJ: tl.constexpr,
+    SHARED,
+    MODEL,
+    FUSED,
+    C,
+    D,
+    H,
+    K,
+    BR,
+    BJ,
 ):
     "Statistics of a run of `per` parts: program (block of wholes, run, sample or samples)."
     T: tl.constexpr = mass.dtype.element_ty
@@ -487,23 +442,7 @@ def _votes_sums(
 
 # %% ../../nbs/engine/22_triton.ipynb #00000027
 @kernel
-def _slopes(
-    ys,
-    k_j,
-    vs,
-    z,
-    fits,
-    shifts,
-    firsts,
-    seconds,
-    const,
-    J,
-    T: tl.constexpr,
-    CH: tl.constexpr,
-    BR: tl.constexpr,
-    BJ: tl.constexpr,
-    MODEL: tl.constexpr,
-):
+def _slopes(ys, k_j, vs, z, fits, shifts, firsts, seconds, const, J, T, CH, BR, BJ, MODEL):
     "Shares R, worths G, and slopes of G in the votes."
     if MODEL:
         R = tl.where(fits, tl.exp(_score(ys, k_j, vs, CH) - z[:, None]), 0.0)
@@ -531,15 +470,7 @@ def _pulls(ys, vs, slopes, share, dL, CH: tl.constexpr, MODEL: tl.constexpr):
 
 # %% ../../nbs/engine/22_triton.ipynb #00000029
 @kernel
-def _spread(
-    grads,
-    pulls,
-    Ws,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    H: tl.constexpr,
-    K: tl.constexpr,
-):
+def _spread(grads, pulls, Ws, C: tl.constexpr, D: tl.constexpr, H: tl.constexpr, K: tl.constexpr):
     "Add the gradient of a tile of votes to that of x."
     n: tl.constexpr = (D + K - 1) // K
     out = ()
@@ -557,15 +488,7 @@ def _spread(
 
 # %% ../../nbs/engine/22_triton.ipynb #0000002a
 @kernel
-def _spread_maps(
-    grads,
-    pulls,
-    xs,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    H: tl.constexpr,
-    K: tl.constexpr,
-):
+def _spread_maps(grads, pulls, xs, C, D, H, K):
     "Add the gradient of a tile of votes to that of W."
     n: tl.constexpr = (D + K - 1) // K
     out = ()
@@ -588,16 +511,7 @@ def _spread_maps(
 
 # %% ../../nbs/engine/22_triton.ipynb #0000002b
 @kernel
-def _store_maps(
-    out,
-    grads,
-    part,
-    cols,
-    J,
-    D: tl.constexpr,
-    H: tl.constexpr,
-    K: tl.constexpr,
-):
+def _store_maps(out, grads, part, cols, J, D: tl.constexpr, H: tl.constexpr, K: tl.constexpr):
     "Store the gradient of a map: where `_load_maps` loads it."
     n: tl.constexpr = (D + K - 1) // K
     for q in tl.static_range(n * H):
@@ -630,14 +544,14 @@ def _votes_parts(
     n,
     I,
     J,
-    SHARED: tl.constexpr,
-    MODEL: tl.constexpr,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    BR: tl.constexpr,
-    BJ: tl.constexpr,
+    SHARED,
+    MODEL,
+    C,
+    D,
+    H,
+    K,
+    BR,
+    BJ,
 ):
     "c [n, i] and the gradient of x: program (block of rows, sample or part)."
     T: tl.constexpr = pay.dtype.element_ty
@@ -726,14 +640,14 @@ def _votes_wholes(
     I,
     J,
     per,
-    SHARED: tl.constexpr,
-    MODEL: tl.constexpr,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    BR: tl.constexpr,
-    BJ: tl.constexpr,
+    SHARED,
+    MODEL,
+    C,
+    D,
+    H,
+    K,
+    BR,
+    BJ,
 ):
     "Gradients of the model, and of shared maps: program (block of wholes, run, sample or samples)."
     T: tl.constexpr = pay.dtype.element_ty
@@ -836,13 +750,13 @@ def _votes_maps(
     n,
     I,
     J,
-    MODEL: tl.constexpr,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    BR: tl.constexpr,
-    BJ: tl.constexpr,
+    MODEL,
+    C,
+    D,
+    H,
+    K,
+    BR,
+    BJ,
 ):
     "Gradients of the maps of one part: program (block of wholes, part)."
     T: tl.constexpr = pay.dtype.element_ty
@@ -1098,7 +1012,7 @@ def _refuse_streamed(s):
 
 def _cost_streamed(s):
     "Votes stay in registers: hardly a byte, but each is made again for every use."
-    return gpu_seconds(157, 0, s.n * s.i * s.j * s.c * s.h * (58 + 11.3 * s.d))
+    return _gpu_seconds(157, 0, s.n * s.i * s.j * s.c * s.h * (58 + 11.3 * s.d))
 
 
 if find_spec('triton'):

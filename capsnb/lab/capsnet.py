@@ -12,7 +12,7 @@ from einops import rearrange
 from ..core import check_n_iters, from_generator
 from ..engine.dynamic import route_capsules
 from ..routing.dynamic import squash
-from ..engine.layers import at_least_1
+from ..engine.numerics import at_least_1
 
 from .losses import class_shares, margin_loss
 from .vision import HubMixin, as_images

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from ..engine.layers import at_least_1
+from ..engine.numerics import at_least_1
 from .capsnet import CapsNet, CapsOut, Decoder, capsnet_loss
 from .vision import HubMixin, as_images
 from ..zoo.onestep import agree_once, squash_exp

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from ..data.sst import load_sst
-from ..engine.layers import at_least_1
+from ..engine.numerics import at_least_1
 from .tasks import Net, Task
 from .train import BaseDeck, fingerprint
 from .vision import HubMixin, Scores

@@ -11,10 +11,23 @@ import torch.nn.functional as F
 from torch import nn, Tensor
 from ..core import from_generator
 from ..routing.em import as_schedule, inverse_temperature
-from ..engine.layers import Caps, ClassCaps, ConvCaps, PrimaryCaps
-from ..engine.layers import at_least_1, check_compete, field_centres, layer_floor
-from .losses import LinearMargin, activation_cross_entropy
-from .losses import authors_margin, margin_loss, spread_loss
+from capsnb.engine.layers import (
+    Caps,
+    ClassCaps,
+    ConvCaps,
+    PrimaryCaps,
+    at_least_1,
+    _check_compete,
+    field_centres,
+    _layer_floor,
+)
+from capsnb.lab.losses import (
+    LinearMargin,
+    activation_cross_entropy,
+    authors_margin,
+    margin_loss,
+    spread_loss,
+)
 from .vision import ConvTrunk, HubMixin, Scores, answer, as_images, norb_trunk
 from ..engine.dstep import CapsNorm
 
@@ -46,7 +59,9 @@ class Preset(NamedTuple):
 # %% ../../nbs/lab/45_matrix_caps.ipynb #2d3b263e
 presets = dict(
     paper=Preset(),  # prints no floor: the layers' default
-    gritzman=Preset(100.0, beta_a=((-1000.0, 500.0),) * 2, beta_u=((0.0, -1.0),) * 2, eps=1e-9),
+    gritzman=Preset(
+        data=100.0, beta_a=((-1000.0, 500.0),) * 2, beta_u=((0.0, -1.0),) * 2, eps=1e-9
+    ),
     google=Preset(
         lam=(2.0, 0.5),
         beta_units=(-2500.0, (math.log(2 * math.pi) + 1) / 2),
@@ -87,7 +102,7 @@ def routing_settings(
     n_types: int,  # types of parents
     kind: int = 0,  # 0: convolutional capsules, 1: class capsules
     n_iters: int = 3,  # iterations
-    eps: float | str | None = None,  # floor; None: the preset's, 'auto': see `layer_floor`
+    eps: float | str | None = None,  # floor; None: the preset's, 'auto': see `_layer_floor`
     n: int = 16,  # components of a pose
     schedule: str | None = None,  # a name of `schedules`; None: the preset's
 ) -> dict:  # lam, beta_units, eps, damping: arguments of `ConvCaps` and `ClassCaps`
@@ -99,7 +114,7 @@ def routing_settings(
     kappa = p.data * n_types / n_children if p.data else 1.0
     return dict(
         lam=[kappa * p.lam[kind] * v for v in lams],
-        eps=layer_floor(p.eps if eps is None else eps, n),
+        eps=_layer_floor(p.eps if eps is None else eps, n),
         damping=p.damping,
         beta_units=(p.beta_units[0] / kappa, p.beta_units[1]),
     )
@@ -122,9 +137,20 @@ def start_weights(
     width = math.sqrt(6 / (n + 1)) if half < 0 else half
     nn.init.uniform_(layer.beta_u, centre - width, centre + width)
 
+# %% ../../nbs/lab/45_matrix_caps.ipynb #0000000d
+def _margin_at(kind: str, step: int, n_steps: int) -> float:
+    "Margin at a step of a run (Hinton 2018, section 4.1)."
+    return authors_margin(step) if kind == 'authors' else LinearMargin(max(1, n_steps))(step)
+
 # %% ../../nbs/lab/45_matrix_caps.ipynb #9e7512e2
 _losses = dict(spread=spread_loss, margin=margin_loss, crossent=activation_cross_entropy)
 losses = (*_losses, 'logits')  # the last is the cross-entropy of the logits themselves
+
+
+def _class_loss(a: Tensor, labels: Tensor, loss: str, margin: float) -> Tensor:
+    "One of the losses of (Hinton 2018, Table 1)."
+    kw = dict(margin=margin) if loss == 'spread' else {}
+    return _losses[loss](a.float(), labels, **kw)
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #0000000f
 def _caps_places(size: tuple[int, int], layers: list) -> tuple[int, ...]:
@@ -135,8 +161,10 @@ def _caps_places(size: tuple[int, int], layers: list) -> tuple[int, ...]:
     for K, stride, padding in reversed(layers):
         least = max(1, (least - 1) * stride + K - 2 * padding)
     if min(out) < 1:
-        told = f"an image of {tuple(size)} leaves no place for capsules"
-        raise ValueError(f"{told}, its sides must be at least {least} with this stem")
+        raise ValueError(
+            f"an image of {tuple(size)} leaves no place for capsules, "
+            f"its sides must be at least {least} with this stem"
+        )
     return out
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #5a450003
@@ -183,9 +211,11 @@ def _check_net(net, pose, act, depth, compete):
     if net.loss not in losses:
         raise ValueError(f"loss must be one of {', '.join(map(repr, losses))}, got {net.loss!r}")
     check_depth(depth)
-    check_compete(compete)
+    _check_compete(compete)
     if act == 'pi' and (net.needs_logits or net.loss == 'logits'):
-        raise ValueError("act='pi' has no logits, which norms, lam='learned', loss='logits' need")
+        raise ValueError(
+            "act='pi' has no logits, which norms, lam='learned' and loss='logits' need"
+        )
 
 
 def _fields_of(stem, K: int, depth: int) -> list:
@@ -194,11 +224,7 @@ def _fields_of(stem, K: int, depth: int) -> list:
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #00000011
 class MatrixCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'routing']):
-    """Matrix capsules with EM routing (Hinton 2018, figure 1): class capsules, or loss and logits.
-
-    >>> MatrixCapsNet(8, 4, 4, 4)(torch.rand(2, 2, 32, 32)).mu.shape
-    torch.Size([2, 5, 4, 4])
-    """
+    "Matrix capsules with EM routing (Hinton 2018, figure 1): class capsules, or loss and logits."
 
     def __init__(
         self,
@@ -351,17 +377,14 @@ class MatrixCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules'
         "The loss of class capsules."
         if self.loss == 'logits':
             return answer(Scores(out.score), labels)
-        kw = dict(margin=self.margin) if self.loss == 'spread' else {}
-        return dict(loss=_losses[self.loss](out.a.float(), labels, **kw), logits=out.score)
+        return dict(loss=_class_loss(out.a, labels, self.loss, self.margin), logits=out.score)
 
     def set_progress(
         self,
         step: int,  # steps taken so far
         n_steps: int,  # steps of the run
     ):
-        "The margin of the spread loss, at a step of a run (Hinton 2018, section 4.1)."
-        grows = authors_margin if self.schedule == 'authors' else LinearMargin(max(1, n_steps))
-        self.margin = grows(step)
+        self.margin = _margin_at(self.schedule, step, n_steps)
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #00000013
 @from_generator

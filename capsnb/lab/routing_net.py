@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from ..engine.dstep import CapsNorm
-from ..engine.layers import at_least_1
+from ..engine.numerics import at_least_1
 from .matrix_caps import check_depth
 from capsnb.lab.text import (
     Credit,

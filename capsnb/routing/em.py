@@ -128,9 +128,7 @@ def em_routing_ref(
     return EMRouted(logit.sigmoid(), mu, sig2, R)
 
 # %% ../../nbs/book/04_em_routing.ipynb #0000002a
-def _is_positive(
-    v,  # of any type
-) -> bool:  # whether it is a finite positive number
+def _is_positive(v) -> bool:
     return isinstance(v, (int, float)) and not isinstance(v, bool) and 0 < v < math.inf
 
 
@@ -162,9 +160,7 @@ class Floor(NamedTuple):
     mass: float  # added to the mass of every whole, in parts (the D-step's; EM routing has `TINY`)
 
 # %% ../../nbs/book/04_em_routing.ipynb #0000002c
-def _value(
-    eps,  # of any type
-) -> float:  # of a number or a percentage; NaN of anything else
+def _value(eps) -> float:
     if isinstance(eps, bool) or isinstance(eps, str) and not eps.endswith('%'):
         return math.nan
     try:
@@ -173,9 +169,7 @@ def _value(
         return math.nan
 
 
-def _sound(
-    floor: Floor,  # made by hand
-) -> bool:  # whether it keeps variances and masses positive and finite
+def _sound(floor: Floor) -> bool:
     return all(0 <= v < math.inf for v in floor) and floor.mass > 0 and floor.rel + floor.abs > 0
 
 # %% ../../nbs/book/04_em_routing.ipynb #0000002d

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core import palette, seed_everything
 
 # %% auto #0
-__all__ = ['cast_votes', 'outline', 'Scene', 'make_scene', 'bare', 'draw_parts', 'draw_votes']
+__all__ = ['cast_votes', 'Scene', 'make_scene', 'bare', 'draw_parts', 'draw_votes']
 
 # %% ../../nbs/book/01_parts_and_wholes.ipynb #00000007
 def cast_votes(
@@ -21,11 +21,7 @@ def cast_votes(
     return scene.mu_inp[:, None] - scene.place
 
 # %% ../../nbs/book/01_parts_and_wholes.ipynb #00000017
-def outline(
-    corners: int,  # of a regular polygon; many make a circle
-    turn: float,  # in radians
-    n: int,  # number of places
-) -> Tensor:  # [n, 2] places on the outline, at equal angles seen from the centre
+def _outline(corners: int, turn: float, n: int) -> Tensor:
     "Places on the outline of a regular polygon of radius 1."
     t = (torch.arange(n) + 0.5) / n * 2 * math.pi
     wedge = 2 * math.pi / corners
@@ -46,10 +42,8 @@ _wholes = [(200, 0.0, 0.85), (4, math.pi / 4, 1.1), (3, math.pi / 6, 1.25)]  # c
 _centres = [[-1.75, 0.75], [1.75, 0.75], [0.0, -1.1]]
 
 
-def _places(
-    m: int,  # parts
-) -> Tensor:  # [m, j, 2] in an order of their own for each whole
-    shuffled = lambda shape: outline(*shape[:2], m)[torch.randperm(m)]
+def _places(m: int) -> Tensor:
+    shuffled = lambda shape: _outline(*shape[:2], m)[torch.randperm(m)]
     return torch.stack([shape[2] * shuffled(shape) for shape in _wholes], dim=1)
 
 
@@ -65,7 +59,7 @@ def make_scene(
     own = torch.arange(3 * n) // n
     place = _places(3 * n)
     for j, (corners, turn, size) in enumerate(_wholes):
-        place[own == j, j] = size * outline(corners, turn, n)
+        place[own == j, j] = size * _outline(corners, turn, n)
     mu_inp = centre[own] + place[torch.arange(3 * n), own] + noise * torch.randn(3 * n, 2)
     if clutter:
         mu_inp = torch.cat([mu_inp, 6.4 * torch.rand(clutter, 2) - torch.tensor([3.2, 2.6])])
@@ -74,9 +68,7 @@ def make_scene(
     return Scene(mu_inp, place, own, centre)
 
 # %% ../../nbs/book/01_parts_and_wholes.ipynb #0000001a
-def _tints(
-    R: Tensor,  # [i, j] shares
-) -> Tensor:  # [i, 3] colours
+def _tints(R: Tensor) -> Tensor:
     "A part has the colours of its wholes, mixed by its shares."
     from matplotlib.colors import to_rgb
 

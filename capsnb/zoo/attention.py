@@ -8,19 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from ..core import check_n_iters
-from ..engine.dstep import check_capsules
+from ..engine.dstep import _check_capsules
 from ..routing.dstep import Routed, RoutedR
 from .routers import Router, SharedVotes, likeness, routings, total
 
 # %% auto #0
-__all__ = ['inverted_attention', 'InvertedAttention', 'Concurrent']
+__all__ = ['InvertedAttention', 'Concurrent']
 
 # %% ../../nbs/zoo/31_attention.ipynb #00000005
-def inverted_attention(
-    p: Tensor,  # [..., j, c, h] poses of the wholes
-    V: Tensor | SharedVotes,  # [..., i, j, c, h] votes
-    f: Tensor | None = None,  # [..., i] activations of the parts, in [0, 1]; None: all 1
-) -> tuple[Tensor, Tensor]:  # sums [..., j, c, h] before the norm, shares R [..., i, j]
+def _inverted_attention(p, V, f=None) -> tuple[Tensor, Tensor]:
     "Parts choose among wholes by dot products (Tsai 2020, procedure 1)."
     d = V.shape[-2] * V.shape[-1]
     R = torch.softmax(likeness(p, V) / d**0.5, -1)
@@ -49,7 +45,7 @@ class InvertedAttention(Router):
         "One iteration."
         if p is None:
             p = torch.zeros((*V.shape[:-4], *V.shape[-3:]), dtype=V.dtype, device=V.device)
-        s, R = inverted_attention(p, V, a.sigmoid())
+        s, R = _inverted_attention(p, V, a.sigmoid())
         p = self.norm(s.flatten(-2))
         return RoutedR(self.readout(p)[..., 0], p.view_as(s), None, R)
 
@@ -95,7 +91,7 @@ class Concurrent(nn.Module):
         "Route through all layers; `ValueError` if they do not fit."
         outs, inp = [], (a_inp, mu_inp)
         for layer in self.layers:
-            check_capsules(layer, *inp)
+            _check_capsules(layer, *inp)
             outs.append(layer.after_norm(layer.step(None, inp[0], layer.votes_of(inp[1]))))
             inp = self.below(outs[-1])
         V = self.layers[0].votes_of(mu_inp)  # the parts stay as they are

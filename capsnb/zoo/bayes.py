@@ -12,19 +12,18 @@ from torch.distributions import Dirichlet, kl_divergence
 from ..core import check_n_iters
 from ..engine.numerics import autocasting, without_autocast
 from ..routing.dstep import RoutedR
-from .noise import covariance, moments
+from .noise import _covariance, _moments
 from .routers import MomentVotes, Router, SharedVotes, routings
 
 # %% auto #0
-__all__ = ['covs', 'Prior', 'as_prior', 'Posterior', 'posterior', 'of_inverse', 'expected_log_det', 'expected_log_pi',
-           'distance2', 'expected_log_p', 'share', 'kl_of_precisions', 'bound', 'score', 'vb_routing', 'BayesRouting']
+__all__ = ['vb_routing', 'BayesRouting']
 
 # %% ../../nbs/zoo/29_bayes.ipynb #00000005
-covs = ('diag', 'full', 'published')
+_covs = ('diag', 'full', 'published')
 
 
-class Prior(NamedTuple):
-    "What is known before any vote, in numbers of votes; see `as_prior`."
+class _Prior(NamedTuple):
+    "What is known before any vote, in numbers of votes; see `_as_prior`."
 
     alpha0: float  # parts every whole has already
     kappa0: float  # votes for the mean 0
@@ -32,18 +31,11 @@ class Prior(NamedTuple):
     Psi0: float  # scale of the precisions, a multiple of the identity; 1 / squared units of votes
 
 # %% ../../nbs/zoo/29_bayes.ipynb #00000006
-def as_prior(
-    n: int,  # components of a vote
-    alpha0: float = 1.0,  # see `Prior`
-    kappa0: float = 1.0,  # see `Prior`
-    nu0: float | None = None,  # see `Prior`; None: n + 1
-    Psi0: float = 1.0,  # see `Prior`
-    cov: str = 'diag',  # of `covs`: 'full' and 'published' need nu0 > n - 1
-) -> Prior:
+def _as_prior(n, alpha0=1.0, kappa0=1.0, nu0=None, Psi0=1.0, cov='diag') -> _Prior:
     "A prior that can be normed; `ValueError` of any other."
-    if cov not in covs:
-        raise ValueError(f"cov must be one of {', '.join(map(repr, covs))}, got {cov!r}")
-    prior = Prior(alpha0, kappa0, n + 1 if nu0 is None else nu0, Psi0)
+    if cov not in _covs:
+        raise ValueError(f"cov must be one of {', '.join(map(repr, _covs))}, got {cov!r}")
+    prior = _Prior(alpha0, kappa0, n + 1 if nu0 is None else nu0, Psi0)
     for name, value in prior._asdict().items():
         least = n - 1 if name == 'nu0' and cov != 'diag' else 0
         if not least < value < math.inf:
@@ -51,7 +43,7 @@ def as_prior(
     return prior
 
 # %% ../../nbs/zoo/29_bayes.ipynb #00000008
-class Posterior(NamedTuple):
+class _Posterior(NamedTuple):
     "q(π) = Dir(α); q(μ, Λ) = N(m, (κΛ)⁻¹) W(Ψ, ν) for each whole."
 
     alpha: Tensor  # [..., j]
@@ -61,31 +53,23 @@ class Posterior(NamedTuple):
     inv_Psi: Tensor  # [..., j, n] its diagonal, or [..., j, n, n]
 
 # %% ../../nbs/zoo/29_bayes.ipynb #00000009
-def posterior(
-    r: Tensor,  # [..., i, j] data: share of the part times its activation
-    V: Tensor | MomentVotes,  # [..., i, j, n] votes
-    prior: Prior,  # see `as_prior`
-    cov: str = 'diag',  # of `covs`
-) -> Posterior:
+def _posterior(r: Tensor, V: Tensor | MomentVotes, prior: _Prior, cov: str = 'diag') -> _Posterior:
     "The M-step: the posterior of proportions, means and precisions."
     S = r.sum(-2)
     kappa = prior.kappa0 + S
     rows = V if isinstance(V, MomentVotes) else V[..., None, :]
     if cov == 'full':
-        m, s = covariance(r, rows, prior.kappa0)
+        m, s = _covariance(r, rows, prior.kappa0)
         outer = m[..., :, None] * m[..., None, :]
         start = torch.eye(m.shape[-1], dtype=m.dtype, device=m.device) / prior.Psi0
         inv_Psi = kappa[..., None, None] * s + prior.kappa0 * outer + start
     else:
-        m, s = (t.flatten(-2) for t in moments(r, rows, prior.kappa0))
+        m, s = (t.flatten(-2) for t in _moments(r, rows, prior.kappa0))
         inv_Psi = kappa[..., None] * s + prior.kappa0 * m.square() + 1 / prior.Psi0
-    return Posterior(prior.alpha0 + S, kappa, prior.nu0 + S, m, inv_Psi)
+    return _Posterior(prior.alpha0 + S, kappa, prior.nu0 + S, m, inv_Psi)
 
 # %% ../../nbs/zoo/29_bayes.ipynb #0000000b
-def of_inverse(
-    inv_Psi: Tensor,  # [..., n] diagonal, or [..., n, n], of a positive matrix
-    cov: str = 'diag',  # of `covs`
-) -> tuple[Tensor, Tensor]:  # [...] tr Ψ and ln |Ψ⁻¹|
+def _of_inverse(inv_Psi: Tensor, cov: str = 'diag') -> tuple[Tensor, Tensor]:
     "Trace of a matrix and log-determinant of its inverse, which is given."
     if cov != 'full':
         return inv_Psi.reciprocal().sum(-1), inv_Psi.log().sum(-1)
@@ -96,28 +80,20 @@ def of_inverse(
     )
 
 # %% ../../nbs/zoo/29_bayes.ipynb #0000000c
-def expected_log_det(
-    q: Posterior,  # of means and precisions
-    cov: str = 'diag',  # of `covs`
-) -> Tensor:  # [..., j] E[ln |Λ|]
+def _expected_log_det(q: _Posterior, cov: str = 'diag') -> Tensor:
     "Expected log-determinant of the precisions."
     n = q.m.shape[-1]
     d = torch.arange(n, dtype=q.nu.dtype, device=q.nu.device) * (cov != 'diag')
     known = torch.digamma((q.nu[..., None] - d) / 2).sum(-1) + n * math.log(2)
-    return known - of_inverse(q.inv_Psi, cov)[1]
+    return known - _of_inverse(q.inv_Psi, cov)[1]
 
 # %% ../../nbs/zoo/29_bayes.ipynb #0000000d
-def expected_log_pi(
-    alpha: Tensor,  # [..., j] of a Dirichlet distribution
-) -> Tensor:  # [..., j] E[ln π]
+def _expected_log_pi(alpha: Tensor) -> Tensor:
     "Expected logs of the proportions."
     return torch.digamma(alpha) - torch.digamma(alpha.sum(-1, keepdim=True))
 
 
-def distance2(
-    q: Posterior,  # of means and precisions
-    V: Tensor | MomentVotes,  # [..., i, j, n] votes
-) -> Tensor:  # [..., i, j] (V - m)ᵀ Ψ (V - m)
+def _distance2(q: _Posterior, V: Tensor | MomentVotes) -> Tensor:
     "Squared distances of votes from the means."
     tilted = q.inv_Psi.ndim > q.m.ndim
     if isinstance(V, MomentVotes) and tilted:
@@ -132,15 +108,11 @@ def distance2(
     return y.square().sum(-2).transpose(-1, -2)
 
 # %% ../../nbs/zoo/29_bayes.ipynb #0000000e
-def expected_log_p(
-    q: Posterior,  # of proportions, means and precisions
-    V: Tensor | MomentVotes,  # [..., i, j, n] votes
-    cov: str = 'diag',  # of `covs`
-) -> Tensor:  # [..., i, j] ρ, nats
+def _expected_log_p(q: _Posterior, V: Tensor | MomentVotes, cov: str = 'diag') -> Tensor:
     "Expected log-density of whole and vote."
     n = q.m.shape[-1]
-    of_j = expected_log_pi(q.alpha) + (expected_log_det(q, cov) - n / q.kappa) / 2
-    far = q.nu[..., None, :] * distance2(q, V)
+    of_j = _expected_log_pi(q.alpha) + (_expected_log_det(q, cov) - n / q.kappa) / 2
+    far = q.nu[..., None, :] * _distance2(q, V)
     return of_j[..., None, :] - (n * math.log(2 * math.pi) + far) / 2
 
 # %% ../../nbs/zoo/29_bayes.ipynb #00000010
@@ -149,10 +121,7 @@ def _check_least(least):
         raise ValueError(f"least must be a density, 0 or more, got {least!r}")
 
 
-def share(
-    rho: Tensor,  # [..., i, j] expected log-densities
-    least: float = 0.0,  # density of a part, over all wholes, below which its shares fade
-) -> Tensor:  # [..., i, j] shares; they sum to 1 over j, or to less below `least`
+def _share(rho: Tensor, least: float = 0.0) -> Tensor:
     "The E-step."
     _check_least(least)
     if least == 0:
@@ -160,69 +129,52 @@ def share(
     return (rho - rho.logsumexp(-1, keepdim=True).clamp_min(math.log(least))).exp()
 
 # %% ../../nbs/zoo/29_bayes.ipynb #00000012
-def kl_of_precisions(
-    q: Posterior,  # of means and precisions
-    prior: Prior,  # see `as_prior`
-    cov: str = 'diag',  # of `covs`
-) -> Tensor:  # [..., j] KL(q(Λ) || p(Λ)), nats
+def _kl_of_precisions(q: _Posterior, prior: _Prior, cov: str = 'diag') -> Tensor:
     "How far Wishart (or Gamma) distributions of precisions are from their prior."
     n, nu0 = q.m.shape[-1], q.nu.new_full((), prior.nu0)
-    trace, log_det = of_inverse(q.inv_Psi, cov)
+    trace, log_det = _of_inverse(q.inv_Psi, cov)
     log_gamma = (lambda x: torch.mvlgamma(x, n)) if cov != 'diag' else lambda x: n * torch.lgamma(x)
-    known = (q.nu - nu0) * (expected_log_det(q, cov) - n * math.log(2))
+    known = (q.nu - nu0) * (_expected_log_det(q, cov) - n * math.log(2))
     fit = q.nu * (trace / prior.Psi0 - n + log_det) + nu0 * n * math.log(prior.Psi0)
     return (known + fit) / 2 + log_gamma(nu0 / 2) - log_gamma(q.nu / 2)
 
 # %% ../../nbs/zoo/29_bayes.ipynb #00000013
-def bound(
-    a: Tensor,  # [..., i] activations of the parts
-    V: Tensor,  # [..., i, j, n] votes
-    R: Tensor,  # [..., i, j] shares
-    q: Posterior,  # any, not only the best
-    prior: Prior,  # see `as_prior`
-    cov: str = 'diag',  # of `covs`
-) -> Tensor:  # [...] nats
+def _bound(a, V, R, q, prior, cov='diag') -> Tensor:
     "What the log-evidence is at least."
     n, alpha0 = V.shape[-1], torch.full_like(q.alpha, prior.alpha0)
-    data = a[..., None] * (R * expected_log_p(q, V, cov) - torch.xlogy(R, R))
+    data = a[..., None] * (R * _expected_log_p(q, V, cov) - torch.xlogy(R, R))
     ratio = prior.kappa0 / q.kappa
-    near = prior.kappa0 * q.nu * distance2(q, torch.zeros_like(q.m)[..., None, :, :])[..., 0, :]
+    near = prior.kappa0 * q.nu * _distance2(q, torch.zeros_like(q.m)[..., None, :, :])[..., 0, :]
     of_mu = (n * (ratio - 1 - ratio.log()) + near) / 2
     of_pi = kl_divergence(Dirichlet(q.alpha), Dirichlet(alpha0))
-    return data.sum((-2, -1)) - of_pi - (of_mu + kl_of_precisions(q, prior, cov)).sum(-1)
+    return data.sum((-2, -1)) - of_pi - (of_mu + _kl_of_precisions(q, prior, cov)).sum(-1)
 
 # %% ../../nbs/zoo/29_bayes.ipynb #00000019
-def score(
-    q: Posterior,  # of proportions, means and precisions
-    beta_a: Tensor | float,  # [j] or a number: offset
-    beta_u: Tensor | float,  # [j] or a number: price of a whole; with `per_part`, of a part
-    cov: str = 'diag',  # of `covs`
-    S: Tensor | None = None,  # [..., j] amounts of data that the price is paid for; None: once
-) -> Tensor:  # [..., j] score
+def _score(q, beta_a, beta_u, cov='diag', S=None) -> Tensor:
     "Weighted expected entropy as the price of a whole."
-    H = (q.m.shape[-1] * math.log(2 * math.pi * math.e) - expected_log_det(q, cov)) / 2
-    price = expected_log_pi(q.alpha).exp() * H + beta_u
+    H = (q.m.shape[-1] * math.log(2 * math.pi * math.e) - _expected_log_det(q, cov)) / 2
+    price = _expected_log_pi(q.alpha).exp() * H + beta_u
     return beta_a - (price if S is None else S * price)
 
 # %% ../../nbs/zoo/29_bayes.ipynb #0000001a
 def vb_routing(
     a: Tensor,  # [..., i] scores of the parts; -inf: absent
     V: Tensor | SharedVotes,  # [..., i, j, c, h] votes
-    prior: Prior | None = None,  # see `as_prior`; None: its defaults
-    beta_a: Tensor | float = 0.0,  # see `score`
-    beta_u: Tensor | float = 0.0,  # see `score`
+    prior: _Prior | None = None,  # see `_as_prior`; None: its defaults
+    beta_a: Tensor | float = 0.0,  # see `_score`
+    beta_u: Tensor | float = 0.0,  # see `_score`
     n_iters: int = 3,  # iterations
     *,
-    cov: str = 'diag',  # of `covs`
-    least: float = 0.0,  # see `share`
-    per_part: bool = False,  # whether the price of a whole is paid for every part, see `score`
+    cov: str = 'diag',  # of `_covs`
+    least: float = 0.0,  # see `_share`
+    per_part: bool = False,  # whether the price of a whole is paid for every part, see `_score`
 ) -> RoutedR:  # scores, posterior means, diagonals of Ψ⁻¹ / ν, shares
     "Routing by variational Bayes (Ribeiro 2020); `ValueError` if the inputs do not fit."
     if len(V.shape) < 4 or V.shape[:-3] != a.shape:
         got = f'{tuple(a.shape)} and {tuple(V.shape)}'
         raise ValueError(f"a and V must have shapes [..., i] and [..., i, j, c, h], got {got}")
     n = V.shape[-2] * V.shape[-1]
-    prior = as_prior(n, **(prior._asdict() if prior else {}), cov=cov)
+    prior = _as_prior(n, **(prior._asdict() if prior else {}), cov=cov)
     check_n_iters(n_iters)
     dtype = torch.promote_types(torch.promote_types(a.dtype, V.dtype), torch.float32)
     out_dtype = dtype if autocasting(V.device) else V.dtype
@@ -235,10 +187,10 @@ def vb_routing(
         w = a.to(U.dtype).sigmoid()[..., None]
         R = torch.full(V.shape[:-2], 1 / V.shape[-3], dtype=U.dtype, device=V.device)
         for t in range(n_iters):
-            q = posterior(w * R, U, prior, cov)
+            q = _posterior(w * R, U, prior, cov)
             if t < n_iters - 1:
-                R = share(expected_log_p(q, U, cov), least)
-        out = score(q, beta_a, beta_u, cov, (w * R).sum(-2) if per_part else None)
+                R = _share(_expected_log_p(q, U, cov), least)
+        out = _score(q, beta_a, beta_u, cov, (w * R).sum(-2) if per_part else None)
         sig2 = q.inv_Psi.diagonal(dim1=-2, dim2=-1) if cov == 'full' else q.inv_Psi
         mu, sig2 = (t.unflatten(-1, V.shape[-2:]) for t in (q.m, sig2 / q.nu[..., None]))
     return RoutedR(out.to(out_dtype), mu.to(out_dtype), sig2.to(dtype), R.to(out_dtype))
@@ -254,10 +206,10 @@ class BayesRouting(Router):
         nu0: float | None = None,  # votes for the variance; None: c·h + 1
         Psi0: float = 1.0,  # scale of the precisions; 1 / squared units of votes
         cov: str = 'diag',  # 'diag', 'full', or 'published': as in the authors' code
-        least: float = 0.0,  # see `share`; the authors have 1e-11
-        per_part: bool = False,  # see `score`
+        least: float = 0.0,  # see `_share`; the authors have 1e-11
+        per_part: bool = False,  # see `_score`
     ):
-        self.prior = as_prior(self.d_cov * self.d_out, alpha0, kappa0, nu0, Psi0, cov)
+        self.prior = _as_prior(self.d_cov * self.d_out, alpha0, kappa0, nu0, Psi0, cov)
         _check_least(least)
         self.how = dict(cov=cov, least=least, per_part=per_part)
         self.beta_a = nn.Parameter(torch.zeros(self.n_out))

@@ -6,7 +6,7 @@
 from __future__ import annotations
 import torch
 from torch import Tensor, nn
-from ..engine.layers import at_least_1
+from ..engine.numerics import at_least_1
 from ..engine.numerics import may_look
 from .routers import routing_layer
 

@@ -11,20 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from ..core import check_n_iters
-from ..engine.dstep import Routing, beta_start
-from ..engine.layers import at_least_1
+from ..engine.dstep import Routing, _beta_start
+from ..engine.numerics import at_least_1
 from ..engine.numerics import without_autocast
 from ..routing.dstep import RoutedR, d_step
 from ..routing.em import Floor, as_floor, as_schedule, least_weight, sig2_floor
 from .routers import MomentVotes, Router, SharedVotes, likeness, routings, total
 
 # %% auto #0
-__all__ = ['Model', 'moments', 'Gaussian', 'dstep_loop', 'em_loop', 'Student', 'Laplace', 'covariance', 'Full', 'vmf_norm',
-           'VonMisesFisher', 'KMeans', 'NoiseRouting', 'StudentRouting', 'LaplaceRouting', 'FullRouting',
-           'DirectionRouting', 'HardKMeans']
+__all__ = ['routings', 'Gaussian', 'Student', 'Laplace', 'Full', 'VonMisesFisher', 'KMeans', 'NoiseRouting', 'StudentRouting',
+           'LaplaceRouting', 'FullRouting', 'DirectionRouting', 'HardKMeans']
 
 # %% ../../nbs/zoo/27_noise.ipynb #00000005
-class Model(NamedTuple):
+class _Model(NamedTuple):
     "What a density knows of the votes for each output."
 
     mu: Tensor  # [..., j, c, h] where votes are expected
@@ -32,11 +31,7 @@ class Model(NamedTuple):
     floor: Tensor  # broadcasts against scale: f, from the spread of the first iteration
 
 # %% ../../nbs/zoo/27_noise.ipynb #00000006
-def moments(
-    r: Tensor,  # [..., i, j] weights of the votes
-    V: Tensor | MomentVotes,  # [..., i, j, c, h] votes
-    mass: float,  # added to the weights' sum, in parts
-) -> tuple[Tensor, Tensor]:  # mu, s [..., j, c, h]
+def _moments(r: Tensor, V: Tensor | MomentVotes, mass: float) -> tuple[Tensor, Tensor]:
     "Mean and variance of weighted votes."
     if isinstance(V, MomentVotes):
         return V.moments(r, mass)
@@ -58,17 +53,17 @@ class Gaussian:
         V: Tensor | MomentVotes,  # [..., i, j, c, h] votes
         mass: float,  # added to the sum of the weights, in parts
         kind: Floor,  # of the scales
-        old: Model | None = None,  # of the last iteration; None in the first
-    ) -> Model:  # no worse than `old`
+        old: _Model | None = None,  # of the last iteration; None in the first
+    ) -> _Model:  # no worse than `old`
         "Mean and variance: the maximum of J."
-        mu, s = moments(r, V, mass)
+        mu, s = _moments(r, V, mass)
         floor = sig2_floor(s, mu, kind) if old is None else old.floor
-        return Model(mu, s + floor, floor)
+        return _Model(mu, s + floor, floor)
 
     def distance(
         self,
         V: Tensor | MomentVotes,  # [..., i, j, c, h] votes
-        model: Model,  # of the votes
+        model: _Model,  # of the votes
     ) -> Tensor:  # [..., i, j]
         "q: the sum over all components of z², squares in units of the scales."
         if isinstance(V, MomentVotes):
@@ -79,7 +74,7 @@ class Gaussian:
     def log_p(
         self,
         V: Tensor | MomentVotes,  # [..., i, j, c, h] votes
-        model: Model,  # of the votes
+        model: _Model,  # of the votes
     ) -> Tensor:  # [..., i, j] log-densities, nats
         "How well output `j` explains the vote of input `i`."
         const = math.prod(V.shape[-2:]) * math.log(2 * math.pi)
@@ -87,14 +82,14 @@ class Gaussian:
 
     def nats(
         self,
-        model: Model,  # of the votes
+        model: _Model,  # of the votes
     ) -> Tensor:  # [..., j] nats
         "What a vote costs, but for a constant of the density."
         return 0.5 * model.scale.log().sum((-2, -1))
 
     def sig2(
         self,
-        model: Model,  # of the votes
+        model: _Model,  # of the votes
     ) -> Tensor:  # [..., j, c, h] squared scales
         "What a routing returns beside the mean."
         return model.scale
@@ -107,15 +102,7 @@ class Gaussian:
         return torch.softmax(L, -1)
 
 # %% ../../nbs/zoo/27_noise.ipynb #00000009
-def dstep_loop(
-    a_inp: Tensor,  # [..., i] scores of the inputs; -inf: absent
-    V: Tensor,  # [..., i, j, c, h] votes
-    noise: Gaussian,  # the density of the votes
-    beta_use: Tensor,  # [i|1, j|1] net benefit per used share
-    beta_ign: Tensor,  # [i|1, j|1] net cost per ignored share
-    n_iters: int = 3,  # iterations
-    eps: str | float | Floor = 'auto',  # floor of the scales, see `as_floor`
-) -> RoutedR:  # scores, capsules, squared scales, shares
+def _dstep_loop(a_inp, V, noise, beta_use, beta_ign, n_iters=3, eps='auto') -> RoutedR:
     "Heinsen's routing with any density (2019, Alg. 1)."
     check_n_iters(n_iters)
     a, kind, model = a_inp.sigmoid(), as_floor(eps, V.shape[-2] * V.shape[-1]), None
@@ -129,16 +116,7 @@ def dstep_loop(
     return RoutedR(score, model.mu, noise.sig2(model), R)
 
 # %% ../../nbs/zoo/27_noise.ipynb #0000000a
-def em_loop(
-    a_inp: Tensor,  # [..., i] scores of the inputs; -inf: absent
-    V: Tensor,  # [..., i, j, c, h] votes
-    noise: Gaussian,  # the density of the votes
-    beta_a: Tensor | float,  # [j] minus the fixed price of an output that is on, nats
-    beta_u: Tensor | float,  # [j] price of describing a component, nats
-    lam: float,  # inverse temperature, see `as_schedule`
-    n_iters: int = 3,  # iterations
-    eps: str | float | Floor = 'auto',  # floor of the scales, see `as_floor`
-) -> RoutedR:  # scores, whose sigmoids are the activations; capsules, squared scales, shares
+def _em_loop(a_inp, V, noise, beta_a, beta_u, lam, n_iters=3, eps='auto') -> RoutedR:
     "EM routing with any density (Hinton 2018, Procedure 1)."
     n = V.shape[-2] * V.shape[-1]
     a, lams, kind = a_inp.sigmoid()[..., None], as_schedule(lam, n_iters), as_floor(eps, n)
@@ -167,11 +145,11 @@ class Student(Gaussian):
         self.nu, self.steps = nu, steps
 
     def refit(
-        self, r: Tensor, V: Tensor | MomentVotes, mass: float, model: Model
+        self, r: Tensor, V: Tensor | MomentVotes, mass: float, model: _Model
     ) -> tuple[Tensor, Tensor]:
         "The weighted Gaussian's maximum, with u for whole votes."
         u = (self.nu + math.prod(V.shape[-2:])) / (self.nu + self.distance(V, model))
-        mu, s = moments(r * u, V, mass)
+        mu, s = _moments(r * u, V, mass)
         return mu, s * (((r * u).sum(-2) + mass) / (r.sum(-2) + mass))[..., None, None]
 
     def m_step(self, r, V, mass, kind, old=None):
@@ -179,7 +157,7 @@ class Student(Gaussian):
         model = super().m_step(r, V, mass, kind) if old is None else old
         for _ in range(self.steps):
             mu, s = self.refit(r, V, mass, model)
-            model = Model(mu, s + model.floor, model.floor)
+            model = _Model(mu, s + model.floor, model.floor)
         return model
 
     def log_p(self, V, model):
@@ -224,11 +202,7 @@ class Laplace(Student):
         return -far - math.prod(V.shape[-2:]) * self.const - self.nats(model)[..., None, :]
 
 # %% ../../nbs/zoo/27_noise.ipynb #00000014
-def covariance(
-    r: Tensor,  # [..., i, j] weights of the votes
-    V: Tensor | MomentVotes,  # [..., i, j, c, h] votes
-    mass: float,  # added to the weights' sum, in parts
-) -> tuple[Tensor, Tensor]:  # mean [..., j, n], covariance [..., j, n, n]; n = c h
+def _covariance(r: Tensor, V: Tensor | MomentVotes, mass: float) -> tuple[Tensor, Tensor]:
     "Mean and covariance of weighted votes."
     if isinstance(V, MomentVotes):
         return V.covariance(r, mass)
@@ -245,11 +219,11 @@ class Full(Gaussian):
 
     def m_step(self, r, V, mass, kind, old=None):
         "Mean and covariance: the maximum of J."
-        mu, cov = covariance(r, V, mass)
+        mu, cov = _covariance(r, V, mass)
         s, mu = (t.unflatten(-1, V.shape[-2:]) for t in (cov.diagonal(dim1=-2, dim2=-1), mu))
         floor = sig2_floor(s, mu, kind) if old is None else old.floor
         f = floor.expand(s.shape)[..., :1, :1] * torch.eye(cov.shape[-1]).to(cov)
-        return Model(mu, torch.linalg.cholesky(cov + f), floor)
+        return _Model(mu, torch.linalg.cholesky(cov + f), floor)
 
     def distance(self, V, model):
         "The squared length of L⁻¹(V - mu)."
@@ -266,10 +240,7 @@ class Full(Gaussian):
         return model.scale.square().sum(-1).view_as(model.mu)
 
 # %% ../../nbs/zoo/27_noise.ipynb #00000017
-def vmf_norm(
-    kappa: Tensor,  # any shape, at least 0: concentration
-    p: int,  # dimensions of the space that holds the sphere
-) -> tuple[Tensor, Tensor]:  # κ + log C_p(κ), and A_p(κ) = -(log C_p)'
+def _vmf_norm(kappa: Tensor, p: int) -> tuple[Tensor, Tensor]:
     "Normaliser of the von Mises–Fisher density and mean cosine, from ratios of Bessel functions."
     nu = p / 2 + 19
     w2 = nu**2 + kappa.square()
@@ -315,10 +286,10 @@ class VonMisesFisher(Gaussian):
         else:
             floor = old.floor
         mu = (m / length[..., None]).unflatten(-1, V.shape[-2:])
-        return Model(mu, kappa / (1 + floor * kappa), floor)
+        return _Model(mu, kappa / (1 + floor * kappa), floor)
 
     def log_p(self, V, model):
-        log_c, q = vmf_norm(model.scale, math.prod(V.shape[-2:]))[0], self.squared_lengths(V)
+        log_c, q = _vmf_norm(model.scale, math.prod(V.shape[-2:]))[0], self.squared_lengths(V)
         scaled = (q + 1e-12).rsqrt()
         if isinstance(V, Tensor):
             gap = V * scaled[..., None, None] - model.mu[..., None, :, :, :]
@@ -331,7 +302,7 @@ class VonMisesFisher(Gaussian):
     def nats(self, model):
         "Entropy, less that of p - 1 Gaussians of variance 1: about ½ (p - 1) log 1/κ."
         p = model.mu.shape[-2] * model.mu.shape[-1]
-        log_c, A = vmf_norm(model.scale, p)
+        log_c, A = _vmf_norm(model.scale, p)
         return model.scale * (1 - A) - log_c - 0.5 * (p - 1) * (1 + math.log(2 * math.pi))
 
     def sig2(self, model):
@@ -364,19 +335,25 @@ class KMeans(Gaussian):
 class NoiseRouting(Router):
     "Routing with any density of the votes, by the D-step or by EM."
 
+    density = Gaussian  # what makes the density where it is not given
+
     def own(
         self,
-        noise: Gaussian,  # the density of the votes
+        noise: Gaussian | None = None,  # the density of the votes; None: `density(**settings)`
         loop: str = 'dstep',  # or 'em'
         eps: float | str = 'auto',  # floor of the scales, see `as_floor`
         lam: float | None = None,  # inverse temperature of loop 'em', see `as_schedule`; None: 0.01
+        **settings,  # of the density
     ):
+        if noise is not None and settings:
+            raise ValueError(f"the density is given, and cannot take {settings}")
         if loop not in ('dstep', 'em'):
             raise ValueError(f"loop must be 'dstep' or 'em', got {loop!r}")
         if loop == 'dstep' and lam is not None:
             raise ValueError(f"lam={lam!r} is a setting of loop='em', the loop is 'dstep'")
         as_floor(eps, self.d_cov * self.d_out)
-        self.noise, self.loop, self.eps = noise, loop, eps
+        self.noise = self.density(**settings) if noise is None else noise
+        self.loop, self.eps = loop, eps
         if loop == 'em':
             lam = 0.01 if lam is None else lam
             each = as_schedule(lam, self.n_iters)
@@ -385,7 +362,7 @@ class NoiseRouting(Router):
             self.beta_u = nn.Parameter(torch.zeros(self.n_out))
         else:
             size = (self.n_inp or 1, self.n_out)
-            use, ign = beta_start(self.n_inp)
+            use, ign = _beta_start(self.n_inp)
             self.beta_use = nn.Parameter(torch.full(size, use))
             self.beta_ign = nn.Parameter(torch.full(size, ign))
 
@@ -407,76 +384,41 @@ class NoiseRouting(Router):
         "The loop that was chosen."
         if self.loop == 'em':
             prices = self.beta_a, self.beta_u, as_schedule(self.lam, self.n_iters)
-            return em_loop(a, V, self.noise, *prices, self.n_iters, self.eps)
+            return _em_loop(a, V, self.noise, *prices, self.n_iters, self.eps)
         prices = self.beta_use, self.beta_ign
-        return dstep_loop(a, V, self.noise, *prices, self.n_iters, self.eps)
+        return _dstep_loop(a, V, self.noise, *prices, self.n_iters, self.eps)
 
 # %% ../../nbs/zoo/27_noise.ipynb #00000020
 class StudentRouting(NoiseRouting):
-    "Routing with Student-t noise: far votes count less."
+    "Routing with Student-t noise: far votes count less; settings as of `Student`."
 
-    def own(
-        self,
-        nu: float = 4.0,  # degrees of freedom, see `Student`
-        steps: int = 1,  # fits in each M-step
-        **loop,  # settings of `NoiseRouting.own`
-    ):
-        super().own(Student(nu, steps), **loop)
-
-
-routings['student'] = StudentRouting
+    density = Student
 
 
 class LaplaceRouting(NoiseRouting):
-    "Routing with Laplace noise: far components count less."
+    "Routing with Laplace noise: far components count less; settings as of `Laplace`."
 
-    def own(
-        self,
-        tip: float = 0.1,  # where the tip is rounded, see `Laplace`
-        steps: int = 1,  # fits in each M-step
-        **loop,  # settings of `NoiseRouting.own`
-    ):
-        super().own(Laplace(tip, steps), **loop)
-
-
-routings['laplace'] = LaplaceRouting
+    density = Laplace
 
 
 class FullRouting(NoiseRouting):
     "Routing with a full covariance; sig2 is its diagonal."
 
-    def own(
-        self,
-        **loop,  # settings of `NoiseRouting.own`
-    ):
-        super().own(Full(), **loop)
-
-
-routings['full'] = FullRouting
+    density = Full
 
 
 class DirectionRouting(NoiseRouting):
     "Routing of directions (von Mises–Fisher); capsules are unit vectors, sig2 is 1/κ."
 
-    def own(
-        self,
-        **loop,  # settings of `NoiseRouting.own`
-    ):
-        super().own(VonMisesFisher(), **loop)
-
-
-routings['vmf'] = DirectionRouting
+    density = VonMisesFisher
 
 
 class HardKMeans(NoiseRouting):
     "Routing by hard k-means: every input belongs to one output; no gradient through the choice."
 
-    def own(
-        self,
-        **loop,  # settings of `NoiseRouting.own`
-    ):
-        super().own(KMeans(hard=True), **loop)
+    density = functools.partial(KMeans, hard=True)
 
 
-routings['kmeans-hard'] = HardKMeans
+routings |= dict(student=StudentRouting, laplace=LaplaceRouting, full=FullRouting)
+routings |= {'vmf': DirectionRouting, 'kmeans-hard': HardKMeans}
 routings['kmeans-soft'] = functools.partial(Routing, p_model='skm')

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from ..engine.numerics import without_autocast
 from ..routing.dstep import RoutedR
 from ..routing.dynamic import squash
-from .routers import Router, SharedVotes, likeness, routings, score_of_length, total
+from .routers import Router, SharedVotes, likeness, routings, _score_of_length, total
 
 # %% auto #0
-__all__ = ['squash_exp', 'score_of_sum', 'agree_once', 'OneStepRouting', 'route_alone', 'SelfRouting', 'UniformRouting',
-           'dice_at', 'RandomRouting', 'MeanPooling', 'AttentionPooling']
+__all__ = ['squash_exp', 'agree_once', 'OneStepRouting', 'SelfRouting', 'UniformRouting', 'RandomRouting', 'MeanPooling',
+           'AttentionPooling']
 
 # %% ../../nbs/zoo/30_onestep.ipynb #00000005
 def squash_exp(
@@ -28,9 +28,7 @@ def squash_exp(
     return (x * torch.where(q > 0, -torch.expm1(-r) / r, 1)).to(s.dtype)
 
 # %% ../../nbs/zoo/30_onestep.ipynb #00000007
-def score_of_sum(
-    s: Tensor,  # [..., h] what `squash_exp` shrinks; half precision is computed in float32
-) -> Tensor:  # [...] the score whose sigmoid is the length
+def _score_of_sum(s: Tensor) -> Tensor:
     "The logit of a capsule's length, finite for a capsule of length 0."
     x = s.to(torch.promote_types(s.dtype, torch.float32))
     r = x.square().sum(-1).add(1e-12).sqrt()
@@ -68,17 +66,13 @@ class OneStepRouting(Router):
         with without_autocast(V.device):
             s, R = agree_once(V, self.prior, a.to(wide).sigmoid()[..., None])
         v = squash_exp(s.flatten(-2)).unflatten(-1, V.shape[-2:])
-        return RoutedR(score_of_sum(s.flatten(-2)), v, None, R)
+        return RoutedR(_score_of_sum(s.flatten(-2)), v, None, R)
 
 
 routings['agreement'] = OneStepRouting
 
 # %% ../../nbs/zoo/30_onestep.ipynb #00000010
-def route_alone(
-    a: Tensor,  # [..., i] scores of the parts
-    V: Tensor | SharedVotes,  # [..., i, j, c, h] votes
-    fit: Tensor,  # [..., i, j] logits of the shares
-) -> RoutedR:  # without variances
+def _route_alone(a: Tensor, V: Tensor | SharedVotes, fit: Tensor) -> RoutedR:
     "Share out activations and votes as the parts say (Hahn 2019)."
     there = F.logsigmoid(a).clamp_min(torch.finfo(a.dtype).min / 4)[..., None]
     there = there - there.detach().logsumexp(-2, keepdim=True)  # ratios count, however weak all are
@@ -105,7 +99,7 @@ class SelfRouting(Router):
         shared = self.n_inp is None
         pairs, W = ('jcd', self.W_route[0]) if shared else ('ijcd', self.W_route)
         fit = torch.einsum(f'...icd,{pairs}->...ij', u, W) + self.b_route
-        return route_alone(a, self.votes_of(u), fit)
+        return _route_alone(a, self.votes_of(u), fit)
 
 
 routings['self'] = SelfRouting
@@ -126,18 +120,13 @@ class UniformRouting(Router):
         R = self.shares(V)
         v = squash(total(a.sigmoid()[..., None] * R, V).flatten(-2))
         R = R.expand(*V.shape[:-2])
-        return RoutedR(score_of_length(v), v.unflatten(-1, V.shape[-2:]), None, R)
+        return RoutedR(_score_of_length(v), v.unflatten(-1, V.shape[-2:]), None, R)
 
 
 routings['uniform'] = UniformRouting
 
 # %% ../../nbs/zoo/30_onestep.ipynb #00000019
-def dice_at(
-    i: int,  # positions along the first axis
-    j: int,  # and along the second
-    seed: int = 0,  # another one, other numbers; from 0 to 2**31 - 1
-    device: torch.device | None = None,  # where
-) -> Tensor:  # float64 [i, j] in (0, 1), a function of the seed and the position alone
+def _dice_at(i: int, j: int, seed: int = 0, device: torch.device | None = None) -> Tensor:
     "Random numbers that need no memory: a hash of 31 bits, in whole numbers of 64."
     mask, rows = 2**31 - 1, torch.arange(i, device=device)[:, None]
     x = torch.full_like(rows, seed)
@@ -162,7 +151,7 @@ class RandomRouting(UniformRouting):
         self.seed, self.spread = seed, spread
 
     def shares(self, V):
-        e = -dice_at(*V.shape[-4:-2], self.seed, V.device).log()
+        e = -_dice_at(*V.shape[-4:-2], self.seed, V.device).log()
         R = e / e.sum(-1, keepdim=True) if self.spread else F.one_hot(e.argmax(-1), e.shape[-1])
         return R.to(V.dtype)
 

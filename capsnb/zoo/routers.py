@@ -13,16 +13,22 @@ from ..core import check_n_iters, plot_style
 from capsnb.engine.dstep import (
     CapsNorm,
     Routing,
-    bias_of,
-    check_capsules,
-    check_norm,
-    in_dtype,
-    start_maps,
+    _bias_of,
+    _check_capsules,
+    _check_norm,
+    _in_dtype,
+    _start_maps,
 )
 from ..engine.dynamic import dynamic_routing
 from ..engine.em import em_routing
-from ..engine.layers import at_least_1
-from ..engine.moments import em_moments, n_stats, products_at, statistics_of, weighted_mean
+from ..engine.numerics import at_least_1
+from capsnb.engine.moments import (
+    _em_moments,
+    _n_stats,
+    _products_at,
+    _statistics_of,
+    _weighted_mean,
+)
 from ..engine.numerics import autocasting, without_autocast
 from ..routing.dstep import Routed, RoutedR, votes
 from ..routing.dynamic import squash
@@ -30,8 +36,8 @@ from ..routing.em import activation_logit, as_floor, as_schedule
 from ..routing.scene import bare, cast_votes, draw_votes, make_scene
 
 # %% auto #0
-__all__ = ['routings', 'SharedVotes', 'total', 'likeness', 'MomentVotes', 'fill_anew', 'Router', 'all_routings', 'routing_layer',
-           'score_of_length', 'DynamicRouting', 'log_volume', 'EMRouting', 'draw_routes']
+__all__ = ['routings', 'SharedVotes', 'total', 'likeness', 'MomentVotes', 'Router', 'all_routings', 'routing_layer',
+           'DynamicRouting', 'EMRouting', 'draw_routes']
 
 # %% ../../nbs/zoo/25_routers.ipynb #11ea5002
 class SharedVotes(NamedTuple):
@@ -93,10 +99,10 @@ class MomentVotes:
             x, B = (t.flatten(-2)[..., None, :] for t in (x, B))
             W = torch.einsum('ab,jdh->jadbh', rows, W).flatten(3).flatten(1, 2)
         *lead, i, c, d = x.shape
-        x0 = weighted_mean(a.to(wide).sigmoid(), x)
+        x0 = _weighted_mean(a.to(wide).sigmoid(), x)
         flat = x.reshape(math.prod(lead), i, c, d).permute(0, 2, 3, 1).contiguous()
-        (phi,) = statistics_of(flat, x0.reshape(-1, c, d), True)
-        self.phi, self.at = phi.view(*lead, *phi.shape[1:]), products_at(c, d).to(V.device)
+        (phi,) = _statistics_of(flat, x0.reshape(-1, c, d), True)
+        self.phi, self.at = phi.view(*lead, *phi.shape[1:]), _products_at(c, d).to(V.device)
         self.W, self.B = W, B + torch.einsum('...cd,jdh->...jch', x0, W)
 
     @property
@@ -153,10 +159,7 @@ class MomentVotes:
         return (self.phi.mT @ theta.mT).clamp_min(0)
 
 # %% ../../nbs/zoo/25_routers.ipynb #00000004
-def fill_anew(
-    layer: nn.Module,  # whose parameters and buffers are overwritten
-    new: nn.Module,  # made with the same settings
-):
+def _fill_anew(layer: nn.Module, new: nn.Module):
     "All numbers as in another layer, of the layer's own dtype and device."
     with torch.no_grad():
         for name, kept in layer.state_dict().items():
@@ -185,16 +188,9 @@ class Router(nn.Module):
         super().__init__()
         at_least_1(d_cov=d_cov, d_inp=d_inp, d_out=d_out, n_out=n_out)
         at_least_1(n_inp=1 if n_inp is None else n_inp)
-        if start not in ('normal', 'identity'):
-            raise ValueError(f"start must be 'normal' or 'identity', got {start!r}")
-        check_norm(norm)
-        self.d_cov, self.d_inp, self.d_out, self.n_inp, self.n_out = (
-            d_cov,
-            d_inp,
-            d_out,
-            n_inp,
-            n_out,
-        )
+        _check_norm(norm)
+        self.d_cov, self.d_inp, self.d_out = d_cov, d_inp, d_out
+        self.n_inp, self.n_out = n_inp, n_out
         self.n_iters, self.bias, self.start = check_n_iters(n_iters), bias, start
         self.normed = None if norm == 'none' else CapsNorm(n_out, norm)
         self.make_maps()
@@ -207,7 +203,7 @@ class Router(nn.Module):
         how = dict(n_iters=self.n_iters, bias=self.bias, start=self.start)
         how['norm'] = 'none' if self.normed is None else self.normed.kind
         with torch.device('cpu'):
-            fill_anew(self, type(self)(*sizes, **how, **self._own))
+            _fill_anew(self, type(self)(*sizes, **how, **self._own))
 
     def make_maps(self):
         "W and B; for routings with other maps to replace."
@@ -218,8 +214,8 @@ class Router(nn.Module):
         self.reset_maps()
 
     def reset_maps(self):
-        "W: see `start_maps`; B: 0."
-        start_maps(self.W, self.start)
+        "W: see `_start_maps`; B: 0."
+        _start_maps(self.W, self.start)
         if self.bias:
             nn.init.zeros_(self.B)
 
@@ -236,12 +232,12 @@ class Router(nn.Module):
 
     def cast(self, mu_inp: Tensor) -> Tensor:
         "The votes [..., i, j, c, h] of capsules [..., i, c, d]."
-        return votes(mu_inp, self.W, bias_of(self))
+        return votes(mu_inp, self.W, _bias_of(self))
 
     def few_moments(self, whole: bool = False) -> bool:
         "Whether maps are shared, and moments not many more than votes."
         c, d, n = self.d_cov, self.d_inp, self.d_cov * self.d_out
-        many = n_stats(1, c * d) > n * max(8, n) if whole else n_stats(c, d) > 8 * n
+        many = _n_stats(1, c * d) > n * max(8, n) if whole else _n_stats(c, d) > 8 * n
         return self.n_inp is None and not many
 
     def without_votes(self) -> bool:
@@ -251,7 +247,7 @@ class Router(nn.Module):
     def votes_of(self, mu_inp: Tensor) -> Tensor | SharedVotes:
         "Votes, which are not made where the routing can do without."
         if self.without_votes():
-            return SharedVotes(mu_inp, self.W[0], bias_of(self)[0])
+            return SharedVotes(mu_inp, self.W[0], _bias_of(self)[0])
         return self.cast(mu_inp)
 
     def seen(self, mu_inp: Tensor) -> Tensor | SharedVotes:
@@ -277,10 +273,10 @@ class Router(nn.Module):
         return_R: bool = False,  # whether to return the routing probabilities too
     ) -> Routed | RoutedR:  # a [..., j], mu and sig2 [..., j, c, h] (and R [..., i, j])
         "Route input capsules to output capsules; `ValueError` if they do not fit."
-        check_capsules(self, a_inp, mu_inp)
+        _check_capsules(self, a_inp, mu_inp)
         own = self.own_dtype(a_inp, mu_inp)
         a, mu, *rest = self.after_norm(self.route(a_inp.to(own), self.seen(mu_inp.to(own))))
-        out = *in_dtype(a, mu, own if autocasting(mu.device) else mu_inp.dtype), *rest
+        out = *_in_dtype(a, mu, own if autocasting(mu.device) else mu_inp.dtype), *rest
         return RoutedR(*out) if return_R else Routed(*out[:3])
 
     def extra_repr(self):
@@ -312,9 +308,7 @@ def routing_layer(
     return known[name](*sizes, n_iters=n_iters, **settings)
 
 # %% ../../nbs/zoo/25_routers.ipynb #00000007
-def score_of_length(
-    v: Tensor,  # [..., j, h] squashed capsules; half precision is computed in float32
-) -> Tensor:  # [..., j] the score whose sigmoid is the length
+def _score_of_length(v: Tensor) -> Tensor:
     "The logit of a capsule's length, finite for a capsule of length 0."
     x = v.to(torch.promote_types(v.dtype, torch.float32))
     r = x.square().sum(-1).add(1e-12).sqrt()
@@ -328,7 +322,7 @@ class DynamicRouting(Router):
 
     def route(self, a, V):
         v, R = self.from_shared(a, V) if isinstance(V, SharedVotes) else self.from_votes(a, V)
-        return RoutedR(score_of_length(v), v.unflatten(-1, V.shape[-2:]), None, R)
+        return RoutedR(_score_of_length(v), v.unflatten(-1, V.shape[-2:]), None, R)
 
     def from_votes(self, a: Tensor, V: Tensor) -> tuple:
         "By the engine's loop."
@@ -351,10 +345,7 @@ class DynamicRouting(Router):
 routings['dynamic'] = DynamicRouting
 
 # %% ../../nbs/zoo/25_routers.ipynb #65fa2a32
-def log_volume(
-    W: Tensor,  # [i, j, d, d] maps
-    d_cov: int,  # rows of a pose, each of which is mapped
-) -> Tensor:  # [i, j] nats; -inf for a singular map
+def _log_volume(W: Tensor, d_cov: int) -> Tensor:
     "What a density in the pose of the part has beyond that of the vote (Hinton 2018, A.2)."
     wide = W.to(torch.promote_types(W.dtype, torch.float32))
     return d_cov * torch.linalg.slogdet(wide).logabsdet
@@ -367,7 +358,7 @@ class EMRouting(Router):
         self,
         lam: float = 0.01,  # inverse temperature, see `as_schedule`
         eps: float | str = 'auto',  # floor of the variances, see `as_floor`
-        misfit: str = 'whole',  # whose pose densities are of: 'whole', or 'part', see `log_volume`
+        misfit: str = 'whole',  # whose pose densities are of: 'whole', or 'part', see `_log_volume`
     ):
         as_floor(eps, self.d_cov * self.d_out)
         if misfit not in ('whole', 'part'):
@@ -395,14 +386,14 @@ class EMRouting(Router):
         given = a.reshape(n, a.shape[-1]), V.x.reshape(n, *V.x.shape[-3:]), V.W, V.B
         prices, eps = (self.beta_a, self.beta_u, self.lams()), as_floor(self.eps, V.B[0].numel())
         with without_autocast(a.device):
-            out = em_moments(*(t.to(kind) for t in given), *prices, eps)
+            out = _em_moments(*(t.to(kind) for t in given), *prices, eps)
         return RoutedR(*(o.to(V.dtype).reshape(*lead, *o.shape[1:]) for o in out))
 
     def route(self, a, V):
         if isinstance(V, SharedVotes):
             return self.from_moments(a, V)
         a, betas, how = a.sigmoid(), (self.beta_a, self.beta_u), dict(eps=self.eps)
-        gain = log_volume(self.W, self.d_cov) if self.misfit == 'part' else None
+        gain = _log_volume(self.W, self.d_cov) if self.misfit == 'part' else None
         out = em_routing(a, V, *betas, self.lams(), self.n_iters, gain=gain, **how)
         data, worth = a[..., None] * out.R, self.beta_a
         if gain is not None:

@@ -9,30 +9,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from ..core import check_n_iters
-from ..engine.layers import at_least_1
+from ..engine.numerics import at_least_1
 from ..routing.dstep import RoutedR
-from .routers import Router, draw_routes, fill_anew, routings
+from .routers import Router, draw_routes, _fill_anew, routings
 
 # %% auto #0
-__all__ = ['credit', 'shares', 'Credited', 'route_by_credit', 'definable_routing', 'VectorRouting', 'end_to_end', 'VectorRouter']
+__all__ = ['Credited', 'definable_routing', 'VectorRouting', 'end_to_end', 'VectorRouter']
 
 # %% ../../nbs/zoo/28_vectors.ipynb #00000004
-def credit(
-    f: Tensor,  # [..., i] activations of the inputs
-    R: Tensor,  # [..., i, j] shares
-    beta_use: Tensor,  # [..., i, j] net benefit of using an input
-    beta_ign: Tensor,  # [..., i, j] net cost of ignoring it
-    mask: Tensor | None = None,  # [..., i, j] True: this input is hidden from this output
-) -> Tensor:  # [..., i, j] phi
+def _credit(f, R, beta_use, beta_ign, mask=None) -> Tensor:
     "Benefit of what is used, less cost of what is ignored; of a hidden input 0."
     phi = f[..., None] * (R * (beta_use + beta_ign) - beta_ign)
     return phi if mask is None else phi.masked_fill(mask, 0)
 
 # %% ../../nbs/zoo/28_vectors.ipynb #00000007
-def shares(
-    S: Tensor,  # [..., i, j] how well output j predicts input i, a logarithm
-    mask: Tensor | None = None,  # [..., i, j] True: this input is hidden from this output
-) -> Tensor:  # [..., i, j] R, whose sum over j is 1
+def _shares(S: Tensor, mask: Tensor | None = None) -> Tensor:
     "Outputs compete for an input."
     S = S if mask is None else S.masked_fill(mask, torch.finfo(S.dtype).min)
     return S.softmax(-1)
@@ -46,21 +37,13 @@ class Credited(NamedTuple):
     R: Tensor  # [..., i, j] shares
 
 # %% ../../nbs/zoo/28_vectors.ipynb #0000000a
-def route_by_credit(
-    f: Tensor,  # [..., i] activations of the inputs
-    beta_use: Tensor,  # [..., i, j] net benefits
-    beta_ign: Tensor,  # [..., i, j] net costs
-    mix: Callable,  # credit [..., i, j] -> sums of votes [..., j, h]
-    explain: Callable,  # outputs [..., j, h] -> similarities [..., i, j]
-    n_iters: int = 2,  # iterations
-    mask: Tensor | None = None,  # [..., i, j] True: this input is hidden from this output
-) -> Credited:  # outputs, credit, shares
+def _route_by_credit(f, beta_use, beta_ign, mix, explain, n_iters=2, mask=None) -> Credited:
     "The loop of vector routing (Heinsen 2022)."
-    R = shares(beta_use.new_zeros(1, beta_use.shape[-1]), mask)
+    R = _shares(beta_use.new_zeros(1, beta_use.shape[-1]), mask)
     for k in range(check_n_iters(n_iters)):
         if k:
-            R = shares(explain(x), mask)
-        phi = credit(f, R, beta_use, beta_ign, mask)
+            R = _shares(explain(x), mask)
+        phi = _credit(f, R, beta_use, beta_ign, mask)
         x = mix(phi)
     return Credited(x, phi, R.expand_as(phi))
 
@@ -80,7 +63,7 @@ def definable_routing(
     V = F(x)
     mix = lambda phi: torch.einsum('...ij,...ijh->...jh', phi, V)
     explain = lambda x_out: S(x, G(x_out))
-    return route_by_credit(A(x).sigmoid(), beta_use, beta_ign, mix, explain, n_iters, mask)
+    return _route_by_credit(A(x).sigmoid(), beta_use, beta_ign, mix, explain, n_iters, mask)
 
 # %% ../../nbs/zoo/28_vectors.ipynb #00000010
 class VectorRouting(nn.Module):
@@ -115,7 +98,7 @@ class VectorRouting(nn.Module):
         "Every parameter as a new layer has it."
         sizes = self.n_inp, self.n_out, self.d_inp, self.d_out, self.n_iters, self.normalize
         with torch.device('cpu'):
-            fill_anew(self, type(self)(*sizes))
+            _fill_anew(self, type(self)(*sizes))
 
     @classmethod
     def from_published(
@@ -176,7 +159,7 @@ class VectorRouting(nn.Module):
             x_pred = (self.norm(x_out) @ self.W_G1) * self.W_G2 + self.B_G2
             return F.logsigmoid((x @ x_pred.mT) * self.W_S + self.B_S)
 
-        out = route_by_credit(a.sigmoid(), *use_ign, mix, explain, self.n_iters, mask)
+        out = _route_by_credit(a.sigmoid(), *use_ign, mix, explain, self.n_iters, mask)
         out = out._replace(x=self.norm(out.x)) if self.normalize else out
         return out if return_credit else out.x
 
