@@ -67,14 +67,6 @@ def test_float32_is_as_exact_as_the_reference(n_iters):
             assert_as_exact(x, y, z, factor=3.0, ulps=8.0)
 
 
-@pytest.mark.parametrize('dtype', (torch.float16, torch.bfloat16))
-def test_half_precision_is_routed_in_float32(dtype):
-    u, W = (x.detach().to(dtype) for x in maps(2))
-    out = route_capsules(u, W)
-    assert out.v.dtype == dtype
-    assert_close(out.v, dynamic_routing_ref(votes(u.float(), W.float())).v.to(dtype))
-
-
 def test_autocast_changes_nothing_in_backward():
     "a backward pass inside autocast, where matrix products would be taken in half precision"
     u, W = (x.detach().float().requires_grad_() for x in maps(2))
@@ -88,88 +80,44 @@ def test_autocast_changes_nothing_in_backward():
             assert_close(x, y, rtol=0, atol=0)
 
 
-def test_the_wider_of_two_precisions_counts():
-    u, W = (x.detach() for x in maps(2))
-    f32, half = torch.float32, torch.bfloat16
-    for a, b, wide in (
-        (f32, torch.float64, torch.float64),
-        (half, f32, f32),
-        (torch.float64, f32, torch.float64),
-        (torch.float16, half, f32),
-    ):
-        out = route_capsules(u.to(a), W.to(b))
-        assert out.v.dtype == out.a.dtype == wide
-        assert_close(out.v, route_capsules(u.to(a).to(wide), W.to(b).to(wide)).v, rtol=0, atol=0)
-    u16, W32 = u.to(half).requires_grad_(), W.float().requires_grad_()
-    route_capsules(u16, W32).v.sum().backward()
-    assert u16.grad.dtype == half and W32.grad.dtype == f32
+f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
-def test_second_derivatives_are_those_of_the_reference():
-    u, W = maps(2, i=3, j=2, d=2, h=2)
-    V = votes(u, W).detach().requires_grad_()
-    f = lambda V: dynamic_routing_ref(V).v.square().sum()
-    for mine, ref, x in (
-        (lambda V: dynamic_routing(V).v.square().sum(), f, V),
-        (
-            lambda u: route_capsules(u, W.detach()).v.square().sum(),
-            lambda u: f(votes(u, W.detach())),
-            u,
-        ),
-        (
-            lambda W: route_capsules(u.detach(), W).v.square().sum(),
-            lambda W: f(votes(u.detach(), W)),
-            W,
-        ),
-    ):
-        got, want = (torch.autograd.functional.hessian(g, x.detach()) for g in (mine, ref))
-        assert_close(got, want)
-        assert want.abs().max() > 1e-3
+@pytest.mark.parametrize(
+    'one, two, wide', [(f32, f64, f64), (bf16, f32, f32), (f64, f32, f64), (f16, f16, f32)]
+)
+def test_it_is_computed_in_float32_or_the_wider_precision(one, two, wide):
+    u, W = (x.detach().to(t).requires_grad_() for x, t in zip(maps(2), (one, two)))
+    out, want = route_capsules(u, W), route_capsules(u.to(wide), W.to(wide))
+    assert out.v.dtype == out.a.dtype == torch.promote_types(one, two)
+    assert_close(out.v, want.v.to(out.v.dtype), rtol=0, atol=0)
+    out.v.sum().backward()
+    assert u.grad.dtype == one and W.grad.dtype == two
 
 
 @pytest.mark.parametrize(
     'dtype, huge',
-    (
-        (torch.float16, 300.0),
-        (torch.float16, 6e4),
-        (torch.bfloat16, 1e38),
-        (torch.float32, 1e20),
-        (torch.float32, 1e38),
-        (torch.float64, 1e300),
-    ),
+    ((torch.float16, 6e4), (torch.bfloat16, 1e38), (torch.float32, 1e38), (torch.float64, 1e300)),
 )
 def test_huge_vectors(dtype, huge):
-    s = torch.tensor([0.6, 0.8, 0.0], dtype=dtype) * huge
-    s = s.requires_grad_()
+    unit = torch.tensor([0.6, 0.8, 0.0], dtype=torch.float64)
+    s = (unit.to(dtype) * huge).requires_grad_()
     v = squash(s)
     v.sum().backward()
-    assert_close(v.detach(), torch.tensor([0.6, 0.8, 0.0], dtype=dtype), atol=2e-3, rtol=2e-3)
-    assert s.grad.isfinite().all()
-    V = (
-        (torch.tensor([[[0.6, 0.8, 0.0]]] * 2, dtype=torch.float64) * min(huge, 1e30))
-        .to(dtype)
-        .requires_grad_()
-    )
+    assert_close(v.detach(), unit.to(dtype), atol=2e-3, rtol=2e-3)
+    V = (unit.expand(2, 1, 3) * min(huge, 1e30)).to(dtype).requires_grad_()
     out = dynamic_routing(V)
     out.v.sum().backward()
-    assert out.v.isfinite().all() and V.grad.isfinite().all() and abs(out.a.item() - 1) < 1e-2
+    assert s.grad.isfinite().all() and V.grad.isfinite().all() and abs(out.a.item() - 1) < 1e-2
 
 
 def test_squash_is_its_formula_on_both_sides_of_one():
-    s = torch.logspace(-6, 6, 25, dtype=torch.float64)[:, None] * torch.tensor(
-        [0.6, -0.8], dtype=torch.float64
-    )
+    s = torch.logspace(-6, 6, 25).double()[:, None] * torch.tensor([0.6, -0.8]).double()
     r = s.norm(dim=1, keepdim=True)
     assert_close(squash(s), s * r / (1 + r * r))
     assert_close(squash(s.T, 0), squash(s).T)
-    near = torch.tensor(
-        [[1 - 1e-4, 0.2], [1 + 1e-4, 0.2], [5.0, -7.0]], dtype=torch.float64, requires_grad=True
-    )
+    near = torch.tensor([[1 - 1e-4, 0.2], [1 + 1e-4, 0.2], [5.0, -7.0]]).double().requires_grad_()
     assert torch.autograd.gradcheck(squash, near)
-    assert torch.autograd.gradcheck(
-        lambda V: dynamic_routing(V).v,
-        (3 * torch.randn(4, 2, 3, dtype=torch.float64)).requires_grad_(),
-    )
 
 
 def test_tiles_change_nothing():
@@ -188,19 +136,6 @@ def test_tiles_change_nothing():
     assert_close(whole.spread(gb, 2 * R, 3 * v, gather=True), whole.gather(2 * R))
     for a, b in zip(ga, gb):
         assert_close(a, b)
-
-
-@pytest.mark.parametrize('route', (dynamic_routing, dynamic_routing_ref))
-def test_limits(route):
-    V = votes(*maps(2)).detach()
-    assert_close(route(V, 1).v, squash(V.sum(-3) / 3))  # even shares: routing has not begun
-    assert_close(route(torch.cat([V, -V], -3)).a, torch.zeros(2, 3, dtype=V.dtype))
-    for n in (1, 10, 100):  # equal votes for one whole, none for the other
-        equal = torch.tensor([[0.3, 0.4], [0.0, 0.0]], dtype=V.dtype).expand(n, 2, 2)
-        out, share = route(equal, 3), dynamic_routing_ref(equal, 3).R[0, 0]
-        length = 0.5 * n * share
-        assert_close(out.a[0], length**2 / (1 + length**2))
-        assert out.a[1] == 0
 
 
 def test_logits_are_votes_times_all_capsules_so_far_and_only_harden():
@@ -239,54 +174,37 @@ def test_saved_for_backward_does_not_hold_weights():
     assert kept(9) - kept(3) == kept(15) - kept(9) <= 6 * 2 * 3 * 5 * 3
 
 
-@pytest.mark.parametrize('detach', (False, True))
-def test_zero_votes_have_zero_gradients(detach):
-    V = torch.zeros(2, 4, 3, 5, requires_grad=True)
-    out = dynamic_routing(V, detach=detach)
-    assert out.a.equal(torch.zeros(2, 3))
-    (out.v.sum() + out.a.sum()).backward()
-    assert V.grad.equal(torch.zeros_like(V))
-
-
 def test_detached_gradient_is_that_of_fixed_weights():
     u, W = maps(2)
     V = votes(u, W)
     R = dynamic_routing(V, return_R=True).R
-    want = torch.autograd.grad(
-        squash((R[..., None] * V).sum(-3)).square().sum(), (u, W), retain_graph=True
-    )
-    for x, y in zip(
-        torch.autograd.grad(route_capsules(u, W, detach=True).v.square().sum(), (u, W)), want
-    ):
-        assert_close(x, y)
+    fixed = squash((R[..., None] * V).sum(-3)).square().sum()
+    want = torch.autograd.grad(fixed, (u, W), retain_graph=True)
+    got = torch.autograd.grad(route_capsules(u, W, detach=True).v.square().sum(), (u, W))
+    assert_close(got, want)
 
 
-@pytest.mark.parametrize(
-    'call, what',
-    [
-        (lambda: dynamic_routing(torch.zeros(2, 2)), r'\[\.\.\., i, j, h\]'),
-        (lambda: dynamic_routing(torch.zeros(2, 2, 2, dtype=torch.long)), 'int64'),
-        (lambda: dynamic_routing(torch.zeros(2, 2, 2), True), 'n_iters'),
-        (lambda: dynamic_routing(torch.zeros(2, 2, 2), 2.5), '2.5'),
-        (lambda: route_capsules(torch.zeros(3, 4), torch.zeros(3, 2, 5, 6)), r'\(3, 2, 5, 6\)'),
-        *(
-            (lambda s=s: dynamic_routing(torch.zeros(s)), 'at least one part')
-            for s in ((2, 0, 3, 2), (2, 4, 0, 2), (2, 4, 3, 0))
-        ),
-        *(
-            (
-                lambda s=s: route_capsules(torch.zeros(2, s[0], s[2]), torch.zeros(s)),
-                'at least one part',
-            )
-            for s in ((0, 3, 2, 2), (4, 0, 2, 2), (4, 3, 0, 2), (4, 3, 2, 0))
-        ),
-        (
-            lambda: route_capsules(torch.ones(3, 4, dtype=torch.long), torch.zeros(3, 2, 4, 6)),
-            'int64 and torch.float32',
-        ),
-        (lambda: squash(torch.zeros(3, 0)), r'\(3, 0\)'),
-    ],
-)
-def test_errors(call, what):
-    with pytest.raises(ValueError, match=what):
-        call()
+@pytest.mark.parametrize('detach', (False, True))
+def test_zero_votes_have_zero_gradients(detach):
+    V = torch.zeros(2, 4, 3, 5, requires_grad=True)
+    out = dynamic_routing(V, detach=detach)
+    (out.v.sum() + out.a.sum()).backward()
+    assert not out.a.any() and not V.grad.any()
+
+
+zeros = torch.zeros
+refused = {
+    r'\[\.\.\., i, j, h\]': lambda: dynamic_routing(zeros(2, 2)),
+    'got torch.int64': lambda: dynamic_routing(zeros(2, 2, 2).long()),
+    r'\(3, 2, 5, 6\)': lambda: route_capsules(zeros(3, 4), zeros(3, 2, 5, 6)),
+    'at least one part': lambda: dynamic_routing(zeros(2, 0, 3, 2)),
+    'at least one part.*': lambda: route_capsules(zeros(2, 4, 2), zeros(4, 3, 2, 0)),
+    'int64 and torch.float32': lambda: route_capsules(zeros(3, 4).long(), zeros(3, 2, 4, 6)),
+    r'\(3, 0\)': lambda: squash(zeros(3, 0)),
+}
+
+
+@pytest.mark.parametrize('message', refused)
+def test_errors(message):
+    with pytest.raises(ValueError, match=message):
+        refused[message]()
