@@ -11,23 +11,14 @@ from capsnb.engine.dstep import Problem, Sizes, plans
 from capsnb.routing.em import as_floor
 
 define = plans['votes'].run
-names = 'a mu sig2 d_a_inp d_mu_inp d_W d_B d_beta_use d_beta_ign'.split()
+names = 'a mu sig2 d_a_inp d_mu_inp d_W d_B d_beta_use d_beta_ign R'.split()
 
 
 def inputs(s, mean=0.0, scale=1.0, seed=0, dtype=torch.float64):
-    g = torch.Generator().manual_seed(seed)
-    k = 1 if s.shared else s.i
-    X = [
-        torch.randn(shape, generator=g, dtype=torch.float64)
-        for shape in (
-            (s.n, s.i),
-            (s.n, s.i, s.c, s.d),
-            (k, s.j, s.d, s.h),
-            (k, s.j, s.c, s.h),
-            (k, s.j),
-            (k, s.j),
-        )
-    ]
+    g, k = torch.Generator().manual_seed(seed), 1 if s.shared else s.i
+    parts = (s.n, s.i), (s.n, s.i, s.c, s.d)
+    maps = (k, s.j, s.d, s.h), (k, s.j, s.c, s.h), (k, s.j), (k, s.j)
+    X = [torch.randn(shape, generator=g, dtype=torch.float64) for shape in (*parts, *maps)]
     X[1] = (X[1] + mean) * scale
     X[2] /= s.d
     X[3] *= 0.1 * scale
@@ -36,19 +27,19 @@ def inputs(s, mean=0.0, scale=1.0, seed=0, dtype=torch.float64):
     return [x.float().to(dtype).requires_grad_() for x in X]  # values that float32 holds exactly
 
 
-def step(run, X, n_iters=3, p_model='gaussian', eps='auto', pooled=False, **kw):
+def step(run, X, n_iters=3, p_model='gaussian', eps='auto', pooled=False, need_R=False, **kw):
+    "Outputs and their gradients; the shares last, if they are wanted."
     floor = as_floor(eps, X[3].shape[-2] * X[3].shape[-1])
-    out = run(Problem(*X, n_iters, p_model, floor, pooled), **kw)[:3]
+    out = run(Problem(*X, n_iters, p_model, floor, pooled, need_R), **kw)[: 3 + need_R]
     g = torch.Generator().manual_seed(1)
     w = [torch.randn(o.shape, generator=g, dtype=torch.float64).to(o) for o in out]
-    return [o.detach() for o in out] + list(
-        torch.autograd.grad(sum((o * v).sum() for o, v in zip(out, w)), X)
-    )
+    grads = torch.autograd.grad(sum((o * v).sum() for o, v in zip(out, w)), X)
+    return [o.detach() for o in out[:3]] + [*grads, *(o.detach() for o in out[3:])]
 
 
 sizes = st.tuples(
     st.integers(1, 3),
-    st.integers(1, 30),
+    st.integers(0, 30),
     st.integers(1, 6),
     st.integers(1, 3),
     st.integers(1, 5),
@@ -56,18 +47,19 @@ sizes = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     sizes,
     st.booleans(),
     st.integers(1, 5),
     st.sampled_from(['gaussian', 'skm']),
-    st.sampled_from(['auto', '30%', 1e-2]),
+    st.sampled_from(['auto', 1e-2]),
+    st.booleans(),
     st.booleans(),
 )
-def test_same_numbers_in_float64(size, shared, n_iters, p_model, eps, pooled):
+def test_same_numbers_in_float64(size, shared, n_iters, p_model, eps, pooled, need_R):
     s = Sizes(*size, shared)
-    kw = dict(n_iters=n_iters, p_model=p_model, eps=eps, pooled=pooled)
+    kw = dict(n_iters=n_iters, p_model=p_model, eps=eps, pooled=pooled, need_R=need_R)
     want = step(define, inputs(s), **kw)
     for plan in ('moments', 'stream'):
         if plans[plan].refuses(s):
@@ -105,11 +97,8 @@ def assert_as_exact_in_total(plan, s, n_iters, mean, scale, eps, seeds, tiling=_
     fast, ref, kw = torch.zeros(9), torch.zeros(9), dict(n_iters=n_iters, eps=eps)
     for seed in range(seeds):
         X, X32 = inputs(s, mean, scale, seed), inputs(s, mean, scale, seed, torch.float32)
-        truth, r, f = (
-            step(define, X, **kw),
-            step(define, X32, **kw),
-            step(plans[plan].run, X32, tiling=tiling, **kw),
-        )
+        truth, r = step(define, X, **kw), step(define, X32, **kw)
+        f = step(plans[plan].run, X32, tiling=tiling, **kw)
         fast += torch.tensor([error_to(p, t) for p, t in zip(f, truth)])
         ref += torch.tensor([error_to(p, t) for p, t in zip(r, truth)])
     for name, ef, er in zip(names, fast.tolist(), ref.tolist()):
@@ -124,9 +113,7 @@ def assert_as_exact_in_total(plan, s, n_iters, mean, scale, eps, seeds, tiling=_
 def test_float32_is_as_exact_as_the_definition(s, plan, eps):
     if plans[plan].refuses(s):
         pytest.skip('needs shared maps')
-    for n_iters, mean, scale in itertools.product(
-        (1, 2, 3, 5), (0.0, 10.0, 100.0), (1e-3, 1.0, 1e3)
-    ):
+    for n_iters, mean, scale in itertools.product((1, 3), (0.0, 100.0), (1e-3, 1.0, 1e3)):
         assert_as_exact_in_total(plan, s, n_iters, mean, scale, eps, seeds=2)
 
 
@@ -137,31 +124,6 @@ def test_float32_is_as_exact_where_it_is_not_done_in_float64(plan, eps):
     s, never = Sizes(2, 800, 16, 4, 4, 4, True), _Tiling(float64=False)
     for n_iters, mean, scale in itertools.product((1, 3), (0.0, 100.0), (1.0, 1e3)):
         assert_as_exact_in_total(plan, s, n_iters, mean, scale, eps, 3, never)
-
-
-@pytest.mark.parametrize('plan', ['moments', 'stream'])
-def test_gradcheck(plan):
-    s = Sizes(1, 5, 3, 2, 2, 2, True)
-    run = lambda *X: plans[plan].run(Problem(*X, 3, 'gaussian', as_floor('auto', 4), False))[:3]
-    assert torch.autograd.gradcheck(run, inputs(s, mean=1.0))
-
-
-@pytest.mark.parametrize('plan', ['moments', 'stream'])
-def test_R_is_that_of_the_last_iteration_and_differentiable(plan):
-    for n_iters in (1, 3):
-        s = Sizes(2, 7, 3, 2, 2, 2, True)
-        X, Y = inputs(s), inputs(s)
-        eps = as_floor('auto', 4)
-        R, want = (
-            plans[plan].run(Problem(*X, n_iters, 'gaussian', eps, False, need_R=True))[3],
-            define(Problem(*Y, n_iters, 'gaussian', eps, False)).R,
-        )
-        assert_close(R, want)
-        if n_iters > 1:
-            weights = torch.randn_like(R)
-            assert_close(
-                *(torch.autograd.grad((r * weights).sum(), x[1])[0] for r, x in ((R, X), (want, Y)))
-            )
 
 
 def test_memory_stays_within_a_tile():
@@ -175,13 +137,6 @@ def test_memory_stays_within_a_tile():
             X = inputs(s, dtype=torch.float32)
             plans[plan].run(Problem(*X, 5, 'gaussian', as_floor('auto', 4), False))
         assert kept and max(kept) < s.i * s.j
-
-
-def test_no_inputs_and_tiled_outputs():
-    s = Sizes(2, 0, 5, 2, 3, 2, True)
-    got = step(plans['stream'].run, inputs(s), tiling=_Tiling(row=4))
-    for p, q in zip(got, step(define, inputs(s))):
-        assert_close(p, q)
 
 
 def squares(run, X, p_model, **kw):
@@ -199,10 +154,7 @@ def far(dtype, i, scale, seed=0):
 
 @pytest.mark.parametrize('plan', [p for p in plans if not p.startswith('triton')])
 def test_an_output_that_nobody_uses_makes_no_gradient_nan(plan):
-    X, X64 = (
-        far(torch.float32, 1600, 3e6),
-        far(torch.float64, 1600, 3e6),
-    )  # too large for the plans to go over to float64
+    X, X64 = (far(t, 1600, 3e6) for t in (torch.float32, torch.float64))  # too large for float64
     problem = Problem(*X64, 3, 'skm', as_floor('auto', 16), True, need_R=True)
     assert (plans[plan].run(problem)[3].sum(-2) == 0).any()
     got, want = squares(plans[plan].run, X, 'skm'), squares(define, X64, 'skm')
@@ -215,7 +167,7 @@ def test_an_output_that_nobody_uses_makes_no_gradient_nan(plan):
 @pytest.mark.parametrize('p_model', ['gaussian', 'skm'])
 @pytest.mark.parametrize('plan', [p for p in plans if not p.startswith('triton')])
 def test_gradients_are_finite_at_any_scale(plan, p_model, dtype):
-    for power, seed, i in itertools.product(range(-6, 7), range(4), (1, 60)):
+    for power, seed, i in itertools.product(range(-6, 7, 3), range(2), (1, 60)):
         got = squares(plans[plan].run, far(dtype, i, 10.0**power, seed), p_model)
         for name, g in zip(names[3:], got):
             assert g.isfinite().all(), f'{name} {power=} {seed=} {i=}'
