@@ -1,7 +1,5 @@
 """Compiled fields: against the definition, brute force and other plans; what they refuse."""
 
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
@@ -12,7 +10,7 @@ import capsnb.engine.layers as layers
 from capsnb.engine import compiled
 from capsnb.engine.layers import ClassCaps, ConvCaps, field_table
 from capsnb.engine.numerics import assert_as_exact, error_to
-from capsnb.routing.em import as_floor, inverse_temperature
+from capsnb.routing.em import inverse_temperature
 from test_layers import draw, layer, step
 
 pytest.importorskip('numba')
@@ -29,32 +27,22 @@ def same(l, a, mu, tol=1e-11):
         assert error_to(got, w) <= tol or (got - w).abs().max() < 1e-15  # the rounding of a zero
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.integers(0, 3),
     st.tuples(st.integers(3, 6), st.integers(3, 6)),
     st.sampled_from([(1, 1), (2, 3), (5, 2)]),
     st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(0, 2)),
     st.integers(1, 4),
-    st.sampled_from([1e-3, '10%', 'auto', 0.5]),
+    st.sampled_from([1e-3, '10%', 'auto']),
     st.sampled_from(['logistic', 'pi']),
     st.sampled_from([0.0, 0.3]),
 )
 def test_values_and_gradients_of_votes(b, size, types, field, n_iters, eps, act, damping):
     (I, O), (K, stride, padding) = types, field
-    l = layer(
-        I=I,
-        O=O,
-        K=K,
-        stride=stride,
-        padding=min(padding, K - 1),
-        n_iters=n_iters,
-        eps=eps,
-        act=act,
-        damping=damping,
-        lam=inverse_temperature if b % 2 else 0.3,
-    )
-    same(l, *draw(b, *size, I))
+    lam = inverse_temperature if b % 2 else 0.3
+    how = dict(K=K, stride=stride, padding=min(padding, K - 1), n_iters=n_iters, lam=lam)
+    same(layer(I=I, O=O, eps=eps, act=act, damping=damping, **how), *draw(b, *size, I))
 
 
 @pytest.mark.parametrize('pose', [(1, 1, 1), (4, 4, 4), (1, 16, 16), (3, 2, 7), (5, 4, 4)])
@@ -66,16 +54,6 @@ def test_poses_of_any_size(pose, dtype):
     l = ConvCaps(3, 5, d_cov=c, d_inp=d, d_out=h, lam=0.1).to(dtype)
     a, mu = torch.rand(2, 5, 4, 3, dtype=dtype), torch.randn(2, 5, 4, 3, c, d, dtype=dtype)
     same(l, a, mu, 1e-11 if dtype == f64 else 1e-4)
-
-
-def test_maps_of_one_number_for_blocks_that_are_full():
-    caps, X = ConvCaps(4, 3, K=2, d_cov=2, d_inp=1, d_out=1).double(), []
-    a, mu = torch.rand(2, 3, 3, 4, dtype=f64), torch.randn(2, 3, 3, 4, 2, 1, dtype=f64)
-    for caps.plan in ('compiled', 'votes'):
-        out, at = caps(a, mu := mu.detach().requires_grad_()), (mu, caps.W)
-        X.append([*out[:3], *torch.autograd.grad(out.mu.sin().sum() + out.a.sum(), at)])
-    for got, want in zip(*X):
-        assert error_to(got, want) < 1e-10
 
 
 @pytest.mark.parametrize('damping', [0.0, 0.3])
@@ -158,143 +136,49 @@ def test_kernels_read_and_write_no_number_beyond_their_data(dims):
     assert all(np.isnan(edge).all() for edge in around)
 
 
-def arguments(dtype=f64, b=2, shares=True, **kw):
-    "Tensors and settings of the op."
-    torch.manual_seed(0)
-    fields, _ = field_table((2, 3), 1, 2)
-    shapes = (b, 6), (b, 6, 2, 2), (4, 2, 2, 1), (2,), (2,)
-    tensors = [torch.rand(shapes[0]), *(torch.randn(shape) for shape in shapes[1:])]
-    floor = list(as_floor(kw.pop('eps', '10%')))
-    settings = dict(lams=[0.1, 0.2], floor=floor, act='logistic', damping=0.0, shares=shares) | kw
-    return [t.to(dtype).requires_grad_() for t in tensors], fields, list(settings.values())
-
-
-@pytest.mark.parametrize('kw', [dict(), dict(act='pi', damping=0.2), dict(shares=False)])
-def test_opcheck(kw):
-    tensors, fields, how = arguments(**kw)
-    op = compiled.compiled_fields
-    torch.library.opcheck(op.forward, (*tensors, fields, *how))
-    tensors = [t.detach() for t in tensors]
-    outs = op.forward(*tensors, fields, *how)
-    grads = [torch.randn_like(o) for o in outs[:4]]
-    torch.library.opcheck(op.backward, (*tensors, fields, outs, grads, *how))
-
-
-@pytest.mark.parametrize('kw', [dict(eps=0.1), dict(damping=0.2), dict(act='pi', shares=False)])
-def test_first_and_second_derivatives(kw):
-    tensors, fields, how = arguments(b=1, **kw)
-
-    def op(*t):
-        return compiled.compiled_fields(*t, fields, *how)[: 4 if how[-1] else 3]
-
-    assert torch.autograd.gradcheck(op, tensors)
-    assert torch.autograd.gradgradcheck(op, tensors)
-
-
-def test_torch_func_and_vmap():
-    l, (a, mu) = layer('compiled'), draw(3, 4, 4, 2)
-
-    def loss(W, a, mu):
-        out = torch.func.functional_call(l, {'W': W}, (a, mu))
-        return (out.mu * out.a[..., None, None]).sum()
-
-    W = l.W.detach()
-    each = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(W, a, mu)
-    assert_close(each.sum(0), torch.func.grad(loss)(W, a, mu))
-    l.plan = 'votes'
-    assert_close(each[0], torch.func.grad(loss)(W, a[0], mu[0]))
-
-
-@pytest.mark.graphs
-@pytest.mark.parametrize('make', [lambda: ConvCaps(2, 3, plan='compiled'), lambda: ClassCaps(2, 3)])
-def test_one_graph(make):
-    torch.manual_seed(0)
-    l, a, mu = make(), torch.rand(2, 5, 5, 2), torch.randn(2, 5, 5, 2, 4, 4, requires_grad=True)
-    fast = torch.compile(l, fullgraph=True, backend='aot_eager')
-    grads = []
-    for f in (l, fast):
-        out = f(a, mu)
-        grads.append((out.a, out.mu, *torch.autograd.grad(out.mu.sum() + out.a.sum(), [mu, l.W])))
-    for got, want in zip(*grads):
-        assert_close(got, want)
+def with_shares(l, a, mu, **kw):
+    "Outputs, shares, and gradients of all."
+    x, y, g = a.clone().requires_grad_(), mu.clone().requires_grad_(), torch.Generator()
+    out = l(x, y, **kw)[:4]
+    noise = [torch.randn(o.shape, generator=g.manual_seed(1), dtype=f64) for o in out]
+    loss = sum((o * n).sum() for o, n in zip(out, noise))
+    grads = torch.autograd.grad(loss, [x, y, *l.parameters()], materialize_grads=True)
+    return [*out, *grads]
 
 
 @pytest.mark.parametrize('pose', [(4, 4, 4), (1, 16, 16), (2, 3, 2)])
-@pytest.mark.parametrize('kw', [{}, dict(coordinates=False), dict(act='pi'), dict(n_iters=1)])
+@pytest.mark.parametrize('kw', [{}, dict(coordinates=False, act='pi'), dict(n_iters=1)])
 def test_class_capsules_are_one_field(pose, kw, monkeypatch):
     "with coordinates as further columns of the poses; shares and their gradients too"
     torch.manual_seed(0)
     l = ClassCaps(3, 5, *pose, lam=0.1, damping=0.2, **kw).double()
     a, mu = torch.rand(2, 1, 5, 6, 3, dtype=f64), torch.randn(2, 1, 5, 6, 3, *pose[:2], dtype=f64)
-
-    def run():
-        x, y, g = a.clone().requires_grad_(), mu.clone().requires_grad_(), torch.Generator()
-        out = l(x, y)[:4]
-        loss = sum(
-            (o * torch.randn(o.shape, generator=g.manual_seed(1), dtype=f64)).sum() for o in out
-        )
-        found = torch.autograd.grad(loss, [x, y, *l.parameters()], materialize_grads=True)
-        return [*out, *found]
-
-    found = run()
+    found = with_shares(l, a, mu)
     monkeypatch.delitem(layers.field_plans, 'compiled')
-    for got, want in zip(found, run()):
+    for got, want in zip(found, with_shares(l, a, mu)):
         assert error_to(got, want) < 1e-12
 
 
-@pytest.mark.parametrize('kw', [{}, dict(padding=1), dict(n_iters=1), dict(act='pi', stride=2)])
+@pytest.mark.parametrize('kw', [dict(padding=1), dict(n_iters=1), dict(act='pi', stride=2)])
 def test_shares_are_those_of_the_definition(kw):
     "values and gradients, of several images"
-    l = layer('votes', damping=0.3, **kw)
-    a, mu = (t.requires_grad_() for t in draw(3, 5, 4, 2))
-    found = []
-    for l.plan in ('votes', 'compiled', 'auto'):
-        out = l(a, mu, return_R=True)[:4]
-        g = torch.Generator().manual_seed(1)
-        loss = sum((o * torch.randn(o.shape, generator=g, dtype=f64)).sum() for o in out)
-        found.append([*out, *torch.autograd.grad(loss, [a, mu, l.W], materialize_grads=True)])
-    want, *rest = found
-    assert want[3].sum((1, 2, 3, 4)).gt(0).all()
-    for got in rest:
-        for g, w in zip(got, want):
+    l, x = layer('votes', damping=0.3, **kw), draw(3, 5, 4, 2)
+    want = with_shares(l, *x, return_R=True)
+    for l.plan in ('compiled', 'auto'):
+        for g, w in zip(with_shares(l, *x, return_R=True), want):
             assert g.shape == w.shape and error_to(g, w) < 1e-11
 
 
-def test_auto_takes_it_on_the_cpu_and_it_says_what_it_refuses(monkeypatch):
-    parts = layers._Parts(*arguments()[0], arguments()[1])
-    assert layers._field_plan('auto', parts, layers._Loop([0.1])) is layers.field_plans['compiled']
+def test_auto_takes_it_on_the_cpu_and_it_says_what_it_refuses():
+    fields, loop = field_table((2, 3), 1, 2)[0], layers._Loop([0.1])
+    shapes = (2, 6), (2, 6, 2, 2), (4, 2, 2, 1), (2,), (2,)
+    parts = layers._Parts(*map(torch.zeros, shapes), fields)
+    assert layers._field_plan('auto', parts, loop) is layers.field_plans['compiled']
     meta = layers._Parts(*(t.to('meta') for t in parts))
-    half = layers._Parts(*(t.half() for t in parts[:5]), parts.fields)
+    half = layers._Parts(*(t.half() for t in parts[:5]), fields)
     big = parts._replace(mu=torch.zeros(1, 6, 16, 16), W=torch.zeros(4, 2, 16, 16))
     told = ((meta, 'CPU, not on meta'), (half, 'not torch.float16'), (big, 'up to 1024'))
     for case, message in told:
         with pytest.raises(ValueError, match=message):
-            layers._field_plan('compiled', case, layers._Loop([0.1]))
-        assert layers._field_plan('auto', case, layers._Loop([0.1])) is layers.field_plans['tiles']
-
-
-def python(code):
-    return subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
-
-
-def test_without_numba_auto_routes_in_tiles_and_the_plan_names_what_to_install():
-    run = python("""
-import importlib.util as util, torch
-find = util.find_spec
-util.find_spec = lambda name, *args: None if name == 'numba' else find(name, *args)
-from capsnb import ClassCaps, ConvCaps
-a, mu = torch.rand(1, 4, 4, 2), torch.randn(1, 4, 4, 2, 4, 4)
-ConvCaps(2, 3)(a, mu), ClassCaps(2, 3)(a, mu)
-try:
-    ConvCaps(2, 3, plan='compiled')(a, mu)
-except ImportError as e:
-    print(e)
-""")
-    assert "pip install 'capsnb[fast]'" in run.stdout, run.stderr
-
-
-def test_numba_is_not_imported_before_it_is_used():
-    run = python(
-        "import sys; from capsnb import ConvCaps; ConvCaps(2, 3); print('numba' in sys.modules)"
-    )
-    assert run.stdout == 'False\n', run.stderr
+            layers._field_plan('compiled', case, loop)
+        assert layers._field_plan('auto', case, loop) is layers.field_plans['tiles']
