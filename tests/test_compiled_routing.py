@@ -6,11 +6,10 @@ import sys
 import pytest
 import torch
 from torch.testing import assert_close
-from capsnb.engine.dstep import Problem, Routing, Sizes, choose_plan, plans
+from capsnb.engine.dstep import Sizes, choose_plan, plans
 from capsnb.engine.dynamic import _fastest, _of_maps, route_capsules
 from capsnb.engine.numerics import assert_as_exact
 from capsnb.routing.dynamic import dynamic_routing_ref
-from capsnb.routing.em import as_floor
 from test_moments import assert_as_exact_in_total, define, exact_sizes, inputs, names, step
 
 pytest.importorskip('numba')
@@ -27,11 +26,11 @@ f64 = torch.float64
 @pytest.mark.parametrize('shared', [True, False])
 @pytest.mark.parametrize('pooled', [True, False])
 @pytest.mark.parametrize('p_model', ['gaussian', 'skm'])
-@pytest.mark.parametrize('n, i, j', [(2, 11, 5), (1, 1, 1), (2, 70, 33), (3, 40, 16)])
+@pytest.mark.parametrize('n, i, j', [(1, 1, 1), (2, 70, 33), (3, 40, 16)])
 @pytest.mark.parametrize('n_iters', [1, 3])
 def test_same_numbers_in_float64(shared, pooled, p_model, n, i, j, n_iters):
     s = Sizes(n, i, j, 2, 3, 2, shared)
-    kw = dict(n_iters=n_iters, p_model=p_model, pooled=pooled)
+    kw = dict(n_iters=n_iters, p_model=p_model, pooled=pooled, need_R=True)
     for name, p, q in zip(names, step(run, inputs(s), **kw), step(define, inputs(s), **kw)):
         assert_close(p, q, rtol=1e-10, atol=1e-12, msg=lambda m: f'{name}: {m}')
 
@@ -53,30 +52,6 @@ def test_float32_is_as_exact_as_the_definition(monkeypatch, s, eps, few):
     monkeypatch.setitem(plans, 'checked', plans['compiled']._replace(run=lambda p, tiling: run(p)))
     for n_iters, mean, scale in itertools.product((1, 3), (0.0, 100.0), (1e-3, 1.0, 1e3)):
         assert_as_exact_in_total('checked', s, n_iters, mean, scale, eps, seeds=2)
-
-
-def test_absent_parts_count_for_nothing():
-    s = Sizes(2, 40, 6, 2, 3, 2, True)
-    X = [x.detach() for x in inputs(s)]
-    X[0][:, 30:] = -torch.inf
-    less = [X[0][:, :30], X[1][:, :30], *X[2:]]
-    how = 3, 'gaussian', as_floor('auto', 4), False
-    for p, q in zip(run(Problem(*X, *how))[:3], run(Problem(*less, *how))[:3]):
-        assert_close(p, q)
-
-
-def test_R_is_that_of_the_last_iteration_and_differentiable():
-    s = Sizes(2, 21, 5, 2, 3, 2, True)
-    how = 3, 'gaussian', as_floor('auto', 4), False, True
-    for n_iters in (1, 3):
-        X, Y = inputs(s), inputs(s)
-        R, want = run(Problem(*X, n_iters, *how[1:]))[3], define(Problem(*Y, n_iters, *how[1:]))[3]
-        assert_close(R, want)
-        if n_iters > 1:
-            g = torch.randn_like(R)
-            got = torch.autograd.grad(R, X[:4], g)
-            for p, q in zip(got, torch.autograd.grad(want, Y[:4], g)):
-                assert_close(p, q, rtol=1e-8, atol=1e-10)
 
 
 def test_two_threads_give_the_same_bits():
@@ -126,22 +101,6 @@ def test_opcheck(has_model):
     torch.library.opcheck(_votes.backward, args)
 
 
-@pytest.mark.graphs
-@pytest.mark.parametrize('shared', [True, False])
-def test_the_layer_in_a_graph_and_under_functional_transforms(shared):
-    torch._dynamo.reset()
-    n_inp = None if shared else 30
-    layer = Routing(2, 3, 2, n_inp=n_inp, n_out=5, plan='compiled')
-    a, mu = torch.randn(2, 30), torch.randn(2, 30, 2, 3)
-    want = layer(a, mu)
-    graph = torch.compile(layer, fullgraph=True, backend='aot_eager')
-    for p, q in zip(graph(a, mu), want):
-        assert_close(p, q)
-    one = torch.func.vmap(lambda a, mu: tuple(layer(a, mu)))(a, mu)
-    for p, q in zip(one, want):
-        assert_close(p, q)
-
-
 def test_auto_takes_it_where_it_wins_and_can_serve():
     treebank = Sizes(5, 1850, 64, 1, 64, 2, True)
     assert choose_plan(treebank) == 'compiled'
@@ -151,22 +110,19 @@ def test_auto_takes_it_where_it_wins_and_can_serve():
     assert 'votes would be' in plans['compiled'].refuses(Sizes(1, 1024, 30000, 1, 64, 2, True))
 
 
-def test_other_devices_are_refused_in_words():
-    layer = Routing(2, 3, 2, n_out=5, plan='compiled').to('meta')
-    with pytest.raises(ValueError, match='for the CPU, not for meta'):
-        layer(torch.empty(1, 4, device='meta'), torch.empty(1, 4, 2, 3, device='meta'))
-
-
 without = """
 import importlib.util, sys
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *args: None if name == 'numba' else find(name, *args)
 sys.modules['numba'] = None
 import torch
+from capsnb import ClassCaps, ConvCaps
 from capsnb.engine.dstep import Routing, Sizes, choose_plan, plans
 from capsnb.engine.dynamic import faster, route_capsules
 import capsnb.engine
 assert 'compiled' not in plans and not faster
+a, mu = torch.rand(1, 4, 4, 2), torch.randn(1, 4, 4, 2, 4, 4)
+ConvCaps(2, 3)(a, mu), ClassCaps(2, 3)(a, mu)
 assert choose_plan(Sizes(5, 1850, 64, 1, 64, 2, True)) == 'stream'
 Routing(1, 64, 2, n_out=3)(torch.randn(1, 9), torch.randn(1, 9, 1, 64))
 route_capsules(torch.randn(20, 3, 2), torch.randn(3, 4, 2, 5))
@@ -176,13 +132,17 @@ except ImportError as e:
     assert "capsnb[fast]" in str(e)
 else:
     raise AssertionError('plan compiled without numba')
-print('fine')
 """
 
 
-def test_without_numba_all_works_as_before():
-    done = subprocess.run([sys.executable, '-c', without], capture_output=True, text=True)
-    assert done.stdout.strip().endswith('fine'), done.stderr
+lazy = "import sys; from capsnb import ConvCaps; ConvCaps(2, 3); assert 'numba' not in sys.modules"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('code', [without, lazy])
+def test_without_numba_all_works_as_before_and_it_is_not_imported_before_it_is_used(code):
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
+    assert not done.returncode, done.stderr
 
 
 # ---- dynamic routing ----
@@ -270,17 +230,6 @@ def test_votes_in_any_layout():
 
     for p, q in zip(grads(V), grads(X[0])):
         assert_close(p, q)
-
-
-def test_dynamic_op():
-    X = maps(3, 4, 2, 3, 2)
-    assert torch.autograd.gradcheck(lambda u, W: _agreement(u, W, 3, False, False)[0], X)
-    assert torch.autograd.gradgradcheck(lambda u, W: _agreement(u, W, 2, False, False)[0], X)
-    for shares in (False, True):
-        torch.library.opcheck(_agreement.forward, (*X, 3, False, shares))
-    outs = [o.detach() for o in _agreement.forward(*X, 3, False, False)]
-    args = *X, outs, [torch.ones_like(outs[0]), torch.zeros_like(outs[1])], 3, False, False
-    torch.library.opcheck(_agreement.backward, args)
 
 
 def test_route_capsules_takes_it_for_enough_samples():
