@@ -5,8 +5,6 @@ import torch
 from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves
 from capsnb import BaselineCNN, CapsNet, DStepNet, MatrixCapsNet, SmallNORBNet, SSTNet
-from capsnb.lab.capsnet import Decoder, VectorCaps
-from capsnb.lab.losses import activation_cross_entropy, margin_loss, spread_loss
 from capsnb.lab.vision import PlainCNN
 
 small = dict(channels=(4, 4), strides=(2, 2))
@@ -95,25 +93,6 @@ def test_a_loss_reads_no_value(name, labels):
     assert out['loss'].shape == () and out['logits'].shape == (2, 3)
 
 
-def test_two_digits_at_once_and_drawings_read_no_value():
-    net, (images,) = made('CapsNet')
-    net, images = net.to('meta'), images.to('meta')
-    labels = torch.zeros(2, 2, dtype=torch.long, device='meta')
-    out = net(images, labels, images[:, None].expand(2, 2, 1, 12, 12))
-    out['loss'].backward()
-    v = net(images).v
-    of = torch.zeros(2, dtype=torch.long, device='meta')
-    assert net.draw(v).shape == net.draw(v, of).shape == images.shape
-    assert all(p.grad.is_meta for p in net.parameters())
-
-
-def test_parts_of_networks_read_no_value():
-    x = torch.rand(2, 3, 9, 9, device='meta')
-    assert VectorCaps(3, 2, 4, 3).to('meta')(x).shape == (2, 32, 4)
-    v, share = torch.rand(2, 3, 4, device='meta'), torch.rand(2, 3, device='meta')
-    assert Decoder(3, 4, (1, 5, 5), (6,)).to('meta')(v, share).shape == (2, 1, 5, 5)
-
-
 def gradients(net, f, x, **kw):
     net.zero_grad()
     out = f(*x, **kw)
@@ -122,6 +101,7 @@ def gradients(net, f, x, **kw):
     return outs + [p.grad for p in net.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.graphs
 @pytest.mark.parametrize('labels', [None, one_class, all_classes], ids=['none', 'hard', 'soft'])
 @pytest.mark.parametrize('name', networks)
@@ -138,14 +118,3 @@ def test_a_network_is_one_graph_forward_and_back(name, labels):
         assert (g is None) == (w is None)
         if g is not None:
             assert_close(g, w, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize('loss', [spread_loss, margin_loss, activation_cross_entropy])
-@pytest.mark.parametrize('labels', [one_class, all_classes], ids=['hard', 'soft'])
-def test_losses_of_single_samples_by_vmap(loss, labels):
-    a = torch.rand(2, 3)
-    if labels.is_floating_point():
-        labels = labels / labels.sum(1, keepdim=True)
-    each = torch.vmap(torch.func.grad(loss))(a, labels)
-    for k in range(2):
-        assert_close(each[k], torch.func.grad(loss)(a[k], labels[k]))
