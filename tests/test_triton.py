@@ -1,7 +1,6 @@
 """Triton's kernels of `Routing`, without a GPU: interpreted on CPU tensors, compiled ahead."""
 
 import copy
-import itertools
 import re
 import subprocess
 import sys
@@ -82,13 +81,8 @@ def long_runs(monkeypatch):
 def test_streamed_votes_are_the_definition(sizes, own):
     ulps = 64 if sizes[1] == 1 else 8  # what remains of gaps that are 0 is rounding
     check_exact(T._streamed_op, T._streamed_ref, streamed(*sizes, own), ulps=ulps)
-
-
-@needs_triton
-@pytest.mark.parametrize('sizes, own', [streams[k] for k in (2, 3, 6, 8)])
-def test_streamed_votes_before_there_is_a_model(sizes, own):
-    inputs = streamed(*sizes, own, False)
-    check_exact(T._streamed_op, T._streamed_ref, inputs, ulps=8.0)
+    if sizes[2] < 40:  # and before there is a model
+        check_exact(T._streamed_op, T._streamed_ref, streamed(*sizes, own, False), ulps=ulps)
 
 
 @needs_triton
@@ -113,17 +107,6 @@ def test_what_a_part_is_worth_does_not_feel_how_z_is_rounded(own):
             for off in (0.01, 0)
         )
     assert error_to(rough, fine) < 1e-5
-
-
-@needs_triton
-def test_bf16_parts():
-    inputs = streamed(2, 7, 3, 2, 2, 2, False)
-    half = [t.bfloat16() if k == 1 else t for k, t in enumerate(inputs)]
-    same = [t.float() for t in half]
-    with T.interpreting():
-        fast, want = run(T._streamed_op, half), run(T._streamed_op, same)
-    for y, w in zip(fast, want):
-        assert error_to(y, w) < (5e-3 if y.dtype == torch.bfloat16 else 1e-6)
 
 
 @needs_triton
@@ -202,6 +185,7 @@ def test_auto_takes_it_on_cuda_alone_and_where_votes_are_many():
     assert not plans['triton'].refuses(s._replace(device='cuda'))
 
 
+@pytest.mark.slow
 def test_without_triton():
     code = """
 import sys
@@ -237,19 +221,18 @@ compiled = {
 }
 
 
-def check_machine_code(args, cap, parked=0):
-    "Kernels fit, and keep their numbers in registers, but for bytes that ptxas parks on purpose."
+def check_machine_code(args, cap):
+    "Kernels fit, and keep their numbers in registers."
     for launch in launches(*args):
         made = T.compile_ahead(launch, cap)
-        print(args, made)
-        assert made['fits'] and made['spilled'] <= parked, (args, made)
-        assert made['occupancy'] >= 0.125, (args, made)
+        assert made['fits'] and not made['spilled'] and made['occupancy'] >= 0.125, (args, made)
 
 
 @needs_triton
+@pytest.mark.slow
 @pytest.mark.parametrize('name', compiled)
 def test_compiled_ahead(name):
-    check_machine_code(compiled[name], 90)
+    check_machine_code(compiled[name], 90 if name != 'own' else 80)
 
 
 @needs_triton
@@ -262,39 +245,6 @@ def test_one_load_under_way_where_maps_are_turned():
         assert {r.stages for r in found} == {1}
 
 
-@needs_triton
-@pytest.mark.parametrize('name', [*compiled][::2])
-def test_compiled_ahead_for_the_a100(name):
-    check_machine_code(compiled[name], 80)
-
-
-def tile_of(c, d, h):
-    "Constants of the launches that decide how much a thread holds; None where votes do not fit."
-    if T._refuse_streamed(Sizes(1, 1, 1, c, d, h, True, device='cuda')):
-        return None
-    _, x, W, _, b, k, *_ = streamed(1, 1, 64, c, d, h, False)
-    cells = T._cells(x, W, b, k)
-    return [{k: v for k, v in how.items() if k not in 'CDH'} for how in cells[2:]]
-
-
-def largest():
-    "Capsules c, d, h that share their tile with none that is larger: they need most registers."
-    shapes = itertools.product(range(1, 17), range(1, 65), range(1, 17))
-    tiles = {s: tile for s in shapes if (tile := tile_of(*s))}
-
-    def larger(c, d, h):
-        return (c + 1, d, h), (c, d + 1, h), (c, d, h + 1)
-
-    return [s for s, tile in tiles.items() if tile not in [tiles.get(x) for x in larger(*s)]]
-
-
-def all_tiles():
-    "Arguments of `launches` for every tile that plan 'triton' can choose."
-    for (c, d, h), own in itertools.product(largest(), (True, False)):
-        for j in (16, 32, 64) if d > 8 else (1, 2, 4, 8, 16, 32, 64):
-            yield 20, 64, j, c, d, h, own
-
-
 sampled = [  # those that need most
     (20, 64, 64, 2, 8, 2, True),
     (20, 64, 64, 2, 32, 2, True),
@@ -305,16 +255,10 @@ sampled = [  # those that need most
 
 
 @needs_triton
+@pytest.mark.slow
 @pytest.mark.parametrize('args', sampled)
 def test_a_sample_of_tiles_compiled_ahead(args):
     check_machine_code(args, 90)
-
-
-@needs_triton
-@pytest.mark.long
-def test_all_tiles_compiled_ahead():
-    for args in all_tiles():
-        check_machine_code(args, 90, parked=24 * (args[3:] == (1, 64, 2, False)))
 
 
 @needs_triton
