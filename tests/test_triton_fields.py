@@ -1,9 +1,6 @@
 "Triton kernels of routing in fields: in the interpreter against votes, and compiled ahead."
 
-import os
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -16,7 +13,6 @@ from capsnb.routing.em import Floor
 pytest.importorskip('triton', reason="the kernels need triton: pip install 'capsnb[gpu]'")
 import capsnb.engine.triton_fields as fields  # noqa: E402
 from capsnb.engine.triton_routing import (  # noqa: E402
-    _source,
     compile_ahead,
     interpreting,
     recording,
@@ -222,36 +218,6 @@ def launches(J, T=3, floor=relative, act='logistic', damping=0.0, field=(14, 16,
         outs = fields._op_forward(*inputs, *settings)
         fields._op_backward(*inputs, outs, [torch.empty_like(o) for o in outs[:3]], *settings)
     return found
-
-
-def distinct(found):
-    "Launches that are compiled apart."
-    told = {}
-    for launch in found:
-        source = _source(launch)
-        told[launch.kernel.__name__, str(source.signature), str(source.constants)] = launch
-    return list(told.values())
-
-
-def compiled(case):
-    "What each kernel of a layer needs."
-    cap, how = case
-    return [compile_ahead(launch, cap) for launch in distinct(launches(**how))]
-
-
-tiles = [dict(J=8), dict(J=16), dict(J=32)]
-
-
-@pytest.mark.long
-def test_all_tiles_compile_without_spills():
-    os.environ['TRITON_DEFAULT_FP_FUSION'] = '1'
-    work = [*((90, how) for how in tiles), *((80, how) for how in tiles[::2])]
-    with ProcessPoolExecutor(2, mp_context=get_context('spawn')) as pool:
-        made = [m for found in pool.map(compiled, work) for m in found]
-    for m in made:
-        print(m)
-        assert m['fits'] and not m['spilled'], m
-    assert len({(m['name'], m['cap']) for m in made}) == 2 * 8
 
 
 def test_one_of_all_compiles():
