@@ -12,7 +12,7 @@ from capsnb.lab.digits import Digits
 from capsnb.lab.objects import PairMixup
 from capsnb.lab.shootout import Ground, candidates, variants
 from capsnb.routing.em import m_step
-from capsnb.zoo.routers import EMRouting, log_volume
+from capsnb.zoo.routers import EMRouting, _log_volume
 
 f64 = torch.float64
 
@@ -65,7 +65,7 @@ def test_absent_parts_and_gradients():
 
 def test_free_energy_counts_the_gain():
     em, a, u = made()
-    gain, betas = log_volume(em.W, 2), (em.beta_a, em.beta_u)
+    gain, betas = _log_volume(em.W, 2), (em.beta_a, em.beta_u)
     how = dict(lam=0.3, eps=1e-2, gain=gain, free_energy=True)
     out = em_routing(a.sigmoid(), em.cast(u), *betas, **how)
     same = free_energy(a.sigmoid(), em.cast(u), out.R, *out[:3], *betas)
