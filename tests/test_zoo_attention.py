@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.testing import assert_close
-from capsnb.zoo.attention import Concurrent, InvertedAttention, inverted_attention
+from capsnb.zoo.attention import Concurrent, InvertedAttention, _inverted_attention
 
 theirs = json.loads((Path(__file__).parent / 'data/inverted_attention.json').read_text('utf-8'))
 as_theirs = dict(rtol=1e-8, atol=1e-9)  # they divide shares by 1 + 1e-10
@@ -119,16 +119,6 @@ def test_poses_of_one_number_are_not_normed():
     layer = InvertedAttention(1, 3, 1, n_out=2).double()
     mu = torch.randn(5, 1, 3).double()
     V = layer.cast(mu)
-    p, _ = inverted_attention(torch.zeros(2, 1, 1).double(), V)
+    p, _ = _inverted_attention(torch.zeros(2, 1, 1).double(), V)
     assert_close(layer.step(None, torch.full((5,), torch.inf).double(), V).mu, p)
     assert_close(p, V.mean(0) * 5 / 2)
-
-
-def test_what_does_not_fit_is_said(some):
-    with pytest.raises(ValueError, match='one layer or more'):
-        Concurrent([])
-    with pytest.raises(ValueError, match='n_iters'):
-        Concurrent([InvertedAttention(4, 4, 4, n_out=3)], 0)
-    net = Concurrent([InvertedAttention(4, 4, 4, 7, 5), InvertedAttention(4, 4, 4, 6, 3)]).double()
-    with pytest.raises(ValueError, match=r'\[\.\.\., 6\]'):
-        net(*some)

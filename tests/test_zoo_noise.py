@@ -9,15 +9,14 @@ import torch
 from capsnb.routing.dstep import routing_ref
 from capsnb.routing.em import Floor, em_routing_ref
 from capsnb.routing.scene import cast_votes, make_scene
-from capsnb.zoo.noise import Full, Gaussian, KMeans, Laplace, Model, NoiseRouting, Student
-from capsnb.zoo.noise import VonMisesFisher, dstep_loop, em_loop, vmf_norm
+from capsnb.zoo.noise import Full, Gaussian, KMeans, Laplace, _Model, NoiseRouting, Student
+from capsnb.zoo.noise import VonMisesFisher, _dstep_loop, _em_loop, _vmf_norm
 from capsnb.zoo.routers import all_routings, routing_layer
 
 close = torch.testing.assert_close
 routings = all_routings()
 no_floor, some = Floor(0.0, 1e-12, 1e-12), Floor(0.3, 1e-12, 1e-12)
-densities = [Gaussian(), Student(), Laplace(), Full(), VonMisesFisher(), KMeans()]
-by_name = pytest.mark.parametrize('noise', densities, ids=lambda o: type(o).__name__)
+densities = [Gaussian(), Student(), Laplace(), Full()]
 names = ['student', 'laplace', 'full', 'vmf', 'kmeans-hard']
 
 
@@ -42,7 +41,7 @@ def test_gaussians_by_the_dstep_are_the_books(p_model, eps):
     use, ign = torch.rand(2, 7, 3, dtype=torch.float64)
     none, W = torch.zeros(7, 2, 1).double(), torch.zeros(7, 3, 1, 2).double()
     noise = KMeans() if p_model == 'skm' else Gaussian()
-    ours = with_grads(lambda *t: dstep_loop(t[0], t[1], noise, *t[2:], 4, eps), a, V, use, ign)
+    ours = with_grads(lambda *t: _dstep_loop(t[0], t[1], noise, *t[2:], 4, eps), a, V, use, ign)
     book = lambda a, V, *betas: routing_ref(a, none, W, V, *betas, 4, p_model, eps)
     for x, y in zip(ours, with_grads(book, a, V, use, ign)):
         close(x, y, rtol=1e-10, atol=1e-12)
@@ -55,7 +54,7 @@ def test_gaussians_by_em_are_the_books(eps):
     beta_a, beta_u = torch.rand(2, 3, dtype=torch.float64)
 
     def ours(a, V, *betas):
-        out = em_loop(a, V, Gaussian(), *betas, lam, 4, eps)
+        out = _em_loop(a, V, Gaussian(), *betas, lam, 4, eps)
         return out.a.sigmoid(), *out[1:]
 
     book = lambda a, V, *betas: em_routing_ref(a.sigmoid(), V, *betas, lam, 4, eps=eps)[:4]
@@ -64,20 +63,10 @@ def test_gaussians_by_em_are_the_books(eps):
         close(x, y, rtol=1e-8, atol=1e-10)  # weights of 1e-12 are the difference
 
 
-def test_soft_k_means_is_the_engines():
-    layer = routings['kmeans-soft'](2, 3, 2, n_inp=7, n_out=3).double()
-    a, V = votes(2)
-    mu_inp = torch.randn(2, 7, 2, 3, dtype=torch.float64)
-    V = torch.einsum('ijdh,bicd->bijch', layer.W, mu_inp) + layer.B
-    out = dstep_loop(a, V, KMeans(), layer.beta_use, layer.beta_ign)
-    for x, y in zip(layer(a, mu_inp, return_R=True), out):
-        close(x, y)
-
-
 def test_log_densities_are_scipys():
     V = votes(i=50, j=1, c=1, h=2)[1]
     mu, sig2 = torch.tensor([[[[0.3, -0.2]]], [[[0.5, 2.0]]]]).double()
-    model, x = Model(mu, sig2, mu), V.flatten(1).numpy()
+    model, x = _Model(mu, sig2, mu), V.flatten(1).numpy()
     m, s2 = mu.flatten().numpy(), sig2.flatten().numpy()
     t = scipy.stats.multivariate_t(m, np.diag(s2), df=3.5)
     close(Student(3.5).log_p(V, model)[:, 0].numpy(), t.logpdf(x))
@@ -93,21 +82,21 @@ def test_log_densities_are_scipys():
     close(Full().log_p(V, tilted)[:, 0].numpy(), normal.logpdf(x))
 
 
-@pytest.mark.parametrize('p', [1, 2, 3, 4, 5, 16, 33])
+@pytest.mark.parametrize('p', [1, 2, 3, 16, 33])
 def test_normaliser_on_the_sphere_is_scipys(p):
     kappa = np.array([1e-3, 0.1, 1, 3, 10, 30, 100, 1e3, 1e5])
-    log_c, A = vmf_norm(torch.from_numpy(kappa).requires_grad_(), p)
+    log_c, A = _vmf_norm(torch.from_numpy(kappa).requires_grad_(), p)
     nu, ive = p / 2 - 1, scipy.special.ive
     truth = nu * np.log(kappa) - p / 2 * math.log(2 * math.pi) - np.log(ive(nu, kappa))
     known = np.isfinite(truth) & (ive(nu, kappa) > 0)
     close(log_c.detach().numpy()[known], truth[known], rtol=1e-10, atol=1e-10)
     close(A.detach().numpy()[known], (ive(p / 2, kappa) / ive(nu, kappa))[known], rtol=1e-9, atol=0)
     at = torch.tensor([0.0, 0.3, 4.0, 70.0]).double().requires_grad_()
-    log_c, A = vmf_norm(at, p)
+    log_c, A = _vmf_norm(at, p)
     close(1 - torch.autograd.grad(log_c.sum(), at)[0], A, rtol=1e-7, atol=1e-9)
     area = 2 * math.pi ** (p / 2) / math.gamma(p / 2)
     close(log_c[0].item(), -math.log(area))
-    close(vmf_norm(at.float(), p)[0].double(), log_c, rtol=1e-5, atol=1e-5)
+    close(_vmf_norm(at.float(), p)[0].double(), log_c, rtol=1e-5, atol=1e-5)
 
 
 def objective(noise, r, V, model):
@@ -121,7 +110,7 @@ def objective(noise, r, V, model):
 
 
 @pytest.mark.parametrize('kind', [some, Floor(0.0, 1e-2, 1e-2)], ids=['relative', 'absolute'])
-@pytest.mark.parametrize('noise', densities[:4], ids=lambda o: type(o).__name__)
+@pytest.mark.parametrize('noise', densities, ids=lambda o: type(o).__name__)
 def test_no_fit_is_worse_and_the_last_is_flat(noise, kind):
     _, V = votes(2, i=12)
     r = torch.rand(2, 12, 3, dtype=torch.float64)
@@ -134,7 +123,7 @@ def test_no_fit_is_worse_and_the_last_is_flat(noise, kind):
         assert (worth[-1] - worth[0]).min() > 1e-4
     mu, scale = (t.clone().requires_grad_() for t in model[:2])
     L = scale.tril() if isinstance(noise, Full) else scale
-    J = objective(noise, r, V, Model(mu, L, model.floor)).sum()
+    J = objective(noise, r, V, _Model(mu, L, model.floor)).sum()
     for g in torch.autograd.grad(J, (mu, scale)):
         assert g.abs().max() < 1e-8
 
@@ -142,8 +131,8 @@ def test_no_fit_is_worse_and_the_last_is_flat(noise, kind):
 def test_limits():
     a, V = votes(2)
     use, ign = torch.rand(2, 7, 3, dtype=torch.float64)
-    gaussian = dstep_loop(a, V, Gaussian(), use, ign)
-    for x, y in zip(dstep_loop(a, V, Student(1e9), use, ign), gaussian):
+    gaussian = _dstep_loop(a, V, Gaussian(), use, ign)
+    for x, y in zip(_dstep_loop(a, V, Student(1e9), use, ign), gaussian):
         close(x, y, rtol=1e-6, atol=1e-8)
     straight = torch.cat(
         [V * s.view(2, 2) for s in torch.cartesian_prod(*[torch.tensor([-1, 1])] * 4)], 1
@@ -152,11 +141,11 @@ def test_limits():
     full, plain = (o.m_step(r, straight, 0.0, some) for o in (Full(), Gaussian()))
     close(Full().log_p(V, full), Gaussian().log_p(V, plain))
     close(Full().nats(full), Gaussian().nats(plain))
-    narrow = Model(torch.ones(1, 2, 2).double() / 2, torch.tensor([1e5]).double(), None)
+    narrow = _Model(torch.ones(1, 2, 2).double() / 2, torch.tensor([1e5]).double(), None)
     close(VonMisesFisher().nats(narrow), -1.5 * narrow.scale.log(), rtol=1e-4, atol=0)
     x = V * 1e-3 + 0.5
     p = VonMisesFisher().log_p(
-        x, Model(torch.ones(3, 2, 2).double() / 2, 1e5 * torch.ones(3), None)
+        x, _Model(torch.ones(3, 2, 2).double() / 2, 1e5 * torch.ones(3), None)
     )
     tangent = x - x.mean((-2, -1), keepdim=True)
     hand = -0.5e5 * tangent.square().sum((-2, -1)) + 1.5 * math.log(1e5 / (2 * math.pi))
@@ -202,37 +191,6 @@ def test_tails_keep_their_means_among_clutter():
             far[type(noise)] = (mu - scene.centre).norm(dim=-1).max().item()
         assert far[Student] < 0.05 and far[Laplace] < 0.5 * far[Gaussian]
         assert min(far[Gaussian], far[Full]) > 0.4
-
-
-@by_name
-def test_autocast_leaves_the_statistics_alone(noise):
-    made = NoiseRouting(2, 2, 2, n_out=3, noise=noise)
-    a, V = (t.float() for t in votes(2))
-    with torch.autocast('cpu', torch.bfloat16):
-        out = made.route(a.bfloat16(), V.bfloat16())
-    for x, y in zip(out, made.route(a.bfloat16().float(), V.bfloat16().float())):
-        assert x.dtype == torch.float32 and torch.equal(x, y)
-
-
-@pytest.mark.parametrize(
-    'name, own, said',
-    [
-        ('student', {'nu': 0}, 'nu must be positive'),
-        ('student', {'steps': 0}, 'steps must be an integer >= 1'),
-        ('laplace', {'tip': -1.0}, 'tip must be positive'),
-        ('full', {'loop': 'vb'}, "loop must be 'dstep' or 'em'"),
-        ('vmf', {'eps': 0}, 'eps must be'),
-        ('kmeans-hard', {'loop': 'em', 'lam': 0}, 'lam must be'),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(name, own, said):
-    with pytest.raises(ValueError, match=said):
-        routings[name](2, 2, 2, n_out=3, **own)
-
-
-def test_an_inverse_temperature_without_its_loop_is_refused():
-    with pytest.raises(ValueError, match="lam=0.3 is a setting of loop='em', the loop is 'dstep'"):
-        routing_layer('student', 2, 3, 4, 6, 5, lam=0.3)
 
 
 @pytest.mark.parametrize('own', [dict(name='full', eps='paper'), dict(name='bayes', cov='full')])

@@ -5,11 +5,12 @@ import pytest
 import torch
 from torch.func import hessian, jacfwd, jacrev
 from torch.testing import assert_close
-from capsnb.engine.dstep import CapsNorm, bias_of, brk_bias
+from capsnb.engine.dstep import CapsNorm, _bias_of, _brk_bias
 from capsnb.routing.dstep import votes
-from capsnb.zoo.attention import Concurrent
 from capsnb.zoo.routers import Router, SharedVotes, all_routings, routing_layer
 
+each = pytest.mark.parametrize('name', sorted(all_routings()))
+both = pytest.mark.parametrize('n_inp', [None, 7])
 squared = ['bayes', 'em', 'full', 'kmeans-hard', 'student', 'vmf']
 linear = sorted(k for k, kind in all_routings().items() if getattr(kind, 'linear', False))
 
@@ -25,9 +26,9 @@ def layer_of(name, **kw):
     return layer, a, torch.randn(2, 3, 7, 4, 3).double().requires_grad_()
 
 
-@pytest.mark.parametrize('n_inp', [None, 7])
-@pytest.mark.parametrize('bias, norm', [(True, 'none'), (False, 'none'), (True, 'batch')])
-@pytest.mark.parametrize('name', sorted(all_routings()))
+@both
+@pytest.mark.parametrize('bias, norm', [(False, 'none'), (True, 'batch')])
+@each
 def test_parameters_begin_anew(name, bias, norm, n_inp):
     "What transformers leaves as it lay in memory, and what was made on 'meta'."
     bias = bias or name == 'vectors'  # whose maps are others
@@ -86,61 +87,6 @@ def test_where_absent_parts_lie_does_not_matter(name, own, far):
         assert_close(got, want, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize('name', all_routings())
-def test_a_layer_casts_its_votes_and_routes_them(name):
-    "`route` of votes, or of what a routing wants instead, is what the layer does with its inputs."
-    layer, a, mu = layer_of(name, n_iters=2)
-    heinsen = name in ('dstep', 'kmeans-soft')
-    seen = votes(mu, layer.W, bias_of(layer)) if heinsen else layer.seen(mu)
-    for got, want in zip(layer(a, mu, return_R=True), layer.route(a, seen)):
-        assert got is want is None or assert_close(got, want, rtol=1e-8, atol=1e-9) is None
-    assert layer.route(a, seen).R.shape == (2, 3, 7, 6)
-
-
-def test_heinsens_loop_takes_votes_as_the_layer_takes_capsules():
-    for kw in (dict(single_beta=True), dict(n_out=None), dict(n_inp=7, pooled=True, eps=0.1)):
-        layer, a, mu = layer_of('dstep', **kw)
-        n = [9] if layer.n_out is None else []
-        B = brk_bias(bias_of(layer), layer.B_brk, 9) if n else bias_of(layer)
-        V = votes(mu, layer.W, B)
-        for got, want in zip(layer.route(a, V), layer(a, mu, *n, return_R=True)):
-            assert_close(got, want, rtol=1e-8, atol=1e-9)
-    half = layer.float().route(a.half(), V.half())
-    assert half.a.dtype == half.mu.dtype == torch.half and half.R.dtype == torch.float32
-    with torch.autocast('cpu', torch.bfloat16):  # which would round sums
-        as_usual = layer.route(a.float(), V.float())
-    assert_close(as_usual.mu.double(), layer.double().route(a, V).mu, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    'shape', [(2, 3, 6, 6, 4, 5), (2, 3, 7, 1, 4, 5), (2, 3, 7, 6, 5, 4), (7, 6)]
-)
-def test_votes_that_do_not_fit_are_refused(shape):
-    layer, a, _ = layer_of('dstep')
-    with pytest.raises(ValueError, match=r'votes \[..., i, 6, 4, 5\], got \(2, 3, 7\) and'):
-        layer.route(a, torch.zeros(shape).double())
-
-
-@pytest.mark.parametrize('how', [dict(lam=0.3, n_iters=1), dict(lam=[0.1, 0.5]), dict(eps=1e-3)])
-def test_em_without_votes_and_with_other_settings(how):
-    layer, a, mu = layer_of('em', **dict(n_iters=2) | how)
-    found, want = layer(a, mu, return_R=True), layer.route(a, layer.cast(mu))
-    assert_close(tuple(found), tuple(want), rtol=1e-9, atol=1e-10)
-    a[0] = -torch.inf  # nobody is there
-    assert_close(tuple(layer(a, mu)), tuple(layer.route(a, layer.cast(mu))[:3]))
-    narrow = layer.float()(a.float(), mu.float(), return_R=True)
-    assert all(t.dtype == torch.float32 and t.isfinite().all() for t in narrow)
-
-
-def test_votes_are_made_where_moments_are_more():
-    mu = torch.randn(2, 7, 1, 64)
-    wide = all_routings()['em'](1, 64, 8, n_out=5)
-    part = all_routings()['em'](1, 8, 8, n_out=5, misfit='part')
-    full = all_routings()['full'](1, 64, 8, n_out=5)
-    assert torch.is_tensor(full.votes_of(mu))
-    assert torch.is_tensor(wide.votes_of(mu)) and torch.is_tensor(part.votes_of(mu[..., :8]))
-
-
 @pytest.mark.parametrize('name', squared + linear)
 def test_memory_does_not_hold_votes(name):
     layer = all_routings()[name](4, 4, 4, n_out=20)
@@ -156,32 +102,7 @@ def test_memory_does_not_hold_votes(name):
     assert out.a.requires_grad and max(kept.values()) <= votes / (1 if name in squared else 8)
 
 
-@pytest.mark.parametrize('n_inp', [None, 6])
-@pytest.mark.parametrize('name', sorted(set(all_routings()) - {'vectors'}))
-def test_without_a_bias_votes_are_maps_alone(name, n_inp):
-    one, none = (routing_layer(name, 2, 3, 3, n_inp, 5, bias=b).double() for b in (True, False))
-    weights = one.state_dict()
-    assert weights.pop('B').abs().max() == 0
-    none.load_state_dict(weights)
-    assert 'B' not in none.state_dict() and 'B' not in dict(none.named_parameters())
-    given = torch.randn(2, 6).double(), torch.randn(2, 6, 2, 3).double()
-    outs = [layer(*given, return_R=True) for layer in (one, none)]
-    for x, y in zip(*outs):
-        assert (x is None and y is None) or torch.equal(x, y)
-    for out in outs:
-        out.mu.square().sum().backward()
-    assert_close(one.W.grad, none.W.grad)
-    assert none.B is None and one.B.grad.abs().max() > 0
-    with torch.no_grad():
-        one.B.copy_(torch.randn(one.B.shape))
-    assert not torch.allclose(one(*given).mu, outs[1].mu)
-    with torch.device('meta'):
-        read = routing_layer(name, 2, 3, 3, n_inp, 5, bias=False).double()
-    read.to_empty(device='cpu').load_state_dict(weights)  # as transformers reads a network
-    assert torch.equal(read(*given).mu, outs[1].mu) and 'bias=False' in repr(read)
-
-
-@pytest.mark.parametrize('name', sorted(all_routings()))
+@each
 def test_second_derivatives_in_every_order(name):
     "Forward mode of the backward pass, as `torch.func.hessian` takes it, and the other way round."
     layer, a, mu = layer_of(name)
@@ -199,71 +120,8 @@ def test_second_derivatives_in_every_order(name):
         assert_close(jacrev(jacfwd(along))(at), want)
 
 
-both = pytest.mark.parametrize('n_inp', [None, 7])
-each = pytest.mark.parametrize('name', sorted(all_routings()))
-
-
-def scene(dtype=torch.float32):
-    torch.manual_seed(0)
-    return torch.randn(2, 7, dtype=dtype), torch.randn(2, 7, 4, 3, dtype=dtype)
-
-
-@both
-@each
-def test_what_is_no_number_is_refused_by_all(name, n_inp):
-    layer, (a, mu) = routing_layer(name, 4, 3, 5, n_inp, 6), scene()
-    for bad in (math.nan, math.inf):
-        with pytest.raises(ValueError, match='mu_inp must be finite'):
-            layer(a, torch.where(torch.arange(3) == 0, bad, mu))
-    with pytest.raises(ValueError, match='a_inp must not contain NaN'):
-        layer(torch.where(torch.arange(7) == 2, math.nan, a), mu)
-    certain = layer(torch.where(torch.arange(7) == 2, math.inf, a), mu)
-    assert all(t.isfinite().all() for t in certain if t is not None)
-
-
-@both
-@each
-def test_dtypes_go_in_and_come_out_alike(name, n_inp):
-    layer, (a, mu) = routing_layer(name, 4, 3, 5, n_inp, 6), scene()
-    want = layer(a.half(), mu.half())
-    assert want.a.dtype == want.mu.dtype == torch.float16
-    assert_close(want.a.float(), layer(a.half().float(), mu.half().float()).a, rtol=2e-3, atol=2e-3)
-    with torch.autocast('cpu', torch.bfloat16):
-        found = layer(a.bfloat16(), mu.bfloat16())
-    assert found.a.dtype == found.mu.dtype == torch.float32 and found.a.isfinite().all()
-    if isinstance(layer, Router):  # the D-step and soft k-means compute in float64
-        with pytest.raises(ValueError, match='the layer computes in torch.float32, got'):
-            layer(a.double(), mu.double())
-
-
-@each
-def test_no_parts_are_no_error(name):
-    out = routing_layer(name, 4, 3, 5, None, 6)(torch.zeros(2, 0), torch.zeros(2, 0, 4, 3))
-    assert out.a.shape == (2, 6) and out.a.isfinite().all() and out.mu.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    'name, n_inp, own, told',
-    [
-        ('em', 0, {}, 'n_inp must be an integer >= 1, got 0'),
-        ('student', 7, dict(nu=math.inf), 'nu must be positive and finite'),
-        ('laplace', 7, dict(tip=math.inf), 'tip must be positive and finite'),
-        ('bayes', 7, dict(least=-1), 'least must be a density'),
-    ],
-)
-def test_layers_that_cannot_be_are_refused_at_once(name, n_inp, own, told):
-    with pytest.raises(ValueError, match=told):
-        routing_layer(name, 4, 3, 5, n_inp, 6, **own)
-
-
-def test_a_wide_tip_is_no_error():
-    "beyond where exp(-κ) is 0"
-    layer = routing_layer('laplace', 4, 3, 5, 7, 6, tip=1e4)
-    assert all(t.isfinite().all() for t in layer(*scene()))
-
-
 @pytest.mark.parametrize('kind', ['batch', 'layer'])
-@pytest.mark.parametrize('name', sorted(all_routings()))
+@each
 def test_norm_is_an_option_of_every_routing(name, kind):
     "Scores and poses as `CapsNorm` behind the layer leaves them; all else as without."
     layer, a, mu = layer_of(name)
@@ -287,22 +145,6 @@ def test_norm_is_an_option_of_every_routing(name, kind):
     assert_close(again(a, mu).a, got.a)
 
 
-@pytest.mark.parametrize('name', ['dstep', 'dynamic'])
-def test_norms_that_cannot_be_are_refused(name):
-    make = all_routings()[name]
-    with pytest.raises(ValueError, match="norm must be one of 'none', 'batch', 'layer', got 'l2'"):
-        make(4, 3, 5, n_out=6, norm='l2')
-    with pytest.raises(ValueError, match='needs n_out|n_out must be'):
-        make(4, 3, 5, norm='batch')
-
-
-def test_concurrent_layers_norm_too():
-    layers = [all_routings()['inverted'](4, 4, 4, i, j, norm='layer') for i, j in ((7, 5), (5, 3))]
-    out = Concurrent(layers, 2)(torch.zeros(2, 7), torch.randn(2, 7, 4, 4))
-    assert_close(out.a.mean(-1), torch.zeros(2), atol=1e-5, rtol=0)
-    assert_close(out.mu.var((-2, -1), correction=0), torch.ones(2, 3), atol=1e-2, rtol=0)
-
-
 def test_a_frozen_norm_stays_frozen_and_one_sample_has_no_variance():
     layer, a, mu = layer_of('em', norm='batch')
     layer(a, mu)
@@ -316,7 +158,7 @@ def test_a_frozen_norm_stays_frozen_and_one_sample_has_no_variance():
     assert layer.normed.of_a.running_mean.equal(before)
 
 
-@pytest.mark.parametrize('n_inp', [None, 7])
+@both
 @pytest.mark.parametrize('name', ['em', 'student', 'vectors', 'dynamic', 'bayes'])
 def test_the_number_of_iterations_can_be_changed(name, n_inp):
     layer, a, mu = layer_of(name, n_inp=n_inp)
@@ -338,3 +180,112 @@ def test_agreement_of_long_votes_in_half_precision(n_inp):
     long = lambda out: out.mu.float().flatten(-2).norm(dim=-1)
     assert_close(long(got), long(want), atol=2e-3, rtol=0)
     assert_close(got.a.float(), want.a, rtol=2e-2, atol=0)
+
+
+@each
+def test_a_layer_casts_its_votes_and_routes_them(name):
+    "`route` of votes, or of what a routing wants instead, is what the layer does with its inputs."
+    layer, a, mu = layer_of(name, n_iters=2)
+    heinsen = name in ('dstep', 'kmeans-soft')
+    seen = votes(mu, layer.W, _bias_of(layer)) if heinsen else layer.seen(mu)
+    for got, want in zip(layer(a, mu, return_R=True), layer.route(a, seen)):
+        assert got is want is None or assert_close(got, want, rtol=1e-8, atol=1e-9) is None
+    assert layer.route(a, seen).R.shape == (2, 3, 7, 6)
+    none = layer.float()(torch.zeros(2, 0), torch.zeros(2, 0, 4, 3))  # no parts are no error
+    assert none.a.shape == (2, 6) and none.a.isfinite().all() and none.mu.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    'kw', [dict(single_beta=True), dict(n_out=None), dict(n_inp=7, pooled=True, eps=0.1)], ids=str
+)
+def test_heinsens_loop_takes_votes_as_the_layer_takes_capsules(kw):
+    layer, a, mu = layer_of('dstep', **kw)
+    n = [9] if layer.n_out is None else []
+    B = _brk_bias(_bias_of(layer), layer.B_brk, 9) if n else _bias_of(layer)
+    V = votes(mu, layer.W, B)
+    for got, want in zip(layer.route(a, V), layer(a, mu, *n, return_R=True)):
+        assert_close(got, want, rtol=1e-8, atol=1e-9)
+    with torch.autocast('cpu', torch.bfloat16):  # which would round sums
+        as_usual = layer.float().route(a.float(), V.float())
+    assert_close(as_usual.mu.double(), layer.double().route(a, V).mu, rtol=1e-3, atol=1e-4)
+    with pytest.raises(ValueError, match=r'votes \[..., (i|7), (j|6), 4, 5\], got \(2, 3, 7\) and'):
+        layer.route(a, V[..., :4])
+
+
+@pytest.mark.parametrize('how', [dict(lam=0.3, n_iters=1), dict(lam=[0.1, 0.5]), dict(eps=1e-3)])
+def test_em_without_votes_and_with_other_settings(how):
+    layer, a, mu = layer_of('em', **dict(n_iters=2) | how)
+    for _ in range(2):
+        found, want = layer(a, mu, return_R=True), layer.route(a, layer.cast(mu))
+        assert_close(tuple(found), tuple(want), rtol=1e-9, atol=1e-10)
+        a[0] = -torch.inf  # nobody is there
+    narrow = layer.float()(a.float(), mu.float(), return_R=True)
+    assert all(t.dtype == torch.float32 and t.isfinite().all() for t in narrow)
+
+
+def test_votes_are_made_where_moments_are_more():
+    mu, make = torch.randn(2, 7, 1, 64), all_routings()
+    for name, d, how in (('em', 64, {}), ('em', 8, dict(misfit='part')), ('full', 64, {})):
+        assert torch.is_tensor(make[name](1, d, 8, n_out=5, **how).votes_of(mu[..., :d]))
+
+
+@both
+@pytest.mark.parametrize('name', sorted(set(all_routings()) - {'vectors'}))
+def test_without_a_bias_votes_are_maps_alone(name, n_inp):
+    one, none = (routing_layer(name, 2, 3, 3, n_inp, 5, bias=b).double() for b in (True, False))
+    weights = one.state_dict()
+    assert weights.pop('B').abs().max() == 0
+    none.load_state_dict(weights)
+    given = torch.randn(2, 7).double(), torch.randn(2, 7, 2, 3).double()
+    want = one(*given).mu
+    assert none.B is None and torch.equal(none(*given).mu, want)
+    with torch.no_grad():
+        one.B.copy_(torch.randn(one.B.shape))
+    assert not torch.allclose(one(*given).mu, want)
+    with torch.device('meta'):
+        read = routing_layer(name, 2, 3, 3, n_inp, 5, bias=False).double()
+    read.to_empty(device='cpu').load_state_dict(weights)  # as transformers reads a network
+    assert torch.equal(read(*given).mu, want) and 'bias=False' in repr(read)
+
+
+@both
+@each
+def test_what_is_no_number_is_refused_and_dtypes_go_in_and_come_out_alike(name, n_inp):
+    layer = routing_layer(name, 4, 3, 5, n_inp, 6)
+    a, mu, one = torch.randn(2, 7), torch.randn(2, 7, 4, 3), torch.arange(7) == 2
+    for bad in (math.nan, math.inf):
+        with pytest.raises(ValueError, match='mu_inp must be finite'):
+            layer(a, torch.where(one[:, None, None], bad, mu))
+    with pytest.raises(ValueError, match='a_inp must not contain NaN'):
+        layer(torch.where(one, math.nan, a), mu)
+    certain = layer(torch.where(one, math.inf, a), mu)
+    assert all(t.isfinite().all() for t in certain if t is not None)
+    half = layer(a.half(), mu.half())
+    assert half.a.dtype == half.mu.dtype == torch.float16
+    assert_close(half.a.float(), layer(a.half().float(), mu.half().float()).a, rtol=2e-3, atol=2e-3)
+    with torch.autocast('cpu', torch.bfloat16):
+        found = layer(a.bfloat16(), mu.bfloat16())
+    assert found.a.dtype == found.mu.dtype == torch.float32 and found.a.isfinite().all()
+    if isinstance(layer, Router):  # the D-step and soft k-means compute in float64
+        with pytest.raises(ValueError, match='the layer computes in torch.float32, got'):
+            layer(a.double(), mu.double())
+
+
+@pytest.mark.parametrize(
+    'name, own, told',
+    [
+        ('em', dict(n_inp=0), 'n_inp must be an integer >= 1, got 0'),
+        ('student', dict(nu=math.inf), 'nu must be positive and finite'),
+        ('student', dict(steps=0), 'steps must be an integer >= 1'),
+        ('student', dict(lam=0.3), "lam=0.3 is a setting of loop='em', the loop is 'dstep'"),
+        ('laplace', dict(tip=math.inf), 'tip must be positive and finite'),
+        ('full', dict(loop='vb'), "loop must be 'dstep' or 'em'"),
+        ('bayes', dict(least=-1), 'least must be a density'),
+        ('dynamic', dict(norm='l2'), "norm must be one of 'none', 'batch', 'layer', got 'l2'"),
+        ('dstep', dict(norm='batch', n_out=None), 'needs n_out'),
+        ('vectors', dict(bias=False), 'own maps'),
+    ],
+)
+def test_layers_that_cannot_be_are_refused_at_once(name, own, told):
+    with pytest.raises(ValueError, match=told):
+        routing_layer(name, 4, 3, 5, **dict(n_inp=7, n_out=6) | own)
