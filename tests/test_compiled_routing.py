@@ -44,6 +44,7 @@ def test_chunks_change_nothing_but_rounding(monkeypatch, chunk, shared):
         assert_close(p, q, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('s', exact_sizes, ids=str)
 @pytest.mark.parametrize('eps', ['auto', 1e-5])
 @pytest.mark.parametrize('few', [0, fast._FEW])

@@ -135,6 +135,7 @@ def classes(**kw):
     return ClassCaps(1, 2, 2, 3, 2, **dict(eps='10%', lam=0.1) | kw).double()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('make', [classes, lambda: layer('votes', K=2, I=1, O=2, eps='10%')])
 def test_first_and_second_derivatives_where_autograd_does_the_routing(make):
     torch.manual_seed(0)

@@ -61,6 +61,7 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(moments, '_on_cpu', lambda t: False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('s', exact_sizes, ids=str)
 @pytest.mark.parametrize('plan', ['moments', 'stream'])
 @pytest.mark.parametrize('eps', ['auto', 1e-5])
@@ -72,6 +73,7 @@ def test_a_gpus_path_is_as_exact_as_the_definition(plan, s, eps, as_on_a_gpu):
         assert_as_exact_in_total(plan, s, n_iters, mean, scale, eps, seeds=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('eps', ['auto', 1e-5])
 def test_without_looking_moments_are_exact(eps, as_on_a_gpu):
     "Large or not, asked for or not: in float64, hence exact to the last digits of float32."

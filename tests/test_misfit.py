@@ -86,7 +86,7 @@ def test_what_has_no_determinant():
         EMRouting(2, 3, 3, n_out=4, misfit='both')
     with torch.no_grad():
         em.W[0, 0, 0] = 0
-    with pytest.raises(ValueError, match='got NaN or inf: is a map singular'):
+    with pytest.raises(ValueError, match='gain must be finite, got NaN or inf'):
         em(a, u)
     with pytest.raises(ValueError, match=r'gain must fit the links, \(2, 24, 4\), got \(24, 3\)'):
         em_routing(a.sigmoid(), em.cast(u), 0.0, 0.0, gain=torch.zeros(24, 3))

@@ -107,6 +107,7 @@ def assert_as_exact_in_total(plan, s, n_iters, mean, scale, eps, seeds, tiling=_
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('s', exact_sizes, ids=str)
 @pytest.mark.parametrize('plan', ['moments', 'stream'])
 @pytest.mark.parametrize('eps', ['auto', 1e-5])
@@ -117,6 +118,7 @@ def test_float32_is_as_exact_as_the_definition(s, plan, eps):
         assert_as_exact_in_total(plan, s, n_iters, mean, scale, eps, seeds=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('plan', ['moments', 'stream'])
 @pytest.mark.parametrize('eps', ['auto', 1e-5])
 def test_float32_is_as_exact_where_it_is_not_done_in_float64(plan, eps):
