@@ -22,7 +22,7 @@ from ..core import need
 from ..data.embed import FrozenEncoder, first_line
 from ..data.files import load_hub, regular
 from ..engine.dstep import Routing
-from ..engine.numerics import at_least_1
+from ..engine.layers import at_least_1
 from .digits import spread
 from .routing_net import RoutingNet
 from .sentiment import Samples, Sentiment
