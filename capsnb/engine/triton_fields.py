@@ -118,7 +118,17 @@ def _merged(total, mean, var, K: tl.constexpr):
 
 # %% ../../nbs/engine/23_triton_fields.ipynb #00000010
 @kernel
-def _gather(votes, data, lanes, sizes, BS, C, D, H, FIRST):
+def _gather(
+    votes,
+    data,
+    lanes,
+    sizes,
+    BS: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    FIRST: tl.constexpr,
+):
     "Mass, sum of the weights, means and variances, in one pass; 1e-12, 1e-8: see `least_weight`."
     q, lane, j = lanes
     Q, P, S, J, N, X = sizes
@@ -171,7 +181,20 @@ def _logit(mass, logs, beta_a, beta_u, lam, j, J, K: tl.constexpr):
 
 # %% ../../nbs/engine/23_triton_fields.ipynb #00000014
 @kernel
-def _scores(votes, L, top, mean, var, eps, lanes, sizes, BS, C, D, H):
+def _scores(
+    votes,
+    L,
+    top,
+    mean,
+    var,
+    eps,
+    lanes,
+    sizes,
+    BS: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+):
     "Logits of all places."
     q, lane, j = lanes
     Q, P, S, J, N, X = sizes
@@ -219,19 +242,19 @@ def _fields_pass(
     J,
     N,
     X,
-    C,
-    D,
-    H,
-    BP,
-    BS,
-    BJ,
-    GATHER,
-    FIRST,
-    DAMPED,
-    SCORE,
-    DONE,
-    PI,
-    LOGIT,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    BP: tl.constexpr,
+    BS: tl.constexpr,
+    BJ: tl.constexpr,
+    GATHER: tl.constexpr,
+    FIRST: tl.constexpr,
+    DAMPED: tl.constexpr,
+    SCORE: tl.constexpr,
+    DONE: tl.constexpr,
+    PI: tl.constexpr,
+    LOGIT: tl.constexpr,
 ):
     "M-step (GATHER), then the logits of the next E-step (SCORE) or the results (DONE)."
     q, lane, j = _lanes(BP, BS, BJ)
@@ -307,7 +330,24 @@ def _fields_lse(L, order, starts, lse, nodes, N, PS, J, BN: tl.constexpr, BJ: tl
 
 # %% ../../nbs/engine/23_triton_fields.ipynb #00000019
 @kernel
-def _fields_pay(G, L, lse, first, order, starts, pay, g_a, nodes, N, PS, J, BN, BJ, FIRST, ADD):
+def _fields_pay(
+    G,
+    L,
+    lse,
+    first,
+    order,
+    starts,
+    pay,
+    g_a,
+    nodes,
+    N,
+    PS,
+    J,
+    BN: tl.constexpr,
+    BJ: tl.constexpr,
+    FIRST: tl.constexpr,
+    ADD: tl.constexpr,
+):
     "`pay`: sum of R·G over each part's places and all types; added to g_a."
     node, own, at, count = _places_of(order, starts, N, nodes, BN)
     j = tl.arange(0, BJ)[None, :]
@@ -332,7 +372,19 @@ def _fields_pay(G, L, lse, first, order, starts, pay, g_a, nodes, N, PS, J, BN, 
 
 # %% ../../nbs/engine/23_triton_fields.ipynb #0000001a
 @kernel
-def _scores_back(votes, data, G, pay, mean, lanes, sizes, BS, C, D, H):
+def _scores_back(
+    votes,
+    data,
+    G,
+    pay,
+    mean,
+    lanes,
+    sizes,
+    BS: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+):
     "G becomes the gradient of the logits; its sum, and its sums with gaps and their squares."
     q, lane, j = lanes
     Q, P, S, J, N, X = sizes
@@ -390,16 +442,16 @@ def _fields_score_back(
     J,
     N,
     X,
-    C,
-    D,
-    H,
-    BP,
-    BS,
-    BJ,
-    SCORE,
-    SMALL,
-    LOGIT,
-    DAMPED,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    BP: tl.constexpr,
+    BS: tl.constexpr,
+    BJ: tl.constexpr,
+    SCORE: tl.constexpr,
+    SMALL: tl.constexpr,
+    LOGIT: tl.constexpr,
+    DAMPED: tl.constexpr,
 ):
     "Back through an E-step (SCORE), then through activations and variances (SMALL)."
     q, lane, j = _lanes(BP, BS, BJ)
@@ -453,7 +505,20 @@ def _fields_score_back(
 
 # %% ../../nbs/engine/23_triton_fields.ipynb #0000001c
 @kernel
-def _worth(votes, G, const, mean, g_mean, g_var, lanes, sizes, BS, C, D, H):
+def _worth(
+    votes,
+    G,
+    const,
+    mean,
+    g_mean,
+    g_var,
+    lanes,
+    sizes,
+    BS: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+):
     "Gradient of the data."
     q, lane, j = lanes
     Q, P, S, J, N, X = sizes
@@ -491,13 +556,13 @@ def _fields_data_back(
     J,
     N,
     X,
-    C,
-    D,
-    H,
-    BP,
-    BS,
-    BJ,
-    DAMPED,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    BP: tl.constexpr,
+    BS: tl.constexpr,
+    BJ: tl.constexpr,
+    DAMPED: tl.constexpr,
 ):
     "Back through an M-step: G, and this step's share in the votes' gradient, A + B·(V - origin)."
     q, lane, j = _lanes(BP, BS, BJ)
@@ -580,10 +645,10 @@ def _fields_to_poses(
     parts,
     step,
     columns,
-    D,
-    BP,
-    BS,
-    T,
+    D: tl.constexpr,
+    BP: tl.constexpr,
+    BS: tl.constexpr,
+    T: tl.constexpr,
 ):
     "Gradient of a row of the poses in all places [c·d, q·s]; here W is [h·d, j, s]."
     q = (tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP))[:, None]
@@ -633,11 +698,11 @@ def _fields_to_maps(
     step,
     rows,
     span,
-    D,
-    H,
-    BS,
-    BJ,
-    T,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    BS: tl.constexpr,
+    BJ: tl.constexpr,
+    T: tl.constexpr,
 ):
     "Gradient of the maps [run, d·h, s, j] from a run of `span` fields."
     s = (tl.program_id(0) * BS + tl.arange(0, BS))[:, None]
@@ -667,7 +732,9 @@ def _fields_to_maps(
 
 # %% ../../nbs/engine/23_triton_fields.ipynb #00000024
 @kernel
-def _fields_to_parts(g, order, starts, out, nodes, N, PS, size, K, BN, BK):
+def _fields_to_parts(
+    g, order, starts, out, nodes, N, PS, size, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):
     "Sum over each part's places: [k, q·s] -> [b·n, k]."
     node, own, at, count = _places_of(order, starts, N, nodes, BN)
     k, total = tl.arange(0, BK)[None, :].to(tl.int64), tl.zeros([BN, BK], tl.float32)

@@ -232,7 +232,15 @@ def _narrow(t):
 
 # %% ../../nbs/engine/22_triton.ipynb #0000001f
 @kernel
-def _load_parts(x, at, ok, T: tl.constexpr, C: tl.constexpr, D: tl.constexpr, K: tl.constexpr):
+def _load_parts(
+    x,
+    at,
+    ok,
+    T: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    K: tl.constexpr,
+):
     "Capsules in the places `at`: columns [BR, 1] of numbers, or for large d tiles [BR, K]."
     out = ()
     if K == 1:
@@ -248,7 +256,16 @@ def _load_parts(x, at, ok, T: tl.constexpr, C: tl.constexpr, D: tl.constexpr, K:
 
 # %% ../../nbs/engine/22_triton.ipynb #00000020
 @kernel
-def _load_maps(W, part, cols, J, T, D, H, K):
+def _load_maps(
+    W,
+    part,
+    cols,
+    J,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+):
     "Maps of a part: rows [1, BJ] of numbers, or for large d tiles [K, BJ]."
     out = ()
     if K == 1:
@@ -274,7 +291,17 @@ def _load_rows(p, at, ok, J, T: tl.constexpr, CH: tl.constexpr):
 
 # %% ../../nbs/engine/22_triton.ipynb #00000022
 @kernel
-def _gaps(xs, Ws, Bs, mus, C, D, H, K, MODEL):
+def _gaps(
+    xs,
+    Ws,
+    Bs,
+    mus,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    MODEL: tl.constexpr,
+):
     "Votes less the model's means; votes, if there is no model."
     chunks: tl.constexpr = (D + K - 1) // K
     out = ()
@@ -304,7 +331,25 @@ def _score(ys, k, vs, CH: tl.constexpr):
 
 # %% ../../nbs/engine/22_triton.ipynb #00000024
 @kernel
-def _votes_lse(x, W, B, k, mu, v, lse, n, I, J, SHARED, C, D, H, K, BR, BJ):
+def _votes_lse(
+    x,
+    W,
+    B,
+    k,
+    mu,
+    v,
+    lse,
+    n,
+    I,
+    J,
+    SHARED: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    BR: tl.constexpr,
+    BJ: tl.constexpr,
+):
     "z [n, i]: program (block of rows, sample or part)."
     T: tl.constexpr = lse.dtype.element_ty
     CH: tl.constexpr = C * H
@@ -356,15 +401,15 @@ def _votes_sums(
     I,
     J,
     per,
-    SHARED,
-    MODEL,
-    FUSED,
-    C,
-    D,
-    H,
-    K,
-    BR,
-    BJ,
+    SHARED: tl.constexpr,
+    MODEL: tl.constexpr,
+    FUSED: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    BR: tl.constexpr,
+    BJ: tl.constexpr,
 ):
     "Statistics of a run of `per` parts: program (block of wholes, run, sample or samples)."
     T: tl.constexpr = mass.dtype.element_ty
@@ -442,7 +487,23 @@ def _votes_sums(
 
 # %% ../../nbs/engine/22_triton.ipynb #00000027
 @kernel
-def _slopes(ys, k_j, vs, z, fits, shifts, firsts, seconds, const, J, T, CH, BR, BJ, MODEL):
+def _slopes(
+    ys,
+    k_j,
+    vs,
+    z,
+    fits,
+    shifts,
+    firsts,
+    seconds,
+    const,
+    J,
+    T: tl.constexpr,
+    CH: tl.constexpr,
+    BR: tl.constexpr,
+    BJ: tl.constexpr,
+    MODEL: tl.constexpr,
+):
     "Shares R, worths G, and slopes of G in the votes."
     if MODEL:
         R = tl.where(fits, tl.exp(_score(ys, k_j, vs, CH) - z[:, None]), 0.0)
@@ -470,7 +531,15 @@ def _pulls(ys, vs, slopes, share, dL, CH: tl.constexpr, MODEL: tl.constexpr):
 
 # %% ../../nbs/engine/22_triton.ipynb #00000029
 @kernel
-def _spread(grads, pulls, Ws, C: tl.constexpr, D: tl.constexpr, H: tl.constexpr, K: tl.constexpr):
+def _spread(
+    grads,
+    pulls,
+    Ws,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+):
     "Add the gradient of a tile of votes to that of x."
     n: tl.constexpr = (D + K - 1) // K
     out = ()
@@ -488,7 +557,15 @@ def _spread(grads, pulls, Ws, C: tl.constexpr, D: tl.constexpr, H: tl.constexpr,
 
 # %% ../../nbs/engine/22_triton.ipynb #0000002a
 @kernel
-def _spread_maps(grads, pulls, xs, C, D, H, K):
+def _spread_maps(
+    grads,
+    pulls,
+    xs,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+):
     "Add the gradient of a tile of votes to that of W."
     n: tl.constexpr = (D + K - 1) // K
     out = ()
@@ -511,7 +588,16 @@ def _spread_maps(grads, pulls, xs, C, D, H, K):
 
 # %% ../../nbs/engine/22_triton.ipynb #0000002b
 @kernel
-def _store_maps(out, grads, part, cols, J, D: tl.constexpr, H: tl.constexpr, K: tl.constexpr):
+def _store_maps(
+    out,
+    grads,
+    part,
+    cols,
+    J,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+):
     "Store the gradient of a map: where `_load_maps` loads it."
     n: tl.constexpr = (D + K - 1) // K
     for q in tl.static_range(n * H):
@@ -544,14 +630,14 @@ def _votes_parts(
     n,
     I,
     J,
-    SHARED,
-    MODEL,
-    C,
-    D,
-    H,
-    K,
-    BR,
-    BJ,
+    SHARED: tl.constexpr,
+    MODEL: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    BR: tl.constexpr,
+    BJ: tl.constexpr,
 ):
     "c [n, i] and the gradient of x: program (block of rows, sample or part)."
     T: tl.constexpr = pay.dtype.element_ty
@@ -640,14 +726,14 @@ def _votes_wholes(
     I,
     J,
     per,
-    SHARED,
-    MODEL,
-    C,
-    D,
-    H,
-    K,
-    BR,
-    BJ,
+    SHARED: tl.constexpr,
+    MODEL: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    BR: tl.constexpr,
+    BJ: tl.constexpr,
 ):
     "Gradients of the model, and of shared maps: program (block of wholes, run, sample or samples)."
     T: tl.constexpr = pay.dtype.element_ty
@@ -750,13 +836,13 @@ def _votes_maps(
     n,
     I,
     J,
-    MODEL,
-    C,
-    D,
-    H,
-    K,
-    BR,
-    BJ,
+    MODEL: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    BR: tl.constexpr,
+    BJ: tl.constexpr,
 ):
     "Gradients of the maps of one part: program (block of wholes, part)."
     T: tl.constexpr = pay.dtype.element_ty
