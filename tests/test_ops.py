@@ -309,7 +309,7 @@ nets = {
     'dynamic_routing': partial(function, lambda V: dynamic_routing(V)[:2], (6, 4, 2)),
     'route_capsules': partial(function, lambda *x: route_capsules(*x)[:2], (6, 2), (6, 4, 2, 2)),
 }
-ones = ['auto', 'conv tiles', 'dynamic_routing']  # the others are slow in graphs
+ones = ['dynamic_routing']  # the others are slow in graphs
 in_graphs = [n if n in ones else pytest.param(n, marks=pytest.mark.slow) for n in nets]
 
 
