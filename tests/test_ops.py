@@ -429,13 +429,13 @@ def test_the_path_of_a_gpu_gives_the_same_and_reads_no_value(name, monkeypatch):
     same(step(f, x, params(f)), want, rtol=0, atol=0)
     f.tiling = f.tiling._replace(numbers=f.tiling.hold, group=f.tiling.hold)  # no cache to fit in
     same(step(f, x, params(f)), want)
-    if name != 'conv auto':  # compiled kernels are no path of a GPU
+    if name in ('conv votes', 'conv tiles'):
         x[1][0, 0, 0, 0] = torch.nan
         out = f(*x)
         assert out.mu[0].isnan().any() and out.mu[1].isfinite().all()
 
 
-@pytest.mark.parametrize('name', [n for n in nets if n[:4] in ('conv', 'clas', 'em', 'em f')])
+@pytest.mark.parametrize('name', [n for n in nets if n[:4] in ('conv', 'em')])
 def test_shapes_and_gradients_on_meta(name):
     f, x = made(name)
     want = step(f, x, params(f))
