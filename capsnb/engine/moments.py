@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from ..routing.em import Floor, activation_logit, least_weight, sig2_floor
+from ..routing.em import activation_logit, least_weight, sig2_floor
 from ..routing.dstep import pool
 from .dstep import Plan, Problem, _gpu_seconds, _n_parts, _n_samples, plans
 from .numerics import FastOp

@@ -11,23 +11,10 @@ import torch.nn.functional as F
 from torch import nn, Tensor
 from ..core import from_generator
 from ..routing.em import as_schedule, inverse_temperature
-from capsnb.engine.layers import (
-    Caps,
-    ClassCaps,
-    ConvCaps,
-    PrimaryCaps,
-    at_least_1,
-    _check_compete,
-    field_centres,
-    _layer_floor,
-)
-from capsnb.lab.losses import (
-    LinearMargin,
-    activation_cross_entropy,
-    authors_margin,
-    margin_loss,
-    spread_loss,
-)
+from ..engine.layers import Caps, ClassCaps, ConvCaps, PrimaryCaps
+from ..engine.layers import at_least_1, _check_compete, field_centres, _layer_floor
+from .losses import LinearMargin, activation_cross_entropy
+from .losses import authors_margin, margin_loss, spread_loss
 from .vision import ConvTrunk, HubMixin, Scores, answer, as_images, norb_trunk
 from ..engine.dstep import CapsNorm
 
@@ -59,9 +46,7 @@ class Preset(NamedTuple):
 # %% ../../nbs/lab/45_matrix_caps.ipynb #2d3b263e
 presets = dict(
     paper=Preset(),  # prints no floor: the layers' default
-    gritzman=Preset(
-        data=100.0, beta_a=((-1000.0, 500.0),) * 2, beta_u=((0.0, -1.0),) * 2, eps=1e-9
-    ),
+    gritzman=Preset(100.0, beta_a=((-1000.0, 500.0),) * 2, beta_u=((0.0, -1.0),) * 2, eps=1e-9),
     google=Preset(
         lam=(2.0, 0.5),
         beta_units=(-2500.0, (math.log(2 * math.pi) + 1) / 2),
@@ -137,20 +122,9 @@ def start_weights(
     width = math.sqrt(6 / (n + 1)) if half < 0 else half
     nn.init.uniform_(layer.beta_u, centre - width, centre + width)
 
-# %% ../../nbs/lab/45_matrix_caps.ipynb #0000000d
-def _margin_at(kind: str, step: int, n_steps: int) -> float:
-    "Margin at a step of a run (Hinton 2018, section 4.1)."
-    return authors_margin(step) if kind == 'authors' else LinearMargin(max(1, n_steps))(step)
-
 # %% ../../nbs/lab/45_matrix_caps.ipynb #9e7512e2
 _losses = dict(spread=spread_loss, margin=margin_loss, crossent=activation_cross_entropy)
 losses = (*_losses, 'logits')  # the last is the cross-entropy of the logits themselves
-
-
-def _class_loss(a: Tensor, labels: Tensor, loss: str, margin: float) -> Tensor:
-    "One of the losses of (Hinton 2018, Table 1)."
-    kw = dict(margin=margin) if loss == 'spread' else {}
-    return _losses[loss](a.float(), labels, **kw)
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #0000000f
 def _caps_places(size: tuple[int, int], layers: list) -> tuple[int, ...]:
@@ -161,10 +135,8 @@ def _caps_places(size: tuple[int, int], layers: list) -> tuple[int, ...]:
     for K, stride, padding in reversed(layers):
         least = max(1, (least - 1) * stride + K - 2 * padding)
     if min(out) < 1:
-        raise ValueError(
-            f"an image of {tuple(size)} leaves no place for capsules, "
-            f"its sides must be at least {least} with this stem"
-        )
+        told = f"an image of {tuple(size)} leaves no place for capsules"
+        raise ValueError(f"{told}, its sides must be at least {least} with this stem")
     return out
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #5a450003
@@ -213,9 +185,7 @@ def _check_net(net, pose, act, depth, compete):
     check_depth(depth)
     _check_compete(compete)
     if act == 'pi' and (net.needs_logits or net.loss == 'logits'):
-        raise ValueError(
-            "act='pi' has no logits, which norms, lam='learned' and loss='logits' need"
-        )
+        raise ValueError("act='pi' has no logits, which norms, lam='learned', loss='logits' need")
 
 
 def _fields_of(stem, K: int, depth: int) -> list:
@@ -224,7 +194,11 @@ def _fields_of(stem, K: int, depth: int) -> list:
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #00000011
 class MatrixCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'routing']):
-    "Matrix capsules with EM routing (Hinton 2018, figure 1): class capsules, or loss and logits."
+    """Matrix capsules with EM routing (Hinton 2018, figure 1): class capsules, or loss and logits.
+
+    >>> MatrixCapsNet(8, 4, 4, 4)(torch.rand(2, 2, 32, 32)).mu.shape
+    torch.Size([2, 5, 4, 4])
+    """
 
     def __init__(
         self,
@@ -377,14 +351,17 @@ class MatrixCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules'
         "The loss of class capsules."
         if self.loss == 'logits':
             return answer(Scores(out.score), labels)
-        return dict(loss=_class_loss(out.a, labels, self.loss, self.margin), logits=out.score)
+        kw = dict(margin=self.margin) if self.loss == 'spread' else {}
+        return dict(loss=_losses[self.loss](out.a.float(), labels, **kw), logits=out.score)
 
     def set_progress(
         self,
         step: int,  # steps taken so far
         n_steps: int,  # steps of the run
     ):
-        self.margin = _margin_at(self.schedule, step, n_steps)
+        "The margin of the spread loss, at a step of a run (Hinton 2018, section 4.1)."
+        grows = authors_margin if self.schedule == 'authors' else LinearMargin(max(1, n_steps))
+        self.margin = grows(step)
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #00000013
 @from_generator
