@@ -374,7 +374,12 @@ def _learn_habits(encoder: FrozenEncoder, layers):
 
 # %% ../../nbs/data/39_embed.ipynb #00000028
 class FrozenEncoder:
-    "All hidden states of a transformer that is never trained: `mask, embs = encoder(texts)`."
+    """All hidden states of a transformer that is never trained: `mask, embs = encoder(texts)`.
+
+    >>> mask, embs = FrozenEncoder('gpt2-large')(['Good.'])  # doctest: +SKIP
+    >>> embs.shape  # doctest: +SKIP
+    torch.Size([1, 2, 37, 1280])
+    """
 
     cache: Callable[..., EmbeddingCache]  # see `_make_cache`
     hold: Callable[..., dict]  # see `_hold`

@@ -320,7 +320,11 @@ def load_eth80(
     fold: int = 0,  # as for object_split
     folds: int = 10,  # as for object_split
 ):  # datasets.DatasetDict; columns image, mask (if any), category, instance, polar, azimuth
-    "The photographs of Leibe and Schiele (2003), free for research; errors as for `open_eth80`."
+    """The photographs of Leibe and Schiele (2003), free for research; errors as for `open_eth80`.
+
+    >>> load_eth80('eth80', split='test')[0]['azimuth']  # doctest: +SKIP
+    0
+    """
     parts = object_split(_labels(), fold, folds)
     if split is not None and split not in parts:
         raise ValueError(f"split must be None or one of {', '.join(parts)}, got {split!r}")

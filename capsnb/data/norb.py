@@ -443,7 +443,11 @@ def load_smallnorb(
     valid_instances: Sequence[int] = (9,),  # held back from 'train' for 'validation'; (): none
     official: bool = True,  # the data must be smallNORB's; False: any in its format
 ):  # datasets.DatasetDict (train, validation, test), or with `split` one datasets.Dataset
-    "smallNORB with the Hub's columns; `ValueError` for other data, `FileNotFoundError` for none."
+    """smallNORB with the Hub's columns; `ValueError` for other data, `FileNotFoundError` for none.
+
+    >>> load_smallnorb('smallnorb')['train'][0]['category']  # doctest: +SKIP
+    0
+    """
     load = lambda name: _as_dataset(open_smallnorb(name, folder, valid_instances, official))
     if split is not None:
         return load(split)

@@ -264,7 +264,11 @@ def load_sst(
     official: bool = True,  # must be the Stanford Sentiment Treebank's; False: any treebank
     raw: bool = False,  # texts as the files spell them, -LRB- for a bracket: the author's
 ):  # datasets.DatasetDict; columns text, label, tree (line - 1), start, end (words)
-    "The treebank; `ValueError` for a damaged or wrong file, `FileNotFoundError` for none."
+    """The treebank; `ValueError` for a damaged or wrong file, `FileNotFoundError` for none.
+
+    >>> len(load_sst('sst', 'sst2', phrases=False)['test'])  # doctest: +SKIP
+    1821
+    """
     names = {'sst5': label_names, 'sst2': ('negative', 'positive')}.get(task)
     if names is None:
         raise ValueError(f"task must be 'sst5' or 'sst2', got {task!r}")

@@ -271,7 +271,12 @@ def load_toys(
     workers: int | None = None,  # threads; None: as many as PyTorch's
     progress: bool = True,  # whether to draw a bar
 ):  # datasets.DatasetDict with 'train' and 'test'; with `split`, that Dataset
-    "The toys as a data set; `ValueError` for what does not exist, and for a damaged cache."
+    """The toys as a data set; `ValueError` for what does not exist, and for a damaged cache.
+
+    >>> toys = load_toys(size=16, split='test', subset=2, progress=False)
+    >>> toys[0]['image_lt'].size
+    (16, 16)
+    """
     datasets, rest = need('datasets'), (subset, seed, world, cache, workers, progress)
     if split is None:
         return datasets.DatasetDict({s: load_toys(size, s, *rest) for s in instances})

@@ -361,7 +361,13 @@ _later = dict(start='normal', bias=True, norm='none')  # told where they differ
 
 
 class Routing(_Parameters):
-    "Routing with a D-step (Heinsen 2019): `a, mu, sig2 = routing(a_inp, mu_inp)`."
+    """Routing with a D-step (Heinsen 2019): `a, mu, sig2 = routing(a_inp, mu_inp)`.
+
+    >>> routing = Routing(d_cov=4, d_inp=4, d_out=4, n_out=10)  # any number of parts
+    >>> a, mu, sig2 = routing(torch.zeros(2, 50), torch.randn(2, 50, 4, 4))
+    >>> a.shape, mu.shape
+    (torch.Size([2, 10]), torch.Size([2, 10, 4, 4]))
+    """
 
     def __init__(
         self,

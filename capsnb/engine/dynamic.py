@@ -236,7 +236,11 @@ def dynamic_routing(
     detach: bool = False,  # True: gradients take the routing weights as given
     return_R: bool = False,  # whether to return the routing weights
 ) -> Agreed:  # a [..., j], v [..., j, h], and R [..., i, j] or None
-    "Routing by agreement (Sabour 2017, procedure 1); `ValueError` for bad shapes."
+    """Routing by agreement (Sabour 2017, procedure 1); `ValueError` for bad shapes.
+
+    >>> dynamic_routing(torch.randn(2, 8, 3, 16)).v.shape  # 8 parts vote for 3 wholes
+    torch.Size([2, 3, 16])
+    """
     shape = tuple(V.shape)
     if V.ndim < 3 or not V.is_floating_point():
         raise ValueError(f"expected floating-point votes [..., i, j, h], got {V.dtype} {shape}")
@@ -269,7 +273,11 @@ def route_capsules(
     detach: bool = False,  # True: gradients take the routing weights as given
     return_R: bool = False,  # whether to return the routing weights
 ) -> Agreed:  # a [..., j], v [..., j, h], R [..., i, j] or None; in the wider dtype of u and W
-    "`dynamic_routing` of the votes u_i W_ij, never made; `ValueError` for shapes that do not fit."
+    """`dynamic_routing` of the votes u_i W_ij, never made; `ValueError` for shapes that do not fit.
+
+    >>> route_capsules(torch.randn(2, 8, 4), torch.randn(8, 3, 4, 16)).v.shape
+    torch.Size([2, 3, 16])
+    """
     _check_maps(u, W)
     wide = torch.promote_types(u.dtype, W.dtype)
     flat = [u.to(wide).reshape(math.prod(u.shape[:-2]), *u.shape[-2:]), W.to(wide)]

@@ -240,7 +240,12 @@ def em_routing(
     damping: float = 0.0,  # see `_damped`
     gain: Tensor | None = None,  # [i|1, j] nats added to the log-density of each link
 ) -> EMRouted:  # a, mu, sig2, R, F; `ValueError` if the inputs do not fit
-    "EM routing of parts with votes to wholes (Hinton 2018, Procedure 1)."
+    """EM routing of parts with votes to wholes (Hinton 2018, Procedure 1).
+
+    >>> out = em_routing(torch.rand(2, 8), torch.randn(2, 8, 3, 4, 4), 0.0, 1.0)
+    >>> out.a.shape, out.mu.shape
+    (torch.Size([2, 3]), torch.Size([2, 3, 4, 4]))
+    """
     if act not in ('logistic', 'pi'):
         raise ValueError(f"act must be 'logistic' or 'pi', got {act!r}")
     _check(a, V, parents, fields)

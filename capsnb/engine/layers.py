@@ -650,7 +650,12 @@ class Caps(NamedTuple):
 
 # %% ../../nbs/engine/17_layers.ipynb #539546f1
 class PrimaryCaps(nn.Module):
-    "The first capsules, from channels (Hinton 2018, section 4): `a, mu = PrimaryCaps(32, 8)(x)`."
+    """The first capsules, from channels (Hinton 2018, section 4): `a, mu = PrimaryCaps(32, 8)(x)`.
+
+    >>> a, mu = PrimaryCaps(32, 8)(torch.randn(2, 32, 6, 6))
+    >>> a.shape, mu.shape
+    (torch.Size([2, 6, 6, 8]), torch.Size([2, 6, 6, 8, 4, 4]))
+    """
 
     def __init__(
         self,
@@ -837,6 +842,9 @@ class ConvCaps(_Capsules):
 
         o = conv(*first(x))  # o.a [..., m', n', 16], o.mu [..., m', n', 16, 4, 4]
         scores = top(o.a, o.mu).a  # [..., 5]
+
+    >>> ConvCaps(8, 16, 3, 2)(torch.rand(2, 7, 7, 8), torch.randn(2, 7, 7, 8, 4, 4)).a.shape
+    torch.Size([2, 3, 3, 16])
     """
 
     tiling = _Tiling()  # how much of the votes exists at a time
@@ -974,6 +982,9 @@ class ClassCaps(_Capsules):
     """One capsule per class, with all capsules everywhere as parts (Hinton 2018, section 4).
 
     `scores = ClassCaps(16, 5)(o.a, o.mu).a` of `o = conv(a, mu)`.
+
+    >>> ClassCaps(8, 5)(torch.rand(2, 6, 6, 8), torch.randn(2, 6, 6, 8, 4, 4)).a.shape
+    torch.Size([2, 5])
     """
 
     def __init__(

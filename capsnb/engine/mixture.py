@@ -403,6 +403,11 @@ class GaussianMixture:
     """Mixture of Gaussians by EM, for any batch of data sets; sums are made in float64.
 
     `fit` sets `pi`, `mu`, `sig2` (`params`), and `lower_bound`, `n_iter`, `converged`, `history`.
+
+    >>> x = torch.cat([torch.randn(50, 2) - 5, torch.randn(50, 2) + 5])
+    >>> m = GaussianMixture(2, seed=0).fit(x)
+    >>> m.mu.shape, m.predict(x).unique().tolist()
+    (torch.Size([2, 2]), [0, 1])
     """
 
     params = None  # `Params` after fit

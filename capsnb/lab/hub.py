@@ -122,7 +122,10 @@ def _checked(reader: dict) -> dict:
 
 # %% ../../nbs/lab/97_hub.ipynb #f1cbfc95
 class RoutingClassifier(_tf.PreTrainedModel):
-    "A transformer whose hidden states are routed to classes, for `AutoModel` and `pipeline`."
+    """A transformer whose hidden states are routed to classes, for `AutoModel` and `pipeline`.
+
+    >>> model = RoutingClassifier.from_pretrained('runs/sst')  # doctest: +SKIP
+    """
 
     config_class, main_input_name = CapsConfig, 'input_ids'
     supports_gradient_checkpointing = True

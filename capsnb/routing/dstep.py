@@ -147,6 +147,12 @@ def routing_ref(
     eps: str | float | Floor = 'auto',  # floor of the variances, see `as_floor`
     pooled: bool = False,  # whether the first E-step has one Gaussian for all outputs
 ) -> RoutedR:  # scores, capsules, variances, shares
-    "Heinsen's routing of capsules: votes (line 1), and the loop."
+    """Heinsen's routing of capsules: votes (line 1), and the loop.
+
+    >>> a, mu, beta = torch.zeros(6), torch.randn(6, 4, 4), torch.ones(6, 2)
+    >>> W, B = torch.randn(6, 2, 4, 4), torch.zeros(6, 2, 4, 4)
+    >>> routing_ref(a, mu, W, B, beta, beta).mu.shape
+    torch.Size([2, 4, 4])
+    """
     V = votes(mu_inp, W, B)
     return route_votes(a_inp, V, beta_use, beta_ign, n_iters, p_model, eps, pooled)

@@ -17,7 +17,11 @@ def squash(
     s: Tensor,  # [..., h] any vectors; half precision is computed in float32
     dim: int = -1,  # along which a vector lies
 ) -> Tensor:  # like s, of length r^2/(1 + r^2) < 1
-    "Shrink vectors to a length below 1, direction kept (Sabour 2017, eq. 1)."
+    """Shrink vectors to a length below 1, direction kept (Sabour 2017, eq. 1).
+
+    >>> squash(torch.tensor([3.0, 4.0])).norm()  # 25 / 26
+    tensor(0.9615)
+    """
     if not s.shape[dim]:
         raise ValueError(f"expected vectors of at least one number, got shape {tuple(s.shape)}")
     x = s.float() if s.dtype in (torch.float16, torch.bfloat16) else s

@@ -301,7 +301,12 @@ def routing_layer(
     n_iters: int = 3,  # iterations
     **settings,  # of the routing alone
 ) -> nn.Module:  # takes scores and capsules, gives `Routed`
-    "A layer of a routing; `ValueError` for one that there is not."
+    """A layer of a routing; `ValueError` for one that there is not.
+
+    >>> layer = routing_layer('self', 4, 4, 4, n_inp=8, n_out=3)
+    >>> layer(torch.zeros(2, 8), torch.randn(2, 8, 4, 4)).mu.shape
+    torch.Size([2, 3, 4, 4])
+    """
     known = all_routings()
     if name not in known:
         raise ValueError(f"routing must be one of {', '.join(map(repr, known))}, got {name!r}")
@@ -316,7 +321,11 @@ def _score_of_length(v: Tensor) -> Tensor:
 
 # %% ../../nbs/zoo/25_routers.ipynb #00000008
 class DynamicRouting(Router):
-    "Routing by agreement between scored capsules (Sabour 2017, procedure 1); R has no gradient."
+    """Routing by agreement between scored capsules (Sabour 2017, procedure 1); R has no gradient.
+
+    >>> DynamicRouting(4, 4, 4, n_out=3)(torch.zeros(2, 8), torch.randn(2, 8, 4, 4)).mu.shape
+    torch.Size([2, 3, 4, 4])
+    """
 
     linear = True
 
@@ -352,7 +361,11 @@ def _log_volume(W: Tensor, d_cov: int) -> Tensor:
 
 # %% ../../nbs/zoo/25_routers.ipynb #0000000a
 class EMRouting(Router):
-    "EM routing between scored capsules (Hinton 2018, procedure 1)."
+    """EM routing between scored capsules (Hinton 2018, procedure 1).
+
+    >>> EMRouting(4, 4, 4, n_out=3)(torch.zeros(2, 8), torch.randn(2, 8, 4, 4)).mu.shape
+    torch.Size([2, 3, 4, 4])
+    """
 
     def own(
         self,

@@ -67,7 +67,11 @@ def definable_routing(
 
 # %% ../../nbs/zoo/28_vectors.ipynb #00000010
 class VectorRouting(nn.Module):
-    "Vectors to vectors without votes in memory (`EfficientVectorRouting` of Heinsen 2022)."
+    """Vectors to vectors without votes in memory (`EfficientVectorRouting` of Heinsen 2022).
+
+    >>> VectorRouting(8, 3, 32, 16)(torch.randn(2, 8, 32)).shape
+    torch.Size([2, 3, 16])
+    """
 
     def __init__(
         self,
