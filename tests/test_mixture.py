@@ -382,3 +382,14 @@ def test_threads_change_nothing_and_are_in_the_mode_of_their_caller(mode, monkey
         assert_close(one, two, rtol=1e-12, atol=1e-12)  # a product may be cut up by threads
         assert torch.equal(two, three)
         assert one.is_inference() == two.is_inference() == (mode is torch.inference_mode)
+
+
+@pytest.mark.parametrize('cov', _covariances)
+def test_rounding_noise_is_no_variance(cov):
+    "Far from the centre E[x^2] - mu^2 is noise of either sign, and must come out as its size."
+    x = torch.full((37, 2), 1234.567) + torch.tensor([0.0, 0.1])
+    p = mixture._from_moments(mixture._features(x, cov).mT @ torch.ones(37, 1), 2, cov)
+    eps = torch.finfo(x.dtype).eps
+    least = (torch.linalg.eigvalsh(p.sig2) if cov == 'full' else p.sig2).min()
+    assert 3 * eps * 1234**2 < least < 50 * eps * 1235**2
+    assert mixture._natural(p, cov).isfinite().all()
