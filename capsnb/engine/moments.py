@@ -32,8 +32,8 @@ def _wide(t):
 def _weighted_mean(f: Tensor, x: Tensor) -> Tensor:
     "An origin for moments: the mean of the parts that count; where none does, of all."
     f = _wide(f.detach()) + torch.finfo(f.dtype).tiny
-    f = (f / f.sum(-1, keepdim=True)).to(x.dtype)
-    return _wide(torch.einsum('...i,...icd->...cd', f, x.detach()))
+    f = f / f.sum(-1, keepdim=True)
+    return torch.einsum('...i,...icd->...cd', f, _wide(x.detach()))
 
 # %% ../../nbs/engine/16_moments.ipynb #1d91601c
 def _n_stats(c: int, d: int) -> int:
