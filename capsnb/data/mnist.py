@@ -355,10 +355,13 @@ def _from_pickle(data: bytes, path) -> tuple:  # images [n, 3072], labels [n]
         found = _Arrays(io.BytesIO(data), encoding='bytes').load()
         x, y = (found.get(k, found.get(k.encode())) for k in ('data', 'labels'))
         _, shape, kind, by_column, raw = x.state
+        kind = kind.args[0]
+        if not all(type(n) is int for n in (*shape, *y)) or kind not in ('u1', b'u1'):
+            raise ValueError('expected bytes, with whole numbers for their shape and labels')
         x, y = torch.frombuffer(bytearray(raw), dtype=torch.uint8), torch.tensor(y)
         x = x.view(shape[::-1]).T.contiguous() if by_column else x.view(shape)
-        if kind.args[0] not in ('u1', b'u1') or x.shape != (len(y), 3072) or y.ndim != 1:
-            came = f"{kind.args[0]!r} {list(x.shape)} and {list(y.shape)}"
+        if x.shape != (len(y), 3072):
+            came = f"{list(x.shape)} and {len(y)}"
             raise ValueError(f"expected bytes [n, 3072] and n labels, got {came}")
     except Exception as e:  # whatever a damaged one brings about
         raise ValueError(f"{path}: damaged pickle: {e}") from e
