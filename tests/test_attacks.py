@@ -44,6 +44,7 @@ def test_no_attack_leaves_its_ball_or_the_pixels(name, eps):
     assert changed.min() >= 0 and changed.max() <= 1 and (changed != x).any()
 
 
+@pytest.mark.slow
 def test_autoattack_finds_all_that_can_be_found():
     "of a linear model it is known which images can be turned"
     f, _, _ = linear()
@@ -154,6 +155,7 @@ def test_routes_are_the_credit_of_the_network():
     torch.testing.assert_close(maps.sum(1), net.below(x).a.sum(-1))
 
 
+@pytest.mark.slow
 def test_the_study_reads_smallnorb_and_goes_on(tmp_path, monkeypatch):
     "on files in the exact format; what was found before a stop is kept"
     folder = tiny_smallnorb(tmp_path / 'data', elevations=(0,), azimuths=(0,), lightings=(0,))

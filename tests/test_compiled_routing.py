@@ -93,6 +93,7 @@ def test_gradients_of_the_op(has_model, own):
     assert torch.autograd.gradgradcheck(of_some, X, atol=1e-4, fast_mode=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('has_model', [True, False])
 def test_opcheck(has_model):
     X = [x.detach().requires_grad_() for x in small(has_model)]

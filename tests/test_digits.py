@@ -152,6 +152,7 @@ def test_the_test_decides_nothing(tmp_path, monkeypatch):
 small = {'capsnet': dict(n_types=2, channels=8), 'matrix-caps': dict(A=4, B=2, C=2, D=2)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('net', small)
 def test_stopped_and_resumed_is_as_if_nothing_had_happened(net, tmp_path, monkeypatch):
     go = lambda out, **kw: trained(tmp_path / out, net, small[net], **kw)

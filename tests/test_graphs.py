@@ -11,6 +11,7 @@ def inputs(n=3, i=50):
     return torch.randn(n, i), torch.randn(n, i, 4, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.graphs
 @pytest.mark.parametrize('n_parts', [4, 64])
 def test_a_network_is_exported_for_any_size_of_batch(n_parts):
@@ -25,6 +26,7 @@ def test_a_network_is_exported_for_any_size_of_batch(n_parts):
                 assert error_to(got, want) < 2e-5
 
 
+@pytest.mark.slow
 @pytest.mark.graphs
 @pytest.mark.parametrize('strict', [False, True])
 @pytest.mark.parametrize('routing', ['dstep', 'em', 'kmeans-soft', 'student', 'inverted'])

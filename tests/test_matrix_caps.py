@@ -244,6 +244,7 @@ def test_pitfall_2_activations_do_not_depend_on_the_amount_of_data(preset, facto
     assert_close(found[1], factor * found[0], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_pitfall_7_the_test_set_is_looked_at_once_after_training(toys, tmp_path):
     seen = []
 
@@ -259,6 +260,7 @@ def test_pitfall_7_the_test_set_is_looked_at_once_after_training(toys, tmp_path)
     assert 0 <= m['test_accuracy'] <= 1
 
 
+@pytest.mark.slow
 def test_margin_follows_the_trainer_and_survives_a_stop(toys, tmp_path):
     class Watched(MatrixCapsNet):
         stop_at = None

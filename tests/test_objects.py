@@ -89,6 +89,7 @@ def test_the_grounds_networks_are_tried_as_they_can_be_trained(where):
         assert moved['capsnet'] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('validate', [True, False])
 def test_only_what_is_trained_on_is_thrown_about(cache, tmp_path, monkeypatch, validate):
     seen = {}

@@ -106,6 +106,7 @@ def test_the_price_of_gpt2_large_comes_first_and_its_default_takes_no_disk(
     assert 'GB of memory in float16' in said and 'disk' not in said and 'on the fly' not in said
 
 
+@pytest.mark.slow
 def test_what_was_asked_for_is_done_or_refused_before_loading(large, tmp_path, monkeypatch, capsys):
     kw = dict(task='sst2', encoder=str(large), out=tmp_path / 'run', device='cpu')
     disk(monkeypatch, 500e9)

@@ -210,6 +210,7 @@ def test_docs_can_be_prepared(tmp_path):
         assert (tree / '_proc' / name).exists(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('chosen, want', [(None, '1 1'), ('2', '2 2')])
 def test_a_notebook_tested_beside_others_computes_on_one_thread(tmp_path, chosen, want):
     "and so do the processes it starts; but a number of threads that somebody chose holds"

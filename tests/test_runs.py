@@ -291,6 +291,7 @@ def test_mixup_when_the_training_set_lacks_the_top_classes(data, tmp_path):
     assert run(data, tmp_path, Own(), train=few, epochs=1)['steps'] == 2
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_the_data_however_steps_are_put_together(data, tmp_path):
     class More(Own):
         def forward(self, images, labels=None, **kw):
@@ -590,6 +591,7 @@ def test_room_is_asked_for_all_that_will_be_there_at_once(data, tmp_path, monkey
     assert len(there) == 6 and max(there) <= wanted[0]
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_on_the_way_is_one_sentence(data, tmp_path, monkeypatch):
     import safetensors.torch
 

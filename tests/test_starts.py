@@ -39,6 +39,7 @@ def task(place, name, model='model0'):
     return Sentiment(name, encoder, roots=True, **own)
 
 
+@pytest.mark.slow
 def test_two_classes_begin_with_five(place, tmp_path):
     "what fits is taken over: at a rate of nearly zero all of it is still there"
     kw = dict(epochs=1, lr=(1e-30, 1e-30), **quiet)
@@ -98,6 +99,7 @@ def test_a_start_that_is_gone(place, tmp_path):
         train(task(place, 'sst2'), 'vectors', tmp_path / 'other', resume=True, **kw)
 
 
+@pytest.mark.slow
 def test_seeds_of_one_setting_are_not_those_of_another(place, tmp_path):
     line = f'train sst --encoder {place}/model0 --data {place}/trees --any-files --roots'
     line += f' --cache {place}/cache --epochs 1 --seeds 2 --device cpu --out {tmp_path}'

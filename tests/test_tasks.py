@@ -36,6 +36,7 @@ def example():
     return ''.join(found['source'])
 
 
+@pytest.mark.slow
 def test_a_data_set_of_ones_own_on_the_command_line(tmp_path, monkeypatch):
     source = example()
     assert len([line for line in source.splitlines() if line.strip()]) <= 15
@@ -161,6 +162,7 @@ def test_runs_of_older_code_are_read(tmp_path):
     assert found['n'] == 500 and found['names'] == tuple('0123456789')
 
 
+@pytest.mark.slow
 def test_a_study_is_continued_and_another_refused(tmp_path):
     path, usual = tmp_path / 'study.json', dict(runs=tmp_path / 'runs', **quiet)
     a = study(plain, {'a': {}}, path, (0,), **usual)
@@ -247,6 +249,7 @@ def test_a_study_says_what_it_chose_on(tmp_path):
         choices_of({})
 
 
+@pytest.mark.slow
 def test_a_studys_command_names_who_was_asked_for(tmp_path, monkeypatch):
     "without its contestants a command would train all of them"
     from capsnb.lab import shootout

@@ -82,7 +82,7 @@ def test_predictions_with_labels_are_logits(name, tmp_path):
 
 @each_net
 def test_what_a_network_cannot_do_is_said_with_advice(name, tmp_path):
-    with pytest.raises(AttributeError, match=f'a {name} has no config.*give smoothed labels'):
+    with pytest.raises(AttributeError, match=f'a {name} has no config.*give soft labels'):
         trained(name, tmp_path, labels=True, label_smoothing_factor=0.1)
     with pytest.raises(
         ValueError, match=f'a {name} has no gradient checkpointing.*smaller batches'

@@ -109,6 +109,7 @@ def test_what_a_part_is_worth_does_not_feel_how_z_is_rounded(own):
     assert error_to(rough, fine) < 1e-5
 
 
+@pytest.mark.slow
 @needs_triton
 def test_ops_are_ops():
     f, *rest = streamed(1, 2, 2, 1, 2, 1, True)
@@ -133,6 +134,7 @@ layers = [
 ]
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize('kwargs', layers)
 def test_layer(kwargs):

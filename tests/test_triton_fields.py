@@ -139,6 +139,7 @@ def test_they_refuse_in_words():
             layer(plan='triton')(a[:0], mu[:0])
 
 
+@pytest.mark.slow
 def test_matrix_capsules_ask_for_no_shares(monkeypatch):
     "'auto' takes the kernels for their logits, and a step trains all that lies below"
 
@@ -177,6 +178,7 @@ def test_second_derivatives_are_those_of_the_definition(scores):
         assert error_to(got, want) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.graphs
 def test_a_graph_holds_them():
     l, a, mu = layer(plan='triton'), torch.rand(1, 2, 2, 2), torch.randn(1, 2, 2, 2, 2, 2)
