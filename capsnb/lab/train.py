@@ -531,7 +531,7 @@ def _check_answer(net: nn.Module, batch: dict, name: str, top: int) -> int:
     fine = fine and math.prod(got['loss']) == 1
     if not fine or got['logits'][:-1] not in ([len(y)], list(y.shape)):
         raise ValueError(f"expected {who}.{form}, got {got or type(out).__name__}")
-    loss, n = out['loss'], got['logits'][-1]
+    loss, n = out['loss'], out['logits'].shape[-1]
     if top >= n:
         raise ValueError(f"{who} has {n} classes, the {name} data have a label {top}")
     if torch.is_grad_enabled() and not loss.requires_grad:
