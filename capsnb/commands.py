@@ -316,7 +316,7 @@ def evaluate(
     device: str | None = None,  # 'cpu', 'cuda' or 'mps'; else the best there is
     progress: bool | None = None,  # draw progress bars; else on a terminal
 ):
-    "Accuracy of a finished run, and what it takes for what."
+    "Accuracy of a finished run, and which classes it confuses."
     here_too()
     here = dict(encoder=encoder, folder=folder, cache=cache)
     here = {k: v for k, v in here.items() if v is not None}
@@ -345,7 +345,7 @@ def explain(
     device: str | None = None,  # 'cpu', 'cuda' or 'mps'; else the best there is
     as_json: bool = False,  # print one JSON object, and nothing else
 ):
-    """Which words a verdict owes its score to, positive against negative: each word's credit,
+    """Which words a sentence's score comes from, positive against negative: each word's credit,
     which adds up to the sentence's, and what is lost without the word.
 
     On a terminal words are blue for positive, red for negative; NO_COLOR turns that off."""
@@ -492,8 +492,8 @@ def make_app() -> typer.Typer:
     for name, (*_, short) in trained.items():
         group.command(name, short_help=short)(entrance(trainer(name), again))
     for name, (command, short) in {
-        'eval': (evaluate, 'Accuracy of a finished run, and what it takes for what.'),
-        'explain': (explain, 'Which words a verdict owes its score to.'),
+        'eval': (evaluate, 'Accuracy of a finished run, and which classes it confuses.'),
+        'explain': (explain, "Which words a sentence's score comes from."),
         'push': (push, 'Push a finished run to the Hugging Face Hub, with a card.'),
         'bench': (bench, 'Time and memory of everything fast.'),
     }.items():

@@ -95,8 +95,8 @@ class Studies(typer.core.TyperGroup):
             here, first = Path.cwd(), {p.name: p.default for p in made}
             run_cells(path, {k: as_given(v, first[k], here) for k, v in values.items()})
 
-        command.__doc__ = f"{title.strip().removeprefix('# ')}\n\n{told.strip()}"
-        app = typer.Typer(add_completion=False, rich_markup_mode=None)
         short = told.split('\n\n')[0].strip()
+        command.__doc__ = f"{title.strip().removeprefix('# ')}\n\n{short}"
+        app = typer.Typer(add_completion=False, rich_markup_mode=None)
         app.command(name, short_help=short)(entrance(with_options(command, made)))
         return typer.main.get_command(app)

@@ -363,6 +363,9 @@ _later = dict(start='normal', bias=True, norm='none')  # told where they differ
 class Routing(_Parameters):
     """Routing with a D-step (Heinsen 2019): `a, mu, sig2 = routing(a_inp, mu_inp)`.
 
+    Scores a_inp [..., i] (-inf: absent) and capsules mu_inp [..., i, c, d] give scores a [..., j],
+    capsules mu and variances sig2 [..., j, c, h].
+
     >>> routing = Routing(d_cov=4, d_inp=4, d_out=4, n_out=10)  # any number of parts
     >>> a, mu, sig2 = routing(torch.zeros(2, 50), torch.randn(2, 50, 4, 4))
     >>> a.shape, mu.shape

@@ -242,6 +242,9 @@ def em_routing(
 ) -> EMRouted:  # a, mu, sig2, R, F; `ValueError` if the inputs do not fit
     """EM routing of parts with votes to wholes (Hinton 2018, Procedure 1).
 
+    Activations a [..., i] in [0, 1] and votes V [..., i, j, c, h] give activations a [..., j],
+    capsules mu and variances sig2 [..., j, c, h].
+
     >>> out = em_routing(torch.rand(2, 8), torch.randn(2, 8, 3, 4, 4), 0.0, 1.0)
     >>> out.a.shape, out.mu.shape
     (torch.Size([2, 3]), torch.Size([2, 3, 4, 4]))

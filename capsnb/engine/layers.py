@@ -837,6 +837,8 @@ def _within(parts, alike, route) -> EMRouted:
 class ConvCaps(_Capsules):
     """Convolutional capsules with EM routing over all wholes of a part (Hinton 2018, section 4).
 
+    Activations a [..., m, n, i] in [0, 1] and poses mu [..., m, n, i, c, d] give those of wholes.
+
     A network: `first, conv, top = PrimaryCaps(32, 8), ConvCaps(8, 16, stride=2), ClassCaps(16, 5)`,
     then for an image x [..., 32, m, n]
 
