@@ -78,7 +78,8 @@ def draw(task, net: str, out: Path, device: str | None, progress: bool) -> tuple
         network = room('lab.runs').checked_network(out, task.networks[net].cls, device)
         picture = task.draw(net, network, out)
     except (ImportError, OSError, ValueError) as e:
-        return print(f"no picture: {e}", file=sys.stderr) or ()
+        print(f"no picture: {e}", file=sys.stderr)
+        return ()
     if picture:
         print(f"look at {picture}")
     return (picture,) if picture else ()

@@ -143,10 +143,8 @@ def demo_picture(
 def _claim_demo(out: Path, resume: bool, overwrite: bool):
     "`ValueError` if a demo would replace another run, or, without being told to, a demo."
     folders.no_links(out)
-    is_demo, left = (
-        False,
-        {folder: found_in(folder) for folder in (out, *map(out.joinpath, _titles))},
-    )
+    left = {folder: found_in(folder) for folder in (out, *map(out.joinpath, _titles))}
+    is_demo = False
     left[out] += ['picture.png'] if (out / 'picture.png').exists() else []
     left[out] += [k for k in folders.strange_in(out) if k not in left[out]]
     if (out / 'settings.json').exists():

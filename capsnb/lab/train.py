@@ -638,7 +638,7 @@ def fit_decks(
     folder, watch = run_folder(out), watch or {}
     if watch and held is None:
         raise ValueError(f"{', '.join(watch)}: watched when validated; there is no validation set")
-    if not _from(0)[0](save_steps):
+    if not _is_number(save_steps, 0, kind=numbers.Integral):
         raise ValueError(f"expected save_steps to be an integer >= 0, got {save_steps!r}")
     args = training_arguments(folder / 'checkpoints', recipe, device, held is not None)
     args.metric_for_best_model = args.metric_for_best_model if choose else None
