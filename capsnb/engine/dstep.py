@@ -102,9 +102,8 @@ def _exporting() -> bool:
     return getattr(torch.compiler, 'is_exporting', torch.compiler.is_compiling)()
 
 
-_exporting._dynamo_marked_constant = (
-    True  # up to PyTorch 2.10, every graph would be an exported one
-)
+# up to PyTorch 2.10, every graph would be an exported one
+_exporting._dynamo_marked_constant = True
 
 
 def _n_samples(t: Tensor) -> int:

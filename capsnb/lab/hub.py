@@ -548,10 +548,8 @@ def card_of(
     repo_id = repo_id or f'you/{as_name(folder.name)}'
     hub, scores, reads = need('huggingface_hub'), _scores(m), hasattr(task, 'reader')
     kind = 'text' if reads else 'tabular' if 'columns' in task.noted else 'image'
-    kind, base = (
-        f'{kind}-classification',
-        without_places(str(note.get('encoder'))) if reads else None,
-    )
+    kind = f'{kind}-classification'
+    base = without_places(str(note.get('encoder'))) if reads else None
     hub.utils.validate_repo_id(repo_id)
     of = dict(dataset_type=name or as_name(title), dataset_name=without_places(title))
     info = getattr(cls, '_hub_mixin_info', None)
