@@ -11,7 +11,6 @@ pytest.importorskip('transformers')
 from capsnb.core import seed_everything
 from capsnb.lab.capsnet import CapsNet
 from capsnb.lab.efficient import EfficientCapsNet
-from capsnb.lab.language import LanguageModel
 from capsnb.lab.matrix_caps import MatrixCapsNet
 from capsnb.lab.own import PlainTable, TableNet
 from capsnb.lab.routing_net import PlainText, RoutingNet, RoutingText, VectorText
@@ -22,10 +21,7 @@ trunk = dict(channels=(8, 8), strides=(2, 2))
 caps = trunk | dict(n_types=4, n_parts=4)
 few = dict(channels=8, kernels=(3, 3), n_types=2, decoder=(8, 8))
 text = dict(d_depth=2, d_emb=8, n_classes=3, d_feat=8)
-small = dict(d_key=4, d_part=4, n_wholes=2, d_whole=4)
-lm = dict(mixers=('self-attention', 'dstep'), d_emb=16, n_ctx=8, block=small)
 images = lambda side=16, channels=1: (torch.rand(2, channels, side, side),)
-words = lambda: (torch.arange(16).view(2, 8),)
 rows = lambda: (torch.randn(2, 4),)
 same = dict(rtol=0, atol=0)
 
@@ -49,8 +45,6 @@ networks = {
     'routing text': (lambda: RoutingText(**text, n_parts=4), hidden),
     'plain text': (lambda: PlainText(**text), hidden),
     'vector text': (lambda: VectorText(2, 8, n_parts=4), hidden),
-    'language': (lambda: LanguageModel(20, **lm), words),
-    'words': (lambda: LanguageModel(20, **lm | dict(head='dstep')), words),
     'table': (lambda: TableNet(4, 3), rows),
     'plain table': (lambda: PlainTable(4, 3), rows),
 }
@@ -152,8 +146,6 @@ def test_explained_by_captum(case):
     "integrated gradients add up to the change of the score, for every network"
     attr = pytest.importorskip('captum.attr')
     net, x, _, _ = case
-    if not x[-1].is_floating_point():
-        pytest.skip('words have no gradient')
     *before, x = x
     scores = OnlyScores(net)
     forward = (lambda embs: scores(before[0][:1].expand(len(embs), -1), embs)) if before else scores

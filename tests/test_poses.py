@@ -113,89 +113,69 @@ def test_grids_with_holes():
 
 
 @pytest.fixture(scope='module')
-def planted():
-    "Views of two classes: four objects to train on, one to choose by, three that are unknown."
-    from capsnb.lab.poses import pose_targets
+def study():
+    return SimpleNamespace(**room('81_poses'))
 
+
+@pytest.fixture(scope='module')
+def planted(study):
+    "Views of two classes: four objects to train on, one to choose by, three that are unknown."
     axes = dict(category=[0, 1], azimuth=azimuths[::2], elevation=[30, 50, 70])
     split = dict(train=[4, 6, 7, 8], validation=[9], test=[0, 1, 2])
     columns = {k: every(instance=v, **axes) for k, v in split.items()}
     torch.manual_seed(0)
     M = torch.randn(5, 12).double()
-    own = 50 * torch.randn(2, 10, 12).double()  # an offset for every object
-    truth = {k: pose_targets(c) @ M for k, c in columns.items()}
-    moved = {k: v + own[columns[k]['category'], columns[k]['instance']] for k, v in truth.items()}
-    noise = {k: torch.randn(len(v), 12) for k, v in truth.items()}
-    return columns, truth, moved, noise
+    truth = {k: study.pose_targets(c) @ M for k, c in columns.items()}
+    noise = {k: torch.randn(len(v), 12).double() for k, v in truth.items()}
+    return columns, truth, noise
 
 
-@pytest.mark.parametrize('probe', ['linear', 'kernel'])
-def test_a_probe_recovers_what_was_planted_and_nothing_from_noise(planted, probe):
-    from capsnb.lab.poses import probe_pose
-
-    columns, truth, _, noise = planted
-    assert min(probe_pose(truth, columns, probe)['r2'].values()) > 0.98
-    assert max(probe_pose(noise, columns, probe)['r2'].values()) < 0.05
-    with pytest.raises(ValueError, match="other instances in 'test' than in 'train'"):
-        probe_pose(truth, columns | dict(test=columns['train']), probe)
-
-
-def test_the_own_frame_removes_an_offset_exactly(planted):
-    from capsnb.lab.poses import _own_frame, probe_pose
-
-    columns, truth, moved, _ = planted
+def test_the_own_frame_removes_an_offset_exactly(study, planted):
+    columns, truth, _ = planted
+    offset = 50 * torch.randn(2, 10, 12).double()  # of every object
     for k, c in columns.items():
-        one, two = _own_frame(truth[k], c), _own_frame(moved[k], c)
+        moved = truth[k] + offset[c['category'], c['instance']]
+        one, two = study._own_frame(truth[k], c), study._own_frame(moved, c)
         n = len(set(zip(c['category'].tolist(), c['instance'].tolist())))
         assert_close(one[0], two[0], rtol=0, atol=1e-10)
         assert len(one[0]) == len(c['azimuth']) - n  # a reference for each object, not told
         assert ((one[1]['azimuth'] != 0) | (one[1]['elevation'] != 0)).all()
-    lost = probe_pose(moved, columns, 'linear', 'world')['r2']['azimuth']
-    found = probe_pose(moved, columns, 'linear', 'own')['r2']['azimuth']
-    assert lost < 0.5 and found > 0.999
 
 
-def test_unknown_objects_neither_fit_nor_choose(planted, monkeypatch):
+def test_unknown_objects_neither_fit_nor_choose(study, planted):
     "whatever the test split holds, the maps and the setting are the same"
-    from capsnb.lab import poses
-
-    columns, truth, _, noise = planted
-    seen, fit = [], poses.ridge_by_class
-
-    def spy(X, *rest):
-        seen.append(X)
-        return fit(X, *rest)
-
-    monkeypatch.setattr(poses, 'ridge_by_class', spy)
-    mixed = {k: truth[k] + noise[k].double() for k in truth}
-    one = poses.probe_pose(mixed, columns)
-    two = poses.probe_pose(mixed | dict(test=1e3 * noise['test']), columns)
+    columns, truth, noise = planted
+    mixed = {k: truth[k] + noise[k] for k in truth}
+    one = study.probe_pose(mixed, columns)
+    two = study.probe_pose(
+        mixed | dict(test=torch.cat([mixed['test'], noise['test']])),
+        {**columns, 'test': {k: torch.cat([v, v]) for k, v in columns['test'].items()}},
+    )
     assert one['setting'] == two['setting'] and one['r2'] != two['r2']
-    assert len(seen) == 2 * len(poses.probes['linear'][1])
-    assert all(torch.equal(X, mixed['train']) for X in seen)
+    assert two['sse']['axis'] > one['sse']['axis']
+    with pytest.raises(ValueError, match="other instances in 'test' than in 'train'"):
+        study.probe_pose(truth, columns | dict(test=columns['train']))
 
 
-def test_r2_is_scikit_learns_and_its_interval_is_over_objects(planted):
-    from capsnb.lab.poses import _r2, pose_targets, probe_pose
+def test_r2_is_scikit_learns_and_its_interval_is_over_objects(study, planted):
     from sklearn.metrics import r2_score
 
-    columns, truth, _, noise = planted
-    Y = pose_targets(columns['test'])
+    columns, truth, noise = planted
+    Y = study.pose_targets(columns['test'])
     P = Y + 0.3 * torch.randn_like(Y)
-    got, how = _r2(Y, P), dict(multioutput='variance_weighted')
+    got, how = study._r2(Y, P), dict(multioutput='variance_weighted')
     assert got['azimuth'] == pytest.approx(r2_score(Y[:, :2], P[:, :2], **how))
     assert got['elevation'] == pytest.approx(r2_score(Y[:, 4], P[:, 4]))
-    r2_interval = room('81_poses')['r2_interval']
-    found = probe_pose({k: truth[k] + 2 * noise[k].double() for k in truth}, columns)
+    found = study.probe_pose({k: truth[k] + 2 * noise[k] for k in truth}, columns)
     sse, sst = found['sse']['azimuth'], found['sst']['azimuth']
-    mean, low, high = r2_interval([sse], sst)
+    mean, low, high = study.r2_interval([sse], sst)
     assert mean == pytest.approx(found['r2']['azimuth']) and low < mean < high
-    assert r2_interval([sse, sse], sst) == pytest.approx((mean, low, high))  # same objects
+    assert study.r2_interval([sse, sse], sst) == pytest.approx((mean, low, high))  # same objects
 
 
-def test_differences_are_those_of_the_same_objects():
+def test_differences_are_those_of_the_same_objects(study):
     "what objects have in common cancels: unpaired intervals overlap, the paired one does not"
-    o = SimpleNamespace(**room('81_poses'))
+    o = study
     torch.manual_seed(0)
     hard = 20 * torch.rand(25).double()  # some objects are hard for all
     sse = {k: (hard - k + 0.5 * torch.rand(25)).tolist() for k in (0, 2)}
@@ -210,10 +190,8 @@ def test_differences_are_those_of_the_same_objects():
     assert back == pytest.approx((-mean, -high, -low))
 
 
-def test_turned_views_are_dice_and_are_never_classified():
-    from capsnb.lab.poses import PairTurns, PoseNet
-    from capsnb.lab.routing_net import RoutingNet
-
+def test_turned_views_are_dice_and_are_never_classified(study):
+    PairTurns, PoseNet, RoutingNet = study.PairTurns, study.PoseNet, study.RoutingNet
     caps = dict(channels=(6, 6), strides=(2, 2), n_types=3, n_parts=3)
     images = torch.randint(0, 255, (8, 2, 16, 16), dtype=torch.uint8)
     collate, labels = PairTurns(5, 2, 0.0), torch.arange(8) % 5
@@ -241,7 +219,6 @@ def test_turned_views_are_dice_and_are_never_classified():
 def test_spread_over_batches_is_that_of_numpy():
     import numpy as np
     from capsnb.lab.train import Moments, history_of
-    from types import SimpleNamespace
 
     moments, losses, right = Moments(), [1.0, 4.0, 2.5], [0.5, 0.25, 1.0]
     for n, loss, r in zip((20, 20, 10), losses, right):
