@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.testing import assert_close
-from capsnb.zoo.attention import Concurrent, InvertedAttention, _inverted_attention
+from capsnb.zoo.onestep import Concurrent, InvertedAttention, _inverted_attention
 
 theirs = json.loads((Path(__file__).parent / 'data/inverted_attention.json').read_text('utf-8'))
 as_theirs = dict(rtol=1e-8, atol=1e-9)  # they divide shares by 1 + 1e-10

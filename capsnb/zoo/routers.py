@@ -285,7 +285,7 @@ class Router(nn.Module):
 
 # %% ../../nbs/zoo/25_routers.ipynb #00000005
 routings: dict[str, Callable] = {'dstep': Routing}  # by name; each room adds its own
-_rooms = ('noise', 'vectors', 'bayes', 'onestep', 'attention')
+_rooms = ('noise', 'vectors', 'bayes', 'onestep')
 
 
 def all_routings() -> dict:  # name -> layer
