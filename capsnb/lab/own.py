@@ -10,7 +10,6 @@ import json
 import math
 import re
 import warnings
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from ..core import need
-from ..data.embed import FrozenEncoder, first_line
-from ..data.files import load_hub, regular
+from ..data.embed import FrozenEncoder
+from ..data.files import in_words, load_hub, regular
 from ..engine.dstep import Routing
 from ..engine.layers import at_least_1
 from .digits import spread
@@ -28,8 +27,16 @@ from .routing_net import RoutingNet
 from .sentiment import Samples, Sentiment
 from .tasks import Net, Task, with_options
 from .train import BaseDeck, fingerprint
-from .vision import DStepNet, HubMixin, PlainCNN, Scores, answer, n_params, rival_of
-from .vision import earned
+from capsnb.lab.vision import (
+    DStepNet,
+    HubMixin,
+    PlainCNN,
+    Scores,
+    answer,
+    earned,
+    n_params,
+    rival_of,
+)
 
 # %% auto #0
 __all__ = ['pictures', 'table', 'texts', 'open_columns', 'Parts', 'in_parts', 'OwnTask', 'OwnPictures', 'TableNet', 'PlainTable',
@@ -38,23 +45,16 @@ __all__ = ['pictures', 'table', 'texts', 'open_columns', 'Parts', 'in_parts', 'O
 # %% ../../nbs/lab/55_own_data.ipynb #00000005
 _role_of = {k: 'validation' for k in ('validation', 'valid', 'val', 'dev')}
 _role_of |= dict(train='train', training='train', test='test', testing='test')
-_number = r'\s*[+-]?((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][+-]?\d+)?\s*'
 
 
-def _sheet(path: Path, sep=',', quoting=csv.QUOTE_MINIMAL):
-    "A pandas.DataFrame of words; a column of numbers alone is one of numbers."
-    pandas = need('pandas')
-    how = dict(dtype=str, keep_default_na=False, na_values=[''], index_col=False)
+def _sheet(path: Path):
+    "A pandas.DataFrame of words."
+    pandas, tabs = need('pandas'), dict(sep='\t', quoting=csv.QUOTE_NONE)
+    how = tabs if path.suffix.lower() == '.tsv' else {}
+    how |= dict(dtype=str, keep_default_na=False, na_values=[''], index_col=False)
     with warnings.catch_warnings():
         warnings.simplefilter('error', pandas.errors.ParserWarning)  # a row too long
-        found = pandas.read_csv(path, sep=sep, quoting=quoting, encoding='utf-8-sig', **how)
-    for name in found:
-        said = found[name].dropna()
-        if len(said) and said.str.fullmatch(_number).all():
-            found[name] = pandas.to_numeric(found[name])
-        elif len(said) and said.str.fullmatch('true|false', case=False).all():
-            found[name] = found[name].str.lower().map({'true': True, 'false': False})
-    return found
+        return pandas.read_csv(path, encoding='utf-8-sig', **how)
 
 
 def _json(path: Path):
@@ -64,13 +64,9 @@ def _json(path: Path):
         rows = [json.loads(line) for line in text.split('\n') if line.strip()]
     except ValueError:
         rows = json.loads(text)
-    if len(rows) == 1 and isinstance(rows[0], list):
-        rows = rows[0]
-    wrong = [row for row in rows if not isinstance(row, dict)]
-    if wrong or not isinstance(rows, list):
-        raise ValueError(
-            f"expected objects as rows, got {json.dumps(wrong[0] if wrong else rows)[:40]}"
-        )
+    rows = rows[0] if len(rows) == 1 and isinstance(rows[0], list) else rows
+    if wrong := [row for row in rows if not isinstance(row, dict)]:
+        raise ValueError(f"expected objects as rows, got {json.dumps(wrong[0])[:40]}")
     names = dict.fromkeys(k for row in rows for k in row)
     return need('datasets').Dataset.from_dict({k: [row.get(k) for row in rows] for k in names})
 
@@ -80,26 +76,23 @@ def _parquet(path: Path):
     return need('datasets').Dataset(need('datasets.table').InMemoryTable(read(path)))
 
 
-_readers = {'.csv': _sheet, '.json': _json, '.jsonl': _json, '.parquet': _parquet}
-_readers['.tsv'] = partial(_sheet, sep='\t', quoting=csv.QUOTE_NONE)
+_readers = {'.csv': _sheet, '.tsv': _sheet, '.json': _json, '.jsonl': _json, '.parquet': _parquet}
 
-# %% ../../nbs/lab/55_own_data.ipynb #d6542329
+
 def _read(path: Path) -> dict:
     "Splits of a file or folder."
     if path.is_file() and path.suffix.lower() in _readers:
         return dict(train=_readers[path.suffix.lower()](path))
     if not path.is_dir():
-        there = f"a folder or a file ({', '.join(_readers)})"
-        raise ValueError(f"expected {there}, got '{path}'")
+        raise ValueError(f"expected a folder or a file ({', '.join(_readers)}), got '{path}'")
     files = [p for p in sorted(path.rglob('*')) if p.is_file()]
     files = [p for p in files if not any(o[0] == '.' for o in p.relative_to(path).parts)]
     images = [p for p in files if p.suffix.lower() in need('PIL.Image').registered_extensions()]
-    tables = [p for p in files if p.suffix.lower() in _readers]
-    kept = images or tables
+    kept = images or [p for p in files if p.suffix.lower() in _readers]
     if not kept:
-        raise ValueError(f"'{path}' holds neither images nor tables ({', '.join(_readers)})")
+        raise ValueError(f"it holds neither images nor tables ({', '.join(_readers)})")
     _say_what_is_left_out(path, [p.name for p in files if p not in set(kept)])
-    return _image_folder(path, images) if images else _table_folder(path, tables)
+    return (_image_folder if images else _table_folder)(path, kept)
 
 
 def _say_what_is_left_out(where, what: list):
@@ -125,62 +118,52 @@ def _table_folder(folder: Path, tables: list) -> dict:
 
 def _image_folder(folder: Path, images: list) -> dict:
     at = {p: p.relative_to(folder).parts for p in images}
-    tops = {parts[0]: _role_of.get(parts[0].casefold()) for parts in at.values() if parts[1:]}
-    deep = {parts[0] for parts in at.values() if len(parts) > 2 and tops[parts[0]]}
-    if deep and (other := [k for k, role in tops.items() if not role]):
-        told = f"{min(deep)!r} looks like a split, {min(other)!r} like a class"
-        raise ValueError(f"'{folder}': expected splits or classes as folders: {told}")
+    tops = {o[0]: _role_of.get(o[0].casefold()) for o in at.values() if o[1:]}
+    nested = [o[0] for o in at.values() if o[2:] and tops[o[0]]]
+    if nested and (other := [k for k, role in tops.items() if not role]):
+        said = f"{nested[0]!r} looks like a split, {other[0]!r} like a class"
+        raise ValueError(f"expected splits or classes as folders: {said}")
     splits = {}
-    for p, parts in at.items():
-        role, kind = (tops[parts[0]], parts[1]) if deep and parts[2:] else ('train', parts[0])
-        kind = kind if len(parts) > 1 else None  # beside the folders: of no class
-        splits.setdefault(role, []).append(dict(image=str(p), label=kind))
+    for p, o in at.items():
+        top, kind, *more = o if nested and o[1:] else ('train', *o)
+        kind = kind if more else None  # beside the folders: of no class
+        splits.setdefault(_role_of[top.casefold()], []).append(dict(image=str(p), label=kind))
     datasets = need('datasets')
     made = {k: datasets.Dataset.from_list(rows) for k, rows in splits.items()}
     return {k: v.cast_column('image', datasets.Image()) for k, v in made.items()}
 
-# %% ../../nbs/lab/55_own_data.ipynb #e6c0eca2
+
 def open_columns(
     source,  # a path, 'file:PATH', 'hub:NAME(@REVISION)', a Dataset, a DataFrame, or a dict of them
 ) -> dict:  # name of a split -> datasets.Dataset
-    "Data as columns; `ValueError` where nothing can be read."
+    "Data as columns; `ValueError` or `OSError` where nothing can be read."
     if isinstance(source, (need('datasets').Dataset, need('pandas').DataFrame)):
         source = dict(train=source)
-    if isinstance(source, dict) and source:
+    if isinstance(source, dict):
         return {k: _rows(v) for k, v in source.items()}
-    if not isinstance(source, (str, Path)) or not str(source):
+    if not isinstance(source, (str, Path)):
         kinds = "a path, 'hub:NAME', a data set or a pandas.DataFrame"
         raise ValueError(f"expected {kinds}, got {type(source).__name__} {source!r:.60}")
-    kind, colon, name = str(source).partition(':')
-    try:
-        if colon and kind == 'hub':
+    kind, _, name = str(source).partition(':')
+    with in_words(f"'{source}' cannot be read"):
+        if kind == 'hub':
             name, _, revision = name.partition('@')
             found = load_hub(name, revision or None)
         else:
-            found = _read(Path(name if colon and kind == 'file' else source).expanduser())
+            found = _read(Path(name if kind == 'file' else source).expanduser())
         return {k: _rows(v) for k, v in found.items()}
-    except Exception as e:  # pyarrow's, pandas', httpx's, the Hub's: they have no common class
-        if isinstance(e, ValueError) and str(e).startswith('expected a folder'):
-            raise
-        cause = e if isinstance(e, (OSError, ValueError)) else e.__cause__ or e
-        said = f"'{source}' cannot be read: {first_line(cause)}"
-        here = '; files of it on this machine can be named instead: file:PATH'
-        raise ValueError(said + here * isinstance(e, ConnectionError)) from e
 
 
 def _rows(part):
     "A datasets.Dataset of plain values, from one or from a pandas.DataFrame."
     datasets = need('datasets')
     if isinstance(part, need('pandas').DataFrame):
-        try:
+        with in_words("the data frame cannot be read"):  # a column of several kinds
             part = datasets.Dataset.from_pandas(part, preserve_index=False)
-        except (TypeError, ValueError) as e:  # a column of several kinds
-            raise ValueError(f"the data frame cannot be read: {first_line(e)}") from e
     if not isinstance(part, datasets.Dataset):
         kinds = 'datasets.Dataset or pandas.DataFrame'
         raise ValueError(f"expected splits as {kinds}, got {type(part).__name__}")
     index = [k for k in part.column_names if re.fullmatch(r'__index_level_\d+__|Unnamed: 0', k)]
-    index = [k for k in index if 'int' in getattr(part.features[k], 'dtype', '')]
     return part.remove_columns(index).with_format(None)
 
 # %% ../../nbs/lab/55_own_data.ipynb #00000008
@@ -201,77 +184,62 @@ def in_parts(
 ) -> Parts:  # rows that were cut are in no other split
     "Splits and classes of a data set; `ValueError` says what is missing, or wrong with them."
     found = open_columns(source)
-    by_role = {}
-    for name in found:
-        by_role.setdefault(_role_of.get(name.casefold()), name)
-    train = by_role.get('train', next(iter(found))) if len(found) > 1 else next(iter(found))
     if test is not None and test not in found:
         raise ValueError(f"there is no split {test!r}, but {', '.join(map(repr, found))}")
-    if test == train:
-        raise ValueError(f"the split {test!r} would be trained on and tested")
-    wanted = dict(train=train, validation=by_role.get('validation'))
-    wanted['test'] = test or by_role.get('test')
-    if wanted['validation'] == wanted['test']:
-        wanted['validation'] = None
-    splits = {k: found[name] for k, name in wanted.items() if name and name in found}
-    if wanted['test'] == train:  # the only split there is
-        del splits['test']
-    if label not in splits['train'].column_names:
-        there = ', '.join(splits['train'].column_names)
-        raise ValueError(f"no column {label!r}: there is {there}")
+    name = {_role_of.get(k.casefold(), k): k for k in reversed(found)}
+    name = name if len(found) > 1 else dict(train=next(iter(found)))
+    name = dict(train=next(iter(found))) | name | (dict(test=test) if test else {})
+    if name['train'] == name.get('test'):
+        raise ValueError(f"the split {name['train']!r} would be trained on and tested")
+    if name.get('validation') == name.get('test'):
+        name.pop('validation', None)
+    splits = {k: found[name[k]] for k in ('train', 'validation', 'test') if k in name}
     names, number = _classes(splits['train'], label)
-    if 'test' in splits and not test and _unlabelled(splits['test'], label, number):
-        hidden = f"split {wanted['test']!r} of {len(splits.pop('test')):,} rows, without labels"
-        _say_what_is_left_out(source, [hidden])
-    labels = {k: _numbers(part, label, number, wanted[k]) for k, part in splits.items()}
+    labels = {}
+    for k, part in list(splits.items()):
+        labels[k] = _class_numbers(part, label, number, name[k])
+        if labels[k] is None and (k != 'test' or test):
+            raise ValueError(f"the split {name[k]!r} has no labels in a column {label!r}")
+        if labels[k] is None:
+            hidden = f"split {name[k]!r} of {len(part):,} rows, without labels"
+            _say_what_is_left_out(source, [hidden])
+            del splits[k], labels[k]
     missing = tuple(k for k in ('test', 'validation') if k not in splits)
-    keys = _keys(splits['train']) if missing else []
     for k in missing:
-        rows = _cut(labels['train'], keys, held)
+        rows = _cut(labels['train'], _keys(splits['train']), held)
         splits[k], splits['train'] = (splits['train'].select(at) for at in rows)
         labels[k], labels['train'] = ([labels['train'][r] for r in at] for at in rows)
-        keys = [keys[r] for r in rows[1]]
     return Parts(splits, labels, names, missing)
 
 # %% ../../nbs/lab/55_own_data.ipynb #0000000a
 def _classes(part, label: str) -> tuple:
     "Names, and a dict from values to class numbers."
-    feature = part.features[label]
-    if getattr(feature, 'names', None):
-        return tuple(feature.names), {k: k for k in range(len(feature.names))}
-    try:
-        values = Counter(part[label])
-    except TypeError as e:
-        raise ValueError(f"expected one class a row in the column {label!r}, got {e}") from e
-    values.pop(None, None)
-    if any(isinstance(v, float) and not v.is_integer() for v in values):
-        raise ValueError(f"expected classes in the column {label!r}, got numbers with fractions")
+    if label not in part.column_names:
+        raise ValueError(f"no column {label!r}: there is {', '.join(part.column_names)}")
+    if names := getattr(part.features[label], 'names', None):
+        return tuple(names), {k: k for k in range(len(names))}
+    with in_words(f"expected one class a row in the column {label!r}"):
+        values = set(part[label]) - {None}
     if len(values) < 2 or len(values) > max(2, len(part) // 2):
         said = f"got {len(values):,} different values in {len(part):,} rows"
         raise ValueError(f"expected classes in the column {label!r}, {said}")
-    order = sorted(values, key=lambda v: (isinstance(v, str), v))
-    names = tuple(str(int(v) if isinstance(v, float) else v) for v in order)
-    return names, {v: k for k, v in enumerate(order)}
+    digits = lambda v: str(v).isdecimal()
+    order = sorted(values, key=lambda v: (0, int(v), str(v)) if digits(v) else (1, 0, str(v)))
+    return tuple(map(str, order)), {v: k for k, v in enumerate(order)}
 
 
-def _missing(column, number: dict) -> int:
-    return sum(v is None or (v == -1 and -1 not in number) for v in column)
-
-
-def _unlabelled(part, label: str, number: dict) -> bool:
-    return label not in part.column_names or _missing(part[label], number) == len(part)
-
-
-def _numbers(part, label: str, number: dict, split: str) -> list:
-    if _unlabelled(part, label, number):
-        raise ValueError(f"the split {split!r} has no labels in a column {label!r}")
-    column = part[label]
-    if n := _missing(column, number):
-        rows = f"{n:,} of {len(column):,} rows"
+def _class_numbers(part, label: str, number: dict, split: str) -> list | None:
+    "One a row; None for a split without labels, as contests have it."
+    column = part[label] if label in part.column_names else []
+    absent = sum(v is None or (v in (-1, '-1') and v not in number) for v in column)
+    if absent == len(column):
+        return None
+    if absent:
+        rows = f"{absent:,} of {len(column):,} rows"
         raise ValueError(f"{rows} of the split {split!r} have no label")
     if unknown := sorted({repr(v) for v in column if v not in number}):
-        there = f"{', '.join(unknown[:3])}{', …' if len(unknown) > 3 else ''}"
-        raise ValueError(f"the split {split!r} has labels that are none of training: {there}")
+        said = ', '.join(unknown[:3]) + ', …' * (len(unknown) > 3)
+        raise ValueError(f"the split {split!r} has labels that are none of training: {said}")
     return [number[v] for v in column]
 
 
@@ -319,8 +287,6 @@ class OwnTask(Task):
     held: float = 0.15  # as for `in_parts`
     limit: int | None = None  # at most so many samples of each split, spread evenly
 
-    later = ('test_rows',)
-
     def __post_init__(self):
         if isinstance(self.source, (str, Path)) and not str(self.source).startswith('hub:'):
             where = Path(str(self.source).removeprefix('file:')).expanduser()
@@ -330,14 +296,20 @@ class OwnTask(Task):
     @cached_property
     def parts(self) -> Parts:
         found = in_parts(self.source, self.label, self.test, self.held)
-        if self.limit is None:
-            return found
-        count = {k: min(self.limit, len(v)) for k, v in found.labels.items()}
-        at = {k: spread(torch.tensor(v), count[k]).tolist() for k, v in found.labels.items()}
-        return found._replace(
-            splits={k: found.splits[k].select(rows) for k, rows in at.items()},
-            labels={k: [found.labels[k][r] for r in rows] for k, rows in at.items()},
-        )
+        for k, labels in found.labels.items():
+            at = spread(torch.tensor(labels), self.limit).tolist()
+            found.splits[k] = found.splits[k].select(at)
+            found.labels[k] = [labels[r] for r in at]
+        return found
+
+    def column(self, split: str, name: str):
+        "A column of a split; `ValueError` where there is none."
+        part = self.parts.splits[split]
+        if name not in part.column_names:
+            raise ValueError(
+                f"{split}: no column {name!r}: there is {', '.join(part.column_names)}"
+            )
+        return part.select_columns(name)
 
     @property
     def names(self):
@@ -350,30 +322,26 @@ class OwnTask(Task):
 
     def note(self, net):
         said = {k: getattr(self, k) for k in self.noted}
-        said['source'] = said['source'] if isinstance(said['source'], str) else None
+        said['source'] = self.source if isinstance(self.source, str) else None
         return dict(zip(self.keys, (self.name, net))) | said | dict(names=list(self.names))
 
     def from_note(self, note, **here):
-        fixed = 'source', 'names', 'test_rows'
-        same = {k: note[k] for k in self.noted if k in note and k not in fixed}
-        return _same_data(with_options(self, **{**_same_source(self, note), **same, **here}), note)
+        same = {k: note[k] for k in self.noted if k not in ('source', 'names', 'test_rows')}
+        return _as_noted(self, note, **{**same, **here})
 
 
-def _same_source(task, note: dict) -> dict:
-    "Options: where the data of a run are."
-    if task.source is not None:
-        return {}
-    if note['source'] is None:
-        raise ValueError("the run was trained on data in memory: load_run(run, task=own_task(...))")
-    return dict(source=note['source'])
-
-
-def _same_data(task, note: dict):
-    "The task, if it has the classes of the run; a warning where its test has other rows."
+def _as_noted(task, note: dict, **options):
+    "The task of a run, with its classes; a warning where its test has other rows."
+    if task.source is None:
+        if note['source'] is None:
+            said = "the run was trained on data in memory: load_run(run, task=own_task(...))"
+            raise ValueError(said)
+        options['source'] = note['source']
+    task = with_options(task, **options)
     if note['names'] != list(task.names):
         was, now = (', '.join(map(str, k))[:80] for k in (note['names'], task.names))
         raise ValueError(f"the run was trained on the classes {was}; the data have {now}")
-    if note.get('test_rows') not in (None, task.test_rows):
+    if note['test_rows'] not in (None, task.test_rows):
         warnings.warn(
             "the data have changed since this run was trained: the rows that are cut to be tested "
             "are others, and it may have been trained on some of them",
@@ -389,38 +357,21 @@ def _trunk_of(size: int, channels: int) -> dict:
     return dict(in_channels=channels, channels=wide, strides=(1, 2) * n)
 
 
-def _pillow_errors() -> tuple:
-    return OSError, SyntaxError, ValueError, need('PIL.Image').DecompressionBombError
-
-
-def _array(image):
-    "NumPy [m, n] or [m, n, 3], of its own numbers."
+def _pixels(image) -> tuple:
+    "Numbers [1 or 3, m, n], and the one that is white, if their kind says it."
     numpy, Image = need('numpy'), need('PIL.Image')
     if hasattr(image, 'convert'):
         if 'A' in image.getbands() or 'transparency' in image.info:
             image = image.convert('RGBA')
             image = Image.alpha_composite(Image.new('RGBA', image.size, 'white'), image)
-        if image.mode[0] not in 'IFL':
-            image = image.convert('RGB')
+        image = image if image.mode[0] in 'IFL' else image.convert('RGB')
     x = numpy.asarray(image)
-    if x.dtype.kind not in 'biuf' or not (x.ndim == 2 or x.ndim == 3 and {1, 3} & {*x.shape[::2]}):
-        raise ValueError(
-            f"expected [m, n] or [m, n, 1 or 3] numbers, got {list(x.shape)} {x.dtype}"
-        )
-    x = x if x.ndim == 2 or x.shape[-1] in (1, 3) else numpy.moveaxis(x, 0, -1)
-    return x[..., 0] if x.shape[-1:] == (1,) and x.ndim == 3 else x
-
-
-def _white(x, peak: Callable) -> int:
-    "The number that is white, from the kind of numbers, or else from a column's largest."
-    if x.dtype.kind == 'b':
-        return 1
-    if x.dtype.itemsize < 3 and x.dtype.kind == 'u':
-        return 256**x.dtype.itemsize - 1
-    low, high = peak()
-    if low < 0 or high >= 65536:
-        raise ValueError(f"expected numbers from 0 to 1, 255 or 65,535, got {low:g} to {high:g}")
-    return next(w for w in (1, 255, 65535) if high < w + 1 and (high <= w or w > 1))
+    shape, white = list(x.shape), {'bool': 1, 'uint8': 255, 'uint16': 65535}.get(x.dtype.name)
+    x = x[None] if x.ndim == 2 else x
+    x = numpy.moveaxis(x, -1, 0) if shape[-1:] in ([1], [3]) else x
+    if x.dtype.kind not in 'biuf' or x.ndim != 3 or len(x) not in (1, 3):
+        raise ValueError(f"expected [m, n] or [m, n, 1 or 3] numbers, got {shape} {x.dtype}")
+    return torch.tensor(x.astype('float32')), white
 
 
 @dataclass
@@ -443,52 +394,56 @@ class OwnPictures(OwnTask):
         kinds = dict(dstep=(DStepNet, None), routing=(RoutingNet, None), cnn=(PlainCNN, rival))
         return {k: Net(cls, trunk, recipe, make) for k, (cls, make) in kinds.items()}
 
-    def arrays(self, split):
-        "Each image of a split as it is; `ValueError` names the first that is none."
-        part = self.parts.splits[split]
-        if self.image not in part.column_names:
-            raise ValueError(f"no column {self.image!r}: there is {', '.join(part.column_names)}")
+    def seen(self, split):
+        "Each image of a split as the network sees it, but for what is white."
+        part = self.column(split, self.image)
         if getattr(part.features[self.image], 'dtype', '') in ('string', 'large_string'):
-            beside = Path(self.source).parent if isinstance(self.source, str) else Path()
-            found = [
-                p and '://' not in p and str(regular(beside / p)) or p for p in part[self.image]
-            ]
-            part = part.remove_columns(self.image).add_column(self.image, found)
+            at = Path(self.source).parent if isinstance(self.source, str) else Path()
+            paths = [dict(image=str(regular(at / (p or '')))) for p in part[self.image]]
+            part = need('datasets').Dataset.from_list(paths).rename_column('image', self.image)
             part = part.cast_column(self.image, need('datasets').Image())
         for k in range(len(part)):
-            try:
-                image = part[k][self.image]
-            except _pillow_errors() as e:
-                raise ValueError(f"picture {k} of {split} cannot be read: {first_line(e)}") from e
-            try:
-                yield _array(image)
-            except (TypeError, *_pillow_errors()) as e:
-                where = f"{self.image!r} of row {k} of {split}"
-                raise ValueError(f"{where} is no picture: {first_line(e)}") from e
+            with in_words(f"picture {k} of {split} cannot be read"):
+                x, white = _pixels(part[k][self.image])
+            how = dict(size=(self.size,) * 2, mode='bilinear', antialias=True)
+            x = F.interpolate(x.expand(3, -1, -1)[None], **how)[0]
+            grey = torch.tensor([0.299, 0.587, 0.114])
+            yield (x if self.colour else torch.einsum('cmn,c->mn', x, grey)[None]), white
 
     @cached_property
-    def peak(self) -> tuple:
-        "Smallest and largest number in the training images."
-        ends = [(float(x.min()), float(x.max())) for x in self.arrays('train')]
-        return min(low for low, _ in ends), max(high for _, high in ends)
+    def white(self) -> int:
+        "What is white where an image's kind does not say it: by the largest number in training."
+        ends = [x.aminmax() for x, white in self.seen('train') if white is None]
+        low, high = float(min(x.min for x in ends)), float(max(x.max for x in ends))
+        if low < 0 or high > 65536:
+            told = f"got {low:g} to {high:g}"
+            raise ValueError(f"expected numbers from 0 to 1, 255 or 65,535, {told}")
+        return next(w for w in (1, 255, 65535) if high < 1.001 * w)
 
     def open(self, split):
-        Image, numpy = need('PIL.Image'), need('numpy')
-        size, channels = self.size, 3 if self.colour else 1
-        out = torch.empty(len(self.parts.labels[split]), channels, size, size, dtype=torch.uint8)
-        for k, x in enumerate(self.arrays(split)):
-            white = _white(x, lambda: self.peak)
-            if white != 255 or x.dtype != 'uint8':
-                x = (x / white * 255).round().clip(0, 255).astype('uint8')
-            seen = Image.fromarray(x).convert('RGB' if self.colour else 'L').resize((size, size))
-            out[k] = torch.tensor(numpy.asarray(seen)).reshape(size, size, -1).movedim(-1, 0)
-        return dict(image=out, label=torch.tensor(self.parts.labels[split]))
+        size = len(self.parts.labels[split]), 3 if self.colour else 1, self.size, self.size
+        images = torch.empty(size, dtype=torch.uint8)
+        for k, (x, white) in enumerate(self.seen(split)):
+            images[k] = (x / (white or self.white) * 255).round().clamp(0, 255)
+        return dict(image=images, label=torch.tensor(self.parts.labels[split]))
 
 
 pictures = OwnPictures()
 
 # %% ../../nbs/lab/55_own_data.ipynb #00000012
-class TableNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'tabular']):
+class _Scaled(nn.Module):
+    "Rows of numbers, seen in standard deviations from the mean."
+
+    def __init__(self, n_columns: int):
+        super().__init__()
+        self.register_buffer('mean', torch.zeros(n_columns))
+        self.register_buffer('sd', torch.ones(n_columns))
+
+    def scaled(self, rows: Tensor) -> Tensor:
+        return ((rows - self.mean) / self.sd).clamp(-10, 10)
+
+
+class TableNet(_Scaled, HubMixin, library_name='capsnb', tags=['capsules', 'tabular']):
     "Each column a part, and a routing to the classes."
 
     def __init__(
@@ -500,25 +455,20 @@ class TableNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'ta
         d_pose: int = 4,  # d: columns of a pose
         n_iters: int = 3,  # iterations
     ):
-        super().__init__()
-        at_least_1(n_columns=n_columns, n_classes=n_classes, d_feat=d_feat)
-        self.register_buffer('mean', torch.zeros(n_columns))
-        self.register_buffer('sd', torch.ones(n_columns))
+        super().__init__(n_columns)
         self.slope = nn.Parameter(torch.randn(n_columns, d_feat))
         self.start = nn.Parameter(torch.randn(n_columns, d_feat))
         self.score = nn.Linear(d_feat, 1)
         self.pose = nn.Linear(d_feat, d_cov * d_pose)
         sizes = dict(n_inp=n_columns, n_out=n_classes, n_iters=n_iters)
         self.routing = Routing(d_cov, d_pose, d_pose, **sizes)
-        self.d_cov = d_cov
 
     def parts(self, rows: Tensor) -> tuple:  # scores [b, i], poses [b, i, c, d]
         "The columns as capsules; rows [b, i], NaN: no number."
-        x = ((rows - self.mean) / self.sd).clamp(-10, 10)
-        there = ~x.isnan()
-        x = F.gelu(x.where(there, torch.zeros_like(x))[..., None] * self.slope + self.start)
-        a = self.score(x).squeeze(-1).masked_fill(~there, -math.inf)
-        return a, self.pose(x).unflatten(-1, (self.d_cov, -1))
+        x, absent = self.scaled(rows), rows.isnan()
+        x = F.gelu(x.nan_to_num(0.0)[..., None] * self.slope + self.start)
+        a = self.score(x).squeeze(-1).masked_fill(absent, -math.inf)
+        return a, self.pose(x).unflatten(-1, (self.routing.d_cov, -1))
 
     def forward(self, rows: Tensor, labels: Tensor | None = None):
         "Routed(a, mu, sig2), or with labels [b] dict(loss=, logits=)."
@@ -531,8 +481,8 @@ class TableNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'ta
         taken = f * out.R
         return earned(self.routing, taken, f - taken)
 
-# %% ../../nbs/lab/55_own_data.ipynb #00000013
-class PlainTable(nn.Module, HubMixin, library_name='capsnb', tags=['tabular']):
+
+class PlainTable(_Scaled, HubMixin, library_name='capsnb', tags=['tabular']):
     "Two linear maps; a number that is missing is taken for the mean."
 
     def __init__(
@@ -541,31 +491,30 @@ class PlainTable(nn.Module, HubMixin, library_name='capsnb', tags=['tabular']):
         n_classes: int,  # classes
         n_hidden: int = 64,  # width between the maps
     ):
-        super().__init__()
-        at_least_1(n_columns=n_columns, n_classes=n_classes, n_hidden=n_hidden)
-        self.register_buffer('mean', torch.zeros(n_columns))
-        self.register_buffer('sd', torch.ones(n_columns))
+        super().__init__(n_columns)
         self.hidden, self.classify = nn.Linear(n_columns, n_hidden), nn.Linear(n_hidden, n_classes)
 
     def forward(self, rows: Tensor, labels: Tensor | None = None):
         "Scores, or with labels [b] dict(loss=, logits=)."
-        x = ((rows - self.mean) / self.sd).clamp(-10, 10).nan_to_num(0.0)
-        return answer(Scores(self.classify(F.gelu(self.hidden(x)))), labels)
+        x = F.gelu(self.hidden(self.scaled(rows).nan_to_num(0.0)))
+        return answer(Scores(self.classify(x)), labels)
 
 # %% ../../nbs/lab/55_own_data.ipynb #00000015
 _none = {'', '?', '-', 'na', 'n/a', '#n/a', 'nan', 'null', 'none'}
 
 
-def _is_none(v) -> bool:
-    return isinstance(v, str) and v.strip().lower() in _none
-
-
-def _as_number(v):
-    "A float, NaN for nothing or a word for it; None for what is no number."
-    try:
-        return math.nan if v is None or _is_none(v) else float(v)
-    except (TypeError, ValueError):
-        return None
+def _floats(values) -> tuple:
+    "Numbers, NaN for nothing; the words that say nothing; and what is no number."
+    out, none, odd = [], [], []
+    for v in values:
+        if isinstance(v, str) and v.strip().lower() in _none:
+            none.append(v)
+            v = None
+        try:
+            out.append(math.nan if v is None else float(v))
+        except (TypeError, ValueError):
+            odd.append(v)
+    return out, none, odd + [v for v in out if math.isinf(v)]
 
 
 class _RowDeck(BaseDeck):
@@ -590,68 +539,62 @@ class OwnTable(OwnTask):
 
     name = 'capsnb.lab.own:table'
     noted = _noted | dict(columns=(list, None), origin=list)
-    later = 'test_rows', 'origin'
 
     @cached_property
     def read(self) -> tuple:  # names of the columns
-        part = self.parts.splits['train']
-        odd, numbers = {}, []
+        part, left, numbers = self.parts.splits['train'], {}, {}
         for k in (k for k in part.column_names if k != self.label):
-            values = [_as_number(v) for v in part[k]]
-            wrong = [v for v, x in zip(part[k], values) if x is None]
-            if wrong:
-                no = f'{len(wrong):,} of {len(part):,} no numbers'
-                odd[k] = f"column {k!r} ({no}: {wrong[0]!r:.20})"
+            values, none, odd = _floats(part[k])
+            if odd:
+                no = f"{len(odd):,} of {len(part):,} no numbers: {odd[0]!r:.20}"
+                left[k] = f"column {k!r} ({no})"
             elif all(map(math.isnan, values)):
-                odd[k] = f"column {k!r} (empty)"
+                left[k] = f"column {k!r} (empty)"
             else:
-                numbers.append(k)
-        wanted = numbers if self.columns is None else list(self.columns)
-        if bad := [k for k in wanted if k not in numbers]:
-            why = f": {odd[bad[0]]}" if bad[0] in odd else ''
-            there = ', '.join(numbers) or 'none'
-            raise ValueError(f"{bad[0]!r} is no column of numbers{why}; there is {there:.200}")
+                numbers[k] = none
+        wanted = tuple(numbers if self.columns is None else self.columns)
+        for k in wanted:
+            if k not in numbers:
+                why = f"{left.get(k, 'none of this name')}; there is {', '.join(numbers):.200}"
+                raise ValueError(f"{k!r} is no column of numbers: {why}")
         if not wanted:
-            said = ', '.join(odd) or 'none'
+            said = ', '.join(left.values()) or 'none'
             raise ValueError(f"there is no column of numbers, but {said:.200}")
-        holes = {k: [v for v in part[k] if _is_none(v)] for k in wanted}
-        said = [f"{len(v):,} entries {v[0]!r} of column {k!r}" for k, v in holes.items() if v]
-        said += odd.values() if self.columns is None else ()
-        _say_what_is_left_out(self.source, said)
-        return tuple(wanted)
+        none = {k: numbers[k] for k in wanted if numbers[k]}
+        said = [f"{len(v):,} entries {v[0]!r} of column {k!r}" for k, v in none.items()]
+        _say_what_is_left_out(self.source, said + [*left.values()] * (self.columns is None))
+        return wanted
 
     @property
     def networks(self):
         recipe = dict(epochs=40, momentum='notebook', mixup=0.0, lr=(1e-5, 1e-2), shift=0)
-        make = {k: partial(self._scaled, k) for k in ('table', 'plain')}
         kinds = dict(table=TableNet, plain=PlainTable)
-        return {k: Net(cls, {}, recipe, make[k]) for k, cls in kinds.items()}
+        return {k: Net(cls, {}, recipe, partial(self._scaled, k)) for k, cls in kinds.items()}
 
     def _scaled(self, kind, **options):
         sizes = dict(n_columns=len(self.read), n_classes=len(self.names), **options)
-        if kind == 'table' or 'n_hidden' in options:
-            net = dict(table=TableNet, plain=PlainTable)[kind](**sizes)
+        if kind == 'table':
+            net = TableNet(**sizes)
+        elif 'n_hidden' in options:
+            net = PlainTable(**sizes)
         else:
             net = rival_of(n_params(TableNet(**sizes)), PlainTable, **sizes)
         rows = self.open('train')['rows']
         net.mean.copy_(rows.nanmean(0).nan_to_num(0.0))
         sd = (rows - net.mean).square().nanmean(0).sqrt()
-        net.sd.copy_(sd.where(sd > 0, torch.ones_like(sd)))
+        net.sd.copy_(sd.where(sd > 0, 1.0))
         return net
 
     def _raw(self, split) -> Tensor:
         "[n, i] in double precision; NaN: no number."
-        part, out = self.parts.splits[split], []
+        rows = []
         for k in self.read:
-            if k not in part.column_names:
-                raise ValueError(f"{split} has no column {k!r}")
-            out.append([_as_number(v) for v in part[k]])
-            if None in out[-1]:
-                wrong = f'{part[k][out[-1].index(None)]!r:.40}'
-                raise ValueError(f"expected numbers in the column {k!r} of {split}, got {wrong}")
-            if any(map(math.isinf, out[-1])):
-                raise ValueError(f"the column {k!r} of {split} has infinite numbers")
-        return torch.tensor(out, dtype=torch.float64).mT.contiguous()
+            values, _, odd = _floats(self.column(split, k)[k])
+            if odd:
+                said = f"in the column {k!r} of {split}, got {odd[0]!r:.40}"
+                raise ValueError(f"expected numbers {said}")
+            rows.append(values)
+        return torch.tensor(rows, dtype=torch.float64).mT.contiguous()
 
     @cached_property
     def centre(self) -> list:  # [i]
@@ -661,9 +604,6 @@ class OwnTable(OwnTask):
 
     def note(self, net):
         return super().note(net) | dict(columns=list(self.read), origin=self.centre)
-
-    def from_note(self, note, **here):
-        return super().from_note(dict(origin=[0.0]) | note, **here)  # older runs took nothing away
 
     def open(self, split):
         rows = self._raw(split) - torch.tensor(self.centre, dtype=torch.float64)
@@ -695,22 +635,17 @@ class OwnTexts(Sentiment):
     own = 'text', 'label', 'test', 'held', 'limit'  # options that task.json notes
     noted = dict(_noted, text=str, encoder=str, fingerprint=str)
 
-    __post_init__ = OwnTask.__post_init__
+    __post_init__, column = OwnTask.__post_init__, OwnTask.column
     parts, names, test_rows = OwnTask.parts, OwnTask.names, OwnTask.test_rows
-    later = *Sentiment.later, 'test_rows'
 
     def read(self, splits=('train', 'validation', 'test')):
         out = {}
         for k in splits:
-            part = self.parts.splits[k]
-            if self.text not in part.column_names:
-                there = ', '.join(part.column_names)
-                raise ValueError(f"no column {self.text!r}: there is {there}")
-            texts, labels = list(part[self.text]), self.parts.labels[k]
-            wrong = (n for n, t in enumerate(texts) if not isinstance(t, str) or not t.strip())
-            if (n := next(wrong, None)) is not None:
-                got = f"got {texts[n]!r:.60} in row {n} of {k}"
-                raise ValueError(f"expected texts in the column {self.text!r}, {got}")
+            texts, labels = list(self.column(k, self.text)[self.text]), self.parts.labels[k]
+            for n, text in enumerate(texts):
+                if not isinstance(text, str) or not text.strip():
+                    told = f"got {text!r:.60} in row {n} of {k}"
+                    raise ValueError(f"expected texts in the column {self.text!r}, {told}")
             name = f'own-{fingerprint(texts)[:12]}'
             out[k] = Samples(name, texts, list(range(len(texts))), labels)
         return out
@@ -719,17 +654,16 @@ class OwnTexts(Sentiment):
         return super().note(net) | dict(task=self.name)
 
     def data_note(self):
-        same = {k: getattr(self, k) for k in self.own}
         source = self.source if isinstance(self.source, str) else None
-        return same | dict(source=source, names=list(self.names), test_rows=self.test_rows)
+        said = dict(source=source, names=list(self.names), test_rows=self.test_rows)
+        return said | {k: getattr(self, k) for k in self.own}
 
     def data_noted(self, note):
         return {}
 
     def from_note(self, note, **here):
-        same = {k: note[k] for k in self.own}
-        found = with_options(self, **{**_same_source(self, note), **same})
-        return Sentiment.from_note(_same_data(found, note), note, **here)
+        found = _as_noted(self, note, **{k: note[k] for k in self.own})
+        return Sentiment.from_note(found, note, **here)
 
 
 texts = OwnTexts()
@@ -748,7 +682,5 @@ def own_task(
     named = {k: v for k, v in named.items() if v is not None}
     if len(named) > 1:
         raise ValueError(f"expected columns of one kind, got {' and '.join(named)}")
-    if not isinstance(source, (str, Path)):
-        open_columns(source)  # what cannot be one is told at once
     kind = dict(image=pictures, text=texts).get(next(iter(named), ''), table)
     return with_options(kind, source=source, **named, **options)
