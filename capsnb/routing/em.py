@@ -155,9 +155,9 @@ def as_schedule(
 class Floor(NamedTuple):
     "What keeps variances, and the masses of wholes, away from 0."
 
-    rel: float  # multiple of the votes' spread that is added to every variance
+    rel: float  # multiple of the votes' first variance that is added to every variance
     abs: float  # added to every variance, in squared units of the votes
-    mass: float  # added to the mass of every whole, in parts (the D-step's; EM routing has `TINY`)
+    mass: float  # added to the data of every whole, in parts (the D-step's; EM routing has `TINY`)
 
 # %% ../../nbs/book/04_em_routing.ipynb #0000002c
 def _value(eps) -> float:
@@ -176,7 +176,7 @@ def _sound(floor: Floor) -> bool:
 def as_floor(
     eps: str
     | float
-    | Floor,  # 'auto'; '10%' of the votes' spread; 1e-4: absolute; 'paper': 2019's 1e-5
+    | Floor,  # 'auto'; '10%' of the votes' first variance; 1e-4: absolute; 'paper': 2019's 1e-5
     n: int | None = None,  # components of a vote, c·h: needed for 'auto' only
 ) -> Floor:  # what is added where
     "Read the `eps` argument of a routing; `ValueError` unless it is positive and finite."
@@ -191,20 +191,20 @@ def as_floor(
     value = _value(1e-5 if isinstance(eps, str) and eps == 'paper' else eps)
     if not 0 < value < math.inf:
         raise ValueError(
-            "eps must be a positive number, a percentage of the votes' spread such as '10%', "
-            f"'auto' (√n − 1 times the spread) or 'paper' (1e-5), got {eps!r}"
+            "eps must be a positive number, a percentage of the votes' variance such as '10%', "
+            f"'auto' (√n − 1 times that variance) or 'paper' (1e-5), got {eps!r}"
         )
     is_rel = isinstance(eps, str) and eps.endswith('%')
     return Floor(value, 1e-12, 1e-12) if is_rel else Floor(0.0, value, value)
 
 # %% ../../nbs/book/04_em_routing.ipynb #0000002e
 def sig2_floor(
-    s: Tensor,  # [..., j, c, h] variances of the first iteration: the votes' spread
+    s: Tensor,  # [..., j, c, h] variances of the votes in the first iteration
     mu: Tensor,  # [..., j, c, h] means of the first iteration
     floor: Floor,  # from `as_floor`
     dims: tuple[int, ...] = (-3, -2, -1),  # the dimensions of one sample
 ) -> Tensor:  # broadcasts against s: what to add to every variance
-    "The floor of the variances, absolute or from the spread of the votes."
+    "The floor of the variances, absolute or from the first variance of the votes."
     if floor.rel == 0:
         return s.new_full((), floor.abs)
     spread = s.mean(dims, keepdim=True)

@@ -49,7 +49,7 @@ def m_step(
 
 # %% ../../nbs/book/02_mixture.ipynb #00000013
 class Step(NamedTuple):
-    "One turn of EM: the M-step's Gaussians, and the E-step's answer to them."
+    "One iteration of EM: the M-step's Gaussians, and the E-step's answer to them."
 
     pi: Tensor  # [..., j] mixing proportions
     mu: Tensor  # [..., j, h] means
@@ -61,9 +61,9 @@ class Step(NamedTuple):
 def em(
     V: Tensor,  # [..., i, j, h] votes, or [..., i, 1, h] points
     R: Tensor,  # [..., i, j] shares to begin with
-    n_iters: int = 8,  # turns
+    n_iters: int = 8,  # iterations
     least: float = 0.0,  # least variance, in squared units of V
-) -> list[Step]:  # one for each turn
+) -> list[Step]:  # one for each iteration
     "EM for a mixture of Gaussians with a variance per dimension."
     steps = []
     for _ in range(n_iters):
