@@ -18,7 +18,7 @@ from capsnb.lab import sentiment
 from capsnb.cli import make_app
 from capsnb.data.embed import FrozenEncoder, about_tokens, price_of, read_config, tiny_transformer
 from capsnb.lab import tasks
-from capsnb.lab.sentiment import Sentiment, sst_samples
+from capsnb.lab.sentiment import Sentiment
 from capsnb.lab.tasks import evaluate, train
 from capsnb.data.sst import load_sst, tiny_treebank
 
@@ -76,7 +76,7 @@ def large(world, tmp_path, monkeypatch):
         return {k: row('train-phrases' if k == 'train' else k, n) for k, n in sizes.items()}
 
     monkeypatch.setattr(embed, '_load_frozen', never)
-    monkeypatch.setattr(sentiment, 'sst_samples', many)
+    monkeypatch.setattr(Sentiment, 'read', many)
     return folder
 
 
@@ -148,7 +148,7 @@ def test_the_size_of_gpt2_large_is_known_without_a_network(monkeypatch, tmp_path
 
 def test_estimates_are_near(world):
     encoder = FrozenEncoder(world['model'], device='cpu')
-    texts = sst_samples('sst5', world['trees'], False)['train'].texts
+    texts = Sentiment(folder=world['trees'], official=False).read()['train'].texts
     p = price_of(read_config(world['model']), texts, device=torch.device('cpu'))
     assert abs(p.disk / encoder.cache_bytes(texts) - 1) < 0.25
     assert about_tokens(['a b c d e f g h i j']) == 12
