@@ -15,14 +15,13 @@ for name in ('accelerate', 'sklearn', 'typer'):
 import huggingface_hub
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
-from hub import stand_in
+from hub import put_in_cache, stand_in
 from capsnb.cli import make_app
 from capsnb.core import seed_everything
 from capsnb.data.embed import FrozenEncoder, tiny_transformer
 from capsnb.data.sst import load_sst, tiny_treebank
 from capsnb.lab.capsnet import CapsNet
 from capsnb.lab.hub import RoutingClassifier, card_of, classifier_of, push_run
-from capsnb.lab.own import OwnTexts
 from capsnb.lab.runs import with_digest
 from capsnb.lab.sentiment import Sentiment
 from capsnb.lab.tasks import load_run, train
@@ -178,10 +177,10 @@ def test_what_cannot_be_pushed_is_one_sentence(hub, digits, tmp_path, monkeypatc
     assert 'is damaged' in says(damaged, 'me/x')
     assert 'no finished run' in says(tmp_path / 'none', 'me/x')
     assert 'no name!' in says(digits, 'no name!')
-    assert 'log in with a token that may write' in says(digits, 'me/x', '--token', 'hf_wrong')
+    assert 'with a token that may write there' in says(digits, 'me/x', '--token', 'hf_wrong')
     constants = huggingface_hub.constants
     for key, value, said in (
-        ('HF_HUB_OFFLINE', True, 'HF_HUB_OFFLINE is set'),
+        ('HF_HUB_OFFLINE', True, 'HF_HUB_OFFLINE forbids'),
         ('ENDPOINT', 'http://127.0.0.1:1', 'http://127.0.0.1:1 does not answer'),
         ('HF_TOKEN_PATH', str(tmp_path / 'none'), 'nobody is logged in; hf auth login'),
     ):
@@ -376,26 +375,6 @@ def test_what_callers_of_transformers_ask_for(saved, world):
         model(**batch, output_attentions=True)
     with pytest.raises(ValueError, match='the head has 5 classes, num_labels is 7'):
         read(saved, num_labels=7)
-    with pytest.raises(ValueError, match='one class a text'):
-        read(saved, problem_type='multi_label_classification')
-
-
-def test_checkpointing_gives_the_same_gradients(world):
-    model, calls, found = whole(encoder(world)), [], []
-    batch = model.tokenizer(world['texts'][:4], padding=True, return_tensors='pt')
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    model.encoder.h[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    for enable in (False, True):
-        if enable:
-            model.gradient_checkpointing_enable()
-        model.zero_grad()
-        model.train()(**batch, labels=torch.tensor([0, 1, 0, 1])).loss.backward()
-        grads = {k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None}
-        found.append(grads)
-    assert len(calls) == 3 and len(found[0]) > 20  # once, then once more in the backward pass
-    torch.testing.assert_close(*found)
 
 
 def test_adapters_are_trained_or_refused(saved, world):
@@ -413,22 +392,7 @@ def test_adapters_are_trained_or_refused(saved, world):
     assert grads and all(g is not None and g.any() for g in grads.values())
 
 
-def test_a_trained_t5_has_no_config_of_its_encoder_alone(world, tmp_path):
-    tiny_transformer(tmp_path / 'm', world['texts'])
-    sizes = dict(d_model=32, d_ff=48, d_kv=8, num_layers=2, num_heads=4, vocab_size=600)
-    tf.AutoModel.from_config(tf.T5Config(**sizes)).save_pretrained(tmp_path / 'm')
-    with pytest.raises(ValueError, match='cannot be made again from its config: freeze it'):
-        whole(tmp_path / 'm')
-
-
-@pytest.mark.parametrize('name', ['classifier.json', 'model.safetensors'])
-def test_what_an_older_version_saved_says_what_to_do(tmp_path, name):
-    (tmp_path / name).write_text('{}')
-    with pytest.raises(ValueError, match='older capsnb.*from_encoder'):
-        RoutingClassifier.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize('names', [['a'], ['a', 'a'], 'ab', 3, dict(a=0, b=1)])
+@pytest.mark.parametrize('names', [['a'], ['a', 'a'], 'abc'])
 def test_odd_names_are_refused_before_anything_is_loaded(names):
     with pytest.raises(ValueError, match='expected 2 different names of classes'):
         RoutingClassifier.from_encoder('./nowhere', 2, names=names)
@@ -517,38 +481,19 @@ def test_a_transformer_that_nobody_else_has_is_not_named_on_the_hub(hub, run, wo
 # ---- data sets
 
 
-def put(hub, name, tmp_path, **splits):  # a data set as the Hub keeps it
-    files = hub.repos.setdefault(f'datasets/{name}', {})
-    for split, rows in splits.items():
-        datasets.Dataset.from_list(rows).to_parquet(tmp_path / 'rows.parquet')
-        content = (tmp_path / 'rows.parquet').read_bytes()
-        files[f'data/{split}-00000-of-00001.parquet'] = content
-
-
 @pytest.mark.slow
 def test_pictures_of_a_data_set_of_the_hub(hub, tmp_path):
     Image = pytest.importorskip('PIL.Image')
     one = lambda k: Image.new('RGB', (20, 15), (30 + 190 * (k % 2), k, 0))
     rows = [dict(seen=one(k), kind=['dark', 'light'][k % 2]) for k in range(40)]
-    put(hub, 'me/shapes', tmp_path, train=rows, test=rows[:10])
+    parts = dict(train=datasets.Dataset.from_list(rows), test=datasets.Dataset.from_list(rows[:10]))
+    put_in_cache(tmp_path / 'hub' / 'datasets', 'me/shapes', 'c' * 40, parts)
     out = tmp_path / 'run'
     how = '--image seen --label kind --size 16 --epochs 2 --net cnn --device cpu --out'.split()
-    capsnb('train', 'hub:me/shapes', *how, out)
+    capsnb('train', f"hub:me/shapes@{'c' * 40}", *how, out)
     note = json.loads((out / 'task.json').read_text())
-    assert note['source'] == 'hub:me/shapes' and note['names'] == ['dark', 'light']
+    assert note['source'].startswith('hub:me/shapes') and note['names'] == ['dark', 'light']
     assert len(load_run(out, 'cpu').task.open('test')['label']) == 10
-    card = card_of(out, 'me/net')
-    assert card.data.datasets == ['me/shapes'] and 'hub:me/shapes' in str(card)
+    assert card_of(out, 'me/net').data.datasets == ['me/shapes']
     said = capsnb('train', 'hub:me/none', *how, tmp_path / 'none', code=1)
     assert "'hub:me/none' cannot be read" in said
-
-
-def test_texts_of_a_data_set_of_the_hub(hub, world, tmp_path):
-    moods = [('bad', 'it broke'), ('good', 'it lasts'), ('good', 'worth it'), ('bad', 'no')]
-    rows = [dict(words=f'{t}, says {k}', mood=m) for k in range(8) for m, t in moods]
-    put(hub, 'me/words', tmp_path, train=rows[:20], validation=rows[20:26], test=rows[26:])
-    how = dict(source='hub:me/words', text='words', label='mood', cache=False)
-    own = OwnTexts(encoder=encoder(world), **how)
-    m = train(own, None, tmp_path / 'run', **quick)
-    assert m['valid_accuracy'] is not None and own.names == ('bad', 'good')
-    assert [len(own.parts.labels[k]) for k in ('train', 'validation', 'test')] == [20, 6, 6]

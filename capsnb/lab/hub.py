@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from ..core import need
 from ..data.embed import FrozenEncoder, _check_config, as_texts, first_line, pick_layers
-from ..data.files import need_hub, read_json, regular
+from ..data.files import in_words, need_hub, read_json, regular
 from ..data.mnist import hub_names
 from ..data.norb import hub_name
 from ..engine.numerics import may_look
@@ -30,7 +30,7 @@ _tf = need('transformers')
 
 # %% auto #0
 __all__ = ['heads', 'CapsConfig', 'RoutingClassifier', 'classifier_of', 'shown', 'without_places', 'card_of', 'write_card',
-           'push_run', 'files_for_hub']
+           'files_for_hub', 'push_run']
 
 # %% ../../nbs/lab/97_hub.ipynb #3097b723
 heads = dict(  # by their names in a task
@@ -56,69 +56,42 @@ class CapsConfig(_tf.PretrainedConfig):
         super().__init__(**kw)
 
 
-def _new_head(config: CapsConfig) -> nn.Module:
-    "Untrained; `ValueError` for whatever odd entries lead to."
-    network = str(config.network)
-    if network not in heads:
-        raise ValueError(f"config.json: network must be one of {[*heads]}, got {network!r:.60}")
-    try:
-        return heads[network](**config.head)
-    except Exception as e:
-        raise ValueError(f"config.json: its head makes no network: {first_line(e)}") from e
-
-
 def _new_encoder(config: dict) -> nn.Module:
-    "Untrained."
-    try:
+    with in_words("config.json: its transformer cannot be made"):
         made = _tf.AutoConfig.for_model(**config)
         _check_config(made)
         return _tf.AutoModel.from_config(made, trust_remote_code=False)
-    except (AttributeError, KeyError, TypeError, ValueError) as e:
-        raise ValueError(f"config.json: its transformer cannot be made: {first_line(e)}") from e
-
-# %% ../../nbs/lab/97_hub.ipynb #8f65bfcb
-def _with_end(ids: Tensor, mask: Tensor, end: int | None) -> tuple:
-    "Ids and mask [b, n or n + 1], closed as in training; padding becomes an id that is known."
-    ids = ids.masked_fill(mask == 0, 0)
-    length = mask.sum(1, keepdim=True)
-    last = ids.gather(1, (length - 1).clamp_min(0))
-    if end is None or not (last != end).any():
-        return ids, mask
-    ids, mask, is_open = F.pad(ids, (0, 1)), F.pad(mask, (0, 1)), last != end
-    ids = ids.scatter(1, length, torch.where(is_open, end, ids.gather(1, length)))
-    return ids, mask.scatter(1, length, is_open.to(mask.dtype))
 
 
-def _check_tokens(mask: Tensor, most: int | None):
-    if not may_look(mask):
-        return
-    if (mask[:, 1:] > mask[:, :-1]).any():
-        raise ValueError("expected padding on the right: tokenizer.padding_side = 'right'")
-    if (empty := ~mask.bool().any(1)).any():
-        raise ValueError(f"text {int(empty.float().argmax())} is empty")
-    if most and (n := int(mask.sum(1).max())) > most:
-        raise ValueError(f"a text has {n} tokens, the model takes at most {most}: truncation=True")
-
-
-def _check_frozen(model: nn.Module):
-    if not (model.training and model.frozen):
-        return
-    if given := [k for k, p in model.encoder.named_parameters() if p.requires_grad]:
-        raise ValueError(
-            f"the transformer is frozen, so its {given[0]} would never be trained: make the "
-            "classifier with RoutingClassifier.from_encoder(..., frozen=False), or call thaw()"
-        )
-
-
-def _checked(reader: dict) -> dict:
-    "The same, with the key that `noted_encoder` reads."
+def _checked(config: CapsConfig) -> dict:
+    "Its reader, with the key that `noted_encoder` reads."
+    reader, said = config.reader, 'config.json is damaged: its entry'
     if not isinstance(reader, dict):
-        raise ValueError(f"config.json is damaged: its entry 'reader' is {reader!r:.60}")
+        raise ValueError(f"{said} 'reader' is {reader!r:.60}")
     note = check_note(reader | dict(dtype=reader.get('computes_in')), 'config.json')
     for key in ('end_id', 'most'):
         if not (note.get(key, '') is None or type(note.get(key)) is int and note[key] >= 0):
-            raise ValueError(f"config.json is damaged: its entry '{key}' is {note.get(key)!r:.60}")
+            raise ValueError(f"{said} '{key}' is {note.get(key)!r:.60}")
     return note
+
+# %% ../../nbs/lab/97_hub.ipynb #8f65bfcb
+def _closed(ids: Tensor, mask: Tensor, end: int | None, most: int | None) -> tuple:
+    "Ids and mask [b, n or n + 1], closed as in training; padding becomes an id that is known."
+    look = may_look(mask)
+    if look and (mask[:, 1:] > mask[:, :-1]).any():
+        raise ValueError("expected padding on the right: tokenizer.padding_side = 'right'")
+    length = mask.sum(1, keepdim=True)
+    if look and not length.all():
+        raise ValueError(f"text {int(length.argmin())} is empty")
+    ids = ids.masked_fill(mask == 0, 0)
+    is_open = ids.gather(1, (length - 1).clamp_min(0)) != end
+    if end is not None and is_open.any():
+        ids, mask = F.pad(ids, (0, 1)), F.pad(mask, (0, 1))
+        ids = ids.scatter(1, length, torch.where(is_open, end, ids.gather(1, length)))
+        mask = mask.scatter(1, length, is_open.to(mask.dtype))
+    if look and most and (n := int(mask.sum(1).max())) > most:
+        raise ValueError(f"a text has {n} tokens, the model takes at most {most}: truncation=True")
+    return ids, mask
 
 # %% ../../nbs/lab/97_hub.ipynb #f1cbfc95
 class RoutingClassifier(_tf.PreTrainedModel):
@@ -137,11 +110,11 @@ class RoutingClassifier(_tf.PreTrainedModel):
         encoder: nn.Module | None = None,  # transformer; None: made if trained, else read later
     ):
         super().__init__(config)
-        self.head, self.encoder, self.num_labels = _new_head(config), None, config.num_labels
+        with in_words(f"config.json: its head {config.network!r:.60} makes no network"):
+            self.head = heads[config.network](**config.head)
+        self.encoder, self.num_labels = None, config.num_labels
         if self.num_labels != (n := self.head._hub_mixin_config['n_classes']):
             raise ValueError(f"the head has {n} classes, num_labels is {self.num_labels}")
-        if config.problem_type not in (None, 'single_label_classification'):
-            raise ValueError(f"one class a text is what is learnt, not {config.problem_type!r:.60}")
         if encoder is not None or not self.frozen:
             self.read_with(_new_encoder(config.encoder_config) if encoder is None else encoder)
         self.post_init()
@@ -167,8 +140,11 @@ class RoutingClassifier(_tf.PreTrainedModel):
 
     def thaw(self):
         "Let the transformer be trained, or what is put into it."
-        self.config.encoder_config = _trained_config(self.encoder)
-        self.config.reader |= dict.fromkeys(_places)
+        idle = 'name_or_path', '_name_or_path', 'transformers_version', 'quantization_config'
+        config = {k: v for k, v in self.encoder.config.to_dict().items() if k not in idle}
+        self.config.encoder_config = config
+        places = ('encoder', 'gguf_file', 'revision', 'fingerprint')  # of one that is not saved
+        self.config.reader |= dict.fromkeys(places)
         self.read_with(self.encoder)
 
     def train(
@@ -191,21 +167,23 @@ class RoutingClassifier(_tf.PreTrainedModel):
         output_hidden_states: bool | None = None,  # also the transformer's; None: as in the config
         return_dict: bool | None = None,  # False: a tuple
     ):  # SequenceClassifierOutput with logits [b, k], and with labels their loss
-        if self.encoder is None:
-            raise ValueError("the transformer has not been read: model.read_with(encoder)")
         if inputs_embeds is not None or output_attentions:
             raise ValueError("expected input_ids, and neither inputs_embeds nor output_attentions")
-        _check_frozen(self)
+        if self.training and self.frozen:
+            given = [k for k, p in self.encoder.named_parameters() if p.requires_grad]
+            if given:
+                raise ValueError(
+                    f"the transformer is frozen, so its {given[0]} would never be trained: make "
+                    "the classifier with from_encoder(..., frozen=False), or call thaw()"
+                )
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
-        _check_tokens(mask, None)
-        ids, mask = _with_end(input_ids, mask, self.config.reader['end_id'])
-        _check_tokens(mask, self.config.reader['most'])
+        reader = self.config.reader
+        ids, mask = _closed(input_ids, mask, reader['end_id'], reader['most'])
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             states = self.encoder(
                 input_ids=ids, attention_mask=mask, output_hidden_states=True, return_dict=True
             ).hidden_states
-        layers = pick_layers(self.config.reader['layers'], len(states))
-        embs = torch.stack([states[k] for k in layers], 2)
+        embs = torch.stack([states[k] for k in pick_layers(reader['layers'], len(states))], 2)
         there = mask.to(self.head.depth_emb.dtype)
         out = answer(self.head(there, embs.to(there.dtype)), None)
         loss = None if labels is None else answer(out, labels)['loss']
@@ -258,11 +236,9 @@ class RoutingClassifier(_tf.PreTrainedModel):
         name_or_folder: str | Path,  # on the Hub, or a folder
         *args,  # of transformers
         encoder: str | Path | None = None,  # where a frozen transformer lies now; None: as it says
-        output_loading_info: bool = False,  # of transformers
         **kw,  # of transformers
-    ):  # the model, in evaluation mode
+    ) -> RoutingClassifier:  # in evaluation mode
         "Read one; `ValueError` where weights do not fit, `OSError` without its transformer."
-        _refuse_older(name_or_folder)
         try:
             model, info = super().from_pretrained(
                 name_or_folder, *args, output_loading_info=True, **kw
@@ -270,17 +246,17 @@ class RoutingClassifier(_tf.PreTrainedModel):
         except RuntimeError as e:  # what transformers says of weights
             said = f"'{name_or_folder}': config and weights do not belong together"
             raise ValueError(f"{said}: {first_line(e)}") from e
-        if odd := {k: sorted(map(str, v)) for k, v in info.items() if v and k.endswith('_keys')}:
-            kind, (first, *_) = next(iter(odd.items()))
-            said = f"{kind.replace('_', ' ')}, such as {first}"
-            raise ValueError(f"'{name_or_folder}' holds other weights than its config says: {said}")
-        note = _checked(model.config.reader)
+        if odd := [f'{kind} {k}' for kind, v in info.items() if kind.endswith('_keys') for k in v]:
+            raise ValueError(
+                f"'{name_or_folder}' holds other weights than its config says: {odd[0]}"
+            )
+        note = _checked(model.config)
         if model.frozen:
             model.read_with(noted_encoder(note, encoder, str(model.device)).model)
         known = model.encoder.get_input_embeddings().num_embeddings
         if (note['end_id'] or 0) >= known:
             raise ValueError(f"config.json: end_id is {note['end_id']}, there are {known} tokens")
-        return (model.eval(), info) if output_loading_info else model.eval()
+        return model.eval()
 
     @classmethod
     def from_encoder(
@@ -300,15 +276,17 @@ class RoutingClassifier(_tf.PreTrainedModel):
         **kw,  # of `SSTNet`, e.g. n_parts, dropout
     ) -> RoutingClassifier:  # ready to be trained, with its tokenizer
         "A new routing head on a transformer."
-        listed = isinstance(names, (list, tuple)) and len(names) == len({*map(str, names)})
-        if names is not None and not (listed and len(names) == n_classes):
+        if names is not None and len({*map(str, names)}) != n_classes:
             raise ValueError(f"expected {n_classes} different names of classes, got {names!r:.200}")
         texts = None if texts is None else as_texts(texts)
         reader = FrozenEncoder(name_or_folder, gguf_file, layers, None, device, end, revision)
         head = head or SSTNet(reader.n_layers, reader.d_emb, n_classes, **kw)
         if texts is not None:
             measure_scale(head, (e for _, e in reader.stream(texts)))
-        return _put_together(head, reader, names, frozen)
+        model = _put_together(head, reader, names)
+        if not frozen:
+            model.thaw()
+        return model
 
 
 _tf.AutoConfig.register(CapsConfig.model_type, CapsConfig, exist_ok=True)
@@ -324,13 +302,10 @@ def classifier_of(
     head, task, note = load_run(run, device, **({} if encoder is None else {'encoder': encoder}))
     if not hasattr(task, 'reader'):
         raise ValueError(f"'{run}' is no run on texts, but on {task.name}")
-    return _put_together(head, task.reader(), note['names'], True).eval()
+    return _put_together(head, task.reader(), note['names']).eval()
 
 
-_places = ('encoder', 'gguf_file', 'revision', 'fingerprint')  # of a transformer that is not saved
-
-
-def _put_together(head: nn.Module, reader: FrozenEncoder, names, frozen: bool) -> RoutingClassifier:
+def _put_together(head: nn.Module, reader: FrozenEncoder, names) -> RoutingClassifier:
     note = encoder_note(reader) | dict(end_id=reader.end_id, most=reader.most)
     note['computes_in'] = note.pop('dtype')  # which transformers would take for the head's
     n, network = head._hub_mixin_config['n_classes'], {v: k for k, v in heads.items()}[type(head)]
@@ -339,46 +314,14 @@ def _put_together(head: nn.Module, reader: FrozenEncoder, names, frozen: bool) -
         how |= dict(id2label=dict(enumerate(names)), label2id={k: i for i, k in enumerate(names)})
     model = RoutingClassifier(CapsConfig(**how), reader.model)
     model.head.load_state_dict(head.state_dict())
-    model.tokenizer = _own_tokenizer(reader)
-    if not frozen:
-        model.thaw()
-    return model.to(reader.device)
-
-
-def _trained_config(model: nn.Module) -> dict:
-    "JSON-ready, without a place of this machine; `ValueError` where it cannot be made from it."
-    idle = 'name_or_path', '_name_or_path', 'transformers_version', 'quantization_config'
-    note = {k: v for k, v in model.config.to_dict().items() if k not in idle}
-    with torch.device('meta'):
-        again = _new_encoder(note)
-    if again.state_dict().keys() != model.state_dict().keys():
-        kind = type(model).__name__
-        raise ValueError(f"a trained {kind} cannot be made again from its config: freeze it")
-    return note
-
-
-def _own_tokenizer(reader: FrozenEncoder):
-    tokenizer = copy.deepcopy(reader.tokenizer)
+    tokenizer = model.tokenizer = copy.deepcopy(reader.tokenizer)
     tokenizer.padding_side = tokenizer.truncation_side = 'right'
     if tokenizer.pad_token_id != reader.pad_id:  # there is none, or the model does not know it
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(reader.pad_id)
     if reader.most:
         tokenizer.model_max_length = reader.most - (reader.end_id is not None)
     tokenizer.model_input_names = ['input_ids', 'attention_mask']
-    return tokenizer
-
-
-def _refuse_older(name_or_folder: str | Path):
-    "`ValueError` for what `RoutingClassifier` saved before it was a `PreTrainedModel`."
-    folder = Path(name_or_folder).expanduser()
-    head = (folder / 'classifier.json').is_file()
-    if head or (folder / 'model.safetensors').is_file() > (folder / 'config.json').is_file():
-        how = f"head=SSTNet.from_pretrained('{folder / 'head'}')"
-        raise ValueError(
-            f"'{folder}' was saved by an older capsnb, before classifiers were transformers' "
-            "models: RoutingClassifier.from_encoder(...) makes it again with "
-            + (how if head else 'load_state_dict of its weights')
-        )
+    return model.to(reader.device)
 
 # %% ../../nbs/lab/97_hub.ipynb #42499ff0
 def shown(
@@ -408,14 +351,8 @@ def without_places(
     return value
 
 
-def _fenced(text: str, kind: str) -> str:
-    "A block of code in Markdown."
-    fence = '`' * max(3, 1 + max(map(len, re.findall('`+', text)), default=0))
-    return f'{fence}{kind}\n{text}\n{fence}'
-
-# %% ../../nbs/lab/97_hub.ipynb #10e0aa6c
 def _repeat(m: dict) -> str:
-    "The command that was typed, without places."
+    "The command that was typed, in one line, without places."
     try:
         program, *words = shlex.split(m.get('command') or '')
     except (AttributeError, ValueError):
@@ -423,50 +360,10 @@ def _repeat(m: dict) -> str:
     if program != 'capsnb':
         return 'It was trained from Python, with these settings:'
     words = [without_places(w) for w in words if w not in ('--resume', '--overwrite')]
-    return _fenced(shlex.join([program, *words]), 'sh')
-
-
-def _use(task: Task, cls: type, note: dict, repo_id: str) -> str:
-    "How to load it."
-    name = cls.__name__
-    code = f'from {cls.__module__} import {name}\n\nnetwork = {name}.from_pretrained({repo_id!r})'
-    if hasattr(task, 'reader'):
-        base = without_places(str(note.get('encoder')))
-        model = f'{repo_id!r}, model_kwargs=dict(encoder={base!r})'
-        code = (
-            'import capsnb.lab.hub  # transformers gets to know the classifier\n'
-            'from transformers import pipeline\n\n'
-            f"classify = pipeline('text-classification', model={model})"
-        )
-    return _fenced(code, 'python')
+    return f"```sh\n{' '.join(shlex.join([program, *words]).split())}\n```"
 
 # %% ../../nbs/lab/97_hub.ipynb #7af06c01
-_papers = {  # network, or its routing -> paper
-    'CapsNet dynamic': 'Sabour et al. 2017, https://arxiv.org/abs/1710.09829',
-    'MatrixCapsNet BaselineCNN em': 'Hinton et al. 2018, https://openreview.net/forum?id=HJWLfGWRb',
-    'DStepNet SSTNet TableNet dstep': 'Heinsen 2019, https://arxiv.org/abs/1911.00792',
-    'EfficientCapsNet agreement': 'Mazzia et al. 2021, https://arxiv.org/abs/2101.12491',
-    'VectorText vectors': 'Heinsen 2022, https://arxiv.org/abs/2211.11754',
-    'inverted': 'Tsai et al. 2020, https://arxiv.org/abs/2002.04764',
-    'bayes': 'Ribeiro et al. 2020, https://arxiv.org/abs/1905.11455',
-}
-_on_hub = dict(hub_names, cifar10='uoft-cs/cifar10', smallnorb=hub_name)  # task -> its data set
-
-
-def _data_of(task: Task, note: dict) -> tuple:
-    "What the data are called, and their name on the Hub, or None."
-    source = note.get('source')
-    if isinstance(source, str) and source.startswith('hub:'):
-        name = source.removeprefix('hub:').partition('@')[0]
-        return name, name
-    if 'source' in note:
-        return ('files of the author' if source else 'data in memory'), None
-    if note.get('official') is False or note.get('treebank') == 'another':
-        return f'files in the format of: {task.name}', None
-    return task.name, _on_hub.get(task.name)
-
-# %% ../../nbs/lab/97_hub.ipynb #d13114e8
-_template = '''---
+_template = """---
 {{ card_data }}
 ---
 
@@ -490,7 +387,9 @@ _template = '''---
 pip install 'capsnb[train]'
 ```
 
+```python
 {{ use }}
+```
 
 ## How it was made
 
@@ -504,29 +403,71 @@ pip install 'capsnb[train]'
 
 {{ cited }}The code is [capsnb](https://github.com/capsnb/capsnb), Apache 2.0.
 The weights are under the licence {{ licence }}.
-'''
+"""
+_papers = {  # network, or its routing -> paper
+    'CapsNet dynamic': 'Sabour et al. 2017, https://arxiv.org/abs/1710.09829',
+    'MatrixCapsNet BaselineCNN em': 'Hinton et al. 2018, https://openreview.net/forum?id=HJWLfGWRb',
+    'DStepNet SSTNet TableNet dstep': 'Heinsen 2019, https://arxiv.org/abs/1911.00792',
+    'EfficientCapsNet agreement': 'Mazzia et al. 2021, https://arxiv.org/abs/2101.12491',
+    'VectorText vectors': 'Heinsen 2022, https://arxiv.org/abs/2211.11754',
+    'inverted': 'Tsai et al. 2020, https://arxiv.org/abs/2002.04764',
+    'bayes': 'Ribeiro et al. 2020, https://arxiv.org/abs/1905.11455',
+}
+_on_hub = dict(hub_names, cifar10='uoft-cs/cifar10', smallnorb=hub_name)  # task -> its data set
 _pictures = 'picture.png', 'drawings.png', 'poses.png'  # that runs draw
 _unsaid = 'digest files history command fingerprint architecture seconds n_params'.split()
 _unsaid += 'train_data valid_data test_data watched_data gguf_file names made_with'.split()
 
 
-def _scores(m: dict) -> dict:
-    "Name of a measure -> split -> number."
-    splits = dict(validation='valid_', test='test_')
-    of = lambda key: {s: m[p + key] for s, p in splits.items() if isinstance(m.get(p + key), float)}
-    return {k: by for k in ('accuracy', 'log_loss', 'calibration') if (by := of(k))}
+def _data_of(task: Task, note: dict) -> tuple:
+    "What the data are called, and their name on the Hub, or None."
+    source = note.get('source')
+    if isinstance(source, str) and source.startswith('hub:'):
+        name = source.removeprefix('hub:').partition('@')[0]
+        return name, name
+    if 'source' in note:
+        return ('files of the author' if source else 'data in memory'), None
+    if note.get('official') is False or note.get('treebank') == 'another':
+        return f'files in the format of: {task.name}', None
+    return task.name, _on_hub.get(task.name)
+
+
+def _use(cls: type, repo_id: str, base: str | None) -> str:
+    "How to load it; base: the transformer that reads texts."
+    if base is None:
+        name = cls.__name__
+        loaded = f'network = {name}.from_pretrained({repo_id!r})'
+        return f'from {cls.__module__} import {name}\n\n{loaded}'
+    model = f'{repo_id!r}, model_kwargs=dict(encoder={base!r})'
+    return (
+        'import capsnb.lab.hub  # transformers gets to know the classifier\n'
+        'from transformers import pipeline\n\n'
+        f"classify = pipeline('text-classification', model={model})"
+    )
 
 
 def _chosen(m: dict) -> str:
-    "How the epoch was chosen, in Markdown."
-    epochs = shown(m.get('epochs'))
+    epochs, best, by = (shown(m.get(k)) for k in ('epochs', 'best_epoch', 'metric_for_best_model'))
     if m.get('valid_accuracy') is None or m.get('validate') is False:
         return f'The last of {epochs} epochs was kept: no data were held back to choose by.'
-    by = shown(m.get('metric_for_best_model', 'accuracy'))
-    return (
-        f"Epoch {shown(m.get('best_epoch'))} of {epochs} was kept, the best by {by} on the "
-        'validation data. The test data were looked at once, at the end.'
-    )
+    by = by if 'metric_for_best_model' in m else 'accuracy'
+    end = 'validation data. The test data were looked at once, at the end.'
+    return f'Epoch {best} of {epochs} was kept, the best by {by} on the {end}'
+
+
+def _settings(m: dict, note: dict, config: dict, **told) -> list:
+    "Rows of a table: what a run was made with."
+    told |= {'parameters': m.get('n_params'), 'seconds': m.get('seconds')} | without_places(config)
+    told |= without_places({k: v for k, v in (m | note).items() if k not in _unsaid})
+    told |= {k: m.get('made_with', {}).get(k) for k in ('capsnb', 'transformers')}
+    listed = lambda v: ', '.join(map(str, v)) if isinstance(v, (list, tuple)) else v
+    return [[shown(k), _cell(listed(v))] for k, v in told.items() if v is not None]
+
+
+def _cell(value) -> str:
+    if isinstance(value, float):
+        return f'{value:.4g}'
+    return '' if value is None else shown(value, 400)
 
 
 def card_of(
@@ -537,21 +478,31 @@ def card_of(
     encoder: str | None = None,  # name on the Hub of the transformer that a run on texts read
 ):  # huggingface_hub's ModelCard
     "The card of a run, from its notes; `ValueError` when it is not finished, or damaged."
-    folder, note = run_folder(run), task_of(run)
+    folder, note, hub = run_folder(run), task_of(run), need('huggingface_hub')
     m, task = check_end(folder), task_in(note, run)
-    net = task.known_net(note.get(task.keys[1]))
-    cls, note = task.networks[net].cls, note | ({} if encoder is None else dict(encoder=encoder))
+    cls = task.networks[task.known_net(note.get(task.keys[1]))].cls
+    note |= {} if encoder is None else dict(encoder=encoder)
     config = folder / 'config.json'
     config = read_json(config) if config.is_file() else {}
     title, name = _data_of(task, note)
     as_name = lambda text: re.sub(r'[^\w.-]+', '-', text, flags=re.ASCII).strip('-.') or 'run'
     repo_id = repo_id or f'you/{as_name(folder.name)}'
-    hub, scores, reads = need('huggingface_hub'), _scores(m), hasattr(task, 'reader')
+    hub.utils.validate_repo_id(repo_id)
+    reads = hasattr(task, 'reader')
+    base = without_places(str(note.get('encoder'))) if reads else None
     kind = 'text' if reads else 'tabular' if 'columns' in task.noted else 'image'
     kind = f'{kind}-classification'
-    base = without_places(str(note.get('encoder'))) if reads else None
-    hub.utils.validate_repo_id(repo_id)
+    scores = {}  # measure -> split -> number
+    for measure in ('accuracy', 'log_loss', 'calibration'):
+        found = dict(validation=m.get(f'valid_{measure}'), test=m.get(f'test_{measure}'))
+        if found := {k: v for k, v in found.items() if isinstance(v, float)}:
+            scores[measure] = found
     of = dict(dataset_type=name or as_name(title), dataset_name=without_places(title))
+    results = [
+        hub.EvalResult(kind, metric_type=k, metric_value=v, dataset_split=split, **of)
+        for k, by in scores.items()
+        for split, v in by.items()
+    ]
     info = getattr(cls, '_hub_mixin_info', None)
     data = hub.ModelCardData(
         library_name='capsnb',
@@ -560,23 +511,13 @@ def card_of(
         pipeline_tag=kind,
         datasets=[name] if name else None,
         base_model=None if base == 'PATH' else base,
-        metrics=sorted(scores) or None,
+        metrics=[*scores] or None,
         model_name=repo_id.split('/')[-1],
-        eval_results=[
-            hub.EvalResult(kind, metric_type=k, metric_value=v, dataset_split=split, **of)
-            for k, by in scores.items()
-            for split, v in by.items()
-        ]
-        or None,
+        eval_results=results or None,
     )
-    listed = lambda v: ', '.join(map(str, v)) if isinstance(v, (list, tuple)) else v
     by = config.get('routing') if cls in (RoutingNet, RoutingText) else cls.__name__
     paper = next((v for k, v in _papers.items() if by in k.split()), None)
     told = {'data set': title, 'classes': note.get('names', task.names), 'network': cls.__name__}
-    told |= {'parameters': m.get('n_params'), 'seconds': m.get('seconds')} | without_places(config)
-    told |= without_places({k: v for k, v in (m | note).items() if k not in _unsaid})
-    told |= {k: m.get('made_with', {}).get(k) for k in ('capsnb', 'transformers')}
-    cell = lambda v: '' if v is None else f'{v:.4g}' if isinstance(v, float) else shown(v, 400)
     return hub.ModelCard.from_template(
         data,
         template_str=_template,
@@ -584,13 +525,13 @@ def card_of(
         about=shown((cls.__doc__ or '').strip().partition('\n')[0], 200),
         pictures=[p for p in _pictures if (folder / p).is_file()],
         scores=[
-            [key.replace('_', '-'), *(cell(by.get(k)) for k in ('validation', 'test'))]
-            for key, by in scores.items()
+            [k.replace('_', '-'), _cell(by.get('validation')), _cell(by.get('test'))]
+            for k, by in scores.items()
         ],
         chosen=_chosen(m),
-        use=_use(task, cls, note, repo_id),
+        use=_use(cls, repo_id, base),
         repeat=_repeat(m),
-        settings=[[shown(k), cell(listed(v))] for k, v in told.items() if v is not None],
+        settings=_settings(m, note, config, **told),
         cited='' if paper is None else f'The algorithm is from {paper}. ',
         licence=shown(license),
     )
@@ -609,32 +550,6 @@ def write_card(
     return path
 
 # %% ../../nbs/lab/97_hub.ipynb #42050db7
-def push_run(
-    run: str | Path,  # folder of a finished run
-    repo_id: str,  # 'owner/name', or a name of one's own; made if missing
-    *,
-    private: bool | None = None,  # whether others may not see it; None: the owner's usual
-    token: str | None = None,  # that may write; None: of `hf auth login`, or HF_TOKEN
-    license: str = 'apache-2.0',  # of the weights
-    encoder: str | None = None,  # as for `card_of`
-) -> str:  # address of the commit
-    "Push a run and its card; `OSError` when the Hub is not there, or does not take it."
-    hub = need('huggingface_hub')
-    _check_door(hub, repo_id, token)
-    with tempfile.TemporaryDirectory() as folder:
-        files_for_hub(run, folder, repo_id, license, encoder)
-        try:
-            api = hub.HfApi(token=token)
-            name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-            how = dict(folder_path=folder, commit_message='A run of capsnb, and its card')
-            done = api.upload_folder(repo_id=name, **how)
-        except Exception as e:  # the client's errors have no common class
-            refused = getattr(getattr(e, 'response', None), 'status_code', 0) in (401, 403)
-            advice = '; log in with a token that may write there: hf auth login' if refused else ''
-            raise OSError(f"'{repo_id}' was not pushed: {first_line(e)}{advice}") from e
-    return str(done.commit_url)
-
-
 def files_for_hub(
     run: str | Path,  # folder of a finished run
     folder: str | Path,  # where to write; made if missing
@@ -664,17 +579,27 @@ def files_for_hub(
     return sorted(p.name for p in folder.iterdir())
 
 
-def _check_door(hub, repo_id: str, token: str | None):
-    "What cannot be pushed is said within seconds, before anything is made."
+def push_run(
+    run: str | Path,  # folder of a finished run
+    repo_id: str,  # 'owner/name', or a name of one's own; made if missing
+    *,
+    private: bool | None = None,  # whether others may not see it; None: the owner's usual
+    token: str | None = None,  # that may write; None: of `hf auth login`, or HF_TOKEN
+    license: str = 'apache-2.0',  # of the weights
+    encoder: str | None = None,  # as for `card_of`
+) -> str:  # address of the commit
+    "Push a run and its card; `OSError` when the Hub is not there, or does not take it."
+    hub = need('huggingface_hub')
     hub.utils.validate_repo_id(repo_id)
     cannot = f"'{repo_id}' cannot be pushed"
-    instead = 'its card alone can be written here: capsnb push RUN NAME --card FILE'
-    if hub.constants.HF_HUB_OFFLINE:
-        raise ConnectionError(f"{cannot}: HF_HUB_OFFLINE is set; {instead}")
     if not (token or hub.get_token()):
         raise PermissionError(f"{cannot}: nobody is logged in; hf auth login, or HF_TOKEN")
-    try:
+    with in_words(f"{cannot} (its card alone: capsnb push RUN NAME --card FILE)"):
         need_hub(repo_id)
-    except ConnectionError as e:
-        why = f"{hub.constants.ENDPOINT} does not answer"
-        raise ConnectionError(f"{cannot}: {why}; {instead}") from e
+    with tempfile.TemporaryDirectory() as folder:
+        files_for_hub(run, folder, repo_id, license, encoder)
+        with in_words(f"{cannot}, with a token that may write there (hf auth login)"):
+            api = hub.HfApi(token=token)
+            name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+            how = dict(folder_path=folder, commit_message='A run of capsnb, and its card')
+            return str(api.upload_folder(repo_id=name, **how).commit_url)
