@@ -12,11 +12,11 @@ import importlib
 import io
 import json
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
 
-most_seeds = 1000  # of one command; more would fill the memory with their numbers
 _stopped = False  # whether Ctrl-C came: an import may swallow it (PyTorch's of NumPy)
 
 
@@ -31,6 +31,12 @@ def room(name: str):  # the module of that name, e.g. 'lab.tasks'
 def is_first() -> bool:  # of the processes that `torchrun` started; true if there is only one
     "Whether this process prints, draws and writes for all of them."
     return 'WORLD_SIZE' not in os.environ or os.environ.get('RANK', '0') == '0'
+
+
+def again() -> str:
+    "The command that goes on with an interrupted run: as it was typed, and --resume."
+    words = [w for w in sys.argv[1:] if w not in ('--resume', '--overwrite')]
+    return shlex.join(['capsnb', *words, '--resume'])
 
 
 def plainly(action, again=lambda: 'the same command'):  # what the action returns
@@ -66,20 +72,19 @@ def on_terminal() -> bool:  # where progress bars are drawn, if nobody says othe
     return sys.stderr.isatty()
 
 
-def entrance(command, again=None):  # the same function of options, for Typer
+def entrance(command):  # the same function of options, for Typer
     """What every command begins with: folders without ~, errors in a sentence, one voice.
 
-    With the option `as_json`, what it returns is all of stdout; what it prints goes to stderr.
-    `again` says of Typer's context how an interrupted command goes on."""
+    With the option `as_json`, what it returns is all of stdout; what it prints goes to stderr."""
 
     @functools.wraps(command)
     def run(**options):
+        if options.get('progress', False) is None:
+            options['progress'] = on_terminal()
+        if 'progress' in options:
+            options['progress'] &= is_first()
+
         def work():
-            if (n := options.get('seeds', 1)) > most_seeds:
-                raise ValueError(f"--seeds {n:,}: expected at most {most_seeds:,}")
-            if Path(out := options.get('out') or '').suffix in ('.png', '.html'):
-                beside = 'a picture and a page are written beside it, under its name'
-                raise ValueError(f"--out {out}: expected another ending, {beside}")
             given = {k: at_home(v) for k, v in options.items()}
             if not options.get('as_json'):
                 return command(**given)
@@ -87,13 +92,9 @@ def entrance(command, again=None):  # the same function of options, for Typer
                 found = command(**given)
             print(json.dumps(found))
 
-        if options.get('progress', False) is None:
-            options['progress'] = on_terminal()
-        how = (functools.partial(again, options['ctx']),) if again else ()
-        if is_first():
-            return plainly(work, *how)
-        options |= dict(progress=False) if 'progress' in options else {}
-        with contextlib.redirect_stdout(io.StringIO()):
+        how = (again,) if 'resume' in options else ()
+        heard = sys.stdout if is_first() else io.StringIO()
+        with contextlib.redirect_stdout(heard):
             return plainly(work, *how)
 
     return run

@@ -7,9 +7,7 @@ Written by hand, no notebook; nbs/lab/58_command_line.ipynb shows what the comma
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
-import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -17,23 +15,9 @@ from typing import Annotated
 import typer
 
 from . import __version__
-from .cli import at_home, entrance, is_first, room
+from .cli import again, entrance, is_first, room
 from .options import fields_of, options_of, with_options
 from .study import Studies
-
-
-def again(ctx: typer.Context) -> str:
-    "The command that goes on with an interrupted run: as it was typed, and --resume."
-    words = ['capsnb', *ctx.command_path.split()[1:]]
-    for p in ctx.command.params:
-        value = ctx.params.get(p.name)
-        if p.name in ('resume', 'overwrite') or not typed(ctx, p.name):
-            continue
-        if getattr(p, 'is_flag', False):
-            words.append((p.opts if value else p.secondary_opts)[0])
-        else:
-            words += [p.opts[0], str(at_home(value))]
-    return shlex.join([*words, '--resume'])
 
 
 def typed(ctx: typer.Context, name: str) -> bool:  # whether an option was given
@@ -54,8 +38,7 @@ def leave(what: str, *args, quiet: bool = False):
     try:
         path = getattr(room('lab.pages'), f'leave_{what}')(*args)
     except Exception as e:  # whatever it is: the results are on the disk, and must be told
-        why = str(e) if isinstance(e, (ImportError, OSError, ValueError)) else repr(e)
-        return print(f"no page: {why}", file=sys.stderr)
+        return print(f"no page: {e!r}", file=sys.stderr)
     if not quiet:
         print(f"look at {path}")
 
@@ -107,7 +90,7 @@ def train(
     graphs: bool = False,  # on a GPU: steps are compiled, and replayed as CUDA graphs
     seed: int = 0,  # of the weights, the order of the data and all draws
     seeds: int = 1,  # how many, from --seed on; more than one: each in a folder below --out
-    out: Path | None = None,  # folder of metrics.json, report.html and the network; else runs/NAME
+    out: Path | None = None,  # folder of the run, from the current one; else runs/NAME there
     start: Path | None = None,  # finished run whose weights to begin with, where they fit
     resume: bool = False,  # go on where an interrupted run in this folder stopped
     overwrite: bool = False,  # replace the run that this folder holds
@@ -117,7 +100,7 @@ def train(
     **own,  # options of the task
 ):
     "Train on a task, say what came out, draw its picture, and leave a page."
-    name, how = ctx.info_name, again(ctx)
+    name, how = ctx.info_name, again()
     task = open_task(name, {k: v for k, v in own.items() if typed(ctx, k)})
     if not progress:
         room('lab.train').quiet_transformers().utils.logging.disable_progress_bar()
@@ -127,12 +110,10 @@ def train(
     row = changed(task, net, lr, batch_size, bf16, graphs)
     row |= dict(epochs=epochs, device=device, progress=progress, start=start, how_to_resume=how)
     if seeds > 1:
-        path = room('lab.runs').check_room(out, 2**20) / 'runs.json'
+        path, numbers = out / 'runs.json', tuple(range(seed, seed + seeds))
+        out.mkdir(parents=True, exist_ok=True)
         kept = dict(runs=out, command=how, settings=settings_of(ctx))
-        numbers = tuple(range(seed, seed + seeds))
         found = tasks.study(task, {task.name: dict(row, net=net)}, path, numbers, **kept)
-        if not is_first():
-            return
         found = found[task.name]
         several = room('lab.train').in_words(room('lab.train').summary(found))
         said = f"{task.name}, seeds {seed} to {numbers[-1]}: {several}; runs in {out}"
@@ -234,38 +215,24 @@ preset = {'eth80': dict(size=48), 'norb': dict(size=108)}  # beside the fields' 
 def trainer(name: str):  # a command
     "A sub-command of `capsnb train`: the same for all, and the options of its task."
     *places, said = trained[name]
-    own, hidden = {}, ('data', 'crops')  # the name of the command, and a matter of tests
+    own = {}
     for place in places:
-        by_name = isinstance(place, str)
-        own |= fields_of(place) if by_name else {p.name: p for p in options_of(place)}
+        own |= fields_of(place) if isinstance(place, str) else options_of(place)
     own |= {k: own[k].replace(default=v) for k, v in preset.get(name, {}).items()}
-    own = [p for k, p in own.items() if k not in hidden]
+    for hidden in ('data', 'crops'):  # the name of the command, and a matter of tests
+        own.pop(hidden, None)
 
     def command(ctx, **options):
         return train(ctx, **options)
 
     command.__doc__ = said + chosen
-    return with_options(command, [*own, *options_of(train)])
-
-
-@contextlib.contextmanager
-def one_thread():
-    "One thread, unless the user names a number: for small networks as fast, beside others faster."
-    torch = room('core').need('torch')
-    before = torch.get_num_threads()
-    if 'OMP_NUM_THREADS' not in os.environ:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    return with_options(command, own | options_of(train))
 
 
 def demo(
-    ctx: typer.Context,
     *,
     seed: int = 0,  # of the weights, the order of the data and all draws
-    out: Path = Path('runs/demo'),  # folder of metrics.json, report.html, picture.png and weights
+    out: Path = Path('runs/demo'),  # folder of picture, report and weights, from the current one
     resume: bool = False,  # go on where an interrupted demo in this folder stopped
     overwrite: bool = False,  # replace the demo that this folder holds
     epochs: int = 24,  # times through the 1,000 training digits
@@ -281,8 +248,9 @@ def demo(
     checkpoint and says how to go on."""
     rooms = room('lab.demo')
     kw = dict(epochs=epochs, device=device, resume=resume, overwrite=overwrite, progress=progress)
-    with one_thread():
-        results = rooms.demo(seed, out, how_to_resume=again(ctx), **kw)
+    if 'OMP_NUM_THREADS' not in os.environ:  # as fast for small networks, beside others faster
+        room('core').need('torch').set_num_threads(1)
+    results = rooms.demo(seed, out, how_to_resume=again(), **kw)
     weights = f"capsnb.DStepNet.from_pretrained('{out / 'dstep'}')"
     print(f"\n{rooms.demo_table(results)}\n\nlook at {out / 'picture.png'}; weights: {weights}")
     leave('run', out)
@@ -294,13 +262,8 @@ def confusion_table(names: list, confusion: list) -> str:  # [label][predicted] 
     rows = [['label', 'read as', *names]]
     rows += [[name, '', *(f'{n:,}' for n in row)] for name, row in zip(names, confusion)]
     widths = [max(map(len, column)) for column in zip(*rows)]
-
-    def line(row):
-        left = [x.ljust(w) for x, w in zip(row[:2], widths)]
-        right = [x.rjust(w) for x, w in zip(row[2:], widths[2:])]
-        return '  '.join(left + right)
-
-    return '\n'.join(map(line, rows))
+    widths = [-w for w in widths[:2]] + widths[2:]  # words stand left, numbers right
+    return '\n'.join('  '.join('%*s' % o for o in zip(widths, row)) for row in rows)
 
 
 def evaluate(
@@ -337,7 +300,7 @@ def evaluate(
 
 
 def explain(
-    texts: list[str] = (),  # sentences
+    words: list[str] = (),  # sentences
     *,
     run: Path = Path('runs/sst'),  # folder of a finished run on texts
     file: Path | None = None,  # file of sentences, one a line
@@ -350,8 +313,8 @@ def explain(
     which adds up to the sentence's, and what is lost without the word.
 
     On a terminal words are blue for positive, red for negative; NO_COLOR turns that off."""
-    lines = sentences_in(file) if file else []
-    if not (texts := [*(texts or ()), *filter(str.strip, lines)]):
+    lines = file.read_text(encoding='utf-8').splitlines() if file else []
+    if not (texts := [*(words or ()), *filter(str.strip, lines)]):
         raise ValueError("expected a sentence, or --file with one a line")
     if folder := next((t for t in texts if os.path.isfile(f'{t}/task.json')), None):
         raise ValueError(f"'{folder}' is a run: capsnb explain --run {folder} SENTENCE")
@@ -377,19 +340,10 @@ def explain(
     return [e._asdict() | dict(leaning=e.leaning()) for e in told]
 
 
-def sentences_in(file: Path, most: int = 10_000_000) -> list:  # its lines
-    "What stands in a file; `ValueError` for one without an end."
-    with file.open(encoding='utf-8') as f:
-        text = f.read(most + 1)
-    if len(text) > most:
-        raise ValueError(f"'{file}': expected at most {most:,} letters, got more")
-    return text.splitlines()
-
-
 def _in_columns(e) -> str:  # of an Explanation: shares of the classes, and a line for each word
-    shares = importlib.import_module('torch').tensor(e.a).softmax(0)
     most = max((abs(v) for _, v in e.words), default=0)
     lines = [' '.join(_coloured(word, v, most) for word, v in e.words)]
+    shares = room('core').need('torch').tensor(e.a).softmax(0)
     lines += ['  '.join(f'{n} {q:.0%}' for n, q in zip(e.names, shares)), '']
     lines += ['  credit   lost without']
     for (word, v), (_, lost) in zip(e.words, e.without):
@@ -399,8 +353,7 @@ def _in_columns(e) -> str:  # of an Explanation: shares of the classes, and a li
 
 def _coloured(word: str, credit: float, most: float) -> str:  # for a terminal
     "Blue for positive, red for negative; bold from half of the strongest on, plain below a tenth."
-    share = abs(credit) / most if most else 0
-    colour = 'blue' if credit > 0 else 'red'
+    share, colour = abs(credit) / most if most else 0, 'blue' if credit > 0 else 'red'
     return word if share < 0.1 else typer.style(word, fg=colour, bold=share >= 0.5 or None)
 
 
@@ -430,18 +383,18 @@ def push(
 
 
 def bench(
-    names: list[str] = (),  # routing, convcaps, capsnet, zoo, mixture, matrix_caps, sst, networks
+    words: list[str] = (),  # routing, convcaps, capsnet, zoo, mixture, matrix_caps, sst, networks
     *,
     device: str = 'cpu',  # or 'cuda'
     threads: int | None = None,  # of PyTorch; else its own choice
     quick: bool = False,  # one case of each bench, one round, no memory
-    out: Path = Path('runs/bench.json'),  # file of the record
+    out: Path = Path('runs/bench.json'),  # file of the record, from the current folder
     progress: bool | None = None,  # draw progress bars; else on a terminal
 ):
     "Time and memory of everything fast, side by side with the definition."
     if threads:
         room('core').need('torch').set_num_threads(threads)
-    room('lab.speed').bench(tuple(names or ()), out, device, quick, progress=progress)
+    room('lab.speed').bench(tuple(words or ()), out, device, quick, progress=progress)
     print(f'the record is in {out}')
 
 
@@ -451,47 +404,34 @@ class Tasks(typer.core.TyperGroup):
     def get_command(self, ctx, name):
         kind, colon, _ = name.partition(':')
         own = f'{kind}:…' if kind in ('file', 'hub') else 'module:task'
-        return super().get_command(ctx, own if colon else name)
+        found = super().get_command(ctx, own if colon else name)
+        return found or ctx.fail(f"no task '{name}'; there are {', '.join(trained)}")
 
 
-def show_version(wanted: bool):
-    if wanted:
-        typer.echo(f"capsnb {__version__}")
-        raise typer.Exit()
-
-
-told_once = dict(callback=show_version, is_eager=True, help='Print the version and exit.')
-
-
-def top(version: Annotated[bool, typer.Option('--version', **told_once)] = False):
+def top(
+    version: Annotated[bool, typer.Option('--version', help='Print the version and exit.')] = False,
+):
     """Capsule routing, derived in notebooks: mixtures of Gaussians, EM routing, and the D-step."""
-
-
-def list_studies(ctx: typer.Context):
-    if ctx.invoked_subcommand is None:
-        print(ctx.get_help())
+    if version:
+        print(f'capsnb {__version__}')
+        raise typer.Exit()
 
 
 def make_app() -> typer.Typer:
     "The `capsnb` command."
-    plain = dict(no_args_is_help=True, rich_markup_mode=None)
+    plain = dict(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+    names = dict(help_option_names=['-h', '--help'])
     app = typer.Typer(
-        name='capsnb',
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        context_settings=dict(help_option_names=['-h', '--help']),
-        **plain,
+        name='capsnb', pretty_exceptions_enable=False, context_settings=names, **plain
     )
-    group = typer.Typer(
-        cls=Tasks, help='Train a network on a data set; one sub-command for each.', **plain
-    )
-    app.callback()(top)
+    app.callback(invoke_without_command=True)(top)
     short = 'A capsule network and a CNN of equal size on real digits, in a minute.'
-    app.command('demo', short_help=short)(entrance(with_options(demo), again))
+    app.command('demo', short_help=short)(entrance(with_options(demo)))
+    told = 'Train a network on a data set; one sub-command for each.'
+    group = typer.Typer(cls=Tasks, help=told, **plain)
     app.add_typer(group, name='train')
-    group.callback()(lambda: None)
     for name, (*_, short) in trained.items():
-        group.command(name, short_help=short)(entrance(trainer(name), again))
+        group.command(name, short_help=short)(entrance(trainer(name)))
     for name, (command, short) in {
         'eval': (evaluate, 'Accuracy of a finished run, and which classes it confuses.'),
         'explain': (explain, "Which words a sentence's score comes from."),
@@ -500,8 +440,7 @@ def make_app() -> typer.Typer:
     }.items():
         app.command(name, short_help=short)(entrance(with_options(command)))
     told = 'Run a notebook of nbs/studies; one sub-command for each.'
-    how = dict(cls=Studies, help=told, invoke_without_command=True, rich_markup_mode=None)
-    study = typer.Typer(**how)
-    study.callback()(list_studies)
+    study = typer.Typer(cls=Studies, help=told, **plain)
+    study.callback()(lambda: None)
     app.add_typer(study, name='study')
     return app

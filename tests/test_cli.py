@@ -11,7 +11,6 @@ import sys
 import time
 from pathlib import Path
 import pytest
-import torch
 
 pytest.importorskip('typer')
 pytest.importorskip('transformers')
@@ -19,7 +18,6 @@ pytest.importorskip('sklearn')
 from typer.testing import CliRunner
 from capsnb import __version__
 import capsnb.cli as cli
-from capsnb.commands import confusion_table, here_too, one_thread
 from capsnb.core import run_record
 from capsnb.lab.runs import locked, with_digest
 
@@ -106,29 +104,6 @@ main()"""
     assert len(r.stderr.strip().splitlines()) == 1, r.stderr
 
 
-def test_modules_of_the_folder_come_last(monkeypatch):
-    monkeypatch.setattr(sys, 'path', ['/usr/lib/somewhere'])
-    here_too()
-    here_too()
-    assert sys.path == ['/usr/lib/somewhere', '']
-
-
-@pytest.mark.parametrize('named, threads', [(None, 1), ('2', 2)])
-def test_the_demo_takes_one_thread_unless_told_otherwise(named, threads, monkeypatch):
-    before = torch.get_num_threads()
-    monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
-    if named:
-        monkeypatch.setenv('OMP_NUM_THREADS', named)
-    torch.set_num_threads(2)
-    try:
-        with pytest.raises(ValueError), one_thread():
-            assert torch.get_num_threads() == threads
-            raise ValueError
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize('program', ['/bin/capsnb', '/lib/capsnb/__main__.py'])
 def test_a_run_notes_the_command_whoever_started_it(program, monkeypatch):
     monkeypatch.setattr(sys, 'argv', [program, 'train', 'digits', '--out', 'a b'])
@@ -145,6 +120,7 @@ def test_a_run_notes_the_command_whoever_started_it(program, monkeypatch):
         (('demo', '--epochs', 'ten'), 2, ''),
         (('demo', '--device', 'cuda:99'), 1, "capsnb: device 'cuda:99' is not available"),
         (('demo', '--out', 'file/run'), 1, 'cannot write'),
+        (('train', 'nosuch'), 2, "no task 'nosuch'; there are sst, toys"),
         (('train', 'digits', '--net', 'resnet'), 1, "'dstep', 'matrix-caps', 'cnn'"),
         (('train', 'digits', '--data', 'here'), 1, 'the digits come with scikit-learn'),
         (('train', 'digits', '--lr', 'nan'), 1, 'two positive numbers'),
@@ -344,15 +320,6 @@ def test_bars_are_for_terminals(run, monkeypatch):
     assert '%|' not in capsnb(*test).output and '%|' in capsnb(*test, '--progress').output
     monkeypatch.setattr(cli, 'on_terminal', lambda: True)
     assert '%|' in capsnb(*test).output and '%|' not in capsnb(*test, '--no-progress').output
-
-
-def test_columns_line_up():
-    names, counts = ('a', 'T-shirt/top'), [[1_234_567, 0], [10, 3]]
-    top, *lines = confusion_table(names, counts).splitlines()
-    ends = [m.end() for m in re.finditer('a|T-shirt/top', top)][-2:]
-    assert len({len(line) for line in (top, *lines)}) == 1
-    for line, row in zip(lines, counts):
-        assert [line[:end].split()[-1] for end in ends] == [f'{n:,}' for n in row]
 
 
 @slow

@@ -13,10 +13,10 @@ cells = [
     ('code', '#| hide\nfrom pathlib import Path\n\n%matplotlib inline'),
     (
         'code',
-        "# parameters\ndata = 'toys'  # which data\nseeds = 3\nrates = (0.1,)\nlimit = None\n"
+        "# parameters\ndata = 'toys'  # which data\nepochs = 3\nrates = (0.1,)\nlimit = None\n"
         "big = False\n",
     ),
-    ('code', "#| study\nfound = [data, seeds, rates, limit, big]\nPath('out').write_text('done')"),
+    ('code', "#| study\nfound = [data, epochs, rates, limit, big]\nPath('out').write_text('done')"),
     ('code', 'found'),
     ('code', "if data == 'none':\n    raise ValueError('no data')"),
 ]
@@ -49,16 +49,16 @@ def test_a_study_runs_all_cells_with_other_parameters(study, tmp_path):
 
 @pytest.mark.parametrize('name', ['two_sums', 'two-sums'])
 def test_parameters_have_the_type_of_their_default(name, study):
-    r = study(name, '--data', 'x', '--seeds', '4', '--rates', '2', '--limit', '9', '--big')
-    assert "['x', 4, (2.0,), 9, True]" in r.output, r.output
+    r = study(name, '--data', 'x', '--epochs', '0', '--rates', '2', '--limit', '9', '--big')
+    assert "['x', 0, (2.0,), 9, True]" in r.output, r.output
 
 
 @pytest.mark.parametrize(
     'words, code, said',
     [
-        (('other',), 1, "no study 'other'; there are two-sums"),
-        (('two-sums', '--sedes', '1'), 2, '--seeds'),
-        (('two-sums', '--seeds', 'x'), 2, 'valid integer'),
+        (('other',), 2, "no study 'other'; there are two-sums"),
+        (('two-sums', '--epoch', '1'), 2, '--epochs'),
+        (('two-sums', '--epochs', 'x'), 2, 'valid integer'),
         (('two-sums', '--data', 'none'), 1, 'capsnb: no data'),
     ],
 )
