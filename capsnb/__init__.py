@@ -17,6 +17,7 @@ _names = {  # room -> its public names; PyTorch, which all need, takes seconds
     'lab.vision': ['BaselineCNN', 'DStepNet', 'SmallNORBNet'],
     'lab.routing_net': ['RoutingNet'],
     'lab.text': ['SSTNet'],
+    'lab.assembly': ['AssemblyNet'],
     'lab.hub': ['RoutingClassifier'],
     'data.toys': ['load_toys'],
     'data.norb': ['load_smallnorb'],

@@ -15,6 +15,7 @@ from .engine.layers import ClassCaps as ClassCaps
 from .engine.layers import ConvCaps as ConvCaps
 from .engine.layers import PrimaryCaps as PrimaryCaps
 from .engine.mixture import GaussianMixture as GaussianMixture
+from .lab.assembly import AssemblyNet as AssemblyNet
 from .lab.capsnet import CapsNet as CapsNet
 from .lab.efficient import EfficientCapsNet as EfficientCapsNet
 from .lab.losses import margin_loss as margin_loss
