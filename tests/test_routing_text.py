@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 from capsnb.core import seed_everything
 from capsnb.lab.routing_net import PlainText, RoutingText, VectorText, needed_for_text
-from capsnb.lab.text import credit
 from capsnb.lab.shootout import evened, ground, plain_options
 from capsnb.zoo.routers import all_routings
 
@@ -119,15 +118,15 @@ def test_the_published_head_of_vectors(tmp_path):
 @pytest.mark.parametrize(
     'state, said',
     [
-        ({k: v for k, v in theirs.items() if k != 'route.1.W_S'}, 'missing: route.1.W_S'),
-        (theirs | {'route.1.B_G2': torch.zeros(9, 9)}, 'route.1.B_G2'),
-        ({'depth_emb': theirs['W']}, 'expected the weights of three vector routings'),
+        ({k: v for k, v in theirs.items() if k != 'route.1.W_S'}, 'Missing.*routings.1.W_S'),
+        (theirs | {'route.1.B_G2': torch.zeros(9, 9)}, 'routings.1.B_G2'),
+        ({'depth_emb': theirs['W']}, 'expected the weights of another network'),
     ],
     ids=['one lacks', 'another shape', 'another head'],
 )
 def test_weights_of_another_head_are_refused(state, said, tmp_path):
     torch.save(state, tmp_path / 'broken.pt')
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match='(?s)' + said):
         VectorText.from_published(tmp_path / 'broken.pt')
 
 
@@ -150,25 +149,23 @@ def test_a_mask_of_another_dtype():
 
 def test_credit_of_vectors_does_not_see_padding():
     net = vectors().train()
-    told = credit(net, mask, embs)
+    told = net.credit(mask, embs)
     assert net.training and not told.shares[mask == 0].any()
     for k, n in enumerate((5, 1, 3)):
-        alone = credit(net, mask[k : k + 1, :n], embs[k : k + 1, :n])
+        alone = net.credit(mask[k : k + 1, :n], embs[k : k + 1, :n])
         assert_close(told.shares[k : k + 1, :n], alone.shares)
         assert_close(told.a[k : k + 1], alone.a)
     moved = embs.clone()
     moved[0, 2] = 0  # a token that says nothing has another credit
-    assert not torch.allclose(credit(net, mask, moved).shares[0], told.shares[0])
+    assert not torch.allclose(net.credit(mask, moved).shares[0], told.shares[0])
 
 
-def test_credit_of_half_a_token_of_none_and_of_no_capsules():
+def test_credit_of_half_a_token_and_of_none():
     net, half = vectors(), mask.clone()
     half[0, 1] = 0.5
-    assert_close(credit(net, half, embs).a, net.eval()(half, embs).a)
+    assert_close(net.credit(half, embs).a, net.eval()(half, embs).a)
     half[1] = 0
     net.train()
     with pytest.raises(ValueError, match='sentence 1 is empty'):
-        credit(net, half, embs)
+        net.credit(half, embs)
     assert net.training
-    with pytest.raises(ValueError, match='the credit of a PlainText is not known'):
-        credit(PlainText(**sizes).double(), mask, embs)

@@ -12,8 +12,8 @@ pytest.importorskip('transformers')
 pytest.importorskip('tokenizers')
 from capsnb.engine.numerics import error_to
 from capsnb.data.embed import FrozenEncoder, tiny_transformer
-from capsnb.lab.text import SSTNet, blend, coloured, credit, explain
-from capsnb.lab.text import into_rows, measure_scale, without_each
+from capsnb.lab.text import SSTNet, _without_each, blend, coloured, explain, into_rows
+from capsnb.lab.text import measure_scale
 
 WORDS = 'a warm , funny and deeply humane film that never finds its feet but laughs twice .'.split()
 golden = torch.load(Path(__file__).parent / 'data' / 'heinsen2019_sst.pt', weights_only=True)
@@ -57,17 +57,16 @@ def test_published_weights_give_the_published_outputs(tmp_path):
 @pytest.mark.parametrize(
     'changes, what',
     [
-        ({'routings.1.W': None}, 'expected the weights of a network for text'),
-        ({'routings.0.W': torch.ones(2)}, 'expected the weights of a network for text'),
-        ({'routings.1.B': None}, 'missing: routings.1.B'),
-        ({'more': torch.ones(1)}, 'extra: more'),
-        ({'routings.0.B': torch.ones(1, 2, 1, 2)}, r'misshapen: routings.0.B \(1, 2, 1, 2\)'),
+        ({'routings.1.W': None}, 'expected the weights of another network.*routings.1.W'),
+        ({'routings.0.W': torch.ones(2)}, 'expected the weights of another network'),
+        ({'routings.1.B': None}, 'Missing.*routings.1.B'),
+        ({'more': torch.ones(1)}, 'Unexpected.*more'),
     ],
 )
 def test_a_state_dict_that_does_not_fit_is_refused(tmp_path, changes, what):
     state = {k: v for k, v in (golden['state'] | changes).items() if v is not None}
     torch.save(state, tmp_path / 'w.pt')
-    with pytest.raises(ValueError, match=what):
+    with pytest.raises(ValueError, match='(?s)' + what):
         SSTNet.from_published(tmp_path / 'w.pt')
 
 
@@ -135,7 +134,7 @@ def test_one_token_and_512(n):
     out['loss'].backward()
     assert out['logits'].isfinite().all()
     assert all(p.grad is None or p.grad.isfinite().all() for p in net.parameters())
-    assert_close(credit(net, mask, embs).shares.sum((1, 2)), net.eval()(mask, embs).a, **near)
+    assert_close(net.credit(mask, embs).shares.sum((1, 2)), net.eval()(mask, embs).a, **near)
 
 
 def test_half_precision_hidden_states_are_welcome():
@@ -181,7 +180,7 @@ def test_packed_tokens_must_fit_the_mask():
         n = int((torch.tensor(mask) != 0).sum())
         with pytest.raises(ValueError, match='ones with zeros on the right'):
             into_rows(torch.arange(float(n)), torch.tensor(mask))
-    with pytest.raises(ValueError, match='longest text'):
+    with pytest.raises(ValueError, match='a longest of'):
         into_rows(torch.ones(3, 2), torch.tensor([[1.0, 1, 0], [1, 0, 0]]))
 
 
@@ -203,8 +202,7 @@ def test_scale_is_saved_and_that_of_nothing_or_nan_refused(tmp_path):
     net.save_pretrained(tmp_path)
     given = ragged([4, 2])
     assert_close(SSTNet.from_pretrained(tmp_path).eval()(*given).a, net(*given).a)
-    bad = ([], 'got none'), ([torch.full((2, 3, 8), math.nan)], 'inf or NaN')
-    for states, said in (*bad, ([torch.ones(2, 3, 9)], r'\[n, 3, 8\]')):
+    for states, said in (([], 'got none'), ([torch.full((2, 3, 8), math.nan)], 'inf or NaN')):
         with pytest.raises(ValueError, match=said):
             measure_scale(net, states)
 
@@ -221,16 +219,16 @@ def test_credit_adds_up_to_the_scores(lengths, seed, scaled):
         torch.nn.init.normal_(r.beta_use)
         torch.nn.init.normal_(r.beta_ign)
     mask, embs = ragged(lengths, dtype=torch.float64)
-    c = credit(net, mask, embs * (1e3 if scaled else 1))
+    c = net.credit(mask, embs * (1e3 if scaled else 1))
     assert_close(c.shares.sum((1, 2)), c.a, atol=1e-9, rtol=1e-9)
     assert not c.shares[mask == 0].any()
 
 
 def test_credit_of_a_training_network_is_that_of_the_finished_one():
     net, given = fresh(dropout=0.5).train(), ragged([4, 2])
-    a = credit(net, *given)
+    a = net.credit(*given)
     assert net.training
-    assert_close(a.shares, credit(net.eval(), *given).shares)
+    assert_close(a.shares, net.eval().credit(*given).shares)
 
 
 def test_words_come_back_with_all_of_their_credit(encoder):
@@ -245,16 +243,16 @@ def test_words_come_back_with_all_of_their_credit(encoder):
     assert {'deeply', 'film'} <= set(got) and '<humane' not in coloured(e.words)
     with pytest.raises(ValueError, match='is empty'):
         explain('  ', net, encoder)
-    with pytest.raises(ValueError, match='the encoder'):
+    with pytest.raises(ValueError, match='hidden states of shape'):
         explain('a film', SSTNet(7, 8), encoder)
 
 
 def test_without_a_token_is_the_text_that_lacks_it():
     net, (mask, embs) = fresh().eval(), ragged([6])
-    lost = without_each(net, mask, embs, [[k] for k in range(6)])
+    lost = _without_each(net, mask, embs, [[k] for k in range(6)])
     for k in range(6):
         keep = [i for i in range(6) if i != k]
         want = net(mask, embs).a - net(mask[:, keep], embs[:, keep]).a
         assert_close(lost[k], want[0], atol=1e-5, rtol=1e-4)
     one = mask[:, :1], embs[:, :1]
-    assert_close(without_each(net, *one, [[0]]), net(*one).a)  # nothing is left
+    assert_close(_without_each(net, *one, [[0]]), net(*one).a)  # nothing is left

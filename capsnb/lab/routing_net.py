@@ -5,26 +5,14 @@
 # %% ../../nbs/lab/50_routing_net.ipynb #00000002
 from __future__ import annotations
 from pathlib import Path
-from typing import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from ..engine.dstep import CapsNorm
 from ..engine.numerics import at_least_1
-from .matrix_caps import check_depth
-from capsnb.lab.text import (
-    Credit,
-    SSTNet,
-    TextStem,
-    as_parts,
-    blend,
-    by_length,
-    check_text,
-    features_now,
-    into_rows,
-)
-from .vision import CapsuleHeads, ConvTrunk, HubMixin, Scores, answer, n_params
-from .vision import load_published, read_published
+from .text import Credit, SSTNet, TextNetwork, TextStem
+from .text import as_parts, blend, by_length, check_text, into_rows
+from .vision import CapsuleHeads, ConvTrunk, ImageNetwork, Scores, n_params, published
 from ..routing.dstep import Routed
 from ..zoo.routers import all_routings, routing_layer
 from ..zoo.vectors import VectorRouting, end_to_end
@@ -33,7 +21,7 @@ from ..zoo.vectors import VectorRouting, end_to_end
 __all__ = ['needed_for_text', 'RoutingNet', 'RoutingText', 'PlainText', 'VectorText']
 
 # %% ../../nbs/lab/50_routing_net.ipynb #00000006
-class RoutingNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'routing']):
+class RoutingNet(ImageNetwork, tags=['capsules', 'routing']):
     """Convolutions, capsules at every place, and layers of one routing.
 
     >>> RoutingNet(n_classes=3, routing='em')(torch.rand(2, 1, 8, 8)).a.shape
@@ -60,7 +48,6 @@ class RoutingNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', '
     ):
         super().__init__()
         at_least_1(n_classes=n_classes, n_types=n_types, n_parts=n_parts)
-        check_depth(depth)
         self.trunk = ConvTrunk(in_channels, tuple(channels), tuple(strides), padding)
         self.heads = CapsuleHeads(channels[-1], n_types, d_cov, d_inp)
         parts, wholes = [None, *[n_parts] * depth], [*[n_parts] * depth, n_classes]
@@ -72,12 +59,8 @@ class RoutingNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', '
         self.norms = nn.ModuleList(CapsNorm(j, norm) for j in wholes)
         self.scale = nn.Parameter(torch.ones(())) if norm != 'none' else 1.0
 
-    def forward(
-        self,
-        images: Tensor,  # [b, channels, m, n]
-        labels: Tensor | None = None,  # [b] or [b, n_classes]
-    ):  # Routed(a, mu, sig2), or with labels dict(loss=, logits=)
-        return answer(self.capsules(images)[-1], labels)
+    def top(self, images):  # Routed(a, mu, sig2)
+        return self.capsules(images)[-1]
 
     def capsules(
         self,
@@ -95,7 +78,7 @@ class RoutingNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', '
 needed_for_text = {'kmeans-hard': dict(loop='em')}  # settings, or no gradient reaches the maps
 
 
-class RoutingText(TextStem, HubMixin, library_name='capsnb', tags=['capsules', 'routing']):
+class RoutingText(TextStem, tags=['capsules', 'routing']):
     "Hidden states of a transformer, and two layers of one routing."
 
     def __init__(
@@ -115,32 +98,22 @@ class RoutingText(TextStem, HubMixin, library_name='capsnb', tags=['capsules', '
         super().__init__(d_depth, d_emb, d_feat, dropout)
         own = dict(n_iters=n_iters, **(settings or {}))
         if lacking := dict(needed_for_text.get(routing, {}).items() - own.items()):
-            raise ValueError(
-                f"{routing!r} reads texts only with settings={lacking}: its own scores are made of "
-                "hard shares and of constant scores of tokens, so that no gradient reaches a map"
-            )
+            told = f"{routing!r} reads texts only with settings={lacking}"
+            raise ValueError(f"{told}: its hard shares would let no gradient reach a map")
         first = routing_layer(routing, 1, d_feat, d_cap, None, n_parts, **own)
         second = routing_layer(routing, 1, d_cap, d_cap, n_parts, n_classes, **own)
         self.routings = nn.ModuleList([first, second])
         self.norms = nn.ModuleList(CapsNorm(j, norm) for j in (n_parts, n_classes))
         self.scale = nn.Parameter(torch.ones(())) if norm != 'none' else 1.0
 
-    def forward(
-        self,
-        mask: Tensor,  # [b, n] in [0, 1]
-        embs: Tensor,  # [b, n, l, m]; or packed: [t, l, m], the tokens alone, text after text
-        labels: Tensor | None = None,  # [b] or [b, n_classes]
-        lam: Tensor | None = None,  # mixup: [b] or [], see `blend`
-        partner: Tensor | None = None,  # mixup: [b], see `blend`
-    ):  # Routed(a [b, k], mu [b, k, 1, h], sig2), or with labels a dict of loss and logits
-        mask, x = self.features(mask, embs, lam, partner)
+    def top(self, mask, x):  # Routed(a [b, k], mu [b, k, 1, h], sig2)
         one = by_length(mask, x, lambda mask, x: self.routings[0](*as_parts(mask, x)))
         two = self.routings[1](*self.norms[0](one.a, one.mu))
         a, mu = self.norms[1](two.a, two.mu)
-        return answer(Routed(self.scale * a, mu, two.sig2), labels)
+        return Routed(self.scale * a, mu, two.sig2)
 
 # %% ../../nbs/lab/50_routing_net.ipynb #15e70015
-class PlainText(TextStem, HubMixin, library_name='capsnb', tags=['text-classification']):
+class PlainText(TextStem, tags=['text-classification']):
     "Hidden states of a transformer, attention pooling, and two linear maps: no capsules."
 
     def __init__(
@@ -158,27 +131,16 @@ class PlainText(TextStem, HubMixin, library_name='capsnb', tags=['text-classific
         self.hidden = nn.Linear(n_heads * d_feat, n_hidden)
         self.classify = nn.Linear(n_hidden, n_classes)
 
-    def forward(
-        self,
-        mask: Tensor,  # [b, n] in [0, 1]
-        embs: Tensor,  # [b, n, l, m]; or packed: [t, l, m], the tokens alone, text after text
-        labels: Tensor | None = None,  # [b] or [b, n_classes]
-        lam: Tensor | None = None,  # mixup: [b] or [], see `blend`
-        partner: Tensor | None = None,  # mixup: [b], see `blend`
-    ):  # Scores, or with labels a dict of loss and logits
-        a, x = as_parts(*self.features(mask, embs, lam, partner))
+    def top(self, mask, x):  # Scores
+        a, x = as_parts(mask, x)
         x = x[:, :, 0]
         share = (self.queries(x) + F.logsigmoid(a)[..., None].to(x.dtype)).softmax(1)
         pooled = torch.einsum('bih,bid->bhd', share, x).flatten(1)
-        return answer(Scores(self.classify(F.silu(self.hidden(pooled)))), labels)
+        return Scores(self.classify(F.silu(self.hidden(pooled))))
 
 # %% ../../nbs/lab/50_routing_net.ipynb #22a00002
-class VectorText(
-    nn.Module, HubMixin, library_name='capsnb', tags=['routing', 'text-classification']
-):
+class VectorText(TextNetwork, tags=['routing', 'text-classification']):
     "Hidden states of a transformer, and three vector routings (Heinsen 2022)."
-
-    from_published: Callable[..., VectorText]  # see below
 
     def __init__(
         self,
@@ -196,13 +158,8 @@ class VectorText(
         sizes = (None, n_parts, d_emb), (n_parts, n_parts, d_emb), (n_parts, n_classes, 1)
         self.routings = nn.ModuleList(VectorRouting(i, j, d_emb, h, n_iters) for i, j, h in sizes)
 
-    def features(
-        self,
-        mask: Tensor,  # [b, n] in [0, 1]
-        embs: Tensor,  # [b, n, l, m]; or packed: [t, l, m], the tokens alone
-        lam: Tensor | None = None,  # mixup: [b] or [], see `blend`
-        partner: Tensor | None = None,  # mixup: [b], see `blend`
-    ) -> tuple:  # mask [b, n] and x [b, n, l, m], blended
+    def features(self, mask, embs, lam=None, partner=None) -> tuple:
+        "Mask [b, n] and x [b, n, l, m], blended; as for `forward`."
         check_text(self, mask, embs, lam, partner)
         empty = mask[:, :, None, None] == 0
         if embs.ndim == 4:
@@ -221,16 +178,8 @@ class VectorText(
         "Scaled and moved for their layer."
         return normed * self.depth_scale + self.depth_emb
 
-    def forward(
-        self,
-        mask: Tensor,  # [b, n] in [0, 1]
-        embs: Tensor,  # [b, n, l, m]; or packed: [t, l, m], the tokens alone, text after text
-        labels: Tensor | None = None,  # [b] or [b, n_classes]
-        lam: Tensor | None = None,  # mixup: [b] or [], see `blend`
-        partner: Tensor | None = None,  # mixup: [b], see `blend`
-    ):  # Scores, or with labels a dict of loss and logits
-        mask, x = self.features(mask, embs, lam, partner)
-        return answer(by_length(mask, x, self.route), labels)
+    def top(self, mask, x):  # Scores
+        return by_length(mask, x, self.route)
 
     def route(
         self,
@@ -255,7 +204,7 @@ class VectorText(
         embs: Tensor,  # as for `forward`
     ) -> Credit:  # scores [b, k], and credit [b, n, l, k], 0 at padding: relative, no sum
         "Every token at every layer: the scaled product of three credits (Heinsen 2022, app. A)."
-        mask, x = features_now(self, mask, embs)
+        mask, x = self.features_now(mask, embs)
         present = F.logsigmoid(as_parts(mask, x)[0]).view(x.shape[:3])
         scores, shares = [], x.new_zeros(*x.shape[:3], self.routings[-1].n_out)
         for row, text, a, there in zip(shares, x, present, mask != 0):
@@ -267,24 +216,17 @@ class VectorText(
             row[there] = end_to_end(phis).unflatten(0, (-1, x.shape[2]))
         return Credit(torch.stack(scores), shares)
 
-# %% ../../nbs/lab/50_routing_net.ipynb #22a00004
-def _vector_text_from_published(path: str | Path) -> VectorText:
-    "The three vector routings with the author's weights; `ValueError` lists what does not fit."
-    state = {
-        k: v for k, v in read_published(path).items() if not k.endswith('CONST_ones_over_n_out')
-    }
-    n_dims = {'W': 2, 'route.0.B_F2': 2, 'route.2.B_F2': 2}
-    shapes = [state[k].shape for k in n_dims if k in state]
-    if [len(s) for s in shapes] != list(n_dims.values()):
-        raise ValueError(
-            f"expected the weights of three vector routings in '{path}', got {sorted(state)[:6]}..."
-        )
-    (d_depth, d_emb), (n_parts, _), (n_classes, _) = shapes
-    theirs = {'depth_scale': 'W', 'depth_emb': 'B'}
-    name_of = lambda k: (
-        theirs.get(k) or k.replace('routings.', 'route.').replace('.to_', '.compute_beta_')
-    )
-    return load_published(VectorText(d_depth, d_emb, n_classes, n_parts), state, name_of).eval()
+    @classmethod
+    def from_published(
+        cls,
+        path: str | Path,  # of the state dict
+    ) -> VectorText:  # in evaluation mode
+        "The three vector routings with the author's weights; `ValueError` lists what does not fit."
 
+        def make(shape):
+            (n_parts, _), (n_classes, _) = shape['route.0.B_F2'], shape['route.2.B_F2']
+            return cls(*shape['W'], n_classes, n_parts)
 
-VectorText.from_published = staticmethod(_vector_text_from_published)
+        theirs = {'depth_scale': 'W', 'depth_emb': 'B'}
+        renamed = lambda k: k.replace('routings.', 'route.').replace('.to_', '.compute_beta_')
+        return published(path, make, lambda k: theirs.get(k) or renamed(k))

@@ -6,19 +6,17 @@
 from __future__ import annotations
 import html
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 import torch
 from torch import nn, Tensor
 from ..engine.dstep import Routing
 from ..engine.numerics import may_look
 from ..data.embed import FrozenEncoder
-from .vision import HubMixin, answer, earned
-from .vision import load_published, read_published, trace_credit
+from .vision import HubMixin, answer, earned, published, trace_credit
 
 # %% auto #0
-__all__ = ['into_rows', 'blend', 'by_length', 'as_parts', 'TextStem', 'SSTNet', 'check_text', 'measure_scale', 'Credit', 'credit',
-           'features_now', 'leaning', 'without_each', 'coloured', 'Explanation', 'explain', 'encoder_note',
-           'check_note', 'noted_encoder']
+__all__ = ['into_rows', 'blend', 'by_length', 'as_parts', 'check_text', 'TextNetwork', 'TextStem', 'SSTNet', 'Credit',
+           'measure_scale', 'coloured', 'Explanation', 'explain', 'encoder_note', 'check_note', 'noted_encoder']
 
 # %% ../../nbs/lab/46_text.ipynb #0000000a
 def _mask_scores(mask: Tensor) -> Tensor:
@@ -40,7 +38,7 @@ def _layer_maps(A: Tensor, u: Tensor, depth: Tensor, mean: Tensor, size: Tensor)
     A_l = A / size[:, None]
     return A_l, u + depth @ A.T - torch.einsum('ldm,lm->ld', A_l, mean)
 
-# %% ../../nbs/lab/46_text.ipynb #f6fce020
+
 def _read_layers(embs: Tensor, A_l: Tensor) -> Tensor:
     "Every layer's hidden states through its own linear map: one product of matrices a layer."
     flat = embs.reshape(-1, *embs.shape[-2:]).transpose(0, 1)
@@ -48,30 +46,21 @@ def _read_layers(embs: Tensor, A_l: Tensor) -> Tensor:
     return read.reshape(*embs.shape[:-1], A_l.shape[1])
 
 # %% ../../nbs/lab/46_text.ipynb #00000010
-def into_rows(
-    x: Tensor,  # [t, ...]: the tokens of all sentences, one after the other
-    mask: Tensor,  # [b, n], t ones, the padding on the right
-) -> Tensor:  # [b, n, ...], 0 at padding
-    "Tokens to their places in a batch; `ValueError` when they do not fit the mask."
+def into_rows(x: Tensor, mask: Tensor) -> Tensor:
+    "Tokens [t, ...] to their places [b, n, ...]; `ValueError` when they do not fit the mask."
     if may_look(mask):
-        _check_packed(x, mask)
+        lengths, right = (mask != 0).sum(1).tolist(), mask.sort(1, descending=True).values
+        if sum(lengths) != len(x) or max(lengths) != mask.shape[1]:
+            told = f"{sum(lengths)} tokens, the longest text {mask.shape[1]}"
+            raise ValueError(f"expected {told}, got {len(x)} and a longest of {max(lengths)}")
+        if not torch.equal(right, mask) or not ((mask == 0) | (mask == 1)).all():
+            raise ValueError("expected a mask of ones with zeros on the right, for packed tokens")
     there = mask != 0
     number = there.flatten().cumsum(0).sub(1).clamp_min(0)  # of each place's token, or one before
     rows = x.index_select(0, number).unflatten(0, mask.shape)
     return torch.where(there.view(*mask.shape, *[1] * (x.ndim - 1)), rows, 0)
 
 
-def _check_packed(x, mask):
-    lengths = (mask != 0).sum(1).tolist()
-    if sum(lengths) != len(x) or max(lengths) != mask.shape[1]:
-        raise ValueError(
-            f"expected as many tokens as the mask has ones, {sum(lengths)}, the longest text "
-            f"{mask.shape[1]}, got {len(x)} tokens and a longest text of {max(lengths)}"
-        )
-    if not torch.equal(mask, (mask == 1).to(mask).sort(1, descending=True).values):
-        raise ValueError("expected a mask of ones with zeros on the right, for packed tokens")
-
-# %% ../../nbs/lab/46_text.ipynb #f48dc06e
 def blend(
     x: Tensor,  # [b, ...], masks or features
     lam: Tensor,  # [b], or [] for all: share of the sentence itself, in [0, 1]
@@ -82,13 +71,8 @@ def blend(
     return torch.where(x == x[partner], x, x[partner] + lam * (x - x[partner]))
 
 # %% ../../nbs/lab/46_text.ipynb #00000013
-def by_length(
-    mask: Tensor,  # [b, n]
-    x: Tensor,  # [b, n, ...]
-    run,  # function of a mask and an x that gives a named tuple of tensors [b, ...], or None
-    size: int = 5,  # texts in a group, where one may look at the mask
-):  # what `run` gives, for the whole batch
-    "Run in groups of similar length, cut to the longest of each group."
+def by_length(mask: Tensor, x: Tensor, run, size: int = 5):
+    "What `run` gives for a mask [b, n] and x [b, n, ...], in groups of similar length."
     n_groups = -(-len(mask) // size) if may_look(mask) else 1
     if n_groups == 1 or len(mask) == 1:
         return run(mask, x)
@@ -102,26 +86,54 @@ def by_length(
     joined = lambda parts: None if parts[0] is None else torch.cat(parts)[back]
     return type(outs[0])(*map(joined, zip(*outs)))
 
-# %% ../../nbs/lab/46_text.ipynb #00000015
-def _detect_parts(d_emb: int, d_feat: int) -> nn.Sequential:
-    "What reads a hidden state (Heinsen 2019, fig. 5c): Kaiming-normal weights, biases of 0."
-    linear = nn.Linear(d_emb, d_feat)
-    nn.init.kaiming_normal_(linear.weight)
-    nn.init.zeros_(linear.bias)
-    return nn.Sequential(linear, nn.SiLU(), nn.LayerNorm(d_feat))
 
-# %% ../../nbs/lab/46_text.ipynb #15e70001
-def as_parts(
-    mask: Tensor,  # [b, n] in [0, 1]
-    x: Tensor,  # [b, n, l, d] features
-) -> tuple[Tensor, Tensor]:  # scores [b, n·l] and poses [b, n·l, 1, d], for a routing
-    "A part for every token at every layer; a token's score is its layers' score."
+def as_parts(mask: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    "A part for every token at every layer: scores [b, n·l] and poses [b, n·l, 1, d]."
     a = _mask_scores(mask)[:, :, None].expand(x.shape[:3])
     return a.flatten(1), x.flatten(1, 2)[:, :, None]
 
 # %% ../../nbs/lab/46_text.ipynb #15e70002
-class TextStem(nn.Module):
-    "Reads hidden states: one affine map, a depth of layer, Swish, layer norm."
+def check_text(net: nn.Module, mask: Tensor, embs: Tensor, lam=None, partner=None):
+    "`ValueError` when mask, hidden states, mixup and network do not fit together."
+    b, both = mask.shape[:1], [v if v is None else tuple(v.shape) for v in (lam, partner)]
+    if both != [None, None] and (both[0] not in ((), b) or both[1] != b):
+        told = f"lam [b] or [] and partner [b], or neither, for b = {len(mask)}"
+        raise ValueError(f"expected {told}, got {both[0]} and {both[1]}")
+    shape, tokens = tuple(mask.shape), mask.shape
+    if len(shape) != 2 or 0 in shape:
+        raise ValueError(f"expected a mask [b, n] of at least one text, got shape {shape}")
+    if embs.ndim == 3:
+        tokens = (int(mask.sum()) if may_look(mask) else len(embs),)
+    want = *tokens, *net.depth_emb.shape
+    if tuple(embs.shape) != want or not embs.is_floating_point():
+        told = f"floating-point hidden states of shape {want} for a mask {shape}"
+        raise ValueError(f"expected {told}, got {embs.dtype} {tuple(embs.shape)}")
+
+
+class TextNetwork(nn.Module, HubMixin):
+    "A network for hidden states; subclasses say `features`, and what `top` makes of them."
+
+    def forward(
+        self,
+        mask: Tensor,  # [b, n] in [0, 1]
+        embs: Tensor,  # [b, n, l, m]; or packed: [t, l, m], the tokens alone, text after text
+        labels: Tensor | None = None,  # [b] or [b, n_classes]
+        lam: Tensor | None = None,  # mixup: [b] or [], see `blend`
+        partner: Tensor | None = None,  # mixup: [b], see `blend`
+    ):  # a named tuple with scores a [b, k], or with labels a dict of loss and logits
+        return answer(self.top(*self.features(mask, embs, lam, partner)), labels)
+
+    def features_now(self, mask: Tensor, embs: Tensor) -> tuple:
+        "Mask and features in evaluation mode; the network stays in the mode it is in."
+        was = self.training
+        try:
+            return self.eval().features(mask, embs)
+        finally:
+            self.train(was)
+
+
+class TextStem(TextNetwork):
+    "Reads hidden states: one affine map, a depth of layer, Swish, layer norm (Heinsen 2019, 5c)."
 
     def __init__(
         self,
@@ -132,18 +144,16 @@ class TextStem(nn.Module):
     ):
         super().__init__()
         self.depth_emb = nn.Parameter(torch.zeros(d_depth, d_emb))
-        self.detect_parts = _detect_parts(d_emb, d_feat)
+        linear = nn.Linear(d_emb, d_feat)
+        nn.init.kaiming_normal_(linear.weight)
+        nn.init.zeros_(linear.bias)
+        self.detect_parts = nn.Sequential(linear, nn.SiLU(), nn.LayerNorm(d_feat))
         self.dropout = nn.Dropout(dropout)
         self.register_buffer('emb_mean', torch.zeros(d_depth, d_emb))
         self.register_buffer('emb_size', torch.ones(d_depth, d_emb))
 
-    def features(
-        self,
-        mask: Tensor,  # [b, n] in [0, 1]
-        embs: Tensor,  # [b, n, l, m]; or packed: [t, l, m], the tokens alone
-        lam: Tensor | None = None,  # mixup: [b] or [], see `blend`
-        partner: Tensor | None = None,  # mixup: [b], see `blend`
-    ) -> tuple:  # mask [b, n] and x [b, n, l, d], blended
+    def features(self, mask, embs, lam=None, partner=None) -> tuple:
+        "Mask [b, n] and x [b, n, l, d], blended; as for `forward`."
         check_text(self, mask, embs, lam, partner)
         linear, swish, norm = self.detect_parts
         scale = self.emb_mean, self.emb_size
@@ -158,18 +168,13 @@ class TextStem(nn.Module):
         return mask, self.dropout(norm(swish(x + u_l)))
 
 # %% ../../nbs/lab/46_text.ipynb #00000016
-_tags = ['capsules', 'routing', 'text-classification']
-
-
-class SSTNet(TextStem, HubMixin, library_name='capsnb', tags=_tags):
+class SSTNet(TextStem, tags=['capsules', 'routing', 'text-classification']):
     """Routes hidden states of a transformer to classes (Heinsen 2019, fig. 5).
 
     >>> mask, embs = torch.ones(2, 7), torch.randn(2, 7, 3, 32)  # 7 tokens, 3 hidden states each
     >>> SSTNet(d_depth=3, d_emb=32)(mask, embs).a.shape
     torch.Size([2, 5])
     """
-
-    from_published: Callable[..., SSTNet]  # see below
 
     def __init__(
         self,
@@ -191,16 +196,8 @@ class SSTNet(TextStem, HubMixin, library_name='capsnb', tags=_tags):
         second = Routing(1, d_cap, d_cap, n_inp=n_parts, n_out=n_classes, **kw)
         self.routings = nn.ModuleList([first, second])
 
-    def forward(
-        self,
-        mask: Tensor,  # [b, n] in [0, 1]
-        embs: Tensor,  # [b, n, l, m]; or packed: [t, l, m], the tokens alone, text after text
-        labels: Tensor | None = None,  # [b] or [b, n_classes]
-        lam: Tensor | None = None,  # mixup: [b] or [], see `blend`
-        partner: Tensor | None = None,  # mixup: [b], see `blend`
-    ):  # Routed(a [b, k], mu [b, k, 1, h], sig2), or with labels a dict of loss and logits
-        mask, x = self.features(mask, embs, lam, partner)
-        return answer(by_length(mask, x, self.route), labels)
+    def top(self, mask, x):  # Routed(a [b, k], mu [b, k, 1, h], sig2)
+        return by_length(mask, x, self.route)
 
     def route(
         self,
@@ -220,29 +217,45 @@ class SSTNet(TextStem, HubMixin, library_name='capsnb', tags=_tags):
         one = self.routings[0](a, x[:, :, None])
         return self.routings[1](one.a, one.mu).a
 
-# %% ../../nbs/lab/46_text.ipynb #00000017
-def check_text(
-    net: nn.Module,  # that will read them, with a depth_emb [l, m]
-    mask: Tensor,  # as for `SSTNet.forward`
-    embs: Tensor,  # as for `SSTNet.forward`
-    lam=None,  # as for `SSTNet.forward`
-    partner=None,  # as for `SSTNet.forward`
-):
-    "`ValueError` when mask, hidden states, mixup and network do not fit together."
-    b, both = mask.shape[:1], [v if v is None else tuple(v.shape) for v in (lam, partner)]
-    if both != [None, None] and (both[0] not in ((), b) or both[1] != b):
-        told = f"lam [b] or [] and partner [b], or neither, for b = {len(mask)}"
-        raise ValueError(f"expected {told}, got {both[0]} and {both[1]}")
-    shape, tokens = tuple(mask.shape), mask.shape
-    if len(shape) != 2 or 0 in shape:
-        raise ValueError(f"expected a mask [b, n] of at least one text, got shape {shape}")
-    if embs.ndim == 3:
-        tokens = (int(mask.sum()) if may_look(mask) else len(embs),)
-    if tuple(embs.shape) != (want := (*tokens, *net.depth_emb.shape)):
-        told = f"hidden states of shape {want} for a mask {shape}"
-        raise ValueError(f"expected {told}, got {tuple(embs.shape)}")
-    if not embs.is_floating_point():
-        raise ValueError(f"expected floating-point hidden states, got {embs.dtype}")
+    @classmethod
+    def from_published(
+        cls,
+        path: str | Path,  # of the state dict
+    ) -> SSTNet:  # in evaluation mode, with the author's floor and start
+        "The network with the author's weights; `ValueError` lists what does not fit."
+
+        def make(shape):
+            (d_depth, d_emb), (d_feat, _) = shape['depth_emb'], shape['detect_parts.0.weight']
+            (_, n_parts, _, d_cap), (_, n_classes, _, _) = (
+                shape['routings.0.W'],
+                shape['routings.1.W'],
+            )
+            sizes = dict(d_feat=d_feat, d_cap=d_cap, n_parts=n_parts)
+            return cls(d_depth, d_emb, n_classes, **sizes, eps='paper', init='paper')
+
+        return published(path, make, kept='emb_')
+
+    @torch.no_grad()
+    def credit(
+        self,
+        mask: Tensor,  # as for `forward`
+        embs: Tensor,  # as for `forward`
+    ) -> Credit:  # scores and shares
+        "Pass each class score back to the tokens and layers it came from."
+        mask, x = self.features_now(mask, embs)
+        one, two = self.route(mask, x, return_R=True)
+        D1 = mask[:, :, None].expand(x.shape[:3]).flatten(1)[..., None] * one.R  # eq. 4
+        f_a = one.a.sigmoid()[..., None]
+        D2 = f_a * two.R
+        share = trace_credit(D1, earned(self.routings[1], D2, f_a - D2))
+        return Credit(two.a, share.unflatten(1, x.shape[1:3]))
+
+
+class Credit(NamedTuple):
+    "Class scores, and what they are sums of."
+
+    a: Tensor  # [b, k] scores
+    shares: Tensor  # [b, n, l, k] of each token at each layer; an SSTNet's sum to a over n, l
 
 # %% ../../nbs/lab/46_text.ipynb #00000021
 @torch.no_grad()
@@ -253,9 +266,6 @@ def measure_scale(
     "Read hidden states in units of their own spread; `ValueError` for none, or inf or NaN."
     n, total, square = 0, 0.0, 0.0
     for e in items:
-        if e.ndim != 3 or e.shape[1:] != net.emb_mean.shape:
-            wanted = ', '.join(map(str, net.emb_mean.shape))
-            raise ValueError(f"expected hidden states [n, {wanted}], got {tuple(e.shape)}")
         e = e.cpu().double()
         n, total, square = n + len(e), total + e.sum(0), square + e.square().sum(0)
     if n == 0:
@@ -269,81 +279,16 @@ def measure_scale(
     net.emb_size.copy_(size)
     return net
 
-# %% ../../nbs/lab/46_text.ipynb #00000024
-def _sst_from_published(path: str | Path) -> SSTNet:
-    "The network for text with the author's weights; `ValueError` lists what does not fit."
-    state = read_published(path)
-    n_dims = {'depth_emb': 2, 'detect_parts.0.weight': 2, 'routings.0.W': 4, 'routings.1.W': 4}
-    shapes = [state[k].shape for k in n_dims if k in state]
-    if [len(s) for s in shapes] != list(n_dims.values()):
-        told = f"the weights of a network for text in '{path}'"
-        raise ValueError(f"expected {told}, got {sorted(state)[:6]}...")
-    (d_depth, d_emb), (d_feat, _), W1, W2 = shapes
-    sizes = dict(d_feat=d_feat, d_cap=W1[3], n_parts=W1[1])
-    net = SSTNet(d_depth, d_emb, W2[1], **sizes, eps='paper', init='paper')
-    scale = {k: v for k, v in net.state_dict().items() if k.startswith('emb_')}
-    return load_published(net, state | scale, str).eval()
-
-
-SSTNet.from_published = staticmethod(_sst_from_published)
-
-# %% ../../nbs/lab/46_text.ipynb #00000027
-class Credit(NamedTuple):
-    "Class scores, and what they are sums of."
-
-    a: Tensor  # [b, k] scores
-    shares: Tensor  # [b, n, l, k] of each token at each layer; an SSTNet's sum to a over n, l
-
-# %% ../../nbs/lab/46_text.ipynb #50118ab2
-@torch.no_grad()
-def credit(
-    net: SSTNet,  # trained
-    mask: Tensor,  # as for `SSTNet.forward`
-    embs: Tensor,  # as for `SSTNet.forward`
-) -> Credit:  # scores and shares
-    "Pass each class score back to the tokens and layers it came from; `ValueError` if unknown."
-    if hasattr(net, 'credit'):
-        return net.credit(mask, embs)
-    if not isinstance(net, SSTNet):
-        raise ValueError(f"the credit of a {type(net).__name__} is not known, that of an SSTNet is")
-    mask, x = features_now(net, mask, embs)
-    one, two = net.route(mask, x, return_R=True)
-    D1 = mask[:, :, None].expand(x.shape[:3]).flatten(1)[..., None] * one.R  # eq. 4
-    f_a = one.a.sigmoid()[..., None]
-    D2 = f_a * two.R
-    share = trace_credit(D1, earned(net.routings[1], D2, f_a - D2))
-    return Credit(two.a, share.unflatten(1, x.shape[1:3]))
-
-# %% ../../nbs/lab/46_text.ipynb #fa0364e4
-def features_now(
-    net: nn.Module,  # with `features`
-    mask: Tensor,  # as for `SSTNet.forward`
-    embs: Tensor,  # as for `SSTNet.forward`
-) -> tuple:  # mask [b, n] and x [b, n, l, d]
-    "Mask and features in evaluation mode; the network stays in the mode it is in."
-    was = net.training
-    try:
-        return net.eval().features(mask, embs)
-    finally:
-        net.train(was)
-
 # %% ../../nbs/lab/46_text.ipynb #0000002a
-def leaning(
-    n_classes: int,  # ordered from the most negative to the most positive
-) -> Tensor:  # [k] from -1 to 1, summing to 0
-    "Weights that turn class scores into one number: positive against negative."
+def _leaning(n_classes: int) -> Tensor:
+    "Weights of the classes [k] from -1 to 1, from the most negative to the most positive."
     return torch.linspace(-1, 1, n_classes)
 
 # %% ../../nbs/lab/46_text.ipynb #0000002d
 @torch.no_grad()
-def without_each(
-    net: SSTNet,  # trained
-    mask: Tensor,  # [1, n]: one text
-    embs: Tensor,  # [1, n, l, m]
-    groups: list,  # of lists of token numbers, such as a word's
-) -> Tensor:  # [groups, k] what the scores lose without a group; all, if nothing is left
-    "Take tokens away, one group after the other, and route again."
-    mask, x = features_now(net, mask, embs)
+def _without_each(net: SSTNet, mask: Tensor, embs: Tensor, groups: list) -> Tensor:
+    "What the scores of one text lose [groups, k] without a group of tokens; all, if none is left."
+    mask, x = net.features_now(mask, embs)
     left = mask.repeat(len(groups), 1)
     for row, tokens in zip(left, groups):
         row[tokens] = 0
@@ -359,16 +304,13 @@ def coloured(
     limit: float | None = None,  # number of the strongest colour; None: the largest there is
 ) -> str:  # HTML
     "Words as red as they are negative, as blue as they are positive; numbers as tooltips."
-    limit = limit or max((abs(v) for _, v in words), default=0) or 1.0
-    spans = ' '.join(_coloured_word(w, v, v / limit) for w, v in words)
-    return f'<div style="line-height:1.9;font-size:15px">{spans}</div>'
-
-# %% ../../nbs/lab/46_text.ipynb #39317214
-def _coloured_word(word: str, v: float, strength: float) -> str:
-    rgb, opacity = '178,24,43' if v < 0 else '33,102,172', min(1.0, abs(strength)) * 0.75
-    ink = '#fff' if opacity > 0.5 else 'inherit'
-    style = f'background:rgba({rgb},{opacity:.2f});color:{ink};padding:1px 3px;border-radius:3px'
-    return f'<span title="{v:+.3f}" style="{style}">{html.escape(word)}</span>'
+    limit, spans = limit or max((abs(v) for _, v in words), default=0) or 1.0, []
+    for word, v in words:
+        rgb, opacity = '178,24,43' if v < 0 else '33,102,172', min(1.0, abs(v / limit)) * 0.75
+        style = f'background:rgba({rgb},{opacity:.2f});padding:1px 3px;border-radius:3px;'
+        style += f"color:{'#fff' if opacity > 0.5 else 'inherit'}"
+        spans.append(f'<span title="{v:+.3f}" style="{style}">{html.escape(word)}</span>')
+    return f'<div style="line-height:1.9;font-size:15px">{" ".join(spans)}</div>'
 
 # %% ../../nbs/lab/46_text.ipynb #00000032
 class Explanation(NamedTuple):
@@ -388,7 +330,7 @@ class Explanation(NamedTuple):
         return [(w, v - self.leaning() / len(self.words)) for w, v in self.words]
 
     def _repr_html_(self):
-        p, w = torch.tensor(self.a).softmax(0), leaning(len(self.a))
+        p, w = torch.tensor(self.a).softmax(0), _leaning(len(self.a))
         layers = [(str(k), v) for k, v in enumerate((torch.tensor(self.layers) @ w).tolist())]
         rows = {
             'lost without it': self.without,
@@ -401,7 +343,7 @@ class Explanation(NamedTuple):
         said = f'<b>{name}</b> ({p.max():.0%}); leaning {self.leaning():+.2f}'
         return f"{said}<table>{''.join(table)}</table>"
 
-# %% ../../nbs/lab/46_text.ipynb #25f1ddd2
+
 def explain(
     text: str,  # a sentence
     net: SSTNet,  # trained
@@ -413,29 +355,27 @@ def explain(
         told = "words are explained by credit that adds up to the scores, as an SSTNet's does"
         raise ValueError(f"{told}; this network is a {type(net).__name__}")
     mask, embs = encoder([text])
-    if embs.shape[2:] != net.depth_emb.shape:
-        reads, gives = list(net.depth_emb.shape), list(embs.shape[2:])
-        told = f"the encoder '{encoder.name}' gives {gives}"
-        raise ValueError(f"the network reads hidden states {reads}, {told}")
     mask, embs = (v.float().to(net.depth_emb.device) for v in (mask, embs))
-    c = credit(net, mask, embs)
-    shares, w = c.shares[0].cpu().double(), leaning(c.a.shape[1]).double()
+    c = net.credit(mask, embs)
+    shares, w = c.shares[0].cpu().double(), _leaning(c.a.shape[1]).double()
     words, groups = zip(*encoder.words(text))
     earned = [float(shares[g].sum((0, 1)) @ w) for g in groups]
-    lost = (without_each(net, mask, embs, groups).cpu().double() @ w).tolist()
+    lost = (_without_each(net, mask, embs, groups).cpu().double() @ w).tolist()
     names = tuple(names or map(str, range(len(w))))
     both = (list(zip(words, v)) for v in (earned, lost))
     return Explanation(text, names, c.a[0].tolist(), *both, shares.sum(0).tolist())
 
 # %% ../../nbs/lab/46_text.ipynb #ba0a2049
+_same = 'gguf_file', 'revision', 'fingerprint', 'layers', 'end'
+
+
 def encoder_note(
     encoder: FrozenEncoder,  # any
 ) -> dict:  # JSON-ready
     "What it takes to find the same transformer again."
     folder = Path(encoder.name).expanduser()
-    same = 'gguf_file', 'revision', 'fingerprint', 'layers', 'end'
     note = dict(encoder=str(folder.absolute()) if folder.is_dir() else encoder.name)
-    return note | {k: getattr(encoder, k) for k in same} | dict(dtype=str(encoder.dtype)[6:])
+    return note | {k: getattr(encoder, k) for k in _same} | dict(dtype=str(encoder.dtype)[6:])
 
 
 def check_note(
@@ -443,14 +383,13 @@ def check_note(
     where: str,  # from where, for the message
 ) -> dict:  # the same
     "`ValueError` for an entry of a kind that `encoder_note` does not write."
-    kinds = dict(encoder=str, gguf_file=str, revision=str, fingerprint=str, end=str)
-    kinds = {k: (kind, type(None)) for k, kind in kinds.items()} | dict(layers=list, dtype=str)
-    for key, kind in kinds.items():
-        value = note.get(key, None if key == 'revision' else 0)  # older notes have no revision
-        odd = key == 'layers' and isinstance(value, list) and any(type(k) is not int for k in value)
-        if not isinstance(value, kind) or odd:
-            said = f"is {note[key]!r:.60}" if key in note else "is missing"
-            raise ValueError(f"{where} is damaged: its entry '{key}' {said}")
+    for key in ('encoder', 'dtype', *_same):
+        value = note.get(key)
+        fits = isinstance(value, str) or value is None and key in ('gguf_file', 'revision', 'end')
+        if key == 'layers':
+            fits = isinstance(value, list) and all(type(k) is int for k in value)
+        if not fits:
+            raise ValueError(f"{where} is damaged: its entry '{key}' is {value!r:.60}")
     return note
 
 
@@ -462,6 +401,6 @@ def noted_encoder(
     "Load a transformer from a note; only one that `where` names may be fetched."
     place = where or note['encoder']
     same = str(place) == note['encoder'] and not Path(place).expanduser().is_dir()
-    how = {k: note[k] for k in ('gguf_file', 'layers', 'dtype', 'end')}
+    how = {k: note.get(k) for k in ('gguf_file', 'layers', 'dtype', 'end')}
     how |= dict(revision=note.get('revision') if same else None, expected=note['fingerprint'])
     return FrozenEncoder(place, device=device, fetch=bool(where), **how)

@@ -12,16 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn, Tensor
 from einops import rearrange
-from ..core import from_generator, need, plot_style
+from ..core import from_generator, need
 from ..data.files import regular
 from ..engine.dstep import Routing
 from ..engine.numerics import autocasting, may_look
 from .losses import class_shares, reduced
 
 # %% auto #0
-__all__ = ['as_images', 'normed_conv', 'ConvTrunk', 'CapsuleHeads', 'Scores', 'answer', 'OnlyScores', 'n_params', 'HubMixin',
-           'trace_credit', 'DStepNet', 'earned', 'norb_trunk', 'SmallNORBNet', 'draw_net', 'published_name',
-           'read_published', 'load_published', 'PlainCNN', 'rival_of', 'BaselineCNN']
+__all__ = ['as_images', 'ConvTrunk', 'CapsuleHeads', 'Scores', 'answer', 'OnlyScores', 'n_params', 'HubMixin', 'ImageNetwork',
+           'trace_credit', 'earned', 'DStepNet', 'norb_trunk', 'SmallNORBNet', 'read_published', 'published',
+           'PlainCNN', 'rival_of', 'BaselineCNN']
 
 # %% ../../nbs/lab/43_vision.ipynb #00000005
 def as_images(
@@ -31,20 +31,20 @@ def as_images(
     least: int = 1,  # rows and columns
 ) -> Tensor:  # in the dtype of the network
     "Images as a network reads them; `ValueError` says what was expected and what came."
-    sizes = ', '.join(str(name if n is None else n) for name, n in zip('cmn', shape))
-    told = f"expected images [b, {sizes}]" + (f", m and n at least {least}" if least > 1 else '')
+    sizes, got = ', '.join(str(name if n is None else n) for name, n in zip('cmn', shape)), None
     if not isinstance(images, Tensor):
-        raise ValueError(
-            f"{told} as a tensor, got {type(images).__name__}: torch.as_tensor(images)"
-        )
-    fits = images.ndim == 4 and all(n in (None, got) for n, got in zip(shape, images.shape[1:]))
-    if not fits or min(images.shape[2:]) < least:
-        raise ValueError(f"{told}, got shape {tuple(images.shape)}")
-    if not images.is_floating_point():
-        said = 'expected images of a floating dtype (divide bytes by 255)'
-        raise ValueError(f"{said}, got {images.dtype}")
-    if may_look(images) and not images.isfinite().all():
-        raise ValueError("images must be finite, got NaN or inf")
+        got = f"{type(images).__name__}: torch.as_tensor(images)"
+    elif len(images.shape) != 4 or min(images.shape[2:]) < least:
+        got = f"shape {tuple(images.shape)}"
+    elif any(n not in (None, there) for n, there in zip(shape, images.shape[1:])):
+        got = f"shape {tuple(images.shape)}"
+    elif not images.is_floating_point():
+        got = f"{images.dtype}: divide bytes by 255"
+    elif may_look(images) and not images.isfinite().all():
+        got = "NaN or inf"
+    if got:
+        told = f"[b, {sizes}], m and n at least {least}, of a floating dtype, finite"
+        raise ValueError(f"expected images {told}, got {got}")
     return images if autocasting(images.device) else images.to(next(net.parameters()).dtype)
 
 
@@ -56,21 +56,15 @@ def _stack_coordinates(images: Tensor) -> Tensor:
     grid = torch.stack(torch.meshgrid(rows, cols, indexing='ij')).expand(b, 2, m, n)
     return torch.cat([images, grid], 1)
 
-# %% ../../nbs/lab/43_vision.ipynb #00000009
-def normed_conv(
-    c_inp: int,  # channels that come in
-    c_out: int,  # channels that go out
-    kernel: int = 3,  # side of the square kernel
-    stride: int = 1,  # step of the kernel
-    padding: int = 0,  # zeros added on each side
-) -> nn.Sequential:  # batch norm, then a convolution
+# %% ../../nbs/lab/43_vision.ipynb #0000000a
+def _normed_conv(c_inp: int, c_out: int, kernel=3, stride=1, padding=0) -> nn.Sequential:
     "Batch norm and a convolution, Kaiming-normal weights (Heinsen 2019, 4.2), biases of 0."
     conv = nn.Conv2d(c_inp, c_out, kernel, stride, padding)
     nn.init.kaiming_normal_(conv.weight)
     nn.init.zeros_(conv.bias)
     return nn.Sequential(nn.BatchNorm2d(c_inp), conv)
 
-# %% ../../nbs/lab/43_vision.ipynb #0000000a
+
 class ConvTrunk(nn.Module):
     "Batch norm, 3x3 convolution, Swish, repeated, on an image with its coordinates."
 
@@ -83,17 +77,15 @@ class ConvTrunk(nn.Module):
     ):
         super().__init__()
         if len(channels) != len(strides) or not channels:
-            raise ValueError(
-                "expected as many strides as channels (at least 1), "
-                f"got {len(channels)} channels and {len(strides)} strides"
-            )
+            told = f"{len(channels)} channels and {len(strides)} strides"
+            raise ValueError(f"expected as many strides as channels, at least 1, got {told}")
         self.in_channels = in_channels
         self.least = 1  # side of the smallest image
         for s in reversed(strides):
             self.least = max(1, (self.least - 1) * s + 3 - 2 * padding)
         widths = (in_channels + 2, *channels)
         self.stages = nn.ModuleList(
-            normed_conv(p, q, 3, s, padding) for p, q, s in zip(widths, channels, strides)
+            _normed_conv(p, q, 3, s, padding) for p, q, s in zip(widths, channels, strides)
         )
 
     def forward(
@@ -119,8 +111,8 @@ class CapsuleHeads(nn.Module):
     ):
         super().__init__()
         self.d_cov, self.d_inp = d_cov, d_inp
-        self.compute_a = normed_conv(channels, n_types, 1)
-        self.compute_mu = normed_conv(channels, n_types * d_cov * d_inp, 1)
+        self.compute_a = _normed_conv(channels, n_types, 1)
+        self.compute_mu = _normed_conv(channels, n_types * d_cov * d_inp, 1)
 
     def forward(
         self,
@@ -130,14 +122,14 @@ class CapsuleHeads(nn.Module):
         mu = rearrange(mu, 'b (t c d) m n -> b (t m n) c d', **size)
         return rearrange(a, 'b t m n -> b (t m n)'), mu
 
-# %% ../../nbs/lab/43_vision.ipynb #00000011
+# %% ../../nbs/lab/43_vision.ipynb #0615521a
 @from_generator
 class Scores(NamedTuple):
     "What a network without capsules returns."
 
     a: Tensor  # scores (logits) [b, j]
 
-# %% ../../nbs/lab/43_vision.ipynb #0615521a
+
 def answer(
     out,  # a named tuple whose `a` holds the scores [b, j]
     labels: Tensor | None = None,  # see `class_shares`
@@ -150,7 +142,7 @@ def answer(
     loss = reduced(F.cross_entropy(out.a.float(), target, reduction='none'))
     return dict(loss=loss, logits=out.a)
 
-# %% ../../nbs/lab/43_vision.ipynb #0c0de001
+
 class OnlyScores(nn.Module):
     "Scores alone, for tools that want one tensor: captum, ONNX, plain loss functions."
 
@@ -167,7 +159,7 @@ class OnlyScores(nn.Module):
     ) -> Tensor:  # scores [b, j]
         return self.net(*given).a
 
-# %% ../../nbs/lab/43_vision.ipynb #0000002d
+
 def n_params(
     net: nn.Module,  # any network
 ) -> int:  # trainable numbers in it
@@ -177,9 +169,7 @@ def n_params(
 # %% ../../nbs/lab/43_vision.ipynb #00000014
 try:
     from huggingface_hub import PyTorchModelHubMixin
-except ModuleNotFoundError as missing:
-    if missing.name != 'huggingface_hub':
-        raise
+except ModuleNotFoundError:
     if not TYPE_CHECKING:  # what reads types takes the class for the real one
 
         class PyTorchModelHubMixin:
@@ -214,7 +204,8 @@ class HubMixin(PyTorchModelHubMixin):
     "huggingface_hub's mixin, but strict, with advice where `Trainer` wants a `PreTrainedModel`."
 
     def __init_subclass__(cls, **about):
-        super().__init_subclass__(model_card_template=_card, **about)
+        about = {'library_name': 'capsnb', 'model_card_template': _card} | about
+        super().__init_subclass__(**about)
         if issubclass(cls, nn.Module):
             cls.__getattr__ = _no_config
 
@@ -231,6 +222,23 @@ class HubMixin(PyTorchModelHubMixin):
 
     activation_checkpointing_enable = gradient_checkpointing_enable
 
+
+class ImageNetwork(nn.Module, HubMixin):
+    "A network for images; a subclass says what `top` makes of them."
+
+    def top(
+        self,
+        images: Tensor,  # [b, channels, m, n]
+    ) -> Any:  # a named tuple whose `a` holds the scores [b, j]
+        raise NotImplementedError
+
+    def forward(
+        self,
+        images: Tensor,  # [b, channels, m, n]
+        labels: Tensor | None = None,  # [b] or [b, n_classes]
+    ):  # of `top`, or with labels dict(loss=, logits=)
+        return answer(self.top(images), labels)
+
 # %% ../../nbs/lab/43_vision.ipynb #00000016
 def trace_credit(
     D1: Tensor,  # [..., i, j] shares of inputs used by parts
@@ -240,15 +248,22 @@ def trace_credit(
     made_of = D1 / D1.sum(-2, keepdim=True).clamp_min(torch.finfo(D1.dtype).tiny)
     return made_of @ D2
 
+
+def earned(
+    r: Routing,  # of classes
+    D_use: Tensor,  # [..., j, k] shares of parts used by classes
+    D_ign: Tensor,  # [..., j, k] shares ignored
+) -> Tensor:  # [..., j, k]; summed over j it is the scores
+    "Benefit less cost (Heinsen 2019, eqs. 6 and 8)."
+    return r.beta_use * D_use - (r.beta_use if r.single_beta else r.beta_ign) * D_ign
+
 # %% ../../nbs/lab/43_vision.ipynb #00000019
-class DStepNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'routing']):
+class DStepNet(ImageNetwork, tags=['capsules', 'routing']):
     """Convolutions and two routing layers (Heinsen 2019, fig. 3).
 
     >>> DStepNet()(torch.rand(2, 1, 8, 8)).mu.shape
     torch.Size([2, 10, 4, 4])
     """
-
-    credit: Callable[..., Tensor]  # see `_credit_maps`
 
     def __init__(
         self,
@@ -274,47 +289,34 @@ class DStepNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'ro
         second = Routing(d_cov, d_out, d_out, n_inp=n_parts, n_out=n_classes, **kw)
         self.routings = nn.ModuleList([first, second])
 
-    def forward(
-        self,
-        images: Tensor,  # [b, channels, m, n]
-        labels: Tensor | None = None,  # [b] or [b, n_classes]
-    ):  # Routed(a, mu, sig2), or with labels dict(loss=, logits=)
+    def top(self, images):  # Routed(a, mu, sig2)
         out = self.heads(self.trunk(images))
         for routing in self.routings:
             out = routing(out[0], out[1])
-        return answer(out, labels)
+        return out
 
-# %% ../../nbs/lab/43_vision.ipynb #0000001a
-@torch.no_grad()
-def _credit_maps(self: DStepNet, images: Tensor, of: str = 'use') -> Tensor:
-    "Which places each class used, from the routing itself; `ValueError` for an unknown `of`."
-    if of not in ('use', 'score'):
-        raise ValueError(f"of must be 'use' or 'score', got {of!r}")
-    x = self.trunk(images)
-    a0, mu0 = self.heads(x)
-    first, second = self.routings
-    one = first(a0, mu0, return_R=True)
-    two = second(one.a, one.mu, return_R=True)
-    D1, f_a = a0.sigmoid()[..., None] * one.R, one.a.sigmoid()[..., None]  # eq. 4
-    taken = f_a * two.R
-    if of == 'score':
-        taken = earned(second, taken, f_a - taken)
-    places = dict(m=x.shape[-2], n=x.shape[-1])
-    return rearrange(trace_credit(D1, taken), 'b (t m n) k -> t b k m n', **places).sum(0)
+    @torch.no_grad()
+    def credit(
+        self,
+        images: Tensor,  # [b, channels, m, n]
+        of: str = 'use',  # what a class used; or what its 'score' earned
+    ) -> Tensor:  # [b, j, m', n'], at the places of the parts
+        "Which places each class used, from the routing itself; `ValueError` for an unknown `of`."
+        if of not in ('use', 'score'):
+            raise ValueError(f"of must be 'use' or 'score', got {of!r}")
+        x = self.trunk(images)
+        a0, mu0 = self.heads(x)
+        first, second = self.routings
+        one = first(a0, mu0, return_R=True)
+        two = second(one.a, one.mu, return_R=True)
+        D1, f_a = a0.sigmoid()[..., None] * one.R, one.a.sigmoid()[..., None]  # eq. 4
+        taken = f_a * two.R
+        if of == 'score':
+            taken = earned(second, taken, f_a - taken)
+        places = dict(m=x.shape[-2], n=x.shape[-1])
+        return rearrange(trace_credit(D1, taken), 'b (t m n) k -> t b k m n', **places).sum(0)
 
-
-DStepNet.credit = _credit_maps
-
-# %% ../../nbs/lab/43_vision.ipynb #8ecd88e3
-def earned(
-    r: Routing,  # of classes
-    D_use: Tensor,  # [..., j, k] shares of parts used by classes
-    D_ign: Tensor,  # [..., j, k] shares ignored
-) -> Tensor:  # [..., j, k]; summed over j it is the scores
-    "Benefit less cost (Heinsen 2019, eqs. 6 and 8)."
-    return r.beta_use * D_use - (r.beta_use if r.single_beta else r.beta_ign) * D_ign
-
-# %% ../../nbs/lab/43_vision.ipynb #0000001f
+# %% ../../nbs/lab/43_vision.ipynb #00000020
 def norb_trunk(
     channels: int = 64,  # of every convolution
     in_channels: int = 2,  # 2: a stereo pair
@@ -322,8 +324,8 @@ def norb_trunk(
     "The trunk of Heinsen (2019), fig. 3c: six convolutions, strides 1 and 2, no padding."
     return dict(in_channels=in_channels, channels=(channels,) * 6, strides=(1, 2) * 3, padding=0)
 
-# %% ../../nbs/lab/43_vision.ipynb #00000020
-class SmallNORBNet(DStepNet, library_name='capsnb', tags=['capsules', 'routing', 'smallnorb']):
+
+class SmallNORBNet(DStepNet, tags=['smallnorb']):
     """The network of Heinsen (2019), fig. 3, for pairs of images from 29x29 up; 271,688 parameters.
 
     >>> SmallNORBNet(n_classes=5, n_parts=8, channels=8)(torch.rand(2, 2, 32, 32)).a.shape
@@ -347,130 +349,69 @@ class SmallNORBNet(DStepNet, library_name='capsnb', tags=['capsules', 'routing',
     def from_published(
         cls,
         path: str | Path,  # of the state dict, e.g. smallNORB_pretrained_model_state_dict.pt
-        n_classes: int = 5,  # of the network in it
-        n_parts: int = 64,  # of the network in it
-        channels: int = 64,  # of the network in it
     ) -> SmallNORBNet:  # in evaluation mode, with the author's floor (eps='paper')
         "The network with the author's weights; `ValueError` lists entries that do not fit."
-        net = cls(n_classes, n_parts, channels, eps='paper')
-        return load_published(net, read_published(path), published_name).eval()
 
-# %% ../../nbs/lab/43_vision.ipynb #7161799e
-def draw_net(
-    net: nn.Module,  # in evaluation mode
-    stages: dict,  # name of a module ('': the network itself) -> what it does, in a few words
-    images: Tensor,  # [1, ...] what goes in
-    run: Callable | None = None,  # () -> anything, runs all stages; None: net(images)
-):  # matplotlib figure
-    "A network as boxes, each with the shape of what it puts out (without the batch)."
-    seen, hooks = {}, []
-    for name in stages:
-        hook = lambda m, i, out, name=name: seen.setdefault(name, out)
-        hooks.append(net.get_submodule(name).register_forward_hook(hook))
-    with torch.no_grad():
-        (run or (lambda: net(images)))()
-    for hook in hooks:
-        hook.remove()
-    boxes = [('input', images), *((text, seen[name]) for name, text in stages.items())]
-    fig, ax = plot_style().subplots(figsize=(1.75 * len(boxes), 1.7))
-    patches = need('matplotlib.patches')
-    for k, (text, out) in enumerate(boxes):
-        fill, width = ('#CFDCEA', 2) if 'routing' in text else ('#F4F4F4', None)
-        look = dict(boxstyle='round,pad=0.03', fc=fill, ec='#444444', lw=width)
-        ax.add_patch(patches.FancyBboxPatch((k - 0.34, -0.2), 0.68, 0.6, **look))
-        ax.text(k, 0.1, text, ha='center', va='center')
-        ax.text(k, -0.3, _shape_of(out), ha='center', va='top', family='monospace')
-        if k:
-            arrow = dict(arrowstyle='->', color='#444444')
-            ax.annotate('', (k - 0.38, 0.1), (k - 0.62, 0.1), arrowprops=arrow)
-    ax.set(xlim=(-0.45, len(boxes) - 0.55), ylim=(-0.75, 0.5))
-    ax.axis('off')
-    fig.tight_layout(pad=0.2)
-    return fig
+        def make(shape):
+            n_parts, n_classes = shape['routings.1.W'][:2]
+            return cls(n_classes, n_parts, shape['convolve.1.weight'][0], eps='paper')
 
-
-def _shape_of(out) -> str:
-    parts = out[:2] if isinstance(out, tuple) else (out,)
-    names = getattr(out, '_fields', ('a', 'mu'))[: len(parts)] if len(parts) > 1 else ('',)
-    sizes = ('×'.join(map(str, p.shape[1:])) for p in parts)
-    return '\n'.join(f'{n} {s}'.strip() for n, s in zip(names, sizes)).replace('mu', 'μ')
+        return published(path, make, _published_name)
 
 # %% ../../nbs/lab/43_vision.ipynb #00000023
-def published_name(
-    name: str,  # of an entry of our state dict
-) -> str:  # of the same entry in the author's
-    "`trunk.stages.2.1.bias` is `convolve.7.bias`, `heads.compute_a.0.bias` `compute_a.0.bias`."
+def _published_name(name: str) -> str:
+    "`trunk.stages.2.1.bias` is the author's `convolve.7.bias`, `heads.x` his `x`."
     m = re.match(r'trunk\.stages\.(\d+)\.(\d)\.(.*)', name)
     return f"convolve.{3 * int(m[1]) + int(m[2])}.{m[3]}" if m else name.removeprefix('heads.')
 
-# %% ../../nbs/lab/43_vision.ipynb #00000025
+
 def read_published(
     path: str | Path,  # of a file that torch.save has written
-) -> dict:  # name -> tensor, on the CPU
+) -> dict:  # name -> tensor, on the CPU, without constant buffers
     "Read a state dict, running nothing that is in the file; `ValueError` for anything else in it."
     content = io.BytesIO(regular(path).read_bytes())  # OSError here: there is no such file
     try:
         state = torch.load(content, map_location='cpu', weights_only=True)
     except Exception as e:
         said = (str(e).splitlines() or [''])[0][:100]
-        raise ValueError(
-            f"expected a state dict in '{path}', got a file that cannot be read as one "
-            f"({type(e).__name__}: {said})"
-        ) from e
-    _check_state(state, path)
-    return state
-
-# %% ../../nbs/lab/43_vision.ipynb #cefdaafd
-def _check_state(state, path):
+        told = f"a file that cannot be read as one ({type(e).__name__}: {said})"
+        raise ValueError(f"expected a state dict in '{path}', got {told}") from e
     if not isinstance(state, dict) or not state:
-        raise ValueError(
-            f"expected a dict of named tensors in '{path}', got {type(state).__name__}"
-        )
-    if not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items()):
-        raise ValueError(f"expected named tensors in '{path}', got dict of other things")
+        told = type(state).__name__
+        raise ValueError(f"expected a dict of named tensors in '{path}', got {told}")
     count = '.num_batches_tracked'  # of batch norm, the only whole numbers among weights
-    whole = {k for k, v in state.items() if v.dtype == torch.int64 and k.endswith(count)}
-    odd = [f'{k} {v.dtype}' for k, v in state.items() if not (v.is_floating_point() or k in whole)]
-    if odd:
-        raise ValueError(f"expected floating-point numbers in '{path}', got {', '.join(odd)}")
-    if bad := [k for k, v in state.items() if not v.isfinite().all()]:
-        raise ValueError(f"expected finite numbers in '{path}', got NaN or inf in {', '.join(bad)}")
+    fits = lambda k, v: (v.is_floating_point() or k.endswith(count)) and v.isfinite().all()
+    odd = [k for k, v in state.items() if not (isinstance(v, Tensor) and fits(str(k), v))]
+    if odd or not all(isinstance(k, str) for k in state):
+        told = ', '.join(map(str, odd))
+        raise ValueError(f"expected named tensors of finite floats in '{path}', got others: {told}")
+    constant = re.compile(r'rout\w+\.\d+\.CONST_one\w*')
+    return {k: v for k, v in state.items() if not constant.fullmatch(k)}
 
-# %% ../../nbs/lab/43_vision.ipynb #00000026
+
 _Net = TypeVar('_Net', bound=nn.Module)
 
 
-def load_published(
-    net: _Net,  # gets the weights
-    state: dict,  # name -> tensor, from `read_published`
-    name_of: Callable,  # our name -> the author's
-) -> _Net:  # the network
-    "Load a published state dict; `ValueError` lists what does not fit, and nothing is loaded."
-    ours = {name_of(k): v for k, v in net.state_dict().items()}
-    given = {k: v for k, v in state.items() if not re.fullmatch(r'routings\.\d+\.CONST_one', k)}
-    if wrong := _differences(ours, given):
-        raise ValueError(
-            f"expected the weights of this {type(net).__name__}, got others; "
-            + '; '.join(f"{k}: {', '.join(v)}" for k, v in wrong.items())
-        )
-    net.load_state_dict({k: given[name_of(k)] for k in net.state_dict()})
-    return net
-
-# %% ../../nbs/lab/43_vision.ipynb #fbace875
-def _differences(ours: dict, given: dict) -> dict:
-    both, real = [(k, given[k], v) for k, v in ours.items() if k in given], Tensor.is_floating_point
-    sizes = lambda *of: ' instead of '.join(str(tuple(v.shape)) for v in of)
-    types = lambda *of: ' instead of '.join(str(v.dtype) for v in of)
-    wrong = dict(
-        missing=[k for k in ours if k not in given],
-        extra=[k for k in given if k not in ours],
-        misshapen=[f'{k} {sizes(g, v)}' for k, g, v in both if g.shape != v.shape],
-        mistyped=[f'{k} {types(g, v)}' for k, g, v in both if real(g) != real(v)],
-    )
-    return {k: v for k, v in wrong.items() if v}
+def published(
+    path: str | Path,  # of a state dict
+    make: Callable[[dict], _Net],  # the network for a dict from the author's names to shapes
+    name_of: Callable = str,  # our name of an entry -> the author's
+    kept: str | tuple = (),  # how entries begin that are ours alone
+) -> _Net:  # in evaluation mode, with the author's weights
+    "A network of published weights; `ValueError` lists what does not fit."
+    state = read_published(path)
+    try:
+        net = make({k: v.shape for k, v in state.items()})
+        ours = net.state_dict()
+        names, own = {name_of(k): k for k in ours}, {k: ours[k] for k in ours if k.startswith(kept)}
+        net.load_state_dict(own | {names.get(k, k): v for k, v in state.items()})
+    except (KeyError, ValueError, RuntimeError) as e:
+        said = f"got {', '.join(sorted(state)[:6])}, …: {e}"
+        raise ValueError(f"expected the weights of another network in '{path}', {said}") from e
+    return net.eval()
 
 # %% ../../nbs/lab/43_vision.ipynb #0000002c
-class PlainCNN(nn.Module, HubMixin, library_name='capsnb', tags=['cnn']):
+class PlainCNN(ImageNetwork, tags=['cnn']):
     "The trunk without capsules: one more convolution, the mean over places, a linear layer."
 
     def __init__(
@@ -484,15 +425,8 @@ class PlainCNN(nn.Module, HubMixin, library_name='capsnb', tags=['cnn']):
     ):
         super().__init__()
         self.trunk = ConvTrunk(in_channels, channels, strides, padding)
-        self.hidden = normed_conv(channels[-1], n_hidden, 3, 1, 1)
+        self.hidden = _normed_conv(channels[-1], n_hidden, 3, 1, 1)
         self.classify = nn.Linear(n_hidden, n_classes)
-
-    def forward(
-        self,
-        images: Tensor,  # [b, channels, m, n]
-        labels: Tensor | None = None,  # [b] or [b, n_classes]
-    ):  # Scores, or with labels dict(loss=, logits=)
-        return answer(Scores(self.classify(self.features(images))), labels)
 
     def features(
         self,
@@ -500,7 +434,10 @@ class PlainCNN(nn.Module, HubMixin, library_name='capsnb', tags=['cnn']):
     ) -> Tensor:  # [b, n_hidden]: what the linear layer reads
         return F.silu(self.hidden(self.trunk(images))).mean((-1, -2))
 
-# %% ../../nbs/lab/43_vision.ipynb #89565c53
+    def top(self, images):
+        return Scores(self.classify(self.features(images)))
+
+
 def rival_of(
     n: int,  # the number of parameters to come near to
     kind: Callable[..., _Net] = PlainCNN,  # a network whose size n_hidden says
@@ -511,7 +448,7 @@ def rival_of(
     return kind(n_hidden=max(1, round((n - one) / (two - one)) + 1), **kw)
 
 # %% ../../nbs/lab/43_vision.ipynb #00000032
-class BaselineCNN(nn.Module, HubMixin, library_name='capsnb', tags=['cnn']):
+class BaselineCNN(ImageNetwork, tags=['cnn']):
     """The baseline of Hinton et al. (2018), section 5; for one size of images.
 
     >>> BaselineCNN(size=32)(torch.rand(2, 2, 32, 32)).a.shape
@@ -528,20 +465,11 @@ class BaselineCNN(nn.Module, HubMixin, library_name='capsnb', tags=['cnn']):
         super().__init__()
         self.in_channels = in_channels
         self.size = (size, size) if isinstance(size, int) else tuple(size)
-        if len(self.size) != 2 or min(self.size) < 4:
-            raise ValueError(f"expected a size (m, n), both at least 4, got {size}")
         block = lambda p, q: (nn.Conv2d(p, q, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2))
         self.convs = nn.Sequential(*block(in_channels, 32), *block(32, 64))
         self.hidden = nn.Linear(64 * (self.size[0] // 4) * (self.size[1] // 4), 1024)
         self.dropout = nn.Dropout(dropout)
         self.classify = nn.Linear(1024, n_classes)
-
-    def forward(
-        self,
-        images: Tensor,  # [b, channels, m, n]
-        labels: Tensor | None = None,  # [b] or [b, n_classes]
-    ):  # Scores, or with labels dict(loss=, logits=)
-        return answer(Scores(self.classify(self.dropout(self.features(images)))), labels)
 
     def features(
         self,
@@ -549,3 +477,6 @@ class BaselineCNN(nn.Module, HubMixin, library_name='capsnb', tags=['cnn']):
     ) -> Tensor:  # [b, 1024]: what the last layer reads
         images = as_images(images, self, (self.in_channels, *self.size))
         return F.relu(self.hidden(self.convs(images).flatten(1)))
+
+    def top(self, images):
+        return Scores(self.classify(self.dropout(self.features(images))))
