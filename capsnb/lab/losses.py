@@ -11,7 +11,7 @@ from torch import Tensor
 from ..engine.numerics import may_look
 
 # %% auto #0
-__all__ = ['class_shares', 'reduced', 'spread_loss', 'LinearMargin', 'authors_margin', 'margin_loss', 'activation_cross_entropy',
+__all__ = ['class_shares', 'reduced', 'spread_loss', 'linear_margin', 'authors_margin', 'margin_loss', 'activation_cross_entropy',
            'quality']
 
 # %% ../../nbs/lab/42_losses.ipynb #00000005
@@ -26,37 +26,27 @@ def class_shares(
         raise ValueError(f"a must be floating point [..., k], got {a.dtype} {tuple(a.shape)}")
     if not isinstance(labels, Tensor):
         raise ValueError(f"labels must be a tensor, got {type(labels).__name__}")
-    lead, k = a.shape[:-1], a.shape[-1]
+    lead, k, look = a.shape[:-1], a.shape[-1], may_look(labels) and labels.numel()
+    low, high = (v.item() for v in torch.aminmax(labels)) if look else (0, 0)
     if labels.shape == a.shape:
-        _check_weights(labels, sums_to_1)
+        if not (low >= 0 and high <= 1 + 1e-6):
+            raise ValueError(f"weights of classes must lie in [0, 1], got {low} to {high}")
+        eps = torch.finfo(labels.dtype).eps if labels.is_floating_point() else 0
+        off = (labels.sum(-1) - 1).abs().max().item() if look and sums_to_1 else 0
+        if off > 8 * k * eps:
+            raise ValueError(f"weights of classes must sum to 1, some are off by {off:.3g}")
         return labels.to(a.dtype)
     several = at_once and labels.ndim == a.ndim and labels.shape[:-1] == lead and labels.shape[-1]
     whole = not labels.is_floating_point() and labels.dtype != torch.bool
     if not whole or not (several or labels.shape == lead):
-        raise ValueError(
-            f"expected class numbers {[*lead]} or weights {[*a.shape]} of the classes, "
-            f"got {labels.dtype} {[*labels.shape]}"
-        )
-    if may_look(labels) and labels.numel():
-        low, high = (v.item() for v in torch.aminmax(labels))
-        if low < 0 or high >= k:
-            raise ValueError(f"class numbers must lie in [0, {k}), got {low} to {high}")
+        told = f"class numbers {[*lead]} or weights {[*a.shape]} of the classes"
+        raise ValueError(f"expected {told}, got {labels.dtype} {[*labels.shape]}")
+    if low < 0 or high >= k:
+        raise ValueError(f"class numbers must lie in [0, {k}), got {low} to {high}")
     at = labels.long() if several else labels.long()[..., None]
     return torch.zeros_like(a).scatter(-1, at, 1)
 
 
-def _check_weights(labels, sums_to_1):
-    if not may_look(labels) or not labels.numel():
-        return
-    if not ((labels >= 0) & (labels <= 1 + 1e-6)).all():
-        low, high = labels.min().item(), labels.max().item()
-        raise ValueError(f"weights of classes must lie in [0, 1], got {low} to {high}")
-    eps = torch.finfo(labels.dtype).eps if labels.is_floating_point() else 0
-    off = (labels.sum(-1) - 1).abs().max().item()
-    if sums_to_1 and off > 8 * labels.shape[-1] * eps:
-        raise ValueError(f"weights of classes must sum to 1, got some that are off by {off:.3g}")
-
-# %% ../../nbs/lab/42_losses.ipynb #156117aa
 def reduced(
     loss: Tensor,  # [...] losses of the samples
     reduction: str = 'mean',  # 'mean', 'sum' or 'none'
@@ -88,30 +78,15 @@ def spread_loss(
     return reduced((p[..., None] * short * off).sum((-2, -1)), reduction)
 
 # %% ../../nbs/lab/42_losses.ipynb #0000000b
-class LinearMargin:
-    "Margin of the spread loss as a function of the step (Hinton 2018, section 4.1)."
+def linear_margin(
+    step: int,  # steps taken so far
+    n_steps: int,  # step from which the margin is .9
+) -> float:  # margin, from .2
+    "Margin of the spread loss at a step (Hinton 2018, section 4.1)."
+    f = min(step / n_steps, 1.0)
+    return (1 - f) * 0.2 + f * 0.9
 
-    def __init__(
-        self,
-        n_steps: int,  # step at which `end` is reached
-        start: float = 0.2,  # margin at step 0
-        end: float = 0.9,  # margin from step n_steps on
-    ):
-        if isinstance(n_steps, bool) or not isinstance(n_steps, int) or n_steps < 1:
-            raise ValueError(f"n_steps must be an integer >= 1, got {n_steps!r}")
-        if not 0 < start <= end <= 1:
-            raise ValueError(f"margins must be 0 < start <= end <= 1, got {start!r} and {end!r}")
-        self.n_steps, self.start, self.end = n_steps, start, end
 
-    def __call__(
-        self,
-        step: int,  # steps taken so far
-    ) -> float:  # margin
-        "The margin at a step."
-        f = min(max(step / self.n_steps, 0.0), 1.0)
-        return (1 - f) * self.start + f * self.end
-
-# %% ../../nbs/lab/42_losses.ipynb #5c8100f5
 def authors_margin(
     step: int,  # steps taken so far
 ) -> float:  # margin, from .214 to .99

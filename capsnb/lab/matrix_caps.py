@@ -13,14 +13,13 @@ from ..core import from_generator
 from ..routing.em import as_schedule, inverse_temperature
 from ..engine.layers import Caps, ClassCaps, ConvCaps, PrimaryCaps
 from ..engine.layers import at_least_1, _check_compete, field_centres, _layer_floor
-from .losses import LinearMargin, activation_cross_entropy
-from .losses import authors_margin, margin_loss, spread_loss
+from .losses import activation_cross_entropy, authors_margin, linear_margin
+from .losses import margin_loss, spread_loss
 from .vision import ConvTrunk, HubMixin, Scores, answer, as_images, norb_trunk
 from ..engine.dstep import CapsNorm
 
 # %% auto #0
-__all__ = ['presets', 'schedules', 'losses', 'Preset', 'routing_settings', 'start_weights', 'make_stem', 'check_depth',
-           'MatrixCapsNet', 'MatrixCapsOut', 'centres_of']
+__all__ = ['presets', 'schedules', 'losses', 'Preset', 'routing_settings', 'MatrixCapsNet', 'MatrixCapsOut', 'centres_of']
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #00000005
 class Preset(NamedTuple):
@@ -43,7 +42,7 @@ class Preset(NamedTuple):
     n_iters: int = 3  # of all routings
     stem: str = 'paper'  # a name of `make_stem`
 
-# %% ../../nbs/lab/45_matrix_caps.ipynb #2d3b263e
+
 presets = dict(
     paper=Preset(),  # prints no floor: the layers' default
     gritzman=Preset(100.0, beta_a=((-1000.0, 500.0),) * 2, beta_u=((0.0, -1.0),) * 2, eps=1e-9),
@@ -69,16 +68,15 @@ presets = dict(
         stem='norb',
     ),
 )
-
-# %% ../../nbs/lab/45_matrix_caps.ipynb #5a450001
 # 'none': no schedule, but with a norm one learned λ, of the classes; 'constant': without that, too
 schedules = ('schedule', 'none', 'learned', 'constant')
+_losses = dict(spread=spread_loss, margin=margin_loss, crossent=activation_cross_entropy)
+losses = (*_losses, 'logits')  # the last is the cross-entropy of the logits themselves
 
 
-def _schedule(kind: str, n_iters: int) -> list[float]:
-    if kind not in schedules:
-        raise ValueError(f"lam must be one of {', '.join(map(repr, schedules))}, got {kind!r}")
-    return as_schedule(inverse_temperature if kind == 'schedule' else 0.01, n_iters)
+def _known(name: str, given, there):
+    if given not in there:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, there))}, got {given!r}")
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #00000009
 def routing_settings(
@@ -92,10 +90,10 @@ def routing_settings(
     schedule: str | None = None,  # a name of `schedules`; None: the preset's
 ) -> dict:  # lam, beta_units, eps, damping: arguments of `ConvCaps` and `ClassCaps`
     "What a preset means for one layer; `ValueError` for an unknown one."
-    if preset not in presets:
-        raise ValueError(f"preset must be one of {', '.join(map(repr, presets))}, got {preset!r}")
+    _known('preset', preset, presets)
     p = presets[preset]
-    lams = _schedule(schedule or p.schedule, n_iters)
+    _known('lam', schedule := schedule or p.schedule, schedules)
+    lams = as_schedule(inverse_temperature if schedule == 'schedule' else 0.01, n_iters)
     kappa = p.data * n_types / n_children if p.data else 1.0
     return dict(
         lam=[kappa * p.lam[kind] * v for v in lams],
@@ -105,26 +103,30 @@ def routing_settings(
     )
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #0000000b
-def start_weights(
-    layer,  # `ConvCaps` or `ClassCaps`; changed in place
-    preset: str,  # as for `routing_settings`
-    kind: int = 0,  # 0: convolutional capsules, 1: class capsules
-):
-    "Weights and betas as the preset starts them."
-    p, n = presets[preset], layer.n_out
+def _cut_normal(w: Tensor, std: float | None, mean: float = 0.0):
+    "Normal, cut at two standard deviations; without one, as it is."
+    if std:
+        nn.init.trunc_normal_(w, mean, std, mean - 2 * std, mean + 2 * std)
+
+
+def _start_weights(layer: ConvCaps | ClassCaps, preset: str, kind: int = 0):
+    "Weights and betas of convolutional (0) or class capsules (1) as the preset starts them."
+    p = presets[preset]
     (mean, sd), (centre, half) = p.beta_a[kind], p.beta_u[kind]
-    if p.W[kind] and layer.start == 'normal':
-        nn.init.trunc_normal_(layer.W, std=p.W[kind], a=-2 * p.W[kind], b=2 * p.W[kind])
-    if sd:
-        nn.init.trunc_normal_(layer.beta_a, mean, sd, mean - 2 * sd, mean + 2 * sd)
-    else:
-        nn.init.constant_(layer.beta_a, mean)
-    width = math.sqrt(6 / (n + 1)) if half < 0 else half
+    _cut_normal(layer.W, p.W[kind] if layer.start == 'normal' else None)
+    nn.init.constant_(layer.beta_a, mean)
+    _cut_normal(layer.beta_a, sd, mean)
+    width = math.sqrt(6 / (layer.n_out + 1)) if half < 0 else half
     nn.init.uniform_(layer.beta_u, centre - width, centre + width)
 
-# %% ../../nbs/lab/45_matrix_caps.ipynb #9e7512e2
-_losses = dict(spread=spread_loss, margin=margin_loss, crossent=activation_cross_entropy)
-losses = (*_losses, 'logits')  # the last is the cross-entropy of the logits themselves
+
+def _start_first(conv: nn.Module, primary: PrimaryCaps, preset: str):
+    "The first two layers as the preset starts them; torch's start where it does not say."
+    n, (wide, poses, acts) = primary.n_types, presets[preset].first
+    if isinstance(conv, nn.Conv2d):
+        _cut_normal(conv.weight, wide)
+    _cut_normal(primary.conv.weight.data[n:], poses)
+    _cut_normal(primary.conv.weight.data[:n], acts)
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #0000000f
 def _caps_places(size: tuple[int, int], layers: list) -> tuple[int, ...]:
@@ -140,12 +142,8 @@ def _caps_places(size: tuple[int, int], layers: list) -> tuple[int, ...]:
     return out
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #5a450003
-def make_stem(
-    stem: str | dict | nn.Module,  # 'paper', 'norb'; channels, strides, padding of `ConvTrunk`
-    channels: int,  # that 'paper' and 'norb' put out
-    in_channels: int,  # of the images
-) -> tuple[nn.Module, list | None]:  # the stem; (K, stride, padding) of its layers, None: unknown
-    "What turns images to feature maps; `ValueError` for an unknown name."
+def _make_stem(stem, channels: int, in_channels: int) -> tuple[nn.Module, list | None]:
+    "Images to feature maps, and (K, stride, padding) of its layers, None: of a module, unknown."
     if isinstance(stem, nn.Module):
         return stem, None
     if stem == 'paper':
@@ -161,31 +159,9 @@ def make_stem(
 def _features_of(stem: nn.Module, in_channels: int, size: int) -> tuple[int, tuple]:
     was = stem.training
     with torch.no_grad():
-        shape = stem.eval()(torch.zeros(1, in_channels, size, size)).shape
+        _, channels, *grid = stem.eval()(torch.zeros(1, in_channels, size, size)).shape
     stem.train(was)
-    if len(shape) != 4:
-        raise ValueError(f"a stem must return [b, channels, m, n], got shape {tuple(shape)}")
-    return shape[1], tuple(shape[2:])
-
-# %% ../../nbs/lab/45_matrix_caps.ipynb #5a450005
-def check_depth(
-    depth: int,  # layers
-):
-    "`ValueError` for a number of layers that cannot be."
-    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
-        raise ValueError(f"depth must be an integer >= 0, got {depth!r}")
-
-
-def _check_net(net, pose, act, depth, compete):
-    "`ValueError` for settings that no layer looks at."
-    if pose not in ('matrix', 'vector'):
-        raise ValueError(f"pose must be 'matrix' or 'vector', got {pose!r}")
-    if net.loss not in losses:
-        raise ValueError(f"loss must be one of {', '.join(map(repr, losses))}, got {net.loss!r}")
-    check_depth(depth)
-    _check_compete(compete)
-    if act == 'pi' and (net.needs_logits or net.loss == 'logits'):
-        raise ValueError("act='pi' has no logits, which norms, lam='learned', loss='logits' need")
+    return channels, tuple(grid)
 
 
 def _fields_of(stem, K: int, depth: int) -> list:
@@ -193,7 +169,7 @@ def _fields_of(stem, K: int, depth: int) -> list:
     return [*own, *[(K, 1, (K - 1) // 2)] * depth][:depth]
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #00000011
-class MatrixCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules', 'routing']):
+class MatrixCapsNet(nn.Module, HubMixin, tags=['capsules', 'routing']):
     """Matrix capsules with EM routing (Hinton 2018, figure 1): class capsules, or loss and logits.
 
     >>> MatrixCapsNet(8, 4, 4, 4)(torch.rand(2, 2, 32, 32)).mu.shape
@@ -219,7 +195,7 @@ class MatrixCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules'
         eps: float | str | None = None,  # floor of the variances; None: the preset's, or 'auto'
         size: int = 32,  # side of the images for which the children of a class are counted
         *,
-        stem: str | dict | nn.Module | None = None,  # see `make_stem`; None: the preset's
+        stem: str | dict | nn.Module | None = None,  # 'paper', 'norb', options of `ConvTrunk`, any
         depth: int = 2,  # layers of convolutional capsules; 0: none
         norm: str | None = None,  # 'none', 'batch', 'layer': see `CapsNorm`; None: the preset's
         lam: str | None = None,  # a name of `schedules`; None: the preset's
@@ -228,15 +204,21 @@ class MatrixCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules'
         compete: str = 'across',  # wholes for a part, see `ConvCaps`
     ):
         super().__init__()
-        p = presets.get(preset, Preset())
+        _known('preset', preset, presets)
+        _known('pose', pose, ('matrix', 'vector'))
+        p = presets[preset]
         n_iters = p.n_iters if n_iters is None else n_iters
         stem = p.stem if stem is None else stem
         self.loss, self.margin, self.schedule = loss or p.loss, 0.2, p.margin
         self.norm, self.lam = norm or p.norm, lam or p.schedule
         self.needs_logits = self.norm != 'none' or self.lam == 'learned'
         start = start or (p.start if depth else 'normal')
-        _check_net(self, pose, act, depth, compete)
+        _known('loss', self.loss, losses)
+        _check_compete(compete)
+        if act == 'pi' and (self.needs_logits or self.loss == 'logits'):
+            raise ValueError("act='pi' has no logits: it needs norm='none' and another loss")
         at_least_1(A=A, B=B, C=C, D=D, E=E, K=K, P=P, in_channels=in_channels, size=size)
+        at_least_1(**{'depth + 1': depth + 1})
         self.in_channels, self.size = in_channels, size
         c, d = (P, P) if pose == 'matrix' else (1, P * P)
 
@@ -245,7 +227,7 @@ class MatrixCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules'
             kw |= dict(d_cov=c, d_inp=d, d_out=d, act=act, n_iters=n_iters)
             return kw | dict(bias=bias, start=start)
 
-        first, layers = make_stem(stem, A, in_channels)
+        first, layers = _make_stem(stem, A, in_channels)
         self.add_module('conv' if layers == [(5, 2, 0)] else 'stem', first)
         fields = _fields_of(stem, K, depth)
         if layers is None:
@@ -266,41 +248,30 @@ class MatrixCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules'
         self.classes = ClassCaps(types[-1], E, **kw)
         _start_first(first, self.primary, preset)
         for layer in (*self.caps, self.classes):
-            start_weights(layer, preset, int(layer is self.classes))
+            _start_weights(layer, preset, int(layer is self.classes))
         normed = (*types, E) if self.norm != 'none' else ()
         self.norms = nn.ModuleList(CapsNorm(n, self.norm) for n in normed)
         one = min(len(normed), 1) if self.lam != 'constant' else 0
         n = depth + 1 if self.lam == 'learned' else one
         self.register_parameter('log_lam', nn.Parameter(torch.zeros(n)) if n else None)
 
-    def features(
-        self,
-        images: Tensor,  # [b, channels, m, n]
-    ) -> Tensor:  # [b, channels, m', n']: what primary capsules see
-        "Feature maps of images; `ValueError` if the images do not fit."
+    def features(self, images: Tensor) -> Tensor:  # [b, channels, m', n']
+        "What primary capsules see; `ValueError` if the images do not fit."
         images = as_images(images, self, (self.in_channels, None, None))
         if self.layers is not None:
             _caps_places(images.shape[-2:], self.layers)
         return self.stem(images) if hasattr(self, 'stem') else F.relu(self.conv(images))
 
-    def normed(
-        self,
-        k: int,  # 0: primary capsules; then convolutional ones; last, classes
-        logits: Tensor,  # [..., j] of a layer
-        mu: Tensor,  # [..., j, c, h] poses of a layer
-    ) -> Caps:  # logits, multiplied by the learned λ, and poses
-        "The norm of a layer, and its learned inverse temperature."
+    def normed(self, k: int, logits: Tensor, mu: Tensor) -> Caps:
+        "Norm of layer k (0: primary, last: classes), and its learned inverse temperature."
         if self.norms:
             logits, mu = self.norms[k](logits, mu)
         if self.log_lam is not None and (at := k - len(self.caps) - 2) >= -len(self.log_lam):
             logits = logits * self.log_lam[at].exp()
         return Caps(logits, mu)
 
-    def trace(
-        self,
-        images: Tensor,  # [b, channels, m, n]
-    ) -> list[Caps]:  # primary capsules, and those of each convolutional layer
-        "All capsules but those of the classes."
+    def trace(self, images: Tensor) -> list[Caps]:
+        "All capsules but those of the classes: the primary ones, and of each convolutional layer."
         x = self.features(images)
         if not self.needs_logits:
             found = [self.primary(x)]
@@ -314,18 +285,12 @@ class MatrixCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules'
             found.append(Caps(score.sigmoid(), mu))
         return found
 
-    def below(
-        self,
-        images: Tensor,  # [b, channels, m, n]
-    ) -> Caps:  # the capsules below the classes
+    def below(self, images: Tensor) -> Caps:
+        "The capsules below the classes."
         return self.trace(images)[-1]
 
-    def classify(
-        self,
-        x: Caps,  # of `below`
-        images: Tensor,  # [b, channels, m, n], for where they look
-    ):  # MatrixCapsOut
-        "Class capsules; norms touch their logits, and leave their poses in the votes' units."
+    def classify(self, x: Caps, images: Tensor) -> MatrixCapsOut:
+        "Class capsules of `below`; norms touch their logits, and leave poses in the votes' units."
         out = self.classes(*x, centres_of(self.layers, images, x))
         if not self.needs_logits and self.loss != 'logits':
             return MatrixCapsOut(*out[:4], out.a.logit(torch.finfo(out.a.dtype).eps))
@@ -343,12 +308,8 @@ class MatrixCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules'
         out = self.classify(self.below(images), images)
         return out if labels is None else self.judge(out, labels)
 
-    def judge(
-        self,
-        out,  # MatrixCapsOut
-        labels: Tensor,  # [b], or [b, n_classes] for soft ones
-    ) -> dict:  # loss, logits
-        "The loss of class capsules."
+    def judge(self, out: MatrixCapsOut, labels: Tensor) -> dict:
+        "The loss of class capsules, and their logits."
         if self.loss == 'logits':
             return answer(Scores(out.score), labels)
         kw = dict(margin=self.margin) if self.loss == 'spread' else {}
@@ -360,10 +321,10 @@ class MatrixCapsNet(nn.Module, HubMixin, library_name='capsnb', tags=['capsules'
         n_steps: int,  # steps of the run
     ):
         "The margin of the spread loss, at a step of a run (Hinton 2018, section 4.1)."
-        grows = authors_margin if self.schedule == 'authors' else LinearMargin(max(1, n_steps))
-        self.margin = grows(step)
+        authors = self.schedule == 'authors'
+        self.margin = authors_margin(step) if authors else linear_margin(step, max(1, n_steps))
 
-# %% ../../nbs/lab/45_matrix_caps.ipynb #00000013
+
 @from_generator
 class MatrixCapsOut(NamedTuple):
     "Class capsules."
@@ -374,26 +335,10 @@ class MatrixCapsOut(NamedTuple):
     R: Tensor  # [b, m, n, i, j] shares of the capsules below
     score: Tensor  # [b, j] their logits, exact where the loss or a norm needs them
 
-# %% ../../nbs/lab/45_matrix_caps.ipynb #0740d396
-def centres_of(
-    layers: list | None,  # (K, stride, padding) of all layers; None: places divide it evenly
-    images: Tensor,  # [b, channels, m, n]
-    x: Caps,  # the capsules below the classes
-) -> tuple[Tensor, ...]:  # scaled coordinates of rows and columns
-    "Where in the image the children of the classes look."
+
+def centres_of(layers: list | None, images: Tensor, x: Caps) -> tuple[Tensor, ...]:
+    "Where children of the classes look, scaled; without layers, places divide an image evenly."
     if layers is None:
         return tuple(field_centres(k, [], k, images.device) for k in x.a.shape[1:3])
     sizes = zip(x.a.shape[1:3], images.shape[2:])
     return tuple(field_centres(k, layers, size, images.device) for k, size in sizes)
-
-# %% ../../nbs/lab/45_matrix_caps.ipynb #997dc311
-def _start_first(conv: nn.Module, primary: PrimaryCaps, preset: str):
-    "The first two layers as the preset starts them; torch's start where it does not say."
-    n, (wide, poses, acts) = primary.n_types, presets[preset].first
-    w = primary.conv.weight
-    parts = [(w[n:], poses), (w[:n], acts)]
-    if isinstance(conv, nn.Conv2d):
-        parts.insert(0, (conv.weight, wide))
-    for part, std in parts:
-        if std:
-            nn.init.trunc_normal_(part.data, std=std, a=-2 * std, b=2 * std)

@@ -384,8 +384,8 @@ def check_note(
 ) -> dict:  # the same
     "`ValueError` for an entry of a kind that `encoder_note` does not write."
     for key in ('encoder', 'dtype', *_same):
-        value = note.get(key)
-        fits = isinstance(value, str) or value is None and key in ('gguf_file', 'revision', 'end')
+        value = note.get(key, None if key == 'revision' else 0)  # older notes have no revision
+        fits = isinstance(value, str) or value is None and key != 'dtype'
         if key == 'layers':
             fits = isinstance(value, list) and all(type(k) is int for k in value)
         if not fits:
