@@ -202,7 +202,7 @@ trained = {  # name -> where its options are, and what it is
     'digits': (*digits, '8x8 digits, always there.'),
     'mnist': (*digits, 'Its files, or a download.'),
     'fashion-mnist': (*digits, 'Its files, or a download.'),
-    'cifar10': ('lab.digits:Pictures', 'Small photographs in colour: its files, or a download.'),
+    'cifar10': (*digits, 'Small photographs in colour: its files, or a download.'),
     'file:…': (own_columns, 'Pictures, texts or numbers of your own: a file, or a folder.'),
     'hub:…': (own_columns, 'Pictures, texts or numbers of the Hub.'),
     'module:task': ('A task of your own, in the current folder or installed.',),

@@ -1,21 +1,18 @@
-"""Digits and garments: pictures, networks, runs that are stopped, resumed, read or refused."""
+"""Digits, garments, small photographs: pictures, networks, runs that are read or refused."""
 
 import json
-import signal
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from torch.testing import assert_close
 
 pytest.importorskip('transformers')
 pytest.importorskip('sklearn')
-from capsnb.data.mnist import format_idx, idx_names
+from capsnb.data.mnist import format_idx, idx_names, tiny_cifar10
 from capsnb.lab.digits import Digits, as_seen, sides, spread
 from capsnb.lab.capsnet import CapsNet
-from capsnb.lab.tasks import evaluate, load_run, train
-from capsnb.lab.train import RunHooks, Stopped, check_recipe
+from capsnb.lab.tasks import evaluate, load_run, task_named, train
+from capsnb.lab.train import check_recipe
 
-nets = tuple(Digits().networks)
 splits = ('train', 'validation', 'test')
 
 
@@ -75,7 +72,7 @@ def test_splits_share_nothing_and_limits_are_kept(folder):
     [
         (dict(data='kmnist'), "data must be one of 'digits', 'mnist', 'fashion-mnist'"),
         (dict(limit=0), 'limit must be an integer >= 1 or None, got 0'),
-        (dict(n_test=1.5), 'n_test must be'),
+        (dict(n_test=True), 'n_test must be'),
         (dict(folder='x'), "lie in no folder, got folder='x'"),
     ],
 )
@@ -84,23 +81,20 @@ def test_bad_questions(kw, what):
         Digits(**kw)
 
 
-@pytest.mark.parametrize('net', nets)
-@pytest.mark.parametrize('data', sides)
-def test_every_network_fits_every_set(net, data):
+every = [(d, net) for d in sides for net in Digits(d).networks]
+large = [pytest.param(*o, marks=pytest.mark.slow if o[0] == 'cifar10' else ()) for o in every]
+
+
+@pytest.mark.parametrize('data, net', large)
+def test_every_network_fits_every_set(data, net):
     task = Digits(data)
     model = task.make(net)
-    x = as_seen(net, torch.rand(2, 1, sides[data], sides[data]))
+    x = as_seen(net, torch.rand(2, 3 if data == 'cifar10' else 1, sides[data], sides[data]))
     out = model(x, labels=torch.tensor([0, 9]))
     out['loss'].backward()
     assert out['logits'].shape == (2, 10) and type(model) is task.networks[net].cls
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     check_recipe(**task.recipe(net), seed=0)
-
-
-def test_only_training_pictures_are_shifted():
-    decks = Digits(limit=40).decks('cnn', seed=0, shift=1)
-    assert decks['train'].shifts.abs().max() == 1
-    assert decks['validation'].shifts is decks['test'].shifts is None
 
 
 def test_a_run_with_every_note(tmp_path):
@@ -115,9 +109,6 @@ def test_a_run_with_every_note(tmp_path):
     assert evaluate(tmp_path, device='cpu')['n'] == 100
     found = evaluate(tmp_path, 'validation', device='cpu')['accuracy']
     assert found == pytest.approx(m['valid_accuracy'])
-    said = "split must be 'train', 'validation' or 'test', got 'all'"
-    with pytest.raises(ValueError, match=said):
-        evaluate(tmp_path, 'all')
 
 
 def test_without_validation_all_pictures_are_trained_on(tmp_path, folder):
@@ -149,37 +140,6 @@ def test_the_test_decides_nothing(tmp_path, monkeypatch):
     assert a['test_accuracy'] != b['test_accuracy']
 
 
-small = {'capsnet': dict(n_types=2, channels=8), 'matrix-caps': dict(A=4, B=2, C=2, D=2)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('net', small)
-def test_stopped_and_resumed_is_as_if_nothing_had_happened(net, tmp_path, monkeypatch):
-    go = lambda out, **kw: trained(tmp_path / out, net, small[net], **kw)
-    whole, usual = go('whole'), RunHooks.on_step_end
-
-    def stopping(self, args, state, control, **kw):  # Ctrl-C in the second epoch
-        usual(self, args, state, control)
-        if state.global_step == 4:
-            signal.raise_signal(signal.SIGINT)
-
-    with monkeypatch.context() as m:
-        m.setattr(RunHooks, 'on_step_end', stopping)
-        with pytest.raises(Stopped, match='stopped at step . of 6.*go on with: that'):
-            go('cut', how_to_resume='that')
-    assert not (tmp_path / 'cut' / 'task.json').exists()
-    with pytest.raises(ValueError, match='has not come to its end'):
-        load_run(tmp_path / 'cut')
-    with pytest.raises(ValueError, match='settings differ .*limit: 60 then, 50 now'):
-        go('cut', resume=True, limit=50)
-    again = go('cut', resume=True)
-    for key in ('steps', 'best_epoch', 'valid_accuracy', 'test_accuracy'):
-        assert again[key] == whole[key]
-    a, b = (load_run(tmp_path / k, 'cpu')[0].state_dict() for k in ('whole', 'cut'))
-    for k in a:
-        assert_close(a[k], b[k], rtol=0, atol=0)
-
-
 @pytest.mark.parametrize(
     'change, said',
     [
@@ -201,3 +161,13 @@ def test_a_config_of_another_network_is_refused(change, said, tmp_path, monkeypa
     monkeypatch.setattr(CapsNet, 'from_pretrained', None)
     with pytest.raises(ValueError, match=said):
         load_run(tmp_path, 'cpu')
+
+
+def test_photographs_are_found_by_name_and_tested_from_another_folder(tmp_path):
+    data = tiny_cifar10(tmp_path / 'data', 1010)
+    task = Digits('cifar10', 40, 20, official=False, folder=data)
+    assert [len(task.open(k)['label']) for k in splits] == [40, 14, 20]
+    found = train(task, 'cnn', tmp_path / 'run', epochs=1, device='cpu', progress=False)
+    seen = evaluate(tmp_path / 'run', device='cpu', folder=data.rename(tmp_path / 'moved'))
+    assert seen['n'] == 20 and seen['accuracy'] == found['test_accuracy']
+    assert task_named('cifar10').make('matrix-caps').conv.weight.shape == (256, 3, 5, 5)

@@ -342,7 +342,7 @@ def test_rows_are_what_they_are_called(drawn, cache, data):
     'options, said',
     [
         (dict(background='blue'), "background must be one of 'kept'"),
-        (dict(by='elevation'), "by must be 'azimuth', 'polar' or None"),
+        (dict(by='elevation'), "by must be one of None, 'azimuth', 'polar'"),
         (dict(fold=10), 'expected a fold from 0'),
         (dict(subset=40), 'ETH-80 has all of its photographs, got subset=40'),
         (dict(size=0), 'expected a size from 1'),

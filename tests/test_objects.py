@@ -14,7 +14,6 @@ from capsnb.lab.runs import task_of
 from capsnb.lab.shootout import candidates, ground
 from capsnb.lab.tasks import evaluate, load_run, train
 from capsnb.lab.inspect import mds_path, poses_of
-from capsnb.lab.runs import write_end
 
 
 @pytest.fixture(scope='module')
@@ -39,14 +38,8 @@ def run(cache, tmp_path_factory):
 
 
 def thrown(shift, alpha, n=400):
-    deck = PairDeck(
-        dict(
-            images=torch.zeros(n, 2, 8, 8, dtype=torch.uint8),
-            category=torch.zeros(n, dtype=torch.long),
-        ),
-        seed=3,
-    )
-    return PairMixup(5, shift, alpha)(deck.__getitems__(list(range(n))))
+    data = dict(images=torch.zeros(n, 2, 8, 8).byte(), category=torch.zeros(n).long())
+    return PairMixup(5, shift, alpha)(PairDeck(data, seed=3).__getitems__(list(range(n))))
 
 
 def test_shifts_go_both_ways_and_reach_the_ends():
@@ -116,16 +109,6 @@ def test_the_baseline_as_published_sees_patches(cache, tmp_path):
     x = task.open('test')['images']
     (view,) = task.collator('baseline').views(x)
     assert_close(view, objects.standardised(x, 48)[:, :, 8:40, 8:40])  # the one in the middle
-    evaluate(tmp_path / 'run', cache=cache, device='cpu', crops=2)
-
-
-@pytest.mark.slow
-def test_a_baseline_of_older_code_is_read_on_whole_pictures(cache, tmp_path):
-    m = train(small(cache), 'baseline', tmp_path / 'run', epochs=1, **quiet)
-    note = json.loads((tmp_path / 'run' / 'task.json').read_text())
-    write_end(tmp_path / 'run', m, note | dict(published=True))  # the note of such a run
-    found = evaluate(tmp_path / 'run', cache=cache, device='cpu')
-    assert found['accuracy'] == pytest.approx(m['test_accuracy'])
 
 
 def test_what_is_held_back_and_what_joins(cache):
@@ -143,26 +126,22 @@ def test_what_is_held_back_and_what_joins(cache):
 
 
 def test_smallnorb_joins_as_toys_do(tmp_path):
-    tiny_smallnorb(tmp_path)
-    task = SmallNORB(folder=tmp_path, official=False)
-    n = {s: len(task.open(s)['images']) for s in objects.splits}
+    files = dict(folder=tiny_smallnorb(tmp_path), official=False)
+    n = {s: len(SmallNORB(**files).open(s)['images']) for s in objects.splits}
     assert n['train'] + n['validation'] == n['train+validation'] and n['validation'] > 0
+    with pytest.raises(ValueError, match='pictures of 96 pixels, got size=48'):
+        SmallNORB(size=48, **files).open('test')
 
 
 @pytest.mark.slow
 def test_without_validation_the_last_epoch_of_all_training_instances(cache, tmp_path):
     out, kw = tmp_path / 'run', dict(epochs=2, **quiet)
     m = train(small(cache, validate=False), 'baseline', out, **kw)
-    for split in ('train', 'validation'):
-        said = f"split must be 'train\\+validation' or 'test', got '{split}'"
-        with pytest.raises(ValueError, match=said):
-            evaluate(out, split, cache=cache, device='cpu')
+    with pytest.raises(ValueError, match="must be 'train\\+validation' or 'test', got 'train'"):
+        evaluate(out, 'train', cache=cache, device='cpu')
     assert evaluate(out, 'train+validation', cache=cache, device='cpu')['n'] == 50
     assert m['steps'] == 2 * 3 and m['best_epoch'] == 2 and m['valid_accuracy'] is None
-    told = {'epoch', 'loss', 'loss_sd', 'accuracy', 'accuracy_sd'}
-    assert [set(h) for h in m['history']] == [told] * 2
-    assert load_run(out, 'cpu').note['validate'] is False
-    assert not load_run(out, 'cpu').task.validate
+    assert load_run(out, 'cpu').note['validate'] is load_run(out, 'cpu').task.validate is False
     with pytest.raises(ValueError, match='settings differ .*valid_data'):
         train(small(cache), 'baseline', out, resume=True, **kw)
 
@@ -215,12 +194,6 @@ def test_smallnorb_from_files_to_result(tmp_path):
     assert task_of(run)['published']
     shown = call('eval', run, '--data', cards, '--device', 'cpu')
     assert shown.exit_code == 0 and 'by azimuth' in shown.output, shown.output
-
-
-def test_files_of_another_size(tmp_path):
-    tiny_smallnorb(tmp_path / 'cards')
-    with pytest.raises(ValueError, match='pictures of 96 pixels, got size=48'):
-        SmallNORB(size=48, folder=tmp_path / 'cards', official=False).open('test')
 
 
 odd = [None, -1, 10**30, 1.5, 'x', [10**9], {'a': 1}]

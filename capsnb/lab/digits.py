@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from ..core import plot_style
-from ..data.mnist import cifar_names, open_cifar10
-from ..data.mnist import as_floats, class_names, load_mnist
+from ..core import from_bytes, plot_style
+from ..data.mnist import as_floats, cifar_names, class_names, load_mnist, open_cifar10
 from .capsnet import CapsNet
 from .efficient import EfficientCapsNet
 from .matrix_caps import MatrixCapsNet
@@ -22,8 +21,7 @@ from .train import Deck, load_digits_split
 from .vision import BaselineCNN, DStepNet, PlainCNN, n_params, rival_of
 
 # %% auto #0
-__all__ = ['sides', 'names_of', 'digits', 'mnist', 'fashion_mnist', 'cifar10', 'spread', 'as_seen', 'Digits', 'drawings',
-           'Pictures']
+__all__ = ['sides', 'names_of', 'digits', 'mnist', 'fashion_mnist', 'cifar10', 'spread', 'as_seen', 'Digits', 'drawings']
 
 # %% ../../nbs/lab/52_digits.ipynb #07f0916e
 def spread(
@@ -48,8 +46,9 @@ def as_seen(
     return F.pad(images.repeat_interleave(2, -2).repeat_interleave(2, -1), (2,) * 4)
 
 # %% ../../nbs/lab/52_digits.ipynb #75076707
-sides = {'digits': 8, 'mnist': 28, 'fashion-mnist': 28}  # pixels
-_top_lr = {  # at 8×8, at 28×28
+sides = {'digits': 8, 'mnist': 28, 'fashion-mnist': 28, 'cifar10': 32}  # pixels
+names_of = {'digits': tuple('0123456789'), **class_names, 'cifar10': cifar_names}  # of the classes
+_top_lr = {  # at 8×8, else
     'capsnet': (1e-2, 2e-3),
     'efficient': (None, 2e-3),
     'dstep': (1e-2, 1e-2),
@@ -59,6 +58,11 @@ _top_lr = {  # at 8×8, at 28×28
     'baseline': (2e-3, 4e-3),
     'routing': (1e-2, 1e-2),
     'plain': (1e-2, 1e-2),
+}
+_trunks = {  # side -> of the D-step network, and A, B, C, D of matrix capsules
+    8: (dict(channels=(32, 32, 64, 64), strides=(1, 2, 1, 1)), (32, 8, 8, 8)),
+    28: (dict(channels=(32, 32, 64, 64), strides=(2, 1, 2, 1)), (64, 8, 16, 16)),
+    32: (dict(channels=(64, 64, 128, 128), strides=(1, 2, 1, 2)), (256, 32, 32, 32)),
 }
 _few_pixels = dict(  # what CapsNet is on 8×8
     channels=64, kernels=(3, 3), n_types=16, decoder=(128, 256), recon=0.05
@@ -71,56 +75,37 @@ def _as_large_as_dstep(trunk: dict, **options) -> PlainCNN:
 
 
 def _networks_at(side: int) -> dict:
-    "Name -> `Net` for pictures of a side, its recipe apart."
-    small = side == 8
-    trunk = dict(channels=(32, 32, 64, 64), strides=(1, 2, 1, 1) if small else (2, 1, 2, 1))
-    capsules = dict(zip('ABCD', (32, 8, 8, 8) if small else (64, 8, 16, 16)))
-    capsules |= dict(E=10, in_channels=1, size=max(20, side), stem='paper')
-    on_trunk = dict(stem=trunk, depth=0, B=16, E=10, in_channels=1, size=side)
-    shape = dict(image_shape=(1, side, side), **(_few_pixels if small else {}))
-    return {
-        'capsnet': Net(CapsNet, shape),
-        'dstep': Net(DStepNet, trunk),
-        'matrix-caps': Net(MatrixCapsNet, capsules),
-        'cnn': Net(PlainCNN, trunk, make=partial(_as_large_as_dstep, trunk)),
-        'baseline': Net(BaselineCNN, dict(in_channels=1, n_classes=10, size=side)),
-        'matrix-caps-norb': Net(MatrixCapsNet, on_trunk),
-        'routing': Net(RoutingNet, trunk),
-        'plain': Net(PlainCNN, trunk),
-        **({} if small else {'efficient': Net(EfficientCapsNet)}),
+    "Name -> `Net` for pictures of a side."
+    colour, (stem, sizes) = dict(in_channels=3 if side == 32 else 1), _trunks[side]
+    trunk, kinds = stem | colour, dict(E=10, **colour)
+    capsules = dict(zip('ABCD', sizes), size=max(20, side), stem='paper', **kinds)
+    on_trunk = dict(stem=stem, depth=0, B=sizes[1] if side == 32 else 16, size=side, **kinds)
+    shape = dict(image_shape=(colour['in_channels'], side, side))
+    made = {
+        'capsnet': (CapsNet, shape | (_few_pixels if side == 8 else {})),
+        'dstep': (DStepNet, trunk),
+        'matrix-caps': (MatrixCapsNet, capsules),
+        'cnn': (PlainCNN, trunk),
+        'baseline': (BaselineCNN, dict(n_classes=10, size=side, **colour)),
+        'matrix-caps-norb': (MatrixCapsNet, on_trunk),
+        'routing': (RoutingNet, trunk),
+        'plain': (PlainCNN, trunk),
+        **({'efficient': (EfficientCapsNet, {})} if side == 28 else {}),
     }
-
-
-def _recipe_at(net: str, side: int) -> dict:
-    "What it changes of the paper's; the shift is in pixels of what the network sees."
-    shift = 2 if side == 28 or net == 'matrix-caps' else 1
-    return dict(_usual, lr=(1e-5, _top_lr[net][side == 28]), shift=shift)
-
-
-_usual = dict(epochs=20, momentum='notebook', mixup=0.0)
+    large, found = partial(_as_large_as_dstep, trunk), {}
+    for net, (cls, options) in made.items():
+        shift = (
+            4 if side == 32 else 2 if side == 28 or net == 'matrix-caps' else 1
+        )  # as it sees them
+        recipe = dict(epochs=20, momentum='notebook', mixup=0.0, shift=shift)
+        recipe |= dict(lr=(1e-5, _top_lr[net][side > 8]))
+        found[net] = Net(cls, options, recipe, large if net == 'cnn' else None)
+    return found
 
 # %% ../../nbs/lab/52_digits.ipynb #4ee70e9f
-class _Few(Task):
-    "A task of which few pictures may be taken: `limit` of training, `n_test` of the test."
-
-    noted = dict(limit=(int, None), n_test=(int, None), official=bool)
-
-    def __post_init__(self):
-        for name in ('limit', 'n_test'):
-            n = getattr(self, name)
-            if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
-                raise ValueError(f"{name} must be an integer >= 1 or None, got {n!r}")
-
-    def few_of(self, split: str, part: dict) -> dict:
-        third = None if self.limit is None else -(-self.limit // 3)
-        n = dict(validation=third, test=self.n_test).get(split, self.limit)
-        rows = spread(part['label'], n)
-        return {k: v[rows] for k, v in part.items()}
-
-
 @dataclass
-class Digits(_Few):
-    "Digits, MNIST or Fashion-MNIST."
+class Digits(Task):
+    "Digits, MNIST, Fashion-MNIST or CIFAR-10."
 
     data: str = 'digits'  # a name of `sides`
     limit: int | None = None  # training pictures, of validation at most a third; None: all
@@ -130,23 +115,22 @@ class Digits(_Few):
     folder: str | Path | None = None  # of the files; None: CAPSNB_DATA, or a download
 
     keys = ('data', 'arch')
-    noted = _Few.noted | dict(validate=bool)
+    noted = dict(limit=(int, None), n_test=(int, None), official=bool, validate=bool)
     later = ('n_test', 'validate')
 
     def __post_init__(self):
         if self.data not in sides:
             there = ', '.join(map(repr, sides))
             raise ValueError(f"data must be one of {there}, got {self.data!r}")
-        super().__post_init__()
+        for name in ('limit', 'n_test'):
+            n = getattr(self, name)
+            if n is not None and (type(n) is not int or n < 1):
+                raise ValueError(f"{name} must be an integer >= 1 or None, got {n!r}")
         if self.data == 'digits' and self.folder is not None:
-            raise ValueError(
-                "the digits come with scikit-learn and lie in no folder, "
-                f"got folder={str(self.folder)!r}"
-            )
+            said = 'the digits come with scikit-learn and lie in no folder'
+            raise ValueError(f"{said}, got folder={str(self.folder)!r}")
         self.name, self.names = self.data, names_of[self.data]
-        nets = _networks_at(sides[self.data])
-        recipes = {k: _recipe_at(k, sides[self.data]) for k in nets}
-        self.networks = {k: n._replace(recipe=recipes[k]) for k, n in nets.items()}
+        self.networks = _networks_at(sides[self.data])
 
     @property
     def roles(self):
@@ -157,24 +141,25 @@ class Digits(_Few):
     @cached_property
     def _parts(self) -> dict:  # split -> image and label, whole
         if self.data == 'digits':
-            parts = {k: v[:] for k, v in load_digits_split().items()}
-            return {k: dict(image=v['image'], label=v['label'].long()) for k, v in parts.items()}
+            return {k: as_floats(v) for k, v in load_digits_split().items()}
+        if self.data == 'cifar10':
+            return open_cifar10(self.folder, official=self.official)
         parts = load_mnist(self.data, self.folder, official=self.official)
         return {k: as_floats(v) for k, v in parts.items()}
 
     def open(
         self,
         split: str,  # 'train', 'validation', both, joined by a '+', or 'test'
-    ) -> dict:  # image float32 [n, 1, m, m] in [0, 1] and label int64 [n]
+    ) -> dict:  # image [n, 1, m, m], float32 in [0, 1], or uint8 [n, 3, m, m]; label int64 [n]
         "The pictures of a split, as many as are wanted."
-        part, *more = (self._parts[name] for name in split.split('+'))
-        if more:
-            part = {k: torch.cat([v, *(other[k] for other in more)]) for k, v in part.items()}
-        side = sides[self.data]
-        if part['image'].shape[1:] != (1, side, side):
-            got = tuple(part['image'].shape[2:])
+        parts, side = [self._parts[name] for name in split.split('+')], sides[self.data]
+        if (got := tuple(parts[0]['image'].shape[2:])) != (side, side):
             raise ValueError(f"{self.data} has pictures of {side}x{side}, got {got}")
-        return self.few_of(split, part)
+        part = {k: torch.cat([p[k] for p in parts]) for k in ('image', 'label')}
+        third = self.limit and -(-self.limit // 3)
+        n = dict(validation=third, test=self.n_test).get(split, self.limit)
+        rows = spread(part['label'], n)
+        return {k: v[rows] for k, v in part.items()}
 
     def deck(self, net, split, seed=None, shift=0):
         part = self.open(split)
@@ -184,28 +169,23 @@ class Digits(_Few):
         if net not in ('capsnet', 'efficient'):
             return None
         x, y = replace(self, n_test=None).open('test').values()
-        fig = drawings(network, x, y, self.names)
+        fig = drawings(network, from_bytes(x), y, self.names)
         fig.savefig(out / 'drawings.png', dpi=120)
         return out / 'drawings.png'
 
 
-names_of = {'digits': tuple('0123456789'), **class_names}  # of the classes
-digits, mnist, fashion_mnist = map(Digits, sides)
-
-# %% ../../nbs/lab/52_digits.ipynb #c7775fab
-def _first_of_each(labels: Tensor) -> Tensor:
-    "For each class that there is, the number of its first sample."
-    return torch.stack([(labels == c).nonzero()[0, 0] for c in labels.unique()])
+digits, mnist, fashion_mnist, cifar10 = map(Digits, sides)
 
 
 def drawings(
     network: nn.Module,  # `CapsNet` or `EfficientCapsNet`, with a decoder
-    images: Tensor,  # [n, 1, m, m]
+    images: Tensor,  # [n, channels, m, m]
     labels: Tensor,  # [n]
     names: tuple,  # of the classes
 ):  # matplotlib figure
     "The first picture of each class, drawn from its own capsule and from the longest other one."
-    plt, on, k = plot_style(), next(network.parameters()).device, _first_of_each(labels)
+    plt, on = plot_style(), next(network.parameters()).device
+    k = torch.stack([(labels == c).nonzero()[0, 0] for c in labels.unique()])
     x, y = images[k].to(on), labels[k].to(on)
     with torch.no_grad():
         out = network(x)
@@ -218,58 +198,9 @@ def drawings(
         row[0].set_ylabel(title)
         for n, ax in enumerate(row):
             length = '' if drawn is x else f": {out.a[n, of[n]]:.2f}"
-            ax.imshow(drawn[n, 0].cpu(), cmap='gray_r', vmin=0, vmax=1)
+            ax.imshow(drawn[n].movedim(0, -1).cpu(), cmap='gray_r', vmin=0, vmax=1)
             ax.set(xticks=[], yticks=[])
             ax.grid(False)
             ax.set_title(names[int(of[n])] + length, fontsize=9)
     fig.suptitle('Drawn by the decoder from one capsule; numbers: its length', fontsize=10)
     return fig
-
-# %% ../../nbs/lab/52_digits.ipynb #291d4c19
-_colour_stem = dict(channels=(64, 64, 128, 128), strides=(1, 2, 1, 2))
-_colour_trunk = dict(in_channels=3, **_colour_stem)
-_on_colour_trunk = dict(stem=_colour_stem, depth=0, B=32, E=10, in_channels=3, size=32)
-_colour_capsules = dict(zip('ABCDE', (256, 32, 32, 32, 10)), in_channels=3, stem='paper')
-
-
-def _shifted(rate: float) -> dict:
-    "A recipe by its rate."
-    return dict(_usual, shift=4, lr=(1e-5, rate))
-
-
-@dataclass
-class Pictures(_Few):
-    "CIFAR-10."
-
-    limit: int | None = None  # training pictures, of validation at most a third; None: all
-    n_test: int | None = None  # test pictures; None: all
-    official: bool = True  # whether files must be the real ones
-    folder: str | Path | None = None  # of the files; None: CAPSNB_DATA, or a download
-    n_valid: int = 5000  # training pictures set apart
-
-    name, names = 'cifar10', cifar_names
-    noted = _Few.noted | dict(n_valid=int)
-    networks = {
-        'capsnet': Net(CapsNet, dict(image_shape=(3, 32, 32)), _shifted(2e-3)),
-        'dstep': Net(DStepNet, _colour_trunk, _shifted(1e-2)),
-        'matrix-caps': Net(MatrixCapsNet, _colour_capsules, _shifted(3e-2)),
-        'matrix-caps-norb': Net(MatrixCapsNet, _on_colour_trunk, _shifted(1e-2)),
-        'cnn': Net(
-            PlainCNN, _colour_trunk, _shifted(1e-2), partial(_as_large_as_dstep, _colour_trunk)
-        ),
-        'baseline': Net(BaselineCNN, dict(in_channels=3, n_classes=10, size=32), _shifted(4e-3)),
-    }
-
-    @cached_property
-    def _parts(self) -> dict:  # split -> image and label, whole
-        return open_cifar10(self.folder, self.n_valid, self.official)
-
-    def open(
-        self,
-        split: str,  # 'train', 'validation' or 'test'
-    ) -> dict:  # image uint8 [n, 3, 32, 32] and label int64 [n]
-        "The pictures of a split, as many as are wanted."
-        return self.few_of(split, self._parts[split])
-
-
-cifar10 = Pictures()

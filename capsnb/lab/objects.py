@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn, Tensor
 from ..core import from_bytes
-from ..data.eth80 import categories as eth80_categories
 from ..data.eth80 import as_images, backgrounds, familiar_views, object_split, open_eth80
+from ..data.eth80 import categories as eth80_categories
 from ..data.norb import degrees, norb_size, open_norb, open_smallnorb, valid_mask
 from ..data.toys import toys_tensors
 from .capsnet import CapsNet
@@ -29,19 +29,14 @@ __all__ = ['categories', 'factors', 'splits', 'toys', 'smallnorb', 'norb', 'eth8
            'standardised', 'patches', 'PairCrops', 'Objects', 'Toys', 'SmallNORB', 'NORB', 'pose_picture',
            'Photographs', 'folds_of']
 
-# %% ../../nbs/lab/53_objects.ipynb #9b2bcc49
+# %% ../../nbs/lab/53_objects.ipynb #8e194848
 class PairDeck(BaseDeck):
     "Pairs of pictures in bytes and their labels, for `fit_decks`."
 
     def __init__(self, data: dict, seed: int | None = None):
         "Data of `Objects.open`; the seed of shifts and mixup, None: neither, as for validation."
-        x, y = data['images'], data['category']
-        if x.dtype != torch.uint8 or x.ndim != 4 or len(x) != len(y) or not len(y):
-            raise ValueError(
-                "expected images uint8 [n, channels, m, n] and n labels, n at least 1, "
-                f"got {x.dtype} {tuple(x.shape)} and {len(y)} labels"
-            )
-        self.data, self.images, self.labels, self.seed = data, x, y, seed
+        self.data, self.seed = data, seed
+        self.images, self.labels = data['images'], data['category']
 
     def mark(self) -> str:
         return fingerprint(self.images, self.labels)
@@ -49,10 +44,10 @@ class PairDeck(BaseDeck):
     def __getitems__(self, ks: list) -> dict:  # images in bytes, labels, and draw: of the dice
         return dict(images=self.images[ks], labels=self.labels[ks], draw=self.draw(ks))
 
-# %% ../../nbs/lab/53_objects.ipynb #8e194848
+
 def _along(room: int, n: int) -> list:
-    "`ValueError` unless there is a view."
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+    "Where views begin, evenly spread; one: in the middle."
+    if type(n) is not int or n < 1:
         raise ValueError(f"crops must be an integer >= 1, got {n!r}")
     return torch.linspace(0, room, n).round().long().tolist() if n > 1 else [room // 2]
 
@@ -128,13 +123,13 @@ def rotation(
     c, s = torch.cos(degrees.deg2rad()), torch.sin(degrees.deg2rad())
     return torch.stack([torch.stack([c, -s], -1), torch.stack([s, c], -1)], -2)
 
-# %% ../../nbs/lab/53_objects.ipynb #993470c5
+# %% ../../nbs/lab/53_objects.ipynb #3fdb1251
 def _caps_sizes(size: int) -> tuple[int, int]:
     "48 or 54 where one divides the size, else all of it; and patches of two thirds."
     whole = next((w for w in (48, 54) if size % w == 0), size)
     return whole, whole * 2 // 3
 
-# %% ../../nbs/lab/53_objects.ipynb #5264feaf
+
 def standardised(
     images: Tensor,  # [b, channels, m, n] in bytes
     size: int,  # pixels to shrink to; divides m
@@ -145,7 +140,7 @@ def standardised(
     spread = x.square().mean((1, 2, 3), keepdim=True).sqrt()
     return x / spread.clamp_min(1.0)  # one grey level of 255: nothing to see
 
-# %% ../../nbs/lab/53_objects.ipynb #f7bb3c4d
+
 def patches(
     images: Tensor,  # [b, channels, m, n]
     corners: Tensor,  # [b, 2] row and column of each patch's first pixel
@@ -158,7 +153,7 @@ def patches(
     cut = images[sample[:, None, None], :, rows[:, :, None], cols[:, None]]
     return cut.movedim(-1, 1)
 
-# %% ../../nbs/lab/53_objects.ipynb #3fdb1251
+
 class PairCrops:
     "Batches as in (Hinton 2018): dice on the CPU; shrunk, cut and lit on the device."
 
@@ -194,29 +189,17 @@ class PairCrops:
         x, at = standardised(images, self.whole), _along(self.room, crops)
         return [x[:, :, r : r + self.patch, c : c + self.patch] for r in at for c in at]
 
-# %% ../../nbs/lab/53_objects.ipynb #e608a14b
-_top_lr = {'dstep': 5e-3, 'cnn': 2e-3, 'baseline': 5e-3, 'matrix-caps': 1e-2}
-_top_lr |= {'matrix-caps-norb': 1e-2, 'routing': 5e-3, 'plain': 5e-3, 'capsnet': 5e-3}
-_published_lr = {'dstep': 5e-4, 'cnn': 5e-4, 'baseline': 1e-3, 'routing': 5e-4, 'plain': 5e-4}
-_published_lr |= {'capsnet': 1e-3}  # Adam's usual one
-_slim = dict(channels=64, n_types=16)  # CapsNet, unless it is to be as published
-
-
-def _as_large_as_dstep(n_classes: int, in_channels: int = 2, **options) -> PlainCNN:
-    "With about as many parameters as `SmallNORBNet`."
-    both = dict(n_classes=n_classes, in_channels=in_channels)
-    return rival_of(n_params(SmallNORBNet(**both)), **both, **options)
-
-
-def _baseline(n_classes: int, size: int, published: bool, **options) -> BaselineCNN:
-    if published and size % 48:
-        raise ValueError(
-            "the published baseline sees patches of 32 out of 48 pixels: "
-            f"size must be a multiple of 48, got {size}"
-        )
-    return BaselineCNN(n_classes, size=_caps_sizes(size)[1] if published else size, **options)
-
 # %% ../../nbs/lab/53_objects.ipynb #4df1fcf0
+_top_lr = {  # ours, and where a paper has one, the published one
+    'dstep': (5e-3, 5e-4),
+    'cnn': (2e-3, 5e-4),
+    'baseline': (5e-3, 1e-3),  # Adam's usual one
+    'matrix-caps': (1e-2, None),
+    'matrix-caps-norb': (1e-2, None),
+    'routing': (5e-3, 5e-4),
+    'plain': (5e-3, 5e-4),
+    'capsnet': (5e-3, 1e-3),
+}
 categories = ('animal', 'human', 'airplane', 'truck', 'car')  # of both data sets
 factors = ('category', 'instance', 'elevation', 'azimuth', 'lighting')
 splits = ('train', 'validation', 'train+validation', 'test')
@@ -227,6 +210,12 @@ def _check_among(split: str, there: tuple):
     if split not in there:
         known = f"{', '.join(map(repr, there[:-1]))} or {there[-1]!r}"
         raise ValueError(f"split must be {known}, got {split!r}")
+
+
+def _as_large_as_dstep(n_classes: int, in_channels: int = 2, **options) -> PlainCNN:
+    "With about as many parameters as `SmallNORBNet`."
+    both = dict(n_classes=n_classes, in_channels=in_channels)
+    return rival_of(n_params(SmallNORBNet(**both)), **both, **options)
 
 
 @dataclass
@@ -260,22 +249,21 @@ class Objects(Task):
     @property
     def networks(self):
         n, own = len(self.names), dict(eps='paper', init='paper') if self.published else {}
-        one = dict(in_channels=self.channels)
-        both = dict(n_classes=n, **one)
-        capsules = dict(zip('ABCD', (64, 8, 16, 16))) | dict(E=n, stem='paper')
-        capsules |= dict(size=_caps_sizes(self.size)[1])
-        on_trunk = dict(stem='norb', depth=0, A=64, B=64, E=n, size=self.size)
-        patch, slim = _caps_sizes(self.size)[1], {} if self.published else _slim
+        one, patch = dict(in_channels=self.channels), _caps_sizes(self.size)[1]
+        both, trunk = dict(n_classes=n, **one), norb_trunk(**one)
+        capsules = dict(zip('ABCDE', (64, 8, 16, 16, n)), stem='paper', size=patch, **one)
+        on_trunk = dict(stem='norb', depth=0, A=64, B=64, E=n, size=self.size, **one)
+        slim = {} if self.published else dict(channels=64, n_types=16)
         shape = dict(n_classes=n, image_shape=(self.channels, patch, patch), decoder=None)
-        baseline = partial(_baseline, size=self.size, published=self.published)
+        whole = patch if self.published else self.size
         return {
             'dstep': Net(SmallNORBNet, both | own),
-            'cnn': Net(PlainCNN, both | norb_trunk(**one), make=_as_large_as_dstep),
-            'baseline': Net(BaselineCNN, both, make=baseline),
-            'matrix-caps': Net(MatrixCapsNet, capsules | one),
-            'matrix-caps-norb': Net(MatrixCapsNet, on_trunk | one),
-            'routing': Net(RoutingNet, both | norb_trunk(**one)),
-            'plain': Net(PlainCNN, both | norb_trunk(**one)),
+            'cnn': Net(PlainCNN, both | trunk, make=_as_large_as_dstep),
+            'baseline': Net(BaselineCNN, both, make=partial(BaselineCNN, size=whole)),
+            'matrix-caps': Net(MatrixCapsNet, capsules),
+            'matrix-caps-norb': Net(MatrixCapsNet, on_trunk),
+            'routing': Net(RoutingNet, both | trunk),
+            'plain': Net(PlainCNN, both | trunk),
             'capsnet': Net(CapsNet, shape | slim),
         }
 
@@ -284,17 +272,15 @@ class Objects(Task):
         return net in ('matrix-caps', 'capsnet') or net == 'baseline' and self.published
 
     def recipe(self, net):
-        if net.startswith('matrix-caps') and self.published:
+        if (top := _top_lr[net][self.published]) is None:
             raise ValueError(
                 f"there is no published recipe for {net}; its paper's set-up is the preset "
                 "'paper': capsnb study ingredients --rows table --preset paper, or "
                 "options=dict(preset='paper')"
             )
-        lr = (1e-5, (_published_lr if self.published else _top_lr)[net])
-        if self.on_crops(net):
-            return {**paper_recipe, 'lr': lr, 'mixup': 0, 'shift': 0}
         shift = self.size // 16 if net == 'baseline' else self.size // 6
-        return {**paper_recipe, 'lr': lr, 'shift': shift}
+        crops = dict(mixup=0, shift=0) if self.on_crops(net) else dict(shift=shift)
+        return {**paper_recipe, 'lr': (1e-5, top), **crops}
 
     def deck(self, net, split, seed=None, shift=0):
         return PairDeck(self.open(split), seed)
@@ -303,10 +289,8 @@ class Objects(Task):
         if not self.on_crops(net):
             return PairMixup(len(self.names), shift, mixup)
         if shift or mixup:
-            raise ValueError(
-                f"{net} is trained on crops, with shift=0 and mixup=0, "
-                f"got shift={shift}, mixup={mixup}"
-            )
+            said = f"{net} is trained on crops, with shift=0 and mixup=0"
+            raise ValueError(f"{said}, got shift={shift}, mixup={mixup}")
         light = 0.0 if net == 'capsnet' and self.published else 0.5
         return PairCrops(self.size, light, light)
 
@@ -319,7 +303,7 @@ class Objects(Task):
         return [dict(images=view) for view in who.views(batch['images'], self.crops)]
 
     def check_split(self, split):
-        _check_among(split, splits if self.validate else ('train+validation', 'test'))
+        _check_among(split, splits if self.validate else splits[2:])
 
     def open(self, split: str) -> dict:  # images uint8 [n, 2, size, size]; each of `factors` [n]
         "The pairs of a split, a name of `splits`; `ValueError` for files of another size."
@@ -330,13 +314,14 @@ class Objects(Task):
             raise ValueError(f"the files hold pictures of {side} pixels, got size={self.size}")
         return dict(images=images, **{k: found[k] for k in factors})
 
+    def angles(self, data: dict) -> tuple:  # of `open`; azimuth [n] and elevation [n] in degrees
+        "From where pictures were taken."
+        return degrees(data)
+
     def details(self, deck, right):
-        angles = zip(('azimuth', 'elevation'), degrees(deck.data))
-        toy = deck.data['azimuth'] >= 0  # NORB has pictures without one
-        by = {
-            k: {int(a): right[toy & (at == a)].mean().item() for a in at[toy].unique()}
-            for k, at in angles
-        }
+        seen, by = deck.data['azimuth'] >= 0, {}  # NORB has pictures without one
+        for name, at in zip(('azimuth', 'elevation'), self.angles(deck.data)):
+            by[name] = {int(a): right[seen & (at == a)].mean().item() for a in at[seen].unique()}
         return dict(by_degrees=by)
 
     def note(self, net):
@@ -352,7 +337,7 @@ class Objects(Task):
         pose_picture(network, self.turned(), self.names).savefig(out / 'poses.png', dpi=120)
         return out / 'poses.png'
 
-# %% ../../nbs/lab/53_objects.ipynb #bf92e204
+
 @dataclass
 class Toys(Objects):
     "Toys that the library draws itself."
@@ -363,7 +348,7 @@ class Toys(Objects):
         how = dict(cache=self.cache, progress=self.progress)
         part = 'test' if split == 'test' else 'train'
         drawn = toys_tensors(part, self.size, self.subset, **how)._asdict()
-        if split in ('test', 'train+validation'):
+        if split in splits[2:]:
             return drawn
         held = valid_mask(drawn, (9,))
         rows = (held if split == 'validation' else ~held).nonzero().flatten()
@@ -373,7 +358,7 @@ class Toys(Objects):
         few = dict(elevation=(3,), lighting=(0,))  # each toy once around
         return replace(self, subset=few).open('test')
 
-# %% ../../nbs/lab/53_objects.ipynb #4f4e53d9
+
 @dataclass
 class SmallNORB(Objects):
     "smallNORB's photographs."
@@ -388,9 +373,6 @@ class SmallNORB(Objects):
         return open_smallnorb(*args, official=self.official)
 
 
-toys, smallnorb = Toys(), SmallNORB()
-
-# %% ../../nbs/lab/53_objects.ipynb #814f19b2
 @dataclass
 class NORB(Objects):
     "NORB jittered-cluttered; files are known by names and sizes: no checksums are known to us."
@@ -402,7 +384,7 @@ class NORB(Objects):
     def read(self, split):
         "Of the first `subset` of its files' pairs, as many of each category."
         few, (whole, *_) = self.subset, norb_size
-        if few is not None and (isinstance(few, bool) or not isinstance(few, int) or few < 1):
+        if few is not None and (type(few) is not int or few < 1):
             raise ValueError(f"subset must be an integer >= 1 or None, got {few!r}")
         sets = None if few is None else range(1, 1 + -(-few // whole))
         source, held = ('train', ()) if '+' in split else (split, (9,))
@@ -419,9 +401,9 @@ class NORB(Objects):
         return dict(images=found['image'][rows], **{k: found[k][rows] for k in factors})
 
 
-norb = NORB()
+toys, smallnorb, norb = Toys(), SmallNORB(), NORB()
 
-# %% ../../nbs/lab/53_objects.ipynb #dc559662
+
 def pose_picture(
     network: nn.Module,  # with class capsules
     x: dict,  # of `Objects.open`
@@ -435,15 +417,11 @@ def pose_picture(
     x = {k: v[keep] for k, v in x.items()}
     with torch.no_grad():
         poses = class_pose(poses_of(network, x['images']), x['category'])
-    fixed = {k: at[k] for k in ('elevation', 'lighting')}
-    grid = viewpoint_grid(poses, x, 'azimuth', fixed)
+    grid = viewpoint_grid(poses, x, 'azimuth', {k: at[k] for k in ('elevation', 'lighting')})
     paths = {names[int(c)]: mds_path(p) for p, (c, _) in zip(grid.x, grid.toys)}
     fig = plot_paths(paths)
-    fig.suptitle(
-        'Pose vectors of the class capsule while a toy turns once around\n'
-        '(multidimensional scaling)',
-        fontsize=9,
-    )
+    said = 'Pose vectors of the class capsule while a toy turns once around'
+    fig.suptitle(f'{said}\n(multidimensional scaling)', fontsize=9)
     return fig
 
 # %% ../../nbs/lab/53_objects.ipynb #00000005
@@ -463,11 +441,11 @@ class Photographs(Objects):
     def __post_init__(self):
         super().__post_init__()
         object_split(dict(instance=[]), self.fold, self.folds)
-        if self.background not in backgrounds:
-            there = ', '.join(map(repr, backgrounds))
-            raise ValueError(f"background must be one of {there}, got {self.background!r}")
-        if self.by not in (None, 'azimuth', 'polar'):
-            raise ValueError(f"by must be 'azimuth', 'polar' or None, got {self.by!r}")
+        for name, there in dict(background=backgrounds, by=(None, 'azimuth', 'polar')).items():
+            if (got := getattr(self, name)) not in there:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(map(repr, there))}, got {got!r}"
+                )
         if self.subset is not None:
             raise ValueError(f"ETH-80 has all of its photographs, got subset={self.subset!r}")
 
@@ -508,13 +486,8 @@ class Photographs(Objects):
         images = as_images(self._data, rows, self.size, self.colour, self.background)
         return dict(images=images, **x, **above)
 
-    def details(self, deck, right):
-        angles = {k: deck.data[k] for k in ('azimuth', 'elevation')}
-        by = {
-            k: {int(a): right[at == a].mean().item() for a in at.unique()}
-            for k, at in angles.items()
-        }
-        return dict(by_degrees=by)
+    def angles(self, data):
+        return data['azimuth'], data['elevation']
 
     def turned(self):
         return with_options(self, by=None).open('test')
@@ -522,7 +495,7 @@ class Photographs(Objects):
 
 eth80 = Photographs()
 
-# %% ../../nbs/lab/53_objects.ipynb #00000007
+
 def folds_of(
     task: Photographs,  # its `fold` is replaced
     **row,  # of all rows: net, options, recipe
