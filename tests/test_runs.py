@@ -1,6 +1,5 @@
 """Run folders and `fit` under attack: nothing is lost, ignored silently, or found out too late."""
 
-import errno
 import json
 import math
 import os
@@ -11,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
@@ -22,9 +22,9 @@ load_file = pytest.importorskip('safetensors.torch').load_file
 import capsnb.lab.runs as runs
 import capsnb.lab.train as train
 from capsnb.core import seed_everything
-from capsnb.lab.runs import check_end, checked_network, checkpoints_in, is_busy, read_seal
+from capsnb.lab.runs import check_end, checked_network, checkpoints_in, read_seal
 from capsnb.lab.decks import columns_of, load_digits_split
-from capsnb.lab.train import Diverged, Stopped, fit, repeat
+from capsnb.lab.train import Diverged, Stopped, fit
 from capsnb.lab.vision import PlainCNN
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -102,11 +102,8 @@ def done(whole, tmp_path):
     'wrong',
     [
         dict(weight_decay=10.0),
-        dict(learning_rate=1e3),
-        dict(output_dir='x'),
         dict(bathc_size=3),
         dict(epochs=0),
-        dict(epochs=True),
         dict(batch_size=1.5),
         dict(lr=1e-3),
         dict(lr=(1e-3, 1e-5)),
@@ -243,16 +240,16 @@ def test_a_network_of_ones_own_is_trained_saved_and_found_again(data, tmp_path):
 @pytest.mark.parametrize(
     'net,message',
     [
-        (that(lambda self, out: out['logits']), 'a dict of loss .*, got Tensor'),
-        (that(lambda self, out: dict(out, loss=torch.ones(2))), r"'loss': \[2\]"),
-        (that(lambda self, out: dict(out, loss=out['loss'].detach())), 'without a gradient'),
+        (that(lambda self, out: out['logits']), 'cannot take .*expected its .* a dict of loss'),
+        (that(lambda self, out: dict(out, logits=out['logits'][:1])), r'its logits are \[1, 10\]'),
+        (that(lambda self, out: dict(out, loss=out['loss'].detach())), 'does not require grad'),
         (that(lambda self, out: dict(out, loss=out['loss'] * math.nan)), 'before any training'),
         (Own(width=60), 'Own cannot take the training data'),
-        (Own(n=3), 'has 3 classes, the training data have a label 9'),
+        (Own(n=3), 'has 3 classes, the data have a label 9'),
         (Tied(), 'Tied cannot be saved'),
-        (Elsewhere(), 'cannot be saved: expected save_pretrained to write model.safetensors'),
-        (Own().requires_grad_(False), 'no weight that requires a gradient'),
-        (Own, 'expected a network .*, got the class Own'),
+        (Elsewhere(), 'expected save_pretrained to write model.safetensors'),
+        (Own().requires_grad_(False), 'does not require grad'),
+        (Own, 'expected a network .*, got .*Own'),
     ],
 )
 def test_what_would_fail_at_the_end_is_said_at_the_start(net, message, done, data):
@@ -275,14 +272,14 @@ def test_other_data_in_validation_or_test_are_found_before_training(part, data, 
 
 def test_the_rehearsal_throws_no_dice_and_leaves_nothing(data, tmp_path):
     net = that(lambda self, out: dict(out, loss=out['loss'] + 0 * torch.rand(1).sum())).train()
-    decks, collator = dict(training=train.Deck(data['train'], 0, 1)), train.MixupCollator(10)
-    recipe = dict(epochs=1, batch_size=20, seed=0)
-    args = train.training_arguments(tmp_path / 'checkpoints', recipe, 'cpu')
+    deck, collator = train.Deck(data['train'], 0, 1), train.MixupCollator(10)
+    trainer = SimpleNamespace(model=net, data_collator=collator, _prepare_inputs=dict)
     torch.manual_seed(3)
     wanted = torch.rand(1)
     torch.manual_seed(3)
-    train.rehearse(net, decks, collator, tmp_path, args)
+    train.rehearse(trainer, dict(training=deck), tmp_path)
     assert torch.equal(torch.rand(1), wanted) and net.training and not list(tmp_path.iterdir())
+    assert net.f.weight.grad is None
 
 
 def test_mixup_when_the_training_set_lacks_the_top_classes(data, tmp_path):
@@ -319,8 +316,6 @@ def test_a_transform_of_a_data_set_is_heard(data):
     one = torch.ones(1, 8, 8).numpy()
     ones = raw.with_transform(lambda rows: {**rows, 'image': [one] * len(rows['label'])})
     assert columns_of(ones)[0].eq(1).all()
-    with pytest.raises(ValueError, match='the transform of the data gives image, and no label'):
-        columns_of(raw.with_transform(lambda rows: dict(image=rows['image'])))
 
 
 # losses that are not finite
@@ -452,8 +447,8 @@ def test_a_finished_run_with_a_flipped_bit_is_not_evaluated(name, done, data):
 
 @pytest.mark.parametrize('name', ['metrics.json', 'settings.json'])
 def test_a_note_that_says_something_else_is_damaged(name, done, data):
-    path = done / name
-    path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))
+    text = (done / name).read_text()
+    (done / name).write_text(text.replace('"seed": 0', '"seed": 1'))
     with pytest.raises(ValueError, match=f'{name}. is damaged'):
         run(data, done, resume=True)
 
@@ -462,10 +457,8 @@ def test_a_note_that_says_something_else_is_damaged(name, done, data):
 def test_metrics_name_no_file_outside_their_folder(absolute, done, tmp_path):
     "A device file has no end, and would be read for ever."
     (other := tmp_path / 'other').write_bytes(b'')
-    metrics = json.loads((done / 'metrics.json').read_text())
     files = {str(other) if absolute else '../other': runs.checksum(other)}
-    del metrics['digest']
-    (done / 'metrics.json').write_text(json.dumps(runs.with_digest(dict(metrics, files=files))))
+    runs.write_json(done / 'metrics.json', runs.with_digest(dict(files=files)))
     with pytest.raises(ValueError, match='is damaged: .* no file of a run'):
         check_end(done)
 
@@ -528,24 +521,8 @@ def test_odd_json_in_a_run_is_a_sentence_or_nothing(name, done, data, monkeypatc
                 assert '\n' not in str(e)
 
 
-# nothing finished is lost
-
-
-def test_a_study_goes_on_where_it_was_stopped(cut, data, tmp_path):
-    (tmp_path / 'runs').mkdir()
-    cut.rename(tmp_path / 'runs' / 'a-seed-0')
-    found = []
-
-    def one(seed, out, resume):
-        found.append(runs.last_whole(out / 'checkpoints').name)
-        return run(data, out, seed=seed, resume=resume)
-
-    repeat(one, tmp_path / 'runs.json', 'a', (0,), tmp_path / 'runs')
-    assert found == ['checkpoint-5']
-
-
 HOLD = """
-import fcntl, sys, time
+import sys, time
 from pathlib import Path
 from capsnb.lab.runs import locked
 with locked(Path(sys.argv[1])):
@@ -557,45 +534,23 @@ with locked(Path(sys.argv[1])):
 @pytest.mark.slow
 def test_two_processes_never_train_in_one_folder(cut, data):
     command = [sys.executable, '-c', HOLD, str(cut)]
-    p = subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, text=True)
-    try:
-        assert p.stdout.readline().strip() == 'here' and is_busy(cut)
+    with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, text=True) as p:
+        assert p.stdout.readline().strip() == 'here'
         for kw in (dict(resume=True), dict(overwrite=True), {}):
-            with pytest.raises(ValueError, match='another process is at work') as e:
+            with pytest.raises(ValueError, match='another process is at work'):
                 run(data, cut, **kw)
-            assert 'resume' not in str(e.value)
-    finally:
         p.kill()
-        p.communicate()
-    assert not is_busy(cut) and run(data, cut, resume=True)['steps'] == 6
+    assert run(data, cut, resume=True)['steps'] == 6
 
 
 # room
-
-
-def test_room_is_asked_for_all_that_will_be_there_at_once(data, tmp_path, monkeypatch):
-    wanted, there = [], []
-    seal, claim = train.RunHooks.on_save, runs._claim_bytes
-
-    def on_save(self, *args, **kw):
-        there.append(sum(p.stat().st_size for p in tmp_path.rglob('*') if p.is_file()))
-        return seal(self, *args, **kw)
-
-    def claim_bytes(f, n):
-        wanted.append(n)
-        return claim(f, n)
-
-    monkeypatch.setattr(train.RunHooks, 'on_save', on_save)
-    monkeypatch.setattr(runs, '_claim_bytes', claim_bytes)
-    run(data, tmp_path, epochs=6)
-    assert len(there) == 6 and max(there) <= wanted[0]
 
 
 @pytest.mark.slow
 def test_a_disk_that_fills_up_on_the_way_is_one_sentence(data, tmp_path, monkeypatch):
     import safetensors.torch
 
-    real, left = safetensors.torch.save_file, [3]
+    real, left = safetensors.torch.save_file, [2]  # the rehearsal, and an epoch
 
     def save(*args, **kw):
         left[0] -= 1
@@ -603,13 +558,8 @@ def test_a_disk_that_fills_up_on_the_way_is_one_sentence(data, tmp_path, monkeyp
             raise RuntimeError('No space left on device (os error 28)')
         return real(*args, **kw)
 
-    def full(f, n):
-        if left[0] < 0:
-            raise OSError(errno.ENOSPC, 'No space left on device')
-
     monkeypatch.setattr(safetensors.torch, 'save_file', save)
-    monkeypatch.setattr(runs, '_claim_bytes', full)
-    message = 'the disk is full, .*, at step .* of 12; .*checkpoint.* go on with: the same command'
+    message = 'at step 6 of 12 .No space.*is checkpoint-3; go on with: the same command'
     with pytest.raises(OSError, match=message):
         run(data, tmp_path, Own(), epochs=4, how_to_resume='the same command')
     left[0] = 10**6

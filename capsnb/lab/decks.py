@@ -9,7 +9,7 @@ import re
 import warnings
 import torch
 import torch.nn.functional as F
-from torch import nn, Tensor
+from torch import Tensor
 from ..core import from_bytes, need
 
 # %% auto #0
@@ -64,124 +64,64 @@ def shift_images(
 def pictures(
     column,  # Tensor, NumPy array, or list of those or of PIL images
 ) -> Tensor:  # float32 [n, channels, rows, columns]
-    "Pictures for a network; `ValueError` names sizes that differ, other shapes and types, NaN."
-    x = column if isinstance(column, Tensor) else _as_tensor(column)
-    x = x.float() if x.dtype == torch.bool else x
+    "Pictures for a network; `ValueError` for other shapes and types, and for NaN."
+    np = need('numpy')
+    if not isinstance(column, (Tensor, np.ndarray)):
+        column = np.array([_plain(p) for p in column])
+    x = torch.as_tensor(column)
     if x.dtype != torch.uint8 and not x.is_floating_point():
         raise ValueError(f"expected pictures in bytes (uint8) or floats, got {x.dtype}")
-    x = _channels_first(from_bytes(x)).float()
-    if not x.numel():
-        return x
-    if not (fine := x.isfinite().flatten(1).all(1)).all():
-        first = fine.tolist().index(False)
-        raise ValueError(f"expected finite pictures, got NaN or inf in picture {first}")
+    x = from_bytes(x).float()
+    x = x[:, None] if x.ndim == 3 else x
+    if x.ndim != 4:
+        wanted = '[n, rows, columns], or with channels in front of the rows or at the end'
+        raise ValueError(f"expected pictures {wanted}, got shape {tuple(x.shape)}")
+    if x.shape[-1] in (1, 3) and x.shape[1] not in (1, 2, 3):
+        x = x.movedim(-1, 1)
+    if not x.isfinite().all():
+        raise ValueError("expected finite pictures, got NaN or inf")
     if x.abs().max() > 10:
-        warnings.warn(
-            f"the pictures reach from {x.min():g} to {x.max():g}; "
-            "networks here expect about 0 to 1 (bytes are divided by 255)"
-        )
+        reach = f"the pictures reach from {x.min():g} to {x.max():g}"
+        warnings.warn(f"{reach}; networks here expect about 0 to 1 (bytes are divided by 255)")
     return x
 
 
-def _as_tensor(column) -> Tensor:
-    "A NumPy array or a list of pictures, of any shape and type."
-    np = need('numpy')
-    if isinstance(column, np.ndarray) and column.dtype != object:
-        return _from_array(np.ascontiguousarray(column))
-    each = [_plain(p) for p in column]
-    if len(sizes := {tuple(p.shape) for p in each}) > 1:
-        raise ValueError(f"expected pictures of one size, got {sorted(sizes)[:4]}")
-    return torch.stack(each) if each else torch.zeros(0, 1, 1, 1)
-
-
-def _from_array(array) -> Tensor:
-    "A NumPy array; `ValueError` for texts and the like."
-    try:
-        return torch.from_numpy(array)
-    except TypeError as e:
-        raise ValueError(f"expected pictures in bytes (uint8) or floats, got {array.dtype}") from e
-
-
-def _plain(picture) -> Tensor:
-    "A PIL image without palette and transparency; anything else as it came."
-    if isinstance(picture, Tensor):
-        return picture
-    mode = getattr(picture, 'mode', None)
-    if mode is not None and mode not in ('L', 'RGB', 'F') and not mode.startswith('I'):
+def _plain(picture):  # a NumPy array
+    "A PIL image without palette and transparency; 16 or 32 bits are not cut down."
+    mode = getattr(picture, 'mode', None)  # of a tensor: a method
+    if isinstance(mode, str) and mode not in ('L', 'RGB', 'F') and not mode.startswith('I'):
         picture = picture.convert('L' if mode in ('1', 'LA', 'La') else 'RGB')
-    return _from_array(need('numpy').array(picture))  # 16 or 32 bits are not cut down
+    return need('numpy').asarray(picture)
 
 
-def _channels_first(x: Tensor) -> Tensor:
-    "Pictures [n, channels, rows, columns], wherever their channels were."
-    if x.ndim == 3:
-        return x[:, None]
-    if x.ndim != 4:
-        raise ValueError(
-            "expected pictures [n, rows, columns], [n, channels, rows, columns] or "
-            f"[n, rows, columns, channels], got shape {tuple(x.shape)}"
-        )
-    at_the_end = x.shape[-1] in (1, 3) and x.shape[1] not in (1, 2, 3)
-    return x.movedim(-1, 1) if at_the_end else x
-
-# %% ../../nbs/lab/40_decks.ipynb #54162471
 def columns_of(
     data,  # datasets.Dataset, or a dict of columns: image (or images) and label (or labels)
 ) -> tuple:  # pictures [n, channels, rows, columns] and labels [n]
     "Pictures and labels of a data set; `ValueError` says what is missing, or wrong with them."
-    image, label = _image_and_label(data)
-    y = _class_numbers(label)
-    if not len(y):
-        raise ValueError("expected at least one sample, got none")
-    x = pictures(image)
+    there = list(getattr(data, 'column_names', data))
+    names = [next((k for k in (one, f'{one}s') if k in there), None) for one in ('image', 'label')]
+    if None in names:
+        said = f"expected columns image and label, got {', '.join(map(str, there))}"
+        raise ValueError(f"{said}; of several splits name one, as in data['train']")
+    image, label = (_column(data, name) for name in names)
+    y = need('numpy').asarray(label)
+    if y.dtype.kind not in 'iu' or y.ndim != 1 or not len(y) or y.min() < 0:
+        wanted = 'expected labels [n], whole numbers from 0 on'
+        got = f"got {y.dtype} {list(y.shape)}: {y.tolist()!r:.40}"
+        raise ValueError(f"{wanted} (class_encode_column numbers names), {got}")
+    x, y = pictures(image), torch.from_numpy(y.astype('int64'))
     if len(x) != len(y):
         got = f"got {len(x):,} pictures and {len(y):,} labels"
         raise ValueError(f"expected one label for each picture, {got}")
     return x, y
 
 
-def _class_numbers(column) -> Tensor:
-    "Labels int64 [n]; `ValueError` for anything but whole numbers from 0 on."
-    y, wanted = column, 'expected whole numbers as labels, got'
-    if not isinstance(y, Tensor):
-        y = need('numpy').asarray(column)
-        if y.dtype.kind not in 'iu' and y.size:
-            advice = '; ds.class_encode_column(...) numbers names' if y.dtype.kind in 'UO' else ''
-            raise ValueError(f"{wanted} {y.flat[0]!r}{advice}")
-        y = torch.from_numpy(y.astype('int64'))
-    if y.is_floating_point() or y.dtype == torch.bool:
-        raise ValueError(f"{wanted} {y.dtype}")
-    if y.ndim != 1:
-        raise ValueError(f"expected one label for each picture, [n], got shape {tuple(y.shape)}")
-    if y.numel() and y.min() < 0:
-        raise ValueError(f"expected labels from 0 on, got {y.min()}")
-    return y.long()
-
-
-def _image_and_label(data) -> tuple:
-    "The two columns, as they come."
-    is_set, is_dict = hasattr(data, 'with_format'), isinstance(data, dict)
-    if not (is_set or is_dict):
-        wanted = 'a datasets.Dataset, or a dict with image and label'
-        raise ValueError(f"expected {wanted}, got {type(data).__name__}")
-    there = list(data.column_names if is_set else data)
-    pairs = ('image', 'images'), ('label', 'labels')
-    names = [next((name for name in pair if name in there), None) for pair in pairs]
-    if None in names:
-        has_parts = is_dict and hasattr(next(iter(data.values()), None), 'with_format')
-        advice = ": name one of them, as in data['train']" if has_parts else ''
-        told = ', '.join(map(str, there))
-        raise ValueError(f"expected columns image and label, got {told}{advice}")
-    return tuple(_column(data, name) if is_set else data[name] for name in names)
-
-
 def _column(data, name: str):
-    "What a column of a data set holds; bytes as bytes, where NumPy's format makes int64 of them."
+    "What a column holds; bytes as bytes, where NumPy's format makes int64 of them."
+    if isinstance(data, dict):
+        return data[name]
     if data.format['type'] == 'custom':
-        rows = data[:]
-        if name in rows:
-            return rows[name]
-        raise ValueError(f"the transform of the data gives {', '.join(rows)}, and no {name}")
+        return data[:][name]  # of a transform
     feature, column = data.features[name], data.select_columns([name])
     while hasattr(feature, 'feature'):
         feature = feature.feature
@@ -191,7 +131,7 @@ def _column(data, name: str):
     is_bytes = getattr(feature, 'dtype', '') == 'uint8' and array.dtype != object
     return array.astype('uint8') if is_bytes else array
 
-# %% ../../nbs/lab/40_decks.ipynb #ba5edec4
+# %% ../../nbs/lab/40_decks.ipynb #0000000e
 class BaseDeck(torch.utils.data.Dataset):
     "Samples that are dealt in batches; a subclass says `mark` and `__getitems__`."
 
@@ -215,7 +155,7 @@ class BaseDeck(torch.utils.data.Dataset):
         "Where the dice of a batch stand, by the numbers of its samples."
         return None if self.seed is None else (self.seed, self.epoch, int(index[0]))
 
-# %% ../../nbs/lab/40_decks.ipynb #0000000e
+
 class Deck(BaseDeck):
     "Images and labels in memory; with a seed, each epoch shifts every image by its own draw."
 
@@ -257,7 +197,7 @@ def mixup(
     "Blend each sample and its target with its partner's (Zhang et al. 2017)."
     return tuple(lam * x + (1 - lam) * x[partner] for x in (images, targets))
 
-# %% ../../nbs/lab/40_decks.ipynb #00000014
+
 class MixupCollator:
     "Makes the trainer's batches: mixup for batches that carry a draw (training), none for others."
 
@@ -266,8 +206,6 @@ class MixupCollator:
         n_classes: int,  # width of the soft targets
         alpha: float = 0.2,  # of the Beta distribution; 0: no mixup
     ):
-        if alpha < 0:
-            raise ValueError(f"expected mixup alpha >= 0, got {alpha}")
         self.n_classes, self.alpha = n_classes, alpha
 
     def __call__(self, batch: dict) -> dict:  # images and labels, ready for a network

@@ -6,19 +6,16 @@
 from __future__ import annotations
 import contextlib
 import errno
-import functools
 import hashlib
 import inspect
 import io
-import itertools
 import json
 import math
 import os
 import re
 import shutil
-import tempfile
 import sys
-from contextlib import contextmanager
+import tempfile
 from pathlib import Path
 import torch
 from torch import nn
@@ -26,15 +23,13 @@ from ..core import is_own_page, need, pick_device, run_record
 from ..data.files import checksum, read_json, sync_folder, write_json
 
 # %% auto #0
-__all__ = ['run_folder', 'first_process', 'no_links', 'locked', 'is_busy', 'checkpoint_bytes', 'check_room', 'digest',
-           'with_digest', 'read_whole', 'seal_checkpoint', 'read_seal', 'checkpoints_in', 'last_whole', 'found_in',
+__all__ = ['run_folder', 'first_process', 'no_links', 'locked', 'check_idle', 'check_room', 'digest', 'with_digest',
+           'write_whole', 'read_whole', 'seal_checkpoint', 'read_seal', 'checkpoints_in', 'last_whole', 'found_in',
            'clear_run', 'strange_in', 'claim', 'made_with', 'agree', 'same_run', 'save_network', 'write_end',
-           'check_end', 'finished_run', 'task_of', 'checked_network', 'repeat', 'record_locked', 'summary', 'in_words']
+           'check_end', 'task_of', 'checked_network', 'record_of', 'repeat', 'summary', 'in_words']
 
 # %% ../../nbs/lab/41_runs.ipynb #7fe514af
-def run_folder(
-    out: str | Path,  # as a user names it
-) -> Path:  # absolute
+def run_folder(out: str | Path) -> Path:  # as a user names it; absolute
     "The folder of a run."
     return Path(out).expanduser().absolute()
 
@@ -45,197 +40,132 @@ def first_process() -> bool:  # also true for the only process
 
 
 _network_files = ('model.safetensors', 'config.json')
-_notes = ('metrics.json', 'settings.json', 'task.json')
-_run_files = (*_notes, *_network_files, 'drawings.png', 'poses.png')
+_run_files = ('metrics.json', 'settings.json', 'task.json', *_network_files)
+_run_files += ('drawings.png', 'poses.png')
 
 
-def no_links(
-    folder: Path,  # of a run
-):
+def no_links(folder: Path):  # of a run
     "`ValueError` for a link in place of a file of a run: it leads to what the run did not write."
-    here = (folder / name for name in ('.lock', 'checkpoints', *_run_files))
     below = (p for pattern in ('*.html', '*.png', 'checkpoints/**/*') for p in folder.glob(pattern))
-    for path in itertools.chain(here, below):
+    for path in (*(folder / name for name in ('.lock', 'checkpoints', *_run_files)), *below):
         if path.is_symlink():
             raise ValueError(f"'{path}' is a link; a run's folder holds its own files alone")
 
 # %% ../../nbs/lab/41_runs.ipynb #a6069d18
-def _at_work(folder: Path) -> ValueError:
-    return ValueError(
-        f"another process is at work in '{folder}': "
-        "wait until it has ended, stop it, or choose another folder"
-    )
-
-
-@contextmanager
-def locked(
-    folder: Path,  # of a run; it exists
-):
+@contextlib.contextmanager
+def locked(folder: Path):  # of a run; it exists
     "Keep a run's folder to this process; `ValueError` when another one is at work in it."
     no_links(folder)
     filelock = need('filelock')
     try:
         lock = filelock.FileLock(folder / '.lock').acquire(timeout=0)
     except filelock.Timeout:
-        raise _at_work(folder) from None
+        said = f"another process is at work in '{folder}': wait until it has ended, stop it"
+        raise ValueError(f"{said}, or choose another folder") from None
     with lock:
         yield
 
 
-def is_busy(
-    folder: Path,  # of a run
-) -> bool:
-    "Whether another process is at work in a folder."
+def check_idle(folder: Path):  # of a run, or of none
+    "`ValueError` when another process is at work in a folder."
     no_links(folder)
-    if not (folder / '.lock').exists():
-        return False
-    try:
+    if (folder / '.lock').exists():
         with locked(folder):
-            return False
-    except ValueError:
-        return True
+            pass
 
 # %% ../../nbs/lab/41_runs.ipynb #0747c761
-def checkpoint_bytes(
-    net: nn.Module,  # any network
-) -> int:  # bytes of one checkpoint, about
-    "Weights, two moments of the optimizer for each, and a little for the rest."
-    size = lambda tensors: sum(t.numel() * t.element_size() for t in tensors)
-    return size(net.state_dict().values()) + 2 * size(net.parameters()) + 2**16
-
-
-def check_room(
-    folder: str | Path,  # made if it is not there
-    n_bytes: int,  # how much will be written
-) -> Path:  # the folder, absolute
-    "Claim `n_bytes` there and give them back; `OSError` in plain words when that fails."
+def check_room(folder: str | Path, n_bytes: int) -> Path:  # made if it is not there; absolute
+    "A folder with room; `OSError` where there is none, or nothing may be written."
     folder = run_folder(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as f:
-            _claim_bytes(f, n_bytes)  # gone after a kill
-    except OSError as e:
-        full = e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        advice = 'Free some space.' if full else 'Is it a folder that you may write to?'
-        said = f"cannot write {n_bytes / 2**20:.1f} MB for checkpoints ({e.strerror})"
-        said += f"; nothing was trained. {advice} Choose another folder than"
-        raise OSError(e.errno, said, str(folder)) from e
+    folder.mkdir(parents=True, exist_ok=True)
+    if (free := shutil.disk_usage(folder).free) < n_bytes:
+        said = f"{n_bytes / 2**20:.1f} MB are wanted for checkpoints, {free / 2**20:.1f} are free"
+        raise OSError(
+            errno.ENOSPC, f"{said}; nothing was trained. Choose another folder than", str(folder)
+        )
     return folder
 
-
-def _claim_bytes(f, n: int):
-    "Blocks of the disk for an open file, without writing them, where the system can."
-    try:
-        if n and hasattr(os, 'posix_fallocate'):
-            os.posix_fallocate(f.fileno(), 0, n)
-    except OSError as e:
-        if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
-
 # %% ../../nbs/lab/41_runs.ipynb #0e54fdd1
-def digest(
-    note: dict,  # JSON-ready
-) -> str:  # hexadecimal
+def digest(note: dict) -> str:  # JSON-ready; hexadecimal
     "SHA-256 of what a note says, however it is laid out."
     return hashlib.sha256(json.dumps(note, sort_keys=True).encode()).hexdigest()
 
 
-def with_digest(
-    note: dict,  # JSON-ready
-) -> dict:  # the same, and its digest
+def with_digest(note: dict) -> dict:  # JSON-ready
     "A note that can be checked when it is read."
     note = json.loads(json.dumps(note))  # as it comes back from a file
     return dict(note, digest=digest(note))
 
 
-def read_whole(
-    path: Path,  # of a note that has its digest
-    **fields,  # as for `read_json`
-) -> dict:  # the note, without its digest
-    "Read a note; `ValueError` when it does not say what was written."
-    note = read_json(path, digest=str, **fields)
-    if note.pop('digest') == digest(note):
-        return note
-    raise ValueError(f"'{path}' is damaged: it does not say what was written (SHA-256 differs)")
-
-
-def _hash_files(folder: Path, names: list) -> dict:
-    "Name -> SHA-256; first each file is forced out to the disk (fsync)."
+def write_whole(path: Path, names: list, note: dict):
+    "Write a note with the SHA-256 of files beside it, which are forced out to the disk first."
     for name in names:
-        with open(folder / name, 'r+b') as f:
+        with open(path.parent / name, 'r+b') as f:
             os.fsync(f.fileno())
-    sync_folder(folder)
-    return {name: checksum(folder / name) for name in names}
+    sync_folder(path.parent)
+    files = {name: checksum(path.parent / name) for name in names}
+    write_json(path, with_digest(dict(note, files=files)))
 
 
-def seal_checkpoint(
-    folder: Path,  # a checkpoint that is completely written
-    **notes,  # JSON-ready, kept in the seal
-):
-    "Mark a checkpoint as complete."
-    files = (p for p in folder.rglob('*') if p.is_file() and p.name != 'seal.json')
-    sealed = _hash_files(folder, sorted(str(p.relative_to(folder)) for p in files))
-    sync_folder(folder.parent)
-    write_json(folder / 'seal.json', with_digest(dict(files=sealed, **notes)))
-
-
-def read_seal(
-    folder: Path,  # a checkpoint
-) -> dict | None:  # what the seal holds; None when the checkpoint is not whole
-    "The seal of a whole checkpoint."
-    real = lambda path: Path(os.path.realpath(path))  # of a loop, too
-    inside = lambda name: real(folder / name).is_relative_to(real(folder))
-    try:
-        note = read_whole(folder / 'seal.json', files=dict)
-        for name, sha in note['files'].items():
-            if not inside(name) or checksum(folder / name) != sha:
-                return None
-    except (OSError, ValueError):
-        return None
+def read_whole(path: Path, **fields) -> dict:  # fields as for `read_json`
+    "A note, and with `files` those beside it; `ValueError` unless all is as it was written."
+    note = read_json(path, digest=str, **fields)
+    said = 'damaged, or not what the run left (SHA-256 differs)'
+    if note.pop('digest') != digest(note):
+        raise ValueError(f"'{path}' is {said}")
+    for name, wanted in note['files'].items() if 'files' in fields else ():
+        file = path.parent / name
+        if not Path(os.path.realpath(file)).is_relative_to(os.path.realpath(path.parent)):
+            raise ValueError(f"'{path}' is damaged: {name!r} is no file of a run")
+        try:
+            came = checksum(file)
+        except OSError as e:
+            raise ValueError(f"'{file}' cannot be read ({e.strerror})") from e
+        if came != wanted:
+            raise ValueError(f"'{file}' is {said}")
     return note
 
 
-def checkpoints_in(
-    folder: Path,  # of checkpoints
-) -> list:  # whole or not, oldest first
+def seal_checkpoint(folder: Path, **notes):
+    "Mark a checkpoint as complete."
+    files = (p for p in folder.rglob('*') if p.is_file() and p.name != 'seal.json')
+    sync_folder(folder.parent)
+    write_whole(folder / 'seal.json', sorted(str(p.relative_to(folder)) for p in files), notes)
+
+
+def read_seal(folder: Path) -> dict | None:  # of a checkpoint; None: it is not whole
+    "The notes of a whole checkpoint."
+    with contextlib.suppress(OSError, ValueError):
+        return read_whole(folder / 'seal.json', files=dict)
+
+
+def checkpoints_in(folder: Path) -> list:  # whole or not, oldest first
     "Folders named checkpoint-<step>, by step."
     step = lambda path: re.fullmatch(r'checkpoint-([0-9]+)', path.name)
     found = (p for p in Path(folder).glob('checkpoint-*') if step(p) and p.is_dir())
     return sorted(found, key=lambda p: int(step(p)[1]))
 
 
-def last_whole(
-    folder: Path,  # of checkpoints; broken ones at its end are removed, with a message
-    run: str | None = None,  # the digest of the run's settings that the seal must name; None: any
-) -> Path | None:  # the newest checkpoint that is whole
-    "The checkpoint to resume from; `ValueError` when it belongs to another run."
+def last_whole(folder: Path, run: str | None = None) -> Path | None:
+    """The checkpoint to resume from, after removing broken ones behind it.
+
+    `ValueError` when its seal names another run than `run`, the digest of settings."""
     for path in reversed(checkpoints_in(folder)):
-        seal = read_seal(path)
-        if seal and run is not None and seal.get('run') != run:
+        there, why = read_seal(path), 'is not complete, or damaged'
+        if there and run is not None and there.get('run') != run:
             raise ValueError(f"'{path}' belongs to another run; start anew without resume")
-        lost = _lost_best(path) if seal else None
-        if seal and not lost:
-            return path
-        why = f"needs {lost}, which is lost" if lost else 'is not complete, or damaged'
+        if there:
+            best = f"checkpoint-{there.get('best')}"
+            if best == 'checkpoint-None' or read_seal(path.parent / best):
+                return path
+            why = f"needs {best}, which is lost"  # and is to be trained again
         print(f"{path.name} {why}: skipped and removed")
         shutil.rmtree(path)
         if not checkpoints_in(folder):
             print("no checkpoint is left: the run begins anew")
 
-
-def _lost_best(path: Path) -> str | None:
-    "The best checkpoint that a whole one names, if it must be trained again."
-    try:
-        best = read_json(path / 'trainer_state.json').get('best_global_step')
-    except (OSError, ValueError):
-        return None  # not a trainer's
-    name = f'checkpoint-{best}'
-    return None if best is None or read_seal(path.parent / name) else name
-
 # %% ../../nbs/lab/41_runs.ipynb #cf4ffe71
-def found_in(
-    folder: Path,  # that a run would write to
-) -> list:  # names of files and checkpoints
+def found_in(folder: Path) -> list:  # names of files and checkpoints
     "What an earlier run left in a folder; somebody else's `report.html` is not among it."
     pages = (p for p in sorted(folder.glob('report*.html')) if p.is_file() and is_own_page(p))
     files = [name for name in _run_files if (folder / name).exists()]
@@ -243,27 +173,22 @@ def found_in(
     return files + [p.name for p in pages] + [f'checkpoints/{p.name}' for p in checkpoints]
 
 
-def clear_run(
-    folder: Path,  # of a run; nothing else that lies there is touched
-):
-    "Remove what an earlier run left: checkpoints, metrics, settings, network, pictures, pages."
+def clear_run(folder: Path):
+    "Remove what an earlier run left; nothing else that lies there is touched."
     for name in found_in(folder):
         path = folder / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def strange_in(
-    folder: Path,  # that a run would write to
-) -> list:  # names of files
+def strange_in(folder: Path) -> list:  # names of files
     "What a run would replace, and no run left."
     there = found_in(folder)
     if (folder / 'report.html').exists() and 'report.html' not in there:
         return ['report.html']
-    try:
-        read_json(folder / 'settings.json', settings=dict, made_with=dict)
-    except (OSError, ValueError):
-        return there
-    return []
+    with contextlib.suppress(OSError, ValueError):
+        read_json(folder / 'settings.json', settings=dict)
+        return []
+    return there
 
 
 def claim(
@@ -280,82 +205,45 @@ def claim(
     out, go_on, replace = names if command_line else ('out', 'resume=True', 'overwrite=True')
     if resume and overwrite:
         raise ValueError(f"{go_on} goes on with a run, {replace} replaces it: ask for one of them")
-    if is_busy(folder):
-        raise _at_work(folder)
-    there, strange = found_in(folder), strange_in(folder)
-    if resume and not there and command_line:
-        print(f"nothing to resume in '{folder}': a new run begins", file=sys.stderr)
+    check_idle(folder)
+    there = found_in(folder)
     if resume:
-        return
-    if strange:
+        if not there and command_line:
+            print(f"nothing to resume in '{folder}': a new run begins", file=sys.stderr)
+    elif strange := strange_in(folder):
         holds = f"'{folder}' holds {', '.join(strange)}, which no run left"
         raise ValueError(f"{holds}: choose another folder ({out})")
-    if there and not overwrite:
+    elif there and not overwrite:
         unfinished = f'a run that has not come to its end: go on with it ({go_on}),'
         what = 'a finished run:' if 'metrics.json' in there else unfinished
         advice = f"choose another folder ({out}), or replace it ({replace})"
         raise ValueError(f"'{folder}' holds {what} {advice}")
 
 # %% ../../nbs/lab/41_runs.ipynb #6e60437b
-@functools.cache
-def _code() -> tuple:
-    "Version and hash of this library, as it is on the disk."
-    import capsnb
-
-    files = sorted(Path(capsnb.__file__).parent.rglob('*.py'))
-    content = b''.join(p.read_bytes() for p in files)
-    return capsnb.__version__, hashlib.sha256(content).hexdigest()[:12]
+def made_with() -> dict:  # JSON-ready
+    "Versions and threads: with others a run may round differently."
+    versions = {k: need(k).__version__ for k in ('capsnb', 'torch', 'transformers')}
+    return dict(versions, threads=torch.get_num_threads())
 
 
-def made_with(
-    net: nn.Module,  # to be trained
-) -> dict:  # JSON-ready
-    "Versions, threads and code that a run is made with."
-    version, code = _code()
-    try:
-        own = hashlib.sha256(inspect.getsource(type(net)).encode()).hexdigest()[:12]
-    except (OSError, TypeError):
-        own = None  # defined where no source is kept
-    versions = dict(capsnb=version, torch=torch.__version__)
-    versions |= dict(transformers=need('transformers').__version__)
-    return dict(versions, code=code, network_code=own, threads=torch.get_num_threads())
-
-
-def agree(
-    folder: Path,  # of a run
-    settings: dict,  # of this run
-    tools: dict,  # of `made_with`
-    resume: bool,  # whether there must be no difference in the settings
-) -> list:  # what has changed about the tools since the run began, sentence by sentence
-    "Write the settings down, or compare them with those there; `ValueError` names what differs."
-    path, changes = folder / 'settings.json', []
+def agree(folder: Path, settings: dict, tools: dict, resume: bool) -> list:  # of sentences
+    "Write the settings of a run down; or compare them, and say how its tools have changed."
+    path = folder / 'settings.json'
     if resume and path.exists():
-        old = same_run(folder, settings)
-        now = _differences(old['made_with'], tools)
-        changes = old['changes'] + [c for c in now if c not in old['changes']]
-        tools = old['made_with']
-    elif resume and checkpoints_in(folder / 'checkpoints'):
-        raise ValueError(
-            f"cannot resume in {folder}: its checkpoints are there, but not "
-            "settings.json, which says of what run; start anew without resume"
-        )
-    write_json(path, with_digest(dict(settings=settings, made_with=tools, changes=changes)))
-    return changes
+        return _differences(same_run(folder, settings)['made_with'], tools)
+    write_whole(path, [], dict(settings=settings, made_with=tools))
+    return []
 
 
-def same_run(
-    folder: Path,  # of a run
-    settings: dict,  # that must be the same
-) -> dict:  # settings, made_with, changes
+def same_run(folder: Path, settings: dict) -> dict:  # settings, made_with
     "What settings.json says; `ValueError` names what differs, or is damaged."
-    advice = 'start anew without resume'
     try:
-        old = read_whole(folder / 'settings.json', settings=dict, made_with=dict, changes=list)
+        old = read_whole(folder / 'settings.json', settings=dict, made_with=dict)
     except (OSError, ValueError) as e:
-        raise ValueError(f"cannot resume: {e}; {advice}") from e
+        raise ValueError(f"cannot resume: {e}; start anew without resume") from e
     if differ := _differences(old['settings'], json.loads(json.dumps(settings))):
         said = f"cannot resume in {folder}, the settings differ ({'; '.join(differ)})"
-        raise ValueError(f"{said}; {advice}")
+        raise ValueError(f"{said}; start anew without resume")
     return old
 
 
@@ -365,67 +253,34 @@ def _differences(old: dict, new: dict) -> list:
     return [f"{k}: {old.get(k)!r} then, {new.get(k)!r} now" for k in names]
 
 # %% ../../nbs/lab/41_runs.ipynb #0d7cbfd0
-def save_network(
-    net: nn.Module,  # any; with `save_pretrained`, that is used
-    folder: Path,  # of the run
-) -> list:  # names of the files
-    "Leave model.safetensors, and config.json where the network has one."
-    if hasattr(net, 'save_pretrained'):
-        net.save_pretrained(folder)
-    else:
-        need('safetensors.torch').save_file(net.state_dict(), folder / 'model.safetensors')
+def save_network(net: nn.Module, folder: Path) -> list:  # names of the files
+    "Leave model.safetensors, and config.json where the network has a `save_pretrained`."
+    try:
+        if hasattr(net, 'save_pretrained'):
+            net.save_pretrained(folder)
+        else:
+            need('safetensors.torch').save_file(net.state_dict(), folder / 'model.safetensors')
+    except Exception as e:
+        raise ValueError(f"{type(net).__name__} cannot be saved in '{folder}': {e}") from e
     names = [name for name in _network_files if (folder / name).exists()]
-    if 'model.safetensors' in names:
-        return names
-    there = sorted(p.name for p in folder.iterdir())
-    raise ValueError(f"expected save_pretrained to write model.safetensors, got {there}")
+    if 'model.safetensors' not in names:
+        raise ValueError("expected save_pretrained to write model.safetensors")
+    return names
 
 
-def write_end(
-    folder: Path,  # of the run; its network is saved
-    metrics: dict,  # JSON-ready
-    task: dict | None = None,  # what the run was about
-) -> dict:  # as in metrics.json
-    "Close a run: task.json, and metrics.json with the checksums of what must not change any more."
+def write_end(folder: Path, metrics: dict, task: dict | None = None) -> dict:  # as in metrics.json
+    "Close a run whose network is saved: task.json, what it was about, and metrics.json."
     if task is not None:
         write_json(folder / 'task.json', task)
     names = [name for name in (*_network_files, 'task.json') if (folder / name).exists()]
-    write_json(
-        folder / 'metrics.json', with_digest(dict(metrics, files=_hash_files(folder, names)))
-    )
-    return read_whole(folder / 'metrics.json')
+    write_whole(folder / 'metrics.json', names, metrics)
+    return check_end(folder)
 
 
-def check_end(
-    folder: Path,  # of a finished run
-) -> dict:  # as in metrics.json
+def check_end(folder: Path) -> dict:  # as in metrics.json
     "What a finished run found; `ValueError` when one of its files is not the one that it left."
     no_links(folder)
-    metrics = read_whole(folder / 'metrics.json', files=dict)
-    for name, wanted in metrics['files'].items():
-        if Path(name).name != name:
-            raise ValueError(f"'{folder}': metrics.json is damaged: {name!r} is no file of a run")
-        try:
-            came = checksum(folder / name)
-        except OSError as e:
-            raise ValueError(f"'{folder}': {name} cannot be read ({e.strerror})") from e
-        if came != wanted:
-            said = 'is damaged, or not the one that the run left (SHA-256 differs)'
-            raise ValueError(f"'{folder}': {name} {said}")
-    return metrics
-
-
-def finished_run(
-    folder: Path,  # of a run
-    net: nn.Module,  # gets the weights of the epoch that was kept
-) -> dict | None:  # its metrics, if it has come to its end
-    "What a finished run found."
-    if not (folder / 'metrics.json').exists():
-        return None
-    metrics = check_end(folder)
-    net.load_state_dict(need('safetensors.torch').load_file(folder / 'model.safetensors'))
-    net.eval()
-    return metrics
+    return read_whole(folder / 'metrics.json', files=dict)
 
 # %% ../../nbs/lab/41_runs.ipynb #0c651214
 def task_of(
@@ -437,14 +292,13 @@ def task_of(
     no_links(folder)
     if (folder / 'task.json').is_file():
         return read_json(folder / 'task.json')
-    if is_busy(folder):
-        raise _at_work(folder)
+    check_idle(folder)
     if (folder / 'settings.json').exists() and not (folder / 'metrics.json').exists():
         said = 'a run that has not come to its end: go on with it (--resume)'
+    elif below := sorted(p.parent.name for p in folder.glob('*/task.json')):
+        said = f"several runs, in the folders {', '.join(below)}: name one"
     else:
         said = f'no finished run (no task.json): train one with {command}'
-        below = sorted(p.parent.name for p in folder.glob('*/task.json'))
-        said = f"several runs, in the folders {', '.join(below)}: name one" if below else said
     raise ValueError(f"'{run}' holds {said}")
 
 
@@ -455,20 +309,18 @@ def _check_shapes(config: dict, weights: Path, cls: type):
     "`ValueError` unless a network of this config has weights of these shapes; none is allocated."
     for name, value in config.items():
         values, limit = value if isinstance(value, list) else [value], _most.get(name, 2**16)
-        wrong = [v for v in values if isinstance(v, int) and v > limit]
-        if len(values) > 64 or wrong:
+        if len(values) > 64 or any(isinstance(v, int) and v > limit for v in values):
             most = f"at most {limit:,}, no list of over 64, got {value!r:.60}"
             raise ValueError(f"expected {name} to be {most}")
-    wanted = inspect.signature(cls.__init__).parameters
+    known = inspect.signature(cls.__init__).parameters
     with torch.device('meta'):
-        net = cls(**{k: v for k, v in config.items() if k in wanted})
-    wanted = {k: tuple(v.shape) for k, v in net.state_dict().items()}
+        net = cls(**{k: v for k, v in config.items() if k in known})
+    wanted = {k: list(v.shape) for k, v in net.state_dict().items()}
     with need('safetensors').safe_open(weights, 'pt') as f:  # reads the header alone
-        there = {k: tuple(f.get_slice(k).get_shape()) for k in f.keys()}
-    if odd := [k for k in {**wanted, **there} if wanted.get(k) != there.get(k)]:
-        told = [side.get(odd[0], 'none') for side in (wanted, there)]
-        more = f", and {len(odd) - 1} more" if odd[1:] else ''
-        raise ValueError(f"{odd[0]}: {told[0]} by config.json, {told[1]} by the weights{more}")
+        there = {k: list(f.get_slice(k).get_shape()) for k in f.keys()}
+    for k in {**wanted, **there}:
+        if wanted.get(k) != there.get(k):
+            raise ValueError(f"{k}: {wanted.get(k)} by config.json, {there.get(k)} by the weights")
 
 
 def checked_network(
@@ -479,21 +331,36 @@ def checked_network(
     "The network of a finished run; `ValueError` when its files are missing, damaged or at odds."
     folder = run_folder(run)
     no_links(folder)
-    config, weights = folder / 'config.json', folder / 'model.safetensors'
-    unread = f"'{run}': its network cannot be read"
-    if missing := [p.name for p in (config, weights) if not p.is_file()]:
-        raise ValueError(f"{unread}: no {' and no '.join(missing)}")
     if (folder / 'metrics.json').exists():
         check_end(folder)
     try:
-        _check_shapes(read_json(config), weights, cls)
+        _check_shapes(read_json(folder / 'config.json'), folder / 'model.safetensors', cls)
         with contextlib.redirect_stdout(io.StringIO()):  # where the weights come from
             net = cls.from_pretrained(folder)
     except Exception as e:
-        raise ValueError(f"{unread}: {e}") from e
+        raise ValueError(f"'{run}': its network cannot be read: {e}") from e
     return net.to(pick_device(device)).eval()
 
 # %% ../../nbs/lab/41_runs.ipynb #6b7b0f09
+@contextlib.contextmanager
+def record_of(
+    path: str | Path,  # JSON file that collects the runs of a study
+    command: str | None = None,  # that makes the study
+):  # gives its dict: runs, headline, and what repeats them
+    "A record to read or change: no other process does meanwhile, and what has changed is written."
+    path = Path(path).expanduser()
+    name = digest(dict(path=str(path.absolute())))
+    with need('filelock').FileLock(Path(tempfile.gettempdir()) / f'capsnb-{name}.lock'):
+        new = not path.exists()
+        record = dict(command=command, headline={}, runs={})
+        record = run_record() | record if new else read_json(path, runs=dict, headline=dict)
+        before = None if new else json.dumps(record)
+        yield record
+        if json.dumps(record) != before:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, record)
+
+
 def repeat(
     train,  # of `seed`, `out`, `resume`, `kw`, gives metrics: as `fit` and `train` do
     path: str | Path,  # JSON file that collects the runs
@@ -505,46 +372,23 @@ def repeat(
     **kw,  # of `train`
 ) -> list:  # of metrics, one a seed
     "Train a setting over seeds; runs in the file are kept, and one that was interrupted goes on."
-    path = Path(path).expanduser()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    keys = {seed: f'{name} seed {seed}' for seed in seeds}
-    for seed, key in keys.items():
-        if kept := _read_record(path, command)['runs'].get(key):
-            _check_rate(path, key, kept, kw)
-            continue
-        out = Path(runs) / key.replace(' ', '-')
-        found = train(seed=seed, out=out, **{'resume': True, **kw})
-        with record_locked(path):
-            record = _read_record(path, command)  # another process may have
-            record['runs'][key] = _row(found)  # finished a run meanwhile
-            rows = [r for k, r in record['runs'].items() if k.rpartition(' seed ')[0] == name]
-            record['headline'][title or name] = in_words(summary(rows))
-            record['command'] = command or record.get('command')
-            write_json(path, record)
-    record = _read_record(path, command)
-    return [record['runs'][key] for key in keys.values()]
-
-
-def record_locked(
-    path: Path,  # JSON file that collects the runs
-):  # a context in which no other process changes it
-    name = digest(dict(path=str(path.absolute())))
-    return need('filelock').FileLock(Path(tempfile.gettempdir()) / f'capsnb-{name}.lock')
-
-
-def _read_record(path: Path, command: str | None) -> dict:
-    "Runs, headline, and what repeats the study; a new record where there is none."
-    if path.exists():
-        return read_json(path, runs=dict, headline=dict)
-    return {**run_record(), 'command': command, 'headline': {}, 'runs': {}}
-
-
-def _check_rate(path: Path, key: str, kept: dict, asked: dict):
-    "`ValueError` where a run that is kept had another learning rate than the one asked for."
-    new, old = asked.get('lr'), kept.get('lr')
-    if None not in (new, old) and json.loads(json.dumps(new)) != old:
-        told = f"'{key}' has run with lr={old}, this study asks for lr={list(new)}"
-        raise ValueError(f"'{path}': {told}: name another file (--out)")
+    rows = []
+    for key, seed in {f'{name} seed {seed}': seed for seed in seeds}.items():
+        with record_of(path, command) as record:
+            row = record['runs'].get(key)
+        if row is None:
+            out = Path(runs) / key.replace(' ', '-')
+            row = _row(train(seed=seed, out=out, **{'resume': True, **kw}))
+            with record_of(path, command) as record:  # another process may have finished one
+                record['runs'][key] = row
+                own = [r for k, r in record['runs'].items() if k.rpartition(' seed ')[0] == name]
+                record['headline'][title or name] = in_words(summary(own))
+                record['command'] = command or record.get('command')
+        elif None not in (kw.get('lr'), row.get('lr')) and list(kw['lr']) != row['lr']:
+            told = f"'{key}' has run with lr={row['lr']}, this study asks for lr={list(kw['lr'])}"
+            raise ValueError(f"'{path}': {told}: name another file (--out)")
+        rows.append(row)
+    return rows
 
 
 _of_one_machine = """train_data valid_data test_data watched_data architecture fingerprint command
@@ -554,29 +398,23 @@ _of_one_machine = """train_data valid_data test_data watched_data architecture f
 def _row(metrics: dict) -> dict:
     "A run's metrics without what is only of interest where it ran."
     row = {k: v for k, v in metrics.items() if k not in _of_one_machine}
-    if 'encoder' in row:
-        row['encoder'] = Path(row['encoder']).name  # without where it lies
-    return row
+    row |= {'encoder': Path(row['encoder']).name} if 'encoder' in row else {}
+    return json.loads(json.dumps(row))  # as it comes back from a file
 
-# %% ../../nbs/lab/41_runs.ipynb #bce42b17
-def summary(
-    rows: list,  # of metrics
-) -> dict:  # n, seconds (an epoch), valid, valid_sd, test, test_sd (percent; NaN where none was)
-    "Mean and standard deviation over seeds."
-    out, n = dict(n=len(rows)), len(rows)
+
+def summary(rows: list) -> dict:  # of metrics; n, seconds, valid, valid_sd, test, test_sd
+    "Mean and standard deviation over seeds, in percent (NaN where none was), seconds an epoch."
+    seconds = sum(row['seconds'] / row['epochs'] for row in rows) / len(rows)
+    out = dict(n=len(rows), seconds=seconds)
     for key in ('valid', 'test'):
-        found = [row.get(f'{key}_accuracy') for row in rows]
-        percent = [math.nan if a is None else 100 * a for a in found]
-        out[key] = mean = math.fsum(percent) / n
-        squares = sum((p - mean) ** 2 for p in percent)
-        out[f'{key}_sd'] = math.sqrt(squares / (n - 1)) if n > 1 else math.nan
-    out['seconds'] = math.fsum(row['seconds'] / row['epochs'] for row in rows) / n
+        found = (row.get(f'{key}_accuracy') for row in rows)
+        shares = torch.tensor([math.nan if a is None else a for a in found], dtype=torch.float64)
+        out[key] = 100 * shares.mean().item()
+        out[f'{key}_sd'] = 100 * shares.std().item() if len(rows) > 1 else math.nan
     return out
 
-# %% ../../nbs/lab/41_runs.ipynb #c5adaeaf
-def in_words(
-    s: dict,  # of `summary`
-) -> str:  # for a table
+
+def in_words(s: dict) -> str:  # of `summary`
     "Mean and spread of the test accuracy; of validation where nothing was tested."
     key, word = ('valid', 'validation') if math.isnan(s['test']) else ('test', 'test')
     digits = 2 if s[key] > 99 else 1  # errors below 1 % differ in the second

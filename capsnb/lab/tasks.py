@@ -15,18 +15,25 @@ from pathlib import Path
 from typing import Callable, Iterable, NamedTuple
 import torch
 from torch import nn, Tensor
-from ..core import need, pick_device, run_record, seed_everything
-from ..data.files import checksum, read_json, write_json
-from .runs import checked_network, claim, run_folder, task_of
+from ..core import need, pick_device, seed_everything
+from ..data.files import checksum, read_json
+from capsnb.lab.runs import (
+    check_end,
+    checked_network,
+    claim,
+    record_of,
+    repeat,
+    run_folder,
+    task_of,
+)
 from .train import Deck, MixupCollator, batch_on, check_recipe, fit_decks
-from .train import record_locked, repeat
 
 # %% auto #0
 __all__ = ['paper_recipe', 'known', 'Net', 'Task', 'with_options', 'task_in', 'task_named', 'train', 'begin_with', 'Opened',
            'load_run', 'evaluate', 'answers', 'study', 'choices_of', 'note_choices', 'begin_record', 'settle_command',
            'as_typed']
 
-# %% ../../nbs/lab/51_tasks.ipynb #6ce51416
+# %% ../../nbs/lab/51_tasks.ipynb #59fde161
 paper_recipe = dict(
     epochs=50, batch_size=20, lr=(1e-5, 5e-4), warmup=0.1, momentum='paper', shift=1, mixup=0.2
 )
@@ -40,7 +47,7 @@ class Net(NamedTuple):
     recipe: dict = {}  # what it changes of `paper_recipe`
     make: Callable | None = None  # makes it from its options; None: the class does
 
-# %% ../../nbs/lab/51_tasks.ipynb #59fde161
+
 class Task:
     "What a data set needs; subclasses say `names`, `networks` and `open`, and more if they must."
 
@@ -119,14 +126,14 @@ class Task:
 
     def known_net(self, net: str | None) -> str:  # a name of `networks`
         "The network, or for None the first; `ValueError` for one that the task has not."
-        there = ', '.join(map(repr, self.networks))
-        if not there:
-            raise ValueError(f"the task {self.name!r} has no networks")
-        if net is None:
+        if net is None and self.networks:
             return next(iter(self.networks))
         if isinstance(net, str) and net in self.networks:
             return net
-        raise ValueError(f"net must be one of {there}, got {net!r}")
+        there = ', '.join(map(repr, self.networks))
+        raise ValueError(
+            f"net must be one of {there or 'none, the task has no networks'}, got {net!r}"
+        )
 
 # %% ../../nbs/lab/51_tasks.ipynb #e5e73175
 def with_options(
@@ -143,7 +150,7 @@ def with_options(
     other.name, other.device, other.progress = task.name, task.device, task.progress
     return other
 
-# %% ../../nbs/lab/51_tasks.ipynb #fa2b35a0
+
 known = {
     'digits': 'capsnb.lab.digits:digits',
     'mnist': 'capsnb.lab.digits:mnist',
@@ -158,8 +165,6 @@ known = {
     'sst5': 'capsnb.lab.sentiment:sst5',
     'sst2': 'capsnb.lab.sentiment:sst2',
 }  # short name -> where the task is
-
-
 _named = set()  # tasks that somebody has named to this process
 
 
@@ -171,8 +176,8 @@ def task_in(
     name = note.get('task', note.get('data'))  # runs on pictures of older versions call it data
     if not isinstance(name, str) or not name:
         raise ValueError(f"'{run}': task.json names no task that can be found, but {name!r:.60}")
-    known_here = name in known or name in _named or re.match(r'capsnb(\.[a-z]\w*)+:', name)
-    if ':' in name and not known_here:
+    ours = name in known or name in _named or re.match(r'capsnb(\.[a-z]\w*)+:', name)
+    if ':' in name and not ours:
         raise ValueError(
             f"'{run}': its task {name!r} is somebody's code, which is not executed unless you name "
             f"it yourself: --task {name}, or load_run(run, task=...)"
@@ -189,25 +194,14 @@ def task_named(
         raise ValueError(f"no task {name!r}: expected {', '.join(known)}, or module:task")
     module, attribute = place.split(':')
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        found = copy.copy(getattr(importlib.import_module(module), attribute))
     except (ImportError, AttributeError) as e:
         raise ValueError(f"no task {name!r}: {e}") from e
     if not isinstance(found, Task):
-        kind = type(found).__name__
-        raise ValueError(f"{name!r} is no task (an object of capsnb.lab.tasks.Task), but a {kind}")
+        raise ValueError(f"{name!r} is no task (an object of capsnb.lab.tasks.Task)")
     _named.add(name)
-    found = copy.copy(found)
     found.name = name
     return found
-
-# %% ../../nbs/lab/51_tasks.ipynb #16a7c5f0
-def _check_roles(task: Task):
-    "`ValueError` where an epoch would be chosen by data that are trained on, tested or watched."
-    chosen = task.roles['select']
-    others = dict(watched=task.watched) | {k: (task.roles[k],) for k in ('train', 'test')}
-    for role, splits in others.items():
-        if chosen is not None and chosen in splits:
-            raise ValueError(f"{task.name}: {chosen!r} is to choose the epoch by, and {role}, too")
 
 # %% ../../nbs/lab/51_tasks.ipynb #fe8e2a93
 def train(
@@ -229,47 +223,43 @@ def train(
 ) -> dict:  # as in metrics.json
     "Train a network on a task; test the epoch that validates best, or else the last."
     task = _at_work(task, device, progress)
-    net = task.known_net(net)
-    _check_roles(task)
+    net, roles = task.known_net(net), task.roles
     recipe = dict(task.recipe(net), per_device_eval_batch_size=task.batch_size)
     recipe |= dict(changes, seed=seed) | ({} if epochs is None else dict(epochs=epochs))
-    roles = task.roles
     check_recipe(**recipe)
     claim(out, resume, overwrite)
     pick_device(device)
-    began = _began(out) if resume else {}
-    begun = _going_on(out, start, began)  # a start that is taken already
-    if start is not None and begun is None:
-        task_of(start)  # is there such a run?
+    began = {}
+    if resume and (path := run_folder(out) / 'settings.json').exists():
+        began = read_json(path, settings=dict)['settings']
+    begun = start and _start(start, out, began)  # before it costs anything
     task.prepare(recipe, began)
     collator = task.collator(net, recipe['shift'], recipe['mixup'])
     network = task.make(net, seed, **(options or {}))
-    own = dict(options=options) if options else {}
-    if start is not None:
-        own |= dict(start=begun or begin_with(network, start, task.note(net)))
-    splits = tuple(split for split in roles.values() if split)
+    note = task.note(net) | (dict(options=options) if options else {})
+    if start:
+        note |= dict(start=begun or begin_with(network, start, task.note(net)))
     held = roles['select'] or task.followed
-    opened = tuple(dict.fromkeys((*splits, *filter(None, [held]), *task.watched)))
-    decks = task.decks(net, opened, seed, recipe['shift'])
-    return fit_decks(
-        network,
-        *(decks.get(split) for split in (roles['train'], held, roles['test'])),
-        collator,
-        out,
-        recipe,
-        device=device,
-        resume=resume,
-        how_to_resume=how_to_resume,
-        save_steps=save_steps,
-        name=f'{net} seed {seed}',
-        progress=progress,
-        overwrite=overwrite,
-        note=task.note(net) | own,
-        watch={split: decks[split] for split in task.watched},
-        choose=roles['select'] is not None,
-    )
+    used = dict.fromkeys(s for s in (*roles.values(), held, *task.watched) if s)
+    decks = task.decks(net, tuple(used), seed, recipe['shift'])
+    how = dict(device=device, resume=resume, how_to_resume=how_to_resume, save_steps=save_steps)
+    how |= dict(name=f'{net} seed {seed}', progress=progress, overwrite=overwrite, note=note)
+    how |= dict(watch={s: decks[s] for s in task.watched}, choose=roles['select'] is not None)
+    each = (decks.get(split) for split in (roles['train'], held, roles['test']))
+    return fit_decks(network, *each, collator, out, recipe, **how)
 
-# %% ../../nbs/lab/51_tasks.ipynb #51a00001
+
+def _start(start: str | Path, out: str | Path, began: dict) -> str | None:
+    "SHA-256 of a start that is taken already and gone now; `ValueError` where there is none."
+    start, out = run_folder(start), run_folder(out)
+    if start == out:
+        raise ValueError(f"a run cannot begin with itself: '{out}' is its start and its folder")
+    taken = (out / 'metrics.json').exists() or any(out.glob('checkpoints/checkpoint-*'))
+    if taken and not start.exists():
+        return began.get('start')
+    task_of(start)  # is there such a run?
+
+
 def begin_with(
     network: nn.Module,  # new, changed in place
     run: str | Path,  # folder of a finished run that trained one of its kind
@@ -277,8 +267,7 @@ def begin_with(
 ) -> str:  # SHA-256 of the run's weights
     "Take over layers of which every weight fits, the others stay new; `ValueError` if none does."
     theirs, kind = task_of(run), type(network).__name__
-    found = read_json(run_folder(run) / 'metrics.json', network=str)['network']
-    if found != kind:
+    if (found := check_end(run_folder(run)).get('network')) != kind:
         raise ValueError(f"'{run}' trained a {found}, which cannot be the start of a {kind}")
     for key in ('fingerprint', 'layers', 'end'):  # of a transformer
         if theirs.get(key) != note.get(key):
@@ -296,34 +285,13 @@ def begin_with(
     return checksum(run_folder(run) / 'model.safetensors')
 
 
-def _going_on(out: str | Path, start: str | Path | None, began: dict) -> str | None:
-    "SHA-256 of its start, where that is taken already and gone now."
-    if start is None:
-        return None
-    start, out = run_folder(start), run_folder(out)
-    if start == out:
-        raise ValueError(f"a run cannot begin with itself: '{out}' is its start and its folder")
-    taken = (out / 'metrics.json').exists() or any(out.glob('checkpoints/checkpoint-*'))
-    return began.get('start') if taken and not start.exists() else None
-
-# %% ../../nbs/lab/51_tasks.ipynb #bd4b4e5b
 def _at_work(task: Task | str, device: str | None, progress: bool) -> Task:
     "A copy that knows both, and may keep what it opens."
     task = task_named(task) if isinstance(task, str) else copy.copy(task)
     if not isinstance(task, Task):
         raise ValueError(f"expected a task (capsnb.lab.tasks.Task), got {task!r:.60}")
-    if not task.names:
-        raise ValueError(f"the task {task.name!r} has no names of classes")
     task.device, task.progress = device, progress
     return task
-
-# %% ../../nbs/lab/51_tasks.ipynb #8ec67d6b
-def _began(out: str | Path) -> dict:
-    "Its settings; empty where there are none, or damaged ones, which `fit_decks` refuses."
-    try:
-        return read_json(run_folder(out) / 'settings.json', settings=dict)['settings']
-    except (OSError, ValueError):
-        return {}
 
 # %% ../../nbs/lab/51_tasks.ipynb #e4c32dd8
 class Opened(NamedTuple):
@@ -343,26 +311,18 @@ def load_run(
     "What a run left; `ValueError` when it is not finished, or its files are damaged."
     note = task_of(run)
     task = _at_work(task_in(note, run) if task is None else task, device, True)
-    net = _check_note(task, note, run)
-    task = task.from_note(note, **here)
-    return Opened(checked_network(run, task.networks[net].cls, device), task, note)
-
-# %% ../../nbs/lab/51_tasks.ipynb #7d017493
-def _check_note(task: Task, note: dict, run: str | Path) -> str:
-    "The network's name."
     who, net = task.keys
     kinds = {who: str, net: str, **task.noted}
-    if absent := [k for k in kinds if k not in note and k not in task.later]:
-        raise ValueError(
-            f"'{run}' is no run on {task.name}: task.json says nothing of {', '.join(absent)}"
-        )
-    read_json(run_folder(run) / 'task.json', **{k: v for k, v in kinds.items() if k in note})
+    kinds = {k: v for k, v in kinds.items() if k in note or k not in task.later}
     try:
-        return task.known_net(note.get(net))
+        read_json(run_folder(run) / 'task.json', **kinds)
+        cls = task.networks[task.known_net(note[net])].cls
     except ValueError as e:
         raise ValueError(f"'{run}' is no run on {task.name}: {e}") from e
+    task = task.from_note(note, **here)
+    return Opened(checked_network(run, cls, device), task, note)
 
-# %% ../../nbs/lab/51_tasks.ipynb #4708992b
+
 def evaluate(
     run: str | Path,  # folder of a finished run
     split: str = 'test',  # one that the task has a role for
@@ -374,54 +334,42 @@ def evaluate(
 ) -> dict:  # split, n, accuracy, names, confusion [label][predicted], and the task's own
     "Test a finished run; `ValueError` for splits that it has no use for."
     network, task, note = load_run(run, device, task, **here)
-    task.progress = progress
     task.check_split(split)
-    net, k = task.known_net(note.get(task.keys[1])), len(task.names)
-    deck = task.decks(net, (split,))[split]
-    guess = _guesses(task, network, task.collator(net), deck)
+    net, k, out = note[task.keys[1]], len(task.names), []
+    deck, collator = task.decks(net, (split,))[split], task.collator(net)
+    rows = torch.arange(len(deck)).split(task.batch_size)
+    for index in need('tqdm').tqdm(rows, 'testing', disable=not progress, leave=False):
+        batch = batch_on(deck, index.tolist(), collator, next(network.parameters()).device)
+        with torch.no_grad():
+            out.append(answers(network, task.views(network, collator, batch)).argmax(1).cpu())
+    guess = torch.cat(out)
     right = (guess == deck.labels).double()
-    confusion = torch.bincount(deck.labels * k + guess, minlength=k * k).view(k, k)
     return dict(
         split=split,
         n=len(deck),
         accuracy=right.mean().item(),
         names=task.names,
-        confusion=confusion.tolist(),
+        confusion=(deck.labels * k + guess).bincount(minlength=k * k).view(k, k).tolist(),
         **task.details(deck, right),
     )
 
-# %% ../../nbs/lab/51_tasks.ipynb #fe8938a3
-@torch.no_grad()
-def _guesses(task: Task, network: nn.Module, collator, deck) -> Tensor:
-    "[n] classes, by `answers`."
-    on, out = next(network.parameters()).device, []
-    rows = torch.arange(len(deck)).split(task.batch_size)
-    for index in need('tqdm').tqdm(rows, 'testing', disable=not task.progress, leave=False):
-        batch = batch_on(deck, index.tolist(), collator, on)
-        views = task.views(network, collator, batch)
-        out.append(answers(network, views).argmax(1).cpu())
-    return torch.cat(out)
 
-# %% ../../nbs/lab/51_tasks.ipynb #8db3d0bd
 def answers(
     network: nn.Module,  # in evaluation mode
     views: Iterable[dict],  # what it takes, for each view
 ) -> Tensor:  # [b, n_classes]
     "Of a single view the logits, which do not saturate; of several the sum of what `a` says."
-    outs = [_answer(network, view) for view in views]
+    outs = []
+    for view in views:
+        view = {k: v for k, v in view.items() if k != 'labels'}
+        try:
+            outs.append(network(**view))
+        except Exception as e:  # of a network whose config.json somebody has changed, anything
+            shapes = ', '.join(f'{k} {list(v.shape[1:])}' for k, v in view.items())
+            raise ValueError(f"the network cannot take {shapes}: {e}") from e
     if len(outs) == 1:
         return getattr(outs[0], 'score', outs[0].a)
     return torch.stack([o.a for o in outs]).sum(0)
-
-
-def _answer(network: nn.Module, view: dict):
-    "Its answer."
-    view = {k: v for k, v in view.items() if k != 'labels'}
-    try:
-        return network(**view)
-    except Exception as e:  # of a network whose config.json somebody has changed, anything
-        shapes = ', '.join(f'{k} {list(v.shape[1:])}' for k, v in view.items())
-        raise ValueError(f"the network cannot take {shapes}: {e}") from e
 
 # %% ../../nbs/lab/51_tasks.ipynb #a9aba2d4
 def study(
@@ -440,27 +388,20 @@ def study(
     """Train rows × seeds; what the file holds is kept, what was interrupted goes on.
 
     `ValueError` where something was chosen on the data of the test; the record says on which."""
-    path, found = Path(path).expanduser(), {}
     selects = {name: choices_of(row.get('task', task), selects) for name, row in rows.items()}
     if settings is not None:
         begin_record(path, settings, command)
+    found = {}
     for name, row in rows.items():
         row = {'task': task, **of_all, **row}
-        work = functools.partial(train, _sharing(row.pop('task')))
-        title = (titles or {}).get(name)
+        own = _at_work(row.pop('task'), None, True)
+        if hasattr(own, 'loaded'):
+            own.loaded = {}  # what its runs share
         note_choices(path, name, selects[name], command)
+        work, title = functools.partial(train, own), (titles or {}).get(name)
         found[name] = repeat(work, path, name, seeds, runs, command, title, **row)
     settle_command(path, rows, seeds, command)
     return found
-
-
-def _sharing(task: Task | str) -> Task | str:
-    "A copy of it, whose runs share what is loaded, if it has `loaded`."
-    task = task_named(task) if isinstance(task, str) else task
-    if hasattr(task, 'loaded'):
-        task = copy.copy(task)
-        task.loaded = {}
-    return task
 
 
 def choices_of(
@@ -468,9 +409,7 @@ def choices_of(
     selects: dict | None = None,  # what was chosen before -> split it was chosen on
 ) -> dict:  # the same, and the split that the epoch is chosen on; None: it is the last
     "What is chosen on which split; `ValueError` where that is the test's, or no split."
-    task = task_named(task) if isinstance(task, str) else task
-    if not isinstance(task, Task):
-        raise ValueError(f"expected a capsnb.lab.tasks.Task, got {type(task).__name__}")
+    task = _at_work(task, None, True)
     told = {'epoch': task.roles['select']} | (selects or {})
     for what, split in told.items():
         if split is not None and split in (task.roles['test'], *task.watched):
@@ -480,70 +419,45 @@ def choices_of(
     return told
 
 
-def note_choices(
-    path: Path,  # of a record; made if missing
-    name: str,  # of a row
-    selects: dict,  # what of it was chosen on which split
-    command: str | None,  # that makes the study
-):
+def note_choices(path: Path, name: str, selects: dict, command: str | None):
     """Write what was chosen on what before the first run of a row; `ValueError` where the record
     says otherwise. Rows of before it was noted stay without."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = dict(command=command, headline={}, runs={})
-    with record_locked(path):
-        record = read_json(path, runs=dict) if path.exists() else run_record() | new
-        noted = record.setdefault('selects', {})
-        if noted.setdefault(name, selects) != selects:
-            told = f"{name}: this was chosen on {selects}, the runs there on {noted[name]}"
-            raise ValueError(f"'{path}': {told}")
+    with record_of(path, command) as record:
         if not any(key.rpartition(' seed ')[0] == name for key in record['runs']):
-            write_json(path, record)
+            record.setdefault('selects', {}).setdefault(name, selects)
+        if (noted := record.get('selects', {}).get(name, selects)) != selects:
+            told = f"{name}: this was chosen on {selects}, the runs there on {noted}"
+            raise ValueError(f"'{path}': {told}")
 
-# %% ../../nbs/lab/51_tasks.ipynb #56c42675
-def begin_record(
-    path: Path,  # JSON file that collects the runs
-    settings: dict,  # JSON-ready: what all of its runs share
-    command: str | None,  # that makes the study
-):
-    "Open the record of a study; `ValueError` where the file holds another one."
+
+def begin_record(path: str | Path, settings: dict, command: str | None):
+    "Open the record of a study; `ValueError` where the file holds one of other settings."
     settings = json.loads(json.dumps(settings))  # as they come back from a file
-    old = read_json(path, runs=dict) if path.exists() else dict(runs={})
-    if old['runs'] and old.get('study') != settings:
-        raise ValueError(
-            f"'{path}' holds another study, {old.get('study')}; this one is {settings}: "
-            "name another file (--out)"
-        )
-    if not old['runs']:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        begun = dict(command=command, study=settings, headline={}, runs={})
-        write_json(path, run_record() | begun)
+    with record_of(path, command) as record:
+        if record['runs'] and record.get('study') != settings:
+            told = f"holds another study, {record.get('study')}; this one is {settings}"
+            raise ValueError(f"'{path}' {told}: name another file (--out)")
+        record['study'] = settings
 
 
-def settle_command(
-    path: Path,  # of a record
-    names: Iterable[str],  # rows that were asked for
-    seeds: tuple,  # of their runs
-    command: str | None,  # that asked for them; None: the record keeps its own
-):
+def settle_command(path: str | Path, names: Iterable[str], seeds: tuple, command: str | None):
     "Note what makes a record again, if the command accounts for all of its runs."
     asked = {f'{name} seed {seed}' for name in names for seed in seeds}
-    with record_locked(path):
-        record = read_json(path, runs=dict)
-        if command and record.get('command') != command and record['runs'].keys() <= asked:
-            write_json(path, record | dict(command=command))
+    with record_of(path) as record:
+        if command and record['runs'].keys() <= asked:
+            record['command'] = command
 
-# %% ../../nbs/lab/51_tasks.ipynb #51e00001
+
 def as_typed(
     **options,  # name -> a value, or a tuple of them; None: it was not given
 ) -> str:  # ' --name value ...', to append to a command
     "Options as they are typed; of a path the part below the working directory, else its name."
-    words = []
+    words, here = '', Path.cwd()
     for name, given in options.items():
-        one = given is None or isinstance(given, (str, Path, int, float))
-        for value in (given,) if one else given:
+        for value in given if isinstance(given, (tuple, list)) else (given,):
             if isinstance(value, Path):
-                at, here = value.expanduser().absolute(), Path.cwd()
+                at = value.expanduser().absolute()
                 value = at.relative_to(here).as_posix() if at.is_relative_to(here) else at.name
-            option = f" --{name.replace('_', '-')}"
-            words += [] if value is None else [f'{option} {shlex.quote(str(value))}']
-    return ''.join(words)
+            if value is not None:
+                words += f" --{name.replace('_', '-')} {shlex.quote(str(value))}"
+    return words

@@ -5,10 +5,8 @@
 # %% ../../nbs/lab/48_train.ipynb #00000002
 from __future__ import annotations
 import contextlib
-import errno
 import json
 import math
-import numbers
 import os
 import re
 import shutil
@@ -24,28 +22,28 @@ from torch import nn, Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from ..core import need, pick_device, run_record
 from ..engine.numerics import keep_freed_memory
-from ..data.files import read_json, write_json
+from ..data.files import read_json, write_json  # noqa: F401
 from .losses import quality
 import capsnb.lab.runs as folders
-from .decks import Deck, MixupCollator, fingerprint
+from .decks import Deck, MixupCollator, columns_of, fingerprint  # noqa: F401
 from .decks import BaseDeck, dice, load_digits_split, shift_images  # noqa: F401
 from .runs import checkpoints_in, first_process, read_seal, run_folder
-from .runs import in_words, record_locked, repeat, summary  # noqa: F401
+from .runs import in_words, record_of, repeat, summary  # noqa: F401
 
 # %% auto #0
 __all__ = ['honoured', 'SingleCycle', 'Diverged', 'Moments', 'RunHooks', 'accuracy', 'quiet_transformers', 'check_recipe',
-           'training_arguments', 'Stopped', 'batch_on', 'rehearse', 'history_of', 'fit_decks', 'fit']
+           'Stopped', 'batch_on', 'rehearse', 'history_of', 'fit_decks', 'fit']
 
-# %% ../../nbs/lab/48_train.ipynb #00000018
+# %% ../../nbs/lab/48_train.ipynb #0000001a
+_top_momentum = {'paper': 0.999, 'notebook': 0.9, None: None}
+
+
 def _cycle_height(t: int, n_steps: int, warmup: float = 0.1) -> float:
     "Height of the single cycle: a line up, half a cosine down (Heinsen 2019, 4.2)."
     up = max(1, round(warmup * n_steps))
     if t <= up:
         return t / up
     return (1 + math.cos(math.pi * min(1, (t - up) / max(1, n_steps - 1 - up)))) / 2
-
-# %% ../../nbs/lab/48_train.ipynb #0000001a
-_top_momentum = {'paper': 0.999, 'notebook': 0.9, None: None}
 
 
 class SingleCycle(LRScheduler):
@@ -57,11 +55,8 @@ class SingleCycle(LRScheduler):
         n_steps: int,  # steps of the run
         lr: tuple = (1e-5, 5e-4),  # at the ends, at the top
         warmup: float = 0.1,  # share of the steps that climb
-        momentum: str
-        | None = 'paper',  # 'paper' .999 -> .8991, 'notebook' .9 -> .81, None: left alone
+        momentum: str | None = 'paper',  # .999 -> .8991; 'notebook' .9 -> .81; None: left alone
     ):
-        if momentum not in _top_momentum:
-            raise ValueError(f"momentum must be 'paper', 'notebook' or None, got {momentum!r}")
         self.n_steps, self.warmup = n_steps, warmup
         self.lr_range, self.momentum = tuple(lr), momentum
         super().__init__(optimizer)
@@ -76,22 +71,22 @@ class SingleCycle(LRScheduler):
     def step(self, epoch: int | None = None):
         "Set the learning rate and the momentum of the next step."
         super().step(epoch)
-        if not (top := _top_momentum[self.momentum]):
-            return
-        beta = top * (1 - 0.1 * self.height())
-        for group in self.optimizer.param_groups:
-            group['betas'] = (beta, group['betas'][1])
+        if top := _top_momentum[self.momentum]:
+            for group in self.optimizer.param_groups:
+                group['betas'] = (top * (1 - 0.1 * self.height()), group['betas'][1])
 
 # %% ../../nbs/lab/48_train.ipynb #7d3f0001
 class Diverged(ValueError):
     "The loss or the weights are not finite; the message says since when, and what is left."
 
 
+_told = ('loss', 'loss_sd', 'accuracy', 'accuracy_sd')
+
+
 class Moments:
     "Mean of loss and accuracy over samples, and their standard deviation over batches."
 
-    def __init__(self):
-        self.sums = 0  # of n · (1, l, l², r, r²) over batches of n samples
+    sums = 0  # of n · (1, l, l², r, r²) over batches of n samples
 
     def add(self, n: int, loss: Tensor, right: Tensor):
         "A batch of n samples: their mean loss [], the share [] of them that is read correctly."
@@ -108,19 +103,17 @@ class Moments:
 
     def close(self, trainer=None) -> dict:
         "What the batches of all processes say, each weighted by its samples; then begin again."
-        sums, self.sums = self.told(), 0
-        if sums == 0:
+        sums, self.sums = self.sums, 0
+        if not isinstance(sums, (Tensor, list)):
             return {}
         if trainer is not None and trainer.args.world_size > 1:
-            wide = torch.float32 if trainer.args.device.type == 'mps' else torch.float64
-            sums = torch.tensor(sums, dtype=wide, device=trainer.args.device)
-            sums = trainer.accelerator.reduce(sums, 'sum').tolist()
-        l, ll, r, rr = (s / sums[0] for s in sums[1:])
+            on = dict(device=trainer.args.device)
+            wide = torch.float32 if on['device'].type == 'mps' else torch.float64
+            sums = trainer.accelerator.reduce(torch.as_tensor(sums, dtype=wide, **on), 'sum')
+        n, l, ll, r, rr = sums.tolist() if isinstance(sums, Tensor) else sums
         spread = lambda mean, square: max(0.0, square - mean**2) ** 0.5
+        l, ll, r, rr = l / n, ll / n, r / n, rr / n
         return dict(zip(_told, (l, spread(l, ll), r, spread(r, rr))))
-
-
-_told = ('loss', 'loss_sd', 'accuracy', 'accuracy_sd')
 
 
 def _share_right(logits: Tensor, labels: Tensor) -> Tensor:
@@ -131,18 +124,18 @@ def _share_right(logits: Tensor, labels: Tensor) -> Tensor:
     top = logits.detach().argmax(-1)
     if labels.is_floating_point():
         labels = labels.argmax(-1)
-    each = labels.shape == top.shape
-    hit = top == labels if each else (top[:, None] == labels).any(-1)
-    return hit.double().mean() if hit.device.type != 'mps' else hit.float().mean()
+    hit = top == labels if labels.shape == top.shape else (top[:, None] == labels).any(-1)
+    return hit.float().mean()
 
 # %% ../../nbs/lab/48_train.ipynb #1efb792e
 class RunHooks:
     "A callback of transformers' Trainer; no subclass of its own, which takes seconds to import."
 
-    def __init__(self, folder, run, deck, net, save_steps=0, level=None):
+    def __init__(self, folder, run, deck, net, save_steps=0, level=None, name=None):
         "`run`: digest of its settings; `level`: validation accuracy that ends training."
         self.folder, self.run, self.deck, self.net = folder, run, deck, net
         self.save_steps, self.level = save_steps, level
+        self.bar = need('tqdm').tqdm(desc=name, disable=name is None, delay=0.01)
         self.moments, self.signal, self.early = Moments(), None, False
         self.before, self.start = 0.0, time.perf_counter()
 
@@ -154,14 +147,13 @@ class RunHooks:
     def seconds(self) -> float:  # of training, over all resumptions
         return self.before + time.perf_counter() - self.start
 
-    def catch(self, signum, frame):
-        self.signal = signum
-
     def on_train_begin(self, args, state, control, **_):
         self.start = time.perf_counter()
         if seal := read_seal(self.folder / f'checkpoint-{state.global_step}'):
             self.before = seal['seconds']
             self.moments.sums = seal.get('moments', 0)  # older seals have none
+        self.bar.reset(state.max_steps)
+        self.bar.initial = self.bar.n = state.global_step
 
     def on_epoch_begin(self, args, state, control, **_):
         self.deck.deal(int(state.epoch or 0))
@@ -171,21 +163,26 @@ class RunHooks:
             self.net.set_progress(state.global_step, state.max_steps)
 
     def on_step_end(self, args, state, control, **_):
-        self.signal = _heard_by_any(self.signal, args)
+        if args.world_size > 1:  # all stop at the step at which one has heard a signal
+            heard = torch.tensor(self.signal or 0, device=args.device)
+            torch.distributed.all_reduce(heard, torch.distributed.ReduceOp.MAX)
+            self.signal = int(heard) or None
         within = not float(state.epoch).is_integer()  # the epoch goes on after this
         due = self.save_steps and state.global_step % self.save_steps == 0
         control.should_save = control.should_save or bool(within and (due or self.signal))
+        control.should_training_stop = control.should_training_stop or bool(self.signal)
         self.early = bool(within and self.signal)
-        if self.signal:
-            control.should_training_stop = True
+        self.bar.update()
 
     def on_epoch_end(self, args, state, control, **_):
         if self.early:
             control.should_evaluate = control.should_save = control.should_log = False
 
     def on_evaluate(self, args, state, control, metrics=None, **_):
-        if self.level is not None and metrics.get('eval_accuracy', 0) >= self.level:
-            control.should_training_stop = True
+        if (reached := metrics.get('eval_accuracy')) is not None:  # else of what is watched
+            self.bar.set_postfix_str(f"validation {reached:.1%}")
+            if self.level is not None and reached >= self.level:
+                control.should_training_stop = True
 
     def on_save(self, args, state, control, model=None, **_):
         _wait_for_all(args)  # each has files in it
@@ -196,17 +193,21 @@ class RunHooks:
             shutil.rmtree(path)
             at = f"after step {state.global_step} of {state.max_steps}"
             raise Diverged(f"the weights are not finite {at}; {_left_in(self.folder)}")
-        notes = dict(run=self.run, seconds=self.seconds(), moments=self.moments.told())
-        folders.seal_checkpoint(path, **notes)
+        notes = dict(run=self.run, seconds=self.seconds(), best=state.best_global_step)
+        folders.seal_checkpoint(path, moments=self.moments.told(), **notes)
 
-
-def _heard_by_any(signum: int | None, args) -> int | None:
-    "A signal that one of the processes has heard, so that all stop at one step."
-    if args.world_size == 1:
-        return signum
-    heard = torch.tensor(signum or 0, device=args.device)
-    torch.distributed.all_reduce(heard, torch.distributed.ReduceOp.MAX)
-    return int(heard) or None
+    @contextlib.contextmanager
+    def catching(self):
+        "Hear SIGINT and SIGTERM within the block (in the main thread; others get none)."
+        main = threading.current_thread() is threading.main_thread()
+        hear = lambda signum, frame: setattr(self, 'signal', signum)
+        signals = (signal.SIGINT, signal.SIGTERM) if main else ()
+        old = {s: signal.signal(s, hear) for s in signals}
+        try:
+            yield
+        finally:
+            for s, handler in old.items():
+                signal.signal(s, handler)
 
 
 def _wait_for_all(args):
@@ -218,26 +219,13 @@ def _wait_for_all(args):
 def _weights_are_finite(net: nn.Module) -> bool:
     "Whether no weight is NaN or inf: one question to the device."
     found = [t.isfinite().all() for t in net.state_dict().values() if t.is_floating_point()]
-    return bool(torch.stack(found).all()) if found else True
+    return bool(torch.stack(found).all())
 
 
 def _left_in(folder: Path) -> str:
     "What can still be used after a run has gone wrong, for a message."
     whole = next((p for p in reversed(checkpoints_in(folder)) if read_seal(p)), None)
     return f"the last good checkpoint is {whole.name}" if whole else "there is no checkpoint yet"
-
-
-@contextlib.contextmanager
-def _catching(hooks: RunHooks):
-    "Hand SIGINT and SIGTERM to `hooks` within the block (in the main thread; others get none)."
-    main = threading.current_thread() is threading.main_thread()
-    signals = (signal.SIGINT, signal.SIGTERM) if main else ()
-    old = {s: signal.signal(s, hooks.catch) for s in signals}
-    try:
-        yield
-    finally:
-        for s, handler in old.items():
-            signal.signal(s, handler)
 
 # %% ../../nbs/lab/48_train.ipynb #0000002d
 def accuracy(
@@ -297,11 +285,19 @@ class _OurTrainer:
         if 'loss' in logs:
             logs = {**logs, **self.hooks.moments.close(self)}
         if 'eval_loss' in logs:
-            more = {f'eval_{k}': v for k, v in self.held.close(self).items()}
-            logs = {**more, **logs}
+            logs = {f'eval_{k}': v for k, v in self.held.close(self).items()} | logs
         if not math.isfinite(logs.get('loss', 0.0)):
             raise self.diverged(logs['loss'], 'by', 0)
         super().log(logs, *rest, **kw)
+
+    def _save_checkpoint(self, *args, **kw):
+        try:
+            super()._save_checkpoint(*args, **kw)
+        except Exception as e:  # of PyTorch or safetensors, which have their own
+            at = f"step {self.state.global_step} of {self.state.max_steps}"
+            folder = Path(self.args.output_dir)
+            said = f"cannot be written at {at} ({e}); is the disk full? {_left_in(folder)}; "
+            raise OSError(f"'{folder}' {said}go on with: {self.how_to_resume}") from e
 
     def diverged(self, loss: float, word: str, ahead: int) -> Diverged:
         state, rate = self.state, self.lr_scheduler.get_last_lr()[0]
@@ -317,7 +313,7 @@ def _is_looked_at(device: torch.device, step: int) -> bool:
     return device.type == 'cpu' or step % 20 == 0
 
 
-def _trainer(net, decks: dict, args, cycle: dict, collator, hooks: RunHooks, watch: dict, bars):
+def _trainer(net, decks: dict, args, recipe: dict, collator, hooks: RunHooks, **own):
     "transformers' trainer with RAdam on the single cycle (Heinsen 2019, 4.2)."
     tf = quiet_transformers()
     trainer = type('CycleTrainer', (_OurTrainer, tf.Trainer), {})(
@@ -327,34 +323,14 @@ def _trainer(net, decks: dict, args, cycle: dict, collator, hooks: RunHooks, wat
         eval_dataset=decks['validation'],
         data_collator=collator,
         compute_metrics=accuracy,
-        callbacks=[hooks, *bars],
-        optimizers=(torch.optim.RAdam(net.parameters(), lr=cycle['lr'][0]), None),
+        callbacks=[hooks],
+        optimizers=(torch.optim.RAdam(net.parameters(), lr=recipe['lr'][0]), None),
     )
-    trainer.cycle, trainer.hooks, trainer.held, trainer.watched = cycle, hooks, Moments(), watch
+    cycle = {k: recipe[k] for k in ('lr', 'warmup', 'momentum')}
+    vars(trainer).update(cycle=cycle, hooks=hooks, held=Moments(), **own)
     trainer.remove_callback(tf.PrinterCallback)
     trainer.model_accepts_loss_kwargs = False  # a loss is a mean over its batch, whatever else
     return trainer  # the network takes: divide when accumulating
-
-
-def _bar(name: str):
-    "transformers' bar, with the run's name and its last validation."
-
-    class Bar(quiet_transformers().ProgressCallback):
-        def on_evaluate(self, args, state, control, metrics=None, **kw):
-            super().on_evaluate(args, state, control, **kw)
-            if self.training_bar is not None:
-                told = f"validation {metrics.get('eval_accuracy', math.nan):.1%}"
-                self.training_bar.set_description(name)
-                self.training_bar.set_postfix_str(told, refresh=False)
-
-        def on_log(self, *args, **kw):
-            "The numbers stand in metrics.json."
-
-        def close(self):
-            for bar in filter(None, (self.training_bar, self.prediction_bar)):
-                bar.close()
-
-    return Bar()
 
 # %% ../../nbs/lab/48_train.ipynb #7f9e84fc
 honoured = frozenset(
@@ -365,32 +341,13 @@ honoured = frozenset(
     ddp_backend ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers
     ddp_timeout""".split()
 )  # of TrainingArguments
-
-
-def _is_number(x, low=0, high=sys.float_info.max, kind: type = numbers.Real) -> bool:
-    "Whether it is a number between two others; true and false are none."
-    return isinstance(x, kind) and not isinstance(x, bool) and low <= x <= high
-
-
-def _is_range(x) -> bool:
-    pair = isinstance(x, (tuple, list)) and len(x) == 2
-    return pair and all(_is_number(v, sys.float_info.min) for v in x) and x[0] <= x[1]
-
-
-def _from(low: int) -> tuple:
-    whole = lambda x: _is_number(x, low, 2**32 - 1, numbers.Integral)
-    return whole, f'an integer >= {low}'
-
-
+_whole = dict(epochs=1, batch_size=1, shift=0, seed=0, save_steps=0)  # at least
+_most = sys.float_info.max
 _rules = dict(  # argument -> whether a value is fine, and what is expected
-    epochs=_from(1),
-    batch_size=_from(1),
-    lr=(_is_range, 'two positive numbers, the lower first'),
-    warmup=(lambda x: _is_number(x, 0, 1), 'a number from 0 to 1'),
+    lr=(lambda x: 0 < x[0] <= x[1] <= _most and len(x) == 2, 'two positive numbers, low and high'),
+    warmup=(lambda x: 0 <= x <= 1, 'a number from 0 to 1'),
     momentum=(lambda x: x in list(_top_momentum), "'paper', 'notebook' or None"),
-    shift=_from(0),
-    mixup=(_is_number, 'a number >= 0'),
-    seed=_from(0),
+    mixup=(lambda x: 0 <= x <= _most, 'a number >= 0'),
 )
 
 
@@ -399,33 +356,30 @@ def check_recipe(
 ):
     "`ValueError` for the first argument of `fit` that makes no sense, with what was expected."
     for name, value in recipe.items():
-        if name in honoured:
-            continue
-        if name not in _rules:
+        if name in _whole:
+            fine = type(value) is int and _whole[name] <= value < 2**32
+            wanted = f'an integer >= {_whole[name]}'
+        elif name in _rules:
+            try:
+                is_fine, wanted = _rules[name]
+                fine = is_fine(value)
+            except (TypeError, IndexError):
+                fine = False
+        elif not (fine := name in honoured):
+            there = f"{', '.join([*_whole, *_rules])}; of TrainingArguments {', '.join(honoured)}"
             why = 'the optimizer is RAdam, its schedule the single cycle (lr, warmup, momentum)'
-            there = f"{', '.join(_rules)}; of TrainingArguments {', '.join(sorted(honoured))}"
             raise ValueError(f"{name} would be ignored: {why}; fit takes {there}")
-        fine, wanted = _rules[name]
-        if not fine(value):
+        if not fine:
             raise ValueError(f"expected {name} to be {wanted}, got {value!r}")
 
 
-def training_arguments(
-    folder: Path,  # for checkpoints
-    recipe: dict,  # of `fit`
-    device: str | None = None,  # as in `fit`
-    validate: bool = True,  # whether there is a validation set
-):  # transformers.TrainingArguments
+def _arguments(folder: Path, recipe: dict, device: str | None = None, validate: bool = True):
     "Evaluate, log and save at the end of each epoch; report to nobody; the seed orders the data."
     check_recipe(**recipe)
     device, more = pick_device(device), {k: v for k, v in recipe.items() if k in honoured}
     if device.index:
-        raise ValueError(
-            f"expected 'cpu', 'cuda' or 'mps', got '{device}'; "
-            f"to choose a GPU set CUDA_VISIBLE_DEVICES={device.index}"
-        )
-    if device.type != 'cuda' and more.get('torch_compile_mode') == 'reduce-overhead':
-        raise ValueError("CUDA graphs (torch_compile_mode='reduce-overhead') need a GPU")
+        said = f"to choose a GPU set CUDA_VISIBLE_DEVICES={device.index}"
+        raise ValueError(f"expected 'cpu', 'cuda' or 'mps', got '{device}'; {said}")
     usual = dict(
         output_dir=str(folder),
         num_train_epochs=recipe['epochs'],
@@ -451,16 +405,16 @@ def training_arguments(
     return quiet_transformers().TrainingArguments(**{**usual, **more})
 
 # %% ../../nbs/lab/48_train.ipynb #a8faf579
-def _identity(net: nn.Module, train, valid, test=None) -> dict:
+def _identity(net: nn.Module, decks: dict) -> dict:
     "What a resumed run must have in common with the first, beside the recipe."
-    mark = lambda deck: None if deck is None else deck.mark()
+    marks = {k: deck and deck.mark() for k, deck in decks.items()}
     return dict(
         network=type(net).__name__,
         n_params=sum(p.numel() for p in net.parameters()),
         architecture=fingerprint(net),
-        train_data=mark(train),
-        valid_data=mark(valid),
-        test_data=mark(test),
+        train_data=marks['training'],
+        valid_data=marks['validation'],
+        test_data=marks['test'],
     )
 
 # %% ../../nbs/lab/48_train.ipynb #53f04e98
@@ -479,80 +433,39 @@ def batch_on(
     return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
 
 
-@torch.no_grad()
-def rehearse(
-    net: nn.Module,  # as given to `fit`
-    decks: dict,  # name -> deck, or None
-    collator,  # makes batches
-    folder: Path,  # of the run
-    args,  # transformers.TrainingArguments
-):
-    "`ValueError` for what would fail later: odd data, an odd answer, weights that cannot be saved."
-    was, on_device = net.training, getattr(collator, 'on_device', dict)
-    net.to(args.device).eval()
+def _try_out(net: nn.Module, batch: dict, name: str, top: int = 0, learn: bool = False) -> int:
+    "The number of classes; `ValueError` unless it gives {'loss', 'logits'}, finite, for a batch."
+    was, y = net.training, batch['labels']
     try:
-        with torch.random.fork_rng():
-            for name, deck in ((k, v) for k, v in decks.items() if v is not None):
-                two = batch_on(deck, list(range(min(2, len(deck)))), collator, args.device)
-                with torch.set_grad_enabled(name == 'training'):
-                    _check_answer(net, on_device(two), name, int(deck.labels.max()))
-    finally:
-        net.train(was)
-    try:
-        with tempfile.TemporaryDirectory(dir=folder, prefix='.rehearsal-') as place:
-            folders.save_network(net, Path(place))
-            checkpoint = Path(place) / 'checkpoint.safetensors'
-            need('safetensors.torch').save_file(net.state_dict(), checkpoint)
+        with torch.random.fork_rng(), torch.set_grad_enabled(learn):
+            out = net.eval()(**batch)
+            loss, logits = out['loss'], out['logits']
+            if logits.shape[:-1] not in (y.shape[:1], y.shape):
+                raise ValueError(f"its logits are {list(logits.shape)}")
+            if top >= logits.shape[-1]:
+                raise ValueError(f"it has {logits.shape[-1]} classes, the data have a label {top}")
+            if not (loss.isfinite().all() and logits.isfinite().all()):
+                raise ValueError("it gives NaN or inf before any training")
+            if learn:
+                loss.backward()
     except Exception as e:
-        raise ValueError(f"{type(net).__name__} cannot be saved: {e}") from e
-
-
-def _check_network(net):
-    "`ValueError` for what is no network, or has no weight to train."
-    if not isinstance(net, nn.Module):
-        what = f'the class {net.__name__}' if isinstance(net, type) else type(net).__name__
-        raise ValueError(f"expected a network (torch.nn.Module), got {what}")
-    if not any(p.requires_grad for p in net.parameters()):
-        said = 'has no weight that requires a gradient: nothing would be trained'
-        raise ValueError(f"{type(net).__name__} {said}")
-
-
-def _check_answer(net: nn.Module, batch: dict, name: str, top: int) -> int:
-    "The number of classes; `ValueError` unless a network gives {'loss', 'logits'} for a batch."
-    who, y = type(net).__name__, batch['labels']
-    form = f"forward({', '.join(batch)}) to give a dict of loss [] and logits [b, n_classes]"
-    try:
-        out = net(**batch)
-    except Exception as e:
+        form = f"forward({', '.join(batch)}) to give a dict of loss [] and logits [b, n_classes]"
+        who = type(net).__name__
         raise ValueError(f"{who} cannot take the {name} data: {e}; expected its {form}") from e
-    size = lambda v: list(v.shape) if isinstance(v, Tensor) else type(v).__name__
-    got = {k: size(v) for k, v in out.items() if v is not None} if isinstance(out, dict) else {}
-    fine = got.keys() == {'loss', 'logits'} and not isinstance(got['loss'], str)
-    fine = fine and math.prod(got['loss']) == 1
-    if not fine or got['logits'][:-1] not in ([len(y)], list(y.shape)):
-        raise ValueError(f"expected {who}.{form}, got {got or type(out).__name__}")
-    loss, n = out['loss'], out['logits'].shape[-1]
-    if top >= n:
-        raise ValueError(f"{who} has {n} classes, the {name} data have a label {top}")
-    if torch.is_grad_enabled() and not loss.requires_grad:
-        raise ValueError(f"{who} gives a loss without a gradient: nothing would be trained")
-    if not (loss.isfinite().all() and out['logits'].isfinite().all()):
-        said = f"gives NaN or inf for the first of the {name} data, before any training"
-        raise ValueError(f"{who} {said}")
-    return n
-
-
-@torch.no_grad()
-def _width_of(net: nn.Module, deck) -> int:
-    "How many classes a network has."
-    _check_network(net)
-    was, images = net.training, deck.images[:2].to(next(net.parameters()).device)
-    batch = dict(images=images, labels=images.new_zeros(len(images), dtype=torch.long))
-    try:
-        with torch.random.fork_rng():
-            return _check_answer(net.eval(), batch, 'training', 0)
     finally:
-        net.train(was)
+        net.train(was).zero_grad()
+    return logits.shape[-1]
+
+
+def rehearse(trainer, decks: dict, folder: Path):
+    "`ValueError` for what would fail later: two of each data set go all the way, and are saved."
+    for name, deck in ((k, v) for k, v in decks.items() if v is not None):
+        two = trainer.data_collator(deck.__getitems__(list(range(min(2, len(deck))))))
+        with torch.random.fork_rng():
+            batch, top = trainer._prepare_inputs(two), int(deck.labels.max())
+        _try_out(trainer.model, batch, name, top, name == 'training')
+    with tempfile.TemporaryDirectory(dir=folder, prefix='.rehearsal-') as place:
+        folders.save_network(trainer.model, Path(place))
 
 # %% ../../nbs/lab/48_train.ipynb #00000033
 def history_of(
@@ -581,38 +494,6 @@ def _compiling(trainer):
     return torch._dynamo.config.patch(automatic_dynamic_shapes=False)
 
 
-def _run_training(trainer, checkpoint: Path | None, how_to_resume: str):
-    "Train; `Stopped`, with a checkpoint, after a signal; `OSError` when the disk has filled up."
-    hooks, folder, state = trainer.hooks, Path(trainer.args.output_dir), trainer.state
-    try:
-        with _catching(hooks), _compiling(trainer), warnings.catch_warnings():
-            warnings.filterwarnings('ignore', module='accelerate|torch.utils.data')
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    except Diverged:
-        raise
-    except Exception as e:
-        state = trainer.state
-        at = f"at step {state.global_step} of {state.max_steps}; {_left_in(folder)}"
-        if not _has_room(folder, folders.checkpoint_bytes(trainer.model)):
-            said = f"the disk is full, or cannot be written any more, {at}; "
-            said += f"free some space and go on with: {how_to_resume}"
-            raise OSError(errno.ENOSPC, said, str(folder)) from e
-        if checkpoint and checkpoint.name == f'checkpoint-{state.global_step}':
-            raise ValueError(f"'{checkpoint}' cannot be resumed from: {e!r:.200}") from e
-        raise
-    state = trainer.state
-    if hooks.signal and state.global_step < state.max_steps:
-        at = f"stopped at step {state.global_step} of {state.max_steps}, with a checkpoint"
-        raise Stopped(f"{at}; go on with: {how_to_resume}")
-
-
-def _has_room(folder: Path, n_bytes: int) -> bool:
-    "Whether a checkpoint could still be written."
-    with contextlib.suppress(OSError):
-        return bool(folders.check_room(folder, n_bytes))
-    return False
-
-
 def fit_decks(
     net: nn.Module,  # trained in place
     deck,  # training data: a `Deck`, or anything that deals, marks and gives batches as it does
@@ -622,13 +503,13 @@ def fit_decks(
     out: str | Path,  # folder of the run
     recipe: dict,  # what `check_recipe` checks
     *,
-    device: str | None = None,  # as for `fit`
-    resume: bool = False,  # as for `fit`
-    how_to_resume: str = 'fit(..., resume=True)',  # as for `fit`
-    save_steps: int = 0,  # as for `fit`
-    name: str = 'training',  # as for `fit`
-    progress: bool = True,  # as for `fit`
-    overwrite: bool = False,  # as for `fit`
+    device: str | None = None,  # None: the best there is
+    resume: bool = False,  # go on from the last whole checkpoint, if there is one
+    how_to_resume: str = 'fit(..., resume=True)',  # said when the run was stopped
+    save_steps: int = 0,  # checkpoints within an epoch; 0: only at its end
+    name: str = 'training',  # of the bar
+    progress: bool = True,  # whether to draw it
+    overwrite: bool = False,  # replace the run that the folder holds
     note: dict | None = None,  # what the run is about: left as task.json, shared by a resumed run
     watch: dict | None = None,  # name -> deck, tested after every epoch; nothing is chosen by it
     choose: bool = True,  # keep the epoch that validates best; False: the last, validated or not
@@ -636,14 +517,11 @@ def fit_decks(
     "What `fit` does, for data of any kind."
     keep_freed_memory(2**30)
     folder, watch = run_folder(out), watch or {}
-    if watch and held is None:
-        raise ValueError(f"{', '.join(watch)}: watched when validated; there is no validation set")
-    if not _is_number(save_steps, 0, kind=numbers.Integral):
-        raise ValueError(f"expected save_steps to be an integer >= 0, got {save_steps!r}")
-    args = training_arguments(folder / 'checkpoints', recipe, device, held is not None)
+    decks = dict(training=deck, validation=held, test=test)
+    check_recipe(save_steps=save_steps)
+    args = _arguments(folder / 'checkpoints', recipe, device, held is not None)
     args.metric_for_best_model = args.metric_for_best_model if choose else None
-    _check_network(net)
-    settings = _identity(net, deck, held, test) | (note or {}) | recipe
+    settings = _identity(net, decks) | (note or {}) | recipe
     if watch:
         settings |= dict(watched_data={k: v.mark() for k, v in watch.items()})
     per_process = args.train_batch_size * args.gradient_accumulation_steps
@@ -651,46 +529,44 @@ def fit_decks(
     folders.claim(folder, resume, overwrite)
     if resume and (folder / 'metrics.json').exists():
         folders.same_run(folder, settings)
-        return folders.finished_run(folder, net) or {}
-    decks, first = dict(training=deck, validation=held, test=test), args.process_index == 0
+        metrics = folders.check_end(folder)
+        net.load_state_dict(need('safetensors.torch').load_file(folder / 'model.safetensors'))
+        net.eval()
+        return metrics
+    first, run = args.process_index == 0, folders.digest(json.loads(json.dumps(settings)))
     with contextlib.ExitStack() as to_do:
+        until, shown = getattr(held, 'until', None), name if progress and first_process() else None
+        hooks = RunHooks(folder / 'checkpoints', run, deck, net, save_steps, until, shown)
+        to_do.callback(hooks.bar.close)
+        own = dict(watched=watch, how_to_resume=how_to_resume)
         if first:
-            there = min(len(checkpoints_in(folder / 'checkpoints')), 3)
-            folders.check_room(folder, (5 - there) * folders.checkpoint_bytes(net))
+            there = min(len(checkpoints_in(hooks.folder)), 3)
+            folders.check_room(folder, (5 - there) * 12 * settings['n_params'])
             to_do.enter_context(folders.locked(folder))
-            rehearse(net, decks | watch, collator, folder, args)
-        bars = [_bar(name)] if progress and first_process() else []
-        for bar in bars:
-            to_do.callback(bar.close)
-        run = folders.digest(json.loads(json.dumps(settings)))
-        level = getattr(held, 'until', None)
-        hooks = RunHooks(folder / 'checkpoints', run, deck, net, save_steps, level)
-        cycle = {k: recipe[k] for k in ('lr', 'warmup', 'momentum')}
-        trainer = _trainer(net, decks, args, cycle, collator, hooks, watch, bars)
+        trainer = _trainer(net, decks, args, recipe, collator, hooks, **own)
         if first:
-            _write_down(net, folder, settings, resume)
+            rehearse(trainer, decks | watch, folder)
+            if not resume:
+                folders.clear_run(folder)
+            if changes := folders.agree(folder, settings, folders.made_with(), resume):
+                print(
+                    f"resumed with other tools ({'; '.join(changes)}): "
+                    "the weights may differ from those of a run that was never stopped"
+                )
             folders.last_whole(hooks.folder, run)  # removes what is broken
         _wait_for_all(args)
-        _run_training(trainer, folders.last_whole(hooks.folder, run), how_to_resume)
-        metrics = _finish(trainer, folder, settings, test, note)
-    if not hooks.signal:
-        return metrics
-    raise Stopped(  # more runs may be waiting
-        "stopped after the last step: this run is finished "
-        f"({folder.name}/metrics.json); go on with: {how_to_resume}"
-    )
-
-
-def _write_down(net: nn.Module, folder: Path, settings: dict, resume: bool):
-    "Remove an old run, write down the settings of this one, and say which tools have changed."
-    if not resume:
-        folders.clear_run(folder)
-    changes = folders.agree(folder, settings, folders.made_with(net), resume)
-    if changes:
-        print(
-            f"resumed with other tools ({'; '.join(changes)}): "
-            "the weights may differ from those of a run that was never stopped"
-        )
+        checkpoint = folders.last_whole(hooks.folder, run)
+        with hooks.catching(), _compiling(trainer), warnings.catch_warnings():
+            warnings.filterwarnings('ignore', module='accelerate|torch.utils.data')
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        state, at = trainer.state, 'after the last step: this run is finished'
+        if hooks.signal and state.global_step < state.max_steps:
+            at = f"at step {state.global_step} of {state.max_steps}, with a checkpoint"
+        else:
+            metrics = _finish(trainer, folder, settings, test, note)
+    if hooks.signal:  # whoever called may have more to do
+        raise Stopped(f"stopped {at}; go on with: {how_to_resume}")
+    return metrics
 
 
 def _finish(trainer, folder: Path, settings: dict, test, note: dict | None) -> dict:
@@ -704,9 +580,9 @@ def _finish(trainer, folder: Path, settings: dict, test, note: dict | None) -> d
     history, kept = history_of(state), round(step * settings['epochs'] / state.max_steps)
     valid = next((h.get('valid_accuracy') for h in history if round(h['epoch']) == kept), None)
     tested = {} if test is None else _tested(trainer.predict(test))
+    net.eval()
     if state.is_world_process_zero:
-        tools = read_json(folder / 'settings.json', made_with=dict, changes=list)
-        folders.save_network(net.eval(), folder)
+        folders.save_network(net, folder)
         metrics = dict(
             run_record(**settings),
             device_used=trainer.args.device.type,
@@ -715,13 +591,12 @@ def _finish(trainer, folder: Path, settings: dict, test, note: dict | None) -> d
             best_epoch=kept,
             valid_accuracy=valid,
             history=history,
-            made_with=tools['made_with'],
-            changes=tools['changes'],
+            made_with=folders.same_run(folder, settings)['made_with'],
             **tested,
         )
         folders.write_end(folder, metrics, note)
     _wait_for_all(trainer.args)
-    return folders.read_whole(folder / 'metrics.json')
+    return folders.check_end(folder)
 
 
 def _tested(found) -> dict:
@@ -749,35 +624,26 @@ def fit(
     shift: int = 1,  # largest shift in pixels
     mixup: float = 0.2,  # its alpha; 0: none
     seed: int = 0,  # of the order and the dice
-    device: str | None = None,  # None: the best there is
-    resume: bool = False,  # go on from the last whole checkpoint, if there is one
-    how_to_resume: str = 'fit(..., resume=True)',  # said when the run was stopped
-    save_steps: int = 0,  # checkpoints within an epoch; 0: only at its end
-    name: str = 'training',  # of the bar
-    progress: bool = True,  # whether to draw it
-    overwrite: bool = False,  # replace the run that the folder holds
-    **more,  # `honoured` arguments of transformers.TrainingArguments, e.g. bf16=True
+    **more,  # options of `fit_decks`, and `honoured` arguments of TrainingArguments: bf16=True
 ) -> dict:  # as in metrics.json
     "Train a network as the paper does, keep the best epoch on `valid` (or the last), test once."
+    how = {k: more.pop(k) for k in list(more) if k in _options}
     recipe = dict(epochs=epochs, batch_size=batch_size, lr=lr, warmup=warmup, momentum=momentum)
     recipe |= dict(shift=shift, mixup=mixup, seed=seed, **more)
     check_recipe(**recipe)
-    decks = dict(
-        training=_deck('train', train, seed, shift),
-        validation=_deck('valid', valid),
-        test=_deck('test', test),
-    )
-    collator = MixupCollator(_width_of(net, decks['training']), mixup)
-    how = dict(device=device, resume=resume, how_to_resume=how_to_resume, save_steps=save_steps)
-    how |= dict(name=name, progress=progress, overwrite=overwrite)
-    return fit_decks(net, *decks.values(), collator, out, recipe, **how)
+    decks = dict(train=train, valid=valid, test=test)
+    for name, data in decks.items():
+        try:
+            dice = (seed, shift) if name == 'train' else ()
+            decks[name] = None if data is None else Deck(data, *dice)
+        except ValueError as e:
+            raise ValueError(f"{name}: {e}") from e
+    if not isinstance(net, nn.Module):
+        raise ValueError(f"expected a network (torch.nn.Module), got {net!r:.80}")
+    two = decks['train'].images[:2].to(next(net.parameters()).device)
+    labels = two.new_zeros(len(two), dtype=torch.long)
+    n_classes = _try_out(net, dict(images=two, labels=labels), 'training')
+    return fit_decks(net, *decks.values(), MixupCollator(n_classes, mixup), out, recipe, **how)
 
 
-def _deck(name: str, data, *shifts) -> Deck | None:
-    "A deck; `ValueError` names the argument that it comes from."
-    if data is None:
-        return None
-    try:
-        return Deck(data, *shifts)
-    except ValueError as e:
-        raise ValueError(f"{name}: {e}") from e
+_options = 'device resume how_to_resume save_steps name progress overwrite'.split()
