@@ -17,7 +17,7 @@ from .engine.layers import PrimaryCaps as PrimaryCaps
 from .engine.mixture import GaussianMixture as GaussianMixture
 from .lab.assembly import AssemblyNet as AssemblyNet
 from .lab.capsnet import CapsNet as CapsNet
-from .lab.efficient import EfficientCapsNet as EfficientCapsNet
+from .lab.capsnet import EfficientCapsNet as EfficientCapsNet
 from .lab.losses import margin_loss as margin_loss
 from .lab.losses import spread_loss as spread_loss
 from .lab.matrix_caps import MatrixCapsNet as MatrixCapsNet

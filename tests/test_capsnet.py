@@ -1,9 +1,12 @@
-"""CapsNet: other sizes, the definition, drawings, an epoch with transformers' Trainer."""
+"""CapsNet and Efficient-CapsNet: sizes, definitions, drawings, an epoch with Trainer, weights."""
 
+from pathlib import Path
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
-from capsnb.lab.capsnet import CapsNet, Decoder, VectorCaps
+from capsnb.lab.capsnet import CapsNet, Decoder, EfficientCapsNet
+from capsnb.lab.capsnet import _fill, published_norb
 from capsnb.lab.losses import margin_loss
 from capsnb.routing.dynamic import dynamic_routing_ref
 
@@ -18,10 +21,6 @@ def net(scale=100, **kw):
     with torch.no_grad():
         n.W.mul_(scale)
     return n
-
-
-def test_maps_start_small():
-    assert net(1, n_types=30).W.std().item() == pytest.approx(0.1, rel=0.05)
 
 
 @pytest.mark.parametrize('shape', ((1, 8, 8), (2, 9, 14), (3, 11, 7)))
@@ -84,10 +83,6 @@ def test_all_parameters_learn(black):
     assert black or all(p.grad.abs().sum() > 0 for p in n.parameters())
 
 
-def test_primary_capsules_are_short():
-    assert (VectorCaps(3, 2, 4, 3)(1e3 * torch.randn(2, 3, 9, 9)).norm(dim=-1) <= 1 + 1e-6).all()
-
-
 def test_trainer(tmp_path):
     from capsnb.lab.train import fit
 
@@ -109,14 +104,106 @@ x2, pairs = torch.rand(2, 1, 8, 8), torch.tensor([[0, 1], [2, 0]])
         (lambda: net()(x2, torch.tensor([[0, 5], [1, 2]])), 'got 0 to 5'),
         (lambda: net()(x2, pairs, torch.rand(2, 2, 1, 1, 1)), r'1, 8, 8\].*\(2, 2, 1, 1, 1\)'),
         (lambda: net(decoder=None).draw(torch.rand(2, 3, 5)), 'has no decoder'),
-        (lambda: net().draw(torch.rand(4, 3, 5), torch.tensor([1])), r'\(4, 3, 5\) and \(1,\)'),
-        (lambda: net(n_iters=True), 'n_iters must be an integer >= 1, got True'),
-        (lambda: net(recon=float('nan')), 'recon must be a finite number >= 0, got nan'),
-        (lambda: net(image_shape=(8, 8)), r'\(channels, rows, columns\), got \(8, 8\)'),
-        (lambda: net(kernels=(3,)), 'two kernels'),
-        (lambda: net(decoder=(16, 0)), r'decoder\[1\]'),
+        (lambda: net().draw(torch.rand(4, 3, 5), torch.tensor([1])), r'class numbers \[4\]'),
+        (lambda: EfficientCapsNet(norm='layer'), "norm must be .*, got 'layer'"),
+        (lambda: EfficientCapsNet(image_shape=(1, 10, 28)), 'images of 10x28 are too small'),
+        (lambda: EfficientCapsNet(kernels=(3, 3)), 'a kernel and a stride for each'),
     ],
 )
 def test_errors(call, what):
     with pytest.raises(ValueError, match=what):
         call()
+
+
+# ---- Efficient-CapsNet: the authors' answers, with seeded and published weights
+
+told = np.load(Path(__file__).parent / 'data' / 'mazzia2021_efficient.npz')
+theirs = np.load(Path(__file__).parent / 'data' / 'mazzia2021_weights.npz')
+near = dict(atol=2e-5, rtol=1e-4)  # theirs is float32
+
+
+def seeded(seed, n_classes, channels, kernels, left, batch):
+    "Weights that the authors' code was run on, in the order of Keras's layers; of a useful size."
+    dice = np.random.RandomState(seed)
+    draw = lambda *shape: dice.standard_normal(shape)
+    out = []
+    for a, b, k in zip(channels, channels[1:], kernels):
+        out += [(2 / (k * k * a)) ** 0.5 * draw(k, k, a, b), 0.1 * draw(b)]
+        out += [1 + 0.1 * draw(b), 0.1 * draw(b)]
+        out += [0.1 * draw(b), 0.5 + draw(b) ** 2] if batch else []
+    out += [(2 / left**2) ** 0.5 * draw(left, left, 1, channels[-1]), 0.1 * draw(channels[-1])]
+    out += [0.5 * draw(n_classes, 16, 8, 16), 0.1 * draw(n_classes, 16, 1)]
+    return [torch.tensor(w.astype('float32')) for w in out]
+
+
+def pictures(n, side, channels, seed=0):
+    x = np.random.RandomState(seed).standard_normal((n, side, side, channels))
+    return torch.tensor(x.astype('float32')).movedim(-1, 1)
+
+
+def agrees(net, images, name):
+    out = net.double().eval()(images.double())
+    assert_close(out.v.float(), torch.tensor(told[f'{name}_v']), **near)
+    assert_close(out.a.float(), torch.tensor(told[f'{name}_a']), **near)
+
+
+def test_smallnorb_network_with_seeded_weights():
+    net = EfficientCapsNet(**published_norb)
+    _fill(net, seeded(1, 5, (2, 32, 64, 64, 128), (7, 3, 3, 3), 8, False))
+    agrees(net, pictures(4, 48, 2), 'norb')
+
+
+def mnist_network(**kw):
+    net, kept = EfficientCapsNet(**kw), []
+    each = seeded(2, 10, (1, 32, 64, 64, 128), (5, 3, 3, 3), 9, True)
+    for k, block in enumerate(net.features):
+        kept += each[6 * k : 6 * k + 4]
+        block[2].running_mean, block[2].running_var = each[6 * k + 4 : 6 * k + 6]
+    _fill(net, kept + each[24:])
+    return net
+
+
+def test_mnist_network_with_seeded_weights():
+    agrees(mnist_network(), pictures(4, 28, 1), 'mnist')
+
+
+def test_its_loss():
+    net, y = mnist_network(decoder=None).double().eval(), torch.tensor([3, 1, 4, 1])
+    out = net(pictures(4, 28, 1).double(), y)
+    assert_close(out['loss'].float(), torch.tensor(told['mnist_loss']), **near)
+    net, x = mnist_network().eval(), pictures(4, 28, 1)
+    with torch.no_grad():
+        mse = (net.draw(net(x).v, y) - x).square().mean((1, 2, 3)).mean()
+        assert_close(net(x, y)['loss'] - torch.tensor(told['mnist_loss']), 0.392 * mse)
+
+
+def write_h5(path, weights):
+    "A file as Keras writes it: names in the order of the layers, an array under each."
+    h5py = pytest.importorskip('h5py')
+    with h5py.File(path, 'w') as f:
+        group = f.create_group('CapsNet')
+        group.attrs['weight_names'] = [k.encode() for k in weights]
+        for k, w in weights.items():
+            group[k] = w
+
+
+def test_published_weights(tmp_path):
+    write_h5(path := tmp_path / 'x.h5', {k.replace('|', '/'): w for k, w in theirs.items()})
+    net = EfficientCapsNet.from_published(path)
+    assert not net.training
+    agrees(net, pictures(4, 48, 2), 'published')
+
+
+def test_files_that_are_no_weights(tmp_path, monkeypatch):
+    path = tmp_path / 'x.h5'
+    with pytest.raises(FileNotFoundError):
+        EfficientCapsNet.from_published(path)
+    path.write_bytes(b'no')
+    with pytest.raises(ValueError, match="no file of Efficient-CapsNet's weights"):
+        EfficientCapsNet.from_published(path)
+    write_h5(path, {'W': np.zeros((5, 16, 8, 16), 'f'), 'b': np.zeros((5, 16, 1), 'f')})
+    with pytest.raises(ValueError, match='weights of another network'):
+        EfficientCapsNet.from_published(path)
+    monkeypatch.setitem(__import__('sys').modules, 'h5py', None)
+    with pytest.raises(ImportError, match='pip install'):
+        EfficientCapsNet.from_published(path)

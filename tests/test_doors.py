@@ -10,7 +10,7 @@ from torch.testing import assert_close
 pytest.importorskip('transformers')
 from capsnb.core import seed_everything
 from capsnb.lab.capsnet import CapsNet
-from capsnb.lab.efficient import EfficientCapsNet
+from capsnb.lab.capsnet import EfficientCapsNet
 from capsnb.lab.matrix_caps import MatrixCapsNet
 from capsnb.lab.own import PlainTable, TableNet
 from capsnb.lab.routing_net import PlainText, RoutingNet, RoutingText, VectorText

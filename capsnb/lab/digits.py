@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from ..core import from_bytes, plot_style
 from ..data.mnist import as_floats, cifar_names, class_names, load_mnist, open_cifar10
-from .capsnet import CapsNet
-from .efficient import EfficientCapsNet
+from .capsnet import CapsNet, EfficientCapsNet
 from .matrix_caps import MatrixCapsNet
 from .routing_net import RoutingNet
 from .tasks import Net, Task
