@@ -116,10 +116,8 @@ def train(
         found = tasks.study(task, {task.name: dict(row, net=net)}, path, numbers, **kept)
         found = found[task.name]
         several = room('lab.train').in_words(room('lab.train').summary(found))
-        said = f"{task.name}, seeds {seed} to {numbers[-1]}: {several}; runs in {out}"
-        print(said)
+        print(f"{task.name}, seeds {seed} to {numbers[-1]}: {several}; runs in {out}")
         after(task, found)
-        leave('study', path, said)
         return room('data.files').read_json(path)
     room('lab.runs').claim(out, resume, overwrite, command_line=True)
     found = tasks.train(task, net, out, seed, resume=resume, overwrite=overwrite, **row)
@@ -150,7 +148,6 @@ def open_task(name: str, own: dict):  # capsnb.lab.tasks.Task
     "A task with the options that were given; files are looked for before a transformer is loaded."
     if name.startswith(('file:', 'hub:')):
         own |= dict(columns=tuple(own['columns'].split(','))) if 'columns' in own else {}
-        own |= dict(colour=False) if own.pop('grey', False) else {}
         return room('lab.own').own_task(name, **own)
     if ':' in name:
         here_too()
@@ -170,25 +167,10 @@ def on_the_fly(
 ): ...
 
 
-def own_columns(
-    *,
-    image: str | None = None,  # column of pictures
-    text: str | None = None,  # column of texts
-    columns: str | None = None,  # columns of numbers, with commas; else all there are
-    label: str = 'label',  # column of the classes
-    test: str | None = None,  # split to test; else 'test', or cut from the rest
-    held: float = 0.15,  # share that is cut for each split that is missing
-    limit: int | None = None,  # only so many samples of each split
-    size: int | None = None,  # pictures: pixels per side; else 32
-    grey: bool = False,  # pictures: without colour
-    encoder: str | None = None,  # texts: a transformer's folder or name; else gpt2-large
-    cache: Path | None = None,  # texts: folder for hidden states; else the user's cache
-): ...
-
-
 digits = ('lab.digits:Digits',)
 objects = ('lab.objects:Objects',)
 photographs = *objects, 'lab.objects:Photographs'
+own = tuple(f'lab.own:Own{kind}' for kind in ('Task', 'Pictures', 'Table', 'Texts'))
 chosen = """
 
 The epoch that validates best on what was held back is tested once, with --no-validate the last one.
@@ -203,13 +185,14 @@ trained = {  # name -> where its options are, and what it is
     'mnist': (*digits, 'Its files, or a download.'),
     'fashion-mnist': (*digits, 'Its files, or a download.'),
     'cifar10': (*digits, 'Small photographs in colour: its files, or a download.'),
-    'file:…': (own_columns, 'Pictures, texts or numbers of your own: a file, or a folder.'),
-    'hub:…': (own_columns, 'Pictures, texts or numbers of the Hub.'),
+    'file:…': (*own, 'Pictures, texts or numbers of your own: a file, or a folder.'),
+    'hub:…': (*own, 'Pictures, texts or numbers of the Hub.'),
     'module:task': ('A task of your own, in the current folder or installed.',),
 }
 
 
 preset = {'eth80': dict(size=48), 'norb': dict(size=108)}  # beside the fields' own
+preset |= {kind: dict(image=None, text=None) for kind in ('file:…', 'hub:…')}
 
 
 def trainer(name: str):  # a command
@@ -219,7 +202,7 @@ def trainer(name: str):  # a command
     for place in places:
         own |= fields_of(place) if isinstance(place, str) else options_of(place)
     own |= {k: own[k].replace(default=v) for k, v in preset.get(name, {}).items()}
-    for hidden in ('data', 'crops'):  # the name of the command, and a matter of tests
+    for hidden in ('data', 'crops', 'source', 'origin'):  # the command's name, matters of tests
         own.pop(hidden, None)
 
     def command(ctx, **options):
@@ -313,7 +296,8 @@ def explain(
     which adds up to the sentence's, and what is lost without the word.
 
     On a terminal words are blue for positive, red for negative; NO_COLOR turns that off."""
-    lines = file.read_text(encoding='utf-8').splitlines() if file else []
+    read = room('data.files').regular
+    lines = read(file).read_text(encoding='utf-8').splitlines() if file else []
     if not (texts := [*(words or ()), *filter(str.strip, lines)]):
         raise ValueError("expected a sentence, or --file with one a line")
     if folder := next((t for t in texts if os.path.isfile(f'{t}/task.json')), None):
@@ -383,7 +367,7 @@ def push(
 
 
 def bench(
-    words: list[str] = (),  # routing, convcaps, capsnet, zoo, mixture, matrix_caps, sst, networks
+    words: list[str] = (),  # routing, convcaps, capsnet, mixture, matrix_caps, sst, networks
     *,
     device: str = 'cpu',  # or 'cuda'
     threads: int | None = None,  # of PyTorch; else its own choice
@@ -417,6 +401,11 @@ def top(
         raise typer.Exit()
 
 
+def list_studies(ctx: typer.Context):
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help())
+
+
 def make_app() -> typer.Typer:
     "The `capsnb` command."
     plain = dict(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
@@ -440,7 +429,7 @@ def make_app() -> typer.Typer:
     }.items():
         app.command(name, short_help=short)(entrance(with_options(command)))
     told = 'Run a notebook of nbs/studies; one sub-command for each.'
-    study = typer.Typer(cls=Studies, help=told, **plain)
-    study.callback()(lambda: None)
+    study = typer.Typer(cls=Studies, help=told, rich_markup_mode=None)
+    study.callback(invoke_without_command=True)(list_studies)
     app.add_typer(study, name='study')
     return app

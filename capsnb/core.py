@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['MOST_ITERS', 'palette', 'from_generator', 'check_n_iters', 'seed_everything', 'pick_device', 'need', 'from_bytes',
-           'run_record', 'plot_style', 'film', 'html_page', 'is_own_page']
+__all__ = ['MOST_ITERS', 'palette', 'page_mark', 'from_generator', 'check_n_iters', 'seed_everything', 'pick_device', 'need',
+           'from_bytes', 'run_record', 'plot_style', 'film', 'is_own_page']
 
 # %% ../nbs/00_core.ipynb #cf324b7a
 _Tuple = TypeVar('_Tuple')
@@ -81,26 +81,14 @@ def pick_device(
     name: str | None = None,  # 'cpu', 'cuda', 'cuda:1', 'mps'; None: the best available
 ) -> torch.device:  # a device that exists on this machine
     "The device to run on; `ValueError` when a named one is not available."
-    has_mps = torch.backends.mps.is_available()
-    if name is None:
-        name = 'cuda' if torch.cuda.is_available() else 'mps' if has_mps else 'cpu'
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device('meta')  # no such kind of device, hence not there
-    there = {
-        'cuda': torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count(),
-        'mps': has_mps,
-        'cpu': True,
-    }.get(device.type, False)
-    if not there:
-        raise ValueError(
-            f"device '{name}' is not available; this machine has "
-            f"{torch.cuda.device_count()} CUDA device(s)"
-            + (", mps" if has_mps else "")
-            + " and cpu"
-        )
-    return device
+    there = [f'cuda:{k}' for k in range(torch.cuda.device_count())]
+    there += ['mps'] if torch.backends.mps.is_available() else []
+    there.append('cpu')
+    kinds = [k.partition(':')[0] for k in there]
+    name = kinds[0] if name is None else str(name)
+    if name not in there + kinds:
+        raise ValueError(f"device '{name}' is not available; this machine has {', '.join(there)}")
+    return torch.device(name)
 
 # %% ../nbs/00_core.ipynb #7c1d0e02
 _tested_beside_others = 'IN_TEST' in os.environ and multiprocessing.parent_process() is not None
@@ -164,15 +152,8 @@ def run_record(
     )
 
 # %% ../nbs/00_core.ipynb #00000018
-palette = [
-    '#4477AA',
-    '#EE6677',
-    '#228833',
-    '#CCBB44',
-    '#66CCEE',
-    '#AA3377',
-    '#BBBBBB',
-]  # Paul Tol's "bright"
+# Paul Tol's "bright"
+palette = '#4477AA #EE6677 #228833 #CCBB44 #66CCEE #AA3377 #BBBBBB'.split()
 
 
 def plot_style():
@@ -270,32 +251,12 @@ def film(
     return need('IPython.display', 'dev').HTML(page)
 
 # %% ../nbs/00_core.ipynb #7d1c0f02
-_page_mark = '<meta name="generator" content="capsnb">'
-_page_style = '''
-:root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 50rem; margin: 2rem auto; padding: 0 1rem; }
-body { overflow-wrap: break-word; } small { opacity: .75; }
-section { border-top: 1px solid #8884; padding: .8rem 0; }
-'''
-
-
-def html_page(
-    title: str,  # any text
-    body: str,  # HTML, below the headline
-    style: str = '',  # CSS, besides that of all pages
-) -> str:  # HTML
-    "A whole page that asks for no other file."
-    name = html.escape(title)
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-    head += f'{_page_mark}<link rel="icon" href="data:,"><title>{name}</title>'
-    head += f'<style>{_page_style}{style}</style>'
-    body = f'<body><h1>{name}</h1>{body}</body>'
-    return f'<!doctype html><html lang="en"><head>{head}</head>{body}</html>'
+page_mark = '<meta name="generator" content="capsnb">'
 
 
 def is_own_page(
     path: Path,  # of a file that is there
 ) -> bool:
-    "Whether a file is a page of `html_page`."
+    "Whether a file is a page of a run, as capsnb leaves them."
     with open(path, 'rb') as f:
-        return _page_mark.encode() in f.read(500)
+        return page_mark.encode() in f.read(500)

@@ -30,7 +30,7 @@ def option(name: str, kind, default, told: str, low: int | None = None) -> inspe
     else:
         if kind is bool and default is not False and '/' not in word:
             word += f'/--no-{word[2:]}'
-        info = typer.Option(word, min=low, **how)
+        info = typer.Option(word, min=low, max=1000 if low and name == 'seeds' else None, **how)
     kind = Annotated[kind if default is not None else kind | None, info]
     default = inspect.Parameter.empty if default is ... else default
     how = dict(default=default, annotation=kind)

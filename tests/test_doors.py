@@ -156,19 +156,3 @@ def test_explained_by_captum(case):
     change = (forward(x) - forward(half))[0, 1].item()
     assert found.sum().item() == pytest.approx(change, abs=0.01 * max(1, abs(change)))
     assert rest.abs().item() < 0.01 * max(1, abs(change))
-
-
-def test_a_run_in_tensorboard(tmp_path):
-    pytest.importorskip('tensorboard')
-    pytest.importorskip('sklearn')
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from capsnb.lab.tasks import train
-
-    how = dict(epochs=2, device='cpu', progress=False, report_to='tensorboard')
-    m = train('digits', 'cnn', tmp_path / 'run', 0, **how)
-    (file,) = (tmp_path / 'run').rglob('events.out.tfevents.*')
-    events = EventAccumulator(str(file.parent)).Reload()
-    found = [e.value for e in events.Scalars('eval/accuracy')]
-    want = [h['valid_accuracy'] for h in m['history']]
-    assert found == pytest.approx(want) and len(found) == 2
-    assert {'train/loss', 'train/learning_rate'} <= set(events.Tags()['scalars'])

@@ -377,43 +377,10 @@ def test_what_callers_of_transformers_ask_for(saved, world):
         read(saved, num_labels=7)
 
 
-def test_adapters_are_trained_or_refused(saved, world):
-    peft = pytest.importorskip('peft')
-    how = dict(task_type='SEQ_CLS', r=2, target_modules=['c_attn'], modules_to_save=['head'])
-    adapted = lambda model: peft.get_peft_model(model, peft.LoraConfig(**how)).train()
-    tokenizer = tf.AutoTokenizer.from_pretrained(saved)
-    batch = tokenizer(world['texts'][:2], padding=True, return_tensors='pt')
-    batch = dict(batch, labels=torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match='lora_A.* would never be trained.*frozen=False'):
-        adapted(read(saved))(**batch)
-    model = adapted(whole(encoder(world)))
-    model(**batch).loss.backward()
-    grads = {k: p.grad for k, p in model.named_parameters() if 'lora_B' in k}
-    assert grads and all(g is not None and g.any() for g in grads.values())
-
-
 @pytest.mark.parametrize('names', [['a'], ['a', 'a'], 'abc'])
 def test_odd_names_are_refused_before_anything_is_loaded(names):
     with pytest.raises(ValueError, match='expected 2 different names of classes'):
         RoutingClassifier.from_encoder('./nowhere', 2, names=names)
-
-
-def test_a_padding_token_that_the_model_does_not_know(world, tmp_path):
-    folder = tiny_transformer(tmp_path / 'm', world['texts'])
-    known = tf.AutoTokenizer.from_pretrained(folder)
-    known.add_special_tokens(dict(pad_token='<PAD>'))  # and the model is not resized
-    known.save_pretrained(folder)
-    rc = RoutingClassifier.from_encoder(folder, 2, **few).eval()
-    texts = sorted(world['texts'], key=len)
-    short, long = texts[0], texts[-1]
-    for tokenizer in (rc.tokenizer, known):
-        found = logits(rc, [short, long], tokenizer)
-        torch.testing.assert_close(found[:1], logits(rc, [short]))
-
-
-def test_runs_on_pictures_are_no_classifiers_of_text(digits):
-    with pytest.raises(ValueError, match='is no run on texts, but on digits'):
-        classifier_of(digits)
 
 
 odd = [None, True, -1, 10**9, 1.5, 'x', [], [0], [10**9], ['x'], {}, {'x': 1}]

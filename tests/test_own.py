@@ -20,7 +20,7 @@ from capsnb.cli import make_app
 from capsnb.data.embed import tiny_transformer
 from capsnb.lab.runs import task_of
 from capsnb.lab.tasks import evaluate, load_run, train
-from capsnb.lab.own import OwnPictures, OwnTable, OwnTexts, in_parts, open_columns, own_task
+from capsnb.lab.own import OwnPictures, OwnTable, OwnTexts, in_parts, open_columns
 
 few = dict(device='cpu', progress=False, epochs=1)
 
@@ -261,7 +261,7 @@ def test_holes_in_a_table_are_absent_parts(tmp_path):
 def test_pictures_in_folders(tmp_path):
     folder, out = photographs(tmp_path / 'all'), tmp_path / 'run'
     how = ('--image', 'image', '--size', 16, '--epochs', 6, '--device', 'cpu', '--out', out)
-    done = capsnb('train', f'file:{folder}', *how, '--grey')
+    done = capsnb('train', f'file:{folder}', *how, '--no-colour')
     assert done.exit_code == 0, done.output
     assert task_of(out)['colour'] is False and task_of(out)['names'] == ['dark', 'light']
     assert capsnb('eval', out, '--device', 'cpu').exit_code == 0
@@ -411,19 +411,6 @@ def test_classes_without_an_order_are_not_weighed(tmp_path):
     assert done.exit_code == 1 and 'one, six, two have no such order' in done.output, done.output
     done = capsnb('explain', tmp_path / 'run', 'one number 3')
     assert done.exit_code == 1 and f"explain --run {tmp_path / 'run'} SENTENCE" in done.output
-
-
-def test_options_that_make_no_sense():
-    for wrong, said in (
-        (dict(image='a', text='a'), 'columns of one kind, got image and text'),
-        (dict(limit=0), 'limit'),
-    ):
-        with pytest.raises(ValueError, match=said):
-            own_task(numbers(), **wrong)
-    for source in ([[1.0, 2.0]], dict(data=[[1.0, 2.0]])):
-        with pytest.raises(ValueError, match='got list'):
-            open_columns(source)
-    assert own_task(numbers(), label='kind', limit=10).parts.labels['train'].count(0) == 5
 
 
 def test_the_hub_is_asked_and_its_silence_is_a_sentence(monkeypatch):

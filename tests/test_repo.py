@@ -2,55 +2,20 @@
 
 import ast
 import contextlib
-import importlib
 import importlib.metadata as md
-import importlib.util
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
-import tarfile
 from configparser import ConfigParser
 from pathlib import Path
 import pytest
 import capsnb
 
 root = Path(__file__).resolve().parent.parent
-spec = importlib.util.spec_from_file_location('count', root / '.ci' / 'count.py')
-count = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(count)
-
 config = ConfigParser(delimiters=['='], interpolation=None)
 config.read(root / 'settings.ini', encoding='utf-8')
 settings = config['DEFAULT']
-notebooks = count.notebooks(root)
-modules = sorted(p for p in (root / 'capsnb').rglob('*.py'))
-
-
-def test_count():
-    def code(s):
-        return dict(cell_type='code', source=s.splitlines(True))
-
-    nb = dict(
-        cells=[
-            code('#| slow\nf()'),
-            code('#|cuda\n#| slow\nf()'),
-            code('%%time\n\n#| data\nf()'),
-            code('# a comment\n#| data\nf()'),
-            code('x = 1\n#| slow'),
-            code(''),
-            code('#| hide\nimport nbdev; nbdev.nbdev_export()'),
-            dict(cell_type='markdown', source='#| slow'),
-        ]
-    )
-    assert count.count(nb, ['slow', 'cuda', 'data']) == dict(ran=2, slow=2, data=1)
-
-
-@pytest.mark.parametrize('name', getattr(capsnb, '__all__', []))
-def test_public_names_are_there(name):
-    assert getattr(capsnb, name) is not None
 
 
 def test_editors_are_told_the_same_names():
@@ -148,91 +113,6 @@ def test_the_book_needs_its_extra_alone():
     assert {'torch', 'sklearn', 'matplotlib', 'IPython', 'nbdev'} <= found
     lacking = {m for m in found if not {o.lower() for o in makers[m]} & brought}
     assert not lacking, f'the extra book does not bring {sorted(lacking)}'
-
-
-@pytest.mark.long
-def test_a_source_archive_builds_again(tmp_path):
-    "what setup.py reads lies in the archive, so that a release can be installed from it"
-    tree = tmp_path / 'tree'
-    shutil.copytree(root / 'capsnb', tree / 'capsnb', ignore=shutil.ignore_patterns('__pycache__'))
-    for p in root.iterdir():
-        if p.is_file() and p.name != '.git':
-            shutil.copy(p, tree)
-
-    def setup(where, *args):
-        command = [sys.executable, 'setup.py', '-q', *args]
-        done = subprocess.run(command, cwd=where, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.split()
-
-    setup(tree, 'sdist', '--dist-dir', str(tmp_path))
-    name = f"{settings['lib_name']}-{settings['version']}"
-    safe = dict(filter='data') if hasattr(tarfile, 'data_filter') else {}  # not in 3.10.0 to 3.11.3
-    shutil.unpack_archive(tmp_path / f'{name}.tar.gz', tmp_path, **safe)
-    assert setup(tmp_path / name, '--version') == [settings['version']]
-    packed = {p.relative_to(tmp_path / name).as_posix() for p in (tmp_path / name).rglob('*.py')}
-    assert packed == {'setup.py', *(p.relative_to(root).as_posix() for p in modules)}
-
-
-@pytest.mark.long
-def test_docs_can_be_prepared(tmp_path):
-    "nbdev_docs up to the point where Quarto itself renders, with a stand-in for Quarto; some rooms"
-    tree, bin_ = tmp_path / 'tree', tmp_path / 'bin'
-    tree.mkdir()
-    bin_.mkdir()
-    left_out = ('__pycache__', '.ipynb_checkpoints', '[1345689][0-9]_*', '2[0-57-9]_*', '7[1-9]_*')
-    for name in ('nbs', 'capsnb'):
-        shutil.copytree(root / name, tree / name, ignore=shutil.ignore_patterns(*left_out))
-    some = [p for p in notebooks if (tree / p.relative_to(root)).exists()]
-    assert {p.parent.name for p in some} >= {'nbs', 'book', 'zoo', 'studies'}
-    for name in ('settings.ini', 'README.md'):
-        shutil.copy(root / name, tree / name)
-    (bin_ / 'quarto').write_text('#!/bin/sh\nexit 0\n')
-    (bin_ / 'quarto').chmod(0o755)
-    env = dict(
-        os.environ,
-        PATH=f"{bin_}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        PYTHONPATH=str(tree),
-    )
-    done = subprocess.run(
-        ['nbdev_proc_nbs', '--n_workers', '0'], cwd=tree, env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    sidebar = (tree / 'nbs' / 'sidebar.yml').read_text()
-    globs = re.findall(r'[\w/*]+\.ipynb', sidebar)
-    listed = [p for g in globs for p in sorted((tree / 'nbs').glob(g))]
-    assert listed[0].name == 'index.ipynb' and {p.name for p in listed} == {p.name for p in some}
-    assert f"title: \"{settings['title']}\"" in (tree / 'nbs' / 'nbdev.yml').read_text()
-    for p in some:
-        page = (tree / '_proc' / p.relative_to(root / 'nbs')).read_text(encoding='utf-8')
-        assert 'description:' in page, f"{p.name} lost its frontmatter"
-    for name in ('_quarto.yml', 'nbdev.yml', 'sidebar.yml', 'styles.css'):
-        assert (tree / '_proc' / name).exists(), name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('chosen, want', [(None, '1 1'), ('2', '2 2')])
-def test_a_notebook_tested_beside_others_computes_on_one_thread(tmp_path, chosen, want):
-    "and so do the processes it starts; but a number of threads that somebody chose holds"
-    code = f"""import subprocess, sys, torch
-if {chosen is None}: torch.set_num_threads(2)        # as PyTorch does by itself on two cores
-import capsnb.core
-ask = 'import torch; print(torch.get_num_threads())'
-child = subprocess.run([sys.executable, '-c', ask], stdout=-1, text=True, check=True).stdout.strip()
-threads = f'{{torch.get_num_threads()}} {{child}}'
-assert threads == {want!r}, threads"""
-    cell = dict(
-        cell_type='code', execution_count=None, id='a', metadata={}, outputs=[], source=code
-    )
-    shutil.copy(root / 'settings.ini', tmp_path)
-    (tmp_path / 'nbs').mkdir()
-    nb = dict(cells=[cell], metadata={}, nbformat=4, nbformat_minor=5)
-    (tmp_path / 'nbs' / 'a.ipynb').write_text(json.dumps(nb))
-    env = {k: v for k, v in os.environ.items() if k != 'OMP_NUM_THREADS'}
-    env |= dict(PYTHONPATH=str(root), **({'OMP_NUM_THREADS': chosen} if chosen else {}))
-    command = [str(Path(sys.executable).with_name('nbdev_test')), '--n_workers', '2']
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_who_cites_cites_this_version():

@@ -64,43 +64,37 @@ def _picked(a: Tensor, labels: Tensor, n: int = 7) -> Tensor:
     return torch.tensor(chosen)
 
 # %% ../../nbs/lab/58_command_line.ipynb #c3e8c626
-def _draw_map(ax, image: Tensor, credit: Tensor, limit: float, cmap: str = 'Greens'):
+def _draw_map(ax, image: Tensor, credit: Tensor, limit: float, cmap: str, title: str):
     "A credit map as colours, the digit as an outline."
     m, n = image.shape
     low = -limit if cmap == 'PRGn' else 0
     ax.imshow(credit, cmap=cmap, vmin=low, vmax=limit, extent=(0, n, m, 0))
     x, y = torch.arange(n) + 0.5, torch.arange(m) + 0.5
     ax.contour(x, y, image, levels=[0.5], colors='k', linewidths=0.9)
+    ax.set_title(title)
 
-# %% ../../nbs/lab/58_command_line.ipynb #cc96abeb
-def _draw_scores(ax, a: Tensor, first: int, second: int, label: int):
-    "Probabilities of the classes as bars."
-    colours = [palette[2 if k == first else 5 if k == second else 6] for k in range(len(a))]
-    ax.bar(range(len(a)), a.softmax(-1), color=colours)
-    ax.set(ylim=(0, 1.05), yticks=[0, 1], xticks=range(len(a)))
-    ax.tick_params(labelsize=8, length=2)
-    ax.grid(False)
-    ax.get_xticklabels()[label].set_fontweight('bold')
 
-# %% ../../nbs/lab/58_command_line.ipynb #3ee71480
 def _draw_column(axs, image: Tensor, label: int, a: Tensor, used: Tensor, earned: Tensor):
     "One digit: itself, its scores, what two classes used, what decided between them."
     first, second = a.topk(2).indices.tolist()
-    decided = earned[first] - earned[second]
+    decided, most = earned[first] - earned[second], used[[first, second]].max().item()
     axs[0].imshow(image, cmap='gray_r')
     axs[0].set_title(f"{label}, read as {first}", color='k' if first == label else palette[1])
-    _draw_scores(axs[1], a, first, second, label)
-    limit = used[[first, second]].max().item()
+    colours = [palette[2 if k == first else 5 if k == second else 6] for k in range(len(a))]
+    axs[1].bar(range(len(a)), a.softmax(-1), color=colours)
+    axs[1].set(ylim=(0, 1.05), yticks=[0, 1], xticks=range(len(a)))
+    axs[1].tick_params(labelsize=8, length=2)
+    axs[1].get_xticklabels()[label].set_fontweight('bold')
     for ax, k, cmap in ((axs[2], first, 'Greens'), (axs[3], second, 'RdPu')):
-        _draw_map(ax, image, used[k], limit, cmap)
-        ax.set_title(f"used by {k}: {used[k].sum():.2f}")
-    _draw_map(axs[4], image, decided, decided.abs().max().item(), 'PRGn')
-    axs[4].set_title(f"{first} over {second}: {decided.sum():+.2f}")
+        _draw_map(ax, image, used[k], most, cmap, f"used by {k}: {used[k].sum():.2f}")
+    told = f"{first} over {second}: {decided.sum():+.2f}"
+    _draw_map(axs[4], image, decided, decided.abs().max().item(), 'PRGn', told)
+    for ax in axs:
+        ax.grid(False)
     for ax in axs[[0, 2, 3, 4]]:
         ax.set(xticks=[], yticks=[])
-        ax.grid(False)
 
-# %% ../../nbs/lab/58_command_line.ipynb #348be017
+
 _rows = (
     'test digit',
     'probability',

@@ -283,8 +283,8 @@ class OwnTask(Task):
 
     source: object = None  # as for `open_columns`
     label: str = 'label'  # column of the classes
-    test: str | None = None  # as for `in_parts`
-    held: float = 0.15  # as for `in_parts`
+    test: str | None = None  # split to test; None: 'test', or cut from the rest
+    held: float = 0.15  # share that is cut for each split that is missing
     limit: int | None = None  # at most so many samples of each split, spread evenly
 
     def __post_init__(self):
@@ -378,9 +378,9 @@ def _pixels(image) -> tuple:
 class OwnPictures(OwnTask):
     "A column of images."
 
-    image: str = 'image'  # the column
-    size: int = 32  # pixels per side that the network sees
-    colour: bool = True  # False: grey
+    image: str = 'image'  # column of images
+    size: int = 32  # images: pixels per side that the network sees
+    colour: bool = True  # images: whether they have colours, or are grey
 
     name = 'capsnb.lab.own:pictures'
     noted = _noted | dict(image=str, size=int, colour=bool)
@@ -534,7 +534,7 @@ class _RowDeck(BaseDeck):
 class OwnTable(OwnTask):
     "Columns of numbers."
 
-    columns: tuple | None = None  # names; None: all columns of numbers but the label's
+    columns: tuple | None = None  # of numbers; None: all but the label's (on the command line a,b)
     origin: tuple | None = None  # [i] taken from the columns; None: their means in training
 
     name = 'capsnb.lab.own:table'
@@ -623,12 +623,13 @@ table = OwnTable()
 class OwnTexts(Sentiment):
     "A column of texts; of `Sentiment`, `task`, `roots`, `official`, `folder` do not concern it."
 
-    encoder: FrozenEncoder | str | Path | Callable = 'gpt2-large'  # as for `Sentiment`
+    encoder: FrozenEncoder | str | Path | Callable = 'gpt2-large'  # texts: a name, or a folder
     source: object = None  # as for `open_columns`
-    text: str = 'text'  # column of the texts
+    text: str = 'text'  # column of texts
     label: str = 'label'  # column of the classes
-    test: str | None = None  # as for `in_parts`
-    held: float = 0.15  # as for `in_parts`
+    test: str | None = None  # split to test; None: 'test', or cut from the rest
+    held: float = 0.15  # share that is cut for each split that is missing
+    cache: str | Path | bool | None = None  # texts: folder for hidden states; None: the user's
 
     name, about = 'capsnb.lab.own:texts', 'the texts'
     ordered = False

@@ -28,7 +28,6 @@ from .text import SSTNet
 from .vision import DStepNet, SmallNORBNet, n_params, norb_trunk, rival_of
 from ..routing.dynamic import dynamic_routing_ref
 from ..routing.mixture import e_step, m_step
-from ..zoo.routers import Router, all_routings, routing_layer
 
 # %% auto #0
 __all__ = ['benches', 'paper_sizes', 'take_turns', 'bench']
@@ -94,7 +93,7 @@ def _peak(*asked) -> int | None:
         return pool.submit(_growth, *asked).result()
 
 # %% ../../nbs/lab/60_speed.ipynb #30b5a31b
-_items = dict(zoo=50, matrix_caps=20, sst=20, networks=20)  # images or sentences of a step
+_items = dict(matrix_caps=20, sst=20, networks=20)  # images or sentences of a step
 
 
 def _case(bench: str, name: str):
@@ -135,6 +134,7 @@ def _gradients(out, X: list) -> tuple:
 
 def _by_plans(make: Callable, plans) -> dict:
     "A contestant for each plan; 'votes' is the definition."
+    plans = [*plans, 'auto']
     return {'definition' if p == 'votes' else p: functools.partial(make, p) for p in plans}
 
 
@@ -166,7 +166,7 @@ def _routing(s: Sizes, device: str, tiny: bool) -> dict:
     s = s._replace(n=2, i=12, j=6) if tiny else s
     how = dict(n_inp=None if s.shared else s.i, n_out=s.j)
     make = lambda plan: Routing(s.c, s.d, s.h, plan=plan, **how)
-    return _layer(make, [*plans, 'auto'], (s.n, s.i), (s.c, s.d), device)
+    return _layer(make, plans, (s.n, s.i), (s.c, s.d), device)
 
 
 for _name, _s in paper_sizes.items():
@@ -185,7 +185,7 @@ def _convcaps(sizes: tuple, device: str, tiny: bool) -> dict:
     "`ConvCaps` with fields of 3×3 and poses of 4×4."
     b, grid, n_inp, n_out, stride = (1, 5, 2, 2, sizes[-1]) if tiny else sizes
     make = lambda plan: ConvCaps(n_inp, n_out, 3, stride, plan=plan, eps=1e-4)
-    return _layer(make, [*field_plans, 'auto'], (b, grid, grid, n_inp), (4, 4), device)
+    return _layer(make, field_plans, (b, grid, grid, n_inp), (4, 4), device)
 
 
 for _name, _s in _fields.items():
@@ -207,25 +207,6 @@ def _dynamic(device: str, tiny: bool) -> dict:
     }
 
 # %% ../../nbs/lab/60_speed.ipynb #53f12e7a
-def _zoo(name: str, device: str, tiny: bool) -> dict:
-    "A routing, with votes and without."
-    n, i, j = (2, 9, 3) if tiny else (50, 784, 16)
-
-    def make(plan):
-        layer = routing_layer(name, 4, 4, 4, None, j)
-        layer.votes_of = layer.cast if plan == 'votes' else layer.votes_of
-        return layer
-
-    return _layer(make, ('votes', 'without votes'), (n, i), (4, 4), device)
-
-
-with torch.random.fork_rng(devices=[]):
-    for _name in sorted(all_routings()):
-        _made_ = routing_layer(_name, 4, 4, 4, None, 16)
-        if isinstance(_made_, Router) and _made_.without_votes():
-            _case('zoo', _name)(functools.partial(_zoo, _name))
-
-
 @_case('mixture', '50,000 points, 64 Gaussians')
 def _mixture(device: str, tiny: bool) -> dict:
     "Fits from the same start."
@@ -292,7 +273,7 @@ def _matrix_caps(device: str, tiny: bool) -> dict:
             layer.plan = plan
         return net
 
-    return _steps(make, [*field_plans, 'auto'], _images(n, (2, 32, 32), 5), device)
+    return _steps(make, field_plans, _images(n, (2, 32, 32), 5), device)
 
 
 @_case('sst', 'head, 20 sentences of 19 words')
@@ -300,45 +281,41 @@ def _sst(device: str, tiny: bool) -> dict:
     "The network for text."
     n, words, shape = (2, 4, (3, 8)) if tiny else (20, 19, (31, 576))
     make = lambda plan: SSTNet(*shape, plan=plan)
-    return _steps(make, [*plans, 'auto'], _sentences(n, words, shape), device)
+    return _steps(make, plans, _sentences(n, words, shape), device)
 
 
-_networks = {  # whether all is tiny -> a network, its rival's options, a batch
-    'D-step, digits': lambda tiny: (DStepNet(), {}, _images((20, 2)[tiny], (1, 8, 8), 10)),
-    'D-step, smallNORB': lambda tiny: (
-        SmallNORBNet(**(dict(n_parts=4, channels=4) if tiny else {})),
-        dict(n_classes=5, **norb_trunk((64, 4)[tiny])),
-        _images((20, 2)[tiny], (2, 48, 48), 5),
-    ),
-    'matrix capsules': lambda tiny: (
-        MatrixCapsNet(*((64, 8, 16, 16), (2, 2, 2, 2))[tiny], preset='paper'),
-        dict(n_classes=5, in_channels=2, channels=(32, 32, 32), strides=(2, 2, 1)),
-        _images((20, 2)[tiny], (2, 32, 32), 5),
-    ),
-    'CapsNet': lambda tiny: (
-        CapsNet(**(dict(channels=4, n_types=2, decoder=(4, 4)) if tiny else {})),
-        dict(channels=((128, 4)[tiny],) * 3, strides=(2, 2, 1)),
-        _images((20, 2)[tiny], (1, 28, 28), 10),
-    ),
-    'sentiment': lambda tiny: (
-        SSTNet(*(_shape := ((31, 576), (3, 8))[tiny])),
-        dict(kind=PlainText, d_depth=_shape[0], d_emb=_shape[1]),
-        _sentences((20, 2)[tiny], (19, 4)[tiny], _shape),
-    ),
-}
+def _network(name: str, tiny: bool) -> tuple:
+    "A network, the options of its rival, a batch."
+    n = 2 if tiny else 20
+    if name == 'D-step, digits':
+        return DStepNet(), {}, _images(n, (1, 8, 8), 10)
+    if name == 'D-step, smallNORB':
+        net = SmallNORBNet(**(dict(n_parts=4, channels=4) if tiny else {}))
+        return net, dict(n_classes=5, **norb_trunk(4 if tiny else 64)), _images(n, (2, 48, 48), 5)
+    if name == 'matrix capsules':
+        net = MatrixCapsNet(*((2, 2, 2, 2) if tiny else (64, 8, 16, 16)), preset='paper')
+        rival = dict(n_classes=5, in_channels=2, channels=(32, 32, 32), strides=(2, 2, 1))
+        return net, rival, _images(n, (2, 32, 32), 5)
+    if name == 'CapsNet':
+        net = CapsNet(**(dict(channels=4, n_types=2, decoder=(4, 4)) if tiny else {}))
+        rival = dict(channels=(4 if tiny else 128,) * 3, strides=(2, 2, 1))
+        return net, rival, _images(n, (1, 28, 28), 10)
+    shape = (3, 8) if tiny else (31, 576)
+    rival = dict(kind=PlainText, d_depth=shape[0], d_emb=shape[1])
+    return SSTNet(*shape), rival, _sentences(n, 4 if tiny else 19, shape)
 
 
-def _pair(make: Callable, device: str, tiny: bool) -> dict:
+def _pair(name: str, device: str, tiny: bool) -> dict:
     "A network and its rival."
     seed_everything(0)
-    net, options, batch = make(tiny)
-    name = 'attention pooling' if 'kind' in options else 'CNN'
-    named = {'capsules': net, name: rival_of(n_params(net), **options)}
+    net, options, batch = _network(name, tiny)
+    named = {'capsules': net}
+    named['attention pooling' if 'kind' in options else 'CNN'] = rival_of(n_params(net), **options)
     return {k: functools.partial(_Training, n, batch, device) for k, n in named.items()}
 
 
-for _name, _make in _networks.items():
-    _case('networks', _name)(functools.partial(_pair, _make))
+for _name in 'D-step, digits', 'D-step, smallNORB', 'matrix capsules', 'CapsNet', 'sentiment':
+    _case('networks', _name)(functools.partial(_pair, _name))
 
 # %% ../../nbs/lab/60_speed.ipynb #76f7b356
 def _page(title: str, found: dict) -> str:
