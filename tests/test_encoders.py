@@ -12,8 +12,7 @@ transformers = pytest.importorskip('transformers')
 pytest.importorskip('tokenizers')
 hub = pytest.importorskip('huggingface_hub')
 from capsnb.data import embed, files
-from capsnb.data.embed import EmbeddingCache, FrozenEncoder, pinned, read_config
-from capsnb.data.embed import tiny_transformer
+from capsnb.data.embed import FrozenEncoder, pinned, read_config, tiny_transformer
 from capsnb.data.files import checksum
 from capsnb.lab.sentiment import Sentiment
 from capsnb.lab.tasks import train
@@ -162,40 +161,6 @@ def test_without_a_network_it_is_one_sentence(tmp_path, monkeypatch):
     said = alone(code, tmp_path, HF_ENDPOINT='http://127.0.0.1:9')
     where = "'gpt2-large' is not on this machine, and http://127.0.0.1:9 does not answer"
     assert where in said
-
-
-# ---- odd files
-
-ODD = [None, True, -1, 0, 3, 10**9, 1.5, float('nan'), 'x', '', [], [0], ['x'], {}, 'nn']
-
-
-def test_every_odd_entry_of_a_caches_header_is_one_sentence(tiny, tmp_path):
-    "of the format that is written, and of the first, which had no checksum"
-    enc = FrozenEncoder(tiny, device='cpu')
-    enc.cache(TEXTS, tmp_path / 'c', progress=False)
-    path = tmp_path / 'c' / 'header.json'
-    good = json.loads(path.read_text())
-    first = {k: v for k, v in good.items() if k not in ('sum', 'revision')}
-    first |= dict(format='capsnb embeddings 1')
-    for base in (good, first):
-        path.write_text(json.dumps(base))
-        assert len(EmbeddingCache(tmp_path / 'c', enc)) == 3
-        for key, was in base.items():
-            for value in (*ODD, 'bfloat16'):
-                words = base is first and key in ('name', 'transformers', 'dtype', 'encoder')
-                if value == was and type(value) is type(was) or words and isinstance(value, str):
-                    continue  # words, which nothing protected
-                path.write_text(json.dumps(base | {key: value}))
-                with pytest.raises(ValueError) as e:
-                    EmbeddingCache(tmp_path / 'c', enc).verify()
-                assert len(str(e.value).splitlines()) == 1 and type(e.value) is ValueError
-            path.write_text(json.dumps({k: v for k, v in base.items() if k != key}))
-            with pytest.raises(ValueError):
-                EmbeddingCache(tmp_path / 'c', enc)
-    for text in ('', '[]', '{', '[' * 10**5, '\x00', '{"format": "capsnb embeddings 2"}'):
-        path.write_text(text)
-        with pytest.raises(ValueError, match='damaged'):
-            EmbeddingCache(tmp_path / 'c')
 
 
 # ---- what was downloaded

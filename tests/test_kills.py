@@ -56,7 +56,7 @@ def training(out):
 
 def caching(out, encoder, texts):
     encoder = FrozenEncoder(encoder, device='cpu')
-    encoder.cache(texts, out, batch_size=2, save_seconds=0., progress=False)
+    encoder.cache(texts, out, batch_size=2, shard_bytes=1, progress=False)
 
 def downloading(out, address, size, sha256):
     fetch(address, Path(out) / 'a', size, sha256)
@@ -177,7 +177,7 @@ def run_of(out):
 def cache_of(out):
     cache = EmbeddingCache(out)
     cache.verify()
-    return cache.flat.float().clone()
+    return torch.cat(list(cache)).float()
 
 
 def study_of(out):

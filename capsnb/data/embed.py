@@ -4,62 +4,46 @@
 
 # %% ../../nbs/data/39_embed.ipynb #4ac1c410
 from __future__ import annotations
+import contextlib
 import hashlib
 import json
 import math
 import os
 import re
 import shutil
-import time
 import zlib
 from collections.abc import Callable, Mapping, Set
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 import torch
 from torch import Tensor
 from ..core import need, pick_device
-from .files import alone, first_line, here_or_hub, in_words, read_json, regular
-from .files import write_json
+from .files import alone, draft, first_line, here_or_hub, in_words, read_json, regular
+from .files import sweep, write_json
 
 # %% auto #0
-__all__ = ['pinned', 'tiny_transformer', 'end_token', 'as_texts', 'longest', 'tokenize', 'Embedded', 'pad_embeddings',
-           'hidden_states', 'fingerprint', 'pick_layers', 'FrozenEncoder', 'read_config', 'about_tokens', 'Price',
-           'in_time', 'price_of', 'read_cache', 'EmbeddingCache', 'check_space', 'HeldStates']
+__all__ = ['pinned', 'tiny_transformer', 'end_token', 'as_texts', 'longest', 'tokenize', 'Embedded', 'hidden_states',
+           'fingerprint', 'pick_layers', 'FrozenEncoder', 'read_config', 'about_tokens', 'Price', 'in_time', 'price_of',
+           'EmbeddingCache', 'check_space', 'HeldStates']
 
 # %% ../../nbs/data/39_embed.ipynb #00000006
-def _byte_pairs(texts: list):  # a tokenizer as GPT-2's: nothing is unknown to it
-    t, end = need('tokenizers'), '<|endoftext|>'
-    tok, known = t.ByteLevelBPETokenizer(), dict(special_tokens=[end], show_progress=False)
-    tok.train_from_iterator(texts, vocab_size=400, min_frequency=0, **known)
-    fast = need('transformers').PreTrainedTokenizerFast
-    return fast(tokenizer_object=t.Tokenizer.from_str(tok.to_str()), eos_token=end)
-
-
-def _tiny_pieces(texts: list):  # a tokenizer of word pieces, as BERT's: it frames each text
-    t, special = need('tokenizers'), ['[PAD]', '[UNK]', '[CLS]', '[SEP]']
-    tok = t.Tokenizer(t.models.WordPiece(unk_token='[UNK]'))
-    tok.normalizer = t.normalizers.BertNormalizer()
-    tok.pre_tokenizer = t.pre_tokenizers.BertPreTokenizer()
-    known = dict(vocab_size=200, special_tokens=special, show_progress=False)
-    tok.train_from_iterator(texts, t.trainers.WordPieceTrainer(**known))
-    frame = dict(single='[CLS] $A [SEP]', special_tokens=[('[CLS]', 2), ('[SEP]', 3)])
-    tok.post_processor = t.processors.TemplateProcessing(**frame)
-    names = zip(('pad_token', 'unk_token', 'cls_token', 'sep_token'), special)
-    return need('transformers').PreTrainedTokenizerFast(tokenizer_object=tok, **dict(names))
-
-# %% ../../nbs/data/39_embed.ipynb #00000007
 def tiny_transformer(
     folder: str | Path,  # where to save it
     texts: list,  # the tokenizer is trained on these
-    kind: str = 'gpt2',  # a decoder, or 'bert', an encoder
+    kind: str = 'gpt2',  # a decoder, or 'bert', an encoder, whose tokenizer frames each text
     d_emb: int = 32,  # width m
     seed: int = 0,  # of the weights
 ) -> Path:  # the folder, for `FrozenEncoder`
     "Save a transformer of two blocks with random weights, for tests without a download."
-    if kind not in ('gpt2', 'bert'):
-        raise ValueError(f"kind must be 'gpt2' or 'bert', got {kind!r}")
-    tf, tokenizer = need('transformers'), (_byte_pairs if kind == 'gpt2' else _tiny_pieces)(texts)
+    tf, t, marks = need('transformers'), need('tokenizers'), dict(eos_token='<|endoftext|>')
+    if kind == 'bert':
+        marks = dict(pad_token='[PAD]', cls_token='[CLS]', sep_token='[SEP]')
+    tok, special = t.ByteLevelBPETokenizer(), [*marks.values()]
+    tok.train_from_iterator(texts, 400, 0, show_progress=False, special_tokens=special)
+    tok = t.Tokenizer.from_str(tok.to_str())
+    if kind == 'bert':
+        tok.post_processor = t.processors.BertProcessing(('[SEP]', 2), ('[CLS]', 1))
+    tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=tok, **marks)
     sizes = dict(hidden_size=d_emb, num_hidden_layers=2, num_attention_heads=4)
     sizes |= dict(vocab_size=len(tokenizer))
     if kind == 'gpt2':
@@ -82,110 +66,104 @@ pinned = dict.fromkeys(
 def _source_of(name_or_folder: str | Path, gguf_file: str | None = None, revision=None) -> tuple:
     "Name, and what goes to every `from_pretrained`; `ValueError` for a folder that holds none."
     name, wanted = os.path.expanduser(str(name_or_folder)), gguf_file or 'config.json'
-    is_folder = Path(name).is_dir()
-    if is_folder and not Path(name, wanted).is_file():
-        found = sorted(os.listdir(name))[:8] or 'nothing'
-        raise ValueError(f"the folder '{name}' holds no model: expected {wanted}, found {found}")
-    no_name = os.path.isabs(name) or name.startswith('.') or name.count('/') > 1 or not name.strip()
-    if not is_folder and no_name:
+    kw = dict(trust_remote_code=False, local_files_only=Path(name).is_dir())
+    kw |= dict(gguf_file=gguf_file) if gguf_file else {}
+    if kw['local_files_only']:
+        if not Path(name, wanted).is_file():
+            found = sorted(os.listdir(name))[:8] or 'nothing'
+            raise ValueError(
+                f"the folder '{name}' holds no model: expected {wanted}, found {found}"
+            )
+        return name, kw
+    if os.path.isabs(name) or name.startswith('.') or name.count('/') > 1 or not name.strip():
         raise ValueError(f"there is no folder '{name}'")
-    kw = dict(trust_remote_code=False, local_files_only=is_folder)
-    if gguf_file:
-        kw['gguf_file'] = gguf_file
-    return name, kw if is_folder else kw | dict(revision=revision or pinned.get(name, 'main'))
+    return name, kw | dict(revision=revision or pinned.get(name, 'main'))
 
-# %% ../../nbs/data/39_embed.ipynb #c7d21eb0
+
 def _check_config(config):  # no kernel to fetch and run, no impossible size
     parts = [config, *(c for c in vars(config).values() if hasattr(c, 'to_dict'))]
     for how in (getattr(c, '_attn_implementation', None) for c in parts):
-        if how in (None, 'eager', 'sdpa'):
-            continue
-        raise ValueError(f"its config asks for the attention {how!r}, expected 'eager' or 'sdpa'")
-    for key in ('num_hidden_layers', 'hidden_size'):
+        if how not in (None, 'eager', 'sdpa'):
+            raise ValueError(
+                f"its config asks for the attention {how!r}, expected 'eager' or 'sdpa'"
+            )
+    for key, most in (('num_hidden_layers', 1000), ('hidden_size', 100_000)):
         n = getattr(config, key, 1)
-        if type(n) is not int or not 0 < n <= 100_000 or n > 1000 and key == 'num_hidden_layers':
+        if type(n) is not int or not 0 < n <= most:
             raise ValueError(f"its config has the {key} {n!r}")
 
-# %% ../../nbs/data/39_embed.ipynb #7c106032
-def _revision_of(name_or_folder: str | Path, gguf_file: str | None, revision) -> str | None:
+
+def _revision_of(name_or_folder, gguf_file: str | None, revision) -> str | None:
     "The commit on the Hub that was loaded, as the local cache knows; None: it came from a folder."
     name, kw = _source_of(name_or_folder, gguf_file, revision)
     if kw['local_files_only']:
         return None
     look = need('huggingface_hub').try_to_load_from_cache
     found = look(name, gguf_file or 'config.json', revision=kw['revision'])
-    parts = Path(found).parts if isinstance(found, str) else ()
-    return parts[parts.index('snapshots') + 1] if 'snapshots' in parts else kw['revision']
+    parts = re.search(r'snapshots[/\\]([^/\\]+)', str(found))
+    return parts[1] if parts else kw['revision']
 
-# %% ../../nbs/data/39_embed.ipynb #0581d585
-def _load_parts(name: str, kw: dict, dtype: torch.dtype):  # tokenizer, model, missing weights
-    tf = need('transformers')
-    if 'gguf_file' not in kw:
-        _check_config(tf.AutoConfig.from_pretrained(name, **kw))
-    tokenizer = tf.AutoTokenizer.from_pretrained(name, **kw)
-    model, info = tf.AutoModel.from_pretrained(name, dtype=dtype, output_loading_info=True, **kw)
-    missing = set(info['missing_keys'])
-    if lost := sorted(k for k in missing if 'pooler' not in k):
-        raise ValueError(f"it is not complete, it lacks {len(lost)} weights, such as {lost[0]}")
-    if len(tokenizer) <= len(set(tokenizer.all_special_tokens)):
-        wanted = "expected tokenizer.json or a vocabulary beside it"
-        raise ValueError(f"it has a model but no tokenizer: {wanted}")
-    return tokenizer, model, missing
 
-# %% ../../nbs/data/39_embed.ipynb #0000000b
 def _load_frozen(name_or_folder, gguf_file, dtype, device, revision=None, fetch=True) -> tuple:
     "Tokenizer, model (of an encoder-decoder the encoder), names of weights that are missing."
-    name, kw = _source_of(name_or_folder, gguf_file, revision)
+    tf, (name, kw) = need('transformers'), _source_of(name_or_folder, gguf_file, revision)
     for package in ('accelerate', 'gguf') if gguf_file else ():
         need(package)
-    load = lambda **kw: _load_parts(name, kw, dtype)
+
+    def load(**kw):
+        if not gguf_file:
+            _check_config(tf.AutoConfig.from_pretrained(name, **kw))
+        tokenizer = tf.AutoTokenizer.from_pretrained(name, **kw)
+        if len(tokenizer) <= len(set(tokenizer.all_special_tokens)):
+            wanted = "expected tokenizer.json or a vocabulary beside it"
+            raise ValueError(f"it has a model but no tokenizer: {wanted}")
+        model, said = tf.AutoModel.from_pretrained(
+            name, dtype=dtype, output_loading_info=True, **kw
+        )
+        missing = set(said['missing_keys'])
+        if lost := sorted(k for k in missing if 'pooler' not in k):
+            raise ValueError(f"it is not complete, it lacks {len(lost)} weights, such as {lost[0]}")
+        return tokenizer, model, missing
+
     tokenizer, model, missing = here_or_hub(load, name, kw, fetch)
-    if model.config.is_encoder_decoder:
-        model = model.get_encoder()
+    model = model.get_encoder() if model.config.is_encoder_decoder else model
     model.config.use_cache = False  # nothing is generated
     return tokenizer, model.to(device).eval().requires_grad_(False), missing
 
 # %% ../../nbs/data/39_embed.ipynb #0000000e
-def end_token(tokenizer, end: str | None = 'auto') -> int | None:  # the id to append; None: nothing
-    "What closes a text; `ValueError` for a tokenizer without end token, or not the one named."
-    if end is None:
-        return None
-    if end == 'auto':
-        eos, sep = tokenizer.eos_token_id, tokenizer.sep_token_id
-        end_id = eos if eos is not None else sep
-    else:
-        end_id = tokenizer.get_vocab().get(end)
-    if end_id is None:
-        named = "name one of its tokens with end='...', or append nothing with end=None"
-        none = f"the tokenizer has no end token (eos_token, or sep_token): {named}"
-        other = f"the tokenizer has no token {end!r} to end a text with"
-        raise ValueError(none if end == 'auto' else other)
-    return None if _own_end(tokenizer) == end_id else end_id
-
-# %% ../../nbs/data/39_embed.ipynb #691877e0
 def _own_end(tokenizer) -> int | None:  # what it puts, or leaves, at the end of a text itself
     own = tokenizer('a')['input_ids']  # not '': some put the same token in front
     return own[-1] if own else None
 
+
+def end_token(tokenizer, end: str | None = 'auto') -> int | None:  # the id to append; None: nothing
+    "What closes a text; `ValueError` for a tokenizer without end token, or not the one named."
+    if end is None:
+        return None
+    eos, sep = tokenizer.eos_token_id, tokenizer.sep_token_id
+    own = sep if eos is None else eos
+    end_id = own if end == 'auto' else tokenizer.get_vocab().get(end)
+    if end_id is None:
+        lacks = 'end token (eos_token, or sep_token)' if end == 'auto' else f'token {end!r}'
+        other = "name one of its tokens with end='...', or append nothing with end=None"
+        raise ValueError(f"the tokenizer has no {lacks}: {other}")
+    return None if _own_end(tokenizer) == end_id else end_id
+
 # %% ../../nbs/data/39_embed.ipynb #8baed9a9
 def as_texts(texts) -> list:  # of what came
     "`ValueError` for what would be read by its letters or columns: one text, a table."
-    columns = texts if isinstance(texts, Mapping) else getattr(texts, 'column_names', None)
-    columns = getattr(texts, 'columns', None) if columns is None else columns
+    columns = getattr(texts, 'column_names', getattr(texts, 'columns', None))
     if isinstance(columns, list) and 'text' in columns:
         return list(texts['text'])
-    wanted = "expected a list of texts"
-    if columns is not None:
-        came = f"or a Dataset with a column text, got {type(texts).__name__} of {list(columns)}"
-        raise ValueError(f"{wanted}, {came}: pass one column, as in data['sentence']")
     if isinstance(texts, (str, bytes)) or not hasattr(texts, '__iter__'):
-        came = (
-            'one text: put it into a list' if isinstance(texts, (str, bytes)) else f'{texts!r:.60}'
+        raise ValueError(
+            f"expected a list of texts, got one text, {texts!r:.60}: put it into a list"
         )
-        raise ValueError(f"{wanted}, got {came}")
+    if columns is not None or isinstance(texts, Mapping):
+        raise ValueError(f"expected a list of texts, got a table of {list(texts)}: pass one column")
     return list(texts)
 
-# %% ../../nbs/data/39_embed.ipynb #00000011
+
 def longest(model, tokenizer) -> int | None:  # tokens, the end token included; None: no limit known
     "The most tokens that one text may have."
     n = getattr(model.config, 'max_position_embeddings', None)
@@ -195,7 +173,7 @@ def longest(model, tokenizer) -> int | None:  # tokens, the end token included; 
             n = part.num_embeddings - padding - 1  # RoBERTa counts from behind the padding id
     return min((k for k in (n, tokenizer.model_max_length) if k and k < 10**9), default=None)
 
-# %% ../../nbs/data/39_embed.ipynb #00000012
+
 def tokenize(
     tokenizer,  # of transformers
     texts: list,  # of str
@@ -205,17 +183,15 @@ def tokenize(
     "Token ids; `ValueError` for an empty text, one that is too long, and what is no text."
     texts = as_texts(texts)
     for k, t in enumerate(texts):
-        if not isinstance(t, str):
-            raise ValueError(f"text {k} is of type {type(t).__name__}, expected str")
-        if not t.strip():
-            raise ValueError(f"text {k} is empty: {t!r}")
+        if not isinstance(t, str) or not t.strip():
+            said = f"is empty: {t!r}" if isinstance(t, str) else f"is of type {type(t).__name__}"
+            raise ValueError(f"text {k} {said}, expected words")
     plain = dict(padding=False, truncation=False, verbose=False)
     rows = tokenizer(texts, **plain)['input_ids'] if texts else []
     for k, row in enumerate(rows):
         if len(row) <= tokenizer.num_special_tokens_to_add():
             raise ValueError(f"text {k} is empty to this tokenizer: {texts[k]!r}")
-        if end_id is not None:
-            row.append(end_id)
+        row += [] if end_id is None else [end_id]
         if most and len(row) > most:
             long = f"{len(row)} tokens, the model takes at most {most}"
             raise ValueError(f"text {k} has {long}: {texts[k][:50]!r}...")
@@ -227,31 +203,6 @@ class Embedded(NamedTuple):
 
     mask: Tensor  # [b, n], 1 for tokens and 0 for padding, in the dtype of embs
     embs: Tensor  # [b, n, l, m], hidden states, 0 at padding
-
-# %% ../../nbs/data/39_embed.ipynb #e9e447ff
-def pad_embeddings(
-    items: list,  # of tensors [n, l, m], each with its own n; as a cache or `encode` gives them
-    dtype: torch.dtype = torch.float32,  # of the batch
-    out: Tensor | None = None,  # memory to use again: 1-d, of that dtype, no longer in use
-) -> Embedded:  # mask [b, n] and embs [b, n, l, m], n the longest
-    "A `collate_fn`; `ValueError` when items do not share [l, m] or `out` does not fit."
-    shapes = {tuple(o.shape[1:]) for o in items}
-    if len(shapes) != 1:
-        came = sorted(shapes) or 'no items'
-        raise ValueError(f"expected items [n, l, m] with one [l, m], got {came}")
-    lengths = torch.tensor([len(o) for o in items], device=items[0].device)
-    mask = torch.arange(int(lengths.max()), device=items[0].device) < lengths[:, None]
-    shape = (*mask.shape, *items[0].shape[1:])
-    size = math.prod(shape)
-    if out is None:
-        out = items[0].new_empty(size, dtype=dtype)
-    if out.dim() != 1 or out.dtype != dtype or len(out) < size:
-        raise ValueError(f"expected out of {size:,} {dtype}, got {tuple(out.shape)} {out.dtype}")
-    embs = out[:size].view(shape)
-    for row, o in zip(embs, items):
-        row[: len(o)] = o
-        row[len(o) :] = 0
-    return Embedded(mask.to(dtype), embs)
 
 # %% ../../nbs/data/39_embed.ipynb #0000001a
 @torch.no_grad()
@@ -265,9 +216,8 @@ def hidden_states(
     if not ids:
         raise ValueError("expected at least one text, got none")
     n = max(map(len, ids))
-    box = lambda rows: torch.tensor(rows, device=model.device)
-    rows = box([list(r) + [pad_id] * (n - len(r)) for r in ids])
-    mask = box([[1] * len(r) + [0] * (n - len(r)) for r in ids])
+    rows = torch.tensor([list(r) + [pad_id] * (n - len(r)) for r in ids], device=model.device)
+    mask = torch.tensor([[1] * len(r) + [0] * (n - len(r)) for r in ids], device=model.device)
     was, want = model.training, dict(output_hidden_states=True, return_dict=True)
     states = model.eval()(input_ids=rows, attention_mask=mask, **want).hidden_states
     model.train(was)
@@ -296,60 +246,31 @@ def fingerprint(model, missing: Set = frozenset()) -> str:  # 32 hexadecimal dig
 
 # %% ../../nbs/data/39_embed.ipynb #00000022
 def pick_layers(layers, n: int) -> list:  # numbers from 0 to n - 1
-    "Which hidden states; `ValueError` for layers that are not there, or twice there."
-    if isinstance(layers, str) and layers == 'all':
-        return list(range(n))
+    "Which hidden states, as 'all', '0,-1', -1 or [0, -1]; `ValueError` for what is not there."
     picked = [layers] if isinstance(layers, int) else layers
     if isinstance(layers, str):
         numbers = re.fullmatch(r'\s*-?\d{1,6}\s*(,\s*-?\d{1,6}\s*)*', layers)
-        picked = [int(k) for k in layers.split(',')] if numbers else []
+        picked = range(n) if layers == 'all' else map(int, layers.split(',') if numbers else [])
     picked = list(picked)
-    if not picked or any(type(k) is not int or not -n <= k < n for k in picked):
-        wanted = f"expected 'all', or numbers from 0 (the embeddings) to {n - 1}"
+    there = picked and all(type(k) is int and -n <= k < n for k in picked)
+    if not there or len({k % n for k in picked}) < len(picked):
+        wanted = f"expected 'all', or numbers from 0 (the embeddings) to {n - 1}, each once"
         raise ValueError(f"unknown layers {layers!r}: {wanted}")
-    picked = [k % n for k in picked]
-    if len(set(picked)) < len(picked):
-        raise ValueError(f"layers {layers!r} name the same layer twice")
-    return picked
+    return [k % n for k in picked]
 
-# %% ../../nbs/data/39_embed.ipynb #4074ee4b
+
 def _dtype(dtype) -> torch.dtype:  # torch.float16 or 'float16'
     dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise ValueError(f"expected 'float16', 'bfloat16', 'float32' or 'float64', got {dtype}")
     return dtype
 
-# %% ../../nbs/data/39_embed.ipynb #00000026
-def _sorted_batches(lengths: list, batch_size: int) -> list:  # of lists of indices, longest first
-    if batch_size < 1:
-        raise ValueError(f"expected batch_size >= 1, got {batch_size}")
-    order = sorted(range(len(lengths)), key=lambda k: (-lengths[k], k))
-    return [order[s : s + batch_size] for s in range(0, len(order), batch_size)]
 
-# %% ../../nbs/data/39_embed.ipynb #f5a7bd78
-def _alike(ids: Mapping) -> dict:  # tokens, as a tuple -> numbers of the texts that have them
-    out = {}
-    for k, r in ids.items():
-        out.setdefault(tuple(r), []).append(k)
-    return out
-
-
-def _embed_sorted(encoder: FrozenEncoder, ids: list, batch_size: int):
-    "Generator of (index, [n, l, m] on the CPU), the longest first; equal texts are read once."
-    alike = _alike(dict(enumerate(ids)))
-    each = list(alike)
-    for batch in _sorted_batches([len(r) for r in each], batch_size):
-        some = [each[k] for k in batch]
-        embs = hidden_states(encoder.model, some, encoder.layers, encoder.pad_id).embs.cpu()
-        for r, e in zip(some, embs):
-            yield from ((k, e[: len(r)]) for k in alike[r])
-
-# %% ../../nbs/data/39_embed.ipynb #b1ed8ebc
 def _words_of(text: str, spans: list, pieces: list) -> list:
     """Words (between blanks) with the numbers of their tokens: spans (start, end) of each token,
     empty where it has no text, and pieces, one str a token, to show what has none."""
     words, out = [m.span() for m in re.finditer(r'\S+', text)], []
-    for k, _ in enumerate(pieces):
+    for k in range(len(pieces)):
         a, b = spans[k] if k < len(spans) else (0, 0)  # may begin with the blank before
         at = next((o for o in words if o[0] < b <= o[1]), None) if b > a else None
         if at and out and out[-1][0] == at:
@@ -357,20 +278,6 @@ def _words_of(text: str, spans: list, pieces: list) -> list:
         else:
             out.append([at, [k]])
     return [(text[slice(*at)] if at else pieces[ks[0]].strip() or '·', ks) for at, ks in out]
-
-# %% ../../nbs/data/39_embed.ipynb #dd807bd1
-def _learn_habits(encoder: FrozenEncoder, layers):
-    "What closes and what pads a text, how long one may be, and what the layers are."
-    tok = encoder.tokenizer
-    encoder.end_id, encoder.most = end_token(tok, encoder.end), longest(encoder.model, tok)
-    silent = encoder.end_id is None and encoder.end is not None  # the tokenizer ends texts itself
-    encoder.last_id = _own_end(tok) if silent else encoder.end_id
-    n = encoder.model.get_input_embeddings().num_embeddings  # an added padding token has none
-    own = (tok.pad_token_id, encoder.end_id)
-    encoder.pad_id = next((k for k in own if k is not None and k < n), 0)  # no token sees it
-    _, _, n, encoder.d_emb = hidden_states(encoder.model, [[0]]).embs.shape  # asked with one token
-    encoder.layers = pick_layers(layers, n)
-    encoder.n_layers = len(encoder.layers)
 
 # %% ../../nbs/data/39_embed.ipynb #00000028
 class FrozenEncoder:
@@ -401,22 +308,28 @@ class FrozenEncoder:
         self.device, self.dtype = pick_device(device), _dtype(dtype or torch.float32)
         parts = _load_frozen(name_or_folder, gguf_file, self.dtype, self.device, revision, fetch)
         self.tokenizer, self.model, self._missing = parts
-        if expected:
-            if self.fingerprint != expected:  # before anything else is done
-                other = f"'{self.name}' is another transformer, {self.fingerprint[:8]}"
-                wanted = f"expected the transformer with fingerprint {expected[:8]}"
-                raise ValueError(f"{wanted}; {other}")
+        if expected and self.fingerprint != expected:  # before anything else is done
+            other = f"'{self.name}' is another transformer, {self.fingerprint[:8]}"
+            raise ValueError(f"expected the transformer with fingerprint {expected[:8]}; {other}")
         self.revision = _revision_of(name_or_folder, gguf_file, revision)
         with in_words(f"cannot use the model in '{self.name}'", (ImportError, ValueError, OSError)):
-            _learn_habits(self, layers)
+            tok, self.n_tokens = self.tokenizer, self.model.get_input_embeddings().num_embeddings
+            self.end_id, self.most = end_token(tok, end), longest(self.model, tok)
+            own = (k for k in (tok.pad_token_id, self.end_id) if k is not None)
+            self.pad_id = next((k for k in own if k < self.n_tokens), 0)  # no token sees it
+            _, _, n, self.d_emb = hidden_states(self.model, [[0]]).embs.shape  # asked with a token
+            self.layers = pick_layers(layers, n)
+            self.n_layers = len(self.layers)
 
     @property
-    def fingerprint(self) -> str:  # computed once: GPT-2-large has 3 GB of weights
-        if any(p.requires_grad for p in self.model.parameters()):
-            return fingerprint(self.model, self._missing)  # it may change
-        if self._mark is None:
+    def fingerprint(self) -> str:  # computed once, if frozen: GPT-2-large has 3 GB of weights
+        if self._mark is None or not self._is_frozen:
             self._mark = fingerprint(self.model, self._missing)
         return self._mark
+
+    @property
+    def _is_frozen(self) -> bool:
+        return not any(p.requires_grad for p in self.model.parameters())
 
     def __repr__(self) -> str:
         size = f"{self.n_layers} × {self.d_emb}"
@@ -424,42 +337,61 @@ class FrozenEncoder:
 
     def tokens(self, texts: list) -> list:  # for each text its token ids
         ids = tokenize(self.tokenizer, texts, self.end_id, self.most)
-        n, top = self.model.get_input_embeddings().num_embeddings, max(map(max, ids), default=0)
-        if top >= n:
-            said = f"'{self.name}': the tokenizer gives token {top}, the model knows {n} tokens"
-            raise ValueError(f"{said}: they do not belong together")
+        if (top := max(map(max, ids), default=0)) >= self.n_tokens:
+            said = f"the tokenizer gives token {top}, the model knows {self.n_tokens} tokens"
+            raise ValueError(f"'{self.name}': {said}: they do not belong together")
         return ids
-
-    def pieces(self, text: str) -> list:  # one str for each token, as along mask
-        return [self.tokenizer.decode([k]) for k in self.tokens([text])[0]]
 
     def words(self, text: str) -> list:  # of (word, numbers of its tokens); end tokens stand alone
         spans = self.tokenizer(text, return_offsets_mapping=True, verbose=False)['offset_mapping']
-        return _words_of(text, spans, self.pieces(text))
+        return _words_of(text, spans, [self.tokenizer.decode([k]) for k in self.tokens([text])[0]])
 
     def __call__(self, texts: list) -> Embedded:  # one batch, on the device
         out = hidden_states(self.model, self.tokens(texts), self.layers, self.pad_id)
-        if not out.embs.isfinite().all():  # would only be met within the network
-            whole = zip(self.layers, out.embs.isfinite().all(-1).flatten(0, 1).all(0).tolist())
-            first = min(layer for layer, is_finite in whole if not is_finite)
-            raise ValueError(f"the transformer '{self.name}' gives inf or NaN in layer {first}")
+        self._check(out.embs)  # would only be met within the network
         return out
 
     def stream(self, texts: list, batch_size: int = 20):  # (index, [n, l, m]), longest texts first
-        return _embed_sorted(self, self.tokens(texts), batch_size)
+        for ks, e in self._read(dict(enumerate(self.tokens(texts))), batch_size):
+            yield from ((k, e.cpu()) for k in ks)
 
     def encode(self, texts: list, batch_size: int = 20) -> list:  # of [n, l, m], in order
         items = {k: e.clone() for k, e in self.stream(texts, batch_size)}  # lets the padding go
         return [items[k] for k in range(len(items))]
 
-    def cache_bytes(self, texts: list, dtype='float16') -> int:  # before anything is computed
-        each = self.n_layers * self.d_emb * _dtype(dtype).itemsize
-        return sum(map(len, self.tokens(texts))) * each
+    def _read(self, ids: Mapping, batch_size: int):
+        "Generator of (numbers of equal texts, [n, l, m] on the device), the longest first."
+        alike = {}
+        for k, r in ids.items():
+            alike.setdefault(tuple(r), []).append(k)
+        order = sorted(alike, key=len, reverse=True)
+        for s in range(0, len(order), batch_size):
+            rows = order[s : s + batch_size]
+            embs = hidden_states(self.model, rows, self.layers, self.pad_id).embs
+            yield from ((alike[r], e[: len(r)]) for r, e in zip(rows, embs))
+
+    def _check(self, embs: Tensor):
+        "`ValueError` for hidden states [..., l, m] that are not finite."
+        if not embs.isfinite().all():
+            whole = embs.isfinite().all(-1).flatten(0, -2).all(0).tolist()
+            first = self.layers[whole.index(False)]
+            raise ValueError(f"the transformer '{self.name}' gives inf or NaN in layer {first}")
+
+    def _narrow(self, item: Tensor, dtype: torch.dtype) -> Tensor:  # [n, l, m], a copy
+        "In this dtype; `ValueError` for what is not finite, or too large for it."
+        small = item.to(dtype, copy=True)
+        if not small.isfinite().all():
+            self._check(item)
+            top = item.abs().amax((0, 2)).tolist()
+            reach = (
+                f"hidden states of layer {self.layers[top.index(max(top))]} reach {max(top):,.0f}"
+            )
+            can = f"more than {str(dtype)[6:]} can hold ({torch.finfo(dtype).max:,.0f})"
+            instead = "choose dtype='bfloat16' or 'float32' to keep them, leave that layer out"
+            raise ValueError(f"{reach}, {can}: {instead}, or read on the fly")
+        return small
 
 # %% ../../nbs/data/39_embed.ipynb #08a6deb1
-_gpt2_large = dict(n_embd=1280, n_layer=36, n_head=20)  # of GPT2Config
-
-
 def read_config(
     name_or_folder: str | Path,  # on the Hub, or a folder
     gguf_file: str | None = None,  # as for `FrozenEncoder`
@@ -470,55 +402,42 @@ def read_config(
     tf, (name, kw) = need('transformers'), _source_of(name_or_folder, gguf_file, revision)
     known = known and name in pinned
     try:
-        config = here_or_hub(partial(tf.AutoConfig.from_pretrained, name), name, kw, not known)
+        load = lambda **kw: tf.AutoConfig.from_pretrained(name, **kw)
+        config = here_or_hub(load, name, kw, not known)
     except OSError:
-        if not known:
-            raise
-        return tf.GPT2Config(**_gpt2_large)
+        if known:
+            return tf.GPT2Config(n_embd=1280, n_layer=36, n_head=20)
+        raise
     with in_words(f"cannot use the model in '{name}'"):
         _check_config(config)
     return config
 
-# %% ../../nbs/data/39_embed.ipynb #7ba10bd2
+
 def about_tokens(texts: list) -> int:  # with an end token for each
     "How many tokens there will be, before a tokenizer is loaded."
     return len(texts) + round(1.1 * sum(len(t.split()) for t in texts))
 
-# %% ../../nbs/data/39_embed.ipynb #dce6cbd2
+
 class Price(NamedTuple):
     "What reading texts costs; `str(price)` says it in a sentence."
 
-    n_texts: int  # how many
     n_tokens: int  # about
-    n_layers: int  # hidden states of each token
-    d_emb: int  # their width
     n_weights: int  # of the transformer
-    memory: int  # bytes of its weights
-    dtype: torch.dtype  # of hidden states that are kept
+    disk: int  # bytes of the hidden states, about
     seconds: float  # to read all texts once, roughly
-    place: str = 'disk'  # where they are kept, or 'memory'
-
-    @property
-    def disk(self) -> int:  # bytes that they take there, about
-        return self.n_tokens * self.n_layers * self.d_emb * self.dtype.itemsize
+    said: str  # the sentence
 
     def __str__(self):
-        memory = f"{self.memory / 1e9:,.1f} GB of memory"
-        weights = f"{self.n_weights / 1e6:,.1f} million weights ({memory})"
-        what = f"{self.n_layers} hidden states of width {self.d_emb:,}, {weights}"
-        texts = f"{self.n_texts:,} texts, about {self.n_tokens:,} tokens"
-        once = f"to read them once takes roughly {in_time(self.seconds)}"
-        kept = f"{self.disk / 1e9:,.1f} GB of {self.place} in {str(self.dtype)[6:]}"
-        return f"{what}; {texts}: {once}, to keep their hidden states about {kept}"
+        return self.said
 
-# %% ../../nbs/data/39_embed.ipynb #69d1c2a1
+
 def in_time(seconds: float) -> str:  # in seconds, minutes or hours
     "A time as one says it."
     sizes = ((3600, 'hours'), (60, 'minutes'))
     size, word = next((s for s in sizes if seconds >= 2 * s[0]), (1, 'seconds'))
     return f"{seconds / size:,.1f} {word}"
 
-# %% ../../nbs/data/39_embed.ipynb #a5395e70
+
 def price_of(
     config,  # of transformers
     texts: list,  # of str
@@ -526,233 +445,179 @@ def price_of(
     dtype='float16',  # of a cache
     device: torch.device | None = None,  # where the transformer runs; None: the best there is
     compute: torch.dtype = torch.float32,  # in which numbers it computes
+    place: str = 'disk',  # where hidden states are kept, or 'memory'
 ) -> Price:  # of reading them
     "What it costs to read texts with a transformer, known from its config alone."
     sizes = config.get_text_config() if hasattr(config, 'get_text_config') else config
-    picked, n_tokens = pick_layers(layers, sizes.num_hidden_layers + 1), about_tokens(texts)
+    l, m = len(pick_layers(layers, sizes.num_hidden_layers + 1)), sizes.hidden_size
     with in_words("cannot make a model of this config"), torch.device('meta'):
         model = need('transformers').AutoModel.from_config(config, trust_remote_code=False)
     model = model.get_encoder() if config.is_encoder_decoder else model
     parts = model, model.get_input_embeddings()  # the second are only looked up
     n, idle = (sum(p.numel() for p in part.parameters()) for part in parts)
     x = torch.ones(1024, 1024, device=device or pick_device(), dtype=compute)
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        float((x @ x)[0, 0])
-        times.append(time.perf_counter() - start)
-    seconds = (n - idle) * n_tokens * min(times[1:]) / 1024**3
-    kept = len(picked), sizes.hidden_size, n, n * compute.itemsize, _dtype(dtype)
-    return Price(len(texts), n_tokens, *kept, seconds)
+    how = dict(globals=dict(x=x), num_threads=torch.get_num_threads())
+    once = need('torch.utils.benchmark').Timer('x @ x', **how).timeit(4).median
+    n_tokens, dtype = about_tokens(texts), _dtype(dtype)
+    seconds = (n - idle) * n_tokens * once / 1024**3
+    disk = n_tokens * l * m * dtype.itemsize
+    said = (
+        f"{l} hidden states of width {m:,}, {n / 1e6:,.1f} million weights "
+        f"({n * compute.itemsize / 1e9:,.1f} GB of memory); {len(texts):,} texts, about "
+        f"{n_tokens:,} tokens: to read them once takes roughly {in_time(seconds)}, to keep their "
+        f"hidden states about {disk / 1e9:,.1f} GB of {place} in {str(dtype)[6:]}"
+    )
+    return Price(n_tokens, n, disk, seconds, said)
 
 # %% ../../nbs/data/39_embed.ipynb #0000002d
-_formats = ('capsnb embeddings 1', 'capsnb embeddings 2')  # that can be read; the last is written
+_old = ('capsnb embeddings 1', 'capsnb embeddings 2')  # one file of numbers; can be read
+_format = 'capsnb embeddings 3'
 
 
-def _make_index(texts: list, ids: list):  # NumPy int64 [n_texts, 3]: tokens, hashes of text and ids
-    np = need('numpy')
+@contextlib.contextmanager
+def _undamaged(folder: Path):
+    "Whatever NumPy or safetensors say of damage, in one sentence."
+    try:
+        yield
+    except Exception as e:
+        again = "delete the folder and make the cache again"
+        raise ValueError(f"the cache '{folder}' is damaged ({first_line(e)}): {again}") from e
 
-    def short(b):
-        return int.from_bytes(hashlib.blake2b(b, digest_size=8).digest(), 'little', signed=True)
 
+def _hash(said: bytes) -> str:
+    return hashlib.blake2b(said, digest_size=16).hexdigest()
+
+
+def _sum(header: dict) -> str:  # of what it says, in whatever order and spacing
+    said = json.dumps({k: v for k, v in header.items() if k != 'sum'}, sort_keys=True)
+    return _hash(said.encode('utf-8', 'surrogatepass'))
+
+
+def _make_header(encoder: FrozenEncoder, texts: list, ids: list, dtype, most: int) -> dict:
+    "What a cache says about itself, JSON-ready; dtype: on disk; most: bytes of a file, about."
+    np, lengths, shards, left = need('numpy'), [*map(len, ids)], [], 0
+    size = encoder.n_layers * encoder.d_emb * dtype.itemsize
+    for k in sorted(range(len(ids)), key=lambda k: (-lengths[k], ids[k])):  # equal ones together
+        if left < lengths[k] * size:
+            shards.append([])
+            left = most
+        shards[-1].append(k)
+        left -= lengths[k] * size
+    short = lambda b: int(np.frombuffer(hashlib.blake2b(b, digest_size=8).digest(), '<i8')[0])
     said = [short(t.encode('utf-8', 'surrogatepass')) for t in texts]
     read = [short(np.asarray(r, '<i8').tobytes()) for r in ids]
-    return np.array(list(zip(map(len, ids), said, read)), '<i8').reshape(-1, 3)
-
-# %% ../../nbs/data/39_embed.ipynb #d525e729
-def _make_header(encoder: FrozenEncoder, index, dtype: torch.dtype) -> dict:
-    "What the cache says about itself, JSON-ready; dtype: on disk."
-    n_tokens, transformers = int(index[:, 0].sum()), need('transformers').__version__
-    header = dict(format=_formats[-1], encoder=encoder.fingerprint, name=encoder.name)
-    header |= dict(revision=encoder.revision, transformers=transformers, layers=encoder.layers)
-    header |= dict(d_emb=encoder.d_emb, dtype=str(dtype)[6:], n_texts=len(index), n_tokens=n_tokens)
-    size = encoder.n_layers * encoder.d_emb * dtype.itemsize
-    digest = hashlib.blake2b(index.tobytes(), digest_size=16).hexdigest()
-    header |= dict(n_bytes=n_tokens * size, index=digest)
-    return header | dict(sum=_header_sum(header))
-
-# %% ../../nbs/data/39_embed.ipynb #e36a6dea
-def _header_sum(header: dict) -> str:  # of what it says, in whatever order and spacing
-    said = json.dumps({k: v for k, v in header.items() if k != 'sum'}, sort_keys=True)
-    return hashlib.blake2b(said.encode('utf-8', 'surrogatepass'), digest_size=16).hexdigest()
-
-# %% ../../nbs/data/39_embed.ipynb #0000002f
-def _sizes(header: dict) -> dict[str, int]:  # of the two large files
-    return {'embeddings.bin': header['n_bytes'], 'ticks.bin': 8 * header['n_texts']}
+    index = _hash(np.array([lengths, said, read], '<i8').T.tobytes())
+    header = dict(format=_format, encoder=encoder.fingerprint, name=encoder.name)
+    header |= dict(revision=encoder.revision, transformers=need('transformers').__version__)
+    header |= dict(layers=encoder.layers, d_emb=encoder.d_emb, dtype=str(dtype)[6:])
+    header |= dict(n_texts=len(ids), n_tokens=sum(lengths), n_bytes=sum(lengths) * size)
+    header |= dict(index=index, shards=shards)
+    return header | dict(sum=_sum(header))
 
 
-def _lay_out(folder: Path, header: dict, index):
-    "Make the files in their full size (the file system gives the space when it is written)."
-    folder.mkdir(parents=True, exist_ok=True)
-    ticks = folder / 'ticks.bin'  # with ticks, somebody has lost the header
-    strange = {o.name for o in folder.iterdir()} - {'index.npy', *_sizes(header)}
-    if strange or ticks.is_file() and any(regular(ticks).read_bytes()):
-        held = ', '.join(strange) or 'ticks.bin'
-        raise ValueError(f"'{folder}' holds no cache of embeddings (no header.json), but {held}")
-    need('numpy').save(folder / 'index.npy', index)
-    for name, size in _sizes(header).items():
-        with open(folder / name, 'wb') as f:
-            f.truncate(size)
-    write_json(folder / 'header.json', header)
-
-# %% ../../nbs/data/39_embed.ipynb #ef5c8462
-_again = "delete the folder and make the cache again"
-
-
-def read_cache(folder: Path) -> tuple:  # header, index, ticks
-    "Read all but the embeddings; `ValueError` when something is missing, cut short or damaged."
-    np = need('numpy')
-    if not (folder / 'header.json').is_file():
-        raise ValueError(f"'{folder}' holds no cache of embeddings (no header.json)")
-    try:
-        header, index = _read_notes(folder)
-    except Exception as e:  # whatever NumPy says
-        raise ValueError(f"the cache '{folder}' is damaged ({first_line(e)}): {_again}") from e
-    for name, size in _sizes(header).items():
-        there = (folder / name).stat().st_size if (folder / name).is_file() else 0
-        if there != size:
-            short = f"{name} has {there:,} bytes, expected {size:,}"
-            raise ValueError(f"the cache '{folder}' was cut short: {short}; {_again}")
-    return header, index, np.fromfile(folder / 'ticks.bin', '<u8')
-
-
-def _read_notes(folder: Path) -> tuple:  # header and index, which belong together
-    np, words = need('numpy'), ('format', 'encoder', 'name', 'transformers', 'dtype', 'index')
+def _read_header(folder: Path) -> dict:
+    "`ValueError` when it is missing, damaged, or of an unknown format."
+    words = dict.fromkeys(('format', 'encoder', 'name', 'transformers', 'dtype', 'index'), str)
     numbers = dict.fromkeys(('d_emb', 'n_texts', 'n_tokens', 'n_bytes'), int)
-    header = read_json(folder / 'header.json', layers=list, **dict.fromkeys(words, str), **numbers)
-    if header['format'] not in _formats:
-        wanted = f"expected one of {', '.join(_formats)}"
+    header = read_json(folder / 'header.json', **words, **numbers, layers=list)
+    if header['format'] not in (*_old, _format):
+        wanted = f"expected one of {', '.join((*_old, _format))}"
         raise ValueError(f"it has the format {header['format']!r}, {wanted}")
-    checked = header['format'] != _formats[0] or 'sum' in header  # the first format had no sum
-    if checked and header.get('sum') != _header_sum(header):
+    first = header['format'] == _old[0] and 'sum' not in header  # it had none
+    if not first and header.get('sum') != _sum(header):
         raise ValueError("an entry of header.json was changed")
-    index = np.array(np.load(regular(folder / 'index.npy'), mmap_mode='r'))  # as large as the file
-    size = len(header['layers']) * header['d_emb'] * _dtype(header['dtype']).itemsize
-    same = hashlib.blake2b(index.tobytes(), digest_size=16).hexdigest() == header['index']
-    fits = index.dtype == np.int64 and index.shape == (header['n_texts'], 3)
-    fits = fits and index[:, 0].sum() == header['n_tokens']
-    if not (same and fits and 0 < header['n_bytes'] == header['n_tokens'] * size):
-        raise ValueError("header.json and index.npy do not belong together")
-    return header, index
+    return header
 
-# %% ../../nbs/data/39_embed.ipynb #00000033
-def _compare(folder: Path, header: dict, index, wanted: dict, wanted_index=None):
-    "`ValueError` that names the first difference; wanted_index None: any texts."
-    said, texts = None, wanted_index is not None
-    differ = [k for k in ('layers', 'dtype') if header[k] != wanted[k]]
-    if header['encoder'] != wanted['encoder']:
-        name = "'{name}', fingerprint {encoder:.8} (transformers {transformers})".format
-        said = f"was made by another encoder: {name(**header)}; this is {name(**wanted)}"
-    elif differ:
-        said = f"has {differ[0]} {header[differ[0]]}, this asks for {wanted[differ[0]]}"
-    elif texts and len(index) != len(wanted_index):
-        said = f"holds {len(index):,} texts, this asks for {len(wanted_index):,}"
-    elif texts and (index[:, 1] != wanted_index[:, 1]).any():
-        said = f"holds another text at {(index[:, 1] != wanted_index[:, 1]).argmax()}"
-    elif texts and (index[:, 2] != wanted_index[:, 2]).any():
-        said = "holds the same texts, but tokens of another tokenizer (or another end token)"
-    if said:
-        raise ValueError(f"the cache '{folder}' {said}; use another folder")
 
-# %% ../../nbs/data/39_embed.ipynb #00000036
-def _narrow(item: Tensor, dtype: torch.dtype, layers: list) -> Tensor:  # [n, l, m] in dtype
-    "Convert, or `ValueError`: a number is not finite, or too large for the dtype."
-    small = item.to(dtype).contiguous()
-    if small.isfinite().all():
-        return small
-    top = item.abs().nan_to_num(torch.inf).amax((0, 2)).tolist()  # of each layer
-    k = top.index(max(top))
-    if top[k] == math.inf:
-        said = f"the transformer itself gives inf or NaN, first in layer {layers[k]}"
-        raise ValueError(f"{said}: try dtype='float32' for it")
-    can = f"more than {str(dtype)[6:]} can hold ({torch.finfo(dtype).max:,.0f})"
-    instead = "choose dtype='bfloat16' or 'float32' to keep them, leave that layer out"
-    reach = f"hidden states of layer {layers[k]} reach {top[k]:,.0f}"
-    raise ValueError(f"{reach}, {can}: {instead}, or read on the fly")
-
-# %% ../../nbs/data/39_embed.ipynb #00000039
-def _fill(folder: Path, header: dict, index, items, bar, save_seconds: float):
-    "Put each text (number, [n, l, m]) in its place, and tick it off when it is safe there."
-    starts = (index[:, 0].cumsum() - index[:, 0]) * (header['n_bytes'] // header['n_tokens'])
-    dtype, pending, last = _dtype(header['dtype']), {}, time.monotonic()
-    with open(folder / 'embeddings.bin', 'r+b') as data, open(folder / 'ticks.bin', 'r+b') as ticks:
-
-        def save():
-            data.flush()
-            os.fsync(data.fileno())
-            for k, tick in pending.items():
-                ticks.seek(8 * k)
-                ticks.write(tick.to_bytes(8, 'little'))
-            ticks.flush()
-            os.fsync(ticks.fileno())
-            pending.clear()
-
-        try:
-            for k, item in items:
-                small = _narrow(item, dtype, header['layers'])
-                raw = small.reshape(-1).view(torch.uint8).numpy()
-                data.seek(int(starts[k]))
-                data.write(raw)
-                pending[k] = _tick(raw)
-                if time.monotonic() - last >= save_seconds:
-                    save()
-                    last = time.monotonic()
-                bar.update(len(item))
-        finally:
-            save()
-
-# %% ../../nbs/data/39_embed.ipynb #4c2e4be1
-def _tick(raw) -> int:  # of a text that is done; never 0
-    return 2**32 + zlib.crc32(raw)
+def _compare(folder: Path, header: dict, **wanted):
+    "`ValueError` that names the first difference."
+    for key, value in wanted.items():
+        if header[key] != value:
+            said = dict(
+                encoder=f"was made by another encoder, '{header['name']}', fingerprint "
+                f"{header['encoder'][:8]} (transformers {header['transformers']})",
+                index="holds other texts, or tokens of another tokenizer or end",
+            ).get(key, f"has {key} {header[key]}, this asks for {value}")
+            raise ValueError(f"the cache '{folder}' {said}; use another folder")
 
 # %% ../../nbs/data/39_embed.ipynb #0000003c
 class EmbeddingCache(torch.utils.data.Dataset):
-    "A finished cache: `cache[k]` is text k, [n, l, m]; use with `collate_fn=pad_embeddings`."
+    "A finished cache: `cache[k]` is text k, [n, l, m]."
 
     def __init__(self, folder: str | Path, encoder: FrozenEncoder | None = None):
-        self.folder = Path(folder).expanduser().absolute()
-        self.header, self.index, self.ticks = read_cache(self.folder)
-        self.dtype, self.lengths = _dtype(self.header['dtype']), self.index[:, 0]
+        self.folder, self.checked, self._opened = Path(folder).expanduser().absolute(), set(), {}
+        if not (self.folder / 'header.json').is_file():
+            raise ValueError(f"'{self.folder}' holds no cache of embeddings (no header.json)")
+        with _undamaged(self.folder):
+            self.header = _read_header(self.folder)
+            self.shape = (len(self.header['layers']), self.header['d_emb'])
+            self.dtype, old = _dtype(self.header['dtype']), self.header['format'] in _old
+            self.places, missing = self._old_places() if old else self._places()
         if encoder is not None:
-            wanted = _make_header(encoder, self.index, self.dtype)
-            _compare(self.folder, self.header, None, wanted)
-        if left := int((self.ticks == 0).sum()):
-            missing = f"{left:,} of {len(self.ticks):,} texts are missing"
+            asked = dict(encoder=encoder.fingerprint, layers=encoder.layers)
+            _compare(self.folder, self.header, **asked)
+        if missing:
+            left = f"{missing:,} of {len(self):,} texts are missing"
             again = "call FrozenEncoder.cache with the same texts again"
-            raise ValueError(f"the cache '{self.folder}' is not finished, {missing}: {again}")
-        self.starts, self.checked = self.lengths.cumsum() - self.lengths, bytearray(len(self))
-        self.shape = (len(self.header['layers']), self.header['d_emb'])
-        shape = (self.header['n_tokens'], *self.shape)
-        whole = dict(shared=False, size=math.prod(shape), dtype=self.dtype)
-        self.flat = torch.from_file(str(self.folder / 'embeddings.bin'), **whole).view(shape)
+            raise ValueError(f"the cache '{self.folder}' is not finished, {left}: {again}")
+
+    def _places(self) -> tuple:  # text -> its file; how many texts are missing
+        shards = {
+            self.folder / f'{s}.safetensors': ks for s, ks in enumerate(self.header['shards'])
+        }
+        missing = sum(len(ks) for path, ks in shards.items() if not path.is_file())
+        return {k: path for path, ks in shards.items() for k in ks}, missing
+
+    def _old_places(self) -> tuple:  # text -> itself, and its checksum
+        np, h, path = need('numpy'), self.header, regular(self.folder / 'embeddings.bin')
+        index = np.array(np.load(regular(self.folder / 'index.npy'), mmap_mode='r'))
+        ticks = np.fromfile(regular(self.folder / 'ticks.bin'), '<u8').tolist()
+        n, rest = divmod(path.stat().st_size, math.prod(self.shape) * self.dtype.itemsize)
+        same = _hash(index.tobytes()) == h['index'] and index[:, 0].sum() == n == h['n_tokens']
+        if (
+            not same
+            or rest
+            or path.stat().st_size != h['n_bytes']
+            or not len(ticks) == len(index) == h['n_texts']
+        ):
+            raise ValueError("its files do not belong together")
+        whole = dict(size=n * math.prod(self.shape), dtype=self.dtype)
+        flat = torch.from_file(str(path), shared=False, **whole).view(n, *self.shape)
+        places = zip(flat.split(index[:, 0].tolist()), (t - 2**32 for t in ticks))
+        return dict(enumerate(places)), ticks.count(0)
 
     def __len__(self) -> int:  # texts
-        return len(self.index)
+        return self.header['n_texts']
 
     def __getitem__(self, k: int) -> Tensor:  # [n, l, m]; `ValueError` if its bytes have changed
         return self.look(k).clone()
 
-    def __reduce__(self):  # a worker process maps the file anew
+    def __reduce__(self):  # a worker process maps the files anew
         return EmbeddingCache, (self.folder,)
 
     def look(self, k: int) -> Tensor:  # text k where it lies, not to be written to
         k = range(len(self))[k]
-        item = self.flat[self.starts[k] : self.starts[k] + self.lengths[k]]
-        if not self.checked[k]:
-            if _tick(item.reshape(-1).view(torch.uint8).numpy()) != self.ticks[k]:
-                raise ValueError(f"text {k} in the cache '{self.folder}' is damaged: {_again}")
-            self.checked[k] = 1
-        return item
+        with _undamaged(self.folder):
+            item, tick = place if isinstance(place := self.places[k], tuple) else self._in(place, k)
+            if k not in self.checked:
+                if _crc(item) != tick:
+                    raise ValueError(f"text {k} is not what was written")
+                self.checked.add(k)
+            return item
+
+    def _in(self, path: Path, k: int) -> tuple:  # text k of a file, and its checksum
+        if path not in self._opened:
+            self._opened[path] = need('safetensors').safe_open(regular(path), 'pt')
+        file = self._opened[path]
+        return file.get_tensor(str(k)), k in self.checked or int(file.metadata()[str(k)])
 
     def verify(self):  # reads all of it; `ValueError` at the first damaged text
-        self.checked = bytearray(len(self))
         for k in range(len(self)):
             self.look(k)
 
-    def batch(
-        self, ks: list, dtype: torch.dtype = torch.float32, out: Tensor | None = None
-    ) -> Embedded:  # `pad_embeddings` of these texts, one copy fewer
-        return pad_embeddings([self.look(k) for k in ks], dtype, out)
+
+def _crc(item: Tensor) -> int:
+    return zlib.crc32(item.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 # %% ../../nbs/data/39_embed.ipynb #0000003e
 def check_space(folder: Path, n_bytes: int):  # to be written there
@@ -766,7 +631,7 @@ def check_space(folder: Path, n_bytes: int):  # to be written there
             "(--cache-dtype), or read on the fly, without a cache (--on-the-fly)"
         )
 
-# %% ../../nbs/data/39_embed.ipynb #0000003f
+
 def _make_cache(
     encoder: FrozenEncoder,  # computes what is missing
     texts: list,  # of str
@@ -774,42 +639,58 @@ def _make_cache(
     dtype='float16',  # on disk, or 'bfloat16', 'float32'
     batch_size: int = 20,  # texts at a time
     progress: bool = True,  # whether to draw a bar
-    save_seconds: float = 5.0,  # how often finished texts are ticked off
+    shard_bytes: int = 2**26,  # of a file, about: a run that is killed loses no more
 ) -> EmbeddingCache:  # of all texts
     "Compute what is not there yet; `ValueError` for another cache, `OSError` for no room."
-    folder, texts, dtype = Path(folder).expanduser().absolute(), as_texts(texts), _dtype(dtype)
-    _check_frozen(encoder)
-    if not texts:
-        raise ValueError("expected at least one text to cache, got none")
-    ids = encoder.tokens(texts)
-    index = _make_index(texts, ids)
-    header = _make_header(encoder, index, dtype)
+    folder, texts = Path(folder).expanduser().absolute(), as_texts(texts)
+    ids = _tokens_to_keep(encoder, texts)
+    header = _make_header(encoder, texts, ids, _dtype(dtype), shard_bytes)
     with alone(folder):
-        fresh, ticks = not (folder / 'header.json').exists(), 0 * index[:, 0]
-        if not fresh:
-            old, old_index, ticks = read_cache(folder)
-            _compare(folder, old, old_index, header, index)
-        todo = (ticks == 0).nonzero()[0].tolist()
-        left = int(index[todo, 0].sum())
+        if fresh := not (folder / 'header.json').exists():
+            if folder.exists() and (held := sorted(o.name for o in folder.iterdir())):
+                raise ValueError(f"'{folder}' holds no cache of embeddings, but {held[:8]}")
+        else:
+            with _undamaged(folder):
+                old = _read_header(folder)
+            same = ('encoder', 'layers', 'dtype', 'index')
+            _compare(folder, old, **{k: header[k] for k in same})
+            if old['format'] in _old:
+                return EmbeddingCache(folder)
+            header = old
+        shards = {folder / f'{s}.safetensors': ks for s, ks in enumerate(header['shards'])}
+        todo = {path: ks for path, ks in shards.items() if not path.exists()}
+        left = sum(len(ids[k]) for ks in todo.values() for k in ks)
         check_space(folder, left * (header['n_bytes'] // header['n_tokens']))
         if fresh:
-            _lay_out(folder, header, index)
-        look = dict(unit=' tokens', unit_scale=True, mininterval=0.5, disable=not progress)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / 'header.json', header)
+        sweep(folder)
+        look = dict(
+            unit=' tokens', unit_scale=True, mininterval=0.5, disable=not (progress and todo)
+        )
         look |= dict(desc=f"{len(texts):,} texts, {header['n_bytes'] / 1e9:.2f} GB")
         begun = dict(total=header['n_tokens'], initial=header['n_tokens'] - left)
-        if todo:
-            with need('tqdm').tqdm(**begun, **look) as bar:
-                some = _embed_sorted(encoder, [ids[k] for k in todo], batch_size)
-                items = ((todo[k], item) for k, item in some)
-                _fill(folder, header, index, items, bar, save_seconds)
+        with need('tqdm').tqdm(**begun, **look) as bar:
+            for path, ks in todo.items():
+                items = {}
+                for alike, e in encoder._read({k: ids[k] for k in ks}, batch_size):
+                    small = encoder._narrow(e, _dtype(dtype)).cpu()
+                    items |= {str(k): small.clone() for k in alike}
+                    bar.update(len(small) * len(alike))
+                ticks = {k: str(_crc(item)) for k, item in items.items()}
+                with draft(path) as f:
+                    f.write(need('safetensors.torch').save(items, ticks))
     return EmbeddingCache(folder)
 
 
-def _check_frozen(encoder: FrozenEncoder):
-    "`ValueError` for a transformer whose hidden states will change."
-    if any(p.requires_grad for p in encoder.model.parameters()):
+def _tokens_to_keep(encoder: FrozenEncoder, texts: list) -> list:
+    "`ValueError` for no text, and for a transformer whose hidden states will change."
+    if not encoder._is_frozen:
         trained = "got one that is being trained: what it says now cannot be kept"
         raise ValueError(f"expected a frozen transformer, {trained}")
+    if not texts:
+        raise ValueError("expected at least one text to keep, got none")
+    return encoder.tokens(texts)
 
 
 FrozenEncoder.cache = _make_cache
@@ -818,22 +699,23 @@ FrozenEncoder.cache = _make_cache
 class HeldStates:
     "Hidden states in the memory of the encoder's device: see `FrozenEncoder.hold`."
 
-    def __init__(self, encoder, texts: list, ids: dict, dtype: torch.dtype, batch_size: int, bar):
-        self.texts, self.made_by, at = texts, (encoder.fingerprint, encoder.layers), 0
-        alike, places = _alike(ids), [(0, 0)] * len(texts)
-        each = list(alike)  # equal texts share a place
-        shape = sum(map(len, each)), encoder.n_layers, encoder.d_emb
+    def __init__(
+        self, encoder, texts: list, rows: list, dtype: torch.dtype, batch_size: int, progress
+    ):
+        self.texts, self.made_by, at = list(texts), (encoder.fingerprint, encoder.layers), 0
+        ids = dict(zip(rows, _tokens_to_keep(encoder, [texts[k] for k in rows])))
+        n = sum(map(len, set(map(tuple, ids.values()))))  # equal texts share a place
+        shape, places = (n, encoder.n_layers, encoder.d_emb), [(0, 0)] * len(texts)
+        _check_memory(math.prod(shape) * dtype.itemsize, encoder.device)
         self.flat = torch.empty(shape, dtype=dtype, device=encoder.device)
-        for batch in _sorted_batches([len(r) for r in each], batch_size):
-            some = [each[k] for k in batch]
-            mask, embs = hidden_states(encoder.model, some, encoder.layers, encoder.pad_id)
-            embs = _narrow(embs[mask > 0], dtype, encoder.layers)
-            self.flat[at : at + len(embs)] = embs
-            for r in some:
-                for k in alike[r]:
-                    places[k] = at, len(r)
-                at += len(r)
-            bar.update(len(embs))
+        look = dict(total=n, unit=' tokens', unit_scale=True, disable=not progress)
+        with need('tqdm').tqdm(**look) as bar:
+            for ks, e in encoder._read(ids, batch_size):
+                self.flat[at : at + len(e)] = encoder._narrow(e, dtype)
+                for k in ks:
+                    places[k] = at, len(e)
+                at += len(e)
+                bar.update(len(e))
         self.starts, self.lengths = torch.tensor(places).unbind(1)
 
     def __len__(self):  # texts
@@ -851,7 +733,7 @@ class HeldStates:
     def look(self, where: Tensor) -> Tensor:
         return self.flat[where.to(self.flat.device)].float()
 
-# %% ../../nbs/data/39_embed.ipynb #4e1d0003
+
 def _check_memory(n_bytes: int, device: torch.device):
     "`MemoryError` where there is not the room, and some to train."
     if device.type == 'cuda':
@@ -860,13 +742,13 @@ def _check_memory(n_bytes: int, device: torch.device):
     else:
         free = need('psutil').virtual_memory().available
     if n_bytes > 0.9 * free:
-        wants = f"hidden states take {n_bytes / 1e9:,.1f} GB of memory"
         raise MemoryError(
-            f"{wants}, of which {device} has {free / 1e9:,.1f} GB free: "
-            "read fewer layers (--layers), sentences only (--roots), or keep them on disk (--cache)"
+            f"hidden states take {n_bytes / 1e9:,.1f} GB of memory, of which {device} has "
+            f"{free / 1e9:,.1f} GB free: read fewer layers (--layers), sentences only (--roots), "
+            "or keep them on disk (--cache)"
         )
 
-# %% ../../nbs/data/39_embed.ipynb #4e1d0004
+
 def _hold(
     encoder: FrozenEncoder,  # whose hidden states
     wanted: dict,  # name -> texts, and numbers of those that are read (None: all)
@@ -875,22 +757,13 @@ def _hold(
     progress: bool = False,  # whether to draw a bar
 ) -> dict:  # name -> `HeldStates`
     "Read what is not in memory yet, let go what is no longer wanted; `MemoryError` for no room."
-    _check_frozen(encoder)
-    dtype, width = _dtype(dtype), encoder.n_layers * encoder.d_emb
+    dtype = _dtype(dtype)
     keys = {k: (tuple(texts), rows and tuple(rows), dtype) for k, (texts, rows) in wanted.items()}
     encoder.held = {k: kept for k, kept in encoder.held.items() if kept[0] == keys.get(k)}
-    ids = {}
     for name, (texts, rows, _) in keys.items():
         if name not in encoder.held:
             some = range(len(texts)) if rows is None else rows
-            ids[name] = dict(zip(some, encoder.tokens([texts[k] for k in some])))
-            if not some:
-                raise ValueError(f"expected at least one text to keep in memory, got none: {name}")
-    n = sum(len(r) for read in ids.values() for r in _alike(read))
-    _check_memory(n * width * dtype.itemsize, encoder.device)
-    with need('tqdm').tqdm(total=n, unit=' tokens', unit_scale=True, disable=not progress) as bar:
-        for name, read in ids.items():
-            states = HeldStates(encoder, list(keys[name][0]), read, dtype, batch_size, bar)
+            states = HeldStates(encoder, texts, some, dtype, batch_size, progress)
             encoder.held[name] = keys[name], states
     return {k: states for k, (_, states) in encoder.held.items()}
 
