@@ -251,12 +251,12 @@ def test_order_of_places(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     'damaged, says',
     [
-        ('[1]', 'expected a JSON object, got a list'),
+        ('[1]', 'expected a JSON object, got .1.'),
         ('', 'cannot be read'),
         ('[' * 100_000, 'cannot be read'),
         ('{"share": 1}', "no entry 'n'"),
-        ('{"n": true}', 'to be a whole number, got true or false'),
-        ('{"n": 3, "share": "x"}', 'to be a number, got a text'),
+        ('{"n": true}', 'to be a whole number, got True'),
+        ('{"n": 3, "share": "x"}', 'to be a number, got .x.'),
     ],
 )
 def test_a_damaged_note_is_one_sentence(tmp_path, damaged, says):

@@ -51,13 +51,11 @@ def same(a, b):
 
 # ---- what is read
 
-batch = lambda x, y: pickle.dumps(dict(data=x, labels=y), 3)
-
 
 def make_cifar(folder):
     for name in mnist.batch_names:
-        pixels = np.arange(6144, dtype='u1').reshape(2, 3072)
-        (folder / name).write_bytes(batch(pixels, [3, 7]))
+        record = bytes(k % 251 for k in range(3072))
+        (folder / f'{name}.bin').write_bytes(b'\3' + record + b'\7' + record)
 
 
 def is_a_batch(found, _):
@@ -76,7 +74,7 @@ def make_cache(folder):
 
 def read_cache(folder):
     (cache := EmbeddingCache(folder)).verify()
-    return cache.flat.clone()
+    return torch.cat(list(cache))
 
 
 def net():
@@ -141,7 +139,7 @@ def a_picture_each(found, _):
     return all(x['image'].shape == (len(x['label']), 3, 4, 4) for x in found.values())
 
 
-cache_files = 'header.json index.npy embeddings.bin ticks.bin'
+cache_files = 'header.json 0.safetensors'
 encoder_files = 'config.json model.safetensors tokenizer.json tokenizer_config.json'
 run_files = 'config.json model.safetensors metrics.json task.json'
 checkpoint_files = 'seal.json model.safetensors optimizer.pt'
@@ -150,7 +148,7 @@ read_encoder = lambda o: FrozenEncoder(o, device='cpu')(TEXTS).mask
 read_run = lambda o: dict(load_run(o, 'cpu').network.state_dict())
 read_cifar = lambda o: mnist.read_cifar10(o, official=False)
 readers = {  # what makes good files, which are attacked, what reads them, whether they say so now
-    'CIFAR-10': (make_cifar, 'data_batch_2 test_batch', read_cifar, is_a_batch),
+    'CIFAR-10': (make_cifar, 'data_batch_2.bin test_batch.bin', read_cifar, is_a_batch),
     'treebank': (tiny_treebank, 'train.txt', lambda o: read_trees(o / 'train.txt'), said_by),
     'hidden states': (make_cache, cache_files, read_cache, None),
     'a transformer': (make_encoder, encoder_files, read_encoder, lambda x, _: x.ndim == 2),
@@ -209,11 +207,6 @@ def archive(name, content):
     return saved(write)
 
 
-def npy(shape):
-    head = str(dict(descr='<i8', fortran_order=False, shape=shape)).encode().ljust(117) + b'\n'
-    return b'\x93NUMPY\x01\x00' + struct.pack('<H', len(head)) + head
-
-
 crc = lambda data: struct.pack('>I', zlib.crc32(data))
 
 
@@ -224,25 +217,8 @@ def png(width, height, data=b''):
     return b'\x89PNG\r\n\x1a\n' + b''.join(sealed)
 
 
-def laughs():
-    "Every list holds the one before twice: small to read, endless to say."
-    x = [1]
-    for _ in range(60):
-        x = [x, x]
-    return x
-
-
-class Shape:
-    "An array whose shape is such a list; it pickles as one."
-
-    def __reduce__(self):
-        make, args, state = np.zeros(1, 'u1').__reduce__()
-        return make, args, (1, (laughs(),), *state[2:])
-
-
 strangers = [  # files of another kind: some run code, some claim what there is not
     pickle.dumps(Evil()),
-    batch(Evil(), [1]),
     saved(lambda f: torch.save(Evil(), f)),
     saved(lambda f: np.save(f, np.array([Evil()], dtype=object))),
     archive('archive/data.pkl', pickle.dumps(Evil())),
@@ -374,17 +350,8 @@ def test_what_is_no_file(place, copies):
     assert not broke, '\n'.join(broke)
 
 
-one = np.zeros((1, 3072), 'u1')
-gigabytes = b'\x80\x05\x96' + struct.pack('<Q', 2**36) + b'x.'
 nameless = png(5, 6, bytes(96)).replace(b'IDAT', b'\x02L\x0c\xa8')
 found = {  # bytes that broke a reader once
-    'an archive in place of an array': ('hidden states', 'index.npy', archive('a', npy((1,)))),
-    'an array of terabytes': ('hidden states', 'index.npy', npy((2**40, 3))),
-    'an object of a huge number': ('CIFAR-10', 'test_batch', b'\x80\x02]r\xff\xff\xff\x7f.'),
-    'the same in letters': ('CIFAR-10', 'test_batch', b'\x80\x02]p9999999999\n.'),
-    'bytes of gigabytes': ('CIFAR-10', 'test_batch', gigabytes),
-    'a label without an end': ('CIFAR-10', 'test_batch', batch(one, [laughs()])),
-    'a shape without an end': ('CIFAR-10', 'test_batch', batch(Shape(), [1])),
     'a row that is null': ('own JSON', 'all.jsonl', b'null'),
     'null among rows': ('own JSON', 'all.jsonl', b'{"x": 1}\nnull\n{"x": 2}'),
     'a list of null': ('own JSON', 'all.jsonl', b'[{"x": 1}, null]'),

@@ -1,9 +1,7 @@
 """The files of MNIST, Fashion-MNIST and CIFAR-10: damage of every kind, the Hub by proxy, pairs."""
 
-import contextlib
 import gzip
 import hashlib
-import pickle
 import struct
 from pathlib import Path
 import pytest
@@ -11,7 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from capsnb import load_cifar10
 from capsnb.data import files, mnist
-from capsnb.data.mnist import as_floats, batch_md5s, batch_names, cifar_names, format_idx, idx_names
+from capsnb.data.mnist import as_floats, batch_md5s, cifar_names, format_idx, idx_names
 from capsnb.data.mnist import load_mnist, open_cifar10, overlapping_pairs, place_images
 from capsnb.data.mnist import read_cifar10, read_idx, read_mnist, tiny_cifar10
 
@@ -54,11 +52,11 @@ def test_one_changed_or_missing_byte_never_passes_unseen(tmp_path_factory, shape
     changed = whole[:at] + bytes([byte]) + whole[at + 1 :]
     path.write_bytes(changed)
     try:
-        x, md5 = read_idx(path)
+        x = read_idx(path)
     except ValueError as e:
         assert 'somefile byte' in str(e) and at < 4 + 4 * len(shape)
     else:  # another byte among the elements, or another array of just this size
-        assert format_idx(x) == changed and md5 == hashlib.md5(changed).hexdigest()
+        assert format_idx(x) == changed
 
 
 def test_raw_and_gzipped_files_are_one_data_set(folder, monkeypatch):
@@ -103,17 +101,19 @@ def put(folder, name, *shape):
 
 def test_what_is_wrong_is_named(folder):
     hint = 'official=False, on the command line --any-files'
-    with pytest.raises(ValueError, match=f'train-images-idx3-ubyte: expected MD5.*{hint}'):
+    with pytest.raises(ValueError, match=f'train-images-idx3-ubyte byte 4: expected sizes.*{hint}'):
         read_mnist(folder, 'fashion-mnist')
     put(folder, idx_names[3], 9)
-    with pytest.raises(ValueError, match='t10k-labels.* expected 10 labels'):
+    with pytest.raises(
+        ValueError, match=r'test: expected .*n labels from 0 to 9, got \[10, 6, 5\] and \[9\]'
+    ):
         read_mnist(folder, official=False)
     put(folder, idx_names[2], 10, 30)
-    with pytest.raises(ValueError, match='t10k-images.* expected 3 dimensions'):
+    with pytest.raises(ValueError, match='test: expected images'):
         read_mnist(folder, official=False)
     put(folder, idx_names[3], 10)
     put(folder, idx_names[2], 10, 6, 6)
-    with pytest.raises(ValueError, match='t10k-images.* expected images of 6 x 5 as in .*6 x 6'):
+    with pytest.raises(ValueError, match=r"expected images \['n', 6, 5\].*got \[10, 6, 6\]"):
         read_mnist(folder, official=False)
     (folder / idx_names[0]).unlink()
     with pytest.raises(FileNotFoundError, match='train-images-idx3-ubyte'):
@@ -160,28 +160,11 @@ def test_mnist_of_the_hub(folder, hub, capsys):
     assert hub.asked == [('ylecun/mnist', mnist.hub_revisions['mnist'])]
     assert "'ylecun/mnist' from the Hugging Face Hub" in capsys.readouterr().out
     assert (as_floats(data['test'])['image'] * 255).round().byte()[:, 0].equal(parts['test'][0])
-    with pytest.raises(ValueError, match='ylecun/mnist, train: expected MD5'):
+    with pytest.raises(ValueError, match='ylecun/mnist: train-images.*: expected MD5'):
         load_mnist('mnist')
     hub.parts = None
     with pytest.raises(ConnectionError, match='no network.*CAPSNB_DATA'):
         load_mnist('mnist')
-
-
-def test_checksums_are_those_of_the_unpacked_files(folder, monkeypatch):
-    parts = read_mnist(folder, official=False)
-    sums = [hashlib.md5(format_idx(x)).hexdigest() for part in parts.values() for x in part]
-    monkeypatch.setitem(mnist.md5s, 'mnist', dict(zip(idx_names, sums)))
-    assert load_mnist('mnist', folder, n_valid=0)['train'].num_rows == 40
-    for k, name in enumerate(idx_names):  # one pixel, or one label, in each of the four
-        path = next(p for p in (folder / name, folder / f'{name}.gz') if p.exists())
-        whole = path.read_bytes()
-        x, _ = read_idx(path)
-        x.view(-1)[-1] = (x.view(-1)[-1] + 1) % 10
-        path.write_bytes(gzip.compress(format_idx(x)) if path.suffix == '.gz' else format_idx(x))
-        with pytest.raises(ValueError, match=f'{name}.*: expected MD5 {sums[k]}'):
-            read_mnist(folder)
-        path.write_bytes(whole)
-    read_mnist(folder)
 
 
 @pytest.mark.parametrize('zipped', [False, True])
@@ -192,12 +175,6 @@ def test_names_need_not_say_whether_a_file_is_zipped(folder, zipped):
     (folder / name).unlink()
     (folder / (name if zipped else f'{name}.gz')).write_bytes(gzip.compress(raw) if zipped else raw)
     assert read_mnist(folder, official=False)['train'][0].equal(truth['train'][0])
-
-
-@pytest.mark.parametrize('n', (True, -1, 40, 2.0))
-def test_validation_pictures_are_a_number(folder, n):
-    with pytest.raises(ValueError, match='n_valid must be an integer from 0 to 39'):
-        load_mnist('fashion-mnist', folder, n_valid=n, official=False)
 
 
 @settings(deadline=None, max_examples=30)
@@ -229,11 +206,8 @@ def test_a_pair_is_what_place_images_says():
     [
         (dict(size=3), 'do not fit'),
         (dict(labels=torch.zeros(4, dtype=torch.long)), 'two classes'),
-        (dict(labels=torch.arange(4.0)), 'integer labels, got torch.float32'),
-        (dict(images=torch.rand(4, 3, 4, 4)), r'\[m, 1, rows, columns\]'),
-        (dict(images=torch.ones(4, 1, 4, 4, dtype=torch.uint8)), 'divide bytes by 255'),
-        (dict(images=255 * torch.ones(4, 1, 4, 4)), 'got 255 to 255'),
-        (dict(n=0), 'n must be an integer >= 1, got 0'),
+        (dict(images=torch.ones(4, 1, 4, 4, dtype=torch.uint8)), 'bytes divided by 255'),
+        (dict(images=255 * torch.ones(4, 1, 4, 4)), 'from 255 to 255'),
     ],
 )
 def test_pairs_refuse(kw, what):
@@ -248,45 +222,21 @@ def header(*shape):
     return bytes([0, 0, 8, len(shape)]) + struct.pack(f'>{len(shape)}I', *shape)
 
 
-class Counted:
-    "an open file that notes how much of it was asked for"
-
-    def __init__(self, f, count):
-        self.f, self.count = f, count
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.f.close()
-
-    def read(self, n):
-        self.count.append(n)
-        return self.f.read(n)
-
-
 @pytest.mark.parametrize('zipped', [True, False])
 @pytest.mark.parametrize(
     'shape, official',
     [((40, 6, 5), False), ((40, 6, 5), True), ((3_000_000_000,), True), ((60000, 28, 29), True)],
 )
-def test_no_more_is_read_than_the_header_or_the_official_size_says(
-    folder, monkeypatch, zipped, shape, official
-):
+def test_no_more_is_read_than_the_header_or_the_official_size_says(folder, zipped, shape, official):
     (folder / idx_names[0]).unlink()
-    path, count = folder / f"{idx_names[0]}{'.gz' * zipped}", []
-    with gzip.open(path, 'wb', compresslevel=1) if zipped else open(path, 'wb') as f:
-        f.write(header(*shape) + bytes(10_000_000))
-
-    if zipped:
-        real = gzip.open
-        monkeypatch.setattr(gzip, 'open', lambda *args: Counted(real(*args), count))
-    else:
-        monkeypatch.setattr(mnist, 'open', lambda *args: Counted(open(*args), count), raising=False)
-    said = r'train-images\S* byte \d+: expected (the end of the file|sizes that)'
+    path = folder / f"{idx_names[0]}{'.gz' * zipped}"
+    data = header(*shape) + bytes(3_000_000)
+    path.write_bytes(
+        gzip.compress(data, 1)[:-9] if zipped else data
+    )  # who reads to its end says so
+    said = r'train-images\S* (\(unpacked\) )?byte \d+: expected (the end of the file|sizes that)'
     with pytest.raises(ValueError, match=said):
         read_mnist(folder, official=official)
-    assert sum(count) <= 1217
 
 
 # ---- the Hub ----
@@ -327,68 +277,12 @@ def test_a_damaged_cache_is_named(hub_cache, text):
         load_mnist('mnist', official=False)
 
 
-def test_floats_stay_as_they_are():
-    datasets = pytest.importorskip('datasets')
-    x = torch.rand(4, 1, 3, 3)
-    part = datasets.Dataset.from_dict(dict(image=x.numpy(), label=[0, 1, 2, 3]))
-    assert as_floats(part.with_format('torch'))['image'].sub(x).abs().max() < 1e-6
-
-
-@pytest.mark.parametrize('zipped', [True, False])
-def test_a_tiny_file_with_much_behind_it(tmp_path, zipped):
-    "the longest header is longer than this whole file"
-    path = tmp_path / 'x'
-    for more in (0, 1, 10, 5_000_000):
-        data = format_idx(torch.ones(1, dtype=torch.uint8)) + bytes(more)
-        path.write_bytes(gzip.compress(data, 1) if zipped else data)
-        if more:
-            with pytest.raises(ValueError, match='byte 9: expected the end of the file'):
-                read_idx(path)
-        else:
-            assert read_idx(path)[0].tolist() == [1]
-
-
 # ---- CIFAR-10 ----
-
-
-def short(text):
-    return b'U' + bytes([len(text)]) + text.encode()
-
-
-def int4(n):
-    return b'J' + struct.pack('<i', n)
-
-
-def as_python_2(x, y, kind='training batch 1 of 5'):
-    "A batch in the bytes that cPickle of Python 2 wrote (protocol 2), opcode by opcode."
-    n, pixels = len(y), x.flatten(1).numpy().tobytes()
-    labels = b']q\x06(' + b''.join(b'K' + bytes([k]) for k in y.tolist()) + b'e'
-    made = b'cnumpy.core.multiarray\n_reconstruct\nq\x08cnumpy\nndarray\nq\x09'
-    made += b'K\x00\x85q\x0a' + short('b') + b'\x87q\x0bRq\x0c'
-    dtype = b'cnumpy\ndtype\nq\x0d' + short('u1') + b'K\x00K\x01\x87q\x0eRq\x0f'
-    dtype += b'(K\x03' + short('|') + b'NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb'
-    state = b'(K\x01' + int4(n) + int4(3072) + b'\x86q\x10' + dtype + b'\x89'
-    state += b'T' + struct.pack('<i', len(pixels)) + pixels + b'tb'
-    names = b']q\x11(' + b''.join(map(short, (f'{k}.png' for k in range(n)))) + b'e'
-    items = short('batch_label') + short(kind) + short('labels') + labels
-    items += short('data') + made + state + short('filenames') + names
-    return b'\x80\x02}q\x01(' + items + b'u.'
 
 
 @pytest.fixture
 def cifar(tmp_path):
     return tiny_cifar10(tmp_path / 'cifar-10-batches-bin', 12)
-
-
-@pytest.fixture
-def pickled(cifar, tmp_path):
-    "the same images, as Python 2 pickled them"
-    out = tmp_path / 'other' / 'cifar-10-batches-py'
-    out.mkdir(parents=True)
-    for name in batch_names:
-        x, y = mnist._from_records((cifar / f'{name}.bin').read_bytes(), name)
-        (out / name).write_bytes(as_python_2(x, y))
-    return out
 
 
 def same(a, b):
@@ -398,12 +292,10 @@ def same(a, b):
             assert a[k][name].dtype == b[k][name].dtype and a[k][name].equal(b[k][name])
 
 
-def test_both_kinds_of_files_and_all_ways_to_name_them(cifar, pickled, monkeypatch):
+def test_all_ways_to_name_a_folder(cifar, monkeypatch):
     few = dict(n_valid=20, official=False)
     want = open_cifar10(cifar, **few)
     assert [v['image'].shape for v in want.values()] == [(n, 3, 32, 32) for n in (40, 20, 12)]
-    same(open_cifar10(pickled, **few), want)
-    same(open_cifar10(pickled.parent, **few), want)
     monkeypatch.setenv('CAPSNB_DATA', str(cifar.parent))
     same(open_cifar10(**few), want)
     data = load_cifar10(**few)
@@ -435,87 +327,34 @@ def test_cifar_of_the_hub(cifar, hub):
         open_cifar10()
 
 
-def test_checksums_of_cifar(cifar, pickled, monkeypatch):
-    "of every file, before anything in it is read; twelve published ones"
-    assert len(batch_md5s) == len(set(batch_md5s.values())) == 12
+def test_checksums_of_cifar(cifar, monkeypatch):
     hint = 'official=False, on the command line --any-files'
     with pytest.raises(ValueError, match=f'data_batch_1.bin: expected MD5 5dd7e06a.*{hint}'):
         read_cifar10(cifar)
-    monkeypatch.setattr(mnist, '_Arrays', None)
-    with pytest.raises(ValueError, match='data_batch_1: expected MD5 c99cafc1'):
-        read_cifar10(pickled)
     for path in cifar.iterdir():
         known = hashlib.md5(path.read_bytes()).hexdigest()
-        monkeypatch.setitem(batch_md5s, path.name, known)
+        monkeypatch.setitem(batch_md5s, path.stem, known)
     read_cifar10(cifar)
     (cifar / 'data_batch_3.bin').unlink()
-    with pytest.raises(FileNotFoundError, match=r"data_batch_3, .*found \['data_batch_1', 'data_b"):
+    with pytest.raises(
+        FileNotFoundError, match=r"data_batch_3.bin, .*found \['data_batch_1.bin', 'data_b"
+    ):
         open_cifar10(cifar)
 
 
 @pytest.mark.parametrize(
     'change, said',
     [
-        (lambda raw: raw[:3073] + b'\x0a' + raw[3074:], 'byte 3073: expected a label.*got 10'),
-        (lambda raw: raw[:-1], 'byte 36875: expected records of 3,073 bytes'),
-        (lambda raw: b'', 'byte 0'),
+        (
+            lambda raw: raw[:3073] + b'\x0a' + raw[3074:],
+            ' byte 3073: expected a label.*got 10',
+        ),
+        (lambda raw: raw[:-1], ' byte 36875: expected records of 3,073 bytes'),
+        (lambda raw: b'', ' byte 0'),
     ],
 )
 def test_records_are_read_exactly_or_refused(cifar, change, said):
     path = cifar / 'data_batch_2.bin'
     path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(ValueError, match=f'data_batch_2.bin {said}'):
+    with pytest.raises(ValueError, match=f'data_batch_2.bin{said}'):
         read_cifar10(cifar, official=False)
-
-
-@settings(deadline=None, max_examples=150)
-@given(st.data())
-def test_a_damaged_pickle_never_passes_as_another_error(data):
-    whole = as_python_2(torch.zeros(2, 3072, dtype=torch.uint8), torch.tensor([1, 2]))
-    heads = [*range(300), *range(len(whole) - 60, len(whole))]  # what is between are pixels
-    at, byte = data.draw(st.sampled_from(heads)), data.draw(st.integers(0, 255))
-    with pytest.raises(ValueError, match='f: '):
-        mnist._from_pickle(whole[:at], 'f')
-    with contextlib.suppress(ValueError):
-        x, y = mnist._from_pickle(whole[:at] + bytes([byte]) + whole[at + 1 :], 'f')
-        assert x.shape == (len(y), 3072) and y.max() <= 9
-
-
-class Hostile:
-    def __reduce__(self):
-        return print, ('run',)
-
-
-@pytest.mark.parametrize(
-    'raw, said',
-    [
-        (pickle.dumps({'data': Hostile(), 'labels': []}), 'expected arrays only, got .*print'),
-        (b'\x80\x02Nr\xff\xff\xff\x7f.', 'it numbers an object 2,147,483,647'),  # 16 GB
-        (
-            b'\x80\x02}U\x04datacnumpy\nndarray\nJ\xff\xff\xff\x7f\x85Rs.',
-            'cannot unpack',
-        ),  # likewise
-    ],
-)
-def test_a_pickle_runs_nothing_and_claims_nothing(capsys, raw, said):
-    with pytest.raises(ValueError, match=f'f: damaged pickle: {said}'):
-        mnist._from_pickle(raw, 'f')
-    assert not capsys.readouterr().out
-
-
-def test_a_pickle_with_another_array():
-    x, y = torch.randint(256, (4, 3072), dtype=torch.uint8), torch.tensor([1, 2, 3, 9])
-    whole = as_python_2(x, y)
-    for was, came in (
-        (short('u1'), short('i1')),
-        (int4(3072), int4(3071)),
-        (b'K\x09e', b'K\x0ae'),
-        (b'K\x09e', b'e'),
-    ):
-        assert whole.count(was) == 1
-        with pytest.raises(ValueError, match='f: '):
-            mnist._from_pickle(whole.replace(was, came), 'f')
-    by_column = as_python_2(x.T.contiguous().view(4, 3072), y)
-    by_column = by_column.replace(b'tb\x89T', b'tb\x88T')  # Fortran's order
-    assert mnist._from_pickle(by_column, 'f')[0].equal(x)
-    assert mnist._from_pickle(whole, 'f')[0].equal(x)

@@ -5,31 +5,32 @@
 # %% ../../nbs/data/32_files.ipynb #00000002
 from __future__ import annotations
 import contextlib
+import gzip
 import hashlib
 import http.client
 import json
+import math
 import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from urllib.request import Request, urlopen
+import torch
+from torch import Tensor
 from ..core import need
 
 # %% auto #0
-__all__ = ['cache_folder', 'find_folder', 'draft', 'sync_folder', 'alone', 'sweep', 'regular', 'is_gzip', 'checksum', 'fetch',
-           'write_text', 'write_json', 'read_json', 'wrong_byte', 'need_hub', 'here_or_hub', 'first_line', 'in_words',
-           'load_hub']
+__all__ = ['cache_folder', 'find_folder', 'draft', 'sync_folder', 'alone', 'sweep', 'regular', 'checksum', 'fetch', 'write_text',
+           'write_json', 'read_json', 'wrong_byte', 'check_md5', 'read_array', 'need_hub', 'first_line', 'in_words',
+           'here_or_hub', 'load_hub']
 
 # %% ../../nbs/data/32_files.ipynb #00000006
 def cache_folder(name: str) -> Path:  # its folder; it need not exist yet
     "The folder for files that the library writes itself."
     return Path(os.environ.get('XDG_CACHE_HOME') or '~/.cache').expanduser() / 'capsnb' / name
-
-# %% ../../nbs/data/32_files.ipynb #00000009
-def _held(folder: Path, names: Sequence[str], endings: Sequence[str]) -> list[str]:
-    return [o for o in names if any((folder / f'{o}{end}').is_file() for end in endings)]
 
 # %% ../../nbs/data/32_files.ipynb #0000000c
 def find_folder(
@@ -40,20 +41,20 @@ def find_folder(
     endings: Sequence[str] = ('',),  # what may follow a name
 ) -> Path | None:  # the folder that holds all of them; None if there is none
     "Find the folder of a data set; `FileNotFoundError` if a named folder does not hold it."
+    held = lambda p: [o for o in names if any((p / f'{o}{end}').is_file() for end in endings)]
     given, cache = folder is not None, cache_folder(name)
     named = folder if given else os.environ.get('CAPSNB_DATA')
     if given or named:
         top = Path(named).expanduser()
-        places = [top / sub for sub in ('', name, *subs)]
-        place = max(places, key=lambda p: len(_held(p, names, endings)))
-        found = _held(place, names, endings)
+        place = max((top / sub for sub in ('', name, *subs)), key=lambda p: len(held(p)))
+        found = held(place)
         if len(found) == len(names):
             return place
         if given or found or not top.is_dir():
             where = f"'{top}'{'' if given else ' (CAPSNB_DATA)'} or its sub-folder '{name}'"
             came = found or 'none of them'
             raise FileNotFoundError(f"expected {', '.join(names)} in {where}, found {came}")
-    return cache if len(_held(cache, names, endings)) == len(names) else None
+    return cache if len(held(cache)) == len(names) else None
 
 # %% ../../nbs/data/32_files.ipynb #770a7b5b
 @contextlib.contextmanager
@@ -73,7 +74,7 @@ def draft(
     finally:
         mine.unlink(missing_ok=True)
 
-# %% ../../nbs/data/32_files.ipynb #6fd50a30
+
 def sync_folder(folder: Path):  # whose names have changed
     "See a folder's list of names onto the disk, where the system can."
     if os.name == 'posix':
@@ -82,13 +83,13 @@ def sync_folder(folder: Path):  # whose names have changed
             os.fsync(handle)
         os.close(handle)
 
-# %% ../../nbs/data/32_files.ipynb #14e7e984
+
 def alone(path: Path):  # a lock, for a `with` block
     "While this lasts, no other process is in a block for the same path."
     path.parent.mkdir(parents=True, exist_ok=True)
     return need('filelock').FileLock(path.with_name(f'{path.name}.lock'))
 
-# %% ../../nbs/data/32_files.ipynb #3f338536
+
 def sweep(folder: Path):  # to which nobody else can write now
     "Remove drafts of processes that were killed."
     for old in folder.glob('*.tmp'):
@@ -103,13 +104,7 @@ def regular(path: str | Path) -> Path:  # the same
     what = 'a folder' if path.is_dir() else 'a pipe or a device'
     raise OSError(f"'{path}': expected a file, got {what}")
 
-# %% ../../nbs/data/32_files.ipynb #5e91a3c8
-def is_gzip(path: str | Path) -> bool:  # whether it begins as a gzip file
-    "Look at the first two bytes."
-    with open(regular(path), 'rb') as f:
-        return f.read(2) == b'\x1f\x8b'
 
-# %% ../../nbs/data/32_files.ipynb #0000000f
 def checksum(path: Path, kind: str = 'sha256') -> str:  # hexadecimal
     "Checksum of a file, read in pieces of a megabyte."
     digest = hashlib.new(kind, usedforsecurity=False)
@@ -132,9 +127,8 @@ def fetch(
     with alone(path):
         if path.is_file() and checksum(path) == sha256:
             return path  # another process was first
-        if part.exists() and part.stat().st_size > size:
-            part.unlink()
-        if not part.exists() or part.stat().st_size < size:
+        part.touch()
+        if part.stat().st_size < size:
             _download(url, part, size, timeout)
         if (have := part.stat().st_size) < size:
             rest = "the next call goes on from there"
@@ -148,7 +142,7 @@ def fetch(
         sync_folder(path.parent)
     return path
 
-# %% ../../nbs/data/32_files.ipynb #8c8fdd97
+
 @contextlib.contextmanager
 def _network(url: str):  # what goes wrong within is the network's fault
     try:
@@ -158,7 +152,7 @@ def _network(url: str):  # what goes wrong within is the network's fault
 
 
 def _download(url: str, part: Path, size: int, timeout: float):
-    have = part.stat().st_size if part.exists() else 0
+    have = part.stat().st_size
     asked = Request(url, headers={'Range': f'bytes={have}-'} if have else {})
     with _network(url):
         answer = urlopen(asked, timeout=timeout)
@@ -187,7 +181,11 @@ def write_json(path: str | Path, content: dict):  # JSON-ready
     "Write a note, as `write_text` does."
     write_text(path, json.dumps(content, indent=1))
 
-# %% ../../nbs/data/32_files.ipynb #7f8861a5
+
+_words = {int: 'a whole number', float: 'a number', str: 'a text', bool: 'true or false'}
+_words |= {list: 'a list', dict: 'an object', None: 'null'}
+
+
 def read_json(
     path: str | Path,  # of the file
     **fields,  # name -> type, or tuple of types, of an entry that must be there; None: null
@@ -200,32 +198,63 @@ def read_json(
     except (OSError, ValueError, RecursionError) as e:
         raise ValueError(f"'{path}' cannot be read: {e}") from e
     if type(note) is not dict:
-        raise ValueError(f"'{path}' is damaged: expected a JSON object, got {_kind(note)}")
+        raise ValueError(f"'{path}' is damaged: expected a JSON object, got {note!r:.60}")
     for name, wanted in fields.items():
         kinds = wanted if isinstance(wanted, tuple) else (wanted,)
         if name not in note:
             raise ValueError(f"'{path}' is damaged: it has no entry '{name}'")
-        if (came := _type(note[name])) not in kinds and not (came is int and float in kinds):
+        came = None if note[name] is None else type(note[name])  # true is no number
+        if came not in kinds and not (came is int and float in kinds):
             said = f"'{name}' to be {' or '.join(_words[k] for k in kinds)}"
-            raise ValueError(f"'{path}' is damaged: expected {said}, got {_kind(note[name])}")
+            raise ValueError(f"'{path}' is damaged: expected {said}, got {note[name]!r:.60}")
     return note
-
-# %% ../../nbs/data/32_files.ipynb #1caf6a57
-_words = {int: 'a whole number', float: 'a number', str: 'a text', bool: 'true or false'}
-_words |= {list: 'a list', dict: 'an object', None: 'null'}
-
-
-def _type(value):  # true is no number
-    return None if value is None else type(value)
-
-
-def _kind(value) -> str:
-    return 'null' if value is None else f"{_words[type(value)]}, {repr(value)[:60]}"
 
 # %% ../../nbs/data/32_files.ipynb #ebdc3e19
 def wrong_byte(path: str | Path, at: int, expected, came):  # at: the byte that is wrong
     "Raise `ValueError` for a damaged file."
     raise ValueError(f"{path} byte {at}: expected {expected}, got {came}")
+
+
+_any = "official=False, on the command line --any-files, reads any in this format"
+
+
+def check_md5(data, wanted: str, path):  # bytes, unpacked; of them; whose they are
+    "`ValueError` unless they are those that were published."
+    if (came := hashlib.md5(data, usedforsecurity=False).hexdigest()) != wanted:
+        why = f"a byte has changed, or it is another file ({_any})"
+        raise ValueError(f"{path}: expected MD5 {wanted} (unpacked), got {came}: {why}")
+
+
+def read_array(
+    path: str | Path,  # of a file, gzipped or not, whatever its name says
+    parse: Callable,  # takes its first 40 bytes and its name; gives torch's dtype, sizes, start
+    md5: str | None = None,  # of the unpacked file, if known
+    size: int | None = None,  # its bytes, if known
+) -> Tensor:  # in memory
+    "An array behind a header; `ValueError` with file and byte. No more is read than that says."
+    with open(regular(path), 'rb') as f:
+        is_zipped = f.read(2) == b'\x1f\x8b'
+    name = f'{path} (unpacked)' if is_zipped else str(path)
+    with gzip.open(path) if is_zipped else open(path, 'rb') as f:
+        try:
+            data = bytearray(f.read(40))
+            dtype, shape, start = parse(data, name)
+            whole = start + math.prod(shape) * dtype.itemsize
+            if size not in (None, whole):
+                came = f"{list(shape)}, which fill {whole:,} ({_any})"
+                wrong_byte(name, 4, f"sizes that fill {size:,} bytes", came)
+            while piece := f.read(max(0, min(2**20, whole + 1 - len(data)))):
+                data += piece
+        except (EOFError, gzip.BadGzipFile, zlib.error) as e:
+            raise ValueError(f"{path}: damaged gzip file: {e}") from e
+    if len(data) < whole:
+        wrong_byte(name, len(data), f"{whole:,} bytes for {list(shape)}", "the end of the file")
+    if len(data) > whole:
+        wrong_byte(name, whole, f"the end of the file after {list(shape)}", "more bytes")
+    if md5:
+        check_md5(data, md5, path)
+    flat = need('numpy').frombuffer(data, str(dtype)[6:], offset=start)
+    return torch.from_numpy(flat).view(shape)
 
 # %% ../../nbs/data/32_files.ipynb #81bc9832
 def need_hub(name: str, timeout: float = 5.0):  # what is wanted of it; seconds
@@ -240,7 +269,27 @@ def need_hub(name: str, timeout: float = 5.0):  # what is wanted of it; seconds
             why = f"{hub.ENDPOINT} does not answer ({getattr(e, 'reason', e)})"
             raise ConnectionError(f"{absent}, and {why}") from e
 
-# %% ../../nbs/data/32_files.ipynb #0b5f00a2
+
+def first_line(e: Exception) -> str:  # of its message; the name of its class where there is none
+    "What an error says, without what follows."
+    return next(iter(str(e).strip().splitlines()), '') or type(e).__name__
+
+
+@contextlib.contextmanager
+def in_words(
+    what: str,  # cannot be done
+    but: tuple = (ImportError,),  # errors that pass as they are
+):
+    "What a library says of unusable files in one sentence, `OSError` or `ValueError`."
+    try:
+        yield
+    except but:
+        raise
+    except Exception as e:
+        kind = OSError if isinstance(e, OSError) else ValueError
+        raise kind(f"{what}: {first_line(e)}") from e
+
+
 def here_or_hub(
     load,  # takes kw
     name: str,  # of a transformer: a folder, or on the Hub
@@ -274,28 +323,7 @@ def here_or_hub(
     _check_download(name, kw)
     return loaded
 
-# %% ../../nbs/data/32_files.ipynb #0b5f00a3
-def first_line(e: Exception) -> str:  # of its message; the name of its class where there is none
-    "What an error says, without what follows."
-    return next(iter(str(e).strip().splitlines()), '') or type(e).__name__
 
-# %% ../../nbs/data/32_files.ipynb #0b5f00a4
-@contextlib.contextmanager
-def in_words(
-    what: str,  # cannot be done
-    but: tuple = (ImportError,),  # errors that pass as they are
-):
-    "What a library says of unusable files in one sentence, `OSError` or `ValueError`."
-    try:
-        yield
-    except but:
-        raise
-    except OSError as e:
-        raise OSError(f"{what}: {first_line(e)}") from e
-    except Exception as e:
-        raise ValueError(f"{what}: {first_line(e)}") from e
-
-# %% ../../nbs/data/32_files.ipynb #0b5f00a5
 def _check_download(name: str, kw: dict):
     """`ValueError` for weights in the Hub's local cache that are not what their SHA-256 says.
 
@@ -317,33 +345,26 @@ def load_hub(name: str | Path, revision: str | None = None):  # datasets.Dataset
     datasets = need('datasets')
     if Path(name).is_dir() and revision is None:
         return datasets.load_dataset(str(name))
-    cached = _cached(str(name), revision or '*')
-    if cached and revision:
-        return _from_cache(str(name), cached)
-    try:
-        need_hub(name)
-    except ConnectionError:
-        if not cached:
-            raise
-        return _from_cache(str(name), cached)  # the newest that this machine has
-    return datasets.load_dataset(str(name), revision=revision)
-
-# %% ../../nbs/data/32_files.ipynb #f2c64024
-def _cached(name: str, revision: str) -> Path | None:  # newest folder in the cache of `datasets`
-    *owner, last = name.split('/')
+    *owner, last = str(name).split('/')
     below = '___'.join([*owner, need('datasets.naming').camelcase_to_snakecase(last)])
-    root = Path(need('datasets').config.HF_DATASETS_CACHE).expanduser() / below
-    found = [o.parent for o in root.glob(f'*/*/{revision}/dataset_info.json')]
-    return max(found, key=lambda o: o.stat().st_mtime, default=None)
-
-# %% ../../nbs/data/32_files.ipynb #ce0f2f87
-def _from_cache(name: str, folder: Path):
-    config, version, revision = folder.parts[-3:]
-    said = dict(repo_id=name, dataset_name=name.split('/')[-1], config_name=config)
-    said |= dict(cache_dir=str(folder.parents[3]), version=version, hash=revision)
+    root = Path(datasets.config.HF_DATASETS_CACHE).expanduser()
+    found = (root / below).glob(f'*/*/{revision or "*"}/dataset_info.json')
+    cached = max(found, key=lambda o: o.stat().st_mtime, default=None)
+    if not (cached and revision):  # what lies there at a revision cannot change
+        try:
+            need_hub(name)
+        except ConnectionError:
+            if not cached:
+                raise
+        else:
+            return datasets.load_dataset(str(name), revision=revision)
+    config, version, mark = cached.parent.parts[-3:]
+    said = dict(repo_id=str(name), dataset_name=last, config_name=config, hash=mark)
     try:
-        builder = need('datasets.packaged_modules.cache.cache').Cache(**said)
+        cache = need('datasets.packaged_modules.cache.cache').Cache
+        builder = cache(cache_dir=str(root), version=version, **said)
         builder.download_and_prepare()
         return builder.as_dataset()
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
-        raise ValueError(f"'{folder}' is damaged ({e}); remove it to load '{name}' anew") from e
+        told = f"'{cached.parent}' is damaged ({e}); remove it to load '{name}' anew"
+        raise ValueError(told) from e

@@ -4,20 +4,14 @@
 
 # %% ../../nbs/data/37_mnist.ipynb #0beba709
 from __future__ import annotations
-import gzip
 import hashlib
-import io
-import math
-import pickle
-import pickletools
 import struct
-import zlib
 from pathlib import Path
 from typing import NamedTuple
 import torch
 from torch import Tensor
 from ..core import from_bytes, need
-from .files import find_folder, is_gzip, load_hub, regular, wrong_byte
+from .files import check_md5, find_folder, load_hub, read_array, regular, wrong_byte
 
 # %% auto #0
 __all__ = ['idx_names', 'md5s', 'hub_names', 'hub_revisions', 'class_names', 'cifar_names', 'batch_names', 'batch_md5s',
@@ -25,50 +19,30 @@ __all__ = ['idx_names', 'md5s', 'hub_names', 'hub_revisions', 'class_names', 'ci
            'overlapping_pairs', 'read_cifar10', 'open_cifar10', 'load_cifar10', 'tiny_cifar10']
 
 # %% ../../nbs/data/37_mnist.ipynb #6b3e8a1f
-def _parse_header(data: bytes, path, size: int | None = None) -> tuple[tuple, int]:
-    "Sizes in the header of an IDX file, and the bytes that the whole file must have."
-    if len(data) < 4 or len(data) < 4 + 4 * data[3]:
+def _parse_header(data: bytes, path) -> tuple:  # type, sizes, where elements begin
+    if len(data) < 4 or len(data) < 4 + 4 * data[3] and data[3] <= 4:
         wrong_byte(path, len(data), "a header of at least 8 bytes", "the end of the file")
     if data[:3] != b'\0\0\x08' or not 1 <= data[3] <= 4:
         wrong_byte(path, 0, "00 00 08 (unsigned bytes), 1 to 4 dimensions", data[:4].hex(' '))
     shape = struct.unpack(f'>{data[3]}I', data[4 : 4 + 4 * data[3]])
-    whole = 4 + 4 * data[3] + math.prod(shape)
-    if 0 in shape or size is not None and whole > size:
-        most = f"sizes that fill {size:,} bytes" if size else "positive sizes"
-        wrong_byte(path, 4, most, f"{list(shape)}, which fill {whole:,}")
-    return shape, whole
+    if 0 in shape:
+        wrong_byte(path, 4, "positive sizes", list(shape))
+    return torch.uint8, shape, 4 + 4 * data[3]
 
-# %% ../../nbs/data/37_mnist.ipynb #32d8acee
+
 def format_idx(x: Tensor) -> bytes:  # the file
-    "Write an IDX file of unsigned bytes; `ValueError` for anything else."
-    if x.dtype != torch.uint8 or not 1 <= x.ndim <= 4 or not x.numel():
-        wanted = "a uint8 tensor of 1 to 4 dimensions, none empty"
-        raise ValueError(f"expected {wanted}, got {x.dtype} {list(x.shape)}")
+    "Write an IDX file of unsigned bytes."
     head = bytes([0, 0, 8, x.ndim]) + struct.pack(f'>{x.ndim}I', *x.shape)
     return head + x.contiguous().numpy().tobytes()
 
-# %% ../../nbs/data/37_mnist.ipynb #00000009
-def read_idx(path: str | Path, size: int | None = None) -> tuple[Tensor, str]:  # uint8; its MD5
-    """Read an IDX file, raw or gzipped; `ValueError` with file and byte where it is wrong. No more
-    is read than its header says, nor more than `size` bytes."""
-    data, opener = bytearray(), gzip.open if is_gzip(path) else open
-    try:
-        with opener(path, 'rb') as f:
-            data += f.read(20)  # the longest header
-            shape, whole = _parse_header(data, path, size)
-            while piece := f.read(max(0, min(2**20, whole + 1 - len(data)))):
-                data += piece
-    except (EOFError, gzip.BadGzipFile, zlib.error) as e:
-        at = f"{path} byte {len(data)} of the unpacked data"
-        raise ValueError(f"{at}: damaged gzip stream: {e}") from e
-    if len(data) > whole:
-        wrong_byte(path, whole, f"the end of the file for sizes {list(shape)}", "more bytes")
-    if len(data) < whole:
-        wrong_byte(
-            path, len(data), f"{whole:,} bytes for sizes {list(shape)}", "the end of the file"
-        )
-    md5 = hashlib.md5(data, usedforsecurity=False).hexdigest()
-    return torch.frombuffer(data, dtype=torch.uint8)[-math.prod(shape) :].reshape(shape), md5
+
+def read_idx(
+    path: str | Path,  # of the file, gzipped or not, whatever its name says
+    md5: str | None = None,  # of the unpacked file, if known
+    size: int | None = None,  # its bytes, if known
+) -> Tensor:  # uint8
+    "Read an IDX file; `ValueError` with file and byte where it is wrong."
+    return read_array(path, _parse_header, md5, size)
 
 # %% ../../nbs/data/37_mnist.ipynb #0000000c
 idx_names = (
@@ -94,8 +68,6 @@ md5s = {
     'fashion-mnist': dict(zip(idx_names, _garments)),
 }
 _whole_sizes = dict(zip(idx_names, (47_040_016, 60_008, 7_840_016, 10_008)))  # bytes, unpacked
-
-# %% ../../nbs/data/37_mnist.ipynb #a5202e99
 hub_names = {'mnist': 'ylecun/mnist', 'fashion-mnist': 'zalando-datasets/fashion_mnist'}
 hub_revisions = {
     'mnist': '77f3279092a1c1579b2250db8eafed0ad422088c',
@@ -108,28 +80,6 @@ class_names = {
     'fashion-mnist': tuple(o.replace('_', ' ') for o in _garment_names.split()),
 }
 
-# %% ../../nbs/data/37_mnist.ipynb #1ea4e4be
-def _check_name(name: str):
-    if name not in md5s:
-        raise ValueError(f"name must be one of {', '.join(md5s)}, got {name!r}")
-
-# %% ../../nbs/data/37_mnist.ipynb #0000000d
-def _check_md5(came: str, wanted: str, path):
-    if came != wanted:
-        any_ = "official=False, on the command line --any-files, reads any in this format"
-        why = f"a byte has changed, or it is another file ({any_})"
-        raise ValueError(f"{path}: expected MD5 {wanted} (unpacked), got {came}: {why}")
-
-# %% ../../nbs/data/37_mnist.ipynb #755967c7
-def _check_pair(images: Tensor, labels: Tensor, paths):
-    if images.ndim != 3:
-        wrong_byte(paths[0], 3, "3 dimensions", images.ndim)
-    if labels.shape != images.shape[:1]:
-        wanted = f"{len(images):,} labels, one for each image"
-        wrong_byte(paths[1], 3, wanted, f"sizes {list(labels.shape)}")
-    if len(bad := (labels > 9).nonzero()):
-        wrong_byte(paths[1], 8 + int(bad[0]), "a label from 0 to 9", int(labels[bad[0, 0]]))
-
 # %% ../../nbs/data/37_mnist.ipynb #e2bf0e13
 def read_mnist(
     folder: str | Path,  # that holds the four files, each raw or .gz
@@ -137,22 +87,22 @@ def read_mnist(
     official: bool = True,  # False: any images and labels in this format
 ) -> dict:  # 'train' and 'test': (images uint8 [n, rows, columns], labels uint8 [n])
     "Read and check the four files; `ValueError` names file and byte, or the checksum."
-    _check_name(name)
-    paths, found = [], []
-    for file in idx_names:  # a raw file goes before a gzipped one
+    found = []
+    for file, size in _whole_sizes.items():  # a raw file goes before a gzipped one
         path = Path(folder, file)
-        paths.append(path if path.is_file() else path.with_name(f'{file}.gz'))
-        x, md5 = read_idx(paths[-1], _whole_sizes[file] if official else None)
-        if official:
-            _check_md5(md5, md5s[name][file], paths[-1])
-        found.append(x)
-    x, y, x_test, y_test = found
-    _check_pair(x, y, paths[:2])
-    _check_pair(x_test, y_test, paths[2:])
-    if x_test.shape[1:] != x.shape[1:]:
-        want, came = (' x '.join(map(str, o.shape[1:])) for o in (x, x_test))
-        wrong_byte(paths[2], 8, f"images of {want} as in {paths[0].name}", came)
-    return {'train': (x, y), 'test': (x_test, y_test)}
+        path = path if path.is_file() else path.with_name(f'{file}.gz')
+        found.append(read_idx(path, *((md5s[name][file], size) if official else ())))
+    return _checked(dict(train=tuple(found[:2]), test=tuple(found[2:])), folder)
+
+
+def _checked(parts: dict, where) -> dict:  # the same
+    _, *size = parts['train'][0].shape
+    for split, (x, y) in parts.items():
+        if x.ndim != 3 or [*x.shape[1:]] != size or y.shape != x.shape[:1] or y.max() > 9:
+            wanted = f"images {['n', *size]}, of three dimensions, and n labels from 0 to 9"
+            came = f"{list(x.shape)} and {list(y.shape)} up to {int(y.max())}"
+            raise ValueError(f"{where}, {split}: expected {wanted}, got {came}")
+    return parts
 
 # %% ../../nbs/data/37_mnist.ipynb #00000011
 def _from_hub(name: str, hub: str, revision: str, files: tuple, images: str = 'image') -> dict:
@@ -172,17 +122,6 @@ def _from_hub(name: str, hub: str, revision: str, files: tuple, images: str = 'i
     return out
 
 
-def _idx_from_hub(name: str, official: bool) -> dict:
-    hub = hub_names[name]
-    out = _from_hub(name, hub, hub_revisions[name], idx_names)
-    for k, (split, (x, y)) in enumerate(out.items()):
-        for z, file in zip((x, y) if official else (), idx_names[2 * k :]):
-            md5 = hashlib.md5(format_idx(z), usedforsecurity=False).hexdigest()
-            _check_md5(md5, md5s[name][file], f"{hub}, {split}")
-        _check_pair(x, y, (f"{hub}, {split} images", f"{hub}, {split} labels"))
-    return out
-
-# %% ../../nbs/data/37_mnist.ipynb #00000012
 def load_mnist(
     name: str = 'mnist',  # or 'fashion-mnist'
     folder: str | Path | None = None,  # of the files; None: CAPSNB_DATA, then the cache, the Hub
@@ -194,17 +133,23 @@ def load_mnist(
     MNIST: LeCun, Cortes and Burges (1998), CC BY-SA 3.0. Fashion-MNIST: Xiao, Rasul and Vollgraf
     (2017), MIT License, github.com/zalandoresearch/fashion-mnist.
     """
-    _check_name(name)
-    need('datasets')
+    if name not in md5s:
+        raise ValueError(f"name must be one of {', '.join(md5s)}, got {name!r}")
     place = find_folder(name, idx_names, folder, _other_folders[name], ('', '.gz'))
-    parts = _idx_from_hub(name, official) if place is None else read_mnist(place, name, official)
+    if place is None:
+        parts = _from_hub(name, hub_names[name], hub_revisions[name], idx_names)
+        for k, z in enumerate(z for part in parts.values() for z in part) if official else ():
+            check_md5(format_idx(z), md5s[name][idx_names[k]], f"{hub_names[name]}: {idx_names[k]}")
+        parts = _checked(parts, hub_names[name])
+    else:
+        parts = read_mnist(place, name, official)
     parts = {k: (x[:, None], y) for k, (x, y) in parts.items()}
     return _as_datasets(_held_back(parts, n_valid), class_names[name])
 
 
 def _held_back(parts: dict, n_valid: int) -> dict:  # with 'validation'
     x, y = parts['train']
-    if isinstance(n_valid, bool) or not isinstance(n_valid, int) or not 0 <= n_valid < len(x):
+    if not 0 <= n_valid < len(x):
         raise ValueError(f"n_valid must be an integer from 0 to {len(x) - 1}, got {n_valid!r}")
     n = len(x) - n_valid
     held = {'validation': (x[n:], y[n:])} if n_valid else {}
@@ -221,7 +166,7 @@ def _as_datasets(parts: dict, names: tuple):
         out[split] = datasets.Dataset.from_dict(columns, features=features).with_format('torch')
     return out
 
-# %% ../../nbs/data/37_mnist.ipynb #eb704a46
+
 def as_floats(
     part,  # datasets.Dataset as in `load_mnist`
 ) -> dict:  # image float32 [n, 1, rows, columns] in [0, 1], label int64 [n]
@@ -240,18 +185,13 @@ class Pairs(NamedTuple):
     labels: Tensor  # [n, 2] their classes, different ones
     originals: Tensor  # [n, 2, 1, size, size] each alone, where it lies in the sum
 
-# %% ../../nbs/data/37_mnist.ipynb #5ae1192f
+
 def place_images(
     images: Tensor,  # [n, 1, rows, columns]
     shifts: Tensor,  # [n, 2] integers: pixels down and right of the centre
     size: int,  # side of the canvas
 ) -> Tensor:  # [n, 1, size, size], zeros where nothing was
-    "Put each image on a canvas; `ValueError` if one does not fit, or for more than one channel."
-    if images.ndim != 4 or images.shape[1] != 1:
-        raise ValueError(f"expected images [n, 1, rows, columns], got {tuple(images.shape)}")
-    if shifts.shape != (len(images), 2) or shifts.is_floating_point() or shifts.dtype == torch.bool:
-        came = f"{shifts.dtype} {tuple(shifts.shape)}"
-        raise ValueError(f"expected integer shifts [{len(images)}, 2], got {came}")
+    "Put each image on a canvas; `ValueError` if one does not fit."
     (n, _, rows, cols), out = images.shape, images.new_zeros(len(images), 1, size, size)
     top = torch.tensor([(size - rows) // 2, (size - cols) // 2]) + shifts
     if n and (top.min() < 0 or (top + torch.tensor([rows, cols])).max() > size):
@@ -271,46 +211,24 @@ def overlapping_pairs(
     n: int | None = None,  # number of pairs, each n a draw of its own; None: m
 ) -> Pairs:  # images, labels, originals; the first of pair k is image k (mod m)
     "Lay each image over one of another class; `ValueError` if there is no other class, or no room."
-    n = len(images) if n is None else n
-    _check_images(images, labels)
-    for name, v, least in (('shift', shift, 0), ('size', size, 1), ('n', n, 1)):
-        if isinstance(v, bool) or not isinstance(v, int) or v < least:
-            raise ValueError(f"{name} must be an integer >= {least}, got {v!r}")
+    if not images.is_floating_point() or images.min() < 0 or images.max() > 1:
+        came = f"{images.dtype} from {images.min().item():g} to {images.max().item():g}"
+        raise ValueError(f"expected images in [0, 1] (bytes divided by 255), got {came}")
     if labels.unique().numel() < 2:
         raise ValueError("expected images of at least two classes, got one")
-    g = torch.Generator().manual_seed(seed)
-    pair = _partners(labels, n, g)
-    shifts = torch.randint(-shift, shift + 1, (2, n, 2), generator=g)
-    both = torch.stack([place_images(images[k], s, size) for k, s in zip(pair, shifts)], 1)
-    return Pairs(both.sum(1).clamp(max=1), torch.stack([labels[k] for k in pair], 1), both)
-
-# %% ../../nbs/data/37_mnist.ipynb #7eb80d47
-def _check_images(images: Tensor, labels: Tensor):
-    if images.ndim != 4 or images.shape[1] != 1 or labels.shape != (len(images),):
-        came = f"{list(images.shape)} and {list(labels.shape)}"
-        raise ValueError(f"expected images [m, 1, rows, columns] and labels [m], got {came}")
-    if not images.is_floating_point():
-        why = "(divide bytes by 255: sums of bytes wrap)"
-        wanted = f"expected images of a floating dtype in [0, 1] {why}"
-        raise ValueError(f"{wanted}, got {images.dtype}")
-    if not (0 <= images.min() and images.max() <= 1):
-        came = f"{images.min().item():g} to {images.max().item():g}"
-        raise ValueError(f"expected images in [0, 1], got {came}")
-    if labels.is_floating_point() or labels.dtype == torch.bool:
-        raise ValueError(f"expected integer labels, got {labels.dtype}")
-
-# %% ../../nbs/data/37_mnist.ipynb #880b7744
-def _partners(labels: Tensor, n: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
-    first = torch.arange(n) % len(labels)
-    second = torch.randint(len(labels), (n,), generator=g)
+    n, g = len(images) if n is None else n, torch.Generator().manual_seed(seed)
+    first, second = torch.arange(n) % len(labels), torch.randint(len(labels), (n,), generator=g)
     while (same := labels[second] == labels[first]).any():
         second[same] = torch.randint(len(labels), (int(same.sum()),), generator=g)
-    return first, second
+    shifts = torch.randint(-shift, shift + 1, (2, n, 2), generator=g)
+    both = [place_images(images[k], s, size) for k, s in zip((first, second), shifts)]
+    both = torch.stack(both, 1)
+    return Pairs(both.sum(1).clamp(max=1), torch.stack([labels[first], labels[second]], 1), both)
 
 # %% ../../nbs/data/37_mnist.ipynb #0000c1f1
 cifar_names = tuple('airplane automobile bird cat deer dog frog horse ship truck'.split())
 batch_names = (*(f'data_batch_{k}' for k in range(1, 6)), 'test_batch')
-_bin_md5s = (
+_batch_md5s = (
     '5dd7e06a14cb22eb9f671a540d1b7c25',
     '5ea93a67294ea407fff1d09f752e9692',
     '942cd6a4bcdd0dd3c604fbe906cb4421',
@@ -318,82 +236,25 @@ _bin_md5s = (
     '53f37980c15c3d472c316c40844f3f0d',
     '803d5f7f4d78ea53de84dbe85f74fb6d',
 )
-_py_md5s = (
-    'c99cafc152244af753f735de768cd75f',
-    'd4bba439e000b95fd0a9bffe97cbabec',
-    '54ebc095f3ab1f0389bbae665268c751',
-    '634d18415352ddfa80567beed471001a',
-    '482c414d41f54cd18b22e5b47cb7c3cb',
-    '40351d587109b95175f43aff81a1287e',
-)
-batch_md5s = dict(zip([f'{o}.bin' for o in batch_names], _bin_md5s))
-batch_md5s |= dict(zip(batch_names, _py_md5s))
-
-# %% ../../nbs/data/37_mnist.ipynb #0000c1f2
-class _Noted:
-    "Stands for NumPy's functions in a pickle: notes what would be done, and does nothing."
-
-    def __init__(self, *args):
-        self.args, self.state = args, None
-
-    def __setstate__(self, state):
-        self.state = state
-
-
-class _Arrays(pickle.Unpickler):
-    def find_class(self, module, name):
-        if module.split('.')[0] == 'numpy' and name in ('_reconstruct', 'ndarray', 'dtype'):
-            return _Noted
-        raise pickle.UnpicklingError(f"expected arrays only, got {module}.{name}")
-
-
-def _from_pickle(data: bytes, path) -> tuple:  # images [n, 3072], labels [n]
-    try:
-        for op, number, _ in pickletools.genops(data):  # a few bytes can claim many gigabytes
-            if op.name in ('PUT', 'LONG_BINPUT') and int(number) > len(data):
-                raise ValueError(f"it numbers an object {int(number):,}")
-        found = _Arrays(io.BytesIO(data), encoding='bytes').load()
-        x, y = (found.get(k, found.get(k.encode())) for k in ('data', 'labels'))
-        _, shape, kind, by_column, raw = x.state
-        kind = kind.args[0]
-        if not all(type(n) is int for n in (*shape, *y)) or kind not in ('u1', b'u1'):
-            raise ValueError('expected bytes, with whole numbers for their shape and labels')
-        x, y = torch.frombuffer(bytearray(raw), dtype=torch.uint8), torch.tensor(y)
-        x = x.view(shape[::-1]).T.contiguous() if by_column else x.view(shape)
-        if x.shape != (len(y), 3072):
-            came = f"{list(x.shape)} and {len(y)}"
-            raise ValueError(f"expected bytes [n, 3072] and n labels, got {came}")
-    except Exception as e:  # whatever a damaged one brings about
-        raise ValueError(f"{path}: damaged pickle: {e}") from e
-    if not len(y) or y.min() < 0 or y.max() > 9:
-        raise ValueError(f"{path}: expected labels from 0 to 9, got {y[:3].tolist()}, …")
-    return x, y
-
-
-def _from_records(data: bytes, path) -> tuple:  # images [n, 3072], labels [n]
-    if not data or len(data) % 3073:
-        wrong_byte(path, len(data), "records of 3,073 bytes", "the end of the file")
-    x = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(-1, 3073)
-    if len(bad := (x[:, 0] > 9).nonzero()):
-        wrong_byte(path, int(bad[0]) * 3073, "a label from 0 to 9", int(x[bad[0, 0], 0]))
-    return x[:, 1:], x[:, 0]
+batch_md5s = dict(zip(batch_names, _batch_md5s))
 
 # %% ../../nbs/data/37_mnist.ipynb #0000c1f3
 def read_cifar10(
-    folder: str | Path,  # that holds the six files, each with .bin or without
+    folder: str | Path,  # that holds the six files
     official: bool = True,  # False: any in this format
 ) -> dict:  # 'train' and 'test': (images uint8 [n, 3, 32, 32], labels uint8 [n])
     "Read and check the files; `ValueError` names file and byte, or the checksum."
     found = []
-    for name in batch_names:
-        path = Path(folder, f'{name}.bin')
-        path = path if path.is_file() else path.with_suffix('')
-        data = regular(path).read_bytes()
+    for name, md5 in batch_md5s.items():
+        data = regular(path := Path(folder, f'{name}.bin')).read_bytes()
         if official:
-            md5 = hashlib.md5(data, usedforsecurity=False).hexdigest()
-            _check_md5(md5, batch_md5s[path.name], path)
-        x, y = (_from_records if path.suffix else _from_pickle)(data, path)
-        found.append((x.reshape(-1, 3, 32, 32), y.byte()))
+            check_md5(data, md5, path)
+        if not data or len(data) % 3073:
+            wrong_byte(path, len(data), "records of 3,073 bytes", "the end of the file")
+        x = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(-1, 3073)
+        if len(bad := (x[:, 0] > 9).nonzero()):
+            wrong_byte(path, int(bad[0]) * 3073, "a label from 0 to 9", int(x[bad[0, 0], 0]))
+        found.append((x[:, 1:].reshape(-1, 3, 32, 32), x[:, 0]))
     return {'train': tuple(map(torch.cat, zip(*found[:5]))), 'test': found[5]}
 
 # %% ../../nbs/data/37_mnist.ipynb #0000c1f5
@@ -406,8 +267,8 @@ def open_cifar10(
     official: bool = True,  # False: any files in this format
 ) -> dict:  # split -> dict of image uint8 [n, 3, 32, 32] and label int64 [n]
     "CIFAR-10 as tensors; errors say what was expected where."
-    subs = [f'{up}cifar-10-batches-{kind}' for up in ('', 'cifar10/') for kind in ('bin', 'py')]
-    place = find_folder('cifar10', batch_names, folder, subs, ('.bin', ''))
+    subs = ('cifar-10-batches-bin', 'cifar10/cifar-10-batches-bin')
+    place = find_folder('cifar10', [f'{o}.bin' for o in batch_names], folder, subs)
     if place is None:
         parts = _from_hub('cifar10', *_cifar_hub, batch_names, 'img')
         parts = {k: (x.permute(0, 3, 1, 2).contiguous(), y) for k, (x, y) in parts.items()}

@@ -5,28 +5,24 @@
 # %% ../../nbs/data/35_norb.ipynb #e2f1ac6f
 from __future__ import annotations
 import gzip
-import hashlib
 import itertools
 import math
-import operator
 import struct
-import warnings
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 import torch
 from torch import Tensor
 from ..core import need
-from .files import alone, cache_folder, checksum, draft, fetch, find_folder, is_gzip
-from .files import load_hub, regular, sweep, wrong_byte
+from .files import cache_folder, check_md5, fetch, find_folder, load_hub, read_array
+from .files import wrong_byte
 from .toys import with_pictures
 
 # %% auto #0
-__all__ = ['magics', 'instances', 'site', 'norb_files', 'codes', 'splits', 'hub_name', 'hub_revision', 'norb_size', 'Header',
+__all__ = ['magics', 'instances', 'site', 'norb_files', 'codes', 'splits', 'hub_name', 'hub_revision', 'norb_size',
            'parse_header', 'read_matrix', 'write_matrix', 'NorbFile', 'degrees', 'tiny_smallnorb', 'read_split',
            'find_smallnorb', 'valid_mask', 'viewpoint_split', 'open_smallnorb', 'load_smallnorb', 'as_tensors',
-           'norb_name', 'Joined', 'open_norb', 'tiny_norb']
+           'norb_name', 'open_norb', 'tiny_norb']
 
 # %% ../../nbs/data/35_norb.ipynb #00000006
 magics = {  # magic number: type of the elements; 0x1E3D4C52, "packed", is described nowhere
@@ -37,20 +33,8 @@ magics = {  # magic number: type of the elements; 0x1E3D4C52, "packed", is descr
     0x1E3D4C56: torch.int16,
 }
 
-# %% ../../nbs/data/35_norb.ipynb #0000000b
-class Header(NamedTuple):
-    "What the first bytes of a matrix file say."
 
-    dtype: torch.dtype  # of the elements
-    shape: tuple  # sizes
-    start: int  # byte at which the elements begin
-
-    @property
-    def size(self) -> int:  # bytes of the whole file
-        return self.start + math.prod(self.shape) * self.dtype.itemsize
-
-# %% ../../nbs/data/35_norb.ipynb #0000000c
-def parse_header(data: bytes, name: str = 'header') -> Header:  # 40 bytes, if there are as many
+def parse_header(data: bytes, name: str = 'header') -> tuple:  # type, sizes, where elements begin
     "Read the header of a matrix file; `ValueError` with the byte at which it is wrong."
     words = struct.unpack_from(f'<{len(data) // 4}I', data)
     kind, n = (*words, None, None)[:2]
@@ -64,47 +48,30 @@ def parse_header(data: bytes, name: str = 'header') -> Header:  # 40 bytes, if t
     used, unused = words[2 : 2 + n], words[2 + n : least]
     if not all(0 < d < 2**31 for d in used) or any(d != 1 for d in unused):
         wrong_byte(name, 8, f"{n} positive sizes, and 1 for what is unused", [*used, *unused])
-    return Header(magics[kind], used, 4 * least)
+    return magics[kind], used, 4 * least
 
 # %% ../../nbs/data/35_norb.ipynb #00000010
-def read_matrix(path: str | Path) -> Tensor:  # mapped: nothing is read before it is looked at
-    "Open a matrix file; `ValueError` with file and byte where header or size are wrong."
-    size = regular(path).stat().st_size
-    with open(path, 'rb') as f:
-        header = parse_header(f.read(40), str(path))
-    _check_size(header, size, str(path))
-    data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)[header.start :]
-    if header.start % header.dtype.itemsize:
-        data = data.clone()  # doubles behind a header of 20 bytes: not aligned
-    return data.view(header.dtype).view(header.shape)
+def read_matrix(
+    path: str | Path,  # of the file, gzipped or not, whatever its name says
+    md5: str | None = None,  # of the unpacked file, if known
+    size: int | None = None,  # its bytes, if known
+) -> Tensor:  # in memory
+    "Read a matrix file; `ValueError` with file and byte where header or size are wrong."
+    return read_array(path, parse_header, md5, size)
 
-# %% ../../nbs/data/35_norb.ipynb #35ba2dd8
-def _check_size(header: Header, size: int, name: str):
-    whole, elements = header.size, f"{list(header.shape)} elements"
-    if size < whole:
-        wrong_byte(name, size, f"{whole:,} bytes for {elements}", "the end of the file")
-    if size > whole:
-        end = f"the end of the file after {elements}"
-        wrong_byte(name, whole, end, f"{size - whole:,} bytes more")
 
-# %% ../../nbs/data/35_norb.ipynb #00000013
 def write_matrix(path: str | Path, x: Tensor) -> Path:  # path
-    "Write an array in smallNORB's format; `ValueError` for one that the format cannot hold."
-    head, gzipped = _head(x), str(path).endswith('.gz')
+    "Write an array in smallNORB's format."
+    gzipped = str(path).endswith('.gz')
     with gzip.GzipFile(path, 'wb', compresslevel=6, mtime=0) if gzipped else open(path, 'wb') as f:
-        f.write(head)
-        f.write(memoryview(x.contiguous().numpy()).cast('B'))
+        f.write(_in_bytes(x))
     return Path(path)
 
-# %% ../../nbs/data/35_norb.ipynb #1af01b39
-def _head(x: Tensor) -> bytes:  # the header of a file of this array
-    kind = {dtype: magic for magic, dtype in magics.items()}.get(x.dtype)
-    if kind is None or not 1 <= x.ndim <= 8 or not x.numel():
-        raise ValueError(
-            f"expected 1 to 8 dimensions of {', '.join(map(str, magics.values()))}, "
-            f"got {x.dtype} {list(x.shape)}"
-        )
-    return struct.pack(f'<{2 + max(x.ndim, 3)}I', kind, x.ndim, *x.shape, *[1] * (3 - x.ndim))
+
+def _in_bytes(x: Tensor) -> bytes:  # a file of this array
+    kind = {dtype: magic for magic, dtype in magics.items()}[x.dtype]
+    head = struct.pack(f'<{2 + max(x.ndim, 3)}I', kind, x.ndim, *x.shape, *[1] * (3 - x.ndim))
+    return head + x.contiguous().numpy().tobytes()
 
 # %% ../../nbs/data/35_norb.ipynb #00000018
 class NorbFile(NamedTuple):
@@ -116,7 +83,7 @@ class NorbFile(NamedTuple):
     md5: str  # of the unpacked file
     unpacked: int  # bytes of the unpacked file
 
-# %% ../../nbs/data/35_norb.ipynb #00000019
+
 instances = dict(train=(4, 6, 7, 8, 9), test=(0, 1, 2, 3, 5))  # of the official splits
 site = 'https://cs.nyu.edu/~ylclab/data/norb-v1.0-small/'
 _sizes = 131_896_188, 348, 71_052, 130_799_817, 347, 10_428
@@ -137,6 +104,7 @@ _md5s = (
     '7c5b871cc69dcadec1bf6a18141f5edc',
 )
 _unpacked = (24 + 24_300 * 2 * 96 * 96, 20 + 4 * 24_300, 20 + 16 * 24_300) * 2
+_kinds = dict(dat=torch.uint8, cat=torch.int32, info=torch.int32)
 
 
 def _file_name(split: str, kind: str, data: str = 'small', sizes: str = '96x96') -> str:
@@ -144,57 +112,9 @@ def _file_name(split: str, kind: str, data: str = 'small', sizes: str = '96x96')
     return f'{data}norb-5x{toys}x9x18x6x2x{sizes}-{split}ing-{kind}.mat'
 
 
-_keys = list(itertools.product(instances, ('dat', 'cat', 'info')))
-_names = [_file_name(*key) for key in _keys]
-norb_files = dict(zip(_keys, map(NorbFile, _names, _sizes, _sha256, _md5s, _unpacked)))
-
-# %% ../../nbs/data/35_norb.ipynb #0000001f
-def _unpack(path: Path, raw: Path, size: int | None):  # size: bytes it must have, if known
-    "Unpack a matrix file, whole or not at all; `ValueError` with file and byte where it is wrong."
-    label = f'{path} (unpacked)'
-    with draft(raw) as out:
-        try:
-            with gzip.open(regular(path)) as f:
-                have = out.write(head := f.read(40))
-                header = parse_header(head, label)
-                if size not in (None, header.size):
-                    said = f"{list(header.shape)}, which fill {header.size:,}"
-                    wrong_byte(label, 8, f"sizes that fill {size:,} bytes", said)
-                while piece := f.read(max(0, min(2**20, header.size + 1 - have))):
-                    have += out.write(piece)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as e:
-            raise ValueError(f"{path}: damaged gzip file: {e}") from e
-        _check_size(header, have, label)
-
-# %% ../../nbs/data/35_norb.ipynb #00000023
-def _open_matrix(path: Path, md5: str | None = None, size: int | None = None) -> tuple:
-    "Array, mapped, and MD5 of a file; one that is gzipped is unpacked into the cache first."
-    raw = _unpacked_of(path, size) if is_gzip(path) else path
-    x, came = read_matrix(raw), checksum(raw, 'md5')  # header and size tell more than an MD5
-    if md5 and came != md5:
-        why = f"a byte has changed, or it is another file ({_any})"
-        raise ValueError(f"{path}: expected MD5 {md5}, got {came}: {why}")
-    return x, came
-
-
-_any = "official=False, or --any-files, opens any in this format"
-
-# %% ../../nbs/data/35_norb.ipynb #0aca1c86
-def _unpacked_of(path: Path, size: int | None) -> Path:  # in the cache
-    raw = cache_folder('smallnorb') / 'unpacked' / f"{checksum(path, 'md5')}.mat"
-    with alone(raw):
-        if not raw.is_file() or _crc(raw) != path.read_bytes()[-8:-4]:
-            sweep(raw.parent)
-            _unpack(path, raw, size)
-    return raw
-
-
-def _crc(path: Path) -> bytes:  # as at the end of a gzip file
-    crc = 0
-    with open(path, 'rb') as f:
-        while piece := f.read(2**20):
-            crc = zlib.crc32(piece, crc)
-    return crc.to_bytes(4, 'little')
+_keys = list(itertools.product(instances, _kinds))
+_all = [_file_name(*key) for key in _keys], _sizes, _sha256, _md5s, _unpacked
+norb_files = dict(zip(_keys, map(NorbFile, *_all)))
 
 # %% ../../nbs/data/35_norb.ipynb #00000026
 codes = dict(  # what may occur
@@ -212,13 +132,10 @@ def degrees(
     "Where the camera stood."
     return 10 * _column(columns, 'azimuth'), 30 + 5 * _column(columns, 'elevation')
 
-# %% ../../nbs/data/35_norb.ipynb #81af3aad
+
 def _column(columns: Mapping, name: str) -> Tensor:  # [n], long
-    try:
-        x = torch.as_tensor(columns[name][:])
-    except (TypeError, ValueError, RuntimeError) as e:
-        raise ValueError(f"{name}: expected whole numbers, got others ({e})") from e
-    if x.numel() and (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool):
+    x = torch.as_tensor(columns[name][:])
+    if x.is_floating_point():
         raise ValueError(f"{name}: expected whole numbers, got {x.dtype}")
     return x.long()
 
@@ -231,10 +148,8 @@ def _check_labels(columns: Mapping, where: str, known: Mapping = codes):
         fits = torch.isin(cols[name], torch.tensor(allowed))
         fits = fits if name == 'category' else torch.where(bare, cols[name] == -1, fits)
         if len(bad := (~fits).nonzero()):
-            k, wanted = int(bad[0]), f"{name} in {list(allowed)}"
-            wanted = (
-                f"{name} -1 where there is no toy" if bare[k] and name != 'category' else wanted
-            )
+            k = int(bad[0])
+            wanted = f"{name} in {list(allowed)} (-1 where there is no toy)"
             raise ValueError(f"{where}, row {k}: expected {wanted}, got {int(cols[name][k])}")
         q = q * len(allowed) + cols[name] // allowed.step  # the five as one number
     toys = (~bare).nonzero().flatten()
@@ -254,7 +169,7 @@ def _cards(rows: Tensor, size: int) -> Tensor:  # rows [n, 5] of codes -> uint8 
     inside = across < 0.25 + 0.04 * instance
     return torch.where(inside, 40 + 20 * lighting, 190.0).round().byte()
 
-# %% ../../nbs/data/35_norb.ipynb #0000002d
+
 def tiny_smallnorb(
     folder: str | Path,  # where to
     size: int = 96,  # pixels of a side
@@ -268,8 +183,7 @@ def tiny_smallnorb(
     for split in splits:
         order = itertools.product(instances[split], elevations, azimuths, lightings, range(5))
         rows = torch.tensor([(c, *rest) for *rest, c in order])
-        image = torch.cat([_cards(part, size) for part in rows.split(500)])
-        _write(folder, lambda kind: norb_files[split, kind].name, image, rows, gz)
+        _write(folder, lambda kind: norb_files[split, kind].name, _cards(rows, size), rows, gz)
     return Path(folder)
 
 
@@ -279,24 +193,23 @@ def _write(folder: str | Path, name, image: Tensor, rows: Tensor, gz: bool):  # 
         write_matrix(Path(folder, f"{name(kind)}{'.gz' * gz}"), x)
 
 # %% ../../nbs/data/35_norb.ipynb #00000032
-_kinds = dict(dat=torch.uint8, cat=torch.int32, info=torch.int32)
+def _read_three(folder: str | Path, name, known, n_columns: int) -> tuple:
+    "Pixels, codes by name and all columns of -info, of three files that agree."
+    got = {}
+    for kind, dtype in _kinds.items():
+        path = Path(folder, name(kind))
+        path = path if path.is_file() else path.with_name(f'{path.name}.gz')
+        got[kind] = x = read_matrix(path, *known(kind))
+        n, *sizes = got['dat'].shape
+        shape = dict(dat=(n, 2, *(sizes + [1, 1])[1:3]), cat=(n,), info=(n, n_columns))[kind]
+        if (x.dtype, x.shape) != (dtype, shape):
+            wanted = f"a matrix of {dtype} of sizes {list(shape)}"
+            wrong_byte(path, 0, wanted, f"{x.dtype} of {list(x.shape)}")
+    info = got['info'].long()
+    columns = dict(zip(codes, (got['cat'].long(), *info[:, :4].unbind(1))))
+    return got['dat'], columns, info
 
 
-def _three(folder: str | Path, name, known=lambda kind: (), columns: int = 4) -> tuple:
-    "The arrays of three files that agree; their paths; a key of content."
-    plain = {kind: Path(folder, name(kind)) for kind in _kinds}
-    paths = {k: o if o.is_file() else o.with_name(f'{o.name}.gz') for k, o in plain.items()}
-    got = {kind: _open_matrix(path, *known(kind)) for kind, path in paths.items()}
-    n, *sizes = got['dat'][0].shape
-    shapes = dict(dat=(n, 2, *(sizes + [1, 1])[1:3]), cat=(n,), info=(n, columns))
-    for kind, (x, _) in got.items():
-        if (x.dtype, x.shape) != (_kinds[kind], shapes[kind]):
-            wanted = f"{_kinds[kind]} of sizes {list(shapes[kind])}"
-            wrong_byte(paths[kind], 0, f"a matrix of {wanted}", f"{x.dtype} of {list(x.shape)}")
-    key = hashlib.sha256(''.join(md5 for _, md5 in got.values()).encode()).hexdigest()
-    return {kind: x for kind, (x, _) in got.items()}, paths, key
-
-# %% ../../nbs/data/35_norb.ipynb #00000033
 def read_split(
     folder: str | Path,  # with the split's three files
     split: str,  # 'train' or 'test'
@@ -305,10 +218,9 @@ def read_split(
     "Read a split's three files; `ValueError` names file and byte of what is wrong."
     files = {kind: norb_files[split, kind] for kind in _kinds}
     known = lambda kind: (files[kind].md5, files[kind].unpacked) if official else ()
-    got, paths, _ = _three(folder, lambda kind: files[kind].name, known)
-    columns = dict(zip(codes, (got['cat'].long(), *got['info'].long().unbind(1))))
-    _check_labels(columns, f"{paths['cat']} and {paths['info'].name}")
-    return dict(image=got['dat'], **columns)
+    image, columns, _ = _read_three(folder, lambda kind: files[kind].name, known, 4)
+    _check_labels(columns, f"{folder}: {files['cat'].name} and {files['info'].name}")
+    return dict(image=image, **columns)
 
 # %% ../../nbs/data/35_norb.ipynb #00000038
 def find_smallnorb(
@@ -324,14 +236,14 @@ def find_smallnorb(
             try:
                 fetch(f'{site}{o.name}.gz', cache / f'{o.name}.gz', o.size, o.sha256)
             except ConnectionError as e:
-                raise ConnectionError(f"{e}. {_instead}") from e
+                there = (
+                    "With smallNORB's files in a folder, name that in CAPSNB_DATA or as `folder` "
+                )
+                hub = (
+                    "(--data on the command line); folder='hub:' (--data hub:) takes the Hub's copy"
+                )
+                raise ConnectionError(f"{e}. {there}{hub}") from e
     return found or cache
-
-# %% ../../nbs/data/35_norb.ipynb #6ac4e7b4
-_instead = (
-    "With smallNORB's files in a folder, name that in CAPSNB_DATA or as `folder` "
-    "(--data on the command line); folder='hub:' (--data hub:) takes the copy on the Hub"
-)
 
 # %% ../../nbs/data/35_norb.ipynb #0000003e
 def valid_mask(
@@ -339,21 +251,12 @@ def valid_mask(
     valid_instances: Sequence[int] = (9,),  # instances to hold back, of each category
 ) -> Tensor:  # bool [n], True for pictures held back
     "Pictures of toys held back; `ValueError` for an instance that is not there, or none left."
-    of, wanted = _column(columns, 'instance'), set(_held(valid_instances))
+    of, wanted = _column(columns, 'instance'), set(valid_instances)
     there = set(of.unique().tolist())
     if not wanted <= there or there <= wanted:
         some = f"some, not all, of {sorted(there)}"
-        raise ValueError(f"valid_instances: expected {some}, got {list(valid_instances)}")
+        raise ValueError(f"valid_instances: expected {some}, got {valid_instances!r}")
     return torch.isin(of, torch.tensor(sorted(wanted), dtype=torch.long))
-
-# %% ../../nbs/data/35_norb.ipynb #8efa8224
-def _held(valid_instances: Sequence[int]) -> tuple:  # as whole numbers
-    try:
-        return tuple(operator.index(o) for o in valid_instances)
-    except TypeError:
-        wanted = "a list of whole numbers such as (9,)"
-        said = f"valid_instances: expected {wanted}, got {valid_instances!r}"
-        raise ValueError(said) from None
 
 # %% ../../nbs/data/35_norb.ipynb #00000041
 _familiar = dict(azimuth=(30, 32, 34, 0, 2, 4), elevation=(0, 1, 2))  # codes
@@ -381,25 +284,29 @@ def open_smallnorb(
     official: bool = True,  # the files must be smallNORB's by MD5; False: any in its format
 ) -> dict[str, Tensor]:  # image uint8 [n, 2, 96, 96] and the five codes, int64 [n]
     "A split as tensors; `ValueError` for a damaged or other file, `FileNotFoundError` for none."
-    source, held = _role(split, valid_instances)
+    source = _source(split, valid_instances)
     if str(folder).startswith('hub:'):
         data = _from_hub(str(folder)[4:], source, official)
     else:
         data = read_split(find_smallnorb(folder, [source]), source, official)
-    if split == 'test' or not held:
-        return data
-    away = valid_mask(data, held)
-    rows = (away if split == 'validation' else ~away).nonzero().flatten()
-    return {name: x[rows] for name, x in data.items()}
+    return _part(data, split, valid_instances)
 
 
-def _role(split: str, valid_instances: Sequence[int]) -> tuple[str, tuple]:  # split of the files
-    held = _held(valid_instances)
+def _source(split: str, valid_instances: Sequence[int]) -> str:  # split of the files
     if split not in splits:
         raise ValueError(f"split must be one of {', '.join(splits)}, got {split!r}")
-    if split == 'validation' and not held:
+    if split == 'validation' and not valid_instances:
         raise ValueError("split 'validation' needs valid_instances, got none")
-    return 'test' if split == 'test' else 'train', held
+    return 'test' if split == 'test' else 'train'
+
+
+def _part(data: dict, split: str, held: Sequence[int], toys: Tensor | None = None) -> dict:
+    "The rows of a split; toys: the instance that counts for each row, if not its own."
+    if split == 'test' or not held:
+        return data
+    away = valid_mask(data if toys is None else dict(instance=toys), held)
+    rows = away if split == 'validation' else ~away
+    return {name: x[rows] for name, x in data.items()}
 
 # %% ../../nbs/data/35_norb.ipynb #0000004d
 hub_name, hub_revision = 'Ramos-Ramos/smallnorb', '7962619a7ba6dfcc7d16e4e2d948d846f9624b15'
@@ -412,29 +319,11 @@ def _from_hub(name: str, split: str, official: bool) -> dict[str, Tensor]:  # as
         raise ValueError(f"{said}: expected the splits train, test, got {', '.join(data)}")
     data = as_tensors(data[split])
     _check_labels(data, said)
-    if official:
-        _check_copy(data, split, said)
+    if official:  # in the form of the official files
+        info = torch.stack([data[o] for o in list(codes)[1:]], 1).int()
+        for kind, x in dict(info=info, dat=data['image']).items():
+            check_md5(_in_bytes(x), norb_files[split, kind].md5, f"{said}, -{kind}")
     return data
-
-# %% ../../nbs/data/35_norb.ipynb #2a224770
-def _check_copy(data: Mapping, split: str, said: str):  # in the form of the official files
-    pixels, _, labels = (norb_files[split, kind] for kind in _kinds)
-    n, toys = (labels.unpacked - 20) // 16, tuple(sorted(set(data['instance'].tolist())))
-    if (len(data['image']), toys) != (n, instances[split]):
-        wanted = f"expected {n:,} pairs of instances {instances[split]}"
-        raise ValueError(f"{said}: {wanted}, got {len(data['image']):,} of {toys}")
-    if _md5_of(torch.stack([data[o] for o in list(codes)[1:]], 1).int()) != labels.md5:
-        order = "the rows are not in the order of smallNORB's files, so no checksum says whether"
-        warnings.warn(f"{said}: {order} the pixels are smallNORB's")
-    elif (came := _md5_of(data['image'])) != pixels.md5:
-        wanted = f"expected pixels whose file would have MD5 {pixels.md5}"
-        raise ValueError(f"{said}: {wanted}, got {came} ({_any})")
-
-# %% ../../nbs/data/35_norb.ipynb #8117b2c5
-def _md5_of(x: Tensor) -> str:  # that a file of this array would have
-    digest = hashlib.md5(_head(x), usedforsecurity=False)
-    digest.update(memoryview(x.contiguous().numpy()).cast('B'))
-    return digest.hexdigest()
 
 # %% ../../nbs/data/35_norb.ipynb #0000004e
 def load_smallnorb(
@@ -448,15 +337,11 @@ def load_smallnorb(
     >>> load_smallnorb('smallnorb')['train'][0]['category']  # doctest: +SKIP
     0
     """
-    load = lambda name: _as_dataset(open_smallnorb(name, folder, valid_instances, official))
-    if split is not None:
-        return load(split)
-    names = [o for o in splits if o != 'validation' or valid_instances]
-    return need('datasets').DatasetDict({name: load(name) for name in names})
-
-
-def _as_dataset(data: dict[str, Tensor]):
-    datasets = need('datasets')
+    if split is None:
+        names = [o for o in splits if o != 'validation' or valid_instances]
+        load = lambda name: load_smallnorb(folder, name, valid_instances, official)
+        return need('datasets').DatasetDict({name: load(name) for name in names})
+    data, datasets = open_smallnorb(split, folder, valid_instances, official), need('datasets')
     kinds = datasets.Features(dict.fromkeys(codes, datasets.Value('int32')))
     columns = {name: data[name].int().numpy() for name in codes}
     return with_pictures(data['image'], datasets.Dataset.from_dict(columns, features=kinds))
@@ -465,20 +350,15 @@ def _as_dataset(data: dict[str, Tensor]):
 def as_tensors(
     dataset,  # datasets.Dataset with the columns of load_smallnorb
 ) -> dict[str, Tensor]:  # image uint8 [n, 2, h, w] and the five codes, int64 [n]
-    "A split in memory; `ValueError` for an image that is not grey with 8 bits, and for none."
+    "A split in memory; `ValueError` for an image that is not grey with 8 bits."
     np, out = need('numpy'), []
     if lacks := {'image_lt', 'image_rt', *codes} - set(dataset.column_names):
         raise ValueError(f"expected the columns of smallNORB, lacks {', '.join(sorted(lacks))}")
     for k, row in enumerate(dataset.select_columns(['image_lt', 'image_rt'])):
-        pair = [np.asarray(image) for image in row.values()]
-        size = (out or pair)[0].shape[-2:]
-        for image, x in zip(row.values(), pair):
-            if image.mode != 'L' or x.shape != size:
-                came = f"got mode {image.mode!r} and {list(x.shape)}"
-                raise ValueError(f"row {k}: expected a grey image of {list(size)}, {came}")
-        out.append(np.stack(pair))
-    if not out:
-        raise ValueError("expected at least one row, got none")
+        if any(image.mode != 'L' for image in row.values()):
+            came = ', '.join(image.mode for image in row.values())
+            raise ValueError(f"row {k}: expected grey images, got modes {came}")
+        out.append(np.stack([np.asarray(image) for image in row.values()]))
     columns = {name: _column(dataset, name) for name in codes}
     return dict(image=torch.from_numpy(np.stack(out)), **columns)
 
@@ -492,45 +372,6 @@ def norb_name(split: str, part: int, kind: str) -> str:  # without .gz
     "A file of NORB jittered-cluttered."
     return _file_name(split, f'{part:02}-{kind}', '', '108x108')
 
-# %% ../../nbs/data/35_norb.ipynb #0f5e7445
-class Joined:
-    "Rows of several mapped arrays as if they were one: read when somebody takes them."
-
-    def __init__(self, arrays: Sequence[Tensor], rows: Tensor, key: str):
-        self.arrays, self.rows, self.key = arrays, rows, key
-        self.ends = torch.tensor([len(o) for o in arrays]).cumsum(0)
-        self.shape, self.dtype = (len(rows), *arrays[0].shape[1:]), arrays[0].dtype
-        self.ndim = len(self.shape)
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __repr__(self):  # equal for equal rows
-        rows = hashlib.sha256(self.rows.numpy().tobytes()).hexdigest()[:12]
-        return f"Joined({list(self.shape)}, {self.key}, rows {rows})"
-
-    def __getitem__(self, ks):  # numbers among the rows wanted -> [len(ks), *sizes], in memory
-        rows = self.rows[ks]
-        at = torch.bucketize(rows, self.ends, right=True)
-        out = torch.empty((len(rows), *self.shape[1:]), dtype=self.dtype)
-        for k in at.unique().tolist():
-            start = int(self.ends[k]) - len(self.arrays[k])
-            out[at == k] = self.arrays[k][rows[at == k] - start]
-        return out
-
-# %% ../../nbs/data/35_norb.ipynb #e4019370
-def _read_part(folder: Path, split: str, part: int, official: bool) -> tuple[dict, str]:
-    "A set of NORB jittered-cluttered: image, codes, jitter int64 [n, 6]; a key of content."
-    got, paths, key = _three(folder, lambda kind: norb_name(split, part, kind), columns=10)
-    if official and tuple(got['dat'].shape) != norb_size:
-        came = f"{list(got['dat'].shape)} ({_any})"
-        wrong_byte(paths['dat'], 8, f"sizes {list(norb_size)}", came)
-    info = got['info'].long()
-    columns = dict(zip(codes, (got['cat'].long(), *info[:, :4].unbind(1))))
-    where = f"{paths['cat']} and {paths['info'].name}"
-    _check_labels(columns, where, codes | dict(category=range(6)))
-    return dict(image=got['dat'], **columns, jitter=info[:, 4:]), key
-
 # %% ../../nbs/data/35_norb.ipynb #52fa7290
 def open_norb(
     split: str = 'train',  # 'train', 'validation' or 'test'
@@ -538,61 +379,52 @@ def open_norb(
     parts: Sequence[int] | None = None,  # numbers of the sets to read; None: all of the split's
     valid_instances: Sequence[int] = (9,),  # held back from 'train' for 'validation'; (): none
     official: bool = True,  # sets must be of `norb_size`; False: of any size
-) -> dict:  # image `Joined` uint8 [n, 2, 108, 108]; codes [n], jitter [n, 6], int64
+) -> dict:  # image uint8 [n, 2, 108, 108]; codes [n], jitter [n, 6], int64
     "A split of NORB jittered-cluttered; `ValueError`, `FileNotFoundError` as for smallNORB."
-    source, held = _role(split, valid_instances)
-    there = list(_norb_parts[source])
-    wanted = there if parts is None else list(parts)
-    if not wanted or not set(wanted) <= set(there) or len(set(wanted)) < len(wanted):
-        raise ValueError(f"parts: expected some of {there}, each once, got {parts!r}")
-    names = [norb_name(source, k, kind) for k in wanted for kind in _kinds]
+    source, found = _source(split, valid_instances), []
+    parts = list(_norb_parts[source] if parts is None else parts)
+    names = [norb_name(source, k, kind) for k in parts for kind in _kinds]
     if (place := find_folder('norb', names, folder, endings=('', '.gz'))) is None:
         files = f"expected {names[0]} and {len(names) - 1} other files of {_norb_site}"
         name = "CAPSNB_DATA or as `folder` (--data on the command line)"
         raise FileNotFoundError(f"{files}; name their folder in {name}")
-    read = [_read_part(place, source, k, official) for k in wanted]
-    columns = {k: torch.cat([o[k] for o, _ in read]) for k in (*codes, 'jitter')}
-    rows = _split_rows(columns, split, held)
-    images, key = [o['image'] for o, _ in read], ' '.join(key for _, key in read)
-    return dict(image=Joined(images, rows, key), **{k: v[rows] for k, v in columns.items()})
+    size = math.prod(norb_size) + 24
+    known = lambda kind: (None, size) if official and kind == 'dat' else ()
+    for k in parts:
+        name = lambda kind: norb_name(source, k, kind)
+        image, data, info = _read_three(place, name, known, 10)
+        _check_labels(data, f"{place}: {name('cat')}", codes | dict(category=range(6)))
+        bare, turns = (data['category'] == 5).nonzero().flatten(), torch.tensor(instances[source])
+        toys = data['instance'].clone()
+        toys[bare] = turns[torch.arange(len(bare)) * len(turns) // max(1, len(bare))]
+        data |= dict(image=image, jitter=info[:, 4:])
+        found.append(_part(data, split, valid_instances, toys))
+    return {name: torch.cat([o[name] for o in found]) for name in found[0]}
 
-# %% ../../nbs/data/35_norb.ipynb #acb96994
-def _split_rows(columns: dict[str, Tensor], split: str, held: tuple) -> Tensor:
-    toy, bare = columns['instance'].clone(), (columns['category'] == 5).nonzero().flatten()
-    if split == 'test' or not held:
-        return torch.arange(len(toy))
-    turns = torch.tensor(instances['train'])
-    toy[bare] = turns[torch.arange(len(bare)) * len(turns) // max(1, len(bare))]
-    away = valid_mask(dict(instance=toy), held)
-    return (away if split == 'validation' else ~away).nonzero().flatten()
 
-# %% ../../nbs/data/35_norb.ipynb #ab3bd815
 def tiny_norb(
     folder: str | Path,  # where to
     size: int = 108,  # pixels of a side
     elevations: Sequence[int] = (0, 8),  # codes
     azimuths: Sequence[int] = (0, 6),  # codes
-    lightings: Sequence[int] = (0,),  # codes
     parts: Mapping[str, Sequence[int]] = dict(train=(1, 2), test=(1,)),  # sets to write
     gz: bool = False,  # gzipped
 ) -> Path:  # folder
     "Write shifted test cards before noise, and noise alone, as files of NORB jittered-cluttered."
     for split, part in ((split, k) for split in parts for k in parts[split]):
-        order = itertools.product(instances[split], elevations, azimuths, lightings, range(6))
+        order = itertools.product(instances[split], elevations, azimuths, (0,), range(6))
         rows = torch.tensor([(c, *rest) for *rest, c in order])
-        image, jitter = _cluttered(rows, size, 2 * part + (split == 'test'))
+        die = torch.Generator().manual_seed(2 * part + (split == 'test'))
+        most = torch.tensor([5, 5, 19, 0, 0, 4])
+        jitter = ((2 * most + 1) * torch.rand(len(rows), 6, generator=die)).long() - most
+        card = _cards(rows, size)
+        noise = torch.randint(256, card.shape, dtype=torch.uint8, generator=die)
+        moved = torch.stack(
+            [o.roll((int(v), int(u)), (1, 2)) for o, (u, v, *_) in zip(card, jitter)]
+        )
+        toy = (moved < 190) & (rows[:, 0] != 5)[:, None, None, None]
         seen = rows[:, 1:].masked_fill(rows[:, :1] == 5, -1)
         told = torch.cat((rows[:, :1], seen, jitter), 1)
-        _write(folder, lambda kind: norb_name(split, part, kind), image, told, gz)
+        name = lambda kind: norb_name(split, part, kind)
+        _write(folder, name, torch.where(toy, moved, noise), told, gz)
     return Path(folder)
-
-# %% ../../nbs/data/35_norb.ipynb #4e3d88a6
-def _cluttered(rows: Tensor, size: int, seed: int) -> tuple[Tensor, Tensor]:  # pictures; jitter
-    die = torch.Generator().manual_seed(seed)
-    most = torch.tensor([5, 5, 19, 0, 0, 4])
-    jitter = ((2 * most + 1) * torch.rand(len(rows), 6, generator=die)).long() - most
-    card = _cards(rows, size)
-    noise = torch.randint(256, card.shape, dtype=torch.uint8, generator=die)
-    moved = [o.roll((int(v), int(u)), (1, 2)) for o, (u, v, *_) in zip(card, jitter)]
-    toy = (torch.stack(moved) < 190) & (rows[:, 0] != 5)[:, None, None, None]
-    return torch.where(toy, torch.stack(moved), noise), jitter
