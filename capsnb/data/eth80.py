@@ -4,28 +4,22 @@
 
 # %% ../../nbs/data/36_eth80.ipynb #00000002
 from __future__ import annotations
-import contextlib
-import hashlib
-import io
-import json
 import math
 import os
 import re
-import struct
-import zlib
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from ..core import need
-from .files import alone, cache_folder, checksum, draft, read_json, regular, sweep
-from .files import write_json
+from .files import cache_folder, regular
 
 # %% auto #0
 __all__ = ['categories', 'viewpoints', 'n_objects', 'n_photos', 'backgrounds', 'Photo', 'parse_name', 'tiny_eth80', 'find_eth80',
-           'Files', 'list_eth80', 'open_eth80', 'object_split', 'familiar_views', 'as_images', 'load_eth80']
+           'list_eth80', 'open_eth80', 'object_split', 'familiar_views', 'as_images', 'load_eth80']
 
 # %% ../../nbs/data/36_eth80.ipynb #00000006
 categories = ('apple', 'car', 'cow', 'cup', 'dog', 'horse', 'pear', 'tomato')  # folders 1 to 8
@@ -40,8 +34,9 @@ _rings = {  # polar angle -> azimuths, in degrees
 }
 viewpoints = tuple((polar, azimuth) for polar, ring in _rings.items() for azimuth in ring)
 n_objects, n_photos = 10, 8 * 10 * len(viewpoints)  # of each category; in all
+_pattern = re.compile(rf"({'|'.join(categories)})([1-9][0-9]*)-([0-9]{{3}})-([0-9]{{3}})")
 
-# %% ../../nbs/data/36_eth80.ipynb #00000007
+
 class Photo(NamedTuple):
     "What the name of a photograph says."
 
@@ -53,9 +48,6 @@ class Photo(NamedTuple):
         polar, azimuth = viewpoints[self.view]
         return f'{categories[self.category]}{self.number}-{polar:03d}-{azimuth:03d}'
 
-# %% ../../nbs/data/36_eth80.ipynb #00000008
-_pattern = re.compile(rf"({'|'.join(categories)})([1-9][0-9]*)-([0-9]{{3}})-([0-9]{{3}})")
-
 
 def parse_name(path: str | Path) -> Photo:  # such that str(photo) is the name without its ending
     "Read a name; `ValueError` for one that is none of ETH-80's."
@@ -66,7 +58,27 @@ def parse_name(path: str | Path) -> Photo:  # such that str(photo) is the name w
         raise ValueError(f"{path}: expected a name of {wanted}")
     return Photo(categories.index(match[1]), int(match[2]), viewpoints.index(view))
 
-# %% ../../nbs/data/36_eth80.ipynb #0000000b
+# %% ../../nbs/data/36_eth80.ipynb #0000000c
+def tiny_eth80(
+    folder: str | Path,  # made if it is not there
+    size: int = 16,  # pixels per side
+    masks: bool = True,  # whether to draw them
+) -> Path:  # the folder, with 3,280 drawn photographs
+    "Draw a data set of our own under ETH-80's names."
+    folder, image, numbers = Path(folder), need('PIL.Image'), [*range(1, 11)]
+    for k, category in enumerate(categories):
+        of = [1, 2, 3, 5, 6, 7, 9, 11, 12, 14] if category == 'car' else numbers
+        for o, number in enumerate(of):
+            place = folder / str(k + 1) / str(o + 1)
+            (place / 'maps').mkdir(parents=True, exist_ok=True)
+            for photo in (Photo(k, number, view) for view in range(len(viewpoints))):
+                pixels, mask = _draw(photo, o, size)
+                image.fromarray(pixels.numpy()).save(place / f'{photo}.png')
+                if masks:
+                    image.fromarray(mask.numpy()).save(place / 'maps' / f'{photo}-map.png')
+    return folder
+
+
 def _draw(photo: Photo, instance: int, size: int) -> tuple[Tensor, Tensor]:
     "Bytes [size, size, 3] of a drawn photograph, and its mask."
     polar, azimuth = (math.radians(o) for o in viewpoints[photo.view])
@@ -79,60 +91,26 @@ def _draw(photo: Photo, instance: int, size: int) -> tuple[Tensor, Tensor]:
     blue = torch.tensor([0.2, 0.25, 0.6]) * (0.8 - 0.2 * y.clamp(-1, 1))[..., None]
     return (torch.where(mask[..., None], hue, blue) * light * 255).byte(), mask
 
-# %% ../../nbs/data/36_eth80.ipynb #0000000c
-_numbers = {'car': (1, 2, 3, 5, 6, 7, 9, 11, 12, 14)}  # others: 1 to 10
-
-
-def tiny_eth80(
-    folder: str | Path,  # made if it is not there
-    size: int = 16,  # pixels per side
-    masks: bool = True,  # whether to draw them
-) -> Path:  # the folder, with 3,280 drawn photographs
-    "Draw a data set of our own under ETH-80's names."
-    folder, image = Path(folder), need('PIL.Image')
-    for k, category in enumerate(categories):
-        for o, number in enumerate(_numbers.get(category, range(1, 11))):
-            place = folder / str(k + 1) / str(o + 1)
-            (place / 'maps').mkdir(parents=True, exist_ok=True)
-            for view in range(len(viewpoints)):
-                photo = Photo(k, number, view)
-                pixels, mask = _draw(photo, o, size)
-                image.fromarray(pixels.numpy()).save(place / f'{photo}.png')
-                if masks:
-                    image.fromarray(mask.numpy()).save(place / 'maps' / f'{photo}-map.png')
-    return folder
-
 # %% ../../nbs/data/36_eth80.ipynb #0000000f
-_how = (
-    "80 folders of 41 photographs, such as 1/1/apple1-000-000.png, with masks in their maps/. "
-    "A copy of the authors' is at https://github.com/chenchkx/ETH-80; name its folder in "
-    "CAPSNB_DATA or as `folder` (--data on the command line)"
-)
-
-
 def find_eth80(folder: str | Path | None = None) -> Path:  # the folder
     "Find ETH-80; `FileNotFoundError` says where it was looked for."
     given = folder or os.environ.get('CAPSNB_DATA')
-    tops = [Path(given).expanduser()] if given else []
-    places = [top / sub for top in tops for sub in ('eth80', 'ETH-80', '')]
+    places = [Path(given).expanduser() / sub for sub in ('eth80', 'ETH-80', '')] if given else []
     places += [cache_folder('eth80')] if folder is None else []
     for place in places:
         pictures = (o for depth in ('*/*.png', '*/*/*.png') for o in place.glob(depth))
         if any(_pattern.fullmatch(o.stem) for o in pictures):
             return place
-    where = ', '.join(f"'{o}'" for o in places)
-    raise FileNotFoundError(f"expected ETH-80 in one of {where}: {_how}")
+    raise FileNotFoundError(
+        f"expected ETH-80 in one of {', '.join(map(str, places))}: 80 folders of 41 photographs, "
+        "such as 1/1/apple1-000-000.png, with masks in their maps/. A copy of the authors' is at "
+        "https://github.com/chenchkx/ETH-80; name its folder in CAPSNB_DATA or as `folder` "
+        "(--data on the command line)"
+    )
 
-# %% ../../nbs/data/36_eth80.ipynb #00000010
-class Files(NamedTuple):
-    "Where everything is, by category, object and viewpoint."
 
-    photos: list  # 3,280 paths
-    masks: list  # likewise; empty: the copy has none
-
-# %% ../../nbs/data/36_eth80.ipynb #00000011
-def list_eth80(folder: str | Path) -> Files:  # of `find_eth80`; in order
-    "All files; `ValueError` names what is missing, and what is not ETH-80's."
+def list_eth80(folder: str | Path) -> tuple:  # 3,280 paths of photographs, and of masks, or none
+    "All files in order; `ValueError` names what is missing, and what is not ETH-80's."
     found, paths = {}, [o for depth in ('*/*.png', '*/*/*.png') for o in Path(folder).glob(depth)]
     for path in sorted(o for o in paths if o.parent.name != 'maps'):
         photo = parse_name(path)
@@ -151,95 +129,51 @@ def list_eth80(folder: str | Path) -> Files:  # of `find_eth80`; in order
     masks = masks if any(o.is_file() for o in masks) else []
     for what, paths in (('photographs', photos), ('masks', masks)):
         if absent := [o.name for o in paths if not o.is_file()]:
-            named = ', '.join(absent[:5]) + (', …' if len(absent) > 5 else '')
             missing = f"{len(absent):,} of {len(paths):,} {what} are missing"
-            raise ValueError(f"{folder}: {missing}: {named}")
-    return Files(photos, masks)
-
-# %% ../../nbs/data/36_eth80.ipynb #00000019
-def _check_chunks(data: bytes):  # of a PNG, by their checksums
-    at, kind = 8, b''
-    while kind != b'IEND':
-        size, kind = struct.unpack('>I4s', data[at : at + 8])
-        end = at + 12 + size
-        if zlib.crc32(data[at + 4 : end - 4]) != int.from_bytes(data[end - 4 : end], 'big'):
-            raise ValueError(f"byte {at}: expected a chunk that fits its checksum")
-        at = end
-
-
-def _read_png(path: Path, mode: str, size: tuple | None = None) -> Tensor:
-    "Bytes [height, width, 3] or, of a mask, [height, width]."
-    image = need('PIL.Image')
-    try:
-        _check_chunks(data := regular(path).read_bytes())
-        with image.open(io.BytesIO(data), formats=['PNG']) as png:
-            x = torch.from_numpy(need('numpy').array(png.convert(mode)))
-    except Exception as e:  # whatever Pillow says
-        raise ValueError(f"{path}: damaged PNG: {e}") from e
-    if size not in (None, x.shape[:2]):
-        want, got = (f'{w}x{h}' for h, w in (size, x.shape[:2]))
-        raise ValueError(f"{path}: expected {want} pixels like the first photograph, got {got}")
-    return x
-
-# %% ../../nbs/data/36_eth80.ipynb #0000001a
-def _read_mask(path: Path, size: tuple) -> Tensor:  # [height, width], 255 on the object
-    x = (_read_png(path, 'L', size) > 127).byte() * 255
-    if x.min() == x.max():
-        shown = 'object' if x.any() else 'background'
-        raise ValueError(f"{path}: expected a mask of object and background, got {shown} only")
-    return x
-
-# %% ../../nbs/data/36_eth80.ipynb #0000001b
-def _read_object(files: Files, k: int, size: tuple) -> Tensor:  # uint8 [41, 3 or 4, h, w]
-    rows = range(k * len(viewpoints), (k + 1) * len(viewpoints))
-    x = torch.stack([_read_png(files.photos[n], 'RGB', size) for n in rows]).permute(0, 3, 1, 2)
-    if not files.masks:
-        return x.contiguous()
-    masks = torch.stack([_read_mask(files.masks[n], size) for n in rows])
-    return torch.cat([x, masks[:, None]], 1)
-
-# %% ../../nbs/data/36_eth80.ipynb #0000001e
-def _packed(place: Path, files: Files, root: Path) -> tuple[Path, tuple]:  # a file; its shape
-    "All photographs and masks one after the other; made if not there, or not whole."
-    key = hashlib.sha256(str(place).encode()).hexdigest()[:12]
-    path, note, planes = root / f'{key}.bin', root / f'{key}.json', 4 if files.masks else 3
-    seen = [(o.name, s.st_size, s.st_mtime_ns) for o in sum(files, []) for s in [o.stat()]]
-    stamp = hashlib.sha256(json.dumps(seen).encode()).hexdigest()  # changes with any file
-
-    def size_of_copy():  # a copy is only a copy: if it is not whole it is made anew
-        with contextlib.suppress(OSError, ValueError):
-            info = read_json(note, stamp=str, sha256=str, size=list)
-            if info['stamp'] == stamp and checksum(path) == info['sha256']:
-                return info['size']
-
-    if not (size := size_of_copy()):
-        with alone(path):
-            if not (size := size_of_copy()):
-                sweep(root)
-                size = list(_read_png(files.photos[0], 'RGB').shape[:2])
-                with draft(path) as f:
-                    for k in range(n_photos // len(viewpoints)):
-                        f.write(_read_object(files, k, tuple(size)).numpy().tobytes())
-                write_json(note, dict(stamp=stamp, size=size, sha256=checksum(path)))
-    return path, (n_photos, planes, *size)
+            raise ValueError(f"{folder}: {missing}: {', '.join(absent[:5])}")
+    return photos, masks
 
 # %% ../../nbs/data/36_eth80.ipynb #00000020
 def open_eth80(
     folder: str | Path | None = None,  # as for find_eth80
-    cache: str | Path | None = None,  # folder of packed copies; None: the user's
 ) -> dict[str, Tensor]:  # image uint8 [3280, 3, h, w], mask bool [3280, h, w] if any, and labels
     """Photographs by B. Leibe and B. Schiele, "Analyzing Appearance and Contour Based Methods for
     Object Categorization" (CVPR 2003), free for research; with category, instance, polar and
     azimuth [3280]. `ValueError` for missing or damaged files, `FileNotFoundError` for none."""
     place = find_eth80(folder).resolve()
-    files, root = list_eth80(place), cache or cache_folder('eth80') / 'packed'
-    path, shape = _packed(place, files, Path(root).expanduser())
-    x = torch.from_file(str(path), shared=False, size=math.prod(shape), dtype=torch.uint8)
-    x = x.view(shape)
-    masks = {'mask': x[:, 3] > 127} if files.masks else {}
-    return dict(image=x[:, :3], **masks, **_labels())
+    stamps = ((o, s.st_size, s.st_mtime_ns) for o in place.rglob('*.png') for s in [o.stat()])
+    return {**_read_all(place, tuple(sorted(stamps))), **_labels()}
 
-# %% ../../nbs/data/36_eth80.ipynb #00000021
+
+@lru_cache(1)
+def _read_all(place: Path, stamps: tuple) -> dict[str, Tensor]:
+    photos, masks = list_eth80(place)
+    first = _read_png(photos[0], 'RGB')
+    pixels = torch.stack([_read_png(o, 'RGB', first) for o in photos])
+    out = dict(image=pixels.permute(0, 3, 1, 2).contiguous())
+    if masks:
+        out['mask'] = torch.stack([_read_png(o, 'L', first) > 127 for o in masks])
+        whole = out['mask'].flatten(1).float().mean(1)
+        if len(bad := ((whole == 0) | (whole == 1)).nonzero()):
+            raise ValueError(f"{masks[int(bad[0])]}: expected a mask of object and background")
+    return out
+
+
+def _read_png(path: Path, mode: str, like: Tensor | None = None) -> Tensor:  # [h, w, 3] or [h, w]
+    image = need('PIL.Image')
+    try:
+        with image.open(regular(path), formats=['PNG']) as png:
+            png.verify()  # its checksums
+        with image.open(path, formats=['PNG']) as png:
+            x = torch.from_numpy(need('numpy').array(png.convert(mode)))
+    except Exception as e:  # whatever Pillow says
+        raise ValueError(f"{path}: damaged PNG: {e}") from e
+    if like is not None and x.shape[:2] != like.shape[:2]:
+        want, got = (f'{w}x{h}' for h, w in (like.shape[:2], x.shape[:2]))
+        raise ValueError(f"{path}: expected {want} pixels like the first photograph, got {got}")
+    return x
+
+
 def _labels() -> dict[str, Tensor]:  # in the order of the files
     n, k = len(viewpoints), torch.arange(n_photos)
     polar, azimuth = torch.tensor(viewpoints)[k % n].T
@@ -253,21 +187,18 @@ def object_split(
     folds: int = 10,  # 10, 5 or 2: an object of each category is tested in one of them
 ) -> dict[str, Tensor]:  # 'train', 'validation', 'test': bool [n], True in one of them
     "Objects to train on, choose by and test on; `ValueError` for folds that there are not."
-    whole = all(type(o) is int for o in (fold, folds))
-    if not whole or folds not in (2, 5, 10) or not 0 <= fold < folds:
+    if folds not in (2, 5, 10) or fold not in range(folds):
         raise ValueError(f"expected a fold from 0 of 2, 5 or 10, got fold {fold!r} of {folds!r}")
     of = torch.as_tensor(columns['instance'])
     test, held = of % folds == fold, of == (fold + 1) % n_objects
     return dict(train=~test & ~held, validation=held, test=test)
 
-# %% ../../nbs/data/36_eth80.ipynb #0000002a
+
 def familiar_views(
     columns: Mapping,  # with 'polar' and 'azimuth', in degrees
     by: str = 'azimuth',  # or 'polar'
 ) -> Tensor:  # bool [n]; the others are novel
-    "Viewpoints to train on; `ValueError` for an unknown factor."
-    if by not in ('azimuth', 'polar'):
-        raise ValueError(f"by must be 'azimuth' or 'polar', got {by!r}")
+    "Viewpoints to train on."
     of = torch.as_tensor(columns[by])
     return of == 90 if by == 'polar' else (of <= 60) | (of >= 300)
 
@@ -294,24 +225,20 @@ def as_images(
     if height != width or not 1 <= size <= height:
         had = f"the photographs have {width}x{height}"
         raise ValueError(f"size: expected square photographs no smaller than {size}, {had}")
-    parts = [_as_seen(data, o, size, colour, background, seed) for o in rows.split(100)]
+    parts = []
+    for part in rows.split(100):
+        x, other = data['image'][part].float(), 127.0
+        if background == 'replaced':
+            dice = (torch.Generator().manual_seed(seed * n_photos + k) for k in part.tolist())
+            coarse = torch.stack([torch.rand(3, 8, 8, generator=g) for g in dice])
+            how = dict(size=(height, width), mode='bilinear', align_corners=True)
+            other = F.interpolate(coarse * 255, **how)
+        if background != 'kept':
+            x = torch.where(data['mask'][part, None], x, other)
+        if not colour:
+            x = torch.einsum('bcmn,c->bmn', x, torch.tensor([0.299, 0.587, 0.114]))[:, None]
+        parts.append(F.adaptive_avg_pool2d(x, size).round().byte())
     return torch.cat(parts or [torch.empty(0, 3 if colour else 1, size, size, dtype=torch.uint8)])
-
-# %% ../../nbs/data/36_eth80.ipynb #0000002e
-def _as_seen(data: Mapping, rows: Tensor, size: int, colour: bool, background: str, seed: int):
-    x = data['image'][rows].float()
-    if background != 'kept':
-        other = _noise(rows, x.shape[-1], seed) if background == 'replaced' else 127.0
-        x = torch.where(data['mask'][rows, None], x, other)
-    if not colour:
-        x = torch.einsum('bcmn,c->bmn', x, torch.tensor([0.299, 0.587, 0.114]))[:, None]
-    return F.adaptive_avg_pool2d(x, size).round().byte()
-
-# %% ../../nbs/data/36_eth80.ipynb #0000002f
-def _noise(rows: Tensor, size: int, seed: int) -> Tensor:  # [n, 3, size, size], 0 to 255
-    dice = (torch.Generator().manual_seed(seed * n_photos + k) for k in rows.tolist())
-    coarse = torch.stack([torch.rand(3, 8, 8, generator=g) for g in dice])
-    return F.interpolate(coarse * 255, size=(size, size), mode='bilinear', align_corners=True)
 
 # %% ../../nbs/data/36_eth80.ipynb #00000033
 def load_eth80(
@@ -325,19 +252,19 @@ def load_eth80(
     >>> load_eth80('eth80', split='test')[0]['azimuth']  # doctest: +SKIP
     0
     """
-    parts = object_split(_labels(), fold, folds)
+    parts, datasets = object_split(_labels(), fold, folds), need('datasets')
     if split is not None and split not in parts:
         raise ValueError(f"split must be None or one of {', '.join(parts)}, got {split!r}")
-    datasets, data = need('datasets'), open_eth80(folder)
-    whole, image, files = datasets.Value('int32'), datasets.Image(), list_eth80(find_eth80(folder))
-    columns = dict(image=list(map(str, files.photos)), mask=list(map(str, files.masks)))
-    columns |= {name: data[name].tolist() for name in _labels()}
-    kinds = dict.fromkeys(columns, whole) | dict(image=image, mask=image)
+    open_eth80(folder)  # is anything wrong with them?
+    photos, masks = (list(map(str, o)) for o in list_eth80(find_eth80(folder)))
+    columns = dict(image=photos, **(dict(mask=masks) if masks else {}))
+    columns |= {k: v.tolist() for k, v in _labels().items()}
+    kinds = {k: datasets.Image() for k in columns if k in ('image', 'mask')}
     kinds |= dict(category=datasets.ClassLabel(names=list(categories)))
-    kinds = datasets.Features({name: kinds[name] for name in columns if columns[name]})
-    rows = {name: of.nonzero().flatten().tolist() for name, of in parts.items()}
-    out = datasets.DatasetDict()
+    kinds |= dict.fromkeys(('instance', 'polar', 'azimuth'), datasets.Value('int32'))
+    kinds, out = datasets.Features(kinds), datasets.DatasetDict()
     for name in [split] if split else parts:
-        part = {k: [columns[k][n] for n in rows[name]] for k in kinds}
+        rows = parts[name].nonzero().flatten().tolist()
+        part = {k: [v[n] for n in rows] for k, v in columns.items()}
         out[name] = datasets.Dataset.from_dict(part, features=kinds)
     return out[split] if split else out

@@ -455,7 +455,7 @@ class Photographs(Objects):
 
     @cached_property
     def _data(self) -> dict:  # of `open_eth80`
-        return open_eth80(self.folder, self.cache)
+        return open_eth80(self.folder)
 
     def check_split(self, split):
         if split != 'familiar' or self.by is None:
