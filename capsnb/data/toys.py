@@ -7,15 +7,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
-from collections.abc import Sequence, Set
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 import torch
 from torch import Tensor
 from ..core import need
-from .files import alone, cache_folder, checksum, read_json, sweep, write_json
+from .files import alone, cache_folder, draft, sweep
 from .world import World, build_toy, categories, check_world, grain_table, ground_of
 from .world import is_whole, name_of, object_pose, render, view_matrix
 
@@ -32,24 +30,6 @@ factors = dict(  # codes: 30° + 5° elevation, 10° azimuth
 )
 columns = ('category', 'instance', 'elevation', 'azimuth', 'lighting')
 
-# %% ../../nbs/data/34_toys.ipynb #1ec9e012
-def _check_codes(rows: Tensor):  # [n, 3]: elevation, azimuth, lighting
-    for k, name in enumerate(factors):
-        odd = [o for o in rows[:, k].tolist() if o not in factors[name]]
-        if odd:
-            raise ValueError(f"{name} must be one of {factors[name]}, got {odd[0]}")
-
-# %% ../../nbs/data/34_toys.ipynb #005d7ca6
-def _check_size(size: int):
-    if not is_whole(size) or not 16 <= size <= 256:
-        raise ValueError(f"size must be a whole number from 16 to 256, got {size!r}")
-
-# %% ../../nbs/data/34_toys.ipynb #b7449753
-def _starts(category: int | str, instance: int, seed: int) -> Tensor:  # [162, 6, 2] of a toy
-    key = f'starts/{seed}/{name_of(category, instance)}/{instance}'
-    raw = hashlib.shake_128(key.encode()).digest(162 * 6 * 2 * 4)
-    return torch.tensor(memoryview(raw).cast('I').tolist()).view(162, 6, 2) % 2**20
-
 # %% ../../nbs/data/34_toys.ipynb #00000061
 def draw(
     category: int | str,  # 0 to 4, or its name
@@ -61,7 +41,9 @@ def draw(
     grain: Tensor | None = None,  # `grain_table(seed, 2**20 + size**2)`, to save making it
 ) -> Tensor:  # [n, 2, size, size], uint8
     "Stereo pairs of one toy; `ValueError` for codes, toys or knobs that do not exist."
-    _check_codes(rows)
+    for k, name in enumerate(factors):
+        if odd := set(rows[:, k].tolist()) - set(factors[name]):
+            raise ValueError(f"{name} must be one of {factors[name]}, got {odd.pop()}")
     _check_size(size)
     toy = build_toy(category, instance, seed, world)
     grain = grain_table(seed, 2**20 + size**2) if grain is None else grain
@@ -77,17 +59,16 @@ def draw(
         out[at] = render(toy, poses, ups, *some)
     return out
 
-# %% ../../nbs/data/34_toys.ipynb #9cf1afa9
-def _keep(name: str, codes, every: dict) -> list:  # of a factor, in its order
-    if name not in every:
-        raise ValueError(f"subset: expected pairs, {', '.join(every)}, got {name!r}")
-    if isinstance(codes, str) or not isinstance(codes, (Sequence, Set)):
-        raise ValueError(f"subset: {name} must be a list of some of {every[name]}, got {codes!r}")
-    odd = [o for o in codes if o not in every[name]]
-    if odd or not len(codes):
-        came = odd[0] if odd else 'none'
-        raise ValueError(f"subset: {name} must be some of {every[name]}, got {came}")
-    return [o for o in every[name] if o in codes]
+
+def _check_size(size: int):
+    if not is_whole(size) or not 16 <= size <= 256:
+        raise ValueError(f"size must be a whole number from 16 to 256, got {size!r}")
+
+
+def _starts(category: int | str, instance: int, seed: int) -> Tensor:  # [162, 6, 2] of a toy
+    key = f'starts/{seed}/{name_of(category, instance)}/{instance}'
+    raw = hashlib.shake_128(key.encode()).digest(162 * 6 * 2 * 4)
+    return torch.tensor(memoryview(raw).cast('I').tolist()).view(162, 6, 2) % 2**20
 
 # %% ../../nbs/data/34_toys.ipynb #00000067
 def plan(
@@ -102,7 +83,11 @@ def plan(
     keep = dict(subset) if isinstance(subset, dict) else dict(pairs=subset)
     pairs, every = keep.pop('pairs', None), dict(category=tuple(range(5)), **factors)
     for name, codes in keep.items():
-        every[name] = _keep(name, codes, every)
+        if name not in every:
+            raise ValueError(f"subset: expected pairs, {', '.join(every)}, got {name!r}")
+        if isinstance(codes, str) or not codes or not set(codes) <= set(every[name]):
+            raise ValueError(f"subset: {name} must be some of {every[name]}, got {codes!r}")
+        every[name] = [o for o in every[name] if o in codes]
     order = every['category'], instances[split], every['azimuth'], every['elevation']
     rows = itertools.product(*order, every['lighting'])
     rows = torch.tensor([(c, i, e, a, l) for c, i, a, e, l in rows])
@@ -113,7 +98,7 @@ def plan(
         raise ValueError(f"subset: number of pairs must be {most}, got {pairs!r}")
     return rows[_spread(rows, pairs, f'{split}/{seed}')]
 
-# %% ../../nbs/data/34_toys.ipynb #00000068
+
 def _spread(rows: Tensor, pairs: int, key: str) -> Tensor:  # indices of a draw, toys take turns
     keys = [f"{key}/{'/'.join(map(str, row))}" for row in rows.tolist()]
     chance = [hashlib.blake2b(o.encode(), digest_size=8).digest() for o in keys]
@@ -126,7 +111,7 @@ def _spread(rows: Tensor, pairs: int, key: str) -> Tensor:  # indices of a draw,
     return torch.tensor(sorted(order[n][1] for n in first))
 
 # %% ../../nbs/data/34_toys.ipynb #0000006b
-version = 2  # of the files: another number for any change that changes a byte
+version = 2  # of the pictures: another number for any change that changes a byte
 
 
 def cache_of(
@@ -136,97 +121,62 @@ def cache_of(
     seed: int,  # which fifty toys
     world: World,  # knobs of difficulty
     cache: str | Path | None = None,  # None: XDG_CACHE_HOME or ~/.cache, capsnb/toys
-) -> tuple[Path, dict]:  # the folder, and what its bytes depend on
+) -> Path:  # the folder
     "Where a split is kept; `ValueError` as for `load_toys`."
     check_world(world, seed)
     _check_size(size)
     rows = plan(split, subset, seed)
-    made = dict(version=version, size=size, seed=seed, split=split, pairs=len(rows))
-    made |= dict(world=list(world), rows=_hash(rows.tolist()))
+    made = [version, 'a file a toy', size, seed, split, list(world), rows.tolist()]
     root = Path(cache) if cache is not None else cache_folder('toys')
-    return root.expanduser() / f"{split}-{size}-{len(rows)}-{_hash(made)[:12]}", made
+    return root.expanduser() / f"{split}-{size}-{len(rows)}-{_hash(json.dumps(made))[:12]}"
 
 
-def _hash(x) -> str:  # of anything JSON-ready
-    return hashlib.sha256(json.dumps(x).encode()).hexdigest()
+def _hash(said: str) -> str:
+    return hashlib.sha256(said.encode()).hexdigest()
 
-# %% ../../nbs/data/34_toys.ipynb #4907d326
-def _draw_all(rows: Tensor, todo: list, made: dict, world: World, workers: int):
-    "Generator of (first row, bytes) of each toy; todo: first and last row of toys. One core each."
-    size, seed, threads = made['size'], made['seed'], torch.get_num_threads()
-    grain = grain_table(seed, 2**20 + size**2)
 
-    def toy(first, last):
-        some = rows[first:last]
-        pairs = draw(*some[0, :2].tolist(), some[:, 2:], size, seed, world, grain)
-        return first, pairs.numpy().tobytes()
+def _pictures(folder: Path, rows: Tensor, size, seed, world, workers, progress) -> Tensor:
+    "Of all toys, one after the other; drawn first, one core each, where they are not there."
+    toys = rows.split(rows[:, :2].unique_consecutive(dim=0, return_counts=True)[1].tolist())
+    paths = {folder / f"{'-'.join(map(str, toy[0, :2].tolist()))}.bin": toy for toy in toys}
+    lacking = lambda: [path for path in paths if not path.exists()]
+    if lacking():
+        with alone(folder):
+            folder.mkdir(exist_ok=True)
+            sweep(folder)
+            threads, todo = torch.get_num_threads(), lacking()
+            grain = grain_table(seed, 2**20 + size**2) if todo else None
 
-    pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
-    try:
-        yield from (o.result() for o in as_completed([pool.submit(toy, *o) for o in todo]))
-    finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)
+            def one(path):
+                some = paths[path]
+                pairs = draw(*some[0, :2].tolist(), some[:, 2:], size, seed, world, grain)
+                raw = pairs.numpy().tobytes()
+                with draft(path) as f:
+                    f.write(hashlib.sha256(raw).digest() + raw)
 
-# %% ../../nbs/data/34_toys.ipynb #0000006d
-def _fill(folder: Path, made: dict, rows: Tensor, world: World, workers: int | None, show: bool):
-    "Draws what is missing; `drawn.json`: first row of a toy -> SHA-256 of its bytes."
-    path, noted, each = folder / 'pictures', folder / 'drawn.json', 2 * made['size'] ** 2
-    ends = [0, *rows[:, :2].unique_consecutive(dim=0, return_counts=True)[1].cumsum(0).tolist()]
-    toys = list(zip(ends, ends[1:]))
-    path.touch()
-    os.truncate(path, each * len(rows))
-    with open(path, 'r+b') as f:
-        done = {}
-        for first, last in toys if noted.exists() else ():
-            f.seek(first * each)
-            done[str(first)] = hashlib.sha256(f.read((last - first) * each)).hexdigest()
-        there = json.loads(noted.read_bytes()) if done else {}
-        done = {k: o for k, o in done.items() if there.get(k) == o}
-        todo = [o for o in toys if str(o[0]) not in done]
-        look = dict(unit=' pairs', mininterval=0.5, desc=f"drawing toys ({made['split']})")
-        with need('tqdm').tqdm(total=sum(b - a for a, b in todo), disable=not show, **look) as bar:
-            for first, raw in _draw_all(
-                rows, todo, made, world, workers or torch.get_num_threads()
-            ):
-                f.seek(first * each)
-                f.write(raw)
-                f.flush()
-                os.fsync(f.fileno())
-                done[str(first)] = hashlib.sha256(raw).hexdigest()
-                write_json(noted, done)
-                bar.update(len(raw) // each)
-    write_json(folder / 'info.json', dict(made, sha256=checksum(path)))
-    noted.unlink()
-
-# %% ../../nbs/data/34_toys.ipynb #0000006f
-def _ready(split, size, subset, seed, world, cache, workers, show) -> tuple[Path, Tensor]:
-    "The pictures of a split, checked and drawn first if they are not there; and its rows."
-    folder, made = cache_of(split, size, subset, seed, world, cache)
-    rows, path = plan(split, subset, seed), folder / 'pictures'
-    if not (folder / 'info.json').exists():
-        with alone(path):
-            if not (folder / 'info.json').exists():
-                sweep(folder)
-                _fill(folder, made, rows, world, workers, show)
-    hint = f"remove the folder '{folder}' to draw it anew"
-    try:
-        info = read_json(folder / 'info.json', sha256=str)
-    except ValueError as e:
-        raise ValueError(f"{e}; {hint}") from e
-    said = {name: x for name, x in info.items() if name != 'sha256'}
-    if json.dumps(said, sort_keys=True) != json.dumps(made, sort_keys=True):  # true is not 1
-        raise ValueError(f"expected toys of {made}, got an info.json of {repr(said)[:500]}; {hint}")
-    came = checksum(path) if path.is_file() else 'no such file'
-    if came != info['sha256']:
-        raise ValueError(f"pictures: expected SHA-256 {info['sha256']:.70}, got {came}; {hint}")
-    return path, rows
+            one_core = dict(initializer=torch.set_num_threads, initargs=(1,))
+            pool = ThreadPoolExecutor(workers or threads, **one_core)
+            look = dict(total=len(todo), unit=' toys', desc='drawing', disable=not progress)
+            try:
+                list(need('tqdm').tqdm(pool.map(one, todo), **look))
+            finally:
+                pool.shutdown(cancel_futures=True)
+                torch.set_num_threads(threads)
+    out, at = torch.empty(len(rows), 2, size, size, dtype=torch.uint8), 0
+    for path, toy in paths.items():
+        raw = path.read_bytes()
+        if hashlib.sha256(raw[32:]).digest() != raw[:32] or len(raw) != 32 + len(toy) * 2 * size**2:
+            raise ValueError(f"'{path}' is damaged: remove it to draw it anew")
+        pairs = torch.frombuffer(bytearray(raw), dtype=torch.uint8, offset=32)
+        out[at : at + len(toy)] = pairs.view(-1, 2, size, size)
+        at += len(toy)
+    return out
 
 # %% ../../nbs/data/34_toys.ipynb #00000071
 class ToysTensors(NamedTuple):
     "A split, ready for training."
 
-    images: Tensor  # [n, 2, size, size], uint8, memory-mapped: left, right
+    images: Tensor  # [n, 2, size, size], uint8: left, right
     category: Tensor  # [n], long: 0 to 4
     instance: Tensor  # [n], long: 0 to 9
     elevation: Tensor  # [n], long: 0 to 8 for 30° to 70°
@@ -235,14 +185,7 @@ class ToysTensors(NamedTuple):
     view: Tensor  # [n, 4, 4], float32: world → camera in the middle between the eyes
     object_pose: Tensor  # [n, 4, 4], float32: toy → world
 
-# %% ../../nbs/data/34_toys.ipynb #769f66dc
-def _poses(rows: Tensor, seed: int, world: World):  # view and object pose of each row
-    views = torch.stack([view_matrix(30 + 5 * e) for e in range(9)]).float()
-    where, back = rows[:, [0, 1, 3]].unique(dim=0, return_inverse=True)
-    poses = [object_pose(c, i, 10 * a, seed, world) for c, i, a in where.tolist()]
-    return views[rows[:, 2]], torch.stack(poses).float()[back]
 
-# %% ../../nbs/data/34_toys.ipynb #00000072
 def toys_tensors(
     split: str,  # 'train' or 'test'
     size: int = 96,  # pixels per side, 16 to 256
@@ -252,13 +195,15 @@ def toys_tensors(
     cache: str | Path | None = None,  # folder; None: XDG_CACHE_HOME or ~/.cache, capsnb/toys
     workers: int | None = None,  # threads; None: as many as PyTorch's
     progress: bool = True,  # whether to draw a bar
-) -> ToysTensors:  # memory-mapped pictures, labels and poses
+) -> ToysTensors:  # pictures, labels and poses
     "A split of the toys, drawn first if it is not in the cache; errors as for `load_toys`."
-    path, rows = _ready(split, size, subset, seed, world, cache, workers, progress)
-    shape = len(rows), 2, size, size
-    whole = dict(size=2 * len(rows) * size**2, dtype=torch.uint8)
-    images = torch.from_file(str(path), shared=False, **whole).view(shape)
-    return ToysTensors(images, *rows.T.contiguous(), *_poses(rows, seed, world))
+    folder, rows = cache_of(split, size, subset, seed, world, cache), plan(split, subset, seed)
+    images = _pictures(folder, rows, size, seed, world, workers, progress)
+    views = torch.stack([view_matrix(30 + 5 * e) for e in range(9)]).float()
+    where, back = rows[:, [0, 1, 3]].unique(dim=0, return_inverse=True)
+    poses = [object_pose(c, i, 10 * a, seed, world) for c, i, a in where.tolist()]
+    poses = torch.stack(poses).float()[back]
+    return ToysTensors(images, *rows.T.contiguous(), views[rows[:, 2]], poses)
 
 # %% ../../nbs/data/34_toys.ipynb #00000074
 def load_toys(
@@ -281,30 +226,15 @@ def load_toys(
     if split is None:
         return datasets.DatasetDict({s: load_toys(size, s, *rest) for s in instances})
     toys = toys_tensors(split, size, *rest)
-    rows = torch.stack(toys[1:6], 1)
-    poses = datasets.Dataset.from_dict(_columns(rows, seed, world), features=_features())
-    return with_pictures(toys.images, poses)
-
-# %% ../../nbs/data/34_toys.ipynb #102a7718
-def _features():  # of all columns but the images
-    datasets = need('datasets')
+    each = list(zip(toys.category.tolist(), toys.instance.tolist()))
+    parts = {toy: build_toy(*toy, seed, world).poses.float().numpy() for toy in set(each)}
+    content = {name: getattr(toys, name).int().numpy() for name in columns}
+    content |= dict(view=toys.view.numpy(), object_pose=toys.object_pose.numpy())
+    content |= dict(part_poses=[parts[toy] for toy in each])
     pose, code = datasets.Array2D((4, 4), 'float32'), datasets.Value('int32')
-    parts = datasets.Array3D((None, 4, 4), 'float32')
-    return datasets.Features(
-        dict.fromkeys(columns, code) | dict(view=pose, object_pose=pose, part_poses=parts)
-    )
-
-# %% ../../nbs/data/34_toys.ipynb #b9b265b2
-def _columns(rows: Tensor, seed: int, world: World) -> dict:
-    view, pose = _poses(rows, seed, world)
-    toys = map(tuple, rows[:, :2].unique(dim=0).tolist())
-    parts = {toy: build_toy(*toy, seed, world).poses.float().numpy() for toy in toys}
-    return dict(
-        zip(columns, rows.int().T.numpy()),
-        view=view.numpy(),
-        object_pose=pose.numpy(),
-        part_poses=[parts[tuple(o)] for o in rows[:, :2].tolist()],
-    )
+    kinds = dict.fromkeys(columns, code) | dict.fromkeys(('view', 'object_pose'), pose)
+    kinds = datasets.Features(kinds | dict(part_poses=datasets.Array3D((None, 4, 4), 'float32')))
+    return with_pictures(toys.images, datasets.Dataset.from_dict(content, features=kinds))
 
 # %% ../../nbs/data/34_toys.ipynb #00000075
 def with_pictures(images: Tensor, dataset):  # uint8 [n, 2, h, w]; datasets.Dataset of n rows
