@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from capsnb.data import sst
 from capsnb.data.sst import files, find_sst, load_sst, parse_tree, phrase_text, read_sst
-from capsnb.data.sst import read_trees, restore, tiny_treebank, unique_phrases
+from capsnb.data.sst import read_trees, tiny_treebank, unique_phrases
 from web import Web, served
 
 some = settings(max_examples=300, deadline=None, derandomize=True)
@@ -121,7 +121,7 @@ def test_messages(line, column, expected):
 
 
 def test_phrases_in_phrases_without_end_are_one_sentence():
-    with pytest.raises(ValueError, match='line 1: expected a sentence, got phrases in phrases'):
+    with pytest.raises(ValueError, match='line 1, column 300001: expected .*the end of the line'):
         parse_tree('(2 ' * 10**5)
     line = '(1 w)'
     for n in range(200):  # three times as deep as the treebank's deepest
@@ -129,25 +129,7 @@ def test_phrases_in_phrases_without_end_are_one_sentence():
     assert str(parse_tree(line)) == line
 
 
-def test_restore():
-    spelt = '-LRB- -RRB- -LSB- -RSB- -LCB- -RCB- and\\/or \\*\\*'.split(' ')
-    assert [restore(w) for w in spelt] == ['(', ')', '[', ']', '{', '}', 'and/or', '**']
-    for w in ("``", "''", '-lrb-', 'x-LRB-', '\\', 'a\\b', '--'):
-        assert restore(w) == w
-    tree = parse_tree('(2 (2 2\u00a01\\/2) (2 -RRB-))')
-    assert phrase_text(tree) == '2 1/2 )' and phrase_text(tree, 1) == ')'
-
-
 # ---- files ----
-
-
-def test_line_ends_and_empty_files(tmp_path):
-    path = tmp_path / 'f.txt'
-    for text in (b'(2 a)\n(3 b)\n', b'(2 a)\r\n(3 b)\r\n', b'(2 a)\n(3 b)'):
-        path.write_bytes(text)
-        assert [str(t) for t in read_trees(path)] == ['(2 a)', '(3 b)']
-    path.write_bytes(b'')
-    assert read_trees(path) == []
 
 
 @pytest.mark.parametrize(
@@ -180,32 +162,21 @@ def test_another_label_of_a_known_phrase(tiny):
     assert load_sst(tiny, phrases=False, official=False)['train'].num_rows == 12
 
 
-def test_the_official_files_are_told_by_number_and_content(tiny, monkeypatch):
-    with pytest.raises(ValueError, match='expected 8,544 trees, got 12; load with official=False'):
+def test_the_official_files_are_told_by_content(tiny, monkeypatch):
+    with pytest.raises(ValueError, match='got 12 with .*load with official=False'):
         read_sst(tiny)
     sums = {k: hashlib.sha256((tiny / name).read_bytes()).hexdigest() for k, name in files.items()}
-    monkeypatch.setattr(sst, 'sizes', dict(train=12, validation=4, test=4))
     monkeypatch.setattr(sst, '_sums', sums)
     assert len(read_sst(tiny)['train']) == 12
     for name in files.values():
         (tiny / name).write_bytes((tiny / name).read_bytes().replace(b'\n', b'\r\n'))
     assert len(read_sst(tiny)['test']) == 4  # a checkout on Windows
     (tiny / 'dev.txt').write_bytes((tiny / 'dev.txt').read_bytes().replace(b'witty', b'wiity'))
-    with pytest.raises(ValueError, match=r'dev.txt: expected trees .* a word or label differs'):
+    with pytest.raises(ValueError, match=r'dev.txt: expected trees .*: a word or label differs'):
         read_sst(tiny)
 
 
 # ---- where it is ----
-
-
-def test_order_of_places(tiny, tmp_path, monkeypatch):
-    cache = tiny_treebank(tmp_path / 'xdg' / 'capsnb' / 'sst')
-    assert find_sst() == cache
-    monkeypatch.setenv('CAPSNB_DATA', str(tmp_path / 'data'))
-    data = tiny_treebank(tmp_path / 'data' / 'sst')
-    assert find_sst() == data and find_sst(tiny) == tiny
-    trees = tiny_treebank(tmp_path / 'archive' / 'trees')
-    assert find_sst(trees.parent) == trees
 
 
 def test_nothing_to_be_had(tmp_path):

@@ -14,8 +14,8 @@ from ..core import need
 from .files import cache_folder, draft, fetch, find_folder, regular
 
 # %% auto #0
-__all__ = ['label_names', 'files', 'archive', 'sizes', 'Tree', 'parse_tree', 'restore', 'phrase_text', 'tiny_treebank',
-           'read_trees', 'unique_phrases', 'find_sst', 'read_sst', 'load_sst']
+__all__ = ['label_names', 'files', 'archive', 'Tree', 'parse_tree', 'restore', 'phrase_text', 'tiny_treebank', 'read_trees',
+           'unique_phrases', 'find_sst', 'read_sst', 'load_sst']
 
 # %% ../../nbs/data/38_sst.ipynb #00000008
 label_names = ('very negative', 'negative', 'neutral', 'positive', 'very positive')  # 0 to 4
@@ -58,53 +58,41 @@ def parse_tree(
     where: str = 'line 1',  # where the line comes from, for messages
 ) -> Tree:  # the tree, such that str(tree) == line
     "Read one tree; `ValueError` with `where` and the column for anything else."
-    words, nodes = [], []
+    words, nodes, above, at = [], [], [], 0  # above: open phrases, and how many parts each has
 
-    def wrong(at, expected):
-        came = repr(line[at : at + 12]) if at < len(line) else 'the end of the line'
-        return ValueError(f"{where}, column {at + 1}: expected {expected}, got {came}")
+    def take(found, expected):  # what must come next; returns where it ends
+        if not found:
+            came = repr(line[at : at + 12]) if at < len(line) else 'the end of the line'
+            raise ValueError(f"{where}, column {at + 1}: expected {expected}, got {came}")
+        return at + len(found)
 
-    def sign(at, expected):
-        if line[at : at + 1] != expected[1]:
-            raise wrong(at, expected)
-        return at + 1
-
-    def phrase(at):
-        m, k, start = _phrase.match(line, at), len(nodes), len(words)
-        if not m:
-            raise wrong(at, "'(', a label from 0 to 4, ' ', and a word with ')' or another '('")
-        nodes.append(None)  # its parts follow
-        at = m.end()
-        if m[2]:
-            words.append(m[2])
-        else:
-            at = phrase(sign(phrase(at), "' ' and a second phrase"))
-            at = sign(at, "')' after two phrases")
-        nodes[k] = (start, len(words), int(m[1]))
-        return at
-
-    try:
-        at = phrase(0)
-    except RecursionError:
-        raise ValueError(
-            f"{where}: expected a sentence, got phrases in phrases without end"
-        ) from None
-    if at != len(line):
-        raise wrong(at, 'nothing after the tree')
-    return Tree(tuple(words), tuple(nodes))
+    while above or not nodes:
+        m = _phrase.match(line, at)
+        at = take(m and m[0], "'(', a label from 0 to 4, ' ', and a word with ')' or another '('")
+        nodes.append([len(words), None, int(m[1])])
+        above.append([nodes[-1], 0])
+        words += [m[2]] if m[2] else []
+        is_whole = bool(m[2])
+        while is_whole and above:
+            above.pop()[0][1] = len(words)
+            if above:
+                above[-1][1] += 1
+                is_whole = above[-1][1] == 2
+                sign, what = (')', "')' after two") if is_whole else (' ', "' ' and a second")
+                at = take(line[at : at + 1] == sign and sign, f'{what} phrase{"s" * is_whole}')
+    take(at == len(line) and ' ', 'nothing after the tree')
+    return Tree(tuple(words), tuple(map(tuple, nodes)))
 
 # %% ../../nbs/data/38_sst.ipynb #00000015
 _brackets = {'-LRB-': '(', '-RRB-': ')', '-LSB-': '[', '-RSB-': ']', '-LCB-': '{', '-RCB-': '}'}
 
 
-def restore(
-    word: str,  # as the treebank spells it
-) -> str:  # as it is written
+def restore(word: str) -> str:  # as the treebank spells it, and as it is written
     "Undo the treebank's spelling of brackets, `/`, `*` and blanks inside a word."
     plain = word.replace('\\/', '/').replace('\\*', '*').replace('\u00a0', ' ')
     return _brackets.get(word) or plain
 
-# %% ../../nbs/data/38_sst.ipynb #1eca4e9b
+
 def phrase_text(
     tree: Tree,  # a sentence
     start: int = 0,  # first word
@@ -157,22 +145,16 @@ def tiny_treebank(
     return folder
 
 # %% ../../nbs/data/38_sst.ipynb #00000022
-def read_trees(
-    path: str | Path,  # a text file with one tree a line
-) -> list[Tree]:  # its trees
+def read_trees(path: str | Path) -> list[Tree]:  # a text file with one tree a line
     "Read a file of trees; `ValueError` with file and line for anything else."
-    lines = regular(path).read_bytes().split(b'\n')
-    if lines[-1] == b'':
-        lines.pop()  # after the last line feed
-    return [_read_line(raw, f'{path} line {n}') for n, raw in enumerate(lines, 1)]
-
-# %% ../../nbs/data/38_sst.ipynb #4cd9c9f6
-def _read_line(raw: bytes, where: str) -> Tree:
-    try:
-        return parse_tree(raw.removesuffix(b'\r').decode(), where)
-    except UnicodeDecodeError as e:
-        came = raw[e.start : e.start + 8]
-        raise ValueError(f"{where}: expected UTF-8, got the bytes {came!r}") from e
+    lines, trees = regular(path).read_bytes().split(b'\n'), []
+    for n, raw in enumerate(lines if lines[-1] else lines[:-1], 1):
+        try:
+            trees.append(parse_tree(raw.removesuffix(b'\r').decode(), f'{path} line {n}'))
+        except UnicodeDecodeError as e:
+            came = raw[e.start : e.start + 8]
+            raise ValueError(f"{path} line {n}: expected UTF-8, got the bytes {came!r}") from e
+    return trees
 
 # %% ../../nbs/data/38_sst.ipynb #00000026
 def unique_phrases(
@@ -192,16 +174,6 @@ def unique_phrases(
 
 # %% ../../nbs/data/38_sst.ipynb #0000002a
 files = dict(train='train.txt', validation='dev.txt', test='test.txt')  # split: name of its file
-
-
-def find_sst(
-    folder: str | Path | None = None,  # of the files, or whose sub-folder `sst` or `trees` is
-) -> Path:  # the folder with train.txt, dev.txt and test.txt
-    "Find the treebank, or download it; `FileNotFoundError` or `ConnectionError` if that fails."
-    found = find_folder('sst', list(files.values()), folder, ('trees',))
-    return found or _download(cache_folder('sst'))
-
-# %% ../../nbs/data/38_sst.ipynb #00000030
 archive = dict(
     url='https://nlp.stanford.edu/sentiment/trainDevTestTrees_PTB.zip',
     size=789_539,
@@ -209,8 +181,13 @@ archive = dict(
 )
 
 
-def _download(cache: Path) -> Path:
-    "Download the archive and unpack its three files; an error leaves none half-written."
+def find_sst(
+    folder: str | Path | None = None,  # of the files, or whose sub-folder `sst` or `trees` is
+) -> Path:  # the folder with train.txt, dev.txt and test.txt
+    "Find the treebank, or download it; `FileNotFoundError` or `ConnectionError` if that fails."
+    if found := find_folder('sst', list(files.values()), folder, ('trees',)):
+        return found
+    cache = cache_folder('sst')
     try:
         path = fetch(path=cache / 'archive.zip', **archive)
     except ConnectionError as e:
@@ -225,7 +202,6 @@ def _download(cache: Path) -> Path:
     return cache
 
 # %% ../../nbs/data/38_sst.ipynb #00000034
-sizes = dict(train=8544, validation=1101, test=2210)  # trees
 _sums = dict(
     train='e2f3f41b0b1e6d4dddc0effe3bfc2d27ed8928079aa9a03d652311614fc5feb7',
     validation='0e9336aed6e4730e19f58d00a77b3f0297efdb755f7b5e598c98a05e3f97ea40',
@@ -240,21 +216,14 @@ def read_sst(
     "Find and read the treebank; `ValueError` with file and line for a damaged or changed file."
     folder = find_sst(folder)
     trees = {split: read_trees(folder / name) for split, name in files.items()}
-    if official:
-        for split, ts in trees.items():
-            _check(ts, folder / files[split], split)
+    for split, some in trees.items() if official else ():
+        came = hashlib.sha256(''.join(f'{t}\n' for t in some).encode()).hexdigest()
+        if came != _sums[split]:
+            wanted = f"trees with SHA-256 {_sums[split]}, got {len(some):,} with {came}"
+            hint = "official=False (on the command line: --any-files) if this is another one"
+            said = f"expected {wanted}: a word or label differs; load with {hint}"
+            raise ValueError(f"{folder / files[split]}: {said}")
     return trees
-
-# %% ../../nbs/data/38_sst.ipynb #8c28abd6
-def _check(trees: list[Tree], path: Path, split: str):
-    hint = "load with official=False (on the command line: --any-files) if this is another one"
-    n, wanted = len(trees), sizes[split]
-    if n != wanted:
-        raise ValueError(f"{path} line {n}: expected {wanted:,} trees, got {n:,}; {hint}")
-    came = hashlib.sha256(''.join(f'{t}\n' for t in trees).encode()).hexdigest()
-    if came != _sums[split]:
-        differs = f"got {came}: a word or label differs; {hint}"
-        raise ValueError(f"{path}: expected trees with SHA-256 {_sums[split]}, {differs}")
 
 # %% ../../nbs/data/38_sst.ipynb #00000037
 def load_sst(
@@ -274,25 +243,16 @@ def load_sst(
         raise ValueError(f"task must be 'sst5' or 'sst2', got {task!r}")
     datasets, folder = need('datasets'), find_sst(folder)
     whole, label = datasets.Value('int32'), datasets.ClassLabel(names=list(names))
-    columns = dict(text=datasets.Value('string'), label=label, tree=whole, start=whole, end=whole)
-    features, out = datasets.Features(columns), datasets.DatasetDict()
+    kinds = dict(text=datasets.Value('string'), label=label, tree=whole, start=whole, end=whole)
+    kinds, out = datasets.Features(kinds), datasets.DatasetDict()
     for split, trees in read_sst(folder, official).items():
+        rows = [(t, *tree.nodes[0]) for t, tree in enumerate(trees)]
         if phrases and split == 'train':
             rows = unique_phrases(trees, str(folder / files[split]))
-        else:
-            rows = [(t, *tree.nodes[0]) for t, tree in enumerate(trees)]
-        made = _columns(trees, rows, task, raw)
-        out[split] = datasets.Dataset.from_dict(made, features=features)
+        if task == 'sst2':
+            rows = [(t, start, end, int(label > 2)) for t, start, end, label in rows if label != 2]
+        texts = [phrase_text(trees[t], start, end, raw) for t, start, end, _ in rows]
+        tree, start, end, label = zip(*rows)
+        columns = dict(text=texts, label=label, tree=tree, start=start, end=end)
+        out[split] = datasets.Dataset.from_dict(columns, features=kinds)
     return out
-
-# %% ../../nbs/data/38_sst.ipynb #00000038
-def _columns(trees: list[Tree], rows: list, task: str, raw: bool) -> dict:  # of a data set
-    if task == 'sst2':
-        rows = [(t, start, end, int(label > 2)) for t, start, end, label in rows if label != 2]
-    return dict(
-        text=[phrase_text(trees[t], start, end, raw) for t, start, end, _ in rows],
-        label=[row[3] for row in rows],
-        tree=[row[0] for row in rows],
-        start=[row[1] for row in rows],
-        end=[row[2] for row in rows],
-    )
