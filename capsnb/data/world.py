@@ -97,20 +97,15 @@ class Toy(NamedTuple):
 
 # %% ../../nbs/data/33_world.ipynb #2495e6fb
 def _walk(part: Part, above: Tensor | None):  # (name, kind, pose, size) of each part with a shape
-    if part.kind not in (None, *kinds):
-        known = f"one of {', '.join(kinds)} or None"
-        raise ValueError(f"part '{part.name}': kind must be {known}, got {part.kind!r}")
-    if part.kind and not min(part.size) > 0:
-        raise ValueError(f"part '{part.name}': sizes must be positive, got {part.size}")
     pose = part.pose if above is None else compose(above, part.pose)
     if part.kind:
         yield part.name, part.kind, pose, torch.tensor(part.size, dtype=torch.float64)
     for child in part.children:
         yield from _walk(child, pose)
 
-# %% ../../nbs/data/33_world.ipynb #0000001a
+
 def flatten(part: Part) -> Toy:  # its parts, parents before children
-    "Compose the poses down the tree; `ValueError` for an unknown kind or a size of 0."
+    "Compose the poses down the tree."
     names, kind, poses, sizes = zip(*_walk(part, None))
     return Toy(names, kind, torch.stack(poses), torch.stack(sizes))
 
@@ -317,16 +312,14 @@ class World(NamedTuple):
 
 # %% ../../nbs/data/33_world.ipynb #fe65365a
 ground_white = 0.8  # reflectance of the ground
+_knobs = dict(spread=(0, 1), contrast=(0, 0.99), noise=(0, 255), jitter=(0, 0.2), samples=(1, 16))
 
 
 def is_whole(x) -> bool:  # a whole number, and not true or false
     "Whether it is a whole number; `True` is none."
     return isinstance(x, int) and not isinstance(x, bool)
 
-# %% ../../nbs/data/33_world.ipynb #0722997b
-_knobs = dict(spread=(0, 1), contrast=(0, 0.99), noise=(0, 255), jitter=(0, 0.2), samples=(1, 16))
 
-# %% ../../nbs/data/33_world.ipynb #83fcd6cb
 def check_world(world: World, seed: int = 0):  # before anything is drawn
     "`ValueError` for knobs or a seed that cannot be."
     if not is_whole(seed) or seed < 0:
@@ -454,12 +447,12 @@ _ranges = dict(  # angles in degrees; the knee's is a share of the hip's
         axle 0.55 0.7, cabin height 0.12 0.2, cabin place -0.3 0
     """),
 )
-
-# %% ../../nbs/data/33_world.ipynb #3de79d5b
 _hips = dict(stride=('stride', 20, 42), sit=('sit', 70, 95), bend=('knees', -5, 20))
 _hips |= dict(arms=('arms stride', 0, 15))
 _leans = dict(stride=('hurry', 0, 18), sit=('slouch', -12, 12), bend=('bend', 55, 95))
 _cabins = dict(beetle=(0.5, 0.68), saloon=(0.3, 0.42), estate=(0.5, 0.62), van=(0.62, 0.8))
+_sides = ((1, 'left'), (-1, 'right'))
+_ends = ((1, 'front'), (-1, 'back'))
 
 # %% ../../nbs/data/33_world.ipynb #0000004a
 def _shape(name: str, kind: str | None, size: tuple, at: tuple = (0, 0, 0), *turns, children=()):
@@ -477,10 +470,6 @@ def _limb(name: str, length: float, radius: float, at: tuple, *turns, children=(
 def _group(name: str, *children: Part, at: tuple = (0, 0, 0), turns: Sequence[tuple] = ()) -> Part:
     "A joint with children."
     return _shape(name, None, (0, 0, 0), at, *turns, children=children)
-
-# %% ../../nbs/data/33_world.ipynb #cd766694
-_sides = ((1, 'left'), (-1, 'right'))
-_ends = ((1, 'front'), (-1, 'back'))
 
 # %% ../../nbs/data/33_world.ipynb #0000004d
 def _animal(d: _Dice) -> Part:
