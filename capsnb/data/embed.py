@@ -23,7 +23,7 @@ from .files import sweep, write_json
 
 # %% auto #0
 __all__ = ['pinned', 'tiny_transformer', 'end_token', 'as_texts', 'longest', 'tokenize', 'Embedded', 'hidden_states',
-           'fingerprint', 'pick_layers', 'FrozenEncoder', 'read_config', 'about_tokens', 'Price', 'in_time', 'price_of',
+           'fingerprint', 'pick_layers', 'FrozenEncoder', 'read_config', 'about_tokens', 'Price', 'price_of',
            'EmbeddingCache', 'check_space', 'HeldStates']
 
 # %% ../../nbs/data/39_embed.ipynb #00000006
@@ -431,13 +431,6 @@ class Price(NamedTuple):
         return self.said
 
 
-def in_time(seconds: float) -> str:  # in seconds, minutes or hours
-    "A time as one says it."
-    sizes = ((3600, 'hours'), (60, 'minutes'))
-    size, word = next((s for s in sizes if seconds >= 2 * s[0]), (1, 'seconds'))
-    return f"{seconds / size:,.1f} {word}"
-
-
 def price_of(
     config,  # of transformers
     texts: list,  # of str
@@ -461,10 +454,12 @@ def price_of(
     n_tokens, dtype = about_tokens(texts), _dtype(dtype)
     seconds = (n - idle) * n_tokens * once / 1024**3
     disk = n_tokens * l * m * dtype.itemsize
+    times = ((3600, 'hours'), (60, 'minutes'))
+    unit, word = next((o for o in times if seconds >= 2 * o[0]), (1, 'seconds'))
     said = (
         f"{l} hidden states of width {m:,}, {n / 1e6:,.1f} million weights "
         f"({n * compute.itemsize / 1e9:,.1f} GB of memory); {len(texts):,} texts, about "
-        f"{n_tokens:,} tokens: to read them once takes roughly {in_time(seconds)}, to keep their "
+        f"{n_tokens:,} tokens: to read them once takes roughly {seconds / unit:,.1f} {word}, to keep their "
         f"hidden states about {disk / 1e9:,.1f} GB of {place} in {str(dtype)[6:]}"
     )
     return Price(n_tokens, n, disk, seconds, said)

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from ..core import need
-from ..data.embed import FrozenEncoder, _check_config, as_texts, first_line, pick_layers
-from ..data.files import in_words, need_hub, read_json, regular
+from ..data.embed import FrozenEncoder, _check_config, as_texts, pick_layers
+from ..data.files import first_line, in_words, need_hub, read_json, regular
 from ..data.mnist import hub_names
 from ..data.norb import hub_name
 from ..engine.numerics import may_look

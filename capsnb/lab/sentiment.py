@@ -226,8 +226,8 @@ class Sentiment(Task):
             say(f"reading {self.about}")
         self.samples = self.read()
         texts = [t for s in self.samples.values() for t in s.texts]
-        price = price_of(config, texts, *sizes)
-        price = price._replace(place='memory' if self.in_memory else 'disk')
+        place = 'memory' if self.in_memory else 'disk'
+        price = price_of(config, texts, *sizes, place=place)
         if self.progress or price.disk > 1e9 or price.seconds > 60:
             say(f"{name}: {price}")
         if not self.in_memory and not self._caches(self.samples, price.disk // price.n_tokens):
