@@ -127,10 +127,9 @@ def fetch(
     with alone(path):
         if path.is_file() and checksum(path) == sha256:
             return path  # another process was first
-        part.touch()
-        if part.stat().st_size < size:
+        if _size(part) < size:
             _download(url, part, size, timeout)
-        if (have := part.stat().st_size) < size:
+        if (have := _size(part)) < size:
             rest = "the next call goes on from there"
             raise ConnectionError(f"{url} broke off after {have:,} of {size:,} bytes; {rest}")
         if (came := checksum(part)) != sha256:
@@ -143,6 +142,10 @@ def fetch(
     return path
 
 
+def _size(path: Path) -> int:  # 0: it is not there
+    return path.stat().st_size if path.exists() else 0
+
+
 @contextlib.contextmanager
 def _network(url: str):  # what goes wrong within is the network's fault
     try:
@@ -152,7 +155,7 @@ def _network(url: str):  # what goes wrong within is the network's fault
 
 
 def _download(url: str, part: Path, size: int, timeout: float):
-    have = part.stat().st_size
+    have = _size(part)
     asked = Request(url, headers={'Range': f'bytes={have}-'} if have else {})
     with _network(url):
         answer = urlopen(asked, timeout=timeout)
