@@ -15,7 +15,7 @@ from torch.testing import assert_close
 image = pytest.importorskip('PIL.Image')
 from capsnb import load_eth80
 from capsnb.data import eth80
-from capsnb.data.eth80 import Photo, as_images, categories, familiar_views, find_eth80, list_eth80
+from capsnb.data.eth80 import Photo, as_images, categories, find_eth80, list_eth80
 from capsnb.data.eth80 import n_photos, object_split, open_eth80, parse_name, tiny_eth80, viewpoints
 from capsnb.data.files import cache_folder
 from capsnb.lab.objects import Photographs, folds_of
@@ -201,27 +201,6 @@ def test_photographs_are_read_once(drawn, monkeypatch, tmp_path):
 # ---- splits and pictures ----
 
 
-@pytest.mark.parametrize('folds', [2, 5, 10])
-def test_no_object_is_in_two_splits(data, folds):
-    for fold in range(folds):
-        parts = object_split(data, fold, folds)
-        seen = [set(data['instance'][o].tolist()) for o in parts.values()]
-        assert sum(map(len, seen)) == 10 == len(set().union(*seen))
-        assert [len(o) for o in seen] == [9 - 10 // folds, 1, 10 // folds]
-        for o in parts.values():
-            counts = data['category'][o].bincount()
-            assert len(counts) == 8 and (counts == counts[0]).all()
-    for wrong in ((folds, folds), (-1, folds), (0, 3), (0.5, folds)):
-        with pytest.raises(ValueError, match='expected a fold from 0 of 2, 5 or 10'):
-            object_split(data, *wrong)
-
-
-def test_familiar_viewpoints(data):
-    near = familiar_views(data, 'azimuth')
-    assert sorted(data['azimuth'][near].unique().tolist()) == [0, 22, 27, 45, 315, 333, 338]
-    assert data['polar'][familiar_views(data, 'polar')].unique().tolist() == [90]
-
-
 def test_a_new_background_depends_on_nothing_but_the_photograph(data):
     def look(rows, seed=0):
         return as_images(data, torch.tensor(rows), 8, True, 'replaced', seed)
@@ -289,21 +268,6 @@ def test_what_is_tested_chooses_nothing(drawn, cache):
             assert not known & {k % 41 for k in rows['test']}
     with pytest.raises(ValueError, match="'test', got 'familiar'"):
         small(drawn, cache).open('familiar')
-
-
-@pytest.mark.parametrize(
-    'options, said',
-    [
-        (dict(background='blue'), "background must be one of 'kept'"),
-        (dict(by='elevation'), "by must be one of None, 'azimuth', 'polar'"),
-        (dict(fold=10), 'expected a fold from 0'),
-        (dict(subset=40), 'ETH-80 has all of its photographs, got subset=40'),
-        (dict(size=0), 'expected a size from 1'),
-    ],
-)
-def test_other_options_are_refused(options, said):
-    with pytest.raises(ValueError, match=said):
-        Photographs(**options)
 
 
 def test_folds_are_rows(drawn, cache):

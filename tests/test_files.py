@@ -8,11 +8,6 @@ import errno
 import hashlib
 import os
 import re
-import signal
-import subprocess
-import sys
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import pytest
@@ -138,48 +133,6 @@ def test_nobody_there_is_a_broken_connection(tmp_path):
     with pytest.raises(ConnectionError, match='http://127.0.0.1:1/ does not answer'):
         fetch('http://127.0.0.1:1/', tmp_path / 'a', **sums)
     assert left(tmp_path) == {'a.part': body[:9000]}
-
-
-getting = """
-import sys
-from pathlib import Path
-from capsnb.data.files import fetch
-fetch(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_download_goes_on_where_it_was(tmp_path):
-    large = os.urandom(300_000)
-
-    class Here(Web):
-        "sends the first 200,000 bytes, then waits for the end of who asked"
-
-        asked, dead = [], threading.Event()
-
-        def do_GET(self):
-            start = int((self.headers.get('Range') or 'bytes=0-')[6:-1])
-            self.asked.append(start)
-            self.send_response(206 if start else 200)
-            self.send_header('Content-Length', str(len(large) - start))
-            self.end_headers()
-            self.wfile.write(large[start:] if start else large[:200_000])
-            self.wfile.flush()
-            start or self.dead.wait(60)
-
-    args = [tmp_path / 'a', len(large), hashlib.sha256(large).hexdigest()]
-    with served(Here) as address:
-        child = subprocess.Popen([sys.executable, '-c', getting, address, *map(str, args)])
-        part = tmp_path / 'a.part'
-        while not part.exists() or not part.stat().st_size:
-            assert child.poll() is None
-            time.sleep(0.05)
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        Here.dead.set()
-        have = part.stat().st_size
-        assert fetch(address, *args).read_bytes() == large
-    assert Here.asked == [0, have] and list(left(tmp_path)) == ['a']
 
 
 def test_two_at_the_same_time_fetch_once(web, tmp_path):

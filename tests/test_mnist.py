@@ -3,14 +3,13 @@
 import gzip
 import hashlib
 import struct
-from pathlib import Path
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from capsnb import load_cifar10
 from capsnb.data import files, mnist
 from capsnb.data.mnist import as_floats, batch_md5s, cifar_names, format_idx, idx_names
-from capsnb.data.mnist import load_mnist, open_cifar10, overlapping_pairs, place_images
+from capsnb.data.mnist import load_mnist, open_cifar10, overlapping_pairs
 from capsnb.data.mnist import read_cifar10, read_idx, read_mnist, tiny_cifar10
 
 
@@ -66,33 +65,6 @@ def test_raw_and_gzipped_files_are_one_data_set(folder, monkeypatch):
     assert {k: len(v) for k, v in data.items()} == {'train': 30, 'validation': 10, 'test': 10}
     assert as_floats(data['test'])['image'].equal(want['test'][0][:, None] / 255)
     assert 'validation' not in load_mnist('fashion-mnist', n_valid=0, official=False)
-
-
-try:
-    real_folder = files.find_folder('mnist', idx_names, None, ('MNIST/raw',), ('', '.gz'))
-except FileNotFoundError:
-    real_folder = None
-real_garments = Path('/usr/share/datasets/fashion-mnist')  # Debian's dataset-fashion-mnist
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not real_folder, reason='MNIST is not here: name its folder in CAPSNB_DATA')
-def test_the_real_files_through_the_environment(monkeypatch):
-    "a folder of them, or the folder above, named in CAPSNB_DATA; the official MD5s"
-    data = read_mnist(real_folder)
-    assert [len(x) for x, _ in data.values()] == [60_000, 10_000]
-    for named in (real_folder, real_folder.parent):
-        monkeypatch.setenv('CAPSNB_DATA', str(named))
-        assert files.find_folder('mnist', idx_names, endings=('', '.gz')) == real_folder
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not real_garments.is_dir(), reason='Fashion-MNIST is not here')
-def test_the_real_fashion_mnist():
-    parts = read_mnist(real_garments, 'fashion-mnist')
-    assert parts['train'][1].bincount().tolist() == [6000] * 10
-    with pytest.raises(ValueError, match='MD5'):
-        read_mnist(real_garments, 'mnist')
 
 
 def put(folder, name, *shape):
@@ -189,16 +161,6 @@ def test_pairs(m, shift, seed, n):
     assert (p.originals > 0).sum((2, 3, 4)).eq(12).all()
     assert p.labels[:, 0].equal(labels[torch.arange(n) % m])
     assert p.images.equal(overlapping_pairs(images, labels, seed, shift, side, n).images)
-
-
-def test_a_pair_is_what_place_images_says():
-    x = torch.rand(3, 1, 4, 5) + 0.1
-    shifts = torch.tensor([[0, 0], [1, -1], [-1, 1]])
-    out = place_images(x, shifts, 9)
-    for k, (r, c) in enumerate(shifts.tolist()):
-        assert out[k, :, 2 + r : 6 + r, 2 + c : 7 + c].equal(x[k]) and out[k].count_nonzero() == 20
-    with pytest.raises(ValueError, match='do not fit'):
-        place_images(x, shifts + 3, 9)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from capsnb.data import norb
 from capsnb.data.norb import as_tensors, codes, find_smallnorb, instances, load_smallnorb, magics
 from capsnb.data.norb import norb_files, norb_name, open_norb, open_smallnorb
 from capsnb.data.norb import read_matrix, read_split, tiny_norb, tiny_smallnorb
-from capsnb.data.norb import valid_mask, write_matrix
+from capsnb.data.norb import write_matrix
 from web import Web, served
 
 datasets = pytest.importorskip('datasets')
@@ -170,14 +170,6 @@ def test_no_label_of_a_whole_split_can_be_changed_unnoticed(name, row, to):
     else:
         with pytest.raises(ValueError, match=r'row \d+'):
             norb._check_labels(columns, 'here')
-
-
-@few
-@given(st.lists(st.sampled_from(instances['train']), min_size=1, max_size=4, unique=True))
-def test_held_back_toys_are_whole(held):
-    mask = valid_mask(every, held)
-    assert mask.sum() == 4860 * len(held) and set(every['instance'][mask].tolist()) == set(held)
-    assert not set(every['instance'][~mask].tolist()) & set(held)
 
 
 # ---- where they are ----

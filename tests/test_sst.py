@@ -3,13 +3,12 @@
 import hashlib
 import os
 import re
-import shutil
 import zipfile
 from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 from capsnb.data import sst
-from capsnb.data.sst import files, find_sst, load_sst, parse_tree, phrase_text, read_sst
+from capsnb.data.sst import files, load_sst, parse_tree, phrase_text, read_sst
 from capsnb.data.sst import read_trees, tiny_treebank, unique_phrases
 from web import Web, served
 
@@ -263,26 +262,3 @@ def test_columns(tiny, phrases):
         assert binary[split].to_list() == kept
         if split != 'train' or not phrases:
             assert [row['tree'] for row in fine[split]] == list(range(len(trees)))
-
-
-# ---- the real one ----
-
-_real = os.environ.get('CAPSNB_DATA')
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not _real, reason='needs the treebank: CAPSNB_DATA')
-def test_the_papers_counts(tmp_path):
-    rows = lambda **kw: [d.num_rows for d in load_sst(_real, **kw).values()]
-    assert rows() == [159_274, 1101, 2210] and rows(phrases=False) == [8544, 1101, 2210]
-    assert rows(task='sst2') == [77_616, 872, 1821]
-    assert rows(task='sst2', phrases=False) == [6920, 872, 1821]
-    every = [t for trees in read_sst(_real).values() for t in trees]
-    assert len(unique_phrases(every)) == 215_154
-    for t in every:
-        assert str(parse_tree(str(t))) == str(t)
-    folder = shutil.copytree(find_sst(_real), tmp_path / 'copy')
-    whole = (folder / 'train.txt').read_bytes()
-    (folder / 'train.txt').write_bytes(b'(2' + whole[2:])  # another label for the first sentence
-    with pytest.raises(ValueError, match='a word or label differs'):
-        load_sst(folder)

@@ -194,15 +194,6 @@ def test_checksum():
     assert digest.hexdigest() == found
 
 
-def test_seeds_and_knobs_change_the_toys():
-    rows = torch.tensor([[2, 4, 0]])
-    knobs = dict(spread=0.5, contrast=0.1, noise=9.0, jitter=0.0, samples=1)
-    worlds = [World(), *(World(**{name: v}) for name, v in knobs.items())]
-    made = [draw('truck', 0, rows, 48, world=o) for o in worlds]
-    made.append(draw('truck', 0, rows, 48, seed=1))
-    assert len({o.numpy().tobytes() for o in made}) == 7
-
-
 def test_noise_is_as_strong_as_said():
     rows = torch.tensor([[4, 0, 0]])
     noisy, clean = (draw('human', 6, rows, 96, world=World(noise=v)).double() for v in (4.0, 0.0))
@@ -317,25 +308,15 @@ def of_one(**kw):
 refused = {
     "split must be 'train' or 'test', got 'validation'": lambda: plan('validation'),
     'between 1 and 24,300, got 24301': lambda: plan('train', 24_301),
-    'between 1 and 24,300, got True': lambda: plan('train', True),
-    'between 1 and 4,050': lambda: plan('train', dict(lighting=[0], pairs=5000)),
     'elevation must be some of': lambda: plan('train', dict(elevation=[9])),
     r'lighting must be some of .* got \[\]': lambda: plan('train', dict(lighting=[])),
-    "got 'instance'": lambda: plan('train', dict(instance=[4])),
     'elevation must be some of .*, got .3': lambda: plan('train', dict(elevation='3')),
     'seed must be a whole number, at least 0, got -1': lambda: plan('train', 25, -1),
-    'seed must be a whole number, at least 0, got True': lambda: build_toy(2, 3, True),
     'size must be a whole number from 16 to 256, got 1000000': lambda: of_one(size=10**6),
-    'from 16 to 256, got 96.0': lambda: load_toys(96.0),
     'samples must be a whole number from 1 to 16': lambda: of_one(world=World(samples=10**9)),
     'elevation must be one of': lambda: of_one(row=[9, 0, 0]),
-    'azimuth must be one of': lambda: of_one(row=[0, 36, 0]),
-    'lighting must be one of': lambda: of_one(row=[0, 0, 6]),
     'category must be 0 to 4 or one of .*, got .dog.': lambda: build_toy('dog', 1),
-    r'category must be .*, got \[2\]': lambda: object_pose([2], 1, 0),
-    'category must be .*, got True': lambda: build_toy(True, 1),
     'instance must be 0 to 9, got 10': lambda: build_toy(2, 10),
-    'instance must be 0 to 9, got 3.0': lambda: object_pose(2, 3.0, 0),
 }
 
 
@@ -344,21 +325,6 @@ def test_what_does_not_exist_is_refused_at_once(said, tmp_path):
     with pytest.raises(ValueError, match=said):
         refused[said]()
     assert not list(tmp_path.rglob('*.bin'))
-
-
-too_much = dict(spread=1.01, contrast=1.0, noise=255.1, jitter=0.21, samples=1.5)
-
-
-@pytest.mark.parametrize('name', too_much)
-def test_a_world_that_cannot_be_is_refused(name):
-    for x in (math.nan, math.inf, -1, -0.01, True, None, 'a', [1.0], 1j, too_much[name]):
-        with pytest.raises(ValueError, match=f'^{name} must be a .*number .*, got '):
-            build_toy(2, 3, world=World(**{name: x}))
-
-
-@pytest.mark.parametrize('world', [World(0.0, 0.0, 0.0, 0.0, 1), World(1, 0.99, 255, 0.2, 3)])
-def test_a_world_at_the_ends_of_its_ranges(world):
-    assert of_one(world=world).shape == (1, 2, 16, 16)
 
 
 def test_the_data_set_is_one_of_the_hub(tmp_path):
@@ -378,21 +344,6 @@ def test_the_data_set_is_one_of_the_hub(tmp_path):
     pose = object_pose('truck', row['instance'], 40).float()
     torch.testing.assert_close(torch.tensor(row['object_pose']), pose)
     torch.testing.assert_close(torch.tensor(row['view']), view_matrix(45).float())
-
-
-def test_a_part_is_asked_only_where_it_can_be(monkeypatch):
-    asked, window = [], drawn._window
-
-    def count(box, S):
-        out = window(box, S)
-        asked.append(out[0].numel())
-        return out
-
-    monkeypatch.setattr(drawn, '_window', count)
-    rows = torch.tensor([[e, 4, l] for e in range(9) for l in range(6)])
-    draw('truck', 3, rows)
-    plainly = len(rows) * 2 * 2 * 192**2 * len(build_toy('truck', 3).names)
-    assert sum(asked) < 0.1 * plainly
 
 
 def test_a_low_lamp_throws_a_long_shadow():

@@ -460,7 +460,8 @@ def price_of(
         f"{l} hidden states of width {m:,}, {n / 1e6:,.1f} million weights "
         f"({n * compute.itemsize / 1e9:,.1f} GB of memory); {len(texts):,} texts, about "
         f"{n_tokens:,} tokens: to read them once takes roughly "
-        f"{seconds / unit:,.1f} {word}, to keep their hidden states about {disk / 1e9:,.1f} GB of {place} in {str(dtype)[6:]}"
+        f"{seconds / unit:,.1f} {word}, to keep their hidden states about "
+        f"{disk / 1e9:,.1f} GB of {place} in {str(dtype)[6:]}"
     )
     return Price(n_tokens, n, disk, seconds, said)
 
