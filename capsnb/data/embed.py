@@ -525,6 +525,10 @@ def _read_header(folder: Path) -> dict:
     return header
 
 
+def _shards(folder: Path, header: dict) -> dict:  # file -> numbers of its texts
+    return {folder / f'{s}.safetensors': ks for s, ks in enumerate(header['shards'])}
+
+
 def _compare(folder: Path, header: dict, **wanted):
     "`ValueError` that names the first difference."
     for key, value in wanted.items():
@@ -558,9 +562,7 @@ class EmbeddingCache(torch.utils.data.Dataset):
             raise ValueError(f"the cache '{self.folder}' is not finished, {left}: {again}")
 
     def _places(self) -> tuple:  # text -> its file; how many texts are missing
-        shards = {
-            self.folder / f'{s}.safetensors': ks for s, ks in enumerate(self.header['shards'])
-        }
+        shards = _shards(self.folder, self.header)
         missing = sum(len(ks) for path, ks in shards.items() if not path.is_file())
         return {k: path for path, ks in shards.items() for k in ks}, missing
 
@@ -568,13 +570,12 @@ class EmbeddingCache(torch.utils.data.Dataset):
         np, h, path = need('numpy'), self.header, regular(self.folder / 'embeddings.bin')
         index = np.array(np.load(regular(self.folder / 'index.npy'), mmap_mode='r'))
         ticks = np.fromfile(regular(self.folder / 'ticks.bin'), '<u8').tolist()
-        n, rest = divmod(path.stat().st_size, math.prod(self.shape) * self.dtype.itemsize)
-        same = _hash(index.tobytes()) == h['index'] and index[:, 0].sum() == n == h['n_tokens']
+        n, size = int(index[:, 0].sum()), math.prod(self.shape) * self.dtype.itemsize
+        fits = _hash(index.tobytes()) == h['index'] and len(ticks) == len(index) == h['n_texts']
         if (
-            not same
-            or rest
-            or path.stat().st_size != h['n_bytes']
-            or not len(ticks) == len(index) == h['n_texts']
+            not fits
+            or n != h['n_tokens']
+            or not path.stat().st_size == h['n_bytes'] == n * size > 0
         ):
             raise ValueError("its files do not belong together")
         whole = dict(size=n * math.prod(self.shape), dtype=self.dtype)
@@ -653,8 +654,7 @@ def _make_cache(
             if old['format'] in _old:
                 return EmbeddingCache(folder)
             header = old
-        shards = {folder / f'{s}.safetensors': ks for s, ks in enumerate(header['shards'])}
-        todo = {path: ks for path, ks in shards.items() if not path.exists()}
+        todo = {o: ks for o, ks in _shards(folder, header).items() if not o.exists()}
         left = sum(len(ids[k]) for ks in todo.values() for k in ks)
         check_space(folder, left * (header['n_bytes'] // header['n_tokens']))
         if fresh:
