@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 import capsnb.data.embed as embed
 from capsnb.cli import make_app
 from capsnb.data.embed import FrozenEncoder, pinned, tiny_transformer
-from capsnb.data.sst import load_sst, tiny_treebank
+from capsnb.data.files import checksum
+from capsnb.data.sst import files, load_sst, tiny_treebank
 from capsnb.lab.sentiment import Sentiment, TextMixup
 from capsnb.lab.sentiment import beside_paper, unlike_paper
 from capsnb.lab.tasks import evaluate, load_run, study, train
@@ -306,7 +307,8 @@ def test_the_cells_of_chapter_10_for_the_real_model(world, tmp_path, monkeypatch
     "with a small transformer and a small treebank in the real one's format; twice: it goes on"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv('CAPSNB_DATA', str(world['trees']))
-    monkeypatch.setattr('capsnb.data.sst._check', lambda *_: None)
+    sums = {k: checksum(world['trees'] / name) for k, name in files.items()}
+    monkeypatch.setattr('capsnb.data.sst._sums', sums)
     book = json.loads((ROOT / 'nbs/book/10_text.ipynb').read_text(encoding='utf-8'))
     sources = [''.join(c['source']) for c in book['cells'] if c['cell_type'] == 'code']
     imports, real = sources[1], [s for s in sources if s.startswith('#| data')]
