@@ -13,4 +13,4 @@ def test_the_command(tmp_path):
     assert '--any-files' in r.output and not run.exists()
     (data / 'test_batch.bin').unlink()
     r = CliRunner().invoke(make_app(), command)
-    assert r.exit_code == 1 and 'test_batch in' in r.output, r.output
+    assert r.exit_code == 1 and 'test_batch.bin in' in r.output, r.output
