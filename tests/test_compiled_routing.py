@@ -13,8 +13,8 @@ from capsnb.routing.dynamic import dynamic_routing_ref
 from test_moments import assert_as_exact_in_total, define, exact_sizes, inputs, names, step
 
 pytest.importorskip('numba')
-from capsnb.engine import compiled_routing as fast  # noqa: E402  it needs numba
-from capsnb.engine.compiled_routing import _agreement, _votes  # noqa: E402
+from capsnb.engine import compiled as fast  # noqa: E402  it needs numba
+from capsnb.engine.compiled import _agreement  # noqa: E402
 
 run = plans['compiled'].run
 f64 = torch.float64
@@ -68,39 +68,6 @@ def test_two_threads_give_the_same_bits():
         assert torch.equal(a, b)
     for a, b in zip(found[1][:3], found[2][:3]):
         assert torch.equal(a, b)
-
-
-def small(has_model=True, own=False):
-    g = torch.Generator().manual_seed(0)
-    n, i, G, J, K = 2, 5, 2, 16, 5 if own else 1
-    shapes = (n, i, G, J), (n, i), (n, J), (n, G, J), (n, G, J), (K, J), (K, J)
-    X = [torch.rand(s, generator=g, dtype=f64) + 0.5 for s in shapes]
-    if not has_model:
-        X[2:5] = [x[..., :0] for x in X[2:5]]
-    return [x.requires_grad_() for x in X]
-
-
-@pytest.mark.parametrize('has_model', [True, False])
-@pytest.mark.parametrize('own', [True, False])
-def test_gradients_of_the_op(has_model, own):
-    X = small(has_model, own)
-    assert torch.autograd.gradcheck(lambda *X: _votes(*X, 16), X)
-    few = [x.detach() for x in X]
-
-    def of_some(*Y):
-        return _votes(*[y if y.numel() else x for x, y in zip(few, Y)], 16)[2]
-
-    assert torch.autograd.gradgradcheck(of_some, X, atol=1e-4, fast_mode=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('has_model', [True, False])
-def test_opcheck(has_model):
-    X = [x.detach().requires_grad_() for x in small(has_model)]
-    torch.library.opcheck(_votes.forward, (*X, 16))
-    outs = [o.detach() for o in _votes(*X, 16)]
-    args = *X, outs, [torch.ones_like(o) for o in outs], 16
-    torch.library.opcheck(_votes.backward, args)
 
 
 def test_auto_takes_it_where_it_wins_and_can_serve():
@@ -165,10 +132,7 @@ def both(f, X):
 
 
 def agreed(n_iters, detach=False):
-    def f(u, W):
-        return _agreement(u, W, n_iters, detach, True)
-
-    return f
+    return lambda u, W: _agreement(u, W, n_iters, detach, True)
 
 
 def written_out(n_iters):
@@ -182,28 +146,18 @@ def written_out(n_iters):
 @pytest.mark.parametrize('size', [(3, 5, 2, 3, 4), (17, 33, 10, 8, 16), (1, 1, 1, 1, 1)], ids=str)
 @pytest.mark.parametrize('n_iters', [1, 2, 3, 5])
 def test_dynamic_routing_in_float64(size, n_iters):
-    for p, q in zip(both(agreed(n_iters), maps(*size)), both(written_out(n_iters), maps(*size))):
-        assert_close(p, q, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize('n_iters', [1, 2, 4])
-def test_shares_taken_as_given(n_iters):
-    size = 9, 20, 4, 5, 6
-
-    def plain(u, W):
-        return _of_maps(u, W, n_iters, True, True)
-
-    for p, q in zip(both(agreed(n_iters, True), maps(*size)), both(plain, maps(*size))):
-        assert_close(p, q, rtol=1e-10, atol=1e-12)
+    "also with shares taken as given"
+    given = lambda u, W: _of_maps(u, W, n_iters, True, True)
+    for f, want in ((agreed(n_iters), written_out(n_iters)), (agreed(n_iters, True), given)):
+        for p, q in zip(both(f, maps(*size)), both(want, maps(*size))):
+            assert_close(p, q, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize('scale', [1e-3, 1.0, 30.0])
 def test_dynamic_routing_in_float32(scale):
     def scaled(dtype):
-        return [
-            (x.detach() * s).requires_grad_()
-            for x, s in zip(maps(20, 300, 10, 8, 16, dtype), (1, scale))
-        ]
+        u, W = maps(20, 300, 10, 8, 16, dtype)
+        return u, (scale * W.detach()).requires_grad_()
 
     truth = both(written_out(3), scaled(f64))
     found = both(agreed(3), scaled(torch.float32)), both(written_out(3), scaled(torch.float32))
@@ -220,18 +174,6 @@ def test_dynamic_routing_with_maps_in_any_layout(order, h):
         X, Y = ([u.clone().requires_grad_(), some.detach().requires_grad_()] for _ in range(2))
         for p, q in zip(both(agreed(3), X), both(written_out(3), Y)):
             assert_close(p, q, rtol=1e-10, atol=1e-12)
-
-
-def test_votes_in_any_layout():
-    X = [x.detach() for x in small()]
-    V = X[0].movedim(-1, 0).contiguous().movedim(0, -1)  # an op may be called with any strides
-
-    def grads(V):
-        Y = [V.requires_grad_(), *(x.clone().requires_grad_() for x in X[1:])]
-        return torch.autograd.grad(sum(o.sin().sum() for o in _votes(*Y, 16)), Y)
-
-    for p, q in zip(grads(V), grads(X[0])):
-        assert_close(p, q)
 
 
 def test_route_capsules_takes_it_for_enough_samples():

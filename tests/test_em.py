@@ -254,46 +254,31 @@ def test_half_precision_is_computed_in_float32(dtype):
     assert got.sig2.max() > 65504
 
 
-a2, V2, betas = torch.rand(4), torch.randn(4, 3, 2, 2), (0.0, 0.0)
+a2, V2 = torch.rand(4), torch.randn(4, 3, 2, 2)
+no_child, whole = torch.tensor([[True, True, False]] * 4), torch.ones(4, 3).bool()
 refused = {
-    r'must have shapes \[\.\.\., i\] and': lambda: em_routing(a2, V2[0], *betas),
-    r'got \(3,\) and \(4, 3, 2, 2\)': lambda: em_routing(a2[:3], V2, *betas),
-    'a must be finite, got NaN or inf': lambda: em_routing(a2 * math.nan, V2, *betas),
-    r'\(activations, not logits\)': lambda: em_routing(2 * a2 + 1, V2, *betas),
-    'V must be finite': lambda: em_routing(a2, V2 / 0, *betas),
-    'floating point, got torch.float32 and torch.int64': lambda: em_routing(a2, V2.long(), *betas),
-    'beta_a must be a number or one per parent, .3., got nan': lambda: em_routing(
-        a2, V2, math.nan, 0.0
-    ),
-    r'beta_a must be .* got torch.float32 of shape \(2,\)': lambda: em_routing(
-        a2, V2, torch.zeros(2), 0.0
-    ),
-    'beta_u must be finite, got NaN or inf': lambda: em_routing(
-        a2, V2, 0.0, torch.tensor(math.inf)
-    ),
-    "act must be 'logistic' or 'pi', got 'softmax'": lambda: em_routing(
-        a2, V2, *betas, act='softmax'
-    ),
-    r'parents must be a bool tensor of shape \(4, 3\)': lambda: em_routing(
-        a2, V2, *betas, parents=torch.ones(4, 2).bool()
-    ),
-    'every parent needs at least one child': lambda: em_routing(
-        a2, V2, *betas, parents=torch.tensor([[True, True, False]] * 4)
-    ),
-    'fields must be a long tensor': lambda: em_routing(
-        a2, V2[None], *betas, fields=torch.tensor([[0, 1, 2, 4]])
-    ),
-    'not both': lambda: em_routing(
-        a2, V2, *betas, parents=torch.ones(4, 3).bool(), fields=torch.zeros(1, 4)
-    ),
-    r'damping must be a number in \[0, 1\), got 1$': lambda: em_routing(a2, V2, *betas, damping=1),
+    r'must have shapes \[\.\.\., i\] and': dict(V=V2[0]),
+    r'got \(3,\) and \(4, 3, 2, 2\)': dict(a=a2[:3]),
+    'a must be finite, got NaN or inf': dict(a=a2 * math.nan),
+    r'\(activations, not logits\)': dict(a=2 * a2 + 1),
+    'V must be finite': dict(V=V2 / 0),
+    'floating point, got torch.float32 and torch.int64': dict(V=V2.long()),
+    'beta_a must be a number or one per parent, .3., got nan': dict(beta_a=math.nan),
+    r'beta_a must be .* got torch.float32 of shape \(2,\)': dict(beta_a=torch.zeros(2)),
+    'beta_u must be finite, got NaN or inf': dict(beta_u=torch.tensor(math.inf)),
+    "act must be 'logistic' or 'pi', got 'softmax'": dict(act='softmax'),
+    r'parents must be a bool tensor of shape \(4, 3\)': dict(parents=whole[:, :2]),
+    'every parent needs at least one child': dict(parents=no_child),
+    'fields must be a long': dict(V=V2[None], fields=torch.tensor([[0, 1, 2, 4]])),
+    'not both': dict(parents=whole, fields=torch.zeros(1, 4)),
+    r'damping must be a number in \[0, 1\), got 1$': dict(damping=1),
 }
 
 
 @pytest.mark.parametrize('message', refused)
 def test_errors(message):
     with pytest.raises(ValueError, match=message):
-        refused[message]()
+        em_routing(**dict(a=a2, V=V2, beta_a=0.0, beta_u=0.0) | refused[message])
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.export import Dim, export
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, vjp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, vmap
 from torch.library import opcheck
 from torch.testing import assert_close
 from capsnb import ClassCaps, ConvCaps, PrimaryCaps, Routing, dynamic_routing, route_capsules
-from capsnb.engine import dynamic, em, layers, moments, numerics
+from capsnb.engine import dynamic, em, fields, layers, moments, numerics
 from capsnb.engine.numerics import error_to, import_error
 from capsnb.routing.dynamic import dynamic_routing_ref
 from capsnb.routing.em import as_floor
@@ -56,16 +56,32 @@ def of_dynamic_maps(n=2, i=4, j=3, d=2, h=2, n_iters=3, detach=False, shares=Tru
     return seeded((n, i, d), (i, j, d, h)), (n_iters, detach, shares)
 
 
-def of_fields(n=2, field=(2, 1, 0), n_iters=2, eps='30%', act='logistic', damping=0.0, more=None):
-    table, _ = layers.field_table((3, 3), 1, *field)
+def of_fields(
+    n=2,
+    field=(2, 1, 0),
+    n_iters=2,
+    eps='30%',
+    act='logistic',
+    damping=0.0,
+    how='tiles',
+    shares=True,
+):
+    table, _ = fields.field_table((3, 3), 1, *field)
     shapes = (n, 9), (n, 9, 2, 2), (table.shape[1], 2, 2, 2), (2,), (2,)
     a, *rest = seeded(*shapes)
-    how = [0.3] * n_iters, [*as_floor(eps, 4)], act, damping
-    more = [*layers._Tiling()] if more is None else more
-    return [0.1 + 0.8 * a.sigmoid(), *rest, table], (*how, more)
+    loop = [0.3] * n_iters, [*as_floor(eps, 4)], act, damping
+    more = [*fields._Tiling(shares=1 << 20 if how == 'compiled' else 0)], shares
+    return [0.1 + 0.8 * a.sigmoid(), *rest, table], (how, *loop, *more)
 
 
-of_compiled = partial(of_fields, more=True)
+def of_given_votes(n=2, i=5, g=2, j=16, model=True, own=False):
+    k, m = i if own else 1, j if model else 0
+    given = seeded((n, i, g, j), (n, i), (n, m), (n, g, m), (n, g, m), (k, j), (k, j))
+    given[1], given[4] = given[1].sigmoid(), 0.2 * given[4].exp()
+    return given, (j,)
+
+
+of_compiled = partial(of_fields, how='compiled')
 tilings = dict(numbers=4), dict(row=1), dict(numbers=1, row=2)
 small = dict(i=1), dict(j=1), dict(i=1, j=1), dict(n=1)
 cases = [
@@ -91,14 +107,14 @@ on_fields = [
 ops = [
     (dynamic._of_votes, of_dynamic_votes, agree),
     (dynamic._of_maps, of_dynamic_maps, agree),
-    (layers._op, of_fields, on_fields),
+    (fields._op, of_fields, [*on_fields, dict(shares=False)]),
 ]
 if not import_error('numba'):
-    from capsnb.engine.compiled import compiled_fields
-    from capsnb.engine.compiled_routing import _agreement
+    from capsnb.engine import compiled
 
-    ops.append((compiled_fields, of_compiled, [*on_fields, dict(more=False)]))
-    ops.append((_agreement, of_dynamic_maps, agree))
+    ops.append((fields._op, of_compiled, [*on_fields, dict(shares=False)]))
+    ops.append((compiled._agreement, of_dynamic_maps, agree))
+    ops.append((compiled._votes, of_given_votes, [{}, dict(own=True), dict(model=False)]))
 cases += [(op, make, kw) for op, make, each in ops for kw in each]
 all_cases = pytest.mark.parametrize(
     'op, make, kw', cases, ids=[f'{op.name} {kw}' for op, make, kw in cases]
@@ -156,66 +172,44 @@ def test_derivatives(op, make, kw):
     assert torch.autograd.gradgradcheck(f, x, fast_mode=True)
 
 
-@few_cases
-def test_forward_mode(op, make, kw):
-    tensors, settings = make(**kw)
-    free = variables(op, tensors)
-    x = tuple(tensors[k] for k in free)
-    moves = tuple(map(torch.randn_like, x))
-
-    def every(run):
-        def g(*x):
-            given = [x[free.index(k)] if k in free else t for k, t in enumerate(tensors)]
-            return run(*given, *settings)[0]
-
-        return g
-
-    found, want = (torch.func.jvp(every(run), x, moves)[1] for run in (op, op.definition))
-    assert_close(found, want)
-
-
-@few_cases
-def test_forward_and_backward_mode_of_each_other(op, make, kw):
-    "Every order of two derivatives, and none that would be wrong."
+def along(op, make, kw):
+    "A number made of an op's output, as a function of one tensor; by the op, by its definition."
     tensors, settings = make(**kw)
     k = variables(op, tensors)[make in (of_fields, of_compiled)]  # activations stay in [0, 1]
-    moves = torch.stack([torch.randn_like(tensors[k]) for _ in range(2)])
 
-    def along(run):
-        def f(t):
-            x = tensors[k] + torch.einsum('m,m...->...', t, moves)
+    def by(run):
+        def f(x):
             outs = run(*tensors[:k], x, *tensors[k + 1 :], *settings)[0]
             return (outs * (1 + torch.arange(outs.numel()).view_as(outs))).sin().sum()
 
         return f
 
-    at, f = torch.tensor([0.1, -0.2], dtype=torch.float64), along(op)
-    want = jacrev(jacrev(along(op.definition)))(at)
+    return tensors[k].detach(), by(op), by(op.definition)
+
+
+@few_cases
+def test_forward_and_backward_mode_of_each_other(op, make, kw):
+    "Every order of two derivatives, and none that would be wrong; over a plain backward pass, too."
+    x, by_op, defined = along(op, make, kw)
+    moves = torch.stack([torch.randn_like(x) for _ in range(2)])
+    moved = lambda t: x + torch.einsum('m,m...->...', t, moves)
+    f, want = (lambda t: by_op(moved(t))), (lambda t: defined(moved(t)))
+    at = torch.tensor([0.1, -0.2], dtype=f64)
+    assert_close(jacfwd(f)(at), jacfwd(want)(at))
+    want = jacrev(jacrev(want))(at)
     assert want.abs().min() > 0
     for found in (hessian(f), jacrev(jacfwd(f)), jacrev(jacrev(f))):
         assert_close(found(at), want)
-    many = torch.ones(3, 1, dtype=torch.float64)
+    many = torch.ones(3, 1, dtype=f64)
     assert_close(hessian(lambda t: vmap(f)(t * many).sum())(at), 3 * want)
     for wrong in (jacfwd(jacfwd(f)), jacfwd(jacfwd(jacrev(f)))):
         with pytest.raises(NotImplementedError, match=r'hessian\(f\)'):
             wrong(at)
-    _, pull = vjp(f, at)
-    with pytest.raises(NotImplementedError, match=r'hessian\(f\)'):
-        jacfwd(jacfwd(lambda g: pull(g)[0].pow(3).sum()))(want.new_ones(()))
-
-
-@few_cases
-def test_forward_mode_over_a_plain_backward_pass(op, make, kw):
-    "A dual tensor, and `autograd.grad` without `create_graph`, which leaves no trace of its own."
-    tensors, settings = make(**kw)
-    (k, *_) = variables(op, tensors)
-    moves = torch.randn_like(tensors[k])
     found = []
-    for run in (op, op.definition):
+    for run in (by_op, defined):
         with forward_ad.dual_level():
-            x = forward_ad.make_dual(tensors[k].detach().requires_grad_(), moves)
-            out = run(*tensors[:k], x, *tensors[k + 1 :], *settings)[0]
-            (g,) = torch.autograd.grad(out.pow(3).sum(), x)
+            y = forward_ad.make_dual(x.clone().requires_grad_(), moves[0])
+            (g,) = torch.autograd.grad(run(y), y)  # without `create_graph`: no trace of its own
             found.append(forward_ad.unpack_dual(g).tangent)
     assert_close(*found)
 
@@ -427,7 +421,7 @@ def test_the_path_of_a_gpu_gives_the_same_and_reads_no_value(name, monkeypatch):
     for module in (layers, em, numerics):
         monkeypatch.setattr(module, 'may_look', lambda t: False)
     same(step(f, x, params(f)), want, rtol=0, atol=0)
-    f.tiling = f.tiling._replace(numbers=f.tiling.hold, group=f.tiling.hold)  # no cache to fit in
+    f.tiling = fields._Tiling(tile=1 << 25, group=1 << 25)  # no cache to fit in
     same(step(f, x, params(f)), want)
     if name in ('conv votes', 'conv tiles'):
         x[1][0, 0, 0, 0] = torch.nan
@@ -473,3 +467,15 @@ def test_a_penalty_of_dynamic_routing_is_that_of_the_reference():
         found.append(torch.autograd.grad(sum(v.square().sum() for v in g), (u, W)))
     same(found[0], found[2])
     same(found[1], found[2])
+
+
+@pytest.mark.skipif(bool(import_error('numba')), reason='needs numba')
+def test_votes_in_any_layout():
+    "an op may be called with any strides"
+    (V, *X), how = of_given_votes()
+
+    def grads(V):
+        Y = [V.requires_grad_(), *(x.clone().requires_grad_() for x in X)]
+        return torch.autograd.grad(sum(o.sin().sum() for o in compiled._votes(*Y, *how)), Y)
+
+    same(grads(V.movedim(-1, 0).contiguous().movedim(0, -1)), grads(V))

@@ -2,6 +2,5 @@
 
 from . import moments  # noqa: F401  the fast plans of `Routing` make themselves known
 from . import compiled  # noqa: F401  and those of fields
-from . import compiled_routing  # noqa: F401  compiled ones of `Routing` and dynamic routing
 from . import triton_routing  # noqa: F401  and those for a GPU
 from . import triton_fields  # noqa: F401  and those of fields

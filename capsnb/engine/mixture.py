@@ -37,21 +37,15 @@ class Params(NamedTuple):
     sig2: Tensor  # variances, [..., J, D], [..., J] or [..., J, D, D] by the kind of covariance
 
 # %% ../../nbs/engine/12_mixture.ipynb #00000008
-def _full_terms(mu, C):
-    "Quadratic and linear part of theta, log-determinant of C; d < d' counts twice."
-    D, chol = mu.shape[-1], torch.linalg.cholesky(C)
-    precision = torch.cholesky_inverse(chol)
-    d, e = torch.triu_indices(D, D, device=C.device)
-    quadratic = -0.5 * precision[..., d, e] * torch.where(d == e, 1, 2)
-    linear = (precision @ mu[..., None])[..., 0]
-    return quadratic, linear, 2 * chol.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-
-# %% ../../nbs/engine/12_mixture.ipynb #00000009
 def _natural(p: Params, covariance: str = 'diag') -> Tensor:
     "Natural parameters theta, such that features(x) @ theta = log(pi_j N(x_i; mu_j, sig2_j))."
     D, tiny = p.mu.shape[-1], torch.finfo(p.mu.dtype).tiny
     if covariance == 'full':
-        quadratic, linear, log_det = _full_terms(p.mu, p.sig2)
+        chol, (d, e) = torch.linalg.cholesky(p.sig2), torch.triu_indices(D, D, device=p.mu.device)
+        precision = torch.cholesky_inverse(chol)
+        quadratic = -0.5 * precision[..., d, e] * torch.where(d == e, 1, 2)  # d < d' counts twice
+        linear = (precision @ p.mu[..., None])[..., 0]
+        log_det = 2 * chol.diagonal(dim1=-2, dim2=-1).log().sum(-1)
     else:
         precision = 1 / (p.sig2[..., None] if covariance == 'spherical' else p.sig2)
         quadratic, linear = -0.5 * precision, p.mu * precision
@@ -131,72 +125,68 @@ def _wide(x):
     return torch.float32 if x.device.type == 'mps' else torch.float64
 
 # %% ../../nbs/engine/12_mixture.ipynb #09903e93
-def _alone(run, *args):
-    "Run in a thread of a pool, all operations by this thread."
-    if torch.get_num_threads() > 1:
-        torch.set_num_threads(1)
-    return run(*args)
+def _by_tiles(run, x, width, *sums) -> list:
+    """`run(at, *sums)` for every tile `at` of rows; sums start at 0, grow, and are returned.
 
-
-def _by_rows(run, x, T, most=16) -> list:
-    """What `run(start, stop)` returns for chunks of tiles, which PyTorch's threads share out.
-
-    They wait for each other once, not at every operation; the sizes alone say what is a chunk.
+    PyTorch's threads share chunks of tiles out, and wait for each other once, not at every
+    operation. The sizes alone say what is a chunk.
     """
-    N, threads = x.shape[1], torch.get_num_threads() if may_look(x) else 1
-    step = T * max(1, -(-N // (T * most))) if x.device.type == 'cpu' else max(1, N)
-    jobs = [(s, min(s + step, N)) for s in range(0, N, step)]
+    N, T, threads = x.shape[1], _tile_rows(x, width), torch.get_num_threads() if may_look(x) else 1
+    step = T * max(1, -(-N // (16 * T))) if x.device.type == 'cpu' else max(1, N)
+
+    def chunk(start):
+        if threads > 1 and torch.get_num_threads() > 1:
+            torch.set_num_threads(1)  # in a thread of the pool: all operations by this thread
+        own = [torch.zeros_like(s) for s in sums]
+        for s in range(start, min(start + step, N), T):
+            run(slice(s, min(s + T, start + step, N)), *own)
+        return own
+
+    starts = range(0, N, step)
     if threads == 1:
-        return [run(*job) for job in jobs]
-    try:
-        return in_threads(threads, lambda job: _alone(run, *job), jobs)
-    finally:
-        torch.set_num_threads(threads)  # what `_alone` set is also what new threads start with
+        found = [chunk(s) for s in starts]
+    else:
+        try:
+            found = in_threads(threads, chunk, starts)
+        finally:
+            torch.set_num_threads(threads)  # what a chunk set is also what new threads start with
+    return [sum(each) for each in zip(*found)]
 
 # %% ../../nbs/engine/12_mixture.ipynb #00000015
-def _em_sweep(x, theta, covariance='diag', weight=None, origin=0.0) -> tuple:
+def _em_sweep(x, theta, covariance='diag', weight=None, origin=0.0) -> list:
     "E-step and the sums of the M-step in one pass over the data, in memory for a tile a thread."
-    T = _tile_rows(x, max(theta.shape[-2:]))
 
-    def sweep(start, stop):
-        S, log_p = torch.zeros_like(theta), theta.new_zeros(len(x))
-        for s in range(start, stop, T):
-            at = slice(s, min(s + T, stop))
-            f = _features(x[:, at].to(theta.dtype) - origin, covariance)
-            R = f @ theta
-            log_p_i = _responsibilities(R)[..., 0]
-            if weight is not None:
-                R *= weight[:, at, None]
-                log_p_i *= weight[:, at]
-            log_p += log_p_i.sum(-1)
-            S.baddbmm_(f.mT, R)
-        return S, log_p
+    def tile(at, S, log_p):
+        f = _features(x[:, at].to(theta.dtype) - origin, covariance)
+        R = f @ theta
+        log_p_i = _responsibilities(R)[..., 0]
+        if weight is not None:
+            R *= weight[:, at, None]
+            log_p_i *= weight[:, at]
+        log_p += log_p_i.sum(-1)
+        S.baddbmm_(f.mT, R)
 
-    return tuple(map(sum, zip(*_by_rows(sweep, x, T))))
+    return _by_tiles(tile, x, max(theta.shape[-2:]), theta, theta.new_zeros(len(x)))
 
 # %% ../../nbs/engine/12_mixture.ipynb #00000018
 def _data_moments(x, weight=None) -> tuple[Tensor, Tensor]:
     "A first mean, then moments about it, tile by tile."
-    T, wide = _tile_rows(x, x.shape[-1]), _wide(x)
+    wide = _wide(x)
     total = x.shape[1] if weight is None else weight.to(wide).sum(-1)[:, None, None]
 
-    def sums(start, stop):
-        one, two = torch.zeros_like(mean), torch.zeros_like(mean)
-        for s in range(start, stop, T):
-            at = slice(s, min(s + T, stop))
-            dx = x[:, at].to(wide) - mean
-            w = 1 if weight is None else weight[:, at, None].to(wide)
-            one += (w * dx).sum(1, keepdim=True)
-            two += (w * dx * dx).sum(1, keepdim=True)
-        return one / total, two / total
+    def tile(at, one, two):
+        dx = x[:, at].to(wide) - mean
+        w = 1 if weight is None else weight[:, at, None].to(wide)
+        one += (w * dx).sum(1, keepdim=True) / total
+        two += (w * dx * dx).sum(1, keepdim=True) / total
 
     mean = x[:, :1].to(wide)  # of the points, any
     for _ in range(2):
-        one, two = map(sum, zip(*_by_rows(sums, x, T)))
+        one, two = _by_tiles(tile, x, x.shape[-1], mean, mean)
         mean = mean + one
     return mean, (two - one * one).clamp(min=0)
 
-# %% ../../nbs/engine/12_mixture.ipynb #00000019
+
 def _draw(weights, generator=None) -> Tensor:
     "An index [b] for each row of weights [b, N], in proportion; never one of weight 0, any N."
     cum = weights.to(_wide(weights)).cumsum(-1)
@@ -208,19 +198,17 @@ def _draw(weights, generator=None) -> Tensor:
 # %% ../../nbs/engine/12_mixture.ipynb #0000001a
 def _kmeans_pp(x, n, weight=None, generator=None) -> tuple[Tensor, Tensor]:
     "Centres by k-means++, and how far each point is from the nearest (Arthur, Vassilvitskii 2007)."
-    T, wide = _tile_rows(x, x.shape[-1]), _wide(x)
+    wide = _wide(x)
     w = torch.ones_like(x[..., 0], dtype=wide) if weight is None else weight.to(wide)
     near, centres, p = torch.full_like(w, math.inf), [], w
 
-    def compare(start, stop):
-        for s in range(start, stop, T):
-            at = slice(s, min(s + T, stop))
-            near[:, at] = near[:, at].minimum((x[:, at].to(wide) - c).square().sum(-1))
+    def compare(at):
+        near[:, at] = near[:, at].minimum((x[:, at].to(wide) - c).square().sum(-1))
 
     for _ in range(n):
         centres.append(x[torch.arange(len(x), device=x.device), _draw(p, generator)])
         c = centres[-1][:, None].to(wide)
-        _by_rows(compare, x, T)
+        _by_tiles(compare, x, x.shape[-1])
         p = w * near
         p = torch.where(p.sum(-1, keepdim=True) > 0, p, w)  # fewer distinct points than centres
     return torch.stack(centres, 1), near
@@ -295,19 +283,23 @@ def _better(one: _Fit, two: _Fit) -> _Fit:
     return _Fit(_choose(keep, one.params, two.params), *rest)
 
 # %% ../../nbs/engine/12_mixture.ipynb #00000023
+def _must(holds, told: str):
+    if not holds:
+        raise ValueError(told)
+
+
 def _checked(x, n_components=1) -> Tensor:
     "Data flattened to [b, N, D]; `ValueError` says what is wrong."
-    if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.float64):
-        kind = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else f"{type(x)}"
-        raise ValueError(f"x must be a float32 or float64 tensor of PyTorch, got {kind}")
-    if x.ndim < 2 or x.numel() == 0 or x.shape[-2] < n_components:
-        told = f"[..., N, D] with N >= {n_components}"
-        raise ValueError(f"x must have shape {told} and not be empty, got {tuple(x.shape)}")
+    kind = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else f"{type(x)}"
+    fits = isinstance(x, Tensor) and x.dtype in (torch.float32, torch.float64)
+    _must(fits, f"x must be a float32 or float64 tensor of PyTorch, got {kind}")
+    fits = x.ndim > 1 and x.numel() and x.shape[-2] >= n_components
+    want = f"[..., N, D] with N >= {n_components}"
+    _must(fits, f"x must have shape {want} and not be empty, got {tuple(x.shape)}")
     if may_look(x):
         low, high = (v.item() for v in torch.aminmax(x.detach()))
-        if not (high - low) * (high - low) * x.shape[-1] * x.shape[-2] < math.inf:
-            told = f"and so must the squares of its range, got {low} to {high}"
-            raise ValueError(f"x must be finite, {told}")
+        fits = (high - low) * (high - low) * x.shape[-1] * x.shape[-2] < math.inf
+        _must(fits, f"x must be finite, and so must the squares of its range, got {low} to {high}")
     return x.detach().reshape(-1, *x.shape[-2:])
 
 
@@ -320,64 +312,60 @@ def _given(name, given, x, tail, least=-math.inf) -> Tensor:
     except (TypeError, ValueError, RuntimeError):
         got = tuple(given.shape) if isinstance(given, Tensor) else f'{given!r:.80}'
         raise ValueError(f"{name} must be numbers that fit {tuple(shape)}, got {got}") from None
-    if may_look(flat) and not flat.isfinite().all():
-        raise ValueError(f"{name} must be finite, got NaN or inf")
-    if may_look(flat) and flat.min() < least:
-        raise ValueError(f"{name} must not be negative, got {flat.min().item()}")
+    if may_look(flat):
+        _must(flat.isfinite().all(), f"{name} must be finite, got NaN or inf")
+        _must(flat.min() >= least, f"{name} must not be negative, got {flat.min().item()}")
     return flat
 
 
 def _weights(w, x, n_components) -> Tensor:
     "Weights [b, N], scaled to a maximum of 1 in every data set."
     w = _given('sample_weight', w, x, x.shape[-2:-1], least=0)
-    if may_look(w) and (few := (w > 0).sum(-1).min().item()) < n_components:
+    if may_look(w):
+        few = (w > 0).sum(-1).min().item()
         told = f"n_components={n_components} needs at least as many points of positive"
-        raise ValueError(f"{told} sample_weight, got {few}")
+        _must(few >= n_components, f"{told} sample_weight, got {few}")
     return w / w.amax(-1, keepdim=True)
 
 
 def _start_of(start, x, J, covariance) -> Params:
     "A start for every data set [b, ...]."
-    if not isinstance(start, (tuple, list)) or len(start) != 3:
-        raise ValueError(f"start must be (pi, mu, sig2), got {start!r}"[:120])
+    triple = isinstance(start, (tuple, list)) and len(start) == 3
+    _must(triple, f"start must be (pi, mu, sig2), got {start!r}"[:120])
     D = x.shape[-1]
     sig2 = {'diag': (J, D), 'spherical': (J,), 'full': (J, D, D)}[covariance]
     shapes = zip(Params._fields, start, ((J,), (J, D), sig2), (0, -math.inf, -math.inf))
     p = Params(*(_given(f'start: {name}', q, x, *how) for name, q, *how in shapes))
     if may_look(x):
-        if (p.pi.sum(-1) - 1).abs().max() > 1e-4:
-            sums = p.pi.sum(-1).tolist()[:3]
-            raise ValueError(f"start: pi must be proportions that sum to 1, got sums {sums}")
-        full = covariance == 'full'
+        sums, full = p.pi.sum(-1), covariance == 'full'
+        told = f"start: pi must be proportions that sum to 1, got sums {sums.tolist()[:3]}"
+        _must((sums - 1).abs().max() <= 1e-4, told)
         positive = torch.linalg.cholesky_ex(p.sig2)[1] == 0 if full else p.sig2 > 0
-        if not positive.all():
-            raise ValueError("start: sig2 must be positive" + (" definite" if full else ""))
+        _must(positive.all(), "start: sig2 must be positive" + (" definite" if full else ""))
     return p
 
 
 def _numbers(least, kind, **given):
     "`ValueError` unless all are finite numbers of a kind, of at least `least`."
+    told = 'an integer' if kind is numbers.Integral else 'a finite number'
     for name, v in given.items():
-        if isinstance(v, bool) or not isinstance(v, kind) or not least <= v < math.inf:
-            told = 'an integer' if kind is numbers.Integral else 'a finite number'
-            raise ValueError(f"{name} must be {told} of at least {least}, got {v!r}")
+        fits = isinstance(v, kind) and not isinstance(v, bool) and least <= v < math.inf
+        _must(fits, f"{name} must be {told} of at least {least}, got {v!r}")
 
 # %% ../../nbs/engine/12_mixture.ipynb #0000002a
 def _posterior(x, p: Params, covariance, R=None) -> Tensor:
     "Log-likelihood of each point [b, N], nats; fills responsibilities R [b, N, J] if given."
     origin = (p.pi[..., None] * p.mu).sum(-2, keepdim=True)  # the mixture's mean
     theta = _natural(p._replace(mu=p.mu - origin), covariance)
-    log_p, T = theta.new_empty(x.shape[:2]), _tile_rows(x, max(theta.shape[-2:]))
+    log_p = theta.new_empty(x.shape[:2])
 
-    def fill(start, stop):
-        for s in range(start, stop, T):
-            at = slice(s, min(s + T, stop))
-            L = _features(x[:, at].to(theta.dtype) - origin, covariance) @ theta
-            log_p[:, at] = _responsibilities(L)[..., 0]
-            if R is not None:
-                R[:, at] = L
+    def fill(at):
+        L = _features(x[:, at].to(theta.dtype) - origin, covariance) @ theta
+        log_p[:, at] = _responsibilities(L)[..., 0]
+        if R is not None:
+            R[:, at] = L
 
-    _by_rows(fill, x, T)
+    _by_tiles(fill, x, max(theta.shape[-2:]))
     return log_p.to(x.dtype)
 
 # %% ../../nbs/engine/12_mixture.ipynb #0000002b
@@ -425,15 +413,14 @@ class GaussianMixture:
         start: Params | tuple | None = None,  # (pi, mu, sig2) to start from; None: k-means++
         seed: int | None = None,  # of the k-means++ draws; None: torch's own generator
     ):
-        if covariance not in _covariances:
-            raise ValueError(f"covariance must be one of {_covariances}, got {covariance!r}")
+        told = f"covariance must be one of {_covariances}, got {covariance!r}"
+        _must(covariance in _covariances, told)
         counts = dict(n_components=n_components, n_init=n_init, max_iter=max_iter)
         floats = dict(tol=tol, reg_covar=reg_covar, min_var=min_var)
         _numbers(1, numbers.Integral, **counts)
         _numbers(0, numbers.Real, **floats)
-        if start is not None and n_init > 1:
-            same = "with an explicit start all restarts are equal"
-            raise ValueError(f"{same}: n_init must be 1, got {n_init}")
+        same = "with an explicit start all restarts are equal"
+        _must(start is None or n_init == 1, f"{same}: n_init must be 1, got {n_init}")
         self.covariance, self.start, self.seed = covariance, start, seed
         vars(self).update(counts | floats)
 
@@ -447,14 +434,13 @@ class GaussianMixture:
         flat, w = _checked(x, self.n_components), sample_weight
         w = None if w is None else _weights(w, x, self.n_components)
         looks, bare = may_look(flat), self.reg_covar == self.min_var == 0
-        if looks and bare and (_data_moments(flat, w)[1] == 0).any():
-            what = "a column of x is constant"
-            raise ValueError(f"{what}: its variance needs reg_covar or min_var above 0")
+        if looks and bare:
+            told = "a column of x is constant: its variance needs reg_covar or min_var above 0"
+            _must((_data_moments(flat, w)[1] > 0).all(), told)
         with without_autocast(x.device):
             fit = self._best(x, flat, w)
-        if looks and not fit.lower_bound.isfinite().all():
-            what = "the log-likelihood is not finite: a component collapsed"
-            raise ValueError(f"{what}; raise reg_covar or min_var")
+        told = "the log-likelihood is not finite: a component collapsed; raise reg_covar or min_var"
+        _must(not looks or fit.lower_bound.isfinite().all(), told)
         unflat = lambda q: q.reshape(x.shape[:-2] + q.shape[1:])
         own = lambda q: q.to(x.dtype) if q.is_floating_point() else q
         self._exact = Params(*map(unflat, fit.params))
@@ -484,12 +470,10 @@ class GaussianMixture:
     @torch.no_grad()
     def _posterior(self, x, wants_R=False) -> tuple:
         "Log-likelihoods [..., N] and, if wanted, responsibilities [..., N, J]; `ValueError`."
-        if self.params is None:
-            raise ValueError("this GaussianMixture is not fitted yet: call fit(x) first")
+        _must(self.params, "this GaussianMixture is not fitted yet: call fit(x) first")
         flat, mu = _checked(x), self.mu
-        if (x.dtype, x.device, x.shape[-1]) != (mu.dtype, mu.device, mu.shape[-1]):
-            want, got = (f"{t.shape[-1]} columns of {t.dtype} on {t.device}" for t in (mu, x))
-            raise ValueError(f"x must have {want} like the data of fit, got {got}")
+        want, got = (f"{t.shape[-1]} columns of {t.dtype} on {t.device}" for t in (mu, x))
+        _must(got == want, f"x must have {want} like the data of fit, got {got}")
         try:
             lead = torch.broadcast_shapes(x.shape[:-2], mu.shape[:-2])
         except RuntimeError:
@@ -519,6 +503,5 @@ class GaussianMixture:
     @torch.no_grad()
     def sample(self, n: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         "Draw n points per mixture: points [..., n, D] and the Gaussians that made them [..., n]."
-        if self.params is None:
-            raise ValueError("this GaussianMixture is not fitted yet: call fit(x) first")
+        _must(self.params, "this GaussianMixture is not fitted yet: call fit(x) first")
         return _sample(self.params, n, self.covariance, generator)

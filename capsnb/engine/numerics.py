@@ -239,7 +239,7 @@ def _one_by_one(op):
     op.register_vmap(rule)
 
 # %% ../../nbs/engine/11_numerics.ipynb #e8545b5f
-def _in_some(f, inputs, where):
+def _of_some(f, inputs, where):
     "`f` as a function of the inputs at these places, the others held."
 
     def held(*x):
@@ -249,30 +249,10 @@ def _in_some(f, inputs, where):
     return held
 
 
-def _backward_of(f, inputs):
-    "Its backward pass, a function of real inputs and of gradients at what it returns; the reals."
-    real = [k for k, t in enumerate(inputs) if t.is_floating_point()]  # integers have no gradient
-    of_real = _in_some(f, inputs, real)
-
-    def first(*tensors):
-        x, g = tensors[: len(real)], tensors[len(real) :]
-        return torch.func.vjp(of_real, *x)[1](tuple(g))
-
-    return first, real
-
-
-def _vjp_of_vjp(f, inputs, grads, grads2) -> Sequence[Tensor | None]:
-    "Back through the backward pass of `f`, which is differentiable as often as `f` is."
-    first, real = _backward_of(f, inputs)
-    at = *(inputs[k] for k in real), *grads
-    found = iter(torch.func.vjp(first, *at)[1](tuple(grads2[k] for k in real)))
-    return [next(found) if k in real else None for k in range(len(inputs))] + [*found]
-
-
 def _jvp(f, inputs, tangents) -> Sequence[Tensor]:
     "Forward mode by two backward passes: an op of ours needs no third rule."
     moved = [k for k, t in enumerate(tangents) if t is not None]
-    now, back = torch.func.vjp(_in_some(f, inputs, moved), *(inputs[k] for k in moved))
+    now, back = torch.func.vjp(_of_some(f, inputs, moved), *(inputs[k] for k in moved))
     forth = torch.func.vjp(lambda *g: back(g), *map(torch.zeros_like, now))[1]
     return forth(tuple(tangents[k] for k in moved))
 
@@ -363,18 +343,23 @@ class FastOp:
         "The definition as a function of tensors."
         return lambda *x: tuple(self.definition(*x, *settings))[: self.n_out]
 
+    def back_of(self, inputs, settings):
+        "The backward pass as a function of real inputs and gradients at outputs; the reals."
+        real = [k for k, t in enumerate(inputs) if t.is_floating_point()]  # others have no gradient
+        f, n = _of_some(self.outs(settings), inputs, real), len(real)
+        return lambda *t: torch.func.vjp(f, *t[:n])[1](t[n:]), real
+
     def second(self, inputs, grads, settings, grads2):
         "Gradients of inputs and grads, from those at the gradients of the inputs."
         with without_autocast(inputs[0].device):
-            return _vjp_of_vjp(self.outs(settings), inputs, grads, grads2)
+            back, real = self.back_of(inputs, settings)
+            twice = torch.func.vjp(back, *(inputs[k] for k in real), *grads)[1]
+            found = twice(tuple(grads2[k] for k in real))
+        at = dict(zip(real, found))
+        return [at.get(k) for k in range(len(inputs))] + [*found[len(real) :]]
 
-    def pushed(
-        self,
-        inputs,  # tensors, of any shape
-        settings,  # as in a call
-        tangents,  # like inputs: how they change; None: not at all
-    ):  # like the outputs: how they change
-        "Forward mode."
+    def pushed(self, inputs, settings, tangents):
+        "Forward mode: how outputs change as inputs do (None: not at all)."
         with without_autocast(inputs[0].device):
             return _jvp(self.outs(settings), inputs, tangents)
 
@@ -382,10 +367,10 @@ class FastOp:
         "Forward mode of the backward pass; tangents of inputs, then of grads."
         n = len(inputs)
         with without_autocast(inputs[0].device):
-            first, real = _backward_of(self.outs(settings), inputs)
+            back, real = self.back_of(inputs, settings)
             at, moves = ([*(t[k] for k in real), *t[n:]] for t in ((*inputs, *grads), tangents))
-            found = iter(_jvp(first, at, moves))
-        return tuple(next(found) if k in real else None for k in range(n))
+            found = dict(zip(real, _jvp(back, at, moves)))
+        return tuple(found.get(k) for k in range(n))
 
     def _in_graphs(self):
         "Autograd of the two ops themselves, for graphs."
@@ -415,24 +400,6 @@ class FastOp:
         self.backward.register_autograd(back_back, setup_context=save_back)
 
 # %% ../../nbs/engine/11_numerics.ipynb #op200002
-_is_many = torch._C._functorch.is_legacy_batchedtensor  # of `is_grads_batched`
-
-
-def _one_at_a_time(back, grads):
-    """`back(*grads)`, gradient by gradient where there are many at a time.
-
-    That is what `grad(is_grads_batched=True)` and `jacobian(vectorize=True)` ask for.
-    """
-    if not any(map(_is_many, grads)):
-        return back(*grads)
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
-    n = next(len(torch._remove_batch_dim(g, level, 1, 0)) for g in grads if _is_many(g))
-    each = zip(*(torch._remove_batch_dim(g, level, n, 0) for g in grads))
-    found = zip(*(back(*g) for g in each))
-    return [g[0] if g[0] is None else torch._add_batch_dim(torch.stack(g), 0, level) for g in found]
-
-
 def _is_batched_here(t):
     "Whether the `vmap` in progress batches it: its rule takes such a state for differentiable."
     ours = torch._C._functorch
@@ -443,10 +410,8 @@ def _forward_mode_once():
     "`NotImplementedError` in forward mode of forward mode, where PyTorch gets `Function`s wrong."
     levels = torch._C._functorch.get_interpreter_stack() or ()
     if sum(level.key() == torch._C._functorch.TransformType.Jvp for level in levels) > 1:
-        raise NotImplementedError(
-            "forward mode of forward mode, as in jacfwd(jacfwd(f)), may be wrong here; "
-            "hessian(f), jacfwd(jacrev(f)) and jacrev(jacfwd(f)) are exact"
-        )
+        told = "forward mode of forward mode, as in jacfwd(jacfwd(f)), may be wrong here"
+        raise NotImplementedError(f"{told}; hessian(f) and jacrev(jacfwd(f)) are exact")
 
 
 def _is_bare(tensors):
@@ -484,12 +449,8 @@ def _function(op):
 
         @staticmethod
         def backward(ctx, *grads2):
-            t, settings = ctx.saved_tensors, ctx.held.settings
-
-            def back(*grads2):
-                return op.second(t[:n], t[n:], settings, grads2)
-
-            found = _one_at_a_time(back, grads2)
+            t = ctx.saved_tensors
+            found = op.second(t[:n], t[n:], ctx.held.settings, grads2)
             return None, None, *found[:n], *[None] * ctx.n_states, *found[n:]
 
     class Forward(torch.autograd.Function):
@@ -519,13 +480,10 @@ def _function(op):
         @staticmethod
         def backward(ctx, *grads):
             t, held, n_states = ctx.saved_tensors, ctx.held, ctx.n_states
-
-            def back(*g):
-                if torch.is_grad_enabled() or not _is_bare((*t, *g)):
-                    return Backward.apply(held, n_states, *t, *g)
-                return op.bare[1](*t[:n], list(t[n:]), list(g), *held.settings)
-
-            return None, *_one_at_a_time(back, grads[: op.n_out])
+            g = grads[: op.n_out]
+            if torch.is_grad_enabled() or not _is_bare((*t, *g)):
+                return None, *Backward.apply(held, n_states, *t, *g)
+            return None, *op.bare[1](*t[:n], list(t[n:]), list(g), *held.settings)
 
     for f in (Forward.forward, Backward.forward):
         f.__signature__ = inspect.signature(f)  # `apply` looks it up in every call
