@@ -97,7 +97,7 @@ def with_digest(note: dict) -> dict:  # JSON-ready
     return dict(note, digest=digest(note))
 
 
-def write_whole(path: Path, names: list, note: dict):
+def write_whole(path: Path, names: list, note: dict):  # names of files; JSON-ready
     "Write a note with the SHA-256 of files beside it, which are forced out to the disk first."
     for name in names:
         with open(path.parent / name, 'r+b') as f:
@@ -126,7 +126,7 @@ def read_whole(path: Path, **fields) -> dict:  # fields as for `read_json`
     return note
 
 
-def seal_checkpoint(folder: Path, **notes):
+def seal_checkpoint(folder: Path, **notes):  # JSON-ready, kept in the seal
     "Mark a checkpoint as complete."
     files = (p for p in folder.rglob('*') if p.is_file() and p.name != 'seal.json')
     sync_folder(folder.parent)
@@ -146,7 +146,7 @@ def checkpoints_in(folder: Path) -> list:  # whole or not, oldest first
     return sorted(found, key=lambda p: int(step(p)[1]))
 
 
-def last_whole(folder: Path, run: str | None = None) -> Path | None:
+def last_whole(folder: Path, run: str | None = None) -> Path | None:  # of checkpoints
     """The checkpoint to resume from, after removing broken ones behind it.
 
     `ValueError` when its seal names another run than `run`, the digest of settings."""
@@ -173,7 +173,7 @@ def found_in(folder: Path) -> list:  # names of files and checkpoints
     return files + [p.name for p in pages] + [f'checkpoints/{p.name}' for p in checkpoints]
 
 
-def clear_run(folder: Path):
+def clear_run(folder: Path):  # of a run
     "Remove what an earlier run left; nothing else that lies there is touched."
     for name in found_in(folder):
         path = folder / name

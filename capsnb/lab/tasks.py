@@ -419,7 +419,7 @@ def choices_of(
     return told
 
 
-def note_choices(path: Path, name: str, selects: dict, command: str | None):
+def note_choices(path: Path, name: str, selects: dict, command: str | None):  # name of a row
     """Write what was chosen on what before the first run of a row; `ValueError` where the record
     says otherwise. Rows of before it was noted stay without."""
     with record_of(path, command) as record:
@@ -430,7 +430,7 @@ def note_choices(path: Path, name: str, selects: dict, command: str | None):
             raise ValueError(f"'{path}': {told}")
 
 
-def begin_record(path: str | Path, settings: dict, command: str | None):
+def begin_record(path: Path, settings: dict, command: str | None):  # settings: JSON-ready
     "Open the record of a study; `ValueError` where the file holds one of other settings."
     settings = json.loads(json.dumps(settings))  # as they come back from a file
     with record_of(path, command) as record:
@@ -440,7 +440,7 @@ def begin_record(path: str | Path, settings: dict, command: str | None):
         record['study'] = settings
 
 
-def settle_command(path: str | Path, names: Iterable[str], seeds: tuple, command: str | None):
+def settle_command(path: Path, names: list, seeds: tuple, command: str | None):  # of rows
     "Note what makes a record again, if the command accounts for all of its runs."
     asked = {f'{name} seed {seed}' for name in names for seed in seeds}
     with record_of(path) as record:

@@ -457,7 +457,7 @@ def _try_out(net: nn.Module, batch: dict, name: str, top: int = 0, learn: bool =
     return logits.shape[-1]
 
 
-def rehearse(trainer, decks: dict, folder: Path):
+def rehearse(trainer, decks: dict, folder: Path):  # name -> deck, or None; of the run
     "`ValueError` for what would fail later: two of each data set go all the way, and are saved."
     for name, deck in ((k, v) for k, v in decks.items() if v is not None):
         two = trainer.data_collator(deck.__getitems__(list(range(min(2, len(deck))))))
