@@ -232,6 +232,7 @@ class Sentiment(Task):
             say(f"{name}: {price}")
         if not self.in_memory and not self._caches(self.samples, price.disk // price.n_tokens):
             self.cache = False
+        self.on_the_fly = self.cache is False  # the run's note says so
         self.reader()
 
     def read(self, splits=('train', 'validation', 'test')) -> dict:  # name of a split -> Samples
