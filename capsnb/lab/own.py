@@ -399,8 +399,8 @@ class OwnPictures(OwnTask):
         part = self.column(split, self.image)
         if getattr(part.features[self.image], 'dtype', '') in ('string', 'large_string'):
             at = Path(self.source).parent if isinstance(self.source, str) else Path()
-            paths = [dict(image=str(regular(at / (p or '')))) for p in part[self.image]]
-            part = need('datasets').Dataset.from_list(paths).rename_column('image', self.image)
+            paths = [{self.image: str(regular(at / (p or '')))} for p in part[self.image]]
+            part = need('datasets').Dataset.from_list(paths)
             part = part.cast_column(self.image, need('datasets').Image())
         for k in range(len(part)):
             with in_words(f"picture {k} of {split} cannot be read"):
