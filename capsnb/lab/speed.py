@@ -352,6 +352,7 @@ def bench(
     record = run_record(0, data='random inputs', tiny=tiny, benches={})
     cpu = f'{platform.machine()} CPU, {torch.get_num_threads()} threads'
     record['device'] = cpu if device == 'cpu' else torch.cuda.get_device_name(device)
+    out.parent.mkdir(parents=True, exist_ok=True)
     write_json(out, record)  # before hours of work
     how = dict(rounds=1 if quick else 5, memory=not quick, tiny=tiny)
     for k, (of, case) in enumerate(cases):
