@@ -193,22 +193,6 @@ def test_the_default_is_what_trains():
         assert 0.4 < MatrixCapsNet(6, 2, 3, 3, **other).classes.W.std() < 0.6
 
 
-def test_logit_of_googles_convolutional_capsules():
-    "in the source's words: schedule times -S (sum ln sig2 + n beta_u (ln 2 pi + 1)) - 5000 beta_a"
-    torch.manual_seed(0)
-    l = ConvCaps(2, 3, K=2, n_iters=1, **routing_settings('google', 8, 3, 0, 1))
-    _start_weights(l, 'google', 0)
-    with torch.no_grad():
-        l.beta_a.uniform_(-0.01, 0.01)
-    a, mu = torch.rand(1, 3, 3, 2), torch.randn(1, 3, 3, 2, 4, 4)
-    out = l(a, mu)
-    share = a[0] / (3 * torch.tensor([[1, 2, 1], [2, 4, 2], [1, 2, 1]])[..., None])
-    S = torch.stack([share[r : r + 2, c : c + 2].sum() for r in (0, 1) for c in (0, 1)])
-    nats = out.sig2[0].log().sum((-2, -1)) + 16 * l.beta_u * (math.log(2 * math.pi) + 1)
-    want = 0.01 * (1 - 0.95) * (-S.view(2, 2, 1) * nats - 5000 * l.beta_a)
-    assert_close(out.a[0].logit(), want, rtol=1e-4, atol=1e-4)
-
-
 def test_coordinates_are_the_centres_of_the_receptive_fields():
     "by hand: (8.5, 12.5, 16.5, 20.5)/32, and not the grid of four divided evenly"
     n = net()

@@ -163,13 +163,6 @@ def test_a_package_index_shows_absolute_links_to_files_that_exist(package):
     assert said['long_description_content_type'] == 'text/markdown'
 
 
-def test_links_in_code_and_elsewhere_stay(package):
-    absolute = package[1]['absolute']
-    page = '[a](https://x.org/a) [b](mailto:a@x.org)\n\n```\n[c](d.md)\n```\n'
-    assert absolute(page) == page
-    assert absolute('[why](#why)') == '[why](https://github.com/capsnb/capsnb#why)'
-
-
 def test_what_the_table_says_in_words_holds():
     "The sentences are typed; the records that they stand on are not."
     text = (root / 'README.md').read_text(encoding='utf-8')

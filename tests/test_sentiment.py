@@ -20,7 +20,6 @@ from capsnb.data.sst import files, load_sst, tiny_treebank
 from capsnb.lab.sentiment import Sentiment, TextMixup
 from capsnb.lab.sentiment import beside_paper, unlike_paper
 from capsnb.lab.tasks import evaluate, load_run, study, train
-from capsnb.lab.train import _compiling
 
 ROOT = Path(__file__).resolve().parents[1]
 quiet = dict(device='cpu', progress=False)
@@ -212,15 +211,6 @@ def test_without_validation_the_last_epoch_is_tested(world, encoder, tmp_path):
     agrees_again(world, tmp_path, m)
 
 
-@pytest.mark.parametrize('few, compiles', [(True, True), (False, True), (True, False)])
-def test_shapes_are_constants_where_they_are_few(few, compiles):
-    deck, args = SimpleNamespace(few_shapes=few), SimpleNamespace(torch_compile=compiles)
-    before = torch._dynamo.config.automatic_dynamic_shapes
-    with _compiling(SimpleNamespace(args=args, train_dataset=deck)):
-        assert torch._dynamo.config.automatic_dynamic_shapes == (before and not (few and compiles))
-    assert torch._dynamo.config.automatic_dynamic_shapes == before
-
-
 # ---- the paper beside a run
 
 
@@ -294,6 +284,7 @@ def test_as_published_no_epoch_is_chosen(tmp_path, monkeypatch, more, validates,
     monkeypatch.setattr('capsnb.commands.told', lambda *a: '')
     monkeypatch.setattr('capsnb.commands.draw', lambda *a: None)
     line = f'train sst --encoder x {more} --no-progress --seeds {seeds}'
+    monkeypatch.setattr('sys.argv', ['capsnb', *line.split(), '--out', f'{tmp_path}/run'])
     capsnb(*line.split(), '--out', tmp_path / 'run')
     assert found['validate'] == validates
     if seeds > 1:

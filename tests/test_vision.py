@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 from capsnb.lab.vision import BaselineCNN, ConvTrunk, DStepNet, PlainCNN, SmallNORBNet
-from capsnb.lab.vision import n_params, norb_trunk, read_published, rival_of
+from capsnb.lab.vision import norb_trunk, read_published
 from capsnb.lab.vision import _normed_conv, _published_name
 
 golden = torch.load(Path(__file__).parent / 'data' / 'heinsen2019_vision.pt', weights_only=True)
@@ -164,15 +164,6 @@ def test_any_size_of_image(m, n):
         out, maps = net(pairs), net.credit(pairs, of='score')
     assert out.mu.shape == (2, 5, 4, 4) and maps.shape[:2] == (2, 5)
     assert_close(maps.sum((-1, -2)), out.a, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize('classes, channels', ((5, 64), (3, 32), (10, 16)))
-def test_the_rival_has_the_same_convolutions_and_as_many_parameters(classes, channels):
-    net = SmallNORBNet(n_classes=classes, channels=channels)
-    cnn = rival_of(n_params(net), n_classes=classes, **norb_trunk(channels))
-    assert abs(n_params(cnn) / n_params(net) - 1) < 0.01
-    shapes = lambda net: [p.shape for p in net.trunk.parameters()]
-    assert shapes(cnn) == shapes(net)
 
 
 @pytest.mark.parametrize(

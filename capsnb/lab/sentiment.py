@@ -254,15 +254,16 @@ class Sentiment(Task):
 
     def reader(self) -> FrozenEncoder:
         "The transformer, loaded when it is first asked for."
-        if not isinstance(self.encoder, FrozenEncoder):
+        if isinstance(self.encoder, FrozenEncoder):
+            return self.encoder
+        there = {} if self.loaded is None else self.loaded
+        if self.device not in there:
             how = dict(gguf_file=self.gguf_file, layers=self.layers, revision=self.revision)
-            there = {} if self.loaded is None else self.loaded
-            if self.device not in there:
-                load = partial(FrozenEncoder, self.encoder, **how)
-                load = self.encoder if callable(self.encoder) else load
-                there[self.device] = load(device=self.device)
-            self.encoder = there[self.device]
-        return self.encoder
+            load = partial(FrozenEncoder, self.encoder, **how)
+            load = self.encoder if callable(self.encoder) else load
+            there[self.device] = load(device=self.device)
+        self.encoder = there[self.device]
+        return there[self.device]
 
     def make(self, net='sstnet', seed=0, **options):
         self.reader()  # which may throw dice, before the seed
