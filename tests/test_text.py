@@ -12,7 +12,7 @@ pytest.importorskip('transformers')
 pytest.importorskip('tokenizers')
 from capsnb.engine.numerics import error_to
 from capsnb.data.embed import FrozenEncoder, tiny_transformer
-from capsnb.lab.text import SSTNet, blend, coloured, explain, into_rows
+from capsnb.lab.text import SSTNet, blend, coloured, explain, _into_rows
 from capsnb.lab.text import measure_scale
 
 WORDS = 'a warm , funny and deeply humane film that never finds its feet but laughs twice .'.split()
@@ -169,9 +169,9 @@ def test_packed_tokens_must_fit_the_mask():
     for mask in ([[1.0, 0, 1], [1, 1, 1]], [[0.0, 1, 1], [1, 1, 1]], [[1.0, 0.5, 0.5], [1, 1, 1]]):
         n = int((torch.tensor(mask) != 0).sum())
         with pytest.raises(ValueError, match='ones with zeros on the right'):
-            into_rows(torch.arange(float(n)), torch.tensor(mask))
+            _into_rows(torch.arange(float(n)), torch.tensor(mask))
     with pytest.raises(ValueError, match='a longest of'):
-        into_rows(torch.ones(3, 2), torch.tensor([[1.0, 1, 0], [1, 0, 0]]))
+        _into_rows(torch.ones(3, 2), torch.tensor([[1.0, 1, 0], [1, 0, 0]]))
 
 
 def test_mixup_needs_both_share_and_partners():

@@ -19,7 +19,7 @@ from .vision import ConvTrunk, HubMixin, Scores, answer, as_images, norb_trunk
 from ..engine.dstep import CapsNorm
 
 # %% auto #0
-__all__ = ['presets', 'schedules', 'losses', 'Preset', 'routing_settings', 'MatrixCapsNet', 'MatrixCapsOut', 'centres_of']
+__all__ = ['presets', 'schedules', 'losses', 'Preset', 'routing_settings', 'MatrixCapsNet', 'MatrixCapsOut']
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #00000005
 class Preset(NamedTuple):
@@ -291,7 +291,7 @@ class MatrixCapsNet(nn.Module, HubMixin, tags=['capsules', 'routing']):
 
     def classify(self, x: Caps, images: Tensor) -> MatrixCapsOut:
         "Class capsules of `below`; norms touch their logits, and leave poses in the votes' units."
-        out = self.classes(*x, centres_of(self.layers, images, x))
+        out = self.classes(*x, _centres_of(self.layers, images, x))
         if not self.needs_logits and self.loss != 'logits':
             return MatrixCapsOut(*out[:4], out.a.logit(torch.finfo(out.a.dtype).eps))
         score = self.classes.logits(x.a, out)
@@ -336,7 +336,7 @@ class MatrixCapsOut(NamedTuple):
     score: Tensor  # [b, j] their logits, exact where the loss or a norm needs them
 
 
-def centres_of(layers: list | None, images: Tensor, x: Caps) -> tuple[Tensor, ...]:
+def _centres_of(layers: list | None, images: Tensor, x: Caps) -> tuple[Tensor, ...]:
     "Where children of the classes look, scaled; without layers, places divide an image evenly."
     if layers is None:
         return tuple(field_centres(k, [], k, images.device) for k in x.a.shape[1:3])

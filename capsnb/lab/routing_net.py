@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..engine.dstep import CapsNorm
 from ..engine.numerics import at_least_1
 from .text import Credit, SSTNet, TextNetwork, TextStem
-from .text import as_parts, blend, by_length, check_text, into_rows
+from .text import _as_parts, blend, _by_length, _check_text, _into_rows
 from .vision import CapsuleHeads, ConvTrunk, ImageNetwork, Scores, n_params, published
 from ..routing.dstep import Routed
 from ..zoo.routers import all_routings, routing_layer
@@ -107,7 +107,7 @@ class RoutingText(TextStem, tags=['capsules', 'routing']):
         self.scale = nn.Parameter(torch.ones(())) if norm != 'none' else 1.0
 
     def top(self, mask, x):  # Routed(a [b, k], mu [b, k, 1, h], sig2)
-        one = by_length(mask, x, lambda mask, x: self.routings[0](*as_parts(mask, x)))
+        one = _by_length(mask, x, lambda mask, x: self.routings[0](*_as_parts(mask, x)))
         two = self.routings[1](*self.norms[0](one.a, one.mu))
         a, mu = self.norms[1](two.a, two.mu)
         return Routed(self.scale * a, mu, two.sig2)
@@ -132,7 +132,7 @@ class PlainText(TextStem, tags=['text-classification']):
         self.classify = nn.Linear(n_hidden, n_classes)
 
     def top(self, mask, x):  # Scores
-        a, x = as_parts(mask, x)
+        a, x = _as_parts(mask, x)
         x = x[:, :, 0]
         share = (self.queries(x) + F.logsigmoid(a)[..., None].to(x.dtype)).softmax(1)
         pooled = torch.einsum('bih,bid->bhd', share, x).flatten(1)
@@ -160,13 +160,13 @@ class VectorText(TextNetwork, tags=['routing', 'text-classification']):
 
     def features(self, mask, embs, lam=None, partner=None) -> tuple:
         "Mask [b, n] and x [b, n, l, m], blended; as for `forward`."
-        check_text(self, mask, embs, lam, partner)
+        _check_text(self, mask, embs, lam, partner)
         empty = mask[:, :, None, None] == 0
         if embs.ndim == 4:
             embs = embs.masked_fill(empty, 0)  # whatever stands at padding
         x = self.placed(F.layer_norm(embs.to(self.depth_emb.dtype), embs.shape[-1:]))
         mask = mask.to(x.dtype)
-        x = into_rows(x, mask) if embs.ndim == 3 else x.masked_fill(empty, 0)
+        x = _into_rows(x, mask) if embs.ndim == 3 else x.masked_fill(empty, 0)
         if lam is not None:
             mask, x = blend(mask, lam, partner), blend(x, lam, partner)
         return mask, self.dropout(x)
@@ -179,14 +179,14 @@ class VectorText(TextNetwork, tags=['routing', 'text-classification']):
         return normed * self.depth_scale + self.depth_emb
 
     def top(self, mask, x):  # Scores
-        return by_length(mask, x, self.route)
+        return _by_length(mask, x, self.route)
 
     def route(
         self,
         mask: Tensor,  # [b, n]
         x: Tensor,  # [b, n, l, m]
     ) -> Scores:  # of the classes
-        a, x = as_parts(mask, x)
+        a, x = _as_parts(mask, x)
         return Scores(self.route_parts(a, x[:, :, 0]))
 
     def route_parts(
@@ -205,7 +205,7 @@ class VectorText(TextNetwork, tags=['routing', 'text-classification']):
     ) -> Credit:  # scores [b, k], and credit [b, n, l, k], 0 at padding: relative, no sum
         "Every token at every layer: the scaled product of three credits (Heinsen 2022, app. A)."
         mask, x = self.features_now(mask, embs)
-        present = F.logsigmoid(as_parts(mask, x)[0]).view(x.shape[:3])
+        present = F.logsigmoid(_as_parts(mask, x)[0]).view(x.shape[:3])
         scores, shares = [], x.new_zeros(*x.shape[:3], self.routings[-1].n_out)
         for row, text, a, there in zip(shares, x, present, mask != 0):
             out, phis, a = text[there].flatten(0, 1), [], a[there].flatten()

@@ -28,8 +28,8 @@ from .text import check_note, encoder_note, measure_scale, noted_encoder
 from .train import BaseDeck, dice, fingerprint
 
 # %% auto #0
-__all__ = ['on_disk', 'most_unasked', 'names_of', 'sst5', 'sst2', 'in_papers', 'TextDeck', 'TextMixup', 'say', 'Samples',
-           'Sentiment', 'smollm2', 'unlike_paper', 'beside_paper']
+__all__ = ['on_disk', 'most_unasked', 'names_of', 'sst5', 'sst2', 'in_papers', 'TextDeck', 'TextMixup', 'Samples', 'Sentiment',
+           'smollm2', 'unlike_paper', 'beside_paper']
 
 # %% ../../nbs/lab/54_sentiment.ipynb #dd8c221d
 class TextDeck(BaseDeck):
@@ -135,7 +135,7 @@ most_unasked = 20e9  # bytes of caches that are made without a folder named for 
 names_of = dict(sst5=label_names, sst2=('negative', 'positive'))
 
 
-def say(text: str):
+def _say(text: str):
     "Say it to whoever waits, on standard error; of several processes only the first speaks."
     if first_process():
         print(text, file=sys.stderr, flush=True)
@@ -223,13 +223,13 @@ class Sentiment(Task):
             config = read_config(name, self.gguf_file, self.revision, known=False)
             sizes = self.layers, self.cache_dtype, self.device
         if self.progress or self.official:
-            say(f"reading {self.about}")
+            _say(f"reading {self.about}")
         self.samples = self.read()
         texts = [t for s in self.samples.values() for t in s.texts]
         place = 'memory' if self.in_memory else 'disk'
         price = price_of(config, texts, *sizes, place=place)
         if self.progress or price.disk > 1e9 or price.seconds > 60:
-            say(f"{name}: {price}")
+            _say(f"{name}: {price}")
         if not self.in_memory and not self._caches(self.samples, price.disk // price.n_tokens):
             self.cache = False
         self.on_the_fly = self.cache is False  # the run's note says so
@@ -318,7 +318,7 @@ class Sentiment(Task):
         free = shutil.disk_usage(next(p for p in (root, *root.parents) if p.exists())).free
         if missing <= min(most_unasked, 0.9 * free):
             return True
-        say(
+        _say(
             f"Caches of {missing / 1e9:,.0f} GB are not made unasked "
             f"(the disk has {free / 1e9:,.0f} GB free): hidden states are computed on the fly, "
             "again in every epoch. Instead: name a folder with room for them (--cache), "

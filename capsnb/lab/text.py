@@ -15,8 +15,8 @@ from ..data.embed import FrozenEncoder
 from .vision import HubMixin, answer, earned, published, trace_credit
 
 # %% auto #0
-__all__ = ['into_rows', 'blend', 'by_length', 'as_parts', 'check_text', 'TextNetwork', 'TextStem', 'SSTNet', 'Credit',
-           'measure_scale', 'coloured', 'Explanation', 'explain', 'encoder_note', 'check_note', 'noted_encoder']
+__all__ = ['blend', 'TextNetwork', 'TextStem', 'SSTNet', 'Credit', 'measure_scale', 'coloured', 'Explanation', 'explain',
+           'encoder_note', 'check_note', 'noted_encoder']
 
 # %% ../../nbs/lab/46_text.ipynb #0000000a
 def _mask_scores(mask: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def _read_layers(embs: Tensor, A_l: Tensor) -> Tensor:
     return read.reshape(*embs.shape[:-1], A_l.shape[1])
 
 # %% ../../nbs/lab/46_text.ipynb #00000010
-def into_rows(x: Tensor, mask: Tensor) -> Tensor:
+def _into_rows(x: Tensor, mask: Tensor) -> Tensor:
     "Tokens [t, ...] to their places [b, n, ...]; `ValueError` when they do not fit the mask."
     if may_look(mask):
         lengths, right = (mask != 0).sum(1).tolist(), mask.sort(1, descending=True).values
@@ -71,7 +71,7 @@ def blend(
     return torch.where(x == x[partner], x, x[partner] + lam * (x - x[partner]))
 
 # %% ../../nbs/lab/46_text.ipynb #00000013
-def by_length(mask: Tensor, x: Tensor, run, size: int = 5):
+def _by_length(mask: Tensor, x: Tensor, run, size: int = 5):
     "What `run` gives for a mask [b, n] and x [b, n, ...], in groups of similar length."
     n_groups = -(-len(mask) // size) if may_look(mask) else 1
     if n_groups == 1 or len(mask) == 1:
@@ -87,13 +87,13 @@ def by_length(mask: Tensor, x: Tensor, run, size: int = 5):
     return type(outs[0])(*map(joined, zip(*outs)))
 
 
-def as_parts(mask: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+def _as_parts(mask: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     "A part for every token at every layer: scores [b, n·l] and poses [b, n·l, 1, d]."
     a = _mask_scores(mask)[:, :, None].expand(x.shape[:3])
     return a.flatten(1), x.flatten(1, 2)[:, :, None]
 
 # %% ../../nbs/lab/46_text.ipynb #15e70002
-def check_text(net: nn.Module, mask: Tensor, embs: Tensor, lam=None, partner=None):
+def _check_text(net: nn.Module, mask: Tensor, embs: Tensor, lam=None, partner=None):
     "`ValueError` when mask, hidden states, mixup and network do not fit together."
     b, both = mask.shape[:1], [v if v is None else tuple(v.shape) for v in (lam, partner)]
     if both != [None, None] and (both[0] not in ((), b) or both[1] != b):
@@ -154,7 +154,7 @@ class TextStem(TextNetwork):
 
     def features(self, mask, embs, lam=None, partner=None) -> tuple:
         "Mask [b, n] and x [b, n, l, d], blended; as for `forward`."
-        check_text(self, mask, embs, lam, partner)
+        _check_text(self, mask, embs, lam, partner)
         linear, swish, norm = self.detect_parts
         scale = self.emb_mean, self.emb_size
         A_l, u_l = _layer_maps(linear.weight, linear.bias, self.depth_emb, *scale)
@@ -162,7 +162,7 @@ class TextStem(TextNetwork):
             embs = embs.masked_fill(mask[:, :, None, None] == 0, 0)  # whatever stands at padding
         x = _read_layers(embs.to(A_l.dtype), A_l)
         if embs.ndim == 3:
-            x = into_rows(x, mask)
+            x = _into_rows(x, mask)
         if lam is not None:
             mask, x = blend(mask, lam, partner), blend(x, lam, partner)
         return mask, self.dropout(norm(swish(x + u_l)))
@@ -197,7 +197,7 @@ class SSTNet(TextStem, tags=['capsules', 'routing', 'text-classification']):
         self.routings = nn.ModuleList([first, second])
 
     def top(self, mask, x):  # Routed(a [b, k], mu [b, k, 1, h], sig2)
-        return by_length(mask, x, self.route)
+        return _by_length(mask, x, self.route)
 
     def route(
         self,
@@ -205,7 +205,7 @@ class SSTNet(TextStem, tags=['capsules', 'routing', 'text-classification']):
         x: Tensor,  # [b, n, l, d]
         return_R: bool = False,  # whether to give both routings, with their R
     ):  # Routed of the classes, or of parts and classes
-        one = self.routings[0](*as_parts(mask, x), return_R=return_R)
+        one = self.routings[0](*_as_parts(mask, x), return_R=return_R)
         two = self.routings[1](one.a, one.mu, return_R=return_R)
         return (one, two) if return_R else two
 

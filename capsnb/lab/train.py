@@ -380,6 +380,8 @@ def _arguments(folder: Path, recipe: dict, device: str | None = None, validate: 
     if device.index:
         said = f"to choose a GPU set CUDA_VISIBLE_DEVICES={device.index}"
         raise ValueError(f"expected 'cpu', 'cuda' or 'mps', got '{device}'; {said}")
+    if device.type != 'cuda' and more.get('torch_compile_mode') == 'reduce-overhead':
+        raise ValueError("CUDA graphs (torch_compile_mode='reduce-overhead') need a GPU")
     usual = dict(
         output_dir=str(folder),
         num_train_epochs=recipe['epochs'],
