@@ -121,7 +121,7 @@ def test_no_number_of_the_cpu_is_put_into_a_tensor():
     "`x[0, 0] = 1` and `new_tensor` copy from the CPU and wait, which shapes alone do not tell"
     rooms = Path(capsnb.__file__).parent
     files = [*(rooms / 'zoo').glob('*.py'), *(rooms / 'routing').glob('*.py')]
-    names = 'fields layers em dstep moments dynamic triton_routing triton_fields'.split()
+    names = 'fields layers em dstep moments dynamic triton_kernels triton_loop'.split()
     files += [rooms / 'engine' / f'{n}.py' for n in names]
     files += [rooms / 'lab' / f'{n}.py' for n in ('matrix_caps', 'capsnet', 'vision')]
     found = []

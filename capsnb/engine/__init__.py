@@ -2,5 +2,4 @@
 
 from . import moments  # noqa: F401  the fast plans of `Routing` make themselves known
 from . import compiled  # noqa: F401  and those of fields
-from . import triton_routing  # noqa: F401  and those for a GPU
-from . import triton_fields  # noqa: F401  and those of fields
+from . import triton_loop  # noqa: F401  and those for a GPU

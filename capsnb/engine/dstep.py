@@ -335,11 +335,13 @@ def _route(r, a_inp, mu_inp, j, need_R):
         keep_freed_memory()
     lead, dtype = a_inp.shape[:-1], _statistics_dtype(a_inp, mu_inp, r.W)
     a_inp = a_inp.to(dtype).reshape(math.prod(lead), a_inp.shape[-1])
-    mu_inp = mu_inp.to(dtype).reshape(*a_inp.shape, *mu_inp.shape[-2:])
+    mu_inp = mu_inp.reshape(*a_inp.shape, *mu_inp.shape[-2:])
     what = r.d_cov, r.d_inp, r.d_out, r.n_inp is None, a_inp.device.type, dtype
     s = Sizes(_n_samples(a_inp), _n_parts(a_inp, r.n_inp), j, *what)
     plan = choose_plan(s) if r.plan == 'auto' else r.plan
     _check_serves(plan, s)
+    if plan != 'triton':  # its kernels read 16 bits as they are
+        mu_inp = mu_inp.to(dtype)
     how = r.n_iters, r.p_model, as_floor(r.eps, r.d_cov * r.d_out), r.pooled, need_R
     out = plans[plan].run(Problem(a_inp, mu_inp, *_parameters_in(r, dtype, j), *how))
     return [o.reshape(*lead, *o.shape[1:]) for o in out[: 3 + need_R]]

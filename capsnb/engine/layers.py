@@ -451,8 +451,10 @@ class ClassCaps(_Capsules):
         where, loop = self._centres(a.shape[-3:-1], centres, a.device), self._loop()
 
         def route(a, mu, W):
-            parts, plan = self._one_field(a, mu, W, where), field_plans.get('compiled')
-            if plan and not plan.refuses(parts, loop):
+            parts = self._one_field(a, mu, W, where)
+            found = (field_plans.get(k) for k in ('triton', 'compiled'))
+            plan = next((p for p in found if p and not p.refuses(parts, loop)), None)
+            if plan:
                 out = (o if o is None else o[:, 0] for o in plan.shares(parts, loop))
                 return EMRouted(*(o if o is None else o.reshape(*lead, *o.shape[1:]) for o in out))
             V = torch.einsum('...icd,ijdh->...ijch', mu, W)
