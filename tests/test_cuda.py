@@ -132,6 +132,14 @@ def test_plans_of_routing(plan, name):
         assert error_to(mine, wanted) < 1e-3
 
 
+@pytest.mark.parametrize('name', [*routings, 'ConvCaps', 'ClassCaps'])
+def test_kernels_repeat_to_the_last_bit(name):
+    seed_everything(0)
+    net, given = there(*(routings.get(name) or made[name])(), 'cuda')
+    net.plan = 'triton'
+    assert all(map(torch.equal, step(net, given), step(net, given)))
+
+
 fields = {
     'several': lambda: (ConvCaps(3, 4, 3, 2), caps(3)),
     'one of all': lambda: (ConvCaps(1, 1, 3), [x[:1, :3, :3] for x in caps(1)]),

@@ -111,7 +111,7 @@ def test_routings_are_the_definition(name):
 
 @pytest.mark.slow
 @needs_triton
-@pytest.mark.parametrize('far', [1e2, 1e3])
+@pytest.mark.parametrize('far', [1e1, 1e2])
 def test_narrow_wholes_far_from_the_origin(far):
     "Parts in three tight bundles: variances are small beside the squares of means."
     given = routed(2, 12, 3, 1, 2, 2)
