@@ -510,7 +510,7 @@ def _sweep(p, m, out, shares, per, how: tl.constexpr):
         else:
             won += _price(p, p.use, t, col, fits) * u - _price(p, p.ign, t, col, fits) * (f - u)
         move = u / tl.maximum(S + u, 1e-30)
-        grow, fresh = S * move, u > 1e10 * S
+        grow, fresh = S * move, u > 1e13 * S
         S += u
         new_means, new_lows, new_squares = (), (), ()
         for n in tl.static_range(how.C * how.H):

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from .dstep import Plan, Problem, _gpu_seconds, plans
 from .em import em_routing
-from .layers import FieldPlan, _gathered, _Parts, field_plans
-from .layers import _Loop as _FieldLoop
+from .fields import FieldPlan, _gathered, _Parts, field_plans
+from .fields import _Loop as _FieldLoop
 from .numerics import FastOp, import_error
 from .triton_kernels import _active, _bias, _by_parts, _by_wholes, _Ends, _even
 from .triton_kernels import _finish, _gaps, _How, _interpreters, kernel, _logit, _many
