@@ -438,7 +438,7 @@ def _even(p, at, ok, how):
 @kernel
 def _price(p, at, s, col, here):
     "A net benefit or cost."
-    at = at + s * p.beta_s + col * p.beta_j
+    at = at + tl.cast(s, tl.int64) * p.beta_s + col * p.beta_j
     return tl.load(at, here, 0.0).to(p.floor.dtype.element_ty)
 
 # %% ../../nbs/engine/22_triton.ipynb #00000010
