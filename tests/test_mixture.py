@@ -97,23 +97,6 @@ def test_memory_does_not_depend_on_the_number_of_points(monkeypatch):
     assert len(largest) == 1 and largest.pop() <= 2**14 * 8
 
 
-@few
-@given(seeds, st.integers(1, 4), st.integers(1, 3), st.booleans())
-def test_the_bound_of_the_book_never_falls(seed, J, D, own_views):
-    "on points, and on votes that differ by Gaussian"
-    g = torch.Generator().manual_seed(seed)
-    V = torch.randn(40, J if own_views else 1, D, generator=g, dtype=f64)
-    R = torch.rand(40, J, generator=g, dtype=f64).softmax(-1)
-    last = -math.inf
-    for step in book.em(V, R, 10, least=1e-3):
-        for shares in (R, step.R):
-            now = book.bound(V, shares, *step[:3]).item()
-            assert now >= last - 1e-9
-            last = now
-        assert_close(step.log_p.sum().item(), now)
-        R = step.R
-
-
 @pytest.mark.parametrize('dtype', [f32, f64], ids=str)
 @each_kind
 @settings(max_examples=20, deadline=None, derandomize=True)
