@@ -504,7 +504,7 @@ def _fields_backward(
         g_a[g], g_mu[g], more = walk.backward(states, [R[g].flatten(0, 1) for R in kept], *pulls)
         for total, part in zip(g_betas, more):
             total += part
-    return [g_a, g_mu, steps.maps(), *g_betas, torch.zeros_like(fields)]
+    return [g_a, g_mu, steps.maps().contiguous(), *g_betas, torch.zeros_like(fields)]
 
 
 def _fields_definition(
