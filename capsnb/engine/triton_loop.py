@@ -529,7 +529,7 @@ class _Loop:
         self.by_wholes = blocks, self.runs, groups
         BQ = _power(c * h, 1, 64)
         self.BO = _power(p.P * p.J, 1, max(1, 2048 // BQ))
-        RB = _power(self.runs, 1, max(1, 2048 // (self.BO * BQ)))
+        RB = _power(self.runs, 1, max(1, 1024 // (self.BO * BQ)))
         act, damped = _ACTS.index(self.rules.act), self.rules.damping > 0
         shared = kind == 0 and E > d
         self.ends = _Ends(em, act, False, False, damped, False, shared, c * h, self.BO, BQ, RB)
