@@ -5,9 +5,15 @@ import contextlib
 import io
 import json
 import re
+import sys
 from pathlib import Path
 import pytest
-from test_repo import count, notebooks
+
+root = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(root / '.ci'))
+import count  # noqa: E402
+
+notebooks = count.notebooks(root)
 
 
 def cells(path, kind='code'):
