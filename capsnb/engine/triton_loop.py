@@ -611,7 +611,7 @@ def _backward(given: _Given, rules: _Rules, outs, grads):
     pay, g_a, g_x = loop.new(loop.n, p.N), loop.new(loop.n, p.N), loop.new(*p.x.shape)
     rows, more = (loop.runs * p.Q, 2) if shared else (p.S, 0)
     g_map = loop.new(rows, p.J * (d * h + more))
-    prices = loop.new(2, 0 if shared or em else p.S, p.J)
+    prices = [loop.new(0 if shared or em else p.S, p.J) for _ in range(2)]
     first, second, const, gain = loop.many(), loop.many(), loop.one(), loop.one()
     for t, how in reversed([*enumerate(hows)]):
         m, w = state.model(t), state.wholes(t)
@@ -626,10 +626,11 @@ def _backward(given: _Given, rules: _Rules, outs, grads):
         if not shared:
             _maps_back.launch(loop.by_maps, *args, g_map, g.bias, *prices, **options)
     if em:
-        prices = [None, None] if rules.act == 'pi' else g.beta.sum(1)
+        prices = [None, None] if rules.act == 'pi' else [o.sum(0) for o in g.beta]
     g_bias = g.bias
     if shared:
-        g_map, *prices = g_map.sum(0).split([p.J * d * h, p.J, p.J])
+        sizes = [p.J * d * h, p.J, p.J]  # an op's answers share no memory
+        g_map, *prices = (o.sum(0) for o in g_map.split(sizes, 1))
         g_bias = g_bias.sum(0)
     found = [g_map.view(-1, p.J, d, h), g_bias if biased else None, *prices]
     for k, like in enumerate(given[2:6]):
