@@ -123,12 +123,9 @@ def vote_density(
     log_h: Tensor | float = 0.0,  # of the width of a kernel, in units of the votes
 ) -> Tensor:  # [b, n, j]
     "How well each vote meets those of the other parts: the logarithm of their kernels' sum."
-    x = (
-        V.transpose(1, 2) * math.exp(-log_h)
-        if isinstance(log_h, float)
-        else V.transpose(1, 2) * (-log_h).exp()
-    )
-    x = x - x.mean(2, keepdim=True).detach()  # near the origin squares lose less
+    x, there = V.transpose(1, 2) * torch.exp(-torch.as_tensor(log_h)), mask[:, None, :, None]
+    middle = (x * there).sum(2, keepdim=True) / there.sum(2, keepdim=True).clamp_min(1)
+    x = x - middle.detach()  # near the origin squares lose less
     half = x.square().sum(-1) / 2  # [b, j, n]
 
     def rows(first, some):
