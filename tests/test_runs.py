@@ -564,3 +564,13 @@ def test_a_disk_that_fills_up_on_the_way_is_one_sentence(data, tmp_path, monkeyp
         run(data, tmp_path, Own(), epochs=4, how_to_resume='the same command')
     left[0] = 10**6
     assert run(data, tmp_path, Own(), epochs=4, resume=True)['steps'] == 12
+
+
+def test_training_ends_at_a_level_of_validation():
+    control = SimpleNamespace(should_training_stop=False)
+    hook = train.RunHooks(None, '', None, None, level=0.9)
+    for metrics in (dict(eval_accuracy=0.89), dict(watched_test_accuracy=1.0)):
+        hook.on_evaluate(None, None, control, metrics)
+        assert not control.should_training_stop
+    hook.on_evaluate(None, None, control, dict(eval_accuracy=0.9))
+    assert control.should_training_stop

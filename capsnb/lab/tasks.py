@@ -160,8 +160,6 @@ known = {
     'norb': 'capsnb.lab.objects:norb',
     'eth80': 'capsnb.lab.objects:eth80',
     'cifar10': 'capsnb.lab.digits:cifar10',
-    'multi-mnist': 'capsnb.lab.overlap:multi_mnist',
-    'affnist': 'capsnb.lab.overlap:affnist',
     'sst5': 'capsnb.lab.sentiment:sst5',
     'sst2': 'capsnb.lab.sentiment:sst2',
 }  # short name -> where the task is
