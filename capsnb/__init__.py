@@ -9,6 +9,7 @@ _names = {  # room -> its public names; PyTorch, which all need, takes seconds
     'engine.dynamic': ['dynamic_routing', 'route_capsules'],
     'engine.layers': ['ClassCaps', 'ConvCaps', 'PrimaryCaps'],
     'zoo.routers': ['DynamicRouting', 'EMRouting', 'routing_layer'],
+    'zoo.blocks': ['RoutedPool'],
     'zoo.vectors': ['VectorRouting'],
     'lab.losses': ['margin_loss', 'spread_loss'],
     'lab.capsnet': ['CapsNet', 'EfficientCapsNet'],

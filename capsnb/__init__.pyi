@@ -33,4 +33,5 @@ from .routing.dynamic import squash as squash
 from .zoo.routers import DynamicRouting as DynamicRouting
 from .zoo.routers import EMRouting as EMRouting
 from .zoo.routers import routing_layer as routing_layer
+from .zoo.blocks import RoutedPool as RoutedPool
 from .zoo.vectors import VectorRouting as VectorRouting
