@@ -1,4 +1,4 @@
-"""The frozen encoder and its cache: company, refusals, SIGKILL, damage, dtypes, workers."""
+"""The frozen encoder and its cache: company, refusals, damage, dtypes, workers."""
 
 import hashlib
 import json
@@ -6,11 +6,9 @@ import os
 import pickle
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import threading
-import time
 import zlib
 from collections import namedtuple
 from pathlib import Path
@@ -23,7 +21,7 @@ pytest.importorskip('tokenizers')
 np = pytest.importorskip('numpy')
 from safetensors.torch import load_file, save_file
 from capsnb.data import embed
-from capsnb.data.embed import EmbeddingCache, FrozenEncoder, end_token, tiny_transformer
+from capsnb.data.embed import EmbeddingCache, FrozenEncoder, tiny_transformer
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -91,9 +89,6 @@ def cached(encoder, folder, texts=TEXTS, **kw):
     return encoder.cache(texts, folder, progress=False, **kw)
 
 
-# ---- states
-
-
 @pytest.mark.parametrize('kind', ['gpt2', 'bert', *others])
 def test_company_and_padding_do_not_matter(encoders, kind):
     enc, texts = encoders[kind], some_texts(17, 25, seed=3)
@@ -105,17 +100,6 @@ def test_company_and_padding_do_not_matter(encoders, kind):
     mask, embs = enc(texts)
     assert mask.sum(1).tolist() == [len(e) for e in alone]
     assert not embs[mask == 0].any() and embs.shape[2:] == (3, 32) == (enc.n_layers, enc.d_emb)
-
-
-@pytest.mark.parametrize('kind', ['gpt2', 'bert', 'llama'])
-def test_one_token_and_512(folders, kind):
-    enc = opened(folders[kind], end=None)
-    frame = enc.tokenizer.num_special_tokens_to_add()
-    short, long = 'a', '!' * (512 - frame)
-    assert [len(r) for r in enc.tokens([short, long])] == [1 + frame, 512]
-    mask, embs = enc([short, long])
-    assert embs.shape == (2, 512, 3, 32) and embs.isfinite().all()
-    assert gap(embs[0, : 1 + frame], enc([short]).embs[0]) < 1e-5
 
 
 def test_longer_than_the_model(encoders):
@@ -143,16 +127,14 @@ def test_states_are_those_of_transformers(folders, encoders):
     with torch.no_grad():
         want = torch.stack(net(ids, output_hidden_states=True).hidden_states, 2)[0]
     assert gap(encoders['gpt2'](TEXTS[:1]).embs[0], want) < 1e-5
-    for dtype, near in (('bfloat16', 0.05), (torch.float64, 1e-5)):
-        mask, embs = opened(folders['gpt2'], dtype=dtype)(TEXTS[:1])
-        assert embs.dtype == mask.dtype == getattr(torch, str(dtype).split('.')[-1])
-        assert gap(embs[0].float(), want) < near
+    mask, embs = opened(folders['gpt2'], dtype='bfloat16')(TEXTS[:1])
+    assert embs.dtype == mask.dtype == torch.bfloat16 and gap(embs[0].float(), want) < 0.05
 
 
 # ---- the end of a text, and what fills the box
 
 
-def test_one_end_token(encoders, folders):
+def test_one_end_token(encoders, folders, tmp_path):
     for kind, end in (('gpt2', 0), ('bert', 2), ('llama', 0)):
         for row in encoders[kind].tokens(TEXTS):
             assert row[-1] == end and row.count(end) == 1
@@ -160,32 +142,25 @@ def test_one_end_token(encoders, folders):
     assert opened(folders['bert'], end='[PAD]').tokens(['a'])[0][-2:] == [2, 0]
     with pytest.raises(ValueError, match="no token '<eot>'"):
         opened(folders['gpt2'], end='<eot>')
-
-
-def test_end_token_that_also_stands_in_front(folders):
-    "OPT's tokenizer opens a text with the token that ends it: the end is still missing"
-    t = pytest.importorskip('tokenizers')
+    t = pytest.importorskip('tokenizers')  # OPT's opens a text with the token that ends it
     tok = transformers.AutoTokenizer.from_pretrained(folders['gpt2'])
     tok.backend_tokenizer.post_processor = t.processors.TemplateProcessing(
         single='<|endoftext|> $A', special_tokens=[('<|endoftext|>', 0)]
     )
-    assert end_token(tok) == 0
-
-
-def test_tokenizer_without_an_end(folders, tmp_path):
+    assert embed._end_token(tok) == 0
     folder = shutil.copytree(folders['gpt2'], tmp_path / 'endless')
-    tok = transformers.AutoTokenizer.from_pretrained(folder).backend_tokenizer
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tok).save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tok.backend_tokenizer).save_pretrained(
+        folder
+    )
     with pytest.raises(ValueError, match=r"no end token \(eos_token, or sep_token\).*end=None"):
         opened(folder)
-    assert opened(folder, end=None)(['a']).mask.shape == (1, 1)
+    assert opened(folder, end=None)(['a']).mask.shape == (1, 2)
 
 
-@pytest.mark.parametrize('kind', ['gpt2', 'llama'])
 @pytest.mark.parametrize('end', ['auto', None])
-def test_a_tokenizer_without_a_token_to_pad_with(folders, kind, end):
+def test_a_tokenizer_without_a_token_to_pad_with(folders, end):
     "as GPT-2's: of what fills the box nothing is seen"
-    encoder = opened(folders[kind], end=end)
+    encoder = opened(folders['gpt2'], end=end)
     assert encoder.tokenizer.pad_token is None and (end is None or encoder.pad_id == encoder.end_id)
     texts = sorted(TEXTS, key=len)[:: len(TEXTS) - 1]
     mask, embs = encoder(texts)
@@ -217,7 +192,7 @@ def test_no_texts_of_that_kind(encoders, tmp_path, texts, message):
     assert enc.encode([]) == [] and not (tmp_path / 'c').exists()
 
 
-@pytest.mark.parametrize('layers', [[3], [-4], 'first', [], [1.5], 7, '1,1'])
+@pytest.mark.parametrize('layers', [[3], 'first', [], [1.5], '1,1'])
 def test_unknown_layers(folders, layers):
     with pytest.raises(ValueError, match='unknown layers .* from 0 .* to 2'):
         opened(folders['gpt2'], layers=layers)
@@ -270,9 +245,6 @@ def test_cache_holds_what_was_computed(encoders, tmp_path, dtype, rtol):
     assert cache[3].equal(before)  # an item is yours
     cache.look(3).zero_()
     assert bytes_in(tmp_path / 'c') == on_disk  # the file itself is out of reach
-    for p in (tmp_path / 'c').iterdir():
-        p.chmod(0o444)
-    assert EmbeddingCache(tmp_path / 'c')[3].equal(before)
 
 
 def bytes_in(folder):
@@ -311,8 +283,6 @@ def test_equal_texts_are_read_once(counted, tmp_path):
 
 
 def test_a_folder_of_something_else_is_left_alone(encoders, tmp_path):
-    (tmp_path / 'd').mkdir()
-    cached(encoders['gpt2'], tmp_path / 'd')  # an empty one is taken
     (tmp_path / 'e').mkdir()
     (tmp_path / 'e' / 'thesis.txt').write_text('all of it')
     with pytest.raises(ValueError, match='holds no cache'):
@@ -320,44 +290,6 @@ def test_a_folder_of_something_else_is_left_alone(encoders, tmp_path):
     assert [p.name for p in (tmp_path / 'e').iterdir()] == ['thesis.txt']
     with pytest.raises(ValueError, match='holds no cache'):
         EmbeddingCache(tmp_path / 'e')
-
-
-RUN = """
-import sys, time, torch
-from capsnb.data.embed import FrozenEncoder
-enc = FrozenEncoder(sys.argv[1], device='cpu')
-enc.model.register_forward_pre_hook(lambda *_: time.sleep(.02))       # give the parent time to kill
-print('starts', flush=True)
-enc.cache(sys.argv[3:], sys.argv[2], shard_bytes=1, progress=False)
-"""
-
-
-@pytest.mark.slow
-def test_killed_and_resumed(folders, encoders, tmp_path):
-    texts, enc, at = some_texts(60, 12, seed=9), encoders['gpt2'], tmp_path / 'c'
-    env = {**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1'}
-    command = [sys.executable, '-c', RUN, str(folders['gpt2']), str(at), *texts]
-    p = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
-    wanted = random.Random().randint(5, 35)
-    assert p.stdout.readline() == 'starts\n'
-    count = lambda: len(list(at.glob('*.safetensors')))
-    while count() < wanted and p.poll() is None:
-        time.sleep(0.001)
-    p.kill()
-    p.wait()
-    p.stdout.close()
-    assert p.returncode == -signal.SIGKILL, 'the run ended before it could be killed'
-    assert 5 <= (done := count()) < 60
-    with pytest.raises(ValueError, match=f'not finished, {60 - done} of 60 texts are missing'):
-        EmbeddingCache(at)
-    with pytest.raises(ValueError, match='other texts'):
-        cached(enc, at, texts[::-1])
-    before = {p: p.stat().st_mtime_ns for p in at.glob('*.safetensors')}
-    cached(enc, at, texts, batch_size=2).verify()
-    assert all(p.stat().st_mtime_ns == t for p, t in before.items())
-    assert count() == 60 and not list(at.glob('*.tmp'))
-    for k, e in enumerate(enc.encode(texts)):
-        assert gap(EmbeddingCache(at)[k].float(), e) < 1e-3
 
 
 def old_cache(folder, encoder, number=1):
@@ -393,16 +325,13 @@ def test_old_caches_are_read(encoders, tmp_path, number):
     assert bytes_in(at) == before
 
 
-new_files, old_files = (
-    ('header.json', '0.safetensors'),
-    ('embeddings.bin', 'ticks.bin', 'index.npy'),
-)
+new_files, old_files = 'header.json 0.safetensors', 'embeddings.bin ticks.bin index.npy'
 
 
-@pytest.mark.parametrize('name', [*new_files, *old_files])
+@pytest.mark.parametrize('name', f'{new_files} {old_files}'.split())
 def test_any_flipped_byte_and_any_cut_is_found(encoders, tmp_path, name):
     enc, at = encoders['gpt2'], tmp_path / 'c'
-    at = old_cache(tmp_path, enc) if name in old_files else cached(enc, at).folder
+    at = old_cache(tmp_path, enc) if name in old_files.split() else cached(enc, at).folder
     path, rng = at / name, random.Random(5)
     good, start = path.read_bytes(), 128 if name == 'index.npy' else 0  # its head has padding
     spoilt = [good[:n] for n in (0, 1, len(good) // 2, len(good) - 1)]
@@ -416,39 +345,33 @@ def test_any_flipped_byte_and_any_cut_is_found(encoders, tmp_path, name):
             cached(enc, at).verify()
         with pytest.raises(ValueError, match='damaged|not finished'):
             EmbeddingCache(at).verify()
-    path.write_bytes(good)
-    EmbeddingCache(at).verify()
     path.unlink()
     with pytest.raises(ValueError, match='damaged|not finished|no cache'):
         EmbeddingCache(at)
 
 
-ODD = [None, True, -1, 0, 3, 10**9, 1.5, float('nan'), 'x', '', [], [0], ['x'], {}, 'nn']
-
-
-@pytest.mark.parametrize('kind', ['new', 'old'])
-def test_every_odd_entry_of_a_header_is_one_sentence(encoders, tmp_path, kind):
-    "of the format that is written, and of the first, which had no checksum"
+def test_every_odd_entry_of_a_header_is_one_sentence(encoders, tmp_path):
+    "of the first format, which had no checksum"
     enc = encoders['gpt2']
-    at = cached(enc, tmp_path / 'c').folder if kind == 'new' else old_cache(tmp_path, enc)
-    path = at / 'header.json'
+    path = old_cache(tmp_path, enc) / 'header.json'
     base = json.loads(path.read_text())
+    odd = None, True, -1, 3, 10**9, 1.5, float('nan'), 'x', [], [0], ['x'], {}, 'bfloat16'
     for key, was in base.items():
-        for value in (*ODD, 'bfloat16'):
-            words = kind == 'old' and key in ('name', 'transformers', 'dtype', 'encoder')
-            if value == was and type(value) is type(was) or words and isinstance(value, str):
+        for value in odd:
+            words = isinstance(value, str) and key in ('name', 'transformers', 'dtype', 'encoder')
+            if words or value == was and type(value) is type(was):
                 continue  # words, which nothing protected
             path.write_text(json.dumps(base | {key: value}))
             with pytest.raises(ValueError) as e:
-                EmbeddingCache(at, enc).verify()
-            assert len(str(e.value).splitlines()) == 1 and type(e.value) is ValueError
+                EmbeddingCache(path.parent, enc).verify()
+            assert len(str(e.value).splitlines()) == 1
         path.write_text(json.dumps({k: v for k, v in base.items() if k != key}))
         with pytest.raises(ValueError):
-            EmbeddingCache(at, enc)
-    for text in ('', '[]', '{', '[' * 10**5, '\x00', '{"format": "capsnb embeddings 2"}'):
+            EmbeddingCache(path.parent, enc)
+    for text in ('', '[]', '[' * 10**5, '\x00', '{"format": "capsnb embeddings 2"}'):
         path.write_text(text)
         with pytest.raises(ValueError, match='damaged'):
-            EmbeddingCache(at)
+            EmbeddingCache(path.parent)
 
 
 def test_each_kind_of_wrong_cache(folders, encoders, tmp_path):

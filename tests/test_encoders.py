@@ -133,7 +133,7 @@ def test_the_revision_is_pinned_noted_and_used_again(tiny, cache, tmp_path):
 
 def test_what_is_missing_is_named_before_anything_is_read(cache, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="cannot load 'gpt2-large'.*HF_HUB_OFFLINE"):
-        read_config('gpt2-large', known=False)
+        read_config('gpt2-large')
     with pytest.raises(ValueError, match='there is no folder'):
         read_config(tmp_path / 'none')
     monkeypatch.setattr(Sentiment, 'read', lambda *a: pytest.fail('the treebank was read'))
@@ -148,7 +148,7 @@ def test_the_fingerprint_comes_before_anything_else(tiny, tmp_path, monkeypatch)
     def never(*_):
         raise AssertionError('the model was used before it was recognised')
 
-    for f in ('hidden_states', 'end_token', 'longest'):
+    for f in ('_hidden_states', '_end_token', '_longest'):
         monkeypatch.setattr(embed, f, never)
     with pytest.raises(ValueError, match='is another transformer'):
         noted_encoder(note, tmp_path / 'other', 'cpu')
@@ -174,9 +174,6 @@ def test_a_download_with_wrong_bytes_says_so(tiny, cache, how):
     blob = home / 'blobs' / checksum(weights)
     weights.rename(blob)
     weights.symlink_to(blob)
-    other = home / 'blobs' / ('e' * 64)  # damaged, but nobody reads it
-    other.write_bytes(b'no')
-    (weights.parent / 'tf_model.h5').symlink_to(other)
     assert FrozenEncoder(name, device='cpu').n_layers
     data = bytearray(blob.read_bytes())
     data[-1] ^= 1  # same size, readable, another number
@@ -184,18 +181,3 @@ def test_a_download_with_wrong_bytes_says_so(tiny, cache, how):
     with pytest.raises(ValueError, match='model.safetensors is damaged.*SHA-256') as told:
         FrozenEncoder(name, device='cpu', **dict(fetch=False) if how == 'fetch' else {})
     assert str(blob) in str(told.value)
-
-
-def test_all_parts_of_a_download_are_checked(tiny, cache):
-    commit, name = 'c' * 40, 'somebody/tiny'
-    home = in_the_cache(tiny, name, commit, cache)
-    here = home / 'snapshots' / commit
-    (here / 'model.safetensors').unlink()
-    for k in (1, 2):
-        blob = home / 'blobs' / (f'{k}' * 64)
-        blob.write_bytes(b'never these')
-        (here / f'part-{k}.safetensors').symlink_to(blob)
-    index = dict(weight_map=dict(a='part-2.safetensors', b='part-2.safetensors'))
-    (here / 'model.safetensors.index.json').write_text(json.dumps(index))
-    with pytest.raises(ValueError, match='part-.*.safetensors is damaged'):
-        FrozenEncoder(name, device='cpu')

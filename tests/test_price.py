@@ -7,7 +7,6 @@ import json
 import re
 from collections import namedtuple
 import pytest
-import torch
 
 tf = pytest.importorskip('transformers')
 pytest.importorskip('datasets')
@@ -16,7 +15,7 @@ from typer.testing import CliRunner
 from capsnb.data import embed
 from capsnb.lab import sentiment
 from capsnb.cli import make_app
-from capsnb.data.embed import FrozenEncoder, price_of, read_config, tiny_transformer
+from capsnb.data.embed import FrozenEncoder, tiny_transformer
 from capsnb.lab import tasks
 from capsnb.lab.sentiment import Sentiment
 from capsnb.lab.tasks import train
@@ -57,8 +56,7 @@ def few(world, tmp_path):
     )
 
 
-class Loaded(Exception):
-    pass
+Loaded = type('Loaded', (Exception,), {})
 
 
 @pytest.fixture
@@ -110,16 +108,10 @@ def test_the_price_of_gpt2_large_comes_first_and_its_default_takes_no_disk(
 def test_what_was_asked_for_is_done_or_refused_before_loading(large, tmp_path, monkeypatch, capsys):
     kw = dict(task='sst2', encoder=str(large), out=tmp_path / 'run', device='cpu')
     disk(monkeypatch, 500e9)
-    with pytest.raises(Loaded):
-        go(cache=tmp_path / 'here', **kw)  # named: as large as it needs to be
-    assert 'on the fly' not in capsys.readouterr().err
     disk(monkeypatch, 50e9)
     said = r'needs 1\d\d.* GB more, the disk has 50.00 GB.*--layers.*--roots.*--on-the-fly'
     with pytest.raises(OSError, match=said):
         go(cache=tmp_path / 'here', **kw)
-    with pytest.raises(Loaded):
-        go(layers='0,18,36', **kw)  # 11 GB: an ordinary cache
-    assert 'on the fly' not in capsys.readouterr().err
     with pytest.raises(Loaded):
         go(layers='0,18,36', cache_dtype='float32', **kw)
     said = capsys.readouterr().err
@@ -128,22 +120,6 @@ def test_what_was_asked_for_is_done_or_refused_before_loading(large, tmp_path, m
     with pytest.raises(Loaded):
         go(layers='0,18,36', **kw)  # ... but not on this disk
     assert 'on the fly' in capsys.readouterr().err
-    for wrong, what in (
-        (dict(layers='0,37'), 'unknown layers'),
-        (dict(cache_dtype='int8'), "'float16'"),
-        (dict(encoder='./nowhere'), 'no folder'),
-    ):
-        with pytest.raises(ValueError, match=what):
-            go(**kw | wrong)
-
-
-def test_the_size_of_gpt2_large_is_known_without_a_network(monkeypatch, tmp_path):
-    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_CACHE', str(tmp_path))
-    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
-    p = price_of(read_config('gpt2-large'), ['a film .'], device=torch.device('cpu'))
-    assert '37 hidden states of width 1,280' in str(p) and p.n_weights == 774_030_080
-    with pytest.raises(OSError, match='HF_HUB_OFFLINE'):
-        read_config('someone/model')
 
 
 def test_an_automatic_choice_is_kept_on_resume(world, tmp_path, monkeypatch, capsys):

@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
 import zlib
@@ -22,9 +21,8 @@ from .files import alone, draft, first_line, here_or_hub, in_words, read_json, r
 from .files import sweep, write_json
 
 # %% auto #0
-__all__ = ['pinned', 'tiny_transformer', 'end_token', 'as_texts', 'longest', 'tokenize', 'Embedded', 'hidden_states',
-           'fingerprint', 'pick_layers', 'FrozenEncoder', 'read_config', 'about_tokens', 'Price', 'price_of',
-           'EmbeddingCache', 'check_space', 'HeldStates']
+__all__ = ['pinned', 'tiny_transformer', 'read_config', 'as_texts', 'Embedded', 'FrozenEncoder', 'pick_layers', 'about_tokens',
+           'Price', 'price_of', 'EmbeddingCache', 'check_space', 'HeldStates']
 
 # %% ../../nbs/data/39_embed.ipynb #00000006
 def tiny_transformer(
@@ -41,20 +39,17 @@ def tiny_transformer(
     tok, special = t.ByteLevelBPETokenizer(), [*marks.values()]
     tok.train_from_iterator(texts, 400, 0, show_progress=False, special_tokens=special)
     tok = t.Tokenizer.from_str(tok.to_str())
+    sizes = dict(hidden_size=d_emb, num_hidden_layers=2, num_attention_heads=4)
+    sizes |= dict(vocab_size=tok.get_vocab_size())
     if kind == 'bert':
         tok.post_processor = t.processors.BertProcessing(('[SEP]', 2), ('[CLS]', 1))
-    tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=tok, **marks)
-    sizes = dict(hidden_size=d_emb, num_hidden_layers=2, num_attention_heads=4)
-    sizes |= dict(vocab_size=len(tokenizer))
-    if kind == 'gpt2':
-        config = tf.GPT2Config(n_positions=600, bos_token_id=0, eos_token_id=0, **sizes)
-    else:
         config = tf.BertConfig(intermediate_size=4 * d_emb, **sizes)
+    else:
+        config = tf.GPT2Config(n_positions=600, bos_token_id=0, eos_token_id=0, **sizes)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = tf.AutoModel.from_config(config)
-    for part in (tokenizer, model):
-        part.save_pretrained(folder)
+        tf.AutoModel.from_config(config).save_pretrained(folder)
+    tf.PreTrainedTokenizerFast(tokenizer_object=tok, **marks).save_pretrained(folder)
     return Path(folder)
 
 # %% ../../nbs/data/39_embed.ipynb #e4533cb6
@@ -65,22 +60,22 @@ pinned = dict.fromkeys(
 
 def _source_of(name_or_folder: str | Path, gguf_file: str | None = None, revision=None) -> tuple:
     "Name, and what goes to every `from_pretrained`; `ValueError` for a folder that holds none."
-    name, wanted = os.path.expanduser(str(name_or_folder)), gguf_file or 'config.json'
-    kw = dict(trust_remote_code=False, local_files_only=Path(name).is_dir())
+    place, wanted = Path(name_or_folder).expanduser(), gguf_file or 'config.json'
+    name, kw = str(name_or_folder), dict(trust_remote_code=False, local_files_only=place.is_dir())
     kw |= dict(gguf_file=gguf_file) if gguf_file else {}
-    if kw['local_files_only']:
-        if not Path(name, wanted).is_file():
-            found = sorted(os.listdir(name))[:8] or 'nothing'
+    if place.is_dir():
+        if not (place / wanted).is_file():
+            found = sorted(o.name for o in place.iterdir())[:8] or 'nothing'
             raise ValueError(
-                f"the folder '{name}' holds no model: expected {wanted}, found {found}"
+                f"the folder '{place}' holds no model: expected {wanted}, found {found}"
             )
-        return name, kw
-    if os.path.isabs(name) or name.startswith('.') or name.count('/') > 1 or not name.strip():
+        return str(place), kw
+    if place.is_absolute() or name.startswith('.') or name.count('/') > 1 or not name.strip():
         raise ValueError(f"there is no folder '{name}'")
     return name, kw | dict(revision=revision or pinned.get(name, 'main'))
 
 
-def _check_config(config):  # no kernel to fetch and run, no impossible size
+def _check_config(config):  # the same: no kernel to fetch and run, no impossible size
     parts = [config, *(c for c in vars(config).values() if hasattr(c, 'to_dict'))]
     for how in (getattr(c, '_attn_implementation', None) for c in parts):
         if how not in (None, 'eager', 'sdpa'):
@@ -91,21 +86,18 @@ def _check_config(config):  # no kernel to fetch and run, no impossible size
         n = getattr(config, key, 1)
         if type(n) is not int or not 0 < n <= most:
             raise ValueError(f"its config has the {key} {n!r}")
+    return config
 
 
-def _revision_of(name_or_folder, gguf_file: str | None, revision) -> str | None:
-    "The commit on the Hub that was loaded, as the local cache knows; None: it came from a folder."
+def read_config(name_or_folder: str | Path, gguf_file=None, revision=None):  # config
+    "A transformer's sizes without its weights; `OSError` or `ValueError` within seconds."
+    auto = need('transformers').AutoConfig
     name, kw = _source_of(name_or_folder, gguf_file, revision)
-    if kw['local_files_only']:
-        return None
-    look = need('huggingface_hub').try_to_load_from_cache
-    found = look(name, gguf_file or 'config.json', revision=kw['revision'])
-    parts = re.search(r'snapshots[/\\]([^/\\]+)', str(found))
-    return parts[1] if parts else kw['revision']
+    return here_or_hub(lambda **kw: _check_config(auto.from_pretrained(name, **kw)), name, kw)
 
 
 def _load_frozen(name_or_folder, gguf_file, dtype, device, revision=None, fetch=True) -> tuple:
-    "Tokenizer, model (of an encoder-decoder the encoder), names of weights that are missing."
+    "Tokenizer, model (of an encoder-decoder the encoder), missing weights, its commit on the Hub."
     tf, (name, kw) = need('transformers'), _source_of(name_or_folder, gguf_file, revision)
     for package in ('accelerate', 'gguf') if gguf_file else ():
         need(package)
@@ -117,27 +109,25 @@ def _load_frozen(name_or_folder, gguf_file, dtype, device, revision=None, fetch=
         if len(tokenizer) <= len(set(tokenizer.all_special_tokens)):
             wanted = "expected tokenizer.json or a vocabulary beside it"
             raise ValueError(f"it has a model but no tokenizer: {wanted}")
-        model, said = tf.AutoModel.from_pretrained(
-            name, dtype=dtype, output_loading_info=True, **kw
-        )
-        missing = set(said['missing_keys'])
-        if lost := sorted(k for k in missing if 'pooler' not in k):
+        how = dict(dtype=dtype, output_loading_info=True)
+        model, said = tf.AutoModel.from_pretrained(name, **how, **kw)
+        if lost := sorted(k for k in said['missing_keys'] if 'pooler' not in k):
             raise ValueError(f"it is not complete, it lacks {len(lost)} weights, such as {lost[0]}")
-        return tokenizer, model, missing
+        return tokenizer, model, set(said['missing_keys'])
 
     tokenizer, model, missing = here_or_hub(load, name, kw, fetch)
+    if commit := kw.get('revision'):  # as the Hub's local cache knows
+        look = need('huggingface_hub').try_to_load_from_cache
+        found = str(look(name, gguf_file or 'config.json', revision=commit))
+        parts = re.search(r'snapshots[/\\]([^/\\]+)', found)
+        commit = parts[1] if parts else commit
     model = model.get_encoder() if model.config.is_encoder_decoder else model
     model.config.use_cache = False  # nothing is generated
-    return tokenizer, model.to(device).eval().requires_grad_(False), missing
+    return tokenizer, model.to(device).eval().requires_grad_(False), missing, commit
 
 # %% ../../nbs/data/39_embed.ipynb #0000000e
-def _own_end(tokenizer) -> int | None:  # what it puts, or leaves, at the end of a text itself
-    own = tokenizer('a')['input_ids']  # not '': some put the same token in front
-    return own[-1] if own else None
-
-
-def end_token(tokenizer, end: str | None = 'auto') -> int | None:  # the id to append; None: nothing
-    "What closes a text; `ValueError` for a tokenizer without end token, or not the one named."
+def _end_token(tokenizer, end: str | None = 'auto') -> int | None:
+    "What closes a text, None: nothing; `ValueError` without end token, or the one named."
     if end is None:
         return None
     eos, sep = tokenizer.eos_token_id, tokenizer.sep_token_id
@@ -147,7 +137,8 @@ def end_token(tokenizer, end: str | None = 'auto') -> int | None:  # the id to a
         lacks = 'end token (eos_token, or sep_token)' if end == 'auto' else f'token {end!r}'
         other = "name one of its tokens with end='...', or append nothing with end=None"
         raise ValueError(f"the tokenizer has no {lacks}: {other}")
-    return None if _own_end(tokenizer) == end_id else end_id
+    closed = tokenizer('a')['input_ids'][-1:] == [end_id]  # not '': some put the same in front
+    return None if closed else end_id
 
 # %% ../../nbs/data/39_embed.ipynb #8baed9a9
 def as_texts(texts) -> list:  # of what came
@@ -164,8 +155,8 @@ def as_texts(texts) -> list:  # of what came
     return list(texts)
 
 
-def longest(model, tokenizer) -> int | None:  # tokens, the end token included; None: no limit known
-    "The most tokens that one text may have."
+def _longest(model, tokenizer) -> int | None:
+    "The most tokens that one text may have, the end token included; None: no limit known."
     n = getattr(model.config, 'max_position_embeddings', None)
     for name, part in model.named_modules():
         padding = getattr(part, 'padding_idx', None)
@@ -174,12 +165,7 @@ def longest(model, tokenizer) -> int | None:  # tokens, the end token included; 
     return min((k for k in (n, tokenizer.model_max_length) if k and k < 10**9), default=None)
 
 
-def tokenize(
-    tokenizer,  # of transformers
-    texts: list,  # of str
-    end_id: int | None = None,  # appended to each
-    most: int | None = None,  # from `longest`
-) -> list:  # for each text a list of token ids
+def _tokenize(tokenizer, texts: list, end_id: int | None, most: int | None) -> list:
     "Token ids; `ValueError` for an empty text, one that is too long, and what is no text."
     texts = as_texts(texts)
     for k, t in enumerate(texts):
@@ -197,22 +183,17 @@ def tokenize(
             raise ValueError(f"text {k} has {long}: {texts[k][:50]!r}...")
     return rows
 
-# %% ../../nbs/data/39_embed.ipynb #00000015
+# %% ../../nbs/data/39_embed.ipynb #0000001a
 class Embedded(NamedTuple):
     "A batch of texts: `mask, embs`."
 
     mask: Tensor  # [b, n], 1 for tokens and 0 for padding, in the dtype of embs
     embs: Tensor  # [b, n, l, m], hidden states, 0 at padding
 
-# %% ../../nbs/data/39_embed.ipynb #0000001a
+
 @torch.no_grad()
-def hidden_states(
-    model,  # of transformers
-    ids: list,  # lists of token ids
-    layers: list | None = None,  # which, 0 the embeddings; None: all
-    pad_id: int = 0,  # what fills the box; never seen by a token
-) -> Embedded:  # mask [b, n] and embs [b, n, l, m] on the model's device
-    "The hidden states of a padded batch, in eval mode and without gradients."
+def _hidden_states(model, ids: list, layers: list | None = None, pad_id: int = 0) -> Embedded:
+    "Hidden states of a padded batch in eval mode; layers: 0 the embeddings, None all."
     if not ids:
         raise ValueError("expected at least one text, got none")
     n = max(map(len, ids))
@@ -232,7 +213,7 @@ _idle = set(  # settings that decide nothing here
 )
 
 
-def fingerprint(model, missing: Set = frozenset()) -> str:  # 32 hexadecimal digits
+def _fingerprint(model, missing: Set = frozenset()) -> str:
     "A hash of the weights and of the settings that change hidden states."
     counts = lambda k, v: k not in _idle and not k.startswith('_') and v is not None
     config = {k: v for k, v in model.config.to_dict().items() if counts(k, v)}
@@ -244,7 +225,117 @@ def fingerprint(model, missing: Set = frozenset()) -> str:  # 32 hexadecimal dig
             h.update(w.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return h.hexdigest()
 
-# %% ../../nbs/data/39_embed.ipynb #00000022
+# %% ../../nbs/data/39_embed.ipynb #00000028
+class FrozenEncoder:
+    """All hidden states of a transformer that is never trained: `mask, embs = encoder(texts)`.
+
+    >>> mask, embs = FrozenEncoder('gpt2-large')(['Good.'])  # doctest: +SKIP
+    >>> embs.shape  # doctest: +SKIP
+    torch.Size([1, 2, 37, 1280])
+    """
+
+    cache: Callable[..., EmbeddingCache]  # see `_make_cache`
+    hold: Callable[..., dict]  # see `_hold`
+
+    def __init__(
+        self,
+        name_or_folder: str | Path = 'gpt2-large',  # on the Hub, or a folder
+        gguf_file: str | None = None,  # a GGUF file in it; needs the packages gguf and accelerate
+        layers='all',  # or a list of layers: 0 is the embeddings, -1 the last
+        dtype=None,  # in which the transformer computes; None: float32
+        device: str | None = None,  # None: the best there is
+        end: str | None = 'auto',  # what closes a text: see "Where a text ends"
+        revision: str | None = None,  # commit, branch or tag on the Hub; None: of `pinned`, or main
+        expected: str | None = None,  # the fingerprint that it must have
+        fetch: bool = True,  # whether a name may be asked for on the Hub
+    ):
+        self.name, self.gguf_file, self.end, self._mark = str(name_or_folder), gguf_file, end, None
+        self.held: dict = {}  # of `hold`: name -> what was asked for, and its states
+        self.device, self.dtype = pick_device(device), _dtype(dtype or torch.float32)
+        parts = _load_frozen(name_or_folder, gguf_file, self.dtype, self.device, revision, fetch)
+        self.tokenizer, self.model, self._missing, self.revision = parts
+        if expected and self.fingerprint != expected:  # before anything else is done
+            other = f"'{self.name}' is another transformer, {self.fingerprint[:8]}"
+            raise ValueError(f"expected the transformer with fingerprint {expected[:8]}; {other}")
+        with in_words(f"cannot use the model in '{self.name}'", (ImportError, ValueError, OSError)):
+            tok, self.n_tokens = self.tokenizer, self.model.get_input_embeddings().num_embeddings
+            self.end_id, self.most = _end_token(tok, end), _longest(self.model, tok)
+            own = (k for k in (tok.pad_token_id, self.end_id) if k is not None)
+            self.pad_id = next((k for k in own if k < self.n_tokens), 0)  # no token sees it
+            _, _, n, self.d_emb = _hidden_states(self.model, [[0]]).embs.shape  # asked with a token
+            self.layers = pick_layers(layers, n)
+            self.n_layers = len(self.layers)
+
+    @property
+    def fingerprint(self) -> str:  # computed once, if frozen: GPT-2-large has 3 GB of weights
+        if self._mark is None or not self._is_frozen:
+            self._mark = _fingerprint(self.model, self._missing)
+        return self._mark
+
+    @property
+    def _is_frozen(self) -> bool:
+        return not any(p.requires_grad for p in self.model.parameters())
+
+    def tokens(self, texts: list) -> list:  # for each text its token ids
+        ids = _tokenize(self.tokenizer, texts, self.end_id, self.most)
+        if (top := max(map(max, ids), default=0)) >= self.n_tokens:
+            said = f"the tokenizer gives token {top}, the model knows {self.n_tokens} tokens"
+            raise ValueError(f"'{self.name}': {said}: they do not belong together")
+        return ids
+
+    def words(self, text: str) -> list:  # of (word, numbers of its tokens); end tokens stand alone
+        spans = self.tokenizer(text, return_offsets_mapping=True, verbose=False)['offset_mapping']
+        return _words_of(text, spans, [self.tokenizer.decode([k]) for k in self.tokens([text])[0]])
+
+    def __call__(self, texts: list) -> Embedded:  # one batch, on the device
+        out = _hidden_states(self.model, self.tokens(texts), self.layers, self.pad_id)
+        self._narrow(out.embs, out.embs.dtype)  # inf would only be met within the network
+        return out
+
+    def stream(self, texts: list, batch_size: int = 20):  # (index, [n, l, m]), longest texts first
+        for ks, e in self._read(dict(enumerate(self.tokens(texts))), batch_size):
+            yield from ((k, e.cpu()) for k in ks)
+
+    def encode(self, texts: list, batch_size: int = 20) -> list:  # of [n, l, m], in order
+        items = {k: e.clone() for k, e in self.stream(texts, batch_size)}  # lets the padding go
+        return [items[k] for k in range(len(items))]
+
+    def _read(self, ids: Mapping, batch_size: int):
+        "Generator of (numbers of equal texts, [n, l, m] on the device), the longest first."
+        alike = {}
+        for k, r in ids.items():
+            alike.setdefault(tuple(r), []).append(k)
+        order = sorted(alike, key=len, reverse=True)
+        for s in range(0, len(order), batch_size):
+            rows = order[s : s + batch_size]
+            embs = _hidden_states(self.model, rows, self.layers, self.pad_id).embs
+            yield from ((alike[r], e[: len(r)]) for r, e in zip(rows, embs))
+
+    def _to_keep(self, texts: list) -> list:
+        "Their tokens; `ValueError` for no text, and where the hidden states will change."
+        if not self._is_frozen:
+            trained = "got one that is being trained: what it says now cannot be kept"
+            raise ValueError(f"expected a frozen transformer, {trained}")
+        if not texts:
+            raise ValueError("expected at least one text to keep, got none")
+        return self.tokens(texts)
+
+    def _narrow(self, item: Tensor, dtype: torch.dtype) -> Tensor:
+        "A copy of [..., l, m] in a dtype; `ValueError` for what is not finite or too large for it."
+        small, finite = item.to(dtype, copy=True), item.isfinite()
+        if small.isfinite().all():
+            return small
+        if not finite.all():
+            first = self.layers[int((~finite).any(-1).flatten(0, -2).any(0).int().argmax())]
+            raise ValueError(f"the transformer '{self.name}' gives inf or NaN in layer {first}")
+        top = item.abs().amax((0, 2))
+        raise ValueError(
+            f"hidden states of layer {self.layers[int(top.argmax())]} reach {top.max():,.0f}, more "
+            f"than {str(dtype)[6:]} can hold ({torch.finfo(dtype).max:,.0f}): choose "
+            "dtype='bfloat16' or 'float32' to keep them, leave that layer out, or read on the fly"
+        )
+
+
 def pick_layers(layers, n: int) -> list:  # numbers from 0 to n - 1
     "Which hidden states, as 'all', '0,-1', -1 or [0, -1]; `ValueError` for what is not there."
     picked = [layers] if isinstance(layers, int) else layers
@@ -279,167 +370,25 @@ def _words_of(text: str, spans: list, pieces: list) -> list:
             out.append([at, [k]])
     return [(text[slice(*at)] if at else pieces[ks[0]].strip() or '·', ks) for at, ks in out]
 
-# %% ../../nbs/data/39_embed.ipynb #00000028
-class FrozenEncoder:
-    """All hidden states of a transformer that is never trained: `mask, embs = encoder(texts)`.
-
-    >>> mask, embs = FrozenEncoder('gpt2-large')(['Good.'])  # doctest: +SKIP
-    >>> embs.shape  # doctest: +SKIP
-    torch.Size([1, 2, 37, 1280])
-    """
-
-    cache: Callable[..., EmbeddingCache]  # see `_make_cache`
-    hold: Callable[..., dict]  # see `_hold`
-
-    def __init__(
-        self,
-        name_or_folder: str | Path = 'gpt2-large',  # on the Hub, or a folder
-        gguf_file: str | None = None,  # a GGUF file in it; needs the packages gguf and accelerate
-        layers='all',  # or a list of layers: 0 is the embeddings, -1 the last
-        dtype=None,  # in which the transformer computes; None: float32
-        device: str | None = None,  # None: the best there is
-        end: str | None = 'auto',  # what closes a text: see "Where a text ends"
-        revision: str | None = None,  # commit, branch or tag on the Hub; None: of `pinned`, or main
-        expected: str | None = None,  # the fingerprint that it must have
-        fetch: bool = True,  # whether a name may be asked for on the Hub
-    ):
-        self.name, self.gguf_file, self.end, self._mark = str(name_or_folder), gguf_file, end, None
-        self.held: dict = {}  # of `hold`: name -> what was asked for, and its states
-        self.device, self.dtype = pick_device(device), _dtype(dtype or torch.float32)
-        parts = _load_frozen(name_or_folder, gguf_file, self.dtype, self.device, revision, fetch)
-        self.tokenizer, self.model, self._missing = parts
-        if expected and self.fingerprint != expected:  # before anything else is done
-            other = f"'{self.name}' is another transformer, {self.fingerprint[:8]}"
-            raise ValueError(f"expected the transformer with fingerprint {expected[:8]}; {other}")
-        self.revision = _revision_of(name_or_folder, gguf_file, revision)
-        with in_words(f"cannot use the model in '{self.name}'", (ImportError, ValueError, OSError)):
-            tok, self.n_tokens = self.tokenizer, self.model.get_input_embeddings().num_embeddings
-            self.end_id, self.most = end_token(tok, end), longest(self.model, tok)
-            own = (k for k in (tok.pad_token_id, self.end_id) if k is not None)
-            self.pad_id = next((k for k in own if k < self.n_tokens), 0)  # no token sees it
-            _, _, n, self.d_emb = hidden_states(self.model, [[0]]).embs.shape  # asked with a token
-            self.layers = pick_layers(layers, n)
-            self.n_layers = len(self.layers)
-
-    @property
-    def fingerprint(self) -> str:  # computed once, if frozen: GPT-2-large has 3 GB of weights
-        if self._mark is None or not self._is_frozen:
-            self._mark = fingerprint(self.model, self._missing)
-        return self._mark
-
-    @property
-    def _is_frozen(self) -> bool:
-        return not any(p.requires_grad for p in self.model.parameters())
-
-    def __repr__(self) -> str:
-        size = f"{self.n_layers} × {self.d_emb}"
-        return f"FrozenEncoder('{self.name}', {size}, {self.dtype}, {self.device})"
-
-    def tokens(self, texts: list) -> list:  # for each text its token ids
-        ids = tokenize(self.tokenizer, texts, self.end_id, self.most)
-        if (top := max(map(max, ids), default=0)) >= self.n_tokens:
-            said = f"the tokenizer gives token {top}, the model knows {self.n_tokens} tokens"
-            raise ValueError(f"'{self.name}': {said}: they do not belong together")
-        return ids
-
-    def words(self, text: str) -> list:  # of (word, numbers of its tokens); end tokens stand alone
-        spans = self.tokenizer(text, return_offsets_mapping=True, verbose=False)['offset_mapping']
-        return _words_of(text, spans, [self.tokenizer.decode([k]) for k in self.tokens([text])[0]])
-
-    def __call__(self, texts: list) -> Embedded:  # one batch, on the device
-        out = hidden_states(self.model, self.tokens(texts), self.layers, self.pad_id)
-        self._check(out.embs)  # would only be met within the network
-        return out
-
-    def stream(self, texts: list, batch_size: int = 20):  # (index, [n, l, m]), longest texts first
-        for ks, e in self._read(dict(enumerate(self.tokens(texts))), batch_size):
-            yield from ((k, e.cpu()) for k in ks)
-
-    def encode(self, texts: list, batch_size: int = 20) -> list:  # of [n, l, m], in order
-        items = {k: e.clone() for k, e in self.stream(texts, batch_size)}  # lets the padding go
-        return [items[k] for k in range(len(items))]
-
-    def _read(self, ids: Mapping, batch_size: int):
-        "Generator of (numbers of equal texts, [n, l, m] on the device), the longest first."
-        alike = {}
-        for k, r in ids.items():
-            alike.setdefault(tuple(r), []).append(k)
-        order = sorted(alike, key=len, reverse=True)
-        for s in range(0, len(order), batch_size):
-            rows = order[s : s + batch_size]
-            embs = hidden_states(self.model, rows, self.layers, self.pad_id).embs
-            yield from ((alike[r], e[: len(r)]) for r, e in zip(rows, embs))
-
-    def _check(self, embs: Tensor):
-        "`ValueError` for hidden states [..., l, m] that are not finite."
-        if not embs.isfinite().all():
-            whole = embs.isfinite().all(-1).flatten(0, -2).all(0).tolist()
-            first = self.layers[whole.index(False)]
-            raise ValueError(f"the transformer '{self.name}' gives inf or NaN in layer {first}")
-
-    def _narrow(self, item: Tensor, dtype: torch.dtype) -> Tensor:  # [n, l, m], a copy
-        "In this dtype; `ValueError` for what is not finite, or too large for it."
-        small = item.to(dtype, copy=True)
-        if not small.isfinite().all():
-            self._check(item)
-            top = item.abs().amax((0, 2)).tolist()
-            reach = (
-                f"hidden states of layer {self.layers[top.index(max(top))]} reach {max(top):,.0f}"
-            )
-            can = f"more than {str(dtype)[6:]} can hold ({torch.finfo(dtype).max:,.0f})"
-            instead = "choose dtype='bfloat16' or 'float32' to keep them, leave that layer out"
-            raise ValueError(f"{reach}, {can}: {instead}, or read on the fly")
-        return small
-
 # %% ../../nbs/data/39_embed.ipynb #08a6deb1
-def read_config(
-    name_or_folder: str | Path,  # on the Hub, or a folder
-    gguf_file: str | None = None,  # as for `FrozenEncoder`
-    revision: str | None = None,  # as for `FrozenEncoder`
-    known: bool = True,  # whether GPT-2-large's sizes will do where it is not on this machine
-):  # config of transformers
-    "The sizes of a transformer without its weights; `OSError` or `ValueError` within seconds."
-    tf, (name, kw) = need('transformers'), _source_of(name_or_folder, gguf_file, revision)
-    known = known and name in pinned
-    try:
-        load = lambda **kw: tf.AutoConfig.from_pretrained(name, **kw)
-        config = here_or_hub(load, name, kw, not known)
-    except OSError:
-        if known:
-            return tf.GPT2Config(n_embd=1280, n_layer=36, n_head=20)
-        raise
-    with in_words(f"cannot use the model in '{name}'"):
-        _check_config(config)
-    return config
-
-
 def about_tokens(texts: list) -> int:  # with an end token for each
     "How many tokens there will be, before a tokenizer is loaded."
     return len(texts) + round(1.1 * sum(len(t.split()) for t in texts))
 
 
 class Price(NamedTuple):
-    "What reading texts costs; `str(price)` says it in a sentence."
+    "What reading texts costs."
 
     n_tokens: int  # about
     n_weights: int  # of the transformer
-    disk: int  # bytes of the hidden states, about
+    n_bytes: int  # of the hidden states, about
     seconds: float  # to read all texts once, roughly
-    said: str  # the sentence
-
-    def __str__(self):
-        return self.said
+    said: str  # all of it in a sentence
 
 
 def price_of(
-    config,  # of transformers
-    texts: list,  # of str
-    layers='all',  # as for `pick_layers`
-    dtype='float16',  # of a cache
-    device: torch.device | None = None,  # where the transformer runs; None: the best there is
-    compute: torch.dtype = torch.float32,  # in which numbers it computes
-    place: str = 'disk',  # where hidden states are kept, or 'memory'
-) -> Price:  # of reading them
+    config, texts, layers='all', dtype='float16', device=None, compute=torch.float32, place='disk'
+) -> Price:  # dtype: in which hidden states are kept, place: where; compute: in which it computes
     "What it costs to read texts with a transformer, known from its config alone."
     sizes = config.get_text_config() if hasattr(config, 'get_text_config') else config
     l, m = len(pick_layers(layers, sizes.num_hidden_layers + 1)), sizes.hidden_size
@@ -452,18 +401,16 @@ def price_of(
     how = dict(globals=dict(x=x), num_threads=torch.get_num_threads())
     once = need('torch.utils.benchmark').Timer('x @ x', **how).timeit(4).median
     n_tokens, dtype = about_tokens(texts), _dtype(dtype)
-    seconds = (n - idle) * n_tokens * once / 1024**3
-    disk = n_tokens * l * m * dtype.itemsize
+    seconds, n_bytes = (n - idle) * n_tokens * once / 1024**3, n_tokens * l * m * dtype.itemsize
     times = ((3600, 'hours'), (60, 'minutes'))
     unit, word = next((o for o in times if seconds >= 2 * o[0]), (1, 'seconds'))
     said = (
         f"{l} hidden states of width {m:,}, {n / 1e6:,.1f} million weights "
         f"({n * compute.itemsize / 1e9:,.1f} GB of memory); {len(texts):,} texts, about "
-        f"{n_tokens:,} tokens: to read them once takes roughly "
-        f"{seconds / unit:,.1f} {word}, to keep their hidden states about "
-        f"{disk / 1e9:,.1f} GB of {place} in {str(dtype)[6:]}"
+        f"{n_tokens:,} tokens: to read them once takes roughly {seconds / unit:,.1f} {word}, "
+        f"to keep their hidden states about {n_bytes / 1e9:,.1f} GB of {place} in {str(dtype)[6:]}"
     )
-    return Price(n_tokens, n, disk, seconds, said)
+    return Price(n_tokens, n, n_bytes, seconds, said)
 
 # %% ../../nbs/data/39_embed.ipynb #0000002d
 _old = ('capsnb embeddings 1', 'capsnb embeddings 2')  # one file of numbers; can be read
@@ -471,8 +418,7 @@ _format = 'capsnb embeddings 3'
 
 
 @contextlib.contextmanager
-def _undamaged(folder: Path):
-    "Whatever NumPy or safetensors say of damage, in one sentence."
+def _undamaged(folder: Path):  # whatever NumPy or safetensors say of damage, in one sentence
     try:
         yield
     except Exception as e:
@@ -480,8 +426,16 @@ def _undamaged(folder: Path):
         raise ValueError(f"the cache '{folder}' is damaged ({first_line(e)}): {again}") from e
 
 
-def _hash(said: bytes) -> str:
-    return hashlib.blake2b(said, digest_size=16).hexdigest()
+def _hash(said: bytes, size: int = 16) -> str:  # hexadecimal
+    return hashlib.blake2b(said, digest_size=size).hexdigest()
+
+
+def _short(said: bytes) -> int:
+    return int.from_bytes(bytes.fromhex(_hash(said, 8)), 'little', signed=True)
+
+
+def _crc(item: Tensor) -> int:
+    return zlib.crc32(item.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def _sum(header: dict) -> str:  # of what it says, in whatever order and spacing
@@ -499,15 +453,23 @@ def _make_header(encoder: FrozenEncoder, texts: list, ids: list, dtype, most: in
             left = most
         shards[-1].append(k)
         left -= lengths[k] * size
-    short = lambda b: int(np.frombuffer(hashlib.blake2b(b, digest_size=8).digest(), '<i8')[0])
-    said = [short(t.encode('utf-8', 'surrogatepass')) for t in texts]
-    read = [short(np.asarray(r, '<i8').tobytes()) for r in ids]
-    index = _hash(np.array([lengths, said, read], '<i8').T.tobytes())
-    header = dict(format=_format, encoder=encoder.fingerprint, name=encoder.name)
-    header |= dict(revision=encoder.revision, transformers=need('transformers').__version__)
-    header |= dict(layers=encoder.layers, d_emb=encoder.d_emb, dtype=str(dtype)[6:])
-    header |= dict(n_texts=len(ids), n_tokens=sum(lengths), n_bytes=sum(lengths) * size)
-    header |= dict(index=index, shards=shards)
+    said = [_short(t.encode('utf-8', 'surrogatepass')) for t in texts]
+    read = [_short(np.asarray(r, '<i8').tobytes()) for r in ids]
+    header = dict(
+        format=_format,
+        encoder=encoder.fingerprint,
+        name=encoder.name,
+        revision=encoder.revision,
+        transformers=need('transformers').__version__,
+        layers=encoder.layers,
+        d_emb=encoder.d_emb,
+        dtype=str(dtype)[6:],
+        n_texts=len(ids),
+        n_tokens=sum(lengths),
+        n_bytes=sum(lengths) * size,
+        index=_hash(np.array([lengths, said, read], '<i8').T.tobytes()),
+        shards=shards,
+    )
     return header | dict(sum=_sum(header))
 
 
@@ -516,9 +478,8 @@ def _read_header(folder: Path) -> dict:
     words = dict.fromkeys(('format', 'encoder', 'name', 'transformers', 'dtype', 'index'), str)
     numbers = dict.fromkeys(('d_emb', 'n_texts', 'n_tokens', 'n_bytes'), int)
     header = read_json(folder / 'header.json', **words, **numbers, layers=list)
-    if header['format'] not in (*_old, _format):
-        wanted = f"expected one of {', '.join((*_old, _format))}"
-        raise ValueError(f"it has the format {header['format']!r}, {wanted}")
+    if header['format'] not in (known := (*_old, _format)):
+        raise ValueError(f"it has the format {header['format']!r}, expected one of {known}")
     first = header['format'] == _old[0] and 'sum' not in header  # it had none
     if not first and header.get('sum') != _sum(header):
         raise ValueError("an entry of header.json was changed")
@@ -531,16 +492,17 @@ def _shards(folder: Path, header: dict) -> dict:  # file -> numbers of its texts
 
 def _compare(folder: Path, header: dict, **wanted):
     "`ValueError` that names the first difference."
+    said = dict(
+        encoder=f"was made by another encoder, '{header['name']}', fingerprint "
+        f"{header['encoder'][:8]} (transformers {header['transformers']})",
+        index="holds other texts, or tokens of another tokenizer or end",
+    )
     for key, value in wanted.items():
         if header[key] != value:
-            said = dict(
-                encoder=f"was made by another encoder, '{header['name']}', fingerprint "
-                f"{header['encoder'][:8]} (transformers {header['transformers']})",
-                index="holds other texts, or tokens of another tokenizer or end",
-            ).get(key, f"has {key} {header[key]}, this asks for {value}")
-            raise ValueError(f"the cache '{folder}' {said}; use another folder")
+            other = said.get(key, f"has {key} {header[key]}, this asks for {value}")
+            raise ValueError(f"the cache '{folder}' {other}; use another folder")
 
-# %% ../../nbs/data/39_embed.ipynb #0000003c
+
 class EmbeddingCache(torch.utils.data.Dataset):
     "A finished cache: `cache[k]` is text k, [n, l, m]."
 
@@ -567,21 +529,17 @@ class EmbeddingCache(torch.utils.data.Dataset):
         return {k: path for path, ks in shards.items() for k in ks}, missing
 
     def _old_places(self) -> tuple:  # text -> itself, and its checksum
-        np, h, path = need('numpy'), self.header, regular(self.folder / 'embeddings.bin')
+        np, path = need('numpy'), regular(self.folder / 'embeddings.bin')
         index = np.array(np.load(regular(self.folder / 'index.npy'), mmap_mode='r'))
         ticks = np.fromfile(regular(self.folder / 'ticks.bin'), '<u8').tolist()
-        n, size = int(index[:, 0].sum()), math.prod(self.shape) * self.dtype.itemsize
-        fits = _hash(index.tobytes()) == h['index'] and len(ticks) == len(index) == h['n_texts']
-        if (
-            not fits
-            or n != h['n_tokens']
-            or not path.stat().st_size == h['n_bytes'] == n * size > 0
-        ):
+        n, n_bytes = int(index[:, 0].sum()), path.stat().st_size
+        there = dict(index=_hash(index.tobytes()), n_texts=len(ticks), n_tokens=n, n_bytes=n_bytes)
+        whole = n * math.prod(self.shape)
+        if self.header | there != self.header or not n_bytes == whole * self.dtype.itemsize > 0:
             raise ValueError("its files do not belong together")
-        whole = dict(size=n * math.prod(self.shape), dtype=self.dtype)
-        flat = torch.from_file(str(path), shared=False, **whole).view(n, *self.shape)
-        places = zip(flat.split(index[:, 0].tolist()), (t - 2**32 for t in ticks))
-        return dict(enumerate(places)), ticks.count(0)
+        flat = torch.from_file(str(path), False, whole, dtype=self.dtype).view(n, *self.shape)
+        items = flat.split(index[:, 0].tolist())
+        return dict(enumerate(zip(items, (t - 2**32 for t in ticks), strict=True))), ticks.count(0)
 
     def __len__(self) -> int:  # texts
         return self.header['n_texts']
@@ -595,28 +553,24 @@ class EmbeddingCache(torch.utils.data.Dataset):
     def look(self, k: int) -> Tensor:  # text k where it lies, not to be written to
         k = range(len(self))[k]
         with _undamaged(self.folder):
-            item, tick = place if isinstance(place := self.places[k], tuple) else self._in(place, k)
-            if k not in self.checked:
-                if _crc(item) != tick:
-                    raise ValueError(f"text {k} is not what was written")
-                self.checked.add(k)
-            return item
-
-    def _in(self, path: Path, k: int) -> tuple:  # text k of a file, and its checksum
-        if path not in self._opened:
-            self._opened[path] = need('safetensors').safe_open(regular(path), 'pt')
-        file = self._opened[path]
-        return file.get_tensor(str(k)), k in self.checked or int(file.metadata()[str(k)])
+            place = self.places[k]
+            if isinstance(place, tuple):
+                item, tick = place
+            else:
+                if place not in self._opened:
+                    self._opened[place] = need('safetensors').safe_open(regular(place), 'pt')
+                file = self._opened[place]
+                item, tick = file.get_tensor(str(k)), file.metadata()[str(k)]
+            if k not in self.checked and _crc(item) != int(tick):
+                raise ValueError(f"text {k} is not what was written")
+        self.checked.add(k)
+        return item
 
     def verify(self):  # reads all of it; `ValueError` at the first damaged text
         for k in range(len(self)):
             self.look(k)
 
 
-def _crc(item: Tensor) -> int:
-    return zlib.crc32(item.contiguous().reshape(-1).view(torch.uint8).numpy())
-
-# %% ../../nbs/data/39_embed.ipynb #0000003e
 def check_space(folder: Path, n_bytes: int):  # to be written there
     "`OSError` when the disk has not got the room (and 1 % more)."
     free = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
@@ -630,18 +584,13 @@ def check_space(folder: Path, n_bytes: int):  # to be written there
 
 
 def _make_cache(
-    encoder: FrozenEncoder,  # computes what is missing
-    texts: list,  # of str
-    folder: str | Path,  # of this cache and nothing else
-    dtype='float16',  # on disk, or 'bfloat16', 'float32'
-    batch_size: int = 20,  # texts at a time
-    progress: bool = True,  # whether to draw a bar
-    shard_bytes: int = 2**26,  # of a file, about: a run that is killed loses no more
-) -> EmbeddingCache:  # of all texts
-    "Compute what is not there yet; `ValueError` for another cache, `OSError` for no room."
-    folder, texts = Path(folder).expanduser().absolute(), as_texts(texts)
-    ids = _tokens_to_keep(encoder, texts)
-    header = _make_header(encoder, texts, ids, _dtype(dtype), shard_bytes)
+    encoder, texts: list, folder, dtype='float16', batch_size=20, progress=True, shard_bytes=2**26
+) -> EmbeddingCache:
+    """Compute what is not there yet; `ValueError` for another cache, `OSError` for no room.
+    dtype: on disk; shard_bytes: of a file, about, a run that is killed loses no more."""
+    folder, texts, dtype = Path(folder).expanduser().absolute(), as_texts(texts), _dtype(dtype)
+    ids = encoder._to_keep(texts)
+    header = _make_header(encoder, texts, ids, dtype, shard_bytes)
     with alone(folder):
         if fresh := not (folder / 'header.json').exists():
             if folder.exists() and (held := sorted(o.name for o in folder.iterdir())):
@@ -661,16 +610,12 @@ def _make_cache(
             folder.mkdir(parents=True, exist_ok=True)
             write_json(folder / 'header.json', header)
         sweep(folder)
-        look = dict(
-            unit=' tokens', unit_scale=True, mininterval=0.5, disable=not (progress and todo)
-        )
-        look |= dict(desc=f"{len(texts):,} texts, {header['n_bytes'] / 1e9:.2f} GB")
-        begun = dict(total=header['n_tokens'], initial=header['n_tokens'] - left)
-        with need('tqdm').tqdm(**begun, **look) as bar:
+        said, shown = f"{len(texts):,} texts, {header['n_bytes'] / 1e9:.2f} GB", progress and todo
+        with _bar(header['n_tokens'], shown, header['n_tokens'] - left, said) as bar:
             for path, ks in todo.items():
                 items = {}
                 for alike, e in encoder._read({k: ids[k] for k in ks}, batch_size):
-                    small = encoder._narrow(e, _dtype(dtype)).cpu()
+                    small = encoder._narrow(e, dtype).cpu()
                     items |= {str(k): small.clone() for k in alike}
                     bar.update(len(small) * len(alike))
                 ticks = {k: str(_crc(item)) for k, item in items.items()}
@@ -679,14 +624,9 @@ def _make_cache(
     return EmbeddingCache(folder)
 
 
-def _tokens_to_keep(encoder: FrozenEncoder, texts: list) -> list:
-    "`ValueError` for no text, and for a transformer whose hidden states will change."
-    if not encoder._is_frozen:
-        trained = "got one that is being trained: what it says now cannot be kept"
-        raise ValueError(f"expected a frozen transformer, {trained}")
-    if not texts:
-        raise ValueError("expected at least one text to keep, got none")
-    return encoder.tokens(texts)
+def _bar(n_tokens: int, shown, done: int = 0, said: str | None = None):
+    look = dict(unit=' tokens', unit_scale=True, mininterval=0.5, disable=not shown)
+    return need('tqdm').tqdm(total=n_tokens, initial=done, desc=said, **look)
 
 
 FrozenEncoder.cache = _make_cache
@@ -695,17 +635,14 @@ FrozenEncoder.cache = _make_cache
 class HeldStates:
     "Hidden states in the memory of the encoder's device: see `FrozenEncoder.hold`."
 
-    def __init__(
-        self, encoder, texts: list, rows: list, dtype: torch.dtype, batch_size: int, progress
-    ):
+    def __init__(self, encoder, texts: list, rows, dtype: torch.dtype, batch_size: int, progress):
         self.texts, self.made_by, at = list(texts), (encoder.fingerprint, encoder.layers), 0
-        ids = dict(zip(rows, _tokens_to_keep(encoder, [texts[k] for k in rows])))
+        ids = dict(zip(rows, encoder._to_keep([texts[k] for k in rows])))
         n = sum(map(len, set(map(tuple, ids.values()))))  # equal texts share a place
         shape, places = (n, encoder.n_layers, encoder.d_emb), [(0, 0)] * len(texts)
         _check_memory(math.prod(shape) * dtype.itemsize, encoder.device)
         self.flat = torch.empty(shape, dtype=dtype, device=encoder.device)
-        look = dict(total=n, unit=' tokens', unit_scale=True, disable=not progress)
-        with need('tqdm').tqdm(**look) as bar:
+        with _bar(n, progress) as bar:
             for ks, e in encoder._read(ids, batch_size):
                 self.flat[at : at + len(e)] = encoder._narrow(e, dtype)
                 for k in ks:
@@ -713,9 +650,6 @@ class HeldStates:
                 at += len(e)
                 bar.update(len(e))
         self.starts, self.lengths = torch.tensor(places).unbind(1)
-
-    def __len__(self):  # texts
-        return len(self.texts)
 
     def places(self, rows: list) -> tuple:  # mask [b, n], and where [b, n] in memory the tokens are
         "On a GPU n is a multiple of 32: few shapes, and so few graphs."
@@ -740,19 +674,14 @@ def _check_memory(n_bytes: int, device: torch.device):
     if n_bytes > 0.9 * free:
         raise MemoryError(
             f"hidden states take {n_bytes / 1e9:,.1f} GB of memory, of which {device} has "
-            f"{free / 1e9:,.1f} GB free: read fewer layers (--layers), sentences only (--roots), "
+            f"{free / 1e9:,.1f} GB free: read fewer layers (--layers) or sentences only (--roots), "
             "or keep them on disk (--cache)"
         )
 
 
-def _hold(
-    encoder: FrozenEncoder,  # whose hidden states
-    wanted: dict,  # name -> texts, and numbers of those that are read (None: all)
-    dtype='float16',  # in memory, or 'bfloat16', 'float32'
-    batch_size: int = 256,  # texts at a time
-    progress: bool = False,  # whether to draw a bar
-) -> dict:  # name -> `HeldStates`
-    "Read what is not in memory yet, let go what is no longer wanted; `MemoryError` for no room."
+def _hold(encoder, wanted: dict, dtype='float16', batch_size: int = 256, progress=False) -> dict:
+    """`HeldStates` of name -> texts, and numbers of those that are read (None: all): read what is
+    not in memory yet, let go what is no longer wanted; `MemoryError` for no room."""
     dtype = _dtype(dtype)
     keys = {k: (tuple(texts), rows and tuple(rows), dtype) for k, (texts, rows) in wanted.items()}
     encoder.held = {k: kept for k, kept in encoder.held.items() if kept[0] == keys.get(k)}

@@ -220,7 +220,7 @@ class Sentiment(Task):
             name, config = encoder.name, encoder.model.config
         else:
             name = self.encoder
-            config = read_config(name, self.gguf_file, self.revision, known=False)
+            config = read_config(name, self.gguf_file, self.revision)
             sizes = self.layers, self.cache_dtype, self.device
         if self.progress or self.official:
             _say(f"reading {self.about}")
@@ -228,9 +228,9 @@ class Sentiment(Task):
         texts = [t for s in self.samples.values() for t in s.texts]
         place = 'memory' if self.in_memory else 'disk'
         price = price_of(config, texts, *sizes, place=place)
-        if self.progress or price.disk > 1e9 or price.seconds > 60:
-            _say(f"{name}: {price}")
-        if not self.in_memory and not self._caches(self.samples, price.disk // price.n_tokens):
+        if self.progress or price.n_bytes > 1e9 or price.seconds > 60:
+            _say(f"{name}: {price.said}")
+        if not self.in_memory and not self._caches(self.samples, price.n_bytes // price.n_tokens):
             self.cache = False
         self.on_the_fly = self.cache is False  # the run's note says so
         self.reader()
