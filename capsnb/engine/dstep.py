@@ -404,7 +404,7 @@ class Routing(_Parameters):
         a_inp: Tensor,  # [..., i] scores (logits) of the inputs; -inf: absent
         mu_inp: Tensor,  # [..., i, c, d] input capsules, finite, also where they are absent
         n_out: int | None = None,  # number of outputs, if the layer was made without
-        return_R: bool = False,  # whether to return the routing probabilities too
+        return_R: bool = False,  # whether to return the shares too; those of absent inputs are 0
     ) -> Routed | RoutedR:  # a [..., j], mu and sig2 [..., j, c, h] (and R [..., i, j])
         "Route input capsules to output capsules; `ValueError` if they do not fit."
         j = _outputs_of(self, n_out)
@@ -415,7 +415,10 @@ class Routing(_Parameters):
         if self.norm != 'none':
             out[:2] = self.normed(*out[:2])
         out[:2] = _in_dtype(*out[:2], dtype)
-        return RoutedR(*out) if return_R else Routed(*out)
+        if not return_R:
+            return Routed(*out)
+        *seen, R = out
+        return RoutedR(*seen, R.masked_fill(a_inp.isneginf()[..., None], 0))
 
     def route(
         self,

@@ -270,14 +270,17 @@ class Router(nn.Module):
         self,
         a_inp: Tensor,  # [..., i] scores (logits) of the inputs; -inf: absent
         mu_inp: Tensor,  # [..., i, c, d] input capsules, finite, also where they are absent
-        return_R: bool = False,  # whether to return the routing probabilities too
+        return_R: bool = False,  # whether to return the shares too; those of absent inputs are 0
     ) -> Routed | RoutedR:  # a [..., j], mu and sig2 [..., j, c, h] (and R [..., i, j])
         "Route input capsules to output capsules; `ValueError` if they do not fit."
         _check_capsules(self, a_inp, mu_inp)
         own = self.own_dtype(a_inp, mu_inp)
         a, mu, *rest = self.after_norm(self.route(a_inp.to(own), self.seen(mu_inp.to(own))))
         out = *_in_dtype(a, mu, own if autocasting(mu.device) else mu_inp.dtype), *rest
-        return RoutedR(*out) if return_R else Routed(*out[:3])
+        if not return_R:
+            return Routed(*out[:3])
+        *seen, R = out
+        return RoutedR(*seen, R.masked_fill(a_inp.isneginf()[..., None], 0))
 
     def extra_repr(self):
         kept = 'd_cov d_inp d_out n_inp n_out n_iters bias start'.split()

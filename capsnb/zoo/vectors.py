@@ -69,6 +69,8 @@ def definable_routing(
 class VectorRouting(nn.Module):
     """Vectors to vectors without votes in memory (`EfficientVectorRouting` of Heinsen 2022).
 
+    `mask` [..., i, j] is True where an input is hidden from an output; padding has scores of -inf.
+
     >>> VectorRouting(8, 3, 32, 16)(torch.randn(2, 8, 32)).shape
     torch.Size([2, 3, 16])
     """
