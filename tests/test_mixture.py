@@ -8,13 +8,13 @@ from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from capsnb.engine import mixture
-from capsnb.engine.mixture import GaussianMixture, Params, _covariances
-from capsnb.routing import mixture as book
+from capsnb.engine.mixture import GaussianMixture, Params
 
 f32, f64 = torch.float32, torch.float64
 few = settings(max_examples=15, deadline=None, derandomize=True)
-seeds, kinds = st.integers(0, 10**6), st.sampled_from(_covariances)
-each_kind = pytest.mark.parametrize('cov', _covariances)
+all_kinds = 'diag', 'spherical', 'full'
+seeds, kinds = st.integers(0, 10**6), st.sampled_from(all_kinds)
+each_kind = pytest.mark.parametrize('cov', all_kinds)
 
 
 def points(seed, N, D, J=3, spread=3.0, dtype=f64):
@@ -24,52 +24,44 @@ def points(seed, N, D, J=3, spread=3.0, dtype=f64):
     return x.to(dtype)
 
 
-def start(x, J, cov, seed=0, least=1e-3):
+def even(x):
+    return mixture._weights(None, x, 1)
+
+
+def start(x, J, cov, seed=0):
     g = torch.Generator().manual_seed(seed)
-    return Params(*(q[0] for q in mixture._start_params(x[None], J, cov, generator=g, least=least)))
+    p = mixture._start_params(x, J, even(x), cov, g, 1e-3)
+    return p._replace(sig2=p.sig2[..., 0]) if cov == 'spherical' else p
 
 
-def as_full(p, cov):
-    "The same mixture with covariance matrices."
-    eye = torch.eye(p.mu.shape[-1], dtype=p.mu.dtype)
-    sig2 = {
-        'full': lambda s: s,
-        'diag': torch.diag_embed,
-        'spherical': lambda s: s[..., None, None] * eye,
-    }[cov](p.sig2)
-    return torch.distributions.MixtureSameFamily(
-        torch.distributions.Categorical(p.pi), torch.distributions.MultivariateNormal(p.mu, sig2)
-    )
-
-
-@each_kind
-@pytest.mark.parametrize('D', [1, 5])
-def test_products_are_the_density(cov, D):
-    x = points(0, 200, D)
-    p = start(x, 4, cov)
-    assert_close(
-        (mixture._features(x, cov) @ mixture._natural(p, cov)).logsumexp(-1),
-        as_full(p, cov).log_prob(x),
-    )
+def density(p, cov):
+    sig2 = p.sig2[..., None] if cov == 'spherical' else p.sig2
+    sig2 = sig2 if cov == 'full' else sig2[..., None] * torch.eye(p.mu.shape[-1], dtype=f64)
+    each = torch.distributions.MultivariateNormal(p.mu, sig2)
+    return torch.distributions.MixtureSameFamily(torch.distributions.Categorical(p.pi), each)
 
 
 @few
-@given(st.integers(1, 300), st.integers(1, 4), kinds, st.booleans(), st.sampled_from([1, 500]))
-def test_a_sweep_is_the_books_steps_whatever_the_tile(N, D, cov, weighted, tile):
+@given(
+    st.integers(1, 300), st.integers(1, 5), st.booleans(), st.booleans(), st.sampled_from([1, 500])
+)
+def test_a_sweep_is_the_steps_of_the_density_whatever_the_tile(N, D, full, weighted, tile):
     g, b, J = torch.Generator().manual_seed(N), 2, 3
-    x, pi, mu, w = (
-        torch.randn(s, generator=g, dtype=f64) for s in ((b, N, D), (b, J), (b, J, D), (b, N))
+    x, pi, mu, w, L = (
+        torch.randn(s, generator=g, dtype=f64)
+        for s in ((b, N, D), (b, J), (b, J, D), (b, N), (b, J, D, D))
     )
-    one = torch.ones(b, J, D, dtype=f64)
-    sig2 = {'diag': one, 'spherical': one[..., 0], 'full': one.diag_embed()}[cov]
-    p, w = Params(pi.softmax(-1), mu, sig2), w.exp() if weighted else None
+    sig2 = L @ L.mT + torch.eye(D) if full else L.diagonal(dim1=-2, dim2=-1).exp()
+    p, w = Params(pi.softmax(-1), mu, sig2), w.exp() if weighted else even(x)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(mixture._TILE, 'cpu', tile)
-        S, ll = mixture._em_sweep(x, mixture._natural(p, cov), cov, w)
-    R, log_p = book.e_step(x[..., None, :], p.pi, mu, one)
-    w = torch.ones(b, N, dtype=f64) if w is None else w
-    assert_close(S, mixture._features(x, cov).mT @ (R * w[..., None]))
-    assert_close(ll, (w * log_p).sum(-1))
+        S, ll = mixture._em_sweep(x, w, p)
+    C = sig2 if full else sig2.diag_embed()
+    each = torch.distributions.MultivariateNormal(mu[:, None], C[:, None]).log_prob(x[:, :, None])
+    log_p = (each + p.pi.log()[:, None]).logsumexp(-1, keepdim=True)
+    R = (each + p.pi.log()[:, None] - log_p).exp() * w[..., None]
+    assert_close(S, mixture._features(x, full).mT @ R)
+    assert_close(ll, (w * log_p[..., 0]).sum(-1))
 
 
 class Largest(TorchDispatchMode):
@@ -98,27 +90,27 @@ def test_memory_does_not_depend_on_the_number_of_points(monkeypatch):
 
 
 @pytest.mark.parametrize('dtype', [f32, f64], ids=str)
-@each_kind
-@settings(max_examples=20, deadline=None, derandomize=True)
-@given(st.data())
-def test_likelihood_falls_by_no_more_than_rounding(cov, dtype, data):
-    "By eps*r**2/min_var a point at most, if that is 1/16 or less: equal points collapse often."
-    D, J = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(kinds, st.sampled_from([0, 1e-6]), st.data())
+def test_any_data_are_fitted_and_likelihood_falls_by_no_more_than_rounding(dtype, cov, reg, data):
+    "By 1/16 a point at most, where Gaussians collapse onto equal points."
+    D, J = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
     fine = st.integers(-3000, 3000).map(lambda i: i / 1000)
-    number = data.draw(st.sampled_from([st.integers(0, 3), st.integers(-1, 1), fine]))
-    row = st.lists(number, min_size=D, max_size=D)
-    rows = data.draw(st.lists(row, min_size=4, max_size=25).filter(lambda r: r != r[:1] * len(r)))
-    x = torch.tensor(rows, dtype=dtype) * data.draw(st.sampled_from([1e-2, 1.0, 100.0]))
+    number = data.draw(st.sampled_from([st.integers(0, 3), fine]))
+    rows = st.lists(st.lists(number, min_size=D, max_size=D), min_size=J, max_size=25)
+    x = torch.tensor(data.draw(rows), dtype=dtype)
+    x = x * data.draw(st.sampled_from([1e-3, 1.0, 1e4]))
     x = x + data.draw(st.sampled_from([0.0, 1.0, 10.0])) * x.max()
-    noise = (torch.finfo(dtype).eps * (x - x.mean(0)).square().sum(-1).max()).item()
+    if reg == 0 and (x == x[0]).all(0).any():
+        return  # a constant column is refused
     w = data.draw(st.none() | st.lists(st.floats(0.01, 5), min_size=len(x), max_size=len(x)))
     w = w if w is None else torch.tensor(w, dtype=dtype)
-    for share in (1 / 16, 1e-4):
-        how = dict(max_iter=20, tol=0, reg_covar=0, min_var=noise / share, seed=0)
-        gm = GaussianMixture(J, cov, **how).fit(x, w)
-        rounding = 4 * torch.finfo(dtype).eps * gm.history.abs().max().clamp(min=1)
-        assert (-gm.history.diff() <= share + rounding).all()
-        assert cov == 'full' or (gm.sig2 >= noise / share * (1 - 1e-4)).all()
+    gm = GaussianMixture(J, cov, max_iter=20, tol=0, reg_covar=reg, seed=0).fit(x, w)
+    found = *gm.params, gm.history, gm.predict_proba(x), gm.score_samples(x)
+    assert all(q.isfinite().all() for q in found)
+    assert_close(gm.pi.sum(), torch.ones((), dtype=dtype))
+    rounding = 4 * torch.finfo(dtype).eps * gm.history.abs().max().clamp(min=1)
+    assert reg or (-gm.history.diff() <= 1 / 16 + rounding).all()
 
 
 def fits_equal(a, b, tol=1e-7):
@@ -136,8 +128,8 @@ def test_integer_weights_are_repetitions(seed, cov, w):
     fits_equal(fit, make().fit(rep))
     fits_equal(fit, make().fit(x, 1e-6 * w.double()))
     one, two = (torch.Generator().manual_seed(seed) for _ in range(2))  # and the same draws
-    picked = mixture._kmeans_pp(x[None], 3, w[None].double(), one)[0]
-    assert_close(picked, mixture._kmeans_pp(rep[None], 3, None, two)[0])
+    picked = mixture._kmeans_pp(x, 3, w.double(), one)[0]
+    assert_close(picked, mixture._kmeans_pp(rep, 3, even(rep), two)[0])
 
 
 @few
@@ -172,7 +164,7 @@ def test_leading_dimensions(cov, lead):
     new, j = gm.sample(7)
     assert new.shape == lead + (7, 2) and j.shape == lead + (7,)
     one = GaussianMixture(3, cov, seed=0).fit(points(9, 50, 2))  # one mixture, many data sets
-    assert_close(one.score_samples(x), as_full(one.params, cov).log_prob(x))
+    assert_close(one.score_samples(x), density(one.params, cov).log_prob(x))
 
 
 @few
@@ -193,7 +185,9 @@ def test_restarts_keep_the_best_of_each_data_set():
     g = torch.Generator().manual_seed(3)
     bounds = torch.stack(
         [
-            mixture._em(x, mixture._start_params(x, 6, generator=g, least=1e-6)).lower_bound
+            mixture._em(
+                x, even(x), mixture._start_params(x, 6, even(x), 'diag', g, 1e-6)
+            ).lower_bound
             for _ in range(6)
         ]
     )
@@ -251,21 +245,6 @@ def test_hard_numbers_are_fitted_as_scikit_learn_does_in_float64(what, cov, dtyp
     assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.data())
-def test_degenerate_data_stay_finite(data):
-    dtype, cov = data.draw(st.sampled_from([f32, f64])), data.draw(kinds)
-    D, J = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
-    row = st.lists(st.integers(-2, 2), min_size=D, max_size=D)
-    rows = data.draw(st.lists(row, min_size=J, max_size=12))
-    scale, shift = (data.draw(st.sampled_from(s)) for s in ([1e-3, 1.0, 1e4], [0.0, 1.0, 1e4]))
-    x = torch.tensor(rows, dtype=dtype) * scale + shift
-    gm = GaussianMixture(J, cov, max_iter=20, tol=0, seed=0).fit(x)
-    found = *gm.params, gm.history, gm.predict_proba(x), gm.score_samples(x)
-    assert all(q.isfinite().all() for q in found)
-    assert_close(gm.pi.sum(), torch.ones((), dtype=dtype))
-
-
 @each_kind
 def test_an_emptied_component_keeps_its_parameters(cov):
     x, mu, sig2 = points(0, 100, 2), torch.tensor([[0.0, 0], [1e4, 1e4]]), torch.ones(2, 2)
@@ -286,7 +265,7 @@ def test_samples_have_the_moments(cov):
     assert_close(new.mean(0), x.mean(0), atol=0.05, rtol=0)
     assert_close(torch.bincount(j, minlength=3) / 100_000, gm.pi.float(), atol=0.01, rtol=0)
     k = gm.pi.argmax()
-    C = as_full(gm.params, cov).component_distribution.covariance_matrix[k]
+    C = density(gm.params, cov).component_distribution.covariance_matrix[k]
     assert_close(new[j == k].T.cov(), C, atol=0.05, rtol=0.05)
 
 
@@ -315,10 +294,10 @@ wrong = {
     r'N >= 2 and not be empty, got \(1, 2\)': lambda x: fit(x[:1]),
     'squares of its range': lambda x: fit(1e200 * x),
     'a column of x is constant': lambda x: fit(0 * x, 1, reg_covar=0),
-    'positive sample_weight, got 1': lambda x: fit(x, 2, torch.eye(20)[0]),
-    'must not be negative, got -1': lambda x: fit(x, 1, -torch.ones(20)),
+    'positive for at least 2 points, got 0.0 and 1': lambda x: fit(x, 2, torch.eye(20)[0]),
+    'must not be negative.*got -1': lambda x: fit(x, 1, -torch.ones(20)),
     'not fitted yet': lambda x: GaussianMixture(2).score_samples(x),
-    '2 columns of torch.float64': lambda x: fit(x).predict(x.float()),
+    'must have 2 columns like the data of fit, got 1': lambda x: fit(x).predict(x[:, :1]),
 }
 
 
@@ -362,17 +341,5 @@ def test_threads_change_nothing_and_are_in_the_mode_of_their_caller(mode, monkey
     finally:
         torch.set_num_threads(threads)
     for one, two, three in zip(*found):
-        assert_close(one, two, rtol=1e-12, atol=1e-12)  # a product may be cut up by threads
-        assert torch.equal(two, three)
+        assert_close((one, one), (two, three), rtol=1e-12, atol=1e-12)
         assert one.is_inference() == two.is_inference() == (mode is torch.inference_mode)
-
-
-@pytest.mark.parametrize('cov', _covariances)
-def test_rounding_noise_is_no_variance(cov):
-    "Far from the centre E[x^2] - mu^2 is noise of either sign, and must come out as its size."
-    x = torch.full((37, 2), 1234.567) + torch.tensor([0.0, 0.1])
-    p = mixture._from_moments(mixture._features(x, cov).mT @ torch.ones(37, 1), 2, cov)
-    eps = torch.finfo(x.dtype).eps
-    least = (torch.linalg.eigvalsh(p.sig2) if cov == 'full' else p.sig2).min()
-    assert 3 * eps * 1234**2 < least < 50 * eps * 1235**2
-    assert mixture._natural(p, cov).isfinite().all()

@@ -5,9 +5,8 @@ import math
 from functools import partial
 import pytest
 import torch
-from torch.autograd import forward_ad
 from torch.export import Dim, export
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, vmap
+from torch.func import functional_call, grad, vmap
 from torch.library import opcheck
 from torch.testing import assert_close
 from capsnb import ClassCaps, ConvCaps, PrimaryCaps, Routing, dynamic_routing, route_capsules
@@ -170,48 +169,6 @@ def test_derivatives(op, make, kw):
         f, every = lambda *x: every(*x)[0], f
     assert torch.autograd.gradcheck(f, x)
     assert torch.autograd.gradgradcheck(f, x, fast_mode=True)
-
-
-def along(op, make, kw):
-    "A number made of an op's output, as a function of one tensor; by the op, by its definition."
-    tensors, settings = make(**kw)
-    k = variables(op, tensors)[make in (of_fields, of_compiled)]  # activations stay in [0, 1]
-
-    def by(run):
-        def f(x):
-            outs = run(*tensors[:k], x, *tensors[k + 1 :], *settings)[0]
-            return (outs * (1 + torch.arange(outs.numel()).view_as(outs))).sin().sum()
-
-        return f
-
-    return tensors[k].detach(), by(op), by(op.definition)
-
-
-@few_cases
-def test_forward_and_backward_mode_of_each_other(op, make, kw):
-    "Every order of two derivatives, and none that would be wrong; over a plain backward pass, too."
-    x, by_op, defined = along(op, make, kw)
-    moves = torch.stack([torch.randn_like(x) for _ in range(2)])
-    moved = lambda t: x + torch.einsum('m,m...->...', t, moves)
-    f, want = (lambda t: by_op(moved(t))), (lambda t: defined(moved(t)))
-    at = torch.tensor([0.1, -0.2], dtype=f64)
-    assert_close(jacfwd(f)(at), jacfwd(want)(at))
-    want = jacrev(jacrev(want))(at)
-    assert want.abs().min() > 0
-    for found in (hessian(f), jacrev(jacfwd(f)), jacrev(jacrev(f))):
-        assert_close(found(at), want)
-    many = torch.ones(3, 1, dtype=f64)
-    assert_close(hessian(lambda t: vmap(f)(t * many).sum())(at), 3 * want)
-    for wrong in (jacfwd(jacfwd(f)), jacfwd(jacfwd(jacrev(f)))):
-        with pytest.raises(NotImplementedError, match=r'hessian\(f\)'):
-            wrong(at)
-    found = []
-    for run in (by_op, defined):
-        with forward_ad.dual_level():
-            y = forward_ad.make_dual(x.clone().requires_grad_(), moves[0])
-            (g,) = torch.autograd.grad(run(y), y)  # without `create_graph`: no trace of its own
-            found.append(forward_ad.unpack_dual(g).tangent)
-    assert_close(*found)
 
 
 @all_cases

@@ -13,13 +13,13 @@ from torch import Tensor
 from ..routing.dynamic import squash
 from ..routing.em import least_weight
 from .dstep import Plan, Problem, _exporting, plans
-from .dynamic import _maps_definition, _maps_shapes, _of_maps, _squash_back, faster
+from .dynamic import _of_maps, _squash_back, faster
 from .fields import FieldPlan, _route_by, _Tiling, engines, field_plans, field_table
 from .moments import _FEW, _precision, _routed, _wide
 from .numerics import FastOp, import_error, over_threads
 
 # %% auto #0
-__all__ = []
+__all__ = ['how']
 
 # %% ../../nbs/engine/21_compiled.ipynb #00000004
 _KERNELS = 'capsnb.engine.kernels'  # needs numba
@@ -182,9 +182,7 @@ def _by_chunk(t, V):
     return t.view(len(V), -(-V.shape[1] // _CHUNK), *t.shape[1:])
 
 # %% ../../nbs/engine/21_compiled.ipynb #n000000f
-def _votes_forward(
-    V: Tensor, f: Tensor, k: Tensor, c: Tensor, v: Tensor, use: Tensor, ign: Tensor, n_out: int
-) -> list[Tensor]:
+def _votes_forward(V, f, k, c, v, use, ign, n_out):
     given = _given(V, f, k, c, v, use, ign)
     (*_, G, J), tasks = V.shape, _tasks(V)
     stats = [torch.zeros(tasks, *s, dtype=torch.float64) for s in ((J,), (J,), (G, J), (G, J))]
@@ -196,18 +194,7 @@ def _votes_forward(
     return [gain.sum(1), total, centre, (squares + about).sum(1)]
 
 
-def _votes_backward(
-    V: Tensor,
-    f: Tensor,
-    k: Tensor,
-    c: Tensor,
-    v: Tensor,
-    use: Tensor,
-    ign: Tensor,
-    outs: list[Tensor],
-    grads: list[Tensor],
-    n_out: int,
-) -> list[Tensor]:
+def _votes_backward(V, f, k, c, v, use, ign, outs, grads, n_out):
     dtype, (n, i, G, J), tasks = V.dtype, V.shape, _tasks(V)
     (_, mass, mean, _), (g_gain, g_mass, g_mean, g_q) = outs, grads
     near = mean.to(dtype)
@@ -251,7 +238,9 @@ def _votes_defined(V, f, k, c, v, use, ign, n_out):
     return (use * D - ign * (f[..., None] - D)).sum(1), mass, mean, squares
 
 
-_votes = FastOp('compiled_votes', _votes_forward, _votes_backward, _votes_fake, _votes_defined, 4)
+_votes = FastOp(
+    'compiled_votes', 7, 'int', _votes_forward, _votes_backward, _votes_fake, _votes_defined, 4
+)
 
 # %% ../../nbs/engine/21_compiled.ipynb #0000000e
 def _cast(x, W):
@@ -391,7 +380,7 @@ class _Sweeps:
         return _by_sample(sums.view(self.blocks, -1, *sums.shape[1:]).sum(1), self.n)
 
 
-def _agree_forward(u: Tensor, W: Tensor, n_iters: int, detach: bool, shares: bool) -> list[Tensor]:
+def _agree_forward(u, W, n_iters, detach, shares):
     votes = _Sweeps(u.detach(), W.detach())
     sums, total = [votes.even(u.detach()) / votes.j], 0
     R = u.new_full((votes.i, votes.j, votes.blocks, _LANES), 1 / votes.j) if shares else None
@@ -402,15 +391,7 @@ def _agree_forward(u: Tensor, W: Tensor, n_iters: int, detach: bool, shares: boo
     return [squash(sums[-1]), R, torch.stack(sums)]
 
 
-def _agree_backward(
-    u: Tensor,
-    W: Tensor,
-    outs: list[Tensor],
-    grads: list[Tensor],
-    n_iters: int,
-    detach: bool,
-    shares: bool,
-) -> list[Tensor]:
+def _agree_backward(u, W, outs, grads, n_iters, detach, shares):
     sums, g, votes = outs[2], grads[0], _Sweeps(u, W)
     totals, later, ds = squash(sums).cumsum(0), 0, []
     du, dW = u.new_zeros(*u.shape[1:], votes.blocks * _LANES), torch.zeros_like(votes.flat)
@@ -433,9 +414,8 @@ def _agree_backward(
     return [du.contiguous(), dW.contiguous()]
 
 
-_agreement = FastOp(
-    'compiled_maps', _agree_forward, _agree_backward, _maps_shapes, _maps_definition, n_out=2
-)
+how = _agree_forward, _agree_backward, _of_maps.fake, _of_maps.definition
+_agreement = FastOp('compiled_maps', 2, 'int bool bool', *how, n_out=2)
 
 
 def _serves(u: Tensor, W: Tensor) -> bool:

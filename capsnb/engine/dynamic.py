@@ -154,55 +154,35 @@ def _agree_definition(V, n_iters, detach, shares):
     return v, out.R.mT if shares else out.R.new_empty(0)
 
 # %% ../../nbs/engine/14_dynamic.ipynb #op210001
-def _votes_forward(V: Tensor, n_iters: int, detach: bool, shares: bool) -> list[Tensor]:
-    return _agree(_Votes(V), n_iters, shares)
+def _op(name, n, engine, sizes, cast):
+    "An engine of n tensors as an op; `sizes`: (n, i, j, h) of these, `cast`: their votes."
+
+    def forward(*given):
+        *x, n_iters, _, shares = given
+        return _agree(engine(*x), n_iters, shares)
+
+    def backward(*given):
+        *x, outs, grads, _, detach, _ = given
+        return _agree_back(engine(*x), outs[2], grads[0], detach)
+
+    def fake(*given):
+        *x, n_iters, _, shares = given
+        (b, i, j, h), new = sizes(*x), x[0].new_empty
+        return [new(b, j, h), new((b, j, i) if shares else (0,)), new(n_iters, b, j, h)]
+
+    def definition(*given):
+        return _agree_definition(cast(*given[:n]), *given[n:])
+
+    return FastOp(name, n, 'int bool bool', forward, backward, fake, definition, 2)
 
 
-def _votes_backward(
-    V: Tensor, outs: list[Tensor], grads: list[Tensor], n_iters: int, detach: bool, shares: bool
-) -> list[Tensor]:
-    return _agree_back(_Votes(V), outs[2], grads[0], detach)
-
-
-def _votes_shapes(V, n_iters, detach, shares):
-    n, i, j, h = V.shape
-    R = V.new_empty((n, j, i) if shares else (0,))
-    return [V.new_empty(n, j, h), R, V.new_empty(n_iters, n, j, h)]
-
-
-_of_votes = FastOp(
-    'dynamic_votes', _votes_forward, _votes_backward, _votes_shapes, _agree_definition, n_out=2
-)
-
-# %% ../../nbs/engine/14_dynamic.ipynb #op210002
-def _maps_forward(u: Tensor, W: Tensor, n_iters: int, detach: bool, shares: bool) -> list[Tensor]:
-    return _agree(_Maps(u, W), n_iters, shares)
-
-
-def _maps_backward(
-    u: Tensor,
-    W: Tensor,
-    outs: list[Tensor],
-    grads: list[Tensor],
-    n_iters: int,
-    detach: bool,
-    shares: bool,
-) -> list[Tensor]:
-    return _agree_back(_Maps(u, W), outs[2], grads[0], detach)
-
-
-def _maps_shapes(u, W, n_iters, detach, shares):
-    (n, i, _), (_, j, _, h) = u.shape, W.shape
-    R = u.new_empty((n, j, i) if shares else (0,))
-    return [u.new_empty(n, j, h), R, u.new_empty(n_iters, n, j, h)]
-
-
-def _maps_definition(u, W, n_iters, detach, shares):
-    return _agree_definition(torch.einsum('nid,ijdh->nijh', u, W), n_iters, detach, shares)
-
-
-_of_maps = FastOp(
-    'dynamic_maps', _maps_forward, _maps_backward, _maps_shapes, _maps_definition, n_out=2
+_of_votes = _op('dynamic_votes', 1, _Votes, lambda V: V.shape, lambda V: V)
+_of_maps = _op(
+    'dynamic_maps',
+    2,
+    _Maps,
+    lambda u, W: (*u.shape[:2], *W.shape[1::2]),
+    lambda u, W: torch.einsum('nid,ijdh->nijh', u, W),
 )
 
 # %% ../../nbs/engine/14_dynamic.ipynb #2d1df320

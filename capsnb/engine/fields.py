@@ -440,20 +440,8 @@ def _started(W, fields, n, engine, tiling):
 
 
 def _fields_forward(
-    a: Tensor,
-    mu: Tensor,
-    W: Tensor,
-    beta_a: Tensor,
-    beta_u: Tensor,
-    fields: Tensor,
-    engine: str,
-    lams: list[float],
-    floor: list[float],
-    act: str,
-    damping: float,
-    tiling: list[int],
-    shares: bool,
-) -> list[Tensor]:
+    a, mu, W, beta_a, beta_u, fields, engine, lams, floor, act, damping, tiling, shares
+):
     how = engine, lams, floor, act, damping, tiling, shares
     made = _fields_fake(a, mu, W, beta_a, beta_u, fields, *how)
     outs, (gaussians, data, kept) = made[:4], made[4:]
@@ -474,23 +462,8 @@ def _fields_forward(
     return made
 
 
-def _fields_backward(
-    a: Tensor,
-    mu: Tensor,
-    W: Tensor,
-    beta_a: Tensor,
-    beta_u: Tensor,
-    fields: Tensor,
-    outs: list[Tensor],
-    grads: list[Tensor],
-    engine: str,
-    lams: list[float],
-    floor: list[float],
-    act: str,
-    damping: float,
-    tiling: list[int],
-    shares: bool,
-) -> list[Tensor]:
+def _fields_backward(a, mu, W, beta_a, beta_u, fields, outs, grads, engine, lams, *how):
+    floor, act, damping, tiling, shares = how
     g_a, g_mu = torch.empty_like(a), torch.empty_like(mu)
     g_betas = [torch.zeros_like(beta_a), torch.zeros_like(beta_u)]
     loop, (gaussians, data, kept) = _Loop(lams, Floor(*floor), act, damping), outs[4:]
@@ -517,7 +490,16 @@ def _fields_definition(
     return out.a, out.mu.flatten(-2), out.sig2.flatten(-2), R
 
 
-_op = FastOp('fields', _fields_forward, _fields_backward, _fields_fake, _fields_definition, n_out=4)
+_op = FastOp(
+    'fields',
+    6,
+    'str float[] float[] str float int[] bool',
+    _fields_forward,
+    _fields_backward,
+    _fields_fake,
+    _fields_definition,
+    n_out=4,
+)
 
 
 def _route_by(

@@ -10,25 +10,12 @@ import numbers
 from typing import NamedTuple
 import torch
 from torch import Tensor
-from .numerics import in_threads, may_look, without_autocast
+from .numerics import may_look, over_threads
 
 # %% auto #0
 __all__ = ['Params', 'GaussianMixture']
 
-# %% ../../nbs/engine/13_mixture.ipynb #00000006
-_covariances = ('diag', 'spherical', 'full')
-
-
-def _features(x: Tensor, covariance: str = 'diag') -> Tensor:
-    "Sufficient statistics phi(x): squares (or products, d <= d'), then x, then 1."
-    one, D = torch.ones_like(x[..., :1]), x.shape[-1]
-    if covariance == 'full':
-        products = [x[..., d : d + 1] * x[..., d:] for d in range(D)]
-    else:
-        products = [x * x if covariance == 'diag' else (x * x).sum(-1, keepdim=True)]
-    return torch.cat([*products, x, one], -1)
-
-# %% ../../nbs/engine/13_mixture.ipynb #00000007
+# %% ../../nbs/engine/13_mixture.ipynb #00000008
 class Params(NamedTuple):
     "A mixture of J Gaussians in D dimensions; `...` are the leading dimensions of the data."
 
@@ -36,251 +23,222 @@ class Params(NamedTuple):
     mu: Tensor  # [..., J, D] means
     sig2: Tensor  # variances, [..., J, D], [..., J] or [..., J, D, D] by the kind of covariance
 
-# %% ../../nbs/engine/13_mixture.ipynb #00000008
-def _natural(p: Params, covariance: str = 'diag') -> Tensor:
+
+def _features(x: Tensor, full: bool) -> Tensor:
+    "Sufficient statistics phi(x): squares (or products, d <= d'), then x, then 1."
+    products = [x[..., d : d + 1] * x[..., d:] for d in range(x.shape[-1])] if full else [x * x]
+    return torch.cat([*products, x, torch.ones_like(x[..., :1])], -1)
+
+
+def _is_full(p: Params) -> bool:
+    return p.sig2.ndim > p.mu.ndim
+
+
+def _natural(p: Params) -> Tensor:
     "Natural parameters theta, such that features(x) @ theta = log(pi_j N(x_i; mu_j, sig2_j))."
     D, tiny = p.mu.shape[-1], torch.finfo(p.mu.dtype).tiny
-    if covariance == 'full':
+    if _is_full(p):
         chol, (d, e) = torch.linalg.cholesky(p.sig2), torch.triu_indices(D, D, device=p.mu.device)
         precision = torch.cholesky_inverse(chol)
         quadratic = -0.5 * precision[..., d, e] * torch.where(d == e, 1, 2)  # d < d' counts twice
         linear = (precision @ p.mu[..., None])[..., 0]
         log_det = 2 * chol.diagonal(dim1=-2, dim2=-1).log().sum(-1)
     else:
-        precision = 1 / (p.sig2[..., None] if covariance == 'spherical' else p.sig2)
-        quadratic, linear = -0.5 * precision, p.mu * precision
-        log_det = -precision.log().expand_as(p.mu).sum(-1)
+        quadratic, linear, log_det = -0.5 / p.sig2, p.mu / p.sig2, p.sig2.log().sum(-1)
     square = (p.mu * linear).sum(-1)
     const = p.pi.clamp(min=tiny).log() - 0.5 * (square + log_det + D * math.log(2 * math.pi))
     return torch.cat([quadratic, linear, const[..., None]], -1).mT.contiguous()
 
-# %% ../../nbs/engine/13_mixture.ipynb #0000000c
-def _central(second, mu, covariance) -> tuple:
-    "Variances E[x²] - mu², as in `Params`, and the raw moments, by column."
-    D = mu.shape[-1]
-    if covariance == 'diag':
-        return second - mu * mu, second
-    if covariance == 'spherical':
-        return (second[..., 0] - (mu * mu).sum(-1)) / D, second[..., 0] / D
-    d, e = torch.triu_indices(D, D, device=mu.device)
-    C = second.new_empty(*mu.shape, D)
-    C[..., d, e] = C[..., e, d] = second
-    return C - mu[..., :, None] * mu[..., None, :], C.diagonal(dim1=-2, dim2=-1)
-
-# %% ../../nbs/engine/13_mixture.ipynb #0000000d
-def _at_least(C, least):
-    "The nearest covariance matrices whose eigenvalues are at least that."
-    values, U = torch.linalg.eigh(C)
-    return U * values.clamp(min=least)[..., None, :] @ U.mT
-
-
-def _floored(sig2, second, covariance, least=0.0):
-    "The nearest variances above rounding noise, column by column, and above `least`."
-    noise = 16 * torch.finfo(sig2.dtype).eps
-    if covariance != 'full':
-        return sig2.maximum(noise * second).clamp(min=least)
-    unit = second.clamp(min=torch.finfo(sig2.dtype).tiny).sqrt()  # else the widest column decides
-    unit = unit[..., :, None] * unit[..., None, :]
-    sig2 = _at_least(sig2 / unit, noise * sig2.shape[-1]) * unit
-    return _at_least(sig2, least) if least else sig2
-
-# %% ../../nbs/engine/13_mixture.ipynb #0000000e
+# %% ../../nbs/engine/13_mixture.ipynb #0000000f
 def _choose(which, one: Params, two: Params) -> Params:
-    "Parameters of one mixture where `which` [..., J] or [b] says so, of the other elsewhere."
+    "Parameters of one mixture where `which` [..., J] or [...] says so, of the other elsewhere."
     wide = lambda q: which.reshape(which.shape + (1,) * (q.ndim - which.ndim))
     return Params(*(torch.where(wide(p), p, q) for p, q in zip(one, two)))
 
-# %% ../../nbs/engine/13_mixture.ipynb #0000000f
-def _from_moments(S, D, covariance='diag', reg_covar=0.0, least=0.0, old=None) -> Params:
-    "M-step from sufficient statistics; without `old` a Gaussian without points gets zeros."
-    n, eps = S[..., -1, :], torch.finfo(S.dtype)
-    mean = (S / n.clamp(min=eps.tiny)[..., None, :]).mT  # E_j[phi], [..., J, K]
-    mu = mean[..., -D - 1 : -1]
-    sig2 = _floored(*_central(mean[..., : -D - 1], mu, covariance), covariance, least)
-    eye = torch.eye(D, dtype=S.dtype, device=S.device) if covariance == 'full' else 1
-    new = Params(n / n.sum(-1, keepdim=True), mu, sig2 + reg_covar * eye)
-    return new if old is None else _choose(new.pi < eps.eps, old._replace(pi=new.pi), new)
+
+def _floored(C, second, noise):
+    "The nearest covariances whose eigenvalues are above noise, in units of their columns."
+    unit = second.clamp(min=torch.finfo(C.dtype).tiny).sqrt()  # else the widest column decides
+    unit = unit[..., :, None] * unit[..., None, :]
+    values, U = torch.linalg.eigh(C / unit)
+    return U * values.clamp(min=noise)[..., None, :] @ U.mT * unit
+
+
+def _from_moments(S, old: Params, covariance='diag', reg_covar=0.0) -> Params:
+    "M-step from sufficient statistics; who has no share keeps what it had."
+    n, D, eps = S[..., -1, :], old.mu.shape[-1], torch.finfo(S.dtype)
+    mean, noise = (S / n.clamp(min=eps.tiny)[..., None, :]).mT, 16 * eps.eps  # E_j[phi] [..., J, K]
+    second, mu = mean[..., : -D - 1], mean[..., -D - 1 : -1]
+    if covariance == 'full':
+        d, e = torch.triu_indices(D, D, device=S.device)
+        C = second.new_empty(*mu.shape, D)
+        C[..., d, e] = C[..., e, d] = second
+        second = C.diagonal(dim1=-2, dim2=-1)
+        sig2 = _floored(C - mu[..., :, None] * mu[..., None, :], second, noise * D)
+        sig2 = sig2 + reg_covar * torch.eye(D, dtype=S.dtype, device=S.device)
+    else:
+        sig2 = second - mu * mu
+        if covariance == 'spherical':
+            sig2, second = (q.mean(-1, keepdim=True).expand_as(q) for q in (sig2, second))
+        sig2 = sig2.maximum(noise * second) + reg_covar
+    new = Params(n / n.sum(-1, keepdim=True), mu, sig2)
+    return _choose(new.pi < eps.eps, old._replace(pi=new.pi), new)
 
 # %% ../../nbs/engine/13_mixture.ipynb #00000013
-def _responsibilities(L: Tensor) -> Tensor:
-    "Softmax in place without subnormal numbers: shares are at least sqrt(smallest normal)."
+def _responsibilities(L: Tensor, weight: Tensor | float = 1.0) -> Tensor:
+    "Softmax in place, times weights, without subnormal numbers; returns log-likelihoods."
     top = L.amax(-1, keepdim=True)
     L.sub_(top).clamp_(min=0.5 * math.log(torch.finfo(L.dtype).tiny)).exp_()
     z = L.sum(-1, keepdim=True)
-    L.div_(z)
-    return top + z.log()
+    L.mul_(weight / z)
+    return (top + z.log())[..., 0]
 
-# %% ../../nbs/engine/13_mixture.ipynb #00000014
+
 _TILE = {'cpu': 2**17}  # numbers in a tile; elsewhere 2**24
-
-
-def _tile_rows(x, width) -> int:
-    "Rows of every data set in a tile, at least 64."
-    numbers = _TILE.get(x.device.type, 2**24)
-    return min(x.shape[1], max(64, numbers // (width * max(1, x.shape[0]))))
 
 
 def _wide(x):
     "In what dtype sums are made: squares of float32 lose what columns and points far away leave."
     return torch.float32 if x.device.type == 'mps' else torch.float64
 
-# %% ../../nbs/engine/13_mixture.ipynb #09903e93
+
 def _by_tiles(run, x, width, *sums) -> list:
-    """`run(at, *sums)` for every tile `at` of rows; sums start at 0, grow, and are returned.
+    """`run(at, *sums)` for every tile `at` of points; sums start at 0, grow, and are returned.
 
-    PyTorch's threads share chunks of tiles out, and wait for each other once, not at every
-    operation. The sizes alone say what is a chunk.
-    """
-    N, T, threads = x.shape[1], _tile_rows(x, width), torch.get_num_threads() if may_look(x) else 1
-    step = T * max(1, -(-N // (16 * T))) if x.device.type == 'cpu' else max(1, N)
+    `width`: numbers a point. Threads wait for each other once, not at every operation."""
+    N, looks = x.shape[-2], may_look(x)
+    T = min(N, max(64, _TILE.get(x.device.type, 2**24) // max(1, width)))
+    n_tiles, threads = -(-N // T), torch.get_num_threads() if looks else 1
 
-    def chunk(start):
-        if threads > 1 and torch.get_num_threads() > 1:
+    def some(start, stop):
+        if threads > 1:
             torch.set_num_threads(1)  # in a thread of the pool: all operations by this thread
         own = [torch.zeros_like(s) for s in sums]
-        for s in range(start, min(start + step, N), T):
-            run(slice(s, min(s + T, start + step, N)), *own)
+        for k in range(start, stop):
+            run(slice(k * T, min(k * T + T, N)), *own)
         return own
 
-    starts = range(0, N, step)
     if threads == 1:
-        found = [chunk(s) for s in starts]
-    else:
-        try:
-            found = in_threads(threads, chunk, starts)
-        finally:
-            torch.set_num_threads(threads)  # what a chunk set is also what new threads start with
+        return some(0, n_tiles)
+    try:
+        found = over_threads(n_tiles, some)
+    finally:
+        torch.set_num_threads(threads)  # what a thread set is also what new threads start with
     return [sum(each) for each in zip(*found)]
 
-# %% ../../nbs/engine/13_mixture.ipynb #00000015
-def _em_sweep(x, theta, covariance='diag', weight=None, origin=0.0) -> list:
+
+def _em_sweep(x, weight, p: Params, origin=0.0) -> list:
     "E-step and the sums of the M-step in one pass over the data, in memory for a tile a thread."
+    theta, full = _natural(p), _is_full(p)
+    each = theta[..., 0, 0]
 
     def tile(at, S, log_p):
-        f = _features(x[:, at].to(theta.dtype) - origin, covariance)
-        R = f @ theta
-        log_p_i = _responsibilities(R)[..., 0]
-        if weight is not None:
-            R *= weight[:, at, None]
-            log_p_i *= weight[:, at]
-        log_p += log_p_i.sum(-1)
-        S.baddbmm_(f.mT, R)
+        f = _features(x[..., at, :].to(theta.dtype) - origin, full)
+        R, w = f @ theta, weight[..., at]
+        log_p += (w * _responsibilities(R, w[..., None])).sum(-1)
+        S += f.mT @ R
 
-    return _by_tiles(tile, x, max(theta.shape[-2:]), theta, theta.new_zeros(len(x)))
+    return _by_tiles(tile, x, each.numel() * max(theta.shape[-2:]), theta, each)
 
 # %% ../../nbs/engine/13_mixture.ipynb #00000018
-def _data_moments(x, weight=None) -> tuple[Tensor, Tensor]:
-    "A first mean, then moments about it, tile by tile."
-    wide = _wide(x)
-    total = x.shape[1] if weight is None else weight.to(wide).sum(-1)[:, None, None]
+def _data_moments(x, weight) -> tuple[Tensor, Tensor]:
+    "Mean and variances [..., 1, D] by weights that sum to 1, about a first mean."
 
     def tile(at, one, two):
-        dx = x[:, at].to(wide) - mean
-        w = 1 if weight is None else weight[:, at, None].to(wide)
-        one += (w * dx).sum(1, keepdim=True) / total
-        two += (w * dx * dx).sum(1, keepdim=True) / total
+        dx, w = x[..., at, :].to(weight.dtype) - mean, weight[..., at, None]
+        one += (w * dx).sum(-2, keepdim=True)
+        two += (w * dx * dx).sum(-2, keepdim=True)
 
-    mean = x[:, :1].to(wide)  # of the points, any
+    mean = x[..., :1, :].to(weight.dtype)  # of the points, any
     for _ in range(2):
-        one, two = _by_tiles(tile, x, x.shape[-1], mean, mean)
+        one, two = _by_tiles(tile, x, mean.numel(), mean, mean)
         mean = mean + one
     return mean, (two - one * one).clamp(min=0)
 
 
-def _draw(weights, generator=None) -> Tensor:
-    "An index [b] for each row of weights [b, N], in proportion; never one of weight 0, any N."
+def _draw(weights, n=1, generator=None) -> Tensor:
+    "Indices [..., n] by weights [..., N], in proportion; never one of weight 0, any N."
     cum = weights.to(_wide(weights)).cumsum(-1)
-    last = cum[:, -1:]
-    u = torch.rand(len(weights), 1, generator=generator, dtype=cum.dtype, device=cum.device) * last
-    u = u.minimum(torch.nextafter(last, torch.zeros_like(u)))  # rounding must not step past the end
-    return torch.searchsorted(cum, u, right=True)[:, 0]
+    last, size = cum[..., -1:], (*cum.shape[:-1], n)
+    u = torch.rand(size, generator=generator, dtype=cum.dtype, device=cum.device) * last
+    u = u.minimum(torch.nextafter(last, torch.zeros_like(last)))  # never past the end by rounding
+    return torch.searchsorted(cum, u, right=True)
 
-# %% ../../nbs/engine/13_mixture.ipynb #0000001a
-def _kmeans_pp(x, n, weight=None, generator=None) -> tuple[Tensor, Tensor]:
+
+def _take(q, j) -> Tensor:
+    "Rows j [..., n] of q [..., J, *tail]."
+    return q.take_along_dim(j.reshape(*j.shape, *[1] * (q.ndim - j.ndim)), j.ndim - 1)
+
+
+def _kmeans_pp(x, n, weight, generator=None) -> tuple[Tensor, Tensor]:
     "Centres by k-means++, and how far each point is from the nearest (Arthur, Vassilvitskii 2007)."
-    wide = _wide(x)
-    w = torch.ones_like(x[..., 0], dtype=wide) if weight is None else weight.to(wide)
-    near, centres, p = torch.full_like(w, math.inf), [], w
+    near, centres, p = weight.new_full(weight.shape, math.inf), [], weight
 
     def compare(at):
-        near[:, at] = near[:, at].minimum((x[:, at].to(wide) - c).square().sum(-1))
+        gap = (x[..., at, :].to(weight.dtype) - c).square().sum(-1)
+        near[..., at] = near[..., at].minimum(gap)
 
     for _ in range(n):
-        centres.append(x[torch.arange(len(x), device=x.device), _draw(p, generator)])
-        c = centres[-1][:, None].to(wide)
-        _by_tiles(compare, x, x.shape[-1])
-        p = w * near
-        p = torch.where(p.sum(-1, keepdim=True) > 0, p, w)  # fewer distinct points than centres
-    return torch.stack(centres, 1), near
+        c = _take(x, _draw(p, 1, generator)).to(weight.dtype)
+        centres.append(c)
+        _by_tiles(compare, x, c.numel())
+        p = weight * near
+        p = torch.where(
+            p.sum(-1, keepdim=True) > 0, p, weight
+        )  # fewer distinct points than centres
+    return torch.cat(centres, -2), near
 
-# %% ../../nbs/engine/13_mixture.ipynb #0000001b
-def _start_params(x, n, covariance='diag', weight=None, generator=None, least=0.0) -> Params:
+
+def _start_params(x, n, weight, covariance='diag', generator=None, reg_covar=0.0) -> Params:
     "Where EM starts: k-means++ centres, equal proportions, the variance that the centres leave."
-    var = _data_moments(x, weight)[1]
-    mu, near = _kmeans_pp(x, n, weight, generator)
-    w = torch.ones_like(near) if weight is None else weight
-    tiny, eps = torch.finfo(var.dtype).tiny, torch.finfo(x.dtype).eps
-    left = (near * w).sum(-1) / w.sum(-1)
-    share = (left / var.sum((-2, -1)).clamp(min=tiny)).clamp(4 * eps, 1)
-    sig2 = (var * share[:, None, None]).clamp(min=least).expand(*mu.shape)
-    form = {'diag': lambda v: v, 'spherical': lambda v: v.mean(-1), 'full': torch.diag_embed}
-    return Params(var.new_full(mu.shape[:-1], 1 / n), mu.to(var), form[covariance](sig2))
-
-# %% ../../nbs/engine/13_mixture.ipynb #0000001d
-class _Fit(NamedTuple):
-    "What EM returns; `b` data sets."
-
-    params: Params  # the mixtures, [b, ...]
-    lower_bound: Tensor  # [b] log-likelihood per point (mean by weight) at the last E-step, nats
-    n_iter: Tensor  # [b] iterations
-    converged: Tensor  # [b] whether the bound changed by less than tol
-    history: Tensor  # [b, n_iter.max()] bound at every E-step, repeated after convergence
+    (mean, var), (mu, near) = _data_moments(x, weight), _kmeans_pp(x, n, weight, generator)
+    left = (near * weight).sum(-1) / var.sum((-2, -1)).clamp(min=torch.finfo(var.dtype).tiny)
+    share = left.clamp(4 * torch.finfo(x.dtype).eps, 1)[..., None, None]
+    least = 16 * torch.finfo(var.dtype).eps * (x.shape[-1] if covariance == 'full' else 1)
+    sig2 = (var * share).maximum(least * (mu - mean).square()).clamp(min=reg_covar)
+    if covariance == 'spherical':
+        sig2 = sig2.mean(-1, keepdim=True).expand_as(mu)
+    sig2 = torch.diag_embed(sig2) if covariance == 'full' else sig2
+    return Params(var.new_full(mu.shape[:-1], 1 / n), mu, sig2)
 
 # %% ../../nbs/engine/13_mixture.ipynb #0000001f
-def _em(
-    x,
-    start,
-    covariance='diag',
-    weight=None,
-    *,
-    max_iter=100,
-    tol=0.001,
-    reg_covar=1e-06,
-    min_var=0.0,
-) -> _Fit:
-    "Stops when all data sets have converged; at `max_iter` where values are not looked at."
-    mean, how = _data_moments(x, weight)[0], (covariance, weight)
-    p = Params(*(q.to(mean) for q in start))
-    p = p._replace(mu=p.mu - mean)
-    second = p.mu.square() + {
-        'diag': lambda s: s,
-        'spherical': lambda s: s[..., None],
-        'full': lambda s: s.diagonal(dim1=-2, dim2=-1),
-    }[covariance](p.sig2)
-    second = second.mean(-1) if covariance == 'spherical' else second
-    p = p._replace(sig2=_floored(p.sig2, second, covariance, min_var))  # as an M-step would
-    log_p, history = mean.new_full(x.shape[:1], -math.inf), []
-    active = torch.ones_like(log_p, dtype=torch.bool)
-    n_iter = torch.zeros_like(log_p, dtype=torch.long)
-    total = x.shape[1] if weight is None else weight.to(mean).sum(-1)
-    while len(history) < max_iter and not (may_look(x) and not active.any()):
-        S, now = _em_sweep(x, _natural(p, covariance), *how, mean)
-        p = _choose(active, _from_moments(S, x.shape[-1], covariance, reg_covar, min_var, p), p)
-        n_iter, old, log_p = n_iter + active, log_p, torch.where(active, now / total, log_p)
-        active = active & ((log_p - old).abs() >= tol)
-        history.append(log_p)
-    return _Fit(p._replace(mu=p.mu + mean), log_p, n_iter, ~active, torch.stack(history, -1))
+class _Fit(NamedTuple):
+    "What EM returns; the first three as in `Params`."
 
-# %% ../../nbs/engine/13_mixture.ipynb #00000021
-def _better(one: _Fit, two: _Fit) -> _Fit:
-    "For each data set the fit with the higher bound, the first on a tie."
-    n = max(f.history.shape[-1] for f in (one, two))
-    longer = lambda h: torch.cat([h, h[:, -1:].expand(-1, n - h.shape[-1])], -1)
-    one, two = (f._replace(history=longer(f.history)) for f in (one, two))
-    keep = ~(two.lower_bound > one.lower_bound)
-    each = (keep, keep, keep, keep[:, None])
-    rest = (torch.where(k, a, b) for k, a, b in zip(each, one[1:], two[1:]))
-    return _Fit(_choose(keep, one.params, two.params), *rest)
+    pi: Tensor
+    mu: Tensor
+    sig2: Tensor
+    lower_bound: Tensor  # [...] log-likelihood per point (mean by weight) at the last E-step, nats
+    n_iter: Tensor  # [...] iterations
+    converged: Tensor  # [...] whether the bound changed by less than tol
+    history: Tensor  # [..., n_iter.max()] bound at every E-step, repeated after convergence
+
+
+def _em(x, weight, p: Params, covariance='diag', max_iter=100, tol=1e-3, reg_covar=1e-6) -> _Fit:
+    "Stops when all data sets have converged; at `max_iter` where values are not looked at."
+    mean = _data_moments(x, weight)[0]
+    p = p._replace(mu=p.mu - mean)
+    bound, history = p.pi.new_full(p.pi.shape[:-1], -math.inf), []
+    active = torch.ones_like(bound, dtype=torch.bool)
+    n_iter = torch.zeros_like(bound, dtype=torch.long)
+    while len(history) < max_iter and not (may_look(x) and not active.any()):
+        S, now = _em_sweep(x, weight, p, mean)
+        p = _choose(active, _from_moments(S, p, covariance, reg_covar), p)
+        n_iter, old, bound = n_iter + active, bound, torch.where(active, now, bound)
+        active = active & ((bound - old).abs() >= tol)
+        history.append(bound)
+    return _Fit(p.pi, p.mu + mean, p.sig2, bound, n_iter, ~active, torch.stack(history, -1))
+
+
+def _best(fits: list[_Fit]) -> _Fit:
+    "For each data set the fit with the highest bound."
+    longest = max(f.history.shape[-1] for f in fits)
+    ends = ([f.history[..., -1:]] * (longest - f.history.shape[-1]) for f in fits)
+    fits = [f._replace(history=torch.cat([f.history, *e], -1)) for f, e in zip(fits, ends)]
+    bound = torch.stack([f.lower_bound for f in fits], -1)
+    best = torch.where(bound.isfinite(), bound, -math.inf).argmax(-1, keepdim=True)
+    at = bound.ndim - 1
+    return _Fit(*(_take(torch.stack(q, at), best).squeeze(at) for q in zip(*fits)))
 
 # %% ../../nbs/engine/13_mixture.ipynb #00000023
 def _must(holds, told: str):
@@ -288,103 +246,62 @@ def _must(holds, told: str):
         raise ValueError(told)
 
 
-def _checked(x, n_components=1) -> Tensor:
-    "Data flattened to [b, N, D]; `ValueError` says what is wrong."
+def _check_data(x, J):
+    "`ValueError` unless J Gaussians can be fitted to data [..., N, D]."
     kind = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else f"{type(x)}"
     fits = isinstance(x, Tensor) and x.dtype in (torch.float32, torch.float64)
     _must(fits, f"x must be a float32 or float64 tensor of PyTorch, got {kind}")
-    fits = x.ndim > 1 and x.numel() and x.shape[-2] >= n_components
-    want = f"[..., N, D] with N >= {n_components}"
+    fits = x.ndim > 1 and x.numel() and x.shape[-2] >= J
+    want = f"[..., N, D] with N >= {J}"
     _must(fits, f"x must have shape {want} and not be empty, got {tuple(x.shape)}")
     if may_look(x):
-        low, high = (v.item() for v in torch.aminmax(x.detach()))
-        fits = (high - low) * (high - low) * x.shape[-1] * x.shape[-2] < math.inf
+        low, high = (v.item() for v in torch.aminmax(x))
+        fits = (high - low) * (high - low) * x.shape[-1] < math.inf
         _must(fits, f"x must be finite, and so must the squares of its range, got {low} to {high}")
-    return x.detach().reshape(-1, *x.shape[-2:])
 
 
-def _given(name, given, x, tail, least=-math.inf) -> Tensor:
-    "What was given for every data set [b, *tail]; `ValueError` says what is wrong."
-    shape = x.shape[:-2] + tail
+def _given(name, given, x, shape) -> Tensor:
+    "What was given for every data set, in the dtype of sums; `ValueError` if it does not fit."
     try:
-        flat = torch.as_tensor(given).detach().to(x.device, _wide(x))
-        flat = flat.broadcast_to(shape).reshape(-1, *tail)
+        t = torch.as_tensor(given).detach().to(x.device, _wide(x)).broadcast_to(shape)
     except (TypeError, ValueError, RuntimeError):
         got = tuple(given.shape) if isinstance(given, Tensor) else f'{given!r:.80}'
         raise ValueError(f"{name} must be numbers that fit {tuple(shape)}, got {got}") from None
-    if may_look(flat):
-        _must(flat.isfinite().all(), f"{name} must be finite, got NaN or inf")
-        _must(flat.min() >= least, f"{name} must not be negative, got {flat.min().item()}")
-    return flat
+    _must(not may_look(t) or t.isfinite().all(), f"{name} must be finite, got NaN or inf")
+    return t
 
 
-def _weights(w, x, n_components) -> Tensor:
-    "Weights [b, N], scaled to a maximum of 1 in every data set."
-    w = _given('sample_weight', w, x, x.shape[-2:-1], least=0)
+def _weights(w, x, J) -> Tensor:
+    "Weights [..., N] that sum to 1."
+    if w is None:
+        return x.new_full((), 1 / x.shape[-2], dtype=_wide(x)).expand(x.shape[:-1])
+    w = _given('sample_weight', w, x, x.shape[:-1])
     if may_look(w):
+        told = f"sample_weight must not be negative, and positive for at least {J} points"
         few = (w > 0).sum(-1).min().item()
-        told = f"n_components={n_components} needs at least as many points of positive"
-        _must(few >= n_components, f"{told} sample_weight, got {few}")
-    return w / w.amax(-1, keepdim=True)
+        _must((w >= 0).all() and few >= J, f"{told}, got {w.min().item()} and {few}")
+    w = w / w.amax(-1, keepdim=True)
+    return w / w.sum(-1, keepdim=True)
 
 
 def _start_of(start, x, J, covariance) -> Params:
-    "A start for every data set [b, ...]."
+    "A start for every data set."
     triple = isinstance(start, (tuple, list)) and len(start) == 3
     _must(triple, f"start must be (pi, mu, sig2), got {start!r}"[:120])
     D = x.shape[-1]
-    sig2 = {'diag': (J, D), 'spherical': (J,), 'full': (J, D, D)}[covariance]
-    shapes = zip(Params._fields, start, ((J,), (J, D), sig2), (0, -math.inf, -math.inf))
-    p = Params(*(_given(f'start: {name}', q, x, *how) for name, q, *how in shapes))
+    tails = (J,), (J, D), {'diag': (J, D), 'spherical': (J,), 'full': (J, D, D)}[covariance]
+    named = zip(Params._fields, start, tails)
+    p = Params(*(_given(f'start: {name}', q, x, x.shape[:-2] + tail) for name, q, tail in named))
     if may_look(x):
         sums, full = p.pi.sum(-1), covariance == 'full'
-        told = f"start: pi must be proportions that sum to 1, got sums {sums.tolist()[:3]}"
-        _must((sums - 1).abs().max() <= 1e-4, told)
+        fits = (p.pi >= 0).all() and (sums - 1).abs().max() <= 1e-4
+        told = f"start: pi must be proportions that sum to 1, got sums {sums.tolist()!r:.80}"
+        _must(fits, told)
         positive = torch.linalg.cholesky_ex(p.sig2)[1] == 0 if full else p.sig2 > 0
         _must(positive.all(), "start: sig2 must be positive" + (" definite" if full else ""))
+    if covariance == 'spherical':
+        p = p._replace(sig2=p.sig2[..., None].expand_as(p.mu))
     return p
-
-
-def _numbers(least, kind, **given):
-    "`ValueError` unless all are finite numbers of a kind, of at least `least`."
-    told = 'an integer' if kind is numbers.Integral else 'a finite number'
-    for name, v in given.items():
-        fits = isinstance(v, kind) and not isinstance(v, bool) and least <= v < math.inf
-        _must(fits, f"{name} must be {told} of at least {least}, got {v!r}")
-
-# %% ../../nbs/engine/13_mixture.ipynb #0000002a
-def _posterior(x, p: Params, covariance, R=None) -> Tensor:
-    "Log-likelihood of each point [b, N], nats; fills responsibilities R [b, N, J] if given."
-    origin = (p.pi[..., None] * p.mu).sum(-2, keepdim=True)  # the mixture's mean
-    theta = _natural(p._replace(mu=p.mu - origin), covariance)
-    log_p = theta.new_empty(x.shape[:2])
-
-    def fill(at):
-        L = _features(x[:, at].to(theta.dtype) - origin, covariance) @ theta
-        log_p[:, at] = _responsibilities(L)[..., 0]
-        if R is not None:
-            R[:, at] = L
-
-    _by_tiles(fill, x, max(theta.shape[-2:]))
-    return log_p.to(x.dtype)
-
-# %% ../../nbs/engine/13_mixture.ipynb #0000002b
-def _take(q, j) -> Tensor:
-    "Parameters [..., n, *tail] of the Gaussians j [..., n] that made some points."
-    axis, tail = j.ndim - 1, q.shape[j.ndim :]
-    return q.gather(axis, j.reshape(*j.shape, *[1] * len(tail)).expand(*j.shape, *tail))
-
-
-def _sample(p: Params, n, covariance, generator) -> tuple[Tensor, Tensor]:
-    "Two throws for each point: a Gaussian, then a place."
-    pi, mu, sig2 = p
-    j = torch.multinomial(pi.reshape(-1, pi.shape[-1]), n, replacement=True, generator=generator)
-    j = j.reshape(*pi.shape[:-1], n)
-    z = torch.randn(*j.shape, mu.shape[-1], dtype=mu.dtype, device=mu.device, generator=generator)
-    if covariance == 'full':
-        return _take(mu, j) + (_take(torch.linalg.cholesky(sig2), j) @ z[..., None])[..., 0], j
-    var = _take(sig2 if covariance == 'diag' else sig2[..., None], j)
-    return _take(mu, j) + z * var.sqrt(), j
 
 # %% ../../nbs/engine/13_mixture.ipynb #0000002c
 class GaussianMixture:
@@ -409,20 +326,22 @@ class GaussianMixture:
         max_iter: int = 100,  # most iterations per start
         tol: float = 1e-3,  # stop when the mean log-likelihood changes by less, nats
         reg_covar: float = 1e-6,  # added to every variance, as in scikit-learn
-        min_var: float = 0.0,  # least variance before that; see above
         start: Params | tuple | None = None,  # (pi, mu, sig2) to start from; None: k-means++
         seed: int | None = None,  # of the k-means++ draws; None: torch's own generator
     ):
-        told = f"covariance must be one of {_covariances}, got {covariance!r}"
-        _must(covariance in _covariances, told)
-        counts = dict(n_components=n_components, n_init=n_init, max_iter=max_iter)
-        floats = dict(tol=tol, reg_covar=reg_covar, min_var=min_var)
-        _numbers(1, numbers.Integral, **counts)
-        _numbers(0, numbers.Real, **floats)
+        kinds = 'diag', 'spherical', 'full'
+        _must(covariance in kinds, f"covariance must be one of {kinds}, got {covariance!r}")
+        for name, v in dict(n_components=n_components, n_init=n_init, max_iter=max_iter).items():
+            fits = isinstance(v, numbers.Integral) and v >= 1
+            _must(fits, f"{name} must be an integer of at least 1, got {v!r}")
+        for name, v in dict(tol=tol, reg_covar=reg_covar).items():
+            fits = isinstance(v, numbers.Real) and 0 <= v < math.inf
+            _must(fits, f"{name} must be a finite number of at least 0, got {v!r}")
         same = "with an explicit start all restarts are equal"
         _must(start is None or n_init == 1, f"{same}: n_init must be 1, got {n_init}")
-        self.covariance, self.start, self.seed = covariance, start, seed
-        vars(self).update(counts | floats)
+        self.n_components, self.covariance, self.n_init = n_components, covariance, n_init
+        self.max_iter, self.tol, self.reg_covar = max_iter, tol, reg_covar
+        self.start, self.seed = start, seed
 
     @torch.no_grad()
     def fit(
@@ -431,62 +350,53 @@ class GaussianMixture:
         sample_weight: Tensor | None = None,  # broadcasts to [..., N]: points that each counts for
     ) -> GaussianMixture:  # itself; results are attributes with the leading dimensions of x
         "Fit by EM; `ValueError` for data or weights that cannot be fitted."
-        flat, w = _checked(x, self.n_components), sample_weight
-        w = None if w is None else _weights(w, x, self.n_components)
-        looks, bare = may_look(flat), self.reg_covar == self.min_var == 0
-        if looks and bare:
-            told = "a column of x is constant: its variance needs reg_covar or min_var above 0"
-            _must((_data_moments(flat, w)[1] > 0).all(), told)
-        with without_autocast(x.device):
-            fit = self._best(x, flat, w)
-        told = "the log-likelihood is not finite: a component collapsed; raise reg_covar or min_var"
-        _must(not looks or fit.lower_bound.isfinite().all(), told)
-        unflat = lambda q: q.reshape(x.shape[:-2] + q.shape[1:])
-        own = lambda q: q.to(x.dtype) if q.is_floating_point() else q
-        self._exact = Params(*map(unflat, fit.params))
-        self.params = Params(*map(own, self._exact))
-        self.pi, self.mu, self.sig2 = self.params
-        rest = (own(unflat(q)) for q in fit[1:])
-        self.lower_bound, self.n_iter, self.converged, self.history = rest
-        return self
-
-    def _best(self, x, flat, w):
-        "The best of all starts for every data set."
+        J, kind, least = self.n_components, self.covariance, self.reg_covar
+        _check_data(x, J)
+        x, w = x.detach(), _weights(sample_weight, x, J)
+        if may_look(x) and not least:
+            told = "a column of x is constant: its variance needs reg_covar above 0"
+            _must((_data_moments(x, w)[1] > 0).all(), told)
         fixed = self.seed is not None and not x.is_meta
         g = torch.Generator(x.device).manual_seed(self.seed) if fixed else None
-        names = ('max_iter', 'tol', 'reg_covar', 'min_var')
-        how = {name: getattr(self, name) for name in names}
-        J, cov, least = self.n_components, self.covariance, max(self.reg_covar, self.min_var)
-        best = None
+        fits = []
         for _ in range(self.n_init):
             if self.start is None:
-                start = _start_params(flat, J, cov, w, g, least)
+                start = _start_params(x, J, w, kind, g, least)
             else:
-                start = _start_of(self.start, x, J, cov)
-            fit = _em(flat, start, cov, w, **how)
-            best = fit if best is None else _better(best, fit)
-        return best
+                start = _start_of(self.start, x, J, kind)
+            fits.append(_em(x, w, start, kind, self.max_iter, self.tol, least))
+        fit = _best(fits)
+        told = "the log-likelihood is not finite: a component collapsed; raise reg_covar"
+        _must(not may_look(x) or fit.lower_bound.isfinite().all(), told)
+        self._exact = Params(*fit[:3])
+        if kind == 'spherical':
+            fit = fit._replace(sig2=fit.sig2[..., 0])
+        for name, q in zip(fit._fields, fit):
+            setattr(self, name, q.to(x.dtype) if q.is_floating_point() else q)
+        self.params = Params(self.pi, self.mu, self.sig2)
+        return self
 
     @torch.no_grad()
     def _posterior(self, x, wants_R=False) -> tuple:
         "Log-likelihoods [..., N] and, if wanted, responsibilities [..., N, J]; `ValueError`."
         _must(self.params, "this GaussianMixture is not fitted yet: call fit(x) first")
-        flat, mu = _checked(x), self.mu
-        want, got = (f"{t.shape[-1]} columns of {t.dtype} on {t.device}" for t in (mu, x))
-        _must(got == want, f"x must have {want} like the data of fit, got {got}")
-        try:
-            lead = torch.broadcast_shapes(x.shape[:-2], mu.shape[:-2])
-        except RuntimeError:
-            told = f"{tuple(mu.shape[:-2])}, got {tuple(x.shape[:-2])}"
-            raise ValueError(f"leading dimensions of x must broadcast with {told}") from None
-        flat = x.detach().expand(lead + x.shape[-2:]).reshape(-1, *x.shape[-2:])
-        tail = lambda q: q.shape[self.pi.ndim - 1 :]
-        p = Params(*(q.expand(lead + tail(q)).reshape(-1, *tail(q)) for q in self._exact))
-        R = flat.new_empty(*flat.shape[:2], p.pi.shape[-1]) if wants_R else None
-        with without_autocast(x.device):
-            log_p = _posterior(flat, p, self.covariance, R)
-        R = R.reshape(lead + R.shape[1:]) if wants_R else None
-        return log_p.reshape(lead + log_p.shape[1:]), R
+        _check_data(x, 1)
+        x, p, D = x.detach(), self._exact, self.mu.shape[-1]
+        _must(x.shape[-1] == D, f"x must have {D} columns like the data of fit, got {x.shape[-1]}")
+        origin = (p.pi[..., None] * p.mu).sum(-2, keepdim=True)  # the mixture's mean
+        theta, full = _natural(p._replace(mu=p.mu - origin)), _is_full(p)
+        lead = torch.broadcast_shapes(x.shape[:-2], theta.shape[:-2])
+        log_p = x.new_empty(*lead, x.shape[-2])
+        R = x.new_empty(*log_p.shape, theta.shape[-1]) if wants_R else None
+
+        def fill(at):
+            L = _features(x[..., at, :].to(theta.dtype) - origin, full) @ theta
+            log_p[..., at] = _responsibilities(L)
+            if R is not None:
+                R[..., at, :] = L
+
+        _by_tiles(fill, x, math.prod(lead) * max(theta.shape[-2:]))
+        return log_p, R
 
     def score_samples(self, x: Tensor) -> Tensor:
         "Log-likelihood [..., N] of each point of x [..., N, D], nats."
@@ -504,4 +414,12 @@ class GaussianMixture:
     def sample(self, n: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         "Draw n points per mixture: points [..., n, D] and the Gaussians that made them [..., n]."
         _must(self.params, "this GaussianMixture is not fitted yet: call fit(x) first")
-        return _sample(self.params, n, self.covariance, generator)
+        p = Params(*(q.to(self.pi.dtype) for q in self._exact))
+        j = _draw(p.pi, n, generator)
+        how = dict(dtype=p.mu.dtype, device=p.mu.device, generator=generator)
+        z = torch.randn(*j.shape, p.mu.shape[-1], **how)
+        if _is_full(p):
+            z = (_take(torch.linalg.cholesky(p.sig2), j) @ z[..., None])[..., 0]
+        else:
+            z = z * _take(p.sig2, j).sqrt()
+        return _take(p.mu, j) + z, j

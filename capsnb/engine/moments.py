@@ -92,15 +92,12 @@ def _about(x, x0, wide):
     return x.to(dtype) - x0[..., None].to(dtype)
 
 
-def _statistics_forward(x: Tensor, x0: Tensor, wide: bool) -> list[Tensor]:
+def _statistics_forward(x, x0, wide):
     return [_phi(_about(x, x0, wide))]
 
 
-def _statistics_backward(
-    x: Tensor, x0: Tensor, outs: list[Tensor], grads: list[Tensor], wide: bool
-) -> list[Tensor]:
-    back = _phi_back(grads[0], _about(x, x0, wide))
-    return [back, None]  # pyright: ignore[reportReturnType]: PyTorch's schema knows no None
+def _statistics_backward(x, x0, outs, grads, wide):
+    return [_phi_back(grads[0], _about(x, x0, wide)), None]
 
 
 def _statistics_shapes(x, x0, wide):
@@ -114,6 +111,8 @@ def _statistics_definition(x, x0, wide):
 
 _statistics_of = FastOp(
     'statistics',
+    2,
+    'bool',
     _statistics_forward,
     _statistics_backward,
     _statistics_shapes,
@@ -329,38 +328,18 @@ def _moments_sweep(f, x, x0, phi, theta, narrow, numbers):
     return _Sweep(engine, cuts, f, f.new_empty(0)), is_narrow
 
 # %% ../../nbs/engine/17_moments.ipynb #op000002
-def _moments_forward(
-    f: Tensor,
-    x: Tensor,
-    x0: Tensor,
-    phi: Tensor,
-    theta: Tensor,
-    narrow: Tensor,
-    shares: bool,
-    numbers: int,
-) -> list[Tensor]:
+def _moments_forward(f, x, x0, phi, theta, narrow, shares, numbers):
     sweep, _ = _moments_sweep(f, x, x0, phi, theta, narrow, numbers)
     R = _no_shares(x, x.shape[3], theta.shape[2], shares)
     (M,), _ = _gather_all(sweep, R)
     return [M.to(theta.dtype), R]
 
 
-def _moments_backward(
-    f: Tensor,
-    x: Tensor,
-    x0: Tensor,
-    phi: Tensor,
-    theta: Tensor,
-    narrow: Tensor,
-    outs: list[Tensor],
-    grads: list[Tensor],
-    shares: bool,
-    numbers: int,
-) -> list[Tensor]:
+def _moments_backward(f, x, x0, phi, theta, narrow, outs, grads, shares, numbers):
     sweep, is_narrow = _moments_sweep(f, x, x0, phi, theta, narrow, numbers)
     g_f, *g_parts, g_theta = _spread_all(sweep, outs[:1], grads[:1], outs[1], grads[1])
     g_x, g_phi = (g_parts[0], None) if is_narrow else (None, g_parts[0])
-    return [g_f, g_x, None, g_phi, g_theta, None]  # pyright: ignore[reportReturnType]
+    return [g_f, g_x, None, g_phi, g_theta, None]
 
 # %% ../../nbs/engine/17_moments.ipynb #op000003
 def _moments_shapes(f, x, x0, phi, theta, narrow, shares, numbers):
@@ -377,30 +356,20 @@ def _moments_definition(f, x, x0, phi, theta, narrow, shares, numbers):
 
 
 _moments = FastOp(
-    'moments', _moments_forward, _moments_backward, _moments_shapes, _moments_definition, n_out=2
+    'moments',
+    6,
+    'bool int',
+    _moments_forward,
+    _moments_backward,
+    _moments_shapes,
+    _moments_definition,
+    n_out=2,
 )
 
-# %% ../../nbs/engine/17_moments.ipynb #05563122
-def _first_forward(f: Tensor, phi: Tensor) -> list[Tensor]:
-    return [torch.bmm(f[:, None], phi.mT)[:, 0]]
 
-
-def _first_backward(
-    f: Tensor, phi: Tensor, outs: list[Tensor], grads: list[Tensor]
-) -> list[Tensor]:
-    (g,) = grads
-    return [torch.bmm(g[:, None], phi)[:, 0], g[..., None] * f[:, None]]
-
-
-def _first_shapes(f, phi):
-    return [phi.new_empty(phi.shape[:2])]
-
-
-def _first_definition(f, phi):
-    return (torch.bmm(phi, f[..., None])[..., 0],)
-
-
-_first = FastOp('first_moments', _first_forward, _first_backward, _first_shapes, _first_definition)
+def _first(f, phi):
+    "Moments [n, N] where all wholes have even shares, but for their number."
+    return torch.bmm(phi, f[..., None])[..., 0]
 
 # %% ../../nbs/engine/17_moments.ipynb #7534c011
 def _precision(sig2, p_model):
@@ -495,7 +464,7 @@ class _ByMoments:
         "a [n, j], mu and raw variance [n, j, c, h] after an E-step with `model`, if any; and R."
         if model is None:
             j, f = self.p.B.shape[1], self.f.to(self.phi.dtype)
-            M, R = (_first(f, self.phi)[0] / j)[..., None].expand(-1, -1, j), None
+            M, R = (_first(f, self.phi) / j)[..., None].expand(-1, -1, j), None
         else:
             M, R = _moments(self.f, *self.parts, self.phi, *self.model(*model), shares, self.tile)
         a, t, var = _fit(_wide(M), self.maps, self.p.eps.mass)
@@ -539,10 +508,10 @@ def _em_moments(a_inp, mu_inp, W, B, beta_a, beta_u, lams, eps, tiling=_Tiling()
     f, phi = way.f.to(way.phi.dtype), way.phi
     R = f.new_full((*f.shape, j), 1 / j)
     least = least_weight(f)
-    spare = _wide(_first(least, phi)[0])[..., None]
+    spare = _wide(_first(least, phi))[..., None]
     for t, lam in enumerate(lams):
         if model is None:
-            M = (_first(f, phi)[0] / j)[..., None].expand(-1, -1, j)
+            M = (_first(f, phi) / j)[..., None].expand(-1, -1, j)
         else:
             M, R = _moments(
                 way.f, *way.parts, phi, *way.model(*model), t == p.n_iters - 1, way.tile
@@ -702,49 +671,16 @@ def _votes_sweep(f, x, W, B, use, ign, k, mu, v, free, row, numbers, parts, norm
     return _Sweep(votes, cuts, f, f.new_empty(0) if norm is None else norm)
 
 # %% ../../nbs/engine/17_moments.ipynb #op000006
-def _votes_forward(
-    f: Tensor,
-    x: Tensor,
-    W: Tensor,
-    B: Tensor,
-    beta_use: Tensor,
-    beta_ign: Tensor,
-    k: Tensor,
-    mu: Tensor,
-    v: Tensor,
-    shares: bool,
-    free: float,
-    row: int,
-    numbers: int,
-    parts: int,
-) -> list[Tensor]:
+def _votes_forward(f, x, W, B, use, ign, k, mu, v, shares, *how):
     "Statistics of the votes under their shares."
-    sweep = _votes_sweep(f, x, W, B, beta_use, beta_ign, k, mu, v, free, row, numbers, parts)
+    sweep = _votes_sweep(f, x, W, B, use, ign, k, mu, v, *how)
     R = _no_shares(x, x.shape[1], k.shape[1], shares)
     stats, norm = _gather_all(sweep, R)
     return [*stats, R, norm]
 
 
-def _votes_backward(
-    f: Tensor,
-    x: Tensor,
-    W: Tensor,
-    B: Tensor,
-    beta_use: Tensor,
-    beta_ign: Tensor,
-    k: Tensor,
-    mu: Tensor,
-    v: Tensor,
-    outs: list[Tensor],
-    grads: list[Tensor],
-    shares: bool,
-    free: float,
-    row: int,
-    numbers: int,
-    parts: int,
-) -> list[Tensor]:
-    tensors, how = (x, W, B, beta_use, beta_ign, k, mu, v), (free, row, numbers, parts)
-    sweep = _votes_sweep(f, *tensors, *how, norm=outs[5])
+def _votes_backward(f, x, W, B, use, ign, k, mu, v, outs, grads, shares, *how):
+    sweep = _votes_sweep(f, x, W, B, use, ign, k, mu, v, *how, norm=outs[5])
     return list(_spread_all(sweep, outs[:4], grads[:4], outs[4], grads[4]))
 
 # %% ../../nbs/engine/17_moments.ipynb #op000007
@@ -774,7 +710,16 @@ def _votes_definition(f, x, W, B, use, ign, k, mu, v, shares, *how):
     return gain, mass, mean, squares, R if shares and k.shape[-1] else R.new_empty(0)
 
 
-_votes = FastOp('votes', _votes_forward, _votes_backward, _votes_shapes, _votes_definition, n_out=5)
+_votes = FastOp(
+    'votes',
+    9,
+    'bool float int int int',
+    _votes_forward,
+    _votes_backward,
+    _votes_shapes,
+    _votes_definition,
+    n_out=5,
+)
 
 # %% ../../nbs/engine/17_moments.ipynb #7e1cddd8
 class _ByVotes:

@@ -15,7 +15,7 @@ import platform
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Callable, List, Sequence, get_args, get_origin
+from typing import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
@@ -238,29 +238,10 @@ def _one_by_one(op):
 
     op.register_vmap(rule)
 
-# %% ../../nbs/engine/12_numerics.ipynb #e8545b5f
-def _of_some(f, inputs, where):
-    "`f` as a function of the inputs at these places, the others held."
-
-    def held(*x):
-        found = dict(zip(where, x))
-        return f(*(found.get(k, t) for k, t in enumerate(inputs)))
-
-    return held
-
-
-def _jvp(f, inputs, tangents) -> Sequence[Tensor]:
-    "Forward mode by two backward passes: an op of ours needs no third rule."
-    moved = [k for k, t in enumerate(tangents) if t is not None]
-    now, back = torch.func.vjp(_of_some(f, inputs, moved), *(inputs[k] for k in moved))
-    forth = torch.func.vjp(lambda *g: back(g), *map(torch.zeros_like, now))[1]
-    return forth(tuple(tangents[k] for k in moved))
-
 # %% ../../nbs/engine/12_numerics.ipynb #op200001
 def _in_full(run):
     "The same outside of autocast: what is to be exact is not rounded to 16 bits."
 
-    @functools.wraps(run)
     def outside(*args):
         with without_autocast(args[0].device):
             return run(*args)
@@ -278,55 +259,43 @@ def _laid_out(backward, n):
         alike = g.dtype == place.dtype and g.stride() == place.stride()
         return g if alike else place.copy_(g)
 
-    @functools.wraps(backward)
-    def run(*args):
-        return [as_(g, t) for g, t in zip(backward(*args), args[:n])]
-
-    return run
+    return lambda *args: [as_(g, t) for g, t in zip(backward(*args), args[:n])]
 
 # %% ../../nbs/engine/12_numerics.ipynb #87b26401
-def _in_old_words(f: Callable) -> Callable:
-    "PyTorch 2.6 knows lists in the signature of an op by their name in `typing` alone."
-
-    def old(hint):
-        return List[get_args(hint)[0]] if get_origin(hint) is list else hint
-
-    said = inspect.signature(f, eval_str=True)
-    hints = [p.replace(annotation=old(p.annotation)) for p in said.parameters.values()]
-    f.__signature__ = said.replace(parameters=hints, return_annotation=old(said.return_annotation))
-    return f
-
-
 class FastOp:
     """A fast path as the op `torch.ops.capsnb.NAME`: `outs = op(*tensors, *settings)`.
 
     Works under autograd, `torch.compile(fullgraph=True)`, `torch.export`, `torch.func` and on
-    'meta'. Second derivatives and forward mode come from the definition: exact, slow, and with all
-    its memory.
+    'meta'. Second derivatives come from the definition: exact, slow, and with all its memory.
     """
 
     def __init__(
         self,
         name: str,  # of the op
-        forward: Callable,  # tensors (each annotated `Tensor`), settings -> list of outputs, states
+        n: int,  # tensors
+        settings: str,  # types of what follows them, as in a schema of PyTorch: 'bool int[]'
+        forward: Callable,  # tensors, settings -> list of outputs, states
         backward: Callable,  # tensors, list of outputs, of grads, settings -> grads (None: 0)
         fake: Callable,  # as `forward`, but only shapes count
         definition: Callable,  # as `forward`, differentiable; only the outputs are used
         n_out: int = 1,  # outputs; what `forward` returns behind them is kept for `backward`
     ):
-        hints = inspect.signature(forward, eval_str=True).parameters.values()
-        self.n, self.n_out = sum(p.annotation is Tensor for p in hints), n_out
-        self.name, self.definition = name, definition
-        forward, backward = _in_full(forward), _in_full(backward)
-        self.forward, self.backward = (
-            torch.library.custom_op(f'capsnb::{name}{end}', _in_old_words(f), mutates_args=())
-            for end, f in (('', forward), ('_backward', _laid_out(backward, self.n)))
-        )
-        self.bare = forward, backward
+        self.name, self.n, self.n_out = name, n, n_out
+        self.fake, self.definition = fake, definition
+        self.bare = _in_full(forward), _in_full(backward)
+
+        def op(end, run, *more):
+            kinds = ['Tensor'] * n + [*more, *settings.split()]
+            given = ', '.join(f'{kind} x{k}' for k, kind in enumerate(kinds))
+            how = dict(mutates_args=(), schema=f'({given}) -> Tensor[]')
+            made = torch.library.custom_op(f'capsnb::{name}{end}', run, **how)
+            _one_by_one(made)
+            return made
+
+        self.forward = op('', self.bare[0])
+        self.backward = op('_backward', _laid_out(self.bare[1], n), 'Tensor[]', 'Tensor[]')
         self.forward.register_fake(fake)
-        self.backward.register_fake(lambda *args: [torch.empty_like(t) for t in args[: self.n]])
-        for op in (self.forward, self.backward):
-            _one_by_one(op)
+        self.backward.register_fake(lambda *args: [torch.empty_like(t) for t in args[:n]])
         self._in_graphs()
         self.function = _function(self)
 
@@ -339,38 +308,23 @@ class FastOp:
             outs = self.function.apply(held, *args[: self.n])
         return tuple(outs[: self.n_out])
 
-    def outs(self, settings):
-        "The definition as a function of tensors."
-        return lambda *x: tuple(self.definition(*x, *settings))[: self.n_out]
-
-    def back_of(self, inputs, settings):
-        "The backward pass as a function of real inputs and gradients at outputs; the reals."
-        real = [k for k, t in enumerate(inputs) if t.is_floating_point()]  # others have no gradient
-        f, n = _of_some(self.outs(settings), inputs, real), len(real)
-        return lambda *t: torch.func.vjp(f, *t[:n])[1](t[n:]), real
-
     def second(self, inputs, grads, settings, grads2):
         "Gradients of inputs and grads, from those at the gradients of the inputs."
+        real = [k for k, t in enumerate(inputs) if t.is_floating_point()]  # others have no gradient
+        n = len(real)
+
+        def outs(*x):
+            given = dict(enumerate(inputs)) | dict(zip(real, x))
+            return tuple(self.definition(*given.values(), *settings))[: self.n_out]
+
+        def back(*t):
+            return torch.func.vjp(outs, *t[:n])[1](t[n:])
+
         with without_autocast(inputs[0].device):
-            back, real = self.back_of(inputs, settings)
             twice = torch.func.vjp(back, *(inputs[k] for k in real), *grads)[1]
             found = twice(tuple(grads2[k] for k in real))
         at = dict(zip(real, found))
-        return [at.get(k) for k in range(len(inputs))] + [*found[len(real) :]]
-
-    def pushed(self, inputs, settings, tangents):
-        "Forward mode: how outputs change as inputs do (None: not at all)."
-        with without_autocast(inputs[0].device):
-            return _jvp(self.outs(settings), inputs, tangents)
-
-    def second_pushed(self, inputs, grads, settings, tangents):
-        "Forward mode of the backward pass; tangents of inputs, then of grads."
-        n = len(inputs)
-        with without_autocast(inputs[0].device):
-            back, real = self.back_of(inputs, settings)
-            at, moves = ([*(t[k] for k in real), *t[n:]] for t in ((*inputs, *grads), tangents))
-            found = dict(zip(real, _jvp(back, at, moves)))
-        return tuple(found.get(k) for k in range(n))
+        return [at.get(k) for k in range(len(inputs))] + [*found[n:]]
 
     def _in_graphs(self):
         "Autograd of the two ops themselves, for graphs."
@@ -399,20 +353,6 @@ class FastOp:
         self.forward.register_autograd(back, setup_context=save)
         self.backward.register_autograd(back_back, setup_context=save_back)
 
-# %% ../../nbs/engine/12_numerics.ipynb #op200002
-def _is_batched_here(t):
-    "Whether the `vmap` in progress batches it: its rule takes such a state for differentiable."
-    ours = torch._C._functorch
-    return ours.is_batchedtensor(t) and ours.maybe_get_level(t) == ours.current_level()
-
-
-def _forward_mode_once():
-    "`NotImplementedError` in forward mode of forward mode, where PyTorch gets `Function`s wrong."
-    levels = torch._C._functorch.get_interpreter_stack() or ()
-    if sum(level.key() == torch._C._functorch.TransformType.Jvp for level in levels) > 1:
-        told = "forward mode of forward mode, as in jacfwd(jacfwd(f)), may be wrong here"
-        raise NotImplementedError(f"{told}; hessian(f) and jacrev(jacfwd(f)) are exact")
-
 
 def _is_bare(tensors):
     "Whether tensors have values and nobody watches what is done to them: then no op is needed."
@@ -420,12 +360,10 @@ def _is_bare(tensors):
     watched = watched or torch.autograd.forward_ad._current_level >= 0
     return not watched and all(type(t) in (Tensor, nn.Parameter) and not t.is_meta for t in tensors)
 
-# %% ../../nbs/engine/12_numerics.ipynb #57564448
+
 def _function(op):
     "The same op for autograd and `torch.func`, outside of graphs."
     n = op.n
-
-    FunctionCtx = torch.autograd.function.FunctionCtx
 
     class Backward(torch.autograd.Function):
         generate_vmap_rule = True
@@ -439,13 +377,6 @@ def _function(op):
         def setup_context(ctx, inputs, output):
             ctx.held, ctx.n_states, *t = inputs
             ctx.save_for_backward(*t[:n], *t[n + ctx.n_states :])
-            ctx.save_for_forward(*t[:n], *t[n + ctx.n_states :])
-
-        @staticmethod
-        def jvp(ctx, _, __, *tangents):
-            _forward_mode_once()
-            t, moves = ctx.saved_tensors, (*tangents[:n], *tangents[n + ctx.n_states :])
-            return op.second_pushed(t[:n], t[n:], ctx.held.settings, moves)
 
         @staticmethod
         def backward(ctx, *grads2):
@@ -466,16 +397,7 @@ def _function(op):
             ctx.held, *tensors = inputs
             ctx.mark_non_differentiable(*output[op.n_out :])
             ctx.save_for_backward(*tensors, *output)
-            ctx.save_for_forward(*tensors, *output)  # the same: vmap keeps one list for both
             ctx.n_states = len(output)
-
-        @staticmethod
-        def jvp(ctx, _, *tangents):
-            _forward_mode_once()
-            found = op.pushed(ctx.saved_tensors[:n], ctx.held.settings, tangents)
-            plain, states = isinstance(ctx, FunctionCtx), ctx.saved_tensors[n + op.n_out :]
-            wanted = [not plain and _is_batched_here(s) for s in states]
-            return *found, *(torch.zeros_like(s) if w else None for s, w in zip(states, wanted))
 
         @staticmethod
         def backward(ctx, *grads):

@@ -5,7 +5,6 @@
 # %% ../../nbs/engine/23_triton_loop.ipynb #00000002
 from __future__ import annotations
 import functools
-import inspect
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 import torch
@@ -640,18 +639,6 @@ def _backward(given: _Given, rules: _Rules, outs, grads):
     return [g_a, g_x, *found, None, None, None]
 
 # %% ../../nbs/engine/23_triton_loop.ipynb #00000017
-def _signed(f, *lists):
-    "The signature that PyTorch reads: what is given, lists of tensors, settings."
-    hints = [*dict.fromkeys(_Given._fields, Tensor).items()]
-    hints += dict.fromkeys(lists, list[Tensor]).items()
-    hints += dict(lams=list[float], floor=list[float], act=str).items()
-    hints += dict(damping=float, pooled=bool, shares=bool).items()
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    named = [inspect.Parameter(name, kind, annotation=hint) for name, hint in hints]
-    f.__signature__ = inspect.Signature(named, return_annotation=list[Tensor])
-    return f
-
-
 def _definition(*args):
     "The same with all votes at hand."
     given, rules = _Given(*args[:9]), _Rules(*args[9:])
@@ -676,12 +663,10 @@ def _definition(*args):
 
 _op = FastOp(
     'routing_loop',
-    _signed(lambda *args: _forward(_Given(*args[:9]), _Rules(*args[9:]))),
-    _signed(
-        lambda *args: _backward(_Given(*args[:9]), _Rules(*args[11:]), *args[9:11]),
-        'outs',
-        'grads',
-    ),
+    9,
+    'float[] float[] str float bool bool',
+    lambda *args: _forward(_Given(*args[:9]), _Rules(*args[9:])),
+    lambda *args: _backward(_Given(*args[:9]), _Rules(*args[11:]), *args[9:11]),
     lambda *args: [*_Loop(_Given(*args[:9]), _Rules(*args[9:])).state()],
     _definition,
     n_out=4,
