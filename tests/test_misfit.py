@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from capsnb.engine.em import em_routing, free_energy
 from capsnb.lab.digits import Digits
 from capsnb.lab.objects import PairMixup
-from capsnb.lab.shootout import Ground, candidates, variants
+from capsnb.lab.report import Ground, candidates, variants
 from capsnb.routing.em import m_step
 from capsnb.zoo.routers import EMRouting, _log_volume
 

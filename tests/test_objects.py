@@ -11,7 +11,7 @@ from capsnb.core import plot_style
 from capsnb.lab import tasks
 from capsnb.lab.objects import PairDeck, PairMixup, SmallNORB, Toys, warp
 from capsnb.lab.runs import task_of
-from capsnb.lab.shootout import candidates, ground
+from capsnb.lab.report import candidates, ground
 from capsnb.lab.tasks import evaluate, load_run, train
 from capsnb.lab.inspect import mds_path, poses_of
 

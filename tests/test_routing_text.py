@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 from capsnb.core import seed_everything
 from capsnb.lab.routing_net import PlainText, RoutingText, VectorText, needed_for_text
-from capsnb.lab.shootout import evened, ground, plain_options
+from capsnb.lab.report import evened, ground, plain_options
 from capsnb.zoo.routers import all_routings
 
 sizes = dict(d_depth=2, d_emb=8, d_feat=6)

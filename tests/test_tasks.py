@@ -201,7 +201,7 @@ def test_a_look_at_some_runs_does_not_rename_what_made_all(tmp_path):
 
 def test_a_study_says_what_it_chose_on(tmp_path):
     "and refuses what was chosen on the data of the test, before anything is trained"
-    from capsnb.lab.shootout import blind
+    from capsnb.lab.report import blind
     from capsnb.lab.tasks import choices_of
 
     task = Digits('digits', limit=40, n_test=20)
