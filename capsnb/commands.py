@@ -36,7 +36,7 @@ def leave(what: str, *args, quiet: bool = False):
     if not is_first():
         return
     try:
-        path = getattr(room('lab.pages'), f'leave_{what}')(*args)
+        path = getattr(room('lab.hub'), f'leave_{what}')(*args)
     except Exception as e:  # whatever it is: the results are on the disk, and must be told
         return print(f"no page: {e!r}", file=sys.stderr)
     if not quiet:
@@ -318,7 +318,7 @@ def explain(
     typer.echo('\n\n'.join(map(_in_columns, told)) + '\n', color=coloured)
     if html:
         html.parent.mkdir(parents=True, exist_ok=True)
-        print(f"look at {room('lab.pages').leave_words(html, told)}")
+        print(f"look at {room('lab.hub').leave_words(html, told)}")
     else:
         leave('words', run / 'report_words.html', told)
     return [e._asdict() | dict(leaning=e.leaning()) for e in told]

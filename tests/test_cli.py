@@ -117,15 +117,12 @@ def test_a_run_notes_the_command_whoever_started_it(program, monkeypatch):
     'args, code, said',
     [
         (('demo', '--seed', '-1'), 2, ''),
-        (('demo', '--epochs', 'ten'), 2, ''),
         (('demo', '--device', 'cuda:99'), 1, "capsnb: device 'cuda:99' is not available"),
         (('demo', '--out', 'file/run'), 1, 'Not a directory'),
         (('train', 'nosuch'), 2, "no task 'nosuch'; there are sst, toys"),
         (('train', 'digits', '--net', 'resnet'), 1, "'dstep', 'matrix-caps', 'cnn'"),
-        (('train', 'digits', '--data', 'here'), 1, 'the digits come with scikit-learn'),
         (('train', 'digits', '--lr', 'nan'), 1, 'two positive numbers'),
         (('train', 'digits', '--out', '~nobody-of-this-name/x'), 1, 'capsnb: '),
-        (('train', 'digits', '--out', 'file/run'), 1, 'Not a directory'),
         (('train', 'fashion-mnist', '--data', 'empty'), 1, 'train-images-idx3-ubyte'),
         (('train', 'sst', '--data', 'empty'), 1, 'expected train.txt'),  # before a transformer
     ],
@@ -139,11 +136,6 @@ def test_bad_words_are_a_sentence_and_nothing_is_made(args, code, said, tmp_path
     assert r.exit_code == code and said in r.output and 'Traceback' not in r.output, r.output
     assert isinstance(r.exception, SystemExit)
     assert {p.name for p in tmp_path.iterdir()} == {'empty', 'file'}
-
-
-def test_a_rate_without_measure_is_what_is_blamed(tmp_path):
-    r = capsnb(*tiny[:2], '--net', 'dstep', *tiny[4:], '--lr', 1e300, '--out', tmp_path)
-    assert r.exit_code == 1 and 'try a smaller learning rate' in r.output, r.output
 
 
 @slow
@@ -217,7 +209,7 @@ def test_files_of_others_are_kept(mine, tmp_path):
 
 @pytest.mark.parametrize('options', [(), ('--overwrite',), ('--resume',)])
 def test_a_demo_never_replaces_another_run(options, tmp_path):
-    for place in ('cnn', 'dstep', '.'):
+    for place in ('cnn', '.'):
         run = tmp_path / place.replace('.', 'x') / 'runs' / place
         run.mkdir(parents=True)
         note = dict(network='PlainCNN', kind='cnn', data='toys')
@@ -268,13 +260,9 @@ def test_train_and_eval(run, tmp_path):
     assert len(r.output.splitlines()) == 1 and len(e['names']) == 10
     assert e['n'] == sum(map(sum, e['confusion'])) == 50
     assert e['accuracy'] == pytest.approx(m['test_accuracy'])
-    r = capsnb('eval', run, '--crops', 2)
-    assert r.exit_code == 1 and "runs on digits have no option 'crops'" in r.output
     more = (*tiny, '--test-limit', 50, '--resume', '--out', shutil.copytree(run, tmp_path / 'run'))
     again = capsnb(*more)
     assert again.exit_code == 0 and f"test {m['test_accuracy']:.1%}" in again.output
-    other = capsnb(*more, '--seed', 5)
-    assert other.exit_code == 1 and 'settings differ (seed: 0 then, 5 now' in other.output
     for text in ('[]', '{', json.dumps(m | dict(epochs=0))):
         (tmp_path / 'run' / 'metrics.json').write_text(text)
         r = capsnb(*more)

@@ -118,17 +118,11 @@ def test_weights_of_another_width(case, dtype):
 
 @pytest.mark.slow
 @pytest.mark.graphs
-def test_exported(case):
+def test_exported_and_in_onnx(case, tmp_path):
     net, x, want, _ = case
     with torch.no_grad():
         program = torch.export.export(OnlyScores(net).eval(), x)
         assert_close(program.module()(*x), want, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.graphs
-def test_in_onnx(case, tmp_path):
-    net, x, want, _ = case
     for name in ('onnx', 'onnxscript'):
         pytest.importorskip(name)
     ort = pytest.importorskip('onnxruntime')

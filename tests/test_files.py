@@ -128,13 +128,6 @@ def test_a_full_disk_is_not_a_broken_connection(web, tmp_path, monkeypatch):
     assert fetch(web.address, tmp_path / 'a', **sums).read_bytes() == body
 
 
-def test_nobody_there_is_a_broken_connection(tmp_path):
-    (tmp_path / 'a.part').write_bytes(body[:9000])
-    with pytest.raises(ConnectionError, match='http://127.0.0.1:1/ does not answer'):
-        fetch('http://127.0.0.1:1/', tmp_path / 'a', **sums)
-    assert left(tmp_path) == {'a.part': body[:9000]}
-
-
 def test_two_at_the_same_time_fetch_once(web, tmp_path):
     get = lambda _: fetch(web.address, tmp_path / 'a', **sums)
     with ThreadPoolExecutor(2) as pool:
@@ -196,16 +189,14 @@ def test_order_of_places(tmp_path, monkeypatch):
     said = re.escape("or its sub-folder 'toy', found ['one.mat']")
     with pytest.raises(FileNotFoundError, match=said):
         find(tmp_path / 'mine')
-    for bad in ('', tmp_path, tmp_path / 'nowhere'):
-        with pytest.raises(FileNotFoundError, match='found none of them'):
-            find(bad)
+    with pytest.raises(FileNotFoundError, match='found none of them'):
+        find(tmp_path / 'nowhere')
 
 
 @pytest.mark.parametrize(
     'damaged, says',
     [
         ('[1]', 'expected a JSON object, got .1.'),
-        ('', 'cannot be read'),
         ('[' * 100_000, 'cannot be read'),
         ('{"share": 1}', "no entry 'n'"),
         ('{"n": true}', 'to be a whole number, got True'),

@@ -67,25 +67,14 @@ def test_raw_and_gzipped_files_are_one_data_set(folder, monkeypatch):
     assert 'validation' not in load_mnist('fashion-mnist', n_valid=0, official=False)
 
 
-def put(folder, name, *shape):
-    (folder / name).write_bytes(format_idx(torch.zeros(shape, dtype=torch.uint8)))
-
-
 def test_what_is_wrong_is_named(folder):
     hint = 'official=False, on the command line --any-files'
     with pytest.raises(ValueError, match=f'train-images-idx3-ubyte byte 4: expected sizes.*{hint}'):
         read_mnist(folder, 'fashion-mnist')
-    put(folder, idx_names[3], 9)
+    (folder / idx_names[3]).write_bytes(format_idx(torch.zeros(9, dtype=torch.uint8)))
     with pytest.raises(
         ValueError, match=r'test: expected .*n labels from 0 to 9, got \[10, 6, 5\] and \[9\]'
     ):
-        read_mnist(folder, official=False)
-    put(folder, idx_names[2], 10, 30)
-    with pytest.raises(ValueError, match='test: expected images'):
-        read_mnist(folder, official=False)
-    put(folder, idx_names[3], 10)
-    put(folder, idx_names[2], 10, 6, 6)
-    with pytest.raises(ValueError, match=r"expected images \['n', 6, 5\].*got \[10, 6, 6\]"):
         read_mnist(folder, official=False)
     (folder / idx_names[0]).unlink()
     with pytest.raises(FileNotFoundError, match='train-images-idx3-ubyte'):
@@ -168,7 +157,6 @@ def test_pairs(m, shift, seed, n):
     [
         (dict(size=3), 'do not fit'),
         (dict(labels=torch.zeros(4, dtype=torch.long)), 'two classes'),
-        (dict(images=torch.ones(4, 1, 4, 4, dtype=torch.uint8)), 'bytes divided by 255'),
         (dict(images=255 * torch.ones(4, 1, 4, 4)), 'from 255 to 255'),
     ],
 )
@@ -225,12 +213,6 @@ def test_the_cache_of_datasets_needs_no_network(folder, hub_cache):
     assert as_floats(data['test'])['image'].equal(images[:, None] / 255)
 
 
-def test_another_revision_is_another_data_set(hub_cache):
-    hub_cache('a' * 40)
-    with pytest.raises(ConnectionError, match="'ylecun/mnist' is not on this machine, "):
-        load_mnist('mnist', official=False)
-
-
 @pytest.mark.parametrize('text', ['', '[]', '{"features": 3}', '{"splits": [1]}', '[' * 100_000])
 def test_a_damaged_cache_is_named(hub_cache, text):
     place = hub_cache(mnist.hub_revisions['mnist'])
@@ -267,14 +249,6 @@ def test_all_ways_to_name_a_folder(cifar, monkeypatch):
     assert list(open_cifar10(n_valid=0, official=False)) == ['train', 'test']
 
 
-def test_nothing_is_lost_or_twice(cifar):
-    parts = open_cifar10(cifar, 20, official=False)
-    (x, y), _ = read_cifar10(cifar, official=False).values()
-    rows = lambda x, y: sorted((int(k), o.numpy().tobytes()) for o, k in zip(x, y))
-    both = [torch.cat([parts[k][name] for k in ('train', 'validation')]) for name in parts['test']]
-    assert rows(*both) == rows(x, y)
-
-
 def test_cifar_of_the_hub(cifar, hub):
     "in another order, and yet the same split"
     parts = read_cifar10(cifar, official=False).items()
@@ -297,11 +271,6 @@ def test_checksums_of_cifar(cifar, monkeypatch):
         known = hashlib.md5(path.read_bytes()).hexdigest()
         monkeypatch.setitem(batch_md5s, path.stem, known)
     read_cifar10(cifar)
-    (cifar / 'data_batch_3.bin').unlink()
-    with pytest.raises(
-        FileNotFoundError, match=r"data_batch_3.bin, .*found \['data_batch_1.bin', 'data_b"
-    ):
-        open_cifar10(cifar)
 
 
 @pytest.mark.parametrize(

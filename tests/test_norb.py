@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 from capsnb.data import norb
-from capsnb.data.norb import as_tensors, codes, find_smallnorb, instances, load_smallnorb, magics
+from capsnb.data.norb import as_tensors, codes, instances, load_smallnorb, magics
 from capsnb.data.norb import norb_files, norb_name, open_norb, open_smallnorb
 from capsnb.data.norb import read_matrix, read_split, tiny_norb, tiny_smallnorb
 from capsnb.data.norb import write_matrix
@@ -141,17 +141,6 @@ def test_the_wrong_file_under_a_name(plain, as_official, a, b):
         read_split(plain, 'train')
 
 
-@pytest.mark.parametrize(
-    'kind, shape',
-    [('dat', (100, 3, 8, 8)), ('info', (100, 5)), ('info', (99, 4)), ('cat', (101,))],
-)
-def test_files_that_disagree(plain, kind, shape):
-    dtype = torch.uint8 if kind == 'dat' else torch.int32
-    write_matrix(plain / norb_files['train', kind].name, torch.zeros(shape, dtype=dtype))
-    with pytest.raises(ValueError, match=rf'{kind}.mat byte 0: expected a matrix of'):
-        read_split(plain, 'train', official=False)
-
-
 # ---- labels ----
 
 factors = [torch.tensor(list(o)) for o in codes.values()]
@@ -173,18 +162,6 @@ def test_no_label_of_a_whole_split_can_be_changed_unnoticed(name, row, to):
 
 
 # ---- where they are ----
-
-
-def test_plain_files_go_before_zipped_ones_and_a_split_needs_only_its_own(plain, packed):
-    for p in packed.iterdir():
-        shutil.copy(p, plain)
-        (plain / p.name).write_bytes(b'\x1f\x8b: no zipped file')
-    open_smallnorb('train', plain, (), official=False)
-    for p in packed.glob('*testing*'):
-        p.unlink()
-    assert find_smallnorb(packed, ['train']) == packed
-    with pytest.raises(FileNotFoundError, match=r"sub-folder 'smallnorb', found \['smallnorb-5x46"):
-        find_smallnorb(packed)
 
 
 @pytest.mark.parametrize('gz', [False, True])
@@ -218,9 +195,6 @@ def test_download_goes_on_where_it_broke_off(packed, plain, as_official, monkeyp
             open_smallnorb()
         equal(open_smallnorb('train', valid_instances=()), read_split(plain, 'train'))
         assert Here.asked == [None, f'bytes={size // 3}-', None, None]  # each once
-        (packed / f'{names[4]}.gz').write_bytes(bytes(norb_files['test', 'cat'].size))
-        with pytest.raises(ValueError, match='cat.mat.gz: expected SHA-256 .* nothing was kept'):
-            open_smallnorb('test')
 
 
 # ---- the data set ----
@@ -270,7 +244,6 @@ def one_pixel(rows):
 
 copies = {
     'lacks azimuth': lambda rows: [{k: o[k] for k in o if k != 'azimuth'} for o in rows],
-    r'row \d+: expected azimuth in \[0, 2': lambda rows: [o | dict(azimuth=200) for o in rows],
     'split train, -dat: expected MD5': one_pixel,
     'split train, -info: expected MD5': lambda rows: rows[::-1],
 }
@@ -332,7 +305,6 @@ def test_no_toy_and_no_background_is_in_two_splits(folder):
     'kind, at, value, message',
     [
         ('cat', 20, 6, r'01-cat.mat.*: expected category in \[0.* got 6'),
-        ('info', 20 + 40 * 5, 4, 'expected instance in .*-1 where there is no toy'),
         ('info', 20 + 40 * 7 + 8, 0, 'row 7 has the same labels as row'),
     ],
 )
@@ -345,14 +317,10 @@ def test_damage_is_named(folder, kind, at, value, message):
         open_norb('train', folder, (1,), official=False)
 
 
-def test_what_is_missing_or_other_is_said(folder, monkeypatch):
+def test_what_is_missing_is_said(folder):
     with pytest.raises(FileNotFoundError, match='training-01-dat.mat and 29 other files of https:'):
         open_norb()
     (folder / norb_name('train', 2, 'cat')).unlink()
     assert len(open_norb('train', folder, (1,), (), official=False)['image']) == 60
     with pytest.raises(FileNotFoundError, match='found .*training-02-dat'):
         open_norb('train', folder, (1, 2), official=False)
-    with pytest.raises(ValueError, match='byte 4: expected sizes that fill 680,'):
-        open_norb('train', folder, (1,))
-    monkeypatch.setenv('CAPSNB_DATA', str(folder.parent))
-    assert len(open_norb('test', None, (1,), official=False)['image']) == 60

@@ -83,8 +83,7 @@ def test_data_frames():
     found = in_parts(halves, 'kind')
     assert [len(found.labels[k]) for k in ('train', 'validation', 'test')] == [34, 6, 20]
     for k, labels in found.labels.items():
-        said = found.splits[k]['kind']
-        assert [found.names[v] for v in labels] == list(said)
+        assert [found.names[v] for v in labels] == list(found.splits[k]['kind'])
 
 
 def test_a_split_that_is_there_is_taken_whole_and_others_are_cut_from_training():
@@ -98,9 +97,6 @@ def test_a_split_that_is_there_is_taken_whole_and_others_are_cut_from_training()
     assert [len(found.labels[k]) for k in ('train', 'validation', 'test')] == [52, 8, 10]
     rows = [r['b'] for k in ('train', 'validation') for r in found.splits[k]]
     assert sorted(rows) == [float(k) for k in range(60)]
-    assert found.labels['train'] == in_parts(whole, 'kind', test='dev').labels['train']
-    for k, labels in found.labels.items():  # labels stay with their rows
-        assert [found.names[v] for v in labels] == found.splits[k]['kind']
 
 
 @pytest.mark.parametrize(
@@ -117,15 +113,6 @@ def test_what_makes_no_sense_is_refused(change, message):
     whole = datasets.DatasetDict(train=numbers(), test=numbers(20))
     with pytest.raises(ValueError, match=message):
         in_parts(whole, **{'label': 'kind', **change})
-
-
-def test_a_text_that_is_missing_is_named_with_its_row():
-    rows = [dict(text=f'number {k}', kind='xy'[k % 2]) for k in range(20)]
-    rows[3]['text'] = '  '
-    data = dict(train=numbers(20), test=datasets.Dataset.from_list(rows))
-    data['train'] = data['train'].add_column('text', [f'all of {k}' for k in range(20)])
-    with pytest.raises(ValueError, match="'text', got '  ' in row 3 of test"):
-        OwnTexts(source=data, label='kind').read()
 
 
 def test_labels_that_are_missing_or_unknown():
@@ -199,20 +186,6 @@ def test_what_a_file_says(tmp_path, name, text, rows):
     assert [[type(v) for v in r.values()] for r in found] == [[type(v) for v in r] for r in rows]
 
 
-@pytest.mark.parametrize(
-    'name,text,message',
-    [
-        ('open.csv', 'x,y\n1,"2\n3,4\n', 'cannot be read: .*EOF'),
-        ('null.jsonl', 'null\n', 'expected objects as rows, got null'),
-        ('deep.json', '[' * 100_000, 'cannot be read: .*recursion'),
-    ],
-)
-def test_what_no_file_says(tmp_path, name, text, message):
-    (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=message):
-        open_columns(tmp_path / name)
-
-
 def test_words_for_no_number_and_columns_that_are_left_out():
     odd = [
         dict(n=('?' if k % 5 == 0 else str(k)), m=('1,5' if k % 7 == 0 else str(k)), e=None)
@@ -250,9 +223,6 @@ def test_holes_in_a_table_are_absent_parts(tmp_path):
     assert net.credit(one)[0, 1].eq(0).all() and net(one).a.isfinite().all()
     assert net(torch.full((2, 2), math.nan)).a.isfinite().all()
     train(task, 'plain', tmp_path / 'run', **few)
-    for wrong, message in ((('kind',), 'no column of numbers'), (('c',), "'c' is no column")):
-        with pytest.raises(ValueError, match=message):
-            OwnTable(numbers(), 'kind', columns=wrong).make('table')
     far = numbers().map(lambda row: dict(a=math.inf))
     with pytest.warns(UserWarning, match="'a' .44 of 44 no numbers: inf"):
         assert OwnTable(far, 'kind').read == ('b',)
@@ -353,16 +323,6 @@ def test_splits_of_a_folder_and_paths_in_a_column(tmp_path):
     assert own.open('train')['image'].float().std() > 50
 
 
-def test_what_is_no_picture(tmp_path):
-    folder = photographs(tmp_path / 'all')
-    (folder / 'dark' / '3.png').write_bytes(b'no picture')
-    with pytest.raises(OSError, match='picture [0-9]+ of .* cannot be read: .*3.png'):
-        for split in ('test', 'validation', 'train'):
-            OwnPictures(folder, size=16, held=0.1).open(split)
-    with pytest.raises(ValueError, match='expected .m, n. or'):
-        OwnPictures(numbers(), 'kind', image='a').open('train')
-
-
 def test_texts(tmp_path):
     say = [('bad', 'it broke'), ('good', 'it lasts'), ('good', 'worth it'), ('bad', 'no')]
     rows = [dict(words=f'{t}, says {k}', mood=m) for k in range(10) for m, t in say]
@@ -389,15 +349,13 @@ def test_texts(tmp_path):
     assert sum(v for _, v in e['words']) == pytest.approx(e['leaning'])
     said, page = tmp_path / 'said.txt', tmp_path / 'new' / 'page.html'
     said.write_text('it lasts\n\nno <b> way\n')
-    how = ('explain', 'it broke', '--run', out, '--device', 'cpu')
-    done = capsnb(*how, '--file', said, '--html', page)
+    how = ('explain', 'it broke', '--run', out, '--device', 'cpu', '--file', said, '--html')
+    done = capsnb(*how, page)
     assert done.exit_code == 0 and done.output.count('together') == 3, done.output
     assert '<b> way' not in page.read_text() and '&lt;b&gt;' in page.read_text()
-    done = capsnb(*how, '--html', said)
+    done = capsnb(*how, said)
     assert done.exit_code == 1 and "somebody's own file" in done.output
     assert said.read_text() == 'it lasts\n\nno <b> way\n'
-    done = capsnb('explain', '--run', out)
-    assert done.exit_code == 1 and 'expected a sentence' in done.output
 
 
 def test_classes_without_an_order_are_not_weighed(tmp_path):
@@ -409,20 +367,3 @@ def test_classes_without_an_order_are_not_weighed(tmp_path):
     train(task, None, tmp_path / 'run', **few)
     done = capsnb('explain', 'one number 3', '--run', tmp_path / 'run', '--device', 'cpu')
     assert done.exit_code == 1 and 'one, six, two have no such order' in done.output, done.output
-    done = capsnb('explain', tmp_path / 'run', 'one number 3')
-    assert done.exit_code == 1 and f"explain --run {tmp_path / 'run'} SENTENCE" in done.output
-
-
-def test_the_hub_is_asked_and_its_silence_is_a_sentence(monkeypatch):
-    asked = []
-
-    def load_hub(name, revision):
-        asked.append((name, revision))
-        if name == 'nobody/none':
-            raise ConnectionError("'nobody/none' is not on this machine")
-        return dict(train=numbers())
-
-    monkeypatch.setattr('capsnb.lab.own.load_hub', load_hub)
-    assert list(open_columns('hub:me/mine@abc')) == ['train'] and asked == [('me/mine', 'abc')]
-    with pytest.raises(OSError, match="'hub:nobody/none' cannot be read: 'nobody/none' is not"):
-        open_columns('hub:nobody/none')

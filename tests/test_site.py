@@ -95,17 +95,6 @@ def test_a_page_keeps_what_a_reader_sees(tmp_path):
     assert site.title_of(path) == 'A | B'
 
 
-def test_an_object_is_told_from_its_comments():
-    from capsnb.core import pick_device
-    from capsnb.engine.dstep import Routing, Sizes
-
-    told = site._entry('Routing', Routing, 2)
-    assert '## Routing' in told and '| `n_out` |' in told and '| `n_iters` | `3` |' in told
-    assert '| `n` | samples' in site._entry('Sizes', Sizes, 2)
-    assert 'result' in site._entry('pick_device', pick_device, 2)
-    assert [name for name, _ in site._methods(Routing)][:1] == ['forward']
-
-
 def tables_links_and_pictures(built):
     shown = ((p, p.read_text(encoding='utf-8')) for p in built.rglob('*.html'))
     raw = [p.name for p, text in shown if re.search(r'<p>\|[ -]', text)]

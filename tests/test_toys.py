@@ -194,13 +194,6 @@ def test_checksum():
     assert digest.hexdigest() == found
 
 
-def test_noise_is_as_strong_as_said():
-    rows = torch.tensor([[4, 0, 0]])
-    noisy, clean = (draw('human', 6, rows, 96, world=World(noise=v)).double() for v in (4.0, 0.0))
-    assert abs((noisy - clean).std() - 4) < 0.2 and abs((noisy - clean).mean()) < 0.2
-    assert not (noisy - clean)[0, 0].equal((noisy - clean)[0, 1])  # the eyes' noises differ
-
-
 @every_toy
 @pytest.mark.parametrize('seed', [0, 1])
 def test_toys_are_sound(category, seed):
@@ -306,11 +299,8 @@ def of_one(**kw):
 
 
 refused = {
-    "split must be 'train' or 'test', got 'validation'": lambda: plan('validation'),
     'between 1 and 24,300, got 24301': lambda: plan('train', 24_301),
     'elevation must be some of': lambda: plan('train', dict(elevation=[9])),
-    r'lighting must be some of .* got \[\]': lambda: plan('train', dict(lighting=[])),
-    'elevation must be some of .*, got .3': lambda: plan('train', dict(elevation='3')),
     'seed must be a whole number, at least 0, got -1': lambda: plan('train', 25, -1),
     'size must be a whole number from 16 to 256, got 1000000': lambda: of_one(size=10**6),
     'samples must be a whole number from 1 to 16': lambda: of_one(world=World(samples=10**9)),
@@ -328,8 +318,6 @@ def test_what_does_not_exist_is_refused_at_once(said, tmp_path):
 
 
 def test_the_data_set_is_one_of_the_hub(tmp_path):
-    import datasets
-
     train = load_toys(16, 'train', one_view, cache=tmp_path, progress=False)
     again = load_toys(16, 'train', one_view, cache=tmp_path, progress=False)
     assert train._fingerprint == again._fingerprint
@@ -337,9 +325,7 @@ def test_the_data_set_is_one_of_the_hub(tmp_path):
     assert train.with_format('torch')[3]['image_rt'].view(16, 16).equal(images[3, 1])
     trucks = train.filter(lambda c: c == 3, input_columns='category')
     assert trucks.num_rows == 5 and set(trucks['instance']) == set(instances['train'])
-    trucks.save_to_disk(tmp_path / 'saved')
-    back = datasets.load_from_disk(tmp_path / 'saved')
-    row, toy = back[0], build_toy('truck', back[0]['instance'])
+    row, toy = trucks[0], build_toy('truck', trucks[0]['instance'])
     torch.testing.assert_close(torch.tensor(row['part_poses']), toy.poses.float())
     pose = object_pose('truck', row['instance'], 40).float()
     torch.testing.assert_close(torch.tensor(row['object_pose']), pose)

@@ -27,16 +27,8 @@ from .routing_net import RoutingNet
 from .sentiment import Samples, Sentiment
 from .tasks import Net, Task, with_options
 from .train import BaseDeck, fingerprint
-from capsnb.lab.vision import (
-    DStepNet,
-    HubMixin,
-    PlainCNN,
-    Scores,
-    answer,
-    earned,
-    n_params,
-    rival_of,
-)
+from .vision import DStepNet, HubMixin, PlainCNN, Scores
+from .vision import answer, earned, n_params, rival_of
 
 # %% auto #0
 __all__ = ['pictures', 'table', 'texts', 'open_columns', 'Parts', 'in_parts', 'OwnTask', 'OwnPictures', 'TableNet', 'PlainTable',
@@ -197,13 +189,15 @@ def in_parts(
     names, number = _classes(splits['train'], label)
     labels = {}
     for k, part in list(splits.items()):
-        labels[k] = _class_numbers(part, label, number, name[k])
-        if labels[k] is None and (k != 'test' or test):
+        found = _class_numbers(part, label, number, name[k])
+        if found is not None:
+            labels[k] = found
+        elif k != 'test' or test:
             raise ValueError(f"the split {name[k]!r} has no labels in a column {label!r}")
-        if labels[k] is None:
+        else:
             hidden = f"split {name[k]!r} of {len(part):,} rows, without labels"
             _say_what_is_left_out(source, [hidden])
-            del splits[k], labels[k]
+            del splits[k]
     missing = tuple(k for k in ('test', 'validation') if k not in splits)
     for k in missing:
         rows = _cut(labels['train'], _keys(splits['train']), held)
@@ -211,7 +205,7 @@ def in_parts(
         labels[k], labels['train'] = ([labels['train'][r] for r in at] for at in rows)
     return Parts(splits, labels, names, missing)
 
-# %% ../../nbs/lab/55_own_data.ipynb #0000000a
+
 def _classes(part, label: str) -> tuple:
     "Names, and a dict from values to class numbers."
     if label not in part.column_names:
@@ -499,7 +493,7 @@ class PlainTable(_Scaled, HubMixin, library_name='capsnb', tags=['tabular']):
         x = F.gelu(self.hidden(self.scaled(rows).nan_to_num(0.0)))
         return answer(Scores(self.classify(x)), labels)
 
-# %% ../../nbs/lab/55_own_data.ipynb #00000015
+
 _none = {'', '?', '-', 'na', 'n/a', '#n/a', 'nan', 'null', 'none'}
 
 
