@@ -21,11 +21,11 @@ from .lab.capsnet import EfficientCapsNet as EfficientCapsNet
 from .lab.losses import margin_loss as margin_loss
 from .lab.losses import spread_loss as spread_loss
 from .lab.matrix_caps import MatrixCapsNet as MatrixCapsNet
-from .lab.routing_net import RoutingNet as RoutingNet
 from .lab.hub import RoutingClassifier as RoutingClassifier
 from .lab.text import SSTNet as SSTNet
 from .lab.vision import BaselineCNN as BaselineCNN
 from .lab.vision import DStepNet as DStepNet
+from .lab.vision import RoutingNet as RoutingNet
 from .lab.vision import SmallNORBNet as SmallNORBNet
 from .routing.dstep import Routed as Routed
 from .routing.dstep import routing_ref as routing_ref

@@ -70,13 +70,12 @@ def draw(task, net: str, out: Path, device: str | None, progress: bool) -> tuple
 
 def changed(task, net: str | None, lr: float | None, batch_size, bf16: bool, graphs: bool) -> dict:
     "What of the recipe differs; a cycle with another top begins at that top if it is lower."
-    changes = {} if batch_size is None else dict(batch_size=batch_size)
-    changes |= dict(bf16=True) if bf16 else {}
-    changes |= dict(torch_compile=True, torch_compile_mode='reduce-overhead') if graphs else {}
-    if lr is None:
-        return changes
-    low, _ = task.recipe(task.known_net(net))['lr']
-    return changes | dict(lr=(min(low, lr), lr))
+    changes = dict(batch_size=batch_size, bf16=bf16, torch_compile=graphs)
+    changes |= dict(torch_compile_mode='reduce-overhead' if graphs else None)
+    if lr is not None:
+        low, _ = task.recipe(task.known_net(net))['lr']
+        changes |= dict(lr=(min(low, lr), lr))
+    return {k: v for k, v in changes.items() if v}
 
 
 def train(
@@ -265,12 +264,12 @@ def evaluate(
 ):
     "Accuracy of a finished run, and which classes it confuses."
     here_too()
-    here = dict(encoder=encoder, folder=folder, cache=cache)
+    here = dict(encoder=encoder, folder=folder, cache=False if on_the_fly else cache)
+    here |= dict(crops=None if crops == 1 else crops)
     here = {k: v for k, v in here.items() if v is not None}
-    here |= ({'cache': False} if on_the_fly else {}) | ({} if crops == 1 else {'crops': crops})
-    how = dict(device=device, progress=progress)
+    here |= dict(device=device, progress=progress, task=task)
     with contextlib.redirect_stdout(sys.stderr):
-        e = room('lab.tasks').evaluate(run, split, task=task, **how, **here)
+        e = room('lab.tasks').evaluate(run, split, **here)
     if as_json:
         leave('test', run, e, quiet=True)
         return e
@@ -406,30 +405,28 @@ def list_studies(ctx: typer.Context):
         print(ctx.get_help())
 
 
+commands = {
+    'demo': (demo, 'A capsule network and a CNN of equal size on real digits, in a minute.'),
+    'eval': (evaluate, 'Accuracy of a finished run, and which classes it confuses.'),
+    'explain': (explain, "Which words a sentence's score comes from."),
+    'push': (push, 'Push a finished run to the Hugging Face Hub, with a card.'),
+    'bench': (bench, 'Time and memory of everything fast.'),
+}
+
+
 def make_app() -> typer.Typer:
     "The `capsnb` command."
     plain = dict(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
-    names = dict(help_option_names=['-h', '--help'])
-    app = typer.Typer(
-        name='capsnb', pretty_exceptions_enable=False, context_settings=names, **plain
-    )
+    plain |= dict(context_settings=dict(help_option_names=['-h', '--help']))
+    app = typer.Typer(name='capsnb', pretty_exceptions_enable=False, **plain)
     app.callback(invoke_without_command=True)(top)
-    short = 'A capsule network and a CNN of equal size on real digits, in a minute.'
-    app.command('demo', short_help=short)(entrance(with_options(demo)))
-    told = 'Train a network on a data set; one sub-command for each.'
-    group = typer.Typer(cls=Tasks, help=told, **plain)
-    app.add_typer(group, name='train')
+    for name, (command, short) in commands.items():
+        app.command(name, short_help=short)(entrance(with_options(command)))
+    said = 'Train a network on a data set; one sub-command for each.'
+    app.add_typer(group := typer.Typer(cls=Tasks, help=said, **plain), name='train')
     for name, (*_, short) in trained.items():
         group.command(name, short_help=short)(entrance(trainer(name)))
-    for name, (command, short) in {
-        'eval': (evaluate, 'Accuracy of a finished run, and which classes it confuses.'),
-        'explain': (explain, "Which words a sentence's score comes from."),
-        'push': (push, 'Push a finished run to the Hugging Face Hub, with a card.'),
-        'bench': (bench, 'Time and memory of everything fast.'),
-    }.items():
-        app.command(name, short_help=short)(entrance(with_options(command)))
-    told = 'Run a notebook of nbs/studies; one sub-command for each.'
-    study = typer.Typer(cls=Studies, help=told, rich_markup_mode=None)
+    said = 'Run a notebook of nbs/studies; one sub-command for each.'
+    app.add_typer(study := typer.Typer(cls=Studies, help=said, rich_markup_mode=None), name='study')
     study.callback(invoke_without_command=True)(list_studies)
-    app.add_typer(study, name='study')
     return app

@@ -34,9 +34,7 @@ __all__ = ['MOST_ITERS', 'palette', 'page_mark', 'from_generator', 'check_n_iter
 _Tuple = TypeVar('_Tuple')
 
 
-def from_generator(
-    cls: type[_Tuple],  # a named tuple; changed in place
-) -> type[_Tuple]:  # the same
+def from_generator(cls: type[_Tuple]) -> type[_Tuple]:  # the same, changed in place
     "Let a generator of all fields make the tuple, as it makes a plain one."
     new = cls.__new__
 
@@ -53,9 +51,7 @@ def from_generator(
 MOST_ITERS = 1000  # more iterations than any routing has a use for
 
 
-def check_n_iters(
-    n_iters: int,  # iterations of a routing
-) -> int:  # the same
+def check_n_iters(n_iters: int) -> int:  # the same
     "`ValueError` unless it is an integer from 1 to `MOST_ITERS`."
     if isinstance(n_iters, bool) or not isinstance(n_iters, int) or n_iters < 1:
         raise ValueError(f"n_iters must be an integer >= 1, got {n_iters!r}")
@@ -111,9 +107,7 @@ def need(
         raise ImportError(f"this needs the package '{top}': pip install 'capsnb[{extra}]'") from e
 
 # %% ../nbs/00_core.ipynb #76454848
-def from_bytes(
-    images: Tensor,  # uint8, or floats, any shape
-) -> Tensor:  # float32 in [0, 1] from bytes; floats as they came
+def from_bytes(images: Tensor) -> Tensor:  # float32 in [0, 1] from bytes; floats as they came
     "Pictures as floating-point numbers: bytes are divided by 255."
     return images.float() / 255 if images.dtype == torch.uint8 else images
 
@@ -254,9 +248,7 @@ def film(
 page_mark = '<meta name="generator" content="capsnb">'
 
 
-def is_own_page(
-    path: Path,  # of a file that is there
-) -> bool:
+def is_own_page(path: Path) -> bool:  # of a file that is there
     "Whether a file is a page of a run, as capsnb leaves them."
     with open(path, 'rb') as f:
         return page_mark.encode() in f.read(500)

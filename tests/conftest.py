@@ -1,6 +1,7 @@
 """One thread, however many PyTorch would start; no test that needs a GPU, or long, unasked."""
 
 import os
+import pytest
 
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # read when torch is loaded: before any test is
 for name in ('HF_HUB_OFFLINE', 'PYTHONIOENCODING'):  # a test says itself what it is about
@@ -18,8 +19,6 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    import pytest
-
     graphs = [o for o in items if o.get_closest_marker('graphs')]
     marked = [o for o in items if o.get_closest_marker('cuda')]
     if not (graphs or marked):
@@ -32,3 +31,10 @@ def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason='there is no GPU'))
+
+
+@pytest.fixture
+def no_machine(monkeypatch, tmp_path):
+    "No test finds the data or the cache of the machine it runs on."
+    monkeypatch.delenv('CAPSNB_DATA', raising=False)
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'xdg'))

@@ -11,9 +11,8 @@ from capsnb.data.files import read_json
 from capsnb.data.norb import tiny_smallnorb
 from capsnb.lab.digits import Digits
 from capsnb.lab.objects import Objects, Toys
-from capsnb.lab.routing_net import RoutingNet
 from capsnb.lab.tasks import answers
-from capsnb.lab.vision import DStepNet
+from capsnb.lab.vision import DStepNet, RoutingNet
 from rooms import at_size, room
 
 names = room('78_attacks')

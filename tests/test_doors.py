@@ -13,9 +13,8 @@ from capsnb.lab.capsnet import CapsNet
 from capsnb.lab.capsnet import EfficientCapsNet
 from capsnb.lab.matrix_caps import MatrixCapsNet
 from capsnb.lab.own import PlainTable, TableNet
-from capsnb.lab.routing_net import PlainText, RoutingNet, RoutingText, VectorText
-from capsnb.lab.text import SSTNet
-from capsnb.lab.vision import BaselineCNN, DStepNet, OnlyScores, PlainCNN
+from capsnb.lab.text import PlainText, RoutingText, SSTNet, VectorText
+from capsnb.lab.vision import BaselineCNN, DStepNet, OnlyScores, PlainCNN, RoutingNet
 
 trunk = dict(channels=(8, 8), strides=(2, 2))
 caps = trunk | dict(n_types=4, n_parts=4)

@@ -2,12 +2,9 @@
 
 import hashlib
 import json
-import os
 import pickle
 import random
 import shutil
-import subprocess
-import sys
 import threading
 import zlib
 from collections import namedtuple
@@ -212,16 +209,6 @@ def test_weights_that_are_missing(folders, tmp_path):
     one, two = opened(folder), opened(folder)
     assert not one.model.pooler.dense.weight.equal(two.model.pooler.dense.weight)
     assert one.fingerprint == two.fingerprint
-
-
-@pytest.mark.slow
-def test_fingerprint_is_the_same_in_another_process(folders, encoders):
-    made = f"FrozenEncoder({str(folders['bert'])!r}, device='cpu')"
-    code = f"from capsnb.data.embed import FrozenEncoder; print({made}.fingerprint)"
-    env = {**os.environ, 'PYTHONPATH': str(ROOT)}
-    command = [sys.executable, '-c', code]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == encoders['bert'].fingerprint, done.stderr
 
 
 # ---- the cache

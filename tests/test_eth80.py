@@ -22,11 +22,7 @@ from capsnb.lab.objects import Photographs
 from capsnb.lab.tasks import evaluate, load_run, train
 
 
-@pytest.fixture(autouse=True)
-def no_machine(monkeypatch, tmp_path):
-    "no test finds the data or the cache of the machine it runs on"
-    monkeypatch.delenv('CAPSNB_DATA', raising=False)
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'xdg'))
+pytestmark = pytest.mark.usefixtures('no_machine')
 
 
 @pytest.fixture(scope='module')

@@ -20,10 +20,7 @@ sums = dict(size=len(body), sha256=hashlib.sha256(body).hexdigest())
 page = b'<html>please log in</html>'
 
 
-@pytest.fixture(autouse=True)
-def no_machine(monkeypatch, tmp_path):
-    monkeypatch.delenv('CAPSNB_DATA', raising=False)
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'xdg'))
+pytestmark = pytest.mark.usefixtures('no_machine')
 
 
 @pytest.fixture

@@ -13,11 +13,7 @@ from capsnb.data.mnist import load_mnist, open_cifar10, overlapping_pairs
 from capsnb.data.mnist import read_cifar10, read_idx, read_mnist, tiny_cifar10
 
 
-@pytest.fixture(autouse=True)
-def no_machine(monkeypatch, tmp_path):
-    "no test finds the data or the cache of the machine it runs on"
-    monkeypatch.delenv('CAPSNB_DATA', raising=False)
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'xdg'))
+pytestmark = pytest.mark.usefixtures('no_machine')
 
 
 @pytest.fixture

@@ -26,10 +26,7 @@ def equal(a, b):
 
 
 @pytest.fixture(autouse=True)
-def no_machine(monkeypatch, tmp_path):
-    "no test finds the data, the cache or the web of the machine it runs on"
-    monkeypatch.delenv('CAPSNB_DATA', raising=False)
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'xdg'))
+def no_web(no_machine, monkeypatch, tmp_path):
     monkeypatch.setenv('HF_DATASETS_CACHE', str(tmp_path / 'hf'))
     monkeypatch.setattr(norb, 'site', 'http://127.0.0.1:1/')
 
@@ -91,27 +88,6 @@ def test_every_cut_and_every_bit_of_a_small_file(tmp_path):
         path.write_bytes(data)
         with pytest.raises(ValueError, match=r'y.mat byte \d+: expected'):
             read_matrix(path)
-
-
-def test_every_byte_of_a_gzip_file(tmp_path):
-    raw = write_matrix(tmp_path / 'x.mat', torch.arange(9, dtype=torch.int32)).read_bytes()
-    whole, path, harmless = gzip.compress(raw, mtime=0), tmp_path / 'y.mat.gz', 0
-    for n in range(2, len(whole)):
-        path.write_bytes(whole[:n])
-        with pytest.raises(ValueError, match=r'y.mat.gz'):
-            read_matrix(path)
-        for bit in range(8):
-            data = bytearray(whole)
-            data[n] ^= 1 << bit
-            path.write_bytes(data)
-            try:
-                x = read_matrix(path)
-            except ValueError as e:
-                assert type(e) is ValueError and 'y.mat.gz' in str(e)
-            else:
-                harmless += 1
-                assert x.tolist() == list(range(9))
-    assert harmless < 8 * 10  # only in the gzip header: time, system, hints
 
 
 @pytest.mark.parametrize('official', [False, True])

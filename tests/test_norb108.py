@@ -10,11 +10,7 @@ from capsnb.lab.tasks import evaluate, load_run, task_named, train
 quiet = dict(device='cpu', progress=False)
 
 
-@pytest.fixture(autouse=True)
-def no_machine(monkeypatch, tmp_path):
-    "no test finds the data or the cache of the machine it runs on"
-    monkeypatch.delenv('CAPSNB_DATA', raising=False)
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'xdg'))
+pytestmark = pytest.mark.usefixtures('no_machine')
 
 
 @pytest.mark.slow

@@ -11,10 +11,8 @@ import pytest
 tf = pytest.importorskip('transformers')
 pytest.importorskip('datasets')
 pytest.importorskip('typer')
-from typer.testing import CliRunner
 from capsnb.data import embed
 from capsnb.lab import sentiment
-from capsnb.cli import make_app
 from capsnb.data.embed import FrozenEncoder, tiny_transformer
 from capsnb.lab import tasks
 from capsnb.lab.sentiment import Sentiment
@@ -154,24 +152,3 @@ def test_a_cache_that_is_there_is_used_whatever_its_size(world, tmp_path, monkey
     monkeypatch.setattr(sentiment, 'most_unasked', 100)
     assert Sentiment(**kw).decks()['train'].cached
     assert not Sentiment(**kw, cache_dtype='bfloat16').decks()['train'].cached
-
-
-@pytest.mark.slow
-def test_layers_and_dtype_from_the_command_line_to_the_evaluation(world, tmp_path):
-    def capsnb(*args):
-        r = CliRunner().invoke(make_app(), [str(a) for a in args])
-        assert r.exit_code == 0, r.output
-        return r.output
-
-    more = ('--data', world['trees'], '--cache', tmp_path / 'cache', '--device', 'cpu')
-    run = ('--out', tmp_path / 'run', '--roots', '--epochs', 1, '--any-files', '--progress')
-    kept = ('--encoder', world['model'], '--layers', '0,2', '--cache-dtype', 'bfloat16')
-    said = capsnb('train', 'sst', *kept, *run, *more)
-    note = json.loads((tmp_path / 'run' / 'task.json').read_text())
-    assert note['layers'] == [0, 2] and note['cache_dtype'] == 'bfloat16'
-    assert note['revision'] is None
-    assert said.index('reading the treebank') < said.index('2 hidden states of width 32')
-    capsnb('eval', tmp_path / 'run', *more)
-    (caches,) = (tmp_path / 'cache').iterdir()
-    made = sorted(p.name for p in caches.iterdir() if p.is_dir())
-    assert made == ['test-bfloat16', 'train-bfloat16', 'validation-bfloat16']

@@ -31,10 +31,7 @@ def tiny(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def no_machine(monkeypatch, tmp_path):
-    "no test finds the data, the cache or the web of the machine it runs on"
-    monkeypatch.delenv('CAPSNB_DATA', raising=False)
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'xdg'))
+def no_web(no_machine, monkeypatch):
     monkeypatch.setitem(sst.archive, 'url', 'http://127.0.0.1:1/a.zip')
 
 

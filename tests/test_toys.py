@@ -26,10 +26,7 @@ some = settings(max_examples=200, deadline=None, derandomize=True)
 every_toy = pytest.mark.parametrize('category', categories)
 
 
-@pytest.fixture(autouse=True)
-def no_machine(monkeypatch, tmp_path):
-    "no test finds the cache of the machine it runs on"
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'xdg'))
+pytestmark = pytest.mark.usefixtures('no_machine')
 
 
 # ---- an independent renderer: every ray against every part in float64, by a library ----

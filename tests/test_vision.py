@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 from capsnb.lab.vision import BaselineCNN, ConvTrunk, DStepNet, PlainCNN, SmallNORBNet
-from capsnb.lab.vision import norb_trunk, read_published
-from capsnb.lab.vision import _normed_conv, _published_name
+from capsnb.lab.vision import _normed_conv, _published_name, norb_trunk, read_published
 
 golden = torch.load(Path(__file__).parent / 'data' / 'heinsen2019_vision.pt', weights_only=True)
 weights = golden['weights']
@@ -85,7 +84,6 @@ bias, mu = 'convolve.4.bias', 'compute_mu.1.weight'
         ({bias: None, 'x': torch.ones(1)}, r'Missing.*stages\.1\.1\.bias.*Unexpected.*"x"'),
         ({'routings.1.W': None}, r"routings\.1\.W"),
         ({mu: weights[mu][..., 0, 0]}, r'size mismatch for heads\.compute_mu.*\[64, 5\]'),
-        ({bias: weights[bias].int()}, r'finite floats in .*convolve\.4\.bias$'),
         ({bias: weights[bias].to(torch.complex64)}, r'convolve\.4\.bias$'),
         ({'head.CONST_one': torch.ones(())}, r'Unexpected.*head\.CONST_one'),
     ],
@@ -117,7 +115,6 @@ def test_code_in_a_file_is_not_run(tmp_path):
         (b'', 'cannot be read'),
         (b'PK\x03\x04', 'cannot be read'),
         ([torch.ones(3)], 'got list'),
-        ({'a': 1}, 'named tensors of finite floats'),
         ({1: torch.ones(1)}, 'named tensors of finite floats'),
         ({'a': torch.tensor([1.0, torch.nan])}, 'finite floats in .* got others: a'),
     ],

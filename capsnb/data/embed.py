@@ -22,7 +22,7 @@ from .files import sweep, write_json
 
 # %% auto #0
 __all__ = ['pinned', 'tiny_transformer', 'read_config', 'as_texts', 'Embedded', 'FrozenEncoder', 'pick_layers', 'about_tokens',
-           'Price', 'price_of', 'EmbeddingCache', 'check_space', 'HeldStates']
+           'Price', 'EmbeddingCache', 'check_space', 'HeldStates']
 
 # %% ../../nbs/data/39_embed.ipynb #00000006
 def tiny_transformer(
@@ -386,9 +386,9 @@ class Price(NamedTuple):
     said: str  # all of it in a sentence
 
 
-def price_of(
+def _price_of(
     config, texts, layers='all', dtype='float16', device=None, compute=torch.float32, place='disk'
-) -> Price:  # dtype: in which hidden states are kept, place: where; compute: in which it computes
+) -> Price:
     "What it costs to read texts with a transformer, known from its config alone."
     sizes = config.get_text_config() if hasattr(config, 'get_text_config') else config
     l, m = len(pick_layers(layers, sizes.num_hidden_layers + 1)), sizes.hidden_size

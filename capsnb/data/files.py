@@ -58,9 +58,7 @@ def find_folder(
 
 # %% ../../nbs/data/32_files.ipynb #770a7b5b
 @contextlib.contextmanager
-def draft(
-    path: str | Path,  # of a file that is to appear when the block ends well
-) -> Iterator:  # the open file, binary, under a name that nobody can guess
+def draft(path: str | Path) -> Iterator:  # the open file, binary, under a name of its own
     "Write a file whole or not at all, and see it onto the disk."
     path = Path(path)
     mine = path.with_name(f'{path.name}.{secrets.token_hex(4)}.tmp')
@@ -114,15 +112,9 @@ def checksum(path: Path, kind: str = 'sha256') -> str:  # hexadecimal
     return digest.hexdigest()
 
 # %% ../../nbs/data/32_files.ipynb #00000012
-def fetch(
-    url: str,  # where from
-    path: Path,  # where to; the file appears only when it is whole
-    size: int,  # its bytes
-    sha256: str,  # its checksum, hexadecimal
-    timeout: float = 10.0,  # seconds without an answer
-) -> Path:  # path
-    """Download a file. `ConnectionError` if it breaks off (the next call goes on from there),
-    `ValueError` if it is another file, `OSError` if it cannot be written."""
+def fetch(url: str, path: Path, size: int, sha256: str, timeout: float = 10.0) -> Path:  # path
+    """Download a file of this size and SHA-256. `ConnectionError` if it breaks off (the next call
+    goes on from there), `ValueError` if it is another file, `OSError` if it cannot be written."""
     part = path.with_name(f'{path.name}.part')
     with alone(path):
         if path.is_file() and checksum(path) == sha256:
@@ -293,13 +285,9 @@ def in_words(
         raise kind(f"{what}: {first_line(e)}") from e
 
 
-def here_or_hub(
-    load,  # takes kw
-    name: str,  # of a transformer: a folder, or on the Hub
-    kw: dict,  # local_files_only (it is a folder), revision, gguf_file if it is in one
-    fetch: bool = True,  # whether the Hub may be asked
-):  # what `load` gives
-    "Load what lies on this machine, or fetch it; `OSError` or `ValueError` in one sentence."
+def here_or_hub(load, name: str, kw: dict, fetch: bool = True):  # what `load(**kw)` gives
+    """Load a transformer from a folder (kw: local_files_only) or the Hub's cache, or fetch it, if
+    the Hub may be asked; `OSError` or `ValueError` in one sentence."""
     if kw['local_files_only']:
         with in_words(f"cannot use the model in '{name}'"):
             return load(**kw)

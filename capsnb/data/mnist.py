@@ -36,12 +36,8 @@ def format_idx(x: Tensor) -> bytes:  # the file
     return head + x.contiguous().numpy().tobytes()
 
 
-def read_idx(
-    path: str | Path,  # of the file, gzipped or not, whatever its name says
-    md5: str | None = None,  # of the unpacked file, if known
-    size: int | None = None,  # its bytes, if known
-) -> Tensor:  # uint8
-    "Read an IDX file; `ValueError` with file and byte where it is wrong."
+def read_idx(path: str | Path, md5: str | None = None, size: int | None = None) -> Tensor:  # uint8
+    "An IDX file, gzipped or not; md5, size: unpacked. `ValueError` with file and byte."
     return read_array(path, _parse_header, md5, size)
 
 # %% ../../nbs/data/37_mnist.ipynb #0000000c
@@ -51,22 +47,13 @@ idx_names = (
     't10k-images-idx3-ubyte',
     't10k-labels-idx1-ubyte',
 )
-_digits = (
-    '6bbc9ace898e44ae57da46a324031adb',
-    'a25bea736e30d166cdddb491f175f624',
-    '2646ac647ad5339dbf082846283269ea',
-    '27ae3e4e09519cfbb04c329615203637',
-)
-_garments = (
-    'f4a8712d7a061bf5bd6d2ca38dc4d50a',
-    '9018921c3c673c538a1fc5bad174d6f9',
-    '8181f5470baa50b63fa0f6fddb340f0a',
-    '15d484375f8d13e6eb1aabb0c3f46965',
-)
-md5s = {
-    'mnist': dict(zip(idx_names, _digits)),
-    'fashion-mnist': dict(zip(idx_names, _garments)),
-}
+_md5s = (
+    '6bbc9ace898e44ae57da46a324031adb a25bea736e30d166cdddb491f175f624 '
+    '2646ac647ad5339dbf082846283269ea 27ae3e4e09519cfbb04c329615203637 '
+    'f4a8712d7a061bf5bd6d2ca38dc4d50a 9018921c3c673c538a1fc5bad174d6f9 '
+    '8181f5470baa50b63fa0f6fddb340f0a 15d484375f8d13e6eb1aabb0c3f46965'
+).split()
+md5s = {k: dict(zip(idx_names, _md5s[4 * n :])) for n, k in enumerate(('mnist', 'fashion-mnist'))}
 _whole_sizes = dict(zip(idx_names, (47_040_016, 60_008, 7_840_016, 10_008)))  # bytes, unpacked
 hub_names = {'mnist': 'ylecun/mnist', 'fashion-mnist': 'zalando-datasets/fashion_mnist'}
 hub_revisions = {
@@ -80,7 +67,7 @@ class_names = {
     'fashion-mnist': tuple(o.replace('_', ' ') for o in _garment_names.split()),
 }
 
-# %% ../../nbs/data/37_mnist.ipynb #e2bf0e13
+
 def read_mnist(
     folder: str | Path,  # that holds the four files, each raw or .gz
     name: str = 'mnist',  # or 'fashion-mnist': whose checksums
@@ -167,9 +154,7 @@ def _as_datasets(parts: dict, names: tuple):
     return out
 
 
-def as_floats(
-    part,  # datasets.Dataset as in `load_mnist`
-) -> dict:  # image float32 [n, 1, rows, columns] in [0, 1], label int64 [n]
+def as_floats(part) -> dict:  # image float32 [n, 1, rows, columns] in [0, 1], label int64 [n]
     "All images and labels of a split as two tensors; a dict that `Deck` and `fit` accept."
     columns = part.with_format('numpy')[:]
     image, label = (torch.from_numpy(columns[name]) for name in ('image', 'label'))
@@ -201,7 +186,7 @@ def place_images(
     out[torch.arange(n)[:, None, None], 0, y[:, :, None], x[:, None]] = images[:, 0]
     return out
 
-# %% ../../nbs/data/37_mnist.ipynb #00000019
+
 def overlapping_pairs(
     images: Tensor,  # [m, 1, rows, columns] floats in [0, 1]
     labels: Tensor,  # [m] their classes, at least two different ones
@@ -229,20 +214,14 @@ def overlapping_pairs(
 cifar_names = tuple('airplane automobile bird cat deer dog frog horse ship truck'.split())
 batch_names = (*(f'data_batch_{k}' for k in range(1, 6)), 'test_batch')
 _batch_md5s = (
-    '5dd7e06a14cb22eb9f671a540d1b7c25',
-    '5ea93a67294ea407fff1d09f752e9692',
-    '942cd6a4bcdd0dd3c604fbe906cb4421',
-    'ae636b3ba5c66a11e91e8cb52e771fcb',
-    '53f37980c15c3d472c316c40844f3f0d',
-    '803d5f7f4d78ea53de84dbe85f74fb6d',
+    '5dd7e06a14cb22eb9f671a540d1b7c25 5ea93a67294ea407fff1d09f752e9692 '
+    '942cd6a4bcdd0dd3c604fbe906cb4421 ae636b3ba5c66a11e91e8cb52e771fcb '
+    '53f37980c15c3d472c316c40844f3f0d 803d5f7f4d78ea53de84dbe85f74fb6d'
 )
-batch_md5s = dict(zip(batch_names, _batch_md5s))
+batch_md5s = dict(zip(batch_names, _batch_md5s.split()))
 
-# %% ../../nbs/data/37_mnist.ipynb #0000c1f3
-def read_cifar10(
-    folder: str | Path,  # that holds the six files
-    official: bool = True,  # False: any in this format
-) -> dict:  # 'train' and 'test': (images uint8 [n, 3, 32, 32], labels uint8 [n])
+
+def read_cifar10(folder: str | Path, official: bool = True) -> dict:  # as `read_mnist`, 3 channels
     "Read and check the files; `ValueError` names file and byte, or the checksum."
     found = []
     for name, md5 in batch_md5s.items():
@@ -257,7 +236,7 @@ def read_cifar10(
         found.append((x[:, 1:].reshape(-1, 3, 32, 32), x[:, 0]))
     return {'train': tuple(map(torch.cat, zip(*found[:5]))), 'test': found[5]}
 
-# %% ../../nbs/data/37_mnist.ipynb #0000c1f5
+
 _cifar_hub = 'uoft-cs/cifar10', '0b2714987fa478483af9968de7c934580d0bb9a2'
 
 
@@ -294,11 +273,8 @@ def load_cifar10(
     parts = open_cifar10(folder, n_valid, official)
     return _as_datasets({k: tuple(o.values()) for k, o in parts.items()}, cifar_names)
 
-# %% ../../nbs/data/37_mnist.ipynb #0000c1f7
-def tiny_cifar10(
-    folder: str | Path,  # made if it is not there
-    n: int = 20,  # images of each batch
-) -> Path:  # the folder, with six files
+
+def tiny_cifar10(folder: str | Path, n: int = 20) -> Path:  # the folder; n: images of a batch
     "Draw a data set of our own in CIFAR-10's binary format."
     folder, g = Path(folder), torch.Generator().manual_seed(n)
     folder.mkdir(parents=True, exist_ok=True)

@@ -50,13 +50,9 @@ def parse_header(data: bytes, name: str = 'header') -> tuple:  # type, sizes, wh
         wrong_byte(name, 8, f"{n} positive sizes, and 1 for what is unused", [*used, *unused])
     return magics[kind], used, 4 * least
 
-# %% ../../nbs/data/35_norb.ipynb #00000010
-def read_matrix(
-    path: str | Path,  # of the file, gzipped or not, whatever its name says
-    md5: str | None = None,  # of the unpacked file, if known
-    size: int | None = None,  # its bytes, if known
-) -> Tensor:  # in memory
-    "Read a matrix file; `ValueError` with file and byte where header or size are wrong."
+
+def read_matrix(path, md5: str | None = None, size: int | None = None) -> Tensor:  # in memory
+    "A matrix file, gzipped or not; md5, size: unpacked. `ValueError` with file and byte."
     return read_array(path, parse_header, md5, size)
 
 
@@ -96,13 +92,10 @@ _sha256 = (
     '16adf314226327ee006d1a44db8cfef52773c06c829951d5653a9f6f310248a2',
 )
 _md5s = (
-    '8138a0902307b32dfa0025a36dfa45ec',
-    'fd5120d3f770ad57ebe620eb61a0b633',
-    '19faee774120001fc7e17980d6960451',
-    'e9920b7f7b2869a8f1a12e945b2c166c',
-    'fd5120d3f770ad57ebe620eb61a0b633',
-    '7c5b871cc69dcadec1bf6a18141f5edc',
-)
+    '8138a0902307b32dfa0025a36dfa45ec fd5120d3f770ad57ebe620eb61a0b633 '
+    '19faee774120001fc7e17980d6960451 e9920b7f7b2869a8f1a12e945b2c166c '
+    'fd5120d3f770ad57ebe620eb61a0b633 7c5b871cc69dcadec1bf6a18141f5edc'
+).split()
 _unpacked = (24 + 24_300 * 2 * 96 * 96, 20 + 4 * 24_300, 20 + 16 * 24_300) * 2
 _kinds = dict(dat=torch.uint8, cat=torch.int32, info=torch.int32)
 
@@ -139,7 +132,7 @@ def _column(columns: Mapping, name: str) -> Tensor:  # [n], long
         raise ValueError(f"{name}: expected whole numbers, got {x.dtype}")
     return x.long()
 
-# %% ../../nbs/data/35_norb.ipynb #00000029
+
 def _check_labels(columns: Mapping, where: str, known: Mapping = codes):
     "`ValueError` for a label that the data have not, or for two rows with the same five."
     cols, q = {name: _column(columns, name) for name in known}, 0
@@ -236,20 +229,15 @@ def find_smallnorb(
             try:
                 fetch(f'{site}{o.name}.gz', cache / f'{o.name}.gz', o.size, o.sha256)
             except ConnectionError as e:
-                there = (
-                    "With smallNORB's files in a folder, name that in CAPSNB_DATA or as `folder` "
-                )
-                hub = (
-                    "(--data on the command line); folder='hub:' (--data hub:) takes the Hub's copy"
-                )
-                raise ConnectionError(f"{e}. {there}{hub}") from e
+                raise ConnectionError(
+                    f"{e}. With smallNORB's files in a folder, name that in CAPSNB_DATA or as "
+                    "`folder` (--data on the command line); folder='hub:' (--data hub:) takes "
+                    "the Hub's copy"
+                ) from e
     return found or cache
 
 # %% ../../nbs/data/35_norb.ipynb #0000003e
-def valid_mask(
-    columns: Mapping,  # with 'instance'
-    valid_instances: Sequence[int] = (9,),  # instances to hold back, of each category
-) -> Tensor:  # bool [n], True for pictures held back
+def valid_mask(columns: Mapping, valid_instances: Sequence = (9,)) -> Tensor:  # bool [n]
     "Pictures of toys held back; `ValueError` for an instance that is not there, or none left."
     of, wanted = _column(columns, 'instance'), set(valid_instances)
     there = set(of.unique().tolist())
@@ -258,7 +246,7 @@ def valid_mask(
         raise ValueError(f"valid_instances: expected {some}, got {valid_instances!r}")
     return torch.isin(of, torch.tensor(sorted(wanted), dtype=torch.long))
 
-# %% ../../nbs/data/35_norb.ipynb #00000041
+
 _familiar = dict(azimuth=(30, 32, 34, 0, 2, 4), elevation=(0, 1, 2))  # codes
 
 
@@ -325,7 +313,7 @@ def _from_hub(name: str, split: str, official: bool) -> dict[str, Tensor]:  # as
             check_md5(_in_bytes(x), norb_files[split, kind].md5, f"{said}, -{kind}")
     return data
 
-# %% ../../nbs/data/35_norb.ipynb #0000004e
+
 def load_smallnorb(
     folder: str | Path | None = None,  # as for open_smallnorb
     split: str | None = None,  # 'train', 'validation' or 'test': only that one
@@ -346,10 +334,8 @@ def load_smallnorb(
     columns = {name: data[name].int().numpy() for name in codes}
     return with_pictures(data['image'], datasets.Dataset.from_dict(columns, features=kinds))
 
-# %% ../../nbs/data/35_norb.ipynb #00000051
-def as_tensors(
-    dataset,  # datasets.Dataset with the columns of load_smallnorb
-) -> dict[str, Tensor]:  # image uint8 [n, 2, h, w] and the five codes, int64 [n]
+
+def as_tensors(dataset) -> dict[str, Tensor]:  # image uint8 [n, 2, h, w], five codes int64 [n]
     "A split in memory; `ValueError` for an image that is not grey with 8 bits."
     np, out = need('numpy'), []
     if lacks := {'image_lt', 'image_rt', *codes} - set(dataset.column_names):
@@ -372,7 +358,7 @@ def norb_name(split: str, part: int, kind: str) -> str:  # without .gz
     "A file of NORB jittered-cluttered."
     return _file_name(split, f'{part:02}-{kind}', '', '108x108')
 
-# %% ../../nbs/data/35_norb.ipynb #52fa7290
+
 def open_norb(
     split: str = 'train',  # 'train', 'validation' or 'test'
     folder: str | Path | None = None,  # with the files, or whose sub-folder `norb` has them
@@ -419,9 +405,8 @@ def tiny_norb(
         jitter = ((2 * most + 1) * torch.rand(len(rows), 6, generator=die)).long() - most
         card = _cards(rows, size)
         noise = torch.randint(256, card.shape, dtype=torch.uint8, generator=die)
-        moved = torch.stack(
-            [o.roll((int(v), int(u)), (1, 2)) for o, (u, v, *_) in zip(card, jitter)]
-        )
+        turns = zip(card, jitter.tolist())
+        moved = torch.stack([o.roll((v, u), (1, 2)) for o, (u, v, *_) in turns])
         toy = (moved < 190) & (rows[:, 0] != 5)[:, None, None, None]
         seen = rows[:, 1:].masked_fill(rows[:, :1] == 5, -1)
         told = torch.cat((rows[:, :1], seen, jitter), 1)

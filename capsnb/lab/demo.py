@@ -37,10 +37,8 @@ class _Contest(Digits):
         seed_everything(seed)
         return DStepNet(**trunk) if net == 'dstep' else rival_of(n, **trunk)
 
-# %% ../../nbs/lab/58_command_line.ipynb #2be69bb4
-def demo_table(
-    results: dict,  # name -> metrics, as `fit` returns them
-) -> str:  # one line per network
+
+def demo_table(results: dict) -> str:  # name -> metrics, as `fit` returns them
     "Accuracy, parameters, seconds and device of each network."
     rows = [('network', 'test', 'validation', 'parameters', 'seconds', 'device')]
     for name, m in results.items():
@@ -63,7 +61,7 @@ def _picked(a: Tensor, labels: Tensor, n: int = 7) -> Tensor:
             chosen.append(k)
     return torch.tensor(chosen)
 
-# %% ../../nbs/lab/58_command_line.ipynb #c3e8c626
+
 def _draw_map(ax, image: Tensor, credit: Tensor, limit: float, cmap: str, title: str):
     "A credit map as colours, the digit as an outline."
     m, n = image.shape
@@ -95,13 +93,8 @@ def _draw_column(axs, image: Tensor, label: int, a: Tensor, used: Tensor, earned
         ax.set(xticks=[], yticks=[])
 
 
-_rows = (
-    'test digit',
-    'probability',
-    'places that the\nwinner used',
-    'places that the\nrunner-up used',
-    'what decided',
-)
+_rows = 'test digit', 'probability', 'places that the\nwinner used'
+_rows += 'places that the\nrunner-up used', 'what decided'
 _caption = (
     "Routing keeps the books: each map adds up to the number above it.\n"
     "Rows 3, 4: data that a class used, by place. Row 5: the gap between the two scores; "
@@ -110,12 +103,7 @@ _caption = (
 )
 
 
-def demo_picture(
-    net: DStepNet,  # trained
-    images: Tensor,  # [n, 1, m, n]
-    labels: Tensor,  # [n]
-    n: int = 7,  # how many samples
-):  # matplotlib figure
+def demo_picture(net: DStepNet, images: Tensor, labels: Tensor, n: int = 7):  # figure of n samples
     "Digits, class scores, the places two classes used, and what decided between them."
     plt, net = plot_style(), net.eval().cpu()
     with torch.no_grad():
@@ -155,7 +143,7 @@ def _claim_demo(out: Path, resume: bool, overwrite: bool):
             folders.clear_run(folder)
         (out / 'picture.png').unlink(missing_ok=True)
 
-# %% ../../nbs/lab/58_command_line.ipynb #0138bdc1
+
 def demo(
     seed: int = 0,  # of everything
     out: str | Path = 'runs/demo',  # folder of the run

@@ -14,10 +14,9 @@ from ..core import from_bytes, plot_style
 from ..data.mnist import as_floats, cifar_names, class_names, load_mnist, open_cifar10
 from .capsnet import CapsNet, EfficientCapsNet
 from .matrix_caps import MatrixCapsNet
-from .routing_net import RoutingNet
 from .tasks import Net, Task
 from .train import Deck, load_digits_split
-from .vision import BaselineCNN, DStepNet, PlainCNN, n_params, rival_of
+from .vision import BaselineCNN, DStepNet, PlainCNN, RoutingNet, n_params, rival_of
 
 # %% auto #0
 __all__ = ['sides', 'names_of', 'digits', 'mnist', 'fashion_mnist', 'cifar10', 'spread', 'as_seen', 'Digits', 'drawings']

@@ -24,11 +24,11 @@ from ..data.mnist import hub_names
 from ..data.norb import hub_name
 from ..engine.numerics import may_look
 from .report import plot_history
-from .routing_net import PlainText, RoutingNet, RoutingText, VectorText
+from .text import PlainText, RoutingText, VectorText
 from .runs import check_end, checked_network, read_whole, run_folder, task_of
 from .tasks import Task, load_run, task_in
 from .text import SSTNet, check_note, encoder_note, measure_scale, noted_encoder
-from .vision import answer
+from .vision import RoutingNet, answer
 
 _tf = need('transformers')
 
@@ -709,28 +709,19 @@ def _write(path: Path, page: str) -> Path:
     return path
 
 
-def leave_run(
-    folder: str | Path,  # of a finished run
-    pictures: tuple = (),  # paths of what was drawn
-) -> Path:  # of the page
+def leave_run(folder: str | Path, pictures: tuple = ()) -> Path:  # of the page
     "Write the page of a run into its folder."
     return _write(Path(folder) / 'report.html', _run_page(folder, pictures))
 
 
-def leave_test(
-    folder: str | Path,  # of a finished run
-    found: dict,  # of `evaluate`
-) -> Path:  # of the page
+def leave_test(folder: str | Path, found: dict) -> Path:  # of the page; found: of `evaluate`
     "Write the page of a test into the run's folder, under the name of the split."
     split = re.sub('[^A-Za-z0-9+-]+', '-', found['split'])
     page = _eval_page(found, task_of(folder), run_record())
     return _write(Path(folder) / f'report_{split}.html', page)
 
 
-def leave_words(
-    path: str | Path,  # of the page
-    explanations: list,  # of `Explanation`
-) -> Path:  # of the page
+def leave_words(path: str | Path, explanations: list) -> Path:  # of the page
     "Write a page of coloured sentences; an `Explanation` escapes what it shows."
     how = '<small>red: negative, blue: positive; point at a word for its number</small>'
     told = [(f'Sentence {k}', [dict(html=e._repr_html_())]) for k, e in enumerate(explanations, 1)]

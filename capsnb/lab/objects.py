@@ -19,7 +19,7 @@ from .capsnet import CapsNet
 from .digits import spread
 from .matrix_caps import MatrixCapsNet
 from .inspect import class_pose, mds_path, plot_paths, poses_of, viewpoint_grid
-from .routing_net import RoutingNet
+from .vision import RoutingNet
 from .tasks import Net, Task, paper_recipe, with_options
 from .train import BaseDeck, dice, fingerprint, shift_images
 from .vision import BaselineCNN, PlainCNN, SmallNORBNet, n_params, norb_trunk, rival_of

@@ -23,11 +23,10 @@ from ..data.files import in_words, load_hub, regular
 from ..engine.dstep import Routing
 from ..engine.layers import at_least_1
 from .digits import spread
-from .routing_net import RoutingNet
 from .sentiment import Samples, Sentiment
 from .tasks import Net, Task, with_options
 from .train import BaseDeck, fingerprint
-from .vision import DStepNet, HubMixin, PlainCNN, Scores
+from .vision import DStepNet, HubMixin, PlainCNN, RoutingNet, Scores
 from .vision import answer, earned, n_params, rival_of
 
 # %% auto #0
@@ -125,9 +124,7 @@ def _image_folder(folder: Path, images: list) -> dict:
     return {k: v.cast_column('image', datasets.Image()) for k, v in made.items()}
 
 
-def open_columns(
-    source,  # a path, 'file:PATH', 'hub:NAME(@REVISION)', a Dataset, a DataFrame, or a dict of them
-) -> dict:  # name of a split -> datasets.Dataset
+def open_columns(source) -> dict:  # name of a split -> datasets.Dataset
     "Data as columns; `ValueError` or `OSError` where nothing can be read."
     if isinstance(source, (need('datasets').Dataset, need('pandas').DataFrame)):
         source = dict(train=source)

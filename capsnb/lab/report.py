@@ -15,7 +15,7 @@ from ..core import need, palette, plot_style
 from ..data.files import read_json
 from .digits import Digits
 from .objects import Photographs, Toys
-from .routing_net import needed_for_text
+from .text import needed_for_text
 from .sentiment import Sentiment, smollm2
 from .speed import take_turns
 from .tasks import Task, settle_command, study, with_options

@@ -17,13 +17,12 @@ from typing import Callable, NamedTuple
 import torch
 import torch.nn.functional as F
 from ..data.embed import EmbeddingCache, FrozenEncoder, HeldStates, about_tokens
-from ..data.embed import check_space, pinned, price_of, read_config
+from ..data.embed import _price_of, check_space, pinned, read_config
 from ..data.files import cache_folder
 from ..data.sst import label_names, load_sst
-from .routing_net import PlainText, RoutingText, VectorText
 from .runs import first_process
 from .tasks import Net, Task, train, with_options
-from .text import SSTNet, TextStem, blend
+from .text import PlainText, RoutingText, SSTNet, TextStem, VectorText, blend
 from .text import check_note, encoder_note, measure_scale, noted_encoder
 from .train import BaseDeck, dice, fingerprint
 
@@ -227,7 +226,7 @@ class Sentiment(Task):
         self.samples = self.read()
         texts = [t for s in self.samples.values() for t in s.texts]
         place = 'memory' if self.in_memory else 'disk'
-        price = price_of(config, texts, *sizes, place=place)
+        price = _price_of(config, texts, *sizes, place=place)
         if self.progress or price.n_bytes > 1e9 or price.seconds > 60:
             _say(f"{name}: {price.said}")
         if not self.in_memory and not self._caches(self.samples, price.n_bytes // price.n_tokens):

@@ -23,8 +23,7 @@ from ..engine.layers import ConvCaps, field_plans
 from ..engine.mixture import GaussianMixture, Params
 from .capsnet import CapsNet
 from .matrix_caps import MatrixCapsNet
-from .routing_net import PlainText
-from .text import SSTNet
+from .text import PlainText, SSTNet
 from .vision import DStepNet, SmallNORBNet, n_params, norb_trunk, rival_of
 from ..routing.dynamic import dynamic_routing_ref
 from ..routing.mixture import e_step, m_step

@@ -8,15 +8,19 @@ import html
 from pathlib import Path
 from typing import NamedTuple
 import torch
+import torch.nn.functional as F
 from torch import nn, Tensor
-from ..engine.dstep import Routing
+from ..engine.dstep import CapsNorm, Routing
 from ..engine.numerics import may_look
 from ..data.embed import FrozenEncoder
-from .vision import HubMixin, answer, earned, published, trace_credit
+from .vision import HubMixin, Scores, answer, earned, published, trace_credit
+from ..routing.dstep import Routed
+from ..zoo.routers import all_routings, routing_layer
+from ..zoo.vectors import VectorRouting, end_to_end
 
 # %% auto #0
-__all__ = ['blend', 'TextNetwork', 'TextStem', 'SSTNet', 'Credit', 'measure_scale', 'coloured', 'Explanation', 'explain',
-           'encoder_note', 'check_note', 'noted_encoder']
+__all__ = ['needed_for_text', 'blend', 'TextNetwork', 'TextStem', 'SSTNet', 'Credit', 'measure_scale', 'coloured', 'Explanation',
+           'explain', 'encoder_note', 'check_note', 'noted_encoder', 'RoutingText', 'PlainText', 'VectorText']
 
 # %% ../../nbs/lab/46_text.ipynb #0000000a
 def _mask_scores(mask: Tensor) -> Tensor:
@@ -45,7 +49,7 @@ def _read_layers(embs: Tensor, A_l: Tensor) -> Tensor:
     read = torch.bmm(flat, A_l.transpose(1, 2)).transpose(0, 1)
     return read.reshape(*embs.shape[:-1], A_l.shape[1])
 
-# %% ../../nbs/lab/46_text.ipynb #00000010
+
 def _into_rows(x: Tensor, mask: Tensor) -> Tensor:
     "Tokens [t, ...] to their places [b, n, ...]; `ValueError` when they do not fit the mask."
     if may_look(mask):
@@ -259,10 +263,7 @@ class Credit(NamedTuple):
 
 # %% ../../nbs/lab/46_text.ipynb #00000021
 @torch.no_grad()
-def measure_scale(
-    net: TextStem,  # whose emb_mean and emb_size are set
-    items,  # iterable of hidden states [n, l, m], of training texts
-) -> TextStem:  # the same network
+def measure_scale(net: TextStem, items) -> TextStem:  # the same; items: hidden states [n, l, m]
     "Read hidden states in units of their own spread; `ValueError` for none, or inf or NaN."
     n, total, square = 0, 0.0, 0.0
     for e in items:
@@ -284,7 +285,7 @@ def _leaning(n_classes: int) -> Tensor:
     "Weights of the classes [k] from -1 to 1, from the most negative to the most positive."
     return torch.linspace(-1, 1, n_classes)
 
-# %% ../../nbs/lab/46_text.ipynb #0000002d
+
 @torch.no_grad()
 def _without_each(net: SSTNet, mask: Tensor, embs: Tensor, groups: list) -> Tensor:
     "What the scores of one text lose [groups, k] without a group of tokens; all, if none is left."
@@ -298,7 +299,7 @@ def _without_each(net: SSTNet, mask: Tensor, embs: Tensor, groups: list) -> Tens
         a[some] -= net.route(left[some], x.expand(int(some.sum()), -1, -1, -1)).a
     return a
 
-# %% ../../nbs/lab/46_text.ipynb #0000002f
+
 def coloured(
     words: list,  # of (word, number)
     limit: float | None = None,  # number of the strongest colour; None: the largest there is
@@ -312,7 +313,7 @@ def coloured(
         spans.append(f'<span title="{v:+.3f}" style="{style}">{html.escape(word)}</span>')
     return f'<div style="line-height:1.9;font-size:15px">{" ".join(spans)}</div>'
 
-# %% ../../nbs/lab/46_text.ipynb #00000032
+
 class Explanation(NamedTuple):
     "A text, its class scores and where they come from; shows itself in a notebook."
 
@@ -369,19 +370,14 @@ def explain(
 _same = 'gguf_file', 'revision', 'fingerprint', 'layers', 'end'
 
 
-def encoder_note(
-    encoder: FrozenEncoder,  # any
-) -> dict:  # JSON-ready
+def encoder_note(encoder: FrozenEncoder) -> dict:  # JSON-ready
     "What it takes to find the same transformer again."
     folder = Path(encoder.name).expanduser()
     note = dict(encoder=str(folder.absolute()) if folder.is_dir() else encoder.name)
     return note | {k: getattr(encoder, k) for k in _same} | dict(dtype=str(encoder.dtype)[6:])
 
 
-def check_note(
-    note: dict,  # of `encoder_note`, as read from somewhere
-    where: str,  # from where, for the message
-) -> dict:  # the same
+def check_note(note: dict, where: str) -> dict:  # the same; where: it was read from
     "`ValueError` for an entry of a kind that `encoder_note` does not write."
     for key in ('encoder', 'dtype', *_same):
         value = note.get(key, None if key == 'revision' else 0)  # older notes have no revision
@@ -393,14 +389,167 @@ def check_note(
     return note
 
 
-def noted_encoder(
-    note: dict,  # of `encoder_note`
-    where: str | Path | None = None,  # if it lies elsewhere now: a folder, or a name on the Hub
-    device: str | None = None,  # None: the best there is
-) -> FrozenEncoder:  # the same
-    "Load a transformer from a note; only one that `where` names may be fetched."
+def noted_encoder(note: dict, where: str | Path | None = None, device=None) -> FrozenEncoder:  # it
+    "Load a transformer from a note; only one that `where` (a folder, a name) names is fetched."
     place = where or note['encoder']
     same = str(place) == note['encoder'] and not Path(place).expanduser().is_dir()
     how = {k: note.get(k) for k in ('gguf_file', 'layers', 'dtype', 'end')}
     how |= dict(revision=note.get('revision') if same else None, expected=note['fingerprint'])
     return FrozenEncoder(place, device=device, fetch=bool(where), **how)
+
+# %% ../../nbs/lab/46_text.ipynb #15e70011
+needed_for_text = {'kmeans-hard': dict(loop='em')}  # settings, or no gradient reaches the maps
+
+
+class RoutingText(TextStem, tags=['capsules', 'routing']):
+    "Hidden states of a transformer, and two layers of one routing."
+
+    def __init__(
+        self,
+        d_depth: int = 37,  # l: hidden states per token
+        d_emb: int = 1280,  # m: their width
+        n_classes: int = 5,  # classes
+        d_feat: int = 64,  # features that are read from a hidden state
+        d_cap: int = 2,  # width of parts and classes
+        n_parts: int = 64,  # capsules between tokens and classes
+        routing: str = 'dstep',  # of `all_routings`
+        n_iters: int = 3,  # iterations of both routings
+        norm: str = 'none',  # of scores and poses after both routings, see `CapsNorm`
+        settings: dict | None = None,  # of the routing alone
+        dropout: float = 0.0,  # share of the features left out in training
+    ):
+        super().__init__(d_depth, d_emb, d_feat, dropout)
+        own = dict(n_iters=n_iters, **(settings or {}))
+        if lacking := dict(needed_for_text.get(routing, {}).items() - own.items()):
+            told = f"{routing!r} reads texts only with settings={lacking}"
+            raise ValueError(f"{told}: its hard shares would let no gradient reach a map")
+        first = routing_layer(routing, 1, d_feat, d_cap, None, n_parts, **own)
+        second = routing_layer(routing, 1, d_cap, d_cap, n_parts, n_classes, **own)
+        self.routings = nn.ModuleList([first, second])
+        self.norms = nn.ModuleList(CapsNorm(j, norm) for j in (n_parts, n_classes))
+        self.scale = nn.Parameter(torch.ones(())) if norm != 'none' else 1.0
+
+    def top(self, mask, x):  # Routed(a [b, k], mu [b, k, 1, h], sig2)
+        one = _by_length(mask, x, lambda mask, x: self.routings[0](*_as_parts(mask, x)))
+        two = self.routings[1](*self.norms[0](one.a, one.mu))
+        a, mu = self.norms[1](two.a, two.mu)
+        return Routed(self.scale * a, mu, two.sig2)
+
+
+class PlainText(TextStem, tags=['text-classification']):
+    "Hidden states of a transformer, attention pooling, and two linear maps: no capsules."
+
+    def __init__(
+        self,
+        d_depth: int = 37,  # l: hidden states per token
+        d_emb: int = 1280,  # m: their width
+        n_classes: int = 5,  # classes
+        d_feat: int = 64,  # features that are read from a hidden state
+        n_heads: int = 4,  # queries
+        n_hidden: int = 64,  # width between the two linear maps
+        dropout: float = 0.0,  # share of the features left out in training
+    ):
+        super().__init__(d_depth, d_emb, d_feat, dropout)
+        self.queries = nn.Linear(d_feat, n_heads, bias=False)
+        self.hidden = nn.Linear(n_heads * d_feat, n_hidden)
+        self.classify = nn.Linear(n_hidden, n_classes)
+
+    def top(self, mask, x):  # Scores
+        a, x = _as_parts(mask, x)
+        x = x[:, :, 0]
+        share = (self.queries(x) + F.logsigmoid(a)[..., None].to(x.dtype)).softmax(1)
+        pooled = torch.einsum('bih,bid->bhd', share, x).flatten(1)
+        return Scores(self.classify(F.silu(self.hidden(pooled))))
+
+
+class VectorText(TextNetwork, tags=['routing', 'text-classification']):
+    "Hidden states of a transformer, and three vector routings (Heinsen 2022)."
+
+    def __init__(
+        self,
+        d_depth: int = 25,  # l: hidden states per token
+        d_emb: int = 1024,  # m: their width
+        n_classes: int = 5,  # classes
+        n_parts: int = 64,  # vectors that the first and the second routing give
+        n_iters: int = 2,  # iterations of all three routings
+        dropout: float = 0.0,  # share of the features left out in training; not in the paper
+    ):
+        super().__init__()
+        self.depth_scale = nn.Parameter(torch.ones(d_depth, d_emb))
+        self.depth_emb = nn.Parameter(torch.zeros(d_depth, d_emb))
+        self.dropout = nn.Dropout(dropout)
+        sizes = (None, n_parts, d_emb), (n_parts, n_parts, d_emb), (n_parts, n_classes, 1)
+        self.routings = nn.ModuleList(VectorRouting(i, j, d_emb, h, n_iters) for i, j, h in sizes)
+
+    def features(self, mask, embs, lam=None, partner=None) -> tuple:
+        "Mask [b, n] and x [b, n, l, m], blended; as for `forward`."
+        _check_text(self, mask, embs, lam, partner)
+        empty = mask[:, :, None, None] == 0
+        if embs.ndim == 4:
+            embs = embs.masked_fill(empty, 0)  # whatever stands at padding
+        x = self.placed(F.layer_norm(embs.to(self.depth_emb.dtype), embs.shape[-1:]))
+        mask = mask.to(x.dtype)
+        x = _into_rows(x, mask) if embs.ndim == 3 else x.masked_fill(empty, 0)
+        if lam is not None:
+            mask, x = blend(mask, lam, partner), blend(x, lam, partner)
+        return mask, self.dropout(x)
+
+    def placed(
+        self,
+        normed: Tensor,  # [..., l, m] hidden states of mean 0 and variance 1
+    ) -> Tensor:  # likewise
+        "Scaled and moved for their layer."
+        return normed * self.depth_scale + self.depth_emb
+
+    def top(self, mask, x):  # Scores
+        return _by_length(mask, x, self.route)
+
+    def route(
+        self,
+        mask: Tensor,  # [b, n]
+        x: Tensor,  # [b, n, l, m]
+    ) -> Scores:  # of the classes
+        a, x = _as_parts(mask, x)
+        return Scores(self.route_parts(a, x[:, :, 0]))
+
+    def route_parts(
+        self,
+        a: Tensor,  # [b, i] scores of parts; -inf: absent
+        x: Tensor,  # [b, i, m] their features
+    ) -> Tensor:  # [b, k] scores of the classes
+        one, two, three = self.routings
+        return three(two(one(x, scores=F.logsigmoid(a))))[..., 0]
+
+    @torch.no_grad()
+    def credit(
+        self,
+        mask: Tensor,  # as for `forward`
+        embs: Tensor,  # as for `forward`
+    ) -> Credit:  # scores [b, k], and credit [b, n, l, k], 0 at padding: relative, no sum
+        "Every token at every layer: the scaled product of three credits (Heinsen 2022, app. A)."
+        mask, x = self.features_now(mask, embs)
+        present = F.logsigmoid(_as_parts(mask, x)[0]).view(x.shape[:3])
+        scores, shares = [], x.new_zeros(*x.shape[:3], self.routings[-1].n_out)
+        for row, text, a, there in zip(shares, x, present, mask != 0):
+            out, phis, a = text[there].flatten(0, 1), [], a[there].flatten()
+            for routing in self.routings:
+                out, phi, _ = routing(out, scores=None if phis else a, return_credit=True)
+                phis.append(phi)
+            scores.append(out[..., 0])
+            row[there] = end_to_end(phis).unflatten(0, (-1, x.shape[2]))
+        return Credit(torch.stack(scores), shares)
+
+    @classmethod
+    def from_published(
+        cls,
+        path: str | Path,  # of the state dict
+    ) -> VectorText:  # in evaluation mode
+        "The three vector routings with the author's weights; `ValueError` lists what does not fit."
+
+        def make(shape):
+            (n_parts, _), (n_classes, _) = shape['route.0.B_F2'], shape['route.2.B_F2']
+            return cls(*shape['W'], n_classes, n_parts)
+
+        theirs = {'depth_scale': 'W', 'depth_emb': 'B'}
+        renamed = lambda k: k.replace('routings.', 'route.').replace('.to_', '.compute_beta_')
+        return published(path, make, lambda k: theirs.get(k) or renamed(k))

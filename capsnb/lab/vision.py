@@ -14,14 +14,16 @@ from torch import nn, Tensor
 from einops import rearrange
 from ..core import from_generator, need
 from ..data.files import regular
-from ..engine.dstep import Routing
-from ..engine.numerics import autocasting, may_look
+from ..engine.dstep import CapsNorm, Routing
+from ..engine.numerics import at_least_1, autocasting, may_look
 from .losses import class_shares, reduced
+from ..routing.dstep import Routed
+from ..zoo.routers import all_routings, routing_layer
 
 # %% auto #0
 __all__ = ['as_images', 'ConvTrunk', 'CapsuleHeads', 'Scores', 'answer', 'OnlyScores', 'n_params', 'HubMixin', 'ImageNetwork',
            'trace_credit', 'earned', 'DStepNet', 'norb_trunk', 'SmallNORBNet', 'read_published', 'published',
-           'PlainCNN', 'rival_of', 'BaselineCNN']
+           'RoutingNet', 'PlainCNN', 'rival_of', 'BaselineCNN']
 
 # %% ../../nbs/lab/43_vision.ipynb #00000005
 def as_images(
@@ -365,9 +367,7 @@ def _published_name(name: str) -> str:
     return f"convolve.{3 * int(m[1]) + int(m[2])}.{m[3]}" if m else name.removeprefix('heads.')
 
 
-def read_published(
-    path: str | Path,  # of a file that torch.save has written
-) -> dict:  # name -> tensor, on the CPU, without constant buffers
+def read_published(path: str | Path) -> dict:  # name -> tensor, on the CPU, no constant buffers
     "Read a state dict, running nothing that is in the file; `ValueError` for anything else in it."
     content = io.BytesIO(regular(path).read_bytes())  # OSError here: there is no such file
     try:
@@ -409,6 +409,60 @@ def published(
         said = f"got {', '.join(sorted(state)[:6])}, …: {e}"
         raise ValueError(f"expected the weights of another network in '{path}', {said}") from e
     return net.eval()
+
+# %% ../../nbs/lab/43_vision.ipynb #0000a006
+class RoutingNet(ImageNetwork, tags=['capsules', 'routing']):
+    """Convolutions, capsules at every place, and layers of one routing.
+
+    >>> RoutingNet(n_classes=3, routing='em')(torch.rand(2, 1, 8, 8)).a.shape
+    torch.Size([2, 3])
+    """
+
+    def __init__(
+        self,
+        n_classes: int = 10,  # classes
+        in_channels: int = 1,  # channels of the image
+        channels: tuple = (32, 32, 32),  # output channels of each convolution
+        strides: tuple = (1, 2, 1),  # stride of each convolution
+        padding: int = 1,  # of the convolutions
+        n_types: int = 16,  # part types per place
+        n_parts: int = 16,  # capsules of each layer between parts and classes
+        d_cov: int = 4,  # c: rows of a pose
+        d_inp: int = 4,  # d: columns of a part's pose
+        d_out: int = 4,  # h: columns of all other poses
+        depth: int = 1,  # layers between parts and classes
+        routing: str = 'dstep',  # of `all_routings`
+        n_iters: int = 3,  # iterations of every routing
+        norm: str = 'none',  # of scores and poses after every routing, see `CapsNorm`
+        settings: dict | None = None,  # of the routing alone
+    ):
+        super().__init__()
+        at_least_1(n_classes=n_classes, n_types=n_types, n_parts=n_parts)
+        self.trunk = ConvTrunk(in_channels, tuple(channels), tuple(strides), padding)
+        self.heads = CapsuleHeads(channels[-1], n_types, d_cov, d_inp)
+        parts, wholes = [None, *[n_parts] * depth], [*[n_parts] * depth, n_classes]
+        own = dict(n_iters=n_iters, **(settings or {}))
+        self.routings = nn.ModuleList(
+            routing_layer(routing, d_cov, d_out if k else d_inp, d_out, i, j, **own)
+            for k, (i, j) in enumerate(zip(parts, wholes))
+        )
+        self.norms = nn.ModuleList(CapsNorm(j, norm) for j in wholes)
+        self.scale = nn.Parameter(torch.ones(())) if norm != 'none' else 1.0
+
+    def top(self, images):  # Routed(a, mu, sig2)
+        return self.capsules(images)[-1]
+
+    def capsules(
+        self,
+        images: Tensor,  # [b, channels, m, n]
+    ) -> list:  # of Routed(a, mu, sig2): what the first routing reads (no sig2), then every layer
+        "The capsules of all layers; those of the classes are the last."
+        layers = [Routed(*self.heads(self.trunk(images)), None)]
+        for routing, norm in zip(self.routings, self.norms):
+            out = routing(*layers[-1][:2])
+            layers.append(Routed(*norm(out[0], out[1]), out[2]))
+        top = layers[-1]
+        return [*layers[:-1], top._replace(a=self.scale * top.a)]
 
 # %% ../../nbs/lab/43_vision.ipynb #0000002c
 class PlainCNN(ImageNetwork, tags=['cnn']):
