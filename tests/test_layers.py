@@ -131,22 +131,6 @@ def test_any_tiling_and_any_grouping_of_images_give_the_same(plan, tiling, kw):
         assert_close(got, w, rtol=1e-6, atol=1e-8)
 
 
-def classes(**kw):
-    return ClassCaps(1, 2, 2, 3, 2, **dict(eps='10%', lam=0.1) | kw).double()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('make', [classes, lambda: layer('votes', K=2, I=1, O=2, eps='10%')])
-def test_first_and_second_derivatives_where_autograd_does_the_routing(make):
-    torch.manual_seed(0)
-    l, (a, mu) = make(), draw(1, 3, 2, 1)
-    names = [n for n, _ in l.named_parameters()]
-    f = lambda a, mu, *ps: torch.func.functional_call(l, dict(zip(names, ps)), (a, mu))[:3]
-    inputs = [0.1 + 0.8 * a, mu, *(p.detach().clone() for p in l.parameters())]
-    assert torch.autograd.gradcheck(f, [t.requires_grad_() for t in inputs])
-    assert torch.autograd.gradgradcheck(lambda a, mu: l(a, mu)[:3], inputs[:2], fast_mode=True)
-
-
 @pytest.mark.parametrize('plan', ['votes', 'tiles', compiled, 'classes'])
 @pytest.mark.parametrize('eps', [1e-4, '10%'])
 def test_pitfall_1_finite_with_one_child_and_at_the_extremes(plan, eps):
@@ -158,19 +142,6 @@ def test_pitfall_1_finite_with_one_child_and_at_the_extremes(plan, eps):
         for poses in (mu, 1e4 * mu, mu + 1e4, 0 * mu, mu[:, :1, :1, :1].expand_as(mu)):
             for acts in (a, 0 * a, 0 * a + 1, a.round()):
                 assert all(o.isfinite().all() for o in step(l, acts, poses))
-
-
-@pytest.mark.parametrize('plan', ['votes', 'tiles'])
-def test_an_image_is_routed_by_itself(plan):
-    a, mu = draw(4, 5, 5, 2)
-    mu = mu * torch.logspace(-2, 2, 4, dtype=f64)[:, None, None, None, None, None]
-    l = layer(plan, eps='10%')
-    many = l(a, mu)[:3]
-    for k in range(4):
-        for got, want in zip(l(a[k], mu[k])[:3], many):
-            assert_close(got, want[k])
-    for got, want in zip(l(a.unflatten(0, (2, 2)), mu.unflatten(0, (2, 2)))[:3], many):
-        assert_close(got.flatten(0, 1), want)
 
 
 @pytest.mark.parametrize(

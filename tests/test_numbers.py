@@ -146,18 +146,6 @@ def test_alone_is_as_in_a_batch(name, seed, i, b):
 
 
 @each(seeds, few)
-def test_threads_agree(name, seed, i):
-    "One thread and two."
-    net, (a, mu) = layer(name, seed=seed), parts(2, i, seed)
-    one, n = net(a, mu), torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        close(net(a, mu), one)
-    finally:
-        torch.set_num_threads(n)
-
-
-@each(seeds, few)
 def test_dtypes_agree(name, seed, i):
     "Float32 and bfloat16 beside float64."
     net, (a, mu) = layer(name, seed=seed), parts(2, i, seed)
@@ -228,14 +216,3 @@ def test_extremes_on_a_grid_are_finite(net, a, mu, scale):
     loss = sum((t / t.detach().abs().max().clamp(min=1)).sum() for t in out)
     grads = torch.autograd.grad(loss, [a, mu, *net.parameters()], allow_unused=True)
     assert all(t.isfinite().all() for t in grads if t is not None)
-
-
-@on_grids()
-def test_threads_agree_on_a_grid(net, a, mu):
-    "One thread and two on a grid."
-    one, n = net(a, mu)[:3], torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        close(net(a, mu)[:3], one)
-    finally:
-        torch.set_num_threads(n)

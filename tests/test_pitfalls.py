@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch.distributions import Independent, Normal
 from torch.testing import assert_close
-from capsnb.routing.dynamic import dynamic_routing_ref, squash
+from capsnb.routing.dynamic import dynamic_routing_ref
 from capsnb.engine.em import em_routing
-from capsnb.routing.em import em_routing_ref, inverse_temperature
-from capsnb.engine.layers import ClassCaps, ConvCaps, field_table
+from capsnb.engine.layers import ConvCaps
 from capsnb.lab.matrix_caps import MatrixCapsNet, routing_settings
 from capsnb.lab.objects import PairCrops, Toys, standardised
 from capsnb.lab.train import load_digits_split
@@ -90,26 +89,6 @@ def test_pitfall_3_parents_at_other_positions_must_compete_for_a_child(plan, str
     assert (g[beyond].max() > 1e-9) == (stride < 3) and g[:3, :3].min() > 0
 
 
-@pytest.mark.parametrize('stride', [1, 2, 3])
-def test_pitfall_3_a_child_starts_with_even_shares_of_all_its_parents_and_has_no_more_than_itself(
-    stride,
-):
-    for n_iters in (1, 3):
-        torch.manual_seed(0)
-        l = ConvCaps(2, 3, K=3, stride=stride, padding=1, n_iters=n_iters, lam=1.0).double()
-        a, mu = children()
-        R = l(a, mu, return_R=True).R.flatten(1, 2)
-        fields, _ = field_table((5, 5), 2, 3, stride, 1)
-        place = fields >= 0
-        total = torch.zeros(2, 50, dtype=f64).index_add(1, fields[place], R.sum(-1)[:, place])
-        seen = torch.bincount(fields[place], minlength=50)
-        assert_close(total, (seen > 0).to(f64).expand(2, 50))
-        if n_iters == 1:
-            assert_close(
-                R[:, place], (1 / (3 * seen[fields[place]]))[:, None].expand(2, -1, 3).to(f64)
-            )
-
-
 @pytest.mark.parametrize('n_iters', [1, 2, 3])
 def test_pitfall_4_activations_of_the_children_must_not_cancel(n_iters):
     """elsewhere: R times a, divided by its sum over parents: a is gone; here half of all is half
@@ -134,26 +113,6 @@ def test_pitfall_5_e_step_is_log_a_plus_log_p():
     assert_close(second.R, torch.softmax(first.a.log() + log_p, -1))
     for wrong in (first.a * log_p, log_p):
         assert (second.R - torch.softmax(wrong, -1)).abs().max() > 0.1
-
-
-def test_pitfall_6_classes_route_over_all_positions_and_types_together():
-    "elsewhere: classes are routed at each position and averaged; here: one Gaussian over all votes"
-    torch.manual_seed(0)
-    l = ClassCaps(2, 3, coordinates=False, lam=0.1, eps=1e-4).double()
-    a, mu = children(4, 3)
-    V = torch.einsum('bmnicd,ijdh->bmnijch', mu, l.W).flatten(1, 3)
-    out, want = l(a, mu), em_routing_ref(a.flatten(1), V, l.beta_a, l.beta_u, 0.1, 3, eps=1e-4)
-    assert_close(out.mu, want.mu)
-    assert_close(out.a, want.a)
-    assert_close(out.R.flatten(1, 3), want.R)
-    pooled = torch.stack(
-        [
-            l(a[:, r : r + 1, c : c + 1], mu[:, r : r + 1, c : c + 1]).mu
-            for r in range(4)
-            for c in range(3)
-        ]
-    ).mean(0)
-    assert (out.mu - pooled).abs().max() > 0.05
 
 
 def test_pitfall_7_test_validation_and_training_are_three(tmp_path):
@@ -197,12 +156,6 @@ def test_pitfall_8_a_child_is_divided_among_parents_not_a_parent_among_children(
     assert (R.sum(-2) - 1).abs().max() > 0.1
 
 
-def test_pitfall_8_squash_has_a_value_and_a_gradient_at_0():
-    s = torch.zeros(3, 4, requires_grad=True)
-    v = squash(s)
-    assert (v == 0).all() and torch.autograd.grad(v.sum(), s)[0].isfinite().all()
-
-
 def test_pitfall_checkpoints_without_betas():
     names = set(MatrixCapsNet(6, 2, 3, 3, preset='paper').state_dict())
     assert {
@@ -215,18 +168,3 @@ def test_pitfall_batch_size_image_size_and_coordinates_baked_in():
     with torch.no_grad():
         for shape in ((1, 1, 17, 17), (3, 1, 24, 41)):
             assert n(torch.randn(shape)).mu.shape == (shape[0], 5, 4, 4)
-
-
-def test_pitfall_nan_with_more_iterations_or_late_in_training():
-    "certainty itself: activations of 0 and 1, poses far out, as many iterations as one likes"
-    torch.manual_seed(0)
-    l = ConvCaps(2, 3, lam=inverse_temperature, n_iters=10)
-    a, mu = (t.float() for t in children())
-    for acts in (a.round(), 0 * a, 0 * a + 1):
-        mu = (1e4 * mu / mu.abs().max()).detach().requires_grad_()
-        out = l(acts, mu)
-        assert all(o.isfinite().all() for o in out[:3])
-        assert all(
-            g.isfinite().all()
-            for g in torch.autograd.grad(out.a.sum() + out.mu.sum(), [mu, *l.parameters()])
-        )

@@ -15,7 +15,7 @@ from ..routing.em import least_weight
 from .dstep import Plan, Problem, _exporting, plans
 from .dynamic import _of_maps, _squash_back, faster
 from .fields import FieldPlan, _route_by, _Tiling, engines, field_plans, field_table
-from .moments import _FEW, _precision, _routed, _wide
+from .moments import _FEW, _defined, _precision, _routed, _slopes, _wide
 from .numerics import FastOp, import_error, over_threads
 
 # %% auto #0
@@ -196,12 +196,8 @@ def _votes_forward(V, f, k, c, v, use, ign, n_out):
 
 def _votes_backward(V, f, k, c, v, use, ign, outs, grads, n_out):
     dtype, (n, i, G, J), tasks = V.dtype, V.shape, _tasks(V)
-    (_, mass, mean, _), (g_gain, g_mass, g_mean, g_q) = outs, grads
-    near = mean.to(dtype)
-    off, first = mean - near, g_mean / (mass + 1e-30)[:, None]
-    fixed = g_mass + (off * (g_q * off - first)).sum(1)
-    slopes = tuple(_same(dtype, near, first - 2 * g_q * off, g_q, fixed, g_gain))
-    own = len(use) > 1
+    slopes, own = tuple(_same(dtype, *_slopes(outs, grads, dtype))), len(use) > 1
+    mass, g_gain = outs[1], grads[0]
     g_V, g_f = V.new_empty(V.shape), torch.empty(n, i, dtype=dtype)
     sums = [torch.zeros(tasks, *s, dtype=torch.float64) for s in ((1, J), (G, J), (G, J))]
     D = torch.empty((n, i, J) if own else (0, 0, 0), dtype=dtype)
@@ -224,18 +220,9 @@ def _votes_fake(V, f, k, c, v, use, ign, n_out):
     return [V.new_empty(s, dtype=torch.float64) for s in ((n, J), (n, J), (n, G, J), (n, G, J))]
 
 
-def _votes_defined(V, f, k, c, v, use, ign, n_out):
+def _votes_defined(*args):
     "The same, differentiable as often as one likes."
-    V, f, use, ign = (t.double() for t in (V, f, use, ign))
-    if k.numel():
-        score = k[:, None] - ((V - c[:, None]).square() * v[:, None]).sum(2)
-        D = f[..., None] * torch.softmax(score, -1)
-    else:
-        D = (f[..., None] / n_out).expand(*f.shape, V.shape[-1])
-    mass = D.sum(1)
-    mean = (D[:, :, None] * V).sum(1) / (mass + 1e-30)[:, None]
-    squares = (D[:, :, None] * (V - mean[:, None]).square()).sum(1)
-    return (use * D - ign * (f[..., None] - D)).sum(1), mass, mean, squares
+    return _defined(*(t.double() for t in args[:-1]), args[-1])[:4]
 
 
 _votes = FastOp(

@@ -83,18 +83,13 @@ def _gpu_seconds(launches: float, n_bytes: float, flops: float = 0.0) -> float:
     return max(calls, busy) + min(calls, busy) / 2  # half of the shorter hides behind the longer
 
 # %% ../../nbs/engine/16_dstep.ipynb #00000011
-def _run_votes(p: Problem):
-    "The definition, which has R in any case."
-    return routing_ref(*p[:-1])
-
-
 def _cost_votes(s):
     if s.device == 'cuda':
         return _gpu_seconds(110, s.n * s.i * s.j * (216 * s.c * s.h + 286))
     return 6e-4 + s.n * s.i * s.j * s.c * s.h * (1.3e-8 + 1e-10 * s.d)
 
 
-plans['votes'] = Plan(_run_votes, lambda s: '', _cost_votes)
+plans['votes'] = Plan(lambda p: routing_ref(*p[:-1]), lambda s: '', _cost_votes)  # R in any case
 
 # %% ../../nbs/engine/16_dstep.ipynb #00000013
 def _exporting() -> bool:
@@ -162,11 +157,9 @@ def _check_layer(r):
 def _outputs_of(r, n_out):
     "The number of outputs, given either to the layer or to `forward`."
     if n_out is None and r.n_out is None:
-        told = "pass it to forward, since the layer was made without it"
-        raise ValueError(f"n_out is missing: {told}")
+        raise ValueError("n_out is missing: pass it to forward, the layer was made without it")
     if n_out is not None and r.n_out is not None:
-        made = f"the layer was made with n_out={r.n_out}"
-        raise ValueError(f"n_out is given twice: {n_out} to forward, but {made}")
+        raise ValueError(f"n_out is given twice: {r.n_out} to the layer, {n_out} to forward")
     at_least_1(n_out=r.n_out or n_out)
     return r.n_out or n_out
 

@@ -290,42 +290,15 @@ class _Moments:
         grads.theta.baddbmm_(self.phi, dL)
         return 0.0
 
-# %% ../../nbs/engine/17_moments.ipynb #op000009
-class _Narrow(_Moments):
-    "The same in float64, with phi made from the parts x [n, c, d, i] tile by tile."
-
-    def __init__(self, x, x0, theta):
-        self.x, self.x0, self.theta = self.tensors = x, x0, theta
-        self.dtype, self.model = theta.dtype, (theta,)
-
-    def cut(self, rows, cols):
-        return _Narrow(self.x[..., rows], self.x0, _of(self.theta, cols))
-
-    def tile(self, rows, cols):
-        tile = self.cut(rows, cols)
-        tile.about = tile.x - self.x0[..., None]
-        tile.phi = _phi(tile.about)
-        return tile
-
-    def first_grads(self, g_stats):
-        g_x = torch.empty_like(self.x)
-        return _Narrow(g_x, torch.zeros_like(self.x0), torch.zeros_like(self.theta))
-
-    def spread(self, D, dL, f, slopes, grads):
-        g_phi = torch.bmm(slopes[0], D.mT).baddbmm_(self.theta, dL.mT)
-        grads.theta.baddbmm_(self.phi, dL)
-        grads.x.copy_(_phi_back(g_phi, self.about))
-        return 0.0
-
 # %% ../../nbs/engine/17_moments.ipynb #op000001
 def _moments_sweep(f, x, x0, phi, theta, narrow, numbers):
-    "The tiles of an iteration; reads a value on a CPU only, and only where phi is not in float64."
-    (n, _, i), j = phi.shape, theta.shape[2]
-    looks = phi.dtype != theta.dtype and _on_cpu(phi)
-    is_narrow = looks and bool(narrow)
-    engine = _Narrow(x, x0, theta) if is_narrow else _Moments(phi, theta.to(phi.dtype))
+    "The tiles of an iteration, with phi anew in float64 where that is needed; looks on a CPU only."
+    (n, _, i), j, about = phi.shape, theta.shape[2], None
+    if phi.dtype != theta.dtype and _on_cpu(phi) and bool(narrow):
+        about = x - x0[..., None]
+        phi = _phi(about)
     cuts = _Cuts(_slices(i, n * j, _most(numbers, x)), [slice(0, j)], j)
-    return _Sweep(engine, cuts, f, f.new_empty(0)), is_narrow
+    return _Sweep(_Moments(phi, theta.to(phi.dtype)), cuts, f, f.new_empty(0)), about
 
 # %% ../../nbs/engine/17_moments.ipynb #op000002
 def _moments_forward(f, x, x0, phi, theta, narrow, shares, numbers):
@@ -336,10 +309,11 @@ def _moments_forward(f, x, x0, phi, theta, narrow, shares, numbers):
 
 
 def _moments_backward(f, x, x0, phi, theta, narrow, outs, grads, shares, numbers):
-    sweep, is_narrow = _moments_sweep(f, x, x0, phi, theta, narrow, numbers)
-    g_f, *g_parts, g_theta = _spread_all(sweep, outs[:1], grads[:1], outs[1], grads[1])
-    g_x, g_phi = (g_parts[0], None) if is_narrow else (None, g_parts[0])
-    return [g_f, g_x, None, g_phi, g_theta, None]
+    sweep, about = _moments_sweep(f, x, x0, phi, theta, narrow, numbers)
+    g_f, g_phi, g_theta = _spread_all(sweep, outs[:1], grads[:1], outs[1], grads[1])
+    if about is None:
+        return [g_f, None, None, g_phi, g_theta, None]
+    return [g_f, _phi_back(g_phi, about), None, None, g_theta, None]
 
 # %% ../../nbs/engine/17_moments.ipynb #op000003
 def _moments_shapes(f, x, x0, phi, theta, narrow, shares, numbers):
@@ -562,6 +536,15 @@ def _merge(mass, mean, squares, V, D):
     mass.add_(S[:, 0, 0])
 
 # %% ../../nbs/engine/17_moments.ipynb #6a8dfc49
+def _slopes(stats, g_stats, dtype):
+    "Means that gaps are taken from, then the slopes of G: in the gap, its square, 1, and gain."
+    (_, mass, mean, _), (g_gain, g_mass, g_mean, g_q) = stats, g_stats
+    near, mass = mean.to(dtype), mass.unflatten(1, (*[1] * (mean.ndim - 2), -1))
+    off, first = mean - near, g_mean / (mass + 1e-30)
+    const = g_mass + (off * (g_q * off - first)).flatten(1, -2).sum(1)
+    return [p.to(dtype) for p in (near, first - 2 * g_q * off, g_q, const, g_gain)]
+
+
 class _Votes:
     "Votes in tiles. Statistics: gain and mass [n, j], means and squared gaps [n, c, h, j]."
 
@@ -604,13 +587,7 @@ class _Votes:
         _merge(*rest, self.V, D)
 
     def slopes(self, stats, g_stats):
-        "Means that gaps are taken from, then the slopes of G: in the gap, its square, 1, and gain."
-        (_, mass, mean, _), (g_gain, g_mass, g_mean, g_q) = stats, g_stats
-        near = mean.to(self.x.dtype)
-        off, first = mean - near, g_mean / (mass + 1e-30)[:, None, None]
-        const = g_mass + (off * (g_q * off - first)).sum((1, 2))
-        slopes = near, first - 2 * g_q * off, g_q, const, g_gain
-        return [p.to(self.x.dtype) for p in slopes]
+        return _slopes(stats, g_stats, self.x.dtype)
 
     def worth(self, R, slopes):
         "Keeps the gaps to the new means and half of what they are multiplied by, for `spread`."
@@ -695,19 +672,26 @@ def _votes_shapes(f, x, W, B, use, ign, k, mu, v, shares, free, row, numbers, pa
     ]
 
 
+def _defined(V, f, k, mu, v, use, ign, n_out):
+    "Statistics of votes V [n, i, g, j] by a model, if any, in plain tensors; and the shares."
+    R = V.new_full(V[:, :, 0].shape, 1 / n_out)
+    if k.shape[-1]:
+        R = torch.softmax(k[:, None] - ((V - mu[:, None]).square() * v[:, None]).sum(2), -1)
+    D = torch.where(R > 0, f[..., None] * R, 0)  # a share of 0 passes on no gradient
+    mass = D.sum(1)
+    mean = (D[:, :, None] * V).sum(1) / (mass + 1e-30)[:, None]
+    squares = (D[:, :, None] * (V - mean[:, None]).square()).sum(1)
+    return (use * D - ign * (f[..., None] - D)).sum(1), mass, mean, squares, R
+
+
 def _votes_definition(f, x, W, B, use, ign, k, mu, v, shares, *how):
     "The same in plain tensors."
-    x, W, B, use, ign, k, mu, v = (_wide(t) for t in (x, W, B, use, ign, k, mu, v))
+    f, x, W, B, use, ign, k, mu, v = (_wide(t) for t in (f, x, W, B, use, ign, k, mu, v))
     V = torch.einsum('nicd,idhj->nichj', x, W.expand(x.shape[1], -1, -1, -1)) + B
-    R = V.new_full(V[:, :, 0, 0].shape, 1 / V.shape[-1])
-    if k.shape[-1]:
-        R = torch.softmax(k[:, None] - ((V - mu[:, None]).square() * v[:, None]).sum((2, 3)), -1)
-    D = torch.where(R > 0, f[..., None] * R, 0)  # a share of 0 passes on no gradient
-    gain, mass = (use * D - ign * (f[..., None] - D)).sum(1), D.sum(1)
-    D = D[:, :, None, None]
-    mean = (D * V).sum(1) / (mass + 1e-30)[:, None, None]
-    squares = (D * (V - mean[:, None]).square()).sum(1)
-    return gain, mass, mean, squares, R if shares and k.shape[-1] else R.new_empty(0)
+    pose, (V, mu, v) = V.shape[2:4], (t.flatten(-3, -2) for t in (V, mu, v))
+    *sums, mean, squares, R = _defined(V, f, k, mu, v, use, ign, V.shape[-1])
+    mean, squares = (t.unflatten(1, pose) for t in (mean, squares))
+    return *sums, mean, squares, R if shares and k.shape[-1] else R.new_empty(0)
 
 
 _votes = FastOp(

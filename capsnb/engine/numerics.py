@@ -15,14 +15,13 @@ import platform
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Callable, Sequence
+from typing import Callable
 import torch
 from torch import Tensor, nn
 
 # %% auto #0
-__all__ = ['error_to', 'assert_as_exact', 'keep_freed_memory', 'in_threads', 'over_threads', 'import_error', 'jit', 'may_look',
-           'check_tensors', 'at_least_1', 'check_finite', 'check_capsule_values', 'autocasting', 'without_autocast',
-           'FastOp']
+__all__ = ['error_to', 'assert_as_exact', 'keep_freed_memory', 'over_threads', 'import_error', 'jit', 'may_look', 'check_tensors',
+           'at_least_1', 'check_finite', 'check_capsule_values', 'autocasting', 'without_autocast', 'FastOp']
 
 # %% ../../nbs/engine/12_numerics.ipynb #00000010
 def error_to(
@@ -84,39 +83,30 @@ def _thread_pool(threads: int) -> ThreadPoolExecutor:
     return _pools[key]
 
 
-def in_threads(
-    threads: int,  # how many
-    run: Callable,  # takes one of each column
-    *columns: Sequence,  # of the same length: arguments, task by task
-) -> list:  # what it returned
-    "Run tasks in a pool of threads, with gradients and inference mode as they are here."
-    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-
-    def task(*args):
-        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-            return run(*args)
-
-    return list(_thread_pool(threads).map(task, *columns))
-
-# %% ../../nbs/engine/12_numerics.ipynb #d204da25
 def _as_array(t):
     "A tensor as NumPy sees it, also in tuples; anything else as it is."
     if isinstance(t, tuple):
         return tuple(map(_as_array, t))
     return t.numpy() if isinstance(t, Tensor) else t
 
-# %% ../../nbs/engine/12_numerics.ipynb #8cab9428
+
 def over_threads(
     n: int,  # tasks that do not depend on each other
     kernel: Callable,  # kernel(start, stop, *args): does some of them
     *args,  # of the kernel; tensors become arrays
 ) -> list:  # what the kernel returned in each thread
-    "Run a kernel over all tasks, shared out over PyTorch's number of threads."
+    "Run a kernel over all tasks in PyTorch's number of threads, with gradients as they are here."
     threads, args = min(torch.get_num_threads(), n), [_as_array(t) for t in args]
     if threads < 2:
         return [kernel(0, n, *args)]
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    def task(start, stop):
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+            return kernel(start, stop, *args)
+
     cuts = [n * k // threads for k in range(threads + 1)]
-    return in_threads(threads, lambda a, b: kernel(a, b, *args), cuts[:-1], cuts[1:])
+    return list(_thread_pool(threads).map(task, cuts[:-1], cuts[1:]))
 
 # %% ../../nbs/engine/12_numerics.ipynb #484dab27
 _import_errors = {}  # module -> '' or why it cannot be imported
