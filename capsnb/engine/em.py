@@ -34,50 +34,32 @@ from capsnb.routing.em import (
 # %% auto #0
 __all__ = ['free_energy', 'em_routing']
 
-# %% ../../nbs/engine/15_em.ipynb #00000005
-def _lse_of_parts(lse: Tensor, part: Tensor, n: int) -> Tensor:
-    top = torch.full_like(lse[..., :1], -math.inf).expand(*lse.shape[:-1], n + 1)
-    top = top.scatter_reduce(-1, part.expand_as(lse), lse.detach(), 'amax')
-    total = torch.zeros_like(top).index_add(-1, part, (lse - top[..., part]).exp())
-    return total.clamp_min(torch.finfo(lse.dtype).tiny).log() + top
-
-# %% ../../nbs/engine/15_em.ipynb #00000006
-def _share_out_fields(L: Tensor, fields: Tensor, n: int) -> Tensor:
-    part = fields.flatten()
-    part = torch.where(part < 0, n, part)  # empty places hold a part of their own
-    lse = _lse_of_parts(L.logsumexp(-1).flatten(-2), part, n)
-    norm = lse[..., part].unflatten(-1, fields.shape)
-    return (L - norm[..., None]).exp() * (fields >= 0)[..., None]
-
 # %% ../../nbs/engine/15_em.ipynb #00000007
 def _share_out(L, parents=None, fields=None, n=0) -> Tensor:
     "Softmax of each part's logits over all its parents (Hinton 2018, section 4)."
-    if fields is not None:
-        return _share_out_fields(L, fields, n)
-    if parents is None:
+    if parents is not None:
+        return torch.softmax(torch.where(parents, L, torch.finfo(L.dtype).min), -1) * parents
+    if fields is None:
         return torch.softmax(L, -1)
-    return torch.softmax(torch.where(parents, L, torch.finfo(L.dtype).min), -1) * parents
-
-# %% ../../nbs/engine/15_em.ipynb #0000000b
-class _Links(NamedTuple):
-    "Which part may belong to which whole."
-
-    may: Tensor  # broadcasts against [..., i, j]: 1 where it may, else 0
-    start: Tensor  # in the shape of `may`: shares before the first M-step
-    parents: Tensor | None  # as for `_share_out`
-    fields: Tensor | None  # as for `_share_out`
-    n: int  # number of parts
+    part = torch.where(fields < 0, n, fields).flatten()  # empty places hold a part of their own
+    lse = L.logsumexp(-1).flatten(-2)
+    top = torch.full_like(lse[..., :1], -math.inf).expand(*lse.shape[:-1], n + 1)
+    top = top.scatter_reduce(-1, part.expand_as(lse), lse.detach(), 'amax')
+    total = torch.zeros_like(top).index_add(-1, part, (lse - top[..., part]).exp())
+    norm = total.clamp_min(torch.finfo(lse.dtype).tiny).log() + top
+    norm = norm[..., part].unflatten(-1, fields.shape)
+    return (L - norm[..., None]).exp() * (fields >= 0)[..., None]
 
 # %% ../../nbs/engine/15_em.ipynb #0000000c
-def _links(V, n, parents, fields) -> _Links:
+def _links(V, n, parents, fields) -> tuple[Tensor, Tensor]:
+    "1 where one of n parts may belong to a whole, else 0; and shares before the first M-step."
     if fields is None:
         may = V.new_ones(V.shape[-4:-2]) if parents is None else parents.to(V.dtype)
-        return _Links(may, may / may.sum(-1, keepdim=True).clamp_min(1), parents, None, n)
+        return may, may / may.sum(-1, keepdim=True).clamp_min(1)
     may = (fields >= 0)[..., None].to(V.dtype)
     part = torch.where(fields < 0, n, fields).flatten()
     places = V.new_zeros(n + 1).index_add(0, part, torch.ones_like(part, dtype=V.dtype))[part]
-    start = may / (places.view_as(fields)[..., None] * V.shape[-3])
-    return _Links(may, start, None, fields, n)
+    return may, may / (places.view_as(fields)[..., None] * V.shape[-3])
 
 # %% ../../nbs/engine/15_em.ipynb #0000000e
 def _like(x, t):
@@ -199,14 +181,14 @@ class _Rules(NamedTuple):
         return F.logsigmoid(activation_logit(S, sig2, worth, self.beta_u, lam))
 
 # %% ../../nbs/engine/15_em.ipynb #0000001e
-def _iterate(a, V, links, rules, want_F, gain=None):
-    "a [..., i] or [..., p, i]: activations of the places."
-    fields, last = links.fields is not None, len(rules.lams) - 1
+def _iterate(a, V, may, start, where, rules, want_F, gain):
+    "a [..., i] or [..., p, i]: activations of the places; `where`: what `_share_out` needs."
+    fields, last = where[1] is not None, len(rules.lams) - 1
     dims = (-4, -3, -2, -1) if fields else (-3, -2, -1)  # of one sample
-    R, mu, energies = links.start.expand(V.shape[:-2]), 0.0, []
+    R, mu, energies = start.expand(V.shape[:-2]), 0.0, []
     for t, lam in enumerate(rules.lams):
         r = R * a[..., None]
-        data = r + least_weight(a)[..., None] * links.may
+        data = r + least_weight(a)[..., None] * may
         mu, s = _damped(*m_step(data, V), mu, rules.damping)
         if t == 0:
             floor = sig2_floor(s, mu, rules.floor, dims)
@@ -220,7 +202,7 @@ def _iterate(a, V, links, rules, want_F, gain=None):
         if t < last:
             L = log_a[..., None, :] + log_normal(V, mu, sig2)
             L = L if gain is None else L + gain
-            R = _share_out(L, *links[2:])
+            R = _share_out(L, *where)
     return log_a.exp(), mu, sig2, R, torch.stack(energies, -1) if want_F else None
 
 # %% ../../nbs/engine/15_em.ipynb #0000001f
@@ -264,8 +246,9 @@ def em_routing(
     out_dtype = dtype if autocasting(V.device) else V.dtype
     with without_autocast(V.device):
         a, V = a.to(dtype), V.to(dtype)
-        links = _links(V, a.shape[-1], parents, fields)
+        n = a.shape[-1]
+        links = *_links(V, n, parents, fields), (parents, fields, n)
         if fields is not None:
             a = F.pad(a, (0, 1))[..., fields]  # -1 reads the 0 behind the last part
-        a, mu, sig2, R, F_t = _iterate(a, V, links, rules, free_energy, gain)
+        a, mu, sig2, R, F_t = _iterate(a, V, *links, rules, free_energy, gain)
     return EMRouted(a.to(out_dtype), mu.to(out_dtype), sig2, R.to(out_dtype), F_t)
