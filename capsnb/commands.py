@@ -309,7 +309,7 @@ def explain(
     if len(note['names']) > 2 and not task.ordered:
         raise ValueError(
             f"words are weighed positive against negative, but {', '.join(note['names'])} have no "
-            "such order; capsnb.lab.text.credit gives the credit of each class"
+            "such order; `network.credit` gives the credit of each class"
         )
     text = room('lab.text')
     told = [text.explain(t, network, task.reader(), note['names']) for t in texts]

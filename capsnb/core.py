@@ -60,9 +60,7 @@ def check_n_iters(n_iters: int) -> int:  # the same
     return n_iters
 
 # %% ../nbs/00_core.ipynb #00000007
-def seed_everything(
-    seed: int,  # any integer from 0 to 2**32 - 1
-) -> int:  # the same seed
+def seed_everything(seed: int) -> int:  # the same, an integer from 0 to 2**32 - 1
     "Seed Python's, NumPy's (if loaded) and torch's generators; `ValueError` outside NumPy's range."
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed must be in [0, 2**32), got {seed}")

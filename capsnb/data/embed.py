@@ -4,7 +4,6 @@
 
 # %% ../../nbs/data/39_embed.ipynb #4ac1c410
 from __future__ import annotations
-import contextlib
 import hashlib
 import json
 import math
@@ -17,12 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from ..core import need, pick_device
-from .files import alone, draft, first_line, here_or_hub, in_words, read_json, regular
+from .files import alone, draft, here_or_hub, in_words, read_json, regular
 from .files import sweep, write_json
 
 # %% auto #0
 __all__ = ['pinned', 'tiny_transformer', 'read_config', 'as_texts', 'Embedded', 'FrozenEncoder', 'pick_layers', 'about_tokens',
-           'Price', 'EmbeddingCache', 'check_space', 'HeldStates']
+           'EmbeddingCache', 'check_space', 'HeldStates']
 
 # %% ../../nbs/data/39_embed.ipynb #00000006
 def tiny_transformer(
@@ -376,20 +375,10 @@ def about_tokens(texts: list) -> int:  # with an end token for each
     return len(texts) + round(1.1 * sum(len(t.split()) for t in texts))
 
 
-class Price(NamedTuple):
-    "What reading texts costs."
-
-    n_tokens: int  # about
-    n_weights: int  # of the transformer
-    n_bytes: int  # of the hidden states, about
-    seconds: float  # to read all texts once, roughly
-    said: str  # all of it in a sentence
-
-
 def _price_of(
     config, texts, layers='all', dtype='float16', device=None, compute=torch.float32, place='disk'
-) -> Price:
-    "What it costs to read texts with a transformer, known from its config alone."
+) -> dict:
+    "What it costs to read texts, from a transformer's config alone, in numbers and a sentence."
     sizes = config.get_text_config() if hasattr(config, 'get_text_config') else config
     l, m = len(pick_layers(layers, sizes.num_hidden_layers + 1)), sizes.hidden_size
     with in_words("cannot make a model of this config"), torch.device('meta'):
@@ -410,20 +399,15 @@ def _price_of(
         f"{n_tokens:,} tokens: to read them once takes roughly {seconds / unit:,.1f} {word}, "
         f"to keep their hidden states about {n_bytes / 1e9:,.1f} GB of {place} in {str(dtype)[6:]}"
     )
-    return Price(n_tokens, n, n_bytes, seconds, said)
+    return dict(n_tokens=n_tokens, n_weights=n, n_bytes=n_bytes, seconds=seconds, said=said)
 
 # %% ../../nbs/data/39_embed.ipynb #0000002d
 _old = ('capsnb embeddings 1', 'capsnb embeddings 2')  # one file of numbers; can be read
 _format = 'capsnb embeddings 3'
 
 
-@contextlib.contextmanager
 def _undamaged(folder: Path):  # whatever NumPy or safetensors say of damage, in one sentence
-    try:
-        yield
-    except Exception as e:
-        again = "delete the folder and make the cache again"
-        raise ValueError(f"the cache '{folder}' is damaged ({first_line(e)}): {again}") from e
+    return in_words(f"the cache '{folder}' is damaged, delete it and make it again")
 
 
 def _hash(said: bytes, size: int = 16) -> str:  # hexadecimal

@@ -119,10 +119,8 @@ codes = dict(  # what may occur
 )
 
 
-def degrees(
-    columns: Mapping,  # with 'azimuth' and 'elevation' as smallNORB codes them
-) -> tuple[Tensor, Tensor]:  # azimuth [n], elevation [n], in degrees
-    "Where the camera stood."
+def degrees(columns: Mapping) -> tuple[Tensor, Tensor]:  # azimuth [n], elevation [n]
+    "Where the camera stood, in degrees; columns: coded as smallNORB's."
     return 10 * _column(columns, 'azimuth'), 30 + 5 * _column(columns, 'elevation')
 
 
@@ -216,10 +214,7 @@ def read_split(
     return dict(image=image, **columns)
 
 # %% ../../nbs/data/35_norb.ipynb #00000038
-def find_smallnorb(
-    folder: str | Path | None = None,  # with the files, or whose sub-folder `smallnorb` has them
-    splits: Sequence[str] = ('train', 'test'),  # which are needed
-) -> Path:  # the folder
+def find_smallnorb(folder=None, splits: Sequence = tuple(instances)) -> Path:  # the folder
     "Find smallNORB, or download it; `FileNotFoundError` or `ConnectionError` if that fails."
     wanted = [o for (split, _), o in norb_files.items() if split in splits]
     found = find_folder('smallnorb', [o.name for o in wanted], folder, endings=('', '.gz'))
@@ -250,10 +245,7 @@ def valid_mask(columns: Mapping, valid_instances: Sequence = (9,)) -> Tensor:  #
 _familiar = dict(azimuth=(30, 32, 34, 0, 2, 4), elevation=(0, 1, 2))  # codes
 
 
-def viewpoint_split(
-    columns: Mapping,  # with 'azimuth' or 'elevation' as smallNORB codes them
-    by: str = 'azimuth',  # or 'elevation'
-) -> tuple[Tensor, Tensor]:  # familiar, novel: bool [n] each
+def viewpoint_split(columns: Mapping, by: str = 'azimuth') -> tuple:  # bool [n] each
     "Familiar and novel viewpoints; `ValueError` for an unknown factor."
     if by not in _familiar:
         raise ValueError(f"by: expected 'azimuth' or 'elevation', got {by!r}")

@@ -197,10 +197,7 @@ class RoutingClassifier(_tf.PreTrainedModel):
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
 
-    def collate(
-        self,
-        rows: list,  # of dicts with text and, if known, label
-    ) -> dict:  # input_ids, attention_mask [b, n], and labels [b]
+    def collate(self, rows: list) -> dict:  # input_ids, attention_mask [b, n], labels [b]
         "A `data_collator` for rows that are not tokenized."
         if self.tokenizer is None:
             self.tokenizer = _tf.AutoTokenizer.from_pretrained(self.name_or_path)
@@ -210,11 +207,7 @@ class RoutingClassifier(_tf.PreTrainedModel):
         return batch
 
     @torch.no_grad()
-    def predict(
-        self,
-        texts: list,  # of str
-        batch_size: int = 20,  # texts at a time
-    ) -> Tensor:  # [n, k] probabilities of the classes
+    def predict(self, texts: list, batch_size: int = 20) -> Tensor:  # [n, k] probabilities
         "Classify texts, in evaluation mode."
         was, rows, p = self.training, [dict(text=t) for t in as_texts(texts)], []
         self.eval()

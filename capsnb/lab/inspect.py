@@ -58,9 +58,7 @@ class Change(NamedTuple):
     cosine: Tensor  # [toys, views, c] 0 where the vector is 0
 
 
-def pose_change(
-    poses: Tensor,  # [toys, views, c, h]
-) -> Change:  # `ValueError` if a pose vector is 0, or not finite, at the first viewpoint
+def pose_change(poses: Tensor) -> Change:  # [toys, views, c, h], none of them 0
     "How pose vectors change with the viewpoint (Heinsen 2019, figures 6 and 7)."
     first = poses[:, :1]
     size = first.norm(dim=-1)
@@ -98,9 +96,7 @@ class Flat(NamedTuple):
     stress: float  # 0: all distances are as they were
 
 
-def mds_path(
-    poses: Tensor,  # [views, c, h] of one toy
-) -> Flat:  # `ValueError` if all pose vectors are the same, or not finite
+def mds_path(poses: Tensor) -> Flat:  # [views, c, h] of one toy, finite, not all the same
     "Multidimensional scaling of one toy's pose vectors (Heinsen 2019, figure 4)."
     p = poses.detach().cpu().double().flatten(0, 1)
     p = p - p.mean(0)
@@ -114,9 +110,7 @@ def mds_path(
     return Flat(y.unflatten(0, poses.shape[:2]), stress.item())
 
 
-def plot_paths(
-    paths: dict,  # name of a toy -> Flat
-):  # the matplotlib figure
+def plot_paths(paths: dict):  # name of a toy -> Flat; the matplotlib figure
     "A polygon of pose vectors per viewpoint, from faint to dark (Heinsen 2019, figure 4)."
     plt, kw = plot_style(), dict(squeeze=False, layout='constrained')
     fig, axs = plt.subplots(1, len(paths), figsize=(2.1 * len(paths), 2.5), **kw)
@@ -134,9 +128,7 @@ def plot_paths(
     return fig
 
 # %% ../../nbs/lab/47_inspect.ipynb #00000018
-def check_novel(
-    columns: dict,  # split -> columns
-):
+def check_novel(columns: dict):  # split -> columns
     "`ValueError` unless each toy (category, instance) is in one split only."
     of = lambda c: zip(*(torch.as_tensor(c[k]).tolist() for k in ('category', 'instance')))
     toys = {split: set(of(c)) for split, c in columns.items()}

@@ -56,10 +56,7 @@ class TextDeck(BaseDeck):
             of = encoder.fingerprint, encoder.layers, list(texts)
         return fingerprint(of, self.rows, self.labels)
 
-    def __getitems__(
-        self,
-        ks: list,  # of samples: a whole batch
-    ) -> dict:  # mask and embs [t, l, m], or where [b, n] they are, or texts; labels, and the dice
+    def __getitems__(self, ks: list) -> dict:  # a whole batch
         rows = [self.rows[k] for k in ks]
         out = dict(labels=self.labels[ks], draw=self.draw(ks))
         if self.held:
@@ -75,10 +72,7 @@ class TextDeck(BaseDeck):
         mask = (torch.arange(int(lengths.max())) < lengths[:, None]).float()
         return {**out, 'mask': mask, 'embs': embs}
 
-    def read(
-        self,
-        ks: list,  # of samples
-    ) -> tuple:  # mask [b, n] and embs [t, l, m] or [b, n, l, m], whichever way they come
+    def read(self, ks: list) -> tuple:  # mask [b, n], embs [t, l, m] or [b, n, l, m]
         batch = self.__getitems__(ks)
         if self.cached:
             return batch['mask'], batch['embs']
@@ -102,10 +96,7 @@ class TextMixup:
             raise ValueError(f"expected a weight of mixup per 'pair' or 'batch', got {per!r}")
         self.n_classes, self.alpha, self.encoder, self.per = n_classes, alpha, encoder, per
 
-    def __call__(
-        self,
-        batch: dict,  # of `TextDeck`
-    ) -> dict:  # the same with soft labels; and in training lam, partner, but no draw
+    def __call__(self, batch: dict) -> dict:  # of `TextDeck`, with soft labels, lam and partner
         out = {k: v for k, v in batch.items() if k != 'draw'}
         draw = batch['draw']
         if draw is None or not self.alpha:
@@ -116,10 +107,7 @@ class TextMixup:
         partner = torch.from_numpy(die.permutation(len(y)))
         return {**out, 'labels': blend(y, lam, partner), 'lam': lam, 'partner': partner}
 
-    def on_device(
-        self,
-        batch: dict,  # on the device that trains
-    ) -> dict:  # what the network takes
+    def on_device(self, batch: dict) -> dict:  # what the network takes
         out = dict(batch)
         if 'held' in out:
             out['embs'] = out.pop('held').look(out.pop('where'))
@@ -227,9 +215,10 @@ class Sentiment(Task):
         texts = [t for s in self.samples.values() for t in s.texts]
         place = 'memory' if self.in_memory else 'disk'
         price = _price_of(config, texts, *sizes, place=place)
-        if self.progress or price.n_bytes > 1e9 or price.seconds > 60:
-            _say(f"{name}: {price.said}")
-        if not self.in_memory and not self._caches(self.samples, price.n_bytes // price.n_tokens):
+        if self.progress or price['n_bytes'] > 1e9 or price['seconds'] > 60:
+            _say(f"{name}: {price['said']}")
+        size = price['n_bytes'] // price['n_tokens']
+        if not self.in_memory and not self._caches(self.samples, size):
             self.cache = False
         self.on_the_fly = self.cache is False  # the run's note says so
         self.reader()
@@ -383,9 +372,7 @@ in_papers = {
 }  # transformer, and test accuracy in percent
 
 
-def unlike_paper(
-    m: dict,  # metrics of a run
-) -> list:  # of str, one a setting
+def unlike_paper(m: dict) -> list:  # of str, one a setting; m: metrics of a run
     "The settings of a run that are not those of Heinsen (2019), section 5.2."
     wanted = Sentiment(m['task'], published=True, validate=False).recipe('sstnet')
     wanted |= dict(encoder='gpt2-large', revision=pinned['gpt2-large'], gguf_file=None, layers=37)
@@ -400,9 +387,7 @@ def unlike_paper(
     return [f"{k.replace('_', ' ')} {found.get(k)}, not {wanted[k]}" for k in differ]
 
 
-def beside_paper(
-    runs: list,  # of metrics, one a seed, of one setting
-) -> str:  # a sentence
+def beside_paper(runs: list) -> str:  # runs: of metrics, one a seed, of one setting
     "What the paper found, what these runs found, and what differs."
     test = [100 * m['test_accuracy'] for m in runs]
     found, count = f"{statistics.mean(test):.1f}", 'one seed'

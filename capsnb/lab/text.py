@@ -213,19 +213,12 @@ class SSTNet(TextStem, tags=['capsules', 'routing', 'text-classification']):
         two = self.routings[1](one.a, one.mu, return_R=return_R)
         return (one, two) if return_R else two
 
-    def route_parts(
-        self,
-        a: Tensor,  # [b, i] scores of parts; -inf: absent
-        x: Tensor,  # [b, i, d] their features
-    ) -> Tensor:  # [b, k] scores of the classes
+    def route_parts(self, a: Tensor, x: Tensor) -> Tensor:  # [b, i], [b, i, d] -> [b, k]
         one = self.routings[0](a, x[:, :, None])
         return self.routings[1](one.a, one.mu).a
 
     @classmethod
-    def from_published(
-        cls,
-        path: str | Path,  # of the state dict
-    ) -> SSTNet:  # in evaluation mode, with the author's floor and start
+    def from_published(cls, path: str | Path) -> SSTNet:  # in evaluation mode, eps='paper'
         "The network with the author's weights; `ValueError` lists what does not fit."
 
         def make(shape):
@@ -240,11 +233,7 @@ class SSTNet(TextStem, tags=['capsules', 'routing', 'text-classification']):
         return published(path, make, kept='emb_')
 
     @torch.no_grad()
-    def credit(
-        self,
-        mask: Tensor,  # as for `forward`
-        embs: Tensor,  # as for `forward`
-    ) -> Credit:  # scores and shares
+    def credit(self, mask: Tensor, embs: Tensor) -> Credit:  # as for `forward`
         "Pass each class score back to the tokens and layers it came from."
         mask, x = self.features_now(mask, embs)
         one, two = self.route(mask, x, return_R=True)
@@ -300,11 +289,8 @@ def _without_each(net: SSTNet, mask: Tensor, embs: Tensor, groups: list) -> Tens
     return a
 
 
-def coloured(
-    words: list,  # of (word, number)
-    limit: float | None = None,  # number of the strongest colour; None: the largest there is
-) -> str:  # HTML
-    "Words as red as they are negative, as blue as they are positive; numbers as tooltips."
+def coloured(words: list, limit: float | None = None) -> str:  # words: (word, number)
+    "Words, red where negative, blue where positive, as strong as `limit` or the strongest."
     limit, spans = limit or max((abs(v) for _, v in words), default=0) or 1.0, []
     for word, v in words:
         rgb, opacity = '178,24,43' if v < 0 else '33,102,172', min(1.0, abs(v / limit)) * 0.75
@@ -494,38 +480,23 @@ class VectorText(TextNetwork, tags=['routing', 'text-classification']):
             mask, x = blend(mask, lam, partner), blend(x, lam, partner)
         return mask, self.dropout(x)
 
-    def placed(
-        self,
-        normed: Tensor,  # [..., l, m] hidden states of mean 0 and variance 1
-    ) -> Tensor:  # likewise
+    def placed(self, normed: Tensor) -> Tensor:  # [..., l, m], of mean 0 and variance 1
         "Scaled and moved for their layer."
         return normed * self.depth_scale + self.depth_emb
 
     def top(self, mask, x):  # Scores
         return _by_length(mask, x, self.route)
 
-    def route(
-        self,
-        mask: Tensor,  # [b, n]
-        x: Tensor,  # [b, n, l, m]
-    ) -> Scores:  # of the classes
+    def route(self, mask: Tensor, x: Tensor) -> Scores:  # [b, n], [b, n, l, m]
         a, x = _as_parts(mask, x)
         return Scores(self.route_parts(a, x[:, :, 0]))
 
-    def route_parts(
-        self,
-        a: Tensor,  # [b, i] scores of parts; -inf: absent
-        x: Tensor,  # [b, i, m] their features
-    ) -> Tensor:  # [b, k] scores of the classes
+    def route_parts(self, a: Tensor, x: Tensor) -> Tensor:  # [b, i], [b, i, d] -> [b, k]
         one, two, three = self.routings
         return three(two(one(x, scores=F.logsigmoid(a))))[..., 0]
 
     @torch.no_grad()
-    def credit(
-        self,
-        mask: Tensor,  # as for `forward`
-        embs: Tensor,  # as for `forward`
-    ) -> Credit:  # scores [b, k], and credit [b, n, l, k], 0 at padding: relative, no sum
+    def credit(self, mask: Tensor, embs: Tensor) -> Credit:  # 0 at padding; adds up to nothing
         "Every token at every layer: the scaled product of three credits (Heinsen 2022, app. A)."
         mask, x = self.features_now(mask, embs)
         present = F.logsigmoid(_as_parts(mask, x)[0]).view(x.shape[:3])
@@ -540,10 +511,7 @@ class VectorText(TextNetwork, tags=['routing', 'text-classification']):
         return Credit(torch.stack(scores), shares)
 
     @classmethod
-    def from_published(
-        cls,
-        path: str | Path,  # of the state dict
-    ) -> VectorText:  # in evaluation mode
+    def from_published(cls, path: str | Path) -> VectorText:  # in evaluation mode
         "The three vector routings with the author's weights; `ValueError` lists what does not fit."
 
         def make(shape):

@@ -90,10 +90,7 @@ class ConvTrunk(nn.Module):
             _normed_conv(p, q, 3, s, padding) for p, q, s in zip(widths, channels, strides)
         )
 
-    def forward(
-        self,
-        images: Tensor,  # [b, in_channels, m, n]
-    ) -> Tensor:  # [b, channels[-1], m', n']
+    def forward(self, images: Tensor) -> Tensor:  # [b, channels[-1], m', n']
         images = as_images(images, self, (self.in_channels, None, None), self.least)
         x = _stack_coordinates(images)
         for stage in self.stages:
@@ -116,10 +113,7 @@ class CapsuleHeads(nn.Module):
         self.compute_a = _normed_conv(channels, n_types, 1)
         self.compute_mu = _normed_conv(channels, n_types * d_cov * d_inp, 1)
 
-    def forward(
-        self,
-        x: Tensor,  # [b, channels, m, n]
-    ) -> tuple:  # scores [b, i] and poses [b, i, c, d], i = (type, row, column)
+    def forward(self, x: Tensor) -> tuple:  # [b, i], [b, i, c, d], i = (type, row, column)
         a, mu, size = self.compute_a(x), self.compute_mu(x), dict(c=self.d_cov, d=self.d_inp)
         mu = rearrange(mu, 'b (t c d) m n -> b (t m n) c d', **size)
         return rearrange(a, 'b t m n -> b (t m n)'), mu
@@ -148,23 +142,15 @@ def answer(
 class OnlyScores(nn.Module):
     "Scores alone, for tools that want one tensor: captum, ONNX, plain loss functions."
 
-    def __init__(
-        self,
-        net: nn.Module,  # whose result has a field `a`; not copied
-    ):
+    def __init__(self, net: nn.Module):  # whose result has a field `a`; not copied
         super().__init__()
         self.net = net
 
-    def forward(
-        self,
-        *given: Tensor,  # what the network reads
-    ) -> Tensor:  # scores [b, j]
+    def forward(self, *given: Tensor) -> Tensor:  # scores [b, j]
         return self.net(*given).a
 
 
-def n_params(
-    net: nn.Module,  # any network
-) -> int:  # trainable numbers in it
+def n_params(net: nn.Module) -> int:  # trainable numbers in it
     "How many numbers training may change."
     return sum(p.numel() for p in net.parameters() if p.requires_grad)
 
@@ -228,17 +214,10 @@ class HubMixin(PyTorchModelHubMixin):
 class ImageNetwork(nn.Module, HubMixin):
     "A network for images; a subclass says what `top` makes of them."
 
-    def top(
-        self,
-        images: Tensor,  # [b, channels, m, n]
-    ) -> Any:  # a named tuple whose `a` holds the scores [b, j]
+    def top(self, images: Tensor) -> Any:  # a named tuple whose `a` holds the scores [b, j]
         raise NotImplementedError
 
-    def forward(
-        self,
-        images: Tensor,  # [b, channels, m, n]
-        labels: Tensor | None = None,  # [b] or [b, n_classes]
-    ):  # of `top`, or with labels dict(loss=, logits=)
+    def forward(self, images: Tensor, labels: Tensor | None = None):  # [b] or [b, n_classes]
         return answer(self.top(images), labels)
 
 # %% ../../nbs/lab/43_vision.ipynb #00000016
@@ -298,12 +277,8 @@ class DStepNet(ImageNetwork, tags=['capsules', 'routing']):
         return out
 
     @torch.no_grad()
-    def credit(
-        self,
-        images: Tensor,  # [b, channels, m, n]
-        of: str = 'use',  # what a class used; or what its 'score' earned
-    ) -> Tensor:  # [b, j, m', n'], at the places of the parts
-        "Which places each class used, from the routing itself; `ValueError` for an unknown `of`."
+    def credit(self, images: Tensor, of: str = 'use') -> Tensor:  # [b, j, m', n'], by place
+        "Places that each class used, or what its 'score' earned there, from the routing itself."
         if of not in ('use', 'score'):
             raise ValueError(f"of must be 'use' or 'score', got {of!r}")
         x = self.trunk(images)
@@ -319,10 +294,7 @@ class DStepNet(ImageNetwork, tags=['capsules', 'routing']):
         return rearrange(trace_credit(D1, taken), 'b (t m n) k -> t b k m n', **places).sum(0)
 
 # %% ../../nbs/lab/43_vision.ipynb #00000020
-def norb_trunk(
-    channels: int = 64,  # of every convolution
-    in_channels: int = 2,  # 2: a stereo pair
-) -> dict:  # arguments that `DStepNet`, `PlainCNN` and `rival_of` share
+def norb_trunk(channels: int = 64, in_channels: int = 2) -> dict:  # 2: a stereo pair
     "The trunk of Heinsen (2019), fig. 3c: six convolutions, strides 1 and 2, no padding."
     return dict(in_channels=in_channels, channels=(channels,) * 6, strides=(1, 2) * 3, padding=0)
 
@@ -348,10 +320,7 @@ class SmallNORBNet(DStepNet, tags=['smallnorb']):
         super().__init__(n_classes, **kw, **norb_trunk(channels, in_channels))
 
     @classmethod
-    def from_published(
-        cls,
-        path: str | Path,  # of the state dict, e.g. smallNORB_pretrained_model_state_dict.pt
-    ) -> SmallNORBNet:  # in evaluation mode, with the author's floor (eps='paper')
+    def from_published(cls, path: str | Path) -> SmallNORBNet:  # in evaluation mode, eps='paper'
         "The network with the author's weights; `ValueError` lists entries that do not fit."
 
         def make(shape):
@@ -452,10 +421,7 @@ class RoutingNet(ImageNetwork, tags=['capsules', 'routing']):
     def top(self, images):  # Routed(a, mu, sig2)
         return self.capsules(images)[-1]
 
-    def capsules(
-        self,
-        images: Tensor,  # [b, channels, m, n]
-    ) -> list:  # of Routed(a, mu, sig2): what the first routing reads (no sig2), then every layer
+    def capsules(self, images: Tensor) -> list:  # of Routed: the parts (no sig2), every layer
         "The capsules of all layers; those of the classes are the last."
         layers = [Routed(*self.heads(self.trunk(images)), None)]
         for routing, norm in zip(self.routings, self.norms):
@@ -482,10 +448,7 @@ class PlainCNN(ImageNetwork, tags=['cnn']):
         self.hidden = _normed_conv(channels[-1], n_hidden, 3, 1, 1)
         self.classify = nn.Linear(n_hidden, n_classes)
 
-    def features(
-        self,
-        images: Tensor,  # [b, channels, m, n]
-    ) -> Tensor:  # [b, n_hidden]: what the linear layer reads
+    def features(self, images: Tensor) -> Tensor:  # [b, n_hidden]: what the linear layer reads
         return F.silu(self.hidden(self.trunk(images))).mean((-1, -2))
 
     def top(self, images):
@@ -525,10 +488,7 @@ class BaselineCNN(ImageNetwork, tags=['cnn']):
         self.dropout = nn.Dropout(dropout)
         self.classify = nn.Linear(1024, n_classes)
 
-    def features(
-        self,
-        images: Tensor,  # [b, channels, m, n]
-    ) -> Tensor:  # [b, 1024]: what the last layer reads
+    def features(self, images: Tensor) -> Tensor:  # [b, 1024]: what the last layer reads
         images = as_images(images, self, (self.in_channels, *self.size))
         return F.relu(self.hidden(self.convs(images).flatten(1)))
 
