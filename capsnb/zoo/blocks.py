@@ -151,6 +151,9 @@ def as_large_as_attention(
 class RoutedPool(nn.Module):
     """Pool sets of vectors by a routing: a drop-in for attention pooling.
 
+    Vectors x [..., n, dim] and a bool mask [..., n], True where there is one, give
+    [..., n_out, dim_out].
+
     >>> x, mask = torch.randn(2, 9, 32), torch.arange(9) < torch.tensor([[9], [5]])
     >>> RoutedPool(32, n_out=4, heads=2)(x, mask).shape
     torch.Size([2, 4, 32])
@@ -185,14 +188,15 @@ class RoutedPool(nn.Module):
     ) -> Tensor | tuple:  # [..., j, dim_out] (and R [..., heads, n, j])
         "What the vectors agree about; `ValueError` for a shape that does not fit."
         m = self.pose.in_features
-        if x.ndim < 2 or x.shape[-1] != m or (mask is not None and mask.shape != x.shape[:-1]):
-            got = [tuple(t.shape) for t in (x, mask) if t is not None]
-            raise ValueError(f"expected vectors [..., n, {m}] and a mask [..., n], got {got}")
+        fits = mask is None or (mask.dtype == torch.bool and mask.shape == x.shape[:-1])
+        if x.ndim < 2 or x.shape[-1] != m or not fits:
+            got = ' and '.join(f'{t.dtype} {tuple(t.shape)}' for t in (x, mask) if t is not None)
+            raise ValueError(f"expected vectors [..., n, {m}] and a bool mask [..., n], got {got}")
         if mask is not None:
-            x = x.masked_fill(mask[..., None] == 0, 0)  # whatever stands there
+            x = x.masked_fill(~mask[..., None], 0)  # whatever stands there
         a = self.there(x).mT
         if mask is not None:
-            a = a.masked_fill(mask[..., None, :] == 0, -torch.inf)
+            a = a.masked_fill(~mask[..., None, :], -torch.inf)
         parts = self.pose(x).unflatten(-1, (self.heads, -1)).transpose(-3, -2)
         out = self.route(a, parts[..., None, :], return_R=return_R)
         y = self.tell(out.mu[..., 0, :].transpose(-3, -2).flatten(-2))
