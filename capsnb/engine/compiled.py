@@ -205,6 +205,7 @@ def _votes_backward(V, f, k, c, v, use, ign, outs, grads, n_out):
     over_threads(
         tasks, _kernels()._votes_backward, _CHUNK, n_out, *given, slopes, g_V, g_f, *sums, D
     )
+    g_f -= slopes[4] @ given[-1].mT  # what an activation costs those who ignore it
     model = [_by_chunk(t, V).sum(1) for t in sums]
     model = [model[0][:, 0], *model[1:]] if k.numel() else [torch.zeros_like(t) for t in (k, c, v)]
     if own:

@@ -46,13 +46,6 @@ class _Votes:
     def shaped(self, grads):
         return [grads[0].unflatten(2, (self.J, -1))]
 
-# %% ../../nbs/engine/14_dynamic.ipynb #00000008
-def _tiles(J: int, width: int, most: int) -> list[slice]:
-    "Tiles of equal size."
-    n_tiles = max(1, -(-J * width // most))
-    step = max(1, -(-J // n_tiles))
-    return [slice(k, k + step) for k in range(0, J, step)]
-
 # %% ../../nbs/engine/14_dynamic.ipynb #00000009
 class _Maps:
     "Votes that are never made; works on a few wholes at a time."
@@ -60,7 +53,9 @@ class _Maps:
     def __init__(self, u: Tensor, W: Tensor, tile: int = 2**21):
         self.u, self.J = u.mT.contiguous(), W.shape[1]  # [n, d, i]
         self.W = W.permute(1, 2, 0, 3).flatten(1, 2)  # [j, (d i), h]
-        self.tiles = _tiles(self.J, self.u.numel(), tile)
+        n_tiles = max(1, -(-self.J * self.u.numel() // tile))
+        step = max(1, -(-self.J // n_tiles))  # wholes, in tiles of equal size
+        self.tiles = [slice(k, k + step) for k in range(0, self.J, step)]
 
     def even(self):
         return self.u.new_full((len(self.u), self.J, self.u.shape[2]), 1 / self.J)

@@ -238,20 +238,19 @@ _EXP = {
 
 @intrinsic
 def _exp(typingctx, x):
-    "e^x for x <= 0, number or vector: 0 where that is not a normal number, and at -inf."
-    bits = getattr(x, 'element', x).bitwidth
+    "e^x for x <= 0: 0 where that is not a normal number, and at -inf."
+    bits = x.element.bitwidth
     mantissa, bias, high, low, least, series = _EXP[bits]
 
     def code(context, builder, sig, args):
-        (x,), kind, n = args, args[0].type, getattr(args[0].type, 'count', None)
-        whole = ir.VectorType(ir.IntType(bits), n) if n else ir.IntType(bits)
+        (x,), kind, whole = args, args[0].type, ir.VectorType(ir.IntType(bits), LANES)
         exact = np.float32 if bits == 32 else np.float64
 
         def number(v):
-            return ir.Constant(kind, [float(exact(v))] * n if n else float(exact(v)))
+            return ir.Constant(kind, [float(exact(v))] * LANES)
 
         def integer(v):
-            return ir.Constant(whole, [v] * n if n else v)
+            return ir.Constant(whole, [v] * LANES)
 
         def mul_add(a, b, c):
             return builder.fadd(builder.fmul(a, b, ('contract',)), c, ('contract',))
@@ -635,15 +634,6 @@ def _worth_row(V, s, i, slopes, use, ign, RG):
 
 
 @njit(forceinline=True)
-def _ignored_row(s, i, gain, ign):
-    "sum_j of what an activation costs those who ignore it."
-    own, cost = i if ign.shape[0] > 1 else 0, _splat(ign.dtype.type(0), (0,))
-    for j in range(0, ign.shape[1], LANES):
-        cost = cost + _load(gain, (s, j)) * _load(ign, (own, j))
-    return _total(cost)
-
-
-@njit(forceinline=True)
 def _logits_row(RG, pay, f):
     "R <- D = f R, and G <- D (G - pay), the gradient at the scores."
     for j in range(0, RG.shape[1], LANES):
@@ -680,7 +670,8 @@ def _model_row(V, s, i, c, v, RG, gV, gk, gc, gv):
 
 @jit()
 def _votes_backward(lo, hi, chunk, n_out, V, f, k, c, v, use, ign, slopes, gV, gf, gk, gc, gv, D):
-    """Gradients of votes, activations and model [tasks, …]; shares D [n, i, j], if there is room.
+    """Gradients of votes, activations (but for what ignoring costs) and model [tasks, …]; shares D
+    [n, i, j], if there is room.
 
     `slopes`: means, then the slopes of the worth in gap, its square, 1, and gain."""
     _, n_inp, G, J = V.shape
@@ -694,7 +685,7 @@ def _votes_backward(lo, hi, chunk, n_out, V, f, k, c, v, use, ign, slopes, gV, g
             for i in range(i0, min(i0 + FEW, stop)):
                 _share_row(V, s, i, k, c, v, V.dtype.type(1), n_out, RG, 0)
                 pay = _worth_row(V, s, i, slopes, use, ign, RG)
-                gf[s, i] = pay - _ignored_row(s, i, slopes[4], ign)
+                gf[s, i] = pay
                 _logits_row(RG, pay, f[s, i])
                 _votes_row(V, s, i, slopes, RG, gV)
                 if D.size:

@@ -132,14 +132,6 @@ class _Tiling(NamedTuple):
         "Size below which products are done in float64."
         return small if self.float64 is None else math.inf if self.float64 else 0.0
 
-# %% ../../nbs/engine/17_moments.ipynb #506882a3
-class _Cuts(NamedTuple):
-    "Tiles of a matrix of parts × wholes."
-
-    rows: list[slice]  # of parts
-    cols: list[slice]  # of wholes
-    n_out: int  # wholes in all
-
 # %% ../../nbs/engine/17_moments.ipynb #1f3b20ba
 def _slices(n, size, most, parts=1 << 30):
     "Slices over `n` rows."
@@ -166,17 +158,6 @@ def _of(p, cols):
     "A slice along the last axis; `p` itself where that is all of it."
     return p if cols.stop - cols.start == p.shape[-1] else p[..., cols]
 
-# %% ../../nbs/engine/17_moments.ipynb #3e8e45c0
-def _log_norms(votes, cuts, f):
-    "Log of the sum of exp(L) over all wholes [n, i]; empty where a tile holds all wholes."
-    if len(cuts.cols) < 2 or not votes.model:
-        return f.new_empty(0)
-    norm = torch.full_like(f, -torch.inf)
-    for rows, cols in itertools.product(cuts.rows, cuts.cols):
-        L = votes.tile(rows, cols).score()
-        norm[:, rows] = torch.logaddexp(norm[:, rows], _wide(L.logsumexp(-1)))
-    return norm
-
 # %% ../../nbs/engine/17_moments.ipynb #0cd85beb
 def _softmax(L, norm):
     "Shares of a tile."
@@ -192,22 +173,33 @@ class _Sweep(NamedTuple):
     "What all tiles of an iteration have in common."
 
     votes: object  # an engine
-    cuts: _Cuts  # its tiles
+    rows: list[slice]  # of parts, in a tile
+    cols: list[slice]  # of wholes
     f: Tensor  # [n, i] activations
-    norm: Tensor  # [n, i] from `_log_norms`
+    norm: Tensor  # [n, i] logs of the sums of exp(L) over all wholes; empty if a tile holds all
 
     def tile(self, rows, cols, score='score'):
         "A tile, its activations [n, i] and shares R [n, i, j]: even before there is a model."
         tile = self.votes.tile(rows, cols)
         f = self.f[:, rows].to(tile.dtype)
         if not tile.model:  # Heinsen (2019), Alg. 1, line 5
-            even = f.new_full((), 1 / self.cuts.n_out)
+            even = f.new_full((), 1 / self.cols[-1].stop)
             return tile, f, even.expand(*f.shape, cols.stop - cols.start)
         norm = self.norm[:, rows].to(f.dtype) if self.norm.numel() else None
         return tile, f, _softmax(getattr(tile, score)(), norm)
 
     def tiles(self):
-        return itertools.product(self.cuts.cols, self.cuts.rows)
+        return itertools.product(self.cols, self.rows)
+
+    def normed(self):
+        "The same with the norms of the softmax."
+        if len(self.cols) < 2 or not self.votes.model:
+            return self._replace(norm=self.f.new_empty(0))
+        norm = torch.full_like(self.f, -torch.inf)
+        for cols, rows in self.tiles():
+            L = self.votes.tile(rows, cols).score()
+            norm[:, rows] = torch.logaddexp(norm[:, rows], _wide(L.logsumexp(-1)))
+        return self._replace(norm=norm)
 
     def centres(self, slopes):
         "sum_j R_ij G_ij [n, i] over all tiles of wholes; None where a tile holds all wholes."
@@ -224,7 +216,7 @@ class _Sweep(NamedTuple):
 # %% ../../nbs/engine/17_moments.ipynb #79a16800
 def _gather_all(sweep, shares):
     "The statistics of all votes under their shares, and the norms of the softmax."
-    sweep = sweep._replace(norm=_log_norms(sweep.votes, sweep.cuts, sweep.f))
+    sweep = sweep.normed()
     stats = sweep.votes.no_statistics()
     for cols, rows in sweep.tiles():
         tile, f_t, R = sweep.tile(rows, cols)
@@ -297,8 +289,8 @@ def _moments_sweep(f, x, x0, phi, theta, narrow, numbers):
     if phi.dtype != theta.dtype and _on_cpu(phi) and bool(narrow):
         about = x - x0[..., None]
         phi = _phi(about)
-    cuts = _Cuts(_slices(i, n * j, _most(numbers, x)), [slice(0, j)], j)
-    return _Sweep(_Moments(phi, theta.to(phi.dtype)), cuts, f, f.new_empty(0)), about
+    rows, engine = _slices(i, n * j, _most(numbers, x)), _Moments(phi, theta.to(phi.dtype))
+    return _Sweep(engine, rows, [slice(0, j)], f, f.new_empty(0)), about
 
 # %% ../../nbs/engine/17_moments.ipynb #op000002
 def _moments_forward(f, x, x0, phi, theta, narrow, shares, numbers):
@@ -644,8 +636,7 @@ def _votes_sweep(f, x, W, B, use, ign, k, mu, v, free, row, numbers, parts, norm
     cols = _slices(j, c * h, _most(row, x))
     rows = _slices(i, n * c * h * cols[0].stop, _most(numbers, x), parts)
     votes = _Votes(*(to(t) for t in (x, W, B, use, ign, k, mu, v)))
-    cuts = _Cuts(rows, cols, j)
-    return _Sweep(votes, cuts, f, f.new_empty(0) if norm is None else norm)
+    return _Sweep(votes, rows, cols, f, f.new_empty(0) if norm is None else norm)
 
 # %% ../../nbs/engine/17_moments.ipynb #op000006
 def _votes_forward(f, x, W, B, use, ign, k, mu, v, shares, *how):
