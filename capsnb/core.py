@@ -91,10 +91,7 @@ if _tested_beside_others and 'OMP_NUM_THREADS' not in os.environ:
     torch.set_num_threads(1)
 
 # %% ../nbs/00_core.ipynb #0000000d
-def need(
-    module: str,  # dotted name of the module, e.g. 'sklearn.datasets'
-    extra: str = 'train',  # the extra of capsnb that brings it: 'train' or 'dev'
-):  # the imported module
+def need(module: str, extra: str = 'train'):  # the imported module; extra: what of capsnb brings it
     "Import an optional module; a missing one raises `ImportError` with the install command."
     try:
         return importlib.import_module(module)

@@ -220,12 +220,7 @@ def check_md5(data, wanted: str, path):  # bytes, unpacked; of them; whose they 
         raise ValueError(f"{path}: expected MD5 {wanted} (unpacked), got {came}: {why}")
 
 
-def read_array(
-    path: str | Path,  # of a file, gzipped or not, whatever its name says
-    parse: Callable,  # takes its first 40 bytes and its name; gives torch's dtype, sizes, start
-    md5: str | None = None,  # of the unpacked file, if known
-    size: int | None = None,  # its bytes, if known
-) -> Tensor:  # in memory
+def read_array(path: str | Path, parse: Callable, md5=None, size=None) -> Tensor:  # in memory
     "An array behind a header; `ValueError` with file and byte. No more is read than that says."
     with open(regular(path), 'rb') as f:
         is_zipped = f.read(2) == b'\x1f\x8b'

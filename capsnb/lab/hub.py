@@ -276,11 +276,7 @@ _tf.AutoConfig.register(CapsConfig.model_type, CapsConfig, exist_ok=True)
 _tf.AutoModelForSequenceClassification.register(CapsConfig, RoutingClassifier, exist_ok=True)
 
 
-def classifier_of(
-    run: str | Path,  # folder of a finished run on texts
-    encoder: str | Path | None = None,  # where its transformer lies now; None: where it lay
-    device: str | None = None,  # None: the best there is
-) -> RoutingClassifier:  # in evaluation mode, with its tokenizer
+def classifier_of(run, encoder=None, device: str | None = None) -> RoutingClassifier:  # of it
     "A run as what transformers' classes take; `ValueError` for a run on something else."
     head, task, note = load_run(run, device, **({} if encoder is None else {'encoder': encoder}))
     if not hasattr(task, 'reader'):

@@ -211,10 +211,7 @@ def features_of(
     return in_batches(net.features, net, images, batch_size)[0]
 
 
-def class_pose(
-    poses: Poses,  # of many images
-    category: Tensor | None = None,  # [n] which class's capsule; None: that of the highest score
-) -> Tensor:  # [n, c, h]
-    "The pose of one class capsule per image."
+def class_pose(poses: Poses, category: Tensor | None = None) -> Tensor:  # [n], [n, c, h]
+    "The pose of one class capsule per image: of `category`, or of the highest score."
     which = poses.a.argmax(-1) if category is None else torch.as_tensor(category).long()
     return poses.mu[torch.arange(len(poses.mu)), which]

