@@ -4,8 +4,10 @@ import copy
 import re
 import subprocess
 import sys
+from collections import namedtuple
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 import pytest
 import torch
 import capsnb.engine.triton_kernels as kernels
@@ -13,12 +15,12 @@ import capsnb.engine.triton_loop as loops
 from capsnb.engine.dstep import Routing, Sizes, choose_plan, plans
 from capsnb.engine.layers import ClassCaps, ConvCaps, field_plans, field_table
 from capsnb.engine.numerics import assert_as_exact, error_to
-from capsnb.engine.triton_kernels import compile_ahead, interpreting, recording
-from capsnb.lab.matrix_caps import MatrixCapsNet
+from capsnb.engine.triton_kernels import interpreting, recording
 
 needs_triton = pytest.mark.skipif(not find_spec('triton'), reason="triton is not installed")
 f32, f64 = torch.float32, torch.float64
 quick, seconds = pytest.param, partial(pytest.param, marks=pytest.mark.slow)
+Given = namedtuple('Given', loops._Problem._fields[:9])
 tiny, even = 2.0**-40, [0.5, 2.0**-40, 2.0**-40]  # what float32 holds exactly
 
 
@@ -45,7 +47,7 @@ def routed(n, i, j, c, d, h, own=False, one=False, seed=0):
     a, x, W, *rest = (torch.randn(shape, generator=gen, dtype=f64).float() for shape in shapes)
     a[:, 2:3] = -torch.inf
     none = torch.empty(0, dtype=torch.int32)
-    return loops._Given(a, x, W / d, *rest, none, none, none)
+    return Given(a, x, W / d, *rest, none, none, none)
 
 
 def in_fields(b, size, K, I, J, stride, padding, pose, seed=0):
@@ -54,7 +56,7 @@ def in_fields(b, size, K, I, J, stride, padding, pose, seed=0):
     (c, d, h), n, s = pose, size[0] * size[1] * I, table.shape[1]
     shapes = (b, n), (b, n, c, d), (s, J, d, h), (0,), (J,), (J,)
     a, *rest = (torch.randn(shape, generator=gen) for shape in shapes)
-    return loops._Given(a.sigmoid(), *rest, *loops._by_part(table, n))
+    return Given(a.sigmoid(), *rest, *loops._by_part(table, n))
 
 
 def run(op, given, rules):
@@ -112,7 +114,7 @@ def test_routings_are_the_definition(name):
 
 @pytest.mark.slow
 @needs_triton
-@pytest.mark.parametrize('far', [1e1, 1e2])
+@pytest.mark.parametrize('far', [1e2, 1e3])
 def test_narrow_wholes_far_from_the_origin(far):
     "Parts in three tight bundles: variances are small beside the squares of means."
     given = routed(2, 12, 3, 1, 2, 2)
@@ -128,12 +130,10 @@ cases = {
     'overlap of 3×3': dict(size=(2, 3), K=3, padding=1, pose=(1, 2, 2)),
     'parts in no field, R': dict(K=1, stride=2, I=2, pose=(1, 2, 2), shares=True),
     'empty places, R, once': dict(size=(2, 2), padding=1, pose=(1, 2, 1), T=1, shares=True),
-    '4×4 poses': dict(size=(2, 2), I=3, J=2, pose=(4, 4, 4)),
+    '4×4 poses': dict(size=(2, 2), J=2, pose=(4, 4, 4)),
     'two blocks of types': dict(size=(2, 2), K=1, J=37, pose=(1, 2, 1)),
     'damped': dict(b=2, floor=[0.0, 2.0**-7, 2.0**-7], damping=0.25, T=3, pose=(2, 1, 2)),
     'damped, relative': dict(damping=0.25, size=(2, 2), pose=(2, 1, 2)),
-    'proportions': dict(b=2, size=(2, 3), act='pi', pose=(1, 2, 2), T=3),
-    'proportions, once': dict(b=2, act='pi', T=1, pose=(1, 2, 1)),
     'an image without parts': dict(b=2, size=(2, 2), pose=(1, 2, 1), empty=True),
     'an absent part far away': dict(b=2, size=(2, 2), pose=(1, 2, 1), far=True),
     'logits, damped': dict(act='logit', damping=0.25, pose=(1, 2, 2)),
@@ -239,7 +239,7 @@ def conv(**kw):
 
 def classes(**kw):
     torch.manual_seed(0)
-    return ClassCaps(2, 3, 2, 2, 2)
+    return ClassCaps(2, 3, 2, 2, 2, **kw)
 
 
 def caps(b=1, grid=(3, 3)):
@@ -269,15 +269,6 @@ def test_logits_are_exact_where_a_sigmoid_is_full():
         found, pose = full.scores(*given)
     assert out.a.min() == 1 and error_to(found, full.logits(given[0], out).double()) < 1e-6
     assert error_to(pose, out.mu.double()) < 1e-6
-
-
-@pytest.mark.slow
-@needs_triton
-def test_matrix_capsules_train():
-    net = MatrixCapsNet(4, 2, 2, 2, E=2, in_channels=1, stem='paper')
-    with interpreting():
-        net(torch.rand(2, 1, 22, 22), torch.tensor([0, 1]))['loss'].backward()
-    assert all(p.grad is not None for p in net.caps.parameters())
 
 
 @pytest.mark.slow
@@ -313,6 +304,8 @@ def test_refusals():
             conv(plan='triton').double()(a.double(), mu.double())
         with pytest.raises(ValueError, match='registers'):
             wide(a, torch.randn(1, 3, 3, 2, 1, 16))
+        with pytest.raises(ValueError, match='mixing proportions'):
+            conv(plan='triton', act='pi')(a, mu)
         with pytest.raises(ValueError, match='no image'):
             conv(plan='triton')(a[:0], mu[:0])
 
@@ -347,10 +340,10 @@ except ImportError as e:
 
 def launches(given, rules):
     "All launches of the two ops on 'meta'."
-    given = loops._Given(*(t.to('meta') for t in given))
+    given = [t.to('meta') for t in given]
     with recording() as found:
-        outs = loops._forward(given, rules)
-        loops._backward(given, rules, outs, outs[:4])
+        outs = loops._forward(*given, *rules)
+        loops._backward(*given, outs, outs[:4], *rules)
     return found
 
 
@@ -367,31 +360,64 @@ compiled = {  # what needs most registers, and what is 1: a constant to a compil
     'coordinates': (in_fields(2, (4, 4), 4, 2, 5, 1, 0, (4, 6, 4)), rules._replace(act='logit')),
     'one of all': (
         in_fields(1, (3, 3), 3, 1, 1, 1, 0, (1, 2, 1)),
-        rules._replace(act='pi', damping=0.2),
+        rules._replace(act='logistic', damping=0.2),
     ),
 }
+
+
+def type_of(arg):
+    "Triton's name of an argument's type; 1 is a constant, as at a launch."
+    if isinstance(arg, tuple):
+        return type(arg)(*map(type_of, arg))
+    if isinstance(arg, torch.Tensor):
+        return '*' + dict(int32='i32', float32='fp32')[str(arg.dtype)[6:]]
+    return 'fp32' if isinstance(arg, float) else 'constexpr' if arg == 1 else 'i32'
+
+
+def ahead(launch, cap=90):
+    "Compile a launch for a GPU that is not there."
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.runtime.jit import JITFunction
+
+    fn, args = launch.kernel._make(JITFunction), launch.args
+    leaves = {(i, k): a for i, arg in enumerate(args) for k, a in enumerate(arg)}
+    even = [at for at, a in leaves.items() if isinstance(a, torch.Tensor) or a % 16 == 0]
+    known = {at: a for at, a in leaves.items() if type_of(a) == 'constexpr'}
+    source = ASTSource(
+        fn=fn,
+        signature=dict(zip(fn.arg_names, [*map(type_of, args), 'constexpr'])),
+        constexprs={**known, (len(args),): launch.how},
+        attrs={at: [['tt.divisibility', 16]] for at in even},
+    )
+    options = kernels._options(launch.how)
+    return compile(source, target=GPUTarget('cuda', cap, 32), options=options)
 
 
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize('name', compiled)
-def test_compiled_ahead_without_spills(name):
+def test_compiled_ahead_without_spills(name, tmp_path):
+    import triton
+
+    tool = Path(triton.__file__).parent / 'backends/nvidia/bin/cuobjdump'
+    cap, most_shared = (80, 163) if name == 'own' else (90, 227)  # A100, H100; KB of a program
     for launch in {(o.kernel, o.how): o for o in launches(*compiled[name])}.values():
-        made = compile_ahead(launch, 80 if name == 'own' else 90)
-        assert made['fits'] and made['spilled'] <= 8, (name, made)  # two words of stack at most
+        made = ahead(launch, cap)
+        (tmp_path / 'code.cubin').write_bytes(made.asm['cubin'])
+        said = subprocess.check_output([tool, '-res-usage', tmp_path / 'code.cubin'], text=True)
+        spilled = sum(map(int, re.findall(r'(?:STACK|LOCAL):(\d+)', said)))
+        assert made.metadata.shared <= 1024 * most_shared, launch
+        assert 'REG' in said and spilled <= 8, (launch.kernel.__name__, said)  # two words at most
 
 
 @needs_triton
 def test_offsets_of_maps_have_64_bits():
     "the number of a part times the size of a map is more than 32 bits hold"
-    from triton.backends.compiler import GPUTarget
-    from triton import compile
-
     given = launches(routed(20, 64, 10, 1, 2, 2, own=True), rules._replace(lams=[1.0]))
-    for launch in given:
-        options = dict(num_warps=launch.warps, num_stages=1)
-        source = kernels._source(launch)
-        code = compile(source, target=GPUTarget('cuda', 90, 32), options=options).asm['ttir']
-        for step in re.findall(r'scf.for (%\w+) = ', code) if 'sweep' in source.name else ():
-            short = [x for x in code.splitlines() if f'muli {step},' in x and ': i32' in x]
-            assert not short, (source.name, short)
+    sweep = next(o for o in given if o.kernel.__name__ == '_sweep')
+    code = ahead(sweep).asm['ttir']
+    steps = re.findall(r'scf.for (%\w+) = ', code)
+    short = [x for x in code.splitlines() for k in steps if f'muli {k},' in x and ': i32' in x]
+    assert steps and not short
