@@ -98,6 +98,7 @@ routings = {
     'soft k-means, pooled, R': dict(own=True, act='skm', T=3, pooled=True, shares=True),
     'once': dict(own=True, T=1),
     'an absolute floor': dict(T=3, floor=[0.0, 2.0**-6, 2.0**-6]),
+    'an absent part far away': dict(far=1e4),  # the mean pose is none of its
 }
 
 
@@ -107,9 +108,10 @@ def test_routings_are_the_definition(name):
     how, maps = dict(T=2, act='dstep', floor=even, pooled=False, shares=False), {}
     for key, value in routings[name].items():
         (how if key in how else maps)[key] = value
-    sizes, ulps = maps.pop('sizes', small), maps.pop('ulps', 16)
-    rules = loops._Rules([1.0] * how.pop('T'), **how)
-    check_exact(routed(*sizes, **maps), rules, ulps=ulps)
+    sizes, ulps, far = maps.pop('sizes', small), maps.pop('ulps', 16), maps.pop('far', 1.0)
+    rules, given = loops._Rules([1.0] * how.pop('T'), **how), routed(*sizes, **maps)
+    given.x[:, 2:3] *= far
+    check_exact(given, rules, ulps=ulps)
 
 
 @pytest.mark.slow
