@@ -67,20 +67,6 @@ def test_splits_share_nothing_and_limits_are_kept(folder):
     assert set(map(tuple, parts['train']['image'].flatten(1)[:, :9].tolist())) <= rows[0]
 
 
-@pytest.mark.parametrize(
-    'kw, what',
-    [
-        (dict(data='kmnist'), "data must be one of 'digits', 'mnist', 'fashion-mnist'"),
-        (dict(limit=0), 'limit must be an integer >= 1 or None, got 0'),
-        (dict(n_test=True), 'n_test must be'),
-        (dict(folder='x'), "lie in no folder, got folder='x'"),
-    ],
-)
-def test_bad_questions(kw, what):
-    with pytest.raises(ValueError, match=what):
-        Digits(**kw)
-
-
 every = [(d, net) for d in sides for net in Digits(d).networks]
 large = [pytest.param(*o, marks=pytest.mark.slow if o[0] == 'cifar10' else ()) for o in every]
 

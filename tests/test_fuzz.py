@@ -27,7 +27,6 @@ datasets = pytest.importorskip('datasets')
 from PIL import Image
 from tries import Hang, dice, hungry, limits, tries, watched
 from capsnb.core import seed_everything
-from capsnb.data import mnist
 from capsnb.data.embed import EmbeddingCache, FrozenEncoder, tiny_transformer
 from capsnb.data.sst import read_trees, tiny_treebank
 from capsnb.lab import own, runs
@@ -50,17 +49,6 @@ def same(a, b):
 
 
 # ---- what is read
-
-
-def make_cifar(folder):
-    for name in mnist.batch_names:
-        record = bytes(k % 251 for k in range(3072))
-        (folder / f'{name}.bin').write_bytes(b'\3' + record + b'\7' + record)
-
-
-def is_a_batch(found, _):
-    pairs = found.values()
-    return all(x.shape[1:] == (3, 32, 32) and len(x) == len(y) and y.max() < 10 for x, y in pairs)
 
 
 def said_by(trees, path):
@@ -146,9 +134,7 @@ checkpoint_files = 'seal.json model.safetensors optimizer.pt'
 make_encoder = lambda o: tiny_transformer(o, TEXTS, d_emb=8)
 read_encoder = lambda o: FrozenEncoder(o, device='cpu')(TEXTS).mask
 read_run = lambda o: dict(load_run(o, 'cpu').network.state_dict())
-read_cifar = lambda o: mnist.read_cifar10(o, official=False)
 readers = {  # what makes good files, which are attacked, what reads them, whether they say so now
-    'CIFAR-10': (make_cifar, 'data_batch_2.bin test_batch.bin', read_cifar, is_a_batch),
     'treebank': (tiny_treebank, 'train.txt', lambda o: read_trees(o / 'train.txt'), said_by),
     'hidden states': (make_cache, cache_files, read_cache, None),
     'a transformer': (make_encoder, encoder_files, read_encoder, lambda x, _: x.ndim == 2),

@@ -78,22 +78,6 @@ def test_free_energy_counts_the_gain():
     assert_close(out.F[:, -1], same - saved)
 
 
-def test_what_has_no_determinant():
-    em, a, u = made()
-    with pytest.raises(ValueError, match='needs square maps, got d_inp=3, d_out=2'):
-        EMRouting(2, 3, 2, n_out=4, misfit='part')
-    with pytest.raises(ValueError, match="misfit must be 'whole' or 'part', got 'both'"):
-        EMRouting(2, 3, 3, n_out=4, misfit='both')
-    with torch.no_grad():
-        em.W[0, 0, 0] = 0
-    with pytest.raises(ValueError, match='gain must be finite, got NaN or inf'):
-        em(a, u)
-    with pytest.raises(
-        ValueError, match=r'gain must be nats for the links, \(2, 24, 4\), got .* \(24, 3\)'
-    ):
-        em_routing(a.sigmoid(), em.cast(u), 0.0, 0.0, gain=torch.zeros(24, 3))
-
-
 def test_a_variant_is_its_routing_with_settings():
     stem = dict(channels=(4, 4), strides=(1, 2), padding=1)
     g = Ground(Digits('digits'), stem, dict(n_types=2, n_parts=2), dict(epochs=1))

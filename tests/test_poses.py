@@ -7,8 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
-from capsnb.lab.inspect import check_novel, features_of, mds_path, pose_change, poses_of
-from capsnb.lab.inspect import viewpoint_grid
+from capsnb.lab.inspect import features_of, mds_path, pose_change, poses_of, viewpoint_grid
 from capsnb.lab.vision import BaselineCNN, PlainCNN, SmallNORBNet, norb_trunk
 from rooms import room
 
@@ -26,21 +25,6 @@ def world(instance=(0, 1, 2), category=(0, 1), elevation=(30, 50, 70), lighting=
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.integers(0, 10**6), st.sampled_from(['azimuth', 'elevation']))
-def test_a_grid_does_not_depend_on_the_order_of_the_images(seed, vary):
-    columns = world()
-    sizes = dict(category=10**7, instance=10**6, elevation=10**4, azimuth=10, lighting=1)
-    code = sum(n * columns[k] for k, n in sizes.items())
-    order = torch.randperm(len(code), generator=torch.Generator().manual_seed(seed))
-    mixed = {k: v[order] for k, v in columns.items()}
-    g = viewpoint_grid(code[order], mixed, vary, dict(lighting=3))
-    for t, (c, i) in enumerate(g.toys.tolist()):
-        for v, view in enumerate(g.views.tolist()):
-            az, el = (view, 30) if vary == 'azimuth' else (0, view)
-            assert g.x[t, v].item() == c * 10**7 + i * 10**6 + el * 10**4 + az * 10 + 3
-
-
-@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(2, 5))
 def test_change_does_not_depend_on_the_frame(seed, c, h):
     g = torch.Generator().manual_seed(seed)
@@ -50,33 +34,16 @@ def test_change_does_not_depend_on_the_frame(seed, c, h):
         assert_close(x, y)
 
 
-def test_mds_says_what_it_loses_and_repeats():
+def test_mds_repeats_and_beats_two_principal_axes():
     torch.manual_seed(0)
     x = torch.randn(9, 4, 4)
     one, two = mds_path(x), mds_path(x.clone().requires_grad_())
-    assert 0.05 < one.stress < 0.6
     assert_close(one.xy, two.xy, rtol=0, atol=0)
     p = x.double().flatten(0, 1)
     D = torch.cdist(p, p)
-    y = one.xy.flatten(0, 1)
     U, S, _ = torch.linalg.svd(p - p.mean(0), full_matrices=False)
-    stress = lambda y: ((torch.cdist(y, y) - D).square().sum() / D.square().sum()).sqrt().item()
-    assert one.stress == pytest.approx(stress(y), rel=1e-4)
-    assert one.stress < stress((U * S)[:, :2])  # better than two principal axes
-
-
-def splits():
-    instances = dict(train=(4, 6, 7, 8), validation=(9,), test=(0, 1, 2, 3, 5))
-    return {k: world(instance, lighting=(0,)) for k, instance in instances.items()}
-
-
-def test_toys_must_be_novel():
-    s = splits()
-    check_novel(s)
-    said = r"instances in 'validation' than in 'train', got .* \[\(0, 4\), \(1, 4\)\]"
-    with pytest.raises(ValueError, match=said):
-        check_novel({**s, 'validation': world((4, 9), lighting=(0,))})
-    check_novel({**s, 'validation': world((4,), category=(2,))})  # another toy
+    apart = torch.cdist(*[(U * S)[:, :2]] * 2) - D
+    assert 0.05 < one.stress < (apart.square().sum() / D.square().sum()).sqrt()
 
 
 @pytest.mark.parametrize('training', [True, False])
@@ -214,24 +181,3 @@ def test_turned_views_are_dice_and_are_never_classified(study):
         PoseNet(5, 2, 16, equi=1.0, caps=caps)(**held)
     with pytest.raises(ValueError, match='has no decoder'):
         net.__class__(5, 2, 16, caps=caps).draw(torch.zeros(1, 5, 4, 4), torch.zeros(1, 5))
-
-
-def test_spread_over_batches_is_that_of_numpy():
-    import numpy as np
-    from capsnb.lab.train import Moments, history_of
-
-    moments, losses, right = Moments(), [1.0, 4.0, 2.5], [0.5, 0.25, 1.0]
-    for n, loss, r in zip((20, 20, 10), losses, right):
-        moments.add(n, torch.tensor(loss), torch.tensor(r))
-    resumed = Moments()
-    resumed.sums = moments.told()  # as a checkpoint has it
-    for found in (moments.close(), resumed.close()):
-        w = [0.4, 0.4, 0.2]
-        for key, x in (('loss', losses), ('accuracy', right)):
-            mean = np.average(x, weights=w)
-            assert found[key] == pytest.approx(mean)
-            sd = np.average((np.array(x) - mean) ** 2, weights=w) ** 0.5
-            assert found[f'{key}_sd'] == pytest.approx(sd)
-    log = dict(epoch=1.0, **found), {'epoch': 1.0, 'eval_loss': 2.0, 'eval_accuracy': 0.5}
-    row = dict(epoch=1.0, **found, valid_loss=2.0, valid_accuracy=0.5)
-    assert history_of(SimpleNamespace(log_history=log)) == [row]

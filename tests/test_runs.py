@@ -1,5 +1,7 @@
 """Run folders and `fit` under attack: nothing is lost, ignored silently, or found out too late."""
 
+import contextlib
+import itertools
 import json
 import math
 import os
@@ -224,11 +226,6 @@ class Tied(Own):
         self.g.weight = self.f.weight
 
 
-class Elsewhere(Own):
-    def save_pretrained(self, folder):
-        torch.save(self.state_dict(), folder / 'pytorch_model.bin')
-
-
 def test_a_network_of_ones_own_is_trained_saved_and_found_again(data, tmp_path):
     net, twin = Own(), Own()
     done = run(data, tmp_path, net, test=data['test'])
@@ -247,7 +244,6 @@ def test_a_network_of_ones_own_is_trained_saved_and_found_again(data, tmp_path):
         (Own(width=60), 'Own cannot take the training data'),
         (Own(n=3), 'has 3 classes, the data have a label 9'),
         (Tied(), 'Tied cannot be saved'),
-        (Elsewhere(), 'expected save_pretrained to write model.safetensors'),
         (Own().requires_grad_(False), 'does not require grad'),
         (Own, 'expected a network .*, got .*Own'),
     ],
@@ -257,29 +253,6 @@ def test_what_would_fail_at_the_end_is_said_at_the_start(net, message, done, dat
     with pytest.raises(ValueError, match=message):
         run(data, done, net, mixup=0.0, overwrite=True)
     check_end(done)
-
-
-@pytest.mark.parametrize('part', ['valid', 'test'])
-def test_other_data_in_validation_or_test_are_found_before_training(part, data, tmp_path):
-    word = part.replace('valid', 'validation')
-    other = dict(image=torch.rand(4, 1, 9, 9), label=torch.zeros(4, dtype=torch.long))
-    with pytest.raises(ValueError, match=f'cannot take the {word}'):
-        run(data, tmp_path, Own(), **{part: other})
-    top = dict(image=data['test']['image'][:3], label=torch.tensor([0, 1, 17]))
-    with pytest.raises(ValueError, match='data have a label 17'):
-        run(data, tmp_path, Own(), mixup=0.0, **{part: top})
-
-
-def test_the_rehearsal_throws_no_dice_and_leaves_nothing(data, tmp_path):
-    net = that(lambda self, out: dict(out, loss=out['loss'] + 0 * torch.rand(1).sum())).train()
-    deck, collator = train.Deck(data['train'], 0, 1), train.MixupCollator(10)
-    trainer = SimpleNamespace(model=net, data_collator=collator, _prepare_inputs=dict)
-    torch.manual_seed(3)
-    wanted = torch.rand(1)
-    torch.manual_seed(3)
-    train.rehearse(trainer, dict(training=deck), tmp_path)
-    assert torch.equal(torch.rand(1), wanted) and net.training and not list(tmp_path.iterdir())
-    assert net.f.weight.grad is None
 
 
 def test_mixup_when_the_training_set_lacks_the_top_classes(data, tmp_path):
@@ -348,20 +321,11 @@ def test_where_looking_is_dear_the_checkpoint_is_not_sealed(data, tmp_path, monk
     assert names_in(tmp_path) == ['checkpoint-3'] and not (tmp_path / 'metrics.json').exists()
 
 
-class Burst(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return torch.full_like(grad, math.inf)
-
-
 def test_weights_that_burst_in_the_last_step_are_no_result(data, tmp_path):
     def answer(self, out):
         self.n = getattr(self, 'n', 0) + self.training
-        more = Burst.apply(self.f.bias).sum() * 0 if self.training and self.n == 6 else 0
+        last = self.training and self.n == 6
+        more = (0 * self.f.bias).sqrt().sum() if last else 0  # 0, whose gradient is NaN
         return dict(out, loss=out['loss'] + more)
 
     with pytest.raises(Diverged, match='the weights are not finite after step 6 of 6'):
@@ -445,14 +409,6 @@ def test_a_finished_run_with_a_flipped_bit_is_not_evaluated(name, done, data):
             read()
 
 
-@pytest.mark.parametrize('name', ['metrics.json', 'settings.json'])
-def test_a_note_that_says_something_else_is_damaged(name, done, data):
-    text = (done / name).read_text()
-    (done / name).write_text(text.replace('"seed": 0', '"seed": 1'))
-    with pytest.raises(ValueError, match=f'{name}. is damaged'):
-        run(data, done, resume=True)
-
-
 @pytest.mark.parametrize('absolute', [False, True])
 def test_metrics_name_no_file_outside_their_folder(absolute, done, tmp_path):
     "A device file has no end, and would be read for ever."
@@ -486,39 +442,19 @@ def test_a_sealed_checkpoint_with_code_in_it_runs_none(name, cut, data, tmp_path
     assert not mark.exists()
 
 
-ODD = [None, True, -1, 1e308, 10**400, 'x', [], {'a': 1}, '\0', '../..']
-
-
-def mutate(at, rng):
-    "Change or remove one entry of a note, at any depth."
-    key = rng.choice(list(at)) if isinstance(at, dict) else rng.randrange(len(at))
-    if isinstance(at[key], (dict, list)) and at[key] and rng.random() < 0.6:
-        mutate(at[key], rng)
-    elif isinstance(at, dict) and rng.random() < 0.3:
-        del at[key]
-    else:
-        at[key] = rng.choice(ODD)
-
-
 @pytest.mark.parametrize('name', ['settings.json', 'metrics.json', 'config.json'])
 def test_odd_json_in_a_run_is_a_sentence_or_nothing(name, done, data, monkeypatch):
-    def refuse(*_):
-        raise AssertionError('a damaged run was trained again')
-
-    monkeypatch.setattr(train, 'rehearse', refuse)
-    content, rng = (done / name).read_text(), random.Random(0)
-    for _ in range(25):
-        note = json.loads(content)
-        mutate(note, rng)
-        if rng.random() < 0.5:  # whoever edits may also sign
-            note.pop('digest', None)
-            note = runs.with_digest(note)
-        (done / name).write_text(json.dumps(note))
-        for read in (lambda: run(data, done, resume=True), lambda: checked_network(done, PlainCNN)):
-            try:
-                read()
-            except (ValueError, OSError) as e:
-                assert '\n' not in str(e)
+    "whoever edits may also sign; and no damaged run is trained again"
+    monkeypatch.setattr(train, 'rehearse', None)
+    whole = json.loads((done / name).read_text())
+    for key, odd in itertools.product(whole, (None, 10**400, 'x', [], {'a': 1})):
+        note = {k: v for k, v in (whole | {key: odd}).items() if k != 'digest'}
+        for edited in (whole | {key: odd}, runs.with_digest(note)):
+            (done / name).write_text(json.dumps(edited))
+            with contextlib.suppress(ValueError, OSError):
+                run(data, done, resume=True)
+            with contextlib.suppress(ValueError, OSError):
+                checked_network(done, PlainCNN)
 
 
 HOLD = """
