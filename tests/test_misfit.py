@@ -1,7 +1,6 @@
 "Misfits in the pose of the part, and tests that look several times."
 
 import math
-import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributions import MultivariateNormal

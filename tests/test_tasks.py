@@ -177,7 +177,7 @@ def test_records_in_the_repository_are_continued_without_a_run(monkeypatch):
 def test_a_study_says_what_it_chose_on(tmp_path):
     "and refuses what was chosen on the data of the test, before anything is trained"
     from capsnb.lab.report import blind
-    from capsnb.lab.tasks import choices_of
+    from capsnb.lab.tasks import note_choices
 
     task = Digits('digits', limit=40, n_test=20)
     path, kw = tmp_path / 's.json', dict(runs=tmp_path, epochs=1, device='cpu', progress=False)
@@ -196,10 +196,11 @@ def test_a_study_says_what_it_chose_on(tmp_path):
             study(task, {'c': {}}, path, (0,), selects=dict(rate=split), **kw)
     found = json.loads(path.read_text())
     assert found['selects'] == there and list(found['runs']) == ['a seed 0', 'b seed 0']
-    assert choices_of(blind(task), dict(rate='validation')) == told
+    note_choices(path, 'blind', blind(task), dict(rate='validation'))
+    assert json.loads(path.read_text())['selects']['blind'] == told
     task.watched = ('novel',)
     with pytest.raises(ValueError, match="rate was chosen on 'novel', which is to be tested"):
-        choices_of(task, dict(rate='novel'))
+        note_choices(path, 'd', task, dict(rate='novel'))
 
 
 def test_one_view_is_read_by_logits_and_several_by_activations():

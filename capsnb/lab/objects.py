@@ -27,7 +27,7 @@ from .vision import BaselineCNN, PlainCNN, SmallNORBNet, n_params, norb_trunk, r
 # %% auto #0
 __all__ = ['categories', 'factors', 'splits', 'toys', 'smallnorb', 'norb', 'eth80', 'PairDeck', 'PairMixup', 'warp', 'rotation',
            'standardised', 'patches', 'PairCrops', 'Objects', 'Toys', 'SmallNORB', 'NORB', 'pose_picture',
-           'Photographs', 'folds_of']
+           'Photographs']
 
 # %% ../../nbs/lab/53_objects.ipynb #8e194848
 class PairDeck(BaseDeck):
@@ -205,13 +205,6 @@ factors = ('category', 'instance', 'elevation', 'azimuth', 'lighting')
 splits = ('train', 'validation', 'train+validation', 'test')
 
 
-def _check_among(split: str, there: tuple):
-    "`ValueError` for another split than these."
-    if split not in there:
-        known = f"{', '.join(map(repr, there[:-1]))} or {there[-1]!r}"
-        raise ValueError(f"split must be {known}, got {split!r}")
-
-
 def _as_large_as_dstep(n_classes: int, in_channels: int = 2, **options) -> PlainCNN:
     "With about as many parameters as `SmallNORBNet`."
     both = dict(n_classes=n_classes, in_channels=in_channels)
@@ -303,11 +296,11 @@ class Objects(Task):
         return [dict(images=view) for view in who.views(batch['images'], self.crops)]
 
     def check_split(self, split):
-        _check_among(split, splits if self.validate else splits[2:])
+        super().check_split(split, splits if self.validate else splits[2:])
 
     def open(self, split: str) -> dict:  # images uint8 [n, 2, size, size]; each of `factors` [n]
         "The pairs of a split, a name of `splits`; `ValueError` for files of another size."
-        _check_among(split, splits)
+        Task.check_split(self, split, splits)
         found = self.read(split)
         images = found.get('images', found.get('image'))
         if (side := images.shape[-1]) != self.size:
@@ -494,12 +487,3 @@ class Photographs(Objects):
 
 
 eth80 = Photographs()
-
-
-def folds_of(
-    task: Photographs,  # its `fold` is replaced
-    **row,  # of all rows: net, options, recipe
-) -> dict:  # name -> row, for `study`
-    "A row for each fold."
-    each = {k: with_options(task, fold=k) for k in range(task.folds)}
-    return {f'{task.name} fold {k}': dict(task=o, **row) for k, o in each.items()}

@@ -30,8 +30,7 @@ from .train import Deck, MixupCollator, batch_on, check_recipe, fit_decks
 
 # %% auto #0
 __all__ = ['paper_recipe', 'known', 'Net', 'Task', 'with_options', 'task_in', 'task_named', 'train', 'begin_with', 'Opened',
-           'load_run', 'evaluate', 'answers', 'study', 'choices_of', 'note_choices', 'begin_record', 'settle_command',
-           'as_typed']
+           'load_run', 'evaluate', 'answers', 'study', 'note_choices', 'begin_record', 'settle_command', 'as_typed']
 
 # %% ../../nbs/lab/51_tasks.ipynb #59fde161
 paper_recipe = dict(
@@ -98,11 +97,12 @@ class Task:
         "Makes batches of what a deck gives; its `on_device`, if any, on the device that trains."
         return MixupCollator(len(self.names), mixup)
 
-    def check_split(self, split: str):
-        "`ValueError` for a split that no role is for."
-        there = [repr(s) for s in self.roles.values() if s]
-        if split not in self.roles.values():
-            raise ValueError(f"split must be {', '.join(there[:-1])} or {there[-1]}, got {split!r}")
+    def check_split(self, split: str, there: tuple = ()):
+        "`ValueError` for a split that no role is for, or that is not among others."
+        there = there or [s for s in self.roles.values() if s]
+        if split not in there:
+            *some, last = map(repr, there)
+            raise ValueError(f"split must be {', '.join(some)} or {last}, got {split!r}")
 
     def views(self, network: nn.Module, collator, batch: dict) -> list:  # of dicts, its arguments
         "What a network looks at in a test; its scores for all of them are added up."
@@ -386,40 +386,34 @@ def study(
     """Train rows × seeds; what the file holds is kept, what was interrupted goes on.
 
     `ValueError` where something was chosen on the data of the test; the record says on which."""
-    selects = {name: choices_of(row.get('task', task), selects) for name, row in rows.items()}
     if settings is not None:
         begin_record(path, settings, command)
+    for name, row in rows.items():
+        note_choices(path, name, row.get('task', task), selects, command)
     found = {}
     for name, row in rows.items():
         row = {'task': task, **of_all, **row}
         own = _at_work(row.pop('task'), None, True)
         if hasattr(own, 'loaded'):
             own.loaded = {}  # what its runs share
-        note_choices(path, name, selects[name], command)
         work, title = functools.partial(train, own), (titles or {}).get(name)
         found[name] = repeat(work, path, name, seeds, runs, command, title, **row)
     settle_command(path, rows, seeds, command)
     return found
 
 
-def choices_of(
-    task: Task | str,  # of a row
-    selects: dict | None = None,  # what was chosen before -> split it was chosen on
-) -> dict:  # the same, and the split that the epoch is chosen on; None: it is the last
-    "What is chosen on which split; `ValueError` where that is the test's, or no split."
+def note_choices(path: Path, name: str, task: Task, selects=None, command=None):  # of a row
+    """Note before its first run what was chosen on which split: the epoch, and `selects`.
+
+    `ValueError` where that is the test's, or no split, or the record says otherwise; rows of
+    before it was noted stay without."""
     task = _at_work(task, None, True)
-    told = {'epoch': task.roles['select']} | (selects or {})
-    for what, split in told.items():
+    selects = {'epoch': task.roles['select']} | (selects or {})
+    for what, split in selects.items():
         if split is not None and split in (task.roles['test'], *task.watched):
             raise ValueError(f"{task.name}: {what} was chosen on {split!r}, which is to be tested")
         if split not in (None, 'validation', *task.roles.values()):
             raise ValueError(f"{task.name}: {what} was chosen on {split!r}, which is no split")
-    return told
-
-
-def note_choices(path: Path, name: str, selects: dict, command: str | None):  # name of a row
-    """Write what was chosen on what before the first run of a row; `ValueError` where the record
-    says otherwise. Rows of before it was noted stay without."""
     with record_of(path, command) as record:
         if not any(key.rpartition(' seed ')[0] == name for key in record['runs']):
             record.setdefault('selects', {}).setdefault(name, selects)
@@ -449,13 +443,10 @@ def settle_command(path: Path, names: list, seeds: tuple, command: str | None): 
 def as_typed(
     **options,  # name -> a value, or a tuple of them; None: it was not given
 ) -> str:  # ' --name value ...', to append to a command
-    "Options as they are typed; of a path the part below the working directory, else its name."
-    words, here = '', Path.cwd()
+    "Options as they are typed."
+    words = ''
     for name, given in options.items():
         for value in given if isinstance(given, (tuple, list)) else (given,):
-            if isinstance(value, Path):
-                at = value.expanduser().absolute()
-                value = at.relative_to(here).as_posix() if at.is_relative_to(here) else at.name
             if value is not None:
                 words += f" --{name.replace('_', '-')} {shlex.quote(str(value))}"
     return words
