@@ -132,6 +132,13 @@ def test_integer_weights_are_repetitions(seed, cov, w):
     assert_close(picked, mixture._kmeans_pp(rep, 3, even(rep), two)[0])
 
 
+@pytest.mark.parametrize('seed', range(5))
+def test_centres_are_drawn_far_from_each_other(seed):
+    x = torch.cat([points(seed, 50, 2, 1), 1e3 + points(seed, 5, 2, 1)])
+    centres = mixture._kmeans_pp(x, 2, even(x), torch.Generator().manual_seed(seed))[0]
+    assert (centres.mean(-1) > 500).sum() == 1
+
+
 @few
 @given(seeds, kinds, st.sampled_from([1e-2, 1e2]), st.sampled_from([0.0, -50.0, 1e4]))
 def test_what_changes_nothing_and_what_changes_as_foreseen(seed, cov, scale, shift):
