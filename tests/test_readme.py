@@ -136,6 +136,7 @@ def test_usage_runs(capsys):
     shapes = capsys.readouterr().out.splitlines()
     assert shapes == [
         'torch.Size([2, 10]) torch.Size([2, 10, 4, 4]) torch.Size([2, 10, 4, 4])',
+        'torch.Size([2, 4, 32])',
     ]
 
 
