@@ -298,7 +298,8 @@ def task_of(
     elif below := sorted(p.parent.name for p in folder.glob('*/task.json')):
         said = f"several runs, in the folders {', '.join(below)}: name one"
     else:
-        said = f'no finished run (no task.json): train one with {command}'
+        said = 'a run of `fit`' if (folder / 'metrics.json').exists() else 'no finished run'
+        said += f' (no task.json): train one with {command}'
     raise ValueError(f"'{run}' holds {said}")
 
 

@@ -628,7 +628,11 @@ def fit(
     seed: int = 0,  # of the order and the dice
     **more,  # options of `fit_decks`, and `honoured` arguments of TrainingArguments: bf16=True
 ) -> dict:  # as in metrics.json
-    "Train a network as the paper does, keep the best epoch on `valid` (or the last), test once."
+    """Train a network as the paper does, keep the best epoch on `valid` (or the last), test once.
+
+    Of each sample it sees an image and a label. The network takes `images` and `labels`, class
+    numbers or, since mixup blends them, shares [b, n_classes], and returns a dict of `loss` and
+    `logits`. `ValueError` if it does not."""
     how = {k: more.pop(k) for k in list(more) if k in _options}
     recipe = dict(epochs=epochs, batch_size=batch_size, lr=lr, warmup=warmup, momentum=momentum)
     recipe |= dict(shift=shift, mixup=mixup, seed=seed, **more)
