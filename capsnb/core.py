@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['MOST_ITERS', 'palette', 'page_mark', 'from_generator', 'check_n_iters', 'seed_everything', 'pick_device', 'need',
-           'from_bytes', 'run_record', 'plot_style', 'film', 'is_own_page']
+__all__ = ['palette', 'seed_everything', 'pick_device', 'need', 'from_bytes', 'run_record', 'plot_style', 'film']
 
 # %% ../nbs/00_core.ipynb #cf324b7a
 _Tuple = TypeVar('_Tuple')

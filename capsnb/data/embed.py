@@ -20,8 +20,7 @@ from .files import alone, draft, here_or_hub, in_words, read_json, regular
 from .files import sweep, write_json
 
 # %% auto #0
-__all__ = ['pinned', 'tiny_transformer', 'read_config', 'as_texts', 'Embedded', 'FrozenEncoder', 'pick_layers', 'about_tokens',
-           'EmbeddingCache', 'check_space', 'HeldStates']
+__all__ = ['tiny_transformer', 'FrozenEncoder', 'pick_layers']
 
 # %% ../../nbs/data/39_embed.ipynb #00000006
 def tiny_transformer(

@@ -23,9 +23,7 @@ from torch import Tensor
 from ..core import need
 
 # %% auto #0
-__all__ = ['cache_folder', 'find_folder', 'draft', 'sync_folder', 'alone', 'sweep', 'regular', 'checksum', 'fetch', 'write_text',
-           'write_json', 'read_json', 'wrong_byte', 'check_md5', 'read_array', 'need_hub', 'first_line', 'in_words',
-           'here_or_hub', 'load_hub']
+__all__ = ['regular', 'checksum', 'write_text', 'write_json', 'read_json']
 
 # %% ../../nbs/data/32_files.ipynb #00000006
 def cache_folder(name: str) -> Path:  # its folder; it need not exist yet

@@ -14,9 +14,8 @@ from ..core import from_bytes, need
 from .files import check_md5, find_folder, load_hub, read_array, regular, wrong_byte
 
 # %% auto #0
-__all__ = ['idx_names', 'md5s', 'hub_names', 'hub_revisions', 'class_names', 'cifar_names', 'batch_names', 'batch_md5s',
-           'format_idx', 'read_idx', 'read_mnist', 'load_mnist', 'as_floats', 'Pairs', 'place_images',
-           'overlapping_pairs', 'read_cifar10', 'open_cifar10', 'load_cifar10', 'tiny_cifar10']
+__all__ = ['cifar_names', 'batch_names', 'batch_md5s', 'Pairs', 'place_images', 'overlapping_pairs', 'read_cifar10',
+           'open_cifar10', 'load_cifar10', 'tiny_cifar10']
 
 # %% ../../nbs/data/37_mnist.ipynb #6b3e8a1f
 def _parse_header(data: bytes, path) -> tuple:  # type, sizes, where elements begin

@@ -19,10 +19,7 @@ from .files import wrong_byte
 from .toys import with_pictures
 
 # %% auto #0
-__all__ = ['magics', 'instances', 'site', 'norb_files', 'codes', 'splits', 'hub_name', 'hub_revision', 'norb_size',
-           'parse_header', 'read_matrix', 'write_matrix', 'NorbFile', 'degrees', 'tiny_smallnorb', 'read_split',
-           'find_smallnorb', 'valid_mask', 'viewpoint_split', 'open_smallnorb', 'load_smallnorb', 'as_tensors',
-           'norb_name', 'open_norb', 'tiny_norb']
+__all__ = ['codes', 'hub_name', 'hub_revision', 'degrees', 'valid_mask', 'viewpoint_split', 'load_smallnorb', 'as_tensors']
 
 # %% ../../nbs/data/35_norb.ipynb #00000006
 magics = {  # magic number: type of the elements; 0x1E3D4C52, "packed", is described nowhere

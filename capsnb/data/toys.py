@@ -18,8 +18,7 @@ from .world import World, build_toy, categories, check_world, grain_table, groun
 from .world import is_whole, name_of, object_pose, render, view_matrix
 
 # %% auto #0
-__all__ = ['instances', 'factors', 'columns', 'version', 'draw', 'plan', 'cache_of', 'ToysTensors', 'toys_tensors', 'load_toys',
-           'with_pictures']
+__all__ = ['draw', 'ToysTensors', 'toys_tensors', 'load_toys']
 
 # %% ../../nbs/data/34_toys.ipynb #00000006
 instances = dict(train=(4, 6, 7, 8, 9), test=(0, 1, 2, 3, 5))  # smallNORB's splits

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['kinds', 'distance', 'field', 'lightings', 'ground_white', 'categories', 'compose', 'shift', 'turn', 'inverse', 'Part',
-           'Toy', 'flatten', 'view_matrix', 'project', 'intersect', 'cast', 'Lamp', 'World', 'is_whole', 'check_world',
-           'grain_table', 'render', 'name_of', 'build_toy', 'ground_of', 'object_pose']
+__all__ = []
 
 # %% ../../nbs/data/33_world.ipynb #00000009
 def _root(x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from .moments import _FEW, _defined, _precision, _routed, _slopes, _wide
 from .numerics import FastOp, import_error, over_threads
 
 # %% auto #0
-__all__ = ['how']
+__all__ = []
 
 # %% ../../nbs/engine/21_compiled.ipynb #00000004
 _KERNELS = 'capsnb.engine.kernels'  # needs numba

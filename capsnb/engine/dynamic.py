@@ -12,7 +12,7 @@ from .numerics import FastOp, keep_freed_memory, may_look
 from ..routing.dynamic import Agreed, dynamic_routing_ref, squash
 
 # %% auto #0
-__all__ = ['faster', 'dynamic_routing', 'route_capsules']
+__all__ = ['dynamic_routing', 'route_capsules']
 
 # %% ../../nbs/engine/14_dynamic.ipynb #00000005
 def _blocks(v: Tensor) -> Tensor:

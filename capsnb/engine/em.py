@@ -32,7 +32,7 @@ from capsnb.routing.em import (
 )
 
 # %% auto #0
-__all__ = ['free_energy', 'em_routing']
+__all__ = ['em_routing']
 
 # %% ../../nbs/engine/15_em.ipynb #00000007
 def _share_out(L, parents=None, fields=None, n=0) -> Tensor:

@@ -17,7 +17,7 @@ from ..routing.em import TINY, EMRouted, Floor, activation_logit, as_floor
 from ..routing.em import least_weight, sig2_floor
 
 # %% auto #0
-__all__ = ['field_plans', 'engines', 'field_table', 'FieldPlan']
+__all__ = []
 
 # %% ../../nbs/engine/18_fields.ipynb #00000006
 def _pair(v: int | Sequence[int], name: str, least: int) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from .numerics import may_look, over_threads
 
 # %% auto #0
-__all__ = ['Params', 'GaussianMixture']
+__all__ = ['GaussianMixture']
 
 # %% ../../nbs/engine/13_mixture.ipynb #00000008
 class Params(NamedTuple):

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 # %% auto #0
-__all__ = ['error_to', 'assert_as_exact', 'keep_freed_memory', 'over_threads', 'import_error', 'jit', 'may_look', 'check_tensors',
-           'at_least_1', 'check_finite', 'check_capsule_values', 'autocasting', 'without_autocast', 'FastOp']
+__all__ = ['check_tensors', 'at_least_1', 'check_finite', 'check_capsule_values']
 
 # %% ../../nbs/engine/12_numerics.ipynb #00000010
 def error_to(

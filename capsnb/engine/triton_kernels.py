@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 # %% auto #0
-__all__ = ['kernel', 'Kernel', 'interpreting', 'recording']
+__all__ = []
 
 # %% ../../nbs/engine/22_triton.ipynb #b891e25d
 _interpreters: list = []  # open contexts of `interpreting`

@@ -13,8 +13,7 @@ from torch import Tensor
 from ..core import from_bytes, need
 
 # %% auto #0
-__all__ = ['load_digits_split', 'dice', 'shift_images', 'pictures', 'columns_of', 'BaseDeck', 'Deck', 'mixup', 'MixupCollator',
-           'fingerprint']
+__all__ = []
 
 # %% ../../nbs/lab/40_decks.ipynb #00000005
 def load_digits_split():  # datasets.DatasetDict with columns image [1, 8, 8] in [0, 1] and label

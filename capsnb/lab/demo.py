@@ -18,7 +18,7 @@ from .train import check_recipe
 from .vision import DStepNet, n_params, rival_of
 
 # %% auto #0
-__all__ = ['trunk', 'recipe', 'demo_table', 'demo_picture', 'demo']
+__all__ = []
 
 # %% ../../nbs/lab/58_command_line.ipynb #bac907d2
 trunk = dict(channels=(32, 32, 64, 64), strides=(1, 2, 1, 1))  # of both networks

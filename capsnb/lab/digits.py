@@ -19,7 +19,7 @@ from .train import Deck, load_digits_split
 from .vision import BaselineCNN, DStepNet, PlainCNN, RoutingNet, n_params, rival_of
 
 # %% auto #0
-__all__ = ['sides', 'names_of', 'digits', 'mnist', 'fashion_mnist', 'cifar10', 'spread', 'as_seen', 'Digits', 'drawings']
+__all__ = ['sides', 'names_of', 'digits', 'mnist', 'fashion_mnist', 'cifar10', 'spread', 'Digits', 'drawings']
 
 # %% ../../nbs/lab/52_digits.ipynb #07f0916e
 def spread(

@@ -33,8 +33,7 @@ from .vision import RoutingNet, answer
 _tf = need('transformers')
 
 # %% auto #0
-__all__ = ['heads', 'CapsConfig', 'RoutingClassifier', 'classifier_of', 'card_of', 'write_card', 'push_run', 'leave_run',
-           'leave_test', 'leave_words']
+__all__ = ['heads', 'CapsConfig', 'RoutingClassifier', 'classifier_of']
 
 # %% ../../nbs/lab/97_hub.ipynb #f1cbfc95
 heads = dict(  # by their names in a task

@@ -19,7 +19,7 @@ from .vision import ConvTrunk, HubMixin, Scores, answer, as_images, norb_trunk
 from ..engine.dstep import CapsNorm
 
 # %% auto #0
-__all__ = ['presets', 'schedules', 'losses', 'Preset', 'routing_settings', 'MatrixCapsNet', 'MatrixCapsOut']
+__all__ = ['MatrixCapsNet', 'MatrixCapsOut']
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #00000005
 class Preset(NamedTuple):

@@ -30,8 +30,7 @@ from .vision import DStepNet, HubMixin, PlainCNN, RoutingNet, Scores
 from .vision import answer, earned, n_params, rival_of
 
 # %% auto #0
-__all__ = ['pictures', 'table', 'texts', 'open_columns', 'Parts', 'in_parts', 'OwnTask', 'OwnPictures', 'TableNet', 'PlainTable',
-           'OwnTable', 'OwnTexts', 'own_task']
+__all__ = []
 
 # %% ../../nbs/lab/55_own_data.ipynb #00000005
 _role_of = {k: 'validation' for k in ('validation', 'valid', 'val', 'dev')}

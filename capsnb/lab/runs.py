@@ -23,10 +23,7 @@ from ..core import is_own_page, need, pick_device, run_record
 from ..data.files import checksum, read_json, sync_folder, write_json
 
 # %% auto #0
-__all__ = ['run_folder', 'first_process', 'no_links', 'locked', 'check_idle', 'check_room', 'digest', 'with_digest',
-           'write_whole', 'read_whole', 'seal_checkpoint', 'read_seal', 'checkpoints_in', 'last_whole', 'found_in',
-           'clear_run', 'strange_in', 'claim', 'made_with', 'agree', 'same_run', 'save_network', 'write_end',
-           'check_end', 'task_of', 'checked_network', 'record_of', 'repeat', 'summary', 'in_words']
+__all__ = ['task_of', 'checked_network', 'record_of', 'repeat', 'summary', 'in_words']
 
 # %% ../../nbs/lab/41_runs.ipynb #7fe514af
 def run_folder(out: str | Path) -> Path:  # as a user names it; absolute

@@ -27,8 +27,8 @@ from .text import check_note, encoder_note, measure_scale, noted_encoder
 from .train import BaseDeck, dice, fingerprint
 
 # %% auto #0
-__all__ = ['on_disk', 'most_unasked', 'names_of', 'sst5', 'sst2', 'in_papers', 'TextDeck', 'TextMixup', 'Samples', 'Sentiment',
-           'smollm2', 'unlike_paper', 'beside_paper']
+__all__ = ['on_disk', 'most_unasked', 'names_of', 'sst5', 'sst2', 'in_papers', 'TextMixup', 'Samples', 'Sentiment', 'smollm2',
+           'unlike_paper', 'beside_paper']
 
 # %% ../../nbs/lab/54_sentiment.ipynb #dd8c221d
 class TextDeck(BaseDeck):

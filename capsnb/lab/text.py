@@ -19,8 +19,7 @@ from ..zoo.routers import all_routings, routing_layer
 from ..zoo.vectors import VectorRouting, end_to_end
 
 # %% auto #0
-__all__ = ['needed_for_text', 'blend', 'TextNetwork', 'TextStem', 'SSTNet', 'Credit', 'measure_scale', 'coloured', 'Explanation',
-           'explain', 'encoder_note', 'check_note', 'noted_encoder', 'RoutingText', 'PlainText', 'VectorText']
+__all__ = ['needed_for_text', 'SSTNet', 'Credit', 'coloured', 'Explanation', 'explain', 'RoutingText', 'PlainText', 'VectorText']
 
 # %% ../../nbs/lab/46_text.ipynb #0000000a
 def _mask_scores(mask: Tensor) -> Tensor:

@@ -31,8 +31,7 @@ from .runs import checkpoints_in, first_process, read_seal, run_folder
 from .runs import in_words, record_of, repeat, summary  # noqa: F401
 
 # %% auto #0
-__all__ = ['honoured', 'SingleCycle', 'Diverged', 'Moments', 'RunHooks', 'accuracy', 'quiet_transformers', 'check_recipe',
-           'Stopped', 'batch_on', 'rehearse', 'history_of', 'fit_decks', 'fit']
+__all__ = ['accuracy', 'quiet_transformers', 'Stopped', 'batch_on', 'rehearse', 'history_of', 'fit_decks', 'fit']
 
 # %% ../../nbs/lab/48_train.ipynb #0000001a
 _top_momentum = {'paper': 0.999, 'notebook': 0.9, None: None}

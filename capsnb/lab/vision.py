@@ -21,9 +21,8 @@ from ..routing.dstep import Routed
 from ..zoo.routers import all_routings, routing_layer
 
 # %% auto #0
-__all__ = ['as_images', 'ConvTrunk', 'CapsuleHeads', 'Scores', 'answer', 'OnlyScores', 'n_params', 'HubMixin', 'ImageNetwork',
-           'trace_credit', 'earned', 'DStepNet', 'norb_trunk', 'SmallNORBNet', 'read_published', 'published',
-           'RoutingNet', 'PlainCNN', 'rival_of', 'BaselineCNN']
+__all__ = ['Scores', 'answer', 'OnlyScores', 'n_params', 'HubMixin', 'ImageNetwork', 'trace_credit', 'earned', 'DStepNet',
+           'norb_trunk', 'SmallNORBNet', 'RoutingNet', 'PlainCNN', 'rival_of', 'BaselineCNN']
 
 # %% ../../nbs/lab/43_vision.ipynb #00000005
 def as_images(images: Tensor, net: nn.Module, shape: tuple, least: int = 1) -> Tensor:  # the same

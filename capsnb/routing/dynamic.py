@@ -10,7 +10,7 @@ from torch import Tensor
 from ..core import check_n_iters, from_generator
 
 # %% auto #0
-__all__ = ['squash', 'Agreed', 'dynamic_routing_ref']
+__all__ = ['squash']
 
 # %% ../../nbs/book/03_dynamic_routing.ipynb #00000009
 def squash(

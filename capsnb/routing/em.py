@@ -12,8 +12,8 @@ from torch import Tensor
 from ..core import check_n_iters, from_generator
 
 # %% auto #0
-__all__ = ['TINY', 'log_normal', 'least_weight', 'm_step', 'cost', 'activation_logit', 'inverse_temperature', 'e_step',
-           'EMRouted', 'em_routing_ref', 'as_schedule', 'Floor', 'as_floor', 'sig2_floor']
+__all__ = ['TINY', 'log_normal', 'least_weight', 'm_step', 'activation_logit', 'EMRouted', 'em_routing_ref', 'as_schedule',
+           'Floor', 'as_floor', 'sig2_floor']
 
 # %% ../../nbs/book/04_em_routing.ipynb #00000007
 def log_normal(

@@ -16,7 +16,7 @@ from .noise import _covariance, _moments
 from .routers import MomentVotes, Router, SharedVotes, routings
 
 # %% auto #0
-__all__ = ['vb_routing', 'BayesRouting']
+__all__ = ['BayesRouting']
 
 # %% ../../nbs/zoo/29_bayes.ipynb #00000005
 _covs = ('diag', 'full', 'published')

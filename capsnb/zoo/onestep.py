@@ -17,8 +17,8 @@ from ..routing.dynamic import squash
 from .routers import Router, SharedVotes, likeness, routings, _score_of_length, total
 
 # %% auto #0
-__all__ = ['squash_exp', 'agree_once', 'OneStepRouting', 'SelfRouting', 'UniformRouting', 'RandomRouting', 'MeanPooling',
-           'AttentionPooling', 'InvertedAttention', 'Concurrent']
+__all__ = ['OneStepRouting', 'SelfRouting', 'UniformRouting', 'RandomRouting', 'MeanPooling', 'AttentionPooling',
+           'InvertedAttention', 'Concurrent']
 
 # %% ../../nbs/zoo/30_onestep.ipynb #00000005
 def squash_exp(
