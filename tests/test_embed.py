@@ -7,8 +7,6 @@ import random
 import shutil
 import threading
 import zlib
-from collections import namedtuple
-from pathlib import Path
 import pytest
 import torch
 from torch.testing import assert_close
@@ -23,7 +21,6 @@ from capsnb.data.embed import EmbeddingCache, FrozenEncoder, tiny_transformer
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
-ROOT = Path(__file__).resolve().parents[1]
 WORDS = 'a warm , funny and deeply humane film that never finds its feet but laughs twice .'.split()
 
 
@@ -169,32 +166,6 @@ def test_a_tokenizer_without_a_token_to_pad_with(folders, end):
 # ---- refusals
 
 
-@pytest.mark.parametrize(
-    'texts, message',
-    [
-        (['a', ''], 'text 1 is empty'),
-        ([' \t\n'], 'text 0 is empty'),
-        (['a', 3], 'text 1 is of type int'),
-        ('a', 'got one text'),
-    ],
-)
-def test_no_texts_of_that_kind(encoders, tmp_path, texts, message):
-    enc = encoders['gpt2']
-    for f in (enc, enc.encode, lambda t: enc.cache(t, tmp_path / 'c')):
-        with pytest.raises(ValueError, match=message):
-            f(texts)
-    for f in (enc, lambda t: enc.cache(t, tmp_path / 'c')):
-        with pytest.raises(ValueError, match='at least one text'):
-            f([])
-    assert enc.encode([]) == [] and not (tmp_path / 'c').exists()
-
-
-@pytest.mark.parametrize('layers', [[3], 'first', [], [1.5], '1,1'])
-def test_unknown_layers(folders, layers):
-    with pytest.raises(ValueError, match='unknown layers .* from 0 .* to 2'):
-        opened(folders['gpt2'], layers=layers)
-
-
 def test_weights_that_are_missing(folders, tmp_path):
     def without(kind, gone):  # a copy that lacks some weights
         place = shutil.copytree(folders[kind], tmp_path / kind)
@@ -337,30 +308,6 @@ def test_any_flipped_byte_and_any_cut_is_found(encoders, tmp_path, name):
         EmbeddingCache(at)
 
 
-def test_every_odd_entry_of_a_header_is_one_sentence(encoders, tmp_path):
-    "of the first format, which had no checksum"
-    enc = encoders['gpt2']
-    path = old_cache(tmp_path, enc) / 'header.json'
-    base = json.loads(path.read_text())
-    odd = None, True, -1, 3, 10**9, 1.5, float('nan'), 'x', [], [0], ['x'], {}, 'bfloat16'
-    for key, was in base.items():
-        for value in odd:
-            words = isinstance(value, str) and key in ('name', 'transformers', 'dtype', 'encoder')
-            if words or value == was and type(value) is type(was):
-                continue  # words, which nothing protected
-            path.write_text(json.dumps(base | {key: value}))
-            with pytest.raises(ValueError) as e:
-                EmbeddingCache(path.parent, enc).verify()
-            assert len(str(e.value).splitlines()) == 1
-        path.write_text(json.dumps({k: v for k, v in base.items() if k != key}))
-        with pytest.raises(ValueError):
-            EmbeddingCache(path.parent, enc)
-    for text in ('', '[]', '[' * 10**5, '\x00', '{"format": "capsnb embeddings 2"}'):
-        path.write_text(text)
-        with pytest.raises(ValueError, match='damaged'):
-            EmbeddingCache(path.parent)
-
-
 def test_each_kind_of_wrong_cache(folders, encoders, tmp_path):
     enc, at = encoders['gpt2'], tmp_path / 'c'
     cached(enc, at)
@@ -408,11 +355,3 @@ def test_overflow_is_refused_with_its_layer(folders, tmp_path):
     for f in (enc, lambda texts: cached(enc, tmp_path / 'e', texts, dtype='float32')):
         with pytest.raises(ValueError, match="transformer '.*' gives inf or NaN in layer 1"):
             f(TEXTS)
-
-
-def test_no_room(encoders, tmp_path, monkeypatch):
-    usage = namedtuple('usage', 'total used free')
-    monkeypatch.setattr(embed.shutil, 'disk_usage', lambda _: usage(10**6, 10**6 - 500, 500))
-    with pytest.raises(OSError, match='needs 0.00 GB more, the disk has 0.00 GB'):
-        cached(encoders['gpt2'], tmp_path / 'a' / 'b')
-    assert not (tmp_path / 'a' / 'b').exists()

@@ -11,7 +11,7 @@ import pytest
 transformers = pytest.importorskip('transformers')
 pytest.importorskip('tokenizers')
 hub = pytest.importorskip('huggingface_hub')
-from capsnb.data import embed, files
+from capsnb.data import files
 from capsnb.data.embed import FrozenEncoder, pinned, read_config, tiny_transformer
 from capsnb.data.files import checksum
 from capsnb.lab.sentiment import Sentiment
@@ -139,28 +139,6 @@ def test_what_is_missing_is_named_before_anything_is_read(cache, tmp_path, monke
     monkeypatch.setattr(Sentiment, 'read', lambda *a: pytest.fail('the treebank was read'))
     with pytest.raises(OSError, match="cannot load 'gpt2-large'"):
         train('sst5', epochs=1, out=tmp_path / 'run', device='cpu', progress=False)
-
-
-def test_the_fingerprint_comes_before_anything_else(tiny, tmp_path, monkeypatch):
-    note = encoder_note(FrozenEncoder(tiny, device='cpu'))
-    tiny_transformer(tmp_path / 'other', TEXTS, seed=1)
-
-    def never(*_):
-        raise AssertionError('the model was used before it was recognised')
-
-    for f in ('_hidden_states', '_end_token', '_longest'):
-        monkeypatch.setattr(embed, f, never)
-    with pytest.raises(ValueError, match='is another transformer'):
-        noted_encoder(note, tmp_path / 'other', 'cpu')
-
-
-@pytest.mark.slow
-def test_without_a_network_it_is_one_sentence(tmp_path, monkeypatch):
-    monkeypatch.delenv('HF_HUB_OFFLINE', raising=False)
-    code = "try: FrozenEncoder(device='cpu')\nexcept OSError as e: print(e)"
-    said = alone(code, tmp_path, HF_ENDPOINT='http://127.0.0.1:9')
-    where = "'gpt2-large' is not on this machine, and http://127.0.0.1:9 does not answer"
-    assert where in said
 
 
 # ---- what was downloaded

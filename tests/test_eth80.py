@@ -19,7 +19,6 @@ from capsnb.data.eth80 import Photo, as_images, find_eth80, list_eth80
 from capsnb.data.eth80 import n_photos, object_split, open_eth80, parse_name, tiny_eth80, viewpoints
 from capsnb.data.files import cache_folder
 from capsnb.lab.objects import Photographs
-from capsnb.lab.tasks import evaluate, load_run, train
 
 
 pytestmark = pytest.mark.usefixtures('no_machine')
@@ -249,17 +248,3 @@ def test_what_is_tested_chooses_nothing(drawn, cache):
             assert not known & {k % 41 for k in rows['test']}
     with pytest.raises(ValueError, match="'test', got 'familiar'"):
         small(drawn, cache).open('familiar')
-
-
-@pytest.mark.slow
-def test_a_run_is_tested_on_what_it_was_meant_for(drawn, cache, tmp_path):
-    task = small(drawn, cache, folds=2, fold=1, by='polar', background='masked', colour=True)
-    m = train(task, 'baseline', tmp_path / 'run', epochs=1, device='cpu', progress=False)
-    here = dict(device='cpu', folder=drawn, cache=cache)
-    found = evaluate(tmp_path / 'run', **here)
-    assert found['n'] == 40 * 25 and found['accuracy'] == pytest.approx(m['test_accuracy'])
-    assert set(found['by_degrees']['elevation']) == {22, 24, 45, 55, 68, 90}
-    assert evaluate(tmp_path / 'run', 'familiar', **here)['n'] == 40 * 16
-    was = load_run(tmp_path / 'run', **here).task
-    kept = was.folds, was.fold, was.by, was.background, was.colour
-    assert kept == (2, 1, 'polar', 'masked', True)

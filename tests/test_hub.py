@@ -1,4 +1,4 @@
-"""The Hub's doors: networks, runs with their cards, classifiers for pipelines, data sets."""
+"""The Hub's doors: runs with their cards, classifiers for pipelines, data sets."""
 
 import copy
 import json
@@ -20,7 +20,6 @@ from capsnb.cli import make_app
 from capsnb.core import seed_everything
 from capsnb.data.embed import FrozenEncoder, tiny_transformer
 from capsnb.data.sst import load_sst, tiny_treebank
-from capsnb.lab.capsnet import CapsNet
 from capsnb.lab.hub import RoutingClassifier, card_of, classifier_of, push_run
 from capsnb.lab.runs import with_digest
 from capsnb.lab.sentiment import Sentiment
@@ -60,15 +59,7 @@ def names_no_place(files, *folders):
             assert not [p for p in places if p in content.decode()], name
 
 
-# ---- networks and runs
-
-
-def test_a_network_is_pushed_and_read_again(hub):
-    net = CapsNet(3, (1, 8, 8), channels=4, kernels=(3, 3), n_types=2, decoder=None)
-    net.push_to_hub('me/net')
-    assert set(hub.repos['models/me/net']) == {'README.md', 'config.json', 'model.safetensors'}
-    again, x = CapsNet.from_pretrained('me/net'), torch.rand(2, 1, 8, 8)
-    torch.testing.assert_close(again(x).a, net(x).a, rtol=0, atol=0)
+# ---- runs
 
 
 @pytest.fixture(scope='module')

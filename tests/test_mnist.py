@@ -1,4 +1,4 @@
-"""The files of MNIST, Fashion-MNIST and CIFAR-10: damage of every kind, the Hub by proxy, pairs."""
+"""The files of MNIST, Fashion-MNIST and CIFAR-10: damage of every kind, the Hub by proxy."""
 
 import gzip
 import hashlib
@@ -6,10 +6,9 @@ import struct
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from capsnb import load_cifar10
 from capsnb.data import files, mnist
-from capsnb.data.mnist import as_floats, batch_md5s, cifar_names, format_idx, idx_names
-from capsnb.data.mnist import load_mnist, open_cifar10, overlapping_pairs
+from capsnb.data.mnist import as_floats, batch_md5s, format_idx, idx_names
+from capsnb.data.mnist import load_mnist, open_cifar10
 from capsnb.data.mnist import read_cifar10, read_idx, read_mnist, tiny_cifar10
 
 
@@ -124,43 +123,6 @@ def test_mnist_of_the_hub(folder, hub, capsys):
         load_mnist('mnist')
 
 
-@pytest.mark.parametrize('zipped', [False, True])
-def test_names_need_not_say_whether_a_file_is_zipped(folder, zipped):
-    "browsers unpack a file and keep its name, or the other way round"
-    truth, name = read_mnist(folder, official=False), idx_names[0]
-    raw = format_idx(truth['train'][0])
-    (folder / name).unlink()
-    (folder / (name if zipped else f'{name}.gz')).write_bytes(gzip.compress(raw) if zipped else raw)
-    assert read_mnist(folder, official=False)['train'][0].equal(truth['train'][0])
-
-
-@settings(deadline=None, max_examples=30)
-@given(st.integers(2, 12), st.integers(0, 3), st.integers(0, 10**6), st.integers(1, 30))
-def test_pairs(m, shift, seed, n):
-    images, labels = (torch.rand(m, 1, 4, 3) + 0.01).clamp(max=1), torch.arange(m) % 3
-    side = 4 + 2 * shift
-    p = overlapping_pairs(images, labels, seed, shift, side, n)
-    assert p.images.shape == (n, 1, side, side) and p.images.max() <= 1
-    assert (p.labels[:, 0] != p.labels[:, 1]).all()
-    torch.testing.assert_close(p.originals.sum(1).clamp(max=1), p.images)
-    assert (p.originals > 0).sum((2, 3, 4)).eq(12).all()
-    assert p.labels[:, 0].equal(labels[torch.arange(n) % m])
-    assert p.images.equal(overlapping_pairs(images, labels, seed, shift, side, n).images)
-
-
-@pytest.mark.parametrize(
-    'kw, what',
-    [
-        (dict(size=3), 'do not fit'),
-        (dict(labels=torch.zeros(4, dtype=torch.long)), 'two classes'),
-        (dict(images=255 * torch.ones(4, 1, 4, 4)), 'from 255 to 255'),
-    ],
-)
-def test_pairs_refuse(kw, what):
-    with pytest.raises(ValueError, match=what):
-        overlapping_pairs(**{**dict(images=torch.rand(4, 1, 4, 4), labels=torch.arange(4)), **kw})
-
-
 # ---- files that would not end ----
 
 
@@ -230,19 +192,6 @@ def same(a, b):
     for k in a:
         for name in a[k]:
             assert a[k][name].dtype == b[k][name].dtype and a[k][name].equal(b[k][name])
-
-
-def test_all_ways_to_name_a_folder(cifar, monkeypatch):
-    few = dict(n_valid=20, official=False)
-    want = open_cifar10(cifar, **few)
-    assert [v['image'].shape for v in want.values()] == [(n, 3, 32, 32) for n in (40, 20, 12)]
-    monkeypatch.setenv('CAPSNB_DATA', str(cifar.parent))
-    same(open_cifar10(**few), want)
-    data = load_cifar10(**few)
-    for k, part in want.items():
-        assert data[k].features['label'].names == list(cifar_names)
-        assert data[k]['image'][:].equal(part['image']) and data[k]['label'][:].equal(part['label'])
-    assert list(open_cifar10(n_valid=0, official=False)) == ['train', 'test']
 
 
 def test_cifar_of_the_hub(cifar, hub):

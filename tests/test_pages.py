@@ -13,11 +13,10 @@ from typer.testing import CliRunner
 from browser import fits, look, needs_chromium
 from capsnb.cli import make_app
 from capsnb.data.files import read_json, write_text
-from capsnb.lab import digits, hub
+from capsnb.lab import hub
 from capsnb.lab.hub import _eval_page, _run_page, leave_words
 from capsnb.lab.tasks import evaluate
 from capsnb.lab.text import Explanation
-from capsnb.lab.train import load_digits_split
 
 tiny = 'train digits --net cnn --limit 60 --test-limit 50 --epochs 1 --device cpu --out'.split()
 evil = '<script>alert(1)</script>"\'><img src=http://x onerror=a>'
@@ -154,18 +153,6 @@ def test_a_page_that_fails_loses_nothing_and_a_second_process_leaves_none(run, m
     monkeypatch.setenv('RANK', '1')
     capsnb('eval', run, '--device', 'cpu')
     assert not (run / 'report_test.html').exists()
-
-
-@pytest.mark.slow
-def test_a_demo_has_its_page(tmp_path, monkeypatch):
-    few = {k: v.select(range(100)) for k, v in load_digits_split().items()}
-    monkeypatch.setattr(digits, 'load_digits_split', lambda: few)
-    line = ('demo', '--epochs', 1, '--device', 'cpu', '--out', tmp_path)
-    r = capsnb(*line, '--json')
-    assert f"look at {tmp_path / 'report.html'}" in r.stderr
-    found, page = json.loads(r.stdout), read(tmp_path / 'report.html')
-    shares = [f"{found[k]['test_accuracy']:.2%}" for k in ('dstep', 'cnn')]
-    assert page.row('test accuracy') == shares and len(page.images) == 2
 
 
 @pytest.mark.slow

@@ -98,22 +98,6 @@ def test_random_damage_is_refused_or_read_as_it_stands(line, edits):
         assert str(tree) == line and nested(tree) == by_recursion(line)
 
 
-@pytest.mark.parametrize(
-    'line, column, expected',
-    [
-        (' (2 a)', 1, "'('"),
-        ('(2 a)\r', 6, 'nothing after'),
-        ('(2 (2 a))', 9, "' ' and a second"),
-        ('(2 (2 a) (2 b) (2 c))', 15, "')' after two"),
-        ('\ufeff(2 a)', 1, "'('"),
-    ],
-)
-def test_messages(line, column, expected):
-    said = re.escape(f'f line 3, column {column}: expected {expected}')
-    with pytest.raises(ValueError, match=said):
-        parse_tree(line, 'f line 3')
-
-
 def test_phrases_in_phrases_without_end_are_one_sentence():
     with pytest.raises(ValueError, match='line 1, column 300001: expected .*the end of the line'):
         parse_tree('(2 ' * 10**5)

@@ -4,7 +4,6 @@ import math
 from pathlib import Path
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
@@ -12,7 +11,7 @@ pytest.importorskip('transformers')
 pytest.importorskip('tokenizers')
 from capsnb.engine.numerics import error_to
 from capsnb.data.embed import FrozenEncoder, tiny_transformer
-from capsnb.lab.text import SSTNet, _into_rows, blend, coloured, explain, measure_scale
+from capsnb.lab.text import SSTNet, blend, coloured, explain, measure_scale
 
 WORDS = 'a warm , funny and deeply humane film that never finds its feet but laughs twice .'.split()
 golden = torch.load(Path(__file__).parent / 'data' / 'heinsen2019_sst.pt', weights_only=True)
@@ -87,22 +86,6 @@ def test_values_and_gradients_are_the_definitions(lengths, seed, mixed, packed):
         assert (p is None) == (q is None) and (p is None or error_to(p, q) < 1e-8)
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    st.lists(st.integers(1, 30), min_size=2, max_size=12), st.integers(0, 60), st.integers(0, 10**6)
-)
-def test_company_padding_and_what_stands_there_change_nothing(lengths, more, seed):
-    torch.manual_seed(seed)
-    net = SSTNet(3, 8, d_feat=6, n_parts=5)
-    mask, embs = ragged(lengths)
-    one = lambda k, n: net(mask[k : k + 1, :n], embs[k : k + 1, :n]).a
-    alone = torch.cat([one(k, n) for k, n in enumerate(lengths)])
-    order = torch.randperm(len(lengths))
-    wide = F.pad(mask, (0, more))
-    junk = F.pad(embs, (0, 0, 0, 0, 0, more)) + (1 - wide)[..., None, None] * 1e4
-    assert_close(net(wide[order], junk[order]).a, alone[order], **near)
-
-
 @pytest.mark.parametrize('n', [1, 512])
 def test_one_token_and_512(n):
     net, mask, embs = fresh(), torch.ones(1, n), torch.randn(1, n, 3, 8)
@@ -132,34 +115,6 @@ def test_holes_in_a_mask_are_absent_tokens():
     mask[0, 2] = 0
     there = mask[0] > 0
     assert_close(net(mask, embs).a, net(mask[:, there], embs[:, there]).a, **near)
-
-
-@pytest.mark.parametrize(
-    'mask, embs, what',
-    [
-        (torch.ones(2, 3), torch.ones(5, 3, 8), r'hidden states of shape \(6, 3, 8\)'),
-        (torch.ones(2, 3, dtype=torch.long), torch.ones(2, 3, 3, 8), 'floating-point mask'),
-        (torch.tensor([[1.0, 1], [0, 0]]), torch.ones(2, 2, 3, 8), 'sentence 1 is empty'),
-        (torch.tensor([[1.0, math.nan]]), torch.ones(1, 2, 3, 8), 'between 0 and 1'),
-        (torch.ones(0, 3), torch.ones(0, 3, 3, 8), 'at least one text'),
-        (torch.ones(1, 2), torch.full((1, 2, 3, 8), math.nan), 'must be finite'),
-        (torch.ones(1, 2), torch.ones(1, 2, 3, 8).long(), 'floating-point hidden states'),
-    ],
-)
-def test_bad_input_is_named(mask, embs, what):
-    with pytest.raises(ValueError, match=what):
-        SSTNet(3, 8)(mask, embs)
-
-
-def test_packed_tokens_must_fit_the_mask_and_mixup_needs_partners():
-    for mask in ([[1.0, 0, 1], [1, 1, 1]], [[0.0, 1, 1], [1, 1, 1]], [[1.0, 0.5, 0.5], [1, 1, 1]]):
-        n = int((torch.tensor(mask) != 0).sum())
-        with pytest.raises(ValueError, match='ones with zeros on the right'):
-            _into_rows(torch.arange(float(n)), torch.tensor(mask))
-    with pytest.raises(ValueError, match='or neither'):
-        SSTNet(3, 8)(*ragged([4, 2]), lam=torch.tensor(0.5))
-    with pytest.raises(ValueError, match='a longest of'):
-        _into_rows(torch.ones(3, 2), torch.tensor([[1.0, 1, 0], [1, 0, 0]]))
 
 
 def test_scale_is_saved_and_that_of_nothing_or_nan_refused(tmp_path):
