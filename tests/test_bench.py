@@ -83,18 +83,6 @@ def test_the_command_leaves_a_record(tmp_path, napping):
     assert set(record['benches']['naps']['naps']['measured']) == {'definition', 'fast'}
 
 
-@pytest.mark.parametrize(
-    'args, said',
-    [
-        (['routin'], "no bench is called 'routin'; there are 'routing'"),
-        (['--device', 'cuda:77'], 'is not available'),
-    ],
-)
-def test_errors_are_a_sentence(args, said, tmp_path):
-    done = capsnb('bench', *args, '--out', tmp_path / 'x.json')
-    assert done.exit_code == 1 and said in done.stderr and not list(tmp_path.iterdir())
-
-
 def test_a_file_that_is_no_record_is_left_alone(tmp_path, napping):
     (tmp_path / 'x.json').write_text('{"accuracy": 1}')
     with pytest.raises(ValueError, match='no record of a bench'):

@@ -1,4 +1,4 @@
-"""CapsNet and Efficient-CapsNet: sizes, definitions, drawings, an epoch with Trainer, weights."""
+"""CapsNet and Efficient-CapsNet: definitions, drawings, weights."""
 
 from pathlib import Path
 import numpy as np
@@ -21,14 +21,6 @@ def net(scale=100, **kw):
     with torch.no_grad():
         n.W.mul_(scale)
     return n
-
-
-@pytest.mark.parametrize('shape', ((1, 8, 8), (2, 9, 14), (3, 11, 7)))
-def test_any_size(shape):
-    n = net(image_shape=shape)
-    out = n(torch.rand(4, *shape))
-    assert out.a.shape == (4, 3) and out.v.shape == (4, 3, 5) and n.draw(out.v).shape == (4, *shape)
-    assert_close(out.a, out.v.norm(dim=-1))
 
 
 def test_the_class_capsules_are_those_of_the_definition():
@@ -73,16 +65,6 @@ def test_all_parameters_learn(black):
     assert black or all(p.grad.abs().sum() > 0 for p in n.parameters())
 
 
-def test_trainer(tmp_path):
-    from capsnb.lab.train import fit
-
-    data = dict(image=torch.rand(40, 1, 8, 8), label=torch.arange(40) % 3)
-    n, how = net(), dict(epochs=2, lr=(1e-4, 1e-2), mixup=0.2, device='cpu', progress=False)
-    metrics = fit(n, data, data, tmp_path, **how)
-    assert metrics['steps'] == 4 and len(metrics['history']) == 2
-    assert_close(CapsNet.from_pretrained(tmp_path)(data['image'][:2]).v, n(data['image'][:2]).v)
-
-
 x2, pairs = torch.rand(2, 1, 8, 8), torch.tensor([[0, 1], [2, 0]])
 
 
@@ -95,9 +77,6 @@ x2, pairs = torch.rand(2, 1, 8, 8), torch.tensor([[0, 1], [2, 0]])
         (lambda: net()(x2, pairs, torch.rand(2, 2, 1, 1, 1)), r'1, 8, 8\].*\(2, 2, 1, 1, 1\)'),
         (lambda: net(decoder=None).draw(torch.rand(2, 3, 5)), 'has no decoder'),
         (lambda: net().draw(torch.rand(4, 3, 5), torch.tensor([1])), r'class numbers \[4\]'),
-        (lambda: EfficientCapsNet(norm='layer'), "norm must be .*, got 'layer'"),
-        (lambda: EfficientCapsNet(image_shape=(1, 10, 28)), 'images of 10x28 are too small'),
-        (lambda: EfficientCapsNet(kernels=(3, 3)), 'a kernel and a stride for each'),
     ],
 )
 def test_errors(call, what):

@@ -7,10 +7,10 @@ from hypothesis import given, settings, strategies as st
 
 pytest.importorskip('transformers')
 pytest.importorskip('sklearn')
-from capsnb.data.mnist import format_idx, idx_names, tiny_cifar10
+from capsnb.data.mnist import format_idx, idx_names
 from capsnb.lab.digits import Digits, as_seen, sides, spread
 from capsnb.lab.capsnet import CapsNet
-from capsnb.lab.tasks import evaluate, load_run, task_named, train
+from capsnb.lab.tasks import evaluate, load_run, train
 from capsnb.lab.train import check_recipe
 
 splits = ('train', 'validation', 'test')
@@ -97,7 +97,7 @@ def test_a_run_with_every_note(tmp_path):
     assert found == pytest.approx(m['valid_accuracy'])
 
 
-def test_without_validation_all_pictures_are_trained_on(tmp_path, folder):
+def test_without_validation_all_pictures_are_trained_on(folder):
     options = dict(folder=folder, official=False)
     both, task = opened('mnist', **options), Digits('mnist', validate=False, **options)
     whole = task.open('train+validation')
@@ -105,11 +105,6 @@ def test_without_validation_all_pictures_are_trained_on(tmp_path, folder):
         assert v.equal(torch.cat([both[s][k] for s in ('train', 'validation')]))
     few = Digits('mnist', 30, validate=False, **options).open('train+validation')
     assert few['image'].equal(whole['image'][spread(whole['label'], 30)])
-    few, kw = Digits(limit=60, n_test=100, validate=False), dict(device='cpu', progress=False)
-    m = train(few, 'cnn', tmp_path / 'run', epochs=2, **kw)
-    assert m['valid_accuracy'] is None and m['best_epoch'] == m['epochs'] == 2
-    with pytest.raises(ValueError, match="split must be 'train\\+validation' or 'test'"):
-        evaluate(tmp_path / 'run', 'validation')
 
 
 def test_the_test_decides_nothing(tmp_path, monkeypatch):
@@ -147,13 +142,3 @@ def test_a_config_of_another_network_is_refused(change, said, tmp_path, monkeypa
     monkeypatch.setattr(CapsNet, 'from_pretrained', None)
     with pytest.raises(ValueError, match=said):
         load_run(tmp_path, 'cpu')
-
-
-def test_photographs_are_found_by_name_and_tested_from_another_folder(tmp_path):
-    data = tiny_cifar10(tmp_path / 'data', 1010)
-    task = Digits('cifar10', 40, 20, official=False, folder=data)
-    assert [len(task.open(k)['label']) for k in splits] == [40, 14, 20]
-    found = train(task, 'cnn', tmp_path / 'run', epochs=1, device='cpu', progress=False)
-    seen = evaluate(tmp_path / 'run', device='cpu', folder=data.rename(tmp_path / 'moved'))
-    assert seen['n'] == 20 and seen['accuracy'] == found['test_accuracy']
-    assert task_named('cifar10').make('matrix-caps').conv.weight.shape == (256, 3, 5, 5)

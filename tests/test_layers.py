@@ -165,20 +165,6 @@ def test_the_default_floor_is_root_n_minus_1_times_the_spread_of_the_votes(make,
     assert_close(sig2 - s, (rel * s.mean(dims, keepdim=True)).expand_as(s), rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize('plan', ['auto', 'tiles', 'votes'])
-@pytest.mark.parametrize('lead', [(0,), (0, 3), (2, 0)])
-def test_an_empty_batch_gives_empty_capsules_and_gradients(plan, lead):
-    l, top = layer(plan, dtype=torch.float32, padding=1, eps='auto'), ClassCaps(3, 4, 2, 2, 2)
-    a, mu = torch.zeros(*lead, 5, 6, 2, requires_grad=True), torch.zeros(*lead, 5, 6, 2, 2, 3)
-    out = l(a, mu.requires_grad_())
-    assert out.a.shape == (*lead, 5, 6, 3) and out.mu.shape == (*lead, 5, 6, 3, 2, 2)
-    end = top(out.a, out.mu)
-    assert end.a.shape == (*lead, 4)
-    (end.a.sum() + end.mu.sum()).backward()
-    assert a.grad.shape == a.shape and mu.grad.shape == mu.shape
-    assert all(p.grad is not None and not p.grad.any() for p in l.parameters())
-
-
 @pytest.mark.parametrize('eps', [1e-4, '10%'])
 @pytest.mark.parametrize('plan', ['votes', 'tiles', compiled])
 def test_where_absent_parts_lie_does_not_matter(plan, eps):
@@ -262,18 +248,15 @@ def test_kept_for_the_backward_pass_is_a_gaussian_and_its_data_per_parent_and_it
 ok = draw(2, 5, 5, 2, dtype=torch.float32)
 narrow = dict(dtype=torch.float32)
 refused = {
-    'n_inp must be an integer >= 1, got 0': lambda: ConvCaps(0, 3),
     'stride must be an integer >= 1, or two of them': lambda: ConvCaps(2, 3, stride=(1, 2, 3)),
     r"plan must be one of \['auto', 'votes', .*\], got 'fast'": lambda: ConvCaps(2, 3, plan='fast'),
     "act must be 'logistic' or 'pi', got 'relu'": lambda: ConvCaps(2, 3, act='relu'),
-    'beta_units must be two numbers': lambda: ConvCaps(2, 3, beta_units=(True, 1.0)),
     'padding must be smaller than K': lambda: layer(K=3, padding=3)(*ok),
     'has no room for a field of': lambda: layer(K=6)(*ok),
     r'a and mu must have shapes \[\.\.\., m, n, 3\]': lambda: layer(I=3, **narrow)(*ok),
     r'a must lie in \[0, 1\]': lambda: layer(**narrow)(ok[0] + 1, ok[1]),
     'mu must be finite': lambda: layer(**narrow)(ok[0], ok[1] / 0),
     'a must be finite, got NaN or inf': lambda: layer(**narrow)(ok[0] * math.nan, ok[1]),
-    'in_channels must be an integer >= 1, got 0': lambda: PrimaryCaps(0, 2),
     'got torch.uint8': lambda: PrimaryCaps(3, 2)(torch.zeros(2, 3, 5, 5, dtype=torch.uint8)),
     r'x must have shape \[\.\.\., 3, m, n\]': lambda: PrimaryCaps(3, 2)(torch.zeros(2, 4, 5, 5)),
     'centres must be 5 rows and 5 columns, got 5 and 4': lambda: ClassCaps(2, 3, 2, 3, 2)(

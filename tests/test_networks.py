@@ -110,14 +110,3 @@ def test_a_trace_serves_another_batch(net):
         net.decoder = None
     traced, x = torch.jit.trace(net, draw(net, 2), check_trace=False), draw(net, 3)
     assert_close(traced(x)[0], net(x)[0], rtol=1e-3, atol=1e-4)
-
-
-def test_class_numbers_at_once_are_those_of_several_objects():
-    "of as many as there are classes, whole numbers are presences"
-    torch.manual_seed(0)
-    n, x = CapsNet(4, **small).eval(), torch.rand(2, 1, 28, 28)
-    pair = torch.tensor([[3, 0], [1, 2]])
-    there = torch.tensor([[1, 0, 0, 1], [0, 1, 1, 0]])
-    assert_close(n(x, pair)['loss'], n(x, there)['loss'])
-    with pytest.raises(ValueError, match=r'weights of classes must lie in \[0, 1\], got 0 to 3'):
-        n(x, torch.tensor([[0, 1, 2, 3]] * 2))

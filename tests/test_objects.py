@@ -8,7 +8,7 @@ from capsnb import cli
 from capsnb.lab import objects
 from capsnb.data.norb import tiny_smallnorb
 from capsnb.lab import tasks
-from capsnb.lab.objects import PairDeck, PairMixup, SmallNORB, Toys, warp
+from capsnb.lab.objects import PairDeck, PairMixup, SmallNORB, Toys
 from capsnb.lab.runs import task_of
 from capsnb.lab.report import candidates, ground
 from capsnb.lab.tasks import evaluate, load_run, train
@@ -177,14 +177,3 @@ def test_odd_notes_are_one_sentence(run, cache, tmp_path, monkeypatch):
                     assert len(str(e).splitlines()) >= 1
         (tmp_path / name).write_text(whole)
     assert said > 60 and evaluate(tmp_path, device='cpu')['n'] == 6
-
-
-def test_warp_against_scipy():
-    ndimage = pytest.importorskip('scipy.ndimage')
-    x, matrix = torch.rand(1, 1, 11, 11), torch.tensor([[[1.1, 0.3], [-0.2, 0.9]]])
-    back, middle, shift = torch.linalg.inv(matrix[0]), torch.tensor([5.0, 5.0]), [0.7, -1.3]
-    offset = middle - back @ (middle + torch.tensor(shift))
-    kw = dict(order=1, mode='grid-constant', cval=0.0)
-    want = ndimage.affine_transform(x[0, 0].double().numpy(), back.double().numpy(), offset, **kw)
-    found = warp(x, matrix, torch.tensor([shift]))
-    assert_close(found[0, 0].double(), torch.from_numpy(want), atol=1e-5, rtol=0)

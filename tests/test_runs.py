@@ -103,12 +103,9 @@ def done(whole, tmp_path):
 @pytest.mark.parametrize(
     'wrong',
     [
-        dict(weight_decay=10.0),
         dict(bathc_size=3),
-        dict(epochs=0),
         dict(batch_size=1.5),
         dict(lr=1e-3),
-        dict(lr=(1e-3, 1e-5)),
         dict(lr=(0.0, math.nan)),
         dict(warmup=-0.1),
         dict(momentum=[]),

@@ -13,12 +13,10 @@ pytest.importorskip('typer')
 pytest.importorskip('sklearn')
 from typer.testing import CliRunner
 from capsnb.cli import make_app
-from capsnb.core import seed_everything
 from capsnb.lab import tasks
 from capsnb.lab.digits import Digits
 from capsnb.lab.runs import write_end
 from capsnb.lab.tasks import Net, Task, evaluate, known, load_run, study, task_named, train
-from capsnb.lab.train import fit
 from capsnb.lab.vision import PlainCNN
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -103,21 +101,6 @@ def test_options_are_noted_and_come_back(tmp_path):
             load_run(tmp_path / 'run', 'cpu', Few())
     with pytest.raises(ValueError, match='names no task'):
         load_run(tmp_path / 'run', 'cpu')
-
-
-def test_train_is_fit_with_less_to_say(tmp_path):
-    "The same weights, bit for bit, as by hand."
-    parts = [plain.open(s) for s in ('train', 'validation')]
-    seed_everything(4)
-    recipe = dict(plain.recipe('cnn'), seed=4)
-    by_hand = fit(
-        PlainCNN(**Plain.small), *parts, tmp_path / 'a', plain.open('test'), **quiet, **recipe
-    )
-    m = train(plain, 'cnn', tmp_path / 'b', 4, **quiet)
-    same = ('test_accuracy', 'valid_accuracy', 'history', 'train_data', 'architecture')
-    assert {k: m[k] for k in same} == {k: by_hand[k] for k in same}
-    a, b = ((tmp_path / k / 'model.safetensors').read_bytes() for k in 'ab')
-    assert a == b
 
 
 def test_every_name_is_a_task():

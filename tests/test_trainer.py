@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 from torch.utils import _pytree
-from capsnb import CapsNet, Routing, SmallNORBNet, SSTNet
+from capsnb import CapsNet, SmallNORBNet, SSTNet
 from capsnb.lab.capsnet import CapsOut
 from capsnb.routing.dstep import Routed, RoutedR
 from capsnb.routing.dynamic import Agreed
@@ -96,16 +96,3 @@ def test_a_named_tuple_it_is(kind):
     assert type(two) is kind and two[0].shape == (2, 2)
     with pytest.raises(TypeError):
         kind(*fields, None)
-
-
-def test_a_single_tensor_is_a_field_and_not_the_fields():
-    x = torch.arange(3.0)
-    assert Scores(x).a is x and Scores(a=x).a is x
-
-
-@pytest.mark.graphs
-def test_routed_under_compile():
-    layer, x = Routing(2, 3, 2, n_out=4), (torch.randn(2, 5), torch.randn(2, 5, 2, 3))
-    out = torch.compile(layer, backend='eager')(*x)
-    assert type(out) is Routed
-    torch.testing.assert_close(out.mu, layer(*x).mu)

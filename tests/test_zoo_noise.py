@@ -7,10 +7,9 @@ import scipy.special
 import scipy.stats
 import torch
 from capsnb.routing.dstep import routing_ref
-from capsnb.routing.em import Floor, em_routing_ref
-from capsnb.routing.scene import cast_votes, make_scene
-from capsnb.zoo.noise import Full, Gaussian, KMeans, Laplace, _Model, NoiseRouting, Student
-from capsnb.zoo.noise import VonMisesFisher, _dstep_loop, _em_loop, _vmf_norm
+from capsnb.routing.em import Floor
+from capsnb.zoo.noise import Full, Gaussian, KMeans, Laplace, _Model, Student
+from capsnb.zoo.noise import VonMisesFisher, _dstep_loop, _vmf_norm
 from capsnb.zoo.routers import all_routings, routing_layer
 
 close = torch.testing.assert_close
@@ -45,22 +44,6 @@ def test_gaussians_by_the_dstep_are_the_books(p_model, eps):
     book = lambda a, V, *betas: routing_ref(a, none, W, V, *betas, 4, p_model, eps)
     for x, y in zip(ours, with_grads(book, a, V, use, ign)):
         close(x, y, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize('eps', ['auto', 1e-3])
-def test_gaussians_by_em_are_the_books(eps):
-    a, V = votes(2)
-    a[0, 2], lam = -math.inf, [0.1, 0.2, 0.3, 0.4]
-    beta_a, beta_u = torch.rand(2, 3, dtype=torch.float64)
-
-    def ours(a, V, *betas):
-        out = _em_loop(a, V, Gaussian(), *betas, lam, 4, eps)
-        return out.a.sigmoid(), *out[1:]
-
-    book = lambda a, V, *betas: em_routing_ref(a.sigmoid(), V, *betas, lam, 4, eps=eps)[:4]
-    pairs = [with_grads(f, a, V, beta_a, beta_u) for f in (ours, book)]
-    for x, y in zip(*pairs):
-        close(x, y, rtol=1e-8, atol=1e-10)  # weights of 1e-12 are the difference
 
 
 def test_log_densities_are_scipys():
@@ -128,12 +111,8 @@ def test_no_fit_is_worse_and_the_last_is_flat(noise, kind):
         assert g.abs().max() < 1e-8
 
 
-def test_limits():
-    a, V = votes(2)
-    use, ign = torch.rand(2, 7, 3, dtype=torch.float64)
-    gaussian = _dstep_loop(a, V, Gaussian(), use, ign)
-    for x, y in zip(_dstep_loop(a, V, Student(1e9), use, ign), gaussian):
-        close(x, y, rtol=1e-6, atol=1e-8)
+def test_full_and_spherical_costs_end_in_the_gaussians():
+    _, V = votes(2)
     straight = torch.cat(
         [V * s.view(2, 2) for s in torch.cartesian_prod(*[torch.tensor([-1, 1])] * 4)], 1
     )
@@ -143,13 +122,6 @@ def test_limits():
     close(Full().nats(full), Gaussian().nats(plain))
     narrow = _Model(torch.ones(1, 2, 2).double() / 2, torch.tensor([1e5]).double(), None)
     close(VonMisesFisher().nats(narrow), -1.5 * narrow.scale.log(), rtol=1e-4, atol=0)
-    x = V * 1e-3 + 0.5
-    p = VonMisesFisher().log_p(
-        x, _Model(torch.ones(3, 2, 2).double() / 2, 1e5 * torch.ones(3), None)
-    )
-    tangent = x - x.mean((-2, -1), keepdim=True)
-    hand = -0.5e5 * tangent.square().sum((-2, -1)) + 1.5 * math.log(1e5 / (2 * math.pi))
-    close(p, hand, rtol=0.02, atol=0.02)
 
 
 def layer(name, loop, i=4, j=2, **settings):
@@ -177,20 +149,6 @@ def test_one_input_one_output(name, loop):
     out = made(a, mu, return_R=True)
     assert (out.R == 1).all() and all(o.isfinite().all() for o in out)
     close(made(a[0], mu[0]).mu, out.mu[0])
-
-
-def test_tails_keep_their_means_among_clutter():
-    "in both loops; the Gaussian and a full covariance do not"
-    scene = make_scene(clutter=20)
-    V, a = cast_votes(scene)[:, :, None], torch.full((80,), 4.0)
-    for loop in ('dstep', 'em'):
-        far = {}
-        for noise in (Gaussian(), Full(), Student(1.0), Laplace()):
-            made = NoiseRouting(1, 2, 2, n_out=3, noise=noise, loop=loop, n_iters=8, eps='10%')
-            mu = made.route(a, V).mu[:, 0]
-            far[type(noise)] = (mu - scene.centre).norm(dim=-1).max().item()
-        assert far[Student] < 0.05 and far[Laplace] < 0.5 * far[Gaussian]
-        assert min(far[Gaussian], far[Full]) > 0.4
 
 
 @pytest.mark.parametrize('own', [dict(name='full', eps='paper'), dict(name='bayes', cov='full')])

@@ -93,9 +93,6 @@ def test_random_links_are_fixed_even_and_their_own():
     assert hard.argmax(-1).equal(soft.argmax(-1))
     moved = routings['random'](2, 3, 4, seed=1, **kw)(a, mu, return_R=True).R
     assert not hard.equal(moved)
-    for seed in (-1, 2**31, 0.5, True):
-        with pytest.raises(ValueError, match='seed must be an integer from 0'):
-            routings['random'](2, 3, 4, seed=seed, **kw)
 
 
 def test_pooling_is_attention_of_torch():

@@ -1,4 +1,4 @@
-"Vector routing: the author's numbers, memory, masks, credit that adds up, scored capsules."
+"Vector routing: the author's numbers, memory, masks, composed credit."
 
 import json
 from pathlib import Path
@@ -64,33 +64,14 @@ def test_the_definition_is_the_authors():
 
 
 def test_composed_credit_is_the_authors():
+    "and the scale of one does not depend on the others"
     case = author['composed']
-    assert_close(end_to_end([tensor(phi) for phi in case['phis']]), tensor(case['out']))
+    phis = [tensor(phi) for phi in case['phis']]
+    assert_close(end_to_end(phis), tensor(case['out']))
+    batch = end_to_end([torch.stack([phi, 3 * phi]) for phi in phis], eps=0)
+    assert_close(batch[0], batch[1])
     with pytest.raises(ValueError, match='without a routing'):
         end_to_end([])
-
-
-def test_two_routings_add_up():
-    "An output of the second is a sum over the inputs of the first, by both credits."
-    torch.manual_seed(0)
-    one = VectorRouting(6, 4, 3, 5, normalize=False).double()
-    two = VectorRouting(4, 2, 5, 3, normalize=False).double()
-    with torch.no_grad():
-        one.B_F2.normal_(), two.B_F2.normal_()
-        x = torch.randn(6, 3, dtype=f64)
-        first = one(x, return_credit=True)
-        second = two(first.x, return_credit=True)
-    want = second.phi.sum(0)[:, None] * two.B_F2
-    for i in range(6):
-        for j in range(4):
-            vote = (x[i] / 6**0.5 * one.W_F1[j]) @ one.W_F2 + one.B_F2[j]
-            through = ((vote / 4**0.5) * two.W_F1) @ two.W_F2
-            want = want + (first.phi[i, j] * second.phi[j])[:, None] * through
-    assert_close(second.x, want)
-    phi, product = end_to_end([first.phi, second.phi], eps=0), first.phi @ second.phi
-    assert_close(phi, product / product.std())
-    batch = end_to_end([torch.stack([p, 3 * p]) for p in (first.phi, second.phi)], eps=0)
-    assert_close(batch[0], batch[1])  # the scale of one does not depend on the others
 
 
 def kept(fn, own=()):
@@ -103,45 +84,23 @@ def kept(fn, own=()):
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        out = fn()
+        fn()
     mine = {p.untyped_storage().data_ptr() for p in own}
-    return sum(n for at, (_, n) in sizes.items() if at not in mine), out
-
-
-def define(r, x):
-    "The efficient routing by its definition, with votes."
-    x_bar = x / x.shape[-2] ** 0.5
-    return definable_routing(
-        x,
-        A=lambda x: (x_bar * r.W_A).sum(-1) + r.B_A,
-        F=lambda x: (x_bar[..., None, :] * r.W_F1) @ r.W_F2 + r.B_F2,
-        G=lambda o: (F.layer_norm(o, o.shape[-1:]) @ r.W_G1) * r.W_G2 + r.B_G2,
-        S=lambda x, p: F.logsigmoid(x @ p.mT * r.W_S + r.B_S),
-        beta_use=r.to_use(x),
-        beta_ign=r.to_ign(x),
-        n_iters=r.n_iters,
-    ).x
+    return sum(n for at, (_, n) in sizes.items() if at not in mine)
 
 
 def test_memory_is_linear():
     d, h, n_iters = 8, 64, 3
 
-    def both(i, j):
+    def grows(i, j):
         r = VectorRouting(None, j, d, h, n_iters=n_iters, normalize=False)
         x = torch.randn(i, d, requires_grad=True)
-        own = [*r.parameters()]
-        ours, out = kept(lambda: r(x), own)
-        theirs, want = kept(lambda: define(r, x), own)
-        assert_close(out, want, rtol=1e-3, atol=1e-4)
-        return ours, theirs
+        return kept(lambda: r(x), [*r.parameters()])
 
     for i, j in ((400, 10), (800, 10), (400, 20)):
-        ours, theirs = both(i, j)
         most = 2 * i * d + n_iters * (6 * i * j + 4 * j * (d + h))
-        assert ours <= most + 100
-        assert theirs >= i * j * h > most / 2
-    (a, b), (c, _) = both(1000, 10), both(2000, 10)
-    assert c <= 2 * a and b > 4 * a
+        assert grows(i, j) <= most + 100 < i * j * h  # fewer than all votes
+    assert grows(2000, 10) <= 2 * grows(1000, 10)
 
 
 def test_a_hidden_input_has_no_credit():
