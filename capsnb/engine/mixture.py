@@ -385,7 +385,10 @@ class GaussianMixture:
         _must(x.shape[-1] == D, f"x must have {D} columns like the data of fit, got {x.shape[-1]}")
         origin = (p.pi[..., None] * p.mu).sum(-2, keepdim=True)  # the mixture's mean
         theta, full = _natural(p._replace(mu=p.mu - origin)), _is_full(p)
-        lead = torch.broadcast_shapes(x.shape[:-2], theta.shape[:-2])
+        mine, own = tuple(x.shape[:-2]), tuple(theta.shape[:-2])
+        fit = all(1 in pair or len({*pair}) == 1 for pair in zip(mine[::-1], own[::-1]))
+        _must(fit, f"leading dimensions of x must fit those of fit, {own}, got {mine}")
+        lead = torch.broadcast_shapes(mine, own)
         log_p = x.new_empty(*lead, x.shape[-2])
         R = x.new_empty(*log_p.shape, theta.shape[-1]) if wants_R else None
 

@@ -630,10 +630,12 @@ _results = dict(  # of a run: what it is called -> how it is shown
 
 def _settings(note: dict, *more) -> list:
     "What was chosen, how to repeat it, and with what it was made."
-    kept = {k: v for k, v in note.items() if k not in (*_tools, *_unsaid, *more)}
+    hidden = *_tools, *_unsaid, *more
+    kept = {k: v for k, v in note.items() if k not in hidden and v is not None}
     command = re.sub(r' --(resume|overwrite)(?= |$)', '', str(note.get('command') or ''))
     made = {k: note.get(k) for k in _tools}
-    return [('Settings', [kept]), ('To repeat it', [command]), ('Made with', [made])]
+    told = {'Settings': kept, 'To repeat it': command, 'Made with': made}
+    return [(title, [part]) for title, part in told.items() if part]
 
 
 def _curves(runs: dict) -> list:
