@@ -58,8 +58,9 @@ pinned = dict.fromkeys(
 
 def _source_of(name_or_folder: str | Path, gguf_file: str | None = None, revision=None) -> tuple:
     "Name, and what goes to every `from_pretrained`; `ValueError` for a folder that holds none."
-    place, wanted = Path(name_or_folder).expanduser(), gguf_file or 'config.json'
-    name, kw = str(name_or_folder), dict(trust_remote_code=False, local_files_only=place.is_dir())
+    name, wanted = str(name_or_folder), gguf_file or 'config.json'
+    place = Path(name).expanduser()
+    kw = dict(trust_remote_code=False, local_files_only=place.is_dir())
     kw |= dict(gguf_file=gguf_file) if gguf_file else {}
     if place.is_dir():
         if not (place / wanted).is_file():
