@@ -407,6 +407,7 @@ class EMRouting(Router):
     def route(self, a, V):
         if isinstance(V, SharedVotes):
             return self.from_moments(a, V)
+        absent = a.isneginf()[..., None]
         a, betas, how = a.sigmoid(), (self.beta_a, self.beta_u), dict(eps=self.eps)
         gain = _log_volume(self.W, self.d_cov) if self.misfit == 'part' else None
         out = em_routing(a, V, *betas, self.lams(), self.n_iters, gain=gain, **how)
@@ -414,7 +415,8 @@ class EMRouting(Router):
         if gain is not None:
             worth = worth + (data * gain).sum(-2)
         priced = data.sum(-2), out.sig2, worth, self.beta_u, self.lams()[-1]
-        return RoutedR(activation_logit(*priced), *out[1:4])
+        R = out.R.masked_fill(absent, 0)
+        return RoutedR(activation_logit(*priced), *out[1:3], R)
 
 
 routings['em'] = EMRouting
