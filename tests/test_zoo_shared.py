@@ -216,7 +216,7 @@ def test_heinsens_loop_takes_votes_as_the_layer_takes_capsules(kw):
 def test_em_without_votes_and_with_other_settings(how):
     layer, a, mu = layer_of('em', **dict(n_iters=2) | how)
     for _ in range(2):
-        found, want = layer(a, mu, return_R=True), routed(layer, a, layer.cast(mu))
+        found, want = layer(a, mu, return_R=True), layer.route(a, layer.cast(mu))
         assert_close(tuple(found), tuple(want), rtol=1e-9, atol=1e-10)
         a[0] = -torch.inf  # nobody is there
     narrow = layer.float()(a.float(), mu.float(), return_R=True)
