@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['palette', 'seed_everything', 'pick_device', 'need', 'from_bytes', 'run_record', 'plot_style', 'film']
+__all__ = ['palette', 'seed_everything', 'plot_style', 'film']
 
 # %% ../nbs/00_core.ipynb #cf324b7a
 _Tuple = TypeVar('_Tuple')

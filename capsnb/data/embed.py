@@ -20,7 +20,7 @@ from .files import alone, draft, here_or_hub, in_words, read_json, regular
 from .files import sweep, write_json
 
 # %% auto #0
-__all__ = ['tiny_transformer', 'FrozenEncoder', 'pick_layers']
+__all__ = ['tiny_transformer', 'FrozenEncoder']
 
 # %% ../../nbs/data/39_embed.ipynb #00000006
 def tiny_transformer(
@@ -335,7 +335,7 @@ class FrozenEncoder:
             "dtype='bfloat16' or 'float32' to keep them, leave that layer out, or read on the fly"
         )
 
-
+# %% ../../nbs/data/39_embed.ipynb #d1dee0e6
 def pick_layers(layers, n: int) -> list:  # numbers from 0 to n - 1
     "Which hidden states, as 'all', '0,-1', -1 or [0, -1]; `ValueError` for what is not there."
     picked = [layers] if isinstance(layers, int) else layers

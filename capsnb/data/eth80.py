@@ -18,8 +18,7 @@ from ..core import need
 from .files import cache_folder, regular
 
 # %% auto #0
-__all__ = ['categories', 'viewpoints', 'n_objects', 'n_photos', 'Photo', 'parse_name', 'object_split', 'familiar_views',
-           'load_eth80']
+__all__ = ['load_eth80']
 
 # %% ../../nbs/data/36_eth80.ipynb #00000006
 categories = ('apple', 'car', 'cow', 'cup', 'dog', 'horse', 'pear', 'tomato')  # folders 1 to 8

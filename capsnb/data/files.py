@@ -23,7 +23,7 @@ from torch import Tensor
 from ..core import need
 
 # %% auto #0
-__all__ = ['regular', 'checksum', 'write_text', 'write_json', 'read_json']
+__all__ = []
 
 # %% ../../nbs/data/32_files.ipynb #00000006
 def cache_folder(name: str) -> Path:  # its folder; it need not exist yet

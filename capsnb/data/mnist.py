@@ -14,8 +14,7 @@ from ..core import from_bytes, need
 from .files import check_md5, find_folder, load_hub, read_array, regular, wrong_byte
 
 # %% auto #0
-__all__ = ['cifar_names', 'batch_names', 'batch_md5s', 'Pairs', 'place_images', 'overlapping_pairs', 'read_cifar10',
-           'open_cifar10', 'load_cifar10', 'tiny_cifar10']
+__all__ = ['load_cifar10']
 
 # %% ../../nbs/data/37_mnist.ipynb #6b3e8a1f
 def _parse_header(data: bytes, path) -> tuple:  # type, sizes, where elements begin
@@ -209,7 +208,7 @@ def overlapping_pairs(
     both = torch.stack(both, 1)
     return Pairs(both.sum(1).clamp(max=1), torch.stack([labels[first], labels[second]], 1), both)
 
-# %% ../../nbs/data/37_mnist.ipynb #0000c1f1
+# %% ../../nbs/data/37_mnist.ipynb #2d27aa5f
 cifar_names = tuple('airplane automobile bird cat deer dog frog horse ship truck'.split())
 batch_names = (*(f'data_batch_{k}' for k in range(1, 6)), 'test_batch')
 _batch_md5s = (
@@ -258,7 +257,7 @@ def open_cifar10(
     parts = _held_back(parts | dict(train=(x[order], y[order])), n_valid)
     return {k: dict(image=x, label=y.long()) for k, (x, y) in parts.items()}
 
-
+# %% ../../nbs/data/37_mnist.ipynb #0000c1f1
 def load_cifar10(
     folder: str | Path | None = None,  # as for `open_cifar10`
     n_valid: int = 5000,  # as for `open_cifar10`
@@ -272,7 +271,7 @@ def load_cifar10(
     parts = open_cifar10(folder, n_valid, official)
     return _as_datasets({k: tuple(o.values()) for k, o in parts.items()}, cifar_names)
 
-
+# %% ../../nbs/data/37_mnist.ipynb #0d2a3ae8
 def tiny_cifar10(folder: str | Path, n: int = 20) -> Path:  # the folder; n: images of a batch
     "Draw a data set of our own in CIFAR-10's binary format."
     folder, g = Path(folder), torch.Generator().manual_seed(n)

@@ -19,7 +19,7 @@ from .files import wrong_byte
 from .toys import with_pictures
 
 # %% auto #0
-__all__ = ['codes', 'hub_name', 'hub_revision', 'degrees', 'valid_mask', 'viewpoint_split', 'load_smallnorb', 'as_tensors']
+__all__ = ['hub_name', 'hub_revision', 'load_smallnorb']
 
 # %% ../../nbs/data/35_norb.ipynb #00000006
 magics = {  # magic number: type of the elements; 0x1E3D4C52, "packed", is described nowhere
@@ -323,7 +323,7 @@ def load_smallnorb(
     columns = {name: data[name].int().numpy() for name in codes}
     return with_pictures(data['image'], datasets.Dataset.from_dict(columns, features=kinds))
 
-
+# %% ../../nbs/data/35_norb.ipynb #6f41a2db
 def as_tensors(dataset) -> dict[str, Tensor]:  # image uint8 [n, 2, h, w], five codes int64 [n]
     "A split in memory; `ValueError` for an image that is not grey with 8 bits."
     np, out = need('numpy'), []

@@ -14,7 +14,7 @@ from ..core import need
 from .files import cache_folder, draft, fetch, find_folder, regular
 
 # %% auto #0
-__all__ = ['files', 'archive', 'tiny_treebank', 'find_sst', 'load_sst']
+__all__ = ['tiny_treebank', 'load_sst']
 
 # %% ../../nbs/data/38_sst.ipynb #00000008
 label_names = ('very negative', 'negative', 'neutral', 'positive', 'very positive')  # 0 to 4

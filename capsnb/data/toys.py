@@ -18,7 +18,7 @@ from .world import World, build_toy, categories, check_world, grain_table, groun
 from .world import is_whole, name_of, object_pose, render, view_matrix
 
 # %% auto #0
-__all__ = ['draw', 'ToysTensors', 'toys_tensors', 'load_toys']
+__all__ = ['toys_tensors', 'load_toys']
 
 # %% ../../nbs/data/34_toys.ipynb #00000006
 instances = dict(train=(4, 6, 7, 8, 9), test=(0, 1, 2, 3, 5))  # smallNORB's splits
@@ -171,7 +171,7 @@ def _pictures(folder: Path, rows: Tensor, size, seed, world, workers, progress) 
         at += len(toy)
     return out
 
-# %% ../../nbs/data/34_toys.ipynb #00000071
+# %% ../../nbs/data/34_toys.ipynb #8043db02
 class ToysTensors(NamedTuple):
     "A split, ready for training."
 
@@ -184,7 +184,7 @@ class ToysTensors(NamedTuple):
     view: Tensor  # [n, 4, 4], float32: world → camera in the middle between the eyes
     object_pose: Tensor  # [n, 4, 4], float32: toy → world
 
-
+# %% ../../nbs/data/34_toys.ipynb #00000071
 def toys_tensors(
     split: str,  # 'train' or 'test'
     size: int = 96,  # pixels per side, 16 to 256

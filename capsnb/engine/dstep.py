@@ -22,7 +22,7 @@ from ..routing.dstep import Routed, RoutedR, route_votes, routing_ref
 from ..routing.em import Floor, as_floor
 
 # %% auto #0
-__all__ = ['Sizes', 'choose_plan', 'Routing']
+__all__ = ['Routing']
 
 # %% ../../nbs/engine/16_dstep.ipynb #00000007
 def _brk_bias(B: Tensor, B_brk: Tensor, n_out: int) -> Tensor:

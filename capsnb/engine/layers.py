@@ -37,7 +37,7 @@ from capsnb.engine.numerics import (
 )
 
 # %% auto #0
-__all__ = ['PrimaryCaps', 'ConvCaps', 'add_coordinates', 'ClassCaps']
+__all__ = ['PrimaryCaps', 'ConvCaps', 'ClassCaps']
 
 # %% ../../nbs/engine/19_layers.ipynb #7b9a90bc
 @from_generator

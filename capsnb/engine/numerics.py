@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 # %% auto #0
-__all__ = ['check_tensors', 'at_least_1', 'check_finite', 'check_capsule_values']
+__all__ = []
 
 # %% ../../nbs/engine/12_numerics.ipynb #00000010
 def error_to(

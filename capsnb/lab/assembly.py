@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ..engine.numerics import at_least_1
 
 # %% auto #0
-__all__ = ['similarity', 'homogeneous', 'some_poses', 'Scenes', 'Arrangements', 'vote_density', 'Assembled', 'AssemblyNet']
+__all__ = ['similarity', 'homogeneous', 'Arrangements', 'vote_density', 'AssemblyNet']
 
 # %% ../../nbs/lab/69_assembly.ipynb #c9ad3c49
 def similarity(
@@ -33,7 +33,7 @@ def homogeneous(
     last = poses.new_tensor([0.0, 0.0, 1.0]).expand(*poses.shape[:-2], 1, 3)
     return torch.cat([poses, last], -2)
 
-
+# %% ../../nbs/lab/69_assembly.ipynb #d699160e
 def some_poses(
     shape: tuple,  # of what is drawn
     g: torch.Generator,  # draws them
@@ -48,7 +48,7 @@ def some_poses(
     places = [(2 * v - 1) * room for v in (x, y)]
     return similarity(torch.stack([s * phi.cos(), s * phi.sin(), *places], -1))
 
-# %% ../../nbs/lab/69_assembly.ipynb #59cce39c
+# %% ../../nbs/lab/69_assembly.ipynb #099dedc4
 class Scenes(NamedTuple):
     "Scenes of equally many places for parts."
 
@@ -66,7 +66,7 @@ class Scenes(NamedTuple):
             [((self.labels == j) & self.mask).any(1) for j in range(n_wholes)], 1
         ).float()
 
-
+# %% ../../nbs/lab/69_assembly.ipynb #59cce39c
 @dataclass
 class Arrangements:
     "Wholes as arrangements of one part of every type, and the scenes that they make."
@@ -143,7 +143,7 @@ def vote_density(
     ]
     return torch.cat(parts, -1).mT
 
-# %% ../../nbs/lab/69_assembly.ipynb #61faacb2
+# %% ../../nbs/lab/69_assembly.ipynb #d9a66a57
 class Assembled(NamedTuple):
     "What `AssemblyNet` finds in scenes."
 
@@ -152,7 +152,7 @@ class Assembled(NamedTuple):
     a: Tensor  # [b, j] scores (logits): is the whole there?
     R: Tensor  # [b, n, j] shares of the parts
 
-
+# %% ../../nbs/lab/69_assembly.ipynb #61faacb2
 class AssemblyNet(nn.Module):
     """Which part is of which whole? By one map a type and whole, and agreement of votes.
 

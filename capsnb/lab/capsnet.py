@@ -20,7 +20,7 @@ from .vision import HubMixin, as_images
 from ..zoo.onestep import agree_once, squash_exp
 
 # %% auto #0
-__all__ = ['published_norb', 'Decoder', 'CapsOut', 'capsnet_loss', 'DrawingNetwork', 'CapsNet', 'EfficientCapsNet']
+__all__ = ['published_norb', 'CapsNet', 'EfficientCapsNet']
 
 # %% ../../nbs/lab/44_capsnet.ipynb #00000006
 class VectorCaps(nn.Module):

@@ -19,7 +19,7 @@ from .train import Deck, load_digits_split
 from .vision import BaselineCNN, DStepNet, PlainCNN, RoutingNet, n_params, rival_of
 
 # %% auto #0
-__all__ = ['sides', 'names_of', 'digits', 'mnist', 'fashion_mnist', 'cifar10', 'spread', 'Digits', 'drawings']
+__all__ = ['Digits']
 
 # %% ../../nbs/lab/52_digits.ipynb #07f0916e
 def spread(
@@ -171,7 +171,7 @@ class Digits(Task):
         fig.savefig(out / 'drawings.png', dpi=120)
         return out / 'drawings.png'
 
-
+# %% ../../nbs/lab/52_digits.ipynb #7ba88728
 digits, mnist, fashion_mnist, cifar10 = map(Digits, sides)
 
 

@@ -33,9 +33,9 @@ from .vision import RoutingNet, answer
 _tf = need('transformers')
 
 # %% auto #0
-__all__ = ['heads', 'CapsConfig', 'RoutingClassifier', 'classifier_of']
+__all__ = ['RoutingClassifier']
 
-# %% ../../nbs/lab/97_hub.ipynb #f1cbfc95
+# %% ../../nbs/lab/97_hub.ipynb #f3f2c8ec
 heads = dict(  # by their names in a task
     sstnet=SSTNet, routing=RoutingText, plain=PlainText, vectors=VectorText
 )
@@ -58,7 +58,7 @@ class CapsConfig(_tf.PretrainedConfig):
         self.reader, self.encoder_config = reader or {}, encoder_config
         super().__init__(**kw)
 
-
+# %% ../../nbs/lab/97_hub.ipynb #f1cbfc95
 def _new_encoder(config: dict) -> nn.Module:
     with in_words("config.json: its transformer cannot be made"):
         made = _check_config(_tf.AutoConfig.for_model(**config))
@@ -270,7 +270,7 @@ class RoutingClassifier(_tf.PreTrainedModel):
             model.thaw()
         return model
 
-
+# %% ../../nbs/lab/97_hub.ipynb #01b40d65
 _tf.AutoConfig.register(CapsConfig.model_type, CapsConfig, exist_ok=True)
 _tf.AutoModelForSequenceClassification.register(CapsConfig, RoutingClassifier, exist_ok=True)
 

@@ -12,8 +12,7 @@ from torch import nn, Tensor
 from ..core import from_bytes, need, palette, plot_style
 
 # %% auto #0
-__all__ = ['Grid', 'viewpoint_grid', 'Change', 'pose_change', 'plot_change', 'Flat', 'mds_path', 'plot_paths', 'check_novel',
-           'ridge_by_class', 'Poses', 'in_batches', 'poses_of', 'features_of', 'class_pose']
+__all__ = []
 
 # %% ../../nbs/lab/47_inspect.ipynb #00000007
 _factors = 'category', 'instance', 'elevation', 'azimuth', 'lighting'

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..engine.numerics import may_look
 
 # %% auto #0
-__all__ = ['class_shares', 'reduced', 'spread_loss', 'linear_margin', 'authors_margin', 'margin_loss']
+__all__ = ['spread_loss', 'margin_loss']
 
 # %% ../../nbs/lab/42_losses.ipynb #00000005
 def class_shares(

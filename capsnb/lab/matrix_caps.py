@@ -19,7 +19,7 @@ from .vision import ConvTrunk, HubMixin, Scores, answer, as_images, norb_trunk
 from ..engine.dstep import CapsNorm
 
 # %% auto #0
-__all__ = ['MatrixCapsNet', 'MatrixCapsOut']
+__all__ = ['MatrixCapsNet']
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #00000005
 class Preset(NamedTuple):
@@ -324,7 +324,7 @@ class MatrixCapsNet(nn.Module, HubMixin, tags=['capsules', 'routing']):
         authors = self.schedule == 'authors'
         self.margin = authors_margin(step) if authors else linear_margin(step, max(1, n_steps))
 
-
+# %% ../../nbs/lab/45_matrix_caps.ipynb #b5202060
 @from_generator
 class MatrixCapsOut(NamedTuple):
     "Class capsules."

@@ -25,9 +25,7 @@ from .train import BaseDeck, dice, fingerprint, shift_images
 from .vision import BaselineCNN, PlainCNN, SmallNORBNet, n_params, norb_trunk, rival_of
 
 # %% auto #0
-__all__ = ['categories', 'factors', 'splits', 'toys', 'smallnorb', 'norb', 'eth80', 'PairDeck', 'PairMixup', 'warp', 'rotation',
-           'standardised', 'patches', 'PairCrops', 'Objects', 'Toys', 'SmallNORB', 'NORB', 'pose_picture',
-           'Photographs']
+__all__ = ['eth80', 'Toys', 'SmallNORB', 'Photographs']
 
 # %% ../../nbs/lab/53_objects.ipynb #8e194848
 class PairDeck(BaseDeck):
@@ -189,7 +187,7 @@ class PairCrops:
         x, at = standardised(images, self.whole), _along(self.room, crops)
         return [x[:, :, r : r + self.patch, c : c + self.patch] for r in at for c in at]
 
-# %% ../../nbs/lab/53_objects.ipynb #4df1fcf0
+# %% ../../nbs/lab/53_objects.ipynb #c6af5910
 _top_lr = {  # ours, and where a paper has one, the published one
     'dstep': (5e-3, 5e-4),
     'cnn': (2e-3, 5e-4),
@@ -330,7 +328,7 @@ class Objects(Task):
         pose_picture(network, self.turned(), self.names).savefig(out / 'poses.png', dpi=120)
         return out / 'poses.png'
 
-
+# %% ../../nbs/lab/53_objects.ipynb #4df1fcf0
 @dataclass
 class Toys(Objects):
     "Toys that the library draws itself."
@@ -365,7 +363,7 @@ class SmallNORB(Objects):
         args = ('train', self.folder, ()) if '+' in split else (split, self.folder)
         return open_smallnorb(*args, official=self.official)
 
-
+# %% ../../nbs/lab/53_objects.ipynb #9f67d372
 @dataclass
 class NORB(Objects):
     "NORB jittered-cluttered; files are known by names and sizes: no checksums are known to us."

@@ -22,9 +22,7 @@ from .tasks import Task, settle_command, study, with_options
 from .vision import n_params, rival_of
 
 # %% auto #0
-__all__ = ['rates', 'norms_tried', 'variants', 'runs_of', 'percent', 'interval', 'lead_of', 'apart', 'spread', 'table', 'dots',
-           'curves', 'plot_history', 'Ground', 'ground', 'nearest', 'evened', 'plain_options', 'blind', 'candidates',
-           'chosen', 'race', 'step_costs', 'ranked', 'standings']
+__all__ = ['runs_of', 'interval', 'lead_of', 'table', 'race']
 
 # %% ../../nbs/lab/59_report.ipynb #acf1a44b
 def runs_of(
@@ -36,7 +34,7 @@ def runs_of(
         found.setdefault(key.rpartition(' seed ')[0], []).append(run)
     return {k: sorted(v, key=lambda run: run['seed']) for k, v in found.items()}
 
-
+# %% ../../nbs/lab/59_report.ipynb #b81b4e51
 def percent(
     runs: list,  # of metrics
     key: str = 'test_accuracy',  # which share
@@ -45,7 +43,7 @@ def percent(
     "A share of each run in percent."
     return [100 * (1 - run[key] if error else run[key]) for run in runs]
 
-
+# %% ../../nbs/lab/59_report.ipynb #a242d2d4
 def interval(
     values: list,  # one a seed
 ) -> tuple:  # low and high; the value itself, twice, for a single one
@@ -69,7 +67,7 @@ def lead_of(
         ends = map(float, test.confidence_interval())
     return statistics.mean(one) - statistics.mean(other), *ends
 
-
+# %% ../../nbs/lab/59_report.ipynb #7ac82343
 def apart(
     one: list,  # numbers, one a seed
     other: list,  # likewise
@@ -103,7 +101,7 @@ def table(
     Markdown = need('IPython.display', 'dev').Markdown
     return Markdown('\n'.join(f"| {' | '.join(line)} |" for line in lines))
 
-
+# %% ../../nbs/lab/59_report.ipynb #b8491633
 def _said(value, digits: int, ends: bool) -> str:
     if isinstance(value, (list, tuple)):
         return spread(value, digits, ends) if value else ''
@@ -266,7 +264,7 @@ def plain_options(
     net = rival_of(wanted, partial(_network, g, 'plain'), **g.stem)
     return g.stem | dict(n_hidden=net.classify.in_features)
 
-# %% ../../nbs/lab/59_report.ipynb #0000000b
+# %% ../../nbs/lab/59_report.ipynb #f97d32ef
 def blind(
     task: Task,  # any
 ) -> Task:  # a copy whose runs are never tested
@@ -324,7 +322,7 @@ def chosen(
     "The row that validates best; of equal ones the first."
     return max(found, key=lambda k: statistics.mean(run['valid_accuracy'] for run in found[k]))
 
-
+# %% ../../nbs/lab/59_report.ipynb #0000000b
 def race(
     g: Ground,  # where
     rows_of: dict,  # contestant -> its `candidates`
@@ -349,7 +347,7 @@ def race(
         settle_command(searched, tried, (100,), same.get('command'))
     return found
 
-
+# %% ../../nbs/lab/59_report.ipynb #1d2269e3
 def step_costs(
     nets: dict,  # name -> network in training mode
     batch: dict,  # what they take, labels among it

@@ -23,7 +23,7 @@ from ..core import is_own_page, need, pick_device, run_record
 from ..data.files import checksum, read_json, sync_folder, write_json
 
 # %% auto #0
-__all__ = ['task_of', 'checked_network', 'record_of', 'repeat', 'summary', 'in_words']
+__all__ = []
 
 # %% ../../nbs/lab/41_runs.ipynb #7fe514af
 def run_folder(out: str | Path) -> Path:  # as a user names it; absolute

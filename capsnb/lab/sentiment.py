@@ -27,8 +27,7 @@ from .text import check_note, encoder_note, measure_scale, noted_encoder
 from .train import BaseDeck, dice, fingerprint
 
 # %% auto #0
-__all__ = ['on_disk', 'most_unasked', 'names_of', 'sst5', 'sst2', 'in_papers', 'TextMixup', 'Samples', 'Sentiment', 'smollm2',
-           'unlike_paper', 'beside_paper']
+__all__ = ['sst5', 'sst2', 'Sentiment']
 
 # %% ../../nbs/lab/54_sentiment.ipynb #dd8c221d
 class TextDeck(BaseDeck):
@@ -116,7 +115,7 @@ class TextMixup:
             out |= dict(mask=mask.float(), embs=embs.float())
         return out
 
-# %% ../../nbs/lab/54_sentiment.ipynb #56193736
+# %% ../../nbs/lab/54_sentiment.ipynb #58f4cb32
 on_disk = ('float16', 'bfloat16', 'float32')
 most_unasked = 20e9  # bytes of caches that are made without a folder named for them
 names_of = dict(sst5=label_names, sst2=('negative', 'positive'))
@@ -136,7 +135,7 @@ class Samples(NamedTuple):
     rows: list  # numbers of texts, one a sample
     labels: list  # one a sample
 
-
+# %% ../../nbs/lab/54_sentiment.ipynb #56193736
 @dataclass
 class Sentiment(Task):
     "The Stanford Sentiment Treebank, read by a frozen transformer."

@@ -29,8 +29,7 @@ from capsnb.lab.runs import (
 from .train import Deck, MixupCollator, batch_on, check_recipe, fit_decks
 
 # %% auto #0
-__all__ = ['paper_recipe', 'known', 'Net', 'Task', 'with_options', 'task_in', 'task_named', 'train', 'begin_with', 'Opened',
-           'load_run', 'evaluate', 'answers', 'study', 'note_choices', 'begin_record', 'settle_command', 'as_typed']
+__all__ = ['paper_recipe', 'Net', 'Task', 'task_named', 'train', 'load_run', 'evaluate']
 
 # %% ../../nbs/lab/51_tasks.ipynb #59fde161
 paper_recipe = dict(
@@ -135,7 +134,7 @@ class Task:
             f"net must be one of {there or 'none, the task has no networks'}, got {net!r}"
         )
 
-# %% ../../nbs/lab/51_tasks.ipynb #e5e73175
+# %% ../../nbs/lab/51_tasks.ipynb #09060441
 def with_options(
     task: Task,  # a dataclass, if it has options
     **options,  # fields
@@ -182,7 +181,7 @@ def task_in(
         )
     return task_named(name)
 
-
+# %% ../../nbs/lab/51_tasks.ipynb #e5e73175
 def task_named(
     name: str,  # of `known`, or 'module:attribute'
 ) -> Task:  # a copy, under that name
@@ -246,7 +245,7 @@ def train(
     each = (decks.get(split) for split in (roles['train'], held, roles['test']))
     return fit_decks(network, *each, collator, out, recipe, **how)
 
-
+# %% ../../nbs/lab/51_tasks.ipynb #b556ff74
 def _start(start: str | Path, out: str | Path, began: dict) -> str | None:
     "SHA-256 of a start that is taken already and gone now; `ValueError` where there is none."
     start, out = run_folder(start), run_folder(out)
@@ -291,7 +290,7 @@ def _at_work(task: Task | str, device: str | None, progress: bool) -> Task:
     task.device, task.progress = device, progress
     return task
 
-# %% ../../nbs/lab/51_tasks.ipynb #e4c32dd8
+# %% ../../nbs/lab/51_tasks.ipynb #2cfe2fb5
 class Opened(NamedTuple):
     "A finished run."
 
@@ -299,7 +298,7 @@ class Opened(NamedTuple):
     task: Task  # with the options of the run
     note: dict  # of task.json
 
-
+# %% ../../nbs/lab/51_tasks.ipynb #e4c32dd8
 def load_run(
     run: str | Path,  # folder of a finished run
     device: str | None = None,  # None: the best there is
@@ -351,7 +350,7 @@ def evaluate(
         **task.details(deck, right),
     )
 
-
+# %% ../../nbs/lab/51_tasks.ipynb #39ecf747
 def answers(
     network: nn.Module,  # in evaluation mode
     views: Iterable[dict],  # what it takes, for each view

@@ -19,7 +19,7 @@ from ..zoo.routers import all_routings, routing_layer
 from ..zoo.vectors import VectorRouting, end_to_end
 
 # %% auto #0
-__all__ = ['needed_for_text', 'SSTNet', 'Credit', 'coloured', 'Explanation', 'explain', 'RoutingText', 'PlainText', 'VectorText']
+__all__ = ['needed_for_text', 'SSTNet', 'explain', 'RoutingText', 'PlainText', 'VectorText']
 
 # %% ../../nbs/lab/46_text.ipynb #0000000a
 def _mask_scores(mask: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ class SSTNet(TextStem, tags=['capsules', 'routing', 'text-classification']):
         share = trace_credit(D1, earned(self.routings[1], D2, f_a - D2))
         return Credit(two.a, share.unflatten(1, x.shape[1:3]))
 
-
+# %% ../../nbs/lab/46_text.ipynb #e829b0ea
 class Credit(NamedTuple):
     "Class scores, and what they are sums of."
 
@@ -264,7 +264,7 @@ def measure_scale(net: TextStem, items) -> TextStem:  # the same; items: hidden 
     net.emb_size.copy_(size)
     return net
 
-# %% ../../nbs/lab/46_text.ipynb #0000002a
+# %% ../../nbs/lab/46_text.ipynb #b440934b
 def _leaning(n_classes: int) -> Tensor:
     "Weights of the classes [k] from -1 to 1, from the most negative to the most positive."
     return torch.linspace(-1, 1, n_classes)
@@ -325,7 +325,7 @@ class Explanation(NamedTuple):
         said = f'<b>{name}</b> ({p.max():.0%}); leaning {self.leaning():+.2f}'
         return f"{said}<table>{''.join(table)}</table>"
 
-
+# %% ../../nbs/lab/46_text.ipynb #0000002a
 def explain(
     text: str,  # a sentence
     net: SSTNet,  # trained

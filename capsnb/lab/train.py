@@ -31,7 +31,7 @@ from .runs import checkpoints_in, first_process, read_seal, run_folder
 from .runs import in_words, record_of, repeat, summary  # noqa: F401
 
 # %% auto #0
-__all__ = ['accuracy', 'quiet_transformers', 'Stopped', 'batch_on', 'rehearse', 'history_of', 'fit_decks', 'fit']
+__all__ = ['fit']
 
 # %% ../../nbs/lab/48_train.ipynb #0000001a
 _top_momentum = {'paper': 0.999, 'notebook': 0.9, None: None}
@@ -468,7 +468,7 @@ def rehearse(trainer, decks: dict, folder: Path):  # name -> deck, or None; of t
     with tempfile.TemporaryDirectory(dir=folder, prefix='.rehearsal-') as place:
         folders.save_network(trainer.model, Path(place))
 
-# %% ../../nbs/lab/48_train.ipynb #00000033
+# %% ../../nbs/lab/48_train.ipynb #b4868b6f
 def history_of(
     state,  # transformers.TrainerState
 ) -> list:  # per epoch: epoch, `_told`, valid_… (if there was validation), watched (if any)
@@ -569,7 +569,7 @@ def fit_decks(
         raise Stopped(f"stopped {at}; go on with: {how_to_resume}")
     return metrics
 
-
+# %% ../../nbs/lab/48_train.ipynb #00000033
 def _finish(trainer, folder: Path, settings: dict, test, note: dict | None) -> dict:
     "Load the epoch to keep, test, save the network, and write metrics.json last: it means done."
     state, net = trainer.state, trainer.model

@@ -21,8 +21,7 @@ from ..routing.dstep import Routed
 from ..zoo.routers import all_routings, routing_layer
 
 # %% auto #0
-__all__ = ['Scores', 'answer', 'OnlyScores', 'n_params', 'HubMixin', 'ImageNetwork', 'trace_credit', 'earned', 'DStepNet',
-           'norb_trunk', 'SmallNORBNet', 'RoutingNet', 'PlainCNN', 'rival_of', 'BaselineCNN']
+__all__ = ['n_params', 'DStepNet', 'SmallNORBNet', 'RoutingNet', 'PlainCNN', 'BaselineCNN']
 
 # %% ../../nbs/lab/43_vision.ipynb #00000005
 def as_images(images: Tensor, net: nn.Module, shape: tuple, least: int = 1) -> Tensor:  # the same
@@ -112,7 +111,7 @@ class CapsuleHeads(nn.Module):
         mu = rearrange(mu, 'b (t c d) m n -> b (t m n) c d', **size)
         return rearrange(a, 'b t m n -> b (t m n)'), mu
 
-# %% ../../nbs/lab/43_vision.ipynb #0615521a
+# %% ../../nbs/lab/43_vision.ipynb #bb8162dd
 @from_generator
 class Scores(NamedTuple):
     "What a network without capsules returns."
@@ -143,7 +142,7 @@ class OnlyScores(nn.Module):
     def forward(self, *given: Tensor) -> Tensor:  # scores [b, j]
         return self.net(*given).a
 
-
+# %% ../../nbs/lab/43_vision.ipynb #0615521a
 def n_params(net: nn.Module) -> int:  # trainable numbers in it
     "How many numbers training may change."
     return sum(p.numel() for p in net.parameters() if p.requires_grad)
@@ -280,12 +279,12 @@ class DStepNet(ImageNetwork, tags=['capsules', 'routing']):
         places = dict(m=x.shape[-2], n=x.shape[-1])
         return rearrange(trace_credit(D1, taken), 'b (t m n) k -> t b k m n', **places).sum(0)
 
-# %% ../../nbs/lab/43_vision.ipynb #00000020
+# %% ../../nbs/lab/43_vision.ipynb #4a8ffd09
 def norb_trunk(channels: int = 64, in_channels: int = 2) -> dict:  # 2: a stereo pair
     "The trunk of Heinsen (2019), fig. 3c: six convolutions, strides 1 and 2, no padding."
     return dict(in_channels=in_channels, channels=(channels,) * 6, strides=(1, 2) * 3, padding=0)
 
-
+# %% ../../nbs/lab/43_vision.ipynb #00000020
 class SmallNORBNet(DStepNet, tags=['smallnorb']):
     """The network of Heinsen (2019), fig. 3, for pairs of images from 29x29 up; 271,688 parameters.
 
@@ -441,7 +440,7 @@ class PlainCNN(ImageNetwork, tags=['cnn']):
     def top(self, images):
         return Scores(self.classify(self.features(images)))
 
-
+# %% ../../nbs/lab/43_vision.ipynb #d28eb60d
 def rival_of(
     n: int,  # the number of parameters to come near to
     kind: Callable[..., _Net] = PlainCNN,  # a network whose size n_hidden says

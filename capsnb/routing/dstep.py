@@ -12,7 +12,7 @@ from ..core import check_n_iters, from_generator
 from .em import Floor, as_floor, sig2_floor
 
 # %% auto #0
-__all__ = ['votes', 'log_p', 'Routed', 'routing_ref']
+__all__ = ['votes', 'Routed', 'routing_ref']
 
 # %% ../../nbs/book/05_dstep.ipynb #00000007
 def votes(

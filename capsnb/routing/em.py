@@ -12,8 +12,7 @@ from torch import Tensor
 from ..core import check_n_iters, from_generator
 
 # %% auto #0
-__all__ = ['TINY', 'log_normal', 'least_weight', 'm_step', 'activation_logit', 'EMRouted', 'em_routing_ref', 'as_schedule',
-           'Floor', 'as_floor', 'sig2_floor']
+__all__ = ['log_normal', 'm_step', 'em_routing_ref']
 
 # %% ../../nbs/book/04_em_routing.ipynb #00000007
 def log_normal(
@@ -25,7 +24,7 @@ def log_normal(
     gap = (V - mu[..., None, :, :, :]).square() / sig2[..., None, :, :, :]
     return -0.5 * (gap.sum((-2, -1)) + (2 * math.pi * sig2).log().sum((-2, -1))[..., None, :])
 
-# %% ../../nbs/book/04_em_routing.ipynb #0000000b
+# %% ../../nbs/book/04_em_routing.ipynb #bb208c4d
 TINY = 1e-12  # the least share of a part
 
 
@@ -35,7 +34,7 @@ def least_weight(
     "Gives a whole without data the mean of all parts that are there, not 0/0."
     return TINY * (a.detach() + 1e-8)  # absent parts count only where all are absent
 
-
+# %% ../../nbs/book/04_em_routing.ipynb #0000000b
 def m_step(
     r: Tensor,  # [..., i, j] data: share of the part times its activation
     V: Tensor,  # [..., i, j, c, h] votes

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['log_normal', 'e_step', 'm_step', 'em']
+__all__ = ['e_step', 'm_step', 'em']
 
 # %% ../../nbs/book/02_mixture.ipynb #00000007
 def log_normal(

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core import palette, seed_everything
 
 # %% auto #0
-__all__ = ['cast_votes', 'Scene', 'make_scene', 'bare', 'draw_parts', 'draw_votes']
+__all__ = ['cast_votes', 'make_scene', 'bare', 'draw_parts', 'draw_votes']
 
 # %% ../../nbs/book/01_parts_and_wholes.ipynb #00000007
 def cast_votes(

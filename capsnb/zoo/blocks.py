@@ -10,7 +10,7 @@ from ..engine.numerics import at_least_1, may_look
 from .routers import routing_layer
 
 # %% auto #0
-__all__ = ['RoutingBlock', 'SelfAttention', 'Block', 'as_large_as_attention', 'RoutedPool']
+__all__ = ['RoutingBlock', 'RoutedPool']
 
 # %% ../../nbs/zoo/26_blocks.ipynb #00000005
 def _seen_by(n: int, causal: bool, mask: Tensor | None = None) -> Tensor:

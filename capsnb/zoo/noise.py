@@ -19,8 +19,7 @@ from ..routing.em import Floor, as_floor, as_schedule, least_weight, sig2_floor
 from .routers import MomentVotes, Router, SharedVotes, likeness, routings, total
 
 # %% auto #0
-__all__ = ['routings', 'Gaussian', 'Student', 'Laplace', 'Full', 'VonMisesFisher', 'KMeans', 'NoiseRouting', 'StudentRouting',
-           'LaplaceRouting', 'FullRouting', 'DirectionRouting', 'HardKMeans']
+__all__ = ['routings', 'StudentRouting', 'LaplaceRouting', 'FullRouting', 'DirectionRouting', 'HardKMeans']
 
 # %% ../../nbs/zoo/27_noise.ipynb #00000005
 class _Model(NamedTuple):

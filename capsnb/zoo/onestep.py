@@ -17,8 +17,7 @@ from ..routing.dynamic import squash
 from .routers import Router, SharedVotes, likeness, routings, _score_of_length, total
 
 # %% auto #0
-__all__ = ['OneStepRouting', 'SelfRouting', 'UniformRouting', 'RandomRouting', 'MeanPooling', 'AttentionPooling',
-           'InvertedAttention', 'Concurrent']
+__all__ = ['SelfRouting', 'UniformRouting', 'RandomRouting', 'MeanPooling', 'AttentionPooling', 'InvertedAttention']
 
 # %% ../../nbs/zoo/30_onestep.ipynb #00000005
 def squash_exp(

@@ -36,7 +36,7 @@ from ..routing.em import activation_logit, as_floor, as_schedule
 from ..routing.scene import bare, cast_votes, draw_votes, make_scene
 
 # %% auto #0
-__all__ = ['routings', 'SharedVotes', 'MomentVotes', 'Router', 'all_routings', 'routing_layer', 'DynamicRouting', 'EMRouting']
+__all__ = ['routings', 'Router', 'all_routings', 'routing_layer', 'DynamicRouting', 'EMRouting']
 
 # %% ../../nbs/zoo/25_routers.ipynb #11ea5002
 class SharedVotes(NamedTuple):

@@ -14,7 +14,7 @@ from ..routing.dstep import RoutedR
 from .routers import Router, draw_routes, _fill_anew, routings
 
 # %% auto #0
-__all__ = ['Credited', 'VectorRouting', 'VectorRouter']
+__all__ = ['VectorRouting']
 
 # %% ../../nbs/zoo/28_vectors.ipynb #00000004
 def _credit(f, R, beta_use, beta_ign, mask=None) -> Tensor:
