@@ -48,8 +48,7 @@ _names = {  # room -> its public names; PyTorch, which all need, takes seconds
     'lab.digits': ['Digits'],
     'lab.objects': ['Toys', 'SmallNORB', 'Photographs'],
     'lab.sentiment': ['Sentiment'],
-    'lab.report': ['race', 'runs_of', 'interval', 'lead_of', 'table'],
-    'lab.speed': ['bench'],
+    'lab.report': ['runs_of', 'interval', 'lead_of', 'table'],
 }
 _room_of = {name: room for room, names in _names.items() for name in names}
 

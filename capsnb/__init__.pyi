@@ -38,11 +38,9 @@ from .lab.objects import SmallNORB as SmallNORB
 from .lab.objects import Toys as Toys
 from .lab.report import interval as interval
 from .lab.report import lead_of as lead_of
-from .lab.report import race as race
 from .lab.report import runs_of as runs_of
 from .lab.report import table as table
 from .lab.sentiment import Sentiment as Sentiment
-from .lab.speed import bench as bench
 from .lab.tasks import Net as Net
 from .lab.tasks import Task as Task
 from .lab.tasks import evaluate as evaluate

@@ -60,7 +60,11 @@ def check_n_iters(n_iters: int) -> int:  # the same
 
 # %% ../nbs/00_core.ipynb #00000007
 def seed_everything(seed: int) -> int:  # the same, an integer from 0 to 2**32 - 1
-    "Seed Python's, NumPy's (if loaded) and torch's generators; `ValueError` outside NumPy's range."
+    """Seed Python's, NumPy's (if loaded) and torch's generators; `ValueError` outside the range.
+
+    >>> seed_everything(0)
+    0
+    """
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed must be in [0, 2**32), got {seed}")
     random.seed(seed)
@@ -145,7 +149,10 @@ palette = '#4477AA #EE6677 #228833 #CCBB44 #66CCEE #AA3377 #BBBBBB'.split()
 
 
 def plot_style():
-    "Set matplotlib's defaults to the look of these notebooks; returns `matplotlib.pyplot`."
+    """Set matplotlib's defaults to the look of these notebooks; returns `matplotlib.pyplot`.
+
+    >>> plt = plot_style()
+    """
     plt = need('matplotlib.pyplot')
     plt.rcParams.update(
         {
@@ -217,7 +224,11 @@ def film(
     limit: int = 300_000,  # bytes at most
     **axes,  # name of a slider -> its values; 'play' runs through the last one
 ):  # IPython's HTML
-    "A moving picture that needs no kernel; `ValueError` where it would be larger than `limit`."
+    """A moving picture that needs no kernel; `ValueError` where it would be larger than `limit`.
+
+    >>> film(lambda n: plot_style().figure(figsize=(n, 1)), 'a frame', n=[1, 2])
+    <IPython.core.display.HTML object>
+    """
     values = {name: list(v) for name, v in axes.items()}
     if not values or not all(values.values()):
         raise ValueError(f"a film needs axes with values, got {values}")

@@ -30,7 +30,11 @@ def tiny_transformer(
     d_emb: int = 32,  # width m
     seed: int = 0,  # of the weights
 ) -> Path:  # the folder, for `FrozenEncoder`
-    "Save a transformer of two blocks with random weights, for tests without a download."
+    """Save a transformer of two blocks with random weights, for tests without a download.
+
+    >>> tiny_transformer('tiny', ['a good film', 'a bad one']).name
+    'tiny'
+    """
     tf, t, marks = need('transformers'), need('tokenizers'), dict(eos_token='<|endoftext|>')
     if kind == 'bert':
         marks = dict(pad_token='[PAD]', cls_token='[CLS]', sep_token='[SEP]')

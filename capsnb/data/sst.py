@@ -136,7 +136,11 @@ _tiny = dict(
 def tiny_treebank(
     folder: str | Path,  # made if it is not there
 ) -> Path:  # the folder, with train.txt, dev.txt and test.txt: 12, 4 and 4 trees
-    "Write a treebank of twenty sentences of our own in the format of the real one."
+    """Write a treebank of twenty sentences of our own in the format of the real one.
+
+    >>> tiny_treebank('treebank').name
+    'treebank'
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in _tiny.items():

@@ -195,7 +195,11 @@ def toys_tensors(
     workers: int | None = None,  # threads; None: as many as PyTorch's
     progress: bool = True,  # whether to draw a bar
 ) -> ToysTensors:  # pictures, labels and poses
-    "A split of the toys, drawn first if it is not in the cache; errors as for `load_toys`."
+    """A split of the toys, drawn first if it is not in the cache; errors as for `load_toys`.
+
+    >>> toys_tensors('test', size=16, subset=5, progress=False)[0].shape
+    torch.Size([5, 2, 16, 16])
+    """
     folder, rows = cache_of(split, size, subset, seed, world, cache), plan(split, subset, seed)
     images = _pictures(folder, rows, size, seed, world, workers, progress)
     views = torch.stack([view_matrix(30 + 5 * e) for e in range(9)]).float()

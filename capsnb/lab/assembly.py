@@ -21,7 +21,12 @@ __all__ = ['similarity', 'homogeneous', 'Arrangements', 'vote_density', 'Assembl
 def similarity(
     g: Tensor,  # [..., 4] a, b, x, y
 ) -> Tensor:  # [..., 2, 3] poses
-    "The rows [s·R | t] of similarities of the plane."
+    """The rows [s·R | t] of similarities of the plane.
+
+    >>> similarity(torch.tensor([1.0, 0.0, 2.0, 3.0]))
+    tensor([[1., -0., 2.],
+            [0., 1., 3.]])
+    """
     a, b, x, y = g.unbind(-1)
     return torch.stack([a, -b, x, b, a, y], -1).unflatten(-1, (2, 3))
 
@@ -29,7 +34,13 @@ def similarity(
 def homogeneous(
     poses: Tensor,  # [..., 2, 3]
 ) -> Tensor:  # [..., 3, 3], the last row 0, 0, 1
-    "Poses that can be multiplied."
+    """Poses that can be multiplied.
+
+    >>> homogeneous(torch.eye(2, 3))
+    tensor([[1., 0., 0.],
+            [0., 1., 0.],
+            [0., 0., 1.]])
+    """
     last = poses.new_tensor([0.0, 0.0, 1.0]).expand(*poses.shape[:-2], 1, 3)
     return torch.cat([poses, last], -2)
 
@@ -69,7 +80,11 @@ class Scenes(NamedTuple):
 # %% ../../nbs/lab/69_assembly.ipynb #59cce39c
 @dataclass
 class Arrangements:
-    "Wholes as arrangements of one part of every type, and the scenes that they make."
+    """Wholes as arrangements of one part of every type, and the scenes that they make.
+
+    >>> Arrangements().scenes(2, seed=0).types.shape
+    torch.Size([2, 28])
+    """
 
     n_types: int = 5  # k
     n_wholes: int = 4  # j
@@ -122,7 +137,11 @@ def vote_density(
     mask: Tensor,  # [b, n] bool: there is a part
     log_h: Tensor | float = 0.0,  # of the width of a kernel, in units of the votes
 ) -> Tensor:  # [b, n, j]
-    "How well each vote meets those of the other parts: the logarithm of their kernels' sum."
+    """How well each vote meets those of the other parts: the logarithm of their kernels' sum.
+
+    >>> vote_density(torch.zeros(1, 4, 2, 6), torch.ones(1, 4, dtype=bool)).shape
+    torch.Size([1, 4, 2])
+    """
     x, there = V.transpose(1, 2) * torch.exp(-torch.as_tensor(log_h)), mask[:, None, :, None]
     middle = (x * there).sum(2, keepdim=True) / there.sum(2, keepdim=True).clamp_min(1)
     x = x - middle.detach()  # near the origin squares lose less

@@ -103,7 +103,11 @@ def _networks_at(side: int) -> dict:
 # %% ../../nbs/lab/52_digits.ipynb #4ee70e9f
 @dataclass
 class Digits(Task):
-    "Digits, MNIST, Fashion-MNIST or CIFAR-10."
+    """Digits, MNIST, Fashion-MNIST or CIFAR-10.
+
+    >>> list(Digits().networks)[:2]
+    ['capsnet', 'dstep']
+    """
 
     data: str = 'digits'  # a name of `sides`
     limit: int | None = None  # training pictures, of validation at most a third; None: all

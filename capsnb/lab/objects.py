@@ -331,7 +331,11 @@ class Objects(Task):
 # %% ../../nbs/lab/53_objects.ipynb #4df1fcf0
 @dataclass
 class Toys(Objects):
-    "Toys that the library draws itself."
+    """Toys that the library draws itself.
+
+    >>> Toys(size=32, subset=50).names
+    ('animal', 'human', 'airplane', 'truck', 'car')
+    """
 
     name = 'toys'
 
@@ -352,7 +356,11 @@ class Toys(Objects):
 
 @dataclass
 class SmallNORB(Objects):
-    "smallNORB's photographs."
+    """smallNORB's photographs.
+
+    >>> SmallNORB(folder='smallnorb').names
+    ('animal', 'human', 'airplane', 'truck', 'car')
+    """
 
     name = 'smallnorb'
 
@@ -418,7 +426,11 @@ def pose_picture(
 # %% ../../nbs/lab/53_objects.ipynb #00000005
 @dataclass
 class Photographs(Objects):
-    "ETH-80's photographs; of `Objects`, `subset` and `official` do not concern it."
+    """ETH-80's photographs; of `Objects`, `subset` and `official` do not concern it.
+
+    >>> Photographs(folder='eth80').names
+    ('apple', 'car', 'cow', 'cup', 'dog', 'horse', 'pear', 'tomato')
+    """
 
     colour: bool = False  # False: grey
     background: str = 'kept'  # a name of `backgrounds`

@@ -138,7 +138,11 @@ class Samples(NamedTuple):
 # %% ../../nbs/lab/54_sentiment.ipynb #56193736
 @dataclass
 class Sentiment(Task):
-    "The Stanford Sentiment Treebank, read by a frozen transformer."
+    """The Stanford Sentiment Treebank, read by a frozen transformer.
+
+    >>> Sentiment('sst2', roots=True).names
+    ('negative', 'positive')
+    """
 
     task: str = 'sst5'  # five labels; 'sst2': two
     encoder: FrozenEncoder | str | Path | Callable = 'gpt2-large'  # a name, a folder, or its loader

@@ -29,7 +29,7 @@ from ..routing.dynamic import dynamic_routing_ref
 from ..routing.mixture import e_step, m_step
 
 # %% auto #0
-__all__ = ['bench']
+__all__ = []
 
 # %% ../../nbs/lab/57_speed.ipynb #52fb1cfa
 def take_turns(

@@ -38,7 +38,11 @@ paper_recipe = dict(
 
 
 class Net(NamedTuple):
-    "A network of a task."
+    """A network of a task.
+
+    >>> Net(PlainCNN, dict(n_classes=2)).cls.__name__
+    'PlainCNN'
+    """
 
     cls: type  # its class, which reads saved weights again
     options: dict = {}  # that it is made with
@@ -47,7 +51,11 @@ class Net(NamedTuple):
 
 
 class Task:
-    "What a data set needs; subclasses say `names`, `networks` and `open`, and more if they must."
+    """What a data set needs; subclasses say `names`, `networks` and `open`, and more if they must.
+
+    >>> Task.roles
+    {'train': 'train', 'select': 'validation', 'test': 'test'}
+    """
 
     name = ''  # by which `task_named` finds it: a short name, or 'module:attribute'
     names = ()  # of the classes
@@ -185,7 +193,11 @@ def task_in(
 def task_named(
     name: str,  # of `known`, or 'module:attribute'
 ) -> Task:  # a copy, under that name
-    "Find a task; `ValueError` when there is none."
+    """Find a task; `ValueError` when there is none.
+
+    >>> task_named('digits').name
+    'digits'
+    """
     place = known.get(name, name)
     if not re.fullmatch(r'[A-Za-z_][\w.]*:[A-Za-z_]\w*', place):
         raise ValueError(f"no task {name!r}: expected {', '.join(known)}, or module:task")
@@ -218,7 +230,11 @@ def train(
     start: str | Path | None = None,  # a finished run whose weights to begin with, where they fit
     **changes,  # of the recipe, or `honoured` arguments of TrainingArguments
 ) -> dict:  # as in metrics.json
-    "Train a network on a task; test the epoch that validates best, or else the last."
+    """Train a network on a task; test the epoch that validates best, or else the last.
+
+    >>> train('digits', 'cnn', 'runs/cnn', epochs=1, progress=False)['steps']
+    50
+    """
     task = _at_work(task, device, progress)
     net, roles = task.known_net(net), task.roles
     recipe = dict(task.recipe(net), per_device_eval_batch_size=task.batch_size)
@@ -305,7 +321,11 @@ def load_run(
     task: Task | str | None = None,  # or its name; None: that in task.json, if it is capsnb's
     **here,  # options of the task that differ on this machine, e.g. folder
 ) -> Opened:
-    "What a run left; `ValueError` when it is not finished, or its files are damaged."
+    """What a run left; `ValueError` when it is not finished, or its files are damaged.
+
+    >>> load_run('runs/digits').task.name
+    'digits'
+    """
     note = task_of(run)
     task = _at_work(task_in(note, run) if task is None else task, device, True)
     who, net = task.keys
@@ -329,7 +349,11 @@ def evaluate(
     task: Task | str | None = None,  # as for `load_run`
     **here,  # options of the task that differ on this machine, e.g. folder
 ) -> dict:  # split, n, accuracy, names, confusion [label][predicted], and the task's own
-    "Test a finished run; `ValueError` for splits that it has no use for."
+    """Test a finished run; `ValueError` for splits that it has no use for.
+
+    >>> evaluate('runs/digits')['n']
+    500
+    """
     network, task, note = load_run(run, device, task, **here)
     task.check_split(split)
     net, k, out = note[task.keys[1]], len(task.names), []

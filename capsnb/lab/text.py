@@ -332,7 +332,12 @@ def explain(
     encoder: FrozenEncoder,  # what it was trained on
     names: tuple | None = None,  # of the classes, from the most negative to the most positive
 ) -> Explanation:  # of the text
-    "Which words and layers a class owes its score to; `ValueError` for an empty text."
+    """Which words and layers a class owes its score to; `ValueError` for an empty text.
+
+    >>> encoder = FrozenEncoder(tiny_transformer('tiny', ['a good film']))
+    >>> [word for word, _ in explain('a good film', SSTNet(3, 32), encoder).words]
+    ['a', 'good', 'film', '<|endoftext|>']
+    """
     if not isinstance(net, SSTNet):
         told = "words are explained by credit that adds up to the scores, as an SSTNet's does"
         raise ValueError(f"{told}; this network is a {type(net).__name__}")
@@ -383,7 +388,12 @@ needed_for_text = {'kmeans-hard': dict(loop='em')}  # settings, or no gradient r
 
 
 class RoutingText(TextStem, tags=['capsules', 'routing']):
-    "Hidden states of a transformer, and two layers of one routing."
+    """Hidden states of a transformer, and two layers of one routing.
+
+    >>> net = RoutingText(d_depth=2, d_emb=8)
+    >>> net(torch.ones(1, 5), torch.randn(1, 5, 2, 8))[0].shape
+    torch.Size([1, 5])
+    """
 
     def __init__(
         self,
@@ -418,7 +428,12 @@ class RoutingText(TextStem, tags=['capsules', 'routing']):
 
 
 class PlainText(TextStem, tags=['text-classification']):
-    "Hidden states of a transformer, attention pooling, and two linear maps: no capsules."
+    """Hidden states of a transformer, attention pooling, and two linear maps: no capsules.
+
+    >>> net = PlainText(d_depth=2, d_emb=8)
+    >>> net(torch.ones(1, 5), torch.randn(1, 5, 2, 8))[0].shape
+    torch.Size([1, 5])
+    """
 
     def __init__(
         self,
@@ -444,7 +459,12 @@ class PlainText(TextStem, tags=['text-classification']):
 
 
 class VectorText(TextNetwork, tags=['routing', 'text-classification']):
-    "Hidden states of a transformer, and three vector routings (Heinsen 2022)."
+    """Hidden states of a transformer, and three vector routings (Heinsen 2022).
+
+    >>> net = VectorText(d_depth=2, d_emb=8)
+    >>> net(torch.ones(1, 5), torch.randn(1, 5, 2, 8))[0].shape
+    torch.Size([1, 5])
+    """
 
     def __init__(
         self,

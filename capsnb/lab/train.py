@@ -631,7 +631,12 @@ def fit(
 
     Of each sample it sees an image and a label. The network takes `images` and `labels`, class
     numbers or, since mixup blends them, shares [b, n_classes], and returns a dict of `loss` and
-    `logits`. `ValueError` if it does not."""
+    `logits`. `ValueError` if it does not.
+
+    >>> x = dict(image=torch.rand(40, 1, 28, 28), label=torch.arange(40) % 10)
+    >>> fit(PlainCNN(), x, x, 'runs/fit', epochs=1, progress=False)['steps']
+    2
+    """
     how = {k: more.pop(k) for k in list(more) if k in _options}
     recipe = dict(epochs=epochs, batch_size=batch_size, lr=lr, warmup=warmup, momentum=momentum)
     recipe |= dict(shift=shift, mixup=mixup, seed=seed, **more)

@@ -144,7 +144,11 @@ class OnlyScores(nn.Module):
 
 # %% ../../nbs/lab/43_vision.ipynb #0615521a
 def n_params(net: nn.Module) -> int:  # trainable numbers in it
-    "How many numbers training may change."
+    """How many numbers training may change.
+
+    >>> n_params(torch.nn.Linear(3, 2))
+    8
+    """
     return sum(p.numel() for p in net.parameters() if p.requires_grad)
 
 # %% ../../nbs/lab/43_vision.ipynb #00000014
@@ -418,7 +422,11 @@ class RoutingNet(ImageNetwork, tags=['capsules', 'routing']):
 
 # %% ../../nbs/lab/43_vision.ipynb #0000002c
 class PlainCNN(ImageNetwork, tags=['cnn']):
-    "The trunk without capsules: one more convolution, the mean over places, a linear layer."
+    """The trunk without capsules: one more convolution, the mean over places, a linear layer.
+
+    >>> PlainCNN()(torch.rand(2, 1, 28, 28)).a.shape
+    torch.Size([2, 10])
+    """
 
     def __init__(
         self,

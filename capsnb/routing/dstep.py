@@ -20,7 +20,11 @@ def votes(
     W: Tensor,  # [i|1, j|1, d, h] linear maps; 1: shared by all inputs, or by all outputs
     B: Tensor,  # [i|1, j, c, h] biases
 ) -> Tensor:  # [..., i, j, c, h] votes
-    "The vote of every input for every output (Heinsen 2019, eq. 1)."
+    """The vote of every input for every output (Heinsen 2019, eq. 1).
+
+    >>> votes(torch.randn(6, 4, 4), torch.randn(1, 3, 4, 2), torch.zeros(1, 3, 4, 2)).shape
+    torch.Size([6, 3, 4, 2])
+    """
     W = W.expand(-1, B.shape[1], -1, -1)
     if W.shape[0] == 1:
         return torch.einsum('jdh,...icd->...ijch', W[0], mu_inp) + B

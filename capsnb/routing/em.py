@@ -111,7 +111,11 @@ def em_routing_ref(
     parents: Tensor | None = None,  # [i, j] bool: may part i belong to whole j? None: always
     eps: float | str | Floor = 1e-4,  # floor of the variances: see `as_floor`
 ) -> EMRouted:  # activations, poses, variances, shares
-    "EM routing, written as in the paper (Hinton 2018, Procedure 1)."
+    """EM routing, written as in the paper (Hinton 2018, Procedure 1).
+
+    >>> em_routing_ref(torch.rand(6), torch.randn(6, 2, 4, 4), 0.0, 0.0, 1.0).mu.shape
+    torch.Size([2, 4, 4])
+    """
     lams, kind = as_schedule(lam, n_iters), as_floor(eps, V.shape[-2] * V.shape[-1])
     may = V.new_ones(V.shape[-4:-2]) if parents is None else parents.to(V.dtype)
     R = (may / may.sum(-1, keepdim=True).clamp_min(1)).expand(V.shape[:-2])  # line 2

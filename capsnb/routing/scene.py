@@ -17,7 +17,11 @@ __all__ = ['cast_votes', 'make_scene', 'bare', 'draw_parts', 'draw_votes']
 def cast_votes(
     scene: Scene,  # parts, and where each would sit on each whole
 ) -> Tensor:  # [i, j, 2] where whole j would be, if part i belonged to it
-    "The vote of every part for every whole."
+    """The vote of every part for every whole.
+
+    >>> cast_votes(make_scene(n=4)).shape
+    torch.Size([12, 3, 2])
+    """
     return scene.mu_inp[:, None] - scene.place
 
 # %% ../../nbs/book/01_parts_and_wholes.ipynb #00000017
@@ -53,7 +57,11 @@ def make_scene(
     clutter: int = 0,  # parts that belong to no whole
     seed: int = 4,  # of everything
 ) -> Scene:  # 3n + clutter parts; a circle, a square and a triangle
-    "The scene of this book: parts of three wholes, and perhaps some that belong to none."
+    """The scene of this book: parts of three wholes, and perhaps some that belong to none.
+
+    >>> make_scene(n=4, clutter=2).mu_inp.shape
+    torch.Size([14, 2])
+    """
     seed_everything(seed)
     centre = torch.tensor(_centres)
     own = torch.arange(3 * n) // n
@@ -79,7 +87,10 @@ def bare(
     ax,  # axes of matplotlib
     title: str = '',  # above it
 ):
-    "Axes that show the whole scene and nothing else."
+    """Axes that show the whole scene and nothing else.
+
+    >>> bare(plot_style().gca(), 'a scene')
+    """
     ax.set(xlim=(-3.7, 3.7), ylim=(-2.9, 2.8), aspect='equal', title=title)
     ax.axis('off')
 
@@ -90,7 +101,10 @@ def draw_parts(
     R: Tensor | None = None,  # [i, j] shares, which colour the parts; None: grey
     V: Tensor | None = None,  # [i, j, 2] votes, to which lines lead
 ):
-    "The parts, in the colours of the wholes that they belong to."
+    """The parts, in the colours of the wholes that they belong to.
+
+    >>> draw_parts(plot_style().gca(), make_scene().mu_inp)
+    """
     colours = '.3' if R is None else _tints(R).numpy()
     ax.scatter(*mu_inp.T, c=colours, s=14, lw=0)
     if V is None:
@@ -108,7 +122,10 @@ def draw_votes(
     mu: Tensor | None = None,  # [j, 2] means of the Gaussians
     sig2: Tensor | None = None,  # [j, 2] and their variances
 ):
-    "All votes, coloured by whole, and the Gaussians to 1 and 2 standard deviations."
+    """All votes, coloured by whole, and the Gaussians to 1 and 2 standard deviations.
+
+    >>> draw_votes(plot_style().gca(), torch.randn(5, 3, 2), torch.ones(5, 3) / 3)
+    """
     from matplotlib.patches import Ellipse
 
     for j in range(V.shape[1]):

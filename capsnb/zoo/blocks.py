@@ -22,7 +22,11 @@ def _seen_by(n: int, causal: bool, mask: Tensor | None = None) -> Tensor:
 
 # %% ../../nbs/zoo/26_blocks.ipynb #00000007
 class RoutingBlock(nn.Module):
-    "Tokens ask for parts, and a routing makes wholes of those they get; for any leading batch."
+    """Tokens ask for parts, and a routing makes wholes of those they get; for any leading batch.
+
+    >>> RoutingBlock(16)(torch.randn(2, 5, 16)).shape
+    torch.Size([2, 5, 16])
+    """
 
     def __init__(
         self,

@@ -166,7 +166,18 @@ def _fill_anew(layer: nn.Module, new: nn.Module):
 
 
 class Router(nn.Module):
-    "Maps, votes and checks; subclasses say `route`, and `own` if they have parameters."
+    """Maps, votes and checks; subclasses say `route`, and `own` if they have parameters.
+
+    >>> issubclass(MeanPooling, Router)
+    True
+    """
+
+    def __init_subclass__(cls, **more):
+        super().__init_subclass__(**more)
+        example = (
+            f'>>> {cls.__name__}(4, 4, 2, n_out=3)(torch.rand(6), torch.randn(6, 4, 4)).mu.shape'
+        )
+        cls.__doc__ = f'{cls.__doc__}\n\n    {example}\n    torch.Size([3, 4, 2])\n    '
 
     linear = False  # whether `route` looks at votes through `total` and `likeness` alone
 
@@ -291,7 +302,11 @@ _rooms = ('noise', 'vectors', 'bayes', 'onestep')
 
 
 def all_routings() -> dict:  # name -> layer
-    "Every routing there is."
+    """Every routing there is.
+
+    >>> sorted(all_routings())[:3]
+    ['agreement', 'attention', 'bayes']
+    """
     for room in _rooms:
         importlib.import_module(f'capsnb.zoo.{room}')
     return routings
