@@ -59,7 +59,8 @@ def __getattr__(name):  # imported when it is asked for
     from importlib import import_module
 
     if name in _room_of:
-        return getattr(import_module(f'.{_room_of[name]}', __name__), name)
+        thing = getattr(import_module(f'.{_room_of[name]}', __name__), name)
+        return import_module('.core', __name__).with_arguments(thing)
     raise AttributeError(f"module 'capsnb' has no attribute {name!r}")
 
 

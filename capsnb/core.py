@@ -4,11 +4,14 @@
 
 # %% ../nbs/00_core.ipynb #00000002
 from __future__ import annotations
+import ast
 import base64
+import contextlib
 import functools
 import hashlib
 import html
 import importlib
+import inspect
 import io
 import itertools
 import json
@@ -19,6 +22,7 @@ import random
 import shlex
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 from types import GeneratorType
@@ -57,6 +61,42 @@ def check_n_iters(n_iters: int) -> int:  # the same
     if n_iters > MOST_ITERS:
         raise ValueError(f"n_iters must be at most {MOST_ITERS}, got {n_iters}: a few suffice")
     return n_iters
+
+# %% ../nbs/00_core.ipynb #a0acab7a
+def _said_of(thing) -> str:
+    "What comments say of a function's arguments and result, or of a class's fields: a line each."
+    lines = textwrap.dedent(inspect.getsource(thing)).splitlines()
+    node = ast.parse('\n'.join(lines)).body[0]
+    if isinstance(node, ast.ClassDef):
+        found = [n for n in node.body if isinstance(n, ast.AnnAssign)]
+        found = [(n.target.id, n.annotation, n.end_lineno) for n in found]
+    else:
+        a = node.args
+        found = [*a.args, *filter(None, [a.vararg]), *a.kwonlyargs, *filter(None, [a.kwarg])]
+        found = [(n.arg, n.annotation, n.end_lineno) for n in found if n.arg != 'self']
+        found += [('returns', node.returns, node.body[0].lineno - 1)]
+    said = []
+    for name, kind, line in found:
+        kind, what = f' ({ast.unparse(kind)})' if kind else '', lines[line - 1].partition('  # ')[2]
+        said += [f'    {name}{kind}: {what}'.rstrip(': ')] if kind or what else []
+    return '\n'.join(said)
+
+
+def with_arguments(thing):  # a function or a class, changed in place and returned
+    "Add to its docstring what comments say of its arguments or fields, and of its `forward`."
+    if not inspect.isclass(thing):
+        parts = {'Arguments': thing}
+    elif kinds := [c for c in thing.__mro__ if {'__dataclass_fields__', '_fields'} & {*vars(c)}]:
+        parts = {'Fields': kinds[-1], 'More fields': kinds[0]}
+    else:
+        parts = {'Arguments': thing.__init__, 'Of a call': getattr(thing, 'forward', None)}
+    for title, source in parts.items():
+        if not (inspect.isfunction(source) or inspect.isclass(source)) or not thing.__doc__:
+            continue
+        with contextlib.suppress(OSError):  # there is no source
+            if (said := _said_of(source)) and said not in thing.__doc__:
+                thing.__doc__ = f'{inspect.cleandoc(thing.__doc__)}\n\n{title}\n{said}\n'
+    return thing
 
 # %% ../nbs/00_core.ipynb #00000007
 def seed_everything(seed: int) -> int:  # the same, an integer from 0 to 2**32 - 1

@@ -21,4 +21,9 @@ def test_the_example_of_a_public_name(name, folder, monkeypatch):
     given = {'torch': torch, **{n: getattr(capsnb, n) for n in capsnb.__all__}}
     test = doctest.DocTestParser().get_doctest(found.__doc__, given, name, None, 0)
     assert test.examples, f'{name} shows no example'
+    assert (
+        name in ('Task', 'plot_style')
+        or '\nArguments\n' in test.docstring
+        or 'ields\n' in test.docstring
+    )
     assert not doctest.DocTestRunner().run(test).failed
