@@ -11,7 +11,7 @@ config.read(here / 'settings.ini', encoding='utf-8')
 cfg = config['DEFAULT']
 names = 'train', 'fast', 'gpu', 'attack', 'lora', 'onnx', 'book', 'docs', 'dev'
 extras = {e: cfg[f'{e}_requirements'].split() for e in names}
-extras['book'] += extras['train']  # chapters 6 to 10 train
+extras['book'] += extras['train']  # chapters 7 to 11 train
 extras['dev'] = sum(extras.values(), [])
 
 

@@ -88,9 +88,11 @@ def in_notebook(path: Path, flags: list):  # yields faults
         yield "the first markdown cell must be '# Title', an empty line, '> description'"
     for source, cell in code:
         yield from (f"cell {cell['id']}: {fault}" for fault in in_code(source, cell, flags))
-    if path.stem != 'index' and path.parent.name != 'studies':
-        if not code or 'nbdev_export()' not in code[-1][0]:
-            yield 'it must end with nbdev_export()'
+    exports = any('nbdev_export()' in source for source, _ in code)
+    if path.parent.name == 'book' and exports:
+        yield 'a chapter that is run must not write the library: no nbdev_export()'
+    if path.stem != 'index' and path.parent.name not in ('book', 'studies') and not exports:
+        yield 'it must end with nbdev_export()'
     if path.stat().st_size > 1.5e6:
         yield f'{path.stat().st_size / 1e6:.2f} MB; at most 1.5: fewer or smaller figures'
     machine = r'(?<![\w.~])/(home|root|Users|tmp|work)/\w'

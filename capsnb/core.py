@@ -226,6 +226,9 @@ const box = document.getElementById('NAME'), frames = FRAMES, sizes = SIZES;
 const image = box.querySelector('img'), bars = [...box.querySelectorAll('input')];
 box.querySelector('.controls').style.display = 'block';
 box.querySelector('.still').remove();
+const before = box.closest('.cell, .jp-Cell')?.previousElementSibling;
+const still = before?.querySelector('img:not([id^=film-] img)');
+if (still) still.style.display = 'none';
 const show = () => {
   let k = 0;
   bars.forEach((bar, n) => {
@@ -247,12 +250,12 @@ show();
 """
 
 # %% ../nbs/00_core.ipynb #faab5f36
-def _slider(name: str, values: list) -> str:
-    "One labelled slider, at its last value."
+def _slider(name: str, values: list, at: int) -> str:
+    "One labelled slider."
     said, last = html.escape(json.dumps([str(v) for v in values])), len(values) - 1
     return (
         f'<label style="margin-right:1.5em">{html.escape(name.replace("_", " "))} '
-        f'<input type="range" min="0" max="{last}" value="{last}" data-values="{said}">'
+        f'<input type="range" min="0" max="{last}" value="{at}" data-values="{said}">'
         f'<output style="display:inline-block;min-width:4em;margin-left:.5em"></output></label>'
     )
 
@@ -262,6 +265,7 @@ def film(
     alt: str,  # what is to be seen, for those who cannot see it
     dpi: int = 80,  # dots per inch of the frames
     limit: int = 300_000,  # bytes at most
+    start: dict | None = None,  # slider -> the value to open at; others open at their first
     **axes,  # name of a slider -> its values; 'play' runs through the last one
 ):  # IPython's HTML
     """A moving picture that needs no kernel; `ValueError` where it would be larger than `limit`.
@@ -274,13 +278,15 @@ def film(
         raise ValueError(f"a film needs axes with values, got {values}")
     cases = [dict(zip(values, case)) for case in itertools.product(*values.values())]
     frames = [_frame(draw(**case), dpi) for case in cases]
+    start = {name: v[0] for name, v in values.items()} | (start or {})
     key = 'film-' + hashlib.sha256(''.join(frames).encode()).hexdigest()[:12]
     script = _script.replace('NAME', key)
     script = script.replace('SIZES', json.dumps([len(v) for v in values.values()]))
     script = script.replace('FRAMES', json.dumps(frames))  # last: their text is anything
-    sliders = ''.join(_slider(name, v) for name, v in values.items())
+    sliders = ''.join(_slider(name, v, v.index(start[name])) for name, v in values.items())
+    first = frames[cases.index(start)]
     page = (
-        f'<div id="{key}"><img src="{frames[-1]}" alt="{html.escape(alt)}" style="max-width:100%">'
+        f'<div id="{key}"><img src="{first}" alt="{html.escape(alt)}" style="max-width:100%">'
         f'<div class="controls" style="display:none"><button>play</button> {sliders}</div>'
         '<small class="still">A still picture: run this cell, and it moves.</small></div>'
         f'<script>(() => {{{script}}})()</script>'

@@ -110,7 +110,7 @@ def test_the_book_needs_its_extra_alone():
             found |= {name.partition('.')[0] for name in names}
     found -= {'capsnb', *sys.stdlib_module_names}
     makers = md.packages_distributions()
-    assert {'torch', 'sklearn', 'matplotlib', 'IPython', 'nbdev'} <= found
+    assert {'torch', 'sklearn', 'matplotlib', 'IPython'} <= found
     lacking = {m for m in found if not {o.lower() for o in makers[m]} & brought}
     assert not lacking, f'the extra book does not bring {sorted(lacking)}'
 

@@ -1,4 +1,4 @@
-"""Training on a treebank: decks, what is cached or held, the paper beside a run, chapter 10."""
+"""Training on a treebank: decks, what is cached or held, the paper beside a run, chapter 11."""
 
 import json
 from pathlib import Path
@@ -280,7 +280,7 @@ def test_the_cells_of_chapter_10_for_the_real_model(world, tmp_path, monkeypatch
     monkeypatch.setenv('CAPSNB_DATA', str(world['trees']))
     sums = {k: checksum(world['trees'] / name) for k, name in files.items()}
     monkeypatch.setattr('capsnb.data.sst._sums', sums)
-    book = json.loads((ROOT / 'nbs/book/10_text.ipynb').read_text(encoding='utf-8'))
+    book = json.loads((ROOT / 'nbs/book/11_text.ipynb').read_text(encoding='utf-8'))
     sources = [''.join(c['source']) for c in book['cells'] if c['cell_type'] == 'code']
     imports, real = sources[1], [s for s in sources if s.startswith('#| data')]
     assert len(real) == 2

@@ -1,4 +1,4 @@
-"Chapter 9's cells for a reader with smallNORB and a GPU, on tiny files in its exact format."
+"Chapter 10's cells for a reader with smallNORB and a GPU, on tiny files in its exact format."
 
 import hashlib
 import json
@@ -8,7 +8,7 @@ import pytest
 from capsnb.data import norb
 from capsnb.lab import tasks
 
-chapter = Path(__file__).parents[1] / 'nbs' / 'book' / '09_images.ipynb'
+chapter = Path(__file__).parents[1] / 'nbs' / 'book' / '10_images.ipynb'
 
 
 def flagged():
