@@ -41,7 +41,8 @@ from capsnb.data.embed import FrozenEncoder
 from capsnb.data.files import fetch
 from capsnb.lab.digits import digits
 from capsnb.lab.tasks import study, with_options
-from capsnb.lab.train import fit, load_digits_split
+from capsnb.data.mnist import load_digits_split
+from capsnb.lab.train import fit
 from capsnb.lab.vision import PlainCNN
 
 parts, data = load_digits_split(), {}

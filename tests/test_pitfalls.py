@@ -9,7 +9,7 @@ from capsnb.engine.em import em_routing
 from capsnb.engine.layers import ConvCaps
 from capsnb.lab.matrix_caps import MatrixCapsNet, routing_settings
 from capsnb.lab.objects import PairCrops, Toys, standardised
-from capsnb.lab.train import load_digits_split
+from capsnb.data.mnist import load_digits_split
 
 f64 = torch.float64
 

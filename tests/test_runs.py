@@ -25,8 +25,8 @@ import capsnb.lab.runs as runs
 import capsnb.lab.train as train
 from capsnb.core import seed_everything
 from capsnb.lab.runs import check_end, checked_network, checkpoints_in, read_seal
-from capsnb.lab.decks import columns_of, load_digits_split
-from capsnb.lab.train import Diverged, Stopped, fit
+from capsnb.data.mnist import load_digits_split
+from capsnb.lab.train import Diverged, Stopped, columns_of, fit
 from capsnb.lab.vision import PlainCNN
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -141,7 +141,8 @@ PAIR = """
 import os, signal, sys
 from capsnb.core import seed_everything
 from capsnb.lab.capsnet import CapsNet
-from capsnb.lab.train import fit, load_digits_split
+from capsnb.data.mnist import load_digits_split
+from capsnb.lab.train import fit
 
 out, batch_size, die = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 small = {k: v.select(range(40)) for k, v in load_digits_split().items()}

@@ -16,6 +16,22 @@ from .files import check_md5, find_folder, load_hub, read_array, regular, wrong_
 # %% auto #0
 __all__ = ['load_cifar10']
 
+# %% ../../nbs/data/37_mnist.ipynb #00000005
+def load_digits_split():  # datasets.DatasetDict with columns image [1, 8, 8] in [0, 1] and label
+    "scikit-learn's digits in the order written: 1000 to train on, 297 to validate, 500 to test."
+    datasets, digits = need('datasets'), need('sklearn.datasets').load_digits()
+    images, labels = (digits.images[:, None] / 16).astype('float32'), digits.target
+    features = datasets.Features(
+        image=datasets.Array3D((1, 8, 8), 'float32'),
+        label=datasets.ClassLabel(names=[str(k) for k in range(10)]),
+    )
+    cuts = dict(train=slice(1000), validation=slice(1000, 1297), test=slice(1297, None))
+    parts = {}
+    for name, at in cuts.items():
+        columns = dict(image=list(images[at]), label=labels[at])
+        parts[name] = datasets.Dataset.from_dict(columns, features=features).with_format('torch')
+    return datasets.DatasetDict(parts)
+
 # %% ../../nbs/data/37_mnist.ipynb #6b3e8a1f
 def _parse_header(data: bytes, path) -> tuple:  # type, sizes, where elements begin
     if len(data) < 4 or len(data) < 4 + 4 * data[3] and data[3] <= 4:

@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from ..core import from_bytes, plot_style
-from ..data.mnist import as_floats, cifar_names, class_names, load_mnist, open_cifar10
+from ..data.mnist import as_floats, cifar_names, class_names, load_digits_split
+from ..data.mnist import load_mnist, open_cifar10
 from .capsnet import CapsNet, EfficientCapsNet
 from .matrix_caps import MatrixCapsNet
 from .tasks import Net, Task
-from .train import Deck, load_digits_split
+from .train import Deck
 from .vision import BaselineCNN, DStepNet, PlainCNN, RoutingNet, n_params, rival_of
 
 # %% auto #0

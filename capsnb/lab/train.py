@@ -5,6 +5,7 @@
 # %% ../../nbs/lab/48_train.ipynb #00000002
 from __future__ import annotations
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -18,50 +19,229 @@ import time
 import warnings
 from pathlib import Path
 import torch
+import torch.nn.functional as F
 from torch import nn, Tensor
 from torch.optim.lr_scheduler import LRScheduler
-from ..core import need, pick_device, run_record
+from ..core import from_bytes, need, pick_device, run_record
 from ..engine.numerics import keep_freed_memory
-from ..data.files import read_json, write_json  # noqa: F401
 from .losses import quality
 import capsnb.lab.runs as folders
-from .decks import Deck, MixupCollator, columns_of, fingerprint  # noqa: F401
-from .decks import BaseDeck, dice, load_digits_split, shift_images  # noqa: F401
 from .runs import checkpoints_in, first_process, read_seal, run_folder
-from .runs import in_words, record_of, repeat, summary  # noqa: F401
 
 # %% auto #0
 __all__ = ['fit']
 
+# %% ../../nbs/lab/48_train.ipynb #00000008
+def dice(
+    *name: int,  # non-negative integers that name the occasion, e.g. (seed, epoch, sample)
+):  # numpy.random.Generator
+    """A random generator that is a function of its name: no draw depends on the draws before it.
+
+    Zeros at the end of a name are not seen: (7,) and (7, 0) are one occasion."""
+    return need('numpy').random.default_rng(name)
+
+
+def shift_images(
+    images: Tensor,  # [b, channels, m, n]
+    shifts: Tensor,  # [b, 2] integers: pixels down, pixels right
+    repeat: bool = False,  # what comes in at the border: its pixels, repeated, or zeros
+) -> Tensor:  # [b, channels, m, n]
+    "Shift each image by its own whole number of pixels, on any device."
+    b, _, m, n = images.shape
+    sample, row, col = (torch.arange(size, device=images.device) for size in (b, m, n))
+    rows, cols = row - shifts[:, :1], col - shifts[:, 1:]  # [b, m], [b, n]: where from
+    near_rows, near_cols = rows.clamp(0, m - 1), cols.clamp(0, n - 1)
+    moved = images[sample[:, None, None], :, near_rows[:, :, None], near_cols[:, None]]
+    moved = moved.movedim(-1, 1)
+    if repeat:
+        return moved
+    row_inside, col_inside = (rows >= 0) & (rows < m), (cols >= 0) & (cols < n)
+    inside = row_inside[:, None, :, None] & col_inside[:, None, None]
+    return moved.masked_fill(~inside, 0)
+
+
+def fingerprint(
+    *things,  # tensors, networks, anything that prints the same when it is the same
+) -> str:  # twelve hexadecimal digits
+    "SHA-256, shortened: equal for equal things, else different (but for one chance in 2**48)."
+    h = hashlib.sha256()
+    for x in things:
+        if isinstance(x, Tensor):
+            h.update(f"{x.dtype} {tuple(x.shape)}".encode())
+            h.update(x.detach().cpu().contiguous().numpy().tobytes())
+        else:  # what it is, not where it lies
+            h.update(re.sub(r' at 0x[0-9a-f]+', '', repr(x)).encode())
+    return h.hexdigest()[:12]
+
+# %% ../../nbs/lab/48_train.ipynb #2b2cb179
+def pictures(
+    column,  # Tensor, NumPy array, or list of those or of PIL images
+) -> Tensor:  # float32 [n, channels, rows, columns]
+    "Pictures for a network; `ValueError` for other shapes and types, and for NaN."
+    np = need('numpy')
+    if not isinstance(column, (Tensor, np.ndarray)):
+        column = np.array([_plain(p) for p in column])
+    x = torch.as_tensor(column)
+    if x.dtype != torch.uint8 and not x.is_floating_point():
+        raise ValueError(f"expected pictures in bytes (uint8) or floats, got {x.dtype}")
+    x = from_bytes(x).float()
+    x = x[:, None] if x.ndim == 3 else x
+    if x.ndim != 4:
+        wanted = '[n, rows, columns], or with channels in front of the rows or at the end'
+        raise ValueError(f"expected pictures {wanted}, got shape {tuple(x.shape)}")
+    if x.shape[-1] in (1, 3) and x.shape[1] not in (1, 2, 3):
+        x = x.movedim(-1, 1)
+    if not x.isfinite().all():
+        raise ValueError("expected finite pictures, got NaN or inf")
+    if x.abs().max() > 10:
+        reach = f"the pictures reach from {x.min():g} to {x.max():g}"
+        warnings.warn(f"{reach}; networks here expect about 0 to 1 (bytes are divided by 255)")
+    return x
+
+
+def _plain(picture):  # a NumPy array
+    "A PIL image without palette and transparency; 16 or 32 bits are not cut down."
+    mode = getattr(picture, 'mode', None)  # of a tensor: a method
+    if isinstance(mode, str) and mode not in ('L', 'RGB', 'F') and not mode.startswith('I'):
+        picture = picture.convert('L' if mode in ('1', 'LA', 'La') else 'RGB')
+    return need('numpy').asarray(picture)
+
+
+def columns_of(
+    data,  # datasets.Dataset, or a dict of columns: image (or images) and label (or labels)
+) -> tuple:  # pictures [n, channels, rows, columns] and labels [n]
+    "Pictures and labels of a data set; `ValueError` says what is missing, or wrong with them."
+    there = list(getattr(data, 'column_names', data))
+    names = [next((k for k in (one, f'{one}s') if k in there), None) for one in ('image', 'label')]
+    if None in names:
+        said = f"expected columns image and label, got {', '.join(map(str, there))}"
+        raise ValueError(f"{said}; of several splits name one, as in data['train']")
+    image, label = (_column(data, name) for name in names)
+    y = need('numpy').asarray(label)
+    if y.dtype.kind not in 'iu' or y.ndim != 1 or not len(y) or y.min() < 0:
+        wanted = 'expected labels [n], whole numbers from 0 on'
+        got = f"got {y.dtype} {list(y.shape)}: {y.tolist()!r:.40}"
+        raise ValueError(f"{wanted} (class_encode_column numbers names), {got}")
+    x, y = pictures(image), torch.from_numpy(y.astype('int64'))
+    if len(x) != len(y):
+        got = f"got {len(x):,} pictures and {len(y):,} labels"
+        raise ValueError(f"expected one label for each picture, {got}")
+    return x, y
+
+
+def _column(data, name: str):
+    "What a column holds; bytes as bytes, where NumPy's format makes int64 of them."
+    if isinstance(data, dict):
+        return data[name]
+    if data.format['type'] == 'custom':
+        return data[:][name]  # of a transform
+    feature, column = data.features[name], data.select_columns([name])
+    while hasattr(feature, 'feature'):
+        feature = feature.feature
+    if type(feature).__name__ == 'Image':
+        return column.with_format(None)[:][name]
+    array = column.with_format('numpy')[:][name]
+    is_bytes = getattr(feature, 'dtype', '') == 'uint8' and array.dtype != object
+    return array.astype('uint8') if is_bytes else array
+
+# %% ../../nbs/lab/48_train.ipynb #0000000e
+class BaseDeck(torch.utils.data.Dataset):
+    "Samples that are dealt in batches; a subclass says `mark` and `__getitems__`."
+
+    labels: Tensor  # [n]
+    seed: int | None = None  # of augmentation; None: none, as for validation
+    epoch: int = 0  # whose dice are thrown
+    until: float | None = None  # validation: accuracy that ends training; None: it goes on
+    few_shapes: bool = True  # of its batches: `torch_compile` compiles each for itself
+
+    def deal(self, epoch: int):
+        "Throw the dice of an epoch."
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, k: int) -> dict:  # a batch of one
+        return self.__getitems__([k])
+
+    def draw(self, index: list) -> tuple | None:  # what `dice` takes; None without a seed
+        "Where the dice of a batch stand, by the numbers of its samples."
+        return None if self.seed is None else (self.seed, self.epoch, int(index[0]))
+
+
+class Deck(BaseDeck):
+    "Images and labels in memory; with a seed, each epoch shifts every image by its own draw."
+
+    def __init__(self, data, seed: int | None = None, shift: int = 0):
+        "Data of `columns_of`; no seed: no augmentation; the largest shift, in pixels each way."
+        self.images, self.labels = columns_of(data)
+        self.seed, self.shift = seed, shift
+        self.deal(0)
+
+    def deal(self, epoch):
+        super().deal(epoch)
+        self.shifts = None
+        if self.seed is None or not self.shift:
+            return
+        die = dice(self.seed, epoch)
+        drawn = die.integers(-self.shift, self.shift + 1, (len(self), 2))
+        self.shifts = torch.from_numpy(drawn)
+
+    def mark(self) -> str:  # equal for equal data
+        return fingerprint(self.images, self.labels)
+
+    def __getitems__(self, index: list) -> dict:  # images, labels, draw: where the dice stand
+        images, labels = self.images[index], self.labels[index]
+        if self.shifts is not None:
+            images = shift_images(images, self.shifts[index])
+        return dict(images=images, labels=labels, draw=self.draw(index))
+
+# %% ../../nbs/lab/48_train.ipynb #00000012
+def mixup(
+    images: Tensor,  # [b, ...]
+    targets: Tensor,  # [b, n_classes], rows of probabilities
+    lam: float,  # share of the sample itself, in [0, 1]
+    partner: Tensor,  # [b], whom each sample is blended with
+) -> tuple:  # images and targets, blended
+    "Blend each sample and its target with its partner's (Zhang et al. 2017)."
+    return tuple(lam * x + (1 - lam) * x[partner] for x in (images, targets))
+
+
+class MixupCollator:
+    "Makes the trainer's batches: mixup for batches that carry a draw (training), none for others."
+
+    def __init__(self, n_classes: int, alpha: float = 0.2):
+        "The width of soft targets; alpha of the Beta distribution, 0: no mixup."
+        self.n_classes, self.alpha = n_classes, alpha
+
+    def __call__(self, batch: dict) -> dict:  # images and labels, ready for a network
+        images, labels, draw = batch['images'], batch['labels'], batch['draw']
+        if draw is None or not self.alpha:
+            return dict(images=images, labels=labels)
+        die = dice(*draw, 1)  # not the one behind the shifts
+        lam = die.beta(self.alpha, self.alpha)
+        partner = torch.from_numpy(die.permutation(len(labels)))
+        targets = F.one_hot(labels, self.n_classes).to(images.dtype)
+        images, targets = mixup(images, targets, lam, partner)
+        return dict(images=images, labels=targets)
+
 # %% ../../nbs/lab/48_train.ipynb #0000001a
-_top_momentum = {'paper': 0.999, 'notebook': 0.9, None: None}
-
-
-def _cycle_height(t: int, n_steps: int, warmup: float = 0.1) -> float:
-    "Height of the single cycle: a line up, half a cosine down (Heinsen 2019, 4.2)."
-    up = max(1, round(warmup * n_steps))
-    if t <= up:
-        return t / up
-    return (1 + math.cos(math.pi * min(1, (t - up) / max(1, n_steps - 1 - up)))) / 2
+_top_momentum = {'paper': 0.999, 'notebook': 0.9, None: None}  # a tenth less at the top of the rate
 
 
 class SingleCycle(LRScheduler):
-    "Learning rate and first momentum over one cycle; its step, all it knows, is checkpointed."
+    "Learning rate and first momentum: a line up, half a cosine down (Heinsen 2019, 4.2)."
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,  # with `betas`, such as RAdam
-        n_steps: int,  # steps of the run
-        lr: tuple = (1e-5, 5e-4),  # at the ends, at the top
-        warmup: float = 0.1,  # share of the steps that climb
-        momentum: str | None = 'paper',  # .999 -> .8991; 'notebook' .9 -> .81; None: left alone
-    ):
+    def __init__(self, optimizer, n_steps, lr=(1e-5, 5e-4), warmup=0.1, momentum='paper'):
+        "Rates at the ends and at the top; the share of the steps that climb; see `_top_momentum`."
         self.n_steps, self.warmup = n_steps, warmup
         self.lr_range, self.momentum = tuple(lr), momentum
         super().__init__(optimizer)
 
     def height(self) -> float:  # of the cycle at this step
-        return _cycle_height(self.last_epoch, self.n_steps, self.warmup)
+        t, up = self.last_epoch, max(1, round(self.warmup * self.n_steps))
+        down = min(1, (t - up) / max(1, self.n_steps - 1 - up))
+        return t / up if t <= up else (1 + math.cos(math.pi * down)) / 2
 
     def get_lr(self) -> list:  # one learning rate per parameter group
         low, high = self.lr_range
@@ -82,17 +262,21 @@ class Diverged(ValueError):
 _told = ('loss', 'loss_sd', 'accuracy', 'accuracy_sd')
 
 
+def _wide(device: torch.device) -> torch.dtype:  # the widest floats that it has
+    return torch.float32 if device.type == 'mps' else torch.float64
+
+
 class Moments:
     "Mean of loss and accuracy over samples, and their standard deviation over batches."
 
-    sums = 0  # of n · (1, l, l², r, r²) over batches of n samples
+    sums = 0  # of n · (1, l, l², r, r²) over batches of n samples; a list: of a seal
 
     def add(self, n: int, loss: Tensor, right: Tensor):
         "A batch of n samples: their mean loss [], the share [] of them that is read correctly."
-        wide = torch.float32 if loss.device.type == 'mps' else torch.float64
-        l, r = loss.detach().to(wide), right.to(wide)
+        on = dict(dtype=_wide(loss.device), device=loss.device)
+        l, r = loss.detach().to(**on), right.to(**on)
         new = n * torch.stack([torch.ones_like(l), l, l.square(), r, r.square()])
-        self.sums = new + torch.as_tensor(self.sums, dtype=wide, device=new.device)
+        self.sums = new + torch.as_tensor(self.sums, **on)
 
     def told(self):  # JSON-ready
         return self.sums.tolist() if isinstance(self.sums, Tensor) else self.sums
@@ -103,16 +287,16 @@ class Moments:
     def close(self, trainer=None) -> dict:
         "What the batches of all processes say, each weighted by its samples; then begin again."
         sums, self.sums = self.sums, 0
-        if not isinstance(sums, (Tensor, list)):
+        if isinstance(sums, int):
             return {}
         if trainer is not None and trainer.args.world_size > 1:
-            on = dict(device=trainer.args.device)
-            wide = torch.float32 if on['device'].type == 'mps' else torch.float64
-            sums = trainer.accelerator.reduce(torch.as_tensor(sums, dtype=wide, **on), 'sum')
-        n, l, ll, r, rr = sums.tolist() if isinstance(sums, Tensor) else sums
-        spread = lambda mean, square: max(0.0, square - mean**2) ** 0.5
-        l, ll, r, rr = l / n, ll / n, r / n, rr / n
-        return dict(zip(_told, (l, spread(l, ll), r, spread(r, rr))))
+            on = trainer.args.device
+            sums = torch.as_tensor(sums, dtype=_wide(on), device=on)
+            sums = trainer.accelerator.reduce(sums, 'sum')
+        n, *means = sums if isinstance(sums, list) else sums.tolist()
+        l, ll, r, rr = (x / n for x in means)
+        sd = lambda mean, square: max(0.0, square - mean**2) ** 0.5
+        return dict(zip(_told, (l, sd(l, ll), r, sd(r, rr))))
 
 
 def _share_right(logits: Tensor, labels: Tensor) -> Tensor:
@@ -340,9 +524,14 @@ honoured = frozenset(
     ddp_backend ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers
     ddp_timeout""".split()
 )  # of TrainingArguments
-_whole = dict(epochs=1, batch_size=1, shift=0, seed=0, save_steps=0)  # at least
+_whole = lambda least: (
+    lambda x: type(x) is int and least <= x < 2**32,
+    f'an integer >= {least}',
+)
 _most = sys.float_info.max
 _rules = dict(  # argument -> whether a value is fine, and what is expected
+    **dict.fromkeys(('epochs', 'batch_size'), _whole(1)),
+    **dict.fromkeys(('shift', 'seed', 'save_steps'), _whole(0)),
     lr=(lambda x: 0 < x[0] <= x[1] <= _most and len(x) == 2, 'two positive numbers, low and high'),
     warmup=(lambda x: 0 <= x <= 1, 'a number from 0 to 1'),
     momentum=(lambda x: x in list(_top_momentum), "'paper', 'notebook' or None"),
@@ -355,21 +544,17 @@ def check_recipe(
 ):
     "`ValueError` for the first argument of `fit` that makes no sense, with what was expected."
     for name, value in recipe.items():
-        if name in _whole:
-            fine = type(value) is int and _whole[name] <= value < 2**32
-            wanted = f'an integer >= {_whole[name]}'
-        elif name in _rules:
-            try:
-                is_fine, wanted = _rules[name]
-                fine = is_fine(value)
-            except (TypeError, IndexError):
-                fine = False
-        elif not (fine := name in honoured):
-            there = f"{', '.join([*_whole, *_rules])}; of TrainingArguments {', '.join(honoured)}"
+        if name in honoured:
+            continue
+        if name not in _rules:
+            there = f"{', '.join(_rules)}; of TrainingArguments {', '.join(honoured)}"
             why = 'the optimizer is RAdam, its schedule the single cycle (lr, warmup, momentum)'
             raise ValueError(f"{name} would be ignored: {why}; fit takes {there}")
-        if not fine:
-            raise ValueError(f"expected {name} to be {wanted}, got {value!r}")
+        is_fine, wanted = _rules[name]
+        with contextlib.suppress(TypeError, IndexError):
+            if is_fine(value):
+                continue
+        raise ValueError(f"expected {name} to be {wanted}, got {value!r}")
 
 
 def _arguments(folder: Path, recipe: dict, device: str | None = None, validate: bool = True):
@@ -405,19 +590,6 @@ def _arguments(folder: Path, recipe: dict, device: str | None = None, validate: 
     )
     return quiet_transformers().TrainingArguments(**{**usual, **more})
 
-# %% ../../nbs/lab/48_train.ipynb #a8faf579
-def _identity(net: nn.Module, decks: dict) -> dict:
-    "What a resumed run must have in common with the first, beside the recipe."
-    marks = {k: deck and deck.mark() for k, deck in decks.items()}
-    return dict(
-        network=type(net).__name__,
-        n_params=sum(p.numel() for p in net.parameters()),
-        architecture=fingerprint(net),
-        train_data=marks['training'],
-        valid_data=marks['validation'],
-        test_data=marks['test'],
-    )
-
 # %% ../../nbs/lab/48_train.ipynb #53f04e98
 class Stopped(KeyboardInterrupt):
     "Training was stopped by a signal; there is a checkpoint, and the message says how to go on."
@@ -432,6 +604,14 @@ def batch_on(
     "A batch as the trainer would make it."
     batch = collator(deck.__getitems__(index))
     return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+
+
+def _identity(net: nn.Module, decks: dict) -> dict:
+    "What a resumed run must have in common with the first, beside the recipe."
+    marks = {f'{k[:5]}_data': d and d.mark() for k, d in decks.items()}  # train, …
+    n_params = sum(p.numel() for p in net.parameters())
+    about = dict(network=type(net).__name__, n_params=n_params, architecture=fingerprint(net))
+    return about | marks
 
 
 def _try_out(net: nn.Module, batch: dict, name: str, top: int = 0, learn: bool = False) -> int:
