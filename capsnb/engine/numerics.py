@@ -182,7 +182,7 @@ def check_finite(
     "`ValueError` unless all are finite; where values cannot be read, nothing is asked."
     for name, t in given.items():
         if may_look(t) and not t.isfinite().all():
-            raise ValueError(f"{name} must be finite, got NaN or inf")
+            raise ValueError(f"{name} must be finite, got NaN or inf; fill padding with zeros")
 
 
 def check_capsule_values(

@@ -338,11 +338,7 @@ def _score_of_length(v: Tensor) -> Tensor:
 
 # %% ../../nbs/zoo/25_routers.ipynb #00000008
 class DynamicRouting(Router):
-    """Routing by agreement between scored capsules (Sabour 2017, procedure 1); R has no gradient.
-
-    >>> DynamicRouting(4, 4, 4, n_out=3)(torch.zeros(2, 8), torch.randn(2, 8, 4, 4)).mu.shape
-    torch.Size([2, 3, 4, 4])
-    """
+    "Routing by agreement between scored capsules (Sabour 2017, procedure 1); R has no gradient."
 
     linear = True
 
@@ -378,11 +374,7 @@ def _log_volume(W: Tensor, d_cov: int) -> Tensor:
 
 # %% ../../nbs/zoo/25_routers.ipynb #0000000a
 class EMRouting(Router):
-    """EM routing between scored capsules (Hinton 2018, procedure 1).
-
-    >>> EMRouting(4, 4, 4, n_out=3)(torch.zeros(2, 8), torch.randn(2, 8, 4, 4)).mu.shape
-    torch.Size([2, 3, 4, 4])
-    """
+    "EM routing between scored capsules (Hinton 2018, procedure 1)."
 
     def own(
         self,

@@ -4,6 +4,7 @@
 
 # %% ../../nbs/zoo/28_vectors.ipynb #00000002
 from __future__ import annotations
+import math
 from typing import Callable, NamedTuple, Sequence
 import torch
 import torch.nn.functional as F
@@ -69,7 +70,7 @@ def definable_routing(
 class VectorRouting(nn.Module):
     """Vectors to vectors without votes in memory (`EfficientVectorRouting` of Heinsen 2022).
 
-    `mask` [..., i, j] is True where an input is hidden from an output; padding has scores of -inf.
+    `mask` is True where an input is hidden: [..., i] from all, as padding, or [..., i, j] from one.
 
     >>> VectorRouting(8, 3, 32, 16)(torch.randn(2, 8, 32)).shape
     torch.Size([2, 3, 16])
@@ -141,16 +142,22 @@ class VectorRouting(nn.Module):
         pairs = x.shape[-2], self.n_out
         if mask is not None and (mask.dtype != torch.bool or mask.shape[-2:] != pairs):
             wrong = f"{mask.dtype} {tuple(mask.shape)}"
-            raise ValueError(f"mask must be bool [..., {pairs[0]}, {pairs[1]}], got {wrong}")
+            wanted = f"{tuple(x.shape[:-1])} or [..., {pairs[0]}, {pairs[1]}]"
+            raise ValueError(f"mask must be bool {wanted}, got {wrong}")
 
     def forward(
         self,
         x: Tensor,  # [..., i, d] inputs, finite
-        mask: Tensor | None = None,  # [..., i, j] True: this input is hidden from this output
+        mask: Tensor | None = None,  # bool [..., i] or [..., i, j], True: this input is hidden
         scores: Tensor | None = None,  # [..., i] log-odds that an input is there; None: 0
         return_credit: bool = False,  # whether to return credit and shares too
     ) -> Tensor | Credited:  # outputs [..., j, h] (and phi, R [..., i, j])
         "Route inputs to outputs; `ValueError` if they do not fit."
+        if mask is not None and mask.dtype == torch.bool and mask.shape == x.shape[:-1]:
+            scores = (x.new_zeros(mask.shape) if scores is None else scores).masked_fill(
+                mask, -math.inf
+            )
+            mask = None
         self._check(x, mask, scores)
         scale = self.scale(x, scores)
         a = scale * (x * self.W_A).sum(-1) + self.B_A
