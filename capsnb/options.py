@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 from pathlib import Path
@@ -55,6 +56,7 @@ def options_of(function) -> dict:  # name -> inspect.Parameter
     return made
 
 
+@functools.cache
 def fields_of(place: str) -> dict:  # name -> inspect.Parameter
     "Options of a dataclass, 'lab.digits:Digits', whose module is read, not run: it needs PyTorch."
     module, _, name = place.partition(':')

@@ -98,7 +98,7 @@ def test_weak_and_absent_inputs_are_routed_as_their_votes_in_float64(
 
 
 def test_the_tables_of_many_sizes_are_not_all_kept():
-    layer = ConvCaps(1, 1, 2, d_cov=1, d_inp=2, d_out=2)
+    layer = ConvCaps(1, 1, 2, d_cov=2, d_inp=2, d_out=2)
     for n in range(2, 40):
-        layer(torch.rand(1, n, n, 1), torch.randn(1, n, n, 1, 1, 2))
+        layer(torch.rand(1, n, n, 1), torch.randn(1, n, n, 1, 2, 2))
     assert len(layer._tables) == 16 and (39, 39, 'cpu') in layer._tables

@@ -25,8 +25,15 @@ def same(l, a, mu, tol=1e-11):
         assert error_to(got, w) <= tol or (got - w).abs().max() < 1e-15  # the rounding of a zero
 
 
-@pytest.mark.parametrize('pose', [(1, 1, 1), (4, 4, 4), (1, 16, 16), (3, 2, 7), (5, 4, 4)])
-@pytest.mark.parametrize('dtype', [f64, torch.float32])
+@pytest.mark.parametrize(
+    'pose, dtype',
+    [
+        ((1, 1, 1), f64),
+        ((5, 4, 4), f64),
+        ((3, 2, 7), torch.float32),
+        ((1, 16, 16), torch.float32),
+    ],
+)
 def test_poses_of_any_size(pose, dtype):
     "their numbers fill vectors, leave some over, or need more than one"
     c, d, h = pose
@@ -104,7 +111,7 @@ def with_shares(l, a, mu, **kw):
     return [*out, *grads]
 
 
-@pytest.mark.parametrize('pose', [(4, 4, 4), (1, 16, 16), (2, 3, 2)])
+@pytest.mark.parametrize('pose', [(4, 4, 4), (1, 16, 16)])
 @pytest.mark.parametrize('kw', [{}, dict(coordinates=False, act='pi'), dict(n_iters=1)])
 def test_class_capsules_are_one_field(pose, kw, monkeypatch):
     "with coordinates as further columns of the poses; shares and their gradients too"

@@ -148,7 +148,7 @@ def test_pitfall_1_finite_with_one_child_and_at_the_extremes(plan, eps):
     'make, n',
     [
         (lambda **kw: ConvCaps(2, 3, **kw), 16),
-        (lambda **kw: ClassCaps(2, 3, 1, 9, 9, **kw), 9),
+        (lambda **kw: ClassCaps(2, 3, 3, 3, 3, **kw), 9),
         (lambda **kw: ConvCaps(2, 3, d_cov=1, d_inp=1, d_out=1, **kw), 1),
     ],
 )

@@ -101,13 +101,15 @@ def gradients(net, f, x, **kw):
     return outs + [p.grad for p in net.parameters()]
 
 
-@pytest.mark.slow
+marks = dict(none=pytest.mark.long, hard=pytest.mark.long, soft=pytest.mark.slow)
+of_labels = dict(none=None, hard=one_class, soft=all_classes)
+graphs = [pytest.param(n, of_labels[k], marks=m) for n in with_labels for k, m in marks.items()]
+graphs.append(pytest.param('SSTNet blended', None, marks=pytest.mark.slow))
+
+
 @pytest.mark.graphs
-@pytest.mark.parametrize('labels', [None, one_class, all_classes], ids=['none', 'hard', 'soft'])
-@pytest.mark.parametrize('name', networks)
+@pytest.mark.parametrize('name, labels', graphs)
 def test_a_network_is_one_graph_forward_and_back(name, labels):
-    if labels is not None and name not in with_labels:
-        pytest.skip('its labels are an argument already')
     net, x = made(name)
     net, x = net.double(), [v.double() if v is not None and v.is_floating_point() else v for v in x]
     kw = {} if labels is None else dict(labels=labels)

@@ -163,7 +163,7 @@ def test_dtypes_agree(name, seed, i):
 fields = dict(
     conv=lambda: ConvCaps(3, 2, K=3, stride=2, d_inp=3, d_out=2, d_cov=2),
     dense=lambda: ConvCaps(3, 2, K=1, d_inp=3, d_out=2, d_cov=2),
-    classes=lambda: ClassCaps(3, 2, d_inp=3, d_out=4, d_cov=2),
+    classes=lambda: ClassCaps(3, 2, d_inp=3, d_out=2, d_cov=2),
 )
 
 

@@ -250,8 +250,10 @@ nets = {
     'dynamic_routing': partial(function, lambda V: dynamic_routing(V)[:2], (6, 4, 2)),
     'route_capsules': partial(function, lambda *x: route_capsules(*x)[:2], (6, 2), (6, 4, 2, 2)),
 }
-ones = ['dynamic_routing']  # the others are slow in graphs
-in_graphs = [n if n in ones else pytest.param(n, marks=pytest.mark.slow) for n in nets]
+marks = {'dynamic_routing': ()}  # the others are slow in graphs, and many are of one kind
+of_a_kind = 'moments', 'stream own', 'conv tiles', 'classes', 'em fields', 'route_capsules'
+marks |= dict.fromkeys(of_a_kind, pytest.mark.slow)
+in_graphs = [pytest.param(n, marks=marks.get(n, pytest.mark.long)) for n in nets]
 
 
 def made(name, n=3, dtype=f64):

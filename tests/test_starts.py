@@ -56,13 +56,17 @@ def test_two_classes_begin_with_five(place, tmp_path):
     assert not torch.equal(begun['routings.0.W_F2'], new['routings.0.W_F2'])
 
 
-def test_a_run_goes_on_only_from_its_own_start(place, tmp_path):
-    kw = dict(epochs=1, **quiet)
-    one = train(task(place, 'sst2'), 'vectors', tmp_path, start=place / 'vectors', **kw)
+def test_a_run_goes_on_only_from_its_own_start_but_without_it(place, tmp_path):
+    "a run that has begun needs its start no more"
+    shutil.copytree(place / 'vectors', tmp_path / 'start')
+    kw = dict(epochs=1, start=tmp_path / 'start', **quiet)
+    one = train(task(place, 'sst2'), 'vectors', tmp_path / 'run', **kw)
+    shutil.rmtree(tmp_path / 'start')
     again = dict(kw, resume=True)
-    assert train(task(place, 'sst2'), 'vectors', tmp_path, start=place / 'vectors', **again) == one
-    with pytest.raises(ValueError, match='start'):
-        train(task(place, 'sst2'), 'vectors', tmp_path, **again)
+    assert train(task(place, 'sst2'), 'vectors', tmp_path / 'run', **again) == one
+    for start, out in ((None, 'run'), (tmp_path / 'start', 'other')):
+        with pytest.raises((ValueError, OSError), match='start'):
+            train(task(place, 'sst2'), 'vectors', tmp_path / out, **again | dict(start=start))
 
 
 @pytest.mark.parametrize(
@@ -85,18 +89,6 @@ def test_other_layers_are_no_start(place):
     with pytest.raises(ValueError, match='a run cannot begin with itself'):
         own = dict(start=place / 'sstnet', overwrite=True)
         train(task(place, 'sst5'), 'sstnet', place / 'sstnet', **own, **quiet)
-
-
-def test_a_start_that_is_gone(place, tmp_path):
-    "a run that has begun needs it no more"
-    for name in ('start', 'start2'):
-        shutil.copytree(place / 'vectors', tmp_path / name)
-    kw = dict(epochs=1, start=tmp_path / 'start', **quiet)
-    one = train(task(place, 'sst2'), 'vectors', tmp_path / 'run', **kw)
-    shutil.rmtree(tmp_path / 'start')
-    assert train(task(place, 'sst2'), 'vectors', tmp_path / 'run', resume=True, **kw) == one
-    with pytest.raises((ValueError, OSError), match='start'):
-        train(task(place, 'sst2'), 'vectors', tmp_path / 'other', resume=True, **kw)
 
 
 @pytest.mark.slow

@@ -128,7 +128,7 @@ def test_narrow_wholes_far_from_the_origin(far):
 cases = {
     'one of all': dict(size=(1, 1), K=1, J=1, T=1, floor=[0.0, 2.0**-7, 2.0**-7]),
     'padding': dict(b=3, size=(1, 1), padding=1, pose=(1, 2, 1)),
-    'stride 2': dict(size=(5, 5), K=3, stride=2, J=9, pose=(1, 3, 2)),
+    'stride 2': dict(size=(5, 5), K=3, stride=2, pose=(1, 3, 2)),
     'overlap of 3×3': dict(size=(2, 3), K=3, padding=1, pose=(1, 2, 2)),
     'parts in no field, R': dict(K=1, stride=2, I=2, pose=(1, 2, 2), shares=True),
     'empty places, R, once': dict(size=(2, 2), padding=1, pose=(1, 2, 1), T=1, shares=True),
@@ -193,7 +193,6 @@ def test_ops_are_ops(kind):
     with interpreting():
         torch.library.opcheck(loops._op.forward, (*given, *rules), test_utils=checks)
         inputs = [given[k] for k in real]
-        assert torch.autograd.gradcheck(of_real, inputs, fast_mode=True)
         assert torch.autograd.gradgradcheck(of_real, inputs, fast_mode=True)
 
 
@@ -383,9 +382,12 @@ def ahead(launch, cap=90):
     return compile(source, target=GPUTarget('cuda', cap, 32), options=options)
 
 
+minutes = 'large maps', 'own large maps', 'four columns', 'fields', 'coordinates'
+marks = {k: pytest.mark.long if k in minutes else pytest.mark.slow for k in compiled}
+
+
 @needs_triton
-@pytest.mark.slow
-@pytest.mark.parametrize('name', compiled)
+@pytest.mark.parametrize('name', [quick(k, marks=marks[k]) for k in compiled])
 def test_compiled_ahead_without_spills(name, tmp_path):
     import triton
 

@@ -99,15 +99,15 @@ def plan(
 
 
 def _spread(rows: Tensor, pairs: int, key: str) -> Tensor:  # indices of a draw, toys take turns
-    keys = [f"{key}/{'/'.join(map(str, row))}" for row in rows.tolist()]
+    rows, turns, order = rows.tolist(), {}, []
+    keys = [f"{key}/{'/'.join(map(str, row))}" for row in rows]
     chance = [hashlib.blake2b(o.encode(), digest_size=8).digest() for o in keys]
-    turns, order = {}, []
     for at in sorted(range(len(rows)), key=chance.__getitem__):
-        toy = tuple(rows[at, :2].tolist())
+        toy = tuple(rows[at][:2])
         turns[toy] = turns.get(toy, -1) + 1
         order.append((turns[toy], at))  # all toys' first draws, then all their second ones
-    first = sorted(range(len(order)), key=lambda n: (order[n][0], n))[:pairs]
-    return torch.tensor(sorted(order[n][1] for n in first))
+    first = sorted(order, key=lambda o: o[0])[:pairs]
+    return torch.tensor(sorted(at for _, at in first))
 
 # %% ../../nbs/data/34_toys.ipynb #0000006b
 version = 2  # of the pictures: another number for any change that changes a byte

@@ -513,7 +513,9 @@ def _trainer(net, decks: dict, args, recipe: dict, collator, hooks: RunHooks, **
     vars(trainer).update(cycle=cycle, hooks=hooks, held=Moments(), **own)
     trainer.remove_callback(tf.PrinterCallback)
     trainer.model_accepts_loss_kwargs = False  # a loss is a mean over its batch, whatever else
-    return trainer  # the network takes: divide when accumulating
+    # the network takes: divide when accumulating
+    trainer.accelerator.free_memory = lambda *_: None  # a search of all memory: half a second
+    return trainer
 
 # %% ../../nbs/lab/48_train.ipynb #7f9e84fc
 honoured = frozenset(
