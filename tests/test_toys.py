@@ -167,7 +167,7 @@ def test_checksum():
 
 
 @every_toy
-@pytest.mark.parametrize('seed', [0, 1])
+@pytest.mark.parametrize('seed', [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_toys_are_sound(category, seed):
     flat = [build_toy(category, i, seed) for i in range(10)]
     for i, toy in enumerate(flat):
@@ -209,7 +209,7 @@ def test_goes_on_after_a_kill(tmp_path, monkeypatch):
     env = dict(os.environ, PYTHONPATH=str(root))
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
     assert done.returncode == 9, done.stderr
-    folder = cache_of('train', 16, one_view, 0, World(), tmp_path / 'a')
+    folder = cache_of('train', 16, plan('train', one_view), 0, World(), tmp_path / 'a')
     assert (n := len(list(folder.glob('*.bin')))) == 7
     (folder / '0-4.bin.0a.tmp').write_text('left by a killed process')
     drawn, draw = [], toys.draw
@@ -237,7 +237,7 @@ def test_two_at_the_same_time(tmp_path, monkeypatch):
 def test_no_damaged_byte_passes(tmp_path, where):
     ask = dict(split='train', subset=dict(one_view, category=[1]), cache=tmp_path, **tiny)
     toys_tensors(**ask)
-    path = cache_of('train', 16, ask['subset'], 0, World(), tmp_path) / '1-7.bin'
+    path = cache_of('train', 16, plan('train', ask['subset']), 0, World(), tmp_path) / '1-7.bin'
     raw = bytearray(path.read_bytes())
     if where is not None:
         raw[where] ^= 4
@@ -248,10 +248,10 @@ def test_no_damaged_byte_passes(tmp_path, where):
 
 
 def test_every_question_has_a_place_of_its_own(tmp_path, monkeypatch):
-    ask = ('train', 96, None, 0, World())
+    few, ask = plan('train', 100), ('train', 96, plan('train', 200), 0, World())
     assert cache_of(*ask).parent == tmp_path / 'xdg' / 'capsnb' / 'toys'
-    others = [('test', *ask[1:]), ('train', 48, *ask[2:]), ('train', 96, 100, 0, World())]
-    others += [('train', 96, None, 1, World()), (*ask[:4], World(noise=1.0))]
+    others = [('test', *ask[1:]), ('train', 48, *ask[2:]), ('train', 96, few, 0, World())]
+    others += [(*ask[:3], 1, World()), (*ask[:4], World(noise=1.0))]
     assert len({cache_of(*o).name for o in (ask, *others)}) == 6
 
 

@@ -116,7 +116,7 @@ version = 2  # of the pictures: another number for any change that changes a byt
 def cache_of(
     split: str,  # 'train' or 'test'
     size: int,  # pixels per side
-    subset: int | dict | None,  # as for `plan`
+    rows: Tensor,  # of `plan`
     seed: int,  # which fifty toys
     world: World,  # knobs of difficulty
     cache: str | Path | None = None,  # None: XDG_CACHE_HOME or ~/.cache, capsnb/toys
@@ -124,7 +124,6 @@ def cache_of(
     "Where a split is kept; `ValueError` as for `load_toys`."
     check_world(world, seed)
     _check_size(size)
-    rows = plan(split, subset, seed)
     made = [version, 'a file a toy', size, seed, split, list(world), rows.tolist()]
     root = Path(cache) if cache is not None else cache_folder('toys')
     return root.expanduser() / f"{split}-{size}-{len(rows)}-{_hash(json.dumps(made))[:12]}"
@@ -200,7 +199,8 @@ def toys_tensors(
     >>> toys_tensors('test', size=16, subset=5, progress=False)[0].shape
     torch.Size([5, 2, 16, 16])
     """
-    folder, rows = cache_of(split, size, subset, seed, world, cache), plan(split, subset, seed)
+    rows = plan(split, subset, seed)
+    folder = cache_of(split, size, rows, seed, world, cache)
     images = _pictures(folder, rows, size, seed, world, workers, progress)
     views = torch.stack([view_matrix(30 + 5 * e) for e in range(9)]).float()
     where, back = rows[:, [0, 1, 3]].unique(dim=0, return_inverse=True)
