@@ -30,8 +30,8 @@ from .lab.capsnet import CapsNet as CapsNet
 from .lab.capsnet import EfficientCapsNet as EfficientCapsNet
 from .lab.digits import Digits as Digits
 from .lab.hub import RoutingClassifier as RoutingClassifier
-from .lab.losses import margin_loss as margin_loss
-from .lab.losses import spread_loss as spread_loss
+from .lab.capsnet import margin_loss as margin_loss
+from .lab.matrix_caps import spread_loss as spread_loss
 from .lab.matrix_caps import MatrixCapsNet as MatrixCapsNet
 from .lab.objects import Photographs as Photographs
 from .lab.objects import SmallNORB as SmallNORB

@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 from capsnb.lab.capsnet import CapsNet, EfficientCapsNet
 from capsnb.lab.capsnet import _fill, published_norb
-from capsnb.lab.losses import margin_loss
+from capsnb.lab.capsnet import margin_loss
 from capsnb.routing.dynamic import dynamic_routing_ref
 
 tiny = dict(n_classes=3, image_shape=(1, 8, 8), channels=8, kernels=(3, 3), stride=2)

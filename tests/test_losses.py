@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
-from capsnb.lab.losses import activation_cross_entropy, margin_loss, spread_loss
+from capsnb.lab.capsnet import margin_loss
+from capsnb.lab.matrix_caps import activation_cross_entropy, spread_loss
 
 f64 = torch.float64
 

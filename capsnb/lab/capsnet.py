@@ -15,12 +15,11 @@ from ..data.files import regular
 from ..engine.dynamic import route_capsules
 from ..engine.numerics import at_least_1
 from ..routing.dynamic import squash
-from .losses import class_shares, margin_loss
-from .vision import HubMixin, as_images
+from .vision import HubMixin, as_images, class_shares, reduced
 from ..zoo.onestep import agree_once, squash_exp
 
 # %% auto #0
-__all__ = ['published_norb', 'CapsNet', 'EfficientCapsNet']
+__all__ = ['published_norb', 'margin_loss', 'CapsNet', 'EfficientCapsNet']
 
 # %% ../../nbs/lab/44_capsnet.ipynb #00000006
 class VectorCaps(nn.Module):
@@ -71,6 +70,26 @@ class Decoder(nn.Module):
         share: Tensor,  # [..., j] weight of each; one-hot: all others are masked
     ) -> Tensor:  # [..., channels, rows, columns] in [0, 1]
         return self.layers((v * share[..., None]).flatten(-2)).unflatten(-1, self.image_shape)
+
+# %% ../../nbs/lab/44_capsnet.ipynb #0000000e
+def margin_loss(
+    a: Tensor,  # [..., k] activations of the classes (or lengths of capsules)
+    target: Tensor,  # [...] class numbers, or [..., k] weights, which need not sum to 1
+    above: float = 0.9,  # a present class should be at least this active
+    below: float = 0.1,  # an absent one at most this
+    absent: float = 0.5,  # weight of absent classes
+    reduction: str = 'mean',  # 'mean', 'sum' or 'none', over samples
+) -> Tensor:  # a number, or [...] without reduction
+    """Each class for itself: present ones above, absent ones below a margin (Sabour 2017, eq. 4).
+
+    >>> margin_loss(torch.tensor([[0.7, 0.1, 0.4]]), torch.tensor([0]))  # .2² + .3²/2
+    tensor(0.0850)
+    """
+    if not 0 <= below <= above <= 1:
+        raise ValueError(f"margins must be 0 <= below <= above <= 1, got {below!r} and {above!r}")
+    T = class_shares(target, a, sums_to_1=False)
+    there, not_there = (above - a).clamp_min(0).square(), (a - below).clamp_min(0).square()
+    return reduced((T * there + absent * (1 - T) * not_there).sum(-1), reduction)
 
 # %% ../../nbs/lab/44_capsnet.ipynb #3f60b9d4
 @from_generator

@@ -13,13 +13,63 @@ from ..core import from_generator
 from ..routing.em import as_schedule, inverse_temperature
 from ..engine.layers import Caps, ClassCaps, ConvCaps, PrimaryCaps
 from ..engine.layers import at_least_1, _check_compete, field_centres, _layer_floor
-from .losses import activation_cross_entropy, authors_margin, linear_margin
-from .losses import margin_loss, spread_loss
+from .capsnet import margin_loss
 from .vision import ConvTrunk, HubMixin, Scores, answer, as_images, norb_trunk
+from .vision import class_shares, reduced
 from ..engine.dstep import CapsNorm
 
 # %% auto #0
-__all__ = ['MatrixCapsNet']
+__all__ = ['spread_loss', 'linear_margin', 'authors_margin', 'activation_cross_entropy', 'MatrixCapsNet']
+
+# %% ../../nbs/lab/45_matrix_caps.ipynb #00000008
+def spread_loss(
+    a: Tensor,  # [..., k] activations of the classes
+    target: Tensor,  # [...] class numbers, or [..., k] weights of the classes
+    margin: float = 0.9,  # smallest gap that costs nothing, in (0, 1]
+    reduction: str = 'mean',  # 'mean', 'sum' or 'none', over samples
+) -> Tensor:  # a number, or [...] without reduction
+    """Squared shortfall of the gaps between the right class and all others (Hinton 2018, eq. 3).
+
+    >>> spread_loss(torch.tensor([[0.9, 0.1, 0.3]]), torch.tensor([0]))  # .1² + .3²
+    tensor(0.1000)
+    """
+    if not 0 < margin <= 1:
+        raise ValueError(f"margin must lie in (0, 1], got {margin!r}")
+    p = class_shares(target, a)
+    short = (margin - (a[..., :, None] - a[..., None, :])).clamp_min(0).square()  # [..., t, i]
+    off = 1 - torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+    return reduced((p[..., None] * short * off).sum((-2, -1)), reduction)
+
+
+def linear_margin(
+    step: int,  # steps taken so far
+    n_steps: int,  # step from which the margin is .9
+) -> float:  # margin, from .2
+    "Margin of the spread loss at a step (Hinton 2018, section 4.1)."
+    f = min(step / n_steps, 1.0)
+    return (1 - f) * 0.2 + f * 0.9
+
+
+def authors_margin(
+    step: int,  # steps taken so far
+) -> float:  # margin, from .214 to .99
+    "The margin of the paper authors' code, a sigmoid over some 400,000 steps."
+    return 0.2 + 0.79 / (1 + math.exp(-min(10.0, step / 50_000 - 4)))
+
+
+def activation_cross_entropy(
+    a: Tensor,  # [..., k] activations of the classes, in [0, 1]
+    target: Tensor,  # [...] class numbers, or [..., k] weights of the classes
+    of: str = 'share',  # of a class's 'share' of all activation, or of the 'softmax' of activations
+    reduction: str = 'mean',  # 'mean', 'sum' or 'none', over samples
+    eps: float = 1e-6,  # added to every activation under 'share', so that none is impossible
+) -> Tensor:  # a number, or [...] without reduction, nats
+    "Cross-entropy for activations that are no logits (Hinton 2018, Table 1, CrossEnt)."
+    if of not in ('share', 'softmax'):
+        raise ValueError(f"of must be 'share' or 'softmax', got {of!r}")
+    p = class_shares(target, a)
+    log_p = torch.log_softmax((a.clamp_min(0) + eps).log() if of == 'share' else a, -1)
+    return reduced(-(p * log_p).sum(-1), reduction)
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #00000005
 class Preset(NamedTuple):

@@ -24,7 +24,6 @@ from torch import nn, Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from ..core import from_bytes, need, pick_device, run_record
 from ..engine.numerics import keep_freed_memory
-from .losses import quality
 import capsnb.lab.runs as folders
 from .runs import checkpoints_in, first_process, read_seal, run_folder
 
@@ -592,6 +591,26 @@ def _arguments(folder: Path, recipe: dict, device: str | None = None, validate: 
     )
     return quiet_transformers().TrainingArguments(**{**usual, **more})
 
+# %% ../../nbs/lab/48_train.ipynb #5b1a804b
+def _quality(logits: Tensor, labels: Tensor, n_bins: int = 15) -> dict:
+    "Of logits [n, k] and labels [n]: log-loss in nats, mean distance of confidence and accuracy."
+    sure, guess = torch.softmax(logits.double(), -1).max(-1)
+    bins = (sure * n_bins).long().clamp_max(n_bins - 1)
+    gap = sure - (guess == labels).double()
+    gaps = torch.zeros(n_bins, dtype=torch.double).index_add(0, bins, gap)
+    loss = F.cross_entropy(logits.double(), labels)
+    return dict(log_loss=loss.item(), calibration=gaps.abs().sum().item() / len(labels))
+
+
+def _tested(found) -> dict:
+    "Accuracy, log-loss and calibration of what a Trainer predicted on test data."
+    logits, labels = map(torch.as_tensor, (found.predictions, found.label_ids))
+    if labels.shape != logits.shape[:-1]:
+        labels = labels.argmax(-1)
+    told = _quality(logits.flatten(0, -2), labels.flatten())
+    told = {f'test_{k}': v for k, v in told.items()}
+    return dict(test_accuracy=found.metrics['test_accuracy'], **told)
+
 # %% ../../nbs/lab/48_train.ipynb #53f04e98
 class Stopped(KeyboardInterrupt):
     "Training was stopped by a signal; there is a checkpoint, and the message says how to go on."
@@ -780,16 +799,6 @@ def _finish(trainer, folder: Path, settings: dict, test, note: dict | None) -> d
         folders.write_end(folder, metrics, note)
     _wait_for_all(trainer.args)
     return folders.check_end(folder)
-
-
-def _tested(found) -> dict:
-    "Accuracy, log-loss and calibration of what a Trainer predicted on test data."
-    logits, labels = map(torch.as_tensor, (found.predictions, found.label_ids))
-    if labels.shape != logits.shape[:-1]:
-        labels = labels.argmax(-1)
-    told = quality(logits.flatten(0, -2), labels.flatten())
-    told = {f'test_{k}': v for k, v in told.items()}
-    return dict(test_accuracy=found.metrics['test_accuracy'], **told)
 
 
 def fit(

@@ -16,7 +16,6 @@ from ..core import from_generator, need
 from ..data.files import regular
 from ..engine.dstep import CapsNorm, Routing
 from ..engine.numerics import at_least_1, autocasting, may_look
-from .losses import class_shares, reduced
 from ..routing.dstep import Routed
 from ..zoo.routers import all_routings, routing_layer
 
@@ -110,6 +109,50 @@ class CapsuleHeads(nn.Module):
         a, mu, size = self.compute_a(x), self.compute_mu(x), dict(c=self.d_cov, d=self.d_inp)
         mu = rearrange(mu, 'b (t c d) m n -> b (t m n) c d', **size)
         return rearrange(a, 'b t m n -> b (t m n)'), mu
+
+# %% ../../nbs/lab/43_vision.ipynb #00000005
+def class_shares(
+    labels: Tensor,  # [...] class numbers; or [..., k] weights in [0, 1]: one-hot, soft or several
+    a: Tensor,  # [..., k] scores or activations of the classes
+    sums_to_1: bool = True,  # whether weights must
+    at_once: bool = False,  # whether [..., m], m ≠ k, may be m class numbers of one sample
+) -> Tensor:  # [..., k] weights of the classes, in the dtype of a
+    "Labels of every form and dtype as weights; `ValueError` says what was expected and what came."
+    if not a.ndim or not a.is_floating_point():
+        raise ValueError(f"a must be floating point [..., k], got {a.dtype} {tuple(a.shape)}")
+    if not isinstance(labels, Tensor):
+        raise ValueError(f"labels must be a tensor, got {type(labels).__name__}")
+    lead, k, look = a.shape[:-1], a.shape[-1], may_look(labels) and labels.numel()
+    low, high = (v.item() for v in torch.aminmax(labels)) if look else (0, 0)
+    if labels.shape == a.shape:
+        if not (low >= 0 and high <= 1 + 1e-6):
+            raise ValueError(f"weights of classes must lie in [0, 1], got {low} to {high}")
+        eps = torch.finfo(labels.dtype).eps if labels.is_floating_point() else 0
+        off = (labels.sum(-1) - 1).abs().max().item() if look and sums_to_1 else 0
+        if off > 8 * k * eps:
+            raise ValueError(f"weights of classes must sum to 1, some are off by {off:.3g}")
+        return labels.to(a.dtype)
+    several = at_once and labels.ndim == a.ndim and labels.shape[:-1] == lead and labels.shape[-1]
+    whole = not labels.is_floating_point() and labels.dtype != torch.bool
+    if not whole or not (several or labels.shape == lead):
+        told = f"class numbers {[*lead]} or weights {[*a.shape]} of the classes"
+        raise ValueError(f"expected {told}, got {labels.dtype} {[*labels.shape]}")
+    if low < 0 or high >= k:
+        raise ValueError(f"class numbers must lie in [0, {k}), got {low} to {high}")
+    at = labels.long() if several else labels.long()[..., None]
+    return torch.zeros_like(a).scatter(-1, at, 1)
+
+
+def reduced(
+    loss: Tensor,  # [...] losses of the samples
+    reduction: str = 'mean',  # 'mean', 'sum' or 'none'
+) -> Tensor:  # a number, or the losses as they are
+    "Mean over samples, sum, or neither; `ValueError` for any other word, and for the mean of none."
+    if reduction not in ('mean', 'sum', 'none'):
+        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+    if reduction == 'mean' and not loss.numel():
+        raise ValueError("expected at least one sample to learn from, got an empty batch")
+    return loss if reduction == 'none' else getattr(loss, reduction)()
 
 # %% ../../nbs/lab/43_vision.ipynb #bb8162dd
 @from_generator
