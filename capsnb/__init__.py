@@ -11,8 +11,15 @@ _names = {  # room -> its public names; PyTorch, which all need, takes seconds
     'engine.em': ['em_routing'],
     'engine.dynamic': ['dynamic_routing', 'route_capsules'],
     'engine.layers': ['ClassCaps', 'ConvCaps', 'PrimaryCaps'],
-    'zoo.routers': ['Router', 'DynamicRouting', 'EMRouting', 'routing_layer', 'all_routings'],
-    'zoo.blocks': ['RoutedPool', 'RoutingBlock'],
+    'zoo.routers': [
+        'Router',
+        'DynamicRouting',
+        'EMRouting',
+        'RoutedPool',
+        'RoutingBlock',
+        'routing_layer',
+        'all_routings',
+    ],
     'zoo.vectors': ['VectorRouting'],
     'zoo.bayes': ['BayesRouting'],
     'zoo.noise': [

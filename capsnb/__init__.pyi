@@ -70,8 +70,8 @@ from .routing.scene import draw_parts as draw_parts
 from .routing.scene import draw_votes as draw_votes
 from .routing.scene import make_scene as make_scene
 from .zoo.bayes import BayesRouting as BayesRouting
-from .zoo.blocks import RoutedPool as RoutedPool
-from .zoo.blocks import RoutingBlock as RoutingBlock
+from .zoo.routers import RoutedPool as RoutedPool
+from .zoo.routers import RoutingBlock as RoutingBlock
 from .zoo.noise import DirectionRouting as DirectionRouting
 from .zoo.noise import FullRouting as FullRouting
 from .zoo.noise import HardKMeans as HardKMeans
