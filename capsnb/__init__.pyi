@@ -28,7 +28,7 @@ from .lab.assembly import similarity as similarity
 from .lab.assembly import vote_density as vote_density
 from .lab.capsnet import CapsNet as CapsNet
 from .lab.capsnet import EfficientCapsNet as EfficientCapsNet
-from .lab.digits import Digits as Digits
+from .lab.tasks import Digits as Digits
 from .lab.hub import RoutingClassifier as RoutingClassifier
 from .lab.capsnet import margin_loss as margin_loss
 from .lab.matrix_caps import spread_loss as spread_loss

@@ -166,7 +166,7 @@ def on_the_fly(
 ): ...
 
 
-digits = ('lab.digits:Digits',)
+digits = ('lab.tasks:Digits',)
 objects = ('lab.objects:Objects',)
 photographs = *objects, 'lab.objects:Photographs'
 own = tuple(f'lab.own:Own{kind}' for kind in ('Task', 'Pictures', 'Table', 'Texts'))

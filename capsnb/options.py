@@ -58,7 +58,7 @@ def options_of(function) -> dict:  # name -> inspect.Parameter
 
 @functools.cache
 def fields_of(place: str) -> dict:  # name -> inspect.Parameter
-    "Options of a dataclass, 'lab.digits:Digits', whose module is read, not run: it needs PyTorch."
+    "Options of a dataclass, 'lab.tasks:Digits', whose module is read, not run: it needs PyTorch."
     module, _, name = place.partition(':')
     path = Path(__file__).parent.joinpath(*module.split('.')).with_suffix('.py')
     source = path.read_text(encoding='utf-8')

@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 pytest.importorskip('transformers')
 pytest.importorskip('sklearn')
 from capsnb.data.mnist import format_idx, idx_names
-from capsnb.lab.digits import Digits, as_seen, sides, spread
+from capsnb.lab.tasks import Digits, as_seen, evenly, sides
 from capsnb.lab.capsnet import CapsNet
 from capsnb.lab.tasks import evaluate, load_run, train
 from capsnb.lab.train import check_recipe
@@ -47,7 +47,7 @@ def folder(tmp_path, monkeypatch):
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=60), st.integers(1, 70))
 def test_every_class_keeps_its_share(labels, limit):
     y = torch.tensor(labels)
-    k = spread(y, limit)
+    k = evenly(y, limit)
     n, l = len(y), min(limit, len(y))
     assert (
         len(k) == l == len(k.unique()) and k.equal(k.sort().values) and 0 <= k.min() and k.max() < n
@@ -104,7 +104,7 @@ def test_without_validation_all_pictures_are_trained_on(folder):
     for k, v in whole.items():
         assert v.equal(torch.cat([both[s][k] for s in ('train', 'validation')]))
     few = Digits('mnist', 30, validate=False, **options).open('train+validation')
-    assert few['image'].equal(whole['image'][spread(whole['label'], 30)])
+    assert few['image'].equal(whole['image'][evenly(whole['label'], 30)])
 
 
 def test_the_test_decides_nothing(tmp_path, monkeypatch):

@@ -30,7 +30,7 @@ from capsnb.core import seed_everything
 from capsnb.data.embed import EmbeddingCache, FrozenEncoder, tiny_transformer
 from capsnb.data.sst import read_trees, tiny_treebank
 from capsnb.lab import own, runs
-from capsnb.lab.digits import digits
+from capsnb.lab.tasks import digits
 from capsnb.lab.tasks import load_run
 from capsnb.lab.vision import PlainCNN
 
@@ -416,7 +416,7 @@ def leaves(command, path=()):
 
 def drawn(path, command, paths, rng):
     "A command line."
-    mine = {'file:…': 'file:x.csv', 'hub:…': 'hub:a/b', 'module:task': 'capsnb.lab.digits:digits'}
+    mine = {'file:…': 'file:x.csv', 'hub:…': 'hub:a/b', 'module:task': 'capsnb.lab.tasks:digits'}
     line = [mine.get(name, name) for name in path]
     for param in command.params:
         is_argument = param.param_type_name == 'argument'

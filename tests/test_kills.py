@@ -39,7 +39,7 @@ from capsnb.cli import plainly
 from capsnb.core import seed_everything
 from capsnb.data.embed import FrozenEncoder
 from capsnb.data.files import fetch
-from capsnb.lab.digits import digits
+from capsnb.lab.tasks import digits
 from capsnb.lab.tasks import study, with_options
 from capsnb.data.mnist import load_digits_split
 from capsnb.lab.train import fit

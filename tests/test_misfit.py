@@ -7,7 +7,7 @@ from torch.distributions import MultivariateNormal
 from torch.func import functional_call
 from torch.testing import assert_close
 from capsnb.engine.em import em_routing, free_energy
-from capsnb.lab.digits import Digits
+from capsnb.lab.tasks import Digits
 from capsnb.lab.objects import PairMixup
 from capsnb.lab.report import Ground, candidates, variants
 from capsnb.routing.em import m_step

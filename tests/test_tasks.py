@@ -14,7 +14,7 @@ pytest.importorskip('sklearn')
 from typer.testing import CliRunner
 from capsnb.cli import make_app
 from capsnb.lab import tasks
-from capsnb.lab.digits import Digits
+from capsnb.lab.tasks import Digits
 from capsnb.lab.runs import write_end
 from capsnb.lab.tasks import Net, Task, evaluate, known, load_run, study, task_named, train
 from capsnb.lab.vision import PlainCNN

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core import palette, pick_device, plot_style, run_record, seed_everything
 from ..data.files import read_json, write_json
 import capsnb.lab.runs as folders
-from .digits import Digits
+from .tasks import Digits
 from .runs import check_room, first_process, found_in, run_folder
 from .tasks import train
 from .train import check_recipe

@@ -16,11 +16,10 @@ from ..data.eth80 import categories as eth80_categories
 from ..data.norb import degrees, norb_size, open_norb, open_smallnorb, valid_mask
 from ..data.toys import toys_tensors
 from .capsnet import CapsNet
-from .digits import spread
 from .matrix_caps import MatrixCapsNet
 from .inspect import class_pose, mds_path, plot_paths, poses_of, viewpoint_grid
 from .vision import RoutingNet
-from .tasks import Net, Task, paper_recipe, with_options
+from .tasks import Net, Task, evenly, paper_recipe, with_options
 from .train import BaseDeck, dice, fingerprint, shift_images
 from .vision import BaselineCNN, PlainCNN, SmallNORBNet, n_params, norb_trunk, rival_of
 
@@ -391,7 +390,7 @@ class NORB(Objects):
         if few is None:
             return found
         share = dict(train=4, validation=1).get(split, 5)
-        rows = spread(found['category'], max(1, few * share // 5))
+        rows = evenly(found['category'], max(1, few * share // 5))
         return {k: v[rows] for k, v in found.items()}
 
     def turned(self):

@@ -22,7 +22,7 @@ from ..data.embed import FrozenEncoder
 from ..data.files import in_words, load_hub, regular
 from ..engine.dstep import Routing
 from ..engine.layers import at_least_1
-from .digits import spread
+from .tasks import evenly
 from .sentiment import Samples, Sentiment
 from .tasks import Net, Task, with_options
 from .train import BaseDeck, fingerprint
@@ -287,7 +287,7 @@ class OwnTask(Task):
     def parts(self) -> Parts:
         found = in_parts(self.source, self.label, self.test, self.held)
         for k, labels in found.labels.items():
-            at = spread(torch.tensor(labels), self.limit).tolist()
+            at = evenly(torch.tensor(labels), self.limit).tolist()
             found.splits[k] = found.splits[k].select(at)
             found.labels[k] = [labels[r] for r in at]
         return found

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from ..core import need, palette, plot_style
 from ..data.files import read_json
-from .digits import Digits
+from .tasks import Digits
 from .objects import Photographs, Toys
 from .text import needed_for_text
 from .sentiment import Sentiment, smollm2
