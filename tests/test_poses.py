@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
-from capsnb.lab.inspect import mds_path, pose_change, viewpoint_grid
+from capsnb.lab.objects import mds_path, pose_change, viewpoint_grid
 from rooms import room
 
 azimuths = list(range(0, 360, 20))
