@@ -21,7 +21,8 @@ def studies() -> dict:  # name -> path
     "The studies of the checkout that is the current folder or holds it, or this library."
     here = Path.cwd()
     for root in (here, *here.parents, Path(__file__).resolve().parent.parent):
-        if found := sorted((root / 'nbs' / 'studies').glob('[0-9]*.ipynb')):
+        places = 'studies/[0-9]*.ipynb', 'lab/*_speed.ipynb'  # that one has `capsnb bench` too
+        if found := sorted(p for o in places for p in (root / 'nbs').glob(o)):
             return {p.stem.split('_', 1)[1].replace('_', '-'): p for p in found}
     raise ValueError("no nbs/studies here: `capsnb study` runs notebooks in a checkout of capsnb")
 
