@@ -6,9 +6,9 @@ from .core import plot_style as plot_style
 from .core import seed_everything as seed_everything
 from .data.embed import FrozenEncoder as FrozenEncoder
 from .data.embed import tiny_transformer as tiny_transformer
-from .data.eth80 import load_eth80 as load_eth80
+from .data.views import load_eth80 as load_eth80
 from .data.mnist import load_cifar10 as load_cifar10
-from .data.norb import load_smallnorb as load_smallnorb
+from .data.views import load_smallnorb as load_smallnorb
 from .data.sst import load_sst as load_sst
 from .data.sst import tiny_treebank as tiny_treebank
 from .data.toys import load_toys as load_toys

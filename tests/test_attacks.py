@@ -8,7 +8,7 @@ from torch import nn
 
 pytest.importorskip('pyautoattack', reason="attacks need pip install 'capsnb[attack]'")
 from capsnb.data.files import read_json
-from capsnb.data.norb import tiny_smallnorb
+from capsnb.data.views import tiny_smallnorb
 from capsnb.lab.tasks import Digits
 from capsnb.lab.objects import Objects, Toys
 from capsnb.lab.tasks import answers

@@ -14,9 +14,9 @@ from torch.testing import assert_close
 
 image = pytest.importorskip('PIL.Image')
 from capsnb import load_eth80
-from capsnb.data import eth80
-from capsnb.data.eth80 import Photo, as_images, find_eth80, list_eth80
-from capsnb.data.eth80 import n_photos, object_split, open_eth80, parse_name, tiny_eth80, viewpoints
+from capsnb.data import views
+from capsnb.data.views import Photo, eth80_images, find_eth80, list_eth80
+from capsnb.data.views import n_photos, object_split, open_eth80, parse_name, tiny_eth80, viewpoints
 from capsnb.data.files import cache_folder
 from capsnb.lab.objects import Photographs
 
@@ -116,12 +116,12 @@ def test_without_masks_only_the_background_stays(tmp_path):
     bare = tiny_eth80(tmp_path / 'eth80', 12, masks=False)
     data, rows = open_eth80(bare), torch.arange(3)
     assert 'mask' not in data and data['image'].shape == (n_photos, 3, 12, 12)
-    assert as_images(data, rows, 5).shape == (3, 1, 5, 5)
+    assert eth80_images(data, rows, 5).shape == (3, 1, 5, 5)
     with pytest.raises(ValueError, match="'masked' needs masks .* has none"):
-        as_images(data, rows, 4, background='masked')
+        eth80_images(data, rows, 4, background='masked')
     assert 'mask' not in load_eth80(bare)['test'].column_names
     with pytest.raises(ValueError, match='no smaller than 13, the photographs have 12x12'):
-        as_images(data, rows, 13)
+        eth80_images(data, rows, 13)
 
 
 @pytest.fixture(scope='module')
@@ -134,12 +134,12 @@ def whole(drawn):
 def test_no_changed_byte_passes_unseen(tmp_path_factory, whole, data):
     path = tmp_path_factory.mktemp('png') / 'dog'
     path.write_bytes(whole)
-    good = eth80._read_png(path, 'RGB')
+    good = views._read_png(path, 'RGB')
     at, byte = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(0, 255))
     for content in (whole[:at] + bytes([byte]) + whole[at + 1 :], whole[:at]):
         path.write_bytes(content)
         try:
-            seen = eth80._read_png(path, 'RGB')
+            seen = views._read_png(path, 'RGB')
         except ValueError as e:
             assert 'dog: damaged PNG' in str(e)
         else:  # a byte of the last chunk, which holds nothing
@@ -183,7 +183,7 @@ def test_photographs_are_read_once(drawn, monkeypatch, tmp_path):
 
 def test_a_new_background_depends_on_nothing_but_the_photograph(data):
     def look(rows, seed=0):
-        return as_images(data, torch.tensor(rows), 8, True, 'replaced', seed)
+        return eth80_images(data, torch.tensor(rows), 8, True, 'replaced', seed)
 
     one, two = look([7, 300, 7]), look([300])
     assert one[1].equal(two[0]) and one[0].equal(one[2])
@@ -195,14 +195,14 @@ def test_a_new_background_depends_on_nothing_but_the_photograph(data):
 
 def test_grey_is_that_of_pillow(data):
     rows = torch.arange(0, n_photos, 97)
-    mine = as_images(data, rows, 8)[:, 0]
+    mine = eth80_images(data, rows, 8)[:, 0]
     for x, row in zip(mine, rows):
         pil = image.fromarray(data['image'][row].movedim(0, -1).contiguous().numpy()).convert('L')
         theirs = torch.tensor(list(pil.tobytes())).view(8, 8)
         assert_close(x.long(), theirs, rtol=0, atol=1)
     rows = torch.arange(250)  # more than are prepared at once, and none
-    assert as_images(data, rows, 8, True).equal(data['image'][:250])
-    assert as_images(data, rows[:0], 4, True).shape == (0, 3, 4, 4)
+    assert eth80_images(data, rows, 8, True).equal(data['image'][:250])
+    assert eth80_images(data, rows[:0], 4, True).shape == (0, 3, 4, 4)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"Damaged files, the Hub by proxy, downloads, labels, NORB 108; the rest is in nbs/data/35_norb."
+"Damaged files, the Hub by proxy, downloads, labels, NORB 108; the rest is in nbs/data/35_views."
 
 import gzip
 import hashlib
@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
-from capsnb.data import norb
-from capsnb.data.norb import as_tensors, codes, instances, load_smallnorb, magics
-from capsnb.data.norb import norb_files, norb_name, open_norb, open_smallnorb
-from capsnb.data.norb import read_matrix, read_split, tiny_norb, tiny_smallnorb
-from capsnb.data.norb import write_matrix
+from capsnb.data import views
+from capsnb.data.views import as_tensors, codes, instances, load_smallnorb, magics
+from capsnb.data.views import norb_files, norb_name, open_norb, open_smallnorb
+from capsnb.data.views import read_matrix, read_split, tiny_norb, tiny_smallnorb
+from capsnb.data.views import write_matrix
 from web import Web, served
 
 datasets = pytest.importorskip('datasets')
@@ -28,7 +28,7 @@ def equal(a, b):
 @pytest.fixture(autouse=True)
 def no_web(no_machine, monkeypatch, tmp_path):
     monkeypatch.setenv('HF_DATASETS_CACHE', str(tmp_path / 'hf'))
-    monkeypatch.setattr(norb, 'site', 'http://127.0.0.1:1/')
+    monkeypatch.setattr(views, 'site', 'http://127.0.0.1:1/')
 
 
 def cards(folder, **kw):
@@ -131,10 +131,10 @@ def test_no_label_of_a_whole_split_can_be_changed_unnoticed(name, row, to):
     columns = {**every, name: every[name].clone()}
     columns[name][row] = to
     if to == every[name][row] or name == 'instance' and to in instances['test']:
-        norb._check_labels(columns, 'here')  # a toy of the other split: the checksum's business
+        views._check_labels(columns, 'here')  # a toy of the other split: the checksum's business
     else:
         with pytest.raises(ValueError, match=r'row \d+'):
-            norb._check_labels(columns, 'here')
+            views._check_labels(columns, 'here')
 
 
 # ---- where they are ----
@@ -159,7 +159,7 @@ def test_download_goes_on_where_it_broke_off(packed, plain, as_official, monkeyp
 
     size = norb_files['train', 'dat'].size
     with served(Here) as address:
-        monkeypatch.setattr(norb, 'site', f'{address}/')
+        monkeypatch.setattr(views, 'site', f'{address}/')
         said = rf'broke off after {size // 3:,} of {size:,} bytes'
         with pytest.raises(ConnectionError, match=said):
             open_smallnorb()
@@ -218,7 +218,7 @@ def test_a_copy_that_is_not_one(parquet, as_official, said):
 
 def test_the_copy_on_the_hub_is_pinned(monkeypatch):
     asked = []
-    monkeypatch.setattr(norb, 'load_hub', lambda *args: asked.append(args) or {})
+    monkeypatch.setattr(views, 'load_hub', lambda *args: asked.append(args) or {})
     for name in ('', norb.hub_name, 'who/else'):
         with pytest.raises(ValueError, match='expected the splits'):
             load_smallnorb(f'hub:{name}')

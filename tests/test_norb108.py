@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from capsnb.data.norb import tiny_norb
+from capsnb.data.views import tiny_norb
 from capsnb.lab.objects import NORB, PairCrops, Toys
 from capsnb.lab.objects import Photographs
 from capsnb.lab.tasks import evaluate, load_run, task_named, train

@@ -6,7 +6,7 @@ import torch
 from torch.testing import assert_close
 from capsnb import cli
 from capsnb.lab import objects
-from capsnb.data.norb import tiny_smallnorb
+from capsnb.data.views import tiny_smallnorb
 from capsnb.lab import tasks
 from capsnb.lab.objects import PairDeck, PairMixup, SmallNORB, Toys
 from capsnb.lab.runs import task_of

@@ -21,7 +21,7 @@ from ..core import is_own_page, need, page_mark, run_record
 from ..data.embed import FrozenEncoder, _check_config, as_texts, pick_layers
 from ..data.files import first_line, in_words, need_hub, read_json, regular, write_text
 from ..data.mnist import hub_names
-from ..data.norb import hub_name
+from ..data.views import hub_name
 from ..engine.numerics import may_look
 from .report import plot_history
 from .text import PlainText, RoutingText, VectorText

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn, Tensor
 from ..core import from_bytes, need, palette, plot_style
-from ..data.eth80 import as_images, backgrounds, familiar_views, object_split, open_eth80
-from ..data.eth80 import categories as eth80_categories
-from ..data.norb import degrees, norb_size, open_norb, open_smallnorb, valid_mask
+from ..data.views import backgrounds, degrees, eth80_categories, eth80_images
+from ..data.views import familiar_views, norb_size, object_split, open_eth80, open_norb
+from ..data.views import open_smallnorb, valid_mask
 from ..data.toys import toys_tensors
 from .capsnet import CapsNet
 from .matrix_caps import MatrixCapsNet
@@ -465,7 +465,7 @@ class Photographs(Objects):
         rows = self.rows(split)
         x = {k: self._data[k][rows] for k in ('category', 'instance', 'polar', 'azimuth')}
         above = dict(elevation=90 - x.pop('polar'), lighting=torch.zeros_like(rows))
-        images = as_images(self._data, rows, self.size, self.colour, self.background)
+        images = eth80_images(self._data, rows, self.size, self.colour, self.background)
         return dict(images=images, **x, **above)
 
     def angles(self, data):
