@@ -170,7 +170,7 @@ def test_mixed_sizes_are_named(drawn, tmp_path, name):
 def test_photographs_are_read_once(drawn, monkeypatch, tmp_path):
     data = open_eth80(drawn)
     with monkeypatch.context() as m:
-        m.setattr(eth80, '_read_png', None)
+        m.setattr(views, '_read_png', None)
         assert all(open_eth80(drawn)[name].equal(x) for name, x in data.items())
     row = viewpoints.index((45, 90))  # but one that was changed is seen
     with changed(drawn / '1' / '1' / 'apple1-045-090.png', png(tmp_path / 'black', (8, 8))):

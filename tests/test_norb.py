@@ -52,7 +52,7 @@ def as_official(monkeypatch, plain, packed):
     for key, o in list(norb_files.items()):
         raw, gz = (plain / o.name).read_bytes(), (packed / f'{o.name}.gz').read_bytes()
         sums = hashlib.sha256(gz).hexdigest(), hashlib.md5(raw).hexdigest()
-        mine = norb.NorbFile(o.name, len(gz), *sums, len(raw))
+        mine = views.NorbFile(o.name, len(gz), *sums, len(raw))
         monkeypatch.setitem(norb_files, key, mine)
 
 
@@ -219,10 +219,10 @@ def test_a_copy_that_is_not_one(parquet, as_official, said):
 def test_the_copy_on_the_hub_is_pinned(monkeypatch):
     asked = []
     monkeypatch.setattr(views, 'load_hub', lambda *args: asked.append(args) or {})
-    for name in ('', norb.hub_name, 'who/else'):
+    for name in ('', views.hub_name, 'who/else'):
         with pytest.raises(ValueError, match='expected the splits'):
             load_smallnorb(f'hub:{name}')
-    assert asked == [(norb.hub_name, norb.hub_revision)] * 2 + [('who/else',)]
+    assert asked == [(views.hub_name, views.hub_revision)] * 2 + [('who/else',)]
 
 
 # ---- jittered and cluttered ----
