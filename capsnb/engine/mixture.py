@@ -332,7 +332,7 @@ class GaussianMixture:
         kinds = 'diag', 'spherical', 'full'
         _must(covariance in kinds, f"covariance must be one of {kinds}, got {covariance!r}")
         for name, v in dict(n_components=n_components, n_init=n_init, max_iter=max_iter).items():
-            fits = isinstance(v, numbers.Integral) and v >= 1
+            fits = isinstance(v, numbers.Integral) and not isinstance(v, bool) and v >= 1
             _must(fits, f"{name} must be an integer of at least 1, got {v!r}")
         for name, v in dict(tol=tol, reg_covar=reg_covar).items():
             fits = isinstance(v, numbers.Real) and 0 <= v < math.inf

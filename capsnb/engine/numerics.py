@@ -133,11 +133,33 @@ def _tell_that_nothing_is_kept():
     warnings.warn(f"{what}, unless NUMBA_CACHE_DIR names a directory that can be written to")
 
 
+@functools.cache
+def _tell_of_compiling():
+    "A line on stderr before the first kernel is compiled; those kept on disk are not."
+    from numba.core import event
+
+    class Once(event.Listener):
+        told = False
+
+        def on_start(self, event):
+            ours = event.data['dispatcher'].py_func.__module__.startswith('capsnb.')
+            if ours and not self.told:
+                print('capsnb compiles its kernels, once on this machine …', file=sys.stderr)
+            self.told = self.told or ours
+
+        def on_end(self, event):
+            pass
+
+    event.register('numba:compile', Once())
+
+
 def jit(
     **how,  # of numba.njit
 ) -> Callable:  # function -> kernel
     "`numba.njit` without the GIL; what it compiles is kept on disk where that is possible."
     import numba
+
+    _tell_of_compiling()
 
     def kernel(f):
         try:
