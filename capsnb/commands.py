@@ -114,7 +114,7 @@ def train(
         kept = dict(runs=out, command=how, settings=settings_of(ctx))
         found = tasks.study(task, {task.name: dict(row, net=net)}, path, numbers, **kept)
         found = found[task.name]
-        several = room('lab.train').in_words(room('lab.train').summary(found))
+        several = room('lab.runs').headline(room('lab.runs').summary(found))
         print(f"{task.name}, seeds {seed} to {numbers[-1]}: {several}; runs in {out}")
         after(task, found)
         return room('data.files').read_json(path)

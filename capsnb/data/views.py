@@ -20,7 +20,7 @@ from torch import Tensor
 from ..core import need
 from .files import cache_folder, check_md5, fetch, find_folder, load_hub, read_array
 from .files import regular, wrong_byte
-from .toys import with_pictures
+from .toys import instances, with_pictures
 
 # %% auto #0
 __all__ = ['hub_name', 'hub_revision', 'load_smallnorb', 'load_eth80']
@@ -81,7 +81,6 @@ class NorbFile(NamedTuple):
     unpacked: int  # bytes of the unpacked file
 
 
-instances = dict(train=(4, 6, 7, 8, 9), test=(0, 1, 2, 3, 5))  # of the official splits
 site = 'https://cs.nyu.edu/~ylclab/data/norb-v1.0-small/'
 _sizes = 131_896_188, 348, 71_052, 130_799_817, 347, 10_428
 _sha256 = (

@@ -16,6 +16,7 @@ from ..core import from_bytes, need, palette, plot_style
 from ..data.views import backgrounds, degrees, eth80_categories, eth80_images
 from ..data.views import familiar_views, norb_size, object_split, open_eth80, open_norb
 from ..data.views import open_smallnorb, valid_mask
+from ..data.world import categories
 from ..data.toys import toys_tensors
 from .capsnet import CapsNet
 from .matrix_caps import MatrixCapsNet
@@ -198,9 +199,8 @@ _top_lr = {  # ours, and where a paper has one, the published one
     'plain': (5e-3, 5e-4),
     'capsnet': (5e-3, 1e-3),
 }
-categories = ('animal', 'human', 'airplane', 'truck', 'car')  # of both data sets
-factors = ('category', 'instance', 'elevation', 'azimuth', 'lighting')
-splits = ('train', 'validation', 'train+validation', 'test')
+_factors = ('category', 'instance', 'elevation', 'azimuth', 'lighting')
+_splits = ('train', 'validation', 'train+validation', 'test')
 
 
 def _as_large_as_dstep(n_classes: int, in_channels: int = 2, **options) -> PlainCNN:
@@ -294,16 +294,16 @@ class Objects(Task):
         return [dict(images=view) for view in who.views(batch['images'], self.crops)]
 
     def check_split(self, split):
-        super().check_split(split, splits if self.validate else splits[2:])
+        super().check_split(split, _splits if self.validate else _splits[2:])
 
-    def open(self, split: str) -> dict:  # images uint8 [n, 2, size, size]; each of `factors` [n]
-        "The pairs of a split, a name of `splits`; `ValueError` for files of another size."
-        Task.check_split(self, split, splits)
+    def open(self, split: str) -> dict:  # images uint8 [n, 2, size, size]; each of `_factors` [n]
+        "The pairs of a split, a name of `_splits`; `ValueError` for files of another size."
+        Task.check_split(self, split, _splits)
         found = self.read(split)
         images = found.get('images', found.get('image'))
         if (side := images.shape[-1]) != self.size:
             raise ValueError(f"the files hold pictures of {side} pixels, got size={self.size}")
-        return dict(images=images, **{k: found[k] for k in factors})
+        return dict(images=images, **{k: found[k] for k in _factors})
 
     def angles(self, data: dict) -> tuple:  # of `open`; azimuth [n] and elevation [n] in degrees
         "From where pictures were taken."
@@ -343,11 +343,11 @@ class Toys(Objects):
         how = dict(cache=self.cache, progress=self.progress)
         part = 'test' if split == 'test' else 'train'
         drawn = toys_tensors(part, self.size, self.subset, **how)._asdict()
-        if split in splits[2:]:
+        if split in _splits[2:]:
             return drawn
         held = valid_mask(drawn, (9,))
         rows = (held if split == 'validation' else ~held).nonzero().flatten()
-        return {k: drawn[k][rows] for k in ('images', *factors)}
+        return {k: drawn[k][rows] for k in ('images', *_factors)}
 
     def turned(self):
         few = dict(elevation=(3,), lighting=(0,))  # each toy once around
@@ -397,7 +397,7 @@ class NORB(Objects):
     def turned(self):
         found = open_norb('test', self.folder, (1,), official=self.official)
         rows = ((found['category'] < 5) & (found['lighting'] == 0)).nonzero().flatten()
-        return dict(images=found['image'][rows], **{k: found[k][rows] for k in factors})
+        return dict(images=found['image'][rows], **{k: found[k][rows] for k in _factors})
 
 
 toys, smallnorb, norb = Toys(), SmallNORB(), NORB()
@@ -493,8 +493,8 @@ def viewpoint_grid(
     at: dict | None = None,  # where other columns are held, e.g. dict(lighting=3); None: smallest
 ) -> Grid:  # one row per toy, one column per viewpoint
     "Arrange by toy and viewpoint; `ValueError` when an image is missing or there are two."
-    col = {k: torch.as_tensor(columns[k]) for k in factors}
-    others = [k for k in factors[2:] if k != vary]
+    col = {k: torch.as_tensor(columns[k]) for k in _factors}
+    others = [k for k in _factors[2:] if k != vary]
     hold = {k: col[k].min() for k in others if len(col[k])} | (at or {})
     kept = torch.stack([col[k] == v for k, v in hold.items()]).all(0).nonzero()[:, 0]
     toys = torch.stack([col['category'][kept], col['instance'][kept]], 1)

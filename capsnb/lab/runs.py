@@ -380,7 +380,7 @@ def repeat(
             with record_of(path, command) as record:  # another process may have finished one
                 record['runs'][key] = row
                 own = [r for k, r in record['runs'].items() if k.rpartition(' seed ')[0] == name]
-                record['headline'][title or name] = in_words(summary(own))
+                record['headline'][title or name] = headline(summary(own))
                 record['command'] = command or record.get('command')
         elif None not in (kw.get('lr'), row.get('lr')) and list(kw['lr']) != row['lr']:
             told = f"'{key}' has run with lr={row['lr']}, this study asks for lr={list(kw['lr'])}"
@@ -412,7 +412,7 @@ def summary(rows: list) -> dict:  # of metrics; n, seconds, valid, valid_sd, tes
     return out
 
 
-def in_words(s: dict) -> str:  # of `summary`
+def headline(s: dict) -> str:  # of `summary`
     "Mean and spread of the test accuracy; of validation where nothing was tested."
     key, word = ('valid', 'validation') if math.isnan(s['test']) else ('test', 'test')
     digits = 2 if s[key] > 99 else 1  # errors below 1 % differ in the second

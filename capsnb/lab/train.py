@@ -73,7 +73,7 @@ def fingerprint(
     return h.hexdigest()[:12]
 
 # %% ../../nbs/lab/48_train.ipynb #2b2cb179
-def pictures(
+def _pictures(
     column,  # Tensor, NumPy array, or list of those or of PIL images
 ) -> Tensor:  # float32 [n, channels, rows, columns]
     "Pictures for a network; `ValueError` for other shapes and types, and for NaN."
@@ -121,7 +121,7 @@ def columns_of(
         wanted = 'expected labels [n], whole numbers from 0 on'
         got = f"got {y.dtype} {list(y.shape)}: {y.tolist()!r:.40}"
         raise ValueError(f"{wanted} (class_encode_column numbers names), {got}")
-    x, y = pictures(image), torch.from_numpy(y.astype('int64'))
+    x, y = _pictures(image), torch.from_numpy(y.astype('int64'))
     if len(x) != len(y):
         got = f"got {len(x):,} pictures and {len(y):,} labels"
         raise ValueError(f"expected one label for each picture, {got}")
