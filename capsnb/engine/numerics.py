@@ -12,6 +12,7 @@ import inspect
 import math
 import os
 import platform
+import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
