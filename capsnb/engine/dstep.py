@@ -26,7 +26,7 @@ __all__ = ['Routing']
 
 # %% ../../nbs/engine/16_dstep.ipynb #00000007
 def _brk_bias(B: Tensor, B_brk: Tensor, n_out: int) -> Tensor:
-    "Biases for any number of outputs, told apart along `B_brk` (Heinsen 2019, 3.1.1)."
+    "Biases for any number of outputs, distinguished along `B_brk` (Heinsen 2019, 3.1.1)."
     tau = torch.linspace(-1, 1, n_out, dtype=B.dtype, device=B.device)
     return B + B_brk * tau[:, None, None]
 

@@ -98,7 +98,7 @@ class PrimaryCaps(nn.Module):
 
 # %% ../../nbs/engine/19_layers.ipynb #9ade67dc
 def _layer_floor(eps: float | str, n: int) -> float | str:
-    "A floor as records write it: 'auto' becomes its percentage of the votes' spread, '300%'."
+    "A floor as records write it: 'auto' becomes its percentage of the votes' variance, '300%'."
     return f"{100 * as_floor('auto', n)[0]:.4g}%" if eps == 'auto' else eps
 
 # %% ../../nbs/engine/19_layers.ipynb #574e1bce

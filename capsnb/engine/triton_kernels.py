@@ -166,7 +166,7 @@ class _Numbers(NamedTuple):
     steps: int  # of how many
     lse: int  # where its log-sum-exps begin
     span: int  # wholes of a program of its finish
-    rel: float  # multiple of the votes' spread in the floor
+    rel: float  # multiple of the votes' variance in the floor
     least: float  # what is added to that
     eps: float  # what is added to masses
     lam: float  # inverse temperature

@@ -82,7 +82,7 @@ def apart(
     one: list,  # numbers, one a seed
     other: list,  # likewise
 ) -> bool:  # whether the interval of the difference leaves out 0
-    "Whether two settings can be told apart; with one seed they cannot."
+    "Whether two settings can be distinguished; with one seed they cannot."
     _, low, high = lead_of(one, other)
     return low > 0 or high < 0
 
