@@ -13,7 +13,7 @@ from pathlib import Path
 def folded(cell: dict) -> bool:
     "Whether a cell's source is to be shut."
     source = ''.join(cell['source'])
-    marks = re.findall(r'^#\|\s*(hide|echo:\s*false)\s*$', source, re.M)
+    marks = re.findall(r'^#\|\s*(hide|echo:\s*false|code-fold:\s*true)\s*$', source, re.M)
     return cell['cell_type'] == 'code' and bool(marks)
 
 

@@ -249,7 +249,7 @@ button.onclick = () => {
 show();
 """
 
-# %% ../nbs/00_core.ipynb #faab5f36
+
 def _slider(name: str, values: list, at: int) -> str:
     "One labelled slider."
     said, last = html.escape(json.dumps([str(v) for v in values])), len(values) - 1

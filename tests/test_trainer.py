@@ -88,7 +88,7 @@ def test_a_named_tuple_it_is(kind):
     one, named = kind(*fields), dict(zip(kind._fields, fields))
     assert kind(f for f in fields) == one == kind(**named) == kind._make(fields)
     assert tuple(one) == tuple(fields) and one._asdict() == named
-    assert one._replace(a=fields[-1]).a is fields[-1]
+    assert one._replace(**{kind._fields[0]: fields[-1]})[0] is fields[-1]
     mapped = _pytree.tree_map(lambda t: 1 * t, one)
     for two in (pickle.loads(pickle.dumps(one)), copy.deepcopy(one), copy.copy(one), mapped):
         assert type(two) is kind and all(map(torch.equal, two, one))

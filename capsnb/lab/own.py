@@ -461,7 +461,7 @@ class TableNet(_Scaled, HubMixin, library_name='capsnb', tags=['capsules', 'tabu
         return a, self.pose(x).unflatten(-1, (self.routing.d_cov, -1))
 
     def forward(self, rows: Tensor, labels: Tensor | None = None):
-        "Routed(a, mu, sig2), or with labels [b] dict(loss=, logits=)."
+        "Routed(scores, mu, sig2), or with labels [b] dict(loss=, logits=)."
         return answer(self.routing(*self.parts(rows)), labels)
 
     def credit(self, rows: Tensor) -> Tensor:  # [b, i, j]; adds up, but for offsets, to the scores

@@ -195,7 +195,7 @@ class SSTNet(TextStem, tags=['capsules', 'routing', 'text-classification']):
         second = Routing(1, d_cap, d_cap, n_inp=n_parts, n_out=n_classes, **kw)
         self.routings = nn.ModuleList([first, second])
 
-    def top(self, mask, x):  # Routed(a [b, k], mu [b, k, 1, h], sig2)
+    def top(self, mask, x):  # Routed(scores [b, k], mu [b, k, 1, h], sig2)
         return _by_length(mask, x, self.route)
 
     def route(
@@ -205,12 +205,12 @@ class SSTNet(TextStem, tags=['capsules', 'routing', 'text-classification']):
         return_R: bool = False,  # whether to give both routings, with their R
     ):  # Routed of the classes, or of parts and classes
         one = self.routings[0](*_as_parts(mask, x), return_R=return_R)
-        two = self.routings[1](one.a, one.mu, return_R=return_R)
+        two = self.routings[1](one.scores, one.mu, return_R=return_R)
         return (one, two) if return_R else two
 
     def route_parts(self, a: Tensor, x: Tensor) -> Tensor:  # [b, i], [b, i, d] -> [b, k]
         one = self.routings[0](a, x[:, :, None])
-        return self.routings[1](one.a, one.mu).a
+        return self.routings[1](one.scores, one.mu).scores
 
     @classmethod
     def from_published(cls, path: str | Path) -> SSTNet:  # in evaluation mode, eps='paper'
@@ -233,10 +233,10 @@ class SSTNet(TextStem, tags=['capsules', 'routing', 'text-classification']):
         mask, x = self.features_now(mask, embs)
         one, two = self.route(mask, x, return_R=True)
         D1 = mask[:, :, None].expand(x.shape[:3]).flatten(1)[..., None] * one.R  # eq. 4
-        f_a = one.a.sigmoid()[..., None]
+        f_a = one.scores.sigmoid()[..., None]
         D2 = f_a * two.R
         share = trace_credit(D1, earned(self.routings[1], D2, f_a - D2))
-        return Credit(two.a, share.unflatten(1, x.shape[1:3]))
+        return Credit(two.scores, share.unflatten(1, x.shape[1:3]))
 
 # %% ../../nbs/lab/46_text.ipynb #e829b0ea
 class Credit(NamedTuple):
@@ -248,7 +248,7 @@ class Credit(NamedTuple):
 # %% ../../nbs/lab/46_text.ipynb #00000021
 @torch.no_grad()
 def measure_scale(net: TextStem, items) -> TextStem:  # the same; items: hidden states [n, l, m]
-    "Read hidden states in units of their own spread; `ValueError` for none, or inf or NaN."
+    "Read hidden states in units of their standard deviation; `ValueError` for none, inf, NaN."
     n, total, square = 0, 0.0, 0.0
     for e in items:
         e = e.cpu().double()
@@ -420,10 +420,10 @@ class RoutingText(TextStem, tags=['capsules', 'routing']):
         self.norms = nn.ModuleList(CapsNorm(j, norm) for j in (n_parts, n_classes))
         self.scale = nn.Parameter(torch.ones(())) if norm != 'none' else 1.0
 
-    def top(self, mask, x):  # Routed(a [b, k], mu [b, k, 1, h], sig2)
+    def top(self, mask, x):  # Routed(scores [b, k], mu [b, k, 1, h], sig2)
         one = _by_length(mask, x, lambda mask, x: self.routings[0](*_as_parts(mask, x)))
-        two = self.routings[1](*self.norms[0](one.a, one.mu))
-        a, mu = self.norms[1](two.a, two.mu)
+        two = self.routings[1](*self.norms[0](one.scores, one.mu))
+        a, mu = self.norms[1](two.scores, two.mu)
         return Routed(self.scale * a, mu, two.sig2)
 
 

@@ -163,16 +163,16 @@ class Scores(NamedTuple):
 
 
 def answer(
-    out,  # a named tuple whose `a` holds the scores [b, j]
+    out,  # a named tuple that begins with the scores [b, j]
     labels: Tensor | None = None,  # see `class_shares`
 ) -> Any:  # `out` itself, or with labels {'loss': cross-entropy, 'logits': scores}
     "`out` for a reader, loss and logits for a trainer; `ValueError` for labels that do not fit."
     if labels is None:
         return out
-    shares = class_shares(labels, out.a)
+    shares = class_shares(labels, out[0])
     target = labels.long() if labels.ndim == 1 else shares.float()
-    loss = reduced(F.cross_entropy(out.a.float(), target, reduction='none'))
-    return dict(loss=loss, logits=out.a)
+    loss = reduced(F.cross_entropy(out[0].float(), target, reduction='none'))
+    return dict(loss=loss, logits=out[0])
 
 
 class OnlyScores(nn.Module):
@@ -254,7 +254,7 @@ class HubMixin(PyTorchModelHubMixin):
 class ImageNetwork(nn.Module, HubMixin):
     "A network for images; a subclass says what `top` makes of them."
 
-    def top(self, images: Tensor) -> Any:  # a named tuple whose `a` holds the scores [b, j]
+    def top(self, images: Tensor) -> Any:  # a named tuple that begins with the scores [b, j]
         raise NotImplementedError
 
     def forward(self, images: Tensor, labels: Tensor | None = None):  # [b] or [b, n_classes]
@@ -303,7 +303,7 @@ class DStepNet(ImageNetwork, tags=['capsules', 'routing']):
         second = Routing(d_cov, d_out, d_out, n_inp=n_parts, n_out=n_classes, **kw)
         self.routings = nn.ModuleList([first, second])
 
-    def top(self, images):  # Routed(a, mu, sig2)
+    def top(self, images):  # Routed(scores, mu, sig2)
         out = self.heads(self.trunk(images))
         for routing in self.routings:
             out = routing(out[0], out[1])
@@ -318,8 +318,8 @@ class DStepNet(ImageNetwork, tags=['capsules', 'routing']):
         a0, mu0 = self.heads(x)
         first, second = self.routings
         one = first(a0, mu0, return_R=True)
-        two = second(one.a, one.mu, return_R=True)
-        D1, f_a = a0.sigmoid()[..., None] * one.R, one.a.sigmoid()[..., None]  # eq. 4
+        two = second(one.scores, one.mu, return_R=True)
+        D1, f_a = a0.sigmoid()[..., None] * one.R, one.scores.sigmoid()[..., None]  # eq. 4
         taken = f_a * two.R
         if of == 'score':
             taken = earned(second, taken, f_a - taken)
@@ -451,7 +451,7 @@ class RoutingNet(ImageNetwork, tags=['capsules', 'routing']):
         self.norms = nn.ModuleList(CapsNorm(j, norm) for j in wholes)
         self.scale = nn.Parameter(torch.ones(())) if norm != 'none' else 1.0
 
-    def top(self, images):  # Routed(a, mu, sig2)
+    def top(self, images):  # Routed(scores, mu, sig2)
         return self.capsules(images)[-1]
 
     def capsules(self, images: Tensor) -> list:  # of Routed: the parts (no sig2), every layer
@@ -461,7 +461,7 @@ class RoutingNet(ImageNetwork, tags=['capsules', 'routing']):
             out = routing(*layers[-1][:2])
             layers.append(Routed(*norm(out[0], out[1]), out[2]))
         top = layers[-1]
-        return [*layers[:-1], top._replace(a=self.scale * top.a)]
+        return [*layers[:-1], top._replace(scores=self.scale * top.scores)]
 
 # %% ../../nbs/lab/43_vision.ipynb #0000002c
 class PlainCNN(ImageNetwork, tags=['cnn']):

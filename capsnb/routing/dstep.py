@@ -73,7 +73,7 @@ def m_step(
     beta_use: Tensor,  # [i|1, j|1] net benefit per used share
     beta_ign: Tensor,  # [i|1, j|1] net cost per ignored share
     eps_m: float,  # added to S, so that an output without data has the mean 0
-) -> tuple[Tensor, Tensor, Tensor]:  # score [..., j], mu and s [..., j, c, h]: no floor yet
+) -> tuple[Tensor, Tensor, Tensor]:  # score [..., j], mu and var [..., j, c, h]: no floor yet
     "Scores, means and raw variances (Heinsen 2019, eq. 8; Alg. 1, lines 16 to 18)."
     score = (beta_use * D_use).sum(-2) - (beta_ign * D_ign).sum(-2)
     S = (D_use.sum(-2) + eps_m)[..., None, None]
@@ -86,19 +86,21 @@ def m_step(
 class Routed(NamedTuple):
     "What a routing returns."
 
-    a: Tensor  # [..., j] scores: apply a sigmoid for activations, or a softmax for classes
+    scores: Tensor  # [..., j] a sigmoid makes activations of them, a softmax classes
     mu: Tensor  # [..., j, c, h] capsules
     sig2: Tensor  # [..., j, c, h] variances, floor included
+    a = property(lambda self: self.scores)  # the old name
 
 # %% ../../nbs/book/05_dstep.ipynb #0000001d
 @from_generator
 class RoutedR(NamedTuple):
     "What a routing returns when asked for `R`."
 
-    a: Tensor  # [..., j] scores
+    scores: Tensor  # [..., j]
     mu: Tensor  # [..., j, c, h] capsules
     sig2: Tensor  # [..., j, c, h] variances, floor included
     R: Tensor  # [..., i, j] shares of the last iteration
+    a = property(lambda self: self.scores)  # the old name
 
 # %% ../../nbs/book/05_dstep.ipynb #0000001e
 def pool(
@@ -113,7 +115,7 @@ def pool(
 
 # %% ../../nbs/book/05_dstep.ipynb #00000020
 def route_votes(
-    a_inp: Tensor,  # [..., i] scores of the inputs; -inf: absent, +inf: surely present
+    score_inp: Tensor,  # [..., i] scores of the inputs; -inf: absent, +inf: surely present
     V: Tensor,  # [..., i, j, c, h] votes
     beta_use: Tensor,  # [i|1, j|1] net benefits
     beta_ign: Tensor,  # [i|1, j|1] net costs
@@ -124,7 +126,7 @@ def route_votes(
 ) -> RoutedR:  # scores, capsules, variances, shares
     "The loop of Heinsen's routing, written as in the paper (Heinsen 2019, Alg. 1)."
     check_n_iters(n_iters)
-    a, eps = a_inp.sigmoid(), as_floor(eps, V.shape[-2] * V.shape[-1])
+    a, eps = score_inp.sigmoid(), as_floor(eps, V.shape[-2] * V.shape[-1])
     for t in range(n_iters):  # line 2
         if t == 0:
             R = torch.full_like(V[..., 0, 0], 1 / V.shape[-3])  # line 5
@@ -132,15 +134,15 @@ def route_votes(
             model = pool(mu, sig2) if pooled and t == 1 else (mu, sig2)
             R = e_step(V, score, *model, p_model)  # lines 7 and 8
         D_use, D_ign = d_step(a, R)  # lines 12 and 13
-        score, mu, s = m_step(D_use, D_ign, V, beta_use, beta_ign, eps.mass)  # lines 16 to 18
+        score, mu, var = m_step(D_use, D_ign, V, beta_use, beta_ign, eps.mass)  # lines 16 to 18
         if t == 0:
-            floor = sig2_floor(s, mu, eps)
-        sig2 = s + floor
+            floor = sig2_floor(var, mu, eps)
+        sig2 = var + floor
     return RoutedR(score, mu, sig2, R)
 
 # %% ../../nbs/book/05_dstep.ipynb #05a00f01
 def routing_ref(
-    a_inp: Tensor,  # [..., i] scores of the inputs; -inf: absent, +inf: surely present
+    score_inp: Tensor,  # [..., i] scores of the inputs; -inf: absent, +inf: surely present
     mu_inp: Tensor,  # [..., i, c, d] input capsules
     W: Tensor,  # [i|1, j|1, d, h] linear maps, see `votes`
     B: Tensor,  # [i|1, j, c, h] biases, see `votes`
@@ -153,10 +155,10 @@ def routing_ref(
 ) -> RoutedR:  # scores, capsules, variances, shares
     """Heinsen's routing of capsules: votes (line 1), and the loop.
 
-    >>> a, mu, beta = torch.zeros(6), torch.randn(6, 4, 4), torch.ones(6, 2)
+    >>> score, mu, beta = torch.zeros(6), torch.randn(6, 4, 4), torch.ones(6, 2)
     >>> W, B = torch.randn(6, 2, 4, 4), torch.zeros(6, 2, 4, 4)
-    >>> routing_ref(a, mu, W, B, beta, beta).mu.shape
+    >>> routing_ref(score, mu, W, B, beta, beta).mu.shape
     torch.Size([2, 4, 4])
     """
     V = votes(mu_inp, W, B)
-    return route_votes(a_inp, V, beta_use, beta_ign, n_iters, p_model, eps, pooled)
+    return route_votes(score_inp, V, beta_use, beta_ign, n_iters, p_model, eps, pooled)

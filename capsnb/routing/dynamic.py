@@ -25,11 +25,11 @@ def squash(
     if not s.shape[dim]:
         raise ValueError(f"expected vectors of at least one number, got shape {tuple(s.shape)}")
     x = s.float() if s.dtype in (torch.float16, torch.bfloat16) else s
-    m = x.detach().abs().amax(dim, keepdim=True).clamp_min(1)
-    x = x / m
+    top = x.detach().abs().amax(dim, keepdim=True).clamp_min(1)
+    x = x / top
     q = (x * x).sum(dim, keepdim=True)
     r = torch.where(q > 0, q.where(q > 0, 1).sqrt(), 0)
-    return (x * (r / (m**-2 + q))).to(s.dtype)
+    return (x * (r / (top**-2 + q))).to(s.dtype)
 
 # %% ../../nbs/book/03_dynamic_routing.ipynb #0000000d
 @from_generator

@@ -38,12 +38,12 @@ def least_weight(
 def m_step(
     r: Tensor,  # [..., i, j] data: share of the part times its activation
     V: Tensor,  # [..., i, j, c, h] votes
-) -> tuple[Tensor, Tensor]:  # mu, s [..., j, c, h]: means, and variances before any floor
+) -> tuple[Tensor, Tensor]:  # mu, var [..., j, c, h]: means, and variances before any floor
     "Mean and variance of weighted votes (Hinton 2018, Procedure 1, M-step, lines 3 and 4)."
     w = r / r.sum(-2, keepdim=True)
     mu = torch.einsum('...ij,...ijch->...jch', w, V)
-    s = torch.einsum('...ij,...ijch->...jch', w, (V - mu[..., None, :, :, :]).square())
-    return mu, s
+    var = torch.einsum('...ij,...ijch->...jch', w, (V - mu[..., None, :, :, :]).square())
+    return mu, var
 
 # %% ../../nbs/book/04_em_routing.ipynb #00000011
 def cost(
@@ -121,10 +121,10 @@ def em_routing_ref(
     R = (may / may.sum(-1, keepdim=True).clamp_min(1)).expand(V.shape[:-2])  # line 2
     for t in range(n_iters):  # line 3
         r = R * a[..., None]  # line 4: M-step, line 2
-        mu, s = m_step(r + least_weight(a)[..., None] * may, V)  # M-step, lines 3 and 4
+        mu, var = m_step(r + least_weight(a)[..., None] * may, V)  # M-step, lines 3 and 4
         if t == 0:
-            floor = sig2_floor(s, mu, kind)
-        sig2 = s + floor
+            floor = sig2_floor(var, mu, kind)
+        sig2 = var + floor
         logit = activation_logit(r.sum(-2), sig2, beta_a, beta_u, lams[t])  # M-step, lines 5, 6
         if t < n_iters - 1:
             R = e_step(V, F.logsigmoid(logit), mu, sig2, parents)  # line 5
@@ -162,7 +162,7 @@ class Floor(NamedTuple):
     abs: float  # added to every variance, in squared units of the votes
     mass: float  # added to the data of every whole, in parts (the D-step's; EM routing has `TINY`)
 
-# %% ../../nbs/book/04_em_routing.ipynb #0000002c
+
 def _value(eps) -> float:
     if isinstance(eps, bool) or isinstance(eps, str) and not eps.endswith('%'):
         return math.nan
@@ -202,14 +202,14 @@ def as_floor(
 
 # %% ../../nbs/book/04_em_routing.ipynb #0000002e
 def sig2_floor(
-    s: Tensor,  # [..., j, c, h] variances of the votes in the first iteration
+    var: Tensor,  # [..., j, c, h] variances of the votes in the first iteration
     mu: Tensor,  # [..., j, c, h] means of the first iteration
     floor: Floor,  # from `as_floor`
     dims: tuple[int, ...] = (-3, -2, -1),  # the dimensions of one sample
-) -> Tensor:  # broadcasts against s: what to add to every variance
+) -> Tensor:  # broadcasts against var: what to add to every variance
     "The floor of the variances, absolute or from the first variance of the votes."
     if floor.rel == 0:
-        return s.new_full((), floor.abs)
-    spread = s.mean(dims, keepdim=True)
-    size = spread + mu.square().mean(dims, keepdim=True)  # the mean of V²
-    return floor.rel * spread + 1e-6 * size + floor.abs  # a millionth of V²: rounding's share
+        return var.new_full((), floor.abs)
+    mean = var.mean(dims, keepdim=True)
+    size = mean + mu.square().mean(dims, keepdim=True)  # the mean of V²
+    return floor.rel * mean + 1e-6 * size + floor.abs  # a millionth of V², against rounding

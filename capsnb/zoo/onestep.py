@@ -265,7 +265,7 @@ class Concurrent(nn.Module):
         self,
         out: RoutedR,  # of a layer
     ) -> tuple[Tensor, Tensor]:  # scores [..., j] and poses [..., j, c, h] for the next layer
-        return out.a if self.scored else torch.full_like(out.a, torch.inf), out.mu
+        return out.scores if self.scored else torch.full_like(out.scores, torch.inf), out.mu
 
     def forward(
         self,
