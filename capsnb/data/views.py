@@ -406,7 +406,7 @@ def tiny_norb(
         _write(folder, name, torch.where(toy, moved, noise), told, gz)
     return Path(folder)
 
-# %% ../../nbs/data/35_views.ipynb #00000006
+# %% ../../nbs/data/35_views.ipynb #65924257
 eth80_categories = (
     'apple',
     'car',

@@ -128,7 +128,7 @@ def _known(name: str, given, there):
     if given not in there:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, there))}, got {given!r}")
 
-# %% ../../nbs/lab/45_matrix_caps.ipynb #00000009
+# %% ../../nbs/lab/45_matrix_caps.ipynb #5ce4a558
 def routing_settings(
     preset: str,  # 'paper', 'gritzman', 'google' or 'normalised'
     n_children: int,  # children in a parent's field

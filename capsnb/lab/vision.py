@@ -110,7 +110,7 @@ class CapsuleHeads(nn.Module):
         mu = rearrange(mu, 'b (t c d) m n -> b (t m n) c d', **size)
         return rearrange(a, 'b t m n -> b (t m n)'), mu
 
-# %% ../../nbs/lab/43_vision.ipynb #00000005
+# %% ../../nbs/lab/43_vision.ipynb #d5db1646
 def class_shares(
     labels: Tensor,  # [...] class numbers; or [..., k] weights in [0, 1]: one-hot, soft or several
     a: Tensor,  # [..., k] scores or activations of the classes

@@ -483,7 +483,7 @@ class RoutedPool(nn.Module):
         y = self.tell(out.mu[..., 0, :].transpose(-3, -2).flatten(-2))
         return (y, out.R) if return_R else y
 
-# %% ../../nbs/zoo/25_routers.ipynb #00000007
+# %% ../../nbs/zoo/25_routers.ipynb #6f9fd1cc
 def _seen_by(n: int, causal: bool, mask: Tensor | None = None) -> Tensor:
     "Whether token t (rows) may see token s, [n, n] or [b, n, n]; padding is seen by nobody."
     device = None if mask is None else mask.device
