@@ -35,7 +35,6 @@ naps = dict(definition=nap(0.02), fast=nap(0.002), choosy=refuse, unlucky=lambda
 @pytest.fixture
 def napping(monkeypatch):
     monkeypatch.setitem(benches, 'naps', {'naps': lambda device, tiny: naps})
-    monkeypatch.setitem(speed._items, 'naps', 3)
 
 
 def test_contestants_take_turns_and_who_does_not_run_says_why(napping):
@@ -44,7 +43,7 @@ def test_contestants_take_turns_and_who_does_not_run_says_why(napping):
     assert found['not_run'] == dict.fromkeys(('choosy', 'unlucky'), 'ValueError: not on Sundays')
     fast = found['measured']['fast']
     assert len(fast['rounds']) == 3 and fast['wall'] > 0.002 and fast['bytes'] is None
-    assert fast['faster_than_definition'] > 1 and fast['per_second'] == 3 / fast['wall']
+    assert fast['faster_than_definition'] > 1
 
 
 def test_all_plans_of_the_registries_compete(monkeypatch):

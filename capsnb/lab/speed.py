@@ -4,7 +4,6 @@
 
 # %% ../../nbs/lab/57_speed.ipynb #346a57f5
 from __future__ import annotations
-import itertools
 import platform
 import statistics
 import sys
@@ -41,8 +40,9 @@ def take_turns(
     timers = {k: Timer(globals=dict(f=f), **how) for k, f in steps.items()}
     calls = {k: round(5e-3 / max(t.timeit(1).mean, 5e-5)) or 1 for k, t in timers.items()}
     times = {name: [] for name in steps}
-    for _, (name, timer) in itertools.product(range(rounds), timers.items()):
-        times[name].append(timer.timeit(calls[name]).mean)
+    for _ in range(rounds):
+        for name, timer in timers.items():
+            times[name].append(timer.timeit(calls[name]).mean)
     return times
 
 
@@ -60,10 +60,16 @@ def _as_a_graph(step: Callable, rounds: int) -> dict:
         return dict(no_graph=f'{type(e).__name__}: {e}'[:500])
     return dict(graph=statistics.median(take_turns(dict(graph=graph.replay), rounds)['graph']))
 
-# %% ../../nbs/lab/57_speed.ipynb #276511c0
-def _growth(bench: str, case: str, contestant: str, device: str, tiny: bool) -> int | None:
-    "Bytes at the peak of a step; `None` where neither a GPU nor Linux tells."
+
+def _peak(bench, case, contestant, device, tiny, alone=False) -> int | None:
+    "Bytes at the peak of a step, on the CPU in a new process; `None` where nobody tells them."
     make, proc = benches[bench][case], Path('/proc/self')
+    if device == 'cpu' and not alone:
+        if not (proc / 'clear_refs').exists():
+            return None
+        new = dict(mp_context=get_context('spawn'), initializer=torch.set_num_threads)
+        with ProcessPoolExecutor(1, initargs=(torch.get_num_threads(),), **new) as pool:
+            return pool.submit(_peak, bench, case, contestant, device, tiny, True).result()
     make(device, True)[contestant]()()
     step = make(device, tiny)[contestant]()
     if device != 'cpu':
@@ -71,25 +77,11 @@ def _growth(bench: str, case: str, contestant: str, device: str, tiny: bool) -> 
         before = torch.cuda.memory_allocated()
         step()
         return torch.cuda.max_memory_allocated() - before
-    if not (proc / 'clear_refs').exists():
-        return None
     told = lambda key: int((proc / 'status').read_text().split(key)[1].split()[0]) * 1024
     (proc / 'clear_refs').write_text('5')  # the peak begins anew
     before = told('VmRSS:')
     step()
     return told('VmHWM:') - before
-
-
-def _peak(*asked) -> int | None:
-    "`_growth`, on the CPU in a new process."
-    if 'cpu' not in asked:
-        return _growth(*asked)
-    new = dict(mp_context=get_context('spawn'), initializer=torch.set_num_threads)
-    with ProcessPoolExecutor(1, initargs=(torch.get_num_threads(),), **new) as pool:
-        return pool.submit(_growth, *asked).result()
-
-
-_items = dict(matrix_caps=20, sst=20, networks=20)  # images or sentences of a step
 
 
 def _measure(bench, case, device='cpu', rounds=5, memory=True, tiny=False) -> dict:
@@ -108,8 +100,6 @@ def _measure(bench, case, device='cpu', rounds=5, memory=True, tiny=False) -> di
         if 'definition' in times:
             pairs = zip(times['definition'], seconds)
             row['faster_than_definition'] = statistics.median(d / s for d, s in pairs)
-        if bench in _items:
-            row['per_second'] = _items[bench] / row['wall']
         if isinstance(steps[name], _Training):
             row['n_params'] = n_params(steps[name].net)
         if device != 'cpu':
@@ -144,12 +134,20 @@ def _by_plans(step_of: Callable, plans) -> dict:
         seed_everything(0)
         return step_of(plan)
 
-    named = {p: 'definition' if p == 'votes' else p for p in [*plans, 'auto']}
-    return {name: partial(seeded, p) for p, name in named.items()}
+    return {'definition' if p == 'votes' else p: partial(seeded, p) for p in [*plans, 'auto']}
 
 
-def _layer(make: Callable, plans, parts: tuple, pose: tuple, device: str) -> dict:
-    "A layer, forward and backward, of random `parts`."
+def _layer(sizes: tuple, device: str, tiny: bool) -> dict:
+    "`Routing`, or `ConvCaps` with fields of 3×3 and poses of 4×4: forward and backward."
+    if isinstance(sizes, Sizes):
+        s = sizes._replace(n=2, i=12, j=6) if tiny else sizes
+        known, parts, pose = plans, (s.n, s.i), (s.c, s.d)
+        how = dict(n_inp=None if s.shared else s.i, n_out=s.j)
+        make = lambda plan: Routing(s.c, s.d, s.h, plan=plan, **how)
+    else:
+        b, grid, n_inp, n_out, stride = (1, 5, 2, 2, sizes[-1]) if tiny else sizes
+        known, parts, pose = field_plans, (b, grid, grid, n_inp), (4, 4)
+        make = lambda plan: ConvCaps(n_inp, n_out, 3, stride, plan=plan, eps=1e-4)
 
     def step(plan):
         layer = make(plan).to(device)
@@ -157,22 +155,7 @@ def _layer(make: Callable, plans, parts: tuple, pose: tuple, device: str) -> dic
         X = [x.to(device).requires_grad_() for x in X]
         return lambda: _gradients(layer(*X)[:2], [*X, *layer.parameters()])
 
-    return _by_plans(step, plans)
-
-
-def _routing(s: Sizes, device: str, tiny: bool) -> dict:
-    "`Routing`."
-    s = s._replace(n=2, i=12, j=6) if tiny else s
-    how = dict(n_inp=None if s.shared else s.i, n_out=s.j)
-    make = lambda plan: Routing(s.c, s.d, s.h, plan=plan, **how)
-    return _layer(make, plans, (s.n, s.i), (s.c, s.d), device)
-
-
-def _convcaps(sizes: tuple, device: str, tiny: bool) -> dict:
-    "`ConvCaps` with fields of 3×3 and poses of 4×4."
-    b, grid, n_inp, n_out, stride = (1, 5, 2, 2, sizes[-1]) if tiny else sizes
-    make = lambda plan: ConvCaps(n_inp, n_out, 3, stride, plan=plan, eps=1e-4)
-    return _layer(make, field_plans, (b, grid, grid, n_inp), (4, 4), device)
+    return _by_plans(step, known)
 
 
 def _dynamic(device: str, tiny: bool) -> dict:
@@ -228,22 +211,19 @@ def _networks(tiny: bool, plan='auto') -> dict:
     matrix, images = partial(MatrixCapsNet, *sizes, preset='paper'), partial(_images, n)
     trunk, three = dict(n_classes=5, **norb_trunk(wide)), dict(strides=(2, 2, 1))
     crops = dict(three, n_classes=5, in_channels=2, channels=(32,) * 3)
+    large = dict(three, channels=(2 * wide,) * 3)
     pooling = dict(kind=PlainText, d_depth=text[0], d_emb=text[1])
     return {
         'D-step, digits': lambda: (DStepNet(), images((1, 8, 8), 10), {}),
         'D-step, smallNORB': lambda: (norb(), images((2, 48, 48), 5), trunk),
         'matrix capsules': lambda: (matrix(), images((2, 32, 32), 5), crops),
-        'CapsNet': lambda: (
-            CapsNet(**small),
-            images((1, 28, 28), 10),
-            dict(three, channels=(2 * wide,) * 3),
-        ),
+        'CapsNet': lambda: (CapsNet(**small), images((1, 28, 28), 10), large),
         'sentiment': lambda: (SSTNet(*text, plan=plan), _sentences(n, words, text), pooling),
     }
 
 
-def _training_by_plans(name: str, plans, device: str, tiny: bool) -> dict:
-    "Steps of training of a network."
+def _training(name: str, plans, device: str, tiny: bool) -> dict:
+    "Steps of training of a network by each plan; without plans, beside a rival of its size."
 
     def step(plan):
         net, batch, _ = _networks(tiny, plan)[name]()
@@ -251,11 +231,8 @@ def _training_by_plans(name: str, plans, device: str, tiny: bool) -> dict:
             layer.plan = plan
         return _Training(net, batch, device)
 
-    return _by_plans(step, plans)
-
-
-def _pair(name: str, device: str, tiny: bool) -> dict:
-    "A network and its rival of the same size."
+    if plans:
+        return _by_plans(step, plans)
     seed_everything(0)
     net, batch, options = _networks(tiny)[name]()
     rival = 'attention pooling' if 'kind' in options else 'CNN'
@@ -277,16 +254,16 @@ _fields = {  # images, rows and columns of the parts, types of parts and of whol
     '64·8·16·16, layer 1': (4, 14, 8, 16, 2),
     '64·8·16·16, layer 2': (4, 6, 16, 16, 1),
 }
-_matrix = partial(_training_by_plans, 'matrix capsules', field_plans)
-_sst = partial(_training_by_plans, 'sentiment', plans)
+_matrix = partial(_training, 'matrix capsules', field_plans)
+_sst = partial(_training, 'sentiment', plans)
 benches: dict[str, dict[str, Callable]] = {  # bench -> case -> (device, tiny) -> its contestants
-    'routing': {k: partial(_routing, s) for k, s in paper_sizes.items()},
-    'convcaps': {k: partial(_convcaps, s) for k, s in _fields.items()},
+    'routing': {k: partial(_layer, s) for k, s in paper_sizes.items()},
+    'convcaps': {k: partial(_layer, s) for k, s in _fields.items()},
     'capsnet': {'CapsNet, 1,152 → 10': _dynamic},
     'mixture': {'50,000 points, 64 Gaussians': _mixture},
     'matrix_caps': {'64·8·16·16, 20 pairs of 32 × 32': _matrix},
     'sst': {'head, 20 sentences of 19 words': _sst},
-    'networks': {k: partial(_pair, k) for k in _networks(True)},
+    'networks': {k: partial(_training, k, None) for k in _networks(True)},
 }
 
 
@@ -298,8 +275,7 @@ def _page(title: str, found: dict) -> str:
         line += f"  {1e3 * row['graph']:,.2f} ms as a graph" if 'graph' in row else ''
         line += f"{row['bytes'] / 1e6:10,.0f} MB" if row['bytes'] is not None else ''
         times = row.get('faster_than_definition')
-        line += f'{times:8.2f}× the definition' if times else ''
-        lines.append(line + (f"{row['per_second']:10,.0f} per s" if 'per_second' in row else ''))
+        lines.append(line + (f'{times:8.2f}× the definition' if times else ''))
     return '\n'.join(lines + [f'  {k} did not run: {why}' for k, why in found['not_run'].items()])
 
 
@@ -317,21 +293,18 @@ def bench(
         raise ValueError(f"no bench is called {unknown[0]!r}; there are {known}")
     cases = [(b, c) for b in names or benches for c in list(benches[b])[-1 if quick else 0 :]]
     device, out = str(pick_device(device)), Path(out).expanduser()
-    if device == 'mps':
-        raise ValueError("the bench measures on 'cpu' and 'cuda', not on 'mps'")
     if out.exists() and 'benches' not in read_json(out):
         raise ValueError(f"'{out}' holds no record of a bench: choose another file (--out)")
-    record = run_record(0, data='random inputs', tiny=tiny, benches={})
     cpu = f'{platform.machine()} CPU, {torch.get_num_threads()} threads'
-    record['device'] = cpu if device == 'cpu' else torch.cuda.get_device_name(device)
+    on = cpu if device == 'cpu' else torch.cuda.get_device_name(device)
+    record = run_record(0, data='random inputs', tiny=tiny, benches={}) | dict(device=on)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_json(out, record)  # before hours of work
     how = dict(rounds=1 if quick else 5, memory=not quick, tiny=tiny)
     for k, (of, case) in enumerate(cases):
         if progress:
             print(f'{k + 1}/{len(cases)}  {of}: {case}', file=sys.stderr, flush=True)
-        found = _measure(of, case, device, **how)
-        record['benches'].setdefault(of, {})[case] = found
+        found = record['benches'].setdefault(of, {})[case] = _measure(of, case, device, **how)
         write_json(out, record)
         print(_page(f'{of}: {case}', found), flush=True)
     return record
