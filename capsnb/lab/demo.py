@@ -11,9 +11,8 @@ from torch import Tensor
 from ..core import palette, pick_device, plot_style, run_record, seed_everything
 from ..data.files import read_json, write_json
 import capsnb.lab.runs as folders
-from .tasks import Digits
 from .runs import check_room, first_process, found_in, run_folder
-from .tasks import train
+from .tasks import Digits, train
 from .train import check_recipe
 from .vision import DStepNet, n_params, rival_of
 
