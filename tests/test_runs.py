@@ -26,7 +26,8 @@ import capsnb.lab.train as train
 from capsnb.core import seed_everything
 from capsnb.lab.runs import check_end, checked_network, checkpoints_in, read_seal
 from capsnb.data.mnist import load_digits_split
-from capsnb.lab.train import Diverged, Stopped, columns_of, fit
+from capsnb.data.files import columns_of
+from capsnb.lab.train import Diverged, Stopped, fit
 from capsnb.lab.vision import PlainCNN
 
 ROOT = Path(__file__).resolve().parents[1]

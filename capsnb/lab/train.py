@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn, Tensor
 from torch.optim.lr_scheduler import LRScheduler
-from ..core import from_bytes, need, pick_device, run_record
+from ..core import need, pick_device, run_record
+from ..data.files import columns_of
 from ..engine.numerics import keep_freed_memory
 import capsnb.lab.runs as folders
 from .runs import checkpoints_in, first_process, read_seal, run_folder
@@ -71,77 +72,6 @@ def fingerprint(
         else:  # what it is, not where it lies
             h.update(re.sub(r' at 0x[0-9a-f]+', '', repr(x)).encode())
     return h.hexdigest()[:12]
-
-# %% ../../nbs/lab/48_train.ipynb #2b2cb179
-def _pictures(
-    column,  # Tensor, NumPy array, or list of those or of PIL images
-) -> Tensor:  # float32 [n, channels, rows, columns]
-    "Pictures for a network; `ValueError` for other shapes and types, and for NaN."
-    np = need('numpy')
-    if not isinstance(column, (Tensor, np.ndarray)):
-        column = np.array([_plain(p) for p in column])
-    x = torch.as_tensor(column)
-    if x.dtype != torch.uint8 and not x.is_floating_point():
-        raise ValueError(f"expected pictures in bytes (uint8) or floats, got {x.dtype}")
-    x = from_bytes(x).float()
-    x = x[:, None] if x.ndim == 3 else x
-    if x.ndim != 4:
-        wanted = '[n, rows, columns], or with channels in front of the rows or at the end'
-        raise ValueError(f"expected pictures {wanted}, got shape {tuple(x.shape)}")
-    if x.shape[-1] in (1, 3) and x.shape[1] not in (1, 2, 3):
-        x = x.movedim(-1, 1)
-    if not x.isfinite().all():
-        raise ValueError("expected finite pictures, got NaN or inf")
-    if x.abs().max() > 10:
-        reach = f"the pictures reach from {x.min():g} to {x.max():g}"
-        warnings.warn(f"{reach}; networks here expect about 0 to 1 (bytes are divided by 255)")
-    return x
-
-
-def _plain(picture):  # a NumPy array
-    "A PIL image without palette and transparency; 16 or 32 bits are not cut down."
-    mode = getattr(picture, 'mode', None)  # of a tensor: a method
-    if isinstance(mode, str) and mode not in ('L', 'RGB', 'F') and not mode.startswith('I'):
-        picture = picture.convert('L' if mode in ('1', 'LA', 'La') else 'RGB')
-    return need('numpy').asarray(picture)
-
-
-def columns_of(
-    data,  # datasets.Dataset, or a dict of columns: image (or images) and label (or labels)
-) -> tuple:  # pictures [n, channels, rows, columns] and labels [n]
-    "Pictures and labels of a data set; `ValueError` says what is missing, or wrong with them."
-    there = list(getattr(data, 'column_names', data))
-    names = [next((k for k in (one, f'{one}s') if k in there), None) for one in ('image', 'label')]
-    if None in names:
-        said = f"expected columns image and label, got {', '.join(map(str, there))}"
-        raise ValueError(f"{said}; of several splits name one, as in data['train']")
-    image, label = (_column(data, name) for name in names)
-    y = need('numpy').asarray(label)
-    if y.dtype.kind not in 'iu' or y.ndim != 1 or not len(y) or y.min() < 0:
-        wanted = 'expected labels [n], whole numbers from 0 on'
-        got = f"got {y.dtype} {list(y.shape)}: {y.tolist()!r:.40}"
-        raise ValueError(f"{wanted} (class_encode_column numbers names), {got}")
-    x, y = _pictures(image), torch.from_numpy(y.astype('int64'))
-    if len(x) != len(y):
-        got = f"got {len(x):,} pictures and {len(y):,} labels"
-        raise ValueError(f"expected one label for each picture, {got}")
-    return x, y
-
-
-def _column(data, name: str):
-    "What a column holds; bytes as bytes, where NumPy's format makes int64 of them."
-    if isinstance(data, dict):
-        return data[name]
-    if data.format['type'] == 'custom':
-        return data[:][name]  # of a transform
-    feature, column = data.features[name], data.select_columns([name])
-    while hasattr(feature, 'feature'):
-        feature = feature.feature
-    if type(feature).__name__ == 'Image':
-        return column.with_format(None)[:][name]
-    array = column.with_format('numpy')[:][name]
-    is_bytes = getattr(feature, 'dtype', '') == 'uint8' and array.dtype != object
-    return array.astype('uint8') if is_bytes else array
 
 # %% ../../nbs/lab/48_train.ipynb #0000000e
 class BaseDeck(torch.utils.data.Dataset):
@@ -592,23 +522,18 @@ def _arguments(folder: Path, recipe: dict, device: str | None = None, validate: 
     return quiet_transformers().TrainingArguments(**{**usual, **more})
 
 # %% ../../nbs/lab/48_train.ipynb #5b1a804b
-def _quality(logits: Tensor, labels: Tensor, n_bins: int = 15) -> dict:
-    "Of logits [n, k] and labels [n]: log-loss in nats, mean distance of confidence and accuracy."
-    sure, guess = torch.softmax(logits.double(), -1).max(-1)
-    bins = (sure * n_bins).long().clamp_max(n_bins - 1)
-    gap = sure - (guess == labels).double()
-    gaps = torch.zeros(n_bins, dtype=torch.double).index_add(0, bins, gap)
-    loss = F.cross_entropy(logits.double(), labels)
-    return dict(log_loss=loss.item(), calibration=gaps.abs().sum().item() / len(labels))
-
-
-def _tested(found) -> dict:
-    "Accuracy, log-loss and calibration of what a Trainer predicted on test data."
+def _tested(found, n_bins: int = 15) -> dict:
+    "Of a Trainer's test: accuracy, log-loss in nats, mean distance of confidence and accuracy."
     logits, labels = map(torch.as_tensor, (found.predictions, found.label_ids))
     if labels.shape != logits.shape[:-1]:
         labels = labels.argmax(-1)
-    told = _quality(logits.flatten(0, -2), labels.flatten())
-    told = {f'test_{k}': v for k, v in told.items()}
+    logits, labels = logits.double().flatten(0, -2), labels.flatten()
+    sure, guess = torch.softmax(logits, -1).max(-1)
+    bins = (sure * n_bins).long().clamp_max(n_bins - 1)
+    gap = sure - (guess == labels).double()
+    gaps = torch.zeros(n_bins, dtype=torch.double).index_add(0, bins, gap)
+    told = dict(test_log_loss=F.cross_entropy(logits, labels).item())
+    told |= dict(test_calibration=gaps.abs().sum().item() / len(labels))
     return dict(test_accuracy=found.metrics['test_accuracy'], **told)
 
 # %% ../../nbs/lab/48_train.ipynb #53f04e98
