@@ -48,6 +48,7 @@ _names = {  # room -> its public names; PyTorch, which all need, takes seconds
     'lab.text': ['SSTNet', 'RoutingText', 'PlainText', 'VectorText', 'explain'],
     'lab.assembly': ['AssemblyNet', 'Arrangements', 'similarity', 'homogeneous', 'vote_density'],
     'lab.hub': ['RoutingClassifier'],
+    'lab.predict': ['load'],
     'lab.train': ['fit'],
     'lab.tasks': ['Task', 'Net', 'Digits', 'task_named', 'train', 'load_run', 'evaluate'],
     'lab.objects': ['Toys', 'SmallNORB', 'Photographs'],

@@ -32,6 +32,7 @@ from .lab.tasks import Digits as Digits
 from .lab.hub import RoutingClassifier as RoutingClassifier
 from .lab.capsnet import margin_loss as margin_loss
 from .lab.matrix_caps import spread_loss as spread_loss
+from .lab.predict import load as load
 from .lab.matrix_caps import MatrixCapsNet as MatrixCapsNet
 from .lab.objects import Photographs as Photographs
 from .lab.objects import SmallNORB as SmallNORB

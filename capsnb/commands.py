@@ -54,26 +54,23 @@ def told(m: dict, out: Path, trained_on: str = '') -> str:
     )
 
 
-def draw(task, net: str, out: Path, device: str | None, progress: bool) -> tuple:  # of paths
+def draw(task, net: str, out: Path, device: str | None, progress: bool):
     "Draw what the task has to show, and say where it is."
     task.progress = progress
     try:
         network = room('lab.runs').checked_network(out, task.networks[net].cls, device)
-        picture = task.draw(net, network, out)
+        if picture := task.draw(net, network, out):
+            print(f"look at {picture}")
     except (ImportError, OSError, ValueError) as e:
         print(f"no picture: {e}", file=sys.stderr)
-        return ()
-    if picture:
-        print(f"look at {picture}")
-    return (picture,) if picture else ()
 
 
-def changed(task, net: str | None, lr: float | None, batch_size, bf16: bool, graphs: bool) -> dict:
+def changed(task, net: str, lr: float | None, batch_size, bf16: bool, graphs: bool) -> dict:
     "What of the recipe differs; a cycle with another top begins at that top if it is lower."
     changes = dict(batch_size=batch_size, bf16=bf16, torch_compile=graphs)
     changes |= dict(torch_compile_mode='reduce-overhead' if graphs else None)
     if lr is not None:
-        low, _ = task.recipe(task.known_net(net))['lr']
+        low, _ = task.recipe(net)['lr']
         changes |= dict(lr=(min(low, lr), lr))
     return {k: v for k, v in changes.items() if v}
 
@@ -105,7 +102,7 @@ def train(
         room('lab.train').quiet_transformers().utils.logging.disable_progress_bar()
     last = name.split('@')[0].rstrip('/').replace(':', '/').rsplit('/', 1)[-1]
     out = out or Path('runs', last if ':' not in name or '.' not in last else Path(last).stem)
-    tasks = room('lab.tasks')
+    tasks, net = room('lab.tasks'), task.known_net(net)
     row = changed(task, net, lr, batch_size, bf16, graphs)
     row |= dict(epochs=epochs, device=device, progress=progress, start=start, how_to_resume=how)
     if seeds > 1:
@@ -116,24 +113,19 @@ def train(
         found = found[task.name]
         several = room('lab.runs').headline(room('lab.runs').summary(found))
         print(f"{task.name}, seeds {seed} to {numbers[-1]}: {several}; runs in {out}")
-        after(task, found)
         return room('data.files').read_json(path)
+    if task.names:  # read, where it is your own
+        given = {k: v for k, v in row.items() if k in task.recipe(net) and v is not None}
+        room('lab.train').check_recipe(**task.recipe(net) | given)
     room('lab.runs').claim(out, resume, overwrite, command_line=True)
     found = tasks.train(task, net, out, seed, resume=resume, overwrite=overwrite, **row)
     if not is_first():
         return
-    net = task.known_net(net)
     whole = 'all training data, ' if 'validation' in task.roles['train'] else ''
-    print(f"{task.name}, {net}, {told(found, out, whole)}")
-    leave('run', out, draw(task, net, out, device, progress))
-    after(task, [found])
+    print(f"{name.rpartition(':')[2]}, {net}, {told(found, out, whole)}")
+    draw(task, net, out, device, progress)
+    leave('run', out)
     return found
-
-
-def after(task, found: list):
-    "What differs from the paper, where a task has one to compare with."
-    if type(task).__name__ == 'Sentiment':
-        print(room('lab.sentiment').beside_paper(found))
 
 
 def settings_of(ctx: typer.Context) -> dict:  # JSON-ready: what all seeds of a study share
@@ -190,6 +182,7 @@ trained = {  # name -> where its options are, and what it is
 }
 
 
+hidden = 'data crops source origin known white'.split()  # matters of tests and of runs
 preset = {'eth80': dict(size=48), 'norb': dict(size=108)}  # beside the fields' own
 preset |= {kind: dict(image=None, text=None) for kind in ('file:…', 'hub:…')}
 
@@ -201,8 +194,8 @@ def trainer(name: str):  # a command
     for place in places:
         own |= fields_of(place) if isinstance(place, str) else options_of(place)
     own |= {k: own[k].replace(default=v) for k, v in preset.get(name, {}).items()}
-    for hidden in ('data', 'crops', 'source', 'origin'):  # the command's name, matters of tests
-        own.pop(hidden, None)
+    for other in [*hidden, *(['subset', 'official'] if name == 'eth80' else [])]:
+        own.pop(other, None)
 
     def command(ctx, **options):
         return train(ctx, **options)
@@ -281,57 +274,81 @@ def evaluate(
     leave('test', run, e)
 
 
-def explain(
-    words: list[str] = (),  # sentences
+def asked(run: Path, words, encoder: str | None, task: str | None, device: str | None) -> tuple:
+    "A run; names of what it is asked about; and that."
+    here_too()
+    room('lab.train').quiet_transformers().utils.logging.disable_progress_bar()
+    if first := next((w for w in words if os.path.isfile(f'{w}/task.json')), None):
+        raise ValueError(f"'{first}' is a run: it comes first")
+    rooms, here = room('lab.predict'), {} if encoder is None else dict(encoder=encoder)
+    loaded = rooms.load(run, device, task=task, **here)
+    return loaded, *rooms.read(loaded, words or ['-'])
+
+
+def predict(
+    run: Path,  # folder of a finished run, or its name on the Hub
+    words: list[str] = (),  # pictures, folders of them, tables; texts, files of them; else -: stdin
     *,
-    run: Path = Path('runs/sst'),  # folder of a finished run on texts
-    file: Path | None = None,  # file of sentences, one a line
+    csv: Path | None = None,  # file for the probabilities of all classes
     encoder: str | None = None,  # where the transformer lies now, or its name on the Hub
-    html: Path | None = None,  # file of the page; else report_words.html in the run's folder
+    task: str | None = None,  # the run's, if it is your own: its code is run only if you name it
+    device: str | None = None,  # 'cpu', 'cuda' or 'mps'; else the best there is
+    progress: bool | None = None,  # draw progress bars; else on a terminal
+    as_json: bool = False,  # print one JSON object, and nothing else
+):
+    "What a finished run takes pictures, rows of a table or texts for, and how surely."
+    if csv and csv.exists():
+        raise ValueError(f"'{csv}' is there already: name another file")
+    loaded, names, things = asked(run, words, encoder, task, device)
+    found = loaded.predict(things, progress)
+    if csv:
+        frame = dict(zip(found.classes, found.p.T.tolist()))
+        frame = (
+            room('core').need('pandas').DataFrame(dict(what=names, predicted=found.names) | frame)
+        )
+        frame.to_csv(csv, index=False)
+    if as_json:
+        each = [dict(zip(found.classes, p)) for p in found.p.tolist()]
+        return [dict(what=k, predicted=n, p=p) for k, n, p in zip(names, found.names, each)]
+    rows = list(zip(names, found.names, found.p.max(1).values.tolist()))
+    wide = [max(len(row[k]) for row in rows[:50]) for k in (0, 1)]
+    for what, name, p in rows[:50]:
+        print(f'{what:{wide[0]}s}  {name:{wide[1]}s}  {p:6.1%}')
+    if len(rows) > 50:
+        print(f'… and {len(rows) - 50:,} more: --csv FILE, or --json')
+
+
+def explain(
+    run: Path,  # folder of a finished run, or its name on the Hub
+    words: list[str] = (),  # as for predict
+    *,
+    html: Path | None = None,  # file of the page; else report_credit.html in the run's folder
+    encoder: str | None = None,  # where the transformer lies now, or its name on the Hub
+    task: str | None = None,  # the run's, if it is your own: its code is run only if you name it
     device: str | None = None,  # 'cpu', 'cuda' or 'mps'; else the best there is
     as_json: bool = False,  # print one JSON object, and nothing else
 ):
-    """Which words a sentence's score comes from, positive against negative: each word's credit,
-    which adds up to the sentence's, and what is lost without the word.
+    """Which places, columns or words speak for an answer, against the mean of the other classes;
+    and how much of its probability is lost without the most credited, beside as much at random.
 
-    On a terminal words are blue for positive, red for negative; NO_COLOR turns that off."""
-    read = room('data.files').regular
-    lines = read(file).read_text(encoding='utf-8').splitlines() if file else []
-    if not (texts := [*(words or ()), *filter(str.strip, lines)]):
-        raise ValueError("expected a sentence, or --file with one a line")
-    if folder := next((t for t in texts if os.path.isfile(f'{t}/task.json')), None):
-        raise ValueError(f"'{folder}' is a run: capsnb explain --run {folder} SENTENCE")
-    room('lab.train').quiet_transformers().utils.logging.disable_progress_bar()
-    here = {} if encoder is None else dict(encoder=encoder)
-    network, task, note = room('lab.tasks').load_run(run, device, **here)
-    if not hasattr(task, 'reader'):
-        raise ValueError(f"'{run}' is no run on texts, but on {task.name}")
-    if len(note['names']) > 2 and not task.ordered:
-        raise ValueError(
-            f"words are weighed positive against negative, but {', '.join(note['names'])} have no "
-            "such order; `network.credit` gives the credit of each class"
-        )
-    text = room('lab.text')
-    told = [text.explain(t, network, task.reader(), note['names']) for t in texts]
-    coloured = False if 'NO_COLOR' in os.environ else None  # None: on a terminal
-    typer.echo('\n\n'.join(map(_in_columns, told)) + '\n', color=coloured)
+    On a terminal words are blue for the answer, red against it; NO_COLOR turns that off."""
+    loaded, names, things = asked(run, words, encoder, task, device)
+    rooms, coloured = room('lab.predict'), False if 'NO_COLOR' in os.environ else None
+    told = rooms.explain(loaded, things, names)
+    for e in told:
+        most = max((abs(v) for _, v in e.parts), default=0)
+        what = ' '.join(_coloured(*part, most) for part in e.parts)
+        lines = [f'{what if loaded.kind == "texts" else e.what}: {e.label} {e.p:.1%}']
+        lines += [f'{v:+9.3f}  {part}' for part, v in e.parts]
+        lines += [f'lost without the most credited {e.lost[0]:.1%}, at random {e.lost[1]:.1%}\n']
+        typer.echo('\n'.join(lines), color=coloured)  # None: on a terminal
+    left = told, [e.image if e.image is None else rooms.drawn(e) for e in told]
     if html:
-        html.parent.mkdir(parents=True, exist_ok=True)
-        print(f"look at {room('lab.hub').leave_words(html, told)}")
-    else:
-        leave('words', run / 'report_words.html', told)
-    return [e._asdict() | dict(leaning=e.leaning()) for e in told]
-
-
-def _in_columns(e) -> str:  # of an Explanation: shares of the classes, and a line for each word
-    most = max((abs(v) for _, v in e.words), default=0)
-    lines = [' '.join(_coloured(word, v, most) for word, v in e.words)]
-    shares = room('core').need('torch').tensor(e.a).softmax(0)
-    lines += ['  '.join(f'{n} {q:.0%}' for n, q in zip(e.names, shares)), '']
-    lines += ['  credit   lost without']
-    for (word, v), (_, lost) in zip(e.words, e.without):
-        lines.append(f"{v:+8.3f} {lost:+8.3f}  {word}")
-    return '\n'.join([*lines, f"{e.leaning():+8.3f}           together"])
+        print(f"look at {room('lab.hub').leave_credit(html, *left)}")
+    elif run.is_dir():
+        leave('credit', run / 'report_credit.html', *left)
+    places = [None if e.places is None else e.places.tolist() for e in told]
+    return [e._asdict() | dict(image=None, places=v) for e, v in zip(told, places)]
 
 
 def _coloured(word: str, credit: float, most: float) -> str:  # for a terminal
@@ -361,7 +378,7 @@ def push(
     hub, how = room('lab.hub'), dict(license=license, encoder=encoder)
     if card:
         text = str(hub.card_of(run, name, **how))
-        return print(f'look at {hub.write_card(card, text)}')
+        return print(f'look at {hub.leave_card(card, text)}')
     print(hub.push_run(run, name, private=private or None, token=token, **how))
 
 
@@ -388,6 +405,8 @@ class Tasks(typer.core.TyperGroup):
         kind, colon, _ = name.partition(':')
         own = f'{kind}:…' if kind in ('file', 'hub') else 'module:task'
         found = super().get_command(ctx, own if colon else name)
+        if found is None and os.path.exists(name):
+            ctx.fail(f"no task '{name}'; of your own data it is file:{name}")
         return found or ctx.fail(f"no task '{name}'; there are {', '.join(trained)}")
 
 
@@ -408,7 +427,8 @@ def list_studies(ctx: typer.Context):
 commands = {
     'demo': (demo, 'A capsule network and a CNN of equal size on real digits, in a minute.'),
     'eval': (evaluate, 'Accuracy of a finished run, and which classes it confuses.'),
-    'explain': (explain, "Which words a sentence's score comes from."),
+    'predict': (predict, 'What a finished run takes pictures, rows or texts for.'),
+    'explain': (explain, 'Which places, columns or words its answer comes from.'),
     'push': (push, 'Push a finished run to the Hugging Face Hub, with a card.'),
     'bench': (bench, 'Time and memory of everything fast.'),
 }

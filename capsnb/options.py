@@ -14,6 +14,7 @@ import typer
 # where the command line says it in another way
 called = dict(as_json='--json', subset='--pairs', folder='--data', n_test='--test-limit')
 called |= dict(published='--as-published', official='--official/--any-files', gguf_file='--gguf')
+rare = 'start graphs mixup_per cache_dtype raw revision'.split()  # not in --help
 least = dict(seed=0, seeds=1, epochs=1, batch_size=1, limit=1, n_test=1, crops=1)
 kinds = {'list[str]': list[str], 'Callable': str, 'Path': Path, 'int': int, 'float': float}
 
@@ -24,7 +25,7 @@ def remarks(source: str) -> dict:  # name -> the comment behind it
 
 def option(name: str, kind, default, told: str, low: int | None = None) -> inspect.Parameter:
     "A parameter as Typer wants it; an argument where it must be given, or is words."
-    how = dict(help=told, show_default=default not in (None, (), []))
+    how = dict(help=told, show_default=default not in (None, (), []), hidden=name in rare)
     word = called.get(name, '--' + name.replace('_', '-'))
     if default is ... or name == 'words':
         info = typer.Argument(**how)

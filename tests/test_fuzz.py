@@ -362,7 +362,7 @@ def test_what_broke_once(case, copies):
 mistakes = {
     'more seeds than memory': ('train', 'sst', '--seeds', 10**18),
     'a part that there is not': ('study', 'matrix-caps', '--part', 'x'),
-    'sentences without an end': ('explain', 'run', '--file', '/dev/zero'),
+    'sentences without an end': ('explain', 'run', '/dev/zero'),
 }
 
 

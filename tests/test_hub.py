@@ -82,18 +82,19 @@ def test_a_run_is_pushed_with_its_card(hub, digits):
     assert made.get('private') is True or made.get('visibility') == 'private'
     assert sum(p.endswith('/commit/main') for _, p, _ in hub.asked) == 1
     files = hub.repos['models/me/digits']
-    assert set(files) == {'README.md', 'config.json', 'model.safetensors', 'drawings.png'}
-    for name in set(files) - {'README.md'}:
+    copies = {'config.json', 'model.safetensors', 'drawings.png'}
+    assert set(files) == copies | {'README.md', 'task.json'}
+    for name in copies:
         assert files[name] == (digits / name).read_bytes()
     names_no_place(files, digits)
     text, m = files['README.md'].decode(), json.loads((digits / 'metrics.json').read_text())
     card = huggingface_hub.ModelCard(text)
     assert card.data.library_name == 'capsnb' and card.data.license == 'mit'
-    found = {r.dataset_split: r for r in card.data.eval_results if r.metric_type == 'accuracy'}
+    found = {r.dataset_split: r for r in card.data.eval_results}
     assert found['test'].metric_value == m['test_accuracy']
     assert found['validation'].metric_value == m['valid_accuracy']
     for said in (
-        '![What the run drew at its end](drawings.png)',
+        'from the longest other one.](drawings.png)',
         "CapsNet.from_pretrained('me/digits')",
         f"| accuracy | {m['valid_accuracy']:.4g} | {m['test_accuracy']:.4g} |",
         '--net capsnet --limit 60 --test-limit 50 --epochs 1 --device cpu --seed 3 --out PATH\n',
@@ -162,7 +163,7 @@ def test_what_cannot_be_pushed_is_one_sentence(hub, digits, tmp_path, monkeypatc
     says = lambda *args: capsnb('push', *args, code=1)
     assert 'has not come to its end' in says(unfinished, 'me/x')
     assert 'is damaged' in says(damaged, 'me/x')
-    assert 'no finished run' in says(tmp_path / 'none', 'me/x')
+    assert 'there is no folder' in says(tmp_path / 'none', 'me/x')
     assert 'no name!' in says(digits, 'no name!')
     assert 'with a token that may write there' in says(digits, 'me/x', '--token', 'hf_wrong')
     constants = huggingface_hub.constants

@@ -14,9 +14,9 @@ from browser import fits, look, needs_chromium
 from capsnb.cli import make_app
 from capsnb.data.files import read_json, write_text
 from capsnb.lab import hub
-from capsnb.lab.hub import _eval_page, _run_page, leave_words
+from capsnb.lab.hub import _eval_page, _run_page, leave_credit
 from capsnb.lab.tasks import evaluate
-from capsnb.lab.text import Explanation
+from capsnb.lab.predict import Explained
 
 tiny = 'train digits --net cnn --limit 60 --test-limit 50 --epochs 1 --device cpu --out'.split()
 evil = '<script>alert(1)</script>"\'><img src=http://x onerror=a>'
@@ -78,7 +78,7 @@ def run(finished, tmp_path):
 def test_the_pages_of_a_run_and_of_its_test(finished):
     page, m = read(finished / 'report.html'), read_metrics(finished)
     assert page.row('test accuracy') == [f"{m['test_accuracy']:.2%}"]
-    assert page.row('best epoch') == ['1'] and page.row('lr') == ['1e-05, 0.01']
+    assert page.row('best epoch') == ['1'] and page.row('lr')[0].startswith('1e-05, 0.01')
     assert m['command'] in page.text and page.row('torch') == [m['torch']]
     assert len(page.images) == 1 and page.row('1')[0] == f"{m['history'][0]['loss']:.4g}"
     page, found = read(finished / 'report_test.html'), evaluate(finished, device='cpu')
@@ -98,11 +98,10 @@ def test_strange_names_are_text(run, tmp_path):
         tmp_path / 'demo' / 'metrics.json', json.dumps({evil: odd, 'b': odd, 'command': evil})
     )
     assert Whole(_run_page(tmp_path / 'demo')).text.count(evil) >= 5
-    words = [(evil, -0.5), ('b', 0.25)]
-    e = Explanation('a b', (evil, 'good'), [0.1, 0.2], words, words, [[0.1, 0.2]])
-    assert evil in read(leave_words(tmp_path / 'page.html', [e, e])).text
-    e = e._replace(names=('bad', 'caf\udce9'))  # as the system gives the name of a file
-    assert 'caf?' in read(leave_words(tmp_path / 'page.html', [e])).text
+    e = Explained(evil, evil, 0.5, [(evil, -0.5), ('b', 0.25)], None, None, (0.2, 0.1))
+    assert read(leave_credit(tmp_path / 'page.html', [e], [None])).text.count(evil) >= 3
+    e = e._replace(label='caf\udce9')  # as the system gives the name of a file
+    assert 'caf?' in read(leave_credit(tmp_path / 'page.html', [e], [None])).text
 
 
 @pytest.mark.slow

@@ -90,16 +90,15 @@ def test_the_price_of_gpt2_large_comes_first_and_its_default_takes_no_disk(
         go('sst2', str(large), out=tmp_path / 'run', device='cpu')
     said = capsys.readouterr().err
     assert '37 hidden states of width 1,280, 774.0 million weights (3.1 GB of memory); 162,' in said
-    gb = float(re.search(r'about ([\d.]+) GB of disk in float16', said)[1])
+    gb = float(re.search(r'in float16 take about ([\d.]+) GB of disk', said)[1])
     assert 120 < gb < 180
-    assert re.search(r'read them once takes roughly [\d.,]+ (hours|minutes)', said)
     for way in ('--cache', '--roots', '--layers', '--on-the-fly', 'computed on the fly'):
         assert way in said
     assert not (tmp_path / 'run').exists() and not (tmp_path / 'xdg').exists()
     with pytest.raises(Loaded):
         go('sst2', str(large), out=tmp_path / 'run', device='cpu', in_memory=True)
     said = capsys.readouterr().err
-    assert 'GB of memory in float16' in said and 'disk' not in said and 'on the fly' not in said
+    assert said.count('GB of memory') == 2 and 'disk' not in said and 'on the fly' not in said
 
 
 @pytest.mark.slow

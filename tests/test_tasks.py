@@ -174,10 +174,14 @@ def test_a_study_says_what_it_chose_on(tmp_path):
     with pytest.raises(ValueError, match='a: this was chosen on .* the runs there on'):
         study(task, {'a': {}}, path, (1,), **kw)
     study(task, {'a': {}}, path, (0,), **by, **kw)
+    new = tmp_path / 'new.json'
     for split, why in (('test', 'which is to be tested'), ('tset', 'which is no split')):
         with pytest.raises(ValueError, match=f"rate was chosen on '{split}', {why}"):
             study(task, {'c': {}}, path, (0,), selects=dict(rate=split), **kw)
+        with pytest.raises(ValueError, match=why):
+            study(task, {'c': {}}, new, (0,), selects=dict(rate=split), settings=dict(x=1))
     found = json.loads(path.read_text())
+    assert not new.exists()  # what is refused leaves nothing
     assert found['selects'] == there and list(found['runs']) == ['a seed 0', 'b seed 0']
     note_choices(path, 'blind', blind(task), dict(rate='validation'))
     assert json.loads(path.read_text())['selects']['blind'] == told

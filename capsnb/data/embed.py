@@ -381,7 +381,7 @@ def about_tokens(texts: list) -> int:  # with an end token for each
 
 
 def _price_of(
-    config, texts, layers='all', dtype='float16', device=None, compute=torch.float32, place='disk'
+    config, texts, layers='all', dtype='float16', compute=torch.float32, place='disk'
 ) -> dict:
     "What it costs to read texts, from a transformer's config alone, in numbers and a sentence."
     sizes = config.get_text_config() if hasattr(config, 'get_text_config') else config
@@ -389,22 +389,16 @@ def _price_of(
     with in_words("cannot make a model of this config"), torch.device('meta'):
         model = need('transformers').AutoModel.from_config(config, trust_remote_code=False)
     model = model.get_encoder() if config.is_encoder_decoder else model
-    parts = model, model.get_input_embeddings()  # the second are only looked up
-    n, idle = (sum(p.numel() for p in part.parameters()) for part in parts)
-    x = torch.ones(1024, 1024, device=device or pick_device(), dtype=compute)
-    how = dict(globals=dict(x=x), num_threads=torch.get_num_threads())
-    once = need('torch.utils.benchmark').Timer('x @ x', **how).timeit(4).median
-    n_tokens, dtype = about_tokens(texts), _dtype(dtype)
-    seconds, n_bytes = (n - idle) * n_tokens * once / 1024**3, n_tokens * l * m * dtype.itemsize
-    times = ((3600, 'hours'), (60, 'minutes'))
-    unit, word = next((o for o in times if seconds >= 2 * o[0]), (1, 'seconds'))
+    n, n_tokens = sum(p.numel() for p in model.parameters()), about_tokens(texts)
+    dtype = _dtype(dtype)
+    n_bytes = n_tokens * l * m * dtype.itemsize
     said = (
         f"{l} hidden states of width {m:,}, {n / 1e6:,.1f} million weights "
         f"({n * compute.itemsize / 1e9:,.1f} GB of memory); {len(texts):,} texts, about "
-        f"{n_tokens:,} tokens: to read them once takes roughly {seconds / unit:,.1f} {word}, "
-        f"to keep their hidden states about {n_bytes / 1e9:,.1f} GB of {place} in {str(dtype)[6:]}"
+        f"{n_tokens:,} tokens; their hidden states in {str(dtype)[6:]} take "
+        f"about {n_bytes / 1e9:,.1f} GB of {place}"
     )
-    return dict(n_tokens=n_tokens, n_weights=n, n_bytes=n_bytes, seconds=seconds, said=said)
+    return dict(n_tokens=n_tokens, n_weights=n, n_bytes=n_bytes, said=said)
 
 # %% ../../nbs/data/39_embed.ipynb #0000002d
 _old = ('capsnb embeddings 1', 'capsnb embeddings 2')  # one file of numbers; can be read

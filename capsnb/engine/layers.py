@@ -444,7 +444,8 @@ class ClassCaps(_Capsules):
         a: Tensor,  # [..., m, n, i] activations of the parts, in [0, 1]
         mu: Tensor,  # [..., m, n, i, c, d] poses of the parts
         centres: tuple[Tensor, Tensor] | None = None,  # coordinates of rows [m] and columns [n]
-    ) -> EMRouted:  # a [..., j], mu and sig2 [..., j, c, h], R [..., m, n, i, j]
+        return_R: bool = True,  # whether to return the shares [..., m, n, i, j], which are at hand
+    ) -> EMRouted:  # a [..., j], mu and sig2 [..., j, c, h], R or None
         "Route all parts of an image to the classes; `ValueError` if the inputs do not fit."
         self._check(a, mu)
         where, loop = self._centres(a.shape[-3:-1], centres, a.device), self._loop()
@@ -465,7 +466,7 @@ class ClassCaps(_Capsules):
 
         lead = a.shape[:-3]
         out = self._route(a, mu, route)
-        R = out.R.unflatten(-2, a.shape[-3:])
+        R = out.R.unflatten(-2, a.shape[-3:]) if return_R else None
         return EMRouted(*out[:3], R, out.F)  # PyTorch 2.9 has no graph for `_replace`
 
     def logits(

@@ -223,6 +223,7 @@ class Objects(Task):
     crops: int = 1  # views per side in a test: patches where it was trained on them, else shifts
 
     names, channels = categories, 2  # 2: a stereo pair
+    in_bytes = True
     keys = ('data', 'kind')
     noted = dict(size=int, subset=(int, dict, None), published=bool, official=bool, validate=bool)
     later = ('published', 'validate')
@@ -230,6 +231,10 @@ class Objects(Task):
     def __post_init__(self):
         if not 1 <= self.size <= 1024:
             raise ValueError(f"expected a size from 1 to 1,024, got {self.size:,}")
+
+    @property
+    def shape(self):
+        return self.channels, self.size, self.size
 
     @property
     def roles(self):

@@ -49,14 +49,9 @@ def _sheet(path: Path):
 
 def _json(path: Path):
     "Objects: one a line, or a list of them."
-    text = path.read_text(encoding='utf-8-sig')
-    try:
-        rows = [json.loads(line) for line in text.split('\n') if line.strip()]
-    except ValueError:
-        rows = json.loads(text)
-    rows = rows[0] if len(rows) == 1 and isinstance(rows[0], list) else rows
-    if wrong := [row for row in rows if not isinstance(row, dict)]:
-        raise ValueError(f"expected objects as rows, got {json.dumps(wrong[0])[:40]}")
+    text = path.read_text(encoding='utf-8-sig').strip()
+    lines = filter(str.strip, text.split('\n'))
+    rows = json.loads(text) if text[:1] == '[' else [json.loads(line) for line in lines]
     names = dict.fromkeys(k for row in rows for k in row)
     return need('datasets').Dataset.from_dict({k: [row.get(k) for row in rows] for k in names})
 
@@ -73,6 +68,8 @@ def _read(path: Path) -> dict:
     "Splits of a file or folder."
     if path.is_file() and path.suffix.lower() in _readers:
         return dict(train=_readers[path.suffix.lower()](path))
+    if not path.exists():
+        raise FileNotFoundError("there is no file or folder of this name")
     if not path.is_dir():
         raise ValueError(f"expected a folder or a file ({', '.join(_readers)}), got '{path}'")
     files = [p for p in sorted(path.rglob('*')) if p.is_file()]
@@ -125,13 +122,9 @@ def _image_folder(folder: Path, images: list) -> dict:
 
 def open_columns(source) -> dict:  # name of a split -> datasets.Dataset
     "Data as columns; `ValueError` or `OSError` where nothing can be read."
-    if isinstance(source, (need('datasets').Dataset, need('pandas').DataFrame)):
-        source = dict(train=source)
-    if isinstance(source, dict):
-        return {k: _rows(v) for k, v in source.items()}
     if not isinstance(source, (str, Path)):
-        kinds = "a path, 'hub:NAME', a data set or a pandas.DataFrame"
-        raise ValueError(f"expected {kinds}, got {type(source).__name__} {source!r:.60}")
+        found = source if isinstance(source, dict) else dict(train=source)
+        return {k: _rows(v) for k, v in found.items()}
     kind, _, name = str(source).partition(':')
     with in_words(f"'{source}' cannot be read"):
         if kind == 'hub':
@@ -149,8 +142,8 @@ def _rows(part):
         with in_words("the data frame cannot be read"):  # a column of several kinds
             part = datasets.Dataset.from_pandas(part, preserve_index=False)
     if not isinstance(part, datasets.Dataset):
-        kinds = 'datasets.Dataset or pandas.DataFrame'
-        raise ValueError(f"expected splits as {kinds}, got {type(part).__name__}")
+        kinds = "a path, 'hub:NAME', a datasets.Dataset or a pandas.DataFrame"
+        raise ValueError(f"expected {kinds}, got {type(part).__name__} {part!r:.60}")
     index = [k for k in part.column_names if re.fullmatch(r'__index_level_\d+__|Unnamed: 0', k)]
     return part.remove_columns(index).with_format(None)
 
@@ -276,6 +269,7 @@ class OwnTask(Task):
     test: str | None = None  # split to test; None: 'test', or cut from the rest
     held: float = 0.15  # share that is cut for each split that is missing
     limit: int | None = None  # at most so many samples of each split, spread evenly
+    known: dict | None = None  # the note of a run: what it reads is known without the data
 
     def __post_init__(self):
         if isinstance(self.source, (str, Path)) and not str(self.source).startswith('hub:'):
@@ -285,30 +279,31 @@ class OwnTask(Task):
 
     @cached_property
     def parts(self) -> Parts:
-        found = in_parts(self.source, self.label, self.test, self.held)
+        "The data; for a run `ValueError` for other classes, a warning for other rows to test."
+        if self.known and self.source is None:
+            raise ValueError("the run was trained on data in memory: task=own_task(...) names them")
+        found, known = in_parts(self.source, self.label, self.test, self.held), self.known
         for k, labels in found.labels.items():
             at = evenly(torch.tensor(labels), self.limit).tolist()
             found.splits[k] = found.splits[k].select(at)
             found.labels[k] = [labels[r] for r in at]
+        if known and known['names'] != list(found.names):
+            was, now = (', '.join(map(str, k))[:80] for k in (known['names'], found.names))
+            raise ValueError(f"the run was trained on the classes {was}; the data have {now}")
+        if known and known['test_rows'] not in (None, _digest(found)):
+            said = "the rows that are cut to be tested are others, and it may have been trained on"
+            warnings.warn(f"the data have changed since this run was trained: {said} some of them")
         return found
-
-    def column(self, split: str, name: str):
-        "A column of a split; `ValueError` where there is none."
-        part = self.parts.splits[split]
-        if name not in part.column_names:
-            raise ValueError(
-                f"{split}: no column {name!r}: there is {', '.join(part.column_names)}"
-            )
-        return part.select_columns(name)
 
     @property
     def names(self):
+        if self.known:
+            return tuple(self.known['names'])
         return ('not known yet',) if self.source is None else self.parts.names
 
-    @cached_property
+    @property
     def test_rows(self) -> str | None:
-        "A digest of the rows to test, in any order; None where they are a split of their own."
-        return fingerprint(sorted(_keys(self.parts.splits['test']))) if self.parts.cut else None
+        return _digest(self.parts)
 
     def note(self, net):
         said = {k: getattr(self, k) for k in self.noted}
@@ -316,28 +311,25 @@ class OwnTask(Task):
         return dict(zip(self.keys, (self.name, net))) | said | dict(names=list(self.names))
 
     def from_note(self, note, **here):
-        same = {k: note[k] for k in self.noted if k not in ('source', 'names', 'test_rows')}
-        return _as_noted(self, note, **{**same, **here})
+        return with_options(self, known=note, **{**_same(self, note, self.noted), **here})
 
 
-def _as_noted(task, note: dict, **options):
-    "The task of a run, with its classes; a warning where its test has other rows."
-    if task.source is None:
-        if note['source'] is None:
-            said = "the run was trained on data in memory: load_run(run, task=own_task(...))"
-            raise ValueError(said)
-        options['source'] = note['source']
-    task = with_options(task, **options)
-    if note['names'] != list(task.names):
-        was, now = (', '.join(map(str, k))[:80] for k in (note['names'], task.names))
-        raise ValueError(f"the run was trained on the classes {was}; the data have {now}")
-    if note['test_rows'] not in (None, task.test_rows):
-        warnings.warn(
-            "the data have changed since this run was trained: the rows that are cut to be tested "
-            "are others, and it may have been trained on some of them",
-            stacklevel=2,
-        )
-    return task
+def _digest(parts: Parts) -> str | None:
+    "Of the rows to test, in any order; None where they are a split of their own."
+    return fingerprint(sorted(_keys(parts.splits['test']))) if parts.cut else None
+
+
+def _same(task, note: dict, noted) -> dict:
+    "Options of a run's task; its source, unless the task has one."
+    found = {k: note[k] for k in noted if k in note and k not in ('names', 'test_rows')}
+    return found if task.source is None else found | dict(source=task.source)
+
+
+def _column(part, name: str, where: str):
+    "A column of a split; `ValueError` where there is none."
+    if name not in part.column_names:
+        raise ValueError(f"{where}: no column {name!r}: there is {', '.join(part.column_names)}")
+    return part.select_columns(name)
 
 # %% ../../nbs/lab/55_own_data.ipynb #0000000f
 def _trunk_of(size: int, channels: int) -> dict:
@@ -347,9 +339,13 @@ def _trunk_of(size: int, channels: int) -> dict:
     return dict(in_channels=channels, channels=wide, strides=(1, 2) * n)
 
 
-def _pixels(image) -> tuple:
-    "Numbers [1 or 3, m, n], and the one that is white, if their kind says it."
-    numpy, Image = need('numpy'), need('PIL.Image')
+def _grey(x: Tensor) -> Tensor:  # [1 or 3, m, n] -> [1, m, n]
+    return torch.einsum('cmn,c->mn', x.expand(3, -1, -1), torch.tensor([0.299, 0.587, 0.114]))[None]
+
+
+def _pixels(image, channels: int) -> tuple:
+    "Numbers [channels, m, n], and the one that is white, if their kind says it."
+    numpy, Image, here = need('numpy'), need('PIL.Image'), {1, 3, channels}
     if hasattr(image, 'convert'):
         if 'A' in image.getbands() or 'transparency' in image.info:
             image = image.convert('RGBA')
@@ -358,10 +354,36 @@ def _pixels(image) -> tuple:
     x = numpy.asarray(image)
     shape, white = list(x.shape), {'bool': 1, 'uint8': 255, 'uint16': 65535}.get(x.dtype.name)
     x = x[None] if x.ndim == 2 else x
-    x = numpy.moveaxis(x, -1, 0) if shape[-1:] in ([1], [3]) else x
-    if x.dtype.kind not in 'biuf' or x.ndim != 3 or len(x) not in (1, 3):
-        raise ValueError(f"expected [m, n] or [m, n, 1 or 3] numbers, got {shape} {x.dtype}")
-    return torch.tensor(x.astype('float32')), white
+    x = numpy.moveaxis(x, -1, 0) if shape[-1] in here and shape[0] not in here else x
+    if x.dtype.kind not in 'biuf' or x.ndim != 3 or len(x) not in here:
+        many = ' or '.join(map(str, sorted(here)))
+        raise ValueError(f"expected [m, n] or [m, n, {many}] numbers, got {shape} {x.dtype}")
+    x = torch.tensor(x.astype('float32'))
+    if channels == 2 and len(x) != 2:  # a stereo pair, side by side
+        x = torch.cat(_grey(x).chunk(2, -1))
+    return (_grey(x) if channels == 1 else x.expand(channels, -1, -1)), white
+
+
+def fitted(images, shape: tuple, white: Callable):  # generator of [c, m, n] in [0, 1]
+    "Pictures as a network of this shape sees them; white(): where their kind does not say it."
+    found = None
+    for k, image in enumerate(images):
+        with in_words(f"picture {k} cannot be read"):
+            x, own = _pixels(image, shape[0])
+        found = found if own else found or white()
+        x = F.interpolate(x[None], size=shape[1:], mode='bilinear', antialias=True)[0]
+        yield (x / (own or found)).clamp(0, 1)
+
+
+def white_of(images, channels: int, known: int | None = None) -> int:
+    "What is white where kinds do not say it, by the largest number; known: before, 0: it is not."
+    ends = [x.aminmax() for x, own in (_pixels(o, channels) for o in images) if own is None]
+    low, high = float(min(x.min for x in ends)), float(max(x.max for x in ends))
+    odd = 1.001 < high < 64 if known == 0 else known and 0 < high < 1.001 < known
+    if low < 0 or high > (known or 65535) * 1.001 or odd:
+        wanted = f"{known:,}, as in training" if known else "1, 255 or 65,535"
+        raise ValueError(f"expected numbers from 0 to {wanted}, got {low:g} to {high:g}")
+    return known or next(w for w in (1, 255, 65535) if high < 1.001 * w)
 
 
 @dataclass
@@ -371,51 +393,48 @@ class OwnPictures(OwnTask):
     image: str = 'image'  # column of images
     size: int = 32  # images: pixels per side that the network sees
     colour: bool = True  # images: whether they have colours, or are grey
+    white: int | None = None  # what is white in arrays of numbers; None: by the largest in training
 
-    name = 'capsnb.lab.own:pictures'
-    noted = _noted | dict(image=str, size=int, colour=bool)
+    name, in_bytes = 'capsnb.lab.own:pictures', True
+    noted = _noted | dict(image=str, size=int, colour=bool, white=(int, None))
+    later = ('white',)
+
+    @property
+    def shape(self) -> tuple:  # channels, m, n
+        return 3 if self.colour else 1, self.size, self.size
 
     @property
     def networks(self):
-        trunk = _trunk_of(self.size, 3 if self.colour else 1) | dict(n_classes=len(self.names))
+        trunk = _trunk_of(self.size, self.shape[0]) | dict(n_classes=len(self.names))
         recipe = dict(epochs=20, momentum='notebook', mixup=0.0, lr=(1e-5, 1e-2))
         recipe |= dict(shift=max(1, self.size // 14))
         rival = lambda **o: rival_of(n_params(DStepNet(**o)), **o)
         kinds = dict(dstep=(DStepNet, None), routing=(RoutingNet, None), cnn=(PlainCNN, rival))
         return {k: Net(cls, trunk, recipe, make) for k, (cls, make) in kinds.items()}
 
-    def seen(self, split):
-        "Each image of a split as the network sees it, but for what is white."
-        part = self.column(split, self.image)
+    def images(self, split):  # generator
+        part = _column(self.parts.splits[split], self.image, split)
         if getattr(part.features[self.image], 'dtype', '') in ('string', 'large_string'):
             at = Path(self.source).parent if isinstance(self.source, str) else Path()
             paths = [{self.image: str(regular(at / (p or '')))} for p in part[self.image]]
             part = need('datasets').Dataset.from_list(paths)
             part = part.cast_column(self.image, need('datasets').Image())
-        for k in range(len(part)):
-            with in_words(f"picture {k} of {split} cannot be read"):
-                x, white = _pixels(part[k][self.image])
-            how = dict(size=(self.size,) * 2, mode='bilinear', antialias=True)
-            x = F.interpolate(x.expand(3, -1, -1)[None], **how)[0]
-            grey = torch.tensor([0.299, 0.587, 0.114])
-            yield (x if self.colour else torch.einsum('cmn,c->mn', x, grey)[None]), white
+        return (part[k][self.image] for k in range(len(part)))
 
     @cached_property
-    def white(self) -> int:
-        "What is white where an image's kind does not say it: by the largest number in training."
-        ends = [x.aminmax() for x, white in self.seen('train') if white is None]
-        low, high = float(min(x.min for x in ends)), float(max(x.max for x in ends))
-        if low < 0 or high > 65536:
-            told = f"got {low:g} to {high:g}"
-            raise ValueError(f"expected numbers from 0 to 1, 255 or 65,535, {told}")
-        return next(w for w in (1, 255, 65535) if high < 1.001 * w)
+    def _white(self) -> int:
+        return self.white or white_of(self.images('train'), self.shape[0])
+
+    def note(self, net):
+        own = _pixels(next(self.images('train')), self.shape[0])[1]
+        return super().note(net) | dict(white=None if own else self._white)
 
     def open(self, split):
-        size = len(self.parts.labels[split]), 3 if self.colour else 1, self.size, self.size
-        images = torch.empty(size, dtype=torch.uint8)
-        for k, (x, white) in enumerate(self.seen(split)):
-            images[k] = (x / (white or self.white) * 255).round().clamp(0, 255)
-        return dict(image=images, label=torch.tensor(self.parts.labels[split]))
+        labels = torch.tensor(self.parts.labels[split])
+        images = torch.empty(len(labels), *self.shape, dtype=torch.uint8)
+        for k, x in enumerate(fitted(self.images(split), self.shape, lambda: self._white)):
+            images[k] = (255 * x).round()
+        return dict(image=images, label=labels)
 
 
 pictures = OwnPictures()
@@ -532,6 +551,8 @@ class OwnTable(OwnTask):
 
     @cached_property
     def read(self) -> tuple:  # names of the columns
+        if self.known:
+            return tuple(self.known['columns'])
         part, left, numbers = self.parts.splits['train'], {}, {}
         for k in (k for k in part.column_names if k != self.label):
             values, none, odd = _floats(part[k])
@@ -541,17 +562,15 @@ class OwnTable(OwnTask):
             elif all(map(math.isnan, values)):
                 left[k] = f"column {k!r} (empty)"
             else:
-                numbers[k] = none
+                numbers[k] = [f"{len(none):,} entries {none[0]!r} of column {k!r}"] if none else []
         wanted = tuple(numbers if self.columns is None else self.columns)
-        for k in wanted:
-            if k not in numbers:
-                why = f"{left.get(k, 'none of this name')}; there is {', '.join(numbers):.200}"
-                raise ValueError(f"{k!r} is no column of numbers: {why}")
+        if odd := [k for k in wanted if k not in numbers]:
+            why = f"{left.get(odd[0], 'none of this name')}; there is {', '.join(numbers):.200}"
+            raise ValueError(f"{odd[0]!r} is no column of numbers: {why}")
         if not wanted:
             said = ', '.join(left.values()) or 'none'
             raise ValueError(f"there is no column of numbers, but {said:.200}")
-        none = {k: numbers[k] for k in wanted if numbers[k]}
-        said = [f"{len(v):,} entries {v[0]!r} of column {k!r}" for k, v in none.items()]
+        said = sum((numbers[k] for k in wanted), [])
         _say_what_is_left_out(self.source, said + [*left.values()] * (self.columns is None))
         return wanted
 
@@ -559,29 +578,27 @@ class OwnTable(OwnTask):
     def networks(self):
         recipe = dict(epochs=40, momentum='notebook', mixup=0.0, lr=(1e-5, 1e-2), shift=0)
         kinds = dict(table=TableNet, plain=PlainTable)
-        return {k: Net(cls, {}, recipe, partial(self._scaled, k)) for k, cls in kinds.items()}
+        return {k: Net(cls, {}, recipe, partial(self._scaled, cls)) for k, cls in kinds.items()}
 
-    def _scaled(self, kind, **options):
+    def _scaled(self, cls, **options):
         sizes = dict(n_columns=len(self.read), n_classes=len(self.names), **options)
-        if kind == 'table':
-            net = TableNet(**sizes)
-        elif 'n_hidden' in options:
-            net = PlainTable(**sizes)
-        else:
+        if cls is PlainTable and 'n_hidden' not in options:
             net = rival_of(n_params(TableNet(**sizes)), PlainTable, **sizes)
+        else:
+            net = cls(**sizes)
         rows = self.open('train')['rows']
         net.mean.copy_(rows.nanmean(0).nan_to_num(0.0))
         sd = (rows - net.mean).square().nanmean(0).sqrt()
         net.sd.copy_(sd.where(sd > 0, 1.0))
         return net
 
-    def _raw(self, split) -> Tensor:
+    def _raw(self, part, where: str) -> Tensor:
         "[n, i] in double precision; NaN: no number."
         rows = []
         for k in self.read:
-            values, _, odd = _floats(self.column(split, k)[k])
+            values, _, odd = _floats(_column(part, k, where)[k])
             if odd:
-                said = f"in the column {k!r} of {split}, got {odd[0]!r:.40}"
+                said = f"in the column {k!r} of {where}, got {odd[0]!r:.40}"
                 raise ValueError(f"expected numbers {said}")
             rows.append(values)
         return torch.tensor(rows, dtype=torch.float64).mT.contiguous()
@@ -590,14 +607,17 @@ class OwnTable(OwnTask):
     def centre(self) -> list:  # [i]
         if self.origin is not None:
             return list(self.origin)
-        return self._raw('train').nanmean(0).nan_to_num(0.0).tolist()
+        return self._raw(self.parts.splits['train'], 'train').nanmean(0).nan_to_num(0.0).tolist()
 
     def note(self, net):
         return super().note(net) | dict(columns=list(self.read), origin=self.centre)
 
+    def rows(self, part, where: str) -> Tensor:  # [n, i]
+        return (self._raw(part, where) - torch.tensor(self.centre, dtype=torch.float64)).float()
+
     def open(self, split):
-        rows = self._raw(split) - torch.tensor(self.centre, dtype=torch.float64)
-        return dict(rows=rows.float(), label=torch.tensor(self.parts.labels[split]))
+        rows, labels = self.rows(self.parts.splits[split], split), self.parts.labels[split]
+        return dict(rows=rows, label=torch.tensor(labels))
 
     def deck(self, net, split, seed=None, shift=0):
         return _RowDeck(*self.open(split).values())
@@ -619,6 +639,7 @@ class OwnTexts(Sentiment):
     label: str = 'label'  # column of the classes
     test: str | None = None  # split to test; None: 'test', or cut from the rest
     held: float = 0.15  # share that is cut for each split that is missing
+    known: dict | None = None  # the note of a run: what it reads is known without the data
     cache: str | Path | bool | None = None  # texts: folder for hidden states; None: the user's
 
     name, about = 'capsnb.lab.own:texts', 'the texts'
@@ -626,13 +647,14 @@ class OwnTexts(Sentiment):
     own = 'text', 'label', 'test', 'held', 'limit'  # options that task.json notes
     noted = dict(_noted, text=str, encoder=str, fingerprint=str)
 
-    __post_init__, column = OwnTask.__post_init__, OwnTask.column
-    parts, names, test_rows = OwnTask.parts, OwnTask.names, OwnTask.test_rows
+    __post_init__, parts = OwnTask.__post_init__, OwnTask.parts
+    names, test_rows = OwnTask.names, OwnTask.test_rows
 
     def read(self, splits=('train', 'validation', 'test')):
         out = {}
         for k in splits:
-            texts, labels = list(self.column(k, self.text)[self.text]), self.parts.labels[k]
+            part, labels = self.parts.splits[k], self.parts.labels[k]
+            texts = list(_column(part, self.text, k)[self.text])
             for n, text in enumerate(texts):
                 if not isinstance(text, str) or not text.strip():
                     told = f"got {text!r:.60} in row {n} of {k}"
@@ -650,11 +672,10 @@ class OwnTexts(Sentiment):
         return said | {k: getattr(self, k) for k in self.own}
 
     def data_noted(self, note):
-        return {}
+        return _same(self, note, ('source', *self.own)) | dict(known=note)
 
     def from_note(self, note, **here):
-        found = _as_noted(self, note, **{k: note[k] for k in self.own})
-        return Sentiment.from_note(found, note, **here)
+        return Sentiment.from_note(with_options(self, known=note), note, **here)
 
 
 texts = OwnTexts()

@@ -289,6 +289,8 @@ def task_of(
     no_links(folder)
     if (folder / 'task.json').is_file():
         return read_json(folder / 'task.json')
+    if not folder.exists():
+        raise FileNotFoundError(f"there is no folder '{run}'")
     check_idle(folder)
     if (folder / 'settings.json').exists() and not (folder / 'metrics.json').exists():
         said = 'a run that has not come to its end: go on with it (--resume)'

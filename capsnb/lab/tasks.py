@@ -73,12 +73,18 @@ class Task:
     later = ()  # options among them that older runs do not note
     keys = ('task', 'net')  # of task.json: names of the task and of the network
     batch_size = 100  # samples at a time in validation and test
+    in_bytes = False  # whether `open` gives pictures in bytes, else in floats from 0 to 1
     device = None  # that a run is on, and
     progress = True  # whether it draws bars: told by `train` and `evaluate`
 
     def open(self, split: str) -> dict:  # image and label, as `columns_of` takes them
         "The data of a split, as `roles` name them."
         raise NotImplementedError(f"{type(self).__name__} has no method open(split)")
+
+    @property
+    def shape(self) -> tuple:  # channels, m, n
+        "Of the pictures; a subclass that knows it says so without its data."
+        return tuple(self.open(self.roles['test'])['image'].shape[1:])
 
     def recipe(self, net: str) -> dict:  # of `fit`
         "The recipe of a network, a name of `networks`."
@@ -362,14 +368,8 @@ def evaluate(
     """
     network, task, note = load_run(run, device, task, **here)
     task.check_split(split)
-    net, k, out = note[task.keys[1]], len(task.names), []
-    deck, collator = task.decks(net, (split,))[split], task.collator(net)
-    rows = torch.arange(len(deck)).split(task.batch_size)
-    for index in need('tqdm').tqdm(rows, 'testing', disable=not progress, leave=False):
-        batch = batch_on(deck, index.tolist(), collator, next(network.parameters()).device)
-        with torch.no_grad():
-            out.append(answers(network, task.views(network, collator, batch)).argmax(1).cpu())
-    guess = torch.cat(out)
+    deck, scores = read_all(network, task, note[task.keys[1]], split, progress)
+    guess, k = scores.argmax(1), len(task.names)
     right = (guess == deck.labels).double()
     return dict(
         split=split,
@@ -381,6 +381,23 @@ def evaluate(
     )
 
 # %% ../../nbs/lab/51_tasks.ipynb #39ecf747
+def read_all(
+    network: nn.Module,  # of a run
+    task: Task,  # likewise, on the device
+    net: str,  # its name
+    split: str,  # which
+    progress: bool = False,  # whether to draw a bar
+) -> tuple:  # the deck; [n, n_classes], see `answers`
+    "What a network says of a split."
+    deck, collator, out = task.decks(net, (split,))[split], task.collator(net), []
+    rows = torch.arange(len(deck)).split(task.batch_size)
+    for index in need('tqdm').tqdm(rows, 'reading', disable=not progress, leave=False):
+        batch = batch_on(deck, index.tolist(), collator, next(network.parameters()).device)
+        with torch.no_grad():
+            out.append(answers(network, task.views(network, collator, batch)).cpu())
+    return deck, torch.cat(out)
+
+
 def answers(
     network: nn.Module,  # in evaluation mode
     views: Iterable[dict],  # what it takes, for each view
@@ -415,6 +432,8 @@ def study(
     """Train rows × seeds; what the file holds is kept, what was interrupted goes on.
 
     `ValueError` where something was chosen on the data of the test; the record says on which."""
+    for row in rows.values():
+        _choices(row.get('task', task), selects)  # before anything is written
     if settings is not None:
         begin_record(path, settings, command)
     for name, row in rows.items():
@@ -436,6 +455,17 @@ def note_choices(path: Path, name: str, task: Task, selects=None, command=None):
 
     `ValueError` where that is the test's, or no split, or the record says otherwise; rows of
     before it was noted stay without."""
+    selects = _choices(task, selects)
+    with record_of(path, command) as record:
+        if not any(key.rpartition(' seed ')[0] == name for key in record['runs']):
+            record.setdefault('selects', {}).setdefault(name, selects)
+        if (noted := record.get('selects', {}).get(name, selects)) != selects:
+            told = f"{name}: this was chosen on {selects}, the runs there on {noted}"
+            raise ValueError(f"'{path}': {told}")
+
+
+def _choices(task: Task | str, selects: dict | None) -> dict:  # what was chosen -> on which split
+    "`ValueError` for a choice on the data of the test, or on no split."
     task = _at_work(task, None, True)
     selects = {'epoch': task.roles['select']} | (selects or {})
     for what, split in selects.items():
@@ -443,12 +473,7 @@ def note_choices(path: Path, name: str, task: Task, selects=None, command=None):
             raise ValueError(f"{task.name}: {what} was chosen on {split!r}, which is to be tested")
         if split not in (None, 'validation', *task.roles.values()):
             raise ValueError(f"{task.name}: {what} was chosen on {split!r}, which is no split")
-    with record_of(path, command) as record:
-        if not any(key.rpartition(' seed ')[0] == name for key in record['runs']):
-            record.setdefault('selects', {}).setdefault(name, selects)
-        if (noted := record.get('selects', {}).get(name, selects)) != selects:
-            told = f"{name}: this was chosen on {selects}, the runs there on {noted}"
-            raise ValueError(f"'{path}': {told}")
+    return selects
 
 
 def begin_record(path: Path, settings: dict, command: str | None):  # settings: JSON-ready
@@ -591,6 +616,10 @@ class Digits(Task):
             raise ValueError(f"{said}, got folder={str(self.folder)!r}")
         self.name, self.names = self.data, _names[self.data]
         self.networks = _networks_at(sides[self.data])
+
+    @property
+    def shape(self):
+        return 3 if self.data == 'cifar10' else 1, sides[self.data], sides[self.data]
 
     @property
     def roles(self):

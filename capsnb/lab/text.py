@@ -410,7 +410,7 @@ class RoutingText(TextStem, tags=['capsules', 'routing']):
         dropout: float = 0.0,  # share of the features left out in training
     ):
         super().__init__(d_depth, d_emb, d_feat, dropout)
-        own = dict(n_iters=n_iters, **(settings or {}))
+        own = dict(n_iters=n_iters) | (settings or {})
         if lacking := dict(needed_for_text.get(routing, {}).items() - own.items()):
             told = f"{routing!r} reads texts only with settings={lacking}"
             raise ValueError(f"{told}: its hard shares would let no gradient reach a map")

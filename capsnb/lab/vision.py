@@ -272,6 +272,21 @@ def earned(r: Routing, D_use: Tensor, D_ign: Tensor) -> Tensor:  # [..., j, k]; 
     return r.beta_use * D_use - (r.beta_use if r.single_beta else r.beta_ign) * D_ign
 
 # %% ../../nbs/lab/43_vision.ipynb #00000019
+def _by_place(net: nn.Module, images: Tensor, norms, score: bool) -> Tensor:
+    "What each class took from each place [b, j, m, n], or earned there, through all layers."
+    x, D = net.trunk(images), None
+    a, mu = net.heads(x)
+    for routing, norm in zip(net.routings, norms):
+        out, f = routing(a, mu, return_R=True), a.sigmoid()[..., None]
+        taken = f * out.R  # eq. 4
+        if score and routing is net.routings[-1]:
+            taken = earned(routing, taken, f - taken)
+        D = taken if D is None else trace_credit(D, taken)
+        a, mu = norm(out[0], out[1])
+    places = dict(m=x.shape[-2], n=x.shape[-1])
+    return rearrange(D, 'b (t m n) k -> t b k m n', **places).sum(0)
+
+
 class DStepNet(ImageNetwork, tags=['capsules', 'routing']):
     """Convolutions and two routing layers (Heinsen 2019, fig. 3).
 
@@ -314,17 +329,7 @@ class DStepNet(ImageNetwork, tags=['capsules', 'routing']):
         "Places that each class used, or what its 'score' earned there, from the routing itself."
         if of not in ('use', 'score'):
             raise ValueError(f"of must be 'use' or 'score', got {of!r}")
-        x = self.trunk(images)
-        a0, mu0 = self.heads(x)
-        first, second = self.routings
-        one = first(a0, mu0, return_R=True)
-        two = second(one.scores, one.mu, return_R=True)
-        D1, f_a = a0.sigmoid()[..., None] * one.R, one.scores.sigmoid()[..., None]  # eq. 4
-        taken = f_a * two.R
-        if of == 'score':
-            taken = earned(second, taken, f_a - taken)
-        places = dict(m=x.shape[-2], n=x.shape[-1])
-        return rearrange(trace_credit(D1, taken), 'b (t m n) k -> t b k m n', **places).sum(0)
+        return _by_place(self, images, [lambda *caps: caps] * 2, of == 'score')
 
 # %% ../../nbs/lab/43_vision.ipynb #4a8ffd09
 def norb_trunk(channels: int = 64, in_channels: int = 2) -> dict:  # 2: a stereo pair
@@ -443,7 +448,7 @@ class RoutingNet(ImageNetwork, tags=['capsules', 'routing']):
         self.trunk = ConvTrunk(in_channels, tuple(channels), tuple(strides), padding)
         self.heads = CapsuleHeads(channels[-1], n_types, d_cov, d_inp)
         parts, wholes = [None, *[n_parts] * depth], [*[n_parts] * depth, n_classes]
-        own = dict(n_iters=n_iters, **(settings or {}))
+        own = dict(n_iters=n_iters) | (settings or {})
         self.routings = nn.ModuleList(
             routing_layer(routing, d_cov, d_out if k else d_inp, d_out, i, j, **own)
             for k, (i, j) in enumerate(zip(parts, wholes))
@@ -462,6 +467,11 @@ class RoutingNet(ImageNetwork, tags=['capsules', 'routing']):
             layers.append(Routed(*norm(out[0], out[1]), out[2]))
         top = layers[-1]
         return [*layers[:-1], top._replace(scores=self.scale * top.scores)]
+
+    @torch.no_grad()
+    def credit(self, images: Tensor) -> Tensor:  # [b, j, m', n'], by place
+        "Places that each class used, by the shares of all layers."
+        return _by_place(self, images, self.norms, False)
 
 # %% ../../nbs/lab/43_vision.ipynb #0000002c
 class PlainCNN(ImageNetwork, tags=['cnn']):

@@ -456,7 +456,7 @@ class RoutedPool(nn.Module):
         at_least_1(dim=dim, n_out=n_out, dim_out=dim_out, heads=heads)
         if dim % heads or dim_out % heads:
             raise ValueError(f"heads must divide both widths, got {heads} for {dim} and {dim_out}")
-        self.heads, own = heads, dict(n_iters=n_iters, **(settings or {}))
+        self.heads, own = heads, dict(n_iters=n_iters) | (settings or {})
         self.there, self.pose = nn.Linear(dim, heads), nn.Linear(dim, dim)
         self.route = routing_layer(routing, 1, dim // heads, dim_out // heads, None, n_out, **own)
         self.tell = nn.Linear(dim_out, dim_out)
@@ -517,7 +517,7 @@ class RoutingBlock(nn.Module):
         self.causal = causal
         self.ask, self.offer = nn.Linear(d_emb, d_key), nn.Linear(d_emb, d_key)
         self.pose = nn.Linear(d_emb, d_part)
-        own = dict(n_iters=n_iters, **(settings or {}))
+        own = dict(n_iters=n_iters) | (settings or {})
         self.route = routing_layer(routing, 1, d_part, d_whole, None, n_wholes, **own)
         self.tell = nn.Linear(n_wholes * d_whole, d_emb)
 
