@@ -90,8 +90,9 @@ def test_the_pages_of_a_run_and_of_its_test(finished):
 def test_strange_names_are_text(run, tmp_path):
     found = dict(split=evil, n=2, accuracy=0.5, names=[evil, 'b'], confusion=[[1, 0], [1, 0]])
     found |= {evil: evil, 'by': {evil: {'1': 0.5}}}
-    page = Whole(_eval_page(found, {'task': evil, evil: [evil]}, dict(command=evil, device=evil)))
-    assert page.text.count(evil) >= 8 and page.row(evil)
+    about = {'task': evil, evil: [evil], 'image': 'photo'}  # a column may have any name
+    page = Whole(_eval_page(found, about, dict(command=evil, device=evil)))
+    assert page.text.count(evil) >= 8 and page.row(evil) and page.row('image') == ['photo']
     odd = read_metrics(run) | dict(data=evil, network=evil, changes=[evil])
     (tmp_path / 'demo').mkdir()
     write_text(

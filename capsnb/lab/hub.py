@@ -576,7 +576,7 @@ img { max-width: 100%; height: auto; background: #fff; border-radius: 4px; }
 rgba(33,102,172,{{ (0.6 * v / part.shaded) | round(2) }})"{% endif %}>{{ v | told }}</td>
 {%- endfor %}</tr>
 {% endfor %}</tbody></table></div>
-{% else %}<table><tbody>{% for k, v in part.items() if v is not none %}<tr>
+{% else %}<table><tbody>{% for k, v in part.facts.items() if v is not none %}<tr>
 <th scope="row">{{ k }}</th><td>{{ v | told }}{% if meant[k] %}
 <small>– {{ meant[k] }}</small>{% endif %}</td></tr>{% endfor %}</tbody></table>
 {% endif %}{% endfor %}</section>
@@ -646,7 +646,7 @@ def _settings(note: dict, *more) -> list:
     kept = {k: v for k, v in note.items() if k not in hidden and v is not None}
     command = re.sub(r' --(resume|overwrite)(?= |$)', '', str(note.get('command') or ''))
     made = {k: note.get(k) for k in _tools}
-    told = {'Settings': kept, 'To repeat it': command, 'Made with': made}
+    told = {'Settings': dict(facts=kept), 'To repeat it': command, 'Made with': dict(facts=made)}
     return [(title, [part]) for title, part in told.items() if part]
 
 
@@ -692,9 +692,9 @@ def _eval_page(found: dict, about: dict, record: dict) -> str:
     known = ('split', 'n', 'accuracy', 'names', 'confusion')
     facts = {f"accuracy on {found['split']}": f"{found['accuracy']:.2%}", 'samples': found['n']}
     facts |= {k: v for k, v in found.items() if k not in known}
-    sections = [('What came out', [facts])]
+    sections = [('What came out', [dict(facts=facts)])]
     sections += [('What is taken for what', [table] if len(names) <= 100 else [])]
-    sections += [('The run', [about]), *_settings(record)]
+    sections += [('The run', [dict(facts=about)]), *_settings(record)]
     return _page(f"{_titled(about)}: {found['split']}", sections)
 
 
