@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.export import Dim, export
-from capsnb import SmallNORBNet, routing_layer
+from capsnb import RoutedPool, SmallNORBNet, routing_layer
 from capsnb.engine.numerics import error_to
 
 
@@ -39,3 +39,30 @@ def test_a_layer_with_shared_maps_is_exported_for_any_number_of_parts(routing, s
             x = inputs(n, i)
             for got, want in zip(graph(*x), layer(*x)):
                 assert got is want is None or error_to(got, want) < 2e-5
+
+
+@pytest.mark.slow
+@pytest.mark.graphs
+def test_a_pool_is_exported_and_compiled_for_sets_of_any_size():
+    torch.manual_seed(0)
+    pool = RoutedPool(12, 3, dim_out=8, heads=2).eval()
+    made = lambda b, n: (torch.randn(b, n, 12), torch.arange(n) < torch.randint(1, n, (b, 1)))
+    dims = {0: Dim('b'), 1: Dim('n', min=2)}
+    with torch.no_grad():
+        graph = export(pool, made(3, 9), dynamic_shapes=(dims, dims)).module()
+        compiled = torch.compile(pool, backend='aot_eager', dynamic=True, fullgraph=True)
+        for b, n in ((2, 5), (4, 40)):
+            x = made(b, n)
+            for way in (graph, compiled):
+                assert error_to(way(*x), pool(*x)) < 2e-5
+
+
+@pytest.mark.parametrize('routing', ['dstep', 'em', 'vectors', 'attention'])
+def test_a_pool_in_bfloat16(routing):
+    torch.manual_seed(0)
+    pool, x = RoutedPool(12, 3, routing, heads=2), torch.randn(4, 20, 12)
+    want, mask = pool(x), torch.ones(4, 20, dtype=torch.bool)
+    got = pool.bfloat16()(x.bfloat16(), mask)
+    got.float().square().sum().backward()
+    assert got.dtype == torch.bfloat16 and error_to(got.float(), want) < 0.1
+    assert all(p.grad.isfinite().all() for p in pool.parameters() if p.grad is not None)
