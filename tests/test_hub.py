@@ -95,7 +95,7 @@ def test_a_run_is_pushed_with_its_card(hub, digits):
     assert found['validation'].metric_value == m['valid_accuracy']
     for said in (
         'from the longest other one.](drawings.png)',
-        "CapsNet.from_pretrained('me/digits')",
+        "capsnb.load('me/digits').predict(pictures)",
         f"| accuracy | {m['valid_accuracy']:.4g} | {m['test_accuracy']:.4g} |",
         '--net capsnet --limit 60 --test-limit 50 --epochs 1 --device cpu --seed 3 --out PATH\n',
         f"| parameters | {m['n_params']} |",

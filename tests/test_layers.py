@@ -350,3 +350,13 @@ def test_a_layer_tells_its_options_where_they_are_not_the_usual():
     assert "compete='within'" in repr(ConvCaps(2, 3, compete='within'))
     assert 'coordinates=False' in repr(ClassCaps(2, 3, coordinates=False))
     assert 'stride' not in repr(ClassCaps(8, 5))
+
+
+def test_class_capsules_give_their_shares_if_asked_and_settings_may_hold_an_argument():
+    from capsnb import RoutedPool
+
+    a, mu = torch.rand(2, 3, 3, 4), torch.randn(2, 3, 3, 4, 4, 4)
+    top = ClassCaps(4, 5)
+    assert top(a, mu, return_R=True).R.shape == (2, 3, 3, 4, 5)
+    assert top(a, mu, return_R=False).R is None
+    assert RoutedPool(8, settings=dict(n_iters=2)).route.n_iters == 2

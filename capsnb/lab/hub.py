@@ -405,12 +405,11 @@ def _data_of(task: Task, note: dict) -> tuple:
     return task.name, _on_hub.get(task.name)
 
 
-def _use(cls: type, repo_id: str, base: str | None) -> str:
-    "How to load it; base: the transformer that reads texts."
+def _use(kind: str, repo_id: str, base: str | None) -> str:
+    "How to use it; base: the transformer that reads texts."
     if base is None:
-        name = cls.__name__
-        loaded = f'network = {name}.from_pretrained({repo_id!r})'
-        return f'from {cls.__module__} import {name}\n\n{loaded}'
+        things = 'rows' if kind.startswith('tabular') else 'pictures'
+        return f'import capsnb\n\nfound = capsnb.load({repo_id!r}).predict({things})'
     model = f'{repo_id!r}, model_kwargs=dict(encoder={base!r})'
     return (
         'import capsnb.lab.hub  # transformers gets to know the classifier\n'
@@ -491,7 +490,7 @@ def card_of(
         pictures=[(k, told) for k, told in _pictures.items() if (folder / k).is_file()],
         scores=[['accuracy', *(_told(known.get(k)) for k in found)]] if known else [],
         chosen=_chosen(m),
-        use=_use(cls, repo_id, base),
+        use=_use(kind, repo_id, base),
         repeat=_repeat(m),
         settings=[[_shown(k), _shown(_told(v), 400)] for k, v in said.items() if v is not None],
         licence=_shown(license),
