@@ -4,10 +4,14 @@ Skipped where there is none.
 """
 
 import copy
+import os
+import shutil
+import subprocess
+import sys
 import pytest
 import torch
 from capsnb import CapsNet, ClassCaps, ConvCaps, DStepNet, GaussianMixture, MatrixCapsNet
-from capsnb import Routing, SSTNet, dynamic_routing, route_capsules
+from capsnb import Routing, SSTNet, dynamic_routing, em_routing, route_capsules
 from capsnb.core import seed_everything
 from capsnb.engine.dstep import plans
 from capsnb.engine.layers import field_plans
@@ -144,6 +148,21 @@ def test_dynamic_routing():
     wanted = route_capsules(u.double(), W.double()).v
     assert error_to(route_capsules(u.cuda(), W.cuda()).v.cpu(), wanted) < 1e-5
     assert error_to(dynamic_routing(V.cuda()).v.cpu(), wanted) < 1e-5
+
+
+def test_em_routing_of_votes():
+    a, V = torch.rand(4, 50), torch.randn(4, 50, 5, 4, 4)
+    wanted = em_routing(a.double(), V.double(), 0.5, 0.2)
+    found = em_routing(a.cuda(), V.cuda(), 0.5, 0.2)
+    assert all(error_to(x.cpu(), y) < 1e-5 for x, y in zip(found[:4], wanted))
+
+
+@pytest.mark.skipif(not shutil.which('compute-sanitizer'), reason="there is no compute-sanitizer")
+def test_no_address_is_out_of_range():
+    run = [sys.executable, *'-m pytest -q -n 0 -m cuda -k last_bit'.split(), __file__]
+    alone = dict(os.environ, PYTORCH_NO_CUDA_MEMORY_CACHING='1')  # each tensor has its own place
+    done = subprocess.run(['compute-sanitizer', '--error-exitcode', '9', *run], env=alone)
+    assert done.returncode == 0
 
 
 def test_a_mixture():

@@ -4,6 +4,7 @@
 
 # %% ../../nbs/lab/57_speed.ipynb #346a57f5
 from __future__ import annotations
+import importlib.util
 import platform
 import statistics
 import sys
@@ -20,6 +21,7 @@ from ..engine.dstep import Routing, Sizes, plans
 from ..engine.dynamic import dynamic_routing, route_capsules
 from ..engine.layers import ConvCaps, field_plans
 from ..engine.mixture import GaussianMixture, Params
+from ..engine.triton_kernels import recording
 from .capsnet import CapsNet
 from .matrix_caps import MatrixCapsNet
 from .text import PlainText, SSTNet
@@ -29,6 +31,7 @@ from ..routing.mixture import e_step, m_step
 
 # %% auto #0
 __all__ = []
+
 
 # %% ../../nbs/lab/57_speed.ipynb #52fb1cfa
 def take_turns(
@@ -59,6 +62,38 @@ def _as_a_graph(step: Callable, rounds: int) -> dict:
     except Exception as e:
         return dict(no_graph=f'{type(e).__name__}: {e}'[:500])
     return dict(graph=statistics.median(take_turns(dict(graph=graph.replay), rounds)['graph']))
+
+
+def _adds(launch) -> float:
+    "Multiply-adds of a Triton kernel of routing, by its shapes: votes, logits, sums, and back."
+    p, how = launch.args[0], launch.how
+    n = how.C * how.H
+    votes, logits = n * how.D, 0 if how.FIRST else 2 * n
+    sums = votes if how.MAPS or how.ALL else 0
+    per = dict(_sweep=6 * n, _sweep_lse=0, _parts_back=votes + 8 * n, _sums_back=sums + 11 * n)
+    name = launch.kernel.__name__
+    return (votes + logits + per[name]) * p.Q * p.S * how.J if name in per else 0.0
+
+
+def _seen(step: Callable, device: str) -> dict:
+    "launches, busy: of a step on a GPU; kernels: launches, seconds, share of the peak of each."
+    with recording() as ours:
+        step()
+    with torch.profiler.profile() as seen:
+        step()
+        torch.cuda.synchronize() if device != 'cpu' else None
+    kind, each = getattr(torch.autograd.DeviceType, 'CPU' if device == 'cpu' else 'CUDA'), {}
+    for e in seen.events():
+        if e.device_type == kind:
+            each.setdefault(e.name, []).append(1e-6 * e.time_range.elapsed_us())
+    found = {k: dict(launches=len(t), seconds=sum(t)) for k, t in each.items()}
+    told = torch.cuda.get_device_properties(device) if device != 'cpu' else None
+    for name in {o.kernel.__name__ for o in ours} & {*found} if told else ():
+        adds = sum(_adds(o) for o in ours if o.kernel.__name__ == name)
+        peak = told.multi_processor_count * 128 * 1e3 * getattr(told, 'clock_rate', 1.98e6)
+        found[name]['share_of_peak'] = adds / found[name]['seconds'] / peak
+    busy = sum(row['seconds'] for row in found.values())
+    return dict(launches=sum(map(len, each.values())), busy=busy, kernels=found)
 
 
 def _peak(bench, case, contestant, device, tiny, alone=False) -> int | None:
@@ -104,8 +139,15 @@ def _measure(bench, case, device='cpu', rounds=5, memory=True, tiny=False) -> di
             row['n_params'] = n_params(steps[name].net)
         if device != 'cpu':
             row |= _as_a_graph(steps[name], rounds)
+        if bench == 'gpu':
+            first, again = steps[name](), steps[name]()
+            if first:  # a step of training returns nothing
+                same = (torch.equal(x, y) for x, y in zip(first, again) if x is not None)
+                row['equal_bits'] = all(same)
+            row |= _seen(steps[name], device)
         row['bytes'] = _peak(bench, case, name, device, tiny) if memory else None
     return dict(measured=rows, not_run=others)
+
 
 # %% ../../nbs/lab/57_speed.ipynb #a0759575
 class _Training:
@@ -156,6 +198,34 @@ def _layer(sizes: tuple, device: str, tiny: bool) -> dict:
         return lambda: _gradients(layer(*X)[:2], [*X, *layer.parameters()])
 
     return _by_plans(step, known)
+
+
+def _beside_the_author(s: Sizes, device: str, tiny: bool) -> dict:
+    "`Routing`, its definition, and the module of the paper's author where it can be imported."
+    named = {k: f for k, f in _layer(s, device, tiny).items() if k in ('definition', 'auto')}
+    if not importlib.util.find_spec('heinsen_routing'):
+        return named
+    from heinsen_routing import Routing as Theirs
+
+    s = s._replace(n=2, i=12, j=6) if tiny else s
+
+    def theirs():
+        seed_everything(0)
+        layer = Theirs(s.c, s.d, s.h, -1 if s.shared else s.i, s.j).to(device)
+        X = torch.rand(s.n, s.i), torch.randn(s.n, s.i, s.c, s.d)
+        X = [x.to(device).requires_grad_() for x in X]
+        return lambda: _gradients(layer(*X)[:2], [*X, *layer.parameters()])
+
+    return named | {"the author's": theirs}
+
+
+def _norb_pairs(n: int, device: str, tiny: bool) -> dict:
+    "A step of the smallNORB network, and of a CNN of its size."
+    n, wide, side = (2, 4, 29) if tiny else (n, 64, 96)
+    seed_everything(0)
+    net, batch = SmallNORBNet(n_parts=wide, channels=wide), _images(n, (2, side, side), 5)
+    rival = rival_of(n_params(net), n_classes=5, **norb_trunk(wide))
+    return {k: partial(_Training, x, batch, device) for k, x in (('auto', net), ('CNN', rival))}
 
 
 def _dynamic(device: str, tiny: bool) -> dict:
@@ -248,6 +318,12 @@ paper_sizes = {
     'digits, layer 1': Sizes(20, 256, 16, 4, 4, 4, True),
     'digits, layer 2': Sizes(20, 16, 10, 4, 4, 4, False),
 }
+_gpu_sizes = {  # where the papers' two applications spend their time
+    '[20, 5184] → 64': Sizes(20, 5184, 64, 4, 4, 4, True),
+    '[4, 5184] → 64': Sizes(4, 5184, 64, 4, 4, 4, True),
+    'treebank, [20, 703] → 64': Sizes(20, 703, 64, 1, 64, 2, True),
+    '[20, 64] → 5': Sizes(20, 64, 5, 4, 4, 4, False),
+}
 _fields = {  # images, rows and columns of the parts, types of parts and of wholes, stride
     '32·32·32·32, layer 1': (4, 14, 32, 32, 2),
     '32·32·32·32, layer 2': (4, 6, 32, 32, 1),
@@ -264,6 +340,11 @@ benches: dict[str, dict[str, Callable]] = {  # bench -> case -> (device, tiny) -
     'matrix_caps': {'64·8·16·16, 20 pairs of 32 × 32': _matrix},
     'sst': {'head, 20 sentences of 19 words': _sst},
     'networks': {k: partial(_training, k, None) for k in _networks(True)},
+    'gpu': {
+        **{k: partial(_beside_the_author, s) for k, s in _gpu_sizes.items()},
+        'ConvCaps, 20 of 14×14×32 → 6×6×32': partial(_layer, (20, 14, 32, 32, 2)),
+        **{f'smallNORB network, {n} pairs': partial(_norb_pairs, n) for n in (20, 200)},
+    },
 }
 
 
@@ -274,6 +355,8 @@ def _page(title: str, found: dict) -> str:
         line = f"  {name:26s}{1e3 * row['wall']:12,.2f} ms"
         line += f"  {1e3 * row['graph']:,.2f} ms as a graph" if 'graph' in row else ''
         line += f"{row['bytes'] / 1e6:10,.0f} MB" if row['bytes'] is not None else ''
+        if 'launches' in row:
+            line += f"  {row['launches']:,} launches, busy {1e3 * row['busy']:,.2f} ms"
         times = row.get('faster_than_definition')
         lines.append(line + (f'{times:8.2f}× the definition' if times else ''))
     return '\n'.join(lines + [f'  {k} did not run: {why}' for k, why in found['not_run'].items()])
@@ -291,8 +374,9 @@ def bench(
     if unknown := [n for n in names if n not in benches]:
         known = ', '.join(map(repr, benches))
         raise ValueError(f"no bench is called {unknown[0]!r}; there are {known}")
-    cases = [(b, c) for b in names or benches for c in list(benches[b])[-1 if quick else 0 :]]
     device, out = str(pick_device(device)), Path(out).expanduser()
+    names = names or [b for b in benches if b != 'gpu' or device != 'cpu']
+    cases = [(b, c) for b in names for c in list(benches[b])[-1 if quick else 0 :]]
     if out.exists() and 'benches' not in read_json(out):
         raise ValueError(f"'{out}' holds no record of a bench: choose another file (--out)")
     cpu = f'{platform.machine()} CPU, {torch.get_num_threads()} threads'
