@@ -3,8 +3,11 @@
 import pytest
 import torch
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from capsnb import BaselineCNN, CapsNet, DStepNet, MatrixCapsNet, SmallNORBNet, SSTNet
+from capsnb import BaselineCNN, CapsNet, DStepNet, MatrixCapsNet, Routing, SmallNORBNet, SSTNet
+from capsnb.engine import triton_loop
+from capsnb.engine.dstep import plans
 from capsnb.lab.vision import PlainCNN
 
 small = dict(channels=(4, 4), strides=(2, 2))
@@ -120,3 +123,45 @@ def test_a_network_is_one_graph_forward_and_back(name, labels):
         assert (g is None) == (w is None)
         if g is not None:
             assert_close(g, w, rtol=1e-6, atol=1e-9)
+
+
+class Launches(TorchDispatchMode):
+    "Counts the ops that would launch something on a GPU."
+
+    n = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        made = any(t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor))
+        idle = func.is_view or name.startswith(('empty', 'new_empty', 'detach', '_unsafe_view'))
+        self.n += made and not idle
+        return out
+
+
+most = {  # ops of a step without its optimiser; a routing is two
+    'DStepNet': 47,
+    'SmallNORBNet': 73,
+    'PlainCNN': 40,
+    'CapsNet': 118,
+    'MatrixCapsNet': 68,
+    'MatrixCapsNet gritzman': 80,
+    'SSTNet packed': 51,
+}
+
+
+@pytest.mark.skipif('triton' not in plans, reason="triton is not installed")
+@pytest.mark.parametrize('name', most)
+def test_a_step_launches_no_more_than(name, monkeypatch):
+    monkeypatch.setattr(triton_loop, '_refuse_here', lambda *where: '')
+    net, given = networks[name]()
+    for layer in net.modules():
+        if isinstance(layer, Routing):
+            layer.plan = 'triton'
+    net, given = net.to('meta'), [x.to('meta') for x in given]
+    labels = torch.zeros(len(given[0]), dtype=torch.long, device='meta')
+    for _ in range(2):  # the first makes tables that are kept
+        with Launches() as ops:
+            loss = net(*given, labels)['loss']
+            torch.autograd.grad(loss, list(net.parameters()), allow_unused=True)
+    assert ops.n == most[name]

@@ -304,8 +304,9 @@ class CapsNorm(nn.Module):
 
 # %% ../../nbs/engine/16_dstep.ipynb #00000020
 def _in_dtype(a: Tensor, mu: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    top = min(torch.finfo(t).max for t in (a.dtype, dtype))
-    return a.clamp(-top, top).to(dtype), mu.to(dtype)
+    if torch.finfo(dtype).max < torch.finfo(a.dtype).max:
+        a = a.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
+    return a.to(dtype), mu.to(dtype)
 
 
 def _statistics_dtype(*tensors):

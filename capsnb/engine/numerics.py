@@ -408,13 +408,14 @@ def _function(op):
         def setup_context(ctx, inputs, output):
             ctx.held, *tensors = inputs
             ctx.mark_non_differentiable(*output[op.n_out :])
+            ctx.set_materialize_grads(False)  # zeros for states would be as large as they
             ctx.save_for_backward(*tensors, *output)
             ctx.n_states = len(output)
 
         @staticmethod
         def backward(ctx, *grads):
             t, held, n_states = ctx.saved_tensors, ctx.held, ctx.n_states
-            g = grads[: op.n_out]
+            g = [torch.zeros_like(o) if g is None else g for g, o in zip(grads[: op.n_out], t[n:])]
             if torch.is_grad_enabled() or not _is_bare((*t, *g)):
                 return None, *Backward.apply(held, n_states, *t, *g)
             return None, *op.bare[1](*t[:n], list(t[n:]), list(g), *held.settings)
