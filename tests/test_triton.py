@@ -8,14 +8,18 @@ from collections import namedtuple
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import patch
 import pytest
 import torch
 import capsnb.engine.triton_kernels as kernels
 import capsnb.engine.triton_loop as loops
 from capsnb.engine.dstep import Routing, Sizes, choose_plan, plans
+from capsnb.engine.dynamic import dynamic_routing, route_capsules
+from capsnb.engine.em import em_routing
 from capsnb.engine.layers import ClassCaps, ConvCaps, field_plans, field_table
 from capsnb.engine.numerics import assert_as_exact, error_to
 from capsnb.engine.triton_kernels import interpreting, recording
+from capsnb.lab.speed import paper_sizes
 
 needs_triton = pytest.mark.skipif(not find_spec('triton'), reason="triton is not installed")
 f32, f64 = torch.float32, torch.float64
@@ -40,13 +44,16 @@ def fenced(t):
 
 
 def routed(n, i, j, c, d, h, own=False, one=False, seed=0):
-    "What the op is given; part 2 is absent. `one`: a map for all wholes."
+    "What the op is given; part 2 is absent. `one`: a map for all wholes; d = 0: votes are given."
     gen = torch.Generator().manual_seed(seed)
     s, m = i if own else 1, 1 if one else j
     shapes = (n, i), (n, i, c, d), (s, m, d, h), (s, j, c, h), (s, m), (s, m)
     a, x, W, *rest = (torch.randn(shape, generator=gen, dtype=f64).float() for shape in shapes)
     a[:, 2:3] = -torch.inf
     none = torch.empty(0, dtype=torch.int32)
+    if not d:
+        x, W = torch.randn(n, 1, i, j, c, h, generator=gen), torch.empty(i, j, 0, h)
+        return Given(a, x, W, none.float(), *rest[1:], none, none, none)
     return Given(a, x, W / d, *rest, none, none, none)
 
 
@@ -57,6 +64,15 @@ def in_fields(b, size, K, I, J, stride, padding, pose, seed=0):
     shapes = (b, n), (b, n, c, d), (s, J, d, h), (0,), (J,), (J,)
     a, *rest = (torch.randn(shape, generator=gen) for shape in shapes)
     return Given(a.sigmoid(), *rest, *loops._by_part(table, n))
+
+
+def voted(n, i, j, c, h, table=None, seed=0):
+    "The same for given votes; with a table, for a part in each of its places."
+    gen, none = torch.Generator().manual_seed(seed), torch.empty(0, dtype=torch.long)
+    p, s = (1, i) if table is None else table.shape
+    shapes = (n, i), (n, p, s, j, c, h), (s, j, 0, h), (0,), (j,), (j,)
+    a, *rest = (torch.randn(shape, generator=gen) for shape in shapes)
+    return Given(a.sigmoid(), *rest, *loops._by_part(none if table is None else table, i))
 
 
 def run(op, given, rules):
@@ -89,9 +105,10 @@ routings = {
     'several tiles of wholes': dict(sizes=(2, 3, 41, 1, 2, 2)),
     'own maps': dict(own=True),
     'own maps, several tiles': dict(sizes=(19, 2, 33, 1, 1, 1), own=True),
-    'large maps': dict(sizes=(1, 19, 5, 1, 20, 2)),
-    'large maps, two tiles': dict(sizes=(1, 17, 33, 2, 9, 1)),
-    'own large maps': dict(sizes=(17, 3, 3, 1, 20, 2), own=True),
+    'votes': dict(sizes=(2, 5, 3, 2, 0, 2), T=3, shares=True),
+    'votes, several tiles': dict(sizes=(19, 2, 33, 1, 0, 2), one=True),
+    'votes, prices of their own': dict(sizes=(17, 3, 3, 1, 0, 2), own=True, pooled=True),
+    'a vote': dict(sizes=(1, 1, 1, 1, 0, 1), T=1),
     'one map for all wholes': dict(one=True),
     'one map for all wholes of a part': dict(own=True, one=True),
     'pooled, R': dict(T=3, pooled=True, shares=True),
@@ -161,6 +178,80 @@ def test_fields_are_the_definition(name):
     check_exact(given, loops._Rules(*rules))
 
 
+odd = torch.tensor([[0, 1, -1], [1, 2, 4], [-1, -1, 0]])  # part 3 is nowhere
+votes = {
+    'votes': voted(2, 5, 3, 2, 2),
+    'one vote': voted(1, 1, 1, 1, 1),
+    'several tiles': voted(19, 2, 37, 1, 2),
+    'in fields': voted(2, 5, 3, 1, 2, odd),
+    'far': voted(2, 12, 3, 1, 2),
+}
+
+
+@needs_triton
+@pytest.mark.parametrize('name', [quick(k) if k == 'votes' else seconds(k) for k in votes])
+def test_given_votes_are_the_definition(name):
+    given, floor = votes[name], [0.5, 2.0**-7, 2.0**-7]
+    if name == 'far':
+        given = given._replace(x=given.x / 100 + 100)
+    check_exact(given, loops._Rules([0.25, 0.5], floor, 'logistic', 0.25, shares=True))
+
+
+agreements = {  # n, i, j, d, h; without d votes are given
+    'small': (2, 5, 3, 2, 2),
+    'a map': (1, 1, 1, 3, 1),
+    "CapsNet's": (9, 3, 4, 8, 16),
+    'several tiles': (3, 2, 37, 2, 3),
+    'votes': (3, 5, 4, 0, 16),
+}
+
+
+@needs_triton
+@pytest.mark.parametrize('name', [quick(k) if k == 'small' else seconds(k) for k in agreements])
+def test_dynamic_routings_are_the_definition(name):
+    (n, i, j, d, h), gen = agreements[name], torch.Generator().manual_seed(0)
+    u, W = (torch.randn(shape, generator=gen) for shape in ((n, i, d or j * h), (i, j, d, h)))
+    given = (u, W) if d else (3 * u.view(n, i, j, h),)
+    call = route_capsules if d else dynamic_routing
+
+    def found(given):
+        given = [t.requires_grad_() for t in given]
+        out = call(*given, return_R=True)
+        return [*out, *torch.autograd.grad((out.v * out.v.detach().roll(1, 0)).sum(), given)]
+
+    wide = [t.double() for t in given]
+    near, truth = found(given), found(wide)
+    with interpreting(), patch.object(loops, '_op', wraps=loops._op) as op:
+        fast, again = found(given), found([fenced(t) for t in given])
+        assert op.call_count == 2
+        exact = (loops._agree_maps if d else loops._agree)(*wide, 3, False, True)
+    for k, (x, same, r, t) in enumerate(zip(fast, again, near, truth, strict=True)):
+        assert torch.equal(x, same)
+        assert_as_exact(x, r, t, 3.0, 16.0, f'{k}')
+    assert error_to(exact[0], truth[1]) < 1e-11 and error_to(exact[1].mT, truth[2]) < 1e-11
+
+
+@needs_triton
+@pytest.mark.parametrize('table', [None, odd])
+def test_em_routing_takes_them(table):
+    given = voted(4, 5, 3, 2, 2, table)
+    a, V = given.a.view(2, 2, 5), given.x.view(2, 2, *(given.x.shape[1 + (table is None) :]))
+    a[..., 1] = 0
+    leaves = [t.requires_grad_() for t in (a, V, given.ign.requires_grad_())]
+
+    def found(**how):
+        out = em_routing(a, V, 0.5, given.ign, fields=table, eps='auto', **how)
+        return [*out[:4], *torch.autograd.grad(sum(o.square().sum() for o in out[:4]), leaves)]
+
+    with interpreting(), patch.object(loops, '_op', wraps=loops._op) as op:
+        new, old = found(), found(plan='votes')
+        assert op.call_count == 1
+        em_routing(a, V, torch.rand(2, 2, 3), 0.5) if table is None else None
+        assert op.call_count == 1  # its betas are of each sample
+    for x, y in zip(new, old):
+        assert x.shape == y.shape and error_to(x, y.double()) < 1e-5
+
+
 @needs_triton
 def test_bfloat16_is_read_as_it_is():
     given, rules = routed(1, 5, 3, 1, 2, 2), loops._Rules([1.0] * 2, even, 'dstep')
@@ -206,11 +297,19 @@ def outs_of(layer, a, mu, *more, **how):
 
 @pytest.mark.slow
 @needs_triton
-@pytest.mark.parametrize('kwargs', [dict(n_inp=5, n_out=3, single_beta=True), dict(n_inp=5)])
+@pytest.mark.parametrize(
+    'kwargs',
+    [
+        dict(n_inp=5, n_out=3, single_beta=True),
+        dict(n_inp=5),
+        dict(d_inp=20),
+        dict(n_inp=5, n_out=3, d_inp=20),
+    ],
+)
 def test_a_layer(kwargs):
     torch.manual_seed(0)
-    layer = Routing(2, 2, 2, plan='votes', **kwargs)
-    a, mu = torch.randn(1, 1, 5), torch.randn(1, 1, 5, 2, 2)
+    layer = Routing(**(dict(d_cov=2, d_inp=2, d_out=2, plan='votes') | kwargs))
+    a, mu = torch.randn(1, 1, 5), torch.randn(1, 1, 5, 2, layer.d_inp)
     a[0, 0, 2] = -torch.inf
     more = () if layer.n_out else (4,)
     ref = outs_of(layer, a, mu, *more, return_R=True)
@@ -283,9 +382,7 @@ def test_refusals():
         layer.double()(a.double(), mu.double())
     with pytest.raises(ValueError, match="do not fit in registers"):
         Routing(8, 8, 8, plan='triton')
-    assert not plans['triton'].refuses(Sizes(1, 1, 1, 2, 32, 2, True, 'cuda'))
-    for large in (1, 33, 3), (3, 17, 1), (1, 65, 1):  # their tiles would spill
-        assert 'registers' in plans['triton'].refuses(Sizes(1, 1, 1, *large, True, 'cuda'))
+    assert not plans['triton'].refuses(Sizes(1, 1, 1, 2, 1280, 8, True, 'cuda'))
     a, mu = caps()
     wide = ConvCaps(2, 3, 2, d_cov=1, d_inp=16, d_out=16, plan='triton')
     with interpreting():
@@ -298,12 +395,12 @@ def test_refusals():
 
 
 @needs_triton
-def test_auto_takes_them_on_cuda_alone_and_where_votes_are_many():
+def test_auto_takes_them_on_cuda_alone():
     s = Sizes(4, 5184, 64, 4, 4, 4, True)
-    assert choose_plan(s) != 'triton' == choose_plan(s._replace(device='cuda'))
-    few = s._replace(n=2, i=100, j=10, device='cuda')
-    assert choose_plan(few) == 'votes' and not plans['triton'].refuses(few)
-    for other in dict(c=8), dict(dtype=f64), dict(i=0):
+    assert choose_plan(s) != 'triton'
+    for s in (s, *paper_sizes.values(), Sizes(20, 703, 64, 1, 64, 2, True)):
+        assert choose_plan(s._replace(device='cuda')) == 'triton', s
+    for other in dict(h=32), dict(dtype=f64), dict(i=0):
         assert choose_plan(s._replace(device='cuda', **other)) != 'triton'
     assert next(k for k in ('triton', 'compiled') if k in field_plans) == 'triton'
 
@@ -338,13 +435,13 @@ rules = loops._Rules([1.0] * 3, even, 'dstep')
 compiled = {  # what needs most registers, and what is 1: a constant to a compiled kernel
     'shared': (routed(2, 600, 64, 4, 4, 4), rules),
     'own': (routed(20, 64, 10, 4, 4, 4, own=True), rules),
-    'large maps': (routed(2, 600, 64, 1, 64, 2), rules),
-    'own large maps': (routed(20, 64, 64, 1, 64, 2, own=True), rules),
-    'own, two rows': (routed(20, 64, 64, 2, 32, 2, own=True), rules),
-    'four columns': (routed(20, 64, 64, 1, 32, 4), rules),
+    'priced votes': (routed(2, 600, 64, 1, 0, 2), rules),
+    'priced votes of 4×4': (routed(20, 64, 64, 4, 0, 4, own=True), rules),
     'R, pooled': (routed(2, 60, 5, 2, 2, 2), rules._replace(pooled=True, shares=True)),
     'fields': (in_fields(2, (6, 6), 3, 16, 32, 2, 0, (4, 4, 4)), rules._replace(act='logistic')),
     'coordinates': (in_fields(2, (4, 4), 4, 2, 5, 1, 0, (4, 6, 4)), rules._replace(act='logit')),
+    'votes': (voted(20, 60, 5, 4, 4), rules._replace(act='logistic', shares=True)),
+    'dynamic': (voted(64, 1152, 10, 1, 16), rules._replace(act='agree', floor=[0.0, 1.0, 0.0])),
     'one of all': (
         in_fields(1, (3, 3), 3, 1, 1, 1, 0, (1, 2, 1)),
         rules._replace(act='logistic', damping=0.2),
@@ -399,11 +496,7 @@ def test_compiled_ahead_without_spills(name, tmp_path):
         said = subprocess.check_output([tool, '-res-usage', tmp_path / 'code.cubin'], text=True)
         spilled = sum(map(int, re.findall(r'(?:STACK|LOCAL):(\d+)', said)))
         assert made.metadata.shared <= 1024 * most_shared, launch
-        used = int(re.search(r'REG:(\d+)', said)[1])
-        most = (
-            32 if used <= 128 else 8
-        )  # with registers left it is ptxas that makes room: few words
-        assert spilled <= most, (launch.kernel.__name__, said)
+        assert spilled <= 8, (launch.kernel.__name__, said)
 
 
 @needs_triton

@@ -406,11 +406,11 @@ how = _agree_forward, _agree_backward, _of_maps.fake, _of_maps.definition
 _agreement = FastOp('compiled_maps', 2, 'int bool bool', *how, n_out=2)
 
 
-def _serves(u: Tensor, W: Tensor) -> bool:
+def _serves(u: Tensor, W: Tensor, detach: bool) -> bool:
     "Whether kernels are faster: a register holds 16 samples, full or not."
     fits = u.device.type == 'cpu' and not _exporting() and len(u) >= 12
     return fits and not import_error(_KERNELS)
 
 
 if importlib.util.find_spec('numba'):
-    faster[_of_maps.name] = _agreement, _serves
+    faster[_of_maps.name].append((_agreement, _serves))

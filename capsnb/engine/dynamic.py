@@ -5,6 +5,7 @@
 # %% ../../nbs/engine/14_dynamic.ipynb #00000002
 from __future__ import annotations
 import math
+from typing import Callable
 import torch
 from torch import Tensor
 from ..core import check_n_iters
@@ -181,13 +182,12 @@ _of_maps = _op(
 )
 
 # %% ../../nbs/engine/14_dynamic.ipynb #2d1df320
-faster: dict[str, tuple] = {}  # op's name -> the same compiled, whether that serves its tensors
+faster: dict[str, list[tuple]] = {op.name: [] for op in (_of_votes, _of_maps)}  # see `_fastest`
 
 
-def _fastest(op: FastOp, tensors: list[Tensor]) -> FastOp:
-    "The op, or what was entered in `faster` for it."
-    other, serves = faster.get(op.name, (op, None))
-    return other if serves and serves(*tensors) else op
+def _fastest(op: FastOp, tensors: list[Tensor], detach: bool) -> Callable:
+    "The op, or the first in `faster` that serves its tensors and `detach`."
+    return next((other for other, serves in faster[op.name] if serves(*tensors, detach)), op)
 
 # %% ../../nbs/engine/14_dynamic.ipynb #00000010
 def _routed(op, tensors, lead, n_iters, detach, return_R) -> Agreed:
@@ -198,7 +198,7 @@ def _routed(op, tensors, lead, n_iters, detach, return_R) -> Agreed:
     given = tensors[0].dtype
     if given in (torch.float16, torch.bfloat16):
         tensors = [x.float() for x in tensors]
-    op = _fastest(op, tensors)
+    op = _fastest(op, tensors, detach)
     v, R = op(*tensors, n_iters, bool(detach), bool(return_R))
     v = v.to(given).reshape(*lead, *v.shape[1:])
     R = R.detach().mT.to(given).reshape(*lead, *R.mT.shape[1:]) if return_R else None

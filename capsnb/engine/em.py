@@ -32,7 +32,7 @@ from capsnb.routing.em import (
 )
 
 # %% auto #0
-__all__ = ['em_routing']
+__all__ = ['faster', 'em_routing']
 
 # %% ../../nbs/engine/15_em.ipynb #00000007
 def _share_out(L, parents=None, fields=None, n=0) -> Tensor:
@@ -206,6 +206,9 @@ def _iterate(a, V, may, start, where, rules, want_F, gain):
     return log_a.exp(), mu, sig2, R, torch.stack(energies, -1) if want_F else None
 
 # %% ../../nbs/engine/15_em.ipynb #0000001f
+faster: list[tuple] = []  # who routes given votes, and whether they serve; later modules add theirs
+
+
 def em_routing(
     a: Tensor,  # [..., i] activations of the parts, in [0, 1] ([..., n] with `fields`)
     V: Tensor,  # [..., i, j, c, h] votes ([..., p, i, j, c, h] with `fields`)
@@ -221,6 +224,7 @@ def em_routing(
     free_energy: bool = False,  # whether to compute F too
     damping: float = 0.0,  # see `_damped`
     gain: Tensor | None = None,  # [i|1, j] nats added to the log-density of each link
+    plan: str = 'auto',  # 'votes': step by step; 'auto': Triton's kernels where they serve
 ) -> EMRouted:  # a, mu, sig2, R, F; `ValueError` if the inputs do not fit
     """EM routing of parts with votes to wholes (Hinton 2018, Procedure 1).
 
@@ -231,8 +235,9 @@ def em_routing(
     >>> out.a.shape, out.mu.shape
     (torch.Size([2, 3]), torch.Size([2, 3, 4, 4]))
     """
-    if act not in ('logistic', 'pi'):
-        raise ValueError(f"act must be 'logistic' or 'pi', got {act!r}")
+    for name, value, known in (('act', act, ('logistic', 'pi')), ('plan', plan, ('auto', 'votes'))):
+        if value not in known:
+            raise ValueError(f"{name} must be {known[0]!r} or {known[1]!r}, got {value!r}")
     _check(a, V, parents, fields)
     wholes = V.shape[:-4] + V.shape[-3:-2]  # [..., j] or [..., p, j]
     for name, beta in (('beta_a', beta_a), ('beta_u', beta_u)):
@@ -245,8 +250,12 @@ def em_routing(
     dtype = torch.promote_types(torch.promote_types(a.dtype, V.dtype), torch.float32)
     out_dtype = dtype if autocasting(V.device) else V.dtype
     with without_autocast(V.device):
-        a, V = a.to(dtype), V.to(dtype)
-        n = a.shape[-1]
+        a, n = a.to(dtype), a.shape[-1]
+        if plan == 'auto' and parents is None and gain is None and not free_energy:
+            for run, serves in faster:
+                if serves(a, V, rules):
+                    return EMRouted(*(t.to(out_dtype) for t in run(a, V, fields, rules)))
+        V = V.to(dtype)
         links = *_links(V, n, parents, fields), (parents, fields, n)
         if fields is not None:
             a = F.pad(a, (0, 1))[..., fields]  # -1 reads the 0 behind the last part

@@ -70,7 +70,7 @@ class _Parts(NamedTuple):
     W: Tensor  # [s, j, d, h] matrices, one per place and type of whole
     beta_a: Tensor  # [j] as for `em_routing`
     beta_u: Tensor  # [j] as for `em_routing`
-    fields: Tensor  # [p, s] which part is where, -1: none
+    fields: Tensor  # [p, s] which part is where, -1: none; empty: all are in one
 
 
 class _Tiling(NamedTuple):
@@ -102,6 +102,11 @@ class FieldPlan(NamedTuple):
 
 
 field_plans: dict[str, FieldPlan] = {}  # by name; later modules add theirs
+
+
+def _all(a):
+    "The table of one field with all parts."
+    return torch.arange(a.shape[1], device=a.device)[None]
 
 
 def _gathered(x, fields):
@@ -508,6 +513,7 @@ def _route_by(
     "`_route_votes` in five steps, a group of images at a time."
     lams, floor = [float(v) for v in loop.lams], [float(v) for v in loop.floor]
     how = lams, floor, loop.act, float(loop.damping), [*(loop.tiling or tiling)], shares
+    parts = parts if parts.fields.numel() else parts._replace(fields=_all(parts.a))
     a, *found, R = _op(*(t.contiguous() for t in parts), engine, *how)
     found = [t.unflatten(-1, (parts.mu.shape[-2], parts.W.shape[-1])) for t in found]
     return EMRouted(a, *found, R[..., : len(parts.W)].mT if shares else None)

@@ -159,7 +159,8 @@ class _Capsules(nn.Module):
         nn.init.zeros_(self.beta_u)
 
     def betas(self, dtype) -> tuple:
-        return tuple(u * b.to(dtype) for u, b in zip(self.beta_units, (self.beta_a, self.beta_u)))
+        given = zip(self.beta_units, (self.beta_a.to(dtype), self.beta_u.to(dtype)))
+        return tuple(b if u == 1 else u * b for u, b in given)
 
     def extra_repr(self):
         fields = (*_sizes, 'K', 'stride', 'padding', *_settings)
@@ -437,7 +438,7 @@ class ClassCaps(_Capsules):
             mu, W = torch.cat([mu, at.expand(*mu.shape[:-1], -1)], -1), torch.cat([W, to], -2)
         flat = math.prod(a.shape[:-3]), m * n * i
         a, mu = a.reshape(flat), mu.reshape(*flat, *mu.shape[-2:])
-        return _Parts(a, mu, W, *self.betas(W.dtype), torch.arange(len(W), device=a.device)[None])
+        return _Parts(a, mu, W, *self.betas(W.dtype), a.new_empty(0, dtype=torch.long))
 
     def forward(
         self,
@@ -455,7 +456,7 @@ class ClassCaps(_Capsules):
             found = (field_plans.get(k) for k in ('triton', 'compiled'))
             plan = next((p for p in found if p and not p.refuses(parts, loop)), None)
             if plan:
-                out = (o if o is None else o[:, 0] for o in plan.shares(parts, loop))
+                out = (o if o is None else o.squeeze(1) for o in plan.shares(parts, loop))
                 return EMRouted(*(o if o is None else o.reshape(*lead, *o.shape[1:]) for o in out))
             V = torch.einsum('...icd,ijdh->...ijch', mu, W)
             if self.coordinates:

@@ -9,7 +9,6 @@ import functools
 import types
 from typing import TYPE_CHECKING, Callable, NamedTuple
 from unittest.mock import patch
-import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -57,13 +56,12 @@ class Kernel:
         *args: tuple,  # of tensors and numbers, in the order of the kernel, but for its last
         how: NamedTuple,  # the last: what it is compiled for
     ):
-        "Run it on CUDA tensors, on CPU tensors within `interpreting`; on 'meta' write it down."
-        tensors = [a for arg in args for a in arg if isinstance(a, Tensor)]
-        if any(t.is_meta for t in tensors):
-            for record in _records:
-                launch = types.SimpleNamespace(kernel=self, grid=grid, args=args, how=how)
-                record.append(launch)
-        elif _interpreters:
+        "Run it on CUDA tensors, on CPU tensors within `interpreting`; on 'meta' do nothing."
+        for record in _records:
+            record.append(types.SimpleNamespace(kernel=self, grid=grid, args=args, how=how))
+        if args[0][0].is_meta:
+            return
+        if _interpreters:
             self._make(_interpreters[-1])[grid](*args, how=how)
         else:
             from triton.runtime.jit import JITFunction
@@ -96,7 +94,7 @@ def interpreting():
 
 @contextlib.contextmanager
 def recording():
-    "The list of all launches on 'meta' within the context."
+    "The list of all launches within the context."
     _records.append([])
     try:
         yield _records[-1]
@@ -108,12 +106,12 @@ class _Problem(NamedTuple):
     "What is routed, and sizes of the work, which `_Loop` knows."
 
     a: Tensor  # [n, i] scores, or activations
-    x: Tensor  # [n, i, c, d] poses
-    W: Tensor  # [s|1, j|1, d, h] maps
-    B: Tensor  # [s|1, j, c, h] biases, or empty: in fields
+    x: Tensor  # [n, i, c, d] poses, or [n, p, s, j, c, h] votes
+    W: Tensor  # [s|1, j|1, d, h] maps; d = 0: votes are given
+    B: Tensor  # [s|1, j, c, h] biases, or empty: EM
     use: Tensor  # [s|1, j|1] net benefits, or [j] beta_a
     ign: Tensor  # [s|1, j|1] net costs, or [j] beta_u
-    fields: Tensor  # [p, s] part in each place, -1: none; empty: every part is in every field
+    fields: Tensor  # [p, s] part in each place, -1: none; empty: one field has all parts
     order: Tensor  # [p·s] places by part
     starts: Tensor  # [i + 1] where each part's places begin
     Q: int = 0  # groups of wholes: samples × fields
@@ -133,7 +131,7 @@ class _Kept(NamedTuple):
     mu: Tensor  # [n, p, j, c, h] means
     sig2: Tensor  # [n, p, j, c, h] variances
     R: Tensor  # [n, p, s, j] shares of the last iteration, or empty
-    M: Tensor  # [s|1, d + c, h, j] maps, below each its bias; [s, d, h, j] in fields
+    M: Tensor  # [s|1, d + c, h, j] maps, below each its bias; [s, d, h, j] for EM
     mid: Tensor  # [n, c·d] mean pose, if all parts share maps; means are less its votes
     base: Tensor  # [n, c·h, j] these votes
     floor: Tensor  # [n] floor of the variances, in the dtype of all that is computed
@@ -177,14 +175,15 @@ class _How(NamedTuple):
     "What a kernel is compiled for."
 
     KIND: int  # 0: one map for all parts; 1: a map for each; 2: parts lie in fields
-    EM: bool  # whether wholes have the activations of EM routing: in fields
+    EM: bool  # whether parts have activations, and votes no bias
     ACT: int  # what a score does, a number in `_ACTS`
+    AGREE: bool  # whether wholes are sums of votes, squashed, and logits products with them
     C: int  # rows of a pose
-    D: int  # its columns
+    D: int  # its columns; 0: votes are given
     H: int  # columns of a vote
     J: int  # wholes of a group
-    K: int  # columns in a tile of a pose; 1: poses come as numbers
-    X: int  # tiles in a row of a pose
+    BIAS: bool  # whether each part's map has a bias
+    ALL: bool  # whether sums by wholes have the gradients of maps and prices
     BR: int  # rows of a tile of a sweep: parts, or groups of wholes
     BJ: int  # its columns: wholes
     FUSED: bool  # whether a tile holds all wholes of a part
@@ -194,7 +193,7 @@ class _How(NamedTuple):
     DAMPED: bool
     POOLED: bool  # whether the second sweep has one model for all wholes
     SHARES: bool  # whether R is wanted
-    WARPS: int
+    WARPS: int = 4
     FIRST: bool = False  # iteration
     DONE: bool = False  # whether it is the last
     MAPS: bool = False  # whether a kernel goes by maps
@@ -256,62 +255,42 @@ def _place_of(p, at, turn, how):
 
 # %% ../../nbs/engine/22_triton.ipynb #9ef5ce77
 @kernel
-def _in_pose(at, n, how):
-    "Where tile n of poses is, and what of it is there."
-    d = (n % how.X) * how.K + tl.arange(0, how.K)[None, :]
-    return (at * how.C + n // how.X)[:, None] * how.D + d, d < how.D
-
-
-@kernel
 def _poses(p, w, at, ok, how):
-    "Tiles [BR, K] of poses, less the mean pose if all parts share maps."
-    T: tl.constexpr = w.floor.dtype.element_ty
+    "Numbers [BR, 1] of poses, less the mean pose if all parts share maps."
+    size: tl.constexpr = how.C * how.D
     out = ()
-    for n in tl.static_range(how.C * how.X):
-        to, there = _in_pose(at, n, how)
-        x = tl.load(p.x + to, ok[:, None] & there, 0.0).to(T)
+    for n in tl.static_range(size):
+        x = tl.load(p.x + at * size + n, ok, 0.0).to(w.floor.dtype.element_ty)
         if how.KIND == 0:
-            to, there = _in_pose(at // p.N, n, how)
-            x -= tl.load(w.mid + to, ok[:, None] & there, 0.0)
-        out = out + (x,)
+            x -= tl.load(w.mid + at // p.N * size + n, ok, 0.0)
+        out = out + (x[:, None],)
     return out
 
 
 @kernel
 def _map(w, s, col, here, how):
-    "Map number s: tiles [K, BJ] of it, and what a vote starts from."
-    T: tl.constexpr = w.floor.dtype.element_ty
-    E: tl.constexpr = how.D + how.C if how.KIND < 2 else how.D  # rows, bias included
-    out, start = (), ()
-    for n in tl.static_range(how.H * how.X):
-        d = (n % how.X) * how.K + tl.arange(0, how.K)[:, None]
-        at = w.M + ((s * E + d) * how.H + n // how.X) * how.J + col
-        out = out + (tl.load(at, here & (d < how.D), 0.0).to(T),)
-    for n in tl.static_range(how.C * how.H):
-        b = tl.full((1, 1), 0.0, T)
-        if how.KIND == 1:
-            b = tl.load(w.M + ((s * E + how.D) * how.H + n) * how.J + col, here, 0.0).to(T)
-        start = start + (b,)
-    return out, start
+    "Numbers [1, BJ] of map number s, behind them its bias."
+    rows: tl.constexpr = how.D if how.EM else how.D + how.C
+    out = ()
+    for n in tl.static_range((rows if how.BIAS else how.D) * how.H):
+        at = w.M + (s * (rows * how.H) + n) * how.J + col
+        out = out + (tl.load(at, here, 0.0).to(w.floor.dtype.element_ty),)
+    return out
 
 
 @kernel
-def _product(total, left, right, how):
-    "Add a product of tiles."
-    if how.K == 1:
-        return total + left * right
-    else:
-        return total + tl.dot(left, right, input_precision='ieee', out_dtype=total.dtype)
-
-
-@kernel
-def _votes(xs, maps, how):
+def _votes(p, w, xs, maps, pair, col, there, how):
     "The same bits in every sweep."
+    T: tl.constexpr = w.floor.dtype.element_ty
     out = ()
     for n in tl.static_range(how.C * how.H):
-        V = maps[1][n]
-        for k in tl.static_range(how.X):
-            V = _product(V, xs[n // how.H * how.X + k], maps[0][n % how.H * how.X + k], how)
+        V = tl.full((1, 1), 0.0, T)
+        if how.BIAS:
+            V = maps[how.D * how.H + n]
+        if how.D == 0:
+            V = tl.load(p.x + (pair * how.J + col) * (how.C * how.H) + n, there, 0.0).to(T)
+        for d in tl.static_range(how.D):
+            V = V + xs[n // how.H * how.D + d] * maps[d * how.H + n % how.H]
         out = out + (V,)
     return out
 
@@ -338,13 +317,28 @@ def _model(p, w, by, row, col, here, how):
 
 
 @kernel
+def _gap(V, model, n, how):
+    "From the mean; there is none in dynamic routing."
+    return V[n] if how.AGREE else V[n] - model[1][n]
+
+
+@kernel
 def _score(V, model, how):
     "Logits."
     L = model[0]
     for n in tl.static_range(how.C * how.H):
-        gap = V[n] - model[1][n]
-        L = L - model[2][n] * gap * gap
+        gap = _gap(V, model, n, how)
+        L = L + model[1][n] * gap if how.AGREE else L - model[2][n] * gap * gap
     return L
+
+
+@kernel
+def _weight(R, f, inside, how):
+    "Of votes; for EM a whole without data has a little of each, so that it has a mean."
+    u = R * f
+    if how.EM and not how.AGREE:
+        u = tl.where(inside, u + 1e-12 * (f + 1e-8), 0.0)
+    return u
 
 
 @kernel
@@ -375,8 +369,8 @@ def _price(p, w, at, s, col, here):
 
 @kernel
 def _of_rows(x, how):
-    "The sum over rows if they are parts of one group; else each is a group."
-    return tl.sum(x, 0)[None, :] if how.KIND == 0 else x
+    "The sum over rows, unless each is a group and groups are apart."
+    return tl.sum(x, 0)[None, :] if how.KIND == 0 or how.MAPS else x
 
 # %% ../../nbs/engine/22_triton.ipynb #429ea1f7
 @kernel
@@ -419,7 +413,7 @@ def _sweep_lse(p, w, by, how: tl.constexpr):
             col = start + tl.arange(0, how.BJ)[None, :]
             fits = col < how.J
             here = fits if how.KIND == 0 else fits & ok[:, None]
-            V = _votes(xs, _map(w, s, col, fits, how), how)
+            V = _votes(p, w, xs, _map(w, s, col, fits, how), pair, col, here, how)
             L = _score(V, _model(p, w, by, q, col, here, how), how)
             L = tl.where(fits, L, float('-inf'))
             top = tl.maximum(most, L)
@@ -447,7 +441,7 @@ def _sweep(p, w, out, by, how: tl.constexpr):
         xs, f, inside = _poses(p, w, at, ok, how), _active(p, w, at, ok, how), fits & ok[:, None]
         if how.KIND > 0:
             maps = _map(w, tl.cast(t, tl.int64), col, fits, how)
-        V = _votes(xs, maps, how)
+        V = _votes(p, w, xs, maps, pair, col, inside, how)
         if how.FIRST:
             R = tl.where(inside, _even(p, w, at, ok, how), 0.0)
         else:
@@ -462,10 +456,9 @@ def _sweep(p, w, out, by, how: tl.constexpr):
             R = tl.where(inside, tl.exp(L - lse[:, None]), 0.0)
         if how.SHARES and how.DONE:
             tl.store(w.R + pair * how.J + col, R, here if how.KIND == 2 else inside)
-        u = R * f
+        u = _weight(R, f, inside, how)
         if how.EM:
-            won += u
-            u = tl.where(inside, u + 1e-12 * (f + 1e-8), 0.0)
+            won += R * f
         else:
             use, ign = _price(p, w, p.use, t, col, fits), _price(p, w, p.ign, t, col, fits)
             won += use * u - ign * (f - u)
@@ -474,7 +467,7 @@ def _sweep(p, w, out, by, how: tl.constexpr):
         S += u
         new_nears, new_means, new_squares = (), (), ()
         for n in tl.static_range(how.C * how.H):
-            y = V[n] - model[1][n] - nears[n]
+            y = _gap(V, model, n, how) - nears[n]
             gap = y - means[n]
             if how.FIRST and how.KIND > 0:  # the heaviest vote so far is what others are taken from
                 new_nears = new_nears + (tl.where(heavy, V[n], nears[n]),)
@@ -501,6 +494,16 @@ def _sweep(p, w, out, by, how: tl.constexpr):
         tl.store(out.square + to, square, here)
 
 # %% ../../nbs/engine/22_triton.ipynb #a4efde37
+@kernel
+def _shrunk(s):
+    "`squash` and what its gradient needs: scale, directions, 1/scale², squares and length."
+    m = tl.maximum(tl.max(tl.abs(s), 1), 1.0)[:, None]
+    x = s / m
+    q = tl.sum(x * x, 1)[:, None]
+    r, c = tl.sqrt(q), 1 / (m * m)
+    return x * (r / (c + q)), m, x / tl.maximum(r, 1e-30), c, q, r
+
+
 @kernel
 def _logit(p, w, W, logs, j, own, by, how):
     "As `activation_logit`; and what a unit of data costs."
@@ -539,7 +542,7 @@ def _finish(p, w, sums, by, how: tl.constexpr):
         own, here, one, many, _, _ = _wholes_at(p, start, stop, how)
         S, W = (tl.full((how.BO,), 0.0, T),) * 2
         mu, square, near, base = zero, zero, zero, _base(w, many, here, zero, how)
-        if not how.FIRST:
+        if not how.FIRST and not how.AGREE:
             near = tl.load(w.at + then + many, here, 0.0)
         for r in tl.range(0, p.runs, loop_unroll_factor=4):
             to, near_r = tl.cast(r, tl.int64) * size, near
@@ -595,7 +598,10 @@ def _finish(p, w, sums, by, how: tl.constexpr):
         sig2 = tl.load(w.var + nows + many, here, 1.0) + floor
         W = tl.load(w.won + now + one, own, 0.0)
         logs, on = tl.sum(tl.where(here, tl.log(sig2), 0.0), 1), W
-        if how.EM:
+        if how.AGREE:
+            on, logs, sig2 = 0 * W, 0 * W, zero + 1
+            mean = _shrunk(tl.load(w.mass + now + one, own, 0.0)[:, None] * mean)[0]
+        elif how.EM:
             on = _logit(p, w, W, logs, j, own, by, how)[0]
         if how.DONE:
             tl.store(w.a + one, tl.sigmoid(on) if how.ACT == 1 else on, own)
@@ -608,6 +614,8 @@ def _finish(p, w, sums, by, how: tl.constexpr):
                 logs = tl.sum(tl.log(sig2), 1)
             if how.ACT == 3:
                 sig2, logs = zero + 0.5, 0 * logs
+            if how.AGREE and not how.FIRST:
+                mean += tl.load(w.at + then + many, here, 0.0)
             log_on = tl.minimum(on, 0.0) - tl.log(1 + tl.exp(-tl.abs(on)))
             tl.store(w.k + now + one, log_on - 0.5 * logs, own)
             tl.store(w.at + nows + many, mean, here)

@@ -4,22 +4,26 @@
 
 # %% ../../nbs/engine/23_triton_loop.ipynb #358fb452
 from __future__ import annotations
+import math
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 from .dstep import Plan, Problem, _gpu_seconds, plans
-from .em import em_routing
-from .fields import FieldPlan, _gathered, _Parts, field_plans
+from .dynamic import faster as agreeing
+from .em import _like, em_routing, faster
+from .fields import FieldPlan, _all, _gathered, _Parts, field_plans
 from .fields import _Loop as _FieldLoop
 from .numerics import FastOp, import_error
 from .triton_kernels import _active, _base, _by_parts, _by_wholes, _even, _finish
-from .triton_kernels import _How, _in_pose, _interpreters, _Kept, kernel, _logit
+from .triton_kernels import _gap, _How, _interpreters, _Kept, kernel, _logit
 from .triton_kernels import _many, _map, _middle, _model, _Numbers, _of_rows
-from .triton_kernels import _parts_at, _place_of, _poses, _price, _Problem, _product
-from .triton_kernels import _score, _Sums, _sweep, _sweep_lse, _votes, _wholes_at
-from ..routing.dstep import routing_ref
+from .triton_kernels import _parts_at, _place_of, _poses, _price, _Problem
+from .triton_kernels import _score, _shrunk, _Sums, _sweep, _sweep_lse
+from .triton_kernels import _votes, _weight, _wholes_at
+from ..routing.dstep import route_votes, votes
+from ..routing.dynamic import dynamic_routing_ref
 from ..routing.em import EMRouted, Floor, activation_logit
 
 if TYPE_CHECKING:
@@ -49,7 +53,7 @@ class _Back(NamedTuple):
     bias: Tensor  # [q, j, c·h] of a bias that all parts share, or [s, j, c·h]
     pay: Tensor  # [n, i] what a part pays for all its shares
     a: Tensor  # [n, i]
-    x: Tensor  # [n, i, c, d]
+    x: Tensor  # [n, i, c, d], or of votes
     map: Tensor  # [run · q, j, d, h], or [s, j, d, h]
     use: Tensor  # [run · q, j], or [s, j]
     ign: Tensor  # [run · q, j], or [s, j]
@@ -88,7 +92,18 @@ def _finish_back(p, w, g, by, how: tl.constexpr):
                 tl.store(g.bias + last, tl.load(g.bias + last, here, 0.0) - g_mu, here)
             if how.DAMPED:
                 g_mu += tl.load(g.before + many, here, 0.0)
-        if how.EM:
+        if how.AGREE:
+            g_on, g_var = 0 * g_on, zero
+            if not how.DONE:  # a capsule is in the logits of all later iterations
+                if by.t + 2 < by.steps:
+                    g_mu += tl.load(g.before + many, here, 0.0)
+                tl.store(g.before + many, g_mu, here)
+            s = tl.load(w.mass + now + one, own, 0.0)[:, None]
+            s = s * tl.load(w.mean + nows + many, here, 0.0)
+            _, m, unit, c, q, r = _shrunk(s)
+            along = unit * (tl.sum(unit * g_mu, 1)[:, None] * (c - q) / (c + q))
+            g_mu = (g_mu + along) * (r / (c + q) / m)
+        elif how.EM:
             logs = tl.sum(tl.where(here, tl.log(sig2), 0.0), 1)
             logit, price = _logit(p, w, W, logs, j, own, by, how)
             if not how.DONE:
@@ -139,9 +154,13 @@ def _finish_back(p, w, g, by, how: tl.constexpr):
             g_mu = (1 - by.damping) * g_mu + pull
         S = tl.load(w.mass + now + one, own, 1.0)
         over = (1 / (S + by.eps))[:, None]
+        if how.AGREE:
+            over = zero + 1
         pull = 2 * by.eps * over * (base + raw) * g_var
         g_mu, g_var = (g_mu - pull) * over, g_var * over
         const = -g_var * tl.load(w.raw_var + nows + many, here, 0.0)
+        if how.AGREE:
+            const = g_mu * mean
         tl.store(g.const + one, tl.sum(tl.where(here, const, 0.0), 1), own)
         tl.store(g.first + many, g_mu, here)
         tl.store(g.second + many, g_var, here)
@@ -192,32 +211,25 @@ def _worth(p, w, g, by, at, ok, pair, s, col, V, f, model, slopes, how):
 @kernel
 def _pulls(V, model, bent, R, f, dL, inside, how):
     "Gradient of the votes."
-    u, out = R * f, ()
-    if how.EM:
-        u = tl.where(inside, u + 1e-12 * (f + 1e-8), 0.0)
+    u, out = _weight(R, f, inside, how), ()
     for n in tl.static_range(how.C * how.H):
         pull = u * bent[n]
-        if not how.FIRST:
+        if how.AGREE and not how.FIRST:
+            pull = pull + dL * model[1][n]
+        elif not how.FIRST:
             pull = pull - 2 * dL * model[2][n] * (V[n] - model[1][n])
         out = out + (pull,)
     return out
 
 
 @kernel
-def _turned(x, how):
-    "A tile's transpose; a row or column of numbers stays."
-    return x if how.K == 1 else tl.trans(x)
-
-
-@kernel
 def _to_poses(grads, pulls, maps, how):
     "Add the gradient of a tile of votes to that of the poses."
     out = ()
-    for n in tl.static_range(how.C * how.X):
+    for n in tl.static_range(how.C * how.D):
         new = grads[n]
         for h in tl.static_range(how.H):
-            right = _turned(maps[0][h * how.X + n % how.X], how)
-            new = _product(new, pulls[n // how.X * how.H + h], right, how)
+            new = new + pulls[n // how.D * how.H + h] * maps[n % how.D * how.H + h]
         out = out + (new,)
     return out
 
@@ -226,11 +238,10 @@ def _to_poses(grads, pulls, maps, how):
 def _to_map(grads, pulls, xs, how):
     "Add the gradient of a tile of votes to that of a map."
     out = ()
-    for n in tl.static_range(how.H * how.X):
+    for n in tl.static_range(how.D * how.H):
         new = grads[n]
         for c in tl.static_range(how.C):
-            left = _turned(xs[c * how.X + n % how.X], how)
-            new = _product(new, left, pulls[c * how.H + n // how.X], how)
+            new = new + xs[c * how.D + n // how.H] * pulls[c * how.H + n % how.H]
         out = out + (new,)
     return out
 
@@ -250,7 +261,7 @@ def _parts_back(p, w, g, by, how: tl.constexpr):
     at, ok, begin, end = _by_parts(p, how)
     xs, f = _poses(p, w, at, ok, how), _active(p, w, at, ok, how)
     total, centre, norm, spent = (tl.full((how.BR,), 0.0, T),) * 4
-    grads = (tl.full((how.BR, how.BJ if how.K == 1 else how.K), 0.0, T),) * (how.C * how.X)
+    grads = (tl.full((how.BR, how.BJ), 0.0, T),) * (how.C * how.D)
     for walk in tl.static_range(1 if how.FUSED else 2):
         for turn in range(begin, end):
             q, s, pair = _place_of(p, at, turn, how)
@@ -259,7 +270,8 @@ def _parts_back(p, w, g, by, how: tl.constexpr):
                 fits = col < how.J
                 here = fits if how.KIND == 0 else fits & ok[:, None]
                 maps, model = _map(w, s, col, fits, how), _model(p, w, by, q, col, here, how)
-                V, slopes = _votes(xs, maps, how), _slopes(p, w, g, by, q, col, here, how)
+                V = _votes(p, w, xs, maps, pair, col, here, how)
+                slopes = _slopes(p, w, g, by, q, col, here, how)
                 R, G, H, bent, cost, inside = _worth(
                     p, w, g, by, at, ok, pair, s, col, V, f, model, slopes, how
                 )
@@ -273,6 +285,10 @@ def _parts_back(p, w, g, by, how: tl.constexpr):
                     dL = R * (H - (centre / tl.maximum(norm, 1e-30))[:, None])
                     pulls = _pulls(V, model, bent, R, f, dL, inside, how)
                     grads = _to_poses(grads, pulls, maps, how)
+                    if how.D == 0:
+                        for n in tl.static_range(how.C * how.H):
+                            to = (pair * how.J + col) * (how.C * how.H) + n
+                            _put(g.x + to, pulls[n], inside, how)
     norm = tl.maximum(norm, 1e-30)
     tl.store(g.pay + at, centre / norm, ok)
     g_a = total / norm - spent
@@ -280,10 +296,8 @@ def _parts_back(p, w, g, by, how: tl.constexpr):
         slope = tl.sum(f * (1 - f), 1)
         g_a = tl.where(slope > 0, g_a * slope, 0.0)
     _put(g.a + at, g_a, ok, how)
-    for n in tl.static_range(how.C * how.X):
-        to, there = _in_pose(at, n, how)
-        new = tl.sum(grads[n], 1)[:, None] if how.K == 1 else grads[n]
-        _put(g.x + to, new, ok[:, None] & there, how)
+    for n in tl.static_range(how.C * how.D):
+        _put(g.x + at * (how.C * how.D) + n, tl.sum(grads[n], 1), ok, how)
 
 # %% ../../nbs/engine/23_triton_loop.ipynb #6e3332c3
 @kernel
@@ -294,7 +308,7 @@ def _sums_back(p, w, g, by, how: tl.constexpr):
     run, fits, zero = tl.program_id(1).to(tl.int64), col < how.J, tl.full((how.BR, how.BJ), 0.0, T)
     zeros = (zero,) * (how.C * how.H)
     sum_k, sum_use, sum_ign, sums_at, sums_v, sums = zero, zero, zero, zeros, zeros, zeros
-    grads = (tl.full((how.BR if how.K == 1 else how.K, how.BJ), 0.0, T),) * (how.H * how.X)
+    grads = (zero,) * (how.D * how.H)
     if how.MAPS:
         maps = _map(w, run, col, fits, how)
         begin, end = 0, p.Q
@@ -316,7 +330,7 @@ def _sums_back(p, w, g, by, how: tl.constexpr):
             maps = _map(w, t, col, fits, how)
         at, ok, pair = _parts_at(p, q, t, how)
         xs, f = _poses(p, w, at, ok, how), _active(p, w, at, ok, how)
-        V = _votes(xs, maps, how)
+        V = _votes(p, w, xs, maps, pair, col, fits & ok[:, None], how)
         R, G, H, bent, cost, inside = _worth(
             p, w, g, by, at, ok, pair, t, col, V, f, model, slopes, how
         )
@@ -325,50 +339,47 @@ def _sums_back(p, w, g, by, how: tl.constexpr):
             sum_k += dL
             new_at, new_v = (), ()
             for n in tl.static_range(how.C * how.H):
-                gap = V[n] - model[1][n]
+                gap = _gap(V, model, n, how)
                 new_at = new_at + (sums_at[n] + dL * gap,)
                 new_v = new_v + (sums_v[n] - dL * gap * gap,)
             sums_at, sums_v = new_at, new_v
-        if how.MAPS or how.KIND == 0:
+        if how.MAPS or how.ALL:
             pulls = _pulls(V, model, bent, R, f, dL, inside, how)
             grads = _to_map(grads, pulls, xs, how)
             sum_use += slopes[1] * R * f
             sum_ign += slopes[1] * (R * f - f)
-            if how.KIND == 1:
+            if how.BIAS:
                 new = ()
                 for n in tl.static_range(how.C * how.H):
                     new = new + (sums[n] + pulls[n],)
                 sums = new
-    row = run if how.MAPS else row + run * p.Q
+    row, there = (run, fits) if how.MAPS else (row + run * p.Q, here)
     if not how.MAPS and not how.FIRST:
         tl.store(g.k + row * how.J + col, _of_rows(sum_k, how), here)
         for n in tl.static_range(how.C * how.H):
             to = (row * (how.C * how.H) + n) * how.J + col
             tl.store(g.at + to, _of_rows(2 * model[2][n] * sums_at[n], how), here)
             tl.store(g.v + to, _of_rows(sums_v[n], how), here)
-    if how.MAPS or how.KIND == 0:
+    if how.MAPS or how.ALL:
         if how.KIND == 0 and how.FIRST:  # all pulls act on the mean pose
             here = here & (tl.arange(0, how.BR)[:, None] + run == 0)
             xs, pulls, at = (), (), q + tl.full((how.BR,), 0, tl.int64)
-            for n in tl.static_range(how.C * how.X):
-                to, there = _in_pose(at, n, how)
-                xs = xs + (tl.load(w.mid + to, there, 0.0),)
+            for n in tl.static_range(how.C * how.D):
+                xs = xs + (tl.load(w.mid + at[:, None] * (how.C * how.D) + n),)
             for n in tl.static_range(how.C * how.H):
                 to = (at[:, None] * how.J + col) * (how.C * how.H) + n
                 pulls = pulls + (tl.load(g.bias + to, here, 0.0),)
             grads = _to_map(grads, pulls, xs, how)
-        for n in tl.static_range(how.H * how.X):
-            d = (n % how.X) * how.K + tl.arange(0, how.K)[:, None]
-            to = g.map + ((row * how.J + col) * how.D + d) * how.H + n // how.X
-            new = tl.sum(grads[n], 0)[None, :] if how.K == 1 else grads[n]
-            _put(to, new, (d < how.D) & fits, how)
+        for n in tl.static_range(how.D * how.H):
+            to = g.map + (row * how.J + col) * (how.D * how.H) + n
+            _put(to, _of_rows(grads[n], how), there, how)
         if not how.EM:
-            _put(g.use + row * how.J + col, tl.sum(sum_use, 0)[None, :], fits, how)
-            _put(g.ign + row * how.J + col, tl.sum(sum_ign, 0)[None, :], fits, how)
-        if how.KIND == 1:
+            _put(g.use + row * how.J + col, _of_rows(sum_use, how), there, how)
+            _put(g.ign + row * how.J + col, _of_rows(sum_ign, how), there, how)
+        if how.BIAS:
             for n in tl.static_range(how.C * how.H):
                 to = g.bias + (row * how.J + col) * (how.C * how.H) + n
-                _put(to, tl.sum(sums[n], 0)[None, :], fits, how)
+                _put(to, _of_rows(sums[n], how), there, how)
 
 # %% ../../nbs/engine/23_triton_loop.ipynb #66837aa0
 class _Rules(NamedTuple):
@@ -383,7 +394,7 @@ class _Rules(NamedTuple):
 
 
 _PROGRAMS = 528  # that keep all multiprocessors of a large GPU busy
-_ACTS = 'dstep', 'logistic', 'logit', 'skm'  # what a score does; kernels know its number
+_ACTS = 'dstep', 'logistic', 'logit', 'skm', 'agree'  # what a score does; kernels know its number
 
 
 def _up(a, b):
@@ -401,21 +412,17 @@ class _Loop:
 
     def __init__(self, args):
         given, rules = _Problem(*(t.contiguous() for t in args[:9])), _Rules(*args[9:])
-        (n, i, c, d), (maps, _, _, h), use = given.x.shape, given.W.shape, given.use
-        kind = 2 if given.fields.numel() else int(maps > 1)
+        (n, i), c, (maps, _, d, h), use = given.a.shape, given.x.shape[-2], given.W.shape, given.use
+        em = rules.act in ('logistic', 'logit', 'agree')
+        kind = 2 if given.fields.numel() else int(maps > 1 or em or not d)
         p, s = given.fields.shape if kind == 2 else (1, i)
-        j = (given.W if kind == 2 else given.B).shape[1]
+        j = (given.B if given.B.numel() else given.W).shape[1]
         self.n, self.rules, self.T = n, rules, len(rules.lams)
         self.dtype = torch.float64 if given.x.dtype == torch.float64 else torch.float32
-        steps = [0, 0] if kind == 2 else [k * (m > 1) for k, m in zip(use.stride(), use.shape)]
-        BJ, warps = _power(j, 16 if d > 8 else 1, 32), 4
-        if d > 8 and kind < 2:
-            K, BR = 16, 16
-            if kind == 1 or c * h > 2:
-                warps = BJ // 4
-        else:
-            held = 2 * max(c * d, d * h) + 6 * c * h  # numbers in a thread
-            K, BR = 1, 128 * (4 if held <= 48 else 2 if held <= 80 else 1) // BJ
+        steps = [0, 0] if em else [k * (m > 1) for k, m in zip(use.stride(), use.shape)]
+        BJ = _power(j, 1, 32)
+        held = 2 * max(c * d, d * h) + 6 * c * h  # numbers in a thread
+        BR = 128 * (4 if held <= 48 else 2 if held <= 80 else 1) // BJ
         blocks, groups, step = _up(j, BJ), _up(n * p, BR) if kind else n, 1 if kind else BR
         runs = min(_up(s, step), max(1, _up(_PROGRAMS, blocks * groups)))
         per = _up(_up(s, step), runs) * step
@@ -426,8 +433,10 @@ class _Loop:
         BQ = _power(c * h, 1, 64)
         BO = _power(p * j, 1, 2048 // BQ)
         tiles = BR, BJ, j <= BJ and kind < 2, BO, BQ, _power(c * d, 1, 1024)
-        sizes = kind, kind == 2, _ACTS.index(rules.act), c, d, h, j, K, _up(d, K)
-        self.how = _How(*sizes, *tiles, rules.damping > 0, rules.pooled, rules.shares, warps)
+        self.own = own = kind > 0 and (d > 0 or len(use) > 1 and not em)  # sums by maps
+        sizes = kind, em, _ACTS.index(rules.act), rules.act == 'agree', c, d, h, j
+        sizes = *sizes, kind == 1 and d > 0 and not em, not (own or em)
+        self.how = _How(*sizes, *tiles, rules.damping > 0, rules.pooled, rules.shares)
 
     def new(self, *shape):
         return self.p.x.new_empty(shape, dtype=self.dtype)
@@ -443,7 +452,7 @@ class _Loop:
     def kept(self):
         "Room for what the forward pass leaves."
         p, how, T, n = self.p, self.how, self.T, self.n
-        pose, rows = (p.P, how.J, how.C, how.H), how.D + how.C * (not how.EM)
+        pose, rows = (p.P, how.J, how.C, how.H), how.D and how.D + how.C * (not how.EM)
         damped, shared = T * how.DAMPED, n if how.KIND == 0 else 0
         return _Kept(
             self.new(n, p.P, how.J),
@@ -479,8 +488,9 @@ class _Loop:
 def _forward(*args):
     loop = _Loop(args)
     w, p, how = loop.kept(), loop.p, loop.how
-    maps = [p.W] if how.EM else [p.W.expand(-1, how.J, -1, -1), p.B]
-    torch.cat([t.permute(0, 2, 3, 1) for t in maps], 1, out=w.M)
+    if how.D:
+        maps = [p.W] if how.EM else [p.W.expand(-1, how.J, -1, -1), p.B]
+        torch.cat([t.permute(0, 2, 3, 1) for t in maps], 1, out=w.M)
     near = loop.many(loop.runs if how.KIND else 0)
     sums = _Sums(*loop.one(2, loop.runs), near, *loop.many(2, loop.runs))
     if how.KIND == 0:
@@ -497,7 +507,8 @@ def _backward(*args):
     outs, grads = args[9:11]
     loop, w = _Loop(args[:9] + args[11:]), _Kept(*outs)
     p, how = loop.p, loop.how
-    rows = p.S if how.KIND else loop.runs * p.Q
+    rows = loop.runs * p.Q if how.ALL else p.S
+    prices = loop.new(2, p.Q if how.EM else rows, how.J)
     g = _Back(
         *(t.contiguous() for t in grads),
         loop.one(loop.runs),
@@ -505,23 +516,30 @@ def _backward(*args):
         *loop.one(2),
         *loop.many(3),
         loop.one(loop.T),
-        loop.one(2 if how.EM else 0),
-        loop.new([p.Q, p.S, 0][how.KIND], how.J, how.C * how.H),
+        prices,
+        loop.new(p.S if how.BIAS else p.Q * (how.KIND == 0), how.J, how.C * how.H),
         *(loop.new(loop.n, p.N), loop.new(loop.n, p.N), loop.new(*p.x.shape)),
         loop.new(rows, how.J, how.D, how.H),
-        *(loop.new(rows * (not how.EM), how.J) for _ in range(2)),
+        *prices,
     )
+    if how.KIND == 2 and not how.D:
+        g.x.zero_()  # no part is in an empty place
     for t in reversed(range(loop.T)):
         loop.finish(_finish_back, w, g, t)
         loop.launch(_parts_back, loop.by_parts, w, (g,), t)
-        if t or not how.KIND:
+        if t or how.ALL:
             loop.launch(_sums_back, loop.by_wholes, w, (g,), t)
-        if how.KIND:
+        if loop.own:
             loop.launch(_sums_back, loop.by_maps, w, (g,), t, MAPS=True)
-    g_bias = None if how.EM else g.bias.view(-1, how.J, how.C, how.H)
-    sums = [g.map, g_bias, *(g.beta if how.EM else (g.use, g.ign))]
-    found = [o if o is None else o.sum_to_size(t.shape) for o, t in zip(sums, p[2:6])]
-    return [g.a, g.x, *found, None, None, None]
+    of_map = of_bias = of_use = of_ign = None
+    if how.D:
+        of_map = g.map.sum_to_size(p.W.shape)
+        if not how.EM:
+            of_bias = g.bias.view(-1, how.J, how.C, how.H).sum_to_size(p.B.shape)
+    if not how.AGREE:
+        shape = p.use.shape if p.use.ndim > 1 else (1, how.J)
+        of_use, of_ign = (o.view(p.use.shape) for o in prices.sum_to_size(2, *shape))
+    return [g.a, g.x, of_map, of_bias, of_use, of_ign, None, None, None]
 
 # %% ../../nbs/engine/23_triton_loop.ipynb #b93dc88c
 def _definition(*args):
@@ -530,14 +548,17 @@ def _definition(*args):
     wide = torch.promote_types(given.x.dtype, torch.float32)
     a, x, W, B, use, ign = (t.to(wide) for t in given[:6])
     T, floor = len(rules.lams), Floor(*rules.floor)
-    if not given.fields.numel():
+    if rules.act in ('dstep', 'skm'):
+        V = votes(x, W, B) if W.numel() else x[:, 0]
         model = 'skm' if rules.act == 'skm' else 'gaussian'
-        out = routing_ref(a, x, W, B, use, ign, T, model, floor, rules.pooled)
-        out = [o[:, None] for o in out]
+        out = [o[:, None] for o in route_votes(a, V, use, ign, T, model, floor, rules.pooled)]
+    elif rules.act == 'agree':
+        found = dynamic_routing_ref(x[..., 0, :], T)
+        out = found.a * 0, found.v[..., None, :], found.v[..., None, :] * 0 + 1, found.R
     else:
-        fields = given.fields.long()
-        V = torch.einsum('bpscd,sjdh->bpsjch', _gathered(x, fields), W)
-        how = dict(fields=fields, eps=floor, damping=rules.damping)
+        fields = given.fields.long() if given.fields.numel() else _all(a)
+        V = torch.einsum('bpscd,sjdh->bpsjch', _gathered(x, fields), W) if W.numel() else x
+        how = dict(fields=fields, eps=floor, damping=rules.damping, plan='votes')
         out = em_routing(a, V, use, ign, rules.lams, T, **how)[:4]
         if rules.act == 'logit':
             data = torch.einsum('bps,bpsj->bpj', _gathered(a, fields), out[3])
@@ -566,32 +587,52 @@ def _refuse_here(device, dtype):
     return import_error('triton')
 
 
+def _made(x, W, B):
+    "Votes [n, 1, i, j, c, h] of wide poses: a product of matrices."
+    (n, i, c, d), (s, _, _, h), j = x.shape, W.shape, B.shape[1]
+    if s > 1 or c > 1:
+        return votes(x.to(W.dtype), W, B)[:, None]
+    W = W[0].expand(j, -1, -1).transpose(0, 1).reshape(d, j * h)
+    return torch.addmm(B.flatten(), x.reshape(n * i, d).to(W.dtype), W).view(n, 1, i, j, 1, h)
+
+
 def _run(p: Problem):
     "A `Plan`'s `run`."
     none, T = p.a_inp.new_empty(0, dtype=torch.int32), p.n_iters
     act, floor = 'skm' if p.p_model == 'skm' else 'dstep', [float(v) for v in p.eps]
     rules = _Rules([1.0] * T, floor, act, 0.0, p.pooled, p.need_R)
-    out = _op(*p[:6], none, none, none, *rules)
-    return [o[:, 0] if o.ndim > 1 else o for o in out]
+    x, W, B = p.mu_inp, p.W, p.B
+    if not _in_registers(*x.shape[2:], W.shape[3]):
+        x = _made(x, W, B)
+        W, B = W.new_empty(*x.shape[2:4], 0, W.shape[3]), W.new_empty(0)
+    out = _op(p.a_inp, x, W, B, *p[4:6], none, none, none, *rules)
+    return [o.squeeze(1) if o.ndim > 1 else o for o in out]  # of slices the gradient costs launches
+
+
+def _in_registers(c, d, h):
+    "Whether poses and maps fit, so that votes can be made where they are used."
+    return max(c * d, d * h) <= 16
 
 
 def _refuse(s):
-    "Why votes are not streamed: they must fit in registers, and their maps."
-    d = s.d if s.d <= 8 else _up(s.d, 16) * 16  # large maps come in tiles of 16 rows
-    small = max(s.c * d, d * s.h, s.c * s.h) <= 16
-    large = max(s.c * d, d * s.h // 2) <= 64 and s.c * s.h <= 4
-    if not (small if d <= 8 else large):
-        return f"votes of capsules {s.c}x{s.d} -> {s.c}x{s.h} do not fit in registers"
+    "Why votes do not fit in registers."
+    if s.c * s.h > 16:
+        return f"votes of {s.c}x{s.h} numbers do not fit in registers"
     return _refuse_here(s.device, s.dtype)
 
 
 def _cost(s):
-    "Votes stay in registers: hardly a byte, but each is made again for every use."
-    return _gpu_seconds(157, 0, s.n * s.i * s.j * s.c * s.h * (58 + 11.3 * s.d))
+    "Votes in registers are made again for every use; others are read ten times."
+    n, launches = s.n * s.i * s.j * s.c * s.h, 5 * 8  # a launcher looks at every tensor
+    if _in_registers(s.c, s.d, s.h):
+        return _gpu_seconds(launches, 0, n * (58 + 11.3 * s.d))
+    return _gpu_seconds(launches, 40 * n, n * (58 + 2 * s.d))
 
 
 def _by_part(fields: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
     "The table, its places by part, and where each part's begin; kept on the table."
+    if not fields.numel():
+        return (fields.int(),) * 3
     found = None if torch.compiler.is_compiling() else getattr(fields, '_by_part', None)
     if found is None:
         part = torch.where(fields < 0, n, fields).flatten().long()
@@ -622,7 +663,50 @@ def _refuse_fields(parts, loop):
     return _refuse_here(parts.mu.device.type, parts.mu.dtype) if b else "there is no image"
 
 
+def _serves_votes(a, V, rules):
+    "Whether the kernels can route given votes."
+    plain = all(not isinstance(x, Tensor) or x.ndim < 2 for x in (rules.beta_a, rules.beta_u))
+    fits = plain and rules.act == 'logistic' and V.shape[-2] * V.shape[-1] <= 24 and V.numel()
+    return fits and not _refuse_here(V.device.type, torch.promote_types(a.dtype, V.dtype))
+
+
+def _run_votes(a, V, fields, rules):
+    "`em_routing` of given votes [..., i, j, c, h] or [..., p, s, j, c, h]."
+    lead, (s, j, _, h) = a.shape[:-1], V.shape[-4:]
+    x, a = V.reshape(math.prod(lead), -1, *V.shape[-4:]), a.reshape(math.prod(lead), -1)
+    none, betas = a.new_empty(0), (_like(b, a).expand(j) for b in (rules.beta_a, rules.beta_u))
+    geometry = _by_part(none if fields is None else fields, a.shape[1])
+    lams, floor = [float(v) for v in rules.lams], [float(v) for v in rules.floor]
+    how = _Rules(lams, floor, rules.act, float(rules.damping), False, True)
+    out = _op(a, x, a.new_empty(s, j, 0, h), none, *betas, *geometry, *how)
+    p = V.shape[len(lead) : -4]  # fields, if there are any
+    return [o.reshape(*lead, *p, *o.shape[2:]) for o in out]
+
+
+def _agree(V, n_iters, detach, shares):
+    "Dynamic routing of votes [n, i, j, h]: capsules [n, j, h], shares [n, j, i]."
+    (n, i, j, h), none = V.shape, V.new_empty(0)
+    rules = _Rules([1.0] * n_iters, [0.0, 1.0, 0.0], 'agree', shares=shares)
+    given = V.new_ones(n, i), V[:, None, :, :, None], V.new_empty(i, j, 0, h)
+    _, v, _, R = _op(*given, none, none, none, *_by_part(none, 0), *rules)
+    return v.squeeze((1, 3)), R.squeeze(1).mT if shares else R
+
+
+def _agree_maps(u, W, *how):
+    return _agree(torch.einsum('nid,ijdh->nijh', u, W), *how)
+
+
+def _agrees(x, *more):
+    "Whether the kernels route u [n, i, d] by W [i, j, d, h], or votes [n, i, j, h]."
+    *W, detach = more
+    fits = (W[0] if W else x).shape[3] <= 16 and x.numel() and not detach
+    return fits and not _refuse_here(x.device.type, x.dtype)
+
+
 if find_spec('triton'):
+    faster.append((_run_votes, _serves_votes))
+    for name, run in (('dynamic_maps', _agree_maps), ('dynamic_votes', _agree)):
+        agreeing[name].append((run, _agrees))
     _shares, _scores = partial(_run_fields, shares=True), partial(_run_fields, act='logit')
     plans['triton'] = Plan(_run, _refuse, _cost)
     field_plans['triton'] = FieldPlan(_run_fields, _refuse_fields, _shares, _scores)

@@ -32,7 +32,6 @@ from ..routing.mixture import e_step, m_step
 # %% auto #0
 __all__ = []
 
-
 # %% ../../nbs/lab/57_speed.ipynb #52fb1cfa
 def take_turns(
     steps: dict[str, Callable],  # name -> function without arguments
@@ -147,7 +146,6 @@ def _measure(bench, case, device='cpu', rounds=5, memory=True, tiny=False) -> di
             row |= _seen(steps[name], device)
         row['bytes'] = _peak(bench, case, name, device, tiny) if memory else None
     return dict(measured=rows, not_run=others)
-
 
 # %% ../../nbs/lab/57_speed.ipynb #a0759575
 class _Training:
