@@ -262,13 +262,14 @@ def _in_full(run):
 
 
 def _laid_out(backward, n):
-    "The same, with gradients in dtype and layout of `torch.empty_like`, and zeros for None."
+    "The same, with gradients in dtype and layout of `torch.empty_like`, apart, and zeros for None."
 
     def as_(g, t):
         if g is None:
             return torch.zeros_like(t)
         place = torch.empty_like(t)
         alike = g.dtype == place.dtype and g.stride() == place.stride()
+        alike = alike and g.untyped_storage().nbytes() == g.nbytes  # no part of another
         return g if alike else place.copy_(g)
 
     return lambda *args: [as_(g, t) for g, t in zip(backward(*args), args[:n])]
