@@ -375,7 +375,7 @@ def fitted(images, shape: tuple, white: Callable):  # generator of [c, m, n] in 
         yield (x / (own or found)).clamp(0, 1)
 
 
-def white_of(images, channels: int, known: int | None = None) -> int:
+def _white_of(images, channels: int, known: int | None = None) -> int:
     "What is white where kinds do not say it, by the largest number; known: before, 0: it is not."
     ends = [x.aminmax() for x, own in (_pixels(o, channels) for o in images) if own is None]
     low, high = float(min(x.min for x in ends)), float(max(x.max for x in ends))
@@ -423,7 +423,7 @@ class OwnPictures(OwnTask):
 
     @cached_property
     def _white(self) -> int:
-        return self.white or white_of(self.images('train'), self.shape[0])
+        return self.white or _white_of(self.images('train'), self.shape[0])
 
     def note(self, net):
         own = _pixels(next(self.images('train')), self.shape[0])[1]
