@@ -251,7 +251,7 @@ nets = {
     'route_capsules': partial(function, lambda *x: route_capsules(*x)[:2], (6, 2), (6, 4, 2, 2)),
 }
 marks = {'dynamic_routing': ()}  # the others are slow in graphs, and many are of one kind
-of_a_kind = 'moments', 'stream own', 'conv tiles', 'classes', 'em fields', 'route_capsules'
+of_a_kind = 'auto', 'moments', 'stream own', 'conv tiles', 'classes', 'em fields', 'route_capsules'
 marks |= dict.fromkeys(of_a_kind, pytest.mark.slow)
 in_graphs = [pytest.param(n, marks=marks.get(n, pytest.mark.long)) for n in nets]
 
