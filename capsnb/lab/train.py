@@ -24,6 +24,7 @@ from torch import nn, Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from ..core import need, pick_device, run_record
 from ..data.files import columns_of
+from ..data.mnist import load_digits_split  # noqa: F401  where scripts of before 0.1.0 look
 from ..engine.numerics import keep_freed_memory
 import capsnb.lab.runs as folders
 from .runs import checkpoints_in, first_process, read_seal, run_folder
