@@ -20,7 +20,6 @@ from ..core import need, pick_device, plot_style
 from ..data.embed import as_texts
 from ..data.files import in_words, read_json, regular
 from .capsnet import CapsNet, EfficientCapsNet
-from .hub import RoutingClassifier
 from .own import OwnTable, _column, _readers, _rows, _say_what_is_left_out
 from .own import fitted, open_columns, _white_of
 from .sentiment import Samples
@@ -186,6 +185,8 @@ def load(
 def _load(name, folder: Path, device, task, here: dict) -> Loaded:
     config = folder / 'config.json'
     if config.is_file() and read_json(config).get('model_type') == 'capsnb-routing':
+        from .hub import RoutingClassifier  # a transformers model
+
         classifier = RoutingClassifier.from_pretrained(name, **here).to(pick_device(device))
         classifier.tokenizer = need('transformers').AutoTokenizer.from_pretrained(name)
         names = [classifier.config.id2label[k] for k in range(classifier.num_labels)]
