@@ -383,7 +383,7 @@ def push(
 
 
 def bench(
-    words: list[str] = (),  # routing, convcaps, capsnet, mixture, matrix_caps, sst, networks
+    words: list[str] = (),  # routing, convcaps, capsnet, mixture, matrix_caps, sst, networks, gpu
     *,
     device: str = 'cpu',  # or 'cuda'
     threads: int | None = None,  # of PyTorch; else its own choice

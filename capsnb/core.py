@@ -93,7 +93,7 @@ def with_arguments(thing):  # a function or a class, changed in place and return
     for title, source in parts.items():
         if not (inspect.isfunction(source) or inspect.isclass(source)) or not thing.__doc__:
             continue
-        with contextlib.suppress(OSError):  # there is no source
+        with contextlib.suppress(Exception):  # there is no source, or it changed since the import
             if (said := _said_of(source)) and said not in thing.__doc__:
                 thing.__doc__ = f'{inspect.cleandoc(thing.__doc__)}\n\n{title}\n{said}\n'
     return thing

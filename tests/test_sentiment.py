@@ -1,4 +1,4 @@
-"""Training on a treebank: decks, what is cached or held, the paper beside a run, chapter 11."""
+"""Training on a treebank: decks, what is cached or held, chapter 11."""
 
 import json
 from pathlib import Path
@@ -210,7 +210,7 @@ def test_without_validation_the_last_epoch_is_tested(world, encoder, tmp_path):
     agrees_again(world, tmp_path, m)
 
 
-# ---- the paper beside a run
+# ---- as published
 
 
 def capsnb(*args):
@@ -241,7 +241,7 @@ def test_as_published_no_epoch_is_chosen(tmp_path, monkeypatch, more, validates,
 
 
 @pytest.mark.slow
-def test_the_cells_of_chapter_10_for_the_real_model(world, tmp_path, monkeypatch):
+def test_the_cells_of_chapter_11_for_the_real_model(world, tmp_path, monkeypatch):
     "with a small transformer and a small treebank in the real one's format; twice: it goes on"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv('CAPSNB_DATA', str(world['trees']))

@@ -345,7 +345,7 @@ _pictures = {  # that runs draw
     'around: its poses, in two dimensions that keep distances as well as they can.',
 }
 _unsaid = """digest files history command fingerprint architecture seconds n_params train_data
-    valid_data test_data watched_data gguf_file names made_with""".split()
+    valid_data test_data watched_data test_calibration gguf_file names made_with""".split()
 
 # %% ../../nbs/lab/60_hub.ipynb #7af06c01
 _card = """---

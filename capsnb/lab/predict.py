@@ -6,6 +6,7 @@
 from __future__ import annotations
 import copy
 import math
+import os
 import re
 import shutil
 import sys
@@ -53,7 +54,9 @@ def _opened(thing):
     if str(thing).lower().endswith('.npy'):
         return need('numpy').load(regular(thing), allow_pickle=False)
     with in_words(f"'{thing}' cannot be read"):
-        return need('PIL.Image').open(thing if hasattr(thing, 'read') else regular(thing))
+        image = need('PIL.Image').open(thing if hasattr(thing, 'read') else regular(thing))
+        image.load()  # and its file is closed
+        return image
 
 
 class Loaded:
@@ -86,9 +89,10 @@ class Loaded:
             samples = Samples('given', as_texts(things), list(range(len(things))), label.tolist())
             task.samples, task.cache, task.in_memory = dict(test=samples), False, False
             return task
-        things, known = [*map(_opened, things)], getattr(task, 'white', None) or 0
-        white = lambda: _white_of(things, task.shape[0], known)
-        x = torch.stack([*fitted(things, task.shape, white)])
+        things = [_opened(o) if hasattr(o, 'read') else o for o in things]  # a stream comes once
+        opened, known = lambda: map(_opened, things), getattr(task, 'white', None) or 0
+        white = lambda: _white_of(opened(), task.shape[0], known)
+        x = torch.stack([*fitted(opened(), task.shape, white)])
         x = (255 * x).round().byte() if task.in_bytes else x
         task.open = lambda split: dict(image=x, images=x, label=label, category=label)
         return task
@@ -126,18 +130,19 @@ def read(loaded: Loaded, words: list) -> tuple:  # names; things for `predict`
         return [f'row {k}' for k in range(1, len(whole) + 1)], whole
     found = []
     for word in words:
-        path, many = Path(word).expanduser(), loaded.kind == 'pictures'
+        path, many = Path(os.path.expanduser(word)), loaded.kind == 'pictures'
+        is_file = os.path.isfile(path)  # a text may be too long for a path, or begin with ~
         if word == '-':
             found += [sys.stdin.buffer] if many else [*filter(str.strip, sys.stdin)]
         elif many and path.is_dir():
             known = {'.npy', *need('PIL.Image').registered_extensions()}
             found += [p for p in sorted(path.rglob('*')) if p.suffix.lower() in known]
-        elif path.is_file() and not many and path.suffix.lower() in _readers:
+        elif is_file and not many and path.suffix.lower() in _readers:
             column = getattr(loaded.task, 'text', 'text')
             found += [
                 t for part in _splits(word).values() for t in _column(part, column, word)[column]
             ]
-        elif path.is_file():
+        elif is_file:
             found += [path] if many else path.read_text(encoding='utf-8').splitlines()
         elif many or re.fullmatch(r'\S*(/|\.(txt|csv|tsv|jsonl?|parquet))\S*', word):
             raise FileNotFoundError(f"there is no file '{word}'")

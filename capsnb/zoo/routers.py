@@ -174,6 +174,8 @@ class Router(nn.Module):
 
     def __init_subclass__(cls, **more):
         super().__init_subclass__(**more)
+        if not cls.__doc__:
+            return
         example = (
             f'>>> {cls.__name__}(4, 4, 2, n_out=3)(torch.rand(6), torch.randn(6, 4, 4)).mu.shape'
         )
