@@ -356,7 +356,7 @@ _later = dict(start='normal', bias=True, norm='none')  # told where they differ
 
 
 class Routing(_Parameters):
-    """Routing with a D-step (Heinsen 2019): `a, mu, sig2 = routing(a_inp, mu_inp)`.
+    """Routing with a D-step (Heinsen 2019): `scores, mu, sig2 = routing(a_inp, mu_inp)`.
 
     Scores a_inp [..., i] (-inf: absent) and capsules mu_inp [..., i, c, d] give scores a [..., j],
     capsules mu and variances sig2 [..., j, c, h].
@@ -399,7 +399,7 @@ class Routing(_Parameters):
         mu_inp: Tensor,  # [..., i, c, d] input capsules, finite, also where they are absent
         n_out: int | None = None,  # number of outputs, if the layer was made without
         return_R: bool = False,  # whether to return the shares too; those of absent inputs are 0
-    ) -> Routed | RoutedR:  # a [..., j], mu and sig2 [..., j, c, h] (and R [..., i, j])
+    ) -> Routed | RoutedR:  # scores [..., j], mu and sig2 [..., j, c, h] (and R [..., i, j])
         "Route input capsules to output capsules; `ValueError` if they do not fit."
         j = _outputs_of(self, n_out)
         _check_capsules(self, a_inp, mu_inp)
@@ -418,7 +418,7 @@ class Routing(_Parameters):
         self,
         a: Tensor,  # [..., i] scores of the inputs; -inf: absent
         V: Tensor,  # [..., i, j, c, h] votes
-    ) -> RoutedR:  # a [..., j], mu and sig2 [..., j, c, h], R [..., i, j]; no norm behind them
+    ) -> RoutedR:  # scores [..., j], mu and sig2 [..., j, c, h], R [..., i, j]; no norm
         """Route votes that were cast already, as every other routing's `route` does.
 
         `ValueError` for votes that do not fit."""

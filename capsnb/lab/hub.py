@@ -678,8 +678,9 @@ def _run_page(folder: str | Path) -> str:
     shared = {k: v for k, v in note.items() if k not in runs}
     sections = [('What came out', [dict(head=['', *runs], rows=rows)])]
     sections += [('Epoch by epoch', _curves(runs)), ('Pictures', images)]
-    own = [k for k in note if re.match('(valid|test)_', k)]  # in metrics.json
-    return _page(title, sections + _settings(next(iter(runs.values())) | shared, *_results, *own))
+    facts = next(iter(runs.values())) | shared
+    own = [k for k in facts if re.match('(valid|test)_', k)]  # in metrics.json
+    return _page(title, sections + _settings(facts, *_results, *own))
 
 
 def _eval_page(found: dict, about: dict, record: dict) -> str:

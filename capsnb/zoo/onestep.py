@@ -226,7 +226,7 @@ class InvertedAttention(Router):
         p: Tensor | None,  # [..., j, c, h] poses of the wholes; None: zeros
         a: Tensor,  # [..., i] scores of the parts
         V: Tensor | SharedVotes,  # [..., i, j, c, h] votes
-    ) -> RoutedR:  # a [..., j], mu [..., j, c, h], no sig2, R [..., i, j]
+    ) -> RoutedR:  # scores [..., j], mu [..., j, c, h], no sig2, R [..., i, j]
         "One iteration."
         if p is None:
             p = torch.zeros((*V.shape[:-4], *V.shape[-3:]), dtype=V.dtype, device=V.device)

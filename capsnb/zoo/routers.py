@@ -238,7 +238,7 @@ class Router(nn.Module):
         self,
         a: Tensor,  # [..., i] scores of the inputs; -inf: absent
         V: Tensor | SharedVotes,  # `seen`: votes [..., i, j, c, h], or capsules [..., i, c, d]
-    ) -> RoutedR:  # a [..., j], mu [..., j, c, h], sig2 like mu or None, R [..., i, j]
+    ) -> RoutedR:  # scores [..., j], mu [..., j, c, h], sig2 like mu or None, R [..., i, j]
         "What tells one routing from another."
         raise NotImplementedError(f"{type(self).__name__} has no method route(a, V)")
 
@@ -283,7 +283,7 @@ class Router(nn.Module):
         a_inp: Tensor,  # [..., i] scores (logits) of the inputs; -inf: absent
         mu_inp: Tensor,  # [..., i, c, d] input capsules, finite, also where they are absent
         return_R: bool = False,  # whether to return the shares too; those of absent inputs are 0
-    ) -> Routed | RoutedR:  # a [..., j], mu and sig2 [..., j, c, h] (and R [..., i, j])
+    ) -> Routed | RoutedR:  # scores [..., j], mu and sig2 [..., j, c, h] (and R [..., i, j])
         "Route input capsules to output capsules; `ValueError` if they do not fit."
         _check_capsules(self, a_inp, mu_inp)
         own = self.own_dtype(a_inp, mu_inp)
