@@ -4,6 +4,7 @@ import doctest
 import pytest
 import torch
 import capsnb
+from capsnb.core import with_arguments
 
 
 @pytest.fixture(scope='module')
@@ -27,3 +28,15 @@ def test_the_example_of_a_public_name(name, folder, monkeypatch):
         or 'ields\n' in test.docstring
     )
     assert not doctest.DocTestRunner().run(test).failed
+
+
+def test_help_survives_a_file_that_has_changed(tmp_path, monkeypatch):
+    "since it was imported: with other lines in its place there is less to say, and no error"
+    file = tmp_path / 'has_changed.py'
+    file.write_text('def f(x: int):  # x\n    "It is x."\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    import has_changed
+
+    for text in ('X = (\n', 'import os\n', ''):
+        file.write_text(text)
+        assert with_arguments(has_changed.f).__doc__ == 'It is x.'

@@ -419,7 +419,10 @@ class OwnPictures(OwnTask):
             paths = [{self.image: str(regular(at / (p or '')))} for p in part[self.image]]
             part = need('datasets').Dataset.from_list(paths)
             part = part.cast_column(self.image, need('datasets').Image())
-        return (part[k][self.image] for k in range(len(part)))
+        for k in range(len(part)):
+            with in_words(f"picture {k} of {split} cannot be read"):
+                image = part[k][self.image]
+            yield image
 
     @cached_property
     def _white(self) -> int:

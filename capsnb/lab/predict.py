@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from ..core import need, pick_device, plot_style
 from ..data.embed import as_texts
-from ..data.files import in_words, read_json, regular
+from ..data.files import in_words, need_hub, read_json, regular
 from .capsnet import CapsNet, EfficientCapsNet
 from .own import OwnTable, _column, _readers, _rows, _say_what_is_left_out
 from .own import fitted, open_columns, _white_of
@@ -81,12 +81,13 @@ class Loaded:
             left = [k for k in data.column_names if k not in (*task.read, task.label)]
             _say_what_is_left_out('to be read', [f'column {k!r}' for k in left])
             return task
-        things = list(things.cpu() if isinstance(things, Tensor) else things)
+        things = things.cpu() if isinstance(things, Tensor) else things
+        things = as_texts(things) if kind == 'texts' else list(things)
         label = torch.zeros(len(things), dtype=torch.long)
         if not things:
             raise ValueError("expected something to read, got nothing")
         if kind == 'texts':
-            samples = Samples('given', as_texts(things), list(range(len(things))), label.tolist())
+            samples = Samples('given', things, list(range(len(things))), label.tolist())
             task.samples, task.cache, task.in_memory = dict(test=samples), False, False
             return task
         things = [_opened(o) if hasattr(o, 'read') else o for o in things]  # a stream comes once
@@ -179,11 +180,19 @@ def load(
     folder = Path(run).expanduser()
     if folder.exists() or not re.fullmatch(r'[\w.-]+/[\w.-]+', str(run)):
         return _load(folder, folder, device, task, here)
-    get, names = need('huggingface_hub').hf_hub_download, 'config.json task.json model.safetensors'
+    hub, names = need('huggingface_hub'), 'config.json task.json model.safetensors'
     with tempfile.TemporaryDirectory() as place:  # the cache's are links
         with in_words(f"'{run}' is no folder here, and cannot be had from the Hub"):
+            kept = isinstance(hub.try_to_load_from_cache(str(run), 'config.json'), str)
+            try:
+                need_hub(str(run))
+                kept = False
+            except ConnectionError:
+                if not kept:
+                    raise
             for name in names.split():
-                shutil.copyfile(get(str(run), name), Path(place, name))
+                path = hub.hf_hub_download(str(run), name, local_files_only=kept)
+                shutil.copyfile(path, Path(place, name))
         return _load(str(run), Path(place), device, task, here)
 
 
