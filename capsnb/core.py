@@ -82,6 +82,7 @@ def _said_of(thing) -> str:
     return '\n'.join(said)
 
 
+@functools.cache  # names are asked for again and again
 def with_arguments(thing):  # a function or a class, changed in place and returned
     "Add to its docstring what comments say of its arguments or fields, and of its `forward`."
     if not inspect.isclass(thing):
