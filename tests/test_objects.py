@@ -88,10 +88,10 @@ def test_the_baseline_as_published_sees_patches(cache, tmp_path):
 
 
 def test_what_is_held_back_and_what_joins(cache):
-    parts = {s: small(cache).open(s) for s in objects.splits}
+    parts = {s: small(cache).open(s) for s in objects._splits}
 
     def rows(split):
-        columns = [parts[split][k] for k in objects.factors]
+        columns = [parts[split][k] for k in objects._factors]
         return {tuple(r) for r in torch.stack(columns, 1).tolist()}
 
     assert rows('train') | rows('validation') == rows('train+validation')
@@ -103,7 +103,7 @@ def test_what_is_held_back_and_what_joins(cache):
 
 def test_smallnorb_joins_as_toys_do(tmp_path):
     files = dict(folder=tiny_smallnorb(tmp_path), official=False)
-    n = {s: len(SmallNORB(**files).open(s)['images']) for s in objects.splits}
+    n = {s: len(SmallNORB(**files).open(s)['images']) for s in objects._splits}
     assert n['train'] + n['validation'] == n['train+validation'] and n['validation'] > 0
     with pytest.raises(ValueError, match='pictures of 96 pixels, got size=48'):
         SmallNORB(size=48, **files).open('test')
