@@ -154,6 +154,10 @@ class VectorRouting(nn.Module):
     ) -> Tensor | Credited:  # outputs [..., j, h] (and phi, R [..., i, j])
         "Route inputs to outputs; `ValueError` if they do not fit."
         if mask is not None and mask.dtype == torch.bool and mask.shape == x.shape[:-1]:
+            if mask.shape[-2:] == (x.shape[-2], self.n_out):
+                raise ValueError(
+                    f"a mask {tuple(mask.shape)} may be one of pairs: give it as scores of -inf"
+                )
             scores = (x.new_zeros(mask.shape) if scores is None else scores).masked_fill(
                 mask, -math.inf
             )
