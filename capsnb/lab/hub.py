@@ -631,9 +631,10 @@ _meant = dict(  # entries of notes -> what they say
 
 def _titled(note: dict) -> str:
     "Data and network of a run, as a person calls them."
-    source, task = note.get('source'), str(note.get('task', note.get('data', 'a run')))
+    source = str(note.get('source') or 'data in memory')
+    task = str(note.get('task', note.get('data', 'a run')))
     if 'source' in note:
-        name = source if str(source).startswith('hub:') else Path(source or 'data in memory').name
+        name = source if source.startswith('hub:') else Path(source).name
     else:
         name = task.partition(':')[2] or task  # no path of a module
     return f"{name}, {note['network']}" if 'network' in note else name
