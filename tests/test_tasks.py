@@ -44,7 +44,7 @@ def test_a_data_set_of_ones_own_on_the_command_line(tmp_path, monkeypatch):
     capsnb = lambda *args: CliRunner().invoke(make_app(), list(map(str, args)))
     train_it = 'train', 'stripes:stripes', '--device', 'cpu', '--no-progress'
     r = capsnb(*train_it, '--net', 'cnn', '--epochs', 1)
-    assert r.exit_code == 0 and r.output.startswith('stripes:stripes, cnn, '), r.output
+    assert r.exit_code == 0 and r.output.startswith('stripes, cnn, '), r.output
     run = tmp_path / 'runs' / 'stripes'
     note, metrics = (json.loads((run / f).read_text()) for f in ('task.json', 'metrics.json'))
     assert note == dict(task='stripes:stripes', net='cnn') and metrics['epochs'] == 1
