@@ -302,10 +302,11 @@ def predict(
     loaded, names, things = asked(run, words, encoder, task, device)
     found = loaded.predict(things, progress)
     if csv:
-        frame = dict(zip(found.classes, found.p.T.tolist()))
-        frame = (
-            room('core').need('pandas').DataFrame(dict(what=names, predicted=found.names) | frame)
-        )
+        p = dict(zip(found.classes, found.p.T.tolist()))
+        frame = room('core').need('pandas').DataFrame(p)
+        frame.insert(0, 'what', names, allow_duplicates=True)
+        frame.insert(1, 'predicted', found.names, allow_duplicates=True)
+        csv.parent.mkdir(parents=True, exist_ok=True)
         frame.to_csv(csv, index=False)
     if as_json:
         each = [dict(zip(found.classes, p)) for p in found.p.tolist()]
