@@ -26,12 +26,12 @@ from readme import directives, is_off
 
 floors = {
     'book': 'The book',
+    'studies': 'Studies',
     '': 'Foundation',
     'engine': 'Engine',
     'zoo': 'Other routings',
     'data': 'Data',
     'lab': 'Lab',
-    'studies': 'Studies',
 }
 _link = re.compile(r'(\]\()([^)\s]+)(\))')
 _pictures = 'image/png', 'image/jpeg'
@@ -94,6 +94,12 @@ def title_of(path: Path) -> str:
         if cell['cell_type'] == 'markdown':
             return ''.join(cell['source']).split('\n')[0].lstrip('# ')
     raise ValueError(f"'{path}' has no heading")
+
+
+def entry(path: Path, nbs: Path) -> str:  # a line of a table of contents
+    "Number and heading of a notebook, and where it is."
+    name = title_of(path).replace('`', '')
+    return f"{int(path.name[:2])} {name} <{path.relative_to(nbs).with_suffix('').as_posix()}>"
 
 
 # Objects
@@ -270,7 +276,7 @@ def stage(root: Path, source: Path) -> None:
     for floor, paths in notebooks(nbs).items():
         for path in paths:
             pages[path] = page_of(path, nbs, repository)
-        listed = '\n'.join(p.relative_to(nbs).with_suffix('').as_posix() for p in paths)
+        listed = '\n'.join(entry(p, nbs) for p in paths)
         trees.append(f'```{{toctree}}\n:hidden:\n:caption: {floors[floor]}\n\n{listed}\n```')
     trees.append('```{toctree}\n:hidden:\n:caption: Look up\n\ngallery\napi/index\n```')
     index = page_of(nbs / 'index.ipynb', nbs, repository)

@@ -92,7 +92,14 @@ def test_a_page_keeps_what_a_reader_sees(tmp_path):
     tags = [c['metadata'].get('tags') for c in found[1:]]
     assert tags == [[], ['remove-input'], ['hide-input'], ['remove-output']]
     assert found[2]['metadata']['mystnb'] == dict(image=dict(alt='two bars'))
-    assert site.title_of(path) == 'A | B'
+    assert site.entry(path, nbs) == '1 A | B <lab/01>'
+
+
+def test_both_sidebars_name_the_chapters():
+    told = (ROOT / 'nbs/sidebar.yml').read_text(encoding='utf-8')
+    for path in site.notebooks(ROOT / 'nbs')['book']:
+        name, at = site.entry(path, ROOT / 'nbs').rstrip('>').split(' <')
+        assert f'text: "{name}"\n            href: {at}.ipynb' in told
 
 
 def tables_links_and_pictures(built):
