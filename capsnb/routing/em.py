@@ -24,16 +24,6 @@ def log_normal(
     gap = (V - mu[..., None, :, :, :]).square() / sig2[..., None, :, :, :]
     return -0.5 * (gap.sum((-2, -1)) + (2 * math.pi * sig2).log().sum((-2, -1))[..., None, :])
 
-# %% ../../nbs/book/04_em_routing.ipynb #bb208c4d
-TINY = 1e-12  # the least share of a part
-
-
-def least_weight(
-    a: Tensor,  # [...] activations of parts
-) -> Tensor:  # in its shape: what is added to the data, without a gradient
-    "Gives a whole without data the mean of all parts that are there, not 0/0."
-    return TINY * (a.detach() + 1e-8)  # absent parts count only where all are absent
-
 # %% ../../nbs/book/04_em_routing.ipynb #0000000b
 def m_step(
     r: Tensor,  # [..., i, j] data: share of the part times its activation
@@ -88,6 +78,16 @@ def e_step(
     if parents is None:
         return torch.softmax(L, -1)
     return torch.softmax(L.masked_fill(~parents, torch.finfo(L.dtype).min), -1) * parents
+
+# %% ../../nbs/book/04_em_routing.ipynb #bb208c4d
+TINY = 1e-12  # the least share of a part
+
+
+def least_weight(
+    a: Tensor,  # [...] activations of parts
+) -> Tensor:  # in its shape: what is added to the data, without a gradient
+    "Gives a whole without data the mean of all parts that are there, not 0/0."
+    return TINY * (a.detach() + 1e-8)  # absent parts count only where all are absent
 
 # %% ../../nbs/book/04_em_routing.ipynb #00000020
 @from_generator
