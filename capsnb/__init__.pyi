@@ -52,7 +52,7 @@ from .lab.text import PlainText as PlainText
 from .lab.text import RoutingText as RoutingText
 from .lab.text import SSTNet as SSTNet
 from .lab.text import VectorText as VectorText
-from .lab.text import explain as explain
+from .lab.predict import explain as explain
 from .lab.train import fit as fit
 from .lab.vision import BaselineCNN as BaselineCNN
 from .lab.vision import DStepNet as DStepNet

@@ -13,7 +13,7 @@ from capsnb.core import with_arguments
 def folder(tmp_path_factory):
     "A folder with one finished run, runs/digits."
     folder = tmp_path_factory.mktemp('examples')
-    capsnb.train('digits', 'cnn', folder / 'runs/digits', epochs=1, progress=False)
+    capsnb.train('digits', 'dstep', folder / 'runs/digits', epochs=1, progress=False)
     return folder
 
 

@@ -20,6 +20,7 @@ from capsnb.cli import make_app
 from capsnb.core import seed_everything
 from capsnb.data.embed import FrozenEncoder, tiny_transformer
 from capsnb.data.sst import load_sst, tiny_treebank
+from capsnb.lab.predict import explain, load
 from capsnb.lab.hub import RoutingClassifier, card_of, classifier_of, push_run
 from capsnb.lab.runs import with_digest
 from capsnb.lab.sentiment import Sentiment
@@ -96,9 +97,9 @@ def test_a_run_is_pushed_with_its_card(hub, digits):
     for said in (
         'from the longest other one.](drawings.png)',
         "capsnb.load('me/digits').predict(pictures)",
-        f"| accuracy | {m['valid_accuracy']:.4g} | {m['test_accuracy']:.4g} |",
+        f"| validation accuracy | {m['valid_accuracy']:.2%} |",
         '--net capsnet --limit 60 --test-limit 50 --epochs 1 --device cpu --seed 3 --out PATH\n',
-        f"| parameters | {m['n_params']} |",
+        f"| parameters | {m['n_params']:,} |",
     ):
         assert said in text, said
 
@@ -139,7 +140,7 @@ def test_what_strangers_wrote_is_shown_and_does_nothing(tmp_path):
         said = ' '.join(name.split()).replace('\u202e', '')[:15]
         assert said.replace('<', '&lt;').replace('>', '&gt;') in page
     assert 'https\\://evil.example www\\.evil.example' in card.text
-    assert page.count('<table>') == 2 and page.count('<h1>') == 1
+    assert page.count('<table>') == 3 and page.count('<h1>') == 1
 
 
 def test_odd_metrics_of_a_strangers_run_do_nothing(digits, tmp_path):
@@ -320,6 +321,9 @@ def test_a_trained_transformer_is_saved_whole(world, tmp_path, kind):
     names_no_place({'config.json': (tmp_path / 'saved/config.json').read_bytes()}, tmp_path)
     model = read(tmp_path / 'saved')
     torch.testing.assert_close(logits(model, texts), want)
+    loaded = load(tmp_path / 'saved', 'cpu')
+    torch.testing.assert_close(loaded.predict(texts).p, want.softmax(-1))
+    assert len(explain(loaded, texts)) == len(texts)
     assert model.train().encoder.training and all(p.requires_grad for p in model.parameters())
 
 
@@ -406,10 +410,17 @@ def test_a_run_on_texts_is_pushed_and_read_from_the_hub_alone(hub, world, tmp_pa
     (use,) = re.findall(r'```python\n(import capsnb.*?)\n```', card.text, re.S)
     with pytest.raises(OSError, match="to fetch it, name it yourself: encoder='me/tiny'"):
         read('me/moods')  # a name in a file asks nobody
-    scope = {}
-    exec(use, scope)
-    (found,) = scope['classify'](text)
+    where = dict(model='me/moods', model_kwargs=dict(encoder='me/tiny'))
+    (found,) = tf.pipeline('text-classification', **where, device='cpu')(text)
     assert found['score'] == pytest.approx(want, rel=1e-5)
+    scope = dict(texts=[text])
+    exec(use, scope)
+    assert scope['found'].p.max().item() == pytest.approx(want, rel=1e-5)
+    loaded = load('me/moods', 'cpu', encoder='me/tiny')
+    (e,) = explain(loaded, [text])
+    assert [word for word, _ in e.parts][:-1] == text.split() and e.p == pytest.approx(want)
+    how = ('me/moods', text, '--encoder', 'me/tiny', '--device', 'cpu')
+    assert e.label in capsnb('predict', *how) and 'at random' in capsnb('explain', *how)
 
 
 def test_a_transformer_that_nobody_else_has_is_not_named_on_the_hub(hub, run, world, tmp_path):

@@ -47,6 +47,10 @@ def test_padding_counts_for_nothing(name):
     longer = F.pad(mask, (0, 11)), F.pad(junk, (0, 0, 0, 0, 0, 11), value=-7.0)
     for now, padded in zip(look(net, mask, embs), look(net, *longer), strict=True):
         assert_close(now, padded, **nearly.get(name, dict(atol=1e-11, rtol=1e-9)))
+    if name != 'no capsules':
+        told = net.credit(mask, junk)
+        assert not told.shares[mask == 0].any() and told.shares.isfinite().all()
+        assert_close(told.a, net.eval()(mask, junk).a)
 
 
 @pytest.mark.parametrize('name', ['vectors', 'random', 'bayes', None])  # one with variances

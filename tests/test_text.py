@@ -11,7 +11,7 @@ pytest.importorskip('transformers')
 pytest.importorskip('tokenizers')
 from capsnb.engine.numerics import error_to
 from capsnb.data.embed import FrozenEncoder, tiny_transformer
-from capsnb.lab.text import SSTNet, blend, coloured, explain, measure_scale
+from capsnb.lab.text import SSTNet, blend, measure_scale
 
 WORDS = 'a warm , funny and deeply humane film that never finds its feet but laughs twice .'.split()
 golden = torch.load(Path(__file__).parent / 'data' / 'heinsen2019_sst.pt', weights_only=True)
@@ -156,12 +156,7 @@ def test_words_come_back_with_all_of_their_credit(encoder):
     net = SSTNet(encoder.n_layers, encoder.d_emb)
     for r in net.routings:
         torch.nn.init.normal_(r.beta_use)
-    e = explain('a deeply <humane> unforeseeable film , twice .', net, encoder)
-    assert abs(e.leaning() - float(torch.tensor(e.a) @ torch.linspace(-1, 1, 5))) < 1e-5
-    got = [w for w, _ in e.words]
-    assert got == [w for w, _ in e.without] and abs(sum(v for _, v in e.beyond())) < 1e-6
-    assert {'deeply', 'film'} <= set(got) and '<humane' not in coloured(e.words)
-    with pytest.raises(ValueError, match='is empty'):
-        explain('  ', net, encoder)
-    with pytest.raises(ValueError, match='hidden states of shape'):
-        explain('a film', SSTNet(7, 8), encoder)
+    text = 'a deeply <humane> unforeseeable film , twice .'
+    c, words = net.credit(*encoder([text])), encoder.words(text)
+    assert_close(sum(c.shares[0, at].sum((0, 1)) for _, at in words), c.a[0], **near)
+    assert {'deeply', '<humane>', 'film'} <= {w for w, _ in words}

@@ -251,11 +251,13 @@ class FrozenEncoder:
         revision: str | None = None,  # commit, branch or tag on the Hub; None: of `pinned`, or main
         expected: str | None = None,  # the fingerprint that it must have
         fetch: bool = True,  # whether a name may be asked for on the Hub
+        parts: tuple | None = None,  # tokenizer and transformer, where they are loaded already
     ):
         self.name, self.gguf_file, self.end, self._mark = str(name_or_folder), gguf_file, end, None
         self.held: dict = {}  # of `hold`: name -> what was asked for, and its states
         self.device, self.dtype = pick_device(device), _dtype(dtype or torch.float32)
-        parts = _load_frozen(name_or_folder, gguf_file, self.dtype, self.device, revision, fetch)
+        how = self.dtype, self.device, revision, fetch
+        parts = (*parts, set(), revision) if parts else _load_frozen(self.name, gguf_file, *how)
         self.tokenizer, self.model, self._missing, self.revision = parts
         if expected and self.fingerprint != expected:  # before anything else is done
             other = f"'{self.name}' is another transformer, {self.fingerprint[:8]}"

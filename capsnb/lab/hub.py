@@ -25,10 +25,10 @@ from ..data.mnist import hub_names
 from ..data.views import hub_name
 from ..engine.numerics import may_look
 from .report import plot_history
-from .text import PlainText, RoutingText, VectorText
 from .runs import check_end, checked_network, read_whole, run_folder, task_of
 from .tasks import Task, load_run, task_in
-from .text import SSTNet, check_note, coloured, encoder_note, measure_scale, noted_encoder
+from .text import PlainText, RoutingText, SSTNet, VectorText
+from .text import check_note, coloured, encoder_note, measure_scale, noted_encoder
 from .vision import answer
 
 _tf = need('transformers')
@@ -37,9 +37,7 @@ _tf = need('transformers')
 __all__ = ['RoutingClassifier']
 
 # %% ../../nbs/lab/60_hub.ipynb #f3f2c8ec
-heads = dict(  # by their names in a task
-    sstnet=SSTNet, routing=RoutingText, plain=PlainText, vectors=VectorText
-)
+heads = dict(sstnet=SSTNet, routing=RoutingText, plain=PlainText, vectors=VectorText)
 
 
 class CapsConfig(_tf.PretrainedConfig):
@@ -59,23 +57,16 @@ class CapsConfig(_tf.PretrainedConfig):
         self.reader, self.encoder_config = reader or {}, encoder_config
         super().__init__(**kw)
 
-# %% ../../nbs/lab/60_hub.ipynb #f1cbfc95
-def _new_encoder(config: dict) -> nn.Module:
-    with in_words("config.json: its transformer cannot be made"):
-        made = _check_config(_tf.AutoConfig.for_model(**config))
-        return _tf.AutoModel.from_config(made, trust_remote_code=False)
-
-
-def _checked(config: CapsConfig) -> dict:
-    "Its reader, with the key that `noted_encoder` reads."
-    reader, said = config.reader, 'config.json is damaged: its entry'
-    if not isinstance(reader, dict):
-        raise ValueError(f"{said} 'reader' is {reader!r:.60}")
-    note = check_note(reader | dict(dtype=reader.get('computes_in')), 'config.json')
-    for key in ('end_id', 'most'):
-        if not (note.get(key, '') is None or type(note.get(key)) is int and note[key] >= 0):
-            raise ValueError(f"{said} '{key}' is {note.get(key)!r:.60}")
-    return note
+    def note(self) -> dict:  # of `noted_encoder`
+        "Its reader; `ValueError` for entries that no classifier writes."
+        reader, said = self.reader, 'config.json is damaged: its entry'
+        if not isinstance(reader, dict):
+            raise ValueError(f"{said} 'reader' is {reader!r:.60}")
+        note = check_note(reader | dict(dtype=reader.get('computes_in')), 'config.json')
+        for key in ('end_id', 'most'):
+            if not (note.get(key, '') is None or type(note.get(key)) is int and note[key] >= 0):
+                raise ValueError(f"{said} '{key}' is {note.get(key)!r:.60}")
+        return note
 
 
 def _closed(ids: Tensor, mask: Tensor, end: int | None, most: int | None) -> tuple:
@@ -96,7 +87,7 @@ def _closed(ids: Tensor, mask: Tensor, end: int | None, most: int | None) -> tup
         raise ValueError(f"a text has {n} tokens, the model takes at most {most}: truncation=True")
     return ids, mask
 
-
+# %% ../../nbs/lab/60_hub.ipynb #f1cbfc95
 class RoutingClassifier(_tf.PreTrainedModel):
     """A transformer whose hidden states are routed to classes, for `AutoModel` and `pipeline`.
 
@@ -118,8 +109,12 @@ class RoutingClassifier(_tf.PreTrainedModel):
         self.encoder, self.num_labels = None, config.num_labels
         if self.num_labels != (n := self.head._hub_mixin_config['n_classes']):
             raise ValueError(f"the head has {n} classes, num_labels is {self.num_labels}")
-        if encoder is not None or not self.frozen:
-            self.read_with(_new_encoder(config.encoder_config) if encoder is None else encoder)
+        if encoder is None and not self.frozen:
+            with in_words("config.json: its transformer cannot be made"):
+                made = _check_config(_tf.AutoConfig.for_model(**config.encoder_config))
+                encoder = _tf.AutoModel.from_config(made, trust_remote_code=False)
+        if encoder is not None:
+            self.read_with(encoder)
         self.post_init()
 
     @property
@@ -166,13 +161,10 @@ class RoutingClassifier(_tf.PreTrainedModel):
     ):  # SequenceClassifierOutput with logits [b, k], and with labels their loss
         if inputs_embeds is not None or output_attentions:
             raise ValueError("expected input_ids, and neither inputs_embeds nor output_attentions")
-        if self.training and self.frozen:
-            for name, p in self.encoder.named_parameters():
-                if p.requires_grad:
-                    raise ValueError(
-                        f"the transformer is frozen, so its {name} would never be trained: make "
-                        "the classifier with from_encoder(..., frozen=False), or call thaw()"
-                    )
+        learns = any(p.requires_grad for p in self.encoder.parameters())
+        if self.training and self.frozen and learns:
+            said = "the transformer is frozen, and what was put into it would never be trained"
+            raise ValueError(f"{said}: from_encoder(..., frozen=False), or thaw()")
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
         reader = self.config.reader
         ids, mask = _closed(input_ids, mask, reader['end_id'], reader['most'])
@@ -184,11 +176,10 @@ class RoutingClassifier(_tf.PreTrainedModel):
         there = mask.to(self.head.depth_emb.dtype)
         out = answer(self.head(there, embs.to(there.dtype)), None)
         loss = None if labels is None else answer(out, labels)['loss']
-        result = _tf.modeling_outputs.SequenceClassifierOutput(loss, out.a)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        if output_hidden_states:
-            result.hidden_states = states
+        told = dict(hidden_states=states) if output_hidden_states else {}
+        result = _tf.modeling_outputs.SequenceClassifierOutput(loss, out.a, **told)
         return result.to_tuple() if return_dict is False else result
 
     def save_pretrained(self, folder: str | Path, **kw):
@@ -197,25 +188,14 @@ class RoutingClassifier(_tf.PreTrainedModel):
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
 
-    def collate(self, rows: list) -> dict:  # input_ids, attention_mask [b, n], labels [b]
-        "A `data_collator` for rows that are not tokenized."
-        if self.tokenizer is None:
-            self.tokenizer = _tf.AutoTokenizer.from_pretrained(self.name_or_path)
-        batch = self.tokenizer([r['text'] for r in rows], padding=True, return_tensors='pt')
-        if 'label' in rows[0]:
-            batch['labels'] = torch.tensor([r['label'] for r in rows])
-        return batch
-
-    @torch.no_grad()
-    def predict(self, texts: list, batch_size: int = 20) -> Tensor:  # [n, k] probabilities
-        "Classify texts, in evaluation mode."
-        was, rows, p = self.training, [dict(text=t) for t in as_texts(texts)], []
-        self.eval()
-        for k in range(0, len(rows), batch_size):
-            batch = self.collate(rows[k : k + batch_size]).to(self.device)
-            p.append(self(**batch).logits.softmax(-1))
-        self.train(was)
-        return torch.cat(p)
+    def reader(self) -> FrozenEncoder:
+        "Its transformer and tokenizer, as a run on texts reads with them."
+        tokenizer = self.tokenizer or _tf.AutoTokenizer.from_pretrained(self.name_or_path)
+        note, parts = self.config.note(), (tokenizer, self.encoder)
+        how = dict(layers=note['layers'], end=note['end'], device=str(self.device))
+        made = FrozenEncoder(self.name_or_path, parts=parts, **how)
+        made.most, made._mark = note['most'], note['fingerprint']
+        return made
 
     @classmethod
     def from_pretrained(
@@ -233,7 +213,7 @@ class RoutingClassifier(_tf.PreTrainedModel):
             raise ValueError(f"{at}: config and weights do not fit: {first_line(e)}") from e
         if odd := [f'{kind} {k}' for kind, v in info.items() if kind.endswith('_keys') for k in v]:
             raise ValueError(f"{at} holds other weights than its config says: {odd[0]}")
-        note = _checked(model.config)
+        note = model.config.note()
         if model.frozen:
             model.read_with(noted_encoder(note, encoder, str(model.device)).model)
         known = model.encoder.get_input_embeddings().num_embeddings
@@ -336,6 +316,77 @@ def _told(value) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else str(value)
 
 
+_card = """---
+{{ data }}
+---
+
+# {{ title | shown }}
+
+{% for title, parts in sections if parts %}{% if title %}## {{ title | shown }}
+
+{% endif %}{% for part in parts %}{% if part is string %}{{ part | shown }}
+{% elif part.code %}```{{ part.kind }}
+{{ part.code }}
+```
+{% elif part.png %}![{{ part.alt }}]({{ part.name }})
+{% else %}|{% for v in part.head or ['', ''] %} {{ v | shown }} |{% endfor %}
+|{% for v in part.head or ['', ''] %}:--|{% endfor %}
+{% for row in part.rows %}|{% for v in row %} {{ v | shown }} |{% endfor %}
+{% endfor %}{% endif %}
+{% endfor %}{% endfor %}## Licence
+
+The code is [capsnb](https://github.com/capsnb/capsnb), Apache 2.0.
+The weights are under the licence {{ licence | shown }}.
+"""
+_html = """<!doctype html><html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width">{{ mark }}
+<link rel="icon" href="data:,"><title>{{ title }}</title><style>
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 50rem; margin: 2rem auto; padding: 0 1rem; }
+body { overflow-wrap: break-word; } small { opacity: .75; }
+section { border-top: 1px solid #8884; padding: .8rem 0; }
+h1 { font-size: 1.6rem; } h2 { font-size: 1.1rem; margin: .2rem 0 .5rem; }
+table { border-collapse: collapse; font-size: .9rem; }
+th, td { padding: .15rem .7rem .15rem 0; text-align: left; vertical-align: top; }
+th { font-weight: normal; opacity: .75; } td { overflow-wrap: anywhere; }
+.n { text-align: right; font-variant-numeric: tabular-nums; }
+.wide, pre { overflow-x: auto; } pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+img { max-width: 100%; height: auto; background: #fff; border-radius: 4px; }
+@media (max-width: 36rem) { table { font-size: .75rem; } th, td { padding-right: .35rem; } }
+</style></head><body><h1>{{ title }}</h1>
+{% for title, parts in sections if parts %}<section><h2>{{ title }}</h2>
+{% for part in parts %}{% if part is string %}<p>{{ part }}</p>
+{% elif part.code %}<pre>{{ part.code }}</pre>
+{% elif part.html %}{{ part.html | safe }}
+{% elif part.png %}<img src="data:image/png;base64,{{ part.png | base64 }}" alt="{{ part.alt }}">
+<small>{{ part.alt }}</small>
+{% else %}<div class="wide"><table>{% if part.head %}<thead><tr>
+{%- for v in part.head %}<th scope="col">{{ v }}</th>{% endfor %}</tr></thead>{% endif %}<tbody>
+{% for row in part.rows %}<tr><th scope="row">{{ row[0] | told }}</th>
+{%- for v in row[1:] %}<td{% if part.head %} class="n"{% endif %}
+{%- if part.shaded and v is integer and v %} style="background:
+rgba(33,102,172,{{ (0.6 * v / part.shaded) | round(2) }})"{% endif %}>{{ v | told }}</td>
+{%- endfor %}</tr>
+{% endfor %}</tbody></table></div>
+{% endif %}{% endfor %}</section>
+{% endfor %}</body></html>"""
+
+
+def _filled(template: str, **said) -> str:
+    "A page, or a card; sections are titles with parts: text, a table, code, an image."
+    env = need('jinja2').Environment(autoescape=template is _html)
+    env.filters['told'] = lambda v: t if len(t := _told(v)) <= 300 else t[:300] + ' …'
+    env.filters['shown'] = lambda v: _shown(_told(v), 400)
+    env.filters['base64'] = lambda png: base64.b64encode(png).decode()
+    return env.from_string(template).render(said)
+
+
+def _page(title: str, sections: list) -> str:
+    "As HTML."
+    mark = need('markupsafe').Markup(page_mark)
+    return _filled(_html, title=title, sections=sections, mark=mark)
+
+# %% ../../nbs/lab/60_hub.ipynb #7af06c01
 _pictures = {  # that runs draw
     'picture.png': 'Up to two test digits that were misread, then those read with the smallest '
     'margin: what the network saw, its scores, which places two classes used, what decided.',
@@ -344,51 +395,76 @@ _pictures = {  # that runs draw
     'poses.png': 'The class capsule of the first test toy of each category while it turns once '
     'around: its poses, in two dimensions that keep distances as well as they can.',
 }
-_unsaid = """digest files history command fingerprint architecture seconds n_params train_data
-    valid_data test_data watched_data test_calibration gguf_file names made_with""".split()
+_results = {  # of a run: what it is called -> where it stands, and how it is shown
+    'test accuracy': ('test_accuracy', '{:.2%}'),
+    'validation accuracy': ('valid_accuracy', '{:.2%}'),
+    'best epoch': ('best_epoch', '{}'),
+    'epochs': ('epochs', '{}'),
+    'parameters': ('n_params', '{:,}'),
+    'seconds': ('seconds', '{:.4g}'),
+}
+_tools = 'seed commit device device_used python torch date made_with changes'.split()
+_unsaid = """digest files history command fingerprint architecture train_data valid_data test_data
+    watched_data gguf_file names""".split()
+_meant = dict(  # entries of notes -> what they say
+    lr='learning rate: at the ends of its cycle, at the top',
+    warmup='share of the steps in which the rate climbs',
+    momentum="'paper': 0.999 to 0.899 and back; 'notebook': 0.9 to 0.81 and back",
+    mixup='of the Beta distribution by which samples are blended; 0: they are not',
+    shift='pixels by which an image is moved at most in training, each way',
+    batch_size='samples of a training step',
+    metric_for_best_model='by which the epoch is chosen, on validation data',
+    validate='whether data are held back to choose the epoch by',
+    limit='training samples at most',
+    held='share of the rows that is cut for each split that is missing',
+    official='whether the files must be the real ones',
+    published='whether network and rates are as in the paper',
+    origin='taken from the columns before anything else',
+    test_rows='digest of the rows to test',
+    white='what is white in images of numbers',
+)
 
-# %% ../../nbs/lab/60_hub.ipynb #7af06c01
-_card = """---
-{{ card_data }}
----
 
-# {{ title }}
+def _table(facts: dict) -> list:
+    "What is known, with what it means, as a part."
+    rows = [[k, v, *filter(None, [_meant.get(k)])] for k, v in facts.items() if v is not None]
+    return [dict(rows=rows)] if rows else []
 
-{{ about }}
-{% for name, told in pictures %}
-![{{ told }}]({{ name }})
-{% endfor %}
-## Results
 
-| | validation | test |
-|:--|--:|--:|
-{% for row in scores %}| {{ row | join(' | ') }} |
-{% endfor %}
-{{ chosen }}
+def _came_out(runs: dict) -> tuple:
+    "Results of runs side by side; of a stranger's, whatever they are."
+    said = lambda v, how: how.format(v) if isinstance(v, (int, float)) else v
+    of = {k: [said(m.get(at), how) for m in runs.values()] for k, (at, how) in _results.items()}
+    return 'What came out', [dict(head=['', *runs], rows=[[k, *row] for k, row in of.items()])]
 
-## Use
 
-```sh
-pip install 'capsnb[train]'
-```
+def _chosen(m: dict) -> str:
+    "Which epoch was kept, and why."
+    epochs, best, by = (_told(m.get(k)) for k in ('epochs', 'best_epoch', 'metric_for_best_model'))
+    if m.get('valid_accuracy') is None or m.get('validate') is False:
+        return f'The last of {epochs} epochs was kept: no data were held back to choose by.'
+    by = by if 'metric_for_best_model' in m else 'accuracy'
+    end = 'validation data. The test data were looked at once, at the end.'
+    return f'Epoch {best} of {epochs} was kept, the best by {by} on the {end}'
 
-```python
-{{ use }}
-```
 
-## How it was made
+def _drawn(folder: Path) -> tuple:
+    "The images that a run left."
+    there = {name: alt for name, alt in _pictures.items() if (folder / name).is_file()}
+    read = lambda name: regular(folder / name).read_bytes()
+    return 'Pictures', [dict(png=read(name), alt=alt, name=name) for name, alt in there.items()]
 
-{{ repeat }}
 
-| | |
-|:--|:--|
-{% for row in settings %}| {{ row | join(' | ') }} |
-{% endfor %}
-## Licence
+def _settings(note: dict, *more) -> list:
+    "What was chosen, how to repeat it, and with what it was made: sections."
+    typed = re.sub(r' --(resume|overwrite)(?= |$)', '', str(note.get('command') or ''))
+    hidden = *_tools, *_unsaid, *(at for at, _ in _results.values()), *more
+    kept = {k: v for k, v in note.items() if k not in hidden and not k.startswith('test_')}
+    again = [dict(code=typed, kind='sh')] if typed else []
+    sections = [('Settings', _table(kept)), ('To repeat it', again)]
+    return [*sections, ('Made with', _table({k: note.get(k) for k in _tools}))]
 
-The code is [capsnb](https://github.com/capsnb/capsnb), Apache 2.0.
-The weights are under the licence {{ licence }}.
-"""
+# %% ../../nbs/lab/60_hub.ipynb #4b9ba6e3
 _on_hub = dict(hub_names, cifar10='uoft-cs/cifar10', smallnorb=hub_name)  # task -> its data set
 
 
@@ -405,38 +481,13 @@ def _data_of(task: Task, note: dict) -> tuple:
     return task.name, _on_hub.get(task.name)
 
 
-def _use(kind: str, repo_id: str, base: str | None) -> str:
-    "How to use it; base: the transformer that reads texts."
-    if base is None:
-        things = 'rows' if kind.startswith('tabular') else 'pictures'
-        return f'import capsnb\n\nfound = capsnb.load({repo_id!r}).predict({things})'
-    model = f'{repo_id!r}, model_kwargs=dict(encoder={base!r})'
-    return (
-        'import capsnb.lab.hub  # transformers gets to know the classifier\n'
-        'from transformers import pipeline\n\n'
-        f"classify = pipeline('text-classification', model={model})"
-    )
-
-
-def _chosen(m: dict) -> str:
-    epochs, best, by = (_shown(m.get(k)) for k in ('epochs', 'best_epoch', 'metric_for_best_model'))
-    if m.get('valid_accuracy') is None or m.get('validate') is False:
-        return f'The last of {epochs} epochs was kept: no data were held back to choose by.'
-    by = by if 'metric_for_best_model' in m else 'accuracy'
-    end = 'validation data. The test data were looked at once, at the end.'
-    return f'Epoch {best} of {epochs} was kept, the best by {by} on the {end}'
-
-
-def _repeat(m: dict) -> str:
-    "The command that was typed, in one line, without places."
+def _command(m: dict) -> str | None:
+    "What was typed, in one line, without places."
     try:
-        program, *words = shlex.split(m.get('command') or '')
+        words = _without_places(shlex.split(m.get('command') or ''))
     except (AttributeError, ValueError):
-        program = None
-    if program != 'capsnb':
-        return 'It was trained from Python, with these settings:'
-    words = [_without_places(w) for w in words if w not in ('--resume', '--overwrite')]
-    return f"```sh\n{' '.join(shlex.join([program, *words]).split())}\n```"
+        return None
+    return ' '.join(shlex.join(words).split()) if words[:1] == ['capsnb'] else None
 
 
 def card_of(
@@ -460,41 +511,34 @@ def card_of(
     name, reads = repo_id.split('/')[-1], hasattr(task, 'reader')
     base = _without_places(str(note.get('encoder'))) if reads else None
     kind = 'text' if reads else 'tabular' if 'columns' in task.noted else 'image'
-    kind, of = f'{kind}-classification', dict(dataset_type=data or as_name(title))
-    of |= dict(dataset_name=_without_places(title))
+    of = dict(dataset_type=data or as_name(title), dataset_name=_without_places(title))
+    of |= dict(task_type=f'{kind}-classification', metric_type='accuracy')
     found = dict(validation=m.get('valid_accuracy'), test=m.get('test_accuracy'))
     known = {k: v for k, v in found.items() if isinstance(v, float)}
-    of |= dict(task_type=kind, metric_type='accuracy')
     results = [hub.EvalResult(metric_value=v, dataset_split=k, **of) for k, v in known.items()]
     info = getattr(cls, '_hub_mixin_info', None)
     data = hub.ModelCardData(
         library_name='capsnb',
         license=license,
         tags=sorted({'capsnb', *(info.model_card_data.tags if info else ())}),
-        pipeline_tag=kind,
+        pipeline_tag=f'{kind}-classification',
         datasets=[data] if data else None,
         base_model=None if base == 'PATH' else base,
         metrics=['accuracy'] if results else None,
         model_name=name,
         eval_results=results or None,
     )
-    said = {'data set': title, 'classes': note.get('names', task.names), 'network': cls.__name__}
-    said |= {'parameters': m.get('n_params'), 'seconds': m.get('seconds')}
-    said |= _without_places(config | {k: v for k, v in (m | note).items() if k not in _unsaid})
-    said |= {k: m.get('made_with', {}).get(k) for k in ('capsnb', 'transformers')}
-    return hub.ModelCard.from_template(
-        data,
-        template_str=_card,
-        title=_shown(name),
-        about=_shown((cls.__doc__ or '').strip().partition('\n')[0], 200),
-        pictures=[(k, told) for k, told in _pictures.items() if (folder / k).is_file()],
-        scores=[['accuracy', *(_told(known.get(k)) for k in found)]] if known else [],
-        chosen=_chosen(m),
-        use=_use(kind, repo_id, base),
-        repeat=_repeat(m),
-        settings=[[_shown(k), _shown(_told(v), 400)] for k, v in said.items() if v is not None],
-        licence=_shown(license),
-    )
+    reader = f', encoder={base!r}' if reads else ''
+    things = dict(text='texts', tabular='rows', image='pictures')[kind]
+    use = f'import capsnb\n\nfound = capsnb.load({repo_id!r}{reader}).predict({things})'
+    install = dict(code="pip install 'capsnb[train]'", kind='sh')
+    facts = {'data set': title, 'classes': note.get('names', task.names), 'network': cls.__name__}
+    facts |= _without_places(config | m | note) | dict(command=_command(m))
+    sections = [('', [str(cls.__doc__ or '').strip().partition('\n')[0]])]
+    sections += [('', _drawn(folder)[1]), _came_out({cls.__name__: m}), ('', [_chosen(m)])]
+    sections += [('Use', [install, dict(code=use, kind='python')]), *_settings(facts)]
+    said = dict(title=name, sections=sections, licence=license, data=data.to_yaml())
+    return hub.ModelCard(_filled(_card, **said))
 
 
 def _files_for_hub(run, folder, repo_id: str, license='apache-2.0', encoder=None) -> list:
@@ -547,120 +591,35 @@ def push_run(
             return str(api.upload_folder(repo_id=name, **how).commit_url)
 
 # %% ../../nbs/lab/60_hub.ipynb #a3228e39
-_html = """<!doctype html><html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width">{{ mark }}
-<link rel="icon" href="data:,"><title>{{ title }}</title><style>
-:root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 50rem; margin: 2rem auto; padding: 0 1rem; }
-body { overflow-wrap: break-word; } small { opacity: .75; }
-section { border-top: 1px solid #8884; padding: .8rem 0; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.1rem; margin: .2rem 0 .5rem; }
-table { border-collapse: collapse; font-size: .9rem; }
-th, td { padding: .15rem .7rem .15rem 0; text-align: left; vertical-align: top; }
-th { font-weight: normal; opacity: .75; } td { overflow-wrap: anywhere; }
-.n { text-align: right; font-variant-numeric: tabular-nums; }
-.wide, pre { overflow-x: auto; } pre { white-space: pre-wrap; overflow-wrap: anywhere; }
-img { max-width: 100%; height: auto; background: #fff; border-radius: 4px; }
-@media (max-width: 36rem) { table { font-size: .75rem; } th, td { padding-right: .35rem; } }
-</style></head><body><h1>{{ title }}</h1>
-{% for title, parts in sections if parts %}<section><h2>{{ title }}</h2>
-{% for part in parts %}{% if part is string %}<pre>{{ part }}</pre>
-{% elif part.html %}{{ part.html | safe }}
-{% elif part.image %}<img src="data:image/png;base64,{{ part.image }}" alt="{{ part.alt }}">
-<small>{{ part.alt }}</small>
-{% elif part.rows %}<div class="wide"><table><thead><tr>
-{%- for v in part.head %}<th scope="col">{{ v }}</th>{% endfor %}</tr></thead><tbody>
-{% for row in part.rows %}<tr><th scope="row">{{ row[0] | told }}</th>
-{%- for v in row[1:] %}<td class="n"{% if part.shaded and v is integer and v %} style="background:
-rgba(33,102,172,{{ (0.6 * v / part.shaded) | round(2) }})"{% endif %}>{{ v | told }}</td>
-{%- endfor %}</tr>
-{% endfor %}</tbody></table></div>
-{% else %}<table><tbody>{% for k, v in part.facts.items() if v is not none %}<tr>
-<th scope="row">{{ k }}</th><td>{{ v | told }}{% if meant[k] %}
-<small>– {{ meant[k] }}</small>{% endif %}</td></tr>{% endfor %}</tbody></table>
-{% endif %}{% endfor %}</section>
-{% endfor %}</body></html>"""
-
-
-def _page(title: str, sections: list) -> str:
-    "HTML; each section is a title and parts: a text, a table, an image, or names and values."
-    env = need('jinja2').Environment(autoescape=True)
-    env.filters['told'] = lambda v: t if len(t := _told(v)) <= 300 else t[:300] + ' …'
-    mark = need('markupsafe').Markup(page_mark)
-    return env.from_string(_html).render(title=title, sections=sections, mark=mark, meant=_meant)
-
-
-def _png(figure) -> bytes:
+def _figure(figure, alt: str) -> dict:
+    "A part."
     png = io.BytesIO()
     figure.savefig(png, dpi=120, facecolor='white')
     need('matplotlib.pyplot').close(figure)
-    return png.getvalue()
-
-
-def _image(png: bytes, alt: str) -> dict:
-    return dict(image=base64.b64encode(png).decode(), alt=alt)
-
-
-_tools = 'seed commit device device_used python torch date made_with changes'.split()
-_results = dict(  # of a run: what it is called -> how it is shown
-    test_accuracy='{:.2%}',
-    valid_accuracy='{:.2%}',
-    best_epoch='{}',
-    epochs='{}',
-    n_params='{:,}',
-    seconds='{:.4g}',
-)
-_meant = dict(  # entries of notes -> what they say
-    lr='learning rate: at the ends of its cycle, at the top',
-    warmup='share of the steps in which the rate climbs',
-    momentum="'paper': 0.999 to 0.899 and back; 'notebook': 0.9 to 0.81 and back",
-    mixup='of the Beta distribution by which samples are blended; 0: they are not',
-    shift='pixels by which an image is moved at most in training, each way',
-    batch_size='samples of a training step',
-    metric_for_best_model='by which the epoch is chosen, on validation data',
-    validate='whether data are held back to choose the epoch by',
-    limit='training samples at most',
-    held='share of the rows that is cut for each split that is missing',
-    official='whether the files must be the real ones',
-    published='whether network and rates are as in the paper',
-    origin='taken from the columns before anything else',
-    test_rows='digest of the rows to test',
-    white='what is white in images of numbers',
-)
+    return dict(png=png.getvalue(), alt=alt)
 
 
 def _titled(note: dict) -> str:
     "Data and network of a run, as a person calls them."
     source = str(note.get('source') or 'data in memory')
     task = str(note.get('task', note.get('data', 'a run')))
+    name = task.partition(':')[2] or task  # no path of a module
     if 'source' in note:
         name = source if source.startswith('hub:') else Path(source).name
-    else:
-        name = task.partition(':')[2] or task  # no path of a module
     return f"{name}, {note['network']}" if 'network' in note else name
 
 
-def _settings(note: dict, *more) -> list:
-    "What was chosen, how to repeat it, and with what it was made."
-    hidden = *_tools, *_unsaid, *more
-    kept = {k: v for k, v in note.items() if k not in hidden and v is not None}
-    command = re.sub(r' --(resume|overwrite)(?= |$)', '', str(note.get('command') or ''))
-    made = {k: note.get(k) for k in _tools}
-    told = {'Settings': dict(facts=kept), 'To repeat it': command, 'Made with': dict(facts=made)}
-    return [(title, [part]) for title, part in told.items() if part]
-
-
-def _curves(runs: dict) -> list:
+def _curves(runs: dict) -> tuple:
     "Loss and accuracy, drawn and in a table."
     said = "Loss and accuracy of training batches while they are learned (shaded: ± one standard "
     said += "deviation over the batches of an epoch), and of the validation data after the epoch."
-    parts = [_image(_png(plot_history({k: [m] for k, m in runs.items()})), said)]
+    parts = [_figure(plot_history({k: [m] for k, m in runs.items()}), said)]
     for name, m in runs.items():
         keys = 'epoch', 'loss', 'accuracy', 'valid_loss', 'valid_accuracy'
         keys = [k for k in keys if any(k in row for row in m['history'])]
         head = [name, *(k.replace('valid_', 'validation ') for k in keys[1:])]
         parts.append(dict(head=head, rows=[[h.get(k) for k in keys] for h in m['history']]))
-    return parts
+    return 'Epoch by epoch', parts
 
 
 def _run_page(folder: str | Path) -> str:
@@ -672,16 +631,8 @@ def _run_page(folder: str | Path) -> str:
     if not runs:
         note = read_whole(folder / 'metrics.json', history=list, epochs=int, seconds=float)
         title, runs = _titled(note), {str(note.get('network', 'the network')): note}
-    said = lambda k, how: [how.format(m[k]) if m.get(k) is not None else '–' for m in runs.values()]
-    rows = [[k.replace('_', ' '), *said(k, how)] for k, how in _results.items()]
-    drawn = {p: told for k, told in _pictures.items() if (p := folder / k).is_file()}
-    images = [_image(regular(p).read_bytes(), told) for p, told in drawn.items()]
-    shared = {k: v for k, v in note.items() if k not in runs}
-    sections = [('What came out', [dict(head=['', *runs], rows=rows)])]
-    sections += [('Epoch by epoch', _curves(runs)), ('Pictures', images)]
-    facts = next(iter(runs.values())) | shared
-    own = [k for k in facts if re.match('(valid|test)_', k)]  # in metrics.json
-    return _page(title, sections + _settings(facts, *_results, *own))
+    facts = next(iter(runs.values())) | {k: v for k, v in note.items() if k not in runs}
+    return _page(title, [_came_out(runs), _curves(runs), _drawn(folder), *_settings(facts)])
 
 
 def _eval_page(found: dict, about: dict, record: dict) -> str:
@@ -693,9 +644,9 @@ def _eval_page(found: dict, about: dict, record: dict) -> str:
     known = ('split', 'n', 'accuracy', 'names', 'confusion')
     facts = {f"accuracy on {found['split']}": f"{found['accuracy']:.2%}", 'samples': found['n']}
     facts |= {k: v for k, v in found.items() if k not in known}
-    sections = [('What came out', [dict(facts=facts)])]
+    sections = [('What came out', _table(facts))]
     sections += [('What is taken for what', [table] if len(names) <= 100 else [])]
-    sections += [('The run', [dict(facts=about)]), *_settings(record)]
+    sections += [('The run', _table(about)), *_settings(record)]
     return _page(f"{_titled(about)}: {found['split']}", sections)
 
 
@@ -730,12 +681,11 @@ def leave_credit(path: str | Path, told: list, figures: list) -> Path:  # of the
     "Write a page of credit; told: of `Explained`; figures: of pictures, else None."
     sections = []
     for e, figure in zip(told, figures):
-        lost = (
-            f'Lost without the most credited: {e.lost[0]:.1%}; as many at random: {e.lost[1]:.1%}.'
-        )
-        said = f'{e.what}, and what its places were credited with.'
+        lost, random = (f'{p:.1%}' for p in e.lost)
+        lost = f'Lost without the most credited: {lost}; as many at random: {random}.'
         parts = [dict(html=coloured(e.parts)), dict(head=['', 'credit'], rows=e.parts)]
-        parts = [_image(_png(figure), said)] if figure else parts
+        if figure:
+            parts = [_figure(figure, f'{e.what}, and what its places were credited with.')]
         sections.append((f'{e.what}: {e.label}, {e.p:.1%}', [*parts, lost]))
-    how = 'Blue: for the answer, red: against it. Point at a word for its number.'
+    how = 'Blue: for the answer, red against it. Point at a word for its number.'
     return _write(path, _page('Where the answer comes from', [*sections, ('How', [how])]))

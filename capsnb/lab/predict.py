@@ -22,14 +22,14 @@ from ..data.embed import as_texts
 from ..data.files import in_words, need_hub, read_json, regular
 from .capsnet import CapsNet, EfficientCapsNet
 from .own import OwnTable, _column, _readers, _rows, _say_what_is_left_out
-from .own import fitted, open_columns, _white_of
+from .own import fitted, open_columns, texts, _white_of
 from .sentiment import Samples
-from .tasks import answers, load_run, read_all
+from .tasks import answers, load_run, read_all, with_options
 from .train import batch_on
-from .vision import RoutingNet
+from .vision import DStepNet
 
 # %% auto #0
-__all__ = ['load']
+__all__ = ['load', 'explain']
 
 # %% ../../nbs/lab/61_predict.ipynb #34ce4539
 class Found(NamedTuple):
@@ -64,12 +64,9 @@ class Loaded:
 
     def __init__(self, network, task, note: dict):
         self.network, self.task, self.note = network, task, note
-        self.classes, self.net = tuple(note['names']), note.get(task.keys[1]) if task else None
-        self.kind = 'pictures'
-        if task is None or hasattr(task, 'reader'):
-            self.kind = 'texts'
-        elif isinstance(task, OwnTable):
-            self.kind = 'rows'
+        self.classes, self.net = tuple(note['names']), note.get(task.keys[1])
+        kind = 'rows' if isinstance(task, OwnTable) else 'pictures'
+        self.kind = 'texts' if hasattr(task, 'reader') else kind
 
     def shown(self, things):  # a task
         "The run's task with these things in place of its data; `ValueError` for what cannot be."
@@ -115,11 +112,8 @@ class Loaded:
         "What they are taken for; `ValueError` for what the network cannot be shown."
         if isinstance(things, (str, Path)) or hasattr(things, 'convert'):
             things = read(self, [things])[1] if self.kind == 'rows' else [things]
-        if self.task is None:
-            p = self.network.predict(as_texts(things)).cpu()
-        else:
-            task = self.shown(things)
-            p = _shares(self.network, read_all(self.network, task, self.net, 'test', progress)[1])
+        task = self.shown(things)
+        p = _shares(self.network, read_all(self.network, task, self.net, 'test', progress)[1])
         return Found([self.classes[k] for k in p.argmax(1).tolist()], p, self.classes)
 
 
@@ -172,7 +166,7 @@ def load(
     task: str | None = None,  # the run's, if it is your own: its code is run only if you name it
     **here,  # what differs on this machine, e.g. encoder
 ) -> Loaded:
-    """A trained network that can be asked: sizes, scaling, columns and names are the run's.
+    """A trained network to `predict` with, and `explain`: sizes, scaling, names are the run's.
 
     >>> load('runs/digits').predict(torch.rand(2, 8, 8)).p.shape
     torch.Size([2, 10])
@@ -202,9 +196,9 @@ def _load(name, folder: Path, device, task, here: dict) -> Loaded:
         from .hub import RoutingClassifier  # a transformers model
 
         classifier = RoutingClassifier.from_pretrained(name, **here).to(pick_device(device))
-        classifier.tokenizer = need('transformers').AutoTokenizer.from_pretrained(name)
-        names = [classifier.config.id2label[k] for k in range(classifier.num_labels)]
-        return Loaded(classifier, None, dict(names=names))
+        note = dict(names=[classifier.config.id2label[k] for k in range(classifier.num_labels)])
+        task = with_options(texts, encoder=classifier.reader(), known=note)
+        return Loaded(classifier.head, task, note)
     network, task, note = load_run(folder, device, task, **here)
     return Loaded(network, task, note | dict(names=list(task.names)))
 
@@ -238,17 +232,23 @@ def _lost(p_of: Callable, credit: Tensor) -> tuple:
     gone = p[-1] - p[:-1].view(5, -1).mean(0)
     return float(gone[0]), float(gone[1:].mean())
 
-
+# %% ../../nbs/lab/61_predict.ipynb #82a85789
 @torch.no_grad()
 def explain(
-    loaded: Loaded,  # of a network that keeps account
-    things,  # as for `Loaded.predict`
+    loaded: Loaded,  # of `load`, with a network that keeps account
+    things,  # as for its `predict`
     names: list | None = None,  # of them; None: their numbers
-) -> list:  # of Explained
-    "What speaks for the class each thing is taken for, against the mean of the others."
+) -> list:  # of Explained: label, p, parts or places, lost
+    """What speaks for the class each thing is taken for, against the mean of the others.
+
+    >>> explain(load('runs/digits'), torch.rand(1, 8, 8))[0].places.shape
+    torch.Size([4, 4])
+    """
     network, task, out = loaded.network, loaded.task, []
-    if task is None or not hasattr(network, 'credit'):
-        who = 'dstep or routing (pictures), table (rows), sstnet or vectors (texts)'
+    if not hasattr(network, 'credit'):
+        who = (
+            'dstep, routing, capsnet or matrix-caps (pictures), table (rows), all but plain (texts)'
+        )
         said = f"a {type(network).__name__} says not what it owes to what"
         raise ValueError(f"{said}; train --net {who}")
     task, on = loaded.shown(things), next(network.parameters()).device
@@ -259,7 +259,7 @@ def explain(
         p = _shares(network, answers(network, [batch]))[0]
         c, image, tokens = int(p.argmax()), None, None
         if 'images' in batch:
-            how = {} if isinstance(network, RoutingNet) else dict(of='score')
+            how = dict(of='score') if isinstance(network, DStepNet) else {}
             image, found = (
                 batch['images'][0].cpu(),
                 network.credit(**batch, **how)[0].movedim(0, -1),
@@ -279,7 +279,7 @@ def explain(
         out.append(Explained(name, loaded.classes[c], float(p[c]), parts, places, image, lost))
     return out
 
-
+# %% ../../nbs/lab/61_predict.ipynb #cc26dc8a
 def _left(network, batch: dict, c: int, places, tokens, keep: Tensor) -> Tensor:  # [r]
     "Probability of a class where only some pieces are kept: others are the mean, or absent."
     found = []

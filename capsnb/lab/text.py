@@ -4,6 +4,7 @@
 
 # %% ../../nbs/lab/46_text.ipynb #00000004
 from __future__ import annotations
+import contextlib
 import html
 from pathlib import Path
 from typing import NamedTuple
@@ -14,12 +15,11 @@ from ..engine.dstep import CapsNorm, Routing
 from ..engine.numerics import may_look
 from ..data.embed import FrozenEncoder
 from .vision import HubMixin, Scores, answer, earned, published, trace_credit
-from ..routing.dstep import Routed
 from ..zoo.routers import all_routings, routing_layer
 from ..zoo.vectors import VectorRouting, end_to_end
 
 # %% auto #0
-__all__ = ['needed_for_text', 'SSTNet', 'explain', 'RoutingText', 'PlainText', 'VectorText']
+__all__ = ['needed_for_text', 'RoutingText', 'SSTNet', 'PlainText', 'VectorText']
 
 # %% ../../nbs/lab/46_text.ipynb #0000000a
 def _mask_scores(mask: Tensor) -> Tensor:
@@ -109,6 +109,16 @@ def _check_text(net: nn.Module, mask: Tensor, embs: Tensor, lam=None, partner=No
         raise ValueError(f"expected {told}, got {embs.dtype} {tuple(embs.shape)}")
 
 
+@contextlib.contextmanager
+def _evaluating(net: nn.Module):
+    "In evaluation mode; then it is in the mode that it was in."
+    was = net.training
+    try:
+        yield net.eval()
+    finally:
+        net.train(was)
+
+
 class TextNetwork(nn.Module, HubMixin):
     "A network for hidden states; subclasses say `features`, and what `top` makes of them."
 
@@ -121,14 +131,6 @@ class TextNetwork(nn.Module, HubMixin):
         partner: Tensor | None = None,  # mixup: [b], see `blend`
     ):  # a named tuple with scores a [b, k], or with labels a dict of loss and logits
         return answer(self.top(*self.features(mask, embs, lam, partner)), labels)
-
-    def features_now(self, mask: Tensor, embs: Tensor) -> tuple:
-        "Mask and features in evaluation mode; the network stays in the mode it is in."
-        was = self.training
-        try:
-            return self.eval().features(mask, embs)
-        finally:
-            self.train(was)
 
 
 class TextStem(TextNetwork):
@@ -167,223 +169,6 @@ class TextStem(TextNetwork):
         return mask, self.dropout(norm(swish(x + u_l)))
 
 # %% ../../nbs/lab/46_text.ipynb #00000016
-class SSTNet(TextStem, tags=['capsules', 'routing', 'text-classification']):
-    """Routes hidden states of a transformer to classes (Heinsen 2019, fig. 5).
-
-    >>> mask, embs = torch.ones(2, 7), torch.randn(2, 7, 3, 32)  # 7 tokens, 3 hidden states each
-    >>> SSTNet(d_depth=3, d_emb=32)(mask, embs).a.shape
-    torch.Size([2, 5])
-    """
-
-    def __init__(
-        self,
-        d_depth: int = 37,  # l: hidden states per token
-        d_emb: int = 1280,  # m: their width
-        n_classes: int = 5,  # classes
-        d_feat: int = 64,  # features that are read from a hidden state
-        d_cap: int = 2,  # width of parts and classes
-        n_parts: int = 64,  # parts
-        n_iters: int = 3,  # iterations of both routings
-        eps: float | str = 'auto',  # of `Routing`; 'paper': the author's
-        init: str | float = 'auto',  # of `Routing`
-        plan: str = 'auto',  # of `Routing`
-        dropout: float = 0.0,  # share of the features left out in training; not in the paper
-    ):
-        super().__init__(d_depth, d_emb, d_feat, dropout)
-        kw = dict(n_iters=n_iters, eps=eps, init=init, plan=plan)
-        first = Routing(1, d_feat, d_cap, n_out=n_parts, **kw)
-        second = Routing(1, d_cap, d_cap, n_inp=n_parts, n_out=n_classes, **kw)
-        self.routings = nn.ModuleList([first, second])
-
-    def top(self, mask, x):  # Routed(scores [b, k], mu [b, k, 1, h], sig2)
-        return _by_length(mask, x, self.route)
-
-    def route(
-        self,
-        mask: Tensor,  # [b, n]
-        x: Tensor,  # [b, n, l, d]
-        return_R: bool = False,  # whether to give both routings, with their R
-    ):  # Routed of the classes, or of parts and classes
-        one = self.routings[0](*_as_parts(mask, x), return_R=return_R)
-        two = self.routings[1](one.scores, one.mu, return_R=return_R)
-        return (one, two) if return_R else two
-
-    def route_parts(self, a: Tensor, x: Tensor) -> Tensor:  # [b, i], [b, i, d] -> [b, k]
-        one = self.routings[0](a, x[:, :, None])
-        return self.routings[1](one.scores, one.mu).scores
-
-    @classmethod
-    def from_published(cls, path: str | Path) -> SSTNet:  # in evaluation mode, eps='paper'
-        "The network with the author's weights; `ValueError` lists what does not fit."
-
-        def make(shape):
-            (d_depth, d_emb), (d_feat, _) = shape['depth_emb'], shape['detect_parts.0.weight']
-            (_, n_parts, _, d_cap), (_, n_classes, _, _) = (
-                shape['routings.0.W'],
-                shape['routings.1.W'],
-            )
-            sizes = dict(d_feat=d_feat, d_cap=d_cap, n_parts=n_parts)
-            return cls(d_depth, d_emb, n_classes, **sizes, eps='paper', init='paper')
-
-        return published(path, make, kept='emb_')
-
-    @torch.no_grad()
-    def credit(self, mask: Tensor, embs: Tensor) -> Credit:  # as for `forward`
-        "Pass each class score back to the tokens and layers it came from."
-        mask, x = self.features_now(mask, embs)
-        one, two = self.route(mask, x, return_R=True)
-        D1 = mask[:, :, None].expand(x.shape[:3]).flatten(1)[..., None] * one.R  # eq. 4
-        f_a = one.scores.sigmoid()[..., None]
-        D2 = f_a * two.R
-        share = trace_credit(D1, earned(self.routings[1], D2, f_a - D2))
-        return Credit(two.scores, share.unflatten(1, x.shape[1:3]))
-
-# %% ../../nbs/lab/46_text.ipynb #e829b0ea
-class Credit(NamedTuple):
-    "Class scores, and what they are sums of."
-
-    a: Tensor  # [b, k] scores
-    shares: Tensor  # [b, n, l, k] of each token at each layer; an SSTNet's sum to a over n, l
-
-# %% ../../nbs/lab/46_text.ipynb #00000021
-@torch.no_grad()
-def measure_scale(net: TextStem, items) -> TextStem:  # the same; items: hidden states [n, l, m]
-    "Read hidden states in units of their standard deviation; `ValueError` for none, inf, NaN."
-    n, total, square = 0, 0.0, 0.0
-    for e in items:
-        e = e.cpu().double()
-        n, total, square = n + len(e), total + e.sum(0), square + e.square().sum(0)
-    if n == 0:
-        raise ValueError("expected hidden states to measure their scale, got none")
-    mean = total / n
-    size = (square / n - mean.square()).clamp_min(0).sqrt()
-    size = size + 1e-3 * size.mean(1, keepdim=True) + 1e-12
-    if not (mean.isfinite() & size.isfinite()).all():
-        raise ValueError("the hidden states hold inf or NaN")
-    net.emb_mean.copy_(mean)
-    net.emb_size.copy_(size)
-    return net
-
-# %% ../../nbs/lab/46_text.ipynb #b440934b
-def _leaning(n_classes: int) -> Tensor:
-    "Weights of the classes [k] from -1 to 1, from the most negative to the most positive."
-    return torch.linspace(-1, 1, n_classes)
-
-
-@torch.no_grad()
-def _without_each(net: SSTNet, mask: Tensor, embs: Tensor, groups: list) -> Tensor:
-    "What the scores of one text lose [groups, k] without a group of tokens; all, if none is left."
-    mask, x = net.features_now(mask, embs)
-    left = mask.repeat(len(groups), 1)
-    for row, tokens in zip(left, groups):
-        row[tokens] = 0
-    a = net.route(mask, x).a.repeat(len(groups), 1)
-    some = left.any(1)
-    if some.any():
-        a[some] -= net.route(left[some], x.expand(int(some.sum()), -1, -1, -1)).a
-    return a
-
-
-def coloured(words: list, limit: float | None = None) -> str:  # words: (word, number)
-    "Words, red where negative, blue where positive, as strong as `limit` or the strongest."
-    limit, spans = limit or max((abs(v) for _, v in words), default=0) or 1.0, []
-    for word, v in words:
-        rgb, opacity = '178,24,43' if v < 0 else '33,102,172', min(1.0, abs(v / limit)) * 0.75
-        style = f'background:rgba({rgb},{opacity:.2f});padding:1px 3px;border-radius:3px;'
-        style += f"color:{'#fff' if opacity > 0.5 else 'inherit'}"
-        spans.append(f'<span title="{v:+.3f}" style="{style}">{html.escape(word)}</span>')
-    return f'<div style="line-height:1.9;font-size:15px">{" ".join(spans)}</div>'
-
-
-class Explanation(NamedTuple):
-    "A text, its class scores and where they come from; shows itself in a notebook."
-
-    text: str  # as given
-    names: tuple  # of the classes
-    a: list  # [k] scores
-    words: list  # of (word, leaning of its credit); they sum to the text's leaning
-    without: list  # of (word, leaning that the text loses without it)
-    layers: list  # [l][k] credit of each layer; sums to a over layers
-
-    def leaning(self) -> float:  # of the text: positive against negative
-        return sum(v for _, v in self.words)
-
-    def beyond(self) -> list:  # of (word, leaning beyond an equal share of it)
-        return [(w, v - self.leaning() / len(self.words)) for w, v in self.words]
-
-    def _repr_html_(self):
-        p, w = torch.tensor(self.a).softmax(0), _leaning(len(self.a))
-        layers = [(str(k), v) for k, v in enumerate((torch.tensor(self.layers) @ w).tolist())]
-        rows = {
-            'lost without it': self.without,
-            'credit beyond an equal share': self.beyond(),
-            'credit of each layer': layers,
-        }
-        left = '<td style="text-align:left">'
-        table = (f'<tr>{left}{k}</td>{left}{coloured(v)}</td></tr>' for k, v in rows.items())
-        name = html.escape(self.names[int(p.argmax())])
-        said = f'<b>{name}</b> ({p.max():.0%}); leaning {self.leaning():+.2f}'
-        return f"{said}<table>{''.join(table)}</table>"
-
-# %% ../../nbs/lab/46_text.ipynb #0000002a
-def explain(
-    text: str,  # a sentence
-    net: SSTNet,  # trained
-    encoder: FrozenEncoder,  # what it was trained on
-    names: tuple | None = None,  # of the classes, from the most negative to the most positive
-) -> Explanation:  # of the text
-    """Which words and layers a class owes its score to; `ValueError` for an empty text.
-
-    >>> encoder = FrozenEncoder(tiny_transformer('tiny', ['a good film']))
-    >>> [word for word, _ in explain('a good film', SSTNet(3, 32), encoder).words]
-    ['a', 'good', 'film', '<|endoftext|>']
-    """
-    if not isinstance(net, SSTNet):
-        told = "words are explained by credit that adds up to the scores, as an SSTNet's does"
-        raise ValueError(f"{told}; this network is a {type(net).__name__}")
-    mask, embs = encoder([text])
-    mask, embs = (v.float().to(net.depth_emb.device) for v in (mask, embs))
-    c = net.credit(mask, embs)
-    shares, w = c.shares[0].cpu().double(), _leaning(c.a.shape[1]).double()
-    words, groups = zip(*encoder.words(text))
-    earned = [float(shares[g].sum((0, 1)) @ w) for g in groups]
-    lost = (_without_each(net, mask, embs, groups).cpu().double() @ w).tolist()
-    names = tuple(names or map(str, range(len(w))))
-    both = (list(zip(words, v)) for v in (earned, lost))
-    return Explanation(text, names, c.a[0].tolist(), *both, shares.sum(0).tolist())
-
-# %% ../../nbs/lab/46_text.ipynb #ba0a2049
-_same = 'gguf_file', 'revision', 'fingerprint', 'layers', 'end'
-
-
-def encoder_note(encoder: FrozenEncoder) -> dict:  # JSON-ready
-    "What it takes to find the same transformer again."
-    folder = Path(encoder.name).expanduser()
-    note = dict(encoder=str(folder.absolute()) if folder.is_dir() else encoder.name)
-    return note | {k: getattr(encoder, k) for k in _same} | dict(dtype=str(encoder.dtype)[6:])
-
-
-def check_note(note: dict, where: str) -> dict:  # the same; where: it was read from
-    "`ValueError` for an entry of a kind that `encoder_note` does not write."
-    for key in ('encoder', 'dtype', *_same):
-        value = note.get(key, None if key == 'revision' else 0)  # older notes have no revision
-        fits = isinstance(value, str) or value is None and key != 'dtype'
-        if key == 'layers':
-            fits = isinstance(value, list) and all(type(k) is int for k in value)
-        if not fits:
-            raise ValueError(f"{where} is damaged: its entry '{key}' is {value!r:.60}")
-    return note
-
-
-def noted_encoder(note: dict, where: str | Path | None = None, device=None) -> FrozenEncoder:  # it
-    "Load a transformer from a note; only one that `where` (a folder, a name) names is fetched."
-    place = where or note['encoder']
-    same = str(place) == note['encoder'] and not Path(place).expanduser().is_dir()
-    how = {k: note.get(k) for k in ('gguf_file', 'layers', 'dtype', 'end')}
-    how |= dict(revision=note.get('revision') if same else None, expected=note['fingerprint'])
-    return FrozenEncoder(place, device=device, fetch=bool(where), **how)
-
-# %% ../../nbs/lab/46_text.ipynb #15e70011
 needed_for_text = {'kmeans-hard': dict(loop='em')}  # settings, or no gradient reaches the maps
 
 
@@ -422,11 +207,142 @@ class RoutingText(TextStem, tags=['capsules', 'routing']):
 
     def top(self, mask, x):  # Routed(scores [b, k], mu [b, k, 1, h], sig2)
         one = _by_length(mask, x, lambda mask, x: self.routings[0](*_as_parts(mask, x)))
-        two = self.routings[1](*self.norms[0](one.scores, one.mu))
-        a, mu = self.norms[1](two.scores, two.mu)
-        return Routed(self.scale * a, mu, two.sig2)
+        return self.classes(*self.norms[0](one.scores, one.mu))
+
+    def classes(self, a: Tensor, mu: Tensor, return_R: bool = False):  # of the parts -> Routed
+        out = self.routings[1](a, mu, return_R=return_R)
+        if self.norms[1].kind == 'none':
+            return out
+        a, mu = self.norms[1](*out[:2])
+        return type(out)(self.scale * a, mu, *out[2:])
+
+    def route_parts(self, a: Tensor, x: Tensor) -> Tensor:  # [b, i], [b, i, d] -> [b, k]
+        one = self.routings[0](a, x[:, :, None])
+        return self.classes(*self.norms[0](one.scores, one.mu)).scores
+
+    @torch.no_grad()
+    def credit(self, mask: Tensor, embs: Tensor) -> Credit:  # as for `forward`
+        "Pass each class score back to tokens and layers; without norms the D-step's adds up to it."
+        with _evaluating(self):
+            mask, x = self.features(mask, embs)
+            one = self.routings[0](*_as_parts(mask, x), return_R=True)
+            a, mu = self.norms[0](one.scores, one.mu)
+            two = self.classes(a, mu, return_R=True)
+        D1 = mask[:, :, None].expand(x.shape[:3]).flatten(1)[..., None] * one.R  # eq. 4
+        f_a = a.sigmoid()[..., None]
+        D2 = f_a * two.R
+        if isinstance(self.routings[1], Routing):
+            D2 = earned(self.routings[1], D2, f_a - D2)
+        return Credit(two.scores, trace_credit(D1, D2).unflatten(1, x.shape[1:3]))
 
 
+class SSTNet(RoutingText, tags=['capsules', 'routing', 'text-classification']):
+    """Routes hidden states of a transformer to classes (Heinsen 2019, fig. 5).
+
+    >>> mask, embs = torch.ones(2, 7), torch.randn(2, 7, 3, 32)  # 7 tokens, 3 hidden states each
+    >>> SSTNet(d_depth=3, d_emb=32)(mask, embs).a.shape
+    torch.Size([2, 5])
+    """
+
+    def __init__(
+        self,
+        d_depth: int = 37,  # l: hidden states per token
+        d_emb: int = 1280,  # m: their width
+        n_classes: int = 5,  # classes
+        d_feat: int = 64,  # features that are read from a hidden state
+        d_cap: int = 2,  # width of parts and classes
+        n_parts: int = 64,  # parts
+        n_iters: int = 3,  # iterations of both routings
+        eps: float | str = 'auto',  # of `Routing`; 'paper': the author's
+        init: str | float = 'auto',  # of `Routing`
+        plan: str = 'auto',  # of `Routing`
+        dropout: float = 0.0,  # share of the features left out in training; not in the paper
+    ):
+        how = dict(eps=eps, init=init, plan=plan)
+        sizes = d_depth, d_emb, n_classes, d_feat, d_cap, n_parts
+        super().__init__(*sizes, n_iters=n_iters, settings=how, dropout=dropout)
+
+    @classmethod
+    def from_published(cls, path: str | Path) -> SSTNet:  # in evaluation mode, eps='paper'
+        "The network with the author's weights; `ValueError` lists what does not fit."
+
+        def make(shape):
+            (d_depth, d_emb), (d_feat, _) = shape['depth_emb'], shape['detect_parts.0.weight']
+            (_, n_parts, _, d_cap), n_classes = shape['routings.0.W'], shape['routings.1.W'][1]
+            sizes = dict(d_feat=d_feat, d_cap=d_cap, n_parts=n_parts)
+            return cls(d_depth, d_emb, n_classes, **sizes, eps='paper', init='paper')
+
+        return published(path, make, kept='emb_')
+
+# %% ../../nbs/lab/46_text.ipynb #e829b0ea
+class Credit(NamedTuple):
+    "Class scores, and what they are sums of."
+
+    a: Tensor  # [b, k] scores
+    shares: Tensor  # [b, n, l, k] of each token at each layer; an SSTNet's sum to a over n, l
+
+# %% ../../nbs/lab/46_text.ipynb #00000021
+@torch.no_grad()
+def measure_scale(net: TextStem, items) -> TextStem:  # the same; items: hidden states [n, l, m]
+    "Read hidden states in units of their standard deviation; `ValueError` for none, inf, NaN."
+    n, total, square = 0, 0.0, 0.0
+    for e in items:
+        e = e.cpu().double()
+        n, total, square = n + len(e), total + e.sum(0), square + e.square().sum(0)
+    if n == 0:
+        raise ValueError("expected hidden states to measure their scale, got none")
+    mean = total / n
+    size = (square / n - mean.square()).clamp_min(0).sqrt()
+    size = size + 1e-3 * size.mean(1, keepdim=True) + 1e-12
+    if not (mean.isfinite() & size.isfinite()).all():
+        raise ValueError("the hidden states hold inf or NaN")
+    net.emb_mean.copy_(mean)
+    net.emb_size.copy_(size)
+    return net
+
+# %% ../../nbs/lab/46_text.ipynb #b440934b
+def coloured(words: list, limit: float | None = None) -> str:  # words: (word, number)
+    "Words, red where negative, blue where positive, as strong as `limit` or the strongest."
+    limit, spans = limit or max((abs(v) for _, v in words), default=0) or 1.0, []
+    for word, v in words:
+        rgb, opacity = '178,24,43' if v < 0 else '33,102,172', min(1.0, abs(v / limit)) * 0.75
+        style = f'background:rgba({rgb},{opacity:.2f});padding:1px 3px;border-radius:3px;'
+        style += f"color:{'#fff' if opacity > 0.5 else 'inherit'}"
+        spans.append(f'<span title="{v:+.3f}" style="{style}">{html.escape(word)}</span>')
+    return f'<div style="line-height:1.9;font-size:15px">{" ".join(spans)}</div>'
+
+# %% ../../nbs/lab/46_text.ipynb #ba0a2049
+_same = 'gguf_file', 'revision', 'fingerprint', 'layers', 'end'
+
+
+def encoder_note(encoder: FrozenEncoder) -> dict:  # JSON-ready
+    "What it takes to find the same transformer again."
+    folder = Path(encoder.name).expanduser()
+    note = dict(encoder=str(folder.absolute()) if folder.is_dir() else encoder.name)
+    return note | {k: getattr(encoder, k) for k in _same} | dict(dtype=str(encoder.dtype)[6:])
+
+
+def check_note(note: dict, where: str) -> dict:  # the same; where: it was read from
+    "`ValueError` for an entry of a kind that `encoder_note` does not write."
+    for key in ('encoder', 'dtype', *_same):
+        value = note.get(key, None if key == 'revision' else 0)  # older notes have no revision
+        fits = isinstance(value, str) or value is None and key != 'dtype'
+        if key == 'layers':
+            fits = isinstance(value, list) and all(type(k) is int for k in value)
+        if not fits:
+            raise ValueError(f"{where} is damaged: its entry '{key}' is {value!r:.60}")
+    return note
+
+
+def noted_encoder(note: dict, where: str | Path | None = None, device=None) -> FrozenEncoder:  # it
+    "Load a transformer from a note; only one that `where` (a folder, a name) names is fetched."
+    place = where or note['encoder']
+    same = str(place) == note['encoder'] and not Path(place).expanduser().is_dir()
+    how = {k: note.get(k) for k in ('gguf_file', 'layers', 'dtype', 'end')}
+    how |= dict(revision=note.get('revision') if same else None, expected=note['fingerprint'])
+    return FrozenEncoder(place, device=device, fetch=bool(where), **how)
+
+# %% ../../nbs/lab/46_text.ipynb #15e70011
 class PlainText(TextStem, tags=['text-classification']):
     """Hidden states of a transformer, attention pooling, and two linear maps: no capsules.
 
@@ -512,8 +428,9 @@ class VectorText(TextNetwork, tags=['routing', 'text-classification']):
 
     @torch.no_grad()
     def credit(self, mask: Tensor, embs: Tensor) -> Credit:  # 0 at padding; adds up to nothing
-        "Every token at every layer: the scaled product of three credits (Heinsen 2022, app. A)."
-        mask, x = self.features_now(mask, embs)
+        "Of each token at each layer: the scaled product of three credits (Heinsen 2022, app. A)."
+        with _evaluating(self):
+            mask, x = self.features(mask, embs)
         present = F.logsigmoid(_as_parts(mask, x)[0]).view(x.shape[:3])
         scores, shares = [], x.new_zeros(*x.shape[:3], self.routings[-1].n_out)
         for row, text, a, there in zip(shares, x, present, mask != 0):
