@@ -34,7 +34,7 @@ from torch import Tensor
 __all__ = ['palette', 'seed_everything', 'plot_style', 'film']
 
 # %% ../nbs/00_core.ipynb #cf324b7a
-_Tuple = TypeVar('_Tuple')
+_Tuple, _Class = TypeVar('_Tuple'), TypeVar('_Class')
 
 
 def from_generator(cls: type[_Tuple]) -> type[_Tuple]:  # the same, changed in place
@@ -98,6 +98,27 @@ def with_arguments(thing):  # a function or a class, changed in place and return
             if (said := _said_of(source)) and said not in thing.__doc__:
                 thing.__doc__ = f'{inspect.cleandoc(thing.__doc__)}\n\n{title}\n{said}\n'
     return thing
+
+# %% ../nbs/00_core.ipynb #a269280d
+def by_letter(**names: str):  # a paper's letter -> the argument
+    "Decorate a class: each of these arguments may be given by its letter, too."
+    in_full = lambda given: {names.get(k, k): v for k, v in given.items()}
+
+    def decorated(cls: type[_Class]) -> type[_Class]:
+        init, new = cls.__init__, cls.__new__
+
+        @functools.wraps(init)
+        def __init__(self, *args, **given):
+            init(self, *args, **in_full(given))
+
+        cls.__init__ = __init__
+        if known := getattr(cls, '_hub_mixin_init_parameters', None):  # what a config.json says
+            cls.__new__ = lambda cls, *args, **given: new(cls, *args, **in_full(given))
+            letters = {k: known[name].replace(name=k) for k, name in names.items()}
+            cls._hub_mixin_init_parameters = known | letters
+        return cls
+
+    return decorated
 
 # %% ../nbs/00_core.ipynb #00000007
 def seed_everything(seed: int) -> int:  # the same, an integer from 0 to 2**32 - 1

@@ -16,7 +16,7 @@ plans = ['votes', 'tiles', compiled, 'auto']
 
 def place_by_place(layer, a, mu):
     "The definition of `compete='within'`: each field alone, of the parts that the grid has."
-    fields, out = field_table(a.shape[1:3], layer.n_inp, layer.K, layer.stride, layer.padding)
+    fields, out = field_table(a.shape[1:3], layer.n_inp, layer.kernel, layer.stride, layer.padding)
     a, mu, W, found = a.flatten(1), mu.flatten(1, 3), layer.W.flatten(0, 2), []
     for field in fields:
         there, of = field >= 0, field[field >= 0]

@@ -39,7 +39,7 @@ def layer(plan='tiles', I=2, O=3, dtype=f64, seed=0, **kw):
 
 def brute_force(l, a, mu, n_iters, eps):
     "All children and all parents as one dense problem, by loops, routed by the paper's procedure."
-    (b, M, N, I), O, (Kr, Kc), (sr, sc), (pr, pc) = a.shape, l.n_out, l.K, l.stride, l.padding
+    (b, M, N, I), O, (Kr, Kc), (sr, sc), (pr, pc) = a.shape, l.n_out, l.kernel, l.stride, l.padding
     rows, cols = (M + 2 * pr - Kr) // sr + 1, (N + 2 * pc - Kc) // sc + 1
     V = torch.zeros(b, M * N * I, rows * cols * O, 2, l.d_out, dtype=mu.dtype)
     parents = torch.zeros(V.shape[1:3], dtype=torch.bool)
@@ -346,7 +346,7 @@ def test_the_table_of_a_grid_is_made_once_and_never_from_what_cannot_be_trained(
 def test_a_layer_tells_its_options_where_they_are_not_the_usual():
     "runs know their architecture by what is told"
     told = repr(ConvCaps(8, 16, 3, 2, 1))
-    assert 'K=(3, 3), stride=(2, 2), padding=(1, 1)' in told and 'compete' not in told
+    assert 'kernel=(3, 3), stride=(2, 2), padding=(1, 1)' in told and 'compete' not in told
     assert "compete='within'" in repr(ConvCaps(2, 3, compete='within'))
     assert 'coordinates=False' in repr(ClassCaps(2, 3, coordinates=False))
     assert 'stride' not in repr(ClassCaps(8, 5))

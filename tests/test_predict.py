@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import shutil
-from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
@@ -20,9 +19,10 @@ from capsnb.data.embed import tiny_transformer
 from capsnb.data.files import read_json
 from capsnb.data.sst import tiny_treebank
 from capsnb.lab.hub import push_run
-from capsnb.lab.own import OwnPictures, OwnTable
+from capsnb.lab.own import OwnPictures, OwnTable, OwnTexts
 from capsnb.lab.predict import Loaded, _opened, explain, read
-from capsnb.lab.tasks import train
+from capsnb.lab.tasks import task_named, train
+from capsnb.lab.vision import PlainCNN
 
 quick = dict(epochs=1, device='cpu', progress=False)
 slow = pytest.mark.slow
@@ -94,10 +94,11 @@ def test_rows_of_a_table(table, tmp_path):
 
 def test_a_text_is_no_path_and_a_file_is_closed_again(tmp_path):
     words = ['a good film ' * 30, '~ nice', '~nobody said']
-    assert read(Loaded(None, None, dict(names='xy')), words)[1] == [w.strip() for w in words]
+    loaded = Loaded(None, OwnTexts(), dict(names='xy'))
+    assert read(loaded, words)[1] == [w.strip() for w in words]
     for table in (dict(words=words), words[0]):
         with pytest.raises(ValueError, match='expected a list of texts'):
-            Loaded(None, SimpleNamespace(keys=(0, 1), reader=0), dict(names='xy')).shown(table)
+            loaded.shown(table)
     Image.new('L', (8, 8)).save(tmp_path / 'a.png')
     assert _opened(tmp_path / 'a.png').fp is None
 
@@ -139,8 +140,11 @@ def test_stereo_pairs_and_photographs(tmp_path):
     digits = capsnb.load(tmp_path / 'digits', 'cpu')
     found = digits.predict(torch.rand(3, 8, 8))
     assert found.p.sum(1).allclose(torch.ones(3)) and found.classes == tuple('0123456789')
+    (e,) = explain(digits, torch.rand(1, 8, 8))
+    assert e.places.shape == torch.Size(digits.network.places) and e.label in digits.classes
+    plain = Loaded(PlainCNN(), task_named('digits'), dict(names='0123456789'))
     with pytest.raises(ValueError, match='says not what it owes'):
-        explain(digits, torch.rand(1, 8, 8))
+        explain(plain, torch.rand(1, 8, 8))
     image = io.BytesIO()
     Image.fromarray(pair[:, :32]).save(image, 'PNG')
     assert len(run('predict', tmp_path / 'digits', given=image.getvalue()).splitlines()) == 1

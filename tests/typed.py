@@ -11,7 +11,7 @@ from capsnb.routing.em import EMRouted
 
 assert_type(Routing(d_cov=4, d_inp=4, d_out=4, n_out=10), Routing)
 assert_type(Routing(4, 4, 4).forward(torch.ones(2), torch.ones(2, 4, 4)), Routed | RoutedR)
-assert_type(ConvCaps(8, 16, K=3, stride=2), ConvCaps)
+assert_type(ConvCaps(8, 16, kernel=3, stride=2), ConvCaps)
 assert_type(MatrixCapsNet(64, 8, 16, 16), MatrixCapsNet)
 assert_type(CapsNet.from_pretrained('folder'), CapsNet)
 assert_type(DStepNet.from_pretrained('folder', strict=True), DStepNet)

@@ -10,7 +10,7 @@ from typing import Callable, NamedTuple, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from ..core import from_generator
+from ..core import by_letter, from_generator
 from ..routing.em import EMRouted, as_floor, as_schedule, inverse_temperature
 from .dstep import _extras
 from .em import _as_damping, em_routing
@@ -48,6 +48,7 @@ class Caps(NamedTuple):
     mu: Tensor  # [..., m, n, i, c, d] poses
 
 # %% ../../nbs/engine/19_layers.ipynb #539546f1
+@by_letter(K='kernel')
 class PrimaryCaps(nn.Module):
     """The first capsules, from channels (Hinton 2018, section 4): `a, mu = PrimaryCaps(32, 8)(x)`.
 
@@ -62,7 +63,7 @@ class PrimaryCaps(nn.Module):
         n_types: int,  # types of capsules (the paper's B)
         d_cov: int = 4,  # rows of a pose; 1 for vectors
         d_pose: int = 4,  # columns of a pose; 16 for vectors
-        K: int | Sequence[int] = 1,  # size of the convolution's kernel
+        kernel: int | Sequence[int] = 1,  # size of the convolution's kernel
         stride: int | Sequence[int] = 1,  # of the convolution
         padding: int | Sequence[int] = 0,  # of the convolution
         bias: bool = False,  # whether poses and activations have a bias
@@ -70,7 +71,7 @@ class PrimaryCaps(nn.Module):
         super().__init__()
         at_least_1(in_channels=in_channels, n_types=n_types, d_cov=d_cov, d_pose=d_pose)
         self.n_types, self.pose = n_types, (d_cov, d_pose)
-        how = _pair(K, 'K', 1), _pair(stride, 'stride', 1), _pair(padding, 'padding', 0)
+        how = _pair(kernel, 'kernel', 1), _pair(stride, 'stride', 1), _pair(padding, 'padding', 0)
         self.conv = nn.Conv2d(in_channels, n_types * (d_cov * d_pose + 1), *how, bias=bias)
 
     def scores(
@@ -163,7 +164,7 @@ class _Capsules(nn.Module):
         return tuple(b if u == 1 else u * b for u, b in given)
 
     def extra_repr(self):
-        fields = (*_sizes, 'K', 'stride', 'padding', *_settings)
+        fields = (*_sizes, 'kernel', 'stride', 'padding', *_settings)
         told = [k for k in fields if k != 'lam' and hasattr(self, k)]
         later = dict(compete='across', coordinates=True)  # told where they differ
         told += [k for k, usual in later.items() if getattr(self, k, usual) != usual]
@@ -234,6 +235,7 @@ def _within(parts, alike, route) -> EMRouted:
     return EMRouted(*(None if o[0] is None else torch.cat(o, 1)[:, back] for o in zip(*found)))
 
 # %% ../../nbs/engine/19_layers.ipynb #25ca6877
+@by_letter(K='kernel')
 class ConvCaps(_Capsules):
     """Convolutional capsules with EM routing over all wholes of a part (Hinton 2018, section 4).
 
@@ -255,7 +257,7 @@ class ConvCaps(_Capsules):
         self,
         n_inp: int,  # types of parts
         n_out: int,  # types of wholes
-        K: int | Sequence[int] = 3,  # size of a field
+        kernel: int | Sequence[int] = 3,  # size of a field (the paper's K)
         stride: int | Sequence[int] = 1,  # steps between fields
         padding: int | Sequence[int] = 0,  # rows and columns of nothing around the grid
         *,
@@ -276,9 +278,9 @@ class ConvCaps(_Capsules):
         super().__init__()
         _check_compete(compete)
         self.compete = compete
-        self.K, self.stride = _pair(K, 'K', 1), _pair(stride, 'stride', 1)
+        self.kernel, self.stride = _pair(kernel, 'kernel', 1), _pair(stride, 'stride', 1)
         self.padding = _pair(padding, 'padding', 0)
-        self._make(self.K, locals())
+        self._make(self.kernel, locals())
         self._tables, self._captured = {}, {}
 
     def _table(self, grid, device):
@@ -288,7 +290,7 @@ class ConvCaps(_Capsules):
             if device.type == 'cuda' and torch.cuda.is_current_stream_capturing():
                 self._captured[key] = self._tables[key]  # the graph will read it again
             return self._tables[key]
-        how = self.K, self.stride, self.padding
+        how = self.kernel, self.stride, self.padding
         fields, out = field_table(grid, self.n_inp, *how)
         alike = _alike(grid, *how, out) if self.compete == 'within' else []
         made = fields.to(device), (out, [torch.tensor(p, device=device) for p in alike])
@@ -302,7 +304,7 @@ class ConvCaps(_Capsules):
         self,
         a: Tensor,  # [..., m, n, i] activations of the parts, in [0, 1]
         mu: Tensor,  # [..., m, n, i, c, d] poses of the parts
-        return_R: bool = False,  # whether to return the shares [..., m', n', s, j], s = K·K·i
+        return_R: bool = False,  # whether to return the shares [..., m', n', s, j], s = kernel²·i
     ) -> EMRouted:  # a [..., m', n', j], mu and sig2 [..., m', n', j, c, h], R or None
         "Route the parts to the wholes above them; `ValueError` if the inputs do not fit."
         done = self._routed(a, mu, 'shares' if return_R else 'run')

@@ -191,7 +191,7 @@ class CapsNet(DrawingNetwork, tags=['capsules', 'routing']):
         super().__init__()
         at_least_1(n_classes=n_classes, n_types=n_types, d_inp=d_inp, d_out=d_out)
         self.n_iters = check_n_iters(n_iters)
-        rows, columns = _left(image_shape, kernels, (1, stride))
+        self.places = rows, columns = _left(image_shape, kernels, (1, stride))
         self.recon, self.image_shape = recon, tuple(image_shape)
         self.conv = nn.Conv2d(image_shape[0], channels, kernels[0])
         self.primary = VectorCaps(channels, n_types, d_inp, kernels[1], stride)
@@ -202,6 +202,14 @@ class CapsNet(DrawingNetwork, tags=['capsules', 'routing']):
     def top(self, images):  # CapsOut
         u = self.primary(F.relu(self.conv(images)))
         return CapsOut(*route_capsules(u, self.W, self.n_iters)[:2])
+
+    @torch.no_grad()
+    def credit(self, images: Tensor) -> Tensor:  # [b, j, m', n'], by place of the parts
+        "What parts add to the length of each class's sum of votes; it adds up to that length."
+        u = self.primary(F.relu(self.conv(as_images(images, self, self.image_shape))))
+        _, v, R = route_capsules(u, self.W, self.n_iters, return_R=True)
+        D = R * torch.einsum('bid,ijdh,bjh->bij', u, self.W, F.normalize(v, dim=-1))
+        return D.unflatten(1, (-1, *self.places)).sum(1).movedim(-1, 1)
 
 # %% ../../nbs/lab/44_capsnet.ipynb #49e00002
 def _block(channels: int, out: int, kernel: int, stride: int, norm: str) -> nn.Sequential:
@@ -266,11 +274,25 @@ class EfficientCapsNet(DrawingNetwork, tags=['capsules', 'routing']):
         self.prior = nn.Parameter(torch.zeros(n_inp, n_classes))
         self.decoder = _decoder(decoder, n_classes, d_out, image_shape)
 
-    def top(self, images):  # CapsOut
-        u = self.primary(self.features(images)).flatten(1).unflatten(1, (-1, self.d_inp))
+    def _agreed(self, x):  # parts [b, i, d], capsules [b, j, h], shares [b, i, j]
+        u = self.primary(x).flatten(1).unflatten(1, (-1, self.d_inp))
         V = torch.einsum('ijdh,bid->bijh', self.W, squash_exp(u))
-        v = squash_exp(agree_once(V[..., None, :], self.prior)[0].squeeze(-2))
+        s, R = agree_once(V[..., None, :], self.prior)
+        return u, squash_exp(s.squeeze(-2)), R
+
+    def top(self, images):  # CapsOut
+        _, v, _ = self._agreed(self.features(images))
         return CapsOut((v.square().sum(-1) + 1e-7).sqrt(), v)
+
+    @torch.no_grad()
+    def credit(self, images: Tensor) -> Tensor:  # [b, j, m', n'], by place of the last features
+        "What places add, through the parts, to the length of each class's sum of votes."
+        x = self.features(as_images(images, self, self.image_shape))
+        u, v, R = self._agreed(x)
+        along = torch.einsum('ijdh,bjh->bijd', self.W, F.normalize(v, dim=-1))
+        shrunk = squash_exp(u).norm(dim=-1) / u.norm(dim=-1).clamp_min(1e-30)
+        read = (x * self.primary.weight[:, 0]).unflatten(1, (-1, self.d_inp))
+        return torch.einsum('bij,bi,bijd,bidmn->bjmn', R, shrunk, along, read)
 
     @classmethod
     def from_published(

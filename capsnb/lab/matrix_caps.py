@@ -9,13 +9,14 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn, Tensor
-from ..core import from_generator
+from ..core import by_letter, from_generator
 from ..routing.em import as_schedule, inverse_temperature
+from ..engine.fields import _gathered
 from ..engine.layers import Caps, ClassCaps, ConvCaps, PrimaryCaps
 from ..engine.layers import at_least_1, _check_compete, field_centres, _layer_floor
 from .capsnet import margin_loss
 from .vision import ConvTrunk, HubMixin, Scores, answer, as_images, norb_trunk
-from .vision import class_shares, reduced
+from .vision import class_shares, reduced, trace_credit
 from ..engine.dstep import CapsNorm
 
 # %% auto #0
@@ -219,6 +220,15 @@ def _fields_of(stem, K: int, depth: int) -> list:
     return [*own, *[(K, 1, (K - 1) // 2)] * depth][:depth]
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #00000011
+@by_letter(
+    A='channels',
+    B='n_primary',
+    C='n_conv1',
+    D='n_conv2',
+    E='n_classes',
+    K='kernel',
+    P='d_pose',
+)
 class MatrixCapsNet(nn.Module, HubMixin, tags=['capsules', 'routing']):
     """Matrix capsules with EM routing (Hinton 2018, figure 1): class capsules, or loss and logits.
 
@@ -228,17 +238,17 @@ class MatrixCapsNet(nn.Module, HubMixin, tags=['capsules', 'routing']):
 
     def __init__(
         self,
-        A: int = 32,  # channels of the stem
-        B: int = 32,  # types of primary capsules
-        C: int = 32,  # types of the first convolutional capsules
-        D: int = 32,  # types of the others
-        E: int = 5,  # classes
-        K: int = 3,  # side of a field
-        P: int = 4,  # side of a pose
+        channels: int = 32,  # of the stem (the paper's A)
+        n_primary: int = 32,  # types of primary capsules (B)
+        n_conv1: int = 32,  # types of the first convolutional capsules (C)
+        n_conv2: int = 32,  # types of the others (D)
+        n_classes: int = 5,  # classes (E)
+        kernel: int = 3,  # side of a field (K)
+        d_pose: int = 4,  # side of a pose (P)
         n_iters: int | None = None,  # iterations of all routings; None: the preset's
         in_channels: int = 2,  # 2: a stereo pair
         preset: str = 'normalised',  # or 'paper', 'gritzman', 'google': see the table above
-        pose: str = 'matrix',  # or 'vector': P² elements in one row
+        pose: str = 'matrix',  # or 'vector': all elements in one row
         loss: str | None = None,  # a name of `losses`; None: the preset's
         coordinates: bool = True,  # whether votes for classes get Coordinate Addition
         act: str = 'logistic',  # or 'pi': mixing proportions
@@ -267,43 +277,46 @@ class MatrixCapsNet(nn.Module, HubMixin, tags=['capsules', 'routing']):
         _check_compete(compete)
         if act == 'pi' and (self.needs_logits or self.loss == 'logits'):
             raise ValueError("act='pi' has no logits: it needs norm='none' and another loss")
-        at_least_1(A=A, B=B, C=C, D=D, E=E, K=K, P=P, in_channels=in_channels, size=size)
-        at_least_1(**{'depth + 1': depth + 1})
+        at_least_1(channels=channels, n_primary=n_primary, n_conv1=n_conv1, n_conv2=n_conv2)
+        at_least_1(n_classes=n_classes, kernel=kernel, d_pose=d_pose, in_channels=in_channels)
+        at_least_1(size=size, **{'depth + 1': depth + 1})
         self.in_channels, self.size = in_channels, size
-        c, d = (P, P) if pose == 'matrix' else (1, P * P)
+        n = d_pose**2
+        c, d = (d_pose, d_pose) if pose == 'matrix' else (1, n)
 
         def how(n_children, n_types, kind):
-            kw = routing_settings(preset, n_children, n_types, kind, n_iters, eps, P * P, lam)
+            kw = routing_settings(preset, n_children, n_types, kind, n_iters, eps, n, lam)
             kw |= dict(d_cov=c, d_inp=d, d_out=d, act=act, n_iters=n_iters)
             return kw | dict(bias=bias, start=start)
 
-        first, layers = _make_stem(stem, A, in_channels)
+        first, layers = _make_stem(stem, channels, in_channels)
         self.add_module('conv' if layers == [(5, 2, 0)] else 'stem', first)
-        fields = _fields_of(stem, K, depth)
+        fields = _fields_of(stem, kernel, depth)
         if layers is None:
-            self.layers, (A, grid) = None, _features_of(first, in_channels, size)
+            self.layers, (channels, grid) = None, _features_of(first, in_channels, size)
             n_places = math.prod(_caps_places(grid, fields))
         else:
-            A = A if isinstance(stem, str) else stem['channels'][-1]
+            channels = channels if isinstance(stem, str) else stem['channels'][-1]
             self.layers = [*layers, (1, 1, 0), *fields]
             n_places = math.prod(_caps_places((size, size), self.layers))
-        self.primary = PrimaryCaps(A, B, c, d)
-        types = [B, *[C, *[D] * depth][:depth]]
+        self.primary = PrimaryCaps(channels, n_primary, c, d)
+        types = [n_primary, *[n_conv1, *[n_conv2] * depth][:depth]]
         sizes = [(*io, *field) for io, field in zip(zip(types, types[1:]), fields)]
         self.caps = nn.ModuleList(
             ConvCaps(i, o, *field, compete=compete, **how(field[0] ** 2 * i, o, 0))
             for i, o, *field in sizes
         )
-        kw = dict(coordinates=coordinates, **how(n_places * types[-1], E, 1))
-        self.classes = ClassCaps(types[-1], E, **kw)
+        kw = dict(coordinates=coordinates, **how(n_places * types[-1], n_classes, 1))
+        self.classes = ClassCaps(types[-1], n_classes, **kw)
         _start_first(first, self.primary, preset)
         for layer in (*self.caps, self.classes):
             _start_weights(layer, preset, int(layer is self.classes))
-        normed = (*types, E) if self.norm != 'none' else ()
+        normed = (*types, n_classes) if self.norm != 'none' else ()
         self.norms = nn.ModuleList(CapsNorm(n, self.norm) for n in normed)
-        one = min(len(normed), 1) if self.lam != 'constant' else 0
-        n = depth + 1 if self.lam == 'learned' else one
-        self.register_parameter('log_lam', nn.Parameter(torch.zeros(n)) if n else None)
+        learned = depth + 1 if self.lam == 'learned' else min(len(normed), 1)
+        learned = 0 if self.lam == 'constant' else learned
+        log_lam = nn.Parameter(torch.zeros(learned)) if learned else None
+        self.register_parameter('log_lam', log_lam)
 
     def features(self, images: Tensor) -> Tensor:  # [b, channels, m', n']
         "What primary capsules see; `ValueError` if the images do not fit."
@@ -357,6 +370,22 @@ class MatrixCapsNet(nn.Module, HubMixin, tags=['capsules', 'routing']):
         "The class capsules of images, or their loss; `ValueError` if the images do not fit."
         out = self.classify(self.below(images), images)
         return out if labels is None else self.judge(out, labels)
+
+    @torch.no_grad()
+    def credit(self, images: Tensor) -> Tensor:  # [b, j, m', n'], by place of the primary capsules
+        "Places that each class used, by the shares of all layers."
+        *below, x = self.trace(images)
+        used = (x.a[..., None] * self.classify(x, images).R).flatten(1, 2)  # [b, p, i, j]
+        for layer, x in zip(reversed(self.caps), reversed(below)):
+            fields, _ = layer._table(x.a.shape[1:3], x.a.device)  # [p, s]; -1: no part
+            R = layer(*x, return_R=True).R.flatten(1, 2)
+            D = _gathered(x.a.flatten(1), fields)[..., None] * R
+            found = trace_credit(D, used).flatten(1, 2)  # [b, p·s, j]
+            n = x.a[0].numel()
+            used = found.new_zeros(len(found), n + 1, found.shape[-1])
+            used = used.index_add(1, fields.flatten() % (n + 1), found)[:, :n]
+            used = used.unflatten(1, (-1, x.a.shape[-1]))
+        return used.sum(2).unflatten(1, x.a.shape[1:3]).movedim(-1, 1)
 
     def judge(self, out: MatrixCapsOut, labels: Tensor) -> dict:
         "The loss of class capsules, and their logits."

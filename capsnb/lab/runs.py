@@ -302,7 +302,8 @@ def task_of(
     raise ValueError(f"'{run}' holds {said}")
 
 
-_most = dict(n_iters=100, padding=16, stride=16, strides=16, kernels=64, K=64)  # else 2**16
+_most = dict(n_iters=100, padding=16, stride=16, strides=16)  # else 2**16
+_most |= dict.fromkeys(('kernels', 'kernel', 'K'), 64)
 
 
 def _check_shapes(config: dict, weights: Path, cls: type):
@@ -312,7 +313,7 @@ def _check_shapes(config: dict, weights: Path, cls: type):
         if len(values) > 64 or any(isinstance(v, int) and v > limit for v in values):
             most = f"at most {limit:,}, no list of over 64, got {value!r:.60}"
             raise ValueError(f"expected {name} to be {most}")
-    known = inspect.signature(cls.__init__).parameters
+    known = getattr(cls, '_hub_mixin_init_parameters', inspect.signature(cls.__init__).parameters)
     with torch.device('meta'):
         net = cls(**{k: v for k, v in config.items() if k in known})
     wanted = {k: list(v.shape) for k, v in net.state_dict().items()}
