@@ -54,6 +54,13 @@ def told(m: dict, out: Path, trained_on: str = '') -> str:
     )
 
 
+def still_rising(m: dict) -> bool:
+    "Whether validation rose by a point or more from the last quarter of the epochs but one."
+    v = [row['valid_accuracy'] for row in m['history'] if 'valid_accuracy' in row]
+    n = len(v) // 4
+    return n > 0 and sum(v[-n:]) - sum(v[-2 * n : -n]) > 0.01 * n
+
+
 def draw(task, net: str, out: Path, device: str | None, progress: bool):
     "Draw what the task has to show, and say where it is."
     task.progress = progress
@@ -123,6 +130,9 @@ def train(
         return
     whole = 'all training data, ' if 'validation' in task.roles['train'] else ''
     print(f"{name.rpartition(':')[2]}, {net}, {told(found, out, whole)}")
+    if still_rising(found):
+        more = f"--overwrite --epochs {2 * found['epochs']}"
+        print(f"validation was still rising: train longer, with {more}")
     draw(task, net, out, device, progress)
     leave('run', out)
     return found
@@ -281,8 +291,10 @@ def asked(run: Path, words, encoder: str | None, task: str | None, device: str |
     if first := next((w for w in words if os.path.isfile(f'{w}/task.json')), None):
         raise ValueError(f"'{first}' is a run: it comes first")
     rooms, here = room('lab.predict'), {} if encoder is None else dict(encoder=encoder)
-    loaded = rooms.load(run, device, task=task, **here)
-    return loaded, *rooms.read(loaded, words or ['-'])
+    loaded, words = rooms.load(run, device, task=task, **here), words or ['-']
+    if '-' in words and sys.stdin.isatty():
+        print('reading standard input, to its end (Ctrl-D)', file=sys.stderr)
+    return loaded, *rooms.read(loaded, words)
 
 
 def predict(

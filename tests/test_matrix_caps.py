@@ -1,5 +1,6 @@
 """Matrix capsules: set-ups, training, and the pitfalls of other implementations by name."""
 
+import json
 import math
 import signal
 import pytest
@@ -9,6 +10,7 @@ from torch.testing import assert_close
 from capsnb.engine.layers import ClassCaps, ConvCaps, PrimaryCaps
 from capsnb.lab.matrix_caps import MatrixCapsNet, _start_weights, presets, routing_settings
 from capsnb.lab.objects import PairCrops, PairDeck, Toys
+from capsnb.lab.runs import checked_network
 from capsnb.lab.train import fit_decks
 from capsnb.lab.vision import ConvTrunk, n_params, norb_trunk
 
@@ -89,6 +91,18 @@ def test_normalised_networks_learn_save_and_read_images_alone(kw, tmp_path):
     assert torch.equal(again(x).score, n(x).score)
     n.train()
     assert n(x[:1], y[:1])['loss'].isfinite()  # one image has no variance: what is known is taken
+
+
+def test_folders_that_name_the_papers_letters_load(tmp_path):
+    n, x = net().eval(), torch.randn(1, 2, 32, 32)
+    n.save_pretrained(tmp_path)
+    path = tmp_path / 'config.json'
+    config = json.loads(path.read_text())
+    names = 'channels n_primary n_conv1 n_conv2 n_classes kernel d_pose'.split()
+    old = {letter: config.pop(name) for letter, name in zip('ABCDEKP', names)}
+    assert not any(len(k) == 1 for k in config)
+    path.write_text(json.dumps(config | old))
+    assert torch.equal(checked_network(tmp_path, MatrixCapsNet, 'cpu')(x).a, n(x).a)
 
 
 def test_only_a_constant_lambda_is_not_learned():

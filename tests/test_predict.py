@@ -15,6 +15,7 @@ import capsnb
 from typer.testing import CliRunner
 from hub import stand_in
 from capsnb.cli import make_app
+from capsnb.commands import asked, still_rising
 from capsnb.data.embed import tiny_transformer
 from capsnb.data.files import read_json
 from capsnb.data.sst import tiny_treebank
@@ -62,7 +63,7 @@ def table(tmp_path_factory):
     return folder / 'run'
 
 
-def test_rows_of_a_table(table, tmp_path):
+def test_rows_of_a_table(table, tmp_path, monkeypatch, capsys):
     few = sheet(tmp_path / 'few.csv', 9)
     lines = run(
         'predict', table, few, '--device', 'cpu', '--csv', tmp_path / 'new/p.csv'
@@ -87,6 +88,11 @@ def test_rows_of_a_table(table, tmp_path):
     assert [row['predicted'] for row in json.loads(said)] == want.names
     assert 'lost without the most credited' in run('explain', table, few, '--device', 'cpu')
     assert 'Where the answer comes from' in (table / 'report_credit.html').read_text()
+    terminal = io.StringIO(few.read_text())
+    terminal.isatty = lambda: True
+    monkeypatch.setattr('sys.stdin', terminal)
+    assert len(asked(table, [], None, None, 'cpu')[1]) == 9
+    assert 'reading standard input' in capsys.readouterr().err
     assert "there is no file 'none.csv'" in run('predict', table, 'none.csv', code=1)
     assert 'is a run: it comes first' in run('predict', few, table, code=1)
     assert 'is there already' in run('predict', table, few, '--csv', few, code=1)
@@ -172,3 +178,10 @@ def test_sentences_and_the_hub(tmp_path, table, monkeypatch):
         torch.testing.assert_close(capsnb.load('me/rows', 'cpu').predict(rows).p, want.p)
         with pytest.raises(OSError, match='cannot be had from the Hub'):
             capsnb.load('me/none')
+
+
+def test_validation_that_still_rises_is_told():
+    history = lambda v: dict(history=[dict(valid_accuracy=a) for a in v])
+    assert still_rising(history([0.3, 0.4, 0.5, 0.6]))
+    for v in ([0.6, 0.9, 0.9, 0.9], [0.3, 0.6], []):
+        assert not still_rising(history(v))

@@ -52,6 +52,8 @@ def _json(path: Path):
     text = path.read_text(encoding='utf-8-sig').strip()
     lines = filter(str.strip, text.split('\n'))
     rows = json.loads(text) if text[:1] == '[' else [json.loads(line) for line in lines]
+    if odd := [row for row in rows if not isinstance(row, dict)]:
+        raise ValueError(f"expected an object a row, with columns by name, got {odd[0]!r:.60}")
     names = dict.fromkeys(k for row in rows for k in row)
     return need('datasets').Dataset.from_dict({k: [row.get(k) for row in rows] for k in names})
 
@@ -260,6 +262,9 @@ _noted = dict(source=(str, None), names=list, label=str, test=(str, None), held=
 _noted |= dict(limit=(int, None), test_rows=(str, None))
 
 
+least_steps = 400  # of training, if nobody says how many epochs
+
+
 @dataclass
 class OwnTask(Task):
     "Columns of one's own; subclasses say what is in them."
@@ -304,6 +309,11 @@ class OwnTask(Task):
     @property
     def test_rows(self) -> str | None:
         return _digest(self.parts)
+
+    def recipe(self, net):  # however few the rows: at least `least_steps`
+        found = Task.recipe(self, net)
+        steps = -(-len(self.parts.labels['train']) // found['batch_size'])  # of an epoch
+        return found | dict(epochs=max(found['epochs'], -(-least_steps // steps)))
 
     def note(self, net):
         said = {k: getattr(self, k) for k in self.noted}
@@ -651,7 +661,7 @@ class OwnTexts(Sentiment):
     noted = dict(_noted, text=str, encoder=str, fingerprint=str)
 
     __post_init__, parts = OwnTask.__post_init__, OwnTask.parts
-    names, test_rows = OwnTask.names, OwnTask.test_rows
+    names, test_rows, recipe = OwnTask.names, OwnTask.test_rows, OwnTask.recipe
 
     def read(self, splits=('train', 'validation', 'test')):
         out = {}
