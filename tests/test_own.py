@@ -232,8 +232,12 @@ def test_lines_that_are_no_objects_and_the_epochs_of_few_rows(tmp_path):
     path.write_text('["a", "b"]')
     with pytest.raises(ValueError, match="expected an object a row.*got 'a'"):
         open_columns(path)
-    steps = lambda n: -(-round(0.7 * n) // 20) * OwnTable(numbers(n), 'kind').recipe('table')['epochs']
-    assert 400 <= steps(40) < 420 and OwnTable(numbers(1000), 'kind').recipe('table')['epochs'] == 40
+    steps = lambda n: (
+        -(-round(0.7 * n) // 20) * OwnTable(numbers(n), 'kind').recipe('table')['epochs']
+    )
+    assert (
+        400 <= steps(40) < 420 and OwnTable(numbers(1000), 'kind').recipe('table')['epochs'] == 40
+    )
 
 
 def test_names_of_folders_and_files(tmp_path):

@@ -257,10 +257,8 @@ _tf.AutoModelForSequenceClassification.register(CapsConfig, RoutingClassifier, e
 
 
 def classifier_of(run, encoder=None, device: str | None = None) -> RoutingClassifier:  # of it
-    "A run as what transformers' classes take; `ValueError` for a run on something else."
+    "A run on texts as what transformers' classes take."
     head, task, note = load_run(run, device, **({} if encoder is None else {'encoder': encoder}))
-    if not hasattr(task, 'reader'):
-        raise ValueError(f"'{run}' is no run on texts, but on {task.name}")
     return _put_together(head, task.reader(), note['names']).eval()
 
 
@@ -343,16 +341,12 @@ _html = """<!doctype html><html lang="en"><head><meta charset="utf-8">
 <link rel="icon" href="data:,"><title>{{ title }}</title><style>
 :root { color-scheme: light dark; }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 50rem; margin: 2rem auto; padding: 0 1rem; }
-body { overflow-wrap: break-word; } small { opacity: .75; }
-section { border-top: 1px solid #8884; padding: .8rem 0; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.1rem; margin: .2rem 0 .5rem; }
-table { border-collapse: collapse; font-size: .9rem; }
+body, td, pre { overflow-wrap: anywhere; } small, th { opacity: .75; font-weight: normal; }
+section { border-top: 1px solid #8884; padding: .8rem 0; } h2 { font-size: 1.1rem; }
+table { border-collapse: collapse; font-size: .9rem; } .wide, pre { overflow-x: auto; }
 th, td { padding: .15rem .7rem .15rem 0; text-align: left; vertical-align: top; }
-th { font-weight: normal; opacity: .75; } td { overflow-wrap: anywhere; }
-.n { text-align: right; font-variant-numeric: tabular-nums; }
-.wide, pre { overflow-x: auto; } pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+.n { text-align: right; font-variant-numeric: tabular-nums; } pre { white-space: pre-wrap; }
 img { max-width: 100%; height: auto; background: #fff; border-radius: 4px; }
-@media (max-width: 36rem) { table { font-size: .75rem; } th, td { padding-right: .35rem; } }
 </style></head><body><h1>{{ title }}</h1>
 {% for title, parts in sections if parts %}<section><h2>{{ title }}</h2>
 {% for part in parts %}{% if part is string %}<p>{{ part }}</p>

@@ -220,15 +220,10 @@ def _fields_of(stem, K: int, depth: int) -> list:
     return [*own, *[(K, 1, (K - 1) // 2)] * depth][:depth]
 
 # %% ../../nbs/lab/45_matrix_caps.ipynb #00000011
-@by_letter(
-    A='channels',
-    B='n_primary',
-    C='n_conv1',
-    D='n_conv2',
-    E='n_classes',
-    K='kernel',
-    P='d_pose',
-)
+_names = 'channels n_primary n_conv1 n_conv2 n_classes kernel d_pose'.split()
+
+
+@by_letter(**dict(zip('ABCDEKP', _names)))
 class MatrixCapsNet(nn.Module, HubMixin, tags=['capsules', 'routing']):
     """Matrix capsules with EM routing (Hinton 2018, figure 1): class capsules, or loss and logits.
 
@@ -277,9 +272,7 @@ class MatrixCapsNet(nn.Module, HubMixin, tags=['capsules', 'routing']):
         _check_compete(compete)
         if act == 'pi' and (self.needs_logits or self.loss == 'logits'):
             raise ValueError("act='pi' has no logits: it needs norm='none' and another loss")
-        at_least_1(channels=channels, n_primary=n_primary, n_conv1=n_conv1, n_conv2=n_conv2)
-        at_least_1(n_classes=n_classes, kernel=kernel, d_pose=d_pose, in_channels=in_channels)
-        at_least_1(size=size, **{'depth + 1': depth + 1})
+        at_least_1(in_channels=in_channels, size=size, **{'depth + 1': depth + 1})
         self.in_channels, self.size = in_channels, size
         n = d_pose**2
         c, d = (d_pose, d_pose) if pose == 'matrix' else (1, n)
