@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from capsnb.cli import make_app
 from capsnb.engine.dstep import Routing, plans
 from capsnb.engine.layers import field_plans
-from capsnb.engine.triton_kernels import interpreting
+from capsnb.engine.triton_loop import interpreting
 from capsnb.lab import speed
 from capsnb.lab.speed import _measure, benches
 

@@ -9,15 +9,8 @@ from typing import Callable, NamedTuple
 import torch
 from torch import Tensor, nn
 from ..core import check_n_iters
-from capsnb.engine.numerics import (
-    at_least_1,
-    autocasting,
-    check_finite,
-    check_tensors,
-    keep_freed_memory,
-    may_look,
-    without_autocast,
-)
+from .numerics import at_least_1, autocasting, check_finite, check_tensors
+from .numerics import keep_freed_memory, may_look, without_autocast
 from ..routing.dstep import Routed, RoutedR, route_votes, routing_ref
 from ..routing.em import Floor, as_floor
 
@@ -77,9 +70,14 @@ class Plan(NamedTuple):
 plans: dict[str, Plan] = {}  # filled here, in `moments`, and where an optional package is needed
 
 # %% ../../nbs/engine/16_dstep.ipynb #741d4ee0
-def _gpu_seconds(launches: float, n_bytes: float, flops: float = 0.0) -> float:
-    "The estimate of a plan on CUDA: launches of 4 µs, and bytes or work at an A100's peak rates."
-    calls, busy = 4e-6 * launches, max(n_bytes / 2.039e12, flops / 19.5e12)
+_LAUNCH = 4e-6  # seconds of a launch by PyTorch
+_TRITON_LAUNCH = 5 * _LAUNCH  # ASSUMED, not measured: Triton's launcher looks at every tensor
+_BYTES, _FLOPS = 2.039e12, 19.5e12  # a second: an A100's peaks
+
+
+def _gpu_seconds(launches, n_bytes, flops=0.0, launch=_LAUNCH) -> float:
+    "The estimate of a plan on CUDA: its launches, and its bytes or work."
+    calls, busy = launch * launches, max(n_bytes / _BYTES, flops / _FLOPS)
     return max(calls, busy) + min(calls, busy) / 2  # half of the shorter hides behind the longer
 
 # %% ../../nbs/engine/16_dstep.ipynb #00000011
@@ -114,9 +112,7 @@ def _n_parts(t: Tensor, n_inp: int | None) -> int:
 def choose_plan(
     s: Sizes,  # sizes of the routing
 ) -> str:  # name of a plan
-    "The plan with the least estimated cost; the definition where there is nothing to compute."
-    if 0 in s[:3]:
-        return 'votes'
+    "The plan with the least estimated cost."
     best = 'votes'
     for name, p in plans.items():  # min(…, key=…) breaks a compiled graph
         if p.cost(s) < plans[best].cost(s) and not p.refuses(s):  # who refuses may import first
@@ -184,11 +180,11 @@ def _check_capsules(r, a_inp: Tensor, mu_inp: Tensor):
         raise ValueError("a_inp must not contain NaN (infinite scores are welcome)")
 
 # %% ../../nbs/engine/16_dstep.ipynb #0000001e
-def _start_maps(W: Tensor, start: str = 'normal'):
-    "Normal, divided by d; or an identity and a tenth of that. `ValueError` for another start."
+def _start_maps(W: Tensor, start: str = 'normal', power: float = 1.0):
+    "Normal / d^power, or an identity and a tenth of that; `ValueError` for another start."
     if start not in ('normal', 'identity'):
         raise ValueError(f"start must be 'normal' or 'identity', got {start!r}")
-    nn.init.normal_(W, std=1 / W.shape[-2])
+    nn.init.normal_(W, std=W.shape[-2] ** -power)
     if start == 'identity':
         with torch.no_grad():
             W.mul_(0.1).add_(torch.eye(*W.shape[-2:], dtype=W.dtype, device=W.device))
@@ -255,11 +251,6 @@ def _check_norm(kind: str, n_out: int | None = 1):
         raise ValueError("norm='batch' needs n_out: it keeps a mean for every output")
 
 
-def _as_seen(x, of):
-    "Normed by what a batch norm has seen before."
-    return nn.functional.batch_norm(x, of.running_mean, of.running_var, eps=of.eps)
-
-
 class CapsNorm(nn.Module):
     """Scores and poses of mean 0 and variance 1, by type over a batch, or in each capsule alone.
 
@@ -293,11 +284,10 @@ class CapsNorm(nn.Module):
             own = nn.functional.layer_norm
             return own(a, a.shape[-1:]), own(mu, mu.shape[-2:])
         scores, poses = a.reshape(-1, self.n_types), mu.reshape(-1, *mu.shape[-3:]).flatten(2)
-        if self.training and len(scores) == 1:
-            a_out, mu_out = _as_seen(scores, self.of_a), _as_seen(poses, self.of_mu)
-        else:
-            a_out, mu_out = self.of_a(scores), self.of_mu(poses)
-        return a_out.view_as(a), mu_out.view_as(mu)
+        alone, norm, out = self.training and len(scores) == 1, nn.functional.batch_norm, []
+        for x, of in ((scores, self.of_a), (poses, self.of_mu)):
+            out.append(norm(x, of.running_mean, of.running_var, eps=of.eps) if alone else of(x))
+        return out[0].view_as(a), out[1].view_as(mu)
 
     def extra_repr(self):
         return f'{self.n_types}, {self.kind!r}'

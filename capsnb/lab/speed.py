@@ -21,7 +21,7 @@ from ..engine.dstep import Routing, Sizes, plans
 from ..engine.dynamic import dynamic_routing, route_capsules
 from ..engine.layers import ConvCaps, field_plans
 from ..engine.mixture import GaussianMixture, Params
-from ..engine.triton_kernels import recording
+from ..engine.triton_loop import recording
 from .capsnet import CapsNet
 from .matrix_caps import MatrixCapsNet
 from .text import PlainText, SSTNet
