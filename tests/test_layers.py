@@ -263,7 +263,6 @@ refused = {
         *ok, centres=(torch.zeros(5), torch.zeros(4))
     ),
     'coordinates need a pose of at least 2 elements': lambda: ClassCaps(2, 3, 1, 1, 1),
-    'return_R=True': lambda: (l := layer('votes', **narrow)).logits(ok[0], l(*ok)),
 }
 
 

@@ -42,7 +42,7 @@ def of_votes(n=2, i=4, j=3, c=1, d=2, h=2, own=False, model=True, absent=0, **ho
     score, mu, v = seeded((n, m), (n, c, h, m), (n, c, h, m))
     f = f.sigmoid()
     f[:, :absent] = 0
-    how = dict(shares=True, mass=0.0, row=1 << 14, numbers=1 << 18, chunk=1024) | how
+    how = dict(shares=True, row=1 << 14, numbers=1 << 18, chunk=1024) | how
     return [f, *fixed, score, mu, 0.2 * v.exp()], (*how.values(),)
 
 

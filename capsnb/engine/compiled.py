@@ -15,7 +15,7 @@ from ..routing.em import least_weight
 from .dstep import Plan, Problem, _exporting, plans
 from .dynamic import _of_maps, _squash_back, faster
 from .fields import FieldPlan, _route_by, _Tiling, engines, field_plans, field_table
-from .moments import _FEW, _defined, _precision, _routed, _slopes, _wide
+from .moments import _FEW, _ByVotes, _defined, _routed, _slopes, _wide
 from .numerics import FastOp, import_error, over_threads
 
 # %% auto #0
@@ -246,8 +246,8 @@ def _filled(t, with_=0.0):
     return F.pad(t, (0, -t.shape[-1] % _LANES), value=with_)
 
 
-class _ByKernels:
-    "A routing over votes that exist."
+class _ByKernels(_ByVotes):
+    "The same over votes that exist."
 
     def __init__(self, p: Problem):
         (n, i, c, _), (j, _, h) = p.mu_inp.shape, p.B.shape[1:]
@@ -259,27 +259,16 @@ class _ByKernels:
             self.V, self.B = self.V + _filled(self.B.to(self.V.dtype)), self.B.new_zeros(())
         self.betas = [_filled(t.expand(-1, j)) for t in (p.beta_use, p.beta_ign)]
 
-    def model(self, model):
-        "k [n, j], means without bias and 1/(2 sig2) [n, c·h, j], filled up; empty at first."
-        (n, _, G, _), j = self.V.shape, self.p.B.shape[1]
-        if model is None:
-            return [self.B.new_empty(s) for s in ((n, 0), (n, G, 0), (n, G, 0))]
-        a, mu, sig2 = model
-        v, log_size = _precision(sig2, self.p.p_model)
-        mu, v = (t.permute(0, 2, 3, 1).reshape(n, G, j) for t in (mu, v))
-        k = _filled(F.logsigmoid(a) - log_size, -torch.inf)
-        return k, _filled(mu - self.B), _filled(v)
-
-    def step(self, model, shares):
-        "a [n, j], mu and raw variance [n, j, c, h] after an E-step with `model`, if any; and R."
-        j, model, shape = self.p.B.shape[1], self.model(model), self.p.B.shape[1:]
-        stats = _votes(self.V, self.f, *model, *self.betas, j)
+    def statistics(self, k, mu, v, shares):
+        "As of `_ByVotes`; the op knows means without bias, a row a number of a vote, filled up."
+        j, *pose = self.p.B.shape[1:]
+        mu, v = mu.flatten(1, 2), v.flatten(1, 2)
+        if k.shape[1]:
+            k, mu, v = _filled(k, -torch.inf), _filled(mu - self.B), _filled(v)
+        stats = _votes(self.V, self.f, k, mu, v, *self.betas, j)
         a, mass, mean, squares = (t[..., :j] for t in stats)
-        mass, eps_m, mean = mass[:, None], self.p.eps.mass, mean + self.B
-        mu = mean * (mass / (mass + eps_m))
-        var = (squares + mass * (mean - mu).square()) / (mass + eps_m)
-        mu, var = (t.mT.unflatten(2, shape[1:]) for t in (mu, var))
-        return a, mu, var, self.shares(shares, *model)
+        mean, squares = (t.unflatten(1, pose) for t in (mean + self.B, squares))
+        return a, mass, mean, squares, self.shares(shares, k, mu, v)
 
     def shares(self, wanted, k, c, v):
         "R [n, i, j], by the definition; empty if not wanted, or before there is a model."

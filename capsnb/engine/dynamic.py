@@ -34,15 +34,15 @@ class _Votes:
     def score(self, x):
         return torch.bmm(_blocks(x), self.V.mT)
 
-    def gather(self, r):
-        return torch.bmm(r, self.V).unflatten(2, (self.J, -1)).diagonal(dim1=1, dim2=2).mT
+    def gather(self, R):
+        return torch.bmm(R, self.V).unflatten(2, (self.J, -1)).diagonal(dim1=1, dim2=2).mT
 
     def grads(self):
         return [torch.zeros_like(self.V)]
 
-    def spread(self, grads, r, x, gather=False):
-        grads[0].baddbmm_(r.mT, _blocks(x))
-        return self.gather(r) if gather else None
+    def spread(self, grads, R, x, gather=False):
+        grads[0].baddbmm_(R.mT, _blocks(x))
+        return self.gather(R) if gather else None
 
     def shaped(self, grads):
         return [grads[0].unflatten(2, (self.J, -1))]
@@ -61,8 +61,8 @@ class _Maps:
     def even(self):
         return self.u.new_full((len(self.u), self.J, self.u.shape[2]), 1 / self.J)
 
-    def weighted(self, r, t):
-        return (r[:, t].transpose(0, 1)[:, :, None] * self.u).flatten(2)
+    def weighted(self, R, t):
+        return (R[:, t].transpose(0, 1)[:, :, None] * self.u).flatten(2)
 
     def mapped_back(self, x, t):
         back = torch.bmm(x[:, t].transpose(0, 1), self.W[t].mT)
@@ -72,22 +72,22 @@ class _Maps:
         some = [self.mapped_back(x, t).mul_(self.u).sum(2) for t in self.tiles]
         return torch.cat(some).transpose(0, 1)
 
-    def gather(self, r):
-        some = [torch.bmm(self.weighted(r, t), self.W[t]) for t in self.tiles]
+    def gather(self, R):
+        some = [torch.bmm(self.weighted(R, t), self.W[t]) for t in self.tiles]
         return torch.cat(some).transpose(0, 1)
 
     def grads(self):
         return [torch.zeros_like(self.u), torch.zeros_like(self.W)]
 
-    def spread(self, grads, r, x, gather=False):
+    def spread(self, grads, R, x, gather=False):
         (du, dW), sums = grads, []
         for t in self.tiles:
-            weighted = self.weighted(r, t)
+            weighted = self.weighted(R, t)
             dW[t].baddbmm_(weighted.mT, x[:, t].transpose(0, 1))
             if gather:
                 sums.append(torch.bmm(weighted, self.W[t]))
             del weighted
-            du += self.mapped_back(x, t).mul_(r[:, t].transpose(0, 1)[:, :, None]).sum(0)
+            du += self.mapped_back(x, t).mul_(R[:, t].transpose(0, 1)[:, :, None]).sum(0)
         return torch.cat(sums).transpose(0, 1) if gather else None
 
     def shaped(self, grads):
@@ -100,10 +100,11 @@ def _squash_back(s: Tensor, g: Tensor) -> Tensor:
     m = s.abs().amax(-1, keepdim=True).clamp_min(1)
     x, c = s / m, m**-2  # as in `squash`
     q = (x * x).sum(-1, keepdim=True)
-    r = q.sqrt()
-    unit = torch.where(q > 0, x / r, 0)
+    length = q.sqrt()
+    unit = torch.where(q > 0, x / length, 0)
     along = (unit * g).sum(-1, keepdim=True)
-    return (g * (r / (c + q)) + unit * (along * r * (c - q) / (c + q) ** 2)) / m
+    back = g * (length / (c + q)) + unit * (along * length * (c - q) / (c + q) ** 2)
+    return back / m
 
 # %% ../../nbs/engine/14_dynamic.ipynb #0000000c
 def _shares(votes, total: Tensor | None) -> Tensor:

@@ -10,26 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from ..core import check_n_iters
-from capsnb.engine.numerics import (
-    autocasting,
-    check_capsule_values,
-    check_finite,
-    may_look,
-    without_autocast,
-)
-from capsnb.routing.em import (
-    TINY,
-    EMRouted,
-    Floor,
-    activation_logit,
-    as_floor,
-    as_schedule,
-    inverse_temperature,
-    least_weight,
-    log_normal,
-    m_step,
-    sig2_floor,
-)
+from .numerics import autocasting, check_capsule_values, check_finite, may_look
+from .numerics import without_autocast
+from ..routing.em import TINY, EMRouted, Floor, activation_logit, as_floor, as_schedule
+from ..routing.em import inverse_temperature, least_weight, log_normal, m_step, sig2_floor
 
 # %% auto #0
 __all__ = ['faster', 'em_routing']
@@ -67,13 +51,13 @@ def _like(x, t):
     return x.to(t) if isinstance(x, Tensor) else t.new_full((), x)
 
 
-def _damped(mu, s, before, damping) -> tuple[Tensor, Tensor]:
+def _damped(mu, var, before, damping) -> tuple[Tensor, Tensor]:
     "Means that keep a share of what they were, as in the code of the paper's authors."
     if not damping:
-        return mu, s
+        return mu, var
     before = _like(before, mu).expand_as(mu)
     new = torch.lerp(mu, before, damping)
-    return new, s + (mu - new).square()
+    return new, var + (mu - new).square()
 
 # %% ../../nbs/engine/15_em.ipynb #0000000f
 def _as_damping(damping: float) -> float:
@@ -103,14 +87,14 @@ def free_energy(
     gain: Tensor | None = None,  # [i, j] nats, as for `em_routing`
 ) -> Tensor:  # [...] nats
     "The objective said to be minimised (Hinton 2018, eq. 4)."
-    r, n = R * a_in[..., None], V.shape[-2] * V.shape[-1]
+    used, n = R * a_in[..., None], V.shape[-2] * V.shape[-1]
     beta_u = _like(beta_u, V)
     beta_hat = n * (beta_u - 0.5 - 0.5 * math.log(2 * math.pi))
     energy = (beta_hat[..., None, :] if beta_u.ndim else beta_hat) - log_normal(V, mu, sig2)
     energy = energy if gain is None else energy - gain
     switches = (-a * beta_a + torch.xlogy(a, a) + torch.xlogy(1 - a, 1 - a)).sum(-1)
     safe = R.clamp_min(torch.finfo(R.dtype).tiny)  # or no gradient where R is 0
-    total = (r * energy + torch.xlogy(r, safe)).sum((-2, -1)) + switches
+    total = (used * energy + torch.xlogy(used, safe)).sum((-2, -1)) + switches
     return total.sum(-1) if fields else total
 
 # %% ../../nbs/engine/15_em.ipynb #0000001b
@@ -187,14 +171,14 @@ def _iterate(a, V, may, start, where, rules, want_F, gain):
     dims = (-4, -3, -2, -1) if fields else (-3, -2, -1)  # of one sample
     R, mu, energies = start.expand(V.shape[:-2]), 0.0, []
     for t, lam in enumerate(rules.lams):
-        r = R * a[..., None]
-        data = r + least_weight(a)[..., None] * may
-        mu, s = _damped(*m_step(data, V), mu, rules.damping)
+        used = R * a[..., None]
+        data = used + least_weight(a)[..., None] * may
+        mu, var = _damped(*m_step(data, V), mu, rules.damping)
         if t == 0:
-            floor = sig2_floor(s, mu, rules.floor, dims)
-        sig2 = s + floor
-        saved = None if gain is None else (r * gain).sum(-2)
-        log_a = rules.log_a(r.sum(-2), sig2, lam, fields, saved)
+            floor = sig2_floor(var, mu, rules.floor, dims)
+        sig2 = var + floor
+        saved = None if gain is None else (used * gain).sum(-2)
+        log_a = rules.log_a(used.sum(-2), sig2, lam, fields, saved)
         if want_F:
             now = R, log_a.exp(), mu, sig2
             betas = rules.beta_a, rules.beta_u

@@ -429,9 +429,8 @@ def _groups(mu, W, fields, tiling):
     return [slice(k, min(k + size, len(mu))) for k in range(0, len(mu), size)]
 
 
-def _fields_fake(
-    a, mu, W, beta_a, beta_u, fields, engine, lams, floor, act, damping, tiling, shares
-) -> list:
+def _fields_fake(*args) -> list:
+    (a, mu, W, _, _, fields), (engine, lams, _, _, damping, tiling, shares) = args[:6], args[6:]
     shapes = _shapes(mu, W, fields, engine, len(lams), damping, tiling)
     R = shapes[2][1:] if shares else (0,)
     outs = shapes[1][1:], shapes[0][2:], shapes[0][2:], R
@@ -444,17 +443,15 @@ def _started(W, fields, n, engine, tiling):
     return kind(W, _Table.make(fields, W, n, kind.lanes), _Tiling(*tiling))
 
 
-def _fields_forward(
-    a, mu, W, beta_a, beta_u, fields, engine, lams, floor, act, damping, tiling, shares
-):
-    how = engine, lams, floor, act, damping, tiling, shares
-    made = _fields_fake(a, mu, W, beta_a, beta_u, fields, *how)
+def _fields_forward(*args):
+    (a, mu, W, *betas, fields), (engine, lams, floor, *how, tiling, shares) = args[:6], args[6:]
+    made = _fields_fake(*args)
     outs, (gaussians, data, kept) = made[:4], made[4:]
-    loop = _Loop(lams, Floor(*floor), act, damping)
+    loop = _Loop(lams, Floor(*floor), *how)
     steps = _started(W, fields, a.shape[1], engine, tiling)
     for g in _groups(mu, W, fields, tiling):
         steps.take(a[g], mu[g])
-        walk = _Walk(steps, loop, (beta_a, beta_u), len(a[g]))
+        walk = _Walk(steps, loop, betas, len(a[g]))
         *found, R, states = walk.forward([R[g].flatten(0, 1) for R in kept])
         if shares:
             outs[3][g] = R.unflatten(0, (-1, len(fields)))
@@ -485,13 +482,11 @@ def _fields_backward(a, mu, W, beta_a, beta_u, fields, outs, grads, engine, lams
     return [g_a, g_mu, steps.maps().contiguous(), *g_betas, torch.zeros_like(fields)]
 
 
-def _fields_definition(
-    a, mu, W, beta_a, beta_u, fields, engine, lams, floor, act, damping, tiling, shares
-):
-    parts = _Parts(a, mu, W, beta_a, beta_u, fields)
-    out = _route_votes(parts, _Loop(lams, Floor(*floor), act, damping))
-    filled = -fields.shape[1] % engines[engine].lanes
-    R = F.pad(out.R.mT, (0, filled)) if shares else a.new_empty(0)
+def _fields_definition(*args):
+    parts, (engine, lams, floor, *how, _, shares) = _Parts(*args[:6]), args[6:]
+    out = _route_votes(parts, _Loop(lams, Floor(*floor), *how))
+    filled = -parts.fields.shape[1] % engines[engine].lanes
+    R = F.pad(out.R.mT, (0, filled)) if shares else out.a.new_empty(0)
     return out.a, out.mu.flatten(-2), out.sig2.flatten(-2), R
 
 

@@ -12,29 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from ..core import by_letter, from_generator
 from ..routing.em import EMRouted, as_floor, as_schedule, inverse_temperature
-from .dstep import _extras
-from .em import _as_damping, em_routing
-from capsnb.engine.fields import (
-    _field_plan,
-    _gathered,
-    _logits_of,
-    _Loop,
-    _pair,
-    _Parts,
-    _route_scores,
-    field_plans,
-    field_table,
-)
-from capsnb.engine.numerics import (
-    at_least_1,
-    autocasting,
-    check_capsule_values,
-    check_finite,
-    check_tensors,
-    keep_freed_memory,
-    may_look,
-    without_autocast,
-)
+from .dstep import _extras, _start_maps
+from .em import _as_damping
+from .fields import _field_plan, _gathered, _logits_of, _Loop, _pair, _Parts
+from .fields import _route_scores, field_plans, field_table
+from .numerics import at_least_1, autocasting, check_capsule_values, check_finite
+from .numerics import check_tensors, keep_freed_memory, may_look, without_autocast
 
 # %% auto #0
 __all__ = ['PrimaryCaps', 'ConvCaps', 'ClassCaps']
@@ -120,8 +103,6 @@ def _check_settings(s):
         raise ValueError(f"act must be 'logistic' or 'pi', got {s.act!r}")
     if s.plan not in (known := ['auto', *(field_plans | _extras)]):
         raise ValueError(f"plan must be one of {known}, got {s.plan!r}")
-    if s.start not in ('normal', 'identity'):
-        raise ValueError(f"start must be 'normal' or 'identity', got {s.start!r}")
     as_schedule(s.lam, s.n_iters)
     _as_damping(s.damping)
     as_floor(s.eps, s.d_cov * s.d_out)
@@ -150,10 +131,7 @@ class _Capsules(nn.Module):
 
     def reset_parameters(self):
         "W: normal with variance 1/d, or an identity and a tenth of that; betas and biases: 0."
-        nn.init.normal_(self.W, std=self.d_inp**-0.5)
-        if self.start == 'identity':
-            with torch.no_grad():
-                self.W.mul_(0.1).add_(torch.eye(self.d_inp, self.d_out))
+        _start_maps(self.W, self.start, 0.5)
         if self.bias:
             nn.init.zeros_(self.B)
         nn.init.zeros_(self.beta_a)
@@ -193,12 +171,6 @@ class _Capsules(nn.Module):
         one = torch.eye(self.d_cov, dtype=mu.dtype, device=mu.device)
         one = one.expand(*mu.shape[:-1], self.d_cov)
         return a, torch.cat([mu, one], -1), torch.cat([W, self.B.to(W.dtype)], -2)
-
-    def _logits(self, a, R, sig2):
-        with without_autocast(R.device):
-            lam = as_schedule(self.lam, self.n_iters)[-1]
-            a, R = a.to(sig2.dtype), R.to(sig2.dtype)
-            return _logits_of(a, R, sig2, self.betas(sig2.dtype), lam)
 
     def _route(self, a, mu, route):
         "`route(a, mu, W)` in float32 or better, outside of autocast; in the dtype of mu."
@@ -315,7 +287,7 @@ class ConvCaps(_Capsules):
         a: Tensor,  # [..., m, n, i] activations of the parts, in [0, 1]
         mu: Tensor,  # [..., m, n, i, c, d] poses of the parts
     ) -> Caps:  # logits [..., m', n', j] of the activations, and poses
-        "Logits, exact where a sigmoid is full, as `logits` has them; `ValueError` for `act='pi'`."
+        "Logits, exact where a sigmoid is full; `ValueError` for `act='pi'`."
         if self.act == 'pi':
             raise ValueError("mixing proportions, act='pi', have no logits")
         return Caps(*self._routed(a, mu, 'scores')[:2])
@@ -341,18 +313,6 @@ class ConvCaps(_Capsules):
         done = self._route(a, mu, route)
         shaped = (o if o is None else o.reshape(*lead, *out, *o.shape[2:]) for o in done)
         return EMRouted(*shaped)
-
-    def logits(
-        self,
-        a: Tensor,  # [..., m, n, i] activations of the parts, as routed
-        out: EMRouted,  # what `self(a, mu, return_R=True)` returned
-    ) -> Tensor:  # [..., m', n', j]
-        "Logits of the activations, from data and variances: exact where a sigmoid is full."
-        if out.R is None:
-            raise ValueError("logits need the shares: route with return_R=True")
-        fields = self._table(a.shape[-3:-1], a.device)[0]
-        seen = _gathered(a.reshape(-1, math.prod(a.shape[-3:])), fields)
-        return self._logits(seen.reshape(out.R.shape[:-1]), out.R, out.sig2)
 
 # %% ../../nbs/engine/19_layers.ipynb #ffa52db6
 def field_centres(
@@ -455,17 +415,8 @@ class ClassCaps(_Capsules):
 
         def route(a, mu, W):
             parts = self._one_field(a, mu, W, where)
-            found = (field_plans.get(k) for k in ('triton', 'compiled'))
-            plan = next((p for p in found if p and not p.refuses(parts, loop)), None)
-            if plan:
-                out = (o if o is None else o.squeeze(1) for o in plan.shares(parts, loop))
-                return EMRouted(*(o if o is None else o.reshape(*lead, *o.shape[1:]) for o in out))
-            V = torch.einsum('...icd,ijdh->...ijch', mu, W)
-            if self.coordinates:
-                V = add_coordinates(V, *where)
-            a, V, betas = a.flatten(-3), V.flatten(-6, -4), self.betas(W.dtype)
-            how = dict(eps=loop.floor, act=loop.act, damping=loop.damping)
-            return em_routing(a, V, *betas, loop.lams, len(loop.lams), **how)
+            out = _field_plan('auto', parts, loop, 'shares').shares(parts, loop)
+            return EMRouted(*(o if o is None else o.reshape(*lead, *o.shape[2:]) for o in out))
 
         lead = a.shape[:-3]
         out = self._route(a, mu, route)
@@ -478,4 +429,7 @@ class ClassCaps(_Capsules):
         out: EMRouted,  # what `self(a, mu, centres)` returned
     ) -> Tensor:  # [..., j]
         "Logits of the activations, from data and variances: exact where a sigmoid is full."
-        return self._logits(a.flatten(-3), out.R.flatten(-4, -2), out.sig2)
+        with without_autocast(a.device):
+            lam, dtype = as_schedule(self.lam, self.n_iters)[-1], out.sig2.dtype
+            a, R = a.flatten(-3).to(dtype), out.R.flatten(-4, -2).to(dtype)
+            return _logits_of(a, R, out.sig2, self.betas(dtype), lam)

@@ -21,7 +21,7 @@ class Params(NamedTuple):
 
     pi: Tensor  # [..., J] mixing proportions, sum to 1
     mu: Tensor  # [..., J, D] means
-    sig2: Tensor  # variances, [..., J, D], [..., J] or [..., J, D, D] by the kind of covariance
+    sig2: Tensor  # variances, [..., J, D] or [..., J, D, D] by the kind of covariance
 
 
 def _features(x: Tensor, full: bool) -> Tensor:
@@ -77,10 +77,7 @@ def _from_moments(S, old: Params, covariance='diag', reg_covar=0.0) -> Params:
         sig2 = _floored(C - mu[..., :, None] * mu[..., None, :], second, noise * D)
         sig2 = sig2 + reg_covar * torch.eye(D, dtype=S.dtype, device=S.device)
     else:
-        sig2 = second - mu * mu
-        if covariance == 'spherical':
-            sig2, second = (q.mean(-1, keepdim=True).expand_as(q) for q in (sig2, second))
-        sig2 = sig2.maximum(noise * second) + reg_covar
+        sig2 = (second - mu * mu).maximum(noise * second) + reg_covar
     new = Params(n / n.sum(-1, keepdim=True), mu, sig2)
     return _choose(new.pi < eps.eps, old._replace(pi=new.pi), new)
 
@@ -196,8 +193,6 @@ def _start_params(x, n, weight, covariance='diag', generator=None, reg_covar=0.0
     share = left.clamp(4 * torch.finfo(x.dtype).eps, 1)[..., None, None]
     least = 16 * torch.finfo(var.dtype).eps * (x.shape[-1] if covariance == 'full' else 1)
     sig2 = (var * share).maximum(least * (mu - mean).square()).clamp(min=reg_covar)
-    if covariance == 'spherical':
-        sig2 = sig2.mean(-1, keepdim=True).expand_as(mu)
     sig2 = torch.diag_embed(sig2) if covariance == 'full' else sig2
     return Params(var.new_full(mu.shape[:-1], 1 / n), mu, sig2)
 
@@ -228,17 +223,6 @@ def _em(x, weight, p: Params, covariance='diag', max_iter=100, tol=1e-3, reg_cov
         active = active & ((bound - old).abs() >= tol)
         history.append(bound)
     return _Fit(p.pi, p.mu + mean, p.sig2, bound, n_iter, ~active, torch.stack(history, -1))
-
-
-def _best(fits: list[_Fit]) -> _Fit:
-    "For each data set the fit with the highest bound."
-    longest = max(f.history.shape[-1] for f in fits)
-    ends = ([f.history[..., -1:]] * (longest - f.history.shape[-1]) for f in fits)
-    fits = [f._replace(history=torch.cat([f.history, *e], -1)) for f, e in zip(fits, ends)]
-    bound = torch.stack([f.lower_bound for f in fits], -1)
-    best = torch.where(bound.isfinite(), bound, -math.inf).argmax(-1, keepdim=True)
-    at = bound.ndim - 1
-    return _Fit(*(_take(torch.stack(q, at), best).squeeze(at) for q in zip(*fits)))
 
 # %% ../../nbs/engine/24_mixture.ipynb #00000023
 def _must(holds, told: str):
@@ -289,7 +273,7 @@ def _start_of(start, x, J, covariance) -> Params:
     triple = isinstance(start, (tuple, list)) and len(start) == 3
     _must(triple, f"start must be (pi, mu, sig2), got {start!r}"[:120])
     D = x.shape[-1]
-    tails = (J,), (J, D), {'diag': (J, D), 'spherical': (J,), 'full': (J, D, D)}[covariance]
+    tails = (J,), (J, D), (J, D, D) if covariance == 'full' else (J, D)
     named = zip(Params._fields, start, tails)
     p = Params(*(_given(f'start: {name}', q, x, x.shape[:-2] + tail) for name, q, tail in named))
     if may_look(x):
@@ -299,8 +283,6 @@ def _start_of(start, x, J, covariance) -> Params:
         _must(fits, told)
         positive = torch.linalg.cholesky_ex(p.sig2)[1] == 0 if full else p.sig2 > 0
         _must(positive.all(), "start: sig2 must be positive" + (" definite" if full else ""))
-    if covariance == 'spherical':
-        p = p._replace(sig2=p.sig2[..., None].expand_as(p.mu))
     return p
 
 # %% ../../nbs/engine/24_mixture.ipynb #0000002c
@@ -320,28 +302,24 @@ class GaussianMixture:
     def __init__(
         self,
         n_components: int,  # J, number of Gaussians
-        covariance: str = 'diag',  # 'diag', 'spherical' or 'full'
+        covariance: str = 'diag',  # or 'full'
         *,
-        n_init: int = 1,  # starts; each data set keeps the best
         max_iter: int = 100,  # most iterations per start
         tol: float = 1e-3,  # stop when the mean log-likelihood changes by less, nats
         reg_covar: float = 1e-6,  # added to every variance, as in scikit-learn
         start: Params | tuple | None = None,  # (pi, mu, sig2) to start from; None: k-means++
         seed: int | None = None,  # of the k-means++ draws; None: torch's own generator
     ):
-        kinds = 'diag', 'spherical', 'full'
-        _must(covariance in kinds, f"covariance must be one of {kinds}, got {covariance!r}")
-        for name, v in dict(n_components=n_components, n_init=n_init, max_iter=max_iter).items():
+        told = f"covariance must be 'diag' or 'full', got {covariance!r}"
+        _must(covariance in ('diag', 'full'), told)
+        for name, v in dict(n_components=n_components, max_iter=max_iter).items():
             fits = isinstance(v, numbers.Integral) and not isinstance(v, bool) and v >= 1
             _must(fits, f"{name} must be an integer of at least 1, got {v!r}")
         for name, v in dict(tol=tol, reg_covar=reg_covar).items():
             fits = isinstance(v, numbers.Real) and 0 <= v < math.inf
             _must(fits, f"{name} must be a finite number of at least 0, got {v!r}")
-        same = "with an explicit start all restarts are equal"
-        _must(start is None or n_init == 1, f"{same}: n_init must be 1, got {n_init}")
-        self.n_components, self.covariance, self.n_init = n_components, covariance, n_init
-        self.max_iter, self.tol, self.reg_covar = max_iter, tol, reg_covar
-        self.start, self.seed = start, seed
+        self.n_components, self.covariance, self.max_iter = n_components, covariance, max_iter
+        self.tol, self.reg_covar, self.start, self.seed = tol, reg_covar, start, seed
 
     @torch.no_grad()
     def fit(
@@ -358,19 +336,14 @@ class GaussianMixture:
             _must((_data_moments(x, w)[1] > 0).all(), told)
         fixed = self.seed is not None and not x.is_meta
         g = torch.Generator(x.device).manual_seed(self.seed) if fixed else None
-        fits = []
-        for _ in range(self.n_init):
-            if self.start is None:
-                start = _start_params(x, J, w, kind, g, least)
-            else:
-                start = _start_of(self.start, x, J, kind)
-            fits.append(_em(x, w, start, kind, self.max_iter, self.tol, least))
-        fit = _best(fits)
+        if self.start is None:
+            start = _start_params(x, J, w, kind, g, least)
+        else:
+            start = _start_of(self.start, x, J, kind)
+        fit = _em(x, w, start, kind, self.max_iter, self.tol, least)
         told = "the log-likelihood is not finite: a component collapsed; raise reg_covar"
         _must(not may_look(x) or fit.lower_bound.isfinite().all(), told)
         self._exact = Params(*fit[:3])
-        if kind == 'spherical':
-            fit = fit._replace(sig2=fit.sig2[..., 0])
         for name, q in zip(fit._fields, fit):
             setattr(self, name, q.to(x.dtype) if q.is_floating_point() else q)
         self.params = Params(self.pi, self.mu, self.sig2)

@@ -5,7 +5,6 @@
 # %% ../../nbs/engine/17_moments.ipynb #4db91e4a
 from __future__ import annotations
 import itertools
-import math
 from typing import NamedTuple
 import torch
 import torch.nn.functional as F
@@ -92,45 +91,27 @@ def _about(x, x0, wide):
     return x.to(dtype) - x0[..., None].to(dtype)
 
 
-def _statistics_forward(x, x0, wide):
-    return [_phi(_about(x, x0, wide))]
-
-
-def _statistics_backward(x, x0, outs, grads, wide):
-    return [_phi_back(grads[0], _about(x, x0, wide)), None]
-
-
-def _statistics_shapes(x, x0, wide):
-    n, c, d, i = x.shape
-    return [x.new_empty(n, _n_stats(c, d), i, dtype=x0.dtype if wide else x.dtype)]
-
-
-def _statistics_definition(x, x0, wide):
-    return (_phi_definition(_about(x, x0.detach(), wide)),)
+def _statistics(*args):
+    return [_phi(_about(*args))]
 
 
 _statistics_of = FastOp(
     'statistics',
     2,
     'bool',
-    _statistics_forward,
-    _statistics_backward,
-    _statistics_shapes,
-    _statistics_definition,
+    _statistics,
+    lambda x, x0, outs, grads, wide: [_phi_back(grads[0], _about(x, x0, wide)), None],
+    _statistics,
+    lambda x, x0, wide: (_phi_definition(_about(x, x0.detach(), wide)),),
 )
 
 # %% ../../nbs/engine/17_moments.ipynb #6c6e4ae2
 class _Tiling(NamedTuple):
-    "How large tiles are, and when float64 is free."
+    "How large tiles are."
 
     numbers: int = 1 << 18  # numbers in a tile: 1 MB in float32, the size of a core's cache
     row: int = 1 << 14  # numbers in the votes of one part for a tile of wholes
     parts: int = 1024  # most parts in a tile of votes: rounding grows with the length of a sum
-    float64: bool | None = None  # whether products are done in it; None: where they are small
-
-    def free(self, small):
-        "Size below which products are done in float64."
-        return small if self.float64 is None else math.inf if self.float64 else 0.0
 
 # %% ../../nbs/engine/17_moments.ipynb #1f3b20ba
 def _slices(n, size, most, parts=1 << 30):
@@ -351,15 +332,10 @@ def _theta(a, t, sig2, maps, p_model):
     A = torch.einsum('njch,jph->ncpj', v, maps.pairs)
     u = torch.einsum('njch,jdh->ncdj', v * t, maps.W)
     const = F.logsigmoid(a) - (v * t * t).sum((-2, -1)) - log_size
-    diagonals = [-q.flatten(1, 2) for q in A.split(_lengths(maps.W.shape[1]), 2)]
+    diagonals = [-q.flatten(1, 2) for q in A.split([*range(maps.W.shape[1], 0, -1)], 2)]
     return torch.cat([*diagonals, 2 * u.flatten(1, 2), const[:, None]], 1)
 
 # %% ../../nbs/engine/17_moments.ipynb #5832ff4a
-def _lengths(d):
-    "How many products x_e x_{e+step} there are, step by step."
-    return list(range(d, 0, -1))
-
-
 def _pairs(W):
     "W [j, d, h] -> [j, p, h], its rows' products as in phi; those off the diagonal count twice."
     d = W.shape[1]
@@ -409,15 +385,14 @@ class _ByMoments:
         self.p, self.f, self.tile = p, _wide(p.a_inp).sigmoid(), tiling.numbers
         x = p.mu_inp.permute(0, 2, 3, 1).contiguous()
         self.parts = x, _weighted_mean(self.f, p.mu_inp)
-        self.phi = _statistics_of(*self.parts, self._in_float64(x, tiling))[0]
+        self.phi = _statistics_of(*self.parts, self._in_float64(x))[0]
         self.maps = self._about(self.parts[1])
 
-    def _in_float64(self, x, tiling):
+    def _in_float64(self, x):
         "Whether products are: small ones, and all where no value is read."
         (_, c, d, _), j = x.shape, self.p.B.shape[1]
         size = _n_samples(x) * _n_parts(self.p.a_inp, None) * j * _n_stats(c, d)
-        small = size < _FREE if tiling.float64 is None else tiling.float64
-        return small or not _on_cpu(x)
+        return size < _FREE or not _on_cpu(x)
 
     def _about(self, x0):
         p, j = self.p, self.p.B.shape[1]
@@ -610,7 +585,10 @@ class _Votes:
                 g_B -= pulled.sum(0, keepdim=True)
         if not self.shared:
             g_B += g_V.sum(0)
-        g_betas = [_by_part(g, self.betas[0]) for g in (D * g_gain, (D - f[..., None]) * g_gain)]
+        g_betas = [D * g_gain, (D - f[..., None]) * g_gain]
+        if len(self.betas[0]) == 1:
+            g_betas = [g.sum(1, keepdim=True) for g in g_betas]
+        g_betas = [g.sum(0) for g in g_betas]
         _add_to((grads.x, g_W, *grads.betas), (*_cast_back(g_V, self.x, self.maps[0]), *g_betas))
         return -(g_gain * self.betas[1]).sum(-1)  # f pays for what is ignored
 
@@ -620,19 +598,14 @@ def _add_to(places, gradients):
     for place, g in zip(places, gradients):
         place.add_(g)
 
-# %% ../../nbs/engine/17_moments.ipynb #fe5c5042
-def _by_part(g, like):
-    "[n, i, j] summed to the shape of `like`, [i|1, j]."
-    return g.sum(0) if like.shape[0] > 1 else g.sum(1, keepdim=True).sum(0)
-
 # %% ../../nbs/engine/17_moments.ipynb #b699adef
 _FEW = 1 << 17  # numbers in all votes below which float64 is free
 
 # %% ../../nbs/engine/17_moments.ipynb #op000005
-def _votes_sweep(f, x, W, B, use, ign, k, mu, v, free, row, numbers, parts, norm=None):
+def _votes_sweep(f, x, W, B, use, ign, k, mu, v, row, numbers, parts, norm=None):
     "The tiles of an iteration; few votes in float64."
     (n, i, c, _), (h, j) = x.shape, W.shape[2:]
-    to = _wide if n * i * j * c * h < free else (lambda t: t.to(x.dtype))
+    to = _wide if n * i * j * c * h < _FEW else (lambda t: t.to(x.dtype))
     cols = _slices(j, c * h, _most(row, x))
     rows = _slices(i, n * c * h * cols[0].stop, _most(numbers, x), parts)
     votes = _Votes(*(to(t) for t in (x, W, B, use, ign, k, mu, v)))
@@ -652,7 +625,7 @@ def _votes_backward(f, x, W, B, use, ign, k, mu, v, outs, grads, shares, *how):
     return list(_spread_all(sweep, outs[:4], grads[:4], outs[4], grads[4]))
 
 # %% ../../nbs/engine/17_moments.ipynb #op000007
-def _votes_shapes(f, x, W, B, use, ign, k, mu, v, shares, free, row, numbers, parts):
+def _votes_shapes(f, x, W, B, use, ign, k, mu, v, shares, row, numbers, parts):
     (n, i, c, _), (h, j) = x.shape, W.shape[2:]
     stats = [f.new_empty(shape) for shape in ((n, j), (n, j), (n, c, h, j), (n, c, h, j))]
     tiled = len(_slices(j, c * h, _most(row, x))) > 1 and k.shape[-1]
@@ -688,7 +661,7 @@ def _votes_definition(f, x, W, B, use, ign, k, mu, v, shares, *how):
 _votes = FastOp(
     'votes',
     9,
-    'bool float int int int',
+    'bool int int int',
     _votes_forward,
     _votes_backward,
     _votes_shapes,
@@ -705,7 +678,7 @@ class _ByVotes:
         by_j = [t.expand(-1, j, -1, -1).permute(0, 2, 3, 1).contiguous() for t in (p.W, p.B)]
         betas = [t.expand(-1, j) for t in (p.beta_use, p.beta_ign)]
         self.fixed = self.f, p.mu_inp.contiguous(), *by_j, *betas
-        self.settings = tiling.free(_FEW), tiling.row, tiling.numbers, tiling.parts
+        self.settings = tiling.row, tiling.numbers, tiling.parts
 
     def model(self, a, mu, sig2):
         "k [n, j], mu and v [n, c, h, j] of `_Votes`."
@@ -717,10 +690,14 @@ class _ByVotes:
         (n, _, c, _), h = self.p.mu_inp.shape, self.p.B.shape[-1]
         return [self.f.new_empty(shape) for shape in ((n, 0), (n, c, h, 0), (n, c, h, 0))]
 
+    def statistics(self, *model_and_shares):
+        "Gain and mass [n, j], means and squared gaps [n, c, h, j], R."
+        return _votes(*self.fixed, *model_and_shares, *self.settings)
+
     def step(self, model, shares):
         "a [n, j], mu and raw variance [n, j, c, h] after an E-step with `model`, if any; and R."
         model = self.nothing() if model is None else self.model(*model)
-        a, mass, mean, squares, R = _votes(*self.fixed, *model, shares, *self.settings)
+        a, mass, mean, squares, R = self.statistics(*model, shares)
         mass, eps_m = mass[:, None, None], self.p.eps.mass
         mu = mean * (mass / (mass + eps_m))
         var = (squares + mass * (mean - mu).square()) / (mass + eps_m)
@@ -730,10 +707,6 @@ class _ByVotes:
 def _run_stream(p: Problem, tiling: _Tiling = _Tiling()):
     "A `Plan`'s `run`."
     return _routed(_ByVotes(p, tiling))
-
-# %% ../../nbs/engine/17_moments.ipynb #fd3a7f33
-def _refuse_moments(s):
-    return '' if s.shared else "moments need maps shared by all inputs (n_inp=None)"
 
 # %% ../../nbs/engine/17_moments.ipynb #770cb6e2
 def _cost_moments(s):
@@ -750,5 +723,6 @@ def _cost_stream(s):
     return 2e-3 + s.n * s.i * s.j * (4e-9 * s.c * s.h + 1e-10 * s.c * s.d * s.h + 4e-9)
 
 # %% ../../nbs/engine/17_moments.ipynb #7b9b156c
-plans['moments'] = Plan(_run_moments, _refuse_moments, _cost_moments)
+unshared = "moments need maps shared by all inputs (n_inp=None)"
+plans['moments'] = Plan(_run_moments, lambda s: '' if s.shared else unshared, _cost_moments)
 plans['stream'] = Plan(_run_stream, lambda s: '', _cost_stream)
