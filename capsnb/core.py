@@ -34,7 +34,8 @@ from torch import Tensor
 __all__ = ['palette', 'seed_everything', 'plot_style', 'film']
 
 # %% ../nbs/00_core.ipynb #cf324b7a
-_Tuple, _Class = TypeVar('_Tuple'), TypeVar('_Class')
+_Tuple = TypeVar('_Tuple')
+_Class = TypeVar('_Class')
 
 
 def from_generator(cls: type[_Tuple]) -> type[_Tuple]:  # the same, changed in place
