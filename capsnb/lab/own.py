@@ -240,7 +240,7 @@ def _keys(part) -> list:
             row[k] = row[k]['bytes'] or Path(row[k]['path']).read_bytes()
         return hashlib.sha256(repr(sorted(row.items())).encode()).hexdigest()
 
-    return [key(row) for row in part]
+    return [key(dict(zip(b, row))) for b in part.iter(100) for row in zip(*b.values())]
 
 
 def _cut(labels: list, keys: list, held: float) -> tuple:
@@ -568,7 +568,7 @@ class OwnTable(OwnTask):
             return tuple(self.known['columns'])
         part, left, numbers = self.parts.splits['train'], {}, {}
         for k in (k for k in part.column_names if k != self.label):
-            values, none, odd = _floats(part[k])
+            values, none, odd = _floats(part[k][:])
             if odd:
                 no = f"{len(odd):,} of {len(part):,} no numbers: {odd[0]!r:.20}"
                 left[k] = f"column {k!r} ({no})"
@@ -609,7 +609,7 @@ class OwnTable(OwnTask):
         "[n, i] in double precision; NaN: no number."
         rows = []
         for k in self.read:
-            values, _, odd = _floats(_column(part, k, where)[k])
+            values, _, odd = _floats(_column(part, k, where)[k][:])
             if odd:
                 said = f"in the column {k!r} of {where}, got {odd[0]!r:.40}"
                 raise ValueError(f"expected numbers {said}")
@@ -667,7 +667,7 @@ class OwnTexts(Sentiment):
         out = {}
         for k in splits:
             part, labels = self.parts.splits[k], self.parts.labels[k]
-            texts = list(_column(part, self.text, k)[self.text])
+            texts = _column(part, self.text, k)[self.text][:]
             for n, text in enumerate(texts):
                 if not isinstance(text, str) or not text.strip():
                     told = f"got {text!r:.60} in row {n} of {k}"

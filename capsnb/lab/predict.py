@@ -135,7 +135,7 @@ def read(loaded: Loaded, words: list) -> tuple:  # names; things for `predict`
         elif is_file and not many and path.suffix.lower() in _readers:
             column = getattr(loaded.task, 'text', 'text')
             found += [
-                t for part in _splits(word).values() for t in _column(part, column, word)[column]
+                t for part in _splits(word).values() for t in _column(part, column, word)[column][:]
             ]
         elif is_file:
             found += [path] if many else path.read_text(encoding='utf-8').splitlines()
