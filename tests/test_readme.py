@@ -100,7 +100,7 @@ def commands():
 def test_the_two_commands():
     assert commands() == [
         "pip install '.[train]' && capsnb demo",
-        "pip install -e '.[dev]' && nbdev_test && pytest",
+        "pip install --no-compile -e '.[dev]' && nbdev_test && pytest",
     ]
 
 
