@@ -137,9 +137,7 @@ def seed_everything(seed: int) -> int:  # the same, an integer from 0 to 2**32 -
     return seed
 
 # %% ../nbs/00_core.ipynb #0000000a
-def pick_device(
-    name: str | None = None,  # 'cpu', 'cuda', 'cuda:1', 'mps'; None: the best available
-) -> torch.device:  # a device that exists on this machine
+def pick_device(name: str | None = None) -> torch.device:  # a device that exists on this machine
     "The device to run on; `ValueError` when a named one is not available."
     there = [f'cuda:{k}' for k in range(torch.cuda.device_count())]
     there += ['mps'] if torch.backends.mps.is_available() else []
@@ -173,10 +171,7 @@ def from_bytes(images: Tensor) -> Tensor:  # float32 in [0, 1] from bytes; float
     return images.float() / 255 if images.dtype == torch.uint8 else images
 
 # %% ../nbs/00_core.ipynb #00000015
-def run_record(
-    seed: int | None = None,  # the seed, if one was set
-    **extra,  # whatever else should be remembered (data set, sizes, metrics)
-) -> dict:  # JSON-ready: command, seed, commit, device, versions, date, and `extra`
+def run_record(seed: int | None = None, **extra) -> dict:  # JSON-ready
     "What is needed to repeat a run."
     try:
         commit = subprocess.run(

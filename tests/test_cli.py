@@ -192,7 +192,7 @@ def test_a_link_in_a_run_leads_nowhere(tmp_path, name):
     assert precious.read_text() == 'years of work' and (run / name).is_symlink()
 
 
-somebodys = {'metrics.json': '"mine"', 'settings.json': '{}'}, {'poses.png': 'mine'}
+somebodys = {'metrics.json': '"mine"', 'settings.json': '{}'}, {'drawings.png': 'mine'}
 somebodys += ({'report.html': 'mine'}, {'checkpoints/checkpoint-7/model.safetensors': 'mine'})
 
 

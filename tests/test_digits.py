@@ -97,16 +97,6 @@ def test_a_run_with_every_note(tmp_path):
     assert found == pytest.approx(m['valid_accuracy'])
 
 
-def test_without_validation_all_pictures_are_trained_on(folder):
-    options = dict(folder=folder, official=False)
-    both, task = opened('mnist', **options), Digits('mnist', validate=False, **options)
-    whole = task.open('train+validation')
-    for k, v in whole.items():
-        assert v.equal(torch.cat([both[s][k] for s in ('train', 'validation')]))
-    few = Digits('mnist', 30, validate=False, **options).open('train+validation')
-    assert few['image'].equal(whole['image'][evenly(whole['label'], 30)])
-
-
 def test_the_test_decides_nothing(tmp_path, monkeypatch):
     whole = Digits.open
     a = trained(tmp_path / 'a')

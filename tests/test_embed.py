@@ -240,16 +240,6 @@ def test_equal_texts_are_read_once(counted, tmp_path):
         some.places([0])  # the same text as 2, but it was not asked for
 
 
-def test_a_folder_of_something_else_is_left_alone(encoders, tmp_path):
-    (tmp_path / 'e').mkdir()
-    (tmp_path / 'e' / 'thesis.txt').write_text('all of it')
-    with pytest.raises(ValueError, match='holds no cache'):
-        cached(encoders['gpt2'], tmp_path / 'e')
-    assert [p.name for p in (tmp_path / 'e').iterdir()] == ['thesis.txt']
-    with pytest.raises(ValueError, match='holds no cache'):
-        EmbeddingCache(tmp_path / 'e')
-
-
 def old_cache(folder, encoder, number=1):
     "as the first two formats were: a file of numbers, one of lengths and hashes, one of checksums"
     header = dict(cached(encoder, folder / 'new').header, format=f'capsnb embeddings {number}')
@@ -310,6 +300,13 @@ def test_any_flipped_byte_and_any_cut_is_found(encoders, tmp_path, name):
 
 def test_each_kind_of_wrong_cache(folders, encoders, tmp_path):
     enc, at = encoders['gpt2'], tmp_path / 'c'
+    at.mkdir()
+    (at / 'thesis.txt').write_text('all of it')
+    for f in (lambda at: cached(enc, at), EmbeddingCache):
+        with pytest.raises(ValueError, match='holds no cache'):
+            f(at)
+    assert bytes_in(at) == {'thesis.txt': b'all of it'}
+    (at / 'thesis.txt').unlink()
     cached(enc, at)
     other = opened(tiny_transformer(tmp_path / 'other', TEXTS, seed=1))
     one, endless = (opened(folders['gpt2'], **kw) for kw in (dict(layers=[1]), dict(end=None)))

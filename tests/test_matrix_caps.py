@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 from capsnb.engine.layers import ClassCaps, ConvCaps, PrimaryCaps
 from capsnb.lab.matrix_caps import MatrixCapsNet, _start_weights, presets, routing_settings
-from capsnb.lab.objects import PairCrops, PairDeck, Toys
+from capsnb.lab.objects import PairCrops, Toys
 from capsnb.lab.runs import checked_network
 from capsnb.lab.train import fit_decks
 from capsnb.lab.vision import ConvTrunk, n_params, norb_trunk
@@ -32,7 +32,7 @@ def toys(tmp_path_factory):
 
 def train_on(toys, net, folder, **kw):
     "Two epochs of three steps."
-    decks = [PairDeck(toys.open(s), 0 if s == 'train' else None) for s in splits]
+    decks = [toys.deck('cnn', s, 0 if s == 'train' else None) for s in splits]
     recipe = dict(toys.recipe('matrix-caps'), epochs=2, seed=0)
     how = dict(device='cpu', progress=False, **kw)
     return fit_decks(net, *decks, PairCrops(32), folder, recipe, **how)

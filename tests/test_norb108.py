@@ -25,7 +25,6 @@ def test_the_task_from_files_to_result(tmp_path):
     assert found['accuracy'] == m['test_accuracy'] and found['n'] == 100
     assert found['names'][5] == 'none' and len(found['confusion']) == 6
     assert list(found['by_degrees']['azimuth']) == [0, 120]  # no angle where there is no toy
-    assert task.draw('dstep', load_run(out, 'cpu', task).network, tmp_path).is_file()
     assert task_named('norb').size == 108
 
 

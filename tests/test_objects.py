@@ -8,10 +8,11 @@ from capsnb import cli
 from capsnb.lab import objects
 from capsnb.data.views import tiny_smallnorb
 from capsnb.lab import tasks
-from capsnb.lab.objects import PairDeck, PairMixup, SmallNORB, Toys
+from capsnb.lab.objects import PairMixup, SmallNORB, Toys
 from capsnb.lab.runs import task_of
 from capsnb.lab.report import candidates, ground
 from capsnb.lab.tasks import evaluate, load_run, train
+from capsnb.lab.train import BaseDeck
 
 
 @pytest.fixture(scope='module')
@@ -36,8 +37,8 @@ def run(cache, tmp_path_factory):
 
 
 def thrown(shift, alpha, n=400):
-    data = dict(images=torch.zeros(n, 2, 8, 8).byte(), category=torch.zeros(n).long())
-    return PairMixup(5, shift, alpha)(PairDeck(data, seed=3).__getitems__(list(range(n))))
+    deck = BaseDeck(3, images=torch.zeros(n, 2, 8, 8).byte(), labels=torch.zeros(n).long())
+    return PairMixup(5, shift, alpha)(deck.__getitems__(list(range(n))))
 
 
 def test_shares_of_mixup_are_symmetric_and_one_for_each_pair():

@@ -86,6 +86,8 @@ def test_other_layers_are_no_start(place):
     note = load_run(place / 'sstnet', 'cpu').note
     with pytest.raises(ValueError, match=r'another way .* layers \[0, 1, 2\] there, \[0, 2\] here'):
         begin_with(SSTNet(2, 8), place / 'sstnet', note | dict(layers=[0, 2]))
+    with pytest.raises(ValueError, match='no layer of .* has the shape'):
+        begin_with(SSTNet(1, 3, 7, 5, 3, 2), place / 'sstnet', note)
     with pytest.raises(ValueError, match='a run cannot begin with itself'):
         own = dict(start=place / 'sstnet', overwrite=True)
         train(task(place, 'sst5'), 'sstnet', place / 'sstnet', **own, **quiet)
@@ -98,9 +100,3 @@ def test_seeds_of_one_setting_are_not_those_of_another(place, tmp_path):
     for more, code in (('', 0), ('', 0), (' --net vectors', 1), (f' --start {place}/sstnet', 1)):
         r = CliRunner().invoke(make_app(), (line + more + ' --no-progress').split())
         assert r.exit_code == code and (not code or 'holds another study' in r.stderr), r.output
-
-
-def test_nothing_that_fits(place):
-    note, net = load_run(place / 'sstnet', 'cpu').note, SSTNet(1, 3, 7, 5, 3, 2)
-    with pytest.raises(ValueError, match='no layer of .* has the shape'):
-        begin_with(net, place / 'sstnet', note)

@@ -16,7 +16,7 @@ import secrets
 import stat
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.request import Request, urlopen
 import torch
@@ -32,14 +32,9 @@ def cache_folder(name: str) -> Path:  # its folder; it need not exist yet
     return Path(os.environ.get('XDG_CACHE_HOME') or '~/.cache').expanduser() / 'capsnb' / name
 
 # %% ../../nbs/data/32_files.ipynb #0000000c
-def find_folder(
-    name: str,  # of the data set: its sub-folder of CAPSNB_DATA and of the cache
-    names: Sequence[str],  # the files that must be there
-    folder: str | Path | None = None,  # where they are said to be; None: CAPSNB_DATA, the cache
-    subs: Sequence[str] = (),  # further sub-folders that may hold them
-    endings: Sequence[str] = ('',),  # what may follow a name
-) -> Path | None:  # the folder that holds all of them; None if there is none
-    "Find the folder of a data set; `FileNotFoundError` if a named folder does not hold it."
+def find_folder(name: str, names, folder=None, subs=(), endings=('',)) -> Path | None:  # its folder
+    """Find the folder that holds all `names`, each with one of the endings: `folder`, CAPSNB_DATA,
+    the cache, or below; None: nowhere; `FileNotFoundError` if a named folder does not hold them."""
     held = lambda p: [o for o in names if any((p / f'{o}{end}').is_file() for end in endings)]
     given, cache = folder is not None, cache_folder(name)
     named = folder if given else os.environ.get('CAPSNB_DATA')
@@ -180,10 +175,7 @@ _words = {int: 'a whole number', float: 'a number', str: 'a text', bool: 'true o
 _words |= {list: 'a list', dict: 'an object', None: 'null'}
 
 
-def read_json(
-    path: str | Path,  # of the file
-    **fields,  # name -> type, or tuple of types, of an entry that must be there; None: null
-) -> dict:  # the note
+def read_json(path: str | Path, **fields) -> dict:  # the note
     "Read a note; `ValueError` in one sentence when it is damaged or lacks an entry of its type."
     try:
         note = json.loads(regular(path).read_bytes())
@@ -246,9 +238,7 @@ def read_array(path: str | Path, parse: Callable, md5=None, size=None) -> Tensor
     return torch.from_numpy(flat).view(shape)
 
 # %% ../../nbs/data/32_files.ipynb #2b2cb179
-def _pictures(
-    column,  # Tensor, NumPy array, or list of those or of PIL images
-) -> Tensor:  # float32 [n, channels, rows, columns]
+def _pictures(column) -> Tensor:  # float32 [n, channels, rows, columns]
     "Pictures for a network; `ValueError` for other shapes and types, and for NaN."
     np = need('numpy')
     if not isinstance(column, (Tensor, np.ndarray)):
@@ -279,9 +269,7 @@ def _plain(picture):  # a NumPy array
     return need('numpy').asarray(picture)
 
 
-def columns_of(
-    data,  # datasets.Dataset, or a dict of columns: image (or images) and label (or labels)
-) -> tuple:  # pictures [n, channels, rows, columns] and labels [n]
+def columns_of(data) -> tuple:  # pictures [n, channels, rows, columns] and labels [n]
     "Pictures and labels of a data set; `ValueError` says what is missing, or wrong with them."
     there = list(getattr(data, 'column_names', data))
     names = [next((k for k in (one, f'{one}s') if k in there), None) for one in ('image', 'label')]
@@ -336,10 +324,7 @@ def first_line(e: Exception) -> str:  # of its message; the name of its class wh
 
 
 @contextlib.contextmanager
-def in_words(
-    what: str,  # cannot be done
-    but: tuple = (ImportError,),  # errors that pass as they are
-):
+def in_words(what: str, but: tuple = (ImportError,)):  # cannot be done; what passes as it is
     "What a library says of unusable files in one sentence, `OSError` or `ValueError`."
     try:
         yield

@@ -31,10 +31,7 @@ class Tree(NamedTuple):
         "Label of the whole sentence."
         return self.nodes[0][2]
 
-    def parts(
-        self,
-        k: int,  # index of a phrase, 0 to 2n-2
-    ) -> tuple[int, ...]:  # indices of its left and right part; () for a single word
+    def parts(self, k: int) -> tuple[int, ...]:  # () for a word
         "The two phrases that phrase `k` is made of."
         start, end, _ = self.nodes[k]
         return () if end - start == 1 else (k + 1, k + 2 * (self.nodes[k + 1][1] - start))
@@ -52,10 +49,7 @@ def _write(tree: Tree, k: int) -> str:
 _phrase = re.compile(r'\(([0-4]) (?:([^()\x00-\x20\x7f]+)\))?')  # '(3 ' opens, '(3 word)' is whole
 
 
-def parse_tree(
-    line: str,  # one tree in bracket notation, without a line end
-    where: str = 'line 1',  # where the line comes from, for messages
-) -> Tree:  # the tree, such that str(tree) == line
+def parse_tree(line: str, where: str = 'line 1') -> Tree:  # the tree, such that str(tree) == line
     "Read one tree; `ValueError` with `where` and the column for anything else."
     words, nodes, above, at = [], [], [], 0  # above: open phrases, and how many parts each has
 
@@ -92,13 +86,8 @@ def restore(word: str) -> str:  # as the treebank spells it, and as it is writte
     return _brackets.get(word) or plain
 
 
-def phrase_text(
-    tree: Tree,  # a sentence
-    start: int = 0,  # first word
-    end: int | None = None,  # the word after the last; None: to the end
-    raw: bool = False,  # words as the file spells them, not restored
-) -> str:  # words with one blank between two
-    "The text of a phrase."
+def phrase_text(tree: Tree, start=0, end: int | None = None, raw: bool = False) -> str:  # its words
+    "The text of a phrase, with one blank between two words; raw: as the file spells them."
     words = tree.words[start:end]
     return ' '.join(words if raw else map(restore, words))
 
@@ -160,10 +149,7 @@ def read_trees(path: str | Path) -> list[Tree]:  # a text file with one tree a l
     return trees
 
 # %% ../../nbs/data/38_sst.ipynb #00000026
-def unique_phrases(
-    trees: Sequence[Tree],  # sentences, one for each line of a file
-    where: str = 'trees',  # the file, for messages
-) -> list[tuple[int, int, int, int]]:  # (tree, start, end, label) where each first occurs
+def unique_phrases(trees: Sequence[Tree], where: str = 'trees') -> list:  # tree, start, end, label
     "Phrases that differ in their words; `ValueError` if one occurs with two labels."
     first = {}
     for t, tree in enumerate(trees):
@@ -184,9 +170,7 @@ archive = dict(
 )
 
 
-def find_sst(
-    folder: str | Path | None = None,  # of the files, or whose sub-folder `sst` or `trees` is
-) -> Path:  # the folder with train.txt, dev.txt and test.txt
+def find_sst(folder: str | Path | None = None) -> Path:  # the folder of the files
     "Find the treebank, or download it; `FileNotFoundError` or `ConnectionError` if that fails."
     if found := find_folder('sst', list(files.values()), folder, ('trees',)):
         return found
@@ -212,11 +196,9 @@ _sums = dict(
 )
 
 
-def read_sst(
-    folder: str | Path | None = None,  # as for find_sst
-    official: bool = True,  # must be the Stanford Sentiment Treebank's; False: any treebank
-) -> dict[str, list[Tree]]:  # trees of the splits 'train', 'validation', 'test'
-    "Find and read the treebank; `ValueError` with file and line for a damaged or changed file."
+def read_sst(folder=None, official: bool = True) -> dict[str, list[Tree]]:  # split -> trees
+    """Find and read the treebank; official: it must be Stanford's. `ValueError` with file and line
+    for a damaged or changed file."""
     folder = find_sst(folder)
     trees = {split: read_trees(folder / name) for split, name in files.items()}
     for split, some in trees.items() if official else ():

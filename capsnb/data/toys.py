@@ -30,16 +30,9 @@ factors = dict(  # codes: 30° + 5° elevation, 10° azimuth
 columns = ('category', 'instance', 'elevation', 'azimuth', 'lighting')
 
 # %% ../../nbs/data/34_toys.ipynb #00000061
-def draw(
-    category: int | str,  # 0 to 4, or its name
-    instance: int,  # 0 to 9
-    rows: Tensor,  # [n, 3], long: codes of elevation, azimuth (0 to 34, even) and lighting
-    size: int = 96,  # pixels per side
-    seed: int = 0,  # which fifty toys
-    world: World = World(),  # knobs of difficulty
-    grain: Tensor | None = None,  # `grain_table(seed, 2**20 + size**2)`, to save making it
-) -> Tensor:  # [n, 2, size, size], uint8
-    "Stereo pairs of one toy; `ValueError` for codes, toys or knobs that do not exist."
+def draw(category, instance, rows, size=96, seed=0, world=World(), grain=None) -> Tensor:  # pairs
+    """Stereo pairs uint8 [n, 2, size, size] of one toy, by codes of elevation, azimuth and lighting
+    [n, 3]; grain: of `grain_table`. `ValueError` for codes, toys or knobs that do not exist."""
     for k, name in enumerate(factors):
         if odd := set(rows[:, k].tolist()) - set(factors[name]):
             raise ValueError(f"{name} must be one of {factors[name]}, got {odd.pop()}")
@@ -113,15 +106,8 @@ def _spread(rows: Tensor, pairs: int, key: str) -> Tensor:  # indices of a draw,
 version = 2  # of the pictures: another number for any change that changes a byte
 
 
-def cache_of(
-    split: str,  # 'train' or 'test'
-    size: int,  # pixels per side
-    rows: Tensor,  # of `plan`
-    seed: int,  # which fifty toys
-    world: World,  # knobs of difficulty
-    cache: str | Path | None = None,  # None: XDG_CACHE_HOME or ~/.cache, capsnb/toys
-) -> Path:  # the folder
-    "Where a split is kept; `ValueError` as for `load_toys`."
+def cache_of(split, size, rows: Tensor, seed, world: World, cache=None) -> Path:  # the folder
+    "Where these rows of a split are kept; `ValueError` as for `load_toys`."
     check_world(world, seed)
     _check_size(size)
     made = [version, 'a file a toy', size, seed, split, list(world), rows.tolist()]

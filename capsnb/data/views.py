@@ -178,7 +178,9 @@ def tiny_smallnorb(
     return Path(folder)
 
 
-def _write(folder: str | Path, name, image: Tensor, rows: Tensor, gz: bool):  # a set of files
+def _write(
+    folder: str | Path, name, image: Tensor, rows: Tensor, gz: bool = False
+):  # a set of files
     Path(folder).mkdir(parents=True, exist_ok=True)
     for kind, x in dict(dat=image, cat=rows[:, 0].int(), info=rows[:, 1:].int()).items():
         write_matrix(Path(folder, f"{name(kind)}{'.gz' * gz}"), x)
@@ -201,11 +203,7 @@ def _read_three(folder: str | Path, name, known, n_columns: int) -> tuple:
     return got['dat'], columns, info
 
 
-def read_split(
-    folder: str | Path,  # with the split's three files
-    split: str,  # 'train' or 'test'
-    official: bool = True,  # must be smallNORB's by MD5; False: any in its format, of any size
-) -> dict[str, Tensor]:  # image uint8 [n, 2, h, w], codes int64 [n]
+def read_split(folder: str | Path, split: str, official: bool = True) -> dict:  # image, codes [n]
     "Read a split's three files; `ValueError` names file and byte of what is wrong."
     files = {kind: norb_files[split, kind] for kind in _kinds}
     known = lambda kind: (files[kind].md5, files[kind].unpacked) if official else ()
@@ -241,29 +239,12 @@ def valid_mask(columns: Mapping, valid_instances: Sequence = (9,)) -> Tensor:  #
         raise ValueError(f"valid_instances: expected {some}, got {valid_instances!r}")
     return torch.isin(of, torch.tensor(sorted(wanted), dtype=torch.long))
 
-
-_familiar = dict(azimuth=(30, 32, 34, 0, 2, 4), elevation=(0, 1, 2))  # codes
-
-
-def viewpoint_split(columns: Mapping, by: str = 'azimuth') -> tuple:  # bool [n] each
-    "Familiar and novel viewpoints; `ValueError` for an unknown factor."
-    if by not in _familiar:
-        raise ValueError(f"by: expected 'azimuth' or 'elevation', got {by!r}")
-    of = _column(columns, by)
-    known = torch.isin(of, torch.tensor(_familiar[by]))
-    return known, ~known
-
 # %% ../../nbs/data/35_views.ipynb #00000046
 splits = ('train', 'validation', 'test')
 
 
-def open_smallnorb(
-    split: str = 'train',  # 'train', 'validation' or 'test'
-    folder: str | Path | None = None,  # as for find_smallnorb, or 'hub:NAME': a copy on the Hub
-    valid_instances: Sequence[int] = (9,),  # held back from 'train' for 'validation'; (): none
-    official: bool = True,  # the files must be smallNORB's by MD5; False: any in its format
-) -> dict[str, Tensor]:  # image uint8 [n, 2, 96, 96] and the five codes, int64 [n]
-    "A split as tensors; `ValueError` for a damaged or other file, `FileNotFoundError` for none."
+def open_smallnorb(split='train', folder=None, valid_instances=(9,), official=True):  # dict
+    "A split as tensors: image uint8 [n, 2, 96, 96] and five codes [n]; else as `load_smallnorb`."
     source = _source(split, valid_instances)
     if str(folder).startswith('hub:'):
         data = _from_hub(str(folder)[4:], source, official)
@@ -307,7 +288,7 @@ def _from_hub(name: str, split: str, official: bool) -> dict[str, Tensor]:  # as
 
 
 def load_smallnorb(
-    folder: str | Path | None = None,  # as for open_smallnorb
+    folder: str | Path | None = None,  # of its files, or 'hub:NAME': a copy on the Hub
     split: str | None = None,  # 'train', 'validation' or 'test': only that one
     valid_instances: Sequence[int] = (9,),  # held back from 'train' for 'validation'; (): none
     official: bool = True,  # the data must be smallNORB's; False: any in its format
@@ -343,6 +324,7 @@ def as_tensors(dataset) -> dict[str, Tensor]:  # image uint8 [n, 2, h, w], five 
 # %% ../../nbs/data/35_views.ipynb #5cc07477
 _norb_site = 'https://cs.nyu.edu/~ylclab/data/norb-v1.0/'
 _norb_parts = dict(train=range(1, 11), test=range(1, 3))  # numbers of the sets of files
+_few = dict(train=(1, 2), test=(1,))  # of a tiny one
 norb_size = 29_160, 2, 108, 108  # of a set
 
 
@@ -351,14 +333,9 @@ def norb_name(split: str, part: int, kind: str) -> str:  # without .gz
     return _file_name(split, f'{part:02}-{kind}', '', '108x108')
 
 
-def open_norb(
-    split: str = 'train',  # 'train', 'validation' or 'test'
-    folder: str | Path | None = None,  # with the files, or whose sub-folder `norb` has them
-    parts: Sequence[int] | None = None,  # numbers of the sets to read; None: all of the split's
-    valid_instances: Sequence[int] = (9,),  # held back from 'train' for 'validation'; (): none
-    official: bool = True,  # sets must be of `norb_size`; False: of any size
-) -> dict:  # image uint8 [n, 2, 108, 108]; codes [n], jitter [n, 6], int64
-    "A split of NORB jittered-cluttered; `ValueError`, `FileNotFoundError` as for smallNORB."
+def open_norb(split='train', folder=None, parts=None, valid_instances=(9,), official=True):  # dict
+    """A split of NORB jittered-cluttered: image uint8 [n, 2, 108, 108], codes [n], jitter [n, 6];
+    parts: numbers of the sets to read; official: of `norb_size`. Errors as for smallNORB."""
     source, found = _source(split, valid_instances), []
     parts = list(_norb_parts[source] if parts is None else parts)
     names = [norb_name(source, k, kind) for k in parts for kind in _kinds]
@@ -380,14 +357,7 @@ def open_norb(
     return {name: torch.cat([o[name] for o in found]) for name in found[0]}
 
 
-def tiny_norb(
-    folder: str | Path,  # where to
-    size: int = 108,  # pixels of a side
-    elevations: Sequence[int] = (0, 8),  # codes
-    azimuths: Sequence[int] = (0, 6),  # codes
-    parts: Mapping[str, Sequence[int]] = dict(train=(1, 2), test=(1,)),  # sets to write
-    gz: bool = False,  # gzipped
-) -> Path:  # folder
+def tiny_norb(folder, size=108, elevations=(0, 8), azimuths=(0, 6), parts=_few):  # folder
     "Write shifted test cards before noise, and noise alone, as files of NORB jittered-cluttered."
     for split, part in ((split, k) for split in parts for k in parts[split]):
         order = itertools.product(instances[split], elevations, azimuths, (0,), range(6))
@@ -403,20 +373,11 @@ def tiny_norb(
         seen = rows[:, 1:].masked_fill(rows[:, :1] == 5, -1)
         told = torch.cat((rows[:, :1], seen, jitter), 1)
         name = lambda kind: norb_name(split, part, kind)
-        _write(folder, name, torch.where(toy, moved, noise), told, gz)
+        _write(folder, name, torch.where(toy, moved, noise), told)
     return Path(folder)
 
 # %% ../../nbs/data/35_views.ipynb #65924257
-eth80_categories = (
-    'apple',
-    'car',
-    'cow',
-    'cup',
-    'dog',
-    'horse',
-    'pear',
-    'tomato',
-)  # folders 1 to 8
+eth80_categories = tuple('apple car cow cup dog horse pear tomato'.split())  # folders 1 to 8
 _rings = {  # polar angle -> azimuths, in degrees
     0: (0,),
     22: (0, 90, 180, 270),
@@ -453,11 +414,7 @@ def parse_name(path: str | Path) -> Photo:  # such that str(photo) is the name w
     return Photo(eth80_categories.index(match[1]), int(match[2]), viewpoints.index(view))
 
 # %% ../../nbs/data/35_views.ipynb #0000000c
-def tiny_eth80(
-    folder: str | Path,  # made if it is not there
-    size: int = 16,  # pixels per side
-    masks: bool = True,  # whether to draw them
-) -> Path:  # the folder, with 3,280 drawn photographs
+def tiny_eth80(folder: str | Path, size: int = 16, masks: bool = True) -> Path:  # the folder
     "Draw a data set of our own under ETH-80's names."
     folder, image, numbers = Path(folder), need('PIL.Image'), [*range(1, 11)]
     for k, category in enumerate(eth80_categories):
@@ -528,12 +485,11 @@ def list_eth80(folder: str | Path) -> tuple:  # 3,280 paths of photographs, and 
     return photos, masks
 
 # %% ../../nbs/data/35_views.ipynb #00000020
-def open_eth80(
-    folder: str | Path | None = None,  # as for find_eth80
-) -> dict[str, Tensor]:  # image uint8 [3280, 3, h, w], mask bool [3280, h, w] if any, and labels
+def open_eth80(folder: str | Path | None = None) -> dict[str, Tensor]:  # name -> [3280, ...]
     """Photographs by B. Leibe and B. Schiele, "Analyzing Appearance and Contour Based Methods for
-    Object Categorization" (CVPR 2003), free for research; with category, instance, polar and
-    azimuth [3280]. `ValueError` for missing or damaged files, `FileNotFoundError` for none."""
+    Object Categorization" (CVPR 2003), free for research: image uint8 [3280, 3, h, w], mask if
+    there is one, category, instance, polar, azimuth. `ValueError` for missing or damaged files,
+    `FileNotFoundError` for none."""
     place = find_eth80(folder).resolve()
     stamps = ((o, s.st_size, s.st_mtime_ns) for o in place.rglob('*.png') for s in [o.stat()])
     return {**_read_all(place, tuple(sorted(stamps))), **_labels()}
@@ -575,12 +531,8 @@ def _labels() -> dict[str, Tensor]:  # in the order of the files
     return dict(**objects, polar=polar.contiguous(), azimuth=azimuth.contiguous())
 
 # %% ../../nbs/data/35_views.ipynb #00000029
-def object_split(
-    columns: Mapping,  # with 'instance'
-    fold: int = 0,  # which objects to test, from 0
-    folds: int = 10,  # 10, 5 or 2: an object of each category is tested in one of them
-) -> dict[str, Tensor]:  # 'train', 'validation', 'test': bool [n], True in one of them
-    "Objects to train on, choose by and test on; `ValueError` for folds that there are not."
+def object_split(columns: Mapping, fold: int = 0, folds: int = 10) -> dict:  # split -> bool [n]
+    "Objects to train on, choose by and test on, each in one fold; `ValueError` for no such fold."
     if folds not in (2, 5, 10) or fold not in range(folds):
         raise ValueError(f"expected a fold from 0 of 2, 5 or 10, got fold {fold!r} of {folds!r}")
     of = torch.as_tensor(columns['instance'])
@@ -588,10 +540,7 @@ def object_split(
     return dict(train=~test & ~held, validation=held, test=test)
 
 
-def familiar_views(
-    columns: Mapping,  # with 'polar' and 'azimuth', in degrees
-    by: str = 'azimuth',  # or 'polar'
-) -> Tensor:  # bool [n]; the others are novel
+def familiar_views(columns: Mapping, by: str = 'azimuth') -> Tensor:  # [n] bool
     "Viewpoints to train on."
     of = torch.as_tensor(columns[by])
     return of == 90 if by == 'polar' else (of <= 60) | (of >= 300)
@@ -600,15 +549,9 @@ def familiar_views(
 backgrounds = ('kept', 'masked', 'replaced')
 
 
-def eth80_images(
-    data: Mapping,  # of `open_eth80`
-    rows: Tensor,  # [n] numbers of photographs
-    size: int,  # pixels per side
-    colour: bool = False,  # False: grey
-    background: str = 'kept',  # a name of `backgrounds`
-    seed: int = 0,  # of the new backgrounds
-) -> Tensor:  # uint8 [n, 3, size, size], or [n, 1, size, size]
-    "Photographs for a network; `ValueError` for enlarging, and for a copy without masks."
+def eth80_images(data, rows, size: int, colour=False, background='kept', seed=0) -> Tensor:  # bytes
+    """Photographs [n, 3 or 1, size, size] for a network, grey or in colour, before a background
+    (seed: of new ones); `ValueError` for enlarging, and for a copy without masks."""
     if background not in backgrounds:
         there = ', '.join(map(repr, backgrounds))
         raise ValueError(f"background must be one of {there}, got {background!r}")

@@ -72,40 +72,41 @@ def inverse(pose: Tensor) -> Tensor:  # [..., 4, 4]
     return out
 
 # %% ../../nbs/data/33_world.ipynb #00000019
-kinds = ('ellipsoid', 'box', 'cylinder')
-
-
-class Part(NamedTuple):
-    "A node of a toy."
-
-    name: str  # 'torso', 'wheel 2', …
-    kind: str | None  # 'ellipsoid', 'box', 'cylinder'; None: a joint, not drawn
-    size: tuple[float, float, float]  # half-sizes along its own x, y, z
-    pose: Tensor  # [4, 4], relative to the parent
-    children: tuple = ()  # more parts
-
-# %% ../../nbs/data/33_world.ipynb #59fc0c9c
 class Toy(NamedTuple):
-    "A tree made flat: k parts with a shape, and where each is relative to the toy."
+    "k parts, and where each is relative to the toy."
 
     names: tuple[str, ...]  # k
-    kinds: tuple[str, ...]  # k
+    kinds: tuple[str, ...]  # k: 'ellipsoid', 'box' or 'cylinder'
     poses: Tensor  # [k, 4, 4], float64, rigid
-    sizes: Tensor  # [k, 3], float64
-
-# %% ../../nbs/data/33_world.ipynb #2495e6fb
-def _walk(part: Part, above: Tensor | None):  # (name, kind, pose, size) of each part with a shape
-    pose = part.pose if above is None else compose(above, part.pose)
-    if part.kind:
-        yield part.name, part.kind, pose, torch.tensor(part.size, dtype=torch.float64)
-    for child in part.children:
-        yield from _walk(child, pose)
+    sizes: Tensor  # [k, 3], float64: half-sizes along their own x, y, z
 
 
-def flatten(part: Part) -> Toy:  # its parts, parents before children
-    "Compose the poses down the tree."
-    names, kind, poses, sizes = zip(*_walk(part, None))
-    return Toy(names, kind, torch.stack(poses), torch.stack(sizes))
+def _joint(here: Tensor, at: tuple = (0, 0, 0), *turns) -> Tensor:
+    "The frame of a place in another frame, turned by ('axis', degrees) in turn."
+    return compose(here, compose(shift(*at), *(turn(*o) for o in turns)))
+
+
+class _Parts(list):
+    "Parts of a toy as it is built: each stands in the frame `here` of another."
+
+    def add(self, here: Tensor, name: str, kind: str, size: tuple, at: tuple = (0, 0, 0), *turns):
+        size = torch.tensor(size, dtype=torch.float64)
+        self.append((name, kind, _joint(here, at, *turns), size))
+
+    def limb(self, here, name: str, length: float, radius: float, at: tuple, *turns) -> Tensor:
+        "A cylinder that hangs down from a joint; the frame at its lower end."
+        here = _joint(here, at, *turns)
+        self.add(here, name, 'cylinder', (radius, radius, length / 2), (0, 0, -length / 2))
+        return _joint(here, (0, 0, -length))
+
+    def wheels(self, here, places: Sequence[float], track: float, radius: float, width: float):
+        for (i, x), (s, side) in itertools.product(enumerate(places, 1), _sides):  # a pair at each
+            size, at = (radius, radius, width), (x, s * track, radius)
+            self.add(here, f'{side} wheel {i}', 'cylinder', size, at, ('x', 90))
+
+    def toy(self) -> Toy:
+        names, kinds, poses, sizes = zip(*self)
+        return Toy(names, kinds, torch.stack(poses), torch.stack(sizes))
 
 # %% ../../nbs/data/33_world.ipynb #0000001e
 distance = 7.0  # D
@@ -146,12 +147,8 @@ def _slab(p: Tensor, d: Tensor):  # u-, u+
 _surfaces = dict(ellipsoid=((0, 1, 2), ()), box=((), (0, 1, 2)), cylinder=((0, 1), (2,)))
 
 
-def intersect(
-    kind: str,  # 'ellipsoid', 'box' or 'cylinder'
-    p: Sequence[Tensor],  # three tensors that broadcast: the rays at u = 0, the part in unit size
-    d: Sequence[Tensor],  # three more: their directions
-) -> tuple[Tensor, Tensor]:  # u where each ray enters, and where it leaves
-    "Intersect rays with a unit shape; a ray that enters after it leaves misses it."
+def intersect(kind: str, p: Sequence[Tensor], d: Sequence[Tensor]) -> tuple:  # u, u
+    "Where rays p + u·d (x, y, z of each) enter a unit shape and leave it; first left: missed."
     quadric, slabs = _surfaces[kind]
     spans = [_slab(p[k], d[k]) for k in slabs] + ([_quadric(p, d, quadric)] if quadric else [])
     enter, leave = spans[0]
@@ -209,28 +206,20 @@ def _local(G: Tensor, t: Tensor, x: Tensor, y: Tensor) -> list[Tensor]:
     G, t = G.float()[..., None, None], (G[:, :, 2] + t).float()[..., None, None]
     return [G[:, k, 0] * x + (G[:, k, 1] * y + t[:, k]) for k in range(3)]
 
-# %% ../../nbs/data/33_world.ipynb #68135f41
-def _rays(kind: str, here: Tensor, size: Tensor, S: int):  # index, p, d, z0 of a part's rectangle
-    A, t, G = here[:, :3, :3] * size, here[:, :3, 3], inverse(here)[:, :3] / size[:, None]
-    index, x, y = _window(_bounds(kind, A, t), S)
-    d = _local(G[:, :, :3], 0 * t, x, y)
-    p = _local(G[:, :, :3] * t[:, 2, None, None], G[:, :, 3], x, y)
-    return index, p, d, t[:, 2, None, None].float()
-
 # %% ../../nbs/data/33_world.ipynb #128c5d25
-def cast(
-    toy: Toy,  # k parts
-    views: Tensor,  # [v, 4, 4], float64: world → camera
-    objects: Tensor,  # [v, 4, 4], float64: toy → world
-    S: int,  # rays per side
-) -> tuple[Tensor, Tensor]:  # depth [v, S, S], inf: no toy; normal [v, S, S, 3], of any length
-    "The nearest surface along each ray of each view, its normal in the world."
+def cast(toy: Toy, views: Tensor, objects: Tensor, S: int) -> tuple:  # depth, normal
+    """The nearest surface along S·S rays of each view: depth [v, S, S], inf where there is no toy,
+    normal in the world [v, S, S, 3], of any length; views and objects [v, 4, 4]."""
     depth, normal = torch.full((len(views) * S * S,), math.inf), torch.zeros(3, len(views) * S * S)
     for kind, part, size in zip(toy.kinds, toy.poses, toy.sizes):
         world = compose(objects, part)
-        index, p, d, z0 = _rays(kind, compose(views, world), size, S)
+        here = compose(views, world)
+        A, t, G = here[:, :3, :3] * size, here[:, :3, 3], inverse(here)[:, :3] / size[:, None]
+        index, x, y = _window(_bounds(kind, A, t), S)
+        d = _local(G[:, :, :3], 0 * t, x, y)
+        p = _local(G[:, :, :3] * t[:, 2, None, None], G[:, :, 3], x, y)
         enter, leave = intersect(kind, p, d)
-        z = enter + z0
+        z = enter + t[:, 2, None, None].float()
         seen = ((enter <= leave) & (z < depth[index])).view(-1).nonzero()[:, 0]
         at, v = index.view(-1)[seen], seen // index[0].numel()
         depth[at] = z.view(-1)[seen]
@@ -354,13 +343,16 @@ def render(
     check_world(world)
     S, k, objects = size * world.samples, world.samples, objects.repeat_interleave(2, 0)
     views = torch.stack([view_matrix(e, eye) for e in elevations for eye in (-1, 1)])
-    seen = _visible(toy, views, objects, S)
+    depth, normal = cast(toy, views, objects, S)
+    on = depth.view(-1).isfinite().nonzero()[:, 0]  # rays that meet it
+    n = normal.permute(3, 0, 1, 2).reshape(3, -1)[:, on]
+    n = n / _root(n[0] * n[0] + n[1] * n[1] + n[2] * n[2])
     out = torch.empty(len(pairs), 2, size, size, dtype=torch.uint8)
     for code in pairs[:, 1].unique().tolist():
         lamp, rows = lightings[code], (pairs[:, 1] == code).nonzero()[:, 0]
         eyes = (2 * pairs[rows, :1] + torch.tensor([0, 1])).view(-1)
         dark = _cast_shadow(toy, views[eyes], objects[eyes], lamp.direction, ground, S)
-        light = _shade(*seen, dark, eyes, len(views), lamp, world)
+        light = _shade(on, n, dark, eyes, len(views), lamp, world)
         rays = (light[:, i::k, j::k] for i in range(k) for j in range(k))
         grey = functools.reduce(torch.add, rays) * (255 / k**2)
         if grain is not None:
@@ -368,13 +360,6 @@ def render(
             grey = grey + noise.view(-1, size, size) * world.noise
         out[rows] = (grey + 0.5).floor().clamp(0, 255).to(torch.uint8).view(-1, 2, size, size)
     return out
-
-# %% ../../nbs/data/33_world.ipynb #231bbde4
-def _visible(toy: Toy, views: Tensor, objects: Tensor, S: int):  # rays that meet it; unit normals
-    depth, normal = cast(toy, views, objects, S)
-    on = depth.view(-1).isfinite().nonzero()[:, 0]
-    n = normal.permute(3, 0, 1, 2).reshape(3, -1)[:, on]
-    return on, n / _root(n[0] * n[0] + n[1] * n[1] + n[2] * n[2])
 
 # %% ../../nbs/data/33_world.ipynb #00000048
 def _shade(on, n, dark: Tensor, eyes: Tensor, n_views: int, lamp: Lamp, world: World) -> Tensor:
@@ -452,371 +437,258 @@ _cabins = dict(beetle=(0.5, 0.68), saloon=(0.3, 0.42), estate=(0.5, 0.62), van=(
 _sides = ((1, 'left'), (-1, 'right'))
 _ends = ((1, 'front'), (-1, 'back'))
 
-# %% ../../nbs/data/33_world.ipynb #0000004a
-def _shape(name: str, kind: str | None, size: tuple, at: tuple = (0, 0, 0), *turns, children=()):
-    "A shape at a place of its parent, turned by ('axis', degrees) in turn."
-    return Part(name, kind, size, compose(shift(*at), *(turn(*o) for o in turns)), tuple(children))
-
-# %% ../../nbs/data/33_world.ipynb #454953f4
-def _limb(name: str, length: float, radius: float, at: tuple, *turns, children=()):
-    "A cylinder that hangs down from a joint; children sit at its lower end."
-    rod = _shape(name, 'cylinder', (radius, radius, length / 2), (0, 0, -length / 2))
-    end = _group(f'{name} end', *children, at=(0, 0, -length))
-    return _group(f'{name} joint', rod, end, at=at, turns=turns)
-
-# %% ../../nbs/data/33_world.ipynb #6b62f112
-def _group(name: str, *children: Part, at: tuple = (0, 0, 0), turns: Sequence[tuple] = ()) -> Part:
-    "A joint with children."
-    return _shape(name, None, (0, 0, 0), at, *turns, children=children)
-
 # %% ../../nbs/data/33_world.ipynb #0000004d
-def _animal(d: _Dice) -> Part:
-    L, H = d['body length'], d['body height']
+def _animal(d: _Dice, b: _Parts):
+    L, H, h, leg, r = d['body length'], d['body height'], d['head'], d['leg'], d['leg radius']
     W, tilt = H * d['body width'], d['sitting'] if d.unit('sits') < 0.2 else 0.0
-    legs = [leg for s, side in _sides for leg in _animal_legs(d, s, side, L, H, W, tilt)]
-    end, up = (-0.95 * L, 0, -0.2 * H if tilt else 0.4 * H), 60 if tilt else d['tail angle']
-    tail = _limb('tail', d['tail'], d['tail radius'], end, ('y', up))
-    parts = (*_trunk(d, L, H, W), *legs, _neck(d, L, H, tilt), tail)
-    return _group('animal', *parts, turns=[('y', -tilt)])
-
-# %% ../../nbs/data/33_world.ipynb #5224fa49
-def _trunk(d: _Dice, L: float, H: float, W: float) -> list[Part]:  # an animal's body
-    kind = d.pick('body', 'ellipsoid', 'cylinder', 'box')
-    if kind == 'ellipsoid':
-        return [_shape('body', kind, (L * 1.1, W * 1.1, H * 1.1))]
-    if kind == 'box':
-        return [_shape('body', kind, (L, W * 0.85, H * 0.85))]
-    body = _shape('body', 'cylinder', (H, W, L * 0.8), (0, 0, 0), ('y', 90))  # round at both ends
-    end = lambda s, name: _shape(name, 'ellipsoid', (H, W, H), (s * L * 0.8, 0, 0), ('y', 90))
-    return [body, *(end(s, f'{name} end') for s, name in _ends)]
-
-# %% ../../nbs/data/33_world.ipynb #c5157be9
-def _animal_legs(d: _Dice, s: int, side: str, L: float, H: float, W: float, tilt: float):
-    leg, r, front, hind = d['leg'], d['leg radius'], f'{side} front leg', f'{side} hind leg'
-    at = (0.68 * L, 0.62 * s * W, -0.3 * H)
-    if not tilt:
-        back = (-0.7 * L, 0.62 * s * W, -0.3 * H)
-        yield _limb(front, leg, r, at, ('y', -s * d['stride']))
-        yield _limb(hind, leg, r * 1.1, back, ('y', s * d['stride']))
-        return
-    size, place = (0.34 * L, 0.5 * W, 0.3 * L), (-0.62 * L, 0.75 * s * W, -0.15 * H)
-    back = (-0.75 * L, 0.8 * s * W, -0.35 * H)
-    yield _limb(front, leg + 1.3 * L * _sincos(tilt)[0], r, at, ('y', tilt))
-    yield _shape(f'{side} haunch', 'ellipsoid', size, place)
-    yield _limb(hind, 0.7 * leg, r, back, ('y', tilt - 75))
-
-# %% ../../nbs/data/33_world.ipynb #0000004e
-def _neck(d: _Dice, L: float, H: float, tilt: float) -> Part:  # neck and head of an animal
-    length, up, h, look = d['neck'], d['neck angle'], d['head'], d['look'] + tilt
+    here, kind = compose(shift(), turn('y', -tilt)), d.pick('body', 'ellipsoid', 'cylinder', 'box')
+    if kind == 'cylinder':  # round at both ends
+        b.add(here, 'body', kind, (H, W, L * 0.8), (0, 0, 0), ('y', 90))
+        for s, name in _ends:
+            b.add(here, f'{name} end', 'ellipsoid', (H, W, H), (s * L * 0.8, 0, 0), ('y', 90))
+    else:
+        size = (L * 1.1, W * 1.1, H * 1.1) if kind == 'ellipsoid' else (L, W * 0.85, H * 0.85)
+        b.add(here, 'body', kind, size)
+    for s, side in _sides:
+        front, hind, at = (
+            f'{side} front leg',
+            f'{side} hind leg',
+            (0.68 * L, 0.62 * s * W, -0.3 * H),
+        )
+        if tilt:
+            b.limb(here, front, leg + 1.3 * L * _sincos(tilt)[0], r, at, ('y', tilt))
+            size, at = (0.34 * L, 0.5 * W, 0.3 * L), (-0.62 * L, 0.75 * s * W, -0.15 * H)
+            b.add(here, f'{side} haunch', 'ellipsoid', size, at)
+            at = (-0.75 * L, 0.8 * s * W, -0.35 * H)
+            b.limb(here, hind, 0.7 * leg, r, at, ('y', tilt - 75))
+        else:
+            b.limb(here, front, leg, r, at, ('y', -s * d['stride']))
+            at = (-0.7 * L, 0.62 * s * W, -0.3 * H)
+            b.limb(here, hind, leg, r * 1.1, at, ('y', s * d['stride']))
+    length, up, look = d['neck'], d['neck angle'], d['look'] + tilt
+    neck = _joint(here, (0.78 * L, 0, 0.3 * H), ('y', 90 - up))
     size = (0.72 * h, 0.62 * h, 0.5 * length + 0.15)
-    neck = _shape('neck', 'cylinder', size, (0, 0, 0.5 * length - 0.1))
-    turns = [('y', up - 90 + look)]
-    head = _group('head joint', *_animal_head(d, h), at=(0, 0, length), turns=turns)
-    return _group('neck joint', neck, head, at=(0.78 * L, 0, 0.3 * H), turns=[('y', 90 - up)])
+    b.add(neck, 'neck', 'cylinder', size, (0, 0, 0.5 * length - 0.1))
+    _animal_head(d, b, _joint(neck, (0, 0, length), ('y', up - 90 + look)), h)
+    at, up = (-0.95 * L, 0, -0.2 * H if tilt else 0.4 * H), 60 if tilt else d['tail angle']
+    b.limb(here, 'tail', d['tail'], d['tail radius'], at, ('y', up))
 
-# %% ../../nbs/data/33_world.ipynb #16b6de21
-def _animal_head(d: _Dice, h: float):
-    nose, ears = d['snout'], d['ear'] * h
+
+def _animal_head(d: _Dice, b: _Parts, here: Tensor, h: float):
+    nose, ears, top = (
+        d['snout'],
+        d['ear'] * h,
+        d.pick('top', 'pointed', 'hanging', 'horns', 'small'),
+    )
     ball, box = (h * 1.1 * nose, h * 0.55, h * 0.55), (h * nose, h * 0.48, h * 0.45)
     snout = d.pick('muzzle', ('ellipsoid', ball), ('box', box))
-    top = d.pick('top', 'pointed', 'hanging', 'horns', 'small')
-    yield _shape('head', 'ellipsoid', (h * 1.15, h * 0.85, h))
-    yield _shape('snout', *snout, (h * (0.7 + 0.7 * nose), 0, -0.25 * h))
+    b.add(here, 'head', 'ellipsoid', (h * 1.15, h * 0.85, h))
+    b.add(here, 'snout', *snout, (h * (0.7 + 0.7 * nose), 0, -0.25 * h))
     for s, side in _sides:
-        yield _ear(s, side, h, ears, top)
+        if top == 'hanging':
+            size, at, tilt = (ears * 0.7, 0.18 * h, ears), (-0.2 * h, 0.95 * s * h, -0.25 * h), 18
+        else:
+            size = (0.2 * h, 0.32 * h, (0.45 if top != 'pointed' else 1) * ears)
+            at, tilt = (-0.35 * h, 0.6 * s * h, 1.05 * h), -25
+        b.add(here, f'{side} ear', 'ellipsoid', size, at, ('x', tilt * s))
         if top == 'horns':
             at, turns = (0.1 * h, 0.45 * s * h, 0.8 * h), (('x', 180 + 35 * s), ('y', 20))
-            yield _limb(f'{side} horn', 1.6 * ears, 0.13 * h, at, *turns)
+            b.limb(here, f'{side} horn', 1.6 * ears, 0.13 * h, at, *turns)
     if top == 'hanging' and d.unit('trunk') < 0.6:
-        yield _limb('trunk', 3.4 * h, 0.27 * h, (1.2 * h, 0, 0), ('y', -15))
-
-# %% ../../nbs/data/33_world.ipynb #12c14456
-def _ear(s: int, side: str, h: float, ears: float, top: str) -> Part:
-    if top == 'hanging':
-        size, at = (ears * 0.7, 0.18 * h, ears), (-0.2 * h, 0.95 * s * h, -0.25 * h)
-        return _shape(f'{side} ear', 'ellipsoid', size, at, ('x', 18 * s))
-    size = (0.2 * h, 0.32 * h, (0.45 if top != 'pointed' else 1) * ears)
-    at = (-0.35 * h, 0.6 * s * h, 1.05 * h)
-    return _shape(f'{side} ear', 'ellipsoid', size, at, ('x', -25 * s))
+        b.limb(here, 'trunk', 3.4 * h, 0.27 * h, (1.2 * h, 0, 0), ('y', -15))
 
 # %% ../../nbs/data/33_world.ipynb #00000050
-def _human(d: _Dice) -> Part:
-    tall, wide, deep = d['torso'], d['shoulders'], d['depth']
+def _human(d: _Dice, b: _Parts):
+    tall, wide, deep, h, here = d['torso'], d['shoulders'], d['depth'], d['head'], shift()
     pose = d.pick('pose', 'stand', 'stand', 'stride', 'sit', 'bend', 'arms')
+    hip, r = d(*_hips[pose]) if pose in _hips else 6, d['leg radius']
+    b.add(here, 'hips', 'ellipsoid', (deep * 1.05, wide * 0.85, 0.16))
+    for s, side in _sides:
+        swing, knee = -s * hip, 0 if s > 0 else 0.9 * hip
+        if pose == 'sit':
+            swing, knee = -hip, hip * d['knee']
+        at, turns = (0, 0.48 * s * wide, 0), (('y', swing), ('x', s * d['straddle']))
+        end = b.limb(here, f'{side} thigh', d['thigh'], r * 1.15, at, *turns)
+        end = b.limb(end, f'{side} shin', d['shin'], r, (0, 0, 0), ('y', knee))
+        b.add(end, f'{side} foot', 'box', (1.5 * r, 0.8 * r, 0.5 * r), (0.9 * r, 0, 0))
     lean = d(*_leans[pose]) if pose in _leans else 0
-    legs = [_human_leg(d, s, side, pose, wide) for s, side in _sides]
-    hips = _shape('hips', 'ellipsoid', (deep * 1.05, wide * 0.85, 0.16))
-    arms = [_arm(d, s, side, pose, lean, tall, wide) for s, side in _sides]
-    upper = (_torso(d, deep, wide, tall), *arms, _human_head(d, tall, lean))
-    return _group('human', hips, *legs, _group('waist', *upper, turns=[('y', lean)]))
-
-# %% ../../nbs/data/33_world.ipynb #d21f01ca
-def _human_leg(d: _Dice, s: int, side: str, pose: str, wide: float) -> Part:
-    hip, r, sits = d(*_hips[pose]) if pose in _hips else 6, d['leg radius'], pose == 'sit'
-    swing = -hip if sits else -s * hip
-    knee = hip * d['knee'] if sits else (0 if s > 0 else 0.9 * hip)
-    foot = _shape(f'{side} foot', 'box', (1.5 * r, 0.8 * r, 0.5 * r), (0.9 * r, 0, 0))
-    shin = _limb(f'{side} shin', d['shin'], r, (0, 0, 0), ('y', knee), children=(foot,))
-    at, turns = (0, 0.48 * s * wide, 0), (('y', swing), ('x', s * d['straddle']))
-    return _limb(f'{side} thigh', d['thigh'], r * 1.15, at, *turns, children=(shin,))
-
-# %% ../../nbs/data/33_world.ipynb #f0f9e67e
-def _torso(d: _Dice, deep: float, wide: float, tall: float) -> Part:
-    kind = d.pick('chest', 'box', 'ellipsoid', 'cylinder')
-    size = (deep * 1.2, wide * 1.15, tall * 1.15) if kind == 'ellipsoid' else (deep, wide, tall)
-    return _shape('torso', kind, size, (0, 0, tall))
-
-# %% ../../nbs/data/33_world.ipynb #00000051
-def _arm(d: _Dice, s: int, side: str, pose: str, lean: float, tall: float, wide: float) -> Part:
-    raised, swing, bend = _reaching(d, s, side, pose, lean)
-    r, at = d['arm radius'], (0, s * (wide + 0.6 * d['arm radius']), 2 * tall - 0.09)
-    hand = _shape(f'{side} hand', 'ellipsoid', (1.3 * r,) * 3, (0, 0, -r))
-    lower = (d['lower arm'], 0.85 * r, (0, 0, 0), ('y', bend))
-    fore = _limb(f'{side} forearm', *lower, children=(hand,))
-    turns = (('y', swing), ('x', s * raised))
-    return _limb(f'{side} upper arm', d['upper arm'], r, at, *turns, children=(fore,))
-
-# %% ../../nbs/data/33_world.ipynb #c0e67596
-def _reaching(d: _Dice, s: int, side: str, pose: str, lean: float):  # raised, swing, elbow
-    raised = dict(arms=d(f'{side} raised', 60, 170), bend=10)
-    swing = dict(stride=s * 35, sit=-35, bend=-lean + d('reach', -25, 10))
-    return (
-        raised.get(pose, d(f'{side} arm out', 6, 40)),
-        swing.get(pose, d(f'{side} swing', -35, 15)),
-        -d(f'{side} elbow', 5, 70) if pose != 'bend' else -5,
+    waist, kind = (
+        _joint(here, (0, 0, 0), ('y', lean)),
+        d.pick('chest', 'box', 'ellipsoid', 'cylinder'),
     )
+    size = (deep * 1.2, wide * 1.15, tall * 1.15) if kind == 'ellipsoid' else (deep, wide, tall)
+    b.add(waist, 'torso', kind, size, (0, 0, tall))
+    for s, side in _sides:
+        _arm(d, b, waist, s, side, pose, lean)
+    nape = _joint(waist, (0, 0, 2 * tall), ('y', -0.5 * lean))
+    b.add(nape, 'neck', 'cylinder', (0.45 * h, 0.45 * h, 0.5 * h))
+    b.add(nape, 'head', 'ellipsoid', (h, 0.85 * h, 1.2 * h), (0.1 * h, 0, 1.35 * h))
+    hat = d.pick('hat', None, None, 'brim', 'helmet')
+    if hat == 'brim':
+        b.add(nape, 'brim', 'cylinder', (1.7 * h, 1.7 * h, 0.1 * h), (0, 0, 2.0 * h))
+        b.add(nape, 'crown', 'cylinder', (0.85 * h, 0.85 * h, 0.45 * h), (0, 0, 2.5 * h))
+    elif hat == 'helmet':
+        b.add(nape, 'helmet', 'ellipsoid', (1.2 * h, 1.1 * h, 0.9 * h), (0, 0, 1.9 * h))
 
-# %% ../../nbs/data/33_world.ipynb #c35b592d
-def _human_head(d: _Dice, tall: float, lean: float) -> Part:  # perhaps with a hat
-    h, hat = d['head'], d.pick('hat', None, None, 'brim', 'helmet')
-    neck = _shape('neck', 'cylinder', (0.45 * h, 0.45 * h, 0.5 * h))
-    head = _shape('head', 'ellipsoid', (h, 0.85 * h, 1.2 * h), (0.1 * h, 0, 1.35 * h))
-    brim = _shape('brim', 'cylinder', (1.7 * h, 1.7 * h, 0.1 * h), (0, 0, 2.0 * h))
-    crown = _shape('crown', 'cylinder', (0.85 * h, 0.85 * h, 0.45 * h), (0, 0, 2.5 * h))
-    helmet = _shape('helmet', 'ellipsoid', (1.2 * h, 1.1 * h, 0.9 * h), (0, 0, 1.9 * h))
-    worn = dict(brim=(brim, crown), helmet=(helmet,)).get(hat, ())
-    return _group('nape', neck, head, *worn, at=(0, 0, 2 * tall), turns=[('y', -0.5 * lean)])
+
+def _arm(d: _Dice, b: _Parts, waist: Tensor, s: int, side: str, pose: str, lean: float):
+    raised = dict(arms=d(f'{side} raised', 60, 170), bend=10).get(pose, d(f'{side} arm out', 6, 40))
+    swing = dict(stride=s * 35, sit=-35, bend=-lean + d('reach', -25, 10))
+    turns = ('y', swing.get(pose, d(f'{side} swing', -35, 15))), ('x', s * raised)
+    elbow = -d(f'{side} elbow', 5, 70) if pose != 'bend' else -5
+    r, at = (
+        d['arm radius'],
+        (0, s * (d['shoulders'] + 0.6 * d['arm radius']), 2 * d['torso'] - 0.09),
+    )
+    end = b.limb(waist, f'{side} upper arm', d['upper arm'], r, at, *turns)
+    end = b.limb(end, f'{side} forearm', d['lower arm'], 0.85 * r, (0, 0, 0), ('y', elbow))
+    b.add(end, f'{side} hand', 'ellipsoid', (1.3 * r,) * 3, (0, 0, -r))
 
 # %% ../../nbs/data/33_world.ipynb #00000053
-def _airplane(d: _Dice) -> Part:
-    r = d['fuselage radius']
-    parts = [
-        _shape('fuselage', 'cylinder', (r, r, 0.62), (-0.05, 0, 0), ('y', 90)),
-        _shape('nose', 'ellipsoid', (d['nose'], r, r), (0.57, 0, 0)),
-        _shape('tail cone', 'ellipsoid', (0.42, r, r * 0.95), (-0.67, 0, 0.04 * r)),
-    ]
+def _airplane(d: _Dice, b: _Parts):
+    r, here = d['fuselage radius'], shift()
+    b.add(here, 'fuselage', 'cylinder', (r, r, 0.62), (-0.05, 0, 0), ('y', 90))
+    b.add(here, 'nose', 'ellipsoid', (d['nose'], r, r), (0.57, 0, 0))
+    b.add(here, 'tail cone', 'ellipsoid', (0.42, r, r * 0.95), (-0.67, 0, 0.04 * r))
     if d.unit('cockpit') < 0.6:
-        size = (0.24, 0.62 * r, 0.6 * r)
-        parts.append(_shape('cockpit', 'ellipsoid', size, (0.4, 0, 0.75 * r)))
-    wings = [part for s, side in _sides for part in _wings(d, s, side, r)]
-    return _group('airplane', *parts, *wings, *_tailplane(d, r), *_propeller(d))
-
-# %% ../../nbs/data/33_world.ipynb #31c7cf9d
-def _wings(d: _Dice, s: int, side: str, r: float):  # of one side: two of a biplane, and the strut
-    at, span = d['wing place'], d['span']
-    if d.unit('biplane') < 0.2:
-        yield _wing(d, s, side, '', r, -0.8 * r, 0)
-        yield _wing(d, s, side, 'upper ', r, 2.1 * r, 0)
-        place = (at, 0.6 * s * span, 0.65 * r)
-        yield _shape(f'{side} strut', 'cylinder', (0.025, 0.025, 1.45 * r), place)
-    else:
-        height = d.pick('wing height', -0.7, -0.5, 0.2, 0.95) * r
-        yield _wing(d, s, side, '', r, height, d['sweep'])
-
-# %% ../../nbs/data/33_world.ipynb #230f8183
-def _wing(d: _Dice, s: int, side: str, which: str, r: float, level: float, angle: float) -> Part:
-    span, turns = d['span'], [('z', s * angle), ('x', s * d['dihedral'])]
-    name, size = f'{side} {which}wing', (d['chord'], span / 2, 0.028)
-    wing = _shape(name, 'box', size, (0, s * span / 2, 0))
-    hung = [] if which else _engines(d, s, side)
-    return _group(f'{side} wing root', wing, *hung, at=(d['wing place'], 0, level), turns=turns)
-
-# %% ../../nbs/data/33_world.ipynb #00000054
-def _engines(d: _Dice, s: int, side: str) -> list[Part]:  # under one wing
-    n, big = d.pick('engines', 0, 0, 1, 1, 2), d['engine']
-    size, x = (big, big, d['engine length']), 0.7 * d['chord']
-    place = lambda i: (x, s * d['span'] * (0.34 + 0.3 * i), -0.9 * big)
-    return [
-        _shape(f'{side} engine {i + 1}', 'cylinder', size, place(i), ('y', 90)) for i in range(n)
-    ]
-
-# %% ../../nbs/data/33_world.ipynb #c289ea22
-def _tailplane(d: _Dice, r: float):  # fin, tailplane, perhaps engines beside it
+        b.add(here, 'cockpit', 'ellipsoid', (0.24, 0.62 * r, 0.6 * r), (0.4, 0, 0.75 * r))
+    for s, side in _sides:
+        _wings(d, b, here, s, side, r)
     fin, width, chord, sweep = d['fin'], d['tail span'], d['tail chord'], d['tail sweep']
     high = fin * 1.75 if d.unit('t-tail') < 0.25 else 0.3 * r
     size, at = (chord * 1.2, 0.022, fin), (-0.9 - 0.3 * fin, 0, 0.9 * fin)
-    yield _shape('fin', 'box', size, at, ('y', -0.8 * sweep))
+    b.add(here, 'fin', 'box', size, at, ('y', -0.8 * sweep))
     for s, side in _sides:
-        size, at = (chord, width / 2, 0.02), (0, s * width / 2, 0)
-        plane, root = _shape(f'{side} tailplane', 'box', size, at), (-0.93 - 0.3 * high, 0, high)
-        yield _group(f'{side} tail root', plane, at=root, turns=[('z', s * sweep)])
+        root = _joint(here, (-0.93 - 0.3 * high, 0, high), ('z', s * sweep))
+        b.add(root, f'{side} tailplane', 'box', (chord, width / 2, 0.02), (0, s * width / 2, 0))
         if d.unit('rear engines') < 0.2:
             size, at = (0.075, 0.075, 0.17), (-0.5, s * (r + 0.08), 0.3 * r)
-            yield _shape(f'{side} rear engine', 'cylinder', size, at, ('y', 90))
+            b.add(here, f'{side} rear engine', 'cylinder', size, at, ('y', 90))
+    if d.unit('propeller') < 0.45:
+        at = (0.6 + d['nose'], 0, 0)
+        b.add(here, 'propeller', 'box', (0.015, 0.34, 0.035), at, ('x', d['blade']))
+        b.add(here, 'hub', 'ellipsoid', (0.07, 0.05, 0.05), at)
 
-# %% ../../nbs/data/33_world.ipynb #a8d9b64b
-def _propeller(d: _Dice) -> list[Part]:
-    if d.unit('propeller') >= 0.45:
-        return []
-    at = (0.6 + d['nose'], 0, 0)
-    blades = _shape('propeller', 'box', (0.015, 0.34, 0.035), at, ('x', d['blade']))
-    return [blades, _shape('hub', 'ellipsoid', (0.07, 0.05, 0.05), at)]
 
-# %% ../../nbs/data/33_world.ipynb #00000056
-def _wheels(places: Sequence[float], track: float, radius: float, width: float):
-    for (i, x), (s, side) in itertools.product(enumerate(places, 1), _sides):  # a pair at each
-        size, at = (radius, radius, width), (x, s * track, radius)
-        yield _shape(f'{side} wheel {i}', 'cylinder', size, at, ('x', 90))
+def _wings(d: _Dice, b: _Parts, here: Tensor, s: int, side: str, r: float):
+    "Of one side: two of a biplane, and the strut; under the lower one engines."
+    place, span, chord, big = d['wing place'], d['span'], d['chord'], d['engine']
+    biplane = d.unit('biplane') < 0.2
+    wings = [('', d.pick('wing height', -0.7, -0.5, 0.2, 0.95) * r, d['sweep'])]
+    wings = [('', -0.8 * r, 0), ('upper ', 2.1 * r, 0)] if biplane else wings
+    for which, level, angle in wings:
+        root = _joint(here, (place, 0, level), ('z', s * angle), ('x', s * d['dihedral']))
+        b.add(root, f'{side} {which}wing', 'box', (chord, span / 2, 0.028), (0, s * span / 2, 0))
+        for i in range(0 if which else d.pick('engines', 0, 0, 1, 1, 2)):
+            at = (0.7 * chord, s * span * (0.34 + 0.3 * i), -0.9 * big)
+            size = (big, big, d['engine length'])
+            b.add(root, f'{side} engine {i + 1}', 'cylinder', size, at, ('y', 90))
+    if biplane:
+        at = (place, 0.6 * s * span, 0.65 * r)
+        b.add(here, f'{side} strut', 'cylinder', (0.025, 0.025, 1.45 * r), at)
 
 # %% ../../nbs/data/33_world.ipynb #ab8ec894
-def _truck(d: _Dice) -> Part:
+def _truck(d: _Dice, b: _Parts):
     L, W, wheel, pickup = d['length'], d['width'], d['wheel'], d.unit('pick-up') < 0.2
-    cab, top = d['cab'], d['cab height'] * (0.7 if pickup else 1)
+    cab, top, here = d['cab'], d['cab height'] * (0.7 if pickup else 1), shift()
     hood = d['hood'] if pickup or d.unit('hood?') < 0.4 else 0.0
     floor, front, back = wheel * 1.25, L - cab - 2 * hood, -L  # front: middle of the cab
     load = front - cab - d['gap']  # where the load may begin
+    b.add(here, 'frame', 'box', (L * 0.98, W * 0.55, 0.05), (0, 0, floor))
+    b.add(here, 'cab', 'box', (cab, W * 0.95, top), (front, 0, floor + top))
     places = (L - cab * 0.9 - hood * 0.6, back + 3.6 * wheel, back + 1.3 * wheel)
-    what = 'bed' if pickup else d.pick('load', 'box', 'box', 'bed', 'tank', 'tipper', 'logs')
-    return _group(
-        'truck',
-        _shape('frame', 'box', (L * 0.98, W * 0.55, 0.05), (0, 0, floor)),
-        _shape('cab', 'box', (cab, W * 0.95, top), (front, 0, floor + top)),
-        *_wheels(places, W * 0.88, wheel, 0.06),
-        *_cab_parts(d, L, W, cab, top, hood, floor, front, load),
-        *_load(d, load, back, W, floor, what),
-    )
-
-# %% ../../nbs/data/33_world.ipynb #8c012dd0
-def _cab_parts(d: _Dice, L, W, cab, top, hood, floor, front, load: float):
+    b.wheels(here, places, W * 0.88, wheel, 0.06)
     if hood:
-        at = (L - hood, 0, floor + top * 0.48)
-        yield _shape('hood', 'box', (hood, W * 0.8, top * 0.48), at)
+        size, at = (hood, W * 0.8, top * 0.48), (L - hood, 0, floor + top * 0.48)
+        b.add(here, 'hood', 'box', size, at)
     else:
-        at = (front + cab * 0.88, 0, floor + 1.45 * top)
-        yield _shape('windscreen', 'box', (0.05, W * 0.9, top * 0.5), at, ('y', -12))
+        size, at = (0.05, W * 0.9, top * 0.5), (front + cab * 0.88, 0, floor + 1.45 * top)
+        b.add(here, 'windscreen', 'box', size, at, ('y', -12))
     if d.unit('stack') < 0.35:
         at = (load + 0.03, W * 0.75, floor + 1.7 * top)
-        yield _shape('stack', 'cylinder', (0.03, 0.03, top * 0.8), at)
+        b.add(here, 'stack', 'cylinder', (0.03, 0.03, top * 0.8), at)
+    what = 'bed' if pickup else d.pick('load', 'box', 'box', 'bed', 'tank', 'tipper', 'logs')
+    _load(d, b, here, what, load, back, W, floor + 0.05)
 
-# %% ../../nbs/data/33_world.ipynb #00000057
-def _load(d: _Dice, x1: float, x0: float, W: float, floor: float, what: str) -> list[Part]:
+
+def _load(d: _Dice, b: _Parts, here: Tensor, what: str, x1: float, x0: float, W, base: float):
     "What a truck carries between x0 and x1."
-    half, mid, tall, base = (x1 - x0) / 2, (x1 + x0) / 2, d['load height'], floor + 0.05
+    half, mid, tall, side = (x1 - x0) / 2, (x1 + x0) / 2, d['load height'], d['side']
     if what == 'box':
-        return [_shape('box', 'box', (half, W, tall), (mid, 0, base + tall))]
-    if what == 'tank':
-        return _tank(half, mid, W, base, min(W, 0.75 * tall + 0.1))
-    if what == 'logs':
-        return _logs(half, mid, W, base)
-    return [_bed(d, x0, half, W, base, what == 'tipper')]
-
-# %% ../../nbs/data/33_world.ipynb #3a26ff86
-def _tank(half: float, mid: float, W: float, base: float, r: float) -> list[Part]:
-    tank = _shape('tank', 'cylinder', (r, W, half * 0.9), (mid, 0, base + r), ('y', 90))
-    place = lambda s: (mid + s * 0.9 * half, 0, base + r)
-    end = lambda s, name: _shape(f'{name} of the tank', 'ellipsoid', (0.15 * half, W, r), place(s))
-    return [tank, end(1, 'front'), end(-1, 'rear')]
-
-# %% ../../nbs/data/33_world.ipynb #3f09fa45
-def _logs(half: float, mid: float, W: float, base: float) -> list[Part]:
-    bed = _shape('bed', 'box', (half, W, 0.04), (mid, 0, base))
-    size = (W * 0.33, W * 0.33, half * 0.93)
-    at = lambda y, z: (mid, y * W * 0.64, base + 0.04 + W * (0.33 + 0.55 * z))
-    places = ((-1, 0), (0, 0), (1, 0), (-0.5, 1), (0.5, 1))
-    log = lambda i, place: _shape(f'log {i}', 'cylinder', size, at(*place), ('y', 90))
-    return [bed, *(log(i, place) for i, place in enumerate(places, 1))]
-
-# %% ../../nbs/data/33_world.ipynb #62a6a1cf
-def _bed(d: _Dice, x0: float, half: float, W: float, base: float, tips: bool) -> Part:
-    side, angle = d['side'], d['tipped'] if tips else 0.0
-    wall = lambda s, name: _shape(name, 'box', (half, 0.025, side), (half, s * W, side))
-    walls = [
-        _shape('bed', 'box', (half, W, 0.03), (half, 0, 0.03)),
-        _shape('front wall', 'box', (0.025, W, side), (2 * half, 0, side)),
-        *(wall(s, f'{name} wall') for s, name in _sides),
-    ]
-    if tips:
-        size = (0.75 * half, 0.8 * W, side * 1.25)
-        walls.append(_shape('heap', 'ellipsoid', size, (half, 0, side * 0.6)))
-    return _group('bed joint', *walls, at=(x0, 0, base), turns=[('y', -angle)])
+        b.add(here, 'box', 'box', (half, W, tall), (mid, 0, base + tall))
+    elif what == 'tank':
+        r = min(W, 0.75 * tall + 0.1)
+        b.add(here, 'tank', 'cylinder', (r, W, half * 0.9), (mid, 0, base + r), ('y', 90))
+        for s, name in ((1, 'front'), (-1, 'rear')):
+            at = (mid + s * 0.9 * half, 0, base + r)
+            b.add(here, f'{name} of the tank', 'ellipsoid', (0.15 * half, W, r), at)
+    elif what == 'logs':
+        b.add(here, 'bed', 'box', (half, W, 0.04), (mid, 0, base))
+        size = (W * 0.33, W * 0.33, half * 0.93)
+        for i, (y, z) in enumerate(((-1, 0), (0, 0), (1, 0), (-0.5, 1), (0.5, 1)), 1):
+            at = (mid, y * W * 0.64, base + 0.04 + W * (0.33 + 0.55 * z))
+            b.add(here, f'log {i}', 'cylinder', size, at, ('y', 90))
+    else:
+        bed = _joint(here, (x0, 0, base), ('y', -d['tipped'] if what == 'tipper' else -0.0))
+        b.add(bed, 'bed', 'box', (half, W, 0.03), (half, 0, 0.03))
+        b.add(bed, 'front wall', 'box', (0.025, W, side), (2 * half, 0, side))
+        for s, name in _sides:
+            b.add(bed, f'{name} wall', 'box', (half, 0.025, side), (half, s * W, side))
+        if what == 'tipper':
+            size = (0.75 * half, 0.8 * W, side * 1.25)
+            b.add(bed, 'heap', 'ellipsoid', size, (half, 0, side * 0.6))
 
 # %% ../../nbs/data/33_world.ipynb #00000059
-def _car(d: _Dice) -> Part:
+def _car(d: _Dice, b: _Parts):
     L, W, wheel, tall = d['length'], d['width'], d['wheel'], d['body height']
-    floor, axle = wheel * d['clearance'], d['axle'] * L
-    style = d.pick('style', 'saloon', 'estate', 'beetle', 'open', 'van')
+    floor, axle, here = wheel * d['clearance'], d['axle'] * L, shift()
+    style, deck = d.pick('style', 'saloon', 'estate', 'beetle', 'open', 'van'), floor + 2 * tall
     size = (L * (0.85 if style == 'beetle' else 1), W, tall)
-    return _group(
-        'car',
-        _shape('body', 'box', size, (0, 0, floor + tall)),
-        *_wheels((axle, -axle), W * 0.95, wheel, 0.07),
-        *_car_ends(d, style, L, W, tall, floor),
-        *_spoiler(d, L, W, floor + 2 * tall),
-        *_cabin(d, style, L, W, floor + 2 * tall),
-    )
-
-# %% ../../nbs/data/33_world.ipynb #cf328b62
-def _car_ends(d: _Dice, style: str, L: float, W: float, tall: float, floor: float):
+    b.add(here, 'body', 'box', size, (0, 0, floor + tall))
+    b.wheels(here, (axle, -axle), W * 0.95, wheel, 0.07)
     if style == 'beetle':
         for x, name in ((0.68, 'hood'), (-0.68, 'boot')):
             size = (0.42 * L, W * 0.9, tall * 1.7)
-            yield _shape(name, 'ellipsoid', size, (x * L, 0, floor + tall))
+            b.add(here, name, 'ellipsoid', size, (x * L, 0, floor + tall))
     elif d.unit('round') < 0.5:
         for s, end in ((1, 'front'), (-1, 'rear')):
             size, at = (tall, 0.16, W * 0.98), (s * L, 0, floor + tall)
-            yield _shape(f'{end} end', 'cylinder', size, at, ('x', 90))
-
-# %% ../../nbs/data/33_world.ipynb #a0cc5839
-def _spoiler(d: _Dice, L: float, W: float, deck: float):
-    if d.unit('spoiler') >= 0.3:
-        return
-    yield _shape('spoiler', 'box', (0.09, W * 0.95, 0.02), (-L * 0.93, 0, deck + 0.13))
-    for s, side in _sides:
-        at = (-L * 0.93, s * W * 0.6, deck + 0.06)
-        yield _shape(f'{side} stay', 'box', (0.03, 0.02, 0.07), at)
-
-# %% ../../nbs/data/33_world.ipynb #0000005a
-def _cabin(d: _Dice, style: str, L: float, W: float, deck: float) -> list[Part]:
-    "What stands on a car's body."
-    high, back = d['cabin height'], d['cabin place'] * L
+            b.add(here, f'{end} end', 'cylinder', size, at, ('x', 90))
+    if d.unit('spoiler') < 0.3:
+        b.add(here, 'spoiler', 'box', (0.09, W * 0.95, 0.02), (-L * 0.93, 0, deck + 0.13))
+        for s, side in _sides:
+            at = (-L * 0.93, s * W * 0.6, deck + 0.06)
+            b.add(here, f'{side} stay', 'box', (0.03, 0.02, 0.07), at)
     if style == 'open':
-        return list(_seats(L, W, deck))
-    half = L * d('cabin', *_cabins[style])
+        size, at = (0.02, W * 0.85, 0.12), (0.2 * L, 0, deck + 0.08)
+        b.add(here, 'windscreen', 'box', size, at, ('y', -30))
+        for (s, side), (x, row) in itertools.product(_sides, ((-0.15, 'front'), (-0.5, 'back'))):
+            size, at = (0.06, W * 0.33, 0.13), (x * L, s * W * 0.42, deck + 0.06)
+            b.add(here, f'{side} {row} seat', 'box', size, at, ('y', -15))
+    else:
+        _cabin(d, b, here, style, L, W, deck)
+
+
+def _cabin(d: _Dice, b: _Parts, here: Tensor, style: str, L: float, W: float, deck: float):
+    high, back, half = d['cabin height'], d['cabin place'] * L, L * d('cabin', *_cabins[style])
     if style == 'beetle':
-        return [_shape('cabin', 'ellipsoid', (half, W * 0.88, high * 2.0), (0.5 * back, 0, deck))]
+        b.add(here, 'cabin', 'ellipsoid', (half, W * 0.88, high * 2.0), (0.5 * back, 0, deck))
+        return
     high = high * 1.5 if style == 'van' else high
     place = dict(saloon=back, estate=-L * 0.97 + half + 0.04, van=-L * 0.98 + half)[style]
-    return list(_closed_cabin(d, style, half, high, place, W, deck))
-
-# %% ../../nbs/data/33_world.ipynb #f9ae2f8d
-def _seats(L: float, W: float, deck: float):  # of an open car, behind a windscreen
-    at = (0.2 * L, 0, deck + 0.08)
-    yield _shape('windscreen', 'box', (0.02, W * 0.85, 0.12), at, ('y', -30))
-    for s, side in _sides:
-        for x, row in ((-0.15, 'front'), (-0.5, 'back')):
-            size, at = (0.06, W * 0.33, 0.13), (x * L, s * W * 0.42, deck + 0.06)
-            yield _shape(f'{side} {row} seat', 'box', size, at, ('y', -15))
-
-# %% ../../nbs/data/33_world.ipynb #7fba0f3b
-def _closed_cabin(d: _Dice, style: str, half: float, high: float, place: float, W, deck: float):
     slope = d('slope', *((20, 50) if style != 'van' else (10, 25)))
-    yield _shape('cabin', 'box', (half, W * 0.86, high), (place, 0, deck + high))
-    yield _glass('windscreen', 1, slope, half, high, place, W, deck)
-    if style == 'saloon':
-        yield _glass('rear window', -1, slope, half, high, place, W, deck)
+    b.add(here, 'cabin', 'box', (half, W * 0.86, high), (place, 0, deck + high))
+    sin, cos = _sincos(slope)
+    for s, name in ((1, 'windscreen'), (-1, 'rear window'))[: 1 + (style == 'saloon')]:
+        size = (0.6 * high, W * 0.84, high / cos)
+        at = (place + s * (half + high * sin / cos - 0.6 * high / cos), 0, deck + high)
+        b.add(here, name, 'box', size, at, ('y', -s * slope))
     if d.unit('rack') < 0.25:
         for i, x in enumerate((-0.5, 0.5)):
             at = (place + x * half, 0, deck + 2 * high + 0.05)
-            yield _shape(f'rack {i + 1}', 'box', (0.02, W * 0.8, 0.02), at)
+            b.add(here, f'rack {i + 1}', 'box', (0.02, W * 0.8, 0.02), at)
 
-# %% ../../nbs/data/33_world.ipynb #40c2a259
-def _glass(name: str, s: int, slope: float, half, high, place, W, deck: float) -> Part:
-    sin, cos = _sincos(slope)
-    size = (0.6 * high, W * 0.84, high / cos)
-    at = (place + s * (half + high * sin / cos - 0.6 * high / cos), 0, deck + high)
-    return _shape(name, 'box', size, at, ('y', -s * slope))
 
-# %% ../../nbs/data/33_world.ipynb #6790f17f
 categories = ('animal', 'human', 'airplane', 'truck', 'car')  # smallNORB's categories 0 to 4
 _builders = dict(zip(categories, (_animal, _human, _airplane, _truck, _car)))
 
@@ -843,17 +715,15 @@ def name_of(category: int | str, instance: int) -> str:  # the category's name
     return name
 
 # %% ../../nbs/data/33_world.ipynb #e36e41a7
-def build_toy(
-    category: int | str,  # 0 to 4, or its name
-    instance: int,  # 0 to 9
-    seed: int = 0,  # of the draw
-    world: World = World(),  # its spread counts
-) -> Toy:  # poses relative to the toy, whose middle is the origin and whose radius is about 1
-    "One of the fifty toys of a seed; `ValueError` for what does not exist."
+def build_toy(category, instance: int, seed: int = 0, world: World = World()) -> Toy:  # centred
+    """One of the fifty toys of a seed: category 0 to 4, or its name, and instance 0 to 9.
+
+    Its middle is the origin, its radius about 1; `ValueError` for what does not exist."""
     name = name_of(category, instance)
     check_world(world, seed)
     d = _Dice(seed, name, instance, spread=world.spread, ranges=_ranges[name])
-    return _centred(flatten(_builders[name](d)), d('scale', 0.92, 1.08))
+    _builders[name](d, parts := _Parts())
+    return _centred(parts.toy(), d('scale', 0.92, 1.08))
 
 # %% ../../nbs/data/33_world.ipynb #fd816400
 def _centred(toy: Toy, radius: float) -> Toy:
@@ -872,14 +742,9 @@ def ground_of(toy: Toy) -> float:  # height of the ground it stands on
     return (toy.poses[:, 2, 3] - _reach(toy)[:, 2]).min().item()
 
 # %% ../../nbs/data/33_world.ipynb #9c06d594
-def object_pose(
-    category: int | str,  # 0 to 4, or its name
-    instance: int,  # 0 to 9
-    azimuth: float,  # degrees by which the table is turned
-    seed: int = 0,  # as for `build_toy`
-    world: World = World(),  # its jitter counts
-) -> Tensor:  # [4, 4], float64: toy → world
-    "Put down a little off the middle, a little crooked, then turned; errors as for `build_toy`."
+def object_pose(category, instance, azimuth, seed=0, world=World()) -> Tensor:  # toy → world
+    """The pose [4, 4] of a toy put down a little off the middle (by the world's jitter), a little
+    crooked, then turned by so many degrees; errors as for `build_toy`."""
     name = name_of(category, instance)
     check_world(world, seed)
     d = _Dice(seed, name, instance, 'place')

@@ -45,14 +45,8 @@ def homogeneous(
     return torch.cat([poses, last], -2)
 
 # %% ../../nbs/lab/69_assembly.ipynb #d699160e
-def some_poses(
-    shape: tuple,  # of what is drawn
-    g: torch.Generator,  # draws them
-    turn: float = 180.0,  # largest angle either way, degrees
-    scale: tuple = (0.7, 1.4),  # smallest and largest, uniform in its logarithm
-    room: float = 4.0,  # largest place either way
-) -> Tensor:  # [*shape, 2, 3]
-    "Random similarities."
+def some_poses(shape, g, turn=180.0, scale=(0.7, 1.4), room=4.0) -> Tensor:  # [*shape, 2, 3]
+    "Random similarities: turned by up to so many degrees, scaled, and moved by up to `room`."
     phi, s, x, y = torch.rand(4, *shape, generator=g)
     phi = (2 * phi - 1) * math.radians(turn)
     s = scale[0] * (scale[1] / scale[0]) ** s
@@ -68,10 +62,7 @@ class Scenes(NamedTuple):
     mask: Tensor  # [b, n] bool: there is a part
     labels: Tensor  # [b, n] the whole that it is of; the number of wholes: none
 
-    def presence(
-        self,
-        n_wholes: int,  # J
-    ) -> Tensor:  # [b, J] 1 or 0
+    def presence(self, n_wholes: int) -> Tensor:  # [b, J] 1 or 0
         "Which wholes are there with a part at least."
         return torch.stack(
             [((self.labels == j) & self.mask).any(1) for j in range(n_wholes)], 1

@@ -386,8 +386,6 @@ _pictures = {  # that runs draw
     'margin: what the network saw, its scores, which places two classes used, what decided.',
     'drawings.png': 'The first test picture of each class, drawn by the decoder from its own '
     'capsule and from the longest other one.',
-    'poses.png': 'The class capsule of the first test toy of each category while it turns once '
-    'around: its poses, in two dimensions that keep distances as well as they can.',
 }
 _results = {  # of a run: what it is called -> where it stands, and how it is shown
     'test accuracy': ('test_accuracy', '{:.2%}'),

@@ -159,13 +159,9 @@ class Parts(NamedTuple):
     cut: tuple = ()  # names of the splits that were cut from the training rows
 
 
-def in_parts(
-    source,  # as for `open_columns`
-    label: str = 'label',  # column of the classes
-    test: str | None = None,  # name of the split to test; None: 'test', or else cut
-    held: float = 0.15,  # share of the training rows that is cut for each missing split
-) -> Parts:  # rows that were cut are in no other split
-    "Splits and classes of a data set; `ValueError` says what is missing, or wrong with them."
+def in_parts(source, label='label', test: str | None = None, held: float = 0.15) -> Parts:  # of it
+    """Splits and classes of a data set; a split that is missing is cut from the training rows, a
+    share of `held`. `ValueError` says what is missing, or wrong with them."""
     found = open_columns(source)
     if test is not None and test not in found:
         raise ValueError(f"there is no split {test!r}, but {', '.join(map(repr, found))}")
@@ -539,19 +535,6 @@ def _floats(values) -> tuple:
     return out, none, odd + [v for v in out if math.isinf(v)]
 
 
-class _RowDeck(BaseDeck):
-    "Rows of numbers [n, i] and their labels [n]."
-
-    def __init__(self, rows: Tensor, labels: Tensor):
-        self.rows, self.labels = rows, labels
-
-    def mark(self) -> str:
-        return fingerprint(self.rows.nan_to_num(1e30), self.labels)
-
-    def __getitems__(self, ks: list) -> dict:
-        return dict(rows=self.rows[ks], labels=self.labels[ks])
-
-
 @dataclass
 class OwnTable(OwnTask):
     "Columns of numbers."
@@ -633,35 +616,28 @@ class OwnTable(OwnTask):
         return dict(rows=rows, label=torch.tensor(labels))
 
     def deck(self, net, split, seed=None, shift=0):
-        return _RowDeck(*self.open(split).values())
+        rows, labels = self.open(split).values()
+        return BaseDeck(rows=rows, labels=labels)
 
     def collator(self, net, shift=0, mixup=0.0):
-        return dict
+        return lambda batch: {k: batch[k] for k in ('rows', 'labels')}
 
 
 table = OwnTable()
 
 # %% ../../nbs/lab/55_own_data.ipynb #0000001b
 @dataclass
-class OwnTexts(Sentiment):
+class OwnTexts(OwnTask, Sentiment):
     "A column of texts; of `Sentiment`, `task`, `roots`, `official`, `folder` do not concern it."
 
     encoder: FrozenEncoder | str | Path | Callable = 'gpt2-large'  # texts: a name, or a folder
-    source: object = None  # as for `open_columns`
     text: str = 'text'  # column of texts
-    label: str = 'label'  # column of the classes
-    test: str | None = None  # split to test; None: 'test', or cut from the rest
-    held: float = 0.15  # share that is cut for each split that is missing
-    known: dict | None = None  # the note of a run: what it reads is known without the data
     cache: str | Path | bool | None = None  # texts: folder for hidden states; None: the user's
 
     name, about = 'capsnb.lab.own:texts', 'the texts'
     ordered = False
     own = 'text', 'label', 'test', 'held', 'limit'  # options that task.json notes
     noted = dict(_noted, text=str, encoder=str, fingerprint=str)
-
-    __post_init__, parts = OwnTask.__post_init__, OwnTask.parts
-    names, test_rows, recipe = OwnTask.names, OwnTask.test_rows, OwnTask.recipe
 
     def read(self, splits=('train', 'validation', 'test')):
         out = {}
@@ -677,7 +653,7 @@ class OwnTexts(Sentiment):
         return out
 
     def note(self, net):
-        return super().note(net) | dict(task=self.name)
+        return Sentiment.note(self, net) | dict(task=self.name)
 
     def data_note(self):
         source = self.source if isinstance(self.source, str) else None

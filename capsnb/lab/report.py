@@ -39,11 +39,7 @@ def runs_of(
     return {k: sorted(v, key=lambda run: run['seed']) for k, v in found.items()}
 
 # %% ../../nbs/lab/59_report.ipynb #b81b4e51
-def percent(
-    runs: list,  # of metrics
-    key: str = 'test_accuracy',  # which share
-    error: bool = False,  # whether to take what is missing to 1
-) -> list:  # percent, one a run
+def percent(runs: list, key: str = 'test_accuracy', error: bool = False) -> list:  # one a run
     "A share of each run in percent."
     return [100 * (1 - run[key] if error else run[key]) for run in runs]
 
@@ -78,20 +74,13 @@ def lead_of(
     return statistics.mean(one) - statistics.mean(other), *ends
 
 # %% ../../nbs/lab/59_report.ipynb #7ac82343
-def apart(
-    one: list,  # numbers, one a seed
-    other: list,  # likewise
-) -> bool:  # whether the interval of the difference leaves out 0
+def apart(one: list, other: list) -> bool:  # whether the interval of the difference leaves out 0
     "Whether two settings can be distinguished; with one seed they cannot."
     _, low, high = lead_of(one, other)
     return low > 0 or high < 0
 
 
-def spread(
-    values: list,  # one a seed
-    digits: int = 1,  # after the point
-    ends: bool = False,  # whether the 95 % interval of the mean follows
-) -> str:  # for a table
+def spread(values: list, digits: int = 1, ends: bool = False) -> str:  # for a table
     "Mean ± standard deviation; of a single value, that it is one."
     mean = f'{statistics.mean(values):.{digits}f}'
     if len(values) == 1:
@@ -124,14 +113,9 @@ def _said(value, digits: int, ends: bool) -> str:
     return '' if value is None else f'{value:,}' if isinstance(value, int) else str(value)
 
 
-def dots(
-    settings: dict,  # name -> numbers, one a seed
-    xlabel: str,  # what they are
-    colours: list | None = None,  # one a setting; None: all the first of the palette
-    marks: dict | None = None,  # name -> a number of somebody else's, drawn as a cross
-    ax=None,  # matplotlib axes; None: new ones
-):  # the axes
-    "A row of dots for every setting, one a seed, with the mean and its interval as a whisker."
+def dots(settings: dict, xlabel: str, colours=None, marks=None, ax=None):  # matplotlib axes
+    """A row of dots for every setting, one a seed, with the mean and its interval as a whisker, and
+    a cross where `marks` has a number of somebody else's."""
     if ax is None:
         size = (7.5, 0.3 * len(settings) + 0.9)
         _, ax = plot_style().subplots(figsize=size, layout='constrained')
@@ -148,11 +132,7 @@ def dots(
     return ax
 
 
-def curves(
-    ax,  # matplotlib axes
-    lines: dict,  # name -> lists of numbers, one list a seed
-    x: list | None = None,  # their places; None: 1, 2, ...
-):
+def curves(ax, lines: dict, x: list | None = None):  # matplotlib axes; name -> lists; places
     "A line for every seed, a colour and a dash for every setting."
     for k, (name, seeds) in enumerate(lines.items()):
         look = dict(color=palette[k % len(palette)], ls=('-', '--', '-.', ':')[k % 4], alpha=0.8)
@@ -161,10 +141,7 @@ def curves(
     ax.legend()
 
 
-def plot_history(
-    record: str | Path | dict,  # of `study` or `repeat`; or setting -> its runs
-    settings: tuple | None = None,  # which of them; None: all
-):  # matplotlib figure: a column for each setting, loss above accuracy
+def plot_history(record: str | Path | dict, settings: tuple | None = None):  # matplotlib figure
     "Training and validation, epoch by epoch (Heinsen 2019, figure 8); the first seed is shaded."
     is_record = not isinstance(record, dict) or 'runs' in record
     found = runs_of(record) if is_record else record
@@ -212,10 +189,7 @@ _four = dict(channels=(32, 32, 64, 64), strides=(2, 1, 2, 1), padding=1)
 _sixteen = dict(n_types=16, n_parts=16)
 
 
-def ground(
-    name: str,  # 'toys', 'eth80', 'mnist', 'fashion-mnist', 'treebank'
-    scale: float = 1.0,  # of the number of epochs
-) -> Ground:  # its files are looked for when it is opened
+def ground(name: str, scale: float = 1.0) -> Ground:  # its files are looked for when it is opened
     "A ground by name; `ValueError` for one that there is not."
     epochs = lambda n: max(1, round(n * scale))
     pairs = dict(mixup=0.2, shift=8, batch_size=20)
@@ -242,11 +216,7 @@ def _network(g: Ground, kind: str, **options):
     return g.task.networks[kind].cls(n_classes=len(g.task.names), **made, **options)
 
 
-def nearest(
-    g: Ground,  # where
-    options_of,  # a stem -> options of a network on it
-    made,  # such options, by name -> the network
-) -> dict:  # options
+def nearest(g: Ground, options_of, made) -> dict:  # options
     "Those of the last width at which the network is nearest to the D-step's in size."
     wanted = n_params(_network(g, 'routing', **g.caps, **g.stem))
     of_text = 'd_feat' in g.stem
@@ -258,11 +228,7 @@ def nearest(
     return min(tried, key=lambda o: abs(n_params(made(**o)) - wanted))
 
 
-def evened(
-    g: Ground,  # where
-    routing: str,  # of `all_routings`
-    **options,  # of the ground's network of routings
-) -> dict:  # all of its options, stem and capsules too
+def evened(g: Ground, routing: str, **options) -> dict:  # all of its options, stem and capsules too
     "A network of a routing with as many parameters as the D-step's, as nearly as a width allows."
     if 'd_emb' in g.stem and routing in needed_for_text:
         options = dict(settings=needed_for_text[routing]) | options
@@ -270,18 +236,14 @@ def evened(
     return nearest(g, made, partial(_network, g, 'routing'))
 
 
-def plain_options(
-    g: Ground,  # where
-) -> dict:  # options of the ground's network without capsules
+def plain_options(g: Ground) -> dict:  # options of the ground's network without capsules
     "The same stem without capsules, as large as the D-step's network."
     wanted = n_params(_network(g, 'routing', **g.caps, **g.stem))
     net = rival_of(wanted, partial(_network, g, 'plain'), **g.stem)
     return g.stem | dict(n_hidden=net.classify.in_features)
 
 # %% ../../nbs/lab/59_report.ipynb #f97d32ef
-def blind(
-    task: Task,  # any
-) -> Task:  # a copy whose runs are never tested
+def blind(task: Task) -> Task:  # a copy whose runs are never tested
     "A task without its test data."
 
     class Blind(type(task)):
@@ -306,14 +268,9 @@ variants = {  # contestants when they are named -> routing, its settings
 }
 
 
-def candidates(
-    g: Ground,  # where
-    who: str,  # of `all_routings` or `variants`, or 'cnn'; or a network of the ground's task
-    lrs: tuple = rates,  # top rates of the cycle
-    norms: tuple = norms_tried,  # see `CapsNorm`; a routing's only
-    whole: bool = False,  # whether `who` is a network of the task, of its own size
-) -> dict:  # name -> row of `study`
-    "What is tried of a contestant."
+def candidates(g: Ground, who: str, lrs=rates, norms=norms_tried, whole=False) -> dict:  # rows
+    """What is tried of a contestant, of `all_routings`, `variants` or 'cnn'; whole: of a network of
+    the ground's task, of its own size. Name -> row of `study`."""
     if whole:  # what the network's own recipe leaves out stays out
         given = g.task.recipe(who)
         left_out = {k: 0 for k in ('mixup', 'shift') if given.get(k) == 0}
@@ -330,22 +287,14 @@ def candidates(
     }
 
 
-def chosen(
-    found: dict,  # row -> list of metrics, of a search
-) -> str:  # a row
+def chosen(found: dict) -> str:  # a row
     "The row that validates best; of equal ones the first."
     return max(found, key=lambda k: statistics.mean(run['valid_accuracy'] for run in found[k]))
 
 # %% ../../nbs/lab/59_report.ipynb #0000000b
-def race(
-    g: Ground,  # where
-    rows_of: dict,  # contestant -> its `candidates`
-    path: Path,  # JSON file of the final runs; that of the search lies beside it
-    seeds: tuple,  # of the final runs
-    runs: Path,  # folder of the runs
-    **same,  # of `study`, for all
-) -> dict:  # contestant -> metrics of the final runs
-    "Each contestant's best row by a short run, then with fresh seeds; test data open at the end."
+def race(g: Ground, rows_of: dict, path: Path, seeds: tuple, runs: Path, **same) -> dict:  # runs
+    """Each contestant's best of its `candidates` by a short run, which lie in a file beside `path`;
+    then with fresh seeds: test data open at the end."""
     found, searched = {}, path.with_name(f'{path.stem}_search.json')
     for who, rows in rows_of.items():
         best = next(iter(rows))
@@ -362,11 +311,7 @@ def race(
     return found
 
 # %% ../../nbs/lab/59_report.ipynb #1d2269e3
-def step_costs(
-    nets: dict,  # name -> network in training mode
-    batch: dict,  # what they take, labels among it
-    rounds: int = 5,  # of all, in turn
-) -> dict:  # name -> seconds; bytes kept for the backward pass, without parameters; n_params
+def step_costs(nets: dict, batch: dict, rounds: int = 5) -> dict:  # seconds, bytes, n_params
     "What a training step of each network takes on one batch, measured in turn, no optimiser's."
     steps, found = {}, {}
     for who, net in nets.items():
@@ -385,9 +330,7 @@ def step_costs(
     return {k: dict(v, seconds=statistics.median(times[k])) for k, v in found.items()}
 
 
-def ranked(
-    record: str | Path | dict,  # of `race`
-) -> list:  # of dicts: name, runs, and whether it is apart from the best; the best comes first
+def ranked(record: str | Path | dict) -> list:  # of dicts; the best first
     "Who came where, by mean test accuracy."
     found = runs_of(record)
     mean = {k: statistics.mean(percent(v)) for k, v in found.items()}
@@ -396,10 +339,7 @@ def ranked(
     return [dict(name=k, runs=found[k], apart=apart(percent(found[k]), best)) for k in order]
 
 
-def standings(
-    record: str | Path | dict,  # of `race`
-    costs: dict | None = None,  # of `step_costs`; None: seconds are those of the runs
-):  # IPython's Markdown, a row for each contestant
+def standings(record: str | Path | dict, costs: dict | None = None):  # a table
     "Test accuracy, log-loss, calibration, and the seconds and memory of a training step."
     rows = []
     for row in ranked(record):

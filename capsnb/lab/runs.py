@@ -37,8 +37,7 @@ def first_process() -> bool:  # also true for the only process
 
 
 _network_files = ('model.safetensors', 'config.json')
-_run_files = ('metrics.json', 'settings.json', 'task.json', *_network_files)
-_run_files += ('drawings.png', 'poses.png')
+_run_files = ('metrics.json', 'settings.json', 'task.json', 'drawings.png', *_network_files)
 
 
 def no_links(folder: Path):  # of a run
@@ -188,12 +187,7 @@ def strange_in(folder: Path) -> list:  # names of files
     return there
 
 
-def claim(
-    folder: str | Path,  # for a new run
-    resume: bool,  # whether the run in it shall go on
-    overwrite: bool,  # whether it may be replaced
-    command_line: bool = False,  # how the advice spells an option: --resume, or resume=True
-):
+def claim(folder: str | Path, resume: bool, overwrite: bool, command_line=False):  # of a new run
     "`ValueError` if a new run would replace what the folder holds, or another process is there."
     if not first_process():
         return
@@ -280,10 +274,7 @@ def check_end(folder: Path) -> dict:  # as in metrics.json
     return read_whole(folder / 'metrics.json', files=dict)
 
 # %% ../../nbs/lab/41_runs.ipynb #0c651214
-def task_of(
-    run: str | Path,  # folder of a finished run
-    command: str = 'capsnb train',  # that makes such runs
-) -> dict:  # its task.json
+def task_of(run: str | Path, command: str = 'capsnb train') -> dict:  # its task.json
     "What a run was about; `ValueError` when it is not finished, or the note is damaged."
     folder = run_folder(run)
     no_links(folder)
@@ -324,11 +315,7 @@ def _check_shapes(config: dict, weights: Path, cls: type):
             raise ValueError(f"{k}: {wanted.get(k)} by config.json, {there.get(k)} by the weights")
 
 
-def checked_network(
-    run: str | Path,  # folder of a finished run
-    cls: type,  # the network's class
-    device: str | None = None,  # None: the best there is
-) -> nn.Module:  # in evaluation mode
+def checked_network(run: str | Path, cls: type, device: str | None = None) -> nn.Module:  # ready
     "The network of a finished run; `ValueError` when its files are missing, damaged or at odds."
     folder = run_folder(run)
     no_links(folder)
@@ -344,10 +331,7 @@ def checked_network(
 
 # %% ../../nbs/lab/41_runs.ipynb #6b7b0f09
 @contextlib.contextmanager
-def record_of(
-    path: str | Path,  # JSON file that collects the runs of a study
-    command: str | None = None,  # that makes the study
-):  # gives its dict: runs, headline, and what repeats them
+def record_of(path: str | Path, command: str | None = None):  # gives its dict: runs, headline, …
     "A record to read or change: no other process does meanwhile, and what has changed is written."
     path = Path(path).expanduser()
     name = digest(dict(path=str(path.absolute())))

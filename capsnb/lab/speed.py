@@ -33,10 +33,7 @@ from ..routing.mixture import e_step, m_step
 __all__ = []
 
 # %% ../../nbs/lab/57_speed.ipynb #52fb1cfa
-def take_turns(
-    steps: dict[str, Callable],  # name -> function without arguments
-    rounds: int = 5,  # in each of which every function has its turn
-) -> dict[str, list[float]]:  # seconds of a call, by round
+def take_turns(steps: dict[str, Callable], rounds: int = 5) -> dict:  # seconds of a call, by round
     "Time functions in turn; what a GPU was asked to do is waited for."
     how = dict(stmt='f()', num_threads=torch.get_num_threads())
     timers = {k: Timer(globals=dict(f=f), **how) for k, f in steps.items()}

@@ -22,15 +22,8 @@ from ..data.mnist import as_floats, cifar_names, class_names, load_digits_split
 from ..data.mnist import load_mnist, open_cifar10
 from .capsnet import CapsNet, EfficientCapsNet
 from .matrix_caps import MatrixCapsNet
-from capsnb.lab.runs import (
-    check_end,
-    checked_network,
-    claim,
-    record_of,
-    repeat,
-    run_folder,
-    task_of,
-)
+from .runs import check_end, checked_network, claim, record_of, repeat, run_folder
+from .runs import task_of
 from .train import Deck, MixupCollator, batch_on, check_recipe, fit_decks
 from .vision import BaselineCNN, DStepNet, PlainCNN, RoutingNet, n_params, rival_of
 
@@ -155,10 +148,7 @@ class Task:
         )
 
 # %% ../../nbs/lab/51_tasks.ipynb #09060441
-def with_options(
-    task: Task,  # a dataclass, if it has options
-    **options,  # fields
-) -> Task:  # another one
+def with_options(task: Task, **options) -> Task:  # another one
     "A task with other options; `ValueError` for one that it has not."
     there = getattr(task, '__dataclass_fields__', {})
     for name in options:
@@ -185,10 +175,7 @@ known = {
 _named = set()  # tasks that somebody has named to this process
 
 
-def task_in(
-    note: dict,  # of task.json
-    run: str | Path,  # folder of the run
-) -> Task:  # as `task_named` finds it
+def task_in(note: dict, run: str | Path) -> Task:  # as `task_named` finds it
     "The task of a run; `ValueError` for foreign code that nobody has named: it is not executed."
     name = note.get('task', note.get('data'))  # runs on pictures of older versions call it data
     if not isinstance(name, str) or not name:
@@ -285,11 +272,7 @@ def _start(start: str | Path, out: str | Path, began: dict) -> str | None:
     task_of(start)  # is there such a run?
 
 
-def begin_with(
-    network: nn.Module,  # new, changed in place
-    run: str | Path,  # folder of a finished run that trained one of its kind
-    note: dict,  # of the network's task
-) -> str:  # SHA-256 of the run's weights
+def begin_with(network: nn.Module, run: str | Path, note: dict) -> str:  # SHA-256 of its weights
     "Take over layers of which every weight fits, the others stay new; `ValueError` if none does."
     theirs, kind = task_of(run), type(network).__name__
     if (found := check_end(run_folder(run)).get('network')) != kind:
@@ -381,14 +364,8 @@ def evaluate(
     )
 
 # %% ../../nbs/lab/51_tasks.ipynb #39ecf747
-def read_all(
-    network: nn.Module,  # of a run
-    task: Task,  # likewise, on the device
-    net: str,  # its name
-    split: str,  # which
-    progress: bool = False,  # whether to draw a bar
-) -> tuple:  # the deck; [n, n_classes], see `answers`
-    "What a network says of a split."
+def read_all(network, task: Task, net: str, split: str, progress=False) -> tuple:  # deck, answers
+    "What a network says of all of a split: the deck, and `answers` to it [n, n_classes]."
     deck, collator, out = task.decks(net, (split,))[split], task.collator(net), []
     rows = torch.arange(len(deck)).split(task.batch_size)
     for index in need('tqdm').tqdm(rows, 'reading', disable=not progress, leave=False):
@@ -398,10 +375,7 @@ def read_all(
     return deck, torch.cat(out)
 
 
-def answers(
-    network: nn.Module,  # in evaluation mode
-    views: Iterable[dict],  # what it takes, for each view
-) -> Tensor:  # [b, n_classes]
+def answers(network: nn.Module, views: Iterable[dict]) -> Tensor:  # [b, n_classes]
     "Of a single view the logits, which do not saturate; of several the sum of what `a` says."
     outs = []
     for view in views:
@@ -494,9 +468,7 @@ def settle_command(path: Path, names: list, seeds: tuple, command: str | None): 
             record['command'] = command
 
 
-def as_typed(
-    **options,  # name -> a value, or a tuple of them; None: it was not given
-) -> str:  # ' --name value ...', to append to a command
+def as_typed(**options) -> str:  # ' --name value ...', to append to a command
     "Options as they are typed."
     words = ''
     for name, given in options.items():
@@ -506,10 +478,7 @@ def as_typed(
     return words
 
 # %% ../../nbs/lab/51_tasks.ipynb #07f0916e
-def evenly(
-    labels: Tensor,  # [n] classes
-    limit: int | None,  # how many pictures are wanted at most; None: all
-) -> Tensor:  # their numbers, in the order of the file
+def evenly(labels: Tensor, limit: int | None) -> Tensor:  # their numbers, in the order of the file
     "Pictures spread evenly over each class, and classes as frequent as among all."
     n = len(labels)
     if limit is None or limit >= n:
@@ -518,10 +487,7 @@ def evenly(
     return by_class[torch.arange(limit) * n // limit].sort().values
 
 
-def as_seen(
-    net: str,  # a name of `Digits.networks`
-    images: Tensor,  # [b, channels, m, n]
-) -> Tensor:  # [b, channels, m', n']; but for matrix capsules and small pictures: the images
+def as_seen(net: str, images: Tensor) -> Tensor:  # [b, channels, m', n']
     "Double the pixels of pictures too small for matrix capsules, and frame them."
     if net != 'matrix-caps' or min(images.shape[-2:]) >= 17:
         return images
@@ -666,12 +632,7 @@ class Digits(Task):
 digits, mnist, fashion_mnist, cifar10 = map(Digits, sides)
 
 
-def drawings(
-    network: nn.Module,  # `CapsNet` or `EfficientCapsNet`, with a decoder
-    images: Tensor,  # [n, channels, m, m]
-    labels: Tensor,  # [n]
-    names: tuple,  # of the classes
-):  # matplotlib figure
+def drawings(network: nn.Module, images: Tensor, labels: Tensor, names: tuple):  # matplotlib figure
     "The first picture of each class, drawn from its own capsule and from the longest other one."
     plt, on = plot_style(), next(network.parameters()).device
     k = torch.stack([(labels == c).nonzero()[0, 0] for c in labels.unique()])

@@ -33,20 +33,14 @@ from .runs import checkpoints_in, first_process, read_seal, run_folder
 __all__ = ['fit']
 
 # %% ../../nbs/lab/48_train.ipynb #00000008
-def dice(
-    *name: int,  # non-negative integers that name the occasion, e.g. (seed, epoch, sample)
-):  # numpy.random.Generator
+def dice(*name: int):  # numpy.random.Generator
     """A random generator that is a function of its name: no draw depends on the draws before it.
 
     Zeros at the end of a name are not seen: (7,) and (7, 0) are one occasion."""
     return need('numpy').random.default_rng(name)
 
 
-def shift_images(
-    images: Tensor,  # [b, channels, m, n]
-    shifts: Tensor,  # [b, 2] integers: pixels down, pixels right
-    repeat: bool = False,  # what comes in at the border: its pixels, repeated, or zeros
-) -> Tensor:  # [b, channels, m, n]
+def shift_images(images: Tensor, shifts: Tensor, repeat: bool = False) -> Tensor:  # [b, c, m, n]
     "Shift each image by its own whole number of pixels, on any device."
     b, _, m, n = images.shape
     sample, row, col = (torch.arange(size, device=images.device) for size in (b, m, n))
@@ -61,9 +55,7 @@ def shift_images(
     return moved.masked_fill(~inside, 0)
 
 
-def fingerprint(
-    *things,  # tensors, networks, anything that prints the same when it is the same
-) -> str:  # twelve hexadecimal digits
+def fingerprint(*things) -> str:  # twelve hexadecimal digits
     "SHA-256, shortened: equal for equal things, else different (but for one chance in 2**48)."
     h = hashlib.sha256()
     for x in things:
@@ -76,13 +68,20 @@ def fingerprint(
 
 # %% ../../nbs/lab/48_train.ipynb #0000000e
 class BaseDeck(torch.utils.data.Dataset):
-    "Samples that are dealt in batches; a subclass says `mark` and `__getitems__`."
+    "Columns of samples, labels among them, that are dealt in batches."
 
     labels: Tensor  # [n]
     seed: int | None = None  # of augmentation; None: none, as for validation
     epoch: int = 0  # whose dice are thrown
     until: float | None = None  # validation: accuracy that ends training; None: it goes on
     few_shapes: bool = True  # of its batches: `torch_compile` compiles each for itself
+
+    def __init__(self, seed: int | None = None, **columns: Tensor):
+        self.seed, self.columns = seed, columns
+        vars(self).update(columns)
+
+    def mark(self) -> str:  # equal for equal data
+        return fingerprint(*self.columns.values())
 
     def deal(self, epoch: int):
         "Throw the dice of an epoch."
@@ -94,6 +93,9 @@ class BaseDeck(torch.utils.data.Dataset):
     def __getitem__(self, k: int) -> dict:  # a batch of one
         return self.__getitems__([k])
 
+    def __getitems__(self, index: list) -> dict:  # the columns, and draw: where the dice stand
+        return {k: v[index] for k, v in self.columns.items()} | dict(draw=self.draw(index))
+
     def draw(self, index: list) -> tuple | None:  # what `dice` takes; None without a seed
         "Where the dice of a batch stand, by the numbers of its samples."
         return None if self.seed is None else (self.seed, self.epoch, int(index[0]))
@@ -102,10 +104,13 @@ class BaseDeck(torch.utils.data.Dataset):
 class Deck(BaseDeck):
     "Images and labels in memory; with a seed, each epoch shifts every image by its own draw."
 
+    images: Tensor  # [n, channels, rows, columns]
+
     def __init__(self, data, seed: int | None = None, shift: int = 0):
         "Data of `columns_of`; no seed: no augmentation; the largest shift, in pixels each way."
-        self.images, self.labels = columns_of(data)
-        self.seed, self.shift = seed, shift
+        images, labels = columns_of(data)
+        super().__init__(seed, images=images, labels=labels)
+        self.shift = shift
         self.deal(0)
 
     def deal(self, epoch):
@@ -117,22 +122,14 @@ class Deck(BaseDeck):
         drawn = die.integers(-self.shift, self.shift + 1, (len(self), 2))
         self.shifts = torch.from_numpy(drawn)
 
-    def mark(self) -> str:  # equal for equal data
-        return fingerprint(self.images, self.labels)
-
-    def __getitems__(self, index: list) -> dict:  # images, labels, draw: where the dice stand
-        images, labels = self.images[index], self.labels[index]
+    def __getitems__(self, index):
+        batch = super().__getitems__(index)
         if self.shifts is not None:
-            images = shift_images(images, self.shifts[index])
-        return dict(images=images, labels=labels, draw=self.draw(index))
+            batch['images'] = shift_images(batch['images'], self.shifts[index])
+        return batch
 
 # %% ../../nbs/lab/48_train.ipynb #00000012
-def mixup(
-    images: Tensor,  # [b, ...]
-    targets: Tensor,  # [b, n_classes], rows of probabilities
-    lam: float,  # share of the sample itself, in [0, 1]
-    partner: Tensor,  # [b], whom each sample is blended with
-) -> tuple:  # images and targets, blended
+def mixup(images: Tensor, targets: Tensor, lam: float, partner: Tensor) -> tuple:  # both, blended
     "Blend each sample and its target with its partner's (Zhang et al. 2017)."
     return tuple(lam * x + (1 - lam) * x[partner] for x in (images, targets))
 
@@ -341,9 +338,7 @@ def _left_in(folder: Path) -> str:
     return f"the last good checkpoint is {whole.name}" if whole else "there is no checkpoint yet"
 
 # %% ../../nbs/lab/48_train.ipynb #0000002d
-def accuracy(
-    p,  # transformers.EvalPrediction with logits [n, n_classes] and labels [n]
-) -> dict:  # {'accuracy': share of samples whose largest logit is the label's}
+def accuracy(p) -> dict:  # {'accuracy': share of samples whose largest logit is the label's}
     "What validation looks at; `Diverged` for logits that are not finite."
     if not need('numpy').isfinite(p.predictions).all():
         raise Diverged("the network's scores are not finite")
@@ -471,9 +466,7 @@ _rules = dict(  # argument -> whether a value is fine, and what is expected
 )
 
 
-def check_recipe(
-    **recipe,  # of `fit`: its own arguments, and `honoured` ones
-):
+def check_recipe(**recipe):
     "`ValueError` for the first argument of `fit` that makes no sense, with what was expected."
     for name, value in recipe.items():
         if name in honoured:
@@ -542,12 +535,7 @@ class Stopped(KeyboardInterrupt):
     "Training was stopped by a signal; there is a checkpoint, and the message says how to go on."
 
 
-def batch_on(
-    deck,  # of some data
-    index: list,  # of samples
-    collator,  # makes batches
-    device: torch.device,  # where they are wanted
-) -> dict:  # what the collator's `on_device`, if it has one, takes
+def batch_on(deck, index: list, collator, device: torch.device) -> dict:  # on the device
     "A batch as the trainer would make it."
     batch = collator(deck.__getitems__(index))
     return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
@@ -596,9 +584,7 @@ def rehearse(trainer, decks: dict, folder: Path):  # name -> deck, or None; of t
         folders.save_network(trainer.model, Path(place))
 
 # %% ../../nbs/lab/48_train.ipynb #b4868b6f
-def history_of(
-    state,  # transformers.TrainerState
-) -> list:  # per epoch: epoch, `_told`, valid_… (if there was validation), watched (if any)
+def history_of(state) -> list:  # a row for each epoch
     "What happened, epoch by epoch."
     rows = {}
     for log in state.log_history:

@@ -143,10 +143,7 @@ def class_shares(
     return torch.zeros_like(a).scatter(-1, at, 1)
 
 
-def reduced(
-    loss: Tensor,  # [...] losses of the samples
-    reduction: str = 'mean',  # 'mean', 'sum' or 'none'
-) -> Tensor:  # a number, or the losses as they are
+def reduced(loss: Tensor, reduction: str = 'mean') -> Tensor:  # a number, or the losses as they are
     "Mean over samples, sum, or neither; `ValueError` for any other word, and for the mean of none."
     if reduction not in ('mean', 'sum', 'none'):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
@@ -162,10 +159,7 @@ class Scores(NamedTuple):
     a: Tensor  # scores (logits) [b, j]
 
 
-def answer(
-    out,  # a named tuple that begins with the scores [b, j]
-    labels: Tensor | None = None,  # see `class_shares`
-) -> Any:  # `out` itself, or with labels {'loss': cross-entropy, 'logits': scores}
+def answer(out, labels: Tensor | None = None) -> Any:  # out: begins with the scores [b, j]
     "`out` for a reader, loss and logits for a trainer; `ValueError` for labels that do not fit."
     if labels is None:
         return out
@@ -399,13 +393,9 @@ def read_published(path: str | Path) -> dict:  # name -> tensor, on the CPU, no 
 _Net = TypeVar('_Net', bound=nn.Module)
 
 
-def published(
-    path: str | Path,  # of a state dict
-    make: Callable[[dict], _Net],  # the network for a dict from the author's names to shapes
-    name_of: Callable = str,  # our name of an entry -> the author's
-    kept: str | tuple = (),  # how entries begin that are ours alone
-) -> _Net:  # in evaluation mode, with the author's weights
-    "A network of published weights; `ValueError` lists what does not fit."
+def published(path, make: Callable[[dict], _Net], name_of: Callable = str, kept=()) -> _Net:  # it
+    """A network of published weights: `make` takes a dict of the author's names and shapes;
+    `name_of` gives his name for ours, save those `kept`; `ValueError` lists what does not fit."""
     state = read_published(path)
     try:
         net = make({k: v.shape for k, v in state.items()})
@@ -502,11 +492,7 @@ class PlainCNN(ImageNetwork, tags=['cnn']):
         return Scores(self.classify(self.features(images)))
 
 # %% ../../nbs/lab/43_vision.ipynb #d28eb60d
-def rival_of(
-    n: int,  # the number of parameters to come near to
-    kind: Callable[..., _Net] = PlainCNN,  # a network whose size n_hidden says
-    **kw,  # its other options
-) -> _Net:  # whose number of parameters is nearest to n
+def rival_of(n: int, kind: Callable[..., _Net] = PlainCNN, **kw) -> _Net:  # of about n parameters
     "A plain network as large as another one; each hidden channel costs the same."
     one, two = (n_params(kind(n_hidden=h, **kw)) for h in (1, 2))
     return kind(n_hidden=max(1, round((n - one) / (two - one)) + 1), **kw)
