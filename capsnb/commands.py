@@ -231,7 +231,7 @@ def demo(
     Prints both accuracies on the last 500 digits, from forms neither was trained on, and draws
     where each class got its score from. No download; about a minute of one core. Ctrl-C leaves a
     checkpoint and says how to go on."""
-    rooms = room('lab.demo')
+    rooms = room('lab.predict')
     kw = dict(epochs=epochs, device=device, resume=resume, overwrite=overwrite, progress=progress)
     if 'OMP_NUM_THREADS' not in os.environ:  # as fast for small networks, beside others faster
         room('core').need('torch').set_num_threads(1)
