@@ -1,3 +1,9 @@
+"""Capsule routing, exact and fast: layers, networks, data and trained runs (`load`).
+
+Routing layers are `Routing`, `ConvCaps`, `em_routing`, `dynamic_routing`, `RoutedPool` and
+`routing_layer`; `help(capsnb.NAME)` explains each, and the book derives them.
+"""
+
 __version__ = "0.1.0"
 
 _names = {  # room -> its public names; PyTorch, which all need, takes seconds

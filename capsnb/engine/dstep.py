@@ -153,7 +153,10 @@ def _check_layer(r):
 def _outputs_of(r, n_out):
     "The number of outputs, given either to the layer or to `forward`."
     if n_out is None and r.n_out is None:
-        raise ValueError("n_out is missing: pass it to forward, the layer was made without it")
+        said = '' if r.n_inp is None else f" (n_inp is {r.n_inp})"
+        raise ValueError(
+            f"n_out is missing: pass it to forward, the layer was made without it{said}"
+        )
     if n_out is not None and r.n_out is not None:
         raise ValueError(f"n_out is given twice: {r.n_out} to the layer, {n_out} to forward")
     at_least_1(n_out=r.n_out or n_out)
@@ -368,9 +371,9 @@ class Routing(_Parameters):
         n_iters: int = 3,  # iterations
         p_model: str = 'gaussian',  # 'gaussian', or 'skm' for soft k-means
         single_beta: bool = False,  # whether beta_ign is beta_use (Heinsen 2019, 3.5.1)
-        eps: str | float = 'auto',  # floor of the variances, or 'paper' (1e-5): see `as_floor`
+        eps: str | float = 'auto',  # floor of variances: a number, '10%' of the votes', or 'paper'
         init: str | float = 'auto',  # start of beta: 'auto', 'paper' (0), or a number
-        plan: str = 'auto',  # a name in the table above; 'auto': the least estimated cost
+        plan: str = 'auto',  # 'votes', 'moments', 'stream', 'compiled', 'triton'; 'auto': fastest
         pooled: bool = False,  # whether the first E-step has one Gaussian for all outputs
         start: str = 'normal',  # of the maps W, or 'identity': see `_start_maps`
         bias: bool = True,  # whether votes have a bias B (B_brk stays, without `n_out`)

@@ -217,7 +217,7 @@ class ConvCaps(_Capsules):
     then for an image x [..., 32, m, n]
 
         o = conv(*first(x))  # o.a [..., m', n', 16], o.mu [..., m', n', 16, 4, 4]
-        scores = top(o.a, o.mu).a  # [..., 5]
+        a = top(o.a, o.mu).a  # [..., 5] in [0, 1]; `spread_loss(a, labels)` trains them
 
     >>> ConvCaps(8, 16, 3, 2)(torch.rand(2, 7, 7, 8), torch.randn(2, 7, 7, 8, 4, 4)).a.shape
     torch.Size([2, 3, 3, 16])
@@ -345,7 +345,7 @@ def add_coordinates(
 class ClassCaps(_Capsules):
     """One capsule per class, with all capsules everywhere as parts (Hinton 2018, section 4).
 
-    `scores = ClassCaps(16, 5)(o.a, o.mu).a` of `o = conv(a, mu)`.
+    `a = ClassCaps(16, 5)(o.a, o.mu).a` of `o = conv(a, mu)`: activations, for `spread_loss`.
 
     >>> ClassCaps(8, 5)(torch.rand(2, 6, 6, 8), torch.randn(2, 6, 6, 8, 4, 4)).a.shape
     torch.Size([2, 5])

@@ -472,9 +472,11 @@ class RoutedPool(nn.Module):
         "What the vectors agree about; `ValueError` for a shape that does not fit."
         m = self.pose.in_features
         fits = mask is None or (mask.dtype == torch.bool and mask.shape == x.shape[:-1])
-        if x.ndim < 2 or x.shape[-1] != m or not fits:
+        if not x.is_floating_point() or x.ndim < 2 or x.shape[-1] != m or not fits:
             got = ' and '.join(f'{t.dtype} {tuple(t.shape)}' for t in (x, mask) if t is not None)
-            raise ValueError(f"expected vectors [..., n, {m}] and a bool mask [..., n], got {got}")
+            raise ValueError(
+                f"expected float vectors [..., n, {m}] and a bool mask [..., n], got {got}"
+            )
         if mask is not None:
             x = x.masked_fill(~mask[..., None], 0)  # whatever stands there
         a = self.there(x).mT
