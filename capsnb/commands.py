@@ -179,7 +179,7 @@ Ctrl-C leaves a checkpoint and says how to go on."""
 trained = {  # name -> where its options are, and what it is
     'sst': ('lab.sentiment:Sentiment', on_the_fly, 'The treebank, read by a frozen transformer.'),
     'toys': (*objects, 'Toys that the library draws itself.'),
-    'smallnorb': (*objects, 'smallNORB, stereo pictures of toys.'),
+    'smallnorb': (*objects, 'smallNORB, stereo images of toys.'),
     'norb': (*objects, 'NORB jittered-cluttered: its files, 6 GB.'),
     'eth80': (*photographs, 'ETH-80, photographs of eighty objects from 41 viewpoints.'),
     'digits': (*digits, '8x8 digits, always there.'),
@@ -259,7 +259,7 @@ def evaluate(
     folder: Path | None = None,  # of the data, as for train
     cache: Path | None = None,  # folder for hidden states or drawn toys; else the user's cache
     on_the_fly: bool = False,  # run the transformer; keep no hidden states
-    crops: int = 1,  # pictures of objects: the mean over so many views a side
+    crops: int = 1,  # images of objects: the mean over so many views a side
     task: str | None = None,  # the run's, if it is your own: its code is run only if you name it
     as_json: bool = False,  # print one JSON object, and nothing else
     device: str | None = None,  # 'cpu', 'cuda' or 'mps'; else the best there is
@@ -299,7 +299,7 @@ def asked(run: Path, words, encoder: str | None, task: str | None, device: str |
 
 def predict(
     run: Path,  # folder of a finished run, or its name on the Hub
-    words: list[str] = (),  # pictures, folders of them, tables; texts, files of them; else -: stdin
+    words: list[str] = (),  # images, folders of them, tables; texts, files of them; else -: stdin
     *,
     csv: Path | None = None,  # file for the probabilities of all classes
     encoder: str | None = None,  # where the transformer lies now, or its name on the Hub
@@ -308,7 +308,7 @@ def predict(
     progress: bool | None = None,  # draw progress bars; else on a terminal
     as_json: bool = False,  # print one JSON object, and nothing else
 ):
-    "What a finished run takes pictures, rows of a table or texts for, and how surely."
+    "What a finished run takes images, rows of a table or texts for, and how surely."
     if csv and csv.exists():
         raise ValueError(f"'{csv}' is there already: name another file")
     loaded, names, things = asked(run, words, encoder, task, device)
@@ -440,7 +440,7 @@ def list_studies(ctx: typer.Context):
 commands = {
     'demo': (demo, 'A capsule network and a CNN of equal size on real digits, in a minute.'),
     'eval': (evaluate, 'Accuracy of a finished run, and which classes it confuses.'),
-    'predict': (predict, 'What a finished run takes pictures, rows or texts for.'),
+    'predict': (predict, 'What a finished run takes images, rows or texts for.'),
     'explain': (explain, 'Which places, columns or words its answer comes from.'),
     'push': (push, 'Push a finished run to the Hugging Face Hub, with a card.'),
     'bench': (bench, 'Time and memory of everything fast.'),

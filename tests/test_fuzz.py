@@ -145,7 +145,7 @@ readers = {  # what makes good files, which are attacked, what reads them, wheth
     'own pictures': (make_pictures, '0.png 7.png', read_pictures, a_picture_each),
 }
 slow_ones = {k for k in readers if k.startswith(('own', 'a transformer'))}
-where = 'rows|column|codec|picture|row'  # a place in the data of one's own
+where = 'rows|column|codec|image|row'  # a place in the data of one's own
 
 # ---- how it is spoilt
 

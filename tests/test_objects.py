@@ -106,7 +106,7 @@ def test_smallnorb_joins_as_toys_do(tmp_path):
     files = dict(folder=tiny_smallnorb(tmp_path), official=False)
     n = {s: len(SmallNORB(**files).open(s)['images']) for s in objects._splits}
     assert n['train'] + n['validation'] == n['train+validation'] and n['validation'] > 0
-    with pytest.raises(ValueError, match='pictures of 96 pixels, got size=48'):
+    with pytest.raises(ValueError, match='images of 96 pixels, got size=48'):
         SmallNORB(size=48, **files).open('test')
 
 

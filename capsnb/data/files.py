@@ -239,24 +239,24 @@ def read_array(path: str | Path, parse: Callable, md5=None, size=None) -> Tensor
 
 # %% ../../nbs/data/32_files.ipynb #2b2cb179
 def _pictures(column) -> Tensor:  # float32 [n, channels, rows, columns]
-    "Pictures for a network; `ValueError` for other shapes and types, and for NaN."
+    "Images for a network; `ValueError` for other shapes and types, and for NaN."
     np = need('numpy')
     if not isinstance(column, (Tensor, np.ndarray)):
         column = np.array([_plain(p) for p in column])
     x = torch.as_tensor(column)
     if x.dtype != torch.uint8 and not x.is_floating_point():
-        raise ValueError(f"expected pictures in bytes (uint8) or floats, got {x.dtype}")
+        raise ValueError(f"expected images in bytes (uint8) or floats, got {x.dtype}")
     x = from_bytes(x).float()
     x = x[:, None] if x.ndim == 3 else x
     if x.ndim != 4:
         wanted = '[n, rows, columns], or with channels in front of the rows or at the end'
-        raise ValueError(f"expected pictures {wanted}, got shape {tuple(x.shape)}")
+        raise ValueError(f"expected images {wanted}, got shape {tuple(x.shape)}")
     if x.shape[-1] in (1, 3) and x.shape[1] not in (1, 2, 3):
         x = x.movedim(-1, 1)
     if not x.isfinite().all():
-        raise ValueError("expected finite pictures, got NaN or inf")
+        raise ValueError("expected finite images, got NaN or inf")
     if x.abs().max() > 10:
-        reach = f"the pictures reach from {x.min():g} to {x.max():g}"
+        reach = f"the images reach from {x.min():g} to {x.max():g}"
         warnings.warn(f"{reach}; networks here expect about 0 to 1 (bytes are divided by 255)")
     return x
 
@@ -269,8 +269,8 @@ def _plain(picture):  # a NumPy array
     return need('numpy').asarray(picture)
 
 
-def columns_of(data) -> tuple:  # pictures [n, channels, rows, columns] and labels [n]
-    "Pictures and labels of a data set; `ValueError` says what is missing, or wrong with them."
+def columns_of(data) -> tuple:  # images [n, channels, rows, columns] and labels [n]
+    "Images and labels of a data set; `ValueError` says what is missing, or wrong with them."
     there = list(getattr(data, 'column_names', data))
     names = [next((k for k in (one, f'{one}s') if k in there), None) for one in ('image', 'label')]
     if None in names:
@@ -284,8 +284,8 @@ def columns_of(data) -> tuple:  # pictures [n, channels, rows, columns] and labe
         raise ValueError(f"{wanted} (class_encode_column numbers names), {got}")
     x, y = _pictures(image), torch.from_numpy(y.astype('int64'))
     if len(x) != len(y):
-        got = f"got {len(x):,} pictures and {len(y):,} labels"
-        raise ValueError(f"expected one label for each picture, {got}")
+        got = f"got {len(x):,} images and {len(y):,} labels"
+        raise ValueError(f"expected one label for each image, {got}")
     return x, y
 
 

@@ -103,7 +103,7 @@ def _spread(rows: Tensor, pairs: int, key: str) -> Tensor:  # indices of a draw,
     return torch.tensor(sorted(at for _, at in first))
 
 # %% ../../nbs/data/34_toys.ipynb #0000006b
-version = 2  # of the pictures: another number for any change that changes a byte
+version = 2  # of the images: another number for any change that changes a byte
 
 
 def cache_of(split, size, rows: Tensor, seed, world: World, cache=None) -> Path:  # the folder
@@ -179,7 +179,7 @@ def toys_tensors(
     cache: str | Path | None = None,  # folder; None: XDG_CACHE_HOME or ~/.cache, capsnb/toys
     workers: int | None = None,  # threads; None: as many as PyTorch's
     progress: bool = True,  # whether to draw a bar
-) -> ToysTensors:  # pictures, labels and poses
+) -> ToysTensors:  # images, labels and poses
     """A split of the toys, drawn first if it is not in the cache; errors as for `load_toys`.
 
     >>> toys_tensors('test', size=16, subset=5, progress=False)[0].shape

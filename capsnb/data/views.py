@@ -231,7 +231,7 @@ def find_smallnorb(folder=None, splits: Sequence = tuple(instances)) -> Path:  #
 
 # %% ../../nbs/data/35_views.ipynb #0000003e
 def valid_mask(columns: Mapping, valid_instances: Sequence = (9,)) -> Tensor:  # bool [n]
-    "Pictures of toys held back; `ValueError` for an instance that is not there, or none left."
+    "Images of toys held back; `ValueError` for an instance that is not there, or none left."
     of, wanted = _column(columns, 'instance'), set(valid_instances)
     there = set(of.unique().tolist())
     if not wanted <= there or there <= wanted:

@@ -384,7 +384,7 @@ def _page(title: str, sections: list) -> str:
 _pictures = {  # that runs draw
     'picture.png': 'Up to two test digits that were misread, then those read with the smallest '
     'margin: what the network saw, its scores, which places two classes used, what decided.',
-    'drawings.png': 'The first test picture of each class, drawn by the decoder from its own '
+    'drawings.png': 'The first test image of each class, drawn by the decoder from its own '
     'capsule and from the longest other one.',
 }
 _results = {  # of a run: what it is called -> where it stands, and how it is shown
@@ -670,7 +670,7 @@ def leave_test(folder: str | Path, found: dict) -> Path:  # of the page; found: 
 
 
 def leave_credit(path: str | Path, told: list, figures: list) -> Path:  # of the page
-    "Write a page of credit; told: of `Explained`; figures: of pictures, else None."
+    "Write a page of credit; told: of `Explained`; figures: of images, else None."
     sections = []
     for e, figure in zip(told, figures):
         lost, random = (f'{p:.1%}' for p in e.lost)

@@ -129,7 +129,7 @@ class PairCrops:
 
     def __init__(
         self,
-        size: int = 48,  # of the pictures
+        size: int = 48,  # of the images
         contrast: float = 0.5,  # largest change in training
         brightness: float = 0.5,  # likewise, in standard deviations
     ):
@@ -279,15 +279,15 @@ class Objects(Task):
         found = self.read(split)
         images = found.get('images', found.get('image'))
         if (side := images.shape[-1]) != self.size:
-            raise ValueError(f"the files hold pictures of {side} pixels, got size={self.size}")
+            raise ValueError(f"the files hold images of {side} pixels, got size={self.size}")
         return dict(images=images, **{k: found[k] for k in _factors})
 
     def angles(self, data: dict) -> tuple:  # of `open`; azimuth [n] and elevation [n] in degrees
-        "From where pictures were taken."
+        "From where images were taken."
         return degrees(data)
 
     def details(self, deck, right):
-        seen, by = deck.columns['azimuth'] >= 0, {}  # NORB has pictures without one
+        seen, by = deck.columns['azimuth'] >= 0, {}  # NORB has images without one
         for name, at in zip(('azimuth', 'elevation'), self.angles(deck.columns)):
             by[name] = {int(a): right[seen & (at == a)].mean().item() for a in at[seen].unique()}
         return dict(by_degrees=by)

@@ -371,10 +371,10 @@ def _pixels(image, channels: int) -> tuple:
 
 
 def fitted(images, shape: tuple, white: Callable):  # generator of [c, m, n] in [0, 1]
-    "Pictures as a network of this shape sees them; white(): where their kind does not say it."
+    "Images as a network of this shape sees them; white(): where their kind does not say it."
     found = None
     for k, image in enumerate(images):
-        with in_words(f"picture {k} cannot be read"):
+        with in_words(f"image {k} cannot be read"):
             x, own = _pixels(image, shape[0])
         found = found if own else found or white()
         x = F.interpolate(x[None], size=shape[1:], mode='bilinear', antialias=True)[0]
@@ -426,7 +426,7 @@ class OwnPictures(OwnTask):
             part = need('datasets').Dataset.from_list(paths)
             part = part.cast_column(self.image, need('datasets').Image())
         for k in range(len(part)):
-            with in_words(f"picture {k} of {split} cannot be read"):
+            with in_words(f"image {k} of {split} cannot be read"):
                 image = part[k][self.image]
             yield image
 
@@ -673,7 +673,7 @@ texts = OwnTexts()
 def own_task(
     source,  # as for `open_columns`
     *,
-    image: str | None = None,  # column of pictures
+    image: str | None = None,  # column of images
     text: str | None = None,  # column of texts
     columns: tuple | None = None,  # columns of numbers; with neither of the three: all there are
     **options,  # of `OwnPictures`, `OwnTexts` or `OwnTable`

@@ -206,7 +206,7 @@ def _shares(network, scores: Tensor) -> Tensor:  # [n, k]
 
 
 def _opened(thing):
-    "A picture where a path came; an array of numbers from an .npy file."
+    "An image where a path came; an array of numbers from an .npy file."
     if not isinstance(thing, (str, Path)) and not hasattr(thing, 'read'):
         return thing
     if str(thing).lower().endswith('.npy'):
@@ -264,7 +264,7 @@ class Loaded:
 
     def predict(
         self,
-        things,  # pictures (of PIL, arrays, paths), texts, or rows: a table, dicts, or [n, columns]
+        things,  # images (of PIL, arrays, paths), texts, or rows: a table, dicts, or [n, columns]
         progress: bool = False,  # whether to draw a bar
     ) -> Found:
         "What they are taken for; `ValueError` for what the network cannot be shown."
@@ -367,8 +367,8 @@ class Explained(NamedTuple):
     what: str  # its name
     label: str  # the class it is taken for
     p: float  # its probability
-    parts: list  # of (word or column, its credit), in their order; of a picture none
-    places: Tensor | None  # [m, n] credit of the places of a picture
+    parts: list  # of (word or column, its credit), in their order; of an image none
+    places: Tensor | None  # [m, n] credit of the places of an image
     image: Tensor | None  # [c, m', n'] as the network sees it
     lost: tuple  # probability that goes without the most credited, and without as many at random
 
@@ -405,7 +405,7 @@ def explain(
     network, task, out = loaded.network, loaded.task, []
     if not hasattr(network, 'credit'):
         who = (
-            'dstep, routing, capsnet or matrix-caps (pictures), table (rows), all but plain (texts)'
+            'dstep, routing, capsnet or matrix-caps (images), table (rows), all but plain (texts)'
         )
         said = f"a {type(network).__name__} says not what it owes to what"
         raise ValueError(f"{said}; train --net {who}")
@@ -457,7 +457,7 @@ def _left(network, batch: dict, c: int, places, tokens, keep: Tensor) -> Tensor:
 
 
 def drawn(e: Explained):  # matplotlib figure
-    "The picture, and beside it what its places were credited with."
+    "The image, and beside it what its places were credited with."
     plt = plot_style()
     fig, axs = plt.subplots(1, 2, figsize=(5, 2.6), layout='constrained')
     x = e.image[:1] if len(e.image) == 2 else e.image  # of a pair one

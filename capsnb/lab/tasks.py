@@ -66,7 +66,7 @@ class Task:
     later = ()  # options among them that older runs do not note
     keys = ('task', 'net')  # of task.json: names of the task and of the network
     batch_size = 100  # samples at a time in validation and test
-    in_bytes = False  # whether `open` gives pictures in bytes, else in floats from 0 to 1
+    in_bytes = False  # whether `open` gives images in bytes, else in floats from 0 to 1
     device = None  # that a run is on, and
     progress = True  # whether it draws bars: told by `train` and `evaluate`
 
@@ -76,7 +76,7 @@ class Task:
 
     @property
     def shape(self) -> tuple:  # channels, m, n
-        "Of the pictures; a subclass that knows it says so without its data."
+        "Of the images; a subclass that knows it says so without its data."
         return tuple(self.open(self.roles['test'])['image'].shape[1:])
 
     def recipe(self, net: str) -> dict:  # of `fit`
@@ -177,7 +177,7 @@ _named = set()  # tasks that somebody has named to this process
 
 def task_in(note: dict, run: str | Path) -> Task:  # as `task_named` finds it
     "The task of a run; `ValueError` for foreign code that nobody has named: it is not executed."
-    name = note.get('task', note.get('data'))  # runs on pictures of older versions call it data
+    name = note.get('task', note.get('data'))  # runs on images of older versions call it data
     if not isinstance(name, str) or not name:
         raise ValueError(f"'{run}': task.json names no task that can be found, but {name!r:.60}")
     ours = name in known or name in _named or re.match(r'capsnb(\.[a-z]\w*)+:', name)
@@ -479,7 +479,7 @@ def as_typed(**options) -> str:  # ' --name value ...', to append to a command
 
 # %% ../../nbs/lab/51_tasks.ipynb #07f0916e
 def evenly(labels: Tensor, limit: int | None) -> Tensor:  # their numbers, in the order of the file
-    "Pictures spread evenly over each class, and classes as frequent as among all."
+    "Images spread evenly over each class, and classes as frequent as among all."
     n = len(labels)
     if limit is None or limit >= n:
         return torch.arange(n)
@@ -488,7 +488,7 @@ def evenly(labels: Tensor, limit: int | None) -> Tensor:  # their numbers, in th
 
 
 def as_seen(net: str, images: Tensor) -> Tensor:  # [b, channels, m', n']
-    "Double the pixels of pictures too small for matrix capsules, and frame them."
+    "Double the pixels of images too small for matrix capsules, and frame them."
     if net != 'matrix-caps' or min(images.shape[-2:]) >= 17:
         return images
     return F.pad(images.repeat_interleave(2, -2).repeat_interleave(2, -1), (2,) * 4)
@@ -523,7 +523,7 @@ def _as_large_as_dstep(trunk: dict, **options) -> PlainCNN:
 
 
 def _networks_at(side: int) -> dict:
-    "Name -> `Net` for pictures of a side."
+    "Name -> `Net` for images of a side."
     colour, (stem, sizes) = dict(in_channels=3 if side == 32 else 1), _trunks[side]
     trunk, kinds = stem | colour, dict(E=10, **colour)
     capsules = dict(zip('ABCD', sizes), size=max(20, side), stem='paper', **kinds)
@@ -559,10 +559,10 @@ class Digits(Task):
     """
 
     data: str = 'digits'  # a name of `sides`
-    limit: int | None = None  # training pictures, of validation at most a third; None: all
-    n_test: int | None = None  # test pictures; None: all
+    limit: int | None = None  # training images, of validation at most a third; None: all
+    n_test: int | None = None  # test images; None: all
     official: bool = True  # whether files must be the real ones
-    validate: bool = True  # False: train on all training pictures, and keep the last epoch
+    validate: bool = True  # False: train on all training images, and keep the last epoch
     folder: str | Path | None = None  # of the files; None: CAPSNB_DATA, or a download
 
     keys = ('data', 'arch')
@@ -606,10 +606,10 @@ class Digits(Task):
         self,
         split: str,  # 'train', 'validation', both, joined by a '+', or 'test'
     ) -> dict:  # image [n, 1, m, m], float32 in [0, 1], or uint8 [n, 3, m, m]; label int64 [n]
-        "The pictures of a split, as many as are wanted."
+        "The images of a split, as many as are wanted."
         parts, side = [self._parts[name] for name in split.split('+')], sides[self.data]
         if (got := tuple(parts[0]['image'].shape[2:])) != (side, side):
-            raise ValueError(f"{self.data} has pictures of {side}x{side}, got {got}")
+            raise ValueError(f"{self.data} has images of {side}x{side}, got {got}")
         part = {k: torch.cat([p[k] for p in parts]) for k in ('image', 'label')}
         third = self.limit and -(-self.limit // 3)
         n = dict(validation=third, test=self.n_test).get(split, self.limit)
@@ -633,7 +633,7 @@ digits, mnist, fashion_mnist, cifar10 = map(Digits, sides)
 
 
 def drawings(network: nn.Module, images: Tensor, labels: Tensor, names: tuple):  # matplotlib figure
-    "The first picture of each class, drawn from its own capsule and from the longest other one."
+    "The first image of each class, drawn from its own capsule and from the longest other one."
     plt, on = plot_style(), next(network.parameters()).device
     k = torch.stack([(labels == c).nonzero()[0, 0] for c in labels.unique()])
     x, y = images[k].to(on), labels[k].to(on)
