@@ -404,9 +404,7 @@ def explain(
     """
     network, task, out = loaded.network, loaded.task, []
     if not hasattr(network, 'credit'):
-        who = (
-            'dstep, routing, capsnet or matrix-caps (images), table (rows), all but plain (texts)'
-        )
+        who = 'dstep, routing, capsnet or matrix-caps (images), table (rows), all but plain (texts)'
         said = f"a {type(network).__name__} says not what it owes to what"
         raise ValueError(f"{said}; train --net {who}")
     task, on = loaded.shown(things), next(network.parameters()).device
