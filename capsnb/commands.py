@@ -323,12 +323,18 @@ def predict(
     if as_json:
         each = [dict(zip(found.classes, p)) for p in found.p.tolist()]
         return [dict(what=k, predicted=n, p=p) for k, n, p in zip(names, found.names, each)]
-    rows = list(zip(names, found.names, found.p.max(1).values.tolist()))
+    p = found.p.max(1).values.tolist()
+    rows = list(zip(map(_plain, names), map(_plain, found.names), p))
     wide = [max(len(row[k]) for row in rows[:50]) for k in (0, 1)]
     for what, name, p in rows[:50]:
         print(f'{what:{wide[0]}s}  {name:{wide[1]}s}  {p:6.1%}')
     if len(rows) > 50:
         print(f'… and {len(rows) - 50:,} more: --csv FILE, or --json')
+
+
+def _plain(text) -> str:
+    "Without what commands a terminal: names may be a stranger's."
+    return ''.join(c if c.isprintable() else ' ' for c in str(text))
 
 
 def explain(
@@ -350,9 +356,10 @@ def explain(
     told = rooms.explain(loaded, things, names)
     for e in told:
         most = max((abs(v) for _, v in e.parts), default=0)
-        what = ' '.join(_coloured(*part, most) for part in e.parts)
-        lines = [f'{what if loaded.kind == "texts" else e.what}: {e.label} {e.p:.1%}']
-        lines += [f'{v:+9.3f}  {part}' for part, v in e.parts]
+        what = ' '.join(_coloured(_plain(word), v, most) for word, v in e.parts)
+        what = what if loaded.kind == 'texts' else _plain(e.what)
+        lines = [f'{what}: {_plain(e.label)} {e.p:.1%}']
+        lines += [f'{v:+9.3f}  {_plain(part)}' for part, v in e.parts]
         lines += [f'lost without the most credited {e.lost[0]:.1%}, at random {e.lost[1]:.1%}\n']
         typer.echo('\n'.join(lines), color=coloured)  # None: on a terminal
     left = told, [e.image if e.image is None else rooms.drawn(e) for e in told]

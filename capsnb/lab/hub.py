@@ -191,7 +191,7 @@ class RoutingClassifier(_tf.PreTrainedModel):
     def reader(self) -> FrozenEncoder:
         "Its transformer and tokenizer, as a run on texts reads with them."
         tokenizer = self.tokenizer or _tf.AutoTokenizer.from_pretrained(self.name_or_path)
-        note, parts = self.config.note(), (tokenizer, self.encoder)
+        note, parts = CapsConfig.note(self.config), (tokenizer, self.encoder)
         how = dict(layers=note['layers'], end=note['end'], device=str(self.device))
         made = FrozenEncoder(self.name_or_path, parts=parts, **how)
         made.most, made._mark = note['most'], note['fingerprint']
@@ -213,7 +213,7 @@ class RoutingClassifier(_tf.PreTrainedModel):
             raise ValueError(f"{at}: config and weights do not fit: {first_line(e)}") from e
         if odd := [f'{kind} {k}' for kind, v in info.items() if kind.endswith('_keys') for k in v]:
             raise ValueError(f"{at} holds other weights than its config says: {odd[0]}")
-        note = model.config.note()
+        note = CapsConfig.note(model.config)  # a stranger's config may say `note`, too
         if model.frozen:
             model.read_with(noted_encoder(note, encoder, str(model.device)).model)
         known = model.encoder.get_input_embeddings().num_embeddings
@@ -327,8 +327,8 @@ _card = """---
 {{ part.code }}
 ```
 {% elif part.png %}![{{ part.alt }}]({{ part.name }})
-{% else %}|{% for v in part.head or ['', ''] %} {{ v | shown }} |{% endfor %}
-|{% for v in part.head or ['', ''] %}:--|{% endfor %}
+{% else %}|{% for v in part.head or 3 * [''] %} {{ v | shown }} |{% endfor %}
+|{% for v in part.head or 3 * [''] %}:--|{% endfor %}
 {% for row in part.rows %}|{% for v in row %} {{ v | shown }} |{% endfor %}
 {% endfor %}{% endif %}
 {% endfor %}{% endfor %}## Licence
@@ -425,7 +425,7 @@ def _table(facts: dict) -> list:
 
 def _came_out(runs: dict) -> tuple:
     "Results of runs side by side; of a stranger's, whatever they are."
-    said = lambda v, how: how.format(v) if isinstance(v, (int, float)) else v
+    said = lambda v, how: how.format(v) if isinstance(v, (int, float)) and abs(v) < 1e15 else v
     of = {k: [said(m.get(at), how) for m in runs.values()] for k, (at, how) in _results.items()}
     return 'What came out', [dict(head=['', *runs], rows=[[k, *row] for k, row in of.items()])]
 
@@ -451,7 +451,11 @@ def _settings(note: dict, *more) -> list:
     "What was chosen, how to repeat it, and with what it was made: sections."
     typed = re.sub(r' --(resume|overwrite)(?= |$)', '', str(note.get('command') or ''))
     hidden = *_tools, *_unsaid, *(at for at, _ in _results.values()), *more
-    kept = {k: v for k, v in note.items() if k not in hidden and not k.startswith('test_')}
+    kept = {
+        k: v
+        for k, v in note.items()
+        if k not in hidden and (k in _meant or not k.startswith('test_'))
+    }
     again = [dict(code=typed, kind='sh')] if typed else []
     sections = [('Settings', _table(kept)), ('To repeat it', again)]
     return [*sections, ('Made with', _table({k: note.get(k) for k in _tools}))]

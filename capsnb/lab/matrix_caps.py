@@ -272,7 +272,9 @@ class MatrixCapsNet(nn.Module, HubMixin, tags=['capsules', 'routing']):
         _check_compete(compete)
         if act == 'pi' and (self.needs_logits or self.loss == 'logits'):
             raise ValueError("act='pi' has no logits: it needs norm='none' and another loss")
-        at_least_1(in_channels=in_channels, size=size, **{'depth + 1': depth + 1})
+        at_least_1(channels=channels, n_primary=n_primary, n_conv1=n_conv1, n_conv2=n_conv2)
+        at_least_1(n_classes=n_classes, kernel=kernel, d_pose=d_pose, in_channels=in_channels)
+        at_least_1(size=size, **{'depth + 1': depth + 1})
         self.in_channels, self.size = in_channels, size
         n = d_pose**2
         c, d = (d_pose, d_pose) if pose == 'matrix' else (1, n)

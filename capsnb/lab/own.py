@@ -306,7 +306,7 @@ class OwnTask(Task):
     def test_rows(self) -> str | None:
         return _digest(self.parts)
 
-    def recipe(self, net):  # however few the rows: at least `least_steps`
+    def recipe(self, net):  # `least_steps` of its batches, however few the rows
         found = Task.recipe(self, net)
         steps = -(-len(self.parts.labels['train']) // found['batch_size'])  # of an epoch
         return found | dict(epochs=max(found['epochs'], -(-least_steps // steps)))
@@ -620,7 +620,11 @@ class OwnTable(OwnTask):
         return BaseDeck(rows=rows, labels=labels)
 
     def collator(self, net, shift=0, mixup=0.0):
-        return lambda batch: {k: batch[k] for k in ('rows', 'labels')}
+        return _rows_alone
+
+
+def _rows_alone(batch):  # of the module, so that a loader's workers can have it
+    return {k: batch[k] for k in ('rows', 'labels')}
 
 
 table = OwnTable()

@@ -356,6 +356,7 @@ def _load(name, folder: Path, device, task, here: dict) -> Loaded:
         classifier = RoutingClassifier.from_pretrained(name, **here).to(pick_device(device))
         note = dict(names=[classifier.config.id2label[k] for k in range(classifier.num_labels)])
         task = with_options(texts, encoder=classifier.reader(), known=note)
+        classifier.requires_grad_(False)  # so that its transformer is known by its mark
         return Loaded(classifier.head, task, note)
     network, task, note = load_run(folder, device, task, **here)
     return Loaded(network, task, note | dict(names=list(task.names)))
