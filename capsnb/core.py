@@ -296,9 +296,7 @@ def film(
         raise ValueError(f"a film needs axes with values, got {values}")
     cases = [dict(zip(values, case)) for case in itertools.product(*values.values())]
     start = {name: v[0] for name, v in values.items()} | (start or {})
-    if os.environ.get(
-        'IN_TEST'
-    ):  # nobody looks on in nbdev_test: it draws where the film opens and ends
+    if os.environ.get('IN_TEST'):  # by nbdev_test, where nobody looks: how it opens and ends
         cases = [start, cases[-1]]
     frames = [_frame(draw(**case), dpi) for case in cases]
     key = 'film-' + hashlib.sha256(''.join(frames).encode()).hexdigest()[:12]
