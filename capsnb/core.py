@@ -137,6 +137,16 @@ def seed_everything(seed: int) -> int:  # the same, an integer from 0 to 2**32 -
     return seed
 
 # %% ../nbs/00_core.ipynb #0000000a
+@contextlib.contextmanager
+def evaluating(net: torch.nn.Module):
+    "A network in evaluation mode; afterwards it is in the mode that it was in."
+    was = net.training
+    try:
+        yield net.eval()
+    finally:
+        net.train(was)
+
+
 def pick_device(name: str | None = None) -> torch.device:  # a device that exists on this machine
     "The device to run on; `ValueError` when a named one is not available."
     there = [f'cuda:{k}' for k in range(torch.cuda.device_count())]

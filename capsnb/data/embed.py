@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 import torch
 from torch import Tensor
-from ..core import need, pick_device
+from ..core import evaluating, need, pick_device
 from .files import alone, draft, here_or_hub, in_words, read_json, regular
 from .files import sweep, write_json
 
@@ -202,9 +202,9 @@ def _hidden_states(model, ids: list, layers: list | None = None, pad_id: int = 0
     n = max(map(len, ids))
     rows = torch.tensor([list(r) + [pad_id] * (n - len(r)) for r in ids], device=model.device)
     mask = torch.tensor([[1] * len(r) + [0] * (n - len(r)) for r in ids], device=model.device)
-    was, want = model.training, dict(output_hidden_states=True, return_dict=True)
-    states = model.eval()(input_ids=rows, attention_mask=mask, **want).hidden_states
-    model.train(was)
+    want = dict(output_hidden_states=True, return_dict=True)
+    with evaluating(model):
+        states = model(input_ids=rows, attention_mask=mask, **want).hidden_states
     embs = torch.stack([states[k] for k in (range(len(states)) if layers is None else layers)], 2)
     return Embedded(mask.to(embs.dtype), embs.masked_fill_(mask[:, :, None, None] == 0, 0))
 

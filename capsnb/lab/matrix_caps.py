@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn, Tensor
-from ..core import by_letter, from_generator
+from ..core import by_letter, evaluating, from_generator
 from ..routing.em import as_schedule, inverse_temperature
 from ..engine.fields import _gathered
 from ..engine.layers import Caps, ClassCaps, ConvCaps, PrimaryCaps
@@ -208,10 +208,8 @@ def _make_stem(stem, channels: int, in_channels: int) -> tuple[nn.Module, list |
 
 
 def _features_of(stem: nn.Module, in_channels: int, size: int) -> tuple[int, tuple]:
-    was = stem.training
-    with torch.no_grad():
-        _, channels, *grid = stem.eval()(torch.zeros(1, in_channels, size, size)).shape
-    stem.train(was)
+    with torch.no_grad(), evaluating(stem):
+        _, channels, *grid = stem(torch.zeros(1, in_channels, size, size)).shape
     return channels, tuple(grid)
 
 

@@ -12,7 +12,7 @@ from typing import Callable
 import torch
 import torch.nn.functional as F
 from torch import nn, Tensor
-from ..core import from_bytes, need
+from ..core import evaluating, from_bytes, need
 from ..data.views import backgrounds, degrees, eth80_categories, eth80_images
 from ..data.views import familiar_views, norb_size, object_split, open_eth80, open_norb
 from ..data.views import open_smallnorb, valid_mask
@@ -465,12 +465,9 @@ def _ridge(x: Tensor, y: Tensor, alpha: float) -> Callable:
 @torch.no_grad()
 def in_batches(f: Callable, net: nn.Module, images: Tensor, batch_size: int = 100):  # on the CPU
     "What `f` makes of many images, a tensor or a tuple of them; `net` evaluates meanwhile."
-    was, like, parts = net.training, next(net.parameters()), []
-    net.eval()
-    try:
+    like, parts = next(net.parameters()), []
+    with evaluating(net):
         for x in images.split(batch_size):
             out = f(from_bytes(x.to(like.device)).to(like.dtype))
             parts.append([o.cpu() for o in (out if isinstance(out, tuple) else (out,))])
-    finally:
-        net.train(was)
     return tuple(torch.cat(p) for p in zip(*parts))

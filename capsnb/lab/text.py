@@ -4,7 +4,6 @@
 
 # %% ../../nbs/lab/46_text.ipynb #00000004
 from __future__ import annotations
-import contextlib
 import html
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn, Tensor
 from ..engine.dstep import CapsNorm, Routing
 from ..engine.numerics import may_look
+from ..core import evaluating
 from ..data.embed import FrozenEncoder
 from .vision import HubMixin, Scores, answer, earned, published, trace_credit
 from ..zoo.routers import all_routings, routing_layer
@@ -107,16 +107,6 @@ def _check_text(net: nn.Module, mask: Tensor, embs: Tensor, lam=None, partner=No
     if tuple(embs.shape) != want or not embs.is_floating_point():
         told = f"floating-point hidden states of shape {want} for a mask {shape}"
         raise ValueError(f"expected {told}, got {embs.dtype} {tuple(embs.shape)}")
-
-
-@contextlib.contextmanager
-def _evaluating(net: nn.Module):
-    "In evaluation mode; then it is in the mode that it was in."
-    was = net.training
-    try:
-        yield net.eval()
-    finally:
-        net.train(was)
 
 
 class TextNetwork(nn.Module, HubMixin):
@@ -223,7 +213,7 @@ class RoutingText(TextStem, tags=['capsules', 'routing']):
     @torch.no_grad()
     def credit(self, mask: Tensor, embs: Tensor) -> Credit:  # as for `forward`
         "Pass each class score back to tokens and layers; without norms the D-step's adds up to it."
-        with _evaluating(self):
+        with evaluating(self):
             mask, x = self.features(mask, embs)
             one = self.routings[0](*_as_parts(mask, x), return_R=True)
             a, mu = self.norms[0](one.scores, one.mu)
@@ -429,7 +419,7 @@ class VectorText(TextNetwork, tags=['routing', 'text-classification']):
     @torch.no_grad()
     def credit(self, mask: Tensor, embs: Tensor) -> Credit:  # 0 at padding; adds up to nothing
         "Of each token at each layer: the scaled product of three credits (Heinsen 2022, app. A)."
-        with _evaluating(self):
+        with evaluating(self):
             mask, x = self.features(mask, embs)
         present = F.logsigmoid(_as_parts(mask, x)[0]).view(x.shape[:3])
         scores, shares = [], x.new_zeros(*x.shape[:3], self.routings[-1].n_out)
