@@ -138,7 +138,7 @@ def seed_everything(seed: int) -> int:  # the same, an integer from 0 to 2**32 -
 
 # %% ../nbs/00_core.ipynb #0000000a
 @contextlib.contextmanager
-def evaluating(net: torch.nn.Module):
+def evaluating(net: torch.nn.Module):  # any
     "A network in evaluation mode; afterwards it is in the mode that it was in."
     was = net.training
     try:
