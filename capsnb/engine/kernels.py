@@ -539,7 +539,7 @@ def _share_row(V, s, i, k, c, v, f, n_out, L, p):
 
 
 @njit(forceinline=True)
-def _gather_row(V, s, i, D, p, f, use, ign, gain_mass, m):
+def _gather_row(V, s, i, D, p, f, use, ign, gain_mass, total):
     "Add a part with shares D[p] to gain, mass and sum of votes."
     own = i if use.shape[0] > 1 else 0
     for j in range(0, D.shape[1], LANES):
@@ -548,29 +548,30 @@ def _gather_row(V, s, i, D, p, f, use, ign, gain_mass, m):
         _store(gain_mass, (0, j), _load(gain_mass, (0, j)) + paid)
         _store(gain_mass, (1, j), _load(gain_mass, (1, j)) + d)
         for g in range(V.shape[2]):
-            _store(m, (g, j), _load(m, (g, j)) + d * _load(V, (s, i, g, j)))
+            _store(total, (g, j), _load(total, (g, j)) + d * _load(V, (s, i, g, j)))
 
 
 @njit(forceinline=True)
-def _spread_row(V, s, i, D, p, m, r, q):
+def _spread_row(V, s, i, D, p, near, gaps, squared):
     "Add a part's gaps to the means, and their squares."
     for j in range(0, D.shape[1], LANES):
         d = _load(D, (p, j))
         for g in range(V.shape[2]):
-            gap = _load(V, (s, i, g, j)) - _load(m, (g, j))
-            _store(r, (g, j), _load(r, (g, j)) + d * gap)
-            _store(q, (g, j), _load(q, (g, j)) + d * gap * gap)
+            gap = _load(V, (s, i, g, j)) - _load(near, (g, j))
+            _store(gaps, (g, j), _load(gaps, (g, j)) + d * gap)
+            _store(squared, (g, j), _load(squared, (g, j)) + d * gap * gap)
 
 
 @njit(forceinline=True)
-def _merge(gain_mass, m, r, q, task, gain, mass, mean, squares):
+def _merge(gain_mass, near, gaps, squared, task, gain, mass, mean, squares):
     "Add a few parts' statistics to those of a task, in float64."
-    for j in range(m.shape[1]):
+    for j in range(near.shape[1]):
         more = np.float64(gain_mass[1, j])
         share = more / (mass[task, j] + more + 1e-30)
-        for g in range(m.shape[0]):
-            gap = m[g, j] + np.float64(r[g, j]) / (more + 1e-30) - mean[task, g, j]
-            squares[task, g, j] += q[g, j] + gap * gap * share * mass[task, j]
+        for g in range(near.shape[0]):
+            centre = near[g, j] + np.float64(gaps[g, j]) / (more + 1e-30)
+            gap = centre - mean[task, g, j]
+            squares[task, g, j] += squared[g, j] + gap * gap * share * mass[task, j]
             mean[task, g, j] += gap * share
         gain[task, j] += gain_mass[0, j]
         mass[task, j] += more
@@ -588,11 +589,12 @@ FEW = 32  # parts whose sums are in the dtype of the votes
 
 # %% ../../nbs/engine/20_kernels.ipynb #n0000021
 @njit(forceinline=True)
-def _divide(m, gain_mass):
+def _divide(total, gain_mass):
     "Sums of votes to means."
-    for g in range(m.shape[0]):
-        for j in range(0, m.shape[1], LANES):
-            _store(m, (g, j), _load(m, (g, j)) / (_load(gain_mass, (1, j)) + m.dtype.type(1e-30)))
+    for g in range(total.shape[0]):
+        for j in range(0, total.shape[1], LANES):
+            mass = _load(gain_mass, (1, j)) + total.dtype.type(1e-30)
+            _store(total, (g, j), _load(total, (g, j)) / mass)
 
 
 @jit()
@@ -600,20 +602,21 @@ def _votes_forward(lo, hi, chunk, n_out, V, f, k, c, v, use, ign, gain, mass, me
     "Statistics [tasks, …] of the tasks `lo` to `hi` of `chunk` parts; k is [n, 0] if no model is."
     _, n_inp, G, J = V.shape
     D, gain_mass = np.empty((FEW, J), V.dtype), np.empty((2, J), V.dtype)
-    m, r, q = np.empty((G, J), V.dtype), np.empty((G, J), V.dtype), np.empty((G, J), V.dtype)
+    near, gaps = np.empty((G, J), V.dtype), np.empty((G, J), V.dtype)
+    squared = np.empty((G, J), V.dtype)
     for task in range(lo, hi):
         s, start, stop = _slots(task, chunk, n_inp)
         for i0 in range(start, stop, FEW):
             n = min(FEW, stop - i0)
-            for a in (gain_mass, m, r, q):
+            for a in (gain_mass, near, gaps, squared):
                 a[:] = 0
             for p in range(n):
                 _share_row(V, s, i0 + p, k, c, v, f[s, i0 + p], n_out, D, p)
-                _gather_row(V, s, i0 + p, D, p, f[s, i0 + p], use, ign, gain_mass, m)
-            _divide(m, gain_mass)
+                _gather_row(V, s, i0 + p, D, p, f[s, i0 + p], use, ign, gain_mass, near)
+            _divide(near, gain_mass)
             for p in range(n):
-                _spread_row(V, s, i0 + p, D, p, m, r, q)
-            _merge(gain_mass, m, r, q, task, gain, mass, mean, squares)
+                _spread_row(V, s, i0 + p, D, p, near, gaps, squared)
+            _merge(gain_mass, near, gaps, squared, task, gain, mass, mean, squares)
 
 # %% ../../nbs/engine/20_kernels.ipynb #n0000024
 @njit(forceinline=True)
