@@ -18,7 +18,7 @@ from capsnb.lab.vision import BaselineCNN, DStepNet, OnlyScores, PlainCNN, Routi
 
 trunk = dict(channels=(8, 8), strides=(2, 2))
 caps = trunk | dict(n_types=4, n_parts=4)
-few = dict(channels=8, kernels=(3, 3), n_types=2, decoder=(8, 8))
+narrow = dict(channels=8, kernels=(3, 3), n_types=2, decoder=(8, 8))
 text = dict(d_depth=2, d_emb=8, n_classes=3, d_feat=8)
 images = lambda side=16, channels=1: (torch.rand(2, channels, side, side),)
 rows = lambda: (torch.randn(2, 4),)
@@ -35,7 +35,7 @@ networks = {
     'dstep': (lambda: DStepNet(**caps), images),
     'routing em': (lambda: RoutingNet(**caps, routing='em'), images),
     'routing self': (lambda: RoutingNet(**caps, routing='self', norm='batch'), images),
-    'capsnet': (lambda: CapsNet(image_shape=(1, 16, 16), **few), images),
+    'capsnet': (lambda: CapsNet(image_shape=(1, 16, 16), **narrow), images),
     'matrix-caps': (lambda: MatrixCapsNet(8, 2, 2, 2), lambda: images(32, 2)),
     'efficient': (lambda: EfficientCapsNet(), lambda: images(28)),
     'cnn': (lambda: PlainCNN(**trunk), images),
@@ -115,7 +115,14 @@ def test_weights_of_another_width(case, dtype):
     assert_close(found.double(), want.double(), rtol=0, atol=close * max(1, size))
 
 
-@pytest.mark.slow
+few = 'dstep', 'matrix-caps', 'sst', 'table'  # the others before a release
+kinds = [
+    pytest.param(k, marks=getattr(pytest.mark, 'slow' if k in few else 'long')) for k in networks
+]
+some = pytest.mark.parametrize('case', kinds, indirect=True)
+
+
+@some
 @pytest.mark.graphs
 def test_exported_and_in_onnx(case, tmp_path):
     net, x, want, _ = case
@@ -134,7 +141,7 @@ def test_exported_and_in_onnx(case, tmp_path):
     assert_close(found, want, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.slow
+@some
 def test_explained_by_captum(case):
     "integrated gradients add up to the change of the score, for every network"
     attr = pytest.importorskip('captum.attr')

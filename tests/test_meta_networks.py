@@ -104,10 +104,11 @@ def gradients(net, f, x, **kw):
     return outs + [p.grad for p in net.parameters()]
 
 
-marks = dict(none=pytest.mark.long, hard=pytest.mark.long, soft=pytest.mark.slow)
 of_labels = dict(none=None, hard=one_class, soft=all_classes)
-graphs = [pytest.param(n, of_labels[k], marks=m) for n in with_labels for k, m in marks.items()]
-graphs.append(pytest.param('SSTNet blended', None, marks=pytest.mark.slow))
+graphs = [(n, k) for n in with_labels for k in of_labels] + [('SSTNet blended', 'none')]
+of_a_kind = ('DStepNet', 'soft'), ('CapsNet', 'soft'), ('MatrixCapsNet', 'soft'), graphs[-1]
+marks = {True: pytest.mark.slow, False: pytest.mark.long}
+graphs = [pytest.param(*g, marks=marks[g in of_a_kind]) for g in graphs]
 
 
 @pytest.mark.graphs
@@ -115,7 +116,7 @@ graphs.append(pytest.param('SSTNet blended', None, marks=pytest.mark.slow))
 def test_a_network_is_one_graph_forward_and_back(name, labels):
     net, x = made(name)
     net, x = net.double(), [v.double() if v is not None and v.is_floating_point() else v for v in x]
-    kw = {} if labels is None else dict(labels=labels)
+    kw = {} if labels == 'none' else dict(labels=of_labels[labels])
     torch._dynamo.reset()
     graph = torch.compile(net, fullgraph=True, backend='aot_eager')
     got = gradients(net, graph, x, **kw)

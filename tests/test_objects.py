@@ -147,7 +147,8 @@ def test_smallnorb_from_files_to_result(tmp_path):
     from typer.testing import CliRunner
 
     call = lambda *args: CliRunner().invoke(cli.make_app(), list(map(str, args)))
-    cards, run = tiny_smallnorb(tmp_path / 'cards'), tmp_path / 'run'
+    few = dict(azimuths=(6, 20), lightings=(5,))
+    cards, run = tiny_smallnorb(tmp_path / 'cards', **few), tmp_path / 'run'
     how = '--as-published', '--device', 'cpu', '--no-progress', '--out', run
     done = call('train', 'smallnorb', '--data', cards, '--any-files', '--epochs', 1, *how)
     assert done.exit_code == 0 and 'smallnorb, dstep, 271,688 parameters' in done.output

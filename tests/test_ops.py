@@ -250,9 +250,12 @@ nets = {
     'dynamic_routing': partial(function, lambda V: dynamic_routing(V)[:2], (6, 4, 2)),
     'route_capsules': partial(function, lambda *x: route_capsules(*x)[:2], (6, 2), (6, 4, 2, 2)),
 }
-marks = {'dynamic_routing': ()}  # the others are slow in graphs, and many are of one kind
-of_a_kind = 'auto', 'moments', 'stream own', 'conv tiles', 'classes', 'em fields', 'route_capsules'
-marks |= dict.fromkeys(of_a_kind, pytest.mark.slow)
+of_a_kind = (
+    'dynamic_routing',
+    'moments',
+    'conv tiles',
+)  # the others' graphs are made before a release
+marks = dict.fromkeys(of_a_kind, pytest.mark.slow)
 in_graphs = [pytest.param(n, marks=marks.get(n, pytest.mark.long)) for n in nets]
 
 
