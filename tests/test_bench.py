@@ -1,19 +1,14 @@
 """The bench: who competes, who does not run, and the record."""
 
-import contextlib
 import json
 import time
-from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip('typer')
-pytest.importorskip('transformers')
 from typer.testing import CliRunner
 from capsnb.cli import make_app
-from capsnb.engine.dstep import Routing, plans
+from capsnb.engine.dstep import plans
 from capsnb.engine.layers import field_plans
-from capsnb.engine.triton_loop import interpreting
 from capsnb.lab import speed
 from capsnb.lab.speed import _measure, benches
 
@@ -67,25 +62,6 @@ def test_every_bench_runs(name):
         assert all(
             why.startswith(('ValueError', 'ImportError')) for why in found['not_run'].values()
         )
-
-
-def test_what_a_gpu_would_tell(monkeypatch):
-    "the profiler's answer is made up, the launches are real"
-    pytest.importorskip('triton')
-    kind = torch.autograd.DeviceType.CUDA
-    time_range = SimpleNamespace(elapsed_us=lambda: 2.0)
-    event = lambda name: SimpleNamespace(name=name, device_type=kind, time_range=time_range)
-    seen = SimpleNamespace(events=lambda: [event('_sweep'), event('_sweep'), event('copy')])
-    told = SimpleNamespace(multi_processor_count=1, clock_rate=1e3)
-    monkeypatch.setattr(torch.profiler, 'profile', lambda: contextlib.nullcontext(seen))
-    monkeypatch.setattr(torch.cuda, 'synchronize', lambda: None)
-    monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda device: told)
-    layer = Routing(1, 2, 2, n_out=3, n_iters=1, plan='triton')
-    with interpreting():
-        row = speed._seen(lambda: layer(torch.zeros(2, 5), torch.randn(2, 5, 1, 2)), 'cuda')
-    assert row['launches'] == 3 and row['busy'] == pytest.approx(6e-6)
-    adds = 2 * 5 * 3 * (2 * 2 + 6 * 2)  # a vote of 2 numbers of 2 columns each, and its sums
-    assert row['kernels']['_sweep']['share_of_peak'] == pytest.approx(adds / 4e-6 / 128e6)
 
 
 def test_equals_are_equal():

@@ -13,9 +13,6 @@ import time
 from pathlib import Path
 import pytest
 
-pytest.importorskip('typer')
-pytest.importorskip('transformers')
-pytest.importorskip('sklearn')
 from typer.testing import CliRunner
 from capsnb import __version__
 import capsnb.cli as cli

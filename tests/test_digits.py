@@ -5,8 +5,6 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-pytest.importorskip('transformers')
-pytest.importorskip('sklearn')
 from capsnb.data.mnist import format_idx, idx_names
 from capsnb.lab.tasks import Digits, as_seen, evenly, sides
 from capsnb.lab.capsnet import CapsNet

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-pytest.importorskip('transformers')
 from capsnb.core import seed_everything
 from capsnb.lab.capsnet import CapsNet
 from capsnb.lab.capsnet import EfficientCapsNet

@@ -85,20 +85,6 @@ def test_a_sample_of_padding_is_a_sample_without_inputs(plan, eps):
 
 
 @pytest.mark.parametrize('plan', plan_names)
-@pytest.mark.parametrize('n_inp', [None, 7])
-def test_leading_dimensions_are_batches(plan, n_inp):
-    if plan == 'moments' and n_inp:
-        pytest.skip('moments need shared maps')
-    layer = make(plan, n_inp=n_inp)
-    a, mu = torch.randn(2, 3, 7).double(), torch.randn(2, 3, 7, 2, 3).double()
-    out = layer(a, mu, return_R=True)
-    assert_close(out.R.sum(-1), torch.ones(2, 3, 7).double())
-    for whole, one in zip(out, layer(a[1, 2], mu[1, 2], return_R=True)):
-        assert_close(whole[1, 2], one)
-    assert layer(a[:0], mu[:0]).a.shape == (0, 3, 4)
-
-
-@pytest.mark.parametrize('plan', plan_names)
 @pytest.mark.parametrize('scale', [1e-4, 1e4])
 @pytest.mark.parametrize('eps', ['auto', 'paper'])
 @pytest.mark.parametrize('case', ['one input', 'one output', 'identical', 'zeros', 'sure', 'far'])

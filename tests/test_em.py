@@ -152,23 +152,6 @@ def test_parents_at_different_positions_compete():
     assert (em_routing(a, V, 0.0, 0.0, 1.0, fields=none).R[1, 1] == 0).all()
 
 
-@pytest.mark.parametrize('kw', [dict(act='pi'), dict(eps='10%')], ids=str)
-def test_the_order_of_children_the_absent_and_other_samples_do_not_matter(kw):
-    a, V, ba, bu = problem(b=3)
-    a[:, 3] = 0
-    V = V * torch.logspace(-2, 2, 3, dtype=f64)[:, None, None, None, None]
-    p, keep = torch.randperm(7), torch.arange(7) != 3
-    route = lambda a, V: em_routing(a, V, ba, bu, 0.5, free_energy=True, **kw)
-    want, moved, less = route(a, V), route(a[:, p], V[:, p]), route(a[:, keep], V[:, keep])
-    assert_close(moved.R, want.R[:, p])
-    for name in ('a', 'mu', 'sig2', 'F'):
-        assert_close(getattr(moved, name), getattr(want, name))
-        assert name == 'F' or assert_close(getattr(less, name), getattr(want, name)) is None
-    for k in range(3):
-        for got, w in zip(route(a[k], V[k]), want):
-            assert_close(got, w[k])
-
-
 def energy_by_loops(a_in, V, R, a, mu, sig2, beta_a, beta_u):
     "eq. 4 of one problem, betas by parent"
     (I, J, C, H), total = V.shape, 0.0

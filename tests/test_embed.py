@@ -12,7 +12,6 @@ import torch
 from torch.testing import assert_close
 
 transformers = pytest.importorskip('transformers')
-pytest.importorskip('tokenizers')
 np = pytest.importorskip('numpy')
 from safetensors.torch import load_file, save_file
 from capsnb.data import embed
@@ -149,18 +148,6 @@ def test_one_end_token(encoders, folders, tmp_path):
     with pytest.raises(ValueError, match=r"no end token \(eos_token, or sep_token\).*end=None"):
         opened(folder)
     assert opened(folder, end=None)(['a']).mask.shape == (1, 2)
-
-
-@pytest.mark.parametrize('end', ['auto', None])
-def test_a_tokenizer_without_a_token_to_pad_with(folders, end):
-    "as GPT-2's: of what fills the box nothing is seen"
-    encoder = opened(folders['gpt2'], end=end)
-    assert encoder.tokenizer.pad_token is None and (end is None or encoder.pad_id == encoder.end_id)
-    texts = sorted(TEXTS, key=len)[:: len(TEXTS) - 1]
-    mask, embs = encoder(texts)
-    for text, e, n in zip(texts, embs, mask.sum(1).int()):
-        assert_close(e[:n], encoder([text]).embs[0], atol=1e-5, rtol=1e-4)
-        assert not e[n:].any()
 
 
 # ---- refusals

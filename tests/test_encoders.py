@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 transformers = pytest.importorskip('transformers')
-pytest.importorskip('tokenizers')
 hub = pytest.importorskip('huggingface_hub')
 from capsnb.data import files
 from capsnb.data.embed import FrozenEncoder, pinned, read_config, tiny_transformer

@@ -20,9 +20,6 @@ import pytest
 import torch
 
 np = pytest.importorskip('numpy')
-pytest.importorskip('transformers')
-pytest.importorskip('PIL')
-pytest.importorskip('sklearn')
 datasets = pytest.importorskip('datasets')
 from PIL import Image
 from tries import Hang, dice, hungry, limits, tries, watched

@@ -1,4 +1,4 @@
-"""Graphs and shapes without values: torch.compile, torch.export, and the device 'meta'."""
+"Graphs for any size: torch.export; pools in half precision."
 
 import pytest
 import torch
@@ -28,13 +28,12 @@ def test_a_network_is_exported_for_any_size_of_batch(n_parts):
 
 @pytest.mark.slow
 @pytest.mark.graphs
-@pytest.mark.parametrize('strict', [False, True])
 @pytest.mark.parametrize('routing', ['dstep', 'em', 'kmeans-soft', 'student', 'inverted'])
-def test_a_layer_with_shared_maps_is_exported_for_any_number_of_parts(routing, strict):
+def test_a_layer_with_shared_maps_is_exported_for_any_number_of_parts(routing):
     torch.manual_seed(0)
     layer, dims = routing_layer(routing, 4, 4, 4, None, 8).eval(), {0: Dim('b'), 1: Dim('i')}
     with torch.no_grad():
-        graph = export(layer, inputs(), dynamic_shapes=(dims, dims), strict=strict).module()
+        graph = export(layer, inputs(), dynamic_shapes=(dims, dims)).module()
         for n, i in ((1, 3), (2, 400)):
             x = inputs(n, i)
             for got, want in zip(graph(*x), layer(*x)):
@@ -43,18 +42,16 @@ def test_a_layer_with_shared_maps_is_exported_for_any_number_of_parts(routing, s
 
 @pytest.mark.slow
 @pytest.mark.graphs
-def test_a_pool_is_exported_and_compiled_for_sets_of_any_size():
+def test_a_pool_is_exported_for_sets_of_any_size():
     torch.manual_seed(0)
     pool = RoutedPool(12, 3, dim_out=8, heads=2).eval()
     made = lambda b, n: (torch.randn(b, n, 12), torch.arange(n) < torch.randint(1, n, (b, 1)))
     dims = {0: Dim('b'), 1: Dim('n', min=2)}
     with torch.no_grad():
         graph = export(pool, made(3, 9), dynamic_shapes=(dims, dims)).module()
-        compiled = torch.compile(pool, backend='aot_eager', dynamic=True, fullgraph=True)
         for b, n in ((2, 5), (4, 40)):
             x = made(b, n)
-            for way in (graph, compiled):
-                assert error_to(way(*x), pool(*x)) < 2e-5
+            assert error_to(graph(*x), pool(*x)) < 2e-5
 
 
 @pytest.mark.parametrize('routing', ['dstep', 'em', 'vectors', 'attention'])

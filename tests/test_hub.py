@@ -10,8 +10,6 @@ import torch
 
 tf = pytest.importorskip('transformers')
 datasets = pytest.importorskip('datasets')
-for name in ('accelerate', 'sklearn', 'typer'):
-    pytest.importorskip(name)
 import huggingface_hub
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner

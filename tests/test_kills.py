@@ -16,8 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip('transformers')
-pytest.importorskip('sklearn')
 if not hasattr(os, 'fork'):
     pytest.skip('needs fork', allow_module_level=True)
 from safetensors.torch import load_file

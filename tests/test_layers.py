@@ -307,30 +307,6 @@ def test_far_from_the_origin_plans_are_as_exact_as_votes(plan, offset, scale):
         assert all(f < 4 * v + 1e-4 for f, v in zip(found, votes)), (K, I, votes, found)
 
 
-def test_plans_are_found_by_name_and_auto_takes_the_last_that_serves(monkeypatch):
-    plans, parts = fields.field_plans, fields._Parts(*[None] * 6)
-    here, serves = {k: plans[k] for k in ('votes', 'tiles')}, lambda parts, loop: ''
-    monkeypatch.setattr(fields, 'field_plans', here)
-    find = lambda name, *what: fields._field_plan(name, parts, fields._Loop([0.1]), *what)
-    assert find('auto') is plans['tiles'] and find('votes') is plans['votes']
-    assert find('auto', 'shares') is plans['tiles']
-    for name, extra in (('compiled', 'fast'), ('triton', 'gpu')):
-        with pytest.raises(ImportError, match=rf"pip install 'capsnb\[{extra}\]'"):
-            find(name)
-    here['compiled'] = fields.FieldPlan(None, serves, print)
-    here['triton'] = fields.FieldPlan(None, serves)
-    assert find('auto') is find('triton') is here['triton']
-    assert find('auto', 'shares') is here['compiled']
-    with pytest.raises(
-        ValueError, match="'triton' does not return R.*: 'votes', 'tiles', 'compiled'"
-    ):
-        find('triton', 'shares')
-    here['triton'] = fields.FieldPlan(None, lambda parts, loop: 'no GPU')
-    assert find('auto') is here['compiled']
-    with pytest.raises(ValueError, match="plan='triton' cannot serve here: no GPU"):
-        find('triton')
-
-
 def test_the_table_of_a_grid_is_made_once_and_never_from_what_cannot_be_trained():
     layer = ConvCaps(2, 3)
     a, mu = torch.rand(1, 5, 5, 2), torch.randn(1, 5, 5, 2, 4, 4, requires_grad=True)
@@ -340,15 +316,6 @@ def test_the_table_of_a_grid_is_made_once_and_never_from_what_cannot_be_trained(
     first = layer._table((5, 5), a.device)
     layer(a, mu)
     assert layer._table((5, 5), a.device) is first
-
-
-def test_a_layer_tells_its_options_where_they_are_not_the_usual():
-    "runs know their architecture by what is told"
-    told = repr(ConvCaps(8, 16, 3, 2, 1))
-    assert 'kernel=(3, 3), stride=(2, 2), padding=(1, 1)' in told and 'compete' not in told
-    assert "compete='within'" in repr(ConvCaps(2, 3, compete='within'))
-    assert 'coordinates=False' in repr(ClassCaps(2, 3, coordinates=False))
-    assert 'stride' not in repr(ClassCaps(8, 5))
 
 
 def test_class_capsules_give_their_shares_if_asked_and_settings_may_hold_an_argument():

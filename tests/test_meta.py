@@ -1,15 +1,12 @@
 """Devices that are not at hand: shapes without values, and a GPU's path on the CPU."""
 
-import ast
 import itertools
-from pathlib import Path
 import pytest
 import test_cuda
 import torch
 from test_moments import assert_as_exact_in_total, exact_sizes, far, squares
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-import capsnb
 from capsnb import Routing, dynamic_routing, route_capsules
 from capsnb.engine import dstep, dynamic, moments, numerics
 from capsnb.engine.dstep import plans
@@ -100,22 +97,3 @@ def test_a_step_copies_nothing_from_the_cpu(name):
         out = test_cuda.tuple_of(net(*given))
         sum(o.sum() for o in out).backward()
     assert not seen.found
-
-
-def test_no_number_of_the_cpu_is_put_into_a_tensor():
-    "`x[0, 0] = 1` and `new_tensor` copy from the CPU and wait, which shapes alone do not tell"
-    rooms = Path(capsnb.__file__).parent
-    files = [*(rooms / 'zoo').glob('*.py'), *(rooms / 'routing').glob('*.py')]
-    names = 'fields layers em dstep moments dynamic triton_kernels triton_loop'.split()
-    files += [rooms / 'engine' / f'{n}.py' for n in names]
-    files += [rooms / 'lab' / f'{n}.py' for n in ('matrix_caps', 'capsnet', 'vision')]
-    found = []
-    for file in files:
-        for node in ast.walk(ast.parse(file.read_text(encoding='utf-8'))):
-            value = getattr(getattr(node, 'value', None), 'operand', getattr(node, 'value', None))
-            into = isinstance(node, ast.Assign) and isinstance(value, ast.Constant)
-            if into and any(isinstance(t, ast.Subscript) for t in node.targets):
-                found.append((file.name, node.lineno))
-            if isinstance(node, ast.Attribute) and node.attr in ('new_tensor', 'as_tensor'):
-                found.append((file.name, node.lineno))
-    assert len(files) > 15 and not found

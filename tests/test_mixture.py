@@ -155,23 +155,6 @@ def test_what_changes_nothing_and_what_changes_as_foreseen(seed, cov, scale, shi
     assert_close(b.lower_bound, a.lower_bound - 2 * math.log(scale), rtol=1e-6, atol=1e-6)
 
 
-@each_kind
-@pytest.mark.parametrize('lead', [(), (2, 3)])
-def test_leading_dimensions(cov, lead):
-    n = math.prod(lead)
-    x = torch.stack([points(s, 50, 2) for s in range(n)]).reshape(*lead, 50, 2)
-    gm = GaussianMixture(3, cov, seed=0).fit(x)
-    tail = (3, 2, 2) if cov == 'full' else (3, 2)
-    assert [q.shape for q in gm.params] == [lead + t for t in ((3,), (3, 2), tail)]
-    assert gm.lower_bound.shape == gm.n_iter.shape == gm.converged.shape == lead
-    assert gm.score_samples(x).shape == gm.predict(x).shape == lead + (50,)
-    assert_close(gm.predict_proba(x).sum(-1), torch.ones(lead + (50,), dtype=f64))
-    new, j = gm.sample(7)
-    assert new.shape == lead + (7, 2) and j.shape == lead + (7,)
-    one = GaussianMixture(3, cov, seed=0).fit(points(9, 50, 2))  # one mixture, many data sets
-    assert_close(one.score_samples(x), density(one.params, cov).log_prob(x))
-
-
 @few
 @given(seeds, kinds, st.integers(2, 5))
 def test_a_batch_is_its_members(seed, cov, b):

@@ -1,4 +1,4 @@
-"""Numbers of every routing and layer: extremes, absent parts, order, company, threads, dtypes.
+"""Numbers of every routing and layer: extremes, absent parts, order, company.
 
 What a routing is compared with stands in its own room's tests; this is the sweep over all, see
 tries.py.
@@ -143,19 +143,6 @@ def test_alone_is_as_in_a_batch(name, seed, i, b):
     close(net(a[k : k + 1], mu[k : k + 1]), [t[k : k + 1] for t in together])
     close(net(a[k], mu[k]), [t[k] for t in together])
     close(net(a[None], mu[None]), [t[None] for t in together])
-
-
-@each(seeds, few)
-def test_dtypes_agree(name, seed, i):
-    "Float32 and bfloat16 beside float64."
-    net, (a, mu) = layer(name, seed=seed), parts(2, i, seed)
-    wanted = tensors(net(a, mu))
-    for dtype, tol in ((torch.float32, 2e-3), (torch.bfloat16, 0.5)):
-        found = tensors(layer(name, seed=seed).to(dtype)(a.to(dtype), mu.to(dtype)))
-        for x, y in zip(found, wanted, strict=True):
-            assert x.dtype in (dtype, torch.float32) and x.isfinite().all()
-            size = y.abs().max().clamp(min=1)
-            assert ((x.double() - y).abs().max() / size) < tol
 
 
 # ---- fields of capsules

@@ -12,9 +12,7 @@ import pytest
 import torch
 
 datasets = pytest.importorskip('datasets')
-pytest.importorskip('sklearn')
 Image = pytest.importorskip('PIL.Image')
-pytest.importorskip('typer')
 from typer.testing import CliRunner
 from capsnb.cli import make_app
 from capsnb.data.embed import tiny_transformer

@@ -6,8 +6,6 @@ import os
 import shutil
 import pytest
 
-for name in ('typer', 'transformers', 'sklearn', 'matplotlib', 'scipy'):
-    pytest.importorskip(name)
 bs4 = pytest.importorskip('bs4')
 from typer.testing import CliRunner
 from browser import fits, look, needs_chromium

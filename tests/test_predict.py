@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-for name in ('datasets', 'sklearn', 'typer', 'transformers'):
-    pytest.importorskip(name)
 Image = pytest.importorskip('PIL.Image')
 import capsnb
 from typer.testing import CliRunner

@@ -9,8 +9,6 @@ from collections import namedtuple
 import pytest
 
 tf = pytest.importorskip('transformers')
-pytest.importorskip('datasets')
-pytest.importorskip('typer')
 from capsnb.data import embed
 from capsnb.lab import sentiment
 from capsnb.data.embed import FrozenEncoder, tiny_transformer
@@ -99,24 +97,6 @@ def test_the_price_of_gpt2_large_comes_first_and_its_default_takes_no_disk(
         go('sst2', str(large), out=tmp_path / 'run', device='cpu', in_memory=True)
     said = capsys.readouterr().err
     assert said.count('GB of memory') == 2 and 'disk' not in said and 'on the fly' not in said
-
-
-@pytest.mark.slow
-def test_what_was_asked_for_is_done_or_refused_before_loading(large, tmp_path, monkeypatch, capsys):
-    kw = dict(task='sst2', encoder=str(large), out=tmp_path / 'run', device='cpu')
-    disk(monkeypatch, 500e9)
-    disk(monkeypatch, 50e9)
-    said = r'needs 1\d\d.* GB more, the disk has 50.00 GB.*--layers.*--roots.*--on-the-fly'
-    with pytest.raises(OSError, match=said):
-        go(cache=tmp_path / 'here', **kw)
-    with pytest.raises(Loaded):
-        go(layers='0,18,36', cache_dtype='float32', **kw)
-    said = capsys.readouterr().err
-    assert '3 hidden states' in said and 'in float32' in said and 'on the fly' in said
-    disk(monkeypatch, 5e9)
-    with pytest.raises(Loaded):
-        go(layers='0,18,36', **kw)  # ... but not on this disk
-    assert 'on the fly' in capsys.readouterr().err
 
 
 def test_an_automatic_choice_is_kept_on_resume(world, tmp_path, monkeypatch, capsys):

@@ -26,36 +26,6 @@ def test_editors_are_told_the_same_names():
     assert len(told) == len(lines) - 3
 
 
-def test_import_needs_only_torch_and_einops():
-    "in an interpreter that refuses every optional package"
-    code = """
-import sys
-refused = '''transformers datasets sklearn matplotlib typer accelerate huggingface_hub safetensors
-nbdev fastcore IPython pandas scipy numba numpy'''.split()
-sys.modules.update(dict.fromkeys(refused))
-import torch, einops
-before = set(sys.modules)
-import capsnb
-new = {m.split('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names)
-print(' '.join(sorted(o for o in new if not o.startswith(('torch', 'capsnb', 'einops')))))
-for name in set(capsnb.__all__) - {'RoutingClassifier'}: getattr(capsnb, name)   # networks too
-assert set(capsnb.__all__) <= set(dir(capsnb)) and not hasattr(capsnb, 'Nothing')
-"""
-    done = subprocess.run([sys.executable, '-c', code], cwd=root, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    # what torch itself loads late, and the import hooks of an editable install
-    others = {o for o in done.stdout.split() if not o.startswith('__editable__')} - {
-        'numpy',
-        'sympy',
-        'mpmath',
-        'triton',
-        'networkx',
-        'jinja2',
-        'typing_extensions',
-    }
-    assert not others, f"import capsnb also loads {others}"
-
-
 def test_the_lowest_versions_that_were_run_are_those_that_are_promised():
     lines = (root / '.ci' / 'lowest.txt').read_text(encoding='utf-8').splitlines()
     ran = dict(o.split('==') for o in lines if o and not o.startswith('#'))

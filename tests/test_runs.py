@@ -18,8 +18,6 @@ import torch
 from torch import nn
 import torch.nn.functional as F
 
-pytest.importorskip('transformers')
-pytest.importorskip('sklearn')
 load_file = pytest.importorskip('safetensors.torch').load_file
 import capsnb.lab.runs as runs
 import capsnb.lab.train as train

@@ -8,9 +8,6 @@ import torch
 import torch._dynamo
 from torch.testing import assert_close
 
-pytest.importorskip('transformers')
-pytest.importorskip('datasets')
-pytest.importorskip('typer')
 from typer.testing import CliRunner
 import capsnb.data.embed as embed
 from capsnb.cli import make_app

@@ -5,9 +5,6 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-pytest.importorskip('transformers')
-pytest.importorskip('sklearn')
-pytest.importorskip('typer')
 from typer.testing import CliRunner
 from capsnb.commands import make_app
 from capsnb.data.embed import FrozenEncoder, tiny_transformer

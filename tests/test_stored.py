@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import functools
 import io
 import json
 import re
@@ -78,27 +79,26 @@ def needed(body, before):
     return [before[i] for i in sorted(chosen)]
 
 
-def always_run():
-    "Cells that every test of a notebook runs, but for exports: each with the statements above it."
-    for path in notebooks:
-        before = []
-        for source, c in cells(path):
-            flags = count.flags_of(source)
-            if flags & {'slow', 'data', 'cuda', 'study'} or 'nbdev_export()' in source:
-                continue
-            code = statements(source)
-            if not flags & {'export', 'exporti'}:
-                yield path, source, c, code, list(before)
-            before += code
+@functools.cache
+def always_run(path):
+    "The code of cells that every test of a notebook runs, by their number."
+    code = {}
+    for k, (source, _) in enumerate(cells(path)):
+        skipped = count.flags_of(source) & {'slow', 'data', 'cuda', 'study'}
+        if not skipped and 'nbdev_export()' not in source:
+            code[k] = statements(source)
+    return code
 
 
 def readers():
-    "Those that show what a file in nbs/results/ holds."
-    for path, source, c, code, before in always_run():
-        reads = "results/" in source or "'results'" in source
-        writes = 'write_' in source or 'mkdir' in source
-        if reads and not writes:
-            yield pytest.param(path, c, code, before, id=f"{path.stem}-{c['id']}")
+    "Cells that show what a file in nbs/results/ holds."
+    for path in notebooks:
+        for k, (source, c) in enumerate(cells(path)):
+            flags = {'slow', 'data', 'cuda', 'study', 'export', 'exporti'}
+            reads = "results/" in source or "'results'" in source
+            writes = 'write_' in source or 'mkdir' in source
+            if reads and not (writes or count.flags_of(source) & flags):
+                yield pytest.param(path, k, c['outputs'], id=f"{path.stem}-{c['id']}")
 
 
 def shown(output):
@@ -108,8 +108,10 @@ def shown(output):
     return ''.join(output['text'] if output['output_type'] == 'stream' else data.get(kind, ''))
 
 
-@pytest.mark.parametrize('path, cell, code, before', list(readers()))
-def test_a_notebook_shows_the_results_of_today(path, cell, code, before, monkeypatch):
+@pytest.mark.parametrize('path, k, outputs', list(readers()))
+def test_a_notebook_shows_the_results_of_today(path, k, outputs, monkeypatch):
+    code = always_run(path)[k]
+    before = [s for at, body in always_run(path).items() if at < k for s in body]
     monkeypatch.chdir(path.parent)
     monkeypatch.setenv('MPLBACKEND', 'agg')
     scope, last, out = {'__name__': path.stem}, None, io.StringIO()
@@ -125,7 +127,7 @@ def test_a_notebook_shows_the_results_of_today(path, cell, code, before, monkeyp
         value = eval(compile(last, path.name, 'eval'), scope) if last else None
     text = getattr(value, 'data', None)
     now = out.getvalue() + (text if isinstance(text, str) else '')
-    stored = ''.join(shown(o) for o in cell['outputs'])
+    stored = ''.join(shown(o) for o in outputs)
     assert now == stored, f"run nbs/{path.name} again; its figures are older than the file"
 
 

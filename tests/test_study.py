@@ -4,7 +4,6 @@ import json
 import sys
 import pytest
 
-pytest.importorskip('typer')
 from typer.testing import CliRunner
 from capsnb.cli import make_app
 

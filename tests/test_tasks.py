@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip('transformers')
-pytest.importorskip('typer')
-pytest.importorskip('sklearn')
 from typer.testing import CliRunner
 from capsnb.cli import make_app
 from capsnb.lab import tasks

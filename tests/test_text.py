@@ -7,8 +7,6 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
-pytest.importorskip('transformers')
-pytest.importorskip('tokenizers')
 from capsnb.engine.numerics import error_to
 from capsnb.data.embed import FrozenEncoder, tiny_transformer
 from capsnb.lab.text import SSTNet, blend, measure_scale
