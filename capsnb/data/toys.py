@@ -4,9 +4,11 @@
 
 # %% ../../nbs/data/34_toys.ipynb #28f3f23c
 from __future__ import annotations
+import functools
 import hashlib
 import itertools
 import json
+import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -81,26 +83,26 @@ def plan(
             raise ValueError(f"subset: {name} must be some of {every[name]}, got {codes!r}")
         every[name] = [o for o in every[name] if o in codes]
     order = every['category'], instances[split], every['azimuth'], every['elevation']
-    rows = itertools.product(*order, every['lighting'])
-    rows = torch.tensor([(c, i, e, a, l) for c, i, a, e, l in rows])
+    order = *map(tuple, order), tuple(every['lighting'])
+    n = math.prod(map(len, order))
+    if pairs is not None and (not is_whole(pairs) or not 0 < pairs <= n):
+        raise ValueError(f"subset: number of pairs must be between 1 and {n:,}, got {pairs!r}")
+    return _rows(order, pairs, f'{split}/{seed}').clone()
+
+
+@functools.lru_cache(maxsize=64)
+def _rows(order: tuple, pairs: int | None, key: str) -> Tensor:  # a draw, toys take turns
+    rows, turns, drawn = [(c, i, e, a, l) for c, i, a, e, l in itertools.product(*order)], {}, []
     if pairs is None:
-        return rows
-    if not is_whole(pairs) or not 0 < pairs <= len(rows):
-        most = f"between 1 and {len(rows):,}"
-        raise ValueError(f"subset: number of pairs must be {most}, got {pairs!r}")
-    return rows[_spread(rows, pairs, f'{split}/{seed}')]
-
-
-def _spread(rows: Tensor, pairs: int, key: str) -> Tensor:  # indices of a draw, toys take turns
-    rows, turns, order = rows.tolist(), {}, []
+        return torch.tensor(rows)
     keys = [f"{key}/{'/'.join(map(str, row))}" for row in rows]
     chance = [hashlib.blake2b(o.encode(), digest_size=8).digest() for o in keys]
     for at in sorted(range(len(rows)), key=chance.__getitem__):
-        toy = tuple(rows[at][:2])
+        toy = rows[at][:2]
         turns[toy] = turns.get(toy, -1) + 1
-        order.append((turns[toy], at))  # all toys' first draws, then all their second ones
-    first = sorted(order, key=lambda o: o[0])[:pairs]
-    return torch.tensor(sorted(at for _, at in first))
+        drawn.append((turns[toy], at))  # all toys' first draws, then all their second ones
+    first = sorted(drawn, key=lambda o: o[0])[:pairs]
+    return torch.tensor([rows[at] for at in sorted(at for _, at in first)])
 
 # %% ../../nbs/data/34_toys.ipynb #0000006b
 version = 2  # of the images: another number for any change that changes a byte
