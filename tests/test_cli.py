@@ -313,9 +313,7 @@ def test_bars_are_for_terminals(run, monkeypatch):
 def test_interrupted_and_resumed(tmp_path):
     "A real Ctrl-C on the way; what it tells us to do ends where an undisturbed run does."
     out, deadline = tmp_path / 'run', time.time() + 240
-    train = (
-        'train digits --net cnn --limit 100 --epochs 40 --device cpu --no-progress --out'.split()
-    )
+    train = 'train digits --net cnn --limit 60 --epochs 10 --device cpu --no-progress --out'.split()
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     p = subprocess.Popen([sys.executable, '-c', COMMAND, *train, str(out)], env=ENV, **pipes)
     sealed = lambda: any(out.glob('checkpoints/*/seal.json'))

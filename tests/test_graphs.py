@@ -13,11 +13,10 @@ def inputs(n=3, i=50):
 
 @pytest.mark.slow
 @pytest.mark.graphs
-@pytest.mark.parametrize('n_parts', [4, 64])
-def test_a_network_is_exported_for_any_size_of_batch(n_parts):
+def test_a_network_is_exported_for_any_size_of_batch():
     "A graph that can be used for one image and for seven, whichever it was made with."
     torch.manual_seed(0)
-    net = SmallNORBNet(5, n_parts, 4).eval()
+    net = SmallNORBNet(5, 64, 4).eval()
     with torch.no_grad():
         graph = export(net, (torch.rand(4, 2, 48, 48),), dynamic_shapes=({0: Dim('b')},)).module()
         for b in (1, 2, 7):
@@ -26,9 +25,12 @@ def test_a_network_is_exported_for_any_size_of_batch(n_parts):
                 assert error_to(got, want) < 2e-5
 
 
-@pytest.mark.slow
+of_a_kind = [pytest.param(k, marks=pytest.mark.slow) for k in ('dstep', 'em')]
+others = [pytest.param(k, marks=pytest.mark.long) for k in ('kmeans-soft', 'student', 'inverted')]
+
+
 @pytest.mark.graphs
-@pytest.mark.parametrize('routing', ['dstep', 'em', 'kmeans-soft', 'student', 'inverted'])
+@pytest.mark.parametrize('routing', of_a_kind + others)
 def test_a_layer_with_shared_maps_is_exported_for_any_number_of_parts(routing):
     torch.manual_seed(0)
     layer, dims = routing_layer(routing, 4, 4, 4, None, 8).eval(), {0: Dim('b'), 1: Dim('i')}

@@ -138,15 +138,14 @@ def variables(op, tensors):
 def test_registered_rightly(op, make, kw):
     tensors, settings = make(**kw)
     tensors = [t.requires_grad_(k in variables(op, tensors)) for k, t in enumerate(tensors)]
-    opcheck(op.forward, (*tensors, *settings))
+    opcheck(op.forward, (*tensors, *settings), test_utils=cheap)
     with torch.no_grad():
         outs = op.forward(*tensors, *settings)
         grads = [torch.rand_like(o) for o in outs[: op.n_out]]
-    utils = dict(test_utils=cheap) if make in (of_fields, of_compiled) else {}
-    opcheck(op.backward, (*tensors, outs, grads, *settings), **utils)
+    opcheck(op.backward, (*tensors, outs, grads, *settings), test_utils=cheap)
 
 
-cheap = 'test_schema', 'test_autograd_registration', 'test_faketensor'  # traces no definition
+cheap = 'test_schema', 'test_autograd_registration', 'test_faketensor'  # graphs are made below
 
 
 def bound(op, tensors, settings, run):
@@ -294,8 +293,8 @@ def same(found, wanted, **tol):
 def test_one_graph_forward_and_back(name):
     torch._dynamo.reset()
     f, _ = made(name)
-    whole = torch.compile(f, backend='aot_eager', fullgraph=True)
-    for n in (2, 3):  # the second batch makes its size a symbol
+    whole = torch.compile(f, backend='aot_eager', fullgraph=True, dynamic=True)
+    for n in (2, 3):
         _, x = made(name, n)
         same(step(whole, x, params(f)), step(f, x, params(f)))
 
