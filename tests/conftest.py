@@ -5,6 +5,7 @@ import time
 import pytest
 
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # read when torch is loaded: before any test is
+os.fsync = lambda handle: None  # processes are killed here, power never fails: no waiting for disks
 for name in ('HF_HUB_OFFLINE', 'PYTHONIOENCODING'):  # a test says itself what it is about
     os.environ.pop(name, None)
 
