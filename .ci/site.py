@@ -109,12 +109,17 @@ def _default(p) -> str:
     return '' if p.default is p.empty else f'`{p.default!r}`'.replace('|', '\\|')
 
 
+def _type(note) -> str:  # an annotation, or what has none
+    name = note if isinstance(note, str) else getattr(note, '__name__', str(note))
+    return '' if note is inspect.Parameter.empty else f'`{name}`'.replace('|', '\\|')
+
+
 def _parameters(thing) -> str:  # a table, or nothing
     "What the comments beside the parameters say."
     docments = importlib.import_module('fastcore.docments').docments
     try:
         told = docments(thing, full=True, returns=True)
-        parameters = inspect.signature(thing).parameters
+        signature = inspect.signature(thing)
     except (TypeError, ValueError, OSError):
         return ''
     rows = []
@@ -123,10 +128,11 @@ def _parameters(thing) -> str:  # a table, or nothing
             continue
         text = ' '.join((about.docment or '').split()).replace('|', '\\|')
         if name == 'return':
-            rows += [f'| *result* | | {text} |'] if text else []
-        elif name in parameters:
-            rows.append(f'| `{name}` | {_default(parameters[name])} | {text} |')
-    head = '| parameter | default | what it is |\n|---|---|---|\n'
+            kind = _type(signature.return_annotation)
+            rows += [f'| *result* | {kind} | | {text} |'] if text else []
+        elif p := signature.parameters.get(name):
+            rows.append(f'| `{name}` | {_type(p.annotation)} | {_default(p)} | {text} |')
+    head = '| parameter | type | default | what it is |\n|---|---|---|---|\n'
     return head + '\n'.join(rows) + '\n' if rows else ''
 
 
@@ -139,13 +145,16 @@ def _fields(cls) -> str:  # a table, or nothing
     rows = []
     for name in cls._fields:
         if m := re.search(rf'^    {name}\b[^#\n]*(?:#\s*(.*))?$', source, re.M):
-            rows.append(f"| `{name}` | {(m[1] or '').replace('|', chr(92) + '|')} |")
-    return '| field | what it is |\n|---|---|\n' + '\n'.join(rows) + '\n' if rows else ''
+            kind = _type(cls.__annotations__.get(name, inspect.Parameter.empty))
+            rows.append(f"| `{name}` | {kind} | {(m[1] or '').replace('|', chr(92) + '|')} |")
+    head = '| field | type | what it is |\n|---|---|---|\n'
+    return head + '\n'.join(rows) + '\n' if rows else ''
 
 
 def _entry(name: str, thing, level: int) -> str:
     "An object: signature, sentence, table."
     doc = inspect.getdoc(thing) or ''
+    doc = re.sub(r'^>>> .*?(?=\n\n|\Z)', r'```python\n\g<0>\n```', doc, flags=re.M | re.S)
     try:
         names = [n for n in inspect.signature(thing).parameters if n not in ('self', 'cls')]
         call = f"{name}({', '.join(names)})"
@@ -175,7 +184,7 @@ def module_page(module, at: str) -> str:
     "All public objects of a module, and where they are derived."
     parts = [f'# {module.__name__}\n', f'{inspect.getdoc(module)}\n']
     parts.append(f'Written and tried in [{at}](../{at}).\n')
-    for name in module.__all__:
+    for name in sorted(module.__all__, key=lambda n: not inspect.isclass(getattr(module, n))):
         thing = getattr(module, name)
         if inspect.isclass(thing):
             parts.append(_entry(name, thing, 2))
@@ -256,6 +265,8 @@ div.math { overflow-x: auto; overflow-y: hidden; max-width: 100%; }
 @media (min-width: 1200px) { .bd-header { display: none !important; } }
 .bd-article-container { overflow-wrap: anywhere; min-width: 0; }
 p code.literal, li code.literal, p code .pre, li code .pre { white-space: normal; }
+@media (max-width: 36rem) { .cell_output { overflow-x: auto; } }
+@media (max-width: 36rem) { .cell_output img { max-width: 42rem !important; } }
 @media (max-width: 36rem) { .prev-next-area { display: block; } }
 @media (max-width: 36rem) { .prev-next-area a { max-width: 100%; } }
 html[data-theme=dark] .cell_output .text_html { color-scheme: light; }

@@ -1,4 +1,4 @@
-"Chapter 6's glossary: its names stand in the code, and the words that it rules out stand nowhere."
+"The book's glossary: its names stand in the code, and the words that it rules out stand nowhere."
 
 import json
 import re

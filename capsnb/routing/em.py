@@ -26,11 +26,11 @@ def log_normal(
 
 # %% ../../nbs/book/04_em_routing.ipynb #0000000b
 def m_step(
-    r: Tensor,  # [..., i, j] data: share of the part times its activation
+    D: Tensor,  # [..., i, j] data: share of the part times its activation
     V: Tensor,  # [..., i, j, c, h] votes
 ) -> tuple[Tensor, Tensor]:  # mu, var [..., j, c, h]: means, and variances before any floor
     "Mean and variance of weighted votes (Hinton 2018, Procedure 1, M-step, lines 3 and 4)."
-    w = r / r.sum(-2, keepdim=True)
+    w = D / D.sum(-2, keepdim=True)
     mu = torch.einsum('...ij,...ijch->...jch', w, V)
     var = torch.einsum('...ij,...ijch->...jch', w, (V - mu[..., None, :, :, :]).square())
     return mu, var
@@ -120,12 +120,12 @@ def em_routing_ref(
     may = V.new_ones(V.shape[-4:-2]) if parents is None else parents.to(V.dtype)
     R = (may / may.sum(-1, keepdim=True).clamp_min(1)).expand(V.shape[:-2])  # line 2
     for t in range(n_iters):  # line 3
-        r = R * a[..., None]  # line 4: M-step, line 2
-        mu, var = m_step(r + least_weight(a)[..., None] * may, V)  # M-step, lines 3 and 4
+        D = R * a[..., None]  # line 4: M-step, line 2
+        mu, var = m_step(D + least_weight(a)[..., None] * may, V)  # M-step, lines 3 and 4
         if t == 0:
             floor = sig2_floor(var, mu, kind)
         sig2 = var + floor
-        logit = activation_logit(r.sum(-2), sig2, beta_a, beta_u, lams[t])  # M-step, lines 5, 6
+        logit = activation_logit(D.sum(-2), sig2, beta_a, beta_u, lams[t])  # M-step, lines 5, 6
         if t < n_iters - 1:
             R = e_step(V, F.logsigmoid(logit), mu, sig2, parents)  # line 5
     return EMRouted(logit.sigmoid(), mu, sig2, R)

@@ -135,3 +135,35 @@ def draw_votes(
             width, height = (2 * k * sig2[j].sqrt()).tolist()
             shade = Ellipse(mu[j].tolist(), width, height, fc=palette[j], alpha=alpha, lw=0)
             ax.add_patch(shade)
+
+# %% ../../nbs/book/01_parts_and_wholes.ipynb #b8876efa
+def draw_network(
+    ax,  # axes of matplotlib
+    title: str,  # above the row
+    net,  # the network, put into evaluation mode
+    given: tuple,  # its inputs: a batch
+    first: str,  # what the last of them is called
+    layers: dict,  # name -> layer whose output is shown
+):
+    "A row of boxes with the shapes of what layers give; capsules are blue, with two shapes."
+    boxes = [(first, given[-1:])]
+
+    def note(name):
+        return lambda layer, inputs, out: boxes.append(
+            (name, out[:2] if isinstance(out, tuple) else [out])
+        )
+
+    hooks = [v.register_forward_hook(note(k)) for k, v in (layers | {'classes': net}).items()]
+    with torch.no_grad():
+        net.eval()(*given)
+    for hook in hooks:
+        hook.remove()
+    for k, (name, outs) in enumerate(boxes):
+        shapes = ['×'.join(map(str, out.shape[1:])) for out in outs]
+        box = dict(boxstyle='round', fc='w', ec=palette[0] if len(outs) > 1 else '.5', lw=1.5)
+        ax.text(k, 0, '\n'.join([name, *shapes]), ha='center', va='center', fontsize=9, bbox=box)
+        if k:
+            ax.annotate('', (k - 0.41, 0), (k - 0.59, 0), arrowprops=dict(arrowstyle='->'))
+    ax.set(xlim=(-0.5, len(boxes) - 0.5), ylim=(-1, 1))
+    ax.set_title(title, loc='left')
+    ax.axis('off')
