@@ -15,6 +15,7 @@ import os
 import shlex
 import signal
 import sys
+import warnings
 from pathlib import Path
 
 _stopped = False  # whether Ctrl-C came: an import may swallow it (PyTorch's of NumPy)
@@ -22,6 +23,8 @@ _stopped = False  # whether Ctrl-C came: an import may swallow it (PyTorch's of 
 
 def room(name: str):  # the module of that name, e.g. 'lab.tasks'
     "Import a room when it is needed; `KeyboardInterrupt` if Ctrl-C came meanwhile."
+    if 'torch' not in sys.modules and on_terminal() and is_first():
+        print('loading PyTorch and what is built on it …', file=sys.stderr)
     module = importlib.import_module(f'capsnb.{name}')
     if _stopped:
         raise KeyboardInterrupt
@@ -112,8 +115,9 @@ def make_app():  # typer.Typer
 def main():
     "Entry point of `capsnb`."
     # threads that wait give their core up soon: GNU's OpenMP reads this when PyTorch loads
-    if 'OMP_WAIT_POLICY' not in os.environ:
-        os.environ.setdefault('GOMP_SPINCOUNT', '10000')
+    usual = {} if 'OMP_WAIT_POLICY' in os.environ else dict(GOMP_SPINCOUNT='10000')
+    usual |= dict(HF_HUB_DISABLE_TELEMETRY='1', TRANSFORMERS_VERBOSITY='error')
+    os.environ.update(usual | {**os.environ})
 
     def stop(signum, frame):
         global _stopped
@@ -131,5 +135,6 @@ def main():
     for stream in (sys.stdout, sys.stderr):  # a path need not fit their encoding
         if hasattr(stream, 'reconfigure'):
             stream.reconfigure(errors='backslashreplace')
+    warnings.formatwarning = lambda message, *_: f'capsnb: {message}\n'
     signal.signal(signal.SIGINT, stop)
     plainly(work)

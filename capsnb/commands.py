@@ -103,10 +103,10 @@ def train(
     **own,  # options of the task
 ):
     "Train on a task, say what came out, draw its picture, and leave a page."
+    if not progress:
+        os.environ['HF_HUB_DISABLE_PROGRESS_BARS'] = '1'  # read when transformers is loaded
     name, how = ctx.info_name, again()
     task = open_task(name, {k: v for k, v in own.items() if typed(ctx, k)})
-    if not progress:
-        room('lab.train').quiet_transformers().utils.logging.disable_progress_bar()
     last = name.split('@')[0].rstrip('/').replace(':', '/').rsplit('/', 1)[-1]
     out = out or Path('runs', last if ':' not in name or '.' not in last else Path(last).stem)
     tasks, net = room('lab.tasks'), task.known_net(net)
@@ -124,6 +124,8 @@ def train(
     if task.names:  # read, where it is your own
         given = {k: v for k, v in row.items() if k in task.recipe(net) and v is not None}
         room('lab.train').check_recipe(**task.recipe(net) | given)
+        if isinstance(task, room('lab.own').OwnTable):
+            print(f"columns: {', '.join(task.read)}")
     room('lab.runs').claim(out, resume, overwrite, command_line=True)
     found = tasks.train(task, net, out, seed, resume=resume, overwrite=overwrite, **row)
     if not is_first():
@@ -287,7 +289,7 @@ def evaluate(
 def asked(run: Path, words, encoder: str | None, task: str | None, device: str | None) -> tuple:
     "A run; names of what it is asked about; and that."
     here_too()
-    room('lab.train').quiet_transformers().utils.logging.disable_progress_bar()
+    os.environ['HF_HUB_DISABLE_PROGRESS_BARS'] = '1'  # read when transformers is loaded
     if first := next((w for w in words if os.path.isfile(f'{w}/task.json')), None):
         raise ValueError(f"'{first}' is a run: it comes first")
     rooms, here = room('lab.predict'), {} if encoder is None else dict(encoder=encoder)

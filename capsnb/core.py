@@ -91,7 +91,8 @@ def with_arguments(thing):  # a function or a class, changed in place and return
     elif kinds := [c for c in thing.__mro__ if {'__dataclass_fields__', '_fields'} & {*vars(c)}]:
         parts = {'Fields': kinds[-1], 'More fields': kinds[0]}
     else:
-        parts = {'Arguments': thing.__init__, 'Of a call': getattr(thing, 'forward', None)}
+        parts = {'Arguments': thing.__init__, 'Of this routing alone': getattr(thing, 'own', None)}
+        parts['Of a call'] = getattr(thing, 'forward', None)
     for title, source in parts.items():
         if not (inspect.isfunction(source) or inspect.isclass(source)) or not thing.__doc__:
             continue
@@ -103,7 +104,12 @@ def with_arguments(thing):  # a function or a class, changed in place and return
 # %% ../nbs/00_core.ipynb #a269280d
 def by_letter(**names: str):  # a paper's letter -> the argument
     "Decorate a class: each of these arguments may be given by its letter, too."
-    in_full = lambda given: {names.get(k, k): v for k, v in given.items()}
+
+
+    def in_full(given):
+        if twice := [k for k, name in names.items() if k in given and name in given]:
+            raise TypeError(f"{twice[0]} is the paper's letter for {names[twice[0]]}: give one")
+        return {names.get(k, k): v for k, v in given.items()}
 
     def decorated(cls: type[_Class]) -> type[_Class]:
         init, new = cls.__init__, cls.__new__

@@ -71,6 +71,13 @@ def test_what_needs_no_pytorch_does_not_wait_for_it(args):
         assert r.returncode == 0 and r.stdout.splitlines()[-1] == f'[] {spins}', r.stdout + r.stderr
 
 
+def test_a_terminal_hears_what_takes_long_at_first(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, 'torch')
+    monkeypatch.setattr(cli, 'on_terminal', lambda: True)
+    cli.room('options')
+    assert capsys.readouterr().err.startswith('loading PyTorch')
+
+
 @slow
 def test_without_typer():
     "A bare installation says how to get what is missing."

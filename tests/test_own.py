@@ -18,7 +18,7 @@ from capsnb.cli import make_app
 from capsnb.data.embed import tiny_transformer
 from capsnb.lab.runs import task_of
 from capsnb.lab.tasks import evaluate, load_run, train
-from capsnb.lab.own import OwnPictures, OwnTable, OwnTexts, in_parts, open_columns
+from capsnb.lab.own import OwnPictures, OwnTable, OwnTexts, _counts, in_parts, open_columns
 
 few = dict(device='cpu', progress=False, epochs=1)
 
@@ -178,7 +178,10 @@ def test_words_for_no_number_and_columns_that_are_left_out():
     data = datasets.Dataset.from_list([a | b for a, b in zip(numbers().to_list(), odd)])
     with pytest.warns(UserWarning) as said:
         rows = OwnTable(data, 'kind').open('train')['rows']
-    (said,) = {str(o.message) for o in said}
+    numbers_rows, said = sorted({str(o.message) for o in said})
+    assert "column 'b' differs in every row" in numbers_rows
+    assert _counts([5, 4, 9, 8], 'xxyy')
+    assert not _counts([1, 1, 2, 3], 'xxyy') and not _counts([1, 3, 2, 4], 'xxyy')
     for part in ("entries '?' of column 'n'", " of 44 no numbers: '1,5')", "'e' (empty)"):
         assert part in said
     assert rows.shape == (44, 3) and 0 < rows[:, 2].isnan().sum() < 20
@@ -230,12 +233,9 @@ def test_lines_that_are_no_objects_and_the_epochs_of_few_rows(tmp_path):
     path.write_text('["a", "b"]')
     with pytest.raises(ValueError, match="expected an object a row.*got 'a'"):
         open_columns(path)
-    steps = lambda n: (
-        -(-round(0.7 * n) // 20) * OwnTable(numbers(n), 'kind').recipe('table')['epochs']
-    )
-    assert (
-        400 <= steps(40) < 420 and OwnTable(numbers(1000), 'kind').recipe('table')['epochs'] == 40
-    )
+    for n, size, steps in ((40, 20, 400), (40, 7, 400), (1000, 20, 1400)):
+        found = OwnTable(numbers(n), 'kind').epochs(dict(epochs=40, batch_size=size))
+        assert steps <= found * -(-round(0.7 * n) // size) < steps + 20
 
 
 def test_names_of_folders_and_files(tmp_path):

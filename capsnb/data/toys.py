@@ -175,7 +175,7 @@ class ToysTensors(NamedTuple):
 def toys_tensors(
     split: str,  # 'train' or 'test'
     size: int = 96,  # pixels per side, 16 to 256
-    subset: int | dict | None = None,  # as for `plan`; None: all 24,300 pairs
+    subset: int | dict | None = None,  # how many pairs, or dict(category=[0, 1], pairs=9)
     seed: int = 0,  # which fifty toys
     world: World = World(),  # knobs of difficulty
     cache: str | Path | None = None,  # folder; None: XDG_CACHE_HOME or ~/.cache, capsnb/toys
@@ -200,7 +200,7 @@ def toys_tensors(
 def load_toys(
     size: int = 96,  # pixels per side, 16 to 256
     split: str | None = None,  # 'train' or 'test'; None: both
-    subset: int | dict | None = None,  # of each split, as for `plan`; None: all 24,300 pairs
+    subset: int | dict | None = None,  # of each split: how many pairs, or as below
     seed: int = 0,  # which fifty toys
     world: World = World(),  # knobs of difficulty
     cache: str | Path | None = None,  # folder; None: XDG_CACHE_HOME or ~/.cache, capsnb/toys

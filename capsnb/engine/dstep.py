@@ -375,9 +375,9 @@ class Routing(_Parameters):
         init: str | float = 'auto',  # start of beta: 'auto', 'paper' (0), or a number
         plan: str = 'auto',  # 'votes', 'moments', 'stream', 'compiled', 'triton'; 'auto': fastest
         pooled: bool = False,  # whether the first E-step has one Gaussian for all outputs
-        start: str = 'normal',  # of the maps W, or 'identity': see `_start_maps`
+        start: str = 'normal',  # of the maps W, or 'identity' with a little noise
         bias: bool = True,  # whether votes have a bias B (B_brk stays, without `n_out`)
-        norm: str = 'none',  # of a and mu, see `CapsNorm`; sig2 keeps the votes' units
+        norm: str = 'none',  # or 'batch', 'layer': of a and mu, while sig2 keeps the votes' units
     ):
         super().__init__()
         given = locals()

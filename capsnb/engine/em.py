@@ -196,17 +196,17 @@ faster: list[tuple] = []  # who routes given votes, and whether they serve; late
 def em_routing(
     a: Tensor,  # [..., i] activations of the parts, in [0, 1] ([..., n] with `fields`)
     V: Tensor,  # [..., i, j, c, h] votes ([..., p, i, j, c, h] with `fields`)
-    beta_a: Tensor | float,  # [j] or a number: see `activation_logit`
-    beta_u: Tensor | float,  # [j] or a number: see `cost`
-    lam: float | Sequence[float] | Callable[[int], float] = inverse_temperature,  # `as_schedule`
+    beta_a: Tensor | float,  # [j] or a number: minus the price of a whole that is on, nats
+    beta_u: Tensor | float,  # [j] or a number: price of a component of a part, nats at σ = 1
+    lam: float | Sequence | Callable = inverse_temperature,  # inverse temperature per iteration
     n_iters: int = 3,  # iterations
     parents: Tensor | None = None,  # [i, j] bool: is j a parent of i? None: always
     *,
     fields: Tensor | None = None,  # [p, i] number of the part in each place of a field, -1: none
-    eps: float | str | Floor = 1e-4,  # floor of the variances, see `as_floor`; to learn: 'auto'
+    eps: float | str | Floor = 1e-4,  # floor of variances: a number, '10%' of the votes', 'auto'
     act: str = 'logistic',  # 'logistic' (eq. 2), or 'pi': mixing proportions
     free_energy: bool = False,  # whether to compute F too
-    damping: float = 0.0,  # see `_damped`
+    damping: float = 0.0,  # share of the old mean in the new one
     gain: Tensor | None = None,  # [i|1, j] nats added to the log-density of each link
     plan: str = 'auto',  # 'votes': step by step; 'auto': Triton's kernels where they serve
 ) -> EMRouted:  # a, mu, sig2, R, F; `ValueError` if the inputs do not fit

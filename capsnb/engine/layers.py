@@ -237,8 +237,8 @@ class ConvCaps(_Capsules):
         d_inp: int = 4,  # columns of a part's pose; 16 for vectors
         d_out: int = 4,  # columns of a whole's pose; 16 for vectors
         n_iters: int = 3,  # iterations
-        lam: float | Sequence | Callable = inverse_temperature,  # see `as_schedule`
-        eps: float | str = 'auto',  # floor of the variances: see `as_floor`
+        lam: float | Sequence | Callable = inverse_temperature,  # inverse temperature per iteration
+        eps: float | str = 'auto',  # floor of variances: a number, '10%' of the votes', or 'auto'
         act: str = 'logistic',  # 'logistic', or 'pi': mixing proportions
         plan: str = 'auto',  # 'votes': all at hand; 'tiles', 'compiled', 'triton'; 'auto': fastest
         damping: float = 0.0,  # share of the old mean in the new one
@@ -361,8 +361,8 @@ class ClassCaps(_Capsules):
         *,
         coordinates: bool = True,  # whether positions are added to the votes
         n_iters: int = 3,  # iterations
-        lam: float | Sequence | Callable = inverse_temperature,  # see `as_schedule`
-        eps: float | str = 'auto',  # floor of the variances: see `as_floor`
+        lam: float | Sequence | Callable = inverse_temperature,  # inverse temperature per iteration
+        eps: float | str = 'auto',  # floor of variances: a number, '10%' of the votes', or 'auto'
         act: str = 'logistic',  # 'logistic', or 'pi': mixing proportions
         damping: float = 0.0,  # share of the old mean in the new one
         beta_units: tuple = (1.0, 1.0),  # what beta_a and beta_u are multiplied by

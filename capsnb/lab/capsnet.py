@@ -130,7 +130,7 @@ class DrawingNetwork(nn.Module, HubMixin):
     def forward(
         self,
         images: Tensor,  # [b, *image_shape], finite, in [0, 1] if they are to be drawn
-        labels: Tensor | None = None,  # see `class_shares`; or k numbers at once [b, k]
+        labels: Tensor | None = None,  # [b] class numbers, [b, j] shares, or [b, k] of k at once
         originals: Tensor | None = None,  # [b, k, *image_shape], one for each of k labels
     ) -> CapsOut | dict:  # class capsules; with labels: loss, logits (the lengths)
         "Class capsules, or the loss; `ValueError` for images that do not fit."

@@ -185,7 +185,7 @@ class Objects(Task):
     "Stereo pairs of categories; subclasses say where they come from."
 
     size: int = 96  # pixels per side
-    subset: int | dict | None = None  # toys: which pairs (`plan` in 34_toys); NORB: how many
+    subset: int | dict | None = None  # how many pairs; toys: which, as for `load_toys`
     published: bool = False  # networks and rates as their papers have them
     official: bool = True  # smallNORB: whether the files must be the real ones
     validate: bool = True  # False: train on instance 9 too, and keep the last epoch
@@ -371,9 +371,9 @@ class Photographs(Objects):
     """
 
     colour: bool = False  # False: grey
-    background: str = 'kept'  # a name of `backgrounds`
+    background: str = 'kept'  # or 'masked', 'replaced'
     fold: int = 0  # which objects to test, from 0
-    folds: int = 10  # 10, 5 or 2, as for `object_split`
+    folds: int = 10  # into which the ten objects of a category are cut: 10, 5 or 2
     by: str | None = None  # 'azimuth', 'polar': test on novel viewpoints; None: train, test on all
 
     name, names = 'eth80', eth80_categories

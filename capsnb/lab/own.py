@@ -306,10 +306,9 @@ class OwnTask(Task):
     def test_rows(self) -> str | None:
         return _digest(self.parts)
 
-    def recipe(self, net):  # `least_steps` of its batches, however few the rows
-        found = Task.recipe(self, net)
-        steps = -(-len(self.parts.labels['train']) // found['batch_size'])  # of an epoch
-        return found | dict(epochs=max(found['epochs'], -(-least_steps // steps)))
+    def epochs(self, recipe):  # `least_steps`, however few the rows
+        steps = -(-len(self.parts.labels['train']) // recipe['batch_size'])  # of an epoch
+        return max(recipe['epochs'], -(-least_steps // steps))
 
     def note(self, net):
         said = {k: getattr(self, k) for k in self.noted}
@@ -518,6 +517,13 @@ class PlainTable(_Scaled, HubMixin, library_name='capsnb', tags=['tabular']):
         return answer(Scores(self.classify(x)), labels)
 
 
+def _counts(values: list, labels: list) -> bool:
+    "Whether numbers differ in every row, and rise from row to row, or from class to class."
+    order = sorted(range(len(values)), key=values.__getitem__)
+    turns = sum(labels[a] != labels[b] for a, b in zip(order, order[1:]))
+    return len({*values}) == len(values) and (order == sorted(order) or turns < len({*labels}))
+
+
 _none = {'', '?', '-', 'na', 'n/a', '#n/a', 'nan', 'null', 'none'}
 
 
@@ -568,6 +574,10 @@ class OwnTable(OwnTask):
             raise ValueError(f"there is no column of numbers, but {said:.200}")
         said = sum((numbers[k] for k in wanted), [])
         _say_what_is_left_out(self.source, said + [*left.values()] * (self.columns is None))
+        labels = self.parts.labels['train']
+        if rows := [k for k in wanted if _counts(_floats(part[k][:])[0], labels)]:
+            said = "differs in every row, and rises with rows or classes: does it number them?"
+            warnings.warn(f"column {rows[0]!r} {said} --columns names those to read", stacklevel=2)
         return wanted
 
     @property

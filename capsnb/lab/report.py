@@ -26,7 +26,7 @@ __all__ = ['runs_of', 'interval', 'lead_of', 'table']
 
 # %% ../../nbs/lab/59_report.ipynb #acf1a44b
 def runs_of(
-    record: str | Path | dict,  # of `repeat`: its runs are called '<setting> seed <number>'
+    record: str | Path | dict,  # of a study: its runs are called '<setting> seed <number>'
 ) -> dict:  # setting -> its runs, by seed
     """The runs of a record, a list for each setting.
 

@@ -147,7 +147,7 @@ class Sentiment(Task):
     encoder: FrozenEncoder | str | Path | Callable = 'gpt2-large'  # a name, a folder, or its loader
     gguf_file: str | None = None  # name of a GGUF file in that folder
     revision: str | None = None  # of the encoder, as for `FrozenEncoder`
-    layers: str | list = 'all'  # of the encoder, as for `pick_layers`
+    layers: str | list = 'all'  # of the encoder, as for `FrozenEncoder`
     roots: bool = False  # train on sentences, not phrases
     limit: int | None = None  # at most so many samples of each split; None: all
     published: bool = False  # rate, floor, start and texts as the paper's author has them
@@ -157,7 +157,7 @@ class Sentiment(Task):
     cache: str | Path | bool | None = None  # root; None: the user's, if small; False: on the fly
     cache_dtype: str = 'float16'  # of the caches, and in memory
     raw: bool | None = None  # texts as for `load_sst`; None: raw where `published`
-    mixup_per: str = 'pair'  # or 'batch': what has a weight of its own, see `TextMixup`
+    mixup_per: str = 'pair'  # or 'batch': what has a weight of its own in mixup
     in_memory: bool = False  # keep hidden states in the memory of the encoder's device
 
     noted = dict(names=list, encoder=str, fingerprint=str, treebank=str)

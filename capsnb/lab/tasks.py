@@ -45,7 +45,7 @@ class Net(NamedTuple):
 
     cls: type  # its class, which reads saved weights again
     options: dict = {}  # that it is made with
-    recipe: dict = {}  # what it changes of `paper_recipe`
+    recipe: dict = {}  # what it changes of the paper's, e.g. epochs, lr
     make: Callable | None = None  # makes it from its options; None: the class does
 
 
@@ -82,6 +82,10 @@ class Task:
     def recipe(self, net: str) -> dict:  # of `fit`
         "The recipe of a network, a name of `networks`."
         return {**paper_recipe, **self.networks[net].recipe}
+
+    def epochs(self, recipe: dict) -> int:
+        "How many, if nobody says; `recipe` has the batches that are used."
+        return recipe['epochs']
 
     def prepare(self, recipe: dict, began: dict):
         """Whatever takes long or costs something, before networks and decks are made.
@@ -190,7 +194,7 @@ def task_in(note: dict, run: str | Path) -> Task:  # as `task_named` finds it
 
 # %% ../../nbs/lab/51_tasks.ipynb #e5e73175
 def task_named(
-    name: str,  # of `known`, or 'module:attribute'
+    name: str,  # 'digits', 'toys', 'sst5', …, or 'module:attribute'
 ) -> Task:  # a copy, under that name
     """Find a task; `ValueError` when there is none.
 
@@ -239,6 +243,7 @@ def train(
     recipe = dict(task.recipe(net), per_device_eval_batch_size=task.batch_size)
     recipe |= dict(changes, seed=seed) | ({} if epochs is None else dict(epochs=epochs))
     check_recipe(**recipe)
+    recipe['epochs'] = task.epochs(recipe) if epochs is None else epochs
     claim(out, resume, overwrite)
     pick_device(device)
     began = {}
@@ -558,7 +563,7 @@ class Digits(Task):
     ['capsnet', 'dstep']
     """
 
-    data: str = 'digits'  # a name of `sides`
+    data: str = 'digits'  # or 'mnist', 'fashion-mnist', 'cifar10'
     limit: int | None = None  # training images, of validation at most a third; None: all
     n_test: int | None = None  # test images; None: all
     official: bool = True  # whether files must be the real ones

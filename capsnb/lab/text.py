@@ -117,8 +117,8 @@ class TextNetwork(nn.Module, HubMixin):
         mask: Tensor,  # [b, n] in [0, 1]
         embs: Tensor,  # [b, n, l, m]; or packed: [t, l, m], the tokens alone, text after text
         labels: Tensor | None = None,  # [b] or [b, n_classes]
-        lam: Tensor | None = None,  # mixup: [b] or [], see `blend`
-        partner: Tensor | None = None,  # mixup: [b], see `blend`
+        lam: Tensor | None = None,  # mixup: [b] or [], weight of the text itself
+        partner: Tensor | None = None,  # mixup: [b], number of the text it is blended with
     ):  # a named tuple with scores a [b, k], or with labels a dict of loss and logits
         return answer(self.top(*self.features(mask, embs, lam, partner)), labels)
 
@@ -180,7 +180,7 @@ class RoutingText(TextStem, tags=['capsules', 'routing']):
         n_parts: int = 64,  # capsules between tokens and classes
         routing: str = 'dstep',  # of `all_routings`
         n_iters: int = 3,  # iterations of both routings
-        norm: str = 'none',  # of scores and poses after both routings, see `CapsNorm`
+        norm: str = 'none',  # or 'batch', 'layer': of scores and poses after both routings
         settings: dict | None = None,  # of the routing alone
         dropout: float = 0.0,  # share of the features left out in training
     ):

@@ -715,20 +715,20 @@ def _finish(trainer, folder: Path, settings: dict, test, note: dict | None) -> d
 
 def fit(
     net: nn.Module,  # trained in place; seed before you make it
-    train,  # of `columns_of`
-    valid,  # of `columns_of`; None: the last epoch is kept
+    train,  # image [n, channels, m, n'] and label [n]: a dict, or a data set of the Hub's kind
+    valid,  # the same to choose the epoch by; None: the last epoch is kept
     out: str | Path,  # folder of the run
-    test=None,  # of `columns_of`; looked at once, at the end
+    test=None,  # the same to test; looked at once, at the end
     *,
     epochs: int = 50,  # times through the training data
     batch_size: int = 20,  # of the paper; in each process
-    lr: tuple = (1e-5, 5e-4),  # of `SingleCycle`
-    warmup: float = 0.1,  # of `SingleCycle`
-    momentum: str | None = 'paper',  # of `SingleCycle`
+    lr: tuple = (1e-5, 5e-4),  # learning rates at the ends of the cycle, and at its top
+    warmup: float = 0.1,  # share of the steps in which the rate climbs
+    momentum: str | None = 'paper',  # 'paper' (0.999), 'notebook' (0.9) or None: the optimizer's
     shift: int = 1,  # largest shift in pixels
     mixup: float = 0.2,  # its alpha; 0: none
     seed: int = 0,  # of the order and the dice
-    **more,  # options of `fit_decks`, and `honoured` arguments of TrainingArguments: bf16=True
+    **more,  # device, resume, overwrite, progress, save_steps; of TrainingArguments, e.g. bf16=True
 ) -> dict:  # as in metrics.json
     """Train a network as the paper does, keep the best epoch on `valid` (or the last), test once.
 

@@ -430,7 +430,7 @@ class RoutingNet(ImageNetwork, tags=['capsules', 'routing']):
         depth: int = 1,  # layers between parts and classes
         routing: str = 'dstep',  # of `all_routings`
         n_iters: int = 3,  # iterations of every routing
-        norm: str = 'none',  # of scores and poses after every routing, see `CapsNorm`
+        norm: str = 'none',  # or 'batch', 'layer': of scores and poses after every routing
         settings: dict | None = None,  # of the routing alone
     ):
         super().__init__()

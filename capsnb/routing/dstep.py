@@ -121,7 +121,7 @@ def route_votes(
     beta_ign: Tensor,  # [i|1, j|1] net costs
     n_iters: int = 3,  # iterations of the loop, at least 1
     p_model: str = 'gaussian',  # 'gaussian' or 'skm'
-    eps: str | float | Floor = 'auto',  # floor of the variances, see `as_floor`
+    eps: str | float | Floor = 'auto',  # floor of the variances, as for `Routing`
     pooled: bool = False,  # whether the first E-step has one Gaussian for all outputs
 ) -> RoutedR:  # scores, capsules, variances, shares
     "The loop of Heinsen's routing, written as in the paper (Heinsen 2019, Alg. 1)."
@@ -150,7 +150,7 @@ def routing_ref(
     beta_ign: Tensor,  # [i|1, j|1] net costs
     n_iters: int = 3,  # iterations of the loop, at least 1
     p_model: str = 'gaussian',  # 'gaussian' or 'skm'
-    eps: str | float | Floor = 'auto',  # floor of the variances, see `as_floor`
+    eps: str | float | Floor = 'auto',  # floor of the variances, as for `Routing`
     pooled: bool = False,  # whether the first E-step has one Gaussian for all outputs
 ) -> RoutedR:  # scores, capsules, variances, shares
     """Heinsen's routing of capsules: votes (line 1), and the loop.

@@ -104,12 +104,12 @@ class EMRouted(NamedTuple):
 def em_routing_ref(
     a: Tensor,  # [..., i] activations of the parts, in [0, 1]
     V: Tensor,  # [..., i, j, c, h] votes
-    beta_a: Tensor | float,  # [j] or a number: see `activation_logit`
-    beta_u: Tensor | float,  # [j] or a number: see `cost`
-    lam: float | Sequence[float] | Callable[[int], float],  # inverse temperature: see `as_schedule`
+    beta_a: Tensor | float,  # [j] or a number: minus the price of a whole that is on, nats
+    beta_u: Tensor | float,  # [j] or a number: price of a component of a part, nats at σ = 1
+    lam: float | Sequence[float] | Callable[[int], float],  # inverse temperature per iteration
     n_iters: int = 3,  # iterations
     parents: Tensor | None = None,  # [i, j] bool: may part i belong to whole j? None: always
-    eps: float | str | Floor = 1e-4,  # floor of the variances: see `as_floor`
+    eps: float | str | Floor = 1e-4,  # floor of variances: a number, '10%' of the votes', 'auto'
 ) -> EMRouted:  # activations, poses, variances, shares
     """EM routing, written as in the paper (Hinton 2018, Procedure 1).
 

@@ -8,7 +8,6 @@ import math
 from typing import NamedTuple
 import torch
 from torch import Tensor, nn
-from torch.distributions import Dirichlet, kl_divergence
 from ..core import check_n_iters
 from ..engine.numerics import autocasting, without_autocast
 from ..routing.dstep import RoutedR
@@ -128,27 +127,6 @@ def _share(rho: Tensor, least: float = 0.0) -> Tensor:
         return rho.softmax(-1)
     return (rho - rho.logsumexp(-1, keepdim=True).clamp_min(math.log(least))).exp()
 
-# %% ../../nbs/zoo/29_bayes.ipynb #00000012
-def _kl_of_precisions(q: _Posterior, prior: _Prior, cov: str = 'diag') -> Tensor:
-    "How far Wishart (or Gamma) distributions of precisions are from their prior."
-    n, nu0 = q.m.shape[-1], q.nu.new_full((), prior.nu0)
-    trace, log_det = _of_inverse(q.inv_Psi, cov)
-    log_gamma = (lambda x: torch.mvlgamma(x, n)) if cov != 'diag' else lambda x: n * torch.lgamma(x)
-    known = (q.nu - nu0) * (_expected_log_det(q, cov) - n * math.log(2))
-    fit = q.nu * (trace / prior.Psi0 - n + log_det) + nu0 * n * math.log(prior.Psi0)
-    return (known + fit) / 2 + log_gamma(nu0 / 2) - log_gamma(q.nu / 2)
-
-# %% ../../nbs/zoo/29_bayes.ipynb #00000013
-def _bound(a, V, R, q, prior, cov='diag') -> Tensor:
-    "What the log-evidence is at least."
-    n, alpha0 = V.shape[-1], torch.full_like(q.alpha, prior.alpha0)
-    data = a[..., None] * (R * _expected_log_p(q, V, cov) - torch.xlogy(R, R))
-    ratio = prior.kappa0 / q.kappa
-    near = prior.kappa0 * q.nu * _distance2(q, torch.zeros_like(q.m)[..., None, :, :])[..., 0, :]
-    of_mu = (n * (ratio - 1 - ratio.log()) + near) / 2
-    of_pi = kl_divergence(Dirichlet(q.alpha), Dirichlet(alpha0))
-    return data.sum((-2, -1)) - of_pi - (of_mu + _kl_of_precisions(q, prior, cov)).sum(-1)
-
 # %% ../../nbs/zoo/29_bayes.ipynb #00000019
 def _score(q, beta_a, beta_u, cov='diag', S=None) -> Tensor:
     "Weighted expected entropy as the price of a whole."
@@ -206,8 +184,8 @@ class BayesRouting(Router):
         nu0: float | None = None,  # votes for the variance; None: c·h + 1
         Psi0: float = 1.0,  # scale of the precisions; 1 / squared units of votes
         cov: str = 'diag',  # 'diag', 'full', or 'published': as in the authors' code
-        least: float = 0.0,  # see `_share`; the authors have 1e-11
-        per_part: bool = False,  # see `_score`
+        least: float = 0.0,  # density below which a part belongs to no whole; the authors' 1e-11
+        per_part: bool = False,  # whether the price of a whole is paid for every part
     ):
         self.prior = _as_prior(self.d_cov * self.d_out, alpha0, kappa0, nu0, Psi0, cov)
         _check_least(least)

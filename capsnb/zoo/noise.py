@@ -340,8 +340,8 @@ class NoiseRouting(Router):
         self,
         noise: Gaussian | None = None,  # the density of the votes; None: `density(**settings)`
         loop: str = 'dstep',  # or 'em'
-        eps: float | str = 'auto',  # floor of the scales, see `as_floor`
-        lam: float | None = None,  # inverse temperature of loop 'em', see `as_schedule`; None: 0.01
+        eps: float | str = 'auto',  # floor of the scales: a number, '10%' of the votes', or 'auto'
+        lam: float | None = None,  # inverse temperature of loop 'em'; None: 0.01
         **settings,  # of the density
     ):
         if noise is not None and settings:
@@ -389,13 +389,13 @@ class NoiseRouting(Router):
 
 # %% ../../nbs/zoo/27_noise.ipynb #00000020
 class StudentRouting(NoiseRouting):
-    "Routing with Student-t noise: far votes count less; settings as of `Student`."
+    "Routing with Student-t noise: far votes count less; nu=4.0 degrees of freedom."
 
     density = Student
 
 
 class LaplaceRouting(NoiseRouting):
-    "Routing with Laplace noise: far components count less; settings as of `Laplace`."
+    "Routing with Laplace noise: far components count less; tip=0.1 scales are round."
 
     density = Laplace
 

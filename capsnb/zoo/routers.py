@@ -194,8 +194,8 @@ class Router(nn.Module):
         n_iters: int = 3,  # iterations, where there are any
         bias: bool = True,  # whether votes have a bias
         start: str = 'normal',  # of the maps: 'normal', or 'identity' with a little noise
-        norm: str = 'none',  # of a and mu, see `CapsNorm`; sig2 keeps the votes' units
-        **own,  # settings of a routing: see its `own`
+        norm: str = 'none',  # or 'batch', 'layer': of a and mu, while sig2 keeps the votes' units
+        **own,  # settings of the routing alone
     ):
         super().__init__()
         at_least_1(d_cov=d_cov, d_inp=d_inp, d_out=d_out, n_out=n_out)
@@ -380,9 +380,9 @@ class EMRouting(Router):
 
     def own(
         self,
-        lam: float = 0.01,  # inverse temperature, see `as_schedule`
-        eps: float | str = 'auto',  # floor of the variances, see `as_floor`
-        misfit: str = 'whole',  # whose pose densities are of: 'whole', or 'part', see `_log_volume`
+        lam: float = 0.01,  # inverse temperature, or a list of one an iteration
+        eps: float | str = 'auto',  # floor of variances: a number, '10%' of the votes', or 'auto'
+        misfit: str = 'whole',  # whose pose densities are of: 'whole', or 'part'
     ):
         as_floor(eps, self.d_cov * self.d_out)
         if misfit not in ('whole', 'part'):
@@ -470,14 +470,13 @@ class RoutedPool(nn.Module):
         return_R: bool = False,  # whether to return the shares too
     ) -> Tensor | tuple:  # [..., j, dim_out] (and R [..., heads, n, j])
         "What the vectors agree about; `ValueError` for a shape that does not fit."
-        m = self.pose.in_features
-        fits = mask is None or (mask.dtype == torch.bool and mask.shape == x.shape[:-1])
-        if not x.is_floating_point() or x.ndim < 2 or x.shape[-1] != m or not fits:
-            got = ' and '.join(f'{t.dtype} {tuple(t.shape)}' for t in (x, mask) if t is not None)
-            raise ValueError(
-                f"expected float vectors [..., n, {m}] and a bool mask [..., n], got {got}"
-            )
+        m, got = self.pose.in_features, f"got {x.dtype} {tuple(x.shape)}"
+        if not x.is_floating_point() or x.ndim < 2 or x.shape[-1] != m:
+            raise ValueError(f"expected float vectors [..., n, {m}], {got}")
         if mask is not None:
+            if mask.dtype != torch.bool or mask.shape != x.shape[:-1]:
+                got = f"got {mask.dtype} {tuple(mask.shape)}"
+                raise ValueError(f"expected a bool mask {tuple(x.shape[:-1])}, {got}")
             x = x.masked_fill(~mask[..., None], 0)  # whatever stands there
         a = self.there(x).mT
         if mask is not None:
