@@ -115,7 +115,7 @@ def make_app():  # typer.Typer
 def main():
     "Entry point of `capsnb`."
     # threads that wait give their core up soon: GNU's OpenMP reads this when PyTorch loads
-    usual = {} if 'OMP_WAIT_POLICY' in os.environ else dict(GOMP_SPINCOUNT='10000')
+    usual = {} if 'OMP_WAIT_POLICY' in os.environ else dict(GOMP_SPINCOUNT='1000')
     usual |= dict(HF_HUB_DISABLE_TELEMETRY='1', TRANSFORMERS_VERBOSITY='error')
     os.environ.update(usual | {**os.environ})
 
