@@ -124,6 +124,8 @@ def train(
     if task.names:  # read, where it is your own
         given = {k: v for k, v in row.items() if k in task.recipe(net) and v is not None}
         room('lab.train').check_recipe(**task.recipe(net) | given)
+        for column in filter(None, map(own.get, ('image', 'text'))):
+            room('lab.own')._column(task.parts.splits['train'], column, name)
         if isinstance(task, room('lab.own').OwnTable):
             print(f"columns: {', '.join(task.read)}")
     room('lab.runs').claim(out, resume, overwrite, command_line=True)

@@ -220,6 +220,8 @@ def test_pictures_in_folders(tmp_path):
     how = ('--image', 'image', '--size', 16, '--epochs', 6, '--device', 'cpu', '--out', out)
     done = capsnb('train', f'file:{folder}', *how, '--no-colour')
     assert done.exit_code == 0, done.output
+    done = capsnb('train', f'file:{folder}', '--image', 'imag', '--out', out)
+    assert "no column 'imag'" in done.output  # which the run that is there does not hide
     assert task_of(out)['colour'] is False and task_of(out)['names'] == ['dark', 'light']
     assert capsnb('eval', out, '--device', 'cpu').exit_code == 0
     assert load_run(out, 'cpu').task.open('test')['image'].shape[1:] == (1, 16, 16)
