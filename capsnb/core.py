@@ -105,7 +105,6 @@ def with_arguments(thing):  # a function or a class, changed in place and return
 def by_letter(**names: str):  # a paper's letter -> the argument
     "Decorate a class: each of these arguments may be given by its letter, too."
 
-
     def in_full(given):
         if twice := [k for k, name in names.items() if k in given and name in given]:
             raise TypeError(f"{twice[0]} is the paper's letter for {names[twice[0]]}: give one")
