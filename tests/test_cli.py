@@ -285,6 +285,7 @@ def test_options_reach_the_run(tmp_path):
     assert (m['bf16'], m['validate'], m['valid_accuracy']) == (True, False, None)
 
 
+@pytest.mark.slow
 def test_a_home_is_the_same_in_every_place(tmp_path, monkeypatch):
     "--out=~/x reaches the command as it is typed: the second training must see the first"
     monkeypatch.setenv('HOME', str(tmp_path))
@@ -309,6 +310,7 @@ def test_only_the_first_process_speaks(run, monkeypatch):
     assert capsnb('eval', run / 'nothing').output.startswith('capsnb (process 1): ')
 
 
+@pytest.mark.slow
 def test_bars_are_for_terminals(run, monkeypatch):
     test = ('eval', run, '--device', 'cpu')
     assert '%|' not in capsnb(*test).output and '%|' in capsnb(*test, '--progress').output

@@ -95,6 +95,7 @@ def test_a_run_with_every_note(tmp_path):
     assert found == pytest.approx(m['valid_accuracy'])
 
 
+@pytest.mark.slow
 def test_the_test_decides_nothing(tmp_path, monkeypatch):
     whole = Digits.open
     a = trained(tmp_path / 'a')

@@ -153,6 +153,7 @@ def test_odd_metrics_of_a_strangers_run_do_nothing(digits, tmp_path):
         assert not re.search(r'(?<!\\)<img|(?<!\\)\]\(https://evil', card) and '<img' in card
 
 
+@pytest.mark.slow
 def test_what_cannot_be_pushed_is_one_sentence(hub, digits, tmp_path, monkeypatch):
     unfinished, damaged = (shutil.copytree(digits, tmp_path / k) for k in 'ab')
     for name in ('metrics.json', 'task.json'):

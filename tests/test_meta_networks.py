@@ -106,7 +106,7 @@ def gradients(net, f, x, **kw):
 
 of_labels = dict(none=None, hard=one_class, soft=all_classes)
 graphs = [(n, k) for n in with_labels for k in of_labels] + [('SSTNet blended', 'none')]
-of_a_kind = ('DStepNet', 'soft'), ('CapsNet', 'soft'), ('MatrixCapsNet', 'soft'), graphs[-1]
+of_a_kind = [(n, 'soft') for n in ('DStepNet', 'CapsNet', 'MatrixCapsNet')]
 marks = {True: pytest.mark.slow, False: pytest.mark.long}
 graphs = [pytest.param(*g, marks=marks[g in of_a_kind]) for g in graphs]
 

@@ -147,7 +147,7 @@ def test_smallnorb_from_files_to_result(tmp_path):
     from typer.testing import CliRunner
 
     call = lambda *args: CliRunner().invoke(cli.make_app(), list(map(str, args)))
-    few = dict(azimuths=(6, 20), lightings=(5,))
+    few = dict(elevations=(8,), azimuths=(6, 20), lightings=(5,))
     cards, run = tiny_smallnorb(tmp_path / 'cards', **few), tmp_path / 'run'
     how = '--as-published', '--device', 'cpu', '--no-progress', '--out', run
     done = call('train', 'smallnorb', '--data', cards, '--any-files', '--epochs', 1, *how)

@@ -319,6 +319,7 @@ def test_paths_in_a_column(tmp_path):
     assert own.open('train')['image'].float().std() > 50
 
 
+@pytest.mark.slow
 def test_texts(tmp_path):
     say = [('bad', 'it broke'), ('good', 'it lasts'), ('good', 'worth it'), ('bad', 'no')]
     rows = [dict(words=f'{t}, says {k}', mood=m) for k in range(10) for m, t in say]

@@ -18,6 +18,7 @@ def flagged():
             yield pytest.param(source, id=c['id'])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('source', list(flagged()))
 def test_a_cell_runs_and_can_be_run_again(source, tmp_path, monkeypatch, capsys):
     files = norb.tiny_smallnorb(

@@ -14,6 +14,7 @@ from capsnb.lab.sentiment import Sentiment
 from capsnb.lab.tasks import begin_with, load_run, train
 from capsnb.lab.text import SSTNet
 
+pytestmark = pytest.mark.slow
 quiet = dict(device='cpu', progress=False)
 
 
@@ -36,7 +37,6 @@ def task(place, name, model='model0'):
     return Sentiment(name, encoder, roots=True, **own)
 
 
-@pytest.mark.slow
 def test_two_classes_begin_with_five(place, tmp_path):
     "what fits is taken over: at a rate of nearly zero all of it is still there"
     kw = dict(epochs=1, lr=(1e-30, 1e-30), **quiet)
@@ -90,7 +90,6 @@ def test_other_layers_are_no_start(place):
         train(task(place, 'sst5'), 'sstnet', place / 'sstnet', **own, **quiet)
 
 
-@pytest.mark.slow
 def test_seeds_of_one_setting_are_not_those_of_another(place, tmp_path):
     line = f'train sst --encoder {place}/model0 --data {place}/trees --any-files --roots'
     line += f' --cache {place}/cache --epochs 1 --seeds 2 --device cpu --out {tmp_path}'

@@ -154,6 +154,7 @@ def test_records_in_the_repository_are_continued_without_a_run(monkeypatch):
         assert path.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_study_says_what_it_chose_on(tmp_path):
     "and refuses what was chosen on the data of the test, before anything is trained"
     from capsnb.lab.report import blind
