@@ -114,7 +114,7 @@ def test_weights_of_another_width(case, dtype):
     assert_close(found.double(), want.double(), rtol=0, atol=close * max(1, size))
 
 
-few = 'dstep', 'matrix-caps', 'sst', 'table'  # the others before a release
+few = 'dstep', 'sst'  # the others before a release
 kinds = [
     pytest.param(k, marks=getattr(pytest.mark, 'slow' if k in few else 'long')) for k in networks
 ]
