@@ -251,7 +251,7 @@ nets = {
 }
 of_a_kind = (
     'dynamic_routing',
-    'moments',
+    'stream',
     'conv tiles',
 )  # the others' graphs are made before a release
 marks = dict.fromkeys(of_a_kind, pytest.mark.slow)
