@@ -266,7 +266,7 @@ div.math { overflow-x: auto; overflow-y: hidden; max-width: 100%; }
 .bd-article-container { overflow-wrap: anywhere; min-width: 0; }
 p code.literal, li code.literal, p code .pre, li code .pre { white-space: normal; }
 @media (max-width: 36rem) { .cell_output { overflow-x: auto; } }
-@media (max-width: 36rem) { .cell_output img { max-width: 42rem !important; } }
+@media (max-width: 36rem) { .cell_output img { max-width: none !important; zoom: .6; } }
 @media (max-width: 36rem) { .prev-next-area { display: block; } }
 @media (max-width: 36rem) { .prev-next-area a { max-width: 100%; } }
 html[data-theme=dark] .cell_output .text_html { color-scheme: light; }

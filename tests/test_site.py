@@ -102,6 +102,11 @@ def test_both_sidebars_name_the_chapters():
         assert f'text: "{name}"\n            href: {at}.ipynb' in told
 
 
+def test_objects_have_types_and_examples():
+    page = site.module_page(importlib.import_module('capsnb.engine.layers'), 'engine/19')
+    assert '| `n_types` | `int` |' in page and '```python\n>>> ' in page
+
+
 def tables_links_and_pictures(built):
     shown = ((p, p.read_text(encoding='utf-8')) for p in built.rglob('*.html'))
     raw = [p.name for p, text in shown if re.search(r'<p>\|[ -]', text)]
