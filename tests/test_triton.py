@@ -18,7 +18,7 @@ from capsnb.engine.em import em_routing
 from capsnb.engine.layers import ClassCaps, ConvCaps, field_plans, field_table
 from capsnb.engine.numerics import assert_as_exact, error_to
 from capsnb.engine.triton_loop import interpreting, recording
-from capsnb.lab.speed import paper_sizes
+from capsnb.lab.speed import _adds, paper_sizes
 
 needs_triton = pytest.mark.skipif(not find_spec('triton'), reason="triton is not installed")
 f32, f64 = torch.float32, torch.float64
@@ -82,18 +82,20 @@ def run(op, given, rules):
     return [*outs, *(g for g in grads if g.numel())]
 
 
-def check_exact(given, rules, factor=3.0, ulps=16.0, exact=1e-11):
-    "In float64 the definition; in float32 as close to the truth as the definition is."
+def check_exact(given, rules, ulps=16.0, exact=0.0):
+    "In float32 as close to the truth as the definition is; in float64, if asked, the definition."
     wide = [t.double() if t.is_floating_point() else t for t in given]
-    with interpreting():
-        fast, fast64 = (run(loops._op, [fenced(t) for t in x], rules) for x in (given, wide))
     near, truth = (run(loops._definition, x, rules) for x in (given, wide))
+    with interpreting():
+        fast = run(loops._op, [fenced(t) for t in given], rules)
+        fast64 = run(loops._op, [fenced(t) for t in wide], rules) if exact else truth
     for k, (y, y64, r, t) in enumerate(zip(fast, fast64, near, truth, strict=True)):
-        assert error_to(y64, t) < exact, k
-        assert_as_exact(y, r, t, factor, ulps, f'{k}')
+        assert error_to(y64, t) <= exact, k
+        assert_as_exact(y, r, t, 3.0, ulps, f'{k}')
 
 
 small = (2, 5, 3, 2, 2, 2)  # n, i, j, c, d, h
+exact = 'small', 'wide, own maps', 'padding', 'votes'  # one of each kind, in float64 too
 routings = {
     'small': {},
     'one of everything': dict(sizes=(1, 1, 1, 1, 1, 1), ulps=64),  # gaps of 0 leave rounding
@@ -101,24 +103,19 @@ routings = {
     'several tiles of wholes': dict(sizes=(2, 3, 41, 1, 2, 2)),
     'own maps': dict(own=True),
     'own maps, several tiles': dict(sizes=(19, 2, 33, 1, 1, 1), own=True),
-    'wide': dict(sizes=(2, 5, 3, 2, 20, 2), T=3, shares=True),
     'wide, several tiles': dict(sizes=(2, 2, 130, 1, 20, 2), one=True),
     'wide, own maps': dict(sizes=(17, 3, 3, 2, 20, 2), own=True, pooled=True),
-    'wide, an own map for all wholes': dict(sizes=(2, 3, 4, 1, 20, 2), own=True, one=True),
     'one map for all wholes': dict(one=True),
-    'one map for all wholes of a part': dict(own=True, one=True),
     'pooled, R': dict(T=3, pooled=True, shares=True),
-    'soft k-means, pooled, R': dict(own=True, act='skm', T=3, pooled=True, shares=True),
+    'soft k-means': dict(own=True, act='skm'),
     'once': dict(own=True, T=1),
     'an absolute floor': dict(T=3, floor=[0.0, 2.0**-6, 2.0**-6]),
-    'an absent part far away': dict(far=1e4),  # the mean pose is none of its
+    'an absent part far away': dict(far=1e4),  # the origin is not its pose
 }
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    'name', [quick(k) if k in ('small', 'wide, own maps') else seconds(k) for k in routings]
-)
+@pytest.mark.parametrize('name', [quick(k) if k in exact else seconds(k) for k in routings])
 def test_routings_are_the_definition(name):
     how, maps = dict(T=2, act='dstep', floor=even, pooled=False, shares=False), {}
     for key, value in routings[name].items():
@@ -126,39 +123,35 @@ def test_routings_are_the_definition(name):
     sizes, ulps, far = maps.pop('sizes', small), maps.pop('ulps', 16), maps.pop('far', 1.0)
     rules, given = loops._Rules([1.0] * how.pop('T'), **how), routed(*sizes, **maps)
     given.x[:, 2:3] *= far
-    check_exact(given, rules, ulps=ulps)
+    check_exact(given, rules, ulps, 1e-11 * (name in exact))
 
 
 @pytest.mark.slow
 @needs_triton
-@pytest.mark.parametrize('far', [1e2, 1e3])
-def test_narrow_wholes_far_from_the_origin(far):
+def test_narrow_wholes_far_from_the_origin():
     "Parts in three tight bundles: variances are small beside the squares of means."
     given = routed(2, 12, 3, 1, 2, 2)
-    x = given.x / far + torch.arange(3.0).repeat(4)[:, None, None] + far
+    x = given.x / 1e3 + torch.arange(3.0).repeat(4)[:, None, None] + 1e3
     rules = loops._Rules([1.0] * 3, [2.0**-7, tiny, tiny], 'dstep')
-    check_exact(given._replace(x=x), rules, exact=1e-9)
+    check_exact(given._replace(x=x), rules)
 
 
 cases = {
     'one of all': dict(size=(1, 1), K=1, J=1, T=1, floor=[0.0, 2.0**-7, 2.0**-7]),
     'padding': dict(b=3, size=(1, 1), padding=1, pose=(1, 2, 1)),
-    'stride 2': dict(size=(5, 5), K=3, stride=2, pose=(1, 3, 2)),
     'overlap of 3×3': dict(size=(2, 3), K=3, padding=1, pose=(1, 2, 2)),
     'parts in no field, R': dict(K=1, stride=2, I=2, pose=(1, 2, 2), shares=True),
     'empty places, R, once': dict(size=(2, 2), padding=1, pose=(1, 2, 1), T=1, shares=True),
-    '4×4 poses': dict(size=(2, 2), J=2, pose=(4, 4, 4)),
     'two blocks of types': dict(size=(2, 2), K=1, J=37, pose=(1, 2, 1)),
     'an absolute floor': dict(b=2, floor=[0.0, 2.0**-7, 2.0**-7], T=3, pose=(2, 1, 2)),
     'an image without parts': dict(b=2, size=(2, 2), pose=(1, 2, 1), empty=True),
     'an absent part far away': dict(b=2, size=(2, 2), pose=(1, 2, 1), far=True),
     'logits': dict(act='logit', pose=(1, 2, 2)),
-    'logits, once': dict(act='logit', T=1, pose=(1, 2, 2), floor=[0.0, 2.0**-7, 2.0**-7]),
 }
 
 
 @needs_triton
-@pytest.mark.parametrize('name', [quick(k) if k == 'padding' else seconds(k) for k in cases])
+@pytest.mark.parametrize('name', [quick(k) if k in exact else seconds(k) for k in cases])
 def test_fields_are_the_definition(name):
     how = dict(b=1, size=(3, 3), K=2, I=1, J=3, stride=1, padding=0, pose=(2, 3, 2))
     how |= {k: v for k, v in cases[name].items() if k in how}
@@ -172,13 +165,12 @@ def test_fields_are_the_definition(name):
         given.x[:, 0] *= 1e3
     lams = [0.25 * (t + 1) for t in range(more['T'])]
     rules = lams, more['floor'], more['act'], False, more['shares']
-    check_exact(given, loops._Rules(*rules))
+    check_exact(given, loops._Rules(*rules), exact=1e-11 * (name in exact))
 
 
 odd = torch.tensor([[0, 1, -1], [1, 2, 4], [-1, -1, 0]])  # part 3 is nowhere
 votes = {
     'votes': voted(2, 5, 3, 2, 2),
-    'one vote': voted(1, 1, 1, 1, 1),
     'several tiles': voted(19, 2, 37, 1, 2),
     'in fields': voted(2, 5, 3, 1, 2, odd),
     'far': voted(2, 12, 3, 1, 2),
@@ -186,18 +178,18 @@ votes = {
 
 
 @needs_triton
-@pytest.mark.parametrize('name', [quick(k) if k == 'votes' else seconds(k) for k in votes])
+@pytest.mark.parametrize('name', [quick(k) if k in exact else seconds(k) for k in votes])
 def test_given_votes_are_the_definition(name):
     given, floor = votes[name], [0.5, 2.0**-7, 2.0**-7]
     if name == 'far':
         given = given._replace(x=given.x / 100 + 100)
-    check_exact(given, loops._Rules([0.25, 0.5], floor, 'logistic', shares=True))
+    rules = loops._Rules([0.25, 0.5], floor, 'logistic', shares=True)
+    check_exact(given, rules, exact=1e-11 * (name in exact))
 
 
 agreements = {  # n, i, j, d, h; without d votes are given
     'small': (2, 5, 3, 2, 2),
     'a map': (1, 1, 1, 3, 1),
-    "CapsNet's": (9, 3, 4, 8, 16),
     'several tiles': (3, 2, 37, 2, 3),
     'votes': (3, 5, 4, 0, 16),
 }
@@ -262,13 +254,9 @@ def test_bfloat16_is_read_as_it_is():
 
 @pytest.mark.slow
 @needs_triton
-@pytest.mark.parametrize('kind', ['routing', 'fields'])
-def test_ops_are_ops(kind):
-    if kind == 'routing':
-        given, act = routed(1, 2, 2, 1, 2, 1, own=True), 'dstep'
-    else:
-        given, act = in_fields(1, (2, 2), 2, 1, 2, 1, 0, (1, 2, 1)), 'logistic'
-    rules = loops._Rules([0.5] * 2, [0.5, 2.0**-6, 2.0**-6], act)
+def test_an_op_is_an_op():
+    given = in_fields(1, (2, 2), 2, 1, 2, 1, 0, (1, 2, 1))
+    rules = loops._Rules([0.5] * 2, [0.5, 2.0**-6, 2.0**-6], 'logistic')
     given = [t.double() if t.is_floating_point() else t for t in given]
     given = [t.requires_grad_(t.is_floating_point() and t.numel() > 0) for t in given]
     real = [k for k, t in enumerate(given) if t.requires_grad]
@@ -295,13 +283,7 @@ def outs_of(layer, a, mu, *more, **how):
 @pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize(
-    'kwargs',
-    [
-        dict(n_inp=5, n_out=3, single_beta=True),
-        dict(n_inp=5),
-        dict(d_inp=20),
-        dict(n_inp=5, n_out=3, d_inp=20),
-    ],
+    'kwargs', [dict(n_inp=5, n_out=3, single_beta=True), dict(n_inp=5), dict(d_inp=20)]
 )
 def test_a_layer(kwargs):
     torch.manual_seed(0)
@@ -367,6 +349,10 @@ def test_a_graph_holds_them():
         whole = torch.compile(layer, backend='aot_eager', fullgraph=True)
         for found, want in zip(outs_of(whole, *given), outs_of(layer, *given)):
             assert torch.equal(found, want)
+        exported = torch.export.export(layer, given).module()(*given)
+        each = torch.func.vmap(lambda *x: layer(*x)[:2])(*(x[None] for x in given))
+        for found, alone, want in zip(exported[:2], each, layer(*given)):
+            assert torch.equal(found, want) and torch.equal(alone[0], want)
 
 
 @needs_triton
@@ -433,7 +419,6 @@ rules = loops._Rules([1.0] * 3, even, 'dstep')
 compiled = {  # what needs most registers, and what is 1: a constant to a compiled kernel
     'shared': (routed(2, 600, 64, 4, 4, 4), rules),
     'own': (routed(20, 64, 10, 4, 4, 4, own=True), rules),
-    'wide': (routed(2, 600, 64, 1, 64, 2), rules),
     'wide, own maps': (routed(20, 64, 128, 4, 20, 4, own=True), rules),
     'R, pooled': (routed(2, 60, 5, 2, 2, 2), rules._replace(pooled=True, shares=True)),
     'fields': (in_fields(2, (6, 6), 3, 16, 32, 2, 0, (4, 4, 4)), rules._replace(act='logistic')),
@@ -452,7 +437,7 @@ def type_of(arg):
     if isinstance(arg, tuple):
         return type(arg)(*map(type_of, arg))
     if isinstance(arg, torch.Tensor):
-        return '*' + dict(int32='i32', float32='fp32')[str(arg.dtype)[6:]]
+        return '*' + dict(int32='i32', int64='i64', float32='fp32')[str(arg.dtype)[6:]]
     return 'fp32' if isinstance(arg, float) else 'constexpr' if arg == 1 else 'i32'
 
 
@@ -475,7 +460,7 @@ def ahead(launch, cap=90):
     return compile(source, target=GPUTarget('cuda', cap, 32), options=launch.options)
 
 
-minutes = 'large maps', 'own large maps', 'four columns', 'fields', 'coordinates'
+minutes = 'fields', 'coordinates'
 marks = {k: pytest.mark.long if k in minutes else pytest.mark.slow for k in compiled}
 
 
@@ -487,12 +472,22 @@ def test_compiled_ahead_without_spills(name, tmp_path):
     tool = Path(triton.__file__).parent / 'backends/nvidia/bin/cuobjdump'
     cap, most_shared = (80, 163) if name == 'own' else (90, 227)  # A100, H100; KB of a program
     for launch in {(o.kernel, o.how): o for o in launches(*compiled[name])}.values():
+        if launch.how.DONE and not launch.how.SHARES and 'finish' not in launch.kernel.__name__:
+            continue  # a sweep of another iteration has all of this one, and adds what it finds
         made = ahead(launch, cap)
         (tmp_path / 'code.cubin').write_bytes(made.asm['cubin'])
         said = subprocess.check_output([tool, '-res-usage', tmp_path / 'code.cubin'], text=True)
         spilled = sum(map(int, re.findall(r'(?:STACK|LOCAL):(\d+)', said)))
         assert made.metadata.shared <= 1024 * most_shared, launch
         assert spilled <= 8, (launch.kernel.__name__, said)
+        assert not re.search(r'\b(atom|red)\.', made.asm['ptx'])  # or bits would depend on timing
+
+
+@needs_triton
+def test_work_of_a_call():
+    "three iterations, forward and backward, take an H100 half a millisecond at its peak"
+    adds = sum(map(_adds, launches(routed(20, 5184, 64, 4, 4, 4), rules)))
+    assert adds < 2600 * 20 * 5184 * 64 < 0.52e-3 * 132 * 128 * 1.98e9
 
 
 @needs_triton
