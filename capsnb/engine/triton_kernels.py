@@ -421,7 +421,7 @@ def _base(p, w, j, here, how):
     if how.KIND == 0:
         at, x = w.M + j[:, None], _origin(p, w, tl.program_id(0).to(tl.int64), True, how)
         V += tl.load(at + (how.D * how.H + n) * how.J, here, 0.0).to(how.T)
-        for d in tl.static_range(how.D):
+        for d in range(0, how.D):
             x_d = tl.load(x + n // how.H * how.D + d, n < how.CH, 0.0).to(how.T)
             V += x_d * tl.load(at + (d * how.H + n % how.H) * how.J, here, 0.0).to(how.T)
     return V
