@@ -326,6 +326,7 @@ def test_class_capsules_give_their_shares_if_asked_and_settings_may_hold_an_argu
     assert top(a, mu, return_R=True).R.shape == (2, 3, 3, 4, 5)
     assert top(a, mu, return_R=False).R is None
     assert RoutedPool(8, settings=dict(n_iters=2)).route.n_iters == 2
+    assert RoutedPool(8, None)(torch.randn(2, 5, 8), n_out=3).shape == (2, 3, 8)
     with pytest.raises(ValueError, match=r'a bool mask \(2, 9\), got torch.int64'):
         RoutedPool(8)(torch.randn(2, 9, 8), torch.ones(2, 9).long())
     with pytest.raises(TypeError, match="K is the paper's letter for kernel"):

@@ -445,7 +445,7 @@ class RoutedPool(nn.Module):
     def __init__(
         self,
         dim: int,  # m: width of the vectors
-        n_out: int = 1,  # j: vectors that come out
+        n_out: int | None = 1,  # j: vectors that come out; None, for 'dstep': given to `forward`
         routing: str = 'dstep',  # of `all_routings`
         *,
         dim_out: int | None = None,  # their width; None: m
@@ -455,7 +455,7 @@ class RoutedPool(nn.Module):
     ):
         super().__init__()
         dim_out = dim if dim_out is None else dim_out
-        at_least_1(dim=dim, n_out=n_out, dim_out=dim_out, heads=heads)
+        at_least_1(dim=dim, n_out=1 if n_out is None else n_out, dim_out=dim_out, heads=heads)
         if dim % heads or dim_out % heads:
             raise ValueError(f"heads must divide both widths, got {heads} for {dim} and {dim_out}")
         self.heads, own = heads, dict(n_iters=n_iters) | (settings or {})
@@ -468,6 +468,7 @@ class RoutedPool(nn.Module):
         x: Tensor,  # [..., n, m] vectors
         mask: Tensor | None = None,  # [..., n] bool: there is a vector; None: everywhere
         return_R: bool = False,  # whether to return the shares too
+        n_out: int | None = None,  # j, where the layer has none
     ) -> Tensor | tuple:  # [..., j, dim_out] (and R [..., heads, n, j])
         "What the vectors agree about; `ValueError` for a shape that does not fit."
         m, got = self.pose.in_features, f"got {x.dtype} {tuple(x.shape)}"
@@ -482,7 +483,8 @@ class RoutedPool(nn.Module):
         if mask is not None:
             a = a.masked_fill(~mask[..., None, :], -torch.inf)
         parts = self.pose(x).unflatten(-1, (self.heads, -1)).transpose(-3, -2)
-        out = self.route(a, parts[..., None, :], return_R=return_R)
+        given = {} if n_out is None else dict(n_out=n_out)
+        out = self.route(a, parts[..., None, :], return_R=return_R, **given)
         y = self.tell(out.mu[..., 0, :].transpose(-3, -2).flatten(-2))
         return (y, out.R) if return_R else y
 
