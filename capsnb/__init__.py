@@ -4,6 +4,8 @@ Routing layers are `Routing`, `ConvCaps`, `em_routing`, `dynamic_routing`, `Rout
 `routing_layer`; `help(capsnb.NAME)` explains each, and the book derives them.
 """
 
+from importlib.util import find_spec as _found
+
 __version__ = "0.1.0"
 
 _names = {  # room -> its public names; PyTorch, which all need, takes seconds
@@ -64,6 +66,8 @@ _names = {  # room -> its public names; PyTorch, which all need, takes seconds
 _room_of = {name: room for room, names in _names.items() for name in names}
 
 __all__ = list(_room_of)
+if not _found('transformers'):  # a star gives what the installation has
+    __all__.remove('RoutingClassifier')
 
 
 def __getattr__(name):  # imported when it is asked for
