@@ -89,7 +89,7 @@ class Routed(NamedTuple):
     scores: Tensor  # [..., j] a sigmoid makes activations of them, a softmax classes
     mu: Tensor  # [..., j, c, h] capsules
     sig2: Tensor  # [..., j, c, h] variances, floor included
-    a = property(lambda self: self.scores)  # the old name
+    a = property(lambda self: self.scores)  # the paper's letter for scores; not an activation
 
 # %% ../../nbs/book/05_dstep.ipynb #0000001d
 @from_generator
@@ -100,7 +100,7 @@ class RoutedR(NamedTuple):
     mu: Tensor  # [..., j, c, h] capsules
     sig2: Tensor  # [..., j, c, h] variances, floor included
     R: Tensor  # [..., i, j] shares of the last iteration
-    a = property(lambda self: self.scores)  # the old name
+    a = property(lambda self: self.scores)  # the paper's letter for scores; not an activation
 
 # %% ../../nbs/book/05_dstep.ipynb #0000001e
 def pool(
