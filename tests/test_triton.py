@@ -242,12 +242,13 @@ def test_em_routing_takes_them(table):
 
 
 @needs_triton
-def test_bfloat16_is_read_as_it_is():
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_16_bits_are_read_as_they_are(dtype):
     given, rules = routed(1, 5, 3, 1, 2, 2), loops._Rules([1.0] * 2, even, 'dstep')
-    given = given._replace(x=given.x.bfloat16())
+    given = given._replace(x=given.x.to(dtype))
     with interpreting():
         found, same = (run(loops._op, g, rules) for g in (given, given._replace(x=given.x.float())))
-    assert found[0].dtype == f32 and found[4].dtype == torch.bfloat16
+    assert found[0].dtype == f32 and found[4].dtype == dtype
     for k, (x, y) in enumerate(zip(found, same)):
         assert torch.equal(x, y.to(x.dtype)), k
 
