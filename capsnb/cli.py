@@ -23,7 +23,8 @@ _stopped = False  # whether Ctrl-C came: an import may swallow it (PyTorch's of 
 
 def room(name: str):  # the module of that name, e.g. 'lab.tasks'
     "Import a room when it is needed; `KeyboardInterrupt` if Ctrl-C came meanwhile."
-    if 'torch' not in sys.modules and on_terminal() and is_first():
+    light = name in ('commands', 'options', 'study') or 'torch' in sys.modules
+    if not light and on_terminal() and is_first():
         print('loading PyTorch and what is built on it …', file=sys.stderr)
     module = importlib.import_module(f'capsnb.{name}')
     if _stopped:
@@ -135,6 +136,6 @@ def main():
     for stream in (sys.stdout, sys.stderr):  # a path need not fit their encoding
         if hasattr(stream, 'reconfigure'):
             stream.reconfigure(errors='backslashreplace')
-    warnings.formatwarning = lambda message, *_: f'capsnb: {message}\n'
+    warnings.formatwarning = lambda message, *_: f'warning: {message}\n'
     signal.signal(signal.SIGINT, stop)
     plainly(work)

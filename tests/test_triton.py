@@ -479,9 +479,8 @@ def test_compiled_ahead_without_spills(name, tmp_path):
 
 @needs_triton
 def test_work_of_a_call():
-    "three iterations, forward and backward, take an H100 half a millisecond at its peak"
     adds = sum(map(_adds, launches(routed(20, 5184, 64, 4, 4, 4), rules)))
-    assert adds < 2600 * 20 * 5184 * 64 < 0.52e-3 * 132 * 128 * 1.98e9
+    assert adds < 2600 * 20 * 5184 * 64  # half a millisecond of an H100 at its peak
 
 
 @needs_triton

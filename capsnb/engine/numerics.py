@@ -251,23 +251,12 @@ def _one_by_one(op):
     op.register_vmap(rule)
 
 # %% ../../nbs/engine/13_numerics.ipynb #op200001
-_SMALL = 1 << 16  # numbers in an op's tensors below which threads wait longer than they work
-
-
 def _in_full(run):
-    "The same outside of autocast, so that nothing is rounded to 16 bits; small in one thread."
+    "The same outside of autocast: what is to be exact is not rounded to 16 bits."
 
     def outside(*args):
-        small = sum(t.numel() for t in args if isinstance(t, Tensor)) < _SMALL
-        threads = torch.get_num_threads() if small else 1
         with without_autocast(args[0].device):
-            if threads == 1:
-                return run(*args)
-            torch.set_num_threads(1)
-            try:
-                return run(*args)
-            finally:
-                torch.set_num_threads(threads)
+            return run(*args)
 
     return outside
 

@@ -44,8 +44,9 @@ class _Kept(NamedTuple):
     R: Tensor  # [n, p, s, j] shares of the last iteration, or empty
     M: Tensor  # [s|1, d + c, h, j] maps, below each its bias; [s, d, h, j] for EM; if V is made
     V: Tensor  # [n, i, c, j, h] votes of wide poses, or empty: by M [s|1, c|1, d, j, h]
-    top: Tensor  # [n] part that counts most, if all share maps: poses and means are less its own
-    floor: Tensor  # [n] floor of the variances
+    mid: Tensor  # [n, c·d] mean pose, if all parts share maps; means are less its votes
+    base: Tensor  # [n, c·h, j] these votes
+    floor: Tensor  # [n] floor of the variances, in the dtype of all that is computed
     won: Tensor  # [t, q, j] scores, or data
     mass: Tensor  # [t, q, j] sums of the weights
     mean: Tensor  # [t, q, c·h, j] means
@@ -61,7 +62,7 @@ class _Sums(NamedTuple):
 
     won: Tensor  # [run, q, j] scores, or data
     mass: Tensor  # [run, q, j] weights
-    near: Tensor  # [run, q, c·h, j] what the mean is taken from before there is a model
+    near: Tensor  # [run, q, c·h, j] what the mean is taken from before there is a model, or empty
     mean: Tensor  # [run, q, c·h, j] from there, or from the model's
     square: Tensor  # [run, q, c·h, j] weighted squares of the gaps to the mean
 
@@ -89,8 +90,6 @@ class _How(NamedTuple):
     C: int  # rows of a pose
     D: int  # its columns; 0: votes are given
     H: int  # columns of a vote
-    CH: int  # numbers of a vote
-    T: object  # type of all that is computed
     J: int  # wholes of a group
     BIAS: bool  # whether each part's map has a bias
     ALL: bool  # whether sums by wholes have the gradients of maps and prices
@@ -99,6 +98,7 @@ class _How(NamedTuple):
     FUSED: bool  # whether a tile holds all wholes of a part
     BO: int  # wholes in a tile of a finish
     BQ: int  # and numbers of a vote
+    BP: int  # and of a pose
     POOLED: bool  # whether the second sweep has one model for all wholes
     SHARES: bool  # whether R is wanted
     FIRST: bool = False  # iteration
@@ -162,20 +162,14 @@ def _place_of(p, at, turn, how):
 
 # %% ../../nbs/engine/22_triton.ipynb #9ef5ce77
 @triton.jit
-def _origin(p, w, q, ok, how):
-    "Where the pose is that all of sample q are taken from."
-    return p.x + (q * p.N + tl.load(w.top + q, ok, 0)) * (how.C * how.D)
-
-
-@triton.jit
 def _poses(p, w, at, ok, how):
-    "Numbers [BR, 1] of poses, less the origin if all parts share maps."
+    "Numbers [BR, 1] of poses, less the mean pose if all parts share maps."
     size: tl.constexpr = how.C * how.D
     out = ()
     for n in tl.static_range(size):
-        x = tl.load(p.x + at * size + n, ok, 0.0).to(how.T)
+        x = tl.load(p.x + at * size + n, ok, 0.0).to(w.floor.dtype.element_ty)
         if how.KIND == 0:
-            x -= tl.load(_origin(p, w, at // p.N, ok, how) + n, ok, 0.0).to(how.T)
+            x -= tl.load(w.mid + at // p.N * size + n, ok, 0.0)
         out = out + (x[:, None],)
     return out
 
@@ -187,7 +181,7 @@ def _map(w, s, col, here, how):
     out = ()
     for n in tl.static_range((rows if how.BIAS else how.D) * how.H):
         at = w.M + (s * (rows * how.H) + n) * how.J + col
-        out = out + (tl.load(at, here, 0.0).to(how.T),)
+        out = out + (tl.load(at, here, 0.0).to(w.floor.dtype.element_ty),)
     return out
 
 
@@ -195,21 +189,22 @@ def _map(w, s, col, here, how):
 def _vote_at(at, pair, col, n, how):
     "Where number n of a vote is that is not made here; of wide poses, rows come before wholes."
     if how.EM:
-        return at + (pair * how.J + col) * how.CH + n
+        return at + (pair * how.J + col) * (how.C * how.H) + n
     else:
         return at + ((pair * how.C + n // how.H) * how.J + col) * how.H + n % how.H
 
 
 @triton.jit
-def _votes(p, xs, maps, pair, col, there, how):
+def _votes(p, w, xs, maps, pair, col, there, how):
     "The same bits in every sweep."
+    T: tl.constexpr = w.floor.dtype.element_ty
     out = ()
-    for n in tl.static_range(how.CH):
-        V = tl.full((1, 1), 0.0, how.T)
+    for n in tl.static_range(how.C * how.H):
+        V = tl.full((1, 1), 0.0, T)
         if how.BIAS:
             V = maps[how.D * how.H + n]
         if how.D == 0:
-            V = tl.load(_vote_at(p.x, pair, col, n, how), there, 0.0).to(how.T)
+            V = tl.load(_vote_at(p.x, pair, col, n, how), there, 0.0).to(T)
         for d in tl.static_range(how.D):
             V = V + xs[n // how.H * how.D + d] * maps[d * how.H + n % how.H]
         out = out + (V,)
@@ -220,8 +215,8 @@ def _votes(p, xs, maps, pair, col, there, how):
 def _many(at, row, col, here, how):
     "Numbers of wholes, one tile for each row and column of a vote."
     out = ()
-    for n in tl.static_range(how.CH):
-        out = out + (tl.load(at + (row * how.CH + n) * how.J + col, here, 0.0),)
+    for n in tl.static_range(how.C * how.H):
+        out = out + (tl.load(at + (row * (how.C * how.H) + n) * how.J + col, here, 0.0),)
     return out
 
 
@@ -229,8 +224,8 @@ def _many(at, row, col, here, how):
 def _model(p, w, by, row, col, here, how):
     "What votes are scored by: k, means, v."
     if how.FIRST:
-        zero = tl.full((1, 1), 0.0, how.T)
-        return zero, (zero,) * how.CH, (zero,) * how.CH
+        zero = tl.full((1, 1), 0.0, w.floor.dtype.element_ty)
+        return zero, (zero,) * (how.C * how.H), (zero,) * (how.C * how.H)
     else:
         row += tl.cast(by.t - 1, tl.int64) * p.Q
         k = tl.load(w.k + row * how.J + col, here, 0.0)
@@ -247,7 +242,7 @@ def _gap(V, model, n, how):
 def _score(V, model, how):
     "Logits."
     L = model[0]
-    for n in tl.static_range(how.CH):
+    for n in tl.static_range(how.C * how.H):
         gap = _gap(V, model, n, how)
         L = L + model[1][n] * gap if how.AGREE else L - model[2][n] * gap * gap
     return L
@@ -263,18 +258,18 @@ def _weight(R, f, inside, how):
 
 
 @triton.jit
-def _active(p, at, ok, how):
+def _active(p, w, at, ok, how):
     "Activations of parts, from scores unless they come as such; 0 where there is none."
-    f = tl.load(p.a + at, ok, 0.0).to(how.T)
+    f = tl.load(p.a + at, ok, 0.0).to(w.floor.dtype.element_ty)
     if not how.EM:
         f = tl.where(ok, tl.sigmoid(f), 0.0)
     return f[:, None]
 
 
 @triton.jit
-def _even(p, at, ok, how):
+def _even(p, w, at, ok, how):
     "Shares before there is a model: even over all wholes of a part."
-    count = tl.full(at.shape, 1, how.T)
+    count = tl.full(at.shape, 1, w.floor.dtype.element_ty)
     if how.KIND == 2:
         begin = tl.load(p.starts + at % p.N, ok, 0)
         count = tl.maximum(tl.load(p.starts + at % p.N + 1, ok, 0) - begin, 1).to(count.dtype)
@@ -282,10 +277,10 @@ def _even(p, at, ok, how):
 
 
 @triton.jit
-def _price(p, at, s, col, here, how):
+def _price(p, w, at, s, col, here):
     "A net benefit or cost."
     at = at + tl.cast(s, tl.int64) * p.beta_s + col * p.beta_j
-    return tl.load(at, here, 0.0).to(how.T)
+    return tl.load(at, here, 0.0).to(w.floor.dtype.element_ty)
 
 
 @triton.jit
@@ -293,20 +288,48 @@ def _of_rows(x, how):
     "The sum over rows, unless each is a group and groups are apart."
     return tl.sum(x, 0)[None, :] if how.KIND == 0 or how.MAPS else x
 
+# %% ../../nbs/engine/22_triton.ipynb #429ea1f7
+@triton.jit
+def _middle(p, w, by, how: tl.constexpr):
+    "The mean pose of a sample, and its votes: program (sample)."
+    T: tl.constexpr = w.floor.dtype.element_ty
+    ROWS: tl.constexpr = 4096 // how.BP
+    q, d = tl.program_id(0).to(tl.int64), tl.arange(0, how.BP)
+    size: tl.constexpr = how.C * how.D
+    total, mass = tl.full((ROWS, how.BP), 0.0, T), tl.full((ROWS, 1), 0.0, T)
+    for start in range(0, p.N, ROWS):
+        part = start + tl.arange(0, ROWS)
+        at, ok = q * p.N + part, part < p.N
+        f, there = _active(p, w, at, ok, how), ok[:, None] & (d < size)[None, :]
+        total += f * tl.load(p.x + at[:, None] * size + d[None, :], there, 0.0).to(T)
+        mass += f
+    tl.store(w.mid + q * size + d, tl.sum(total, 0) / tl.maximum(tl.sum(mass, 0), 1e-30), d < size)
+    tl.debug_barrier()
+    for start in range(0, how.J, how.BO):
+        own, here, one, many, last, j = _wholes_at(p, start, how.J, how)
+        n = tl.arange(0, how.BQ)[None, :]
+        V = tl.load(w.M + (how.D * how.H + n) * how.J + j[:, None], here, 0.0).to(T)
+        for k in range(0, how.D):
+            x = tl.load(w.mid + (q * how.C + n // how.H) * how.D + k, n < how.C * how.H, 0.0)
+            row = k * how.H + n % how.H
+            V += x * tl.load(w.M + row * how.J + j[:, None], here, 0.0).to(T)
+        tl.store(w.base + many, V, here)
+
 # %% ../../nbs/engine/22_triton.ipynb #7846dd26
 @triton.jit
 def _sweep_lse(p, w, by, how: tl.constexpr):
     "Log-sum-exp of each part's logits, over all its wholes."
+    T: tl.constexpr = w.floor.dtype.element_ty
     at, ok, begin, end = _by_parts(p, how)
     xs = _poses(p, w, at, ok, how)
-    most, total = tl.full((how.BR, how.BJ), -3e38, how.T), tl.full((how.BR, how.BJ), 0.0, how.T)
+    most, total = tl.full((how.BR, how.BJ), -3e38, T), tl.full((how.BR, how.BJ), 0.0, T)
     for turn in range(begin, end):
         q, s, pair = _place_of(p, at, turn, how)
         for start in range(0, how.J, how.BJ):
             col = start + tl.arange(0, how.BJ)[None, :]
             fits = col < how.J
             here = fits if how.KIND == 0 else fits & ok[:, None]
-            V = _votes(p, xs, _map(w, s, col, fits, how), pair, col, here, how)
+            V = _votes(p, w, xs, _map(w, s, col, fits, how), pair, col, here, how)
             L = _score(V, _model(p, w, by, q, col, here, how), how)
             L = tl.where(fits, L, float('-inf'))
             top = tl.maximum(most, L)
@@ -320,9 +343,10 @@ def _sweep_lse(p, w, by, how: tl.constexpr):
 @triton.jit
 def _sweep(p, w, out, by, how: tl.constexpr):
     "Masses, means and squares of a run of places: program (block of wholes, run, groups)."
+    T: tl.constexpr = w.floor.dtype.element_ty
     col, q, row, here = _by_wholes(p, how)
-    run, fits, zero = tl.program_id(1), col < how.J, tl.full((how.BR, how.BJ), 0.0, how.T)
-    zeros = (zero,) * how.CH
+    run, fits, zero = tl.program_id(1), col < how.J, tl.full((how.BR, how.BJ), 0.0, T)
+    zeros = (zero,) * (how.C * how.H)
     S, won, nears, means, squares = zero, zero, zeros, zeros, zeros
     model = _model(p, w, by, row, col, here, how)
     if how.KIND == 0:
@@ -330,12 +354,12 @@ def _sweep(p, w, out, by, how: tl.constexpr):
     step: tl.constexpr = how.BR if how.KIND == 0 else 1
     for t in range(run * p.per, tl.minimum(p.S, run * p.per + p.per), step):
         at, ok, pair = _parts_at(p, q, t, how)
-        xs, f, inside = _poses(p, w, at, ok, how), _active(p, at, ok, how), fits & ok[:, None]
+        xs, f, inside = _poses(p, w, at, ok, how), _active(p, w, at, ok, how), fits & ok[:, None]
         if how.KIND > 0:
             maps = _map(w, tl.cast(t, tl.int64), col, fits, how)
-        V = _votes(p, xs, maps, pair, col, inside, how)
+        V = _votes(p, w, xs, maps, pair, col, inside, how)
         if how.FIRST:
-            R = tl.where(inside, _even(p, at, ok, how), 0.0)
+            R = tl.where(inside, _even(p, w, at, ok, how), 0.0)
         else:
             L = tl.where(fits, _score(V, model, how), float('-inf'))
             lse_at = w.lse + by.lse + at
@@ -352,14 +376,13 @@ def _sweep(p, w, out, by, how: tl.constexpr):
         if how.EM:
             won += R * f
         else:
-            use = _price(p, p.use, t, col, fits, how)
-            ign = _price(p, p.ign, t, col, fits, how)
+            use, ign = _price(p, w, p.use, t, col, fits), _price(p, w, p.ign, t, col, fits)
             won += use * u - ign * (f - u)
         over, heavy = 1 / tl.maximum(S + u, 1e-30), u > S
         keep, move = S * over, u * over
         S += u
         new_nears, new_means, new_squares = (), (), ()
-        for n in tl.static_range(how.CH):
+        for n in tl.static_range(how.C * how.H):
             y = _gap(V, model, n, how) - nears[n]
             gap = y - means[n]
             if how.FIRST and how.KIND > 0:  # the heaviest vote so far is what others are taken from
@@ -374,13 +397,13 @@ def _sweep(p, w, out, by, how: tl.constexpr):
     total = _of_rows(S, how)
     tl.store(out.mass + row * how.J + col, total, here)
     tl.store(out.won + row * how.J + col, _of_rows(won, how), here)
-    for n in tl.static_range(how.CH):
+    for n in tl.static_range(how.C * how.H):
         mean, square = means[n], squares[n]
         if how.KIND == 0:
             mean = tl.sum(S * mean, 0)[None, :] / tl.maximum(total, 1e-30)
             gap = means[n] - mean
             square = tl.sum(square + S * gap * gap, 0)[None, :]
-        to = (row * how.CH + n) * how.J + col
+        to = (row * (how.C * how.H) + n) * how.J + col
         if how.FIRST and how.KIND > 0:
             tl.store(out.near + to, nears[n], here)
         tl.store(out.mean + to, mean, here)
@@ -398,54 +421,50 @@ def _shrunk(s):
 
 
 @triton.jit
-def _logit(p, W, logs, j, own, by, how):
+def _logit(p, w, W, logs, j, own, by, how):
     "As `activation_logit`; and what a unit of data costs."
-    price = how.CH * tl.load(p.ign + j, own, 0.0).to(how.T) + 0.5 * logs
-    return by.lam * (tl.load(p.use + j, own, 0.0).to(how.T) - W * price), price
+    T: tl.constexpr = w.floor.dtype.element_ty
+    price = how.C * how.H * tl.load(p.ign + j, own, 0.0).to(T) + 0.5 * logs
+    return by.lam * (tl.load(p.use + j, own, 0.0).to(T) - W * price), price
 
 
 @triton.jit
 def _wholes_at(p, start, stop, how):
     "Wholes of a sample: are they there; place in [q, j], in [q, c·h, j], in [q, j, c·h]; j."
     o, n = start + tl.arange(0, how.BO), tl.arange(0, how.BQ)[None, :]
-    own, j, size = o < stop, o % how.J, how.CH
+    own, j, size = o < stop, o % how.J, how.C * how.H
     q = tl.program_id(0).to(tl.int64) * p.P + o // how.J
     one, many = q * how.J + j, (q * (size * how.J) + j)[:, None] + n * how.J
     return own, own[:, None] & (n < size), one, many, one[:, None] * size + n, j
 
 
 @triton.jit
-def _base(p, w, j, here, how):
-    "Votes of the origin, which means are taken from; 0 if there is none."
-    n, V = tl.arange(0, how.BQ)[None, :], tl.full((how.BO, how.BQ), 0.0, how.T)
-    if how.KIND == 0:
-        at, x = w.M + j[:, None], _origin(p, w, tl.program_id(0).to(tl.int64), True, how)
-        V += tl.load(at + (how.D * how.H + n) * how.J, here, 0.0).to(how.T)
-        for d in range(0, how.D):
-            x_d = tl.load(x + n // how.H * how.D + d, n < how.CH, 0.0).to(how.T)
-            V += x_d * tl.load(at + (d * how.H + n % how.H) * how.J, here, 0.0).to(how.T)
-    return V
+def _base(w, many, here, zero, how):
+    "What means are taken from."
+    return tl.load(w.base + many, here, 0.0) if how.KIND == 0 else zero
 
 
 @triton.jit
 def _finish(p, w, sums, by, how: tl.constexpr):
     "Sums of runs -> wholes, and what the next sweep scores by: program (sample, run of wholes)."
+    T: tl.constexpr = w.floor.dtype.element_ty
+    CH: tl.constexpr = how.C * how.H
     begin, size = tl.program_id(1) * by.span, tl.cast(p.Q, tl.int64) * how.J
-    now, nows, then = by.t * size, by.t * size * how.CH, (by.t - 1) * size * how.CH
-    stop, zero = tl.minimum(p.P * how.J, begin + by.span), tl.full((how.BO, how.BQ), 0.0, how.T)
+    now, nows, then = by.t * size, by.t * size * CH, (by.t - 1) * size * CH
+    stop, zero = tl.minimum(p.P * how.J, begin + by.span), tl.full((how.BO, how.BQ), 0.0, T)
     all_var, all_mu2, n = zero, zero, 0
-    one_mu, one_var = tl.full((how.BQ,), 0.0, how.T), tl.full((how.BQ,), 0.0, how.T)
+    one_mu, one_var = tl.full((how.BQ,), 0.0, T), tl.full((how.BQ,), 0.0, T)
     for start in range(begin, stop, how.BO):
-        own, here, one, many, _, j = _wholes_at(p, start, stop, how)
-        S, W = (tl.full((how.BO,), 0.0, how.T),) * 2
-        mu, square, near, base = zero, zero, zero, _base(p, w, j, here, how)
+        own, here, one, many, _, _ = _wholes_at(p, start, stop, how)
+        S, W = (tl.full((how.BO,), 0.0, T),) * 2
+        mu, square, near, base = zero, zero, zero, _base(w, many, here, zero, how)
         if not how.FIRST and not how.AGREE:
             near = tl.load(w.at + then + many, here, 0.0)
         for r in tl.range(0, p.runs, loop_unroll_factor=4):
             to, near_r = tl.cast(r, tl.int64) * size, near
             S_r = tl.load(sums.mass + to + one, own, 0.0)
             W += tl.load(sums.won + to + one, own, 0.0)
-            to = to * how.CH + many
+            to = to * CH + many
             mean = tl.load(sums.mean + to, here, 0.0)
             if how.FIRST and how.KIND > 0:
                 near_r = tl.load(sums.near + to, here, 0.0)
@@ -470,13 +489,13 @@ def _finish(p, w, sums, by, how: tl.constexpr):
             centre = tl.sum(tl.where(here, mean, 0.0), 0) / new
             gap = tl.where(here, mean - centre[None, :], 0.0)
             one_var += tl.sum(tl.where(here, var, 0.0) + gap * gap, 0)
-            move, gap = new.to(how.T) / (n + new), centre - one_mu
+            move, gap = new.to(T) / (n + new), centre - one_mu
             one_var += gap * gap * (n * move)
             one_mu += gap * move
             n += new
     tl.debug_barrier()
     if how.FIRST:
-        floor, count = tl.full((), 0.0, how.T) + by.least, p.P * how.J * how.CH
+        floor, count = tl.full((), 0.0, T) + by.least, p.P * how.J * CH
         if by.rel > 0:
             spread = tl.sum(tl.sum(all_var, 1), 0) / count
             floor += by.rel * spread + 1e-6 * (spread + tl.sum(tl.sum(all_mu2, 1), 0) / count)
@@ -485,7 +504,7 @@ def _finish(p, w, sums, by, how: tl.constexpr):
         floor = tl.load(w.floor + tl.program_id(0))
     for start in range(begin, stop, how.BO):
         own, here, one, many, last, j = _wholes_at(p, start, stop, how)
-        mean, base = tl.load(w.mean + nows + many, here, 0.0), _base(p, w, j, here, how)
+        mean, base = tl.load(w.mean + nows + many, here, 0.0), _base(w, many, here, zero, how)
         sig2 = tl.load(w.var + nows + many, here, 1.0) + floor
         W = tl.load(w.won + now + one, own, 0.0)
         logs, on = tl.sum(tl.where(here, tl.log(sig2), 0.0), 1), W
@@ -493,7 +512,7 @@ def _finish(p, w, sums, by, how: tl.constexpr):
             on, logs, sig2 = 0 * W, 0 * W, zero + 1
             mean = _shrunk(tl.load(w.mass + now + one, own, 0.0)[:, None] * mean)[0]
         elif how.EM:
-            on = _logit(p, W, logs, j, own, by, how)[0]
+            on = _logit(p, w, W, logs, j, own, by, how)[0]
         if how.DONE:
             tl.store(w.a + one, tl.sigmoid(on) if how.ACT == 1 else on, own)
             tl.store(w.mu + last, base + mean, here)
@@ -523,18 +542,19 @@ class _Back(NamedTuple):
     k: Tensor  # [run, q, j] of the model
     at: Tensor  # [run, q, c·h, j]
     v: Tensor  # [run, q, c·h, j]
-    floor: Tensor  # [q, j] of the floor
     const: Tensor  # [q, j] what a unit of share is worth
     gain: Tensor  # [q, j] and a unit of score, or of data
     first: Tensor  # [q, c·h, j] and a gap
     second: Tensor  # [q, c·h, j] and its square
     before: Tensor  # [q, c·h, j] gradient of a capsule that later logits hold
+    floor: Tensor  # [q, j] of the floor
+    beta: Tensor  # [2, q, j] of EM's prices, or empty
     bias: Tensor  # [q, j, c·h] of a bias that all parts share, or [s, j, c·h]
     pay: Tensor  # [n, i] what a part pays for all its shares
     a: Tensor  # [n, i]
     x: Tensor  # [n, i, c, d], or of votes
     map: Tensor  # [run · q, j, d, h], or [s, j, d, h]
-    use: Tensor  # [run · q, j], [s, j], for EM [q, j], for wide poses [blocks of samples · s, j]
+    use: Tensor  # [run · q, j], [s, j], or for votes of wide poses [blocks of samples · s, j]
     ign: Tensor  # the same
 
 
@@ -550,27 +570,28 @@ def _put(at, values, ok, how):
 @triton.jit
 def _finish_back(p, w, g, by, how: tl.constexpr):
     "Gradients of wholes -> slopes of the sweep that they come from: program as for `_finish`."
+    T: tl.constexpr = w.floor.dtype.element_ty
     begin, size = tl.program_id(1) * by.span, tl.cast(p.Q, tl.int64) * how.J
-    now, nows, zero = by.t * size, by.t * size * how.CH, tl.full((how.BO, how.BQ), 0.0, how.T)
+    CH: tl.constexpr = how.C * how.H
+    now, nows, zero = by.t * size, by.t * size * CH, tl.full((how.BO, how.BQ), 0.0, T)
     stop = tl.minimum(p.P * how.J, begin + by.span)
     floor = tl.load(w.floor + tl.program_id(0))
-    all_floor = tl.full((how.BO,), 0.0, how.T)
-    one_mu, one_var = (tl.full((how.BQ,), 0.0, how.T),) * 2
+    all_floor, (one_mu, one_var) = tl.full((how.BO,), 0.0, T), (tl.full((how.BQ,), 0.0, T),) * 2
     for start in range(begin, stop, how.BO):
         own, here, one, many, last, j = _wholes_at(p, start, stop, how)
         W = tl.load(w.won + now + one, own, 0.0)
         sig2 = tl.load(w.var + nows + many, here, 1.0) + floor
         if how.DONE:
-            g_on = tl.load(g.of_a + one, own, 0.0).to(how.T)
-            g_mu = tl.load(g.of_mu + last, here, 0.0).to(how.T)
-            g_var = tl.load(g.of_sig2 + last, here, 0.0).to(how.T)
+            g_on = tl.load(g.of_a + one, own, 0.0).to(T)
+            g_mu = tl.load(g.of_mu + last, here, 0.0).to(T)
+            g_var = tl.load(g.of_sig2 + last, here, 0.0).to(T)
         else:
-            g_on, g_mu, g_var = tl.full((how.BO,), 0.0, how.T), zero, zero
+            g_on, g_mu, g_var = tl.full((how.BO,), 0.0, T), zero, zero
             for r in tl.range(0, p.runs, loop_unroll_factor=4):
                 to = tl.cast(r, tl.int64) * size
                 g_on += tl.load(g.k + to + one, own, 0.0)
-                g_mu += tl.load(g.at + to * how.CH + many, here, 0.0)
-                g_var += tl.load(g.v + to * how.CH + many, here, 0.0)
+                g_mu += tl.load(g.at + to * CH + many, here, 0.0)
+                g_var += tl.load(g.v + to * CH + many, here, 0.0)
             inv = 2 * tl.load(w.v + nows + many, here, 0.0)
             g_var = -0.5 * (g_var * inv + g_on[:, None]) * inv
             if how.ACT == 3:
@@ -590,14 +611,14 @@ def _finish_back(p, w, g, by, how: tl.constexpr):
             g_mu = (g_mu + along) * (r / (c + q) / m)
         elif how.EM:
             logs = tl.sum(tl.where(here, tl.log(sig2), 0.0), 1)
-            logit, price = _logit(p, W, logs, j, own, by, how)
+            logit, price = _logit(p, w, W, logs, j, own, by, how)
             if not how.DONE:
                 g_on *= tl.sigmoid(-logit)
             elif how.ACT == 1:
                 g_on *= tl.sigmoid(logit) * tl.sigmoid(-logit)
             g_on *= by.lam
-            _put(g.use + one, g_on, own, how)
-            _put(g.ign + one, -how.CH * W * g_on, own, how)
+            _put(g.beta + one, g_on, own, how)
+            _put(g.beta + size + one, -CH * W * g_on, own, how)
             g_var += tl.where(here, (-0.5 * W * g_on)[:, None] / sig2, 0.0)
             g_on *= -price
         elif not how.DONE:
@@ -609,11 +630,11 @@ def _finish_back(p, w, g, by, how: tl.constexpr):
         one_mu += tl.sum(g_mu, 0)
         one_var += tl.sum(g_var, 0)
     tl.debug_barrier()
-    share = tl.sum(all_floor, 0) / (p.P * how.J * how.CH)
+    share = tl.sum(all_floor, 0) / (p.P * how.J * CH)
     for start in range(begin, stop, how.BO):
-        own, here, one, many, last, j = _wholes_at(p, start, stop, how)
+        own, here, one, many, last, _ = _wholes_at(p, start, stop, how)
         g_mu, g_var = tl.load(g.first + many, here, 0.0), tl.load(g.second + many, here, 0.0)
-        mean, base = tl.load(w.mean + nows + many, here, 0.0), _base(p, w, j, here, how)
+        mean, base = tl.load(w.mean + nows + many, here, 0.0), _base(w, many, here, zero, how)
         if how.POOLED and how.FIRST and not how.DONE:
             gap = mean - tl.load(w.at + nows + many, here, 0.0)
             g_mu = (one_mu[None, :] + 2 * gap * one_var[None, :]) / how.J
@@ -649,22 +670,21 @@ def _slopes(p, w, g, by, row, col, here, how):
 
 
 @triton.jit
-def _worth(p, w, g, by, where, V, f, model, slopes, how):
+def _worth(p, w, g, by, at, ok, pair, s, col, V, f, model, slopes, how):
     "Shares, worth of a unit of each, of all its part has, slopes in votes, cost of ignoring."
-    at, ok, pair, s, col = where
     fits = col < how.J
     inside = fits & ok[:, None]
     if how.FIRST:
-        R = tl.where(inside, _even(p, at, ok, how), 0.0)
+        R = tl.where(inside, _even(p, w, at, ok, how), 0.0)
     else:
         lse = tl.load(w.lse + by.lse + at, ok, 0.0)[:, None]
         R = tl.where(inside, tl.exp(_score(V, model, how) - lse), 0.0)
     const, gain, means, first, second = slopes
     G, cost, bent = const + gain, gain, ()
     if not how.EM:
-        cost = gain * _price(p, p.ign, s, col, fits, how)
-        G = const + gain * _price(p, p.use, s, col, fits, how) + cost
-    for n in tl.static_range(how.CH):
+        cost = gain * _price(p, w, p.ign, s, col, fits)
+        G = const + gain * _price(p, w, p.use, s, col, fits) + cost
+    for n in tl.static_range(how.C * how.H):
         gap = V[n] - means[n]
         half = first[n] + second[n] * gap
         G = G + gap * half
@@ -680,7 +700,7 @@ def _worth(p, w, g, by, where, V, f, model, slopes, how):
 def _pulls(V, model, bent, R, f, dL, inside, how):
     "Gradient of the votes."
     u, out = _weight(R, f, inside, how), ()
-    for n in tl.static_range(how.CH):
+    for n in tl.static_range(how.C * how.H):
         pull = u * bent[n]
         if how.AGREE and not how.FIRST:
             pull = pull + dL * model[1][n]
@@ -704,25 +724,24 @@ def _to_poses(grads, pulls, maps, how):
 
 @triton.jit
 def _to_map(grads, pulls, xs, how):
-    "Add the gradient of a tile of votes to that of a map, and of its bias."
+    "Add the gradient of a tile of votes to that of a map."
     out = ()
     for n in tl.static_range(how.D * how.H):
         new = grads[n]
         for c in tl.static_range(how.C):
             new = new + xs[c * how.D + n // how.H] * pulls[c * how.H + n % how.H]
         out = out + (new,)
-    for n in tl.static_range(how.CH * how.BIAS):
-        out = out + (grads[how.D * how.H + n] + pulls[n],)
     return out
 
 # %% ../../nbs/engine/22_triton.ipynb #e8a43fe7
 @triton.jit
 def _parts_back(p, w, g, by, how: tl.constexpr):
     "Gradients of activations and poses, and what each part pays for its shares."
+    T: tl.constexpr = w.floor.dtype.element_ty
     at, ok, begin, end = _by_parts(p, how)
-    xs, f = _poses(p, w, at, ok, how), _active(p, at, ok, how)
-    total, centre, norm, spent = (tl.full((how.BR,), 0.0, how.T),) * 4
-    grads = (tl.full((how.BR, how.BJ), 0.0, how.T),) * (how.C * how.D)
+    xs, f = _poses(p, w, at, ok, how), _active(p, w, at, ok, how)
+    total, centre, norm, spent = (tl.full((how.BR,), 0.0, T),) * 4
+    grads = (tl.full((how.BR, how.BJ), 0.0, T),) * (how.C * how.D)
     for walk in tl.static_range(1 if how.FUSED else 2):
         for turn in range(begin, end):
             q, s, pair = _place_of(p, at, turn, how)
@@ -731,10 +750,11 @@ def _parts_back(p, w, g, by, how: tl.constexpr):
                 fits = col < how.J
                 here = fits if how.KIND == 0 else fits & ok[:, None]
                 maps, model = _map(w, s, col, fits, how), _model(p, w, by, q, col, here, how)
-                V = _votes(p, xs, maps, pair, col, here, how)
+                V = _votes(p, w, xs, maps, pair, col, here, how)
                 slopes = _slopes(p, w, g, by, q, col, here, how)
-                to = at, ok, pair, s, col
-                R, G, H, bent, cost, inside = _worth(p, w, g, by, to, V, f, model, slopes, how)
+                R, G, H, bent, cost, inside = _worth(
+                    p, w, g, by, at, ok, pair, s, col, V, f, model, slopes, how
+                )
                 if walk == 0:
                     total += tl.sum(R * G, 1)
                     centre += tl.sum(R * H, 1)
@@ -750,7 +770,7 @@ def _parts_back(p, w, g, by, how: tl.constexpr):
                     pulls = _pulls(V, model, bent, R, f, dL, inside, how)
                     grads = _to_poses(grads, pulls, maps, how)
                     if how.D == 0:
-                        for n in tl.static_range(how.CH):
+                        for n in tl.static_range(how.C * how.H):
                             _put(_vote_at(g.x, pair, col, n, how), pulls[n], inside, how)
     norm = tl.maximum(norm, 1e-30)
     tl.store(g.pay + at, centre / norm, ok)
@@ -766,12 +786,12 @@ def _parts_back(p, w, g, by, how: tl.constexpr):
 @triton.jit
 def _sums_back(p, w, g, by, how: tl.constexpr):
     "Program (block of wholes, run, groups) as for `_sweep`, or by maps (block of wholes, place)."
+    T: tl.constexpr = w.floor.dtype.element_ty
     col, q, row, here = _by_wholes(p, how)
-    run, fits = tl.program_id(1).to(tl.int64), col < how.J
-    zero = tl.full((how.BR, how.BJ), 0.0, how.T)
-    zeros = (zero,) * how.CH
-    sum_k, sum_use, sum_ign, sums_at, sums_v = zero, zero, zero, zeros, zeros
-    grads = (zero,) * (how.D * how.H + how.CH * how.BIAS)
+    run, fits, zero = tl.program_id(1).to(tl.int64), col < how.J, tl.full((how.BR, how.BJ), 0.0, T)
+    zeros = (zero,) * (how.C * how.H)
+    sum_k, sum_use, sum_ign, sums_at, sums_v, sums = zero, zero, zero, zeros, zeros, zeros
+    grads = (zero,) * (how.D * how.H)
     if how.MAPS:
         maps = _map(w, run, col, fits, how)
         begin, end = 0, p.Q
@@ -792,15 +812,16 @@ def _sums_back(p, w, g, by, how: tl.constexpr):
         elif how.KIND > 0:
             maps = _map(w, t, col, fits, how)
         at, ok, pair = _parts_at(p, q, t, how)
-        xs, f = _poses(p, w, at, ok, how), _active(p, at, ok, how)
-        V = _votes(p, xs, maps, pair, col, fits & ok[:, None], how)
-        to = at, ok, pair, t, col
-        R, G, H, bent, cost, inside = _worth(p, w, g, by, to, V, f, model, slopes, how)
+        xs, f = _poses(p, w, at, ok, how), _active(p, w, at, ok, how)
+        V = _votes(p, w, xs, maps, pair, col, fits & ok[:, None], how)
+        R, G, H, bent, cost, inside = _worth(
+            p, w, g, by, at, ok, pair, t, col, V, f, model, slopes, how
+        )
         dL = R * (H - tl.load(g.pay + at, ok, 0.0)[:, None])
         if not how.MAPS and not how.FIRST:
             sum_k += dL
             new_at, new_v = (), ()
-            for n in tl.static_range(how.CH):
+            for n in tl.static_range(how.C * how.H):
                 gap = _gap(V, model, n, how)
                 new_at = new_at + (sums_at[n] + dL * gap,)
                 new_v = new_v + (sums_v[n] - dL * gap * gap,)
@@ -810,22 +831,27 @@ def _sums_back(p, w, g, by, how: tl.constexpr):
             grads = _to_map(grads, pulls, xs, how)
             sum_use += slopes[1] * R * f
             sum_ign += slopes[1] * (R * f - f)
+            if how.BIAS:
+                new = ()
+                for n in tl.static_range(how.C * how.H):
+                    new = new + (sums[n] + pulls[n],)
+                sums = new
     row, there = (run, fits) if how.MAPS else (row + run * p.Q, here)
     if not how.MAPS and not how.FIRST:
         tl.store(g.k + row * how.J + col, _of_rows(sum_k, how), here)
-        for n in tl.static_range(how.CH):
-            to = (row * how.CH + n) * how.J + col
+        for n in tl.static_range(how.C * how.H):
+            to = (row * (how.C * how.H) + n) * how.J + col
             tl.store(g.at + to, _of_rows(2 * model[2][n] * sums_at[n], how), here)
             tl.store(g.v + to, _of_rows(sums_v[n], how), here)
     if how.MAPS or how.ALL:
-        if how.KIND == 0 and how.FIRST:  # all pulls act on the origin
+        if how.KIND == 0 and how.FIRST:  # all pulls act on the mean pose
             here = here & (tl.arange(0, how.BR)[:, None] + run == 0)
-            xs, pulls, x = (), (), _origin(p, w, q, True, how)
+            xs, pulls, at = (), (), q + tl.full((how.BR,), 0, tl.int64)
             for n in tl.static_range(how.C * how.D):
-                xs = xs + (tl.load(x + n).to(how.T),)
-            for n in tl.static_range(how.CH):
-                to = (q * how.J + col) * how.CH + n
-                pulls = pulls + (tl.where(here, tl.load(g.bias + to, fits, 0.0), 0.0),)
+                xs = xs + (tl.load(w.mid + at[:, None] * (how.C * how.D) + n),)
+            for n in tl.static_range(how.C * how.H):
+                to = (at[:, None] * how.J + col) * (how.C * how.H) + n
+                pulls = pulls + (tl.load(g.bias + to, here, 0.0),)
             grads = _to_map(grads, pulls, xs, how)
         for n in tl.static_range(how.D * how.H):
             to = g.map + (row * how.J + col) * (how.D * how.H) + n
@@ -833,6 +859,7 @@ def _sums_back(p, w, g, by, how: tl.constexpr):
         if not how.EM:
             _put(g.use + row * how.J + col, _of_rows(sum_use, how), there, how)
             _put(g.ign + row * how.J + col, _of_rows(sum_ign, how), there, how)
-        for n in tl.static_range(how.CH * how.BIAS):
-            to = g.bias + (row * how.J + col) * how.CH + n
-            _put(to, _of_rows(grads[how.D * how.H + n], how), there, how)
+        if how.BIAS:
+            for n in tl.static_range(how.C * how.H):
+                to = g.bias + (row * how.J + col) * (how.C * how.H) + n
+                _put(to, _of_rows(sums[n], how), there, how)

@@ -45,9 +45,10 @@ def interpreting():
         triton.knobs.runtime.interpret = True
         changes.enter_context(patch.dict(vars(triton.language.core)))  # it changes, and stays so
         for module in modules:
-            here = {k: f for k, f in vars(module).items() if isinstance(f, triton.JITFunction)}
-            twins = {k: InterpretedFunction(f.fn) for k, f in here.items()}
-            changes.enter_context(patch.multiple(module, **twins))
+            for name, fn in [*vars(module).items()]:
+                if isinstance(fn, triton.JITFunction):
+                    twin = InterpretedFunction(fn.fn)
+                    changes.enter_context(patch.object(module, name, twin))
         changes.enter_context(patch.object(_Loop, 'interpreted', True))
         yield
 
@@ -116,10 +117,9 @@ class _Loop:
         self.p = self.kernels._Problem(*given[:9], n * p, p, s, i, *steps, self.runs, per)
         BQ = _power(c * h, 64)
         BO = _power(p * j, 2048 // BQ)
-        tiles = BR, BJ, j <= BJ and kind < 2, BO, BQ
+        tiles = BR, BJ, j <= BJ and kind < 2, BO, BQ, _power(c * d, 1024)
         self.own = own = kind > 0 and d > 0  # sums by maps
-        sizes = kind, em, _ACTS.index(rules.act), rules.act == 'agree', c, d, h, c * h
-        sizes = *sizes, getattr(self.kernels.tl, str(self.dtype)[6:]), j
+        sizes = kind, em, _ACTS.index(rules.act), rules.act == 'agree', c, d, h, j
         sizes = *sizes, kind == 1 and d > 0 and not em, not (own or em or self.wide)
         self.how = self.kernels._How(*sizes, *tiles, rules.pooled, rules.shares)
 
@@ -132,25 +132,30 @@ class _Loop:
 
     def many(self, *lead):
         "A pose for each whole."
-        return self.new(*lead, self.p.Q, self.how.CH, self.how.J)
+        return self.new(*lead, self.p.Q, self.how.C * self.how.H, self.how.J)
 
     def kept(self):
         "Room for what the forward pass leaves."
         p, how, T, n = self.p, self.how, self.T, self.n
         pose, rows = (p.P, how.J, how.C, how.H), how.D and how.D + how.C * (not how.EM)
-        s, _, d, h = p.W.shape  # own maps of wide poses are laid out once for each of their rows
-        maps = (how.C if s > 1 else 1, d, how.J, h) if self.wide else (rows, h, how.J)
+        shared = n if how.KIND == 0 else 0
         return self.kernels._Kept(
             self.new(n, p.P, how.J),
             *(self.new(n, *pose) for _ in range(2)),
             self.new(*(n, p.P, p.S, how.J) if how.SHARES else (0,)),
-            p.W.new_empty(s, *maps, dtype=self.dtype if self.wide else None),
+            self.maps() if self.wide else p.W.new_empty(len(p.W), rows, how.H, how.J),
             self.new(*p.x.shape[:3], how.J, how.H) if self.wide else self.new(0),
-            p.x.new_empty(0 if how.KIND else n, dtype=torch.long),
+            self.new(shared, how.C * how.D),
+            self.new(shared, how.C * how.H, how.J),
             self.new(n),
             *(self.one(T), self.one(T), self.many(T), self.many(T)),
             *(self.one(T - 1), self.many(T - 1), self.many(T - 1), self.new(T - 1, n, p.N)),
         )
+
+    def maps(self):
+        "Room for maps of wide poses: own ones once for each row of a pose."
+        s, _, d, h = self.p.W.shape
+        return self.new(s, self.how.C if s > 1 else 1, d, self.how.J, h)
 
     def by_map(self, t):
         "[n, i, c, ...] -> [maps, poses, ...], without a copy."
@@ -193,9 +198,10 @@ def _forward(*args):
         x = loop.by_map(p.x.to(loop.dtype))
         torch.bmm(x, w.M.flatten(0, 1).flatten(2), out=loop.by_map(w.V))
         w.V.add_(p.B.transpose(1, 2))
-    sums = loop.kernels._Sums(*loop.one(2, loop.runs), *loop.many(3, loop.runs))
+    near = loop.many(loop.runs if how.KIND else 0)
+    sums = loop.kernels._Sums(*loop.one(2, loop.runs), near, *loop.many(2, loop.runs))
     if how.KIND == 0:
-        torch.argmax(p.a, 1, out=w.top)
+        loop.launch('_middle', (loop.n,), w, (), 0)
     for t in range(loop.T):
         if t and not how.FUSED:
             loop.launch('_sweep_lse', loop.by_parts, w, (), t)
@@ -214,10 +220,12 @@ def _backward(*args):
         *(t.contiguous() for t in grads),
         loop.one(loop.runs),
         *loop.many(2, loop.runs),
-        *loop.one(3),
+        *loop.one(2),
         *loop.many(3),
-        loop.new(p.S if how.BIAS else p.Q * (how.KIND == 0), how.J, how.CH),
-        *loop.new(2, loop.n, p.N),
+        loop.one(),
+        prices,
+        loop.new(p.S if how.BIAS else p.Q * (how.KIND == 0), how.J, how.C * how.H),
+        *(loop.new(loop.n, p.N), loop.new(loop.n, p.N)),
         loop.new(*(w.V if loop.wide else p.x).shape),
         loop.new(rows, how.J, how.D, how.H),
         *prices,
@@ -257,8 +265,10 @@ def _definition(*args):
     T, floor = len(rules.lams), Floor(*rules.floor)
     if rules.act in ('dstep', 'skm'):
         model = 'skm' if rules.act == 'skm' else 'gaussian'
-        out = route_votes(a, votes(x, W, B), use, ign, T, model, floor, rules.pooled)
-        out = [o[:, None] for o in out]
+        out = [
+            o[:, None]
+            for o in route_votes(a, votes(x, W, B), use, ign, T, model, floor, rules.pooled)
+        ]
     elif rules.act == 'agree':
         found = dynamic_routing_ref(x[..., 0, :], T)
         out = found.a * 0, found.v[..., None, :], found.v[..., None, :] * 0 + 1, found.R
@@ -273,8 +283,16 @@ def _definition(*args):
     return *out[:3], out[3] if rules.shares else a.new_empty(0)
 
 
-_given = 9, 'float[] float[] str bool bool', _forward, _backward
-_op = FastOp('routing_loop', *_given, lambda *args: [*_Loop(args).kept()], _definition, n_out=4)
+_op = FastOp(
+    'routing_loop',
+    9,
+    'float[] float[] str bool bool',
+    _forward,
+    _backward,
+    lambda *args: [*_Loop(args).kept()],
+    _definition,
+    n_out=4,
+)
 
 # %% ../../nbs/engine/23_triton_loop.ipynb #5ec678ca
 def _refuse_here(device, dtype, *numbers, most=24):

@@ -456,6 +456,8 @@ class RoutedPool(nn.Module):
         super().__init__()
         dim_out = dim if dim_out is None else dim_out
         at_least_1(dim=dim, n_out=1 if n_out is None else n_out, dim_out=dim_out, heads=heads)
+        if n_out is None and routing != 'dstep':
+            raise ValueError(f"without n_out only routing='dstep' can be made, got {routing!r}")
         if dim % heads or dim_out % heads:
             raise ValueError(f"heads must divide both widths, got {heads} for {dim} and {dim_out}")
         self.heads, own = heads, dict(n_iters=n_iters) | (settings or {})
