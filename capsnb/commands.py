@@ -112,6 +112,8 @@ def train(
     tasks, net = room('lab.tasks'), task.known_net(net)
     row = changed(task, net, lr, batch_size, bf16, graphs)
     row |= dict(epochs=epochs, device=device, progress=progress, start=start, how_to_resume=how)
+    for column in filter(None, map(own.get, ('image', 'text'))):
+        room('lab.own')._column(task.parts.splits['train'], column, name)
     if seeds > 1:
         path, numbers = out / 'runs.json', tuple(range(seed, seed + seeds))
         out.mkdir(parents=True, exist_ok=True)
@@ -124,8 +126,6 @@ def train(
     if task.names:  # read, where it is your own
         given = {k: v for k, v in row.items() if k in task.recipe(net) and v is not None}
         room('lab.train').check_recipe(**task.recipe(net) | given)
-        for column in filter(None, map(own.get, ('image', 'text'))):
-            room('lab.own')._column(task.parts.splits['train'], column, name)
         if isinstance(task, room('lab.own').OwnTable):
             print(f"columns: {', '.join(task.read)}")
     room('lab.runs').claim(out, resume, overwrite, command_line=True)

@@ -180,7 +180,8 @@ def test_words_for_no_number_and_columns_that_are_left_out():
         rows = OwnTable(data, 'kind').open('train')['rows']
     numbers_rows, said = sorted({str(o.message) for o in said})
     assert "column 'b' differs in every row" in numbers_rows
-    assert _counts([5, 4, 9, 8], 'xxyy')
+    assert _counts([5, 4, 9, 8], 'xxyy') and _counts([9, 8, 7], 'xyx')
+    assert _counts([1, math.nan, 3, 4], 'xyxy') and not _counts([0.1, 0.3, 0.2, 0.9], 'xxxy')
     assert not _counts([1, 1, 2, 3], 'xxyy') and not _counts([1, 3, 2, 4], 'xxyy')
     for part in ("entries '?' of column 'n'", " of 44 no numbers: '1,5')", "'e' (empty)"):
         assert part in said

@@ -518,10 +518,16 @@ class PlainTable(_Scaled, HubMixin, library_name='capsnb', tags=['tabular']):
 
 
 def _counts(values: list, labels: list) -> bool:
-    "Whether numbers differ in every row, and rise from row to row, or from class to class."
-    order = sorted(range(len(values)), key=values.__getitem__)
-    turns = sum(labels[a] != labels[b] for a, b in zip(order, order[1:]))
-    return len({*values}) == len(values) and (order == sorted(order) or turns < len({*labels}))
+    "Whether numbers differ in every row, and go with the rows, or are whole and go with classes."
+    rows = [(v, y) for v, y in zip(values, labels) if v == v]  # without holes
+    values = [v for v, _ in rows]
+    if len({*values}) < len(values) or not rows:
+        return False
+    by_class = [y for _, y in sorted(rows, key=lambda row: row[0])]
+    turns = sum(a != b for a, b in zip(by_class, by_class[1:]))
+    whole = all(float(v).is_integer() for v in values)
+    in_order = sorted(values) in (values, values[::-1])
+    return in_order or whole and turns < len({*by_class})
 
 
 _none = {'', '?', '-', 'na', 'n/a', '#n/a', 'nan', 'null', 'none'}
