@@ -91,7 +91,7 @@ def test_without_typer():
 @slow
 @pytest.mark.parametrize('module', ['typer', 'inside typer', 'torch', 'transformers'])
 def test_ctrl_c_during_an_import(module, tmp_path):
-    "From the first import on Ctrl-C is one line; here it comes while a module is looked for."
+    "From the first import of a command on Ctrl-C is one line; here a module is looked for."
     code = f"""
 import signal, sys
 class Interrupt:
@@ -99,9 +99,9 @@ class Interrupt:
         if name == {module!r}:
             sys.meta_path.remove(self)
             signal.raise_signal(signal.SIGINT)
-sys.meta_path.insert(0, Interrupt())
 import capsnb.cli
 from capsnb.cli import main
+sys.meta_path.insert(0, Interrupt())
 inside = {module!r} == 'inside typer'
 if inside: capsnb.cli.entrance = lambda *_: lambda: signal.raise_signal(signal.SIGINT)
 options = [] if inside else ['--device', 'cpu', '--out', {str(tmp_path / 'run')!r}]
