@@ -12,6 +12,7 @@ import importlib
 import io
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -104,6 +105,13 @@ def entrance(command):  # the same function of options, for Typer
     return run
 
 
+def _warned(message, category, file, *_) -> str:
+    "A warning; one of another package with its kind and that name."
+    of = re.search(r'(?:site|dist)-packages[/\\](?!capsnb\b)(\w+)', file)
+    kind = f' ({category.__name__} of {of[1]})' if of else ''
+    return f'warning{kind}: {message}\n'
+
+
 def make_app():  # typer.Typer
     "The application with all commands; `ImportError` says how to get Typer where it is missing."
     try:
@@ -136,6 +144,6 @@ def main():
     for stream in (sys.stdout, sys.stderr):  # a path need not fit their encoding
         if hasattr(stream, 'reconfigure'):
             stream.reconfigure(errors='backslashreplace')
-    warnings.formatwarning = lambda message, *_: f'warning: {message}\n'
+    warnings.formatwarning = _warned
     signal.signal(signal.SIGINT, stop)
     plainly(work)

@@ -298,7 +298,12 @@ def asked(run: Path, words, encoder: str | None, task: str | None, device: str |
     loaded, words = rooms.load(run, device, task=task, **here), words or ['-']
     if '-' in words and sys.stdin.isatty():
         print('reading standard input, to its end (Ctrl-D)', file=sys.stderr)
-    return loaded, *rooms.read(loaded, words)
+    names, things = rooms.read(loaded, words)
+    if loaded.kind == 'rows' and (
+        left := [k for k in things.column_names if k in loaded.task.left]
+    ):
+        print(f"not read, as in training: {', '.join(left)}", file=sys.stderr)
+    return loaded, names, things
 
 
 def predict(
@@ -306,6 +311,7 @@ def predict(
     words: list[str] = (),  # images, folders of them, tables; texts, files of them; else -: stdin
     *,
     csv: Path | None = None,  # file for the probabilities of all classes
+    html: Path | None = None,  # file of a page that shows them with their answers
     encoder: str | None = None,  # where the transformer lies now, or its name on the Hub
     task: str | None = None,  # the run's, if it is your own: its code is run only if you name it
     device: str | None = None,  # 'cpu', 'cuda' or 'mps'; else the best there is
@@ -324,6 +330,8 @@ def predict(
         frame.insert(1, 'predicted', found.names, allow_duplicates=True)
         csv.parent.mkdir(parents=True, exist_ok=True)
         frame.to_csv(csv, index=False)
+    if html:
+        print(f"look at {room('lab.hub').leave_found(html, loaded, names, things, found)}")
     if as_json:
         each = [dict(zip(found.classes, p)) for p in found.p.tolist()]
         return [dict(what=k, predicted=n, p=p) for k, n, p in zip(names, found.names, each)]
@@ -333,7 +341,7 @@ def predict(
     for what, name, p in rows[:50]:
         print(f'{what:{wide[0]}s}  {name:{wide[1]}s}  {p:6.1%}')
     if len(rows) > 50:
-        print(f'… and {len(rows) - 50:,} more: --csv FILE, or --json')
+        print(f'… and {len(rows) - 50:,} more: --html FILE, --csv FILE, or --json')
 
 
 def _plain(text) -> str:

@@ -237,7 +237,7 @@ def test_lines_that_are_no_objects_and_the_epochs_of_few_rows(tmp_path):
     with pytest.raises(ValueError, match="expected an object a row.*got 'a'"):
         open_columns(path)
     for n, size, steps in ((40, 20, 400), (40, 7, 400), (1000, 20, 1400)):
-        found = OwnTable(numbers(n), 'kind').epochs(dict(epochs=40, batch_size=size))
+        found = OwnTable(numbers(n), 'kind').epochs(dict(epochs=40, samples_per_step=size))
         assert steps <= found * -(-round(0.7 * n) // size) < steps + 20
 
 

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import shutil
+import warnings
 import numpy as np
 import pytest
 import torch
@@ -42,7 +43,7 @@ def shades(folder, n=12):
 
 
 def sheet(path, n=120):
-    rows = [dict(a=k % 7 + (k % 2) * 9, b=k, kind='xy'[k % 2]) for k in range(n)]
+    rows = [dict(a=k % 7 + (k % 2) * 9, b=k, c=0, kind='xy'[k % 2]) for k in range(n)]
     with open(path, 'w', newline='') as f:
         out = csv.DictWriter(f, [*rows[0]])
         out.writeheader()
@@ -52,20 +53,20 @@ def sheet(path, n=120):
 
 @pytest.fixture(scope='module')
 def table(tmp_path_factory):
-    "A run on a table, whose file has gone."
+    "A run on two columns of a table of three, whose file has gone; a step takes two batches."
     folder = tmp_path_factory.mktemp('table')
-    train(
-        OwnTable(sheet(folder / 'all.csv'), 'kind'), None, folder / 'run', **quick | dict(epochs=20)
-    )
+    task = OwnTable(sheet(folder / 'all.csv'), 'kind', columns=('a', 'b'))
+    more = dict(epochs=None, gradient_accumulation_steps=2)
+    assert 400 <= train(task, None, folder / 'run', **quick | more)['steps'] < 403
     (folder / 'all.csv').unlink()
     return folder / 'run'
 
 
 def test_rows_of_a_table(table, tmp_path, monkeypatch, capsys):
-    few = sheet(tmp_path / 'few.csv', 9)
-    lines = run(
-        'predict', table, few, '--device', 'cpu', '--csv', tmp_path / 'new/p.csv'
-    ).splitlines()
+    few, page = sheet(tmp_path / 'few.csv', 9), tmp_path / 'p.html'
+    leave = '--csv', tmp_path / 'new/p.csv', '--html', page
+    said, *lines = run('predict', table, few, '--device', 'cpu', *leave).splitlines()
+    assert str(page) in said and page.read_text().count('<tr><th scope="row">row ') == 9
     p = list(csv.reader(open(tmp_path / 'new/p.csv')))
     assert p[0] == ['what', 'predicted', 'x', 'y'] and len(p) == 10 and len(lines) == 9
     assert [line.split()[2] for line in lines] == [row[1] for row in p[1:]]
@@ -77,6 +78,11 @@ def test_rows_of_a_table(table, tmp_path, monkeypatch, capsys):
     more = dict(b=rows[:, 1].tolist(), extra=['?'] * 9, a=rows[:, 0].tolist())
     with pytest.warns(UserWarning, match="1 left out: column 'extra'"):
         torch.testing.assert_close(loaded.predict(more).p, want.p)
+    with warnings.catch_warnings():  # training left it out, too
+        warnings.simplefilter('error')
+        torch.testing.assert_close(loaded.predict(few).p, want.p)
+    assert asked(table, [few], None, None, 'cpu')[1][8] == 'row 9'
+    assert capsys.readouterr().err == 'not read, as in training: c\n'
     for wrong, said in ((dict(a=[1]), "no column 'b': there is a"), (rows[:, :1], 'a, b: ')):
         with pytest.raises(ValueError, match=said):
             loaded.predict(wrong)
@@ -124,8 +130,10 @@ def test_pictures_of_every_kind_and_size(tmp_path):
     for wrong in (one[None] / 16.0, -1.0 * one[None], [one[0, 0]], ['none.png']):
         with pytest.raises((ValueError, OSError)):
             loaded.predict(wrong)
-    lines = run('predict', out, tmp_path / 'new', '--device', 'cpu').splitlines()
-    assert len(lines) == 24 and all('.png' in line for line in lines)
+    page = tmp_path / 'page.html'
+    said = run('predict', out, tmp_path / 'new', '--device', 'cpu', '--html', page).splitlines()
+    assert len(said) == 25 and all('.png' in line for line in said[1:])
+    assert page.read_text().count('<img src="data:image/png') == 24
     assert 'at random' in run('explain', out, tmp_path / 'new' / 'dark', '--device', 'cpu')
     assert (out / 'report_credit.html').read_text().count('<img ') == 12
 
@@ -151,7 +159,9 @@ def test_stereo_pairs_and_photographs(tmp_path):
         explain(plain, torch.rand(1, 8, 8))
     image = io.BytesIO()
     Image.fromarray(pair[:, :32]).save(image, 'PNG')
-    assert len(run('predict', tmp_path / 'digits', given=image.getvalue()).splitlines()) == 1
+    how = '--html', tmp_path / 'one.html'
+    assert len(run('predict', tmp_path / 'digits', *how, given=image.getvalue()).splitlines()) == 2
+    run('predict', tmp_path / 'toys', tmp_path / 'pair.npy', *how)  # its own page is replaced
 
 
 @slow

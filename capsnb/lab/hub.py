@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from ..core import is_own_page, need, page_mark, run_record
+from ..core import from_bytes, is_own_page, need, page_mark, run_record
 from ..data.embed import FrozenEncoder, _check_config, as_texts, pick_layers
 from ..data.files import first_line, in_words, need_hub, read_json, regular
 from ..data.files import write_json, write_text
@@ -359,7 +359,9 @@ img { max-width: 100%; height: auto; background: #fff; border-radius: 4px; }
 {% for row in part.rows %}<tr><th scope="row">{{ row[0] | told }}</th>
 {%- for v in row[1:] %}<td{% if part.head %} class="n"{% endif %}
 {%- if part.shaded and v is integer and v %} style="background:
-rgba(33,102,172,{{ (0.6 * v / part.shaded) | round(2) }})"{% endif %}>{{ v | told }}</td>
+rgba(33,102,172,{{ (0.6 * v / part.shaded) | round(2) }})"{% endif %}>
+{%- if v.png %}<img src="data:image/png;base64,{{ v.png | base64 }}" alt="" width="96">
+{%- else %}{{ v | told }}{% endif %}</td>
 {%- endfor %}</tr>
 {% endfor %}</tbody></table></div>
 {% endif %}{% endfor %}</section>
@@ -411,6 +413,7 @@ _meant = dict(  # entries of notes -> what they say
     held='share of the rows that is cut for each split that is missing',
     official='whether the files must be the real ones',
     published='whether network and rates are as in the paper',
+    left='columns that are not read',
     origin='taken from the columns before anything else',
     test_rows='digest of the rows to test',
     white='what is white in images of numbers',
@@ -595,6 +598,14 @@ def _figure(figure, alt: str) -> dict:
     return dict(png=png.getvalue(), alt=alt)
 
 
+def _png(image: Tensor) -> bytes:  # [c, m, n]; of a stereo pair one
+    x = (255 * from_bytes(image)).round().byte()
+    x = x[0] if len(x) < 3 else x.movedim(0, -1)
+    png = io.BytesIO()
+    need('PIL.Image').fromarray(x.cpu().numpy()).save(png, 'PNG')
+    return png.getvalue()
+
+
 def _titled(note: dict) -> str:
     "Data and network of a run, as a person calls them."
     source = str(note.get('source') or 'data in memory')
@@ -671,6 +682,21 @@ def leave_test(folder: str | Path, found: dict) -> Path:  # of the page; found: 
     split = re.sub('[^A-Za-z0-9+-]+', '-', found['split'])
     page = _eval_page(found, task_of(folder), run_record())
     return _write(Path(folder) / f'report_{split}.html', page)
+
+
+def leave_found(path: str | Path, loaded, names: list, things, found) -> Path:  # of the page
+    "Write a page of what things are taken for; loaded, found: of `capsnb.load`, its `predict`."
+    shown, head = [[]] * len(names), []
+    if loaded.kind == 'rows':
+        head = [*loaded.task.read]
+        shown = [[row[k] for k in head] for row in things]
+    elif loaded.kind == 'pictures':
+        head = ['as the network sees it']
+        shown = [[dict(png=_png(x))] for x in loaded.shown(things).open('test')['image']]
+    p = (f'{p:.1%}' for p in found.p.max(1).values.tolist())
+    rows = [[*row[:3], *row[3]] for row in zip(names, found.names, p, shown)]
+    table = dict(head=['', 'taken for', 'probability', *head], rows=rows)
+    return _write(path, _page('What they are taken for', [('Answers', [table])]))
 
 
 def leave_credit(path: str | Path, told: list, figures: list) -> Path:  # of the page

@@ -307,7 +307,7 @@ class OwnTask(Task):
         return _digest(self.parts)
 
     def epochs(self, recipe):  # `least_steps`, however few the rows
-        steps = -(-len(self.parts.labels['train']) // recipe['batch_size'])  # of an epoch
+        steps = -(-len(self.parts.labels['train']) // recipe['samples_per_step'])  # of an epoch
         return max(recipe['epochs'], -(-least_steps // steps))
 
     def note(self, net):
@@ -326,7 +326,7 @@ def _digest(parts: Parts) -> str | None:
 
 def _same(task, note: dict, noted) -> dict:
     "Options of a run's task; its source, unless the task has one."
-    found = {k: note[k] for k in noted if k in note and k not in ('names', 'test_rows')}
+    found = {k: note[k] for k in noted if k in note and k not in ('names', 'test_rows', 'left')}
     return found if task.source is None else found | dict(source=task.source)
 
 
@@ -555,7 +555,8 @@ class OwnTable(OwnTask):
     origin: tuple | None = None  # [i] taken from the columns; None: their means in training
 
     name = 'capsnb.lab.own:table'
-    noted = _noted | dict(columns=(list, None), origin=list)
+    noted = _noted | dict(columns=(list, None), origin=list, left=list)
+    later = ('left',)
 
     @cached_property
     def read(self) -> tuple:  # names of the columns
@@ -585,6 +586,13 @@ class OwnTable(OwnTask):
             said = "differs in every row, and rises with rows or classes: does it number them?"
             warnings.warn(f"column {rows[0]!r} {said} --columns names those to read", stacklevel=2)
         return wanted
+
+    @property
+    def left(self) -> list:  # names of the others
+        if self.known:
+            return self.known.get('left', [])
+        columns = self.parts.splits['train'].column_names
+        return [k for k in columns if k not in (*self.read, self.label)]
 
     @property
     def networks(self):

@@ -233,7 +233,7 @@ class Loaded:
             data = self._table(things)
             label = torch.zeros(len(data), dtype=torch.long)
             task.open = lambda split: dict(rows=task.rows(data, 'what is to be read'), label=label)
-            left = [k for k in data.column_names if k not in (*task.read, task.label)]
+            left = [k for k in data.column_names if k not in (*task.read, *task.left, task.label)]
             _say_what_is_left_out('to be read', [f'column {k!r}' for k in left])
             return task
         things = things.cpu() if isinstance(things, Tensor) else things
@@ -286,7 +286,7 @@ def read(loaded: Loaded, words: list) -> tuple:  # names; things for `predict`
         path, many = Path(os.path.expanduser(word)), loaded.kind == 'pictures'
         is_file = os.path.isfile(path)  # a text may be too long for a path, or begin with ~
         if word == '-':
-            found += [sys.stdin.buffer] if many else [*filter(str.strip, sys.stdin)]
+            found += [_opened(sys.stdin.buffer)] if many else [*filter(str.strip, sys.stdin)]
         elif many and path.is_dir():
             known = {'.npy', *need('PIL.Image').registered_extensions()}
             found += [p for p in sorted(path.rglob('*')) if p.suffix.lower() in known]
@@ -302,7 +302,7 @@ def read(loaded: Loaded, words: list) -> tuple:  # names; things for `predict`
         else:
             found.append(word)
     found = found if many else [t.strip() for t in found if t.strip()]
-    return ['-' if t is sys.stdin.buffer else str(t) for t in found], found
+    return [str(t) if isinstance(t, (str, Path)) else '-' for t in found], found
 
 
 def _splits(word: str) -> dict:

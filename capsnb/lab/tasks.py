@@ -25,6 +25,7 @@ from .matrix_caps import MatrixCapsNet
 from .runs import check_end, checked_network, claim, record_of, repeat, run_folder
 from .runs import task_of
 from .train import Deck, MixupCollator, batch_on, check_recipe, fit_decks
+from .train import _arguments, per_step
 from .vision import BaselineCNN, DStepNet, PlainCNN, RoutingNet, n_params, rival_of
 
 # %% auto #0
@@ -84,7 +85,7 @@ class Task:
         return {**paper_recipe, **self.networks[net].recipe}
 
     def epochs(self, recipe: dict) -> int:
-        "How many, if nobody says; `recipe` has the batches that are used."
+        "How many, if nobody says; `recipe` has `samples_per_step` of the optimizer, too."
         return recipe['epochs']
 
     def prepare(self, recipe: dict, began: dict):
@@ -243,7 +244,9 @@ def train(
     recipe = dict(task.recipe(net), per_device_eval_batch_size=task.batch_size)
     recipe |= dict(changes, seed=seed) | ({} if epochs is None else dict(epochs=epochs))
     check_recipe(**recipe)
-    recipe['epochs'] = task.epochs(recipe) if epochs is None else epochs
+    if epochs is None:
+        n = per_step(_arguments(run_folder(out), recipe, device))
+        recipe['epochs'] = task.epochs(recipe | dict(samples_per_step=n))
     claim(out, resume, overwrite)
     pick_device(device)
     began = {}

@@ -515,6 +515,11 @@ def _arguments(folder: Path, recipe: dict, device: str | None = None, validate: 
     )
     return quiet_transformers().TrainingArguments(**{**usual, **more})
 
+
+def per_step(args) -> int:  # of `_arguments`
+    "Samples of a step of the optimizer, over all processes and GPUs."
+    return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+
 # %% ../../nbs/lab/48_train.ipynb #5b1a804b
 def _tested(found, n_bins: int = 15) -> dict:
     "Of a Trainer's test: accuracy, log-loss in nats, mean distance of confidence and accuracy."
@@ -638,8 +643,7 @@ def fit_decks(
     settings = _identity(net, decks) | (note or {}) | recipe
     if watch:
         settings |= dict(watched_data={k: v.mark() for k, v in watch.items()})
-    per_process = args.train_batch_size * args.gradient_accumulation_steps
-    settings |= dict(processes=args.world_size, samples_per_step=per_process * args.world_size)
+    settings |= dict(processes=args.world_size, samples_per_step=per_step(args))
     folders.claim(folder, resume, overwrite)
     if resume and (folder / 'metrics.json').exists():
         folders.same_run(folder, settings)
