@@ -3,7 +3,8 @@
 Nothing is run. Notebooks are copied to _site/source without what nbdev hides (`#| hide`,
 `#| default_exp`), other directives become tags, and links to files that are no page lead to the
 repository. Beside them stand a page for every module, written from docments, and a gallery of all
-stored figures. Sphinx makes _site/html of it: open _site/html/index.html, without a network, too.
+stored figures. Sphinx makes _site/html of it, where a wide figure's panels wrap on a phone: open
+_site/html/index.html, without a network, too.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import re
 import shutil
 import sys
 from pathlib import Path
+import numpy as np
+from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from readme import directives, is_off
@@ -35,6 +38,7 @@ floors = {
 }
 _link = re.compile(r'(\]\()([^)\s]+)(\))')
 _pictures = 'image/png', 'image/jpeg'
+_stored = re.compile(r'<img alt="([^"]*)" src="([^":]+\.png)" />')
 
 
 def notebooks(nbs: Path) -> dict:  # floor -> paths, in their order
@@ -248,6 +252,57 @@ def write_gallery(source: Path, nbs: Path, pages: dict) -> int:  # figures
     return n
 
 
+def _blank(free, least: int) -> list:  # free [n]: of (first, last + 1)
+    "Runs of blank columns, at least so wide."
+    runs = np.flatnonzero(np.diff(np.r_[0, free, 0])).reshape(-1, 2)
+    return runs[runs[:, 1] - runs[:, 0] >= least].tolist()
+
+
+def panels(image) -> list:  # x of all edges, or nothing
+    "Where a wide figure comes apart: each panel has its title above and its own y axis."
+    pixels = np.asarray(image.convert('RGB'))
+    ink = (pixels != pixels[0, 0]).any(-1)
+    if ink.shape[1] <= 580 or not ink.any():
+        return []
+    top = np.argmax(ink.any(1))
+    bottom = top + np.argmin(ink[top:].any(1))  # of the titles' first line
+    if bottom - top > 40:
+        return []
+    gaps, edges, labelled = _blank(~ink.any(0), 5), [0], set()
+    for left, right in _blank(~ink[top:bottom].any(0), 20)[1:-1]:
+        between = [(x, y) for x, y in gaps if left <= x and y <= right]
+        if not between:
+            return []
+        widest = max(y - x for x, y in between)  # one may follow an axis label: take the first
+        edges.append(next((x + y) // 2 for x, y in between if y - x >= widest - 4))
+    edges.append(ink.shape[1])
+    for left, right in zip(edges, edges[1:]):
+        axis = (pixels[:, left:right].max(-1) < 99).mean(0) > 0.5
+        if axis.any():
+            labelled.add(np.argmax(axis) - np.argmax(ink[:, left:right].any(0)) > 9)
+    return edges if len(edges) > 2 and len(labelled) < 2 else []
+
+
+def stack_panels(page: Path) -> None:
+    "In a built page, the panels of a wide figure are images of their own, which wrap on a phone."
+
+    def apart(m):
+        with Image.open(page.parent / m[2]) as image:
+            edges, height = panels(image), image.height
+        if not edges:
+            return m[0]
+        alt, shown = f'alt="{m[1]}"', ''
+        for left, right in zip(edges, edges[1:]):
+            n, at = right - left, 100 * left / (edges[-1] - right + left)
+            shown += f'<img {alt} src="{m[2]}" style="flex: {n}; width: {n}px; '
+            shown += f'aspect-ratio: {n} / {height}; object-position: {at:.3f}% 0">'
+            alt = 'alt="" aria-hidden="true"'
+        return f'<div class="panels" style="max-width: {edges[-1]}px">{shown}</div>'
+
+    text = page.read_text(encoding='utf-8')
+    page.write_text(_stored.sub(apart, text), encoding='utf-8')
+
+
 # The site
 
 style = """
@@ -256,6 +311,9 @@ style = """
 .bd-content table { display: block; max-width: 100%; overflow-x: auto; width: fit-content; }
 .bd-content table { overflow-wrap: normal; }
 @media (max-width: 36rem) { .bd-content table { font-size: .8em; } }
+@media (max-width: 36rem) { .bd-content td { min-width: 5.5em; } }
+@media (max-width: 36rem) { .bd-content td:last-child { min-width: 8em; } }
+.bd-article details:not(.hide) { margin-bottom: 1.15rem; }
 .bd-content img { max-width: 100%; height: auto; }
 .gallery img { height: 150px; width: auto; }
 div.math { overflow-x: auto; overflow-y: hidden; max-width: 100%; }
@@ -266,7 +324,14 @@ div.math { overflow-x: auto; overflow-y: hidden; max-width: 100%; }
 .bd-article-container { overflow-wrap: anywhere; min-width: 0; }
 p code.literal, li code.literal, p code .pre, li code .pre { white-space: normal; }
 @media (max-width: 36rem) { .cell_output { overflow-x: auto; } }
-@media (max-width: 36rem) { .cell_output img { max-width: none !important; zoom: .6; } }
+@media (max-width: 36rem) { .cell_output img { max-width: none !important; zoom: .58; } }
+.panels { display: flex; align-items: flex-start; }
+.panels img { object-fit: cover; min-width: 0; }
+.panels:has(img[style*='display: none']) { display: none; }
+@media (max-width: 36rem) { .panels { flex-wrap: wrap; } }
+@media (max-width: 36rem) {
+  .cell_output .panels img { flex: none !important; max-width: 100% !important; zoom: .72; }
+}
 @media (max-width: 36rem) { .prev-next-area { display: block; } }
 @media (max-width: 36rem) { .prev-next-area a { max-width: 100%; } }
 html[data-theme=dark] .cell_output .text_html { color-scheme: light; }
@@ -353,6 +418,8 @@ def build(root: Path, out: Path, jobs: int = 2) -> int:  # warnings
     how = dict(confoverrides=settings(root), status=None, parallel=jobs)
     app = Sphinx(source, None, out / 'html', out / 'doctrees', 'html', **how)
     app.build()
+    for page in (out / 'html').rglob('*.html'):
+        stack_panels(page)
     return app._warncount
 
 

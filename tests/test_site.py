@@ -6,6 +6,7 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+import matplotlib.pyplot as plt
 import pytest
 from browser import chromium, fits, look
 
@@ -38,7 +39,7 @@ class Page(HTMLParser):
                 self.foreign.append(at)
             elif not at.startswith('data:') and tag != 'link':
                 self.links.append(at)
-        if tag == 'img' and not (found.get('alt') or '').strip():
+        if tag == 'img' and not (found.get('alt') or '').strip() and 'aria-hidden' not in found:
             self.mute.append(found.get('src', '')[:80])
 
 
@@ -105,6 +106,27 @@ def test_both_sidebars_name_the_chapters():
 def test_objects_have_types_and_examples():
     page = site.module_page(importlib.import_module('capsnb.engine.layers'), 'engine/19')
     assert '| `n_types` | `int` |' in page and '```python\n>>> ' in page
+
+
+def test_panels_come_apart_where_each_stands_alone(tmp_path):
+    for name, shared, over in ('alone', False, ''), ('shared', True, ''), ('over', False, 'both'):
+        fig, axs = plt.subplots(1, 3, figsize=(9, 2.5), sharey=shared, layout='constrained')
+        for k, ax in enumerate(axs):
+            ax.plot([1, 2])
+            ax.set(title=f'panel {k}', ylabel=None if k and shared else 'loss')
+        fig.suptitle(over or None)
+        fig.savefig(tmp_path / f'{name}.png', dpi=100)
+        plt.close(fig)
+    tags = [f'<img alt="three" src="{n}.png" />' for n in ('alone', 'shared', 'over')]
+    page = tmp_path / 'page.html'
+    page.write_text(''.join(tags))
+    site.stack_panels(page)
+    text = page.read_text()
+    assert text.count('src="alone.png"') == 3 and text.count('alt="three"') == 3
+    assert text.endswith(''.join(tags[1:])) and not Page(page).mute
+    with site.Image.open(tmp_path / 'alone.png') as image:
+        edges = site.panels(image)
+    assert all(abs(x - k * 300) < 20 for k, x in enumerate(edges)), edges
 
 
 def tables_links_and_pictures(built):
