@@ -8,14 +8,16 @@ import math
 from typing import Callable, NamedTuple
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from ..core import check_n_iters
 from .numerics import at_least_1, autocasting, check_finite, check_tensors
 from .numerics import keep_freed_memory, may_look, without_autocast
-from ..routing.dstep import Routed, RoutedR, route_votes, routing_ref
-from ..routing.em import Floor, as_floor
+from ..routing.dstep import Routed, RoutedR, route_votes, routing_ref, votes
+from ..routing.em import TINY, Floor, as_floor
 
 # %% auto #0
-__all__ = ['Routing']
+__all__ = ['vote_density', 'Routing']
 
 # %% ../../nbs/engine/16_dstep.ipynb #00000007
 def _brk_bias(B: Tensor, B_brk: Tensor, n_out: int) -> Tensor:
@@ -141,6 +143,8 @@ def _check_layer(r):
         raise ValueError(f"init must be 'auto', 'paper' or a finite number, got {r.init!r}")
     as_floor(r.eps, r.d_cov * r.d_out)
     _check_norm(r.norm, r.n_out)
+    if r.first != 'even' and r.plan not in ('auto', 'votes'):
+        raise ValueError(f"first={r.first!r} needs votes: plan='votes' or 'auto', got {r.plan!r}")
     if r.plan == 'auto':
         return
     if r.plan in _extras and r.plan not in plans:
@@ -214,6 +218,7 @@ class _Parameters(nn.Module):
         self.register_parameter('beta_ign', beta_ign)
         if self.norm != 'none':
             self.normed = CapsNorm(j, self.norm)
+        self.agree = _first_shares(self.first)
         self.reset_parameters()
 
     def _start(self):
@@ -232,6 +237,8 @@ class _Parameters(nn.Module):
                 nn.init.constant_(beta, value)
         if self.n_out is None:
             nn.init.zeros_(self.B_brk) if self.init == 'paper' else nn.init.normal_(self.B_brk)
+        if self.agree is not None:
+            self.agree.reset_parameters()
         if self.norm != 'none':
             self.normed.reset_parameters()
 
@@ -295,6 +302,75 @@ class CapsNorm(nn.Module):
     def extra_repr(self):
         return f'{self.n_types}, {self.kind!r}'
 
+# %% ../../nbs/engine/16_dstep.ipynb #cbf83f49
+_MOST = 1 << 22  # distances that are held at once
+
+
+def vote_density(
+    V: Tensor,  # [..., n, j, m] votes of m numbers
+    there: Tensor,  # [..., n] bool: there is a part; or the logs of the parts' weights
+    log_h: Tensor | float = 0.0,  # of the width of a kernel, in units of the votes
+) -> Tensor:  # [..., n, j]
+    """How well each vote meets those of the other parts: the logarithm of their kernels' sum.
+
+    >>> vote_density(torch.zeros(1, 4, 2, 6), torch.ones(1, 4, dtype=bool)).shape
+    torch.Size([1, 4, 2])
+    """
+    if there.dtype == torch.bool:
+        there = torch.where(there, 0.0, -torch.inf).to(V.dtype)
+    log_a, absent = there.clamp_min(-1e4)[..., None, None, :], there.isneginf()
+    x = V.transpose(-3, -2) * torch.exp(-torch.as_tensor(log_h))
+    seen = ~absent[..., None, :, None]
+    middle = (x * seen).sum(-2, keepdim=True) / seen.sum(-2, keepdim=True).clamp_min(1)
+    x = x - middle.detach()  # near the origin squares lose less
+    half = x.square().sum(-1) / 2  # [..., j, n]
+
+    def rows(first, some):
+        L = some @ x.mT - some.square().sum(-1)[..., None] / 2 - half[..., None, :]
+        own = torch.arange(first, first + some.shape[-2], device=x.device)[:, None]
+        alone = own == torch.arange(x.shape[-2], device=x.device)
+        return (L + log_a).masked_fill(alone | absent[..., None, None, :], -1e4).logsumexp(-1)
+
+    n = x.shape[-2]
+    size = max(1, _MOST // max(1, half.numel()))
+    if size >= n:
+        return rows(0, x).mT
+    parts = [
+        checkpoint(rows, k, x[..., k : k + size, :], use_reentrant=False) for k in range(0, n, size)
+    ]
+    return torch.cat(parts, -1).mT
+
+
+class _Agreement(nn.Module):
+    "Shares to start from: how well votes meet, of a width and a gain that are learned."
+
+    def __init__(self):
+        super().__init__()
+        self.log_h, self.gain = nn.Parameter(torch.empty(())), nn.Parameter(torch.empty(()))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.zeros_(self.log_h)
+        nn.init.ones_(self.gain)
+
+    def forward(
+        self,
+        a: Tensor,  # [..., i] scores of the parts; -inf: absent
+        V: Tensor,  # [..., i, j, c, h] votes
+    ) -> Tensor:  # [..., i, j] shares
+        x, w = V.flatten(-2), a.sigmoid()[..., None, None]
+        S = w.sum(-3, keepdim=True) + TINY
+        var = (w * (x - (w * x).sum(-3, keepdim=True) / S).square()).sum(-3, keepdim=True) / S
+        size = (var.mean((-2, -1), keepdim=True) + TINY).sqrt()
+        return (self.gain * vote_density(x / size, F.logsigmoid(a), self.log_h)).softmax(-1)
+
+
+def _first_shares(kind: str) -> nn.Module | None:
+    "What makes them, or None where they are even; `ValueError` for another kind."
+    if kind not in ('even', 'agreement'):
+        raise ValueError(f"first must be 'even' or 'agreement', got {kind!r}")
+    return _Agreement() if kind == 'agreement' else None
+
 # %% ../../nbs/engine/16_dstep.ipynb #00000020
 def _in_dtype(a: Tensor, mu: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if torch.finfo(dtype).max < torch.finfo(a.dtype).max:
@@ -345,7 +421,7 @@ def _check_votes(r, a, V):
 
 
 _settings = 'd_cov d_inp d_out n_inp n_out n_iters p_model single_beta eps init plan pooled'.split()
-_later = dict(start='normal', bias=True, norm='none')  # told where they differ
+_later = dict(start='normal', bias=True, norm='none', first='even')  # told where they differ
 
 
 class Routing(_Parameters):
@@ -378,6 +454,7 @@ class Routing(_Parameters):
         start: str = 'normal',  # of the maps W, or 'identity' with a little noise
         bias: bool = True,  # whether votes have a bias B (B_brk stays, without `n_out`)
         norm: str = 'none',  # or 'batch', 'layer': of a and mu, while sig2 keeps the votes' units
+        first: str = 'even',  # shares to start from, or 'agreement' of the votes, which are made
     ):
         super().__init__()
         given = locals()
@@ -397,7 +474,11 @@ class Routing(_Parameters):
         j = _outputs_of(self, n_out)
         _check_capsules(self, a_inp, mu_inp)
         with without_autocast(mu_inp.device):
-            out = _route(self, a_inp, mu_inp, j, return_R)
+            if self.agree is None:
+                out = _route(self, a_inp, mu_inp, j, return_R)
+            else:
+                W, B, *_ = _parameters_in(self, _statistics_dtype(a_inp, mu_inp, self.W), j)
+                out = list(self.route(a_inp, votes(mu_inp.to(W.dtype), W, B))[: 3 + return_R])
         dtype = out[2].dtype if autocasting(mu_inp.device) else mu_inp.dtype
         if self.norm != 'none':
             out[:2] = self.normed(*out[:2])
@@ -419,9 +500,10 @@ class Routing(_Parameters):
         dtype = _statistics_dtype(a, V, self.W)
         beta_ign = self.beta_use if self.single_beta else self.beta_ign
         betas = self.beta_use.to(dtype), beta_ign.to(dtype)
-        how = self.n_iters, self.p_model, self.eps, self.pooled
+        how, a, wide = (self.n_iters, self.p_model, self.eps, self.pooled), a.to(dtype), V.to(dtype)
         with without_autocast(V.device):
-            out = route_votes(a.to(dtype), V.to(dtype), *betas, *how)
+            R = None if self.agree is None else self.agree(a, wide)
+            out = route_votes(a, wide, *betas, *how, R)
         return RoutedR(*_in_dtype(*out[:2], V.dtype), *out[2:])
 
     def extra_repr(self):

@@ -208,6 +208,7 @@ def em_routing(
     free_energy: bool = False,  # whether to compute F too
     damping: float = 0.0,  # share of the old mean in the new one
     gain: Tensor | None = None,  # [i|1, j] nats added to the log-density of each link
+    R: Tensor | None = None,  # shares to start from, [..., i, j]; None: even
     plan: str = 'auto',  # 'votes': step by step; 'auto': Triton's kernels where they serve
 ) -> EMRouted:  # a, mu, sig2, R, F; `ValueError` if the inputs do not fit
     """EM routing of parts with votes to wholes (Hinton 2018, Procedure 1).
@@ -228,6 +229,8 @@ def em_routing(
         _check_fit(name, beta, wholes, f"a number or one per parent, [{wholes[-1]}]")
     if gain is not None:
         _check_fit('gain', gain, V.shape[:-2], f"nats for the links, {tuple(V.shape[:-2])}")
+    if R is not None:
+        _check_fit('R', R, V.shape[:-2], f"shares for the links, {tuple(V.shape[:-2])}")
     floor = as_floor(eps, V.shape[-2] * V.shape[-1])
     lams = as_schedule(lam, check_n_iters(n_iters))
     rules = _Rules(beta_a, beta_u, lams, floor, _as_damping(damping), act)
@@ -235,12 +238,13 @@ def em_routing(
     out_dtype = dtype if autocasting(V.device) else V.dtype
     with without_autocast(V.device):
         a, n = a.to(dtype), a.shape[-1]
-        if plan == 'auto' and parents is None and gain is None and not free_energy:
+        if plan == 'auto' and parents is None and gain is None and R is None and not free_energy:
             for run, serves in faster:
                 if serves(a, V, rules):
                     return EMRouted(*(t.to(out_dtype) for t in run(a, V, fields, rules)))
         V = V.to(dtype)
-        links = *_links(V, n, parents, fields), (parents, fields, n)
+        may, even = _links(V, n, parents, fields)
+        links = may, even if R is None else R.to(dtype), (parents, fields, n)
         if fields is not None:
             a = F.pad(a, (0, 1))[..., fields]  # -1 reads the 0 behind the last part
         a, mu, sig2, R, F_t = _iterate(a, V, *links, rules, free_energy, gain)

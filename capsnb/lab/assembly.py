@@ -11,11 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from torch.utils.checkpoint import checkpoint
+from ..engine.dstep import vote_density
 from ..engine.numerics import at_least_1
+from ..zoo.routers import Router, routing_layer
 
 # %% auto #0
-__all__ = ['similarity', 'homogeneous', 'Arrangements', 'vote_density', 'AssemblyNet']
+__all__ = ['similarity', 'homogeneous', 'Arrangements', 'AssemblyNet']
 
 # %% ../../nbs/lab/69_assembly.ipynb #c9ad3c49
 def similarity(
@@ -119,40 +120,6 @@ class Arrangements:
         rows = torch.arange(n)[:, None]
         return Scenes(*(x[rows, order] for x in (types, poses, mask, labels)))
 
-# %% ../../nbs/lab/69_assembly.ipynb #c8a3413e
-_MOST = 1 << 22  # distances that are held at once
-
-
-def vote_density(
-    V: Tensor,  # [b, n, j, m] votes of m numbers
-    mask: Tensor,  # [b, n] bool: there is a part
-    log_h: Tensor | float = 0.0,  # of the width of a kernel, in units of the votes
-) -> Tensor:  # [b, n, j]
-    """How well each vote meets those of the other parts: the logarithm of their kernels' sum.
-
-    >>> vote_density(torch.zeros(1, 4, 2, 6), torch.ones(1, 4, dtype=bool)).shape
-    torch.Size([1, 4, 2])
-    """
-    x, there = V.transpose(1, 2) * torch.exp(-torch.as_tensor(log_h)), mask[:, None, :, None]
-    middle = (x * there).sum(2, keepdim=True) / there.sum(2, keepdim=True).clamp_min(1)
-    x = x - middle.detach()  # near the origin squares lose less
-    half = x.square().sum(-1) / 2  # [b, j, n]
-
-    def rows(first, some):
-        L = some @ x.mT - some.square().sum(-1)[..., None] / 2 - half[:, :, None]
-        own = torch.arange(first, first + some.shape[2], device=x.device)[:, None]
-        out = (own == torch.arange(x.shape[2], device=x.device)) | ~mask[:, None, None]
-        return L.masked_fill(out, -1e4).logsumexp(-1)
-
-    b, j, n, _ = x.shape
-    size = max(1, _MOST // (b * j * n))
-    if size >= n:
-        return rows(0, x).mT
-    parts = [
-        checkpoint(rows, k, x[:, :, k : k + size], use_reentrant=False) for k in range(0, n, size)
-    ]
-    return torch.cat(parts, -1).mT
-
 # %% ../../nbs/lab/69_assembly.ipynb #d9a66a57
 class Assembled(NamedTuple):
     "What `AssemblyNet` finds in scenes."
@@ -176,14 +143,26 @@ class AssemblyNet(nn.Module):
         n_types: int,  # k: kinds of parts
         n_wholes: int,  # j
         maps: str = 'similarity',  # by construction; or 'free': any 3×3 matrices
+        routing: str = 'agreement',  # of votes with votes; or who finds wholes, of `all_routings`
+        **settings,  # of that routing: n_iters, first='agreement', its own
     ):
         super().__init__()
         at_least_1(n_types=n_types, n_wholes=n_wholes)
+        self.route, n_maps = None, n_wholes
+        if routing != 'agreement':
+            n_maps += 1  # the last takes what belongs to nothing
+            self.route = routing_layer(routing, 2, 3, 3, None, n_maps, **settings)
+            if getattr(type(self.route), 'seen', Router.seen) is not Router.seen:
+                raise ValueError(f"routing={routing!r} takes no votes")
+            for own in (self.route.W, self.route.B):  # votes have their maps here
+                own.requires_grad_(False)
+        elif settings:
+            raise ValueError(f"agreement of votes has no settings, got {sorted(settings)}")
         if maps not in ('similarity', 'free'):
             raise ValueError(f"maps must be 'similarity' or 'free', got {maps!r}")
         shape = (4,) if maps == 'similarity' else (3, 3)
         number = lambda v: nn.Parameter(torch.tensor(v))
-        self.W = nn.Parameter(0.5 * torch.randn(n_types, n_wholes, *shape))
+        self.W = nn.Parameter(0.5 * torch.randn(n_types, n_maps, *shape))
         self.log_h, self.gain, self.none = number(0.0), number(1.0), number(0.0)
         self.to_present = nn.Parameter(torch.tensor([1.0, -2.0]))  # slope, and at no part
 
@@ -209,7 +188,13 @@ class AssemblyNet(nn.Module):
             raise ValueError(f"types and poses must be [b, n] and [b, n, 2, 3], got {got}")
         mask = torch.ones_like(types, dtype=torch.bool) if mask is None else mask
         V = self.votes(types, poses)
-        logits = pad(self.gain * vote_density(V.flatten(-2), mask, self.log_h), (0, 1))
+        if self.route is None:
+            L = vote_density(V.flatten(-2), mask, self.log_h)
+        else:
+            a = torch.where(mask, torch.inf, -torch.inf).to(V.dtype)
+            mu, V = self.route.route(a, V).mu[:, :-1], V[:, :, :-1]
+            L = (V - mu[:, None]).square().sum((-2, -1)) * (-2 * self.log_h).exp() / -2
+        logits = pad(self.gain * L, (0, 1))
         logits = logits + pad(self.none[None], (logits.shape[-1] - 1, 0))
         if not return_wholes:
             return logits

@@ -263,6 +263,7 @@ variants = {  # contestants when they are named -> routing, its settings
     'em-part': ('em', dict(misfit='part')),
     'em-identity': ('em', dict(start='identity')),
     'em-part-identity': ('em', dict(misfit='part', start='identity')),
+    **{f'{k}-from-agreement': (k, dict(first='agreement')) for k in ('em', 'dstep', 'dynamic')},
     **{f'em-{k}': (k, dict(loop='em')) for k in ('student', 'laplace', 'full', 'vmf')},
     'bayes-published': ('bayes', dict(cov='published', least=1e-11)),
 }

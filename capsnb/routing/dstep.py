@@ -123,13 +123,14 @@ def route_votes(
     p_model: str = 'gaussian',  # 'gaussian' or 'skm'
     eps: str | float | Floor = 'auto',  # floor of the variances, as for `Routing`
     pooled: bool = False,  # whether the first E-step has one Gaussian for all outputs
+    R: Tensor | None = None,  # [..., i, j] shares to start from; None: even
 ) -> RoutedR:  # scores, capsules, variances, shares
     "The loop of Heinsen's routing, written as in the paper (Heinsen 2019, Alg. 1)."
     check_n_iters(n_iters)
     a, eps = score_inp.sigmoid(), as_floor(eps, V.shape[-2] * V.shape[-1])
     for t in range(n_iters):  # line 2
         if t == 0:
-            R = torch.full_like(V[..., 0, 0], 1 / V.shape[-3])  # line 5
+            R = torch.full_like(V[..., 0, 0], 1 / V.shape[-3]) if R is None else R  # line 5
         else:
             model = pool(mu, sig2) if pooled and t == 1 else (mu, sig2)
             R = e_step(V, score, *model, p_model)  # lines 7 and 8

@@ -146,6 +146,7 @@ def vb_routing(
     cov: str = 'diag',  # of `_covs`
     least: float = 0.0,  # see `_share`
     per_part: bool = False,  # whether the price of a whole is paid for every part, see `_score`
+    R: Tensor | None = None,  # [..., i, j] shares to start from; None: even
 ) -> RoutedR:  # scores, posterior means, diagonals of Ψ⁻¹ / ν, shares
     "Routing by variational Bayes (Ribeiro 2020); `ValueError` if the inputs do not fit."
     if len(V.shape) < 4 or V.shape[:-3] != a.shape:
@@ -163,7 +164,8 @@ def vb_routing(
             exact = cov == 'full' and V.device.type != 'mps'  # covariances lose half of the digits
             U = V.to(torch.float64 if exact else dtype).flatten(-2)
         w = a.to(U.dtype).sigmoid()[..., None]
-        R = torch.full(V.shape[:-2], 1 / V.shape[-3], dtype=U.dtype, device=V.device)
+        if R is None:
+            R = torch.full(V.shape[:-2], 1 / V.shape[-3], dtype=U.dtype, device=V.device)
         for t in range(n_iters):
             q = _posterior(w * R, U, prior, cov)
             if t < n_iters - 1:
@@ -176,6 +178,8 @@ def vb_routing(
 # %% ../../nbs/zoo/29_bayes.ipynb #0000001c
 class BayesRouting(Router):
     "Variational Bayes routing between scored capsules (Ribeiro 2020)."
+
+    starts = True
 
     def own(
         self,
@@ -197,7 +201,8 @@ class BayesRouting(Router):
         return self.few_moments(whole=self.how['cov'] == 'full')
 
     def route(self, a, V):
-        return vb_routing(a, V, self.prior, self.beta_a, self.beta_u, self.n_iters, **self.how)
+        how = self.how | dict(R=self.first_shares(a, V))
+        return vb_routing(a, V, self.prior, self.beta_a, self.beta_u, self.n_iters, **how)
 
     def extra_repr(self):
         kept = {**self.prior._asdict(), **self.how}

@@ -101,11 +101,12 @@ class Gaussian:
         return torch.softmax(L, -1)
 
 # %% ../../nbs/zoo/27_noise.ipynb #00000009
-def _dstep_loop(a_inp, V, noise, beta_use, beta_ign, n_iters=3, eps='auto') -> RoutedR:
+def _dstep_loop(a_inp, V, noise, beta_use, beta_ign, n_iters=3, eps='auto', R=None) -> RoutedR:
     "Heinsen's routing with any density (2019, Alg. 1)."
     check_n_iters(n_iters)
     a, kind, model = a_inp.sigmoid(), as_floor(eps, V.shape[-2] * V.shape[-1]), None
-    R = torch.full(V.shape[:-2], 1 / V.shape[-3], dtype=V.dtype, device=V.device)
+    if R is None:
+        R = torch.full(V.shape[:-2], 1 / V.shape[-3], dtype=V.dtype, device=V.device)
     for t in range(n_iters):
         D_use, D_ign = d_step(a, R)
         score = (beta_use * D_use).sum(-2) - (beta_ign * D_ign).sum(-2)
@@ -115,12 +116,13 @@ def _dstep_loop(a_inp, V, noise, beta_use, beta_ign, n_iters=3, eps='auto') -> R
     return RoutedR(score, model.mu, noise.sig2(model), R)
 
 # %% ../../nbs/zoo/27_noise.ipynb #0000000a
-def _em_loop(a_inp, V, noise, beta_a, beta_u, lam, n_iters=3, eps='auto') -> RoutedR:
+def _em_loop(a_inp, V, noise, beta_a, beta_u, lam, n_iters=3, eps='auto', R=None) -> RoutedR:
     "EM routing with any density (Hinton 2018, Procedure 1)."
     n = V.shape[-2] * V.shape[-1]
     a, lams, kind = a_inp.sigmoid()[..., None], as_schedule(lam, n_iters), as_floor(eps, n)
     least, model = least_weight(a), None
-    R = torch.full(V.shape[:-2], 1 / V.shape[-3], dtype=V.dtype, device=V.device)
+    if R is None:
+        R = torch.full(V.shape[:-2], 1 / V.shape[-3], dtype=V.dtype, device=V.device)
     for t in range(n_iters):
         r = R * a
         model = noise.m_step(r + least, V, 0.0, kind, model)
@@ -334,6 +336,7 @@ class KMeans(Gaussian):
 class NoiseRouting(Router):
     "Routing with any density of the votes, by the D-step or by EM."
 
+    starts = True
     density = Gaussian  # what makes the density where it is not given
 
     def own(
@@ -381,11 +384,11 @@ class NoiseRouting(Router):
 
     def looped(self, a: Tensor, V: Tensor | MomentVotes) -> RoutedR:
         "The loop that was chosen."
+        how = self.n_iters, self.eps, self.first_shares(a, V)
         if self.loop == 'em':
             prices = self.beta_a, self.beta_u, as_schedule(self.lam, self.n_iters)
-            return _em_loop(a, V, self.noise, *prices, self.n_iters, self.eps)
-        prices = self.beta_use, self.beta_ign
-        return _dstep_loop(a, V, self.noise, *prices, self.n_iters, self.eps)
+            return _em_loop(a, V, self.noise, *prices, *how)
+        return _dstep_loop(a, V, self.noise, self.beta_use, self.beta_ign, *how)
 
 # %% ../../nbs/zoo/27_noise.ipynb #00000020
 class StudentRouting(NoiseRouting):

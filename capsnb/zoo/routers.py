@@ -16,6 +16,7 @@ from capsnb.engine.dstep import (
     _bias_of,
     _check_capsules,
     _check_norm,
+    _first_shares,
     _in_dtype,
     _start_maps,
 )
@@ -32,7 +33,7 @@ from capsnb.engine.moments import (
 from ..engine.numerics import autocasting, without_autocast
 from ..routing.dstep import Routed, RoutedR, votes
 from ..routing.dynamic import squash
-from ..routing.em import activation_logit, as_floor, as_schedule
+from ..routing.em import TINY, activation_logit, as_floor, as_schedule
 from ..routing.scene import bare, cast_votes, draw_votes, make_scene
 
 # %% auto #0
@@ -182,6 +183,7 @@ class Router(nn.Module):
         cls.__doc__ = f'{cls.__doc__}\n\n    {example}\n    torch.Size([3, 4, 2])\n    '
 
     linear = False  # whether `route` looks at votes through `total` and `likeness` alone
+    starts = False  # whether `route` is a loop that starts from shares, and asks `first_shares`
 
     def __init__(
         self,
@@ -195,6 +197,7 @@ class Router(nn.Module):
         bias: bool = True,  # whether votes have a bias
         start: str = 'normal',  # of the maps: 'normal', or 'identity' with a little noise
         norm: str = 'none',  # or 'batch', 'layer': of a and mu, while sig2 keeps the votes' units
+        first: str = 'even',  # shares that a loop starts from; or 'agreement' of the votes
         **own,  # settings of the routing alone
     ):
         super().__init__()
@@ -205,6 +208,9 @@ class Router(nn.Module):
         self.n_inp, self.n_out = n_inp, n_out
         self.n_iters, self.bias, self.start = check_n_iters(n_iters), bias, start
         self.normed = None if norm == 'none' else CapsNorm(n_out, norm)
+        self.agree = _first_shares(first)
+        if self.agree is not None and not self.starts:
+            raise ValueError(f"{type(self).__name__} has no loop that starts from shares")
         self.make_maps()
         self.own(**own)
         self._own = own
@@ -214,6 +220,7 @@ class Router(nn.Module):
         sizes = self.d_cov, self.d_inp, self.d_out, self.n_inp, self.n_out
         how = dict(n_iters=self.n_iters, bias=self.bias, start=self.start)
         how['norm'] = 'none' if self.normed is None else self.normed.kind
+        how['first'] = 'even' if self.agree is None else 'agreement'
         with torch.device('cpu'):
             _fill_anew(self, type(self)(*sizes, **how, **self._own))
 
@@ -242,6 +249,10 @@ class Router(nn.Module):
         "What tells one routing from another."
         raise NotImplementedError(f"{type(self).__name__} has no method route(a, V)")
 
+    def first_shares(self, a: Tensor, V: Tensor | SharedVotes) -> Tensor | None:
+        "Shares [..., i, j] to start from, or None: even ones."
+        return None if self.agree is None else self.agree(a, V)
+
     def cast(self, mu_inp: Tensor) -> Tensor:
         "The votes [..., i, j, c, h] of capsules [..., i, c, d]."
         return votes(mu_inp, self.W, _bias_of(self))
@@ -258,7 +269,7 @@ class Router(nn.Module):
 
     def votes_of(self, mu_inp: Tensor) -> Tensor | SharedVotes:
         "Votes, which are not made where the routing can do without."
-        if self.without_votes():
+        if self.agree is None and self.without_votes():
             return SharedVotes(mu_inp, self.W[0], _bias_of(self)[0])
         return self.cast(mu_inp)
 
@@ -342,10 +353,11 @@ def _score_of_length(v: Tensor) -> Tensor:
 class DynamicRouting(Router):
     "Routing by agreement between scored capsules (Sabour 2017, procedure 1); R has no gradient."
 
-    linear = True
+    linear = starts = True
 
     def route(self, a, V):
-        v, R = self.from_shared(a, V) if isinstance(V, SharedVotes) else self.from_votes(a, V)
+        shared = isinstance(V, SharedVotes) or self.agree is not None
+        v, R = self.looped(a, V) if shared else self.from_votes(a, V)
         return RoutedR(_score_of_length(v), v.unflatten(-1, V.shape[-2:]), None, R)
 
     def from_votes(self, a: Tensor, V: Tensor) -> tuple:
@@ -354,10 +366,14 @@ class DynamicRouting(Router):
         out = dynamic_routing(seen.flatten(-2), self.n_iters, return_R=True)
         return out.v, out.R
 
-    def from_shared(self, a: Tensor, V: SharedVotes) -> tuple:
-        "The same without votes."
-        f = a.sigmoid()[..., None]
-        b = torch.zeros(V.shape[:-2], dtype=V.dtype, device=V.device)
+    def looped(self, a: Tensor, V: Tensor | SharedVotes) -> tuple:
+        "The same without votes, or from given shares."
+        f, R = a.sigmoid()[..., None], self.first_shares(a, V)
+        b = (
+            torch.zeros(V.shape[:-2], dtype=V.dtype, device=V.device)
+            if R is None
+            else R.clamp_min(TINY).log()
+        )
         for left in reversed(range(self.n_iters)):
             R = b.softmax(-1)
             v = squash(total(f * R, V).flatten(-2))
@@ -377,6 +393,8 @@ def _log_volume(W: Tensor, d_cov: int) -> Tensor:
 # %% ../../nbs/zoo/25_routers.ipynb #0000000a
 class EMRouting(Router):
     "EM routing between scored capsules (Hinton 2018, procedure 1)."
+
+    starts = True
 
     def own(
         self,
@@ -417,7 +435,8 @@ class EMRouting(Router):
         if isinstance(V, SharedVotes):
             return self.from_moments(a, V)
         absent = a.isneginf()[..., None]
-        a, betas, how = a.sigmoid(), (self.beta_a, self.beta_u), dict(eps=self.eps)
+        how = dict(eps=self.eps, R=self.first_shares(a, V))
+        a, betas = a.sigmoid(), (self.beta_a, self.beta_u)
         gain = _log_volume(self.W, self.d_cov) if self.misfit == 'part' else None
         out = em_routing(a, V, *betas, self.lams(), self.n_iters, gain=gain, **how)
         data, worth = a[..., None] * out.R, self.beta_a
