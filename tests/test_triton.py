@@ -1,6 +1,9 @@
 """Triton's kernels, without a GPU: interpreted against the definition, compiled ahead, counted."""
 
+import contextlib
 import copy
+import importlib
+import os
 import re
 import subprocess
 import sys
@@ -17,8 +20,9 @@ from capsnb.engine.dynamic import dynamic_routing, route_capsules
 from capsnb.engine.em import em_routing
 from capsnb.engine.layers import ClassCaps, ConvCaps, field_plans, field_table
 from capsnb.engine.numerics import assert_as_exact, error_to
-from capsnb.engine.triton_loop import interpreting, recording
+from capsnb.engine.triton_loop import recording
 from capsnb.lab.speed import _adds, paper_sizes
+from capsnb.routing.dstep import votes as votes_of
 
 needs_triton = pytest.mark.skipif(not find_spec('triton'), reason="triton is not installed")
 f32, f64 = torch.float32, torch.float64
@@ -31,6 +35,25 @@ tiny, even = 2.0**-40, [0.5, 2.0**-40, 2.0**-40]  # what float32 holds exactly
 def long_runs(monkeypatch):
     "A program walks over several blocks, also where parts are few."
     monkeypatch.setattr(loops, '_PROGRAMS', 2)
+
+
+@contextlib.contextmanager
+def interpreting():
+    "Within it kernels run on CPU tensors, and so does what they use of triton's own library."
+    import triton
+    import triton.experimental.gluon  # copies the library, so it must come before the change
+    from triton.runtime.interpreter import InterpretedFunction
+
+    kernels = importlib.import_module('capsnb.engine.triton_kernels')
+    modules = kernels, triton.language, triton.language.standard
+    with patch.dict(os.environ, TRITON_INTERPRET='1'), contextlib.ExitStack() as changes:
+        changes.enter_context(patch.dict(vars(triton.language.core)))  # it changes, and stays so
+        for module in modules:
+            for name, fn in [*vars(module).items()]:
+                if isinstance(fn, triton.JITFunction):
+                    twin = InterpretedFunction(fn.fn)
+                    changes.enter_context(patch.object(module, name, twin))
+        yield
 
 
 def fenced(t):
@@ -49,8 +72,10 @@ def routed(n, i, j, c, d, h, own=False, one=False, seed=0):
     shapes = (n, i), (n, i, c, d), (s, m, d, h), (s, j, c, h), (s, m), (s, m)
     a, x, W, *rest = (torch.randn(shape, generator=gen, dtype=f64).float() for shape in shapes)
     a[:, 2:3] = -torch.inf
-    none = torch.empty(0, dtype=torch.int32)
-    return Given(a, x, W / d, *rest, none, none, none)
+    none, B, W = torch.empty(0, dtype=torch.int32), rest[0], W / d
+    if d > 16:  # as for a layer with wide poses
+        x, W, B = votes_of(x, W, B)[:, None], W.new_empty(i, j, 0, h), W.new_empty(0)
+    return Given(a, x, W, B, *rest[1:], none, none, none)
 
 
 def in_fields(b, size, K, I, J, stride, padding, pose, seed=0):
@@ -274,15 +299,18 @@ def outs_of(layer, a, mu, *more, **how):
     return [*out, *torch.autograd.grad(loss, [a, mu, *layer.parameters()])]
 
 
+wide_own = dict(d_inp=20, n_inp=5, n_out=3)  # votes as a product leaves them: parts before samples
+
+
 @pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize(
-    'kwargs', [dict(n_inp=5, n_out=3, single_beta=True), dict(n_inp=5), dict(d_inp=20)]
+    'kwargs', [dict(n_inp=5, n_out=3, single_beta=True), dict(n_inp=5), dict(d_inp=20), wide_own]
 )
 def test_a_layer(kwargs):
     torch.manual_seed(0)
     layer = Routing(**(dict(d_cov=2, d_inp=2, d_out=2, plan='votes') | kwargs))
-    a, mu = torch.randn(1, 1, 5), torch.randn(1, 1, 5, 2, layer.d_inp)
+    a, mu = torch.randn(1, 2, 5), torch.randn(1, 2, 5, 2, layer.d_inp)
     a[0, 0, 2] = -torch.inf
     more = () if layer.n_out else (4,)
     ref = outs_of(layer, a, mu, *more, return_R=True)

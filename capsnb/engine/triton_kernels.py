@@ -17,7 +17,7 @@ class _Problem(NamedTuple):
     "What is routed, and sizes of the work, which `_Loop` knows."
 
     a: Tensor  # [n, i] scores, or activations
-    x: Tensor  # [n, i, c, d] poses, or [n, p, s, j, c, h] votes; a kernel is given V for wide ones
+    x: Tensor  # [n, i, c, d] poses, or [n, p, s, j, c, h] votes
     W: Tensor  # [s|1, j|1, d, h] maps; d = 0: votes are given
     B: Tensor  # [s|1, j, c, h] biases, or empty: EM
     use: Tensor  # [s|1, j|1] net benefits, or [j] beta_a
@@ -31,6 +31,10 @@ class _Problem(NamedTuple):
     N: int = 0  # parts of a sample
     beta_s: int = 0  # step from a net benefit to that of the next place
     beta_j: int = 0  # and of the next whole
+    vote_q: int = 0  # step from a given vote to that in the next group
+    vote_s: int = 0  # from the next place
+    vote_j: int = 0  # for the next whole
+    vote_c: int = 0  # and to the next row of a vote
     runs: int = 0  # of a sweep
     per: int = 0  # places in a run
 
@@ -42,11 +46,9 @@ class _Kept(NamedTuple):
     mu: Tensor  # [n, p, j, c, h] means
     sig2: Tensor  # [n, p, j, c, h] variances
     R: Tensor  # [n, p, s, j] shares of the last iteration, or empty
-    M: Tensor  # [s|1, d + c, h, j] maps, below each its bias; [s, d, h, j] for EM; if V is made
-    V: Tensor  # [n, i, c, j, h] votes of wide poses, or empty: by M [s|1, c|1, d, j, h]
+    M: Tensor  # [s|1, d + c, h, j] maps, below each its bias; [s, d, h, j] for EM
     mid: Tensor  # [n, c·d] mean pose, if all parts share maps; means are less its votes
-    base: Tensor  # [n, c·h, j] these votes
-    floor: Tensor  # [n] floor of the variances, in the dtype of all that is computed
+    floor: Tensor  # [n] floor of the variances
     won: Tensor  # [t, q, j] scores, or data
     mass: Tensor  # [t, q, j] sums of the weights
     mean: Tensor  # [t, q, c·h, j] means
@@ -71,7 +73,7 @@ class _Numbers(NamedTuple):
     "Numbers of an iteration."
 
     t: int  # which
-    steps: int  # of how many
+
     lse: int  # where its log-sum-exps begin
     span: int  # wholes of a program of its finish
     rel: float  # multiple of the votes' variance in the floor
@@ -83,22 +85,20 @@ class _Numbers(NamedTuple):
 class _How(NamedTuple):
     "What a kernel is compiled for."
 
+    T: tl.dtype  # of all that is computed
     KIND: int  # 0: one map for all parts; 1: a map for each; 2: parts lie in fields
     EM: bool  # whether parts have activations, and votes no bias
-    ACT: int  # what a score does, a number in `_ACTS`
-    AGREE: bool  # whether wholes are sums of votes, squashed, and logits products with them
+    ACT: str  # what a score does: 'dstep', 'skm', or for EM 'logistic', 'logit'; 'agree'
     C: int  # rows of a pose
     D: int  # its columns; 0: votes are given
     H: int  # columns of a vote
     J: int  # wholes of a group
     BIAS: bool  # whether each part's map has a bias
-    ALL: bool  # whether sums by wholes have the gradients of maps and prices
     BR: int  # rows of a tile of a sweep: parts, or groups of wholes
     BJ: int  # its columns: wholes
     FUSED: bool  # whether a tile holds all wholes of a part
     BO: int  # wholes in a tile of a finish
     BQ: int  # and numbers of a vote
-    BP: int  # and of a pose
     POOLED: bool  # whether the second sweep has one model for all wholes
     SHARES: bool  # whether R is wanted
     FIRST: bool = False  # iteration
@@ -120,7 +120,7 @@ def _by_wholes(p, how):
 
 @triton.jit
 def _parts_at(p, q, t, how):
-    "Parts in place t of groups q: where they are, are they, the pairs."
+    "Parts in place t of groups q: where they are, are they, pairs, given votes."
     s = t
     if how.KIND == 0:
         s = t + tl.arange(0, how.BR)
@@ -131,7 +131,8 @@ def _parts_at(p, q, t, how):
     if how.KIND == 2:
         part = tl.load(p.fields + (q % p.P) * p.S + t, ok, -1)
         ok = ok & (part >= 0)
-    return (q // p.P) * p.N + part, ok, (q * p.S + s)[:, None]
+    vote = (q * p.vote_q + tl.cast(s, tl.int64) * p.vote_s)[:, None]
+    return (q // p.P) * p.N + part, ok, (q * p.S + s)[:, None], vote
 
 
 @triton.jit
@@ -151,14 +152,14 @@ def _by_parts(p, how):
 
 @triton.jit
 def _place_of(p, at, turn, how):
-    "Number `turn` of these places: its groups, its map, the pairs."
+    "Number `turn` of these places: its groups, its map, pairs, given votes."
     if how.KIND == 0:
         q = tl.program_id(1).to(tl.int64)
-        return q, q * 0, at[:, None]
+        return q, q * 0, at[:, None], q * 0
     else:
         place = tl.load(p.order + turn) if how.KIND == 2 else turn
         q, s = ((at // p.N) * p.P + place // p.S)[:, None], tl.cast(place % p.S, tl.int64)
-        return q, s, q * p.S + s
+        return q, s, q * p.S + s, q * p.vote_q + s * p.vote_s
 
 # %% ../../nbs/engine/22_triton.ipynb #9ef5ce77
 @triton.jit
@@ -167,7 +168,7 @@ def _poses(p, w, at, ok, how):
     size: tl.constexpr = how.C * how.D
     out = ()
     for n in tl.static_range(size):
-        x = tl.load(p.x + at * size + n, ok, 0.0).to(w.floor.dtype.element_ty)
+        x = tl.load(p.x + at * size + n, ok, 0.0).to(how.T)
         if how.KIND == 0:
             x -= tl.load(w.mid + at // p.N * size + n, ok, 0.0)
         out = out + (x[:, None],)
@@ -177,34 +178,25 @@ def _poses(p, w, at, ok, how):
 @triton.jit
 def _map(w, s, col, here, how):
     "Numbers [1, BJ] of map number s, behind them its bias."
-    rows: tl.constexpr = how.D if how.EM else how.D + how.C
+    size: tl.constexpr = (how.D + how.C * how.BIAS) * how.H
     out = ()
-    for n in tl.static_range((rows if how.BIAS else how.D) * how.H):
-        at = w.M + (s * (rows * how.H) + n) * how.J + col
-        out = out + (tl.load(at, here, 0.0).to(w.floor.dtype.element_ty),)
+    for n in tl.static_range(size):
+        at = w.M + (s * size + n) * how.J + col
+        out = out + (tl.load(at, here, 0.0).to(how.T),)
     return out
 
 
 @triton.jit
-def _vote_at(at, pair, col, n, how):
-    "Where number n of a vote is that is not made here; of wide poses, rows come before wholes."
-    if how.EM:
-        return at + (pair * how.J + col) * (how.C * how.H) + n
-    else:
-        return at + ((pair * how.C + n // how.H) * how.J + col) * how.H + n % how.H
-
-
-@triton.jit
-def _votes(p, w, xs, maps, pair, col, there, how):
+def _votes(p, w, xs, maps, vote, col, there, how):
     "The same bits in every sweep."
-    T: tl.constexpr = w.floor.dtype.element_ty
     out = ()
     for n in tl.static_range(how.C * how.H):
-        V = tl.full((1, 1), 0.0, T)
+        V = tl.full((1, 1), 0.0, how.T)
         if how.BIAS:
             V = maps[how.D * how.H + n]
         if how.D == 0:
-            V = tl.load(_vote_at(p.x, pair, col, n, how), there, 0.0).to(T)
+            at = vote + col * p.vote_j + n // how.H * p.vote_c + n % how.H
+            V = tl.load(p.x + at, there, 0.0).to(how.T)
         for d in tl.static_range(how.D):
             V = V + xs[n // how.H * how.D + d] * maps[d * how.H + n % how.H]
         out = out + (V,)
@@ -222,20 +214,16 @@ def _many(at, row, col, here, how):
 
 @triton.jit
 def _model(p, w, by, row, col, here, how):
-    "What votes are scored by: k, means, v."
-    if how.FIRST:
-        zero = tl.full((1, 1), 0.0, w.floor.dtype.element_ty)
-        return zero, (zero,) * (how.C * how.H), (zero,) * (how.C * how.H)
-    else:
+    "What votes are scored by: k, means, v; in dynamic routing 0, and directions."
+    k, at = tl.full((1, 1), 0.0, how.T), (tl.full((1, 1), 0.0, how.T),) * (how.C * how.H)
+    v = at
+    if not how.FIRST:
         row += tl.cast(by.t - 1, tl.int64) * p.Q
         k = tl.load(w.k + row * how.J + col, here, 0.0)
-        return k, _many(w.at, row, col, here, how), _many(w.v, row, col, here, how)
-
-
-@triton.jit
-def _gap(V, model, n, how):
-    "From the mean; there is none in dynamic routing."
-    return V[n] if how.AGREE else V[n] - model[1][n]
+        v = _many(w.v, row, col, here, how)
+        if how.ACT != 'agree':
+            at = _many(w.at, row, col, here, how)
+    return k, at, v
 
 
 @triton.jit
@@ -243,8 +231,8 @@ def _score(V, model, how):
     "Logits."
     L = model[0]
     for n in tl.static_range(how.C * how.H):
-        gap = _gap(V, model, n, how)
-        L = L + model[1][n] * gap if how.AGREE else L - model[2][n] * gap * gap
+        gap = V[n] - model[1][n]
+        L = L + model[2][n] * gap if how.ACT == 'agree' else L - model[2][n] * gap * gap
     return L
 
 
@@ -252,35 +240,35 @@ def _score(V, model, how):
 def _weight(R, f, inside, how):
     "Of votes; for EM a whole without data has a little of each, so that it has a mean."
     u = R * f
-    if how.EM and not how.AGREE:
+    if how.EM and how.ACT != 'agree':
         u = tl.where(inside, u + 1e-12 * (f + 1e-8), 0.0)
     return u
 
 
 @triton.jit
-def _active(p, w, at, ok, how):
+def _active(p, at, ok, how):
     "Activations of parts, from scores unless they come as such; 0 where there is none."
-    f = tl.load(p.a + at, ok, 0.0).to(w.floor.dtype.element_ty)
+    f = tl.load(p.a + at, ok, 0.0).to(how.T)
     if not how.EM:
         f = tl.where(ok, tl.sigmoid(f), 0.0)
     return f[:, None]
 
 
 @triton.jit
-def _even(p, w, at, ok, how):
+def _even(p, at, ok, how):
     "Shares before there is a model: even over all wholes of a part."
-    count = tl.full(at.shape, 1, w.floor.dtype.element_ty)
+    count = tl.full(at.shape, how.J, how.T)
     if how.KIND == 2:
-        begin = tl.load(p.starts + at % p.N, ok, 0)
-        count = tl.maximum(tl.load(p.starts + at % p.N + 1, ok, 0) - begin, 1).to(count.dtype)
-    return 1 / (count * how.J)[:, None]
+        begin = p.starts + at % p.N
+        count *= tl.maximum(tl.load(begin + 1, ok, 0) - tl.load(begin, ok, 0), 1)
+    return (1 / count)[:, None]
 
 
 @triton.jit
-def _price(p, w, at, s, col, here):
+def _price(p, at, s, col, here, how):
     "A net benefit or cost."
     at = at + tl.cast(s, tl.int64) * p.beta_s + col * p.beta_j
-    return tl.load(at, here, 0.0).to(w.floor.dtype.element_ty)
+    return tl.load(at, here, 0.0).to(how.T)
 
 
 @triton.jit
@@ -291,45 +279,31 @@ def _of_rows(x, how):
 # %% ../../nbs/engine/22_triton.ipynb #429ea1f7
 @triton.jit
 def _middle(p, w, by, how: tl.constexpr):
-    "The mean pose of a sample, and its votes: program (sample)."
-    T: tl.constexpr = w.floor.dtype.element_ty
-    ROWS: tl.constexpr = 4096 // how.BP
-    q, d = tl.program_id(0).to(tl.int64), tl.arange(0, how.BP)
-    size: tl.constexpr = how.C * how.D
-    total, mass = tl.full((ROWS, how.BP), 0.0, T), tl.full((ROWS, 1), 0.0, T)
-    for start in range(0, p.N, ROWS):
-        part = start + tl.arange(0, ROWS)
-        at, ok = q * p.N + part, part < p.N
-        f, there = _active(p, w, at, ok, how), ok[:, None] & (d < size)[None, :]
-        total += f * tl.load(p.x + at[:, None] * size + d[None, :], there, 0.0).to(T)
+    "The mean pose of a sample: program (sample, number of a pose)."
+    q, d, rows = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, 1024)
+    total, mass = tl.full((1024, 1), 0.0, how.T), tl.full((1024, 1), 0.0, how.T)
+    for start in range(0, p.N, 1024):
+        at, ok = q * p.N + start + rows, start + rows < p.N
+        f = _active(p, at, ok, how)
+        total += f * tl.load(p.x + at * (how.C * how.D) + d, ok, 0.0).to(how.T)[:, None]
         mass += f
-    tl.store(w.mid + q * size + d, tl.sum(total, 0) / tl.maximum(tl.sum(mass, 0), 1e-30), d < size)
-    tl.debug_barrier()
-    for start in range(0, how.J, how.BO):
-        own, here, one, many, last, j = _wholes_at(p, start, how.J, how)
-        n = tl.arange(0, how.BQ)[None, :]
-        V = tl.load(w.M + (how.D * how.H + n) * how.J + j[:, None], here, 0.0).to(T)
-        for k in range(0, how.D):
-            x = tl.load(w.mid + (q * how.C + n // how.H) * how.D + k, n < how.C * how.H, 0.0)
-            row = k * how.H + n % how.H
-            V += x * tl.load(w.M + row * how.J + j[:, None], here, 0.0).to(T)
-        tl.store(w.base + many, V, here)
+    middle = tl.sum(total) / tl.maximum(tl.sum(mass), 1e-30)
+    tl.store(w.mid + q * (how.C * how.D) + d, middle)
 
 # %% ../../nbs/engine/22_triton.ipynb #7846dd26
 @triton.jit
 def _sweep_lse(p, w, by, how: tl.constexpr):
     "Log-sum-exp of each part's logits, over all its wholes."
-    T: tl.constexpr = w.floor.dtype.element_ty
     at, ok, begin, end = _by_parts(p, how)
     xs = _poses(p, w, at, ok, how)
-    most, total = tl.full((how.BR, how.BJ), -3e38, T), tl.full((how.BR, how.BJ), 0.0, T)
+    most, total = tl.full((how.BR, how.BJ), -3e38, how.T), tl.full((how.BR, how.BJ), 0.0, how.T)
     for turn in range(begin, end):
-        q, s, pair = _place_of(p, at, turn, how)
+        q, s, pair, vote = _place_of(p, at, turn, how)
         for start in range(0, how.J, how.BJ):
             col = start + tl.arange(0, how.BJ)[None, :]
             fits = col < how.J
             here = fits if how.KIND == 0 else fits & ok[:, None]
-            V = _votes(p, w, xs, _map(w, s, col, fits, how), pair, col, here, how)
+            V = _votes(p, w, xs, _map(w, s, col, fits, how), vote, col, here, how)
             L = _score(V, _model(p, w, by, q, col, here, how), how)
             L = tl.where(fits, L, float('-inf'))
             top = tl.maximum(most, L)
@@ -343,9 +317,8 @@ def _sweep_lse(p, w, by, how: tl.constexpr):
 @triton.jit
 def _sweep(p, w, out, by, how: tl.constexpr):
     "Masses, means and squares of a run of places: program (block of wholes, run, groups)."
-    T: tl.constexpr = w.floor.dtype.element_ty
     col, q, row, here = _by_wholes(p, how)
-    run, fits, zero = tl.program_id(1), col < how.J, tl.full((how.BR, how.BJ), 0.0, T)
+    run, fits, zero = tl.program_id(1), col < how.J, tl.full((how.BR, how.BJ), 0.0, how.T)
     zeros = (zero,) * (how.C * how.H)
     S, won, nears, means, squares = zero, zero, zeros, zeros, zeros
     model = _model(p, w, by, row, col, here, how)
@@ -353,13 +326,13 @@ def _sweep(p, w, out, by, how: tl.constexpr):
         maps = _map(w, q * 0, col, fits, how)
     step: tl.constexpr = how.BR if how.KIND == 0 else 1
     for t in range(run * p.per, tl.minimum(p.S, run * p.per + p.per), step):
-        at, ok, pair = _parts_at(p, q, t, how)
-        xs, f, inside = _poses(p, w, at, ok, how), _active(p, w, at, ok, how), fits & ok[:, None]
+        at, ok, pair, vote = _parts_at(p, q, t, how)
+        xs, f, inside = _poses(p, w, at, ok, how), _active(p, at, ok, how), fits & ok[:, None]
         if how.KIND > 0:
             maps = _map(w, tl.cast(t, tl.int64), col, fits, how)
-        V = _votes(p, w, xs, maps, pair, col, inside, how)
+        V = _votes(p, w, xs, maps, vote, col, inside, how)
         if how.FIRST:
-            R = tl.where(inside, _even(p, w, at, ok, how), 0.0)
+            R = tl.where(inside, _even(p, at, ok, how), 0.0)
         else:
             L = tl.where(fits, _score(V, model, how), float('-inf'))
             lse_at = w.lse + by.lse + at
@@ -376,14 +349,14 @@ def _sweep(p, w, out, by, how: tl.constexpr):
         if how.EM:
             won += R * f
         else:
-            use, ign = _price(p, w, p.use, t, col, fits), _price(p, w, p.ign, t, col, fits)
+            use, ign = (_price(p, p.use, t, col, fits, how), _price(p, p.ign, t, col, fits, how))
             won += use * u - ign * (f - u)
         over, heavy = 1 / tl.maximum(S + u, 1e-30), u > S
         keep, move = S * over, u * over
         S += u
         new_nears, new_means, new_squares = (), (), ()
         for n in tl.static_range(how.C * how.H):
-            y = _gap(V, model, n, how) - nears[n]
+            y = V[n] - model[1][n] - nears[n]
             gap = y - means[n]
             if how.FIRST and how.KIND > 0:  # the heaviest vote so far is what others are taken from
                 new_nears = new_nears + (tl.where(heavy, V[n], nears[n]),)
@@ -421,11 +394,10 @@ def _shrunk(s):
 
 
 @triton.jit
-def _logit(p, w, W, logs, j, own, by, how):
+def _logit(p, W, logs, j, own, by, how):
     "As `activation_logit`; and what a unit of data costs."
-    T: tl.constexpr = w.floor.dtype.element_ty
-    price = how.C * how.H * tl.load(p.ign + j, own, 0.0).to(T) + 0.5 * logs
-    return by.lam * (tl.load(p.use + j, own, 0.0).to(T) - W * price), price
+    price = how.C * how.H * tl.load(p.ign + j, own, 0.0).to(how.T) + 0.5 * logs
+    return by.lam * (tl.load(p.use + j, own, 0.0).to(how.T) - W * price), price
 
 
 @triton.jit
@@ -439,26 +411,34 @@ def _wholes_at(p, start, stop, how):
 
 
 @triton.jit
-def _base(w, many, here, zero, how):
-    "What means are taken from."
-    return tl.load(w.base + many, here, 0.0) if how.KIND == 0 else zero
+def _base(w, here, j, how):
+    "What means are taken from: votes of the mean pose, if there is one."
+    n = tl.arange(0, how.BQ)[None, :]
+    V = tl.full((how.BO, how.BQ), 0.0, how.T)
+    if how.KIND == 0:
+        V += tl.load(w.M + (how.D * how.H + n) * how.J + j[:, None], here, 0.0).to(how.T)
+        for d in tl.static_range(how.D):
+            x = tl.program_id(0) * (how.C * how.D) + n // how.H * how.D + d
+            row = (d * how.H + n % how.H) * how.J + j[:, None]
+            x = tl.load(w.mid + x, n < how.C * how.H, 0.0)
+            V += x * tl.load(w.M + row, here, 0.0).to(how.T)
+    return V
 
 
 @triton.jit
 def _finish(p, w, sums, by, how: tl.constexpr):
     "Sums of runs -> wholes, and what the next sweep scores by: program (sample, run of wholes)."
-    T: tl.constexpr = w.floor.dtype.element_ty
     CH: tl.constexpr = how.C * how.H
     begin, size = tl.program_id(1) * by.span, tl.cast(p.Q, tl.int64) * how.J
     now, nows, then = by.t * size, by.t * size * CH, (by.t - 1) * size * CH
-    stop, zero = tl.minimum(p.P * how.J, begin + by.span), tl.full((how.BO, how.BQ), 0.0, T)
+    stop, zero = tl.minimum(p.P * how.J, begin + by.span), tl.full((how.BO, how.BQ), 0.0, how.T)
     all_var, all_mu2, n = zero, zero, 0
-    one_mu, one_var = tl.full((how.BQ,), 0.0, T), tl.full((how.BQ,), 0.0, T)
+    one_mu, one_var = tl.full((how.BQ,), 0.0, how.T), tl.full((how.BQ,), 0.0, how.T)
     for start in range(begin, stop, how.BO):
-        own, here, one, many, _, _ = _wholes_at(p, start, stop, how)
-        S, W = (tl.full((how.BO,), 0.0, T),) * 2
-        mu, square, near, base = zero, zero, zero, _base(w, many, here, zero, how)
-        if not how.FIRST and not how.AGREE:
+        own, here, one, many, _, j = _wholes_at(p, start, stop, how)
+        S, W = (tl.full((how.BO,), 0.0, how.T),) * 2
+        mu, square, near, base = zero, zero, zero, _base(w, here, j, how)
+        if not how.FIRST and how.ACT != 'agree':
             near = tl.load(w.at + then + many, here, 0.0)
         for r in tl.range(0, p.runs, loop_unroll_factor=4):
             to, near_r = tl.cast(r, tl.int64) * size, near
@@ -489,13 +469,13 @@ def _finish(p, w, sums, by, how: tl.constexpr):
             centre = tl.sum(tl.where(here, mean, 0.0), 0) / new
             gap = tl.where(here, mean - centre[None, :], 0.0)
             one_var += tl.sum(tl.where(here, var, 0.0) + gap * gap, 0)
-            move, gap = new.to(T) / (n + new), centre - one_mu
+            move, gap = new.to(how.T) / (n + new), centre - one_mu
             one_var += gap * gap * (n * move)
             one_mu += gap * move
             n += new
     tl.debug_barrier()
     if how.FIRST:
-        floor, count = tl.full((), 0.0, T) + by.least, p.P * how.J * CH
+        floor, count = tl.full((), 0.0, how.T) + by.least, p.P * how.J * CH
         if by.rel > 0:
             spread = tl.sum(tl.sum(all_var, 1), 0) / count
             floor += by.rel * spread + 1e-6 * (spread + tl.sum(tl.sum(all_mu2, 1), 0) / count)
@@ -504,17 +484,17 @@ def _finish(p, w, sums, by, how: tl.constexpr):
         floor = tl.load(w.floor + tl.program_id(0))
     for start in range(begin, stop, how.BO):
         own, here, one, many, last, j = _wholes_at(p, start, stop, how)
-        mean, base = tl.load(w.mean + nows + many, here, 0.0), _base(w, many, here, zero, how)
+        mean, base = tl.load(w.mean + nows + many, here, 0.0), _base(w, here, j, how)
         sig2 = tl.load(w.var + nows + many, here, 1.0) + floor
         W = tl.load(w.won + now + one, own, 0.0)
         logs, on = tl.sum(tl.where(here, tl.log(sig2), 0.0), 1), W
-        if how.AGREE:
+        if how.ACT == 'agree':
             on, logs, sig2 = 0 * W, 0 * W, zero + 1
             mean = _shrunk(tl.load(w.mass + now + one, own, 0.0)[:, None] * mean)[0]
         elif how.EM:
-            on = _logit(p, w, W, logs, j, own, by, how)[0]
+            on = _logit(p, W, logs, j, own, by, how)[0]
         if how.DONE:
-            tl.store(w.a + one, tl.sigmoid(on) if how.ACT == 1 else on, own)
+            tl.store(w.a + one, tl.sigmoid(on) if how.ACT == 'logistic' else on, own)
             tl.store(w.mu + last, base + mean, here)
             tl.store(w.sig2 + last, sig2, here)
         else:
@@ -522,14 +502,15 @@ def _finish(p, w, sums, by, how: tl.constexpr):
                 mean = one_mu[None, :] - base
                 sig2 = tl.where(here, (one_var / n + floor)[None, :], 1.0)
                 logs = tl.sum(tl.log(sig2), 1)
-            if how.ACT == 3:
+            if how.ACT == 'skm':
                 sig2, logs = zero + 0.5, 0 * logs
-            if how.AGREE and not how.FIRST:
-                mean += tl.load(w.at + then + many, here, 0.0)
+            slope = 0.5 / sig2
+            if how.ACT == 'agree':
+                slope = mean if how.FIRST else mean + tl.load(w.v + then + many, here, 0.0)
             log_on = tl.minimum(on, 0.0) - tl.log(1 + tl.exp(-tl.abs(on)))
             tl.store(w.k + now + one, log_on - 0.5 * logs, own)
             tl.store(w.at + nows + many, mean, here)
-            tl.store(w.v + nows + many, 0.5 / sig2, here)
+            tl.store(w.v + nows + many, slope, here)
 
 # %% ../../nbs/engine/22_triton.ipynb #7f252a8c
 class _Back(NamedTuple):
@@ -548,14 +529,12 @@ class _Back(NamedTuple):
     second: Tensor  # [q, c·h, j] and its square
     before: Tensor  # [q, c·h, j] gradient of a capsule that later logits hold
     floor: Tensor  # [q, j] of the floor
-    beta: Tensor  # [2, q, j] of EM's prices, or empty
+    price: Tensor  # [2, q, j] of prices, or for own maps [2, program by parts, j]
     bias: Tensor  # [q, j, c·h] of a bias that all parts share, or [s, j, c·h]
     pay: Tensor  # [n, i] what a part pays for all its shares
     a: Tensor  # [n, i]
     x: Tensor  # [n, i, c, d], or of votes
     map: Tensor  # [run · q, j, d, h], or [s, j, d, h]
-    use: Tensor  # [run · q, j], [s, j], or for votes of wide poses [blocks of samples · s, j]
-    ign: Tensor  # the same
 
 
 @triton.jit
@@ -570,23 +549,26 @@ def _put(at, values, ok, how):
 @triton.jit
 def _finish_back(p, w, g, by, how: tl.constexpr):
     "Gradients of wholes -> slopes of the sweep that they come from: program as for `_finish`."
-    T: tl.constexpr = w.floor.dtype.element_ty
     begin, size = tl.program_id(1) * by.span, tl.cast(p.Q, tl.int64) * how.J
     CH: tl.constexpr = how.C * how.H
-    now, nows, zero = by.t * size, by.t * size * CH, tl.full((how.BO, how.BQ), 0.0, T)
+    now, nows, zero = by.t * size, by.t * size * CH, tl.full((how.BO, how.BQ), 0.0, how.T)
     stop = tl.minimum(p.P * how.J, begin + by.span)
     floor = tl.load(w.floor + tl.program_id(0))
-    all_floor, (one_mu, one_var) = tl.full((how.BO,), 0.0, T), (tl.full((how.BQ,), 0.0, T),) * 2
+    all_floor, masses = (tl.full((how.BO,), 0.0, how.T),) * 2
+    one_mu, one_var = (tl.full((how.BQ,), 0.0, how.T),) * 2
+    for start in range(0, how.J if how.KIND == 0 else 0, how.BO):
+        own, here, one, many, last, j = _wholes_at(p, start, how.J, how)
+        masses += tl.load(w.mass + now + one, own, 0.0)
     for start in range(begin, stop, how.BO):
         own, here, one, many, last, j = _wholes_at(p, start, stop, how)
         W = tl.load(w.won + now + one, own, 0.0)
         sig2 = tl.load(w.var + nows + many, here, 1.0) + floor
         if how.DONE:
-            g_on = tl.load(g.of_a + one, own, 0.0).to(T)
-            g_mu = tl.load(g.of_mu + last, here, 0.0).to(T)
-            g_var = tl.load(g.of_sig2 + last, here, 0.0).to(T)
+            g_on = tl.load(g.of_a + one, own, 0.0).to(how.T)
+            g_mu = tl.load(g.of_mu + last, here, 0.0).to(how.T)
+            g_var = tl.load(g.of_sig2 + last, here, 0.0).to(how.T)
         else:
-            g_on, g_mu, g_var = tl.full((how.BO,), 0.0, T), zero, zero
+            g_on, g_mu, g_var = tl.full((how.BO,), 0.0, how.T), zero, zero
             for r in tl.range(0, p.runs, loop_unroll_factor=4):
                 to = tl.cast(r, tl.int64) * size
                 g_on += tl.load(g.k + to + one, own, 0.0)
@@ -594,16 +576,14 @@ def _finish_back(p, w, g, by, how: tl.constexpr):
                 g_var += tl.load(g.v + to * CH + many, here, 0.0)
             inv = 2 * tl.load(w.v + nows + many, here, 0.0)
             g_var = -0.5 * (g_var * inv + g_on[:, None]) * inv
-            if how.ACT == 3:
+            if how.ACT == 'skm':
                 g_var = zero
             if how.KIND == 0:
                 tl.store(g.bias + last, tl.load(g.bias + last, here, 0.0) - g_mu, here)
-        if how.AGREE:
-            g_on, g_var = 0 * g_on, zero
-            if not how.DONE:  # a capsule is in the logits of all later iterations
-                if by.t + 2 < by.steps:
-                    g_mu += tl.load(g.before + many, here, 0.0)
-                tl.store(g.before + many, g_mu, here)
+        if how.ACT == 'agree':
+            g_on, g_var = 0 * g_on, zero  # a capsule is in the logits of all later iterations
+            of_logits = _put(g.before + many, zero if how.DONE else g_mu, here, how)
+            g_mu = g_mu if how.DONE else of_logits
             s = tl.load(w.mass + now + one, own, 0.0)[:, None]
             s = s * tl.load(w.mean + nows + many, here, 0.0)
             _, m, unit, c, q, r = _shrunk(s)
@@ -611,18 +591,22 @@ def _finish_back(p, w, g, by, how: tl.constexpr):
             g_mu = (g_mu + along) * (r / (c + q) / m)
         elif how.EM:
             logs = tl.sum(tl.where(here, tl.log(sig2), 0.0), 1)
-            logit, price = _logit(p, w, W, logs, j, own, by, how)
+            logit, price = _logit(p, W, logs, j, own, by, how)
             if not how.DONE:
                 g_on *= tl.sigmoid(-logit)
-            elif how.ACT == 1:
+            elif how.ACT == 'logistic':
                 g_on *= tl.sigmoid(logit) * tl.sigmoid(-logit)
             g_on *= by.lam
-            _put(g.beta + one, g_on, own, how)
-            _put(g.beta + size + one, -CH * W * g_on, own, how)
+            _put(g.price + one, g_on, own, how)
+            _put(g.price + size + one, -CH * W * g_on, own, how)
             g_var += tl.where(here, (-0.5 * W * g_on)[:, None] / sig2, 0.0)
             g_on *= -price
         elif not how.DONE:
             g_on *= tl.sigmoid(-W)
+        if how.KIND == 0:  # all have one gain: a sum of shares is a mass
+            S = tl.load(w.mass + now + one, own, 0.0)
+            _put(g.price + one, g_on * S, own, how)
+            _put(g.price + size + one, g_on * (S - tl.sum(masses, 0)), own, how)
         tl.store(g.gain + one, g_on, own)
         tl.store(g.first + many, g_mu, here)
         tl.store(g.second + many, g_var, here)
@@ -632,9 +616,9 @@ def _finish_back(p, w, g, by, how: tl.constexpr):
     tl.debug_barrier()
     share = tl.sum(all_floor, 0) / (p.P * how.J * CH)
     for start in range(begin, stop, how.BO):
-        own, here, one, many, last, _ = _wholes_at(p, start, stop, how)
+        own, here, one, many, last, j = _wholes_at(p, start, stop, how)
         g_mu, g_var = tl.load(g.first + many, here, 0.0), tl.load(g.second + many, here, 0.0)
-        mean, base = tl.load(w.mean + nows + many, here, 0.0), _base(w, many, here, zero, how)
+        mean, base = tl.load(w.mean + nows + many, here, 0.0), _base(w, here, j, how)
         if how.POOLED and how.FIRST and not how.DONE:
             gap = mean - tl.load(w.at + nows + many, here, 0.0)
             g_mu = (one_mu[None, :] + 2 * gap * one_var[None, :]) / how.J
@@ -645,12 +629,12 @@ def _finish_back(p, w, g, by, how: tl.constexpr):
                 g_var += (by.rel + 1e-6) * share
         S = tl.load(w.mass + now + one, own, 1.0)
         over = (1 / (S + by.eps))[:, None]
-        if how.AGREE:
+        if how.ACT == 'agree':
             over = zero + 1
         pull = 2 * by.eps * over * (base + mean) * g_var
         g_mu, g_var = (g_mu - pull) * over, g_var * over
         const = -g_var * tl.load(w.var + nows + many, here, 0.0)
-        if how.AGREE:
+        if how.ACT == 'agree':
             const = g_mu * mean
         tl.store(g.const + one, tl.sum(tl.where(here, const, 0.0), 1), own)
         tl.store(g.first + many, g_mu, here)
@@ -661,29 +645,29 @@ def _finish_back(p, w, g, by, how: tl.constexpr):
 # %% ../../nbs/engine/22_triton.ipynb #07743aa1
 @triton.jit
 def _slopes(p, w, g, by, row, col, here, how):
-    "What a unit of share is worth: const, gain; of each number of a vote the mean, both slopes."
+    "The model, and what a unit of share is worth: const, gain; of each number mean, slopes."
     at, now = row * how.J + col, row + tl.cast(by.t, tl.int64) * p.Q
     const, gain = tl.load(g.const + at, here, 0.0), tl.load(g.gain + at, here, 0.0)
     means = _many(w.mean, now, col, here, how)
     first, second = _many(g.first, row, col, here, how), _many(g.second, row, col, here, how)
-    return const, gain, means, first, second
+    return _model(p, w, by, row, col, here, how), const, gain, means, first, second
 
 
 @triton.jit
-def _worth(p, w, g, by, at, ok, pair, s, col, V, f, model, slopes, how):
+def _worth(p, w, g, by, at, ok, pair, s, col, V, f, m, how):
     "Shares, worth of a unit of each, of all its part has, slopes in votes, cost of ignoring."
+    model, const, gain, means, first, second = m
     fits = col < how.J
     inside = fits & ok[:, None]
     if how.FIRST:
-        R = tl.where(inside, _even(p, w, at, ok, how), 0.0)
+        R = tl.where(inside, _even(p, at, ok, how), 0.0)
     else:
         lse = tl.load(w.lse + by.lse + at, ok, 0.0)[:, None]
         R = tl.where(inside, tl.exp(_score(V, model, how) - lse), 0.0)
-    const, gain, means, first, second = slopes
     G, cost, bent = const + gain, gain, ()
     if not how.EM:
-        cost = gain * _price(p, w, p.ign, s, col, fits)
-        G = const + gain * _price(p, w, p.use, s, col, fits) + cost
+        cost = gain * _price(p, p.ign, s, col, fits, how)
+        G = const + gain * _price(p, p.use, s, col, fits, how) + cost
     for n in tl.static_range(how.C * how.H):
         gap = V[n] - means[n]
         half = first[n] + second[n] * gap
@@ -702,8 +686,8 @@ def _pulls(V, model, bent, R, f, dL, inside, how):
     u, out = _weight(R, f, inside, how), ()
     for n in tl.static_range(how.C * how.H):
         pull = u * bent[n]
-        if how.AGREE and not how.FIRST:
-            pull = pull + dL * model[1][n]
+        if how.ACT == 'agree' and not how.FIRST:
+            pull = pull + dL * model[2][n]
         elif not how.FIRST:
             pull = pull - 2 * dL * model[2][n] * (V[n] - model[1][n])
         out = out + (pull,)
@@ -724,12 +708,15 @@ def _to_poses(grads, pulls, maps, how):
 
 @triton.jit
 def _to_map(grads, pulls, xs, how):
-    "Add the gradient of a tile of votes to that of a map."
+    "Add the gradient of a tile of votes to that of a map, behind it its bias."
     out = ()
-    for n in tl.static_range(how.D * how.H):
+    for n in tl.static_range((how.D + how.C * how.BIAS) * how.H):
         new = grads[n]
-        for c in tl.static_range(how.C):
-            new = new + xs[c * how.D + n // how.H] * pulls[c * how.H + n % how.H]
+        if n < how.D * how.H:
+            for c in tl.static_range(how.C):
+                new = new + xs[c * how.D + n // how.H] * pulls[c * how.H + n % how.H]
+        else:
+            new = new + pulls[n - how.D * how.H]
         out = out + (new,)
     return out
 
@@ -737,23 +724,21 @@ def _to_map(grads, pulls, xs, how):
 @triton.jit
 def _parts_back(p, w, g, by, how: tl.constexpr):
     "Gradients of activations and poses, and what each part pays for its shares."
-    T: tl.constexpr = w.floor.dtype.element_ty
     at, ok, begin, end = _by_parts(p, how)
-    xs, f = _poses(p, w, at, ok, how), _active(p, w, at, ok, how)
-    total, centre, norm, spent = (tl.full((how.BR,), 0.0, T),) * 4
-    grads = (tl.full((how.BR, how.BJ), 0.0, T),) * (how.C * how.D)
+    xs, f = _poses(p, w, at, ok, how), _active(p, at, ok, how)
+    total, centre, norm, spent = (tl.full((how.BR,), 0.0, how.T),) * 4
+    grads = (tl.full((how.BR, how.BJ), 0.0, how.T),) * (how.C * how.D)
     for walk in tl.static_range(1 if how.FUSED else 2):
         for turn in range(begin, end):
-            q, s, pair = _place_of(p, at, turn, how)
+            q, s, pair, vote = _place_of(p, at, turn, how)
             for start in range(0, how.J, how.BJ):
                 col = start + tl.arange(0, how.BJ)[None, :]
                 fits = col < how.J
                 here = fits if how.KIND == 0 else fits & ok[:, None]
-                maps, model = _map(w, s, col, fits, how), _model(p, w, by, q, col, here, how)
-                V = _votes(p, w, xs, maps, pair, col, here, how)
-                slopes = _slopes(p, w, g, by, q, col, here, how)
+                maps, m = _map(w, s, col, fits, how), _slopes(p, w, g, by, q, col, here, how)
+                V = _votes(p, w, xs, maps, vote, col, here, how)
                 R, G, H, bent, cost, inside = _worth(
-                    p, w, g, by, at, ok, pair, s, col, V, f, model, slopes, how
+                    p, w, g, by, at, ok, pair, s, col, V, f, m, how
                 )
                 if walk == 0:
                     total += tl.sum(R * G, 1)
@@ -761,17 +746,20 @@ def _parts_back(p, w, g, by, how: tl.constexpr):
                     norm += tl.sum(R, 1)  # 1, but for the rounding of the log-sum-exp
                     if not how.EM:
                         spent += tl.sum(cost, 1)
-                    if not how.EM and how.D == 0:
-                        to = (tl.program_id(1) * p.S + tl.program_id(0)) * how.J + col
-                        _put(g.use + to, tl.sum(slopes[1] * R * f, 0)[None, :], fits, how)
-                        _put(g.ign + to, tl.sum(slopes[1] * (R * f - f), 0)[None, :], fits, how)
+                    if how.KIND == 1 and not how.EM:
+                        used, size = m[2] * R * f, tl.num_programs(0) * how.J
+                        to = g.price + tl.program_id(1) * size + tl.program_id(0) * how.J + col
+                        _put(to, tl.sum(used, 0)[None, :], fits, how)
+                        to += tl.num_programs(1) * size
+                        _put(to, tl.sum(used - m[2] * f, 0)[None, :], fits, how)
                 if how.FUSED or walk == 1:
                     dL = R * (H - (centre / tl.maximum(norm, 1e-30))[:, None])
-                    pulls = _pulls(V, model, bent, R, f, dL, inside, how)
+                    pulls = _pulls(V, m[0], bent, R, f, dL, inside, how)
                     grads = _to_poses(grads, pulls, maps, how)
                     if how.D == 0:
                         for n in tl.static_range(how.C * how.H):
-                            _put(_vote_at(g.x, pair, col, n, how), pulls[n], inside, how)
+                            to = vote + col * p.vote_j + n // how.H * p.vote_c + n % how.H
+                            _put(g.x + to, pulls[n], inside, how)
     norm = tl.maximum(norm, 1e-30)
     tl.store(g.pay + at, centre / norm, ok)
     g_a = total / norm - spent
@@ -786,18 +774,17 @@ def _parts_back(p, w, g, by, how: tl.constexpr):
 @triton.jit
 def _sums_back(p, w, g, by, how: tl.constexpr):
     "Program (block of wholes, run, groups) as for `_sweep`, or by maps (block of wholes, place)."
-    T: tl.constexpr = w.floor.dtype.element_ty
     col, q, row, here = _by_wholes(p, how)
-    run, fits, zero = tl.program_id(1).to(tl.int64), col < how.J, tl.full((how.BR, how.BJ), 0.0, T)
+    run, fits = tl.program_id(1).to(tl.int64), col < how.J
+    zero = tl.full((how.BR, how.BJ), 0.0, how.T)
     zeros = (zero,) * (how.C * how.H)
-    sum_k, sum_use, sum_ign, sums_at, sums_v, sums = zero, zero, zero, zeros, zeros, zeros
-    grads = (zero,) * (how.D * how.H)
+    sum_k, sums_at, sums_v = zero, zeros, zeros
+    grads = (zero,) * ((how.D + how.C * how.BIAS) * how.H)
     if how.MAPS:
         maps = _map(w, run, col, fits, how)
         begin, end = 0, p.Q
     else:
-        model = _model(p, w, by, row, col, here, how)
-        slopes = _slopes(p, w, g, by, row, col, here, how)
+        m = _slopes(p, w, g, by, row, col, here, how)
         begin, end = run * p.per, tl.minimum(p.S, run * p.per + p.per)
         if how.KIND == 0:
             maps = _map(w, q * 0, col, fits, how)
@@ -807,59 +794,45 @@ def _sums_back(p, w, g, by, how: tl.constexpr):
         if how.MAPS:
             t, q = run, (k + tl.arange(0, how.BR)).to(tl.int64)
             row, here = q[:, None], fits & (q < p.Q)[:, None]
-            model = _model(p, w, by, row, col, here, how)
-            slopes = _slopes(p, w, g, by, row, col, here, how)
+            m = _slopes(p, w, g, by, row, col, here, how)
         elif how.KIND > 0:
             maps = _map(w, t, col, fits, how)
-        at, ok, pair = _parts_at(p, q, t, how)
-        xs, f = _poses(p, w, at, ok, how), _active(p, w, at, ok, how)
-        V = _votes(p, w, xs, maps, pair, col, fits & ok[:, None], how)
-        R, G, H, bent, cost, inside = _worth(
-            p, w, g, by, at, ok, pair, t, col, V, f, model, slopes, how
-        )
+        at, ok, pair, vote = _parts_at(p, q, t, how)
+        xs, f = _poses(p, w, at, ok, how), _active(p, at, ok, how)
+        V = _votes(p, w, xs, maps, vote, col, fits & ok[:, None], how)
+        R, G, H, bent, cost, inside = _worth(p, w, g, by, at, ok, pair, t, col, V, f, m, how)
         dL = R * (H - tl.load(g.pay + at, ok, 0.0)[:, None])
         if not how.MAPS and not how.FIRST:
             sum_k += dL
             new_at, new_v = (), ()
             for n in tl.static_range(how.C * how.H):
-                gap = _gap(V, model, n, how)
+                gap = V[n] - m[0][1][n]
                 new_at = new_at + (sums_at[n] + dL * gap,)
                 new_v = new_v + (sums_v[n] - dL * gap * gap,)
             sums_at, sums_v = new_at, new_v
-        if how.MAPS or how.ALL:
-            pulls = _pulls(V, model, bent, R, f, dL, inside, how)
+        if how.MAPS or how.KIND == 0:
+            pulls = _pulls(V, m[0], bent, R, f, dL, inside, how)
             grads = _to_map(grads, pulls, xs, how)
-            sum_use += slopes[1] * R * f
-            sum_ign += slopes[1] * (R * f - f)
-            if how.BIAS:
-                new = ()
-                for n in tl.static_range(how.C * how.H):
-                    new = new + (sums[n] + pulls[n],)
-                sums = new
     row, there = (run, fits) if how.MAPS else (row + run * p.Q, here)
     if not how.MAPS and not how.FIRST:
         tl.store(g.k + row * how.J + col, _of_rows(sum_k, how), here)
         for n in tl.static_range(how.C * how.H):
             to = (row * (how.C * how.H) + n) * how.J + col
-            tl.store(g.at + to, _of_rows(2 * model[2][n] * sums_at[n], how), here)
+            slope = 1 if how.ACT == 'agree' else 2 * m[0][2][n]
+            tl.store(g.at + to, _of_rows(slope * sums_at[n], how), here)
             tl.store(g.v + to, _of_rows(sums_v[n], how), here)
-    if how.MAPS or how.ALL:
+    if how.MAPS or how.KIND == 0:
         if how.KIND == 0 and how.FIRST:  # all pulls act on the mean pose
-            here = here & (tl.arange(0, how.BR)[:, None] + run == 0)
-            xs, pulls, at = (), (), q + tl.full((how.BR,), 0, tl.int64)
+            xs, pulls, once = (), (), tl.where(run == 0, 1 / how.BR, 0.0)  # for all rows together
             for n in tl.static_range(how.C * how.D):
-                xs = xs + (tl.load(w.mid + at[:, None] * (how.C * how.D) + n),)
+                xs = xs + (tl.load(w.mid + q * (how.C * how.D) + n),)
             for n in tl.static_range(how.C * how.H):
-                to = (at[:, None] * how.J + col) * (how.C * how.H) + n
-                pulls = pulls + (tl.load(g.bias + to, here, 0.0),)
+                to = g.bias + (q * how.J + col) * (how.C * how.H) + n
+                pulls = pulls + (tl.load(to, here, 0.0) * once,)
             grads = _to_map(grads, pulls, xs, how)
-        for n in tl.static_range(how.D * how.H):
-            to = g.map + (row * how.J + col) * (how.D * how.H) + n
+        for n in tl.static_range((how.D + how.C * how.BIAS) * how.H):
+            if n < how.D * how.H:
+                to = g.map + (row * how.J + col) * (how.D * how.H) + n
+            else:
+                to = g.bias + (row * how.J + col) * (how.C * how.H) + n - how.D * how.H
             _put(to, _of_rows(grads[n], how), there, how)
-        if not how.EM:
-            _put(g.use + row * how.J + col, _of_rows(sum_use, how), there, how)
-            _put(g.ign + row * how.J + col, _of_rows(sum_ign, how), there, how)
-        if how.BIAS:
-            for n in tl.static_range(how.C * how.H):
-                to = g.bias + (row * how.J + col) * (how.C * how.H) + n
-                _put(to, _of_rows(sums[n], how), there, how)

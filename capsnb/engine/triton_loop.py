@@ -4,9 +4,9 @@
 
 # %% ../../nbs/engine/23_triton_loop.ipynb #358fb452
 from __future__ import annotations
-import contextlib
 import importlib
 import math
+import os
 from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -28,31 +28,6 @@ from ..routing.em import EMRouted, Floor, activation_logit
 __all__ = []
 
 # %% ../../nbs/engine/23_triton_loop.ipynb #b891e25f
-def _kernels():
-    "The module of kernels; it needs Triton."
-    return importlib.import_module('capsnb.engine.triton_kernels')
-
-
-@contextlib.contextmanager
-def interpreting():
-    "Within it kernels run on CPU tensors, and so does what they use of triton's own library."
-    import triton
-    import triton.experimental.gluon  # copies the library, so it must come before the change
-    from triton.runtime.interpreter import InterpretedFunction
-
-    modules = _kernels(), triton.language, triton.language.standard
-    with triton.knobs.runtime.scope(), contextlib.ExitStack() as changes:
-        triton.knobs.runtime.interpret = True
-        changes.enter_context(patch.dict(vars(triton.language.core)))  # it changes, and stays so
-        for module in modules:
-            for name, fn in [*vars(module).items()]:
-                if isinstance(fn, triton.JITFunction):
-                    twin = InterpretedFunction(fn.fn)
-                    changes.enter_context(patch.object(module, name, twin))
-        changes.enter_context(patch.object(_Loop, 'interpreted', True))
-        yield
-
-
 def recording():
     "A context: the list of all launches within it."
     return patch.object(_Loop, 'launches', [])
@@ -63,13 +38,12 @@ class _Rules(NamedTuple):
 
     lams: list[float]  # inverse temperature of each iteration
     floor: list[float]  # a `Floor`
-    act: str  # of `_ACTS`
+    act: str  # what a score does: see `_How`
     pooled: bool = False  # whether the first E-step has one Gaussian for all wholes
     shares: bool = False  # whether R is wanted
 
 
 _PROGRAMS = 528  # that keep all multiprocessors of a large GPU busy
-_ACTS = 'dstep', 'logistic', 'logit', 'skm', 'agree'  # what a score does; kernels know its number
 
 
 def _up(a, b):
@@ -82,29 +56,25 @@ def _power(n, most):
     return min(most, 1 << max(0, n - 1).bit_length())
 
 
-def _is_wide(c, d, h):
-    "Whether poses and maps do not fit in registers, so that votes are made beforehand."
-    return max(c * d, d * h) > 16
-
-
 class _Loop:
     "Sizes, tiles and launches of a routing."
 
-    interpreted, launches = False, None  # see `interpreting`, `recording`
+    launches = None  # see `recording`
 
     def __init__(self, args):
-        self.kernels, rules = _kernels(), _Rules(*args[9:])
-        given = self.kernels._Problem(*(t.contiguous() for t in args[:9]))
-        (n, i), c, (maps, _, d, h), use = given.a.shape, given.x.shape[-2], given.W.shape, given.use
+        self.kernels = importlib.import_module('capsnb.engine.triton_kernels')  # it needs Triton
+        rules = _Rules(*args[9:])
+        a, x, W, B, use, _, fields = args[:7]
         em = rules.act in ('logistic', 'logit', 'agree')
-        self.wide = not em and _is_wide(c, d, h)
-        d = 0 if self.wide else d
-        kind = 2 if given.fields.numel() else int(maps > 1 or em or not d)
-        p, s = given.fields.shape if kind == 2 else (1, i)
-        j = (given.B if given.B.numel() else given.W).shape[1]
+        (n, i), c, (maps, _, d, h) = a.shape, x.shape[-2], W.shape
+        j = (B if B.numel() else W).shape[1]
+        kind = 2 if fields.numel() else int(maps > 1 or em or not d)
+        p, s = fields.shape if kind == 2 else (1, i)
+        given = [t if t is x and not d else t.contiguous() for t in args[:9]]  # votes: any strides
         self.n, self.rules, self.T = n, rules, len(rules.lams)
-        self.dtype = torch.float64 if given.x.dtype == torch.float64 else torch.float32
-        steps = [0, 0] if em else [k * (m > 1) for k, m in zip(use.stride(), use.shape)]
+        self.dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        steps = [0, 0] if em else [k * (m > 1) for k, m in zip(given[4].stride(), use.shape)]
+        steps += [0] * 4 if d else [x.stride(k) for k in (int(kind == 2), 2, 3, 4)]
         BJ = _power(j, 32)
         held = 2 * max(c * d, d * h) + 6 * c * h  # numbers in a thread
         BR = 128 * (4 if held <= 48 else 2 if held <= 80 else 1) // BJ
@@ -114,13 +84,13 @@ class _Loop:
         self.runs = _up(s, per)
         self.by_parts = (i, _up(n, BR)) if kind else (_up(i, BR), n)
         self.by_wholes, self.by_maps = (blocks, self.runs, groups), (blocks, s)
-        self.p = self.kernels._Problem(*given[:9], n * p, p, s, i, *steps, self.runs, per)
+        self.p = self.kernels._Problem(*given, n * p, p, s, i, *steps, self.runs, per)
         BQ = _power(c * h, 64)
         BO = _power(p * j, 2048 // BQ)
-        tiles = BR, BJ, j <= BJ and kind < 2, BO, BQ, _power(c * d, 1024)
-        self.own = own = kind > 0 and d > 0  # sums by maps
-        sizes = kind, em, _ACTS.index(rules.act), rules.act == 'agree', c, d, h, j
-        sizes = *sizes, kind == 1 and d > 0 and not em, not (own or em or self.wide)
+        self.own = kind > 0 and d > 0  # maps are summed each alone
+        T = getattr(self.kernels.tl, str(self.dtype).removeprefix('torch.'))
+        sizes = T, kind, em, rules.act, c, d, h, j, kind == 1 and d > 0 and not em
+        tiles = BR, BJ, j <= BJ and kind < 2, BO, BQ
         self.how = self.kernels._How(*sizes, *tiles, rules.pooled, rules.shares)
 
     def new(self, *shape):
@@ -138,39 +108,23 @@ class _Loop:
         "Room for what the forward pass leaves."
         p, how, T, n = self.p, self.how, self.T, self.n
         pose, rows = (p.P, how.J, how.C, how.H), how.D and how.D + how.C * (not how.EM)
-        shared = n if how.KIND == 0 else 0
         return self.kernels._Kept(
             self.new(n, p.P, how.J),
             *(self.new(n, *pose) for _ in range(2)),
             self.new(*(n, p.P, p.S, how.J) if how.SHARES else (0,)),
-            self.maps() if self.wide else p.W.new_empty(len(p.W), rows, how.H, how.J),
-            self.new(*p.x.shape[:3], how.J, how.H) if self.wide else self.new(0),
-            self.new(shared, how.C * how.D),
-            self.new(shared, how.C * how.H, how.J),
+            p.W.new_empty(len(p.W), rows, how.H, how.J),
+            self.new(n if how.KIND == 0 else 0, how.C * how.D),
             self.new(n),
             *(self.one(T), self.one(T), self.many(T), self.many(T)),
             *(self.one(T - 1), self.many(T - 1), self.many(T - 1), self.new(T - 1, n, p.N)),
         )
 
-    def maps(self):
-        "Room for maps of wide poses: own ones once for each row of a pose."
-        s, _, d, h = self.p.W.shape
-        return self.new(s, self.how.C if s > 1 else 1, d, self.how.J, h)
-
-    def by_map(self, t):
-        "[n, i, c, ...] -> [maps, poses, ...], without a copy."
-        t = t.flatten(3)
-        return t.flatten(1, 2).transpose(0, 1) if len(self.p.W) > 1 else t.flatten(0, 2)[None]
-
     def launch(self, name, grid, w, scratch, t, span=0, num_warps=4, **how):
-        """Launch a kernel of iteration t; on 'meta' nothing runs.
-
-        With loads under way, num_stages > 1, Triton 3.6 once gave another gradient."""
+        "Launch a kernel of iteration t; on 'meta' nothing runs."
         how = self.how._replace(FIRST=t == 0, DONE=t == self.T - 1, **how)
         (rel, least, eps), rules = self.rules.floor, self.rules
-        by = t, self.T, max(0, t - 1) * self.n * self.p.N, span, rel, least, eps * (not how.EM)
-        p = self.p._replace(x=w.V) if self.wide else self.p
-        args = p, w, *scratch, self.kernels._Numbers(*by, rules.lams[t])
+        by = t, max(0, t - 1) * self.n * self.p.N, span, rel, least, eps * (not how.EM)
+        args = self.p, w, *scratch, self.kernels._Numbers(*by, rules.lams[t])
         kernel = getattr(self.kernels, name)
         options = dict(num_warps=num_warps, num_stages=1, enable_fp_fusion=True)
         if self.launches is not None:
@@ -193,15 +147,10 @@ def _forward(*args):
     if how.D:
         maps = [p.W] if how.EM else [p.W.expand(-1, how.J, -1, -1), p.B]
         torch.cat([t.permute(0, 2, 3, 1) for t in maps], 1, out=w.M)
-    if loop.wide:
-        w.M.copy_(p.W.expand(-1, how.J, -1, -1).transpose(1, 2)[:, None])
-        x = loop.by_map(p.x.to(loop.dtype))
-        torch.bmm(x, w.M.flatten(0, 1).flatten(2), out=loop.by_map(w.V))
-        w.V.add_(p.B.transpose(1, 2))
     near = loop.many(loop.runs if how.KIND else 0)
     sums = loop.kernels._Sums(*loop.one(2, loop.runs), near, *loop.many(2, loop.runs))
     if how.KIND == 0:
-        loop.launch('_middle', (loop.n,), w, (), 0)
+        loop.launch('_middle', (loop.n, how.C * how.D), w, (), 0)
     for t in range(loop.T):
         if t and not how.FUSED:
             loop.launch('_sweep_lse', loop.by_parts, w, (), t)
@@ -214,8 +163,9 @@ def _backward(*args):
     outs, grads = args[9:11]
     loop = _Loop(args[:9] + args[11:])
     w, p, how = loop.kernels._Kept(*outs), loop.p, loop.how
-    rows = loop.runs * p.Q if how.ALL else p.S * loop.by_parts[1] if loop.wide else p.S
-    prices = loop.new(2, p.Q if how.EM else rows, how.J)
+    blank = torch.empty_like if how.D or how.KIND < 2 else torch.zeros_like  # places may be empty
+    own_prices = how.KIND == 1 and not how.EM
+    prices = loop.new(2, math.prod(loop.by_parts) if own_prices else p.Q, how.J)
     g = loop.kernels._Back(
         *(t.contiguous() for t in grads),
         loop.one(loop.runs),
@@ -226,57 +176,46 @@ def _backward(*args):
         prices,
         loop.new(p.S if how.BIAS else p.Q * (how.KIND == 0), how.J, how.C * how.H),
         *(loop.new(loop.n, p.N), loop.new(loop.n, p.N)),
-        loop.new(*(w.V if loop.wide else p.x).shape),
-        loop.new(rows, how.J, how.D, how.H),
-        *prices,
+        blank(p.x, dtype=loop.dtype),
+        loop.new(p.S if how.KIND else loop.runs * p.Q, how.J, how.D, how.H),
     )
-    if how.KIND == 2 and not how.D:
-        g.x.zero_()  # no part is in an empty place
+
     for t in reversed(range(loop.T)):
         loop.finish('_finish_back', w, g, t)
         loop.launch('_parts_back', loop.by_parts, w, (g,), t)
-        if t or how.ALL:
+        if t or how.KIND == 0:
             loop.launch('_sums_back', loop.by_wholes, w, (g,), t)
         if loop.own:
             loop.launch('_sums_back', loop.by_maps, w, (g,), t, MAPS=True)
-    of_x, of_map, of_bias, of_use, of_ign = g.x, None, None, None, None
-    if loop.wide:
-        of_x, of_votes = loop.new(*p.x.shape), loop.by_map(g.x)
-        torch.bmm(of_votes, w.M.flatten(0, 1).flatten(2).mT, out=loop.by_map(of_x))
-        of_map = torch.bmm(loop.by_map(p.x.to(loop.dtype)).mT, of_votes).view(w.M.shape)
-        of_map = of_map.transpose(2, 3).sum_to_size(len(p.W), 1, *p.W.shape[1:])[:, 0]
-        of_bias = g.x.sum_to_size(p.B.transpose(1, 2).shape).transpose(1, 2)
-    elif how.D:
+    of_map, of_bias, of_use, of_ign = (None,) * 4
+    if how.D:
         of_map = g.map.sum_to_size(p.W.shape)
         if not how.EM:
             of_bias = g.bias.view(-1, how.J, how.C, how.H).sum_to_size(p.B.shape)
-    if not how.AGREE:
+    if how.ACT != 'agree':
         shape = p.use.shape if p.use.ndim > 1 else (1, how.J)
         both = prices.view(2, -1, shape[0], how.J).sum_to_size(2, 1, *shape)
         of_use, of_ign = (o.view(p.use.shape) for o in both)
-    return [g.a, of_x, of_map, of_bias, of_use, of_ign, None, None, None]
+    return [g.a, g.x, of_map, of_bias, of_use, of_ign, None, None, None]
 
 # %% ../../nbs/engine/23_triton_loop.ipynb #b93dc88c
 def _definition(*args):
     "The same with all votes at hand."
-    given, rules = _kernels()._Problem(*args[:9]), _Rules(*args[9:])
-    wide = torch.promote_types(given.x.dtype, torch.float32)
-    a, x, W, B, use, ign = (t.to(wide) for t in given[:6])
+    rules, wide = _Rules(*args[9:]), torch.promote_types(args[1].dtype, torch.float32)
+    a, x, W, B, use, ign = (t.to(wide) for t in args[:6])
     T, floor = len(rules.lams), Floor(*rules.floor)
     if rules.act in ('dstep', 'skm'):
+        V = votes(x, W, B) if W.numel() else x[:, 0]
         model = 'skm' if rules.act == 'skm' else 'gaussian'
-        out = [
-            o[:, None]
-            for o in route_votes(a, votes(x, W, B), use, ign, T, model, floor, rules.pooled)
-        ]
+        out = route_votes(a, V, use, ign, T, model, floor, rules.pooled)
+        out = [o[:, None] for o in out]
     elif rules.act == 'agree':
         found = dynamic_routing_ref(x[..., 0, :], T)
         out = found.a * 0, found.v[..., None, :], found.v[..., None, :] * 0 + 1, found.R
     else:
-        fields = given.fields.long() if given.fields.numel() else _all(a)
+        fields = args[6].long() if args[6].numel() else _all(a)
         V = torch.einsum('bpscd,sjdh->bpsjch', _gathered(x, fields), W) if W.numel() else x
-        how = dict(fields=fields, eps=floor, plan='votes')
-        out = em_routing(a, V, use, ign, rules.lams, T, **how)[:4]
+        out = em_routing(a, V, use, ign, rules.lams, T, fields=fields, eps=floor, plan='votes')[:4]
         if rules.act == 'logit':
             data = torch.einsum('bps,bpsj->bpj', _gathered(a, fields), out[3])
             out = activation_logit(data, out[2], use, ign, rules.lams[-1]), *out[1:]
@@ -299,26 +238,36 @@ def _refuse_here(device, dtype, *numbers, most=24):
     "Why no kernel runs: so many numbers in registers, on this device, in this dtype."
     if max(numbers) > most:
         return f"{max(numbers)} numbers of a vote, pose or map do not fit in registers, {most} do"
-    if device == 'cpu' and not _Loop.interpreted or device not in ('', 'cpu', 'cuda'):
+    interpreted = os.environ.get('TRITON_INTERPRET') == '1'
+    if device == 'cpu' and not interpreted or device not in ('', 'cpu', 'cuda'):
         return f"Triton's kernels need CUDA tensors, got {device}"
     if dtype == torch.float64:
         return "its kernels compute in float32"
     return import_error('triton')
 
 
+def _is_wide(c, d, h):
+    "Whether poses and maps do not fit in registers, so that votes are made beforehand."
+    return max(c * d, d * h) > 16
+
+
 def _run(p: Problem):
     "A `Plan`'s `run`."
-    none, T = p.a_inp.new_empty(0, dtype=torch.int32), p.n_iters
+    a, x, W, B = p[:4]
+    if _is_wide(*x.shape[2:], W.shape[3]):
+        maps = W[:, None].expand(-1, x.shape[2], B.shape[1], -1, -1)  # for each row, no copy of x
+        x = (torch.einsum('nicd,icjdh->nijch', x.to(W.dtype), maps) + B)[:, None]
+        W, B = a.new_empty(*x.shape[2:4], 0, x.shape[5]), a.new_empty(0)
+    none, T = a.new_empty(0, dtype=torch.int32), p.n_iters
     act, floor = 'skm' if p.p_model == 'skm' else 'dstep', [float(v) for v in p.eps]
     rules = _Rules([1.0] * T, floor, act, p.pooled, p.need_R)
-    out = _op(*p[:6], none, none, none, *rules)
+    out = _op(a, x, W, B, *p[4:6], none, none, none, *rules)
     return [o.squeeze(1) if o.ndim > 1 else o for o in out]  # of slices the gradient costs launches
 
 
 def _refuse(s):
     "A `Plan`'s `refuses`."
-    there = 0 not in s[:2]
-    return _refuse_here(s.device, s.dtype, s.c * s.h, most=16) if there else "there is no part"
+    return "there is no part" if 0 in s[:2] else _refuse_here(s.device, s.dtype, s.c * s.h, most=16)
 
 
 def _cost(s):
@@ -331,8 +280,7 @@ def _cost(s):
 def _by_part(fields: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
     "The table, its places by part, and where each part's begin; kept on the table."
     if not fields.numel():
-        empty = fields.int()
-        return empty, empty, empty
+        return (fields.int(),) * 3
     found = None if torch.compiler.is_compiling() else getattr(fields, '_by_part', None)
     if found is None:
         part = torch.where(fields < 0, n, fields).flatten().long()
@@ -373,7 +321,7 @@ def _serves_votes(a, V, rules):
 def _run_votes(a, V, fields, rules):
     "`em_routing` of given votes [..., i, j, c, h] or [..., p, s, j, c, h]."
     lead, (s, j, _, h) = a.shape[:-1], V.shape[-4:]
-    x, a = V.reshape(math.prod(lead), -1, *V.shape[-4:]), a.reshape(math.prod(lead), -1)
+    x, a = V.contiguous().view(math.prod(lead), -1, *V.shape[-4:]), a.reshape(math.prod(lead), -1)
     betas = (_like(b, a).expand(j) for b in (rules.beta_a, rules.beta_u))
     fields = a.new_empty(0, dtype=torch.long) if fields is None else fields
     out = _run_fields(_Parts(a, x, a.new_empty(s, j, 0, h), *betas, fields), rules, shares=True)
@@ -385,7 +333,8 @@ def _agree(V, n_iters, detach, shares):
     "Dynamic routing of votes [n, i, j, h]: capsules [n, j, h], shares [n, j, i]."
     (n, i, j, h), none = V.shape, V.new_empty(0)
     rules = _Rules([1.0] * n_iters, [0.0, 1.0, 0.0], 'agree', shares=shares)
-    given = V.new_ones(n, i), V[:, None, :, :, None], V.new_empty(i, j, 0, h)
+    x = V.contiguous()[:, None, :, :, None]
+    given = V.new_ones(n, i), x, V.new_empty(i, j, 0, h)
     _, v, _, R = _op(*given, none, none, none, *_by_part(none, 0), *rules)
     return v.squeeze((1, 3)), R.squeeze(1).mT if shares else R
 
@@ -394,11 +343,11 @@ def _agree_maps(u, W, *how):
     return _agree(torch.einsum('nid,ijdh->nijh', u, W), *how)
 
 
-def _agrees(x, *more):
+def _agrees(*given):
     "Whether the kernels route u [n, i, d] by W [i, j, d, h], or votes [n, i, j, h]."
-    *W, detach = more
-    h, there = (W[0] if W else x).shape[3], x.numel() and not detach
-    return there and not _refuse_here(x.device.type, x.dtype, h, most=16)
+    *_, x, detach = given
+    there = given[0].numel() and not detach
+    return there and not _refuse_here(x.device.type, x.dtype, x.shape[3], most=16)
 
 
 if find_spec('triton'):

@@ -65,7 +65,7 @@ def _adds(launch) -> float:
     p, how = launch.args[0], launch.how
     n = how.C * how.H
     votes, logits = n * how.D, 0 if how.FIRST else 2 * n
-    sums = votes if how.MAPS or how.ALL else 0
+    sums = votes if how.MAPS or how.KIND == 0 else 0
     per = dict(_sweep=6 * n, _sweep_lse=0, _parts_back=votes + 8 * n, _sums_back=sums + 11 * n)
     name = launch.kernel.__name__
     return (votes + logits + per[name]) * p.Q * p.S * how.J if name in per else 0.0
