@@ -406,6 +406,7 @@ def test_auto_takes_them_on_cuda_alone():
     assert choose_plan(s) != 'triton'
     for s in (s, *paper_sizes.values(), Sizes(20, 703, 64, 1, 64, 2, True)):
         assert choose_plan(s._replace(device='cuda')) == 'triton', s
+    assert choose_plan(Sizes(4, 5184, 5000, 4, 4, 4, True, 'cuda')) == 'moments'
     for other in dict(h=32), dict(dtype=f64), dict(i=0):
         assert choose_plan(s._replace(device='cuda', **other)) != 'triton'
     assert next(k for k in ('triton', 'compiled') if k in field_plans) == 'triton'

@@ -72,14 +72,14 @@ class Plan(NamedTuple):
 plans: dict[str, Plan] = {}  # filled here, in `moments`, and where an optional package is needed
 
 # %% ../../nbs/engine/16_dstep.ipynb #741d4ee0
-_LAUNCH = 4e-6  # seconds of a launch by PyTorch
-_TRITON_LAUNCH = 5 * _LAUNCH  # ASSUMED, not measured: Triton's launcher looks at every tensor
+_LAUNCH = 4e-6  # seconds of a launch
+
 _BYTES, _FLOPS = 2.039e12, 19.5e12  # a second: an A100's peaks
 
 
-def _gpu_seconds(launches, n_bytes, flops=0.0, launch=_LAUNCH) -> float:
+def _gpu_seconds(launches, n_bytes, flops=0.0) -> float:
     "The estimate of a plan on CUDA: its launches, and its bytes or work."
-    calls, busy = launch * launches, max(n_bytes / _BYTES, flops / _FLOPS)
+    calls, busy = _LAUNCH * launches, max(n_bytes / _BYTES, flops / _FLOPS)
     return max(calls, busy) + min(calls, busy) / 2  # half of the shorter hides behind the longer
 
 # %% ../../nbs/engine/16_dstep.ipynb #00000011

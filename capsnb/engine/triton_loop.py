@@ -14,7 +14,7 @@ from typing import NamedTuple
 from unittest.mock import patch
 import torch
 from torch import Tensor
-from .dstep import _TRITON_LAUNCH, Plan, Problem, _gpu_seconds, plans
+from .dstep import Plan, Problem, _gpu_seconds, plans
 from .dynamic import faster as agreeing
 from .em import _like, em_routing, faster
 from .fields import FieldPlan, _all, _gathered, _Parts, field_plans
@@ -274,7 +274,7 @@ def _cost(s):
     "Votes in registers are made again for every use; others are read ten times."
     n, wide = s.n * s.i * s.j * s.c * s.h, _is_wide(s.c, s.d, s.h)
     work = n * (58 + (2 if wide else 11.3) * s.d)
-    return _gpu_seconds(8, 40 * n * wide, work, _TRITON_LAUNCH)
+    return _gpu_seconds(8, 40 * n * wide, work)
 
 
 def _by_part(fields: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
