@@ -330,11 +330,10 @@ def _run_votes(a, V, fields, rules):
 
 
 def _agree(V, n_iters, detach, shares):
-    "Dynamic routing of votes [n, i, j, h]: capsules [n, j, h], shares [n, j, i]."
+    "Dynamic routing of votes [n, i, j, h], dense: capsules [n, j, h], shares [n, j, i]."
     (n, i, j, h), none = V.shape, V.new_empty(0)
     rules = _Rules([1.0] * n_iters, [0.0, 1.0, 0.0], 'agree', shares=shares)
-    x = V.contiguous()[:, None, :, :, None]
-    given = V.new_ones(n, i), x, V.new_empty(i, j, 0, h)
+    given = V.new_ones(n, i), V[:, None, :, :, None], V.new_empty(i, j, 0, h)
     _, v, _, R = _op(*given, none, none, none, *_by_part(none, 0), *rules)
     return v.squeeze((1, 3)), R.squeeze(1).mT if shares else R
 
@@ -352,8 +351,8 @@ def _agrees(*given):
 
 if find_spec('triton'):
     faster.append((_run_votes, _serves_votes))
-    for name, run in (('dynamic_maps', _agree_maps), ('dynamic_votes', _agree)):
-        agreeing[name].append((run, _agrees))
+    agreeing['dynamic_maps'].append((_agree_maps, _agrees))
+    agreeing['dynamic_votes'].append((lambda V, *how: _agree(V.contiguous(), *how), _agrees))
     _shares, _scores = partial(_run_fields, shares=True), partial(_run_fields, act='logit')
     plans['triton'] = Plan(_run, _refuse, _cost)
     field_plans['triton'] = FieldPlan(_run_fields, _refuse_fields, _shares, _scores)
