@@ -280,7 +280,8 @@ def _cost(s):
 def _by_part(fields: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
     "The table, its places by part, and where each part's begin; kept on the table."
     if not fields.numel():
-        return (fields.int(),) * 3
+        empty = fields.int()
+        return empty, empty, empty
     found = None if torch.compiler.is_compiling() else getattr(fields, '_by_part', None)
     if found is None:
         part = torch.where(fields < 0, n, fields).flatten().long()
