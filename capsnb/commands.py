@@ -55,10 +55,11 @@ def told(m: dict, out: Path, trained_on: str = '') -> str:
 
 
 def still_rising(m: dict) -> bool:
-    "Whether validation rose by a point or more from the last quarter of the epochs but one."
+    "Whether validation rose by a point or more from the last quarter but one, to a new best."
     v = [row['valid_accuracy'] for row in m['history'] if 'valid_accuracy' in row]
     n = len(v) // 4
-    return n > 0 and sum(v[-n:]) - sum(v[-2 * n : -n]) > 0.01 * n
+    rose = sum(v[-n:]) - sum(v[-2 * n : -n]) > 0.01 * n
+    return n > 0 and rose and max(v[-n:]) > max(v[:-n])
 
 
 def draw(task, net: str, out: Path, device: str | None, progress: bool):
@@ -133,7 +134,7 @@ def train(
     if not is_first():
         return
     whole = 'all training data, ' if 'validation' in task.roles['train'] else ''
-    print(f"{name.rpartition(':')[2]}, {net}, {told(found, out, whole)}")
+    print(f"{name.rpartition(':')[2].rstrip('/')}, {net}, {told(found, out, whole)}")
     if still_rising(found):
         more = f"--overwrite --epochs {2 * found['epochs']}"
         print(f"validation was still rising: train longer, with {more}")
@@ -336,6 +337,8 @@ def predict(
         each = [dict(zip(found.classes, p)) for p in found.p.tolist()]
         return [dict(what=k, predicted=n, p=p) for k, n, p in zip(names, found.names, each)]
     p = found.p.max(1).values.tolist()
+    if loaded.kind == 'texts':
+        names = [k if len(k) <= 60 else f'{k[:59]}…' for k in names]
     rows = list(zip(map(_plain, names), map(_plain, found.names), p))
     wide = [max(len(row[k]) for row in rows[:50]) for k in (0, 1)]
     for what, name, p in rows[:50]:

@@ -191,5 +191,5 @@ def test_sentences_and_the_hub(tmp_path, table, monkeypatch):
 def test_validation_that_still_rises_is_told():
     history = lambda v: dict(history=[dict(valid_accuracy=a) for a in v])
     assert still_rising(history([0.3, 0.4, 0.5, 0.6]))
-    for v in ([0.6, 0.9, 0.9, 0.9], [0.3, 0.6], []):
+    for v in ([0.6, 0.9, 0.9, 0.9], [0.5, 1.0, 0.9, 1.0], [0.3, 0.6], []):
         assert not still_rising(history(v))
