@@ -323,7 +323,7 @@ def load(
     *,
     task: str | None = None,  # the run's, if it is your own: its code is run only if you name it
     **here,  # what differs on this machine, e.g. encoder
-) -> Loaded:
+) -> Loaded:  # its `predict(images, texts or rows)` gives names [n], p [n, k], classes [k]
     """A trained network to `predict` with, and `explain`: sizes, scaling, names are the run's.
 
     >>> load('runs/digits').predict(torch.rand(2, 8, 8)).p.shape
@@ -397,7 +397,7 @@ def explain(
     loaded: Loaded,  # of `load`, with a network that keeps account
     things,  # as for its `predict`
     names: list | None = None,  # of them; None: their numbers
-) -> list:  # of Explained: label, p, parts or places, lost
+) -> list:  # of Explained: label, p, credit of parts or places, lost without the most credited
     """What speaks for the class each thing is taken for, against the mean of the others.
 
     >>> explain(load('runs/digits'), torch.rand(1, 8, 8))[0].places.shape

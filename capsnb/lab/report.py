@@ -45,7 +45,7 @@ def percent(runs: list, key: str = 'test_accuracy', error: bool = False) -> list
 
 # %% ../../nbs/lab/59_report.ipynb #a242d2d4
 def interval(
-    values: list,  # one a seed
+    values: list,  # numbers, one a seed
 ) -> tuple:  # low and high; the value itself, twice, for a single one
     """The 95 % interval of a mean, Student's.
 

@@ -218,12 +218,12 @@ def task_named(
 
 # %% ../../nbs/lab/51_tasks.ipynb #fe8e2a93
 def train(
-    task: Task | str,  # or its name
+    task: Task | str,  # what to learn, or its name, e.g. 'digits'
     net: str | None = None,  # a name of its networks; None: the first
     out: str | Path = 'runs/one',  # folder of the run
-    seed: int = 0,  # of everything
+    seed: int = 0,  # of the weights, the order of the data and all draws
     *,
-    epochs: int | None = None,  # None: the recipe's
+    epochs: int | None = None,  # times through the training data; None: the recipe's
     options: dict | None = None,  # of the network, e.g. dict(n_iters=2)
     device: str | None = None,  # None: the best there is
     resume: bool = False,  # go on where a run stopped
@@ -233,7 +233,7 @@ def train(
     save_steps: int = 0,  # checkpoints within an epoch; 0: only at its end
     start: str | Path | None = None,  # a finished run whose weights to begin with, where they fit
     **changes,  # of the recipe, or `honoured` arguments of TrainingArguments
-) -> dict:  # as in metrics.json
+) -> dict:  # what metrics.json holds, e.g. test_accuracy
     """Train a network on a task; test the epoch that validates best, or else the last.
 
     >>> train('digits', 'cnn', 'runs/cnn', epochs=1, progress=False)['steps']
@@ -345,7 +345,7 @@ def load_run(
 
 def evaluate(
     run: str | Path,  # folder of a finished run
-    split: str = 'test',  # one that the task has a role for
+    split: str = 'test',  # or 'validation', 'train', or another that the task has
     *,
     device: str | None = None,  # None: the best there is
     progress: bool = False,  # whether to draw a bar

@@ -725,15 +725,15 @@ def fit(
     test=None,  # the same to test; looked at once, at the end
     *,
     epochs: int = 50,  # times through the training data
-    batch_size: int = 20,  # of the paper; in each process
+    batch_size: int = 20,  # samples of a step, in each process
     lr: tuple = (1e-5, 5e-4),  # learning rates at the ends of the cycle, and at its top
     warmup: float = 0.1,  # share of the steps in which the rate climbs
     momentum: str | None = 'paper',  # 'paper' (0.999), 'notebook' (0.9) or None: the optimizer's
-    shift: int = 1,  # largest shift in pixels
-    mixup: float = 0.2,  # its alpha; 0: none
-    seed: int = 0,  # of the order and the dice
+    shift: int = 1,  # pixels by which an image is moved at most, each way
+    mixup: float = 0.2,  # alpha of the Beta distribution by which samples are blended; 0: none
+    seed: int = 0,  # of the order of the data, shifts and blends
     **more,  # device, resume, overwrite, progress, save_steps; of TrainingArguments, e.g. bf16=True
-) -> dict:  # as in metrics.json
+) -> dict:  # what metrics.json holds, e.g. test_accuracy
     """Train a network as the paper does, keep the best epoch on `valid` (or the last), test once.
 
     Of each sample it sees an image and a label. The network takes `images` and `labels`, class
