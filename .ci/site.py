@@ -330,7 +330,7 @@ p code.literal, li code.literal, p code .pre, li code .pre { white-space: normal
 .panels:has(img[style*='display: none']) { display: none; }
 @media (max-width: 36rem) { .panels { flex-wrap: wrap; } }
 @media (max-width: 36rem) {
-  .cell_output .panels img { flex: none !important; max-width: 100% !important; zoom: .72; }
+  .cell_output .panels img { flex: none !important; max-width: 100% !important; zoom: .68; }
 }
 @media (max-width: 36rem) { .prev-next-area { display: block; } }
 @media (max-width: 36rem) { .prev-next-area a { max-width: 100%; } }
