@@ -483,12 +483,9 @@ def ahead(launch, cap=90):
     return compile(source, target=GPUTarget('cuda', cap, 32), options=launch.options)
 
 
-minutes = 'fields', 'coordinates'
-marks = {k: pytest.mark.long if k in minutes else pytest.mark.slow for k in compiled}
-
-
+@pytest.mark.slow
 @needs_triton
-@pytest.mark.parametrize('name', [quick(k, marks=marks[k]) for k in compiled])
+@pytest.mark.parametrize('name', compiled)
 def test_compiled_ahead_without_spills(name, tmp_path):
     import triton
 
