@@ -23,6 +23,7 @@ from capsnb.engine.numerics import assert_as_exact, error_to
 from capsnb.engine.triton_loop import recording
 from capsnb.lab.speed import _adds, paper_sizes
 from capsnb.routing.dstep import votes as votes_of
+from capsnb.study import cells_of
 
 needs_triton = pytest.mark.skipif(not find_spec('triton'), reason="triton is not installed")
 f32, f64 = torch.float32, torch.float64
@@ -37,23 +38,17 @@ def long_runs(monkeypatch):
     monkeypatch.setattr(loops, '_PROGRAMS', 2)
 
 
-@contextlib.contextmanager
-def interpreting():
-    "Within it kernels run on CPU tensors, and so does what they use of triton's own library."
-    import triton
-    import triton.experimental.gluon  # copies the library, so it must come before the change
-    from triton.runtime.interpreter import InterpretedFunction
+def from_room(name, **known):
+    "What a cell of the kernels' notebook defines."
+    cells = cells_of(Path(__file__).parents[1] / 'nbs/engine/23_triton_loop.ipynb', 'code')
+    (source,) = (c for c in cells if f'def {name}(' in c)
+    exec(source, known)
+    return known[name]
 
-    kernels = importlib.import_module('capsnb.engine.triton_kernels')
-    modules = kernels, triton.language, triton.language.standard
-    with patch.dict(os.environ, TRITON_INTERPRET='1'), contextlib.ExitStack() as changes:
-        changes.enter_context(patch.dict(vars(triton.language.core)))  # it changes, and stays so
-        for module in modules:
-            for name, fn in [*vars(module).items()]:
-                if isinstance(fn, triton.JITFunction):
-                    twin = InterpretedFunction(fn.fn)
-                    changes.enter_context(patch.object(module, name, twin))
-        yield
+
+interpreting = from_room(
+    'interpreting', contextlib=contextlib, importlib=importlib, os=os, patch=patch
+)
 
 
 def fenced(t):
