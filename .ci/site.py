@@ -21,6 +21,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from urllib.parse import unquote
 import numpy as np
 from PIL import Image
 
@@ -287,7 +288,9 @@ def stack_panels(page: Path) -> None:
     "In a built page, the panels of a wide figure are images of their own, which wrap on a phone."
 
     def apart(m):
-        with Image.open(page.parent / m[2]) as image:
+        if not (path := page.parent / unquote(m[2])).is_file():
+            return m[0]
+        with Image.open(path) as image:
             edges, height = panels(image), image.height
         if not edges:
             return m[0]

@@ -25,7 +25,7 @@ from .lab.assembly import Arrangements as Arrangements
 from .lab.assembly import AssemblyNet as AssemblyNet
 from .lab.assembly import homogeneous as homogeneous
 from .lab.assembly import similarity as similarity
-from .lab.assembly import vote_density as vote_density
+from .engine.dstep import vote_density as vote_density
 from .lab.capsnet import CapsNet as CapsNet
 from .lab.capsnet import EfficientCapsNet as EfficientCapsNet
 from .lab.tasks import Digits as Digits

@@ -47,7 +47,8 @@ def told(m: dict, out: Path, trained_on: str = '') -> str:
     "What a finished run found, by its metrics."
     n, found = m['epochs'], f"epoch {m['epochs']}"
     if m['valid_accuracy'] is not None:
-        found = f"best of {n} epochs: {m['best_epoch']}; validation {m['valid_accuracy']:.1%}"
+        by = ' by loss' if m.get('metric_for_best_model') == 'loss' else ''
+        found = f"best of {n} epochs{by}: {m['best_epoch']}; validation {m['valid_accuracy']:.1%}"
     return (
         f"{m['n_params']:,} parameters, {trained_on}{found}, test {m['test_accuracy']:.1%}; "
         f"{m['seconds'] / n:.1f} s per epoch; the network is in {out}"
@@ -55,8 +56,12 @@ def told(m: dict, out: Path, trained_on: str = '') -> str:
 
 
 def still_rising(m: dict) -> bool:
-    "Whether validation rose by a point or more from the last quarter but one, to a new best."
-    v = [row['valid_accuracy'] for row in m['history'] if 'valid_accuracy' in row]
+    """Whether what the epoch is chosen by rose from the last quarter but one to a new best: by a
+    point of accuracy, or a hundredth of a nat."""
+    by, sign = 'valid_accuracy', 1
+    if m.get('metric_for_best_model') == 'loss':
+        by, sign = 'valid_loss', -1
+    v = [sign * row[by] for row in m['history'] if by in row]
     n = len(v) // 4
     rose = sum(v[-n:]) - sum(v[-2 * n : -n]) > 0.01 * n
     return n > 0 and rose and max(v[-n:]) > max(v[:-n])
@@ -322,6 +327,8 @@ def predict(
     "What a finished run takes images, rows of a table or texts for, and how surely."
     if csv and csv.exists():
         raise ValueError(f"'{csv}' is there already: name another file")
+    if html and html.exists() and not room('lab.hub').is_own_page(html):
+        raise ValueError(f"'{html}' is somebody's own file, and stays")
     loaded, names, things = asked(run, words, encoder, task, device)
     found = loaded.predict(things, progress)
     if csv:

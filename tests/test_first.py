@@ -6,6 +6,8 @@ import torch
 from torch.testing import assert_close
 
 from capsnb import AssemblyNet, RoutedPool, Routing
+from capsnb.engine import dstep
+from capsnb.engine.dstep import vote_density
 from capsnb.engine.em import em_routing
 from capsnb.routing.em import em_routing_ref
 from capsnb.zoo.routers import all_routings, routing_layer
@@ -61,9 +63,37 @@ def test_any_number_of_outputs_compiles_and_exports():
     layer, a, mu = Routing(2, 3, 3, first='agreement'), torch.randn(2, 7), torch.randn(2, 7, 2, 3)
     assert layer(a, mu, 5).mu.shape == (2, 5, 2, 3)
     pool, x = RoutedPool(8, n_out=3, settings=dict(first='agreement')), torch.randn(2, 9, 8)
-    exported = torch.export.export(pool, (x,)).module()
-    assert_close(exported(x), pool(x))
+    free = {0: torch.export.Dim('b'), 1: torch.export.Dim('n')}
+    exported = torch.export.export(pool, (x,), dynamic_shapes=(free,)).module()
+    for x in (x, torch.randn(3, 40, 8)):
+        assert_close(exported(x), pool(x))
     assert_close(torch.compile(pool, backend='eager', fullgraph=True)(x), pool(x))
+
+
+def test_blocks_are_the_whole_also_under_torch_func(monkeypatch):
+    pool, x = RoutedPool(8, n_out=3, settings=dict(first='agreement')), torch.randn(2, 9, 8)
+    loss = lambda x: pool(x).square().sum()
+    want = torch.func.grad(loss)(x)
+    monkeypatch.setattr(dstep, '_MOST', 100)
+    assert_close(torch.func.grad(loss)(x), want)
+    assert_close(torch.autograd.grad(loss(x.requires_grad_()), x)[0], want)
+
+
+def test_scores_of_any_level_and_far_parts_that_hardly_count():
+    "only ratios of weights count, and nobody far away costs the others their digits"
+    layer, V = Routing(2, 3, 3, n_out=4, first='agreement'), torch.randn(1, 20, 4, 2, 3)
+    shares = [layer.agree(torch.full((1, 20), s), V) for s in (-20.0, -60.0)]
+    assert_close(*shares)
+    a, mu = torch.randn(1, 30), torch.randn(1, 30, 2, 3)
+    a[0, 0] = -40.0
+    want = layer(a, mu).mu
+    mu[0, 0] = 1e5
+    assert_close(layer(a, mu).mu, want, rtol=1e-4, atol=1e-4)
+    assert (
+        routing_layer('em', 2, 3, 3, None, 4, first='agreement')(a[:, :0], mu[:, :0])
+        .mu.isfinite()
+        .all()
+    )
 
 
 def test_what_cannot_be_is_refused():
@@ -75,8 +105,18 @@ def test_what_cannot_be_is_refused():
         routing_layer('self', 2, 3, 3, None, 4, first='agreement')
     with pytest.raises(ValueError, match="routing='vectors' takes no votes"):
         AssemblyNet(5, 4, routing='vectors')
-    with pytest.raises(ValueError, match="no settings, got \\['n_iters'\\]"):
-        AssemblyNet(5, 4, n_iters=2)
+    with pytest.raises(ValueError, match="no settings, got \\['eps'\\]"):
+        AssemblyNet(5, 4, settings=dict(eps=1e-3))
+    with pytest.raises(ValueError, match="settings cannot be \\['bias'\\]"):
+        AssemblyNet(5, 4, routing='em', settings=dict(bias=False))
+    with pytest.raises(ValueError, match="R must be shares for the links, 0 or more"):
+        em_routing(torch.rand(2, 7), torch.randn(2, 7, 4, 2, 3), 0.0, 0.0, 1.0, R=0.25)
+    with pytest.raises(ValueError, match='there must be bool'):
+        vote_density(torch.zeros(1, 4, 2, 6), torch.ones(1, 4, dtype=int))
+    layer = Routing(2, 3, 3, n_out=4, first='agreement')
+    torch.nn.init.constant_(layer.agree.gain, torch.nan)
+    with pytest.raises(ValueError, match='agree.gain'):
+        layer(torch.zeros(7), torch.randn(7, 2, 3))
 
 
 def test_a_network_of_a_zoo_routing_is_kept():

@@ -193,3 +193,7 @@ def test_validation_that_still_rises_is_told():
     assert still_rising(history([0.3, 0.4, 0.5, 0.6]))
     for v in ([0.6, 0.9, 0.9, 0.9], [0.5, 1.0, 0.9, 1.0], [0.3, 0.6], []):
         assert not still_rising(history(v))
+    rows = [dict(valid_accuracy=a, valid_loss=1 - a) for a in (0.3, 0.4, 0.5, 0.6)]
+    by_loss = lambda rows: dict(history=rows, metric_for_best_model='loss')
+    assert still_rising(by_loss(rows))
+    assert not still_rising(by_loss([row | dict(valid_loss=0.5) for row in rows]))

@@ -5,6 +5,7 @@
 # %% ../../nbs/engine/16_dstep.ipynb #00000002
 from __future__ import annotations
 import math
+from functools import partial
 from typing import Callable, NamedTuple
 import torch
 from torch import Tensor, nn
@@ -181,7 +182,7 @@ def _check_capsules(r, a_inp: Tensor, mu_inp: Tensor):
         raise ValueError(f"a_inp and mu_inp must be floating point, got {dtypes}")
     if not may_look(mu_inp):  # on a GPU a look would wait
         return
-    own = {f'the parameter {name}': p for name, p in r.named_parameters(recurse=False)}
+    own = {f'the parameter {name}': p for name, p in r.named_parameters()}
     check_finite(**own, mu_inp=mu_inp)
     if a_inp.isnan().any():
         raise ValueError("a_inp must not contain NaN (infinite scores are welcome)")
@@ -313,17 +314,22 @@ def vote_density(
 ) -> Tensor:  # [..., n, j]
     """How well each vote meets those of the other parts: the logarithm of their kernels' sum.
 
+    It is computed in float32 at least; `ValueError` for a mask that is neither.
+
     >>> vote_density(torch.zeros(1, 4, 2, 6), torch.ones(1, 4, dtype=bool)).shape
     torch.Size([1, 4, 2])
     """
     if there.dtype == torch.bool:
-        there = torch.where(there, 0.0, -torch.inf).to(V.dtype)
-    log_a, absent = there.clamp_min(-1e4)[..., None, None, :], there.isneginf()
-    x = V.transpose(-3, -2) * torch.exp(-torch.as_tensor(log_h))
-    seen = ~absent[..., None, :, None]
-    middle = (x * seen).sum(-2, keepdim=True) / seen.sum(-2, keepdim=True).clamp_min(1)
+        there = torch.where(there, 0.0, -torch.inf)
+    if not there.is_floating_point():
+        raise ValueError(f"there must be bool, or logs of the parts' weights, got {there.dtype}")
+    V = V.to(torch.promote_types(V.dtype, torch.float32))
+    absent, log_a = there.isneginf(), there.clamp_min(-1e4).to(V.dtype)
+    h = torch.as_tensor(log_h).clamp_min(-30).exp()  # squares stay finite
+    x = V.transpose(-3, -2).masked_fill(absent[..., None, :, None], 0) / h
+    middle = (log_a.softmax(-1)[..., None, :, None] * x).sum(-2, keepdim=True)
     x = x - middle.detach()  # near the origin squares lose less
-    half = x.square().sum(-1) / 2  # [..., j, n]
+    half, log_a = x.square().sum(-1) / 2, log_a[..., None, None, :]  # half: [..., j, n]
 
     def rows(first, some):
         L = some @ x.mT - some.square().sum(-1)[..., None] / 2 - half[..., None, :]
@@ -332,12 +338,13 @@ def vote_density(
         return (L + log_a).masked_fill(alone | absent[..., None, None, :], -1e4).logsumexp(-1)
 
     n = x.shape[-2]
-    size = max(1, _MOST // max(1, half.numel()))
-    if size >= n:
+    if _exporting() or half.numel() * n <= _MOST:  # one graph for any number of parts
         return rows(0, x).mT
-    parts = [
-        checkpoint(rows, k, x[..., k : k + size, :], use_reentrant=False) for k in range(0, n, size)
-    ]
+    size = max(1, _MOST // half.numel())
+    again = partial(checkpoint, use_reentrant=False)
+    if torch._C._are_functorch_transforms_active():  # `torch.func` knows no checkpoints
+        again = lambda f, *args: f(*args)
+    parts = [again(rows, k, x[..., k : k + size, :]) for k in range(0, n, size)]
     return torch.cat(parts, -1).mT
 
 
@@ -358,11 +365,14 @@ class _Agreement(nn.Module):
         a: Tensor,  # [..., i] scores of the parts; -inf: absent
         V: Tensor,  # [..., i, j, c, h] votes
     ) -> Tensor:  # [..., i, j] shares
-        x, w = V.flatten(-2), a.sigmoid()[..., None, None]
-        S = w.sum(-3, keepdim=True) + TINY
-        var = (w * (x - (w * x).sum(-3, keepdim=True) / S).square()).sum(-3, keepdim=True) / S
-        size = (var.mean((-2, -1), keepdim=True) + TINY).sqrt()
-        return (self.gain * vote_density(x / size, F.logsigmoid(a), self.log_h)).softmax(-1)
+        wide = torch.promote_types(V.dtype, torch.float32)
+        with without_autocast(V.device):
+            x, log_a = V.flatten(-2).to(wide), F.logsigmoid(a.to(wide))
+            w = log_a.clamp_min(-1e4).softmax(-1)[..., None, None]  # the level of scores is nothing
+            var = (w * (x - (w * x).sum(-3, keepdim=True)).square()).sum(-3, keepdim=True)
+            size = (var.mean((-2, -1), keepdim=True) + TINY).sqrt()
+            rho = vote_density(x / size, log_a, self.log_h)
+            return (self.gain.to(wide) * rho).softmax(-1).to(V.dtype)
 
 
 def _first_shares(kind: str) -> nn.Module | None:

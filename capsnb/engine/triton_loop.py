@@ -238,7 +238,7 @@ def _refuse_here(device, dtype, *numbers, most=24):
     "Why no kernel runs: so many numbers in registers, on this device, in this dtype."
     if max(numbers) > most:
         return f"{max(numbers)} numbers of a vote, pose or map do not fit in registers, {most} do"
-    interpreted = os.environ.get('TRITON_INTERPRET') == '1'
+    interpreted = os.environ.get('CAPSNB_INTERPRET') == '1'  # see `interpreting`, for tests
     if device == 'cpu' and not interpreted or device not in ('', 'cpu', 'cuda'):
         return f"Triton's kernels need CUDA tensors, got {device}"
     if dtype == torch.float64:

@@ -144,14 +144,19 @@ class AssemblyNet(nn.Module):
         n_wholes: int,  # j
         maps: str = 'similarity',  # by construction; or 'free': any 3×3 matrices
         routing: str = 'agreement',  # of votes with votes; or who finds wholes, of `all_routings`
-        **settings,  # of that routing: n_iters, first='agreement', its own
+        n_iters: int = 3,  # iterations of that routing, where it has any
+        first: str = 'even',  # shares that its loop starts from; or 'agreement' of the votes
+        settings: dict | None = None,  # of that routing alone
     ):
         super().__init__()
         at_least_1(n_types=n_types, n_wholes=n_wholes)
         self.route, n_maps = None, n_wholes
         if routing != 'agreement':
             n_maps += 1  # the last takes what belongs to nothing
-            self.route = routing_layer(routing, 2, 3, 3, None, n_maps, **settings)
+            own = dict(n_iters=n_iters, first=first) | (settings or {})
+            if unused := {'bias', 'misfit', 'norm', 'plan', 'start'} & {*own}:
+                raise ValueError(f"votes have their maps here, settings cannot be {sorted(unused)}")
+            self.route = routing_layer(routing, 2, 3, 3, None, n_maps, **own)
             if getattr(type(self.route), 'seen', Router.seen) is not Router.seen:
                 raise ValueError(f"routing={routing!r} takes no votes")
             for own in (self.route.W, self.route.B):  # votes have their maps here

@@ -251,7 +251,7 @@ class Router(nn.Module):
 
     def first_shares(self, a: Tensor, V: Tensor | SharedVotes) -> Tensor | None:
         "Shares [..., i, j] to start from, or None: even ones."
-        return None if self.agree is None else self.agree(a, V)
+        return self.agree(a, V) if self.agree is not None and a.shape[-1] else None
 
     def cast(self, mu_inp: Tensor) -> Tensor:
         "The votes [..., i, j, c, h] of capsules [..., i, c, d]."
@@ -269,7 +269,7 @@ class Router(nn.Module):
 
     def votes_of(self, mu_inp: Tensor) -> Tensor | SharedVotes:
         "Votes, which are not made where the routing can do without."
-        if self.agree is None and self.without_votes():
+        if self.without_votes() and (self.agree is None or not mu_inp.shape[-3]):
             return SharedVotes(mu_inp, self.W[0], _bias_of(self)[0])
         return self.cast(mu_inp)
 
@@ -307,7 +307,8 @@ class Router(nn.Module):
 
     def extra_repr(self):
         kept = 'd_cov d_inp d_out n_inp n_out n_iters bias start'.split()
-        return ', '.join(f'{k}={getattr(self, k)!r}' for k in kept)
+        told = [f'{k}={getattr(self, k)!r}' for k in kept]
+        return ', '.join(told + ["first='agreement'"] * (self.agree is not None))
 
 # %% ../../nbs/zoo/25_routers.ipynb #00000005
 routings: dict[str, Callable] = {'dstep': Routing}  # by name; each room adds its own
@@ -331,7 +332,7 @@ def routing_layer(
     n_iters: int = 3,  # iterations
     **settings,  # of the routing alone
 ) -> nn.Module:  # takes scores and capsules, gives `Routed`
-    """A layer of a routing; `ValueError` for one that there is not.
+    """A layer of a routing; `ValueError` for one that there is not, or a `first` without a loop.
 
     >>> layer = routing_layer('self', 4, 4, 4, n_inp=8, n_out=3)
     >>> layer(torch.zeros(2, 8), torch.randn(2, 8, 4, 4)).mu.shape
