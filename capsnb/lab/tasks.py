@@ -244,9 +244,6 @@ def train(
     recipe = dict(task.recipe(net), per_device_eval_batch_size=task.batch_size)
     recipe |= dict(changes, seed=seed) | ({} if epochs is None else dict(epochs=epochs))
     check_recipe(**recipe)
-    if epochs is None:
-        n = per_step(_arguments(run_folder(out), recipe, device))
-        recipe['epochs'] = task.epochs(recipe | dict(samples_per_step=n))
     claim(out, resume, overwrite)
     pick_device(device)
     began = {}
@@ -254,6 +251,9 @@ def train(
         began = read_json(path, settings=dict)['settings']
     begun = start and _start(start, out, began)  # before it costs anything
     task.prepare(recipe, began)
+    if epochs is None:
+        n = per_step(_arguments(run_folder(out), recipe, device))
+        recipe['epochs'] = task.epochs(recipe | dict(samples_per_step=n))
     collator = task.collator(net, recipe['shift'], recipe['mixup'])
     network = task.make(net, seed, **(options or {}))
     note = task.note(net) | (dict(options=options) if options else {})
