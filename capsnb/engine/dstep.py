@@ -341,10 +341,9 @@ def vote_density(
     if _exporting() or half.numel() * n <= _MOST:  # one graph for any number of parts
         return rows(0, x).mT
     size = max(1, _MOST // half.numel())
-    again = partial(checkpoint, use_reentrant=False)
-    if torch._C._are_functorch_transforms_active():  # `torch.func` knows no checkpoints
-        again = lambda f, *args: f(*args)
-    parts = [again(rows, k, x[..., k : k + size, :]) for k in range(0, n, size)]
+    blocks = [partial(rows, k, x[..., k : k + size, :]) for k in range(0, n, size)]
+    again = not torch._C._are_functorch_transforms_active()  # `torch.func` knows no checkpoints
+    parts = [checkpoint(f, use_reentrant=False) if again else f() for f in blocks]
     return torch.cat(parts, -1).mT
 
 

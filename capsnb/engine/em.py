@@ -146,14 +146,6 @@ def _check_fit(name, t, shape, told):
     if isinstance(t, Tensor):
         check_finite(**{name: t})
 
-
-def _check_shares(R, shape):
-    "Refuse what is no tensor of shares for the links."
-    fits = isinstance(R, Tensor) and R.is_floating_point() and R.shape == shape
-    if not fits or may_look(R) and not (R >= 0).all():
-        got = f'{R.dtype} of shape {tuple(R.shape)}' if isinstance(R, Tensor) else R
-        raise ValueError(f"R must be shares for the links, 0 or more, {shape}, got {got}")
-
 # %% ../../nbs/engine/15_em.ipynb #0000001d
 class _Rules(NamedTuple):
     "The settings of a routing, read and checked."
@@ -238,7 +230,7 @@ def em_routing(
     if gain is not None:
         _check_fit('gain', gain, V.shape[:-2], f"nats for the links, {tuple(V.shape[:-2])}")
     if R is not None:
-        _check_shares(R, tuple(V.shape[:-2]))
+        _check_fit('R', R, V.shape[:-2], f"shares for the links, {tuple(V.shape[:-2])}")
     floor = as_floor(eps, V.shape[-2] * V.shape[-1])
     lams = as_schedule(lam, check_n_iters(n_iters))
     rules = _Rules(beta_a, beta_u, lams, floor, _as_damping(damping), act)
@@ -252,7 +244,7 @@ def em_routing(
                     return EMRouted(*(t.to(out_dtype) for t in run(a, V, fields, rules)))
         V = V.to(dtype)
         may, even = _links(V, n, parents, fields)
-        links = may, even if R is None else R.to(dtype) * may, (parents, fields, n)
+        links = may, even if R is None else _like(R, V) * may, (parents, fields, n)
         if fields is not None:
             a = F.pad(a, (0, 1))[..., fields]  # -1 reads the 0 behind the last part
         a, mu, sig2, R, F_t = _iterate(a, V, *links, rules, free_energy, gain)
