@@ -80,6 +80,13 @@ def test_blocks_are_the_whole_also_under_torch_func(monkeypatch):
     assert_close(torch.autograd.grad(loss(x.requires_grad_()), x)[0], want)
 
 
+def test_autocast_leaves_a_density_as_it_is():
+    V, there = torch.randn(2, 30, 4, 6), torch.ones(2, 30) > 0
+    with torch.autocast('cpu', torch.bfloat16):
+        found = vote_density(V, there, -1.5)
+    assert_close(found, vote_density(V, there, -1.5))
+
+
 def test_scores_of_any_level_and_far_parts_that_hardly_count():
     "only ratios of weights count, and nobody far away costs the others their digits"
     layer, V = Routing(2, 3, 3, n_out=4, first='agreement'), torch.randn(1, 20, 4, 2, 3)

@@ -332,7 +332,8 @@ def vote_density(
     half, log_a = x.square().sum(-1) / 2, log_a[..., None, None, :]  # half: [..., j, n]
 
     def rows(first, some):
-        L = some @ x.mT - some.square().sum(-1)[..., None] / 2 - half[..., None, :]
+        with without_autocast(V.device):
+            L = some @ x.mT - some.square().sum(-1)[..., None] / 2 - half[..., None, :]
         own = torch.arange(first, first + some.shape[-2], device=x.device)[:, None]
         alone = own == torch.arange(x.shape[-2], device=x.device)
         return (L + log_a).masked_fill(alone | absent[..., None, None, :], -1e4).logsumexp(-1)
@@ -365,13 +366,12 @@ class _Agreement(nn.Module):
         V: Tensor,  # [..., i, j, c, h] votes
     ) -> Tensor:  # [..., i, j] shares
         wide = torch.promote_types(V.dtype, torch.float32)
-        with without_autocast(V.device):
-            x, log_a = V.flatten(-2).to(wide), F.logsigmoid(a.to(wide))
-            w = log_a.clamp_min(-1e4).softmax(-1)[..., None, None]  # the level of scores is nothing
-            var = (w * (x - (w * x).sum(-3, keepdim=True)).square()).sum(-3, keepdim=True)
-            size = (var.mean((-2, -1), keepdim=True) + TINY).sqrt()
-            rho = vote_density(x / size, log_a, self.log_h)
-            return (self.gain.to(wide) * rho).softmax(-1).to(V.dtype)
+        x, log_a = V.flatten(-2).to(wide), F.logsigmoid(a.to(wide))
+        w = log_a.clamp_min(-1e4).softmax(-1)[..., None, None]  # the level of scores is nothing
+        var = (w * (x - (w * x).sum(-3, keepdim=True)).square()).sum(-3, keepdim=True)
+        size = (var.mean((-2, -1), keepdim=True) + TINY).sqrt()
+        rho = vote_density(x / size, log_a, self.log_h)
+        return (self.gain.to(wide) * rho).softmax(-1).to(V.dtype)
 
 
 def _first_shares(kind: str) -> nn.Module | None:

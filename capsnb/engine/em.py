@@ -208,7 +208,7 @@ def em_routing(
     free_energy: bool = False,  # whether to compute F too
     damping: float = 0.0,  # share of the old mean in the new one
     gain: Tensor | None = None,  # [i|1, j] nats added to the log-density of each link
-    R: Tensor | None = None,  # shares to start from, [..., i, j]; None: even
+    R: Tensor | float | None = None,  # shares to start from, [..., i, j]; None: even
     plan: str = 'auto',  # 'votes': step by step; 'auto': Triton's kernels where they serve
 ) -> EMRouted:  # a, mu, sig2, R, F; `ValueError` if the inputs do not fit
     """EM routing of parts with votes to wholes (Hinton 2018, Procedure 1).
