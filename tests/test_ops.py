@@ -11,7 +11,7 @@ from torch.library import opcheck
 from torch.testing import assert_close
 from capsnb import ClassCaps, ConvCaps, Routing, dynamic_routing, route_capsules
 from capsnb.engine import dynamic, em, fields, layers, moments, numerics
-from capsnb.engine.numerics import error_to, import_error
+from capsnb.engine.numerics import FastOp, error_to, import_error
 from capsnb.routing.em import as_floor
 
 f64 = torch.float64
@@ -408,3 +408,17 @@ def test_votes_in_any_layout():
         return torch.autograd.grad(sum(o.sin().sum() for o in compiled._votes(*Y, *how)), Y)
 
     same(grads(V.movedim(-1, 0).contiguous().movedim(0, -1)), grads(V))
+
+
+def test_a_cell_that_runs_again_leaves_the_first_op_alone():
+    "PyTorch frees an op whose name is registered again: who still held it read freed memory"
+
+    def scaled(by):
+        scale = lambda x, *_: [x * by]
+        return FastOp('again', 1, '', scale, lambda x, _, g: [g[0] * by], scale, scale)
+
+    x = torch.ones(3, requires_grad=True)
+    ops = {by: scaled(by) for by in (2.0, 3.0)}
+    for by, op in ops.items():
+        (g,) = torch.autograd.grad(op(x)[0].sum(), x, create_graph=True)
+        assert_close(g, torch.full((3,), by))

@@ -296,6 +296,8 @@ class FastOp:
         self.name, self.n, self.n_out = name, n, n_out
         self.fake, self.definition = fake, definition
         self.bare = _in_full(forward), _in_full(backward)
+        while hasattr(torch.ops.capsnb, name):  # PyTorch frees an op under who holds it
+            name += '_again'
 
         def op(end, run, *more):
             kinds = ['Tensor'] * n + [*more, *settings.split()]
