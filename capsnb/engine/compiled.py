@@ -128,7 +128,7 @@ class _Kernels:
             self.kernels._spread(start, stop, x, W, *args, g_W.numpy(), self.dims)
             return g_W
 
-        args = self.rows(origin, A.flatten(0, 1), B.flatten(0, 1), U.flatten(0, 1))
+        args = self.rows(origin, A.movedim(0, 2), B.movedim(0, 2), U.flatten(0, 1))
         self.g_W += sum(over_threads(self.P, run, self.x, self.W, *args, len(U), g_x))
         g_a, g_mu = self.W.new_zeros(*n, 1), self.W.new_zeros(*n, g_x.shape[2])
         for part, out in ((self.spaced(self.g_a), g_a), (g_x, g_mu)):

@@ -382,7 +382,7 @@ class _Walk:
         "Gradients of the images' activations and poses, and of the betas; `steps` has that of W."
         T, (P, J, n), damping = len(states), g_mu.shape, self.loop.damping
         floor, origin = self.floor(states[0]), states[-1].mu.contiguous()
-        A, B = origin.new_empty(2, 2 * T - 1, P, J, n)
+        A, B = origin.new_empty(2, P, J, 2 * T - 1, n).movedim(3, 1)  # terms side by side
         U = origin.new_empty(2 * T - 1, P, J, self.steps.first.shape[-1])
         now, g_floor, g_betas = self.wholes(T - 1, states[-1], floor), 0.0, [0.0, 0.0]
         g_log_a, g_half = g_a * now.log_a.exp(), 0.0
@@ -399,8 +399,8 @@ class _Walk:
             else:
                 R, (more_mu, more_var) = self.steps.first, self.floor_back(state, g_floor)
                 g_mu, g_var = g_mu + more_mu, g_var + more_var
-            pull = 2 * damping * (state.raw_mu - state.mu) * g_var if damping else 0.0
-            g_mu, g_old = (1 - damping) * g_mu + pull, damping * g_mu - pull
+            g_old = damping and damping * (g_mu - 2 * (state.raw_mu - state.mu) * g_var)
+            g_mu = g_mu - g_old
             A[k], B[k] = g_mu - 2 * g_var * (state.raw_mu - origin), 2 * g_var
             g_R = self.steps.worth(R, state, g_mass, g_mu, g_var, U[k])
             if t:

@@ -436,11 +436,10 @@ def _centre(start, stop, R, g_R, J, table, n, out):
     for b in range(start, stop):
         total[:] = 0
         for p in range(b * F, (b + 1) * F):
-            for s in range(0, S, LANES):
-                some = _splat(R.dtype.type(0), (0,))
-                for q in range(p * J, (p + 1) * J):
-                    some = some + _load(R, (q, s)) * _load(g_R, (q, s))
-                _store(out, (p, s), some)
+            out[p] = 0
+            for q in range(p * J, (p + 1) * J):
+                for s in range(0, S, LANES):
+                    _store(out, (p, s), _load(out, (p, s)) + _load(R, (q, s)) * _load(g_R, (q, s)))
             for s in range(S):
                 if table[p % F, s] >= 0:
                     total[table[p % F, s]] += out[p, s]
@@ -482,20 +481,19 @@ def _spread(start, stop, x, W, origin, A, B, U, terms, g_x, g_W, dims):
             q = p * J + j
             for i in range(n):
                 for r in range(len(c)):
-                    at, row = r * len(h), _splat(zero, h)
-                    for t in range(q, terms * step, step):
-                        row = row + _alike(B, (t, at), h) * _load(U, (t, i * LANES))
-                    row = row * (_vote(x, W, p, j, i, r, dims) - _alike(origin, (q, at), h))
-                    for t in range(q, terms * step, step):
-                        row = row + _alike(A, (t, at), h) * _load(U, (t, i * LANES))
-                    _store(g, (r, 0, 0), row)
-                    for e in range(len(d)):
-                        w, k = _row(W, (j, i, e * len(h), 0), h), r * len(d) + e
-                        _store(g_x, (p, i, k, 0), _dot(row, w, _load(g_x, (p, i, k, 0))))
+                    at, one, two = r * len(h), _splat(zero, h), _splat(zero, h)
+                    for t in range(terms):
+                        u = _load(U, (t * step + q, i * LANES))
+                        one = one + _alike(A, (q * terms + t, at), h) * u
+                        two = two + _alike(B, (q * terms + t, at), h) * u
+                    gap = _vote(x, W, p, j, i, r, dims) - _alike(origin, (q, at), h)
+                    _store(g, (r, 0, 0), one + two * gap)
                 for e in range(len(d)):
-                    row = _row(g_W, (j, i, e * len(h), 0), h)
+                    w, row = _row(W, (j, i, e * len(h), 0), h), _row(g_W, (j, i, e * len(h), 0), h)
                     for r in range(len(c)):
-                        row = row + _load(x, (p, i, r * len(d) + e, 0)) * _row(g, (r, 0, 0), h)
+                        part, k = _row(g, (r, 0, 0), h), r * len(d) + e
+                        _store(g_x, (p, i, k, 0), _dot(part, w, _load(g_x, (p, i, k, 0))))
+                        row = row + _load(x, (p, i, k, 0)) * part
                     _store(g_W, (j, i, e * len(h), 0), row)
 
 # %% ../../nbs/engine/20_kernels.ipynb #n000001d

@@ -84,8 +84,8 @@ def _thread_pool(threads: int) -> ThreadPoolExecutor:
 
 
 def _as_array(t):
-    "A tensor as NumPy sees it, also in tuples; anything else as it is."
-    if isinstance(t, tuple):
+    "A tensor as NumPy sees it, also in tuples of them; anything else as it is."
+    if isinstance(t, tuple) and not isinstance(t[0], int):  # sizes are long tuples of ints
         return tuple(map(_as_array, t))
     return t.numpy() if isinstance(t, Tensor) else t
 
