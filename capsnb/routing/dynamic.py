@@ -12,25 +12,6 @@ from ..core import check_n_iters, from_generator
 # %% auto #0
 __all__ = ['squash']
 
-# %% ../../nbs/book/03_dynamic_routing.ipynb #00000009
-def squash(
-    s: Tensor,  # [..., h] any vectors; half precision is computed in float32
-    dim: int = -1,  # along which a vector lies
-) -> Tensor:  # like s, of length r^2/(1 + r^2) < 1
-    """Shrink vectors to a length below 1, direction kept (Sabour 2017, eq. 1).
-
-    >>> squash(torch.tensor([3.0, 4.0])).norm()  # 25 / 26
-    tensor(0.9615)
-    """
-    if not s.shape[dim]:
-        raise ValueError(f"expected vectors of at least one number, got shape {tuple(s.shape)}")
-    x = s.float() if s.dtype in (torch.float16, torch.bfloat16) else s
-    top = x.detach().abs().amax(dim, keepdim=True).clamp_min(1)
-    x = x / top
-    q = (x * x).sum(dim, keepdim=True)
-    r = torch.where(q > 0, q.where(q > 0, 1).sqrt(), 0)
-    return (x * (r / (top**-2 + q))).to(s.dtype)
-
 # %% ../../nbs/book/03_dynamic_routing.ipynb #0000000d
 @from_generator
 class Agreed(NamedTuple):
@@ -54,3 +35,22 @@ def dynamic_routing_ref(
         v = squash(s)  # line 6
         b = b + (V * v[..., None, :, :]).sum(-1)  # line 7: agreement
     return Agreed(torch.linalg.vector_norm(v, dim=-1), v, R.detach())
+
+# %% ../../nbs/book/03_dynamic_routing.ipynb #00000009
+def squash(
+    s: Tensor,  # [..., h] any vectors; half precision is computed in float32
+    dim: int = -1,  # along which a vector lies
+) -> Tensor:  # like s, of length r^2/(1 + r^2) < 1
+    """Shrink vectors to a length below 1, direction kept (Sabour 2017, eq. 1).
+
+    >>> squash(torch.tensor([3.0, 4.0])).norm()  # 25 / 26
+    tensor(0.9615)
+    """
+    if not s.shape[dim]:
+        raise ValueError(f"expected vectors of at least one number, got shape {tuple(s.shape)}")
+    x = s.float() if s.dtype in (torch.float16, torch.bfloat16) else s
+    top = x.detach().abs().amax(dim, keepdim=True).clamp_min(1)
+    x = x / top
+    q = (x * x).sum(dim, keepdim=True)
+    r = torch.where(q > 0, q.where(q > 0, 1).sqrt(), 0)
+    return (x * (r / (top**-2 + q))).to(s.dtype)
