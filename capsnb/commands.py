@@ -91,7 +91,7 @@ def changed(task, net: str, lr: float | None, batch_size, bf16: bool, graphs: bo
 def train(
     ctx: typer.Context,
     *,
-    net: str | None = None,  # one of the task's networks, which an error lists; else the first
+    net: str | None = None,  # one of the task's networks ('?' lists them); else the first
     epochs: int | None = None,  # times through the training data; else the recipe's
     lr: float | None = None,  # learning rate, the highest of its cycle; else the recipe's
     batch_size: int | None = None,  # samples of a training step; else the recipe's
@@ -239,8 +239,8 @@ def demo(
     CNN of equal size.
 
     Prints both accuracies on the last 500 digits, from forms neither was trained on, and draws
-    where each class got its score from. No download; about a minute of one core. Ctrl-C leaves a
-    checkpoint and says how to go on."""
+    where each class got its score from. No download; one to three minutes of one core. Ctrl-C
+    leaves a checkpoint and says how to go on."""
     rooms = room('lab.predict')
     kw = dict(epochs=epochs, device=device, resume=resume, overwrite=overwrite, progress=progress)
     if 'OMP_NUM_THREADS' not in os.environ:  # as fast for small networks, beside others faster
@@ -314,7 +314,7 @@ def asked(run: Path, words, encoder: str | None, task: str | None, device: str |
 
 def predict(
     run: Path,  # folder of a finished run, or its name on the Hub
-    words: list[str] = (),  # images, folders of them, tables; texts, files of them; else -: stdin
+    words: list[str] = (),  # images, folders; tables; texts, .txt or .csv of them; else -: stdin
     *,
     csv: Path | None = None,  # file for the probabilities of all classes
     html: Path | None = None,  # file of a page that shows them with their answers
@@ -324,7 +324,9 @@ def predict(
     progress: bool | None = None,  # draw progress bars; else on a terminal
     as_json: bool = False,  # print one JSON object, and nothing else
 ):
-    "What a finished run takes images, rows of a table or texts for, and how surely."
+    """What a finished run takes images, rows of a table or texts for, and how surely.
+
+    Digits and MNIST are white on black: invert what is black on white first."""
     if csv and csv.exists():
         raise ValueError(f"'{csv}' is there already: name another file")
     if html and html.exists() and not room('lab.hub').is_own_page(html):
@@ -369,8 +371,10 @@ def explain(
     device: str | None = None,  # 'cpu', 'cuda' or 'mps'; else the best there is
     as_json: bool = False,  # print one JSON object, and nothing else
 ):
-    """Which places, columns or words speak for an answer, against the mean of the other classes;
-    and how much of its probability is lost without the most credited, beside as much at random.
+    """Which places, columns or words speak for an answer: what its class earned there, less the
+    mean of the others, in points of the score (capsnet: of length; other routings: of data used).
+    And how much of its probability is lost without the most credited tenth, two tenths … half, on
+    average, beside as many at random.
 
     On a terminal words are blue for the answer, red against it; NO_COLOR turns that off."""
     loaded, names, things = asked(run, words, encoder, task, device)
@@ -382,7 +386,8 @@ def explain(
         what = what if loaded.kind == 'texts' else _plain(e.what)
         lines = [f'{what}: {_plain(e.label)} {e.p:.1%}']
         lines += [f'{v:+9.3f}  {_plain(part)}' for part, v in e.parts]
-        lines += [f'lost without the most credited {e.lost[0]:.1%}, at random {e.lost[1]:.1%}\n']
+        lost = 'lost without the most credited tenth to half'
+        lines += [f'{lost} {e.lost[0]:.1%}, as many at random {e.lost[1]:.1%}\n']
         typer.echo('\n'.join(lines), color=coloured)  # None: on a terminal
     left = told, [e.image if e.image is None else rooms.drawn(e) for e in told]
     if html:
@@ -467,7 +472,7 @@ def list_studies(ctx: typer.Context):
 
 
 commands = {
-    'demo': (demo, 'A capsule network and a CNN of equal size on real digits, in a minute.'),
+    'demo': (demo, 'A capsule network and a CNN of equal size on real digits, in minutes.'),
     'eval': (evaluate, 'Accuracy of a finished run, and which classes it confuses.'),
     'predict': (predict, 'What a finished run takes images, rows or texts for.'),
     'explain': (explain, 'Which places, columns or words its answer comes from.'),

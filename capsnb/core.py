@@ -78,7 +78,10 @@ def _said_of(thing) -> str:
         found += [('returns', node.returns, node.body[0].lineno - 1)]
     said = []
     for name, kind, line in found:
-        kind, what = f' ({ast.unparse(kind)})' if kind else '', lines[line - 1].partition('  # ')[2]
+        kind = f' ({ast.unparse(kind)})' if kind else ''
+        code, _, what = lines[line - 1].partition('  # ')
+        if what.startswith('or '):  # begin with the default
+            what = f"{code.rpartition(' = ')[2].rstrip(',')} {what}"
         said += [f'    {name}{kind}: {what}'.rstrip(': ')] if kind or what else []
     return '\n'.join(said)
 
@@ -119,7 +122,8 @@ def by_letter(**names: str):  # a paper's letter -> the argument
 
         cls.__init__ = __init__
         if known := getattr(cls, '_hub_mixin_init_parameters', None):  # what a config.json says
-            cls.__new__ = lambda cls, *args, **given: new(cls, *args, **in_full(given))
+            made = functools.wraps(init, assigned=())  # the class's signature
+            cls.__new__ = made(lambda cls, *args, **given: new(cls, *args, **in_full(given)))
             letters = {k: known[name].replace(name=k) for k, name in names.items()}
             cls._hub_mixin_init_parameters = known | letters
         return cls

@@ -83,11 +83,12 @@ def test_rows_of_a_table(table, tmp_path, monkeypatch, capsys):
         torch.testing.assert_close(loaded.predict(few).p, want.p)
     assert asked(table, [few], None, None, 'cpu')[1][8] == 'row 9'
     assert capsys.readouterr().err == 'not read, as in training: c\n'
+    torch.testing.assert_close(loaded.predict(rows.tolist()).p, want.p)
     for wrong, said in ((dict(a=[1]), "no column 'b': there is a"), (rows[:, :1], 'a, b: ')):
         with pytest.raises(ValueError, match=said):
             loaded.predict(wrong)
     (e, *_) = explain(loaded, rows)
-    assert [k for k, _ in e.parts] == ['a', 'b'] and e.label == want.names[0]
+    assert {*dict(e.parts)} == {'a', 'b'} and e.label == want.names[0]
     said = run('predict', table, '-', '--device', 'cpu', '--json', given=few.read_text())
     assert [row['predicted'] for row in json.loads(said)] == want.names
     assert 'lost without the most credited' in run('explain', table, few, '--device', 'cpu')
@@ -106,9 +107,11 @@ def test_a_text_is_no_path_and_a_file_is_closed_again(tmp_path):
     words = ['a good film ' * 30, '~ nice', '~nobody said']
     loaded = Loaded(None, OwnTexts(), dict(names='xy'))
     assert read(loaded, words)[1] == [w.strip() for w in words]
-    for table in (dict(words=words), words[0]):
-        with pytest.raises(ValueError, match='expected a list of texts'):
-            loaded.shown(table)
+    with pytest.raises(ValueError, match='expected a list of texts'):
+        loaded.shown(dict(words=words))
+    (tmp_path / 'few.csv').write_text('a;text\n1;fine\n')
+    for given, texts in ((f'{tmp_path}/few.csv', ['fine']), (words[0], [words[0].strip()])):
+        assert loaded.shown(given).samples['test'].texts == texts
     Image.new('L', (8, 8)).save(tmp_path / 'a.png')
     assert _opened(tmp_path / 'a.png').fp is None
 
@@ -130,6 +133,7 @@ def test_pictures_of_every_kind_and_size(tmp_path):
     for wrong in (one[None] / 16.0, -1.0 * one[None], [one[0, 0]], ['none.png']):
         with pytest.raises((ValueError, OSError)):
             loaded.predict(wrong)
+    assert len(loaded.predict(tmp_path / 'new').names) == 24
     page = tmp_path / 'page.html'
     said = run('predict', out, tmp_path / 'new', '--device', 'cpu', '--html', page).splitlines()
     assert len(said) == 25 and all('.png' in line for line in said[1:])
@@ -150,7 +154,8 @@ def test_stereo_pairs_and_photographs(tmp_path):
     found = toys.predict([tmp_path / 'pair.png', tmp_path / 'pair.npy'])
     torch.testing.assert_close(found.p[0], found.p[1])
     digits = capsnb.load(tmp_path / 'digits', 'cpu')
-    found = digits.predict(torch.rand(3, 8, 8))
+    with pytest.warns(UserWarning, match='1 of 3 images have light edges'):
+        found = digits.predict(torch.tensor([0.2, 0.5, 0.9])[:, None, None].expand(3, 8, 8))
     assert found.p.sum(1).allclose(torch.ones(3)) and found.classes == tuple('0123456789')
     (e,) = explain(digits, torch.rand(1, 8, 8))
     assert e.places.shape == torch.Size(digits.network.places) and e.label in digits.classes

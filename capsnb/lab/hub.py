@@ -704,10 +704,13 @@ def leave_credit(path: str | Path, told: list, figures: list) -> Path:  # of the
     sections = []
     for e, figure in zip(told, figures):
         lost, random = (f'{p:.1%}' for p in e.lost)
-        lost = f'Lost without the most credited: {lost}; as many at random: {random}.'
+        lost = f'Lost without the most credited tenth to half: {lost}; as many at random: {random}.'
         parts = [dict(html=coloured(e.parts)), dict(head=['', 'credit'], rows=e.parts)]
         if figure:
             parts = [_figure(figure, f'{e.what}, and what its places were credited with.')]
         sections.append((f'{e.what}: {e.label}, {e.p:.1%}', [*parts, lost]))
-    how = 'Blue: for the answer, red against it. Point at a word for its number.'
+    how = 'Blue: for the answer, red against it. Point at a word for its number. '
+    how = 'Green: for the answer, purple against it. ' if any(figures) else how
+    how += 'Numbers are what the class earned there, less the mean of the others: points of its '
+    how += 'score, with CapsNet of its length, with other routings shares of the data it used.'
     return _write(path, _page('Where the answer comes from', [*sections, ('How', [how])]))

@@ -41,6 +41,9 @@ def _sheet(path: Path):
     "A pandas.DataFrame of words."
     pandas, tabs = need('pandas'), dict(sep='\t', quoting=csv.QUOTE_NONE)
     how = tabs if path.suffix.lower() == '.tsv' else {}
+    with open(path, encoding='utf-8-sig') as f:
+        head = f.readline()
+    how |= dict(sep=';') if ';' in head and ',' not in head and not how else {}
     how |= dict(dtype=str, keep_default_na=False, na_values=[''], index_col=False)
     with warnings.catch_warnings():
         warnings.simplefilter('error', pandas.errors.ParserWarning)  # a row too long
@@ -196,11 +199,14 @@ def in_parts(source, label='label', test: str | None = None, held: float = 0.15)
 def _classes(part, label: str) -> tuple:
     "Names, and a dict from values to class numbers."
     if label not in part.column_names:
-        raise ValueError(f"no column {label!r}: there is {', '.join(part.column_names)}")
+        there = f"no column {label!r}: there is {', '.join(part.column_names)}"
+        raise ValueError(f"{there}; --label names that of the classes")
     if names := getattr(part.features[label], 'names', None):
         return tuple(names), {k: k for k in range(len(names))}
     with in_words(f"expected one class a row in the column {label!r}"):
         values = set(part[label]) - {None}
+    if not values and 'image' in part.column_names:
+        raise ValueError("expected a sub-folder for each class, with its images")
     if len(values) < 2 or len(values) > max(2, len(part) // 2):
         said = f"got {len(values):,} different values in {len(part):,} rows"
         raise ValueError(f"expected classes in the column {label!r}, {said}")
@@ -427,8 +433,13 @@ class OwnPictures(OwnTask):
             paths = [{self.image: str(regular(at / (p or '')))} for p in part[self.image]]
             part = need('datasets').Dataset.from_list(paths)
             part = part.cast_column(self.image, need('datasets').Image())
+        files, Image = part, need('datasets').Image
+        if isinstance(part.features[self.image], Image):
+            files = part.cast_column(self.image, Image(decode=False))
         for k in range(len(part)):
-            with in_words(f"image {k} of {split} cannot be read"):
+            file = files[k][self.image]
+            file = f" ('{file['path']}')" if isinstance(file, dict) and file.get('path') else ''
+            with in_words(f"image {k} of {split}{file} cannot be read"):
                 image = part[k][self.image]
             yield image
 
@@ -565,12 +576,13 @@ class OwnTable(OwnTask):
     def read(self) -> tuple:  # names of the columns
         if self.known:
             return tuple(self.known['columns'])
-        part, left, numbers = self.parts.splits['train'], {}, {}
+        part, left, numbers, more = self.parts.splits['train'], {}, {}, ''
         for k in (k for k in part.column_names if k != self.label):
             values, none, odd = _floats(part[k][:])
             if odd:
                 no = f"{len(odd):,} of {len(part):,} no numbers: {odd[0]!r:.20}"
                 left[k] = f"column {k!r} ({no})"
+                more = more or f"; add --{'image' if hasattr(odd[0], 'convert') else 'text'} {k}"
             elif all(map(math.isnan, values)):
                 left[k] = f"column {k!r} (empty)"
             else:
@@ -581,7 +593,7 @@ class OwnTable(OwnTask):
             raise ValueError(f"{odd[0]!r} is no column of numbers: {why}")
         if not wanted:
             said = ', '.join(left.values()) or 'none'
-            raise ValueError(f"there is no column of numbers, but {said:.200}")
+            raise ValueError(f"there is no column of numbers, but {said:.200}{more}")
         said = sum((numbers[k] for k in wanted), [])
         _say_what_is_left_out(self.source, said + [*left.values()] * (self.columns is None))
         labels = self.parts.labels['train']
@@ -714,5 +726,11 @@ def own_task(
     named = {k: v for k, v in named.items() if v is not None}
     if len(named) > 1:
         raise ValueError(f"expected columns of one kind, got {' and '.join(named)}")
-    kind = dict(image=pictures, text=texts).get(next(iter(named), ''), table)
+    kinds = dict(image=pictures, text=texts)
+    for name, other in kinds.items():
+        own = {*other.__dataclass_fields__} - {*table.__dataclass_fields__}
+        if not named and (odd := own.intersection(options)):
+            column = f"add --{name} COLUMN ({name}='COLUMN')"
+            raise ValueError(f"{min(odd)!r} is an option of {name}s: {column}")
+    kind = kinds.get(next(iter(named), ''), table)
     return with_options(kind, source=source, **named, **options)

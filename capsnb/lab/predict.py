@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 import tempfile
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -229,6 +230,8 @@ class Loaded:
     def shown(self, things):  # a task
         "The run's task with these things in place of its data; `ValueError` for what cannot be."
         task, kind = copy.copy(self.task), self.kind
+        if isinstance(things, (str, Path)):
+            things = read(self, [str(things)])[1]
         if kind == 'rows':
             data = self._table(things)
             label = torch.zeros(len(data), dtype=torch.long)
@@ -237,6 +240,7 @@ class Loaded:
             _say_what_is_left_out('to be read', [f'column {k!r}' for k in left])
             return task
         things = things.cpu() if isinstance(things, Tensor) else things
+        things = [things] if hasattr(things, 'convert') else things  # a single image
         things = as_texts(things) if kind == 'texts' else list(things)
         label = torch.zeros(len(things), dtype=torch.long)
         if not things:
@@ -249,6 +253,8 @@ class Loaded:
         opened, known = lambda: map(_opened, things), getattr(task, 'white', None) or 0
         white = lambda: _white_of(opened(), task.shape[0], known)
         x = torch.stack([*fitted(opened(), task.shape, white)])
+        if type(task) is Digits and len(x[0]) == 1:
+            _say_what_is_light(x)
         x = (255 * x).round().byte() if task.in_bytes else x
         task.open = lambda split: dict(image=x, images=x, label=label, category=label)
         return task
@@ -256,23 +262,29 @@ class Loaded:
     def _table(self, things):  # datasets.Dataset
         if isinstance(things, need('datasets').Dataset):
             return _rows(things)
-        named = list(self.task.read) if hasattr(things, 'tolist') else None  # an array
+        things = things.tolist() if hasattr(things, 'tolist') else things  # an array
+        first = next(iter(things), None) if isinstance(things, (list, tuple)) else None
+        named = list(self.task.read) if type(first) in (list, tuple, float, int) else None
         with in_words(f"expected numbers [n, {len(self.task.read)}]: {', '.join(self.task.read)}"):
-            return _rows(
-                need('pandas').DataFrame(things.tolist() if named else things, None, named)
-            )
+            return _rows(need('pandas').DataFrame(things, None, named))
 
     def predict(
         self,
-        things,  # images (of PIL, arrays, paths), texts, or rows: a table, dicts, or [n, columns]
+        things,  # images (PIL, arrays, paths), texts; a table, dicts, [n, columns]; a file, folder
         progress: bool = False,  # whether to draw a bar
     ) -> Found:
         "What they are taken for; `ValueError` for what the network cannot be shown."
-        if isinstance(things, (str, Path)) or hasattr(things, 'convert'):
-            things = read(self, [things])[1] if self.kind == 'rows' else [things]
         task = self.shown(things)
         p = _shares(self.network, read_all(self.network, task, self.net, 'test', progress)[1])
         return Found([self.classes[k] for k in p.argmax(1).tolist()], p, self.classes)
+
+
+def _say_what_is_light(images: Tensor):
+    "Warn of dark digits on light paper, by the edges of the images."
+    edges = images[..., [0, -1], :].flatten(1), images[..., [0, -1]].flatten(1)
+    if n := int((torch.cat(edges, 1).mean(1) > 0.6).sum()):
+        said = f"{n:,} of {len(images):,} images have light edges: invert them (ImageOps of PIL)"
+        warnings.warn(f"{said}, as the network learned white on black", stacklevel=2)
 
 
 def read(loaded: Loaded, words: list) -> tuple:  # names; things for `predict`
@@ -285,13 +297,19 @@ def read(loaded: Loaded, words: list) -> tuple:  # names; things for `predict`
     for word in words:
         path, many = Path(os.path.expanduser(word)), loaded.kind == 'pictures'
         is_file = os.path.isfile(path)  # a text may be too long for a path, or begin with ~
-        if word == '-':
-            found += [_opened(sys.stdin.buffer)] if many else [*filter(str.strip, sys.stdin)]
+        column = getattr(loaded.task, 'text', 'text')
+        if word == '-' and many:
+            found.append(_opened(sys.stdin.buffer))
+        elif word == '-':
+            lines = [*filter(str.strip, sys.stdin)]
+            if lines and column in lines[0].strip().split(','):
+                said = f"standard input begins with a column's name, {column!r}"
+                raise ValueError(f"{said}: name the .csv file itself, or pipe texts alone")
+            found += lines
         elif many and path.is_dir():
             known = {'.npy', *need('PIL.Image').registered_extensions()}
             found += [p for p in sorted(path.rglob('*')) if p.suffix.lower() in known]
         elif is_file and not many and path.suffix.lower() in _readers:
-            column = getattr(loaded.task, 'text', 'text')
             found += [
                 t for part in _splits(word).values() for t in _column(part, column, word)[column][:]
             ]
@@ -313,7 +331,8 @@ def _splits(word: str) -> dict:
         return open_columns(word)
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / 'standard input.csv'
-        path.write_text(sys.stdin.read(), encoding='utf-8')
+        if not path.write_text(sys.stdin.read(), encoding='utf-8'):
+            raise ValueError("nothing came on standard input: name a file, or pipe rows in")
         return open_columns(path)
 
 # %% ../../nbs/lab/58_command_line.ipynb #8b5aea1e
@@ -368,7 +387,7 @@ class Explained(NamedTuple):
     what: str  # its name
     label: str  # the class it is taken for
     p: float  # its probability
-    parts: list  # of (word or column, its credit), in their order; of an image none
+    parts: list  # of (word, its credit) in their order, (column, ...) by size; of an image none
     places: Tensor | None  # [m, n] credit of the places of an image
     image: Tensor | None  # [c, m', n'] as the network sees it
     lost: tuple  # probability that goes without the most credited, and without as many at random
@@ -400,7 +419,7 @@ def explain(
 ) -> list:  # of Explained: label, p, credit of parts or places, lost without the most credited
     """What speaks for the class each thing is taken for, against the mean of the others.
 
-    >>> explain(load('runs/digits'), torch.rand(1, 8, 8))[0].places.shape
+    >>> explain(load('runs/digits'), torch.rand(1, 8, 8))[0].places.shape  # of --net dstep
     torch.Size([4, 4])
     """
     network, task, out = loaded.network, loaded.task, []
@@ -432,6 +451,8 @@ def explain(
         places = None if image is None else credit
         parts = [] if places is not None else list(zip(words, credit.tolist()))
         lost = _lost(partial(_left, network, batch, c, places, tokens), credit.flatten())
+        if 'rows' in batch:
+            parts.sort(key=lambda part: -abs(part[1]))
         name = names[k] if names else str(k)
         out.append(Explained(name, loaded.classes[c], float(p[c]), parts, places, image, lost))
     return out

@@ -321,7 +321,7 @@ class Opened(NamedTuple):
 def load_run(
     run: str | Path,  # folder of a finished run
     device: str | None = None,  # None: the best there is
-    task: Task | str | None = None,  # or its name; None: that in task.json, if it is capsnb's
+    task: Task | str | None = None,  # it or its name; None: that in task.json, if it is capsnb's
     **here,  # options of the task that differ on this machine, e.g. folder
 ) -> Opened:
     """What a run left; `ValueError` when it is not finished, or its files are damaged.

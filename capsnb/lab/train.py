@@ -740,6 +740,7 @@ def fit(
     numbers or, since mixup blends them, shares [b, n_classes], and returns a dict of `loss` and
     `logits`. `ValueError` if it does not.
 
+    >>> from capsnb import PlainCNN
     >>> x = dict(image=torch.rand(40, 1, 28, 28), label=torch.arange(40) % 10)
     >>> fit(PlainCNN(), x, x, 'runs/fit', epochs=1, progress=False)['steps']
     2
