@@ -1,5 +1,6 @@
 """Matrix capsules: set-ups, training, and the pitfalls of other implementations by name."""
 
+import inspect
 import json
 import math
 import signal
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
+from capsnb.core import with_arguments
 from capsnb.engine.layers import ClassCaps, ConvCaps, PrimaryCaps
 from capsnb.lab.matrix_caps import MatrixCapsNet, _start_weights, presets, routing_settings
 from capsnb.lab.objects import PairCrops, Toys
@@ -101,6 +103,8 @@ def test_folders_that_name_the_papers_letters_load(tmp_path):
     names = 'channels n_primary n_conv1 n_conv2 n_classes kernel d_pose'.split()
     old = {letter: config.pop(name) for letter, name in zip('ABCDEKP', names)}
     assert not any(len(k) == 1 for k in config)
+    assert [*inspect.signature(MatrixCapsNet).parameters][:7] == names
+    assert "'normalised' or 'paper'" in with_arguments(MatrixCapsNet).__doc__
     path.write_text(json.dumps(config | old))
     assert torch.equal(checked_network(tmp_path, MatrixCapsNet, 'cpu')(x).a, n(x).a)
 

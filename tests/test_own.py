@@ -18,7 +18,8 @@ from capsnb.cli import make_app
 from capsnb.data.embed import tiny_transformer
 from capsnb.lab.runs import task_of
 from capsnb.lab.tasks import evaluate, load_run, train
-from capsnb.lab.own import OwnPictures, OwnTable, OwnTexts, _counts, in_parts, open_columns
+from capsnb.lab.own import OwnPictures, OwnTable, OwnTexts
+from capsnb.lab.own import _counts, in_parts, open_columns, own_task
 
 few = dict(device='cpu', progress=False, epochs=1)
 
@@ -61,7 +62,6 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path, kind):
     wanted, path = numbers().to_list(), tmp_path / f'all.{kind}'
     if kind in ('csv', 'tsv'):
         wanted = [{k: str(v) for k, v in row.items()} for row in wanted]
-    if kind in ('csv', 'tsv'):
         text = open(sheet(path), newline='').read()
         path.write_text(text.replace(',', '\t') if kind == 'tsv' else text)
     elif kind == 'jsonl':
@@ -311,6 +311,21 @@ def test_images_of_16_bits_transparent_and_of_other_modes(tmp_path):
     palette = Image.new('P', (4, 4), 1)
     palette.putpalette([0, 0, 0, 10, 200, 30])
     assert one(palette) == [10, 200, 30]
+
+
+def test_errors_say_what_to_add(tmp_path):
+    data = datasets.Dataset.from_dict(dict(words=['so', 'no'] * 20, kind=['x', 'y'] * 20))
+    cures = ({}, '--label names'), (dict(label='kind'), 'text words'), (dict(encoder='x'), '--text')
+    for options, said in cures:
+        with pytest.raises(ValueError, match=said):
+            own_task(data, **options).read
+    flat = photographs(tmp_path / 'all') / 'dark'
+    with pytest.raises(ValueError, match='a sub-folder for each class'):
+        OwnPictures(flat).names
+    file = flat / '3.png'
+    file.write_bytes(file.read_bytes()[:60])
+    with pytest.raises(OSError, match=f"'{file}'. cannot be read: "):
+        [*map(OwnPictures(flat.parent).open, ('train', 'test', 'validation'))]
 
 
 def test_paths_in_a_column(tmp_path):

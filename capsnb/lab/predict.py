@@ -212,7 +212,7 @@ def _opened(thing):
         return thing
     if str(thing).lower().endswith('.npy'):
         return need('numpy').load(regular(thing), allow_pickle=False)
-    with in_words(f"'{thing}' cannot be read"):
+    with in_words(f"'{getattr(thing, 'name', thing)}' cannot be read"):
         image = need('PIL.Image').open(thing if hasattr(thing, 'read') else regular(thing))
         image.load()  # and its file is closed
         return image
@@ -330,10 +330,12 @@ def _splits(word: str) -> dict:
             raise FileNotFoundError(f"there is no file '{word}'")
         return open_columns(word)
     with tempfile.TemporaryDirectory() as place:
-        path = Path(place) / 'standard input.csv'
-        if not path.write_text(sys.stdin.read(), encoding='utf-8'):
+        path, text = Path(place) / 'given.csv', sys.stdin.read()
+        if not text.strip():
             raise ValueError("nothing came on standard input: name a file, or pipe rows in")
-        return open_columns(path)
+        path.write_text(text, encoding='utf-8')
+        with in_words("standard input cannot be read"):
+            return dict(train=_rows(_readers['.csv'](path)))
 
 # %% ../../nbs/lab/58_command_line.ipynb #8b5aea1e
 def load(
