@@ -344,7 +344,7 @@ def load(
     *,
     task: str | None = None,  # the run's, if it is your own: its code is run only if you name it
     **here,  # what differs on this machine, e.g. encoder
-) -> Loaded:  # its `predict(images, texts or rows)` gives names [n], p [n, k], classes [k]
+) -> Loaded:  # its `predict(images, texts, rows, a file)` gives names [n], p [n, k], classes
     """A trained network to `predict` with, and `explain`: sizes, scaling, names are the run's.
 
     >>> load('runs/digits').predict(torch.rand(2, 8, 8)).p.shape
