@@ -52,6 +52,7 @@ class _Kept(NamedTuple):
     won: Tensor  # [t, q, j] scores, or data
     mass: Tensor  # [t, q, j] sums of the weights
     mean: Tensor  # [t, q, c·h, j] means
+    rest: Tensor  # [t, q, c·h, j] and what their rounding left out
     var: Tensor  # [t, q, c·h, j] variances before the floor
     k: Tensor  # [t - 1, q, j] what the next sweep scores by: logits at the mean,
     at: Tensor  # [t - 1, q, c·h, j] means,
@@ -457,9 +458,11 @@ def _finish(p, w, sums, by, how: tl.constexpr):
         over = (1 / tl.maximum(S + by.eps, 1e-30))[:, None]
         pull = (base + near + mu) * (by.eps * over)
         mean, var = near + (mu - pull), (square + S[:, None] * pull * pull) * over
+        rest = mu - pull - (mean - near)
         tl.store(w.won + now + one, W, own)
         tl.store(w.mass + now + one, S, own)
         tl.store(w.mean + nows + many, mean, here)
+        tl.store(w.rest + nows + many, rest, here)
         tl.store(w.var + nows + many, var, here)
         mean += base
         all_var += tl.where(here, var, 0.0)
@@ -527,7 +530,7 @@ class _Back(NamedTuple):
     gain: Tensor  # [q, j] and a unit of score, or of data
     first: Tensor  # [q, c·h, j] and a gap
     second: Tensor  # [q, c·h, j] and its square
-    before: Tensor  # [q, c·h, j] gradient of a capsule that later logits hold
+    before: Tensor  # [q, c·h, j] gradient of a capsule that later logits hold, or empty
     floor: Tensor  # [q, j] of the floor
     price: Tensor  # [2, q, j] of prices, or for own maps [2, program by parts, j]
     bias: Tensor  # [q, j, c·h] of a bias that all parts share, or [s, j, c·h]
@@ -581,14 +584,14 @@ def _finish_back(p, w, g, by, how: tl.constexpr):
             if how.KIND == 0:
                 tl.store(g.bias + last, tl.load(g.bias + last, here, 0.0) - g_mu, here)
         if how.ACT == 'agree':
-            g_on, g_var = 0 * g_on, zero  # a capsule is in the logits of all later iterations
             of_logits = _put(g.before + many, zero if how.DONE else g_mu, here, how)
-            g_mu = g_mu if how.DONE else of_logits
-            s = tl.load(w.mass + now + one, own, 0.0)[:, None]
-            s = s * tl.load(w.mean + nows + many, here, 0.0)
-            _, m, unit, c, q, r = _shrunk(s)
+            g_mu = g_mu if how.DONE else of_logits  # a capsule is in all later logits
+            S = tl.load(w.mass + now + one, own, 0.0)[:, None]
+            mean = tl.load(w.mean + nows + many, here, 0.0)
+            _, m, unit, c, q, r = _shrunk(S * mean)
             along = unit * (tl.sum(unit * g_mu, 1)[:, None] * (c - q) / (c + q))
-            g_mu = (g_mu + along) * (r / (c + q) / m)
+            g_s = (g_mu + along) * (r / (c + q) / m)
+            g_on, g_mu, g_var = tl.sum(g_s * mean, 1), g_s * S, zero
         elif how.EM:
             logs = tl.sum(tl.where(here, tl.log(sig2), 0.0), 1)
             logit, price = _logit(p, W, logs, j, own, by, how)
@@ -628,16 +631,13 @@ def _finish_back(p, w, g, by, how: tl.constexpr):
                 g_mu += 2e-6 * share * (base + mean)
                 g_var += (by.rel + 1e-6) * share
         S = tl.load(w.mass + now + one, own, 1.0)
-        over = (1 / (S + by.eps))[:, None]
-        if how.ACT == 'agree':
-            over = zero + 1
+        over = (1 / tl.maximum(S + by.eps, 1e-30))[:, None]
         pull = 2 * by.eps * over * (base + mean) * g_var
         g_mu, g_var = (g_mu - pull) * over, g_var * over
-        const = -g_var * tl.load(w.var + nows + many, here, 0.0)
-        if how.ACT == 'agree':
-            const = g_mu * mean
+        rest = tl.load(w.rest + nows + many, here, 0.0)
+        const = g_var * (rest * rest - tl.load(w.var + nows + many, here, 0.0)) - g_mu * rest
         tl.store(g.const + one, tl.sum(tl.where(here, const, 0.0), 1), own)
-        tl.store(g.first + many, g_mu, here)
+        tl.store(g.first + many, g_mu - 2 * g_var * rest, here)
         tl.store(g.second + many, g_var, here)
         if how.KIND == 0:
             _put(g.bias + last, S[:, None] * g_mu + pull, here, how)

@@ -115,7 +115,7 @@ class _Loop:
             p.W.new_empty(len(p.W), rows, how.H, how.J),
             self.new(n if how.KIND == 0 else 0, how.C * how.D),
             self.new(n),
-            *(self.one(T), self.one(T), self.many(T), self.many(T)),
+            *(self.one(T), self.one(T), *(self.many(T) for _ in range(3))),
             *(self.one(T - 1), self.many(T - 1), self.many(T - 1), self.new(T - 1, n, p.N)),
         )
 
@@ -165,15 +165,15 @@ def _backward(*args):
     w, p, how = loop.kernels._Kept(*outs), loop.p, loop.how
     blank = torch.empty_like if how.D or how.KIND < 2 else torch.zeros_like  # places may be empty
     own_prices = how.KIND == 1 and not how.EM
-    prices = loop.new(2, math.prod(loop.by_parts) if own_prices else p.Q, how.J)
     g = loop.kernels._Back(
         *(t.contiguous() for t in grads),
         loop.one(loop.runs),
         *loop.many(2, loop.runs),
         *loop.one(2),
-        *loop.many(3),
+        *loop.many(2),
+        loop.many() if how.ACT == 'agree' else loop.new(0),
         loop.one(),
-        prices,
+        loop.new(2, math.prod(loop.by_parts) if own_prices else p.Q, how.J),
         loop.new(p.S if how.BIAS else p.Q * (how.KIND == 0), how.J, how.C * how.H),
         *(loop.new(loop.n, p.N), loop.new(loop.n, p.N)),
         blank(p.x, dtype=loop.dtype),
@@ -194,7 +194,7 @@ def _backward(*args):
             of_bias = g.bias.view(-1, how.J, how.C, how.H).sum_to_size(p.B.shape)
     if how.ACT != 'agree':
         shape = p.use.shape if p.use.ndim > 1 else (1, how.J)
-        both = prices.view(2, -1, shape[0], how.J).sum_to_size(2, 1, *shape)
+        both = g.price.view(2, -1, shape[0], how.J).sum_to_size(2, 1, *shape)
         of_use, of_ign = (o.view(p.use.shape) for o in both)
     return [g.a, g.x, of_map, of_bias, of_use, of_ign, None, None, None]
 
