@@ -168,7 +168,8 @@ class AssemblyNet(nn.Module):
         shape = (4,) if maps == 'similarity' else (3, 3)
         number = lambda v: nn.Parameter(torch.tensor(v))
         self.W = nn.Parameter(0.5 * torch.randn(n_types, n_maps, *shape))
-        self.log_h, self.gain, self.none = number(0.0), number(1.0), number(0.0)
+        self.log_h = number(0.0 if self.route else 1.0)  # of votes: narrow ones may get stuck
+        self.gain, self.none = number(1.0), number(0.0)
         self.to_present = nn.Parameter(torch.tensor([1.0, -2.0]))  # slope, and at no part
 
     def votes(
