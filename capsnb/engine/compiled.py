@@ -144,8 +144,8 @@ def _refuse_fields(parts, loop) -> str:
     mu, W = parts.mu, parts.W
     if mu.device.type != 'cpu':
         return f"it runs on the CPU, not on {mu.device.type}"
-    if mu.dtype not in (torch.float32, torch.float64):
-        return f"it knows float32 and float64, not {mu.dtype}"
+    if W.dtype not in (torch.float32, torch.float64):
+        return f"it knows float32 and float64, not {W.dtype}"
     if mu.shape[2] * mu.shape[3] * W.shape[3] > 1024:
         return f"its kernels are made for poses of up to 1024 products, got {mu.shape[2:]}"
     return import_error(_KERNELS)

@@ -197,10 +197,10 @@ def _routed(op, tensors, lead, n_iters, detach, return_R) -> Agreed:
     if may_look(tensors[0]):
         keep_freed_memory()
     given = tensors[0].dtype
-    if given in (torch.float16, torch.bfloat16):
-        tensors = [x.float() for x in tensors]
-    op = _fastest(op, tensors, detach)
-    v, R = op(*tensors, n_iters, bool(detach), bool(return_R))
+    best = _fastest(op, tensors, detach)
+    if given in (torch.float16, torch.bfloat16) and (len(tensors) > 1 or best is op):
+        tensors = [x.float() for x in tensors]  # other than kernels, which read votes as they are
+    v, R = best(*tensors, n_iters, bool(detach), bool(return_R))
     v = v.to(given).reshape(*lead, *v.shape[1:])
     R = R.detach().mT.to(given).reshape(*lead, *R.mT.shape[1:]) if return_R else None
     return Agreed(torch.linalg.vector_norm(v, dim=-1), v, R)

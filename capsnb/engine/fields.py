@@ -66,7 +66,7 @@ class _Parts(NamedTuple):
     "Parts of a layer, and the maps of their votes."
 
     a: Tensor  # [b, n] activations
-    mu: Tensor  # [b, n, c, d] poses
+    mu: Tensor  # [b, n, c, d] poses, also of 16 bits
     W: Tensor  # [s, j, d, h] matrices, one per place and type of whole
     beta_a: Tensor  # [j] as for `em_routing`
     beta_u: Tensor  # [j] as for `em_routing`
@@ -117,7 +117,7 @@ def _gathered(x, fields):
 def _route_votes(parts: _Parts, loop: _Loop) -> EMRouted:
     "Route parts in fields to wholes, with all votes at hand."
     a, mu, W, beta_a, beta_u, fields = parts
-    V = torch.einsum('bpscd,sjdh->bpsjch', _gathered(mu, fields), W)
+    V = torch.einsum('bpscd,sjdh->bpsjch', _gathered(mu.to(W.dtype), fields), W)
     how = dict(eps=loop.floor, act=loop.act, damping=loop.damping)
     return em_routing(a, V, beta_a, beta_u, loop.lams, len(loop.lams), fields=fields, **how)
 
@@ -508,7 +508,8 @@ def _route_by(
     "`_route_votes` in five steps, a group of images at a time."
     lams, floor = [float(v) for v in loop.lams], [float(v) for v in loop.floor]
     how = lams, floor, loop.act, float(loop.damping), [*(loop.tiling or tiling)], shares
-    parts = parts if parts.fields.numel() else parts._replace(fields=_all(parts.a))
+    fields = parts.fields if parts.fields.numel() else _all(parts.a)
+    parts = parts._replace(mu=parts.mu.to(parts.W.dtype), fields=fields)
     a, *found, R = _op(*(t.contiguous() for t in parts), engine, *how)
     found = [t.unflatten(-1, (parts.mu.shape[-2], parts.W.shape[-1])) for t in found]
     return EMRouted(a, *found, R[..., : len(parts.W)].mT if shares else None)

@@ -173,14 +173,14 @@ class _Capsules(nn.Module):
         return a, torch.cat([mu, one], -1), torch.cat([W, self.B.to(W.dtype)], -2)
 
     def _route(self, a, mu, route):
-        "`route(a, mu, W)` in float32 or better, outside of autocast; in the dtype of mu."
+        "`route(a, mu, W)`, a and W in float32 or better, outside of autocast; in the dtype of mu."
         dtype = torch.promote_types(a.dtype, mu.dtype)
         dtype = torch.promote_types(dtype, torch.promote_types(self.W.dtype, torch.float32))
         out_dtype = dtype if autocasting(mu.device) else mu.dtype
         if may_look(mu):
             keep_freed_memory()
         with without_autocast(mu.device):
-            out = route(*self._with_bias(*(t.to(dtype) for t in (a, mu, self.W))))
+            out = route(*self._with_bias(a.to(dtype), mu, self.W.to(dtype)))
         return EMRouted(*(o if o is None else o.to(out_dtype) for o in out))
 
 # %% ../../nbs/engine/19_layers.ipynb #5a01c0de
@@ -392,7 +392,7 @@ class ClassCaps(_Capsules):
         (m, n, i), (_, j, _, h), c = a.shape[-3:], W.shape, mu.shape[-2]
         W = W.expand(m, n, *W.shape).flatten(0, 2)
         if self.coordinates:
-            rows, cols = where[0].to(mu)[:, None, None], where[1].to(mu)[:, None]
+            rows, cols = where[0].to(W)[:, None, None], where[1].to(W)[:, None]
             at = torch.stack([rows.expand(m, n, i), cols.expand(m, n, i)], -1)[..., None]
             at = F.pad(at, (0, 0, 0, c - 2)) if c > 1 else at.mT  # [m, n, i, c, columns]
             to = torch.zeros(W.shape[0], j, at.shape[-1], h, dtype=W.dtype, device=W.device)

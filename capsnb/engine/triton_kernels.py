@@ -458,11 +458,10 @@ def _finish(p, w, sums, by, how: tl.constexpr):
         over = (1 / tl.maximum(S + by.eps, 1e-30))[:, None]
         pull = (base + near + mu) * (by.eps * over)
         mean, var = near + (mu - pull), (square + S[:, None] * pull * pull) * over
-        rest = mu - pull - (mean - near)
         tl.store(w.won + now + one, W, own)
         tl.store(w.mass + now + one, S, own)
         tl.store(w.mean + nows + many, mean, here)
-        tl.store(w.rest + nows + many, rest, here)
+        tl.store(w.rest + nows + many, mu - pull - (mean - near), here)
         tl.store(w.var + nows + many, var, here)
         mean += base
         all_var += tl.where(here, var, 0.0)

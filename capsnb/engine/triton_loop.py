@@ -86,7 +86,7 @@ class _Loop:
         self.by_wholes, self.by_maps = (blocks, self.runs, groups), (blocks, s)
         self.p = self.kernels._Problem(*given, n * p, p, s, i, *steps, self.runs, per)
         BQ = _power(c * h, 64)
-        BO = _power(p * j, 2048 // BQ)
+        BO = _power(p * j, (512 if j % 4 else 2048) // BQ)  # else loads are not wide
         self.own = kind > 0 and d > 0  # maps are summed each alone
         T = getattr(self.kernels.tl, str(self.dtype).removeprefix('torch.'))
         sizes = T, kind, em, rules.act, c, d, h, j, kind == 1 and d > 0 and not em
@@ -135,10 +135,10 @@ class _Loop:
 
     def finish(self, kernel, w, scratch, t):
         "Launch a kernel at the end of iteration t: a program has all wholes that are connected."
-        how, wholes = self.how, self.p.P * self.how.J
-        span = wholes if t == 0 and (self.rules.floor[0] > 0 or how.POOLED) else how.BO
+        how, blocks = self.how, _up(self.p.P * self.how.J, self.how.BO)
+        span = blocks if t == 0 and (self.rules.floor[0] > 0 or how.POOLED) else 1
         warps = 8 if how.BO * how.BQ > 1024 else 4
-        self.launch(kernel, (self.n, _up(wholes, span)), w, (scratch,), t, span, warps)
+        self.launch(kernel, (self.n, _up(blocks, span)), w, (scratch,), t, span * how.BO, warps)
 
 # %% ../../nbs/engine/23_triton_loop.ipynb #544549c7
 def _forward(*args):
@@ -307,7 +307,7 @@ def _refuse_fields(parts, loop):
     (b, _, c, d), h = parts.mu.shape, parts.W.shape[3]
     if loop.act == 'pi' or loop.damping:
         return "it knows neither mixing proportions nor damping"
-    where = parts.mu.device.type, parts.mu.dtype
+    where = parts.mu.device.type, parts.W.dtype
     return _refuse_here(*where, c * d, d * h, c * h) if b else "there is no image"
 
 
