@@ -181,9 +181,9 @@ def looks_right(built, profile):
     pages = [p for p in pages if not p.startswith('_')]
     wide = 'index', 'book/04_em_routing', 'studies/75_which_routing', 'gallery'
     wide += 'api/capsnb.engine.dstep', 'lab/58_command_line', 'lab/55_own_data'
-    asked = [[f'{p}.html', w, both] for p in wide for w in (1280, 390)]
+    asked = [[f'{p}.html', w, both] for p in wide for w in (1200, 390)]
     asked += [[p, 390, both] for p in pages[::6]]
-    asked += [['book/04_em_routing.html', 1281, moves], ['search.html?q=routing', 1280, searched]]
+    asked += [['book/04_em_routing.html', 1201, moves], ['search.html?q=routing', 1200, searched]]
     for at, found in look(built, profile, asked).items():
         if isinstance(found, list):
             assert all(found), at
