@@ -25,7 +25,7 @@ from capsnb.lab.speed import _adds, paper_sizes
 from capsnb.routing.dstep import votes as votes_of
 from capsnb.study import cells_of
 
-needs_triton = pytest.mark.skipif(not find_spec('triton'), reason="triton is not installed")
+pytestmark = pytest.mark.skipif(not find_spec('triton'), reason="triton is not installed")
 f32, f64 = torch.float32, torch.float64
 quick, seconds = pytest.param, partial(pytest.param, marks=pytest.mark.slow)
 Given = namedtuple('Given', 'a x W B use ign fields order starts')
@@ -143,7 +143,6 @@ routings = {
 }
 
 
-@needs_triton
 @pytest.mark.parametrize('name', [quick(k) if k in exact else seconds(k) for k in routings])
 def test_routings_are_the_definition(name):
     how, maps = dict(T=2, act='dstep', floor=even, pooled=False, shares=False), {}
@@ -172,7 +171,6 @@ cases = {
 }
 
 
-@needs_triton
 @pytest.mark.parametrize('name', [quick(k) if k in exact else seconds(k) for k in cases])
 def test_fields_are_the_definition(name):
     how = dict(b=1, size=(3, 3), K=2, I=1, J=3, stride=1, padding=0, pose=(2, 3, 2), narrow=False)
@@ -199,7 +197,6 @@ votes = {
 }
 
 
-@needs_triton
 @pytest.mark.parametrize('name', [quick(k) if k in exact else seconds(k) for k in votes])
 def test_given_votes_are_the_definition(name):
     rules = loops._Rules([0.25, 0.5], [2.0**-7, tiny, tiny], 'logistic', shares='far' not in name)
@@ -214,7 +211,6 @@ agreements = {  # n, i, j, d, h; without d votes are given
 }
 
 
-@needs_triton
 @pytest.mark.parametrize('name', [quick(k) if k == 'small' else seconds(k) for k in agreements])
 def test_dynamic_routings_are_the_definition(name):
     (n, i, j, d, h), gen = agreements[name], torch.Generator().manual_seed(0)
@@ -239,7 +235,6 @@ def test_dynamic_routings_are_the_definition(name):
     assert error_to(exact[0], truth[1]) < 1e-11 and error_to(exact[1].mT, truth[2]) < 1e-11
 
 
-@needs_triton
 @pytest.mark.parametrize('table', [None, odd])
 def test_em_routing_takes_them(table):
     given = voted(4, 5, 3, 2, 2, table)
@@ -264,7 +259,6 @@ kinds = dict(dstep=routed(*small), skm=routed(*small, own=True), logit=votes['vo
 kinds |= dict(agree=voted(1, 5, 3, 1, 2), logistic=in_fields(1, (2, 2), 2, 1, 3, 1, 0, (1, 2, 2)))
 
 
-@needs_triton
 @pytest.mark.parametrize('act', kinds)
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_16_bits_are_read_as_they_are(dtype, act):
@@ -278,7 +272,6 @@ def test_16_bits_are_read_as_they_are(dtype, act):
 
 
 @pytest.mark.slow
-@needs_triton
 def test_an_op_is_an_op():
     given = [t.double() if t.is_floating_point() else t for t in routed(1, 2, 2, 1, 1, 1)]
     rules = loops._Rules([0.5] * 2, [0.5, 2.0**-6, 2.0**-6], 'dstep')
@@ -302,7 +295,6 @@ wide_own = dict(d_inp=20, n_inp=5, n_out=3)  # votes as a product leaves them: p
 
 
 @pytest.mark.slow
-@needs_triton
 @pytest.mark.parametrize(
     'kwargs', [dict(n_inp=5, n_out=3, single_beta=True), dict(n_inp=5), dict(d_inp=20), wide_own]
 )
@@ -324,7 +316,10 @@ def test_a_layer(kwargs):
 
 def conv(**kw):
     torch.manual_seed(0)
-    return ConvCaps(2, 3, 2, d_cov=2, d_inp=2, d_out=2, n_iters=2, **kw)
+    return ConvCaps(2, 3, 2, **(dict(d_cov=2, d_inp=2, d_out=2, n_iters=2) | kw))
+
+
+wide_conv = partial(conv, d_cov=1, d_inp=25)  # votes are made beforehand
 
 
 def classes(**kw):
@@ -332,16 +327,15 @@ def classes(**kw):
     return ClassCaps(2, 3, 2, 2, 2)  # the kernels or the definition, it has no other plan
 
 
-def caps(b=1, grid=(3, 3)):
+def caps(b=1, grid=(3, 3), pose=(2, 2)):
     torch.manual_seed(1)
-    return torch.rand(b, *grid, 2), torch.randn(b, *grid, 2, 2, 2)
+    return torch.rand(b, *grid, 2), torch.randn(b, *grid, 2, *pose)
 
 
 @pytest.mark.slow
-@needs_triton
-@pytest.mark.parametrize('make', [conv, classes])
-def test_capsules_choose_them(make):
-    given = caps(grid=(2, 3))
+@pytest.mark.parametrize('make, pose', [(conv, (2, 2)), (wide_conv, (1, 25)), (classes, (2, 2))])
+def test_capsules_choose_them(make, pose):
+    given = caps(grid=(2, 3), pose=pose)
     truth = outs_of(make(plan='votes').double(), *(x.double() for x in given))
     with interpreting(), patch.object(loops, '_op', wraps=loops._op) as op:
         found = outs_of(make(), *given)
@@ -351,7 +345,6 @@ def test_capsules_choose_them(make):
         assert torch.equal(x, y) and error_to(x, want) < 1e-5
 
 
-@needs_triton
 def test_logits_are_exact_where_a_sigmoid_is_full():
     full, given = conv(), caps()
     full.beta_a.data.fill_(1e6)
@@ -364,9 +357,9 @@ def test_logits_are_exact_where_a_sigmoid_is_full():
 
 @pytest.mark.slow
 @pytest.mark.graphs
-@needs_triton
-def test_a_graph_holds_them():
-    layer, given = conv(plan='triton'), caps(grid=(2, 2))
+@pytest.mark.parametrize('make', [conv, classes, partial(Routing, 2, 2, 2, n_out=3)])
+def test_a_graph_holds_them(make):
+    layer, given = make(plan='triton'), caps(grid=(2, 2))
     with interpreting():
         whole = torch.compile(layer, backend='aot_eager', fullgraph=True)
         for found, want in zip(outs_of(whole, *given), outs_of(layer, *given)):
@@ -377,7 +370,6 @@ def test_a_graph_holds_them():
             assert torch.equal(found, want) and torch.equal(alone[0], want)
 
 
-@needs_triton
 def test_refusals():
     a, mu = torch.randn(6), torch.randn(6, 2, 2)
     layer = Routing(2, 2, 2, n_out=3, plan='triton')
@@ -389,18 +381,15 @@ def test_refusals():
         Routing(8, 8, 8, plan='triton')
     assert not plans['triton'].refuses(Sizes(1, 1, 1, 2, 1280, 8, True, 'cuda'))
     a, mu = caps()
-    wide = ConvCaps(2, 3, 2, d_cov=1, d_inp=16, d_out=16, plan='triton')
     with interpreting():
-        with pytest.raises(ValueError, match='registers'):
-            wide(a, torch.randn(1, 3, 3, 2, 1, 16))
-        for how in dict(act='pi'), dict(damping=0.1):
-            with pytest.raises(ValueError, match='mixing proportions nor damping'):
+        for how in dict(act='pi'), dict(damping=0.1), dict(d_out=13):
+            told = 'registers' if 'd_out' in how else 'mixing proportions nor damping'
+            with pytest.raises(ValueError, match=told):
                 conv(plan='triton', **how)(a, mu)
         with pytest.raises(ValueError, match='no image'):
             conv(plan='triton')(a[:0], mu[:0])
 
 
-@needs_triton
 def test_auto_takes_them_on_cuda_alone():
     s = Sizes(4, 5184, 64, 4, 4, 4, True)
     assert choose_plan(s) != 'triton'
@@ -430,8 +419,8 @@ except ImportError as e:
 
 def launches(given, rules):
     "All launches of the two ops on 'meta'."
-    given = [t.to('meta') for t in given]
     with recording() as found:
+        given = [t.to('meta') for t in given]
         outs = loops._forward(*given, *rules)
         loops._backward(*given, outs, outs[:4], *rules)
     return found
@@ -481,7 +470,6 @@ def ahead(launch, cap=90):
 
 
 @pytest.mark.slow
-@needs_triton
 @pytest.mark.parametrize('name', compiled)
 @pytest.mark.parametrize('cap, most_shared', [(80, 163), (90, 227)])  # A100, H100; KB of a program
 def test_compiled_ahead_without_spills(name, cap, most_shared, tmp_path):
@@ -500,13 +488,11 @@ def test_compiled_ahead_without_spills(name, cap, most_shared, tmp_path):
         assert not re.search(r'\b(atom|red)\.', made.asm['ptx'])  # or bits would depend on timing
 
 
-@needs_triton
 def test_work_of_a_call():
     adds = sum(map(_adds, launches(routed(20, 5184, 64, 4, 4, 4), rules)))
     assert adds < 2600 * 20 * 5184 * 64  # half a millisecond of an H100 at its peak
 
 
-@needs_triton
 def test_offsets_of_maps_have_64_bits():
     "the number of a part times the size of a map is more than 32 bits hold"
     given = launches(routed(20, 64, 10, 1, 2, 2, own=True), rules._replace(lams=[1.0]))

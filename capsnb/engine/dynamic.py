@@ -27,9 +27,7 @@ class _Votes:
 
     def __init__(self, V: Tensor):
         self.V, self.J = V.flatten(2), V.shape[2]
-
-    def even(self):
-        return self.V.new_full((len(self.V), self.J, self.V.shape[1]), 1 / self.J)
+        self.even = V.new_full((), 1 / self.J).expand(len(V), self.J, V.shape[1])
 
     def score(self, x):
         return torch.bmm(_blocks(x), self.V.mT)
@@ -57,9 +55,7 @@ class _Maps:
         n_tiles = max(1, -(-self.J * self.u.numel() // tile))
         step = max(1, -(-self.J // n_tiles))  # wholes, in tiles of equal size
         self.tiles = [slice(k, k + step) for k in range(0, self.J, step)]
-
-    def even(self):
-        return self.u.new_full((len(self.u), self.J, self.u.shape[2]), 1 / self.J)
+        self.even = u.new_full((), 1 / self.J).expand(len(u), self.J, u.shape[1])
 
     def weighted(self, R, t):
         return (R[:, t].transpose(0, 1)[:, :, None] * self.u).flatten(2)
@@ -109,12 +105,7 @@ def _squash_back(s: Tensor, g: Tensor) -> Tensor:
 # %% ../../nbs/engine/14_dynamic.ipynb #0000000c
 def _shares(votes, total: Tensor | None) -> Tensor:
     "Even shares at first, then a softmax over the wholes."
-    return votes.even() if total is None else torch.softmax(votes.score(total), 1)
-
-# %% ../../nbs/engine/14_dynamic.ipynb #0000000d
-def _softmax_back(R: Tensor, g: Tensor) -> Tensor:
-    "Back through the softmax over the wholes."
-    return R * (g - (R * g).sum(1, keepdim=True))
+    return votes.even if total is None else torch.softmax(votes.score(total), 1)
 
 # %% ../../nbs/engine/14_dynamic.ipynb #0000000e
 def _agree(votes, n_iters, shares):
@@ -138,7 +129,8 @@ def _agree_back(votes, sums, g, detach):
         votes.spread(grads, R, ds)
         if total is None or detach:
             break
-        dL = _softmax_back(R, votes.score(ds))
+        g_R = votes.score(ds)
+        dL = R * (g_R - (R * g_R).sum(1, keepdim=True))  # back through the softmax
         later = later + votes.spread(grads, dL, total, gather=True)
         g = later  # a capsule is in the logits of all later iterations
     return votes.shaped(grads)

@@ -322,24 +322,28 @@ def field_centres(
     device: torch.device | None = None,  # where they are made; None: torch's default
 ) -> Tensor:  # [n] centres of the receptive fields: 0 is one edge of the image, 1 the other
     "Where in the image a capsule looks (Hinton 2018, section 4, Coordinate Addition)."
-    start, jump = 0.5, 1
+    start, jump = 0.5 / size, 1 / size
     for K, stride, padding in layers:
         start, jump = start + jump * ((K - 1) / 2 - padding), jump * stride
-    return (start + jump * torch.arange(n, device=device)) / size
+    return torch.linspace(start, start + (n - 1) * jump, n, device=device)
 
 # %% ../../nbs/engine/19_layers.ipynb #81e6d204
+def _columns(rows, cols, c, h):
+    "Coordinates as columns of poses [m, n, c, e], and the map that makes votes of them [e, h]."
+    at = torch.stack([rows[:, None].expand(-1, len(cols)), cols.expand(len(rows), -1)], -1)
+    at = F.pad(at[..., None], (0, 0, 0, c - 2)) if c > 1 else at[..., None, :]
+    to = torch.eye(h, dtype=at.dtype, device=at.device)
+    return at, to[-1:] if c > 1 else to[:2]
+
+
 def add_coordinates(
     V: Tensor,  # [..., m, n, i, j, c, h] votes
     rows: Tensor,  # [m] scaled coordinates
     cols: Tensor,  # [n] scaled coordinates
 ) -> Tensor:  # votes with coordinates added
     "Add row and column to the first two elements of the right-hand column, or of a vector."
-    where = V.new_zeros(2, *V.shape[-2:])
-    places = ((0, -1), (1, -1)) if V.shape[-2] > 1 else ((0, 0), (0, 1))
-    for axis, (row, col) in enumerate(places):
-        where[axis, row, col].fill_(1)  # `= 1` copies from the CPU
-    rows = rows.to(V)[:, None, None, None, None, None] * where[0]
-    return V + (rows + cols.to(V)[None, :, None, None, None, None] * where[1])
+    at, to = _columns(rows.to(V), cols.to(V), *V.shape[-2:])
+    return V + (at @ to)[:, :, None, None]
 
 # %% ../../nbs/engine/19_layers.ipynb #90d7d609
 class ClassCaps(_Capsules):
@@ -389,18 +393,17 @@ class ClassCaps(_Capsules):
 
     def _one_field(self, a, mu, W, where) -> _Parts:
         "All parts of an image in one field; coordinates are further columns of their poses."
-        (m, n, i), (_, j, _, h), c = a.shape[-3:], W.shape, mu.shape[-2]
-        W = W.expand(m, n, *W.shape).flatten(0, 2)
+        flat, W = (
+            (math.prod(a.shape[:-3]), math.prod(a.shape[-3:])),
+            W.expand(*a.shape[-3:-1], *W.shape),
+        )
         if self.coordinates:
-            rows, cols = where[0].to(W)[:, None, None], where[1].to(W)[:, None]
-            at = torch.stack([rows.expand(m, n, i), cols.expand(m, n, i)], -1)[..., None]
-            at = F.pad(at, (0, 0, 0, c - 2)) if c > 1 else at.mT  # [m, n, i, c, columns]
-            to = torch.zeros(W.shape[0], j, at.shape[-1], h, dtype=W.dtype, device=W.device)
-            to.diagonal(0, -2, -1).fill_(1) if c == 1 else to[..., -1].fill_(1)
-            mu, W = torch.cat([mu, at.expand(*mu.shape[:-1], -1)], -1), torch.cat([W, to], -2)
-        flat = math.prod(a.shape[:-3]), m * n * i
+            at, to = _columns(*(x.to(W) for x in where), mu.shape[-2], W.shape[-1])
+            mu = torch.cat([mu, at[:, :, None].expand(*mu.shape[:-1], -1)], -1)
+            W = torch.cat([W, to.expand(*W.shape[:-2], -1, -1)], -2)
         a, mu = a.reshape(flat), mu.reshape(*flat, *mu.shape[-2:])
-        return _Parts(a, mu, W, *self.betas(W.dtype), a.new_empty(0, dtype=torch.long))
+        none = a.new_empty(0, dtype=torch.long)
+        return _Parts(a, mu, W.flatten(0, 2), *self.betas(W.dtype), none)
 
     def forward(
         self,

@@ -139,11 +139,6 @@ def _of(p, cols):
     "A slice along the last axis; `p` itself where that is all of it."
     return p if cols.stop - cols.start == p.shape[-1] else p[..., cols]
 
-# %% ../../nbs/engine/17_moments.ipynb #0cd85beb
-def _softmax(L, norm):
-    "Shares of a tile."
-    return torch.softmax(L, -1) if norm is None else (L - norm[..., None]).exp_()
-
 # %% ../../nbs/engine/17_moments.ipynb #541bc091
 def _used(R, f):
     "D = f R [n, i, j], in the memory of R unless it is one number."
@@ -167,7 +162,8 @@ class _Sweep(NamedTuple):
             even = f.new_full((), 1 / self.cols[-1].stop)
             return tile, f, even.expand(*f.shape, cols.stop - cols.start)
         norm = self.norm[:, rows].to(f.dtype) if self.norm.numel() else None
-        return tile, f, _softmax(getattr(tile, score)(), norm)
+        L = getattr(tile, score)()
+        return tile, f, torch.softmax(L, -1) if norm is None else (L - norm[..., None]).exp_()
 
     def tiles(self):
         return itertools.product(self.cols, self.rows)

@@ -234,10 +234,10 @@ _op = FastOp(
 )
 
 # %% ../../nbs/engine/23_triton_loop.ipynb #5ec678ca
-def _refuse_here(device, dtype, *numbers, most=24):
-    "Why no kernel runs: so many numbers in registers, on this device, in this dtype."
-    if max(numbers) > most:
-        return f"{max(numbers)} numbers of a vote, pose or map do not fit in registers, {most} do"
+def _refuse_here(device, dtype, numbers, most=24):
+    "Why no kernel runs: votes of so many numbers, on this device, in this dtype."
+    if numbers > most:
+        return f"{numbers} numbers of a vote do not fit in registers, {most} do"
     interpreted = os.environ.get('CAPSNB_INTERPRET') == '1'  # see `interpreting`, for tests
     if device == 'cpu' and not interpreted or device not in ('', 'cpu', 'cuda'):
         return f"Triton's kernels need CUDA tensors, got {device}"
@@ -246,9 +246,9 @@ def _refuse_here(device, dtype, *numbers, most=24):
     return import_error('triton')
 
 
-def _is_wide(c, d, h):
+def _is_wide(c, d, h, most=16):
     "Whether poses and maps do not fit in registers, so that votes are made beforehand."
-    return max(c * d, d * h) > 16
+    return max(c * d, d * h) > most
 
 
 def _run(p: Problem):
@@ -297,6 +297,10 @@ def _run_fields(parts: _Parts, loop: _FieldLoop, act='', shares=False) -> EMRout
     "A `FieldPlan`'s `run`."
     lams, floor = [float(v) for v in loop.lams], [float(v) for v in loop.floor]
     rules = _Rules(lams, floor, act or loop.act, False, shares)
+    if parts.W.numel() and _is_wide(*parts.mu.shape[2:], parts.W.shape[3], 24):
+        x = parts.mu[:, parts.fields] if parts.fields.numel() else parts.mu[:, None]
+        V = torch.einsum('bpscd,sjdh->bpsjch', x.to(parts.W.dtype), parts.W)  # -1: not read
+        parts = parts._replace(mu=V, W=V.new_empty(*V.shape[2:4], 0, V.shape[5]))
     geometry = _by_part(parts.fields, parts.a.shape[1])
     a, mu, sig2, R = _op(*parts[:3], parts.a.new_empty(0), *parts[3:5], *geometry, *rules)
     return EMRouted(a, mu, sig2, R if shares else None)
@@ -304,11 +308,13 @@ def _run_fields(parts: _Parts, loop: _FieldLoop, act='', shares=False) -> EMRout
 
 def _refuse_fields(parts, loop):
     "A `FieldPlan`'s `refuses`."
-    (b, _, c, d), h = parts.mu.shape, parts.W.shape[3]
+    (b, _, c, d), (s, J, _, h) = parts.mu.shape, parts.W.shape
     if loop.act == 'pi' or loop.damping:
         return "it knows neither mixing proportions nor damping"
+    if _is_wide(c, d, h, 24) and b * max(1, len(parts.fields)) * s * J * c * h > 1 << 28:
+        return "its votes, which are made beforehand, would take more than 1 GB"
     where = parts.mu.device.type, parts.W.dtype
-    return _refuse_here(*where, c * d, d * h, c * h) if b else "there is no image"
+    return _refuse_here(*where, c * h) if b else "there is no image"
 
 
 def _serves_votes(a, V, rules):
