@@ -183,7 +183,7 @@ def test_a_step_fits_in_a_cuda_graph():
         out = net(a, mu)
     graph.replay()
     torch.cuda.synchronize()
-    assert error_to(out.a.cpu(), net(a, mu).a.detach().double().cpu()) < 1e-5
+    assert error_to(out.scores.cpu(), net(a, mu).scores.detach().double().cpu()) < 1e-5
 
 
 def test_matrix_capsules_store_no_votes():

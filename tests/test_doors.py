@@ -8,8 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from capsnb.core import seed_everything
-from capsnb.lab.capsnet import CapsNet
-from capsnb.lab.capsnet import EfficientCapsNet
+from capsnb.lab.capsnet import CapsNet, EfficientCapsNet
 from capsnb.lab.matrix_caps import MatrixCapsNet
 from capsnb.lab.own import PlainTable, TableNet
 from capsnb.lab.text import PlainText, RoutingText, SSTNet, VectorText
@@ -46,11 +45,7 @@ networks = {
     'table': (lambda: TableNet(4, 3), rows),
     'plain table': (lambda: PlainTable(4, 3), rows),
 }
-
-
-def score(net, given):
-    out = net(*given)
-    return (out.a if hasattr(out, 'a') else out[0]).detach()
+score = lambda net, given: net(*given)[0].detach()
 
 
 @pytest.fixture(params=networks)
@@ -58,8 +53,7 @@ def case(request):
     "A network in evaluation mode, what it reads, and its scores."
     seed_everything(0)
     make, given = networks[request.param]
-    net = make().eval()
-    x = given()
+    net, x = make().eval(), given()
     return net, x, score(net, x), make
 
 
@@ -76,8 +70,7 @@ def test_copied_pickled_and_saved(case, tmp_path):
     copies = [other, type(net).from_pretrained(tmp_path).eval()]
     for other in (*copies, copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
         assert_close(score(other, x), want, **same)
-    out = net.train()(*x)
-    (out.a if hasattr(out, 'a') else out[0]).float().square().sum().backward()
+    net.train()(*x)[0].float().square().sum().backward()
     assert score(pickle.loads(pickle.dumps(copy.deepcopy(net))).eval(), x).isfinite().all()
 
 

@@ -110,7 +110,7 @@ def test_half_precision_accumulates_in_float32(plan, dtype):
     a, mu = torch.randn(2, 9), 1e4 * torch.rand(2, 9, 2, 3)
     half = make(plan, torch.float32).to(dtype)
     out = half(a.to(dtype), mu.to(dtype))
-    assert out.a.dtype == out.mu.dtype == dtype and out.sig2.dtype == torch.float32
+    assert out.scores.dtype == out.mu.dtype == dtype and out.sig2.dtype == torch.float32
     layer.load_state_dict(half.state_dict())  # the same rounded weights in float32
     want = layer(a.to(dtype).float(), mu.to(dtype).float())
     for p, q in zip(out, want):

@@ -235,7 +235,7 @@ def test_a_pipeline_says_what_the_runs_own_network_says(world, tmp_path, kind, n
     classify = tf.pipeline('text-classification', str(tmp_path / 'saved'), device='cpu', top_k=None)
     network, task, note = load_run(out, 'cpu')
     texts = sorted(world['texts'], key=len)[::2]
-    want = [network(*task.reader()([t])).a[0].softmax(0) for t in texts]
+    want = [network(*task.reader()([t])).scores[0].softmax(0) for t in texts]
     for size in (1, len(texts)):
         for scores, wanted in zip(classify(texts, batch_size=size), want):
             by_name = {s['label']: s['score'] for s in scores}
@@ -288,7 +288,7 @@ def test_tokens_are_read_as_in_training(world, run, saved):
     model = read(saved)
     network, task, _ = load_run(run, 'cpu')
     texts, reader = world['texts'][:4], task.reader()
-    want = network(*reader(texts)).a.detach()
+    want = network(*reader(texts)).scores.detach()
     torch.testing.assert_close(logits(model, texts), want)
     rows = reader.tokens(texts)  # closed already
     n = max(map(len, rows)) + 2
@@ -404,7 +404,7 @@ def test_a_run_on_texts_is_pushed_and_read_from_the_hub_alone(hub, world, tmp_pa
     assert {r.dataset_split for r in card.data.eval_results} == {'test', 'validation'}
     network, task, _ = load_run(out, 'cpu')
     text = world['texts'][0]
-    want = network(*task.reader()([text])).a[0].softmax(0).max().item()
+    want = network(*task.reader()([text])).scores[0].softmax(0).max().item()
     shutil.rmtree(tmp_path / 'hub')
     (use,) = re.findall(r'```python\n(import capsnb.*?)\n```', card.text, re.S)
     with pytest.raises(OSError, match="to fetch it, name it yourself: encoder='me/tiny'"):

@@ -46,7 +46,7 @@ def test_misfit_of_parts_is_em_by_densities_of_their_poses():
             score = 0.3 * (em.beta_a - (beta_hat * r.sum(0) - (r * L).sum(0)))  # eq. 4's cost
             R = (F.logsigmoid(score) + L).softmax(-1) if t < 2 else R
         assert_close(got.R[k], R, rtol=1e-5, atol=1e-7)
-        assert_close(got.a[k], score, rtol=1e-5, atol=1e-7)
+        assert_close(got.scores[k], score, rtol=1e-5, atol=1e-7)
 
 
 def test_absent_parts_and_gradients():

@@ -204,8 +204,8 @@ def test_holes_in_a_table_are_absent_parts(tmp_path):
     net = task.make('table').eval()
     assert net.mean[1] == rows[:, 1][~rows[:, 1].isnan()].mean()
     one = torch.tensor([[1.0, math.nan]])
-    assert net.credit(one)[0, 1].eq(0).all() and net(one).a.isfinite().all()
-    assert net(torch.full((2, 2), math.nan)).a.isfinite().all()
+    assert net.credit(one)[0, 1].eq(0).all() and net(one).scores.isfinite().all()
+    assert net(torch.full((2, 2), math.nan)).scores.isfinite().all()
     train(task, 'plain', tmp_path / 'run', **few)
     far = numbers().map(lambda row: dict(a=math.inf))
     with pytest.warns(UserWarning, match="'a' .44 of 44 no numbers: inf"):

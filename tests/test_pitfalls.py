@@ -1,5 +1,6 @@
 """The known pitfalls of EM routing, by number: what goes wrong elsewhere does not here."""
 
+import itertools
 import pytest
 import torch
 from torch.distributions import Independent, Normal
@@ -17,16 +18,14 @@ f64 = torch.float64
 def draw(*shape, i=6, j=3, seed=0):
     "Activations [*, i] and votes [*, i, j, 2, 2]."
     g = torch.Generator().manual_seed(seed)
-    return torch.rand(*shape, i, generator=g, dtype=f64), torch.randn(
-        *shape, i, j, 2, 2, generator=g, dtype=f64
-    )
+    own = dict(generator=g, dtype=f64)
+    return torch.rand(*shape, i, **own), torch.randn(*shape, i, j, 2, 2, **own)
 
 
 def children(m=5, n=5, types=2, b=2, seed=0):
     g = torch.Generator().manual_seed(seed)
-    return torch.rand(b, m, n, types, generator=g, dtype=f64), torch.randn(
-        b, m, n, types, 4, 4, generator=g, dtype=f64
-    )
+    own = dict(generator=g, dtype=f64)
+    return torch.rand(b, m, n, types, **own), torch.randn(b, m, n, types, 4, 4, **own)
 
 
 @pytest.mark.parametrize('eps', [1e-4, 1e-9, '10%'])
@@ -106,9 +105,8 @@ def test_pitfall_4_activations_of_the_children_must_not_cancel(n_iters):
 def test_pitfall_5_e_step_is_log_a_plus_log_p():
     "elsewhere: softmax(a log p), or log a lost on the way"
     a, V = draw()
-    first, second = (
-        em_routing(a, V, torch.tensor([3.0, 0.0, -3.0], dtype=f64), 0.2, 1.0, t) for t in (1, 2)
-    )
+    beta_a = torch.tensor([3.0, 0.0, -3.0], dtype=f64)
+    first, second = (em_routing(a, V, beta_a, 0.2, 1.0, t) for t in (1, 2))
     log_p = Independent(Normal(first.mu, first.sig2.sqrt()), 2).log_prob(V)
     assert_close(second.R, torch.softmax(first.a.log() + log_p, -1))
     for wrong in (first.a * log_p, log_p):
@@ -119,18 +117,12 @@ def test_pitfall_7_test_validation_and_training_are_three(tmp_path):
     "elsewhere: tests on training images, or the best epoch chosen by a part of the test set"
     task = Toys(size=16, subset=60, cache=tmp_path)
     seen = {s: set(task.open(s)['instance'].tolist()) for s in ('train', 'validation', 'test')}
-    assert (
-        all(seen.values())
-        and not seen['test'] & (seen['train'] | seen['validation'])
-        and not seen['train'] & seen['validation']
-    )
-    digits = {
-        s: [tuple(i.flatten().tolist()) for i in d[:]['image']]
-        for s, d in load_digits_split().items()
-    }
-    assert [len(d) for d in digits.values()] == [1000, 297, 500] and not set(digits['test']) & (
-        set(digits['train']) | set(digits['validation'])
-    )
+    for one, other in itertools.combinations(seen.values(), 2):
+        assert one and other and not one & other
+    told = (d[:]['image'] for d in load_digits_split().values())
+    train, validation, test = ([tuple(i.flatten().tolist()) for i in d] for d in told)
+    assert [len(train), len(validation), len(test)] == [1000, 297, 500]
+    assert not set(test) & (set(train) | set(validation))
 
 
 def test_pitfall_7_an_image_is_standardised_by_itself():

@@ -50,7 +50,7 @@ def test_padding_counts_for_nothing(name):
     if name != 'no capsules':
         told = net.credit(mask, junk)
         assert not told.shares[mask == 0].any() and told.shares.isfinite().all()
-        assert_close(told.a, net.eval()(mask, junk).a)
+        assert_close(told.scores, net.eval()(mask, junk).scores)
 
 
 @pytest.mark.parametrize('name', ['vectors', 'random', 'bayes', None])  # one with variances
@@ -60,9 +60,9 @@ def test_alone_or_in_company(name):  # groups of like length are routed apart
     embs = torch.randn(7, 6, 2, 8, generator=torch.Generator().manual_seed(1)).double()
     net = RoutingText(**sizes, n_parts=4, d_cap=4, routing=name) if name else vectors()
     net = net.double().eval()
-    alone = [net(mask[k : k + 1, :n], embs[k : k + 1, :n]).a for k, n in enumerate(lengths)]
-    assert_close(net(mask, embs).a, torch.cat(alone))
-    assert_close(net(mask, embs[mask > 0]).a, torch.cat(alone))
+    alone = [net(mask[k : k + 1, :n], embs[k : k + 1, :n]).scores for k, n in enumerate(lengths)]
+    assert_close(net(mask, embs).scores, torch.cat(alone))
+    assert_close(net(mask, embs[mask > 0]).scores, torch.cat(alone))
 
 
 def test_a_routing_without_a_gradient_says_so():
@@ -75,9 +75,9 @@ def test_a_routing_without_a_gradient_says_so():
 def test_mixup_between_a_sentence_and_itself_changes_nothing():
     for net in (RoutingText(**sizes, routing='attention'), PlainText(**sizes), vectors()):
         net = net.double()
-        same = net(mask, embs, lam=mixed['lam'], partner=torch.arange(3)).a
-        assert_close(same, net(mask, embs).a)
-        assert not torch.allclose(same, net(mask, embs, **mixed).a)
+        same = net(mask, embs, lam=mixed['lam'], partner=torch.arange(3)).scores
+        assert_close(same, net(mask, embs).scores)
+        assert not torch.allclose(same, net(mask, embs, **mixed).scores)
 
 
 def test_the_rival_leaves_words_out():  # a share of 0 for what its queries do not want
@@ -87,8 +87,8 @@ def test_the_rival_leaves_words_out():  # a share of 0 for what its queries do n
     liked = net.features(torch.ones(1, 3).double(), embs)[1][0, :, 0].detach()
     with torch.no_grad():
         net.queries.weight.copy_(1e4 * (liked[1] - liked[0]).expand_as(net.queries.weight))
-    alone = net(torch.ones(1, 1).double(), embs[:, 1:2]).a
-    assert_close(net(torch.ones(1, 3).double(), embs).a, alone)
+    alone = net(torch.ones(1, 1).double(), embs[:, 1:2]).scores
+    assert_close(net(torch.ones(1, 3).double(), embs).scores, alone)
 
 
 def test_without_the_package_the_treebank_says_what_to_install(monkeypatch):
@@ -107,7 +107,7 @@ def test_the_published_head_of_vectors(tmp_path):
     torch.save(theirs, tmp_path / 'head.pt')
     net = VectorText.from_published(tmp_path / 'head.pt').double()
     x, want, g = (torch.tensor(golden[k]).double() for k in ('x', 'out', 'g'))
-    a = net(torch.ones(2, 4).double(), x.requires_grad_()).a
+    a = net(torch.ones(2, 4).double(), x.requires_grad_()).scores
     assert_close(a, want, atol=1e-6, rtol=1e-6)
     (a * g).sum().backward()
     grads = {k: torch.tensor(v).double() for k, v in golden['grads'].items()}
@@ -135,7 +135,7 @@ def test_vectors_padded_or_packed(how):
 
 def test_a_mask_of_another_dtype():
     for net in (vectors(), PlainText(**sizes), RoutingText(**sizes, n_parts=4)):
-        told = net.bfloat16()(mask.float(), embs.bfloat16()).a
+        told = net.bfloat16()(mask.float(), embs.bfloat16()).scores
         assert told.dtype == torch.bfloat16 and told.isfinite().all()
 
 
@@ -146,7 +146,7 @@ def test_credit_of_vectors_does_not_see_padding():
     for k, n in enumerate((5, 1, 3)):
         alone = net.credit(mask[k : k + 1, :n], embs[k : k + 1, :n])
         assert_close(told.shares[k : k + 1, :n], alone.shares)
-        assert_close(told.a[k : k + 1], alone.a)
+        assert_close(told.scores[k : k + 1], alone.scores)
     moved = embs.clone()
     moved[0, 2] = 0  # a token that says nothing has another credit
     assert not torch.allclose(net.credit(mask, moved).shares[0], told.shares[0])
@@ -155,7 +155,7 @@ def test_credit_of_vectors_does_not_see_padding():
 def test_credit_of_half_a_token_and_of_none():
     net, half = vectors(), mask.clone()
     half[0, 1] = 0.5
-    assert_close(net.credit(half, embs).a, net.eval()(half, embs).a)
+    assert_close(net.credit(half, embs).scores, net.eval()(half, embs).scores)
     half[1] = 0
     net.train()
     with pytest.raises(ValueError, match='sentence 1 is empty'):

@@ -37,7 +37,7 @@ def ref(net, mask, embs):  # figure 5 from left to right
     x = net.detect_parts((embs - net.emb_mean) / net.emb_size + net.depth_emb)
     a = torch.logit(mask)[..., None].expand(x.shape[:-1]).flatten(1)
     out = net.routings[0](a, x.flatten(1, 2)[:, :, None])
-    return net.routings[1](out.a, out.mu)
+    return net.routings[1](out.scores, out.mu)
 
 
 # ---- the published network
@@ -46,8 +46,8 @@ def ref(net, mask, embs):  # figure 5 from left to right
 def test_published_weights_give_the_published_outputs(tmp_path):
     torch.save(golden['state'], tmp_path / 'w.pt')
     out = SSTNet.from_published(tmp_path / 'w.pt')(golden['mask'], golden['embs'])
-    for name in ('a', 'mu', 'sig2'):
-        assert_close(getattr(out, name), golden[name], atol=1e-4, rtol=1e-4)
+    for name, got in zip(('a', 'mu', 'sig2'), out):
+        assert_close(got, golden[name], atol=1e-4, rtol=1e-4)
     torch.save({k: v for k, v in golden['state'].items() if k != 'routings.1.W'}, tmp_path / 'w.pt')
     with pytest.raises(ValueError, match='expected the weights of another network.*routings.1.W'):
         SSTNet.from_published(tmp_path / 'w.pt')
@@ -78,7 +78,7 @@ def test_values_and_gradients_are_the_definitions(lengths, seed, mixed, packed):
     gradients = []
     for o in (out, expected):
         assert_close(tuple(o), tuple(expected))
-        loss = o.a.square().sum() + o.mu.sum()
+        loss = o.scores.square().sum() + o.mu.sum()
         gradients.append(torch.autograd.grad(loss, list(net.parameters()), allow_unused=True))
     for p, q in zip(*gradients):
         assert (p is None) == (q is None) and (p is None or error_to(p, q) < 1e-8)
@@ -91,18 +91,18 @@ def test_one_token_and_512(n):
     out['loss'].backward()
     assert out['logits'].isfinite().all()
     assert all(p.grad is None or p.grad.isfinite().all() for p in net.parameters())
-    assert_close(net.credit(mask, embs).shares.sum((1, 2)), net.eval()(mask, embs).a, **near)
+    assert_close(net.credit(mask, embs).shares.sum((1, 2)), net.eval()(mask, embs).scores, **near)
 
 
 def test_half_precision_hidden_states_are_welcome():
     net, (mask, embs) = fresh(), ragged([4, 2])
-    assert_close(net(mask, embs.half()).a, net(mask, embs.half().float()).a)
+    assert_close(net(mask, embs.half()).scores, net(mask, embs.half().float()).scores)
 
 
 def test_nan_at_padding_reaches_neither_scores_nor_gradients():
     net, (mask, embs) = fresh(), ragged([4, 2])
-    want = net(mask, embs).a
-    out = net(mask, embs.masked_fill(mask[..., None, None] == 0, math.nan)).a
+    want = net(mask, embs).scores
+    out = net(mask, embs.masked_fill(mask[..., None, None] == 0, math.nan)).scores
     assert_close(out, want)
     out.sum().backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in net.parameters())
@@ -112,14 +112,14 @@ def test_holes_in_a_mask_are_absent_tokens():
     net, (mask, embs) = fresh(), ragged([5])
     mask[0, 2] = 0
     there = mask[0] > 0
-    assert_close(net(mask, embs).a, net(mask[:, there], embs[:, there]).a, **near)
+    assert_close(net(mask, embs).scores, net(mask[:, there], embs[:, there]).scores, **near)
 
 
 def test_scale_is_saved_and_that_of_nothing_or_nan_refused(tmp_path):
     net = measure_scale(fresh(n_parts=5), [torch.randn(20, 3, 8) * 3 + 1]).eval()
     net.save_pretrained(tmp_path)
     given = ragged([4, 2])
-    assert_close(SSTNet.from_pretrained(tmp_path).eval()(*given).a, net(*given).a)
+    assert_close(SSTNet.from_pretrained(tmp_path).eval()(*given).scores, net(*given).scores)
     for states, said in (([], 'got none'), ([torch.full((2, 3, 8), math.nan)], 'inf or NaN')):
         with pytest.raises(ValueError, match=said):
             measure_scale(net, states)
@@ -138,7 +138,7 @@ def test_credit_adds_up_to_the_scores(lengths, seed, scaled):
         torch.nn.init.normal_(r.beta_ign)
     mask, embs = ragged(lengths, dtype=torch.float64)
     c = net.credit(mask, embs * (1e3 if scaled else 1))
-    assert_close(c.shares.sum((1, 2)), c.a, atol=1e-9, rtol=1e-9)
+    assert_close(c.shares.sum((1, 2)), c.scores, atol=1e-9, rtol=1e-9)
     assert not c.shares[mask == 0].any()
 
 
@@ -156,5 +156,5 @@ def test_words_come_back_with_all_of_their_credit(encoder):
         torch.nn.init.normal_(r.beta_use)
     text = 'a deeply <humane> unforeseeable film , twice .'
     c, words = net.credit(*encoder([text])), encoder.words(text)
-    assert_close(sum(c.shares[0, at].sum((0, 1)) for _, at in words), c.a[0], **near)
+    assert_close(sum(c.shares[0, at].sum((0, 1)) for _, at in words), c.scores[0], **near)
     assert {'deeply', '<humane>', 'film'} <= {w for w, _ in words}

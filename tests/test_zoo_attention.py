@@ -74,8 +74,8 @@ def test_it_is_the_authors_network(name):
             mu = out.mu
     else:
         out = Concurrent(layers, n, scored=False)(surely(mu), mu)
-    (out.a * tensor(case['probe'])).sum().backward()
-    assert_close(out.a, tensor(case['out']), **as_theirs)
+    (out.scores * tensor(case['probe'])).sum().backward()
+    assert_close(out.scores, tensor(case['out']), **as_theirs)
     assert_close(x.grad, tensor(case['grad_x']), **as_theirs)
     for layer, o in zip(layers, case['layers']):
         assert_close(layer.W.grad, as_maps(tensor(o['grad_w'])), **as_theirs)
@@ -99,7 +99,7 @@ def test_nobody_is_there(some):
     net = two_layers()
     out = net(a, mu)
     assert_close(out.mu, torch.zeros_like(out.mu))
-    (out.mu.sum() + out.a.sum()).backward()
+    (out.mu.sum() + out.scores.sum()).backward()
     assert torch.isfinite(mu.grad).all() and torch.isfinite(net.layers[0].W.grad).all()
 
 
@@ -109,7 +109,7 @@ def test_inner_scores_count(some):
     for scored in (True, False):
         net = two_layers(scored=scored)
         outs[scored] = net(*some)
-        outs[scored].a.square().sum().backward()
+        outs[scored].scores.square().sum().backward()
         inner = net.layers[0].readout.weight.grad
         assert (inner is not None and inner.abs().sum() > 0) if scored else inner is None
     assert (outs[True].mu - outs[False].mu).abs().max() > 1e-3

@@ -38,7 +38,7 @@ def test_published_module(case):
     prior = _as_prior(V.shape[-2] * V.shape[-1], **how)
     out = vb_routing(a.logit(), V, prior, *betas, n_iters, cov=cov, least=1e-11)
     assert case != 'fading' or (out.R.sum(-1) < 0.5).any()
-    score, mu = out.a, out.mu
+    score, mu = out.scores, out.mu
     if norm:
         score, mu = CapsNorm(V.shape[-3], 'batch').double()(score, mu)
     act = score.sigmoid()

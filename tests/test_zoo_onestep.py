@@ -38,10 +38,10 @@ def test_the_layer_hears_only_who_is_there(n_inp):
     V = layer.cast(mu)[:, :4] * a[:, :4].sigmoid()[..., None, None, None]
     s, R = agree_once(V, layer.prior[:4])
     assert_close(out.mu.flatten(-2), squash_exp(s.flatten(-2)))
-    assert_close(out.a.sigmoid(), out.mu.flatten(-2).norm(dim=-1))
+    assert_close(out.scores.sigmoid(), out.mu.flatten(-2).norm(dim=-1))
     assert_close(out.R[:, :4], R)
     assert out.sig2 is None and layer.prior.shape == (n_inp or 1, 5)
-    out.a.sum().backward()
+    out.scores.sum().backward()
     assert all(p.grad.isfinite().all() for p in layer.parameters())
 
 
@@ -60,9 +60,9 @@ def test_self_routing_is_the_authors():
     mu = normal(3, A * C, 1, 1).view(3, A, 1, C).requires_grad_()
     out = layer(a.logit(), mu)
     wa, wp = normal(3, B), normal(3, B * D).view(3, B, D)
-    (out.a.sigmoid() * wa).sum().add((out.mu[..., 0, :] * wp).sum()).backward()
+    (out.scores.sigmoid() * wa).sum().add((out.mu[..., 0, :] * wp).sum()).backward()
     mine = dict(
-        a=out.a.sigmoid(), pose=out.mu[..., 0, :], grad_a=a.grad, grad_pose=mu.grad[:, :, 0]
+        a=out.scores.sigmoid(), pose=out.mu[..., 0, :], grad_a=a.grad, grad_pose=mu.grad[:, :, 0]
     )
     mine |= dict(grad_W2=layer.W_route.grad[:, :, 0], grad_b2=layer.b_route.grad)
     mine['grad_W1'] = layer.W.grad.mT.reshape(A, B * D, C)
@@ -107,7 +107,7 @@ def test_pooling_is_attention_of_torch():
     mask = a.sigmoid().log()[:, None, None]
     hand = torch.nn.functional.scaled_dot_product_attention(query, V, V, attn_mask=mask)[:, :, 0]
     assert_close(out.mu.flatten(-2), hand)
-    assert_close(out.a, (hand * layer.read.flatten(1)).sum(-1) + layer.offset)
+    assert_close(out.scores, (hand * layer.read.flatten(1)).sum(-1) + layer.offset)
     assert_close(out.R.sum(-2), torch.ones(3, 5, **f64))
     with torch.no_grad():
         layer.query.zero_()
@@ -124,10 +124,10 @@ def test_scores_of_long_capsules_are_finite_in_half_precision(kind, dtype, whole
     layer = routing_layer(kind, 4, 4, 4, 64, 5, start='identity')
     a, mu = 2 + torch.randn(8, 64), 1 + 0.3 * torch.randn(8, 64, 4, 4)
     mu[0] = 0  # capsules of length 0
-    exact = layer(a, mu).a.detach()
+    exact = layer(a, mu).scores.detach()
     layer, a, mu = (x.to(dtype) if whole else x for x in (layer, a, mu))
     with torch.autocast('cpu', dtype, enabled=not whole):
-        found = layer(a, mu).a
+        found = layer(a, mu).scores
     found.float().logsumexp(-1).sum().backward()
     assert found.isfinite().all() and all(p.grad.isfinite().all() for p in layer.parameters())
     close = 0.1 + 0.1 * exact.abs()

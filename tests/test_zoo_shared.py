@@ -64,7 +64,7 @@ def test_the_same_without_votes(name, own, bias, monkeypatch):
         if made:
             monkeypatch.setattr(layer, 'votes_of', layer.cast)
         out = layer(a, mu, return_R=True)
-        loss = out.a.sin().sum() + (2 * out.mu).sin().sum()
+        loss = out.scores.sin().sum() + (2 * out.mu).sin().sum()
         known = [mu, *layer.parameters()]
         found.append([*out[:2], out.R, *torch.autograd.grad(loss, known, allow_unused=True)])
     for without, with_votes in zip(*found):
@@ -85,7 +85,7 @@ def test_where_absent_parts_lie_does_not_matter(name, own, far):
     for x in (mu, mu * there[:, None, None]):
         x = x.clone().requires_grad_()
         out = layer(a, x)
-        (g,) = torch.autograd.grad(out.a.sum() + out.mu.sin().sum(), x)
+        (g,) = torch.autograd.grad(out.scores.sum() + out.mu.sin().sum(), x)
         found.append([*out[:2], g[..., 2:, :, :]])
         assert not g[..., :2, :, :].any()
     for got, want in zip(*found):
@@ -104,7 +104,7 @@ def test_memory_does_not_hold_votes(name):
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         out = layer(a, mu)
-    assert out.a.requires_grad and max(kept.values()) <= votes / (1 if name in squared else 8)
+    assert out.scores.requires_grad and max(kept.values()) <= votes / (1 if name in squared else 8)
 
 
 @each
@@ -131,18 +131,18 @@ def test_norm_is_an_option_of_every_routing(name, kind):
     for train in (True, False):  # then by the running means of the batch before
         normed.train(train), after.train(train)
         was, got = layer(a, mu, return_R=True), normed(a, mu, return_R=True)
-        for g, w in zip(got[:2], after(was.a, was.mu)):
+        for g, w in zip(got[:2], after(was.scores, was.mu)):
             assert_close(g, w)
         assert (got.sig2 is None) == (was.sig2 is None)
         assert_close(got.R, was.R)
         if was.sig2 is not None:
             assert_close(got.sig2, was.sig2)
-    assert not torch.allclose(got.a, was.a) and normed.normed.kind == kind
+    assert not torch.allclose(got.scores, was.scores) and normed.normed.kind == kind
     kept = normed.state_dict()
     assert any('running_var' in k for k in kept) == (kind == 'batch')
     again = all_routings()[name](4, 3, 5, n_out=6, norm=kind).double().eval()
     again.load_state_dict(kept)
-    assert_close(again(a, mu).a, got.a)
+    assert_close(again(a, mu).scores, got.scores)
 
 
 def test_a_frozen_norm_stays_frozen_and_one_sample_has_no_variance():
@@ -154,7 +154,7 @@ def test_a_frozen_norm_stays_frozen_and_one_sample_has_no_variance():
     assert layer.normed.of_a.running_mean.equal(before) and not layer.normed.training
     layer.train()
     one = layer(a[0, :1], mu[0, :1])
-    assert_close(one.a, layer.eval()(a[0, :1], mu[0, :1]).a)
+    assert_close(one.scores, layer.eval()(a[0, :1], mu[0, :1]).scores)
     assert layer.normed.of_a.running_mean.equal(before)
 
 
@@ -165,7 +165,7 @@ def test_the_number_of_iterations_can_be_changed(name, n_inp):
     once = type(layer)(4, 3, 5, n_inp, 6, n_iters=1).double()
     once.load_state_dict(layer.state_dict())
     layer.n_iters = 1
-    assert_close(layer(a, mu).a, once(a, mu).a)
+    assert_close(layer(a, mu).scores, once(a, mu).scores)
 
 
 @pytest.mark.parametrize('n_inp', [None, 300])
@@ -179,7 +179,7 @@ def test_agreement_of_long_votes_in_half_precision(n_inp):
     assert got.mu.dtype == torch.float16
     long = lambda out: out.mu.float().flatten(-2).norm(dim=-1)
     assert_close(long(got), long(want), atol=2e-3, rtol=0)
-    assert_close(got.a.float(), want.a, rtol=2e-2, atol=0)
+    assert_close(got.scores.float(), want.scores, rtol=2e-2, atol=0)
 
 
 @each
@@ -192,7 +192,7 @@ def test_a_layer_casts_its_votes_and_routes_them(name):
         assert got is want is None or assert_close(got, want, rtol=1e-8, atol=1e-9) is None
     assert layer.route(a, seen).R.shape == (2, 3, 7, 6)
     none = layer.float()(torch.zeros(2, 0), torch.zeros(2, 0, 4, 3))  # no parts are no error
-    assert none.a.shape == (2, 6) and none.a.isfinite().all() and none.mu.isfinite().all()
+    assert none.scores.shape == (2, 6) and none.scores.isfinite().all() and none.mu.isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -261,11 +261,12 @@ def test_what_is_no_number_is_refused_and_dtypes_go_in_and_come_out_alike(name, 
     certain = layer(torch.where(one, math.inf, a), mu)
     assert all(t.isfinite().all() for t in certain if t is not None)
     half = layer(a.half(), mu.half())
-    assert half.a.dtype == half.mu.dtype == torch.float16
-    assert_close(half.a.float(), layer(a.half().float(), mu.half().float()).a, rtol=2e-3, atol=2e-3)
+    assert half.scores.dtype == half.mu.dtype == torch.float16
+    want = layer(a.half().float(), mu.half().float())
+    assert_close(half.scores.float(), want.scores, rtol=2e-3, atol=2e-3)
     with torch.autocast('cpu', torch.bfloat16):
         found = layer(a.bfloat16(), mu.bfloat16())
-    assert found.a.dtype == found.mu.dtype == torch.float32 and found.a.isfinite().all()
+    assert found.scores.dtype == found.mu.dtype == torch.float32 and found.scores.isfinite().all()
     if isinstance(layer, Router):  # the D-step and soft k-means compute in float64
         with pytest.raises(ValueError, match='the layer computes in torch.float32, got'):
             layer(a.double(), mu.double())

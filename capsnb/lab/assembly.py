@@ -126,8 +126,9 @@ class Assembled(NamedTuple):
 
     logits: Tensor  # [b, n, j + 1] of what each part is of; the last of none
     mu: Tensor  # [b, j, 2, 3] poses of the wholes
-    a: Tensor  # [b, j] scores (logits): is the whole there?
+    scores: Tensor  # [b, j] logits: is the whole there?
     R: Tensor  # [b, n, j] shares of the parts
+    a = property(lambda self: self.scores, doc='The old name of `scores`, for one version.')
 
 # %% ../../nbs/lab/69_assembly.ipynb #61faacb2
 class AssemblyNet(nn.Module):

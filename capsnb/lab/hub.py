@@ -179,7 +179,7 @@ class RoutingClassifier(_tf.PreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         told = dict(hidden_states=states) if output_hidden_states else {}
-        result = _tf.modeling_outputs.SequenceClassifierOutput(loss, out.a, **told)
+        result = _tf.modeling_outputs.SequenceClassifierOutput(loss, out.scores, **told)
         return result.to_tuple() if return_dict is False else result
 
     def save_pretrained(self, folder: str | Path, **kw):

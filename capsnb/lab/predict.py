@@ -122,15 +122,16 @@ def demo_picture(net: DStepNet, images: Tensor, labels: Tensor, n: int = 7):  # 
     "Digits, class scores, the places two classes used, and what decided between them."
     plt, net = plot_style(), net.eval().cpu()
     with torch.no_grad():
-        k = _picked(net(images).a, labels, n)
-        a, used, earned = net(images[k]).a, net.credit(images[k]), net.credit(images[k], of='score')
+        k = _picked(net(images).scores, labels, n)
+        x = images[k]
+        scores, used, earned = net(x).scores, net.credit(x), net.credit(x, of='score')
     size, heights = (1.4 * len(k), 7.6), [1, 0.55, 1, 1, 1]
     fig, axs = plt.subplots(
         5, len(k), figsize=size, height_ratios=heights, layout='constrained', squeeze=False
     )
     for c, sample in enumerate(k):
         label = labels[sample].item()
-        _draw_column(axs[:, c], images[sample, 0], label, a[c], used[c], earned[c])
+        _draw_column(axs[:, c], images[sample, 0], label, scores[c], used[c], earned[c])
     for ax, text in zip(axs[:, 0], _lines):
         ax.set_ylabel(text)
     fig.suptitle(_caption, fontsize=9)

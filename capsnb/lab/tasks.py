@@ -384,7 +384,7 @@ def read_all(network, task: Task, net: str, split: str, progress=False) -> tuple
 
 
 def answers(network: nn.Module, views: Iterable[dict]) -> Tensor:  # [b, n_classes]
-    "Of a single view the logits, which do not saturate; of several the sum of what `a` says."
+    "Of a single view the logits, which do not saturate; of several the sum of their first fields."
     outs = []
     for view in views:
         view = {k: v for k, v in view.items() if k != 'labels'}
@@ -394,8 +394,8 @@ def answers(network: nn.Module, views: Iterable[dict]) -> Tensor:  # [b, n_class
             shapes = ', '.join(f'{k} {list(v.shape[1:])}' for k, v in view.items())
             raise ValueError(f"the network cannot take {shapes}: {e}") from e
     if len(outs) == 1:
-        return getattr(outs[0], 'score', outs[0].a)
-    return torch.stack([o.a for o in outs]).sum(0)
+        return getattr(outs[0], 'score', outs[0][0])
+    return torch.stack([o[0] for o in outs]).sum(0)
 
 # %% ../../nbs/lab/51_tasks.ipynb #a9aba2d4
 def study(

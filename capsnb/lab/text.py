@@ -119,7 +119,7 @@ class TextNetwork(nn.Module, HubMixin):
         labels: Tensor | None = None,  # [b] or [b, n_classes]
         lam: Tensor | None = None,  # mixup: [b] or [], weight of the text itself
         partner: Tensor | None = None,  # mixup: [b], number of the text it is blended with
-    ):  # a named tuple with scores a [b, k], or with labels a dict of loss and logits
+    ):  # a named tuple with scores [b, k], or with labels a dict of loss and logits
         return answer(self.top(*self.features(mask, embs, lam, partner)), labels)
 
 
@@ -230,7 +230,7 @@ class SSTNet(RoutingText, tags=['capsules', 'routing', 'text-classification']):
     """Routes hidden states of a transformer to classes (Heinsen 2019, fig. 5).
 
     >>> mask, embs = torch.ones(2, 7), torch.randn(2, 7, 3, 32)  # 7 tokens, 3 hidden states each
-    >>> SSTNet(d_depth=3, d_emb=32)(mask, embs).a.shape
+    >>> SSTNet(d_depth=3, d_emb=32)(mask, embs).scores.shape
     torch.Size([2, 5])
     """
 
@@ -268,8 +268,9 @@ class SSTNet(RoutingText, tags=['capsules', 'routing', 'text-classification']):
 class Credit(NamedTuple):
     "Class scores, and what they are sums of."
 
-    a: Tensor  # [b, k] scores
-    shares: Tensor  # [b, n, l, k] of each token at each layer; an SSTNet's sum to a over n, l
+    scores: Tensor  # [b, k] logits
+    shares: Tensor  # [b, n, l, k] of tokens at layers; an SSTNet's sum to the scores
+    a = property(lambda self: self.scores, doc='The old name of `scores`, for one version.')
 
 # %% ../../nbs/lab/46_text.ipynb #00000021
 @torch.no_grad()

@@ -156,7 +156,8 @@ def reduced(loss: Tensor, reduction: str = 'mean') -> Tensor:  # a number, or th
 class Scores(NamedTuple):
     "What a network without capsules returns."
 
-    a: Tensor  # scores (logits) [b, j]
+    scores: Tensor  # [b, j] logits
+    a = property(lambda self: self.scores, doc='The old name of `scores`, for one version.')
 
 
 def answer(out, labels: Tensor | None = None) -> Any:  # out: begins with the scores [b, j]
@@ -172,12 +173,12 @@ def answer(out, labels: Tensor | None = None) -> Any:  # out: begins with the sc
 class OnlyScores(nn.Module):
     "Scores alone, for tools that want one tensor: captum, ONNX, plain loss functions."
 
-    def __init__(self, net: nn.Module):  # whose result has a field `a`; not copied
+    def __init__(self, net: nn.Module):  # whose result begins with the scores; not copied
         super().__init__()
         self.net = net
 
     def forward(self, *given: Tensor) -> Tensor:  # scores [b, j]
-        return self.net(*given).a
+        return self.net(*given)[0]
 
 # %% ../../nbs/lab/43_vision.ipynb #0615521a
 def n_params(net: nn.Module) -> int:  # trainable numbers in it
@@ -334,7 +335,7 @@ def norb_trunk(channels: int = 64, in_channels: int = 2) -> dict:  # 2: a stereo
 class SmallNORBNet(DStepNet, tags=['smallnorb']):
     """The network of Heinsen (2019), fig. 3, for pairs of images from 29x29 up; 271,688 parameters.
 
-    >>> SmallNORBNet(n_classes=5, n_parts=8, channels=8)(torch.rand(2, 2, 32, 32)).a.shape
+    >>> SmallNORBNet(n_classes=5, n_parts=8, channels=8)(torch.rand(2, 2, 32, 32)).scores.shape
     torch.Size([2, 5])
     """
 
@@ -411,7 +412,7 @@ def published(path, make: Callable[[dict], _Net], name_of: Callable = str, kept=
 class RoutingNet(ImageNetwork, tags=['capsules', 'routing']):
     """Convolutions, capsules at every place, and layers of one routing.
 
-    >>> RoutingNet(n_classes=3, routing='em')(torch.rand(2, 1, 8, 8)).a.shape
+    >>> RoutingNet(n_classes=3, routing='em')(torch.rand(2, 1, 8, 8)).scores.shape
     torch.Size([2, 3])
     """
 
@@ -467,7 +468,7 @@ class RoutingNet(ImageNetwork, tags=['capsules', 'routing']):
 class PlainCNN(ImageNetwork, tags=['cnn']):
     """The trunk without capsules: one more convolution, the mean over places, a linear layer.
 
-    >>> PlainCNN()(torch.rand(2, 1, 28, 28)).a.shape
+    >>> PlainCNN()(torch.rand(2, 1, 28, 28)).scores.shape
     torch.Size([2, 10])
     """
 
@@ -501,7 +502,7 @@ def rival_of(n: int, kind: Callable[..., _Net] = PlainCNN, **kw) -> _Net:  # of 
 class BaselineCNN(ImageNetwork, tags=['cnn']):
     """The baseline of Hinton et al. (2018), section 5; for one size of images.
 
-    >>> BaselineCNN(size=32)(torch.rand(2, 2, 32, 32)).a.shape
+    >>> BaselineCNN(size=32)(torch.rand(2, 2, 32, 32)).scores.shape
     torch.Size([2, 5])
     """
 
