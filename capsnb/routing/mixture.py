@@ -41,11 +41,11 @@ def m_step(
     least: float = 0.0,  # least variance, in squared units of V
 ) -> tuple[Tensor, Tensor, Tensor]:  # pi [..., j], mu [..., j, h], sig2 [..., j, h]
     "Proportions, means and variances of weighted votes (Gebotys, eqs. 16 and 17)."
-    n = R.sum(-2)
-    w = (R / n[..., None, :])[..., None]
+    S = R.sum(-2)
+    w = (R / S[..., None, :])[..., None]
     mu = (w * V).sum(-3)
     sig2 = (w * (V - mu[..., None, :, :]) ** 2).sum(-3)
-    return n / n.sum(-1, keepdim=True), mu, sig2.clamp_min(least)
+    return S / S.sum(-1, keepdim=True), mu, sig2.clamp_min(least)
 
 # %% ../../nbs/book/02_mixture.ipynb #00000013
 class Step(NamedTuple):
