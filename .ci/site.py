@@ -328,6 +328,9 @@ div.math { overflow-x: auto; overflow-y: hidden; max-width: 100%; }
 p code.literal, li code.literal, p code .pre, li code .pre { white-space: normal; }
 @media (max-width: 36rem) { .cell_output { overflow-x: auto; } }
 @media (max-width: 36rem) { .cell_output img { max-width: none !important; zoom: .58; } }
+@media (max-width: 36rem) {
+  .cell_output [id^=film-] img { max-width: 100% !important; zoom: 1; }
+}
 .panels { display: flex; align-items: flex-start; }
 .panels img { object-fit: cover; min-width: 0; }
 .panels:has(img[style*='display: none']) { display: none; }
