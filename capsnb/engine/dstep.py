@@ -382,7 +382,7 @@ def _first_shares(kind: str) -> nn.Module | None:
 
 # %% ../../nbs/engine/16_dstep.ipynb #00000020
 def _in_dtype(a: Tensor, mu: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    if torch.finfo(dtype).max < torch.finfo(a.dtype).max:
+    if torch.finfo(dtype).max < torch.finfo(a.dtype).max / 2:  # bfloat16 reaches as far as float32
         a = a.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
     return a.to(dtype), mu.to(dtype)
 
