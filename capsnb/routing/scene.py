@@ -50,7 +50,7 @@ def _places(m: int) -> Tensor:
     shuffled = lambda shape: _outline(*shape[:2], m)[torch.randperm(m)]
     return torch.stack([shape[2] * shuffled(shape) for shape in _wholes], dim=1)
 
-
+# %% ../../nbs/book/01_parts_and_wholes.ipynb #ff26b9b5
 def make_scene(
     n: int = 20,  # parts of each whole
     noise: float = 0.04,  # standard deviation of the places as seen
