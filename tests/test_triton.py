@@ -322,9 +322,12 @@ def conv(**kw):
 wide_conv = partial(conv, d_cov=1, d_inp=25)  # votes are made beforehand
 
 
-def classes(**kw):
+def classes(pose=(2, 2, 2), **kw):
     torch.manual_seed(0)
-    return ClassCaps(2, 3, 2, 2, 2)  # the kernels or the definition, it has no other plan
+    return ClassCaps(2, 3, *pose)  # the kernels or the definition, it has no other plan
+
+
+wide_classes, layers = partial(classes, (1, 25, 2)), [(conv, (2, 2)), (classes, (2, 2))]
 
 
 def caps(b=1, grid=(3, 3), pose=(2, 2)):
@@ -333,7 +336,7 @@ def caps(b=1, grid=(3, 3), pose=(2, 2)):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('make, pose', [(conv, (2, 2)), (wide_conv, (1, 25)), (classes, (2, 2))])
+@pytest.mark.parametrize('make, pose', [*layers, (wide_conv, (1, 25)), (wide_classes, (1, 25))])
 def test_capsules_choose_them(make, pose):
     given = caps(grid=(2, 3), pose=pose)
     truth = outs_of(make(plan='votes').double(), *(x.double() for x in given))
