@@ -280,8 +280,7 @@ def _cost(s):
 def _by_part(fields: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
     "The table, its places by part, and where each part's begin; kept on the table."
     if not fields.numel():
-        empty = fields.int()
-        return empty, empty, empty
+        return fields.int(), fields.int(), fields.int()
     found = None if torch.compiler.is_compiling() else getattr(fields, '_by_part', None)
     if found is None:
         part = torch.where(fields < 0, n, fields).flatten().long()
@@ -313,8 +312,7 @@ def _refuse_fields(parts, loop):
         return "it knows neither mixing proportions nor damping"
     if _is_wide(c, d, h, 24) and b * max(1, len(parts.fields)) * s * J * c * h > 1 << 28:
         return "its votes, which are made beforehand, would take more than 1 GB"
-    where = parts.mu.device.type, parts.W.dtype
-    return _refuse_here(*where, c * h) if b else "there is no image"
+    return _refuse_here(parts.mu.device.type, parts.W.dtype, c * h) if b else "there is no image"
 
 
 def _serves_votes(a, V, rules):
