@@ -61,8 +61,8 @@ def test_the_papers_network_is_bit_for_bit_the_chain_of_its_layers(loss):
     old = primary(F.relu(conv(x)))
     for layer in layers:
         old = layer(*old[:2])
-    centres = torch.tensor([8.5, 12.5, 16.5, 20.5, 24.5, 28.5])  # of the fields, in pixels
-    want = top(*old[:2], (centres[:4] / 32, centres / 40))
+    rows, cols = torch.linspace(8.5 / 32, 20.5 / 32, 4), torch.linspace(8.5 / 40, 28.5 / 40, 6)
+    want = top(*old[:2], (rows, cols))  # the middles of the fields
     assert torch.equal(n(x).a, want.a) and torch.equal(n(x).mu, want.mu)
     assert_close(n(x).score.sigmoid(), n(x).a)
     assert not [k for k in n.state_dict() if 'norm' in k or '.B' in k]

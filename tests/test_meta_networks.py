@@ -145,8 +145,8 @@ most = {  # ops of a step without its optimiser; a routing is two
     'SmallNORBNet': 73,
     'PlainCNN': 40,
     'CapsNet': 118,
-    'MatrixCapsNet': 68,
-    'MatrixCapsNet gritzman': 80,
+    'MatrixCapsNet': 60,
+    'MatrixCapsNet gritzman': 72,
     'SSTNet packed': 51,
 }
 
