@@ -393,10 +393,8 @@ class ClassCaps(_Capsules):
 
     def _one_field(self, a, mu, W, where) -> _Parts:
         "All parts of an image in one field; coordinates are further columns of their poses."
-        flat, W = (
-            (math.prod(a.shape[:-3]), math.prod(a.shape[-3:])),
-            W.expand(*a.shape[-3:-1], *W.shape),
-        )
+        flat = math.prod(a.shape[:-3]), math.prod(a.shape[-3:])
+        W = W.expand(*a.shape[-3:-1], *W.shape)
         if self.coordinates:
             at, to = _columns(*(x.to(W) for x in where), mu.shape[-2], W.shape[-1])
             mu = torch.cat([mu, at[:, :, None].expand(*mu.shape[:-1], -1)], -1)

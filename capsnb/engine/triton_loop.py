@@ -293,12 +293,12 @@ def _by_part(fields: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _run_fields(parts: _Parts, loop: _FieldLoop, act='', shares=False) -> EMRouted:
-    "A `FieldPlan`'s `run`."
+    "A `FieldPlan`'s `run`; votes of wide poses are made beforehand."
     lams, floor = [float(v) for v in loop.lams], [float(v) for v in loop.floor]
     rules = _Rules(lams, floor, act or loop.act, False, shares)
     if parts.W.numel() and _is_wide(*parts.mu.shape[2:], parts.W.shape[3], 24):
         x = parts.mu[:, parts.fields] if parts.fields.numel() else parts.mu[:, None]
-        V = torch.einsum('bpscd,sjdh->bpsjch', x.to(parts.W.dtype), parts.W)  # -1: not read
+        V = torch.einsum('bpscd,sjdh->bpsjch', x.to(parts.W.dtype), parts.W)  # no part: never read
         parts = parts._replace(mu=V, W=V.new_empty(*V.shape[2:4], 0, V.shape[5]))
     geometry = _by_part(parts.fields, parts.a.shape[1])
     a, mu, sig2, R = _op(*parts[:3], parts.a.new_empty(0), *parts[3:5], *geometry, *rules)
