@@ -10,10 +10,9 @@ import importlib.util
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from ..routing.dynamic import squash
 from ..routing.em import least_weight
 from .dstep import Plan, Problem, _exporting, plans
-from .dynamic import _of_maps, _squash_back, faster
+from .dynamic import _mapped, _of_maps, _op, faster
 from .fields import FieldPlan, _route_by, _Tiling, engines, field_plans, field_table
 from .moments import _FEW, _ByVotes, _defined, _routed, _slopes, _wide
 from .numerics import FastOp, import_error, over_threads
@@ -316,21 +315,48 @@ def _by_sample(x: Tensor, n: int) -> Tensor:
 
 # %% ../../nbs/engine/21_compiled.ipynb #00000015
 class _Sweeps:
-    "Sweeps over the votes u W of all samples."
+    "The loop's steps in sweeps over the votes u W of all samples."
 
     parts = 16  # whose votes' gradients exist at a time
 
     def __init__(self, u, W):
         self.u = _by_block(u).movedim(0, -2).contiguous()  # [i, d, blocks, LANES]
-        self.n, self.W, self.kernels = len(u), W.contiguous(), _kernels()
+        self.given, self.W, self.kernels = u, W.contiguous(), _kernels()
         self.flat = W.transpose(1, 2).flatten(2).contiguous()  # [i, d, j·h]
-        (self.i, self.j, _, self.h), self.blocks = W.shape, self.u.shape[2]
+        (self.i, self.j, _, self.h), self.n, self.blocks = W.shape, len(u), self.u.shape[2]
         self.chunk = -(-self.i // 4)
 
-    def even(self, u):
-        "Sums of all votes [n, j, h]."
-        s = u.reshape(self.n, -1) @ self.flat.flatten(0, 1)
-        return s.view(self.n, self.j, self.h)
+    def sums(self, total, shares):
+        "Sums of votes [n, j, h], and the shares [n, j, i] if they are wanted."
+        if total is None:
+            s = self.given.flatten(1) @ self.flat.flatten(0, 1) / self.j
+            even = s.new_full((), 1 / self.j).expand(self.n, self.j, self.i)
+            return s.view(self.n, self.j, self.h), even
+        R = self.u.new_empty(self.i, self.j, self.blocks, _LANES) if shares else None
+        s = self.sweep(total, None, R)
+        return s, R.flatten(2)[..., : self.n].permute(2, 1, 0) if shares else None
+
+    def grads(self):
+        "Of capsules and maps; and what of the iterations waits for `spread`."
+        du = self.u.new_zeros(self.i, self.u.shape[1], self.blocks * _LANES)
+        return du, torch.zeros_like(self.flat), []
+
+    def back(self, grads, t, total, ds, detach):
+        (du, dW, wait), even = grads, (ds / self.j).flatten(1)
+        if t == 0:
+            back = (even @ self.flat.flatten(0, 1).T).view_as(self.given)
+            du[..., : self.n] += back.permute(1, 2, 0)
+            dW.flatten(0, 1).addmm_(self.given.flatten(1).T, even)
+            return None
+        wait.insert(0, (total, torch.zeros_like(total) if detach else total, ds))
+        if t > 1 and not detach:
+            return self.sweep(total, ds, None)
+        return self.spread(du, dW, *zip(*wait))
+
+    def shaped(self, grads):
+        du, dW, _ = grads
+        dW = dW.unflatten(2, (self.j, -1)).transpose(1, 2)
+        return [du[..., : self.n].permute(2, 0, 1).contiguous(), dW.contiguous()]
 
     def sweep(self, total, ds, R):
         "Sums of votes [n, j, h]: see `_agree_sweep`."
@@ -338,11 +364,11 @@ class _Sweeps:
         sums = self.u.new_zeros(tasks, self.j, self.h, _LANES)
         none = self.u.new_empty(0, 0, 0, 0)
         x = [none if t is None else _by_block(t) for t in (total, ds)]
-        R = none if R is None else R
-        over_threads(tasks, self.kernels._agree_sweep, self.chunk, self.u, self.W, *x, sums, R)
+        args = self.chunk, self.u, self.W, *x, sums, none if R is None else R
+        over_threads(tasks, self.kernels._agree_sweep, *args)
         return _by_sample(sums.view(self.blocks, -1, *sums.shape[1:]).sum(1), self.n)
 
-    def grads(self, totals, pulls, ds, du, dW):
+    def spread(self, du, dW, totals, pulls, ds):
         "Fill gradients in; sums of votes [n, j, h] for the first of the iterations."
         args = [torch.stack([_by_block(x) for x in t]) for t in (totals, pulls, ds)]
         sums = self.u.new_zeros(self.parts * self.blocks, self.j, self.h, _LANES)
@@ -357,42 +383,7 @@ class _Sweeps:
         return _by_sample(sums.view(self.blocks, -1, *sums.shape[1:]).sum(1), self.n)
 
 
-def _agree_forward(u, W, n_iters, detach, shares):
-    votes = _Sweeps(u.detach(), W.detach())
-    sums, total = [votes.even(u.detach()) / votes.j], 0
-    R = u.new_full((votes.i, votes.j, votes.blocks, _LANES), 1 / votes.j) if shares else None
-    for _ in range(n_iters - 1):
-        total = total + squash(sums[-1])
-        sums.append(votes.sweep(total, None, R))
-    R = u.new_empty(0) if R is None else R.flatten(2)[..., : len(u)].permute(2, 1, 0).contiguous()
-    return [squash(sums[-1]), R, torch.stack(sums)]
-
-
-def _agree_backward(u, W, outs, grads, n_iters, detach, shares):
-    sums, g, votes = outs[2], grads[0], _Sweeps(u, W)
-    totals, later, ds = squash(sums).cumsum(0), 0, []
-    du, dW = u.new_zeros(*u.shape[1:], votes.blocks * _LANES), torch.zeros_like(votes.flat)
-    last = n_iters - 1
-    for t in range(last, 0, -1):  # `totals[t - 1]` made the logits of t
-        ds.insert(0, _squash_back(sums[t], g))
-        if detach or t == 1:
-            break
-        g = later = later + votes.sweep(totals[t - 1], ds[0], None)
-    if last:
-        used = totals[last - len(ds) : last]
-        pulls = torch.zeros_like(used) if detach else used
-        later = later + votes.grads(used, pulls, ds, du, dW)
-    du = du[..., : len(u)].permute(2, 0, 1)
-    if not (last and detach):
-        even = (_squash_back(sums[0], later if last else g) / votes.j).flatten(1)
-        du = du + (even @ votes.flat.flatten(0, 1).T).view(u.shape)
-        dW.flatten(0, 1).addmm_(u.reshape(len(u), -1).T, even)
-    dW = dW.unflatten(2, (votes.j, -1)).transpose(1, 2)
-    return [du.contiguous(), dW.contiguous()]
-
-
-how = _agree_forward, _agree_backward, _of_maps.fake, _of_maps.definition
-_agreement = FastOp('compiled_maps', 2, 'int bool bool', *how, n_out=2)
+_agreement = _op('compiled_maps', 2, _Sweeps, *_mapped)
 
 
 def _serves(u: Tensor, W: Tensor, detach: bool) -> bool:

@@ -22,7 +22,27 @@ def _blocks(v: Tensor) -> Tensor:
     return (eye[:, :, None] * v[:, :, None]).flatten(2)
 
 # %% ../../nbs/engine/14_dynamic.ipynb #00000006
-class _Votes:
+class _Tensors:
+    "Who has `even`, `score`, `gather` and `spread` can take the loop's steps."
+
+    def shares(self, total):
+        "Even at first, then a softmax over the wholes."
+        return self.even if total is None else torch.softmax(self.score(total), 1)
+
+    def sums(self, total, shares):
+        R = self.shares(total)
+        return self.gather(R), R
+
+    def back(self, grads, t, total, ds, detach):
+        R = self.shares(total)
+        self.spread(grads, R, ds)
+        if t and not detach:
+            g = self.score(ds)
+            dL = R * (g - (R * g).sum(1, keepdim=True))  # back through the softmax
+            return self.spread(grads, dL, total, gather=True)
+
+
+class _Votes(_Tensors):
     "Votes that exist."
 
     def __init__(self, V: Tensor):
@@ -46,7 +66,7 @@ class _Votes:
         return [grads[0].unflatten(2, (self.J, -1))]
 
 # %% ../../nbs/engine/14_dynamic.ipynb #00000009
-class _Maps:
+class _Maps(_Tensors):
     "Votes that are never made; works on a few wholes at a time."
 
     def __init__(self, u: Tensor, W: Tensor, tile: int = 2**21):
@@ -102,38 +122,28 @@ def _squash_back(s: Tensor, g: Tensor) -> Tensor:
     back = g * (length / (c + q)) + unit * (along * length * (c - q) / (c + q) ** 2)
     return back / m
 
-# %% ../../nbs/engine/14_dynamic.ipynb #0000000c
-def _shares(votes, total: Tensor | None) -> Tensor:
-    "Even shares at first, then a softmax over the wholes."
-    return votes.even if total is None else torch.softmax(votes.score(total), 1)
-
 # %% ../../nbs/engine/14_dynamic.ipynb #0000000e
 def _agree(votes, n_iters, shares):
     "Capsules v [n, j, h], shares R [n, j, i] or nothing, sums s [t, n, j, h] of all iterations."
     sums, total = [], None
     for _ in range(n_iters):
-        R = _shares(votes, total)
-        sums.append(votes.gather(R))
-        v = squash(sums[-1])
+        s, R = votes.sums(total, shares)
+        v = squash(s)
         total = v if total is None else total + v
-    R = R.contiguous() if shares else R.new_empty(0)
+        sums.append(s)
+    R = R.contiguous() if shares else v.new_empty(0)
     return [v.contiguous(), R, torch.stack(sums)]
 
 
 def _agree_back(votes, sums, g, detach):
     "Gradients of what the votes are made of."
-    v, grads, later = squash(sums), votes.grads(), torch.zeros_like(sums[0])
+    totals, grads, later = squash(sums).cumsum(0), votes.grads(), 0
     for t in reversed(range(len(sums))):
-        total = v[:t].sum(0) if t else None
-        R, ds = _shares(votes, total), _squash_back(sums[t], g)
-        votes.spread(grads, R, ds)
-        if total is None or detach:
-            break
-        g_R = votes.score(ds)
-        dL = R * (g_R - (R * g_R).sum(1, keepdim=True))  # back through the softmax
-        later = later + votes.spread(grads, dL, total, gather=True)
-        g = later  # a capsule is in the logits of all later iterations
-    return votes.shaped(grads)
+        ds = _squash_back(sums[t], g)
+        more = votes.back(grads, t, totals[t - 1] if t else None, ds, detach)
+        if detach or not t:
+            return votes.shaped(grads)
+        g = later = later + more  # a capsule is in the logits of all later iterations
 
 
 def _agree_definition(V, n_iters, detach, shares):
@@ -166,13 +176,11 @@ def _op(name, n, engine, sizes, cast):
 
 
 _of_votes = _op('dynamic_votes', 1, _Votes, lambda V: V.shape, lambda V: V)
-_of_maps = _op(
-    'dynamic_maps',
-    2,
-    _Maps,
+_mapped = (
     lambda u, W: (*u.shape[:2], *W.shape[1::2]),
     lambda u, W: torch.einsum('nid,ijdh->nijh', u, W),
 )
+_of_maps = _op('dynamic_maps', 2, _Maps, *_mapped)
 
 # %% ../../nbs/engine/14_dynamic.ipynb #2d1df320
 faster: dict[str, list[tuple]] = {op.name: [] for op in (_of_votes, _of_maps)}  # see `_fastest`

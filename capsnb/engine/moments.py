@@ -382,7 +382,7 @@ class _ByMoments:
         x = p.mu_inp.permute(0, 2, 3, 1).contiguous()
         self.parts = x, _weighted_mean(self.f, p.mu_inp)
         self.phi = _statistics_of(*self.parts, self._in_float64(x))[0]
-        self.maps = self._about(self.parts[1])
+        self.maps, self.spare = self._about(self.parts[1]), 0.0  # moments that all wholes get
 
     def _in_float64(self, x):
         "Whether products are: small ones, and all where no value is read."
@@ -404,7 +404,7 @@ class _ByMoments:
             M, R = (_first(f, self.phi) / j)[..., None].expand(-1, -1, j), None
         else:
             M, R = _moments(self.f, *self.parts, self.phi, *self.model(*model), shares, self.tile)
-        a, t, var = _fit(_wide(M), self.maps, self.p.eps.mass)
+        a, t, var = _fit(_wide(M) + self.spare, self.maps, self.p.eps.mass)
         if model is None:
             self.spread = var.detach()
         return a, self.maps.b + t, var, R
@@ -417,14 +417,15 @@ class _ByMoments:
         return _theta(a, t, sig2, self.maps, self.p.p_model), narrow
 
 # %% ../../nbs/engine/17_moments.ipynb #9195c870
-def _routed(way):
-    "a, mu, sig2 and R (or None) of `way`: a `_ByMoments` or a `_ByVotes`."
+def _routed(way, decide=lambda t, a, sig2: a):
+    "a, mu, sig2 and R (or None) of `way`: a `_ByMoments` or a `_ByVotes`; `decide` revises a."
     p, model = way.p, None
     for k in range(p.n_iters):
         a, mu, var, R = way.step(model, p.need_R and k == p.n_iters - 1)
         if k == 0:
             floor = sig2_floor(var, mu, p.eps)
         sig2 = var + floor
+        a = decide(k, a, sig2)
         model = (a, *(pool(mu, sig2) if p.pooled and k == 0 else (mu, sig2)))
     if p.n_iters == 1:
         R = way.f.new_full((*way.f.shape, a.shape[-1]), 1 / a.shape[-1])
@@ -438,29 +439,17 @@ def _run_moments(p: Problem, tiling: _Tiling = _Tiling()):
 # %% ../../nbs/engine/17_moments.ipynb #e3000002
 def _em_moments(a_inp, mu_inp, W, B, beta_a, beta_u, lams, eps, tiling=_Tiling()) -> tuple:
     "EM routing from moments (Hinton 2018, Procedure 1)."
-    one, j = W.new_ones(1, 1), len(B)
-    betas = one, 0 * one  # so that gains are the masses
-    p = Problem(a_inp, mu_inp, W[None], B[None], *betas, len(lams), 'gaussian', eps, False, True)
-    way, model, M = _ByMoments(p, tiling), None, None
-    f, phi = way.f.to(way.phi.dtype), way.phi
-    R = f.new_full((*f.shape, j), 1 / j)
-    least = least_weight(f)
-    spare = _wide(_first(least, phi))[..., None]
-    for t, lam in enumerate(lams):
-        if model is None:
-            M = (_first(f, phi) / j)[..., None].expand(-1, -1, j)
-        else:
-            M, R = _moments(
-                way.f, *way.parts, phi, *way.model(*model), t == p.n_iters - 1, way.tile
-            )
-        S, shift, var = _fit(_wide(M) + spare, way.maps, 0.0)
-        mu = way.maps.b + shift
-        if t == 0:
-            way.spread, floor = var.detach(), sig2_floor(var, mu, eps)
-        sig2 = var + floor
+    betas = W.new_ones(1, 1), W.new_zeros(1, 1)  # so that gains are the masses
+    fixed, eps = (a_inp, mu_inp, W[None], B[None], *betas), eps._replace(mass=0.0)
+    way = _ByMoments(Problem(*fixed, len(lams), 'gaussian', eps, False, True), tiling)
+    least = least_weight(way.f.to(way.phi.dtype))
+    way.spare = _wide(_first(least, way.phi))[..., None]
+
+    def decide(t, S, sig2):
         S = S - least.sum(1, keepdim=True)
-        model = activation_logit(S, sig2, beta_a, beta_u, lam), mu, sig2
-    return tuple(o.to(mu_inp.dtype) for o in (*model, R))
+        return activation_logit(S, sig2, beta_a, beta_u, lams[t])
+
+    return _routed(way, decide)
 
 # %% ../../nbs/engine/17_moments.ipynb #00716b85
 def _cast(x, W, B):
