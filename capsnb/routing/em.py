@@ -65,20 +65,6 @@ def inverse_temperature(
     "The schedule of the paper's authors: final·(1 − rate^(t+1))."
     return final * (1 - rate ** (t + 1))
 
-# %% ../../nbs/book/04_em_routing.ipynb #0000001c
-def e_step(
-    V: Tensor,  # [..., i, j, c, h] votes
-    log_a: Tensor,  # [..., j] logs of the activations of the wholes
-    mu: Tensor,  # [..., j, c, h] means
-    sig2: Tensor,  # [..., j, c, h] variances
-    parents: Tensor | None = None,  # [i, j] bool: may part i belong to whole j? None: always
-) -> Tensor:  # [..., i, j] shares; those of a part sum to 1 over the wholes it may belong to
-    "Share every part out over the wholes (Hinton 2018, Procedure 1, E-step)."
-    L = log_a[..., None, :] + log_normal(V, mu, sig2)
-    if parents is None:
-        return torch.softmax(L, -1)
-    return torch.softmax(L.masked_fill(~parents, torch.finfo(L.dtype).min), -1) * parents
-
 # %% ../../nbs/book/04_em_routing.ipynb #bb208c4d
 TINY = 1e-12  # the least share of a part
 
@@ -99,6 +85,20 @@ class EMRouted(NamedTuple):
     sig2: Tensor  # [..., j, c, h] variances, floor included; in float32 or better
     R: Tensor | None  # [..., i, j] shares of the last iteration, from which mu was made
     F: Tensor | None = None  # [..., t] free energy (eq. 4) after each M-step, if asked for
+
+# %% ../../nbs/book/04_em_routing.ipynb #0000001c
+def e_step(
+    V: Tensor,  # [..., i, j, c, h] votes
+    log_a: Tensor,  # [..., j] logs of the activations of the wholes
+    mu: Tensor,  # [..., j, c, h] means
+    sig2: Tensor,  # [..., j, c, h] variances
+    parents: Tensor | None = None,  # [i, j] bool: may part i belong to whole j? None: always
+) -> Tensor:  # [..., i, j] shares; those of a part sum to 1 over the wholes it may belong to
+    "Share every part out over the wholes (Hinton 2018, Procedure 1, E-step)."
+    L = log_a[..., None, :] + log_normal(V, mu, sig2)
+    if parents is None:
+        return torch.softmax(L, -1)
+    return torch.softmax(L.masked_fill(~parents, torch.finfo(L.dtype).min), -1) * parents
 
 # %% ../../nbs/book/04_em_routing.ipynb #00000021
 def em_routing_ref(
