@@ -14,6 +14,32 @@ from .em import Floor, as_floor, sig2_floor
 # %% auto #0
 __all__ = ['votes', 'Routed', 'routing_ref']
 
+# %% ../../nbs/book/05_dstep.ipynb #00000012
+def d_step(
+    a: Tensor,  # [..., i] activations of the inputs, in [0, 1]
+    R: Tensor,  # [..., i, j] shares
+) -> tuple[Tensor, Tensor]:  # [..., i, j] shares used, and shares ignored
+    "Shares of every input that every output uses and ignores (Heinsen 2019, eqs. 4 and 6)."
+    D_use = a[..., None] * R
+    D_use = torch.where(D_use > 0, D_use, 0)  # a share of 0 passes on no gradient
+    return D_use, a[..., None] - D_use
+
+# %% ../../nbs/book/05_dstep.ipynb #00000018
+def m_step(
+    D_use: Tensor,  # [..., i, j] shares used
+    D_ign: Tensor,  # [..., i, j] shares ignored
+    V: Tensor,  # [..., i, j, c, h] votes
+    beta_use: Tensor,  # [i|1, j|1] net benefit per used share
+    beta_ign: Tensor,  # [i|1, j|1] net cost per ignored share
+    eps_m: float,  # added to S, so that an output without data has the mean 0
+) -> tuple[Tensor, Tensor, Tensor]:  # score [..., j], mu and var [..., j, c, h]: no floor yet
+    "Scores, means and raw variances (Heinsen 2019, eq. 8; Alg. 1, lines 16 to 18)."
+    score = (beta_use * D_use).sum(-2) - (beta_ign * D_ign).sum(-2)
+    S = (D_use.sum(-2) + eps_m)[..., None, None]
+    mu = torch.einsum('...ij,...ijch->...jch', D_use, V) / S
+    gap = (V - mu[..., None, :, :, :]).square()
+    return score, mu, torch.einsum('...ij,...ijch->...jch', D_use, gap) / S
+
 # %% ../../nbs/book/05_dstep.ipynb #00000007
 def votes(
     mu_inp: Tensor,  # [..., i, c, d] input capsules
@@ -54,32 +80,6 @@ def e_step(
 ) -> Tensor:  # [..., i, j] shares, summing to 1 over j
     "Share every input out over the outputs (Heinsen 2019, eq. 2)."
     return torch.softmax(F.logsigmoid(score)[..., None, :] + log_p(V, mu, sig2, p_model), -1)
-
-# %% ../../nbs/book/05_dstep.ipynb #00000012
-def d_step(
-    a: Tensor,  # [..., i] activations of the inputs, in [0, 1]
-    R: Tensor,  # [..., i, j] shares
-) -> tuple[Tensor, Tensor]:  # [..., i, j] shares used, and shares ignored
-    "Shares of every input that every output uses and ignores (Heinsen 2019, eqs. 4 and 6)."
-    D_use = a[..., None] * R
-    D_use = torch.where(D_use > 0, D_use, 0)  # a share of 0 passes on no gradient
-    return D_use, a[..., None] - D_use
-
-# %% ../../nbs/book/05_dstep.ipynb #00000018
-def m_step(
-    D_use: Tensor,  # [..., i, j] shares used
-    D_ign: Tensor,  # [..., i, j] shares ignored
-    V: Tensor,  # [..., i, j, c, h] votes
-    beta_use: Tensor,  # [i|1, j|1] net benefit per used share
-    beta_ign: Tensor,  # [i|1, j|1] net cost per ignored share
-    eps_m: float,  # added to S, so that an output without data has the mean 0
-) -> tuple[Tensor, Tensor, Tensor]:  # score [..., j], mu and var [..., j, c, h]: no floor yet
-    "Scores, means and raw variances (Heinsen 2019, eq. 8; Alg. 1, lines 16 to 18)."
-    score = (beta_use * D_use).sum(-2) - (beta_ign * D_ign).sum(-2)
-    S = (D_use.sum(-2) + eps_m)[..., None, None]
-    mu = torch.einsum('...ij,...ijch->...jch', D_use, V) / S
-    gap = (V - mu[..., None, :, :, :]).square()
-    return score, mu, torch.einsum('...ij,...ijch->...jch', D_use, gap) / S
 
 # %% ../../nbs/book/05_dstep.ipynb #0000001c
 @from_generator
