@@ -39,7 +39,7 @@ def m_step(
 def cost(
     S: Tensor,  # [..., j] amount of data of each whole
     sig2: Tensor,  # [..., j, c, h] variances
-    beta_u: Tensor | float,  # [j] or a number: joint price of a component, nats at σ = 1
+    beta_u: Tensor | float,  # [j] or a number: price of a component of a part, nats at σ = 1
 ) -> Tensor:  # [..., j] nats, summed over the components
     "How much more parts cost if their whole is on (Hinton 2018, Procedure 1, M-step, line 5)."
     n = sig2.shape[-2] * sig2.shape[-1]
