@@ -5,7 +5,14 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 from capsnb.engine.numerics import assert_as_exact
-from capsnb.engine.dynamic import _agree, _agree_back, _Maps, dynamic_routing, route_capsules
+from capsnb.engine.dynamic import (
+    _agree,
+    _agree_back,
+    _Maps,
+    _squash_back,
+    dynamic_routing,
+    route_capsules,
+)
 from capsnb.routing.dynamic import dynamic_routing_ref, squash
 
 
@@ -106,6 +113,9 @@ def test_squash_is_its_formula_on_both_sides_of_one():
     assert torch.autograd.grad(squash(zero).sum(), zero)[0].isfinite().all()
     near = torch.tensor([[1 - 1e-4, 0.2], [1 + 1e-4, 0.2], [5.0, -7.0]]).double().requires_grad_()
     assert torch.autograd.gradcheck(squash, near)
+    s = torch.tensor([[300.0]])  # of one number: (s²/(1 + s²))', which is nearly 0
+    exact = 2 * s.double() / (1 + s.double() ** 2) ** 2
+    assert_close(_squash_back(s, torch.ones(1, 1)).double(), exact, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize('n_iters', (1, 3))

@@ -279,11 +279,11 @@ def test_what_is_not_a_tensor_is_refused_by_name(make):
         make(2, 3)(*x)
 
 
-def errors_far_away(plan, K, I, eps, offset, scale=1.0):
+def errors_far_away(plan, K, I, eps, offset, scale=1.0, d=3):
     "Relative errors in float32 of a, mu, sig2 and of the gradients, for poses around `offset`."
-    l = layer('votes', I=I, K=K, eps=eps, lam=1.0).float()
+    l = layer('votes', I=I, K=K, eps=eps, lam=1.0, d_inp=d).float()
     a, mu = draw(2, 5, 5, I, dtype=torch.float32)
-    mu = scale * mu + offset
+    mu = scale * mu[..., :d] + offset
     truth = step(copy.deepcopy(l).double(), a.double(), mu.double())
     l.plan = plan
     return [error_to(g, t) for g, t in zip(step(l, a, mu), truth)]
@@ -291,9 +291,10 @@ def errors_far_away(plan, K, I, eps, offset, scale=1.0):
 
 @pytest.mark.parametrize('eps', [1e-8, 1.0, 'auto'])
 @pytest.mark.parametrize('offset', [0.0, 1e3, -1e6])
+@pytest.mark.parametrize('d', [1, 3])
 @fast
-def test_the_mean_of_one_vote_is_the_vote_wherever_it_lies(plan, eps, offset):
-    votes, found = (errors_far_away(p, 1, 1, eps, offset) for p in ('votes', plan))
+def test_the_mean_of_one_vote_is_the_vote_wherever_it_lies(plan, d, eps, offset):
+    votes, found = (errors_far_away(p, 1, 1, eps, offset, d=d) for p in ('votes', plan))
     assert max(found[:3]) < max(1e-6, 2 * max(votes[:3]))
     assert max(f / max(v, 1e-5) for f, v in zip(found, votes)) < 2
 

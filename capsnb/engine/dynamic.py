@@ -118,9 +118,8 @@ def _squash_back(s: Tensor, g: Tensor) -> Tensor:
     q = (x * x).sum(-1, keepdim=True)
     length = q.sqrt()
     unit = torch.where(q > 0, x / length, 0)
-    along = (unit * g).sum(-1, keepdim=True)
-    back = g * (length / (c + q)) + unit * (along * length * (c - q) / (c + q) ** 2)
-    return back / m
+    along = (unit * g).sum(-1, keepdim=True) * unit
+    return ((g - along) * length / (c + q) + along * (2 * c * length / (c + q) ** 2)) / m
 
 # %% ../../nbs/engine/14_dynamic.ipynb #0000000e
 def _agree(votes, n_iters, shares):

@@ -64,8 +64,8 @@ def _in_all(context, builder, kind, value, to) -> list:
     return vectors if len(vectors) == to.n else vectors * to.n
 
 
-def _arithmetic(op, name):
-    "Teach numba `op` for rows of vectors, a row and a vector, or one of these and a number."
+def _made(name, flags=_flags):
+    "An operation on rows of vectors, a row and a vector, or one of these and a number."
 
     @intrinsic
     def run(typingctx, x, y):
@@ -73,10 +73,16 @@ def _arithmetic(op, name):
 
         def code(context, builder, sig, args):
             pairs = zip(*(_in_all(context, builder, k, v, to) for k, v in zip(sig.args, args)))
-            found = [getattr(builder, name)(*pair, flags=_flags) for pair in pairs]
+            found = [getattr(builder, name)(*pair, flags=flags) for pair in pairs]
             return _together(context, builder, to, found)
 
         return to(x, y), code
+
+    return run
+
+
+def _arithmetic(op, run):
+    "Teach numba `op`."
 
     @overload(op)
     def _(x, y):
@@ -85,7 +91,8 @@ def _arithmetic(op, name):
 
 
 for _op, _name in zip('add sub mul truediv'.split(), 'fadd fsub fmul fdiv'.split()):
-    _arithmetic(getattr(operator, _op), _name)
+    _arithmetic(getattr(operator, _op), _made(_name))
+_product = _made('fmul', ())  # rounded: what is added to it is not added at once
 
 # %% ../../nbs/engine/20_kernels.ipynb #00000006
 def _places(context, builder, sig, args, n, of=None):
@@ -278,7 +285,8 @@ _kernel = jit(error_model='numpy')
 def _vote(x, W, p, j, i, r, dims):
     "Row r of the votes of a block of places."
     _, d, h = dims
-    V = _load(x, (p, i, r * len(d), 0)) * _row(W, (j, i, 0, 0), h)
+    # a vote is the same number wherever it is made, or a single vote would differ from its mean
+    V = _product(_load(x, (p, i, r * len(d), 0)), _row(W, (j, i, 0, 0), h))
     for e in range(1, len(d)):
         V = V + _load(x, (p, i, r * len(d) + e, 0)) * _row(W, (j, i, e * len(h), 0), h)
     return V

@@ -588,8 +588,8 @@ def _finish_back(p, w, g, by, how: tl.constexpr):
             S = tl.load(w.mass + now + one, own, 0.0)[:, None]
             mean = tl.load(w.mean + nows + many, here, 0.0)
             _, m, unit, c, q, r = _shrunk(S * mean)
-            along = unit * (tl.sum(unit * g_mu, 1)[:, None] * (c - q) / (c + q))
-            g_s = (g_mu + along) * (r / (c + q) / m)
+            along = unit * tl.sum(unit * g_mu, 1)[:, None]
+            g_s = (g_mu - along + along * (2 * c / (c + q))) * (r / (c + q) / m)
             g_on, g_mu, g_var = tl.sum(g_s * mean, 1), g_s * S, zero
         elif how.EM:
             logs = tl.sum(tl.where(here, tl.log(sig2), 0.0), 1)
