@@ -5,14 +5,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 from capsnb.engine.numerics import assert_as_exact
-from capsnb.engine.dynamic import (
-    _agree,
-    _agree_back,
-    _Maps,
-    _squash_back,
-    dynamic_routing,
-    route_capsules,
-)
+from capsnb.engine.dynamic import _agree, _agree_back, _Maps, _squash_back
+from capsnb.engine.dynamic import dynamic_routing, route_capsules
 from capsnb.routing.dynamic import dynamic_routing_ref, squash
 
 

@@ -109,7 +109,9 @@ def _peak(bench, case, contestant, device, tiny, alone=False) -> int | None:
         before = torch.cuda.memory_allocated()
         step()
         return torch.cuda.max_memory_allocated() - before
-    make(device, True)[contestant]()()  # what is loaded and compiled is not counted
+    for warm in make(device, True).values():  # what is loaded and compiled is not counted
+        with suppress(Exception):
+            warm()()
     told = lambda key: int((proc / 'status').read_text().split(key)[1].split()[0]) * 1024
     (proc / 'clear_refs').write_text('5')  # the peak begins anew
     before = told('VmRSS:')
