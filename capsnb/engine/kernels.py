@@ -92,7 +92,7 @@ def _arithmetic(op, run):
 
 for _op, _name in zip('add sub mul truediv'.split(), 'fadd fsub fmul fdiv'.split()):
     _arithmetic(getattr(operator, _op), _made(_name))
-_product = _made('fmul', ())  # rounded: what is added to it is not added at once
+_product = _made('fmul', ())  # rounded before anything is added to it
 
 # %% ../../nbs/engine/20_kernels.ipynb #00000006
 def _places(context, builder, sig, args, n, of=None):
