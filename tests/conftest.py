@@ -1,4 +1,4 @@
-"""One thread, however many PyTorch would start; no test that needs a GPU, or long, unasked."""
+"""One thread, however many PyTorch would start; one seed for every test; none on a GPU unasked."""
 
 import os
 import time
@@ -14,6 +14,19 @@ for name in ('HF_HUB_OFFLINE', 'PYTHONIOENCODING'):  # a test says itself what i
 def pytest_runtest_setup(item):
     if time.time() > float(os.environ.get('CAPSNB_UNTIL', 'inf')):
         pytest.skip('too late to begin')  # .ci/run says when
+    seed()  # what fixtures draw
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call():
+    seed()  # what the test draws
+
+
+def seed():
+    "Whichever tests ran before in this process."
+    import torch
+
+    torch.manual_seed(0)
 
 
 def pytest_collection_modifyitems(items):

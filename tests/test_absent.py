@@ -40,7 +40,6 @@ def place_by_place(layer, a, mu):
     ],
 )
 def test_places_outside_the_grid_are_no_parts(plan, there, grid, K, stride, padding, own):
-    torch.manual_seed(0)
     layer = ConvCaps(2, 3, K, stride, padding, plan=plan, compete='within', **own).double()
     with torch.no_grad():
         for p in layer.parameters():
@@ -75,7 +74,6 @@ def test_weak_and_absent_inputs_are_routed_as_their_votes_in_float64(
     name, score, dtype, scale, alike
 ):
     "an origin at 0, or a sum of weights with something added, loses what agrees far away"
-    torch.manual_seed(0)
     layer = routing_layer(name, 3, 4, 3, None, 4, **dict(eps=1e-4) if name == 'em' else {})
     a = torch.full((1, 20), score, dtype=dtype)
     mu = (scale * torch.randn(1, 1 if alike else 20, 3, 4, dtype=dtype)).expand(1, 20, 3, 4)

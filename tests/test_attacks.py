@@ -84,7 +84,6 @@ class Squares(Objects):
 @pytest.mark.parametrize('net', ['plain', 'matrix-caps', 'baseline'])
 def test_epsilon_is_in_pixels_and_norms_are_inside(net):
     "of images of 48 pixels some networks read 32, of mean 0 and variance 1"
-    torch.manual_seed(0)
     task = Squares(size=48, published=net == 'baseline')
     network = task.make(net).eval()
     t = o.attacked(task, network, net, n=10)
@@ -102,7 +101,6 @@ def test_epsilon_is_in_pixels_and_norms_are_inside(net):
 
 
 def test_several_views_are_attacked_at_once():
-    torch.manual_seed(0)
     task = Toys(size=48, crops=2)
     net = task.make('matrix-caps', 0).eval()
     f, x = o.Attacked(task, net, 'matrix-caps'), torch.rand(3, 2, 48, 48)

@@ -115,7 +115,6 @@ def with_shares(l, a, mu, **kw):
 @pytest.mark.parametrize('kw', [{}, dict(coordinates=False, act='pi'), dict(n_iters=1)])
 def test_class_capsules_are_one_field(pose, kw, monkeypatch):
     "with coordinates as further columns of the poses; shares and their gradients too"
-    torch.manual_seed(0)
     l = ClassCaps(3, 5, *pose, lam=0.1, damping=0.2, **kw).double()
     a, mu = torch.rand(2, 1, 5, 6, 3, dtype=f64), torch.randn(2, 1, 5, 6, 3, *pose[:2], dtype=f64)
     found = with_shares(l, a, mu)

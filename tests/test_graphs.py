@@ -15,7 +15,6 @@ def inputs(n=3, i=50):
 @pytest.mark.graphs
 def test_a_network_is_exported_for_any_size_of_batch():
     "A graph that can be used for one image and for seven, whichever it was made with."
-    torch.manual_seed(0)
     net = SmallNORBNet(5, 64, 4).eval()
     with torch.no_grad():
         graph = export(net, (torch.rand(4, 2, 48, 48),), dynamic_shapes=({0: Dim('b')},)).module()
@@ -32,7 +31,6 @@ others = [pytest.param(k, marks=pytest.mark.long) for k in ('kmeans-soft', 'stud
 @pytest.mark.graphs
 @pytest.mark.parametrize('routing', of_a_kind + others)
 def test_a_layer_with_shared_maps_is_exported_for_any_number_of_parts(routing):
-    torch.manual_seed(0)
     layer, dims = routing_layer(routing, 4, 4, 4, None, 8).eval(), {0: Dim('b'), 1: Dim('i')}
     with torch.no_grad():
         graph = export(layer, inputs(), dynamic_shapes=(dims, dims)).module()
@@ -45,7 +43,6 @@ def test_a_layer_with_shared_maps_is_exported_for_any_number_of_parts(routing):
 @pytest.mark.slow
 @pytest.mark.graphs
 def test_a_pool_is_exported_for_sets_of_any_size():
-    torch.manual_seed(0)
     pool = RoutedPool(12, 3, dim_out=8, heads=2).eval()
     made = lambda b, n: (torch.randn(b, n, 12), torch.arange(n) < torch.randint(1, n, (b, 1)))
     dims = {0: Dim('b'), 1: Dim('n', min=2)}
@@ -58,7 +55,6 @@ def test_a_pool_is_exported_for_sets_of_any_size():
 
 @pytest.mark.parametrize('routing', ['dstep', 'em', 'vectors', 'attention'])
 def test_a_pool_in_bfloat16(routing):
-    torch.manual_seed(0)
     pool, x = RoutedPool(12, 3, routing, heads=2), torch.randn(4, 20, 12)
     want, mask = pool(x), torch.ones(4, 20, dtype=torch.bool)
     got = pool.bfloat16()(x.bfloat16(), mask)

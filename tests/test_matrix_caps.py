@@ -134,7 +134,6 @@ def test_logits_are_those_of_eq_2_where_activations_are_full():
 
 
 def test_any_module_is_a_stem():
-    torch.manual_seed(0)
     trunk = ConvTrunk(**norb_trunk(6))
     n = net(stem=trunk, preset='normalised', size=48)
     same = net(A=6, stem='norb', preset='normalised', size=48)
@@ -148,7 +147,6 @@ def test_any_module_is_a_stem():
 
 
 def test_shares_for_logits_have_the_gradients_of_all_votes():
-    torch.manual_seed(0)
     a, mu = torch.rand(2, 4, 4, 2).double(), torch.randn(2, 4, 4, 2, 4, 4).double()
     found = []
     for plan in ('auto', 'votes'):

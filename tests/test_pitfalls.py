@@ -75,7 +75,6 @@ def test_pitfall_2_classes_of_the_network_do_get_ten_times_the_data():
 @pytest.mark.parametrize('stride', [1, 2, 3])
 def test_pitfall_3_parents_at_other_positions_must_compete_for_a_child(plan, stride):
     "elsewhere: shares are normalised within a position, and none hears of another"
-    torch.manual_seed(0)
     l = ConvCaps(2, 3, K=3, stride=stride, plan=plan, lam=1.0, eps=1e-4).double()
     a, mu = children(7, 7)
     beyond = torch.ones(7, 7, dtype=torch.bool)

@@ -150,7 +150,6 @@ def test_credit_of_a_training_network_is_that_of_the_finished_one():
 
 
 def test_words_come_back_with_all_of_their_credit(encoder):
-    torch.manual_seed(0)
     net = SSTNet(encoder.n_layers, encoder.d_emb)
     for r in net.routings:
         torch.nn.init.normal_(r.beta_use)

@@ -299,7 +299,6 @@ wide_own = dict(d_inp=20, n_inp=5, n_out=3)  # votes as a product leaves them: p
     'kwargs', [dict(n_inp=5, n_out=3, single_beta=True), dict(n_inp=5), dict(d_inp=20), wide_own]
 )
 def test_a_layer(kwargs):
-    torch.manual_seed(0)
     layer = Routing(**(dict(d_cov=2, d_inp=2, d_out=2, plan='votes') | kwargs))
     a, mu = torch.randn(1, 2, 5), torch.randn(1, 2, 5, 2, layer.d_inp)
     a[0, 0, 2] = -torch.inf

@@ -144,7 +144,6 @@ def test_the_smallest_image_is_the_smallest(strides, padding, more):
 
 
 def test_weights_start_kaiming_normal_and_biases_at_zero():
-    torch.manual_seed(0)
     hidden = PlainCNN(channels=(64,) * 3, n_hidden=128).hidden
     for _, conv in (_normed_conv(64, 128, 3, 2, 1), ConvTrunk(62, (64,), (1,)).stages[0], hidden):
         w, std = conv.weight, math.sqrt(2 / (64 * 9))

@@ -87,7 +87,6 @@ def test_scikit_learn_has_the_same_steps(cov, theirs):
 
 def test_many_votes_leave_em():
     "with a weak prior, means, variances and shares are a mixture's; the error falls as 1/n"
-    torch.manual_seed(0)
     V, R = torch.randn(12, 3, 2).double(), torch.rand(12, 3).double().softmax(-1)
     prior, errors = _as_prior(2, 1e-3, 1e-3, 1e-3, 1e3), []
     last = em(V, R, 3)[-1]
@@ -105,7 +104,6 @@ def test_many_votes_leave_em():
 
 
 def test_the_layer_is_the_function():
-    torch.manual_seed(0)
     layer = BayesRouting(4, 4, 4, n_inp=7, n_out=3, cov='published', least=1e-11, alpha0=2.0)
     a, mu = torch.randn(5, 7), torch.randn(5, 7, 4, 4)
     want = vb_routing(a, layer.cast(mu), _as_prior(16, 2.0), cov='published', least=1e-11)

@@ -98,7 +98,7 @@ def test_no_fit_is_worse_and_the_last_is_flat(noise, kind):
     _, V = votes(2, i=12)
     r = torch.rand(2, 12, 3, dtype=torch.float64)
     model, worth = noise.m_step(r, V, 0.0, kind), []
-    for _ in range(400 if isinstance(noise, Student) else 2):
+    for _ in range(1000 if isinstance(noise, Student) else 2):
         worth.append(objective(noise, r, V, model))
         model = noise.m_step(r, V, 0.0, kind, model)
     assert (torch.stack(worth).diff(dim=0) > -1e-11).all()

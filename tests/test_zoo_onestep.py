@@ -120,7 +120,6 @@ def test_pooling_is_attention_of_torch():
 @pytest.mark.parametrize('whole', [False, True], ids=['autocast', 'module'])
 def test_scores_of_long_capsules_are_finite_in_half_precision(kind, dtype, whole):
     "1 - 1e-6 is 1 in half precision, and 1e-12 is 0 in float16"
-    torch.manual_seed(0)
     layer = routing_layer(kind, 4, 4, 4, 64, 5, start='identity')
     a, mu = 2 + torch.randn(8, 64), 1 + 0.3 * torch.randn(8, 64, 4, 4)
     mu[0] = 0  # capsules of length 0

@@ -171,7 +171,6 @@ def test_the_number_of_iterations_can_be_changed(name, n_inp):
 @pytest.mark.parametrize('n_inp', [None, 300])
 def test_agreement_of_long_votes_in_half_precision(n_inp):
     "squares of sums overflow float16 from a length of 256 on"
-    torch.manual_seed(0)
     layer = routing_layer('agreement', 4, 4, 4, n_inp, 5)
     a, mu = torch.zeros(2, 300), 5 * torch.randn(2, 300, 4, 4) + 5
     want = layer(a, mu)

@@ -104,7 +104,6 @@ def test_memory_is_linear():
 
 
 def test_a_hidden_input_has_no_credit():
-    torch.manual_seed(0)
     r = VectorRouting(None, 3, 4, 4, n_iters=3)
     x = torch.randn(5, 4, requires_grad=True)
     mask = torch.zeros(5, 3, dtype=torch.bool)
