@@ -29,7 +29,7 @@ def cells_of(path: Path, kind: str) -> list:  # of (source, cell)
 
 def words_of(path: Path) -> int:  # of prose; glossary and references are looked up, not read
     pages = (page for page, _ in cells_of(path, 'markdown'))
-    return sum(len(p.split()) for p in pages if not re.match(looked_up, p))
+    return sum(len(re.findall(r'\S*\w\S*', p)) for p in pages if not re.match(looked_up, p))
 
 
 def draws(source: str) -> bool:
