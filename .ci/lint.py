@@ -27,9 +27,10 @@ def cells_of(path: Path, kind: str) -> list:  # of (source, cell)
     return [(''.join(c['source']), c) for c in cells if c['cell_type'] == kind]
 
 
-def words_of(path: Path) -> int:  # of prose; glossary and references are looked up, not read
-    pages = (page for page, _ in cells_of(path, 'markdown'))
-    return sum(len(re.findall(r'\S*\w\S*', p)) for p in pages if not re.match(looked_up, p))
+def words_of(path: Path) -> int:  # of prose: tables, glossary and references are looked up
+    pages = (page for page, _ in cells_of(path, 'markdown') if not re.match(looked_up, page))
+    lines = (line for page in pages for line in page.split('\n') if not line.startswith('|'))
+    return sum(len(re.findall(r'\S*\w\S*', line)) for line in lines)
 
 
 def draws(source: str) -> bool:
