@@ -1,4 +1,4 @@
-"""One thread, however many PyTorch would start; one seed for every test; none on a GPU unasked."""
+"""One thread and one seed for every test; those that need a GPU are skipped without one."""
 
 import os
 import time

@@ -342,7 +342,7 @@ class _Sweeps:
         return du, torch.zeros_like(self.flat), []
 
     def back(self, grads, t, total, ds, detach):
-        "As of `_Tensors`; gradients of all iterations but the even one are made at once, at last."
+        "Like `_Tensors`; all iterations but the even one pass back together, at the end."
         (du, dW, wait), even = grads, (ds / self.j).flatten(1)
         if t == 0:
             back = (even @ self.flat.flatten(0, 1).T).view_as(self.given)

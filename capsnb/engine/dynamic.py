@@ -30,12 +30,12 @@ class _Tensors:
         return self.even if total is None else torch.softmax(self.score(total), 1)
 
     def sums(self, total, shares):
-        "Sums of votes [n, j, h] by shares [n, j, i], and these."
+        "Sums of votes by shares [n, j, h], and the shares [n, j, i]."
         R = self.shares(total)
         return self.gather(R), R
 
     def back(self, grads, t, total, ds, detach):
-        "Add what the sums of iteration t pass on; the gradient of `total`, if more follows."
+        "Add what iteration t's sums pass back; returns the gradient of `total` for those before."
         R = self.shares(total)
         self.spread(grads, R, ds)
         if t and not detach:

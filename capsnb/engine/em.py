@@ -197,7 +197,7 @@ def em_routing(
     a: Tensor,  # [..., i] activations of the parts, in [0, 1] ([..., n] with `fields`)
     V: Tensor,  # [..., i, j, c, h] votes ([..., p, i, j, c, h] with `fields`)
     beta_a: Tensor | float,  # [j] or a number: minus the price of a whole that is on, nats
-    beta_u: Tensor | float,  # [j] or a number: of a component of a part on less off, nats at σ = 1
+    beta_u: Tensor | float,  # [j] or a number: on minus off, nats per component of a part at σ = 1
     lam: float | Sequence[float] | Callable[[int], float] = inverse_temperature,  # per iteration
     n_iters: int = 3,  # iterations
     parents: Tensor | None = None,  # [i, j] bool: is j a parent of i? None: always

@@ -39,7 +39,7 @@ def m_step(
 def cost(
     S: Tensor,  # [..., j] amount of data of each whole
     sig2: Tensor,  # [..., j, c, h] variances
-    beta_u: Tensor | float,  # [j] or a number: on less off, nats a component of a part, at σ = 1
+    beta_u: Tensor | float,  # [j] or a number: on minus off, nats per component of a part at σ = 1
 ) -> Tensor:  # [..., j] nats, summed over the components
     "How much more parts cost if their whole is on (Hinton 2018, Procedure 1, M-step, line 5)."
     n = sig2.shape[-2] * sig2.shape[-1]
@@ -105,7 +105,7 @@ def em_routing_ref(
     a: Tensor,  # [..., i] activations of the parts, in [0, 1]
     V: Tensor,  # [..., i, j, c, h] votes
     beta_a: Tensor | float,  # [j] or a number: minus the price of a whole that is on, nats
-    beta_u: Tensor | float,  # [j] or a number: on less off, nats a component of a part, at σ = 1
+    beta_u: Tensor | float,  # [j] or a number: on minus off, nats per component of a part at σ = 1
     lam: float | Sequence[float] | Callable[[int], float],  # inverse temperature per iteration
     n_iters: int = 3,  # iterations
     parents: Tensor | None = None,  # [i, j] bool: may part i belong to whole j? None: always
